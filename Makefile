@@ -1,0 +1,50 @@
+# `make demo` and `make test` are the two commands; both set up .venv on first use.
+PYTHON ?= python3
+VENV := .venv
+UV := $(VENV)/bin/uv
+RUN := $(VENV)/bin
+UV_VERSION := 0.13.8
+
+.PHONY: install install-dev demo test check format lock openapi clean
+
+install: $(VENV)/.installed
+install-dev: $(VENV)/.installed-dev
+
+$(UV):
+	@./.ci/bootstrap-uv "$(PYTHON)" "$(VENV)" "$(UV_VERSION)"
+
+$(VENV)/.installed: $(UV) requirements/engine.txt pyproject.toml
+	VIRTUAL_ENV=$(VENV) $(UV) pip install --require-hashes -r requirements/engine.txt
+	VIRTUAL_ENV=$(VENV) $(UV) pip install --no-deps -e .
+	@touch $@
+
+$(VENV)/.installed-dev: $(VENV)/.installed requirements/dev.txt
+	VIRTUAL_ENV=$(VENV) $(UV) pip install --require-hashes -r requirements/dev.txt
+	@touch $@
+
+demo: install
+	$(RUN)/batchweave demo $(if $(FILE),--file "$(FILE)") $(if $(KEEP),--keep)
+
+test: install-dev
+	$(RUN)/pytest
+
+check: install-dev
+	$(RUN)/ruff check .
+	$(RUN)/ruff format --check .
+	$(RUN)/pyright
+
+format: install-dev
+	$(RUN)/ruff check --fix .
+	$(RUN)/ruff format .
+
+openapi: install
+	$(RUN)/batchweave openapi > openapi.yaml
+
+# No uv.lock: it would record the hosts of one person's package registry.
+lock: $(UV)
+	$(UV) pip compile -q --universal --python-version 3.11 --generate-hashes --extra engine pyproject.toml -o requirements/engine.txt
+	$(UV) pip compile -q --universal --python-version 3.11 --generate-hashes -c requirements/engine.txt pyproject.toml -o requirements/server.txt
+	$(UV) pip compile -q --universal --python-version 3.11 --generate-hashes --extra engine --group dev -c requirements/engine.txt pyproject.toml -o requirements/dev.txt
+
+clean:
+	rm -rf $(VENV) .pytest_cache .ruff_cache build dist

@@ -1,0 +1,31 @@
+"""Structured output without a GPU: xgrammar's bitmask, which SGLang pins and applies by GPU kernels only."""
+
+from collections.abc import Callable
+from typing import Any
+
+from sglang.srt.plugins.hook_registry import HookType
+
+_MODULE = "sglang.srt.constrained.xgrammar_backend"
+
+
+def allocate_bitmask(vocab_size: int, batch_size: int) -> Any:
+    """Int32 mask [batch_size, ceil(vocab_size / 32)] in pageable memory, all tokens allowed."""
+    import torch
+    from xgrammar import bitmask_dtype, get_bitmask_shape
+
+    return torch.full(get_bitmask_shape(batch_size, vocab_size), -1, dtype=bitmask_dtype)
+
+
+def apply_mask(original: Callable[..., None], grammar: Any, logits: Any, vocab_mask: Any) -> None:
+    import xgrammar
+
+    if logits.device.type == "cpu":
+        xgrammar.apply_token_bitmask_inplace(logits, vocab_mask)
+    else:
+        original(grammar, logits, vocab_mask)
+
+
+HOOKS = [
+    (f"{_MODULE}._allocate_token_bitmask", allocate_bitmask, HookType.REPLACE),
+    (f"{_MODULE}.XGrammarGrammar.apply_vocab_mask", apply_mask, HookType.AROUND),
+]

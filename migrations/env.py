@@ -1,0 +1,30 @@
+"""Alembic's entry: runs over the service's own engine, one process at a time."""
+
+import asyncio
+
+from alembic import context
+from sqlalchemy import Connection, text
+
+from service.db.sessions import Database
+from service.db.tables import Base
+
+_LOCK = 0x62617463  # any number, the same in every process
+
+
+def migrate(connection: Connection) -> None:
+    if connection.dialect.name == "postgresql":
+        connection.execute(text("SELECT pg_advisory_xact_lock(:key)"), {"key": _LOCK})
+    context.configure(connection=connection, target_metadata=Base.metadata, render_as_batch=True)
+    with context.begin_transaction():
+        context.run_migrations()
+
+
+async def run() -> None:
+    database = Database(context.config.get_main_option("sqlalchemy.url") or "")
+    async with database.write() as session:
+        connection = await session.connection()
+        await connection.run_sync(migrate)
+    await database.close()
+
+
+asyncio.run(run())

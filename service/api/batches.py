@@ -1,0 +1,97 @@
+"""/v1/batches: create, look, list, cancel. The request only writes a row; the planner role does the rest."""
+
+from typing import Annotated
+
+from fastapi import APIRouter, Query
+from sqlalchemy import select
+from sqlalchemy.ext.asyncio import AsyncSession
+
+from service import ids
+from service.api.context import Context, Here
+from service.api.pages import page_rows
+from service.api.shapes import BatchObject, CreateBatch, Page
+from service.db.moves import TERMINAL, move_batch
+from service.db.tables import Batch, BatchStatus, File
+from service.endpoints import ENDPOINTS
+from service.errors import BadRequest, NotFound
+from service.queue.leases import Counts
+
+_UNIT_S = {"m": 60, "h": 3600, "d": 86400}
+_LIVE = (BatchStatus.IN_PROGRESS, BatchStatus.FINALIZING, BatchStatus.CANCELLING)
+
+router = APIRouter(prefix="/v1/batches", tags=["batches"])
+
+
+@router.post("")
+async def create_batch(body: CreateBatch, here: Here) -> BatchObject:
+    """Accept a batch for validation."""
+    if body.endpoint not in ENDPOINTS:
+        message = f"endpoint {body.endpoint!r} is none of {', '.join(ENDPOINTS)}."
+        raise BadRequest(message, code="invalid_endpoint", param="endpoint")
+    now = int(here.clock())
+    async with here.database.write() as session:
+        file = (await session.scalars(select(File).where(File.id == body.input_file_id))).one_or_none()
+        if file is None:
+            message = f"No such File object: {body.input_file_id}. Upload it with purpose 'batch' first."
+            raise BadRequest(message, code="file_not_found", param="input_file_id")
+        if file.purpose != "batch":
+            message = f"The file {file.id} has purpose {file.purpose!r}; a batch needs 'batch'."
+            raise BadRequest(message, code="invalid_purpose", param="input_file_id")
+        batch = Batch(
+            id=ids.batch_id(),
+            status=BatchStatus.VALIDATING,
+            endpoint=body.endpoint,
+            input_file_id=file.id,
+            completion_window=body.completion_window,
+            custom_metadata=body.metadata,
+            output_expires_after_s=body.output_expires_after.seconds if body.output_expires_after else None,
+            created_at=now,
+            expires_at=now + int(body.completion_window[:-1]) * _UNIT_S[body.completion_window[-1]],
+        )
+        session.add(batch)
+    return await _shape(here, batch)
+
+
+@router.get("")
+async def list_batches(
+    here: Here, after: str | None = None, limit: Annotated[int, Query(ge=1, le=100)] = 20
+) -> Page[BatchObject]:
+    async with here.database.read() as session:
+        rows = await page_rows(session, Batch, select(Batch), after=after, limit=limit)
+    return Page[BatchObject].of([await _shape(here, row) for row in rows], limit)
+
+
+@router.get("/{batch_id}")
+async def get_batch(batch_id: str, here: Here) -> BatchObject:
+    async with here.database.read() as session:
+        batch = await _find(session, batch_id)
+    return await _shape(here, batch)
+
+
+@router.post("/{batch_id}/cancel")
+async def cancel_batch(batch_id: str, here: Here) -> BatchObject:
+    """Stop the batch; what is answered stays. Cancelling twice is no error, cancelling an ended batch is."""
+    async with here.database.write() as session:
+        await move_batch(session, batch_id, BatchStatus.CANCELLING, now=here.clock())
+        batch = await _find(session, batch_id)
+        if batch.status not in (BatchStatus.CANCELLING, BatchStatus.CANCELLED):
+            ended = batch.status in TERMINAL
+            message = f"The batch is {batch.status}" + (
+                ": it has ended." if ended else " and ends by itself in a moment."
+            )
+            raise BadRequest(message, code="batch_not_cancellable", param="id")
+    return await _shape(here, batch)
+
+
+async def _find(session: AsyncSession, batch_id: str) -> Batch:
+    batch = (await session.scalars(select(Batch).where(Batch.id == batch_id))).one_or_none()
+    if batch is None:
+        raise NotFound(f"No such Batch object: {batch_id}", param="id")
+    return batch
+
+
+async def _shape(here: Context, batch: Batch) -> BatchObject:
+    counts = Counts(batch.completed, batch.failed)
+    if batch.status in _LIVE:
+        counts = await here.progress.counts(here.database, batch.id)
+    return BatchObject.of(batch, counts)

@@ -1,0 +1,37 @@
+"""What every route works with, made once per process."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Annotated, cast
+
+from fastapi import Depends, Request
+from redis.asyncio import Redis
+
+from service.db.sessions import Database
+from service.queue.progress import Heartbeat, Progress
+from service.settings import Settings
+from service.storage import Storage
+
+
+@dataclass(frozen=True, slots=True)
+class Context:
+    database: Database
+    storage: Storage
+    redis: Redis
+    settings: Settings
+    clock: Callable[[], float]
+
+    @property
+    def progress(self) -> Progress:
+        return Progress(self.redis)
+
+    @property
+    def heartbeat(self) -> Heartbeat:
+        return Heartbeat(self.redis)
+
+
+def _context(request: Request) -> Context:
+    return cast(Context, request.app.state.context)
+
+
+Here = Annotated[Context, Depends(_context)]

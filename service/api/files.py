@@ -1,0 +1,177 @@
+"""/v1/files: upload in a stream, list, look, download, delete."""
+
+import re
+from collections.abc import AsyncIterator
+from typing import Annotated
+
+from fastapi import APIRouter, Query, Request, Response
+from fastapi.responses import StreamingResponse
+from sqlalchemy import delete, select
+from starlette.requests import ClientDisconnect
+
+from service import ids
+from service.api.context import Context, Here
+from service.api.multipart import Form, FormReader
+from service.api.pages import Order, page_rows
+from service.api.shapes import FileDeleted, FileObject, Page
+from service.db.moves import TERMINAL
+from service.db.tables import Batch, File
+from service.errors import BadRequest, NotFound, PayloadTooLarge, RangeNotSatisfiable
+
+FORM_OVERHEAD_BYTES = 1024 * 1024
+BATCH_FILES_KEEP_S = 30 * 24 * 3600
+
+router = APIRouter(prefix="/v1/files", tags=["files"])
+
+_UPLOAD_BODY = {
+    "requestBody": {
+        "required": True,
+        "content": {
+            "multipart/form-data": {
+                "schema": {
+                    "type": "object",
+                    "required": ["purpose", "file"],
+                    "properties": {
+                        "purpose": {"type": "string", "enum": ["batch"]},
+                        "file": {"type": "string", "format": "binary"},
+                        "expires_after[anchor]": {"type": "string", "enum": ["created_at"]},
+                        "expires_after[seconds]": {"type": "integer", "minimum": 3600, "maximum": 2592000},
+                    },
+                }
+            }
+        },
+    }
+}
+
+
+@router.post("", openapi_extra=_UPLOAD_BODY)
+async def create_file(request: Request, here: Here) -> FileObject:
+    """Upload a JSONL file of requests."""
+    limit = here.settings.max_file_bytes
+    announced = request.headers.get("content-length", "")
+    if announced.isdigit() and int(announced) > limit + FORM_OVERHEAD_BYTES:
+        raise PayloadTooLarge(f"The file is larger than {limit} bytes.", code="file_too_large", param="file")
+    reader = FormReader(request.headers.get("content-type", ""), limit)
+    file_id = ids.file_id()
+    try:
+        async with here.storage.writer(f"files/{file_id}") as writer:
+            form = await reader.read(request.stream(), writer.write)
+            file = _file_row(file_id, form, int(here.clock()))
+    except ClientDisconnect as error:
+        raise BadRequest("The upload was cut off.") from error
+    async with here.database.write() as session:
+        session.add(file)
+    return FileObject.of(file)
+
+
+def _file_row(file_id: str, form: Form, now: int) -> File:
+    """The row of an uploaded file. Raises BadRequest for a field that is missing or wrong."""
+    if form.filename is None:
+        raise BadRequest("The form has no part named 'file'.", code="missing_required_parameter", param="file")
+    if form.fields.get("purpose") != "batch":
+        raise BadRequest("'purpose' must be 'batch'.", code="invalid_purpose", param="purpose")
+    keep_s = BATCH_FILES_KEEP_S
+    if "expires_after[seconds]" in form.fields or "expires_after[anchor]" in form.fields:
+        text = form.fields.get("expires_after[seconds]", "")
+        if form.fields.get("expires_after[anchor]") != "created_at":
+            raise BadRequest("'expires_after[anchor]' must be 'created_at'.", param="expires_after[anchor]")
+        if not re.fullmatch(r"[0-9]{1,9}", text) or not 3600 <= int(text) <= 2592000:
+            message = "'expires_after[seconds]' must be a whole number from 3600 to 2592000."
+            raise BadRequest(message, param="expires_after[seconds]")
+        keep_s = int(text)
+    return File(
+        id=file_id,
+        purpose="batch",
+        filename=form.filename[:1024],
+        size_bytes=form.size_bytes,
+        created_at=now,
+        expires_at=now + keep_s,
+    )
+
+
+@router.get("")
+async def list_files(
+    here: Here,
+    after: str | None = None,
+    limit: Annotated[int, Query(ge=1, le=10000)] = 10000,
+    order: Order = "desc",
+    purpose: str | None = None,
+) -> Page[FileObject]:
+    query = select(File)
+    if purpose is not None:
+        query = query.where(File.purpose == purpose)
+    async with here.database.read() as session:
+        rows = await page_rows(session, File, query, after=after, limit=limit, order=order)
+    return Page[FileObject].of([FileObject.of(row) for row in rows], limit)
+
+
+@router.get("/{file_id}")
+async def get_file(file_id: str, here: Here) -> FileObject:
+    return FileObject.of(await find_file(here, file_id))
+
+
+@router.get("/{file_id}/content", response_class=StreamingResponse)
+async def get_content(file_id: str, request: Request, here: Here) -> Response:
+    """The file's bytes; a Range of them when asked."""
+    file = await find_file(here, file_id)
+    # A file never changes, so its id is its version.
+    headers = {"Accept-Ranges": "bytes", "ETag": f'"{file.id}"'}
+    if request.headers.get("if-none-match") == headers["ETag"]:
+        return Response(status_code=304, headers=headers)
+    start, end = 0, file.size_bytes
+    wanted = request.headers.get("range")
+    partial = wanted is not None and request.headers.get("if-range", headers["ETag"]) == headers["ETag"]
+    if partial:
+        start, end = _byte_range(wanted or "", file.size_bytes)
+        headers["Content-Range"] = f"bytes {start}-{end - 1}/{file.size_bytes}"
+    headers["Content-Length"] = str(end - start)
+    return StreamingResponse(
+        _content(here, file, start, end),
+        status_code=206 if partial else 200,
+        media_type="application/octet-stream",
+        headers=headers,
+    )
+
+
+async def _content(here: Context, file: File, start: int, end: int) -> AsyncIterator[bytes]:
+    if start < end:
+        async for chunk in here.storage.stream(file.storage_key, start, end):
+            yield chunk
+
+
+def _byte_range(header: str, size_bytes: int) -> tuple[int, int]:
+    """[start, end) of a single-range header. Raises RangeNotSatisfiable."""
+    match = re.fullmatch(r"bytes=([0-9]{0,18})-([0-9]{0,18})", header.strip())
+    if match and any(match.groups()):
+        first, last = match.groups()
+        start = int(first) if first else max(size_bytes - int(last), 0)
+        end = min(int(last) + 1, size_bytes) if first and last else size_bytes
+        if start < end:
+            return start, end
+    raise RangeNotSatisfiable(f"The range {header!r} is not one range inside {size_bytes} bytes.")
+
+
+@router.delete("/{file_id}")
+async def delete_file(file_id: str, here: Here) -> FileDeleted:
+    file = await find_file(here, file_id)
+    async with here.database.write() as session:
+        using = (
+            await session.scalars(
+                select(Batch.id).where(Batch.input_file_id == file.id, Batch.status.not_in(TERMINAL)).limit(1)
+            )
+        ).one_or_none()
+        if using is not None:
+            message = f"The file is the input of {using}, which is not finished. Cancel that batch first."
+            raise BadRequest(message, code="file_in_use", param="file_id")
+        await session.execute(delete(File).where(File.id == file.id))
+    await here.storage.delete(file.storage_key)
+    return FileDeleted(id=file.id)
+
+
+async def find_file(here: Context, file_id: str) -> File:
+    """The file of this id. Raises NotFound."""
+    async with here.database.read() as session:
+        file = (await session.scalars(select(File).where(File.id == file_id))).one_or_none()
+    if file is None:
+        raise NotFound(f"No such File object: {file_id}", param="id")
+    return file

@@ -1,0 +1,27 @@
+"""/v1/models: what batches of this service may name."""
+
+from fastapi import APIRouter
+from sqlalchemy import select
+
+from service.api.context import Here
+from service.api.shapes import ModelObject, Page
+from service.db.tables import Model
+from service.errors import NotFound
+
+router = APIRouter(prefix="/v1/models", tags=["models"])
+
+
+@router.get("")
+async def list_models(here: Here) -> Page[ModelObject]:
+    async with here.database.read() as session:
+        rows = (await session.scalars(select(Model).order_by(Model.name))).all()
+    return Page[ModelObject].of([ModelObject(id=row.name, created=row.created_at) for row in rows], len(rows))
+
+
+@router.get("/{name:path}")
+async def get_model(name: str, here: Here) -> ModelObject:
+    async with here.database.read() as session:
+        row = (await session.scalars(select(Model).where(Model.name == name))).one_or_none()
+    if row is None:
+        raise NotFound(f"The model {name!r} does not exist here.", code="model_not_found", param="model")
+    return ModelObject(id=row.name, created=row.created_at)

@@ -1,0 +1,113 @@
+"""multipart/form-data as it arrives: the file's bytes go on at once, everything else is small and bounded."""
+
+from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import dataclass, field
+
+from python_multipart.exceptions import MultipartParseError
+from python_multipart.multipart import MultipartParser, parse_options_header
+
+from service.errors import BadRequest, PayloadTooLarge
+
+MAX_FIELD_BYTES = 64 * 1024
+MAX_HEADER_BYTES = 8 * 1024
+MAX_PARTS = 64
+
+
+@dataclass(slots=True)
+class Form:
+    fields: dict[str, str] = field(default_factory=dict[str, str])
+    filename: str | None = None
+    size_bytes: int = 0
+
+
+class FormReader:
+    """Feeds a form's bytes through the parser; the part named `file` streams to `sink`."""
+
+    def __init__(self, content_type: str, max_file_bytes: int) -> None:
+        kind, options = parse_options_header(content_type)
+        if kind != b"multipart/form-data" or not options.get(b"boundary"):
+            raise BadRequest("Send the file as multipart/form-data with the fields 'purpose' and 'file'.")
+        self.form = Form()
+        self._max_file_bytes = max_file_bytes
+        self._header: tuple[bytearray, bytearray] = (bytearray(), bytearray())
+        self._disposition = b""
+        self._name: str | None = None
+        self._is_file = False
+        self._value = bytearray()
+        self._parts = 0
+        self._finished = False
+        self._file_data: list[bytes] = []
+        self._parser = MultipartParser(
+            options[b"boundary"],
+            {
+                "on_part_begin": self._part_begin,
+                "on_header_field": lambda data, start, end: self._add_header(0, data[start:end]),
+                "on_header_value": lambda data, start, end: self._add_header(1, data[start:end]),
+                "on_header_end": self._header_end,
+                "on_headers_finished": self._headers_finished,
+                "on_part_data": self._part_data,
+                "on_part_end": self._part_end,
+                "on_end": self._end,
+            },
+        )
+
+    async def read(self, chunks: AsyncIterator[bytes], sink: Callable[[bytes], Awaitable[object]]) -> Form:
+        """Read the form to its end. Raises BadRequest for one that is malformed, PayloadTooLarge for a large file."""
+        try:
+            async for chunk in chunks:
+                self._parser.write(chunk)
+                for data in self._file_data:
+                    await sink(data)
+                self._file_data.clear()
+        except MultipartParseError as error:
+            raise BadRequest(f"The multipart body is malformed: {error}.") from error
+        if not self._finished:
+            raise BadRequest("The multipart body ends before its closing boundary.")
+        return self.form
+
+    def _part_begin(self) -> None:
+        self._parts += 1
+        if self._parts > MAX_PARTS:
+            raise BadRequest(f"The form has more than {MAX_PARTS} parts.")
+        self._disposition, self._name, self._is_file = b"", None, False
+        self._value.clear()
+
+    def _add_header(self, side: int, data: bytes) -> None:
+        self._header[side].extend(data)
+        if len(self._header[side]) > MAX_HEADER_BYTES:
+            raise BadRequest("A header of a part is too long.")
+
+    def _header_end(self) -> None:
+        name, value = self._header
+        if bytes(name).lower() == b"content-disposition":
+            self._disposition = bytes(value)
+        name.clear()
+        value.clear()
+
+    def _headers_finished(self) -> None:
+        _, options = parse_options_header(self._disposition)
+        self._name = options.get(b"name", b"").decode(errors="replace")
+        self._is_file = self._name == "file"
+        if self._is_file:
+            if self.form.filename is not None:
+                raise BadRequest("The form has two parts named 'file'.", param="file")
+            self.form.filename = options.get(b"filename", b"").decode(errors="replace") or "upload.jsonl"
+
+    def _part_data(self, data: bytes, start: int, end: int) -> None:
+        if self._is_file:
+            self.form.size_bytes += end - start
+            if self.form.size_bytes > self._max_file_bytes:
+                message = f"The file is larger than {self._max_file_bytes} bytes. Split it into several batches."
+                raise PayloadTooLarge(message, code="file_too_large", param="file")
+            self._file_data.append(data[start:end])
+            return
+        self._value.extend(data[start:end])
+        if len(self._value) > MAX_FIELD_BYTES:
+            raise BadRequest(f"The field {self._name!r} is too long.", param=self._name)
+
+    def _part_end(self) -> None:
+        if self._name and not self._is_file:
+            self.form.fields[self._name] = self._value.decode(errors="replace")
+
+    def _end(self) -> None:
+        self._finished = True

@@ -1,0 +1,30 @@
+"""Cursor pages over a table that numbers its rows by `seq`: rows inserted meanwhile neither repeat nor hide others."""
+
+from typing import Any, Literal
+
+from sqlalchemy import Select, select
+from sqlalchemy.ext.asyncio import AsyncSession
+
+from service.db.tables import Batch, File
+from service.errors import BadRequest
+
+Order = Literal["asc", "desc"]
+
+
+async def page_rows(
+    session: AsyncSession,
+    table: type[File] | type[Batch],
+    query: Select[Any],
+    *,
+    after: str | None,
+    limit: int,
+    order: Order = "desc",
+) -> list[Any]:
+    """Up to `limit + 1` rows behind the object `after`. Raises BadRequest when that object does not exist."""
+    if after is not None:
+        cursor = (await session.execute(select(table.seq).where(table.id == after))).scalar_one_or_none()
+        if cursor is None:
+            raise BadRequest(f"No object has the id {after!r} that 'after' names.", param="after")
+        query = query.where(table.seq < cursor if order == "desc" else table.seq > cursor)
+    query = query.order_by(table.seq.desc() if order == "desc" else table.seq.asc()).limit(limit + 1)
+    return list((await session.scalars(query)).all())

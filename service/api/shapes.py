@@ -1,0 +1,180 @@
+"""Objects as OpenAI's clients read them; every key is written, null where there is nothing."""
+
+from collections.abc import Sequence
+from typing import Annotated, Any, Generic, Literal, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field, StringConstraints
+
+from service.db.tables import Batch, BatchStatus, File
+from service.queue.leases import Counts
+
+Item = TypeVar("Item")
+
+
+class FileObject(BaseModel):
+    id: str
+    object: Literal["file"] = "file"
+    bytes: int
+    created_at: int
+    expires_at: int | None
+    filename: str
+    purpose: str
+    status: Literal["processed"] = "processed"
+    status_details: str | None = None
+
+    @classmethod
+    def of(cls, file: File) -> "FileObject":
+        return cls(
+            id=file.id,
+            bytes=file.size_bytes,
+            created_at=file.created_at,
+            expires_at=file.expires_at,
+            filename=file.filename,
+            purpose=file.purpose,
+        )
+
+
+class FileDeleted(BaseModel):
+    id: str
+    object: Literal["file"] = "file"
+    deleted: Literal[True] = True
+
+
+class BatchError(BaseModel):
+    code: str
+    line: int | None
+    message: str
+    param: str | None
+
+
+class BatchErrors(BaseModel):
+    object: Literal["list"] = "list"
+    data: list[BatchError]
+
+
+class RequestCounts(BaseModel):
+    total: int
+    completed: int
+    failed: int
+
+
+class InputTokensDetails(BaseModel):
+    cached_tokens: int
+
+
+class OutputTokensDetails(BaseModel):
+    reasoning_tokens: int
+
+
+class BatchUsage(BaseModel):
+    input_tokens: int
+    input_tokens_details: InputTokensDetails
+    output_tokens: int
+    output_tokens_details: OutputTokensDetails
+    total_tokens: int
+
+
+class BatchObject(BaseModel):
+    id: str
+    object: Literal["batch"] = "batch"
+    endpoint: str
+    model: str | None
+    errors: BatchErrors | None
+    input_file_id: str
+    completion_window: str
+    status: BatchStatus
+    output_file_id: str | None
+    error_file_id: str | None
+    created_at: int
+    in_progress_at: int | None
+    expires_at: int | None
+    finalizing_at: int | None
+    completed_at: int | None
+    failed_at: int | None
+    expired_at: int | None
+    cancelling_at: int | None
+    cancelled_at: int | None
+    request_counts: RequestCounts
+    usage: BatchUsage | None
+    metadata: dict[str, str] | None
+
+    @classmethod
+    def of(cls, batch: Batch, counts: Counts) -> "BatchObject":
+        return cls(
+            id=batch.id,
+            endpoint=batch.endpoint,
+            model=batch.model,
+            errors=BatchErrors(data=[BatchError(**error) for error in batch.errors]) if batch.errors else None,
+            input_file_id=batch.input_file_id,
+            completion_window=batch.completion_window,
+            status=BatchStatus(batch.status),
+            output_file_id=batch.output_file_id,
+            error_file_id=batch.error_file_id,
+            created_at=batch.created_at,
+            in_progress_at=batch.in_progress_at,
+            expires_at=batch.expires_at,
+            finalizing_at=batch.finalizing_at,
+            completed_at=batch.completed_at,
+            failed_at=batch.failed_at,
+            expired_at=batch.expired_at,
+            cancelling_at=batch.cancelling_at,
+            cancelled_at=batch.cancelled_at,
+            request_counts=RequestCounts(total=batch.total, completed=counts.completed, failed=counts.failed),
+            usage=BatchUsage(
+                input_tokens=batch.input_tokens,
+                input_tokens_details=InputTokensDetails(cached_tokens=batch.cached_tokens),
+                output_tokens=batch.output_tokens,
+                output_tokens_details=OutputTokensDetails(reasoning_tokens=batch.reasoning_tokens),
+                total_tokens=batch.input_tokens + batch.output_tokens,
+            ),
+            metadata=batch.custom_metadata,
+        )
+
+
+class OutputExpiresAfter(BaseModel):
+    anchor: Literal["created_at"]
+    seconds: Annotated[int, Field(ge=3600, le=2592000)]
+
+
+MetadataKey = Annotated[str, StringConstraints(max_length=64)]
+MetadataValue = Annotated[str, StringConstraints(max_length=512)]
+
+
+class CreateBatch(BaseModel):
+    model_config = ConfigDict(extra="ignore")
+
+    input_file_id: Annotated[str, StringConstraints(max_length=64)]
+    endpoint: str
+    completion_window: Annotated[
+        str, StringConstraints(pattern=r"^[1-9][0-9]{0,5}[mhd]$"), Field(description="24h, or any <n>m, <n>h, <n>d")
+    ]
+    metadata: Annotated[dict[MetadataKey, MetadataValue], Field(max_length=16)] | None = None
+    output_expires_after: OutputExpiresAfter | None = None
+
+
+class ModelObject(BaseModel):
+    id: str
+    object: Literal["model"] = "model"
+    created: int
+    owned_by: Literal["batchweave"] = "batchweave"
+
+
+class Page(BaseModel, Generic[Item]):
+    """One page of a list; `has_more` is true exactly when an item follows `last_id`."""
+
+    object: Literal["list"] = "list"
+    data: list[Item]
+    first_id: str | None
+    last_id: str | None
+    has_more: bool
+
+    @classmethod
+    def of(cls, items: Sequence[Any], limit: int) -> "Page[Item]":
+        """From up to `limit + 1` items: the one too many says that there is more."""
+        shown = list(items[:limit])
+        return cls(
+            data=shown,
+            first_id=shown[0].id if shown else None,
+            last_id=shown[-1].id if shown else None,
+            has_more=len(items) > limit,
+        )

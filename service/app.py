@@ -1,0 +1,88 @@
+"""The HTTP application: routes, and every error in OpenAI's envelope."""
+
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from importlib.metadata import version
+
+import structlog
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse
+from redis.asyncio import Redis
+from sqlalchemy.exc import DBAPIError
+from starlette.exceptions import HTTPException
+
+from service.api import batches, files, health, models
+from service.api.context import Context
+from service.db.sessions import Database
+from service.errors import ApiError, BadRequest, MethodNotAllowed, NotFound, Unavailable
+from service.settings import Settings
+from service.storage import Storage
+
+log = structlog.get_logger()
+
+
+def create_app(settings: Settings, clock: Callable[[], float] = time.time) -> FastAPI:
+    """The application over the parts that the settings name; they open when it starts."""
+
+    @asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        database = Database(settings.database)
+        redis = Redis.from_url(settings.redis)
+        app.state.context = Context(database, Storage.open(settings.storage), redis, settings, clock)
+        yield
+        await redis.aclose()
+        await database.close()
+
+    app = FastAPI(
+        title="batchweave",
+        version=version("batchweave"),
+        summary="Offline batch inference on SGLang behind an OpenAI-style Batch API",
+        lifespan=lifespan,
+    )
+    for module in (files, batches, models, health):
+        app.include_router(module.router)
+    app.add_exception_handler(ApiError, _api_error)
+    app.add_exception_handler(RequestValidationError, _validation_error)
+    app.add_exception_handler(HTTPException, _http_error)
+    app.add_exception_handler(DBAPIError, _database_error)
+    app.add_exception_handler(Exception, _unexpected_error)
+    return app
+
+
+def _answer(error: ApiError) -> JSONResponse:
+    return JSONResponse(error.body(), status_code=error.status_code, headers=error.headers)
+
+
+def _api_error(_request: Request, error: Exception) -> JSONResponse:
+    assert isinstance(error, ApiError)
+    return _answer(error)
+
+
+def _validation_error(_request: Request, error: Exception) -> JSONResponse:
+    """A body or query that does not fit its schema: 400 with the field, as OpenAI answers."""
+    assert isinstance(error, RequestValidationError)
+    first = error.errors()[0]
+    param = ".".join(str(part) for part in first["loc"][1:]) or None
+    code = "missing_required_parameter" if first["type"] == "missing" else "invalid_request"
+    return _answer(BadRequest(f"{param or 'body'}: {first['msg']}", code=code, param=param))
+
+
+def _http_error(request: Request, error: Exception) -> JSONResponse:
+    assert isinstance(error, HTTPException)
+    if error.status_code == 404:
+        return _answer(NotFound(f"No such path: {request.method} {request.url.path}", code="unknown_url"))
+    if error.status_code == 405:
+        return _answer(MethodNotAllowed(f"{request.method} is not allowed here.", code="method_not_allowed"))
+    return _answer(BadRequest(str(error.detail)))
+
+
+def _database_error(request: Request, error: Exception) -> JSONResponse:
+    log.error("database failed", path=request.url.path, error=repr(error))
+    return _answer(Unavailable("The database does not answer. Try again.", code="database_unavailable"))
+
+
+def _unexpected_error(request: Request, error: Exception) -> JSONResponse:
+    log.error("request failed", path=request.url.path, exc_info=error)
+    return _answer(ApiError("The service failed on this request; its log says why.", code="internal_error"))

@@ -1,0 +1,227 @@
+"""The command line: `batchweave up` for everything, or each role on its own."""
+
+import asyncio
+import logging
+import signal
+import sys
+import time
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Annotated, Any
+
+import structlog
+import typer
+from redis.asyncio import Redis
+from rich.console import Console
+
+from service.db.migrate import upgrade
+from service.db.sessions import Database
+from service.settings import Settings, SettingsError, load_settings
+from service.storage import Storage
+
+app = typer.Typer(
+    no_args_is_help=True,
+    add_completion=True,
+    rich_markup_mode="markdown",
+    pretty_exceptions_enable=False,
+    help="Offline batch inference on SGLang behind an OpenAI-style Batch API.",
+)
+console = Console(stderr=True, highlight=False)
+
+ModelOption = Annotated[str | None, typer.Option("--model", help="'demo', a local path, or a hub id.")]
+NameOption = Annotated[str | None, typer.Option("--model-name", help="Name that requests use for the model.")]
+DataDirOption = Annotated[Path | None, typer.Option("--data-dir", help="Folder for everything that is kept.")]
+HostOption = Annotated[str | None, typer.Option("--host", help="Address that the API listens on.")]
+PortOption = Annotated[int | None, typer.Option("--port", help="Port of the API.")]
+
+
+@app.command()
+def up(
+    model: ModelOption = None,
+    model_name: NameOption = None,
+    data_dir: DataDirOption = None,
+    host: HostOption = None,
+    port: PortOption = None,
+) -> None:
+    """Run the whole service in the foreground: Redis, API, planner, worker.
+
+    Examples:
+
+    - `batchweave up`
+    - `batchweave up --model Qwen/Qwen2.5-7B-Instruct --data-dir /srv/batchweave --port 9000`
+    """
+    from service.supervisor import StartError, Supervisor
+
+    settings = _settings(model=model, model_name=model_name, data_dir=data_dir, host=host, port=port)
+    _log_to(sys.stderr, "WARNING")
+    try:
+        Supervisor(settings, say=console.print).run()
+    except (StartError, FileNotFoundError) as error:
+        _fail(str(error))
+
+
+@app.command()
+def api(host: HostOption = None, port: PortOption = None) -> None:
+    """Run the HTTP API alone.
+
+    Reads BATCHWEAVE_DATABASE_URL, BATCHWEAVE_REDIS_URL and BATCHWEAVE_STORAGE_URL. Example:
+
+    - `BATCHWEAVE_DATABASE_URL=postgresql://… batchweave api --host 0.0.0.0`
+    """
+    import uvicorn
+
+    from service.app import create_app
+
+    settings = _settings(host=host, port=port)
+    _log_to(sys.stdout)
+    upgrade(settings.database)
+    uvicorn.run(
+        create_app(settings),
+        host=settings.host,
+        port=settings.port,
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        timeout_graceful_shutdown=5,
+    )
+
+
+@app.command()
+def planner(model: ModelOption = None, model_name: NameOption = None) -> None:
+    """Run the jobs of the control plane alone: validator, planner, reconciler, finalizer, expiry."""
+    from service.jobs.runner import run_jobs
+
+    settings = _settings(model=model, model_name=model_name)
+    _log_to(sys.stdout)
+    upgrade(settings.database)
+
+    async def main(database: Database, storage: Storage, redis: Redis, stop: asyncio.Event) -> None:
+        await run_jobs(database, storage, redis, settings, stop)
+
+    asyncio.run(_role(settings, main))
+
+
+@app.command()
+def worker(model: ModelOption = None, model_name: NameOption = None) -> None:
+    """Run one engine and the slices that it leases; needs `pip install batchweave[engine]`."""
+    from service.jobs.runner import register_model
+    from service.worker import Worker, make_engine
+
+    settings = _settings(model=model, model_name=model_name)
+    _log_to(sys.stdout)
+    upgrade(settings.database)
+    try:
+        engine = make_engine(settings)
+    except ModuleNotFoundError as error:
+        _fail(f"The engine is not installed ({error.name} is missing): pip install 'batchweave[engine]'")
+
+    async def main(database: Database, storage: Storage, redis: Redis, stop: asyncio.Event) -> None:
+        await engine.start()
+        _stop_on_signals(stop)  # again, because SGLang takes SIGTERM for itself
+        await register_model(database, settings)
+        structlog.get_logger().info("engine ready", model=settings.served_model, device=engine.device)
+        in_flight = 4 * await engine.max_running_requests()
+        await Worker(database, storage, redis, engine, settings, time.time, in_flight).run(stop)
+
+    try:
+        asyncio.run(_role(settings, main))
+    finally:
+        engine.close()
+
+
+@app.command()
+def demo(
+    file: Annotated[
+        Path | None, typer.Option("--file", help="Your own JSONL file instead of the built-in ones.")
+    ] = None,
+    keep: Annotated[bool, typer.Option("--keep", help="Leave the service up until Ctrl-C.")] = False,
+    model: ModelOption = None,
+    data_dir: Annotated[Path, typer.Option("--data-dir", help="Folder for everything that is kept.")] = Path(".demo"),
+    port: PortOption = None,
+) -> None:
+    """Start the service, run a real batch through the official openai client, show what came back, stop.
+
+    Examples:
+
+    - `batchweave demo`
+    - `batchweave demo --file requests.jsonl --keep`
+    """
+    from service.demo.run import DemoError, run_demo
+
+    settings = _settings(model=model, data_dir=data_dir, port=port)
+    _log_to(sys.stderr, "WARNING")
+    try:
+        run_demo(settings, file, keep)
+    except DemoError as error:
+        _fail(str(error))
+
+
+@app.command()
+def openapi() -> None:
+    """Print the OpenAPI description of the HTTP API as YAML."""
+    import yaml
+
+    from service.app import create_app
+
+    print(yaml.safe_dump(create_app(load_settings()).openapi(), sort_keys=False, allow_unicode=True, width=110), end="")
+
+
+async def _role(settings: Settings, main: Callable[[Database, Storage, Redis, asyncio.Event], Awaitable[None]]) -> None:
+    """Open the parts, run `main` until SIGINT or SIGTERM, and close them."""
+    stop = asyncio.Event()
+    _stop_on_signals(stop)
+    database = Database(settings.database)
+    redis = Redis.from_url(settings.redis)
+    try:
+        await main(database, Storage.open(settings.storage), redis, stop)
+    finally:
+        await redis.aclose()
+        await database.close()
+
+
+def _stop_on_signals(stop: asyncio.Event) -> None:
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, stop.set)
+
+
+def _settings(**overrides: Any) -> Settings:
+    try:
+        return load_settings(**overrides)
+    except SettingsError as error:
+        _fail(str(error))
+
+
+def _fail(message: str) -> Any:
+    console.print(f"[bold red]error:[/] {message}", markup=True)
+    raise typer.Exit(1)
+
+
+def _log_to(stream: Any, level: str = "INFO") -> None:
+    """JSON lines, ours and the libraries'."""
+    shared: list[Any] = [
+        structlog.contextvars.merge_contextvars,
+        structlog.processors.add_log_level,
+        structlog.processors.TimeStamper(fmt="iso", utc=True),
+        structlog.processors.format_exc_info,
+    ]
+    structlog.configure(
+        processors=[*shared, structlog.processors.JSONRenderer()],
+        wrapper_class=structlog.make_filtering_bound_logger(logging.getLevelName(level)),
+        logger_factory=structlog.PrintLoggerFactory(stream),
+    )
+    handler = logging.StreamHandler(stream)
+    handler.setFormatter(
+        structlog.stdlib.ProcessorFormatter(
+            processors=[
+                structlog.stdlib.ProcessorFormatter.remove_processors_meta,
+                structlog.processors.JSONRenderer(),
+            ],
+            foreign_pre_chain=shared,
+        )
+    )
+    logging.basicConfig(handlers=[handler], level=logging.WARNING, force=True)
+
+
+if __name__ == "__main__":
+    app()

@@ -1,0 +1,18 @@
+"""Bring the database to the newest schema."""
+
+from importlib.resources import files
+
+from alembic import command
+from alembic.config import Config
+
+
+def config(database_url: str) -> Config:
+    found = Config()
+    found.set_main_option("script_location", str(files("migrations")))
+    found.set_main_option("sqlalchemy.url", database_url.replace("%", "%%"))
+    return found
+
+
+def upgrade(database_url: str) -> None:
+    """Run the missing migrations; several processes may do so at once."""
+    command.upgrade(config(database_url), "head")

@@ -1,0 +1,40 @@
+"""The one table of legal state moves, and the one function that makes each kind."""
+
+from typing import Any
+
+from sqlalchemy import CursorResult, update
+from sqlalchemy.ext.asyncio import AsyncSession
+
+from service.db.tables import Batch, BatchStatus
+
+S = BatchStatus
+
+# Expiry passes through finalizing, because finished lines are written to files first.
+BATCH_MOVES: dict[BatchStatus, frozenset[BatchStatus]] = {
+    S.VALIDATING: frozenset({S.IN_PROGRESS, S.FAILED, S.CANCELLING, S.EXPIRED}),
+    S.IN_PROGRESS: frozenset({S.FINALIZING, S.CANCELLING}),
+    S.FINALIZING: frozenset({S.COMPLETED, S.EXPIRED}),
+    S.CANCELLING: frozenset({S.CANCELLED}),
+    S.COMPLETED: frozenset(),
+    S.FAILED: frozenset(),
+    S.EXPIRED: frozenset(),
+    S.CANCELLED: frozenset(),
+}
+
+TERMINAL = frozenset(status for status, after in BATCH_MOVES.items() if not after)
+
+
+async def move_batch(session: AsyncSession, batch_id: str, to: BatchStatus, *, now: float, **values: Any) -> bool:
+    """Move the batch if its present state allows it, in one statement; False when it does not."""
+    allowed = [status for status, after in BATCH_MOVES.items() if to in after]
+    result = await session.execute(
+        update(Batch)
+        .where(Batch.id == batch_id, Batch.status.in_(allowed))
+        .values(status=to, **{f"{to}_at": int(now)}, **values)
+    )
+    return rows_changed(result) == 1
+
+
+def rows_changed(result: Any) -> int:
+    assert isinstance(result, CursorResult)
+    return result.rowcount

@@ -1,0 +1,135 @@
+"""The tables. Times are unix seconds; a request is never a row: its place is in the batch's index object."""
+
+from enum import StrEnum
+from typing import Any
+
+from sqlalchemy import JSON, BigInteger, Float, ForeignKey, Index, Integer, String
+from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
+
+# SQLite numbers rows by itself only in a column that is INTEGER to the letter.
+RowId = BigInteger().with_variant(Integer, "sqlite")
+
+
+class BatchStatus(StrEnum):
+    VALIDATING = "validating"  # the validator reads the file
+    FAILED = "failed"  # the file has errors; nothing ran
+    IN_PROGRESS = "in_progress"  # requests are planned and run
+    FINALIZING = "finalizing"  # every answer is in, or time is up: files are written
+    COMPLETED = "completed"  # every request has its line
+    EXPIRED = "expired"  # the completion window closed; finished lines are kept
+    CANCELLING = "cancelling"  # asked to stop; files are written
+    CANCELLED = "cancelled"  # stopped; finished lines are kept
+
+
+class SliceStatus(StrEnum):
+    READY = "ready"  # waits for a worker
+    LEASED = "leased"  # a worker runs it until lease_until
+    DONE = "done"  # its answers are in its shard
+
+
+class Base(DeclarativeBase):
+    pass
+
+
+class File(Base):
+    __tablename__ = "files"
+
+    seq: Mapped[int] = mapped_column(RowId, primary_key=True)
+    id: Mapped[str] = mapped_column(String(64), unique=True)
+    purpose: Mapped[str] = mapped_column(String(32))
+    filename: Mapped[str] = mapped_column(String(1024))
+    size_bytes: Mapped[int] = mapped_column(BigInteger)
+    created_at: Mapped[int] = mapped_column(BigInteger)
+    expires_at: Mapped[int | None] = mapped_column(BigInteger)
+
+    @property
+    def storage_key(self) -> str:
+        return f"files/{self.id}"
+
+
+class Batch(Base):
+    __tablename__ = "batches"
+    __table_args__ = (Index("ix_batches_status", "status"),)
+
+    seq: Mapped[int] = mapped_column(RowId, primary_key=True)
+    id: Mapped[str] = mapped_column(String(64), unique=True)
+    status: Mapped[BatchStatus] = mapped_column(String(16))
+    endpoint: Mapped[str] = mapped_column(String(64))
+    input_file_id: Mapped[str] = mapped_column(String(64))
+    completion_window: Mapped[str] = mapped_column(String(16))
+    custom_metadata: Mapped[dict[str, str] | None] = mapped_column("metadata", JSON)
+    output_expires_after_s: Mapped[int | None] = mapped_column(BigInteger)
+    model: Mapped[str | None] = mapped_column(String(512))
+    errors: Mapped[list[dict[str, Any]] | None] = mapped_column(JSON)
+    output_file_id: Mapped[str | None] = mapped_column(String(64))
+    error_file_id: Mapped[str | None] = mapped_column(String(64))
+
+    created_at: Mapped[int] = mapped_column(BigInteger)
+    expires_at: Mapped[int] = mapped_column(BigInteger)
+    in_progress_at: Mapped[int | None] = mapped_column(BigInteger)
+    finalizing_at: Mapped[int | None] = mapped_column(BigInteger)
+    completed_at: Mapped[int | None] = mapped_column(BigInteger)
+    failed_at: Mapped[int | None] = mapped_column(BigInteger)
+    expired_at: Mapped[int | None] = mapped_column(BigInteger)
+    cancelling_at: Mapped[int | None] = mapped_column(BigInteger)
+    cancelled_at: Mapped[int | None] = mapped_column(BigInteger)
+
+    total: Mapped[int] = mapped_column(BigInteger, default=0)  # requests in the file
+    planned: Mapped[int] = mapped_column(BigInteger, default=0)  # of these, the first so many are in a window
+    completed: Mapped[int] = mapped_column(BigInteger, default=0)  # set with the files, live counts are in Redis
+    failed: Mapped[int] = mapped_column(BigInteger, default=0)
+    input_tokens: Mapped[int] = mapped_column(BigInteger, default=0)
+    cached_tokens: Mapped[int] = mapped_column(BigInteger, default=0)
+    output_tokens: Mapped[int] = mapped_column(BigInteger, default=0)
+    reasoning_tokens: Mapped[int] = mapped_column(BigInteger, default=0)
+
+
+class Window(Base):
+    """Requests planned together; `id` grows, and ranks of a later window follow those of an earlier one."""
+
+    __tablename__ = "windows"
+
+    id: Mapped[int] = mapped_column(RowId, primary_key=True)
+    model: Mapped[str] = mapped_column(String(512))
+    plan_id: Mapped[str] = mapped_column(String(64), unique=True)
+    created_at: Mapped[int] = mapped_column(BigInteger)
+
+
+class Slice(Base):
+    """A run of the window's order. A row that is `ready` is to be announced: Redis is only told of it."""
+
+    __tablename__ = "slices"
+    __table_args__ = (Index("ix_slices_status", "status"),)
+
+    id: Mapped[int] = mapped_column(RowId, primary_key=True)
+    window_id: Mapped[int] = mapped_column(ForeignKey("windows.id"))
+    model: Mapped[str] = mapped_column(String(512))
+    first: Mapped[int] = mapped_column(BigInteger)  # position in the window's order
+    count: Mapped[int] = mapped_column(BigInteger)
+    status: Mapped[SliceStatus] = mapped_column(String(16), default=SliceStatus.READY)
+    owner: Mapped[str | None] = mapped_column(String(256))
+    epoch: Mapped[int] = mapped_column(BigInteger, default=0)  # grows with each lease; an older one is refused
+    lease_until: Mapped[float | None] = mapped_column(Float(53))
+
+
+class SliceBatch(Base):
+    """How much of a slice belongs to a batch; the counts are set when the slice is done."""
+
+    __tablename__ = "slice_batches"
+    __table_args__ = (Index("ix_slice_batches_batch", "batch_id"),)
+
+    slice_id: Mapped[int] = mapped_column(ForeignKey("slices.id"), primary_key=True)
+    batch_id: Mapped[str] = mapped_column(String(64), primary_key=True)
+    total: Mapped[int] = mapped_column(BigInteger)
+    completed: Mapped[int] = mapped_column(BigInteger, default=0)
+    failed: Mapped[int] = mapped_column(BigInteger, default=0)
+
+
+class Model(Base):
+    """A model that a planner or worker of this service was started with."""
+
+    __tablename__ = "models"
+
+    name: Mapped[str] = mapped_column(String(512), primary_key=True)
+    source: Mapped[str] = mapped_column(String(4096))  # local path or hub id
+    created_at: Mapped[int] = mapped_column(BigInteger)

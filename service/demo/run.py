@@ -1,0 +1,208 @@
+"""`make demo`: the whole service, used as a person would use it, through the official openai client."""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+from openai.types import Batch
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from service.demo.prompts import requests
+from service.settings import Settings
+
+START_S, STOP_S = 60.0, 60.0
+ENDED = ("completed", "failed", "expired", "cancelled")
+console = Console(highlight=False)
+
+
+class DemoError(Exception):
+    """The demo could not be run to its end; the message says why."""
+
+
+def run_demo(settings: Settings, file: Path | None, keep: bool) -> None:
+    """Start the service, run the batches, print the summary, stop. Raises DemoError."""
+    inputs, model_name = _inputs(settings, file)
+    port = settings.port if _is_free(settings.host, settings.port) else _free_port(settings.host)
+    url = f"http://{settings.host}:{port}"
+    with _service(settings, model_name, port) as process:
+        _wait_until_up(url, process, settings.data_dir)
+        console.print(f"batchweave is up: API {url}/v1, docs {url}/docs")
+        client = openai.OpenAI(base_url=f"{url}/v1", api_key="none-needed", max_retries=5)
+        batches = [_submit(client, path, endpoint) for endpoint, path in inputs.items()]
+        engine_s, run_s, batches = _follow(client, url, process, batches)
+        _summary(client, settings.data_dir / "results", batches, engine_s, run_s)
+        console.print(f"API        {url}/v1\nAPI docs   {url}/docs")
+        if keep:
+            console.print("The service stays up until Ctrl-C.")
+            _wait_for_interrupt(process)
+    if any(batch.status != "completed" for batch in batches):
+        raise DemoError("not every batch completed; the table above says why")
+
+
+def _inputs(settings: Settings, file: Path | None) -> tuple[dict[str, Path], str]:
+    """Input files by endpoint, and the name under which the model is to be served."""
+    if file is None:
+        folder = settings.data_dir / "inputs"
+        folder.mkdir(parents=True, exist_ok=True)
+        inputs: dict[str, Path] = {}
+        for endpoint, lines in requests(settings.served_model).items():
+            inputs[endpoint] = folder / f"{endpoint.removeprefix('/v1/').replace('/', '-')}.jsonl"
+            inputs[endpoint].write_text("".join(f"{json.dumps(line, ensure_ascii=False)}\n" for line in lines))
+        return inputs, settings.served_model
+    try:
+        with file.open() as opened:
+            first = json.loads(opened.readline())
+        endpoint, model = first["url"], first["body"]["model"]
+    except FileNotFoundError as error:
+        raise DemoError(f"{file} does not exist") from error
+    except (ValueError, KeyError, TypeError) as error:
+        raise DemoError(f'{file}, line 1 is no batch request: it needs "url" and "body.model" ({error!r})') from error
+    console.print(f"{file} asks for {model!r}: {settings.model_source} answers under that name.")
+    return {str(endpoint): file}, str(model)
+
+
+@contextmanager
+def _service(settings: Settings, model_name: str, port: int) -> Iterator[subprocess.Popen[bytes]]:
+    """`batchweave up` as a child; it is stopped cleanly at the end, also after an error or Ctrl-C."""
+    command = [sys.executable, "-m", "service.cli", "up", "--data-dir", str(settings.data_dir), "--port", str(port)]
+    command += ["--model", settings.model, "--model-name", model_name, "--host", settings.host]
+    settings.data_dir.mkdir(parents=True, exist_ok=True)
+    log = settings.data_dir / "up.log"
+    with log.open("wb") as output:
+        process = subprocess.Popen(command, stdout=output, stderr=output, start_new_session=True)
+    try:
+        yield process
+    finally:
+        if process.poll() is None:
+            os.kill(process.pid, signal.SIGTERM)
+        try:
+            process.wait(STOP_S)
+            console.print("The service has stopped.")
+        except subprocess.TimeoutExpired:
+            process.kill()
+            console.print(f"The service did not stop in {STOP_S:.0f} s and was killed; see {log}.")
+
+
+def _wait_until_up(url: str, process: subprocess.Popen[bytes], data_dir: Path) -> None:
+    deadline = time.monotonic() + START_S
+    with console.status("Starting the service"):
+        while time.monotonic() < deadline:
+            if process.poll() is not None:
+                raise DemoError(f"the service did not start:\n{(data_dir / 'up.log').read_text().strip()}")
+            try:
+                if httpx.get(f"{url}/readyz", timeout=2).status_code == 200:
+                    return
+            except httpx.HTTPError:
+                pass
+            time.sleep(0.2)
+    raise DemoError(f"the service was not ready after {START_S:.0f} s; see {data_dir / 'logs'}")
+
+
+def _submit(client: openai.OpenAI, path: Path, endpoint: str) -> Batch:
+    with path.open("rb") as opened:
+        file = client.files.create(file=opened, purpose="batch")
+    arguments: Any = {"input_file_id": file.id, "endpoint": endpoint, "completion_window": "24h"}
+    batch = client.batches.create(**arguments)
+    console.print(f"{path} ({file.bytes:,} bytes) is {file.id}, to run as {batch.id}")
+    return batch
+
+
+def _follow(
+    client: openai.OpenAI, url: str, process: subprocess.Popen[bytes], batches: list[Batch]
+) -> tuple[float, float, list[Batch]]:
+    """Poll to the end under a progress bar; returns seconds until the engine was up, seconds after, and the batches."""
+    started = time.monotonic()
+    engine_up: float | None = None
+    columns = (
+        SpinnerColumn(),
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+    )
+    with Progress(*columns, console=console) as progress:
+        bars = [progress.add_task("waiting", total=None) for _ in batches]
+        while True:
+            if process.poll() is not None:
+                raise DemoError("the service ended in the middle; start the demo again and it goes on")
+            batches = [client.batches.retrieve(batch.id) for batch in batches]
+            if engine_up is None and httpx.get(f"{url}/readyz", timeout=10).json().get("workers"):
+                engine_up = time.monotonic()
+            for bar, batch in zip(bars, batches, strict=True):
+                counts = batch.request_counts
+                assert counts is not None
+                state = "engine is starting" if engine_up is None and batch.status == "in_progress" else batch.status
+                done = counts.completed + counts.failed
+                progress.update(
+                    bar, description=f"{batch.endpoint:<22} {state}", total=counts.total or None, completed=done
+                )
+            if all(batch.status in ENDED for batch in batches):
+                break
+            time.sleep(0.25)
+    ended = time.monotonic()
+    engine_up = engine_up or started
+    return engine_up - started, ended - engine_up, batches
+
+
+def _summary(client: openai.OpenAI, folder: Path, batches: list[Batch], engine_s: float, run_s: float) -> None:
+    """Download the results and print what came back."""
+    folder.mkdir(parents=True, exist_ok=True)
+    table = Table(title="batchweave demo")
+    for name in ("batch", "endpoint", "status", "completed", "failed", "tokens in", "cached", "tokens out"):
+        table.add_column(name, justify="left" if name in ("batch", "endpoint", "status") else "right")
+    tokens = 0
+    for batch in batches:
+        counts, usage = batch.request_counts, batch.usage
+        assert counts is not None
+        assert usage is not None
+        tokens += usage.total_tokens
+        cells = (counts.completed, counts.failed, usage.input_tokens, usage.input_tokens_details.cached_tokens)
+        numbers = [f"{each:,}" for each in (*cells, usage.output_tokens)]
+        table.add_row(batch.id[:14] + "…", batch.endpoint, batch.status, *numbers)
+    console.print(table)
+    console.print(
+        f"engine start {engine_s:.1f} s, run {run_s:.1f} s, {tokens / max(run_s, 1e-9):,.0f} tokens/s in and out"
+    )
+    for batch in batches:
+        for error in (batch.errors.data if batch.errors else None) or []:
+            console.print(f"[red]line {error.line}: {error.code}: {error.message}[/]")
+        for kind, file_id in (("output", batch.output_file_id), ("errors", batch.error_file_id)):
+            if file_id:
+                path = folder / f"{batch.id}_{kind}.jsonl"
+                client.files.content(file_id).write_to_file(path)
+                console.print(f"{kind:<10} {path}", soft_wrap=True)
+
+
+def _wait_for_interrupt(process: subprocess.Popen[bytes]) -> None:
+    try:
+        process.wait()
+    except KeyboardInterrupt:
+        console.print("Stopping.")
+
+
+def _is_free(host: str, port: int) -> bool:
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except OSError:
+            return False
+    return True
+
+
+def _free_port(host: str) -> int:
+    with socket.socket() as probe:
+        probe.bind((host, 0))
+        return probe.getsockname()[1]

@@ -1,0 +1,65 @@
+"""The error tree of the HTTP API; each class is one HTTP code and one OpenAI error type.
+
+ApiError
+├── BadRequest          400  invalid_request_error
+├── NotFound            404  invalid_request_error
+├── MethodNotAllowed    405  invalid_request_error
+├── PayloadTooLarge     413  invalid_request_error
+├── RangeNotSatisfiable 416  invalid_request_error
+└── Unavailable         503  server_error, with Retry-After
+
+Clients retry 408, 409, 429 and 5xx, so a fault that stays is never one of those.
+"""
+
+from typing import Any
+
+
+class ApiError(Exception):
+    status_code = 500
+    type = "server_error"
+
+    def __init__(self, message: str, *, code: str | None = None, param: str | None = None) -> None:
+        super().__init__(message)
+        self.message = message
+        self.code = code
+        self.param = param
+
+    @property
+    def headers(self) -> dict[str, str]:
+        return {}
+
+    def body(self) -> dict[str, Any]:
+        return {"error": {"message": self.message, "type": self.type, "param": self.param, "code": self.code}}
+
+
+class BadRequest(ApiError):
+    status_code = 400
+    type = "invalid_request_error"
+
+
+class NotFound(ApiError):
+    status_code = 404
+    type = "invalid_request_error"
+
+
+class MethodNotAllowed(ApiError):
+    status_code = 405
+    type = "invalid_request_error"
+
+
+class PayloadTooLarge(ApiError):
+    status_code = 413
+    type = "invalid_request_error"
+
+
+class RangeNotSatisfiable(ApiError):
+    status_code = 416
+    type = "invalid_request_error"
+
+
+class Unavailable(ApiError):
+    status_code = 503
+
+    @property
+    def headers(self) -> dict[str, str]:
+        return {"Retry-After": "2"}

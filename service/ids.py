@@ -1,0 +1,19 @@
+"""Ids as clients see them: a prefix and 128 random bits, so that nobody guesses another's."""
+
+import secrets
+
+
+def file_id() -> str:
+    return f"file-{secrets.token_hex(16)}"
+
+
+def batch_id() -> str:
+    return f"batch_{secrets.token_hex(16)}"
+
+
+def batch_request_id() -> str:
+    return f"batch_req_{secrets.token_hex(16)}"
+
+
+def plan_id() -> str:
+    return f"plan_{secrets.token_hex(16)}"

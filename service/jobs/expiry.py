@@ -1,0 +1,52 @@
+"""Expiry: when a batch's completion window closes, it ends with what is finished; files go when their time is up."""
+
+from collections.abc import Callable
+
+import structlog
+from sqlalchemy import delete, select
+
+from service.db.moves import move_batch
+from service.db.sessions import Database
+from service.db.tables import Batch, BatchStatus, File
+from service.storage import Storage
+
+log = structlog.get_logger()
+
+_NEXT = {BatchStatus.VALIDATING: BatchStatus.EXPIRED, BatchStatus.IN_PROGRESS: BatchStatus.FINALIZING}
+
+
+class Expiry:
+    def __init__(self, database: Database, storage: Storage, clock: Callable[[], float]) -> None:
+        self._database = database
+        self._storage = storage
+        self._clock = clock
+
+    async def run_once(self) -> int:
+        """Move on the batches whose window has closed, and delete expired files; returns how many."""
+        now = self._clock()
+        async with self._database.write() as session:
+            late = (
+                await session.execute(
+                    select(Batch.id, Batch.status).where(Batch.status.in_(_NEXT), Batch.expires_at <= now)
+                )
+            ).all()
+            for batch_id, status in late:
+                await move_batch(session, batch_id, _NEXT[BatchStatus(status)], now=now)
+                log.info("completion window closed", batch=batch_id)
+        return len(late) + await self._delete_files(now)
+
+    async def _delete_files(self, now: float) -> int:
+        """Rows first: a crash in between leaves an object that nobody can name, never a file without its bytes."""
+        in_use = select(Batch.input_file_id).where(Batch.status.in_([*_NEXT, *_ENDING]))
+        async with self._database.write() as session:
+            gone = (
+                await session.scalars(
+                    delete(File).where(File.expires_at <= now, File.id.not_in(in_use)).returning(File.id)
+                )
+            ).all()
+        for file_id in gone:
+            await self._storage.delete(f"files/{file_id}")
+        return len(gone)
+
+
+_ENDING = (BatchStatus.FINALIZING, BatchStatus.CANCELLING)

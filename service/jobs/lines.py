@@ -1,0 +1,132 @@
+"""Checks on the lines of a batch file: every fault that needs no engine, with its line and a code of OpenAI's."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+
+from service.endpoints import ENDPOINTS, REQUIRED_FIELDS
+
+MAX_ERRORS = 1000
+
+
+class RequestLine(msgspec.Struct):
+    custom_id: str
+    method: str
+    url: str
+    body: dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class LineError:
+    code: str
+    message: str
+    line: int | None = None
+    param: str | None = None
+
+    def shape(self) -> dict[str, Any]:
+        return {"code": self.code, "line": self.line, "message": self.message, "param": self.param}
+
+
+_decoder = msgspec.json.Decoder(RequestLine)
+
+
+class Fault(Exception):
+    """A line that cannot run."""
+
+    def __init__(self, code: str, message: str, param: str | None = None) -> None:
+        super().__init__(message)
+        self.code, self.message, self.param = code, message, param
+
+
+@dataclass(slots=True)
+class LineChecker:
+    """Checks lines in the order of the file and collects the first thousand errors."""
+
+    endpoint: str
+    model: str | None = None  # what the first good line asks for
+    model_line: int = 0
+    requests: int = 0
+    errors: list[LineError] = field(default_factory=list[LineError])
+    _custom_ids: dict[bytes, int] = field(default_factory=dict[bytes, int])
+
+    def check(self, number: int, raw: bytes) -> RequestLine | None:
+        """The request of line `number` (1-based), or None: the line is blank, or its error is noted."""
+        if number == 1:
+            raw = raw.removeprefix(b"\xef\xbb\xbf")
+        if not raw.strip():
+            return None
+        try:
+            request = self._parse(raw)
+            self._judge(number, request)
+        except Fault as fault:
+            self.add(LineError(fault.code, fault.message, number, fault.param))
+            return None
+        self.requests += 1
+        return request
+
+    def add(self, error: LineError) -> None:
+        if len(self.errors) < MAX_ERRORS:
+            self.errors.append(error)
+
+    def _parse(self, raw: bytes) -> RequestLine:
+        try:
+            raw.decode()
+        except UnicodeDecodeError as error:
+            raise Fault("invalid_encoding", f"The line is not UTF-8 at byte {error.start + 1}.") from error
+        try:
+            return _decoder.decode(raw)
+        except (msgspec.DecodeError, RecursionError) as error:
+            raise _explain(raw, error) from error
+
+    def _judge(self, number: int, request: RequestLine) -> None:
+        if not request.custom_id:
+            raise Fault("missing_required_parameter", "'custom_id' is empty.", "custom_id")
+        key = request.custom_id.encode()
+        before = self._custom_ids.setdefault(key, number)
+        if before != number:
+            raise Fault(
+                "duplicate_custom_id", f"custom_id {request.custom_id!r} is already on line {before}.", "custom_id"
+            )
+        if request.method != "POST":
+            raise Fault("invalid_method", f"method must be 'POST', not {request.method!r}.", "method")
+        if request.url not in ENDPOINTS:
+            raise Fault("invalid_url", f"url {request.url!r} is none of {', '.join(ENDPOINTS)}.", "url")
+        if request.url != self.endpoint:
+            raise Fault("url_mismatch", f"url {request.url!r} is not the batch's endpoint {self.endpoint!r}.", "url")
+        for name in REQUIRED_FIELDS[self.endpoint]:
+            if not request.body.get(name):
+                raise Fault("missing_required_parameter", f"'body.{name}' is missing or empty.", f"body.{name}")
+        if request.body.get("stream"):
+            raise Fault("streaming_unsupported", "A batch cannot stream: remove 'stream'.", "body.stream")
+        self._judge_model(number, request.body["model"])
+
+    def _judge_model(self, number: int, model: Any) -> None:
+        if not isinstance(model, str):
+            raise Fault("invalid_request", "'body.model' must be a string.", "body.model")
+        if self.model is None:
+            self.model, self.model_line = model, number
+        elif model != self.model:
+            raise Fault(
+                "model_mismatch",
+                f"model {model!r} is not {self.model!r} of line {self.model_line}: a batch names one model.",
+                "body.model",
+            )
+
+
+def _explain(raw: bytes, error: Exception) -> Fault:
+    """Why a line is no request: which field is missing or of the wrong type, or where its JSON ends."""
+    try:
+        found = msgspec.json.decode(raw)
+    except (msgspec.DecodeError, RecursionError):
+        return Fault("invalid_json_line", f"The line is not valid JSON: {error}.")
+    if not isinstance(found, dict):
+        return Fault("invalid_json_line", "The line is not a JSON object.")
+    for name in ("custom_id", "method", "url", "body"):
+        if name not in found:
+            return Fault("missing_required_parameter", f"'{name}' is missing.", name)
+    for name, kind in (("custom_id", str), ("method", str), ("url", str), ("body", dict)):
+        if not isinstance(found[name], kind):
+            wanted = "an object" if kind is dict else "a string"
+            return Fault("invalid_request", f"'{name}' must be {wanted}.", name)
+    return Fault("invalid_json_line", f"The line is not valid: {error}.")

@@ -1,0 +1,32 @@
+"""The reconciler: makes Redis say what SQL says. It is also how a new plan's slices are announced at all."""
+
+from collections.abc import Callable
+
+import structlog
+from redis.asyncio import Redis
+
+from service.db.sessions import Database
+from service.queue.announcements import Announcements
+from service.queue.leases import free_expired, ready_slices
+
+log = structlog.get_logger()
+
+
+class Reconciler:
+    def __init__(self, database: Database, redis: Redis, lease_s: float, clock: Callable[[], float]) -> None:
+        self._database = database
+        self._redis = redis
+        self._lease_s = lease_s
+        self._clock = clock
+
+    async def run_once(self) -> int:
+        """Free expired leases and announce every ready slice that Redis does not know; returns how many were new."""
+        freed = await free_expired(self._database, self._clock())
+        if freed:
+            log.warning("leases expired", slices=freed)
+        added = 0
+        for model, slice_ids in (await ready_slices(self._database)).items():
+            announcements = Announcements(self._redis, model)
+            await announcements.take_back(int(self._lease_s * 1000))
+            added += await announcements.announce(slice_ids)
+        return added

@@ -1,0 +1,117 @@
+"""Token ids of prompts by the model's own tokenizer and chat template, without its engine.
+
+They shape the plan and no answer: where a body is one that the template refuses, its text counts instead, and the
+engine says what is wrong with it.
+"""
+
+import json
+from datetime import datetime
+from pathlib import Path
+from typing import Any, NoReturn
+
+import jinja2
+import msgspec
+import structlog
+from huggingface_hub import snapshot_download
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+from tokenizers import Tokenizer
+
+FILES = ["tokenizer.json", "tokenizer_config.json", "chat_template.jinja"]
+log = structlog.get_logger()
+
+
+class PromptTokens:
+    """Tokenizer and chat template of one model."""
+
+    def __init__(self, tokenizer: Tokenizer | None, template: jinja2.Template | None, specials: dict[str, Any]) -> None:
+        self._tokenizer = tokenizer
+        self._template = template
+        self._specials = specials
+
+    @classmethod
+    def load(cls, source: str) -> "PromptTokens":
+        """From a local folder or a hub id; a model without tokenizer.json is planned by UTF-8 bytes."""
+        folder = Path(source)
+        if not folder.is_dir():
+            folder = Path(snapshot_download(source, allow_patterns=FILES))
+        config = _read_json(folder / "tokenizer_config.json")
+        jinja_file = folder / "chat_template.jinja"
+        text = jinja_file.read_text() if jinja_file.exists() else config.get("chat_template")
+        if isinstance(text, list):  # several named templates
+            text = next((each["template"] for each in text if each.get("name") == "default"), None)
+        tokenizer = None
+        if (folder / "tokenizer.json").exists():
+            tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+        else:
+            log.warning("no tokenizer.json: prompts are planned by bytes", model=source)
+        specials = {key: _token_text(value) for key, value in config.items() if key.endswith("_token")}
+        return cls(tokenizer, _environment().from_string(text) if text else None, specials)
+
+    def encode(self, endpoint: str, bodies: list[dict[str, Any]]) -> list[list[int]]:
+        """Prompt token ids of each body, in order."""
+        given = [_token_ids(body.get("prompt")) for body in bodies]
+        texts = [self.text(endpoint, body) if ids is None else "" for body, ids in zip(bodies, given, strict=True)]
+        specials = endpoint != "/v1/chat/completions"  # a chat template writes its own
+        if self._tokenizer is None:
+            encoded = [list(text.encode()) for text in texts]
+        else:
+            encoded = [each.ids for each in self._tokenizer.encode_batch_fast(texts, add_special_tokens=specials)]
+        return [found if ids is None else ids for found, ids in zip(encoded, given, strict=True)]
+
+    def text(self, endpoint: str, body: dict[str, Any]) -> str:
+        if endpoint != "/v1/chat/completions":
+            prompt = body.get("prompt")
+            return prompt if isinstance(prompt, str) else _as_text(prompt)
+        if self._template is not None:
+            try:
+                return self._template.render(
+                    messages=[_with_text_content(message) for message in body["messages"]],
+                    tools=body.get("tools"),
+                    add_generation_prompt=True,
+                    **self._specials,
+                    **(body.get("chat_template_kwargs") or {}),
+                )
+            except (jinja2.TemplateError, TypeError, KeyError, AttributeError, ValueError):
+                pass
+        return _as_text(body.get("messages"))
+
+
+def _environment() -> ImmutableSandboxedEnvironment:
+    """Jinja as chat templates expect it: Hugging Face's names, in a sandbox because a model is not to be trusted."""
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
+    )
+    environment.filters["tojson"] = lambda value, **options: json.dumps(value, ensure_ascii=False, **options)
+    environment.globals["raise_exception"] = _raise_exception
+    environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
+    return environment
+
+
+def _raise_exception(message: str) -> NoReturn:
+    raise jinja2.TemplateError(message)
+
+
+def _with_text_content(message: Any) -> Any:
+    """A message whose content is a list of parts, as the text of its parts."""
+    if isinstance(message, dict) and isinstance(message.get("content"), list):
+        parts = [part.get("text", "") for part in message["content"] if isinstance(part, dict)]
+        return {**message, "content": "".join(part for part in parts if isinstance(part, str))}
+    return message
+
+
+def _token_ids(prompt: Any) -> list[int] | None:
+    if isinstance(prompt, list) and prompt and all(isinstance(token, int) and 0 <= token < 2**32 for token in prompt):
+        return prompt
+    return None
+
+
+def _as_text(value: Any) -> str:
+    return msgspec.json.encode(value).decode()
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    return msgspec.json.decode(path.read_bytes(), type=dict[str, Any]) if path.exists() else {}
+
+
+def _token_text(token: Any) -> Any:
+    return token.get("content") if isinstance(token, dict) else token

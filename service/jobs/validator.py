@@ -1,0 +1,144 @@
+"""The validator: reads a batch's file once, finds every error with its line, and leaves an index of its requests."""
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import structlog
+from sqlalchemy import select
+
+from service.db.moves import move_batch
+from service.db.sessions import Database
+from service.db.tables import Batch, BatchStatus, Model
+from service.jobs.lines import LineChecker, LineError
+from service.jobs.tokens import PromptTokens
+from service.request_index import RECORD, index_key, tokens_key
+from service.settings import Settings
+from service.storage import LineTooLong, Storage, Writer
+
+TOKENIZE_LINES = 256
+log = structlog.get_logger()
+
+
+@dataclass(slots=True)
+class _Chunk:
+    """Lines that passed, waiting to be tokenized together."""
+
+    places: list[tuple[int, int, int]]  # offset, length, line number
+    bodies: list[dict[str, Any]]
+
+
+class Validator:
+    def __init__(self, database: Database, storage: Storage, settings: Settings, clock: Callable[[], float]) -> None:
+        self._database = database
+        self._storage = storage
+        self._settings = settings
+        self._clock = clock
+        self._tokenizers: dict[str, PromptTokens] = {}
+
+    async def run_once(self) -> int:
+        """Validate the batches that wait for it; returns how many."""
+        async with self._database.read() as session:
+            waiting = (
+                await session.scalars(
+                    select(Batch).where(Batch.status == BatchStatus.VALIDATING).order_by(Batch.expires_at, Batch.seq)
+                )
+            ).all()
+        for batch in waiting:
+            await self.validate(batch)
+        return len(waiting)
+
+    async def validate(self, batch: Batch) -> None:
+        """Move the batch to in_progress with its index written, or to failed with its errors; safe to repeat."""
+        checker = LineChecker(batch.endpoint)
+        try:
+            async with (
+                self._storage.writer(index_key(batch.id)) as index,
+                self._storage.writer(tokens_key(batch.id)) as tokens,
+            ):
+                await self._read(batch, checker, index, tokens)
+        except LineTooLong as error:
+            limit = self._settings.max_line_bytes
+            checker.add(LineError("invalid_request", f"The line is longer than {limit} bytes.", error.line))
+        except FileNotFoundError:
+            message = f"The input file {batch.input_file_id} is gone: it was deleted before the batch was validated."
+            checker.add(LineError("invalid_request", message, None, "input_file_id"))
+        if not checker.requests and not checker.errors:
+            checker.add(LineError("empty_file", "The input file has no requests."))
+        async with self._database.write() as session:
+            if checker.errors:
+                errors = [error.shape() for error in checker.errors]
+                moved = await move_batch(session, batch.id, BatchStatus.FAILED, now=self._clock(), errors=errors)
+            else:
+                moved = await move_batch(
+                    session,
+                    batch.id,
+                    BatchStatus.IN_PROGRESS,
+                    now=self._clock(),
+                    model=checker.model,
+                    total=checker.requests,
+                )
+        if checker.errors or not moved:
+            await self._storage.delete_all(f"batches/{batch.id}")
+        log.info("validated", batch=batch.id, requests=checker.requests, errors=len(checker.errors), still_wanted=moved)
+
+    async def _read(self, batch: Batch, checker: LineChecker, index: Writer, tokens: Writer) -> None:
+        encoder: PromptTokens | None = None
+        chunk, tokens_at, number = _Chunk([], []), 0, 0
+
+        async def flush() -> None:
+            nonlocal chunk, tokens_at
+            if chunk.bodies and encoder is not None and not checker.errors:
+                ids = await asyncio.to_thread(encoder.encode, batch.endpoint, chunk.bodies)
+                tokens_at = await _append(index, tokens, chunk.places, ids, tokens_at)
+            chunk = _Chunk([], [])
+
+        async for offset, raw in self._storage.lines(f"files/{batch.input_file_id}", self._settings.max_line_bytes):
+            number += 1
+            request = checker.check(number, raw)
+            if request is None:
+                continue
+            if encoder is None and checker.requests == 1:
+                encoder = await self._tokenizer(checker)
+            if checker.requests > self._settings.max_lines:
+                message = f"The file has more than {self._settings.max_lines} requests."
+                checker.add(LineError("too_many_tasks", message, number))
+                return
+            chunk.places.append((offset, len(raw), number))
+            chunk.bodies.append(request.body)
+            if len(chunk.bodies) == TOKENIZE_LINES:
+                await flush()
+        await flush()
+
+    async def _tokenizer(self, checker: LineChecker) -> PromptTokens | None:
+        """The model's tokenizer; None, and an error noted, when no worker of this service serves the model."""
+        name = checker.model or ""
+        if name not in self._tokenizers:
+            async with self._database.read() as session:
+                known = (await session.scalars(select(Model).order_by(Model.name))).all()
+            found = next((model for model in known if model.name == name), None)
+            if found is None:
+                names = ", ".join(model.name for model in known) or "none yet"
+                message = f"The model {name!r} does not exist here. Models: {names}."
+                checker.add(LineError("model_not_found", message, checker.model_line, "body.model"))
+                return None
+            self._tokenizers[name] = await asyncio.to_thread(PromptTokens.load, found.source)
+        return self._tokenizers[name]
+
+
+async def _append(
+    index: Writer, tokens: Writer, places: list[tuple[int, int, int]], ids: list[list[int]], tokens_at: int
+) -> int:
+    """Write records and token ids of a chunk; returns where the next token goes."""
+    records = np.zeros(len(places), dtype=RECORD)
+    lengths = np.array([len(each) for each in ids], dtype=np.int64)
+    for column, name in enumerate(("offset", "length", "line")):
+        records[name] = [place[column] for place in places]
+    records["tokens"] = lengths
+    records["tokens_at"] = tokens_at + np.cumsum(lengths) - lengths
+    flat = np.fromiter((token for each in ids for token in each), dtype="<u4", count=int(lengths.sum()))
+    await index.write(records.tobytes())
+    await tokens.write(flat.tobytes())
+    return tokens_at + int(lengths.sum())

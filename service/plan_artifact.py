@@ -1,0 +1,53 @@
+"""The plan of a window in object storage: a header people can read, and the order as fixed-size records."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from service.storage import Storage
+
+# place of the batch in the header's list, and number of the request in that batch
+PLACE = np.dtype([("batch", "<u4"), ("request", "<u4")])
+
+Places = NDArray[np.void]
+
+
+class PlanHeader(msgspec.Struct, frozen=True):
+    """What the window holds; `slices` are [first, count] pairs of positions in the order."""
+
+    model: str
+    batches: list[str]
+    requests: int
+    prompt_tokens: int
+    sharing: float
+    slices: list[tuple[int, int]]
+    created_at: int
+    version: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class PlanArtifact:
+    storage: Storage
+    plan_id: str
+
+    @property
+    def folder(self) -> str:
+        return f"plans/{self.plan_id}"
+
+    async def write(self, header: PlanHeader, order: Places) -> None:
+        await self.storage.put(f"{self.folder}/order", order.tobytes())
+        await self.storage.put(f"{self.folder}/plan.json", msgspec.json.format(msgspec.json.encode(header)))
+
+    async def header(self) -> PlanHeader:
+        return msgspec.json.decode(await self.storage.read(f"{self.folder}/plan.json"), type=PlanHeader)
+
+    async def places(self, first: int, count: int) -> Places:
+        size: Any = PLACE.itemsize
+        data = await self.storage.read_range(f"{self.folder}/order", first * size, count * size)
+        return np.frombuffer(data, dtype=PLACE)
+
+    async def delete(self) -> None:
+        await self.storage.delete_all(self.folder)

@@ -1,0 +1,26 @@
+"""Every key in Redis. All of it can be wiped at any moment: SQL is the truth, and the reconciler rebuilds this."""
+
+
+def stream(model: str) -> str:
+    """Stream of slice ids for the workers of a model; the braces keep a model's keys on one cluster node."""
+    return f"batchweave:{{{model}}}:slices"
+
+
+def announced(model: str) -> str:
+    """Set of the slice ids that are in the stream."""
+    return f"batchweave:{{{model}}}:announced"
+
+
+def progress(batch_id: str) -> str:
+    """Hash by slice id of "completed,failed", for slices that are running."""
+    return f"batchweave:progress:{batch_id}"
+
+
+def worker(name: str) -> str:
+    """Heartbeat of a worker, as JSON; it expires."""
+    return f"batchweave:worker:{name}"
+
+
+WORKERS = "batchweave:worker:*"
+GROUP = "workers"
+EVERYTHING = "batchweave:*"

@@ -1,0 +1,138 @@
+"""Leases on slices: each change one SQL statement, fenced by an epoch that grows with every claim.
+
+They live in SQL and not in Redis, so that wiping Redis cannot give a slice to two workers.
+"""
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+from sqlalchemy import or_, select, tuple_, update
+
+from service.db.moves import rows_changed
+from service.db.sessions import Database
+from service.db.tables import Slice, SliceBatch, SliceStatus
+
+
+@dataclass(frozen=True, slots=True)
+class Lease:
+    """A claim on a slice, good while the row still has this epoch."""
+
+    slice_id: int
+    epoch: int
+    window_id: int
+    first: int
+    count: int
+
+
+@dataclass(frozen=True, slots=True)
+class Counts:
+    completed: int = 0
+    failed: int = 0
+
+
+class Leases:
+    def __init__(self, database: Database, owner: str, lease_s: float, clock: Callable[[], float]) -> None:
+        self._database = database
+        self._owner = owner
+        self._lease_s = lease_s
+        self._clock = clock
+
+    async def claim(self, slice_id: int) -> Lease | None:
+        """Take the slice if it is ready, or leased by someone whose time is up; None when it is not to be had."""
+        now = self._clock()
+        async with self._database.write() as session:
+            row = (
+                await session.execute(
+                    update(Slice)
+                    .where(
+                        Slice.id == slice_id,
+                        or_(
+                            Slice.status == SliceStatus.READY,
+                            (Slice.status == SliceStatus.LEASED) & (Slice.lease_until < now),
+                        ),
+                    )
+                    .values(
+                        status=SliceStatus.LEASED,
+                        owner=self._owner,
+                        epoch=Slice.epoch + 1,
+                        lease_until=now + self._lease_s,
+                    )
+                    .returning(Slice.id, Slice.epoch, Slice.window_id, Slice.first, Slice.count)
+                )
+            ).one_or_none()
+        return Lease(*row) if row else None
+
+    async def renew(self, leases: Iterable[Lease]) -> set[int]:
+        """Extend these leases; returns the ids of those that are still ours."""
+        held = [(lease.slice_id, lease.epoch) for lease in leases]
+        if not held:
+            return set()
+        async with self._database.write() as session:
+            rows = await session.scalars(
+                update(Slice)
+                .where(tuple_(Slice.id, Slice.epoch).in_(held), Slice.status == SliceStatus.LEASED)
+                .values(lease_until=self._clock() + self._lease_s)
+                .returning(Slice.id)
+            )
+            return set(rows.all())
+
+    async def finish(self, lease: Lease, counts: dict[str, Counts]) -> bool:
+        """Mark the slice done with its counts by batch; False, and nothing changed, for a stale lease."""
+        async with self._database.write() as session:
+            result = await session.execute(
+                update(Slice)
+                .where(Slice.id == lease.slice_id, Slice.epoch == lease.epoch, Slice.status == SliceStatus.LEASED)
+                .values(status=SliceStatus.DONE, owner=None, lease_until=None)
+            )
+            if rows_changed(result) != 1:
+                return False
+            for batch_id, count in counts.items():
+                await session.execute(
+                    update(SliceBatch)
+                    .where(SliceBatch.slice_id == lease.slice_id, SliceBatch.batch_id == batch_id)
+                    .values(completed=count.completed, failed=count.failed)
+                )
+            return True
+
+    async def give_back(self, lease: Lease) -> bool:
+        """Make the slice ready again; False for a stale lease."""
+        async with self._database.write() as session:
+            result = await session.execute(
+                update(Slice)
+                .where(Slice.id == lease.slice_id, Slice.epoch == lease.epoch, Slice.status == SliceStatus.LEASED)
+                .values(status=SliceStatus.READY, owner=None, lease_until=None)
+            )
+            return rows_changed(result) == 1
+
+    async def give_back_leftovers(self) -> int:
+        """At a worker's start: what a process of the same name held when it died is ready again."""
+        async with self._database.write() as session:
+            result = await session.execute(
+                update(Slice)
+                .where(Slice.owner == self._owner, Slice.status == SliceStatus.LEASED)
+                .values(status=SliceStatus.READY, owner=None, lease_until=None)
+            )
+            return rows_changed(result)
+
+
+async def free_expired(database: Database, now: float) -> int:
+    """Make ready what is leased to workers whose time is up."""
+    async with database.write() as session:
+        result = await session.execute(
+            update(Slice)
+            .where(Slice.status == SliceStatus.LEASED, Slice.lease_until < now)
+            .values(status=SliceStatus.READY, owner=None, lease_until=None)
+        )
+        return rows_changed(result)
+
+
+async def ready_slices(database: Database) -> dict[str, list[int]]:
+    """Ids of the ready slices by model, in the order of the plan."""
+    async with database.read() as session:
+        rows = await session.execute(
+            select(Slice.model, Slice.id).where(Slice.status == SliceStatus.READY).order_by(Slice.id)
+        )
+        ready: dict[str, list[int]] = {}
+        for model, slice_id in rows:
+            ready.setdefault(model, []).append(slice_id)
+        return ready

@@ -1,0 +1,79 @@
+"""Live counts of running slices. A worker states absolute counts, so a repeated or lost write corrects itself."""
+
+import json
+from typing import Any
+
+from redis.asyncio import Redis
+from redis.exceptions import RedisError
+from sqlalchemy import func, select
+
+from service.db.sessions import Database
+from service.db.tables import Slice, SliceBatch, SliceStatus
+from service.queue import keys
+from service.queue.leases import Counts
+
+KEEP_S = 7 * 24 * 3600
+
+
+class Progress:
+    def __init__(self, redis: Redis) -> None:
+        self._redis = redis
+
+    async def state(self, slice_id: int, counts: dict[str, Counts]) -> None:
+        pipeline = self._redis.pipeline(transaction=False)
+        for batch_id, count in counts.items():
+            key = keys.progress(batch_id)
+            pipeline.hset(key, str(slice_id), f"{count.completed},{count.failed}")
+            pipeline.expire(key, KEEP_S)
+        await pipeline.execute()
+
+    async def forget(self, batch_id: str) -> None:
+        await self._redis.delete(keys.progress(batch_id))
+
+    async def counts(self, database: Database, batch_id: str) -> Counts:
+        """What is answered so far: done slices from SQL, running ones from Redis; without Redis, SQL alone."""
+        live = await self._live(batch_id)
+        async with database.read() as session:
+            completed, failed = (
+                await session.execute(
+                    select(
+                        func.coalesce(func.sum(SliceBatch.completed), 0), func.coalesce(func.sum(SliceBatch.failed), 0)
+                    )
+                    .join(Slice, Slice.id == SliceBatch.slice_id)
+                    .where(SliceBatch.batch_id == batch_id, Slice.status == SliceStatus.DONE)
+                )
+            ).one()
+            running = await session.scalars(
+                select(Slice.id).where(Slice.id.in_(live), Slice.status != SliceStatus.DONE)
+            )
+            counts = [live[slice_id] for slice_id in running]
+        completed = int(completed) + sum(count.completed for count in counts)
+        failed = int(failed) + sum(count.failed for count in counts)
+        return Counts(completed, failed)
+
+    async def _live(self, batch_id: str) -> dict[int, Counts]:
+        try:
+            stated: Any = await self._redis.hgetall(keys.progress(batch_id))
+        except (RedisError, OSError):
+            return {}
+        live: dict[int, Counts] = {}
+        for slice_id, text in stated.items():
+            completed, _, failed = text.decode().partition(",")
+            live[int(slice_id)] = Counts(int(completed), int(failed))
+        return live
+
+
+class Heartbeat:
+    """Who is alive, and with what; a worker that is silent for `ttl_s` is gone from the list."""
+
+    def __init__(self, redis: Redis, ttl_s: int = 15) -> None:
+        self._redis = redis
+        self._ttl_s = ttl_s
+
+    async def beat(self, name: str, state: dict[str, Any]) -> None:
+        await self._redis.set(keys.worker(name), json.dumps(state), ex=self._ttl_s)
+
+    async def alive(self) -> list[dict[str, Any]]:
+        found = [key async for key in self._redis.scan_iter(match=keys.WORKERS)]
+        values: list[Any] = await self._redis.mget(found) if found else []
+        return [json.loads(value) for value in values if value]

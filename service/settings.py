@@ -1,0 +1,106 @@
+"""The one place that reads the environment."""
+
+import os
+import socket
+from functools import cached_property
+from pathlib import Path
+from typing import Annotated, Any
+
+from pydantic import Field, ValidationError
+from pydantic_settings import BaseSettings, SettingsConfigDict
+
+DEMO_MODEL = "demo"
+
+
+class SettingsError(Exception):
+    """A setting has a value that the service cannot start with; the message names it."""
+
+
+class Settings(BaseSettings):
+    """Frozen settings, each from the variable BATCHWEAVE_<NAME>."""
+
+    model_config = SettingsConfigDict(env_prefix="BATCHWEAVE_", frozen=True, extra="ignore", protected_namespaces=())
+
+    data_dir: Path = Field(Path("batchweave-data"), description="folder of everything embedded, and of the demo model")
+    database_url: str | None = Field(None, description="postgresql://… or sqlite:///…; default: SQLite in data_dir")
+    redis_url: str | None = Field(None, description="redis://… or unix://…; default: the embedded server's socket")
+    storage_url: str | None = Field(None, description="file:///…, s3://…, gs://…, az://…; default: data_dir/objects")
+
+    host: str = Field("127.0.0.1", description="address that the API listens on")
+    port: Annotated[int, Field(ge=0, le=65535)] = 8080
+
+    model: str = Field(DEMO_MODEL, description="'demo', a local path, or a hub id")
+    model_name: str | None = Field(None, description="name that requests use; default: the hub id or folder name")
+    engine_args: dict[str, Any] = Field(default_factory=dict, description="SGLang server arguments, as JSON")
+    worker_name: str = Field(default_factory=lambda: f"{socket.gethostname()}-{os.getpid()}")
+
+    lease_s: Annotated[float, Field(gt=0)] = 30.0
+    slice_requests: Annotated[int, Field(ge=1, le=100_000)] = 256
+    window_requests: Annotated[int, Field(ge=1)] = 100_000
+    request_attempts: Annotated[int, Field(ge=1, le=20)] = 3
+    poll_s: Annotated[float, Field(gt=0)] = 0.25
+    flush_s: Annotated[float, Field(gt=0)] = 0.5
+
+    max_file_bytes: Annotated[int, Field(ge=1)] = 200 * 1024 * 1024
+    max_lines: Annotated[int, Field(ge=1)] = 50_000
+    max_line_bytes: Annotated[int, Field(ge=1024)] = 8 * 1024 * 1024
+
+    @cached_property
+    def database(self) -> str:
+        """SQLAlchemy URL with the asynchronous driver."""
+        url = self.database_url or f"sqlite:///{self.data_dir.resolve() / 'batchweave.db'}"
+        for plain, driver in (
+            ("sqlite://", "sqlite+aiosqlite://"),
+            ("postgresql://", "postgresql+asyncpg://"),
+            ("postgres://", "postgresql+asyncpg://"),
+        ):
+            if url.startswith(plain):
+                return url.replace(plain, driver, 1)
+        return url
+
+    @cached_property
+    def storage(self) -> str:
+        return self.storage_url or (self.data_dir / "objects").resolve().as_uri()
+
+    @cached_property
+    def redis_socket(self) -> Path:
+        """Socket of the embedded server; a Unix socket's path holds about 100 bytes, so a deep data_dir moves it."""
+        beside = self.data_dir.resolve() / "redis" / "redis.sock"
+        if len(os.fsencode(beside)) <= 100:
+            return beside
+        import hashlib
+
+        digest = hashlib.sha256(os.fsencode(beside)).hexdigest()[:16]
+        return Path(f"/tmp/batchweave-{os.getuid()}-{digest}") / "redis.sock"
+
+    @cached_property
+    def redis(self) -> str:
+        return self.redis_url or f"unix://{self.redis_socket}"
+
+    @cached_property
+    def served_model(self) -> str:
+        """The name under which requests ask for the model."""
+        if self.model_name:
+            return self.model_name
+        if self.model == DEMO_MODEL:
+            return "batchweave-demo"
+        return Path(self.model).resolve().name if Path(self.model).exists() else self.model
+
+    @cached_property
+    def model_source(self) -> str:
+        """Local path or hub id of the model's files."""
+        if self.model == DEMO_MODEL:
+            return str((self.data_dir / "demo-model").resolve())
+        return str(Path(self.model).resolve()) if Path(self.model).exists() else self.model
+
+
+def load_settings(**overrides: Any) -> Settings:
+    """Settings from the environment; arguments that are not None win. Raises SettingsError that names the variable."""
+    try:
+        return Settings(**{key: value for key, value in overrides.items() if value is not None})
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        name = "BATCHWEAVE_" + "_".join(str(part) for part in first["loc"][:1]).upper()
+        raise SettingsError(f"{name}: {first['msg']} (got {first.get('input')!r})") from error
+    except Exception as error:  # pydantic-settings raises its own for JSON it cannot read, naming the field
+        raise SettingsError(str(error)) from error

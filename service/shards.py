@@ -1,0 +1,59 @@
+"""A slice's result shard: segments of answers, each written in one atomic step, so none is ever torn.
+
+Object stores cannot append. A worker writes its answers every half second as a new segment, named by its lease's
+epoch and a number; what stands in a segment is answered for good. When two epochs answered the same request, the
+earlier segment counts.
+"""
+
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+
+import msgspec
+
+from service.storage import Storage
+
+
+class Usage(msgspec.Struct, frozen=True, array_like=True):
+    """Tokens of one answer."""
+
+    input: int = 0
+    cached: int = 0
+    output: int = 0
+    reasoning: int = 0
+
+
+class Answer(msgspec.Struct, frozen=True, array_like=True):
+    """One answered request: `line` is its finished line of the output or error file."""
+
+    batch_id: str
+    request: int
+    ok: bool
+    usage: Usage
+    line: msgspec.Raw
+
+
+_decoder = msgspec.json.Decoder(Answer)
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    storage: Storage
+    slice_id: int
+
+    @property
+    def folder(self) -> str:
+        return f"shards/{self.slice_id}"
+
+    async def write(self, epoch: int, number: int, answers: list[Answer]) -> None:
+        data = msgspec.json.Encoder().encode_lines(answers)
+        await self.storage.put(f"{self.folder}/{epoch:08d}-{number:08d}", data)
+
+    async def answers(self) -> AsyncIterator[Answer]:
+        """Every answer, earliest epoch first; a request may come twice."""
+        for key in await self.storage.keys(self.folder):
+            for line in (await self.storage.read(key)).split(b"\n"):
+                if line:
+                    yield _decoder.decode(line)
+
+    async def delete(self) -> None:
+        await self.storage.delete_all(self.folder)

@@ -1,0 +1,282 @@
+"""One leased slice: read its requests, skip what its shard answers, run the rest, and keep every answer."""
+
+import asyncio
+import contextlib
+import secrets
+from collections import Counter
+from collections.abc import Callable, Coroutine
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import msgspec
+import numpy as np
+import structlog
+from sqlalchemy import select
+
+from service import ids
+from service.db.sessions import Database
+from service.db.tables import Batch, BatchStatus, Window
+from service.jobs.lines import RequestLine
+from service.plan_artifact import PlanArtifact
+from service.queue.leases import Counts, Lease
+from service.request_index import RequestIndex
+from service.settings import Settings
+from service.shards import Answer, Shard, Usage
+from service.storage import Storage
+
+FLUSH_BYTES = 4 * 1024 * 1024
+WINDOW_RANKS = 2**32  # ranks that a window has for itself
+log = structlog.get_logger()
+
+
+class EngineAnswer(Protocol):
+    @property
+    def status_code(self) -> int: ...
+    @property
+    def body(self) -> bytes: ...
+    @property
+    def aborted(self) -> bool: ...
+
+
+class Engine(Protocol):
+    """What a worker needs of an engine; engine_ext.plugin.host.EngineHost is one."""
+
+    async def run(self, endpoint: str, body: dict[str, Any], rid: str, rank: int) -> EngineAnswer: ...
+    def abort(self, rid: str) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """A request of the slice, ready to run; `rank` is its place in the order of all windows."""
+
+    batch_id: str
+    number: int
+    endpoint: str
+    custom_id: str
+    body: dict[str, Any]
+    rank: int
+
+
+class _TokenDetails(msgspec.Struct):
+    cached_tokens: int | None = 0
+
+
+class _BodyUsage(msgspec.Struct):
+    prompt_tokens: int = 0
+    completion_tokens: int | None = 0
+    reasoning_tokens: int | None = 0
+    prompt_tokens_details: _TokenDetails | None = None
+
+
+class _Body(msgspec.Struct):
+    usage: _BodyUsage | None = None
+
+
+_line_decoder = msgspec.json.Decoder(RequestLine)
+_body_decoder = msgspec.json.Decoder(_Body)
+
+
+class SliceRun:
+    """Create it with a fresh lease and `await run()`; from other tasks it can be told to stop."""
+
+    def __init__(
+        self,
+        lease: Lease,
+        database: Database,
+        storage: Storage,
+        engine: Engine,
+        settings: Settings,
+        on_progress: Callable[[int, dict[str, Counts]], Coroutine[Any, Any, None]],
+    ) -> None:
+        self.lease = lease
+        self._database = database
+        self._storage = storage
+        self._engine = engine
+        self._settings = settings
+        self._on_progress = on_progress
+        self._shard = Shard(storage, lease.slice_id)
+        self._segment = 0
+        self._answers: list[Answer] = []
+        self._answers_bytes = 0
+        self._wake = asyncio.Event()
+        self._all_ran = False
+        self._in_flight: dict[str, Request] = {}
+        self._stopped_batches: set[str] = set()
+        self._stopping = False
+        self._completed: Counter[str] = Counter()
+        self._failed: Counter[str] = Counter()
+        self.remaining = lease.count
+        self.batch_ids: set[str] = set()
+
+    @property
+    def counts(self) -> dict[str, Counts]:
+        """Durable answers by batch."""
+        return {each: Counts(self._completed[each], self._failed[each]) for each in self.batch_ids}
+
+    @property
+    def stopping(self) -> bool:
+        return self._stopping
+
+    async def run(self) -> bool:
+        """Run to the end; True when every request of a live batch has its answer in the shard."""
+        requests = await self._load()
+        self.remaining = len(requests)
+        flusher = asyncio.create_task(self._flush_regularly())
+        try:
+            async with asyncio.TaskGroup() as group:
+                for request in requests:
+                    group.create_task(self._run_one(request))
+        finally:
+            self._all_ran = True
+            self._wake.set()
+            await flusher
+        await self._flush_to_the_end()
+        return not self._stopping
+
+    def stop(self) -> None:
+        """Give up what is not answered: the worker stops, or the lease is lost."""
+        self._stopping = True
+        for rid in self._in_flight:
+            self._engine.abort(rid)
+
+    def stop_batch(self, batch_id: str) -> None:
+        """Give up the requests of a batch that was cancelled or has expired."""
+        self._stopped_batches.add(batch_id)
+        for rid, request in self._in_flight.items():
+            if request.batch_id == batch_id:
+                self._engine.abort(rid)
+
+    async def _load(self) -> list[Request]:
+        """The requests that no segment answers, of batches that still run, in the order of the plan."""
+        lease = self.lease
+        async with self._database.read() as session:
+            plan_id = (await session.scalars(select(Window.plan_id).where(Window.id == lease.window_id))).one()
+            artifact = PlanArtifact(self._storage, plan_id)
+            header = await artifact.header()
+            rows = (await session.scalars(select(Batch).where(Batch.id.in_(header.batches)))).all()
+        live = {row.id: row for row in rows if row.status == BatchStatus.IN_PROGRESS}
+        places = await artifact.places(lease.first, lease.count)
+        self.batch_ids = {header.batches[int(each)] for each in np.unique(places["batch"])}
+        answered = await self._resume()
+        requests: list[Request] = []
+        for member in np.unique(places["batch"]).tolist():
+            batch = live.get(header.batches[member])
+            if batch is None:
+                continue
+            positions = np.flatnonzero(places["batch"] == member)
+            positions = [p for p in positions.tolist() if (batch.id, int(places["request"][p])) not in answered]
+            requests.extend(await self._read(batch, positions, places["request"][positions]))
+        return sorted(requests, key=lambda request: request.rank)
+
+    async def _resume(self) -> set[tuple[str, int]]:
+        """What an earlier lease of this slice has answered."""
+        answered: set[tuple[str, int]] = set()
+        async for answer in self._shard.answers():
+            key = (answer.batch_id, answer.request)
+            if key not in answered:
+                answered.add(key)
+                self._count(answer)
+        return answered
+
+    async def _read(self, batch: Batch, positions: list[int], numbers: Any) -> list[Request]:
+        records = await RequestIndex(self._storage, batch.id).pick(numbers)
+        lines = await self._storage.read_ranges(
+            f"files/{batch.input_file_id}", records["offset"].tolist(), records["length"].tolist()
+        )
+        base = self.lease.window_id * WINDOW_RANKS + self.lease.first
+        requests: list[Request] = []
+        for position, number, raw in zip(positions, numbers.tolist(), lines, strict=True):
+            line = _line_decoder.decode(raw.removeprefix(b"\xef\xbb\xbf"))
+            requests.append(Request(batch.id, number, line.url, line.custom_id, line.body, base + position))
+        return requests
+
+    async def _run_one(self, request: Request) -> None:
+        for attempt in range(1, self._settings.request_attempts + 1):
+            if self._stopping or request.batch_id in self._stopped_batches:
+                break
+            rid = f"{'chatcmpl' if 'chat' in request.endpoint else 'cmpl'}-{secrets.token_hex(16)}"
+            self._in_flight[rid] = request
+            try:
+                answer = await self._engine.run(request.endpoint, request.body, rid, request.rank)
+            finally:
+                del self._in_flight[rid]
+            last = attempt == self._settings.request_attempts
+            if answer.aborted and (self._stopping or request.batch_id in self._stopped_batches):
+                break
+            if (answer.status_code < 500 and not answer.aborted) or last:
+                self._keep(request, answer)
+                break
+            log.warning("engine failed on a request", custom_id=request.custom_id, attempt=attempt)
+        self.remaining -= 1
+
+    def _keep(self, request: Request, answer: EngineAnswer) -> None:
+        broken = answer.status_code >= 500 or answer.aborted
+        response: dict[str, Any] | None = None
+        error: dict[str, str] | None = None
+        if broken:
+            error = {"code": "server_error", "message": "The engine failed on this request in every attempt."}
+        else:
+            response = {
+                "status_code": answer.status_code,
+                "request_id": f"req_{secrets.token_hex(16)}",
+                "body": msgspec.Raw(answer.body),
+            }
+        line = {
+            "id": ids.batch_request_id(),
+            "custom_id": request.custom_id,
+            "response": response,
+            "error": error,
+        }
+        ok = answer.status_code < 400 and not broken
+        usage = _usage(answer.body) if ok else Usage()
+        encoded = msgspec.json.encode(line)
+        self._answers.append(Answer(request.batch_id, request.number, ok, usage, msgspec.Raw(encoded)))
+        self._answers_bytes += len(encoded)
+        if self._answers_bytes >= FLUSH_BYTES:
+            self._wake.set()
+
+    async def _flush_regularly(self) -> None:
+        while not self._all_ran:
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._wake.wait(), self._settings.flush_s)
+            self._wake.clear()
+            await self._flush()
+
+    async def _flush(self) -> bool:
+        """Write what is answered as one segment; False, and everything kept, when the storage refuses."""
+        answers, self._answers, self._answers_bytes = self._answers, [], 0
+        if not answers:
+            return True
+        try:
+            await self._shard.write(self.lease.epoch, self._segment, answers)
+        except Exception:  # a full or unreachable store: the answers stay in memory until it takes them
+            log.exception("segment not written", slice=self.lease.slice_id)
+            self._answers = answers + self._answers
+            return False
+        self._segment += 1
+        for answer in answers:
+            self._count(answer)
+        await self._on_progress(self.lease.slice_id, self.counts)
+        return True
+
+    async def _flush_to_the_end(self) -> None:
+        pause_s = self._settings.flush_s
+        while not await self._flush() and not self._stopping:
+            await asyncio.sleep(pause_s)
+            pause_s = min(pause_s * 2, 30.0)
+
+    def _count(self, answer: Answer) -> None:
+        (self._completed if answer.ok else self._failed)[answer.batch_id] += 1
+
+
+def _usage(body: bytes) -> Usage:
+    found = _body_decoder.decode(body).usage
+    if found is None:
+        return Usage()
+    details = found.prompt_tokens_details
+    return Usage(
+        input=found.prompt_tokens,
+        cached=(details.cached_tokens or 0) if details else 0,
+        output=found.completion_tokens or 0,
+        reasoning=found.reasoning_tokens or 0,
+    )

@@ -1,0 +1,209 @@
+"""`batchweave up`: every part of the service as a child of one foreground process."""
+
+import ctypes
+import fcntl
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO
+
+import redis
+import structlog
+
+from service.db.migrate import upgrade
+from service.demo.model import ensure_demo_model
+from service.demo.prompts import corpus
+from service.embedded_redis import server_command
+from service.settings import DEMO_MODEL, Settings
+
+STOP_S = 30.0
+QUICK_EXIT_S = 20.0
+MAX_QUICK_EXITS = 5
+_PR_SET_PDEATHSIG = 1
+log = structlog.get_logger()
+
+
+class StartError(Exception):
+    """The service cannot start, or a part of it keeps dying; the message says what to do."""
+
+
+def die_with_parent(signal_number: int = signal.SIGTERM) -> None:
+    """Have Linux signal this process when its parent dies, even by kill -9."""
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal_number)
+
+
+@dataclass(slots=True)
+class Part:
+    """A child process that is kept running."""
+
+    name: str
+    command: list[str]
+    log_path: Path
+    process: subprocess.Popen[bytes] | None = None
+    started_at: float = 0.0
+    quick_exits: int = 0
+    restart_at: float = 0.0
+
+    @property
+    def running(self) -> bool:
+        return self.process is not None and self.process.poll() is None
+
+    def start(self, environment: dict[str, str]) -> None:
+        with self.log_path.open("ab") as output:
+            self.process = subprocess.Popen(
+                self.command,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                env=environment,
+                start_new_session=True,  # Ctrl-C reaches the supervisor alone, which stops its children in order
+                preexec_fn=die_with_parent,
+            )
+        self.started_at = time.monotonic()
+
+    def stop(self, timeout_s: float) -> None:
+        if self.process is None or self.process.poll() is not None:
+            return
+        self.process.terminate()
+        try:
+            self.process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            log.warning("did not stop in time and was killed", part=self.name)
+            os.killpg(self.process.pid, signal.SIGKILL)
+            self.process.wait()
+
+
+@dataclass(slots=True)
+class Supervisor:
+    """Starts Redis, api, planner and worker; restarts one that dies; stops them in the order of the work."""
+
+    settings: Settings
+    say: Callable[[str], None]
+    _parts: list[Part] = field(default_factory=list[Part])
+    _lock: IO[str] | None = None
+    _stopping: bool = False
+
+    def run(self) -> None:
+        """Run until SIGINT or SIGTERM. Raises StartError."""
+        self._take_lock()
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, self._on_signal)
+        try:
+            self._start()
+            while not self._stopping:
+                self._watch()
+                time.sleep(0.2)
+        finally:
+            self._stop()
+
+    def _on_signal(self, _number: int, _frame: object) -> None:
+        self._stopping = True
+
+    def _take_lock(self) -> None:
+        folder = self.settings.data_dir
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        self._lock = (folder / "lock").open("a+")
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            self._lock.seek(0)
+            pid = self._lock.read().strip() or "unknown"
+            raise StartError(
+                f"batchweave already runs on {folder} (pid {pid}). Stop it, or choose another --data-dir."
+            ) from None
+        self._lock.truncate(0)
+        self._lock.write(str(os.getpid()))
+        self._lock.flush()
+
+    def _start(self) -> None:
+        settings, folder = self.settings, self.settings.data_dir.resolve()
+        logs = folder / "logs"
+        logs.mkdir(exist_ok=True)
+        if settings.model == DEMO_MODEL:
+            ensure_demo_model(Path(settings.model_source), corpus())
+        environment = self._environment(folder)
+        if settings.redis_url is None:
+            command = server_command(settings.redis_socket, folder / "redis")
+            self._parts.append(Part("redis", command, logs / "redis.log"))
+            self._parts[0].start(environment)
+            self._wait_for_redis()
+        upgrade(settings.database)
+        for name in ("api", "planner", "worker"):
+            part = Part(name, [sys.executable, "-m", "service.cli", name], logs / f"{name}.log")
+            part.start(environment)
+            self._parts.append(part)
+        self.say(
+            f"API        http://{settings.host}:{settings.port}/v1   (docs: http://{settings.host}:{settings.port}/docs)"
+        )
+        self.say(f"Model      {settings.served_model}   from {settings.model_source}")
+        self.say(f"Data       {folder}")
+        self.say(f"Logs       {logs}")
+        self.say("The engine takes about half a minute to start; batches may be submitted meanwhile. Ctrl-C stops.")
+
+    def _environment(self, folder: Path) -> dict[str, str]:
+        """What the children's Settings read: ours, with every default spelled out."""
+        settings = self.settings
+        worker = settings.worker_name if "worker_name" in settings.model_fields_set else "local"
+        ours = {
+            "DATA_DIR": str(folder),
+            "DATABASE_URL": settings.database,
+            "REDIS_URL": settings.redis,
+            "STORAGE_URL": settings.storage,
+            "HOST": settings.host,
+            "PORT": str(settings.port),
+            "MODEL": settings.model if settings.model == DEMO_MODEL else settings.model_source,
+            "MODEL_NAME": settings.served_model,
+            "WORKER_NAME": worker,
+        }
+        return {**os.environ, **{f"BATCHWEAVE_{name}": value for name, value in ours.items()}}
+
+    def _wait_for_redis(self) -> None:
+        client = redis.Redis.from_url(self.settings.redis)
+        deadline = time.monotonic() + 60
+        while True:
+            try:
+                client.ping()
+                return
+            except redis.RedisError as error:
+                if time.monotonic() > deadline or not self._parts[0].running:
+                    raise StartError(f"Redis did not start; see {self._parts[0].log_path}.") from error
+                time.sleep(0.05)
+
+    def _watch(self) -> None:
+        now = time.monotonic()
+        for part in self._parts:
+            if part.running:
+                if part.quick_exits and now - part.started_at > QUICK_EXIT_S:
+                    part.quick_exits = 0
+                continue
+            if part.restart_at == 0.0:
+                assert part.process is not None
+                quick = now - part.started_at < QUICK_EXIT_S
+                part.quick_exits = part.quick_exits + 1 if quick else 1
+                if part.quick_exits >= MAX_QUICK_EXITS:
+                    raise StartError(
+                        f"{part.name} died {part.quick_exits} times in a row (exit {part.process.returncode}); "
+                        f"its log says why: {part.log_path}"
+                    )
+                pause_s = min(0.5 * 2 ** (part.quick_exits - 1), 10.0)
+                self.say(
+                    f"{part.name} ended (exit {part.process.returncode}) and is started again; log: {part.log_path}"
+                )
+                part.restart_at = now + pause_s
+            elif now >= part.restart_at:
+                part.restart_at = 0.0
+                part.start(self._environment(self.settings.data_dir.resolve()))
+
+    def _stop(self) -> None:
+        """The worker first, so that its answers are written while everything else still runs; Redis last."""
+        if self._parts:
+            self.say("Stopping; unfinished batches go on at the next start.")
+        by_name = {part.name: part for part in self._parts}
+        for name in ("worker", "planner", "api", "redis"):
+            if name in by_name:
+                by_name[name].stop(STOP_S)

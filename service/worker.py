@@ -1,0 +1,157 @@
+"""The worker role: leases slices, keeps enough of them in flight that its engine never drains, and drains at a stop."""
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+import structlog
+from redis.asyncio import Redis
+from redis.exceptions import RedisError
+from sqlalchemy import select
+
+from service.db.sessions import Database
+from service.db.tables import Batch, BatchStatus
+from service.queue.announcements import Announcements
+from service.queue.leases import Counts, Leases
+from service.queue.progress import Heartbeat, Progress
+from service.settings import Settings
+from service.slice_run import Engine, SliceRun
+from service.storage import Storage
+
+log = structlog.get_logger()
+
+
+def make_engine(settings: Settings) -> Any:
+    """SGLang in this process. Call it in the main thread, before the event loop."""
+    from engine_ext.plugin.host import EngineHost
+
+    return EngineHost(settings.model_source, settings.served_model, settings.engine_args)
+
+
+class Worker:
+    def __init__(
+        self,
+        database: Database,
+        storage: Storage,
+        redis: Redis,
+        engine: Engine,
+        settings: Settings,
+        clock: Callable[[], float],
+        in_flight_requests: int,
+    ) -> None:
+        self._database = database
+        self._storage = storage
+        self._engine = engine
+        self._settings = settings
+        self._in_flight_requests = in_flight_requests
+        self._leases = Leases(database, settings.worker_name, settings.lease_s, clock)
+        self._announcements = Announcements(redis, settings.served_model)
+        self._progress = Progress(redis)
+        self._heartbeat = Heartbeat(redis)
+        self._runs: dict[int, SliceRun] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    async def run(self, stop: asyncio.Event) -> None:
+        """Work until `stop`, then give back what is not answered."""
+        left = await self._leases.give_back_leftovers()
+        if left:
+            log.info("gave back what an earlier process of this name held", slices=left)
+        loops = [
+            asyncio.create_task(self._repeat(self._take_slice, 0.0)),
+            asyncio.create_task(self._repeat(self._renew, self._settings.lease_s / 3)),
+            asyncio.create_task(self._repeat(self._watch_batches, 1.0)),
+            asyncio.create_task(self._repeat(self._beat, 3.0)),
+        ]
+        await stop.wait()
+        loops[0].cancel()
+        await asyncio.gather(loops[0], return_exceptions=True)
+        for run in self._runs.values():
+            run.stop()
+        if self._tasks:
+            await asyncio.wait(self._tasks, timeout=self._settings.lease_s)
+        for loop in loops:
+            loop.cancel()
+        await asyncio.gather(*loops, return_exceptions=True)
+
+    async def _repeat(self, step: Callable[[], Any], pause_s: float) -> None:
+        failures = 0
+        while True:
+            try:
+                await step()
+                failures = 0
+            except Exception:  # the edge of the worker: Redis or SQL may be away for a while
+                failures += 1
+                log.exception("worker step failed", step=step.__name__, failures=failures)
+            await asyncio.sleep(max(pause_s, min(0.1 * 2**failures, 10.0) if failures else 0.0))
+
+    async def _take_slice(self) -> None:
+        """Start one more slice if the engine has room for it."""
+        if sum(run.remaining for run in self._runs.values()) >= self._in_flight_requests:
+            await asyncio.sleep(0.02)
+            return
+        announcement = await self._announcements.next(self._settings.worker_name, block_ms=500)
+        if announcement is None:
+            await asyncio.sleep(0.02)
+            return
+        lease = await self._leases.claim(announcement.slice_id)
+        if lease is not None:
+            run = SliceRun(lease, self._database, self._storage, self._engine, self._settings, self._state_progress)
+            self._runs[lease.slice_id] = run
+            task = asyncio.create_task(self._run_slice(run))
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+        await self._announcements.take_out(announcement)
+
+    async def _run_slice(self, run: SliceRun) -> None:
+        lease = run.lease
+        try:
+            whole = await run.run()
+            if whole:
+                kept = await self._leases.finish(lease, run.counts)
+            else:
+                kept = await self._leases.give_back(lease)
+            log.info("slice", slice=lease.slice_id, epoch=lease.epoch, finished=whole, lease_kept=kept)
+        except Exception:  # the edge of the worker: the slice is ready again, and the log says why
+            log.exception("slice failed", slice=lease.slice_id, epoch=lease.epoch)
+            await asyncio.sleep(1.0)  # a slice that always fails must not spin
+            await self._leases.give_back(lease)
+        finally:
+            self._runs.pop(lease.slice_id, None)
+
+    async def _state_progress(self, slice_id: int, counts: dict[str, Counts]) -> None:
+        try:
+            await self._progress.state(slice_id, counts)
+        except (RedisError, OSError) as error:
+            log.warning("progress not stated", slice=slice_id, error=repr(error))
+
+    async def _renew(self) -> None:
+        runs = list(self._runs.values())
+        kept = await self._leases.renew(run.lease for run in runs)
+        for run in runs:
+            if run.lease.slice_id not in kept and self._runs.get(run.lease.slice_id) is run and not run.stopping:
+                log.warning("lease lost", slice=run.lease.slice_id, epoch=run.lease.epoch)
+                run.stop()
+
+    async def _watch_batches(self) -> None:
+        """Stop the requests of batches that were cancelled or have expired."""
+        held = {batch_id for run in self._runs.values() for batch_id in run.batch_ids}
+        if not held:
+            return
+        async with self._database.read() as session:
+            ended = (
+                await session.scalars(
+                    select(Batch.id).where(Batch.id.in_(held), Batch.status != BatchStatus.IN_PROGRESS)
+                )
+            ).all()
+        for run in list(self._runs.values()):
+            for batch_id in run.batch_ids.intersection(ended):
+                run.stop_batch(batch_id)
+
+    async def _beat(self) -> None:
+        state = {
+            "name": self._settings.worker_name,
+            "model": self._settings.served_model,
+            "slices": len(self._runs),
+            "requests": sum(run.remaining for run in self._runs.values()),
+        }
+        await self._heartbeat.beat(self._settings.worker_name, state)
