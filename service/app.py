@@ -1,7 +1,7 @@
 """The HTTP application: routes, and every error in OpenAI's envelope."""
 
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncGenerator, Callable
 from contextlib import asynccontextmanager
 from importlib.metadata import version
 
@@ -27,7 +27,7 @@ def create_app(settings: Settings, clock: Callable[[], float] = time.time) -> Fa
     """The application over the parts that the settings name; they open when it starts."""
 
     @asynccontextmanager
-    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+    async def lifespan(app: FastAPI) -> AsyncGenerator[None, None]:
         database = Database(settings.database)
         redis = Redis.from_url(settings.redis)
         app.state.context = Context(database, Storage.open(settings.storage), redis, settings, clock)

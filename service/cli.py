@@ -7,7 +7,7 @@ import sys
 import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, NoReturn
 
 import structlog
 import typer
@@ -53,7 +53,7 @@ def up(
     from service.supervisor import StartError, Supervisor
 
     settings = _settings(model=model, model_name=model_name, data_dir=data_dir, host=host, port=port)
-    _log_to(sys.stderr, "WARNING")
+    _log_to(sys.stderr, logging.WARNING)
     try:
         Supervisor(settings, say=console.print).run()
     except (StartError, FileNotFoundError) as error:
@@ -149,7 +149,7 @@ def demo(
     from service.demo.run import DemoError, run_demo
 
     settings = _settings(model=model, data_dir=data_dir, port=port)
-    _log_to(sys.stderr, "WARNING")
+    _log_to(sys.stderr, logging.WARNING)
     try:
         run_demo(settings, file, keep)
     except DemoError as error:
@@ -192,12 +192,12 @@ def _settings(**overrides: Any) -> Settings:
         _fail(str(error))
 
 
-def _fail(message: str) -> Any:
+def _fail(message: str) -> NoReturn:
     console.print(f"[bold red]error:[/] {message}", markup=True)
     raise typer.Exit(1)
 
 
-def _log_to(stream: Any, level: str = "INFO") -> None:
+def _log_to(stream: Any, level: int = logging.INFO) -> None:
     """JSON lines, ours and the libraries'."""
     shared: list[Any] = [
         structlog.contextvars.merge_contextvars,
@@ -207,7 +207,7 @@ def _log_to(stream: Any, level: str = "INFO") -> None:
     ]
     structlog.configure(
         processors=[*shared, structlog.processors.JSONRenderer()],
-        wrapper_class=structlog.make_filtering_bound_logger(logging.getLevelName(level)),
+        wrapper_class=structlog.make_filtering_bound_logger(level),
         logger_factory=structlog.PrintLoggerFactory(stream),
     )
     handler = logging.StreamHandler(stream)

@@ -1,6 +1,6 @@
 """Object storage: a local folder by default, S3-class by URL, through obstore and always in streams."""
 
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any, Protocol
@@ -42,7 +42,7 @@ class Storage:
         return cls(LocalStore(folder, automatic_cleanup=True))
 
     @asynccontextmanager
-    async def writer(self, key: str) -> AsyncIterator[Writer]:
+    async def writer(self, key: str) -> AsyncGenerator[Writer, None]:
         """Stream an object; it is there after the block, and not there when the block raises."""
         # Not put_async with a generator: obstore 0.12 can abort the interpreter at its exit after one.
         writer = obstore.open_writer_async(self._store, key, buffer_size=PART_BYTES, max_concurrency=2)

@@ -42,9 +42,13 @@ class Backlog:
         self.recent.extend(rank_of(req) for req in admitted)
 
 
-def rank_of(req: Any) -> int | None:
+def is_ranked(req: Any) -> bool:
     params = req.sampling_params.custom_params
-    return params.get(RANK) if isinstance(params, dict) else None
+    return isinstance(params, dict) and RANK in params
+
+
+def rank_of(req: Any) -> int:
+    return req.sampling_params.custom_params[RANK]
 
 
 def backlog_of(scheduler: Any) -> Backlog:
@@ -56,16 +60,16 @@ def backlog_of(scheduler: Any) -> Backlog:
 
 def take_ranked(scheduler: Any) -> list[Any]:
     """Remove the ranked requests from SGLang's waiting queue and return them in its order."""
-    ranked = [req for req in scheduler.waiting_queue if rank_of(req) is not None]
+    ranked = [req for req in scheduler.waiting_queue if is_ranked(req)]
     if ranked:
-        scheduler.waiting_queue = [req for req in scheduler.waiting_queue if rank_of(req) is None]
+        scheduler.waiting_queue = [req for req in scheduler.waiting_queue if not is_ranked(req)]
     return ranked
 
 
 def enqueue(original: Callable[..., None], scheduler: Any, req: Any, *args: Any, **kwargs: Any) -> None:
     original(scheduler, req, *args, **kwargs)
     queue = scheduler.waiting_queue
-    if queue and queue[-1] is req and rank_of(req) is not None:
+    if queue and queue[-1] is req and is_ranked(req):
         backlog_of(scheduler).push(queue.pop())
 
 
@@ -107,7 +111,7 @@ def report(result: Any, scheduler: Any, *_args: Any, **_kwargs: Any) -> Any:
     """Add batchweave's part to SGLang's internal state: how the worker knows that the plugin is in."""
     backlog = backlog_of(scheduler)
     result.internal_state["batchweave"] = {
-        "hooks": sorted(HookRegistry._patched),
+        "hooks": sorted(HookRegistry._patched),  # pyright: ignore[reportPrivateUsage]
         "waiting": len(backlog),
         "admitted": backlog.admitted,
         "recent_ranks": list(backlog.recent),

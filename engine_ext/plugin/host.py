@@ -25,7 +25,6 @@ RESERVED_FIELDS = frozenset(
 # The wheel on a CPU: bfloat16 GEMM gives each row the same bits whatever the batch around it (float32 does not,
 # below four rows), and one thread keeps it so and leaves the machine usable.
 CPU_DEFAULTS: dict[str, Any] = {
-    "device": "cpu",
     "dtype": "bfloat16",
     "sampling_backend": "pytorch",
     "disable_cuda_graph": True,
@@ -69,8 +68,8 @@ class EngineHost:
                 **engine_args,
             }
         )
-        manager, templates = self._engine.tokenizer_manager, self._engine.template_manager
-        self._manager: Any = manager
+        self._manager: Any = self._engine.tokenizer_manager
+        manager, templates = self._manager, self._engine.template_manager
         self._serving: dict[str, tuple[type[BaseModel], OpenAIServingBase]] = {
             "/v1/chat/completions": (ChatCompletionRequest, OpenAIServingChat(manager, templates)),
             "/v1/completions": (CompletionRequest, OpenAIServingCompletion(manager, templates)),

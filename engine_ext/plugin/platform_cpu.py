@@ -8,14 +8,16 @@ from sglang.srt.platforms.device_mixin import PlatformEnum
 from sglang.srt.platforms.interface import SRTPlatform
 
 
-class CpuPlatform(CpuDeviceMixin, SRTPlatform):
+class CpuPlatform(CpuDeviceMixin, SRTPlatform):  # pyright: ignore[reportIncompatibleMethodOverride]
     """Torch-native kernels and KV pages of one token."""
 
     _enum = PlatformEnum.OOT
 
     def apply_server_args_defaults(self, server_args: Any) -> None:
-        server_args.device = "cpu"
         server_args.page_size = 1
+
+    def get_device(self, device_id: int = 0) -> str:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return "cpu"
 
     def get_default_attention_backend(self) -> str:
         return "torch_native"

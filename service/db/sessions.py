@@ -1,6 +1,6 @@
 """Sessions on SQLite or PostgreSQL through one code path."""
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -21,12 +21,12 @@ class Database:
             event.listen(self.engine.sync_engine, "begin", _begin_sqlite)
 
     @asynccontextmanager
-    async def read(self) -> AsyncIterator[AsyncSession]:
+    async def read(self) -> AsyncGenerator[AsyncSession, None]:
         async with AsyncSession(self.engine, expire_on_commit=False) as session, session.begin():
             yield session
 
     @asynccontextmanager
-    async def write(self) -> AsyncIterator[AsyncSession]:
+    async def write(self) -> AsyncGenerator[AsyncSession, None]:
         async with AsyncSession(self._writing, expire_on_commit=False) as session, session.begin():
             yield session
 

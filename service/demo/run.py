@@ -7,7 +7,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -74,7 +74,7 @@ def _inputs(settings: Settings, file: Path | None) -> tuple[dict[str, Path], str
 
 
 @contextmanager
-def _service(settings: Settings, model_name: str, port: int) -> Iterator[subprocess.Popen[bytes]]:
+def _service(settings: Settings, model_name: str, port: int) -> Generator[subprocess.Popen[bytes], None, None]:
     """`batchweave up` as a child; it is stopped cleanly at the end, also after an error or Ctrl-C."""
     command = [sys.executable, "-m", "service.cli", "up", "--data-dir", str(settings.data_dir), "--port", str(port)]
     command += ["--model", settings.model, "--model-name", model_name, "--host", settings.host]

@@ -81,10 +81,18 @@ def _environment() -> ImmutableSandboxedEnvironment:
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
     )
-    environment.filters["tojson"] = lambda value, **options: json.dumps(value, ensure_ascii=False, **options)
-    environment.globals["raise_exception"] = _raise_exception
-    environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
+    environment.filters["tojson"] = _tojson
+    names: dict[str, Any] = {"raise_exception": _raise_exception, "strftime_now": _strftime_now}
+    environment.globals.update(names)
     return environment
+
+
+def _tojson(value: Any, **options: Any) -> str:
+    return json.dumps(value, ensure_ascii=False, **options)
+
+
+def _strftime_now(form: str) -> str:
+    return datetime.now().strftime(form)
 
 
 def _raise_exception(message: str) -> NoReturn:

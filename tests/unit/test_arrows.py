@@ -1,0 +1,65 @@
+"""The rooms of the house, and who may know whom."""
+
+import ast
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PURE = ("engine_ext/plan", "engine_ext/simulate", "engine_ext/coserve")
+IO = {"asyncio", "io", "os", "pathlib", "random", "socket", "subprocess", "time", "datetime", "tempfile"}
+
+
+def imports(path: Path) -> set[str]:
+    """Dotted names that a file imports, inside functions too."""
+    found: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found.update(alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: imports are absolute here"
+            found.update(f"{node.module}.{alias.name}" for alias in node.names)
+    return found
+
+
+def sources(room: str) -> list[Path]:
+    return sorted((ROOT / room).rglob("*.py"))
+
+
+def starts(name: str, *packages: str) -> bool:
+    return any(name == package or name.startswith(f"{package}.") for package in packages)
+
+
+def test_engine_ext_never_imports_service() -> None:
+    for path in sources("engine_ext"):
+        assert not [name for name in imports(path) if starts(name, "service")], path
+
+
+def test_only_the_plugin_imports_sglang_or_torch() -> None:
+    for path in [*sources("service"), *sources("engine_ext")]:
+        if not path.is_relative_to(ROOT / "engine_ext/plugin"):
+            assert not [name for name in imports(path) if starts(name, "sglang", "torch")], path
+
+
+def test_service_knows_plan_and_only_the_worker_knows_the_plugin() -> None:
+    for path in sources("service"):
+        for name in imports(path):
+            if starts(name, "engine_ext"):
+                allowed = ("engine_ext.plan", "engine_ext.plugin") if path.name == "worker.py" else ("engine_ext.plan",)
+                assert starts(name, *allowed), f"{path} imports {name}"
+
+
+@pytest.mark.parametrize("room", PURE)
+def test_pure_rooms_know_plan_alone_and_do_no_input_or_output(room: str) -> None:
+    for path in sources(room):
+        for name in imports(path):
+            assert not starts(name, *IO), f"{path} imports {name}"
+            if starts(name, "engine_ext"):
+                assert starts(name, "engine_ext.plan", room.replace("/", ".")), f"{path} imports {name}"
+
+
+def test_only_settings_reads_the_environment() -> None:
+    for path in sources("service"):
+        if path.name not in ("settings.py", "supervisor.py"):  # the supervisor hands it on to its children
+            assert "os.environ" not in path.read_text(), path
+            assert "getenv" not in path.read_text(), path

@@ -1,0 +1,56 @@
+"""The demo model is the same every time, and its requests are what they claim to be."""
+
+import hashlib
+import json
+from pathlib import Path
+
+from service.demo.model import ensure_demo_model
+from service.demo.prompts import CHAT, COMPLETIONS, corpus, requests
+from service.jobs.lines import LineChecker
+from service.jobs.tokens import PromptTokens
+
+
+def digests(folder: Path) -> dict[str, str]:
+    return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in folder.iterdir()}
+
+
+def test_demo_model_is_made_the_same_twice(tmp_path: Path) -> None:
+    first = ensure_demo_model(tmp_path / "a", corpus())
+    second = ensure_demo_model(tmp_path / "b", corpus())
+    assert digests(first) == digests(second)
+    before = (first / "config.json").stat().st_mtime_ns
+    assert ensure_demo_model(first, corpus()) == first
+    assert (first / "config.json").stat().st_mtime_ns == before
+
+
+def test_demo_file_has_three_kinds_that_pass_validation() -> None:
+    found = requests("m")
+    assert sum(len(lines) for lines in found.values()) >= 200
+    assert {line["custom_id"].split("-")[0] for lines in found.values() for line in lines} == {
+        "ticket",
+        "document",
+        "story",
+    }
+    for endpoint in (CHAT, COMPLETIONS):
+        checker = LineChecker(endpoint)
+        for number, line in enumerate(found[endpoint], 1):
+            checker.check(number, json.dumps(line).encode())
+        assert (checker.requests, checker.errors) == (len(found[endpoint]), [])
+
+
+def test_prompts_of_a_kind_share_their_prefix(tmp_path: Path) -> None:
+    tokens = PromptTokens.load(str(ensure_demo_model(tmp_path / "m", corpus())))
+    first, second = tokens.encode(CHAT, [line["body"] for line in requests("m")[CHAT][:2]])
+    shared = next(i for i, (a, b) in enumerate(zip(first, second, strict=False)) if a != b)
+    assert shared > 0.9 * min(len(first), len(second))
+
+
+def test_prompt_that_the_template_refuses_is_planned_by_its_text(tmp_path: Path) -> None:
+    tokens = PromptTokens.load(str(ensure_demo_model(tmp_path / "m", corpus())))
+    odd = [{"messages": [{"content": None}]}, {"messages": 5}, {"messages": [{"role": "user", "content": [1, "x"]}]}]
+    assert all(tokens.encode(CHAT, odd))
+
+
+def test_prompts_given_as_token_ids_are_kept(tmp_path: Path) -> None:
+    tokens = PromptTokens.load(str(ensure_demo_model(tmp_path / "m", corpus())))
+    assert tokens.encode(COMPLETIONS, [{"prompt": [7, 8, 9]}]) == [[7, 8, 9]]

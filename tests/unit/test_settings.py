@@ -1,0 +1,49 @@
+"""Settings name the variable that is wrong."""
+
+from pathlib import Path
+
+import pytest
+
+from service.settings import SettingsError, load_settings
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("PORT", "eighty"), ("LEASE_S", "0"), ("SLICE_REQUESTS", "-1"), ("ENGINE_ARGS", "{not json")]
+)
+def test_wrong_value_names_its_variable(monkeypatch: pytest.MonkeyPatch, name: str, value: str) -> None:
+    monkeypatch.setenv(f"BATCHWEAVE_{name}", value)
+    with pytest.raises(SettingsError, match=name.lower() if name == "ENGINE_ARGS" else name):
+        load_settings()
+
+
+def test_argument_wins_over_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("BATCHWEAVE_PORT", "9000")
+    assert load_settings().port == 9000
+    assert load_settings(port=9001, host=None).port == 9001
+
+
+@pytest.mark.parametrize(
+    ("url", "driver"),
+    [
+        ("postgresql://u:p@h/d", "postgresql+asyncpg://u:p@h/d"),
+        ("postgres://h/d", "postgresql+asyncpg://h/d"),
+        ("sqlite:////x/y.db", "sqlite+aiosqlite:////x/y.db"),
+    ],
+)
+def test_database_url_gets_its_driver(url: str, driver: str) -> None:
+    assert load_settings(database_url=url).database == driver
+
+
+def test_deep_folder_moves_the_socket_and_only_the_socket(tmp_path: Path) -> None:
+    deep = tmp_path / ("x" * 120)
+    assert len(str(load_settings(data_dir=deep).redis_socket)) <= 100
+    assert load_settings(data_dir=deep).storage.startswith(deep.as_uri())
+    assert load_settings(data_dir=Path("/d")).redis_socket == Path("/d/redis/redis.sock")
+
+
+def test_model_is_served_under_a_name(tmp_path: Path) -> None:
+    (tmp_path / "tiny").mkdir()
+    assert load_settings().served_model == "batchweave-demo"
+    assert load_settings(model="org/model-7b").served_model == "org/model-7b"
+    assert load_settings(model=str(tmp_path / "tiny")).served_model == "tiny"
+    assert load_settings(model="org/model-7b", model_name="m").served_model == "m"
