@@ -48,7 +48,7 @@ class Worker:
         self._announcements = Announcements(redis, settings.served_model)
         self._progress = Progress(redis)
         self._heartbeat = Heartbeat(redis)
-        self._runs: dict[int, SliceRun] = {}
+        self._runs: set[SliceRun] = set()
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def run(self, stop: asyncio.Event) -> None:
@@ -62,16 +62,19 @@ class Worker:
             asyncio.create_task(self._repeat(self._watch_batches, 1.0)),
             asyncio.create_task(self._repeat(self._beat, 3.0)),
         ]
-        await stop.wait()
-        loops[0].cancel()
-        await asyncio.gather(loops[0], return_exceptions=True)
-        for run in self._runs.values():
-            run.stop()
-        if self._tasks:
-            await asyncio.wait(self._tasks, timeout=self._settings.lease_s)
-        for loop in loops:
-            loop.cancel()
-        await asyncio.gather(*loops, return_exceptions=True)
+        try:
+            await stop.wait()
+            loops[0].cancel()
+            await asyncio.gather(loops[0], return_exceptions=True)
+            for run in self._runs:
+                run.stop()
+            if self._tasks:
+                await asyncio.wait(self._tasks, timeout=self._settings.lease_s)
+        finally:
+            left_over = [*loops, *self._tasks]
+            for task in left_over:
+                task.cancel()
+            await asyncio.gather(*left_over, return_exceptions=True)
 
     async def _repeat(self, step: Callable[[], Any], pause_s: float) -> None:
         failures = 0
@@ -86,7 +89,7 @@ class Worker:
 
     async def _take_slice(self) -> None:
         """Start one more slice if the engine has room for it."""
-        if sum(run.remaining for run in self._runs.values()) >= self._in_flight_requests:
+        if sum(run.remaining for run in self._runs) >= self._in_flight_requests:
             await asyncio.sleep(0.02)
             return
         announcement = await self._announcements.next(self._settings.worker_name, block_ms=500)
@@ -96,7 +99,7 @@ class Worker:
         lease = await self._leases.claim(announcement.slice_id)
         if lease is not None:
             run = SliceRun(lease, self._database, self._storage, self._engine, self._settings, self._state_progress)
-            self._runs[lease.slice_id] = run
+            self._runs.add(run)
             task = asyncio.create_task(self._run_slice(run))
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
@@ -116,7 +119,7 @@ class Worker:
             await asyncio.sleep(1.0)  # a slice that always fails must not spin
             await self._leases.give_back(lease)
         finally:
-            self._runs.pop(lease.slice_id, None)
+            self._runs.discard(run)
 
     async def _state_progress(self, slice_id: int, counts: dict[str, Counts]) -> None:
         try:
@@ -125,16 +128,16 @@ class Worker:
             log.warning("progress not stated", slice=slice_id, error=repr(error))
 
     async def _renew(self) -> None:
-        runs = list(self._runs.values())
+        runs = list(self._runs)
         kept = await self._leases.renew(run.lease for run in runs)
         for run in runs:
-            if run.lease.slice_id not in kept and self._runs.get(run.lease.slice_id) is run and not run.stopping:
+            if run.lease not in kept and run in self._runs and not run.stopping:
                 log.warning("lease lost", slice=run.lease.slice_id, epoch=run.lease.epoch)
                 run.stop()
 
     async def _watch_batches(self) -> None:
         """Stop the requests of batches that were cancelled or have expired."""
-        held = {batch_id for run in self._runs.values() for batch_id in run.batch_ids}
+        held = {batch_id for run in self._runs for batch_id in run.batch_ids}
         if not held:
             return
         async with self._database.read() as session:
@@ -143,7 +146,7 @@ class Worker:
                     select(Batch.id).where(Batch.id.in_(held), Batch.status != BatchStatus.IN_PROGRESS)
                 )
             ).all()
-        for run in list(self._runs.values()):
+        for run in list(self._runs):
             for batch_id in run.batch_ids.intersection(ended):
                 run.stop_batch(batch_id)
 
@@ -152,6 +155,6 @@ class Worker:
             "name": self._settings.worker_name,
             "model": self._settings.served_model,
             "slices": len(self._runs),
-            "requests": sum(run.remaining for run in self._runs.values()),
+            "requests": sum(run.remaining for run in self._runs),
         }
         await self._heartbeat.beat(self._settings.worker_name, state)

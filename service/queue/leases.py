@@ -62,19 +62,19 @@ class Leases:
             ).one_or_none()
         return Lease(*row) if row else None
 
-    async def renew(self, leases: Iterable[Lease]) -> set[int]:
-        """Extend these leases; returns the ids of those that are still ours."""
-        held = [(lease.slice_id, lease.epoch) for lease in leases]
+    async def renew(self, leases: Iterable[Lease]) -> set[Lease]:
+        """Extend these leases; returns those that are still ours."""
+        held = {(lease.slice_id, lease.epoch): lease for lease in leases}
         if not held:
             return set()
         async with self._database.write() as session:
-            rows = await session.scalars(
+            rows = await session.execute(
                 update(Slice)
                 .where(tuple_(Slice.id, Slice.epoch).in_(held), Slice.status == SliceStatus.LEASED)
                 .values(lease_until=self._clock() + self._lease_s)
-                .returning(Slice.id)
+                .returning(Slice.id, Slice.epoch)
             )
-            return set(rows.all())
+            return {held[slice_id, epoch] for slice_id, epoch in rows}
 
     async def finish(self, lease: Lease, counts: dict[str, Counts]) -> bool:
         """Mark the slice done with its counts by batch; False, and nothing changed, for a stale lease."""

@@ -1,0 +1,209 @@
+"""The service's jobs on real parts, driven step by step, with an engine whose faults a test can choose."""
+
+import asyncio
+import json
+from collections import Counter
+from collections.abc import AsyncGenerator, Iterable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from redis.asyncio import Redis
+from sqlalchemy import select
+
+from service import ids
+from service.db.sessions import Database
+from service.db.tables import Batch, BatchStatus, File, Model
+from service.demo.model import ensure_demo_model
+from service.demo.prompts import corpus
+from service.jobs.expiry import Expiry
+from service.jobs.finalizer import Finalizer
+from service.jobs.planner import Planner
+from service.jobs.reconciler import Reconciler
+from service.jobs.validator import Validator
+from service.queue.progress import Progress
+from service.settings import Settings
+from service.storage import Storage
+from service.worker import Worker
+from tests.conftest import Clock
+
+CHAT = "/v1/chat/completions"
+
+
+@dataclass(frozen=True)
+class ScriptedAnswer:
+    status_code: int
+    body: bytes
+    aborted: bool = False
+
+
+@dataclass
+class ScriptedEngine:
+    """Echoes prompts; stands in where SGLang cannot be made to hang, fail or answer at a chosen moment."""
+
+    statuses: dict[str, list[int]] = field(default_factory=dict[str, list[int]])  # by content, one for each attempt
+    hold: asyncio.Event | None = None  # requests from the `hold_after`-th on wait for it
+    hold_after: int = 0
+    runs: Counter[str] = field(default_factory=Counter[str])
+    order: list[int] = field(default_factory=list[int])
+    _aborted: dict[str, asyncio.Event] = field(default_factory=dict[str, asyncio.Event])
+
+    async def run(self, endpoint: str, body: dict[str, Any], rid: str, rank: int) -> ScriptedAnswer:
+        content = body["messages"][-1]["content"]
+        self.runs[content] += 1
+        self.order.append(rank)
+        statuses = self.statuses.get(content)
+        status = statuses.pop(0) if statuses else 200
+        if self.hold is not None and sum(self.runs.values()) > self.hold_after:
+            aborted = self._aborted[rid] = asyncio.Event()
+            waits = [asyncio.create_task(self.hold.wait()), asyncio.create_task(aborted.wait())]
+            await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+            for wait in waits:
+                wait.cancel()
+            if aborted.is_set():
+                return ScriptedAnswer(200, b'{"choices":[{"finish_reason":"abort"}]}', aborted=True)
+        await asyncio.sleep(0)
+        if status != 200:
+            error = {"error": {"message": "no", "type": "x", "param": None, "code": "x"}}
+            return ScriptedAnswer(status, json.dumps(error).encode())
+        usage = {"prompt_tokens": 10, "completion_tokens": 2, "prompt_tokens_details": {"cached_tokens": 4}}
+        answer = {"choices": [{"message": {"content": content}}], "usage": usage}
+        return ScriptedAnswer(200, json.dumps(answer).encode())
+
+    def abort(self, rid: str) -> None:
+        if rid in self._aborted:
+            self._aborted[rid].set()
+
+
+def line(number: int, **changes: Any) -> dict[str, Any]:
+    messages = [{"role": "system", "content": f"topic {number % 3}"}, {"role": "user", "content": f"request {number}"}]
+    body = {"model": "test-model", "messages": messages}
+    return {"custom_id": f"id-{number}", "method": "POST", "url": CHAT, "body": body, **changes}
+
+
+def jsonl(lines: Iterable[dict[str, Any]]) -> bytes:
+    return b"".join(json.dumps(each).encode() + b"\n" for each in lines)
+
+
+@dataclass
+class House:
+    database: Database
+    storage: Storage
+    redis: Redis
+    settings: Settings
+    clock: Clock
+
+    @classmethod
+    async def build(
+        cls, database: Database, storage: Storage, redis: Redis, settings: Settings, clock: Clock, tokenizer: Path
+    ) -> "House":
+        async with database.write() as session:
+            session.add(Model(name="test-model", source=str(tokenizer), created_at=0))
+        return cls(database, storage, redis, settings, clock)
+
+    @property
+    def progress(self) -> Progress:
+        return Progress(self.redis)
+
+    @property
+    def finalizer(self) -> Finalizer:
+        return Finalizer(self.database, self.storage, self.progress, self.settings, self.clock)
+
+    @property
+    def validator(self) -> Validator:
+        return Validator(self.database, self.storage, self.settings, self.clock)
+
+    @property
+    def planner(self) -> Planner:
+        return Planner(self.database, self.storage, self.settings, self.clock)
+
+    @property
+    def expiry(self) -> Expiry:
+        return Expiry(self.database, self.storage, self.clock)
+
+    @property
+    def reconciler(self) -> Reconciler:
+        return Reconciler(self.database, self.redis, self.settings.lease_s, self.clock)
+
+    async def submit(self, data: bytes, window_s: int = 86400) -> str:
+        file_id, batch_id, now = ids.file_id(), ids.batch_id(), int(self.clock())
+        await self.storage.put(f"files/{file_id}", data)
+        async with self.database.write() as session:
+            session.add(File(id=file_id, purpose="batch", filename="in.jsonl", size_bytes=len(data), created_at=now))
+            session.add(
+                Batch(
+                    id=batch_id,
+                    status=BatchStatus.VALIDATING,
+                    endpoint=CHAT,
+                    input_file_id=file_id,
+                    completion_window="24h",
+                    created_at=now,
+                    expires_at=now + window_s,
+                )
+            )
+        return batch_id
+
+    async def plan(self) -> None:
+        """Everything from a new batch to announced slices."""
+        await self.validator.run_once()
+        await self.planner.run_once()
+        await self.reconciler.run_once()
+
+    @asynccontextmanager
+    async def working(
+        self, engine: ScriptedEngine, name: str = "worker-a", in_flight: int = 1000
+    ) -> AsyncGenerator[asyncio.Task[None], None]:
+        """A worker in the background, stopped cleanly at the end of the block."""
+        settings = self.settings.model_copy(update={"worker_name": name})
+        worker = Worker(self.database, self.storage, self.redis, engine, settings, self.clock, in_flight)
+        stop = asyncio.Event()
+        task = asyncio.create_task(worker.run(stop))
+        try:
+            yield task
+        finally:
+            stop.set()
+            await asyncio.gather(task, return_exceptions=True)
+
+    async def batch(self, batch_id: str) -> Batch:
+        async with self.database.read() as session:
+            return (await session.scalars(select(Batch).where(Batch.id == batch_id))).one()
+
+    async def until_ended(self, *batch_ids: str) -> list[Batch]:
+        async with asyncio.timeout(60):
+            while True:
+                await self.reconciler.run_once()
+                await self.finalizer.run_once()
+                found = [await self.batch(batch_id) for batch_id in batch_ids]
+                if all(each.status in ("completed", "cancelled", "expired", "failed") for each in found):
+                    return found
+                await asyncio.sleep(0.01)
+
+    async def until(self, condition: Any) -> None:
+        async with asyncio.timeout(30):
+            while not await condition():
+                await asyncio.sleep(0.01)
+
+    async def lines(self, file_id: str | None) -> dict[str, dict[str, Any]]:
+        """A result file by custom_id; a custom_id that comes twice fails the test."""
+        if file_id is None:
+            return {}
+        found = [json.loads(each) for each in (await self.storage.read(f"files/{file_id}")).splitlines()]
+        by_id = {each["custom_id"]: each for each in found}
+        assert len(by_id) == len(found), "a custom_id has two lines"
+        return by_id
+
+    async def results(self, batch: Batch) -> tuple[dict[str, dict[str, Any]], dict[str, dict[str, Any]]]:
+        """Output and error lines; counts and usage of the batch must agree with them, and no line be in both."""
+        output, errors = await self.lines(batch.output_file_id), await self.lines(batch.error_file_id)
+        assert not set(output) & set(errors)
+        assert (batch.completed, batch.failed) == (len(output), len(errors))
+        usage = [each["response"]["body"]["usage"] for each in output.values()]
+        assert batch.input_tokens == sum(each["prompt_tokens"] for each in usage)
+        assert batch.output_tokens == sum(each["completion_tokens"] for each in usage)
+        assert batch.cached_tokens == sum(each["prompt_tokens_details"]["cached_tokens"] for each in usage)
+        return output, errors
+
+
+def demo_tokenizer(folder: Path) -> Path:
+    return ensure_demo_model(folder, corpus())
