@@ -9,7 +9,6 @@ import structlog
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
-from redis.asyncio import Redis
 from sqlalchemy.exc import DBAPIError
 from starlette.exceptions import HTTPException
 
@@ -17,6 +16,7 @@ from service.api import batches, files, health, models
 from service.api.context import Context
 from service.db.sessions import Database
 from service.errors import ApiError, BadRequest, MethodNotAllowed, NotFound, Unavailable
+from service.queue.connection import open_redis
 from service.settings import Settings
 from service.storage import Storage
 
@@ -29,7 +29,7 @@ def create_app(settings: Settings, clock: Callable[[], float] = time.time) -> Fa
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncGenerator[None, None]:
         database = Database(settings.database)
-        redis = Redis.from_url(settings.redis)
+        redis = open_redis(settings.redis)
         app.state.context = Context(database, Storage.open(settings.storage), redis, settings, clock)
         yield
         await redis.aclose()

@@ -16,6 +16,7 @@ from rich.console import Console
 
 from service.db.migrate import upgrade
 from service.db.sessions import Database
+from service.queue.connection import open_redis
 from service.settings import Settings, SettingsError, load_settings
 from service.storage import Storage
 
@@ -171,7 +172,7 @@ async def _role(settings: Settings, main: Callable[[Database, Storage, Redis, as
     stop = asyncio.Event()
     _stop_on_signals(stop)
     database = Database(settings.database)
-    redis = Redis.from_url(settings.redis)
+    redis = open_redis(settings.redis)
     try:
         await main(database, Storage.open(settings.storage), redis, stop)
     finally:

@@ -68,8 +68,13 @@ class _BodyUsage(msgspec.Struct):
     prompt_tokens_details: _TokenDetails | None = None
 
 
+class _BodyError(msgspec.Struct):
+    message: str = ""
+
+
 class _Body(msgspec.Struct):
     usage: _BodyUsage | None = None
+    error: _BodyError | None = None
 
 
 _line_decoder = msgspec.json.Decoder(RequestLine)
@@ -214,7 +219,9 @@ class SliceRun:
         response: dict[str, Any] | None = None
         error: dict[str, str] | None = None
         if broken:
-            error = {"code": "server_error", "message": "The engine failed on this request in every attempt."}
+            attempts = self._settings.request_attempts
+            reason = _error_message(answer.body)
+            error = {"code": "server_error", "message": f"The engine failed on it in {attempts} attempts: {reason}"}
         else:
             response = {
                 "status_code": answer.status_code,
@@ -267,6 +274,11 @@ class SliceRun:
 
     def _count(self, answer: Answer) -> None:
         (self._completed if answer.ok else self._failed)[answer.batch_id] += 1
+
+
+def _error_message(body: bytes) -> str:
+    error = _body_decoder.decode(body).error
+    return error.message if error else "it gave up without a reason."
 
 
 def _usage(body: bytes) -> Usage:

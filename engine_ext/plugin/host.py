@@ -69,6 +69,7 @@ class EngineHost:
             }
         )
         self._manager: Any = self._engine.tokenizer_manager
+        self._vocab_size = int(self._manager.model_config.vocab_size)
         manager, templates = self._manager, self._engine.template_manager
         self._serving: dict[str, tuple[type[BaseModel], OpenAIServingBase]] = {
             "/v1/chat/completions": (ChatCompletionRequest, OpenAIServingChat(manager, templates)),
@@ -102,6 +103,10 @@ class EngineHost:
         """Run one request; `rank` is its place in the plan, lower first. Bad requests answer 4xx, never raise."""
         request_type, serving = self._serving[endpoint]
         fields = {key: value for key, value in body.items() if key not in RESERVED_FIELDS}
+        deadly = _deadly_field(fields, self._vocab_size)
+        if deadly:
+            message = f"{deadly}: outside the model's vocabulary of {self._vocab_size} tokens"
+            return Answer(400, _error_body(message, "invalid_request_error", deadly, "invalid_request"))
         try:
             request: Any = request_type.model_validate(fields)
         except ValidationError as error:
@@ -120,6 +125,24 @@ class EngineHost:
 
     def close(self) -> None:
         self._engine.shutdown()
+
+
+def _deadly_field(fields: dict[str, Any], vocab_size: int) -> str | None:
+    """The field of which SGLang 0.5.17's scheduler would die, with every request in it: it does not look itself."""
+    for name in ("prompt", "input_ids"):
+        if not _in_vocabulary(fields.get(name), vocab_size):
+            return name
+    for name in ("logprobs", "top_logprobs"):
+        wanted = fields.get(name)
+        if isinstance(wanted, int) and wanted > vocab_size:
+            return name
+    return None
+
+
+def _in_vocabulary(prompt: Any, vocab_size: int) -> bool:
+    if isinstance(prompt, list):
+        return all(_in_vocabulary(each, vocab_size) for each in prompt)
+    return not isinstance(prompt, int) or 0 <= prompt < vocab_size
 
 
 def _refused(error: ValidationError) -> Answer:

@@ -1,0 +1,18 @@
+# API and planner: no torch, no engine.
+FROM python:3.12-slim AS build
+WORKDIR /src
+RUN pip install --no-cache-dir uv==0.13.8
+COPY requirements/server.txt requirements/server.txt
+RUN uv pip install --system --require-hashes -r requirements/server.txt
+COPY . .
+RUN uv pip install --system --no-deps .
+
+FROM python:3.12-slim
+COPY --from=build /usr/local/lib/python3.12/site-packages /usr/local/lib/python3.12/site-packages
+COPY --from=build /usr/local/bin/batchweave /usr/local/bin/batchweave
+# A new volume takes its owner from the image; the worker's image has the same one.
+RUN useradd --uid 10001 --create-home batchweave && install -d -o batchweave /objects
+USER batchweave
+WORKDIR /home/batchweave
+ENTRYPOINT ["batchweave"]
+CMD ["api", "--host", "0.0.0.0"]

@@ -1,0 +1,18 @@
+# Worker: SGLang and one engine on the GPUs that the container is given.
+FROM nvidia/cuda:13.0.1-devel-ubuntu24.04
+RUN apt-get update && apt-get install -y --no-install-recommends python3 python3-venv python3-dev \
+    && rm -rf /var/lib/apt/lists/*
+ENV VIRTUAL_ENV=/opt/batchweave PATH=/opt/batchweave/bin:$PATH
+RUN python3 -m venv $VIRTUAL_ENV && pip install --no-cache-dir uv==0.13.8
+WORKDIR /src
+COPY requirements/engine.txt requirements/engine.txt
+RUN uv pip install --require-hashes -r requirements/engine.txt
+COPY . .
+RUN uv pip install --no-deps .
+# A new volume takes its owner from the image; the service's image has the same one.
+RUN useradd --uid 10001 --create-home batchweave && install -d -o batchweave /objects
+USER batchweave
+WORKDIR /home/batchweave
+RUN mkdir -p .cache/huggingface
+ENTRYPOINT ["batchweave"]
+CMD ["worker"]

@@ -1,0 +1,14 @@
+"""Connections to Redis that say soon that it is away: what needs it waits by itself, the rest does without."""
+
+from redis.asyncio import Redis
+from redis.asyncio.retry import Retry
+from redis.backoff import ConstantBackoff
+
+CONNECT_S, ANSWER_S = 2.0, 10.0
+
+
+def open_redis(url: str) -> Redis:
+    """A client of `redis://…`, `rediss://…` or `unix://…`; it connects on first use."""
+    return Redis.from_url(
+        url, socket_connect_timeout=CONNECT_S, socket_timeout=ANSWER_S, retry=Retry(ConstantBackoff(0.05), 1)
+    )

@@ -1,0 +1,205 @@
+"""What a user sees: two endpoints, every answer once, clear errors, and crashes that lose nothing. Real SGLang."""
+
+import json
+import signal
+import sqlite3
+import time
+from collections.abc import Generator
+from contextlib import closing
+from typing import Any
+
+import httpx
+import psutil
+import pytest
+
+from service.demo.prompts import CHAT, COMPLETIONS, requests
+from tests.acceptance.service import Up
+
+MODEL = "batchweave-demo"
+DEMO = requests(MODEL)
+
+
+@pytest.fixture(scope="module")
+def up(tmp_path_factory: pytest.TempPathFactory) -> Generator[Up, None, None]:
+    service = Up.on(tmp_path_factory.mktemp("up") / "data")
+    service.start()
+    service.until_engine()
+    yield service
+    if service.process is not None and service.process.poll() is None:
+        assert service.stop() == 0
+
+
+def line(custom_id: str, **changes: Any) -> dict[str, Any]:
+    messages = [{"role": "user", "content": f"Tell me about {custom_id}."}]
+    body = {"model": MODEL, "messages": messages, "max_tokens": 4, "temperature": 0}
+    return {"custom_id": custom_id, "method": "POST", "url": CHAT, "body": {**body, **changes}}
+
+
+def long_lines(prefix: str, count: int) -> list[dict[str, Any]]:
+    """Requests that keep the engine busy for a while."""
+    return [line(f"{prefix}-{n}", max_tokens=60, ignore_eos=True) for n in range(count)]
+
+
+def test_demo_batches_finish_and_their_books_agree(up: Up) -> None:
+    ids = {endpoint: up.submit(lines, endpoint, metadata={"kind": "demo"}) for endpoint, lines in DEMO.items()}
+    assert sum(len(lines) for lines in DEMO.values()) >= 200
+    cached = 0
+    for endpoint, batch_id in ids.items():
+        batch = up.wait(batch_id)
+        assert (batch.status, batch.model, batch.endpoint) == ("completed", MODEL, endpoint)
+        assert batch.error_file_id is None
+        lines = up.lines(batch.output_file_id)
+        assert set(lines) == {each["custom_id"] for each in DEMO[endpoint]}
+        bodies = [each["response"]["body"] for each in lines.values()]
+        assert {each["response"]["status_code"] for each in lines.values()} == {200}
+        counts, usage = batch.request_counts, batch.usage
+        assert counts is not None
+        assert usage is not None
+        assert (counts.total, counts.completed, counts.failed) == (len(lines), len(lines), 0)
+        assert usage.input_tokens == sum(body["usage"]["prompt_tokens"] for body in bodies)
+        assert usage.output_tokens == sum(body["usage"]["completion_tokens"] for body in bodies)
+        assert usage.total_tokens == usage.input_tokens + usage.output_tokens
+        details = [body["usage"]["prompt_tokens_details"] or {} for body in bodies]
+        assert usage.input_tokens_details.cached_tokens == sum(each.get("cached_tokens", 0) for each in details)
+        cached += usage.input_tokens_details.cached_tokens
+        assert batch.completed_at is not None
+        assert batch.in_progress_at is not None
+        assert batch.created_at <= batch.in_progress_at <= batch.completed_at
+    assert cached > 0
+    story = up.lines(up.client.batches.retrieve(ids[COMPLETIONS]).output_file_id)["story-1"]
+    assert story["response"]["body"]["object"] == "text_completion"
+
+
+@pytest.mark.parametrize(
+    ("data", "code", "number"),
+    [
+        (json.dumps(line("a")).encode() + b"\nnot json\n", "invalid_json_line", 2),
+        (b"".join(json.dumps(line(each)).encode() + b"\n" for each in "aba"), "duplicate_custom_id", 3),
+        (json.dumps({**line("a"), "url": "/v1/moderations"}).encode(), "invalid_url", 1),
+        (json.dumps({**line("a"), "url": COMPLETIONS}).encode(), "url_mismatch", 1),
+        (b"\n", "empty_file", None),
+        (json.dumps(line("a", model="gpt-unknown")).encode(), "model_not_found", 1),
+    ],
+)
+def test_bad_file_fails_with_code_and_line(up: Up, data: bytes, code: str, number: int | None) -> None:
+    batch = up.wait(up.submit(data))
+    assert batch.status == "failed"
+    assert batch.errors is not None
+    assert batch.errors.data is not None
+    assert [(error.code, error.line) for error in batch.errors.data] == [(code, number)]
+    assert batch.errors.data[0].message
+
+
+def test_request_that_sglang_refuses_is_one_error_line(up: Up) -> None:
+    long = "word " * 9000
+    lines = [line("good-1"), line("bad", temperature=-3), line("long", messages=[{"role": "user", "content": long}])]
+    batch = up.wait(up.submit([*lines, line("good-2")]))
+    assert batch.status == "completed"
+    assert set(up.lines(batch.output_file_id)) == {"good-1", "good-2"}
+    errors = up.lines(batch.error_file_id)
+    assert {key: each["response"]["status_code"] for key, each in errors.items()} == {"bad": 400, "long": 400}
+    assert "temperature" in errors["bad"]["response"]["body"]["error"]["message"]
+    assert "context length" in errors["long"]["response"]["body"]["error"]["message"]
+    counts = batch.request_counts
+    assert counts is not None
+    assert (counts.total, counts.completed, counts.failed) == (4, 2, 2)
+
+
+def test_token_ids_outside_the_vocabulary_do_not_kill_the_engine(up: Up) -> None:
+    body = {"model": MODEL, "max_tokens": 2}
+    lines = [
+        {"custom_id": key, "method": "POST", "url": COMPLETIONS, "body": {**body, "prompt": prompt}}
+        for key, prompt in (("outside", [1, 10**6]), ("nested", [[1], [-5]]), ("inside", [7, 8, 9]))
+    ]
+    worker = up.worker().pid
+    batch = up.wait(up.submit(lines, COMPLETIONS))
+    assert set(up.lines(batch.error_file_id)) == {"outside", "nested"}
+    assert set(up.lines(batch.output_file_id)) == {"inside"}
+    assert up.worker().pid == worker
+
+
+def test_cancel_stops_within_seconds_and_keeps_what_is_done(up: Up) -> None:
+    batch_id = up.submit(long_lines("cancel", 400))
+    up.until(lambda: up.done(batch_id) >= 20, "some answers")
+    assert up.client.batches.cancel(batch_id).status == "cancelling"
+    asked = time.monotonic()
+    batch = up.wait(batch_id)
+    assert time.monotonic() - asked < 10
+    assert batch.status == "cancelled"
+    output, errors = up.lines(batch.output_file_id), up.lines(batch.error_file_id)
+    assert len(output) >= 20
+    assert set(output) | set(errors) == {f"cancel-{n}" for n in range(400)}
+    assert {each["error"]["code"] for each in errors.values()} == {"batch_cancelled"}
+    quick = up.wait(up.submit([line("after-cancel")]))  # the engine is free again
+    assert quick.status == "completed"
+
+
+def test_openapi_and_models_are_served(up: Up) -> None:
+    assert [model.id for model in up.client.models.list()] == [MODEL]
+    assert httpx.get(f"{up.url}/openapi.json").json()["info"]["title"] == "batchweave"
+    assert httpx.get(f"{up.url}/docs").status_code == 200
+
+
+def test_second_service_on_the_same_folder_is_refused(up: Up) -> None:
+    second = Up(up.folder, up.port)
+    with pytest.raises(AssertionError, match="already runs on"):
+        second.start()
+    assert httpx.get(f"{up.url}/readyz").status_code == 200
+
+
+def whole(up: Up, batch_id: str, prefix: str, count: int, before: dict[str, str]) -> None:
+    """The batch completes with every line once, and what was answered `before` still is that very answer."""
+    batch = up.wait(batch_id)
+    assert batch.status == "completed"
+    output = up.lines(batch.output_file_id)
+    assert set(output) == {f"{prefix}-{n}" for n in range(count)}
+    assert batch.error_file_id is None
+    kept = {key: value for key, value in before.items() if key in output}
+    assert len(kept) >= 30
+    assert {key: output[key]["id"] for key in kept} == kept
+
+
+def test_redis_emptied_in_the_middle_loses_nothing(up: Up) -> None:
+    batch_id = up.submit(long_lines("wiped", 300))
+    up.until(lambda: up.done(batch_id) >= 40, "some answers")
+    before = up.answers_on_disk()
+    up.redis.flushall()
+    whole(up, batch_id, "wiped", 300, before)
+
+
+def test_worker_killed_in_the_middle_loses_nothing(up: Up) -> None:
+    batch_id = up.submit(long_lines("worker", 400))
+    up.until(lambda: up.done(batch_id) >= 40, "some answers")
+    worker = up.worker()
+    before = up.answers_on_disk()
+    engine = worker.children(recursive=True)
+    worker.send_signal(signal.SIGKILL)
+    psutil.wait_procs(engine, 20)
+    assert not [process for process in engine if process.is_running()]  # no orphan holds the device
+    assert up.client.batches.retrieve(batch_id).status == "in_progress"
+    whole(up, batch_id, "worker", 400, before)
+
+
+def test_everything_killed_and_started_again_goes_on(up: Up) -> None:
+    batch_id = up.submit(long_lines("all", 400))
+    up.until(lambda: up.done(batch_id) >= 40, "some answers")
+    family = up.family()
+    for process in family:
+        process.send_signal(signal.SIGKILL)
+    assert up.process is not None
+    up.process.wait(20)
+    psutil.wait_procs(family, 20)
+    before = up.answers_on_disk()
+    up.start()
+    whole(up, batch_id, "all", 400, before)
+
+
+def test_ctrl_c_stops_cleanly_and_leaves_no_process(up: Up) -> None:
+    batch_id = up.submit(long_lines("stopped", 200))
+    up.until(lambda: up.done(batch_id) >= 10, "some answers")
+    family = up.family()
+    assert up.stop() == 0
+    assert not [process for process in family if process.is_running()]
+    with closing(sqlite3.connect(up.folder / "batchweave.db")) as database:
+        left = dict(database.execute("SELECT status, count(*) FROM slices WHERE status != 'done' GROUP BY status"))
+    assert set(left) == {"ready"}  # what was not answered waits for the next start, leased to nobody

@@ -1,0 +1,40 @@
+"""One SGLang for a module of tests. Its close() ends every child of this process, so nothing else may run beside it."""
+
+import asyncio
+from collections.abc import Coroutine, Generator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import pytest
+
+from service.demo.model import NAME, ensure_demo_model
+from service.demo.prompts import corpus
+
+Result = TypeVar("Result")
+
+
+@dataclass(frozen=True)
+class RealEngine:
+    """An EngineHost and the event loop that it lives in."""
+
+    host: Any
+    loop: asyncio.AbstractEventLoop
+    model: Path
+
+    def do(self, coroutine: Coroutine[Any, Any, Result]) -> Result:
+        return self.loop.run_until_complete(coroutine)
+
+
+@pytest.fixture(scope="module")
+def engine(tmp_path_factory: pytest.TempPathFactory) -> Generator[RealEngine, None, None]:
+    from engine_ext.plugin.host import EngineHost
+
+    model = ensure_demo_model(tmp_path_factory.mktemp("model") / "demo", corpus())
+    loop = asyncio.new_event_loop()
+    asyncio.set_event_loop(loop)
+    host = EngineHost(str(model), NAME, {"max_running_requests": 32})
+    loop.run_until_complete(host.start())
+    yield RealEngine(host, loop, model)
+    host.close()
+    loop.close()

@@ -1,0 +1,238 @@
+"""Real SGLang on this machine's CPU, through its own serving classes and our plugin."""
+
+import asyncio
+import json
+import random
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from engine_ext.plan.prompts import Prompts
+from engine_ext.plan.window import plan_window
+from service.demo.prompts import CHAT, COMPLETIONS, requests
+from service.jobs.tokens import PromptTokens
+from tests.engine.conftest import RealEngine
+
+QUESTION: dict[str, Any] = {
+    "model": "batchweave-demo",
+    "messages": [{"role": "user", "content": "Name a colour."}],
+    "max_tokens": 8,
+    "temperature": 0,
+}
+
+
+async def ask(engine: RealEngine, endpoint: str, body: dict[str, Any], rank: int = 0) -> Any:
+    """The answer's JSON body, with its status under `status`."""
+    answer = await engine.host.run(endpoint, body, f"test-{random.getrandbits(64):016x}", rank)
+    return {"status": answer.status_code, "aborted": answer.aborted, **json.loads(answer.body)}
+
+
+def chat(engine: RealEngine, **changes: Any) -> Any:
+    return engine.do(ask(engine, CHAT, {**QUESTION, **changes}))
+
+
+def state(engine: RealEngine) -> Any:
+    [found] = engine.do(engine.host.scheduler_states())
+    return found
+
+
+async def until_admitted(engine: RealEngine, count: int) -> None:
+    async with asyncio.timeout(60):
+        while (await engine.host.scheduler_states())[0]["admitted"] < count:
+            await asyncio.sleep(0.02)
+
+
+def test_plugin_is_in_the_scheduler_process(engine: RealEngine) -> None:
+    assert "sglang.srt.managers.scheduler.Scheduler._get_new_batch_prefill_raw" in state(engine)["hooks"]
+
+
+def test_start_is_refused_when_a_hook_is_missing(engine: RealEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    from engine_ext.plugin import entry
+    from engine_ext.plugin.host import EngineStartError
+
+    real = entry.hooks()
+    monkeypatch.setattr(entry, "hooks", lambda: [*real, ("sglang.srt.not_hooked", print, None)])
+    with pytest.raises(EngineStartError, match="not_hooked"):
+        engine.do(engine.host.start())
+
+
+def test_admission_follows_the_rank_and_not_the_arrival(engine: RealEngine) -> None:
+    """Long requests fill the engine; those that arrive meanwhile in a random order are admitted in the plan's."""
+    ranks = list(range(1000, 1200))
+    random.Random(3).shuffle(ranks)
+    before = state(engine)["admitted"]
+
+    async def run() -> None:
+        blockers = [
+            asyncio.create_task(ask(engine, CHAT, {**QUESTION, "max_tokens": 150, "ignore_eos": True}, rank))
+            for rank in range(32)
+        ]
+        await until_admitted(engine, before + len(blockers))
+        waiting = [asyncio.create_task(ask(engine, CHAT, {**QUESTION, "max_tokens": 3}, rank)) for rank in ranks]
+        async with asyncio.timeout(60):
+            while (await engine.host.scheduler_states())[0]["waiting"] < len(ranks):
+                assert not any(each.done() for each in blockers), "the blockers ended before all requests had arrived"
+                await asyncio.sleep(0.02)
+        await asyncio.gather(*blockers, *waiting)
+
+    engine.do(run())
+    assert ranks != sorted(ranks)
+    assert state(engine)["recent_ranks"][-len(ranks) :] == sorted(ranks)
+
+
+def test_step_sees_a_bounded_part_of_the_backlog() -> None:
+    from engine_ext.plugin import admission
+
+    scheduler = SimpleNamespace(waiting_queue=[], get_num_allocatable_reqs=lambda running: 10_000)
+    backlog = admission.backlog_of(scheduler)
+    for rank in random.Random(1).sample(range(50_000), 50_000):
+        custom = {admission.RANK: rank}
+        backlog.push(SimpleNamespace(sampling_params=SimpleNamespace(custom_params=custom)))
+    shown: list[int] = []
+
+    def step(scheduler: Any, running_batch: Any) -> None:
+        shown.extend(admission.rank_of(req) for req in scheduler.waiting_queue)
+        scheduler.waiting_queue = scheduler.waiting_queue[100:]  # SGLang admits the first hundred
+
+    admission.admit(step, scheduler, running_batch=SimpleNamespace(batch_is_full=False, reqs=[]))
+    assert shown == list(range(admission.CANDIDATES))
+    assert scheduler.waiting_queue == []
+    assert (len(backlog), backlog.admitted) == (50_000 - 100, 100)
+    admission.admit(step, scheduler, running_batch=SimpleNamespace(batch_is_full=False, reqs=[]))
+    assert shown[admission.CANDIDATES :] == list(range(100, 100 + admission.CANDIDATES))
+
+
+def test_answers_are_the_same_in_any_order(engine: RealEngine) -> None:
+    """Temperature 0, token by token: in the plan's order, in that of submission, and at random, from an empty cache.
+
+    On a CPU this holds because every kernel is batch-invariant as we run it: bfloat16 GEMM on one thread gives a row
+    the same bits for any number of rows (measured for 1 to 600; float32 does not below four), and attention sums in
+    float64 (engine_ext/plugin/attention_cpu.py). Without the latter 35 of 200 answers differed.
+    """
+    lines = [line for each in requests("batchweave-demo").values() for line in each]
+    tokens = PromptTokens.load(str(engine.model))
+    ids = [tokens.encode(line["url"], [line["body"]])[0] for line in lines]
+    planned = plan_window(Prompts.of(ids), 64).order.tolist()
+    shuffled = random.Random(5).sample(range(len(lines)), len(lines))
+
+    async def run(order: list[int]) -> tuple[list[Any], int]:
+        await engine.host._manager.flush_cache()
+        rank_of = {number: rank for rank, number in enumerate(order)}
+        bodies = [{**line["body"], "return_token_ids": True} for line in lines]
+        answers = await asyncio.gather(
+            *(ask(engine, line["url"], bodies[n], rank_of[n]) for n, line in enumerate(lines))
+        )
+        cached = sum((each["usage"]["prompt_tokens_details"] or {}).get("cached_tokens", 0) for each in answers)
+        return [each["choices"][0]["token_ids"] for each in answers], cached
+
+    in_plan, cached = engine.do(run(planned))
+    submitted, _ = engine.do(run(list(range(len(lines)))))
+    at_random, _ = engine.do(run(shuffled))
+    assert cached > 0
+    assert all(in_plan)
+    assert in_plan == submitted
+    assert in_plan == at_random
+
+
+def test_planner_counts_the_tokens_that_sglang_counts(engine: RealEngine) -> None:
+    tokens = PromptTokens.load(str(engine.model))
+    for endpoint in (CHAT, COMPLETIONS):
+        bodies = [{**line["body"], "max_tokens": 1} for line in requests("batchweave-demo")[endpoint][::9]]
+        mine = [len(each) for each in tokens.encode(endpoint, bodies)]
+
+        async def run(endpoint: str = endpoint, bodies: Any = bodies) -> list[Any]:
+            return await asyncio.gather(*(ask(engine, endpoint, body) for body in bodies))
+
+        assert mine == [each["usage"]["prompt_tokens"] for each in engine.do(run())]
+
+
+def test_shared_prefix_is_read_from_the_cache(engine: RealEngine) -> None:
+    chat(engine)
+    again = chat(engine)
+    usage = again["usage"]
+    assert usage["prompt_tokens_details"]["cached_tokens"] >= usage["prompt_tokens"] - 1
+
+
+def test_response_format_holds_on_a_cpu(engine: RealEngine) -> None:
+    schema = {
+        "type": "object",
+        "properties": {"ok": {"type": "boolean"}, "colour": {"enum": ["red", "blue"]}},
+        "required": ["ok", "colour"],
+        "additionalProperties": False,
+    }
+    form = {"type": "json_schema", "json_schema": {"name": "answer", "schema": schema}}
+    found = chat(engine, response_format=form, max_tokens=300)
+    assert found["choices"][0]["finish_reason"] == "stop"
+    answer = json.loads(found["choices"][0]["message"]["content"])
+    assert set(answer) == {"ok", "colour"}
+    assert answer["colour"] in ("red", "blue")
+
+
+def test_sampling_fields_mean_what_they_mean_in_sglang(engine: RealEngine) -> None:
+    two = chat(engine, n=2, temperature=1.0, seed=7)
+    assert [choice["index"] for choice in two["choices"]] == [0, 1]
+    probed = chat(engine, logprobs=True, top_logprobs=2)
+    assert len(probed["choices"][0]["logprobs"]["content"]) == probed["usage"]["completion_tokens"]
+    assert len(probed["choices"][0]["logprobs"]["content"][0]["top_logprobs"]) == 2
+    plain = chat(engine, max_tokens=30)["choices"][0]["message"]["content"]
+    stop = plain[len(plain) // 2 :][:6]
+    stopped = chat(engine, max_tokens=30, stop=[stop])["choices"][0]
+    assert (stopped["finish_reason"], stopped["message"]["content"]) == ("stop", plain[: plain.index(stop)])
+    tool = {"type": "function", "function": {"name": "look", "parameters": {"type": "object", "properties": {}}}}
+    assert chat(engine, tools=[tool])["status"] == 200
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "changes"),
+    [
+        (CHAT, {"temperature": -1}),
+        (CHAT, {"temperature": "hot"}),
+        (CHAT, {"messages": [{"role": "user", "content": "word " * 20_000}]}),
+        (CHAT, {"messages": []}),
+        (CHAT, {"messages": "text"}),
+        (CHAT, {"max_tokens": 10**9}),
+        (CHAT, {"response_format": {"type": "json_schema", "json_schema": {"name": "x"}}}),
+        (CHAT, {"custom_params": "text"}),
+        (CHAT, {"tool_choice": "required"}),
+        (COMPLETIONS, {"prompt": ""}),
+        (COMPLETIONS, {"prompt": [1, 10**6]}),
+        (COMPLETIONS, {"prompt": [[1], [-5]]}),
+        (COMPLETIONS, {"logprobs": 10**6}),
+        (CHAT, {"logprobs": True, "top_logprobs": 10**6}),
+        (CHAT, {"input_ids": [10**6]}),
+        (CHAT, {"logit_bias": {"99999999": 1}}),
+        (COMPLETIONS, {"prompt": {"a": 1}}),
+    ],
+)
+def test_bad_request_is_4xx_in_the_envelope_and_harms_nobody(
+    engine: RealEngine, endpoint: str, changes: dict[str, Any]
+) -> None:
+    found = engine.do(ask(engine, endpoint, {**QUESTION, **changes}))
+    assert 400 <= found["status"] < 500, found
+    assert set(found["error"]) == {"message", "type", "param", "code"}
+    assert chat(engine)["status"] == 200
+
+
+def test_fields_of_the_service_are_not_a_clients_to_set(engine: RealEngine) -> None:
+    found = chat(engine, rid="mine", priority=9, stream=True, custom_params={"batchweave_rank": -5, "a": 1})
+    assert found["status"] == 200
+    assert found["id"].startswith("test-")
+    assert state(engine)["recent_ranks"][-1] == 0
+
+
+def test_abort_ends_a_running_and_a_waiting_request(engine: RealEngine) -> None:
+    before = state(engine)["admitted"]
+
+    async def run() -> list[Any]:
+        body = {**QUESTION, "max_tokens": 4000, "ignore_eos": True}
+        tasks = [asyncio.create_task(engine.host.run(CHAT, body, f"abort-{n:03}.", n)) for n in range(40)]
+        await until_admitted(engine, before + 32)
+        for n in range(40):
+            engine.host.abort(f"abort-{n:03}.")
+        async with asyncio.timeout(30):
+            return await asyncio.gather(*tasks)
+
+    assert all(answer.aborted for answer in engine.do(run()))
+    assert chat(engine)["status"] == 200
+    assert state(engine)["waiting"] == 0

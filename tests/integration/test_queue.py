@@ -1,0 +1,153 @@
+"""Announcements and leases, the pieces that several workers share."""
+
+import asyncio
+import random
+
+from redis.asyncio import Redis
+from sqlalchemy import select
+
+from service.db.sessions import Database
+from service.db.tables import Slice, SliceStatus, Window
+from service.queue.announcements import Announcements
+from service.queue.connection import open_redis
+from service.queue.leases import Counts, Lease, Leases, free_expired
+from service.queue.progress import Heartbeat, Progress
+from tests.conftest import Clock
+
+
+async def test_slice_is_announced_once_and_in_order(redis: Redis) -> None:
+    announcements = Announcements(redis, "m")
+    assert await announcements.announce([3, 1, 2]) == 3
+    assert await announcements.announce([1, 2, 3, 4]) == 1
+    await announcements.next("w", 1)  # makes the group
+    found = [await announcements.next("w", 1) for _ in range(5)]
+    assert [each.slice_id if each else None for each in found] == [3, 1, 2, 4, None]
+
+
+async def test_taken_slice_can_be_announced_again(redis: Redis) -> None:
+    announcements = Announcements(redis, "m")
+    await announcements.announce([1])
+    await announcements.next("w", 1)
+    found = await announcements.next("w", 1)
+    assert found
+    assert await announcements.announce([1]) == 0
+    await announcements.take_out(found)
+    assert await announcements.announce([1]) == 1
+
+
+async def test_message_of_a_dead_reader_is_taken_back(redis: Redis) -> None:
+    announcements = Announcements(redis, "m")
+    assert await announcements.take_back(0) == 0
+    await announcements.announce([1])
+    await announcements.next("dead", 1)
+    assert await announcements.next("dead", 1)
+    assert await announcements.next("alive", 1) is None
+    assert await announcements.take_back(60_000) == 0
+    assert await announcements.take_back(0) == 1
+    assert await announcements.announce([1]) == 1
+    found = await announcements.next("alive", 1)
+    assert found
+    assert found.slice_id == 1
+
+
+async def test_wiped_redis_is_an_empty_stream(redis: Redis) -> None:
+    announcements = Announcements(redis, "m")
+    await announcements.announce([1])
+    await announcements.next("w", 1)
+    await redis.flushall()
+    assert await announcements.next("w", 1) is None
+    assert await announcements.announce([1]) == 1
+    found = await announcements.next("w", 1)
+    assert found
+    assert found.slice_id == 1
+
+
+async def test_models_have_streams_of_their_own(redis: Redis) -> None:
+    await Announcements(redis, "a").announce([1])
+    other = Announcements(redis, "b")
+    assert await other.next("w", 1) is None
+    assert await other.next("w", 1) is None
+
+
+async def test_silent_worker_is_not_alive(redis: Redis) -> None:
+    heartbeat = Heartbeat(redis, ttl_s=1)
+    await heartbeat.beat("w", {"name": "w"})
+    assert await heartbeat.alive() == [{"name": "w"}]
+    await redis.pexpire("batchweave:worker:w", 1)
+    await asyncio.sleep(0.01)
+    assert await heartbeat.alive() == []
+
+
+async def test_progress_without_redis_is_what_sql_knows(database: Database) -> None:
+    nowhere = Progress(open_redis("unix:///nonexistent/redis.sock"))
+    assert await nowhere.counts(database, "batch_x") == Counts(0, 0)
+
+
+async def make_slices(database: Database, count: int) -> list[int]:
+    async with database.write() as session:
+        window = Window(model="m", plan_id="plan_x", created_at=0)
+        session.add(window)
+        await session.flush()
+        slices = [Slice(window_id=window.id, model="m", first=n, count=1) for n in range(count)]
+        session.add_all(slices)
+        await session.flush()
+        return [each.id for each in slices]
+
+
+async def test_one_of_many_claims_wins(database: Database, clock: Clock) -> None:
+    [slice_id] = await make_slices(database, 1)
+    claims = [Leases(database, f"w{n}", 30, clock).claim(slice_id) for n in range(12)]
+    won = [lease for lease in await asyncio.gather(*claims) if lease]
+    assert len(won) == 1
+
+
+async def test_leases_hold_under_random_moves(database: Database, clock: Clock) -> None:
+    """Workers claim, renew, finish, give back and fall silent at random; a model of the rules is the oracle."""
+    rng = random.Random(7)
+    slice_ids = await make_slices(database, 3)
+    workers = [Leases(database, f"w{n}", 30, clock) for n in range(3)]
+    epochs = dict.fromkeys(slice_ids, 0)
+    holders: dict[int, tuple[int, float]] = {}  # slice -> epoch and end of the live lease
+    finished: set[int] = set()
+    issued: list[Lease] = []
+    for _ in range(250):
+        worker, slice_id = rng.choice(workers), rng.choice(slice_ids)
+        lease = rng.choice(issued) if issued else None
+        move = rng.choice(["claim", "claim", "renew", "finish", "give_back", "wait", "free"])
+        if move == "claim":
+            free = slice_id not in finished and (slice_id not in holders or holders[slice_id][1] < clock.now)
+            got = await worker.claim(slice_id)
+            assert (got is not None) == free
+            if got:
+                epochs[slice_id] += 1
+                assert got.epoch == epochs[slice_id]
+                holders[slice_id] = (got.epoch, clock.now + 30)
+                issued.append(got)
+        elif move == "wait":
+            clock.now += rng.choice([1, 10, 31])
+        elif move == "free":
+            late = {key for key, (_, end) in holders.items() if end < clock.now}
+            assert await free_expired(database, clock.now) == len(late)
+            for key in late:
+                del holders[key]
+        elif lease is not None:
+            live = holders.get(lease.slice_id, (0, 0.0))[0] == lease.epoch and lease.slice_id not in finished
+            if move == "renew":
+                assert await worker.renew([lease]) == ({lease} if live else set())
+                if live:
+                    holders[lease.slice_id] = (lease.epoch, clock.now + 30)
+            elif move == "give_back":
+                assert await worker.give_back(lease) == live
+                if live:
+                    del holders[lease.slice_id]
+            elif rng.random() < 0.2:
+                assert await worker.finish(lease, {}) == live
+                if live:
+                    finished.add(lease.slice_id)
+                    del holders[lease.slice_id]
+    async with database.read() as session:
+        rows = (await session.scalars(select(Slice))).all()
+    assert {row.id for row in rows if row.status == SliceStatus.DONE} == finished
+    assert {row.id: row.epoch for row in rows} == epochs
+    assert finished
+    assert max(epochs.values()) > 5
