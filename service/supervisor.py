@@ -1,9 +1,11 @@
 """`batchweave up`: every part of the service as a child of one foreground process."""
 
 import ctypes
+import errno
 import fcntl
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -91,6 +93,7 @@ class Supervisor:
     def run(self) -> None:
         """Run until SIGINT or SIGTERM. Raises StartError."""
         self._take_lock()
+        self._check_port()
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, self._on_signal)
         try:
@@ -119,6 +122,16 @@ class Supervisor:
         self._lock.truncate(0)
         self._lock.write(str(os.getpid()))
         self._lock.flush()
+
+    def _check_port(self) -> None:
+        host, port = self.settings.host, self.settings.port
+        with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                probe.bind((host, port))
+            except OSError as error:
+                taken = "is taken by another program" if error.errno == errno.EADDRINUSE else f"cannot be used: {error}"
+                raise StartError(f"{host} port {port} {taken}. Choose another --port or --host.") from error
 
     def _start(self) -> None:
         settings, folder = self.settings, self.settings.data_dir.resolve()

@@ -3,9 +3,12 @@
 import json
 import signal
 import sqlite3
+import subprocess
+import sys
 import time
 from collections.abc import Generator
 from contextlib import closing
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -141,10 +144,23 @@ def test_openapi_and_models_are_served(up: Up) -> None:
 
 
 def test_second_service_on_the_same_folder_is_refused(up: Up) -> None:
-    second = Up(up.folder, up.port)
-    with pytest.raises(AssertionError, match="already runs on"):
-        second.start()
+    command = [sys.executable, "-m", "service.cli", "up", "--data-dir", str(up.folder)]
+    second = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert second.returncode == 1
+    assert "already runs on" in second.stderr
     assert httpx.get(f"{up.url}/readyz").status_code == 200
+
+
+def test_taken_port_is_said_at_once(up: Up, tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "service.cli", "up", "--data-dir", str(tmp_path / "d"), "--port", str(up.port)]
+    second = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert second.returncode == 1
+    assert f"port {up.port} is taken" in " ".join(second.stderr.split())
+
+
+def alive(processes: list[psutil.Process]) -> list[psutil.Process]:
+    """Those that still run; an orphan that has exited and that nobody has reaped does not."""
+    return [each for each in processes if each.is_running() and each.status() != psutil.STATUS_ZOMBIE]
 
 
 def whole(up: Up, batch_id: str, prefix: str, count: int, before: dict[str, str]) -> None:
@@ -175,7 +191,7 @@ def test_worker_killed_in_the_middle_loses_nothing(up: Up) -> None:
     engine = worker.children(recursive=True)
     worker.send_signal(signal.SIGKILL)
     psutil.wait_procs(engine, 20)
-    assert not [process for process in engine if process.is_running()]  # no orphan holds the device
+    assert alive(engine) == []  # no orphan holds the device
     assert up.client.batches.retrieve(batch_id).status == "in_progress"
     whole(up, batch_id, "worker", 400, before)
 
@@ -199,7 +215,7 @@ def test_ctrl_c_stops_cleanly_and_leaves_no_process(up: Up) -> None:
     up.until(lambda: up.done(batch_id) >= 10, "some answers")
     family = up.family()
     assert up.stop() == 0
-    assert not [process for process in family if process.is_running()]
+    assert alive(family) == []
     with closing(sqlite3.connect(up.folder / "batchweave.db")) as database:
         left = dict(database.execute("SELECT status, count(*) FROM slices WHERE status != 'done' GROUP BY status"))
     assert set(left) == {"ready"}  # what was not answered waits for the next start, leased to nobody

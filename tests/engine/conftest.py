@@ -37,4 +37,8 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Generator[RealEngine, No
     loop.run_until_complete(host.start())
     yield RealEngine(host, loop, model)
     host.close()
+    tasks = asyncio.all_tasks(loop)
+    for task in tasks:
+        task.cancel()
+    loop.run_until_complete(asyncio.gather(*tasks, return_exceptions=True))
     loop.close()
