@@ -27,7 +27,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     help="Offline batch inference on SGLang behind an OpenAI-style Batch API.",
 )
-console = Console(stderr=True, highlight=False)
+console = Console(stderr=True, highlight=False, markup=False, soft_wrap=True)
 
 ModelOption = Annotated[str | None, typer.Option("--model", help="'demo', a local path, or a hub id.")]
 NameOption = Annotated[str | None, typer.Option("--model-name", help="Name that requests use for the model.")]
@@ -194,7 +194,7 @@ def _settings(**overrides: Any) -> Settings:
 
 
 def _fail(message: str) -> NoReturn:
-    console.print(f"[bold red]error:[/] {message}", markup=True)
+    console.print(f"error: {message}", style="red")
     raise typer.Exit(1)
 
 

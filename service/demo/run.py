@@ -24,7 +24,7 @@ from service.settings import Settings
 
 START_S, STOP_S = 60.0, 60.0
 ENDED = ("completed", "failed", "expired", "cancelled")
-console = Console(highlight=False)
+console = Console(highlight=False, markup=False)
 
 
 class DemoError(Exception):
@@ -160,8 +160,10 @@ def _summary(client: openai.OpenAI, folder: Path, batches: list[Batch], engine_s
     """Download the results and print what came back."""
     folder.mkdir(parents=True, exist_ok=True)
     table = Table(title="batchweave demo")
-    for name in ("batch", "endpoint", "status", "completed", "failed", "tokens in", "cached", "tokens out"):
-        table.add_column(name, justify="left" if name in ("batch", "endpoint", "status") else "right")
+    for name in ("endpoint", "status"):
+        table.add_column(name, no_wrap=True)
+    for name in ("completed", "failed", "tokens in", "of them cached", "tokens out"):
+        table.add_column(name, justify="right")
     tokens = 0
     for batch in batches:
         counts, usage = batch.request_counts, batch.usage
@@ -170,14 +172,15 @@ def _summary(client: openai.OpenAI, folder: Path, batches: list[Batch], engine_s
         tokens += usage.total_tokens
         cells = (counts.completed, counts.failed, usage.input_tokens, usage.input_tokens_details.cached_tokens)
         numbers = [f"{each:,}" for each in (*cells, usage.output_tokens)]
-        table.add_row(batch.id[:14] + "…", batch.endpoint, batch.status, *numbers)
+        table.add_row(batch.endpoint, batch.status, *numbers)
     console.print(table)
+    speed = tokens / max(run_s, 1e-9)
     console.print(
-        f"engine start {engine_s:.1f} s, run {run_s:.1f} s, {tokens / max(run_s, 1e-9):,.0f} tokens/s in and out"
+        f"engine start {engine_s:.1f} s, then {run_s:.1f} s for the requests: {speed:,.0f} tokens/s in and out"
     )
     for batch in batches:
         for error in (batch.errors.data if batch.errors else None) or []:
-            console.print(f"[red]line {error.line}: {error.code}: {error.message}[/]")
+            console.print(f"line {error.line}: {error.code}: {error.message}", style="red", markup=False)
         for kind, file_id in (("output", batch.output_file_id), ("errors", batch.error_file_id)):
             if file_id:
                 path = folder / f"{batch.id}_{kind}.jsonl"
