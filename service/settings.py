@@ -38,6 +38,7 @@ class Settings(BaseSettings):
     lease_s: Annotated[float, Field(gt=0)] = 30.0
     slice_requests: Annotated[int, Field(ge=1, le=100_000)] = 256
     window_requests: Annotated[int, Field(ge=1)] = 100_000
+    window_tokens: Annotated[int, Field(ge=1)] = 100_000_000
     request_attempts: Annotated[int, Field(ge=1, le=20)] = 3
     poll_s: Annotated[float, Field(gt=0)] = 0.25
     flush_s: Annotated[float, Field(gt=0)] = 0.5
@@ -56,8 +57,9 @@ class Settings(BaseSettings):
             ("postgres://", "postgresql+asyncpg://"),
         ):
             if url.startswith(plain):
-                return url.replace(plain, driver, 1)
-        return url
+                url = url.replace(plain, driver, 1)
+        # libpq's name for what asyncpg calls ssl
+        return url.replace("?sslmode=", "?ssl=").replace("&sslmode=", "&ssl=") if "+asyncpg" in url else url
 
     @cached_property
     def storage(self) -> str:

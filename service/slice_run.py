@@ -15,15 +15,16 @@ from sqlalchemy import select
 
 from service import ids
 from service.db.sessions import Database
-from service.db.tables import Batch, BatchStatus, Window
+from service.db.tables import Batch, BatchStatus, SliceBatch, Window
 from service.jobs.lines import RequestLine
 from service.plan_artifact import PlanArtifact
 from service.queue.leases import Counts, Lease
 from service.request_index import RequestIndex
 from service.settings import Settings
 from service.shards import Answer, Shard, Usage
-from service.storage import Storage
+from service.storage import Storage, file_key
 
+NO_USAGE = Usage()
 FLUSH_BYTES = 4 * 1024 * 1024
 WINDOW_RANKS = 2**32  # ranks that a window has for itself
 log = structlog.get_logger()
@@ -126,6 +127,8 @@ class SliceRun:
         """Run to the end; True when every request of a live batch has its answer in the shard."""
         requests = await self._load()
         self.remaining = len(requests)
+        if requests and any(count != Counts() for count in self.counts.values()):
+            await self._on_progress(self.lease.slice_id, self.counts)
         flusher = asyncio.create_task(self._flush_regularly())
         try:
             async with asyncio.TaskGroup() as group:
@@ -141,27 +144,32 @@ class SliceRun:
     def stop(self) -> None:
         """Give up what is not answered: the worker stops, or the lease is lost."""
         self._stopping = True
-        for rid in self._in_flight:
-            self._engine.abort(rid)
+        self._abort(list(self._in_flight))
 
     def stop_batch(self, batch_id: str) -> None:
         """Give up the requests of a batch that was cancelled or has expired."""
-        self._stopped_batches.add(batch_id)
-        for rid, request in self._in_flight.items():
-            if request.batch_id == batch_id:
-                self._engine.abort(rid)
+        if batch_id not in self._stopped_batches:
+            self._stopped_batches.add(batch_id)
+            self._abort([rid for rid, request in self._in_flight.items() if request.batch_id == batch_id])
+
+    def _abort(self, rids: list[str]) -> None:
+        for rid in rids:
+            self._engine.abort(rid)
 
     async def _load(self) -> list[Request]:
         """The requests that no segment answers, of batches that still run, in the order of the plan."""
         lease = self.lease
         async with self._database.read() as session:
             plan_id = (await session.scalars(select(Window.plan_id).where(Window.id == lease.window_id))).one()
-            artifact = PlanArtifact(self._storage, plan_id)
-            header = await artifact.header()
-            rows = (await session.scalars(select(Batch).where(Batch.id.in_(header.batches)))).all()
+            mine = select(SliceBatch.batch_id).where(SliceBatch.slice_id == lease.slice_id)
+            rows = (await session.scalars(select(Batch).where(Batch.id.in_(mine)))).all()
         live = {row.id: row for row in rows if row.status == BatchStatus.IN_PROGRESS}
+        self.batch_ids = {row.id for row in rows}
+        if not live:
+            return []
+        artifact = PlanArtifact(self._storage, plan_id)
+        header = await artifact.header()
         places = await artifact.places(lease.first, lease.count)
-        self.batch_ids = {header.batches[int(each)] for each in np.unique(places["batch"])}
         answered = await self._resume()
         requests: list[Request] = []
         for member in np.unique(places["batch"]).tolist():
@@ -184,60 +192,75 @@ class SliceRun:
         return answered
 
     async def _read(self, batch: Batch, positions: list[int], numbers: Any) -> list[Request]:
-        records = await RequestIndex(self._storage, batch.id).pick(numbers)
+        records = await RequestIndex(self._storage, batch.index_id or "").pick(numbers)
         lines = await self._storage.read_ranges(
-            f"files/{batch.input_file_id}", records["offset"].tolist(), records["length"].tolist()
+            file_key(batch.input_file_id), records["offset"].tolist(), records["length"].tolist()
         )
         base = self.lease.window_id * WINDOW_RANKS + self.lease.first
         requests: list[Request] = []
         for position, number, raw in zip(positions, numbers.tolist(), lines, strict=True):
-            line = _line_decoder.decode(raw.removeprefix(b"\xef\xbb\xbf"))
+            line = _line_decoder.decode(raw)
             requests.append(Request(batch.id, number, line.url, line.custom_id, line.body, base + position))
         return requests
 
     async def _run_one(self, request: Request) -> None:
         for attempt in range(1, self._settings.request_attempts + 1):
-            if self._stopping or request.batch_id in self._stopped_batches:
+            if self._given_up(request):
                 break
-            rid = f"{'chatcmpl' if 'chat' in request.endpoint else 'cmpl'}-{secrets.token_hex(16)}"
-            self._in_flight[rid] = request
-            try:
-                answer = await self._engine.run(request.endpoint, request.body, rid, request.rank)
-            finally:
-                del self._in_flight[rid]
-            last = attempt == self._settings.request_attempts
-            if answer.aborted and (self._stopping or request.batch_id in self._stopped_batches):
+            failure = await self._attempt(request)
+            if failure is None or self._given_up(request):
                 break
-            if (answer.status_code < 500 and not answer.aborted) or last:
-                self._keep(request, answer)
-                break
-            log.warning("engine failed on a request", custom_id=request.custom_id, attempt=attempt)
+            log.warning("engine failed on a request", custom_id=request.custom_id, attempt=attempt, error=failure)
+            if attempt == self._settings.request_attempts:
+                message = f"The engine failed on it in {attempt} attempts: {failure}"
+                self._keep(request, None, {"code": "server_error", "message": message})
+            else:
+                await asyncio.sleep(self._settings.flush_s * 2 ** (attempt - 1))
         self.remaining -= 1
 
-    def _keep(self, request: Request, answer: EngineAnswer) -> None:
-        broken = answer.status_code >= 500 or answer.aborted
-        response: dict[str, Any] | None = None
-        error: dict[str, str] | None = None
-        if broken:
-            attempts = self._settings.request_attempts
-            reason = _error_message(answer.body)
-            error = {"code": "server_error", "message": f"The engine failed on it in {attempts} attempts: {reason}"}
-        else:
+    def _given_up(self, request: Request) -> bool:
+        return self._stopping or request.batch_id in self._stopped_batches
+
+    async def _attempt(self, request: Request) -> str | None:
+        """Run the request once and keep its answer; why the engine failed, when the fault is not the request's."""
+        rid = f"{'chatcmpl' if 'chat' in request.endpoint else 'cmpl'}-{secrets.token_hex(16)}"
+        self._in_flight[rid] = request
+        try:
+            answer = await self._engine.run(request.endpoint, request.body, rid, request.rank)
+            if answer.aborted:
+                return "it gave the request up"
+            if answer.status_code >= 500:
+                return _error_message(answer.body)
             response = {
                 "status_code": answer.status_code,
                 "request_id": f"req_{secrets.token_hex(16)}",
                 "body": msgspec.Raw(answer.body),
             }
+            self._keep(request, response, None, _usage(answer.body) if answer.status_code < 400 else None)
+        except Exception as error:  # the edge of a request: it is recorded on the line it hit
+            log.exception("request failed", custom_id=request.custom_id)
+            return f"{type(error).__name__}: {error}"
+        finally:
+            del self._in_flight[rid]
+        return None
+
+    def _keep(
+        self,
+        request: Request,
+        response: dict[str, Any] | None,
+        error: dict[str, str] | None,
+        usage: Usage | None = None,
+    ) -> None:
+        """Note the request's line; one that has usage is a success."""
         line = {
             "id": ids.batch_request_id(),
             "custom_id": request.custom_id,
             "response": response,
             "error": error,
         }
-        ok = answer.status_code < 400 and not broken
-        usage = _usage(answer.body) if ok else Usage()
         encoded = msgspec.json.encode(line)
-        self._answers.append(Answer(request.batch_id, request.number, ok, usage, msgspec.Raw(encoded)))
+        answer = Answer(request.batch_id, request.number, usage is not None, usage or NO_USAGE, msgspec.Raw(encoded))
+        self._answers.append(answer)
         self._answers_bytes += len(encoded)
         if self._answers_bytes >= FLUSH_BYTES:
             self._wake.set()
@@ -278,13 +301,13 @@ class SliceRun:
 
 def _error_message(body: bytes) -> str:
     error = _body_decoder.decode(body).error
-    return error.message if error else "it gave up without a reason."
+    return error.message if error else "it gave no reason"
 
 
 def _usage(body: bytes) -> Usage:
     found = _body_decoder.decode(body).usage
     if found is None:
-        return Usage()
+        return NO_USAGE
     details = found.prompt_tokens_details
     return Usage(
         input=found.prompt_tokens,

@@ -1,5 +1,7 @@
 """Object storage: a local folder by default, S3-class by URL, through obstore and always in streams."""
 
+import asyncio
+import os
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
@@ -11,6 +13,11 @@ from obstore.store import LocalStore, ObjectStore, from_url
 
 PART_BYTES = 5 * 1024 * 1024
 READ_BYTES = 1024 * 1024
+
+
+def file_key(file_id: str) -> str:
+    """Where the bytes of a file of the API are."""
+    return f"files/{file_id}"
 
 
 class LineTooLong(Exception):
@@ -28,8 +35,9 @@ class Writer(Protocol):
 class Storage:
     """Objects by key; a key is made by the service, never taken from a client."""
 
-    def __init__(self, store: ObjectStore) -> None:
+    def __init__(self, store: ObjectStore, folder: Path | None = None) -> None:
         self._store = store
+        self._folder = folder  # of a local store, whose objects must be synced to disk
 
     @classmethod
     def open(cls, url: str) -> "Storage":
@@ -39,7 +47,7 @@ class Storage:
             return cls(from_url(url))
         folder = Path(unquote(parsed.path))
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-        return cls(LocalStore(folder, automatic_cleanup=True))
+        return cls(LocalStore(folder, automatic_cleanup=True), folder)
 
     @asynccontextmanager
     async def writer(self, key: str) -> AsyncGenerator[Writer, None]:
@@ -53,10 +61,16 @@ class Storage:
             await self.delete(key)
             raise
         await writer.close()
+        await self._sync(key)
 
     async def put(self, key: str, data: bytes) -> None:
-        """Write a small object in one atomic step."""
+        """Write a small object in one atomic step; it is on disk when this returns."""
         await self._store.put_async(key, data, use_multipart=False)
+        await self._sync(key)
+
+    async def _sync(self, key: str) -> None:
+        if self._folder is not None:
+            await asyncio.to_thread(_sync_file, self._folder / key)
 
     async def read(self, key: str) -> bytes:
         """The whole object. Raises FileNotFoundError."""
@@ -102,10 +116,19 @@ class Storage:
 
     async def keys(self, prefix: str) -> list[str]:
         """Every key below `prefix/`, sorted."""
-        found: list[str] = []
+        return sorted(await self.modified(prefix))
+
+    async def modified(self, prefix: str) -> dict[str, float]:
+        """Every key below `prefix/` with the unix time of its last change."""
+        found: dict[str, float] = {}
         async for page in self._store.list(prefix):
-            found.extend(meta["path"] for meta in page)
-        return sorted(found)
+            found.update((meta["path"], meta["last_modified"].timestamp()) for meta in page)
+        return found
+
+    async def folders(self, prefix: str) -> list[str]:
+        """Names of the folders directly below `prefix/`."""
+        result = await self._store.list_with_delimiter_async(prefix)
+        return [path.rsplit("/", 1)[-1] for path in result["common_prefixes"]]
 
     async def delete(self, key: str) -> None:
         """Delete an object; one that is not there is no error."""
@@ -113,10 +136,21 @@ class Storage:
             await self._store.delete_async(key)
 
     async def delete_all(self, prefix: str) -> None:
-        for key in await self.keys(prefix):
-            await self.delete(key)
+        keys = await self.keys(prefix)
+        with suppress(FileNotFoundError):
+            await self._store.delete_async(keys)
 
     async def check(self) -> None:
         """Raise when the store cannot be reached."""
         async for _ in self._store.list("health", chunk_size=1):
             return
+
+
+def _sync_file(path: Path) -> None:
+    """Have the operating system write the file and its folder's entry to disk."""
+    for each, flags in ((path, os.O_RDONLY), (path.parent, os.O_RDONLY | os.O_DIRECTORY)):
+        opened = os.open(each, flags)
+        try:
+            os.fsync(opened)
+        finally:
+            os.close(opened)

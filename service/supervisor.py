@@ -3,6 +3,7 @@
 import ctypes
 import errno
 import fcntl
+import hashlib
 import os
 import signal
 import socket
@@ -136,7 +137,7 @@ class Supervisor:
     def _start(self) -> None:
         settings, folder = self.settings, self.settings.data_dir.resolve()
         logs = folder / "logs"
-        logs.mkdir(exist_ok=True)
+        logs.mkdir(mode=0o700, exist_ok=True)
         if settings.model == DEMO_MODEL:
             ensure_demo_model(Path(settings.model_source), corpus())
         environment = self._environment(folder)
@@ -161,7 +162,10 @@ class Supervisor:
     def _environment(self, folder: Path) -> dict[str, str]:
         """What the children's Settings read: ours, with every default spelled out."""
         settings = self.settings
-        worker = settings.worker_name if "worker_name" in settings.model_fields_set else "local"
+        # The same at the next start, so that the worker gives back what its predecessor held when it died.
+        digest = hashlib.sha256(os.fsencode(folder)).hexdigest()[:8]
+        named = "worker_name" in settings.model_fields_set
+        worker = settings.worker_name if named else f"{socket.gethostname()}-{digest}"
         ours = {
             "DATA_DIR": str(folder),
             "DATABASE_URL": settings.database,

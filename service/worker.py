@@ -62,8 +62,9 @@ class Worker:
             asyncio.create_task(self._repeat(self._watch_batches, 1.0)),
             asyncio.create_task(self._repeat(self._beat, 3.0)),
         ]
+        stopped = asyncio.create_task(stop.wait())
         try:
-            await stop.wait()
+            await asyncio.wait([stopped, *loops], return_when=asyncio.FIRST_COMPLETED)
             loops[0].cancel()
             await asyncio.gather(loops[0], return_exceptions=True)
             for run in self._runs:
@@ -71,10 +72,10 @@ class Worker:
             if self._tasks:
                 await asyncio.wait(self._tasks, timeout=self._settings.lease_s)
         finally:
-            left_over = [*loops, *self._tasks]
+            left_over: list[asyncio.Task[Any]] = [stopped, *loops, *self._tasks]
             for task in left_over:
                 task.cancel()
-            await asyncio.gather(*left_over, return_exceptions=True)
+            await asyncio.wait(left_over)
 
     async def _repeat(self, step: Callable[[], Any], pause_s: float) -> None:
         failures = 0
@@ -85,7 +86,7 @@ class Worker:
             except Exception:  # the edge of the worker: Redis or SQL may be away for a while
                 failures += 1
                 log.exception("worker step failed", step=step.__name__, failures=failures)
-            await asyncio.sleep(max(pause_s, min(0.1 * 2**failures, 10.0) if failures else 0.0))
+            await asyncio.sleep(max(pause_s, min(0.1 * 2 ** min(failures, 10), 10.0) if failures else 0.0))
 
     async def _take_slice(self) -> None:
         """Start one more slice if the engine has room for it."""
@@ -111,6 +112,7 @@ class Worker:
             whole = await run.run()
             if whole:
                 kept = await self._leases.finish(lease, run.counts)
+                await self._forget_progress(run)
             else:
                 kept = await self._leases.give_back(lease)
             log.info("slice", slice=lease.slice_id, epoch=lease.epoch, finished=whole, lease_kept=kept)
@@ -126,6 +128,12 @@ class Worker:
             await self._progress.state(slice_id, counts)
         except (RedisError, OSError) as error:
             log.warning("progress not stated", slice=slice_id, error=repr(error))
+
+    async def _forget_progress(self, run: SliceRun) -> None:
+        try:
+            await self._progress.forget(run.lease.slice_id, run.batch_ids)
+        except (RedisError, OSError) as error:
+            log.warning("progress not forgotten", slice=run.lease.slice_id, error=repr(error))
 
     async def _renew(self) -> None:
         runs = list(self._runs)

@@ -37,6 +37,14 @@ class Backlog:
     def pop(self, n: int) -> list[Any]:
         return [heapq.heappop(self._heap)[2] for _ in range(min(n, len(self._heap)))]
 
+    def take(self, wanted: Callable[[Any], bool]) -> list[Any]:
+        """Remove the requests that are wanted; costs a look at each, and no more when there are none."""
+        found = [entry[2] for entry in self._heap if wanted(entry[2])]
+        if found:
+            self._heap = [entry for entry in self._heap if not wanted(entry[2])]
+            heapq.heapify(self._heap)
+        return found
+
     def record(self, admitted: list[Any]) -> None:
         self.admitted += len(admitted)
         self.recent.extend(rank_of(req) for req in admitted)
@@ -92,15 +100,11 @@ def admit(original: Callable[..., Any], scheduler: Any, *args: Any, **kwargs: An
         backlog.record([req for req in candidates if id(req) not in kept])
 
 
-def with_backlog_shown(original: Callable[..., Any], scheduler: Any, *args: Any, **kwargs: Any) -> Any:
-    """Run a rare call of SGLang (abort) that must see every waiting request."""
-    backlog = backlog_of(scheduler)
-    scheduler.waiting_queue = [*scheduler.waiting_queue, *backlog.pop(len(backlog))]
-    try:
-        return original(scheduler, *args, **kwargs)
-    finally:
-        for req in take_ranked(scheduler):
-            backlog.push(req)
+def abort(original: Callable[..., Any], scheduler: Any, recv_req: Any) -> Any:
+    """Show SGLang the waiting requests that an abort means; it takes them out itself."""
+    meant = backlog_of(scheduler).take(lambda req: recv_req.abort_all or req.rid.startswith(recv_req.rid))
+    scheduler.waiting_queue = [*scheduler.waiting_queue, *meant]
+    return original(scheduler, recv_req)
 
 
 def is_fully_idle(original: Callable[..., bool], scheduler: Any, *args: Any, **kwargs: Any) -> bool:
@@ -122,7 +126,7 @@ def report(result: Any, scheduler: Any, *_args: Any, **_kwargs: Any) -> Any:
 HOOKS = [
     (f"{_SCHEDULER}._add_request_to_queue", enqueue, HookType.AROUND),
     (f"{_SCHEDULER}._get_new_batch_prefill_raw", admit, HookType.AROUND),
-    (f"{_SCHEDULER}.abort_request", with_backlog_shown, HookType.AROUND),
+    (f"{_SCHEDULER}.abort_request", abort, HookType.AROUND),
     (f"{_SCHEDULER}.is_fully_idle", is_fully_idle, HookType.AROUND),
     (f"{_SCHEDULER}.get_internal_state", report, HookType.AFTER),
 ]

@@ -1,12 +1,13 @@
 """One SGLang engine in this process, driven through SGLang's own OpenAI serving classes."""
 
 import asyncio
+import json
 import os
 import signal
 from dataclasses import dataclass
 from typing import Any
 
-import orjson
+from fastapi import HTTPException
 from pydantic import BaseModel, ValidationError
 from sglang.srt.entrypoints.engine import Engine
 from sglang.srt.entrypoints.openai.protocol import ChatCompletionRequest, CompletionRequest
@@ -14,12 +15,12 @@ from sglang.srt.entrypoints.openai.serving_base import OpenAIServingBase
 from sglang.srt.entrypoints.openai.serving_chat import OpenAIServingChat
 from sglang.srt.entrypoints.openai.serving_completions import OpenAIServingCompletion
 
-from engine_ext.plugin import admission, entry
+from engine_ext.plugin import admission, entry, guard
 
 # What a batch line may not choose: identity, place in the queue, and routing belong to the service.
 RESERVED_FIELDS = frozenset(
     {"rid", "priority", "stream", "stream_options", "session_id", "session_params", "bootstrap_host"}
-    | {"bootstrap_port", "bootstrap_room", "routed_dp_rank", "disagg_prefill_dp_rank"}
+    | {"bootstrap_port", "bootstrap_room", "routed_dp_rank", "data_parallel_rank", "disagg_prefill_dp_rank"}
 )
 
 # The wheel on a CPU: bfloat16 GEMM gives each row the same bits whatever the batch around it (float32 does not,
@@ -32,6 +33,26 @@ CPU_DEFAULTS: dict[str, Any] = {
     "max_running_requests": 64,
     "chunked_prefill_size": 4096,
 }
+
+
+class _Reading(OpenAIServingBase):
+    """What SGLang cannot read is the request's own fault, and for good; SGLang answers some of it by 500."""
+
+    def _convert_to_internal_request(self, request: Any, raw_request: Any = None) -> Any:
+        try:
+            return super()._convert_to_internal_request(request, raw_request)  # type: ignore[safe-super]
+        except (ValueError, HTTPException):
+            raise
+        except Exception as error:
+            raise ValueError(f"{type(error).__name__}: {error}") from error
+
+
+class _Chat(_Reading, OpenAIServingChat):
+    pass
+
+
+class _Completion(_Reading, OpenAIServingCompletion):
+    pass
 
 
 class EngineStartError(RuntimeError):
@@ -69,11 +90,12 @@ class EngineHost:
             }
         )
         self._manager: Any = self._engine.tokenizer_manager
+        self._parts: dict[str, int] = {}  # prompts in each request that runs
         self._vocab_size = int(self._manager.model_config.vocab_size)
         manager, templates = self._manager, self._engine.template_manager
         self._serving: dict[str, tuple[type[BaseModel], OpenAIServingBase]] = {
-            "/v1/chat/completions": (ChatCompletionRequest, OpenAIServingChat(manager, templates)),
-            "/v1/completions": (CompletionRequest, OpenAIServingCompletion(manager, templates)),
+            "/v1/chat/completions": (ChatCompletionRequest, _Chat(manager, templates)),
+            "/v1/completions": (CompletionRequest, _Completion(manager, templates)),
         }
 
     async def start(self) -> None:
@@ -103,17 +125,20 @@ class EngineHost:
         """Run one request; `rank` is its place in the plan, lower first. Bad requests answer 4xx, never raise."""
         request_type, serving = self._serving[endpoint]
         fields = {key: value for key, value in body.items() if key not in RESERVED_FIELDS}
-        deadly = _deadly_field(fields, self._vocab_size)
-        if deadly:
-            message = f"{deadly}: outside the model's vocabulary of {self._vocab_size} tokens"
-            return Answer(400, _error_body(message, "invalid_request_error", deadly, "invalid_request"))
         try:
             request: Any = request_type.model_validate(fields)
-        except ValidationError as error:
+        except (ValidationError, RecursionError) as error:
             return _refused(error)
+        fault = guard.fault(request, self._vocab_size)
+        if fault is not None:
+            return Answer(400, _error_body(f"{fault[0]}: {fault[1]}", fault[0]))
         request.rid = rid
         request.custom_params = {**(request.custom_params or {}), admission.RANK: rank}
-        response: Any = await serving.handle_request(request, None)  # type: ignore[arg-type]
+        self._parts[rid] = guard.prompts_in(request)
+        try:
+            response: Any = await serving.handle_request(request, None)  # type: ignore[arg-type]
+        finally:
+            del self._parts[rid]
         if isinstance(response, BaseModel):
             choices = getattr(response, "choices", [])
             aborted = any(choice.finish_reason == "abort" for choice in choices)
@@ -121,43 +146,33 @@ class EngineHost:
         return _failed(response.status_code, bytes(response.body))
 
     def abort(self, rid: str) -> None:
+        """End a request that waits or runs; its `run` returns soon, with `aborted` set."""
         self._manager.abort_request(rid)
+        # SGLang runs each prompt of a list as a request of its own, named so.
+        for part in range(self._parts.get(rid, 0)):
+            self._manager.abort_request(f"{rid}_{part}")
 
     def close(self) -> None:
         self._engine.shutdown()
 
 
-def _deadly_field(fields: dict[str, Any], vocab_size: int) -> str | None:
-    """The field of which SGLang 0.5.17's scheduler would die, with every request in it: it does not look itself."""
-    for name in ("prompt", "input_ids"):
-        if not _in_vocabulary(fields.get(name), vocab_size):
-            return name
-    for name in ("logprobs", "top_logprobs"):
-        wanted = fields.get(name)
-        if isinstance(wanted, int) and wanted > vocab_size:
-            return name
-    return None
-
-
-def _in_vocabulary(prompt: Any, vocab_size: int) -> bool:
-    if isinstance(prompt, list):
-        return all(_in_vocabulary(each, vocab_size) for each in prompt)
-    return not isinstance(prompt, int) or 0 <= prompt < vocab_size
-
-
-def _refused(error: ValidationError) -> Answer:
-    first = error.errors(include_url=False, include_input=False)[0]
-    param = ".".join(str(part) for part in first["loc"])
-    return Answer(400, _error_body(f"{first['msg']} ({param})", "invalid_request_error", param, "invalid_request"))
+def _refused(error: ValidationError | RecursionError) -> Answer:
+    if isinstance(error, RecursionError):
+        return Answer(400, _error_body("The body is nested too deeply.", None))
+    # A value that fits no branch of a union has an error for each: the longest path is the branch it came nearest.
+    nearest = max(error.errors(include_url=False, include_input=False), key=lambda each: len(each["loc"]))
+    param = ".".join(str(part) for part in nearest["loc"] if isinstance(part, int) or part.isidentifier())
+    return Answer(400, _error_body(f"{nearest['msg']} ({param})", param))
 
 
 def _failed(status_code: int, body: bytes) -> Answer:
     """SGLang's flat error object in OpenAI's envelope."""
-    error = orjson.loads(body)
-    kind = "invalid_request_error" if status_code < 500 else "server_error"
+    error = json.loads(body)
+    message = str(error["message"])
     code = "invalid_request" if status_code < 500 else "server_error"
-    return Answer(status_code, _error_body(error["message"], kind, error.get("param"), code))
+    return Answer(status_code, _error_body(message, error.get("param"), code))
 
 
-def _error_body(message: str, kind: str, param: str | None, code: str) -> bytes:
-    return orjson.dumps({"error": {"message": message, "type": kind, "param": param, "code": code}})
+def _error_body(message: str, param: str | None, code: str = "invalid_request") -> bytes:
+    kind = "server_error" if code == "server_error" else "invalid_request_error"
+    return json.dumps({"error": {"message": message, "type": kind, "param": param, "code": code}}).encode()

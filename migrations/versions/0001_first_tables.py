@@ -21,6 +21,7 @@ def upgrade() -> None:
         sa.Column("metadata", sa.JSON(), nullable=True),
         sa.Column("output_expires_after_s", sa.BigInteger(), nullable=True),
         sa.Column("model", sa.String(length=512), nullable=True),
+        sa.Column("index_id", sa.String(length=64), nullable=True),
         sa.Column("errors", sa.JSON(), nullable=True),
         sa.Column("output_file_id", sa.String(length=64), nullable=True),
         sa.Column("error_file_id", sa.String(length=64), nullable=True),
@@ -45,6 +46,7 @@ def upgrade() -> None:
         sa.UniqueConstraint("id"),
     )
     with op.batch_alter_table("batches", schema=None) as batch_op:
+        batch_op.create_index(batch_op.f("ix_batches_input_file_id"), ["input_file_id"], unique=False)
         batch_op.create_index("ix_batches_status", ["status"], unique=False)
 
     op.create_table(
@@ -56,9 +58,13 @@ def upgrade() -> None:
         sa.Column("size_bytes", sa.BigInteger(), nullable=False),
         sa.Column("created_at", sa.BigInteger(), nullable=False),
         sa.Column("expires_at", sa.BigInteger(), nullable=True),
+        sa.Column("deleted_at", sa.BigInteger(), nullable=True),
         sa.PrimaryKeyConstraint("seq"),
         sa.UniqueConstraint("id"),
     )
+    with op.batch_alter_table("files", schema=None) as batch_op:
+        batch_op.create_index(batch_op.f("ix_files_expires_at"), ["expires_at"], unique=False)
+
     op.create_table(
         "models",
         sa.Column("name", sa.String(length=512), nullable=False),
@@ -126,9 +132,13 @@ def downgrade() -> None:
     op.drop_table("slices")
     op.drop_table("windows")
     op.drop_table("models")
+    with op.batch_alter_table("files", schema=None) as batch_op:
+        batch_op.drop_index(batch_op.f("ix_files_expires_at"))
+
     op.drop_table("files")
     with op.batch_alter_table("batches", schema=None) as batch_op:
         batch_op.drop_index("ix_batches_status")
+        batch_op.drop_index(batch_op.f("ix_batches_input_file_id"))
 
     op.drop_table("batches")
     # ### end Alembic commands ###

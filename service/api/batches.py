@@ -9,7 +9,7 @@ from sqlalchemy.ext.asyncio import AsyncSession
 from service import ids
 from service.api.context import Context, Here
 from service.api.pages import page_rows
-from service.api.shapes import BatchObject, CreateBatch, Page
+from service.api.shapes import BatchObject, CreateBatch, ObjectId, Page
 from service.db.moves import TERMINAL, move_batch
 from service.db.tables import Batch, BatchStatus, File
 from service.endpoints import ENDPOINTS
@@ -30,7 +30,8 @@ async def create_batch(body: CreateBatch, here: Here) -> BatchObject:
         raise BadRequest(message, code="invalid_endpoint", param="endpoint")
     now = int(here.clock())
     async with here.database.write() as session:
-        file = (await session.scalars(select(File).where(File.id == body.input_file_id))).one_or_none()
+        wanted = select(File).where(File.id == body.input_file_id, File.deleted_at.is_(None))
+        file = (await session.scalars(wanted)).one_or_none()
         if file is None:
             message = f"No such File object: {body.input_file_id}. Upload it with purpose 'batch' first."
             raise BadRequest(message, code="file_not_found", param="input_file_id")
@@ -54,7 +55,7 @@ async def create_batch(body: CreateBatch, here: Here) -> BatchObject:
 
 @router.get("")
 async def list_batches(
-    here: Here, after: str | None = None, limit: Annotated[int, Query(ge=1, le=100)] = 20
+    here: Here, after: ObjectId | None = None, limit: Annotated[int, Query(ge=1, le=100)] = 20
 ) -> Page[BatchObject]:
     async with here.database.read() as session:
         rows = await page_rows(session, Batch, select(Batch), after=after, limit=limit)
@@ -62,14 +63,14 @@ async def list_batches(
 
 
 @router.get("/{batch_id}")
-async def get_batch(batch_id: str, here: Here) -> BatchObject:
+async def get_batch(batch_id: ObjectId, here: Here) -> BatchObject:
     async with here.database.read() as session:
         batch = await _find(session, batch_id)
     return await _shape(here, batch)
 
 
 @router.post("/{batch_id}/cancel")
-async def cancel_batch(batch_id: str, here: Here) -> BatchObject:
+async def cancel_batch(batch_id: ObjectId, here: Here) -> BatchObject:
     """Stop the batch; what is answered stays. Cancelling twice is no error, cancelling an ended batch is."""
     async with here.database.write() as session:
         await move_batch(session, batch_id, BatchStatus.CANCELLING, now=here.clock())

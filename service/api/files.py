@@ -6,20 +6,20 @@ from typing import Annotated
 
 from fastapi import APIRouter, Query, Request, Response
 from fastapi.responses import StreamingResponse
-from sqlalchemy import delete, select
+from sqlalchemy import select, update
 from starlette.requests import ClientDisconnect
 
 from service import ids
 from service.api.context import Context, Here
 from service.api.multipart import Form, FormReader
 from service.api.pages import Order, page_rows
-from service.api.shapes import FileDeleted, FileObject, Page
-from service.db.moves import TERMINAL
-from service.db.tables import Batch, File
+from service.api.shapes import FileDeleted, FileObject, ObjectId, Page
+from service.db.moves import LIVE
+from service.db.tables import FILE_KEEP_S, Batch, File
 from service.errors import BadRequest, NotFound, PayloadTooLarge, RangeNotSatisfiable
+from service.storage import file_key
 
 FORM_OVERHEAD_BYTES = 1024 * 1024
-BATCH_FILES_KEEP_S = 30 * 24 * 3600
 
 router = APIRouter(prefix="/v1/files", tags=["files"])
 
@@ -54,7 +54,7 @@ async def create_file(request: Request, here: Here) -> FileObject:
     reader = FormReader(request.headers.get("content-type", ""), limit)
     file_id = ids.file_id()
     try:
-        async with here.storage.writer(f"files/{file_id}") as writer:
+        async with here.storage.writer(file_key(file_id)) as writer:
             form = await reader.read(request.stream(), writer.write)
             file = _file_row(file_id, form, int(here.clock()))
     except ClientDisconnect as error:
@@ -68,9 +68,11 @@ def _file_row(file_id: str, form: Form, now: int) -> File:
     """The row of an uploaded file. Raises BadRequest for a field that is missing or wrong."""
     if form.filename is None:
         raise BadRequest("The form has no part named 'file'.", code="missing_required_parameter", param="file")
-    if form.fields.get("purpose") != "batch":
+    if "purpose" not in form.fields:
+        raise BadRequest("The form has no field 'purpose'.", code="missing_required_parameter", param="purpose")
+    if form.fields["purpose"] != "batch":
         raise BadRequest("'purpose' must be 'batch'.", code="invalid_purpose", param="purpose")
-    keep_s = BATCH_FILES_KEEP_S
+    keep_s = FILE_KEEP_S
     if "expires_after[seconds]" in form.fields or "expires_after[anchor]" in form.fields:
         text = form.fields.get("expires_after[seconds]", "")
         if form.fields.get("expires_after[anchor]") != "created_at":
@@ -82,7 +84,7 @@ def _file_row(file_id: str, form: Form, now: int) -> File:
     return File(
         id=file_id,
         purpose="batch",
-        filename=form.filename[:1024],
+        filename=form.filename.replace("\x00", "")[:1024],
         size_bytes=form.size_bytes,
         created_at=now,
         expires_at=now + keep_s,
@@ -92,12 +94,12 @@ def _file_row(file_id: str, form: Form, now: int) -> File:
 @router.get("")
 async def list_files(
     here: Here,
-    after: str | None = None,
+    after: ObjectId | None = None,
     limit: Annotated[int, Query(ge=1, le=10000)] = 10000,
     order: Order = "desc",
     purpose: str | None = None,
 ) -> Page[FileObject]:
-    query = select(File)
+    query = select(File).where(File.deleted_at.is_(None))
     if purpose is not None:
         query = query.where(File.purpose == purpose)
     async with here.database.read() as session:
@@ -106,17 +108,17 @@ async def list_files(
 
 
 @router.get("/{file_id}")
-async def get_file(file_id: str, here: Here) -> FileObject:
+async def get_file(file_id: ObjectId, here: Here) -> FileObject:
     return FileObject.of(await find_file(here, file_id))
 
 
 @router.get("/{file_id}/content", response_class=StreamingResponse)
-async def get_content(file_id: str, request: Request, here: Here) -> Response:
+async def get_content(file_id: ObjectId, request: Request, here: Here) -> Response:
     """The file's bytes; a Range of them when asked."""
     file = await find_file(here, file_id)
     # A file never changes, so its id is its version.
     headers = {"Accept-Ranges": "bytes", "ETag": f'"{file.id}"'}
-    if request.headers.get("if-none-match") == headers["ETag"]:
+    if request.headers.get("if-none-match") in ("*", headers["ETag"]):
         return Response(status_code=304, headers=headers)
     start, end = 0, file.size_bytes
     wanted = request.headers.get("range")
@@ -135,7 +137,7 @@ async def get_content(file_id: str, request: Request, here: Here) -> Response:
 
 async def _content(here: Context, file: File, start: int, end: int) -> AsyncIterator[bytes]:
     if start < end:
-        async for chunk in here.storage.stream(file.storage_key, start, end):
+        async for chunk in here.storage.stream(file_key(file.id), start, end):
             yield chunk
 
 
@@ -152,26 +154,26 @@ def _byte_range(header: str, size_bytes: int) -> tuple[int, int]:
 
 
 @router.delete("/{file_id}")
-async def delete_file(file_id: str, here: Here) -> FileDeleted:
+async def delete_file(file_id: ObjectId, here: Here) -> FileDeleted:
     file = await find_file(here, file_id)
     async with here.database.write() as session:
         using = (
             await session.scalars(
-                select(Batch.id).where(Batch.input_file_id == file.id, Batch.status.not_in(TERMINAL)).limit(1)
+                select(Batch.id).where(Batch.input_file_id == file.id, Batch.status.in_(LIVE)).limit(1)
             )
         ).one_or_none()
         if using is not None:
             message = f"The file is the input of {using}, which is not finished. Cancel that batch first."
             raise BadRequest(message, code="file_in_use", param="file_id")
-        await session.execute(delete(File).where(File.id == file.id))
-    await here.storage.delete(file.storage_key)
+        await session.execute(update(File).where(File.id == file.id).values(deleted_at=int(here.clock())))
+    await here.storage.delete(file_key(file.id))
     return FileDeleted(id=file.id)
 
 
 async def find_file(here: Context, file_id: str) -> File:
     """The file of this id. Raises NotFound."""
     async with here.database.read() as session:
-        file = (await session.scalars(select(File).where(File.id == file_id))).one_or_none()
+        file = (await session.scalars(select(File).where(File.id == file_id, File.deleted_at.is_(None)))).one_or_none()
     if file is None:
         raise NotFound(f"No such File object: {file_id}", param="id")
     return file

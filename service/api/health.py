@@ -38,12 +38,13 @@ async def readyz(here: Here) -> Readiness:
         "database": here.database.check(),
         "redis": cast(Awaitable[object], here.redis.ping()),
         "storage": here.storage.check(),
+        "workers": here.heartbeat.alive(),
     }
-    results = await asyncio.gather(
+    results: list[object] = await asyncio.gather(
         *(asyncio.wait_for(check, CHECK_S) for check in checks.values()), return_exceptions=True
     )
     for name, result in zip(checks, results, strict=True):
         if isinstance(result, BaseException):
             log.warning("not ready", part=name, error=repr(result))
             raise Unavailable(f"{name} does not answer.", code="not_ready", param=name)
-    return Readiness(workers=len(await here.heartbeat.alive()))
+    return Readiness(workers=len(cast(list[object], results[-1])))

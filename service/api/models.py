@@ -1,6 +1,9 @@
 """/v1/models: what batches of this service may name."""
 
+from typing import Annotated
+
 from fastapi import APIRouter
+from pydantic import StringConstraints
 from sqlalchemy import select
 
 from service.api.context import Here
@@ -19,7 +22,7 @@ async def list_models(here: Here) -> Page[ModelObject]:
 
 
 @router.get("/{name:path}")
-async def get_model(name: str, here: Here) -> ModelObject:
+async def get_model(name: Annotated[str, StringConstraints(pattern=r"^[^\x00]+$")], here: Here) -> ModelObject:
     async with here.database.read() as session:
         row = (await session.scalars(select(Model).where(Model.name == name))).one_or_none()
     if row is None:

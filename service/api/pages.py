@@ -1,4 +1,4 @@
-"""Cursor pages over a table that numbers its rows by `seq`: rows inserted meanwhile neither repeat nor hide others."""
+"""Cursor pages over a table that numbers its rows by `seq`: rows that come or go meanwhile do not move the others."""
 
 from typing import Any, Literal
 

@@ -9,6 +9,8 @@ from service.db.tables import Batch, BatchStatus, File
 from service.queue.leases import Counts
 
 Item = TypeVar("Item")
+# Of a file or a batch; an id that no object can have is not looked up.
+ObjectId = Annotated[str, StringConstraints(max_length=64, pattern=r"^[A-Za-z0-9_-]+$")]
 
 
 class FileObject(BaseModel):
@@ -143,10 +145,10 @@ MetadataValue = Annotated[str, StringConstraints(max_length=512)]
 class CreateBatch(BaseModel):
     model_config = ConfigDict(extra="ignore")
 
-    input_file_id: Annotated[str, StringConstraints(max_length=64)]
+    input_file_id: ObjectId
     endpoint: str
     completion_window: Annotated[
-        str, StringConstraints(pattern=r"^[1-9][0-9]{0,5}[mhd]$"), Field(description="24h, or any <n>m, <n>h, <n>d")
+        str, StringConstraints(pattern=r"^[1-9][0-9]{0,3}[mhd]$"), Field(description="24h, or any <n>m, <n>h, <n>d")
     ]
     metadata: Annotated[dict[MetadataKey, MetadataValue], Field(max_length=16)] | None = None
     output_expires_after: OutputExpiresAfter | None = None

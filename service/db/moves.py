@@ -22,6 +22,7 @@ BATCH_MOVES: dict[BatchStatus, frozenset[BatchStatus]] = {
 }
 
 TERMINAL = frozenset(status for status, after in BATCH_MOVES.items() if not after)
+LIVE = frozenset(BATCH_MOVES) - TERMINAL
 
 
 async def move_batch(session: AsyncSession, batch_id: str, to: BatchStatus, *, now: float, **values: Any) -> bool:

@@ -14,7 +14,7 @@ class Database:
     """`read()` and `write()` are transactions; on SQLite a write takes its lock at the start, so it never deadlocks."""
 
     def __init__(self, url: str) -> None:
-        self.engine = create_async_engine(url, pool_pre_ping=not url.startswith("sqlite"))
+        self.engine = create_async_engine(url, pool_pre_ping=not url.startswith("sqlite"), hide_parameters=True)
         self._writing = self.engine.execution_options(**{_WRITE: True})
         if self.engine.dialect.name == "sqlite":
             event.listen(self.engine.sync_engine, "connect", _configure_sqlite)

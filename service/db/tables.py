@@ -6,6 +6,8 @@ from typing import Any
 from sqlalchemy import JSON, BigInteger, Float, ForeignKey, Index, Integer, String
 from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
 
+FILE_KEEP_S = 30 * 24 * 3600  # how long a batch's files are kept unless the client says otherwise
+
 # SQLite numbers rows by itself only in a column that is INTEGER to the letter.
 RowId = BigInteger().with_variant(Integer, "sqlite")
 
@@ -40,11 +42,8 @@ class File(Base):
     filename: Mapped[str] = mapped_column(String(1024))
     size_bytes: Mapped[int] = mapped_column(BigInteger)
     created_at: Mapped[int] = mapped_column(BigInteger)
-    expires_at: Mapped[int | None] = mapped_column(BigInteger)
-
-    @property
-    def storage_key(self) -> str:
-        return f"files/{self.id}"
+    expires_at: Mapped[int | None] = mapped_column(BigInteger, index=True)
+    deleted_at: Mapped[int | None] = mapped_column(BigInteger)  # the row stays, so that a page can go on behind it
 
 
 class Batch(Base):
@@ -55,11 +54,12 @@ class Batch(Base):
     id: Mapped[str] = mapped_column(String(64), unique=True)
     status: Mapped[BatchStatus] = mapped_column(String(16))
     endpoint: Mapped[str] = mapped_column(String(64))
-    input_file_id: Mapped[str] = mapped_column(String(64))
+    input_file_id: Mapped[str] = mapped_column(String(64), index=True)
     completion_window: Mapped[str] = mapped_column(String(16))
     custom_metadata: Mapped[dict[str, str] | None] = mapped_column("metadata", JSON)
     output_expires_after_s: Mapped[int | None] = mapped_column(BigInteger)
     model: Mapped[str | None] = mapped_column(String(512))
+    index_id: Mapped[str | None] = mapped_column(String(64))  # of the validation that counted: where its index is
     errors: Mapped[list[dict[str, Any]] | None] = mapped_column(JSON)
     output_file_id: Mapped[str | None] = mapped_column(String(64))
     error_file_id: Mapped[str | None] = mapped_column(String(64))

@@ -3,12 +3,12 @@
 from collections.abc import Callable
 
 import structlog
-from sqlalchemy import delete, select
+from sqlalchemy import select, update
 
-from service.db.moves import move_batch
+from service.db.moves import LIVE, move_batch
 from service.db.sessions import Database
 from service.db.tables import Batch, BatchStatus, File
-from service.storage import Storage
+from service.storage import Storage, file_key
 
 log = structlog.get_logger()
 
@@ -24,29 +24,26 @@ class Expiry:
     async def run_once(self) -> int:
         """Move on the batches whose window has closed, and delete expired files; returns how many."""
         now = self._clock()
-        async with self._database.write() as session:
+        async with self._database.read() as session:
             late = (
                 await session.execute(
                     select(Batch.id, Batch.status).where(Batch.status.in_(_NEXT), Batch.expires_at <= now)
                 )
             ).all()
-            for batch_id, status in late:
+        for batch_id, status in late:
+            async with self._database.write() as session:
                 await move_batch(session, batch_id, _NEXT[BatchStatus(status)], now=now)
-                log.info("completion window closed", batch=batch_id)
+            log.info("completion window closed", batch=batch_id)
         return len(late) + await self._delete_files(now)
 
     async def _delete_files(self, now: float) -> int:
         """Rows first: a crash in between leaves an object that nobody can name, never a file without its bytes."""
-        in_use = select(Batch.input_file_id).where(Batch.status.in_([*_NEXT, *_ENDING]))
-        async with self._database.write() as session:
-            gone = (
-                await session.scalars(
-                    delete(File).where(File.expires_at <= now, File.id.not_in(in_use)).returning(File.id)
-                )
-            ).all()
+        in_use = select(Batch.input_file_id).where(Batch.status.in_(LIVE))
+        late = select(File.id).where(File.expires_at <= now, File.deleted_at.is_(None), File.id.not_in(in_use))
+        async with self._database.read() as session:
+            gone = (await session.scalars(late)).all()
         for file_id in gone:
-            await self._storage.delete(f"files/{file_id}")
+            async with self._database.write() as session:
+                await session.execute(update(File).where(File.id == file_id).values(deleted_at=int(now)))
+            await self._storage.delete(file_key(file_id))
         return len(gone)
-
-
-_ENDING = (BatchStatus.FINALIZING, BatchStatus.CANCELLING)

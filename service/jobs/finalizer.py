@@ -7,19 +7,19 @@ from typing import Any
 
 import msgspec
 import structlog
-from sqlalchemy import exists, select
+from sqlalchemy import exists, select, update
+from sqlalchemy.ext.asyncio import AsyncSession
 
 from service import ids
-from service.db.moves import TERMINAL, move_batch
+from service.db.moves import LIVE, move_batch
 from service.db.sessions import Database
-from service.db.tables import Batch, BatchStatus, File, Slice, SliceBatch, SliceStatus, Window
-from service.plan_artifact import PlanArtifact
-from service.queue.progress import Progress
-from service.settings import Settings
+from service.db.tables import FILE_KEEP_S, Batch, BatchStatus, File, Slice, SliceBatch, SliceStatus
+from service.jobs.desk import Desk
+from service.request_index import RequestIndex
 from service.shards import Answer, Shard, Usage
-from service.storage import Storage, Writer
+from service.storage import Storage, Writer, file_key
 
-FILES_KEEP_S = 30 * 24 * 3600
+READ_REQUESTS = 1000
 EXPIRED = ("batch_expired", "This request could not be executed before the completion window expired.")
 CANCELLED = ("batch_cancelled", "This request was not executed because the batch was cancelled.")
 LOST = ("server_error", "The service has no answer for this request. Submit it again.")
@@ -51,13 +51,13 @@ class ResultFile:
 
     async def add(self, line: bytes) -> None:
         if self._writer is None:
-            self._writer = await self.stack.enter_async_context(self.storage.writer(f"files/{self.id}"))
+            self._writer = await self.stack.enter_async_context(self.storage.writer(file_key(self.id)))
         await self._writer.write(line + b"\n")
         self.size_bytes += len(line) + 1
         self.lines += 1
 
     def row(self, batch: Batch, now: int) -> File:
-        keep_s = FILES_KEEP_S if batch.output_expires_after_s is None else batch.output_expires_after_s
+        keep_s = FILE_KEEP_S if batch.output_expires_after_s is None else batch.output_expires_after_s
         return File(
             id=self.id,
             purpose="batch_output",
@@ -89,18 +89,15 @@ class Finalizer:
         self,
         database: Database,
         storage: Storage,
-        progress: Progress,
-        settings: Settings,
         clock: Callable[[], float],
     ) -> None:
         self._database = database
         self._storage = storage
-        self._progress = progress
-        self._settings = settings
         self._clock = clock
+        self._desk = Desk("finalizer", clock)
 
-    async def run_once(self) -> int:
-        """End every batch that can end; returns how many."""
+    async def run_once(self) -> bool:
+        """End one batch that can end; whether there was one."""
         await self._begin_finished()
         async with self._database.read() as session:
             ending = (
@@ -110,9 +107,11 @@ class Finalizer:
                     .order_by(Batch.seq)
                 )
             ).all()
-        for batch in ending:
-            await self.finalize(batch)
-        return len(ending)
+        by_id = {batch.id: batch for batch in ending}
+        async with self._desk.take(by_id) as batch_id:
+            if batch_id is not None:
+                await self.finalize(by_id[batch_id])
+        return batch_id is not None
 
     async def _begin_finished(self) -> None:
         """Move to finalizing the batches whose every request is planned and every slice done."""
@@ -176,21 +175,25 @@ class Finalizer:
     async def _unanswered(self, batch: Batch, answered: bytearray, reason: tuple[str, str]) -> AsyncIterator[bytes]:
         """An error line for each request that has no answer, from the input file."""
         code, message = reason
-        number = 0
-        async for offset, raw in self._storage.lines(f"files/{batch.input_file_id}", self._settings.max_line_bytes):
-            text = raw.removeprefix(b"\xef\xbb\xbf") if offset == 0 else raw
-            if not text.strip():
+        index = RequestIndex(self._storage, batch.index_id or "")
+        for first in range(0, batch.total, READ_REQUESTS):
+            count = min(READ_REQUESTS, batch.total - first)
+            if all(answered[first : first + count]):
                 continue
-            if not answered[number]:
+            records = await index.read(first, count)
+            records = records[[not done for done in answered[first : first + count]]]
+            lines = await self._storage.read_ranges(
+                file_key(batch.input_file_id), records["offset"].tolist(), records["length"].tolist()
+            )
+            for line in lines:
                 yield msgspec.json.encode(
                     {
                         "id": ids.batch_request_id(),
-                        "custom_id": _custom_id.decode(text).custom_id,
+                        "custom_id": _custom_id.decode(line).custom_id,
                         "response": None,
                         "error": {"code": code, "message": message},
                     }
                 )
-            number += 1
 
     async def _commit(
         self, batch: Batch, ending: BatchStatus, output: ResultFile, errors: ResultFile, tally: Tally
@@ -212,33 +215,25 @@ class Finalizer:
                         values[name] = file.id
                 if not await move_batch(session, batch.id, ending, now=now, **values):
                     raise EndedElsewhere(batch.id)
-        except BaseException as error:
+                await _let_slices_go(session, batch.id)
+        except EndedElsewhere:
+            # Only now is it certain that nobody names these files; after any other error the sweeper decides.
             for file in (output, errors):
-                await self._storage.delete(f"files/{file.id}")
-            if isinstance(error, EndedElsewhere):
-                return
-            raise
+                await self._storage.delete(file_key(file.id))
+            return
         log.info("ended", batch=batch.id, status=ending, completed=output.lines, failed=errors.lines)
-        await self._clean_up(batch)
 
-    async def _clean_up(self, batch: Batch) -> None:
-        """Delete what only the running batch needed; shards and plans stay while another batch shares them."""
-        await self._storage.delete_all(f"batches/{batch.id}")
-        async with self._database.read() as session:
-            mine = select(SliceBatch.slice_id).where(SliceBatch.batch_id == batch.id)
-            shared = (
-                select(SliceBatch.slice_id)
-                .join(Batch, Batch.id == SliceBatch.batch_id)
-                .where(Batch.status.not_in(TERMINAL))
-            )
-            slices = (await session.scalars(select(Slice.id).where(Slice.id.in_(mine), Slice.id.not_in(shared)))).all()
-            windows = select(Slice.window_id).where(Slice.id.in_(mine))
-            busy = select(Slice.window_id).where(Slice.id.in_(shared))
-            plans = (
-                await session.scalars(select(Window.plan_id).where(Window.id.in_(windows), Window.id.not_in(busy)))
-            ).all()
-        for slice_id in slices:
-            await Shard(self._storage, slice_id).delete()
-        for plan_id in plans:
-            await PlanArtifact(self._storage, plan_id).delete()
-        await self._progress.forget(batch.id)
+
+async def _let_slices_go(session: AsyncSession, batch_id: str) -> None:
+    """Mark done what is left of the batch's slices, unless another batch that still runs has requests in them."""
+    mine = select(SliceBatch.slice_id).where(SliceBatch.batch_id == batch_id)
+    shared = (
+        select(SliceBatch.slice_id)
+        .join(Batch, Batch.id == SliceBatch.batch_id)
+        .where(Batch.status.in_(LIVE), Batch.id != batch_id)
+    )
+    await session.execute(
+        update(Slice)
+        .where(Slice.id.in_(mine), Slice.status != SliceStatus.DONE, Slice.id.not_in(shared))
+        .values(status=SliceStatus.DONE, owner=None, lease_until=None)
+    )

@@ -8,6 +8,7 @@ import msgspec
 from service.endpoints import ENDPOINTS, REQUIRED_FIELDS
 
 MAX_ERRORS = 1000
+MAX_CUSTOM_ID = 512
 
 
 class RequestLine(msgspec.Struct):
@@ -52,8 +53,6 @@ class LineChecker:
 
     def check(self, number: int, raw: bytes) -> RequestLine | None:
         """The request of line `number` (1-based), or None: the line is blank, or its error is noted."""
-        if number == 1:
-            raw = raw.removeprefix(b"\xef\xbb\xbf")
         if not raw.strip():
             return None
         try:
@@ -82,16 +81,17 @@ class LineChecker:
     def _judge(self, number: int, request: RequestLine) -> None:
         if not request.custom_id:
             raise Fault("missing_required_parameter", "'custom_id' is empty.", "custom_id")
+        if len(request.custom_id) > MAX_CUSTOM_ID:
+            raise Fault("invalid_request", f"custom_id is longer than {MAX_CUSTOM_ID} characters.", "custom_id")
         key = request.custom_id.encode()
         before = self._custom_ids.setdefault(key, number)
         if before != number:
-            raise Fault(
-                "duplicate_custom_id", f"custom_id {request.custom_id!r} is already on line {before}.", "custom_id"
-            )
+            message = f"custom_id {quoted(request.custom_id)} is already on line {before}."
+            raise Fault("duplicate_custom_id", message, "custom_id")
         if request.method != "POST":
-            raise Fault("invalid_method", f"method must be 'POST', not {request.method!r}.", "method")
+            raise Fault("invalid_method", f"method must be 'POST', not {quoted(request.method)}.", "method")
         if request.url not in ENDPOINTS:
-            raise Fault("invalid_url", f"url {request.url!r} is none of {', '.join(ENDPOINTS)}.", "url")
+            raise Fault("invalid_url", f"url {quoted(request.url)} is none of {', '.join(ENDPOINTS)}.", "url")
         if request.url != self.endpoint:
             raise Fault("url_mismatch", f"url {request.url!r} is not the batch's endpoint {self.endpoint!r}.", "url")
         for name in REQUIRED_FIELDS[self.endpoint]:
@@ -107,11 +107,14 @@ class LineChecker:
         if self.model is None:
             self.model, self.model_line = model, number
         elif model != self.model:
-            raise Fault(
-                "model_mismatch",
-                f"model {model!r} is not {self.model!r} of line {self.model_line}: a batch names one model.",
-                "body.model",
-            )
+            first = f"{quoted(self.model)} of line {self.model_line}"
+            message = f"model {quoted(model)} is not {first}: a batch names one model."
+            raise Fault("model_mismatch", message, "body.model")
+
+
+def quoted(text: str) -> str:
+    """A client's text inside a message, cut where it is long."""
+    return repr(text if len(text) <= 100 else f"{text[:100]}…")
 
 
 def _explain(raw: bytes, error: Exception) -> Fault:

@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import structlog
@@ -15,6 +15,7 @@ from service import ids
 from service.db.moves import rows_changed
 from service.db.sessions import Database
 from service.db.tables import Batch, BatchStatus, Slice, SliceBatch, Window
+from service.jobs.desk import Desk
 from service.plan_artifact import PLACE, Places, PlanArtifact, PlanHeader
 from service.request_index import RequestIndex
 from service.settings import Settings
@@ -28,10 +29,11 @@ class PlanOutdated(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class Span:
     """The requests [first, first + count) of a batch that go into the window."""
 
     batch_id: str
+    index_id: str
     first: int
     count: int
 
@@ -42,19 +44,21 @@ class Planner:
         self._storage = storage
         self._settings = settings
         self._clock = clock
+        self._desk = Desk("planner", clock)
 
-    async def run_once(self) -> int:
-        """Plan one window for each model with pending requests; returns how many windows."""
+    async def run_once(self) -> bool:
+        """Plan one window for a model with pending requests; whether there was one."""
         pending = await self._pending()
-        for model, parts in pending.items():
-            try:
-                await self.plan(model, parts)
-            except PlanOutdated as error:
-                log.info("plan given up", model=model, reason=str(error))
-        return len(pending)
+        async with self._desk.take(pending) as model:
+            if model is not None:
+                try:
+                    await self.plan(model, pending[model])
+                except PlanOutdated as error:
+                    log.info("plan given up", model=model, reason=str(error))
+        return model is not None
 
-    async def _pending(self) -> dict[str, list[Part]]:
-        """By model, what is not planned yet, earliest deadline first, up to the window's size."""
+    async def _pending(self) -> dict[str, list[Span]]:
+        """By model, what is not planned yet, earliest deadline first, up to the window's number of requests."""
         async with self._database.read() as session:
             batches = (
                 await session.scalars(
@@ -63,23 +67,24 @@ class Planner:
                     .order_by(Batch.expires_at, Batch.seq)
                 )
             ).all()
-        pending: dict[str, list[Part]] = {}
+        pending: dict[str, list[Span]] = {}
         for batch in batches:
-            parts = pending.setdefault(batch.model or "", [])
-            room = self._settings.window_requests - sum(part.count for part in parts)
+            spans = pending.setdefault(batch.model or "", [])
+            room = self._settings.window_requests - sum(span.count for span in spans)
             if room > 0:
-                parts.append(Part(batch.id, batch.planned, min(batch.total - batch.planned, room)))
+                count = min(batch.total - batch.planned, room)
+                spans.append(Span(batch.id, batch.index_id or "", batch.planned, count))
         return pending
 
-    async def plan(self, model: str, parts: list[Part]) -> None:
-        """Plan these requests and commit. Raises PlanOutdated."""
-        places, prompts = await self._read(parts)
+    async def plan(self, model: str, wanted: list[Span]) -> None:
+        """Plan these requests, or the first that fit into a window's tokens, and commit. Raises PlanOutdated."""
+        spans, places, prompts = await self._read(wanted)
         plan = await asyncio.to_thread(plan_window, prompts, self._settings.slice_requests)
         artifact = PlanArtifact(self._storage, ids.plan_id())
         now = int(self._clock())
         header = PlanHeader(
             model=model,
-            batches=[part.batch_id for part in parts],
+            batches=[span.batch_id for span in spans],
             requests=len(places),
             prompt_tokens=plan.prompt_tokens,
             sharing=plan.sharing,
@@ -89,8 +94,9 @@ class Planner:
         order = places[plan.order]
         await artifact.write(header, order)
         try:
-            await self._commit(model, parts, artifact.plan_id, plan, order, now)
-        except BaseException:
+            await self._commit(model, spans, artifact.plan_id, plan, order, now)
+        except PlanOutdated:
+            # Only now is it certain that nothing was committed; after any other error the sweeper decides.
             await artifact.delete()
             raise
         log.info(
@@ -102,38 +108,50 @@ class Planner:
             sharing=round(plan.sharing, 4),
         )
 
-    async def _read(self, parts: list[Part]) -> tuple[Places, Prompts]:
+    async def _read(self, wanted: list[Span]) -> tuple[list[Span], Places, Prompts]:
+        """What fits of the wanted spans, at least one request, with its places and prompts."""
+        spans: list[Span] = []
         places: list[NDArray[np.void]] = []
         tokens: list[NDArray[np.uint32]] = []
         lengths: list[NDArray[np.int64]] = []
-        for number, part in enumerate(parts):
-            index = RequestIndex(self._storage, part.batch_id)
-            records = await index.read(part.first, part.count)
-            place = np.zeros(part.count, dtype=PLACE)
+        room = self._settings.window_tokens
+        for number, span in enumerate(wanted):
+            index = RequestIndex(self._storage, span.index_id)
+            records = await index.read(span.first, span.count)
+            ends = np.cumsum(records["tokens"].astype(np.int64))
+            fitting = int(np.searchsorted(ends, room, side="right"))
+            count = fitting if spans else max(fitting, 1)
+            if count == 0:
+                break
+            place = np.zeros(count, dtype=PLACE)
             place["batch"] = number
-            place["request"] = np.arange(part.first, part.first + part.count)
+            place["request"] = np.arange(span.first, span.first + count)
+            spans.append(replace(span, count=count))
             places.append(place)
-            lengths.append(records["tokens"].astype(np.int64))
-            tokens.append(await index.token_ids(records))
+            lengths.append(records["tokens"][:count].astype(np.int64))
+            tokens.append(await index.token_ids(records[:count]))
+            room -= int(ends[count - 1])
+            if count < span.count:
+                break
         starts = np.concatenate([[0], np.cumsum(np.concatenate(lengths))]).astype(np.int64)
-        return np.concatenate(places), Prompts(np.concatenate(tokens), starts)
+        return spans, np.concatenate(places), Prompts(np.concatenate(tokens), starts)
 
     async def _commit(
-        self, model: str, parts: list[Part], plan_id: str, plan: WindowPlan, order: Places, now: int
+        self, model: str, spans: list[Span], plan_id: str, plan: WindowPlan, order: Places, now: int
     ) -> None:
         async with self._database.write() as session:
-            for part in parts:
+            for span in spans:
                 result = await session.execute(
                     update(Batch)
                     .where(
-                        Batch.id == part.batch_id,
+                        Batch.id == span.batch_id,
                         Batch.status == BatchStatus.IN_PROGRESS,
-                        Batch.planned == part.first,
+                        Batch.planned == span.first,
                     )
-                    .values(planned=part.first + part.count)
+                    .values(planned=span.first + span.count)
                 )
                 if rows_changed(result) != 1:
-                    raise PlanOutdated(f"{part.batch_id} has changed")
+                    raise PlanOutdated(f"{span.batch_id} has changed")
             window = Window(model=model, plan_id=plan_id, created_at=now)
             session.add(window)
             await session.flush()
@@ -145,4 +163,4 @@ class Planner:
             for each in slices:
                 members, counts = np.unique(order["batch"][each.first : each.first + each.count], return_counts=True)
                 for member, count in zip(members.tolist(), counts.tolist(), strict=True):
-                    session.add(SliceBatch(slice_id=each.id, batch_id=parts[member].batch_id, total=count))
+                    session.add(SliceBatch(slice_id=each.id, batch_id=spans[member].batch_id, total=count))

@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable
 
 import structlog
 from redis.asyncio import Redis
-from sqlalchemy import select
+from sqlalchemy.dialects import postgresql, sqlite
 
 from service.db.sessions import Database
 from service.db.tables import Model
@@ -15,42 +15,48 @@ from service.jobs.expiry import Expiry
 from service.jobs.finalizer import Finalizer
 from service.jobs.planner import Planner
 from service.jobs.reconciler import Reconciler
+from service.jobs.sweeper import Sweeper
 from service.jobs.validator import Validator
-from service.queue.progress import Progress
 from service.settings import Settings
 from service.storage import Storage
 
+SWEEP_S = 60.0
 log = structlog.get_logger()
 
 
-async def register_model(database: Database, settings: Settings) -> None:
-    """Make the configured model known, so that batches may name it before a worker is up."""
+async def register_model(database: Database, settings: Settings, *, source_counts: bool) -> None:
+    """Make the configured model known. The planner's source counts, since it is the one that reads it."""
+    row = {"name": settings.served_model, "source": settings.model_source, "created_at": int(time.time())}
     async with database.write() as session:
-        found = (await session.scalars(select(Model).where(Model.name == settings.served_model))).one_or_none()
-        if found is None:
-            session.add(Model(name=settings.served_model, source=settings.model_source, created_at=int(time.time())))
+        insert = postgresql.insert if session.get_bind().dialect.name == "postgresql" else sqlite.insert
+        statement = insert(Model).values(row)
+        if source_counts:
+            change = statement.on_conflict_do_update(index_elements=["name"], set_={"source": row["source"]})
         else:
-            found.source = settings.model_source
+            change = statement.on_conflict_do_nothing(index_elements=["name"])
+        await session.execute(change)
 
 
 async def run_jobs(database: Database, storage: Storage, redis: Redis, settings: Settings, stop: asyncio.Event) -> None:
     """Run until `stop`; a job that fails is logged and tried again."""
     clock = time.time
-    await register_model(database, settings)
-    progress = Progress(redis)
-    jobs: dict[str, tuple[Callable[[], Awaitable[int]], float]] = {
-        "validator": (Validator(database, storage, settings, clock).run_once, settings.poll_s),
-        "planner": (Planner(database, storage, settings, clock).run_once, settings.poll_s),
-        "reconciler": (Reconciler(database, redis, settings.lease_s, clock).run_once, settings.poll_s * 2),
-        "finalizer": (Finalizer(database, storage, progress, settings, clock).run_once, settings.poll_s),
-        "expiry": (Expiry(database, storage, clock).run_once, 1.0),
-    }
+    await register_model(database, settings, source_counts=True)
+    # Several loops of one job work on several batches at once, so that a large one does not hold up the small.
+    jobs: list[tuple[str, Callable[[], Awaitable[object]], float, int]] = [
+        ("validator", Validator(database, storage, settings, clock).run_once, settings.poll_s, 3),
+        ("planner", Planner(database, storage, settings, clock).run_once, settings.poll_s, 1),
+        ("reconciler", Reconciler(database, redis, settings.lease_s, clock).run_once, settings.poll_s * 2, 1),
+        ("finalizer", Finalizer(database, storage, clock).run_once, settings.poll_s, 3),
+        ("expiry", Expiry(database, storage, clock).run_once, 1.0, 1),
+        ("sweeper", Sweeper(database, storage, clock).run_once, SWEEP_S, 1),
+    ]
     async with asyncio.TaskGroup() as group:
-        for name, (run_once, pause_s) in jobs.items():
-            group.create_task(_repeat(name, run_once, pause_s, stop))
+        for name, run_once, pause_s, loops in jobs:
+            for _ in range(loops):
+                group.create_task(_repeat(name, run_once, pause_s, stop))
 
 
-async def _repeat(name: str, run_once: Callable[[], Awaitable[int]], pause_s: float, stop: asyncio.Event) -> None:
+async def _repeat(name: str, run_once: Callable[[], Awaitable[object]], pause_s: float, stop: asyncio.Event) -> None:
     failures = 0
     while not stop.is_set():
         try:
@@ -60,4 +66,4 @@ async def _repeat(name: str, run_once: Callable[[], Awaitable[int]], pause_s: fl
             failures += 1
             log.exception("job failed", job=name, failures=failures)
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(stop.wait(), min(pause_s * 2**failures, 30.0))
+            await asyncio.wait_for(stop.wait(), min(pause_s * 2 ** min(failures, 10), max(pause_s, 30.0)))

@@ -71,8 +71,8 @@ class PromptTokens:
                     **self._specials,
                     **(body.get("chat_template_kwargs") or {}),
                 )
-            except (jinja2.TemplateError, TypeError, KeyError, AttributeError, ValueError):
-                pass
+            except Exception:  # a template is the model's own program, and may fail in any way
+                log.debug("chat template failed", exc_info=True)
         return _as_text(body.get("messages"))
 
 

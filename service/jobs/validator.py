@@ -9,16 +9,19 @@ import numpy as np
 import structlog
 from sqlalchemy import select
 
+from service import ids
 from service.db.moves import move_batch
 from service.db.sessions import Database
 from service.db.tables import Batch, BatchStatus, Model
-from service.jobs.lines import LineChecker, LineError
+from service.jobs.desk import Desk
+from service.jobs.lines import LineChecker, LineError, quoted
 from service.jobs.tokens import PromptTokens
-from service.request_index import RECORD, index_key, tokens_key
+from service.request_index import RECORD, RequestIndex
 from service.settings import Settings
-from service.storage import LineTooLong, Storage, Writer
+from service.storage import LineTooLong, Storage, Writer, file_key
 
 TOKENIZE_LINES = 256
+BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 log = structlog.get_logger()
 
 
@@ -36,29 +39,33 @@ class Validator:
         self._storage = storage
         self._settings = settings
         self._clock = clock
-        self._tokenizers: dict[str, PromptTokens] = {}
+        self._desk = Desk("validator", clock)
+        self._tokenizers: dict[tuple[str, str], PromptTokens] = {}
 
-    async def run_once(self) -> int:
-        """Validate the batches that wait for it; returns how many."""
+    async def run_once(self) -> bool:
+        """Validate one batch that waits for it, the earliest deadline first; whether there was one."""
         async with self._database.read() as session:
             waiting = (
                 await session.scalars(
                     select(Batch).where(Batch.status == BatchStatus.VALIDATING).order_by(Batch.expires_at, Batch.seq)
                 )
             ).all()
-        for batch in waiting:
-            await self.validate(batch)
-        return len(waiting)
+        by_id = {batch.id: batch for batch in waiting}
+        async with self._desk.take(by_id) as batch_id:
+            if batch_id is not None:
+                await self.validate(by_id[batch_id])
+        return batch_id is not None
 
     async def validate(self, batch: Batch) -> None:
         """Move the batch to in_progress with its index written, or to failed with its errors; safe to repeat."""
         checker = LineChecker(batch.endpoint)
+        index = RequestIndex(self._storage, ids.index_id())
         try:
             async with (
-                self._storage.writer(index_key(batch.id)) as index,
-                self._storage.writer(tokens_key(batch.id)) as tokens,
+                self._storage.writer(index.records_key) as records,
+                self._storage.writer(index.tokens_key) as tokens,
             ):
-                await self._read(batch, checker, index, tokens)
+                await self._read(batch, checker, records, tokens)
         except LineTooLong as error:
             limit = self._settings.max_line_bytes
             checker.add(LineError("invalid_request", f"The line is longer than {limit} bytes.", error.line))
@@ -79,24 +86,27 @@ class Validator:
                     now=self._clock(),
                     model=checker.model,
                     total=checker.requests,
+                    index_id=index.index_id,
                 )
         if checker.errors or not moved:
-            await self._storage.delete_all(f"batches/{batch.id}")
+            await self._storage.delete_all(index.folder)
         log.info("validated", batch=batch.id, requests=checker.requests, errors=len(checker.errors), still_wanted=moved)
 
-    async def _read(self, batch: Batch, checker: LineChecker, index: Writer, tokens: Writer) -> None:
+    async def _read(self, batch: Batch, checker: LineChecker, records: Writer, tokens: Writer) -> None:
         encoder: PromptTokens | None = None
         chunk, tokens_at, number = _Chunk([], []), 0, 0
 
         async def flush() -> None:
             nonlocal chunk, tokens_at
             if chunk.bodies and encoder is not None and not checker.errors:
-                ids = await asyncio.to_thread(encoder.encode, batch.endpoint, chunk.bodies)
-                tokens_at = await _append(index, tokens, chunk.places, ids, tokens_at)
+                prompts = await asyncio.to_thread(encoder.encode, batch.endpoint, chunk.bodies)
+                tokens_at = await _append(records, tokens, chunk.places, prompts, tokens_at)
             chunk = _Chunk([], [])
 
-        async for offset, raw in self._storage.lines(f"files/{batch.input_file_id}", self._settings.max_line_bytes):
+        async for offset, raw in self._storage.lines(file_key(batch.input_file_id), self._settings.max_line_bytes):
             number += 1
+            if number == 1 and raw.startswith(BYTE_ORDER_MARK):
+                offset, raw = len(BYTE_ORDER_MARK), raw.removeprefix(BYTE_ORDER_MARK)
             request = checker.check(number, raw)
             if request is None:
                 continue
@@ -115,30 +125,31 @@ class Validator:
     async def _tokenizer(self, checker: LineChecker) -> PromptTokens | None:
         """The model's tokenizer; None, and an error noted, when no worker of this service serves the model."""
         name = checker.model or ""
-        if name not in self._tokenizers:
-            async with self._database.read() as session:
-                known = (await session.scalars(select(Model).order_by(Model.name))).all()
-            found = next((model for model in known if model.name == name), None)
-            if found is None:
-                names = ", ".join(model.name for model in known) or "none yet"
-                message = f"The model {name!r} does not exist here. Models: {names}."
-                checker.add(LineError("model_not_found", message, checker.model_line, "body.model"))
-                return None
-            self._tokenizers[name] = await asyncio.to_thread(PromptTokens.load, found.source)
-        return self._tokenizers[name]
+        async with self._database.read() as session:
+            known = (await session.scalars(select(Model).order_by(Model.name))).all()
+        found = next((model for model in known if model.name == name), None)
+        if found is None:
+            names = ", ".join(model.name for model in known) or "none yet"
+            message = f"The model {quoted(name)} does not exist here. Models: {names}."
+            checker.add(LineError("model_not_found", message, checker.model_line, "body.model"))
+            return None
+        key = (name, found.source)
+        if key not in self._tokenizers:
+            self._tokenizers[key] = await asyncio.to_thread(PromptTokens.load, found.source)
+        return self._tokenizers[key]
 
 
 async def _append(
-    index: Writer, tokens: Writer, places: list[tuple[int, int, int]], ids: list[list[int]], tokens_at: int
+    records: Writer, tokens: Writer, places: list[tuple[int, int, int]], prompts: list[list[int]], tokens_at: int
 ) -> int:
     """Write records and token ids of a chunk; returns where the next token goes."""
-    records = np.zeros(len(places), dtype=RECORD)
-    lengths = np.array([len(each) for each in ids], dtype=np.int64)
+    rows = np.zeros(len(places), dtype=RECORD)
+    lengths = np.array([len(each) for each in prompts], dtype=np.int64)
     for column, name in enumerate(("offset", "length", "line")):
-        records[name] = [place[column] for place in places]
-    records["tokens"] = lengths
-    records["tokens_at"] = tokens_at + np.cumsum(lengths) - lengths
-    flat = np.fromiter((token for each in ids for token in each), dtype="<u4", count=int(lengths.sum()))
-    await index.write(records.tobytes())
+        rows[name] = [place[column] for place in places]
+    rows["tokens"] = lengths
+    rows["tokens_at"] = tokens_at + np.cumsum(lengths) - lengths
+    flat = np.fromiter((token for each in prompts for token in each), dtype="<u4", count=int(lengths.sum()))
+    await records.write(rows.tobytes())
     await tokens.write(flat.tobytes())
     return tokens_at + int(lengths.sum())

@@ -21,6 +21,5 @@ def worker(name: str) -> str:
     return f"batchweave:worker:{name}"
 
 
-WORKERS = "batchweave:worker:*"
+WORKERS = "batchweave:workers"  # set of the names that have a heartbeat, or had one
 GROUP = "workers"
-EVERYTHING = "batchweave:*"

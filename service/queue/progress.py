@@ -1,6 +1,7 @@
 """Live counts of running slices. A worker states absolute counts, so a repeated or lost write corrects itself."""
 
 import json
+from collections.abc import Iterable
 from typing import Any
 
 from redis.asyncio import Redis
@@ -27,8 +28,12 @@ class Progress:
             pipeline.expire(key, KEEP_S)
         await pipeline.execute()
 
-    async def forget(self, batch_id: str) -> None:
-        await self._redis.delete(keys.progress(batch_id))
+    async def forget(self, slice_id: int, batch_ids: Iterable[str]) -> None:
+        """The slice is no longer running: SQL knows its counts, or its next run states them."""
+        pipeline = self._redis.pipeline(transaction=False)
+        for batch_id in batch_ids:
+            pipeline.hdel(keys.progress(batch_id), str(slice_id))
+        await pipeline.execute()
 
     async def counts(self, database: Database, batch_id: str) -> Counts:
         """What is answered so far: done slices from SQL, running ones from Redis; without Redis, SQL alone."""
@@ -71,9 +76,15 @@ class Heartbeat:
         self._ttl_s = ttl_s
 
     async def beat(self, name: str, state: dict[str, Any]) -> None:
-        await self._redis.set(keys.worker(name), json.dumps(state), ex=self._ttl_s)
+        pipeline = self._redis.pipeline(transaction=False)
+        pipeline.sadd(keys.WORKERS, name)
+        pipeline.set(keys.worker(name), json.dumps(state), ex=self._ttl_s)
+        await pipeline.execute()
 
     async def alive(self) -> list[dict[str, Any]]:
-        found = [key async for key in self._redis.scan_iter(match=keys.WORKERS)]
-        values: list[Any] = await self._redis.mget(found) if found else []
+        names: list[Any] = sorted(await self._redis.smembers(keys.WORKERS))
+        values: list[Any] = await self._redis.mget([keys.worker(name.decode()) for name in names]) if names else []
+        silent = [name for name, value in zip(names, values, strict=True) if value is None]
+        if silent:
+            await self._redis.srem(keys.WORKERS, *silent)
         return [json.loads(value) for value in values if value]

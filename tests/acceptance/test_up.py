@@ -135,6 +135,7 @@ def test_cancel_stops_within_seconds_and_keeps_what_is_done(up: Up) -> None:
     assert {each["error"]["code"] for each in errors.values()} == {"batch_cancelled"}
     quick = up.wait(up.submit([line("after-cancel")]))  # the engine is free again
     assert quick.status == "completed"
+    assert "slice failed" not in (up.folder / "logs" / "worker.log").read_text()
 
 
 def test_openapi_and_models_are_served(up: Up) -> None:
@@ -217,5 +218,7 @@ def test_ctrl_c_stops_cleanly_and_leaves_no_process(up: Up) -> None:
     assert up.stop() == 0
     assert alive(family) == []
     with closing(sqlite3.connect(up.folder / "batchweave.db")) as database:
-        left = dict(database.execute("SELECT status, count(*) FROM slices WHERE status != 'done' GROUP BY status"))
+        mine = "SELECT slice_id FROM slice_batches WHERE batch_id = ?"
+        query = f"SELECT status, count(*) FROM slices WHERE status != 'done' AND id IN ({mine}) GROUP BY status"
+        left = dict(database.execute(query, [batch_id]))
     assert set(left) == {"ready"}  # what was not answered waits for the next start, leased to nobody

@@ -195,6 +195,16 @@ def test_sampling_fields_mean_what_they_mean_in_sglang(engine: RealEngine) -> No
         (CHAT, {"response_format": {"type": "json_schema", "json_schema": {"name": "x"}}}),
         (CHAT, {"custom_params": "text"}),
         (CHAT, {"tool_choice": "required"}),
+        (CHAT, {"top_k": 10**12}),
+        (CHAT, {"top_k": -(10**12)}),
+        (CHAT, {"min_tokens": 1, "stop_token_ids": [10**6]}),
+        (CHAT, {"stop_regex": "(("}),
+        (CHAT, {"extra_key": ["x"]}),
+        (CHAT, {"chat_template_kwargs": {"messages": []}}),
+        (CHAT, {"messages": [{"role": "user", "content": None}]}),
+        (CHAT, {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "file:///x"}}]}]}),
+        (COMPLETIONS, {"prompt": [1000000.0]}),
+        (COMPLETIONS, {"logprobs": "1000000"}),
         (COMPLETIONS, {"prompt": ""}),
         (COMPLETIONS, {"prompt": [1, 10**6]}),
         (COMPLETIONS, {"prompt": [[1], [-5]]}),
@@ -219,6 +229,20 @@ def test_fields_of_the_service_are_not_a_clients_to_set(engine: RealEngine) -> N
     assert found["status"] == 200
     assert found["id"].startswith("test-")
     assert state(engine)["recent_ranks"][-1] == 0
+
+
+def test_abort_ends_every_prompt_of_a_list(engine: RealEngine) -> None:
+    before = state(engine)["admitted"]
+
+    async def run() -> Any:
+        body = {**QUESTION, "prompt": ["one", "two", "three"], "max_tokens": 4000, "ignore_eos": True}
+        task = asyncio.create_task(engine.host.run(COMPLETIONS, body, "list-1.", 0))
+        await until_admitted(engine, before + 3)
+        engine.host.abort("list-1.")
+        async with asyncio.timeout(20):
+            return await task
+
+    assert engine.do(run()).aborted
 
 
 def test_abort_ends_a_running_and_a_waiting_request(engine: RealEngine) -> None:

@@ -21,10 +21,11 @@ from service.jobs.expiry import Expiry
 from service.jobs.finalizer import Finalizer
 from service.jobs.planner import Planner
 from service.jobs.reconciler import Reconciler
+from service.jobs.sweeper import Sweeper
 from service.jobs.validator import Validator
 from service.queue.progress import Progress
 from service.settings import Settings
-from service.storage import Storage
+from service.storage import Storage, file_key
 from service.worker import Worker
 from tests.conftest import Clock
 
@@ -108,7 +109,7 @@ class House:
 
     @property
     def finalizer(self) -> Finalizer:
-        return Finalizer(self.database, self.storage, self.progress, self.settings, self.clock)
+        return Finalizer(self.database, self.storage, self.clock)
 
     @property
     def validator(self) -> Validator:
@@ -123,12 +124,16 @@ class House:
         return Expiry(self.database, self.storage, self.clock)
 
     @property
+    def sweeper(self) -> Sweeper:
+        return Sweeper(self.database, self.storage, self.clock)
+
+    @property
     def reconciler(self) -> Reconciler:
         return Reconciler(self.database, self.redis, self.settings.lease_s, self.clock)
 
     async def submit(self, data: bytes, window_s: int = 86400) -> str:
         file_id, batch_id, now = ids.file_id(), ids.batch_id(), int(self.clock())
-        await self.storage.put(f"files/{file_id}", data)
+        await self.storage.put(file_key(file_id), data)
         async with self.database.write() as session:
             session.add(File(id=file_id, purpose="batch", filename="in.jsonl", size_bytes=len(data), created_at=now))
             session.add(
@@ -146,8 +151,10 @@ class House:
 
     async def plan(self) -> None:
         """Everything from a new batch to announced slices."""
-        await self.validator.run_once()
-        await self.planner.run_once()
+        while await self.validator.run_once():
+            pass
+        while await self.planner.run_once():
+            pass
         await self.reconciler.run_once()
 
     @asynccontextmanager
@@ -188,7 +195,7 @@ class House:
         """A result file by custom_id; a custom_id that comes twice fails the test."""
         if file_id is None:
             return {}
-        found = [json.loads(each) for each in (await self.storage.read(f"files/{file_id}")).splitlines()]
+        found = [json.loads(each) for each in (await self.storage.read(file_key(file_id))).splitlines()]
         by_id = {each["custom_id"]: each for each in found}
         assert len(by_id) == len(found), "a custom_id has two lines"
         return by_id

@@ -111,6 +111,16 @@ def test_pages_hold_each_object_once_also_while_rows_are_inserted(client: openai
     assert not page.has_more
 
 
+def test_deleting_while_listing_reaches_every_file(client: openai.OpenAI) -> None:
+    files = [upload(client) for _ in range(7)]
+    seen: list[str] = []
+    for each in client.files.list(limit=2):
+        seen.append(each.id)
+        client.files.delete(each.id)
+    assert seen == files[::-1]
+    assert client.files.list().data == []
+
+
 def test_list_has_its_cursors(client: openai.OpenAI, url: str) -> None:
     assert httpx.get(f"{url}/v1/batches").json() == {
         "object": "list",
@@ -194,11 +204,15 @@ def test_wrong_batch_is_refused_with_its_field(client: openai.OpenAI, changes: d
         ("DELETE", "/v1/files/file-none", 404),
         ("GET", "/v1/files/..%2f..%2fetc%2fpasswd/content", 404),
         ("GET", "/v1/nothing", 404),
+        ("GET", "/v1/files/%00", 404),
         ("PUT", "/v1/files", 405),
         ("GET", "/v1/files?limit=0", 400),
         ("GET", "/v1/files?limit=x", 400),
         ("GET", "/v1/files?order=up", 400),
         ("GET", "/v1/files?after=file-none", 400),
+        ("GET", "/v1/files?after=%00", 400),
+        ("GET", "/v1/models/%00", 404),
+        ("GET", "/v1/batches/" + "b" * 5000, 404),
         ("GET", "/v1/batches?limit=101", 400),
         ("POST", "/v1/batches", 400),
         ("POST", "/v1/files", 400),

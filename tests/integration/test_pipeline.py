@@ -1,14 +1,20 @@
 """From a file to its answers: exactly one line for every request, whatever happens on the way."""
 
 import asyncio
+import time
+from collections.abc import AsyncGenerator
+from contextlib import asynccontextmanager
+from typing import Any
 
 import pytest
 from sqlalchemy import func, select, update
+from sqlalchemy.ext.asyncio import AsyncSession
 
-from service.db.tables import Batch, BatchStatus, Slice, SliceStatus, Window
+from service.db.tables import Batch, BatchStatus, Model, Slice, SliceStatus, Window
 from service.queue.leases import Counts, Leases
+from service.request_index import RequestIndex
 from service.shards import Answer, Shard, Usage
-from tests.integration.house import House, ScriptedEngine, jsonl, line
+from tests.integration.house import House, ScriptedAnswer, ScriptedEngine, jsonl, line
 
 
 async def answered(house: House, batch_id: str) -> Counts:
@@ -33,8 +39,7 @@ async def test_every_request_gets_its_own_answer(house: House) -> None:
 async def test_ranks_follow_the_plan_and_batches_share_a_window(house: House) -> None:
     first = await house.submit(jsonl(line(n) for n in range(10)))
     second = await house.submit(jsonl(line(n) for n in range(10, 20)))
-    await house.validator.run_once()
-    await house.planner.run_once()
+    await house.plan()
     engine = ScriptedEngine()
     async with house.working(engine):
         batches = await house.until_ended(first, second)
@@ -264,7 +269,7 @@ async def test_two_finalizers_end_a_batch_once(house: House) -> None:
         await house.until(lambda: _done(house))
     await _set_status(house, batch_id, BatchStatus.FINALIZING)
     before = await house.batch(batch_id)
-    await asyncio.gather(*(house.finalizer.finalize(before) for _ in range(4)), return_exceptions=True)
+    await asyncio.gather(*(house.finalizer.finalize(before) for _ in range(4)))
     batch = await house.batch(batch_id)
     await house.results(batch)
     assert await house.storage.keys("files") == sorted(
@@ -290,6 +295,7 @@ async def test_ended_batch_leaves_only_its_files_in_storage(house: House) -> Non
     async with house.working(ScriptedEngine(statuses={"request 1": [400]})):
         [batch] = await house.until_ended(batch_id)
     files = [batch.input_file_id, batch.output_file_id, batch.error_file_id]
+    await house.sweeper.run_once()
     assert await house.storage.keys("") == sorted(f"files/{each}" for each in files)
     assert await house.redis.keys("batchweave:progress:*") == []
 
@@ -334,7 +340,7 @@ async def test_bad_file_fails_with_its_code_and_line(house: House, data: bytes, 
     assert (batch.status, batch.failed_at) == (BatchStatus.FAILED, int(house.clock()))
     assert batch.errors is not None
     assert [(each["code"], each["line"]) for each in batch.errors] == [(code, number)]
-    assert await house.storage.keys("batches") == []
+    assert await house.storage.keys("indexes") == []
 
 
 async def test_too_many_lines_are_refused(house: House) -> None:
@@ -353,4 +359,147 @@ async def test_batch_cancelled_before_validation_stays_cancelled(house: House) -
     await house.validator.validate(before)
     [batch] = await house.until_ended(batch_id)
     assert (batch.status, batch.total, batch.output_file_id) == (BatchStatus.CANCELLED, 0, None)
-    assert await house.storage.keys("batches") == []
+    assert await house.storage.keys("indexes") == []
+
+
+async def test_ready_slices_of_an_ended_batch_run_no_more(house: House) -> None:
+    cancelled = await house.submit(jsonl(line(n) for n in range(40)))
+    await house.plan()
+    await _set_status(house, cancelled, BatchStatus.CANCELLING)
+    [batch] = await house.until_ended(cancelled)
+    assert (batch.status, batch.failed) == (BatchStatus.CANCELLED, 40)
+    await house.sweeper.run_once()
+    engine = ScriptedEngine()
+    after = await house.submit(jsonl(line(n) for n in range(3)))
+    async with house.working(engine, in_flight=8):
+        await house.plan()
+        await house.until_ended(after)
+    assert sum(engine.runs.values()) == 3
+    async with house.database.read() as session:
+        slices = (await session.scalars(select(Slice))).all()
+    assert {each.status for each in slices} == {SliceStatus.DONE}
+    assert max(each.epoch for each in slices) == 1
+
+
+async def test_slice_claimed_for_ended_batches_is_done_at_once(house: House) -> None:
+    """The batch ends between the claim and the look at its rows; its plan may be swept already."""
+    batch_id = await house.submit(jsonl(line(n) for n in range(3)))
+    await house.plan()
+    await _set_status(house, batch_id, BatchStatus.CANCELLED)
+    await house.sweeper.run_once()
+    engine = ScriptedEngine()
+    async with house.working(engine):
+        await house.until(lambda: _done(house))
+    assert not engine.runs
+
+
+async def test_two_validators_leave_a_batch_whole(house: House) -> None:
+    batch_id = await house.submit(jsonl(line(n) for n in range(30)))
+    before = await house.batch(batch_id)
+    await asyncio.gather(*(house.validator.validate(before) for _ in range(4)))
+    await house.planner.run_once()
+    assert len(await house.storage.folders("indexes")) == 1
+    async with house.working(ScriptedEngine()):
+        [batch] = await house.until_ended(batch_id)
+    assert len((await house.results(batch))[0]) == 30
+
+
+async def test_request_that_raises_is_an_error_line_of_its_own(house: House, monkeypatch: pytest.MonkeyPatch) -> None:
+    batch_id = await house.submit(jsonl(line(n) for n in range(9)))
+    await house.plan()
+    engine = ScriptedEngine()
+    run = engine.run
+
+    async def raising(endpoint: str, body: dict[str, Any], rid: str, rank: int) -> ScriptedAnswer:
+        if body["messages"][-1]["content"] == "request 4":
+            raise RecursionError("too deep")
+        return await run(endpoint, body, rid, rank)
+
+    monkeypatch.setattr(engine, "run", raising)
+    async with house.working(engine):
+        [batch] = await house.until_ended(batch_id)
+    output, errors = await house.results(batch)
+    assert len(output) == 8
+    assert errors["id-4"]["error"]["message"] == "The engine failed on it in 3 attempts: RecursionError: too deep"
+
+
+async def test_batch_that_cannot_be_validated_does_not_stop_another(house: House) -> None:
+    async with house.database.write() as session:
+        session.add(Model(name="broken", source="/nonexistent/model", created_at=0))
+    stuck = await house.submit(jsonl([line(1, body={"model": "broken", "messages": ["x"]})]))
+    good = await house.submit(jsonl(line(n) for n in range(3)))
+    validator = house.validator
+    while await validator.run_once():
+        pass
+    assert (await house.batch(stuck)).status == BatchStatus.VALIDATING
+    assert (await house.batch(good)).status == BatchStatus.IN_PROGRESS
+    assert not await validator.run_once()  # it rests
+    house.clock.now += 61
+    assert await validator.run_once()
+
+
+async def test_commit_of_unknown_outcome_deletes_nothing(house: House, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The database commits, and its answer is lost: the files that the row now names must stay."""
+    batch_id = await house.submit(jsonl(line(n) for n in range(3)))
+    await house.plan()
+    async with house.working(ScriptedEngine()):
+        await house.until(lambda: _done(house))
+    await _set_status(house, batch_id, BatchStatus.FINALIZING)
+    before, finalizer = await house.batch(batch_id), house.finalizer
+    write = house.database.write
+
+    @asynccontextmanager
+    async def losing() -> AsyncGenerator[AsyncSession, None]:
+        async with write() as session:
+            yield session
+        raise ConnectionResetError
+
+    with monkeypatch.context() as patch:
+        patch.setattr(house.database, "write", losing)
+        with pytest.raises(ConnectionResetError):
+            await finalizer.finalize(before)
+    batch = await house.batch(batch_id)
+    assert batch.status == BatchStatus.COMPLETED
+    assert len((await house.results(batch))[0]) == 3
+
+
+async def test_window_is_bounded_in_tokens(house: House) -> None:
+    batch_id = await house.submit(jsonl(line(n) for n in range(20)))
+    await house.validator.run_once()
+    batch = await house.batch(batch_id)
+    records = await RequestIndex(house.storage, batch.index_id or "").read(0, 20)
+    house.settings = house.settings.model_copy(update={"window_tokens": int(records["tokens"][:7].sum())})
+    await house.planner.run_once()
+    assert (await house.batch(batch_id)).planned == 7
+    house.settings = house.settings.model_copy(update={"window_tokens": 1})
+    await house.planner.run_once()
+    assert (await house.batch(batch_id)).planned == 8  # a window holds at least one request
+
+
+async def test_damaged_segment_costs_only_its_own_answers(house: House) -> None:
+    batch_id = await house.submit(jsonl(line(n) for n in range(8)))
+    await house.plan()
+    await house.storage.put("shards/1/00000000-00000000", b'["batch_x",1,tr')
+    engine = ScriptedEngine()
+    async with house.working(engine):
+        [batch] = await house.until_ended(batch_id)
+    assert len((await house.results(batch))[0]) == 8
+
+
+async def test_sweeper_deletes_what_a_crash_left_and_nothing_young(house: House) -> None:
+    batch_id = await house.submit(jsonl(line(n) for n in range(3)))
+    await house.plan()
+    for key in ("plans/plan_x/order", "indexes/index_x/records", "files/file-x"):
+        await house.storage.put(key, b"left by a crash")
+    needed = await house.storage.keys("")
+    house.clock.now = time.time()
+    assert not await house.sweeper.run_once()
+    assert await house.storage.keys("") == needed
+    house.clock.now += 3601
+    assert await house.sweeper.run_once()
+    left = await house.storage.keys("")
+    assert not [key for key in left if "_x" in key or "-x" in key]
+    assert len(left) == len(needed) - 3
+    async with house.working(ScriptedEngine()):
+        [batch] = await house.until_ended(batch_id)
+    assert len((await house.results(batch))[0]) == 3

@@ -44,6 +44,7 @@ def without(name: str) -> bytes:
         (without("body"), "missing_required_parameter", "body"),
         (raw(custom_id=""), "missing_required_parameter", "custom_id"),
         (raw(custom_id=7), "invalid_request", "custom_id"),
+        (raw(custom_id="x" * 513), "invalid_request", "custom_id"),
         (raw(body="text"), "invalid_request", "body"),
         (raw(method="GET"), "invalid_method", "method"),
         (raw(url="/v1/images"), "invalid_url", "url"),
@@ -79,13 +80,23 @@ def test_second_model_is_refused() -> None:
     assert (error.code, error.line) == ("model_mismatch", 2)
 
 
-def test_byte_order_mark_and_blank_lines_are_fine() -> None:
+def test_blank_lines_and_carriage_returns_are_fine() -> None:
     checker = LineChecker(CHAT)
-    assert checker.check(1, b"\xef\xbb\xbf" + raw())
+    assert checker.check(1, raw())
     assert checker.check(2, b"") is None
     assert checker.check(3, b"  \r") is None
     assert checker.check(4, raw(custom_id="b") + b"\r")
     assert (checker.requests, checker.errors) == (2, [])
+
+
+def test_message_cuts_what_it_quotes() -> None:
+    checker = LineChecker(CHAT)
+    checker.check(1, raw())
+    checker.check(2, raw(custom_id="b", url="u" * 100_000))
+    checker.check(3, raw(custom_id="c", method="m" * 100_000))
+    checker.check(4, raw(custom_id="d", body=body(model="n" * 100_000)))
+    assert len(checker.errors) == 3
+    assert max(len(error.message) for error in checker.errors) < 400
 
 
 def test_all_errors_are_collected_up_to_a_thousand() -> None:

@@ -27,6 +27,7 @@ def test_argument_wins_over_environment(monkeypatch: pytest.MonkeyPatch) -> None
     [
         ("postgresql://u:p@h/d", "postgresql+asyncpg://u:p@h/d"),
         ("postgres://h/d", "postgresql+asyncpg://h/d"),
+        ("postgresql://h/d?sslmode=require", "postgresql+asyncpg://h/d?ssl=require"),
         ("sqlite:////x/y.db", "sqlite+aiosqlite:////x/y.db"),
     ],
 )

@@ -1,0 +1,91 @@
+"""The sweeper: deletes the objects that no batch needs any more, also those that a crash has left."""
+
+from collections.abc import Callable
+
+import structlog
+from sqlalchemy import select
+
+from service.db.moves import LIVE
+from service.db.sessions import Database
+from service.db.tables import Batch, File, Slice, SliceBatch, Window
+from service.storage import Storage, file_key
+
+# An object that no row knows yet may belong to one that is about to be committed.
+YOUNG_S = 3600.0
+CHUNK = 500  # names per query
+log = structlog.get_logger()
+
+
+class Sweeper:
+    def __init__(self, database: Database, storage: Storage, clock: Callable[[], float]) -> None:
+        self._database = database
+        self._storage = storage
+        self._clock = clock
+
+    async def run_once(self) -> bool:
+        """Look through the store once; whether anything was deleted."""
+        swept = 0
+        for prefix, judge in (("shards", self._shards), ("indexes", self._indexes), ("plans", self._plans)):
+            names = await self._storage.folders(prefix)
+            for at in range(0, len(names), CHUNK):
+                chunk = names[at : at + CHUNK]
+                known, needed = await judge(chunk)
+                for name in set(chunk) - needed:
+                    swept += await self._sweep(f"{prefix}/{name}", name in known)
+        swept += await self._files()
+        if swept:
+            log.info("swept", folders=swept)
+        return swept > 0
+
+    async def _sweep(self, folder: str, known: bool) -> bool:
+        """Delete the folder if a row knows it, and so says that it is not needed, or if it is old."""
+        if not known:
+            newest = max((await self._storage.modified(folder)).values(), default=0.0)
+            if newest > self._clock() - YOUNG_S:
+                return False
+        await self._storage.delete_all(folder)
+        return True
+
+    async def _shards(self, names: list[str]) -> tuple[set[str], set[str]]:
+        """Those that a row knows, and those that a live batch needs; so for the other kinds."""
+        ids = [int(name) for name in names if name.isdigit()]
+        async with self._database.read() as session:
+            known = await session.scalars(select(Slice.id).where(Slice.id.in_(ids)))
+            needed = await session.scalars(
+                select(SliceBatch.slice_id)
+                .join(Batch, Batch.id == SliceBatch.batch_id)
+                .where(SliceBatch.slice_id.in_(ids), Batch.status.in_(LIVE))
+            )
+            return {str(each) for each in known}, {str(each) for each in needed}
+
+    async def _indexes(self, names: list[str]) -> tuple[set[str], set[str]]:
+        async with self._database.read() as session:
+            rows = await session.execute(select(Batch.index_id, Batch.status).where(Batch.index_id.in_(names)))
+            by_name = {str(index_id): status for index_id, status in rows}
+        return set(by_name), {name for name, status in by_name.items() if status in LIVE}
+
+    async def _plans(self, names: list[str]) -> tuple[set[str], set[str]]:
+        async with self._database.read() as session:
+            known = await session.scalars(select(Window.plan_id).where(Window.plan_id.in_(names)))
+            needed = await session.scalars(
+                select(Window.plan_id)
+                .join(Slice, Slice.window_id == Window.id)
+                .join(SliceBatch, SliceBatch.slice_id == Slice.id)
+                .join(Batch, Batch.id == SliceBatch.batch_id)
+                .where(Window.plan_id.in_(names), Batch.status.in_(LIVE))
+            )
+            return set(known), set(needed)
+
+    async def _files(self) -> int:
+        """Files that were written, but whose row never came or is deleted."""
+        modified = await self._storage.modified("files")
+        old = [key.rsplit("/", 1)[-1] for key, at in modified.items() if at <= self._clock() - YOUNG_S]
+        swept = 0
+        for at in range(0, len(old), CHUNK):
+            chunk = old[at : at + CHUNK]
+            async with self._database.read() as session:
+                kept = set(await session.scalars(select(File.id).where(File.id.in_(chunk), File.deleted_at.is_(None))))
+            for file_id in set(chunk) - kept:
+                await self._storage.delete(file_key(file_id))
+                swept += 1
+        return swept
