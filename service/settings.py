@@ -9,6 +9,7 @@ from typing import Annotated, Any
 
 from pydantic import Field, ValidationError
 from pydantic_settings import BaseSettings, SettingsConfigDict
+from pydantic_settings import SettingsError as PydanticSettingsError
 
 DEMO_MODEL = "demo"
 
@@ -104,5 +105,6 @@ def load_settings(**overrides: Any) -> Settings:
         first = error.errors(include_url=False)[0]
         name = "BATCHWEAVE_" + "_".join(str(part) for part in first["loc"][:1]).upper()
         raise SettingsError(f"{name}: {first['msg']} (got {first.get('input')!r})") from error
-    except Exception as error:  # pydantic-settings raises its own for JSON it cannot read, naming the field
-        raise SettingsError(str(error)) from error
+    except PydanticSettingsError as error:  # its message names the field in quotes
+        name = str(error).split('"')[1].upper()
+        raise SettingsError(f"BATCHWEAVE_{name}: is not valid JSON") from error

@@ -23,6 +23,7 @@ from service.demo.model import ensure_demo_model
 from service.demo.prompts import corpus
 from service.embedded_redis import server_command
 from service.settings import DEMO_MODEL, Settings
+from service.storage import Storage
 
 STOP_S = 30.0
 QUICK_EXIT_S = 20.0
@@ -141,11 +142,12 @@ class Supervisor:
         if settings.model == DEMO_MODEL:
             ensure_demo_model(Path(settings.model_source), corpus())
         environment = self._environment(folder)
+        self._check_storage()
         if settings.redis_url is None:
             command = server_command(settings.redis_socket, folder / "redis")
             self._parts.append(Part("redis", command, logs / "redis.log"))
             self._parts[0].start(environment)
-            self._wait_for_redis()
+        self._wait_for_redis()
         upgrade(settings.database)
         for name in ("api", "planner", "worker"):
             part = Part(name, [sys.executable, "-m", "service.cli", name], logs / f"{name}.log")
@@ -180,16 +182,28 @@ class Supervisor:
         return {**os.environ, **{f"BATCHWEAVE_{name}": value for name, value in ours.items()}}
 
     def _wait_for_redis(self) -> None:
-        client = redis.Redis.from_url(self.settings.redis)
-        deadline = time.monotonic() + 60
+        embedded = self._parts[0] if self._parts else None
+        deadline = time.monotonic() + (60 if embedded else 10)
+        try:
+            client = redis.Redis.from_url(self.settings.redis, socket_connect_timeout=2, socket_timeout=5)
+        except ValueError as error:
+            raise StartError(f"BATCHWEAVE_REDIS_URL: {error}") from error
         while True:
             try:
                 client.ping()
                 return
-            except redis.RedisError as error:
-                if time.monotonic() > deadline or not self._parts[0].running:
-                    raise StartError(f"Redis did not start; see {self._parts[0].log_path}.") from error
+            except (redis.RedisError, OSError) as error:
+                if embedded and not embedded.running:
+                    raise StartError(f"Redis did not start; its log says why: {embedded.log_path}") from error
+                if time.monotonic() > deadline:
+                    raise StartError(f"Redis does not answer: {error}") from error
                 time.sleep(0.05)
+
+    def _check_storage(self) -> None:
+        try:
+            Storage.open(self.settings.storage)
+        except Exception as error:  # obstore's and the operating system's, of many kinds
+            raise StartError(f"BATCHWEAVE_STORAGE_URL cannot be opened: {error}") from error
 
     def _watch(self) -> None:
         now = time.monotonic()

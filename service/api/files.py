@@ -122,14 +122,16 @@ async def get_content(file_id: ObjectId, request: Request, here: Here) -> Respon
         return Response(status_code=304, headers=headers)
     start, end = 0, file.size_bytes
     wanted = request.headers.get("range")
-    partial = wanted is not None and request.headers.get("if-range", headers["ETag"]) == headers["ETag"]
-    if partial:
-        start, end = _byte_range(wanted or "", file.size_bytes)
+    part = None
+    if wanted is not None and request.headers.get("if-range", headers["ETag"]) == headers["ETag"]:
+        part = _byte_range(wanted, file.size_bytes)
+    if part is not None:
+        start, end = part
         headers["Content-Range"] = f"bytes {start}-{end - 1}/{file.size_bytes}"
     headers["Content-Length"] = str(end - start)
     return StreamingResponse(
         _content(here, file, start, end),
-        status_code=206 if partial else 200,
+        status_code=206 if part else 200,
         media_type="application/octet-stream",
         headers=headers,
     )
@@ -141,16 +143,19 @@ async def _content(here: Context, file: File, start: int, end: int) -> AsyncIter
             yield chunk
 
 
-def _byte_range(header: str, size_bytes: int) -> tuple[int, int]:
-    """[start, end) of a single-range header. Raises RangeNotSatisfiable."""
+def _byte_range(header: str, size_bytes: int) -> tuple[int, int] | None:
+    """[start, end) of a single range; None for what RFC 9110 lets us ignore. Raises RangeNotSatisfiable."""
     match = re.fullmatch(r"bytes=([0-9]{0,18})-([0-9]{0,18})", header.strip())
-    if match and any(match.groups()):
-        first, last = match.groups()
-        start = int(first) if first else max(size_bytes - int(last), 0)
-        end = min(int(last) + 1, size_bytes) if first and last else size_bytes
-        if start < end:
-            return start, end
-    raise RangeNotSatisfiable(f"The range {header!r} is not one range inside {size_bytes} bytes.")
+    if match is None or not any(match.groups()):
+        return None
+    first, last = match.groups()
+    start = int(first) if first else max(size_bytes - int(last), 0)
+    end = min(int(last) + 1, size_bytes) if first and last else size_bytes
+    if first and last and int(last) < int(first):
+        return None
+    if start >= end:
+        raise RangeNotSatisfiable(f"The range {header!r} is not inside {size_bytes} bytes.")
+    return start, end
 
 
 @router.delete("/{file_id}")

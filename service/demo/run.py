@@ -20,6 +20,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn
 from rich.table import Table
 
 from service.demo.prompts import requests
+from service.endpoints import ENDPOINTS
 from service.settings import Settings
 
 START_S, STOP_S = 60.0, 60.0
@@ -62,13 +63,17 @@ def _inputs(settings: Settings, file: Path | None) -> tuple[dict[str, Path], str
             inputs[endpoint].write_text("".join(f"{json.dumps(line, ensure_ascii=False)}\n" for line in lines))
         return inputs, settings.served_model
     try:
-        with file.open() as opened:
-            first = json.loads(opened.readline())
-        endpoint, model = first["url"], first["body"]["model"]
-    except FileNotFoundError as error:
-        raise DemoError(f"{file} does not exist") from error
-    except (ValueError, KeyError, TypeError) as error:
-        raise DemoError(f'{file}, line 1 is no batch request: it needs "url" and "body.model" ({error!r})') from error
+        first = next(line for line in file.read_text(encoding="utf-8-sig").splitlines() if line.strip())
+        request = json.loads(first)
+        endpoint, model = request["url"], request["body"]["model"]
+    except OSError as error:
+        raise DemoError(f"{file} cannot be read: {error.strerror}") from error
+    except (ValueError, KeyError, TypeError, StopIteration) as error:
+        raise DemoError(
+            f'{file} does not begin with a batch request: it needs "url" and "body" with a "model"'
+        ) from error
+    if endpoint not in ENDPOINTS:
+        raise DemoError(f"{file}, line 1: url {endpoint!r} is none of {', '.join(ENDPOINTS)}")
     console.print(f"{file} asks for {model!r}: {settings.model_source} answers under that name.")
     return {str(endpoint): file}, str(model)
 

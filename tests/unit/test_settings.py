@@ -12,7 +12,7 @@ from service.settings import SettingsError, load_settings
 )
 def test_wrong_value_names_its_variable(monkeypatch: pytest.MonkeyPatch, name: str, value: str) -> None:
     monkeypatch.setenv(f"BATCHWEAVE_{name}", value)
-    with pytest.raises(SettingsError, match=name.lower() if name == "ENGINE_ARGS" else name):
+    with pytest.raises(SettingsError, match=f"BATCHWEAVE_{name}"):
         load_settings()
 
 

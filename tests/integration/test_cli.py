@@ -1,0 +1,59 @@
+"""Commands that cannot do what they are told say why in one line and exit 1."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+
+def run(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "service.cli", *arguments]
+    env = {**os.environ, **environment}
+    return subprocess.run(command, capture_output=True, text=True, timeout=60, env=env)
+
+
+@pytest.mark.parametrize(
+    ("environment", "said"),
+    [
+        ({"BATCHWEAVE_PORT": "eighty"}, "BATCHWEAVE_PORT"),
+        ({"BATCHWEAVE_ENGINE_ARGS": "{bad"}, "BATCHWEAVE_ENGINE_ARGS: is not valid JSON"),
+        ({"BATCHWEAVE_DATABASE_URL": "zorg://x"}, "zorg"),
+        ({"BATCHWEAVE_REDIS_URL": "zorg://x"}, "BATCHWEAVE_REDIS_URL"),
+        ({"BATCHWEAVE_STORAGE_URL": "zorg://x"}, "BATCHWEAVE_STORAGE_URL"),
+        ({"BATCHWEAVE_DATA_DIR": "/dev/null/below"}, "/dev/null"),
+    ],
+)
+def test_wrong_setting_stops_the_start(tmp_path: Path, environment: dict[str, str], said: str) -> None:
+    found = run("up", **{"BATCHWEAVE_DATA_DIR": str(tmp_path / "data"), "BATCHWEAVE_PORT": "0", **environment})
+    assert found.returncode == 1
+    assert said in found.stderr
+    assert "Traceback" not in found.stderr
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        (None, "cannot be read"),
+        (b"", "does not begin with a batch request"),
+        (b"\xff\xfe", "does not begin with a batch request"),
+        (b"[1]\n", "does not begin with a batch request"),
+        (b'{"url": "/v1/embeddings", "body": {"model": "m"}}', "/v1/embeddings"),
+    ],
+)
+def test_demo_of_a_wrong_file_says_what_it_needs(tmp_path: Path, content: bytes | None, said: str) -> None:
+    path = tmp_path / "in.jsonl"
+    if content is not None:
+        path.write_bytes(content)
+    found = run("demo", "--file", str(path), "--data-dir", str(tmp_path / "data"))
+    assert found.returncode == 1
+    assert said in found.stderr
+    assert "Traceback" not in found.stderr
+
+
+def test_every_command_has_help() -> None:
+    for command in ("up", "api", "planner", "worker", "demo", "openapi"):
+        found = run(command, "--help")
+        assert found.returncode == 0
+        assert "Usage" in found.stdout
