@@ -164,20 +164,21 @@ def _follow(
 def _summary(client: openai.OpenAI, folder: Path, batches: list[Batch], engine_s: float, run_s: float) -> None:
     """Download the results and print what came back."""
     folder.mkdir(parents=True, exist_ok=True)
-    table = Table(title="batchweave demo")
-    for name in ("endpoint", "status"):
-        table.add_column(name, no_wrap=True)
-    for name in ("completed", "failed", "tokens in", "of them cached", "tokens out"):
-        table.add_column(name, justify="right")
+    columns: list[tuple[str, ...]] = [
+        ("", "status", "completed", "failed", "tokens in", "  of them cached", "tokens out")
+    ]
     tokens = 0
     for batch in batches:
         counts, usage = batch.request_counts, batch.usage
         assert counts is not None
         assert usage is not None
         tokens += usage.total_tokens
-        cells = (counts.completed, counts.failed, usage.input_tokens, usage.input_tokens_details.cached_tokens)
-        numbers = [f"{each:,}" for each in (*cells, usage.output_tokens)]
-        table.add_row(batch.endpoint, batch.status, *numbers)
+        cached = usage.input_tokens_details.cached_tokens
+        numbers = (counts.completed, counts.failed, usage.input_tokens, cached, usage.output_tokens)
+        columns.append((batch.endpoint, batch.status, *(f"{number:,}" for number in numbers)))
+    table = Table(title="batchweave demo", show_header=False)
+    for row in zip(*columns, strict=True):
+        table.add_row(*row)
     console.print(table)
     speed = tokens / max(run_s, 1e-9)
     console.print(
