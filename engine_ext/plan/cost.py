@@ -1,0 +1,129 @@
+"""What requests cost: seconds of arithmetic and seconds of reading KV cache, and their ratio (BlendServe section 4)."""
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from engine_ext.plan.hardware import DTYPE_BYTES, Machine
+from engine_ext.plan.model_shape import ModelShape
+
+Seconds = NDArray[np.float64]
+
+
+class DoesNotFit(ValueError):
+    """The model's weights leave no memory for KV cache on this machine."""
+
+
+@dataclass(frozen=True, slots=True)
+class CostModel:
+    """Costs of a model on a machine; lengths are tokens, results seconds, both scalars or arrays of one shape.
+
+    `attention_compute` keeps the prefill's quadratic term 4 p^2 H L, which the paper omits for short prompts.
+    """
+
+    shape: ModelShape
+    machine: Machine
+    dtype: str = "bf16"
+    kv_dtype: str = "bf16"
+    attention_compute: bool = True
+
+    def __post_init__(self) -> None:
+        self.machine.hardware.flops_of(self.dtype)
+        if self.kv_dtype not in DTYPE_BYTES:
+            raise ValueError(f"unknown KV dtype {self.kv_dtype!r}; there are {', '.join(DTYPE_BYTES)}")
+
+    @property
+    def kv_bytes_per_token(self) -> float:
+        return self.shape.kv_bytes_per_token(DTYPE_BYTES[self.kv_dtype])
+
+    @property
+    def gemm_s_per_token(self) -> float:
+        """Seconds of matrix products for one token, prompt or output."""
+        return 2 * self.shape.active_parameters / self.machine.flops(self.dtype)
+
+    @property
+    def read_s_per_token(self) -> float:
+        """Seconds to read the KV cache of one token once."""
+        return self.kv_bytes_per_token / self.machine.bandwidth
+
+    def compute_s(self, prompt: ArrayLike, output: ArrayLike) -> Seconds:
+        """Comp(r) = (2 (p + d) P + 4 p^2 H L) / C."""
+        p, d = _lengths(prompt, output)
+        quadratic = self.shape.attention_flops * p * p / self.machine.flops(self.dtype)
+        return (p + d) * self.gemm_s_per_token + (quadratic if self.attention_compute else 0.0)
+
+    def memory_s(self, prompt: ArrayLike, output: ArrayLike) -> Seconds:
+        """Mem(r) = (p d + d^2 / 2) KV bytes / B: each output token reads the cache of all before it."""
+        p, d = _lengths(prompt, output)
+        return (p * d + d * d / 2) * self.read_s_per_token
+
+    def density(self, prompt: ArrayLike, output: ArrayLike) -> Seconds:
+        """Comp / Mem; infinite for a request without output."""
+        with np.errstate(divide="ignore"):
+            return self.compute_s(prompt, output) / self.memory_s(prompt, output)
+
+    def saved_s(self, shared: ArrayLike, before: ArrayLike = 0) -> Seconds:
+        """Compute saved by finding `shared` prompt tokens in the cache, which stand behind `before` others."""
+        n, b = _lengths(shared, before)
+        quadratic = self.shape.attention_flops * ((b + n) ** 2 - b**2) / self.machine.flops(self.dtype)
+        return n * self.gemm_s_per_token + (quadratic if self.attention_compute else 0.0)
+
+    def kv_capacity_tokens(self, usable: float = 0.9) -> int:
+        """Tokens of KV cache beside the weights in the `usable` share of memory. Raises DoesNotFit."""
+        weights = self.shape.weight_bytes(DTYPE_BYTES[self.dtype])
+        room = self.machine.memory_bytes * usable - weights
+        if room < self.kv_bytes_per_token:
+            raise DoesNotFit(
+                f"{self.shape.name} needs {weights / 1e9:.1f} GB for its weights in {self.dtype}, and "
+                f"{self.machine.accelerators} x {self.machine.hardware.name} has "
+                f"{self.machine.memory_bytes * usable / 1e9:.1f} GB to use; raise tp, or take a smaller dtype"
+            )
+        return int(room / self.kv_bytes_per_token)
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """Work of a set of requests: seconds of compute without sharing, of them saved by sharing, and of memory reads."""
+
+    compute_s: float
+    saved_s: float
+    memory_s: float
+
+    def __add__(self, other: "Load") -> "Load":
+        return Load(self.compute_s + other.compute_s, self.saved_s + other.saved_s, self.memory_s + other.memory_s)
+
+    @property
+    def sharing(self) -> float:
+        """s: the share of the compute that prefix sharing saves."""
+        return self.saved_s / self.compute_s if self.compute_s else 0.0
+
+    @property
+    def net_compute_s(self) -> float:
+        return self.compute_s - self.saved_s
+
+    @property
+    def density(self) -> float:
+        """rho = (1 - s) T_comp / T_mem; infinite without memory reads."""
+        return self.net_compute_s / self.memory_s if self.memory_s else float("inf")
+
+    @property
+    def ideal_s(self) -> float:
+        """T_o = max((1 - s) T_comp, T_mem): everything shared, and the lesser resource hidden behind the other."""
+        return max(self.net_compute_s, self.memory_s)
+
+    def practical_s(self, interference: float) -> float:
+        """T_o on a machine where overlapping costs: `interference` is the share of the hidden time that shows anyway.
+
+        0 is perfect overlap, 1 runs one after the other; measured by running GEMM beside attention (section 6.2).
+        """
+        if not 0 <= interference <= 1:
+            raise ValueError(f"interference must be from 0 to 1, not {interference}")
+        return self.ideal_s + interference * min(self.net_compute_s, self.memory_s)
+
+
+def _lengths(first: ArrayLike, second: ArrayLike) -> tuple[Seconds, Seconds]:
+    a, b = np.asarray(first, dtype=np.float64), np.asarray(second, dtype=np.float64)
+    if np.any(a < 0) or np.any(b < 0):
+        raise ValueError("lengths in tokens must not be negative")
+    return a, b

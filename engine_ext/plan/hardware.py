@@ -1,0 +1,95 @@
+"""Machines as the cost model sees them: dense arithmetic, memory bandwidth, memory."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+
+TERA = 1e12
+GIGA = 1e9
+
+# Bytes of one element of weights or KV cache, by dtype.
+DTYPE_BYTES: Mapping[str, int] = MappingProxyType({"fp32": 4, "fp16": 2, "bf16": 2, "fp8": 1})
+
+
+class UnknownHardware(ValueError):
+    """No preset has this name; the message lists those that there are."""
+
+
+@dataclass(frozen=True, slots=True)
+class Hardware:
+    """One accelerator: `flops` in FLOP/s by operand dtype without sparsity, `bandwidth` in bytes/s, memory in bytes."""
+
+    name: str
+    flops: Mapping[str, float]
+    bandwidth: float
+    memory_bytes: float
+
+    def __post_init__(self) -> None:
+        for field, value in (("bandwidth", self.bandwidth), ("memory_bytes", self.memory_bytes)):
+            if not value > 0:
+                raise ValueError(f"hardware {self.name!r}: {field} must be above zero, not {value}")
+        for dtype, value in self.flops.items():
+            if dtype not in DTYPE_BYTES:
+                raise ValueError(f"hardware {self.name!r}: flops names the unknown dtype {dtype!r}")
+            if not value > 0:
+                raise ValueError(f"hardware {self.name!r}: flops.{dtype} must be above zero, not {value}")
+
+    def flops_of(self, dtype: str) -> float:
+        """FLOP/s for operands of this dtype. Raises ValueError for one that the hardware does not multiply."""
+        if dtype not in self.flops:
+            raise ValueError(f"{self.name} has no {dtype} arithmetic; it has {', '.join(self.flops)}")
+        return self.flops[dtype]
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """One engine replica: `tp` x `pp` x `sp` accelerators that share a model and its work (BlendServe section 7)."""
+
+    hardware: Hardware
+    tp: int = 1
+    pp: int = 1
+    sp: int = 1
+
+    def __post_init__(self) -> None:
+        for field in ("tp", "pp", "sp"):
+            if getattr(self, field) < 1:
+                raise ValueError(f"{field} must be at least 1, not {getattr(self, field)}")
+
+    @property
+    def accelerators(self) -> int:
+        return self.tp * self.pp * self.sp
+
+    def flops(self, dtype: str) -> float:
+        """FLOP/s of the whole replica."""
+        return self.hardware.flops_of(dtype) * self.accelerators
+
+    @property
+    def bandwidth(self) -> float:
+        """Bytes/s of the whole replica."""
+        return self.hardware.bandwidth * self.accelerators
+
+    @property
+    def memory_bytes(self) -> float:
+        return self.hardware.memory_bytes * self.accelerators
+
+
+# Vendors' datasheets, SXM parts where there are several, without sparsity.
+PRESETS: Mapping[str, Hardware] = MappingProxyType(
+    {
+        each.name: each
+        for each in (
+            Hardware("a100-80gb", {"fp16": 312 * TERA, "bf16": 312 * TERA}, 2.039 * TERA, 80 * GIGA),
+            Hardware("h100", {"fp16": 989 * TERA, "bf16": 989 * TERA, "fp8": 1979 * TERA}, 3.35 * TERA, 80 * GIGA),
+            Hardware("h200", {"fp16": 989 * TERA, "bf16": 989 * TERA, "fp8": 1979 * TERA}, 4.8 * TERA, 141 * GIGA),
+            Hardware("l40s", {"fp16": 362 * TERA, "bf16": 362 * TERA, "fp8": 733 * TERA}, 0.864 * TERA, 48 * GIGA),
+            Hardware("b200", {"fp16": 2250 * TERA, "bf16": 2250 * TERA, "fp8": 4500 * TERA}, 8.0 * TERA, 192 * GIGA),
+        )
+    }
+)
+
+
+def hardware(name: str) -> Hardware:
+    """The preset of this name. Raises UnknownHardware."""
+    if name not in PRESETS:
+        raise UnknownHardware(f"no hardware {name!r}; there are {', '.join(PRESETS)}")
+    return PRESETS[name]

@@ -1,0 +1,203 @@
+"""The cost model against the numbers that the papers and the models' makers print."""
+
+import dataclasses
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from engine_ext.plan.cost import CostModel, DoesNotFit, Load
+from engine_ext.plan.hardware import PRESETS, Hardware, Machine, UnknownHardware, hardware
+from engine_ext.plan.model_shape import ConfigError, preset, shape_of
+
+LLAMA_8B = preset("llama-3-8b")
+# BlendServe counts Llama-3-8B as 8e9 parameters, and its figures are cut, not rounded: 3.7395 is printed as 3.73.
+PAPER = CostModel(
+    dataclasses.replace(LLAMA_8B, active_parameters=8e9),
+    Machine(hardware("a100-80gb")),
+    dtype="fp16",
+    kv_dtype="fp16",
+    attention_compute=False,
+)
+lengths = st.integers(1, 100_000)
+
+
+def cut(value: float, digits: int) -> float:
+    return int(value * 10**digits) / 10**digits
+
+
+def test_densities_of_the_paper() -> None:
+    assert cut(float(PAPER.density(512, 256)), 2) == 3.73
+    assert float(PAPER.density(256, 16384)) == pytest.approx(0.096, abs=0.0005)
+
+
+def test_compute_and_memory_are_the_formulas() -> None:
+    p, d = 700, 300
+    compute, memory = (2 * (p + d) * 8e9) / 312e12, (p * d + d * d / 2) * 1024 * 32 * 4 / 2.039e12
+    assert float(PAPER.compute_s(p, d)) == pytest.approx(compute)
+    assert float(PAPER.memory_s(p, d)) == pytest.approx(memory)
+    whole = dataclasses.replace(PAPER, attention_compute=True)
+    assert float(whole.compute_s(p, d)) == pytest.approx(compute + 4 * p * p * 4096 * 32 / 312e12)
+
+
+@given(lengths, lengths)
+def test_density_falls_with_the_output(p: int, d: int) -> None:
+    assert PAPER.density(p, d) > PAPER.density(p, d + 1)
+
+
+@given(st.integers(0, 50_000), st.integers(0, 50_000))
+def test_a_prefix_saves_what_it_would_cost(shared: int, more: int) -> None:
+    model = CostModel(LLAMA_8B, Machine(hardware("h200")))
+    whole = float(model.compute_s(shared + more, 0))
+    assert float(model.saved_s(shared)) == pytest.approx(float(model.compute_s(shared, 0)))
+    assert float(model.saved_s(shared)) + float(model.saved_s(more, shared)) == pytest.approx(whole)
+
+
+def test_arrays_are_costed_like_their_elements() -> None:
+    p, d = np.array([10, 2000, 5]), np.array([1, 50, 9000])
+    assert PAPER.density(p, d).tolist() == [float(PAPER.density(int(a), int(b))) for a, b in zip(p, d, strict=True)]
+
+
+def test_request_without_output_is_all_compute() -> None:
+    assert float(PAPER.density(100, 0)) == float("inf")
+    with pytest.raises(ValueError, match="negative"):
+        PAPER.compute_s(-1, 5)
+
+
+def test_replica_scales_compute_bandwidth_and_memory() -> None:
+    one, eight = CostModel(LLAMA_8B, Machine(hardware("h100"))), CostModel(LLAMA_8B, Machine(hardware("h100"), tp=8))
+    assert float(one.compute_s(100, 10)) == pytest.approx(8 * float(eight.compute_s(100, 10)))
+    assert float(one.memory_s(100, 10)) == pytest.approx(8 * float(eight.memory_s(100, 10)))
+    assert eight.kv_capacity_tokens() > 8 * one.kv_capacity_tokens()  # the weights are there once
+    assert Machine(hardware("h100"), tp=2, pp=2, sp=2).accelerators == 8
+
+
+def test_half_the_bytes_halve_the_reads() -> None:
+    bf16 = CostModel(LLAMA_8B, Machine(hardware("h200")))
+    fp8 = CostModel(LLAMA_8B, Machine(hardware("h200")), dtype="fp8", kv_dtype="fp8")
+    assert float(bf16.memory_s(100, 100)) == pytest.approx(2 * float(fp8.memory_s(100, 100)))
+    assert float(bf16.compute_s(100, 100)) == pytest.approx(1979 / 989 * float(fp8.compute_s(100, 100)))
+
+
+def test_model_that_does_not_fit_is_said_with_its_sizes() -> None:
+    with pytest.raises(DoesNotFit, match=r"141\.1 GB.*1 x l40s"):
+        CostModel(preset("llama-3-70b"), Machine(hardware("l40s"))).kv_capacity_tokens()
+    assert CostModel(preset("llama-3-70b"), Machine(hardware("h200"), tp=2)).kv_capacity_tokens() > 300_000
+
+
+def test_ideal_and_practical_time_of_a_set() -> None:
+    load = Load(compute_s=100, saved_s=20, memory_s=50) + Load(compute_s=10, saved_s=2, memory_s=38)
+    assert (load.sharing, load.net_compute_s) == (pytest.approx(0.2), pytest.approx(88))
+    assert load.density == pytest.approx(1.0)
+    assert load.ideal_s == pytest.approx(88)
+    assert load.practical_s(0) == pytest.approx(load.ideal_s)
+    assert load.practical_s(1) == pytest.approx(88 + 88)
+    assert Load(5, 0, 0).density == float("inf")
+    with pytest.raises(ValueError, match="interference"):
+        load.practical_s(1.5)
+
+
+@pytest.mark.parametrize(
+    ("name", "billions"),
+    [
+        ("llama-3-8b", 8.03),
+        ("llama-3-70b", 70.55),
+        ("llama-2-7b", 6.74),
+        ("qwen-2.5-7b", 7.62),
+        ("qwen-2.5-72b", 72.71),
+        ("deepseek-67b", 67.42),
+    ],
+)
+def test_preset_has_the_parameters_that_its_maker_prints(name: str, billions: float) -> None:
+    assert preset(name).parameters / 1e9 == pytest.approx(billions, abs=0.01)
+
+
+MIXTRAL: dict[str, Any] = {
+    "hidden_size": 4096,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "intermediate_size": 14336,
+    "vocab_size": 32000,
+    "num_local_experts": 8,
+    "num_experts_per_tok": 2,
+}
+DEEPSEEK_V3: dict[str, Any] = {
+    "hidden_size": 7168,
+    "num_hidden_layers": 61,
+    "num_attention_heads": 128,
+    "kv_lora_rank": 512,
+    "q_lora_rank": 1536,
+    "qk_rope_head_dim": 64,
+    "qk_nope_head_dim": 128,
+    "v_head_dim": 128,
+    "vocab_size": 129280,
+    "intermediate_size": 18432,
+    "moe_intermediate_size": 2048,
+    "n_routed_experts": 256,
+    "num_experts_per_tok": 8,
+    "n_shared_experts": 1,
+    "first_k_dense_replace": 3,
+}
+
+
+@pytest.mark.parametrize(
+    ("config", "billions", "active", "kv_elements"),
+    [(MIXTRAL, 46.7, 12.75, 32 * 2 * 1024), (DEEPSEEK_V3, 671.0, 36.6, 61 * 576)],
+)
+def test_mixture_of_experts_counts_what_a_token_uses(
+    config: dict[str, Any], billions: float, active: float, kv_elements: int
+) -> None:
+    shape = shape_of(config)
+    assert shape.parameters / 1e9 == pytest.approx(billions, abs=0.05)
+    assert shape.active_parameters / 1e9 == pytest.approx(active, abs=0.05)
+    assert shape.kv_elements == kv_elements
+
+
+def test_kv_width_follows_the_attention_variant() -> None:
+    grouped = {**MIXTRAL, "num_local_experts": 0}
+    many = shape_of({key: value for key, value in grouped.items() if key != "num_key_value_heads"})
+    one = shape_of({**grouped, "num_key_value_heads": 1})
+    assert (many.kv_elements, shape_of(grouped).kv_elements, one.kv_elements) == (32 * 8192, 32 * 2048, 32 * 256)
+
+
+@pytest.mark.parametrize(
+    "field", ["hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size", "vocab_size"]
+)
+def test_config_without_a_field_names_it(field: str) -> None:
+    with pytest.raises(ConfigError, match=field):
+        shape_of({key: value for key, value in MIXTRAL.items() if key != field})
+    with pytest.raises(ConfigError, match=field):
+        shape_of({**MIXTRAL, field: 0})
+
+
+def test_config_that_contradicts_itself_is_refused() -> None:
+    with pytest.raises(ConfigError, match="num_key_value_heads"):
+        shape_of({**MIXTRAL, "num_key_value_heads": 5})
+    with pytest.raises(ConfigError, match="num_experts_per_tok"):
+        shape_of({**MIXTRAL, "num_experts_per_tok": 9})
+
+
+def test_unknown_names_list_the_known_ones() -> None:
+    with pytest.raises(UnknownHardware, match="a100-80gb"):
+        hardware("abacus")
+    with pytest.raises(ConfigError, match="llama-3-8b"):
+        preset("parrot")
+    with pytest.raises(ValueError, match="fp8"):
+        CostModel(LLAMA_8B, Machine(hardware("a100-80gb")), dtype="fp8")
+
+
+@pytest.mark.parametrize(
+    "build",
+    [
+        lambda: Hardware("x", {"fp16": 0}, 1, 1),
+        lambda: Hardware("x", {"fp7": 1}, 1, 1),
+        lambda: Hardware("x", {}, 0, 1),
+        lambda: Machine(PRESETS["h100"], tp=0),
+    ],
+)
+def test_hardware_that_cannot_be_is_refused(build: Any) -> None:
+    with pytest.raises(ValueError, match=r"x|tp"):
+        build()
