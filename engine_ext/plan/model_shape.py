@@ -11,21 +11,46 @@ class ConfigError(ValueError):
 
 
 @dataclass(frozen=True, slots=True)
+class Matrix:
+    """`count` weight matrices [d_in, d_out] in the whole model, of which a token multiplies the share `active`."""
+
+    d_in: int
+    d_out: int
+    count: int
+    active: float = 1.0
+
+    @property
+    def parameters(self) -> float:
+        return float(self.d_in) * self.d_out * self.count
+
+
+@dataclass(frozen=True, slots=True)
 class ModelShape:
     """What the cost model needs of a model.
 
-    `parameters` are all that must be in memory, `active_parameters` those that one token multiplies (MoE: the chosen
-    and shared experts). `kv_elements` is KV cache per token over all layers; `attention_flops` is what scores and
-    values cost for one pair of a query and a key token, over all layers and heads.
+    `matrices` multiply tokens, `other_parameters` (embedding, norms) are only looked up. `kv_elements` is KV cache per
+    token over all layers; `query_elements` the width of all heads' queries over all layers; `attention_flops` what
+    scores and values cost for one pair of a query and a key token, over all layers and heads.
     """
 
     name: str
     layers: int
     hidden: int
-    parameters: float
-    active_parameters: float
+    matrices: tuple[Matrix, ...]
+    other_parameters: float
     kv_elements: float
+    query_elements: float
     attention_flops: float
+
+    @property
+    def parameters(self) -> float:
+        """All that must be in memory."""
+        return sum(matrix.parameters for matrix in self.matrices) + self.other_parameters
+
+    @property
+    def active_parameters(self) -> float:
+        """Those that one token multiplies: of a mixture of experts the chosen and the shared ones."""
+        return sum(matrix.parameters * matrix.active for matrix in self.matrices)
 
     def weight_bytes(self, dtype_bytes: int) -> float:
         return self.parameters * dtype_bytes
@@ -34,70 +59,88 @@ class ModelShape:
         return self.kv_elements * dtype_bytes
 
 
+@dataclass(frozen=True, slots=True)
+class _Attention:
+    """One layer's attention: its matrices, and its widths per token."""
+
+    matrices: tuple[Matrix, ...]
+    kv_elements: int
+    query_elements: int
+    flops: int
+
+
 def shape_of(config: Mapping[str, Any], name: str = "model") -> ModelShape:
     """Count a config.json. Raises ConfigError that names the field."""
     config = config.get("text_config") or config  # a multimodal model keeps its language model's config inside
     hidden, layers = _count(config, "hidden_size"), _count(config, "num_hidden_layers")
-    vocabulary = _count(config, "vocab_size")
-    attention, kv_elements, attention_flops = _attention(config, hidden)
-    dense = _mlp(hidden, _count(config, "intermediate_size"))
-    expert_layers, experts, active_experts = _experts(config, hidden, layers)
-    mlp = (layers - expert_layers) * dense + expert_layers * experts
-    active_mlp = (layers - expert_layers) * dense + expert_layers * active_experts
-    norms = layers * 2 * hidden + hidden
-    embedding = vocabulary * hidden
-    head = 0 if config.get("tie_word_embeddings") else embedding
+    vocabulary, width = _count(config, "vocab_size"), _count(config, "intermediate_size")
+    attention = _attention(config, hidden, layers)
+    expert_layers, experts = _experts(config, hidden, layers)
+    tied = bool(config.get("tie_word_embeddings"))
     return ModelShape(
         name=name,
         layers=layers,
         hidden=hidden,
-        parameters=embedding + head + layers * attention + mlp + norms,
-        # The output projection multiplies; looking an embedding up does not.
-        active_parameters=embedding + layers * attention + active_mlp + norms,
-        kv_elements=layers * kv_elements,
-        attention_flops=layers * attention_flops,
+        matrices=(
+            *attention.matrices,
+            *_mlp(hidden, width, layers - expert_layers),
+            *experts,
+            Matrix(hidden, vocabulary, 1),
+        ),
+        other_parameters=(0 if tied else vocabulary * hidden) + layers * 2 * hidden + hidden,
+        kv_elements=layers * attention.kv_elements,
+        query_elements=layers * attention.query_elements,
+        attention_flops=layers * attention.flops,
     )
 
 
-def _attention(config: Mapping[str, Any], hidden: int) -> tuple[float, float, float]:
-    """Parameters, KV elements per token and FLOPs per query-key pair, of one layer."""
+def _attention(config: Mapping[str, Any], hidden: int, layers: int) -> _Attention:
     heads = _count(config, "num_attention_heads")
     if config.get("kv_lora_rank"):  # MLA caches one compressed vector, and its rotary part, for all heads
         rank, rope = _count(config, "kv_lora_rank"), _count(config, "qk_rope_head_dim")
         nope, value = _count(config, "qk_nope_head_dim"), _count(config, "v_head_dim")
-        query_rank = config.get("q_lora_rank")
-        query = heads * (nope + rope)
-        queries = query_rank * (hidden + query) if query_rank else hidden * query
-        keys_values = hidden * (rank + rope) + rank * heads * (nope + value)
-        return queries + keys_values + heads * value * hidden, rank + rope, 2 * heads * (nope + rope + value)
+        query_rank, query = config.get("q_lora_rank"), heads * (nope + rope)
+        if query_rank:
+            queries = (Matrix(hidden, query_rank, layers), Matrix(query_rank, query, layers))
+        else:
+            queries = (Matrix(hidden, query, layers),)
+        matrices = (
+            *queries,
+            Matrix(hidden, rank + rope, layers),
+            Matrix(rank, heads * (nope + value), layers),
+            Matrix(heads * value, hidden, layers),
+        )
+        return _Attention(matrices, rank + rope, query, 2 * heads * (nope + rope + value))
     kv_heads = _count(config, "num_key_value_heads") if "num_key_value_heads" in config else heads
     size = _count(config, "head_dim") if config.get("head_dim") else hidden // heads
     if heads % kv_heads:
         raise ConfigError(f"num_attention_heads {heads} is no multiple of num_key_value_heads {kv_heads}")
-    parameters = hidden * size * (heads + 2 * kv_heads) + heads * size * hidden
-    return parameters, 2 * kv_heads * size, 4 * heads * size
+    matrices = (Matrix(hidden, size * (heads + 2 * kv_heads), layers), Matrix(heads * size, hidden, layers))
+    return _Attention(matrices, 2 * kv_heads * size, heads * size, 4 * heads * size)
 
 
-def _experts(config: Mapping[str, Any], hidden: int, layers: int) -> tuple[int, float, float]:
-    """How many layers have experts, and what such a layer holds and what of it a token multiplies."""
+def _experts(config: Mapping[str, Any], hidden: int, layers: int) -> tuple[int, tuple[Matrix, ...]]:
+    """How many layers have experts instead of one MLP, and the matrices of them all."""
     names = ("num_local_experts", "num_experts", "n_routed_experts")
     number = next((_count(config, each) for each in names if config.get(each)), 0)
     if number == 0:
-        return 0, 0.0, 0.0
+        return 0, ()
     chosen = _count(config, "num_experts_per_tok")
     if chosen > number:
         raise ConfigError(f"num_experts_per_tok {chosen} is more than the {number} experts")
+    with_experts = layers - (config.get("first_k_dense_replace") or 0)
     width = _count(config, "moe_intermediate_size" if config.get("moe_intermediate_size") else "intermediate_size")
     shared_width = config.get("shared_expert_intermediate_size") or (config.get("n_shared_experts") or 0) * width
-    router = hidden * number
-    shared = _mlp(hidden, shared_width)
-    dense_layers = config.get("first_k_dense_replace") or 0
-    one = _mlp(hidden, width)
-    return layers - dense_layers, router + shared + number * one, router + shared + chosen * one
+    return with_experts, (
+        Matrix(hidden, number, with_experts),
+        *(_mlp(hidden, shared_width, with_experts) if shared_width else ()),
+        *_mlp(hidden, width, with_experts * number, chosen / number),
+    )
 
 
-def _mlp(hidden: int, width: int) -> float:
-    return 3.0 * hidden * width  # gate, up and down
+def _mlp(hidden: int, width: int, count: int, active: float = 1.0) -> tuple[Matrix, ...]:
+    """Gate and up as one matrix, as engines run them, and down."""
+    return (Matrix(hidden, 2 * width, count, active), Matrix(width, hidden, count, active))
 
 
 def _count(config: Mapping[str, Any], field: str) -> int:
