@@ -4,27 +4,21 @@ model has read it, because that turns "1000000" and 1000000.0 into numbers.
 """
 
 import re
+from collections.abc import Callable
 from typing import Any
 
 INT32_MAX = 2**31 - 1
+FLOAT32_MAX = 3.4028234e38
 MEDIA = ("image_url", "video_url", "audio_url")
 
 
 def fault(request: Any, vocab_size: int) -> tuple[str, str] | None:
     """The first field that may not reach the engine, and why; None for a request that may."""
-    for name in ("prompt", "input_ids", "stop_token_ids"):
-        if not _in_vocabulary(getattr(request, name, None), vocab_size):
-            return name, f"a token id is outside the vocabulary of {vocab_size}"
-    for name in ("logprobs", "top_logprobs"):
-        if _number(getattr(request, name, None)) > vocab_size:
-            return name, f"more than the vocabulary of {vocab_size}"
-    for name in ("top_k", "max_tokens", "max_completion_tokens", "min_tokens", "n"):
-        if abs(_number(getattr(request, name, None))) > INT32_MAX:
-            return name, f"its size is beyond {INT32_MAX}"
-    if not _compiles(getattr(request, "stop_regex", None)):
-        return "stop_regex", "not a regular expression"
-    if _fetches(getattr(request, "messages", None)):
-        return "messages", "media must come in the request itself, as a data: URL"
+    for names, is_fine, reason in _CHECKS:
+        for name in names:
+            value = getattr(request, name, None)
+            if value is not None and not is_fine(value, vocab_size):
+                return name, reason
     return None
 
 
@@ -34,31 +28,50 @@ def prompts_in(request: Any) -> int:
     return len(prompt) if isinstance(prompt, list) and prompt and not isinstance(prompt[0], int) else 0
 
 
-def _in_vocabulary(ids: Any, vocab_size: int) -> bool:
-    if isinstance(ids, list):
-        return all(_in_vocabulary(each, vocab_size) for each in ids)
-    return not isinstance(ids, int) or 0 <= ids < vocab_size
+def _ids_in_vocabulary(value: Any, vocab_size: int) -> bool:
+    if isinstance(value, list):
+        return all(_ids_in_vocabulary(each, vocab_size) for each in value)
+    return not isinstance(value, int) or 0 <= value < vocab_size
 
 
-def _number(value: Any) -> int:
-    return value if isinstance(value, int) else 0
+def _at_most_vocabulary(value: Any, vocab_size: int) -> bool:
+    return int(value) <= vocab_size
 
 
-def _compiles(patterns: Any) -> bool:
+def _is_int32(value: Any, _vocab_size: int) -> bool:
+    return abs(value) <= INT32_MAX
+
+
+def _is_float32(value: Any, _vocab_size: int) -> bool:
+    values = value.values() if isinstance(value, dict) else [value]
+    return all(abs(each) <= FLOAT32_MAX for each in values)
+
+
+def _compiles(value: Any, _vocab_size: int) -> bool:
     try:
-        for pattern in patterns if isinstance(patterns, list) else [patterns]:
-            re.compile(pattern or "")
+        for pattern in value if isinstance(value, list) else [value]:
+            re.compile(pattern)
     except re.error:
         return False
     return True
 
 
-def _fetches(messages: Any) -> bool:
-    """Whether a message has the engine read a file or a URL: a batch must not look around in our network."""
-    for message in messages if isinstance(messages, list) else []:
+def _brings_its_media(messages: Any, _vocab_size: int) -> bool:
+    """Whether no message has the engine read a file or a URL: a batch must not look around in our network."""
+    for message in messages:
         content = getattr(message, "content", None)
         for part in content if isinstance(content, list) else []:
             media = next((getattr(part, name) for name in MEDIA if getattr(part, name, None) is not None), None)
             if media is not None and not str(getattr(media, "url", "")).startswith("data:"):
-                return True
-    return False
+                return False
+    return True
+
+
+_CHECKS: tuple[tuple[tuple[str, ...], Callable[[Any, int], bool], str], ...] = (
+    (("prompt", "input_ids", "stop_token_ids"), _ids_in_vocabulary, "a token id is outside the model's vocabulary"),
+    (("logprobs", "top_logprobs"), _at_most_vocabulary, "more than the model's vocabulary"),
+    (("top_k", "max_tokens", "max_completion_tokens", "min_tokens", "n"), _is_int32, "beyond 32 bits"),
+    (("logit_bias", "temperature"), _is_float32, "beyond what a 32-bit float holds"),
+    (("stop_regex",), _compiles, "not a regular expression"),
+    (("messages",), _brings_its_media, "media must come in the request itself, as a data: URL"),
+)

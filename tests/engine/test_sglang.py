@@ -199,6 +199,8 @@ def test_sampling_fields_mean_what_they_mean_in_sglang(engine: RealEngine) -> No
         (CHAT, {"top_k": -(10**12)}),
         (CHAT, {"min_tokens": 1, "stop_token_ids": [10**6]}),
         (CHAT, {"stop_regex": "(("}),
+        (CHAT, {"logit_bias": {"5": -1e308}}),
+        (CHAT, {"temperature": 1e300}),
         (CHAT, {"extra_key": ["x"]}),
         (CHAT, {"chat_template_kwargs": {"messages": []}}),
         (CHAT, {"messages": [{"role": "user", "content": None}]}),
