@@ -2,12 +2,14 @@
 
 import asyncio
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import structlog
 from redis.asyncio import Redis
 from redis.exceptions import RedisError
 from sqlalchemy import select
+from sqlalchemy.exc import SQLAlchemyError
 
 from service.db.sessions import Database
 from service.db.tables import Batch, BatchStatus
@@ -119,7 +121,8 @@ class Worker:
         except Exception:  # the edge of the worker: the slice is ready again, and the log says why
             log.exception("slice failed", slice=lease.slice_id, epoch=lease.epoch)
             await asyncio.sleep(1.0)  # a slice that always fails must not spin
-            await self._leases.give_back(lease)
+            with suppress(SQLAlchemyError):  # its lease ends by itself
+                await self._leases.give_back(lease)
         finally:
             self._runs.discard(run)
 
