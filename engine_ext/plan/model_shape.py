@@ -28,15 +28,17 @@ class Matrix:
 class ModelShape:
     """What the cost model needs of a model.
 
-    `matrices` multiply tokens, `other_parameters` (embedding, norms) are only looked up. `kv_elements` is KV cache per
-    token over all layers; `query_elements` the width of all heads' queries over all layers; `attention_flops` what
-    scores and values cost for one pair of a query and a key token, over all layers and heads.
+    `matrices` multiply every token, `head` those that are sampled from, and `other_parameters` (embedding, norms) are
+    only looked up. `kv_elements` is KV cache per token over all layers; `query_elements` the width of all heads'
+    queries over all layers; `attention_flops` what scores and values cost for one pair of a query and a key token,
+    over all layers and heads.
     """
 
     name: str
     layers: int
     hidden: int
     matrices: tuple[Matrix, ...]
+    head: Matrix
     other_parameters: float
     kv_elements: float
     query_elements: float
@@ -45,12 +47,12 @@ class ModelShape:
     @property
     def parameters(self) -> float:
         """All that must be in memory."""
-        return sum(matrix.parameters for matrix in self.matrices) + self.other_parameters
+        return sum(matrix.parameters for matrix in self.matrices) + self.head.parameters + self.other_parameters
 
     @property
     def active_parameters(self) -> float:
-        """Those that one token multiplies: of a mixture of experts the chosen and the shared ones."""
-        return sum(matrix.parameters * matrix.active for matrix in self.matrices)
+        """Those that one output token multiplies: of a mixture of experts the chosen and the shared ones."""
+        return sum(matrix.parameters * matrix.active for matrix in self.matrices) + self.head.parameters
 
     def weight_bytes(self, dtype_bytes: int) -> float:
         return self.parameters * dtype_bytes
@@ -85,8 +87,8 @@ def shape_of(config: Mapping[str, Any], name: str = "model") -> ModelShape:
             *attention.matrices,
             *_mlp(hidden, width, layers - expert_layers),
             *experts,
-            Matrix(hidden, vocabulary, 1),
         ),
+        head=Matrix(hidden, vocabulary, 1),
         other_parameters=(0 if tied else vocabulary * hidden) + layers * 2 * hidden + hidden,
         kv_elements=layers * attention.kv_elements,
         query_elements=layers * attention.query_elements,

@@ -15,7 +15,7 @@ from engine_ext.plan.model_shape import ConfigError, Matrix, preset, shape_of
 LLAMA_8B = preset("llama-3-8b")
 # BlendServe counts Llama-3-8B as 8e9 parameters, and its figures are cut, not rounded: 3.7395 is printed as 3.73.
 PAPER = CostModel(
-    dataclasses.replace(LLAMA_8B, matrices=(Matrix(80_000, 100_000, 1),)),
+    dataclasses.replace(LLAMA_8B, matrices=(), head=Matrix(80_000, 100_000, 1)),
     Machine(hardware("a100-80gb")),
     dtype="fp16",
     kv_dtype="fp16",
