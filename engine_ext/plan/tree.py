@@ -7,6 +7,8 @@ from numpy.typing import NDArray
 
 from engine_ext.plan.prompts import Prompts, TokenIds
 
+Column = NDArray[np.int64]
+
 
 @dataclass(frozen=True, slots=True)
 class PrefixTree:
@@ -14,14 +16,25 @@ class PrefixTree:
 
     `order`: int64 [prompts], the prompts as a depth-first walk meets them. Node k stands for the tokens at depths
     [`begin[k]`, `end[k]`) that the prompts `order[first[k]:last[k]]` share; `parent[k]` is -1 at the root, node 0.
+    Nodes are in preorder: those below node k are [k + 1, `after[k]`).
     """
 
-    order: NDArray[np.int64]
-    parent: NDArray[np.int64]
-    begin: NDArray[np.int64]
-    end: NDArray[np.int64]
-    first: NDArray[np.int64]
-    last: NDArray[np.int64]
+    order: Column
+    parent: Column
+    begin: Column
+    end: Column
+    first: Column
+    last: Column
+
+    def __len__(self) -> int:
+        return len(self.parent)
+
+    @property
+    def after(self) -> Column:
+        """The first node in preorder that is neither node k nor below it; int64 [nodes]."""
+        after = np.searchsorted(self.first, self.last, side="left")
+        after[0] = len(self)
+        return after
 
     @property
     def distinct_tokens(self) -> int:
@@ -62,7 +75,17 @@ def build_tree(prompts: Prompts) -> PrefixTree:
             first.append(position)
             last.append(len(order))
             path.append(len(parent) - 1)
-    return PrefixTree(order, *(np.array(column, dtype=np.int64) for column in (parent, begin, end, first, last)))
+    columns = [np.array(column, dtype=np.int64) for column in (parent, begin, end, first, last)]
+    return PrefixTree(order, *_in_preorder(*columns))
+
+
+def _in_preorder(parent: Column, begin: Column, end: Column, first: Column, last: Column) -> list[Column]:
+    """The same nodes, numbered so that a node comes before its descendants and these before its next sibling."""
+    walk = np.lexsort((begin, first))
+    number = np.empty_like(walk)
+    number[walk] = np.arange(len(walk))
+    parent = np.where(parent[walk] < 0, -1, number[parent[walk]])
+    return [parent, begin[walk], end[walk], first[walk], last[walk]]
 
 
 def _common_prefixes(prompts: Prompts, order: NDArray[np.int64]) -> NDArray[np.int64]:
