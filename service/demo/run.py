@@ -180,10 +180,11 @@ def _summary(client: openai.OpenAI, folder: Path, batches: list[Batch], engine_s
     for row in zip(*columns, strict=True):
         table.add_row(*row)
     console.print(table)
-    speed = tokens / max(run_s, 1e-9)
-    console.print(
-        f"engine start {engine_s:.1f} s, then {run_s:.1f} s for the requests: {speed:,.0f} tokens/s in and out"
-    )
+    if run_s < 1:  # the engine was seen to be up only when it was done: too short to time by polling
+        console.print(f"engine start {engine_s:.1f} s, then less than a second for the requests")
+    else:
+        speed = f"{tokens / run_s:,.0f} tokens/s in and out"
+        console.print(f"engine start {engine_s:.1f} s, then {run_s:.1f} s for the requests: {speed}")
     for batch in batches:
         for error in (batch.errors.data if batch.errors else None) or []:
             console.print(f"line {error.line}: {error.code}: {error.message}", style="red", markup=False)
