@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import Any
 
 from redis.asyncio import Redis
-from sqlalchemy import select
+from sqlalchemy import select, update
 
 from service import ids
 from service.db.sessions import Database
-from service.db.tables import Batch, BatchStatus, File, Model
+from service.db.tables import Batch, BatchStatus, File, Model, Slice, SliceStatus
 from service.demo.model import ensure_demo_model
 from service.demo.prompts import corpus
 from service.jobs.expiry import Expiry
@@ -47,13 +47,13 @@ class ScriptedEngine:
     hold: asyncio.Event | None = None  # requests from the `hold_after`-th on wait for it
     hold_after: int = 0
     runs: Counter[str] = field(default_factory=Counter[str])
-    order: list[int] = field(default_factory=list[int])
+    ranks: dict[str, int] = field(default_factory=dict[str, int])
     _aborted: dict[str, asyncio.Event] = field(default_factory=dict[str, asyncio.Event])
 
     async def run(self, endpoint: str, body: dict[str, Any], rid: str, rank: int) -> ScriptedAnswer:
         content = body["messages"][-1]["content"]
         self.runs[content] += 1
-        self.order.append(rank)
+        self.ranks[content] = rank
         statuses = self.statuses.get(content)
         status = statuses.pop(0) if statuses else 200
         if self.hold is not None and sum(self.runs.values()) > self.hold_after:
@@ -214,3 +214,18 @@ class House:
 
 def demo_tokenizer(folder: Path) -> Path:
     return ensure_demo_model(folder, corpus())
+
+
+async def all_slices_done(house: House) -> bool:
+    async with house.database.read() as session:
+        return not (await session.scalars(select(Slice).where(Slice.status != SliceStatus.DONE))).all()
+
+
+async def completed_are(house: House, batch_id: str, wanted: int) -> bool:
+    return (await house.progress.counts(house.database, batch_id)).completed == wanted
+
+
+async def set_status(house: House, batch_id: str, status: BatchStatus) -> None:
+    """As if the API or a job had just moved the batch."""
+    async with house.database.write() as session:
+        await session.execute(update(Batch).where(Batch.id == batch_id).values(status=status))

@@ -1,0 +1,291 @@
+"""Deaths, races and damage on the way from a file to its answers: nothing is lost, doubled or run again."""
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+from sqlalchemy import func, select
+from sqlalchemy.ext.asyncio import AsyncSession
+
+from service.db.tables import BatchStatus, Model, Slice, SliceStatus
+from service.queue.leases import Leases
+from service.shards import Answer, Shard, Usage
+from tests.integration.house import (
+    House,
+    ScriptedAnswer,
+    ScriptedEngine,
+    all_slices_done,
+    completed_are,
+    jsonl,
+    line,
+    set_status,
+)
+
+
+async def test_dead_worker_is_followed_and_nothing_answered_runs_again(house: House) -> None:
+    batch_id = await house.submit(jsonl(line(n) for n in range(30)))
+    await house.plan()
+    first = ScriptedEngine(hold=asyncio.Event(), hold_after=13)
+    async with house.working(first, "worker-a") as task:
+        await house.until(lambda: completed_are(house, batch_id, 13))
+        task.cancel()  # a death: no drain, no lease given back
+        await asyncio.gather(task, return_exceptions=True)
+    second = ScriptedEngine()
+    async with house.working(second, "worker-b"):
+        await house.reconciler.run_once()
+        await asyncio.sleep(0.1)
+        assert not second.runs  # the dead worker's leases still hold
+        house.clock.now += house.settings.lease_s + 1
+        [batch] = await house.until_ended(batch_id)
+    output, errors = await house.results(batch)
+    assert (len(output), errors) == (30, {})
+    assert sum(second.runs.values()) == 30 - 13
+    assert max(second.runs.values()) == 1
+
+
+async def test_clean_stop_gives_slices_back_at_once(house: House) -> None:
+    batch_id = await house.submit(jsonl(line(n) for n in range(30)))
+    await house.plan()
+    first = ScriptedEngine(hold=asyncio.Event(), hold_after=13)
+    async with house.working(first, "worker-a"):
+        await house.until(lambda: completed_are(house, batch_id, 13))
+    async with house.database.read() as session:
+        leased = (await session.scalars(select(Slice).where(Slice.status == SliceStatus.LEASED))).all()
+    assert not leased
+    second = ScriptedEngine()
+    async with house.working(second, "worker-b"):
+        [batch] = await house.until_ended(batch_id)
+    assert len((await house.results(batch))[0]) == 30
+    assert sum(second.runs.values()) == 30 - 13
+
+
+async def test_redis_wiped_in_the_middle_loses_nothing(house: House) -> None:
+    batch_id = await house.submit(jsonl(line(n) for n in range(60)))
+    await house.plan()
+    hold = asyncio.Event()
+    engine = ScriptedEngine(hold=hold, hold_after=5)
+    async with house.working(engine, in_flight=16):
+        await house.until(lambda: completed_are(house, batch_id, 5))
+        await house.redis.flushall()
+        hold.set()
+        [batch] = await house.until_ended(batch_id)
+    assert len((await house.results(batch))[0]) == 60
+    assert set(engine.runs.values()) == {1}
+
+
+async def test_stale_worker_cannot_finish_or_renew_a_slice(house: House) -> None:
+    await house.submit(jsonl(line(n) for n in range(4)))
+    await house.plan()
+    slow = Leases(house.database, "slow", 30, house.clock)
+    quick = Leases(house.database, "quick", 30, house.clock)
+    stale = await slow.claim(1)
+    assert stale
+    assert await quick.claim(1) is None
+    house.clock.now += 31
+    fresh = await quick.claim(1)
+    assert fresh
+    assert fresh.epoch == stale.epoch + 1
+    assert await slow.renew([stale]) == set()
+    assert not await slow.finish(stale, {})
+    assert not await slow.give_back(stale)
+    assert await quick.renew([fresh, stale]) == {fresh}
+    assert await quick.finish(fresh, {})
+    assert not await quick.finish(fresh, {})
+    assert await slow.claim(1) is None
+
+
+async def test_answers_of_two_epochs_count_once(house: House) -> None:
+    batch_id = await house.submit(jsonl(line(n) for n in range(3)))
+    await house.plan()
+    async with house.working(ScriptedEngine()):
+        await house.until(lambda: all_slices_done(house))
+    shard = Shard(house.storage, 1)
+    found = [each async for each in shard.answers()]
+    await shard.write(9, 0, [replace_usage(each) for each in found])
+    [batch] = await house.until_ended(batch_id)
+    output, _ = await house.results(batch)
+    assert len(output) == 3
+
+
+async def test_two_finalizers_end_a_batch_once(house: House) -> None:
+    batch_id = await house.submit(jsonl(line(n) for n in range(9)))
+    await house.plan()
+    async with house.working(ScriptedEngine()):
+        await house.until(lambda: all_slices_done(house))
+    await set_status(house, batch_id, BatchStatus.FINALIZING)
+    before = await house.batch(batch_id)
+    await asyncio.gather(*(house.finalizer.finalize(before) for _ in range(4)))
+    batch = await house.batch(batch_id)
+    await house.results(batch)
+    assert await house.storage.keys("files") == sorted(
+        [f"files/{batch.input_file_id}", f"files/{batch.output_file_id}"]
+    )
+
+
+async def test_two_planners_plan_a_batch_once(house: House) -> None:
+    batch_id = await house.submit(jsonl(line(n) for n in range(30)))
+    await house.validator.run_once()
+    await asyncio.gather(*(house.planner.run_once() for _ in range(4)))
+    async with house.database.read() as session:
+        assert (await session.scalar(select(func.sum(Slice.count)))) == 30
+    assert len([key for key in await house.storage.keys("plans") if key.endswith("/order")]) == 1
+    async with house.working(ScriptedEngine()):
+        [batch] = await house.until_ended(batch_id)
+    assert len((await house.results(batch))[0]) == 30
+
+
+async def test_slice_that_cannot_be_written_is_kept_until_it_can(house: House, monkeypatch: pytest.MonkeyPatch) -> None:
+    batch_id = await house.submit(jsonl(line(n) for n in range(9)))
+    await house.plan()
+    written, failures = Shard.write, 3
+
+    async def failing(self: Shard, epoch: int, number: int, answers: list[Answer]) -> None:
+        nonlocal failures
+        failures -= 1
+        if failures >= 0:
+            raise OSError("No space left on device")
+        await written(self, epoch, number, answers)
+
+    monkeypatch.setattr(Shard, "write", failing)
+    engine = ScriptedEngine()
+    async with house.working(engine):
+        [batch] = await house.until_ended(batch_id)
+    assert len((await house.results(batch))[0]) == 9
+    assert set(engine.runs.values()) == {1}
+
+
+async def test_ready_slices_of_an_ended_batch_run_no_more(house: House) -> None:
+    cancelled = await house.submit(jsonl(line(n) for n in range(40)))
+    await house.plan()
+    await set_status(house, cancelled, BatchStatus.CANCELLING)
+    [batch] = await house.until_ended(cancelled)
+    assert (batch.status, batch.failed) == (BatchStatus.CANCELLED, 40)
+    await house.sweeper.run_once()
+    engine = ScriptedEngine()
+    after = await house.submit(jsonl(line(n) for n in range(3)))
+    async with house.working(engine, in_flight=8):
+        await house.plan()
+        await house.until_ended(after)
+    assert sum(engine.runs.values()) == 3
+    async with house.database.read() as session:
+        slices = (await session.scalars(select(Slice))).all()
+    assert {each.status for each in slices} == {SliceStatus.DONE}
+    assert max(each.epoch for each in slices) == 1
+
+
+async def test_slice_claimed_for_ended_batches_is_done_at_once(house: House) -> None:
+    """The batch ends between the claim and the look at its rows; its plan may be swept already."""
+    batch_id = await house.submit(jsonl(line(n) for n in range(3)))
+    await house.plan()
+    await set_status(house, batch_id, BatchStatus.CANCELLED)
+    await house.sweeper.run_once()
+    engine = ScriptedEngine()
+    async with house.working(engine):
+        await house.until(lambda: all_slices_done(house))
+    assert not engine.runs
+
+
+async def test_two_validators_leave_a_batch_whole(house: House) -> None:
+    batch_id = await house.submit(jsonl(line(n) for n in range(30)))
+    before = await house.batch(batch_id)
+    await asyncio.gather(*(house.validator.validate(before) for _ in range(4)))
+    await house.planner.run_once()
+    assert len(await house.storage.folders("indexes")) == 1
+    async with house.working(ScriptedEngine()):
+        [batch] = await house.until_ended(batch_id)
+    assert len((await house.results(batch))[0]) == 30
+
+
+async def test_request_that_raises_is_an_error_line_of_its_own(house: House, monkeypatch: pytest.MonkeyPatch) -> None:
+    batch_id = await house.submit(jsonl(line(n) for n in range(9)))
+    await house.plan()
+    engine = ScriptedEngine()
+    run = engine.run
+
+    async def raising(endpoint: str, body: dict[str, Any], rid: str, rank: int) -> ScriptedAnswer:
+        if body["messages"][-1]["content"] == "request 4":
+            raise RecursionError("too deep")
+        return await run(endpoint, body, rid, rank)
+
+    monkeypatch.setattr(engine, "run", raising)
+    async with house.working(engine):
+        [batch] = await house.until_ended(batch_id)
+    output, errors = await house.results(batch)
+    assert len(output) == 8
+    assert errors["id-4"]["error"]["message"] == "The engine failed on it in 3 attempts: RecursionError: too deep"
+
+
+async def test_batch_that_cannot_be_validated_does_not_stop_another(house: House) -> None:
+    async with house.database.write() as session:
+        session.add(Model(name="broken", source="/nonexistent/model", created_at=0))
+    stuck = await house.submit(jsonl([line(1, body={"model": "broken", "messages": ["x"]})]))
+    good = await house.submit(jsonl(line(n) for n in range(3)))
+    validator = house.validator
+    while await validator.run_once():
+        pass
+    assert (await house.batch(stuck)).status == BatchStatus.VALIDATING
+    assert (await house.batch(good)).status == BatchStatus.IN_PROGRESS
+    assert not await validator.run_once()  # it rests
+    house.clock.now += 61
+    assert await validator.run_once()
+
+
+async def test_commit_of_unknown_outcome_deletes_nothing(house: House, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The database commits, and its answer is lost: the files that the row now names must stay."""
+    batch_id = await house.submit(jsonl(line(n) for n in range(3)))
+    await house.plan()
+    async with house.working(ScriptedEngine()):
+        await house.until(lambda: all_slices_done(house))
+    await set_status(house, batch_id, BatchStatus.FINALIZING)
+    before, finalizer = await house.batch(batch_id), house.finalizer
+    write = house.database.write
+
+    @asynccontextmanager
+    async def losing() -> AsyncGenerator[AsyncSession, None]:
+        async with write() as session:
+            yield session
+        raise ConnectionResetError
+
+    with monkeypatch.context() as patch:
+        patch.setattr(house.database, "write", losing)
+        with pytest.raises(ConnectionResetError):
+            await finalizer.finalize(before)
+    batch = await house.batch(batch_id)
+    assert batch.status == BatchStatus.COMPLETED
+    assert len((await house.results(batch))[0]) == 3
+
+
+async def test_damaged_segment_costs_only_its_own_answers(house: House) -> None:
+    batch_id = await house.submit(jsonl(line(n) for n in range(8)))
+    await house.plan()
+    await house.storage.put("shards/1/00000000-00000000", b'["batch_x",1,tr')
+    engine = ScriptedEngine()
+    async with house.working(engine):
+        [batch] = await house.until_ended(batch_id)
+    assert len((await house.results(batch))[0]) == 8
+
+
+async def test_sweeper_deletes_what_a_crash_left_and_nothing_young(house: House) -> None:
+    batch_id = await house.submit(jsonl(line(n) for n in range(3)))
+    await house.plan()
+    for key in ("plans/plan_x/order", "indexes/index_x/records", "files/file-x"):
+        await house.storage.put(key, b"left by a crash")
+    needed = await house.storage.keys("")
+    house.clock.now = time.time()
+    assert not await house.sweeper.run_once()
+    assert await house.storage.keys("") == needed
+    house.clock.now += 3601
+    assert await house.sweeper.run_once()
+    left = await house.storage.keys("")
+    assert not [key for key in left if "_x" in key or "-x" in key]
+    assert len(left) == len(needed) - 3
+    async with house.working(ScriptedEngine()):
+        [batch] = await house.until_ended(batch_id)
+    assert len((await house.results(batch))[0]) == 3
+
+
+def replace_usage(answer: Answer) -> Answer:
+    return Answer(answer.batch_id, answer.request, answer.ok, Usage(99, 99, 99, 99), answer.line)
