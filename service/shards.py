@@ -66,6 +66,3 @@ class Shard:
                         except msgspec.DecodeError:
                             # Torn by a power cut before it was synced: its answers were never counted as given.
                             log.exception("segment is damaged", key=key)
-
-    async def delete(self) -> None:
-        await self.storage.delete_all(self.folder)

@@ -111,9 +111,6 @@ class Storage:
         if rest:
             yield offset, rest
 
-    async def size_bytes(self, key: str) -> int:
-        return (await self._store.head_async(key))["size"]
-
     async def keys(self, prefix: str) -> list[str]:
         """Every key below `prefix/`, sorted."""
         return sorted(await self.modified(prefix))

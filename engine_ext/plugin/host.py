@@ -76,7 +76,6 @@ class EngineHost:
         if not on_gpu:
             os.environ.setdefault("OMP_NUM_THREADS", "1")
         self.device = "gpu" if on_gpu else "cpu"
-        self.model_name = model_name
         self._engine = Engine(
             **{
                 "model_path": model_path,

@@ -164,7 +164,7 @@ def alive(processes: list[psutil.Process]) -> list[psutil.Process]:
     return [each for each in processes if each.is_running() and each.status() != psutil.STATUS_ZOMBIE]
 
 
-def whole(up: Up, batch_id: str, prefix: str, count: int, before: dict[str, str]) -> None:
+def assert_whole(up: Up, batch_id: str, prefix: str, count: int, before: dict[str, str]) -> None:
     """The batch completes with every line once, and what was answered `before` still is that very answer."""
     batch = up.wait(batch_id)
     assert batch.status == "completed"
@@ -181,7 +181,7 @@ def test_redis_emptied_in_the_middle_loses_nothing(up: Up) -> None:
     up.until(lambda: up.done(batch_id) >= 40, "some answers")
     before = up.answers_on_disk()
     up.redis.flushall()
-    whole(up, batch_id, "wiped", 300, before)
+    assert_whole(up, batch_id, "wiped", 300, before)
 
 
 def test_worker_killed_in_the_middle_loses_nothing(up: Up) -> None:
@@ -194,7 +194,7 @@ def test_worker_killed_in_the_middle_loses_nothing(up: Up) -> None:
     psutil.wait_procs(engine, 20)
     assert alive(engine) == []  # no orphan holds the device
     assert up.client.batches.retrieve(batch_id).status == "in_progress"
-    whole(up, batch_id, "worker", 400, before)
+    assert_whole(up, batch_id, "worker", 400, before)
 
 
 def test_everything_killed_and_started_again_goes_on(up: Up) -> None:
@@ -208,7 +208,7 @@ def test_everything_killed_and_started_again_goes_on(up: Up) -> None:
     psutil.wait_procs(family, 20)
     before = up.answers_on_disk()
     up.start()
-    whole(up, batch_id, "all", 400, before)
+    assert_whole(up, batch_id, "all", 400, before)
 
 
 def test_ctrl_c_stops_cleanly_and_leaves_no_process(up: Up) -> None:
