@@ -70,7 +70,7 @@ class Storage:
 
     async def _sync(self, key: str) -> None:
         if self._folder is not None:
-            await asyncio.to_thread(_sync_file, self._folder / key)
+            await asyncio.to_thread(_sync_file, self._folder, key)
 
     async def read(self, key: str) -> bytes:
         """The whole object. Raises FileNotFoundError."""
@@ -143,10 +143,12 @@ class Storage:
             return
 
 
-def _sync_file(path: Path) -> None:
-    """Have the operating system write the file and its folder's entry to disk."""
-    for each, flags in ((path, os.O_RDONLY), (path.parent, os.O_RDONLY | os.O_DIRECTORY)):
-        opened = os.open(each, flags)
+def _sync_file(folder: Path, key: str) -> None:
+    """Have the operating system write the file to disk, and the entries of the folders that lead to it."""
+    path = folder / key
+    parents = path.parents[: len(path.relative_to(folder).parts)]
+    for each in (path, *parents):
+        opened = os.open(each, os.O_RDONLY)
         try:
             os.fsync(opened)
         finally:
