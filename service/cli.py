@@ -20,6 +20,7 @@ from service.db.sessions import Database
 from service.queue.connection import open_redis
 from service.settings import Settings, SettingsError, load_settings
 from service.storage import Storage
+from service.workloads.commands import plan
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -156,6 +157,9 @@ def demo(
         run_demo(settings, file, keep)
     except DemoError as error:
         _fail(str(error))
+
+
+app.command()(plan)
 
 
 @app.command()

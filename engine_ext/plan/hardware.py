@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
+from typing import Any
 
 TERA = 1e12
 GIGA = 1e9
@@ -86,6 +87,29 @@ PRESETS: Mapping[str, Hardware] = MappingProxyType(
         )
     }
 )
+
+
+class HardwareError(ValueError):
+    """A description of hardware lacks a field or has one that makes no sense; the message names it."""
+
+
+def hardware_of(described: Mapping[str, Any]) -> Hardware:
+    """From a calibration: name, flops (by dtype, FLOP/s), bandwidth (bytes/s), memory_bytes. Raises HardwareError."""
+    for field in ("name", "flops", "bandwidth", "memory_bytes"):
+        if field not in described:
+            raise HardwareError(f"the hardware file has no {field!r}")
+    flops = described["flops"]
+    if not isinstance(flops, Mapping) or not flops:
+        raise HardwareError("'flops' of the hardware file must give FLOP/s by dtype")
+    numbers = {"bandwidth": described["bandwidth"], "memory_bytes": described["memory_bytes"]}
+    numbers |= {f"flops.{dtype}": value for dtype, value in flops.items()}
+    for field, value in numbers.items():
+        if not isinstance(value, int | float) or isinstance(value, bool):
+            raise HardwareError(f"{field!r} of the hardware file must be a number, not {value!r}")
+    try:
+        return Hardware(str(described["name"]), dict(flops), described["bandwidth"], described["memory_bytes"])
+    except ValueError as error:
+        raise HardwareError(str(error)) from error
 
 
 def hardware(name: str) -> Hardware:

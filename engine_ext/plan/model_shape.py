@@ -51,8 +51,13 @@ class ModelShape:
 
     @property
     def active_parameters(self) -> float:
-        """Those that one output token multiplies: of a mixture of experts the chosen and the shared ones."""
-        return sum(matrix.parameters * matrix.active for matrix in self.matrices) + self.head.parameters
+        """P of the cost model: of a mixture of experts only those that a token chooses, else all.
+
+        As papers and makers count: the embedding is in, though it is only looked up (a tenth of a small model). The
+        finer model in operators.py goes by `matrices` and leaves it out.
+        """
+        chosen = sum(matrix.parameters * matrix.active for matrix in self.matrices)
+        return chosen + self.head.parameters + self.other_parameters
 
     def weight_bytes(self, dtype_bytes: int) -> float:
         return self.parameters * dtype_bytes

@@ -1,39 +1,93 @@
-"""The prompts of a window as arrays, so that a hundred thousand of them are a few objects."""
+"""The prompts of a window as arrays, so that a million of them are a few objects."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
 TokenIds = NDArray[np.uint32]
+Segment = tuple[str | int, int]
+
+
+class SegmentError(ValueError):
+    """The segments of a prompt make no sense; `number` counts prompts from 0."""
+
+    def __init__(self, number: int, problem: str) -> None:
+        super().__init__(f"prompt {number}: {problem}")
+        self.number = number
+        self.problem = problem
 
 
 @dataclass(frozen=True, slots=True)
 class Prompts:
-    """Token ids of all prompts end to end: prompt i is `tokens[starts[i]:starts[i + 1]]`.
+    """All prompts end to end: prompt i is `tokens[starts[i]:starts[i + 1]]`.
 
-    `tokens`: uint32 [sum of prompt lengths]; `starts`: int64 [prompts + 1], not decreasing.
+    `tokens`: uint32 [sum of prompt lengths], token ids; `starts`: int64 [prompts + 1], not decreasing. Where content is
+    known by its identity only, an element of `tokens` stands for a segment of `sizes` tokens, int64 like `tokens`.
     """
 
     tokens: TokenIds
     starts: NDArray[np.int64]
+    sizes: NDArray[np.int64] | None = None
 
     def __post_init__(self) -> None:
         if len(self.starts) == 0 or self.starts[0] != 0 or self.starts[-1] != len(self.tokens):
             raise ValueError("starts must begin at 0 and end at the number of tokens")
         if np.any(np.diff(self.starts) < 0):
             raise ValueError("starts must not decrease")
+        if self.sizes is not None and (len(self.sizes) != len(self.tokens) or np.any(self.sizes < 1)):
+            raise ValueError("sizes must give every segment at least one token")
 
     @classmethod
     def of(cls, prompts: Iterable[Iterable[int]]) -> "Prompts":
         parts = [np.asarray(list(prompt), dtype=np.uint32) for prompt in prompts]
-        starts = np.zeros(len(parts) + 1, dtype=np.int64)
-        np.cumsum([len(part) for part in parts], out=starts[1:])
-        return cls(np.concatenate([np.empty(0, np.uint32), *parts]), starts)
+        return cls(np.concatenate([np.empty(0, np.uint32), *parts]), _starts([len(part) for part in parts]))
+
+    @classmethod
+    def of_segments(cls, prompts: Iterable[Sequence[Segment]]) -> "Prompts":
+        """From (id, length) pairs: equal ids at equal depth are equal content. Raises SegmentError."""
+        names: dict[str | int, int] = {}
+        said: dict[tuple[str | int, int], tuple[int, int]] = {}
+        tokens: list[int] = []
+        sizes: list[int] = []
+        counts: list[int] = []
+        for number, prompt in enumerate(prompts):
+            depth = 0
+            for name, size in prompt:
+                if size < 1:
+                    raise SegmentError(number, f"segment {name!r} has the length {size}; it must be at least 1")
+                first, known = said.setdefault((name, depth), (number, size))
+                if known != size:
+                    raise SegmentError(
+                        number,
+                        f"segment {name!r} at depth {depth} has the length {size}, but {known} in prompt {first}; "
+                        "equal ids at equal depth are equal content",
+                    )
+                tokens.append(names.setdefault(name, len(names)))
+                sizes.append(size)
+                depth += size
+            if depth == 0:
+                raise SegmentError(number, "there are no segments; a prompt has at least one")
+            counts.append(len(prompt))
+        return cls(np.array(tokens, dtype=np.uint32), _starts(counts), np.array(sizes, dtype=np.int64))
 
     def __len__(self) -> int:
         return len(self.starts) - 1
 
     def __getitem__(self, i: int) -> TokenIds:
         return self.tokens[self.starts[i] : self.starts[i + 1]]
+
+    @property
+    def lengths(self) -> NDArray[np.int64]:
+        """Tokens of each prompt; int64 [prompts]."""
+        if self.sizes is None:
+            return np.diff(self.starts)
+        sums = np.concatenate([[0], np.cumsum(self.sizes)])
+        return sums[self.starts[1:]] - sums[self.starts[:-1]]
+
+
+def _starts(counts: list[int]) -> NDArray[np.int64]:
+    starts = np.zeros(len(counts) + 1, dtype=np.int64)
+    np.cumsum(counts, out=starts[1:])
+    return starts

@@ -3,8 +3,9 @@
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 
+from engine_ext.plan.compiled import compiled
 from engine_ext.plan.cost import CostModel, Load
 from engine_ext.plan.tree import PrefixTree
 
@@ -34,16 +35,73 @@ class NodeLoads:
         return Load(float(self.compute_s[node]), float(self.saved_s[node]), float(self.memory_s[node]))
 
 
-def node_loads(tree: PrefixTree, prompt_tokens: Floats, output_tokens: Floats, cost: CostModel) -> NodeLoads:
-    """Loads of every node; lengths are float64 [requests] in the order of the prompts, not of the tree."""
-    p, d = prompt_tokens[tree.order], output_tokens[tree.order]
+@dataclass(frozen=True, slots=True)
+class Requests:
+    """Lengths of requests in tokens; float64 [requests] in the order of the prompts, not of a tree.
+
+    `output_squares` is the mean of the output's square: the square itself where the output is known.
+    """
+
+    prompt: Floats
+    output: Floats
+    output_squares: Floats
+
+    @classmethod
+    def exact(cls, prompt: ArrayLike, output: ArrayLike) -> "Requests":
+        p, d = np.asarray(prompt, dtype=np.float64), np.asarray(output, dtype=np.float64)
+        return cls(p, d, d * d)
+
+    def __len__(self) -> int:
+        return len(self.prompt)
+
+    def at(self, places: NDArray[np.int64]) -> "Requests":
+        return Requests(self.prompt[places], self.output[places], self.output_squares[places])
+
+    def compute_s(self, cost: CostModel) -> Floats:
+        return cost.compute_s(self.prompt, self.output)
+
+    def memory_s(self, cost: CostModel) -> Floats:
+        return cost.memory_s(self.prompt, self.output, self.output_squares)
+
+
+def node_loads(tree: PrefixTree, requests: Requests, cost: CostModel) -> NodeLoads:
+    """Loads of every node of the tree."""
+    walked = requests.at(tree.order)
     # All prompts below a node have its segment in common, and one computes it.
     sharing = cost.saved_s(tree.end - tree.begin, tree.begin) * np.maximum(tree.last - tree.first - 1, 0)
     return NodeLoads(
-        compute_s=_between(cost.compute_s(p, d), tree.first, tree.last),
+        compute_s=_between(walked.compute_s(cost), tree.first, tree.last),
         saved_s=_between(sharing, np.arange(len(tree)), tree.after),
-        memory_s=_between(cost.memory_s(p, d), tree.first, tree.last),
+        memory_s=_between(walked.memory_s(cost), tree.first, tree.last),
     )
+
+
+def marginal_density(tree: PrefixTree, loads: NodeLoads, cost: CostModel) -> Floats:
+    """Density by node when the prefix above it is in the cache already: what a walk pays that stands before it."""
+    above = cost.saved_s(tree.begin) * (tree.last - tree.first)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        density = (loads.compute_s - loads.saved_s - above) / loads.memory_s
+    return np.where(loads.memory_s > 0, density, np.inf)
+
+
+def request_loads(tree: PrefixTree, requests: Requests, cost: CostModel) -> tuple[Floats, Floats]:
+    """Seconds of compute and of memory reads by request, in the walk's order; float64 [prompts] each.
+
+    Requests that share a segment pay it in equal parts, so that the sums are the root's.
+    """
+    sharers = np.maximum(tree.last - tree.first, 1)
+    saved = cost.saved_s(tree.end - tree.begin, tree.begin) * (sharers - 1) / sharers
+    walked = requests.at(tree.order)
+    return walked.compute_s(cost) - _above(tree.parent, saved)[tree.leaves], walked.memory_s(cost)
+
+
+@compiled
+def _above(parent: NDArray[np.int64], values: Floats) -> Floats:
+    """Sums of the values of each node and all nodes above it."""
+    sums = values.copy()
+    for node in range(1, len(parent)):
+        sums[node] += sums[parent[node]]
+    return sums
 
 
 def _between(values: Floats, first: NDArray[np.int64], last: NDArray[np.int64]) -> Floats:

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from engine_ext.plan.compiled import compiled
 from engine_ext.plan.prompts import Prompts, TokenIds
 
 Column = NDArray[np.int64]
@@ -12,11 +13,12 @@ Column = NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True)
 class PrefixTree:
-    """A radix tree over prompts in depth-first order.
+    """A radix tree over prompts; each prompt is a leaf, and the leaves are in the order of a walk.
 
-    `order`: int64 [prompts], the prompts as a depth-first walk meets them. Node k stands for the tokens at depths
+    `order`: int64 [prompts], the prompts as the walk meets them. Node k stands for the tokens at depths
     [`begin[k]`, `end[k]`) that the prompts `order[first[k]:last[k]]` share; `parent[k]` is -1 at the root, node 0.
-    Nodes are in preorder: those below node k are [k + 1, `after[k]`).
+    Nodes are in preorder: those below node k are [k + 1, `after[k]`). A leaf stands for what its prompt shares with
+    nobody, which may be nothing.
     """
 
     order: Column
@@ -37,63 +39,129 @@ class PrefixTree:
         return after
 
     @property
+    def leaves(self) -> Column:
+        """The leaf of each prompt in the order of the walk; int64 [prompts]."""
+        childless = np.ones(len(self), dtype=np.bool_)
+        childless[self.parent[1:]] = False
+        return np.flatnonzero(childless)[: len(self.order)]
+
+    @property
+    def common(self) -> Column:
+        """Tokens that each prompt shares with the one before it in the walk; int64 [prompts]."""
+        common = np.zeros(len(self.order), dtype=np.int64)
+        # Siblings part where their parent ends; the deepest node that begins at a prompt comes last in preorder.
+        starts = self.first[1:] > self.first[self.parent[1:]]
+        common[self.first[1:][starts]] = self.end[self.parent[1:]][starts]
+        return common
+
+    @property
     def distinct_tokens(self) -> int:
         """Prompt tokens to compute when every shared prefix is computed once."""
         return int(np.sum(self.end - self.begin))
 
 
 def build_tree(prompts: Prompts) -> PrefixTree:
-    """Sort the prompts by their token ids (N log N comparisons) and read the tree off their common prefixes."""
-    # Big-endian bytes compare as the token ids do, and Python compares bytes with memcmp.
-    keys = [prompts[i].astype(">u4").tobytes() for i in range(len(prompts))]
-    order = np.array(sorted(range(len(prompts)), key=keys.__getitem__), dtype=np.int64)
-    lengths = np.diff(prompts.starts)[order]
-    common = _common_prefixes(prompts, order)
+    """Sort the prompts by their token ids and read the tree off their common prefixes.
 
-    parent, begin, end, first, last = [-1], [0], [0], [0], [len(order)]
-    path = [0]  # the nodes from the root to the prompt before, by rising depth
-    for position in range(len(order)):
-        shared = int(common[position])
-        below = None
-        while end[path[-1]] > shared:
-            below = path.pop()
-            last[below] = position
-        if below is not None and end[path[-1]] < shared:
-            # The prompt leaves the edge to `below` half-way: split it.
-            middle = len(parent)
-            parent.append(path[-1])
-            begin.append(begin[below])
-            end.append(shared)
-            first.append(first[below])
-            last.append(len(order))
-            parent[below], begin[below] = middle, shared
-            path.append(middle)
-        if lengths[position] > shared:
-            parent.append(path[-1])
-            begin.append(shared)
-            end.append(int(lengths[position]))
-            first.append(position)
-            last.append(len(order))
-            path.append(len(parent) - 1)
-    columns = [np.array(column, dtype=np.int64) for column in (parent, begin, end, first, last)]
-    return PrefixTree(order, *_in_preorder(*columns))
+    Sorting is by groups that share a prefix, one token beyond it at a time, so that each token of a shared prefix is
+    read once: N log N comparisons, and as many tokens as there are in the prefixes that tell prompts apart.
+    """
+    order, common = _sorted(prompts.tokens, prompts.starts)
+    if prompts.sizes is not None:
+        sums = np.concatenate([[0], np.cumsum(prompts.sizes)])
+        starts = prompts.starts[order]
+        common = sums[starts + common] - sums[starts]
+    return grow_tree(order, common, prompts.lengths)
 
 
-def _in_preorder(parent: Column, begin: Column, end: Column, first: Column, last: Column) -> list[Column]:
-    """The same nodes, numbered so that a node comes before its descendants and these before its next sibling."""
+def grow_tree(order: Column, common: Column, lengths: Column) -> PrefixTree:
+    """The tree whose leaves are the prompts in this order.
+
+    `common`: int64 [prompts], tokens that each shares with the one before it; `lengths`: int64 [prompts], by prompt.
+    """
+    parent, begin, end, first, last = _grown(common, lengths[order])
     walk = np.lexsort((begin, first))
     number = np.empty_like(walk)
     number[walk] = np.arange(len(walk))
-    parent = np.where(parent[walk] < 0, -1, number[parent[walk]])
-    return [parent, begin[walk], end[walk], first[walk], last[walk]]
+    above = parent[walk]
+    return PrefixTree(order, np.where(above < 0, -1, number[above]), begin[walk], end[walk], first[walk], last[walk])
 
 
-def _common_prefixes(prompts: Prompts, order: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Length of the prefix that each prompt shares with the one before it in `order`; int64 [prompts]."""
+@compiled
+def _sorted(tokens: TokenIds, starts: Column) -> tuple[Column, Column]:
+    """Prompts in the order of their tokens, and how many tokens each shares with the one before it."""
+    order = np.arange(len(starts) - 1)
     common = np.zeros(len(order), dtype=np.int64)
-    for position in range(1, len(order)):
-        common[position] = common_prefix(prompts[order[position - 1]], prompts[order[position]])
-    return common
+    groups = [(0, len(order), 0)]  # runs of `order` that are equal up to a depth, and are to be sorted beyond it
+    while len(groups) > 0:
+        low, high, depth = groups.pop()
+        if high - low < 2:
+            continue
+        depth = _equal_until(tokens, starts, order[low:high], depth)
+        keys = np.empty(high - low, dtype=np.int64)
+        for k in range(high - low):
+            at = starts[order[low + k]] + depth
+            keys[k] = tokens[at] if at < starts[order[low + k] + 1] else -1
+        by_key = np.argsort(keys, kind="mergesort")
+        order[low:high] = order[low:high][by_key]
+        run = low
+        for k in range(low + 1, high + 1):
+            if k == high or keys[by_key[k - low]] != keys[by_key[run - low]]:
+                if run > low:
+                    common[run] = depth
+                if keys[by_key[run - low]] >= 0:
+                    groups.append((run, k, depth + 1))
+                else:  # they end here: identical prompts
+                    common[run + 1 : k] = depth
+                run = k
+    return order, common
+
+
+@compiled
+def _equal_until(tokens: TokenIds, starts: Column, group: Column, depth: int) -> int:
+    """The depth up to which all prompts of the group are equal, at least `depth`."""
+    begin = starts[group[0]]
+    equal = starts[group[0] + 1] - begin
+    for prompt in group[1:]:
+        other = starts[prompt]
+        equal = min(equal, starts[prompt + 1] - other)
+        at = depth
+        while at < equal and tokens[begin + at] == tokens[other + at]:
+            at += 1
+        equal = at
+        if equal == depth:
+            break
+    return int(equal)
+
+
+@compiled
+def _grown(common: Column, lengths: Column) -> tuple[Column, Column, Column, Column, Column]:
+    """Parent, begin, end, first and last of the nodes, parents before or behind their children."""
+    size = 2 * len(lengths) + 1
+    parent, begin, end = np.empty(size, np.int64), np.empty(size, np.int64), np.empty(size, np.int64)
+    first, last = np.empty(size, np.int64), np.full(size, len(lengths), np.int64)
+    parent[0], begin[0], end[0], first[0] = -1, 0, 0, 0
+    nodes = 1
+    path = [0]  # the nodes from the root to the prompt before, by rising depth
+    for position in range(len(lengths)):
+        shared = common[position]
+        below = -1
+        if position > 0:
+            below = path.pop()
+            last[below] = position
+            while end[path[-1]] > shared:
+                below = path.pop()
+                last[below] = position
+        if below >= 0 and end[path[-1]] < shared:
+            # The prompt leaves the edge to `below` half-way: split it.
+            parent[nodes], begin[nodes], end[nodes], first[nodes] = path[-1], begin[below], shared, first[below]
+            parent[below], begin[below] = nodes, shared
+            path.append(nodes)
+            nodes += 1
+        parent[nodes], begin[nodes], end[nodes], first[nodes] = path[-1], shared, lengths[position], position
+        path.append(nodes)
+        nodes += 1
+    return parent[:nodes], begin[:nodes], end[:nodes], first[:nodes], last[:nodes]
 
 
 def common_prefix(a: TokenIds, b: TokenIds) -> int:

@@ -1,55 +1,141 @@
-"""From the prompts of a window to its plan: the order of execution and the slices that workers lease."""
+"""From the prompts of a window to its plan: what to expect, the order of execution, partitions and slices."""
 
-import itertools
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
 
+from engine_ext.plan.blend import Wishes, blend
+from engine_ext.plan.cost import CostModel, Load
+from engine_ext.plan.groups import Groups, group_requests
+from engine_ext.plan.lengths import Estimates, Seen, estimate, group_caps, look_ahead, see
+from engine_ext.plan.order import KEEP_SHARING, Scan, order_scan
+from engine_ext.plan.partition import Slice, cut_slices, partition
 from engine_ext.plan.prompts import Prompts
-from engine_ext.plan.tree import build_tree
+from engine_ext.plan.resources import Requests, request_loads
+from engine_ext.plan.tree import Column, build_tree
+
+UNKNOWN = -1
 
 
 @dataclass(frozen=True, slots=True)
-class Slice:
-    """The requests `order[first : first + count]`, leased by one worker at a time."""
+class Outputs:
+    """What is known of outputs before the plan, in tokens; int64 [prompts] by prompt.
 
-    first: int
-    count: int
+    `caps`: max_tokens. `known`: the true length, or UNKNOWN. `kinds`: equal for requests that are alike in something
+    that the prompts do not show, such as their batch. `sampled` and `sampled_tokens`: requests that have run, and what
+    they answered.
+    """
+
+    caps: Column
+    known: Column
+    kinds: Column | None = None
+    sampled: Column = field(default_factory=lambda: np.empty(0, dtype=np.int64))
+    sampled_tokens: Column = field(default_factory=lambda: np.empty(0, dtype=np.int64))
+
+    @classmethod
+    def of_known(cls, tokens: Column) -> "Outputs":
+        return cls(caps=np.maximum(tokens, 1), known=tokens)
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """How the work is to be laid out."""
+
+    replicas: int = 1
+    slice_requests: int = 256
+    keep_sharing: float = KEEP_SHARING
+
+    def __post_init__(self) -> None:
+        if self.replicas < 1:
+            raise ValueError(f"there must be at least one replica, not {self.replicas}")
+        if self.slice_requests < 1:
+            raise ValueError(f"slice_requests must be at least 1, not {self.slice_requests}")
 
 
 @dataclass(frozen=True, slots=True)
 class WindowPlan:
     """What the planner decides about a window. It is advice: no answer depends on it.
 
-    `order`: int64 [prompts], a permutation. `sharing`: share of prompt tokens that sharing prefixes saves.
+    `order`: int64 [prompts], the prompts in order of execution, replica by replica; `partitions`: int64 [replicas + 1],
+    where each replica's begin. `right`: bool [prompts], by place in the order, whether the request was taken from the
+    memory-heavy end. `compute_s` and `memory_s`: float64 [prompts] by prompt, shared prefixes in equal parts. `slices`
+    do not cross partitions. `groups` and `seen` let a scheduler go on learning lengths.
     """
 
-    order: NDArray[np.int64]
+    order: Column
+    right: NDArray[np.bool_]
+    partitions: Column
     slices: tuple[Slice, ...]
+    scan: Scan
+    estimates: Estimates
+    compute_s: NDArray[np.float64]
+    memory_s: NDArray[np.float64]
+    groups: Groups
+    seen: Seen
     prompt_tokens: int
-    sharing: float
+    distinct_tokens: int
+
+    @property
+    def load(self) -> Load:
+        """Work of the window with all the sharing that any order can have."""
+        ordered = self.scan.loads.of(0)
+        return Load(ordered.compute_s, self.scan.best_saved_s, ordered.memory_s)
+
+    @property
+    def density(self) -> NDArray[np.float64]:
+        """Of each request; infinite without memory reads; float64 [prompts] by prompt."""
+        with np.errstate(divide="ignore", invalid="ignore"):
+            return np.where(self.memory_s > 0, self.compute_s / self.memory_s, np.inf)
+
+    @property
+    def sharing(self) -> float:
+        """Share of the prompt tokens that sharing prefixes can save."""
+        return 1 - self.distinct_tokens / self.prompt_tokens if self.prompt_tokens else 0.0
 
 
-def plan_window(prompts: Prompts, slice_requests: int) -> WindowPlan:
-    """Depth-first order of the prefix tree, cut into slices of at most `slice_requests` requests of about equal number.
-
-    Raises ValueError when `slice_requests` is not positive.
-    """
-    if slice_requests < 1:
-        raise ValueError("slice_requests must be at least 1")
+def plan_window(
+    prompts: Prompts, outputs: Outputs, cost: CostModel, wishes: Wishes | None = None, shape: Shape | None = None
+) -> WindowPlan:
+    """Tree, lengths, sort, split, merge, blend, partitions and slices of one window."""
+    shape = shape or Shape()
+    wishes = wishes or Wishes.none(len(prompts))
+    lengths = prompts.lengths
     tree = build_tree(prompts)
-    tokens = len(prompts.tokens)
+    groups = group_requests(tree, outputs.kinds)
+    seen = see(groups, outputs.sampled, outputs.sampled_tokens, np.ones(len(outputs.sampled), dtype=np.bool_))
+    estimates = estimate(
+        groups, look_ahead(seen, groups, group_caps(groups, outputs.caps)), outputs.caps, outputs.known
+    )
+    requests = Requests(lengths.astype(np.float64), estimates.mean, estimates.squares)
+
+    scan = order_scan(tree, requests, cost, shape.keep_sharing)
+    compute_s, memory_s = request_loads(scan.tree, requests, cost)
+    by_scan = Wishes(wishes.deadline_s[scan.tree.order], wishes.tenant[scan.tree.order], wishes.weights)
+    load = scan.loads.of(0)
+    blended = blend(compute_s, memory_s, by_scan, load.ideal_s / shape.replicas)
+    root = load.density if np.isfinite(load.density) else 0.0
+    places, begins = partition((compute_s + root * memory_s)[blended.positions], blended.ends, shape.replicas)
+    by_prompt = np.empty((2, len(prompts)))
+    by_prompt[:, scan.tree.order] = compute_s, memory_s
     return WindowPlan(
-        order=tree.order,
-        slices=cut_slices(len(prompts), slice_requests),
-        prompt_tokens=tokens,
-        sharing=1 - tree.distinct_tokens / tokens if tokens else 0.0,
+        order=scan.tree.order[blended.positions[places]],
+        right=blended.right[places],
+        partitions=begins,
+        slices=_slices(begins, shape.slice_requests),
+        scan=scan,
+        estimates=estimates,
+        compute_s=by_prompt[0],
+        memory_s=by_prompt[1],
+        groups=groups,
+        seen=seen,
+        prompt_tokens=int(lengths.sum()),
+        distinct_tokens=tree.distinct_tokens,
     )
 
 
-def cut_slices(requests: int, slice_requests: int) -> tuple[Slice, ...]:
-    """Cover [0, requests) by the fewest slices, whose sizes differ by at most one."""
-    slices = -(-requests // slice_requests)
-    edges = np.linspace(0, requests, slices + 1).round().astype(int).tolist()
-    return tuple(Slice(first, last - first) for first, last in itertools.pairwise(edges))
+def _slices(begins: Column, slice_requests: int) -> tuple[Slice, ...]:
+    cut: list[Slice] = []
+    for first, last in zip(begins[:-1].tolist(), begins[1:].tolist(), strict=True):
+        cut += [Slice(first + each.first, each.count) for each in cut_slices(last - first, slice_requests)]
+    return tuple(cut)

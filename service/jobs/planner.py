@@ -9,15 +9,20 @@ import structlog
 from numpy.typing import NDArray
 from sqlalchemy import select, update
 
+from engine_ext.plan.blend import Wishes
+from engine_ext.plan.cost import CostModel
+from engine_ext.plan.lengths import LONGEST
 from engine_ext.plan.prompts import Prompts
-from engine_ext.plan.window import WindowPlan, plan_window
+from engine_ext.plan.window import UNKNOWN, Outputs, Shape, WindowPlan, plan_window
 from service import ids
 from service.db.moves import rows_changed
 from service.db.sessions import Database
-from service.db.tables import Batch, BatchStatus, Slice, SliceBatch, Window
+from service.db.tables import Batch, BatchStatus, Model, Slice, SliceBatch, Window
 from service.jobs.desk import Desk
+from service.model_costs import planning_costs
 from service.plan_artifact import PLACE, Places, PlanArtifact, PlanHeader
 from service.request_index import RequestIndex
+from service.request_output import EXACT, MOST_TOKENS
 from service.settings import Settings
 from service.storage import Storage
 
@@ -30,12 +35,36 @@ class PlanOutdated(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """The requests [first, first + count) of a batch that go into the window."""
+    """The requests [first, first + count) of a batch that go into the window; the batch ends at `expires_at`."""
 
     batch_id: str
     index_id: str
     first: int
     count: int
+    expires_at: int
+
+
+@dataclass(frozen=True, slots=True)
+class Gathered:
+    """The requests of a window: where they stand, their prompts, what they ask for (AskedOutput.packed)."""
+
+    spans: list[Span]
+    places: Places
+    prompts: Prompts
+    asked: NDArray[np.int64]
+
+    @property
+    def outputs(self) -> Outputs:
+        """Requests of one batch that ask for equal lengths are of one kind: a batch is mostly one task."""
+        most = self.asked & MOST_TOKENS
+        caps = np.where(most > 0, np.minimum(most, LONGEST), LONGEST)
+        known = np.where(self.asked & EXACT, caps, UNKNOWN)
+        return Outputs(caps, known, self.places["batch"].astype(np.int64) * (LONGEST + 1) + caps)
+
+    def wishes(self, now: float) -> Wishes:
+        ends = np.array([span.expires_at - now for span in self.spans], dtype=np.float64)
+        none = Wishes.none(len(self.places))
+        return replace(none, deadline_s=np.maximum(ends, 0.0)[self.places["batch"]])
 
 
 class Planner:
@@ -45,6 +74,7 @@ class Planner:
         self._settings = settings
         self._clock = clock
         self._desk = Desk("planner", clock)
+        self._costs: dict[str, CostModel] = {}
 
     async def run_once(self) -> bool:
         """Plan one window for a model with pending requests; whether there was one."""
@@ -73,28 +103,35 @@ class Planner:
             room = self._settings.window_requests - sum(span.count for span in spans)
             if room > 0:
                 count = min(batch.total - batch.planned, room)
-                spans.append(Span(batch.id, batch.index_id or "", batch.planned, count))
+                spans.append(Span(batch.id, batch.index_id or "", batch.planned, count, batch.expires_at))
         return pending
 
     async def plan(self, model: str, wanted: list[Span]) -> None:
         """Plan these requests, or the first that fit into a window's tokens, and commit. Raises PlanOutdated."""
-        spans, places, prompts = await self._read(wanted)
-        plan = await asyncio.to_thread(plan_window, prompts, self._settings.slice_requests)
+        found = await self._read(wanted)
+        cost = await self._cost(model)
+        now = self._clock()
+        shape = Shape(slice_requests=self._settings.slice_requests)
+        plan = await asyncio.to_thread(plan_window, found.prompts, found.outputs, cost, found.wishes(now), shape)
         artifact = PlanArtifact(self._storage, ids.plan_id())
-        now = int(self._clock())
         header = PlanHeader(
             model=model,
-            batches=[span.batch_id for span in spans],
-            requests=len(places),
+            batches=[span.batch_id for span in found.spans],
+            requests=len(found.places),
             prompt_tokens=plan.prompt_tokens,
-            sharing=plan.sharing,
+            sharing=plan.load.sharing,
+            sharing_kept=plan.scan.sharing_kept,
+            density=plan.load.density if np.isfinite(plan.load.density) else None,
+            compute_s=plan.load.compute_s,
+            memory_s=plan.load.memory_s,
+            planned_for=f"{cost.shape.name} on {cost.machine.accelerators} x {cost.machine.hardware.name}",
             slices=[(each.first, each.count) for each in plan.slices],
-            created_at=now,
+            created_at=int(now),
         )
-        order = places[plan.order]
+        order = found.places[plan.order]
         await artifact.write(header, order)
         try:
-            await self._commit(model, spans, artifact.plan_id, plan, order, now)
+            await self._commit(model, found.spans, artifact.plan_id, plan, order, int(now))
         except PlanOutdated:
             # Only now is it certain that nothing was committed; after any other error the sweeper decides.
             await artifact.delete()
@@ -102,18 +139,32 @@ class Planner:
         log.info(
             "planned",
             model=model,
-            requests=len(places),
+            requests=len(found.places),
             slices=len(plan.slices),
             prompt_tokens=plan.prompt_tokens,
-            sharing=round(plan.sharing, 4),
+            sharing=round(plan.load.sharing, 4),
+            sharing_kept=round(plan.scan.sharing_kept, 4),
+            density=round(plan.load.density, 4),
         )
 
-    async def _read(self, wanted: list[Span]) -> tuple[list[Span], Places, Prompts]:
-        """What fits of the wanted spans, at least one request, with its places and prompts."""
+    async def _cost(self, model: str) -> CostModel:
+        """What the model costs on the machine of the settings, from the files that its workers registered."""
+        if model not in self._costs:
+            async with self._database.read() as session:
+                source = await session.scalar(select(Model.source).where(Model.name == model))
+            tp = self._settings.engine_args.get("tp_size", 1)
+            self._costs[model] = await asyncio.to_thread(
+                planning_costs, source or model, self._settings.gpu, tp if isinstance(tp, int) else 1
+            )
+        return self._costs[model]
+
+    async def _read(self, wanted: list[Span]) -> Gathered:
+        """What fits of the wanted spans, at least one request."""
         spans: list[Span] = []
         places: list[NDArray[np.void]] = []
         tokens: list[NDArray[np.uint32]] = []
         lengths: list[NDArray[np.int64]] = []
+        asked: list[NDArray[np.int64]] = []
         room = self._settings.window_tokens
         for number, span in enumerate(wanted):
             index = RequestIndex(self._storage, span.index_id)
@@ -129,12 +180,13 @@ class Planner:
             spans.append(replace(span, count=count))
             places.append(place)
             lengths.append(records["tokens"][:count].astype(np.int64))
+            asked.append(records["asked"][:count].astype(np.int64))
             tokens.append(await index.token_ids(records[:count]))
             room -= int(ends[count - 1])
             if count < span.count:
                 break
         starts = np.concatenate([[0], np.cumsum(np.concatenate(lengths))]).astype(np.int64)
-        return spans, np.concatenate(places), Prompts(np.concatenate(tokens), starts)
+        return Gathered(spans, np.concatenate(places), Prompts(np.concatenate(tokens), starts), np.concatenate(asked))
 
     async def _commit(
         self, model: str, spans: list[Span], plan_id: str, plan: WindowPlan, order: Places, now: int

@@ -17,6 +17,7 @@ from service.jobs.desk import Desk
 from service.jobs.lines import LineChecker, LineError, quoted
 from service.jobs.tokens import PromptTokens
 from service.request_index import RECORD, RequestIndex
+from service.request_output import asked_output
 from service.settings import Settings
 from service.storage import LineTooLong, Storage, Writer, file_key
 
@@ -29,7 +30,7 @@ log = structlog.get_logger()
 class _Chunk:
     """Lines that passed, waiting to be tokenized together."""
 
-    places: list[tuple[int, int, int]]  # offset, length, line number
+    places: list[tuple[int, int, int, int]]  # offset, length, line number, asked output
     bodies: list[dict[str, Any]]
 
 
@@ -116,7 +117,7 @@ class Validator:
                 message = f"The file has more than {self._settings.max_lines} requests."
                 checker.add(LineError("too_many_tasks", message, number))
                 return
-            chunk.places.append((offset, len(raw), number))
+            chunk.places.append((offset, len(raw), number, asked_output(request.body).packed))
             chunk.bodies.append(request.body)
             if len(chunk.bodies) == TOKENIZE_LINES:
                 await flush()
@@ -140,12 +141,12 @@ class Validator:
 
 
 async def _append(
-    records: Writer, tokens: Writer, places: list[tuple[int, int, int]], prompts: list[list[int]], tokens_at: int
+    records: Writer, tokens: Writer, places: list[tuple[int, int, int, int]], prompts: list[list[int]], tokens_at: int
 ) -> int:
     """Write records and token ids of a chunk; returns where the next token goes."""
     rows = np.zeros(len(places), dtype=RECORD)
     lengths = np.array([len(each) for each in prompts], dtype=np.int64)
-    for column, name in enumerate(("offset", "length", "line")):
+    for column, name in enumerate(("offset", "length", "line", "asked")):
         rows[name] = [place[column] for place in places]
     rows["tokens"] = lengths
     rows["tokens_at"] = tokens_at + np.cumsum(lengths) - lengths

@@ -6,12 +6,14 @@ import random
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
 from engine_ext.plan.prompts import Prompts
-from engine_ext.plan.window import plan_window
+from engine_ext.plan.window import Outputs, Shape, plan_window
 from service.demo.prompts import CHAT, COMPLETIONS, requests
 from service.jobs.tokens import PromptTokens
+from service.model_costs import planning_costs
 from tests.engine.conftest import RealEngine
 
 QUESTION: dict[str, Any] = {
@@ -113,7 +115,9 @@ def test_answers_are_the_same_in_any_order(engine: RealEngine) -> None:
     lines = [line for each in requests("batchweave-demo").values() for line in each]
     tokens = PromptTokens.load(str(engine.model))
     ids = [tokens.encode(line["url"], [line["body"]])[0] for line in lines]
-    planned = plan_window(Prompts.of(ids), 64).order.tolist()
+    costs = planning_costs(str(engine.model), "h200", 1)
+    outputs = Outputs.of_known(np.full(len(ids), 64))
+    planned = plan_window(Prompts.of(ids), outputs, costs, shape=Shape(slice_requests=64)).order.tolist()
     shuffled = random.Random(5).sample(range(len(lines)), len(lines))
 
     async def run(order: list[int]) -> tuple[list[Any], int]:

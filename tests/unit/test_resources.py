@@ -9,7 +9,7 @@ from engine_ext.plan.cost import CostModel
 from engine_ext.plan.hardware import Machine, hardware
 from engine_ext.plan.model_shape import preset
 from engine_ext.plan.prompts import Prompts
-from engine_ext.plan.resources import node_loads
+from engine_ext.plan.resources import Requests, node_loads, request_loads
 from engine_ext.plan.tree import build_tree
 
 COST = CostModel(preset("llama-3-8b"), Machine(hardware("h200")))
@@ -22,7 +22,7 @@ def test_load_of_a_node_is_the_sum_of_its_requests(found: list[tuple[list[int], 
     tree = build_tree(Prompts.of(prompts))
     p = np.array([len(prompt) for prompt in prompts], dtype=np.float64)
     d = np.array([output for _, output in found], dtype=np.float64)
-    loads = node_loads(tree, p, d, COST)
+    loads = node_loads(tree, Requests.exact(p, d), COST)
     for node in range(len(tree)):
         below = tree.order[tree.first[node] : tree.last[node]]
         load = loads.of(node)
@@ -36,6 +36,16 @@ def test_load_of_a_node_is_the_sum_of_its_requests(found: list[tuple[list[int], 
         first_above = sum(float(COST.saved_s(1, len(prefix) - 1)) for prefix in set(above))
         outputs = float(COST.compute_s(0, d[below]).sum())
         assert load.net_compute_s == pytest.approx(outputs + once + shared_above - first_above)
+
+
+@given(requests)
+def test_equal_parts_of_shared_work_add_up_to_the_root(found: list[tuple[list[int], int]]) -> None:
+    tree = build_tree(Prompts.of([prompt for prompt, _ in found]))
+    lengths = Requests.exact([len(prompt) for prompt, _ in found], [output for _, output in found])
+    compute, memory = request_loads(tree, lengths, COST)
+    root = node_loads(tree, lengths, COST).of(0)
+    assert compute.sum() == pytest.approx(root.net_compute_s)
+    assert memory.sum() == pytest.approx(root.memory_s)
 
 
 @given(requests)
@@ -54,14 +64,14 @@ def test_root_has_the_density_and_sharing_of_the_window() -> None:
     prompts = [[*prefix, 5000 + n] for n in range(10)]
     tree = build_tree(Prompts.of(prompts))
     p, d = np.full(10, 1001.0), np.full(10, 64.0)
-    root = node_loads(tree, p, d, COST).of(0)
+    root = node_loads(tree, Requests.exact(p, d), COST).of(0)
     assert root.saved_s == pytest.approx(9 * float(COST.saved_s(1000)))
     assert root.density == pytest.approx((10 * float(COST.compute_s(1001, 64)) - root.saved_s) / root.memory_s)
 
 
 def test_request_without_output_is_infinitely_dense() -> None:
     tree = build_tree(Prompts.of([[1, 2], [3]]))
-    loads = node_loads(tree, np.array([2.0, 1.0]), np.array([0.0, 4.0]), COST)
+    loads = node_loads(tree, Requests.exact([2.0, 1.0], [0.0, 4.0]), COST)
     leaf = int(np.flatnonzero((tree.first == 0) & (tree.begin == 0) & (tree.end == 2))[0])
     assert loads.density[leaf] == np.inf
     assert np.isfinite(loads.density[0])

@@ -1,0 +1,106 @@
+"""Workload files of BlendServe's mixes (Table 2) and others, from real traces.
+
+python -m benchmarks.mixes DATA a100-1 --output mix.jsonl [--scale 0.1] [--seed 0]
+"""
+
+import argparse
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+
+from benchmarks import traces
+from benchmarks.traces import Row
+
+# Requests of the compute-heavy trace, of the memory-heavy one, and of MMLU. The first four are those of Table 2:
+# (density 1.4, sharing 35%), (0.9, 35%), (1.4, 5%), (0.9, 5%) with Llama-3-8B on an A100.
+TABLE_2 = {
+    "a100-1": ("azure_code_2023", 39_720, "long", 280, 85_293),
+    "a100-2": ("azure_code_2023", 39_540, "long", 460, 87_774),
+    "a100-3": ("azure_code_2023", 39_740, "long", 260, 7_658),
+    "a100-4": ("azure_code_2023", 39_580, "long", 420, 7_857),
+    "a100-r1-1": ("azure_conv_2023", 34_141, "servegen_deepseek_r1", 5_859, 61_700),
+    "a100-r1-2": ("azure_conv_2023", 28_023, "servegen_deepseek_r1", 11_977, 70_177),
+    "a100-r1-3": ("azure_conv_2023", 34_881, "servegen_deepseek_r1", 5_119, 5_465),
+    "a100-r1-4": ("azure_conv_2023", 29_493, "servegen_deepseek_r1", 10_507, 6_138),
+    "h200-1": ("azure_conv_2023", 36_501, "servegen_deepseek_r1", 3_499, 58_430),
+    "h200-2": ("azure_conv_2023", 32_592, "servegen_deepseek_r1", 7_408, 63_847),
+    "h200-3": ("azure_conv_2023", 37_001, "servegen_deepseek_r1", 2_999, 5_201),
+    "h200-4": ("azure_conv_2023", 33_502, "servegen_deepseek_r1", 6_498, 5_638),
+}
+ALONE = ("azure_code_2023", "azure_conv_2023", "sharegpt", "lmsys_chat", "servegen_deepseek_r1", "servegen_m_mid")
+
+Maker = Callable[[Path, float, int], list[Row]]
+
+
+def make(data: Path, name: str, scale: float = 1.0, seed: int = 0) -> list[Row]:
+    """The mix's rows in a random order. Raises KeyError for a name that is none of MIXES."""
+    rows = MIXES[name](data, scale, seed)
+    return [rows[place] for place in np.random.default_rng(seed).permutation(len(rows))]
+
+
+def write(rows: list[Row], path: Path) -> None:
+    with path.open("w") as file:
+        for number, row in enumerate(rows):
+            line = {"id": str(number), "segments": row.segments, "output_tokens": row.output_tokens}
+            file.write(json.dumps(line, separators=(",", ":")) + "\n")
+
+
+def _table_2(name: str) -> Maker:
+    dense, dense_count, light, light_count, mmlu_count = TABLE_2[name]
+
+    def maker(data: Path, scale: float, seed: int) -> list[Row]:
+        light_rows = (
+            traces.long_outputs(round(light_count * scale), seed)
+            if light == "long"
+            else traces.csv_trace(data, light, round(light_count * scale), seed)
+        )
+        return [
+            *traces.csv_trace(data, dense, round(dense_count * scale), seed),
+            *light_rows,
+            *traces.mmlu(data, round(mmlu_count * scale)),
+        ]
+
+    return maker
+
+
+def _alone(name: str) -> Maker:
+    return lambda data, scale, seed: traces.csv_trace(data, name, round(20_000 * scale), seed)
+
+
+def _documents(data: Path, scale: float, seed: int) -> list[Row]:
+    return [
+        *traces.documents(round(3_000 * scale), 6, 5_000, seed),
+        *traces.long_outputs(round(230 * scale), seed),
+    ]
+
+
+def _mooncake(data: Path, scale: float, seed: int) -> list[Row]:
+    return [*traces.mooncake(data, round(3_993 * scale)), *traces.long_outputs(round(120 * scale), seed)]
+
+
+MIXES: dict[str, Maker] = {
+    **{name: _table_2(name) for name in TABLE_2},
+    **{name: _alone(name) for name in ALONE},
+    "mmlu": lambda data, scale, seed: traces.mmlu(data, round(14_042 * scale)),
+    "documents": _documents,
+    "mooncake": _mooncake,
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("data", type=Path, help="folder with lengths/, text/ and tokenizers/")
+    parser.add_argument("mix", choices=list(MIXES))
+    parser.add_argument("--output", type=Path, required=True)
+    parser.add_argument("--scale", type=float, default=1.0, help="share of the mix's requests (default 1)")
+    parser.add_argument("--seed", type=int, default=0)
+    given = parser.parse_args()
+    rows = make(given.data, given.mix, given.scale, given.seed)
+    write(rows, given.output)
+    print(f"{len(rows):,} requests in {given.output}")
+
+
+if __name__ == "__main__":
+    main()

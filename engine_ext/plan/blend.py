@@ -1,0 +1,180 @@
+"""The scan from both ends before anything runs: an order whose every beginning has about the window's density (5.3).
+
+Urgent requests come first on each side, and the other side goes on filling what they lack, so the blend is kept. No
+tenant's served work falls behind its share by more than a bound.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from engine_ext.plan.compiled import compiled
+from engine_ext.plan.tree import Column
+
+Floats = NDArray[np.float64]
+
+NOT_URGENT = 1 << 30
+TIERS_PER_DOUBLING = 4
+HASTE = 1.25  # a deadline this many times behind the predicted end leaves a request where it stands
+FAIR_LAG = 0.02  # of the window's work, that a tenant may fall behind its share
+
+
+@dataclass(frozen=True, slots=True)
+class Wishes:
+    """What requests need beside throughput, by request.
+
+    `deadline_s`: float64, seconds from the window's start, infinite for none. `tenant`: int64, from 0; `weights`:
+    float64 [tenants], shares of the work while they have any waiting.
+    """
+
+    deadline_s: Floats
+    tenant: Column
+    weights: Floats
+
+    def __post_init__(self) -> None:
+        if np.any(np.isnan(self.deadline_s)):
+            raise ValueError("a deadline must be a number of seconds")
+        if not np.all(self.weights > 0):
+            raise ValueError("weights of tenants must be above zero")
+
+    @classmethod
+    def none(cls, requests: int) -> "Wishes":
+        return cls(np.full(requests, np.inf), np.zeros(requests, dtype=np.int64), np.ones(1))
+
+
+@dataclass(frozen=True, slots=True)
+class Blend:
+    """`positions`: int64, places in the scan in order of execution; `right`: bool, whether taken from the right end.
+
+    `ends`: int64, where the requests of one tier of urgency are all placed; the last is the number of requests.
+    """
+
+    positions: Column
+    right: NDArray[np.bool_]
+    ends: Column
+
+
+def blend(compute_s: Floats, memory_s: Floats, wishes: Wishes, total_s: float, fair_lag: float = FAIR_LAG) -> Blend:
+    """Take from the left end while memory reads are ahead, from the right end while compute is.
+
+    All arrays are in the order of the scan, left to right; `total_s` is when the window is expected to end.
+    """
+    reads = float(memory_s.sum())
+    density = float(compute_s.sum()) / reads if reads else 0.0
+    excess = compute_s - density * memory_s
+    # The two ends meet where what lies to the left has the most compute to spare.
+    sums = np.concatenate([[0.0], np.cumsum(excess)])
+    meeting = int(np.argmax(sums))
+    tiers = urgency(wishes.deadline_s, total_s)
+    left = _by_tier(np.arange(meeting), tiers)
+    right = _by_tier(np.arange(len(excess) - 1, meeting - 1, -1), tiers)
+    work = compute_s + density * memory_s
+    positions, taken_right = _taken(
+        left, right, excess, work, wishes.tenant, wishes.weights, fair_lag * float(work.sum())
+    )
+    return Blend(positions, taken_right, _tier_ends(tiers[positions]))
+
+
+def urgency(deadline_s: Floats, total_s: float) -> Column:
+    """Tiers of deadlines that the plain order might miss, rising in time; NOT_URGENT for the others."""
+    with np.errstate(divide="ignore", invalid="ignore"):
+        tier = np.floor(TIERS_PER_DOUBLING * np.log2(np.maximum(deadline_s, 1e-3) / max(total_s, 1e-9)))
+    return np.where(deadline_s < HASTE * total_s, tier, NOT_URGENT).astype(np.int64)
+
+
+def _by_tier(positions: Column, tiers: Column) -> Column:
+    return positions[np.argsort(tiers[positions], kind="stable")]
+
+
+def _tier_ends(tiers: Column) -> Column:
+    """After which request each tier is complete, rising; fillers of later tiers may stand before."""
+    found, last = np.unique(tiers[::-1], return_index=True)
+    ends = np.maximum.accumulate(len(tiers) - last)
+    return np.unique(np.append(ends, len(tiers))) if len(found) else np.zeros(0, dtype=np.int64)
+
+
+@compiled
+def _taken(
+    left: Column, right: Column, excess: Floats, work: Floats, tenant: Column, weights: Floats, most_lag: float
+) -> tuple[Column, NDArray[np.bool_]]:
+    """Positions in order of execution, and whether each came from the right side."""
+    total, tenants = len(left) + len(right), len(weights)
+    order, from_right = np.empty(total, np.int64), np.zeros(total, np.bool_)
+    taken = np.zeros(total, np.bool_)
+    # Both sides as a whole, and tenant by tenant: where each one's places start, end and are taken up to.
+    sides = (left, right)
+    heads = np.zeros(2, np.int64)
+    starts_left, own_left = _places_by_tenant(left, tenant, tenants)
+    starts_right, own_right = _places_by_tenant(right, tenant, tenants)
+    own, stops = (own_left, own_right), (starts_left[1:], starts_right[1:])
+    own_heads = np.stack((starts_left[:-1], starts_right[:-1]))
+    waiting = stops[0] - own_heads[0] + stops[1] - own_heads[1]
+    lag = np.zeros(tenants)  # what each should have got, less what it got
+    ahead = 0.0  # seconds of compute taken beyond balance
+    for k in range(total):
+        late = _most_behind(lag, waiting, most_lag) if tenants > 1 else -1
+        side, position = (1 if ahead > 0 else 0), -1
+        for at in (side, 1 - side):
+            if late >= 0:
+                own_heads[at, late] = _next_free(own[at], own_heads[at, late], stops[at][late], taken)
+                if own_heads[at, late] < stops[at][late]:
+                    position = own[at][own_heads[at, late]]
+            else:
+                heads[at] = _next_free(sides[at], heads[at], len(sides[at]), taken)
+                if heads[at] < len(sides[at]):
+                    position = sides[at][heads[at]]
+            if position >= 0:
+                from_right[k] = at == 1
+                break
+        order[k], taken[position] = position, True
+        ahead += excess[position]
+        if tenants > 1:
+            _share_out(lag, waiting, weights, work[position])
+            lag[tenant[position]] -= work[position]
+            waiting[tenant[position]] -= 1
+    return order, from_right
+
+
+@compiled
+def _next_free(places: Column, head: int, stop: int, taken: NDArray[np.bool_]) -> int:
+    while head < stop and taken[places[head]]:
+        head += 1
+    return head
+
+
+@compiled
+def _most_behind(lag: Floats, waiting: Column, most_lag: float) -> int:
+    """The tenant that is furthest behind its share, if any is by more than `most_lag`; else -1."""
+    late = -1
+    for each in range(len(lag)):
+        if waiting[each] > 0 and lag[each] > most_lag and (late < 0 or lag[each] > lag[late]):
+            late = each
+    return late
+
+
+@compiled
+def _share_out(lag: Floats, waiting: Column, weights: Floats, work: float) -> None:
+    """What each tenant that waits should have got of this work."""
+    active = 0.0
+    for each in range(len(lag)):
+        if waiting[each] > 0:
+            active += weights[each]
+    for each in range(len(lag)):
+        if waiting[each] > 0:
+            lag[each] += work * weights[each] / active
+
+
+@compiled
+def _places_by_tenant(side: Column, tenant: Column, tenants: int) -> tuple[Column, Column]:
+    """Where each tenant's places start, and the places of the side, tenant by tenant."""
+    starts = np.zeros(tenants + 1, np.int64)
+    for position in side:
+        starts[tenant[position] + 1] += 1
+    starts = np.cumsum(starts)
+    places = np.empty(len(side), np.int64)
+    free = starts[:-1].copy()
+    for position in side:
+        places[free[tenant[position]]] = position
+        free[tenant[position]] += 1
+    return starts, places

@@ -1,0 +1,287 @@
+"""The dual scan while an engine runs: what to admit in each step, and how many tokens to compute (5.3 and beyond).
+
+Three things go beyond the paper. The step's budget is *paced*: it keeps compute and memory reads in the ratio of the
+work that remains, so that both end together. Requests are admitted by *footprint*: what the KV cache will hold at each
+point to come, with everything that runs, has to fit, so that retraction stays an exception. And lengths are *learned*
+from answers that end and from those that still run.
+
+The functions work on `State`, which a simulator's compiled loop can hold; `DualScan` is the same as an object, for an
+engine.
+"""
+
+from dataclasses import dataclass
+
+from engine_ext.plan.compiled import compiled
+from engine_ext.plan.footprint import add_footprint, fits
+from engine_ext.plan.scan_state import (
+    CAPACITY,
+    CLOCK,
+    COMPUTE_LEFT,
+    COUNTED,
+    DECODING,
+    FRESH,
+    GEMM_S,
+    GROUP,
+    KNOWN,
+    KNOWN_COMPUTE,
+    KNOWN_MEMORY,
+    LEFT,
+    LEFT_FIRST,
+    LEFT_LAST,
+    MEMORY_LEFT,
+    MOST_TOKENS,
+    NO_REQUEST,
+    NOT_STARTED,
+    OWN_KV,
+    PLACE,
+    PROMPT,
+    READ_S,
+    RIGHT,
+    RIGHT_FIRST,
+    RIGHT_LAST,
+    RIGHT_PENDING,
+    RUNNING,
+    SIDE,
+    STARTED,
+    SWEEPS,
+    SWEPT,
+    WEIGHTS_S,
+    Backlog,
+    State,
+    StepCosts,
+    new_state,
+)
+from engine_ext.plan.sweep import end_sweep, record_growth, refresh_group, sweep
+from engine_ext.plan.tree import Column
+
+SOON = 32  # steps for whose output tokens there must be room, whoever is let in
+ALIGNMENT = 128  # tokens; step sizes are multiples, as GEMM tiles are (A.2)
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """`budget`: prompt tokens to compute in this step, for those in prefill first; `admitted`: requests to let in."""
+
+    budget: int
+    admitted: Column
+
+
+class DualScan:
+    """The scan of one engine; not safe for threads."""
+
+    def __init__(self, backlog: Backlog, costs: StepCosts) -> None:
+        self._state = new_state(backlog, costs)
+        begin(self._state)
+
+    def decide(self, used_kv: int, decoding_kv: int, decoding: int, pending: int, decoded: int = 1) -> Decision:
+        """See the function of this name; the requests are let in when it returns."""
+        budget, count = decide(self._state, used_kv, decoding_kv, decoding, pending, decoded)
+        return Decision(budget, self._state.admitted[:count].copy())
+
+    def prefilled(self, request: int) -> None:
+        prefilled(self._state, request)
+
+    def finished(self, request: int, tokens: int) -> None:
+        finished(self._state, request, tokens)
+
+    def retracted(self, request: int, tokens: int) -> None:
+        retracted(self._state, request, tokens)
+
+    @property
+    def waiting(self) -> int:
+        return waiting(self._state)
+
+    @property
+    def running(self) -> int:
+        return int(self._state.counts[RUNNING])
+
+    @property
+    def remaining_s(self) -> tuple[float, float]:
+        """Seconds of compute and of memory reads that are expected to remain."""
+        return float(self._state.sums[COMPUTE_LEFT]), float(self._state.sums[MEMORY_LEFT])
+
+
+@compiled
+def decide(state: State, used_kv: int, decoding_kv: int, decoding: int, pending: int, decoded: int) -> tuple[int, int]:
+    """The next step: how many prompt tokens to compute, and how many requests, in `admitted`, to let in.
+
+    `used_kv`: tokens of KV cache that admitted requests hold, or will once their prompts are computed; `decoding_kv`:
+    tokens that the `decoding` requests read in a step; `pending`: prompt tokens of admitted requests that are still to
+    be computed; `decoded`: output tokens that each of the decoding ones has got since the last decision.
+    """
+    state.counts[CLOCK] += decoded
+    state.counts[OWN_KV] += decoded * state.counts[DECODING]
+    sweep(state)
+    budget = _budget(state, decoding_kv, decoding, pending)
+    shared_kv = max(0, used_kv - state.counts[OWN_KV])  # prefixes in use, which no footprint counts
+    room = state.machine[CAPACITY] - shared_kv
+    physical = state.machine[CAPACITY] - used_kv - SOON * decoding
+    let_in, tokens = 0, pending
+    for side in (RIGHT, LEFT):
+        # The right side fills the KV cache and may hurry while that is not full; the left side keeps the pace.
+        most = max(budget, _hurry(state)) if side == RIGHT else budget
+        while tokens < most and let_in < len(state.admitted):
+            request = _candidate(state, side)
+            if request == NO_REQUEST:
+                break
+            alone = state.counts[RUNNING] == 0  # whatever it is, it must run some time
+            fresh = state.requests[request, FRESH] + state.requests[request, COUNTED]
+            if not alone and (fresh > physical or not fits(state, request, room, side)):
+                break
+            _let_in(state, request, side)
+            state.admitted[let_in] = request
+            let_in += 1
+            tokens += fresh
+            physical -= fresh
+    return max(budget, min(_hurry(state), int(state.sums[RIGHT_PENDING]))), let_in
+
+
+@compiled
+def prefilled(state: State, request: int) -> None:
+    """The request's prompt is computed and its next output token comes with the next step."""
+    if state.requests[request, SIDE] == RIGHT:
+        state.sums[RIGHT_PENDING] -= state.requests[request, FRESH] + state.requests[request, COUNTED]
+    state.counts[DECODING] += 1
+    state.requests[request, STARTED] = state.counts[CLOCK] - state.requests[request, COUNTED]
+
+
+@compiled
+def finished(state: State, request: int, tokens: int) -> None:
+    """The request has ended with so many output tokens."""
+    _remove(state, request, tokens)
+    if state.requests[request, KNOWN] < 0:
+        record_growth(state, request, tokens, True)
+
+
+@compiled
+def retracted(state: State, request: int, tokens: int) -> None:
+    """The engine took back the KV cache of a request with so many output tokens; it waits again, first in line."""
+    _remove(state, request, tokens)
+    if state.requests[request, KNOWN] < 0:
+        record_growth(state, request, tokens, False)
+    state.requests[request, COUNTED] = tokens
+    state.counts[RIGHT_FIRST] -= 1
+    state.waiting[RIGHT, state.counts[RIGHT_FIRST]] = request
+    _count_waiting(state, request, 1)
+
+
+@compiled
+def waiting(state: State) -> int:
+    """Requests in both queues."""
+    return state.counts[LEFT_LAST] - state.counts[LEFT_FIRST] + state.counts[RIGHT_LAST] - state.counts[RIGHT_FIRST]
+
+
+@compiled
+def begin(state: State) -> None:
+    """Count what waits and work out every group's outlook: once, before the first step."""
+    for side in range(2):
+        first = state.counts[LEFT_FIRST if side == LEFT else RIGHT_FIRST]
+        last = state.counts[LEFT_LAST if side == LEFT else RIGHT_LAST]
+        for at in range(first, last):
+            _count_waiting(state, state.waiting[side, at], 1)
+    for group in range(len(state.parent)):
+        refresh_group(state, group)
+    end_sweep(state)
+
+
+@compiled
+def _budget(state: State, decoding_kv: int, decoding: int, pending: int) -> int:
+    """Prompt tokens of the step that keep compute and memory reads in the ratio of the work that remains."""
+    machine, sums = state.machine, state.sums
+    most = int(machine[MOST_TOKENS])
+    compute_left = sums[COMPUTE_LEFT] + pending * machine[GEMM_S]
+    if decoding == 0 or sums[MEMORY_LEFT] <= 0:
+        return most
+    seconds = max(compute_left / sums[MEMORY_LEFT] * decoding_kv * machine[READ_S], machine[WEIGHTS_S])
+    tokens = int(seconds / machine[GEMM_S] / ALIGNMENT + 0.5) * ALIGNMENT
+    return max(0, min(tokens, most) - decoding)
+
+
+@compiled
+def _hurry(state: State) -> int:
+    """Prompt tokens of a step that would keep the pace if the KV cache were full."""
+    machine, sums = state.machine, state.sums
+    if sums[MEMORY_LEFT] <= 0:
+        return int(machine[MOST_TOKENS])
+    seconds = sums[COMPUTE_LEFT] / sums[MEMORY_LEFT] * machine[CAPACITY] * machine[READ_S]
+    return int(min(max(seconds / machine[GEMM_S], ALIGNMENT), machine[MOST_TOKENS]))
+
+
+@compiled
+def _candidate(state: State, side: int) -> int:
+    """The next request at this end; where its queue is empty, the far end of the other one."""
+    counts = state.counts
+    if side == LEFT:
+        if counts[LEFT_FIRST] < counts[LEFT_LAST]:
+            return state.waiting[LEFT, counts[LEFT_FIRST]]
+        if counts[RIGHT_FIRST] < counts[RIGHT_LAST]:
+            return state.waiting[RIGHT, counts[RIGHT_LAST] - 1]
+    else:
+        if counts[RIGHT_FIRST] < counts[RIGHT_LAST]:
+            return state.waiting[RIGHT, counts[RIGHT_FIRST]]
+        if counts[LEFT_FIRST] < counts[LEFT_LAST]:
+            return state.waiting[LEFT, counts[LEFT_LAST] - 1]
+    return NO_REQUEST
+
+
+@compiled
+def _let_in(state: State, request: int, side: int) -> None:
+    """Take the candidate of this side from its queue, and count it as running."""
+    counts = state.counts
+    if side == LEFT:
+        if counts[LEFT_FIRST] < counts[LEFT_LAST]:
+            counts[LEFT_FIRST] += 1
+        else:
+            counts[RIGHT_LAST] -= 1
+    elif counts[RIGHT_FIRST] < counts[RIGHT_LAST]:
+        counts[RIGHT_FIRST] += 1
+    else:
+        counts[LEFT_LAST] -= 1
+    _count_waiting(state, request, -1)
+    state.requests[request, SIDE] = side
+    state.requests[request, PLACE] = counts[RUNNING]
+    state.running[counts[RUNNING]] = request
+    counts[RUNNING] += 1
+    held = state.requests[request, FRESH] + state.requests[request, COUNTED]
+    counts[OWN_KV] += held
+    if side == RIGHT:
+        state.sums[RIGHT_PENDING] += held
+    # The sweep under way will not come to it.
+    state.requests[request, SWEPT] = counts[SWEEPS]
+    add_footprint(state, state.footprint, request, 1.0)
+    add_footprint(state, state.footprint_next, request, 1.0)
+
+
+@compiled
+def _count_waiting(state: State, request: int, sign: int) -> None:
+    if state.requests[request, KNOWN] >= 0:
+        rest = float(state.requests[request, KNOWN] - state.requests[request, COUNTED])
+        context = state.requests[request, PROMPT] + state.requests[request, COUNTED]
+        state.sums[KNOWN_COMPUTE] += (
+            sign * (state.requests[request, FRESH] + state.requests[request, COUNTED] + rest) * state.machine[GEMM_S]
+        )
+        state.sums[KNOWN_MEMORY] += sign * (context * rest + rest * rest / 2) * state.machine[READ_S]
+    else:
+        row = state.held_back[state.requests[request, GROUP]]
+        row[0] += sign
+        row[1] += sign * state.requests[request, PROMPT]
+        row[2] += sign * (state.requests[request, FRESH] + state.requests[request, COUNTED])
+
+
+@compiled
+def _remove(state: State, request: int, tokens: int) -> None:
+    """Take a running request out."""
+    add_footprint(state, state.footprint, request, -1.0)
+    if state.requests[request, SWEPT] == state.counts[SWEEPS]:
+        add_footprint(state, state.footprint_next, request, -1.0)
+    counts = state.counts
+    counts[OWN_KV] -= state.requests[request, FRESH] + tokens
+    if state.requests[request, STARTED] != NOT_STARTED:
+        counts[DECODING] -= 1
+        state.requests[request, STARTED] = NOT_STARTED
+    elif state.requests[request, SIDE] == RIGHT:
+        state.sums[RIGHT_PENDING] -= state.requests[request, FRESH] + state.requests[request, COUNTED]
+    counts[RUNNING] -= 1
+    last, hole = state.running[counts[RUNNING]], state.requests[request, PLACE]
+    state.running[hole] = last
+    state.requests[last, PLACE] = hole

@@ -1,0 +1,133 @@
+"""What the KV cache will hold: the projected footprint of all that runs, and whether one more request fits."""
+
+import numpy as np
+from numpy.typing import NDArray
+
+from engine_ext.plan.compiled import compiled
+from engine_ext.plan.lengths import BUCKETS, EDGES, LONGEST, bucket_of
+from engine_ext.plan.scan_state import (
+    AHEAD,
+    ALL,
+    CAP,
+    CLOCK,
+    COUNTED,
+    FRESH,
+    GROUP,
+    GROWTH,
+    KNOWN,
+    MARGIN,
+    NOT_STARTED,
+    OF_RIGHT,
+    RIGHT,
+    RIGHT_SHARE,
+    SIDE,
+    STARTED,
+    VARIANCE,
+    State,
+)
+
+Floats = NDArray[np.float64]
+
+SELDOM = 1e-6  # a chance below which hazards say nothing any more
+
+
+@compiled
+def add_footprint(state: State, table: Floats, request: int, sign: float) -> None:
+    """Add what the request is to hold of the KV cache, at every point ahead, with its variance."""
+    tokens = generated(state, request)
+    chances = state.holds[state.requests[request, GROUP], bucket_of(tokens)]
+    own, is_known, left = (
+        state.requests[request, FRESH] + tokens,
+        state.requests[request, KNOWN] >= 0,
+        state.requests[request, KNOWN] - tokens,
+    )
+    on_right = state.requests[request, SIDE] == RIGHT
+    for k in range(len(AHEAD)):
+        if is_known and AHEAD[k] >= max(left, 1):
+            break
+        holds = 1.0 if is_known else chances[k]
+        if holds == 0.0:
+            break
+        held = own + AHEAD[k] + (min(GROWTH[k], left - AHEAD[k]) if is_known else GROWTH[k])
+        kv = sign * holds * held
+        table[ALL, k] += kv
+        table[VARIANCE, k] += kv * (1 - holds) * held
+        if on_right:
+            table[OF_RIGHT, k] += kv
+
+
+@compiled
+def fits(state: State, request: int, room: float, side: int) -> bool:
+    """Whether the KV cache holds this request too at every point ahead, and the right side keeps to its share."""
+    tokens = state.requests[request, COUNTED]
+    chances = state.holds[state.requests[request, GROUP], bucket_of(tokens)]
+    own, is_known, left = (
+        state.requests[request, FRESH] + tokens,
+        state.requests[request, KNOWN] >= 0,
+        state.requests[request, KNOWN] - tokens,
+    )
+    table, margin, share = state.footprint, state.machine[MARGIN], state.sums[RIGHT_SHARE]
+    for k in range(len(AHEAD)):
+        if is_known and AHEAD[k] >= max(left, 1):
+            break
+        holds = 1.0 if is_known else chances[k]
+        kv = own + AHEAD[k] + (min(GROWTH[k], left - AHEAD[k]) if is_known else GROWTH[k])
+        spread = max(0.0, table[VARIANCE, k]) + holds * (1 - holds) * kv * kv
+        if table[ALL, k] + holds * kv + margin * np.sqrt(spread) > room:
+            return False
+        if side == RIGHT and table[OF_RIGHT, k] + holds * kv > share * room:
+            return False
+    return True
+
+
+@compiled
+def rest_of(state: State, request: int, tokens: int) -> tuple[float, float]:
+    """Mean of the tokens still to come after so many, and of their square."""
+    if state.requests[request, KNOWN] >= 0:
+        exact = float(max(0, state.requests[request, KNOWN] - tokens))
+        return exact, exact * exact
+    group, bucket = state.requests[request, GROUP], bucket_of(tokens)
+    part = (tokens - EDGES[bucket]) / (EDGES[bucket + 1] - EDGES[bucket])
+    rest = (1 - part) * state.rest[group, bucket] + part * state.rest[group, bucket + 1]
+    squared = (1 - part) * state.rest_squared[group, bucket] + part * state.rest_squared[group, bucket + 1]
+    most = float(max(1, state.requests[request, CAP] - tokens))
+    return min(rest, most), min(squared, most * most)
+
+
+@compiled
+def generated(state: State, request: int) -> int:
+    """Output tokens of a running request, by the clock."""
+    if state.requests[request, STARTED] == NOT_STARTED:
+        return state.requests[request, COUNTED]
+    return max(
+        state.requests[request, COUNTED],
+        min(state.counts[CLOCK] - state.requests[request, STARTED], state.requests[request, CAP]),
+    )
+
+
+@compiled
+def work_out_holds(state: State, group: int) -> None:
+    """For each length bucket, the chances that an answer there still runs at every point ahead."""
+    for bucket in range(BUCKETS):
+        now = state.stays[group, bucket]
+        for k in range(len(AHEAD)):
+            tokens = EDGES[bucket] + AHEAD[k]
+            if k == 0:
+                chance = 1.0
+            elif tokens >= state.caps[group]:
+                chance = 0.0
+            elif now < SELDOM:  # nothing so long was seen: as likely as not to double
+                chance = 1.0 / (1.0 + AHEAD[k] / (EDGES[bucket] + 1.0))
+            else:
+                chance = _chance(state, group, tokens) / now
+            state.holds[group, bucket, k] = chance if chance > SELDOM else 0.0
+
+
+@compiled
+def _chance(state: State, group: int, tokens: int) -> float:
+    """Chance that an answer of the group comes to so many tokens."""
+    if tokens >= LONGEST:
+        return 0.0
+    bucket = bucket_of(tokens)
+    part = (tokens - EDGES[bucket]) / (EDGES[bucket + 1] - EDGES[bucket])
+    return (1 - part) * state.stays[group, bucket] + part * state.stays[group, bucket + 1]

@@ -1,0 +1,146 @@
+"""The order of the scan: sort the tree by density, split what stands in the way, merge what may stay together (5.2)."""
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from engine_ext.plan.compiled import compiled
+from engine_ext.plan.cost import CostModel
+from engine_ext.plan.resources import NodeLoads, Requests, marginal_density, node_loads, request_loads
+from engine_ext.plan.split import cut_tree, parted
+from engine_ext.plan.tree import Column, PrefixTree, grow_tree
+
+Floats = NDArray[np.float64]
+
+KEEP_SHARING = 0.99
+
+
+@dataclass(frozen=True, slots=True)
+class Scan:
+    """A tree whose leaves, from left to right, go from compute-heavy to memory-heavy.
+
+    `loads` are those of the tree as it is now; `best_saved_s` the compute that sharing saves in depth-first order,
+    which no order exceeds. `sorts` counts layer-wise sorts.
+    """
+
+    tree: PrefixTree
+    loads: NodeLoads
+    best_saved_s: float
+    sorts: int
+
+    @property
+    def sharing_kept(self) -> float:
+        """The share of the possible sharing that this order keeps."""
+        return float(self.loads.saved_s[0]) / self.best_saved_s if self.best_saved_s else 1.0
+
+
+def order_scan(tree: PrefixTree, requests: Requests, cost: CostModel, keep: float = KEEP_SHARING) -> Scan:
+    """Sort, split and sort again until the leaves fall in density or no split is worth its cost; then merge.
+
+    `keep` is the share of the possible sharing that must remain. Every round splits at one of three densities (the
+    root's, then those of its two halves), so there are at most four sorts; one or two leaves are in order after the
+    first, so there are never more than one sort per leaf and one.
+    """
+    if not 0 <= keep <= 1:
+        raise ValueError(f"the sharing to keep must be from 0 to 1, not {keep}")
+    best = float(node_loads(tree, requests, cost).saved_s[0])
+    whole = tree
+    tree, sorts = sort_layers(tree, node_loads(tree, requests, cost), cost), 1
+    for part in ("all", "left", "right"):
+        loads = node_loads(tree, requests, cost)
+        compute, memory = request_loads(tree, requests, cost)
+        if _falls(compute, memory):
+            break
+        threshold = _threshold(compute, memory, loads.of(0).density, part)
+        budget = max(0.0, (1 - keep) * best - (best - float(loads.saved_s[0])))
+        segment_s = np.asarray(cost.saved_s(tree.end - tree.begin, tree.begin))
+        # Where compute is the bottleneck, a second of it buys the overlap of 1 / density seconds of memory reads.
+        worth = max(1.0, loads.of(0).density)
+        cut = cut_tree(tree, segment_s, compute - threshold * memory, budget, worth)
+        if cut.cost_s == 0:
+            continue  # nothing is in the way of this density, or moving it costs more than it gains
+        positions, common = parted(tree.common, cut.right)
+        tree = grow_tree(tree.order[positions], common, requests.prompt.astype(np.int64))
+        tree, sorts = sort_layers(tree, node_loads(tree, requests, cost), cost), sorts + 1
+    tree = merge(whole, tree, requests)
+    return Scan(tree, node_loads(tree, requests, cost), best, sorts)
+
+
+def sort_layers(tree: PrefixTree, loads: NodeLoads, cost: CostModel) -> PrefixTree:
+    """Children of every node by density, densest first (algorithm 1), as a walk meets them: what lies above is paid."""
+    density = marginal_density(tree, loads, cost)
+    children = np.lexsort((-density[1:], tree.parent[1:])) + 1
+    number, first = _renumbered(children, tree.parent, tree.after - np.arange(len(tree)), tree.last - tree.first)
+    walk = np.argsort(number)
+    parent = tree.parent[walk]
+    # A leaf tells where its prompt has gone.
+    leaves = tree.leaves
+    order = np.empty_like(tree.order)
+    order[first[leaves]] = tree.order
+    return PrefixTree(
+        order,
+        np.where(parent < 0, -1, number[parent]),
+        tree.begin[walk],
+        tree.end[walk],
+        first[walk],
+        (first + tree.last - tree.first)[walk],
+    )
+
+
+def merge(whole: PrefixTree, tree: PrefixTree, requests: Requests) -> PrefixTree:
+    """Join neighbours that share more than the tree says, as when parts of a split node end up side by side.
+
+    `whole` is the tree before any split. The order stays, and sharing only rises.
+    """
+    leaf_of = np.empty(len(whole.order), dtype=np.int64)
+    leaf_of[whole.order] = whole.leaves
+    common = _common_in(whole.parent, whole.end, leaf_of[tree.order])
+    if np.array_equal(common, tree.common):
+        return tree
+    return grow_tree(tree.order, common, requests.prompt.astype(np.int64))
+
+
+def _falls(compute: Floats, memory: Floats) -> bool:
+    """Whether densities never rise from one leaf to the next (C1), but for rounding."""
+    a, b = compute[:-1] * memory[1:], compute[1:] * memory[:-1]
+    return bool(np.all(a >= b - 1e-9 * np.abs(b)))
+
+
+def _threshold(compute: Floats, memory: Floats, density: float, part: str) -> float:
+    """The density to split at: that of all requests, or of those above or below it."""
+    if part == "all" or not np.isfinite(density):
+        return density if np.isfinite(density) else 0.0
+    chosen = (compute >= density * memory) == (part == "left")
+    reads = float(memory[chosen].sum())
+    return float(compute[chosen].sum()) / reads if reads else density
+
+
+@compiled
+def _renumbered(children: Column, parent: Column, sizes: Column, leaves: Column) -> tuple[Column, Column]:
+    """New numbers and first leaves of nodes when `children`, grouped by rising parent, are walked in that order."""
+    number, first = np.zeros(len(parent), np.int64), np.zeros(len(parent), np.int64)
+    last_parent, next_number, next_leaf = -1, 0, 0
+    for child in children:
+        if parent[child] != last_parent:
+            last_parent = parent[child]
+            next_number, next_leaf = number[last_parent] + 1, first[last_parent]
+        number[child], first[child] = next_number, next_leaf
+        next_number += sizes[child]
+        next_leaf += leaves[child]
+    return number, first
+
+
+@compiled
+def _common_in(parent: Column, end: Column, leaves: Column) -> Column:
+    """Tokens that each of these leaves shares with the one before it: the end of their lowest common ancestor."""
+    common = np.zeros(len(leaves), dtype=np.int64)
+    for k in range(1, len(leaves)):
+        a, b = leaves[k - 1], leaves[k]
+        while a != b:  # the later in preorder cannot be above the other
+            if a > b:
+                a = parent[a]
+            else:
+                b = parent[b]
+        common[k] = end[a]
+    return common

@@ -1,0 +1,55 @@
+"""Partitions of equal work and equal density, one per engine replica, and the slices of each (5.5)."""
+
+import itertools
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from engine_ext.plan.tree import Column
+
+Floats = NDArray[np.float64]
+
+
+@dataclass(frozen=True, slots=True)
+class Slice:
+    """The requests `order[first : first + count]`, leased by one worker at a time."""
+
+    first: int
+    count: int
+
+
+def partition(work: Floats, ends: Column, replicas: int) -> tuple[Column, Column]:
+    """Cut a blended order for so many replicas: places in the order, replica by replica, and where each begins.
+
+    `work`: float64, seconds by place in the order; `ends` as in Blend. Since every stretch of the order has about the
+    window's density, equal work means equal compute and equal memory. Each tier of urgency is cut on its own, so that
+    all replicas run the urgent requests first. int64 [requests] and int64 [replicas + 1].
+    """
+    if replicas < 1:
+        raise ValueError(f"there must be at least one replica, not {replicas}")
+    sums = np.concatenate([[0.0], np.cumsum(work)])
+    owner = np.zeros(len(work), dtype=np.int64)
+    for first, last in itertools.pairwise([0, *ends.tolist()]):
+        goals = sums[first] + (sums[last] - sums[first]) * np.arange(1, replicas) / replicas
+        cuts = first + _nearest(sums[first : last + 1], goals)
+        owner[first:last] = np.searchsorted(cuts, np.arange(first, last), side="right")
+    places = np.argsort(owner, kind="stable")
+    begins = np.searchsorted(owner[places], np.arange(replicas + 1))
+    return places, begins
+
+
+def cut_slices(requests: int, slice_requests: int) -> tuple[Slice, ...]:
+    """Cover [0, requests) by the fewest slices, whose sizes differ by at most one."""
+    if slice_requests < 1:
+        raise ValueError("slice_requests must be at least 1")
+    slices = -(-requests // slice_requests)
+    edges = np.linspace(0, requests, slices + 1).round().astype(int).tolist()
+    return tuple(Slice(first, last - first) for first, last in itertools.pairwise(edges))
+
+
+def _nearest(sums: Floats, goals: Floats) -> Column:
+    """Where the rising sums are nearest to each goal."""
+    above = np.clip(np.searchsorted(sums, goals), 1, max(1, len(sums) - 1))
+    lower = goals - sums[above - 1] < sums[np.minimum(above, len(sums) - 1)] - goals
+    return above - lower

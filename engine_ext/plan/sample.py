@@ -1,0 +1,62 @@
+"""Which requests to run first, so that their answers tell the lengths of the others (5.1)."""
+
+import numpy as np
+from numpy.typing import NDArray
+
+from engine_ext.plan.groups import Groups
+from engine_ext.plan.lengths import Outlook
+from engine_ext.plan.tree import Column
+
+Floats = NDArray[np.float64]
+
+SHARE = 0.01
+
+
+def choose_sample(
+    groups: Groups,
+    outlook: Outlook,
+    prompt_tokens: Floats,
+    known: Column,
+    generator: np.random.Generator,
+    share: float = SHARE,
+) -> Column:
+    """About `share` of the requests whose length is not known, at least one per group that has such; int64, sorted.
+
+    The rest goes where it tells most (Neyman): to a group in proportion to its requests and to the spread of the memory
+    work that its outlook leaves open. Ask again with a better outlook to place a second half better than the first.
+    """
+    if not 0 < share <= 1:
+        raise ValueError(f"the share to sample must be above 0 and at most 1, not {share}")
+    open_requests = np.flatnonzero(known < 0)
+    of = groups.of[open_requests]
+    size = np.bincount(of, minlength=len(groups))
+    if len(open_requests) == 0:
+        return open_requests
+    prompts = np.bincount(of, weights=prompt_tokens[open_requests], minlength=len(groups)) / np.maximum(size, 1)
+    mean, squares = outlook.rest[:, 0], outlook.rest_squared[:, 0]
+    spread = (prompts + mean) * np.sqrt(np.maximum(squares - mean**2, 0.0))
+    counts = _shared_out(int(np.ceil(share * len(open_requests))), size, size * spread)
+    # The first of each group in a random order.
+    shuffled = generator.permutation(len(open_requests))
+    by_group = shuffled[np.argsort(of[shuffled], kind="stable")]
+    starts = np.concatenate([[0], np.cumsum(size)])
+    place = np.arange(len(by_group)) - starts[of[by_group]]
+    return np.sort(open_requests[by_group[place < counts[of[by_group]]]])
+
+
+def _shared_out(total: int, size: Column, weight: Floats) -> Column:
+    """Whole numbers of about this sum, in proportion to weights, from 1 (where there are any) to the group's size."""
+    counts = np.minimum(size, 1)
+    left = total - int(counts.sum())
+    weight = np.where(size > 1, weight, 0.0)
+    while left > 0 and weight.sum() > 0:
+        extra = np.minimum(np.floor(left * weight / weight.sum()).astype(np.int64), size - counts)
+        if extra.sum() == 0:
+            best = np.argsort(-weight, kind="stable")[:left]
+            extra[best] = np.minimum(1, size - counts)[best]
+        if extra.sum() == 0:
+            break
+        counts = counts + extra
+        left -= int(extra.sum())
+        weight = np.where(counts < size, weight, 0.0)
+    return counts

@@ -1,0 +1,68 @@
+"""The cost model of a model on a machine, from names and files."""
+
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import structlog
+from huggingface_hub import snapshot_download
+
+from engine_ext.plan import hardware, model_shape
+from engine_ext.plan.cost import CostModel
+from engine_ext.plan.hardware import Hardware, HardwareError, Machine
+from engine_ext.plan.model_shape import ConfigError, ModelShape
+
+FALLBACK = "llama-3-8b"
+log = structlog.get_logger()
+
+
+class CostsError(Exception):
+    """The model or the hardware is not known; the message says what there is."""
+
+
+def read_hardware(name: str) -> Hardware:
+    """A preset, or a JSON file of a calibration. Raises CostsError."""
+    try:
+        if name.endswith(".json"):
+            return hardware.hardware_of(_json(Path(name)))
+        return hardware.hardware(name)
+    except (HardwareError, hardware.UnknownHardware) as error:
+        where = f"{name}: " if name.endswith(".json") else ""
+        hint = "" if where else ", or a calibration's .json file"
+        raise CostsError(f"{where}{error}{hint}") from error
+
+
+def read_shape(source: str) -> ModelShape:
+    """A preset, a config.json, a model's folder, or a hub id. Raises CostsError."""
+    if source in model_shape.PRESETS:
+        return model_shape.PRESETS[source]
+    path = Path(source)
+    if not path.exists():
+        if "/" not in source:
+            raise CostsError(f"no model {source!r}: give {', '.join(model_shape.PRESETS)}, a folder, or a hub id")
+        try:
+            path = Path(snapshot_download(source, allow_patterns=["config.json"]))
+        except Exception as error:  # the hub client raises of its own and of its HTTP library
+            raise CostsError(f"the config of {source!r} could not be fetched: {error}") from error
+    config = path / "config.json" if path.is_dir() else path
+    try:
+        return model_shape.shape_of(_json(config), name=path.name)
+    except ConfigError as error:
+        raise CostsError(f"{config}: {error}") from error
+
+
+def planning_costs(source: str, gpu: str, tp: int) -> CostModel:
+    """Costs for the service, which plans any model: one whose config says too little is planned as another."""
+    try:
+        shape = read_shape(source)
+    except CostsError as error:
+        log.warning("model planned as another", model=source, planned_as=FALLBACK, reason=str(error))
+        shape = model_shape.PRESETS[FALLBACK]
+    return CostModel(shape, Machine(read_hardware(gpu), tp=tp))
+
+
+def _json(path: Path) -> dict[str, Any]:
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
+    except (OSError, msgspec.DecodeError) as error:
+        raise CostsError(f"{path}: {error}") from error

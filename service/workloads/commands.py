@@ -1,0 +1,137 @@
+"""`batchweave plan`: what a file costs and in which order it would run, before any GPU is rented."""
+
+import json
+import sys
+from pathlib import Path
+from typing import Annotated, Any, NoReturn
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from engine_ext.plan.cost import CostModel, DoesNotFit
+from engine_ext.plan.hardware import PRESETS as GPUS
+from engine_ext.plan.hardware import Machine
+from engine_ext.plan.model_shape import PRESETS as MODELS
+from engine_ext.plan.window import Shape
+from service.jobs.tokens import PromptTokens
+from service.model_costs import CostsError, read_hardware, read_shape
+from service.workloads.report import facts, plan_workload, with_sample, write_order
+from service.workloads.workload import Workload, WorkloadError, read_lengths, read_workload
+
+console = Console(stderr=True, highlight=False, markup=False, soft_wrap=True)
+
+FileArgument = Annotated[Path, typer.Argument(help="A batch file (JSONL of requests) or a workload file.")]
+ModelOption = Annotated[
+    str, typer.Option("--model", help=f"{', '.join(MODELS)}, a config.json, a folder, or a hub id.")
+]
+GpuOption = Annotated[str, typer.Option("--gpu", help=f"{', '.join(GPUS)}, or a calibration's .json file.")]
+LengthsOption = Annotated[
+    Path | None,
+    typer.Option("--lengths", help="True output lengths: lines of id and output_tokens, or a batch's output file."),
+]
+SampleOption = Annotated[
+    float | None,
+    typer.Option("--sample", help="Pretend to know the lengths of this share only, chosen as the planner would."),
+]
+DtypeOption = Annotated[str, typer.Option("--dtype", help="Type of the weights: fp16, bf16, fp8.")]
+
+
+def plan(
+    file: FileArgument,
+    model: ModelOption = "llama-3-8b",
+    gpu: GpuOption = "h200",
+    tp: Annotated[int, typer.Option("--tp", min=1, help="GPUs that share one copy of the model.")] = 1,
+    dp: Annotated[int, typer.Option("--dp", min=1, help="Copies of the model, one partition each.")] = 1,
+    lengths: LengthsOption = None,
+    sample: SampleOption = None,
+    seed: Annotated[int, typer.Option("--seed", help="Of the sample.")] = 0,
+    dtype: DtypeOption = "bf16",
+    kv_dtype: Annotated[str, typer.Option("--kv-dtype", help="Type of the KV cache: fp16, bf16, fp8.")] = "bf16",
+    keep: Annotated[float, typer.Option("--keep", help="Share of the possible sharing that splits must keep.")] = 0.99,
+    price: Annotated[float | None, typer.Option("--price", help="Price of one GPU for an hour.")] = None,
+    output: Annotated[Path | None, typer.Option("--output", help="Write the order here, a line a request.")] = None,
+    plot: Annotated[Path | None, typer.Option("--plot", help="Draw the tree and the scan into this file.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print figures as JSON.")] = False,
+) -> None:
+    """Plan a file without running it: what its prompts share, how dense they are, how long it would take.
+
+    A workload file has one request a line: `{"segments": [[id, length], …], "output_tokens": d}`, where equal ids at
+    equal depth are equal content; `id`, `tenant`, `deadline_s` and `max_tokens` may be there too. Examples:
+
+    - `batchweave plan requests.jsonl --model Qwen/Qwen2.5-7B-Instruct --gpu h100`
+    - `batchweave plan requests.jsonl --lengths yesterday_output.jsonl --dp 4 --price 2.5`
+    - `batchweave plan trace.jsonl --gpu a100-80gb --sample 0.01 --plot plan.png --output order.jsonl`
+    """
+    try:
+        cost = cost_model(model, gpu, tp, dtype, kv_dtype)
+        workload = _read(file, model, lengths)
+        if sample is not None:
+            workload = with_sample(workload, sample, seed)
+        planned = plan_workload(workload, cost, Shape(replicas=dp, keep_sharing=keep))
+        found = facts(planned, cost, dp)
+        if output is not None:
+            write_order(output, workload, planned.plan)
+        if plot is not None:
+            from service.workloads.picture import draw_plan
+
+            draw_plan(planned.plan, plot, f"{file.name}: {cost.shape.name} on {cost.machine.hardware.name}")
+    except (WorkloadError, CostsError, DoesNotFit, ValueError, OSError) as error:
+        fail(str(error))
+    if as_json:
+        print(json.dumps(found, indent=2))
+    else:
+        Console(highlight=False).print(_table(found, cost, price))
+
+
+def cost_model(model: str, gpu: str, tp: int, dtype: str, kv_dtype: str) -> CostModel:
+    """Raises CostsError, DoesNotFit, ValueError."""
+    cost = CostModel(read_shape(model), Machine(read_hardware(gpu), tp=tp), dtype, kv_dtype)
+    cost.kv_capacity_tokens()
+    return cost
+
+
+def fail(message: str) -> NoReturn:
+    console.print(f"error: {message}", style="red")
+    raise typer.Exit(1)
+
+
+def _read(file: Path, model: str, lengths: Path | None) -> Workload:
+    tokenizer = None
+    if model not in MODELS and (Path(model).is_dir() or not Path(model).exists()):
+        tokenizer = PromptTokens.load(model)
+    known = read_lengths(lengths) if lengths is not None else {}
+    if sys.stderr.isatty():
+        console.print(f"reading {file} …", style="dim")
+    return read_workload(file, tokenizer, known)
+
+
+def _table(found: dict[str, Any], cost: CostModel, price: float | None) -> Table:
+    table = Table(show_header=False, box=None)
+    ends = [f"{found[key]:.3g}" if found[key] is not None else "no reads" for key in ("density_left", "density_right")]
+    density = f"{found['density']:.3f}" if found["density"] is not None else "no reads"
+    rows = [
+        ("requests", f"{found['requests']:,}"),
+        ("prompt tokens", f"{found['prompt_tokens']:,}"),
+        ("output tokens, expected", f"{found['output_tokens']:,}"),
+        ("sharing possible", f"{found['sharing']:.1%} of the compute, {found['prompt_sharing']:.1%} of prompt tokens"),
+        ("sharing kept", f"{found['sharing_kept']:.2%} of that"),
+        ("density", f"{density}, from {ends[0]} at the left end to {ends[1]} at the right"),
+        ("T_comp, T_mem", f"{found['t_comp_s']:,.1f} s without sharing, {found['t_mem_s']:,.1f} s"),
+        ("T_o", f"{found['t_ideal_s']:,.1f} s if all is shared and overlapped"),
+        (
+            f"on {found['accelerators']} x {cost.machine.hardware.name}",
+            f"{found['hours_ideal']:.3f} h overlapped, {found['hours_sequential']:.3f} h one after the other",
+        ),
+        ("GPU hours", " to ".join(f"{each * found['accelerators']:.3f}" for each in _hours(found))),
+    ]
+    if price is not None:
+        rows.append(("price", " to ".join(f"{each * found['accelerators'] * price:,.2f}" for each in _hours(found))))
+    rows.append(("planning", f"{found['planning_s']:.2f} s, {found['peak_rss_bytes'] / 1e6:,.0f} MB at most"))
+    for name, value in rows:
+        table.add_row(name, value)
+    return table
+
+
+def _hours(found: dict[str, Any]) -> tuple[float, float]:
+    return found["hours_ideal"], found["hours_sequential"]

@@ -1,0 +1,210 @@
+"""The scan driven step by step by a small engine: what it promises whatever the lengths turn out to be."""
+
+from dataclasses import dataclass, field
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from engine_ext.plan.dual_scan import ALIGNMENT, DualScan
+from engine_ext.plan.groups import Groups
+from engine_ext.plan.lengths import Seen, see
+from engine_ext.plan.scan_state import Backlog, StepCosts
+from engine_ext.plan.tree import Column
+
+# So that a full cache takes about as long to read as 250 tokens take to compute.
+COSTS = StepCosts(gemm_s=2.5e-6, read_s=6.4e-8, weights_s=1e-4, capacity=20_000, most_tokens=2048)
+
+
+def backlog(
+    prompt: Column,
+    known: Column,
+    left: Column,
+    right: Column,
+    groups: Groups | None = None,
+    seen: Seen | None = None,
+) -> Backlog:
+    groups = groups or Groups(np.zeros(len(prompt), np.int64), np.array([-1]))
+    seen = seen or Seen.nothing(len(groups))
+    return Backlog(prompt, prompt, known, np.full(len(prompt), 1 << 17), left, right, groups, seen)
+
+
+@dataclass
+class Engine:
+    """Prefills in order of admission, decodes a token per step, retracts the newest when the KV cache is full."""
+
+    scan: DualScan
+    prompt: Column
+    output: Column
+    capacity: int
+    left_to_prefill: dict[int, int] = field(default_factory=dict[int, int])
+    decoding: dict[int, int] = field(default_factory=dict[int, int])
+    generated: dict[int, int] = field(default_factory=dict[int, int])
+    done: list[int] = field(default_factory=list[int])
+    admitted: list[int] = field(default_factory=list[int])
+    kv_held: list[int] = field(default_factory=list[int])
+    step_tokens: list[int] = field(default_factory=list[int])
+    retractions: int = 0
+
+    @property
+    def used(self) -> int:
+        running = [*self.decoding, *self.left_to_prefill]
+        return sum(int(self.prompt[r]) + self.generated.get(r, 0) for r in running)
+
+    def step(self) -> None:
+        decoding_kv = sum(int(self.prompt[r]) + n for r, n in self.decoding.items())
+        pending = sum(self.left_to_prefill.values())
+        found = self.scan.decide(self.used, decoding_kv, len(self.decoding), pending)
+        for request in found.admitted.tolist():
+            assert request not in self.left_to_prefill
+            assert request not in self.decoding
+            self.left_to_prefill[request] = int(self.prompt[request]) + self.generated.get(request, 0)
+            self.admitted.append(request)
+        self.step_tokens.append(found.budget + len(self.decoding))
+        for request in list(self.decoding):
+            self.decoding[request] += 1
+            self.generated[request] = self.decoding[request]
+        self._prefill(found.budget)
+        for request, tokens in list(self.decoding.items()):
+            if tokens >= self.output[request]:
+                del self.decoding[request]
+                self.scan.finished(request, tokens)
+                self.done.append(request)
+        while self.used > self.capacity and len(self.decoding) > 1:
+            request = list(self.decoding)[-1]
+            self.scan.retracted(request, self.decoding.pop(request))
+            self.retractions += 1
+        self.kv_held.append(self.used)
+
+    def _prefill(self, budget: int) -> None:
+        for request in list(self.left_to_prefill):
+            taken = min(budget, self.left_to_prefill[request])
+            budget -= taken
+            self.left_to_prefill[request] -= taken
+            if self.left_to_prefill[request] == 0:
+                del self.left_to_prefill[request]
+                self.decoding[request] = self.generated.get(request, 0)
+                self.scan.prefilled(request)
+
+    def run(self, most_steps: int = 200_000) -> None:
+        for _ in range(most_steps):
+            if self.scan.waiting + self.scan.running == 0:
+                return
+            self.step()
+        raise AssertionError(f"{self.scan.waiting} wait and {self.scan.running} run after {most_steps} steps")
+
+
+def engine(backlogged: Backlog, output: Column, costs: StepCosts = COSTS) -> Engine:
+    return Engine(DualScan(backlogged, costs), backlogged.prompt, output, costs.capacity)
+
+
+@settings(max_examples=25)
+@given(st.integers(0, 10_000), st.integers(1, 60), st.booleans(), st.floats(0, 1))
+def test_every_request_ends_once_whatever_is_known(seed: int, count: int, known: bool, share: float) -> None:
+    generator = np.random.default_rng(seed)
+    prompt, output = generator.integers(1, 3000, count), generator.integers(1, 400, count)
+    ends = int(share * count)
+    run = engine(
+        backlog(prompt, output if known else np.full(count, -1), np.arange(ends), np.arange(count - 1, ends - 1, -1)),
+        output,
+    )
+    run.run()
+    assert sorted(run.done) == list(range(count))
+
+
+def two_sided(count: int, known: bool, seed: int = 0) -> Engine:
+    """Half are long prompts with answers of 8 tokens, half short ones with about 600; a few have been seen."""
+    generator = np.random.default_rng(seed)
+    prompt = np.concatenate([generator.integers(300, 900, count), generator.integers(20, 60, count)])
+    output = np.concatenate([np.full(count, 8), generator.integers(300, 900, count)])
+    groups = Groups(np.repeat([1, 2], count), np.array([-1, 0, 0]))
+    given_outputs = output if known else np.full(2 * count, -1)
+    sample = np.array([0, 1, 2, count, count + 1, count + 2, count + 3, count + 4])
+    seen = see(groups, sample, output[sample], np.ones(len(sample), np.bool_))
+    left, right = np.arange(count), np.arange(2 * count - 1, count - 1, -1)
+    return engine(backlog(prompt, given_outputs, left, right, groups, seen), output)
+
+
+@pytest.mark.parametrize("known", [True, False])
+def test_both_ends_are_used_up_together(known: bool) -> None:
+    """The pace is that of what remains, so neither side is left over for the end."""
+    run = two_sided(400, known)
+    run.run()
+    last_left = max(place for place, request in enumerate(run.admitted) if request < 400)
+    last_right = max(place for place, request in enumerate(run.admitted) if request >= 400)
+    assert min(last_left, last_right) > 0.8 * len(run.admitted)
+
+
+def test_known_lengths_fill_the_cache_and_are_hardly_ever_retracted() -> None:
+    run = two_sided(400, known=True)
+    run.run()
+    assert run.retractions <= 4
+    middle = run.kv_held[len(run.kv_held) // 4 : len(run.kv_held) // 2]
+    assert max(run.kv_held) <= COSTS.capacity
+    assert np.mean(middle) > 0.7 * COSTS.capacity
+
+
+def test_learned_lengths_make_retraction_the_exception() -> None:
+    run = two_sided(400, known=False)
+    run.run()
+    assert run.retractions < 0.03 * 800
+
+
+def test_steps_are_multiples_of_the_alignment() -> None:
+    run = two_sided(400, known=True)
+    for _ in range(1500):
+        run.step()
+    aligned = [tokens % ALIGNMENT == 0 for tokens in run.step_tokens[1000:]]
+    assert np.mean(aligned) > 0.9
+
+
+def test_budget_follows_the_ratio_of_what_remains() -> None:
+    run = two_sided(2000, known=True)
+    for _ in range(600):
+        run.step()
+    compute = np.mean(run.step_tokens[300:]) * COSTS.gemm_s
+    reads = np.mean(run.kv_held[300:]) * COSTS.read_s
+    left, memory = run.scan.remaining_s
+    # The weights' floor may ask for more than the ratio does.
+    wanted = max(left / memory * reads, COSTS.weights_s)
+    assert compute == pytest.approx(wanted, rel=0.25)
+
+
+def test_remaining_work_is_exact_where_lengths_are_known() -> None:
+    prompt, output = np.array([100, 2000, 30]), np.array([50, 10, 400])
+    scan = DualScan(backlog(prompt, output, np.array([1]), np.array([2, 0])), COSTS)
+    compute, memory = scan.remaining_s
+    assert compute == pytest.approx(float((prompt + output).sum()) * COSTS.gemm_s)
+    assert memory == pytest.approx(float((prompt * output + output * output / 2).sum()) * COSTS.read_s)
+
+
+def test_what_runs_long_raises_what_is_expected_to_remain() -> None:
+    """Nothing has ended; the requests only turn out longer than the prior."""
+    count = 50
+    scan = DualScan(
+        backlog(np.full(count, 10), np.full(count, -1), np.empty(0, np.int64), np.arange(count)),
+        StepCosts(5e-5, 6.4e-8, 8e-3, 1_000_000),
+    )
+    found = scan.decide(0, 0, 0, 0)
+    for request in found.admitted[:20].tolist():
+        scan.prefilled(request)
+    before = scan.remaining_s[1]
+    for _ in range(1500):
+        scan.decide(20_000, 20_000, 20, 0)
+    assert scan.remaining_s[1] > 1.5 * before
+
+
+def test_a_request_larger_than_the_cache_still_gets_its_turn_when_alone() -> None:
+    scan = DualScan(backlog(np.array([50_000]), np.array([5]), np.array([0]), np.empty(0, np.int64)), COSTS)
+    assert scan.decide(0, 0, 0, 0).admitted.tolist() == [0]
+
+
+def test_a_retracted_request_is_the_next_one() -> None:
+    scan = DualScan(backlog(np.full(4, 100), np.full(4, 50), np.array([0, 1]), np.array([3, 2])), COSTS)
+    first = scan.decide(0, 0, 0, 0).admitted.tolist()
+    assert sorted(first) == [0, 1, 2, 3]
+    scan.prefilled(2)
+    scan.retracted(2, 7)
+    assert scan.waiting == 1
+    assert scan.decide(300, 300, 3, 0).admitted.tolist() == [2]

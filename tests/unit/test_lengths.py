@@ -1,0 +1,194 @@
+"""Length estimates: finished, running and absent answers, groups, samples."""
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from engine_ext.plan.groups import Groups, group_requests
+from engine_ext.plan.lengths import (
+    BUCKETS,
+    EDGES,
+    LONGEST,
+    PRIOR_MEAN,
+    Estimates,
+    Outlook,
+    bucket_of,
+    estimate,
+    group_caps,
+    look_ahead,
+    see,
+)
+from engine_ext.plan.prompts import Prompts
+from engine_ext.plan.sample import choose_sample
+from engine_ext.plan.tree import Column, build_tree
+
+ONE = np.array([-1])
+
+
+def alone(count: int) -> Groups:
+    return Groups(np.zeros(count, dtype=np.int64), ONE)
+
+
+def outlook_of(tokens: Column, finished: "np.ndarray[tuple[int], np.dtype[np.bool_]] | None" = None) -> Outlook:
+    groups = alone(len(tokens))
+    done = np.ones(len(tokens), dtype=np.bool_) if finished is None else finished
+    return look_ahead(see(groups, np.arange(len(tokens)), tokens, done), groups, np.array([LONGEST]))
+
+
+def estimates_of(tokens: Column) -> Estimates:
+    count = len(tokens)
+    return estimate(alone(count), outlook_of(tokens), np.full(count, LONGEST), np.full(count, -1))
+
+
+@given(st.integers(0, 2 * LONGEST))
+def test_buckets_hold_their_lengths(tokens: int) -> None:
+    bucket = bucket_of(tokens)
+    assert EDGES[bucket] <= tokens
+    assert tokens < EDGES[bucket + 1] or bucket == BUCKETS - 1
+
+
+@pytest.mark.parametrize("length", [3, 40, 200, 5000])
+def test_equal_answers_are_expected_again(length: int) -> None:
+    found = estimates_of(np.full(1000, length))
+    assert found.mean[0] == pytest.approx(length, rel=0.03)
+    assert length <= found.high[0] <= 1.25 * length + 16
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_mean_spread_and_quantile_of_long_answers(seed: int) -> None:
+    answers = np.random.default_rng(seed).lognormal(7, 0.6, 3000).astype(np.int64)
+    found = estimates_of(answers)
+    assert found.mean[0] == pytest.approx(answers.mean(), rel=0.05)
+    assert found.squares[0] == pytest.approx((answers.astype(float) ** 2).mean(), rel=0.15)
+    assert found.high[0] == pytest.approx(np.quantile(answers, 0.9), rel=0.15)
+
+
+def test_running_answers_are_lower_bounds() -> None:
+    """Long answers still run at 1000 tokens: ignoring them, or taking them for endings, makes the mean too small."""
+    generator = np.random.default_rng(0)
+    answers = generator.exponential(1500, 4000).astype(np.int64) + 1
+    running = answers > 1000
+    so_far = np.minimum(answers, 1000)
+    learned = outlook_of(so_far, ~running)
+    ended = answers[answers <= 1000]
+    assert learned.rest[0, 0] > 1.5 * ended.mean()
+    chance = float(np.prod(1 - learned.hazard[0, : bucket_of(990)]))
+    assert chance == pytest.approx((answers > 990).mean(), abs=0.04)
+
+
+def test_counting_in_parts_is_counting_at_once() -> None:
+    from engine_ext.plan.lengths import Seen, record
+
+    whole, parts = Seen.nothing(1), Seen.nothing(1)
+    record(whole.entered, whole.ended, whole.reached, ONE, 0, 0, 777, True)
+    for before, now, done in ((0, 100, False), (100, 101, False), (101, 600, False), (600, 777, True)):
+        record(parts.entered, parts.ended, parts.reached, ONE, 0, before, now, done)
+    for a, b in ((whole.entered, parts.entered), (whole.ended, parts.ended), (whole.reached, parts.reached)):
+        np.testing.assert_allclose(a, b)
+
+
+def test_nothing_known_is_the_prior_within_the_cap() -> None:
+    groups = alone(2)
+    nothing = see(groups, np.empty(0, np.int64), np.empty(0, np.int64), np.empty(0, np.bool_))
+    wide = look_ahead(nothing, groups, np.array([LONGEST]))
+    assert wide.rest[0, 0] == pytest.approx(PRIOR_MEAN, rel=0.1)
+    caps = np.array([40, 5])
+    found = estimate(groups, look_ahead(nothing, groups, group_caps(groups, caps)), caps, np.array([-1, -1]))
+    assert found.mean[0] < 40
+    assert found.mean[1] <= 5
+    assert np.all(found.high <= caps)
+
+
+def test_known_lengths_are_used_as_known() -> None:
+    groups = alone(2)
+    outlook = outlook_of(np.array([10, 20]))
+    found = estimate(groups, outlook, np.array([500, 500]), np.array([500, -1]))
+    assert (found.mean[0], found.squares[0], found.high[0]) == (500, 250_000, 500)
+
+
+def test_a_group_without_answers_borrows_from_its_siblings() -> None:
+    groups = Groups(np.repeat([1, 2], 50), np.array([-1, 0, 0]))
+    outlook = look_ahead(
+        see(groups, np.arange(50), np.full(50, 700), np.ones(50, np.bool_)), groups, np.full(3, LONGEST)
+    )
+    assert outlook.rest[1, 0] == pytest.approx(700, rel=0.05)
+    assert outlook.rest[2, 0] == pytest.approx(700, rel=0.15)
+
+
+def test_its_own_answers_outweigh_its_siblings() -> None:
+    groups = Groups(np.repeat([1, 2], 500), np.array([-1, 0, 0]))
+    requests = np.concatenate([np.arange(500), [500, 501, 502, 503]])
+    tokens = np.concatenate([np.full(500, 3), np.full(4, 8000)])
+    outlook = look_ahead(see(groups, requests, tokens, np.ones(504, np.bool_)), groups, np.full(3, LONGEST))
+    assert outlook.rest[1, 0] == pytest.approx(3, rel=0.5)
+    assert outlook.rest[2, 0] == pytest.approx(8000, rel=0.3)
+
+
+def prompts_in_groups(count: int) -> Prompts:
+    """Three prefixes with `count` prompts each, and as many prompts that share nothing."""
+    shared = [[group] * 20 + [1000 + group * count + n] for group in range(3) for n in range(count)]
+    return Prompts.of([*shared, *([10_000 + n] for n in range(count))])
+
+
+def test_groups_are_large_nodes_and_what_is_left() -> None:
+    groups = group_requests(build_tree(prompts_in_groups(40)))
+    assert len(np.unique(groups.of)) == 4
+    assert sorted(groups.requests[groups.requests > 0].tolist()) == [40] * 4
+    assert np.all(groups.parent < np.arange(len(groups)))
+
+
+def test_small_groups_stay_with_their_parent() -> None:
+    assert len(group_requests(build_tree(prompts_in_groups(5)))) == 1
+
+
+def test_kinds_divide_a_group() -> None:
+    prompts = Prompts.of([[n] for n in range(200)])
+    kinds = np.array([256] * 100 + [4096] * 80 + list(range(20)))
+    groups = group_requests(build_tree(prompts), kinds)
+    assert len({int(groups.of[0]), int(groups.of[100]), int(groups.of[199])}) == 3
+    assert groups.of[180] == groups.of[199]
+
+
+def test_there_are_never_too_many_groups() -> None:
+    prompts = Prompts.of([[group] * 5 + [5000 + n] for group in range(2000) for n in range(33)])
+    kinds = np.arange(len(prompts)) % 2
+    assert len(group_requests(build_tree(prompts), kinds)) <= 1600
+
+
+@given(st.integers(1, 120), st.floats(0.01, 1), st.integers(0, 3))
+def test_samples_are_of_the_size_asked_with_every_group(count: int, share: float, seed: int) -> None:
+    prompts = prompts_in_groups(count)
+    groups = group_requests(build_tree(prompts))
+    nothing = see(groups, np.empty(0, np.int64), np.empty(0, np.int64), np.empty(0, np.bool_))
+    outlook = look_ahead(nothing, groups, group_caps(groups, np.full(len(prompts), 4096)))
+    known = np.where(np.arange(len(prompts)) % 5 == 0, 7, -1)
+    found = choose_sample(groups, outlook, prompts.lengths.astype(float), known, np.random.default_rng(seed), share)
+    open_requests = np.flatnonzero(known < 0)
+    assert len(np.unique(found)) == len(found)
+    assert np.all(known[found] < 0)
+    assert set(groups.of[found].tolist()) == set(groups.of[open_requests].tolist())
+    wanted = int(np.ceil(share * len(open_requests)))
+    assert len(found) == max(wanted, len(set(groups.of[open_requests].tolist())))
+
+
+def test_samples_go_where_the_memory_work_is_uncertain() -> None:
+    groups = Groups(np.repeat([1, 2], 5000), np.array([-1, 0, 0]))
+    seen = see(
+        groups,
+        np.array([0, 1, 2, 3, 5000, 5001, 5002, 5003]),
+        np.array([2, 2, 2, 2, 50, 900, 4000, 12_000]),
+        np.ones(8, np.bool_),
+    )
+    outlook = look_ahead(seen, groups, np.full(3, LONGEST))
+    found = choose_sample(groups, outlook, np.full(10_000, 500.0), np.full(10_000, -1), np.random.default_rng(0))
+    counts = np.bincount(groups.of[found], minlength=3)
+    assert counts.sum() == 100
+    assert counts[2] > 5 * counts[1] > 0
+
+
+@pytest.mark.parametrize("share", [0.0, -1.0, 1.5])
+def test_the_share_to_sample_is_a_share(share: float) -> None:
+    outlook = outlook_of(np.array([1]))
+    with pytest.raises(ValueError, match="share"):
+        choose_sample(alone(1), outlook, np.ones(1), np.array([-1]), np.random.default_rng(0), share)
