@@ -11,8 +11,14 @@ Result = TypeVar("Result")
 
 
 def compiled(function: Callable[Args, Result]) -> Callable[Args, Result]:
-    """The function compiled on first use and kept on disk beside its file; it runs without the interpreter's lock."""
-    dispatcher: Any = numba.njit(cache=True, nogil=True)(function)
+    """The function compiled on first use and kept on disk, beside its file or in the user's cache.
+
+    It runs without the interpreter's lock. Where nothing can be kept every process compiles for itself.
+    """
+    try:
+        dispatcher: Any = numba.njit(cache=True, nogil=True)(function)
+    except RuntimeError:  # no folder that this user may write
+        return numba.njit(nogil=True)(function)
     # Numba asks only whether the function's own file has changed, not those of the functions and constants that it
     # compiles into it.
     dispatcher._cache._cache_file._source_stamp = SOURCES

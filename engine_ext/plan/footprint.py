@@ -29,6 +29,7 @@ from engine_ext.plan.scan_state import (
 Floats = NDArray[np.float64]
 
 SELDOM = 1e-6  # a chance below which hazards say nothing any more
+NEGLIGIBLE = 1e-3  # a chance below which a request counts as gone
 
 
 @compiled
@@ -110,17 +111,19 @@ def work_out_holds(state: State, group: int) -> None:
     """For each length bucket, the chances that an answer there still runs at every point ahead."""
     for bucket in range(BUCKETS):
         now = state.stays[group, bucket]
-        for k in range(len(AHEAD)):
+        state.holds[group, bucket, 0] = 1.0
+        chance = 1.0
+        for k in range(1, len(AHEAD)):
             tokens = EDGES[bucket] + AHEAD[k]
-            if k == 0:
-                chance = 1.0
+            if chance <= NEGLIGIBLE:  # and it never rises again
+                chance = 0.0
             elif tokens >= state.caps[group]:
                 chance = 0.0
             elif now < SELDOM:  # nothing so long was seen: as likely as not to double
                 chance = 1.0 / (1.0 + AHEAD[k] / (EDGES[bucket] + 1.0))
             else:
                 chance = _chance(state, group, tokens) / now
-            state.holds[group, bucket, k] = chance if chance > SELDOM else 0.0
+            state.holds[group, bucket, k] = chance if chance > NEGLIGIBLE else 0.0
 
 
 @compiled

@@ -35,7 +35,7 @@ from engine_ext.plan.scan_state import (
     State,
 )
 
-SWEEP = 32  # steps in which every running request is looked at once
+SWEEP = 64  # steps in which every running request is looked at once
 HEADS = 64  # waiting requests at each end whose density stands for the end's
 MOST_RIGHT = 0.98  # of the KV memory; some of the left side must always get in
 GROUPS_AT_ONCE = 1  # groups whose outlook is worked out again in one step

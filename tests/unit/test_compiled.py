@@ -1,0 +1,48 @@
+"""Compiled functions do not outlive the sources that were compiled into them."""
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+ROOM = Path(__file__).parents[2] / "engine_ext"
+
+
+def test_a_changed_constant_of_another_file_is_compiled_again(tmp_path: Path) -> None:
+    """Numba itself would not notice: SWEEP stands in sweep.py and `decide` in dual_scan.py."""
+    house = tmp_path / "engine_ext"
+    (house / "plan").mkdir(parents=True)
+    (house / "__init__.py").touch()
+    shutil.copy(ROOM / "plan/compiled.py", house / "plan/compiled.py")
+    (house / "plan/__init__.py").touch()
+    (house / "plan/number.py").write_text("NUMBER = 1\n")
+    (house / "plan/asks.py").write_text(
+        "from engine_ext.plan.compiled import compiled\n"
+        "from engine_ext.plan.number import NUMBER\n\n\n"
+        "@compiled\ndef ask() -> int:\n    return NUMBER\n"
+    )
+    command = [sys.executable, "-c", "from engine_ext.plan.asks import ask; print(ask())"]
+
+    def ask() -> str:
+        return subprocess.run(command, cwd=tmp_path, check=True, capture_output=True, text=True).stdout.strip()
+
+    assert ask() == "1"
+    kept = list((house / "plan/__pycache__").glob("*.nbi"))
+    assert kept
+    (house / "plan/number.py").write_text("NUMBER = 2\n")
+    assert ask() == "2"
+
+
+def test_a_folder_that_cannot_be_written_costs_time_only(tmp_path: Path) -> None:
+    command = [
+        sys.executable,
+        "-c",
+        "import numba.core.caching as c\n"
+        "c.CacheImpl._locator_classes = []\n"
+        "from engine_ext.plan.lengths import bucket_of\n"
+        "print(bucket_of(20))",
+    ]
+    environment = {**os.environ, "PYTHONPATH": str(ROOM.parent)}
+    found = subprocess.run(command, cwd=tmp_path, check=True, capture_output=True, text=True, env=environment)
+    assert found.stdout.strip() == "1"
