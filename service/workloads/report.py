@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from engine_ext.plan.cost import CostModel
 from engine_ext.plan.groups import group_requests
 from engine_ext.plan.lengths import Seen, group_caps, look_ahead
+from engine_ext.plan.prompts import Prompts
 from engine_ext.plan.sample import choose_sample
 from engine_ext.plan.tree import build_tree
 from engine_ext.plan.window import UNKNOWN, Outputs, Shape, WindowPlan, plan_window
@@ -31,6 +32,8 @@ class Planned:
 
 
 def plan_workload(workload: Workload, cost: CostModel, shape: Shape) -> Planned:
+    # A small one first: compiling, on a machine's first plan, is not planning.
+    plan_window(Prompts.of([[1, 2], [1, 3]]), Outputs.of_known(np.array([1, 2])), cost)
     started = time.perf_counter()
     plan = plan_window(workload.prompts, workload.outputs, cost, workload.wishes, shape)
     seconds = time.perf_counter() - started
