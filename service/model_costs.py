@@ -37,7 +37,9 @@ def read_shape(source: str) -> ModelShape:
     if source in model_shape.PRESETS:
         return model_shape.PRESETS[source]
     path = Path(source)
-    if not path.exists():
+    if not source or not path.exists():
+        if source.startswith((".", "/")):
+            raise CostsError(f"{source}: no such file or folder")
         if "/" not in source:
             raise CostsError(f"no model {source!r}: give {', '.join(model_shape.PRESETS)}, a folder, or a hub id")
         try:
@@ -46,7 +48,7 @@ def read_shape(source: str) -> ModelShape:
             raise CostsError(f"the config of {source!r} could not be fetched: {error}") from error
     config = path / "config.json" if path.is_dir() else path
     try:
-        return model_shape.shape_of(_json(config), name=path.name)
+        return model_shape.shape_of(_json(config), name=path.name if Path(source).exists() else source)
     except ConfigError as error:
         raise CostsError(f"{config}: {error}") from error
 
@@ -64,5 +66,5 @@ def planning_costs(source: str, gpu: str, tp: int) -> CostModel:
 def _json(path: Path) -> dict[str, Any]:
     try:
         return msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
-    except (OSError, msgspec.DecodeError) as error:
+    except (OSError, msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise CostsError(f"{path}: {error}") from error

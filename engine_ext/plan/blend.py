@@ -1,10 +1,11 @@
 """The scan from both ends before anything runs: an order whose every beginning has about the window's density (5.3).
 
-Urgent requests come first on each side, and the other side goes on filling what they lack, so the blend is kept. No
-tenant's served work falls behind its share by more than a bound.
+Urgent requests come first on each side, and the other side goes on filling what they lack, so the blend is kept. Of
+what is not urgent, no tenant's served work falls behind its share by more than a part of that share.
 """
 
 from dataclasses import dataclass
+from heapq import heappop, heappush
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,7 +18,7 @@ Floats = NDArray[np.float64]
 NOT_URGENT = 1 << 30
 TIERS_PER_DOUBLING = 4
 HASTE = 1.25  # a deadline this many times behind the predicted end leaves a request where it stands
-FAIR_LAG = 0.02  # of the window's work, that a tenant may fall behind its share
+FAIR_LAG = 0.1  # of its own share of the window's work, that a tenant may fall behind
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +72,7 @@ def blend(compute_s: Floats, memory_s: Floats, wishes: Wishes, total_s: float, f
     right = _by_tier(np.arange(len(excess) - 1, meeting - 1, -1), tiers)
     work = compute_s + density * memory_s
     positions, taken_right = _taken(
-        left, right, excess, work, wishes.tenant, wishes.weights, fair_lag * float(work.sum())
+        left, right, excess, work, wishes.tenant, wishes.weights, tiers < NOT_URGENT, fair_lag
     )
     return Blend(positions, taken_right, _tier_ends(tiers[positions]))
 
@@ -96,7 +97,14 @@ def _tier_ends(tiers: Column) -> Column:
 
 @compiled
 def _taken(
-    left: Column, right: Column, excess: Floats, work: Floats, tenant: Column, weights: Floats, most_lag: float
+    left: Column,
+    right: Column,
+    excess: Floats,
+    work: Floats,
+    tenant: Column,
+    weights: Floats,
+    urgent: NDArray[np.bool_],
+    fair_lag: float,
 ) -> tuple[Column, NDArray[np.bool_]]:
     """Positions in order of execution, and whether each came from the right side."""
     total, tenants = len(left) + len(right), len(weights)
@@ -110,29 +118,40 @@ def _taken(
     own, stops = (own_left, own_right), (starts_left[1:], starts_right[1:])
     own_heads = np.stack((starts_left[:-1], starts_right[:-1]))
     waiting = stops[0] - own_heads[0] + stops[1] - own_heads[1]
-    lag = np.zeros(tenants)  # what each should have got, less what it got
+    # Work per weight: what each tenant that waits has got, and what an equal share would be; the last one first.
+    served = np.zeros(tenants)
+    behind = [(0.0, each) for each in range(tenants)]
+    fair, active = 0.0, weights.sum()
+    most_behind = fair_lag * work.sum() / active
     ahead = 0.0  # seconds of compute taken beyond balance
     for k in range(total):
-        late = _most_behind(lag, waiting, most_lag) if tenants > 1 else -1
-        side, position = (1 if ahead > 0 else 0), -1
-        for at in (side, 1 - side):
-            if late >= 0:
-                own_heads[at, late] = _next_free(own[at], own_heads[at, late], stops[at][late], taken)
-                if own_heads[at, late] < stops[at][late]:
-                    position = own[at][own_heads[at, late]]
-            else:
-                heads[at] = _next_free(sides[at], heads[at], len(sides[at]), taken)
-                if heads[at] < len(sides[at]):
-                    position = sides[at][heads[at]]
-            if position >= 0:
-                from_right[k] = at == 1
-                break
-        order[k], taken[position] = position, True
+        side = 1 if ahead > 0 else 0
+        heads[side] = _next_free(sides[side], heads[side], len(sides[side]), taken)
+        if heads[side] == len(sides[side]):
+            side = 1 - side
+            heads[side] = _next_free(sides[side], heads[side], len(sides[side]), taken)
+        position = sides[side][heads[side]]
+        if tenants > 1 and not urgent[position]:
+            while waiting[behind[0][1]] == 0 or served[behind[0][1]] != behind[0][0]:
+                heappop(behind)
+            late = behind[0][1]
+            if fair - served[late] > most_behind:
+                for at in (side, 1 - side):
+                    own_heads[at, late] = _next_free(own[at], own_heads[at, late], stops[at][late], taken)
+                    if own_heads[at, late] < stops[at][late]:
+                        position, side = own[at][own_heads[at, late]], at
+                        break
+        order[k], taken[position], from_right[k] = position, True, side == 1
         ahead += excess[position]
         if tenants > 1:
-            _share_out(lag, waiting, weights, work[position])
-            lag[tenant[position]] -= work[position]
-            waiting[tenant[position]] -= 1
+            whose = tenant[position]
+            fair += work[position] / active
+            served[whose] += work[position] / weights[whose]
+            waiting[whose] -= 1
+            if waiting[whose] > 0:
+                heappush(behind, (served[whose], whose))  # pyright: ignore[reportArgumentType]
+            else:
+                active = max(active - weights[whose], 1e-300)
     return order, from_right
 
 
@@ -141,28 +160,6 @@ def _next_free(places: Column, head: int, stop: int, taken: NDArray[np.bool_]) -
     while head < stop and taken[places[head]]:
         head += 1
     return head
-
-
-@compiled
-def _most_behind(lag: Floats, waiting: Column, most_lag: float) -> int:
-    """The tenant that is furthest behind its share, if any is by more than `most_lag`; else -1."""
-    late = -1
-    for each in range(len(lag)):
-        if waiting[each] > 0 and lag[each] > most_lag and (late < 0 or lag[each] > lag[late]):
-            late = each
-    return late
-
-
-@compiled
-def _share_out(lag: Floats, waiting: Column, weights: Floats, work: float) -> None:
-    """What each tenant that waits should have got of this work."""
-    active = 0.0
-    for each in range(len(lag)):
-        if waiting[each] > 0:
-            active += weights[each]
-    for each in range(len(lag)):
-        if waiting[each] > 0:
-            lag[each] += work * weights[each] / active
 
 
 @compiled

@@ -19,8 +19,8 @@ def compiled(function: Callable[Args, Result]) -> Callable[Args, Result]:
         dispatcher: Any = numba.njit(cache=True, nogil=True)(function)
     except RuntimeError:  # no folder that this user may write
         return numba.njit(nogil=True)(function)
-    # Numba asks only whether the function's own file has changed, not those of the functions and constants that it
-    # compiles into it.
+    # A private place of numba's, which a test watches. Numba itself asks only whether the function's own file has
+    # changed, not those of the functions and constants that it compiles into it.
     dispatcher._cache._cache_file._source_stamp = SOURCES
     return dispatcher
 

@@ -12,7 +12,7 @@ engine.
 from dataclasses import dataclass
 
 from engine_ext.plan.compiled import compiled
-from engine_ext.plan.footprint import add_footprint, fits
+from engine_ext.plan.footprint import add_footprint, fits, rest_of
 from engine_ext.plan.scan_state import (
     CAPACITY,
     CLOCK,
@@ -28,8 +28,11 @@ from engine_ext.plan.scan_state import (
     LEFT,
     LEFT_FIRST,
     LEFT_LAST,
+    LEFT_WORK,
     MEMORY_LEFT,
     MOST_TOKENS,
+    NEXT_COMPUTE,
+    NEXT_MEMORY,
     NO_REQUEST,
     NOT_STARTED,
     OWN_KV,
@@ -46,6 +49,7 @@ from engine_ext.plan.scan_state import (
     SWEEPS,
     SWEPT,
     WEIGHTS_S,
+    WORK,
     Backlog,
     State,
     StepCosts,
@@ -55,6 +59,7 @@ from engine_ext.plan.sweep import end_sweep, record_growth, refresh_group, sweep
 from engine_ext.plan.tree import Column
 
 SOON = 32  # steps for whose output tokens there must be room, whoever is let in
+NOTHING_S = 1e-9  # seconds of work that count as none: sums of floats do not come back to zero
 ALIGNMENT = 128  # tokens; step sizes are multiples, as GEMM tiles are (A.2)
 
 
@@ -70,35 +75,35 @@ class DualScan:
     """The scan of one engine; not safe for threads."""
 
     def __init__(self, backlog: Backlog, costs: StepCosts) -> None:
-        self._state = new_state(backlog, costs)
-        begin(self._state)
+        self.state = new_state(backlog, costs)
+        begin(self.state)
 
     def decide(self, used_kv: int, decoding_kv: int, decoding: int, pending: int, decoded: int = 1) -> Decision:
         """See the function of this name; the requests are let in when it returns."""
-        budget, count = decide(self._state, used_kv, decoding_kv, decoding, pending, decoded)
-        return Decision(budget, self._state.admitted[:count].copy())
+        budget, count = decide(self.state, used_kv, decoding_kv, decoding, pending, decoded)
+        return Decision(budget, self.state.admitted[:count].copy())
 
     def prefilled(self, request: int) -> None:
-        prefilled(self._state, request)
+        prefilled(self.state, request)
 
     def finished(self, request: int, tokens: int) -> None:
-        finished(self._state, request, tokens)
+        finished(self.state, request, tokens)
 
     def retracted(self, request: int, tokens: int) -> None:
-        retracted(self._state, request, tokens)
+        retracted(self.state, request, tokens)
 
     @property
     def waiting(self) -> int:
-        return waiting(self._state)
+        return waiting(self.state)
 
     @property
     def running(self) -> int:
-        return int(self._state.counts[RUNNING])
+        return int(self.state.counts[RUNNING])
 
     @property
     def remaining_s(self) -> tuple[float, float]:
         """Seconds of compute and of memory reads that are expected to remain."""
-        return float(self._state.sums[COMPUTE_LEFT]), float(self._state.sums[MEMORY_LEFT])
+        return float(self.state.sums[COMPUTE_LEFT]), float(self.state.sums[MEMORY_LEFT])
 
 
 @compiled
@@ -119,7 +124,7 @@ def decide(state: State, used_kv: int, decoding_kv: int, decoding: int, pending:
     let_in, tokens = 0, pending
     for side in (RIGHT, LEFT):
         # The right side fills the KV cache and may hurry while that is not full; the left side keeps the pace.
-        most = max(budget, _hurry(state)) if side == RIGHT else budget
+        most = max(budget, _hurry(state, decoding)) if side == RIGHT else budget
         while tokens < most and let_in < len(state.admitted):
             request = _candidate(state, side)
             if request == NO_REQUEST:
@@ -133,7 +138,9 @@ def decide(state: State, used_kv: int, decoding_kv: int, decoding: int, pending:
             let_in += 1
             tokens += fresh
             physical -= fresh
-    return max(budget, min(_hurry(state), int(state.sums[RIGHT_PENDING]))), let_in
+    if state.sums[RIGHT_PENDING] > budget:
+        budget = max(budget, _hurry(state, decoding))
+    return budget, let_in
 
 
 @compiled
@@ -160,9 +167,21 @@ def retracted(state: State, request: int, tokens: int) -> None:
     if state.requests[request, KNOWN] < 0:
         record_growth(state, request, tokens, False)
     state.requests[request, COUNTED] = tokens
+    if state.counts[RIGHT_FIRST] == 0:
+        _move_to_end(state)
     state.counts[RIGHT_FIRST] -= 1
     state.waiting[RIGHT, state.counts[RIGHT_FIRST]] = request
     _count_waiting(state, request, 1)
+
+
+@compiled
+def _move_to_end(state: State) -> None:
+    """Make room in front of the right queue, which holds each request at most once and has twice the places."""
+    first, last = state.counts[RIGHT_FIRST], state.counts[RIGHT_LAST]
+    shift = state.waiting.shape[1] - last
+    for at in range(last - 1, first - 1, -1):
+        state.waiting[RIGHT, at + shift] = state.waiting[RIGHT, at]
+    state.counts[RIGHT_FIRST], state.counts[RIGHT_LAST] = first + shift, last + shift
 
 
 @compiled
@@ -189,22 +208,25 @@ def _budget(state: State, decoding_kv: int, decoding: int, pending: int) -> int:
     """Prompt tokens of the step that keep compute and memory reads in the ratio of the work that remains."""
     machine, sums = state.machine, state.sums
     most = int(machine[MOST_TOKENS])
-    compute_left = sums[COMPUTE_LEFT] + pending * machine[GEMM_S]
-    if decoding == 0 or sums[MEMORY_LEFT] <= 0:
-        return most
+    token_s = machine[GEMM_S] * sums[LEFT_WORK]  # of a prompt token, its attention included
+    compute_left = sums[COMPUTE_LEFT] + pending * token_s
+    if decoding == 0 or sums[MEMORY_LEFT] <= NOTHING_S:
+        return max(0, most - decoding)
     seconds = max(compute_left / sums[MEMORY_LEFT] * decoding_kv * machine[READ_S], machine[WEIGHTS_S])
-    tokens = int(seconds / machine[GEMM_S] / ALIGNMENT + 0.5) * ALIGNMENT
+    prompt_tokens = max(0.0, seconds - decoding * machine[GEMM_S]) / token_s
+    tokens = int(min((prompt_tokens + decoding) / ALIGNMENT + 0.5, float(most))) * ALIGNMENT
     return max(0, min(tokens, most) - decoding)
 
 
 @compiled
-def _hurry(state: State) -> int:
+def _hurry(state: State, decoding: int) -> int:
     """Prompt tokens of a step that would keep the pace if the KV cache were full."""
     machine, sums = state.machine, state.sums
-    if sums[MEMORY_LEFT] <= 0:
-        return int(machine[MOST_TOKENS])
-    seconds = sums[COMPUTE_LEFT] / sums[MEMORY_LEFT] * machine[CAPACITY] * machine[READ_S]
-    return int(min(max(seconds / machine[GEMM_S], ALIGNMENT), machine[MOST_TOKENS]))
+    most = machine[MOST_TOKENS]
+    if sums[MEMORY_LEFT] > NOTHING_S:
+        seconds = sums[COMPUTE_LEFT] / sums[MEMORY_LEFT] * machine[CAPACITY] * machine[READ_S]
+        most = min(most, max(seconds / machine[GEMM_S] / sums[LEFT_WORK], ALIGNMENT))
+    return max(0, int(most / ALIGNMENT) * ALIGNMENT - decoding)
 
 
 @compiled
@@ -250,6 +272,18 @@ def _let_in(state: State, request: int, side: int) -> None:
     state.requests[request, SWEPT] = counts[SWEEPS]
     add_footprint(state, state.footprint, request, 1.0)
     add_footprint(state, state.footprint_next, request, 1.0)
+    _add_remaining(state, request, state.requests[request, COUNTED], 1)
+
+
+@compiled
+def _add_remaining(state: State, request: int, tokens: int, sign: int) -> None:
+    """Count a running request among what the sweep under way finds to remain, if it has been looked at."""
+    if state.requests[request, SWEPT] != state.counts[SWEEPS]:
+        return
+    rest, squared = rest_of(state, request, tokens)
+    context = state.requests[request, PROMPT] + tokens
+    state.sums[NEXT_COMPUTE] += sign * rest * state.machine[GEMM_S]
+    state.sums[NEXT_MEMORY] += sign * (context * rest + squared / 2) * state.machine[READ_S]
 
 
 @compiled
@@ -258,14 +292,14 @@ def _count_waiting(state: State, request: int, sign: int) -> None:
         rest = float(state.requests[request, KNOWN] - state.requests[request, COUNTED])
         context = state.requests[request, PROMPT] + state.requests[request, COUNTED]
         state.sums[KNOWN_COMPUTE] += (
-            sign * (state.requests[request, FRESH] + state.requests[request, COUNTED] + rest) * state.machine[GEMM_S]
+            sign * (state.requests[request, WORK] + state.requests[request, COUNTED] + rest) * state.machine[GEMM_S]
         )
         state.sums[KNOWN_MEMORY] += sign * (context * rest + rest * rest / 2) * state.machine[READ_S]
     else:
         row = state.held_back[state.requests[request, GROUP]]
         row[0] += sign
         row[1] += sign * state.requests[request, PROMPT]
-        row[2] += sign * (state.requests[request, FRESH] + state.requests[request, COUNTED])
+        row[2] += sign * (state.requests[request, WORK] + state.requests[request, COUNTED])
 
 
 @compiled
@@ -275,7 +309,12 @@ def _remove(state: State, request: int, tokens: int) -> None:
     if state.requests[request, SWEPT] == state.counts[SWEEPS]:
         add_footprint(state, state.footprint_next, request, -1.0)
     counts = state.counts
-    counts[OWN_KV] -= state.requests[request, FRESH] + tokens
+    _add_remaining(state, request, tokens, -1)
+    # What was added to it, by the clock, which the engine's own count need not equal.
+    by_clock = state.requests[request, COUNTED]
+    if state.requests[request, STARTED] != NOT_STARTED:
+        by_clock = counts[CLOCK] - state.requests[request, STARTED]
+    counts[OWN_KV] -= state.requests[request, FRESH] + by_clock
     if state.requests[request, STARTED] != NOT_STARTED:
         counts[DECODING] -= 1
         state.requests[request, STARTED] = NOT_STARTED

@@ -11,6 +11,7 @@ from engine_ext.plan.scan_state import (
     CAP,
     CLOCK,
     COUNTED,
+    DOUBT,
     FRESH,
     GROUP,
     GROWTH,
@@ -28,7 +29,9 @@ from engine_ext.plan.scan_state import (
 
 Floats = NDArray[np.float64]
 
+SPAN = (AHEAD + GROWTH).astype(np.float64)
 SELDOM = 1e-6  # a chance below which hazards say nothing any more
+LIKELY = 0.1
 NEGLIGIBLE = 1e-3  # a chance below which a request counts as gone
 
 
@@ -36,25 +39,28 @@ NEGLIGIBLE = 1e-3  # a chance below which a request counts as gone
 def add_footprint(state: State, table: Floats, request: int, sign: float) -> None:
     """Add what the request is to hold of the KV cache, at every point ahead, with its variance."""
     tokens = generated(state, request)
-    chances = state.holds[state.requests[request, GROUP], bucket_of(tokens)]
-    own, is_known, left = (
-        state.requests[request, FRESH] + tokens,
-        state.requests[request, KNOWN] >= 0,
-        state.requests[request, KNOWN] - tokens,
-    )
-    on_right = state.requests[request, SIDE] == RIGHT
+    group, own = state.requests[request, GROUP], state.requests[request, FRESH] + tokens
+    right = 1.0 if state.requests[request, SIDE] == RIGHT else 0.0
+    if state.requests[request, KNOWN] >= 0:
+        left = max(state.requests[request, KNOWN] - tokens, 1)
+        for k in range(len(AHEAD)):
+            if AHEAD[k] >= left:
+                break
+            kv = sign * (own + min(AHEAD[k] + GROWTH[k], left))
+            table[k, ALL] += kv
+            table[k, OF_RIGHT] += right * kv
+        return
+    chances, doubt = state.holds[group, bucket_of(tokens)], state.doubt[group]
     for k in range(len(AHEAD)):
-        if is_known and AHEAD[k] >= max(left, 1):
-            break
-        holds = 1.0 if is_known else chances[k]
+        holds = chances[k]
         if holds == 0.0:
             break
-        held = own + AHEAD[k] + (min(GROWTH[k], left - AHEAD[k]) if is_known else GROWTH[k])
+        held = own + SPAN[k]
         kv = sign * holds * held
-        table[ALL, k] += kv
-        table[VARIANCE, k] += kv * (1 - holds) * held
-        if on_right:
-            table[OF_RIGHT, k] += kv
+        table[k, ALL] += kv
+        table[k, VARIANCE] += kv * (1 - holds) * held
+        table[k, OF_RIGHT] += right * kv
+        table[k, DOUBT] += doubt * kv
 
 
 @compiled
@@ -72,11 +78,19 @@ def fits(state: State, request: int, room: float, side: int) -> bool:
         if is_known and AHEAD[k] >= max(left, 1):
             break
         holds = 1.0 if is_known else chances[k]
+        if holds == 0.0:
+            break
         kv = own + AHEAD[k] + (min(GROWTH[k], left - AHEAD[k]) if is_known else GROWTH[k])
-        spread = max(0.0, table[VARIANCE, k]) + holds * (1 - holds) * kv * kv
-        if table[ALL, k] + holds * kv + margin * np.sqrt(spread) > room:
+        if side == RIGHT:
+            spread = max(0.0, table[k, VARIANCE]) + holds * (1 - holds) * kv * kv
+            kept_free = margin * (np.sqrt(spread) + table[k, DOUBT])
+        elif holds < LIKELY:
+            break  # what a short answer might still hold then is no reason to keep it out
+        else:
+            kept_free = 0.0
+        if table[k, ALL] + holds * kv + kept_free > room:
             return False
-        if side == RIGHT and table[OF_RIGHT, k] + holds * kv > share * room:
+        if side == RIGHT and table[k, OF_RIGHT] + holds * kv > share * room:
             return False
     return True
 
@@ -115,9 +129,7 @@ def work_out_holds(state: State, group: int) -> None:
         chance = 1.0
         for k in range(1, len(AHEAD)):
             tokens = EDGES[bucket] + AHEAD[k]
-            if chance <= NEGLIGIBLE:  # and it never rises again
-                chance = 0.0
-            elif tokens >= state.caps[group]:
+            if chance <= NEGLIGIBLE or tokens >= state.caps[group]:  # and it never rises again
                 chance = 0.0
             elif now < SELDOM:  # nothing so long was seen: as likely as not to double
                 chance = 1.0 / (1.0 + AHEAD[k] / (EDGES[bucket] + 1.0))

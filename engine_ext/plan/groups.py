@@ -9,7 +9,7 @@ from engine_ext.plan.compiled import compiled
 from engine_ext.plan.tree import Column, PrefixTree
 
 SMALLEST = 32  # requests that make a group
-MOST = 512  # groups of a window
+MOST_NODES = 512  # that make groups; kinds may double them
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,11 +26,6 @@ class Groups:
     def __len__(self) -> int:
         return len(self.parent)
 
-    @property
-    def requests(self) -> Column:
-        """Requests whose own group this is; int64 [groups]."""
-        return np.bincount(self.of, minlength=len(self))
-
 
 def group_requests(tree: PrefixTree, kinds: Column | None = None) -> Groups:
     """The deepest large node above each request, divided by kind where each kind is large enough.
@@ -39,7 +34,7 @@ def group_requests(tree: PrefixTree, kinds: Column | None = None) -> Groups:
     """
     size = tree.last - tree.first
     smallest = SMALLEST
-    while np.count_nonzero(size >= smallest) > MOST:
+    while np.count_nonzero(size >= smallest) > MOST_NODES:
         smallest *= 2
     large = size >= smallest
     large[0] = True
@@ -69,7 +64,7 @@ def _by_kind(of: Column, parent: Column, kinds: Column, smallest: int) -> Groups
     above = pairs // (int(kinds.max(initial=0)) + 1)
     alone = counts == np.bincount(of, minlength=len(parent))[above]
     chosen = (counts >= smallest) & ~alone
-    most = max(0, MOST * 2 - len(parent))
+    most = max(0, MOST_NODES * 2 - len(parent))
     if np.count_nonzero(chosen) > most:
         largest = np.argsort(-np.where(chosen, counts, 0), kind="stable")[:most]
         chosen = np.zeros_like(chosen)

@@ -104,10 +104,15 @@ def hardware_of(described: Mapping[str, Any]) -> Hardware:
     numbers = {"bandwidth": described["bandwidth"], "memory_bytes": described["memory_bytes"]}
     numbers |= {f"flops.{dtype}": value for dtype, value in flops.items()}
     for field, value in numbers.items():
-        if not isinstance(value, int | float) or isinstance(value, bool):
-            raise HardwareError(f"{field!r} of the hardware file must be a number, not {value!r}")
+        if not isinstance(value, int | float) or isinstance(value, bool) or not 1e3 <= value <= 1e21:
+            raise HardwareError(f"{field!r} of the hardware file must be a number from 1e3 to 1e21, not {value!r:.40}")
     try:
-        return Hardware(str(described["name"]), dict(flops), described["bandwidth"], described["memory_bytes"])
+        return Hardware(
+            str(described["name"]),
+            {dtype: float(value) for dtype, value in flops.items()},
+            float(described["bandwidth"]),
+            float(described["memory_bytes"]),
+        )
     except ValueError as error:
         raise HardwareError(str(error)) from error
 

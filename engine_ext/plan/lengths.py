@@ -158,7 +158,7 @@ def record(
     finished: bool,
 ) -> None:
     """An answer has grown from `before` to `now` tokens, and maybe ended: count it for its group and those above."""
-    first, last = bucket_of(before), bucket_of(max(now - 1, before))
+    first, last = bucket_of(before), bucket_of(max(now - 1, 0))  # a bucket's end belongs to it
     while group >= 0:
         for bucket in range(first, last + 1):
             low, high = max(before, EDGES[bucket]), min(now, EDGES[bucket + 1])

@@ -5,6 +5,17 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
+# Fields that make layers differ in a way that changes parameters or KV cache.
+UNEVEN_LAYERS = (
+    "interleave_moe_layer_step",
+    "decoder_sparse_step",
+    "mlp_only_layers",
+    "expert_layer_period",
+    "attn_layer_period",
+    "full_attention_interval",
+)
+LARGEST = 10**9
+
 
 class ConfigError(ValueError):
     """A model config lacks a field or has one that makes no sense; the message names it."""
@@ -78,12 +89,15 @@ class _Attention:
 
 def shape_of(config: Mapping[str, Any], name: str = "model") -> ModelShape:
     """Count a config.json. Raises ConfigError that names the field."""
-    config = config.get("text_config") or config  # a multimodal model keeps its language model's config inside
+    config = _language_part(config)
     hidden, layers = _count(config, "hidden_size"), _count(config, "num_hidden_layers")
     vocabulary, width = _count(config, "vocab_size"), _count(config, "intermediate_size")
     attention = _attention(config, hidden, layers)
     expert_layers, experts = _experts(config, hidden, layers)
-    tied = bool(config.get("tie_word_embeddings"))
+    # Gemma's configs leave out what other families write down.
+    tied = config.get("tie_word_embeddings", str(config.get("model_type", "")).startswith("gemma"))
+    if not isinstance(tied, bool):
+        raise ConfigError(f"'tie_word_embeddings' of the model config must be true or false, not {tied!r}")
     return ModelShape(
         name=name,
         layers=layers,
@@ -101,13 +115,28 @@ def shape_of(config: Mapping[str, Any], name: str = "model") -> ModelShape:
     )
 
 
+def _language_part(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """A multimodal model keeps its language model's config inside. Raises ConfigError for layers of several kinds."""
+    inside = config.get("text_config") or config
+    if not isinstance(inside, Mapping):
+        raise ConfigError(f"'text_config' of the model config must be an object, not {inside!r}")
+    found: Mapping[str, Any] = inside
+    for field in UNEVEN_LAYERS:
+        if found.get(field) not in (None, 0, 1, []):
+            raise ConfigError(f"models with {field!r} have layers of several kinds, which are not counted here")
+    if "linear_attention" in (found.get("layer_types") or ()):
+        raise ConfigError("models with 'linear_attention' in 'layer_types' are not counted here")
+    return found
+
+
 def _attention(config: Mapping[str, Any], hidden: int, layers: int) -> _Attention:
     heads = _count(config, "num_attention_heads")
     if config.get("kv_lora_rank"):  # MLA caches one compressed vector, and its rotary part, for all heads
         rank, rope = _count(config, "kv_lora_rank"), _count(config, "qk_rope_head_dim")
         nope, value = _count(config, "qk_nope_head_dim"), _count(config, "v_head_dim")
-        query_rank, query = config.get("q_lora_rank"), heads * (nope + rope)
-        if query_rank:
+        query = heads * (nope + rope)
+        if config.get("q_lora_rank"):
+            query_rank = _count(config, "q_lora_rank")
             queries = (Matrix(hidden, query_rank, layers), Matrix(query_rank, query, layers))
         else:
             queries = (Matrix(hidden, query, layers),)
@@ -118,8 +147,10 @@ def _attention(config: Mapping[str, Any], hidden: int, layers: int) -> _Attentio
             Matrix(heads * value, hidden, layers),
         )
         return _Attention(matrices, rank + rope, query, 2 * heads * (nope + rope + value))
-    kv_heads = _count(config, "num_key_value_heads") if "num_key_value_heads" in config else heads
+    kv_heads = _count(config, "num_key_value_heads") if config.get("num_key_value_heads") is not None else heads
     size = _count(config, "head_dim") if config.get("head_dim") else hidden // heads
+    if size < 1:
+        raise ConfigError(f"num_attention_heads {heads} is more than hidden_size {hidden}")
     if heads % kv_heads:
         raise ConfigError(f"num_attention_heads {heads} is no multiple of num_key_value_heads {kv_heads}")
     matrices = (Matrix(hidden, size * (heads + 2 * kv_heads), layers), Matrix(heads * size, hidden, layers))
@@ -135,9 +166,15 @@ def _experts(config: Mapping[str, Any], hidden: int, layers: int) -> tuple[int, 
     chosen = _count(config, "num_experts_per_tok")
     if chosen > number:
         raise ConfigError(f"num_experts_per_tok {chosen} is more than the {number} experts")
-    with_experts = layers - (config.get("first_k_dense_replace") or 0)
+    dense = _count(config, "first_k_dense_replace", least=0) if config.get("first_k_dense_replace") is not None else 0
+    if dense > layers:
+        raise ConfigError(f"first_k_dense_replace {dense} is more than the {layers} layers")
+    with_experts = layers - dense
     width = _count(config, "moe_intermediate_size" if config.get("moe_intermediate_size") else "intermediate_size")
-    shared_width = config.get("shared_expert_intermediate_size") or (config.get("n_shared_experts") or 0) * width
+    if config.get("shared_expert_intermediate_size") is not None:
+        shared_width = _count(config, "shared_expert_intermediate_size", least=0)
+    else:
+        shared_width = width * (_count(config, "n_shared_experts", least=0) if config.get("n_shared_experts") else 0)
     return with_experts, (
         Matrix(hidden, number, with_experts),
         *(_mlp(hidden, shared_width, with_experts) if shared_width else ()),
@@ -150,12 +187,12 @@ def _mlp(hidden: int, width: int, count: int, active: float = 1.0) -> tuple[Matr
     return (Matrix(hidden, 2 * width, count, active), Matrix(width, hidden, count, active))
 
 
-def _count(config: Mapping[str, Any], field: str) -> int:
+def _count(config: Mapping[str, Any], field: str, least: int = 1) -> int:
     if field not in config:
         raise ConfigError(f"the model config has no {field!r}")
     value = config[field]
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise ConfigError(f"{field!r} of the model config must be a whole number above zero, not {value!r}")
+    if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= LARGEST:
+        raise ConfigError(f"{field!r} of the model config must be a whole number from {least} up, not {value!r:.40}")
     return value
 
 

@@ -30,10 +30,14 @@ def partition(work: Floats, ends: Column, replicas: int) -> tuple[Column, Column
         raise ValueError(f"there must be at least one replica, not {replicas}")
     sums = np.concatenate([[0.0], np.cumsum(work)])
     owner = np.zeros(len(work), dtype=np.int64)
+    held = np.zeros(replicas)  # work given to each so far
     for first, last in itertools.pairwise([0, *ends.tolist()]):
-        goals = sums[first] + (sums[last] - sums[first]) * np.arange(1, replicas) / replicas
-        cuts = first + _nearest(sums[first : last + 1], goals)
+        # Each gets what it lacks of its equal part of everything so far, so that rounding does not add up.
+        wanted = np.maximum(sums[last] / replicas - held, 0.0)
+        goals = sums[first] + np.cumsum(wanted)[:-1] * (sums[last] - sums[first]) / max(float(wanted.sum()), 1e-300)
+        cuts = np.maximum.accumulate(first + _nearest(sums[first : last + 1], goals))
         owner[first:last] = np.searchsorted(cuts, np.arange(first, last), side="right")
+        held += np.diff(sums[[first, *cuts.tolist(), last]])
     places = np.argsort(owner, kind="stable")
     begins = np.searchsorted(owner[places], np.arange(replicas + 1))
     return places, begins

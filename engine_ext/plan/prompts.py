@@ -11,12 +11,13 @@ Segment = tuple[str | int, int]
 
 
 class SegmentError(ValueError):
-    """The segments of a prompt make no sense; `number` counts prompts from 0."""
+    """The segments of a prompt make no sense, or contradict those of the prompt `other`; prompts count from 0."""
 
-    def __init__(self, number: int, problem: str) -> None:
-        super().__init__(f"prompt {number}: {problem}")
+    def __init__(self, number: int, problem: str, other: int | None = None) -> None:
+        super().__init__(f"prompt {number}: {problem}" + (f" (as in prompt {other})" if other is not None else ""))
         self.number = number
         self.problem = problem
+        self.other = other
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,13 +57,14 @@ class Prompts:
             depth = 0
             for name, size in prompt:
                 if size < 1:
-                    raise SegmentError(number, f"segment {name!r} has the length {size}; it must be at least 1")
+                    raise SegmentError(number, f"segment {name!r:.60} has the length {size}; it must be at least 1")
                 first, known = said.setdefault((name, depth), (number, size))
                 if known != size:
                     raise SegmentError(
                         number,
-                        f"segment {name!r} at depth {depth} has the length {size}, but {known} in prompt {first}; "
+                        f"segment {name!r:.60} at depth {depth} has the length {size}, but {known} before; "
                         "equal ids at equal depth are equal content",
+                        first,
                     )
                 tokens.append(names.setdefault(name, len(names)))
                 sizes.append(size)

@@ -10,6 +10,8 @@ from engine_ext.plan.tree import Column
 Floats = NDArray[np.float64]
 
 SHARE = 0.01
+FEW = 8  # requests of a group that may always be sampled
+MOST = 4  # times the share, of one group
 
 
 def choose_sample(
@@ -23,7 +25,8 @@ def choose_sample(
     """About `share` of the requests whose length is not known, at least one per group that has such; int64, sorted.
 
     The rest goes where it tells most (Neyman): to a group in proportion to its requests and to the spread of the memory
-    work that its outlook leaves open. Ask again with a better outlook to place a second half better than the first.
+    work that its outlook leaves open, but no group's sample may become most of its work. Ask again with a better
+    outlook to place a second half better than the first.
     """
     if not 0 < share <= 1:
         raise ValueError(f"the share to sample must be above 0 and at most 1, not {share}")
@@ -35,7 +38,8 @@ def choose_sample(
     prompts = np.bincount(of, weights=prompt_tokens[open_requests], minlength=len(groups)) / np.maximum(size, 1)
     mean, squares = outlook.rest[:, 0], outlook.rest_squared[:, 0]
     spread = (prompts + mean) * np.sqrt(np.maximum(squares - mean**2, 0.0))
-    counts = _shared_out(int(np.ceil(share * len(open_requests))), size, size * spread)
+    most = np.minimum(size, np.maximum(FEW, np.ceil(MOST * share * size).astype(np.int64)))
+    counts = _shared_out(int(np.ceil(share * len(open_requests))), most, size * spread)
     # The first of each group in a random order.
     shuffled = generator.permutation(len(open_requests))
     by_group = shuffled[np.argsort(of[shuffled], kind="stable")]

@@ -10,11 +10,11 @@ from engine_ext.plan.cost import CostModel
 from engine_ext.plan.groups import Groups
 from engine_ext.plan.hardware import DTYPE_BYTES
 from engine_ext.plan.lengths import BUCKETS, LONGEST, Outlook, Seen, group_caps
-from engine_ext.plan.tree import Column
+from engine_ext.plan.tree import Column, PrefixTree
 
 Floats = NDArray[np.float64]
 
-# Steps from now at which the footprint is held: two to an octave, up to the longest answers.
+# Steps from now at which the footprint is held: two to an octave; nothing is foreseen beyond the last.
 AHEAD = np.array([0, 16, *(step << k for k in range(13) for step in (24, 32))], dtype=np.int64)
 # Between one and the next what runs goes on growing; by how much until half-way.
 GROWTH = np.array([0, *((AHEAD[2:] - AHEAD[1:-1]) // 2), 0], dtype=np.int64)
@@ -23,17 +23,27 @@ NOT_STARTED = -(1 << 30)
 LEFT, RIGHT = 0, 1
 
 # Columns of State.requests
-PROMPT, FRESH, KNOWN, CAP, GROUP, SIDE, STARTED, COUNTED, SWEPT, PLACE = range(10)
+PROMPT, FRESH, WORK, KNOWN, CAP, GROUP, SIDE, STARTED, COUNTED, SWEPT, PLACE = range(11)
 # Places in State.counts
 CLOCK, RUNNING, DECODING, OWN_KV, SWEEPS, SWEEP_AT, LEFT_FIRST, LEFT_LAST, RIGHT_FIRST, RIGHT_LAST, NEXT_DIRTY = range(
     11
 )
 # Places in State.sums
-COMPUTE_LEFT, MEMORY_LEFT, RIGHT_SHARE, RIGHT_PENDING, KNOWN_COMPUTE, KNOWN_MEMORY, NEXT_COMPUTE, NEXT_MEMORY = range(8)
+(
+    COMPUTE_LEFT,
+    MEMORY_LEFT,
+    RIGHT_SHARE,
+    LEFT_WORK,
+    RIGHT_PENDING,
+    KNOWN_COMPUTE,
+    KNOWN_MEMORY,
+    NEXT_COMPUTE,
+    NEXT_MEMORY,
+) = range(9)
 # Places in State.machine
 GEMM_S, READ_S, WEIGHTS_S, CAPACITY, MOST_TOKENS, MARGIN = range(6)
-# Rows of State.footprint
-ALL, VARIANCE, OF_RIGHT = range(3)
+# Columns of State.footprint
+ALL, VARIANCE, OF_RIGHT, DOUBT = range(4)
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +51,7 @@ class StepCosts:
     """What a step costs: seconds per token of GEMM, per KV token read, and for reading the weights once.
 
     `capacity`: tokens of KV cache; `most_tokens`: the largest step; `margin`: standard deviations of the projected
-    footprint to keep free.
+    footprint to keep free; `quadratic_s`: seconds of prefill attention, times end^2 - begin^2 of a chunk.
     """
 
     gemm_s: float
@@ -50,16 +60,20 @@ class StepCosts:
     capacity: int
     most_tokens: int = 8192
     margin: float = 1.0
+    quadratic_s: float = 0.0
 
     @classmethod
     def of(cls, cost: CostModel, capacity: int, most_tokens: int = 8192) -> "StepCosts":
         weights_s = cost.shape.weight_bytes(DTYPE_BYTES[cost.dtype]) / cost.machine.bandwidth
-        return cls(cost.gemm_s_per_token, cost.read_s_per_token, weights_s, capacity, most_tokens)
+        quadratic_s = cost.shape.attention_flops / cost.machine.flops(cost.dtype) if cost.attention_compute else 0.0
+        return cls(
+            cost.gemm_s_per_token, cost.read_s_per_token, weights_s, capacity, most_tokens, quadratic_s=quadratic_s
+        )
 
 
 @dataclass(frozen=True, slots=True)
 class Backlog:
-    """Requests to run, int64 by request: `prompt` tokens, `fresh` ones (not shared with the one before in the scan).
+    """Requests to run, int64 by request: `prompt` tokens, `fresh` ones (not shared with the one before it at its end).
 
     `known` output tokens or UNKNOWN, `caps` (max_tokens). `left` and `right`: requests in the order in which each end
     gives them, each request once.
@@ -78,17 +92,18 @@ class Backlog:
 class State(NamedTuple):
     """Everything the scan knows; arrays that change in place.
 
-    `requests`: int32 [requests, 10], a row that fits a cache line: prompt tokens, fresh ones (not shared with the
-    request before it in the scan), known output or UNKNOWN, cap, group, side it was admitted from, the clock at its
-    first output token or NOT_STARTED, output tokens counted in `entered`, the last sweep that looked at it, place in
-    `running`. `waiting` holds both queues, [2, places]; `running` the admitted requests.
+    `requests`: int32 [requests, 11], a row that fits a cache line: prompt tokens, fresh ones (not shared with the
+    request before it in the scan), the work of these in tokens of GEMM, known output or UNKNOWN, cap, group, side it
+    was admitted from, the clock at its first output token or NOT_STARTED, output tokens counted in `entered`, the last
+    sweep that looked at it, place in `running`. `waiting` holds both queues, [2, places]; `running` the admitted
+    requests.
 
     By group: `parent`, `caps`, by length bucket too what was seen and what to expect (lengths.py), and `holds`, the
-    chance to run still at each of `AHEAD`. `held_back` sums what waits with unknown length, [groups, 3]: requests,
-    prompt, fresh tokens. `dirty` groups have news.
+    chance to run still at each of `AHEAD`, and `doubt`, by how much these may be wrong for all alike. `held_back` sums
+    what waits with unknown length, [groups, 3]: requests, prompt tokens, work. `dirty` groups have news.
 
-    By `AHEAD`: the KV tokens that all that run will hold, their variance, and those of the right side, [3, AHEAD];
-    `footprint_next` is the one that the sweep under way builds.
+    By `AHEAD`: the KV tokens that all that run will hold, their variance, those of the right side, and those in doubt,
+    [AHEAD, 4]; `footprint_next` is the one that the sweep under way builds.
     """
 
     requests: NDArray[np.int32]
@@ -105,6 +120,7 @@ class State(NamedTuple):
     rest: Floats
     rest_squared: Floats
     holds: Floats
+    doubt: Floats
     dirty: NDArray[np.bool_]
     held_back: Floats
     footprint: Floats
@@ -113,6 +129,25 @@ class State(NamedTuple):
     counts: Column
     sums: Floats
     machine: Floats
+
+
+def fresh_tokens(tree: PrefixTree, lengths: Column, meeting: int) -> Column:
+    """Prompt tokens of each request that the one before it does not share, at its end of the scan.
+
+    The left end takes the tree's first `meeting` leaves from left to right, the right end the others from right to
+    left. int64 [requests] by request, like `lengths`.
+    """
+    common = tree.common
+    shared = np.where(np.arange(len(common)) < meeting, common, np.append(common[1:], 0))
+    fresh = np.empty(len(lengths), dtype=np.int64)
+    fresh[tree.order] = lengths[tree.order] - shared
+    return fresh
+
+
+def prompt_work(backlog: Backlog, costs: StepCosts) -> Floats:
+    """Computing each request's fresh tokens, attention to all before them included, in tokens of GEMM."""
+    end, fresh = backlog.prompt.astype(np.float64), backlog.fresh.astype(np.float64)
+    return fresh + (end**2 - (end - fresh) ** 2) * costs.quadratic_s / costs.gemm_s
 
 
 def new_state(backlog: Backlog, costs: StepCosts) -> State:
@@ -126,8 +161,9 @@ def new_state(backlog: Backlog, costs: StepCosts) -> State:
     counts[[LEFT_LAST, RIGHT_LAST]] = requests + len(backlog.left), requests + len(backlog.right)
     queues[LEFT, counts[LEFT_FIRST] : counts[LEFT_LAST]] = backlog.left
     queues[RIGHT, counts[RIGHT_FIRST] : counts[RIGHT_LAST]] = backlog.right
-    rows = np.zeros((requests, 10), dtype=np.int32)
+    rows = np.zeros((requests, 11), dtype=np.int32)
     rows[:, PROMPT], rows[:, FRESH], rows[:, KNOWN] = backlog.prompt, backlog.fresh, backlog.known
+    rows[:, WORK] = np.round(prompt_work(backlog, costs))
     rows[:, CAP], rows[:, GROUP] = np.minimum(backlog.caps, LONGEST), backlog.groups.of
     rows[:, STARTED], rows[:, SWEPT] = NOT_STARTED, -1
     return State(
@@ -145,13 +181,14 @@ def new_state(backlog: Backlog, costs: StepCosts) -> State:
         rest=outlook.rest,
         rest_squared=outlook.rest_squared,
         holds=np.zeros((groups, BUCKETS, len(AHEAD))),
+        doubt=np.zeros(groups),
         dirty=np.zeros(groups, dtype=np.bool_),
         held_back=np.zeros((groups, 3)),
-        footprint=np.zeros((3, len(AHEAD))),
-        footprint_next=np.zeros((3, len(AHEAD))),
+        footprint=np.zeros((len(AHEAD), 4)),
+        footprint_next=np.zeros((len(AHEAD), 4)),
         admitted=np.zeros(requests, dtype=np.int64),
         counts=counts,
-        sums=np.zeros(8),
+        sums=np.zeros(9),
         machine=np.array(
             [costs.gemm_s, costs.read_s, costs.weights_s, costs.capacity, costs.most_tokens, costs.margin]
         ),

@@ -18,6 +18,7 @@ from engine_ext.plan.scan_state import (
     LEFT,
     LEFT_FIRST,
     LEFT_LAST,
+    LEFT_WORK,
     MEMORY_LEFT,
     NEXT_COMPUTE,
     NEXT_DIRTY,
@@ -32,12 +33,15 @@ from engine_ext.plan.scan_state import (
     SWEEP_AT,
     SWEEPS,
     SWEPT,
+    WORK,
     State,
 )
 
-SWEEP = 64  # steps in which every running request is looked at once
+NOTHING_S = 1e-9
+SWEEP = 96  # steps in which every running request is looked at once
 HEADS = 64  # waiting requests at each end whose density stands for the end's
 MOST_RIGHT = 0.98  # of the KV memory; some of the left side must always get in
+DOUBTFUL = 0.3  # of a group that has seen about ten answers
 GROUPS_AT_ONCE = 1  # groups whose outlook is worked out again in one step
 GROUPS_LOOKED_AT = 64  # groups asked for news in one step
 
@@ -64,9 +68,9 @@ def end_sweep(state: State) -> None:
     """Every running request has been looked at: take over what was found, and begin again."""
     counts, sums = state.counts, state.sums
     for k in range(len(AHEAD)):
-        for row in range(3):
-            state.footprint[row, k] = state.footprint_next[row, k]
-            state.footprint_next[row, k] = 0.0
+        for row in range(4):
+            state.footprint[k, row] = state.footprint_next[k, row]
+            state.footprint_next[k, row] = 0.0
     compute, memory = sums[NEXT_COMPUTE] + sums[KNOWN_COMPUTE], sums[NEXT_MEMORY] + sums[KNOWN_MEMORY]
     for group in range(len(state.parent)):
         requests, prompt, fresh = state.held_back[group]
@@ -109,10 +113,10 @@ def _look_at(state: State, request: int) -> None:
 @compiled
 def _right_share(state: State) -> float:
     """M_R / M: the KV memory that the right end may have, so that both ends together have the density that remains."""
-    if state.sums[MEMORY_LEFT] <= 0:
+    left, right = _head_density(state, LEFT), _head_density(state, RIGHT)
+    if state.sums[MEMORY_LEFT] <= NOTHING_S:
         return 1.0
     root = state.sums[COMPUTE_LEFT] / state.sums[MEMORY_LEFT]
-    left, right = _head_density(state, LEFT), _head_density(state, RIGHT)
     if left <= root or right >= root:
         return 1.0
     if left == np.inf:
@@ -122,16 +126,20 @@ def _right_share(state: State) -> float:
 
 @compiled
 def _head_density(state: State, side: int) -> float:
-    """Density of the requests that stand first at this end."""
+    """Density of the requests that stand first at this end; for the left one also its work per prompt token."""
     counts = state.counts
     first = counts[LEFT_FIRST] if side == LEFT else counts[RIGHT_FIRST]
     last = counts[LEFT_LAST] if side == LEFT else counts[RIGHT_LAST]
-    compute, memory = 0.0, 0.0
+    compute, memory, fresh, work = 0.0, 0.0, 1.0, 1.0
     for at in range(first, min(last, first + HEADS)):
         request = state.waiting[side, at]
+        fresh += state.requests[request, FRESH]
+        work += state.requests[request, WORK]
         rest, squared = rest_of(state, request, state.requests[request, COUNTED])
-        compute += (state.requests[request, FRESH] + rest) * state.machine[GEMM_S]
+        compute += (state.requests[request, WORK] + rest) * state.machine[GEMM_S]
         memory += (state.requests[request, PROMPT] * rest + squared / 2) * state.machine[READ_S]
+    if side == LEFT:
+        state.sums[LEFT_WORK] = work / fresh
     if memory > 0:
         return compute / memory
     return np.inf if side == LEFT else 0.0
@@ -168,3 +176,8 @@ def refresh_group(state: State, group: int) -> None:
         state.rest_squared,
     )
     work_out_holds(state, group)
+    state.doubt[group] = 1 / np.sqrt(1 + np.sum(state.ended[group]))
+    # Groups below that know little themselves lean on this one.
+    for below in range(group + 1, len(state.parent)):
+        if state.parent[below] == group and state.doubt[below] > DOUBTFUL:
+            state.dirty[below] = True

@@ -1,5 +1,6 @@
 """From the prompts of a window to its plan: what to expect, the order of execution, partitions and slices."""
 
+import itertools
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -9,7 +10,7 @@ from engine_ext.plan.blend import Wishes, blend
 from engine_ext.plan.cost import CostModel, Load
 from engine_ext.plan.groups import Groups, group_requests
 from engine_ext.plan.lengths import Estimates, Seen, estimate, group_caps, look_ahead, see
-from engine_ext.plan.order import KEEP_SHARING, Scan, order_scan
+from engine_ext.plan.order import KEEP_SHARING, Scan, order_scan, saved_by_order
 from engine_ext.plan.partition import Slice, cut_slices, partition
 from engine_ext.plan.prompts import Prompts
 from engine_ext.plan.resources import Requests, request_loads
@@ -59,8 +60,10 @@ class WindowPlan:
 
     `order`: int64 [prompts], the prompts in order of execution, replica by replica; `partitions`: int64 [replicas + 1],
     where each replica's begin. `right`: bool [prompts], by place in the order, whether the request was taken from the
-    memory-heavy end. `compute_s` and `memory_s`: float64 [prompts] by prompt, shared prefixes in equal parts. `slices`
-    do not cross partitions. `groups` and `seen` let a scheduler go on learning lengths.
+    memory-heavy end. By prompt: `lengths`, int64 [prompts], its tokens; `compute_s` and `memory_s`, float64 [prompts],
+    shared prefixes in equal parts. `sharing_kept`: the share of the possible sharing that neighbours have at each end
+    of each replica's scan, deadlines and tenants included. `slices` do not cross partitions. `groups` and `seen` let a
+    scheduler go on learning lengths.
     """
 
     order: Column
@@ -73,6 +76,8 @@ class WindowPlan:
     memory_s: NDArray[np.float64]
     groups: Groups
     seen: Seen
+    lengths: Column
+    sharing_kept: float
     prompt_tokens: int
     distinct_tokens: int
 
@@ -118,9 +123,15 @@ def plan_window(
     places, begins = partition((compute_s + root * memory_s)[blended.positions], blended.ends, shape.replicas)
     by_prompt = np.empty((2, len(prompts)))
     by_prompt[:, scan.tree.order] = compute_s, memory_s
+    order, right = scan.tree.order[blended.positions[places]], blended.right[places]
+    saved = sum(
+        saved_by_order(tree, order[first:last][right[first:last] == side], cost)
+        for first, last in itertools.pairwise(begins.tolist())
+        for side in (False, True)
+    )
     return WindowPlan(
-        order=scan.tree.order[blended.positions[places]],
-        right=blended.right[places],
+        order=order,
+        right=right,
         partitions=begins,
         slices=_slices(begins, shape.slice_requests),
         scan=scan,
@@ -129,6 +140,8 @@ def plan_window(
         memory_s=by_prompt[1],
         groups=groups,
         seen=seen,
+        lengths=lengths,
+        sharing_kept=saved / scan.best_saved_s if scan.best_saved_s else 1.0,
         prompt_tokens=int(lengths.sum()),
         distinct_tokens=tree.distinct_tokens,
     )

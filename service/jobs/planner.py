@@ -19,7 +19,7 @@ from service.db.moves import rows_changed
 from service.db.sessions import Database
 from service.db.tables import Batch, BatchStatus, Model, Slice, SliceBatch, Window
 from service.jobs.desk import Desk
-from service.model_costs import planning_costs
+from service.model_costs import FALLBACK, planning_costs
 from service.plan_artifact import PLACE, Places, PlanArtifact, PlanHeader
 from service.request_index import RequestIndex
 from service.request_output import EXACT, MOST_TOKENS
@@ -120,7 +120,7 @@ class Planner:
             requests=len(found.places),
             prompt_tokens=plan.prompt_tokens,
             sharing=plan.load.sharing,
-            sharing_kept=plan.scan.sharing_kept,
+            sharing_kept=plan.sharing_kept,
             density=plan.load.density if np.isfinite(plan.load.density) else None,
             compute_s=plan.load.compute_s,
             memory_s=plan.load.memory_s,
@@ -143,20 +143,23 @@ class Planner:
             slices=len(plan.slices),
             prompt_tokens=plan.prompt_tokens,
             sharing=round(plan.load.sharing, 4),
-            sharing_kept=round(plan.scan.sharing_kept, 4),
+            sharing_kept=round(plan.sharing_kept, 4),
             density=round(plan.load.density, 4),
         )
 
     async def _cost(self, model: str) -> CostModel:
         """What the model costs on the machine of the settings, from the files that its workers registered."""
-        if model not in self._costs:
-            async with self._database.read() as session:
-                source = await session.scalar(select(Model.source).where(Model.name == model))
+        async with self._database.read() as session:
+            source = await session.scalar(select(Model.source).where(Model.name == model)) or model
+        if source not in self._costs:
             tp = self._settings.engine_args.get("tp_size", 1)
-            self._costs[model] = await asyncio.to_thread(
-                planning_costs, source or model, self._settings.gpu, tp if isinstance(tp, int) else 1
+            found = await asyncio.to_thread(
+                planning_costs, source, self._settings.gpu, tp if isinstance(tp, int) else 1
             )
-        return self._costs[model]
+            if found.shape.name == FALLBACK != source:
+                return found  # it may be known next time
+            self._costs[source] = found
+        return self._costs[source]
 
     async def _read(self, wanted: list[Span]) -> Gathered:
         """What fits of the wanted spans, at least one request."""

@@ -49,7 +49,7 @@ class PromptTokens:
 
     def encode(self, endpoint: str, bodies: list[dict[str, Any]]) -> list[list[int]]:
         """Prompt token ids of each body, in order."""
-        given = [_token_ids(body.get("prompt")) for body in bodies]
+        given = [token_ids(body.get("prompt")) for body in bodies]
         texts = [self.text(endpoint, body) if ids is None else "" for body, ids in zip(bodies, given, strict=True)]
         specials = endpoint != "/v1/chat/completions"  # a chat template writes its own
         if self._tokenizer is None:
@@ -107,7 +107,8 @@ def _with_text_content(message: Any) -> Any:
     return message
 
 
-def _token_ids(prompt: Any) -> list[int] | None:
+def token_ids(prompt: Any) -> list[int] | None:
+    """A prompt that is given as token ids already."""
     if isinstance(prompt, list) and prompt and all(isinstance(token, int) and 0 <= token < 2**32 for token in prompt):
         return prompt
     return None

@@ -8,6 +8,7 @@ from typing import Annotated, Any, NoReturn
 import typer
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from engine_ext.plan.cost import CostModel, DoesNotFit
 from engine_ext.plan.hardware import PRESETS as GPUS
@@ -22,6 +23,8 @@ from service.workloads.workload import Workload, WorkloadError, read_lengths, re
 console = Console(stderr=True, highlight=False, markup=False, soft_wrap=True)
 
 FileArgument = Annotated[Path, typer.Argument(help="A batch file (JSONL of requests) or a workload file.")]
+PICTURES = (".png", ".svg", ".pdf")
+
 ModelOption = Annotated[
     str, typer.Option("--model", help=f"{', '.join(MODELS)}, a config.json, a folder, or a hub id.")
 ]
@@ -41,15 +44,17 @@ def plan(
     file: FileArgument,
     model: ModelOption = "llama-3-8b",
     gpu: GpuOption = "h200",
-    tp: Annotated[int, typer.Option("--tp", min=1, help="GPUs that share one copy of the model.")] = 1,
-    dp: Annotated[int, typer.Option("--dp", min=1, help="Copies of the model, one partition each.")] = 1,
+    tp: Annotated[int, typer.Option("--tp", min=1, max=1024, help="GPUs that share one copy of the model.")] = 1,
+    dp: Annotated[int, typer.Option("--dp", min=1, max=4096, help="Copies of the model, one partition each.")] = 1,
     lengths: LengthsOption = None,
     sample: SampleOption = None,
-    seed: Annotated[int, typer.Option("--seed", help="Of the sample.")] = 0,
+    seed: Annotated[int, typer.Option("--seed", min=0, help="Of the sample.")] = 0,
     dtype: DtypeOption = "bf16",
-    kv_dtype: Annotated[str, typer.Option("--kv-dtype", help="Type of the KV cache: fp16, bf16, fp8.")] = "bf16",
+    kv_dtype: Annotated[str, typer.Option("--kv-dtype", help="Type of the KV cache: fp32, fp16, bf16, fp8.")] = "bf16",
     keep: Annotated[float, typer.Option("--keep", help="Share of the possible sharing that splits must keep.")] = 0.99,
-    price: Annotated[float | None, typer.Option("--price", help="Price of one GPU for an hour.")] = None,
+    price: Annotated[
+        float | None, typer.Option("--price", min=0, max=1e6, help="Price of one GPU for an hour.")
+    ] = None,
     output: Annotated[Path | None, typer.Option("--output", help="Write the order here, a line a request.")] = None,
     plot: Annotated[Path | None, typer.Option("--plot", help="Draw the tree and the scan into this file.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print figures as JSON.")] = False,
@@ -64,12 +69,17 @@ def plan(
     - `batchweave plan trace.jsonl --gpu a100-80gb --sample 0.01 --plot plan.png --output order.jsonl`
     """
     try:
+        _check_paths(file, lengths, output, plot)
         cost = cost_model(model, gpu, tp, dtype, kv_dtype)
         workload = _read(file, model, lengths)
         if sample is not None:
             workload = with_sample(workload, sample, seed)
         planned = plan_workload(workload, cost, Shape(replicas=dp, keep_sharing=keep))
-        found = facts(planned, cost, dp)
+        found = facts(planned, cost, dp, workload.wishes.deadline_s)
+        if price is not None:
+            found["price_ideal"], found["price_sequential"] = (
+                each * price * found["accelerators"] for each in _hours(found)
+            )
         if output is not None:
             write_order(output, workload, planned.plan)
         if plot is not None:
@@ -79,9 +89,9 @@ def plan(
     except (WorkloadError, CostsError, DoesNotFit, ValueError, OSError) as error:
         fail(str(error))
     if as_json:
-        print(json.dumps(found, indent=2))
+        print(json.dumps(found, indent=2, allow_nan=False))
     else:
-        Console(highlight=False).print(_table(found, cost, price))
+        Console(highlight=False, markup=False, emoji=False).print(_table(found, cost))
 
 
 def cost_model(model: str, gpu: str, tp: int, dtype: str, kv_dtype: str) -> CostModel:
@@ -96,6 +106,18 @@ def fail(message: str) -> NoReturn:
     raise typer.Exit(1)
 
 
+def _check_paths(file: Path, lengths: Path | None, output: Path | None, plot: Path | None) -> None:
+    """What is written must not be what is read. Raises WorkloadError."""
+    if plot is not None and plot.suffix not in PICTURES:
+        raise WorkloadError(f"{plot}: a picture's name ends in {', '.join(PICTURES)}")
+    read = {each.resolve() for each in (file, lengths) if each is not None}
+    for path in (output, plot):
+        if path is not None and path.resolve() in read:
+            raise WorkloadError(f"{path} is read; write somewhere else")
+        if path is not None and not path.resolve().parent.is_dir():
+            raise WorkloadError(f"{path.parent}: no such folder")
+
+
 def _read(file: Path, model: str, lengths: Path | None) -> Workload:
     tokenizer = None
     if model not in MODELS and (Path(model).is_dir() or not Path(model).exists()):
@@ -106,10 +128,12 @@ def _read(file: Path, model: str, lengths: Path | None) -> Workload:
     return read_workload(file, tokenizer, known)
 
 
-def _table(found: dict[str, Any], cost: CostModel, price: float | None) -> Table:
+def _table(found: dict[str, Any], cost: CostModel) -> Table:
     table = Table(show_header=False, box=None)
     ends = [f"{found[key]:.3g}" if found[key] is not None else "no reads" for key in ("density_left", "density_right")]
     density = f"{found['density']:.3f}" if found["density"] is not None else "no reads"
+    ideal, sequential = _hours(found)
+    gpus = found["accelerators"]
     rows = [
         ("requests", f"{found['requests']:,}"),
         ("prompt tokens", f"{found['prompt_tokens']:,}"),
@@ -119,19 +143,24 @@ def _table(found: dict[str, Any], cost: CostModel, price: float | None) -> Table
         ("density", f"{density}, from {ends[0]} at the left end to {ends[1]} at the right"),
         ("T_comp, T_mem", f"{found['t_comp_s']:,.1f} s without sharing, {found['t_mem_s']:,.1f} s"),
         ("T_o", f"{found['t_ideal_s']:,.1f} s if all is shared and overlapped"),
-        (
-            f"on {found['accelerators']} x {cost.machine.hardware.name}",
-            f"{found['hours_ideal']:.3f} h overlapped, {found['hours_sequential']:.3f} h one after the other",
-        ),
-        ("GPU hours", " to ".join(f"{each * found['accelerators']:.3f}" for each in _hours(found))),
+        (f"on {gpus} x {cost.machine.hardware.name}", f"{_time(ideal)} overlapped, {_time(sequential)} if nothing is"),
+        ("GPU time", f"{_time(ideal * gpus)} to {_time(sequential * gpus)}"),
     ]
-    if price is not None:
-        rows.append(("price", " to ".join(f"{each * found['accelerators'] * price:,.2f}" for each in _hours(found))))
+    if "price_ideal" in found:
+        rows.append(("price", f"{found['price_ideal']:,.2f} to {found['price_sequential']:,.2f}"))
+    if found["late_requests"]:
+        rows.append(("late", f"{found['late_requests']:,} requests miss their deadline even so"))
+    if found["too_long_requests"]:
+        rows.append(("too long", f"{found['too_long_requests']:,} requests do not fit into the KV cache, even alone"))
     rows.append(("planning", f"{found['planning_s']:.2f} s, {found['peak_rss_bytes'] / 1e6:,.0f} MB at most"))
     for name, value in rows:
-        table.add_row(name, value)
+        table.add_row(Text(name), Text(value))
     return table
 
 
 def _hours(found: dict[str, Any]) -> tuple[float, float]:
     return found["hours_ideal"], found["hours_sequential"]
+
+
+def _time(hours: float) -> str:
+    return f"{hours:,.2f} h" if hours >= 1 else f"{hours * 60:.1f} min" if hours >= 1 / 60 else f"{hours * 3600:.2f} s"

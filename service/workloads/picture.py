@@ -14,6 +14,7 @@ from engine_ext.plan.window import WindowPlan
 
 NARROWEST = 1 / 2000  # of the width, that a node must have to be drawn
 BINS = 400
+MOST_REPLICAS = 65  # whose partitions are told apart
 SPREAD = 100  # times the window's density, up and down, that the colours tell apart
 
 
@@ -22,7 +23,7 @@ def draw_plan(plan: WindowPlan, path: Path, title: str) -> None:
     figure = Figure(figsize=(12, 8), layout="constrained")
     FigureCanvasAgg(figure)
     icicle, scan = figure.subplots(2, 1, height_ratios=(3, 2))
-    figure.suptitle(title)
+    figure.suptitle(title.replace("$", r"\$"))
     root = plan.load.density if np.isfinite(plan.load.density) and plan.load.density > 0 else 1.0
     norm = LogNorm(root / SPREAD, root * SPREAD)
     _draw_tree(figure, icicle, plan, norm)
@@ -62,6 +63,8 @@ def _draw_scan(axes: Any, plan: WindowPlan, root: float) -> None:
     with np.errstate(divide="ignore", invalid="ignore"):
         so_far = np.cumsum(compute) / np.cumsum(memory)
     axes.plot(edges[1:], so_far[edges[1:] - 1], color="black", label="all so far")
+    for begin in plan.partitions[1:-1].tolist() if len(plan.partitions) <= MOST_REPLICAS else []:
+        axes.axvline(begin, color="black", linewidth=0.5)  # the next replica's begin
     axes.axhline(root, color="grey", linestyle=":", label="window")
     axes.set_yscale("log")
     axes.set_xlim(0, len(plan.order))

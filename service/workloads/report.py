@@ -1,5 +1,6 @@
 """`batchweave plan`: a file planned, and what the plan says of it."""
 
+import itertools
 import resource
 import time
 from dataclasses import dataclass, replace
@@ -10,7 +11,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from engine_ext.plan.cost import CostModel
+from engine_ext.plan.cost import CostModel, Load
 from engine_ext.plan.groups import group_requests
 from engine_ext.plan.lengths import Seen, group_caps, look_ahead
 from engine_ext.plan.prompts import Prompts
@@ -32,12 +33,18 @@ class Planned:
 
 
 def plan_workload(workload: Workload, cost: CostModel, shape: Shape) -> Planned:
-    # A small one first: compiling, on a machine's first plan, is not planning.
-    plan_window(Prompts.of([[1, 2], [1, 3]]), Outputs.of_known(np.array([1, 2])), cost)
+    compile_planner(cost)  # on a machine's first plan, and no part of planning
     started = time.perf_counter()
     plan = plan_window(workload.prompts, workload.outputs, cost, workload.wishes, shape)
     seconds = time.perf_counter() - started
     return Planned(plan, seconds, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
+
+
+def compile_planner(cost: CostModel) -> None:
+    """Plan a small window in which something is worth a split."""
+    prompts = [[1] * 500 + [10 + n] * 90 for n in range(20)] + [[100 + n] * 50 for n in range(20)]
+    known = np.array([2] * 19 + [4000] + [3000] * 20)
+    plan_window(Prompts.of(prompts), Outputs.of_known(known), cost, shape=Shape(keep_sharing=0.5))
 
 
 def with_sample(workload: Workload, share: float, seed: int) -> Workload:
@@ -56,10 +63,17 @@ def with_sample(workload: Workload, share: float, seed: int) -> Workload:
     )
 
 
-def facts(planned: Planned, cost: CostModel, replicas: int) -> dict[str, Any]:
-    """What `--json` prints. Times are of one replica's machine; `sharing` is the share of T_comp that is saved."""
+def facts(planned: Planned, cost: CostModel, replicas: int, deadline_s: NDArray[np.float64]) -> dict[str, Any]:
+    """What `--json` prints. `sharing` is the share of T_comp that is saved.
+
+    Seconds are of all the work on one replica's machine, hours those of the busiest replica. `late_requests` would miss
+    their deadline even if everything overlapped; `too_long_requests` do not fit into the KV cache alone.
+    """
     plan = planned.plan
     load, order = plan.load, plan.order
+    parts = [order[first:last] for first, last in itertools.pairwise(plan.partitions.tolist())]
+    busiest = [Load(float(plan.compute_s[each].sum()), 0.0, float(plan.memory_s[each].sum())) for each in parts]
+    needed = plan.lengths + plan.estimates.mean
     finite = load.memory_s > 0
     end = max(1, int(ENDS * len(order)))
     return {
@@ -67,7 +81,7 @@ def facts(planned: Planned, cost: CostModel, replicas: int) -> dict[str, Any]:
         "prompt_tokens": plan.prompt_tokens,
         "output_tokens": int(plan.estimates.mean.sum()),
         "sharing": load.sharing,
-        "sharing_kept": plan.scan.sharing_kept,
+        "sharing_kept": plan.sharing_kept,
         "prompt_sharing": plan.sharing,
         "density": load.density if finite else None,
         "density_left": _density(plan, plan.scan.tree.order[:end]),
@@ -78,8 +92,10 @@ def facts(planned: Planned, cost: CostModel, replicas: int) -> dict[str, Any]:
         "t_sequential_s": load.practical_s(1.0),
         "replicas": replicas,
         "accelerators": replicas * cost.machine.accelerators,
-        "hours_ideal": load.ideal_s / replicas / 3600,
-        "hours_sequential": load.practical_s(1.0) / replicas / 3600,
+        "hours_ideal": max(each.ideal_s for each in busiest) / 3600,
+        "hours_sequential": max(each.practical_s(1.0) for each in busiest) / 3600,
+        "late_requests": sum(_late(plan, each, deadline_s) for each in parts),
+        "too_long_requests": int(np.count_nonzero(needed > cost.kv_capacity_tokens())),
         "planning_s": planned.planning_s,
         "peak_rss_bytes": planned.peak_rss_bytes,
     }
@@ -87,10 +103,12 @@ def facts(planned: Planned, cost: CostModel, replicas: int) -> dict[str, Any]:
 
 def write_order(path: Path, workload: Workload, plan: WindowPlan) -> None:
     """One line a request in order of execution: id, replica, side, density and estimated output."""
+    densities = plan.density
     replica = np.searchsorted(plan.partitions, np.arange(len(plan.order)), side="right") - 1
-    with path.open("wb") as file:
+    unfinished = path.with_name(f".{path.name}.part")
+    with unfinished.open("wb") as file:
         for place, request in enumerate(plan.order.tolist()):
-            density = float(plan.density[request])
+            density = float(densities[request])
             line = {
                 "id": workload.ids[request],
                 "replica": int(replica[place]),
@@ -100,6 +118,13 @@ def write_order(path: Path, workload: Workload, plan: WindowPlan) -> None:
                 "output_tokens_p90": round(float(plan.estimates.high[request]), 1),
             }
             file.write(msgspec.json.encode(line) + b"\n")
+    unfinished.replace(path)
+
+
+def _late(plan: WindowPlan, requests: NDArray[np.int64], deadline_s: NDArray[np.float64]) -> int:
+    """Requests of one replica whose work, and all before it, takes longer than they have."""
+    done = np.maximum(np.cumsum(plan.compute_s[requests]), np.cumsum(plan.memory_s[requests]))
+    return int(np.count_nonzero(done > deadline_s[requests]))
 
 
 def _density(plan: WindowPlan, requests: NDArray[np.int64]) -> float | None:

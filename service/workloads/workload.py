@@ -1,9 +1,10 @@
 """Reading what is to be planned: a batch file, or a workload file that describes a trace without its text."""
 
+import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 import numpy as np
@@ -13,12 +14,15 @@ from engine_ext.plan.blend import Wishes
 from engine_ext.plan.lengths import LONGEST
 from engine_ext.plan.prompts import Prompts, Segment, SegmentError
 from engine_ext.plan.window import UNKNOWN, Outputs
-from service.jobs.lines import LineChecker
-from service.jobs.tokens import PromptTokens
+from service.jobs.lines import LineChecker, quoted
+from service.jobs.tokens import PromptTokens, token_ids
 from service.request_output import asked_output
 
 Column = NDArray[np.int64]
+Kind = TypeVar("Kind")
 TOKENIZE_LINES = 1024
+MAX_LINE_BYTES = 32 * 1024 * 1024
+LATEST_S = 1e12  # a deadline behind it is none
 
 
 class WorkloadError(Exception):
@@ -61,8 +65,18 @@ class _Columns:
     lines: list[int] = field(default_factory=list[int])
     caps: list[int] = field(default_factory=list[int])
     known: list[int] = field(default_factory=list[int])
-    tenants: list[str] = field(default_factory=list[str])
+    tenant: list[int] = field(default_factory=list[int])
     deadlines: list[float] = field(default_factory=list[float])
+    tenants: dict[str, int] = field(default_factory=dict[str, int])
+    line_of_id: dict[str, int] = field(default_factory=dict[str, int])
+
+    def add(self, line: int, name: str, cap: int | None, known: int, tenant: str, deadline_s: float | None) -> None:
+        self.lines.append(line)
+        self.ids.append(name)
+        self.caps.append(LONGEST if cap is None else min(cap, LONGEST))
+        self.known.append(known)
+        self.tenant.append(self.tenants.setdefault(tenant, len(self.tenants)))
+        self.deadlines.append(np.inf if deadline_s is None or deadline_s > LATEST_S else deadline_s)
 
 
 def read_workload(path: Path, tokenizer: PromptTokens | None, lengths: dict[str, int]) -> Workload:
@@ -70,19 +84,25 @@ def read_workload(path: Path, tokenizer: PromptTokens | None, lengths: dict[str,
 
     Without a tokenizer four bytes of text count as a token. `lengths`: true output tokens by id, where there are any.
     """
-    first = next(_lines(path), None)
+    lines = _lines(path)
+    first = next(lines, None)
     if first is None:
         raise WorkloadError(f"{path} has no requests")
+    lines = itertools.chain([first], lines)  # a pipe is read once
     columns = _Columns()
-    segments = "segments" in _object(path, *first)
-    prompts = _read_segments(path, columns) if segments else _read_batch(path, columns, tokenizer)
+    segments = "segments" in _decode(path, first[0], first[1], dict[str, Any])
+    prompts = _read_segments(path, lines, columns) if segments else _read_batch(path, lines, columns, tokenizer)
+    found = 0
     for place, name in enumerate(columns.ids):
         if name in lengths:
             columns.known[place] = lengths[name]
-    _, tenant = np.unique(np.array(columns.tenants), return_inverse=True)
+            found += 1
+    if lengths and not found:
+        raise WorkloadError(f"none of the {len(lengths)} ids of the lengths file is in {path}")
+    tenant = np.array(columns.tenant, dtype=np.int64)
     caps, known = np.array(columns.caps, dtype=np.int64), np.array(columns.known, dtype=np.int64)
-    wishes = Wishes(np.array(columns.deadlines), tenant.astype(np.int64), np.ones(int(tenant.max()) + 1))
-    kinds = tenant.astype(np.int64) * (LONGEST + 1) + np.minimum(caps, LONGEST)
+    wishes = Wishes(np.array(columns.deadlines), tenant, np.ones(len(columns.tenants)))
+    kinds = tenant * (LONGEST + 1) + caps
     return Workload(columns.ids, prompts, Outputs(np.maximum(caps, known), known, kinds), wishes)
 
 
@@ -90,45 +110,52 @@ def read_lengths(path: Path) -> dict[str, int]:
     """Output tokens by id, from lines {"id", "output_tokens"} or a batch's output file. Raises WorkloadError."""
     found: dict[str, int] = {}
     for number, raw in _lines(path):
-        try:
-            answer = msgspec.json.decode(raw, type=_Answer)
-        except msgspec.DecodeError as error:
-            raise WorkloadError(f"{path}, line {number}: {error}") from error
+        answer = _decode(path, number, raw, _Answer)
         name = answer.custom_id if answer.custom_id is not None else answer.id
         tokens = answer.output_tokens
         if tokens is None and isinstance(answer.response, dict):
-            usage = (answer.response.get("body") or {}).get("usage") or {}
-            tokens = usage.get("completion_tokens", usage.get("output_tokens"))
-        if name is None or not isinstance(tokens, int) or tokens < 0:
+            if answer.response.get("status_code", 200) != 200:
+                continue  # it failed, and says nothing
+            tokens = _completion_tokens(answer.response)
+        if name is None or tokens is None or not 0 <= tokens <= LONGEST:
             raise WorkloadError(
-                f"{path}, line {number}: a length needs 'id' and 'output_tokens' (0 or more), or a batch's output line"
+                f"{path}, line {number}: a length needs 'id' and 'output_tokens' (0 to {LONGEST}), "
+                "or is a line of a batch's output file"
             )
         found[str(name)] = tokens
+    if not found:
+        raise WorkloadError(f"{path} has no lengths")
     return found
 
 
-def _read_segments(path: Path, columns: _Columns) -> Prompts:
-    decoder = msgspec.json.Decoder(WorkloadLine)
+def _completion_tokens(response: dict[str, Any]) -> int | None:
+    body = response.get("body")
+    usage = body.get("usage") if isinstance(body, dict) else None
+    if not isinstance(usage, dict):
+        return None
+    tokens = usage.get("completion_tokens", usage.get("output_tokens"))
+    return tokens if isinstance(tokens, int) and not isinstance(tokens, bool) else None
 
+
+def _read_segments(path: Path, lines: Iterator[tuple[int, bytes]], columns: _Columns) -> Prompts:
     def rows() -> Iterator[list[Segment]]:
-        for number, raw in _lines(path):
-            try:
-                line = decoder.decode(raw)
-            except msgspec.DecodeError as error:
-                raise WorkloadError(f"{path}, line {number}: {error}") from error
-            columns.lines.append(number)
+        for number, raw in lines:
+            line = _decode(path, number, raw, WorkloadLine)
             _check(path, number, line)
-            columns.ids.append(str(len(columns.ids) if line.id is None else line.id))
-            columns.caps.append(LONGEST if line.max_tokens is None else line.max_tokens)
-            columns.known.append(line.output_tokens)
-            columns.tenants.append("" if line.tenant is None else str(line.tenant))
-            columns.deadlines.append(np.inf if line.deadline_s is None else line.deadline_s)
+            name = str(len(columns.ids) if line.id is None else line.id)
+            if columns.line_of_id.setdefault(name, number) != number:
+                before = columns.line_of_id[name]
+                raise WorkloadError(f"{path}, line {number}: id {quoted(name)} is already on line {before}")
+            tenant = "" if line.tenant is None else str(line.tenant)
+            columns.add(number, name, line.max_tokens, line.output_tokens, tenant, line.deadline_s)
             yield line.segments
 
     try:
         return Prompts.of_segments(rows())
     except SegmentError as error:
-        raise WorkloadError(f"{path}, line {columns.lines[error.number]}: segments: {error.problem}") from error
+        where = f" (line {columns.lines[error.other]})" if error.other is not None else ""
+        line = columns.lines[error.number]
+        raise WorkloadError(f"{path}, line {line}: segments: {error.problem}{where}") from error
 
 
 def _check(path: Path, number: int, line: WorkloadLine) -> None:
@@ -139,6 +166,10 @@ def _check(path: Path, number: int, line: WorkloadLine) -> None:
     ):
         if value is not None and not value >= least:
             raise WorkloadError(f"{path}, line {number}: {name} must be at least {least}, not {value}")
+    if line.max_tokens is not None and line.max_tokens < line.output_tokens:
+        raise WorkloadError(
+            f"{path}, line {number}: output_tokens {line.output_tokens} is above max_tokens {line.max_tokens}"
+        )
     if line.output_tokens > LONGEST:
         raise WorkloadError(f"{path}, line {number}: output_tokens is above {LONGEST}")
     if not line.segments:
@@ -147,7 +178,9 @@ def _check(path: Path, number: int, line: WorkloadLine) -> None:
         raise WorkloadError(f"{path}, line {number}: segments: the prompt is longer than {LONGEST} tokens")
 
 
-def _read_batch(path: Path, columns: _Columns, tokenizer: PromptTokens | None) -> Prompts:
+def _read_batch(
+    path: Path, lines: Iterator[tuple[int, bytes]], columns: _Columns, tokenizer: PromptTokens | None
+) -> Prompts:
     checker: LineChecker | None = None
     parts: list[NDArray[np.uint32]] = []
     bodies: list[dict[str, Any]] = []
@@ -159,21 +192,17 @@ def _read_batch(path: Path, columns: _Columns, tokenizer: PromptTokens | None) -
             parts.extend(_by_bytes(endpoint, body) for body in bodies)
         bodies.clear()
 
-    for number, raw in _lines(path):
+    for number, raw in lines:
         if checker is None:
-            url = _object(path, number, raw).get("url")
+            url = _decode(path, number, raw, dict[str, Any]).get("url")
             checker = LineChecker(url if isinstance(url, str) else "")
         request = checker.check(number, raw)
         if request is None:
             error = checker.errors[0]
             raise WorkloadError(f"{path}, line {error.line}: {error.message}")
         asked = asked_output(request.body)
-        columns.lines.append(number)
-        columns.ids.append(request.custom_id)
-        columns.caps.append(asked.most or LONGEST)
-        columns.known.append(asked.most if asked.exact else UNKNOWN)
-        columns.tenants.append("")
-        columns.deadlines.append(np.inf)
+        known = min(asked.most, LONGEST) if asked.exact else UNKNOWN
+        columns.add(number, request.custom_id, asked.most or None, known, "", None)
         bodies.append(request.body)
         if len(bodies) == TOKENIZE_LINES:
             flush(checker.endpoint)
@@ -185,6 +214,9 @@ def _read_batch(path: Path, columns: _Columns, tokenizer: PromptTokens | None) -
 
 def _by_bytes(endpoint: str, body: dict[str, Any]) -> NDArray[np.uint32]:
     """Four bytes of text as one token: about right in length, and equal beginnings stay equal."""
+    ids = token_ids(body.get("prompt"))
+    if ids is not None:
+        return np.array(ids, dtype=np.uint32)
     data = PromptTokens(None, None, {}).text(endpoint, body).encode()
     return np.frombuffer(data + b" " * (-len(data) % 4), dtype="<u4").astype(np.uint32)
 
@@ -193,15 +225,19 @@ def _lines(path: Path) -> Iterator[tuple[int, bytes]]:
     """Lines that are not blank, with their 1-based numbers."""
     try:
         with path.open("rb") as file:
-            for number, raw in enumerate(file, start=1):
+            number = 0
+            while raw := file.readline(MAX_LINE_BYTES + 1):
+                number += 1
+                if len(raw) > MAX_LINE_BYTES:
+                    raise WorkloadError(f"{path}, line {number}: the line is longer than {MAX_LINE_BYTES} bytes")
                 if raw.strip():
                     yield number, raw
     except OSError as error:
         raise WorkloadError(f"{path}: {error.strerror}") from error
 
 
-def _object(path: Path, number: int, raw: bytes) -> dict[str, Any]:
+def _decode(path: Path, number: int, raw: bytes, kind: type[Kind]) -> Kind:
     try:
-        return msgspec.json.decode(raw, type=dict[str, Any])
-    except msgspec.DecodeError as error:
+        return msgspec.json.decode(raw, type=kind)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise WorkloadError(f"{path}, line {number}: {error}") from error

@@ -23,9 +23,12 @@ def test_a_changed_constant_of_another_file_is_compiled_again(tmp_path: Path) ->
         "@compiled\ndef ask() -> int:\n    return NUMBER\n"
     )
     command = [sys.executable, "-c", "from engine_ext.plan.asks import ask; print(ask())"]
+    fresh = {**os.environ, "PYTHONDONTWRITEBYTECODE": "1"}
 
     def ask() -> str:
-        return subprocess.run(command, cwd=tmp_path, check=True, capture_output=True, text=True).stdout.strip()
+        return subprocess.run(
+            command, cwd=tmp_path, check=True, capture_output=True, text=True, env=fresh
+        ).stdout.strip()
 
     assert ask() == "1"
     kept = list((house / "plan/__pycache__").glob("*.nbi"))

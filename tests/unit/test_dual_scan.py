@@ -10,8 +10,19 @@ from hypothesis import strategies as st
 from engine_ext.plan.dual_scan import ALIGNMENT, DualScan
 from engine_ext.plan.groups import Groups
 from engine_ext.plan.lengths import Seen, see
-from engine_ext.plan.scan_state import Backlog, StepCosts
-from engine_ext.plan.tree import Column
+from engine_ext.plan.prompts import Prompts
+from engine_ext.plan.scan_state import (
+    DECODING,
+    KNOWN,
+    OWN_KV,
+    RIGHT_PENDING,
+    SIDE,
+    Backlog,
+    StepCosts,
+    fresh_tokens,
+)
+from engine_ext.plan.sweep import end_sweep
+from engine_ext.plan.tree import Column, build_tree
 
 # So that a full cache takes about as long to read as 250 tokens take to compute.
 COSTS = StepCosts(gemm_s=2.5e-6, read_s=6.4e-8, weights_s=1e-4, capacity=20_000, most_tokens=2048)
@@ -76,6 +87,23 @@ class Engine:
             self.scan.retracted(request, self.decoding.pop(request))
             self.retractions += 1
         self.kv_held.append(self.used)
+        self.check()
+
+    def check(self) -> None:
+        """What the scan keeps in sums is what it would find by counting."""
+        state, waits = self.scan.state, self.scan.waiting
+        assert waits + self.scan.running + len(self.done) == len(self.prompt)
+        assert state.counts[DECODING] == len(self.decoding)
+        own = sum(int(self.prompt[r]) + self.generated.get(r, 0) for r in self.left_to_prefill)
+        own += sum(int(self.prompt[r]) + n for r, n in self.decoding.items())
+        # A request that has just been prefilled gets its first token by the clock one decision early.
+        assert abs(int(state.counts[OWN_KV]) - own) <= 2 * len(self.decoding) + 1
+        unknown = state.requests[:, KNOWN] < 0
+        assert int(state.held_back[:, 0].sum()) == (waits if unknown.all() else 0)
+        pending = sum(
+            self.prompt[r] + self.generated.get(r, 0) for r in self.left_to_prefill if state.requests[r, SIDE]
+        )
+        assert state.sums[RIGHT_PENDING] == pending
 
     def _prefill(self, budget: int) -> None:
         for request in list(self.left_to_prefill):
@@ -179,20 +207,83 @@ def test_remaining_work_is_exact_where_lengths_are_known() -> None:
     assert memory == pytest.approx(float((prompt * output + output * output / 2).sum()) * COSTS.read_s)
 
 
-def test_what_runs_long_raises_what_is_expected_to_remain() -> None:
-    """Nothing has ended; the requests only turn out longer than the prior."""
+def test_what_runs_long_raises_what_is_expected_of_those_that_wait() -> None:
+    """Nothing has ended; twenty requests only turn out longer than the prior."""
     count = 50
-    scan = DualScan(
-        backlog(np.full(count, 10), np.full(count, -1), np.empty(0, np.int64), np.arange(count)),
-        StepCosts(5e-5, 6.4e-8, 8e-3, 1_000_000),
-    )
-    found = scan.decide(0, 0, 0, 0)
-    for request in found.admitted[:20].tolist():
+    costs = StepCosts(5e-5, 6.4e-8, 8e-3, 1_000_000)
+    scan = DualScan(backlog(np.full(count, 10), np.full(count, -1), np.empty(0, np.int64), np.arange(count)), costs)
+    for request in scan.decide(0, 0, 0, 0).admitted[:20].tolist():
         scan.prefilled(request)
-    before = scan.remaining_s[1]
+    before = float(scan.state.rest[0, 0])
     for _ in range(1500):
         scan.decide(20_000, 20_000, 20, 0)
-    assert scan.remaining_s[1] > 1.5 * before
+    assert scan.state.rest[0, 0] > 3 * before
+
+
+def test_answers_of_a_group_tell_of_its_sibling() -> None:
+    count = 200
+    groups = Groups(np.repeat([1, 2], count // 2), np.array([-1, 0, 0]))
+    scan = DualScan(
+        backlog(np.full(count, 10), np.full(count, -1), np.arange(100), np.arange(199, 99, -1), groups),
+        StepCosts(2.5e-6, 6.4e-8, 1e-4, 1_000_000),
+    )
+    running = [request for request in scan.decide(0, 0, 0, 0).admitted.tolist() if request < 100]
+    for request in running:
+        scan.prefilled(request)
+        scan.finished(request, 4000)
+    for _ in range(20):
+        scan.decide(0, 0, 0, 0)
+    assert scan.state.rest[1, 0] == pytest.approx(4000, rel=0.1)
+    assert scan.state.rest[2, 0] == pytest.approx(4000, rel=0.2)
+
+
+def test_remaining_work_holds_what_was_just_admitted() -> None:
+    prompt, output = np.full(10, 100), np.full(10, 500)
+    scan = DualScan(backlog(prompt, output, np.arange(5), np.arange(9, 4, -1)), COSTS)
+    before = scan.remaining_s[1]
+    for request in scan.decide(0, 0, 0, 0).admitted.tolist():
+        scan.prefilled(request)
+    for _ in range(10):
+        scan.decide(1000, 1000, 10, 0)
+        assert scan.remaining_s[1] == pytest.approx(before, rel=0.05)
+
+
+@pytest.mark.parametrize("decoded", [0, 1, 2])
+def test_any_clock_leaves_nothing_behind(decoded: int) -> None:
+    """Engines count a request's first token at its prefill or not, and decode none, one or more a step."""
+    generator = np.random.default_rng(0)
+    count = 300
+    scan = DualScan(
+        backlog(generator.integers(1, 500, count), np.full(count, -1), np.arange(150), np.arange(299, 149, -1)), COSTS
+    )
+    for _ in range(10_000):
+        for request in scan.decide(0, 0, 0, 0, decoded).admitted.tolist():
+            scan.prefilled(request)
+            scan.finished(request, int(generator.integers(1, 50)))
+        if scan.waiting == 0:
+            break
+    assert scan.waiting + scan.running == 0
+    assert scan.state.counts[OWN_KV] == 0
+    assert scan.state.sums[RIGHT_PENDING] == 0
+
+
+def test_each_end_shares_with_the_one_before_it_there() -> None:
+    prompts = Prompts.of([[1] * 100 + [n] for n in range(2, 8)])
+    tree = build_tree(prompts)
+    assert fresh_tokens(tree, prompts.lengths, 3).tolist() == [101, 1, 1, 1, 1, 101]
+
+
+def test_a_retraction_is_counted_as_work_again() -> None:
+    scan = DualScan(backlog(np.full(2, 1000), np.full(2, 50), np.array([0]), np.array([1])), COSTS)
+    before = scan.remaining_s[0]
+    for request in scan.decide(0, 0, 0, 0).admitted.tolist():
+        scan.prefilled(request)
+    scan.retracted(0, 10)
+    scan.retracted(1, 10)
+    end_sweep(scan.state)
+    end_sweep(scan.state)  # the first still held what was found in the middle of a sweep
+    # All prompts again, the ten tokens of each as part of them, and forty to come.
+    assert scan.remaining_s[0] == pytest.approx(before)
 
 
 def test_a_request_larger_than_the_cache_still_gets_its_turn_when_alone() -> None:
@@ -208,3 +299,14 @@ def test_a_retracted_request_is_the_next_one() -> None:
     scan.retracted(2, 7)
     assert scan.waiting == 1
     assert scan.decide(300, 300, 3, 0).admitted.tolist() == [2]
+
+
+def test_retracting_for_ever_keeps_every_request() -> None:
+    """Requests go in from the far end of the right queue and come back at its front, a thousand times."""
+    scan = DualScan(backlog(np.full(3, 10), np.full(3, 50), np.empty(0, np.int64), np.array([0, 1, 2])), COSTS)
+    for _ in range(1000):
+        for request in scan.decide(0, 0, 0, 0).admitted.tolist():
+            scan.prefilled(request)
+            scan.retracted(request, 1)
+        assert scan.waiting == 3
+    assert sorted(scan.decide(0, 0, 0, 0).admitted.tolist()) == [0, 1, 2]

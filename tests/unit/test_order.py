@@ -84,6 +84,7 @@ def test_no_affordable_cut_of_two_levels_moves_more(found: list[tuple[list[int],
     cut = cut_tree(tree, segment, excess, budget, worth=1e-6)
     gains: list[float] = []
     ours = -np.inf
+    priced: list[tuple[float, float]] = []
     for sides in product((False, True), repeat=len(found)):
         right = np.array(sides)
         both = [right[a:b].any() and not right[a:b].all() for a, b in zip(tree.first, tree.last, strict=True)]
@@ -94,11 +95,13 @@ def test_no_affordable_cut_of_two_levels_moves_more(found: list[tuple[list[int],
             assert cut.cost_s == pytest.approx(cost)
             assert cost <= budget * (1 + 1e-9)
             ours = gain
+        priced.append((gain, cost))
         if cost <= budget:
             gains.append(gain)
     if budget >= float(segment.sum()):  # everything may be cut
         assert ours == pytest.approx(max(gains))
-    assert ours <= max(gains) * (1 + 1e-9)
+    # It lies on the hull of gain over cost: nothing that costs no more gains more.
+    assert ours >= max(gain for gain, cost in priced if cost <= cut.cost_s * (1 + 1e-9)) * (1 - 1e-9)
 
 
 def test_an_outlier_leaves_its_prefix_for_the_other_end() -> None:
@@ -113,6 +116,35 @@ def test_an_outlier_leaves_its_prefix_for_the_other_end() -> None:
     assert kept.sharing_kept == pytest.approx(1.0)
     assert split.tree.order.tolist().index(39) > 39 == kept.tree.order.tolist().index(39)
     assert 0.9 <= split.sharing_kept < 1
+
+
+def test_a_tight_budget_still_buys_the_best_splits() -> None:
+    """Ten prefixes with an outlier each; one prefix is short and its outlier the heaviest."""
+    prompts: list[list[int]] = []
+    outputs: list[int] = []
+    for group in range(10):
+        shared = [group] * (200 if group == 0 else 2000)
+        prompts += [[*shared, *[100 + 10 * group + n] * 300] for n in range(8)]
+        outputs += [4] * 7 + [9000 if group == 0 else 5000]
+    prompts += [[500 + n] * 300 for n in range(40)]
+    tree = build_tree(Prompts.of(prompts))
+    lengths = Requests.exact([len(each) for each in prompts], [*outputs, *[6000] * 40])
+    split = order_scan(tree, lengths, COST, keep=0.995)
+    assert 0.995 <= split.sharing_kept < 1
+    place = split.tree.order.tolist().index
+    assert place(7) > max(place(n) for n in range(7)) + 1
+
+
+def test_siblings_are_sorted_by_what_is_not_paid_above_them() -> None:
+    """With its long prefix counted A would be denser than B; without, B is."""
+    shared = [1] * 999
+    prompts = [[*shared, 2], [*shared, *[3] * 1001]]
+    tree = build_tree(Prompts.of(prompts))
+    lengths = Requests.exact([1000, 2000], [10, 40])
+    alone = [float(COST.density(p, d)) for p, d in ((1000, 10), (2000, 40))]
+    ordered = sort_layers(tree, node_loads(tree, lengths, COST), COST)
+    assert alone[0] > alone[1]
+    assert ordered.order.tolist() == [1, 0]
 
 
 def test_parts_that_end_up_side_by_side_are_joined() -> None:

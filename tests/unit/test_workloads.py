@@ -1,6 +1,8 @@
 """`batchweave plan` on files as people write them, good and bad."""
 
 import json
+import os
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -136,7 +138,10 @@ def test_tenants_and_deadlines_are_read(tmp_path: Path) -> None:
     [
         ({**PLAIN, "segments": [["a", -5]]}, "line 3: segments: segment 'a' has the length -5"),
         ({**PLAIN, "segments": []}, "line 3: segments is empty"),
-        ({**PLAIN, "segments": [["system", 99]]}, "line 3: segments: .*but 100 in"),
+        ({**PLAIN, "segments": [["system", 99]]}, r"line 3: segments: .*but 100 before.*\(line 1\)"),
+        ({**PLAIN, "max_tokens": 5}, "line 3: output_tokens 20 is above max_tokens 5"),
+        ({**PLAIN, "id": 0}, "line 3: id '0' is already on line 1"),
+        ("[" * 100_000, "line 3: "),
         ({**PLAIN, "output_tokens": -1}, "line 3: output_tokens must be at least 0"),
         ({**PLAIN, "max_tokens": 0}, "line 3: max_tokens must be at least 1"),
         ({**PLAIN, "deadline_s": -2}, "line 3: deadline_s must be at least 0"),
@@ -166,6 +171,9 @@ def test_bad_lines_are_named(tmp_path: Path, line: Any, problem: str) -> None:
         (["--model", "llama-3-70b", "--gpu", "a100-80gb"], "raise tp"),
         (["--gpu", "a100-80gb", "--dtype", "fp8"], "no fp8 arithmetic"),
         (["--keep", "3"], "from 0 to 1"),
+        (["--plot", "plan.jpeg"], "ends in .png"),
+        (["--output", "nowhere/order.jsonl"], "no such folder"),
+        (["--model", "./nowhere"], "no such file"),
         (["--sample", "2"], "share to sample"),
         (["--lengths", "nowhere.jsonl"], "nowhere.jsonl"),
     ],
@@ -214,3 +222,82 @@ def test_prompts_by_bytes_share_equal_beginnings(tmp_path: Path) -> None:
     assert a.tolist() == b.tolist()
     text = PromptTokens(None, None, {}).text("/v1/chat/completions", batch_line(0, "equal " * 40)["body"])
     assert len(a) == -(-len(text) // 4)
+
+
+def test_what_is_read_is_never_written(tmp_path: Path) -> None:
+    path = write(tmp_path / "w.jsonl", [PLAIN])
+    before = path.read_bytes()
+    assert "is read" in plan(path, "--output", path)[2]
+    assert path.read_bytes() == before
+
+
+def test_prompts_of_token_ids_are_counted_as_such(tmp_path: Path) -> None:
+    line = {"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": {"model": "m", "prompt": [7] * 1000}}
+    assert json.loads(plan(write(tmp_path / "b.jsonl", [line]), "--json")[1])["prompt_tokens"] == 1000
+
+
+def test_a_pipe_is_read_once(tmp_path: Path) -> None:
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    with ThreadPoolExecutor() as pool:
+        pool.submit(write, pipe, [PLAIN, {**PLAIN, "id": "b"}])
+        assert len(read_workload(pipe, None, {}).ids) == 2
+
+
+def test_lengths_that_match_nothing_or_make_no_sense_are_refused(tmp_path: Path) -> None:
+    path = write(tmp_path / "w.jsonl", [PLAIN])
+    assert "none of the 1 ids" in plan(path, "--lengths", write(tmp_path / "l", [{"id": "x", "output_tokens": 1}]))[2]
+    for answer in (
+        {"id": "0", "output_tokens": 1 << 60},
+        {"id": "0", "output_tokens": 10**30},
+        {"custom_id": "0", "response": {"body": [1]}},
+        {"custom_id": "0", "response": {"body": {"usage": "none"}}},
+        {"custom_id": "0", "response": {"body": {"usage": {"completion_tokens": True}}}},
+    ):
+        code, _, error = plan(path, "--lengths", write(tmp_path / "l", [answer]))
+        assert (code, "line 1" in error) == (1, True), error
+    failed = {"custom_id": "1", "response": {"status_code": 500, "body": {"error": {}}}}
+    assert plan(path, "--lengths", write(tmp_path / "l", [failed, {"id": "0", "output_tokens": 4}]))[0] == 0
+
+
+def test_hours_are_those_of_the_busiest_replica(tmp_path: Path) -> None:
+    path = write(tmp_path / "w.jsonl", [PLAIN])
+    one, many = (json.loads(plan(path, "--json", "--dp", dp)[1]) for dp in (1, 8))
+    assert many["hours_ideal"] == pytest.approx(one["hours_ideal"])
+
+
+def test_deadlines_that_cannot_be_met_and_prompts_that_do_not_fit_are_counted(tmp_path: Path) -> None:
+    lines = [
+        {"segments": [["a", 1000]], "output_tokens": 100, "deadline_s": 0},
+        {"segments": [["b", 1_000_000]], "output_tokens": 10},
+    ]
+    found = json.loads(plan(write(tmp_path / "w.jsonl", lines), "--gpu", "l40s", "--json")[1])
+    assert (found["late_requests"], found["too_long_requests"]) == (1, 1)
+
+
+@pytest.mark.parametrize(
+    ("changes", "problem"),
+    [
+        ({"first_k_dense_replace": 100, "n_routed_experts": 8, "num_experts_per_tok": 2}, "first_k_dense_replace"),
+        ({"n_shared_experts": "2", "n_routed_experts": 8, "num_experts_per_tok": 2}, "n_shared_experts"),
+        ({"num_attention_heads": 8192}, "more than hidden_size"),
+        ({"text_config": 5}, "text_config"),
+        ({"vocab_size": 10**400}, "vocab_size"),
+        ({"tie_word_embeddings": "false"}, "tie_word_embeddings"),
+        ({"attn_layer_period": 8}, "attn_layer_period"),
+    ],
+)
+def test_configs_that_cannot_be_counted_are_refused(tmp_path: Path, changes: dict[str, Any], problem: str) -> None:
+    config = {
+        "hidden_size": 4096,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "intermediate_size": 14336,
+        "vocab_size": 128256,
+        **changes,
+    }
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(config))
+    code, _, error = plan(write(tmp_path / "w.jsonl", [PLAIN]), "--model", path)
+    assert code == 1
+    assert problem in error
