@@ -20,7 +20,7 @@ from service.db.sessions import Database
 from service.queue.connection import open_redis
 from service.settings import Settings, SettingsError, load_settings
 from service.storage import Storage
-from service.workloads.commands import plan
+from service.workloads.commands import plan, simulate
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -160,6 +160,7 @@ def demo(
 
 
 app.command()(plan)
+app.command()(simulate)
 
 
 @app.command()

@@ -36,6 +36,8 @@ from engine_ext.plan.scan_state import (
     NO_REQUEST,
     NOT_STARTED,
     OWN_KV,
+    PENDING_TOKENS,
+    PENDING_WORK,
     PLACE,
     PROMPT,
     READ_S,
@@ -146,8 +148,7 @@ def decide(state: State, used_kv: int, decoding_kv: int, decoding: int, pending:
 @compiled
 def prefilled(state: State, request: int) -> None:
     """The request's prompt is computed and its next output token comes with the next step."""
-    if state.requests[request, SIDE] == RIGHT:
-        state.sums[RIGHT_PENDING] -= state.requests[request, FRESH] + state.requests[request, COUNTED]
+    _pend(state, request, -1)
     state.counts[DECODING] += 1
     state.requests[request, STARTED] = state.counts[CLOCK] - state.requests[request, COUNTED]
 
@@ -208,7 +209,7 @@ def _budget(state: State, decoding_kv: int, decoding: int, pending: int) -> int:
     """Prompt tokens of the step that keep compute and memory reads in the ratio of the work that remains."""
     machine, sums = state.machine, state.sums
     most = int(machine[MOST_TOKENS])
-    token_s = machine[GEMM_S] * sums[LEFT_WORK]  # of a prompt token, its attention included
+    token_s = _prompt_token_s(state)
     compute_left = sums[COMPUTE_LEFT] + pending * token_s
     if decoding == 0 or sums[MEMORY_LEFT] <= NOTHING_S:
         return max(0, most - decoding)
@@ -225,7 +226,7 @@ def _hurry(state: State, decoding: int) -> int:
     most = machine[MOST_TOKENS]
     if sums[MEMORY_LEFT] > NOTHING_S:
         seconds = sums[COMPUTE_LEFT] / sums[MEMORY_LEFT] * machine[CAPACITY] * machine[READ_S]
-        most = min(most, max(seconds / machine[GEMM_S] / sums[LEFT_WORK], ALIGNMENT))
+        most = min(most, max(seconds / _prompt_token_s(state), ALIGNMENT))
     return max(0, int(most / ALIGNMENT) * ALIGNMENT - decoding)
 
 
@@ -264,15 +265,33 @@ def _let_in(state: State, request: int, side: int) -> None:
     state.requests[request, PLACE] = counts[RUNNING]
     state.running[counts[RUNNING]] = request
     counts[RUNNING] += 1
-    held = state.requests[request, FRESH] + state.requests[request, COUNTED]
-    counts[OWN_KV] += held
-    if side == RIGHT:
-        state.sums[RIGHT_PENDING] += held
+    counts[OWN_KV] += state.requests[request, FRESH] + state.requests[request, COUNTED]
+    _pend(state, request, 1)
     # The sweep under way will not come to it.
     state.requests[request, SWEPT] = counts[SWEEPS]
     add_footprint(state, state.footprint, request, 1.0)
     add_footprint(state, state.footprint_next, request, 1.0)
     _add_remaining(state, request, state.requests[request, COUNTED], 1)
+
+
+@compiled
+def _pend(state: State, request: int, sign: int) -> None:
+    """Count a request among those whose prompts are being computed."""
+    again = state.requests[request, COUNTED]
+    tokens, work = state.requests[request, FRESH] + again, state.requests[request, WORK] + again
+    state.sums[PENDING_TOKENS] += sign * tokens
+    state.sums[PENDING_WORK] += sign * work
+    if state.requests[request, SIDE] == RIGHT:
+        state.sums[RIGHT_PENDING] += sign * tokens
+
+
+@compiled
+def _prompt_token_s(state: State) -> float:
+    """Seconds of computing a prompt token, its attention included: of those pending, or else of the next ones."""
+    work = state.sums[LEFT_WORK]
+    if state.sums[PENDING_TOKENS] > 0:
+        work = state.sums[PENDING_WORK] / state.sums[PENDING_TOKENS]
+    return state.machine[GEMM_S] * work
 
 
 @compiled
@@ -318,8 +337,8 @@ def _remove(state: State, request: int, tokens: int) -> None:
     if state.requests[request, STARTED] != NOT_STARTED:
         counts[DECODING] -= 1
         state.requests[request, STARTED] = NOT_STARTED
-    elif state.requests[request, SIDE] == RIGHT:
-        state.sums[RIGHT_PENDING] -= state.requests[request, FRESH] + state.requests[request, COUNTED]
+    else:
+        _pend(state, request, -1)
     counts[RUNNING] -= 1
     last, hole = state.running[counts[RUNNING]], state.requests[request, PLACE]
     state.running[hole] = last

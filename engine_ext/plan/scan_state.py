@@ -35,11 +35,13 @@ CLOCK, RUNNING, DECODING, OWN_KV, SWEEPS, SWEEP_AT, LEFT_FIRST, LEFT_LAST, RIGHT
     RIGHT_SHARE,
     LEFT_WORK,
     RIGHT_PENDING,
+    PENDING_TOKENS,
+    PENDING_WORK,
     KNOWN_COMPUTE,
     KNOWN_MEMORY,
     NEXT_COMPUTE,
     NEXT_MEMORY,
-) = range(9)
+) = range(11)
 # Places in State.machine
 GEMM_S, READ_S, WEIGHTS_S, CAPACITY, MOST_TOKENS, MARGIN = range(6)
 # Columns of State.footprint
@@ -188,7 +190,7 @@ def new_state(backlog: Backlog, costs: StepCosts) -> State:
         footprint_next=np.zeros((len(AHEAD), 4)),
         admitted=np.zeros(requests, dtype=np.int64),
         counts=counts,
-        sums=np.zeros(9),
+        sums=np.zeros(11),
         machine=np.array(
             [costs.gemm_s, costs.read_s, costs.weights_s, costs.capacity, costs.most_tokens, costs.margin]
         ),

@@ -40,7 +40,7 @@ from engine_ext.plan.scan_state import (
 NOTHING_S = 1e-9
 SWEEP = 96  # steps in which every running request is looked at once
 HEADS = 64  # waiting requests at each end whose density stands for the end's
-MOST_RIGHT = 0.98  # of the KV memory; some of the left side must always get in
+MOST_RIGHT = 0.8  # of the KV memory: prompts of the left side come in lumps, and a cache that is full retracts
 DOUBTFUL = 0.3  # of a group that has seen about ten answers
 GROUPS_AT_ONCE = 1  # groups whose outlook is worked out again in one step
 GROUPS_LOOKED_AT = 64  # groups asked for news in one step

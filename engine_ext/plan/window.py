@@ -125,9 +125,8 @@ def plan_window(
     by_prompt[:, scan.tree.order] = compute_s, memory_s
     order, right = scan.tree.order[blended.positions[places]], blended.right[places]
     saved = sum(
-        saved_by_order(tree, order[first:last][right[first:last] == side], cost)
+        saved_by_order(tree, _line(order[first:last], right[first:last]), cost)
         for first, last in itertools.pairwise(begins.tolist())
-        for side in (False, True)
     )
     return WindowPlan(
         order=order,
@@ -145,6 +144,11 @@ def plan_window(
         prompt_tokens=int(lengths.sum()),
         distinct_tokens=tree.distinct_tokens,
     )
+
+
+def _line(order: Column, right: NDArray[np.bool_]) -> Column:
+    """A replica's scan from its left end over the meeting point, which both ends reach at once, to its right end."""
+    return np.concatenate([order[~right], order[right][::-1]])
 
 
 def _slices(begins: Column, slice_requests: int) -> tuple[Slice, ...]:

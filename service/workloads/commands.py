@@ -17,12 +17,14 @@ from engine_ext.plan.model_shape import PRESETS as MODELS
 from engine_ext.plan.window import Shape
 from service.jobs.tokens import PromptTokens
 from service.model_costs import CostsError, read_hardware, read_shape
+from service.workloads.forecast import CLOCKS, INTERFERENCE, EngineModel, check_policies, forecast, row_of
 from service.workloads.report import facts, plan_workload, with_sample, write_order
 from service.workloads.workload import Workload, WorkloadError, read_lengths, read_workload
 
 console = Console(stderr=True, highlight=False, markup=False, soft_wrap=True)
 
 FileArgument = Annotated[Path, typer.Argument(help="A batch file (JSONL of requests) or a workload file.")]
+ALL_POLICIES = "fcfs,lpm,dfs-weight,dfs,random,lof,blendserve,batchweave"
 PICTURES = (".png", ".svg", ".pdf")
 
 ModelOption = Annotated[
@@ -91,7 +93,77 @@ def plan(
     if as_json:
         print(json.dumps(found, indent=2, allow_nan=False))
     else:
-        Console(highlight=False, markup=False, emoji=False).print(_table(found, cost))
+        _out().print(_table(found, cost))
+
+
+def simulate(
+    workload: Annotated[Path, typer.Option("--workload", help="A workload file, or a batch file with --lengths.")],
+    model: ModelOption = "llama-3-8b",
+    gpu: GpuOption = "h200",
+    tp: Annotated[int, typer.Option("--tp", min=1, max=1024, help="GPUs that share one copy of the model.")] = 1,
+    policies: Annotated[str, typer.Option("--policies", help="Names, separated by commas.")] = ALL_POLICIES,
+    clock: Annotated[
+        str, typer.Option("--clock", help="overlapped, mixed or sequential GEMM and attention.")
+    ] = "overlapped",
+    interference: Annotated[
+        float, typer.Option("--interference", min=0, max=1, help="Share of the overlapped time that shows anyway.")
+    ] = INTERFERENCE,
+    sample: Annotated[float, typer.Option("--sample", help="Share whose lengths are known; 1 for all.")] = 0.01,
+    seed: Annotated[int, typer.Option("--seed", min=0, help="Of the sample and of random order.")] = 0,
+    lengths: LengthsOption = None,
+    dtype: DtypeOption = "bf16",
+    as_json: Annotated[bool, typer.Option("--json", help="Print rows as JSON.")] = False,
+) -> None:
+    """Run a workload through a simulated engine, one policy after the other, each at its best settings.
+
+    The step times come from datasheets and are predictions. Every policy knows the lengths of the same sample, which
+    runs first; orders fixed beforehand get the best of several chunk sizes and admission reserves. Examples:
+
+    - `batchweave simulate --workload trace.jsonl --gpu a100-80gb`
+    - `batchweave simulate --workload trace.jsonl --policies dfs,random,batchweave --clock sequential --json`
+    """
+    names = [name.strip() for name in policies.split(",") if name.strip()]
+    rows: list[dict[str, Any]] = []
+    try:
+        check_policies(names)
+        if clock not in CLOCKS:
+            raise WorkloadError(f"no clock {clock!r}; there are {', '.join(CLOCKS)}")
+        cost = cost_model(model, gpu, tp, dtype, dtype if dtype == "fp8" else "bf16")
+        engine = EngineModel.of(cost, CLOCKS[clock], interference)
+        for outcome in forecast(_read(workload, model, lengths), cost, engine, names, sample, seed):
+            rows.append(row_of(outcome))
+            if not as_json:
+                console.print(f"{outcome.policy}: {outcome.seconds / 3600:.3f} h", style="dim")
+    except (WorkloadError, CostsError, DoesNotFit, ValueError, OSError) as error:
+        fail(str(error))
+    if as_json:
+        print(json.dumps(rows, indent=2, allow_nan=False))
+    else:
+        _out().print(_comparison(rows))
+
+
+def _out() -> Console:
+    """Standard output; as wide as a table needs where it is no terminal."""
+    return Console(highlight=False, markup=False, emoji=False, width=None if sys.stdout.isatty() else 120)
+
+
+def _comparison(rows: list[dict[str, Any]]) -> Table:
+    table = Table(box=None)
+    for name in ("policy", "tokens/s", "time", "ideal", "bound", "sharing", "retracted", "planner", "best at"):
+        table.add_column(name, justify="left" if name in ("policy", "best at") else "right", no_wrap=True)
+    for row in sorted(rows, key=lambda each: each["seconds"]):
+        table.add_row(
+            row["policy"],
+            f"{row['tokens_per_s']:,.0f}",
+            _time(row["seconds"] / 3600),
+            f"{row['share_of_ideal']:.1%}",
+            f"{row['share_of_practical']:.1%}",
+            f"{row['sharing_kept']:.1%}",
+            f"{row['retractions']:,}",
+            f"{row['planner_s']:.2f} s",
+            row["setting"],
+        )
+    return table
 
 
 def cost_model(model: str, gpu: str, tp: int, dtype: str, kv_dtype: str) -> CostModel:

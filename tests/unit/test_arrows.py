@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-PURE = ("engine_ext/plan",)
+PURE = ("engine_ext/plan", "engine_ext/simulate")
 IO = {"asyncio", "io", "os", "pathlib", "random", "socket", "subprocess", "time", "datetime", "tempfile"}
 
 
@@ -45,7 +45,8 @@ def test_service_knows_plan_and_only_the_worker_knows_the_plugin() -> None:
     for path in sources("service"):
         for name in imports(path):
             if starts(name, "engine_ext"):
-                allowed = ("engine_ext.plan", "engine_ext.plugin") if path.name == "worker.py" else ("engine_ext.plan",)
+                also = {"worker.py": "engine_ext.plugin", "forecast.py": "engine_ext.simulate"}.get(path.name)
+                allowed = ("engine_ext.plan", also) if also else ("engine_ext.plan",)
                 assert starts(name, *allowed), f"{path} imports {name}"
 
 

@@ -196,7 +196,7 @@ def test_budget_follows_the_ratio_of_what_remains() -> None:
     left, memory = run.scan.remaining_s
     # The weights' floor may ask for more than the ratio does.
     wanted = max(left / memory * reads, COSTS.weights_s)
-    assert compute == pytest.approx(wanted, rel=0.25)
+    assert compute == pytest.approx(wanted, rel=0.25, abs=ALIGNMENT * COSTS.gemm_s / 2)
 
 
 def test_remaining_work_is_exact_where_lengths_are_known() -> None:

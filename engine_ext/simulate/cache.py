@@ -1,0 +1,150 @@
+"""The radix cache over the nodes of the window's own prefix tree, with LRU eviction of what nobody uses."""
+
+from heapq import heappop, heappush
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from engine_ext.plan.compiled import compiled
+from engine_ext.plan.tree import Column
+
+# Places in Cache.tokens
+FREE, LOCKED, EVICTABLE, COMPUTED = range(4)
+
+Heap = list[tuple[int, int]]  # time of last use, node; what is not valid any more is skipped
+
+
+class Cache(NamedTuple):
+    """The cache by node: `parent`, `size` in tokens, `users` that run, cached `children`, time `used` last.
+
+    `extra`: output tokens kept behind a leaf; `cached`: whether it is there. `tokens`: free, locked and evictable ones,
+    and prompt tokens computed so far; `work`: the quadratic work of these.
+    """
+
+    parent: Column
+    size: Column
+    quadratic: NDArray[np.float64]
+    users: Column
+    children: Column
+    used: Column
+    extra: Column
+    cached: NDArray[np.bool_]
+    tokens: Column
+    work: NDArray[np.float64]
+
+
+def new_cache(parent: Column, begin: Column, end: Column, capacity: int) -> Cache:
+    nodes = len(parent)
+    cached = np.zeros(nodes, dtype=np.bool_)
+    cached[0] = True  # the root holds nothing
+    users = np.zeros(nodes, dtype=np.int64)
+    users[0] = 1  # and never leaves
+    return Cache(
+        parent=parent.copy(),
+        size=end - begin,
+        quadratic=(end.astype(np.float64) ** 2 - begin.astype(np.float64) ** 2),
+        users=users,
+        children=np.zeros(nodes, dtype=np.int64),
+        used=np.zeros(nodes, dtype=np.int64),
+        extra=np.zeros(nodes, dtype=np.int64),
+        cached=cached,
+        tokens=np.array([capacity, 0, 0, 0], dtype=np.int64),
+        work=np.zeros(1),
+    )
+
+
+@compiled
+def missing(cache: Cache, leaf: int) -> int:
+    """Prompt tokens of the leaf's path that are not cached."""
+    tokens, node = 0, leaf
+    while not cache.cached[node]:
+        tokens += cache.size[node]
+        node = cache.parent[node]
+    return tokens
+
+
+@compiled
+def unlocked(cache: Cache, leaf: int) -> int:
+    """Tokens that locking the leaf's path would take from what is free or evictable."""
+    tokens, node = 0, leaf
+    while cache.users[node] == 0:
+        tokens += cache.size[node]
+        node = cache.parent[node]
+    return tokens
+
+
+@compiled
+def lock(cache: Cache, heap: Heap, leaf: int) -> tuple[int, float]:
+    """A request starts: lock its path, cached or to be computed. Tokens to compute, and their quadratic work.
+
+    There must be room for `unlocked` tokens. What is being computed counts as cached, so it is computed once.
+    """
+    tokens, quadratic, node = 0, 0.0, leaf
+    while node != 0:
+        if cache.users[node] == 0:
+            if cache.cached[node]:
+                cache.tokens[EVICTABLE] -= cache.size[node]
+            else:
+                cache.tokens[FREE] -= cache.size[node]
+                cache.cached[node] = True
+                cache.children[cache.parent[node]] += 1
+                tokens += cache.size[node]
+                quadratic += cache.quadratic[node]
+            cache.tokens[LOCKED] += cache.size[node]
+        cache.users[node] += 1
+        node = cache.parent[node]
+    cache.tokens[COMPUTED] += tokens
+    cache.work[0] += quadratic
+    make_free(cache, heap, 0)
+    return tokens, quadratic
+
+
+@compiled
+def grow(cache: Cache, heap: Heap, tokens: int) -> bool:
+    """Lock so many tokens more for outputs; whether there was room."""
+    if cache.tokens[FREE] + cache.tokens[EVICTABLE] < tokens:
+        return False
+    make_free(cache, heap, tokens)
+    cache.tokens[FREE] -= tokens
+    cache.tokens[LOCKED] += tokens
+    return True
+
+
+@compiled
+def release(cache: Cache, heap: Heap, leaf: int, outputs: int, kept: bool, now: int) -> None:
+    """A request ends, or is retracted: unlock its path; its output tokens stay behind the leaf, or are given up."""
+    cache.tokens[LOCKED] -= outputs
+    if kept:
+        cache.extra[leaf] += outputs
+        cache.tokens[EVICTABLE] += outputs
+    else:
+        cache.tokens[FREE] += outputs
+    node = leaf
+    while node != 0:
+        cache.users[node] -= 1
+        cache.used[node] = now
+        if cache.users[node] == 0:
+            cache.tokens[LOCKED] -= cache.size[node]
+            cache.tokens[EVICTABLE] += cache.size[node]
+            if cache.children[node] == 0:
+                heappush(heap, (now, int(node)))
+        node = cache.parent[node]
+
+
+@compiled
+def make_free(cache: Cache, heap: Heap, tokens: int) -> None:
+    """Evict the least recently used leaves until so many tokens are free."""
+    while cache.tokens[FREE] < tokens and len(heap) > 0:
+        time, node = heappop(heap)
+        if not cache.cached[node] or cache.users[node] > 0 or cache.children[node] > 0 or cache.used[node] != time:
+            continue
+        held = cache.size[node] + cache.extra[node]
+        cache.extra[node] = 0
+        cache.cached[node] = False
+        cache.tokens[EVICTABLE] -= held
+        cache.tokens[FREE] += held
+        parent = cache.parent[node]
+        cache.children[parent] -= 1
+        if parent != 0 and cache.users[parent] == 0 and cache.children[parent] == 0:
+            heappush(heap, (int(cache.used[parent]), int(parent)))

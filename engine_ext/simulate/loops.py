@@ -1,0 +1,269 @@
+"""The loops: an engine driven by an order fixed beforehand, by BlendServe's dual scan, or by ours."""
+
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from engine_ext.plan.compiled import compiled
+from engine_ext.plan.dual_scan import decide, finished, prefilled, retracted
+from engine_ext.plan.scan_state import COMPUTE_LEFT, MEMORY_LEFT, State
+from engine_ext.plan.tree import Column
+from engine_ext.simulate.cache import LOCKED, Cache, Heap, missing
+from engine_ext.simulate.engine import (
+    DECODING,
+    DECODING_KV,
+    FINISHED,
+    PENDING,
+    PREFILLED,
+    QUEUE_FIRST,
+    QUEUE_LAST,
+    RETRACTED,
+    SECONDS,
+    Engine,
+    admit,
+    room_for,
+    step,
+)
+from engine_ext.simulate.model import CAPACITY, MOST_RUNNING
+
+Floats = NDArray[np.float64]
+
+FALLBACK = 128  # waiting requests above which SGLang's lpm takes them as they came
+HEADS = 64  # requests at an end of the scan whose means stand for it
+ALIGNMENT = 128
+SPLIT_EVERY = 16  # steps
+
+
+@compiled
+def run_in_order(
+    engine: Engine, cache: Cache, model: Floats, order: Column, expected: Floats, chunk: int, reserve: float, lpm: bool
+) -> None:
+    """Requests in this order, while they fit beside `reserve` times the outputs that are still expected.
+
+    `chunk`: prompt tokens of a step. `expected`: output tokens by request. With `lpm` the last FALLBACK requests go by
+    longest cached prefix. Retracted requests come first again.
+    """
+    heap = [(0, 0)]
+    heap.pop()
+    ends = [(0, 0)]
+    ends.pop()
+    line = np.empty(2 * len(order), dtype=np.int64)  # room in front for what is retracted
+    first, last = len(order), 2 * len(order)
+    line[first:] = order
+    to_come = 0.0  # outputs expected of what runs
+    done = 0
+    while done < len(order):
+        counts = engine.counts
+        running = counts[DECODING] + counts[QUEUE_LAST] - counts[QUEUE_FIRST]
+        while counts[PENDING] < chunk and first < last and running < model[MOST_RUNNING]:
+            if lpm and last - first <= FALLBACK:
+                _bring_forward(engine, cache, line, first, last)
+            request = line[first]
+            more = max(1.0, expected[request] - engine.generated[request])
+            room = room_for(cache, int(engine.leaf[request])) - engine.generated[request]
+            if room < (to_come + more) * reserve and running > 0:
+                break
+            if room < 1:
+                break
+            first += 1
+            admit(engine, cache, heap, int(request))
+            to_come += more
+            running += 1
+        decoded = step(engine, cache, heap, ends, model, chunk)
+        to_come = max(0.0, to_come - decoded * counts[DECODING])
+        for k in range(counts[FINISHED]):
+            request = engine.finished[k]
+            to_come -= max(0.0, expected[request] - engine.output[request])
+            done += 1
+        to_come = max(0.0, to_come)
+        for k in range(counts[RETRACTED]):
+            request = engine.retracted[k]
+            to_come -= max(0.0, expected[request] - engine.generated[request])
+            first -= 1
+            line[first] = request
+        to_come = max(0.0, to_come)
+
+
+@compiled
+def _bring_forward(engine: Engine, cache: Cache, line: Column, first: int, last: int) -> None:
+    """Put the request that has the longest cached prefix at the front."""
+    best, most = first, -1
+    for at in range(first, last):
+        request = line[at]
+        matched = engine.prompt[request] - missing(cache, int(engine.leaf[request]))
+        if matched > most:
+            best, most = at, matched
+    chosen = line[best]
+    for at in range(best, first, -1):
+        line[at] = line[at - 1]
+    line[first] = chosen
+
+
+class Blend(NamedTuple):
+    """BlendServe's scan: what runs first (`sample`), the `scan` from left to right, what comes `again` when retracted.
+
+    By request: `expected` output, seconds of `compute` and `memory` reads, `fresh` prompt tokens, the `side` it was
+    taken from. By side: KV tokens `held`, prefill tokens `owed`, requests that `decode`; `split` is [[M_L, C_L],
+    [M_R, C_R]]. `at`: how far sample, left end and right end are taken, and how many come again.
+    """
+
+    sample: Column
+    scan: Column
+    again: Column
+    expected: Floats
+    compute: Floats
+    memory: Floats
+    fresh: Column
+    side: Column
+    held: Column
+    owed: Floats
+    decode: Column
+    split: Floats
+    at: Column
+
+
+def new_blend(sample: Column, scan: Column, expected: Floats, compute: Floats, memory: Floats, fresh: Column) -> Blend:
+    requests = len(expected)
+    return Blend(
+        sample,
+        scan,
+        np.zeros(requests, dtype=np.int64),
+        expected,
+        compute,
+        memory,
+        fresh,
+        np.zeros(requests, dtype=np.int64),
+        np.zeros(2, dtype=np.int64),
+        np.zeros(2),
+        np.zeros(2, dtype=np.int64),
+        np.zeros((2, 2)),
+        np.array([0, 0, len(scan), 0], dtype=np.int64),
+    )
+
+
+@compiled
+def run_blendserve(engine: Engine, cache: Cache, model: Floats, blend: Blend) -> None:
+    """Algorithm 3: KV memory split by density, a prefill budget a side, steps in multiples of 128; the sample first."""
+    heap = [(0, 0)]
+    heap.pop()
+    ends = [(0, 0)]
+    ends.pop()
+    counts, split = engine.counts, blend.split
+    compute, memory = blend.compute[blend.scan].sum(), blend.memory[blend.scan].sum()
+    root = compute / memory if memory > 0 else 1.0
+    done, tick = 0, 0
+    while done < len(engine.leaf):
+        if tick % SPLIT_EVERY == 0:
+            _split_memory(blend, engine, root, model[CAPACITY])
+        tick += 1
+        tokens = split[0, 1] + split[1, 1] + counts[DECODING]
+        chunk = max(ALIGNMENT, int(tokens / ALIGNMENT + 0.5) * ALIGNMENT - counts[DECODING])
+        for side in range(2):
+            blend.owed[side] = min(blend.owed[side], 0.0) + split[side, 1]
+            _admit_side(engine, cache, heap, blend, side, chunk)
+        decoded = step(engine, cache, heap, ends, model, chunk)
+        for side in range(2):
+            blend.held[side] += decoded * blend.decode[side]
+        for k in range(counts[FINISHED]):
+            request = engine.finished[k]
+            blend.held[blend.side[request]] -= engine.prompt[request] + engine.output[request]
+            blend.decode[blend.side[request]] -= 1
+            done += 1
+        for k in range(counts[RETRACTED]):
+            request = engine.retracted[k]
+            blend.held[blend.side[request]] -= engine.prompt[request] + engine.generated[request]
+            blend.decode[blend.side[request]] -= 1
+            blend.again[blend.at[3]] = request
+            blend.at[3] += 1
+        for k in range(counts[PREFILLED]):
+            blend.decode[blend.side[engine.prefilled[k]]] += 1
+
+
+@compiled
+def _admit_side(engine: Engine, cache: Cache, heap: Heap, blend: Blend, side: int, chunk: int) -> None:
+    """Let in what the side's memory and budget allow; the sample and what comes again need only room."""
+    counts, at = engine.counts, blend.at
+    while True:
+        request, whence = _next_of(blend, side)
+        if request < 0:
+            return
+        size = engine.prompt[request] + engine.generated[request]
+        alone = counts[DECODING] + counts[PENDING] == 0
+        if counts[PENDING] >= chunk and not alone:
+            return
+        if room_for(cache, int(engine.leaf[request])) - engine.generated[request] < counts[DECODING] + 1:
+            return
+        full = blend.owed[side] <= 0 or blend.held[side] + size > blend.split[side, 0]
+        if whence in (1, 2) and full and not alone:
+            return
+        at[whence] += 1 if whence < 2 else -1
+        blend.side[request] = side
+        blend.held[side] += size
+        blend.owed[side] -= admit(engine, cache, heap, int(request))
+
+
+@compiled
+def _next_of(blend: Blend, side: int) -> tuple[int, int]:
+    """The next request for this side, and the place of `at` that it is taken from; -1 where there is none."""
+    at = blend.at
+    if at[0] < len(blend.sample):
+        return int(blend.sample[at[0]]), 0
+    if at[3] > 0:
+        return int(blend.again[at[3] - 1]), 3
+    if at[1] == at[2]:
+        return -1, 0
+    return (int(blend.scan[at[1]]), 1) if side == 0 else (int(blend.scan[at[2] - 1]), 2)
+
+
+@compiled
+def _split_memory(blend: Blend, engine: Engine, root: float, capacity: float) -> None:
+    """Steps 1 to 3 of algorithm 3, from the means of the requests that stand first at each end."""
+    density, prompts, outputs, news = np.zeros(2), np.ones(2), np.ones(2), np.ones(2)
+    left, right = blend.at[1], blend.at[2]
+    for side in range(2):
+        first, last = (left, min(right, left + HEADS)) if side == 0 else (max(left, right - HEADS), right)
+        if first < last:
+            chosen = blend.scan[first:last]
+            memory = blend.memory[chosen].sum()
+            density[side] = blend.compute[chosen].sum() / memory if memory > 0 else 1e9
+            prompts[side] = engine.prompt[chosen].mean()
+            outputs[side] = max(1.0, blend.expected[chosen].mean())
+            news[side] = blend.fresh[chosen].mean()
+    share = 0.5
+    if density[0] > density[1]:
+        share = min(1.0, max(0.0, (root - density[1]) / (density[0] - density[1])))
+    for side in range(2):
+        memory = capacity * (share if side == 0 else 1 - share)
+        decoding = memory / (prompts[side] + outputs[side] / 2)
+        blend.split[side, 1] = decoding * news[side] / outputs[side]
+        blend.split[side, 0] = max(memory, prompts[side] + outputs[side])
+
+
+@compiled
+def run_batchweave(engine: Engine, cache: Cache, model: Floats, state: State, outlook: Floats) -> None:
+    """Our dual scan decides every step; rows of `outlook`: seconds, compute and memory expected to remain, evenly."""
+    heap = [(0, 0)]
+    heap.pop()
+    ends = [(0, 0)]
+    ends.pop()
+    done, decoded = 0, 0
+    while done < len(engine.leaf):
+        counts = engine.counts
+        budget, let_in = decide(
+            state, cache.tokens[LOCKED], counts[DECODING_KV], counts[DECODING], counts[PENDING], decoded
+        )
+        for k in range(let_in):
+            admit(engine, cache, heap, int(state.admitted[k]))
+        decoded = step(engine, cache, heap, ends, model, budget)
+        for k in range(counts[RETRACTED]):
+            retracted(state, int(engine.retracted[k]), int(engine.generated[engine.retracted[k]]))
+        for k in range(counts[FINISHED]):
+            finished(state, int(engine.finished[k]), int(engine.output[engine.finished[k]]))
+            done += 1
+        for k in range(counts[PREFILLED]):
+            prefilled(state, int(engine.prefilled[k]))
+        row = done * len(outlook) // len(engine.leaf)
+        if row < len(outlook) and outlook[row, 0] == 0.0:
+            outlook[row, 0] = engine.sums[SECONDS]
+            outlook[row, 1], outlook[row, 2] = state.sums[COMPUTE_LEFT], state.sums[MEMORY_LEFT]

@@ -1,0 +1,100 @@
+"""The engine that is simulated: what a step costs, and how much KV cache there is."""
+
+from dataclasses import dataclass
+from enum import IntEnum
+
+import numpy as np
+from numpy.typing import NDArray
+
+from engine_ext.plan.compiled import compiled
+from engine_ext.plan.cost import CostModel
+from engine_ext.plan.hardware import DTYPE_BYTES
+
+# What overlapping costs where it was not measured, as a share of the hidden time; an assumption, see docs/simulator.md.
+INTERFERENCE = 0.1
+STEP_OVERHEAD_S = 0.0
+
+
+class Clock(IntEnum):
+    """How a step's GEMM and attention share its time."""
+
+    OVERLAPPED = 0  # at once, as NanoFlow and PD-multiplexing do
+    MIXED = 1  # one after the other; prefill chunks ride on decode's GEMM
+    SEQUENTIAL = 2  # one after the other; a prefill batch stops decoding, SGLang's default
+
+
+# Places in EngineModel.array
+GEMM_S, READ_S, QUADRATIC_S, WEIGHTS_S, OVERHEAD_S, HIDDEN, CLOCK_KIND, CAPACITY, MOST_RUNNING = range(9)
+
+
+@dataclass(frozen=True, slots=True)
+class EngineModel:
+    """Seconds per token of GEMM, per KV token read, per unit of prefill attention (end^2 - begin^2 of a chunk).
+
+    And for reading the weights once, and per step on the CPU. `interference`: the share of the hidden time that shows
+    anyway. `capacity`: tokens of KV cache; `most_running`: requests that run at once.
+    """
+
+    gemm_s: float
+    read_s: float
+    quadratic_s: float
+    weights_s: float
+    capacity: int
+    overhead_s: float = STEP_OVERHEAD_S
+    interference: float = INTERFERENCE
+    clock: Clock = Clock.OVERLAPPED
+    most_running: int = 8192
+
+    @classmethod
+    def of(
+        cls,
+        cost: CostModel,
+        clock: Clock = Clock.OVERLAPPED,
+        interference: float = INTERFERENCE,
+        usable: float = 0.9,
+        overhead_s: float = STEP_OVERHEAD_S,
+    ) -> "EngineModel":
+        """From datasheets; `usable` is the share of memory that weights and KV cache may have."""
+        quadratic = cost.shape.attention_flops / cost.machine.flops(cost.dtype) if cost.attention_compute else 0.0
+        return cls(
+            gemm_s=cost.gemm_s_per_token,
+            read_s=cost.read_s_per_token,
+            quadratic_s=quadratic,
+            weights_s=cost.shape.weight_bytes(DTYPE_BYTES[cost.dtype]) / cost.machine.bandwidth,
+            capacity=cost.kv_capacity_tokens(usable),
+            overhead_s=overhead_s,
+            interference=interference,
+            clock=clock,
+        )
+
+    @property
+    def array(self) -> NDArray[np.float64]:
+        return np.array(
+            [
+                self.gemm_s,
+                self.read_s,
+                self.quadratic_s,
+                self.weights_s,
+                self.overhead_s,
+                self.interference,
+                float(self.clock),
+                self.capacity,
+                self.most_running,
+            ]
+        )
+
+
+@compiled
+def compute_time(model: NDArray[np.float64], tokens: int, quadratic: float) -> float:
+    """Seconds of GEMM and prefill attention of a step; the weights are read at least once."""
+    if tokens == 0:
+        return 0.0
+    return max(tokens * model[GEMM_S], model[WEIGHTS_S]) + quadratic * model[QUADRATIC_S]
+
+
+@compiled
+def step_time(model: NDArray[np.float64], compute: float, reads: float) -> float:
+    """Seconds of a step with so much compute and so many seconds of KV reads."""
+    if model[CLOCK_KIND] == 0.0:
+        return max(compute, reads) + model[HIDDEN] * min(compute, reads) + model[OVERHEAD_S]
+    return compute + reads + model[OVERHEAD_S]

@@ -1,0 +1,329 @@
+"""The policies to compare: each on the same engine, with the same knowledge of lengths and the same sample first."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+
+import numpy as np
+from numpy.typing import NDArray
+
+from engine_ext.plan.cost import CostModel
+from engine_ext.plan.dual_scan import begin
+from engine_ext.plan.groups import Groups, group_requests
+from engine_ext.plan.lengths import Estimates, Seen, estimate, group_caps, look_ahead, see
+from engine_ext.plan.order import order_scan, walk_in_order
+from engine_ext.plan.prompts import Prompts
+from engine_ext.plan.resources import Requests, node_loads, request_loads
+from engine_ext.plan.sample import choose_sample
+from engine_ext.plan.scan_state import Backlog, StepCosts, fresh_tokens, new_state
+from engine_ext.plan.tree import Column, PrefixTree, build_tree
+from engine_ext.simulate.cache import COMPUTED, Cache, new_cache
+from engine_ext.simulate.engine import (
+    MOST_LOCKED,
+    RECOMPUTED,
+    RETRACTIONS,
+    SECONDS,
+    SERIES_LENGTH,
+    STEPS,
+    Engine,
+    new_engine,
+)
+from engine_ext.simulate.loops import new_blend, run_batchweave, run_blendserve, run_in_order
+from engine_ext.simulate.model import EngineModel
+
+Floats = NDArray[np.float64]
+
+SAMPLE = 0.01
+OUTLOOK_ROWS = 100
+CHUNKS = (256, 512, 1024, 2048, 4096)
+RESERVES = (0.3, 0.6, 1.0)
+
+
+class TooLarge(ValueError):
+    """A request that no KV cache of this size can hold; `number` counts requests from 0."""
+
+    def __init__(self, number: int, tokens: int, capacity: int) -> None:
+        super().__init__(f"request {number} needs {tokens:,} tokens of KV cache, and there are {capacity:,}")
+        self.number = number
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """A window as all policies see it: its tree, the true outputs, the sample, and estimates made from it.
+
+    `prepared_s`: seconds that this took by `clock`, which also times what each policy plans.
+    """
+
+    prompts: Prompts
+    tree: PrefixTree
+    lengths: Column
+    output: Column
+    caps: Column
+    groups: Groups
+    sample: Column
+    known: Column
+    seen: Seen
+    estimates: Estimates
+    cost: CostModel
+    best_saved_s: float
+    compute_s: float
+    memory_s: float
+    prepared_s: float
+    clock: Callable[[], float]
+
+    @property
+    def ideal_s(self) -> float:
+        """T_o: everything shared and overlapped."""
+        return max(self.compute_s - self.best_saved_s, self.memory_s)
+
+    def practical_s(self, model: EngineModel) -> float:
+        """T_o with the interference of the engine's clock."""
+        return self.ideal_s + model.interference * min(self.compute_s - self.best_saved_s, self.memory_s)
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """One run; `seconds` and shares include `planner_s`.
+
+    `sharing`: the share of T_comp that was not computed; what retraction computes again is left out.
+    """
+
+    policy: str
+    setting: str
+    seconds: float
+    tokens_per_s: float
+    share_of_ideal: float
+    share_of_practical: float
+    sharing: float
+    sharing_kept: float
+    retractions: int
+    recomputed_tokens: int
+    steps: int
+    planner_s: float
+    most_kv: int
+    series: Floats
+
+
+def prepare(
+    prompts: Prompts,
+    output: Column,
+    cost: CostModel,
+    caps: Column,
+    kinds: Column | None = None,
+    sample: float = SAMPLE,
+    seed: int = 0,
+    clock: Callable[[], float] = lambda: 0.0,
+) -> Work:
+    """Tree, groups and sample. With `sample` 1 every length is known beforehand."""
+    started = clock()
+    tree = build_tree(prompts)
+    lengths = prompts.lengths
+    groups = group_requests(tree, kinds)
+    by_group, unknown = group_caps(groups, caps), np.full(len(prompts), -1)
+    if sample >= 1:
+        chosen, known, seen = np.empty(0, dtype=np.int64), output, Seen.nothing(len(groups))
+        estimates = Estimates(
+            *(np.asarray(each, dtype=np.float64) for each in (output, output.astype(float) ** 2, output))
+        )
+    else:
+        known, seen, chosen = unknown.copy(), Seen.nothing(len(groups)), np.empty(0, dtype=np.int64)
+        generator = np.random.default_rng(seed)
+        for _ in range(2):  # the second half goes where the first says
+            outlook = look_ahead(seen, groups, by_group)
+            half = choose_sample(groups, outlook, lengths.astype(np.float64), known, generator, sample / 2)
+            known[half] = output[half]
+            chosen = np.flatnonzero(known >= 0)
+            seen = see(groups, chosen, output[chosen], np.ones(len(chosen), dtype=np.bool_))
+        estimates = estimate(groups, look_ahead(seen, groups, by_group), caps, known)
+    true = Requests.exact(lengths, output)
+    root = node_loads(tree, true, cost).of(0)
+    return Work(
+        prompts,
+        tree,
+        lengths,
+        output,
+        caps,
+        groups,
+        chosen,
+        known,
+        seen,
+        estimates,
+        cost,
+        root.saved_s,
+        root.compute_s,
+        root.memory_s,
+        clock() - started,
+        clock,
+    )
+
+
+def simulate(work: Work, model: EngineModel, policy: str, seed: int = 0) -> Outcome:
+    """Run a policy; those with settings at their best, which are searched. Raises KeyError, TooLarge."""
+    needed = work.lengths + work.output
+    if len(needed) and int(needed.max()) >= model.capacity:
+        raise TooLarge(int(needed.argmax()), int(needed.max()), model.capacity)
+    return POLICIES[policy](work, model, seed)
+
+
+def _batchweave(work: Work, model: EngineModel, seed: int) -> Outcome:
+    costs = StepCosts(
+        model.gemm_s, model.read_s, model.weights_s, model.capacity, most_tokens=8192, quadratic_s=model.quadratic_s
+    )
+    started = work.clock()
+    scan = order_scan(work.tree, _estimated(work), work.cost)
+    order = scan.tree.order
+    compute, memory = request_loads(scan.tree, _estimated(work), work.cost)
+    excess = compute - (float(compute.sum() / memory.sum()) if memory.sum() else 0.0) * memory
+    meeting = int(np.argmax(np.concatenate([[0.0], np.cumsum(excess)])))
+    rest = ~np.isin(order, work.sample)
+    left, right = order[:meeting][rest[:meeting]], order[meeting:][rest[meeting:]][::-1]
+    state = new_state(
+        Backlog(
+            prompt=work.lengths,
+            fresh=fresh_tokens(scan.tree, work.lengths, meeting),
+            known=work.known,
+            caps=work.caps,
+            left=np.concatenate([_in_order(work.sample, order), left]),
+            right=right,
+            groups=work.groups,
+            seen=work.seen,
+        ),
+        costs,
+    )
+    begin(state)
+    planned_s = work.clock() - started
+    engine, cache = _fresh_engine(work, model)
+    outlook = np.zeros((OUTLOOK_ROWS, 3))
+    run_batchweave(engine, cache, model.array, state, outlook)
+    return _outcome("batchweave", "", work, model, engine, cache, planned_s)
+
+
+def _blendserve(work: Work, model: EngineModel, seed: int) -> Outcome:
+    started = work.clock()
+    scan = order_scan(work.tree, _estimated(work), work.cost)
+    order = scan.tree.order
+    by_request = np.empty((2, len(order)))
+    by_request[:, order] = request_loads(scan.tree, _estimated(work), work.cost)
+    engine, cache = _fresh_engine(work, model)
+    blend = new_blend(
+        _in_order(work.sample, order),
+        order[~np.isin(order, work.sample)],
+        work.estimates.mean,
+        by_request[0],
+        by_request[1],
+        fresh_tokens(scan.tree, work.lengths, len(order) // 2),
+    )
+    planned_s = work.clock() - started
+    run_blendserve(engine, cache, model.array, blend)
+    return _outcome("blendserve", "", work, model, engine, cache, planned_s)
+
+
+def _ordered(name: str, order_of: Callable[[Work, int], Column], lpm: bool = False) -> Callable[..., Outcome]:
+    """A policy that is an order, at its best chunk size and then its best reserve."""
+
+    def policy(work: Work, model: EngineModel, seed: int) -> Outcome:
+        started = work.clock()
+        order = order_of(work, seed)
+        planned_s = work.clock() - started
+        whole = np.concatenate([_in_order(work.sample, order), order[~np.isin(order, work.sample)]])
+
+        def run(chunk: int, reserve: float) -> Outcome:
+            engine, cache = _fresh_engine(work, model)
+            run_in_order(engine, cache, model.array, whole, work.estimates.mean, chunk, reserve, lpm)
+            return _outcome(name, f"chunk {chunk}, reserve {reserve:g}", work, model, engine, cache, planned_s)
+
+        best = min(((run(chunk, RESERVES[-1]), chunk) for chunk in CHUNKS), key=lambda found: found[0].seconds)
+        others = [run(best[1], reserve) for reserve in RESERVES[:-1]]
+        return min([best[0], *others], key=lambda found: found.seconds)
+
+    return policy
+
+
+def _depth_first(work: Work, seed: int) -> Column:
+    return work.tree.order
+
+
+def _as_submitted(work: Work, seed: int) -> Column:
+    return np.arange(len(work.output))
+
+
+def _at_random(work: Work, seed: int) -> Column:
+    return np.random.default_rng(seed + 1).permutation(len(work.output))
+
+
+def _longest_first(work: Work, seed: int) -> Column:
+    return np.argsort(-work.estimates.mean, kind="stable")
+
+
+def _by_weight(work: Work, seed: int) -> Column:
+    """SGLang's dfs-weight with everything waiting: the subtree of what is cached follows, heavier nodes first.
+
+    A new subtree begins with the request that came first.
+    """
+    tree = work.tree
+    weight = (tree.last - tree.first).astype(np.float64)
+    arrival = np.minimum.reduceat(np.append(tree.order, len(tree.order)), tree.first)
+    top = tree.parent == 0
+    key = np.where(top, arrival, -weight)
+    children = np.lexsort((key[1:], tree.parent[1:])) + 1
+    return walk_in_order(tree, children).order
+
+
+def _estimated(work: Work) -> Requests:
+    return Requests(work.lengths.astype(np.float64), work.estimates.mean, work.estimates.squares)
+
+
+def _in_order(chosen: Column, order: Column) -> Column:
+    place = np.empty(len(order), dtype=np.int64)
+    place[order] = np.arange(len(order))
+    return chosen[np.argsort(place[chosen])]
+
+
+def _fresh_engine(work: Work, model: EngineModel) -> tuple[Engine, Cache]:
+    tree = work.tree
+    leaf = np.empty(len(work.output), dtype=np.int64)
+    leaf[tree.order] = tree.leaves
+    return new_engine(leaf, work.lengths, work.output), new_cache(tree.parent, tree.begin, tree.end, model.capacity)
+
+
+def _outcome(
+    policy: str, setting: str, work: Work, model: EngineModel, engine: Engine, cache: Cache, planned_s: float
+) -> Outcome:
+    planner_s = work.prepared_s + planned_s
+    seconds = float(engine.sums[SECONDS]) + planner_s
+    tokens = int(work.lengths.sum() + work.output.sum())
+    # What was computed of prompts, in the cost model's seconds: GEMM by token, attention by what stands before.
+    prompt_s = float(cache.tokens[COMPUTED]) * model.gemm_s + float(cache.work[0]) * model.quadratic_s
+    whole_s = float(work.cost.compute_s(work.lengths, np.zeros(len(work.lengths))).sum())
+    saved = (whole_s - prompt_s) / work.compute_s if work.compute_s else 0.0
+    best = work.best_saved_s / work.compute_s if work.compute_s else 0.0
+    return Outcome(
+        policy=policy,
+        setting=setting,
+        seconds=seconds,
+        tokens_per_s=tokens / seconds if seconds else 0.0,
+        share_of_ideal=work.ideal_s / seconds if seconds else 1.0,
+        share_of_practical=work.practical_s(model) / seconds if seconds else 1.0,
+        sharing=saved,
+        sharing_kept=saved / best if best else 1.0,
+        retractions=int(engine.counts[RETRACTIONS]),
+        recomputed_tokens=int(engine.counts[RECOMPUTED]),
+        steps=int(engine.counts[STEPS]),
+        planner_s=planner_s,
+        most_kv=int(engine.counts[MOST_LOCKED]),
+        series=engine.series[: int(engine.counts[SERIES_LENGTH])].copy(),
+    )
+
+
+POLICIES: Mapping[str, Callable[[Work, EngineModel, int], Outcome]] = MappingProxyType(
+    {
+        "fcfs": _ordered("fcfs", _as_submitted),
+        "lpm": _ordered("lpm", _as_submitted, lpm=True),
+        "dfs-weight": _ordered("dfs-weight", _by_weight),
+        "dfs": _ordered("dfs", _depth_first),
+        "random": _ordered("random", _at_random),
+        "lof": _ordered("lof", _longest_first),
+        "blendserve": _blendserve,
+        "batchweave": _batchweave,
+    }
+)

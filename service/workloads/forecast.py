@@ -1,0 +1,67 @@
+"""`batchweave simulate`: policies side by side on a simulated engine, before any GPU is rented."""
+
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+
+from engine_ext.plan.cost import CostModel
+from engine_ext.plan.prompts import Prompts
+from engine_ext.plan.window import UNKNOWN
+from engine_ext.simulate.model import INTERFERENCE, Clock, EngineModel
+from engine_ext.simulate.policies import POLICIES, Outcome, TooLarge, prepare, simulate
+from service.workloads.workload import Workload, WorkloadError
+
+__all__ = ["CLOCKS", "INTERFERENCE", "EngineModel", "check_policies", "forecast", "row_of"]
+
+CLOCKS = {clock.name.lower(): clock for clock in Clock}
+COLUMNS = (
+    "policy",
+    "setting",
+    "seconds",
+    "tokens_per_s",
+    "share_of_ideal",
+    "share_of_practical",
+    "sharing",
+    "sharing_kept",
+    "retractions",
+    "recomputed_tokens",
+    "steps",
+    "planner_s",
+)
+
+
+def row_of(outcome: Outcome) -> dict[str, Any]:
+    """What `--json` prints of a run."""
+    return {name: getattr(outcome, name) for name in COLUMNS}
+
+
+def check_policies(names: Sequence[str]) -> None:
+    """Raises WorkloadError for a name that is no policy."""
+    for name in names:
+        if name not in POLICIES:
+            raise WorkloadError(f"no policy {name!r}; there are {', '.join(POLICIES)}")
+
+
+def forecast(
+    workload: Workload, cost: CostModel, model: EngineModel, policies: Sequence[str], sample: float, seed: int
+) -> Iterator[Outcome]:
+    """Run the policies one after the other. Raises WorkloadError where the workload does not say its true outputs."""
+    outputs = workload.outputs
+    if np.any(outputs.known == UNKNOWN):
+        missing = workload.ids[int(np.argmax(outputs.known == UNKNOWN))]
+        raise WorkloadError(f"a simulation needs every output's length, and that of {missing!r} is not given")
+    if not 0 < sample <= 1:
+        raise WorkloadError(f"the share to sample must be above 0 and at most 1, not {sample}")
+    # A small run first: compiling is no planning.
+    small = prepare(Prompts.of([[1, 2], [1, 3]]), np.array([2, 2]), cost, np.array([9, 9]), sample=1.0)
+    simulate(small, model, "batchweave")
+    work = prepare(
+        workload.prompts, outputs.known, cost, outputs.caps, outputs.kinds, sample, seed, clock=time.perf_counter
+    )
+    for name in policies:
+        try:
+            yield simulate(work, model, name, seed)
+        except TooLarge as error:
+            raise WorkloadError(f"{workload.ids[error.number]!r}: {error}") from error

@@ -1,0 +1,161 @@
+"""The simulated engine against closed forms, and against what no engine may do."""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from typer.testing import CliRunner
+
+from engine_ext.plan.cost import CostModel
+from engine_ext.plan.hardware import Machine, hardware
+from engine_ext.plan.model_shape import preset
+from engine_ext.plan.prompts import Prompts
+from engine_ext.simulate.model import Clock, EngineModel
+from engine_ext.simulate.policies import POLICIES, TooLarge, Work, prepare, simulate
+from service.cli import app
+
+COST = CostModel(preset("llama-3-8b"), Machine(hardware("a100-80gb")), attention_compute=False)
+GEMM_S, READ_S = COST.gemm_s_per_token, COST.read_s_per_token
+
+
+def model(capacity: int = 400_000, clock: Clock = Clock.OVERLAPPED, weights_s: float = 0.0) -> EngineModel:
+    """Without overhead, interference and weights, so that formulas are whole."""
+    return EngineModel(GEMM_S, READ_S, 0.0, weights_s, capacity, 0.0, 0.0, clock)
+
+
+def work_of(prompts: Sequence[Sequence[tuple[str | int, int]]], output: list[int], sample: float = 1.0) -> Work:
+    lengths = np.array(output)
+    return prepare(Prompts.of_segments(prompts), lengths, COST, np.full(len(output), 4096), sample=sample)
+
+
+@pytest.mark.parametrize("policy", list(POLICIES))
+def test_one_request_alone_takes_its_prompt_and_its_steps(policy: str) -> None:
+    work = work_of([[("a", 1000)]], [50])
+    found = simulate(work, model(clock=Clock.MIXED, weights_s=0.008), policy)
+    # Prefill in chunks, none below the weights' floor here, then fifty steps that read the weights and the cache.
+    reads = sum(1000 + n for n in range(50)) * READ_S
+    prefill_steps = found.steps - 50
+    assert prefill_steps >= 1
+    prefill = found.seconds - 50 * 0.008 - reads
+    assert 1000 * GEMM_S <= prefill <= 1000 * GEMM_S + prefill_steps * 0.008
+
+
+@pytest.mark.parametrize("policy", list(POLICIES))
+def test_everything_shared_is_computed_once(policy: str) -> None:
+    work = work_of([[("a", 500)] for _ in range(20)], [10] * 20)
+    found = simulate(work, model(), policy)
+    assert found.sharing_kept == pytest.approx(1.0)
+    assert found.sharing == pytest.approx(19 * 500 / (20 * 510))
+
+
+@pytest.mark.parametrize("policy", list(POLICIES))
+def test_nothing_shared_is_computed_whole(policy: str) -> None:
+    work = work_of([[(n, 300)] for n in range(20)], [10] * 20)
+    found = simulate(work, model(), policy)
+    assert found.sharing == pytest.approx(0.0, abs=1e-12)
+    assert float(found.series[:, 1].sum()) == pytest.approx(20 * 310 * GEMM_S)
+
+
+@pytest.mark.parametrize("policy", list(POLICIES))
+@pytest.mark.parametrize("clock", list(Clock))
+def test_work_done_is_the_work_there_was(policy: str, clock: Clock) -> None:
+    generator = np.random.default_rng(5)
+    prompts = [[(f"s{n % 4}", 400), (n, int(generator.integers(1, 300)))] for n in range(120)]
+    output = generator.integers(1, 200, 120).tolist()
+    work = work_of(prompts, output, sample=0.1)
+    found = simulate(work, model(clock=clock), policy)
+    assert found.retractions == 0
+    assert found.sharing_kept == pytest.approx(1.0)
+    done = found.series.sum(axis=0)
+    assert done[1] == pytest.approx(work.compute_s - work.best_saved_s)
+    # A step reads what is cached before it: the half token of the formula's integral is not read.
+    half = sum(output) * READ_S / 2
+    assert done[2] == pytest.approx(work.memory_s - half)
+    assert done[0] == pytest.approx(found.seconds)
+    assert found.seconds >= max(done[1], done[2]) - 1e-9
+    if clock is not Clock.OVERLAPPED:
+        assert found.seconds == pytest.approx(done[1] + done[2])
+
+
+@settings(max_examples=15)
+@given(st.integers(0, 1000), st.sampled_from(list(POLICIES)), st.sampled_from([0.2, 1.0]))
+def test_a_small_cache_is_never_overfull_and_everything_ends(seed: int, policy: str, sample: float) -> None:
+    generator = np.random.default_rng(seed)
+    prompts = [[(f"s{n % 5}", 100), (n, int(generator.integers(1, 200)))] for n in range(60)]
+    output = generator.integers(1, 400, 60).tolist()
+    work = work_of(prompts, output, sample)
+    found = simulate(work, model(capacity=1500), policy)
+    assert found.most_kv <= 1500
+    assert found.share_of_ideal <= 1 + 1e-9
+    assert -1e-9 <= found.sharing_kept <= 1 + 1e-9
+    assert float(found.series[:, 2].sum()) >= work.memory_s * 0.99 - sum(output) * READ_S
+
+
+def test_prefixes_that_do_not_fit_are_lost_at_random_and_kept_depth_first() -> None:
+    prompts = [[(f"document {n % 30}", 3000), (n, 50)] for n in range(180)]
+    work = work_of(prompts, [20] * 180)
+    kept = {policy: simulate(work, model(capacity=12_000), policy).sharing_kept for policy in ("random", "dfs", "lpm")}
+    assert kept["dfs"] == pytest.approx(1.0)
+    assert kept["random"] < 0.7
+
+
+def test_overlap_helps() -> None:
+    prompts = [[(n, 800)] for n in range(200)]
+    work = work_of(prompts, [100] * 200)
+    seconds = [simulate(work, model(clock=clock, weights_s=0.008), "dfs").seconds for clock in Clock]
+    assert seconds[0] < 0.95 * min(seconds[1:])
+
+
+def test_ours_beats_any_fixed_order_where_ends_differ() -> None:
+    """Half the work is prompts, half is long answers: an order that runs them apart cannot overlap them."""
+    prompts = [[("dense", 20), (n, 2000)] for n in range(600)] + [[("light", 20), (f"l{n}", 50)] for n in range(60)]
+    work = work_of(prompts, [10] * 600 + [6000] * 60)
+    engine = model(capacity=100_000)
+    ours, depth_first = (simulate(work, engine, policy) for policy in ("batchweave", "dfs"))
+    assert ours.seconds < 0.8 * depth_first.seconds
+    assert ours.share_of_ideal > 0.75
+
+
+def test_a_request_that_no_cache_holds_is_named() -> None:
+    work = work_of([[("a", 10)], [("b", 5000)]], [1, 1])
+    with pytest.raises(TooLarge) as raised:
+        simulate(work, model(capacity=1000), "dfs")
+    assert raised.value.number == 1
+
+
+def lines(tmp_path: Path, rows: list[dict[str, object]]) -> Path:
+    path = tmp_path / "w.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def test_rows_of_the_command(tmp_path: Path) -> None:
+    path = lines(tmp_path, [{"segments": [["s", 50], [n, 100]], "output_tokens": 5 + n} for n in range(40)])
+    arguments = ["simulate", "--workload", str(path), "--gpu", "a100-80gb", "--policies", "dfs,batchweave"]
+    found = CliRunner().invoke(app, [*arguments, "--json"])
+    rows = json.loads(found.stdout)
+    assert [row["policy"] for row in rows] == ["dfs", "batchweave"]
+    keys = (
+        "policy seconds tokens_per_s share_of_ideal share_of_practical sharing sharing_kept retractions steps planner_s"
+    )
+    assert all(set(row) >= set(keys.split()) for row in rows)
+    assert "batchweave" in CliRunner().invoke(app, arguments).stdout
+
+
+@pytest.mark.parametrize(
+    ("more", "problem"),
+    [
+        (["--policies", "dfs,magic"], "no policy 'magic'"),
+        (["--clock", "quartz"], "no clock 'quartz'"),
+        (["--sample", "0"], "share to sample"),
+        (["--gpu", "h900"], "no hardware"),
+    ],
+)
+def test_bad_options_of_the_command(tmp_path: Path, more: list[str], problem: str) -> None:
+    path = lines(tmp_path, [{"segments": [["s", 50]], "output_tokens": 5}])
+    found = CliRunner().invoke(app, ["simulate", "--workload", str(path), *more])
+    assert (found.exit_code, problem in found.stderr) == (1, True)
