@@ -254,7 +254,12 @@ def run_batchweave(engine: Engine, cache: Cache, model: Floats, state: State, ou
             state, cache.tokens[LOCKED], counts[DECODING_KV], counts[DECODING], counts[PENDING], decoded
         )
         for k in range(let_in):
-            admit(engine, cache, heap, int(state.admitted[k]))
+            request = int(state.admitted[k])
+            if room_for(cache, int(engine.leaf[request])) < engine.generated[request]:
+                # Its prefix is gone, so it needs more than the scan thought: it waits.
+                retracted(state, request, int(engine.generated[request]))
+            else:
+                admit(engine, cache, heap, request)
         decoded = step(engine, cache, heap, ends, model, budget)
         for k in range(counts[RETRACTED]):
             retracted(state, int(engine.retracted[k]), int(engine.generated[engine.retracted[k]]))

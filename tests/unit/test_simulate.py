@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
@@ -81,8 +81,9 @@ def test_work_done_is_the_work_there_was(policy: str, clock: Clock) -> None:
         assert found.seconds == pytest.approx(done[1] + done[2])
 
 
-@settings(max_examples=15)
+@settings(max_examples=40)
 @given(st.integers(0, 1000), st.sampled_from(list(POLICIES)), st.sampled_from([0.2, 1.0]))
+@example(283, "batchweave", 0.2)
 def test_a_small_cache_is_never_overfull_and_everything_ends(seed: int, policy: str, sample: float) -> None:
     generator = np.random.default_rng(seed)
     prompts = [[(f"s{n % 5}", 100), (n, int(generator.integers(1, 200)))] for n in range(60)]
