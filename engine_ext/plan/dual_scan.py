@@ -57,11 +57,10 @@ from engine_ext.plan.scan_state import (
     StepCosts,
     new_state,
 )
-from engine_ext.plan.sweep import end_sweep, record_growth, refresh_group, sweep
+from engine_ext.plan.sweep import NOTHING_S, end_sweep, record_growth, refresh_group, sweep
 from engine_ext.plan.tree import Column
 
 SOON = 32  # steps for whose output tokens there must be room, whoever is let in
-NOTHING_S = 1e-9  # seconds of work that count as none: sums of floats do not come back to zero
 ALIGNMENT = 128  # tokens; step sizes are multiples, as GEMM tiles are (A.2)
 
 

@@ -37,7 +37,7 @@ from engine_ext.plan.scan_state import (
     State,
 )
 
-NOTHING_S = 1e-9
+NOTHING_S = 1e-9  # seconds of work that count as none: sums of floats do not come back to zero
 SWEEP = 96  # steps in which every running request is looked at once
 HEADS = 64  # waiting requests at each end whose density stands for the end's
 MOST_RIGHT = 0.8  # of the KV memory: prompts of the left side come in lumps, and a cache that is full retracts
