@@ -61,20 +61,27 @@ def blend(compute_s: Floats, memory_s: Floats, wishes: Wishes, total_s: float, f
 
     All arrays are in the order of the scan, left to right; `total_s` is when the window is expected to end.
     """
-    reads = float(memory_s.sum())
-    density = float(compute_s.sum()) / reads if reads else 0.0
-    excess = compute_s - density * memory_s
-    # The two ends meet where what lies to the left has the most compute to spare.
-    sums = np.concatenate([[0.0], np.cumsum(excess)])
-    meeting = int(np.argmax(sums))
+    excess = excess_s(compute_s, memory_s)
+    meeting = meeting_place(excess)
     tiers = urgency(wishes.deadline_s, total_s)
     left = _by_tier(np.arange(meeting), tiers)
     right = _by_tier(np.arange(len(excess) - 1, meeting - 1, -1), tiers)
-    work = compute_s + density * memory_s
+    work = 2 * compute_s - excess  # compute, and memory reads at the window's density
     positions, taken_right = _taken(
         left, right, excess, work, wishes.tenant, wishes.weights, tiers < NOT_URGENT, fair_lag
     )
     return Blend(positions, taken_right, _tier_ends(tiers[positions]))
+
+
+def excess_s(compute_s: Floats, memory_s: Floats) -> Floats:
+    """Compute of each request beyond what balances its memory reads at the density of all; the sum is zero."""
+    reads = float(memory_s.sum())
+    return compute_s - (float(compute_s.sum()) / reads if reads else 0.0) * memory_s
+
+
+def meeting_place(excess: Floats) -> int:
+    """Where the two ends of a scan meet: what lies to the left has the most compute to spare."""
+    return int(np.argmax(np.concatenate([[0.0], np.cumsum(excess)])))
 
 
 def urgency(deadline_s: Floats, total_s: float) -> Column:

@@ -4,7 +4,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engine_ext.plan.groups import Groups
-from engine_ext.plan.lengths import Outlook
+from engine_ext.plan.lengths import Outlook, Seen, look_ahead, see
 from engine_ext.plan.tree import Column
 
 Floats = NDArray[np.float64]
@@ -46,6 +46,26 @@ def choose_sample(
     starts = np.concatenate([[0], np.cumsum(size)])
     place = np.arange(len(by_group)) - starts[of[by_group]]
     return np.sort(open_requests[by_group[place < counts[of[by_group]]]])
+
+
+def ask_sample(
+    groups: Groups, caps: Column, prompt_tokens: Floats, truth: Column, generator: np.random.Generator, share: float
+) -> tuple[Column, Seen]:
+    """Choose a sample in two halves, the second where the answers to the first say; the requests, and what was seen.
+
+    `caps`: int64 [groups]. `truth`: int64 [prompts], the output of each request, below zero where nobody can tell.
+    """
+    if not 0 < share <= 1:
+        raise ValueError(f"the share to sample must be above 0 and at most 1, not {share}")
+    # What cannot be told is nothing to ask, and neither is what has been asked.
+    settled, seen, chosen = np.where(truth < 0, 0, -1), Seen.nothing(len(groups)), np.empty(0, dtype=np.int64)
+    for _ in range(2):
+        outlook = look_ahead(seen, groups, caps)
+        half = choose_sample(groups, outlook, prompt_tokens, settled, generator, share / 2)
+        settled[half] = 0
+        chosen = np.sort(np.concatenate([chosen, half]))
+        seen = see(groups, chosen, truth[chosen], np.ones(len(chosen), dtype=np.bool_))
+    return chosen, seen
 
 
 def _shared_out(total: int, size: Column, weight: Floats) -> Column:

@@ -7,7 +7,7 @@ from numpy.typing import NDArray
 
 from engine_ext.plan.compiled import compiled
 from engine_ext.plan.dual_scan import decide, finished, prefilled, retracted
-from engine_ext.plan.scan_state import COMPUTE_LEFT, MEMORY_LEFT, State
+from engine_ext.plan.scan_state import State
 from engine_ext.plan.tree import Column
 from engine_ext.simulate.cache import LOCKED, Cache, Heap, missing
 from engine_ext.simulate.engine import (
@@ -19,7 +19,6 @@ from engine_ext.simulate.engine import (
     QUEUE_FIRST,
     QUEUE_LAST,
     RETRACTED,
-    SECONDS,
     Engine,
     admit,
     room_for,
@@ -241,8 +240,8 @@ def _split_memory(blend: Blend, engine: Engine, root: float, capacity: float) ->
 
 
 @compiled
-def run_batchweave(engine: Engine, cache: Cache, model: Floats, state: State, outlook: Floats) -> None:
-    """Our dual scan decides every step; rows of `outlook`: seconds, compute and memory expected to remain, evenly."""
+def run_batchweave(engine: Engine, cache: Cache, model: Floats, state: State) -> None:
+    """Our dual scan decides every step."""
     heap = [(0, 0)]
     heap.pop()
     ends = [(0, 0)]
@@ -268,7 +267,3 @@ def run_batchweave(engine: Engine, cache: Cache, model: Floats, state: State, ou
             done += 1
         for k in range(counts[PREFILLED]):
             prefilled(state, int(engine.prefilled[k]))
-        row = done * len(outlook) // len(engine.leaf)
-        if row < len(outlook) and outlook[row, 0] == 0.0:
-            outlook[row, 0] = engine.sums[SECONDS]
-            outlook[row, 1], outlook[row, 2] = state.sums[COMPUTE_LEFT], state.sums[MEMORY_LEFT]

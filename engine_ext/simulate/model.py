@@ -12,7 +12,7 @@ from engine_ext.plan.hardware import DTYPE_BYTES
 
 # What overlapping costs where it was not measured, as a share of the hidden time; an assumption, see docs/simulator.md.
 INTERFERENCE = 0.1
-STEP_OVERHEAD_S = 0.0
+STEP_OVERHEAD_S = 0.0  # engines schedule the next step while this one runs
 
 
 class Clock(IntEnum):

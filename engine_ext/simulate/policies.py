@@ -7,14 +7,15 @@ from types import MappingProxyType
 import numpy as np
 from numpy.typing import NDArray
 
+from engine_ext.plan.blend import excess_s, meeting_place
 from engine_ext.plan.cost import CostModel
 from engine_ext.plan.dual_scan import begin
 from engine_ext.plan.groups import Groups, group_requests
-from engine_ext.plan.lengths import Estimates, Seen, estimate, group_caps, look_ahead, see
+from engine_ext.plan.lengths import Estimates, Seen, estimate, group_caps, look_ahead
 from engine_ext.plan.order import order_scan, walk_in_order
 from engine_ext.plan.prompts import Prompts
 from engine_ext.plan.resources import Requests, node_loads, request_loads
-from engine_ext.plan.sample import choose_sample
+from engine_ext.plan.sample import ask_sample
 from engine_ext.plan.scan_state import Backlog, StepCosts, fresh_tokens, new_state
 from engine_ext.plan.tree import Column, PrefixTree, build_tree
 from engine_ext.simulate.cache import COMPUTED, Cache, new_cache
@@ -34,8 +35,7 @@ from engine_ext.simulate.model import EngineModel
 Floats = NDArray[np.float64]
 
 SAMPLE = 0.01
-OUTLOOK_ROWS = 100
-CHUNKS = (256, 512, 1024, 2048, 4096)
+CHUNKS = (128, 256, 512, 1024, 2048, 4096)
 RESERVES = (0.3, 0.6, 1.0)
 
 
@@ -119,21 +119,17 @@ def prepare(
     tree = build_tree(prompts)
     lengths = prompts.lengths
     groups = group_requests(tree, kinds)
-    by_group, unknown = group_caps(groups, caps), np.full(len(prompts), -1)
+    by_group = group_caps(groups, caps)
     if sample >= 1:
         chosen, known, seen = np.empty(0, dtype=np.int64), output, Seen.nothing(len(groups))
         estimates = Estimates(
             *(np.asarray(each, dtype=np.float64) for each in (output, output.astype(float) ** 2, output))
         )
     else:
-        known, seen, chosen = unknown.copy(), Seen.nothing(len(groups)), np.empty(0, dtype=np.int64)
         generator = np.random.default_rng(seed)
-        for _ in range(2):  # the second half goes where the first says
-            outlook = look_ahead(seen, groups, by_group)
-            half = choose_sample(groups, outlook, lengths.astype(np.float64), known, generator, sample / 2)
-            known[half] = output[half]
-            chosen = np.flatnonzero(known >= 0)
-            seen = see(groups, chosen, output[chosen], np.ones(len(chosen), dtype=np.bool_))
+        chosen, seen = ask_sample(groups, by_group, lengths.astype(np.float64), output, generator, sample)
+        known = np.full(len(prompts), -1)
+        known[chosen] = output[chosen]
         estimates = estimate(groups, look_ahead(seen, groups, by_group), caps, known)
     true = Requests.exact(lengths, output)
     root = node_loads(tree, true, cost).of(0)
@@ -173,8 +169,7 @@ def _batchweave(work: Work, model: EngineModel, seed: int) -> Outcome:
     scan = order_scan(work.tree, _estimated(work), work.cost)
     order = scan.tree.order
     compute, memory = request_loads(scan.tree, _estimated(work), work.cost)
-    excess = compute - (float(compute.sum() / memory.sum()) if memory.sum() else 0.0) * memory
-    meeting = int(np.argmax(np.concatenate([[0.0], np.cumsum(excess)])))
+    meeting = meeting_place(excess_s(compute, memory))
     rest = ~np.isin(order, work.sample)
     left, right = order[:meeting][rest[:meeting]], order[meeting:][rest[meeting:]][::-1]
     state = new_state(
@@ -193,8 +188,7 @@ def _batchweave(work: Work, model: EngineModel, seed: int) -> Outcome:
     begin(state)
     planned_s = work.clock() - started
     engine, cache = _fresh_engine(work, model)
-    outlook = np.zeros((OUTLOOK_ROWS, 3))
-    run_batchweave(engine, cache, model.array, state, outlook)
+    run_batchweave(engine, cache, model.array, state)
     return _outcome("batchweave", "", work, model, engine, cache, planned_s)
 
 
@@ -255,16 +249,16 @@ def _longest_first(work: Work, seed: int) -> Column:
     return np.argsort(-work.estimates.mean, kind="stable")
 
 
-def _by_weight(work: Work, seed: int) -> Column:
+def by_weight(work: Work, seed: int) -> Column:
     """SGLang's dfs-weight with everything waiting: the subtree of what is cached follows, heavier nodes first.
 
     A new subtree begins with the request that came first.
     """
     tree = work.tree
     weight = (tree.last - tree.first).astype(np.float64)
-    arrival = np.minimum.reduceat(np.append(tree.order, len(tree.order)), tree.first)
-    top = tree.parent == 0
-    key = np.where(top, arrival, -weight)
+    key = -weight
+    top = np.flatnonzero(tree.parent == 0)  # they cover the order, each a stretch of it
+    key[top] = np.minimum.reduceat(tree.order, tree.first[top])
     children = np.lexsort((key[1:], tree.parent[1:])) + 1
     return walk_in_order(tree, children).order
 
@@ -319,7 +313,7 @@ POLICIES: Mapping[str, Callable[[Work, EngineModel, int], Outcome]] = MappingPro
     {
         "fcfs": _ordered("fcfs", _as_submitted),
         "lpm": _ordered("lpm", _as_submitted, lpm=True),
-        "dfs-weight": _ordered("dfs-weight", _by_weight),
+        "dfs-weight": _ordered("dfs-weight", by_weight),
         "dfs": _ordered("dfs", _depth_first),
         "random": _ordered("random", _at_random),
         "lof": _ordered("lof", _longest_first),

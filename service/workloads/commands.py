@@ -1,4 +1,4 @@
-"""`batchweave plan`: what a file costs and in which order it would run, before any GPU is rented."""
+"""`batchweave plan` and `batchweave simulate`: what a file costs and how it would run, before any GPU is rented."""
 
 import json
 import sys
@@ -17,14 +17,13 @@ from engine_ext.plan.model_shape import PRESETS as MODELS
 from engine_ext.plan.window import Shape
 from service.jobs.tokens import PromptTokens
 from service.model_costs import CostsError, read_hardware, read_shape
-from service.workloads.forecast import CLOCKS, INTERFERENCE, EngineModel, check_policies, forecast, row_of
+from service.workloads.forecast import ALL_POLICIES, ASSUMED_INTERFERENCE, check_options, forecast, row_of
 from service.workloads.report import facts, plan_workload, with_sample, write_order
 from service.workloads.workload import Workload, WorkloadError, read_lengths, read_workload
 
 console = Console(stderr=True, highlight=False, markup=False, soft_wrap=True)
 
 FileArgument = Annotated[Path, typer.Argument(help="A batch file (JSONL of requests) or a workload file.")]
-ALL_POLICIES = "fcfs,lpm,dfs-weight,dfs,random,lof,blendserve,batchweave"
 PICTURES = (".png", ".svg", ".pdf")
 
 ModelOption = Annotated[
@@ -107,7 +106,7 @@ def simulate(
     ] = "overlapped",
     interference: Annotated[
         float, typer.Option("--interference", min=0, max=1, help="Share of the overlapped time that shows anyway.")
-    ] = INTERFERENCE,
+    ] = ASSUMED_INTERFERENCE,
     sample: Annotated[float, typer.Option("--sample", help="Share whose lengths are known; 1 for all.")] = 0.01,
     seed: Annotated[int, typer.Option("--seed", min=0, help="Of the sample and of random order.")] = 0,
     lengths: LengthsOption = None,
@@ -125,12 +124,10 @@ def simulate(
     names = [name.strip() for name in policies.split(",") if name.strip()]
     rows: list[dict[str, Any]] = []
     try:
-        check_policies(names)
-        if clock not in CLOCKS:
-            raise WorkloadError(f"no clock {clock!r}; there are {', '.join(CLOCKS)}")
+        check_options(names, clock)
         cost = cost_model(model, gpu, tp, dtype, dtype if dtype == "fp8" else "bf16")
-        engine = EngineModel.of(cost, CLOCKS[clock], interference)
-        for outcome in forecast(_read(workload, model, lengths), cost, engine, names, sample, seed):
+        given = _read(workload, model, lengths)
+        for outcome in forecast(given, cost, names, clock, interference, sample, seed):
             rows.append(row_of(outcome))
             if not as_json:
                 console.print(f"{outcome.policy}: {outcome.seconds / 3600:.3f} h", style="dim")

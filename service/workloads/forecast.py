@@ -13,9 +13,9 @@ from engine_ext.simulate.model import INTERFERENCE, Clock, EngineModel
 from engine_ext.simulate.policies import POLICIES, Outcome, TooLarge, prepare, simulate
 from service.workloads.workload import Workload, WorkloadError
 
-__all__ = ["CLOCKS", "INTERFERENCE", "EngineModel", "check_policies", "forecast", "row_of"]
-
 CLOCKS = {clock.name.lower(): clock for clock in Clock}
+ALL_POLICIES = ",".join(POLICIES)
+ASSUMED_INTERFERENCE = INTERFERENCE
 COLUMNS = (
     "policy",
     "setting",
@@ -37,17 +37,26 @@ def row_of(outcome: Outcome) -> dict[str, Any]:
     return {name: getattr(outcome, name) for name in COLUMNS}
 
 
-def check_policies(names: Sequence[str]) -> None:
-    """Raises WorkloadError for a name that is no policy."""
+def check_options(names: Sequence[str], clock: str) -> None:
+    """Raises WorkloadError for a name that is no policy, or no clock."""
+    if clock not in CLOCKS:
+        raise WorkloadError(f"no clock {clock!r}; there are {', '.join(CLOCKS)}")
     for name in names:
         if name not in POLICIES:
             raise WorkloadError(f"no policy {name!r}; there are {', '.join(POLICIES)}")
 
 
 def forecast(
-    workload: Workload, cost: CostModel, model: EngineModel, policies: Sequence[str], sample: float, seed: int
+    workload: Workload,
+    cost: CostModel,
+    policies: Sequence[str],
+    clock: str,
+    interference: float,
+    sample: float,
+    seed: int,
 ) -> Iterator[Outcome]:
     """Run the policies one after the other. Raises WorkloadError where the workload does not say its true outputs."""
+    model = EngineModel.of(cost, CLOCKS[clock], interference)
     outputs = workload.outputs
     if np.any(outputs.known == UNKNOWN):
         missing = workload.ids[int(np.argmax(outputs.known == UNKNOWN))]

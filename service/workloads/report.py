@@ -13,9 +13,9 @@ from numpy.typing import NDArray
 
 from engine_ext.plan.cost import CostModel, Load
 from engine_ext.plan.groups import group_requests
-from engine_ext.plan.lengths import Seen, group_caps, look_ahead
+from engine_ext.plan.lengths import group_caps
 from engine_ext.plan.prompts import Prompts
-from engine_ext.plan.sample import choose_sample
+from engine_ext.plan.sample import ask_sample
 from engine_ext.plan.tree import build_tree
 from engine_ext.plan.window import UNKNOWN, Outputs, Shape, WindowPlan, plan_window
 from service.workloads.workload import Workload
@@ -51,15 +51,13 @@ def with_sample(workload: Workload, share: float, seed: int) -> Workload:
     """The workload as a planner sees it that knows the lengths of a sample alone."""
     outputs, generator = workload.outputs, np.random.default_rng(seed)
     groups = group_requests(build_tree(workload.prompts), outputs.kinds)
-    nothing = look_ahead(Seen.nothing(len(groups)), groups, group_caps(groups, outputs.caps))
     lengths = workload.prompts.lengths.astype(np.float64)
-    unknown = np.full_like(outputs.known, UNKNOWN)
-    chosen = choose_sample(groups, nothing, lengths, unknown, generator, share)
-    chosen = chosen[outputs.known[chosen] != UNKNOWN]
-    unknown[chosen] = outputs.known[chosen]
+    chosen, _ = ask_sample(groups, group_caps(groups, outputs.caps), lengths, outputs.known, generator, share)
+    known = np.full_like(outputs.known, UNKNOWN)
+    known[chosen] = outputs.known[chosen]
     return replace(
         workload,
-        outputs=Outputs(outputs.caps, unknown, outputs.kinds, chosen, outputs.known[chosen]),
+        outputs=Outputs(outputs.caps, known, outputs.kinds, chosen, outputs.known[chosen]),
     )
 
 

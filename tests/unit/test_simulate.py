@@ -15,7 +15,7 @@ from engine_ext.plan.hardware import Machine, hardware
 from engine_ext.plan.model_shape import preset
 from engine_ext.plan.prompts import Prompts
 from engine_ext.simulate.model import Clock, EngineModel
-from engine_ext.simulate.policies import POLICIES, TooLarge, Work, prepare, simulate
+from engine_ext.simulate.policies import POLICIES, TooLarge, Work, by_weight, prepare, simulate
 from service.cli import app
 
 COST = CostModel(preset("llama-3-8b"), Machine(hardware("a100-80gb")), attention_compute=False)
@@ -94,6 +94,14 @@ def test_a_small_cache_is_never_overfull_and_everything_ends(seed: int, policy: 
     assert found.share_of_ideal <= 1 + 1e-9
     assert -1e-9 <= found.sharing_kept <= 1 + 1e-9
     assert float(found.series[:, 2].sum()) >= work.memory_s * 0.99 - sum(output) * READ_S
+
+
+def test_dfs_weight_begins_with_what_came_first_and_goes_on_where_most_is_cached() -> None:
+    names = ["b", "a", "a", "b", "b"]
+    prompts = [[(name, 10), (f"{name}{n // 3}", 10), (n, 5)] for n, name in enumerate(names)]
+    order = by_weight(work_of(prompts, [1] * 5), 0).tolist()
+    assert order[:3] == [3, 4, 0]  # the subtree of request 0 comes first, its heavier half before it
+    assert sorted(order[3:]) == [1, 2]
 
 
 def test_prefixes_that_do_not_fit_are_lost_at_random_and_kept_depth_first() -> None:
