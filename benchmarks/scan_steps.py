@@ -34,7 +34,7 @@ def measure(running: int, waiting: int) -> dict[str, float]:
     kind = np.concatenate(
         [generator.integers(0, KINDS // 2, half), generator.integers(KINDS // 2, KINDS, waiting - half)]
     )
-    groups = Groups(kind + 1, np.concatenate([[-1], np.zeros(KINDS, dtype=np.int64)]))
+    groups = Groups.unlike(kind + 1, np.concatenate([[-1], np.zeros(KINDS, dtype=np.int64)]))
     sample = generator.choice(waiting, waiting // 100, replace=False)
     seen = see(groups, sample, output[sample], np.ones(len(sample), dtype=np.bool_))
     # As many run as the cache holds, so the cache is chosen for the number wanted.

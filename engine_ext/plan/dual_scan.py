@@ -11,6 +11,9 @@ engine.
 
 from dataclasses import dataclass
 
+import numpy as np
+from numpy.typing import NDArray
+
 from engine_ext.plan.compiled import compiled
 from engine_ext.plan.footprint import add_footprint, fits, rest_of
 from engine_ext.plan.scan_state import (
@@ -57,11 +60,12 @@ from engine_ext.plan.scan_state import (
     StepCosts,
     new_state,
 )
-from engine_ext.plan.sweep import NOTHING_S, end_sweep, record_growth, refresh_group, sweep
+from engine_ext.plan.sweep import ALIGNMENT, NOTHING_S, end_sweep, record_growth, refresh_group, sweep
 from engine_ext.plan.tree import Column
 
+Floats = NDArray[np.float64]
+
 SOON = 32  # steps for whose output tokens there must be room, whoever is let in
-ALIGNMENT = 128  # tokens; step sizes are multiples, as GEMM tiles are (A.2)
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,10 +126,11 @@ def decide(state: State, used_kv: int, decoding_kv: int, decoding: int, pending:
     shared_kv = max(0, used_kv - state.counts[OWN_KV])  # prefixes in use, which no footprint counts
     room = state.machine[CAPACITY] - shared_kv
     physical = state.machine[CAPACITY] - used_kv - SOON * decoding
+    # The right side fills the KV cache and may hurry while that is not full; the left side keeps the pace.
+    rightful = state.counts[RIGHT_FIRST] < state.counts[RIGHT_LAST]
     let_in, tokens = 0, pending
     for side in (RIGHT, LEFT):
-        # The right side fills the KV cache and may hurry while that is not full; the left side keeps the pace.
-        most = max(budget, _hurry(state, decoding)) if side == RIGHT else budget
+        most = max(budget, _hurry(state, decoding)) if side == RIGHT and rightful else budget
         while tokens < most and let_in < len(state.admitted):
             request = _candidate(state, side)
             if request == NO_REQUEST:
@@ -139,7 +144,7 @@ def decide(state: State, used_kv: int, decoding_kv: int, decoding: int, pending:
             let_in += 1
             tokens += fresh
             physical -= fresh
-    if state.sums[RIGHT_PENDING] > budget:
+    if rightful and state.sums[RIGHT_PENDING] > budget:
         budget = max(budget, _hurry(state, decoding))
     return budget, let_in
 
@@ -208,14 +213,25 @@ def _budget(state: State, decoding_kv: int, decoding: int, pending: int) -> int:
     """Prompt tokens of the step that keep compute and memory reads in the ratio of the work that remains."""
     machine, sums = state.machine, state.sums
     most = int(machine[MOST_TOKENS])
-    token_s = _prompt_token_s(state)
-    compute_left = sums[COMPUTE_LEFT] + pending * token_s
+    token_s, reads_s = _prompt_token_s(state), decoding_kv * machine[READ_S]
     if decoding == 0 or sums[MEMORY_LEFT] <= NOTHING_S:
         return max(0, most - decoding)
-    seconds = max(compute_left / sums[MEMORY_LEFT] * decoding_kv * machine[READ_S], machine[WEIGHTS_S])
-    prompt_tokens = max(0.0, seconds - decoding * machine[GEMM_S]) / token_s
-    tokens = int(min((prompt_tokens + decoding) / ALIGNMENT + 0.5, float(most))) * ALIGNMENT
-    return max(0, min(tokens, most) - decoding)
+    compute_s = (sums[COMPUTE_LEFT] + pending * token_s) / sums[MEMORY_LEFT] * reads_s
+    paced = (compute_s - decoding * machine[GEMM_S]) / token_s
+    tokens = decoding + max(paced, _riding(machine, token_s, reads_s, decoding))
+    if tokens >= 2 * ALIGNMENT:
+        tokens = np.floor(tokens / ALIGNMENT + 0.5) * ALIGNMENT
+    return int(max(0.0, min(tokens, most) - decoding))
+
+
+@compiled
+def _riding(machine: Floats, token_s: float, reads_s: float, decoding: int) -> float:
+    """Prompt tokens whose GEMM hides behind reading the weights, as long as their attention hides behind it too."""
+    weights_s, attention_s = machine[WEIGHTS_S], token_s - machine[GEMM_S]
+    riding = weights_s / machine[GEMM_S] - decoding
+    if attention_s > 0:
+        riding = min(riding, (max(reads_s, 2 * weights_s) - weights_s) / attention_s)
+    return riding
 
 
 @compiled

@@ -8,8 +8,12 @@ from numpy.typing import NDArray
 from engine_ext.plan.compiled import compiled
 from engine_ext.plan.tree import Column, PrefixTree
 
+Floats = NDArray[np.float64]
+
 SMALLEST = 32  # requests that make a group
 MOST_NODES = 512  # that make groups; kinds may double them
+UNLIKE = 0.05  # answers that the parent's count for where tasks part
+ALIKE = 3.0  # and where only prompt lengths do
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,14 +21,28 @@ class Groups:
     """`of`: int64 [prompts], the group of each prompt; `parent`: int64 [groups], -1 for group 0, which holds all.
 
     Parents are numbered below their children. A group without answers of its own borrows from its parent; siblings lend
-    to each other through it.
+    to each other through it. `leaning`: float64 [groups], for how many of its own answers what the parent's say counts.
     """
 
     of: Column
     parent: Column
+    leaning: Floats
+
+    @classmethod
+    def unlike(cls, of: Column, parent: Column) -> "Groups":
+        """Groups of different tasks: an answer of its own outweighs all of its parent's."""
+        return cls(of, parent, np.full(len(parent), UNLIKE))
 
     def __len__(self) -> int:
         return len(self.parent)
+
+    @property
+    def levels(self) -> Column:
+        """int64 [groups], how many groups stand above each."""
+        level = np.zeros(len(self.parent), dtype=np.int64)
+        for group in range(1, len(self.parent)):
+            level[group] = level[self.parent[group]] + 1
+        return level
 
 
 def group_requests(tree: PrefixTree, kinds: Column | None = None) -> Groups:
@@ -32,30 +50,44 @@ def group_requests(tree: PrefixTree, kinds: Column | None = None) -> Groups:
 
     `kinds`: int64 [prompts], equal for requests that are alike in something else, such as their batch or max_tokens.
     """
-    size = tree.last - tree.first
-    smallest = SMALLEST
-    while np.count_nonzero(size >= smallest) > MOST_NODES:
-        smallest *= 2
-    large = size >= smallest
-    large[0] = True
-    number, parent = _numbered(tree.parent, large)
+    number, parent = _numbered(tree.parent, _large_nodes(tree))
     of = np.zeros(len(tree.order), dtype=np.int64)
     of[tree.order] = number[tree.leaves]
-    of, parent = _apart(of, parent, smallest)
-    if kinds is None:
-        return Groups(of, parent)
-    return _by_kind(of, parent, kinds, smallest)
+    of, parent = _apart(of, parent)
+    if kinds is not None:
+        of, parent = _by_kind(of, parent, kinds)
+    octave = np.empty(len(of), dtype=np.int64)
+    octave[tree.order] = np.log2(np.maximum(tree.end[tree.leaves], 1)).astype(np.int64)
+    tasks = len(parent)
+    of, parent = _by_kind(of, parent, octave)
+    return Groups(of, parent, np.where(np.arange(len(parent)) < tasks, UNLIKE, ALIKE))
 
 
-def _apart(of: Column, parent: Column, smallest: int) -> tuple[Column, Column]:
+def _large_nodes(tree: PrefixTree) -> NDArray[np.bool_]:
+    """Nodes with enough requests; where these are too many, the highest ones, and of equally high ones the largest.
+
+    High nodes part tasks from each other, deep ones the cases of one task; a task may be much smaller than a case.
+    """
+    size = tree.last - tree.first
+    large = size >= SMALLEST
+    large[0] = True
+    if np.count_nonzero(large) > MOST_NODES:
+        nodes = np.flatnonzero(large)
+        highest = nodes[np.lexsort((-size[nodes], _levels(tree.parent, large)[nodes]))][:MOST_NODES]
+        large = np.zeros_like(large)
+        large[highest] = True
+    return large
+
+
+def _apart(of: Column, parent: Column) -> tuple[Column, Column]:
     """Requests that are in no child of their group become a child of their own: they are no mean of the others."""
     direct = np.bincount(of, minlength=len(parent))
-    chosen = np.isin(np.arange(len(parent)), parent) & (direct >= smallest)
+    chosen = np.isin(np.arange(len(parent)), parent) & (direct >= SMALLEST)
     number = np.where(chosen, len(parent) + np.cumsum(chosen) - 1, np.arange(len(parent)))
     return number[of], np.concatenate([parent, np.flatnonzero(chosen)])
 
 
-def _by_kind(of: Column, parent: Column, kinds: Column, smallest: int) -> Groups:
+def _by_kind(of: Column, parent: Column, kinds: Column) -> tuple[Column, Column]:
     """Children of each group for its kinds that are large and not all of it."""
     _, kinds = np.unique(kinds, return_inverse=True)
     pairs, members, counts = np.unique(
@@ -63,14 +95,23 @@ def _by_kind(of: Column, parent: Column, kinds: Column, smallest: int) -> Groups
     )
     above = pairs // (int(kinds.max(initial=0)) + 1)
     alone = counts == np.bincount(of, minlength=len(parent))[above]
-    chosen = (counts >= smallest) & ~alone
+    chosen = (counts >= SMALLEST) & ~alone
     most = max(0, MOST_NODES * 2 - len(parent))
     if np.count_nonzero(chosen) > most:
         largest = np.argsort(-np.where(chosen, counts, 0), kind="stable")[:most]
         chosen = np.zeros_like(chosen)
         chosen[largest] = True
     number = np.where(chosen, len(parent) + np.cumsum(chosen) - 1, above)
-    return Groups(number[members], np.concatenate([parent, above[chosen]]))
+    return number[members], np.concatenate([parent, above[chosen]])
+
+
+@compiled
+def _levels(parent: Column, large: NDArray[np.bool_]) -> Column:
+    """How many large nodes stand above each node."""
+    level = np.zeros(len(parent), dtype=np.int64)
+    for node in range(1, len(parent)):
+        level[node] = level[parent[node]] + large[parent[node]]
+    return level
 
 
 @compiled

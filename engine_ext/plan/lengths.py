@@ -20,7 +20,6 @@ Floats = NDArray[np.float64]
 LONGEST = 1 << 20  # tokens; no answer is longer
 FINEST = 16  # tokens in the first buckets; later ones are about an eighth of where they begin, in multiples of this
 PRIOR_MEAN = 256.0  # tokens, before anything is known
-LEANING = 0.05  # entries that the parent's hazard counts for
 
 
 def _bucket_edges() -> Column:
@@ -102,6 +101,7 @@ def look_ahead(seen: Seen, groups: Groups, caps: Column) -> Outlook:
         refresh(
             group,
             groups.parent,
+            groups.leaning,
             caps,
             seen.entered,
             seen.ended,
@@ -174,6 +174,7 @@ def record(
 def refresh(
     group: int,
     parent: Column,
+    leanings: Floats,
     caps: Column,
     entered: Floats,
     ended: Floats,
@@ -185,17 +186,17 @@ def refresh(
     rest_squared: Floats,
 ) -> None:
     """Work out one group's hazards and outlook from what was seen; its parent's must be there."""
-    above = parent[group]
+    above, leaning = parent[group], leanings[group]
     for bucket in range(BUCKETS):
         width = EDGES[bucket + 1] - EDGES[bucket]
         if above >= 0:
-            leaning, leaning_place = hazard[above, bucket], place[above, bucket]
+            parents, parents_place = hazard[above, bucket], place[above, bucket]
         else:
             # Without any answer: Lomax of shape 3; what has grown long is likely to grow half as long again.
             survives = (EDGES[bucket] + 2 * PRIOR_MEAN) / (EDGES[bucket + 1] + 2 * PRIOR_MEAN)
-            leaning, leaning_place = 1 - survives**3, 0.5 * width
-        hazard[group, bucket] = (ended[group, bucket] + LEANING * leaning) / (entered[group, bucket] + LEANING)
-        place[group, bucket] = (reached[group, bucket] + LEANING * leaning_place) / (ended[group, bucket] + LEANING)
+            parents, parents_place = 1 - survives**3, 0.5 * width
+        hazard[group, bucket] = (ended[group, bucket] + leaning * parents) / (entered[group, bucket] + leaning)
+        place[group, bucket] = (reached[group, bucket] + leaning * parents_place) / (ended[group, bucket] + leaning)
         goes_on = 1 - hazard[group, bucket] if EDGES[bucket + 1] < caps[group] else 0.0
         stays[group, bucket + 1] = stays[group, bucket] * goes_on
     rest[group, BUCKETS] = 0.0

@@ -11,7 +11,7 @@ Floats = NDArray[np.float64]
 
 SHARE = 0.01
 FEW = 8  # requests of a group that may always be sampled
-MOST = 4  # times the share, of one group
+MOST = 16  # times the share, of one group
 
 
 def choose_sample(
@@ -22,11 +22,12 @@ def choose_sample(
     generator: np.random.Generator,
     share: float = SHARE,
 ) -> Column:
-    """About `share` of the requests whose length is not known, at least one per group that has such; int64, sorted.
+    """About `share` of the requests whose length is not known; int64, sorted.
 
-    The rest goes where it tells most (Neyman): to a group in proportion to its requests and to the spread of the memory
-    work that its outlook leaves open, but no group's sample may become most of its work. Ask again with a better
-    outlook to place a second half better than the first.
+    Up to half of them go to groups of which nothing is known, one to each, the highest first. The rest goes where it
+    tells most (Neyman): to a group in proportion to its requests and to the spread of the memory work that its outlook
+    leaves open, but no group's sample may become most of its work. Ask again with a better outlook to place a second
+    half better than the first.
     """
     if not 0 < share <= 1:
         raise ValueError(f"the share to sample must be above 0 and at most 1, not {share}")
@@ -39,7 +40,11 @@ def choose_sample(
     mean, squares = outlook.rest[:, 0], outlook.rest_squared[:, 0]
     spread = (prompts + mean) * np.sqrt(np.maximum(squares - mean**2, 0.0))
     most = np.minimum(size, np.maximum(FEW, np.ceil(MOST * share * size).astype(np.int64)))
-    counts = _shared_out(int(np.ceil(share * len(open_requests))), most, size * spread)
+    total = int(np.ceil(share * len(open_requests)))
+    asked = np.bincount(groups.of[known >= 0], minlength=len(groups)) > 0
+    new = np.flatnonzero((size > 0) & ~asked)
+    new = new[np.lexsort((-size[new], groups.levels[new]))][: (total + 1) // 2]
+    counts = _shared_out(total, most, size * spread, new)
     # The first of each group in a random order.
     shuffled = generator.permutation(len(open_requests))
     by_group = shuffled[np.argsort(of[shuffled], kind="stable")]
@@ -68,11 +73,12 @@ def ask_sample(
     return chosen, seen
 
 
-def _shared_out(total: int, size: Column, weight: Floats) -> Column:
-    """Whole numbers of about this sum, in proportion to weights, from 1 (where there are any) to the group's size."""
-    counts = np.minimum(size, 1)
-    left = total - int(counts.sum())
-    weight = np.where(size > 1, weight, 0.0)
+def _shared_out(total: int, size: Column, weight: Floats, new: Column) -> Column:
+    """Whole numbers of about this sum, in proportion to weights, up to the group's size; for new groups at least 1."""
+    counts = np.zeros_like(size)
+    counts[new] = 1
+    left = total - len(new)
+    weight = np.where(counts < size, weight, 0.0)
     while left > 0 and weight.sum() > 0:
         extra = np.minimum(np.floor(left * weight / weight.sum()).astype(np.int64), size - counts)
         if extra.sum() == 0:

@@ -100,9 +100,10 @@ class State(NamedTuple):
     sweep that looked at it, place in `running`. `waiting` holds both queues, [2, places]; `running` the admitted
     requests.
 
-    By group: `parent`, `caps`, by length bucket too what was seen and what to expect (lengths.py), and `holds`, the
-    chance to run still at each of `AHEAD`, and `doubt`, by how much these may be wrong for all alike. `held_back` sums
-    what waits with unknown length, [groups, 3]: requests, prompt tokens, work. `dirty` groups have news.
+    By group: `parent`, `leaning`, `caps`, by length bucket too what was seen and what to expect (lengths.py), and
+    `holds`, the chance to run still at each of `AHEAD`, and `doubt`, by how much these may be wrong for all alike.
+    `held_back` sums what waits with unknown length, [groups, 3]: requests, prompt tokens, work. `dirty` groups have
+    news.
 
     By `AHEAD`: the KV tokens that all that run will hold, their variance, those of the right side, and those in doubt,
     [AHEAD, 4]; `footprint_next` is the one that the sweep under way builds.
@@ -112,6 +113,7 @@ class State(NamedTuple):
     waiting: Column
     running: Column
     parent: Column
+    leaning: Floats
     caps: Column
     entered: Floats
     ended: Floats
@@ -173,6 +175,7 @@ def new_state(backlog: Backlog, costs: StepCosts) -> State:
         waiting=queues,
         running=np.zeros(requests, dtype=np.int64),
         parent=backlog.groups.parent.copy(),
+        leaning=backlog.groups.leaning.copy(),
         caps=group_caps(backlog.groups, backlog.caps),
         entered=backlog.seen.entered.copy(),
         ended=backlog.seen.ended.copy(),

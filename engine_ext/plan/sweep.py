@@ -4,9 +4,11 @@ import numpy as np
 
 from engine_ext.plan.compiled import compiled
 from engine_ext.plan.footprint import add_footprint, generated, rest_of, work_out_holds
+from engine_ext.plan.groups import ALIKE
 from engine_ext.plan.lengths import bucket_of, record, refresh
 from engine_ext.plan.scan_state import (
     AHEAD,
+    CAPACITY,
     COMPUTE_LEFT,
     COUNTED,
     FRESH,
@@ -25,21 +27,21 @@ from engine_ext.plan.scan_state import (
     NEXT_MEMORY,
     PROMPT,
     READ_S,
-    RIGHT,
-    RIGHT_FIRST,
-    RIGHT_LAST,
     RIGHT_SHARE,
     RUNNING,
     SWEEP_AT,
     SWEEPS,
     SWEPT,
+    WEIGHTS_S,
     WORK,
     State,
 )
 
 NOTHING_S = 1e-9  # seconds of work that count as none: sums of floats do not come back to zero
 SWEEP = 96  # steps in which every running request is looked at once
-HEADS = 64  # waiting requests at each end whose density stands for the end's
+HEADS = 64  # waiting requests at the left end that stand for the next ones
+ENOUGH = 2.5  # times the shortest sensible step, as compute of a step
+ALIGNMENT = 128  # tokens; step sizes are multiples, as GEMM tiles are (A.2)
 MOST_RIGHT = 0.8  # of the KV memory: prompts of the left side come in lumps, and a cache that is full retracts
 DOUBTFUL = 0.3  # of a group that has seen about ten answers
 GROUPS_AT_ONCE = 1  # groups whose outlook is worked out again in one step
@@ -80,6 +82,7 @@ def end_sweep(state: State) -> None:
             memory += (prompt * rest + requests * squared / 2) * state.machine[READ_S]
     sums[COMPUTE_LEFT], sums[MEMORY_LEFT] = compute, memory
     sums[NEXT_COMPUTE], sums[NEXT_MEMORY] = 0.0, 0.0
+    sums[LEFT_WORK] = _left_work(state)
     sums[RIGHT_SHARE] = _right_share(state)
     counts[SWEEPS] += 1
     counts[SWEEP_AT] = counts[RUNNING]
@@ -112,37 +115,29 @@ def _look_at(state: State, request: int) -> None:
 
 @compiled
 def _right_share(state: State) -> float:
-    """M_R / M: the KV memory that the right end may have, so that both ends together have the density that remains."""
-    left, right = _head_density(state, LEFT), _head_density(state, RIGHT)
-    if state.sums[MEMORY_LEFT] <= NOTHING_S:
+    """Of the KV memory, what the right end may have: enough for steps that take longer than reading the weights.
+
+    Not more, although the paper fills the memory: steps that keep the ratio of compute and reads are as good at half of
+    it, and the rest takes what answers vary, so that prompts of the left end always find room.
+    """
+    counts, machine, sums = state.counts, state.machine, state.sums
+    if counts[LEFT_FIRST] == counts[LEFT_LAST] or sums[COMPUTE_LEFT] <= NOTHING_S:
         return 1.0
-    root = state.sums[COMPUTE_LEFT] / state.sums[MEMORY_LEFT]
-    if left <= root or right >= root:
-        return 1.0
-    if left == np.inf:
-        return MOST_RIGHT
-    return min((left - root) / (left - right), MOST_RIGHT)
+    least_s = max(machine[WEIGHTS_S], ALIGNMENT * machine[GEMM_S])
+    reads_s = ENOUGH * least_s * sums[MEMORY_LEFT] / sums[COMPUTE_LEFT]
+    return min(MOST_RIGHT, reads_s / (machine[READ_S] * machine[CAPACITY]))
 
 
 @compiled
-def _head_density(state: State, side: int) -> float:
-    """Density of the requests that stand first at this end; for the left one also its work per prompt token."""
-    counts = state.counts
-    first = counts[LEFT_FIRST] if side == LEFT else counts[RIGHT_FIRST]
-    last = counts[LEFT_LAST] if side == LEFT else counts[RIGHT_LAST]
-    compute, memory, fresh, work = 0.0, 0.0, 1.0, 1.0
-    for at in range(first, min(last, first + HEADS)):
-        request = state.waiting[side, at]
+def _left_work(state: State) -> float:
+    """Work of a prompt token, in tokens of GEMM, of the requests that stand first at the left end."""
+    first = state.counts[LEFT_FIRST]
+    fresh, work = 1.0, 1.0
+    for at in range(first, min(state.counts[LEFT_LAST], first + HEADS)):
+        request = state.waiting[LEFT, at]
         fresh += state.requests[request, FRESH]
         work += state.requests[request, WORK]
-        rest, squared = rest_of(state, request, state.requests[request, COUNTED])
-        compute += (state.requests[request, WORK] + rest) * state.machine[GEMM_S]
-        memory += (state.requests[request, PROMPT] * rest + squared / 2) * state.machine[READ_S]
-    if side == LEFT:
-        state.sums[LEFT_WORK] = work / fresh
-    if memory > 0:
-        return compute / memory
-    return np.inf if side == LEFT else 0.0
+    return work / fresh
 
 
 @compiled
@@ -165,6 +160,7 @@ def refresh_group(state: State, group: int) -> None:
     refresh(
         group,
         state.parent,
+        state.leaning,
         state.caps,
         state.entered,
         state.ended,
@@ -177,7 +173,7 @@ def refresh_group(state: State, group: int) -> None:
     )
     work_out_holds(state, group)
     state.doubt[group] = 1 / np.sqrt(1 + np.sum(state.ended[group]))
-    # Groups below that know little themselves lean on this one.
+    # Groups below that know little themselves, or are much like it, lean on this one.
     for below in range(group + 1, len(state.parent)):
-        if state.parent[below] == group and state.doubt[below] > DOUBTFUL:
+        if state.parent[below] == group and (state.doubt[below] > DOUBTFUL or state.leaning[below] >= ALIKE):
             state.dirty[below] = True

@@ -170,15 +170,18 @@ def _batchweave(work: Work, model: EngineModel, seed: int) -> Outcome:
     order = scan.tree.order
     compute, memory = request_loads(scan.tree, _estimated(work), work.cost)
     meeting = meeting_place(excess_s(compute, memory))
-    rest = ~np.isin(order, work.sample)
-    left, right = order[:meeting][rest[:meeting]], order[meeting:][rest[meeting:]][::-1]
+    asked = np.isin(order, work.sample)
+    left, right = (
+        np.concatenate([side[first], side[~first]])
+        for side, first in ((order[:meeting], asked[:meeting]), (order[meeting:][::-1], asked[meeting:][::-1]))
+    )
     state = new_state(
         Backlog(
             prompt=work.lengths,
             fresh=fresh_tokens(scan.tree, work.lengths, meeting),
             known=work.known,
             caps=work.caps,
-            left=np.concatenate([_in_order(work.sample, order), left]),
+            left=left,
             right=right,
             groups=work.groups,
             seen=work.seen,

@@ -1,6 +1,6 @@
 """The scan driven step by step by a small engine: what it promises whatever the lengths turn out to be."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import pytest
@@ -36,7 +36,7 @@ def backlog(
     groups: Groups | None = None,
     seen: Seen | None = None,
 ) -> Backlog:
-    groups = groups or Groups(np.zeros(len(prompt), np.int64), np.array([-1]))
+    groups = groups or Groups.unlike(np.zeros(len(prompt), np.int64), np.array([-1]))
     seen = seen or Seen.nothing(len(groups))
     return Backlog(prompt, prompt, known, np.full(len(prompt), 1 << 17), left, right, groups, seen)
 
@@ -146,7 +146,7 @@ def two_sided(count: int, known: bool, seed: int = 0) -> Engine:
     generator = np.random.default_rng(seed)
     prompt = np.concatenate([generator.integers(300, 900, count), generator.integers(20, 60, count)])
     output = np.concatenate([np.full(count, 8), generator.integers(300, 900, count)])
-    groups = Groups(np.repeat([1, 2], count), np.array([-1, 0, 0]))
+    groups = Groups.unlike(np.repeat([1, 2], count), np.array([-1, 0, 0]))
     given_outputs = output if known else np.full(2 * count, -1)
     sample = np.array([0, 1, 2, count, count + 1, count + 2, count + 3, count + 4])
     seen = see(groups, sample, output[sample], np.ones(len(sample), np.bool_))
@@ -179,12 +179,20 @@ def test_learned_lengths_make_retraction_the_exception() -> None:
     assert run.retractions < 0.03 * 800
 
 
-def test_steps_are_multiples_of_the_alignment() -> None:
-    run = two_sided(400, known=True)
-    for _ in range(1500):
-        run.step()
-    aligned = [tokens % ALIGNMENT == 0 for tokens in run.step_tokens[1000:]]
-    assert np.mean(aligned) > 0.9
+def test_large_steps_are_multiples_of_the_alignment() -> None:
+    prompt, output = np.array([5000] * 20 + [10]), np.array([5] * 20 + [500])
+    scan = DualScan(backlog(prompt, output, np.arange(20), np.array([20])), COSTS)
+    sizes = [3 + scan.decide(3000, 60 * n, decoding=3, pending=1000).budget for n in range(1, 40)]
+    large = [size for size in sizes if size >= 2 * ALIGNMENT]
+    assert len(large) > 10
+    assert all(size % ALIGNMENT == 0 for size in large)
+
+
+def test_small_steps_fill_the_time_of_reading_the_weights() -> None:
+    """There a tile more or less costs nothing, while tokens that are left out are lost."""
+    costs = replace(COSTS, weights_s=200 * COSTS.gemm_s)
+    scan = DualScan(backlog(np.array([5000, 10]), np.array([5, 500]), np.array([0]), np.array([1])), costs)
+    assert scan.decide(used_kv=20, decoding_kv=20, decoding=1, pending=1000).budget == 199
 
 
 def test_budget_follows_the_ratio_of_what_remains() -> None:
@@ -222,7 +230,7 @@ def test_what_runs_long_raises_what_is_expected_of_those_that_wait() -> None:
 
 def test_answers_of_a_group_tell_of_its_sibling() -> None:
     count = 200
-    groups = Groups(np.repeat([1, 2], count // 2), np.array([-1, 0, 0]))
+    groups = Groups.unlike(np.repeat([1, 2], count // 2), np.array([-1, 0, 0]))
     scan = DualScan(
         backlog(np.full(count, 10), np.full(count, -1), np.arange(100), np.arange(199, 99, -1), groups),
         StepCosts(2.5e-6, 6.4e-8, 1e-4, 1_000_000),
