@@ -18,8 +18,9 @@ Heap = list[tuple[int, int]]  # time of last use, node; what is not valid any mo
 class Cache(NamedTuple):
     """The cache by node: `parent`, `size` in tokens, `users` that run, cached `children`, time `used` last.
 
-    `extra`: output tokens kept behind a leaf; `cached`: whether it is there. `tokens`: free, locked and evictable ones,
-    and prompt tokens computed so far; `work`: the quadratic work of these.
+    `extra`: output tokens kept behind a leaf; `cached`: whether it is there, or will be when what computes it is done;
+    `ready`: whether that is done. `tokens`: free, locked and evictable ones, and prompt tokens computed so far; `work`:
+    the quadratic work of these.
     """
 
     parent: Column
@@ -30,6 +31,7 @@ class Cache(NamedTuple):
     used: Column
     extra: Column
     cached: NDArray[np.bool_]
+    ready: NDArray[np.bool_]
     tokens: Column
     work: NDArray[np.float64]
 
@@ -49,6 +51,7 @@ def new_cache(parent: Column, begin: Column, end: Column, capacity: int) -> Cach
         used=np.zeros(nodes, dtype=np.int64),
         extra=np.zeros(nodes, dtype=np.int64),
         cached=cached,
+        ready=cached.copy(),
         tokens=np.array([capacity, 0, 0, 0], dtype=np.int64),
         work=np.zeros(1),
     )
@@ -75,6 +78,18 @@ def unlocked(cache: Cache, leaf: int) -> int:
 
 
 @compiled
+def twice(cache: Cache, leaf: int) -> tuple[int, float]:
+    """Tokens of the leaf's path that another request is computing now, and their quadratic work."""
+    tokens, quadratic, node = 0, 0.0, leaf
+    while not cache.ready[node]:
+        if cache.cached[node]:
+            tokens += cache.size[node]
+            quadratic += cache.quadratic[node]
+        node = cache.parent[node]
+    return tokens, quadratic
+
+
+@compiled
 def lock(cache: Cache, heap: Heap, leaf: int) -> tuple[int, float]:
     """A request starts: lock its path, cached or to be computed. Tokens to compute, and their quadratic work.
 
@@ -98,6 +113,25 @@ def lock(cache: Cache, heap: Heap, leaf: int) -> tuple[int, float]:
     cache.work[0] += quadratic
     make_free(cache, heap, 0)
     return tokens, quadratic
+
+
+@compiled
+def make_ready(cache: Cache, leaf: int) -> None:
+    """What a request has computed is there for those that start from now on."""
+    node = leaf
+    while not cache.ready[node]:
+        cache.ready[node] = True
+        node = cache.parent[node]
+
+
+@compiled
+def touch(cache: Cache, leaf: int, now: int) -> None:
+    """Count what is cached of the leaf's path as used now."""
+    node = leaf
+    while node != 0:
+        if cache.ready[node]:
+            cache.used[node] = now
+        node = cache.parent[node]
 
 
 @compiled
@@ -137,11 +171,14 @@ def make_free(cache: Cache, heap: Heap, tokens: int) -> None:
     """Evict the least recently used leaves until so many tokens are free."""
     while cache.tokens[FREE] < tokens and len(heap) > 0:
         time, node = heappop(heap)
-        if not cache.cached[node] or cache.users[node] > 0 or cache.children[node] > 0 or cache.used[node] != time:
+        if not cache.cached[node] or cache.users[node] > 0 or cache.children[node] > 0:
+            continue
+        if cache.used[node] > time:  # it was touched meanwhile
+            heappush(heap, (int(cache.used[node]), node))
             continue
         held = cache.size[node] + cache.extra[node]
         cache.extra[node] = 0
-        cache.cached[node] = False
+        cache.cached[node], cache.ready[node] = False, False
         cache.tokens[EVICTABLE] -= held
         cache.tokens[FREE] += held
         parent = cache.parent[node]

@@ -8,8 +8,21 @@ from numpy.typing import NDArray
 
 from engine_ext.plan.compiled import compiled
 from engine_ext.plan.tree import Column
-from engine_ext.simulate.cache import EVICTABLE, FREE, Cache, Heap, grow, lock, release, unlocked
-from engine_ext.simulate.model import CLOCK_KIND, READ_S, compute_time, step_time
+from engine_ext.simulate.cache import (
+    COMPUTED,
+    EVICTABLE,
+    FREE,
+    LOCKED,
+    Cache,
+    Heap,
+    grow,
+    lock,
+    make_ready,
+    release,
+    twice,
+    unlocked,
+)
+from engine_ext.simulate.model import CLOCK_KIND, COMPUTES_TWICE, READ_S, compute_time, step_time
 
 Floats = NDArray[np.float64]
 
@@ -42,8 +55,9 @@ class Engine(NamedTuple):
     """The engine by request: `leaf` of its prompt, `prompt` and `output` tokens, `generated` so far, `state`.
 
     `left` and `left_quadratic`: prompt tokens and quadratic work still to compute; `place` in `decoding`; the decode
-    step at which it `ends`. `queue` holds those in prefill, first come first served; `prefilled`, `finished` and
-    `retracted` what the last step did. `series`: seconds, compute and reads of stretches of steps.
+    step at which it `ends`; `twice`: tokens that it computes beside another request. `queue` holds those in prefill,
+    first come first served; `prefilled`, `finished` and `retracted` what the last step did. `series`: seconds, compute
+    and reads of stretches of steps.
     """
 
     leaf: Column
@@ -53,6 +67,7 @@ class Engine(NamedTuple):
     state: Column
     left: Column
     left_quadratic: Floats
+    twice: Column
     place: Column
     ends: Column
     decoding: Column
@@ -81,6 +96,7 @@ def new_engine(leaf: Column, prompt: Column, output: Column) -> Engine:
         state=column(),
         left=column(),
         left_quadratic=np.zeros(requests),
+        twice=column(),
         place=column(),
         ends=column(),
         decoding=column(),
@@ -101,11 +117,19 @@ def room_for(cache: Cache, leaf: int) -> int:
 
 
 @compiled
-def admit(engine: Engine, cache: Cache, heap: Heap, request: int) -> int:
+def admit(engine: Engine, cache: Cache, heap: Heap, model: Floats, request: int) -> int:
     """Let a request in whose path and generated tokens fit; prompt tokens that it has to compute."""
     counts = engine.counts
     generated = engine.generated[request]
+    more, more_quadratic = 0, 0.0
+    if model[COMPUTES_TWICE] > 0:
+        more, more_quadratic = twice(cache, engine.leaf[request])
     tokens, quadratic = lock(cache, heap, engine.leaf[request])
+    if more > 0 and grow(cache, heap, more):
+        engine.twice[request] = more
+        tokens, quadratic = tokens + more, quadratic + more_quadratic
+        cache.tokens[COMPUTED] += more
+        cache.work[0] += more_quadratic
     grow(cache, heap, generated)
     counts[RECOMPUTED] += generated
     tokens = max(1, tokens + generated)
@@ -134,9 +158,9 @@ def step(engine: Engine, cache: Cache, heap: Heap, ends: Heap, model: Floats, bu
         counts[DECODES] += 1
         counts[DECODING_KV] += decoding
         _finish(engine, cache, heap, ends)
-    _start_decoding(engine, ends)
+    _start_decoding(engine, cache, ends)
     counts[STEPS] += 1
-    counts[MOST_LOCKED] = max(counts[MOST_LOCKED], cache.tokens[1])
+    counts[MOST_LOCKED] = max(counts[MOST_LOCKED], cache.tokens[LOCKED])
     sums[SECONDS] += seconds
     sums[COMPUTE_S] += compute
     sums[READS_S] += reads
@@ -167,10 +191,15 @@ def _prefill(engine: Engine, budget: int) -> tuple[int, float]:
 
 
 @compiled
-def _start_decoding(engine: Engine, ends: Heap) -> None:
+def _start_decoding(engine: Engine, cache: Cache, ends: Heap) -> None:
     counts = engine.counts
     for k in range(counts[PREFILLED]):
         request = engine.prefilled[k]
+        make_ready(cache, int(engine.leaf[request]))
+        # Who computed the same beside it gives its copy back.
+        cache.tokens[LOCKED] -= engine.twice[request]
+        cache.tokens[FREE] += engine.twice[request]
+        engine.twice[request] = 0
         engine.state[request] = DECODE
         engine.place[request] = counts[DECODING]
         engine.decoding[counts[DECODING]] = request
@@ -198,14 +227,18 @@ def _finish(engine: Engine, cache: Cache, heap: Heap, ends: Heap) -> None:
 
 @compiled
 def _make_room_to_decode(engine: Engine, cache: Cache, heap: Heap) -> int:
-    """Lock a token for each decoding request, retracting those that have got least; how many decode."""
+    """Lock a token for each decoding request, retracting as SGLang does; how many decode.
+
+    First those that have got least, of these the one with the longest prompt, of these the last.
+    """
     counts = engine.counts
     while counts[DECODING] > 0 and not grow(cache, heap, counts[DECODING]):
-        least = -1
+        least, fewest = -1, 0
         for k in range(counts[DECODING]):
             request = engine.decoding[k]
-            if least < 0 or engine.ends[request] - engine.output[request] > engine.ends[least] - engine.output[least]:
-                least = request
+            got = engine.output[request] - engine.ends[request]
+            if least < 0 or (got, -engine.prompt[request]) <= (fewest, -engine.prompt[least]):
+                least, fewest = request, got
         _leave(engine, least)
         engine.generated[least] = engine.output[least] - (engine.ends[least] - counts[DECODES])
         counts[DECODING_KV] -= engine.prompt[least] + engine.generated[least]

@@ -1,4 +1,4 @@
-"""The loops: an engine driven by an order fixed beforehand, by BlendServe's dual scan, or by ours."""
+"""The loops: an engine driven by BlendServe's dual scan, or by ours."""
 
 from typing import NamedTuple
 
@@ -9,94 +9,26 @@ from engine_ext.plan.compiled import compiled
 from engine_ext.plan.dual_scan import decide, finished, prefilled, retracted
 from engine_ext.plan.scan_state import State
 from engine_ext.plan.tree import Column
-from engine_ext.simulate.cache import LOCKED, Cache, Heap, missing
+from engine_ext.simulate.cache import LOCKED, Cache, Heap
 from engine_ext.simulate.engine import (
     DECODING,
     DECODING_KV,
     FINISHED,
     PENDING,
     PREFILLED,
-    QUEUE_FIRST,
-    QUEUE_LAST,
     RETRACTED,
     Engine,
     admit,
     room_for,
     step,
 )
-from engine_ext.simulate.model import CAPACITY, MOST_RUNNING
+from engine_ext.simulate.model import CAPACITY
 
 Floats = NDArray[np.float64]
 
-FALLBACK = 128  # waiting requests above which SGLang's lpm takes them as they came
 HEADS = 64  # requests at an end of the scan whose means stand for it
 ALIGNMENT = 128
 SPLIT_EVERY = 16  # steps
-
-
-@compiled
-def run_in_order(
-    engine: Engine, cache: Cache, model: Floats, order: Column, expected: Floats, chunk: int, reserve: float, lpm: bool
-) -> None:
-    """Requests in this order, while they fit beside `reserve` times the outputs that are still expected.
-
-    `chunk`: prompt tokens of a step. `expected`: output tokens by request. With `lpm` the last FALLBACK requests go by
-    longest cached prefix. Retracted requests come first again.
-    """
-    heap = [(0, 0)]
-    heap.pop()
-    ends = [(0, 0)]
-    ends.pop()
-    line = np.empty(2 * len(order), dtype=np.int64)  # room in front for what is retracted
-    first, last = len(order), 2 * len(order)
-    line[first:] = order
-    to_come = 0.0  # outputs expected of what runs
-    done = 0
-    while done < len(order):
-        counts = engine.counts
-        running = counts[DECODING] + counts[QUEUE_LAST] - counts[QUEUE_FIRST]
-        while counts[PENDING] < chunk and first < last and running < model[MOST_RUNNING]:
-            if lpm and last - first <= FALLBACK:
-                _bring_forward(engine, cache, line, first, last)
-            request = line[first]
-            more = max(1.0, expected[request] - engine.generated[request])
-            room = room_for(cache, int(engine.leaf[request])) - engine.generated[request]
-            if room < (to_come + more) * reserve and running > 0:
-                break
-            if room < 1:
-                break
-            first += 1
-            admit(engine, cache, heap, int(request))
-            to_come += more
-            running += 1
-        decoded = step(engine, cache, heap, ends, model, chunk)
-        to_come = max(0.0, to_come - decoded * counts[DECODING])
-        for k in range(counts[FINISHED]):
-            request = engine.finished[k]
-            to_come -= max(0.0, expected[request] - engine.output[request])
-            done += 1
-        to_come = max(0.0, to_come)
-        for k in range(counts[RETRACTED]):
-            request = engine.retracted[k]
-            to_come -= max(0.0, expected[request] - engine.generated[request])
-            first -= 1
-            line[first] = request
-        to_come = max(0.0, to_come)
-
-
-@compiled
-def _bring_forward(engine: Engine, cache: Cache, line: Column, first: int, last: int) -> None:
-    """Put the request that has the longest cached prefix at the front."""
-    best, most = first, -1
-    for at in range(first, last):
-        request = line[at]
-        matched = engine.prompt[request] - missing(cache, int(engine.leaf[request]))
-        if matched > most:
-            best, most = at, matched
-    chosen = line[best]
-    for at in range(best, first, -1):
-        line[at] = line[at - 1]
-    line[first] = chosen
 
 
 class Blend(NamedTuple):
@@ -160,7 +92,7 @@ def run_blendserve(engine: Engine, cache: Cache, model: Floats, blend: Blend) ->
         chunk = max(ALIGNMENT, int(tokens / ALIGNMENT + 0.5) * ALIGNMENT - counts[DECODING])
         for side in range(2):
             blend.owed[side] = min(blend.owed[side], 0.0) + split[side, 1]
-            _admit_side(engine, cache, heap, blend, side, chunk)
+            _admit_side(engine, cache, heap, model, blend, side, chunk)
         decoded = step(engine, cache, heap, ends, model, chunk)
         for side in range(2):
             blend.held[side] += decoded * blend.decode[side]
@@ -180,7 +112,7 @@ def run_blendserve(engine: Engine, cache: Cache, model: Floats, blend: Blend) ->
 
 
 @compiled
-def _admit_side(engine: Engine, cache: Cache, heap: Heap, blend: Blend, side: int, chunk: int) -> None:
+def _admit_side(engine: Engine, cache: Cache, heap: Heap, model: Floats, blend: Blend, side: int, chunk: int) -> None:
     """Let in what the side's memory and budget allow; the sample and what comes again need only room."""
     counts, at = engine.counts, blend.at
     while True:
@@ -199,7 +131,7 @@ def _admit_side(engine: Engine, cache: Cache, heap: Heap, blend: Blend, side: in
         at[whence] += 1 if whence < 2 else -1
         blend.side[request] = side
         blend.held[side] += size
-        blend.owed[side] -= admit(engine, cache, heap, int(request))
+        blend.owed[side] -= admit(engine, cache, heap, model, int(request))
 
 
 @compiled
@@ -258,7 +190,7 @@ def run_batchweave(engine: Engine, cache: Cache, model: Floats, state: State) ->
                 # Its prefix is gone, so it needs more than the scan thought: it waits.
                 retracted(state, request, int(engine.generated[request]))
             else:
-                admit(engine, cache, heap, request)
+                admit(engine, cache, heap, model, request)
         decoded = step(engine, cache, heap, ends, model, budget)
         for k in range(counts[RETRACTED]):
             retracted(state, int(engine.retracted[k]), int(engine.generated[engine.retracted[k]]))

@@ -24,7 +24,9 @@ class Clock(IntEnum):
 
 
 # Places in EngineModel.array
-GEMM_S, READ_S, QUADRATIC_S, WEIGHTS_S, OVERHEAD_S, HIDDEN, CLOCK_KIND, CAPACITY, MOST_RUNNING = range(9)
+GEMM_S, READ_S, QUADRATIC_S, WEIGHTS_S, OVERHEAD_S, HIDDEN, CLOCK_KIND, CAPACITY, MOST_RUNNING, COMPUTES_TWICE = range(
+    10
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +34,8 @@ class EngineModel:
     """Seconds per token of GEMM, per KV token read, per unit of prefill attention (end^2 - begin^2 of a chunk).
 
     And for reading the weights once, and per step on the CPU. `interference`: the share of the hidden time that shows
-    anyway. `capacity`: tokens of KV cache; `most_running`: requests that run at once.
+    anyway. `capacity`: tokens of KV cache; `most_running`: requests that run at once. `computes_twice`: a prefix that
+    requests of one prefill batch share is computed by each of them, as stock SGLang does.
     """
 
     gemm_s: float
@@ -44,6 +47,7 @@ class EngineModel:
     interference: float = INTERFERENCE
     clock: Clock = Clock.OVERLAPPED
     most_running: int = 8192
+    computes_twice: bool = False
 
     @classmethod
     def of(
@@ -80,6 +84,7 @@ class EngineModel:
                 float(self.clock),
                 self.capacity,
                 self.most_running,
+                float(self.computes_twice),
             ]
         )
 

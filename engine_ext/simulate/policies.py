@@ -29,8 +29,9 @@ from engine_ext.simulate.engine import (
     Engine,
     new_engine,
 )
-from engine_ext.simulate.loops import new_blend, run_batchweave, run_blendserve, run_in_order
+from engine_ext.simulate.loops import new_blend, run_batchweave, run_blendserve
 from engine_ext.simulate.model import EngineModel
+from engine_ext.simulate.stock import run_stock
 
 Floats = NDArray[np.float64]
 
@@ -226,8 +227,8 @@ def _ordered(name: str, order_of: Callable[[Work, int], Column], lpm: bool = Fal
 
         def run(chunk: int, reserve: float) -> Outcome:
             engine, cache = _fresh_engine(work, model)
-            run_in_order(engine, cache, model.array, whole, work.estimates.mean, chunk, reserve, lpm)
-            return _outcome(name, f"chunk {chunk}, reserve {reserve:g}", work, model, engine, cache, planned_s)
+            run_stock(engine, cache, model.array, whole, work.estimates.mean, chunk, reserve, lpm)
+            return _outcome(name, f"chunk {chunk}, ratio {reserve:g}", work, model, engine, cache, planned_s)
 
         best = min(((run(chunk, RESERVES[-1]), chunk) for chunk in CHUNKS), key=lambda found: found[0].seconds)
         others = [run(best[1], reserve) for reserve in RESERVES[:-1]]

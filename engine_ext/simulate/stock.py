@@ -1,0 +1,176 @@
+"""SGLang 0.5.17's own scheduler: requests in the order in which they came, or by longest cached prefix.
+
+First come, first served: prefill before decode, while what is admitted fits beside a part of the outputs that are still
+to come, the new token ratio. It falls with every decode step and rises when requests had to be retracted; these go to
+the end of the queue.
+"""
+
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from engine_ext.plan.compiled import compiled
+from engine_ext.plan.tree import Column
+from engine_ext.simulate.cache import Cache, Heap, missing, touch, twice
+from engine_ext.simulate.engine import (
+    DECODES,
+    DECODING,
+    FINISHED,
+    PENDING,
+    QUEUE_FIRST,
+    QUEUE_LAST,
+    RETRACTED,
+    STEPS,
+    Engine,
+    admit,
+    room_for,
+    step,
+)
+from engine_ext.simulate.model import COMPUTES_TWICE, MOST_RUNNING
+
+Floats = NDArray[np.float64]
+
+LOOKED_AT = 128  # waiting requests above which lpm takes them as they came; and whose prefixes count as used
+LEAST_RATIO = 0.14  # of the first ratio
+DECAY_STEPS = 600
+RETRACT_STEPS = 20
+CLIP = 4096  # output tokens that are reserved for one request
+IN_BATCH = 32  # tokens: a prefix this long that an earlier waiting request brings is waited for
+
+
+class Line(NamedTuple):
+    """The waiting queue: a ring of requests, each there at most once; `ends`: where it begins and ends."""
+
+    ring: Column
+    ends: Column
+
+
+@compiled
+def run_stock(
+    engine: Engine, cache: Cache, model: Floats, order: Column, expected: Floats, chunk: int, ratio: float, lpm: bool
+) -> Column:
+    """Run all requests, which wait in this order; the order in which they were first admitted.
+
+    `chunk`: prompt tokens of a step. `expected`: output tokens by request. `ratio`: the new token ratio at the start.
+    """
+    heap = [(0, 0)]
+    heap.pop()
+    ends = [(0, 0)]
+    ends.pop()
+    line = Line(np.append(order, 0), np.array([0, len(order)]))
+    counts, first_ratio, full = engine.counts, ratio, False
+    admitted, admitted_count = np.empty(len(order), dtype=np.int64), 0
+    seen = np.zeros(len(order), dtype=np.bool_)
+    to_come, done = 0.0, 0  # outputs expected of what runs
+    while done < len(order):
+        if not full:
+            reserved = float(to_come * ratio)
+            full, more, count = _admit_some(engine, cache, heap, model, line, expected, chunk, reserved, lpm)
+            to_come += more
+            for k in range(count):
+                request = line.ring[(line.ends[0] - count + k) % len(line.ring)]
+                if not seen[request]:
+                    seen[request] = True
+                    admitted[admitted_count] = request
+                    admitted_count += 1
+        decoded = step(engine, cache, heap, ends, model, chunk)
+        to_come = max(0.0, to_come - decoded * counts[DECODING])
+        for k in range(counts[FINISHED]):
+            request = engine.finished[k]
+            to_come -= max(0.0, expected[request] - engine.output[request])
+            done += 1
+        for k in range(counts[RETRACTED]):
+            request = engine.retracted[k]
+            to_come -= max(0.0, expected[request] - engine.generated[request])
+            line.ring[line.ends[1] % len(line.ring)] = request
+            line.ends[1] += 1
+        to_come = max(0.0, to_come)
+        if counts[FINISHED] + counts[RETRACTED] > 0:
+            full = False
+        if counts[RETRACTED] > 0:
+            ratio = _ratio_after_retraction(engine, expected)
+        elif decoded > 0:
+            ratio = max(ratio - first_ratio * (1 - LEAST_RATIO) / DECAY_STEPS, first_ratio * LEAST_RATIO)
+    return admitted
+
+
+@compiled
+def _admit_some(
+    engine: Engine,
+    cache: Cache,
+    heap: Heap,
+    model: Floats,
+    line: Line,
+    expected: Floats,
+    chunk: int,
+    reserved: float,
+    lpm: bool,
+) -> tuple[bool, float, int]:
+    """Let in who fits; whether the next did not, the outputs expected of those let in, and their number."""
+    counts = engine.counts
+    waiting = line.ends[1] - line.ends[0]
+    if waiting > 0 and counts[PENDING] < chunk:
+        if lpm and waiting <= LOOKED_AT:
+            _sort_by_match(engine, cache, line)
+        for at in range(line.ends[0], min(line.ends[1], line.ends[0] + LOOKED_AT)):
+            touch(cache, int(engine.leaf[line.ring[at % len(line.ring)]]), int(counts[STEPS]))
+    more, count = 0.0, 0
+    running = counts[DECODING] + counts[QUEUE_LAST] - counts[QUEUE_FIRST]
+    while counts[PENDING] < chunk and line.ends[0] < line.ends[1]:
+        if running >= model[MOST_RUNNING]:
+            return True, more, count
+        request = int(line.ring[line.ends[0] % len(line.ring)])
+        leaf = int(engine.leaf[request])
+        to_come = max(0.0, min(float(expected[request]) - engine.generated[request], CLIP))
+        room = room_for(cache, leaf) - engine.generated[request]
+        if model[COMPUTES_TWICE] > 0:
+            room -= twice(cache, leaf)[0]
+        if room <= to_come + 1 + reserved + more and (running > 0 or room < 1):
+            return True, more, count
+        line.ends[0] += 1
+        admit(engine, cache, heap, model, request)
+        more += to_come
+        count += 1
+        running += 1
+    return False, more, count
+
+
+@compiled
+def _ratio_after_retraction(engine: Engine, expected: Floats) -> float:
+    counts = engine.counts
+    got, most = 0.0, 1.0
+    for k in range(counts[DECODING]):
+        request = engine.decoding[k]
+        got += float(engine.output[request] - (engine.ends[request] - counts[DECODES]) + RETRACT_STEPS)
+        most += float(expected[request])
+    return min(1.0, got / most)
+
+
+@compiled
+def _sort_by_match(engine: Engine, cache: Cache, line: Line) -> None:
+    """Longest cached prefix first; last who shares a prefix that is not cached with one before it in the queue."""
+    first, size = line.ends[0], line.ends[1] - line.ends[0]
+    waiting = np.empty(size, dtype=np.int64)
+    matched = np.empty(size, dtype=np.int64)
+    brought = np.zeros(len(cache.parent), dtype=np.bool_)
+    for k in range(size):
+        request = line.ring[(first + k) % len(line.ring)]
+        leaf = int(engine.leaf[request])
+        waiting[k] = request
+        matched[k] = engine.prompt[request] - missing(cache, leaf) - twice(cache, leaf)[0]
+        if matched[k] <= IN_BATCH:
+            common, node = engine.prompt[request], leaf
+            while node != 0 and not brought[node]:
+                common -= cache.size[node]
+                node = cache.parent[node]
+            if common >= IN_BATCH:
+                matched[k] = -1
+            else:
+                node = leaf
+                while node != 0 and not brought[node]:
+                    brought[node] = True
+                    node = cache.parent[node]
+    places = np.argsort(-matched, kind="mergesort")
+    for k in range(size):
+        line.ring[(first + k) % len(line.ring)] = waiting[places[k]]
