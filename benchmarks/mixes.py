@@ -12,6 +12,12 @@ import numpy as np
 
 from benchmarks import traces
 from benchmarks.traces import Row
+from engine_ext.plan.cost import CostModel
+from engine_ext.plan.hardware import Machine, hardware
+from engine_ext.plan.model_shape import preset
+from engine_ext.plan.prompts import Prompts
+from engine_ext.plan.resources import Requests, node_loads
+from engine_ext.plan.tree import Column, build_tree
 
 # Requests of the compute-heavy trace, of the memory-heavy one, and of MMLU. The first four are those of Table 2:
 # (density 1.4, sharing 35%), (0.9, 35%), (1.4, 5%), (0.9, 5%) with Llama-3-8B on an A100.
@@ -28,6 +34,15 @@ TABLE_2 = {
     "h200-2": ("azure_conv_2023", 32_592, "servegen_deepseek_r1", 7_408, 63_847),
     "h200-3": ("azure_conv_2023", 37_001, "servegen_deepseek_r1", 2_999, 5_201),
     "h200-4": ("azure_conv_2023", 33_502, "servegen_deepseek_r1", 6_498, 5_638),
+}
+# Other traces, none of them used while the policy was made: dense, light, and the shape asked for as in Table 2.
+OTHERS = {
+    "sharegpt-long": ("sharegpt", "long", 1.4, 0.35),
+    "lmsys-long": ("lmsys_chat", "long", 0.9, 0.35),
+    "lmsys-r1": ("lmsys_chat", "servegen_deepseek_r1", 1.1, 0.2),
+    "sharegpt-r1": ("sharegpt", "servegen_deepseek_r1", 0.9, 0.05),
+    "m-mid-r1": ("servegen_m_mid", "servegen_deepseek_r1", 1.4, 0.05),
+    "conv-long": ("azure_conv_2023", "long", 0.9, 0.2),
 }
 ALONE = ("azure_code_2023", "azure_conv_2023", "sharegpt", "lmsys_chat", "servegen_deepseek_r1", "servegen_m_mid")
 
@@ -47,18 +62,65 @@ def write(rows: list[Row], path: Path) -> None:
             file.write(json.dumps(line, separators=(",", ":")) + "\n")
 
 
+def of_shape(
+    data: Path, dense: str, light: str, density: float, sharing: float, cost: CostModel, count: int, seed: int
+) -> list[Row]:
+    """A mix of about this density and sharing on a machine: `count` requests of two traces, and MMLU beside them.
+
+    Raises ValueError where no amounts of the three give the shape.
+    """
+    probe = [_rows(data, dense, 4_000, seed), _rows(data, light, 4_000, seed), traces.mmlu(data, 14_042)]
+    (c_d, m_d, _), (c_l, m_l, _), (c_m, m_m, v_m) = (_means(rows, cost) for rows in probe)
+    # Unknown: light requests and MMLU's, in parts of `count`. Saved is the sharing's part of all compute, and what is
+    # left is `density` times the reads.
+    left = np.array(
+        [
+            [sharing * (c_l - c_d), sharing * c_m - v_m],
+            [(1 - sharing) * (c_l - c_d) - density * (m_l - m_d), (1 - sharing) * c_m - density * m_m],
+        ]
+    )
+    right = np.array([-sharing * c_d, density * m_d - (1 - sharing) * c_d])
+    lights, mmlus = np.linalg.solve(left, right)
+    if not (0 < lights < 1 and mmlus >= 0):
+        raise ValueError(f"no mix of {dense}, {light} and MMLU has density {density} and sharing {sharing}")
+    return [
+        *_rows(data, dense, round(count * (1 - lights)), seed),
+        *_rows(data, light, round(count * lights), seed),
+        *traces.mmlu(data, round(count * mmlus)),
+    ]
+
+
+def _rows(data: Path, name: str, count: int, seed: int) -> list[Row]:
+    return traces.long_outputs(count, seed) if name == "long" else traces.csv_trace(data, name, count, seed)
+
+
+def _means(rows: list[Row], cost: CostModel) -> tuple[float, float, float]:
+    """Seconds of compute, of reads, and of compute that sharing saves, by request."""
+    tree = build_tree(Prompts.of_segments(row.segments for row in rows))
+    prompt = tree.end[tree.leaves]
+    output = np.array([row.output_tokens for row in rows])[tree.order]
+    load = node_loads(tree, Requests.exact(*_by_request(tree.order, prompt, output)), cost).of(0)
+    return load.compute_s / len(rows), load.memory_s / len(rows), load.saved_s / len(rows)
+
+
+def _by_request(order: Column, prompt: Column, output: Column) -> tuple[Column, Column]:
+    places = np.argsort(order)
+    return prompt[places], output[places]
+
+
+def _of_shape(name: str) -> Maker:
+    dense, light, density, sharing = OTHERS[name]
+    cost = CostModel(preset("llama-3-8b"), Machine(hardware("a100-80gb")))
+    return lambda data, scale, seed: of_shape(data, dense, light, density, sharing, cost, round(40_000 * scale), seed)
+
+
 def _table_2(name: str) -> Maker:
     dense, dense_count, light, light_count, mmlu_count = TABLE_2[name]
 
     def maker(data: Path, scale: float, seed: int) -> list[Row]:
-        light_rows = (
-            traces.long_outputs(round(light_count * scale), seed)
-            if light == "long"
-            else traces.csv_trace(data, light, round(light_count * scale), seed)
-        )
         return [
-            *traces.csv_trace(data, dense, round(dense_count * scale), seed),
-            *light_rows,
+            *_rows(data, dense, round(dense_count * scale), seed),
+            *_rows(data, light, round(light_count * scale), seed),
             *traces.mmlu(data, round(mmlu_count * scale)),
         ]
 
@@ -72,16 +134,18 @@ def _alone(name: str) -> Maker:
 def _documents(data: Path, scale: float, seed: int) -> list[Row]:
     return [
         *traces.documents(round(3_000 * scale), 6, 5_000, seed),
-        *traces.long_outputs(round(230 * scale), seed),
+        *traces.long_outputs(round(90 * scale), seed),
     ]
 
 
 def _mooncake(data: Path, scale: float, seed: int) -> list[Row]:
+    """Beyond its 3,993 requests the trace comes again under other names: conversations of other users."""
     return [*traces.mooncake(data, round(3_993 * scale)), *traces.long_outputs(round(120 * scale), seed)]
 
 
 MIXES: dict[str, Maker] = {
     **{name: _table_2(name) for name in TABLE_2},
+    **{name: _of_shape(name) for name in OTHERS},
     **{name: _alone(name) for name in ALONE},
     "mmlu": lambda data, scale, seed: traces.mmlu(data, round(14_042 * scale)),
     "documents": _documents,

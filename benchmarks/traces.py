@@ -84,11 +84,12 @@ def mooncake(data: Path, count: int) -> list[Row]:
     """Real prefix structure in blocks of 512 tokens; the last block of a prompt may be shorter."""
     rows: list[Row] = []
     with (data / "lengths" / "mooncake_synthetic.jsonl").open() as file:
-        for line in itertools.islice(file, count):
-            found = json.loads(line)
+        lines = [json.loads(line) for line in file]
+        for number in range(count):
+            again, found = number // len(lines), lines[number % len(lines)]
             blocks, left = found["hash_ids"], found["input_length"]
             sizes = [512] * (len(blocks) - 1) + [left - 512 * (len(blocks) - 1)]
-            segments = [(f"mooncake/{block}", size) for block, size in zip(blocks, sizes, strict=True)]
+            segments = [(f"mooncake/{again}/{block}", size) for block, size in zip(blocks, sizes, strict=True)]
             rows.append(Row(segments, max(1, found["output_length"]), "mooncake"))
     return rows
 

@@ -107,9 +107,14 @@ def merge(whole: PrefixTree, tree: PrefixTree, requests: Requests) -> PrefixTree
 
 def saved_by_order(whole: PrefixTree, order: Column, cost: CostModel) -> float:
     """Seconds of compute saved when each prompt finds what it shares with the one before it in `order`."""
+    return float(cost.saved_s(shared_by_order(whole, order)).sum())
+
+
+def shared_by_order(whole: PrefixTree, order: Column) -> Column:
+    """Tokens that each prompt shares with the one before it in `order`; int64 [prompts], by place in the order."""
     leaf_of = np.empty(len(whole.order), dtype=np.int64)
     leaf_of[whole.order] = whole.leaves
-    return float(cost.saved_s(_common_in(whole.parent, whole.end, leaf_of[order])).sum())
+    return _common_in(whole.parent, whole.end, leaf_of[order])
 
 
 def _falls(compute: Floats, memory: Floats) -> bool:

@@ -27,6 +27,7 @@ class Backlog:
         self._arrival = count()
         self.admitted = 0
         self.recent: deque[int] = deque(maxlen=RECENT)
+        self.recent_ids: deque[str] = deque(maxlen=RECENT)
 
     def __len__(self) -> int:
         return len(self._heap)
@@ -48,6 +49,11 @@ class Backlog:
     def record(self, admitted: list[Any]) -> None:
         self.admitted += len(admitted)
         self.recent.extend(rank_of(req) for req in admitted)
+
+    def record_batch(self, batch: Any, continued: Any) -> None:
+        """Note whose prefill begins with this batch, ranked or not; `continued` is in it with another chunk."""
+        if batch is not None:
+            self.recent_ids.extend(req.rid for req in batch.reqs if req is not continued and not req.output_ids)
 
 
 def is_ranked(req: Any) -> bool:
@@ -90,8 +96,11 @@ def admit(original: Callable[..., Any], scheduler: Any, *args: Any, **kwargs: An
         slots = scheduler.get_num_allocatable_reqs(len(running.reqs))
         candidates = backlog.pop(min(CANDIDATES, max(slots, 0)))
         scheduler.waiting_queue = [*scheduler.waiting_queue, *candidates]
+    continued = scheduler.chunked_req
     try:
-        return original(scheduler, *args, **kwargs)
+        found = original(scheduler, *args, **kwargs)
+        backlog.record_batch(found[0], continued)
+        return found
     finally:
         left = take_ranked(scheduler)
         for req in left:
@@ -119,6 +128,7 @@ def report(result: Any, scheduler: Any, *_args: Any, **_kwargs: Any) -> Any:
         "waiting": len(backlog),
         "admitted": backlog.admitted,
         "recent_ranks": list(backlog.recent),
+        "recent_ids": list(backlog.recent_ids),
     }
     return result
 

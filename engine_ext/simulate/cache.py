@@ -10,7 +10,7 @@ from engine_ext.plan.compiled import compiled
 from engine_ext.plan.tree import Column
 
 # Places in Cache.tokens
-FREE, LOCKED, EVICTABLE, COMPUTED = range(4)
+FREE, LOCKED, EVICTABLE, COMPUTED, USES = range(5)
 
 Heap = list[tuple[int, int]]  # time of last use, node; what is not valid any more is skipped
 
@@ -19,8 +19,8 @@ class Cache(NamedTuple):
     """The cache by node: `parent`, `size` in tokens, `users` that run, cached `children`, time `used` last.
 
     `extra`: output tokens kept behind a leaf; `cached`: whether it is there, or will be when what computes it is done;
-    `ready`: whether that is done. `tokens`: free, locked and evictable ones, and prompt tokens computed so far; `work`:
-    the quadratic work of these.
+    `ready`: whether that is done. `tokens`: free, locked and evictable ones, prompt tokens computed so far, and how
+    often something was used; `work`: the quadratic work of what was computed.
     """
 
     parent: Column
@@ -52,7 +52,7 @@ def new_cache(parent: Column, begin: Column, end: Column, capacity: int) -> Cach
         extra=np.zeros(nodes, dtype=np.int64),
         cached=cached,
         ready=cached.copy(),
-        tokens=np.array([capacity, 0, 0, 0], dtype=np.int64),
+        tokens=np.array([capacity, 0, 0, 0, 0], dtype=np.int64),
         work=np.zeros(1),
     )
 
@@ -125,9 +125,10 @@ def make_ready(cache: Cache, leaf: int) -> None:
 
 
 @compiled
-def touch(cache: Cache, leaf: int, now: int) -> None:
+def touch(cache: Cache, leaf: int) -> None:
     """Count what is cached of the leaf's path as used now."""
-    node = leaf
+    cache.tokens[USES] += 1
+    now, node = cache.tokens[USES], leaf
     while node != 0:
         if cache.ready[node]:
             cache.used[node] = now
@@ -146,7 +147,7 @@ def grow(cache: Cache, heap: Heap, tokens: int) -> bool:
 
 
 @compiled
-def release(cache: Cache, heap: Heap, leaf: int, outputs: int, kept: bool, now: int) -> None:
+def release(cache: Cache, heap: Heap, leaf: int, outputs: int, kept: bool) -> None:
     """A request ends, or is retracted: unlock its path; its output tokens stay behind the leaf, or are given up."""
     cache.tokens[LOCKED] -= outputs
     if kept:
@@ -154,7 +155,8 @@ def release(cache: Cache, heap: Heap, leaf: int, outputs: int, kept: bool, now: 
         cache.tokens[EVICTABLE] += outputs
     else:
         cache.tokens[FREE] += outputs
-    node = leaf
+    cache.tokens[USES] += 1
+    now, node = int(cache.tokens[USES]), leaf
     while node != 0:
         cache.users[node] -= 1
         cache.used[node] = now

@@ -219,7 +219,7 @@ def _finish(engine: Engine, cache: Cache, heap: Heap, ends: Heap) -> None:
         _leave(engine, request)
         engine.generated[request] = engine.output[request]
         counts[DECODING_KV] -= engine.prompt[request] + engine.output[request]
-        release(cache, heap, engine.leaf[request], engine.output[request], True, counts[STEPS])
+        release(cache, heap, engine.leaf[request], engine.output[request], True)
         engine.state[request] = DONE
         engine.finished[counts[FINISHED]] = request
         counts[FINISHED] += 1
@@ -242,7 +242,7 @@ def _make_room_to_decode(engine: Engine, cache: Cache, heap: Heap) -> int:
         _leave(engine, least)
         engine.generated[least] = engine.output[least] - (engine.ends[least] - counts[DECODES])
         counts[DECODING_KV] -= engine.prompt[least] + engine.generated[least]
-        release(cache, heap, engine.leaf[least], engine.generated[least], False, counts[STEPS])
+        release(cache, heap, engine.leaf[least], engine.generated[least], False)
         engine.state[least] = IDLE
         engine.retracted[counts[RETRACTED]] = least
         counts[RETRACTED] += 1

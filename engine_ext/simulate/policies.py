@@ -12,7 +12,7 @@ from engine_ext.plan.cost import CostModel
 from engine_ext.plan.dual_scan import begin
 from engine_ext.plan.groups import Groups, group_requests
 from engine_ext.plan.lengths import Estimates, Seen, estimate, group_caps, look_ahead
-from engine_ext.plan.order import order_scan, walk_in_order
+from engine_ext.plan.order import order_scan, shared_by_order, walk_in_order
 from engine_ext.plan.prompts import Prompts
 from engine_ext.plan.resources import Requests, node_loads, request_loads
 from engine_ext.plan.sample import ask_sample
@@ -31,6 +31,7 @@ from engine_ext.simulate.engine import (
 )
 from engine_ext.simulate.loops import new_blend, run_batchweave, run_blendserve
 from engine_ext.simulate.model import EngineModel
+from engine_ext.simulate.paper_order import paper_order
 from engine_ext.simulate.stock import run_stock
 
 Floats = NDArray[np.float64]
@@ -197,21 +198,17 @@ def _batchweave(work: Work, model: EngineModel, seed: int) -> Outcome:
 
 
 def _blendserve(work: Work, model: EngineModel, seed: int) -> Outcome:
+    """The paper's order (algorithms 1 and 2) and its dual scan (algorithm 3)."""
     started = work.clock()
-    scan = order_scan(work.tree, _estimated(work), work.cost)
-    order = scan.tree.order
-    by_request = np.empty((2, len(order)))
-    by_request[:, order] = request_loads(scan.tree, _estimated(work), work.cost)
-    engine, cache = _fresh_engine(work, model)
-    blend = new_blend(
-        _in_order(work.sample, order),
-        order[~np.isin(order, work.sample)],
-        work.estimates.mean,
-        by_request[0],
-        by_request[1],
-        fresh_tokens(scan.tree, work.lengths, len(order) // 2),
-    )
+    order = paper_order(work.tree, _estimated(work), work.cost)
+    fresh = np.empty(len(order), dtype=np.int64)
+    fresh[order] = work.lengths[order] - shared_by_order(work.tree, order)
+    mean = work.estimates.mean
+    compute, memory = work.cost.compute_s(fresh, mean), work.cost.memory_s(work.lengths, mean)
+    scan = order[~np.isin(order, work.sample)]
+    blend = new_blend(_in_order(work.sample, order), scan, mean, compute, memory, fresh)
     planned_s = work.clock() - started
+    engine, cache = _fresh_engine(work, model)
     run_blendserve(engine, cache, model.array, blend)
     return _outcome("blendserve", "", work, model, engine, cache, planned_s)
 

@@ -21,7 +21,6 @@ from engine_ext.simulate.engine import (
     QUEUE_FIRST,
     QUEUE_LAST,
     RETRACTED,
-    STEPS,
     Engine,
     admit,
     room_for,
@@ -36,6 +35,7 @@ LEAST_RATIO = 0.14  # of the first ratio
 DECAY_STEPS = 600
 RETRACT_STEPS = 20
 CLIP = 4096  # output tokens that are reserved for one request
+SPARE = 2  # tokens that are reserved too: the one that the prefill gives, and a page
 IN_BATCH = 32  # tokens: a prefix this long that an earlier waiting request brings is waited for
 
 
@@ -46,11 +46,19 @@ class Line(NamedTuple):
     ends: Column
 
 
+class Admissions(NamedTuple):
+    """Who was let in: the `order` in which requests first were, prompt tokens `cached` then, in `number` the count."""
+
+    order: Column
+    cached: Column
+    number: Column
+
+
 @compiled
 def run_stock(
     engine: Engine, cache: Cache, model: Floats, order: Column, expected: Floats, chunk: int, ratio: float, lpm: bool
-) -> Column:
-    """Run all requests, which wait in this order; the order in which they were first admitted.
+) -> Admissions:
+    """Run all requests, which wait in this order.
 
     `chunk`: prompt tokens of a step. `expected`: output tokens by request. `ratio`: the new token ratio at the start.
     """
@@ -60,20 +68,14 @@ def run_stock(
     ends.pop()
     line = Line(np.append(order, 0), np.array([0, len(order)]))
     counts, first_ratio, full = engine.counts, ratio, False
-    admitted, admitted_count = np.empty(len(order), dtype=np.int64), 0
-    seen = np.zeros(len(order), dtype=np.bool_)
+    admissions = Admissions(np.empty_like(order), np.full(len(order), -1), np.zeros(1, dtype=np.int64))
+    shrinks = False
     to_come, done = 0.0, 0  # outputs expected of what runs
     while done < len(order):
         if not full:
             reserved = float(to_come * ratio)
-            full, more, count = _admit_some(engine, cache, heap, model, line, expected, chunk, reserved, lpm)
+            full, more = _admit_some(engine, cache, heap, model, line, admissions, expected, chunk, reserved, lpm)
             to_come += more
-            for k in range(count):
-                request = line.ring[(line.ends[0] - count + k) % len(line.ring)]
-                if not seen[request]:
-                    seen[request] = True
-                    admitted[admitted_count] = request
-                    admitted_count += 1
         decoded = step(engine, cache, heap, ends, model, chunk)
         to_come = max(0.0, to_come - decoded * counts[DECODING])
         for k in range(counts[FINISHED]):
@@ -86,13 +88,15 @@ def run_stock(
             line.ring[line.ends[1] % len(line.ring)] = request
             line.ends[1] += 1
         to_come = max(0.0, to_come)
-        if counts[FINISHED] + counts[RETRACTED] > 0:
+        # Who has ended leaves the batch with the next decode step, and only then others are looked at.
+        if shrinks or counts[RETRACTED] > 0 or counts[DECODING] + counts[PENDING] == 0:
             full = False
+        shrinks = counts[FINISHED] > 0
         if counts[RETRACTED] > 0:
             ratio = _ratio_after_retraction(engine, expected)
         elif decoded > 0:
             ratio = max(ratio - first_ratio * (1 - LEAST_RATIO) / DECAY_STEPS, first_ratio * LEAST_RATIO)
-    return admitted
+    return admissions
 
 
 @compiled
@@ -102,38 +106,43 @@ def _admit_some(
     heap: Heap,
     model: Floats,
     line: Line,
+    admissions: Admissions,
     expected: Floats,
     chunk: int,
     reserved: float,
     lpm: bool,
-) -> tuple[bool, float, int]:
-    """Let in who fits; whether the next did not, the outputs expected of those let in, and their number."""
+) -> tuple[bool, float]:
+    """Let in who fits; whether the next did not, and the outputs expected of those let in."""
     counts = engine.counts
     waiting = line.ends[1] - line.ends[0]
     if waiting > 0 and counts[PENDING] < chunk:
         if lpm and waiting <= LOOKED_AT:
             _sort_by_match(engine, cache, line)
         for at in range(line.ends[0], min(line.ends[1], line.ends[0] + LOOKED_AT)):
-            touch(cache, int(engine.leaf[line.ring[at % len(line.ring)]]), int(counts[STEPS]))
-    more, count = 0.0, 0
+            touch(cache, int(engine.leaf[line.ring[at % len(line.ring)]]))
+    more = 0.0
     running = counts[DECODING] + counts[QUEUE_LAST] - counts[QUEUE_FIRST]
     while counts[PENDING] < chunk and line.ends[0] < line.ends[1]:
         if running >= model[MOST_RUNNING]:
-            return True, more, count
+            return True, more
         request = int(line.ring[line.ends[0] % len(line.ring)])
         leaf = int(engine.leaf[request])
         to_come = max(0.0, min(float(expected[request]) - engine.generated[request], CLIP))
         room = room_for(cache, leaf) - engine.generated[request]
         if model[COMPUTES_TWICE] > 0:
             room -= twice(cache, leaf)[0]
-        if room <= to_come + 1 + reserved + more and (running > 0 or room < 1):
-            return True, more, count
+        if room <= to_come + SPARE + reserved and (running > 0 or room < 1):
+            return True, more
         line.ends[0] += 1
-        admit(engine, cache, heap, model, request)
+        computed = admit(engine, cache, heap, model, request)
+        if admissions.cached[request] < 0:
+            admissions.cached[request] = engine.prompt[request] - computed
+            admissions.order[admissions.number[0]] = request
+            admissions.number[0] += 1
         more += to_come
-        count += 1
+        reserved += to_come + SPARE  # in full until the next pass
         running += 1
-    return False, more, count
+    return False, more
 
 
 @compiled

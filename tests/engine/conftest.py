@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Coroutine, Generator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -26,14 +27,13 @@ class RealEngine:
         return self.loop.run_until_complete(coroutine)
 
 
-@pytest.fixture(scope="module")
-def engine(tmp_path_factory: pytest.TempPathFactory) -> Generator[RealEngine, None, None]:
+@contextmanager
+def running_engine(model: Path, name: str, options: dict[str, Any]) -> Generator[RealEngine, None, None]:
     from engine_ext.plugin.host import EngineHost
 
-    model = ensure_demo_model(tmp_path_factory.mktemp("model") / "demo", corpus())
     loop = asyncio.new_event_loop()
     asyncio.set_event_loop(loop)
-    host = EngineHost(str(model), NAME, {"max_running_requests": 32})
+    host = EngineHost(str(model), name, options)
     loop.run_until_complete(host.start())
     yield RealEngine(host, loop, model)
     host.close()
@@ -42,3 +42,10 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Generator[RealEngine, No
         task.cancel()
     loop.run_until_complete(asyncio.gather(*tasks, return_exceptions=True))
     loop.close()
+
+
+@pytest.fixture(scope="module")
+def engine(tmp_path_factory: pytest.TempPathFactory) -> Generator[RealEngine, None, None]:
+    model = ensure_demo_model(tmp_path_factory.mktemp("model") / "demo", corpus())
+    with running_engine(model, NAME, {"max_running_requests": 32}) as running:
+        yield running

@@ -1,0 +1,267 @@
+"""BlendServe's evaluation on the simulated engine, and beyond it: suites of runs, one line of JSON a run.
+
+python -m benchmarks.evaluation DATA table2 [--output docs/evaluation] [--processes 2]
+
+Suites: table2 (Figures 7, 9 and 10), small (the same with a tenth of the requests), hard (prefixes that do not fit),
+varied (lengths that vary within a prefix), others (traces and seeds not used while developing), grid, grid-sharegpt,
+grid-conv, grid-m-mid (Figures 11 and 13 to 15), machines (Figure 12), replicas (Table 3), clocks, sensitivity.
+`python -m benchmarks.pictures docs/evaluation` draws what was found.
+"""
+
+import argparse
+import json
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from benchmarks import mixes
+from engine_ext.plan.blend import Wishes, blend
+from engine_ext.plan.cost import CostModel
+from engine_ext.plan.hardware import Machine, hardware
+from engine_ext.plan.lengths import LONGEST
+from engine_ext.plan.model_shape import preset
+from engine_ext.plan.order import order_scan
+from engine_ext.plan.partition import partition
+from engine_ext.plan.prompts import Prompts
+from engine_ext.plan.resources import Requests, request_loads
+from engine_ext.plan.tree import Column
+from engine_ext.simulate.model import Clock, EngineModel
+from engine_ext.simulate.policies import Outcome, Work, prepare, simulate
+
+MAIN = ("dfs", "random", "blendserve", "batchweave")
+ALL = ("fcfs", "lpm", "dfs-weight", "dfs", "random", "lof", "blendserve", "batchweave")
+FOUR = ("a100-1", "a100-2", "a100-3", "a100-4")
+LARGE = 3.43  # times Table 2's requests, which makes 430,000 of the first mix
+SERIES = 120  # points of Figure 10's lines
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """One workload on one machine, run with some policies; `shape`: density and sharing in place of a named mix."""
+
+    suite: str
+    mix: str
+    policies: tuple[str, ...] = MAIN
+    scale: float = 1.0
+    seed: int = 0
+    model: str = "llama-3-8b"
+    gpu: str = "a100-80gb"
+    tp: int = 1
+    clock: str = "overlapped"
+    sample: float = 0.01
+    interference: float = 0.1
+    shape: tuple[float, float] | None = None
+    replicas: int = 1
+    series: bool = False
+
+
+def cases(suite: str) -> list[Case]:
+    """Raises KeyError for a name that is no suite."""
+    return SUITES[suite]()
+
+
+def run(data: Path, case: Case) -> list[dict[str, Any]]:
+    """All policies of a case; one row each."""
+    cost = CostModel(preset(case.model), Machine(hardware(case.gpu), tp=case.tp))
+    rows = _rows(data, case, cost)
+    engine = EngineModel.of(cost, Clock[case.clock.upper()], case.interference)
+    fits = [row for row in rows if sum(size for _, size in row.segments) + row.output_tokens < engine.capacity]
+    prompts = Prompts.of_segments(row.segments for row in fits)
+    output = np.array([row.output_tokens for row in fits], dtype=np.int64)
+    if case.replicas > 1:
+        return list(_replicated(case, prompts, output, cost, engine))
+    work = _work(case, prompts, output, cost)
+    return [_row(case, work, simulate(work, engine, policy, case.seed)) for policy in case.policies]
+
+
+def _rows(data: Path, case: Case, cost: CostModel) -> list[mixes.Row]:
+    if case.shape is None:
+        return mixes.make(data, case.mix, case.scale, case.seed)
+    dense, light = case.mix.split("+")
+    rows = mixes.of_shape(data, dense, light, *case.shape, cost, round(40_000 * case.scale), case.seed)
+    return [rows[place] for place in np.random.default_rng(case.seed).permutation(len(rows))]
+
+
+def _work(case: Case, prompts: Prompts, output: Column, cost: CostModel) -> Work:
+    caps = np.full(len(output), LONGEST)
+    return prepare(prompts, output, cost, caps, sample=case.sample, seed=case.seed, clock=time.perf_counter)
+
+
+def _row(case: Case, work: Work, outcome: Outcome) -> dict[str, Any]:
+    found = {**asdict(case), **asdict(outcome), "requests": len(work.output)}
+    saved = work.best_saved_s
+    found["density"] = (work.compute_s - saved) / work.memory_s
+    found["sharing_possible"] = saved / work.compute_s
+    found["series"] = _stretches(outcome.series).tolist() if case.series else None
+    return found
+
+
+def _stretches(series: np.ndarray[Any, np.dtype[np.float64]]) -> np.ndarray[Any, np.dtype[np.float64]]:
+    """Seconds, compute and reads of equal stretches of steps; float64 [SERIES, 3]."""
+    parts = np.array_split(series, SERIES)
+    return np.array([part.sum(axis=0) for part in parts])
+
+
+def _replicated(
+    case: Case, prompts: Prompts, output: Column, cost: CostModel, engine: EngineModel
+) -> Iterator[dict[str, Any]]:
+    """Each replica runs its partition of the plan by our policy; the slowest counts."""
+    work = _work(case, prompts, output, cost)
+    estimated = Requests(work.lengths.astype(np.float64), work.estimates.mean, work.estimates.squares)
+    scan = order_scan(work.tree, estimated, cost)
+    compute, memory = request_loads(scan.tree, estimated, cost)
+    total_s = max(compute.sum(), memory.sum())
+    blended = blend(compute, memory, Wishes.none(len(output)), float(total_s))
+    root = compute.sum() / memory.sum()
+    places, begins = partition((compute + root * memory)[blended.positions], blended.ends, case.replicas)
+    mine = scan.tree.order[blended.positions[places]]
+    parts = [np.sort(mine[begins[k] : begins[k + 1]]) for k in range(case.replicas)]
+    for policy in case.policies:
+        outcomes: list[Outcome] = []
+        for part in parts:
+            own = _work(case, _subset(prompts, part), output[part], cost)
+            outcomes.append(simulate(own, engine, policy, case.seed))
+        slowest = max(outcomes, key=lambda outcome: outcome.seconds)
+        tokens = int(work.lengths.sum() + output.sum())
+        yield _row(case, work, replace(slowest, tokens_per_s=tokens / slowest.seconds))
+
+
+def _subset(prompts: Prompts, chosen: Column) -> Prompts:
+    assert prompts.sizes is not None
+    spans = [slice(prompts.starts[i], prompts.starts[i + 1]) for i in chosen.tolist()]
+    counts = prompts.starts[chosen + 1] - prompts.starts[chosen]
+    return Prompts(
+        np.concatenate([prompts.tokens[span] for span in spans]),
+        np.concatenate([[0], np.cumsum(counts)]),
+        np.concatenate([prompts.sizes[span] for span in spans]),
+    )
+
+
+def _grid(dense: str) -> Callable[[], list[Case]]:
+    """65 mixes: density 0.80 to 1.40, sharing 0.05 to 0.45."""
+    name = f"grid-{dense}"
+    return lambda: [
+        Case(name, f"{dense}+long", shape=(round(0.8 + 0.05 * d, 2), round(0.05 + 0.1 * s, 2)), scale=0.5)
+        for d in range(13)
+        for s in range(5)
+    ]
+
+
+def _machines() -> list[Case]:
+    machines = [
+        ("llama-3-8b", "a100-80gb", 1),
+        ("llama-3-8b", "h100", 1),
+        ("llama-3-8b", "h200", 1),
+        ("llama-3-8b", "l40s", 1),
+        ("llama-2-7b", "a100-80gb", 1),
+        ("qwen-2.5-7b", "a100-80gb", 1),
+        ("llama-3-70b", "a100-80gb", 8),
+        ("llama-3-70b", "h200", 4),
+        ("qwen-2.5-72b", "a100-80gb", 8),
+        ("deepseek-67b", "a100-80gb", 8),
+    ]
+    return [
+        Case("machines", "azure_code_2023+long", model=model, gpu=gpu, tp=tp, shape=shape)
+        for model, gpu, tp in machines
+        for shape in ((1.1, 0.35), (1.1, 0.05))
+    ]
+
+
+SUITES: dict[str, Callable[[], list[Case]]] = {
+    "table2": lambda: [Case("table2", mix, ALL, LARGE, series=True) for mix in FOUR],
+    "small": lambda: [Case("small", mix, MAIN, LARGE / 10, seed) for mix in FOUR for seed in range(6)],
+    "known": lambda: [Case("known", mix, MAIN, scale, sample=1.0) for mix in FOUR for scale in (LARGE, LARGE / 10)],
+    "hard": lambda: [
+        Case("hard", mix, ALL, scale, seed)
+        for mix, scale in (("documents", 1.0), ("documents", 10.0), ("mooncake", 1.0), ("mooncake", 10.0))
+        for seed in range(2)
+    ],
+    "varied": lambda: [
+        Case("varied", mix, MAIN, 3.0)
+        for mix in (
+            "a100-r1-1",
+            "a100-r1-2",
+            "a100-r1-3",
+            "a100-r1-4",
+            "sharegpt",
+            "lmsys_chat",
+            "servegen_deepseek_r1",
+        )
+    ],
+    "h200": lambda: [Case("h200", f"h200-{number}", MAIN, 3.0, gpu="h200") for number in range(1, 5)],
+    "others": lambda: [
+        *(Case("others", mix, MAIN, 3.0) for mix in mixes.OTHERS),
+        *(Case("others", mix, MAIN, LARGE, seed) for mix in FOUR for seed in (11, 12)),
+        *(Case("others", f"h200-{number}", MAIN, 3.0, 11, gpu="h200") for number in range(1, 5)),
+    ],
+    "grid": lambda: [replace(case, suite="grid") for case in _grid("azure_code_2023")()],
+    "grid-sharegpt": _grid("sharegpt"),
+    "grid-conv": lambda: [replace(case, suite="grid-conv") for case in _grid("azure_conv_2023")()],
+    "grid-m-mid": lambda: [replace(case, suite="grid-m-mid") for case in _grid("servegen_m_mid")()],
+    "machines": _machines,
+    "replicas": lambda: [
+        Case("replicas", mix, ("dfs", "batchweave"), LARGE, replicas=count) for mix in FOUR for count in (1, 2, 4, 8)
+    ],
+    "clocks": lambda: [Case("clocks", mix, MAIN, clock=clock) for mix in FOUR for clock in ("mixed", "sequential")],
+    "sensitivity": lambda: [
+        *(
+            Case("sensitivity", mix, ("batchweave",), LARGE, seed, sample=share)
+            for mix in ("a100-1", "a100-4")
+            for share in (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0)
+            for seed in range(3)
+        ),
+        *(
+            Case("sensitivity", mix, MAIN, interference=interference)
+            for mix in ("a100-1", "a100-4")
+            for interference in (0.0, 0.2, 0.3, 0.5)
+        ),
+    ],
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("data", type=Path, help="folder with lengths/, text/ and tokenizers/")
+    parser.add_argument("suites", nargs="+", choices=list(SUITES))
+    parser.add_argument("--output", type=Path, default=Path("docs/evaluation"))
+    parser.add_argument("--processes", type=int, default=2)
+    given = parser.parse_args()
+    given.output.mkdir(parents=True, exist_ok=True)
+    for suite in given.suites:
+        started, wanted = time.perf_counter(), cases(suite)
+        with ProcessPoolExecutor(given.processes) as pool, (given.output / f"{suite}.jsonl").open("w") as file:
+            waiting = {pool.submit(run, given.data, case): case for case in wanted}
+            for done, future in enumerate(as_completed(waiting), start=1):
+                case = waiting[future]
+                try:
+                    rows = future.result()
+                except ValueError as error:  # no such mix
+                    print(f"{suite} {done}/{len(wanted)} {case.mix} {case.shape}: {error}")
+                    continue
+                for row in rows:
+                    file.write(json.dumps(_rounded(row)) + "\n")
+                file.flush()
+                best = ", ".join(f"{row['policy']} {row['share_of_practical']:.3f}" for row in rows)
+                minutes = (time.perf_counter() - started) / 60
+                print(
+                    f"{suite} {done}/{len(wanted)} ({minutes:.1f} min) {case.mix} seed {case.seed}: {best}", flush=True
+                )
+
+
+def _rounded(value: Any) -> Any:
+    if isinstance(value, float):
+        return float(f"{value:.5g}")
+    if isinstance(value, dict):
+        return {key: _rounded(each) for key, each in value.items()}
+    if isinstance(value, list):
+        return [_rounded(each) for each in value]
+    return value.item() if isinstance(value, np.generic) else value
+
+
+if __name__ == "__main__":
+    main()
