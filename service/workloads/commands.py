@@ -2,6 +2,7 @@
 
 import json
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
@@ -17,7 +18,8 @@ from engine_ext.plan.model_shape import PRESETS as MODELS
 from engine_ext.plan.window import Shape
 from service.jobs.tokens import PromptTokens
 from service.model_costs import CostsError, read_hardware, read_shape
-from service.workloads.forecast import ALL_POLICIES, ASSUMED_INTERFERENCE, check_options, forecast, row_of
+from service.workloads.forecast import ALL_POLICIES, ASSUMED_INTERFERENCE, Outcome, check_options, fit, forecast, row_of
+from service.workloads.race import draw_race
 from service.workloads.report import facts, plan_workload, with_sample, write_order
 from service.workloads.workload import Workload, WorkloadError, read_lengths, read_workload
 
@@ -70,7 +72,7 @@ def plan(
     - `batchweave plan trace.jsonl --gpu a100-80gb --sample 0.01 --plot plan.png --output order.jsonl`
     """
     try:
-        _check_paths(file, lengths, output, plot)
+        _check_paths((file, lengths), (output,), plot)
         cost = cost_model(model, gpu, tp, dtype, kv_dtype)
         workload = _read(file, model, lengths)
         if sample is not None:
@@ -111,6 +113,13 @@ def simulate(
     seed: Annotated[int, typer.Option("--seed", min=0, help="Of the sample and of random order.")] = 0,
     lengths: LengthsOption = None,
     dtype: DtypeOption = "bf16",
+    profile: Annotated[
+        Path | None, typer.Option("--profile", help="Steps measured on a real engine, in place of the datasheet.")
+    ] = None,
+    profile_clock: Annotated[
+        str, typer.Option("--profile-clock", help="The clock of the engine that was measured; SGLang's is mixed.")
+    ] = "mixed",
+    plot: Annotated[Path | None, typer.Option("--plot", help="Draw each policy's time into this file.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print rows as JSON.")] = False,
 ) -> None:
     """Run a workload through a simulated engine, one policy after the other, each at its best settings.
@@ -120,19 +129,27 @@ def simulate(
 
     - `batchweave simulate --workload trace.jsonl --gpu a100-80gb`
     - `batchweave simulate --workload trace.jsonl --policies dfs,random,batchweave --clock sequential --json`
+    - `batchweave simulate --workload trace.jsonl --profile steps.jsonl --plot policies.png`
     """
     names = [name.strip() for name in policies.split(",") if name.strip()]
-    rows: list[dict[str, Any]] = []
+    outcomes: list[Outcome] = []
     try:
-        check_options(names, clock)
+        check_options(names, clock, profile_clock)
+        _check_paths((workload, lengths, profile), (), plot)
         cost = cost_model(model, gpu, tp, dtype, dtype if dtype == "fp8" else "bf16")
         given = _read(workload, model, lengths)
-        for outcome in forecast(given, cost, names, clock, interference, sample, seed):
-            rows.append(row_of(outcome))
+        calibration = fit(profile, profile_clock) if profile is not None else None
+        for name, misfit in calibration.errors.items() if calibration is not None else ():
+            console.print(f"fit of {name}: off by {misfit.mean:.1%}, at most {misfit.largest:.0%}", style="dim")
+        for outcome in forecast(given, cost, names, clock, interference, sample, seed, calibration):
+            outcomes.append(outcome)
             if not as_json:
                 console.print(f"{outcome.policy}: {outcome.seconds / 3600:.3f} h", style="dim")
+        if plot is not None:
+            draw_race(outcomes, plot, f"{workload.name}: {model} on {gpu}, {clock}")
     except (WorkloadError, CostsError, DoesNotFit, ValueError, OSError) as error:
         fail(str(error))
+    rows = [row_of(outcome) for outcome in outcomes]
     if as_json:
         print(json.dumps(rows, indent=2, allow_nan=False))
     else:
@@ -175,12 +192,12 @@ def fail(message: str) -> NoReturn:
     raise typer.Exit(1)
 
 
-def _check_paths(file: Path, lengths: Path | None, output: Path | None, plot: Path | None) -> None:
+def _check_paths(inputs: Sequence[Path | None], outputs: Sequence[Path | None], plot: Path | None) -> None:
     """What is written must not be what is read. Raises WorkloadError."""
     if plot is not None and plot.suffix not in PICTURES:
         raise WorkloadError(f"{plot}: a picture's name ends in {', '.join(PICTURES)}")
-    read = {each.resolve() for each in (file, lengths) if each is not None}
-    for path in (output, plot):
+    read = {each.resolve() for each in inputs if each is not None}
+    for path in (*outputs, plot):
         if path is not None and path.resolve() in read:
             raise WorkloadError(f"{path} is read; write somewhere else")
         if path is not None and not path.resolve().parent.is_dir():

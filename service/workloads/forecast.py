@@ -2,6 +2,8 @@
 
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -9,8 +11,10 @@ import numpy as np
 from engine_ext.plan.cost import CostModel
 from engine_ext.plan.prompts import Prompts
 from engine_ext.plan.window import UNKNOWN
+from engine_ext.simulate.calibrate import Calibration, Profile, calibrate
 from engine_ext.simulate.model import INTERFERENCE, Clock, EngineModel
 from engine_ext.simulate.policies import POLICIES, Outcome, TooLarge, prepare, simulate
+from service.workloads.profile import read_profile
 from service.workloads.workload import Workload, WorkloadError
 
 CLOCKS = {clock.name.lower(): clock for clock in Clock}
@@ -37,13 +41,38 @@ def row_of(outcome: Outcome) -> dict[str, Any]:
     return {name: getattr(outcome, name) for name in COLUMNS}
 
 
-def check_options(names: Sequence[str], clock: str) -> None:
+def check_options(names: Sequence[str], *clocks: str) -> None:
     """Raises WorkloadError for a name that is no policy, or no clock."""
-    if clock not in CLOCKS:
-        raise WorkloadError(f"no clock {clock!r}; there are {', '.join(CLOCKS)}")
+    for clock in clocks:
+        if clock not in CLOCKS:
+            raise WorkloadError(f"no clock {clock!r}; there are {', '.join(CLOCKS)}")
     for name in names:
         if name not in POLICIES:
             raise WorkloadError(f"no policy {name!r}; there are {', '.join(POLICIES)}")
+
+
+def fit(path: Path, clock: str) -> Calibration:
+    """The engine model that fits a profile measured on an engine of this clock. Raises WorkloadError."""
+    try:
+        return calibrate(Profile(**read_profile(path)), CLOCKS[clock], ASSUMED_INTERFERENCE)
+    except ValueError as error:
+        raise WorkloadError(f"{path}: {error}") from error
+
+
+def as_measured(cost: CostModel, calibration: Calibration) -> CostModel:
+    """The cost model on hardware whose peaks are what the profile's engine reached."""
+    machine = cost.machine
+    flops = 2 * cost.shape.active_parameters / calibration.gemm_s / machine.accelerators
+    bandwidth = machine.hardware.bandwidth
+    if calibration.read_s > 0:
+        bandwidth = cost.kv_bytes_per_token / calibration.read_s / machine.accelerators
+    measured = replace(
+        machine.hardware,
+        name=f"{machine.hardware.name}, measured",
+        flops={**machine.hardware.flops, cost.dtype: flops},
+        bandwidth=bandwidth,
+    )
+    return replace(cost, machine=replace(machine, hardware=measured))
 
 
 def forecast(
@@ -54,9 +83,17 @@ def forecast(
     interference: float,
     sample: float,
     seed: int,
+    calibration: Calibration | None = None,
 ) -> Iterator[Outcome]:
-    """Run the policies one after the other. Raises WorkloadError where the workload does not say its true outputs."""
+    """Run the policies one after the other. Raises WorkloadError where the workload does not say its true outputs.
+
+    With a calibration the step times are those that it measured, in the bounds and for the planner too.
+    """
+    if calibration is not None:
+        cost = as_measured(cost, calibration)
     model = EngineModel.of(cost, CLOCKS[clock], interference)
+    if calibration is not None:
+        model = calibration.model(model.capacity, model.clock, model.most_running)
     outputs = workload.outputs
     if np.any(outputs.known == UNKNOWN):
         missing = workload.ids[int(np.argmax(outputs.known == UNKNOWN))]

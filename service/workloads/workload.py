@@ -84,7 +84,7 @@ def read_workload(path: Path, tokenizer: PromptTokens | None, lengths: dict[str,
 
     Without a tokenizer four bytes of text count as a token. `lengths`: true output tokens by id, where there are any.
     """
-    lines = _lines(path)
+    lines = lines_of(path)
     first = next(lines, None)
     if first is None:
         raise WorkloadError(f"{path} has no requests")
@@ -109,7 +109,7 @@ def read_workload(path: Path, tokenizer: PromptTokens | None, lengths: dict[str,
 def read_lengths(path: Path) -> dict[str, int]:
     """Output tokens by id, from lines {"id", "output_tokens"} or a batch's output file. Raises WorkloadError."""
     found: dict[str, int] = {}
-    for number, raw in _lines(path):
+    for number, raw in lines_of(path):
         answer = _decode(path, number, raw, _Answer)
         name = answer.custom_id if answer.custom_id is not None else answer.id
         tokens = answer.output_tokens
@@ -221,15 +221,15 @@ def _by_bytes(endpoint: str, body: dict[str, Any]) -> NDArray[np.uint32]:
     return np.frombuffer(data + b" " * (-len(data) % 4), dtype="<u4").astype(np.uint32)
 
 
-def _lines(path: Path) -> Iterator[tuple[int, bytes]]:
-    """Lines that are not blank, with their 1-based numbers."""
+def lines_of(path: Path, most_bytes: int = MAX_LINE_BYTES) -> Iterator[tuple[int, bytes]]:
+    """Lines that are not blank, with their 1-based numbers. Raises WorkloadError for one that is too long."""
     try:
         with path.open("rb") as file:
             number = 0
-            while raw := file.readline(MAX_LINE_BYTES + 1):
+            while raw := file.readline(most_bytes + 1):
                 number += 1
-                if len(raw) > MAX_LINE_BYTES:
-                    raise WorkloadError(f"{path}, line {number}: the line is longer than {MAX_LINE_BYTES} bytes")
+                if len(raw) > most_bytes:
+                    raise WorkloadError(f"{path}, line {number}: the line is longer than {most_bytes} bytes")
                 if raw.strip():
                     yield number, raw
     except OSError as error:

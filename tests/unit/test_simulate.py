@@ -14,7 +14,7 @@ from engine_ext.plan.cost import CostModel
 from engine_ext.plan.hardware import Machine, hardware
 from engine_ext.plan.model_shape import preset
 from engine_ext.plan.prompts import Prompts
-from engine_ext.simulate.model import Clock, EngineModel
+from engine_ext.simulate.model import Clock, EngineModel, compute_time, step_time
 from engine_ext.simulate.policies import POLICIES, TooLarge, Work, by_weight, prepare, simulate
 from service.cli import app
 
@@ -155,10 +155,43 @@ def test_rows_of_the_command(tmp_path: Path) -> None:
     assert "batchweave" in CliRunner().invoke(app, arguments).stdout
 
 
+def test_a_profile_replaces_the_datasheet_and_the_race_is_drawn(tmp_path: Path) -> None:
+    """Steps of an engine half as fast as the datasheet: it takes twice as long."""
+    path = lines(tmp_path, [{"segments": [["s", 50], [n, 1000]], "output_tokens": 60} for n in range(200)])
+    slow = EngineModel.of(CostModel(preset("llama-3-8b"), Machine(hardware("a100-80gb"))), Clock.MIXED).array
+    slow[:4] *= 2  # seconds of GEMM, reads, prefill attention and weights
+    steps: list[dict[str, float]] = []
+    for size in (64, 256, 1024, 4096):
+        for kv in (0, 5_000, 60_000, 300_000):
+            decoding = kv // 1000
+            seconds = step_time(slow, compute_time(slow, size + decoding, float(size) ** 2), kv * slow[1])
+            steps.append({"prefill_tokens": size, "decoding": decoding, "kv_tokens": kv, "seconds": seconds})
+            if kv:
+                seconds = step_time(slow, compute_time(slow, decoding, 0.0), kv * slow[1])
+                steps.append({"prefill_tokens": 0, "decoding": decoding, "kv_tokens": kv, "seconds": seconds})
+    profile, plot = tmp_path / "profile.jsonl", tmp_path / "race.png"
+    profile.write_text("".join(json.dumps(step) + "\n" for step in steps))
+    arguments = ["simulate", "--workload", str(path), "--gpu", "a100-80gb", "--policies", "dfs", "--json"]
+    arguments += ["--interference", "0"]
+    plain = CliRunner().invoke(app, arguments)
+    fitted = CliRunner().invoke(app, [*arguments, "--profile", str(profile), "--plot", str(plot)])
+    assert fitted.exit_code == 0, fitted.stderr
+    assert "fit of steps: off by 0.0%" in fitted.stderr
+    assert json.loads(fitted.stdout)[0]["seconds"] == pytest.approx(
+        2 * json.loads(plain.stdout)[0]["seconds"], rel=0.02
+    )
+    assert json.loads(fitted.stdout)[0]["share_of_ideal"] <= 1
+    assert plot.read_bytes().startswith(b"\x89PNG")
+
+
 @pytest.mark.parametrize(
     ("more", "problem"),
     [
         (["--policies", "dfs,magic"], "no policy 'magic'"),
+        (["--profile", "nowhere.jsonl"], "nowhere.jsonl"),
+        (["--profile-clock", "quartz"], "no clock 'quartz'"),
+        (["--plot", "race.txt"], "ends in .png"),
+        (["--plot", "nowhere/race.png"], "no such folder"),
         (["--clock", "quartz"], "no clock 'quartz'"),
         (["--sample", "0"], "share to sample"),
         (["--gpu", "h900"], "no hardware"),

@@ -1,0 +1,74 @@
+"""Reading a profile: steps measured on a real engine, which the simulator's model is fitted to."""
+
+from pathlib import Path
+from typing import Annotated
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from service.workloads.workload import WorkloadError, lines_of
+
+MAX_LINE_BYTES = 64 * 1024
+MAX_STEPS = 100_000
+
+Count = Annotated[int, msgspec.Meta(ge=0, le=10**9)]
+Quadratic = Annotated[float, msgspec.Meta(ge=0, le=1e18)]
+Time = Annotated[float, msgspec.Meta(gt=0, le=1e6)]
+OperatorTime = Annotated[float, msgspec.Meta(ge=0, le=1e6)]
+
+
+class ProfileLine(msgspec.Struct, forbid_unknown_fields=True):
+    """One step: prompt tokens computed, sum over their chunks of end^2 - begin^2, requests that decode, KV they read.
+
+    Without `quadratic` the tokens are one prompt from its start. Seconds of the step, and of operators run alone.
+    """
+
+    prefill_tokens: Count
+    decoding: Count
+    kv_tokens: Count
+    seconds: Time
+    quadratic: Quadratic | None = None
+    gemm_s: OperatorTime | None = None
+    prefill_attention_s: OperatorTime | None = None
+    decode_attention_s: OperatorTime | None = None
+
+
+def read_profile(path: Path) -> dict[str, NDArray[np.float64]]:
+    """Columns of shape (steps,) by the names of calibrate.Profile; NaN where not measured. Raises WorkloadError."""
+    steps: list[ProfileLine] = []
+    for number, raw in lines_of(path, MAX_LINE_BYTES):
+        if len(steps) == MAX_STEPS:
+            raise WorkloadError(f"{path}, line {number}: there are more than {MAX_STEPS:,} steps; keep a part of them")
+        steps.append(_step(path, number, raw))
+    if not steps:
+        raise WorkloadError(f"{path} has no steps")
+    return {
+        name: np.array([getattr(step, name) for step in steps], dtype=np.float64)  # None becomes NaN
+        for name in ProfileLine.__struct_fields__
+    }
+
+
+def _step(path: Path, number: int, raw: bytes) -> ProfileLine:
+    try:
+        step = msgspec.json.decode(raw, type=ProfileLine)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise WorkloadError(f"{path}, line {number}: {error}") from error
+    if step.quadratic is None:
+        step.quadratic = float(step.prefill_tokens) ** 2
+    if not step.prefill_tokens and not step.decoding:
+        raise WorkloadError(f"{path}, line {number}: prefill_tokens and decoding are both 0, which is no step")
+    for name, load, of, cause in (
+        ("quadratic", step.quadratic, "prefill_tokens", step.prefill_tokens),
+        ("kv_tokens", step.kv_tokens, "decoding", step.decoding),
+    ):
+        if (load > 0) != (cause > 0):
+            raise WorkloadError(f"{path}, line {number}: {name} is {load:g}, and {of} is {cause}; one needs the other")
+    for name, load in (
+        ("gemm_s", step.prefill_tokens + step.decoding),
+        ("prefill_attention_s", step.prefill_tokens),
+        ("decode_attention_s", step.decoding),
+    ):
+        if load and getattr(step, name) == 0:
+            raise WorkloadError(f"{path}, line {number}: {name} must be above 0 in a step that has such work")
+    return step
