@@ -181,16 +181,12 @@ SUITES: dict[str, Callable[[], list[Case]]] = {
         *(Case("hard", mix, MAIN, 10.0) for mix in ("documents", "mooncake")),
     ],
     "varied": lambda: [
-        Case("varied", mix, MAIN, 2.0)
-        for mix in (
-            "a100-r1-1",
-            "a100-r1-2",
-            "a100-r1-3",
-            "a100-r1-4",
-            "sharegpt",
-            "lmsys_chat",
-            "servegen_deepseek_r1",
-        )
+        *(Case("varied", f"a100-r1-{number}", MAIN, 2.0, seed) for number in range(1, 5) for seed in range(2)),
+        *(
+            Case("varied", mix, MAIN, 2.0, seed)
+            for mix in ("sharegpt", "lmsys_chat", "servegen_deepseek_r1")
+            for seed in range(3)
+        ),
     ],
     "h200": lambda: [Case("h200", f"h200-{number}", MAIN, 2.0, gpu="h200") for number in range(1, 5)],
     "others": lambda: [

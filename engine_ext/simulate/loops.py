@@ -74,8 +74,11 @@ def new_blend(sample: Column, scan: Column, expected: Floats, compute: Floats, m
 
 
 @compiled
-def run_blendserve(engine: Engine, cache: Cache, model: Floats, blend: Blend) -> None:
-    """Algorithm 3: KV memory split by density, a prefill budget a side, steps in multiples of 128; the sample first."""
+def run_blendserve(engine: Engine, cache: Cache, model: Floats, blend: Blend, usable: float) -> None:
+    """Algorithm 3: KV memory split by density, a prefill budget a side, steps in multiples of 128; the sample first.
+
+    `usable`: the share of the KV memory that is M, what the two sides are to hold on average.
+    """
     heap = [(0, 0)]
     heap.pop()
     ends = [(0, 0)]
@@ -86,7 +89,7 @@ def run_blendserve(engine: Engine, cache: Cache, model: Floats, blend: Blend) ->
     done, tick = 0, 0
     while done < len(engine.leaf):
         if tick % SPLIT_EVERY == 0:
-            _split_memory(blend, engine, root, model[CAPACITY])
+            _split_memory(blend, engine, root, usable * model[CAPACITY])
         tick += 1
         tokens = split[0, 1] + split[1, 1] + counts[DECODING]
         chunk = max(ALIGNMENT, int(tokens / ALIGNMENT + 0.5) * ALIGNMENT - counts[DECODING])
