@@ -109,8 +109,6 @@ def lock(cache: Cache, heap: Heap, leaf: int) -> tuple[int, float]:
             cache.tokens[LOCKED] += cache.size[node]
         cache.users[node] += 1
         node = cache.parent[node]
-    cache.tokens[COMPUTED] += tokens
-    cache.work[0] += quadratic
     make_free(cache, heap, 0)
     return tokens, quadratic
 

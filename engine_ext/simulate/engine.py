@@ -27,7 +27,7 @@ from engine_ext.simulate.model import CLOCK_KIND, COMPUTES_TWICE, READ_S, comput
 Floats = NDArray[np.float64]
 
 SERIES = 1 << 16  # steps kept of a run's series; when they are full every other one goes
-IDLE, PREFILL, DECODE, DONE = range(4)
+WAITS, PREFILL, DECODE, DONE, TAKEN_BACK = range(5)
 
 # Places in Engine.counts
 (
@@ -128,10 +128,12 @@ def admit(engine: Engine, cache: Cache, heap: Heap, model: Floats, request: int)
     if more > 0 and grow(cache, heap, more):
         engine.twice[request] = more
         tokens, quadratic = tokens + more, quadratic + more_quadratic
-        cache.tokens[COMPUTED] += more
-        cache.work[0] += more_quadratic
     grow(cache, heap, generated)
-    counts[RECOMPUTED] += generated
+    if engine.state[request] == TAKEN_BACK:
+        counts[RECOMPUTED] += tokens + generated
+    else:
+        cache.tokens[COMPUTED] += tokens
+        cache.work[0] += quadratic
     tokens = max(1, tokens + generated)
     end = float(engine.prompt[request])
     quadratic += (end + generated) ** 2 - end**2
@@ -243,7 +245,7 @@ def _make_room_to_decode(engine: Engine, cache: Cache, heap: Heap) -> int:
         engine.generated[least] = engine.output[least] - (engine.ends[least] - counts[DECODES])
         counts[DECODING_KV] -= engine.prompt[least] + engine.generated[least]
         release(cache, heap, engine.leaf[least], engine.generated[least], False)
-        engine.state[least] = IDLE
+        engine.state[least] = TAKEN_BACK
         engine.retracted[counts[RETRACTED]] = least
         counts[RETRACTED] += 1
         counts[RETRACTIONS] += 1

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -14,8 +15,11 @@ from engine_ext.plan.cost import CostModel
 from engine_ext.plan.hardware import Machine, hardware
 from engine_ext.plan.model_shape import preset
 from engine_ext.plan.prompts import Prompts
+from engine_ext.simulate.cache import COMPUTED, EVICTABLE, FREE, LOCKED, Cache, new_cache
+from engine_ext.simulate.engine import RECOMPUTED, RETRACTIONS, Engine, new_engine
 from engine_ext.simulate.model import Clock, EngineModel, compute_time, step_time
 from engine_ext.simulate.policies import POLICIES, TooLarge, Work, by_weight, prepare, simulate
+from engine_ext.simulate.stock import run_stock
 from service.cli import app
 
 COST = CostModel(preset("llama-3-8b"), Machine(hardware("a100-80gb")), attention_compute=False)
@@ -30,6 +34,14 @@ def model(capacity: int = 400_000, clock: Clock = Clock.OVERLAPPED, weights_s: f
 def work_of(prompts: Sequence[Sequence[tuple[str | int, int]]], output: list[int], sample: float = 1.0) -> Work:
     lengths = np.array(output)
     return prepare(Prompts.of_segments(prompts), lengths, COST, np.full(len(output), 4096), sample=sample)
+
+
+def fresh(work: Work, engine_model: EngineModel) -> tuple[Engine, Cache]:
+    tree = work.tree
+    leaf = np.empty(len(work.output), dtype=np.int64)
+    leaf[tree.order] = tree.leaves
+    cache = new_cache(tree.parent, tree.begin, tree.end, engine_model.capacity)
+    return new_engine(leaf, work.lengths, work.output), cache
 
 
 @pytest.mark.parametrize("policy", list(POLICIES))
@@ -50,6 +62,32 @@ def test_everything_shared_is_computed_once(policy: str) -> None:
     found = simulate(work, model(), policy)
     assert found.sharing_kept == pytest.approx(1.0)
     assert found.sharing == pytest.approx(19 * 500 / (20 * 510))
+
+
+def test_a_prefix_of_one_prefill_batch_is_computed_by_each_as_stock_sglang_does() -> None:
+    """One step takes all twenty, so none finds what another computes; later ones find it."""
+    work = work_of([[("a", 300), (n, 20)] for n in range(40)], [50] * 40)
+    stock = replace(model(capacity=10_000, clock=Clock.SEQUENTIAL), computes_twice=True)
+    engine, cache = fresh(work, stock)
+    found = run_stock(engine, cache, stock.array, np.arange(40), np.full(40, 50.0), 6400, 1.0, False)
+    first = int(np.count_nonzero(found.cached == 0))
+    assert 20 <= first < 40
+    assert set(found.cached.tolist()) == {0, 300}
+    assert int(cache.tokens[COMPUTED]) == first * 320 + (40 - first) * 20
+    assert cache.tokens[FREE] + cache.tokens[EVICTABLE] == 10_000
+    assert cache.tokens[LOCKED] == 0
+
+
+def test_what_is_computed_again_is_not_lost_sharing() -> None:
+    """Expectations far too low: many are taken back, and compute their own prompts again."""
+    work = work_of([[(n, 100)] for n in range(60)], [600] * 60)
+    engine_model = model(capacity=8_000)
+    engine, cache = fresh(work, engine_model)
+    run_stock(engine, cache, engine_model.array, np.arange(60), np.full(60, 5.0), 2048, 0.3, False)
+    assert engine.counts[RETRACTIONS] > 20
+    assert int(cache.tokens[COMPUTED]) == 60 * 100
+    assert engine.counts[RECOMPUTED] >= engine.counts[RETRACTIONS]
+    assert cache.tokens[FREE] + cache.tokens[EVICTABLE] == 8_000
 
 
 @pytest.mark.parametrize("policy", list(POLICIES))
