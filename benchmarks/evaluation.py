@@ -23,7 +23,7 @@ from benchmarks import mixes
 from engine_ext.plan.blend import Wishes, blend
 from engine_ext.plan.cost import CostModel
 from engine_ext.plan.hardware import Machine, hardware
-from engine_ext.plan.lengths import LONGEST
+from engine_ext.plan.lengths import LONGEST, Estimates
 from engine_ext.plan.model_shape import preset
 from engine_ext.plan.order import order_scan
 from engine_ext.plan.partition import partition
@@ -31,7 +31,7 @@ from engine_ext.plan.prompts import Prompts
 from engine_ext.plan.resources import Requests, request_loads
 from engine_ext.plan.tree import Column
 from engine_ext.simulate.model import Clock, EngineModel
-from engine_ext.simulate.policies import Outcome, Work, prepare, simulate
+from engine_ext.simulate.policies import Outcome, Search, Work, prepare, simulate
 
 MAIN = ("dfs", "random", "blendserve", "batchweave")
 ALL = ("fcfs", "lpm", "dfs-weight", "dfs", "random", "lof", "blendserve", "batchweave")
@@ -42,7 +42,12 @@ SERIES = 120  # points of Figure 10's lines
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """One workload on one machine, run with some policies; `shape`: density and sharing in place of a named mix."""
+    """One workload on one machine, run with some policies.
+
+    `shape`: density and sharing in place of a named mix. `windows`: how many the requests are cut into, in the order in
+    which they came; one runs after the other. `chunk`: the only chunk size, or 0 to search. `length_error`: all lengths
+    are given beforehand, each wrong by a factor whose logarithm has this standard deviation.
+    """
 
     suite: str
     mix: str
@@ -57,6 +62,10 @@ class Case:
     interference: float = 0.1
     shape: tuple[float, float] | None = None
     replicas: int = 1
+    windows: int = 1
+    chunk: int = 0
+    keep: float = 0.99
+    length_error: float = 0.0
     series: bool = False
 
 
@@ -75,8 +84,11 @@ def run(data: Path, case: Case) -> list[dict[str, Any]]:
     output = np.array([row.output_tokens for row in fits], dtype=np.int64)
     if case.replicas > 1:
         return list(_replicated(case, prompts, output, cost, engine))
+    if case.windows > 1:
+        return list(_windowed(case, prompts, output, cost, engine))
     work = _work(case, prompts, output, cost)
-    return [_row(case, work, simulate(work, engine, policy, case.seed)) for policy in case.policies]
+    search = Search(keep=case.keep) if not case.chunk else Search(chunks=(case.chunk,), keep=case.keep)
+    return [_row(case, work, simulate(work, engine, policy, case.seed, search)) for policy in case.policies]
 
 
 def _rows(data: Path, case: Case, cost: CostModel) -> list[mixes.Row]:
@@ -89,7 +101,12 @@ def _rows(data: Path, case: Case, cost: CostModel) -> list[mixes.Row]:
 
 def _work(case: Case, prompts: Prompts, output: Column, cost: CostModel) -> Work:
     caps = np.full(len(output), LONGEST)
-    return prepare(prompts, output, cost, caps, sample=case.sample, seed=case.seed, clock=time.perf_counter)
+    if not case.length_error:
+        return prepare(prompts, output, cost, caps, sample=case.sample, seed=case.seed, clock=time.perf_counter)
+    work = prepare(prompts, output, cost, caps, sample=1.0, clock=time.perf_counter)
+    factors = np.exp(np.random.default_rng(case.seed).normal(0.0, case.length_error, len(output)))
+    said = np.maximum(1, output * factors)
+    return replace(work, known=said.astype(np.int64), estimates=Estimates(said, said**2, said))
 
 
 def _row(case: Case, work: Work, outcome: Outcome) -> dict[str, Any]:
@@ -131,6 +148,21 @@ def _replicated(
         yield _row(case, work, replace(slowest, tokens_per_s=tokens / slowest.seconds))
 
 
+def _windowed(
+    case: Case, prompts: Prompts, output: Column, cost: CostModel, engine: EngineModel
+) -> Iterator[dict[str, Any]]:
+    """The requests in several windows, one after the other: the sum counts."""
+    whole = _work(case, prompts, output, cost)
+    for policy in case.policies:
+        outcomes = [
+            simulate(_work(case, _subset(prompts, part), output[part], cost), engine, policy, case.seed)
+            for part in np.array_split(np.arange(len(output)), case.windows)
+        ]
+        seconds = sum(outcome.seconds for outcome in outcomes)
+        share = whole.practical_s(engine) / seconds
+        yield _row(case, whole, replace(outcomes[0], seconds=seconds, share_of_practical=share))
+
+
 def _subset(prompts: Prompts, chosen: Column) -> Prompts:
     assert prompts.sizes is not None
     spans = [slice(prompts.starts[i], prompts.starts[i + 1]) for i in chosen.tolist()]
@@ -146,7 +178,7 @@ def _grid(dense: str) -> Callable[[], list[Case]]:
     """65 mixes: density 0.80 to 1.40, sharing 0.05 to 0.45."""
     name = f"grid-{dense}"
     return lambda: [
-        Case(name, f"{dense}+long", shape=(round(0.8 + 0.05 * d, 2), round(0.05 + 0.1 * s, 2)), scale=0.3)
+        Case(name, f"{dense}+long", shape=(round(0.8 + 0.05 * d, 2), round(0.05 + 0.1 * s, 2)), scale=0.2)
         for d in range(13)
         for s in range(5)
     ]
@@ -204,7 +236,7 @@ SUITES: dict[str, Callable[[], list[Case]]] = {
     "clocks": lambda: [Case("clocks", mix, MAIN, clock=clock) for mix in FOUR for clock in ("mixed", "sequential")],
     "sensitivity": lambda: [
         *(
-            Case("sensitivity", mix, ("batchweave",), LARGE, seed, sample=share)
+            Case("sensitivity", mix, ("batchweave",), 1.0, seed, sample=share)
             for mix in ("a100-1", "a100-4")
             for share in (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0)
             for seed in range(3)
@@ -212,7 +244,27 @@ SUITES: dict[str, Callable[[], list[Case]]] = {
         *(
             Case("sensitivity", mix, MAIN, interference=interference)
             for mix in ("a100-1", "a100-4")
-            for interference in (0.0, 0.2, 0.3, 0.5)
+            for interference in (0.0, 0.3)
+        ),
+        *(
+            Case("sensitivity", mix, MAIN, length_error=error)
+            for mix in ("a100-1", "a100-4")
+            for error in (0.1, 0.25, 0.5, 1.0)
+        ),
+        *(
+            Case("sensitivity", mix, ("dfs", "random"), chunk=chunk)
+            for mix in ("a100-1", "a100-4")
+            for chunk in (128, 256, 512, 1024, 2048, 4096)
+        ),
+        *(
+            Case("sensitivity", mix, ("blendserve", "batchweave"), keep=keep)
+            for mix in ("a100-1", "documents")
+            for keep in (0.5, 0.9, 0.95, 1.0)
+        ),
+        *(
+            Case("sensitivity", mix, ("batchweave",), LARGE, windows=windows)
+            for mix in ("a100-1", "a100-4")
+            for windows in (1, 2, 4, 10, 30)
         ),
     ],
 }

@@ -136,24 +136,41 @@ def _replicas(rows: Sequence[Row], path: Path) -> None:
     figure.savefig(path, dpi=110)
 
 
+SENSITIVITIES = {  # what was changed, and its value elsewhere
+    "sample": (0.01, "share of the requests sampled", "log"),
+    "interference": (0.1, "interference", "linear"),
+    "length_error": (0.0, "error of given lengths, standard deviation of the logarithm", "linear"),
+    "chunk": (0, "chunk, prompt tokens of a step", "log"),
+    "keep": (0.99, "sharing that splits must keep", "linear"),
+    "windows": (1, "windows that the requests are cut into", "log"),
+}
+
+
 def _sensitivity(rows: Sequence[Row], path: Path) -> None:
-    figure = _figure(12, 4.5)
-    left, right = figure.subplots(1, 2)
-    for name in sorted({row["mix"] for row in rows}):
-        for axes, value, scale in ((left, "sample", "log"), (right, "interference", "linear")):
-            chosen = [row for row in rows if row["mix"] == name and (row["interference"] == 0.1) == (value == "sample")]
-            for policy in sorted({row["policy"] for row in chosen}):
-                points: dict[float, list[float]] = {}
-                for row in chosen:
-                    if row["policy"] == policy:
-                        points.setdefault(row[value], []).append(row["share_of_practical"])
-                at = sorted(points)
-                axes.plot(at, [np.mean(points[x]) for x in at], marker="o", label=f"{name}, {policy}")
-            axes.set_xscale(scale)
-            axes.set_xlabel({"sample": "share of the requests sampled", "interference": "interference"}[value])
-            axes.set_ylabel("share of the practical bound")
-            axes.legend(fontsize=7)
-    figure.savefig(path, dpi=110)
+    figure = _figure(15, 8)
+    for axes, (field, (usual, title, scale)) in zip(
+        np.ravel(figure.subplots(2, 3)), SENSITIVITIES.items(), strict=True
+    ):
+        changed = [row for row in rows if row[field] != usual or _is_usual(row, field)]
+        for name in sorted({(row["mix"], row["policy"]) for row in changed}):
+            points: dict[float, list[float]] = {}
+            for row in changed:
+                if (row["mix"], row["policy"]) == name:
+                    points.setdefault(row[field], []).append(row["share_of_practical"])
+            at = sorted(points)
+            axes.plot(at, [np.mean(points[x]) for x in at], marker="o", label=", ".join(name))
+        axes.set_xscale(scale)
+        axes.set_xlabel(title)
+        axes.set_ylabel("share of the practical bound")
+        axes.set_ylim(0, 1.02)
+        axes.legend(fontsize=6)
+    figure.savefig(path, dpi=100)
+
+
+def _is_usual(row: Row, field: str) -> bool:
+    """Whether a row with nothing changed belongs to this field: to windows the large ones, the others to the sample."""
+    usual = all(row[name] == value for name, (value, _, _) in SENSITIVITIES.items())
+    return usual and field == ("sample" if row["scale"] == 1 else "windows")
 
 
 def _print(rows: Sequence[Row], title: str) -> None:

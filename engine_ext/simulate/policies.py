@@ -37,9 +37,6 @@ from engine_ext.simulate.stock import run_stock
 Floats = NDArray[np.float64]
 
 SAMPLE = 0.01
-CHUNKS = (128, 256, 512, 1024, 2048, 4096)
-RESERVES = (0.3, 0.6, 1.0)
-USABLE = (0.4, 0.55, 0.7, 0.85, 1.0)
 
 
 class TooLarge(ValueError):
@@ -48,6 +45,23 @@ class TooLarge(ValueError):
     def __init__(self, number: int, tokens: int, capacity: int) -> None:
         super().__init__(f"request {number} needs {tokens:,} tokens of KV cache, and there are {capacity:,}")
         self.number = number
+
+
+@dataclass(frozen=True, slots=True)
+class Search:
+    """What to try for policies with settings; the best counts.
+
+    `chunks`: prompt tokens of a step; `ratios`: SGLang's new token ratio at the start; `memory`: shares of the KV
+    memory that BlendServe's sides hold on average. `keep`: the share of the possible sharing that splits must keep.
+    """
+
+    chunks: tuple[int, ...] = (128, 256, 512, 1024, 2048, 4096)
+    ratios: tuple[float, ...] = (1.0, 0.6, 0.3)
+    memory: tuple[float, ...] = (0.4, 0.55, 0.7, 0.85, 1.0)
+    keep: float = 0.99
+
+
+SEARCH = Search()
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,20 +170,20 @@ def prepare(
     )
 
 
-def simulate(work: Work, model: EngineModel, policy: str, seed: int = 0) -> Outcome:
-    """Run a policy; those with settings at their best, which are searched. Raises KeyError, TooLarge."""
+def simulate(work: Work, model: EngineModel, policy: str, seed: int = 0, search: Search = SEARCH) -> Outcome:
+    """Run a policy; those with settings at the best of those searched. Raises KeyError, TooLarge."""
     needed = work.lengths + work.output
     if len(needed) and int(needed.max()) >= model.capacity:
         raise TooLarge(int(needed.argmax()), int(needed.max()), model.capacity)
-    return POLICIES[policy](work, model, seed)
+    return POLICIES[policy](work, model, seed, search)
 
 
-def _batchweave(work: Work, model: EngineModel, seed: int) -> Outcome:
+def _batchweave(work: Work, model: EngineModel, seed: int, search: Search) -> Outcome:
     costs = StepCosts(
         model.gemm_s, model.read_s, model.weights_s, model.capacity, most_tokens=8192, quadratic_s=model.quadratic_s
     )
     started = work.clock()
-    scan = order_scan(work.tree, _estimated(work), work.cost)
+    scan = order_scan(work.tree, _estimated(work), work.cost, search.keep)
     order = scan.tree.order
     compute, memory = request_loads(scan.tree, _estimated(work), work.cost)
     meeting = meeting_place(excess_s(compute, memory))
@@ -198,10 +212,10 @@ def _batchweave(work: Work, model: EngineModel, seed: int) -> Outcome:
     return _outcome("batchweave", "", work, model, engine, cache, planned_s)
 
 
-def _blendserve(work: Work, model: EngineModel, seed: int) -> Outcome:
+def _blendserve(work: Work, model: EngineModel, seed: int, search: Search) -> Outcome:
     """The paper's order (algorithms 1 and 2) and its dual scan (algorithm 3), at its best share of the memory."""
     started = work.clock()
-    order = paper_order(work.tree, _estimated(work), work.cost)
+    order = paper_order(work.tree, _estimated(work), work.cost, search.keep)
     fresh = np.empty(len(order), dtype=np.int64)
     fresh[order] = work.lengths[order] - shared_by_order(work.tree, order)
     mean = work.estimates.mean
@@ -214,26 +228,26 @@ def _blendserve(work: Work, model: EngineModel, seed: int) -> Outcome:
         run_blendserve(engine, cache, model.array, new_blend(sample, scan, mean, compute, memory, fresh), usable)
         return _outcome("blendserve", f"memory {usable:g}", work, model, engine, cache, planned_s)
 
-    return min((run(usable) for usable in USABLE), key=lambda found: found.seconds)
+    return min((run(usable) for usable in search.memory), key=lambda found: found.seconds)
 
 
 def _ordered(name: str, order_of: Callable[[Work, int], Column], lpm: bool = False) -> Callable[..., Outcome]:
-    """A policy that is an order, at its best chunk size and then its best reserve."""
+    """A policy that is an order, at its best chunk size and then its best ratio."""
 
-    def policy(work: Work, model: EngineModel, seed: int) -> Outcome:
+    def policy(work: Work, model: EngineModel, seed: int, search: Search) -> Outcome:
         started = work.clock()
         order = order_of(work, seed)
         planned_s = work.clock() - started
         whole = np.concatenate([_in_order(work.sample, order), order[~np.isin(order, work.sample)]])
 
-        def run(chunk: int, reserve: float) -> Outcome:
+        def run(chunk: int, ratio: float) -> Outcome:
             engine, cache = _fresh_engine(work, model)
-            run_stock(engine, cache, model.array, whole, work.estimates.mean, chunk, reserve, lpm)
-            return _outcome(name, f"chunk {chunk}, ratio {reserve:g}", work, model, engine, cache, planned_s)
+            run_stock(engine, cache, model.array, whole, work.estimates.mean, chunk, ratio, lpm)
+            return _outcome(name, f"chunk {chunk}, ratio {ratio:g}", work, model, engine, cache, planned_s)
 
-        best = min(((run(chunk, RESERVES[-1]), chunk) for chunk in CHUNKS), key=lambda found: found[0].seconds)
-        others = [run(best[1], reserve) for reserve in RESERVES[:-1]]
-        return min([best[0], *others], key=lambda found: found.seconds)
+        first, *others = search.ratios
+        best = min(((run(chunk, first), chunk) for chunk in search.chunks), key=lambda found: found[0].seconds)
+        return min([best[0], *(run(best[1], ratio) for ratio in others)], key=lambda found: found.seconds)
 
     return policy
 
@@ -314,7 +328,7 @@ def _outcome(
     )
 
 
-POLICIES: Mapping[str, Callable[[Work, EngineModel, int], Outcome]] = MappingProxyType(
+POLICIES: Mapping[str, Callable[[Work, EngineModel, int, Search], Outcome]] = MappingProxyType(
     {
         "fcfs": _ordered("fcfs", _as_submitted),
         "lpm": _ordered("lpm", _as_submitted, lpm=True),
