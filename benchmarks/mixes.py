@@ -62,12 +62,16 @@ def write(rows: list[Row], path: Path) -> None:
             file.write(json.dumps(line, separators=(",", ":")) + "\n")
 
 
+class NoSuchMix(ValueError):
+    """No amounts of the traces have the density and sharing asked for."""
+
+
 def of_shape(
     data: Path, dense: str, light: str, density: float, sharing: float, cost: CostModel, count: int, seed: int
 ) -> list[Row]:
     """A mix of about this density and sharing on a machine: `count` requests of two traces, and MMLU beside them.
 
-    Raises ValueError where no amounts of the three give the shape.
+    Raises NoSuchMix where no amounts of the three give the shape.
     """
     probe = [_rows(data, dense, 4_000, seed), _rows(data, light, 4_000, seed), traces.mmlu(data, 14_042)]
     (c_d, m_d, _), (c_l, m_l, _), (c_m, m_m, v_m) = (_means(rows, cost) for rows in probe)
@@ -82,7 +86,7 @@ def of_shape(
     right = np.array([-sharing * c_d, density * m_d - (1 - sharing) * c_d])
     lights, mmlus = np.linalg.solve(left, right)
     if not (0 < lights < 1 and mmlus >= 0):
-        raise ValueError(f"no mix of {dense}, {light} and MMLU has density {density} and sharing {sharing}")
+        raise NoSuchMix(f"no mix of {dense}, {light} and MMLU has density {density} and sharing {sharing}")
     return [
         *_rows(data, dense, round(count * (1 - lights)), seed),
         *_rows(data, light, round(count * lights), seed),

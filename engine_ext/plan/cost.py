@@ -43,6 +43,11 @@ class CostModel:
         return 2 * self.shape.active_parameters / self.machine.flops(self.dtype)
 
     @property
+    def quadratic_s(self) -> float:
+        """Seconds of a prompt's attention, times end^2 - begin^2 of what is computed."""
+        return self.shape.attention_flops / self.machine.flops(self.dtype) if self.attention_compute else 0.0
+
+    @property
     def read_s_per_token(self) -> float:
         """Seconds to read the KV cache of one token once."""
         return self.kv_bytes_per_token / self.machine.bandwidth
@@ -50,8 +55,7 @@ class CostModel:
     def compute_s(self, prompt: ArrayLike, output: ArrayLike) -> Seconds:
         """Comp(r) = (2 (p + d) P + 4 p^2 H L) / C."""
         p, d = _lengths(prompt, output)
-        quadratic = self.shape.attention_flops * p * p / self.machine.flops(self.dtype)
-        return (p + d) * self.gemm_s_per_token + (quadratic if self.attention_compute else 0.0)
+        return (p + d) * self.gemm_s_per_token + p * p * self.quadratic_s
 
     def memory_s(self, prompt: ArrayLike, output: ArrayLike, output_squares: ArrayLike | None = None) -> Seconds:
         """Mem(r) = (p d + d^2 / 2) KV bytes / B: each output token reads the cache of all before it.
@@ -70,8 +74,7 @@ class CostModel:
     def saved_s(self, shared: ArrayLike, before: ArrayLike = 0) -> Seconds:
         """Compute saved by finding `shared` prompt tokens in the cache, which stand behind `before` others."""
         n, b = _lengths(shared, before)
-        quadratic = self.shape.attention_flops * ((b + n) ** 2 - b**2) / self.machine.flops(self.dtype)
-        return n * self.gemm_s_per_token + (quadratic if self.attention_compute else 0.0)
+        return n * self.gemm_s_per_token + ((b + n) ** 2 - b**2) * self.quadratic_s
 
     def kv_capacity_tokens(self, usable: float = 0.9) -> int:
         """Tokens of KV cache beside the weights in the `usable` share of memory. Raises DoesNotFit."""

@@ -10,6 +10,7 @@ from engine_ext.plan.tree import Column
 Floats = NDArray[np.float64]
 
 SHARE = 0.01
+UNKNOWN, NOT_ASKED = -1, -2  # lengths: to be asked, or nothing that anyone could tell
 FEW = 8  # requests of a group that may always be sampled
 MOST = 16  # times the share, of one group
 
@@ -27,11 +28,11 @@ def choose_sample(
     Up to half of them go to groups of which nothing is known, one to each, the highest first. The rest goes where it
     tells most (Neyman): to a group in proportion to its requests and to the spread of the memory work that its outlook
     leaves open, but no group's sample may become most of its work. Ask again with a better outlook to place a second
-    half better than the first.
+    half better than the first. `known`: int64 [prompts], output tokens, UNKNOWN or NOT_ASKED.
     """
     if not 0 < share <= 1:
         raise ValueError(f"the share to sample must be above 0 and at most 1, not {share}")
-    open_requests = np.flatnonzero(known < 0)
+    open_requests = np.flatnonzero(known == UNKNOWN)
     of = groups.of[open_requests]
     size = np.bincount(of, minlength=len(groups))
     if len(open_requests) == 0:
@@ -62,12 +63,14 @@ def ask_sample(
     """
     if not 0 < share <= 1:
         raise ValueError(f"the share to sample must be above 0 and at most 1, not {share}")
-    # What cannot be told is nothing to ask, and neither is what has been asked.
-    settled, seen, chosen = np.where(truth < 0, 0, -1), Seen.nothing(len(groups)), np.empty(0, dtype=np.int64)
-    for _ in range(2):
-        outlook = look_ahead(seen, groups, caps)
-        half = choose_sample(groups, outlook, prompt_tokens, settled, generator, share / 2)
-        settled[half] = 0
+    settled, seen, chosen = np.where(truth < 0, NOT_ASKED, UNKNOWN), Seen.nothing(len(groups)), np.empty(0, np.int64)
+    total = int(np.ceil(share * np.count_nonzero(settled == UNKNOWN)))
+    for wanted in (total // 2, total):
+        outlook, left = look_ahead(seen, groups, caps), np.count_nonzero(settled == UNKNOWN)
+        if wanted == len(chosen) or left == 0:
+            continue
+        half = choose_sample(groups, outlook, prompt_tokens, settled, generator, (wanted - len(chosen)) / left)
+        settled[half] = truth[half]
         chosen = np.sort(np.concatenate([chosen, half]))
         seen = see(groups, chosen, truth[chosen], np.ones(len(chosen), dtype=np.bool_))
     return chosen, seen

@@ -67,9 +67,8 @@ class StepCosts:
     @classmethod
     def of(cls, cost: CostModel, capacity: int, most_tokens: int = 8192) -> "StepCosts":
         weights_s = cost.shape.weight_bytes(DTYPE_BYTES[cost.dtype]) / cost.machine.bandwidth
-        quadratic_s = cost.shape.attention_flops / cost.machine.flops(cost.dtype) if cost.attention_compute else 0.0
         return cls(
-            cost.gemm_s_per_token, cost.read_s_per_token, weights_s, capacity, most_tokens, quadratic_s=quadratic_s
+            cost.gemm_s_per_token, cost.read_s_per_token, weights_s, capacity, most_tokens, quadratic_s=cost.quadratic_s
         )
 
 

@@ -121,7 +121,7 @@ def _right_share(state: State) -> float:
     it, and the rest takes what answers vary, so that prompts of the left end always find room.
     """
     counts, machine, sums = state.counts, state.machine, state.sums
-    if counts[LEFT_FIRST] == counts[LEFT_LAST] or sums[COMPUTE_LEFT] <= NOTHING_S:
+    if counts[LEFT_FIRST] == counts[LEFT_LAST] or sums[COMPUTE_LEFT] <= NOTHING_S or machine[READ_S] == 0:
         return 1.0
     least_s = max(machine[WEIGHTS_S], ALIGNMENT * machine[GEMM_S])
     reads_s = ENOUGH * least_s * sums[MEMORY_LEFT] / sums[COMPUTE_LEFT]

@@ -142,7 +142,7 @@ class Calibration:
     interference: float
     errors: Mapping[str, Misfit] = field(default_factory=dict[str, Misfit])
 
-    def model(self, capacity: int, clock: Clock, most_running: int) -> EngineModel:
+    def model(self, capacity: int, clock: Clock) -> EngineModel:
         return EngineModel(
             gemm_s=self.gemm_s,
             read_s=self.read_s,
@@ -152,7 +152,6 @@ class Calibration:
             overhead_s=self.overhead_s,
             interference=self.interference,
             clock=clock,
-            most_running=most_running,
         )
 
 

@@ -125,10 +125,10 @@ def admit(engine: Engine, cache: Cache, heap: Heap, model: Floats, request: int)
     if model[COMPUTES_TWICE] > 0:
         more, more_quadratic = twice(cache, engine.leaf[request])
     tokens, quadratic = lock(cache, heap, engine.leaf[request])
+    grow(cache, heap, generated)
     if more > 0 and grow(cache, heap, more):
         engine.twice[request] = more
         tokens, quadratic = tokens + more, quadratic + more_quadratic
-    grow(cache, heap, generated)
     if engine.state[request] == TAKEN_BACK:
         counts[RECOMPUTED] += tokens + generated
     else:
@@ -152,6 +152,7 @@ def step(engine: Engine, cache: Cache, heap: Heap, ends: Heap, model: Floats, bu
     counts[PREFILLED], counts[FINISHED], counts[RETRACTED] = 0, 0, 0
     alone = model[CLOCK_KIND] == 2.0 and budget > 0 and counts[PENDING] > 0
     decoding = 0 if alone else _make_room_to_decode(engine, cache, heap)
+    counts[MOST_LOCKED] = max(counts[MOST_LOCKED], cache.tokens[LOCKED])
     reads = counts[DECODING_KV] * model[READ_S] if decoding > 0 else 0.0
     tokens, quadratic = _prefill(engine, budget)
     compute = compute_time(model, tokens + decoding, quadratic)
@@ -162,7 +163,6 @@ def step(engine: Engine, cache: Cache, heap: Heap, ends: Heap, model: Floats, bu
         _finish(engine, cache, heap, ends)
     _start_decoding(engine, cache, ends)
     counts[STEPS] += 1
-    counts[MOST_LOCKED] = max(counts[MOST_LOCKED], cache.tokens[LOCKED])
     sums[SECONDS] += seconds
     sums[COMPUTE_S] += compute
     sums[READS_S] += reads
@@ -231,7 +231,7 @@ def _finish(engine: Engine, cache: Cache, heap: Heap, ends: Heap) -> None:
 def _make_room_to_decode(engine: Engine, cache: Cache, heap: Heap) -> int:
     """Lock a token for each decoding request, retracting as SGLang does; how many decode.
 
-    First those that have got least, of these the one with the longest prompt, of these the last.
+    First those that have got least, of these the one with the longest prompt.
     """
     counts = engine.counts
     while counts[DECODING] > 0 and not grow(cache, heap, counts[DECODING]):

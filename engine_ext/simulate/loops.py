@@ -97,6 +97,12 @@ def run_blendserve(engine: Engine, cache: Cache, model: Floats, blend: Blend, us
             blend.owed[side] = min(blend.owed[side], 0.0) + split[side, 1]
             _admit_side(engine, cache, heap, model, blend, side, chunk)
         decoded = step(engine, cache, heap, ends, model, chunk)
+        for k in range(counts[RETRACTED]):  # before the others decoded
+            request = engine.retracted[k]
+            blend.held[blend.side[request]] -= engine.prompt[request] + engine.generated[request]
+            blend.decode[blend.side[request]] -= 1
+            blend.again[blend.at[3]] = request
+            blend.at[3] += 1
         for side in range(2):
             blend.held[side] += decoded * blend.decode[side]
         for k in range(counts[FINISHED]):
@@ -104,12 +110,6 @@ def run_blendserve(engine: Engine, cache: Cache, model: Floats, blend: Blend, us
             blend.held[blend.side[request]] -= engine.prompt[request] + engine.output[request]
             blend.decode[blend.side[request]] -= 1
             done += 1
-        for k in range(counts[RETRACTED]):
-            request = engine.retracted[k]
-            blend.held[blend.side[request]] -= engine.prompt[request] + engine.generated[request]
-            blend.decode[blend.side[request]] -= 1
-            blend.again[blend.at[3]] = request
-            blend.at[3] += 1
         for k in range(counts[PREFILLED]):
             blend.decode[blend.side[engine.prefilled[k]]] += 1
 
@@ -155,6 +155,8 @@ def _split_memory(blend: Blend, engine: Engine, root: float, capacity: float) ->
     """Steps 1 to 3 of algorithm 3, from the means of the requests that stand first at each end."""
     density, prompts, outputs, news = np.zeros(2), np.ones(2), np.ones(2), np.ones(2)
     left, right = blend.at[1], blend.at[2]
+    if left == right:
+        return  # what comes again keeps the budgets that there were
     for side in range(2):
         first, last = (left, min(right, left + HEADS)) if side == 0 else (max(left, right - HEADS), right)
         if first < last:
@@ -163,7 +165,7 @@ def _split_memory(blend: Blend, engine: Engine, root: float, capacity: float) ->
             density[side] = blend.compute[chosen].sum() / memory if memory > 0 else 1e9
             prompts[side] = engine.prompt[chosen].mean()
             outputs[side] = max(1.0, blend.expected[chosen].mean())
-            news[side] = blend.fresh[chosen].mean()
+            news[side] = max(1.0, blend.fresh[chosen].mean())
     share = 0.5
     if density[0] > density[1]:
         share = min(1.0, max(0.0, (root - density[1]) / (density[0] - density[1])))

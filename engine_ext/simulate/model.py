@@ -24,9 +24,7 @@ class Clock(IntEnum):
 
 
 # Places in EngineModel.array
-GEMM_S, READ_S, QUADRATIC_S, WEIGHTS_S, OVERHEAD_S, HIDDEN, CLOCK_KIND, CAPACITY, MOST_RUNNING, COMPUTES_TWICE = range(
-    10
-)
+GEMM_S, READ_S, QUADRATIC_S, WEIGHTS_S, OVERHEAD_S, HIDDEN, CLOCK_KIND, CAPACITY, COMPUTES_TWICE = range(9)
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +32,7 @@ class EngineModel:
     """Seconds per token of GEMM, per KV token read, per unit of prefill attention (end^2 - begin^2 of a chunk).
 
     And for reading the weights once, and per step on the CPU. `interference`: the share of the hidden time that shows
-    anyway. `capacity`: tokens of KV cache; `most_running`: requests that run at once. `computes_twice`: a prefix that
+    anyway. `capacity`: tokens of KV cache. `computes_twice`: a prefix that
     requests of one prefill batch share is computed by each of them, as stock SGLang does.
     """
 
@@ -46,7 +44,6 @@ class EngineModel:
     overhead_s: float = STEP_OVERHEAD_S
     interference: float = INTERFERENCE
     clock: Clock = Clock.OVERLAPPED
-    most_running: int = 8192
     computes_twice: bool = False
 
     @classmethod
@@ -59,11 +56,10 @@ class EngineModel:
         overhead_s: float = STEP_OVERHEAD_S,
     ) -> "EngineModel":
         """From datasheets; `usable` is the share of memory that weights and KV cache may have."""
-        quadratic = cost.shape.attention_flops / cost.machine.flops(cost.dtype) if cost.attention_compute else 0.0
         return cls(
             gemm_s=cost.gemm_s_per_token,
             read_s=cost.read_s_per_token,
-            quadratic_s=quadratic,
+            quadratic_s=cost.quadratic_s,
             weights_s=cost.shape.weight_bytes(DTYPE_BYTES[cost.dtype]) / cost.machine.bandwidth,
             capacity=cost.kv_capacity_tokens(usable),
             overhead_s=overhead_s,
@@ -83,7 +79,6 @@ class EngineModel:
                 self.interference,
                 float(self.clock),
                 self.capacity,
-                self.most_running,
                 float(self.computes_twice),
             ]
         )

@@ -302,12 +302,12 @@ def _fresh_engine(work: Work, model: EngineModel) -> tuple[Engine, Cache]:
 def _outcome(
     policy: str, setting: str, work: Work, model: EngineModel, engine: Engine, cache: Cache, planned_s: float
 ) -> Outcome:
-    planner_s = work.prepared_s + planned_s
+    cost, planner_s = work.cost, work.prepared_s + planned_s
     seconds = float(engine.sums[SECONDS]) + planner_s
     tokens = int(work.lengths.sum() + work.output.sum())
     # What was computed of prompts, in the cost model's seconds: GEMM by token, attention by what stands before.
-    prompt_s = float(cache.tokens[COMPUTED]) * model.gemm_s + float(cache.work[0]) * model.quadratic_s
-    whole_s = float(work.cost.compute_s(work.lengths, np.zeros(len(work.lengths))).sum())
+    prompt_s = float(cache.tokens[COMPUTED]) * cost.gemm_s_per_token + float(cache.work[0]) * cost.quadratic_s
+    whole_s = float(cost.compute_s(work.lengths, np.zeros(len(work.lengths))).sum())
     saved = (whole_s - prompt_s) / work.compute_s if work.compute_s else 0.0
     best = work.best_saved_s / work.compute_s if work.compute_s else 0.0
     return Outcome(

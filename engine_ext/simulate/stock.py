@@ -26,7 +26,7 @@ from engine_ext.simulate.engine import (
     room_for,
     step,
 )
-from engine_ext.simulate.model import COMPUTES_TWICE, MOST_RUNNING
+from engine_ext.simulate.model import COMPUTES_TWICE
 
 Floats = NDArray[np.float64]
 
@@ -69,25 +69,16 @@ def run_stock(
     line = Line(np.append(order, 0), np.array([0, len(order)]))
     counts, first_ratio, full = engine.counts, ratio, False
     admissions = Admissions(np.empty_like(order), np.full(len(order), -1), np.zeros(1, dtype=np.int64))
-    shrinks = False
-    to_come, done = 0.0, 0  # outputs expected of what runs
+    shrinks, done = False, 0
     while done < len(order):
         if not full:
-            reserved = float(to_come * ratio)
-            full, more = _admit_some(engine, cache, heap, model, line, admissions, expected, chunk, reserved, lpm)
-            to_come += more
+            full = _admit_some(engine, cache, heap, model, line, admissions, expected, chunk, ratio, lpm)
         decoded = step(engine, cache, heap, ends, model, chunk)
-        to_come = max(0.0, to_come - decoded * counts[DECODING])
-        for k in range(counts[FINISHED]):
-            request = engine.finished[k]
-            to_come -= max(0.0, expected[request] - engine.output[request])
-            done += 1
+        done += counts[FINISHED]
         for k in range(counts[RETRACTED]):
             request = engine.retracted[k]
-            to_come -= max(0.0, expected[request] - engine.generated[request])
             line.ring[line.ends[1] % len(line.ring)] = request
             line.ends[1] += 1
-        to_come = max(0.0, to_come)
         # Who has ended leaves the batch with the next decode step, and only then others are looked at.
         if shrinks or counts[RETRACTED] > 0 or counts[DECODING] + counts[PENDING] == 0:
             full = False
@@ -109,40 +100,57 @@ def _admit_some(
     admissions: Admissions,
     expected: Floats,
     chunk: int,
-    reserved: float,
+    ratio: float,
     lpm: bool,
-) -> tuple[bool, float]:
-    """Let in who fits; whether the next did not, and the outputs expected of those let in."""
+) -> bool:
+    """Let in who fits; whether the next did not."""
     counts = engine.counts
     waiting = line.ends[1] - line.ends[0]
-    if waiting > 0 and counts[PENDING] < chunk:
-        if lpm and waiting <= LOOKED_AT:
-            _sort_by_match(engine, cache, line)
-        for at in range(line.ends[0], min(line.ends[1], line.ends[0] + LOOKED_AT)):
-            touch(cache, int(engine.leaf[line.ring[at % len(line.ring)]]))
-    more = 0.0
+    if waiting == 0 or counts[PENDING] >= chunk:
+        return False
+    if lpm and waiting <= LOOKED_AT:
+        _sort_by_match(engine, cache, line)
+    for at in range(line.ends[0], min(line.ends[1], line.ends[0] + LOOKED_AT)):
+        touch(cache, int(engine.leaf[line.ring[at % len(line.ring)]]))
+    reserved = ratio * to_come(engine, expected)
     running = counts[DECODING] + counts[QUEUE_LAST] - counts[QUEUE_FIRST]
     while counts[PENDING] < chunk and line.ends[0] < line.ends[1]:
-        if running >= model[MOST_RUNNING]:
-            return True, more
         request = int(line.ring[line.ends[0] % len(line.ring)])
         leaf = int(engine.leaf[request])
-        to_come = max(0.0, min(float(expected[request]) - engine.generated[request], CLIP))
+        own = _still(float(expected[request]), int(engine.generated[request]))
         room = room_for(cache, leaf) - engine.generated[request]
         if model[COMPUTES_TWICE] > 0:
             room -= twice(cache, leaf)[0]
-        if room <= to_come + SPARE + reserved and (running > 0 or room < 1):
-            return True, more
+        if room <= own + SPARE + reserved and (running > 0 or room < 1):
+            return True
         line.ends[0] += 1
         computed = admit(engine, cache, heap, model, request)
         if admissions.cached[request] < 0:
             admissions.cached[request] = engine.prompt[request] - computed
             admissions.order[admissions.number[0]] = request
             admissions.number[0] += 1
-        more += to_come
-        reserved += to_come + SPARE  # in full until the next pass
+        reserved += own + SPARE  # in full until the next pass
         running += 1
-    return False, more
+    return False
+
+
+@compiled
+def to_come(engine: Engine, expected: Floats) -> float:
+    """Output tokens that are still reserved for what runs."""
+    counts, tokens = engine.counts, 0.0
+    for k in range(counts[DECODING]):
+        request = engine.decoding[k]
+        got = int(engine.output[request] - (engine.ends[request] - counts[DECODES]))
+        tokens += _still(float(expected[request]), got)
+    for at in range(counts[QUEUE_FIRST], counts[QUEUE_LAST]):
+        request = engine.queue[at % len(engine.queue)]
+        tokens += _still(float(expected[request]), int(engine.generated[request]))
+    return tokens
+
+
+@compiled
+def _still(expected: float, got: int) -> float:
+    return max(0.0, min(expected - got, CLIP))
 
 
 @compiled

@@ -138,7 +138,7 @@ def simulate(
         _check_paths((workload, lengths, profile), (), plot)
         cost = cost_model(model, gpu, tp, dtype, dtype if dtype == "fp8" else "bf16")
         given = _read(workload, model, lengths)
-        calibration = fit(profile, profile_clock) if profile is not None else None
+        calibration = fit(profile, profile_clock, interference) if profile is not None else None
         for name, misfit in calibration.errors.items() if calibration is not None else ():
             console.print(f"fit of {name}: off by {misfit.mean:.1%}, at most {misfit.largest:.0%}", style="dim")
         for outcome in forecast(given, cost, names, clock, interference, sample, seed, calibration):

@@ -43,6 +43,8 @@ def row_of(outcome: Outcome) -> dict[str, Any]:
 
 def check_options(names: Sequence[str], *clocks: str) -> None:
     """Raises WorkloadError for a name that is no policy, or no clock."""
+    if not names:
+        raise WorkloadError(f"no policies are named; there are {', '.join(POLICIES)}")
     for clock in clocks:
         if clock not in CLOCKS:
             raise WorkloadError(f"no clock {clock!r}; there are {', '.join(CLOCKS)}")
@@ -51,10 +53,13 @@ def check_options(names: Sequence[str], *clocks: str) -> None:
             raise WorkloadError(f"no policy {name!r}; there are {', '.join(POLICIES)}")
 
 
-def fit(path: Path, clock: str) -> Calibration:
-    """The engine model that fits a profile measured on an engine of this clock. Raises WorkloadError."""
+def fit(path: Path, clock: str, interference: float) -> Calibration:
+    """The engine model that fits a profile measured on an engine of this clock; what it cannot tell is as given.
+
+    Raises WorkloadError.
+    """
     try:
-        return calibrate(Profile(**read_profile(path)), CLOCKS[clock], ASSUMED_INTERFERENCE)
+        return calibrate(Profile(**read_profile(path)), CLOCKS[clock], interference)
     except ValueError as error:
         raise WorkloadError(f"{path}: {error}") from error
 
@@ -93,7 +98,7 @@ def forecast(
         cost = as_measured(cost, calibration)
     model = EngineModel.of(cost, CLOCKS[clock], interference)
     if calibration is not None:
-        model = calibration.model(model.capacity, model.clock, model.most_running)
+        model = calibration.model(model.capacity, model.clock)
     outputs = workload.outputs
     if np.any(outputs.known == UNKNOWN):
         missing = workload.ids[int(np.argmax(outputs.known == UNKNOWN))]

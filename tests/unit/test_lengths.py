@@ -20,7 +20,7 @@ from engine_ext.plan.lengths import (
     see,
 )
 from engine_ext.plan.prompts import Prompts
-from engine_ext.plan.sample import FEW, MOST, choose_sample
+from engine_ext.plan.sample import FEW, MOST, ask_sample, choose_sample
 from engine_ext.plan.tree import Column, build_tree
 
 ONE = np.array([-1])
@@ -195,6 +195,18 @@ def test_samples_are_of_the_size_asked_with_every_group(count: int, share: float
     most = np.maximum(FEW, np.ceil(MOST * share * np.bincount(groups.of[open_requests], minlength=len(groups))))
     assert np.all(np.bincount(groups.of[found], minlength=len(groups)) <= most)
     assert len(found) <= wanted
+
+
+@pytest.mark.parametrize("share", [0.01, 0.3, 1.0])
+def test_both_halves_of_a_sample_are_the_share_asked_for(share: float) -> None:
+    prompts = prompts_in_groups(100)
+    groups = group_requests(build_tree(prompts))
+    truth = np.where(np.arange(len(prompts)) % 4 == 0, -1, 7)
+    caps = group_caps(groups, np.full(len(prompts), 4096))
+    chosen, seen = ask_sample(groups, caps, prompts.lengths.astype(float), truth, np.random.default_rng(1), share)
+    assert len(np.unique(chosen)) == int(np.ceil(share * 300))
+    assert np.all(truth[chosen] == 7)
+    assert seen.ended[0].sum() == len(chosen)
 
 
 def test_samples_go_where_the_memory_work_is_uncertain() -> None:
