@@ -86,21 +86,25 @@ def test_admission_follows_the_rank_and_not_the_arrival(engine: RealEngine) -> N
 def test_step_sees_a_bounded_part_of_the_backlog() -> None:
     from engine_ext.plugin import admission
 
-    scheduler = SimpleNamespace(waiting_queue=[], get_num_allocatable_reqs=lambda running: 10_000)
+    scheduler = SimpleNamespace(waiting_queue=[], chunked_req=None, get_num_allocatable_reqs=lambda running: 10_000)
     backlog = admission.backlog_of(scheduler)
     for rank in random.Random(1).sample(range(50_000), 50_000):
         custom = {admission.RANK: rank}
-        backlog.push(SimpleNamespace(sampling_params=SimpleNamespace(custom_params=custom)))
+        params = SimpleNamespace(custom_params=custom)
+        backlog.push(SimpleNamespace(sampling_params=params, rid=f"r{rank}", output_ids=[]))
     shown: list[int] = []
 
-    def step(scheduler: Any, running_batch: Any) -> None:
+    def step(scheduler: Any, running_batch: Any) -> Any:
         shown.extend(admission.rank_of(req) for req in scheduler.waiting_queue)
-        scheduler.waiting_queue = scheduler.waiting_queue[100:]  # SGLang admits the first hundred
+        batch = SimpleNamespace(reqs=scheduler.waiting_queue[:100])  # SGLang admits the first hundred
+        scheduler.waiting_queue = scheduler.waiting_queue[100:]
+        return batch, running_batch
 
     admission.admit(step, scheduler, running_batch=SimpleNamespace(batch_is_full=False, reqs=[]))
     assert shown == list(range(admission.CANDIDATES))
     assert scheduler.waiting_queue == []
     assert (len(backlog), backlog.admitted) == (50_000 - 100, 100)
+    assert list(backlog.recent_ids) == [f"r{rank}" for rank in range(100)]
     admission.admit(step, scheduler, running_batch=SimpleNamespace(batch_is_full=False, reqs=[]))
     assert shown[admission.CANDIDATES :] == list(range(100, 100 + admission.CANDIDATES))
 
