@@ -10,6 +10,7 @@ grid-conv, grid-m-mid (Figures 11 and 13 to 15), machines (Figure 12), replicas 
 """
 
 import argparse
+import itertools
 import json
 import time
 from collections.abc import Callable, Iterator
@@ -21,17 +22,16 @@ from typing import Any
 import numpy as np
 
 from benchmarks import mixes
-from engine_ext.plan.blend import Wishes, blend
 from engine_ext.plan.cost import CostModel
 from engine_ext.plan.hardware import Machine, hardware
 from engine_ext.plan.lengths import LONGEST, Estimates
 from engine_ext.plan.model_shape import preset
-from engine_ext.plan.order import order_scan
-from engine_ext.plan.partition import partition
+from engine_ext.plan.order import KEEP_SHARING
 from engine_ext.plan.prompts import Prompts
-from engine_ext.plan.resources import Requests, request_loads
+from engine_ext.plan.sample import SHARE
 from engine_ext.plan.tree import Column
-from engine_ext.simulate.model import Clock, EngineModel
+from engine_ext.plan.window import Outputs, Shape, plan_window
+from engine_ext.simulate.model import INTERFERENCE, Clock, EngineModel
 from engine_ext.simulate.policies import Outcome, Search, Work, prepare, simulate
 
 MAIN = ("dfs", "random", "blendserve", "batchweave")
@@ -59,20 +59,15 @@ class Case:
     gpu: str = "a100-80gb"
     tp: int = 1
     clock: str = "overlapped"
-    sample: float = 0.01
-    interference: float = 0.1
+    sample: float = SHARE
+    interference: float = INTERFERENCE
     shape: tuple[float, float] | None = None
     replicas: int = 1
     windows: int = 1
     chunk: int = 0
-    keep: float = 0.99
+    keep: float = KEEP_SHARING
     length_error: float = 0.0
     series: bool = False
-
-
-def cases(suite: str) -> list[Case]:
-    """Raises KeyError for a name that is no suite."""
-    return SUITES[suite]()
 
 
 def run(data: Path, case: Case) -> list[dict[str, Any]]:
@@ -130,15 +125,9 @@ def _replicated(
 ) -> Iterator[dict[str, Any]]:
     """Each replica runs its partition of the plan by our policy; the slowest counts."""
     work = _work(case, prompts, output, cost)
-    estimated = Requests(work.lengths.astype(np.float64), work.estimates.mean, work.estimates.squares)
-    scan = order_scan(work.tree, estimated, cost)
-    compute, memory = request_loads(scan.tree, estimated, cost)
-    total_s = max(compute.sum(), memory.sum())
-    blended = blend(compute, memory, Wishes.none(len(output)), float(total_s))
-    root = compute.sum() / memory.sum()
-    places, begins = partition((compute + root * memory)[blended.positions], blended.ends, case.replicas)
-    mine = scan.tree.order[blended.positions[places]]
-    parts = [np.sort(mine[begins[k] : begins[k + 1]]) for k in range(case.replicas)]
+    outputs = Outputs(work.caps, work.known, sampled=work.sample, sampled_tokens=output[work.sample])
+    plan = plan_window(prompts, outputs, cost, shape=Shape(replicas=case.replicas))
+    parts = [np.sort(plan.order[first:last]) for first, last in itertools.pairwise(plan.partitions.tolist())]
     for policy in case.policies:
         outcomes: list[Outcome] = []
         for part in parts:
@@ -175,11 +164,10 @@ def _subset(prompts: Prompts, chosen: Column) -> Prompts:
     )
 
 
-def _grid(dense: str) -> Callable[[], list[Case]]:
+def _grid(suite: str, dense: str) -> list[Case]:
     """65 mixes: density 0.80 to 1.40, sharing 0.05 to 0.45."""
-    name = f"grid-{dense}"
-    return lambda: [
-        Case(name, f"{dense}+long", shape=(round(0.8 + 0.05 * d, 2), round(0.05 + 0.1 * s, 2)), scale=0.2)
+    return [
+        Case(suite, f"{dense}+long", shape=(round(0.8 + 0.05 * d, 2), round(0.05 + 0.1 * s, 2)), scale=0.2)
         for d in range(13)
         for s in range(5)
     ]
@@ -226,10 +214,10 @@ SUITES: dict[str, Callable[[], list[Case]]] = {
         *(Case("others", mix, MAIN, 2.0) for mix in mixes.OTHERS),
         *(Case("others", mix, MAIN, LARGE, 11) for mix in FOUR),
     ],
-    "grid": lambda: [replace(case, suite="grid") for case in _grid("azure_code_2023")()],
-    "grid-sharegpt": _grid("sharegpt"),
-    "grid-conv": lambda: [replace(case, suite="grid-conv") for case in _grid("azure_conv_2023")()],
-    "grid-m-mid": lambda: [replace(case, suite="grid-m-mid") for case in _grid("servegen_m_mid")()],
+    "grid": lambda: _grid("grid", "azure_code_2023"),
+    "grid-sharegpt": lambda: _grid("grid-sharegpt", "sharegpt"),
+    "grid-conv": lambda: _grid("grid-conv", "azure_conv_2023"),
+    "grid-m-mid": lambda: _grid("grid-m-mid", "servegen_m_mid"),
     "machines": _machines,
     "replicas": lambda: [
         Case("replicas", mix, ("batchweave",), LARGE, replicas=count) for mix in FOUR for count in (1, 2, 4, 8)
@@ -280,7 +268,7 @@ def main() -> None:
     given = parser.parse_args()
     given.output.mkdir(parents=True, exist_ok=True)
     for suite in given.suites:
-        started, wanted = time.perf_counter(), cases(suite)
+        started, wanted = time.perf_counter(), SUITES[suite]()
         with ProcessPoolExecutor(given.processes) as pool, (given.output / f"{suite}.jsonl").open("w") as file:
             waiting = {pool.submit(run, given.data, case): case for case in wanted}
             for done, future in enumerate(as_completed(waiting), start=1):

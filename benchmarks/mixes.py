@@ -17,7 +17,7 @@ from engine_ext.plan.hardware import Machine, hardware
 from engine_ext.plan.model_shape import preset
 from engine_ext.plan.prompts import Prompts
 from engine_ext.plan.resources import Requests, node_loads
-from engine_ext.plan.tree import Column, build_tree
+from engine_ext.plan.tree import build_tree
 
 # Requests of the compute-heavy trace, of the memory-heavy one, and of MMLU. The first four are those of Table 2:
 # (density 1.4, sharing 35%), (0.9, 35%), (1.4, 5%), (0.9, 5%) with Llama-3-8B on an A100.
@@ -100,16 +100,10 @@ def _rows(data: Path, name: str, count: int, seed: int) -> list[Row]:
 
 def _means(rows: list[Row], cost: CostModel) -> tuple[float, float, float]:
     """Seconds of compute, of reads, and of compute that sharing saves, by request."""
-    tree = build_tree(Prompts.of_segments(row.segments for row in rows))
-    prompt = tree.end[tree.leaves]
-    output = np.array([row.output_tokens for row in rows])[tree.order]
-    load = node_loads(tree, Requests.exact(*_by_request(tree.order, prompt, output)), cost).of(0)
+    prompts = Prompts.of_segments(row.segments for row in rows)
+    output = np.array([row.output_tokens for row in rows])
+    load = node_loads(build_tree(prompts), Requests.exact(prompts.lengths, output), cost).of(0)
     return load.compute_s / len(rows), load.memory_s / len(rows), load.saved_s / len(rows)
-
-
-def _by_request(order: Column, prompt: Column, output: Column) -> tuple[Column, Column]:
-    places = np.argsort(order)
-    return prompt[places], output[places]
 
 
 def _of_shape(name: str) -> Maker:

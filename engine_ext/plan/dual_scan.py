@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from engine_ext.plan.compiled import compiled
 from engine_ext.plan.footprint import add_footprint, fits, rest_of
 from engine_ext.plan.scan_state import (
+    ALIGNMENT,
     CAPACITY,
     CLOCK,
     COMPUTE_LEFT,
@@ -60,7 +61,7 @@ from engine_ext.plan.scan_state import (
     StepCosts,
     new_state,
 )
-from engine_ext.plan.sweep import ALIGNMENT, NOTHING_S, end_sweep, record_growth, refresh_group, sweep
+from engine_ext.plan.sweep import NOTHING_S, end_sweep, record_growth, refresh_group, sweep
 from engine_ext.plan.tree import Column
 
 Floats = NDArray[np.float64]

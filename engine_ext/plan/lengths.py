@@ -18,6 +18,7 @@ from engine_ext.plan.tree import Column
 Floats = NDArray[np.float64]
 
 LONGEST = 1 << 20  # tokens; no answer is longer
+UNKNOWN, NOT_ASKED = -1, -2  # in place of a length: to be learned, or nothing that anyone could tell
 FINEST = 16  # tokens in the first buckets; later ones are about an eighth of where they begin, in multiples of this
 PRIOR_MEAN = 256.0  # tokens, before anything is known
 

@@ -4,13 +4,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engine_ext.plan.groups import Groups
-from engine_ext.plan.lengths import Outlook, Seen, look_ahead, see
+from engine_ext.plan.lengths import NOT_ASKED, UNKNOWN, Outlook, Seen, look_ahead, see
 from engine_ext.plan.tree import Column
 
 Floats = NDArray[np.float64]
 
 SHARE = 0.01
-UNKNOWN, NOT_ASKED = -1, -2  # lengths: to be asked, or nothing that anyone could tell
 FEW = 8  # requests of a group that may always be sampled
 MOST = 16  # times the share, of one group
 

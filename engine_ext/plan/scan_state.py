@@ -18,6 +18,7 @@ Floats = NDArray[np.float64]
 AHEAD = np.array([0, 16, *(step << k for k in range(13) for step in (24, 32))], dtype=np.int64)
 # Between one and the next what runs goes on growing; by how much until half-way.
 GROWTH = np.array([0, *((AHEAD[2:] - AHEAD[1:-1]) // 2), 0], dtype=np.int64)
+ALIGNMENT = 128  # tokens; step sizes are multiples, as GEMM tiles are (A.2)
 NO_REQUEST = -1
 NOT_STARTED = -(1 << 30)
 LEFT, RIGHT = 0, 1

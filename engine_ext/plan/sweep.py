@@ -8,6 +8,7 @@ from engine_ext.plan.groups import ALIKE
 from engine_ext.plan.lengths import bucket_of, record, refresh
 from engine_ext.plan.scan_state import (
     AHEAD,
+    ALIGNMENT,
     CAPACITY,
     COMPUTE_LEFT,
     COUNTED,
@@ -41,7 +42,6 @@ NOTHING_S = 1e-9  # seconds of work that count as none: sums of floats do not co
 SWEEP = 96  # steps in which every running request is looked at once
 HEADS = 64  # waiting requests at the left end that stand for the next ones
 ENOUGH = 2.5  # times the shortest sensible step, as compute of a step
-ALIGNMENT = 128  # tokens; step sizes are multiples, as GEMM tiles are (A.2)
 MOST_RIGHT = 0.8  # of the KV memory: prompts of the left side come in lumps, and a cache that is full retracts
 DOUBTFUL = 0.3  # of a group that has seen about ten answers
 GROUPS_AT_ONCE = 1  # groups whose outlook is worked out again in one step

@@ -16,8 +16,6 @@ from engine_ext.plan.prompts import Prompts
 from engine_ext.plan.resources import Requests, request_loads
 from engine_ext.plan.tree import Column, build_tree
 
-UNKNOWN = -1
-
 
 @dataclass(frozen=True, slots=True)
 class Outputs:

@@ -58,6 +58,14 @@ def new_cache(parent: Column, begin: Column, end: Column, capacity: int) -> Cach
 
 
 @compiled
+def empty_heap() -> Heap:
+    """Emptied, for the compiler tells a list's type by what was in it."""
+    heap = [(0, 0)]
+    heap.pop()
+    return heap
+
+
+@compiled
 def missing(cache: Cache, leaf: int) -> int:
     """Prompt tokens of the leaf's path that are not cached."""
     tokens, node = 0, leaf

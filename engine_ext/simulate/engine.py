@@ -110,6 +110,11 @@ def new_engine(leaf: Column, prompt: Column, output: Column) -> Engine:
     )
 
 
+def series_of(engine: Engine) -> Floats:
+    """Seconds, compute and reads of all stretches of steps so far, the last one shorter; float64 [stretches, 3]."""
+    return np.vstack([engine.series[: engine.counts[SERIES_LENGTH]], engine.sums[SINCE_SECONDS:]])
+
+
 @compiled
 def room_for(cache: Cache, leaf: int) -> int:
     """Tokens that stay free or evictable when the leaf's path is locked."""

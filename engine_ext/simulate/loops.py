@@ -7,9 +7,9 @@ from numpy.typing import NDArray
 
 from engine_ext.plan.compiled import compiled
 from engine_ext.plan.dual_scan import decide, finished, prefilled, retracted
-from engine_ext.plan.scan_state import State
+from engine_ext.plan.scan_state import ALIGNMENT, State
 from engine_ext.plan.tree import Column
-from engine_ext.simulate.cache import LOCKED, Cache, Heap
+from engine_ext.simulate.cache import LOCKED, Cache, Heap, empty_heap
 from engine_ext.simulate.engine import (
     DECODING,
     DECODING_KV,
@@ -27,7 +27,6 @@ from engine_ext.simulate.model import CAPACITY
 Floats = NDArray[np.float64]
 
 HEADS = 64  # requests at an end of the scan whose means stand for it
-ALIGNMENT = 128
 SPLIT_EVERY = 16  # steps
 
 
@@ -79,10 +78,7 @@ def run_blendserve(engine: Engine, cache: Cache, model: Floats, blend: Blend, us
 
     `usable`: the share of the KV memory that is M, what the two sides are to hold on average.
     """
-    heap = [(0, 0)]
-    heap.pop()
-    ends = [(0, 0)]
-    ends.pop()
+    heap, ends = empty_heap(), empty_heap()
     counts, split = engine.counts, blend.split
     compute, memory = blend.compute[blend.scan].sum(), blend.memory[blend.scan].sum()
     root = compute / memory if memory > 0 else 1.0
@@ -179,10 +175,7 @@ def _split_memory(blend: Blend, engine: Engine, root: float, capacity: float) ->
 @compiled
 def run_batchweave(engine: Engine, cache: Cache, model: Floats, state: State) -> None:
     """Our dual scan decides every step."""
-    heap = [(0, 0)]
-    heap.pop()
-    ends = [(0, 0)]
-    ends.pop()
+    heap, ends = empty_heap(), empty_heap()
     done, decoded = 0, 0
     while done < len(engine.leaf):
         counts = engine.counts

@@ -5,14 +5,13 @@ from numpy.typing import NDArray
 
 from engine_ext.plan.compiled import compiled
 from engine_ext.plan.cost import CostModel
-from engine_ext.plan.order import saved_by_order, walk_in_order
+from engine_ext.plan.order import KEEP_SHARING, saved_by_order, walk_in_order
 from engine_ext.plan.resources import Requests
 from engine_ext.plan.tree import Column, PrefixTree
 
 Floats = NDArray[np.float64]
 Marks = NDArray[np.bool_]
 
-KEEP_SHARING = 0.99
 ROUNDING = 1e-9
 
 

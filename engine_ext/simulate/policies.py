@@ -11,11 +11,11 @@ from engine_ext.plan.blend import excess_s, meeting_place
 from engine_ext.plan.cost import CostModel
 from engine_ext.plan.dual_scan import begin
 from engine_ext.plan.groups import Groups, group_requests
-from engine_ext.plan.lengths import Estimates, Seen, estimate, group_caps, look_ahead
-from engine_ext.plan.order import order_scan, shared_by_order, walk_in_order
+from engine_ext.plan.lengths import UNKNOWN, Estimates, Seen, estimate, group_caps, look_ahead
+from engine_ext.plan.order import KEEP_SHARING, order_scan, shared_by_order, walk_in_order
 from engine_ext.plan.prompts import Prompts
 from engine_ext.plan.resources import Requests, node_loads, request_loads
-from engine_ext.plan.sample import ask_sample
+from engine_ext.plan.sample import SHARE, ask_sample
 from engine_ext.plan.scan_state import Backlog, StepCosts, fresh_tokens, new_state
 from engine_ext.plan.tree import Column, PrefixTree, build_tree
 from engine_ext.simulate.cache import COMPUTED, Cache, new_cache
@@ -24,10 +24,10 @@ from engine_ext.simulate.engine import (
     RECOMPUTED,
     RETRACTIONS,
     SECONDS,
-    SERIES_LENGTH,
     STEPS,
     Engine,
     new_engine,
+    series_of,
 )
 from engine_ext.simulate.loops import new_blend, run_batchweave, run_blendserve
 from engine_ext.simulate.model import EngineModel
@@ -35,8 +35,6 @@ from engine_ext.simulate.paper_order import paper_order
 from engine_ext.simulate.stock import run_stock
 
 Floats = NDArray[np.float64]
-
-SAMPLE = 0.01
 
 
 class TooLarge(ValueError):
@@ -58,7 +56,7 @@ class Search:
     chunks: tuple[int, ...] = (128, 256, 512, 1024, 2048, 4096)
     ratios: tuple[float, ...] = (1.0, 0.6, 0.3)
     memory: tuple[float, ...] = (0.4, 0.55, 0.7, 0.85, 1.0)
-    keep: float = 0.99
+    keep: float = KEEP_SHARING
 
 
 SEARCH = Search()
@@ -71,7 +69,6 @@ class Work:
     `prepared_s`: seconds that this took by `clock`, which also times what each policy plans.
     """
 
-    prompts: Prompts
     tree: PrefixTree
     lengths: Column
     output: Column
@@ -127,7 +124,7 @@ def prepare(
     cost: CostModel,
     caps: Column,
     kinds: Column | None = None,
-    sample: float = SAMPLE,
+    sample: float = SHARE,
     seed: int = 0,
     clock: Callable[[], float] = lambda: 0.0,
 ) -> Work:
@@ -145,13 +142,12 @@ def prepare(
     else:
         generator = np.random.default_rng(seed)
         chosen, seen = ask_sample(groups, by_group, lengths.astype(np.float64), output, generator, sample)
-        known = np.full(len(prompts), -1)
+        known = np.full(len(prompts), UNKNOWN)
         known[chosen] = output[chosen]
         estimates = estimate(groups, look_ahead(seen, groups, by_group), caps, known)
     true = Requests.exact(lengths, output)
     root = node_loads(tree, true, cost).of(0)
     return Work(
-        prompts,
         tree,
         lengths,
         output,
@@ -179,9 +175,7 @@ def simulate(work: Work, model: EngineModel, policy: str, seed: int = 0, search:
 
 
 def _batchweave(work: Work, model: EngineModel, seed: int, search: Search) -> Outcome:
-    costs = StepCosts(
-        model.gemm_s, model.read_s, model.weights_s, model.capacity, most_tokens=8192, quadratic_s=model.quadratic_s
-    )
+    costs = StepCosts(model.gemm_s, model.read_s, model.weights_s, model.capacity, quadratic_s=model.quadratic_s)
     started = work.clock()
     scan = order_scan(work.tree, _estimated(work), work.cost, search.keep)
     order = scan.tree.order
@@ -324,7 +318,7 @@ def _outcome(
         steps=int(engine.counts[STEPS]),
         planner_s=planner_s,
         most_kv=int(engine.counts[MOST_LOCKED]),
-        series=engine.series[: int(engine.counts[SERIES_LENGTH])].copy(),
+        series=series_of(engine),
     )
 
 

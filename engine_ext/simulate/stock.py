@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from engine_ext.plan.compiled import compiled
 from engine_ext.plan.tree import Column
-from engine_ext.simulate.cache import Cache, Heap, missing, touch, twice
+from engine_ext.simulate.cache import Cache, Heap, empty_heap, missing, touch, twice
 from engine_ext.simulate.engine import (
     DECODES,
     DECODING,
@@ -62,10 +62,7 @@ def run_stock(
 
     `chunk`: prompt tokens of a step. `expected`: output tokens by request. `ratio`: the new token ratio at the start.
     """
-    heap = [(0, 0)]
-    heap.pop()
-    ends = [(0, 0)]
-    ends.pop()
+    heap, ends = empty_heap(), empty_heap()
     line = Line(np.append(order, 0), np.array([0, len(order)]))
     counts, first_ratio, full = engine.counts, ratio, False
     admissions = Admissions(np.empty_like(order), np.full(len(order), -1), np.zeros(1, dtype=np.int64))

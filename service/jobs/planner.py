@@ -11,9 +11,9 @@ from sqlalchemy import select, update
 
 from engine_ext.plan.blend import Wishes
 from engine_ext.plan.cost import CostModel
-from engine_ext.plan.lengths import LONGEST
+from engine_ext.plan.lengths import LONGEST, UNKNOWN
 from engine_ext.plan.prompts import Prompts
-from engine_ext.plan.window import UNKNOWN, Outputs, Shape, WindowPlan, plan_window
+from engine_ext.plan.window import Outputs, Shape, WindowPlan, plan_window
 from service import ids
 from service.db.moves import rows_changed
 from service.db.sessions import Database

@@ -13,11 +13,11 @@ from numpy.typing import NDArray
 
 from engine_ext.plan.cost import CostModel, Load
 from engine_ext.plan.groups import group_requests
-from engine_ext.plan.lengths import group_caps
+from engine_ext.plan.lengths import UNKNOWN, group_caps
 from engine_ext.plan.prompts import Prompts
 from engine_ext.plan.sample import ask_sample
 from engine_ext.plan.tree import build_tree
-from engine_ext.plan.window import UNKNOWN, Outputs, Shape, WindowPlan, plan_window
+from engine_ext.plan.window import Outputs, Shape, WindowPlan, plan_window
 from service.workloads.workload import Workload
 
 ENDS = 0.05  # of the requests, whose density stands for an end of the scan

@@ -11,9 +11,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engine_ext.plan.blend import Wishes
-from engine_ext.plan.lengths import LONGEST
+from engine_ext.plan.lengths import LONGEST, UNKNOWN
 from engine_ext.plan.prompts import Prompts, Segment, SegmentError
-from engine_ext.plan.window import UNKNOWN, Outputs
+from engine_ext.plan.window import Outputs
 from service.jobs.lines import LineChecker, quoted
 from service.jobs.tokens import PromptTokens, token_ids
 from service.request_output import asked_output

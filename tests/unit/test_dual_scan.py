@@ -7,11 +7,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine_ext.plan.dual_scan import ALIGNMENT, DualScan
+from engine_ext.plan.dual_scan import DualScan
 from engine_ext.plan.groups import Groups
 from engine_ext.plan.lengths import Seen, see
 from engine_ext.plan.prompts import Prompts
 from engine_ext.plan.scan_state import (
+    ALIGNMENT,
     DECODING,
     KNOWN,
     OWN_KV,
