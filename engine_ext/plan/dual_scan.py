@@ -18,6 +18,7 @@ from engine_ext.plan.compiled import compiled
 from engine_ext.plan.footprint import add_footprint, fits, rest_of
 from engine_ext.plan.scan_state import (
     ALIGNMENT,
+    BURSTS,
     CAPACITY,
     CLOCK,
     COMPUTE_LEFT,
@@ -39,6 +40,7 @@ from engine_ext.plan.scan_state import (
     NEXT_MEMORY,
     NO_REQUEST,
     NOT_STARTED,
+    OWED,
     OWN_KV,
     PENDING_TOKENS,
     PENDING_WORK,
@@ -129,9 +131,14 @@ def decide(state: State, used_kv: int, decoding_kv: int, decoding: int, pending:
     physical = state.machine[CAPACITY] - used_kv - SOON * decoding
     # The right side fills the KV cache and may hurry while that is not full; the left side keeps the pace.
     rightful = state.counts[RIGHT_FIRST] < state.counts[RIGHT_LAST]
+    hurried = max(budget, _hurry(state, decoding)) if rightful else budget
+    if state.machine[BURSTS] > 0:
+        held_back = rightful and not fits(state, _candidate(state, RIGHT), room, RIGHT)
+        budget = _burst(state, budget if held_back else hurried, decoding, decoded)
+        hurried = budget
     let_in, tokens = 0, pending
     for side in (RIGHT, LEFT):
-        most = max(budget, _hurry(state, decoding)) if side == RIGHT and rightful else budget
+        most = hurried if side == RIGHT else budget
         while tokens < most and let_in < len(state.admitted):
             request = _candidate(state, side)
             if request == NO_REQUEST:
@@ -146,7 +153,7 @@ def decide(state: State, used_kv: int, decoding_kv: int, decoding: int, pending:
             tokens += fresh
             physical -= fresh
     if rightful and state.sums[RIGHT_PENDING] > budget:
-        budget = max(budget, _hurry(state, decoding))
+        budget = hurried
     return budget, let_in
 
 
@@ -244,6 +251,18 @@ def _hurry(state: State, decoding: int) -> int:
         seconds = sums[COMPUTE_LEFT] / sums[MEMORY_LEFT] * machine[CAPACITY] * machine[READ_S]
         most = min(most, max(seconds / _prompt_token_s(state), ALIGNMENT))
     return max(0, int(most / ALIGNMENT) * ALIGNMENT - decoding)
+
+
+@compiled
+def _burst(state: State, tokens: int, decoding: int, decoded: int) -> int:
+    """All prompt tokens of a step once as many are owed, nothing until then."""
+    if decoded > 0:
+        state.sums[OWED] += tokens
+    most = int(state.machine[MOST_TOKENS])
+    if decoding > 0 and state.sums[OWED] < most:
+        return 0
+    state.sums[OWED] = 0.0
+    return most
 
 
 @compiled

@@ -42,9 +42,10 @@ CLOCK, RUNNING, DECODING, OWN_KV, SWEEPS, SWEEP_AT, LEFT_FIRST, LEFT_LAST, RIGHT
     KNOWN_MEMORY,
     NEXT_COMPUTE,
     NEXT_MEMORY,
-) = range(11)
+    OWED,
+) = range(12)
 # Places in State.machine
-GEMM_S, READ_S, WEIGHTS_S, CAPACITY, MOST_TOKENS, MARGIN = range(6)
+GEMM_S, READ_S, WEIGHTS_S, CAPACITY, MOST_TOKENS, MARGIN, BURSTS = range(7)
 # Columns of State.footprint
 ALL, VARIANCE, OF_RIGHT, DOUBT = range(4)
 
@@ -54,7 +55,9 @@ class StepCosts:
     """What a step costs: seconds per token of GEMM, per KV token read, and for reading the weights once.
 
     `capacity`: tokens of KV cache; `most_tokens`: the largest step; `margin`: standard deviations of the projected
-    footprint to keep free; `quadratic_s`: seconds of prefill attention, times end^2 - begin^2 of a chunk.
+    footprint to keep free; `quadratic_s`: seconds of prefill attention, times end^2 - begin^2 of a chunk; `bursts`: a
+    prefill stops decoding, so prompt tokens are saved up for whole steps of them, and the cache may fill up: nothing
+    overlaps, so prompts may wait.
     """
 
     gemm_s: float
@@ -64,6 +67,7 @@ class StepCosts:
     most_tokens: int = 8192
     margin: float = 1.0
     quadratic_s: float = 0.0
+    bursts: bool = False
 
     @classmethod
     def of(cls, cost: CostModel, capacity: int, most_tokens: int = 8192) -> "StepCosts":
@@ -193,8 +197,16 @@ def new_state(backlog: Backlog, costs: StepCosts) -> State:
         footprint_next=np.zeros((len(AHEAD), 4)),
         admitted=np.zeros(requests, dtype=np.int64),
         counts=counts,
-        sums=np.zeros(11),
+        sums=np.zeros(12),
         machine=np.array(
-            [costs.gemm_s, costs.read_s, costs.weights_s, costs.capacity, costs.most_tokens, costs.margin]
+            [
+                costs.gemm_s,
+                costs.read_s,
+                costs.weights_s,
+                costs.capacity,
+                costs.most_tokens,
+                0.0 if costs.bursts else costs.margin,
+                float(costs.bursts),
+            ]
         ),
     )

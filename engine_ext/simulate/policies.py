@@ -30,7 +30,7 @@ from engine_ext.simulate.engine import (
     series_of,
 )
 from engine_ext.simulate.loops import new_blend, run_batchweave, run_blendserve
-from engine_ext.simulate.model import EngineModel
+from engine_ext.simulate.model import Clock, EngineModel
 from engine_ext.simulate.paper_order import paper_order
 from engine_ext.simulate.stock import run_stock
 
@@ -175,7 +175,14 @@ def simulate(work: Work, model: EngineModel, policy: str, seed: int = 0, search:
 
 
 def _batchweave(work: Work, model: EngineModel, seed: int, search: Search) -> Outcome:
-    costs = StepCosts(model.gemm_s, model.read_s, model.weights_s, model.capacity, quadratic_s=model.quadratic_s)
+    costs = StepCosts(
+        model.gemm_s,
+        model.read_s,
+        model.weights_s,
+        model.capacity,
+        quadratic_s=model.quadratic_s,
+        bursts=model.clock is Clock.SEQUENTIAL,
+    )
     started = work.clock()
     scan = order_scan(work.tree, _estimated(work), work.cost, search.keep)
     order = scan.tree.order

@@ -129,20 +129,23 @@ def engine(backlogged: Backlog, output: Column, costs: StepCosts = COSTS) -> Eng
 
 
 @settings(max_examples=25)
-@given(st.integers(0, 10_000), st.integers(1, 60), st.booleans(), st.floats(0, 1))
-def test_every_request_ends_once_whatever_is_known(seed: int, count: int, known: bool, share: float) -> None:
+@given(st.integers(0, 10_000), st.integers(1, 60), st.booleans(), st.floats(0, 1), st.booleans())
+def test_every_request_ends_once_whatever_is_known(
+    seed: int, count: int, known: bool, share: float, bursts: bool
+) -> None:
     generator = np.random.default_rng(seed)
     prompt, output = generator.integers(1, 3000, count), generator.integers(1, 400, count)
     ends = int(share * count)
     run = engine(
         backlog(prompt, output if known else np.full(count, -1), np.arange(ends), np.arange(count - 1, ends - 1, -1)),
         output,
+        replace(COSTS, bursts=bursts),
     )
     run.run()
     assert sorted(run.done) == list(range(count))
 
 
-def two_sided(count: int, known: bool, seed: int = 0) -> Engine:
+def two_sided(count: int, known: bool, seed: int = 0, costs: StepCosts = COSTS) -> Engine:
     """Half are long prompts with answers of 8 tokens, half short ones with about 600; a few have been seen."""
     generator = np.random.default_rng(seed)
     prompt = np.concatenate([generator.integers(300, 900, count), generator.integers(20, 60, count)])
@@ -152,7 +155,7 @@ def two_sided(count: int, known: bool, seed: int = 0) -> Engine:
     sample = np.array([0, 1, 2, count, count + 1, count + 2, count + 3, count + 4])
     seen = see(groups, sample, output[sample], np.ones(len(sample), np.bool_))
     left, right = np.arange(count), np.arange(2 * count - 1, count - 1, -1)
-    return engine(backlog(prompt, given_outputs, left, right, groups, seen), output)
+    return engine(backlog(prompt, given_outputs, left, right, groups, seen), output, costs)
 
 
 @pytest.mark.parametrize("known", [True, False])
@@ -206,6 +209,21 @@ def test_budget_follows_the_ratio_of_what_remains() -> None:
     # The weights' floor may ask for more than the ratio does.
     wanted = max(left / memory * reads, COSTS.weights_s)
     assert compute == pytest.approx(wanted, rel=0.25, abs=ALIGNMENT * COSTS.gemm_s / 2)
+
+
+def test_prompts_are_saved_up_where_a_prefill_stops_decoding() -> None:
+    """As many over time as the pace asks for, so that both ends still come to their end together."""
+    run = two_sided(2000, known=True, costs=replace(COSTS, bursts=True))
+    begun = run.scan.remaining_s
+    prompts: list[int] = []
+    for _ in range(600):
+        decoding = len(run.decoding)
+        run.step()
+        prompts.append(run.step_tokens[-1] - decoding)
+    assert set(prompts) == {0, COSTS.most_tokens}
+    assert prompts[300:].count(0) > 2 * prompts[300:].count(COSTS.most_tokens)
+    compute, memory = np.array(run.scan.remaining_s) / begun
+    assert compute == pytest.approx(memory, abs=0.05)
 
 
 def test_remaining_work_is_exact_where_lengths_are_known() -> None:

@@ -210,6 +210,15 @@ def test_ours_beats_any_fixed_order_where_ends_differ() -> None:
     assert ours.share_of_ideal > 0.75
 
 
+def test_ours_keeps_up_where_nothing_overlaps() -> None:
+    """A prefill stops decoding there, and a step that only decodes reads the weights for itself."""
+    prompts = [[("dense", 20), (n, 2000)] for n in range(1200)] + [[("light", 20), (f"l{n}", 50)] for n in range(240)]
+    work = work_of(prompts, [10] * 1200 + np.random.default_rng(0).integers(500, 9000, 240).tolist(), 0.1)
+    engine = model(capacity=300_000, clock=Clock.SEQUENTIAL, weights_s=0.008)
+    ours, depth_first = (simulate(work, engine, policy) for policy in ("batchweave", "dfs"))
+    assert ours.seconds < 1.05 * depth_first.seconds
+
+
 def test_a_request_that_no_cache_holds_is_named() -> None:
     work = work_of([[("a", 10)], [("b", 5000)]], [1, 1])
     with pytest.raises(TooLarge) as raised:
