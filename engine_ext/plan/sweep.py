@@ -93,9 +93,8 @@ def end_sweep(state: State) -> None:
 @compiled
 def record_growth(state: State, request: int, tokens: int, ended: bool) -> None:
     group = state.requests[request, GROUP]
-    record(
-        state.entered, state.ended, state.reached, state.parent, group, state.requests[request, COUNTED], tokens, ended
-    )
+    before = int(state.requests[request, COUNTED])
+    record(state.entered, state.ended, state.reached, state.parent, group, before, tokens, ended, 1.0)
     while group >= 0:
         state.dirty[group] = True
         group = state.parent[group]
