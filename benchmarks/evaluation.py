@@ -23,6 +23,7 @@ import numpy as np
 
 from benchmarks import mixes
 from engine_ext.plan.cost import CostModel
+from engine_ext.plan.engine_model import INTERFERENCE, Clock, EngineModel
 from engine_ext.plan.hardware import Machine, hardware
 from engine_ext.plan.lengths import LONGEST, Estimates
 from engine_ext.plan.model_shape import preset
@@ -31,7 +32,6 @@ from engine_ext.plan.prompts import Prompts
 from engine_ext.plan.sample import SHARE
 from engine_ext.plan.tree import Column
 from engine_ext.plan.window import Outputs, Shape, plan_window
-from engine_ext.simulate.model import INTERFERENCE, Clock, EngineModel
 from engine_ext.simulate.policies import Outcome, Search, Work, prepare, simulate
 
 MAIN = ("dfs", "random", "blendserve", "batchweave")

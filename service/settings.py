@@ -5,7 +5,7 @@ import os
 import socket
 from functools import cached_property
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, ValidationError
 from pydantic_settings import BaseSettings, SettingsConfigDict
@@ -35,6 +35,9 @@ class Settings(BaseSettings):
     model_name: str | None = Field(None, description="name that requests use; default: the hub id or folder name")
     engine_args: dict[str, Any] = Field(default_factory=dict, description="SGLang server arguments, as JSON")
     gpu: str = Field("h200", description="what the planner plans for: a preset or a calibration's .json file")
+    scheduling: Literal["dual-scan", "sglang"] = Field(
+        "dual-scan", description="who admits requests to the engine: batchweave's scan, or SGLang's own policy"
+    )
     worker_name: str = Field(default_factory=lambda: f"{socket.gethostname()}-{os.getpid()}")
 
     lease_s: Annotated[float, Field(gt=0)] = 30.0

@@ -26,7 +26,6 @@ from service.storage import Storage, file_key
 
 NO_USAGE = Usage()
 FLUSH_BYTES = 4 * 1024 * 1024
-WINDOW_RANKS = 2**32  # ranks that a window has for itself
 log = structlog.get_logger()
 
 
@@ -42,20 +41,20 @@ class EngineAnswer(Protocol):
 class Engine(Protocol):
     """What a worker needs of an engine; engine_ext.plugin.host.EngineHost is one."""
 
-    async def run(self, endpoint: str, body: dict[str, Any], rid: str, rank: int) -> EngineAnswer: ...
+    async def run(self, endpoint: str, body: dict[str, Any], rid: str, kind: str) -> EngineAnswer: ...
     def abort(self, rid: str) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """A request of the slice, ready to run; `rank` is its place in the order of all windows."""
+    """A request of the slice, ready to run; `place` is where it stands in the window's plan."""
 
     batch_id: str
     number: int
     endpoint: str
     custom_id: str
     body: dict[str, Any]
-    rank: int
+    place: int
 
 
 class _TokenDetails(msgspec.Struct):
@@ -179,7 +178,7 @@ class SliceRun:
             positions = np.flatnonzero(places["batch"] == member)
             positions = [p for p in positions.tolist() if (batch.id, int(places["request"][p])) not in answered]
             requests.extend(await self._read(batch, positions, places["request"][positions]))
-        return sorted(requests, key=lambda request: request.rank)
+        return sorted(requests, key=lambda request: request.place)
 
     async def _resume(self) -> set[tuple[str, int]]:
         """What an earlier lease of this slice has answered."""
@@ -196,11 +195,10 @@ class SliceRun:
         lines = await self._storage.read_ranges(
             file_key(batch.input_file_id), records["offset"].tolist(), records["length"].tolist()
         )
-        base = self.lease.window_id * WINDOW_RANKS + self.lease.first
         requests: list[Request] = []
         for position, number, raw in zip(positions, numbers.tolist(), lines, strict=True):
             line = _line_decoder.decode(raw)
-            requests.append(Request(batch.id, number, line.url, line.custom_id, line.body, base + position))
+            requests.append(Request(batch.id, number, line.url, line.custom_id, line.body, self.lease.first + position))
         return requests
 
     async def _run_one(self, request: Request) -> None:
@@ -226,7 +224,7 @@ class SliceRun:
         rid = f"{'chatcmpl' if 'chat' in request.endpoint else 'cmpl'}-{secrets.token_hex(16)}"
         self._in_flight[rid] = request
         try:
-            answer = await self._engine.run(request.endpoint, request.body, rid, request.rank)
+            answer = await self._engine.run(request.endpoint, request.body, rid, request.batch_id)
             if answer.aborted:
                 return "it gave the request up"
             if answer.status_code >= 500:

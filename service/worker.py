@@ -13,6 +13,7 @@ from sqlalchemy.exc import SQLAlchemyError
 
 from service.db.sessions import Database
 from service.db.tables import Batch, BatchStatus
+from service.model_costs import planning_costs
 from service.queue.announcements import Announcements
 from service.queue.leases import Counts, Leases
 from service.queue.progress import Heartbeat, Progress
@@ -26,8 +27,12 @@ log = structlog.get_logger()
 def make_engine(settings: Settings) -> Any:
     """SGLang in this process. Call it in the main thread, before the event loop."""
     from engine_ext.plugin.host import EngineHost
+    from engine_ext.plugin.options import Options, Scheduling
 
-    return EngineHost(settings.model_source, settings.served_model, settings.engine_args)
+    replica = int(settings.engine_args.get("tp_size", 1)) * int(settings.engine_args.get("pp_size", 1))
+    cost = planning_costs(settings.model_source, settings.gpu, replica)
+    options = Options(cost, Scheduling(settings.scheduling))
+    return EngineHost(settings.model_source, settings.served_model, settings.engine_args, options)
 
 
 class Worker:

@@ -68,6 +68,7 @@ from engine_ext.plan.tree import Column
 
 Floats = NDArray[np.float64]
 
+ANY_NUMBER = 1 << 30
 SOON = 32  # steps for whose output tokens there must be room, whoever is let in
 
 
@@ -86,10 +87,16 @@ class DualScan:
         self.state = new_state(backlog, costs)
         begin(self.state)
 
-    def decide(self, used_kv: int, decoding_kv: int, decoding: int, pending: int, decoded: int = 1) -> Decision:
+    def decide(
+        self, used_kv: int, decoding_kv: int, decoding: int, pending: int, decoded: int = 1, slots: int = ANY_NUMBER
+    ) -> Decision:
         """See the function of this name; the requests are let in when it returns."""
-        budget, count = decide(self.state, used_kv, decoding_kv, decoding, pending, decoded)
+        budget, count = decide(self.state, used_kv, decoding_kv, decoding, pending, decoded, slots)
         return Decision(budget, self.state.admitted[:count].copy())
+
+    def resume(self, requests: Column, sides: Column, prefilled: NDArray[np.bool_]) -> None:
+        """Count requests that are in no queue as running; `prefilled`: their prompts are computed."""
+        resume(self.state, requests, sides, prefilled)
 
     def prefilled(self, request: int) -> None:
         prefilled(self.state, request)
@@ -99,6 +106,12 @@ class DualScan:
 
     def retracted(self, request: int, tokens: int) -> None:
         retracted(self.state, request, tokens)
+
+    def held(self, request: int) -> None:
+        held(self.state, request)
+
+    def dropped(self, request: int, tokens: int) -> None:
+        dropped(self.state, request, tokens)
 
     @property
     def waiting(self) -> int:
@@ -115,12 +128,15 @@ class DualScan:
 
 
 @compiled
-def decide(state: State, used_kv: int, decoding_kv: int, decoding: int, pending: int, decoded: int) -> tuple[int, int]:
+def decide(
+    state: State, used_kv: int, decoding_kv: int, decoding: int, pending: int, decoded: int, slots: int
+) -> tuple[int, int]:
     """The next step: how many prompt tokens to compute, and how many requests, in `admitted`, to let in.
 
     `used_kv`: tokens of KV cache that admitted requests hold, or will once their prompts are computed; `decoding_kv`:
     tokens that the `decoding` requests read in a step; `pending`: prompt tokens of admitted requests that are still to
-    be computed; `decoded`: output tokens that each of the decoding ones has got since the last decision.
+    be computed; `decoded`: output tokens that each of the decoding ones has got since the last decision; `slots`: the
+    most requests that the engine takes.
     """
     state.counts[CLOCK] += decoded
     state.counts[OWN_KV] += decoded * state.counts[DECODING]
@@ -139,7 +155,7 @@ def decide(state: State, used_kv: int, decoding_kv: int, decoding: int, pending:
     let_in, tokens = 0, pending
     for side in (RIGHT, LEFT):
         most = hurried if side == RIGHT else budget
-        while tokens < most and let_in < len(state.admitted):
+        while tokens < most and let_in < min(slots, len(state.admitted)):
             request = _candidate(state, side)
             if request == NO_REQUEST:
                 break
@@ -174,27 +190,58 @@ def finished(state: State, request: int, tokens: int) -> None:
 
 
 @compiled
+def dropped(state: State, request: int, tokens: int) -> None:
+    """The request was given up with so many output tokens, which tell how long it would have become at least."""
+    _remove(state, request, tokens)
+    if state.requests[request, KNOWN] < 0:
+        record_growth(state, request, tokens, False)
+
+
+@compiled
+def held(state: State, request: int) -> None:
+    """The engine did not take a request that was just let in; it waits again, first at its end."""
+    _remove(state, request, state.requests[request, COUNTED])
+    _wait_first(state, request, state.requests[request, SIDE])
+
+
+@compiled
+def resume(state: State, requests: Column, sides: Column, computed: NDArray[np.bool_]) -> None:
+    for k in range(len(requests)):
+        request = int(requests[k])
+        _count_running(state, request, int(sides[k]))
+        if computed[k]:
+            prefilled(state, request)
+
+
+@compiled
 def retracted(state: State, request: int, tokens: int) -> None:
     """The engine took back the KV cache of a request with so many output tokens; it waits again, first in line."""
     _remove(state, request, tokens)
     if state.requests[request, KNOWN] < 0:
         record_growth(state, request, tokens, False)
     state.requests[request, COUNTED] = tokens
-    if state.counts[RIGHT_FIRST] == 0:
-        _move_to_end(state)
-    state.counts[RIGHT_FIRST] -= 1
-    state.waiting[RIGHT, state.counts[RIGHT_FIRST]] = request
+    _wait_first(state, request, RIGHT)
+
+
+@compiled
+def _wait_first(state: State, request: int, side: int) -> None:
+    first = LEFT_FIRST if side == LEFT else RIGHT_FIRST
+    if state.counts[first] == 0:
+        _move_to_end(state, side)
+    state.counts[first] -= 1
+    state.waiting[side, state.counts[first]] = request
     _count_waiting(state, request, 1)
 
 
 @compiled
-def _move_to_end(state: State) -> None:
-    """Make room in front of the right queue, which holds each request at most once and has twice the places."""
-    first, last = state.counts[RIGHT_FIRST], state.counts[RIGHT_LAST]
+def _move_to_end(state: State, side: int) -> None:
+    """Make room in front of a queue, which holds each request at most once and has twice the places."""
+    begin, end = (LEFT_FIRST, LEFT_LAST) if side == LEFT else (RIGHT_FIRST, RIGHT_LAST)
+    first, last = state.counts[begin], state.counts[end]
     shift = state.waiting.shape[1] - last
     for at in range(last - 1, first - 1, -1):
-        state.waiting[RIGHT, at + shift] = state.waiting[RIGHT, at]
-    state.counts[RIGHT_FIRST], state.counts[RIGHT_LAST] = first + shift, last + shift
+        state.waiting[side, at + shift] = state.waiting[side, at]
+    state.counts[begin], state.counts[end] = first + shift, last + shift
 
 
 @compiled
@@ -296,6 +343,12 @@ def _let_in(state: State, request: int, side: int) -> None:
     else:
         counts[LEFT_LAST] -= 1
     _count_waiting(state, request, -1)
+    _count_running(state, request, side)
+
+
+@compiled
+def _count_running(state: State, request: int, side: int) -> None:
+    counts = state.counts
     state.requests[request, SIDE] = side
     state.requests[request, PLACE] = counts[RUNNING]
     state.running[counts[RUNNING]] = request

@@ -26,6 +26,7 @@ from engine_ext.plan.scan_state import (
     VARIANCE,
     State,
 )
+from engine_ext.plan.tree import Column
 
 Floats = NDArray[np.float64]
 
@@ -118,6 +119,15 @@ def generated(state: State, request: int) -> int:
         state.requests[request, COUNTED],
         min(state.counts[CLOCK] - state.requests[request, STARTED], state.requests[request, CAP]),
     )
+
+
+@compiled
+def output_tokens(state: State, requests: Column) -> Column:
+    """Output tokens of these running requests, by the clock."""
+    tokens = np.empty(len(requests), dtype=np.int64)
+    for k in range(len(requests)):
+        tokens[k] = generated(state, int(requests[k]))
+    return tokens
 
 
 @compiled

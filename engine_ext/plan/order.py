@@ -99,7 +99,7 @@ def merge(whole: PrefixTree, tree: PrefixTree, requests: Requests) -> PrefixTree
     """
     leaf_of = np.empty(len(whole.order), dtype=np.int64)
     leaf_of[whole.order] = whole.leaves
-    common = _common_in(whole.parent, whole.end, leaf_of[tree.order])
+    common = common_in(whole.parent, whole.end, leaf_of[tree.order])
     if np.array_equal(common, tree.common):
         return tree
     return grow_tree(tree.order, common, requests.prompt.astype(np.int64))
@@ -114,7 +114,7 @@ def shared_by_order(whole: PrefixTree, order: Column) -> Column:
     """Tokens that each prompt shares with the one before it in `order`; int64 [prompts], by place in the order."""
     leaf_of = np.empty(len(whole.order), dtype=np.int64)
     leaf_of[whole.order] = whole.leaves
-    return _common_in(whole.parent, whole.end, leaf_of[order])
+    return common_in(whole.parent, whole.end, leaf_of[order])
 
 
 def _falls(compute: Floats, memory: Floats) -> bool:
@@ -148,7 +148,7 @@ def _renumbered(children: Column, parent: Column, sizes: Column, leaves: Column)
 
 
 @compiled
-def _common_in(parent: Column, end: Column, leaves: Column) -> Column:
+def common_in(parent: Column, end: Column, leaves: Column) -> Column:
     """Tokens that each of these leaves shares with the one before it: the end of their lowest common ancestor."""
     common = np.zeros(len(leaves), dtype=np.int64)
     for k in range(1, len(leaves)):

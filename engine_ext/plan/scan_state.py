@@ -10,7 +10,7 @@ from engine_ext.plan.cost import CostModel
 from engine_ext.plan.groups import Groups
 from engine_ext.plan.hardware import DTYPE_BYTES
 from engine_ext.plan.lengths import BUCKETS, LONGEST, Outlook, Seen, group_caps
-from engine_ext.plan.tree import Column, PrefixTree
+from engine_ext.plan.tree import Column
 
 Floats = NDArray[np.float64]
 
@@ -70,10 +70,16 @@ class StepCosts:
     bursts: bool = False
 
     @classmethod
-    def of(cls, cost: CostModel, capacity: int, most_tokens: int = 8192) -> "StepCosts":
+    def of(cls, cost: CostModel, capacity: int, most_tokens: int = 8192, bursts: bool = False) -> "StepCosts":
         weights_s = cost.shape.weight_bytes(DTYPE_BYTES[cost.dtype]) / cost.machine.bandwidth
         return cls(
-            cost.gemm_s_per_token, cost.read_s_per_token, weights_s, capacity, most_tokens, quadratic_s=cost.quadratic_s
+            cost.gemm_s_per_token,
+            cost.read_s_per_token,
+            weights_s,
+            capacity,
+            most_tokens,
+            quadratic_s=cost.quadratic_s,
+            bursts=bursts,
         )
 
 
@@ -82,7 +88,7 @@ class Backlog:
     """Requests to run, int64 by request: `prompt` tokens, `fresh` ones (not shared with the one before it at its end).
 
     `known` output tokens or UNKNOWN, `caps` (max_tokens). `left` and `right`: requests in the order in which each end
-    gives them, each request once.
+    gives them, each request at most once. `counted`: output tokens that each has got already, which `seen` holds.
     """
 
     prompt: Column
@@ -93,6 +99,7 @@ class Backlog:
     right: Column
     groups: Groups
     seen: Seen
+    counted: Column | None = None
 
 
 class State(NamedTuple):
@@ -139,19 +146,6 @@ class State(NamedTuple):
     machine: Floats
 
 
-def fresh_tokens(tree: PrefixTree, lengths: Column, meeting: int) -> Column:
-    """Prompt tokens of each request that the one before it does not share, at its end of the scan.
-
-    The left end takes the tree's first `meeting` leaves from left to right, the right end the others from right to
-    left. int64 [requests] by request, like `lengths`.
-    """
-    common = tree.common
-    shared = np.where(np.arange(len(common)) < meeting, common, np.append(common[1:], 0))
-    fresh = np.empty(len(lengths), dtype=np.int64)
-    fresh[tree.order] = lengths[tree.order] - shared
-    return fresh
-
-
 def prompt_work(backlog: Backlog, costs: StepCosts) -> Floats:
     """Computing each request's fresh tokens, attention to all before them included, in tokens of GEMM."""
     end, fresh = backlog.prompt.astype(np.float64), backlog.fresh.astype(np.float64)
@@ -173,6 +167,7 @@ def new_state(backlog: Backlog, costs: StepCosts) -> State:
     rows[:, PROMPT], rows[:, FRESH], rows[:, KNOWN] = backlog.prompt, backlog.fresh, backlog.known
     rows[:, WORK] = np.round(prompt_work(backlog, costs))
     rows[:, CAP], rows[:, GROUP] = np.minimum(backlog.caps, LONGEST), backlog.groups.of
+    rows[:, COUNTED] = 0 if backlog.counted is None else backlog.counted
     rows[:, STARTED], rows[:, SWEPT] = NOT_STARTED, -1
     return State(
         requests=rows,

@@ -1,135 +1,276 @@
-"""Admission by rank: the plan, not SGLang's policy, says which waiting request prefills next.
+"""Admission by dual scan: which waiting requests prefill in a step, and how many tokens of it prompts may have.
 
-Ranked requests wait in a heap of our own, because SGLang's waiting queue costs time in every step for every request
-in it. Each step sees at most `CANDIDATES` of them. Requests without a rank keep SGLang's own queue and go first.
+Requests of ours wait outside SGLang's queue, whose cost per step grows with its length. Each step the scan is told
+what the KV cache really holds and says whom to let in; SGLang is shown these alone. Requests without our mark keep
+SGLang's own queue and go first.
 """
 
-import heapq
+import time
 from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from itertools import count
 from typing import Any
 
+import numpy as np
+from sglang.srt.managers.schedule_batch import FINISH_ABORT
+from sglang.srt.managers.schedule_policy import CLIP_MAX_NEW_TOKENS
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-RANK = "batchweave_rank"
-CANDIDATES = 256
+from engine_ext.plan.lengths import LONGEST, UNKNOWN
+from engine_ext.plan.live_scan import LiveScan
+from engine_ext.plan.scan_state import StepCosts
+from engine_ext.plugin import emulated
+from engine_ext.plugin.options import Options, Scheduling, handed_over
+
+KIND = "batchweave_kind"  # in custom_params: what is alike in something but its prompt, such as its batch
+UNTOLD = "batchweave_untold"  # beside it: a request that ends at max_tokens, without anyone being told beforehand
+RESERVED = frozenset({KIND, UNTOLD})
 RECENT = 4096
+STEP_TOKENS = 8192  # the largest step where SGLang names none
 
 _SCHEDULER = "sglang.srt.managers.scheduler.Scheduler"
+_ADDER = "sglang.srt.managers.schedule_policy.PrefillAdder"
 
 
-class Backlog:
-    """Ranked requests that wait for prefill, lowest rank first, first come first served within a rank."""
+@dataclass(eq=False)
+class Admission:
+    """The requests of ours in one scheduler, and the scan that admits them."""
 
-    def __init__(self) -> None:
-        self._heap: list[tuple[int, int, Any]] = []
-        self._arrival = count()
-        self.admitted = 0
-        self.recent: deque[int] = deque(maxlen=RECENT)
-        self.recent_ids: deque[str] = deque(maxlen=RECENT)
+    scan: LiveScan
+    is_mixed: bool
+    step_tokens: int
+    waiting: dict[str, Any] = field(default_factory=dict[str, Any])  # by rid
+    running: dict[Any, int] = field(default_factory=dict[Any, int])  # SGLang's requests and their keys
+    prefilling: dict[Any, int] = field(default_factory=dict[Any, int])  # those of `running` that are not decoding yet
+    keys: dict[str, int] = field(default_factory=dict[str, int])
+    by_key: dict[int, Any] = field(default_factory=dict[int, Any])
+    kinds: dict[str, int] = field(default_factory=dict[str, int])
+    next_key: count = field(default_factory=count)  # type: ignore[type-arg]
+    choosing: bool = False
+    decoded: int = 0
+    admitted: int = 0
+    retractions: int = 0
+    retracted_tokens: int = 0
+    held_back: int = 0
+    steps: int = 0
+    deciding_s: float = 0.0
+    recent_ids: deque[str] = field(default_factory=lambda: deque(maxlen=RECENT))
 
-    def __len__(self) -> int:
-        return len(self._heap)
+    @classmethod
+    def of(cls, options: Options, capacity: int, step_tokens: int, is_mixed: bool) -> "Admission":
+        costs = StepCosts.of(options.cost, capacity, step_tokens, bursts=not is_mixed)
+        return cls(LiveScan(options.cost, costs, options.sample), is_mixed, step_tokens)
 
-    def push(self, req: Any) -> None:
-        heapq.heappush(self._heap, (rank_of(req), next(self._arrival), req))
+    def add(self, req: Any) -> None:
+        """A request that waits now, for the first time or because its KV cache was taken back."""
+        self.waiting[req.rid] = req
+        if req in self.running:
+            key = self.running.pop(req)
+            self.prefilling.pop(req, None)
+            self.retractions += 1
+            self.retracted_tokens += len(req.origin_input_ids) + len(req.output_ids)
+            self.scan.retracted(key, len(req.output_ids))
+            return
+        key = self.keys[req.rid] = next(self.next_key)
+        self.by_key[key] = req
+        params = req.sampling_params
+        known = params.max_new_tokens if params.ignore_eos and not params.stop_strs else UNKNOWN
+        cap = params.max_new_tokens
+        if params.custom_params.get(UNTOLD):
+            known, cap = UNKNOWN, LONGEST
+        kind = self.kinds.setdefault(str(kind_of(req)), len(self.kinds))
+        self.scan.add(key, np.asarray(req.origin_input_ids, dtype=np.uint32), cap, known, kind)
 
-    def pop(self, n: int) -> list[Any]:
-        return [heapq.heappop(self._heap)[2] for _ in range(min(n, len(self._heap)))]
-
-    def take(self, wanted: Callable[[Any], bool]) -> list[Any]:
-        """Remove the requests that are wanted; costs a look at each, and no more when there are none."""
-        found = [entry[2] for entry in self._heap if wanted(entry[2])]
-        if found:
-            self._heap = [entry for entry in self._heap if not wanted(entry[2])]
-            heapq.heapify(self._heap)
+    def take_back(self, rid: str, everything: bool) -> list[Any]:
+        """Waiting requests that an abort means: the one of this id, or those whose ids begin with it."""
+        if everything:
+            meant = list(self.waiting)
+        elif rid in self.waiting:
+            meant = [rid]
+        else:
+            meant = [each for each in self.waiting if each.startswith(rid)]
+        found = [self.waiting.pop(each) for each in meant]
+        for req in found:
+            self.scan.take_back(self._forget(req))
         return found
 
-    def record(self, admitted: list[Any]) -> None:
-        self.admitted += len(admitted)
-        self.recent.extend(rank_of(req) for req in admitted)
+    def notice_ends(self, here: list[Any], continued: Any) -> None:
+        """Whoever ran and is gone has ended."""
+        for req in self.running.keys() - here:
+            if req is continued:
+                continue
+            key, tokens = self.running.pop(req), len(req.output_ids)
+            self._forget(req)
+            if self.prefilling.pop(req, None) is None and not isinstance(req.finished_reason, FINISH_ABORT):
+                self.scan.finished(key, tokens)
+            else:
+                self.scan.dropped(key, tokens)
 
-    def record_batch(self, batch: Any, continued: Any) -> None:
-        """Note whose prefill begins with this batch, ranked or not; `continued` is in it with another chunk."""
-        if batch is not None:
-            self.recent_ids.extend(req.rid for req in batch.reqs if req is not continued and not req.output_ids)
+    def let_in(self, reqs: list[Any]) -> None:
+        for req in reqs:
+            key = self.keys[req.rid]
+            del self.waiting[req.rid]
+            self.running[req] = self.prefilling[req] = key
+        self.admitted += len(reqs)
+
+    def hold(self, reqs: list[Any]) -> None:
+        """SGLang did not take them."""
+        for req in reversed(reqs):
+            self.scan.held(self.keys[req.rid])
+        self.held_back += len(reqs)
+
+    def prefilled(self, continued: Any) -> None:
+        """A batch of prompts runs: all that were let in are in it to their end, but the one that has more chunks."""
+        for req in [each for each in self.prefilling if each is not continued]:
+            self.scan.prefilled(self.prefilling.pop(req))
+
+    def _forget(self, req: Any) -> int:
+        key = self.keys.pop(req.rid)
+        del self.by_key[key]
+        return key
 
 
-def is_ranked(req: Any) -> bool:
+def is_ours(req: Any) -> bool:
     params = req.sampling_params.custom_params
-    return isinstance(params, dict) and RANK in params
+    return isinstance(params, dict) and KIND in params
 
 
-def rank_of(req: Any) -> int:
-    return req.sampling_params.custom_params[RANK]
+def kind_of(req: Any) -> Any:
+    return req.sampling_params.custom_params[KIND]
 
 
-def backlog_of(scheduler: Any) -> Backlog:
-    found = getattr(scheduler, "batchweave_backlog", None)
+def admission_of(scheduler: Any) -> Admission:
+    found = getattr(scheduler, "batchweave_admission", None)
     if found is None:
-        found = scheduler.batchweave_backlog = Backlog()
+        options = handed_over()
+        assert options is not None
+        found = scheduler.batchweave_admission = Admission.of(
+            options,
+            int(scheduler.max_total_num_tokens),
+            int(scheduler.chunked_prefill_size or STEP_TOKENS),
+            bool(scheduler.is_mixed_chunk),
+        )
     return found
-
-
-def take_ranked(scheduler: Any) -> list[Any]:
-    """Remove the ranked requests from SGLang's waiting queue and return them in its order."""
-    ranked = [req for req in scheduler.waiting_queue if is_ranked(req)]
-    if ranked:
-        scheduler.waiting_queue = [req for req in scheduler.waiting_queue if not is_ranked(req)]
-    return ranked
 
 
 def enqueue(original: Callable[..., None], scheduler: Any, req: Any, *args: Any, **kwargs: Any) -> None:
     original(scheduler, req, *args, **kwargs)
     queue = scheduler.waiting_queue
-    if queue and queue[-1] is req and is_ranked(req):
-        backlog_of(scheduler).push(queue.pop())
+    if queue and queue[-1] is req and is_ours(req):
+        admission_of(scheduler).add(queue.pop())
 
 
 def admit(original: Callable[..., Any], scheduler: Any, *args: Any, **kwargs: Any) -> Any:
-    """Show SGLang the next candidates in rank order; what it leaves returns to the backlog."""
-    backlog = backlog_of(scheduler)
-    running = kwargs["running_batch"]
-    candidates: list[Any] = []
-    if backlog and not running.batch_is_full:
-        slots = scheduler.get_num_allocatable_reqs(len(running.reqs))
-        candidates = backlog.pop(min(CANDIDATES, max(slots, 0)))
-        scheduler.waiting_queue = [*scheduler.waiting_queue, *candidates]
-    continued = scheduler.chunked_req
+    """Show SGLang whom the scan lets in, in its order, and as many tokens as it allows."""
+    ours, running = admission_of(scheduler), kwargs["running_batch"]
+    ours.notice_ends(running.reqs, scheduler.chunked_req)
+    if not ours.waiting and not ours.running:
+        return original(scheduler, *args, **kwargs)
+    started = time.perf_counter()
+    step = _decide(ours, scheduler, running)
+    candidates = [ours.by_key[key] for key in step.admitted]
+    ours.deciding_s += time.perf_counter() - started
+    ours.steps += 1
+    ours.decoded = 1
+    if step.budget == 0 and not scheduler.waiting_queue:
+        ours.hold(candidates)
+        return None, running
+    continued, chunk = scheduler.chunked_req, scheduler.chunked_prefill_size
+    scheduler.waiting_queue = [*scheduler.waiting_queue, *candidates]
+    page = scheduler.page_size
+    scheduler.chunked_prefill_size = -(-step.budget // page) * page + (len(running.reqs) if ours.is_mixed else 0)
+    if candidates:
+        running.batch_is_full = False  # the scan has seen to the room
+    global _choosing
+    _choosing = True
     try:
-        found = original(scheduler, *args, **kwargs)
-        backlog.record_batch(found[0], continued)
-        return found
+        batch, running = original(scheduler, *args, **kwargs)
     finally:
-        left = take_ranked(scheduler)
-        for req in left:
-            backlog.push(req)
-        kept = {id(req) for req in left}
-        backlog.record([req for req in candidates if id(req) not in kept])
+        _choosing = False
+        scheduler.chunked_prefill_size = chunk
+        left = {req for req in scheduler.waiting_queue if is_ours(req)}
+        scheduler.waiting_queue = [req for req in scheduler.waiting_queue if req not in left]
+    ours.hold([req for req in candidates if req in left])
+    ours.let_in([req for req in candidates if req not in left])
+    if batch is not None:
+        ours.recent_ids.extend(req.rid for req in batch.reqs if req is not continued and not req.output_ids)
+        ours.prefilled(scheduler.chunked_req)
+        ours.decoded = int(batch.decoding_reqs is not None)
+    return batch, running
+
+
+def _decide(ours: Admission, scheduler: Any, running: Any) -> Any:
+    free = scheduler.token_to_kv_pool_allocator.available_size() + scheduler.tree_cache.evictable_size()
+    continued = scheduler.chunked_req
+    pending = 0
+    if continued is not None:
+        pending = len(continued.origin_input_ids) + len(continued.output_ids) - len(continued.prefix_indices)
+    decoding = len(running.reqs)
+    reads = int(running.seq_lens_cpu.sum()) if decoding else 0
+    slots = max(0, scheduler.get_num_allocatable_reqs(decoding) - (continued is not None))
+    used = int(scheduler.max_total_num_tokens) - free + pending
+    return ours.scan.decide(used, reads, decoding, pending, ours.decoded, slots)
+
+
+_choosing = False  # whether SGLang is adding requests that the scan lets in
+
+
+def reserve_nothing(original: Callable[..., None], adder: Any, *args: Any, **kwargs: Any) -> None:
+    """The scan has counted what those that run will still hold, by what is known of their lengths."""
+    original(adder, *args, **kwargs)
+    if _choosing:
+        adder.rem_total_token_offset = adder.cur_rem_token_offset
+
+
+def add_one(original: Callable[..., Any], adder: Any, req: Any, *args: Any, **kwargs: Any) -> Any:
+    if not _choosing:
+        return original(adder, req, *args, **kwargs)
+    to_come = max(req.sampling_params.max_new_tokens - len(req.output_ids), 0)
+    adder.rem_total_token_offset -= min(to_come, CLIP_MAX_NEW_TOKENS)
+    try:
+        return original(adder, req, *args, **kwargs)
+    finally:
+        adder.rem_total_token_offset = adder.cur_rem_token_offset
 
 
 def abort(original: Callable[..., Any], scheduler: Any, recv_req: Any) -> Any:
     """Show SGLang the waiting requests that an abort means; it takes them out itself."""
-    meant = backlog_of(scheduler).take(lambda req: recv_req.abort_all or req.rid.startswith(recv_req.rid))
+    meant = admission_of(scheduler).take_back(recv_req.rid, recv_req.abort_all)
     scheduler.waiting_queue = [*scheduler.waiting_queue, *meant]
     return original(scheduler, recv_req)
 
 
 def is_fully_idle(original: Callable[..., bool], scheduler: Any, *args: Any, **kwargs: Any) -> bool:
-    return original(scheduler, *args, **kwargs) and not backlog_of(scheduler)
+    return original(scheduler, *args, **kwargs) and not admission_of(scheduler).waiting
 
 
 def report(result: Any, scheduler: Any, *_args: Any, **_kwargs: Any) -> Any:
     """Add batchweave's part to SGLang's internal state: how the worker knows that the plugin is in."""
-    backlog = backlog_of(scheduler)
-    result.internal_state["batchweave"] = {
+    options = handed_over()
+    found: dict[str, Any] = {
         "hooks": sorted(HookRegistry._patched),  # pyright: ignore[reportPrivateUsage]
-        "waiting": len(backlog),
-        "admitted": backlog.admitted,
-        "recent_ranks": list(backlog.recent),
-        "recent_ids": list(backlog.recent_ids),
+        "device": None,
     }
+    if options and options.scheduling is Scheduling.DUAL_SCAN:
+        ours = admission_of(scheduler)
+        compute_s, memory_s = ours.scan.remaining_s
+        found |= {
+            "waiting": len(ours.waiting),
+            "running": len(ours.running),
+            "admitted": ours.admitted,
+            "held_back": ours.held_back,
+            "plans": ours.scan.plans,
+            "steps": ours.steps,
+            "deciding_s": ours.deciding_s,
+            "retractions": ours.retractions,
+            "retracted_tokens": ours.retracted_tokens,
+            "remaining_compute_s": compute_s,
+            "remaining_memory_s": memory_s,
+            "recent_ids": list(ours.recent_ids),
+        }
+    found |= emulated.books()
+    result.internal_state["batchweave"] = found
     return result
 
 
@@ -138,5 +279,7 @@ HOOKS = [
     (f"{_SCHEDULER}._get_new_batch_prefill_raw", admit, HookType.AROUND),
     (f"{_SCHEDULER}.abort_request", abort, HookType.AROUND),
     (f"{_SCHEDULER}.is_fully_idle", is_fully_idle, HookType.AROUND),
-    (f"{_SCHEDULER}.get_internal_state", report, HookType.AFTER),
+    (f"{_ADDER}.__init__", reserve_nothing, HookType.AROUND),
+    (f"{_ADDER}.add_one_req", add_one, HookType.AROUND),
 ]
+REPORT = [(f"{_SCHEDULER}.get_internal_state", report, HookType.AFTER)]

@@ -15,7 +15,9 @@ from sglang.srt.entrypoints.openai.serving_base import OpenAIServingBase
 from sglang.srt.entrypoints.openai.serving_chat import OpenAIServingChat
 from sglang.srt.entrypoints.openai.serving_completions import OpenAIServingCompletion
 
-from engine_ext.plugin import admission, entry, guard
+from engine_ext.plugin import admission, guard, hooks
+from engine_ext.plugin.options import Options
+from engine_ext.plugin.platform_entry import gpu_is_present
 
 # What a batch line may not choose: identity, place in the queue, and routing belong to the service.
 RESERVED_FIELDS = frozenset(
@@ -71,8 +73,9 @@ class Answer:
 class EngineHost:
     """Create it in the main thread before the event loop runs, then `await start()` in the loop."""
 
-    def __init__(self, model_path: str, model_name: str, engine_args: dict[str, Any]) -> None:
-        on_gpu = entry.gpu_is_present()
+    def __init__(self, model_path: str, model_name: str, engine_args: dict[str, Any], options: Options) -> None:
+        options.hand_over()
+        on_gpu = gpu_is_present()
         if not on_gpu:
             os.environ.setdefault("OMP_NUM_THREADS", "1")
         self.device = "gpu" if on_gpu else "cpu"
@@ -103,7 +106,7 @@ class EngineHost:
         self._manager.auto_create_handle_loop()
         # SGLang takes SIGTERM for its server; this process belongs to the worker, which drains by itself.
         loop.remove_signal_handler(signal.SIGTERM)
-        wanted = {target for target, _, _ in entry.hooks()}
+        wanted = {target for target, _, _ in hooks.hooks()}
         for state in await self.scheduler_states():
             missing = wanted - set(state["hooks"])
             if missing:
@@ -112,16 +115,15 @@ class EngineHost:
     async def scheduler_states(self) -> list[dict[str, Any]]:
         """Batchweave's part of each scheduler's internal state, one per data-parallel rank."""
         states = await self._manager.get_internal_state()
-        missing = {"hooks": [], "waiting": 0, "admitted": 0, "recent_ranks": []}
-        return [state.get("batchweave", missing) for state in states]
+        return [state.get("batchweave", {"hooks": []}) for state in states]
 
     async def max_running_requests(self) -> int:
         """Requests that the engine decodes at once, over all data-parallel ranks."""
         states = await self._manager.get_internal_state()
         return sum(int(state["effective_max_running_requests_per_dp"]) for state in states)
 
-    async def run(self, endpoint: str, body: dict[str, Any], rid: str, rank: int) -> Answer:
-        """Run one request; `rank` is its place in the plan, lower first. Bad requests answer 4xx, never raise."""
+    async def run(self, endpoint: str, body: dict[str, Any], rid: str, kind: str) -> Answer:
+        """Run one request; those of one `kind` are alike, as those of a batch. Bad requests answer 4xx, never raise."""
         request_type, serving = self._serving[endpoint]
         fields = {key: value for key, value in body.items() if key not in RESERVED_FIELDS}
         try:
@@ -132,7 +134,8 @@ class EngineHost:
         if fault is not None:
             return Answer(400, _error_body(f"{fault[0]}: {fault[1]}", fault[0]))
         request.rid = rid
-        request.custom_params = {**(request.custom_params or {}), admission.RANK: rank}
+        theirs = {key: value for key, value in (request.custom_params or {}).items() if key not in admission.RESERVED}
+        request.custom_params = {**theirs, admission.KIND: kind}
         self._parts[rid] = guard.prompts_in(request)
         try:
             response: Any = await serving.handle_request(request, None)  # type: ignore[arg-type]

@@ -7,6 +7,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engine_ext.plan.compiled import compiled
+from engine_ext.plan.engine_model import CLOCK_KIND, COMPUTES_TWICE, READ_S, compute_time, step_time
 from engine_ext.plan.tree import Column
 from engine_ext.simulate.cache import (
     COMPUTED,
@@ -22,7 +23,6 @@ from engine_ext.simulate.cache import (
     twice,
     unlocked,
 )
-from engine_ext.simulate.model import CLOCK_KIND, COMPUTES_TWICE, READ_S, compute_time, step_time
 
 Floats = NDArray[np.float64]
 

@@ -7,6 +7,7 @@ from numpy.typing import NDArray
 
 from engine_ext.plan.compiled import compiled
 from engine_ext.plan.dual_scan import decide, finished, prefilled, retracted
+from engine_ext.plan.engine_model import CAPACITY
 from engine_ext.plan.scan_state import ALIGNMENT, State
 from engine_ext.plan.tree import Column
 from engine_ext.simulate.cache import LOCKED, Cache, Heap, empty_heap
@@ -22,7 +23,6 @@ from engine_ext.simulate.engine import (
     room_for,
     step,
 )
-from engine_ext.simulate.model import CAPACITY
 
 Floats = NDArray[np.float64]
 
@@ -180,7 +180,13 @@ def run_batchweave(engine: Engine, cache: Cache, model: Floats, state: State) ->
     while done < len(engine.leaf):
         counts = engine.counts
         budget, let_in = decide(
-            state, cache.tokens[LOCKED], counts[DECODING_KV], counts[DECODING], counts[PENDING], decoded
+            state,
+            cache.tokens[LOCKED],
+            counts[DECODING_KV],
+            counts[DECODING],
+            counts[PENDING],
+            decoded,
+            len(engine.leaf),
         )
         for k in range(let_in):
             request = int(state.admitted[k])

@@ -7,16 +7,17 @@ from types import MappingProxyType
 import numpy as np
 from numpy.typing import NDArray
 
-from engine_ext.plan.blend import excess_s, meeting_place
 from engine_ext.plan.cost import CostModel
 from engine_ext.plan.dual_scan import begin
+from engine_ext.plan.ends import two_ends
+from engine_ext.plan.engine_model import Clock, EngineModel
 from engine_ext.plan.groups import Groups, group_requests
 from engine_ext.plan.lengths import UNKNOWN, Estimates, Seen, estimate, group_caps, look_ahead
-from engine_ext.plan.order import KEEP_SHARING, order_scan, shared_by_order, walk_in_order
+from engine_ext.plan.order import KEEP_SHARING, shared_by_order, walk_in_order
 from engine_ext.plan.prompts import Prompts
-from engine_ext.plan.resources import Requests, node_loads, request_loads
+from engine_ext.plan.resources import Requests, node_loads
 from engine_ext.plan.sample import SHARE, ask_sample
-from engine_ext.plan.scan_state import Backlog, StepCosts, fresh_tokens, new_state
+from engine_ext.plan.scan_state import Backlog, StepCosts, new_state
 from engine_ext.plan.tree import Column, PrefixTree, build_tree
 from engine_ext.simulate.cache import COMPUTED, Cache, new_cache
 from engine_ext.simulate.engine import (
@@ -30,7 +31,6 @@ from engine_ext.simulate.engine import (
     series_of,
 )
 from engine_ext.simulate.loops import new_blend, run_batchweave, run_blendserve
-from engine_ext.simulate.model import Clock, EngineModel
 from engine_ext.simulate.paper_order import paper_order
 from engine_ext.simulate.stock import run_stock
 
@@ -184,23 +184,15 @@ def _batchweave(work: Work, model: EngineModel, seed: int, search: Search) -> Ou
         bursts=model.clock is Clock.SEQUENTIAL,
     )
     started = work.clock()
-    scan = order_scan(work.tree, _estimated(work), work.cost, search.keep)
-    order = scan.tree.order
-    compute, memory = request_loads(scan.tree, _estimated(work), work.cost)
-    meeting = meeting_place(excess_s(compute, memory))
-    asked = np.isin(order, work.sample)
-    left, right = (
-        np.concatenate([side[first], side[~first]])
-        for side, first in ((order[:meeting], asked[:meeting]), (order[meeting:][::-1], asked[meeting:][::-1]))
-    )
+    ends = two_ends(work.tree, _estimated(work), work.cost, work.sample, keep=search.keep)
     state = new_state(
         Backlog(
             prompt=work.lengths,
-            fresh=fresh_tokens(scan.tree, work.lengths, meeting),
+            fresh=ends.fresh,
             known=work.known,
             caps=work.caps,
-            left=left,
-            right=right,
+            left=ends.left,
+            right=ends.right,
             groups=work.groups,
             seen=work.seen,
         ),

@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engine_ext.plan.compiled import compiled
+from engine_ext.plan.engine_model import COMPUTES_TWICE
 from engine_ext.plan.tree import Column
 from engine_ext.simulate.cache import Cache, Heap, empty_heap, missing, touch, twice
 from engine_ext.simulate.engine import (
@@ -26,7 +27,6 @@ from engine_ext.simulate.engine import (
     room_for,
     step,
 )
-from engine_ext.simulate.model import COMPUTES_TWICE
 
 Floats = NDArray[np.float64]
 

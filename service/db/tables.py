@@ -85,7 +85,7 @@ class Batch(Base):
 
 
 class Window(Base):
-    """Requests planned together; `id` grows, and ranks of a later window follow those of an earlier one."""
+    """Requests planned together; `id` grows."""
 
     __tablename__ = "windows"
 

@@ -11,6 +11,7 @@ import pytest
 
 from service.demo.model import NAME, ensure_demo_model
 from service.demo.prompts import corpus
+from service.model_costs import planning_costs
 
 Result = TypeVar("Result")
 
@@ -28,12 +29,16 @@ class RealEngine:
 
 
 @contextmanager
-def running_engine(model: Path, name: str, options: dict[str, Any]) -> Generator[RealEngine, None, None]:
+def running_engine(
+    model: Path, name: str, engine_args: dict[str, Any], scheduling: str = "dual-scan"
+) -> Generator[RealEngine, None, None]:
     from engine_ext.plugin.host import EngineHost
+    from engine_ext.plugin.options import Options, Scheduling
 
     loop = asyncio.new_event_loop()
     asyncio.set_event_loop(loop)
-    host = EngineHost(str(model), name, options)
+    options = Options(planning_costs(str(model), "h200", 1), Scheduling(scheduling))
+    host = EngineHost(str(model), name, engine_args, options)
     loop.run_until_complete(host.start())
     yield RealEngine(host, loop, model)
     host.close()

@@ -3,7 +3,6 @@
 import asyncio
 import json
 import random
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -24,9 +23,9 @@ QUESTION: dict[str, Any] = {
 }
 
 
-async def ask(engine: RealEngine, endpoint: str, body: dict[str, Any], rank: int = 0) -> Any:
+async def ask(engine: RealEngine, endpoint: str, body: dict[str, Any], kind: str = "test") -> Any:
     """The answer's JSON body, with its status under `status`."""
-    answer = await engine.host.run(endpoint, body, f"test-{random.getrandbits(64):016x}", rank)
+    answer = await engine.host.run(endpoint, body, f"test-{random.getrandbits(64):016x}", kind)
     return {"status": answer.status_code, "aborted": answer.aborted, **json.loads(answer.body)}
 
 
@@ -50,63 +49,39 @@ def test_plugin_is_in_the_scheduler_process(engine: RealEngine) -> None:
 
 
 def test_start_is_refused_when_a_hook_is_missing(engine: RealEngine, monkeypatch: pytest.MonkeyPatch) -> None:
-    from engine_ext.plugin import entry
+    from engine_ext.plugin import hooks
     from engine_ext.plugin.host import EngineStartError
 
-    real = entry.hooks()
-    monkeypatch.setattr(entry, "hooks", lambda: [*real, ("sglang.srt.not_hooked", print, None)])
+    real = hooks.hooks()
+    monkeypatch.setattr(hooks, "hooks", lambda: [*real, ("sglang.srt.not_hooked", print, None)])
     with pytest.raises(EngineStartError, match="not_hooked"):
         engine.do(engine.host.start())
 
 
-def test_admission_follows_the_rank_and_not_the_arrival(engine: RealEngine) -> None:
-    """Long requests fill the engine; those that arrive meanwhile in a random order are admitted in the plan's."""
-    ranks = list(range(1000, 1200))
-    random.Random(3).shuffle(ranks)
-    before = state(engine)["admitted"]
+def test_both_ends_of_what_waits_are_admitted_at_once(engine: RealEngine) -> None:
+    """Long answers to short prompts arrive behind all the long prompts with short answers, and run beside them."""
+    text = [" ".join(f"word{n} {k}" for k in range(120)) for n in range(60)]
 
-    async def run() -> None:
-        blockers = [
-            asyncio.create_task(ask(engine, CHAT, {**QUESTION, "max_tokens": 150, "ignore_eos": True}, rank))
-            for rank in range(32)
+    async def run() -> list[str]:
+        asked = [{"prompt": text[n], "max_tokens": 2} for n in range(60)]
+        asked += [{"prompt": f"Go on {n}", "max_tokens": 200} for n in range(40)]
+        before = (await engine.host.scheduler_states())[0]["admitted"]
+        tasks = [
+            asyncio.create_task(
+                engine.host.run(COMPLETIONS, {**QUESTION, **body, "ignore_eos": True}, f"ends-{n:03}", "test")
+            )
+            for n, body in enumerate(asked)
         ]
-        await until_admitted(engine, before + len(blockers))
-        waiting = [asyncio.create_task(ask(engine, CHAT, {**QUESTION, "max_tokens": 3}, rank)) for rank in ranks]
-        async with asyncio.timeout(60):
-            while (await engine.host.scheduler_states())[0]["waiting"] < len(ranks):
-                assert not any(each.done() for each in blockers), "the blockers ended before all requests had arrived"
-                await asyncio.sleep(0.02)
-        await asyncio.gather(*blockers, *waiting)
+        answers = await asyncio.gather(*tasks)
+        assert all(answer.status_code == 200 for answer in answers)
+        [found] = await engine.host.scheduler_states()
+        assert found["admitted"] - before == len(asked) + found["retractions"]
+        return list(dict.fromkeys(rid for rid in found["recent_ids"] if rid.startswith("ends-")))
 
-    engine.do(run())
-    assert ranks != sorted(ranks)
-    assert state(engine)["recent_ranks"][-len(ranks) :] == sorted(ranks)
-
-
-def test_step_sees_a_bounded_part_of_the_backlog() -> None:
-    from engine_ext.plugin import admission
-
-    scheduler = SimpleNamespace(waiting_queue=[], chunked_req=None, get_num_allocatable_reqs=lambda running: 10_000)
-    backlog = admission.backlog_of(scheduler)
-    for rank in random.Random(1).sample(range(50_000), 50_000):
-        custom = {admission.RANK: rank}
-        params = SimpleNamespace(custom_params=custom)
-        backlog.push(SimpleNamespace(sampling_params=params, rid=f"r{rank}", output_ids=[]))
-    shown: list[int] = []
-
-    def step(scheduler: Any, running_batch: Any) -> Any:
-        shown.extend(admission.rank_of(req) for req in scheduler.waiting_queue)
-        batch = SimpleNamespace(reqs=scheduler.waiting_queue[:100])  # SGLang admits the first hundred
-        scheduler.waiting_queue = scheduler.waiting_queue[100:]
-        return batch, running_batch
-
-    admission.admit(step, scheduler, running_batch=SimpleNamespace(batch_is_full=False, reqs=[]))
-    assert shown == list(range(admission.CANDIDATES))
-    assert scheduler.waiting_queue == []
-    assert (len(backlog), backlog.admitted) == (50_000 - 100, 100)
-    assert list(backlog.recent_ids) == [f"r{rank}" for rank in range(100)]
-    admission.admit(step, scheduler, running_batch=SimpleNamespace(batch_is_full=False, reqs=[]))
-    assert shown[admission.CANDIDATES :] == list(range(100, 100 + admission.CANDIDATES))
+    order = [int(rid.removeprefix("ends-")) for rid in engine.do(run())]
+    assert sorted(order) == list(range(100))
+    half = order.index([n for n in order if n < 60][30])
+    assert sum(n >= 60 for n in order[:half]) >= 10
 
 
 def test_answers_are_the_same_in_any_order(engine: RealEngine) -> None:
@@ -126,11 +101,9 @@ def test_answers_are_the_same_in_any_order(engine: RealEngine) -> None:
 
     async def run(order: list[int]) -> tuple[list[Any], int]:
         await engine.host._manager.flush_cache()
-        rank_of = {number: rank for rank, number in enumerate(order)}
         bodies = [{**line["body"], "return_token_ids": True} for line in lines]
-        answers = await asyncio.gather(
-            *(ask(engine, line["url"], bodies[n], rank_of[n]) for n, line in enumerate(lines))
-        )
+        found = await asyncio.gather(*(ask(engine, lines[n]["url"], bodies[n]) for n in order))
+        answers = [each for _, each in sorted(zip(order, found, strict=True), key=lambda pair: pair[0])]
         cached = sum((each["usage"]["prompt_tokens_details"] or {}).get("cached_tokens", 0) for each in answers)
         return [each["choices"][0]["token_ids"] for each in answers], cached
 
@@ -235,10 +208,12 @@ def test_bad_request_is_4xx_in_the_envelope_and_harms_nobody(
 
 
 def test_fields_of_the_service_are_not_a_clients_to_set(engine: RealEngine) -> None:
-    found = chat(engine, rid="mine", priority=9, stream=True, custom_params={"batchweave_rank": -5, "a": 1})
+    found = chat(
+        engine, rid="mine", priority=9, stream=True, custom_params={"batchweave_kind": [5], "batchweave_untold": 1}
+    )
     assert found["status"] == 200
     assert found["id"].startswith("test-")
-    assert state(engine)["recent_ranks"][-1] == 0
+    assert state(engine)["recent_ids"][-1] == found["id"]
 
 
 def test_abort_ends_every_prompt_of_a_list(engine: RealEngine) -> None:
@@ -246,7 +221,7 @@ def test_abort_ends_every_prompt_of_a_list(engine: RealEngine) -> None:
 
     async def run() -> Any:
         body = {**QUESTION, "prompt": ["one", "two", "three"], "max_tokens": 4000, "ignore_eos": True}
-        task = asyncio.create_task(engine.host.run(COMPLETIONS, body, "list-1.", 0))
+        task = asyncio.create_task(engine.host.run(COMPLETIONS, body, "list-1.", "test"))
         await until_admitted(engine, before + 3)
         engine.host.abort("list-1.")
         async with asyncio.timeout(20):
@@ -260,7 +235,7 @@ def test_abort_ends_a_running_and_a_waiting_request(engine: RealEngine) -> None:
 
     async def run() -> list[Any]:
         body = {**QUESTION, "max_tokens": 4000, "ignore_eos": True}
-        tasks = [asyncio.create_task(engine.host.run(CHAT, body, f"abort-{n:03}.", n)) for n in range(40)]
+        tasks = [asyncio.create_task(engine.host.run(CHAT, body, f"abort-{n:03}.", "test")) for n in range(40)]
         await until_admitted(engine, before + 10)  # the KV pool holds about sixteen such requests
         for n in range(40):
             engine.host.abort(f"abort-{n:03}.")

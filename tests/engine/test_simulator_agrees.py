@@ -12,11 +12,11 @@ from typing import Any
 import numpy as np
 import pytest
 
+from engine_ext.plan.engine_model import Clock, EngineModel
 from engine_ext.plan.prompts import Prompts
 from engine_ext.plan.tree import build_tree
 from engine_ext.simulate.cache import new_cache
 from engine_ext.simulate.engine import RETRACTIONS, new_engine
-from engine_ext.simulate.model import Clock, EngineModel
 from engine_ext.simulate.stock import run_stock
 from service.demo.model import NAME, ensure_demo_model
 from service.demo.prompts import corpus

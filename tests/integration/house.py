@@ -47,13 +47,13 @@ class ScriptedEngine:
     hold: asyncio.Event | None = None  # requests from the `hold_after`-th on wait for it
     hold_after: int = 0
     runs: Counter[str] = field(default_factory=Counter[str])
-    ranks: dict[str, int] = field(default_factory=dict[str, int])
+    kinds: dict[str, str] = field(default_factory=dict[str, str])  # by content, in the order in which they came
     _aborted: dict[str, asyncio.Event] = field(default_factory=dict[str, asyncio.Event])
 
-    async def run(self, endpoint: str, body: dict[str, Any], rid: str, rank: int) -> ScriptedAnswer:
+    async def run(self, endpoint: str, body: dict[str, Any], rid: str, kind: str) -> ScriptedAnswer:
         content = body["messages"][-1]["content"]
         self.runs[content] += 1
-        self.ranks[content] = rank
+        self.kinds[content] = kind
         statuses = self.statuses.get(content)
         status = statuses.pop(0) if statuses else 200
         if self.hold is not None and sum(self.runs.values()) > self.hold_after:

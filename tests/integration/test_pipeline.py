@@ -34,7 +34,7 @@ async def test_every_request_gets_its_own_answer(house: House) -> None:
     assert all(each["error"] is None and each["id"].startswith("batch_req_") for each in output.values())
 
 
-async def test_ranks_follow_the_plan_and_batches_share_a_window(house: House) -> None:
+async def test_requests_reach_the_engine_in_the_order_of_the_plan_and_batches_share_a_window(house: House) -> None:
     first = await house.submit(jsonl(line(n) for n in range(10)))
     second = await house.submit(jsonl(line(n) for n in range(10, 20)))
     await house.plan()
@@ -44,27 +44,25 @@ async def test_ranks_follow_the_plan_and_batches_share_a_window(house: House) ->
     assert [batch.completed for batch in batches] == [10, 10]
     async with house.database.read() as session:
         [window] = (await session.scalars(select(Window))).all()
-    # The engine sees requests of both batches with the ranks of the one plan.
+    # The engine sees requests of both batches in the order of the one plan, and which batch each is of.
     artifact = PlanArtifact(house.storage, window.plan_id)
     header, places = await artifact.header(), await artifact.places(0, 20)
     assert header.batches == [first, second]
     assert header.sharing > 0
     assert header.sharing_kept >= 0.99
     planned = [int(place["request"]) + 10 * int(place["batch"]) for place in places]
-    ranked = [int(content.split()[-1]) for content in sorted(engine.ranks, key=engine.ranks.__getitem__)]
-    assert len(set(engine.ranks.values())) == 20
-    assert ranked == planned
+    assert [int(content.split()[-1]) for content in engine.kinds] == planned
+    assert set(engine.kinds.values()) == {first, second}
 
 
-async def test_later_window_ranks_behind_an_earlier_one(house: House) -> None:
+async def test_later_window_comes_behind_an_earlier_one(house: House) -> None:
     engine = ScriptedEngine()
     for start in (0, 10):
         await house.submit(jsonl(line(n) for n in range(start, start + 10)))
         await house.plan()
     async with house.working(engine):
         await house.until(lambda: all_slices_done(house))
-    earlier, later = ([engine.ranks[f"request {n}"] for n in range(start, start + 10)] for start in (0, 10))
-    assert max(earlier) < min(later)
+    assert [int(content.split()[-1]) // 10 for content in engine.kinds] == [0] * 10 + [1] * 10
 
 
 async def test_window_is_bounded_and_a_batch_may_span_several(house: House) -> None:

@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine_ext.plan.dual_scan import DualScan
+from engine_ext.plan.ends import fresh_tokens
 from engine_ext.plan.groups import Groups
 from engine_ext.plan.lengths import Seen, see
 from engine_ext.plan.prompts import Prompts
@@ -20,7 +21,6 @@ from engine_ext.plan.scan_state import (
     SIDE,
     Backlog,
     StepCosts,
-    fresh_tokens,
 )
 from engine_ext.plan.sweep import end_sweep
 from engine_ext.plan.tree import Column, build_tree
@@ -297,7 +297,7 @@ def test_any_clock_leaves_nothing_behind(decoded: int) -> None:
 def test_each_end_shares_with_the_one_before_it_there() -> None:
     prompts = Prompts.of([[1] * 100 + [n] for n in range(2, 8)])
     tree = build_tree(prompts)
-    assert fresh_tokens(tree, prompts.lengths, 3).tolist() == [101, 1, 1, 1, 1, 101]
+    assert fresh_tokens(tree, prompts.lengths, np.arange(6), 3).tolist() == [101, 1, 1, 1, 1, 101]
 
 
 def test_a_retraction_is_counted_as_work_again() -> None:

@@ -14,12 +14,12 @@ from numba.typed import List
 from typer.testing import CliRunner
 
 from engine_ext.plan.cost import CostModel
+from engine_ext.plan.engine_model import Clock, EngineModel, compute_time, step_time
 from engine_ext.plan.hardware import Machine, hardware
 from engine_ext.plan.model_shape import preset
 from engine_ext.plan.prompts import Prompts
 from engine_ext.simulate.cache import COMPUTED, EVICTABLE, FREE, LOCKED, Cache, new_cache
 from engine_ext.simulate.engine import DECODES, DECODING, RECOMPUTED, RETRACTIONS, Engine, admit, new_engine, step
-from engine_ext.simulate.model import Clock, EngineModel, compute_time, step_time
 from engine_ext.simulate.policies import POLICIES, TooLarge, Work, by_weight, prepare, simulate
 from engine_ext.simulate.stock import run_stock, to_come
 from service.cli import app

@@ -1,0 +1,156 @@
+"""Policies in real SGLang on an emulated machine, beside what the simulator predicts for each of them.
+
+python -m benchmarks.emulated DATA [--scale 0.05] [--mixes h200-1,documents] [--clocks overlapped] [--policies …]
+
+SGLang's scheduler, radix cache, KV accounting and retraction are real; the forward pass is replaced by the cost model
+of an H200 with Llama-3-8B, on a clock of its own (engine_ext/plugin/emulated.py). SGLang's policies get the best chunk
+size and new token ratio that the simulator finds for them, and as max_tokens the true output lengths, by which SGLang
+reserves memory; ours is not told them. Nothing here was measured on a GPU.
+"""
+
+import argparse
+import asyncio
+import json
+import multiprocessing
+import sys
+import tempfile
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from benchmarks import mixes
+from engine_ext.plan.cost import CostModel
+from engine_ext.plan.engine_model import Clock, EngineModel
+from engine_ext.plan.hardware import Machine, hardware
+from engine_ext.plan.lengths import LONGEST
+from engine_ext.plan.model_shape import preset
+from engine_ext.plan.prompts import Prompts
+from engine_ext.simulate.policies import Outcome, Work, prepare, simulate
+from service.demo.model import ensure_demo_model
+from service.demo.prompts import corpus
+
+MIXES = ("h200-1", "h200-2", "h200-3", "h200-4", "documents")
+SGLANG = {"fcfs": "fcfs", "lpm": "lpm", "dfs-weight": "dfs-weight", "dfs": "fcfs"}
+POLICIES = (*SGLANG, "batchweave")
+VOCABULARY = (10, 900)  # of the small model that never runs
+SCALE = 0.05
+TIMES = {"documents": 6.0}  # so that prefixes do not fit into the KV cache at the same scale
+
+
+def tokens_of(rows: list[mixes.Row]) -> list[list[int]]:
+    """Token ids in which equal segments are equal, and others differ."""
+    generator, known = np.random.default_rng(0), dict[Any, list[int]]()
+    prompts: list[list[int]] = []
+    for row in rows:
+        prompt: list[int] = []
+        for name, size in row.segments:
+            if name not in known:
+                known[name] = generator.integers(*VOCABULARY, size).tolist()
+            prompt += known[name]
+        prompts.append(prompt)
+    return prompts
+
+
+def predicted(policy: str, model: EngineModel, told: Work, sampled: Work) -> Outcome:
+    """SGLang's own policies compute a prefix for each of a prefill batch, and know max_tokens."""
+    if policy == "batchweave":
+        return simulate(sampled, model, policy)
+    return simulate(told, replace(model, computes_twice=True), policy)
+
+
+def measure(given: argparse.Namespace, names: list[str], rows: "multiprocessing.Queue[dict[str, Any] | None]") -> None:
+    """All policies and clocks on these mixes, one after the other, on one engine."""
+    from engine_ext.plugin.emulated_engine import EmulatedEngine, Setting
+
+    cost = CostModel(preset("llama-3-8b"), Machine(hardware("h200")))
+    with tempfile.TemporaryDirectory() as folder:
+        engine = EmulatedEngine(str(ensure_demo_model(Path(folder) / "model", corpus())), cost)
+        for name in names:
+            mix = mixes.make(given.data, name, given.scale * TIMES.get(name, 1.0), 0)
+            ids, outputs = tokens_of(mix), [row.output_tokens for row in mix]
+            prompts, lengths = Prompts.of_segments(row.segments for row in mix), np.array(outputs)
+            caps = np.full(len(outputs), LONGEST)
+            told, sampled = (prepare(prompts, lengths, cost, caps, sample=share) for share in (1.0, 0.01))
+            order = told.tree.order.tolist()
+            for clock in (Clock[each.upper()] for each in given.clocks):
+                model = EngineModel.of(cost, clock)
+                for policy in given.policies:
+                    foreseen = predicted(policy, model, told, sampled)
+                    setting = Setting(clock, SGLANG.get(policy))
+                    if foreseen.setting:
+                        chunk, ratio = (float(part.split()[1]) for part in foreseen.setting.split(", "))
+                        setting = replace(setting, chunk=int(chunk), ratio=ratio)
+                    sent = order if policy == "dfs" else range(len(ids))
+                    started = time.perf_counter()
+                    found = asyncio.get_event_loop().run_until_complete(
+                        engine.run(setting, [ids[k] for k in sent], [outputs[k] for k in sent])
+                    )
+                    virtual_s, prompt_tokens = found["virtual_s"], int(told.lengths.sum())
+                    rows.put(
+                        {
+                            "mix": name,
+                            "policy": policy,
+                            "clock": clock.name.lower(),
+                            "device": found["device"],
+                            "requests": len(ids),
+                            "setting": foreseen.setting,
+                            "virtual_s": virtual_s,
+                            "predicted_s": foreseen.seconds - foreseen.planner_s,
+                            "tokens_per_s": (prompt_tokens + int(lengths.sum())) / virtual_s,
+                            "sharing": found["cached_tokens"] / prompt_tokens,
+                            "retractions": found["retractions"],
+                            "share_of_practical": told.practical_s(model) / virtual_s,
+                            "critical_path_s": int(lengths.max()) * max(model.weights_s, model.gemm_s),
+                            "steps": found["virtual_steps"],
+                            "deciding_ms": 1e3 * found.get("deciding_s", 0.0) / max(1, found.get("steps", 1)),
+                            "plans": found.get("plans"),
+                            "wall_s": time.perf_counter() - started,
+                        }
+                    )
+        rows.put(None)
+        engine.close()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("data", type=Path, help="folder with lengths/, text/ and tokenizers/")
+    parser.add_argument("--scale", type=float, default=SCALE, help=f"share of the mixes' requests (default {SCALE})")
+    parser.add_argument("--mixes", default=",".join(MIXES))
+    parser.add_argument("--clocks", default=",".join(clock.name.lower() for clock in Clock))
+    parser.add_argument("--policies", default=",".join(POLICIES))
+    parser.add_argument("--output", type=Path, default=Path("results/emulated.json"))
+    parser.add_argument("--processes", type=int, default=2, help="engines side by side (default 2)")
+    given = parser.parse_args()
+    for name in ("mixes", "clocks", "policies"):
+        setattr(given, name, getattr(given, name).split(","))
+    given.output.parent.mkdir(parents=True, exist_ok=True)
+    context = multiprocessing.get_context("spawn")
+    queue: Any = context.Queue()
+    parts = [given.mixes[k :: given.processes] for k in range(min(given.processes, len(given.mixes)))]
+    workers = [context.Process(target=measure, args=(given, part, queue)) for part in parts]
+    for worker in workers:
+        worker.start()
+    rows: list[dict[str, Any]] = []
+    wanted = len(given.mixes) * len(given.clocks) * len(given.policies)
+    while len(rows) < wanted:
+        row = queue.get()
+        if row is None:
+            continue
+        rows.append(row)
+        given.output.write_text(json.dumps(rows, indent=1) + "\n")
+        print(
+            f"{len(rows)}/{wanted} {row['device']}: {row['mix']} {row['policy']} {row['virtual_s']:.1f} s "
+            f"(predicted {row['predicted_s']:.1f}), {row['tokens_per_s']:.0f} tokens/s, sharing {row['sharing']:.3f}, "
+            f"retractions {row['retractions']}, {row['share_of_practical']:.3f} of the bound, {row['wall_s']:.0f} s",
+            flush=True,
+        )
+    for worker in workers:
+        worker.join()
+    sys.exit(max(abs(worker.exitcode or 0) for worker in workers))
+
+
+if __name__ == "__main__":
+    main()

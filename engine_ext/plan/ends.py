@@ -1,0 +1,81 @@
+"""The two ends of a scan: which requests each of them gives, in which order, and what each has to compute there."""
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from engine_ext.plan.blend import excess_s, meeting_place
+from engine_ext.plan.cost import CostModel
+from engine_ext.plan.order import KEEP_SHARING, common_in, order_scan
+from engine_ext.plan.resources import Requests, request_loads
+from engine_ext.plan.tree import Column, PrefixTree
+
+Floats = NDArray[np.float64]
+
+
+@dataclass(frozen=True, slots=True)
+class Ends:
+    """Requests as each end gives them; `fresh`: int64 [prompts], tokens that the one before there does not share."""
+
+    left: Column
+    right: Column
+    fresh: Column
+
+
+def two_ends(
+    tree: PrefixTree,
+    requests: Requests,
+    cost: CostModel,
+    first: Column,
+    waits: NDArray[np.bool_] | None = None,
+    keep: float = KEEP_SHARING,
+) -> Ends:
+    """Sort the tree, and part it where compute and memory balance. `first`: requests that their end gives first.
+
+    `waits`: bool [prompts], those that the ends are to give; the others only show what is alike.
+    """
+    scan = order_scan(tree, requests, cost, keep)
+    compute, memory = request_loads(scan.tree, requests, cost)
+    places = _mixed(scan.tree, compute, memory)
+    if waits is not None:
+        places = places[waits[scan.tree.order[places]]]
+    order = scan.tree.order[places]
+    meeting = meeting_place(excess_s(compute[places], memory[places]))
+    asked = np.isin(order, first)
+    left, right = (
+        np.concatenate([side[begins], side[~begins]])
+        for side, begins in ((order[:meeting], asked[:meeting]), (order[meeting:][::-1], asked[meeting:][::-1]))
+    )
+    return Ends(left, right, fresh_tokens(scan.tree, requests.prompt.astype(np.int64), places, meeting))
+
+
+def _mixed(tree: PrefixTree, compute: Floats, memory: Floats) -> Column:
+    """Places of the walk, where siblings of about one density stand as the prompts came.
+
+    Sorted to the last token, answers of one length would be let in together and end together, and the KV memory would
+    fill and empty in waves.
+    """
+    with np.errstate(divide="ignore", invalid="ignore"):
+        octave = np.floor(np.log2(compute / memory))
+    parent = tree.parent[tree.leaves]
+    begins = (parent[1:] != parent[:-1]) | (octave[1:] != octave[:-1])
+    return np.lexsort((tree.order, np.concatenate([[0], np.cumsum(begins)])[: len(parent)]))
+
+
+def fresh_tokens(tree: PrefixTree, lengths: Column, places: Column, meeting: int) -> Column:
+    """Prompt tokens of each request that the one before it does not share, at its end of the scan.
+
+    Of the leaves at `places` of the walk, the left end takes the first `meeting` from left to right, the right end the
+    others from right to left; siblings may stand in any order. int64 [prompts] by request, like `lengths`; 0 for those
+    that stand at no place.
+    """
+    fresh = np.zeros(len(lengths), dtype=np.int64)
+    if len(places) == 0:
+        return fresh
+    between = common_in(tree.parent, tree.end, tree.leaves[places])[1:]
+    common = np.concatenate([[0], between, [0]])
+    shared = np.where(np.arange(len(places)) < meeting, common[:-1], common[1:])
+    requests = tree.order[places]
+    fresh[requests] = lengths[requests] - shared
+    return fresh

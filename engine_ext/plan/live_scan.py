@@ -1,0 +1,245 @@
+"""The dual scan of an engine to which requests come and go: planned again, with all that was learned, when they do.
+
+Requests have keys of the caller's. A plan covers those that wait and, to tell what is alike, those that run and the
+last that ended. It costs about 4 microseconds a request and is made again when a quarter more has come, when what
+came has waited long enough, or when some were taken back; not in every step.
+"""
+
+from collections import deque
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from engine_ext.plan.cost import CostModel
+from engine_ext.plan.dual_scan import DualScan
+from engine_ext.plan.ends import two_ends
+from engine_ext.plan.footprint import output_tokens
+from engine_ext.plan.groups import group_requests
+from engine_ext.plan.lengths import LONGEST, UNKNOWN, estimate, group_caps, look_ahead, see
+from engine_ext.plan.prompts import Prompts, TokenIds
+from engine_ext.plan.resources import Requests
+from engine_ext.plan.sample import SHARE, choose_sample
+from engine_ext.plan.scan_state import FRESH, SIDE, Backlog, StepCosts
+from engine_ext.plan.tree import build_tree
+
+REMEMBERED = 4096  # ended requests that tell of those like them
+FEWEST = 32  # requests that come before a plan is made again
+PATIENCE = 32  # decisions that fewer may wait for
+PAGE = 16  # tokens; what is shared beyond it is worth waiting a step for
+
+
+@dataclass(slots=True)
+class _Member:
+    """A request that waits or runs, or has ended: `tokens` of output so far, `place` in the plan or -1."""
+
+    prompt: TokenIds
+    cap: int
+    known: int
+    kind: int
+    tokens: int = 0
+    place: int = -1
+    runs: bool = False
+    prefilled: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """`budget`: prompt tokens to compute, for those in prefill first; `admitted`: keys to let in, in this order."""
+
+    budget: int
+    admitted: list[int]
+
+
+NOTHING = Step(0, [])
+
+
+@dataclass(slots=True)
+class LiveScan:
+    """The scan of one engine; not safe for threads. `share` of the requests with unknown lengths are run first."""
+
+    cost: CostModel
+    costs: StepCosts
+    share: float = SHARE
+    generator: np.random.Generator = field(default_factory=lambda: np.random.default_rng(0))
+    plans: int = 0
+    _members: dict[int, _Member] = field(default_factory=dict[int, _Member])
+    _keys: list[int] = field(default_factory=list[int])
+    _ended: "deque[_Member]" = field(default_factory=lambda: deque(maxlen=REMEMBERED))
+    _scan: DualScan | None = None
+    _new: int = 0
+    _decisions: int = 0
+    _stale: bool = False
+    _latest: "list[_Member | None]" = field(default_factory=lambda: [None, None])  # whom each end has given last
+    _ready: list[int] = field(default_factory=lambda: [0, 0])  # tokens of its prompt that were computed before it
+
+    def __len__(self) -> int:
+        """Requests that wait."""
+        return self._new + (self._scan.waiting if self._scan else 0)
+
+    def add(self, key: int, prompt: TokenIds, cap: int, known: int = UNKNOWN, kind: int = 0) -> None:
+        """A request that waits now; `kind` is equal for those that are alike in something but their prompts."""
+        self._members[key] = _Member(prompt, min(cap, LONGEST), known, kind)
+        self._new += 1
+
+    def take_back(self, key: int) -> None:
+        """A request that waits is not to run."""
+        member = self._members.pop(key)
+        if member.place < 0:
+            self._new -= 1
+        else:
+            self._stale = True
+            self._keys[member.place] = -1
+
+    def decide(self, used_kv: int, decoding_kv: int, decoding: int, pending: int, decoded: int, slots: int) -> Step:
+        """The next step; see `dual_scan.decide`."""
+        self._decisions += 1
+        if self._is_due():
+            self._plan()
+        if self._scan is None:
+            return NOTHING
+        found = self._scan.decide(used_kv, decoding_kv, decoding, pending, decoded, slots)
+        return Step(found.budget, self._without_twins(found.admitted.tolist()))
+
+    def prefilled(self, key: int) -> None:
+        member = self._members[key]
+        member.prefilled = True
+        self._of(member).prefilled(member.place)
+
+    def finished(self, key: int, tokens: int) -> None:
+        member = self._members.pop(key)
+        self._of(member).finished(member.place, tokens)
+        member.tokens, member.runs = tokens, False
+        self._ended.append(member)
+
+    def dropped(self, key: int, tokens: int) -> None:
+        """A request that ran was given up."""
+        member = self._members.pop(key)
+        member.runs = False
+        self._of(member).dropped(member.place, tokens)
+
+    def retracted(self, key: int, tokens: int) -> None:
+        member = self._members[key]
+        member.tokens, member.runs, member.prefilled = tokens, False, False
+        self._of(member).retracted(member.place, tokens)
+
+    def held(self, key: int) -> None:
+        """The engine did not take a request that was just admitted."""
+        member = self._members[key]
+        member.runs = False
+        self._of(member).held(member.place)
+
+    @property
+    def remaining_s(self) -> tuple[float, float]:
+        """Seconds of compute and of memory reads that are expected to remain."""
+        return self._scan.remaining_s if self._scan else (0.0, 0.0)
+
+    def _member(self, place: int) -> _Member:
+        return self._members[self._keys[place]]
+
+    def _of(self, member: _Member) -> DualScan:
+        assert self._scan is not None
+        assert member.place >= 0
+        return self._scan
+
+    def _is_due(self) -> bool:
+        if self._stale:
+            return True
+        if self._new == 0:
+            return False
+        planned = self._scan.waiting if self._scan else 0
+        if planned == 0 or self._decisions >= PATIENCE:
+            return True
+        return self._new >= max(FEWEST, planned // 4)
+
+    def _without_twins(self, places: list[int]) -> list[int]:
+        """The keys to let in now. One whose prefix is being computed for the one before it comes when that is there."""
+        scan = self._scan
+        assert scan is not None
+        kept: list[int] = []
+        held: list[int] = []
+        waits = [False, False]
+        for place in places:
+            side, member = int(scan.state.requests[place, SIDE]), self._member(place)
+            latest, ready = self._latest[side], self._ready[side]
+            shared = shared_tokens(latest.prompt, member.prompt) if latest else 0
+            is_computing = latest is not None and latest.runs and not latest.prefilled
+            ready = min(ready, shared) if is_computing else shared
+            if waits[side] or shared > ready + PAGE:
+                waits[side] = True
+                held.append(place)
+                continue
+            self._latest[side], self._ready[side] = member, ready
+            member.runs = True
+            kept.append(self._keys[place])
+        for place in reversed(held):
+            scan.held(place)
+        return kept
+
+    def _plan(self) -> None:
+        """Make the plan again from all that is known."""
+        keys = list(self._members)
+        members = [self._members[key] for key in keys] + list(self._ended)
+        ended = np.arange(len(members)) >= len(keys)
+        runs = np.array([member.runs for member in members], dtype=np.bool_)
+        old = np.array([member.place for member in members], dtype=np.int64)
+        kinds, caps, known, tokens = (
+            np.array([(member.kind, member.cap, member.known, member.tokens) for member in members], dtype=np.int64)
+            .reshape(-1, 4)
+            .T
+        )
+        fresh, sides = np.zeros((2, len(members)), dtype=np.int64)
+        if self._scan is not None:
+            rows = self._scan.state.requests[old[runs]]
+            tokens[runs] = output_tokens(self._scan.state, old[runs])
+            fresh[runs], sides[runs] = rows[:, FRESH], rows[:, SIDE]
+
+        prompts = _joined([member.prompt for member in members])
+        lengths = prompts.lengths
+        tree = build_tree(prompts)
+        groups = group_requests(tree, kinds)
+        told = np.flatnonzero((known == UNKNOWN) & (ended | (tokens > 0)))
+        seen = see(groups, told, tokens[told], ended[told])
+        outlook = look_ahead(seen, groups, group_caps(groups, caps))
+        estimates = estimate(groups, outlook, caps, np.where(ended, tokens, known))
+        waits = ~runs & ~ended
+        begun = np.flatnonzero(waits & (tokens > 0))
+        asked = np.where(waits & (tokens == 0) | (known >= 0), known, tokens)
+        sample = choose_sample(groups, outlook, lengths.astype(np.float64), asked, self.generator, self.share)
+        ends = two_ends(
+            tree,
+            Requests(lengths.astype(np.float64), estimates.mean, estimates.squares),
+            self.cost,
+            np.concatenate([begun, sample]),
+            waits,
+        )
+        backlog = Backlog(
+            prompt=lengths,
+            fresh=np.where(runs, fresh, ends.fresh),
+            known=known,
+            caps=caps,
+            left=ends.left,
+            right=ends.right,
+            groups=groups,
+            seen=seen,
+            counted=tokens,
+        )
+        self._scan, self._keys = DualScan(backlog, self.costs), keys
+        running = np.flatnonzero(runs)
+        self._scan.resume(running, sides[running], np.array([members[place].prefilled for place in running], np.bool_))
+        for place, member in enumerate(members):
+            member.place, member.tokens = place, int(tokens[place])
+        self._new, self._decisions, self._stale = 0, 0, False
+        self.plans += 1
+
+
+def shared_tokens(a: TokenIds, b: TokenIds) -> int:
+    """Tokens that two prompts have in common from their beginning on."""
+    least = min(len(a), len(b))
+    differ = np.flatnonzero(a[:least] != b[:least])
+    return int(differ[0]) if len(differ) else least
+
+
+def _joined(prompts: list[TokenIds]) -> Prompts:
+    starts = np.zeros(len(prompts) + 1, dtype=np.int64)
+    np.cumsum([len(prompt) for prompt in prompts], out=starts[1:])
+    return Prompts(np.concatenate([np.empty(0, np.uint32), *prompts]), starts)

@@ -1,0 +1,29 @@
+"""The hooks by which batchweave holds SGLang, registered in every process that it spawns."""
+
+from collections.abc import Callable
+from typing import Any
+
+from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+from engine_ext.plugin import admission, attention_cpu, emulated, grammar_cpu
+from engine_ext.plugin.options import Scheduling, handed_over
+from engine_ext.plugin.platform_entry import gpu_is_present
+
+
+def hooks() -> list[tuple[str, Callable[..., Any], HookType]]:
+    """Every hook that this machine and these options need, as (target, function, kind)."""
+    options = handed_over()
+    found = [*admission.REPORT]
+    if options is not None and options.scheduling is Scheduling.DUAL_SCAN:
+        found += admission.HOOKS
+    if options is not None and options.emulated:
+        found += emulated.HOOKS
+    if not gpu_is_present():
+        found += [*attention_cpu.HOOKS, *grammar_cpu.HOOKS]
+    return found
+
+
+def register() -> None:
+    """`sglang.srt.plugins`: hook the scheduler, and on a CPU what SGLang has for GPUs only."""
+    for target, hook, kind in hooks():
+        HookRegistry.register(target, hook, kind)

@@ -1,0 +1,184 @@
+"""The scan of an engine to which requests come and go."""
+
+from dataclasses import dataclass, field
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from engine_ext.plan.cost import CostModel
+from engine_ext.plan.ends import two_ends
+from engine_ext.plan.hardware import Machine, hardware
+from engine_ext.plan.lengths import UNKNOWN
+from engine_ext.plan.live_scan import FEWEST, LiveScan, shared_tokens
+from engine_ext.plan.model_shape import preset
+from engine_ext.plan.prompts import Prompts, TokenIds
+from engine_ext.plan.resources import Requests
+from engine_ext.plan.scan_state import OWN_KV, StepCosts
+from engine_ext.plan.tree import build_tree
+
+COST = CostModel(preset("llama-3-8b"), Machine(hardware("a100-80gb")))
+COSTS = StepCosts(gemm_s=2.5e-6, read_s=6.4e-8, weights_s=1e-4, capacity=20_000, most_tokens=2048)
+
+
+@dataclass
+class Engine:
+    """Prefills in order of admission, with the last fifty prompts cached, and decodes a token per step."""
+
+    scan: LiveScan
+    prompts: dict[int, TokenIds] = field(default_factory=dict[int, TokenIds])
+    outputs: dict[int, int] = field(default_factory=dict[int, int])
+    prefilling: dict[int, int] = field(default_factory=dict[int, int])
+    decoding: dict[int, int] = field(default_factory=dict[int, int])
+    got: dict[int, int] = field(default_factory=dict[int, int])
+    done: list[int] = field(default_factory=list[int])
+    admitted: list[int] = field(default_factory=list[int])
+    cached: list[TokenIds] = field(default_factory=list[TokenIds])
+    most_at_once: int = 1 << 30
+    steps: int = 0
+
+    def add(self, key: int, prompt: TokenIds, output: int, known: bool = False) -> None:
+        self.prompts[key], self.outputs[key] = prompt, output
+        self.scan.add(key, prompt, 4096, output if known else UNKNOWN)
+
+    @property
+    def used(self) -> int:
+        return sum(len(self.prompts[key]) + self.got.get(key, 0) for key in [*self.decoding, *self.prefilling])
+
+    def fresh(self, prompt: TokenIds) -> int:
+        return len(prompt) - max((shared_tokens(each, prompt) for each in self.cached), default=0)
+
+    def step(self) -> None:
+        self.steps += 1
+        reads = sum(len(self.prompts[key]) + tokens for key, tokens in self.decoding.items())
+        slots = self.most_at_once - len(self.decoding) - len(self.prefilling)
+        step = self.scan.decide(self.used, reads, len(self.decoding), sum(self.prefilling.values()), 1, slots)
+        assert len(step.admitted) <= slots
+        for key in step.admitted:
+            assert key not in self.prefilling
+            assert key not in self.decoding
+            self.prefilling[key] = max(1, self.fresh(self.prompts[key]) + self.got.get(key, 0))
+            self.admitted.append(key)
+        for key in list(self.decoding):
+            self.decoding[key] += 1
+            self.got[key] = self.decoding[key]
+        budget = step.budget
+        for key in list(self.prefilling):
+            taken = min(budget, self.prefilling[key])
+            budget -= taken
+            self.prefilling[key] -= taken
+            if self.prefilling[key] == 0:
+                del self.prefilling[key]
+                self.cached = [*self.cached[-50:], self.prompts[key]]
+                self.decoding[key] = self.got.get(key, 0)
+                self.scan.prefilled(key)
+        for key, tokens in list(self.decoding.items()):
+            if tokens >= self.outputs[key]:
+                del self.decoding[key]
+                self.scan.finished(key, tokens)
+                self.done.append(key)
+
+    def retract(self, key: int) -> None:
+        self.scan.retracted(key, self.decoding.pop(key))
+
+    def run(self, most_steps: int = 50_000) -> None:
+        for _ in range(most_steps):
+            if not self.decoding and not self.prefilling and len(self.scan) == 0:
+                return
+            self.step()
+        raise AssertionError(f"{len(self.scan)} wait after {most_steps} steps")
+
+
+def live(share: float = 0.01) -> LiveScan:
+    return LiveScan(COST, COSTS, share)
+
+
+def tokens(*parts: tuple[int, int]) -> TokenIds:
+    """Parts of (content, length)."""
+    return np.concatenate([np.random.default_rng(seed).integers(0, 1 << 20, n, np.uint32) for seed, n in parts])
+
+
+@settings(max_examples=20)
+@given(st.integers(0, 10_000), st.integers(1, 80), st.booleans())
+def test_every_request_ends_once_whenever_it_comes(seed: int, count: int, known: bool) -> None:
+    """Some are retracted, some taken back while they wait, some given up while they run."""
+    generator = np.random.default_rng(seed)
+    engine, gone = Engine(live(), most_at_once=20), set[int]()
+    for key in range(count):
+        prompt = tokens((int(generator.integers(3)), 50), (100 + key, int(generator.integers(1, 800))))
+        engine.add(key, prompt, int(generator.integers(1, 300)), known)
+        for _ in range(int(generator.integers(0, 20))):
+            engine.step()
+        if engine.decoding and generator.random() < 0.3:
+            engine.retract(int(generator.choice(list(engine.decoding))))
+        if engine.decoding and generator.random() < 0.1:
+            given_up = int(generator.choice(list(engine.decoding)))
+            engine.scan.dropped(given_up, engine.decoding.pop(given_up))
+            gone.add(given_up)
+        waiting = set(engine.prompts) - set(engine.done) - set(engine.prefilling) - set(engine.decoding) - gone
+        if waiting and generator.random() < 0.1:
+            taken = int(generator.choice(sorted(waiting)))
+            engine.scan.take_back(taken)
+            gone.add(taken)
+    engine.run()
+    assert sorted([*engine.done, *gone]) == list(range(count))
+    scan = engine.scan._scan  # pyright: ignore[reportPrivateUsage]
+    assert scan is None or (scan.running, scan.state.counts[OWN_KV]) == (0, 0)
+
+
+def test_it_plans_again_when_enough_has_come_and_not_in_every_step() -> None:
+    engine = Engine(live())
+    for key in range(2000):
+        engine.add(key, tokens((key, 100)), 50)
+        if key % 10 == 0:
+            engine.step()
+    before = engine.scan.plans
+    engine.run()
+    assert before < 40
+    assert engine.scan.plans <= before + 2
+
+
+def test_a_prefix_that_is_being_computed_is_not_computed_beside() -> None:
+    """The first of each document goes alone, the others come when it is in the cache; the two ends meet in one."""
+    engine, beside, seen = Engine(live()), 0, 0
+    for key in range(60):
+        engine.add(key, tokens((key // 6, 500), (1000 + key, 20)), 30, known=True)
+    computed = set[int]()
+    while len(engine.done) < 60:
+        before = {key // 6 for key in engine.prefilling}
+        engine.step()
+        for key in engine.admitted[seen:]:
+            beside += key // 6 in before - computed
+            before.add(key // 6)
+        seen = len(engine.admitted)
+        computed |= {key // 6 for key in [*engine.decoding, *engine.done]}
+    assert beside <= 1
+    assert engine.steps < 400  # a step for each that waits, and no more
+
+
+def test_what_was_learned_outlives_the_plan() -> None:
+    engine = Engine(live(share=0.1))
+    for key in range(100):
+        engine.add(key, tokens((1, 40), (100 + key, 10)), 700)
+    engine.run()
+    unseen = live().remaining_s
+    assert unseen == (0.0, 0.0)
+    for key in range(1000, 1000 + 2 * FEWEST):
+        engine.add(key, tokens((1, 40), (100 + key, 10)), 700)
+    engine.step()
+    waiting = 2 * FEWEST
+    expected = waiting * (50 * 700 + 700**2 / 2) * COSTS.read_s
+    assert engine.scan.remaining_s[1] == pytest.approx(expected, rel=0.15)
+
+
+def test_those_asked_first_stand_first_at_their_end() -> None:
+    prompts = Prompts.of([[key % 3] * 10 + [100 + key] for key in range(30)])
+    lengths = Requests.exact(prompts.lengths, np.where(np.arange(30) % 3 == 0, 2, 400))
+    waits, first = np.arange(30) >= 3, np.array([12, 13, 14, 20])
+    ends = two_ends(build_tree(prompts), lengths, COST, first, waits)
+    for side in (ends.left, ends.right):
+        asked = np.isin(side, first)
+        assert asked.any()
+        assert not np.any(asked[1:] & ~asked[:-1])
+    assert sorted([*ends.left.tolist(), *ends.right.tolist()]) == list(range(3, 30))
