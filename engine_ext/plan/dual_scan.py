@@ -110,6 +110,10 @@ class DualScan:
     def held(self, request: int) -> None:
         held(self.state, request)
 
+    def come_soon(self) -> None:
+        """Those just held are to come with the next step."""
+        self.state.sums[OWED] = self.state.machine[MOST_TOKENS]
+
     def dropped(self, request: int, tokens: int) -> None:
         dropped(self.state, request, tokens)
 

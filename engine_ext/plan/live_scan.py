@@ -6,6 +6,7 @@ came has waited long enough, or when some were taken back; not in every step.
 """
 
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -28,7 +29,7 @@ PATIENCE = 32  # decisions that fewer may wait for
 PAGE = 16  # tokens; what is shared beyond it is worth waiting a step for
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class _Member:
     """A request that waits or runs, or has ended: `tokens` of output so far, `place` in the plan or -1."""
 
@@ -40,6 +41,8 @@ class _Member:
     place: int = -1
     runs: bool = False
     prefilled: bool = False
+    ready: int = 0  # tokens of its prompt that were in the cache when it was let in, as far as is known
+    before: "_Member | None" = None  # whom its end gave before it
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,11 +58,16 @@ NOTHING = Step(0, [])
 
 @dataclass(slots=True)
 class LiveScan:
-    """The scan of one engine; not safe for threads. `share` of the requests with unknown lengths are run first."""
+    """The scan of one engine; not safe for threads.
+
+    `share` of the requests with unknown lengths are run first. `cached`: how many tokens of a waiting request's prompt
+    are in the engine's cache, by its key; it is asked when a prefix might be computed twice.
+    """
 
     cost: CostModel
     costs: StepCosts
     share: float = SHARE
+    cached: Callable[[int], int] = lambda key: 0
     generator: np.random.Generator = field(default_factory=lambda: np.random.default_rng(0))
     plans: int = 0
     _members: dict[int, _Member] = field(default_factory=dict[int, _Member])
@@ -70,7 +78,6 @@ class LiveScan:
     _decisions: int = 0
     _stale: bool = False
     _latest: "list[_Member | None]" = field(default_factory=lambda: [None, None])  # whom each end has given last
-    _ready: list[int] = field(default_factory=lambda: [0, 0])  # tokens of its prompt that were computed before it
 
     def __len__(self) -> int:
         """Requests that wait."""
@@ -102,7 +109,7 @@ class LiveScan:
 
     def prefilled(self, key: int) -> None:
         member = self._members[key]
-        member.prefilled = True
+        member.prefilled, member.before = True, None
         self._of(member).prefilled(member.place)
 
     def finished(self, key: int, tokens: int) -> None:
@@ -126,6 +133,8 @@ class LiveScan:
         """The engine did not take a request that was just admitted."""
         member = self._members[key]
         member.runs = False
+        if member in self._latest:
+            self._latest[self._latest.index(member)] = member.before
         self._of(member).held(member.place)
 
     @property
@@ -157,22 +166,22 @@ class LiveScan:
         assert scan is not None
         kept: list[int] = []
         held: list[int] = []
-        waits = [False, False]
         for place in places:
             side, member = int(scan.state.requests[place, SIDE]), self._member(place)
-            latest, ready = self._latest[side], self._ready[side]
-            shared = shared_tokens(latest.prompt, member.prompt) if latest else 0
-            is_computing = latest is not None and latest.runs and not latest.prefilled
-            ready = min(ready, shared) if is_computing else shared
-            if waits[side] or shared > ready + PAGE:
-                waits[side] = True
-                held.append(place)
-                continue
-            self._latest[side], self._ready[side] = member, ready
+            latest = self._latest[side]
+            member.ready = shared_tokens(latest.prompt, member.prompt) if latest else 0
+            if latest is not None and latest.runs and not latest.prefilled and member.ready > latest.ready + PAGE:
+                shared, member.ready = member.ready, self.cached(self._keys[place])
+                if shared > member.ready + PAGE:
+                    held.append(place)
+                    continue
+            member.before, self._latest[side] = latest, member
             member.runs = True
             kept.append(self._keys[place])
         for place in reversed(held):
             scan.held(place)
+        if held:
+            scan.come_soon()
         return kept
 
     def _plan(self) -> None:

@@ -15,6 +15,8 @@ from typing import Any
 import numpy as np
 from sglang.srt.managers.schedule_batch import FINISH_ABORT
 from sglang.srt.managers.schedule_policy import CLIP_MAX_NEW_TOKENS
+from sglang.srt.mem_cache.base_prefix_cache import MatchPrefixParams
+from sglang.srt.mem_cache.radix_cache import RadixKey
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
 from engine_ext.plan.lengths import LONGEST, UNKNOWN
@@ -125,6 +127,11 @@ class Admission:
         for req in [each for each in self.prefilling if each is not continued]:
             self.scan.prefilled(self.prefilling.pop(req))
 
+    def note(self, batch: Any, continued: Any) -> None:
+        """Keep whose prefill begins with this batch, of ours or not; `continued` is in it with another chunk."""
+        if batch is not None:
+            self.recent_ids.extend(req.rid for req in batch.reqs if req is not continued and not req.output_ids)
+
     def _forget(self, req: Any) -> int:
         key = self.keys.pop(req.rid)
         del self.by_key[key]
@@ -145,13 +152,20 @@ def admission_of(scheduler: Any) -> Admission:
     if found is None:
         options = handed_over()
         assert options is not None
-        found = scheduler.batchweave_admission = Admission.of(
+        found = Admission.of(
             options,
             int(scheduler.max_total_num_tokens),
             int(scheduler.chunked_prefill_size or STEP_TOKENS),
             bool(scheduler.is_mixed_chunk),
         )
+        found.scan.cached = lambda key: _cached_tokens(scheduler, found.by_key[key])
+        scheduler.batchweave_admission = found
     return found
+
+
+def _cached_tokens(scheduler: Any, req: Any) -> int:
+    key = RadixKey(req.origin_input_ids, req.extra_key)
+    return len(scheduler.tree_cache.match_prefix(MatchPrefixParams(key)).device_indices)
 
 
 def enqueue(original: Callable[..., None], scheduler: Any, req: Any, *args: Any, **kwargs: Any) -> None:
@@ -165,8 +179,11 @@ def admit(original: Callable[..., Any], scheduler: Any, *args: Any, **kwargs: An
     """Show SGLang whom the scan lets in, in its order, and as many tokens as it allows."""
     ours, running = admission_of(scheduler), kwargs["running_batch"]
     ours.notice_ends(running.reqs, scheduler.chunked_req)
+    continued = scheduler.chunked_req
     if not ours.waiting and not ours.running:
-        return original(scheduler, *args, **kwargs)
+        found = original(scheduler, *args, **kwargs)
+        ours.note(found[0], continued)
+        return found
     started = time.perf_counter()
     step = _decide(ours, scheduler, running)
     candidates = [ours.by_key[key] for key in step.admitted]
@@ -176,7 +193,7 @@ def admit(original: Callable[..., Any], scheduler: Any, *args: Any, **kwargs: An
     if step.budget == 0 and not scheduler.waiting_queue:
         ours.hold(candidates)
         return None, running
-    continued, chunk = scheduler.chunked_req, scheduler.chunked_prefill_size
+    chunk = scheduler.chunked_prefill_size
     scheduler.waiting_queue = [*scheduler.waiting_queue, *candidates]
     page = scheduler.page_size
     scheduler.chunked_prefill_size = -(-step.budget // page) * page + (len(running.reqs) if ours.is_mixed else 0)
@@ -193,8 +210,8 @@ def admit(original: Callable[..., Any], scheduler: Any, *args: Any, **kwargs: An
         scheduler.waiting_queue = [req for req in scheduler.waiting_queue if req not in left]
     ours.hold([req for req in candidates if req in left])
     ours.let_in([req for req in candidates if req not in left])
+    ours.note(batch, continued)
     if batch is not None:
-        ours.recent_ids.extend(req.rid for req in batch.reqs if req is not continued and not req.output_ids)
         ours.prefilled(scheduler.chunked_req)
         ours.decoded = int(batch.decoding_reqs is not None)
     return batch, running

@@ -36,9 +36,9 @@ class Setting:
 class EmulatedEngine:
     """Create it in the main thread before the event loop runs; `model_path` is any small model, which never runs."""
 
-    def __init__(self, model_path: str, cost: CostModel, context: int = CONTEXT) -> None:
+    def __init__(self, model_path: str, cost: CostModel, capacity: int | None = None, context: int = CONTEXT) -> None:
         Options(cost, emulated=True).hand_over()
-        self.capacity = EngineModel.of(cost).capacity
+        self.capacity = capacity or EngineModel.of(cost).capacity  # tokens of KV cache
         self._engine = Engine(
             model_path=model_path,
             **{

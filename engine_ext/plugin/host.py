@@ -4,6 +4,8 @@ import asyncio
 import json
 import os
 import signal
+import subprocess
+import sys
 from dataclasses import dataclass
 from typing import Any
 
@@ -79,6 +81,8 @@ class EngineHost:
         if not on_gpu:
             os.environ.setdefault("OMP_NUM_THREADS", "1")
         self.device = "gpu" if on_gpu else "cpu"
+        # Meanwhile, for it takes as long the first time.
+        self._compiling = subprocess.Popen([sys.executable, "-m", "engine_ext.plan.warm_up"])
         self._engine = Engine(
             **{
                 "model_path": model_path,
@@ -103,6 +107,7 @@ class EngineHost:
     async def start(self) -> None:
         """Attach to the running loop and assert that the plugin is in the scheduler process."""
         loop = asyncio.get_running_loop()
+        await asyncio.to_thread(self._compiling.wait)
         self._manager.auto_create_handle_loop()
         # SGLang takes SIGTERM for its server; this process belongs to the worker, which drains by itself.
         loop.remove_signal_handler(signal.SIGTERM)

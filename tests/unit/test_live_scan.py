@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from engine_ext.plan import warm_up
 from engine_ext.plan.cost import CostModel
 from engine_ext.plan.ends import two_ends
 from engine_ext.plan.hardware import Machine, hardware
@@ -182,3 +183,7 @@ def test_those_asked_first_stand_first_at_their_end() -> None:
         assert asked.any()
         assert not np.any(asked[1:] & ~asked[:-1])
     assert sorted([*ends.left.tolist(), *ends.right.tolist()]) == list(range(3, 30))
+
+
+def test_what_an_engine_needs_can_be_compiled_beforehand() -> None:
+    warm_up.main()

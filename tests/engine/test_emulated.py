@@ -1,0 +1,101 @@
+"""Policies in real SGLang on an emulated H200 with little KV memory: what is let in, found in the cache, and how long.
+
+Three kinds of work: prompts beside long answers, documents that do not all fit into the KV cache, and one prefix.
+"""
+
+import asyncio
+from collections.abc import Generator
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from engine_ext.plan.cost import CostModel
+from engine_ext.plan.engine_model import Clock, EngineModel
+from engine_ext.plan.hardware import Machine, hardware
+from engine_ext.plan.lengths import LONGEST
+from engine_ext.plan.model_shape import preset
+from engine_ext.plan.prompts import Prompts
+from engine_ext.simulate.policies import Search, Work, prepare, simulate
+from service.demo.model import ensure_demo_model
+from service.demo.prompts import corpus
+
+COST = CostModel(preset("llama-3-8b"), Machine(hardware("h200")))
+CAPACITY = 60_000
+CHUNK, RATIO = 1024, 0.6
+
+
+def workload(name: str) -> tuple[list[list[int]], list[int]]:
+    generator = np.random.default_rng(3)
+
+    def tokens(count: int) -> list[int]:
+        return generator.integers(10, 900, count).tolist()
+
+    if name == "both ends":
+        dense = [(tokens(int(generator.integers(500, 1500))), 4) for _ in range(250)]
+        light = [(tokens(40), int(generator.integers(300, 1500))) for _ in range(80)]
+        found = dense + light
+    elif name == "documents":
+        shared = [tokens(3000) for _ in range(40)]
+        found = [(shared[n % 40] + tokens(30), 40) for n in range(200)]
+        found += [(tokens(40), int(generator.integers(300, 1500))) for _ in range(60)]
+    else:
+        shared = [tokens(800)]
+        found = [(shared[0] + tokens(60), int(generator.integers(20, 200))) for _ in range(250)]
+    order = generator.permutation(len(found)).tolist()
+    return [found[n][0] for n in order], [found[n][1] for n in order]
+
+
+@pytest.fixture(scope="module")
+def emulated(tmp_path_factory: pytest.TempPathFactory) -> Generator[Any, None, None]:
+    from engine_ext.plugin.emulated_engine import EmulatedEngine
+
+    loop = asyncio.new_event_loop()
+    asyncio.set_event_loop(loop)
+    model = ensure_demo_model(tmp_path_factory.mktemp("model") / "demo", corpus())
+    engine = EmulatedEngine(str(model), COST, CAPACITY, context=1 << 14)
+    yield engine
+    engine.close()
+    loop.close()
+
+
+def run(engine: Any, policy: str | None, clock: Clock, prompts: list[list[int]], outputs: list[int]) -> dict[str, Any]:
+    from engine_ext.plugin.emulated_engine import Setting
+
+    setting = Setting(clock, policy, CHUNK, RATIO) if policy else Setting(clock)
+    return asyncio.get_event_loop().run_until_complete(engine.run(setting, prompts, outputs))
+
+
+def work_of(prompts: list[list[int]], outputs: list[int], sample: float) -> Work:
+    lengths = np.array(outputs)
+    return prepare(Prompts.of(prompts), lengths, COST, np.full(len(outputs), LONGEST), sample=sample)
+
+
+@pytest.mark.parametrize("clock", list(Clock))
+@pytest.mark.parametrize("name", ["both ends", "documents", "one prefix"])
+def test_the_scan_runs_in_sglang_as_the_simulator_says(emulated: Any, name: str, clock: Clock) -> None:
+    prompts, outputs = workload(name)
+    told, sampled = (work_of(prompts, outputs, share) for share in (1.0, 0.01))
+    model = replace(EngineModel.of(COST, clock), capacity=CAPACITY)
+    ours = run(emulated, None, clock, prompts, outputs)
+    theirs = run(emulated, "fcfs", clock, prompts, outputs)
+    search = Search(chunks=(CHUNK,), ratios=(RATIO,))
+    expected = simulate(sampled, model, "batchweave")
+    expected_theirs = simulate(told, replace(model, computes_twice=True), "fcfs", search=search)
+    total = sum(len(prompt) for prompt in prompts)
+    possible = total - told.tree.distinct_tokens
+    print(
+        f"{name}, {clock.name.lower()}: ours {ours['virtual_s']:.2f} s (simulated {expected.seconds:.2f}), cached "
+        f"{ours['cached_tokens']} of {possible}, {ours['retractions']} retracted; fcfs {theirs['virtual_s']:.2f} s "
+        f"(simulated {expected_theirs.seconds:.2f}), cached {theirs['cached_tokens']}"
+    )
+    assert ours["device"] == f"emulated 1 x h200, {clock.name.lower()} clock"
+    assert ours["admitted"] == len(prompts) + ours["retractions"]
+    assert (ours["waiting"], ours["running"]) == (0, 0)
+    if not ours["retractions"]:
+        assert ours["computed_prompt_tokens"] + ours["cached_tokens"] == total
+    assert ours["cached_tokens"] >= 0.97 * possible - 100
+    assert ours["retractions"] <= 0.05 * len(prompts)
+    assert theirs["virtual_s"] == pytest.approx(expected_theirs.seconds, rel=0.05)
+    assert ours["virtual_s"] == pytest.approx(expected.seconds, rel=0.1)
