@@ -4,8 +4,9 @@ VENV := .venv
 UV := $(VENV)/bin/uv
 RUN := $(VENV)/bin
 UV_VERSION := 0.13.8
+DATA ?= ../shared/data
 
-.PHONY: install install-dev demo test check format lock openapi clean
+.PHONY: install install-dev demo test check format lock openapi emulated clean
 
 install: $(VENV)/.installed
 install-dev: $(VENV)/.installed-dev
@@ -39,6 +40,10 @@ format: install-dev
 
 openapi: install
 	$(RUN)/batchweave openapi > openapi.yaml
+
+# Real lengths and prompts: make emulated DATA=folder, which has lengths/, text/ and tokenizers/
+emulated: install-dev
+	$(RUN)/python -m benchmarks.emulated $(DATA)
 
 # No uv.lock: it would record the hosts of one person's package registry.
 lock: $(UV)

@@ -274,7 +274,7 @@ def report(result: Any, scheduler: Any, *_args: Any, **_kwargs: Any) -> Any:
         compute_s, memory_s = ours.scan.remaining_s
         found |= {
             "waiting": len(ours.waiting),
-            "running": len(ours.running),
+            "running": sum(not req.finished() for req in ours.running),
             "admitted": ours.admitted,
             "held_back": ours.held_back,
             "plans": ours.scan.plans,

@@ -95,7 +95,7 @@ def test_the_scan_runs_in_sglang_as_the_simulator_says(emulated: Any, name: str,
     assert (ours["waiting"], ours["running"]) == (0, 0)
     if not ours["retractions"]:
         assert ours["computed_prompt_tokens"] + ours["cached_tokens"] == total
-    assert ours["cached_tokens"] >= 0.97 * possible - 100
+    assert ours["computed_prompt_tokens"] - ours["retracted_tokens"] <= total - 0.97 * possible + 100
     assert ours["retractions"] <= 0.05 * len(prompts)
     assert theirs["virtual_s"] == pytest.approx(expected_theirs.seconds, rel=0.05)
-    assert ours["virtual_s"] == pytest.approx(expected.seconds, rel=0.1)
+    assert ours["virtual_s"] <= 1.1 * expected.seconds
