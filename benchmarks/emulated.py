@@ -5,7 +5,8 @@ python -m benchmarks.emulated DATA [--scale 0.05] [--mixes h200-1,documents] [--
 SGLang's scheduler, radix cache, KV accounting and retraction are real; the forward pass is replaced by the cost model
 of an H200 with Llama-3-8B, on a clock of its own (engine_ext/plugin/emulated.py). SGLang's policies get the best chunk
 size and new token ratio that the simulator finds for them, and as max_tokens the true output lengths, by which SGLang
-reserves memory; ours is not told them. Nothing here was measured on a GPU.
+reserves memory; ours is not told them, and neither is it where it is simulated: in an engine nobody knows a length
+before its answer has ended. Nothing here was measured on a GPU.
 """
 
 import argparse
@@ -37,6 +38,7 @@ SGLANG = {"fcfs": "fcfs", "lpm": "lpm", "dfs-weight": "dfs-weight", "dfs": "fcfs
 POLICIES = (*SGLANG, "batchweave")
 VOCABULARY = (10, 900)  # of the small model that never runs
 SCALE = 0.05
+NOTHING_KNOWN = 1e-6  # a sample of one
 TIMES = {"documents": 6.0}  # so that prefixes do not fit into the KV cache at the same scale
 
 
@@ -54,10 +56,10 @@ def tokens_of(rows: list[mixes.Row]) -> list[list[int]]:
     return prompts
 
 
-def predicted(policy: str, model: EngineModel, told: Work, sampled: Work) -> Outcome:
+def predicted(policy: str, model: EngineModel, told: Work, untold: Work) -> Outcome:
     """SGLang's own policies compute a prefix for each of a prefill batch, and know max_tokens."""
     if policy == "batchweave":
-        return simulate(sampled, model, policy)
+        return simulate(untold, model, policy)
     return simulate(told, replace(model, computes_twice=True), policy)
 
 
@@ -73,12 +75,12 @@ def measure(given: argparse.Namespace, names: list[str], rows: "multiprocessing.
             ids, outputs = tokens_of(mix), [row.output_tokens for row in mix]
             prompts, lengths = Prompts.of_segments(row.segments for row in mix), np.array(outputs)
             caps = np.full(len(outputs), LONGEST)
-            told, sampled = (prepare(prompts, lengths, cost, caps, sample=share) for share in (1.0, 0.01))
+            told, untold = (prepare(prompts, lengths, cost, caps, sample=share) for share in (1.0, NOTHING_KNOWN))
             order = told.tree.order.tolist()
             for clock in (Clock[each.upper()] for each in given.clocks):
                 model = EngineModel.of(cost, clock)
                 for policy in given.policies:
-                    foreseen = predicted(policy, model, told, sampled)
+                    foreseen = predicted(policy, model, told, untold)
                     setting = Setting(clock, SGLANG.get(policy))
                     if foreseen.setting:
                         chunk, ratio = (float(part.split()[1]) for part in foreseen.setting.split(", "))

@@ -24,6 +24,7 @@ from service.demo.prompts import corpus
 COST = CostModel(preset("llama-3-8b"), Machine(hardware("h200")))
 CAPACITY = 60_000
 CHUNK, RATIO = 1024, 0.6
+NOTHING_KNOWN = 1e-6  # a sample of one: in an engine nobody knows a length before its answer has ended
 
 
 def workload(name: str) -> tuple[list[list[int]], list[int]]:
@@ -76,12 +77,12 @@ def work_of(prompts: list[list[int]], outputs: list[int], sample: float) -> Work
 @pytest.mark.parametrize("name", ["both ends", "documents", "one prefix"])
 def test_the_scan_runs_in_sglang_as_the_simulator_says(emulated: Any, name: str, clock: Clock) -> None:
     prompts, outputs = workload(name)
-    told, sampled = (work_of(prompts, outputs, share) for share in (1.0, 0.01))
+    told, untold = (work_of(prompts, outputs, share) for share in (1.0, NOTHING_KNOWN))
     model = replace(EngineModel.of(COST, clock), capacity=CAPACITY)
     ours = run(emulated, None, clock, prompts, outputs)
     theirs = run(emulated, "fcfs", clock, prompts, outputs)
     search = Search(chunks=(CHUNK,), ratios=(RATIO,))
-    expected = simulate(sampled, model, "batchweave")
+    expected = simulate(untold, model, "batchweave")
     expected_theirs = simulate(told, replace(model, computes_twice=True), "fcfs", search=search)
     total = sum(len(prompt) for prompt in prompts)
     possible = total - told.tree.distinct_tokens
@@ -98,4 +99,4 @@ def test_the_scan_runs_in_sglang_as_the_simulator_says(emulated: Any, name: str,
     assert ours["computed_prompt_tokens"] - ours["retracted_tokens"] <= total - 0.97 * possible + 100
     assert ours["retractions"] <= 0.05 * len(prompts)
     assert theirs["virtual_s"] == pytest.approx(expected_theirs.seconds, rel=0.05)
-    assert ours["virtual_s"] <= 1.1 * expected.seconds
+    assert ours["virtual_s"] == pytest.approx(expected.seconds, rel=0.15)
