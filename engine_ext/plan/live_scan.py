@@ -77,6 +77,7 @@ class LiveScan:
     _new: int = 0
     _decisions: int = 0
     _stale: bool = False
+    _computing: list[_Member] = field(default_factory=list[_Member])  # let in, their prompts not yet computed
     _latest: "list[_Member | None]" = field(default_factory=lambda: [None, None])  # whom each end has given last
 
     def __len__(self) -> int:
@@ -166,6 +167,8 @@ class LiveScan:
         assert scan is not None
         kept: list[int] = []
         held: list[int] = []
+        self._computing = [each for each in self._computing if each.runs and not each.prefilled]
+        from_before = list(self._computing)
         for place in places:
             side, member = int(scan.state.requests[place, SIDE]), self._member(place)
             latest = self._latest[side]
@@ -175,6 +178,11 @@ class LiveScan:
                 if shared > member.ready + PAGE:
                     held.append(place)
                     continue
+            unfinished = max((shared_tokens(each.prompt, member.prompt) for each in from_before), default=0)
+            if unfinished > PAGE and unfinished > self.cached(self._keys[place]) + PAGE:
+                held.append(place)
+                continue
+            self._computing.append(member)
             member.before, self._latest[side] = latest, member
             member.runs = True
             kept.append(self._keys[place])

@@ -18,6 +18,7 @@ Floats = NDArray[np.float64]
 AHEAD = np.array([0, 16, *(step << k for k in range(13) for step in (24, 32))], dtype=np.int64)
 # Between one and the next what runs goes on growing; by how much until half-way.
 GROWTH = np.array([0, *((AHEAD[2:] - AHEAD[1:-1]) // 2), 0], dtype=np.int64)
+BURSTS_MARGIN = 0.5  # of the margin
 ALIGNMENT = 128  # tokens; step sizes are multiples, as GEMM tiles are (A.2)
 NO_REQUEST = -1
 NOT_STARTED = -(1 << 30)
@@ -56,8 +57,8 @@ class StepCosts:
 
     `capacity`: tokens of KV cache; `most_tokens`: the largest step; `margin`: standard deviations of the projected
     footprint to keep free; `quadratic_s`: seconds of prefill attention, times end^2 - begin^2 of a chunk; `bursts`: a
-    prefill stops decoding, so prompt tokens are saved up for whole steps of them, and the cache may fill up: nothing
-    overlaps, so prompts may wait.
+    prefill stops decoding, so prompt tokens are saved up for whole steps of them, and less is kept free: prompts may
+    wait where nothing overlaps.
     """
 
     gemm_s: float
@@ -200,7 +201,7 @@ def new_state(backlog: Backlog, costs: StepCosts) -> State:
                 costs.weights_s,
                 costs.capacity,
                 costs.most_tokens,
-                0.0 if costs.bursts else costs.margin,
+                BURSTS_MARGIN * costs.margin if costs.bursts else costs.margin,
                 float(costs.bursts),
             ]
         ),

@@ -44,7 +44,6 @@ SWEEP = 96  # steps in which every running request is looked at once
 HEADS = 64  # waiting requests at the left end that stand for the next ones
 ENOUGH = 2.5  # times the shortest sensible step, as compute of a step
 MOST_RIGHT = 0.8  # of the KV memory: prompts of the left side come in lumps, and a cache that is full retracts
-MOST_RIGHT_OF_BURSTS = 0.95
 DOUBTFUL = 0.3  # of a group that has seen about ten answers
 GROUPS_AT_ONCE = 1  # groups whose outlook is worked out again in one step
 GROUPS_LOOKED_AT = 64  # groups asked for news in one step
@@ -125,7 +124,7 @@ def _right_share(state: State) -> float:
     if counts[LEFT_FIRST] == counts[LEFT_LAST] or sums[COMPUTE_LEFT] <= NOTHING_S or machine[READ_S] == 0:
         return 1.0
     if machine[BURSTS] > 0:
-        return MOST_RIGHT_OF_BURSTS  # each step reads the weights for those that decode alone, so many must
+        return MOST_RIGHT  # each step reads the weights for those that decode alone, so many must
     least_s = max(machine[WEIGHTS_S], ALIGNMENT * machine[GEMM_S])
     reads_s = ENOUGH * least_s * sums[MEMORY_LEFT] / sums[COMPUTE_LEFT]
     return min(MOST_RIGHT, reads_s / (machine[READ_S] * machine[CAPACITY]))
