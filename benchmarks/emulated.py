@@ -18,6 +18,7 @@ import tempfile
 import time
 from dataclasses import replace
 from pathlib import Path
+from queue import Empty
 from typing import Any
 
 import numpy as np
@@ -137,9 +138,19 @@ def main() -> None:
         worker.start()
     rows: list[dict[str, Any]] = []
     wanted = len(given.mixes) * len(given.clocks) * len(given.policies)
-    while len(rows) < wanted:
-        row = queue.get()
+    running = len(workers)
+    while running > 0:
+        try:
+            row = queue.get(timeout=10)
+        except Empty:
+            failed = [worker.exitcode for worker in workers if worker.exitcode]
+            if failed:
+                sys.exit(
+                    f"a process ended with {failed[0]}, see above; {given.output} has {len(rows)} of {wanted} rows"
+                )
+            continue
         if row is None:
+            running -= 1
             continue
         rows.append(row)
         given.output.write_text(json.dumps(rows, indent=1) + "\n")
@@ -151,7 +162,6 @@ def main() -> None:
         )
     for worker in workers:
         worker.join()
-    sys.exit(max(abs(worker.exitcode or 0) for worker in workers))
 
 
 if __name__ == "__main__":

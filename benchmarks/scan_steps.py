@@ -1,8 +1,9 @@
 """How long the dual scan takes to decide a step: 4,000 requests run and 400,000 wait, lengths known by a sample.
 
-python -m benchmarks.scan_steps [--running 4000] [--waiting 400000]
+python -m benchmarks.scan_steps [--running 4000] [--waiting 400000] [--backlog 20000]
 
-SYNTHETIC lengths; an engine that only counts tokens stands in, as only decisions are timed, each from Python.
+SYNTHETIC lengths; an engine that only counts tokens stands in, as only decisions are timed, each from Python. Then how
+long an engine plans a backlog of its own: prompts of 500 tokens, of which 400 are one of 57 prefixes.
 """
 
 import argparse
@@ -16,12 +17,14 @@ from engine_ext.plan.dual_scan import DualScan
 from engine_ext.plan.groups import Groups
 from engine_ext.plan.hardware import Machine, hardware
 from engine_ext.plan.lengths import see
+from engine_ext.plan.live_scan import LiveScan
 from engine_ext.plan.model_shape import preset
 from engine_ext.plan.scan_state import Backlog, StepCosts
 
 WARM_UP = 2_000
 STEPS = 6_000
 KINDS = 100
+PLANS = 12
 
 
 def measure(running: int, waiting: int) -> dict[str, float]:
@@ -75,12 +78,31 @@ def measure(running: int, waiting: int) -> dict[str, float]:
     }
 
 
+def plan_again(backlog: int) -> dict[str, float]:
+    """Plans of a LiveScan; the first one loads what is compiled."""
+    generator = np.random.default_rng(0)
+    prefixes, rests = (generator.integers(0, 1 << 17, (n, size), np.uint32) for n, size in ((57, 400), (backlog, 100)))
+    cost = CostModel(preset("llama-3-8b"), Machine(hardware("h200")))
+    scan = LiveScan(cost, StepCosts.of(cost, 845_000))
+    for key in range(backlog):
+        scan.add(key, np.concatenate([prefixes[key % 57], rests[key]]), 4096)
+    seconds: list[float] = []
+    for key in range(PLANS):
+        started = time.perf_counter()
+        scan.decide(0, 0, 0, 0, 0, 0)
+        seconds.append(time.perf_counter() - started)
+        scan.take_back(key)  # so that the next decision plans again
+    return {"backlog": float(backlog), "plan_ms": 1e3 * float(np.median(seconds[1:]))}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--running", type=int, default=4_000)
     parser.add_argument("--waiting", type=int, default=400_000)
+    parser.add_argument("--backlog", type=int, default=20_000)
     given = parser.parse_args()
-    for name, value in measure(given.running, given.waiting).items():
+    found = measure(given.running, given.waiting) | plan_again(given.backlog)
+    for name, value in found.items():
         print(f"{name:20} {value:,.4f}")
 
 

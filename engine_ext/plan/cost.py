@@ -52,6 +52,11 @@ class CostModel:
         """Seconds to read the KV cache of one token once."""
         return self.kv_bytes_per_token / self.machine.bandwidth
 
+    @property
+    def weights_s(self) -> float:
+        """Seconds to read the weights once."""
+        return self.shape.weight_bytes(DTYPE_BYTES[self.dtype]) / self.machine.bandwidth
+
     def compute_s(self, prompt: ArrayLike, output: ArrayLike) -> Seconds:
         """Comp(r) = (2 (p + d) P + 4 p^2 H L) / C."""
         p, d = _lengths(prompt, output)

@@ -1,4 +1,4 @@
-"""The engine that is simulated: what a step costs, and how much KV cache there is."""
+"""An engine, simulated or emulated: what a step costs by its clock, and how much KV cache there is."""
 
 from dataclasses import dataclass
 from enum import IntEnum
@@ -8,7 +8,6 @@ from numpy.typing import NDArray
 
 from engine_ext.plan.compiled import compiled
 from engine_ext.plan.cost import CostModel
-from engine_ext.plan.hardware import DTYPE_BYTES
 
 # What overlapping costs where it was not measured, as a share of the hidden time; an assumption, see docs/simulator.md.
 INTERFERENCE = 0.1
@@ -32,8 +31,8 @@ class EngineModel:
     """Seconds per token of GEMM, per KV token read, per unit of prefill attention (end^2 - begin^2 of a chunk).
 
     And for reading the weights once, and per step on the CPU. `interference`: the share of the hidden time that shows
-    anyway. `capacity`: tokens of KV cache. `computes_twice`: a prefix that
-    requests of one prefill batch share is computed by each of them, as stock SGLang does.
+    anyway. `capacity`: tokens of KV cache. `computes_twice`: a prefix that requests of one prefill batch share is
+    computed by each of them, as stock SGLang does.
     """
 
     gemm_s: float
@@ -60,7 +59,7 @@ class EngineModel:
             gemm_s=cost.gemm_s_per_token,
             read_s=cost.read_s_per_token,
             quadratic_s=cost.quadratic_s,
-            weights_s=cost.shape.weight_bytes(DTYPE_BYTES[cost.dtype]) / cost.machine.bandwidth,
+            weights_s=cost.weights_s,
             capacity=cost.kv_capacity_tokens(usable),
             overhead_s=overhead_s,
             interference=interference,

@@ -8,7 +8,6 @@ from numpy.typing import NDArray
 
 from engine_ext.plan.cost import CostModel
 from engine_ext.plan.groups import Groups
-from engine_ext.plan.hardware import DTYPE_BYTES
 from engine_ext.plan.lengths import BUCKETS, LONGEST, Outlook, Seen, group_caps
 from engine_ext.plan.tree import Column
 
@@ -72,11 +71,10 @@ class StepCosts:
 
     @classmethod
     def of(cls, cost: CostModel, capacity: int, most_tokens: int = 8192, bursts: bool = False) -> "StepCosts":
-        weights_s = cost.shape.weight_bytes(DTYPE_BYTES[cost.dtype]) / cost.machine.bandwidth
         return cls(
             cost.gemm_s_per_token,
             cost.read_s_per_token,
-            weights_s,
+            cost.weights_s,
             capacity,
             most_tokens,
             quadratic_s=cost.quadratic_s,

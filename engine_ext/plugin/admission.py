@@ -9,7 +9,6 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from itertools import count
 from typing import Any
 
 import numpy as np
@@ -41,15 +40,13 @@ class Admission:
 
     scan: LiveScan
     is_mixed: bool
-    step_tokens: int
     waiting: dict[str, Any] = field(default_factory=dict[str, Any])  # by rid
     running: dict[Any, int] = field(default_factory=dict[Any, int])  # SGLang's requests and their keys
     prefilling: dict[Any, int] = field(default_factory=dict[Any, int])  # those of `running` that are not decoding yet
     keys: dict[str, int] = field(default_factory=dict[str, int])
     by_key: dict[int, Any] = field(default_factory=dict[int, Any])
     kinds: dict[str, int] = field(default_factory=dict[str, int])
-    next_key: count = field(default_factory=count)  # type: ignore[type-arg]
-    choosing: bool = False
+    next_key: int = 0
     decoded: int = 0
     admitted: int = 0
     retractions: int = 0
@@ -62,7 +59,7 @@ class Admission:
     @classmethod
     def of(cls, options: Options, capacity: int, step_tokens: int, is_mixed: bool) -> "Admission":
         costs = StepCosts.of(options.cost, capacity, step_tokens, bursts=not is_mixed)
-        return cls(LiveScan(options.cost, costs, options.sample), is_mixed, step_tokens)
+        return cls(LiveScan(options.cost, costs), is_mixed)
 
     def add(self, req: Any) -> None:
         """A request that waits now, for the first time or because its KV cache was taken back."""
@@ -74,7 +71,8 @@ class Admission:
             self.retracted_tokens += len(req.origin_input_ids) + len(req.output_ids)
             self.scan.retracted(key, len(req.output_ids))
             return
-        key = self.keys[req.rid] = next(self.next_key)
+        key = self.keys[req.rid] = self.next_key
+        self.next_key += 1
         self.by_key[key] = req
         params = req.sampling_params
         known = params.max_new_tokens if params.ignore_eos and not params.stop_strs else UNKNOWN

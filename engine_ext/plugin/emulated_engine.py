@@ -2,7 +2,7 @@
 
 import asyncio
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -58,13 +58,7 @@ class EmulatedEngine:
         )
         self._manager: Any = self._engine.tokenizer_manager
 
-    async def run(
-        self,
-        setting: Setting,
-        prompts: Sequence[list[int]],
-        outputs: Sequence[int],
-        on_progress: Callable[[int], None] = lambda done: None,
-    ) -> dict[str, Any]:
+    async def run(self, setting: Setting, prompts: Sequence[list[int]], outputs: Sequence[int]) -> dict[str, Any]:
         """Run them all, given in this order, with everything there before the first step; the books of the run.
 
         Nobody is told the lengths of outputs beforehand.
@@ -81,15 +75,12 @@ class EmulatedEngine:
         await self._manager.set_internal_state(SetInternalStateReq(server_args=numbers))
         await self._manager._async_dispatch_to_scheduler(PauseGenerationReqInput(mode="in_place"))
         ours = {"custom_params": {admission.KIND: "run", admission.UNTOLD: True}} if setting.policy is None else {}
-        done = 0
 
         async def one(number: int) -> dict[str, Any]:
-            nonlocal done
             sampling = {"max_new_tokens": outputs[number], "ignore_eos": True, "temperature": 0, **ours}
             answer: Any = await self._engine.async_generate(
                 input_ids=prompts[number], sampling_params=sampling, rid=f"emulated-{number}"
             )
-            done += 1
             return answer["meta_info"]
 
         tasks: list[asyncio.Task[dict[str, Any]]] = []
@@ -99,9 +90,6 @@ class EmulatedEngine:
                 await asyncio.sleep(0)
         await asyncio.sleep(1 + len(prompts) / 2000)  # they cross over to the scheduler
         await self._manager._async_dispatch_to_scheduler(ContinueGenerationReqInput())
-        while done < len(tasks):
-            await asyncio.wait(tasks, timeout=10)
-            on_progress(done)
         metas = await asyncio.gather(*tasks)
         [state] = await self._manager.get_internal_state()
         return state["batchweave"] | {

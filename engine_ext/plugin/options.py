@@ -7,7 +7,6 @@ from enum import StrEnum
 import msgspec
 
 from engine_ext.plan.cost import CostModel
-from engine_ext.plan.sample import SHARE
 
 VARIABLE = "BATCHWEAVE_SCHEDULER"
 
@@ -21,14 +20,13 @@ class Scheduling(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """`cost`: of the model on the machine that steps are planned for. `sample`: share of requests to run first.
+    """`cost`: of the model on the machine that steps are planned for.
 
     `emulated`: a device takes the forward pass's place; its name stands in every report.
     """
 
     cost: CostModel
     scheduling: Scheduling = Scheduling.DUAL_SCAN
-    sample: float = SHARE
     emulated: bool = False
 
     def hand_over(self) -> None:

@@ -6,8 +6,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engine_ext.plan.compiled import compiled
-from engine_ext.plan.dual_scan import decide, finished, prefilled, retracted
+from engine_ext.plan.dual_scan import decide
 from engine_ext.plan.engine_model import CAPACITY
+from engine_ext.plan.scan_books import finished, prefilled, retracted
 from engine_ext.plan.scan_state import ALIGNMENT, State
 from engine_ext.plan.tree import Column
 from engine_ext.simulate.cache import LOCKED, Cache, Heap, empty_heap

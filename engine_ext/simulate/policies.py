@@ -8,7 +8,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engine_ext.plan.cost import CostModel
-from engine_ext.plan.dual_scan import begin
 from engine_ext.plan.ends import two_ends
 from engine_ext.plan.engine_model import Clock, EngineModel
 from engine_ext.plan.groups import Groups, group_requests
@@ -17,6 +16,7 @@ from engine_ext.plan.order import KEEP_SHARING, shared_by_order, walk_in_order
 from engine_ext.plan.prompts import Prompts
 from engine_ext.plan.resources import Requests, node_loads
 from engine_ext.plan.sample import SHARE, ask_sample
+from engine_ext.plan.scan_books import begin
 from engine_ext.plan.scan_state import Backlog, StepCosts, new_state
 from engine_ext.plan.tree import Column, PrefixTree, build_tree
 from engine_ext.simulate.cache import COMPUTED, Cache, new_cache
