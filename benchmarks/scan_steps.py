@@ -9,6 +9,7 @@ long an engine plans a backlog of its own: prompts of 500 tokens, of which 400 a
 import argparse
 import heapq
 import time
+from dataclasses import replace
 
 import numpy as np
 
@@ -45,9 +46,9 @@ def measure(running: int, waiting: int) -> dict[str, float]:
     cost = CostModel(preset("llama-3-8b"), Machine(hardware("h200")))
     unknown, caps = np.full(waiting, -1), np.full(waiting, 32_768)
     left, right = np.arange(half), np.arange(waiting - 1, half - 1, -1)
-    scan = DualScan(
-        Backlog(prompt, prompt, unknown, caps, left, right, groups, seen), StepCosts.of(cost, capacity, 16_384)
-    )
+    # Weights that take as long to read as the cache: then the right end is given as much of it as it may have.
+    costs = replace(StepCosts.of(cost, capacity, 16_384), weights_s=capacity * cost.read_s_per_token)
+    scan = DualScan(Backlog(prompt, prompt, unknown, caps, left, right, groups, seen), costs)
     ends: list[tuple[int, int]] = []
     used = decoding = 0
     seconds: list[float] = []
