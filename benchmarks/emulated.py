@@ -39,7 +39,6 @@ SGLANG = {"fcfs": "fcfs", "lpm": "lpm", "dfs-weight": "dfs-weight", "dfs": "fcfs
 POLICIES = (*SGLANG, "batchweave")
 VOCABULARY = (10, 900)  # of the small model that never runs
 SCALE = 0.05
-NOTHING_KNOWN = 1e-6  # a sample of one
 TIMES = {"documents": 6.0}  # so that prefixes do not fit into the KV cache at the same scale
 
 
@@ -76,7 +75,8 @@ def measure(given: argparse.Namespace, names: list[str], rows: "multiprocessing.
             ids, outputs = tokens_of(mix), [row.output_tokens for row in mix]
             prompts, lengths = Prompts.of_segments(row.segments for row in mix), np.array(outputs)
             caps = np.full(len(outputs), LONGEST)
-            told, untold = (prepare(prompts, lengths, cost, caps, sample=share) for share in (1.0, NOTHING_KNOWN))
+            told = prepare(prompts, lengths, cost, caps, sample=1.0)
+            untold = prepare(prompts, lengths, cost, caps, foretold=False)
             order = told.tree.order.tolist()
             for clock in (Clock[each.upper()] for each in given.clocks):
                 model = EngineModel.of(cost, clock)

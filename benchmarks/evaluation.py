@@ -3,7 +3,7 @@
 python -m benchmarks.evaluation DATA table2 [--output docs/evaluation] [--processes 2]
 
 Suites: table2 (Figures 7, 9 and 10), small (the same with a tenth of the requests), known (both with all lengths
-known), h200, hard (prefixes that do not fit), varied (lengths that vary within a prefix), others (traces and seeds not
+known), learned (the sample's answers known only as they end), h200, hard (prefixes that do not fit), varied (lengths that vary within a prefix), others (traces and seeds not
 used while developing), grid, grid-sharegpt, grid-conv, grid-m-mid (Figures 11 and 13 to 15), machines (Figure 12),
 replicas (Table 3), clocks, sensitivity.
 `python -m benchmarks.pictures docs/evaluation` draws what was found.
@@ -37,6 +37,7 @@ from engine_ext.simulate.policies import Outcome, Search, Work, prepare, simulat
 MAIN = ("dfs", "random", "blendserve", "batchweave")
 ALL = ("fcfs", "lpm", "dfs-weight", "dfs", "random", "lof", "blendserve", "batchweave")
 FOUR = ("a100-1", "a100-2", "a100-3", "a100-4")
+HARD = ("documents", "mooncake")
 LARGE = 3.43  # times Table 2's requests, which makes 430,000 of the first mix
 SERIES = 120  # points of Figure 10's lines
 
@@ -47,7 +48,8 @@ class Case:
 
     `shape`: density and sharing in place of a named mix. `windows`: how many the requests are cut into, in the order in
     which they came; one runs after the other. `chunk`: the only chunk size, or 0 to search. `length_error`: all lengths
-    are given beforehand, each wrong by a factor whose logarithm has this standard deviation.
+    are given beforehand, each wrong by a factor whose logarithm has this standard deviation. `foretold`: the sample's
+    answers are known before the run; otherwise ours knows them when they have ended.
     """
 
     suite: str
@@ -67,6 +69,7 @@ class Case:
     chunk: int = 0
     keep: float = KEEP_SHARING
     length_error: float = 0.0
+    foretold: bool = True
     series: bool = False
 
 
@@ -98,7 +101,9 @@ def _rows(data: Path, case: Case, cost: CostModel) -> list[mixes.Row]:
 def _work(case: Case, prompts: Prompts, output: Column, cost: CostModel) -> Work:
     caps = np.full(len(output), LONGEST)
     if not case.length_error:
-        return prepare(prompts, output, cost, caps, sample=case.sample, seed=case.seed, clock=time.perf_counter)
+        return prepare(
+            prompts, output, cost, caps, None, case.sample, case.seed, clock=time.perf_counter, foretold=case.foretold
+        )
     work = prepare(prompts, output, cost, caps, sample=1.0, clock=time.perf_counter)
     factors = np.exp(np.random.default_rng(case.seed).normal(0.0, case.length_error, len(output)))
     said = np.maximum(1, output * factors)
@@ -197,9 +202,14 @@ SUITES: dict[str, Callable[[], list[Case]]] = {
     "table2": lambda: [Case("table2", mix, ALL, LARGE, series=True) for mix in FOUR],
     "small": lambda: [Case("small", mix, MAIN, LARGE / 10, seed) for mix in FOUR for seed in range(6)],
     "known": lambda: [Case("known", mix, MAIN, scale, sample=1.0) for mix in FOUR for scale in (LARGE, LARGE / 10)],
+    "learned": lambda: [
+        *(Case("learned", mix, ("batchweave",), LARGE, foretold=False) for mix in FOUR),
+        *(Case("learned", mix, ("batchweave",), LARGE / 10, seed, foretold=False) for mix in FOUR for seed in range(6)),
+        *(Case("learned", mix, ("batchweave",), 1.0, seed, foretold=False) for mix in HARD for seed in range(2)),
+    ],
     "hard": lambda: [
-        *(Case("hard", mix, MAIN, 1.0, seed) for mix in ("documents", "mooncake") for seed in range(2)),
-        *(Case("hard", mix, MAIN, 10.0) for mix in ("documents", "mooncake")),
+        *(Case("hard", mix, MAIN, 1.0, seed) for mix in HARD for seed in range(2)),
+        *(Case("hard", mix, MAIN, 10.0) for mix in HARD),
     ],
     "varied": lambda: [
         *(Case("varied", f"a100-r1-{number}", MAIN, 2.0, seed) for number in range(1, 5) for seed in range(2)),
@@ -265,11 +275,18 @@ def main() -> None:
     parser.add_argument("suites", nargs="+", choices=list(SUITES))
     parser.add_argument("--output", type=Path, default=Path("docs/evaluation"))
     parser.add_argument("--processes", type=int, default=2)
+    parser.add_argument("--policies", help="run these only, as a,b, and keep the other rows of an earlier run")
     given = parser.parse_args()
+    chosen = set(given.policies.split(",") if given.policies else ALL)
     given.output.mkdir(parents=True, exist_ok=True)
     for suite in given.suites:
-        started, wanted = time.perf_counter(), SUITES[suite]()
-        with ProcessPoolExecutor(given.processes) as pool, (given.output / f"{suite}.jsonl").open("w") as file:
+        cases = [replace(case, policies=tuple(p for p in case.policies if p in chosen)) for case in SUITES[suite]()]
+        started, wanted = time.perf_counter(), [case for case in cases if case.policies]
+        path = given.output / f"{suite}.jsonl"
+        earlier = path.read_text().splitlines() if given.policies and path.exists() else []
+        kept = [line for line in earlier if json.loads(line)["policy"] not in chosen]
+        with ProcessPoolExecutor(given.processes) as pool, path.open("w") as file:
+            file.writelines(line + "\n" for line in kept)
             waiting = {pool.submit(run, given.data, case): case for case in wanted}
             for done, future in enumerate(as_completed(waiting), start=1):
                 case = waiting[future]

@@ -48,7 +48,7 @@ def measure(running: int, waiting: int) -> dict[str, float]:
     left, right = np.arange(half), np.arange(waiting - 1, half - 1, -1)
     # Weights that take as long to read as the cache: then the right end is given as much of it as it may have.
     costs = replace(StepCosts.of(cost, capacity, 16_384), weights_s=capacity * cost.read_s_per_token)
-    scan = DualScan(Backlog(prompt, prompt, unknown, caps, left, right, groups, seen), costs)
+    scan = DualScan.of(Backlog(prompt, prompt, unknown, caps, left, right, groups, seen), costs)
     ends: list[tuple[int, int]] = []
     used = decoding = 0
     seconds: list[float] = []

@@ -22,7 +22,6 @@ from engine_ext.plan.scan_books import (
     finished,
     held,
     prefilled,
-    resume,
     retracted,
     take_in,
     waiting,
@@ -54,13 +53,14 @@ from engine_ext.plan.scan_state import (
     RIGHT_LAST,
     RIGHT_PENDING,
     RUNNING,
+    SAMPLE_LAST,
     WEIGHTS_S,
     Backlog,
     State,
     StepCosts,
     new_state,
 )
-from engine_ext.plan.sweep import NOTHING_S, sweep
+from engine_ext.plan.sweep import MOST_COMPUTE, NOTHING_S, sweep
 from engine_ext.plan.tree import Column
 
 Floats = NDArray[np.float64]
@@ -80,9 +80,15 @@ class Decision:
 class DualScan:
     """The scan of one engine; not safe for threads."""
 
-    def __init__(self, backlog: Backlog, costs: StepCosts) -> None:
-        self.state = new_state(backlog, costs)
-        begin(self.state)
+    def __init__(self, state: State) -> None:
+        self.state = state
+
+    @classmethod
+    def of(cls, backlog: Backlog, costs: StepCosts) -> "DualScan":
+        """Before the first step."""
+        state = new_state(backlog, costs)
+        begin(state)
+        return cls(state)
 
     def decide(
         self, used_kv: int, decoding_kv: int, decoding: int, pending: int, decoded: int = 1, slots: int = ANY_NUMBER
@@ -90,10 +96,6 @@ class DualScan:
         """See the function of this name; the requests are let in when it returns."""
         budget, count = decide(self.state, used_kv, decoding_kv, decoding, pending, decoded, slots)
         return Decision(budget, self.state.admitted[:count].copy())
-
-    def resume(self, requests: Column, sides: Column, prefilled: NDArray[np.bool_]) -> None:
-        """Count requests that are in no queue as running; `prefilled`: their prompts are computed."""
-        resume(self.state, requests, sides, prefilled)
 
     def prefilled(self, request: int) -> None:
         prefilled(self.state, request)
@@ -154,7 +156,10 @@ def decide(
         budget = _burst(state, budget if held_back else hurried, decoding, decoded)
         hurried = budget
     let_in, tokens = 0, pending
-    for side in (RIGHT, LEFT):
+    asks = state.counts[LEFT_FIRST] < state.counts[SAMPLE_LAST]  # the sample is first, whatever the pace
+    if asks:
+        budget = hurried
+    for side in (LEFT, RIGHT) if asks else (RIGHT, LEFT):
         most = hurried if side == RIGHT else budget
         while tokens < most and let_in < min(slots, len(state.admitted)):
             request = _candidate(state, side)
@@ -182,12 +187,23 @@ def _budget(state: State, decoding_kv: int, decoding: int, pending: int) -> int:
     token_s, reads_s = _prompt_token_s(state), decoding_kv * machine[READ_S]
     if decoding == 0 or sums[MEMORY_LEFT] <= NOTHING_S:
         return max(0, most - decoding)
-    compute_s = (sums[COMPUTE_LEFT] + pending * token_s) / sums[MEMORY_LEFT] * reads_s
+    compute_s = _ratio(state, pending * token_s) * reads_s
     paced = (compute_s - decoding * machine[GEMM_S]) / token_s
     tokens = decoding + max(paced, _riding(machine, token_s, reads_s, decoding))
     if tokens >= 2 * ALIGNMENT:
         tokens = np.floor(tokens / ALIGNMENT + 0.5) * ALIGNMENT
     return int(max(0.0, min(tokens, most) - decoding))
+
+
+@compiled
+def _ratio(state: State, pending_s: float) -> float:
+    """Of compute to memory reads in what remains, as far as steps keep to it.
+
+    Where compute is more than reads it is what counts, and every step that computes longer than it reads is as good: a
+    still longer one makes decoding wait, and whoever runs long is known late.
+    """
+    ratio = (state.sums[COMPUTE_LEFT] + pending_s) / state.sums[MEMORY_LEFT]
+    return ratio if state.machine[BURSTS] > 0 else min(ratio, MOST_COMPUTE)
 
 
 @compiled
@@ -206,7 +222,7 @@ def _hurry(state: State, decoding: int) -> int:
     machine, sums = state.machine, state.sums
     most = machine[MOST_TOKENS]
     if sums[MEMORY_LEFT] > NOTHING_S:
-        seconds = sums[COMPUTE_LEFT] / sums[MEMORY_LEFT] * machine[CAPACITY] * machine[READ_S]
+        seconds = _ratio(state, 0.0) * machine[CAPACITY] * machine[READ_S]
         most = min(most, max(seconds / _prompt_token_s(state), ALIGNMENT))
     return max(0, int(most / ALIGNMENT) * ALIGNMENT - decoding)
 

@@ -16,11 +16,15 @@ Floats = NDArray[np.float64]
 
 @dataclass(frozen=True, slots=True)
 class Ends:
-    """Requests as each end gives them; `fresh`: int64 [prompts], tokens that the one before there does not share."""
+    """Requests as each end gives them; `fresh`: int64 [prompts], tokens that the one before there does not share.
+
+    The `first` of `left` come before everything else.
+    """
 
     left: Column
     right: Column
     fresh: Column
+    first: int
 
 
 def two_ends(
@@ -31,9 +35,10 @@ def two_ends(
     waits: NDArray[np.bool_] | None = None,
     keep: float = KEEP_SHARING,
 ) -> Ends:
-    """Sort the tree, and part it where compute and memory balance. `first`: requests that their end gives first.
+    """Sort the tree, and part it where compute and memory balance.
 
-    `waits`: bool [prompts], those that the ends are to give; the others only show what is alike.
+    `first`: requests to come before all others, in this order. `waits`: bool [prompts], those that the ends are to
+    give; the others only show what is alike.
     """
     scan = order_scan(tree, requests, cost, keep)
     compute, memory = request_loads(scan.tree, requests, cost)
@@ -43,11 +48,10 @@ def two_ends(
     order = scan.tree.order[places]
     meeting = meeting_place(excess_s(compute[places], memory[places]))
     asked = np.isin(order, first)
-    left, right = (
-        np.concatenate([side[begins], side[~begins]])
-        for side, begins in ((order[:meeting], asked[:meeting]), (order[meeting:][::-1], asked[meeting:][::-1]))
-    )
-    return Ends(left, right, fresh_tokens(scan.tree, requests.prompt.astype(np.int64), places, meeting))
+    left = np.concatenate([first, order[:meeting][~asked[:meeting]]])
+    right = order[meeting:][::-1][~asked[meeting:][::-1]]
+    fresh = fresh_tokens(scan.tree, requests.prompt.astype(np.int64), places, meeting)
+    return Ends(left, right, fresh, len(first))
 
 
 def _mixed(tree: PrefixTree, compute: Floats, memory: Floats) -> Column:

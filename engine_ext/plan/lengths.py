@@ -199,6 +199,8 @@ def refresh(
 ) -> None:
     """Work out one group's hazards and outlook from what was seen; its parent's must be there."""
     above, leaning = parent[group], leanings[group]
+    if above >= 0:
+        leaning /= max(1.0, _unlikeness(entered[group], ended[group], hazard[above]))
     for bucket in range(BUCKETS):
         width = EDGES[bucket + 1] - EDGES[bucket]
         if above >= 0:
@@ -223,6 +225,17 @@ def refresh(
         rest_squared[group, bucket] = ends * at * at + (1 - ends) * (
             width * width + 2 * width * later + rest_squared[group, bucket + 1]
         )
+
+
+@compiled
+def _unlikeness(entered: Floats, ended: Floats, hazard: Floats) -> float:
+    """How far a group's endings are from what these hazards make of its entries: the log-rank test's chi-square."""
+    missed, variance = 0.0, 1.0
+    for bucket in range(BUCKETS):
+        expected = entered[bucket] * hazard[bucket]
+        missed += ended[bucket] - expected
+        variance += expected * (1 - hazard[bucket])
+    return missed * missed / variance
 
 
 @compiled

@@ -2,7 +2,8 @@
 
 Requests have keys of the caller's. A plan covers those that wait and, to tell what is alike, those that run and the
 last that ended. It costs about 4 microseconds a request and is made again when a quarter more has come, when what
-came has waited long enough, or when some were taken back; not in every step.
+came has waited long enough, when some were taken back, or when several times as many answers have ended as it knew; not
+in every step.
 """
 
 from collections import deque
@@ -13,19 +14,16 @@ import numpy as np
 
 from engine_ext.plan.cost import CostModel
 from engine_ext.plan.dual_scan import DualScan
-from engine_ext.plan.ends import two_ends
 from engine_ext.plan.footprint import output_tokens
 from engine_ext.plan.groups import group_requests
-from engine_ext.plan.lengths import LONGEST, UNKNOWN, estimate, group_caps, look_ahead, see
+from engine_ext.plan.lengths import LONGEST, UNKNOWN
 from engine_ext.plan.prompts import Prompts, TokenIds
-from engine_ext.plan.resources import Requests
-from engine_ext.plan.sample import SHARE, choose_sample
-from engine_ext.plan.scan_state import FRESH, SIDE, Backlog, StepCosts
+from engine_ext.plan.replan import FEWEST, PATIENCE, Standing, answers_before_next, is_outdated, plan_backlog
+from engine_ext.plan.sample import SHARE
+from engine_ext.plan.scan_state import FRESH, SIDE, StepCosts
 from engine_ext.plan.tree import build_tree
 
 REMEMBERED = 4096  # ended requests that tell of those like them
-FEWEST = 32  # requests that come before a plan is made again
-PATIENCE = 32  # decisions that fewer may wait for
 PAGE = 16  # tokens; what is shared beyond it is worth waiting a step for
 
 
@@ -75,6 +73,8 @@ class LiveScan:
     _ended: "deque[_Member]" = field(default_factory=lambda: deque(maxlen=REMEMBERED))
     _scan: DualScan | None = None
     _new: int = 0
+    _learned: int = 0  # answers since the plan was made, and how many are enough for another
+    _needed: int = 0
     _decisions: int = 0
     _stale: bool = False
     _computing: list[_Member] = field(default_factory=list[_Member])  # let in, their prompts not yet computed
@@ -118,6 +118,7 @@ class LiveScan:
         self._of(member).finished(member.place, tokens)
         member.tokens, member.runs = tokens, False
         self._ended.append(member)
+        self._learned += member.known == UNKNOWN
 
     def dropped(self, key: int, tokens: int) -> None:
         """A request that ran was given up."""
@@ -154,9 +155,11 @@ class LiveScan:
     def _is_due(self) -> bool:
         if self._stale:
             return True
+        if self._scan is not None and is_outdated(self._scan.state, self._decisions, self._needed - self._learned):
+            return True
+        planned = self._scan.waiting if self._scan else 0
         if self._new == 0:
             return False
-        planned = self._scan.waiting if self._scan else 0
         if planned == 0 or self._decisions >= PATIENCE:
             return True
         return self._new >= max(FEWEST, planned // 4)
@@ -210,39 +213,14 @@ class LiveScan:
             tokens[runs] = output_tokens(self._scan.state, old[runs])
             fresh[runs], sides[runs] = rows[:, FRESH], rows[:, SIDE]
 
-        prompts = _joined([member.prompt for member in members])
-        lengths = prompts.lengths
-        tree = build_tree(prompts)
-        groups = group_requests(tree, kinds)
-        told = np.flatnonzero((known == UNKNOWN) & (ended | (tokens > 0)))
-        seen = see(groups, told, tokens[told], ended[told])
-        outlook = look_ahead(seen, groups, group_caps(groups, caps))
-        estimates = estimate(groups, outlook, caps, np.where(ended, tokens, known))
-        waits = ~runs & ~ended
-        begun = np.flatnonzero(waits & (tokens > 0))
-        asked = np.where(waits & (tokens == 0) | (known >= 0), known, tokens)
-        sample = choose_sample(groups, outlook, lengths.astype(np.float64), asked, self.generator, self.share)
-        ends = two_ends(
-            tree,
-            Requests(lengths.astype(np.float64), estimates.mean, estimates.squares),
-            self.cost,
-            np.concatenate([begun, sample]),
-            waits,
+        tree = build_tree(_joined([member.prompt for member in members]))
+        prefilled = np.array([member.prefilled for member in members], dtype=np.bool_)
+        standing = Standing(caps, known, np.zeros_like(runs), tokens, runs, runs & prefilled, ended, fresh, sides)
+        state = plan_backlog(
+            tree, group_requests(tree, kinds), standing, self.cost, self.costs, self.generator, self.share
         )
-        backlog = Backlog(
-            prompt=lengths,
-            fresh=np.where(runs, fresh, ends.fresh),
-            known=known,
-            caps=caps,
-            left=ends.left,
-            right=ends.right,
-            groups=groups,
-            seen=seen,
-            counted=tokens,
-        )
-        self._scan, self._keys = DualScan(backlog, self.costs), keys
-        running = np.flatnonzero(runs)
-        self._scan.resume(running, sides[running], np.array([members[place].prefilled for place in running], np.bool_))
+        self._scan, self._keys = DualScan(state), keys
+        self._learned, self._needed = 0, answers_before_next(standing.learned)
         for place, member in enumerate(members):
             member.place, member.tokens = place, int(tokens[place])
         self._new, self._decisions, self._stale = 0, 0, False

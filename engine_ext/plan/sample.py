@@ -21,36 +21,45 @@ def choose_sample(
     known: Column,
     generator: np.random.Generator,
     share: float = SHARE,
+    ran: Column | None = None,
 ) -> Column:
-    """About `share` of the requests whose length is not known; int64, sorted.
+    """About `share` of the requests whose length is not known, in the order in which to run them; int64.
 
     Up to half of them go to groups of which nothing is known, one to each, the highest first. The rest goes where it
     tells most (Neyman): to a group in proportion to its requests and to the spread of the memory work that its outlook
     leaves open, but no group's sample may become most of its work. Ask again with a better outlook to place a second
-    half better than the first. `known`: int64 [prompts], output tokens, UNKNOWN or NOT_ASKED.
+    half better than the first. `known`: int64 [prompts], output tokens, UNKNOWN or NOT_ASKED. `ran`: int64 [groups],
+    requests that have begun and count as sampled.
     """
     if not 0 < share <= 1:
         raise ValueError(f"the share to sample must be above 0 and at most 1, not {share}")
     open_requests = np.flatnonzero(known == UNKNOWN)
     of = groups.of[open_requests]
-    size = np.bincount(of, minlength=len(groups))
+    waiting = np.bincount(of, minlength=len(groups))
     if len(open_requests) == 0:
         return open_requests
-    prompts = np.bincount(of, weights=prompt_tokens[open_requests], minlength=len(groups)) / np.maximum(size, 1)
+    ran = np.zeros_like(waiting) if ran is None else ran
+    size = waiting + ran
+    prompts = np.bincount(of, weights=prompt_tokens[open_requests], minlength=len(groups)) / np.maximum(waiting, 1)
     mean, squares = outlook.rest[:, 0], outlook.rest_squared[:, 0]
     spread = (prompts + mean) * np.sqrt(np.maximum(squares - mean**2, 0.0))
     most = np.minimum(size, np.maximum(FEW, np.ceil(MOST * share * size).astype(np.int64)))
-    total = int(np.ceil(share * len(open_requests)))
+    total = int(np.ceil(share * size.sum()))
     asked = np.bincount(groups.of[known >= 0], minlength=len(groups)) > 0
-    new = np.flatnonzero((size > 0) & ~asked)
+    new = np.flatnonzero((waiting > 0) & ~asked)
     new = new[np.lexsort((-size[new], groups.levels[new]))][: (total + 1) // 2]
-    counts = _shared_out(total, most, size * spread, new)
-    # The first of each group in a random order.
+    counts = np.maximum(_shared_out(total, most, size * spread, new) - ran, 0)
+    # The first of each group in a random order; those that tell of a group of which nothing is known stand in front.
     shuffled = generator.permutation(len(open_requests))
     by_group = shuffled[np.argsort(of[shuffled], kind="stable")]
-    starts = np.concatenate([[0], np.cumsum(size)])
+    starts = np.concatenate([[0], np.cumsum(waiting)])
     place = np.arange(len(by_group)) - starts[of[by_group]]
-    return np.sort(open_requests[by_group[place < counts[of[by_group]]]])
+    chosen = by_group[place < counts[of[by_group]]]
+    alone = np.full(len(groups), len(groups))
+    alone[new] = np.arange(len(new))
+    first_of = np.where(place[place < counts[of[by_group]]] == 0, alone[of[chosen]], len(groups))
+    chosen = chosen[np.argsort(first_of, kind="stable")]
+    return open_requests[chosen[: max(0, total - int(ran.sum()))]]
 
 
 def ask_sample(

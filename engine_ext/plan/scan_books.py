@@ -32,6 +32,7 @@ from engine_ext.plan.scan_state import (
     RIGHT_LAST,
     RIGHT_PENDING,
     RUNNING,
+    SAMPLE_LAST,
     SIDE,
     STARTED,
     SWEEPS,
@@ -76,6 +77,7 @@ def held(state: State, request: int) -> None:
 
 @compiled
 def resume(state: State, requests: Column, sides: Column, computed: NDArray[np.bool_]) -> None:
+    """Count requests that are in no queue as running; `computed`: their prompts are."""
     for k in range(len(requests)):
         request = int(requests[k])
         _count_running(state, request, int(sides[k]))
@@ -226,3 +228,5 @@ def _move_to_end(state: State, side: int) -> None:
     for at in range(last - 1, first - 1, -1):
         state.waiting[side, at + shift] = state.waiting[side, at]
     state.counts[begin], state.counts[end] = first + shift, last + shift
+    if side == LEFT:
+        state.counts[SAMPLE_LAST] += shift

@@ -26,9 +26,20 @@ LEFT, RIGHT = 0, 1
 # Columns of State.requests
 PROMPT, FRESH, WORK, KNOWN, CAP, GROUP, SIDE, STARTED, COUNTED, SWEPT, PLACE = range(11)
 # Places in State.counts
-CLOCK, RUNNING, DECODING, OWN_KV, SWEEPS, SWEEP_AT, LEFT_FIRST, LEFT_LAST, RIGHT_FIRST, RIGHT_LAST, NEXT_DIRTY = range(
-    11
-)
+(
+    CLOCK,
+    RUNNING,
+    DECODING,
+    OWN_KV,
+    SWEEPS,
+    SWEEP_AT,
+    LEFT_FIRST,
+    LEFT_LAST,
+    RIGHT_FIRST,
+    RIGHT_LAST,
+    NEXT_DIRTY,
+    SAMPLE_LAST,
+) = range(12)
 # Places in State.sums
 (
     COMPUTE_LEFT,
@@ -43,7 +54,8 @@ CLOCK, RUNNING, DECODING, OWN_KV, SWEEPS, SWEEP_AT, LEFT_FIRST, LEFT_LAST, RIGHT
     NEXT_COMPUTE,
     NEXT_MEMORY,
     OWED,
-) = range(12)
+    PLANNED,
+) = range(13)
 # Places in State.machine
 GEMM_S, READ_S, WEIGHTS_S, CAPACITY, MOST_TOKENS, MARGIN, BURSTS = range(7)
 # Columns of State.footprint
@@ -87,7 +99,8 @@ class Backlog:
     """Requests to run, int64 by request: `prompt` tokens, `fresh` ones (not shared with the one before it at its end).
 
     `known` output tokens or UNKNOWN, `caps` (max_tokens). `left` and `right`: requests in the order in which each end
-    gives them, each request at most once. `counted`: output tokens that each has got already, which `seen` holds.
+    gives them, each request at most once; the `first` of `left` come before all of `right`. `counted`: output tokens
+    that each has got already, which `seen` holds.
     """
 
     prompt: Column
@@ -99,6 +112,7 @@ class Backlog:
     groups: Groups
     seen: Seen
     counted: Column | None = None
+    first: int = 0
 
 
 class State(NamedTuple):
@@ -156,10 +170,11 @@ def new_state(backlog: Backlog, costs: StepCosts) -> State:
     requests, groups = len(backlog.prompt), len(backlog.groups)
     outlook = Outlook.blank(groups)
     queues = np.full((2, 2 * requests + 1), NO_REQUEST, dtype=np.int64)
-    counts = np.zeros(11, dtype=np.int64)
+    counts = np.zeros(12, dtype=np.int64)
     # Retracted requests go in front: there is room for every request once.
     counts[[LEFT_FIRST, RIGHT_FIRST]] = requests
     counts[[LEFT_LAST, RIGHT_LAST]] = requests + len(backlog.left), requests + len(backlog.right)
+    counts[SAMPLE_LAST] = requests + backlog.first
     queues[LEFT, counts[LEFT_FIRST] : counts[LEFT_LAST]] = backlog.left
     queues[RIGHT, counts[RIGHT_FIRST] : counts[RIGHT_LAST]] = backlog.right
     rows = np.zeros((requests, 11), dtype=np.int32)
@@ -191,7 +206,7 @@ def new_state(backlog: Backlog, costs: StepCosts) -> State:
         footprint_next=np.zeros((len(AHEAD), 4)),
         admitted=np.zeros(requests, dtype=np.int64),
         counts=counts,
-        sums=np.zeros(12),
+        sums=np.zeros(13),
         machine=np.array(
             [
                 costs.gemm_s,

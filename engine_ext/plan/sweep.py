@@ -27,6 +27,7 @@ from engine_ext.plan.scan_state import (
     NEXT_COMPUTE,
     NEXT_DIRTY,
     NEXT_MEMORY,
+    PLANNED,
     PROMPT,
     READ_S,
     RIGHT_SHARE,
@@ -40,9 +41,12 @@ from engine_ext.plan.scan_state import (
 )
 
 NOTHING_S = 1e-9  # seconds of work that count as none: sums of floats do not come back to zero
+FIRST_SWEEP = 1  # after the one that counts what waits
+DRIFT = 0.05  # of the share that compute has in what remains
 SWEEP = 96  # steps in which every running request is looked at once
 HEADS = 64  # waiting requests at the left end that stand for the next ones
-ENOUGH = 2.5  # times the shortest sensible step, as compute of a step
+MOST_COMPUTE = 1.25  # times the reads of a step
+ENOUGH = 1.75  # times the shortest sensible step, as compute of a step
 MOST_RIGHT = 0.8  # of the KV memory: prompts of the left side come in lumps, and a cache that is full retracts
 DOUBTFUL = 0.3  # of a group that has seen about ten answers
 GROUPS_AT_ONCE = 1  # groups whose outlook is worked out again in one step
@@ -85,8 +89,25 @@ def end_sweep(state: State) -> None:
     sums[NEXT_COMPUTE], sums[NEXT_MEMORY] = 0.0, 0.0
     sums[LEFT_WORK] = _left_work(state)
     sums[RIGHT_SHARE] = _right_share(state)
+    if counts[SWEEPS] == FIRST_SWEEP:
+        sums[PLANNED] = _compute_share(state)
     counts[SWEEPS] += 1
     counts[SWEEP_AT] = counts[RUNNING]
+
+
+@compiled
+def has_drifted(state: State) -> bool:
+    """Whether compute and reads that remain are in another ratio than when the plan was made: estimates were wrong.
+
+    As long as they are right, the pace keeps the ratio.
+    """
+    return state.counts[SWEEPS] > FIRST_SWEEP and abs(_compute_share(state) - state.sums[PLANNED]) > DRIFT
+
+
+@compiled
+def _compute_share(state: State) -> float:
+    compute, memory = state.sums[COMPUTE_LEFT], state.sums[MEMORY_LEFT]
+    return compute / max(compute + memory, NOTHING_S)
 
 
 @compiled

@@ -5,8 +5,9 @@ import numpy as np
 from engine_ext.plan.cost import CostModel
 from engine_ext.plan.hardware import Machine, hardware
 from engine_ext.plan.lengths import UNKNOWN
-from engine_ext.plan.live_scan import FEWEST, LiveScan
+from engine_ext.plan.live_scan import LiveScan
 from engine_ext.plan.model_shape import preset
+from engine_ext.plan.replan import FEWEST
 from engine_ext.plan.scan_state import StepCosts
 
 
@@ -30,7 +31,7 @@ def main() -> None:
         for change in (scan.finished, scan.retracted, scan.dropped):
             if len(running) > 1:
                 change(running.pop(0), 10)
-    scan.add(-1, prompt, 1000)
+    scan.add(-1, generator.integers(0, 1 << 17, 64, np.uint32), 1000)
     scan.take_back(-1)
 
 

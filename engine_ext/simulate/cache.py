@@ -66,6 +66,16 @@ def empty_heap() -> Heap:
 
 
 @compiled
+def evictable_leaves(cache: Cache) -> Heap:
+    """The heap of a cache that is in use."""
+    heap = empty_heap()
+    for node in range(1, len(cache.parent)):
+        if cache.cached[node] and cache.users[node] == 0 and cache.children[node] == 0:
+            heappush(heap, (int(cache.used[node]), node))
+    return heap
+
+
+@compiled
 def missing(cache: Cache, leaf: int) -> int:
     """Prompt tokens of the leaf's path that are not cached."""
     tokens, node = 0, leaf

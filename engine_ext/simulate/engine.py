@@ -16,6 +16,7 @@ from engine_ext.simulate.cache import (
     LOCKED,
     Cache,
     Heap,
+    empty_heap,
     grow,
     lock,
     make_ready,
@@ -113,6 +114,16 @@ def new_engine(leaf: Column, prompt: Column, output: Column) -> Engine:
 def series_of(engine: Engine) -> Floats:
     """Seconds, compute and reads of all stretches of steps so far, the last one shorter; float64 [stretches, 3]."""
     return np.vstack([engine.series[: engine.counts[SERIES_LENGTH]], engine.sums[SINCE_SECONDS:]])
+
+
+@compiled
+def ends_of_decoding(engine: Engine) -> Heap:
+    """When each of the decoding requests ends, as a heap."""
+    ends = empty_heap()
+    for k in range(engine.counts[DECODING]):
+        request = engine.decoding[k]
+        heappush(ends, (int(engine.ends[request]), int(request)))
+    return ends
 
 
 @compiled

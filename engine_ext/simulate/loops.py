@@ -8,19 +8,22 @@ from numpy.typing import NDArray
 from engine_ext.plan.compiled import compiled
 from engine_ext.plan.dual_scan import decide
 from engine_ext.plan.engine_model import CAPACITY
+from engine_ext.plan.replan import is_outdated
 from engine_ext.plan.scan_books import finished, prefilled, retracted
 from engine_ext.plan.scan_state import ALIGNMENT, State
 from engine_ext.plan.tree import Column
-from engine_ext.simulate.cache import LOCKED, Cache, Heap, empty_heap
+from engine_ext.simulate.cache import LOCKED, Cache, Heap, empty_heap, evictable_leaves
 from engine_ext.simulate.engine import (
     DECODING,
     DECODING_KV,
+    DONE,
     FINISHED,
     PENDING,
     PREFILLED,
     RETRACTED,
     Engine,
     admit,
+    ends_of_decoding,
     room_for,
     step,
 )
@@ -174,12 +177,16 @@ def _split_memory(blend: Blend, engine: Engine, root: float, capacity: float) ->
 
 
 @compiled
-def run_batchweave(engine: Engine, cache: Cache, model: Floats, state: State) -> None:
-    """Our dual scan decides every step."""
-    heap, ends = empty_heap(), empty_heap()
-    done, decoded = 0, 0
-    while done < len(engine.leaf):
-        counts = engine.counts
+def run_batchweave(engine: Engine, cache: Cache, model: Floats, state: State, decoded: int, answers: int) -> int:
+    """Our dual scan decides every step, until all have ended or, after so many answers more, a new plan is due.
+
+    `decoded`: output tokens that each decoding request has got and `state` has not heard of; what is returned is this.
+    """
+    heap, ends = evictable_leaves(cache), ends_of_decoding(engine)
+    counts = engine.counts
+    steps, left = 0, np.count_nonzero(engine.state != DONE)
+    while left > 0 and not is_outdated(state, steps, answers):
+        steps += 1
         budget, let_in = decide(
             state,
             cache.tokens[LOCKED],
@@ -201,6 +208,8 @@ def run_batchweave(engine: Engine, cache: Cache, model: Floats, state: State) ->
             retracted(state, int(engine.retracted[k]), int(engine.generated[engine.retracted[k]]))
         for k in range(counts[FINISHED]):
             finished(state, int(engine.finished[k]), int(engine.output[engine.finished[k]]))
-            done += 1
+        answers -= counts[FINISHED]
+        left -= counts[FINISHED]
         for k in range(counts[PREFILLED]):
             prefilled(state, int(engine.prefilled[k]))
+    return decoded

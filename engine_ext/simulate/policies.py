@@ -1,27 +1,30 @@
 """The policies to compare: each on the same engine, with the same knowledge of lengths and the same sample first."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 
 import numpy as np
 from numpy.typing import NDArray
 
 from engine_ext.plan.cost import CostModel
-from engine_ext.plan.ends import two_ends
 from engine_ext.plan.engine_model import Clock, EngineModel
+from engine_ext.plan.footprint import output_tokens
 from engine_ext.plan.groups import Groups, group_requests
-from engine_ext.plan.lengths import UNKNOWN, Estimates, Seen, estimate, group_caps, look_ahead
+from engine_ext.plan.lengths import UNKNOWN, Estimates, estimate, group_caps, look_ahead
 from engine_ext.plan.order import KEEP_SHARING, shared_by_order, walk_in_order
 from engine_ext.plan.prompts import Prompts
+from engine_ext.plan.replan import Standing, answers_before_next, plan_backlog
 from engine_ext.plan.resources import Requests, node_loads
 from engine_ext.plan.sample import SHARE, ask_sample
-from engine_ext.plan.scan_books import begin
-from engine_ext.plan.scan_state import Backlog, StepCosts, new_state
+from engine_ext.plan.scan_state import FRESH, SIDE, State, StepCosts
 from engine_ext.plan.tree import Column, PrefixTree, build_tree
 from engine_ext.simulate.cache import COMPUTED, Cache, new_cache
 from engine_ext.simulate.engine import (
+    DECODE,
+    DONE,
     MOST_LOCKED,
+    PREFILL,
     RECOMPUTED,
     RETRACTIONS,
     SECONDS,
@@ -66,6 +69,8 @@ SEARCH = Search()
 class Work:
     """A window as all policies see it: its tree, the true outputs, the sample, and estimates made from it.
 
+    `share`: of the requests, that are the sample. `foretold`: ours knows the sample's answers too before it starts, and
+    not only when they end.
     `prepared_s`: seconds that this took by `clock`, which also times what each policy plans.
     """
 
@@ -74,9 +79,10 @@ class Work:
     output: Column
     caps: Column
     groups: Groups
+    share: float
     sample: Column
     known: Column
-    seen: Seen
+    foretold: bool
     estimates: Estimates
     cost: CostModel
     best_saved_s: float
@@ -127,6 +133,7 @@ def prepare(
     sample: float = SHARE,
     seed: int = 0,
     clock: Callable[[], float] = lambda: 0.0,
+    foretold: bool = True,
 ) -> Work:
     """Tree, groups and sample. With `sample` 1 every length is known beforehand."""
     started = clock()
@@ -135,7 +142,7 @@ def prepare(
     groups = group_requests(tree, kinds)
     by_group = group_caps(groups, caps)
     if sample >= 1:
-        chosen, known, seen = np.empty(0, dtype=np.int64), output, Seen.nothing(len(groups))
+        chosen, known = np.empty(0, dtype=np.int64), output
         estimates = Estimates(
             *(np.asarray(each, dtype=np.float64) for each in (output, output.astype(float) ** 2, output))
         )
@@ -153,9 +160,10 @@ def prepare(
         output,
         caps,
         groups,
+        min(sample, 1.0),
         chosen,
         known,
-        seen,
+        foretold,
         estimates,
         cost,
         root.saved_s,
@@ -183,26 +191,42 @@ def _batchweave(work: Work, model: EngineModel, seed: int, search: Search) -> Ou
         quadratic_s=model.quadratic_s,
         bursts=model.clock is Clock.SEQUENTIAL,
     )
-    started = work.clock()
-    ends = two_ends(work.tree, _estimated(work), work.cost, work.sample, keep=search.keep)
-    state = new_state(
-        Backlog(
-            prompt=work.lengths,
-            fresh=ends.fresh,
-            known=work.known,
-            caps=work.caps,
-            left=ends.left,
-            right=ends.right,
-            groups=work.groups,
-            seen=work.seen,
-        ),
-        costs,
-    )
-    begin(state)
-    planned_s = work.clock() - started
-    engine, cache = _fresh_engine(work, model)
-    run_batchweave(engine, cache, model.array, state)
+    generator, (engine, cache) = np.random.default_rng(seed), _fresh_engine(work, model)
+    standing, decoded, planned_s = _at_first(work), 0, 0.0
+    while not np.all(standing.ended):
+        started = work.clock()
+        state = plan_backlog(work.tree, work.groups, standing, work.cost, costs, generator, work.share, search.keep)
+        planned_s += work.clock() - started
+        answers = answers_before_next(standing.learned)
+        decoded = run_batchweave(engine, cache, model.array, state, decoded, answers)
+        standing = _go_on(standing, engine, state)
     return _outcome("batchweave", "", work, model, engine, cache, planned_s)
+
+
+def _at_first(work: Work) -> Standing:
+    sampled = np.zeros(len(work.known), dtype=np.bool_)
+    sampled[work.sample] = work.foretold
+    known = work.known.copy()
+    if not work.foretold:
+        known[work.sample] = UNKNOWN
+    return Standing.at_first(work.caps, known, sampled)
+
+
+def _go_on(standing: Standing, engine: Engine, state: State) -> Standing:
+    """How far the engine's requests are now."""
+    runs, ended = (engine.state == PREFILL) | (engine.state == DECODE), engine.state == DONE
+    running = np.flatnonzero(runs)
+    tokens = np.where(ended, engine.output, engine.generated)
+    tokens[running] = output_tokens(state, running)
+    return replace(
+        standing,
+        tokens=tokens,
+        runs=runs,
+        prefilled=engine.state == DECODE,
+        ended=ended,
+        fresh=state.requests[:, FRESH].astype(np.int64),
+        side=state.requests[:, SIDE].astype(np.int64),
+    )
 
 
 def _blendserve(work: Work, model: EngineModel, seed: int, search: Search) -> Outcome:

@@ -17,6 +17,7 @@ from engine_ext.plan.hardware import Machine, hardware
 from engine_ext.plan.lengths import LONGEST
 from engine_ext.plan.model_shape import preset
 from engine_ext.plan.prompts import Prompts
+from engine_ext.plan.sample import SHARE
 from engine_ext.simulate.policies import Search, Work, prepare, simulate
 from service.demo.model import ensure_demo_model
 from service.demo.prompts import corpus
@@ -24,7 +25,6 @@ from service.demo.prompts import corpus
 COST = CostModel(preset("llama-3-8b"), Machine(hardware("h200")))
 CAPACITY = 60_000
 CHUNK, RATIO = 1024, 0.6
-NOTHING_KNOWN = 1e-6  # a sample of one: in an engine nobody knows a length before its answer has ended
 
 
 def workload(name: str) -> tuple[list[list[int]], list[int]]:
@@ -69,15 +69,16 @@ def run(engine: Any, policy: str | None, clock: Clock, prompts: list[list[int]],
 
 
 def work_of(prompts: list[list[int]], outputs: list[int], sample: float) -> Work:
-    lengths = np.array(outputs)
-    return prepare(Prompts.of(prompts), lengths, COST, np.full(len(outputs), LONGEST), sample=sample)
+    """In an engine nobody knows a length before its answer has ended."""
+    lengths, caps = np.array(outputs), np.full(len(outputs), LONGEST)
+    return prepare(Prompts.of(prompts), lengths, COST, caps, sample=sample, foretold=False)
 
 
 @pytest.mark.parametrize("clock", list(Clock))
 @pytest.mark.parametrize("name", ["both ends", "documents", "one prefix"])
 def test_the_scan_runs_in_sglang_as_the_simulator_says(emulated: Any, name: str, clock: Clock) -> None:
     prompts, outputs = workload(name)
-    told, untold = (work_of(prompts, outputs, share) for share in (1.0, NOTHING_KNOWN))
+    told, untold = (work_of(prompts, outputs, share) for share in (1.0, SHARE))
     model = replace(EngineModel.of(COST, clock), capacity=CAPACITY)
     ours = run(emulated, None, clock, prompts, outputs)
     theirs = run(emulated, "fcfs", clock, prompts, outputs)

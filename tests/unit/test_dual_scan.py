@@ -125,7 +125,7 @@ class Engine:
 
 
 def engine(backlogged: Backlog, output: Column, costs: StepCosts = COSTS) -> Engine:
-    return Engine(DualScan(backlogged, costs), backlogged.prompt, output, costs.capacity)
+    return Engine(DualScan.of(backlogged, costs), backlogged.prompt, output, costs.capacity)
 
 
 @settings(max_examples=25)
@@ -185,8 +185,8 @@ def test_learned_lengths_make_retraction_the_exception() -> None:
 
 def test_large_steps_are_multiples_of_the_alignment() -> None:
     prompt, output = np.array([5000] * 20 + [10]), np.array([5] * 20 + [500])
-    scan = DualScan(backlog(prompt, output, np.arange(20), np.array([20])), COSTS)
-    sizes = [3 + scan.decide(3000, 60 * n, decoding=3, pending=1000).budget for n in range(1, 40)]
+    scan = DualScan.of(backlog(prompt, output, np.arange(20), np.array([20])), COSTS)
+    sizes = [3 + scan.decide(3000, 3000 * n, decoding=3, pending=1000).budget for n in range(1, 40)]
     large = [size for size in sizes if size >= 2 * ALIGNMENT]
     assert len(large) > 10
     assert all(size % ALIGNMENT == 0 for size in large)
@@ -195,7 +195,7 @@ def test_large_steps_are_multiples_of_the_alignment() -> None:
 def test_small_steps_fill_the_time_of_reading_the_weights() -> None:
     """There a tile more or less costs nothing, while tokens that are left out are lost."""
     costs = replace(COSTS, weights_s=200 * COSTS.gemm_s)
-    scan = DualScan(backlog(np.array([5000, 10]), np.array([5, 500]), np.array([0]), np.array([1])), costs)
+    scan = DualScan.of(backlog(np.array([5000, 10]), np.array([5, 500]), np.array([0]), np.array([1])), costs)
     assert scan.decide(used_kv=20, decoding_kv=20, decoding=1, pending=1000).budget == 199
 
 
@@ -228,7 +228,7 @@ def test_prompts_are_saved_up_where_a_prefill_stops_decoding() -> None:
 
 def test_remaining_work_is_exact_where_lengths_are_known() -> None:
     prompt, output = np.array([100, 2000, 30]), np.array([50, 10, 400])
-    scan = DualScan(backlog(prompt, output, np.array([1]), np.array([2, 0])), COSTS)
+    scan = DualScan.of(backlog(prompt, output, np.array([1]), np.array([2, 0])), COSTS)
     compute, memory = scan.remaining_s
     assert compute == pytest.approx(float((prompt + output).sum()) * COSTS.gemm_s)
     assert memory == pytest.approx(float((prompt * output + output * output / 2).sum()) * COSTS.read_s)
@@ -238,7 +238,7 @@ def test_what_runs_long_raises_what_is_expected_of_those_that_wait() -> None:
     """Nothing has ended; twenty requests only turn out longer than the prior."""
     count = 50
     costs = StepCosts(5e-5, 6.4e-8, 8e-3, 1_000_000)
-    scan = DualScan(backlog(np.full(count, 10), np.full(count, -1), np.empty(0, np.int64), np.arange(count)), costs)
+    scan = DualScan.of(backlog(np.full(count, 10), np.full(count, -1), np.empty(0, np.int64), np.arange(count)), costs)
     for request in scan.decide(0, 0, 0, 0).admitted[:20].tolist():
         scan.prefilled(request)
     before = float(scan.state.rest[0, 0])
@@ -250,7 +250,7 @@ def test_what_runs_long_raises_what_is_expected_of_those_that_wait() -> None:
 def test_answers_of_a_group_tell_of_its_sibling() -> None:
     count = 200
     groups = Groups.unlike(np.repeat([1, 2], count // 2), np.array([-1, 0, 0]))
-    scan = DualScan(
+    scan = DualScan.of(
         backlog(np.full(count, 10), np.full(count, -1), np.arange(100), np.arange(199, 99, -1), groups),
         StepCosts(2.5e-6, 6.4e-8, 1e-4, 1_000_000),
     )
@@ -266,7 +266,7 @@ def test_answers_of_a_group_tell_of_its_sibling() -> None:
 
 def test_remaining_work_holds_what_was_just_admitted() -> None:
     prompt, output = np.full(10, 100), np.full(10, 500)
-    scan = DualScan(backlog(prompt, output, np.arange(5), np.arange(9, 4, -1)), COSTS)
+    scan = DualScan.of(backlog(prompt, output, np.arange(5), np.arange(9, 4, -1)), COSTS)
     before = scan.remaining_s[1]
     for request in scan.decide(0, 0, 0, 0).admitted.tolist():
         scan.prefilled(request)
@@ -280,7 +280,7 @@ def test_any_clock_leaves_nothing_behind(decoded: int) -> None:
     """Engines count a request's first token at its prefill or not, and decode none, one or more a step."""
     generator = np.random.default_rng(0)
     count = 300
-    scan = DualScan(
+    scan = DualScan.of(
         backlog(generator.integers(1, 500, count), np.full(count, -1), np.arange(150), np.arange(299, 149, -1)), COSTS
     )
     for _ in range(10_000):
@@ -301,7 +301,7 @@ def test_each_end_shares_with_the_one_before_it_there() -> None:
 
 
 def test_a_retraction_is_counted_as_work_again() -> None:
-    scan = DualScan(backlog(np.full(2, 1000), np.full(2, 50), np.array([0]), np.array([1])), COSTS)
+    scan = DualScan.of(backlog(np.full(2, 1000), np.full(2, 50), np.array([0]), np.array([1])), COSTS)
     before = scan.remaining_s[0]
     for request in scan.decide(0, 0, 0, 0).admitted.tolist():
         scan.prefilled(request)
@@ -314,12 +314,12 @@ def test_a_retraction_is_counted_as_work_again() -> None:
 
 
 def test_a_request_larger_than_the_cache_still_gets_its_turn_when_alone() -> None:
-    scan = DualScan(backlog(np.array([50_000]), np.array([5]), np.array([0]), np.empty(0, np.int64)), COSTS)
+    scan = DualScan.of(backlog(np.array([50_000]), np.array([5]), np.array([0]), np.empty(0, np.int64)), COSTS)
     assert scan.decide(0, 0, 0, 0).admitted.tolist() == [0]
 
 
 def test_a_retracted_request_is_the_next_one() -> None:
-    scan = DualScan(backlog(np.full(4, 100), np.full(4, 50), np.array([0, 1]), np.array([3, 2])), COSTS)
+    scan = DualScan.of(backlog(np.full(4, 100), np.full(4, 50), np.array([0, 1]), np.array([3, 2])), COSTS)
     first = scan.decide(0, 0, 0, 0).admitted.tolist()
     assert sorted(first) == [0, 1, 2, 3]
     scan.prefilled(2)
@@ -330,7 +330,7 @@ def test_a_retracted_request_is_the_next_one() -> None:
 
 def test_retracting_for_ever_keeps_every_request() -> None:
     """Requests go in from the far end of the right queue and come back at its front, a thousand times."""
-    scan = DualScan(backlog(np.full(3, 10), np.full(3, 50), np.empty(0, np.int64), np.array([0, 1, 2])), COSTS)
+    scan = DualScan.of(backlog(np.full(3, 10), np.full(3, 50), np.empty(0, np.int64), np.array([0, 1, 2])), COSTS)
     for _ in range(1000):
         for request in scan.decide(0, 0, 0, 0).admitted.tolist():
             scan.prefilled(request)

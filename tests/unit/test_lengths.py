@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine_ext.plan.groups import ALIKE, Groups, group_requests
+from engine_ext.plan.groups import ALIKE, UNLIKE, Groups, group_requests
 from engine_ext.plan.lengths import (
     BUCKETS,
     EDGES,
@@ -13,10 +13,12 @@ from engine_ext.plan.lengths import (
     PRIOR_MEAN,
     Estimates,
     Outlook,
+    Seen,
     bucket_of,
     estimate,
     group_caps,
     look_ahead,
+    record,
     see,
 )
 from engine_ext.plan.prompts import Prompts
@@ -78,7 +80,6 @@ def test_running_answers_are_lower_bounds() -> None:
 
 
 def test_counting_in_parts_is_counting_at_once() -> None:
-    from engine_ext.plan.lengths import Seen, record
 
     whole, parts = Seen.nothing(1), Seen.nothing(1)
     record(whole.entered, whole.ended, whole.reached, ONE, 0, 0, 777, True, 1.0)
@@ -136,6 +137,17 @@ def test_its_own_answers_outweigh_its_siblings() -> None:
     outlook = look_ahead(see(groups, requests, tokens, np.ones(504, np.bool_)), groups, np.full(3, LONGEST))
     assert outlook.rest[1, 0] == pytest.approx(3, rel=0.5)
     assert outlook.rest[2, 0] == pytest.approx(8000, rel=0.3)
+
+
+def test_long_runners_among_short_answers_are_unlike_them_before_any_has_ended() -> None:
+    """Four of a leaning group still run at 800 tokens; two hundred of its parent's have ended by the twentieth."""
+    groups = Groups(np.repeat([0, 1], [200, 40]), np.array([-1, 0]), np.array([UNLIKE, ALIKE]))
+    told = np.concatenate([np.arange(200), np.arange(200, 204)])
+    so_far = np.concatenate([np.full(200, 20), np.full(4, 800)])
+    seen = see(groups, told, so_far, np.arange(204) < 200)
+    outlook = look_ahead(seen, groups, np.full(2, LONGEST))
+    assert outlook.rest[1, 0] > 800
+    assert outlook.rest[0, 0] < 300
 
 
 def prompts_in_groups(count: int) -> Prompts:
@@ -232,6 +244,20 @@ def test_samples_go_where_the_memory_work_is_uncertain() -> None:
     counts = np.bincount(groups.of[found], minlength=3)
     assert counts.sum() == 100
     assert counts[2] > 5 * counts[1] > 0
+
+
+def test_those_that_ran_count_as_sampled_and_what_is_new_is_asked_first() -> None:
+    groups = Groups.unlike(np.repeat([1, 2, 3], [600, 300, 100]), np.array([-1, 0, 0, 0]))
+    known = np.full(1000, -1)
+    known[:30] = 7
+    nothing = look_ahead(Seen.nothing(4), groups, np.full(4, LONGEST))
+    ran = np.array([0, 30, 0, 0])
+    generator = np.random.default_rng(0)
+    found = choose_sample(groups, nothing, np.full(1000, 500.0), known, generator, 0.05, ran)
+    assert len(found) == 50 - 30
+    assert groups.of[found[:2]].tolist() == [2, 3]
+    ran = np.array([0, 60, 0, 0])
+    assert len(choose_sample(groups, nothing, np.full(1000, 500.0), known, generator, 0.05, ran)) == 0
 
 
 @pytest.mark.parametrize("share", [0.0, -1.0, 1.5])

@@ -33,9 +33,11 @@ def model(capacity: int = 400_000, clock: Clock = Clock.OVERLAPPED, weights_s: f
     return EngineModel(GEMM_S, READ_S, 0.0, weights_s, capacity, 0.0, 0.0, clock)
 
 
-def work_of(prompts: Sequence[Sequence[tuple[str | int, int]]], output: list[int], sample: float = 1.0) -> Work:
-    lengths = np.array(output)
-    return prepare(Prompts.of_segments(prompts), lengths, COST, np.full(len(output), 4096), sample=sample)
+def work_of(
+    prompts: Sequence[Sequence[tuple[str | int, int]]], output: list[int], sample: float = 1.0, foretold: bool = True
+) -> Work:
+    lengths, caps = np.array(output), np.full(len(output), 4096)
+    return prepare(Prompts.of_segments(prompts), lengths, COST, caps, sample=sample, foretold=foretold)
 
 
 def fresh(work: Work, engine_model: EngineModel) -> tuple[Engine, Cache]:
@@ -208,6 +210,20 @@ def test_ours_beats_any_fixed_order_where_ends_differ() -> None:
     ours, depth_first = (simulate(work, engine, policy) for policy in ("batchweave", "dfs"))
     assert ours.seconds < 0.8 * depth_first.seconds
     assert ours.share_of_ideal > 0.75
+
+
+def test_what_is_learned_only_while_it_runs_is_soon_known() -> None:
+    prompts = [[(f"d{n}", 2000)] for n in range(600)] + [[(f"m{n}", 40)] for n in range(120)]
+    output = [2] * 600 + [2000] * 120
+    known, foretold, learned = (
+        simulate(work_of(prompts, output, sample, foretold), model(), "batchweave")
+        for sample, foretold in ((1.0, True), (0.05, True), (0.05, False))
+    )
+    assert known.seconds <= 1.02 * foretold.seconds
+    assert foretold.seconds <= 1.02 * learned.seconds
+    assert learned.seconds < 1.2 * known.seconds
+    nobody = simulate(work_of(prompts, output, 0.05), model(), "fcfs")
+    assert learned.seconds < 0.95 * nobody.seconds
 
 
 def test_ours_keeps_up_where_nothing_overlaps() -> None:
