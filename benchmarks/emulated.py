@@ -108,7 +108,7 @@ def measure(given: argparse.Namespace, names: list[str], rows: "multiprocessing.
                             "share_of_practical": told.practical_s(model) / virtual_s,
                             "critical_path_s": int(lengths.max()) * max(model.weights_s, model.gemm_s),
                             "steps": found["virtual_steps"],
-                            "deciding_ms": 1e3 * found.get("deciding_s", 0.0) / max(1, found.get("steps", 1)),
+                            "deciding_ms": 1e3 * found.get("deciding_s", 0.0) / max(1, found.get("decisions", 1)),
                             "plans": found.get("plans"),
                             "wall_s": time.perf_counter() - started,
                         }

@@ -3,9 +3,9 @@
 python -m benchmarks.evaluation DATA table2 [--output docs/evaluation] [--processes 2]
 
 Suites: table2 (Figures 7, 9 and 10), small (the same with a tenth of the requests), known (both with all lengths
-known), learned (the sample's answers known only as they end), h200, hard (prefixes that do not fit), varied (lengths that vary within a prefix), others (traces and seeds not
-used while developing), grid, grid-sharegpt, grid-conv, grid-m-mid (Figures 11 and 13 to 15), machines (Figure 12),
-replicas (Table 3), clocks, sensitivity.
+known), learned (the sample's answers known only as they end), h200, hard (prefixes that do not fit), varied (lengths
+that vary within a prefix), others (traces and seeds not used while developing), grid, grid-sharegpt, grid-conv,
+grid-m-mid (Figures 11 and 13 to 15), machines (Figure 12), replicas (Table 3), clocks, sensitivity.
 `python -m benchmarks.pictures docs/evaluation` draws what was found.
 """
 

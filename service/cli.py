@@ -133,6 +133,54 @@ def worker(model: ModelOption = None, model_name: NameOption = None) -> None:
 
 
 @app.command()
+def calibrate(
+    model: ModelOption = None,
+    output: Annotated[Path, typer.Option("--output", help="File to write.")] = Path("calibration.json"),
+    steps: Annotated[
+        Path | None, typer.Option("--steps", help="Steps measured before, by BATCHWEAVE_STEPS_FILE: fit to these.")
+    ] = None,
+) -> None:
+    """Measure what steps cost on this machine with this model, and write it as hardware for BATCHWEAVE_GPU and --gpu.
+
+    Starts the engine alone, with BATCHWEAVE_ENGINE_ARGS as a worker would, and runs synthetic prompts for some minutes;
+    the steps are kept beside the output, for `batchweave simulate --profile`. Examples:
+
+    - `batchweave calibrate --model Qwen/Qwen2.5-7B-Instruct --output h100.json`
+    - `BATCHWEAVE_GPU=h100.json batchweave up --model Qwen/Qwen2.5-7B-Instruct`
+    - `batchweave calibrate --model Qwen/Qwen2.5-7B-Instruct --steps worker-steps.jsonl`
+    """
+    from service.calibration import CalibrationError, calibrated, machine_name, measure
+    from service.model_costs import CostsError
+    from service.worker import make_engine
+    from service.workloads.workload import WorkloadError
+
+    settings = _settings(model=model)
+    _log_to(sys.stderr, logging.WARNING)
+    measured_on = "another machine"
+    try:
+        if steps is None:
+            steps = output.with_suffix(".steps.jsonl")
+            steps.unlink(missing_ok=True)
+            console.print("starting the engine")
+            engine = make_engine(settings.model_copy(update={"steps_file": steps}))
+            measured_on = machine_name(engine.device)
+            try:
+                measure(engine, steps, console.print)
+            finally:
+                engine.close()
+        found = calibrated(settings, steps, output, measured_on)
+    except ModuleNotFoundError as error:
+        _fail(f"The engine is not installed ({error.name} is missing): pip install 'batchweave[engine]'")
+    except (CalibrationError, WorkloadError, CostsError, OSError) as error:
+        _fail(str(error))
+    for name, misfit in found.errors.items():
+        console.print(
+            f"{name}: off by {misfit.mean:.1%} on average over {misfit.steps:,}, at most {misfit.largest:.0%}"
+        )
+    console.print(f"wrote {output}: {found.gemm_s:.3g} s a token, {found.read_s:.3g} s a KV token read")
+
+
+@app.command()
 def demo(
     file: Annotated[
         Path | None, typer.Option("--file", help="Your own JSONL file instead of the built-in ones.")

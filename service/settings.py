@@ -40,6 +40,12 @@ class Settings(BaseSettings):
     )
     worker_name: str = Field(default_factory=lambda: f"{socket.gethostname()}-{os.getpid()}")
 
+    metrics_host: str = Field("127.0.0.1", description="address of the worker's /metrics")
+    metrics_port: Annotated[int, Field(ge=1, le=65535)] | None = Field(
+        None, description="port of the worker's /metrics for Prometheus; default: none"
+    )
+    steps_file: Path | None = Field(None, description="where the engine writes what each step did, for a calibration")
+
     lease_s: Annotated[float, Field(gt=0)] = 30.0
     slice_requests: Annotated[int, Field(ge=1, le=100_000)] = 256
     window_requests: Annotated[int, Field(ge=1)] = 100_000

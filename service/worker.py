@@ -13,6 +13,7 @@ from sqlalchemy.exc import SQLAlchemyError
 
 from service.db.sessions import Database
 from service.db.tables import Batch, BatchStatus
+from service.engine_metrics import EngineMetrics
 from service.model_costs import planning_costs
 from service.queue.announcements import Announcements
 from service.queue.leases import Counts, Leases
@@ -31,7 +32,8 @@ def make_engine(settings: Settings) -> Any:
 
     replica = int(settings.engine_args.get("tp_size", 1)) * int(settings.engine_args.get("pp_size", 1))
     cost = planning_costs(settings.model_source, settings.gpu, replica)
-    options = Options(cost, Scheduling(settings.scheduling))
+    steps_file = str(settings.steps_file.resolve()) if settings.steps_file else None
+    options = Options(cost, Scheduling(settings.scheduling), steps_file=steps_file)
     return EngineHost(settings.model_source, settings.served_model, settings.engine_args, options)
 
 
@@ -55,11 +57,14 @@ class Worker:
         self._announcements = Announcements(redis, settings.served_model)
         self._progress = Progress(redis)
         self._heartbeat = Heartbeat(redis)
+        self._metrics = EngineMetrics(settings.served_model)
         self._runs: set[SliceRun] = set()
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def run(self, stop: asyncio.Event) -> None:
-        """Work until `stop`, then give back what is not answered."""
+        """Work until `stop`, then give back what is not answered. Raises OSError where the metrics' port is taken."""
+        if self._settings.metrics_port is not None:
+            self._metrics.serve(self._settings.metrics_host, self._settings.metrics_port)
         left = await self._leases.give_back_leftovers()
         if left:
             log.info("gave back what an earlier process of this name held", slices=left)
@@ -68,6 +73,7 @@ class Worker:
             asyncio.create_task(self._repeat(self._renew, self._settings.lease_s / 3)),
             asyncio.create_task(self._repeat(self._watch_batches, 1.0)),
             asyncio.create_task(self._repeat(self._beat, 3.0)),
+            asyncio.create_task(self._repeat(self._look, 3.0)),
         ]
         stopped = asyncio.create_task(stop.wait())
         try:
@@ -166,8 +172,13 @@ class Worker:
             for batch_id in run.batch_ids.intersection(ended):
                 run.stop_batch(batch_id)
 
+    async def _look(self) -> None:
+        """What the engine does; on its own, for an engine in a long step answers late."""
+        self._metrics.take(await self._engine.scheduler_states())
+
     async def _beat(self) -> None:
         state = {
+            "engine": self._metrics.summary,
             "name": self._settings.worker_name,
             "model": self._settings.served_model,
             "slices": len(self._runs),

@@ -28,6 +28,7 @@ from engine_ext.plan.scan_books import (
 )
 from engine_ext.plan.scan_state import (
     ALIGNMENT,
+    ALL,
     BURSTS,
     CAPACITY,
     CLOCK,
@@ -43,6 +44,7 @@ from engine_ext.plan.scan_state import (
     MEMORY_LEFT,
     MOST_TOKENS,
     NO_REQUEST,
+    OF_RIGHT,
     OWED,
     OWN_KV,
     PENDING_TOKENS,
@@ -123,6 +125,12 @@ class DualScan:
     @property
     def running(self) -> int:
         return int(self.state.counts[RUNNING])
+
+    @property
+    def kv_tokens(self) -> tuple[int, int]:
+        """KV tokens that requests of the left and of the right end hold, prefixes that they share left out."""
+        everything, right = self.state.footprint[0, ALL], self.state.footprint[0, OF_RIGHT]
+        return int(everything - right), int(right)
 
     @property
     def remaining_s(self) -> tuple[float, float]:

@@ -66,6 +66,13 @@ class EngineModel:
             clock=clock,
         )
 
+    @classmethod
+    def of_steps(cls, cost: CostModel, clock: Clock) -> "EngineModel":
+        """From datasheets, to tell what steps take and nothing else: whatever does not fit into the memory has them."""
+        return cls(
+            cost.gemm_s_per_token, cost.read_s_per_token, cost.quadratic_s, cost.weights_s, capacity=0, clock=clock
+        )
+
     @property
     def array(self) -> NDArray[np.float64]:
         return np.array(

@@ -68,6 +68,7 @@ class LiveScan:
     cached: Callable[[int], int] = lambda key: 0
     generator: np.random.Generator = field(default_factory=lambda: np.random.default_rng(0))
     plans: int = 0
+    expected_cached: int = 0  # tokens of the prompts let in that the one before each, at its end, shares with it
     _members: dict[int, _Member] = field(default_factory=dict[int, _Member])
     _keys: list[int] = field(default_factory=list[int])
     _ended: "deque[_Member]" = field(default_factory=lambda: deque(maxlen=REMEMBERED))
@@ -135,6 +136,9 @@ class LiveScan:
         """The engine did not take a request that was just admitted."""
         member = self._members[key]
         member.runs = False
+        if member.tokens == 0:
+            scan = self._of(member)
+            self.expected_cached -= len(member.prompt) - int(scan.state.requests[member.place, FRESH])
         if member in self._latest:
             self._latest[self._latest.index(member)] = member.before
         self._of(member).held(member.place)
@@ -143,6 +147,11 @@ class LiveScan:
     def remaining_s(self) -> tuple[float, float]:
         """Seconds of compute and of memory reads that are expected to remain."""
         return self._scan.remaining_s if self._scan else (0.0, 0.0)
+
+    @property
+    def kv_tokens(self) -> tuple[int, int]:
+        """KV tokens that requests of the left and of the right end hold, prefixes that they share left out."""
+        return self._scan.kv_tokens if self._scan else (0, 0)
 
     def _member(self, place: int) -> _Member:
         return self._members[self._keys[place]]
@@ -188,6 +197,8 @@ class LiveScan:
             self._computing.append(member)
             member.before, self._latest[side] = latest, member
             member.runs = True
+            if member.tokens == 0:
+                self.expected_cached += len(member.prompt) - int(scan.state.requests[place, FRESH])
             kept.append(self._keys[place])
         for place in reversed(held):
             scan.held(place)

@@ -3,6 +3,7 @@
 import numpy as np
 
 from engine_ext.plan.cost import CostModel
+from engine_ext.plan.engine_model import Clock, EngineModel, compute_time, step_time
 from engine_ext.plan.hardware import Machine, hardware
 from engine_ext.plan.lengths import UNKNOWN
 from engine_ext.plan.live_scan import LiveScan
@@ -31,6 +32,8 @@ def main() -> None:
         for change in (scan.finished, scan.retracted, scan.dropped):
             if len(running) > 1:
                 change(running.pop(0), 10)
+    model = EngineModel.of_steps(cost, Clock.MIXED).array
+    step_time(model, compute_time(model, 10, 20.0), 1e-3)
     scan.add(-1, generator.integers(0, 1 << 17, 64, np.uint32), 1000)
     scan.take_back(-1)
 

@@ -23,6 +23,7 @@ from engine_ext.plan.live_scan import LiveScan
 from engine_ext.plan.scan_state import StepCosts
 from engine_ext.plugin import emulated
 from engine_ext.plugin.options import Options, Scheduling, handed_over
+from engine_ext.plugin.steps import books_of
 
 KIND = "batchweave_kind"  # in custom_params: what is alike in something but its prompt, such as its batch
 UNTOLD = "batchweave_untold"  # beside it: a request that ends at max_tokens, without anyone being told beforehand
@@ -51,6 +52,8 @@ class Admission:
     admitted: int = 0
     retractions: int = 0
     retracted_tokens: int = 0
+    cached_tokens: int = 0  # of prompts, when their prefill began for the first time
+    prompt_tokens: int = 0
     held_back: int = 0
     steps: int = 0
     deciding_s: float = 0.0
@@ -127,8 +130,15 @@ class Admission:
 
     def note(self, batch: Any, continued: Any) -> None:
         """Keep whose prefill begins with this batch, of ours or not; `continued` is in it with another chunk."""
-        if batch is not None:
-            self.recent_ids.extend(req.rid for req in batch.reqs if req is not continued and not req.output_ids)
+        if batch is None:
+            return
+        for req, cached in zip(batch.reqs, batch.prefix_lens, strict=True):
+            if req is continued or req.output_ids:
+                continue
+            self.recent_ids.append(req.rid)
+            if is_ours(req):
+                self.prompt_tokens += len(req.origin_input_ids)
+                self.cached_tokens += cached
 
     def _forget(self, req: Any) -> int:
         key = self.keys.pop(req.rid)
@@ -266,6 +276,7 @@ def report(result: Any, scheduler: Any, *_args: Any, **_kwargs: Any) -> Any:
     found: dict[str, Any] = {
         "hooks": sorted(HookRegistry._patched),  # pyright: ignore[reportPrivateUsage]
         "device": None,
+        "kv_capacity": int(scheduler.max_total_num_tokens),
     }
     if options and options.scheduling is Scheduling.DUAL_SCAN:
         ours = admission_of(scheduler)
@@ -276,14 +287,21 @@ def report(result: Any, scheduler: Any, *_args: Any, **_kwargs: Any) -> Any:
             "admitted": ours.admitted,
             "held_back": ours.held_back,
             "plans": ours.scan.plans,
-            "steps": ours.steps,
+            "decisions": ours.steps,
             "deciding_s": ours.deciding_s,
             "retractions": ours.retractions,
             "retracted_tokens": ours.retracted_tokens,
+            "admitted_prompt_tokens": ours.prompt_tokens,
+            "admitted_cached_tokens": ours.cached_tokens,
+            "expected_cached_tokens": ours.scan.expected_cached,
             "remaining_compute_s": compute_s,
             "remaining_memory_s": memory_s,
+            "kv_of_left": ours.scan.kv_tokens[0],
+            "kv_of_right": ours.scan.kv_tokens[1],
             "recent_ids": list(ours.recent_ids),
         }
+    if options:
+        found |= books_of(scheduler).report()
     found |= emulated.books()
     result.internal_state["batchweave"] = found
     return result

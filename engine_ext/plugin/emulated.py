@@ -8,7 +8,6 @@ and its name stands in every report. One engine can take one policy after the ot
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 import torch
 from sglang.srt.environ import envs
 from sglang.srt.layers.logits_processor import LogitsProcessorOutput
@@ -19,6 +18,7 @@ from sglang.srt.plugins.hook_registry import HookType
 from engine_ext.plan.cost import CostModel
 from engine_ext.plan.engine_model import READ_S, Clock, EngineModel, compute_time, step_time
 from engine_ext.plugin.options import handed_over
+from engine_ext.plugin.step_load import load_of
 
 TOKEN = 5
 POLICIES = ("fcfs", "lpm", "dfs-weight")
@@ -40,25 +40,14 @@ class Device:
 
     def run(self, batch: Any) -> None:
         """Let a step pass: a prefill batch, decodes that ride in it too, or a decode batch."""
-        reads, tokens, quadratic = 0, 0, 0.0
-        if batch.forward_mode.is_extend():  # a mixed one is one
-            decoding = len(batch.decoding_reqs or ())
-            prompts = len(batch.reqs) - decoding
-            begins, lengths = np.array(batch.prefix_lens, dtype=np.float64), np.array(batch.extend_lens)
-            tokens = int(lengths[:prompts].sum())
-            ends = begins[:prompts] + lengths[:prompts]
-            quadratic = float((ends**2 - begins[:prompts] ** 2).sum())
-            reads = int(begins[prompts:].sum())
-            self.prompt_tokens += tokens
-        else:
-            decoding = len(batch.reqs)
-            reads = int(batch.seq_lens_cpu.sum())
-        compute = float(compute_time(self.model, tokens + decoding, quadratic))
-        seconds_of_reads = reads * float(self.model[READ_S])
+        load = load_of(batch)
+        compute = float(compute_time(self.model, load.prompt_tokens + load.decoding, load.quadratic))
+        seconds_of_reads = load.kv_tokens * float(self.model[READ_S])
         self.seconds += float(step_time(self.model, compute, seconds_of_reads))
         self.compute_s += compute
         self.reads_s += seconds_of_reads
         self.steps += 1
+        self.prompt_tokens += load.prompt_tokens
 
     @property
     def name(self) -> str:
@@ -110,7 +99,7 @@ def configure(original: Callable[..., Any], scheduler: Any, recv_req: Any) -> An
     tracker.reset()
     policy = scheduler.policy
     policy.policy = policy._validate_and_adjust_policy(POLICIES[int(given[POLICY])], scheduler.tree_cache)
-    scheduler.batchweave_admission = None
+    scheduler.batchweave_admission = scheduler.batchweave_steps = None
     return SetInternalStateReqOutput(updated=True)
 
 

@@ -5,7 +5,7 @@ from typing import Any
 
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-from engine_ext.plugin import admission, attention_cpu, emulated, grammar_cpu
+from engine_ext.plugin import admission, attention_cpu, emulated, grammar_cpu, steps
 from engine_ext.plugin.options import Scheduling, handed_over
 from engine_ext.plugin.platform_entry import gpu_is_present
 
@@ -14,6 +14,8 @@ def hooks() -> list[tuple[str, Callable[..., Any], HookType]]:
     """Every hook that this machine and these options need, as (target, function, kind)."""
     options = handed_over()
     found = [*admission.REPORT]
+    if options is not None:
+        found += steps.HOOKS
     if options is not None and options.scheduling is Scheduling.DUAL_SCAN:
         found += admission.HOOKS
     if options is not None and options.emulated:

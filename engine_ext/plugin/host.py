@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +19,7 @@ from sglang.srt.entrypoints.openai.serving_chat import OpenAIServingChat
 from sglang.srt.entrypoints.openai.serving_completions import OpenAIServingCompletion
 
 from engine_ext.plugin import admission, guard, hooks
+from engine_ext.plugin.calibration_load import Limits, run_load
 from engine_ext.plugin.options import Options
 from engine_ext.plugin.platform_entry import gpu_is_present
 
@@ -151,6 +153,23 @@ class EngineHost:
             aborted = any(choice.finish_reason == "abort" for choice in choices)
             return Answer(200, response.model_dump_json().encode(), aborted)
         return _failed(response.status_code, bytes(response.body))
+
+    async def calibration_load(self) -> AsyncIterator[str]:
+        """Run what makes steps of all kinds, by SGLang's own scheduling; says before each part what it is."""
+        states = await self._manager.get_internal_state()
+        limits = Limits(
+            context=int(self._manager.model_config.context_len),
+            capacity=min(int(state["batchweave"]["kv_capacity"]) for state in states),
+            running=min(int(state["effective_max_running_requests_per_dp"]) for state in states),
+            vocabulary=self._vocab_size,
+        )
+
+        async def run(ids: list[int], tokens: int) -> None:
+            sampling = {"max_new_tokens": tokens, "ignore_eos": True, "temperature": 0}
+            await self._engine.async_generate(input_ids=ids, sampling_params=sampling)
+
+        async for part in run_load(run, limits):
+            yield part
 
     def abort(self, rid: str) -> None:
         """End a request that waits or runs; its `run` returns soon, with `aborted` set."""

@@ -22,12 +22,14 @@ class Scheduling(StrEnum):
 class Options:
     """`cost`: of the model on the machine that steps are planned for.
 
-    `emulated`: a device takes the forward pass's place; its name stands in every report.
+    `emulated`: a device takes the forward pass's place; its name stands in every report. `steps_file`: where the
+    scheduler writes what each step did and took, up to 100,000 of them.
     """
 
     cost: CostModel
     scheduling: Scheduling = Scheduling.DUAL_SCAN
     emulated: bool = False
+    steps_file: str | None = None
 
     def hand_over(self) -> None:
         """Leave them to the processes that this one starts from now on."""

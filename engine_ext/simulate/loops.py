@@ -10,7 +10,7 @@ from engine_ext.plan.dual_scan import decide
 from engine_ext.plan.engine_model import CAPACITY
 from engine_ext.plan.replan import is_outdated
 from engine_ext.plan.scan_books import finished, prefilled, retracted
-from engine_ext.plan.scan_state import ALIGNMENT, State
+from engine_ext.plan.scan_state import ALIGNMENT, KNOWN, State
 from engine_ext.plan.tree import Column
 from engine_ext.simulate.cache import LOCKED, Cache, Heap, empty_heap, evictable_leaves
 from engine_ext.simulate.engine import (
@@ -178,7 +178,7 @@ def _split_memory(blend: Blend, engine: Engine, root: float, capacity: float) ->
 
 @compiled
 def run_batchweave(engine: Engine, cache: Cache, model: Floats, state: State, decoded: int, answers: int) -> int:
-    """Our dual scan decides every step, until all have ended or, after so many answers more, a new plan is due.
+    """Our dual scan decides every step, until all have ended or, after so many answers of unknown length, a new plan is due.
 
     `decoded`: output tokens that each decoding request has got and `state` has not heard of; what is returned is this.
     """
@@ -208,7 +208,7 @@ def run_batchweave(engine: Engine, cache: Cache, model: Floats, state: State, de
             retracted(state, int(engine.retracted[k]), int(engine.generated[engine.retracted[k]]))
         for k in range(counts[FINISHED]):
             finished(state, int(engine.finished[k]), int(engine.output[engine.finished[k]]))
-        answers -= counts[FINISHED]
+            answers -= state.requests[engine.finished[k], KNOWN] < 0
         left -= counts[FINISHED]
         for k in range(counts[PREFILLED]):
             prefilled(state, int(engine.prefilled[k]))

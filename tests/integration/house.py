@@ -72,6 +72,9 @@ class ScriptedEngine:
         answer = {"choices": [{"message": {"content": content}}], "usage": usage}
         return ScriptedAnswer(200, json.dumps(answer).encode())
 
+    async def scheduler_states(self) -> list[dict[str, Any]]:
+        return []
+
     def abort(self, rid: str) -> None:
         if rid in self._aborted:
             self._aborted[rid].set()

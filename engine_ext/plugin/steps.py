@@ -1,0 +1,158 @@
+"""What the steps of a scheduler process did and took, beside what the cost model says that they should have taken."""
+
+import json
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+from sglang.srt.plugins.hook_registry import HookType
+
+from engine_ext.plan.engine_model import READ_S, Clock, EngineModel, compute_time, step_time
+from engine_ext.plugin import emulated
+from engine_ext.plugin.options import handed_over
+from engine_ext.plugin.step_load import StepLoad, load_of
+
+Floats = NDArray[np.float64]
+
+STRETCHES = 256  # rows of the series; when they are full, two and two become one
+WRITTEN_AT_ONCE = 32
+MOST_WRITTEN = 100_000  # steps in one file
+
+
+class Begun(NamedTuple):
+    load: StepLoad
+    at: float
+    compute_s: float
+    reads_s: float
+    predicted_s: float
+
+
+@dataclass(eq=False)
+class StepBooks:
+    """The steps of one scheduler. `model`: EngineModel.array, by which steps are predicted.
+
+    `series`: float64 [stretches, 6], a row for each so many steps: seconds, predicted seconds, those of compute and of
+    KV reads by the cost model, prompt tokens and output tokens. `file`: where each step is written too, as
+    `batchweave simulate --profile` reads it.
+    """
+
+    model: Floats
+    file: Path | None = None
+    totals: Floats = field(default_factory=lambda: np.zeros(6))
+    steps: int = 0
+    _series: Floats = field(default_factory=lambda: np.zeros((STRETCHES, 6)))
+    _length: int = 0
+    _every: int = 1
+    _since: Floats = field(default_factory=lambda: np.zeros(6))
+    _under_way: "deque[Begun]" = field(default_factory=lambda: deque[Begun]())
+    _last_end: float = 0.0
+    _lines: list[str] = field(default_factory=list[str])
+
+    def begin(self, load: StepLoad, now: float) -> None:
+        compute = float(compute_time(self.model, load.prompt_tokens + load.decoding, load.quadratic))
+        reads = load.kv_tokens * float(self.model[READ_S])
+        self._under_way.append(Begun(load, now, compute, reads, float(step_time(self.model, compute, reads))))
+
+    def end(self, now: float) -> None:
+        """The earliest step under way has ended. A step is launched while the one before it still runs."""
+        if not self._under_way:
+            return
+        load, at, compute, reads, predicted = self._under_way.popleft()
+        seconds = now - max(at, self._last_end)
+        self._last_end = now
+        self.steps += 1
+        self._since += (seconds, predicted, compute, reads, load.prompt_tokens, load.decoding)
+        if self.steps % self._every == 0:
+            self._keep()
+        if self.file is not None and self.steps <= MOST_WRITTEN:
+            self._write(load, seconds)
+
+    @property
+    def series(self) -> Floats:
+        return np.vstack([self._series[: self._length], self._since])
+
+    def report(self) -> dict[str, Any]:
+        self.flush()
+        seconds, predicted, compute, reads, prompts, outputs = (self.totals + self._since).tolist()
+        return {
+            "engine_steps": self.steps,
+            "step_s": seconds,
+            "predicted_step_s": predicted,
+            "compute_s": compute,
+            "reads_s": reads,
+            "prompt_tokens": int(prompts),
+            "output_tokens": int(outputs),
+            "series_every": self._every,
+            "series": np.round(self.series, 6).tolist(),
+        }
+
+    def flush(self) -> None:
+        """Write what waits to be written."""
+        if self.file is not None and self._lines:
+            with self.file.open("a") as file:
+                file.writelines(self._lines)
+            self._lines.clear()
+
+    def _keep(self) -> None:
+        self._series[self._length] = self._since
+        self.totals += self._since
+        self._since[:] = 0.0
+        self._length += 1
+        if self._length == STRETCHES:
+            self._series[: STRETCHES // 2] = self._series[0::2] + self._series[1::2]
+            self._length //= 2
+            self._every *= 2
+
+    def _write(self, load: StepLoad, seconds: float) -> None:
+        if seconds <= 0:
+            return
+        row = {
+            "prefill_tokens": load.prompt_tokens,
+            "quadratic": load.quadratic,
+            "decoding": load.decoding,
+            "kv_tokens": load.kv_tokens,
+            "seconds": seconds,
+        }
+        self._lines.append(json.dumps(row) + "\n")
+        if len(self._lines) >= WRITTEN_AT_ONCE or self.steps == MOST_WRITTEN:
+            self.flush()
+
+
+def books_of(scheduler: Any) -> StepBooks:
+    found = getattr(scheduler, "batchweave_steps", None)
+    if found is None:
+        options = handed_over()
+        assert options is not None
+        file = Path(options.steps_file) if options.steps_file else None
+        found = StepBooks(EngineModel.of_steps(options.cost, Clock.MIXED).array, file)
+        scheduler.batchweave_steps = found
+    return found
+
+
+def now() -> float:
+    """Seconds of the emulated device's clock where there is one."""
+    virtual_s = emulated.books().get("virtual_s")
+    return time.perf_counter() if virtual_s is None else virtual_s
+
+
+def run_batch(original: Callable[..., Any], scheduler: Any, batch: Any, *args: Any, **kwargs: Any) -> Any:
+    books_of(scheduler).begin(load_of(batch), now())
+    return original(scheduler, batch, *args, **kwargs)
+
+
+def process_batch_result(original: Callable[..., Any], scheduler: Any, *args: Any, **kwargs: Any) -> Any:
+    found = original(scheduler, *args, **kwargs)  # it waits for the step, where that still runs
+    books_of(scheduler).end(now())
+    return found
+
+
+_SCHEDULER = "sglang.srt.managers.scheduler.Scheduler"
+HOOKS = [
+    (f"{_SCHEDULER}.run_batch", run_batch, HookType.AROUND),
+    (f"{_SCHEDULER}.process_batch_result", process_batch_result, HookType.AROUND),
+]

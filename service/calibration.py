@@ -1,0 +1,77 @@
+"""`batchweave calibrate`: measure an engine's steps, fit the cost model to them, and keep it for who plans with it."""
+
+import asyncio
+import json
+import platform
+from collections.abc import Callable
+from dataclasses import asdict
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from engine_ext.plan.hardware import Machine
+from engine_ext.simulate.calibrate import Calibration
+from service.model_costs import planning_costs, read_hardware
+from service.settings import Settings
+from service.workloads.forecast import ASSUMED_INTERFERENCE, as_measured, fit
+
+SGLANG_CLOCK = "mixed"  # GEMM and attention one after the other: so a step's time is the sum, whatever rides in it
+
+
+class CalibrationError(Exception):
+    """The steps that were measured do not tell the costs; the message says what to do."""
+
+
+def measure(engine: Any, steps: Path, say: Callable[[str], None]) -> None:
+    """Run the load on a started EngineHost whose options name `steps`. Call it in the main thread."""
+
+    async def main() -> None:
+        await engine.start()
+        async for part in engine.calibration_load():
+            say(part)
+        await engine.scheduler_states()  # which writes what is left to write
+
+    asyncio.run(main())
+    if not steps.exists():
+        raise CalibrationError(f"the engine wrote no steps to {steps}; see its log above")
+
+
+def describe(settings: Settings, steps: Path, calibration: Calibration, measured_on: str) -> dict[str, Any]:
+    """The .json file: hardware whose peaks are what the engine reached, and what was measured, when and on what."""
+    replica = int(settings.engine_args.get("tp_size", 1)) * int(settings.engine_args.get("pp_size", 1))
+    cost = planning_costs(settings.model_source, settings.gpu, replica)
+    hardware = as_measured(cost, calibration).machine.hardware
+    return {
+        "name": f"{read_hardware(settings.gpu).name}, calibrated on {measured_on}",
+        "flops": dict(hardware.flops),
+        "bandwidth": hardware.bandwidth,
+        "memory_bytes": hardware.memory_bytes,
+        "calibration": {
+            "date": datetime.now(UTC).isoformat(timespec="seconds"),
+            "machine": measured_on,
+            "model": settings.model_source,
+            "accelerators": Machine(hardware, tp=replica).accelerators,
+            "engine_args": settings.engine_args,
+            "steps": str(steps),
+            **{key: value for key, value in asdict(calibration).items() if key != "interference"},
+        },
+    }
+
+
+def calibrated(settings: Settings, steps: Path, output: Path, measured_on: str) -> Calibration:
+    """Fit, and write the file. Raises WorkloadError, CostsError, CalibrationError, OSError."""
+    calibration = fit(steps, SGLANG_CLOCK, ASSUMED_INTERFERENCE)
+    if calibration.gemm_s <= 0:
+        raise CalibrationError("longer prompts took no longer: nothing tells the cost of a token; measure again")
+    described = describe(settings, steps, calibration, measured_on)
+    output.write_text(json.dumps(described, indent=2, allow_nan=False) + "\n")
+    return calibration
+
+
+def machine_name(device: str) -> str:
+    """Of the accelerator, or of this host where there is none."""
+    if device == "gpu":
+        import torch
+
+        return str(torch.cuda.get_device_name(0))
+    return f"the CPU of {platform.node()}"

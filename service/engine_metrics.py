@@ -1,0 +1,79 @@
+"""What a worker's engine does, for Prometheus, and shorter for the worker's heartbeat."""
+
+from collections.abc import Iterable
+from typing import Any
+
+from prometheus_client import CollectorRegistry, start_http_server
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+PREFIX = "batchweave_engine_"
+LABELS = ("model", "rank", "device")
+# By field of a scheduler's state: the metric's name and what it says.
+COUNTERS = {
+    "engine_steps": ("steps", "Steps that have ended"),
+    "step_s": ("step_seconds", "Time of all steps"),
+    "predicted_step_s": ("step_predicted_seconds", "Time of all steps by the cost model, without overlap"),
+    "compute_s": ("step_compute_seconds", "Arithmetic of all steps by the cost model"),
+    "reads_s": ("step_kv_read_seconds", "Reading KV cache in all steps by the cost model"),
+    "prompt_tokens": ("computed_prompt_tokens", "Prompt tokens computed, those computed again included"),
+    "output_tokens": ("output_tokens", "Output tokens decoded"),
+    "admitted": ("admitted_requests", "Requests let in, those let in again included"),
+    "admitted_prompt_tokens": ("admitted_prompt_tokens", "Tokens of the prompts of requests when first let in"),
+    "admitted_cached_tokens": ("admitted_cached_tokens", "Of these, found in the KV cache"),
+    "expected_cached_tokens": ("expected_cached_tokens", "Of these, that the plan's neighbours share: the optimum"),
+    "retractions": ("retractions", "Requests whose KV cache was taken back"),
+    "retracted_tokens": ("retracted_tokens", "Tokens of KV cache that this threw away"),
+    "plans": ("plans", "Plans of the backlog that were made"),
+    "decisions": ("decisions", "Decisions whom to let in"),
+    "deciding_s": ("deciding_seconds", "Time of these decisions, plans included"),
+}
+GAUGES = {
+    "waiting": ("waiting_requests", "Requests that wait for admission"),
+    "running": ("running_requests", "Requests that prefill or decode"),
+    "kv_capacity": ("kv_capacity_tokens", "Tokens that the KV cache holds"),
+    "remaining_compute_s": ("remaining_compute_seconds", "Expected arithmetic of all that wait and run"),
+    "remaining_memory_s": ("remaining_kv_read_seconds", "Expected KV reads of all that wait and run"),
+}
+SIDES = {"kv_of_left": "left", "kv_of_right": "right"}
+HEARTBEAT = (*COUNTERS, *GAUGES, *SIDES, "device", "series", "series_every")
+
+
+class EngineMetrics(Collector):
+    """Hands out the states that it was given last, one per data-parallel rank."""
+
+    def __init__(self, model: str) -> None:
+        self._model = model
+        self._states: list[dict[str, Any]] = []
+
+    def take(self, states: list[dict[str, Any]]) -> None:
+        self._states = states
+
+    @property
+    def summary(self) -> list[dict[str, Any]]:
+        """What others may want to see of each rank, the series of its steps included."""
+        return [{name: state[name] for name in HEARTBEAT if name in state} for state in self._states]
+
+    def collect(self) -> Iterable[Metric]:
+        for kind, fields in ((CounterMetricFamily, COUNTERS), (GaugeMetricFamily, GAUGES)):
+            for field, (name, text) in fields.items():
+                family = kind(PREFIX + name, text, labels=LABELS)
+                for rank, state in enumerate(self._states):
+                    if field in state:
+                        family.add_metric(self._labels(rank, state), state[field])
+                yield family
+        held = GaugeMetricFamily(PREFIX + "kv_tokens", "KV tokens held by end of the scan", labels=(*LABELS, "end"))
+        for rank, state in enumerate(self._states):
+            for field, end in SIDES.items():
+                if field in state:
+                    held.add_metric([*self._labels(rank, state), end], state[field])
+        yield held
+
+    def serve(self, host: str, port: int) -> None:
+        """At /metrics, from a thread of its own. Raises OSError."""
+        registry = CollectorRegistry()
+        registry.register(self)
+        start_http_server(port, host, registry)
+
+    def _labels(self, rank: int, state: dict[str, Any]) -> list[str]:
+        return [self._model, str(rank), str(state.get("device") or "real")]

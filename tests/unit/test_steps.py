@@ -1,0 +1,67 @@
+"""The books of steps: what they add up to, the series, and the file."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+pytest.importorskip("sglang")
+
+from engine_ext.plan.cost import CostModel
+from engine_ext.plan.engine_model import Clock, EngineModel
+from engine_ext.plan.hardware import Machine, hardware
+from engine_ext.plan.model_shape import preset
+from engine_ext.plugin.step_load import StepLoad
+from engine_ext.plugin.steps import STRETCHES, StepBooks
+
+COST = CostModel(preset("llama-3-8b"), Machine(hardware("h200")))
+MODEL = EngineModel.of_steps(COST, Clock.MIXED).array
+
+
+def test_a_step_that_was_launched_while_another_ran_takes_from_the_end_of_that() -> None:
+    books = StepBooks(MODEL)
+    books.begin(StepLoad(100, 1e4, 0, 0), 10.0)
+    books.begin(StepLoad(0, 0.0, 4, 4000), 10.1)
+    books.end(10.5)
+    books.end(10.7)
+    books.begin(StepLoad(0, 0.0, 4, 4004), 12.0)  # after a rest
+    books.end(12.25)
+    found = books.report()
+    assert found["engine_steps"] == 3
+    assert found["step_s"] == pytest.approx(0.5 + 0.2 + 0.25)
+    assert found["prompt_tokens"] == 100
+    assert found["output_tokens"] == 8
+    assert found["reads_s"] == pytest.approx(8004 * COST.read_s_per_token)
+    assert found["predicted_step_s"] == pytest.approx(found["compute_s"] + found["reads_s"])
+
+
+def test_an_end_without_a_beginning_is_nobody_s_step() -> None:
+    books = StepBooks(MODEL)
+    books.end(1.0)
+    assert books.report()["engine_steps"] == 0
+
+
+def test_the_series_stays_small_and_loses_nothing() -> None:
+    books, count = StepBooks(MODEL), 5 * STRETCHES + 3
+    for step in range(count):
+        books.begin(StepLoad(10, 100.0, 1, 50), float(step))
+        books.end(step + 0.5)
+    found = books.report()
+    assert len(found["series"]) <= STRETCHES + 1
+    assert np.array(found["series"])[:, 4].sum() == found["prompt_tokens"] == 10 * count
+    assert found["step_s"] == pytest.approx(0.5 * count)
+
+
+def test_the_file_is_a_profile(tmp_path: Path) -> None:
+    from service.workloads.profile import read_profile
+
+    file = tmp_path / "steps.jsonl"
+    books = StepBooks(MODEL, file)
+    for step in range(40):
+        books.begin(StepLoad(10 * (step % 3), 100.0 * (step % 3), 1, 50), float(step))
+        books.end(step + 0.5)
+    assert len(file.read_text().splitlines()) == 32
+    books.flush()
+    assert json.loads(file.read_text().splitlines()[1])["prefill_tokens"] == 10
+    assert len(read_profile(file)["seconds"]) == 40
