@@ -32,6 +32,7 @@ GAUGES = {
     "waiting": ("waiting_requests", "Requests that wait for admission"),
     "running": ("running_requests", "Requests that prefill or decode"),
     "kv_capacity": ("kv_capacity_tokens", "Tokens that the KV cache holds"),
+    "kv_kept": ("kept_prefix_tokens", "KV tokens kept for whom each end lets in next"),
     "remaining_compute_s": ("remaining_compute_seconds", "Expected arithmetic of all that wait and run"),
     "remaining_memory_s": ("remaining_kv_read_seconds", "Expected KV reads of all that wait and run"),
 }

@@ -127,6 +127,14 @@ class DualScan:
         return int(self.state.counts[RUNNING])
 
     @property
+    def heads(self) -> tuple[int, int]:
+        """The requests that the left and the right end give next, NO_REQUEST where one has none of its own."""
+        counts, queues = self.state.counts, self.state.waiting
+        left = queues[LEFT, counts[LEFT_FIRST]] if counts[LEFT_FIRST] < counts[LEFT_LAST] else NO_REQUEST
+        right = queues[RIGHT, counts[RIGHT_FIRST]] if counts[RIGHT_FIRST] < counts[RIGHT_LAST] else NO_REQUEST
+        return int(left), int(right)
+
+    @property
     def kv_tokens(self) -> tuple[int, int]:
         """KV tokens that requests of the left and of the right end hold, prefixes that they share left out."""
         everything, right = self.state.footprint[0, ALL], self.state.footprint[0, OF_RIGHT]

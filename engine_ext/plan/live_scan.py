@@ -20,7 +20,7 @@ from engine_ext.plan.lengths import LONGEST, UNKNOWN
 from engine_ext.plan.prompts import Prompts, TokenIds
 from engine_ext.plan.replan import FEWEST, PATIENCE, Standing, answers_before_next, is_outdated, plan_backlog
 from engine_ext.plan.sample import SHARE
-from engine_ext.plan.scan_state import FRESH, SIDE, StepCosts
+from engine_ext.plan.scan_state import FRESH, NO_REQUEST, SIDE, StepCosts
 from engine_ext.plan.tree import build_tree
 
 REMEMBERED = 4096  # ended requests that tell of those like them
@@ -147,6 +147,12 @@ class LiveScan:
     def remaining_s(self) -> tuple[float, float]:
         """Seconds of compute and of memory reads that are expected to remain."""
         return self._scan.remaining_s if self._scan else (0.0, 0.0)
+
+    @property
+    def next_keys(self) -> list[int | None]:
+        """Whom the left and the right end give next."""
+        heads = self._scan.heads if self._scan and len(self) > 0 else (NO_REQUEST, NO_REQUEST)
+        return [None if head == NO_REQUEST or self._keys[head] < 0 else self._keys[head] for head in heads]
 
     @property
     def kv_tokens(self) -> tuple[int, int]:

@@ -23,6 +23,7 @@ from engine_ext.plan.live_scan import LiveScan
 from engine_ext.plan.scan_state import StepCosts
 from engine_ext.plugin import emulated
 from engine_ext.plugin.options import Options, Scheduling, handed_over
+from engine_ext.plugin.pins import Pins
 from engine_ext.plugin.steps import books_of
 
 KIND = "batchweave_kind"  # in custom_params: what is alike in something but its prompt, such as its batch
@@ -41,6 +42,7 @@ class Admission:
 
     scan: LiveScan
     is_mixed: bool
+    pins: Pins
     waiting: dict[str, Any] = field(default_factory=dict[str, Any])  # by rid
     running: dict[Any, int] = field(default_factory=dict[Any, int])  # SGLang's requests and their keys
     prefilling: dict[Any, int] = field(default_factory=dict[Any, int])  # those of `running` that are not decoding yet
@@ -60,9 +62,9 @@ class Admission:
     recent_ids: deque[str] = field(default_factory=lambda: deque(maxlen=RECENT))
 
     @classmethod
-    def of(cls, options: Options, capacity: int, step_tokens: int, is_mixed: bool) -> "Admission":
+    def of(cls, options: Options, capacity: int, step_tokens: int, is_mixed: bool, tree: Any) -> "Admission":
         costs = StepCosts.of(options.cost, capacity, step_tokens, bursts=not is_mixed)
-        return cls(LiveScan(options.cost, costs), is_mixed)
+        return cls(LiveScan(options.cost, costs), is_mixed, Pins(tree, capacity))
 
     def add(self, req: Any) -> None:
         """A request that waits now, for the first time or because its KV cache was taken back."""
@@ -96,11 +98,19 @@ class Admission:
         found = [self.waiting.pop(each) for each in meant]
         for req in found:
             self.scan.take_back(self._forget(req))
+        if not self.waiting:
+            self.keep_prefixes(again=False)
         return found
 
-    def notice_ends(self, here: list[Any], continued: Any) -> None:
-        """Whoever ran and is gone has ended."""
-        for req in self.running.keys() - here:
+    def keep_prefixes(self, again: bool) -> None:
+        """Whatever is cached for whom each end gives next stays; nothing when nobody waits."""
+        keys = self.scan.next_keys if self.waiting else [None, None]
+        self.pins.keep([self.by_key[key] if key is not None else None for key in keys], again)
+
+    def notice_ends(self, here: list[Any], continued: Any) -> bool:
+        """Whoever ran and is gone has ended; whether anyone has."""
+        gone = self.running.keys() - here
+        for req in gone:
             if req is continued:
                 continue
             key, tokens = self.running.pop(req), len(req.output_ids)
@@ -109,6 +119,7 @@ class Admission:
                 self.scan.finished(key, tokens)
             else:
                 self.scan.dropped(key, tokens)
+        return bool(gone)
 
     def let_in(self, reqs: list[Any]) -> None:
         for req in reqs:
@@ -165,6 +176,7 @@ def admission_of(scheduler: Any) -> Admission:
             int(scheduler.max_total_num_tokens),
             int(scheduler.chunked_prefill_size or STEP_TOKENS),
             bool(scheduler.is_mixed_chunk),
+            scheduler.tree_cache,
         )
         found.scan.cached = lambda key: _cached_tokens(scheduler, found.by_key[key])
         scheduler.batchweave_admission = found
@@ -186,7 +198,7 @@ def enqueue(original: Callable[..., None], scheduler: Any, req: Any, *args: Any,
 def admit(original: Callable[..., Any], scheduler: Any, *args: Any, **kwargs: Any) -> Any:
     """Show SGLang whom the scan lets in, in its order, and as many tokens as it allows."""
     ours, running = admission_of(scheduler), kwargs["running_batch"]
-    ours.notice_ends(running.reqs, scheduler.chunked_req)
+    changed = ours.notice_ends(running.reqs, scheduler.chunked_req)
     continued = scheduler.chunked_req
     if not ours.waiting and not ours.running:
         found = original(scheduler, *args, **kwargs)
@@ -200,6 +212,7 @@ def admit(original: Callable[..., Any], scheduler: Any, *args: Any, **kwargs: An
     ours.decoded = 1
     if step.budget == 0 and not scheduler.waiting_queue:
         ours.hold(candidates)
+        ours.keep_prefixes(changed)
         return None, running
     chunk = scheduler.chunked_prefill_size
     scheduler.waiting_queue = [*scheduler.waiting_queue, *candidates]
@@ -222,6 +235,7 @@ def admit(original: Callable[..., Any], scheduler: Any, *args: Any, **kwargs: An
     if batch is not None:
         ours.prefilled(scheduler.chunked_req)
         ours.decoded = int(batch.decoding_reqs is not None)
+    ours.keep_prefixes(changed or batch is not None)
     return batch, running
 
 
@@ -296,6 +310,7 @@ def report(result: Any, scheduler: Any, *_args: Any, **_kwargs: Any) -> Any:
             "expected_cached_tokens": ours.scan.expected_cached,
             "remaining_compute_s": compute_s,
             "remaining_memory_s": memory_s,
+            "kv_kept": ours.pins.tokens,
             "kv_of_left": ours.scan.kv_tokens[0],
             "kv_of_right": ours.scan.kv_tokens[1],
             "recent_ids": list(ours.recent_ids),

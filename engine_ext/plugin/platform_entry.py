@@ -1,6 +1,9 @@
 """Where SGLang finds the CPU platform; it looks while it is being imported itself, so nothing of it is imported."""
 
+from functools import cache
 
+
+@cache
 def gpu_is_present() -> bool:
     import torch
 

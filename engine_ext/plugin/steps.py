@@ -15,6 +15,7 @@ from sglang.srt.plugins.hook_registry import HookType
 from engine_ext.plan.engine_model import READ_S, Clock, EngineModel, compute_time, step_time
 from engine_ext.plugin import emulated
 from engine_ext.plugin.options import handed_over
+from engine_ext.plugin.platform_entry import gpu_is_present
 from engine_ext.plugin.step_load import StepLoad, load_of
 
 Floats = NDArray[np.float64]
@@ -141,13 +142,20 @@ def now() -> float:
 
 
 def run_batch(original: Callable[..., Any], scheduler: Any, batch: Any, *args: Any, **kwargs: Any) -> Any:
-    books_of(scheduler).begin(load_of(batch), now())
-    return original(scheduler, batch, *args, **kwargs)
+    """Where nothing runs beside the CPU the step is over when this returns."""
+    books = books_of(scheduler)
+    books.begin(load_of(batch), now())
+    found = original(scheduler, batch, *args, **kwargs)
+    if not gpu_is_present():
+        books.end(now())
+    return found
 
 
 def process_batch_result(original: Callable[..., Any], scheduler: Any, *args: Any, **kwargs: Any) -> Any:
-    found = original(scheduler, *args, **kwargs)  # it waits for the step, where that still runs
-    books_of(scheduler).end(now())
+    """On a GPU it still ran while the next was launched, and this waits for it."""
+    found = original(scheduler, *args, **kwargs)
+    if gpu_is_present():
+        books_of(scheduler).end(now())
     return found
 
 

@@ -178,7 +178,7 @@ def _split_memory(blend: Blend, engine: Engine, root: float, capacity: float) ->
 
 @compiled
 def run_batchweave(engine: Engine, cache: Cache, model: Floats, state: State, decoded: int, answers: int) -> int:
-    """Our dual scan decides every step, until all have ended or, after so many answers of unknown length, a new plan is due.
+    """Our dual scan decides every step, until all have ended or, after so many answers, a plan is due.
 
     `decoded`: output tokens that each decoding request has got and `state` has not heard of; what is returned is this.
     """

@@ -1,0 +1,90 @@
+"""From an engine's steps to the hardware that the planner plans for."""
+
+import asyncio
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from engine_ext.plan.cost import CostModel
+from engine_ext.plan.engine_model import Clock, EngineModel, compute_time, step_time
+from engine_ext.plan.hardware import Machine, hardware
+from engine_ext.plan.model_shape import preset
+from engine_ext.plugin.calibration_load import DECODES, Limits, run_load
+from service.calibration import CalibrationError, calibrated
+from service.model_costs import planning_costs
+from service.settings import load_settings
+from service.workloads.workload import WorkloadError
+
+SHAPE = preset("llama-3-8b")
+
+
+def steps_of(path: Path, gpu: str, flat: bool = False) -> None:
+    """Steps of a machine by its datasheet, with 1% noise."""
+    cost = CostModel(SHAPE, Machine(hardware(gpu)))
+    model, generator = EngineModel.of_steps(cost, Clock.MIXED).array, np.random.default_rng(0)
+    with path.open("w") as file:
+        for step in range(200):
+            prompt = 0 if step % 2 else int(2 ** generator.uniform(6, 13))
+            decoding = int(generator.integers(1, 200)) if step % 4 else 0
+            kv = decoding * int(generator.integers(100, 8000))
+            compute = float(compute_time(model, prompt + decoding, float(prompt) ** 2))
+            seconds = float(step_time(model, compute, kv * cost.read_s_per_token)) + 2e-4
+            seconds = 1e-3 if flat else seconds * float(generator.normal(1, 0.01))
+            row = {"prefill_tokens": prompt, "decoding": decoding, "kv_tokens": kv, "seconds": seconds}
+            file.write(json.dumps({**row, "quadratic": float(prompt) ** 2}) + "\n")
+
+
+def test_what_was_measured_is_what_is_planned_for(tmp_path: Path) -> None:
+    steps, output = tmp_path / "steps.jsonl", tmp_path / "machine.json"
+    steps_of(steps, "a100-80gb")
+    found = calibrated(load_settings(model="llama-3-8b", gpu="h200"), steps, output, "Some GPU")
+    assert found.errors["steps"].mean < 0.03
+    true = CostModel(SHAPE, Machine(hardware("a100-80gb")))
+    planned = planning_costs("llama-3-8b", str(output), 1)
+    assert planned.gemm_s_per_token == pytest.approx(true.gemm_s_per_token, rel=0.05)
+    assert planned.read_s_per_token == pytest.approx(true.read_s_per_token, rel=0.05)
+    written = json.loads(output.read_text())
+    assert written["name"] == "h200, calibrated on Some GPU"
+    assert written["calibration"]["model"] == "llama-3-8b"
+    assert set(written["calibration"]["errors"]) == {"prefill", "decode", "mixed", "steps"}
+
+
+def test_steps_that_tell_nothing_are_refused_and_nothing_is_written(tmp_path: Path) -> None:
+    steps, output = tmp_path / "steps.jsonl", tmp_path / "machine.json"
+    settings = load_settings(model="llama-3-8b")
+    steps.write_text('{"prefill_tokens": 10, "decoding": 0, "kv_tokens": 0, "seconds": 0.1}\n')
+    with pytest.raises(WorkloadError, match="at least 12"):
+        calibrated(settings, steps, output, "x")
+    steps_of(steps, "a100-80gb", flat=True)
+    with pytest.raises((WorkloadError, CalibrationError)):
+        calibrated(settings, steps, output, "x")
+    assert not output.exists()
+
+
+@pytest.mark.parametrize(
+    "limits", [Limits(8192, 20_000, 32, 1000), Limits(300, 400, 1, 50), Limits(32_768, 10**6, 600, 9)]
+)
+def test_the_load_keeps_to_what_the_engine_can_hold(limits: Limits) -> None:
+    running: list[int] = []
+    sizes, most = set[int](), 0
+
+    async def run(ids: list[int], tokens: int) -> None:
+        nonlocal most
+        assert max(ids) < limits.vocabulary
+        assert len(ids) + tokens <= limits.context
+        sizes.add(len(ids))
+        running.append(len(ids) + tokens)
+        most = max(most, len(running))
+        assert sum(running) <= limits.capacity
+        await asyncio.sleep(0)
+        running.remove(len(ids) + tokens)
+
+    async def main() -> list[str]:
+        return [part async for part in run_load(run, limits)]
+
+    parts = asyncio.run(main())
+    assert "not counted" in parts[0]
+    assert most <= limits.running
+    assert max(sizes) > (min(limits.context, limits.capacity) - 2 * DECODES) // 2
