@@ -62,7 +62,7 @@ from engine_ext.plan.scan_state import (
     StepCosts,
     new_state,
 )
-from engine_ext.plan.sweep import MOST_COMPUTE, NOTHING_S, sweep
+from engine_ext.plan.sweep import HEADS, MOST_COMPUTE, NOTHING_S, sweep
 from engine_ext.plan.tree import Column
 
 Floats = NDArray[np.float64]
@@ -245,14 +245,29 @@ def _hurry(state: State, decoding: int) -> int:
 
 @compiled
 def _burst(state: State, tokens: int, decoding: int, decoded: int) -> int:
-    """All prompt tokens of a step once as many are owed, nothing until then."""
+    """All prompt tokens of a step once as many are owed, or all that there are; nothing until then."""
     if decoded > 0:
         state.sums[OWED] += tokens
     most = int(state.machine[MOST_TOKENS])
-    if decoding > 0 and state.sums[OWED] < most:
+    if decoding > 0 and state.sums[OWED] < min(most, _waiting_tokens(state, most)):
         return 0
     state.sums[OWED] = 0.0
     return most
+
+
+@compiled
+def _waiting_tokens(state: State, most: int) -> int:
+    """Prompt tokens of all that waits and of what is being computed, as far as it is less than `most`."""
+    if waiting(state) > HEADS:
+        return most
+    tokens = int(state.sums[PENDING_TOKENS])
+    for side in range(2):
+        first = state.counts[LEFT_FIRST if side == LEFT else RIGHT_FIRST]
+        last = state.counts[LEFT_LAST if side == LEFT else RIGHT_LAST]
+        for at in range(first, last):
+            request = state.waiting[side, at]
+            tokens += state.requests[request, FRESH] + state.requests[request, COUNTED]
+    return max(1, tokens)
 
 
 @compiled

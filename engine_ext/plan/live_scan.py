@@ -20,7 +20,7 @@ from engine_ext.plan.lengths import LONGEST, UNKNOWN
 from engine_ext.plan.prompts import Prompts, TokenIds
 from engine_ext.plan.replan import FEWEST, PATIENCE, Standing, answers_before_next, is_outdated, plan_backlog
 from engine_ext.plan.sample import SHARE
-from engine_ext.plan.scan_state import FRESH, NO_REQUEST, SIDE, StepCosts
+from engine_ext.plan.scan_state import FRESH, NO_REQUEST, OWED, SIDE, StepCosts
 from engine_ext.plan.tree import build_tree
 
 REMEMBERED = 4096  # ended requests that tell of those like them
@@ -225,6 +225,7 @@ class LiveScan:
             .T
         )
         fresh, sides = np.zeros((2, len(members)), dtype=np.int64)
+        owed = float(self._scan.state.sums[OWED]) if self._scan is not None else 0.0
         if self._scan is not None:
             rows = self._scan.state.requests[old[runs]]
             tokens[runs] = output_tokens(self._scan.state, old[runs])
@@ -232,7 +233,7 @@ class LiveScan:
 
         tree = build_tree(_joined([member.prompt for member in members]))
         prefilled = np.array([member.prefilled for member in members], dtype=np.bool_)
-        standing = Standing(caps, known, np.zeros_like(runs), tokens, runs, runs & prefilled, ended, fresh, sides)
+        standing = Standing(caps, known, np.zeros_like(runs), tokens, runs, runs & prefilled, ended, fresh, sides, owed)
         state = plan_backlog(
             tree, group_requests(tree, kinds), standing, self.cost, self.costs, self.generator, self.share
         )

@@ -14,7 +14,7 @@ from engine_ext.plan.order import KEEP_SHARING
 from engine_ext.plan.resources import Requests
 from engine_ext.plan.sample import SHARE, choose_sample
 from engine_ext.plan.scan_books import begin, resume, waiting
-from engine_ext.plan.scan_state import Backlog, State, StepCosts, new_state
+from engine_ext.plan.scan_state import OWED, Backlog, State, StepCosts, new_state
 from engine_ext.plan.sweep import has_drifted
 from engine_ext.plan.tree import Column, PrefixTree
 
@@ -31,7 +31,7 @@ class Standing:
 
     `caps`: max_tokens; `known`: output tokens or UNKNOWN; `sampled`: known because they were asked before, so that they
     tell of others. `tokens`: output so far. Those that are neither `ended` nor `runs` wait. `prefilled`: prompts of
-    running ones that are computed; `fresh` and `side`: as they were let in.
+    running ones that are computed; `fresh` and `side`: as they were let in. `owed`: prompt tokens saved up.
     """
 
     caps: Column
@@ -43,6 +43,7 @@ class Standing:
     ended: Bools
     fresh: Column
     side: Column
+    owed: float = 0.0
 
     @classmethod
     def at_first(cls, caps: Column, known: Column, sampled: Bools) -> "Standing":
@@ -118,6 +119,7 @@ def plan_backlog(
         costs,
     )
     begin(state)
+    state.sums[OWED] = standing.owed
     running = np.flatnonzero(runs)
     resume(state, running, standing.side[running], standing.prefilled[running])
     return state

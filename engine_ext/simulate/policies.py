@@ -17,7 +17,7 @@ from engine_ext.plan.prompts import Prompts
 from engine_ext.plan.replan import Standing, answers_before_next, plan_backlog
 from engine_ext.plan.resources import Requests, node_loads
 from engine_ext.plan.sample import SHARE, ask_sample
-from engine_ext.plan.scan_state import FRESH, SIDE, State, StepCosts
+from engine_ext.plan.scan_state import FRESH, OWED, SIDE, State, StepCosts
 from engine_ext.plan.tree import Column, PrefixTree, build_tree
 from engine_ext.simulate.cache import COMPUTED, Cache, new_cache
 from engine_ext.simulate.engine import (
@@ -226,6 +226,7 @@ def _go_on(standing: Standing, engine: Engine, state: State) -> Standing:
         ended=ended,
         fresh=state.requests[:, FRESH].astype(np.int64),
         side=state.requests[:, SIDE].astype(np.int64),
+        owed=float(state.sums[OWED]),
     )
 
 
