@@ -29,6 +29,7 @@ from engine_ext.plan.scan_books import (
 from engine_ext.plan.scan_state import (
     ALIGNMENT,
     ALL,
+    AN_ANSWER,
     BURSTS,
     CAPACITY,
     CLOCK,
@@ -49,6 +50,7 @@ from engine_ext.plan.scan_state import (
     OWN_KV,
     PENDING_TOKENS,
     PENDING_WORK,
+    PROMPTS_LEFT,
     READ_S,
     RIGHT,
     RIGHT_FIRST,
@@ -167,6 +169,9 @@ def decide(
     # The right side fills the KV cache and may hurry while that is not full; the left side keeps the pace.
     rightful = state.counts[RIGHT_FIRST] < state.counts[RIGHT_LAST]
     hurried = max(budget, _hurry(state, decoding)) if rightful else budget
+    if state.sums[PROMPTS_LEFT] < state.sums[AN_ANSWER] * state.machine[WEIGHTS_S]:
+        # What is left to compute takes less than one answer: nothing to blend, and whoever begins late ends last.
+        budget = hurried = max(0, int(state.machine[MOST_TOKENS]) - decoding)
     if state.machine[BURSTS] > 0:
         held_back = rightful and not fits(state, _candidate(state, RIGHT), room, RIGHT)
         budget = _burst(state, budget if held_back else hurried, decoding, decoded)

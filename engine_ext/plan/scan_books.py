@@ -15,6 +15,8 @@ from engine_ext.plan.scan_state import (
     KNOWN,
     KNOWN_COMPUTE,
     KNOWN_MEMORY,
+    KNOWN_OUTPUTS,
+    KNOWN_PROMPTS,
     LEFT,
     LEFT_FIRST,
     LEFT_LAST,
@@ -174,9 +176,10 @@ def _count_waiting(state: State, request: int, sign: int) -> None:
     if state.requests[request, KNOWN] >= 0:
         rest = float(state.requests[request, KNOWN] - state.requests[request, COUNTED])
         context = state.requests[request, PROMPT] + state.requests[request, COUNTED]
-        state.sums[KNOWN_COMPUTE] += (
-            sign * (state.requests[request, WORK] + state.requests[request, COUNTED] + rest) * state.machine[GEMM_S]
-        )
+        prompt_s = (state.requests[request, WORK] + state.requests[request, COUNTED]) * state.machine[GEMM_S]
+        state.sums[KNOWN_COMPUTE] += sign * (prompt_s + rest * state.machine[GEMM_S])
+        state.sums[KNOWN_PROMPTS] += sign * prompt_s
+        state.sums[KNOWN_OUTPUTS] += sign * rest
         state.sums[KNOWN_MEMORY] += sign * (context * rest + rest * rest / 2) * state.machine[READ_S]
     else:
         row = state.held_back[state.requests[request, GROUP]]

@@ -55,7 +55,11 @@ PROMPT, FRESH, WORK, KNOWN, CAP, GROUP, SIDE, STARTED, COUNTED, SWEPT, PLACE = r
     NEXT_MEMORY,
     OWED,
     PLANNED,
-) = range(13)
+    KNOWN_PROMPTS,
+    KNOWN_OUTPUTS,
+    PROMPTS_LEFT,
+    AN_ANSWER,
+) = range(17)
 # Places in State.machine
 GEMM_S, READ_S, WEIGHTS_S, CAPACITY, MOST_TOKENS, MARGIN, BURSTS = range(7)
 # Columns of State.footprint
@@ -206,7 +210,7 @@ def new_state(backlog: Backlog, costs: StepCosts) -> State:
         footprint_next=np.zeros((len(AHEAD), 4)),
         admitted=np.zeros(requests, dtype=np.int64),
         counts=counts,
-        sums=np.zeros(13),
+        sums=np.zeros(17),
         machine=np.array(
             [
                 costs.gemm_s,

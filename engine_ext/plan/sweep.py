@@ -9,6 +9,7 @@ from engine_ext.plan.lengths import bucket_of, record, refresh
 from engine_ext.plan.scan_state import (
     AHEAD,
     ALIGNMENT,
+    AN_ANSWER,
     BURSTS,
     CAPACITY,
     COMPUTE_LEFT,
@@ -19,6 +20,8 @@ from engine_ext.plan.scan_state import (
     KNOWN,
     KNOWN_COMPUTE,
     KNOWN_MEMORY,
+    KNOWN_OUTPUTS,
+    KNOWN_PROMPTS,
     LEFT,
     LEFT_FIRST,
     LEFT_LAST,
@@ -29,7 +32,10 @@ from engine_ext.plan.scan_state import (
     NEXT_MEMORY,
     PLANNED,
     PROMPT,
+    PROMPTS_LEFT,
     READ_S,
+    RIGHT_FIRST,
+    RIGHT_LAST,
     RIGHT_SHARE,
     RUNNING,
     SWEEP_AT,
@@ -79,14 +85,18 @@ def end_sweep(state: State) -> None:
             state.footprint[k, row] = state.footprint_next[k, row]
             state.footprint_next[k, row] = 0.0
     compute, memory = sums[NEXT_COMPUTE] + sums[KNOWN_COMPUTE], sums[NEXT_MEMORY] + sums[KNOWN_MEMORY]
+    prompts, outputs = sums[KNOWN_PROMPTS], sums[KNOWN_OUTPUTS]
     for group in range(len(state.parent)):
         requests, prompt, fresh = state.held_back[group]
         if requests > 0:
             rest, squared = state.rest[group, 0], state.rest_squared[group, 0]
             compute += (fresh + requests * rest) * state.machine[GEMM_S]
+            prompts += fresh * state.machine[GEMM_S]
+            outputs += requests * rest
             memory += (prompt * rest + requests * squared / 2) * state.machine[READ_S]
     sums[COMPUTE_LEFT], sums[MEMORY_LEFT] = compute, memory
     sums[NEXT_COMPUTE], sums[NEXT_MEMORY] = 0.0, 0.0
+    sums[PROMPTS_LEFT], sums[AN_ANSWER] = prompts, outputs / max(1, _waiting(state))
     sums[LEFT_WORK] = _left_work(state)
     sums[RIGHT_SHARE] = _right_share(state)
     if counts[SWEEPS] == FIRST_SWEEP:
@@ -132,6 +142,12 @@ def _look_at(state: State, request: int) -> None:
     rest, squared = rest_of(state, request, tokens)
     state.sums[NEXT_COMPUTE] += rest * state.machine[GEMM_S]
     state.sums[NEXT_MEMORY] += ((state.requests[request, PROMPT] + tokens) * rest + squared / 2) * state.machine[READ_S]
+
+
+@compiled
+def _waiting(state: State) -> int:
+    counts = state.counts
+    return counts[LEFT_LAST] - counts[LEFT_FIRST] + counts[RIGHT_LAST] - counts[RIGHT_FIRST]
 
 
 @compiled
