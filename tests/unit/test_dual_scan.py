@@ -195,8 +195,14 @@ def test_large_steps_are_multiples_of_the_alignment() -> None:
 def test_small_steps_fill_the_time_of_reading_the_weights() -> None:
     """There a tile more or less costs nothing, while tokens that are left out are lost."""
     costs = replace(COSTS, weights_s=200 * COSTS.gemm_s)
-    scan = DualScan.of(backlog(np.array([5000, 10]), np.array([5, 500]), np.array([0]), np.array([1])), costs)
+    scan = DualScan.of(backlog(np.array([5000, 10]), np.array([5, 20]), np.array([0]), np.array([1])), costs)
     assert scan.decide(used_kv=20, decoding_kv=20, decoding=1, pending=1000).budget == 199
+
+
+def test_where_an_answer_takes_longer_than_all_prompts_nothing_is_paced() -> None:
+    costs = replace(COSTS, weights_s=200 * COSTS.gemm_s)
+    scan = DualScan.of(backlog(np.array([5000, 10]), np.array([5, 500]), np.array([0]), np.array([1])), costs)
+    assert scan.decide(used_kv=20, decoding_kv=20, decoding=1, pending=1000).budget == costs.most_tokens - 1
 
 
 def test_budget_follows_the_ratio_of_what_remains() -> None:

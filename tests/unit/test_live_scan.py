@@ -139,7 +139,7 @@ def test_it_plans_again_when_enough_has_come_and_not_in_every_step() -> None:
     before = engine.scan.plans
     engine.run()
     assert before < 40
-    assert engine.scan.plans <= before + 2
+    assert engine.scan.plans <= before + 5  # what was learned is worth a few
 
 
 def test_a_prefix_that_is_being_computed_is_not_computed_beside() -> None:
