@@ -178,6 +178,11 @@ def _print(rows: Sequence[Row], title: str) -> None:
     policies = [name for name in COLOURS if name in _unique(rows, "policy")]
     if title in (*GRIDS, "sensitivity", "replicas"):
         return
+    if policies == ["batchweave"]:
+        print(f"\n{title}\n\n| workload | batchweave |\n|---|---|")
+        for row in rows:
+            print(f"| {row['workload']} | {row['share_of_practical']:.3f} |")
+        return
     print(f"\n{title}\n\n| workload | requests | {' | '.join(policies)} | over dfs | over the best | kept |")
     print("|---|---|" + "---|" * (len(policies) + 3))
     gains: list[tuple[float, float]] = []
