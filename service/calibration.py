@@ -2,18 +2,17 @@
 
 import asyncio
 import json
-import platform
 from collections.abc import Callable
 from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from engine_ext.plan.hardware import Machine
-from engine_ext.simulate.calibrate import Calibration
-from service.model_costs import planning_costs, read_hardware
+from engine_ext.plan.cost import CostModel
+from engine_ext.plan.hardware import MEASURED, Machine
+from service.model_costs import read_hardware, read_shape
 from service.settings import Settings
-from service.workloads.forecast import ASSUMED_INTERFERENCE, as_measured, fit
+from service.workloads.forecast import ASSUMED_INTERFERENCE, Calibration, as_measured, fit
 
 SGLANG_CLOCK = "mixed"  # GEMM and attention one after the other: so a step's time is the sum, whatever rides in it
 
@@ -44,13 +43,14 @@ def measure(engine: Any, steps: Path, say: Callable[[str], None]) -> None:
 def describe(settings: Settings, steps: Path, calibration: Calibration, measured_on: str) -> dict[str, Any]:
     """The .json file: hardware whose peaks are what the engine reached, and what was measured, when and on what."""
     replica = int(settings.engine_args.get("tp_size", 1)) * int(settings.engine_args.get("pp_size", 1))
-    cost = planning_costs(settings.model_source, settings.gpu, replica)
+    cost = CostModel(read_shape(settings.model_source), Machine(read_hardware(settings.gpu), tp=replica))
     hardware = as_measured(cost, calibration).machine.hardware
     return {
         "name": f"{read_hardware(settings.gpu).name}, calibrated on {measured_on}",
         "flops": dict(hardware.flops),
         "bandwidth": hardware.bandwidth,
         "memory_bytes": hardware.memory_bytes,
+        **{field: getattr(hardware, field) for field in MEASURED if getattr(hardware, field) is not None},
         "calibration": {
             "date": datetime.now(UTC).isoformat(timespec="seconds"),
             "machine": measured_on,
@@ -68,15 +68,8 @@ def calibrated(settings: Settings, steps: Path, output: Path, measured_on: str) 
     calibration = fit(steps, SGLANG_CLOCK, ASSUMED_INTERFERENCE)
     if calibration.gemm_s <= 0:
         raise CalibrationError("longer prompts took no longer: nothing tells the cost of a token; measure again")
+    if calibration.read_s <= 0:
+        raise CalibrationError("decodes with more KV cache took no longer: nothing tells its cost; measure again")
     described = describe(settings, steps, calibration, measured_on)
     output.write_text(json.dumps(described, indent=2, allow_nan=False) + "\n")
     return calibration
-
-
-def machine_name(device: str) -> str:
-    """Of the accelerator, or of this host where there is none."""
-    if device == "gpu":
-        import torch
-
-        return str(torch.cuda.get_device_name(0))
-    return f"the CPU of {platform.node()}"

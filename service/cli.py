@@ -107,12 +107,19 @@ def planner(model: ModelOption = None, model_name: NameOption = None) -> None:
 @app.command()
 def worker(model: ModelOption = None, model_name: NameOption = None) -> None:
     """Run one engine and the slices that it leases; needs `pip install batchweave[engine]`."""
+    from service.engine_metrics import EngineMetrics
     from service.jobs.runner import register_model
     from service.worker import Worker, make_engine
 
     settings = _settings(model=model, model_name=model_name)
     _log_to(sys.stdout)
     upgrade(settings.database)
+    metrics = EngineMetrics(settings.served_model)
+    try:
+        if settings.metrics_port is not None:
+            metrics.serve(settings.metrics_host, settings.metrics_port)
+    except OSError as error:
+        _fail(f"BATCHWEAVE_METRICS_PORT {settings.metrics_port}: {error}")
     try:
         engine = make_engine(settings)
     except ModuleNotFoundError as error:
@@ -124,7 +131,7 @@ def worker(model: ModelOption = None, model_name: NameOption = None) -> None:
         await register_model(database, settings, source_counts=False)
         structlog.get_logger().info("engine ready", model=settings.served_model, device=engine.device)
         in_flight = 4 * await engine.max_running_requests()
-        await Worker(database, storage, redis, engine, settings, time.time, in_flight).run(stop)
+        await Worker(database, storage, redis, engine, settings, time.time, in_flight, metrics).run(stop)
 
     try:
         asyncio.run(_role(settings, main))
@@ -149,21 +156,25 @@ def calibrate(
     - `BATCHWEAVE_GPU=h100.json batchweave up --model Qwen/Qwen2.5-7B-Instruct`
     - `batchweave calibrate --model Qwen/Qwen2.5-7B-Instruct --steps worker-steps.jsonl`
     """
-    from service.calibration import CalibrationError, calibrated, machine_name, measure
-    from service.model_costs import CostsError
+    from service.calibration import CalibrationError, calibrated, measure
+    from service.model_costs import CostsError, read_shape
     from service.worker import make_engine
     from service.workloads.workload import WorkloadError
 
     settings = _settings(model=model)
     _log_to(sys.stderr, logging.WARNING)
     measured_on = "another machine"
+    if output.is_dir() or not output.parent.is_dir():
+        _fail(f"{output}: no file can be written there; name one in a folder that exists")
+    if steps is not None and steps.resolve() == output.resolve():
+        _fail(f"{output}: is the file of the steps; name another one to write")
     try:
+        read_shape(settings.model_source)
         if steps is None:
             steps = output.with_suffix(".steps.jsonl")
-            steps.unlink(missing_ok=True)
             console.print("starting the engine")
             engine = make_engine(settings.model_copy(update={"steps_file": steps}))
-            measured_on = machine_name(engine.device)
+            measured_on = engine.machine
             try:
                 measure(engine, steps, console.print)
             finally:
@@ -171,7 +182,7 @@ def calibrate(
         found = calibrated(settings, steps, output, measured_on)
     except ModuleNotFoundError as error:
         _fail(f"The engine is not installed ({error.name} is missing): pip install 'batchweave[engine]'")
-    except (CalibrationError, WorkloadError, CostsError, OSError) as error:
+    except (CalibrationError, WorkloadError, CostsError, OSError, ValueError, RuntimeError) as error:
         _fail(str(error))
     for name, misfit in found.errors.items():
         console.print(

@@ -32,7 +32,10 @@ def make_engine(settings: Settings) -> Any:
 
     replica = int(settings.engine_args.get("tp_size", 1)) * int(settings.engine_args.get("pp_size", 1))
     cost = planning_costs(settings.model_source, settings.gpu, replica)
-    steps_file = str(settings.steps_file.resolve()) if settings.steps_file else None
+    steps_file = None
+    if settings.steps_file is not None:
+        settings.steps_file.parent.mkdir(parents=True, exist_ok=True)
+        steps_file = str(settings.steps_file.resolve())
     options = Options(cost, Scheduling(settings.scheduling), steps_file=steps_file)
     return EngineHost(settings.model_source, settings.served_model, settings.engine_args, options)
 
@@ -47,6 +50,7 @@ class Worker:
         settings: Settings,
         clock: Callable[[], float],
         in_flight_requests: int,
+        metrics: EngineMetrics | None = None,
     ) -> None:
         self._database = database
         self._storage = storage
@@ -57,14 +61,12 @@ class Worker:
         self._announcements = Announcements(redis, settings.served_model)
         self._progress = Progress(redis)
         self._heartbeat = Heartbeat(redis)
-        self._metrics = EngineMetrics(settings.served_model)
+        self._metrics = metrics or EngineMetrics(settings.served_model)
         self._runs: set[SliceRun] = set()
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def run(self, stop: asyncio.Event) -> None:
-        """Work until `stop`, then give back what is not answered. Raises OSError where the metrics' port is taken."""
-        if self._settings.metrics_port is not None:
-            self._metrics.serve(self._settings.metrics_host, self._settings.metrics_port)
+        """Work until `stop`, then give back what is not answered."""
         left = await self._leases.give_back_leftovers()
         if left:
             log.info("gave back what an earlier process of this name held", slices=left)

@@ -45,7 +45,8 @@ class CostModel:
     @property
     def quadratic_s(self) -> float:
         """Seconds of a prompt's attention, times end^2 - begin^2 of what is computed."""
-        return self.shape.attention_flops / self.machine.flops(self.dtype) if self.attention_compute else 0.0
+        attention = self.shape.attention_flops / self.machine.attention_flops(self.dtype)
+        return attention if self.attention_compute else 0.0
 
     @property
     def read_s_per_token(self) -> float:
@@ -55,7 +56,7 @@ class CostModel:
     @property
     def weights_s(self) -> float:
         """Seconds to read the weights once."""
-        return self.shape.weight_bytes(DTYPE_BYTES[self.dtype]) / self.machine.bandwidth
+        return self.shape.weight_bytes(DTYPE_BYTES[self.dtype]) / self.machine.weight_bandwidth
 
     def compute_s(self, prompt: ArrayLike, output: ArrayLike) -> Seconds:
         """Comp(r) = (2 (p + d) P + 4 p^2 H L) / C."""

@@ -140,7 +140,7 @@ class DualScan:
     def kv_tokens(self) -> tuple[int, int]:
         """KV tokens that requests of the left and of the right end hold, prefixes that they share left out."""
         everything, right = self.state.footprint[0, ALL], self.state.footprint[0, OF_RIGHT]
-        return int(everything - right), int(right)
+        return max(0, int(everything - right)), max(0, int(right))
 
     @property
     def remaining_s(self) -> tuple[float, float]:

@@ -16,18 +16,28 @@ class UnknownHardware(ValueError):
     """No preset has this name; the message lists those that there are."""
 
 
+MEASURED = ("weight_bandwidth", "attention_flops")  # by a calibration only
+
+
 @dataclass(frozen=True, slots=True)
 class Hardware:
-    """One accelerator: `flops` in FLOP/s by operand dtype without sparsity, `bandwidth` in bytes/s, memory in bytes."""
+    """One accelerator: `flops` in FLOP/s by operand dtype without sparsity, `bandwidth` in bytes/s, memory in bytes.
+
+    Where they were measured: `weight_bandwidth` of reading weights, and `attention_flops` of prefill attention;
+    otherwise they are as the others.
+    """
 
     name: str
     flops: Mapping[str, float]
     bandwidth: float
     memory_bytes: float
+    weight_bandwidth: float | None = None
+    attention_flops: float | None = None
 
     def __post_init__(self) -> None:
-        for field, value in (("bandwidth", self.bandwidth), ("memory_bytes", self.memory_bytes)):
-            if not value > 0:
+        for field in ("bandwidth", "memory_bytes", *MEASURED):
+            value = getattr(self, field)
+            if value is not None and not value > 0:
                 raise ValueError(f"hardware {self.name!r}: {field} must be above zero, not {value}")
         for dtype, value in self.flops.items():
             if dtype not in DTYPE_BYTES:
@@ -70,6 +80,15 @@ class Machine:
         return self.hardware.bandwidth * self.accelerators
 
     @property
+    def weight_bandwidth(self) -> float:
+        """Bytes/s of the whole replica, of reading weights."""
+        return (self.hardware.weight_bandwidth or self.hardware.bandwidth) * self.accelerators
+
+    def attention_flops(self, dtype: str) -> float:
+        """FLOP/s of the whole replica, of prefill attention."""
+        return (self.hardware.attention_flops or self.hardware.flops_of(dtype)) * self.accelerators
+
+    @property
     def memory_bytes(self) -> float:
         return self.hardware.memory_bytes * self.accelerators
 
@@ -94,7 +113,10 @@ class HardwareError(ValueError):
 
 
 def hardware_of(described: Mapping[str, Any]) -> Hardware:
-    """From a calibration: name, flops (by dtype, FLOP/s), bandwidth (bytes/s), memory_bytes. Raises HardwareError."""
+    """From a calibration: name, flops (by dtype, FLOP/s), bandwidth (bytes/s), memory_bytes, and MEASURED if there.
+
+    Raises HardwareError.
+    """
     for field in ("name", "flops", "bandwidth", "memory_bytes"):
         if field not in described:
             raise HardwareError(f"the hardware file has no {field!r}")
@@ -102,6 +124,7 @@ def hardware_of(described: Mapping[str, Any]) -> Hardware:
     if not isinstance(flops, Mapping) or not flops:
         raise HardwareError("'flops' of the hardware file must give FLOP/s by dtype")
     numbers = {"bandwidth": described["bandwidth"], "memory_bytes": described["memory_bytes"]}
+    numbers |= {field: described[field] for field in MEASURED if field in described}
     numbers |= {f"flops.{dtype}": value for dtype, value in flops.items()}
     for field, value in numbers.items():
         if not isinstance(value, int | float) or isinstance(value, bool) or not 1e3 <= value <= 1e21:
@@ -112,6 +135,7 @@ def hardware_of(described: Mapping[str, Any]) -> Hardware:
             {dtype: float(value) for dtype, value in flops.items()},
             float(described["bandwidth"]),
             float(described["memory_bytes"]),
+            **{field: float(described[field]) for field in MEASURED if field in described},
         )
     except ValueError as error:
         raise HardwareError(str(error)) from error

@@ -146,18 +146,18 @@ class LiveScan:
     @property
     def remaining_s(self) -> tuple[float, float]:
         """Seconds of compute and of memory reads that are expected to remain."""
-        return self._scan.remaining_s if self._scan else (0.0, 0.0)
+        return self._scan.remaining_s if self._scan and self._members else (0.0, 0.0)
 
     @property
-    def next_keys(self) -> list[int | None]:
-        """Whom the left and the right end give next."""
-        heads = self._scan.heads if self._scan and len(self) > 0 else (NO_REQUEST, NO_REQUEST)
-        return [None if head == NO_REQUEST or self._keys[head] < 0 else self._keys[head] for head in heads]
+    def next_keys(self) -> list[int]:
+        """Whom the left and the right end give next, as far as they have someone of their own."""
+        heads = self._scan.heads if self._scan else ()
+        return [self._keys[head] for head in heads if head != NO_REQUEST and self._keys[head] >= 0]
 
     @property
     def kv_tokens(self) -> tuple[int, int]:
         """KV tokens that requests of the left and of the right end hold, prefixes that they share left out."""
-        return self._scan.kv_tokens if self._scan else (0, 0)
+        return self._scan.kv_tokens if self._scan and self._members else (0, 0)
 
     def _member(self, place: int) -> _Member:
         return self._members[self._keys[place]]

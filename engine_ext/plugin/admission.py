@@ -30,6 +30,8 @@ KIND = "batchweave_kind"  # in custom_params: what is alike in something but its
 UNTOLD = "batchweave_untold"  # beside it: a request that ends at max_tokens, without anyone being told beforehand
 RESERVED = frozenset({KIND, UNTOLD})
 RECENT = 4096
+SOON = 64  # steps for which those that run must find room beside prefixes that are kept
+LOOK_AGAIN = 16  # steps in which the cache is asked once more for the same request
 STEP_TOKENS = 8192  # the largest step where SGLang names none
 
 _SCHEDULER = "sglang.srt.managers.scheduler.Scheduler"
@@ -59,6 +61,7 @@ class Admission:
     held_back: int = 0
     steps: int = 0
     deciding_s: float = 0.0
+    cache_changed: bool = False
     recent_ids: deque[str] = field(default_factory=lambda: deque(maxlen=RECENT))
 
     @classmethod
@@ -99,13 +102,22 @@ class Admission:
         for req in found:
             self.scan.take_back(self._forget(req))
         if not self.waiting:
-            self.keep_prefixes(again=False)
+            self.pins.keep([], again=False)
         return found
 
-    def keep_prefixes(self, again: bool) -> None:
-        """Whatever is cached for whom each end gives next stays; nothing when nobody waits."""
-        keys = self.scan.next_keys if self.waiting else [None, None]
-        self.pins.keep([self.by_key[key] if key is not None else None for key in keys], again)
+    def keep_prefixes(self, changed: bool, free: int) -> None:
+        """Whatever is cached for whom each end gives next stays.
+
+        Nothing stays when nobody waits, when nobody runs, for then whoever comes next may need it all, or when the
+        `free` tokens would not last for those that run. `changed`: the cache may hold more than before.
+        """
+        self.cache_changed |= changed
+        if not self.waiting or not self.running or free < SOON * (len(self.running) + 1):
+            self.pins.keep([], again=False)
+            return
+        again = self.cache_changed and self.steps % LOOK_AGAIN == 0
+        self.pins.keep([self.by_key[key] for key in self.scan.next_keys], again)
+        self.cache_changed &= not again
 
     def notice_ends(self, here: list[Any], continued: Any) -> bool:
         """Whoever ran and is gone has ended; whether anyone has."""
@@ -199,6 +211,8 @@ def admit(original: Callable[..., Any], scheduler: Any, *args: Any, **kwargs: An
     """Show SGLang whom the scan lets in, in its order, and as many tokens as it allows."""
     ours, running = admission_of(scheduler), kwargs["running_batch"]
     changed = ours.notice_ends(running.reqs, scheduler.chunked_req)
+    if not ours.running:
+        ours.pins.keep([], again=False)
     continued = scheduler.chunked_req
     if not ours.waiting and not ours.running:
         found = original(scheduler, *args, **kwargs)
@@ -212,7 +226,7 @@ def admit(original: Callable[..., Any], scheduler: Any, *args: Any, **kwargs: An
     ours.decoded = 1
     if step.budget == 0 and not scheduler.waiting_queue:
         ours.hold(candidates)
-        ours.keep_prefixes(changed)
+        ours.keep_prefixes(changed, _free_tokens(scheduler))
         return None, running
     chunk = scheduler.chunked_prefill_size
     scheduler.waiting_queue = [*scheduler.waiting_queue, *candidates]
@@ -235,12 +249,17 @@ def admit(original: Callable[..., Any], scheduler: Any, *args: Any, **kwargs: An
     if batch is not None:
         ours.prefilled(scheduler.chunked_req)
         ours.decoded = int(batch.decoding_reqs is not None)
-    ours.keep_prefixes(changed or batch is not None)
+    ours.keep_prefixes(changed or batch is not None, _free_tokens(scheduler))
     return batch, running
 
 
+def _free_tokens(scheduler: Any) -> int:
+    """Of the KV cache, what is free or can be evicted."""
+    return int(scheduler.token_to_kv_pool_allocator.available_size() + scheduler.tree_cache.evictable_size())
+
+
 def _decide(ours: Admission, scheduler: Any, running: Any) -> Any:
-    free = scheduler.token_to_kv_pool_allocator.available_size() + scheduler.tree_cache.evictable_size()
+    free = _free_tokens(scheduler)
     continued = scheduler.chunked_req
     pending = 0
     if continued is not None:

@@ -33,6 +33,8 @@ async def run_load(run: Run, limits: Limits, seed: int = 0) -> AsyncIterator[str
         return generator.integers(0, limits.vocabulary, count).tolist()
 
     longest = min(limits.context, limits.capacity) - 2 * DECODES
+    if longest < SHORTEST:
+        raise ValueError(f"an engine that holds {longest + 2 * DECODES} tokens is too small to be measured")
     sizes = [size for size in (SHORTEST << k for k in range(16)) if size <= longest]
     yield "once through everything, not counted"
     for size in sizes:

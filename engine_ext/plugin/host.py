@@ -3,6 +3,7 @@
 import asyncio
 import json
 import os
+import platform
 import signal
 import subprocess
 import sys
@@ -10,6 +11,7 @@ from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from fastapi import HTTPException
 from pydantic import BaseModel, ValidationError
 from sglang.srt.entrypoints.engine import Engine
@@ -118,6 +120,11 @@ class EngineHost:
             missing = wanted - set(state["hooks"])
             if missing:
                 raise EngineStartError(f"SGLang started without these hooks of batchweave: {sorted(missing)}")
+
+    @property
+    def machine(self) -> str:
+        """Name of the accelerator, or of this host where there is none; it opens the accelerator in this process."""
+        return torch.cuda.get_device_name(0) if torch.cuda.is_available() else f"the CPU of {platform.node()}"
 
     async def scheduler_states(self) -> list[dict[str, Any]]:
         """Batchweave's part of each scheduler's internal state, one per data-parallel rank."""

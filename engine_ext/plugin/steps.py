@@ -1,6 +1,7 @@
 """What the steps of a scheduler process did and took, beside what the cost model says that they should have taken."""
 
 import json
+import logging
 import time
 from collections import deque
 from collections.abc import Callable
@@ -20,6 +21,7 @@ from engine_ext.plugin.step_load import StepLoad, load_of
 
 Floats = NDArray[np.float64]
 
+log = logging.getLogger(__name__)
 STRETCHES = 256  # rows of the series; when they are full, two and two become one
 WRITTEN_AT_ONCE = 32
 MOST_WRITTEN = 100_000  # steps in one file
@@ -52,6 +54,7 @@ class StepBooks:
     _since: Floats = field(default_factory=lambda: np.zeros(6))
     _under_way: "deque[Begun]" = field(default_factory=lambda: deque[Begun]())
     _last_end: float = 0.0
+    _is_begun: bool = False
     _lines: list[str] = field(default_factory=list[str])
 
     def begin(self, load: StepLoad, now: float) -> None:
@@ -93,11 +96,17 @@ class StepBooks:
         }
 
     def flush(self) -> None:
-        """Write what waits to be written."""
-        if self.file is not None and self._lines:
-            with self.file.open("a") as file:
+        """Write what waits to be written: a new file at first. Where that fails the engine goes on without one."""
+        if self.file is None or not self._lines:
+            return
+        try:
+            with self.file.open("a" if self._is_begun else "w") as file:
                 file.writelines(self._lines)
-            self._lines.clear()
+        except OSError as error:
+            log.error("no more steps are written: %s", error)
+            self.file = None
+        self._is_begun = True
+        self._lines.clear()
 
     def _keep(self) -> None:
         self._series[self._length] = self._since
@@ -110,7 +119,7 @@ class StepBooks:
             self._every *= 2
 
     def _write(self, load: StepLoad, seconds: float) -> None:
-        if seconds <= 0:
+        if seconds <= 0 or load.prompt_tokens + load.decoding == 0:
             return
         row = {
             "prefill_tokens": load.prompt_tokens,
@@ -129,7 +138,8 @@ def books_of(scheduler: Any) -> StepBooks:
     if found is None:
         options = handed_over()
         assert options is not None
-        file = Path(options.steps_file) if options.steps_file else None
+        is_first = not (scheduler.tp_rank or scheduler.pp_rank or scheduler.dp_rank)  # the others do the same steps
+        file = Path(options.steps_file) if options.steps_file and is_first else None
         found = StepBooks(EngineModel.of_steps(options.cost, Clock.MIXED).array, file)
         scheduler.batchweave_steps = found
     return found

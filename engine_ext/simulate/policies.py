@@ -1,4 +1,4 @@
-"""The policies to compare: each on the same engine, with the same knowledge of lengths and the same sample first."""
+"""The policies to compare: each on the same engine, with the same knowledge of lengths from the same sample."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace

@@ -125,7 +125,7 @@ def simulate(
     """Run a workload through a simulated engine, one policy after the other, each at its best settings.
 
     The step times come from datasheets and are predictions. Every policy knows the lengths of the same sample, which
-    runs first; orders fixed beforehand get the best of several chunk sizes and admission reserves. Examples:
+    the fixed orders run first; they get the best of several chunk sizes and admission reserves. Examples:
 
     - `batchweave simulate --workload trace.jsonl --gpu a100-80gb`
     - `batchweave simulate --workload trace.jsonl --policies dfs,random,batchweave --clock sequential --json`
@@ -145,8 +145,6 @@ def simulate(
             outcomes.append(outcome)
             if not as_json:
                 console.print(f"{outcome.policy}: {outcome.seconds / 3600:.3f} h", style="dim")
-        if plot is not None:
-            draw_race(outcomes, plot, f"{workload.name}: {model} on {gpu}, {clock}")
     except (WorkloadError, CostsError, DoesNotFit, ValueError, OSError) as error:
         fail(str(error))
     rows = [row_of(outcome) for outcome in outcomes]
@@ -154,6 +152,11 @@ def simulate(
         print(json.dumps(rows, indent=2, allow_nan=False))
     else:
         _out().print(_comparison(rows))
+    if plot is not None:
+        try:
+            draw_race(outcomes, plot, f"{workload.name}: {model} on {gpu}, {clock}")
+        except OSError as error:
+            fail(str(error))
 
 
 def _out() -> Console:

@@ -10,6 +10,7 @@ import numpy as np
 
 from engine_ext.plan.cost import CostModel
 from engine_ext.plan.engine_model import INTERFERENCE, Clock, EngineModel
+from engine_ext.plan.hardware import DTYPE_BYTES
 from engine_ext.plan.lengths import UNKNOWN
 from engine_ext.plan.prompts import Prompts
 from engine_ext.simulate.calibrate import Calibration, Profile, calibrate
@@ -20,6 +21,7 @@ from service.workloads.workload import Workload, WorkloadError
 CLOCKS = {clock.name.lower(): clock for clock in Clock}
 ALL_POLICIES = ",".join(POLICIES)
 ASSUMED_INTERFERENCE = INTERFERENCE
+FASTEST = 1e20  # per second: what cannot be told from nothing is as good as nothing
 COLUMNS = (
     "policy",
     "setting",
@@ -71,11 +73,19 @@ def as_measured(cost: CostModel, calibration: Calibration) -> CostModel:
     bandwidth = machine.hardware.bandwidth
     if calibration.read_s > 0:
         bandwidth = cost.kv_bytes_per_token / calibration.read_s / machine.accelerators
+    weight_bandwidth, attention_flops = None, None
+    if calibration.weights_s > 0:
+        weights = cost.shape.weight_bytes(DTYPE_BYTES[cost.dtype])
+        weight_bandwidth = min(weights / calibration.weights_s / machine.accelerators, FASTEST)
+    if calibration.quadratic_s > 0:
+        attention_flops = min(cost.shape.attention_flops / calibration.quadratic_s / machine.accelerators, FASTEST)
     measured = replace(
         machine.hardware,
         name=f"{machine.hardware.name}, measured",
         flops={**machine.hardware.flops, cost.dtype: flops},
         bandwidth=bandwidth,
+        weight_bandwidth=weight_bandwidth,
+        attention_flops=attention_flops,
     )
     return replace(cost, machine=replace(machine, hardware=measured))
 

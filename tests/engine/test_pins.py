@@ -59,10 +59,10 @@ def test_what_the_next_ones_use_is_not_evicted_until_they_change(tree: Any) -> N
     assert pins.tokens == 300
     tree.evict(EvictParams(num_tokens=600))
     assert (cached(tree, left), cached(tree, right), cached(tree, other)) == (100, 200, 0)
-    pins.keep([None, Req(right)], again=False)
+    pins.keep([Req(right)], again=False)
     tree.evict(EvictParams(num_tokens=600))
     assert (cached(tree, left), cached(tree, right)) == (0, 200)
-    pins.keep([None, None], again=False)
+    pins.keep([], again=False)
     assert pins.tokens == 0
     assert tree.protected_size() == 0
     tree.evict(EvictParams(num_tokens=600))
@@ -94,7 +94,31 @@ def test_a_flush_leaves_nothing_to_let_go_of(tree: Any) -> None:
     pins = Pins(tree, 10_000)
     pins.keep([Req(ids(0, 100))], again=False)
     tree.reset()
-    pins.keep([None], again=False)
+    pins.keep([], again=False)
     assert tree.protected_size() == 0
     insert(tree, ids(0, 100))
     assert tree.evictable_size() == 100
+
+
+def test_a_prefix_of_both_ends_counts_once_and_nothing_is_asked_twice(tree: Any) -> None:
+    insert(tree, ids(0, 100))
+    both = [Req(ids(0, 100) + ids(7000, 3)), Req(ids(0, 100) + ids(8000, 3))]
+    pins = Pins(tree, 10_000)
+    pins.keep(both, again=False)
+    assert pins.tokens == tree.protected_size() == 100
+    tree.match_prefix = None  # asking again would fail
+    pins.keep(list(both), again=False)
+    pins.keep([], again=False)
+    assert tree.protected_size() == 0
+
+
+def test_caches_that_lock_in_their_own_way_are_left_alone(tree: Any) -> None:
+    class Other(RadixCache):
+        pass
+
+    other = Other.create_simulated(mock_allocator=Pool())
+    other.__class__ = Other
+    insert(other, ids(0, 100))
+    pins = Pins(other, 10_000)
+    pins.keep([Req(ids(0, 100))], again=False)
+    assert other.protected_size() == 0

@@ -45,6 +45,8 @@ def test_what_was_measured_is_what_is_planned_for(tmp_path: Path) -> None:
     planned = planning_costs("llama-3-8b", str(output), 1)
     assert planned.gemm_s_per_token == pytest.approx(true.gemm_s_per_token, rel=0.05)
     assert planned.read_s_per_token == pytest.approx(true.read_s_per_token, rel=0.05)
+    assert planned.weights_s == pytest.approx(true.weights_s, rel=0.2)
+    assert planned.quadratic_s == pytest.approx(true.quadratic_s, rel=0.2)
     written = json.loads(output.read_text())
     assert written["name"] == "h200, calibrated on Some GPU"
     assert written["calibration"]["model"] == "llama-3-8b"

@@ -65,3 +65,25 @@ def test_the_file_is_a_profile(tmp_path: Path) -> None:
     books.flush()
     assert json.loads(file.read_text().splitlines()[1])["prefill_tokens"] == 10
     assert len(read_profile(file)["seconds"]) == 40
+
+
+def test_a_file_that_cannot_be_written_stops_nobody(tmp_path: Path) -> None:
+    books = StepBooks(MODEL, tmp_path / "nowhere" / "steps.jsonl")
+    for step in range(40):
+        books.begin(StepLoad(10, 100.0, 1, 50), float(step))
+        books.end(step + 0.5)
+    assert books.file is None
+    assert books.report()["engine_steps"] == 40
+
+
+def test_a_new_engine_begins_a_new_file(tmp_path: Path) -> None:
+    file = tmp_path / "steps.jsonl"
+    for _ in range(2):
+        books = StepBooks(MODEL, file)
+        for step in range(40):
+            books.begin(StepLoad(10, 100.0, 1, 50), float(step))
+            books.end(step + 0.5)
+        books.begin(StepLoad(0, 0.0, 0, 0), 100.0)  # an idle rank's
+        books.end(100.1)
+        books.flush()
+    assert len(file.read_text().splitlines()) == 40
