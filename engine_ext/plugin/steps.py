@@ -138,7 +138,8 @@ def books_of(scheduler: Any) -> StepBooks:
     if found is None:
         options = handed_over()
         assert options is not None
-        is_first = not (scheduler.tp_rank or scheduler.pp_rank or scheduler.dp_rank)  # the others do the same steps
+        ranks = scheduler.ps
+        is_first = not (ranks.tp_rank or ranks.pp_rank or ranks.dp_rank)  # the others do the same steps
         file = Path(options.steps_file) if options.steps_file and is_first else None
         found = StepBooks(EngineModel.of_steps(options.cost, Clock.MIXED).array, file)
         scheduler.batchweave_steps = found
