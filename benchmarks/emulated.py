@@ -15,7 +15,6 @@ import json
 import multiprocessing
 import sys
 import tempfile
-import time
 from dataclasses import replace
 from pathlib import Path
 from queue import Empty
@@ -65,11 +64,12 @@ def predicted(policy: str, model: EngineModel, told: Work, untold: Work) -> Outc
 
 def measure(given: argparse.Namespace, names: list[str], rows: "multiprocessing.Queue[dict[str, Any] | None]") -> None:
     """All policies and clocks on these mixes, one after the other, on one engine."""
-    from engine_ext.plugin.emulated_engine import EmulatedEngine, Setting
+    from engine_ext.plugin.bench_engine import BenchEngine
+    from engine_ext.plugin.retune import Tuning
 
     cost = CostModel(preset("llama-3-8b"), Machine(hardware("h200")))
     with tempfile.TemporaryDirectory() as folder:
-        engine = EmulatedEngine(str(ensure_demo_model(Path(folder) / "model", corpus())), cost)
+        engine = BenchEngine.emulated(str(ensure_demo_model(Path(folder) / "model", corpus())), cost)
         for name in names:
             mix = mixes.make(given.data, name, given.scale * TIMES.get(name, 1.0), 0)
             ids, outputs = tokens_of(mix), [row.output_tokens for row in mix]
@@ -82,14 +82,13 @@ def measure(given: argparse.Namespace, names: list[str], rows: "multiprocessing.
                 model = EngineModel.of(cost, clock)
                 for policy in given.policies:
                     foreseen = predicted(policy, model, told, untold)
-                    setting = Setting(clock, SGLANG.get(policy))
+                    tuning = Tuning(SGLANG.get(policy), clock=clock)
                     if foreseen.setting:
                         chunk, ratio = (float(part.split()[1]) for part in foreseen.setting.split(", "))
-                        setting = replace(setting, chunk=int(chunk), ratio=ratio)
+                        tuning = replace(tuning, chunk=int(chunk), ratio=ratio)
                     sent = order if policy == "dfs" else range(len(ids))
-                    started = time.perf_counter()
                     found = asyncio.get_event_loop().run_until_complete(
-                        engine.run(setting, [ids[k] for k in sent], [outputs[k] for k in sent])
+                        engine.run(tuning, [ids[k] for k in sent], [outputs[k] for k in sent])
                     )
                     virtual_s, prompt_tokens = found["virtual_s"], int(told.lengths.sum())
                     rows.put(
@@ -110,7 +109,7 @@ def measure(given: argparse.Namespace, names: list[str], rows: "multiprocessing.
                             "steps": found["virtual_steps"],
                             "deciding_ms": 1e3 * found.get("deciding_s", 0.0) / max(1, found.get("decisions", 1)),
                             "plans": found.get("plans"),
-                            "wall_s": time.perf_counter() - started,
+                            "wall_s": found["wall_s"],
                         }
                     )
         rows.put(None)

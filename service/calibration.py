@@ -14,6 +14,8 @@ from service.model_costs import read_hardware, read_shape
 from service.settings import Settings
 from service.workloads.forecast import ASSUMED_INTERFERENCE, Calibration, as_measured, fit
 
+BLEND_S = 15.0  # of compute, and of reads
+TOO_LONG = 3
 SGLANG_CLOCK = "mixed"  # GEMM and attention one after the other: so a step's time is the sum, whatever rides in it
 
 
@@ -40,10 +42,47 @@ def measure(engine: Any, steps: Path, say: Callable[[str], None]) -> None:
         raise CalibrationError(f"the engine wrote no steps to {steps}; see its log above")
 
 
+def compare(
+    start: Callable[[Settings], Any], settings: Settings, names: list[str], cost: CostModel, say: Callable[[str], None]
+) -> dict[str, float]:
+    """Seconds of the same requests with each way to overlap prefill and decodes, an engine after the other.
+
+    One that takes TOO_LONG times the fastest is stopped, and counts as that long. Call it in the main thread.
+    """
+    seconds: dict[str, float] = {}
+    for name in names:
+        say(f"overlap {name}: starting the engine")
+        engine = start(settings.model_copy(update={"overlap": name}))
+        limit = TOO_LONG * min(seconds.values()) if seconds else None
+
+        async def timed(engine: Any = engine, limit: float | None = limit) -> float:
+            await engine.start()
+            try:
+                async with asyncio.timeout(limit and 2 * limit):  # some of it runs twice, to warm up
+                    return await engine.blended_load(cost, BLEND_S)
+            except TimeoutError:
+                assert limit is not None
+                return limit
+
+        try:
+            seconds[name] = asyncio.run(timed())
+        finally:
+            engine.close()
+        say(f"overlap {name}: {seconds[name]:.1f} s")
+    return seconds
+
+
+def keep_fastest(output: Path, seconds: dict[str, float]) -> str:
+    """Add the comparison to a calibration's file; the fastest."""
+    fastest = min(seconds, key=lambda name: seconds[name])
+    described = json.loads(output.read_text()) | {"overlap": {"fastest": fastest, "seconds": seconds}}
+    output.write_text(json.dumps(described, indent=2, allow_nan=False) + "\n")
+    return fastest
+
+
 def describe(settings: Settings, steps: Path, calibration: Calibration, measured_on: str) -> dict[str, Any]:
     """The .json file: hardware whose peaks are what the engine reached, and what was measured, when and on what."""
-    replica = int(settings.engine_args.get("tp_size", 1)) * int(settings.engine_args.get("pp_size", 1))
-    cost = CostModel(read_shape(settings.model_source), Machine(read_hardware(settings.gpu), tp=replica))
+    cost = CostModel(read_shape(settings.model_source), Machine(read_hardware(settings.gpu), tp=settings.replica))
     hardware = as_measured(cost, calibration).machine.hardware
     return {
         "name": f"{read_hardware(settings.gpu).name}, calibrated on {measured_on}",
@@ -55,7 +94,7 @@ def describe(settings: Settings, steps: Path, calibration: Calibration, measured
             "date": datetime.now(UTC).isoformat(timespec="seconds"),
             "machine": measured_on,
             "model": settings.model_source,
-            "accelerators": Machine(hardware, tp=replica).accelerators,
+            "accelerators": Machine(hardware, tp=settings.replica).accelerators,
             "engine_args": settings.engine_args,
             "steps": str(steps),
             **{key: value for key, value in asdict(calibration).items() if key != "interference"},

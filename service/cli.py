@@ -150,20 +150,22 @@ def calibrate(
     """Measure what steps cost on this machine with this model, and write it as hardware for BATCHWEAVE_GPU and --gpu.
 
     Starts the engine alone, with BATCHWEAVE_ENGINE_ARGS as a worker would, and runs synthetic prompts for some minutes;
-    the steps are kept beside the output, for `batchweave simulate --profile`. Examples:
+    the steps are kept beside the output, for `batchweave simulate --profile`. Then runs the same requests with each way
+    to overlap prefill and decodes that works here; workers that plan with the file use the fastest. Examples:
 
     - `batchweave calibrate --model Qwen/Qwen2.5-7B-Instruct --output h100.json`
     - `BATCHWEAVE_GPU=h100.json batchweave up --model Qwen/Qwen2.5-7B-Instruct`
     - `batchweave calibrate --model Qwen/Qwen2.5-7B-Instruct --steps worker-steps.jsonl`
     """
-    from service.calibration import CalibrationError, calibrated, measure
-    from service.model_costs import CostsError, read_shape
-    from service.worker import make_engine
+    from service.calibration import CalibrationError, calibrated, compare, keep_fastest, measure
+    from service.model_costs import CostsError, planning_costs, read_shape
+    from service.worker import make_engine, possible_overlaps
     from service.workloads.workload import WorkloadError
 
     settings = _settings(model=model)
     _log_to(sys.stderr, logging.WARNING)
     measured_on = "another machine"
+    is_measured_here = steps is None
     if output.is_dir() or not output.parent.is_dir():
         _fail(f"{output}: no file can be written there; name one in a folder that exists")
     if steps is not None and steps.resolve() == output.resolve():
@@ -180,6 +182,10 @@ def calibrate(
             finally:
                 engine.close()
         found = calibrated(settings, steps, output, measured_on)
+        if is_measured_here and len(names := possible_overlaps(settings)) > 1:
+            cost = planning_costs(settings.model_source, str(output), settings.replica)
+            seconds = compare(make_engine, settings.model_copy(update={"gpu": str(output)}), names, cost, console.print)
+            console.print(f"the fastest: {keep_fastest(output, seconds)}")
     except ModuleNotFoundError as error:
         _fail(f"The engine is not installed ({error.name} is missing): pip install 'batchweave[engine]'")
     except (CalibrationError, WorkloadError, CostsError, OSError, ValueError, RuntimeError) as error:

@@ -12,6 +12,7 @@ from engine_ext.plan.cost import CostModel
 from engine_ext.plan.hardware import Hardware, HardwareError, Machine
 from engine_ext.plan.model_shape import ConfigError, ModelShape
 
+OVERLAPS = ("none", "mixed", "pdmux")  # those of engine_ext.plugin.options, which need not be installed
 FALLBACK = "llama-3-8b"
 log = structlog.get_logger()
 
@@ -30,6 +31,19 @@ def read_hardware(name: str) -> Hardware:
         where = f"{name}: " if name.endswith(".json") else ""
         hint = "" if where else ", or a calibration's .json file"
         raise CostsError(f"{where}{error}{hint}") from error
+
+
+def measured_overlap(gpu: str) -> str | None:
+    """The fastest way to overlap prefill and decodes, where `gpu` is a calibration that compared them."""
+    if not gpu.endswith(".json"):
+        return None
+    compared = _json(Path(gpu)).get("overlap")
+    if compared is None:
+        return None
+    fastest = compared.get("fastest") if isinstance(compared, dict) else None
+    if fastest not in OVERLAPS:
+        raise CostsError(f"{gpu}: 'overlap.fastest' must be one of {', '.join(OVERLAPS)}, not {fastest!r:.40}")
+    return fastest
 
 
 def read_shape(source: str) -> ModelShape:

@@ -38,6 +38,12 @@ class Settings(BaseSettings):
     scheduling: Literal["dual-scan", "sglang"] = Field(
         "dual-scan", description="who admits requests to the engine: batchweave's scan, or SGLang's own policy"
     )
+    overlap: Literal["none", "mixed", "pdmux"] | None = Field(
+        None, description="how prefill and decodes share the GPU; default: as calibrated, or mixed chunks on a GPU"
+    )
+    emulated_device: Literal["no answer is real"] | None = Field(
+        None, description="load tests only: BATCHWEAVE_GPU's costs take the place of the model, at its speed"
+    )
     worker_name: str = Field(default_factory=lambda: f"{socket.gethostname()}-{os.getpid()}")
 
     metrics_host: str = Field("127.0.0.1", description="address of the worker's /metrics")
@@ -98,6 +104,11 @@ class Settings(BaseSettings):
         if self.model == DEMO_MODEL:
             return "batchweave-demo"
         return Path(self.model).resolve().name if Path(self.model).exists() else self.model
+
+    @cached_property
+    def replica(self) -> int:
+        """Accelerators of one replica of the model."""
+        return int(self.engine_args.get("tp_size", 1)) * int(self.engine_args.get("pp_size", 1))
 
     @cached_property
     def model_source(self) -> str:

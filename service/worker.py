@@ -14,7 +14,7 @@ from sqlalchemy.exc import SQLAlchemyError
 from service.db.sessions import Database
 from service.db.tables import Batch, BatchStatus
 from service.engine_metrics import EngineMetrics
-from service.model_costs import planning_costs
+from service.model_costs import measured_overlap, planning_costs
 from service.queue.announcements import Announcements
 from service.queue.leases import Counts, Leases
 from service.queue.progress import Heartbeat, Progress
@@ -28,16 +28,27 @@ log = structlog.get_logger()
 def make_engine(settings: Settings) -> Any:
     """SGLang in this process. Call it in the main thread, before the event loop."""
     from engine_ext.plugin.host import EngineHost
-    from engine_ext.plugin.options import Options, Scheduling
+    from engine_ext.plugin.options import Emulation, Options, Overlap, Scheduling
 
-    replica = int(settings.engine_args.get("tp_size", 1)) * int(settings.engine_args.get("pp_size", 1))
-    cost = planning_costs(settings.model_source, settings.gpu, replica)
+    cost = planning_costs(settings.model_source, settings.gpu, settings.replica)
     steps_file = None
     if settings.steps_file is not None:
         settings.steps_file.parent.mkdir(parents=True, exist_ok=True)
         steps_file = str(settings.steps_file.resolve())
-    options = Options(cost, Scheduling(settings.scheduling), steps_file=steps_file)
-    return EngineHost(settings.model_source, settings.served_model, settings.engine_args, options)
+    emulated = Emulation.REAL if settings.emulated_device else None
+    options = Options(cost, Scheduling(settings.scheduling), emulated=emulated, steps_file=steps_file)
+    wanted = settings.overlap or measured_overlap(settings.gpu)
+    return EngineHost(
+        settings.model_source, settings.served_model, settings.engine_args, options, Overlap(wanted) if wanted else None
+    )
+
+
+def possible_overlaps(settings: Settings) -> list[str]:
+    """The ways to overlap prefill and decodes that this machine and model allow; the log says why others are not."""
+    from engine_ext.plugin.options import Overlap
+    from engine_ext.plugin.overlap import choose
+
+    return [each.value for each in Overlap if choose(each, settings.model_source, settings.engine_args) is each]
 
 
 class Worker:

@@ -251,8 +251,7 @@ def _hurry(state: State, decoding: int) -> int:
 @compiled
 def _burst(state: State, tokens: int, decoding: int, decoded: int) -> int:
     """All prompt tokens of a step once as many are owed, or all that there are; nothing until then."""
-    if decoded > 0:
-        state.sums[OWED] += tokens
+    state.sums[OWED] += decoded * tokens
     most = int(state.machine[MOST_TOKENS])
     if decoding > 0 and state.sums[OWED] < min(most, _waiting_tokens(state, most)):
         return 0

@@ -18,11 +18,12 @@ from sglang.srt.mem_cache.base_prefix_cache import MatchPrefixParams
 from sglang.srt.mem_cache.radix_cache import RadixKey
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
+from engine_ext.plan.cost import CostModel
 from engine_ext.plan.lengths import LONGEST, UNKNOWN
 from engine_ext.plan.live_scan import LiveScan
 from engine_ext.plan.scan_state import StepCosts
 from engine_ext.plugin import emulated
-from engine_ext.plugin.options import Options, Scheduling, handed_over
+from engine_ext.plugin.options import Overlap, Scheduling, handed_over
 from engine_ext.plugin.pins import Pins
 from engine_ext.plugin.steps import books_of
 
@@ -43,7 +44,7 @@ class Admission:
     """The requests of ours in one scheduler, and the scan that admits them."""
 
     scan: LiveScan
-    is_mixed: bool
+    overlap: Overlap
     pins: Pins
     waiting: dict[str, Any] = field(default_factory=dict[str, Any])  # by rid
     running: dict[Any, int] = field(default_factory=dict[Any, int])  # SGLang's requests and their keys
@@ -65,9 +66,9 @@ class Admission:
     recent_ids: deque[str] = field(default_factory=lambda: deque(maxlen=RECENT))
 
     @classmethod
-    def of(cls, options: Options, capacity: int, step_tokens: int, is_mixed: bool, tree: Any) -> "Admission":
-        costs = StepCosts.of(options.cost, capacity, step_tokens, bursts=not is_mixed)
-        return cls(LiveScan(options.cost, costs), is_mixed, Pins(tree, capacity))
+    def of(cls, cost: CostModel, capacity: int, step_tokens: int, overlap: Overlap, tree: Any) -> "Admission":
+        costs = StepCosts.of(cost, capacity, step_tokens, bursts=overlap is not Overlap.MIXED)
+        return cls(LiveScan(cost, costs), overlap, Pins(tree, capacity))
 
     def add(self, req: Any) -> None:
         """A request that waits now, for the first time or because its KV cache was taken back."""
@@ -184,15 +185,22 @@ def admission_of(scheduler: Any) -> Admission:
         options = handed_over()
         assert options is not None
         found = Admission.of(
-            options,
+            options.cost,
             int(scheduler.max_total_num_tokens),
             int(scheduler.chunked_prefill_size or STEP_TOKENS),
-            bool(scheduler.is_mixed_chunk),
+            overlap_of(scheduler),
             scheduler.tree_cache,
         )
         found.scan.cached = lambda key: _cached_tokens(scheduler, found.by_key[key])
         scheduler.batchweave_admission = found
     return found
+
+
+def overlap_of(scheduler: Any) -> Overlap:
+    """What SGLang does, whatever it was asked for."""
+    if scheduler.enable_pdmux:
+        return Overlap.PDMUX
+    return Overlap.MIXED if scheduler.is_mixed_chunk else Overlap.NONE
 
 
 def _cached_tokens(scheduler: Any, req: Any) -> int:
@@ -211,6 +219,9 @@ def admit(original: Callable[..., Any], scheduler: Any, *args: Any, **kwargs: An
     """Show SGLang whom the scan lets in, in its order, and as many tokens as it allows."""
     ours, running = admission_of(scheduler), kwargs["running_batch"]
     changed = ours.notice_ends(running.reqs, scheduler.chunked_req)
+    is_beside = ours.overlap is Overlap.PDMUX  # decodes go on during a prefill, and SGLang asks between two of them
+    if is_beside:
+        ours.prefilled(None)
     if not ours.running:
         ours.pins.keep([], again=False)
     continued = scheduler.chunked_req
@@ -223,15 +234,16 @@ def admit(original: Callable[..., Any], scheduler: Any, *args: Any, **kwargs: An
     candidates = [ours.by_key[key] for key in step.admitted]
     ours.deciding_s += time.perf_counter() - started
     ours.steps += 1
-    ours.decoded = 1
+    ours.decoded = 0 if is_beside else 1
     if step.budget == 0 and not scheduler.waiting_queue:
         ours.hold(candidates)
         ours.keep_prefixes(changed, _free_tokens(scheduler))
         return None, running
     chunk = scheduler.chunked_prefill_size
     scheduler.waiting_queue = [*scheduler.waiting_queue, *candidates]
-    page = scheduler.page_size
-    scheduler.chunked_prefill_size = -(-step.budget // page) * page + (len(running.reqs) if ours.is_mixed else 0)
+    page, riding = scheduler.page_size, len(running.reqs) if ours.overlap is Overlap.MIXED else 0
+    if not is_beside:  # where whole prompts are computed
+        scheduler.chunked_prefill_size = -(-step.budget // page) * page + riding
     if candidates:
         running.batch_is_full = False  # the scan has seen to the room
     global _choosing
@@ -246,7 +258,7 @@ def admit(original: Callable[..., Any], scheduler: Any, *args: Any, **kwargs: An
     ours.hold([req for req in candidates if req in left])
     ours.let_in([req for req in candidates if req not in left])
     ours.note(batch, continued)
-    if batch is not None:
+    if batch is not None and not is_beside:
         ours.prefilled(scheduler.chunked_req)
         ours.decoded = int(batch.decoding_reqs is not None)
     ours.keep_prefixes(changed or batch is not None, _free_tokens(scheduler))
@@ -309,6 +321,7 @@ def report(result: Any, scheduler: Any, *_args: Any, **_kwargs: Any) -> Any:
     found: dict[str, Any] = {
         "hooks": sorted(HookRegistry._patched),  # pyright: ignore[reportPrivateUsage]
         "device": None,
+        "overlap": overlap_of(scheduler).value,
         "kv_capacity": int(scheduler.max_total_num_tokens),
     }
     if options and options.scheduling is Scheduling.DUAL_SCAN:

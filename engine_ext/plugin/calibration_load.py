@@ -1,10 +1,17 @@
-"""What an engine runs so that its steps tell their costs: prompts alone, decodes alone, and both beside each other."""
+"""What an engine runs so that its steps tell their costs: prompts alone, decodes alone, and both beside each other.
+
+And what it runs to tell which way of overlapping them is the fastest: as much compute as reads.
+"""
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
+
+from engine_ext.plan.cost import CostModel
 
 # Runs one request: its token ids, and how many tokens it is to answer.
 Run = Callable[[list[int], int], Awaitable[None]]
@@ -23,6 +30,50 @@ class Limits:
     capacity: int
     running: int
     vocabulary: int
+
+
+def measure_steps(engine: Any) -> AsyncIterator[str]:
+    """`run_load` on an SGLang Engine that this process holds."""
+
+    async def run(ids: list[int], tokens: int) -> None:
+        await _answer(engine, ids, tokens)
+
+    async def parts() -> AsyncIterator[str]:
+        async for part in run_load(run, await _limits(engine)):
+            yield part
+
+    return parts()
+
+
+async def time_blend(engine: Any, cost: CostModel, seconds: float, kind: str) -> float:
+    """How long an SGLang Engine takes for `blend`; `kind`: the custom parameter that makes requests those of a batch."""
+    limits, generator = await _limits(engine), np.random.default_rng(0)
+    requests = [(generator.integers(0, limits.vocabulary, a).tolist(), b) for a, b in blend(cost, limits, seconds)]
+
+    async def run(some: list[tuple[list[int], int]]) -> float:
+        started = time.perf_counter()
+        await asyncio.gather(*(_answer(engine, ids, tokens, custom_params={kind: str(tokens)}) for ids, tokens in some))
+        return time.perf_counter() - started
+
+    await run(requests[:: max(1, len(requests) // 8)])  # to warm up
+    await engine.tokenizer_manager.flush_cache()
+    return await run(requests)
+
+
+async def _answer(engine: Any, ids: list[int], tokens: int, **more: Any) -> None:
+    sampling = {"max_new_tokens": tokens, "ignore_eos": True, "temperature": 0, **more}
+    await engine.async_generate(input_ids=ids, sampling_params=sampling)
+
+
+async def _limits(engine: Any) -> Limits:
+    manager = engine.tokenizer_manager
+    states = await manager.get_internal_state()
+    return Limits(
+        context=int(manager.model_config.context_len),
+        capacity=min(int(state["batchweave"]["kv_capacity"]) for state in states),
+        running=min(int(state["effective_max_running_requests_per_dp"]) for state in states),
+        vocabulary=int(manager.model_config.vocab_size),
+    )
 
 
 async def run_load(run: Run, limits: Limits, seed: int = 0) -> AsyncIterator[str]:
@@ -58,6 +109,24 @@ async def run_load(run: Run, limits: Limits, seed: int = 0) -> AsyncIterator[str
         await asyncio.gather(
             *(run(ids(SHORTEST), 8 * DECODES) for _ in range(batch)), _one_by_one(run, [ids(size) for size in beside])
         )
+
+
+DENSE, LIGHT = (1024, 8), (64, 1024)  # tokens of prompt and output
+MOST_BLENDED = 20_000
+
+
+def blend(cost: CostModel, limits: Limits, seconds: float) -> list[tuple[int, int]]:
+    """(prompt, output tokens) of requests, each kind by turns, that compute for so long and read for so long."""
+    room = min(limits.context, limits.capacity // 2)
+    (prompt, few), (short, many) = ((min(a, room - room // 8), min(b, room // 8)) for a, b in (DENSE, LIGHT))
+    dense_s = prompt * cost.gemm_s_per_token + prompt**2 * cost.quadratic_s
+    light_s = (short * many + many**2 / 2) * cost.read_s_per_token
+    dense, light = (min(MOST_BLENDED, max(1, round(seconds / each))) for each in (dense_s, light_s))
+    turns = sorted(
+        [((k + 0.5) / dense, prompt, few) for k in range(dense)]
+        + [((k + 0.5) / light, short, many) for k in range(light)]
+    )
+    return [(prompt_tokens, output_tokens) for _, prompt_tokens, output_tokens in turns]
 
 
 async def _one_by_one(run: Run, prompts: list[list[int]]) -> None:

@@ -5,8 +5,8 @@ from typing import Any
 
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-from engine_ext.plugin import admission, attention_cpu, emulated, grammar_cpu, steps
-from engine_ext.plugin.options import Scheduling, handed_over
+from engine_ext.plugin import admission, attention_cpu, emulated, grammar_cpu, pdmux, retune, steps
+from engine_ext.plugin.options import Overlap, Scheduling, handed_over
 from engine_ext.plugin.platform_entry import gpu_is_present
 
 
@@ -18,6 +18,10 @@ def hooks() -> list[tuple[str, Callable[..., Any], HookType]]:
         found += steps.HOOKS
     if options is not None and options.scheduling is Scheduling.DUAL_SCAN:
         found += admission.HOOKS
+        if options.overlap is Overlap.PDMUX:
+            found += pdmux.HOOKS
+    if options is not None and options.retunes:
+        found += retune.HOOKS
     if options is not None and options.emulated:
         found += emulated.HOOKS
     if not gpu_is_present():

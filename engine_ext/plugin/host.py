@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import AsyncIterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -20,9 +20,10 @@ from sglang.srt.entrypoints.openai.serving_base import OpenAIServingBase
 from sglang.srt.entrypoints.openai.serving_chat import OpenAIServingChat
 from sglang.srt.entrypoints.openai.serving_completions import OpenAIServingCompletion
 
-from engine_ext.plugin import admission, guard, hooks
-from engine_ext.plugin.calibration_load import Limits, run_load
-from engine_ext.plugin.options import Options
+from engine_ext.plan.cost import CostModel
+from engine_ext.plugin import admission, emulated, guard, hooks, overlap
+from engine_ext.plugin.calibration_load import measure_steps, time_blend
+from engine_ext.plugin.options import Options, Overlap
 from engine_ext.plugin.platform_entry import gpu_is_present
 
 # What a batch line may not choose: identity, place in the queue, and routing belong to the service.
@@ -77,14 +78,26 @@ class Answer:
 
 
 class EngineHost:
-    """Create it in the main thread before the event loop runs, then `await start()` in the loop."""
+    """Create it in the main thread before the event loop runs, then `await start()` in the loop.
 
-    def __init__(self, model_path: str, model_name: str, engine_args: dict[str, Any], options: Options) -> None:
-        options.hand_over()
+    `wanted`: see `overlap.choose`.
+    """
+
+    def __init__(
+        self,
+        model_path: str,
+        model_name: str,
+        engine_args: dict[str, Any],
+        options: Options,
+        wanted: Overlap | None = None,
+    ) -> None:
         on_gpu = gpu_is_present()
+        chosen = overlap.choose(wanted, model_path, engine_args)
+        replace(options, overlap=chosen).hand_over()
         if not on_gpu:
             os.environ.setdefault("OMP_NUM_THREADS", "1")
-        self.device = "gpu" if on_gpu else "cpu"
+        self._emulated = emulated.machine_name(options.cost.machine) if options.emulated else None
+        self.device = self._emulated or ("gpu" if on_gpu else "cpu")
         # Meanwhile, for it takes as long the first time.
         self._compiling = subprocess.Popen([sys.executable, "-m", "engine_ext.plan.warm_up"])
         self._engine = Engine(
@@ -96,6 +109,7 @@ class EngineHost:
                 "skip_server_warmup": True,
                 "log_level": "warning",
                 **({} if on_gpu else CPU_DEFAULTS),
+                **overlap.ARGUMENTS[chosen],
                 **engine_args,
             }
         )
@@ -147,6 +161,8 @@ class EngineHost:
         fault = guard.fault(request, self._vocab_size)
         if fault is not None:
             return Answer(400, _error_body(f"{fault[0]}: {fault[1]}", fault[0]))
+        if self._emulated and (getattr(request, "logprobs", None) or getattr(request, "response_format", None)):
+            return Answer(400, _error_body("An emulated device computes no logits.", None))
         request.rid = rid
         theirs = {key: value for key, value in (request.custom_params or {}).items() if key not in admission.RESERVED}
         request.custom_params = {**theirs, admission.KIND: kind}
@@ -158,25 +174,17 @@ class EngineHost:
         if isinstance(response, BaseModel):
             choices = getattr(response, "choices", [])
             aborted = any(choice.finish_reason == "abort" for choice in choices)
-            return Answer(200, response.model_dump_json().encode(), aborted)
+            answered = response.model_dump(mode="json") | ({"device": self._emulated} if self._emulated else {})
+            return Answer(200, json.dumps(answered).encode(), aborted)
         return _failed(response.status_code, bytes(response.body))
 
-    async def calibration_load(self) -> AsyncIterator[str]:
+    def calibration_load(self) -> AsyncIterator[str]:
         """Run what makes steps of all kinds, by SGLang's own scheduling; says before each part what it is."""
-        states = await self._manager.get_internal_state()
-        limits = Limits(
-            context=int(self._manager.model_config.context_len),
-            capacity=min(int(state["batchweave"]["kv_capacity"]) for state in states),
-            running=min(int(state["effective_max_running_requests_per_dp"]) for state in states),
-            vocabulary=self._vocab_size,
-        )
+        return measure_steps(self._engine)
 
-        async def run(ids: list[int], tokens: int) -> None:
-            sampling = {"max_new_tokens": tokens, "ignore_eos": True, "temperature": 0}
-            await self._engine.async_generate(input_ids=ids, sampling_params=sampling)
-
-        async for part in run_load(run, limits):
-            yield part
+    async def blended_load(self, cost: CostModel, seconds: float) -> float:
+        """Run as much compute as reads, so many seconds of each by `cost`, as requests of a batch; how long it took."""
+        return await time_blend(self._engine, cost, seconds, admission.KIND)
 
     def abort(self, rid: str) -> None:
         """End a request that waits or runs; its `run` returns soon, with `aborted` set."""

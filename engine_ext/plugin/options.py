@@ -18,17 +18,35 @@ class Scheduling(StrEnum):
     SGLANG = "sglang"  # its own policy, as if batchweave were not there
 
 
+class Overlap(StrEnum):
+    """How prefill and decodes share the GPU."""
+
+    NONE = "none"  # in turns
+    MIXED = "mixed"  # SGLang's mixed chunks: decodes ride in the GEMMs of a prefill
+    PDMUX = "pdmux"  # SGLang's PD-multiplexing: each on its own SMs at once
+
+
+class Emulation(StrEnum):
+    """How fast a device runs that takes the forward pass's place."""
+
+    VIRTUAL = "virtual"  # at once, on a clock of its own
+    REAL = "real"  # each step lasts as long as it says, for whoever tests the service around it
+
+
 @dataclass(frozen=True, slots=True)
 class Options:
     """`cost`: of the model on the machine that steps are planned for.
 
-    `emulated`: a device takes the forward pass's place; its name stands in every report. `steps_file`: where the
-    scheduler writes what each step did and took, up to 100,000 of them.
+    `emulated`: a device takes the forward pass's place; its name stands in every report and answer. `steps_file`: where
+    the scheduler writes what each step did and took, up to 100,000 of them. `retunes`: whoever holds the engine may
+    change how it schedules between two runs (`plugin/retune.py`), as benchmarks do.
     """
 
     cost: CostModel
     scheduling: Scheduling = Scheduling.DUAL_SCAN
-    emulated: bool = False
+    overlap: Overlap = Overlap.NONE
+    emulated: Emulation | None = None
+    retunes: bool = False
     steps_file: str | None = None
 
     def hand_over(self) -> None:

@@ -6,6 +6,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from enum import IntEnum
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -25,6 +26,13 @@ log = logging.getLogger(__name__)
 STRETCHES = 256  # rows of the series; when they are full, two and two become one
 WRITTEN_AT_ONCE = 32
 MOST_WRITTEN = 100_000  # steps in one file
+
+
+class Lane(IntEnum):
+    """Steps of one lane follow each other; with PD-multiplexing prefills run beside decodes."""
+
+    STEPS = 0
+    PREFILLS = 1
 
 
 class Begun(NamedTuple):
@@ -52,23 +60,24 @@ class StepBooks:
     _length: int = 0
     _every: int = 1
     _since: Floats = field(default_factory=lambda: np.zeros(6))
-    _under_way: "deque[Begun]" = field(default_factory=lambda: deque[Begun]())
-    _last_end: float = 0.0
+    _under_way: "tuple[deque[Begun], ...]" = field(default_factory=lambda: tuple(deque[Begun]() for _ in Lane))
+    _last_end: list[float] = field(default_factory=lambda: [0.0 for _ in Lane])
     _is_begun: bool = False
     _lines: list[str] = field(default_factory=list[str])
 
-    def begin(self, load: StepLoad, now: float) -> None:
+    def begin(self, load: StepLoad, now: float, lane: Lane = Lane.STEPS) -> None:
         compute = float(compute_time(self.model, load.prompt_tokens + load.decoding, load.quadratic))
         reads = load.kv_tokens * float(self.model[READ_S])
-        self._under_way.append(Begun(load, now, compute, reads, float(step_time(self.model, compute, reads))))
+        predicted = float(step_time(self.model, compute, reads))
+        self._under_way[lane].append(Begun(load, now, compute, reads, predicted))
 
-    def end(self, now: float) -> None:
+    def end(self, now: float, lane: Lane = Lane.STEPS) -> None:
         """The earliest step under way has ended. A step is launched while the one before it still runs."""
-        if not self._under_way:
+        if not self._under_way[lane]:
             return
-        load, at, compute, reads, predicted = self._under_way.popleft()
-        seconds = now - max(at, self._last_end)
-        self._last_end = now
+        load, at, compute, reads, predicted = self._under_way[lane].popleft()
+        seconds = now - max(at, self._last_end[lane])
+        self._last_end[lane] = now
         self.steps += 1
         self._since += (seconds, predicted, compute, reads, load.prompt_tokens, load.decoding)
         if self.steps % self._every == 0:
@@ -155,19 +164,25 @@ def now() -> float:
 def run_batch(original: Callable[..., Any], scheduler: Any, batch: Any, *args: Any, **kwargs: Any) -> Any:
     """Where nothing runs beside the CPU the step is over when this returns."""
     books = books_of(scheduler)
-    books.begin(load_of(batch), now())
+    if not batch.forward_mode.is_split_prefill() or batch.split_index == 0:  # else it goes on with more layers
+        books.begin(load_of(batch), now(), lane_of(batch))
     found = original(scheduler, batch, *args, **kwargs)
     if not gpu_is_present():
         books.end(now())
     return found
 
 
-def process_batch_result(original: Callable[..., Any], scheduler: Any, *args: Any, **kwargs: Any) -> Any:
+def process_batch_result(original: Callable[..., Any], scheduler: Any, batch: Any, *args: Any, **kwargs: Any) -> Any:
     """On a GPU it still ran while the next was launched, and this waits for it."""
-    found = original(scheduler, *args, **kwargs)
+    lane = lane_of(batch)
+    found = original(scheduler, batch, *args, **kwargs)
     if gpu_is_present():
-        books_of(scheduler).end(now())
+        books_of(scheduler).end(now(), lane)
     return found
+
+
+def lane_of(batch: Any) -> Lane:
+    return Lane.PREFILLS if batch.forward_mode.is_split_prefill() else Lane.STEPS
 
 
 _SCHEDULER = "sglang.srt.managers.scheduler.Scheduler"

@@ -50,22 +50,22 @@ def workload(name: str) -> tuple[list[list[int]], list[int]]:
 
 @pytest.fixture(scope="module")
 def emulated(tmp_path_factory: pytest.TempPathFactory) -> Generator[Any, None, None]:
-    from engine_ext.plugin.emulated_engine import EmulatedEngine
+    from engine_ext.plugin.bench_engine import BenchEngine
 
     loop = asyncio.new_event_loop()
     asyncio.set_event_loop(loop)
     model = ensure_demo_model(tmp_path_factory.mktemp("model") / "demo", corpus())
-    engine = EmulatedEngine(str(model), COST, CAPACITY, context=1 << 14)
+    engine = BenchEngine.emulated(str(model), COST, CAPACITY, context=1 << 14)
     yield engine
     engine.close()
     loop.close()
 
 
 def run(engine: Any, policy: str | None, clock: Clock, prompts: list[list[int]], outputs: list[int]) -> dict[str, Any]:
-    from engine_ext.plugin.emulated_engine import Setting
+    from engine_ext.plugin.retune import Tuning
 
-    setting = Setting(clock, policy, CHUNK, RATIO) if policy else Setting(clock)
-    return asyncio.get_event_loop().run_until_complete(engine.run(setting, prompts, outputs))
+    tuning = Tuning(policy, CHUNK, RATIO, clock=clock) if policy else Tuning(clock=clock)
+    return asyncio.get_event_loop().run_until_complete(engine.run(tuning, prompts, outputs))
 
 
 def work_of(prompts: list[list[int]], outputs: list[int], sample: float) -> Work:

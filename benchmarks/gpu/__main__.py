@@ -1,0 +1,67 @@
+"""SGLang's own policies and batchweave with each way to overlap prefill and decodes, on this machine's GPU.
+
+python -m benchmarks.gpu DATA [--mixes h200-1,documents] [--policies fcfs,batchweave-mixed] [--attention triton,fa3]
+python -m benchmarks.gpu DATA --prepare build/gpu    # for a machine without the traces; there: benchmarks.gpu build/gpu
+
+The model is Llama-3-8B's shape with dummy weights; prefixes and lengths are real traces'. First the steps are measured
+(the bound is theirs), then every policy runs on the same engine, those of PD-multiplexing on another. Rows go to
+results/gpu.jsonl, and a run that has a row is not run again; pictures of compute and reads over time lie beside it.
+`--model tiny` is for a look whether everything runs on a machine without a GPU; its figures mean nothing.
+"""
+
+import subprocess
+import sys
+import time
+from argparse import Namespace
+from pathlib import Path
+
+from benchmarks.gpu import options, pictures, workloads
+from engine_ext.plugin.options import Overlap
+from engine_ext.plugin.platform_entry import gpu_is_present
+
+
+def run_engine(what: str, given: Namespace, attention: str) -> bool:
+    """Its process; whether it went well. One that fails leaves the others' rows alone."""
+    passed = [word for word in sys.argv[1:] if not word.startswith("--until")]
+    started = time.time()
+    command = [sys.executable, "-m", "benchmarks.gpu.engine", *passed]
+    command += ["--attention", attention, "--until", str(given.until), what]
+    code = subprocess.run(command, check=False).returncode
+    print(
+        f"{what} ({attention}): {'done' if code == 0 else f'failed with {code}'}, {time.time() - started:.0f} s",
+        flush=True,
+    )
+    return code == 0
+
+
+def main() -> None:
+    parser = options.parser(__doc__)
+    parser.add_argument(
+        "--prepare", type=Path, metavar="FOLDER", help="write the workload files there, and run nothing"
+    )
+    given = options.read(parser)
+    if given.prepare:
+        workloads.write(given.data, given.mixes, given.scale, given.prepare)
+        return
+    if not gpu_is_present() and given.model != "tiny":
+        parser.error("there is no GPU here; --model tiny --scale 0.0005 looks whether everything runs")
+    if gpu_is_present() and given.model == "tiny":
+        print("--model tiny: these are no figures of merit", flush=True)
+
+    compiling = subprocess.Popen([sys.executable, "-m", "engine_ext.plan.warm_up"])
+    went_well = True
+    for attention in given.attention.split(","):
+        if not options.calibration_path(given, attention).exists() and not run_engine("calibrate", given, attention):
+            went_well = False
+            continue
+        compiling.wait()
+        for overlap in (Overlap.MIXED, Overlap.PDMUX):
+            if any(options.RUNS[policy].overlap is overlap for _, policy in options.missing(given, attention)):
+                went_well &= run_engine(overlap, given, attention)
+    rows = pictures.read(given.output)
+    print(pictures.table(rows), *pictures.draw(rows, given.output), sep="\n")
+    sys.exit(0 if went_well else 1)
+
+
+if __name__ == "__main__":
+    main()

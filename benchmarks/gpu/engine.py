@@ -1,0 +1,149 @@
+"""One engine of the comparison, in a process of its own: what it measures it adds to a file, a row for each run.
+
+`benchmarks.gpu` starts it; on its own: python -m benchmarks.gpu.engine calibrate|mixed|pdmux … with the same options.
+"""
+
+import asyncio
+import json
+import sys
+import time
+from argparse import Namespace
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.gpu import options, workloads
+from benchmarks.gpu.shapes import CONTEXT, model_folder
+from engine_ext.plan.cost import CostModel
+from engine_ext.plan.engine_model import Clock, EngineModel
+from engine_ext.plan.hardware import Machine
+from engine_ext.plugin.bench_engine import BenchEngine
+from engine_ext.plugin.host import CPU_DEFAULTS
+from engine_ext.plugin.options import Overlap
+from engine_ext.plugin.platform_entry import gpu_is_present
+from service.calibration import calibrated
+from service.model_costs import read_hardware, read_shape
+from service.settings import load_settings
+
+
+def arguments(given: Namespace) -> dict[str, Any]:
+    """SGLang's, beside those of the overlap."""
+    found: dict[str, Any] = {
+        "load_format": "dummy",
+        "context_length": CONTEXT,
+        "schedule_policy": "fcfs",
+        "sampling_backend": "pytorch",
+        "disable_custom_all_reduce": True,
+        "random_seed": 0,
+    }
+    if gpu_is_present():
+        found |= {"attention_backend": given.attention}
+    else:
+        found |= {**CPU_DEFAULTS, "max_total_tokens": CONTEXT}
+    return found | given.engine_args
+
+
+def calibrate(given: Namespace, model: Path) -> None:
+    """What steps cost on this machine, for bounds and for the scan."""
+    output = options.calibration_path(given, given.attention)
+    steps = output.with_suffix(".steps.jsonl")
+    cost = CostModel(read_shape(str(model)), Machine(read_hardware(given.gpu)))
+    overlap = Overlap.MIXED if gpu_is_present() else Overlap.NONE
+    engine = BenchEngine.real(str(model), cost, overlap, arguments(given), str(steps))
+
+    async def main() -> None:
+        parts = 0
+        async for part in engine.measure_steps():
+            print(f"calibration: {part}", flush=True)
+            parts += 1
+            if parts == 2:  # what came before was compiling and loading
+                await engine.state()
+                steps.unlink(missing_ok=True)
+        await engine.state()  # which writes what is left to write
+
+    asyncio.get_event_loop().run_until_complete(main())
+    engine.close()
+    found = calibrated(load_settings(model=str(model), gpu=given.gpu), steps, output, options.machine())
+    for name, misfit in found.errors.items():
+        print(f"calibration: {name} off by {misfit.mean:.1%} on average over {misfit.steps}", flush=True)
+
+
+def compare(given: Namespace, model: Path, overlap: Overlap) -> None:
+    """All runs of this engine that have no row yet, until the time is over."""
+    cost = CostModel(
+        read_shape(str(model)), Machine(read_hardware(str(options.calibration_path(given, given.attention))))
+    )
+    missing = [
+        (mix, policy)
+        for mix, policy in options.missing(given, given.attention)
+        if options.RUNS[policy].overlap is overlap
+    ]
+    if not missing:
+        return
+    engine = BenchEngine.real(str(model), cost, overlap, arguments(given))
+    loaded: dict[str, workloads.Workload] = {}
+    for mix, policy in missing:
+        if mix not in loaded:
+            loaded = {mix: workloads.read(given.data, mix, given.scale, cost)}
+        if time.time() > given.until:
+            break
+        workload, run = loaded[mix], options.RUNS[policy]
+        order = workload.sorted_order if run.is_sorted else range(len(workload.prompts))
+        found = asyncio.get_event_loop().run_until_complete(
+            engine.run(run.tuning, [workload.prompts[k] for k in order], [workload.outputs[k] for k in order])
+        )
+        if found["overlap"] != (overlap if overlap is Overlap.PDMUX or run.tuning.mixed else Overlap.NONE):
+            sys.exit(f"{policy} ran with overlap {found['overlap']}")
+        bound = workload.work.practical_s(EngineModel.of_steps(cost, Clock.OVERLAPPED))
+        add(
+            given.output,
+            {
+                "mix": mix,
+                "policy": policy,
+                "attention": given.attention,
+                "machine": options.machine(),
+                "model": given.model,
+                "date": datetime.now(UTC).isoformat(timespec="seconds"),
+                "requests": len(workload.prompts),
+                "seconds": found["wall_s"],
+                "tokens_per_s": workload.tokens / found["wall_s"],
+                "practical_s": bound,
+                "share_of_practical": bound / found["wall_s"],
+                "sharing": found["cached_tokens"] / sum(map(len, workload.prompts)),
+                "retractions": found["retractions"],
+                **{name: found.get(name) for name in ("engine_steps", "step_s", "predicted_step_s", "plans")},
+                "deciding_ms": 1e3 * found.get("deciding_s", 0.0) / max(1, found.get("decisions", 1)),
+                "series": found["series"],
+            },
+        )
+    engine.close()
+
+
+def add(path: Path, row: dict[str, Any]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("a") as file:
+        file.write(json.dumps(row) + "\n")
+    print(
+        f"{row['mix']} {row['policy']} ({row['attention']}): {row['seconds']:.1f} s, "
+        f"{row['tokens_per_s']:,.0f} tokens/s, "
+        f"{row['share_of_practical']:.3f} of the bound, sharing {row['sharing']:.3f}, {row['retractions']} retracted",
+        flush=True,
+    )
+
+
+def main() -> None:
+    parser = options.parser(__doc__)
+    parser.add_argument("what", choices=["calibrate", Overlap.MIXED, Overlap.PDMUX])
+    given = options.read(parser)
+    torch.manual_seed(0)
+    model = model_folder(given.model, given.output.parent)
+    if given.what == "calibrate":
+        calibrate(given, model)
+    else:
+        compare(given, model, Overlap(given.what))
+
+
+if __name__ == "__main__":
+    main()

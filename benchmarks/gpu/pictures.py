@@ -1,0 +1,63 @@
+"""Seconds of compute and of KV reads over time, by workload and policy (BlendServe's Figure 10), and the table."""
+
+import json
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+
+SECONDS, PREDICTED, COMPUTE, READS = range(4)  # columns of a series
+
+
+def draw(rows: list[dict[str, Any]], beside: Path) -> list[Path]:
+    """A picture for each workload and attention backend; by the calibrated cost model, at the times measured."""
+    found: dict[str, list[dict[str, Any]]] = defaultdict(list)
+    for row in rows:
+        found[f"{row['mix']}-{row['attention']}"].append(row)
+    paths: list[Path] = []
+    for name, runs in found.items():
+        figure = Figure(figsize=(9, 1.2 + 1.6 * len(runs)), layout="constrained")
+        every = figure.subplots(len(runs), 1, sharex=True, squeeze=False)[:, 0]
+        for axes, run in zip(every, runs, strict=True):
+            series = np.array(run["series"])
+            series = series[series[:, SECONDS] > 0]
+            ends = np.cumsum(series[:, SECONDS])
+            for column, label in ((COMPUTE, "compute"), (READS, "KV reads")):
+                axes.step(ends, series[:, column] / series[:, SECONDS], where="pre", label=label, linewidth=1)
+            axes.set_title(f"{run['policy']}: {run['seconds']:.0f} s", fontsize=8, loc="left")
+            axes.set_ylim(0, 1.6)
+            axes.grid(alpha=0.3)
+        every[0].legend(fontsize=7, ncols=2)
+        every[-1].set_xlabel("seconds of steps")
+        figure.suptitle(f"{name} on {runs[0]['machine']}: share of a step's time", fontsize=9)
+        paths.append(beside.with_name(f"{beside.stem}-{name}.png"))
+        FigureCanvasAgg(figure).print_figure(paths[-1], dpi=110)
+    return paths
+
+
+def table(rows: list[dict[str, Any]]) -> str:
+    """Markdown; the last column is against the fastest of SGLang's own for the workload."""
+    best: dict[tuple[str, str], float] = {}
+    for row in rows:
+        if not row["policy"].startswith("batchweave"):
+            key = (row["mix"], row["attention"])
+            best[key] = min(best.get(key, row["seconds"]), row["seconds"])
+    lines = [
+        "| mix | attention | policy | seconds | tokens/s | of the bound | sharing | retracted | over SGLang's best |",
+        "|---|---|---|---|---|---|---|---|---|",
+    ]
+    for row in sorted(rows, key=lambda row: (row["mix"], row["attention"], row["seconds"])):
+        theirs = best.get((row["mix"], row["attention"]))
+        gain = "" if theirs is None else f"{theirs / row['seconds']:.2f}"
+        lines.append(
+            f"| {row['mix']} | {row['attention']} | {row['policy']} | {row['seconds']:.1f} "
+            f"| {row['tokens_per_s']:,.0f} | {row['share_of_practical']:.3f} | {row['sharing']:.3f} | {row['retractions']} | {gain} |"
+        )
+    return "\n".join(lines)
+
+
+def read(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []

@@ -1,0 +1,118 @@
+"""One SGLang engine for one run after the other: a list of requests in, the books of the run out."""
+
+import asyncio
+import json
+import time
+from collections.abc import AsyncIterator, Sequence
+from typing import Any
+
+from sglang.srt.entrypoints.engine import Engine
+from sglang.srt.managers.io_struct import ContinueGenerationReqInput, PauseGenerationReqInput, SetInternalStateReq
+
+from engine_ext.plan.cost import CostModel
+from engine_ext.plan.engine_model import EngineModel
+from engine_ext.plugin import admission, overlap
+from engine_ext.plugin.calibration_load import measure_steps
+from engine_ext.plugin.host import CPU_DEFAULTS
+from engine_ext.plugin.options import Emulation, Options, Overlap
+from engine_ext.plugin.retune import MOST_TOKENS, Tuning
+
+CONTEXT = 1 << 18  # tokens
+RUNNING = 2048
+
+
+class BenchEngine:
+    """Create it in the main thread before the event loop runs; requests are token ids, so it needs no tokenizer."""
+
+    def __init__(self, model_path: str, options: Options, arguments: dict[str, Any]) -> None:
+        options.hand_over()
+        self._options = options
+        self._engine = Engine(
+            model_path=model_path,
+            **{"skip_tokenizer_init": True, "skip_server_warmup": True, "log_level": "error", **arguments},
+        )
+        self._manager: Any = self._engine.tokenizer_manager
+
+    @classmethod
+    def emulated(
+        cls, model_path: str, cost: CostModel, capacity: int | None = None, context: int = CONTEXT
+    ) -> "BenchEngine":
+        """On an emulated machine with so many tokens of KV cache; `model_path` is any small model, which never runs."""
+        return cls(
+            model_path,
+            Options(cost, emulated=Emulation.VIRTUAL, retunes=True),
+            {
+                **CPU_DEFAULTS,
+                "max_total_tokens": capacity or EngineModel.of(cost).capacity,
+                "max_running_requests": RUNNING,
+                "chunked_prefill_size": MOST_TOKENS,
+                "enable_mixed_chunk": True,
+                "max_prefill_tokens": MOST_TOKENS + RUNNING,
+                "context_length": context,
+                "json_model_override_args": json.dumps({"max_position_embeddings": context}),
+                "disable_overlap_schedule": True,
+            },
+        )
+
+    @classmethod
+    def real(
+        cls, model_path: str, cost: CostModel, wanted: Overlap, arguments: dict[str, Any], steps_file: str | None = None
+    ) -> "BenchEngine":
+        """On this machine; one with mixed chunks runs without them too. Raises ValueError where `wanted` is no way."""
+        if overlap.choose(wanted, model_path, arguments) is not wanted:
+            raise ValueError(f"overlap {wanted.value!r} is not possible here")
+        options = Options(cost, overlap=wanted, retunes=True, steps_file=steps_file)
+        ours = {"max_running_requests": RUNNING, "max_prefill_tokens": MOST_TOKENS + RUNNING}
+        return cls(model_path, options, {**ours, **overlap.ARGUMENTS[wanted], **arguments})
+
+    def measure_steps(self) -> AsyncIterator[str]:
+        """What makes steps of all kinds; says before each part what it is. See `Options.steps_file`."""
+        self._manager.auto_create_handle_loop()
+        return measure_steps(self._engine)
+
+    async def state(self) -> dict[str, Any]:
+        """Batchweave's part of the scheduler's state."""
+        [state] = await self._manager.get_internal_state()
+        return state["batchweave"]
+
+    async def run(self, tuning: Tuning, prompts: Sequence[list[int]], outputs: Sequence[int]) -> dict[str, Any]:
+        """Run them all, given in this order; the books of the run, and its `wall_s`.
+
+        Nobody is told the lengths of outputs beforehand, but SGLang's policies by max_tokens. Everything is there
+        before the first step, except with PD-multiplexing, whose loop does not pause.
+        """
+        self._manager.auto_create_handle_loop()
+        await self._manager.flush_cache()
+        await self._manager.set_internal_state(SetInternalStateReq(server_args=tuning.numbers()))
+        pauses = self._options.overlap is not Overlap.PDMUX
+        if pauses:
+            await self._manager._async_dispatch_to_scheduler(PauseGenerationReqInput(mode="in_place"))
+        ours = {"custom_params": {admission.KIND: "run", admission.UNTOLD: True}} if tuning.policy is None else {}
+
+        async def one(number: int) -> dict[str, Any]:
+            sampling = {"max_new_tokens": outputs[number], "ignore_eos": True, "temperature": 0, **ours}
+            answer: Any = await self._engine.async_generate(
+                input_ids=prompts[number], sampling_params=sampling, rid=f"bench-{number}"
+            )
+            return answer["meta_info"]
+
+        started = time.perf_counter()
+        tasks: list[asyncio.Task[dict[str, Any]]] = []
+        for number in range(len(prompts)):
+            tasks.append(asyncio.create_task(one(number)))
+            if number % 64 == 0:
+                await asyncio.sleep(0)
+        if pauses:
+            await asyncio.sleep(1 + len(prompts) / 2000)  # they cross over to the scheduler
+            started = time.perf_counter()
+            await self._manager._async_dispatch_to_scheduler(ContinueGenerationReqInput())
+        metas = await asyncio.gather(*tasks)
+        wall_s = time.perf_counter() - started
+        return await self.state() | {
+            "wall_s": wall_s,
+            "cached_tokens": sum(meta["cached_tokens"] for meta in metas),
+            "retractions": sum(meta.get("num_retractions", 0) for meta in metas),
+        }
+
+    def close(self) -> None:
+        self._engine.shutdown()

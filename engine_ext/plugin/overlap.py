@@ -1,0 +1,79 @@
+"""How compute-heavy prefill runs beside memory-heavy decodes: SGLang's ways of it behind one name, where they work."""
+
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from engine_ext.plugin.options import Overlap
+from engine_ext.plugin.platform_entry import gpu_is_present
+
+log = logging.getLogger(__name__)
+
+INSTEAD = {Overlap.PDMUX: Overlap.MIXED, Overlap.MIXED: Overlap.NONE}
+ARGUMENTS: dict[Overlap, dict[str, Any]] = {
+    Overlap.NONE: {},
+    Overlap.MIXED: {"enable_mixed_chunk": True},
+    Overlap.PDMUX: {"enable_pdmux": True, "chunked_prefill_size": -1, "disable_overlap_schedule": True},
+}
+GREEN_CONTEXTS = range(6, 10)  # compute capabilities for which SGLang 0.5.17 knows how SMs can be split
+
+
+def choose(wanted: Overlap | None, model_path: str, engine_args: Mapping[str, Any]) -> Overlap:
+    """What is wanted, or the next best that this machine, model and `engine_args` allow; the log says why.
+
+    Without a wish: mixed chunks on a GPU, and nothing on a CPU, where SGLang computes a cached prefix again in a chunk.
+    """
+    found = wanted or (Overlap.MIXED if gpu_is_present() else Overlap.NONE)
+    while reason := _against(found, model_path, engine_args):
+        instead = INSTEAD[found]
+        if wanted is not None:
+            log.warning("overlap %r is not possible here, %r is used: %s", found.value, instead.value, reason)
+        found = instead
+    return found
+
+
+def _against(overlap: Overlap, model_path: str, given: Mapping[str, Any]) -> str | None:
+    if overlap is Overlap.NONE:
+        return None
+    if given.get("speculative_algorithm"):
+        return "the engine's arguments ask for speculative decoding"
+    chunk = given.get("chunked_prefill_size")
+    if overlap is Overlap.MIXED:
+        return "the engine's arguments turn chunked prefill off" if chunk is not None and chunk <= 0 else None
+    if not gpu_is_present():
+        return "there is no GPU"
+    if chunk is not None and chunk > 0:
+        return "the engine's arguments ask for chunked prefill"
+    if int(given.get("pp_size", 1)) > 1:
+        return "the engine's arguments ask for pipeline parallelism"
+    if given.get("disaggregation_mode", "null") != "null":
+        return "the engine's arguments ask for disaggregation"
+    return _against_green_contexts() or _against_split_prefill(model_path, given)
+
+
+def _against_green_contexts() -> str | None:
+    major, minor = torch.cuda.get_device_capability()
+    if major not in GREEN_CONTEXTS:
+        return f"SGLang does not know how to split the SMs of compute capability {major}.{minor}"
+    try:
+        from sgl_kernel import spatial  # noqa: F401 # pyright: ignore[reportUnusedImport]
+    except (ImportError, OSError) as error:
+        return f"sglang-kernel cannot split SMs: {error}"
+    return None
+
+
+def _against_split_prefill(model_path: str, given: Mapping[str, Any]) -> str | None:
+    from sglang.srt.configs.model_config import ModelConfig
+    from sglang.srt.models.registry import ModelRegistry
+
+    override = given.get("json_model_override_args", "{}")
+    config = ModelConfig(
+        model_path,
+        trust_remote_code=bool(given.get("trust_remote_code", False)),
+        revision=given.get("revision"),
+        model_override_args=override,
+    )
+    model, name = ModelRegistry.resolve_model_cls(config.hf_config.architectures or [])
+    return None if hasattr(model, "forward_split_prefill") else f"{name} cannot be prefilled layer by layer"

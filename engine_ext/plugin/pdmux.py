@@ -1,0 +1,52 @@
+"""PD-multiplexing under the dual scan: prefill on some of a GPU's SMs beside decodes on the others.
+
+The split follows the scan's plan instead of SGLang's thresholds of the decode batch. Read in SGLang 0.5.17, and not yet
+run on a GPU.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from sglang.srt.multiplex.pdmux_context import set_current_stream_idx
+from sglang.srt.plugins.hook_registry import HookType
+
+from engine_ext.plugin.admission import admission_of
+
+SATURATES = 0.4  # part of the SMs that reads memory as fast as all of them; ASSUMED
+
+
+def best_split(splits: Sequence[tuple[int, int]], compute_s: float, memory_s: float) -> int:
+    """Which of these (SMs for prefill, SMs for decodes) ends work of so many seconds on the whole GPU soonest."""
+
+    def seconds(split: tuple[int, int]) -> float:
+        prefill, decode = split
+        total = prefill + decode
+        return max(compute_s * total / prefill, memory_s * max(1.0, SATURATES * total / decode))
+
+    return min(range(len(splits)), key=lambda k: seconds(splits[k]))
+
+
+def adjust_stream_groups(original: Callable[..., Any], scheduler: Any, running_batch: Any) -> Any:
+    """Both streams are idle when SGLang asks, and it asks when a prefill begins and when one has ended."""
+    compute_s, memory_s = admission_of(scheduler).scan.remaining_s
+    if running_batch.is_empty() or not scheduler.split_prefill_batch or compute_s + memory_s <= 0:
+        return original(scheduler, running_batch)
+    # The first group and the last are the whole GPU for one of the two.
+    group = 1 + best_split(scheduler.sm_counts[1:-1], compute_s, memory_s)
+    set_current_stream_idx(group)
+    scheduler.tp_worker.model_runner.update_decode_attn_backend(group)
+    return group, scheduler.stream_groups[group]
+
+
+def run_batch(original: Callable[..., Any], scheduler: Any, batch: Any, *args: Any, **kwargs: Any) -> Any:
+    """The scan is asked between two prefills, so decode steps are counted as they come."""
+    if batch.forward_mode.is_decode():
+        admission_of(scheduler).decoded += 1
+    return original(scheduler, batch, *args, **kwargs)
+
+
+_SCHEDULER = "sglang.srt.managers.scheduler.Scheduler"
+HOOKS = [
+    (f"{_SCHEDULER}.adjust_stream_groups", adjust_stream_groups, HookType.AROUND),
+    (f"{_SCHEDULER}.run_batch", run_batch, HookType.AROUND),
+]

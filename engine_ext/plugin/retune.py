@@ -1,0 +1,73 @@
+"""Between two runs of one engine: another policy, chunk size and share of memory reserved, and fresh books.
+
+Only an engine that was started with `Options.retunes` takes it, as benchmarks do: side by side on the same engine.
+SGLang's set_internal_state carries it, which takes numbers only.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from sglang.srt.environ import envs
+from sglang.srt.managers.io_struct import SetInternalStateReqOutput
+from sglang.srt.plugins.hook_registry import HookType
+
+from engine_ext.plan.engine_model import Clock
+from engine_ext.plugin import emulated
+from engine_ext.plugin.options import Emulation, handed_over
+
+POLICIES = ("fcfs", "lpm", "dfs-weight")
+MOST_TOKENS = 8192  # of a step
+_MARK = "batchweave_"
+
+
+@dataclass(frozen=True, slots=True)
+class Tuning:
+    """How a run is scheduled. `policy`: one of POLICIES, or None for the dual scan.
+
+    `chunk` and `ratio` (new token ratio at the start) are SGLang's; the scan takes the first as its largest step.
+    `mixed`: decodes ride in prefill chunks. `clock`: of an emulated device, which says itself what rides.
+    """
+
+    policy: str | None = None
+    chunk: int = MOST_TOKENS
+    ratio: float = 0.7
+    mixed: bool = True
+    clock: Clock = Clock.MIXED
+
+    def numbers(self) -> dict[str, float]:
+        values = {
+            "policy": POLICIES.index(self.policy or "fcfs"),
+            "chunk": self.chunk,
+            "ratio": self.ratio,
+            "mixed": int(self.mixed),
+            "clock": int(self.clock),
+        }
+        return {_MARK + name: value for name, value in values.items()}
+
+
+def retune(original: Callable[..., Any], scheduler: Any, recv_req: Any) -> Any:
+    given = {name.removeprefix(_MARK): value for name, value in recv_req.server_args.items() if name.startswith(_MARK)}
+    if not given:
+        return original(scheduler, recv_req)
+    options = handed_over()
+    assert options is not None
+    scheduler.is_mixed_chunk = bool(given["mixed"])
+    if options.emulated:
+        clock = Clock(int(given["clock"]))
+        emulated.set_device(options.cost, clock, options.emulated is Emulation.REAL)
+        scheduler.is_mixed_chunk = clock is not Clock.SEQUENTIAL
+    if not scheduler.enable_pdmux:  # which computes whole prompts
+        scheduler.chunked_prefill_size = int(given["chunk"])
+    tracker, ratio = scheduler.new_token_ratio_tracker, float(given["ratio"])
+    # As SGLang derives them from the first one.
+    tracker.init, tracker.min = ratio, ratio * envs.SGLANG_MIN_NEW_TOKEN_RATIO_FACTOR.get()
+    tracker.decay = (tracker.init - tracker.min) / envs.SGLANG_NEW_TOKEN_RATIO_DECAY_STEPS.get()
+    tracker.reset()
+    policy = scheduler.policy
+    policy.policy = policy._validate_and_adjust_policy(POLICIES[int(given["policy"])], scheduler.tree_cache)
+    scheduler.batchweave_admission = scheduler.batchweave_steps = None
+    return SetInternalStateReqOutput(updated=True)
+
+
+HOOKS = [("sglang.srt.managers.scheduler.Scheduler.set_internal_state", retune, HookType.AROUND)]
