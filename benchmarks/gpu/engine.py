@@ -27,6 +27,8 @@ from service.calibration import calibrated
 from service.model_costs import read_hardware, read_shape
 from service.settings import load_settings
 
+CPU_TOKENS = 1 << 15
+
 
 def arguments(given: Namespace) -> dict[str, Any]:
     """SGLang's, beside those of the overlap."""
@@ -41,7 +43,7 @@ def arguments(given: Namespace) -> dict[str, Any]:
     if gpu_is_present():
         found |= {"attention_backend": given.attention}
     else:
-        found |= {**CPU_DEFAULTS, "max_total_tokens": CONTEXT}
+        found |= {**CPU_DEFAULTS, "max_total_tokens": CPU_TOKENS, "context_length": CPU_TOKENS}
     return found | given.engine_args
 
 

@@ -54,7 +54,8 @@ def table(rows: list[dict[str, Any]]) -> str:
         gain = "" if theirs is None else f"{theirs / row['seconds']:.2f}"
         lines.append(
             f"| {row['mix']} | {row['attention']} | {row['policy']} | {row['seconds']:.1f} "
-            f"| {row['tokens_per_s']:,.0f} | {row['share_of_practical']:.3f} | {row['sharing']:.3f} | {row['retractions']} | {gain} |"
+            f"| {row['tokens_per_s']:,.0f} | {row['share_of_practical']:.3f} | {row['sharing']:.3f} "
+            f"| {row['retractions']} | {gain} |"
         )
     return "\n".join(lines)
 

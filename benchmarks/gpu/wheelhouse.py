@@ -64,7 +64,7 @@ mkdir -p "$site"
 cat wheelhouse.tar.xz.* | python3 -c 'import sys, tarfile
 with tarfile.open(fileobj=sys.stdin.buffer, mode="r|xz") as archive:
     archive.extractall(sys.argv[1], filter="data")' "$site"
-PYTHONPATH=$site python3 -c "import sglang.version; print('SGLang', sglang.version.__version__)"
+PYTHONPATH=$site python3 -c "import importlib.metadata as m; print('SGLang', m.version('sglang'), 'in', '$site')"
 """
 
 

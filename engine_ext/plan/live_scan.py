@@ -39,6 +39,7 @@ class _Member:
     place: int = -1
     runs: bool = False
     prefilled: bool = False
+    stored: bool = False
     ready: int = 0  # tokens of its prompt that were in the cache when it was let in, as far as is known
     before: "_Member | None" = None  # whom its end gave before it
 
@@ -78,7 +79,7 @@ class LiveScan:
     _needed: int = 0
     _decisions: int = 0
     _stale: bool = False
-    _computing: list[_Member] = field(default_factory=list[_Member])  # let in, their prompts not yet computed
+    _computing: list[_Member] = field(default_factory=list[_Member])  # let in, their prompts not yet in the cache
     _latest: "list[_Member | None]" = field(default_factory=lambda: [None, None])  # whom each end has given last
 
     def __len__(self) -> int:
@@ -109,10 +110,15 @@ class LiveScan:
         found = self._scan.decide(used_kv, decoding_kv, decoding, pending, decoded, slots)
         return Step(found.budget, self._without_twins(found.admitted.tolist()))
 
-    def prefilled(self, key: int) -> None:
+    def prefilled(self, key: int, stored: bool = True) -> None:
+        """Its prompt is computed; `stored`: and in the cache, for others to use."""
         member = self._members[key]
-        member.prefilled, member.before = True, None
+        member.prefilled, member.stored, member.before = True, stored, None
         self._of(member).prefilled(member.place)
+
+    def stored(self, key: int) -> None:
+        """The prompt of a prefilled one is in the cache."""
+        self._members[key].stored = True
 
     def finished(self, key: int, tokens: int) -> None:
         member = self._members.pop(key)
@@ -129,7 +135,7 @@ class LiveScan:
 
     def retracted(self, key: int, tokens: int) -> None:
         member = self._members[key]
-        member.tokens, member.runs, member.prefilled = tokens, False, False
+        member.tokens, member.runs, member.prefilled, member.stored = tokens, False, False, False
         self._of(member).retracted(member.place, tokens)
 
     def held(self, key: int) -> None:
@@ -185,13 +191,13 @@ class LiveScan:
         assert scan is not None
         kept: list[int] = []
         held: list[int] = []
-        self._computing = [each for each in self._computing if each.runs and not each.prefilled]
+        self._computing = [each for each in self._computing if each.runs and not each.stored]
         from_before = list(self._computing)
         for place in places:
             side, member = int(scan.state.requests[place, SIDE]), self._member(place)
             latest = self._latest[side]
             member.ready = shared_tokens(latest.prompt, member.prompt) if latest else 0
-            if latest is not None and latest.runs and not latest.prefilled and member.ready > latest.ready + PAGE:
+            if latest is not None and latest.runs and not latest.stored and member.ready > latest.ready + PAGE:
                 shared, member.ready = member.ready, self.cached(self._keys[place])
                 if shared > member.ready + PAGE:
                     held.append(place)

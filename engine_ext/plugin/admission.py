@@ -49,6 +49,7 @@ class Admission:
     waiting: dict[str, Any] = field(default_factory=dict[str, Any])  # by rid
     running: dict[Any, int] = field(default_factory=dict[Any, int])  # SGLang's requests and their keys
     prefilling: dict[Any, int] = field(default_factory=dict[Any, int])  # those of `running` that are not decoding yet
+    storing: dict[Any, int] = field(default_factory=dict[Any, int])  # prompts computed, and output tokens before that
     keys: dict[str, int] = field(default_factory=dict[str, int])
     by_key: dict[int, Any] = field(default_factory=dict[int, Any])
     kinds: dict[str, int] = field(default_factory=dict[str, int])
@@ -76,6 +77,7 @@ class Admission:
         if req in self.running:
             key = self.running.pop(req)
             self.prefilling.pop(req, None)
+            self.storing.pop(req, None)
             self.retractions += 1
             self.retracted_tokens += len(req.origin_input_ids) + len(req.output_ids)
             self.scan.retracted(key, len(req.output_ids))
@@ -128,6 +130,7 @@ class Admission:
                 continue
             key, tokens = self.running.pop(req), len(req.output_ids)
             self._forget(req)
+            self.storing.pop(req, None)
             if self.prefilling.pop(req, None) is None and not isinstance(req.finished_reason, FINISH_ABORT):
                 self.scan.finished(key, tokens)
             else:
@@ -150,13 +153,24 @@ class Admission:
     def prefilled(self, continued: Any) -> None:
         """A batch of prompts runs: all that were let in are in it to their end, but the one that has more chunks."""
         for req in [each for each in self.prefilling if each is not continued]:
-            self.scan.prefilled(self.prefilling.pop(req))
+            self.scan.prefilled(self.prefilling.pop(req), stored=False)
+            self.storing[req] = len(req.output_ids)
+
+    def notice_stored(self) -> None:
+        """SGLang puts a prompt into its cache with the first token of the answer: later than the next step begins.
+
+        Its overlap schedule launches a step before it looks at what came of the one before.
+        """
+        for req in [each for each, tokens in self.storing.items() if len(each.output_ids) > tokens]:
+            del self.storing[req]
+            self.scan.stored(self.running[req])
 
     def note(self, batch: Any, continued: Any) -> None:
         """Keep whose prefill begins with this batch, of ours or not; `continued` is in it with another chunk."""
         if batch is None:
             return
-        for req, cached in zip(batch.reqs, batch.prefix_lens, strict=True):
+        prompts = len(batch.reqs) - len(batch.decoding_reqs or ())  # decodes that ride in it come last
+        for req, cached in zip(batch.reqs[:prompts], batch.prefix_lens, strict=False):
             if req is continued or req.output_ids:
                 continue
             self.recent_ids.append(req.rid)
@@ -219,6 +233,7 @@ def admit(original: Callable[..., Any], scheduler: Any, *args: Any, **kwargs: An
     """Show SGLang whom the scan lets in, in its order, and as many tokens as it allows."""
     ours, running = admission_of(scheduler), kwargs["running_batch"]
     changed = ours.notice_ends(running.reqs, scheduler.chunked_req)
+    ours.notice_stored()
     is_beside = ours.overlap is Overlap.PDMUX  # decodes go on during a prefill, and SGLang asks between two of them
     if is_beside:
         ours.prefilled(None)

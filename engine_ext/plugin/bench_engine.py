@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import os
 import time
 from collections.abc import AsyncIterator, Sequence
 from typing import Any
@@ -15,6 +16,7 @@ from engine_ext.plugin import admission, overlap
 from engine_ext.plugin.calibration_load import measure_steps
 from engine_ext.plugin.host import CPU_DEFAULTS
 from engine_ext.plugin.options import Emulation, Options, Overlap
+from engine_ext.plugin.platform_entry import gpu_is_present
 from engine_ext.plugin.retune import MOST_TOKENS, Tuning
 
 CONTEXT = 1 << 18  # tokens
@@ -26,6 +28,8 @@ class BenchEngine:
 
     def __init__(self, model_path: str, options: Options, arguments: dict[str, Any]) -> None:
         options.hand_over()
+        if not gpu_is_present():
+            os.environ.setdefault("OMP_NUM_THREADS", "1")
         self._options = options
         self._engine = Engine(
             model_path=model_path,
@@ -76,7 +80,7 @@ class BenchEngine:
         return state["batchweave"]
 
     async def run(self, tuning: Tuning, prompts: Sequence[list[int]], outputs: Sequence[int]) -> dict[str, Any]:
-        """Run them all, given in this order; the books of the run, and its `wall_s`.
+        """Run them all, given in this order; the books of the run, its `wall_s`, and the token ids of `answers`.
 
         Nobody is told the lengths of outputs beforehand, but SGLang's policies by max_tokens. Everything is there
         before the first step, except with PD-multiplexing, whose loop does not pause.
@@ -89,15 +93,14 @@ class BenchEngine:
             await self._manager._async_dispatch_to_scheduler(PauseGenerationReqInput(mode="in_place"))
         ours = {"custom_params": {admission.KIND: "run", admission.UNTOLD: True}} if tuning.policy is None else {}
 
-        async def one(number: int) -> dict[str, Any]:
+        async def one(number: int) -> Any:
             sampling = {"max_new_tokens": outputs[number], "ignore_eos": True, "temperature": 0, **ours}
-            answer: Any = await self._engine.async_generate(
+            return await self._engine.async_generate(
                 input_ids=prompts[number], sampling_params=sampling, rid=f"bench-{number}"
             )
-            return answer["meta_info"]
 
         started = time.perf_counter()
-        tasks: list[asyncio.Task[dict[str, Any]]] = []
+        tasks: list[asyncio.Task[Any]] = []
         for number in range(len(prompts)):
             tasks.append(asyncio.create_task(one(number)))
             if number % 64 == 0:
@@ -106,10 +109,13 @@ class BenchEngine:
             await asyncio.sleep(1 + len(prompts) / 2000)  # they cross over to the scheduler
             started = time.perf_counter()
             await self._manager._async_dispatch_to_scheduler(ContinueGenerationReqInput())
-        metas = await asyncio.gather(*tasks)
+        answers = await asyncio.gather(*tasks)
         wall_s = time.perf_counter() - started
+        metas = [answer["meta_info"] for answer in answers]
         return await self.state() | {
             "wall_s": wall_s,
+            "answers": [answer["output_ids"] for answer in answers],
+            "cached": [meta["cached_tokens"] for meta in metas],
             "cached_tokens": sum(meta["cached_tokens"] for meta in metas),
             "retractions": sum(meta.get("num_retractions", 0) for meta in metas),
         }

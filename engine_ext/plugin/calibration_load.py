@@ -46,7 +46,7 @@ def measure_steps(engine: Any) -> AsyncIterator[str]:
 
 
 async def time_blend(engine: Any, cost: CostModel, seconds: float, kind: str) -> float:
-    """How long an SGLang Engine takes for `blend`; `kind`: the custom parameter that makes requests those of a batch."""
+    """How long an SGLang Engine takes for `blend`; `kind`: the custom parameter that makes requests a batch's."""
     limits, generator = await _limits(engine), np.random.default_rng(0)
     requests = [(generator.integers(0, limits.vocabulary, a).tolist(), b) for a, b in blend(cost, limits, seconds)]
 

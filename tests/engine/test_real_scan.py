@@ -1,0 +1,169 @@
+"""The dual scan in real SGLang with a small KV cache, seen through SGLang: whom it lets in, what it finds cached.
+
+Every workload has fixed lengths, and SGLang's own fcfs answers it first: token by token the same.
+"""
+
+import asyncio
+import json
+from collections.abc import Generator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from service.demo.model import ensure_demo_model
+from service.demo.prompts import corpus
+from service.model_costs import planning_costs
+
+CAPACITY = 6_000
+CHUNK = 512
+Requests = list[tuple[list[int], int]]
+
+
+class Real:
+    """One engine for all tests, and what its steps did."""
+
+    def __init__(self, model: Path, steps: Path) -> None:
+        from engine_ext.plugin.bench_engine import BenchEngine
+        from engine_ext.plugin.host import CPU_DEFAULTS
+        from engine_ext.plugin.options import Overlap
+
+        small = {"max_total_tokens": CAPACITY, "chunked_prefill_size": CHUNK, "max_running_requests": 32}
+        costs = planning_costs(str(model), "h200", 1)
+        self.steps = steps
+        self._of_sglang: dict[Any, dict[str, Any]] = {}
+        self.loop = asyncio.new_event_loop()
+        asyncio.set_event_loop(self.loop)
+        self.engine = BenchEngine.real(str(model), costs, Overlap.MIXED, {**CPU_DEFAULTS, **small}, str(steps))
+
+    def run(self, policy: str | None, requests: Requests, mixed: bool) -> dict[str, Any]:
+        from engine_ext.plugin.retune import Tuning
+
+        async def main() -> dict[str, Any]:
+            self.steps.unlink(missing_ok=True)
+            async with asyncio.timeout(200):
+                tuning = Tuning(policy, CHUNK, mixed=mixed)
+                watching = asyncio.create_task(self._watch(seen))
+                try:
+                    prompts, outputs = [ids for ids, _ in requests], [tokens for _, tokens in requests]
+                    return await self.engine.run(tuning, prompts, outputs)
+                finally:
+                    watching.cancel()
+
+        seen: list[dict[str, Any]] = []
+        found = self.loop.run_until_complete(main())
+        steps = [json.loads(line) for line in self.steps.read_text().splitlines()]
+        return found | {"seen": seen, "steps": steps, "order": [int(rid.split("-")[1]) for rid in found["recent_ids"]]}
+
+    def of_sglang(self, workload: Any) -> dict[str, Any]:
+        if workload not in self._of_sglang:
+            self._of_sglang[workload] = self.run("fcfs", workload(), mixed=False)
+        return self._of_sglang[workload]
+
+    async def _watch(self, seen: list[dict[str, Any]]) -> None:
+        while True:
+            await asyncio.sleep(0.05)
+            seen.append(await self.engine.state())
+
+
+@pytest.fixture(scope="module")
+def real(tmp_path_factory: pytest.TempPathFactory) -> Generator[Real, None, None]:
+    folder = tmp_path_factory.mktemp("real")
+    found = Real(ensure_demo_model(folder / "demo", corpus()), folder / "steps.jsonl")
+    yield found
+    found.engine.close()
+    found.loop.close()
+
+
+def shuffled(requests: Requests) -> Requests:
+    return [requests[k] for k in np.random.default_rng(5).permutation(len(requests)).tolist()]
+
+
+def tokens_of(seed: int) -> Any:
+    generator = np.random.default_rng(seed)
+    return lambda count: generator.integers(10, 900, count).tolist()
+
+
+def both_ends() -> Requests:
+    """Prompts with short answers, and short prompts with long ones."""
+    tokens = tokens_of(1)
+    return shuffled([(tokens(300), 4) for _ in range(60)] + [(tokens(20), 120) for _ in range(40)])
+
+
+def documents() -> Requests:
+    """Five questions to each of twelve documents, of which the cache holds eight, beside long answers."""
+    tokens = tokens_of(2)
+    found = [(document + tokens(20), 6) for document in [tokens(600) for _ in range(12)] for _ in range(5)]
+    return shuffled(found + [(tokens(20), 100) for _ in range(20)])
+
+
+def growing() -> Requests:
+    """Of those that look alike, a third answer twenty times as long: no sample foretells it."""
+    tokens = tokens_of(3)
+    prefix = tokens(64)
+    return [(prefix + tokens(30), 15 if k < 40 else 300) for k in range(60)]
+
+
+def giant() -> Requests:
+    """A prompt that needs nearly the whole cache, among requests whose prefix is worth keeping."""
+    tokens = tokens_of(4)
+    prefix = tokens(500)
+    found = [(prefix + tokens(20), 20) for _ in range(30)]
+    return [*found[:15], (tokens(CAPACITY - 200), 8), *found[15:]]
+
+
+@pytest.mark.parametrize("mixed", [True, False])
+@pytest.mark.parametrize("workload", [both_ends, documents, growing, giant])
+def test_answers_are_those_of_sglang_alone(real: Real, workload: Any, mixed: bool) -> None:
+    requests = workload()
+    theirs, ours = real.of_sglang(workload), real.run(None, requests, mixed)
+    assert ours["answers"] == theirs["answers"]
+    assert [len(answer) for answer in ours["answers"]] == [tokens for _, tokens in requests]
+    assert ours["overlap"] == ("mixed" if mixed else "none")
+    assert ours["admitted"] == len(requests) + ours["retractions"]
+    assert ours["admitted_cached_tokens"] == ours["cached_tokens"]
+    assert (ours["waiting"], ours["running"], ours["kv_kept"]) == (0, 0, 0)
+    budgets = [step["prefill_tokens"] + step["decoding"] for step in ours["steps"] if step["prefill_tokens"]]
+    assert max(budgets) <= CHUNK
+    assert any(step["prefill_tokens"] and step["decoding"] for step in ours["steps"]) == mixed
+    _SEEN[workload, mixed] = ours
+
+
+_SEEN: dict[Any, dict[str, Any]] = {}
+
+
+@pytest.mark.parametrize("mixed", [True, False])
+def test_both_ends_run_at_once(real: Real, mixed: bool) -> None:
+    theirs, ours = real.of_sglang(both_ends), _SEEN[both_ends, mixed]
+    is_long = [tokens > 100 for _, tokens in both_ends()]
+
+    def early(order: list[int]) -> float:
+        """Of the long answers, those that are among the first half to be let in."""
+        return sum(is_long[number] for number in order[: len(order) // 2]) / sum(is_long)
+
+    assert sorted(ours["order"]) == list(range(len(is_long)))
+    assert any(state["kv_of_left"] > 0 and state["kv_of_right"] > 0 for state in ours["seen"])
+    assert ours["plans"] >= 2  # answers that ended told more than the first plan knew
+    if mixed:  # decodes last as long as there are prompts to go beside them
+        prefills = [step for step in ours["steps"] if step["prefill_tokens"]]
+        assert sum(step["decoding"] > 0 for step in prefills) >= 0.9 * len(prefills)
+        assert ours["engine_steps"] < 0.9 * theirs["engine_steps"]
+    else:  # a prefill stops decoding, so many must decode together, and begin first
+        assert early(ours["order"]) >= 0.9 > 0.6 >= early(theirs["order"])
+
+
+@pytest.mark.parametrize("mixed", [True, False])
+def test_a_document_is_computed_once_though_the_cache_cannot_hold_all(real: Real, mixed: bool) -> None:
+    theirs, ours = real.of_sglang(documents), _SEEN[documents, mixed]
+    possible = 12 * 4 * 600
+    assert ours["cached_tokens"] >= 0.95 * possible > 1.5 * theirs["cached_tokens"]
+    assert ours["expected_cached_tokens"] >= 0.99 * possible
+    assert any(state["kv_kept"] >= 600 for state in ours["seen"])
+
+
+@pytest.mark.parametrize("mixed", [True, False])
+def test_whoever_grows_unforeseen_is_retracted_and_goes_on(real: Real, mixed: bool) -> None:
+    ours = _SEEN[growing, mixed]
+    assert 0 < ours["retractions"] <= 6
+    assert ours["retracted_tokens"] > 0
