@@ -6,7 +6,7 @@ RUN := $(VENV)/bin
 UV_VERSION := 0.13.8
 DATA ?= ../shared/data
 
-.PHONY: install install-dev demo test check format lock openapi emulated clean
+.PHONY: install install-dev demo test check format lock openapi emulated gpu clean
 
 install: $(VENV)/.installed
 install-dev: $(VENV)/.installed-dev
@@ -44,6 +44,10 @@ openapi: install
 # Real lengths and prompts: make emulated DATA=folder, which has lengths/, text/ and tokenizers/
 emulated: install-dev
 	$(RUN)/python -m benchmarks.emulated $(DATA)
+
+# On a machine with a GPU; docs/gpu.md says how on one without a network
+gpu: install-dev
+	$(RUN)/python -m benchmarks.gpu $(DATA)
 
 # No uv.lock: it would record the hosts of one person's package registry.
 lock: $(UV)

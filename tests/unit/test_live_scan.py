@@ -160,6 +160,19 @@ def test_a_prefix_that_is_being_computed_is_not_computed_beside() -> None:
     assert engine.steps < 400  # a step for each that waits, and no more
 
 
+def test_a_computed_prefix_is_waited_for_until_it_is_in_the_cache() -> None:
+    scan = LiveScan(COST, COSTS)
+    document, generator = np.arange(600, dtype=np.uint32), np.random.default_rng(0)
+    for key in range(4):
+        rest = generator.integers(1000, 9000, 10).astype(np.uint32)
+        scan.add(key, np.concatenate([document, rest]), 64, known=8)
+    [first] = scan.decide(0, 0, 0, 0, 0, 64).admitted
+    scan.prefilled(first, stored=False)
+    assert scan.decide(610, 610, 1, 0, 1, 64).admitted == []
+    scan.stored(first)
+    assert len(scan.decide(611, 611, 1, 0, 1, 64).admitted) == 3
+
+
 def test_what_was_learned_outlives_the_plan() -> None:
     engine = Engine(live(share=0.1))
     for key in range(100):

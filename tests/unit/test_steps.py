@@ -13,7 +13,7 @@ from engine_ext.plan.engine_model import Clock, EngineModel
 from engine_ext.plan.hardware import Machine, hardware
 from engine_ext.plan.model_shape import preset
 from engine_ext.plugin.step_load import StepLoad
-from engine_ext.plugin.steps import STRETCHES, StepBooks
+from engine_ext.plugin.steps import STRETCHES, Lane, StepBooks
 
 COST = CostModel(preset("llama-3-8b"), Machine(hardware("h200")))
 MODEL = EngineModel.of_steps(COST, Clock.MIXED).array
@@ -34,6 +34,19 @@ def test_a_step_that_was_launched_while_another_ran_takes_from_the_end_of_that()
     assert found["output_tokens"] == 8
     assert found["reads_s"] == pytest.approx(8004 * COST.read_s_per_token)
     assert found["predicted_step_s"] == pytest.approx(found["compute_s"] + found["reads_s"])
+
+
+def test_a_prefill_beside_decodes_takes_its_own_time() -> None:
+    books = StepBooks(MODEL)
+    books.begin(StepLoad(1000, 1e6, 0, 0), 10.0, Lane.PREFILLS)
+    for step in range(3):
+        books.begin(StepLoad(0, 0.0, 4, 4000), 10.0 + step)
+        books.end(10.5 + step)
+    assert (books.steps, books.report()["prompt_tokens"]) == (3, 0)
+    books.end(13.0, Lane.PREFILLS)
+    found = books.report()
+    assert found["prompt_tokens"] == 1000
+    assert found["step_s"] == pytest.approx(3 * 0.5 + 3.0)
 
 
 def test_an_end_without_a_beginning_is_nobody_s_step() -> None:
