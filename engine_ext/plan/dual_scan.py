@@ -24,7 +24,6 @@ from engine_ext.plan.scan_books import (
     prefilled,
     retracted,
     take_in,
-    waiting,
 )
 from engine_ext.plan.scan_state import (
     ALIGNMENT,
@@ -64,7 +63,7 @@ from engine_ext.plan.scan_state import (
     StepCosts,
     new_state,
 )
-from engine_ext.plan.sweep import HEADS, MOST_COMPUTE, NOTHING_S, sweep
+from engine_ext.plan.sweep import HEADS, MOST_COMPUTE, NOTHING_S, sweep, waiting
 from engine_ext.plan.tree import Column
 
 Floats = NDArray[np.float64]

@@ -13,9 +13,9 @@ from engine_ext.plan.lengths import UNKNOWN, estimate, group_caps, look_ahead, s
 from engine_ext.plan.order import KEEP_SHARING
 from engine_ext.plan.resources import Requests
 from engine_ext.plan.sample import SHARE, choose_sample
-from engine_ext.plan.scan_books import begin, resume, waiting
+from engine_ext.plan.scan_books import begin, resume
 from engine_ext.plan.scan_state import OWED, Backlog, State, StepCosts, new_state
-from engine_ext.plan.sweep import has_drifted
+from engine_ext.plan.sweep import has_drifted, waiting
 from engine_ext.plan.tree import Column, PrefixTree
 
 Bools = NDArray[np.bool_]

@@ -98,12 +98,6 @@ def retracted(state: State, request: int, tokens: int) -> None:
 
 
 @compiled
-def waiting(state: State) -> int:
-    """Requests in both queues."""
-    return state.counts[LEFT_LAST] - state.counts[LEFT_FIRST] + state.counts[RIGHT_LAST] - state.counts[RIGHT_FIRST]
-
-
-@compiled
 def begin(state: State) -> None:
     """Count what waits and work out every group's outlook: once, before the first step."""
     for side in range(2):

@@ -96,7 +96,7 @@ def end_sweep(state: State) -> None:
             memory += (prompt * rest + requests * squared / 2) * state.machine[READ_S]
     sums[COMPUTE_LEFT], sums[MEMORY_LEFT] = compute, memory
     sums[NEXT_COMPUTE], sums[NEXT_MEMORY] = 0.0, 0.0
-    sums[PROMPTS_LEFT], sums[AN_ANSWER] = prompts, outputs / max(1, _waiting(state))
+    sums[PROMPTS_LEFT], sums[AN_ANSWER] = prompts, outputs / max(1, waiting(state))
     sums[LEFT_WORK] = _left_work(state)
     sums[RIGHT_SHARE] = _right_share(state)
     if counts[SWEEPS] == FIRST_SWEEP:
@@ -145,7 +145,8 @@ def _look_at(state: State, request: int) -> None:
 
 
 @compiled
-def _waiting(state: State) -> int:
+def waiting(state: State) -> int:
+    """Requests in both queues."""
     counts = state.counts
     return counts[LEFT_LAST] - counts[LEFT_FIRST] + counts[RIGHT_LAST] - counts[RIGHT_FIRST]
 
