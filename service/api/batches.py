@@ -4,9 +4,11 @@ from typing import Annotated
 
 from fastapi import APIRouter, Query
 from sqlalchemy import select
+from sqlalchemy.exc import IntegrityError
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from service import ids
+from service.api.again import Again, TriedAgain, digest
 from service.api.context import Context, Here
 from service.api.pages import page_rows
 from service.api.shapes import BatchObject, CreateBatch, ObjectId, Page
@@ -23,13 +25,23 @@ router = APIRouter(prefix="/v1/batches", tags=["batches"])
 
 
 @router.post("")
-async def create_batch(body: CreateBatch, here: Here) -> BatchObject:
-    """Accept a batch for validation."""
+async def create_batch(body: CreateBatch, here: Here, again: TriedAgain) -> BatchObject:
+    """Accept a batch for validation; one that an earlier try of this request created is returned as it is."""
     if body.endpoint not in ENDPOINTS:
         message = f"endpoint {body.endpoint!r} is none of {', '.join(ENDPOINTS)}."
         raise BadRequest(message, code="invalid_endpoint", param="endpoint")
-    now = int(here.clock())
+    try:
+        return await _shape(here, await _create(body, here, again))
+    except IntegrityError:  # another try with the same key was faster
+        return await _shape(here, await _create(body, here, again))
+
+
+async def _create(body: CreateBatch, here: Context, again: Again) -> Batch:
+    now, asked = int(here.clock()), digest(body)
     async with here.database.write() as session:
+        before = await again.find(session, asked, now)
+        if before is not None:
+            return before
         wanted = select(File).where(File.id == body.input_file_id, File.deleted_at.is_(None))
         file = (await session.scalars(wanted)).one_or_none()
         if file is None:
@@ -46,11 +58,13 @@ async def create_batch(body: CreateBatch, here: Here) -> BatchObject:
             completion_window=body.completion_window,
             custom_metadata=body.metadata,
             output_expires_after_s=body.output_expires_after.seconds if body.output_expires_after else None,
+            idempotency_key=again.key,
+            asked=asked,
             created_at=now,
             expires_at=now + int(body.completion_window[:-1]) * _UNIT_S[body.completion_window[-1]],
         )
         session.add(batch)
-    return await _shape(here, batch)
+    return batch
 
 
 @router.get("")

@@ -48,7 +48,11 @@ class File(Base):
 
 class Batch(Base):
     __tablename__ = "batches"
-    __table_args__ = (Index("ix_batches_status", "status"),)
+    __table_args__ = (
+        Index("ix_batches_status", "status"),
+        Index("ix_batches_idempotency_key", "idempotency_key", unique=True),
+        Index("ix_batches_asked", "asked"),
+    )
 
     seq: Mapped[int] = mapped_column(RowId, primary_key=True)
     id: Mapped[str] = mapped_column(String(64), unique=True)
@@ -58,6 +62,8 @@ class Batch(Base):
     completion_window: Mapped[str] = mapped_column(String(16))
     custom_metadata: Mapped[dict[str, str] | None] = mapped_column("metadata", JSON)
     output_expires_after_s: Mapped[int | None] = mapped_column(BigInteger)
+    idempotency_key: Mapped[str | None] = mapped_column(String(255))
+    asked: Mapped[str | None] = mapped_column(String(64))  # digest of the body that created it
     model: Mapped[str | None] = mapped_column(String(512))
     index_id: Mapped[str | None] = mapped_column(String(64))  # of the validation that counted: where its index is
     errors: Mapped[list[dict[str, Any]] | None] = mapped_column(JSON)

@@ -3,6 +3,7 @@
 import threading
 import time
 from collections.abc import Generator
+from concurrent.futures import ThreadPoolExecutor
 from io import BytesIO
 from typing import Any
 
@@ -74,6 +75,37 @@ def test_file_has_every_field_and_comes_back_whole(client: openai.OpenAI, clock:
     assert deleted.model_dump() == {"id": made.id, "object": "file", "deleted": True}
     with pytest.raises(openai.NotFoundError):
         client.files.content(made.id)
+
+
+def test_a_create_that_is_tried_again_is_the_first_one(client: openai.OpenAI, clock: Clock) -> None:
+    file = upload(client)
+
+    def again(count: int, **changes: Any) -> str:
+        headers = {"x-stainless-retry-count": str(count)}
+        return create(client, **{"input_file_id": file, "extra_headers": headers, **changes}).id
+
+    first = again(0)
+    assert again(1) == again(2) == first
+    assert again(1, metadata={"other": "body"}) != first
+    second = again(0)  # wanted twice
+    assert second != first
+    assert again(1) == second
+    clock.now += 3600
+    assert again(1) != second
+
+
+def test_an_idempotency_key_makes_one_batch(client: openai.OpenAI, url: str) -> None:
+    file = upload(client)
+    headers = {"Idempotency-Key": "one"}
+    with ThreadPoolExecutor(8) as pool:
+        made = pool.map(lambda _: create(client, input_file_id=file, extra_headers=headers).id, range(16))
+    [one] = set(made)
+    assert create(client, input_file_id=file, extra_headers={"Idempotency-Key": "two"}).id != one
+    with pytest.raises(openai.BadRequestError) as refused:
+        create(client, input_file_id=file, metadata={"a": "b"}, extra_headers=headers)
+    assert refused.value.code == "idempotency_key_reused"
+    with pytest.raises(openai.BadRequestError):
+        create(client, input_file_id=file, extra_headers={"Idempotency-Key": "k" * 256})
 
 
 def test_batch_has_every_key(client: openai.OpenAI, url: str, clock: Clock) -> None:

@@ -1,0 +1,52 @@
+"""A create that is tried again is the first one: the answer to that was lost, not the batch.
+
+The client sends `Idempotency-Key` where its caller set one. Its own retries carry no key, only the number of the try in
+`x-stainless-retry-count`: an identical create shortly before is then taken for the one whose answer was lost.
+"""
+
+import hashlib
+from typing import Annotated
+
+import msgspec
+from fastapi import Depends, Header
+from pydantic import BaseModel
+from sqlalchemy import select
+from sqlalchemy.ext.asyncio import AsyncSession
+
+from service.db.tables import Batch
+from service.errors import BadRequest
+
+RETRIES_WITHIN_S = 1800  # the client waits ten minutes for an answer, and tries three times
+
+
+class Again:
+    """What a request says of being tried again."""
+
+    def __init__(
+        self,
+        idempotency_key: Annotated[str | None, Header(min_length=1, max_length=255, pattern=r"^[\x21-\x7e]+$")] = None,
+        x_stainless_retry_count: Annotated[str | None, Header(max_length=16)] = None,
+    ) -> None:
+        self.key = idempotency_key
+        self.is_retry = (x_stainless_retry_count or "0").isdecimal() and int(x_stainless_retry_count or "0") > 0
+
+    async def find(self, session: AsyncSession, asked: str, now: int) -> Batch | None:
+        """The batch that an earlier try made. Raises BadRequest where the key was used for another request."""
+        if self.key is not None:
+            found = (await session.scalars(select(Batch).where(Batch.idempotency_key == self.key))).one_or_none()
+            if found is not None and found.asked != asked:
+                message = f"Idempotency-Key {self.key!r} was used with another body; use a new key for a new batch."
+                raise BadRequest(message, code="idempotency_key_reused", param="Idempotency-Key")
+            return found
+        if not self.is_retry:
+            return None
+        recent = (Batch.asked == asked) & (Batch.created_at >= now - RETRIES_WITHIN_S)
+        return (await session.scalars(select(Batch).where(recent).order_by(Batch.seq.desc()).limit(1))).one_or_none()
+
+
+TriedAgain = Annotated[Again, Depends()]
+
+
+def digest(body: BaseModel) -> str:
+    """Equal for bodies that ask for the same."""
+    return hashlib.sha256(msgspec.json.encode(body.model_dump(), order="deterministic")).hexdigest()
