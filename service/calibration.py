@@ -2,6 +2,8 @@
 
 import asyncio
 import json
+import subprocess
+import sys
 from collections.abc import Callable
 from dataclasses import asdict
 from datetime import UTC, datetime
@@ -14,8 +16,8 @@ from service.model_costs import read_hardware, read_shape
 from service.settings import Settings
 from service.workloads.forecast import ASSUMED_INTERFERENCE, Calibration, as_measured, fit
 
-BLEND_S = 15.0  # of compute, and of reads
 TOO_LONG = 3
+TRIAL_S = 1800  # an engine's start and what it runs
 SGLANG_CLOCK = "mixed"  # GEMM and attention one after the other: so a step's time is the sum, whatever rides in it
 
 
@@ -42,42 +44,41 @@ def measure(engine: Any, steps: Path, say: Callable[[str], None]) -> None:
         raise CalibrationError(f"the engine wrote no steps to {steps}; see its log above")
 
 
-def compare(
-    start: Callable[[Settings], Any], settings: Settings, names: list[str], cost: CostModel, say: Callable[[str], None]
-) -> dict[str, float]:
+def compare(settings: Settings, calibration: Path, names: list[str], say: Callable[[str], None]) -> dict[str, float]:
     """Seconds of the same requests with each way to overlap prefill and decodes, an engine after the other.
 
-    One that takes TOO_LONG times the fastest is stopped, and counts as that long. Call it in the main thread.
+    What fails or takes TOO_LONG times the fastest is left out; each is written into the calibration's file as it comes.
     """
     seconds: dict[str, float] = {}
     for name in names:
         say(f"overlap {name}: starting the engine")
-        engine = start(settings.model_copy(update={"overlap": name}))
-        limit = TOO_LONG * min(seconds.values()) if seconds else None
-
-        async def timed(engine: Any = engine, limit: float | None = limit) -> float:
-            await engine.start()
-            try:
-                async with asyncio.timeout(limit and 2 * limit):  # some of it runs twice, to warm up
-                    return await engine.blended_load(cost, BLEND_S)
-            except TimeoutError:
-                assert limit is not None
-                return limit
-
+        command = [sys.executable, "-m", "service.overlap_trial", name, "--model", settings.model]
+        command += ["--gpu", str(calibration)]
+        if seconds:
+            command += ["--limit-s", str(TOO_LONG * min(seconds.values()))]
         try:
-            seconds[name] = asyncio.run(timed())
-        finally:
-            engine.close()
-        say(f"overlap {name}: {seconds[name]:.1f} s")
+            ended = subprocess.run(command, stdout=subprocess.PIPE, text=True, timeout=TRIAL_S, check=True)
+            found = json.loads(ended.stdout.splitlines()[-1])["seconds"]
+        except subprocess.TimeoutExpired:
+            say(f"overlap {name}: not over after {TRIAL_S} s, left out")
+            continue
+        except (subprocess.CalledProcessError, ValueError, KeyError, IndexError) as error:
+            say(f"overlap {name}: its engine failed, see above; left out ({error})")
+            continue
+        if found is None:
+            say(f"overlap {name}: more than {TOO_LONG} times the fastest, left out")
+            continue
+        seconds[name] = found
+        say(f"overlap {name}: {found:.1f} s")
+        keep_fastest(calibration, seconds)
     return seconds
 
 
-def keep_fastest(output: Path, seconds: dict[str, float]) -> str:
-    """Add the comparison to a calibration's file; the fastest."""
+def keep_fastest(calibration: Path, seconds: dict[str, float]) -> None:
+    """Write the comparison into a calibration's file, for workers that plan with it."""
     fastest = min(seconds, key=lambda name: seconds[name])
-    described = json.loads(output.read_text()) | {"overlap": {"fastest": fastest, "seconds": seconds}}
-    output.write_text(json.dumps(described, indent=2, allow_nan=False) + "\n")
-    return fastest
+    described = json.loads(calibration.read_text()) | {"overlap": {"fastest": fastest, "seconds": seconds}}
+    calibration.write_text(json.dumps(described, indent=2, allow_nan=False) + "\n")
 
 
 def describe(settings: Settings, steps: Path, calibration: Calibration, measured_on: str) -> dict[str, Any]:

@@ -17,6 +17,7 @@ from sqlalchemy.exc import SQLAlchemyError
 
 from service.db.migrate import upgrade
 from service.db.sessions import Database
+from service.model_costs import FALLBACK, CostsError, measured_overlap, planning_costs
 from service.queue.connection import open_redis
 from service.settings import Settings, SettingsError, load_settings
 from service.storage import Storage
@@ -128,7 +129,9 @@ def worker(model: ModelOption = None, model_name: NameOption = None) -> None:
     async def main(database: Database, storage: Storage, redis: Redis, stop: asyncio.Event) -> None:
         await engine.start()
         _stop_on_signals(stop)  # again, because SGLang takes SIGTERM for itself
-        await register_model(database, settings, source_counts=False)
+        await register_model(database, settings, engine.context_length)
+        if settings.emulated_device is not None:
+            structlog.get_logger().warning("the device is emulated: no answer is real", device=engine.device)
         structlog.get_logger().info("engine ready", model=settings.served_model, device=engine.device)
         in_flight = 4 * await engine.max_running_requests()
         await Worker(database, storage, redis, engine, settings, time.time, in_flight, metrics).run(stop)
@@ -157,35 +160,30 @@ def calibrate(
     - `BATCHWEAVE_GPU=h100.json batchweave up --model Qwen/Qwen2.5-7B-Instruct`
     - `batchweave calibrate --model Qwen/Qwen2.5-7B-Instruct --steps worker-steps.jsonl`
     """
-    from service.calibration import CalibrationError, calibrated, compare, keep_fastest, measure
-    from service.model_costs import CostsError, planning_costs, read_shape
+    from service.calibration import CalibrationError, calibrated, compare, measure
+    from service.model_costs import read_shape
     from service.worker import make_engine, possible_overlaps
     from service.workloads.workload import WorkloadError
 
     settings = _settings(model=model)
     _log_to(sys.stderr, logging.WARNING)
+    if settings.emulated_device is not None:
+        _fail("BATCHWEAVE_EMULATED_DEVICE is set: nothing can be measured on an emulated device; unset it")
     measured_on = "another machine"
     is_measured_here = steps is None
-    if output.is_dir() or not output.parent.is_dir():
-        _fail(f"{output}: no file can be written there; name one in a folder that exists")
-    if steps is not None and steps.resolve() == output.resolve():
-        _fail(f"{output}: is the file of the steps; name another one to write")
+    _check_calibration_files(output, steps)
     try:
         read_shape(settings.model_source)
         if steps is None:
             steps = output.with_suffix(".steps.jsonl")
             console.print("starting the engine")
-            engine = make_engine(settings.model_copy(update={"steps_file": steps}))
+            engine = make_engine(settings.model_copy(update={"steps_file": steps, "overlap": "none"}))
             measured_on = engine.machine
             try:
                 measure(engine, steps, console.print)
             finally:
                 engine.close()
         found = calibrated(settings, steps, output, measured_on)
-        if is_measured_here and len(names := possible_overlaps(settings)) > 1:
-            cost = planning_costs(settings.model_source, str(output), settings.replica)
-            seconds = compare(make_engine, settings.model_copy(update={"gpu": str(output)}), names, cost, console.print)
-            console.print(f"the fastest: {keep_fastest(output, seconds)}")
     except ModuleNotFoundError as error:
         _fail(f"The engine is not installed ({error.name} is missing): pip install 'batchweave[engine]'")
     except (CalibrationError, WorkloadError, CostsError, OSError, ValueError, RuntimeError) as error:
@@ -195,6 +193,19 @@ def calibrate(
             f"{name}: off by {misfit.mean:.1%} on average over {misfit.steps:,}, at most {misfit.largest:.0%}"
         )
     console.print(f"wrote {output}: {found.gemm_s:.3g} s a token, {found.read_s:.3g} s a KV token read")
+    if is_measured_here and len(names := possible_overlaps(settings)) > 1:
+        seconds = compare(settings, output, names, console.print)
+        if seconds:
+            console.print(f"the fastest overlap: {min(seconds, key=lambda name: seconds[name])}, noted in {output}")
+
+
+def _check_calibration_files(output: Path, steps: Path | None) -> None:
+    if output.suffix != ".json":
+        _fail(f"{output}: its name must end in .json, for BATCHWEAVE_GPU to know it as a calibration")
+    if output.is_dir() or not output.parent.is_dir():
+        _fail(f"{output}: no file can be written there; name one in a folder that exists")
+    if steps is not None and steps.resolve() == output.resolve():
+        _fail(f"{output}: is the file of the steps; name another one to write")
 
 
 @app.command()
@@ -259,9 +270,14 @@ def _stop_on_signals(stop: asyncio.Event) -> None:
 
 def _settings(**overrides: Any) -> Settings:
     try:
-        return load_settings(**overrides)
+        settings = load_settings(**overrides)
+        planning_costs(FALLBACK, settings.gpu, 1)
+        measured_overlap(settings.gpu)
     except SettingsError as error:
         _fail(str(error))
+    except CostsError as error:
+        _fail(f"BATCHWEAVE_GPU: {error}")
+    return settings
 
 
 def _fail(message: str) -> NoReturn:

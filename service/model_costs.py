@@ -33,12 +33,20 @@ def read_hardware(name: str) -> Hardware:
         raise CostsError(f"{where}{error}{hint}") from error
 
 
-def measured_overlap(gpu: str) -> str | None:
-    """The fastest way to overlap prefill and decodes, where `gpu` is a calibration that compared them."""
+def measured_overlap(gpu: str, source: str | None = None) -> str | None:
+    """The fastest way to overlap prefill and decodes, where `gpu` is a calibration that compared them.
+
+    With another model than `source` another may be, so that nothing is said.
+    """
     if not gpu.endswith(".json"):
         return None
-    compared = _json(Path(gpu)).get("overlap")
+    described = _json(Path(gpu))
+    compared, calibration = described.get("overlap"), described.get("calibration")
     if compared is None:
+        return None
+    measured_with = calibration.get("model") if isinstance(calibration, dict) else None
+    if source is not None and measured_with != source:
+        log.warning("the calibration compared overlaps with another model", measured_with=measured_with, model=source)
         return None
     fastest = compared.get("fastest") if isinstance(compared, dict) else None
     if fastest not in OVERLAPS:
@@ -74,7 +82,10 @@ def planning_costs(source: str, gpu: str, tp: int) -> CostModel:
     except CostsError as error:
         log.warning("model planned as another", model=source, planned_as=FALLBACK, reason=str(error))
         shape = model_shape.PRESETS[FALLBACK]
-    return CostModel(shape, Machine(read_hardware(gpu), tp=tp))
+    try:
+        return CostModel(shape, Machine(read_hardware(gpu), tp=tp))
+    except ValueError as error:
+        raise CostsError(f"{gpu}: {error}") from error
 
 
 def _json(path: Path) -> dict[str, Any]:

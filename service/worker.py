@@ -37,7 +37,7 @@ def make_engine(settings: Settings) -> Any:
         steps_file = str(settings.steps_file.resolve())
     emulated = Emulation.REAL if settings.emulated_device else None
     options = Options(cost, Scheduling(settings.scheduling), emulated=emulated, steps_file=steps_file)
-    wanted = settings.overlap or measured_overlap(settings.gpu)
+    wanted = settings.overlap or measured_overlap(settings.gpu, settings.model_source)
     return EngineHost(
         settings.model_source, settings.served_model, settings.engine_args, options, Overlap(wanted) if wanted else None
     )

@@ -16,7 +16,9 @@ from argparse import Namespace
 from pathlib import Path
 
 from benchmarks.gpu import options, pictures, workloads
+from benchmarks.gpu.shapes import model_folder
 from engine_ext.plugin.options import Overlap
+from engine_ext.plugin.overlap import against
 from engine_ext.plugin.platform_entry import gpu_is_present
 
 
@@ -42,6 +44,7 @@ def main() -> None:
     given = options.read(parser)
     if given.prepare:
         workloads.write(given.data, given.mixes, given.scale, given.prepare)
+        print(f"wrote {len(given.mixes)} workloads to {given.prepare}; there: python -m benchmarks.gpu {given.prepare}")
         return
     if not gpu_is_present() and given.model != "tiny":
         parser.error("there is no GPU here; --model tiny --scale 0.0005 looks whether everything runs")
@@ -56,8 +59,18 @@ def main() -> None:
             continue
         compiling.wait()
         for overlap in (Overlap.MIXED, Overlap.PDMUX):
-            if any(options.RUNS[policy].overlap is overlap for _, policy in options.missing(given, attention)):
+            if not any(options.RUNS[policy].overlap is overlap for _, policy in options.missing(given, attention)):
+                continue
+            reason = against(overlap, str(model_folder(given.model, given.output.parent)), given.engine_args)
+            if reason is not None:
+                print(f"skipped what needs {overlap.value}: {reason}", flush=True)
+            elif time.time() < given.until:
                 went_well &= run_engine(overlap, given, attention)
+        left = len(options.missing(given, attention))
+        print(
+            f"{attention}: {left} of {len(given.mixes) * len(given.policies)} runs have no row; again goes on",
+            flush=True,
+        )
     rows = pictures.read(given.output)
     print(pictures.table(rows), *pictures.draw(rows, given.output), sep="\n")
     sys.exit(0 if went_well else 1)

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.gpu import options, workloads
+from benchmarks.gpu import options, pictures, workloads
 from benchmarks.gpu.shapes import CONTEXT, model_folder
 from engine_ext.plan.cost import CostModel
 from engine_ext.plan.engine_model import Clock, EngineModel
@@ -23,10 +23,12 @@ from engine_ext.plugin.bench_engine import BenchEngine
 from engine_ext.plugin.host import CPU_DEFAULTS
 from engine_ext.plugin.options import Overlap
 from engine_ext.plugin.platform_entry import gpu_is_present
+from engine_ext.plugin.retune import Tuning
 from service.calibration import calibrated
 from service.model_costs import read_hardware, read_shape
 from service.settings import load_settings
 
+WARM_UP = 256  # requests, and tokens of their answers
 CPU_TOKENS = 1 << 15
 
 
@@ -41,7 +43,7 @@ def arguments(given: Namespace) -> dict[str, Any]:
         "random_seed": 0,
     }
     if gpu_is_present():
-        found |= {"attention_backend": given.attention}
+        found |= {"attention_backend": given.attention, "cuda_graph_max_bs_decode": 512}
     else:
         found |= {**CPU_DEFAULTS, "max_total_tokens": CPU_TOKENS, "context_length": CPU_TOKENS}
     return found | given.engine_args
@@ -52,8 +54,7 @@ def calibrate(given: Namespace, model: Path) -> None:
     output = options.calibration_path(given, given.attention)
     steps = output.with_suffix(".steps.jsonl")
     cost = CostModel(read_shape(str(model)), Machine(read_hardware(given.gpu)))
-    overlap = Overlap.MIXED if gpu_is_present() else Overlap.NONE
-    engine = BenchEngine.real(str(model), cost, overlap, arguments(given), str(steps))
+    engine = BenchEngine.real(str(model), cost, Overlap.NONE, arguments(given), str(steps))
 
     async def main() -> None:
         parts = 0
@@ -67,7 +68,9 @@ def calibrate(given: Namespace, model: Path) -> None:
 
     asyncio.get_event_loop().run_until_complete(main())
     engine.close()
-    found = calibrated(load_settings(model=str(model), gpu=given.gpu), steps, output, options.machine())
+    found = calibrated(
+        load_settings(model=str(model), gpu=given.gpu, engine_args=given.engine_args), steps, output, options.machine()
+    )
     for name, misfit in found.errors.items():
         print(f"calibration: {name} off by {misfit.mean:.1%} on average over {misfit.steps}", flush=True)
 
@@ -86,12 +89,20 @@ def compare(given: Namespace, model: Path, overlap: Overlap) -> None:
         return
     engine = BenchEngine.real(str(model), cost, overlap, arguments(given))
     loaded: dict[str, workloads.Workload] = {}
+    warm = set[Tuning]()
     for mix, policy in missing:
         if mix not in loaded:
             loaded = {mix: workloads.read(given.data, mix, given.scale, cost)}
         if time.time() > given.until:
             break
         workload, run = loaded[mix], options.RUNS[policy]
+        if run.tuning not in warm:  # compiling and loading is nobody's time
+            warm.add(run.tuning)
+            few = range(min(WARM_UP, len(workload.prompts)))
+            warm_up = engine.run(
+                run.tuning, [workload.prompts[k] for k in few], [min(workload.outputs[k], WARM_UP) for k in few]
+            )
+            asyncio.get_event_loop().run_until_complete(warm_up)
         order = workload.sorted_order if run.is_sorted else range(len(workload.prompts))
         found = asyncio.get_event_loop().run_until_complete(
             engine.run(run.tuning, [workload.prompts[k] for k in order], [workload.outputs[k] for k in order])
@@ -104,9 +115,7 @@ def compare(given: Namespace, model: Path, overlap: Overlap) -> None:
             {
                 "mix": mix,
                 "policy": policy,
-                "attention": given.attention,
-                "machine": options.machine(),
-                "model": given.model,
+                **options.identity(given, given.attention),
                 "date": datetime.now(UTC).isoformat(timespec="seconds"),
                 "requests": len(workload.prompts),
                 "seconds": found["wall_s"],
@@ -115,7 +124,10 @@ def compare(given: Namespace, model: Path, overlap: Overlap) -> None:
                 "share_of_practical": bound / found["wall_s"],
                 "sharing": found["cached_tokens"] / sum(map(len, workload.prompts)),
                 "retractions": found["retractions"],
-                **{name: found.get(name) for name in ("engine_steps", "step_s", "predicted_step_s", "plans")},
+                **{
+                    name: found.get(name)
+                    for name in ("kv_capacity", "engine_steps", "step_s", "predicted_step_s", "plans")
+                },
                 "deciding_ms": 1e3 * found.get("deciding_s", 0.0) / max(1, found.get("decisions", 1)),
                 "series": found["series"],
             },
@@ -125,8 +137,10 @@ def compare(given: Namespace, model: Path, overlap: Overlap) -> None:
 
 def add(path: Path, row: dict[str, Any]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("a") as file:
-        file.write(json.dumps(row) + "\n")
+    rows = [*pictures.read(path), row]
+    part = path.with_suffix(".part")
+    part.write_text("".join(json.dumps(each) + "\n" for each in rows))
+    part.replace(path)
     print(
         f"{row['mix']} {row['policy']} ({row['attention']}): {row['seconds']:.1f} s, "
         f"{row['tokens_per_s']:,.0f} tokens/s, "

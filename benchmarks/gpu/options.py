@@ -1,15 +1,18 @@
 """What the comparison runs, and its command line."""
 
 import argparse
+import hashlib
 import json
 import platform
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from benchmarks.emulated import MIXES, SCALE
 from benchmarks.gpu import pictures
 from benchmarks.gpu.shapes import SHAPES
+from benchmarks.mixes import MIXES as ALL_MIXES
 from engine_ext.plugin.options import Overlap
 from engine_ext.plugin.retune import Tuning
 
@@ -44,7 +47,7 @@ def parser(description: str | None) -> argparse.ArgumentParser:
     found.add_argument("--policies", default=",".join(RUNS))
     found.add_argument("--attention", default="triton", help="SGLang's attention backends, side by side: triton,fa3")
     found.add_argument("--scale", type=float, default=SCALE, help=f"share of the mixes' requests (default {SCALE})")
-    found.add_argument("--gpu", default="h200", help="its datasheet's peaks, before calibration (default h200)")
+    found.add_argument("--gpu", default="", help="its datasheet's peaks, before calibration (default: by its name)")
     found.add_argument("--model", default="llama-3-8b", choices=list(SHAPES))
     found.add_argument("--engine-args", type=json.loads, default={}, help="more server arguments for SGLang, as JSON")
     found.add_argument("--output", type=Path, default=Path("results/gpu.jsonl"), help="rows are added; done ones stay")
@@ -56,23 +59,44 @@ def parser(description: str | None) -> argparse.ArgumentParser:
 def read(given_to: argparse.ArgumentParser) -> argparse.Namespace:
     given = given_to.parse_args()
     given.until = given.until or time.time() + 60 * given.minutes
-    for name, known in (("mixes", None), ("policies", RUNS)):
+    if not given.scale > 0:
+        given_to.error("--scale must be above 0")
+    if not given.data.is_dir():
+        given_to.error(f"{given.data} is no folder; docs/gpu.md says what it has to hold")
+    if not isinstance(given.engine_args, dict):
+        given_to.error("--engine-args must be a JSON object")
+    given.gpu = given.gpu or ("h100" if "H100" in machine() else "h200")
+    for name, known in (("mixes", ALL_MIXES), ("policies", RUNS)):
         values = getattr(given, name).split(",")
         for value in values:
-            if known is not None and value not in known:
+            if value not in known:
                 given_to.error(f"--{name}: no {value!r}; there are {', '.join(known)}")
         setattr(given, name, values)
     return given
 
 
+def identity(given: argparse.Namespace, attention: str) -> dict[str, Any]:
+    """What rows must have in common to stand beside each other."""
+    return {
+        "machine": machine(),
+        "model": given.model,
+        "attention": attention,
+        "scale": given.scale,
+        "engine_args": given.engine_args,
+    }
+
+
 def missing(given: argparse.Namespace, attention: str) -> list[tuple[str, str]]:
     """(mix, policy) of the runs that have no row in the output yet."""
-    done = {(row["mix"], row["policy"], row["attention"]) for row in pictures.read(given.output)}
-    return [(mix, policy) for mix in given.mixes for policy in given.policies if (mix, policy, attention) not in done]
+    same = identity(given, attention).items()
+    done = {(row["mix"], row["policy"]) for row in pictures.read(given.output) if same <= row.items()}
+    return [(mix, policy) for mix in given.mixes for policy in given.policies if (mix, policy) not in done]
 
 
 def calibration_path(given: argparse.Namespace, attention: str) -> Path:
-    return given.output.with_name(f"{given.output.stem}-{attention}.calibration.json")
+    same = identity(given, attention) | {"scale": None}
+    digest = hashlib.sha256(json.dumps(same, sort_keys=True).encode()).hexdigest()[:8]
+    return given.output.with_name(f"{given.output.stem}-{given.model}-{attention}-{digest}.calibration.json")
 
 
 def machine() -> str:

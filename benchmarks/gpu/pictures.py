@@ -1,6 +1,7 @@
 """Seconds of compute and of KV reads over time, by workload and policy (BlendServe's Figure 10), and the table."""
 
 import json
+import re
 from collections import defaultdict
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ def draw(rows: list[dict[str, Any]], beside: Path) -> list[Path]:
     """A picture for each workload and attention backend; by the calibrated cost model, at the times measured."""
     found: dict[str, list[dict[str, Any]]] = defaultdict(list)
     for row in rows:
-        found[f"{row['mix']}-{row['attention']}"].append(row)
+        found[name_of(row)].append(row)
     paths: list[Path] = []
     for name, runs in found.items():
         figure = Figure(figsize=(9, 1.2 + 1.6 * len(runs)), layout="constrained")
@@ -38,22 +39,28 @@ def draw(rows: list[dict[str, Any]], beside: Path) -> list[Path]:
     return paths
 
 
+def name_of(row: dict[str, Any]) -> str:
+    """Rows of one name may stand beside each other."""
+    more = json.dumps(row["engine_args"]) if row["engine_args"] else ""
+    words = [row["mix"], f"x{row['scale']:g}", row["model"], row["attention"], row["machine"], more]
+    return re.sub(r"[^A-Za-z0-9.]+", "-", " ".join(words)).strip("-")
+
+
 def table(rows: list[dict[str, Any]]) -> str:
     """Markdown; the last column is against the fastest of SGLang's own for the workload."""
-    best: dict[tuple[str, str], float] = {}
+    best: dict[str, float] = {}
     for row in rows:
         if not row["policy"].startswith("batchweave"):
-            key = (row["mix"], row["attention"])
-            best[key] = min(best.get(key, row["seconds"]), row["seconds"])
+            best[name_of(row)] = min(best.get(name_of(row), row["seconds"]), row["seconds"])
     lines = [
-        "| mix | attention | policy | seconds | tokens/s | of the bound | sharing | retracted | over SGLang's best |",
-        "|---|---|---|---|---|---|---|---|---|",
+        "| workload | policy | seconds | tokens/s | of the bound | sharing | retracted | over SGLang's best |",
+        "|---|---|---|---|---|---|---|---|",
     ]
-    for row in sorted(rows, key=lambda row: (row["mix"], row["attention"], row["seconds"])):
-        theirs = best.get((row["mix"], row["attention"]))
+    for row in sorted(rows, key=lambda row: (name_of(row), row["seconds"])):
+        theirs = best.get(name_of(row))
         gain = "" if theirs is None else f"{theirs / row['seconds']:.2f}"
         lines.append(
-            f"| {row['mix']} | {row['attention']} | {row['policy']} | {row['seconds']:.1f} "
+            f"| {name_of(row)} | {row['policy']} | {row['seconds']:.1f} "
             f"| {row['tokens_per_s']:,.0f} | {row['share_of_practical']:.3f} | {row['sharing']:.3f} "
             f"| {row['retractions']} | {gain} |"
         )
@@ -61,4 +68,13 @@ def table(rows: list[dict[str, Any]]) -> str:
 
 
 def read(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    """The rows; one that was cut off at the end is left out, and is run again."""
+    rows: list[dict[str, Any]] = []
+    lines = path.read_text().splitlines() if path.exists() else []
+    for number, line in enumerate(lines, 1):
+        try:
+            rows.append(json.loads(line))
+        except ValueError:
+            if number < len(lines):
+                raise SystemExit(f"{path}, line {number}: is not JSON; delete the line") from None
+    return rows

@@ -30,13 +30,19 @@ PACKAGES = """
     structlog
 """.split()  # noqa: SIM905
 # What the machine must have; a version only where another one fails.
-PRESENT = {"torch": "2.11", "triton": "", "numpy": "", "numba": "", "matplotlib": "", "safetensors": "", "ninja": ""}
+PRESENT = {
+    "torch": "2.11",
+    **dict.fromkeys(
+        """triton numpy numba matplotlib safetensors ninja tiktoken huggingface-hub jinja2 httpx typer rich pyyaml
+        aiohttp prometheus-client psutil requests tqdm pillow einops regex sentencepiece scipy protobuf""".split(),  # noqa: SIM905
+        "",
+    ),
+}
 DROPPED = (
     "sgl_kernel/flash_ops.*",
     "sgl_kernel/flashmla_ops.*",
     "sgl_kernel/infllm_ops.*",
     "sgl_kernel/sm100/*",
-    "xgrammar/libxgrammar.a",
     "xgrammar/*.a",
     "bin/*",
     "**/__pycache__",
@@ -45,7 +51,8 @@ INSTALL = """#!/bin/sh
 # sh install.sh FOLDER: unpack SGLang and batchweave's needs there; then PYTHONPATH=FOLDER python3 -m benchmarks.gpu
 set -eu
 here=$(cd "$(dirname "$0")" && pwd)
-site=${1:?"name the folder to unpack to"}
+mkdir -p -- "${1:?name the folder to unpack to}"
+site=$(cd -- "$1" && pwd)
 cd "$here"
 sha256sum --quiet -c parts.sha256
 python3 - "$site" <<'PYTHON'
@@ -60,11 +67,10 @@ for name, version in %(present)r.items():
     if not found.startswith(version):
         print("warning: %%s is %%s; these packages were made for %%s" %% (name, found, version), file=sys.stderr)
 PYTHON
-mkdir -p "$site"
 cat wheelhouse.tar.xz.* | python3 -c 'import sys, tarfile
 with tarfile.open(fileobj=sys.stdin.buffer, mode="r|xz") as archive:
     archive.extractall(sys.argv[1], filter="data")' "$site"
-PYTHONPATH=$site python3 -c "import importlib.metadata as m; print('SGLang', m.version('sglang'), 'in', '$site')"
+echo "now, in the repository: PYTHONPATH=$site:. python3 -m benchmarks.gpu build/gpu/work"
 """
 
 
@@ -125,6 +131,8 @@ def main() -> None:
     parser.add_argument("output", type=Path)
     parser.add_argument("--part-mib", type=int, default=60, help="largest part (default 60)")
     given = parser.parse_args()
+    if given.part_mib < 1:
+        parser.error("--part-mib must be at least 1")
     with tempfile.TemporaryDirectory() as folder:
         site = Path(folder) / "site"
         fill(site)

@@ -14,6 +14,8 @@ from engine_ext.plan.lengths import LONGEST
 from engine_ext.plan.prompts import Prompts
 from engine_ext.simulate.policies import Work, prepare
 
+SCALE_FILE = "prepared.json"
+
 
 @dataclass(frozen=True, slots=True)
 class Workload:
@@ -32,8 +34,13 @@ class Workload:
 def rows_of(data: Path, name: str, scale: float) -> list[Row]:
     """From a file that `prepare` wrote, or made from traces."""
     path = _path(data, name)
+    if not path.exists() and (data / SCALE_FILE).exists():
+        raise SystemExit(f"{data} was prepared without {name}; prepare it again with --mixes {name}")
     if not path.exists():
         return mixes.make(data, name, scale * TIMES.get(name, 1.0), 0)
+    prepared = json.loads((data / SCALE_FILE).read_text())["scale"]
+    if prepared != scale:
+        raise SystemExit(f"{data} was prepared with --scale {prepared}, not {scale}; say --scale {prepared}")
     with path.open() as file:
         lines = [json.loads(line) for line in file]
     return [Row([(part, size) for part, size in line["segments"]], line["output_tokens"], name) for line in lines]
@@ -42,6 +49,7 @@ def rows_of(data: Path, name: str, scale: float) -> list[Row]:
 def write(data: Path, names: list[str], scale: float, folder: Path) -> None:
     """Workload files for a machine that has no traces."""
     folder.mkdir(parents=True, exist_ok=True)
+    (folder / SCALE_FILE).write_text(json.dumps({"scale": scale}))
     for name in names:
         mixes.write(rows_of(data, name, scale), _path(folder, name))
 

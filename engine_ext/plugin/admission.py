@@ -152,9 +152,16 @@ class Admission:
 
     def prefilled(self, continued: Any) -> None:
         """A batch of prompts runs: all that were let in are in it to their end, but the one that has more chunks."""
+        is_stored = self.overlap is Overlap.PDMUX
         for req in [each for each in self.prefilling if each is not continued]:
-            self.scan.prefilled(self.prefilling.pop(req), stored=False)
-            self.storing[req] = len(req.output_ids)
+            self.scan.prefilled(self.prefilling.pop(req), is_stored)
+            if not is_stored:
+                self.storing[req] = len(req.output_ids)
+
+    def store_all(self) -> None:
+        """Beside decodes a prefill has ended, its first tokens and all, when SGLang asks for the next."""
+        for key in self.prefilling.values():
+            self.scan.stored(key)
 
     def notice_stored(self) -> None:
         """SGLang puts a prompt into its cache with the first token of the answer: later than the next step begins.
@@ -235,8 +242,10 @@ def admit(original: Callable[..., Any], scheduler: Any, *args: Any, **kwargs: An
     changed = ours.notice_ends(running.reqs, scheduler.chunked_req)
     ours.notice_stored()
     is_beside = ours.overlap is Overlap.PDMUX  # decodes go on during a prefill, and SGLang asks between two of them
+    if is_beside and scheduler._engine_paused:  # its loop would go on
+        return None, running
     if is_beside:
-        ours.prefilled(None)
+        ours.store_all()
     if not ours.running:
         ours.pins.keep([], again=False)
     continued = scheduler.chunked_req
@@ -246,6 +255,8 @@ def admit(original: Callable[..., Any], scheduler: Any, *args: Any, **kwargs: An
         return found
     started = time.perf_counter()
     step = _decide(ours, scheduler, running)
+    if is_beside:  # from here on they decode: what was decoded during their prefill was not theirs
+        ours.prefilled(None)
     candidates = [ours.by_key[key] for key in step.admitted]
     ours.deciding_s += time.perf_counter() - started
     ours.steps += 1
@@ -338,6 +349,7 @@ def report(result: Any, scheduler: Any, *_args: Any, **_kwargs: Any) -> Any:
         "device": None,
         "overlap": overlap_of(scheduler).value,
         "kv_capacity": int(scheduler.max_total_num_tokens),
+        "queued": len(scheduler.waiting_queue),
     }
     if options and options.scheduling is Scheduling.DUAL_SCAN:
         ours = admission_of(scheduler)

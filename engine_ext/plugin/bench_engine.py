@@ -63,8 +63,9 @@ class BenchEngine:
         cls, model_path: str, cost: CostModel, wanted: Overlap, arguments: dict[str, Any], steps_file: str | None = None
     ) -> "BenchEngine":
         """On this machine; one with mixed chunks runs without them too. Raises ValueError where `wanted` is no way."""
-        if overlap.choose(wanted, model_path, arguments) is not wanted:
-            raise ValueError(f"overlap {wanted.value!r} is not possible here")
+        reason = overlap.against(wanted, model_path, arguments)
+        if reason is not None:
+            raise ValueError(f"overlap {wanted.value!r} is not possible here: {reason}")
         options = Options(cost, overlap=wanted, retunes=True, steps_file=steps_file)
         ours = {"max_running_requests": RUNNING, "max_prefill_tokens": MOST_TOKENS + RUNNING}
         return cls(model_path, options, {**ours, **overlap.ARGUMENTS[wanted], **arguments})
@@ -83,14 +84,14 @@ class BenchEngine:
         """Run them all, given in this order; the books of the run, its `wall_s`, and the token ids of `answers`.
 
         Nobody is told the lengths of outputs beforehand, but SGLang's policies by max_tokens. Everything is there
-        before the first step, except with PD-multiplexing, whose loop does not pause.
+        before the first step. Raises RuntimeError where SGLang does not take the tuning.
         """
         self._manager.auto_create_handle_loop()
-        await self._manager.flush_cache()
-        await self._manager.set_internal_state(SetInternalStateReq(server_args=tuning.numbers()))
-        pauses = self._options.overlap is not Overlap.PDMUX
-        if pauses:
-            await self._manager._async_dispatch_to_scheduler(PauseGenerationReqInput(mode="in_place"))
+        if not (await self._manager.flush_cache(timeout_s=30)).success:
+            raise RuntimeError("SGLang did not empty its cache between two runs")
+        if not all(await self._manager.set_internal_state(SetInternalStateReq(server_args=tuning.numbers()))):
+            raise RuntimeError(f"SGLang did not take {tuning}")
+        await self._manager._async_dispatch_to_scheduler(PauseGenerationReqInput(mode="in_place"))
         ours = {"custom_params": {admission.KIND: "run", admission.UNTOLD: True}} if tuning.policy is None else {}
 
         async def one(number: int) -> Any:
@@ -99,16 +100,14 @@ class BenchEngine:
                 input_ids=prompts[number], sampling_params=sampling, rid=f"bench-{number}"
             )
 
-        started = time.perf_counter()
         tasks: list[asyncio.Task[Any]] = []
         for number in range(len(prompts)):
             tasks.append(asyncio.create_task(one(number)))
             if number % 64 == 0:
                 await asyncio.sleep(0)
-        if pauses:
-            await asyncio.sleep(1 + len(prompts) / 2000)  # they cross over to the scheduler
-            started = time.perf_counter()
-            await self._manager._async_dispatch_to_scheduler(ContinueGenerationReqInput())
+        await self._until_waiting(len(prompts), tasks)
+        started = time.perf_counter()
+        await self._manager._async_dispatch_to_scheduler(ContinueGenerationReqInput())
         answers = await asyncio.gather(*tasks)
         wall_s = time.perf_counter() - started
         metas = [answer["meta_info"] for answer in answers]
@@ -119,6 +118,17 @@ class BenchEngine:
             "cached_tokens": sum(meta["cached_tokens"] for meta in metas),
             "retractions": sum(meta.get("num_retractions", 0) for meta in metas),
         }
+
+    async def _until_waiting(self, count: int, tasks: list[asyncio.Task[Any]]) -> None:
+        """All have crossed over to the scheduler. What one was refused for is raised."""
+        while True:
+            await asyncio.sleep(0.2)
+            for task in tasks:
+                if task.done():
+                    task.result()
+            state = await self.state()
+            if state["queued"] + state.get("waiting", 0) >= count:
+                return
 
     def close(self) -> None:
         self._engine.shutdown()

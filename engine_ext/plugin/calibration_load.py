@@ -45,19 +45,26 @@ def measure_steps(engine: Any) -> AsyncIterator[str]:
     return parts()
 
 
-async def time_blend(engine: Any, cost: CostModel, seconds: float, kind: str) -> float:
-    """How long an SGLang Engine takes for `blend`; `kind`: the custom parameter that makes requests a batch's."""
+async def time_blend(
+    engine: Any, cost: CostModel, seconds: float, marks: Callable[[int], dict[str, Any]], limit_s: float | None
+) -> float:
+    """How long an SGLang Engine takes for `blend`.
+
+    `marks`: custom parameters, by output tokens, that make requests a batch's. Raises TimeoutError after `limit_s`.
+    """
     limits, generator = await _limits(engine), np.random.default_rng(0)
     requests = [(generator.integers(0, limits.vocabulary, a).tolist(), b) for a, b in blend(cost, limits, seconds)]
 
     async def run(some: list[tuple[list[int], int]]) -> float:
         started = time.perf_counter()
-        await asyncio.gather(*(_answer(engine, ids, tokens, custom_params={kind: str(tokens)}) for ids, tokens in some))
+        await asyncio.gather(*(_answer(engine, ids, tokens, custom_params=marks(tokens)) for ids, tokens in some))
         return time.perf_counter() - started
 
     await run(requests[:: max(1, len(requests) // 8)])  # to warm up
-    await engine.tokenizer_manager.flush_cache()
-    return await run(requests)
+    if not (await engine.tokenizer_manager.flush_cache(timeout_s=30)).success:
+        raise RuntimeError("SGLang did not empty its cache between two runs")
+    async with asyncio.timeout(limit_s):
+        return await run(requests)
 
 
 async def _answer(engine: Any, ids: list[int], tokens: int, **more: Any) -> None:

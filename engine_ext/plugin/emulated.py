@@ -60,20 +60,22 @@ _device: Device | None = None
 
 def books() -> dict[str, Any]:
     """What the device of this process has done; nothing without one."""
-    if _device is None:
+    device = _device_here()
+    if device is None:
         return {}
     return {
-        "device": _device.name,
-        "virtual_s": _device.seconds,
-        "virtual_compute_s": _device.compute_s,
-        "virtual_reads_s": _device.reads_s,
-        "virtual_steps": _device.steps,
-        "computed_prompt_tokens": _device.prompt_tokens,
+        "device": device.name,
+        "virtual_s": device.seconds,
+        "virtual_compute_s": device.compute_s,
+        "virtual_reads_s": device.reads_s,
+        "virtual_steps": device.steps,
+        "computed_prompt_tokens": device.prompt_tokens,
     }
 
 
 def forward(original: Callable[..., Any], worker: Any, batch: Any, *args: Any, **kwargs: Any) -> Any:
-    device = _device or set_device(*_handed_over())
+    device = _device_here()
+    assert device is not None
     before = device.seconds
     device.run(batch)
     if device.lasts:
@@ -92,11 +94,12 @@ def set_device(cost: CostModel, clock: Clock, lasts: bool) -> Device:
     return _device
 
 
-def _handed_over() -> tuple[CostModel, Clock, bool]:
+def _device_here() -> Device | None:
     options = handed_over()
-    assert options is not None
-    clock = Clock.MIXED if options.overlap is Overlap.MIXED else Clock.SEQUENTIAL
-    return options.cost, clock, options.emulated is Emulation.REAL
+    if _device is None and options is not None and options.emulated is not None:
+        clock = Clock.MIXED if options.overlap is Overlap.MIXED else Clock.SEQUENTIAL
+        return set_device(options.cost, clock, options.emulated is Emulation.REAL)
+    return _device
 
 
 HOOKS = [("sglang.srt.managers.tp_worker.TpModelWorker.forward_batch_generation", forward, HookType.AROUND)]

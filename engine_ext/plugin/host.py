@@ -140,6 +140,11 @@ class EngineHost:
         """Name of the accelerator, or of this host where there is none; it opens the accelerator in this process."""
         return torch.cuda.get_device_name(0) if torch.cuda.is_available() else f"the CPU of {platform.node()}"
 
+    @property
+    def context_length(self) -> int:
+        """Tokens that a prompt and its answer may have together."""
+        return int(self._manager.model_config.context_len)
+
     async def scheduler_states(self) -> list[dict[str, Any]]:
         """Batchweave's part of each scheduler's internal state, one per data-parallel rank."""
         states = await self._manager.get_internal_state()
@@ -182,9 +187,16 @@ class EngineHost:
         """Run what makes steps of all kinds, by SGLang's own scheduling; says before each part what it is."""
         return measure_steps(self._engine)
 
-    async def blended_load(self, cost: CostModel, seconds: float) -> float:
-        """Run as much compute as reads, so many seconds of each by `cost`, as requests of a batch; how long it took."""
-        return await time_blend(self._engine, cost, seconds, admission.KIND)
+    async def blended_load(self, cost: CostModel, seconds: float, limit_s: float | None = None) -> float:
+        """Run as much compute as reads, so many seconds of each by `cost`, as requests of a batch; how long it took.
+
+        Raises TimeoutError after `limit_s`.
+        """
+
+        def marks(tokens: int) -> dict[str, Any]:
+            return {admission.KIND: str(tokens), admission.UNTOLD: True}
+
+        return await time_blend(self._engine, cost, seconds, marks, limit_s)
 
     def abort(self, rid: str) -> None:
         """End a request that waits or runs; its `run` returns soon, with `aborted` set."""

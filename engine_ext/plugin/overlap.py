@@ -23,10 +23,15 @@ GREEN_CONTEXTS = range(6, 10)  # compute capabilities for which SGLang 0.5.17 kn
 def choose(wanted: Overlap | None, model_path: str, engine_args: Mapping[str, Any]) -> Overlap:
     """What is wanted, or the next best that this machine, model and `engine_args` allow; the log says why.
 
-    Without a wish: mixed chunks on a GPU, and nothing on a CPU, where SGLang computes a cached prefix again in a chunk.
+    What `engine_args` ask for is wanted. Without a wish: mixed chunks on a GPU, and nothing on a CPU, where SGLang
+    computes a cached prefix again in a chunk.
     """
+    if engine_args.get("enable_pdmux"):
+        wanted = Overlap.PDMUX
+    elif engine_args.get("enable_mixed_chunk"):
+        wanted = Overlap.MIXED
     found = wanted or (Overlap.MIXED if gpu_is_present() else Overlap.NONE)
-    while reason := _against(found, model_path, engine_args):
+    while reason := against(found, model_path, engine_args):
         instead = INSTEAD[found]
         if wanted is not None:
             log.warning("overlap %r is not possible here, %r is used: %s", found.value, instead.value, reason)
@@ -34,7 +39,8 @@ def choose(wanted: Overlap | None, model_path: str, engine_args: Mapping[str, An
     return found
 
 
-def _against(overlap: Overlap, model_path: str, given: Mapping[str, Any]) -> str | None:
+def against(overlap: Overlap, model_path: str, given: Mapping[str, Any]) -> str | None:
+    """Why this overlap is not possible here; None where it is."""
     if overlap is Overlap.NONE:
         return None
     if given.get("speculative_algorithm"):
@@ -50,6 +56,10 @@ def _against(overlap: Overlap, model_path: str, given: Mapping[str, Any]) -> str
         return "the engine's arguments ask for pipeline parallelism"
     if given.get("disaggregation_mode", "null") != "null":
         return "the engine's arguments ask for disaggregation"
+    if given.get("enable_dp_attention"):
+        return "the engine's arguments ask for data-parallel attention"
+    if given.get("disable_overlap_schedule") is False:
+        return "the engine's arguments ask for the overlap schedule"
     return _against_green_contexts() or _against_split_prefill(model_path, given)
 
 

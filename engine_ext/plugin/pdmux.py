@@ -7,6 +7,7 @@ run on a GPU.
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from sglang.srt.managers.schedule_batch import FINISH_ABORT
 from sglang.srt.multiplex.pdmux_context import set_current_stream_idx
 from sglang.srt.plugins.hook_registry import HookType
 
@@ -45,8 +46,24 @@ def run_batch(original: Callable[..., Any], scheduler: Any, batch: Any, *args: A
     return original(scheduler, batch, *args, **kwargs)
 
 
+def abort(original: Callable[..., Any], scheduler: Any, recv_req: Any) -> Any:
+    """SGLang looks at its queue and at what decodes; a prefill beside that would go on to its last token."""
+    found = original(scheduler, recv_req)
+    batch = scheduler.split_prefill_batch
+    for req in batch.reqs if batch else ():
+        if not req.finished() and (recv_req.abort_all or req.rid.startswith(recv_req.rid)):
+            req.to_finish = FINISH_ABORT()
+    return found
+
+
+def is_fully_idle(original: Callable[..., bool], scheduler: Any, *args: Any, **kwargs: Any) -> bool:
+    return scheduler.split_prefill_batch is None and original(scheduler, *args, **kwargs)
+
+
 _SCHEDULER = "sglang.srt.managers.scheduler.Scheduler"
 HOOKS = [
     (f"{_SCHEDULER}.adjust_stream_groups", adjust_stream_groups, HookType.AROUND),
     (f"{_SCHEDULER}.run_batch", run_batch, HookType.AROUND),
+    (f"{_SCHEDULER}.abort_request", abort, HookType.AROUND),
+    (f"{_SCHEDULER}.is_fully_idle", is_fully_idle, HookType.AROUND),
 ]

@@ -37,7 +37,6 @@ class Lane(IntEnum):
 
 class Begun(NamedTuple):
     load: StepLoad
-    at: float
     compute_s: float
     reads_s: float
     predicted_s: float
@@ -61,29 +60,43 @@ class StepBooks:
     _every: int = 1
     _since: Floats = field(default_factory=lambda: np.zeros(6))
     _under_way: "tuple[deque[Begun], ...]" = field(default_factory=lambda: tuple(deque[Begun]() for _ in Lane))
-    _last_end: list[float] = field(default_factory=lambda: [0.0 for _ in Lane])
     _is_begun: bool = False
+    _busy: float = 0.0  # seconds with a step under way, since the last end
+    _last_event: float = 0.0
     _lines: list[str] = field(default_factory=list[str])
 
     def begin(self, load: StepLoad, now: float, lane: Lane = Lane.STEPS) -> None:
         compute = float(compute_time(self.model, load.prompt_tokens + load.decoding, load.quadratic))
         reads = load.kv_tokens * float(self.model[READ_S])
         predicted = float(step_time(self.model, compute, reads))
-        self._under_way[lane].append(Begun(load, now, compute, reads, predicted))
+        self._pass(now)
+        self._under_way[lane].append(Begun(load, compute, reads, predicted))
 
     def end(self, now: float, lane: Lane = Lane.STEPS) -> None:
-        """The earliest step under way has ended. A step is launched while the one before it still runs."""
+        """The earliest step under way has ended. A step is launched while the one before it still runs.
+
+        Its seconds are those that something ran since the last end, so that all of them add up to the time that passed.
+        """
         if not self._under_way[lane]:
             return
-        load, at, compute, reads, predicted = self._under_way[lane].popleft()
-        seconds = now - max(at, self._last_end[lane])
-        self._last_end[lane] = now
+        self._pass(now)
+        load, compute, reads, predicted = self._under_way[lane].popleft()
+        seconds, self._busy = self._busy, 0.0
         self.steps += 1
         self._since += (seconds, predicted, compute, reads, load.prompt_tokens, load.decoding)
         if self.steps % self._every == 0:
             self._keep()
-        if self.file is not None and self.steps <= MOST_WRITTEN:
+        # One beside another tells nothing of what it costs alone.
+        if self.file is not None and self.steps <= MOST_WRITTEN and lane is Lane.STEPS and not self._is_beside():
             self._write(load, seconds)
+
+    def _is_beside(self) -> bool:
+        return bool(self._under_way[Lane.PREFILLS])
+
+    def _pass(self, now: float) -> None:
+        if any(self._under_way):
+            self._busy += now - self._last_event
+        self._last_event = now
 
     @property
     def series(self) -> Floats:

@@ -24,23 +24,28 @@ SWEEP_S = 60.0
 log = structlog.get_logger()
 
 
-async def register_model(database: Database, settings: Settings, *, source_counts: bool) -> None:
-    """Make the configured model known. The planner's source counts, since it is the one that reads it."""
-    row = {"name": settings.served_model, "source": settings.model_source, "created_at": int(time.time())}
+async def register_model(database: Database, settings: Settings, context_length: int | None = None) -> None:
+    """Make the configured model known: a worker says its context length.
+
+    The planner's source counts, since it is the one that reads it.
+    """
+    row = {
+        "name": settings.served_model,
+        "source": settings.model_source,
+        "created_at": int(time.time()),
+        "context_length": context_length,
+    }
+    told = "source" if context_length is None else "context_length"
     async with database.write() as session:
         insert = postgresql.insert if session.get_bind().dialect.name == "postgresql" else sqlite.insert
         statement = insert(Model).values(row)
-        if source_counts:
-            change = statement.on_conflict_do_update(index_elements=["name"], set_={"source": row["source"]})
-        else:
-            change = statement.on_conflict_do_nothing(index_elements=["name"])
-        await session.execute(change)
+        await session.execute(statement.on_conflict_do_update(index_elements=["name"], set_={told: row[told]}))
 
 
 async def run_jobs(database: Database, storage: Storage, redis: Redis, settings: Settings, stop: asyncio.Event) -> None:
     """Run until `stop`; a job that fails is logged and tried again."""
     clock = time.time
-    await register_model(database, settings, source_counts=True)
+    await register_model(database, settings)
     # Several loops of one job work on several batches at once, so that a large one does not hold up the small.
     jobs: list[tuple[str, Callable[[], Awaitable[object]], float, int]] = [
         ("validator", Validator(database, storage, settings, clock).run_once, settings.poll_s, 3),

@@ -7,7 +7,7 @@ engine says what is wrong with it.
 import json
 from datetime import datetime
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import jinja2
 import msgspec
@@ -18,6 +18,20 @@ from tokenizers import Tokenizer
 
 FILES = ["tokenizer.json", "tokenizer_config.json", "chat_template.jinja"]
 log = structlog.get_logger()
+
+
+class Text(NamedTuple):
+    """`is_exact`: it is what the engine will read, not something of about its length."""
+
+    string: str
+    is_exact: bool
+
+
+class Prompt(NamedTuple):
+    """`is_exact`: these are the token ids that the engine will read."""
+
+    ids: list[int]
+    is_exact: bool
 
 
 class PromptTokens:
@@ -47,33 +61,43 @@ class PromptTokens:
         specials = {key: _token_text(value) for key, value in config.items() if key.endswith("_token")}
         return cls(tokenizer, _environment().from_string(text) if text else None, specials)
 
-    def encode(self, endpoint: str, bodies: list[dict[str, Any]]) -> list[list[int]]:
-        """Prompt token ids of each body, in order."""
+    def encode(self, endpoint: str, bodies: list[dict[str, Any]]) -> list[Prompt]:
+        """The prompt of each body, in order."""
         given = [token_ids(body.get("prompt")) for body in bodies]
-        texts = [self.text(endpoint, body) if ids is None else "" for body, ids in zip(bodies, given, strict=True)]
+        texts = [
+            self.text(endpoint, body) if ids is None else Text("", True)
+            for body, ids in zip(bodies, given, strict=True)
+        ]
+        strings = [text.string for text in texts]
         specials = endpoint != "/v1/chat/completions"  # a chat template writes its own
         if self._tokenizer is None:
-            encoded = [list(text.encode()) for text in texts]
-        else:
-            encoded = [each.ids for each in self._tokenizer.encode_batch_fast(texts, add_special_tokens=specials)]
-        return [found if ids is None else ids for found, ids in zip(encoded, given, strict=True)]
+            return [
+                Prompt(list(text.encode()) if ids is None else ids, ids is not None)
+                for text, ids in zip(strings, given, strict=True)
+            ]
+        encoded = [each.ids for each in self._tokenizer.encode_batch_fast(strings, add_special_tokens=specials)]
+        return [
+            Prompt(found if ids is None else ids, text.is_exact)
+            for found, ids, text in zip(encoded, given, texts, strict=True)
+        ]
 
-    def text(self, endpoint: str, body: dict[str, Any]) -> str:
+    def text(self, endpoint: str, body: dict[str, Any]) -> Text:
         if endpoint != "/v1/chat/completions":
             prompt = body.get("prompt")
-            return prompt if isinstance(prompt, str) else _as_text(prompt)
+            return Text(prompt, True) if isinstance(prompt, str) else Text(_as_text(prompt), False)
         if self._template is not None:
             try:
-                return self._template.render(
+                rendered = self._template.render(
                     messages=[_with_text_content(message) for message in body["messages"]],
                     tools=body.get("tools"),
                     add_generation_prompt=True,
                     **self._specials,
                     **(body.get("chat_template_kwargs") or {}),
                 )
+                return Text(rendered, _is_text_only(body["messages"]))
             except Exception:  # a template is the model's own program, and may fail in any way
                 log.debug("chat template failed", exc_info=True)
-        return _as_text(body.get("messages"))
+        return Text(_as_text(body.get("messages")), False)
 
 
 def _environment() -> ImmutableSandboxedEnvironment:
@@ -105,6 +129,12 @@ def _with_text_content(message: Any) -> Any:
         parts = [part.get("text", "") for part in message["content"] if isinstance(part, dict)]
         return {**message, "content": "".join(part for part in parts if isinstance(part, str))}
     return message
+
+
+def _is_text_only(messages: Any) -> bool:
+    contents = [message.get("content") for message in messages if isinstance(message, dict)]
+    parts = [part for content in contents if isinstance(content, list) for part in content]
+    return all(isinstance(part, dict) and part.get("type", "text") == "text" for part in parts)
 
 
 def token_ids(prompt: Any) -> list[int] | None:

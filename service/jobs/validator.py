@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -14,8 +14,8 @@ from service.db.moves import move_batch
 from service.db.sessions import Database
 from service.db.tables import Batch, BatchStatus, Model
 from service.jobs.desk import Desk
-from service.jobs.lines import LineChecker, LineError, quoted
-from service.jobs.tokens import PromptTokens
+from service.jobs.lines import MAX_ERRORS, LineChecker, LineError, quoted
+from service.jobs.tokens import Prompt, PromptTokens
 from service.request_index import RECORD, RequestIndex
 from service.request_output import asked_output
 from service.settings import Settings
@@ -27,11 +27,47 @@ log = structlog.get_logger()
 
 
 @dataclass(slots=True)
-class _Chunk:
-    """Lines that passed, waiting to be tokenized together."""
+class _IndexWriter:
+    """Writes a batch's index, some lines at a time; from the first error on nothing but lengths are looked at."""
 
-    places: list[tuple[int, int, int, int]]  # offset, length, line number, asked output
-    bodies: list[dict[str, Any]]
+    checker: LineChecker
+    endpoint: str
+    records: Writer
+    tokens: Writer
+    context_length: int | None = None
+    _places: list[tuple[int, int, int, int]] = field(default_factory=list[tuple[int, int, int, int]])
+    _bodies: list[dict[str, Any]] = field(default_factory=list[dict[str, Any]])
+    _tokens_at: int = 0
+
+    async def add(self, encoder: PromptTokens, place: tuple[int, int, int, int], body: dict[str, Any]) -> None:
+        """`place`: offset, length, line number and asked output of a line that passed."""
+        self._places.append(place)
+        self._bodies.append(body)
+        if len(self._bodies) == TOKENIZE_LINES:
+            await self.flush(encoder)
+
+    async def flush(self, encoder: PromptTokens) -> None:
+        places, bodies, self._places, self._bodies = self._places, self._bodies, [], []
+        errors = len(self.checker.errors)
+        if not bodies or errors >= MAX_ERRORS or (errors and self.context_length is None):
+            return
+        prompts = await asyncio.to_thread(encoder.encode, self.endpoint, bodies)
+        for place, body, prompt in zip(places, bodies, prompts, strict=True):
+            self._judge_length(place[2], body, prompt)
+        if not self.checker.errors:
+            ids = [prompt.ids for prompt in prompts]
+            self._tokens_at = await _append(self.records, self.tokens, places, ids, self._tokens_at)
+
+    def _judge_length(self, line: int, body: dict[str, Any], prompt: Prompt) -> None:
+        """Refuse what the engine would refuse for its length; a prompt that is not known to the token is left to it."""
+        answer = max(asked_output(body).most, 1)
+        if self.context_length is None or not prompt.is_exact or len(prompt.ids) + answer <= self.context_length:
+            return
+        message = (
+            f"The prompt has {len(prompt.ids)} tokens, and with {answer} for the answer that is more than the context "
+            f"of the model, {self.context_length} tokens. Shorten the prompt or lower max_tokens."
+        )
+        self.checker.add(LineError("context_length_exceeded", message, line, "body"))
 
 
 class Validator:
@@ -77,7 +113,8 @@ class Validator:
             checker.add(LineError("empty_file", "The input file has no requests."))
         async with self._database.write() as session:
             if checker.errors:
-                errors = [error.shape() for error in checker.errors]
+                in_order = sorted(checker.errors, key=lambda error: error.line or 0)
+                errors = [error.shape() for error in in_order]
                 moved = await move_batch(session, batch.id, BatchStatus.FAILED, now=self._clock(), errors=errors)
             else:
                 moved = await move_batch(
@@ -95,15 +132,7 @@ class Validator:
 
     async def _read(self, batch: Batch, checker: LineChecker, records: Writer, tokens: Writer) -> None:
         encoder: PromptTokens | None = None
-        chunk, tokens_at, number = _Chunk([], []), 0, 0
-
-        async def flush() -> None:
-            nonlocal chunk, tokens_at
-            if chunk.bodies and encoder is not None and not checker.errors:
-                prompts = await asyncio.to_thread(encoder.encode, batch.endpoint, chunk.bodies)
-                tokens_at = await _append(records, tokens, chunk.places, prompts, tokens_at)
-            chunk = _Chunk([], [])
-
+        index, number = _IndexWriter(checker, batch.endpoint, records, tokens), 0
         async for offset, raw in self._storage.lines(file_key(batch.input_file_id), self._settings.max_line_bytes):
             number += 1
             if number == 1 and raw.startswith(BYTE_ORDER_MARK):
@@ -112,19 +141,21 @@ class Validator:
             if request is None:
                 continue
             if encoder is None and checker.requests == 1:
-                encoder = await self._tokenizer(checker)
+                encoder, index.context_length = await self._tokenizer(checker)
             if checker.requests > self._settings.max_lines:
                 message = f"The file has more than {self._settings.max_lines} requests."
                 checker.add(LineError("too_many_tasks", message, number))
                 return
-            chunk.places.append((offset, len(raw), number, asked_output(request.body).packed))
-            chunk.bodies.append(request.body)
-            if len(chunk.bodies) == TOKENIZE_LINES:
-                await flush()
-        await flush()
+            if encoder is not None:
+                await index.add(encoder, (offset, len(raw), number, asked_output(request.body).packed), request.body)
+        if encoder is not None:
+            await index.flush(encoder)
 
-    async def _tokenizer(self, checker: LineChecker) -> PromptTokens | None:
-        """The model's tokenizer; None, and an error noted, when no worker of this service serves the model."""
+    async def _tokenizer(self, checker: LineChecker) -> tuple[PromptTokens | None, int | None]:
+        """The model's tokenizer and context length, as far as they are known.
+
+        Without a tokenizer an error is noted: no worker of this service serves the model.
+        """
         name = checker.model or ""
         async with self._database.read() as session:
             known = (await session.scalars(select(Model).order_by(Model.name))).all()
@@ -133,11 +164,11 @@ class Validator:
             names = ", ".join(model.name for model in known) or "none yet"
             message = f"The model {quoted(name)} does not exist here. Models: {names}."
             checker.add(LineError("model_not_found", message, checker.model_line, "body.model"))
-            return None
+            return None, None
         key = (name, found.source)
         if key not in self._tokenizers:
             self._tokenizers[key] = await asyncio.to_thread(PromptTokens.load, found.source)
-        return self._tokenizers[key]
+        return self._tokenizers[key], found.context_length
 
 
 async def _append(

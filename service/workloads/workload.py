@@ -217,7 +217,7 @@ def _by_bytes(endpoint: str, body: dict[str, Any]) -> NDArray[np.uint32]:
     ids = token_ids(body.get("prompt"))
     if ids is not None:
         return np.array(ids, dtype=np.uint32)
-    data = PromptTokens(None, None, {}).text(endpoint, body).encode()
+    data = PromptTokens(None, None, {}).text(endpoint, body).string.encode()
     return np.frombuffer(data + b" " * (-len(data) % 4), dtype="<u4").astype(np.uint32)
 
 

@@ -93,7 +93,7 @@ def test_answers_are_the_same_in_any_order(engine: RealEngine) -> None:
     """
     lines = [line for each in requests("batchweave-demo").values() for line in each]
     tokens = PromptTokens.load(str(engine.model))
-    ids = [tokens.encode(line["url"], [line["body"]])[0] for line in lines]
+    ids = [tokens.encode(line["url"], [line["body"]])[0].ids for line in lines]
     costs = planning_costs(str(engine.model), "h200", 1)
     outputs = Outputs.of_known(np.full(len(ids), 64))
     planned = plan_window(Prompts.of(ids), outputs, costs, shape=Shape(slice_requests=64)).order.tolist()
@@ -120,7 +120,7 @@ def test_planner_counts_the_tokens_that_sglang_counts(engine: RealEngine) -> Non
     tokens = PromptTokens.load(str(engine.model))
     for endpoint in (CHAT, COMPLETIONS):
         bodies = [{**line["body"], "max_tokens": 1} for line in requests("batchweave-demo")[endpoint][::9]]
-        mine = [len(each) for each in tokens.encode(endpoint, bodies)]
+        mine = [len(each.ids) for each in tokens.encode(endpoint, bodies)]
 
         async def run(endpoint: str = endpoint, bodies: Any = bodies) -> list[Any]:
             return await asyncio.gather(*(ask(engine, endpoint, body) for body in bodies))

@@ -3,9 +3,9 @@
 import asyncio
 
 import pytest
-from sqlalchemy import func, select
+from sqlalchemy import func, select, update
 
-from service.db.tables import BatchStatus, Slice, Window
+from service.db.tables import BatchStatus, Model, Slice, Window
 from service.plan_artifact import PlanArtifact
 from service.request_index import RequestIndex
 from tests.integration.house import (
@@ -196,6 +196,28 @@ async def test_bad_file_fails_with_its_code_and_line(house: House, data: bytes, 
     assert batch.errors is not None
     assert [(each["code"], each["line"]) for each in batch.errors] == [(code, number)]
     assert await house.storage.keys("indexes") == []
+
+
+async def test_what_exceeds_the_context_is_refused_with_its_lines(house: House) -> None:
+    async with house.database.write() as session:
+        await session.execute(update(Model).values(context_length=200))
+    long = {"model": "test-model", "messages": [{"role": "user", "content": "word " * 500}]}
+    asks = {**line(2)["body"], "max_tokens": 190}
+    fits = {**line(3)["body"], "max_tokens": 50}
+    bodies = [line(0), line(1, body=long), line(2, body=asks), line(3, body=fits), line(4, method="GET")]
+    batch = await house.submit(jsonl(bodies))
+    await house.validator.run_once()
+    found = await house.batch(batch)
+    assert found.status == BatchStatus.FAILED
+    assert [(error["line"], error["code"]) for error in found.errors or []] == [
+        (2, "context_length_exceeded"),
+        (3, "context_length_exceeded"),
+        (5, "invalid_method"),
+    ]
+    assert "200 tokens" in (found.errors or [])[0]["message"]
+    good = await house.submit(jsonl([line(0), line(3, body=fits)]))
+    await house.validator.run_once()
+    assert (await house.batch(good)).status == BatchStatus.IN_PROGRESS
 
 
 async def test_too_many_lines_are_refused(house: House) -> None:

@@ -41,16 +41,17 @@ def test_demo_file_has_three_kinds_that_pass_validation() -> None:
 def test_prompts_of_a_kind_share_their_prefix(tmp_path: Path) -> None:
     tokens = PromptTokens.load(str(ensure_demo_model(tmp_path / "m", corpus())))
     first, second = tokens.encode(CHAT, [line["body"] for line in requests("m")[CHAT][:2]])
-    shared = next(i for i, (a, b) in enumerate(zip(first, second, strict=False)) if a != b)
-    assert shared > 0.9 * min(len(first), len(second))
+    shared = next(i for i, (a, b) in enumerate(zip(first.ids, second.ids, strict=False)) if a != b)
+    assert shared > 0.9 * min(len(first.ids), len(second.ids))
+    assert first.is_exact
 
 
 def test_prompt_that_the_template_refuses_is_planned_by_its_text(tmp_path: Path) -> None:
     tokens = PromptTokens.load(str(ensure_demo_model(tmp_path / "m", corpus())))
     odd = [{"messages": [{"content": None}]}, {"messages": 5}, {"messages": [{"role": "user", "content": [1, "x"]}]}]
-    assert all(tokens.encode(CHAT, odd))
+    assert all(prompt.ids and not prompt.is_exact for prompt in tokens.encode(CHAT, odd))
 
 
 def test_prompts_given_as_token_ids_are_kept(tmp_path: Path) -> None:
     tokens = PromptTokens.load(str(ensure_demo_model(tmp_path / "m", corpus())))
-    assert tokens.encode(COMPLETIONS, [{"prompt": [7, 8, 9]}]) == [[7, 8, 9]]
+    assert tokens.encode(COMPLETIONS, [{"prompt": [7, 8, 9]}]) == [([7, 8, 9], True)]

@@ -2,6 +2,7 @@
 
 import json
 import logging
+import subprocess
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,6 +12,7 @@ import pytest
 pytest.importorskip("sglang")
 
 import torch
+from sglang.srt.managers.schedule_batch import FINISH_ABORT
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from sglang.srt.multiplex.pdmux_context import divide_sm
 
@@ -20,19 +22,33 @@ from engine_ext.plan.model_shape import preset
 from engine_ext.plugin import overlap, pdmux
 from engine_ext.plugin.calibration_load import Limits, blend
 from engine_ext.plugin.options import Overlap
+from service.calibration import compare
 from service.model_costs import OVERLAPS, CostsError, measured_overlap
+from service.settings import SettingsError, load_settings
 
 
 def test_the_service_names_what_the_plugin_has() -> None:
     assert list(OVERLAPS) == [each.value for each in Overlap]
+    for name in OVERLAPS:
+        assert load_settings(overlap=name).overlap == name
+    with pytest.raises(SettingsError, match="BATCHWEAVE_OVERLAP"):
+        load_settings(overlap="warp")
 
 
-def test_without_a_gpu_nothing_overlaps_unless_it_is_asked_for() -> None:
+@pytest.fixture
+def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(overlap, "gpu_is_present", lambda: False)
+
+
+def test_without_a_gpu_nothing_overlaps_unless_it_is_asked_for(no_gpu: None) -> None:
+    assert overlap.choose(None, "anything", {"enable_mixed_chunk": True}) is Overlap.MIXED
     assert overlap.choose(None, "anything", {}) is Overlap.NONE
     assert overlap.choose(Overlap.MIXED, "anything", {}) is Overlap.MIXED
 
 
-def test_what_cannot_be_had_gives_way_to_the_next_best_and_the_log_says_why(caplog: pytest.LogCaptureFixture) -> None:
+def test_what_cannot_be_had_gives_way_to_the_next_best_and_the_log_says_why(
+    no_gpu: None, caplog: pytest.LogCaptureFixture
+) -> None:
     with caplog.at_level(logging.WARNING):
         assert overlap.choose(Overlap.PDMUX, "anything", {}) is Overlap.MIXED
         assert overlap.choose(Overlap.PDMUX, "anything", {"chunked_prefill_size": -1}) is Overlap.NONE
@@ -73,7 +89,14 @@ def test_pd_multiplexing_needs_a_model_that_is_prefilled_by_layers(gpu: Any, tmp
 
 @pytest.mark.parametrize(
     "given",
-    [{"pp_size": 2}, {"chunked_prefill_size": 4096}, {"disaggregation_mode": "prefill"}, {"capability": (10, 0)}],
+    [
+        {"pp_size": 2},
+        {"enable_dp_attention": True},
+        {"disable_overlap_schedule": False},
+        {"chunked_prefill_size": 4096},
+        {"disaggregation_mode": "prefill"},
+        {"capability": (10, 0)},
+    ],
 )
 def test_pd_multiplexing_gives_way_to_what_it_cannot_go_with(gpu: Any, tmp_path: Path, given: dict[str, Any]) -> None:
     gpu.capability = given.get("capability", gpu.capability)
@@ -97,6 +120,40 @@ def test_decodes_beside_a_prefill_are_counted_for_the_scan() -> None:
     for mode in (ForwardMode.DECODE, ForwardMode.SPLIT_PREFILL, ForwardMode.DECODE):
         pdmux.run_batch(lambda scheduler, batch: None, scheduler, SimpleNamespace(forward_mode=mode))
     assert ours.decoded == 2
+
+
+def test_an_abort_ends_what_is_prefilled_beside_decodes() -> None:
+    def req(rid: str) -> Any:
+        return SimpleNamespace(rid=rid, to_finish=None, finished=lambda: False)
+
+    mine, other = req("mine"), req("other")
+    scheduler = SimpleNamespace(split_prefill_batch=SimpleNamespace(reqs=[mine, other]))
+    pdmux.abort(lambda scheduler, recv: None, scheduler, SimpleNamespace(rid="mine", abort_all=False))
+    assert isinstance(mine.to_finish, FINISH_ABORT)
+    assert other.to_finish is None
+    assert not pdmux.is_fully_idle(lambda scheduler: True, scheduler)
+    scheduler.split_prefill_batch = None
+    assert pdmux.is_fully_idle(lambda scheduler: True, scheduler)
+
+
+def test_an_engine_that_fails_is_left_out_of_the_comparison(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    trials = {"none": '{"seconds": 4.0}', "mixed": '{"seconds": 2.5}', "pdmux": '{"seconds": null}'}
+    passed: list[list[str]] = []
+
+    def run(command: list[str], **_: Any) -> Any:
+        passed.append(command)
+        if command[3] == "mixed":
+            raise subprocess.CalledProcessError(-9, command)
+        return SimpleNamespace(stdout=f"a line of its own\n{trials[command[3]]}\n")
+
+    monkeypatch.setattr(subprocess, "run", run)
+    file, said = tmp_path / "machine.json", list[str]()
+    file.write_text('{"name": "x"}')
+    assert compare(load_settings(), file, list(trials), said.append) == {"none": 4.0}
+    assert json.loads(file.read_text()) == {"name": "x", "overlap": {"fastest": "none", "seconds": {"none": 4.0}}}
+    assert passed[2][-2:] == ["--limit-s", "12.0"]
+    assert any("mixed: its engine failed" in line for line in said)
+    assert any("pdmux: more than 3 times" in line for line in said)
 
 
 def test_the_blend_computes_as_long_as_it_reads_and_fits() -> None:

@@ -36,8 +36,8 @@ def test_a_step_that_was_launched_while_another_ran_takes_from_the_end_of_that()
     assert found["predicted_step_s"] == pytest.approx(found["compute_s"] + found["reads_s"])
 
 
-def test_a_prefill_beside_decodes_takes_its_own_time() -> None:
-    books = StepBooks(MODEL)
+def test_a_prefill_beside_decodes_takes_no_time_twice(tmp_path: Path) -> None:
+    books = StepBooks(MODEL, tmp_path / "steps.jsonl")
     books.begin(StepLoad(1000, 1e6, 0, 0), 10.0, Lane.PREFILLS)
     for step in range(3):
         books.begin(StepLoad(0, 0.0, 4, 4000), 10.0 + step)
@@ -46,7 +46,8 @@ def test_a_prefill_beside_decodes_takes_its_own_time() -> None:
     books.end(13.0, Lane.PREFILLS)
     found = books.report()
     assert found["prompt_tokens"] == 1000
-    assert found["step_s"] == pytest.approx(3 * 0.5 + 3.0)
+    assert found["step_s"] == pytest.approx(3.0)
+    assert not (tmp_path / "steps.jsonl").exists()  # what ran beside another tells no costs
 
 
 def test_an_end_without_a_beginning_is_nobody_s_step() -> None:
