@@ -19,8 +19,9 @@ class Cache(NamedTuple):
     """The cache by node: `parent`, `size` in tokens, `users` that run, cached `children`, time `used` last.
 
     `extra`: output tokens kept behind a leaf; `cached`: whether it is there, or will be when what computes it is done;
-    `ready`: whether that is done. `tokens`: free, locked and evictable ones, prompt tokens computed so far, and how
-    often something was used; `work`: the quadratic work of what was computed.
+    `ready`: whether that is done, and `stashed`: tokens of it that chunks have computed until then. `tokens`: free,
+    locked and evictable ones, prompt tokens computed so far, and how often something was used; `work`: the quadratic
+    work of what was computed.
     """
 
     parent: Column
@@ -32,6 +33,7 @@ class Cache(NamedTuple):
     extra: Column
     cached: NDArray[np.bool_]
     ready: NDArray[np.bool_]
+    stashed: Column
     tokens: Column
     work: NDArray[np.float64]
 
@@ -52,6 +54,7 @@ def new_cache(parent: Column, begin: Column, end: Column, capacity: int) -> Cach
         extra=np.zeros(nodes, dtype=np.int64),
         cached=cached,
         ready=cached.copy(),
+        stashed=np.zeros(nodes, dtype=np.int64),
         tokens=np.array([capacity, 0, 0, 0, 0], dtype=np.int64),
         work=np.zeros(1),
     )
@@ -101,10 +104,33 @@ def twice(cache: Cache, leaf: int) -> tuple[int, float]:
     tokens, quadratic, node = 0, 0.0, leaf
     while not cache.ready[node]:
         if cache.cached[node]:
-            tokens += cache.size[node]
-            quadratic += cache.quadratic[node]
+            tokens += cache.size[node] - cache.stashed[node]
+            quadratic += cache.quadratic[node] - work_of_first(cache, node, cache.stashed[node])
         node = cache.parent[node]
     return tokens, quadratic
+
+
+@compiled
+def work_of_first(cache: Cache, node: int, tokens: int) -> float:
+    """Quadratic work of the first so many tokens of a node."""
+    begin = _place(cache, node)
+    return (begin + tokens) ** 2 - begin**2
+
+
+@compiled
+def _place(cache: Cache, node: int) -> float:
+    """Where a node begins in its prompts."""
+    return (cache.quadratic[node] / max(1, cache.size[node]) - cache.size[node]) / 2
+
+
+@compiled
+def stash(cache: Cache, leaf: int, tokens: int) -> None:
+    """The first so many tokens of the leaf's path are computed and in the cache, as SGLang keeps every chunk."""
+    node = leaf
+    while not cache.ready[node]:
+        begin = int(_place(cache, node) + 0.5)
+        cache.stashed[node] = min(max(tokens - begin, 0), cache.size[node])
+        node = cache.parent[node]
 
 
 @compiled
@@ -121,6 +147,7 @@ def lock(cache: Cache, heap: Heap, leaf: int) -> tuple[int, float]:
             else:
                 cache.tokens[FREE] -= cache.size[node]
                 cache.cached[node] = True
+                cache.stashed[node] = 0
                 cache.children[cache.parent[node]] += 1
                 tokens += cache.size[node]
                 quadratic += cache.quadratic[node]

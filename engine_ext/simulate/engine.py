@@ -21,6 +21,7 @@ from engine_ext.simulate.cache import (
     lock,
     make_ready,
     release,
+    stash,
     twice,
     unlocked,
 )
@@ -171,6 +172,9 @@ def step(engine: Engine, cache: Cache, heap: Heap, ends: Heap, model: Floats, bu
     counts[MOST_LOCKED] = max(counts[MOST_LOCKED], cache.tokens[LOCKED])
     reads = counts[DECODING_KV] * model[READ_S] if decoding > 0 else 0.0
     tokens, quadratic = _prefill(engine, budget)
+    if model[COMPUTES_TWICE] > 0 and tokens > 0 and counts[QUEUE_FIRST] < counts[QUEUE_LAST]:
+        cut = engine.queue[counts[QUEUE_FIRST] % len(engine.queue)]  # its chunk is in the cache by the next step
+        stash(cache, int(engine.leaf[cut]), int(engine.prompt[cut] + engine.generated[cut] - engine.left[cut]))
     compute = compute_time(model, tokens + decoding, quadratic)
     seconds = step_time(model, compute, reads)
     if decoding > 0:

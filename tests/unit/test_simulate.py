@@ -93,6 +93,20 @@ def test_a_prefix_of_one_prefill_batch_is_computed_by_each_as_stock_sglang_does(
     assert cache.tokens[LOCKED] == 0
 
 
+def test_of_a_prefix_that_is_computed_in_chunks_only_the_last_is_computed_by_others_too() -> None:
+    """SGLang puts every chunk into its cache before the next step."""
+    work = work_of([[("a", 5000), (n, 10)] for n in range(20)], [4] * 20)
+    stock = replace(model(clock=Clock.SEQUENTIAL), computes_twice=True)
+    engine, cache = fresh(work, stock)
+    found = run_stock(engine, cache, stock.array, np.arange(20), np.full(20, 4.0), 256, 1.0, False)
+    cached = np.sort(found.cached)
+    assert cached[0] == 0
+    assert cached[1] >= 5000 - 256
+    assert cached[-1] == 5000
+    assert int(cache.tokens[COMPUTED]) <= 5000 + 20 * 10 + 20 * 256
+    assert cache.tokens[LOCKED] == 0
+
+
 def test_what_is_reserved_is_the_sum_over_all_that_run() -> None:
     """Answers vary around what was expected of them; what has grown longer reserves nothing more."""
     generator = np.random.default_rng(0)
