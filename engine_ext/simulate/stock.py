@@ -107,7 +107,9 @@ def _admit_some(
         return False
     if lpm and waiting <= LOOKED_AT:
         _sort_by_match(engine, cache, line)
-    for at in range(line.ends[0], min(line.ends[1], line.ends[0] + LOOKED_AT)):
+    # SGLang asks its cache for all that wait, each time; where it is to be compared with, so does this.
+    marked = waiting if model[COMPUTES_TWICE] > 0 else min(waiting, LOOKED_AT)
+    for at in range(line.ends[0], line.ends[0] + marked):
         touch(cache, int(engine.leaf[line.ring[at % len(line.ring)]]))
     reserved = ratio * to_come(engine, expected)
     running = counts[DECODING] + counts[QUEUE_LAST] - counts[QUEUE_FIRST]
