@@ -187,7 +187,7 @@ def _read_batch(
 
     def flush(endpoint: str) -> None:
         if tokenizer is not None:
-            parts.extend(np.array(each, dtype=np.uint32) for each in tokenizer.encode(endpoint, bodies))
+            parts.extend(np.array(each.ids, dtype=np.uint32) for each in tokenizer.encode(endpoint, bodies))
         else:
             parts.extend(_by_bytes(endpoint, body) for body in bodies)
         bodies.clear()

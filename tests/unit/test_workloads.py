@@ -220,7 +220,7 @@ def test_prompts_by_bytes_share_equal_beginnings(tmp_path: Path) -> None:
     found = read_workload(write(tmp_path / "b.jsonl", [batch_line(n, "equal " * 40) for n in range(2)]), None, {})
     a, b = found.prompts[0], found.prompts[1]
     assert a.tolist() == b.tolist()
-    text = PromptTokens(None, None, {}).text("/v1/chat/completions", batch_line(0, "equal " * 40)["body"])
+    text = PromptTokens(None, None, {}).text("/v1/chat/completions", batch_line(0, "equal " * 40)["body"]).string
     assert len(a) == -(-len(text) // 4)
 
 
