@@ -2,7 +2,10 @@
 
 import asyncio
 import json
+import subprocess
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,9 +14,9 @@ from engine_ext.plan.cost import CostModel
 from engine_ext.plan.engine_model import Clock, EngineModel, compute_time, step_time
 from engine_ext.plan.hardware import Machine, hardware
 from engine_ext.plan.model_shape import preset
-from engine_ext.plugin.calibration_load import DECODES, Limits, run_load
-from service.calibration import CalibrationError, calibrated
-from service.model_costs import planning_costs
+from engine_ext.plugin.calibration_load import DECODES, Limits, blend, run_load
+from service.calibration import CalibrationError, calibrated, compare
+from service.model_costs import CostsError, measured_overlap, planning_costs
 from service.settings import load_settings
 from service.workloads.workload import WorkloadError
 
@@ -90,3 +93,51 @@ def test_the_load_keeps_to_what_the_engine_can_hold(limits: Limits) -> None:
     assert "not counted" in parts[0]
     assert most <= limits.running
     assert max(sizes) > (min(limits.context, limits.capacity) - 2 * DECODES) // 2
+
+
+def test_an_engine_that_fails_is_left_out_of_the_comparison(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    trials = {"none": '{"seconds": 4.0}', "mixed": '{"seconds": 2.5}', "pdmux": '{"seconds": null}'}
+    passed: list[list[str]] = []
+
+    def run(command: list[str], **_: Any) -> Any:
+        passed.append(command)
+        if command[3] == "mixed":
+            raise subprocess.CalledProcessError(-9, command)
+        return SimpleNamespace(stdout=f"a line of its own\n{trials[command[3]]}\n")
+
+    monkeypatch.setattr(subprocess, "run", run)
+    file, said = tmp_path / "machine.json", list[str]()
+    file.write_text('{"name": "x"}')
+    assert compare(load_settings(), file, list(trials), said.append) == {"none": 4.0}
+    assert json.loads(file.read_text()) == {"name": "x", "overlap": {"fastest": "none", "seconds": {"none": 4.0}}}
+    assert passed[2][-2:] == ["--limit-s", "12.0"]
+    assert any("mixed: its engine failed" in line for line in said)
+    assert any("pdmux: more than 3 times" in line for line in said)
+
+
+def test_the_blend_computes_as_long_as_it_reads_and_fits() -> None:
+    cost = CostModel(preset("llama-3-8b"), Machine(hardware("h200")))
+    limits = Limits(context=8192, capacity=400_000, running=256, vocabulary=1000)
+    requests = blend(cost, limits, 10.0)
+    compute = sum(
+        prompt * cost.gemm_s_per_token + prompt**2 * cost.quadratic_s for prompt, few in requests if few < 100
+    )
+    reads = sum((prompt * many + many**2 / 2) * cost.read_s_per_token for prompt, many in requests if many > 100)
+    assert compute == pytest.approx(10.0, rel=0.01)
+    assert reads == pytest.approx(10.0, rel=0.01)
+    first = requests[: len(requests) // 10]
+    assert {many > 100 for _, many in first} == {True, False}  # each kind by turns
+    small = Limits(context=300, capacity=400, running=1, vocabulary=50)
+    assert all(prompt + output <= 200 for prompt, output in blend(cost, small, 0.01))
+
+
+def test_workers_use_what_a_calibration_found_fastest(tmp_path: Path) -> None:
+    file = tmp_path / "machine.json"
+    assert measured_overlap("h200") is None
+    file.write_text("{}")
+    assert measured_overlap(str(file)) is None
+    file.write_text(json.dumps({"overlap": {"fastest": "mixed", "seconds": {"none": 2.0, "mixed": 1.0}}}))
+    assert measured_overlap(str(file)) == "mixed"
+    file.write_text(json.dumps({"overlap": {"fastest": "warp"}}))
+    with pytest.raises(CostsError, match=r"overlap\.fastest"):
+        measured_overlap(str(file))
