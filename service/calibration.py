@@ -30,14 +30,8 @@ def measure(engine: Any, steps: Path, say: Callable[[str], None]) -> None:
 
     async def main() -> None:
         await engine.start()
-        parts = 0
-        async for part in engine.calibration_load():
+        async for part in engine.measure_steps(steps):
             say(part)
-            parts += 1
-            if parts == 2:  # what came before was compiling and loading
-                await engine.scheduler_states()
-                steps.unlink(missing_ok=True)
-        await engine.scheduler_states()  # which writes what is left to write
 
     asyncio.run(main())
     if not steps.exists():

@@ -271,6 +271,7 @@ def _stop_on_signals(stop: asyncio.Event) -> None:
 def _settings(**overrides: Any) -> Settings:
     try:
         settings = load_settings(**overrides)
+        # A worker would find it out only after SGLang's import, and be started again for ever.
         planning_costs(FALLBACK, settings.gpu, 1)
         measured_overlap(settings.gpu)
     except SettingsError as error:

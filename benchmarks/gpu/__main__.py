@@ -24,9 +24,8 @@ from engine_ext.plugin.platform_entry import gpu_is_present
 
 def run_engine(what: str, given: Namespace, attention: str) -> bool:
     """Its process; whether it went well. One that fails leaves the others' rows alone."""
-    passed = [word for word in sys.argv[1:] if not word.startswith("--until")]
     started = time.time()
-    command = [sys.executable, "-m", "benchmarks.gpu.engine", *passed]
+    command = [sys.executable, "-m", "benchmarks.gpu.engine", *sys.argv[1:]]
     command += ["--attention", attention, "--until", str(given.until), what]
     code = subprocess.run(command, check=False).returncode
     print(
@@ -67,10 +66,7 @@ def main() -> None:
             elif time.time() < given.until:
                 went_well &= run_engine(overlap, given, attention)
         left = len(options.missing(given, attention))
-        print(
-            f"{attention}: {left} of {len(given.mixes) * len(given.policies)} runs have no row; again goes on",
-            flush=True,
-        )
+        print(f"{attention}: {left} runs have no row; the same command goes on with them", flush=True)
     rows = pictures.read(given.output)
     print(pictures.table(rows), *pictures.draw(rows, given.output), sep="\n")
     sys.exit(0 if went_well else 1)

@@ -12,8 +12,6 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from benchmarks.gpu import options, pictures, workloads
 from benchmarks.gpu.shapes import CONTEXT, model_folder
 from engine_ext.plan.cost import CostModel
@@ -22,7 +20,7 @@ from engine_ext.plan.hardware import Machine
 from engine_ext.plugin.bench_engine import BenchEngine
 from engine_ext.plugin.host import CPU_DEFAULTS
 from engine_ext.plugin.options import Overlap
-from engine_ext.plugin.platform_entry import gpu_is_present
+from engine_ext.plugin.platform_entry import gpu_is_present, machine_name
 from engine_ext.plugin.retune import Tuning
 from service.calibration import calibrated
 from service.model_costs import read_hardware, read_shape
@@ -39,7 +37,6 @@ def arguments(given: Namespace) -> dict[str, Any]:
         "context_length": CONTEXT,
         "schedule_policy": "fcfs",
         "sampling_backend": "pytorch",
-        "disable_custom_all_reduce": True,
         "random_seed": 0,
     }
     if gpu_is_present():
@@ -57,19 +54,13 @@ def calibrate(given: Namespace, model: Path) -> None:
     engine = BenchEngine.real(str(model), cost, Overlap.NONE, arguments(given), str(steps))
 
     async def main() -> None:
-        parts = 0
-        async for part in engine.measure_steps():
+        async for part in engine.measure_steps(steps):
             print(f"calibration: {part}", flush=True)
-            parts += 1
-            if parts == 2:  # what came before was compiling and loading
-                await engine.state()
-                steps.unlink(missing_ok=True)
-        await engine.state()  # which writes what is left to write
 
     asyncio.get_event_loop().run_until_complete(main())
     engine.close()
     found = calibrated(
-        load_settings(model=str(model), gpu=given.gpu, engine_args=given.engine_args), steps, output, options.machine()
+        load_settings(model=str(model), gpu=given.gpu, engine_args=given.engine_args), steps, output, machine_name()
     )
     for name, misfit in found.errors.items():
         print(f"calibration: {name} off by {misfit.mean:.1%} on average over {misfit.steps}", flush=True)
@@ -153,7 +144,6 @@ def main() -> None:
     parser = options.parser(__doc__)
     parser.add_argument("what", choices=["calibrate", Overlap.MIXED, Overlap.PDMUX])
     given = options.read(parser)
-    torch.manual_seed(0)
     model = model_folder(given.model, given.output.parent)
     if given.what == "calibrate":
         calibrate(given, model)

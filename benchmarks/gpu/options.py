@@ -3,7 +3,6 @@
 import argparse
 import hashlib
 import json
-import platform
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +13,7 @@ from benchmarks.gpu import pictures
 from benchmarks.gpu.shapes import SHAPES
 from benchmarks.mixes import MIXES as ALL_MIXES
 from engine_ext.plugin.options import Overlap
+from engine_ext.plugin.platform_entry import machine_name
 from engine_ext.plugin.retune import Tuning
 
 
@@ -65,7 +65,7 @@ def read(given_to: argparse.ArgumentParser) -> argparse.Namespace:
         given_to.error(f"{given.data} is no folder; docs/gpu.md says what it has to hold")
     if not isinstance(given.engine_args, dict):
         given_to.error("--engine-args must be a JSON object")
-    given.gpu = given.gpu or ("h100" if "H100" in machine() else "h200")
+    given.gpu = given.gpu or ("h100" if "H100" in machine_name() else "h200")
     for name, known in (("mixes", ALL_MIXES), ("policies", RUNS)):
         values = getattr(given, name).split(",")
         for value in values:
@@ -78,7 +78,7 @@ def read(given_to: argparse.ArgumentParser) -> argparse.Namespace:
 def identity(given: argparse.Namespace, attention: str) -> dict[str, Any]:
     """What rows must have in common to stand beside each other."""
     return {
-        "machine": machine(),
+        "machine": machine_name(),
         "model": given.model,
         "attention": attention,
         "scale": given.scale,
@@ -97,9 +97,3 @@ def calibration_path(given: argparse.Namespace, attention: str) -> Path:
     same = identity(given, attention) | {"scale": None}
     digest = hashlib.sha256(json.dumps(same, sort_keys=True).encode()).hexdigest()[:8]
     return given.output.with_name(f"{given.output.stem}-{given.model}-{attention}-{digest}.calibration.json")
-
-
-def machine() -> str:
-    import torch
-
-    return torch.cuda.get_device_name(0) if torch.cuda.is_available() else f"the CPU of {platform.node()}"

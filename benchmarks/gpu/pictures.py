@@ -33,7 +33,7 @@ def draw(rows: list[dict[str, Any]], beside: Path) -> list[Path]:
             axes.grid(alpha=0.3)
         every[0].legend(fontsize=7, ncols=2)
         every[-1].set_xlabel("seconds of steps")
-        figure.suptitle(f"{name} on {runs[0]['machine']}: share of a step's time", fontsize=9)
+        figure.suptitle(f"{name}: share of a step's time", fontsize=9)
         paths.append(beside.with_name(f"{beside.stem}-{name}.png"))
         FigureCanvasAgg(figure).print_figure(paths[-1], dpi=110)
     return paths

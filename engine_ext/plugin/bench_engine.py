@@ -5,6 +5,7 @@ import json
 import os
 import time
 from collections.abc import AsyncIterator, Sequence
+from pathlib import Path
 from typing import Any
 
 from sglang.srt.entrypoints.engine import Engine
@@ -30,7 +31,6 @@ class BenchEngine:
         options.hand_over()
         if not gpu_is_present():
             os.environ.setdefault("OMP_NUM_THREADS", "1")
-        self._options = options
         self._engine = Engine(
             model_path=model_path,
             **{"skip_tokenizer_init": True, "skip_server_warmup": True, "log_level": "error", **arguments},
@@ -70,10 +70,10 @@ class BenchEngine:
         ours = {"max_running_requests": RUNNING, "max_prefill_tokens": MOST_TOKENS + RUNNING}
         return cls(model_path, options, {**ours, **overlap.ARGUMENTS[wanted], **arguments})
 
-    def measure_steps(self) -> AsyncIterator[str]:
-        """What makes steps of all kinds; says before each part what it is. See `Options.steps_file`."""
+    def measure_steps(self, steps: Path) -> AsyncIterator[str]:
+        """As EngineHost's; `steps` is what it was started with."""
         self._manager.auto_create_handle_loop()
-        return measure_steps(self._engine)
+        return measure_steps(self._engine, steps)
 
     async def state(self) -> dict[str, Any]:
         """Batchweave's part of the scheduler's state."""

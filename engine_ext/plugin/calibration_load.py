@@ -7,6 +7,7 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -32,17 +33,23 @@ class Limits:
     vocabulary: int
 
 
-def measure_steps(engine: Any) -> AsyncIterator[str]:
-    """`run_load` on an SGLang Engine that this process holds."""
+async def measure_steps(engine: Any, steps: Path) -> AsyncIterator[str]:
+    """`run_load` on an SGLang Engine of this process, whose options name `steps`.
+
+    At the end those that count are there.
+    """
 
     async def run(ids: list[int], tokens: int) -> None:
         await _answer(engine, ids, tokens)
 
-    async def parts() -> AsyncIterator[str]:
-        async for part in run_load(run, await _limits(engine)):
-            yield part
-
-    return parts()
+    parts = 0
+    async for part in run_load(run, await _limits(engine)):
+        parts += 1
+        if parts == 2:  # what came before was compiling and loading
+            await engine.tokenizer_manager.get_internal_state()  # which writes what waits to be written
+            steps.unlink(missing_ok=True)
+        yield part
+    await engine.tokenizer_manager.get_internal_state()
 
 
 async def time_blend(

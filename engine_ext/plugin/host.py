@@ -3,15 +3,14 @@
 import asyncio
 import json
 import os
-import platform
 import signal
 import subprocess
 import sys
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
-import torch
 from fastapi import HTTPException
 from pydantic import BaseModel, ValidationError
 from sglang.srt.entrypoints.engine import Engine
@@ -24,7 +23,7 @@ from engine_ext.plan.cost import CostModel
 from engine_ext.plugin import admission, emulated, guard, hooks, overlap
 from engine_ext.plugin.calibration_load import measure_steps, time_blend
 from engine_ext.plugin.options import Options, Overlap
-from engine_ext.plugin.platform_entry import gpu_is_present
+from engine_ext.plugin.platform_entry import gpu_is_present, machine_name
 
 # What a batch line may not choose: identity, place in the queue, and routing belong to the service.
 RESERVED_FIELDS = frozenset(
@@ -137,8 +136,7 @@ class EngineHost:
 
     @property
     def machine(self) -> str:
-        """Name of the accelerator, or of this host where there is none; it opens the accelerator in this process."""
-        return torch.cuda.get_device_name(0) if torch.cuda.is_available() else f"the CPU of {platform.node()}"
+        return machine_name()
 
     @property
     def context_length(self) -> int:
@@ -179,13 +177,18 @@ class EngineHost:
         if isinstance(response, BaseModel):
             choices = getattr(response, "choices", [])
             aborted = any(choice.finish_reason == "abort" for choice in choices)
-            answered = response.model_dump(mode="json") | ({"device": self._emulated} if self._emulated else {})
-            return Answer(200, json.dumps(answered).encode(), aborted)
+            answered = response.model_dump_json().encode()
+            if self._emulated:
+                answered = json.dumps(json.loads(answered) | {"device": self._emulated}).encode()
+            return Answer(200, answered, aborted)
         return _failed(response.status_code, bytes(response.body))
 
-    def calibration_load(self) -> AsyncIterator[str]:
-        """Run what makes steps of all kinds, by SGLang's own scheduling; says before each part what it is."""
-        return measure_steps(self._engine)
+    def measure_steps(self, steps: Path) -> AsyncIterator[str]:
+        """Run what makes steps of all kinds, by SGLang's own scheduling; says before each part what it is.
+
+        They are in `steps` at the end, which the options must name.
+        """
+        return measure_steps(self._engine, steps)
 
     async def blended_load(self, cost: CostModel, seconds: float, limit_s: float | None = None) -> float:
         """Run as much compute as reads, so many seconds of each by `cost`, as requests of a batch; how long it took.

@@ -1,5 +1,6 @@
 """Where SGLang finds the CPU platform; it looks while it is being imported itself, so nothing of it is imported."""
 
+import platform
 from functools import cache
 
 
@@ -8,6 +9,13 @@ def gpu_is_present() -> bool:
     import torch
 
     return torch.cuda.is_available() or torch.xpu.is_available()
+
+
+def machine_name() -> str:
+    """Of the accelerator, or of this host where there is none; it opens the accelerator in this process."""
+    import torch
+
+    return torch.cuda.get_device_name(0) if torch.cuda.is_available() else f"the CPU of {platform.node()}"
 
 
 def activate_cpu() -> str | None:

@@ -16,7 +16,8 @@ Heap = list[tuple[int, int]]  # time of last use, node; what is not valid any mo
 
 
 class Cache(NamedTuple):
-    """The cache by node: `parent`, `size` in tokens, `users` that run, cached `children`, time `used` last.
+    """The cache by node: `parent`, `begin` in its prompts, `size` in tokens, `users` that run, cached `children`, time
+    `used` last.
 
     `extra`: output tokens kept behind a leaf; `cached`: whether it is there, or will be when what computes it is done;
     `ready`: whether that is done, and `stashed`: tokens of it that chunks have computed until then. `tokens`: free,
@@ -25,6 +26,7 @@ class Cache(NamedTuple):
     """
 
     parent: Column
+    begin: Column
     size: Column
     quadratic: NDArray[np.float64]
     users: Column
@@ -46,6 +48,7 @@ def new_cache(parent: Column, begin: Column, end: Column, capacity: int) -> Cach
     users[0] = 1  # and never leaves
     return Cache(
         parent=parent.copy(),
+        begin=begin.copy(),
         size=end - begin,
         quadratic=(end.astype(np.float64) ** 2 - begin.astype(np.float64) ** 2),
         users=users,
@@ -113,14 +116,8 @@ def twice(cache: Cache, leaf: int) -> tuple[int, float]:
 @compiled
 def work_of_first(cache: Cache, node: int, tokens: int) -> float:
     """Quadratic work of the first so many tokens of a node."""
-    begin = _place(cache, node)
+    begin = float(cache.begin[node])
     return (begin + tokens) ** 2 - begin**2
-
-
-@compiled
-def _place(cache: Cache, node: int) -> float:
-    """Where a node begins in its prompts."""
-    return (cache.quadratic[node] / max(1, cache.size[node]) - cache.size[node]) / 2
 
 
 @compiled
@@ -128,8 +125,7 @@ def stash(cache: Cache, leaf: int, tokens: int) -> None:
     """The first so many tokens of the leaf's path are computed and in the cache, as SGLang keeps every chunk."""
     node = leaf
     while not cache.ready[node]:
-        begin = int(_place(cache, node) + 0.5)
-        cache.stashed[node] = min(max(tokens - begin, 0), cache.size[node])
+        cache.stashed[node] = min(max(tokens - cache.begin[node], 0), cache.size[node])
         node = cache.parent[node]
 
 
