@@ -14,8 +14,9 @@ from starlette.exceptions import HTTPException
 
 from service.api import batches, files, health, models
 from service.api.context import Context
+from service.api.edge import Edge
 from service.db.sessions import Database
-from service.errors import ApiError, BadRequest, MethodNotAllowed, NotFound, Unavailable
+from service.errors import ApiError, BadRequest, MethodNotAllowed, NotFound, PayloadTooLarge, Unavailable
 from service.queue.connection import open_redis
 from service.settings import Settings
 from service.storage import Storage
@@ -43,6 +44,7 @@ def create_app(settings: Settings, clock: Callable[[], float] = time.time) -> Fa
     )
     for module in (files, batches, models, health):
         app.include_router(module.router)
+    app.add_middleware(Edge)
     app.add_exception_handler(ApiError, _api_error)
     app.add_exception_handler(RequestValidationError, _validation_error)
     app.add_exception_handler(HTTPException, _http_error)
@@ -79,6 +81,8 @@ def _http_error(request: Request, error: Exception) -> JSONResponse:
         return _answer(NotFound(f"No such path: {request.method} {request.url.path}", code="unknown_url"))
     if error.status_code == 405:
         return _answer(MethodNotAllowed(f"{request.method} is not allowed here.", code="method_not_allowed"))
+    if error.status_code == 413:
+        return _answer(PayloadTooLarge(str(error.detail), code="body_too_large"))
     return _answer(BadRequest(str(error.detail)))
 
 

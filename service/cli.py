@@ -21,6 +21,7 @@ from service.model_costs import FALLBACK, CostsError, measured_overlap, planning
 from service.queue.connection import open_redis
 from service.settings import Settings, SettingsError, load_settings
 from service.storage import Storage
+from service.tenants.commands import keys, projects, show_audit
 from service.workloads.commands import plan, simulate
 
 app = typer.Typer(
@@ -86,6 +87,7 @@ def api(host: HostOption = None, port: PortOption = None) -> None:
         log_config=None,
         access_log=False,
         server_header=False,
+        http="h11",  # it bounds a request's headers; httptools does not
         timeout_graceful_shutdown=5,
     )
 
@@ -237,6 +239,9 @@ def demo(
 
 app.command()(plan)
 app.command()(simulate)
+app.add_typer(keys, name="keys")
+app.add_typer(projects, name="projects")
+app.command("audit")(show_audit)
 
 
 @app.command()

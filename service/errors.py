@@ -2,10 +2,13 @@
 
 ApiError
 ├── BadRequest          400  invalid_request_error
+├── Unauthorized        401  authentication_error
+├── Forbidden           403  permission_error
 ├── NotFound            404  invalid_request_error
 ├── MethodNotAllowed    405  invalid_request_error
 ├── PayloadTooLarge     413  invalid_request_error
 ├── RangeNotSatisfiable 416  invalid_request_error
+├── QuotaReached        429  rate_limit_error, with Retry-After
 └── Unavailable         503  server_error, with Retry-After
 
 Clients retry 408, 409, 429 and 5xx, so a fault that stays is never one of those.
@@ -37,6 +40,20 @@ class BadRequest(ApiError):
     type = "invalid_request_error"
 
 
+class Unauthorized(ApiError):
+    status_code = 401
+    type = "authentication_error"
+
+    @property
+    def headers(self) -> dict[str, str]:
+        return {"WWW-Authenticate": "Bearer"}
+
+
+class Forbidden(ApiError):
+    status_code = 403
+    type = "permission_error"
+
+
 class NotFound(ApiError):
     status_code = 404
     type = "invalid_request_error"
@@ -55,6 +72,21 @@ class PayloadTooLarge(ApiError):
 class RangeNotSatisfiable(ApiError):
     status_code = 416
     type = "invalid_request_error"
+
+
+class QuotaReached(ApiError):
+    """There is room again after a while; what never has room is another error."""
+
+    status_code = 429
+    type = "rate_limit_error"
+
+    def __init__(self, message: str, retry_after_s: int, *, code: str) -> None:
+        super().__init__(message, code=code)
+        self._retry_after_s = retry_after_s
+
+    @property
+    def headers(self) -> dict[str, str]:
+        return {"Retry-After": str(self._retry_after_s)}
 
 
 class Unavailable(ApiError):

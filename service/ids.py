@@ -21,3 +21,11 @@ def index_id() -> str:
 
 def plan_id() -> str:
     return f"plan_{secrets.token_hex(16)}"
+
+
+def project_id() -> str:
+    return f"proj_{secrets.token_hex(16)}"
+
+
+def key_id() -> str:
+    return f"key_{secrets.token_hex(16)}"

@@ -1,6 +1,7 @@
 """The one place that reads the environment."""
 
 import hashlib
+import ipaddress
 import os
 import socket
 from functools import cached_property
@@ -30,6 +31,9 @@ class Settings(BaseSettings):
 
     host: str = Field("127.0.0.1", description="address that the API listens on")
     port: Annotated[int, Field(ge=0, le=65535)] = 8080
+    auth: Literal["keys", "none"] | None = Field(
+        None, description="whether the API asks for keys; default: keys, but none where it listens on loopback alone"
+    )
 
     model: str = Field(DEMO_MODEL, description="'demo', a local path, or a hub id")
     model_name: str | None = Field(None, description="name that requests use; default: the hub id or folder name")
@@ -79,6 +83,11 @@ class Settings(BaseSettings):
         return url.replace("?sslmode=", "?ssl=").replace("&sslmode=", "&ssl=") if "+asyncpg" in url else url
 
     @cached_property
+    def needs_keys(self) -> bool:
+        """Whether callers of the API must show a key."""
+        return self.auth == "keys" or not is_loopback(self.host)
+
+    @cached_property
     def storage(self) -> str:
         return self.storage_url or (self.data_dir / "objects").resolve().as_uri()
 
@@ -118,10 +127,21 @@ class Settings(BaseSettings):
         return str(Path(self.model).resolve()) if Path(self.model).exists() else self.model
 
 
+def is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
 def load_settings(**overrides: Any) -> Settings:
     """Settings from the environment; arguments that are not None win. Raises SettingsError that names the variable."""
     try:
-        return Settings(**{key: value for key, value in overrides.items() if value is not None})
+        settings = Settings(**{key: value for key, value in overrides.items() if value is not None})
+        if settings.auth == "none" and not is_loopback(settings.host):
+            message = f"BATCHWEAVE_AUTH: 'none' is for loopback; anyone who reaches {settings.host} could use the API"
+            raise SettingsError(f"{message}. Leave it out, and make a key: batchweave keys create")
+        return settings
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         name = "BATCHWEAVE_" + "_".join(str(part) for part in first["loc"][:1]).upper()

@@ -30,17 +30,19 @@ class Again:
         self.key = idempotency_key
         self.is_retry = (x_stainless_retry_count or "0").isdecimal() and int(x_stainless_retry_count or "0") > 0
 
-    async def find(self, session: AsyncSession, asked: str, now: int) -> Batch | None:
+    async def find(self, session: AsyncSession, project_id: str, asked: str, now: int) -> Batch | None:
         """The batch that an earlier try made. Raises BadRequest where the key was used for another request."""
         if self.key is not None:
-            found = (await session.scalars(select(Batch).where(Batch.idempotency_key == self.key))).one_or_none()
+            same = (Batch.idempotency_key == self.key) & (Batch.project_id == project_id)
+            found = (await session.scalars(select(Batch).where(same))).one_or_none()
             if found is not None and found.asked != asked:
                 message = f"Idempotency-Key {self.key!r} was used with another body; use a new key for a new batch."
                 raise BadRequest(message, code="idempotency_key_reused", param="Idempotency-Key")
             return found
         if not self.is_retry:
             return None
-        recent = (Batch.asked == asked) & (Batch.created_at >= now - RETRIES_WITHIN_S)
+        mine = (Batch.asked == asked) & (Batch.project_id == project_id)
+        recent = mine & (Batch.created_at >= now - RETRIES_WITHIN_S)
         return (await session.scalars(select(Batch).where(recent).order_by(Batch.seq.desc()).limit(1))).one_or_none()
 
 

@@ -9,6 +9,7 @@ from sqlalchemy.ext.asyncio import AsyncSession
 
 from service import ids
 from service.api.again import Again, TriedAgain, digest
+from service.api.caller import CalledBy
 from service.api.context import Context, Here
 from service.api.pages import page_rows
 from service.api.shapes import BatchObject, CreateBatch, ObjectId, Page
@@ -17,6 +18,9 @@ from service.db.tables import Batch, BatchStatus, File
 from service.endpoints import ENDPOINTS
 from service.errors import BadRequest, NotFound
 from service.queue.leases import Counts
+from service.tenants import audit
+from service.tenants.keys import Caller
+from service.tenants.quotas import check_batches
 
 _UNIT_S = {"m": 60, "h": 3600, "d": 86400}
 _LIVE = (BatchStatus.IN_PROGRESS, BatchStatus.FINALIZING, BatchStatus.CANCELLING)
@@ -25,33 +29,35 @@ router = APIRouter(prefix="/v1/batches", tags=["batches"])
 
 
 @router.post("")
-async def create_batch(body: CreateBatch, here: Here, again: TriedAgain) -> BatchObject:
+async def create_batch(body: CreateBatch, here: Here, caller: CalledBy, again: TriedAgain) -> BatchObject:
     """Accept a batch for validation; one that an earlier try of this request created is returned as it is."""
     if body.endpoint not in ENDPOINTS:
         message = f"endpoint {body.endpoint!r} is none of {', '.join(ENDPOINTS)}."
         raise BadRequest(message, code="invalid_endpoint", param="endpoint")
     try:
-        return await _shape(here, await _create(body, here, again))
+        return await _shape(here, await _create(body, here, caller, again))
     except IntegrityError:  # another try with the same key was faster
-        return await _shape(here, await _create(body, here, again))
+        return await _shape(here, await _create(body, here, caller, again))
 
 
-async def _create(body: CreateBatch, here: Context, again: Again) -> Batch:
+async def _create(body: CreateBatch, here: Context, caller: Caller, again: Again) -> Batch:
     now, asked = int(here.clock()), digest(body)
     async with here.database.write() as session:
-        before = await again.find(session, asked, now)
+        before = await again.find(session, caller.project.id, asked, now)
         if before is not None:
             return before
-        wanted = select(File).where(File.id == body.input_file_id, File.deleted_at.is_(None))
-        file = (await session.scalars(wanted)).one_or_none()
+        mine = (File.id == body.input_file_id) & (File.project_id == caller.project.id) & File.deleted_at.is_(None)
+        file = (await session.scalars(select(File).where(mine))).one_or_none()
         if file is None:
             message = f"No such File object: {body.input_file_id}. Upload it with purpose 'batch' first."
             raise BadRequest(message, code="file_not_found", param="input_file_id")
         if file.purpose != "batch":
             message = f"The file {file.id} has purpose {file.purpose!r}; a batch needs 'batch'."
             raise BadRequest(message, code="invalid_purpose", param="input_file_id")
+        await check_batches(session, caller.project.id)
         batch = Batch(
             id=ids.batch_id(),
+            project_id=caller.project.id,
             status=BatchStatus.VALIDATING,
             endpoint=body.endpoint,
             input_file_id=file.id,
@@ -64,31 +70,34 @@ async def _create(body: CreateBatch, here: Context, again: Again) -> Batch:
             expires_at=now + int(body.completion_window[:-1]) * _UNIT_S[body.completion_window[-1]],
         )
         session.add(batch)
+        audit.note(session, caller, "batch.create", batch.id, now)
     return batch
 
 
 @router.get("")
 async def list_batches(
-    here: Here, after: ObjectId | None = None, limit: Annotated[int, Query(ge=1, le=100)] = 20
+    here: Here, caller: CalledBy, after: ObjectId | None = None, limit: Annotated[int, Query(ge=1, le=100)] = 20
 ) -> Page[BatchObject]:
     async with here.database.read() as session:
-        rows = await page_rows(session, Batch, select(Batch), after=after, limit=limit)
+        rows = await page_rows(session, Batch, select(Batch), caller.project.id, after=after, limit=limit)
     return Page[BatchObject].of([await _shape(here, row) for row in rows], limit)
 
 
 @router.get("/{batch_id}")
-async def get_batch(batch_id: ObjectId, here: Here) -> BatchObject:
+async def get_batch(batch_id: ObjectId, here: Here, caller: CalledBy) -> BatchObject:
     async with here.database.read() as session:
-        batch = await _find(session, batch_id)
+        batch = await _find(session, caller, batch_id)
     return await _shape(here, batch)
 
 
 @router.post("/{batch_id}/cancel")
-async def cancel_batch(batch_id: ObjectId, here: Here) -> BatchObject:
+async def cancel_batch(batch_id: ObjectId, here: Here, caller: CalledBy) -> BatchObject:
     """Stop the batch; what is answered stays. Cancelling twice is no error, cancelling an ended batch is."""
     async with here.database.write() as session:
-        await move_batch(session, batch_id, BatchStatus.CANCELLING, now=here.clock())
-        batch = await _find(session, batch_id)
+        await _find(session, caller, batch_id)
+        if await move_batch(session, batch_id, BatchStatus.CANCELLING, now=here.clock()):
+            audit.note(session, caller, "batch.cancel", batch_id, here.clock())
+        batch = await _find(session, caller, batch_id)
         if batch.status not in (BatchStatus.CANCELLING, BatchStatus.CANCELLED):
             ended = batch.status in TERMINAL
             message = f"The batch is {batch.status}" + (
@@ -98,8 +107,10 @@ async def cancel_batch(batch_id: ObjectId, here: Here) -> BatchObject:
     return await _shape(here, batch)
 
 
-async def _find(session: AsyncSession, batch_id: str) -> Batch:
-    batch = (await session.scalars(select(Batch).where(Batch.id == batch_id))).one_or_none()
+async def _find(session: AsyncSession, caller: Caller, batch_id: str) -> Batch:
+    mine = (Batch.id == batch_id) & (Batch.project_id == caller.project.id)
+    wanted = select(Batch).where(mine).execution_options(populate_existing=True)
+    batch = (await session.scalars(wanted)).one_or_none()
     if batch is None:
         raise NotFound(f"No such Batch object: {batch_id}", param="id")
     return batch

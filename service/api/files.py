@@ -10,14 +10,18 @@ from sqlalchemy import select, update
 from starlette.requests import ClientDisconnect
 
 from service import ids
+from service.api.caller import CalledBy
 from service.api.context import Context, Here
 from service.api.multipart import Form, FormReader
 from service.api.pages import Order, page_rows
 from service.api.shapes import FileDeleted, FileObject, ObjectId, Page
 from service.db.moves import LIVE
 from service.db.tables import FILE_KEEP_S, Batch, File
-from service.errors import BadRequest, NotFound, PayloadTooLarge, RangeNotSatisfiable
+from service.errors import ApiError, BadRequest, NotFound, PayloadTooLarge, RangeNotSatisfiable
 from service.storage import file_key
+from service.tenants import audit
+from service.tenants.keys import Caller
+from service.tenants.quotas import check_bytes
 
 FORM_OVERHEAD_BYTES = 1024 * 1024
 
@@ -45,26 +49,35 @@ _UPLOAD_BODY = {
 
 
 @router.post("", openapi_extra=_UPLOAD_BODY)
-async def create_file(request: Request, here: Here) -> FileObject:
+async def create_file(request: Request, here: Here, caller: CalledBy) -> FileObject:
     """Upload a JSONL file of requests."""
     limit = here.settings.max_file_bytes
-    announced = request.headers.get("content-length", "")
-    if announced.isdigit() and int(announced) > limit + FORM_OVERHEAD_BYTES:
+    length = request.headers.get("content-length", "")
+    announced = max(int(length) - FORM_OVERHEAD_BYTES, 0) if re.fullmatch(r"[0-9]{1,18}", length) else 0
+    if announced > limit:
         raise PayloadTooLarge(f"The file is larger than {limit} bytes.", code="file_too_large", param="file")
+    async with here.database.read() as session:  # rather than refuse it when all of it is here
+        await check_bytes(session, caller.project.id, announced)
     reader = FormReader(request.headers.get("content-type", ""), limit)
     file_id = ids.file_id()
     try:
         async with here.storage.writer(file_key(file_id)) as writer:
             form = await reader.read(request.stream(), writer.write)
-            file = _file_row(file_id, form, int(here.clock()))
+            file = _file_row(file_id, caller, form, int(here.clock()))
     except ClientDisconnect as error:
         raise BadRequest("The upload was cut off.") from error
-    async with here.database.write() as session:
-        session.add(file)
+    try:
+        async with here.database.write() as session:
+            await check_bytes(session, caller.project.id, file.size_bytes)
+            session.add(file)
+            audit.note(session, caller, "file.create", file.id, here.clock())
+    except ApiError:
+        await here.storage.delete(file_key(file_id))
+        raise
     return FileObject.of(file)
 
 
-def _file_row(file_id: str, form: Form, now: int) -> File:
+def _file_row(file_id: str, caller: Caller, form: Form, now: int) -> File:
     """The row of an uploaded file. Raises BadRequest for a field that is missing or wrong."""
     if form.filename is None:
         raise BadRequest("The form has no part named 'file'.", code="missing_required_parameter", param="file")
@@ -83,6 +96,7 @@ def _file_row(file_id: str, form: Form, now: int) -> File:
         keep_s = int(text)
     return File(
         id=file_id,
+        project_id=caller.project.id,
         purpose="batch",
         filename=form.filename.replace("\x00", "")[:1024],
         size_bytes=form.size_bytes,
@@ -94,6 +108,7 @@ def _file_row(file_id: str, form: Form, now: int) -> File:
 @router.get("")
 async def list_files(
     here: Here,
+    caller: CalledBy,
     after: ObjectId | None = None,
     limit: Annotated[int, Query(ge=1, le=10000)] = 10000,
     order: Order = "desc",
@@ -103,19 +118,19 @@ async def list_files(
     if purpose is not None:
         query = query.where(File.purpose == purpose)
     async with here.database.read() as session:
-        rows = await page_rows(session, File, query, after=after, limit=limit, order=order)
+        rows = await page_rows(session, File, query, caller.project.id, after=after, limit=limit, order=order)
     return Page[FileObject].of([FileObject.of(row) for row in rows], limit)
 
 
 @router.get("/{file_id}")
-async def get_file(file_id: ObjectId, here: Here) -> FileObject:
-    return FileObject.of(await find_file(here, file_id))
+async def get_file(file_id: ObjectId, here: Here, caller: CalledBy) -> FileObject:
+    return FileObject.of(await find_file(here, caller, file_id))
 
 
 @router.get("/{file_id}/content", response_class=StreamingResponse)
-async def get_content(file_id: ObjectId, request: Request, here: Here) -> Response:
+async def get_content(file_id: ObjectId, request: Request, here: Here, caller: CalledBy) -> Response:
     """The file's bytes; a Range of them when asked."""
-    file = await find_file(here, file_id)
+    file = await find_file(here, caller, file_id)
     # A file never changes, so its id is its version.
     headers = {"Accept-Ranges": "bytes", "ETag": f'"{file.id}"'}
     if request.headers.get("if-none-match") in ("*", headers["ETag"]):
@@ -159,8 +174,8 @@ def _byte_range(header: str, size_bytes: int) -> tuple[int, int] | None:
 
 
 @router.delete("/{file_id}")
-async def delete_file(file_id: ObjectId, here: Here) -> FileDeleted:
-    file = await find_file(here, file_id)
+async def delete_file(file_id: ObjectId, here: Here, caller: CalledBy) -> FileDeleted:
+    file = await find_file(here, caller, file_id)
     async with here.database.write() as session:
         using = (
             await session.scalars(
@@ -171,14 +186,16 @@ async def delete_file(file_id: ObjectId, here: Here) -> FileDeleted:
             message = f"The file is the input of {using}, which is not finished. Cancel that batch first."
             raise BadRequest(message, code="file_in_use", param="file_id")
         await session.execute(update(File).where(File.id == file.id).values(deleted_at=int(here.clock())))
+        audit.note(session, caller, "file.delete", file.id, here.clock())
     await here.storage.delete(file_key(file.id))
     return FileDeleted(id=file.id)
 
 
-async def find_file(here: Context, file_id: str) -> File:
-    """The file of this id. Raises NotFound."""
+async def find_file(here: Context, caller: Caller, file_id: str) -> File:
+    """The caller's file of this id. Raises NotFound."""
+    mine = (File.id == file_id) & (File.project_id == caller.project.id) & File.deleted_at.is_(None)
     async with here.database.read() as session:
-        file = (await session.scalars(select(File).where(File.id == file_id, File.deleted_at.is_(None)))).one_or_none()
+        file = (await session.scalars(select(File).where(mine))).one_or_none()
     if file is None:
         raise NotFound(f"No such File object: {file_id}", param="id")
     return file

@@ -6,6 +6,7 @@ from fastapi import APIRouter
 from pydantic import StringConstraints
 from sqlalchemy import select
 
+from service.api.caller import CalledBy
 from service.api.context import Here
 from service.api.shapes import ModelObject, Page
 from service.db.tables import Model
@@ -15,14 +16,16 @@ router = APIRouter(prefix="/v1/models", tags=["models"])
 
 
 @router.get("")
-async def list_models(here: Here) -> Page[ModelObject]:
+async def list_models(here: Here, _caller: CalledBy) -> Page[ModelObject]:
     async with here.database.read() as session:
         rows = (await session.scalars(select(Model).order_by(Model.name))).all()
     return Page[ModelObject].of([ModelObject(id=row.name, created=row.created_at) for row in rows], len(rows))
 
 
 @router.get("/{name:path}")
-async def get_model(name: Annotated[str, StringConstraints(pattern=r"^[^\x00]+$")], here: Here) -> ModelObject:
+async def get_model(
+    name: Annotated[str, StringConstraints(pattern=r"^[^\x00]+$")], here: Here, _caller: CalledBy
+) -> ModelObject:
     async with here.database.read() as session:
         row = (await session.scalars(select(Model).where(Model.name == name))).one_or_none()
     if row is None:

@@ -15,14 +15,17 @@ async def page_rows(
     session: AsyncSession,
     table: type[File] | type[Batch],
     query: Select[Any],
+    project_id: str,
     *,
     after: str | None,
     limit: int,
     order: Order = "desc",
 ) -> list[Any]:
-    """Up to `limit + 1` rows behind the object `after`. Raises BadRequest when that object does not exist."""
+    """Up to `limit + 1` rows of the project behind its object `after`. Raises BadRequest when that does not exist."""
+    query = query.where(table.project_id == project_id)
     if after is not None:
-        cursor = (await session.execute(select(table.seq).where(table.id == after))).scalar_one_or_none()
+        mine = (table.id == after) & (table.project_id == project_id)
+        cursor = (await session.execute(select(table.seq).where(mine))).scalar_one_or_none()
         if cursor is None:
             raise BadRequest(f"No object has the id {after!r} that 'after' names.", param="after")
         query = query.where(table.seq < cursor if order == "desc" else table.seq > cursor)

@@ -7,6 +7,7 @@ from sqlalchemy import JSON, BigInteger, Float, ForeignKey, Index, Integer, Stri
 from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
 
 FILE_KEEP_S = 30 * 24 * 3600  # how long a batch's files are kept unless the client says otherwise
+DEFAULT_PROJECT = "proj_default"  # of all callers where no keys are asked for
 
 # SQLite numbers rows by itself only in a column that is INTEGER to the letter.
 RowId = BigInteger().with_variant(Integer, "sqlite")
@@ -29,8 +30,56 @@ class SliceStatus(StrEnum):
     DONE = "done"  # its answers are in its shard
 
 
+class Role(StrEnum):
+    USER = "user"  # files, uploads and batches of its project
+    ADMIN = "admin"  # its webhooks too
+
+
 class Base(DeclarativeBase):
     pass
+
+
+class Project(Base):
+    """Who owns files and batches. Without a quota (null) only the deployment's limits hold."""
+
+    __tablename__ = "projects"
+
+    id: Mapped[str] = mapped_column(String(64), primary_key=True)
+    name: Mapped[str] = mapped_column(String(128), unique=True)
+    weight: Mapped[float] = mapped_column(Float(53), default=1.0)  # share of the work, beside other projects that wait
+    max_enqueued_tokens: Mapped[int | None] = mapped_column(BigInteger)  # prompt tokens of batches that have not ended
+    max_batches: Mapped[int | None] = mapped_column(BigInteger)  # that have not ended
+    max_bytes: Mapped[int | None] = mapped_column(BigInteger)  # of all files
+    max_requests_per_minute: Mapped[int | None] = mapped_column(BigInteger)  # to the API
+    created_at: Mapped[int] = mapped_column(BigInteger)
+
+
+class ApiKey(Base):
+    """A key is shown once, when it is made; here is only its digest."""
+
+    __tablename__ = "api_keys"
+
+    id: Mapped[str] = mapped_column(String(64), primary_key=True)
+    project_id: Mapped[str] = mapped_column(ForeignKey("projects.id"))
+    name: Mapped[str] = mapped_column(String(128))
+    role: Mapped[Role] = mapped_column(String(16))
+    digest: Mapped[str] = mapped_column(String(64), unique=True)
+    created_at: Mapped[int] = mapped_column(BigInteger)
+    expires_at: Mapped[int | None] = mapped_column(BigInteger)
+    revoked_at: Mapped[int | None] = mapped_column(BigInteger)
+
+
+class AuditEvent(Base):
+    """Who changed what; written in the transaction of the change."""
+
+    __tablename__ = "audit_events"
+
+    seq: Mapped[int] = mapped_column(RowId, primary_key=True)
+    at: Mapped[int] = mapped_column(BigInteger)
+    project_id: Mapped[str] = mapped_column(String(64), index=True)
+    actor: Mapped[str] = mapped_column(String(64))  # id of the key, or how it came without one
+    action: Mapped[str] = mapped_column(String(64))
+    object_id: Mapped[str] = mapped_column(String(64))
 
 
 class File(Base):
@@ -38,6 +87,9 @@ class File(Base):
 
     seq: Mapped[int] = mapped_column(RowId, primary_key=True)
     id: Mapped[str] = mapped_column(String(64), unique=True)
+    project_id: Mapped[str] = mapped_column(
+        String(64), index=True, default=DEFAULT_PROJECT, server_default=DEFAULT_PROJECT
+    )
     purpose: Mapped[str] = mapped_column(String(32))
     filename: Mapped[str] = mapped_column(String(1024))
     size_bytes: Mapped[int] = mapped_column(BigInteger)
@@ -50,12 +102,14 @@ class Batch(Base):
     __tablename__ = "batches"
     __table_args__ = (
         Index("ix_batches_status", "status"),
-        Index("ix_batches_idempotency_key", "idempotency_key", unique=True),
+        Index("ix_batches_project", "project_id", "status"),
+        Index("ix_batches_idempotency_key", "project_id", "idempotency_key", unique=True),
         Index("ix_batches_asked", "asked"),
     )
 
     seq: Mapped[int] = mapped_column(RowId, primary_key=True)
     id: Mapped[str] = mapped_column(String(64), unique=True)
+    project_id: Mapped[str] = mapped_column(String(64), default=DEFAULT_PROJECT, server_default=DEFAULT_PROJECT)
     status: Mapped[BatchStatus] = mapped_column(String(16))
     endpoint: Mapped[str] = mapped_column(String(64))
     input_file_id: Mapped[str] = mapped_column(String(64), index=True)
@@ -81,6 +135,7 @@ class Batch(Base):
     cancelled_at: Mapped[int | None] = mapped_column(BigInteger)
 
     total: Mapped[int] = mapped_column(BigInteger, default=0)  # requests in the file
+    prompt_tokens: Mapped[int] = mapped_column(BigInteger, default=0, server_default="0")  # of all of them
     planned: Mapped[int] = mapped_column(BigInteger, default=0)  # of these, the first so many are in a window
     completed: Mapped[int] = mapped_column(BigInteger, default=0)  # set with the files, live counts are in Redis
     failed: Mapped[int] = mapped_column(BigInteger, default=0)

@@ -60,6 +60,7 @@ class ResultFile:
         keep_s = FILE_KEEP_S if batch.output_expires_after_s is None else batch.output_expires_after_s
         return File(
             id=self.id,
+            project_id=batch.project_id,
             purpose="batch_output",
             filename=f"{batch.id}_{self.kind}.jsonl",
             size_bytes=self.size_bytes,

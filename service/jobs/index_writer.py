@@ -26,7 +26,7 @@ class IndexWriter:
     context_length: int | None = None
     _places: list[tuple[int, int, int, int]] = field(default_factory=list[tuple[int, int, int, int]])
     _bodies: list[dict[str, Any]] = field(default_factory=list[dict[str, Any]])
-    _tokens_at: int = 0
+    prompt_tokens: int = 0
 
     async def add(self, encoder: PromptTokens, place: tuple[int, int, int, int], body: dict[str, Any]) -> None:
         """`place`: offset, length, line number and asked output of a line that passed."""
@@ -45,7 +45,7 @@ class IndexWriter:
             self._judge_length(place[2], body, prompt)
         if not self.checker.errors:
             ids = [prompt.ids for prompt in prompts]
-            self._tokens_at = await _append(self.records, self.tokens, places, ids, self._tokens_at)
+            self.prompt_tokens = await _append(self.records, self.tokens, places, ids, self.prompt_tokens)
 
     def _judge_length(self, line: int, body: dict[str, Any], prompt: Prompt) -> None:
         """Refuse what the engine would refuse for its length; a prompt that is not known to the token is left to it."""

@@ -1,7 +1,9 @@
 """The planner: gathers what waits for a model into a window, plans it, and commits its slices in one transaction."""
 
 import asyncio
-from collections.abc import Callable
+import math
+from collections import Counter
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -17,7 +19,7 @@ from engine_ext.plan.window import Outputs, Shape, WindowPlan, plan_window
 from service import ids
 from service.db.moves import rows_changed
 from service.db.sessions import Database
-from service.db.tables import Batch, BatchStatus, Model, Slice, SliceBatch, Window
+from service.db.tables import Batch, BatchStatus, Model, Project, Slice, SliceBatch, Window
 from service.jobs.desk import Desk
 from service.model_costs import FALLBACK, planning_costs
 from service.plan_artifact import PLACE, Places, PlanArtifact, PlanHeader
@@ -35,9 +37,14 @@ class PlanOutdated(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """The requests [first, first + count) of a batch that go into the window; the batch ends at `expires_at`."""
+    """The requests [first, first + count) of a batch that go into the window; the batch ends at `expires_at`.
+
+    `weight`: its project's share of the work, beside other projects that wait.
+    """
 
     batch_id: str
+    project_id: str
+    weight: float
     index_id: str
     first: int
     count: int
@@ -63,8 +70,37 @@ class Gathered:
 
     def wishes(self, now: float) -> Wishes:
         ends = np.array([span.expires_at - now for span in self.spans], dtype=np.float64)
-        none = Wishes.none(len(self.places))
-        return replace(none, deadline_s=np.maximum(ends, 0.0)[self.places["batch"]])
+        projects = list(dict.fromkeys(span.project_id for span in self.spans))
+        weights = {span.project_id: span.weight for span in self.spans}
+        tenant = np.array([projects.index(span.project_id) for span in self.spans], dtype=np.int64)
+        batch = self.places["batch"]
+        return Wishes(np.maximum(ends, 0.0)[batch], tenant[batch], np.array([weights[each] for each in projects]))
+
+
+def fill(waiting: list[Span], room: int) -> list[Span]:
+    """What goes into a window of so many requests: each project has its share, and what one leaves others take."""
+    wanted: Counter[str] = Counter()
+    for span in waiting:
+        wanted[span.project_id] += span.count
+    shares = shared_room(wanted, {span.project_id: span.weight for span in waiting}, room)
+    chosen: list[Span] = []
+    for span in waiting:
+        count = min(span.count, shares[span.project_id])
+        if count:
+            chosen.append(replace(span, count=count))
+            shares[span.project_id] -= count
+    return chosen
+
+
+def shared_room(wanted: Mapping[str, int], weights: Mapping[str, float], room: int) -> dict[str, int]:
+    """Room by project, at most what it wants, in proportion to its weight among those that want more (max-min)."""
+    shares: dict[str, int] = {}
+    # Whoever wants least of its share is served first, and leaves the most to the others.
+    for project in sorted(wanted, key=lambda each: wanted[each] / weights[each]):
+        left = sum(weights[each] for each in wanted if each not in shares)
+        free = room - sum(shares.values())
+        shares[project] = min(wanted[project], free, math.ceil(free * weights[project] / left))
+    return shares
 
 
 class Planner:
@@ -88,23 +124,22 @@ class Planner:
         return model is not None
 
     async def _pending(self) -> dict[str, list[Span]]:
-        """By model, what is not planned yet, earliest deadline first, up to the window's number of requests."""
+        """By model, what is not planned yet, earliest deadline first, as much as a window holds."""
         async with self._database.read() as session:
-            batches = (
-                await session.scalars(
-                    select(Batch)
+            rows = (
+                await session.execute(
+                    select(Batch, Project.weight)
+                    .join(Project, Project.id == Batch.project_id)
                     .where(Batch.status == BatchStatus.IN_PROGRESS, Batch.planned < Batch.total)
                     .order_by(Batch.expires_at, Batch.seq)
                 )
             ).all()
-        pending: dict[str, list[Span]] = {}
-        for batch in batches:
-            spans = pending.setdefault(batch.model or "", [])
-            room = self._settings.window_requests - sum(span.count for span in spans)
-            if room > 0:
-                count = min(batch.total - batch.planned, room)
-                spans.append(Span(batch.id, batch.index_id or "", batch.planned, count, batch.expires_at))
-        return pending
+        waiting: dict[str, list[Span]] = {}
+        for batch, weight in rows:
+            left = batch.total - batch.planned
+            span = Span(batch.id, batch.project_id, weight, batch.index_id or "", batch.planned, left, batch.expires_at)
+            waiting.setdefault(batch.model or "", []).append(span)
+        return {model: fill(spans, self._settings.window_requests) for model, spans in waiting.items()}
 
     async def plan(self, model: str, wanted: list[Span]) -> None:
         """Plan these requests, or the first that fit into a window's tokens, and commit. Raises PlanOutdated."""

@@ -5,6 +5,7 @@ from collections.abc import Callable
 
 import structlog
 from sqlalchemy import select
+from sqlalchemy.ext.asyncio import AsyncSession
 
 from service import ids
 from service.db.moves import move_batch
@@ -18,6 +19,7 @@ from service.request_index import RequestIndex
 from service.request_output import asked_output
 from service.settings import Settings
 from service.storage import LineTooLong, Storage, Writer, file_key
+from service.tenants.quotas import enqueued_tokens, hold
 
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 log = structlog.get_logger()
@@ -48,14 +50,14 @@ class Validator:
 
     async def validate(self, batch: Batch) -> None:
         """Move the batch to in_progress with its index written, or to failed with its errors; safe to repeat."""
-        checker = LineChecker(batch.endpoint)
+        checker, prompt_tokens = LineChecker(batch.endpoint), 0
         index = RequestIndex(self._storage, ids.index_id())
         try:
             async with (
                 self._storage.writer(index.records_key) as records,
                 self._storage.writer(index.tokens_key) as tokens,
             ):
-                await self._read(batch, checker, records, tokens)
+                prompt_tokens = await self._read(batch, checker, records, tokens)
         except LineTooLong as error:
             limit = self._settings.max_line_bytes
             checker.add(LineError("invalid_request", f"The line is longer than {limit} bytes.", error.line))
@@ -65,6 +67,8 @@ class Validator:
         if not checker.requests and not checker.errors:
             checker.add(LineError("empty_file", "The input file has no requests."))
         async with self._database.write() as session:
+            if not checker.errors:
+                await self._judge_quota(session, batch, checker, prompt_tokens)
             if checker.errors:
                 in_order = sorted(checker.errors, key=lambda error: error.line or 0)
                 errors = [error.shape() for error in in_order]
@@ -77,13 +81,15 @@ class Validator:
                     now=self._clock(),
                     model=checker.model,
                     total=checker.requests,
+                    prompt_tokens=prompt_tokens,
                     index_id=index.index_id,
                 )
         if checker.errors or not moved:
             await self._storage.delete_all(index.folder)
         log.info("validated", batch=batch.id, requests=checker.requests, errors=len(checker.errors), still_wanted=moved)
 
-    async def _read(self, batch: Batch, checker: LineChecker, records: Writer, tokens: Writer) -> None:
+    async def _read(self, batch: Batch, checker: LineChecker, records: Writer, tokens: Writer) -> int:
+        """Look at every line; returns how many tokens all prompts have."""
         encoder: PromptTokens | None = None
         index, number = IndexWriter(checker, batch.endpoint, records, tokens), 0
         async for offset, raw in self._storage.lines(file_key(batch.input_file_id), self._settings.max_line_bytes):
@@ -98,11 +104,25 @@ class Validator:
             if checker.requests > self._settings.max_lines:
                 message = f"The file has more than {self._settings.max_lines} requests."
                 checker.add(LineError("too_many_tasks", message, number))
-                return
+                break
             if encoder is not None:
                 await index.add(encoder, (offset, len(raw), number, asked_output(request.body).packed), request.body)
         if encoder is not None:
             await index.flush(encoder)
+        return index.prompt_tokens
+
+    async def _judge_quota(self, session: AsyncSession, batch: Batch, checker: LineChecker, tokens: int) -> None:
+        project = await hold(session, batch.project_id)
+        most = project.max_enqueued_tokens
+        if most is None:
+            return
+        before = await enqueued_tokens(session, project.id)
+        if before + tokens > most:
+            message = (
+                f"The batch has {tokens} prompt tokens, and {before} more are enqueued; the project's quota is {most}. "
+                "Send it again when others have ended, or split it."
+            )
+            checker.add(LineError("token_limit_exceeded", message))
 
     async def _tokenizer(self, checker: LineChecker) -> tuple[PromptTokens | None, int | None]:
         """The model's tokenizer and context length, as far as they are known.

@@ -21,5 +21,10 @@ def worker(name: str) -> str:
     return f"batchweave:worker:{name}"
 
 
+def rate(project_id: str, minute: int) -> str:
+    """How many requests a project sent to the API in this minute since 1970; it expires."""
+    return f"batchweave:rate:{project_id}:{minute}"
+
+
 WORKERS = "batchweave:workers"  # set of the names that have a heartbeat, or had one
 GROUP = "workers"

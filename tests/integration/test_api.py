@@ -1,7 +1,5 @@
 """The HTTP API as the official client sees it, over a real socket."""
 
-import threading
-import time
 from collections.abc import Generator
 from concurrent.futures import ThreadPoolExecutor
 from io import BytesIO
@@ -10,27 +8,18 @@ from typing import Any
 import httpx
 import openai
 import pytest
-import uvicorn
 from openai.types import Batch
 
 from service.app import create_app
 from service.settings import Settings, load_settings
 from tests.conftest import Clock
-
-CHAT = "/v1/chat/completions"
+from tests.integration.serving import CHAT, serve
 
 
 @pytest.fixture
 def url(settings: Settings, clock: Clock) -> Generator[str, None, None]:
-    small = settings.model_copy(update={"max_file_bytes": 100_000})
-    server = uvicorn.Server(uvicorn.Config(create_app(small, clock), port=0, log_config=None))
-    thread = threading.Thread(target=server.run)
-    thread.start()
-    while not server.started:
-        time.sleep(0.01)
-    yield f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}"
-    server.should_exit = True
-    thread.join()
+    with serve(settings.model_copy(update={"max_file_bytes": 100_000}), clock) as found:
+        yield found
 
 
 @pytest.fixture
@@ -294,7 +283,7 @@ def test_not_ready_without_redis(settings: Settings) -> None:
     from fastapi.testclient import TestClient
 
     broken = load_settings(**{**settings.model_dump(), "redis_url": "unix:///nonexistent/redis.sock"})
-    with TestClient(create_app(broken)) as client:
+    with TestClient(create_app(broken), base_url="http://127.0.0.1") as client:
         found = client.get("/readyz")
         assert (found.status_code, found.json()["error"]["param"]) == (503, "redis")
         assert found.headers["retry-after"] == "2"

@@ -57,3 +57,29 @@ def test_every_command_has_help() -> None:
         found = run(command, "--help")
         assert found.returncode == 0
         assert "Usage" in found.stdout
+
+
+def test_keys_are_made_listed_and_revoked(tmp_path: Path) -> None:
+    here = {"BATCHWEAVE_DATA_DIR": str(tmp_path / "data")}
+    assert run("projects", "create", "evaluation", **here).returncode == 0
+    made = run("keys", "create", "--name", "ana", "--project", "evaluation", "--days", "3", **here)
+    assert (made.returncode, made.stdout[:3]) == (0, "bw-")
+    listed = run("keys", "list", **here).stdout
+    assert "ana" in listed
+    assert made.stdout.strip() not in listed
+    key_id = next(word for word in listed.split() if word.startswith("key_"))
+    assert run("keys", "revoke", key_id, **here).returncode == 0
+    again = run("keys", "revoke", key_id, **here)
+    assert (again.returncode, "Traceback" in again.stderr) == (1, False)
+    assert "2,000" in run("projects", "set", "evaluation", "--max-batches", "2000", **here).stdout
+    assert "2,000" not in run("projects", "set", "evaluation", "--max-batches", "-1", **here).stdout
+    said = run("audit", "--project", "evaluation", **here).stdout.split()
+    assert [word for word in said if word in ("project.create", "key.create", "key.revoke", "project.set")] == [
+        "project.create",
+        "key.create",
+        "key.revoke",
+        "project.set",
+        "project.set",
+    ]
+    unknown = run("keys", "create", "--name", "x", "--project", "nobody", **here)
+    assert (unknown.returncode, "batchweave projects create nobody" in unknown.stderr) == (1, True)

@@ -5,7 +5,8 @@ import asyncio
 import pytest
 from sqlalchemy import func, select, update
 
-from service.db.tables import BatchStatus, Model, Slice, Window
+from service.db.tables import Batch, BatchStatus, Model, Project, Slice, Window
+from service.jobs.planner import Planner
 from service.plan_artifact import PlanArtifact
 from service.request_index import RequestIndex
 from tests.integration.house import (
@@ -63,6 +64,34 @@ async def test_later_window_comes_behind_an_earlier_one(house: House) -> None:
     async with house.working(engine):
         await house.until(lambda: all_slices_done(house))
     assert [int(content.split()[-1]) // 10 for content in engine.kinds] == [0] * 10 + [1] * 10
+
+
+async def test_a_batch_beyond_the_quota_of_tokens_fails_with_its_reason(house: House) -> None:
+    first = await house.submit(jsonl(line(n) for n in range(10)))
+    await house.plan()
+    tokens = (await house.batch(first)).prompt_tokens
+    assert tokens > 10
+    async with house.database.write() as session:
+        await session.execute(update(Project).values(max_enqueued_tokens=tokens + 5))
+    second = await house.submit(jsonl(line(n) for n in range(10)))
+    await house.plan()
+    batch = await house.batch(second)
+    assert batch.status == BatchStatus.FAILED
+    assert [error["code"] for error in batch.errors or []] == ["token_limit_exceeded"]
+    assert (await house.batch(first)).status == BatchStatus.IN_PROGRESS
+
+
+async def test_two_projects_share_a_window(house: House) -> None:
+    async with house.database.write() as session:
+        session.add(Project(id="proj_other", name="other", weight=3.0, created_at=0))
+    mine, theirs = [await house.submit(jsonl(line(n) for n in range(40))) for _ in range(2)]
+    async with house.database.write() as session:
+        await session.execute(update(Batch).where(Batch.id == theirs).values(project_id="proj_other"))
+    settings = house.settings.model_copy(update={"window_requests": 40})
+    await house.validator.run_once()
+    await house.validator.run_once()
+    assert await Planner(house.database, house.storage, settings, house.clock).run_once()
+    assert ((await house.batch(mine)).planned, (await house.batch(theirs)).planned) == (10, 30)
 
 
 async def test_window_is_bounded_and_a_batch_may_span_several(house: House) -> None:

@@ -1,0 +1,56 @@
+"""Who calls: every route of /v1 asks, and sees only what the caller's project owns."""
+
+from typing import Annotated
+from urllib.parse import urlsplit
+
+from fastapi import Depends, Request
+from fastapi.security import HTTPAuthorizationCredentials, HTTPBearer
+
+from service.api.context import Here
+from service.db.tables import Role
+from service.errors import Forbidden, Unauthorized
+from service.settings import is_loopback
+from service.tenants.keys import Caller, caller_of, local_caller
+from service.tenants.rate import count_request
+
+_bearer = HTTPBearer(auto_error=False, description="A key made by `batchweave keys create`.")
+
+
+def _check_local(request: Request) -> None:
+    """Without keys a web page in somebody's browser must not get in, under a name of its own for this address."""
+    origin = request.headers.get("origin")
+    names = [request.url.hostname, urlsplit(origin).hostname if origin else "localhost"]
+    if not all(name and is_loopback(name) for name in names):
+        message = "Without keys the API answers to local addresses only. Set BATCHWEAVE_AUTH=keys and make a key."
+        raise Forbidden(message, code="not_local")
+
+
+async def _caller(
+    request: Request, here: Here, given: Annotated[HTTPAuthorizationCredentials | None, Depends(_bearer)]
+) -> Caller:
+    if not here.settings.needs_keys:
+        _check_local(request)
+    async with here.database.read() as session:
+        if not here.settings.needs_keys:
+            caller = await local_caller(session)
+        elif given is None:
+            raise Unauthorized("Send an API key: Authorization: Bearer bw-…", code="missing_api_key")
+        else:
+            found = await caller_of(session, given.credentials, here.clock())
+            if found is None:
+                raise Unauthorized("The API key is unknown, revoked or has expired.", code="invalid_api_key")
+            caller = found
+    await count_request(here.redis, caller.project, here.clock())
+    return caller
+
+
+CalledBy = Annotated[Caller, Depends(_caller)]
+
+
+async def _admin(caller: CalledBy) -> Caller:
+    if caller.role is not Role.ADMIN:
+        raise Forbidden("This needs a key with the role 'admin'.", code="insufficient_permissions")
+    return caller
+
+
+CalledByAdmin = Annotated[Caller, Depends(_admin)]

@@ -1,0 +1,14 @@
+"""The audit log: who changed what."""
+
+from sqlalchemy.ext.asyncio import AsyncSession
+
+from service.db.tables import AuditEvent
+from service.tenants.keys import Caller
+
+
+def note(session: AsyncSession, caller: Caller, action: str, object_id: str, now: float) -> None:
+    """Write it down in the transaction of the change itself."""
+    event = AuditEvent(
+        at=int(now), project_id=caller.project.id, actor=caller.actor, action=action, object_id=object_id
+    )
+    session.add(event)

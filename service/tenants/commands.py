@@ -1,0 +1,249 @@
+"""`batchweave keys`, `projects` and `audit`: who may use the API. They work on the database alone."""
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable
+from datetime import UTC, datetime
+from typing import Annotated, Any, NoReturn, TypeVar
+
+import typer
+from rich.console import Console
+from sqlalchemy import select, update
+from sqlalchemy.exc import IntegrityError, SQLAlchemyError
+from sqlalchemy.ext.asyncio import AsyncSession
+
+from service import ids
+from service.db.migrate import upgrade
+from service.db.moves import rows_changed
+from service.db.sessions import Database
+from service.db.tables import ApiKey, AuditEvent, Project, Role
+from service.settings import SettingsError, load_settings
+from service.tenants import audit
+from service.tenants.keys import Caller, new_key
+
+Result = TypeVar("Result")
+DAY_S = 86400
+SHOWN = 200
+UNLIMITED = -1
+
+keys = typer.Typer(no_args_is_help=True, help="Make, list and revoke API keys.")
+projects = typer.Typer(no_args_is_help=True, help="Make, list and limit projects, which own files and batches.")
+console = Console(stderr=True, highlight=False, markup=False, soft_wrap=True)
+
+ProjectOption = Annotated[str, typer.Option("--project", help="Name of the project.")]
+Quota = Annotated[int | None, typer.Option(min=UNLIMITED, help="-1 lifts it.")]
+
+
+class NoSuch(Exception):
+    """A name that the command was given stands for nothing."""
+
+
+@keys.command("create")
+def create_key(
+    name: Annotated[str, typer.Option("--name", help="Whose it is, or what for.")],
+    project: ProjectOption = "default",
+    role: Annotated[Role, typer.Option("--role", help="user: files and batches; admin: webhooks too.")] = Role.USER,
+    days: Annotated[
+        int | None, typer.Option("--days", min=1, max=36500, help="Until it expires; never if left out.")
+    ] = None,
+) -> None:
+    """Make a key and print it, this once. Examples:
+
+    - `batchweave keys create --name ana`
+    - `batchweave keys create --name ci --project evaluation --role admin --days 90`
+    """
+
+    async def make(session: AsyncSession) -> str:
+        now = int(time.time())
+        owner = await _project(session, project)
+        text, row = new_key(owner.id, name, role, now, now + days * DAY_S if days else None)
+        session.add(row)
+        audit.note(session, Caller(owner, "cli", Role.ADMIN), "key.create", row.id, now)
+        return text
+
+    text = _run(make)
+    console.print(f"A key of the project {project}, shown only now:")
+    print(text)
+
+
+@keys.command("list")
+def list_keys() -> None:
+    """Every key that was made, without the key itself."""
+
+    async def read(session: AsyncSession) -> Any:
+        query = select(ApiKey, Project.name).join(Project, Project.id == ApiKey.project_id)
+        return (await session.execute(query.order_by(Project.name, ApiKey.created_at))).all()
+
+    rows = [
+        (key.id, key.name, project, key.role, _day(key.created_at), _day(key.expires_at), _day(key.revoked_at))
+        for key, project in _run(read)
+    ]
+    _print(("id", "name", "project", "role", "created", "expires", "revoked"), rows)
+
+
+@keys.command("revoke")
+def revoke_key(key_id: Annotated[str, typer.Argument(help="As `batchweave keys list` shows it: key_…")]) -> None:
+    """Refuse a key from now on."""
+
+    async def revoke(session: AsyncSession) -> None:
+        now = int(time.time())
+        found = (
+            await session.execute(
+                select(ApiKey, Project)
+                .join(Project, Project.id == ApiKey.project_id)
+                .where(ApiKey.id == key_id, ApiKey.revoked_at.is_(None))
+            )
+        ).one_or_none()
+        if found is None:
+            raise NoSuch(f"no key {key_id!r} that is not revoked; `batchweave keys list` shows all")
+        await session.execute(update(ApiKey).where(ApiKey.id == key_id).values(revoked_at=now))
+        audit.note(session, Caller(found[1], "cli", Role.ADMIN), "key.revoke", key_id, now)
+
+    _run(revoke)
+    console.print(f"{key_id} is revoked.")
+
+
+@projects.command("create")
+def create_project(name: Annotated[str, typer.Argument(help="Name of the new project.")]) -> None:
+    """Make a project. Example: `batchweave projects create evaluation`"""
+
+    async def make(session: AsyncSession) -> None:
+        now = int(time.time())
+        project = Project(id=ids.project_id(), name=name, weight=1.0, created_at=now)
+        session.add(project)
+        await session.flush()
+        audit.note(session, Caller(project, "cli", Role.ADMIN), "project.create", project.id, now)
+
+    try:
+        _run(make)
+    except IntegrityError:
+        _fail(f"there is a project {name!r} already")
+    console.print(f"The project {name} is made. A key for it: batchweave keys create --project {name} --name …")
+
+
+@projects.command("set")
+def set_project(
+    name: Annotated[str, typer.Argument(help="Name of the project.")],
+    weight: Annotated[
+        float | None, typer.Option(min=1e-3, max=1e3, help="Its share of the work, beside others'.")
+    ] = None,
+    max_enqueued_tokens: Quota = None,
+    max_batches: Quota = None,
+    max_bytes: Quota = None,
+    max_requests_per_minute: Quota = None,
+) -> None:
+    """Change a project's weight and quotas; what is left out stays. Example:
+
+    - `batchweave projects set evaluation --max-batches 20 --max-enqueued-tokens 50000000 --weight 2`
+    """
+    given = {
+        "weight": weight,
+        "max_enqueued_tokens": max_enqueued_tokens,
+        "max_batches": max_batches,
+        "max_bytes": max_bytes,
+        "max_requests_per_minute": max_requests_per_minute,
+    }
+    changes = {key: None if value == UNLIMITED else value for key, value in given.items() if value is not None}
+    if not changes:
+        _fail("nothing to change; --help says what there is")
+
+    async def change(session: AsyncSession) -> None:
+        project = await _project(session, name)
+        result = await session.execute(update(Project).where(Project.id == project.id).values(**changes))
+        assert rows_changed(result) == 1
+        audit.note(session, Caller(project, "cli", Role.ADMIN), "project.set", project.id, time.time())
+
+    _run(change)
+    list_projects()
+
+
+@projects.command("list")
+def list_projects() -> None:
+    """Every project with its weight and quotas."""
+
+    async def read(session: AsyncSession) -> Any:
+        return (await session.scalars(select(Project).order_by(Project.name))).all()
+
+    rows = [
+        (
+            each.name,
+            f"{each.weight:g}",
+            *(
+                "none" if quota is None else f"{quota:,}"
+                for quota in (
+                    each.max_enqueued_tokens,
+                    each.max_batches,
+                    each.max_bytes,
+                    each.max_requests_per_minute,
+                )
+            ),
+        )
+        for each in _run(read)
+    ]
+    _print(("project", "weight", "enqueued tokens", "batches", "bytes", "requests a minute"), rows)
+
+
+def show_audit(
+    project: Annotated[str | None, typer.Option("--project", help="Of this project only.")] = None,
+    count: Annotated[int, typer.Option("--count", min=1, max=100_000, help="The last so many.")] = SHOWN,
+) -> None:
+    """Who changed what, the newest last. Example: `batchweave audit --project evaluation --count 50`"""
+
+    async def read(session: AsyncSession) -> Any:
+        query = select(AuditEvent, Project.name).join(Project, Project.id == AuditEvent.project_id)
+        if project is not None:
+            query = query.where(Project.id == (await _project(session, project)).id)
+        return (await session.execute(query.order_by(AuditEvent.seq.desc()).limit(count))).all()
+
+    rows = [
+        (datetime.fromtimestamp(each.at, UTC).isoformat(), name, each.actor, each.action, each.object_id)
+        for each, name in reversed(_run(read))
+    ]
+    _print(("time", "project", "by", "what", "object"), rows)
+
+
+async def _project(session: AsyncSession, name: str) -> Project:
+    found = (await session.scalars(select(Project).where(Project.name == name))).one_or_none()
+    if found is None:
+        raise NoSuch(f"no project {name!r}; make it: batchweave projects create {name}")
+    return found
+
+
+def _run(work: Callable[[AsyncSession], Awaitable[Result]]) -> Result:
+    """Do it in one transaction on the configured database."""
+
+    async def main(url: str) -> Result:
+        database = Database(url)
+        try:
+            async with database.write() as session:
+                return await work(session)
+        finally:
+            await database.close()
+
+    try:
+        settings = load_settings()
+        settings.data_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
+        upgrade(settings.database)
+        return asyncio.run(main(settings.database))
+    except (NoSuch, SettingsError) as error:
+        _fail(str(error))
+    except IntegrityError:
+        raise
+    except (SQLAlchemyError, OSError) as error:
+        _fail(f"the database of BATCHWEAVE_DATABASE_URL or BATCHWEAVE_DATA_DIR: {error}")
+
+
+def _day(at: int | None) -> str:
+    return "" if at is None else datetime.fromtimestamp(at, UTC).date().isoformat()
+
+
+def _print(columns: tuple[str, ...], rows: list[tuple[str, ...]]) -> None:
+    """Whole, whatever the terminal's width: ids are there to be copied."""
+    widths = [max(len(cell) for cell in column) for column in zip(columns, *rows, strict=True)]
+    for row in (columns, *rows):
+        print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
+
+
+def _fail(message: str) -> NoReturn:
+    console.print(f"error: {message}", style="red")
+    raise typer.Exit(1)

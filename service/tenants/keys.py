@@ -1,0 +1,62 @@
+"""API keys: 256 random bits, shown once; the database keeps a digest, from which nobody gets the key back."""
+
+import hashlib
+import secrets
+from dataclasses import dataclass
+
+from sqlalchemy import select
+from sqlalchemy.ext.asyncio import AsyncSession
+
+from service import ids
+from service.db.tables import DEFAULT_PROJECT, ApiKey, Project, Role
+
+PREFIX = "bw-"
+
+
+@dataclass(frozen=True, slots=True)
+class Caller:
+    """Who asks: `actor` is the id of the key, or says how a caller without one came."""
+
+    project: Project
+    actor: str
+    role: Role
+
+
+def new_key(project_id: str, name: str, role: Role, now: int, expires_at: int | None) -> tuple[str, ApiKey]:
+    """The key's text, which nothing keeps, and its row."""
+    text = f"{PREFIX}{secrets.token_urlsafe(32)}"
+    row = ApiKey(
+        id=ids.key_id(),
+        project_id=project_id,
+        name=name,
+        role=role,
+        digest=_digest(text),
+        created_at=now,
+        expires_at=expires_at,
+    )
+    return text, row
+
+
+async def caller_of(session: AsyncSession, text: str, now: float) -> Caller | None:
+    """Whose key this is; None for one that is unknown, revoked or has expired."""
+    found = (
+        await session.execute(
+            select(ApiKey, Project)
+            .join(Project, Project.id == ApiKey.project_id)
+            .where(ApiKey.digest == _digest(text), ApiKey.revoked_at.is_(None))
+        )
+    ).one_or_none()
+    if found is None or (found[0].expires_at is not None and found[0].expires_at <= now):
+        return None
+    return Caller(found[1], found[0].id, Role(found[0].role))
+
+
+async def local_caller(session: AsyncSession) -> Caller:
+    """Anyone, where the service asks for no keys."""
+    project = (await session.scalars(select(Project).where(Project.id == DEFAULT_PROJECT))).one()
+    return Caller(project, "local", Role.ADMIN)
+
+
+def _digest(text: str) -> str:
+    """Unsalted and fast on purpose: a key is no password, it cannot be guessed."""
+    return hashlib.sha256(text.encode(errors="surrogatepass")).hexdigest()

@@ -1,0 +1,60 @@
+"""What a project may have at once. Use is counted from the rows themselves, so an ended batch gives back by ending."""
+
+from sqlalchemy import ColumnElement, func, select
+from sqlalchemy.ext.asyncio import AsyncSession
+
+from service.db.moves import LIVE
+from service.db.tables import Batch, File, Project
+from service.errors import PayloadTooLarge, QuotaReached
+
+BATCH_RETRY_S = 60  # batches end within minutes
+BYTES_RETRY_S = 3600
+
+
+async def hold(session: AsyncSession, project_id: str) -> Project:
+    """The project's row, locked until the transaction ends, so that two who count do not both find room."""
+    return (await session.scalars(select(Project).where(Project.id == project_id).with_for_update())).one()
+
+
+async def enqueued_tokens(session: AsyncSession, project_id: str) -> int:
+    """Prompt tokens of the project's batches that have not ended."""
+    live = select(func.coalesce(func.sum(Batch.prompt_tokens), 0)).where(_live(project_id))
+    return int((await session.execute(live)).scalar_one())
+
+
+async def check_batches(session: AsyncSession, project_id: str) -> None:
+    """Raises QuotaReached where one more batch is too many."""
+    project = await hold(session, project_id)
+    if project.max_batches is not None:
+        count = int(
+            (await session.execute(select(func.count()).select_from(Batch).where(_live(project_id)))).scalar_one()
+        )
+        if count >= project.max_batches:
+            message = f"The project has {count} batches that have not ended; its quota is {project.max_batches}."
+            raise QuotaReached(f"{message} Wait for one to end.", BATCH_RETRY_S, code="batches_quota")
+    if project.max_enqueued_tokens is not None:
+        tokens = await enqueued_tokens(session, project_id)
+        if tokens >= project.max_enqueued_tokens:
+            message = f"The project has {tokens} prompt tokens enqueued; its quota is {project.max_enqueued_tokens}."
+            raise QuotaReached(f"{message} Wait for batches to end.", BATCH_RETRY_S, code="enqueued_tokens_quota")
+
+
+async def check_bytes(session: AsyncSession, project_id: str, more: int) -> None:
+    """Raises QuotaReached if `more` bytes have no room beside other files, PayloadTooLarge if they never have."""
+    project = await hold(session, project_id)
+    if project.max_bytes is None:
+        return
+    if more > project.max_bytes:
+        message = f"The file has {more} bytes, which is more than the project's quota of {project.max_bytes}."
+        raise PayloadTooLarge(message, code="file_too_large", param="file")
+    kept = select(func.coalesce(func.sum(File.size_bytes), 0)).where(
+        File.project_id == project_id, File.deleted_at.is_(None)
+    )
+    used = int((await session.execute(kept)).scalar_one())
+    if used + more > project.max_bytes:
+        message = f"The project's files have {used} bytes; with {more} more its quota of {project.max_bytes} is passed."
+        raise QuotaReached(f"{message} Delete files, or wait until some expire.", BYTES_RETRY_S, code="bytes_quota")
+
+
+def _live(project_id: str) -> ColumnElement[bool]:
+    return (Batch.project_id == project_id) & Batch.status.in_(LIVE)

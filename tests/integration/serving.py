@@ -1,0 +1,27 @@
+"""The HTTP API over a real socket."""
+
+import threading
+import time
+from collections.abc import Generator
+from contextlib import contextmanager
+
+import uvicorn
+
+from service.app import create_app
+from service.settings import Settings
+from tests.conftest import Clock
+
+CHAT = "/v1/chat/completions"
+
+
+@contextmanager
+def serve(settings: Settings, clock: Clock) -> Generator[str, None, None]:
+    """Its URL, until the end of the block."""
+    server = uvicorn.Server(uvicorn.Config(create_app(settings, clock), port=0, log_config=None, http="h11"))
+    thread = threading.Thread(target=server.run)
+    thread.start()
+    while not server.started:
+        time.sleep(0.01)
+    yield f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}"
+    server.should_exit = True
+    thread.join()
