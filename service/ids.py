@@ -23,6 +23,14 @@ def plan_id() -> str:
     return f"plan_{secrets.token_hex(16)}"
 
 
+def upload_id() -> str:
+    return f"upload_{secrets.token_hex(16)}"
+
+
+def part_id() -> str:
+    return f"part_{secrets.token_hex(16)}"
+
+
 def project_id() -> str:
     return f"proj_{secrets.token_hex(16)}"
 

@@ -20,6 +20,15 @@ def file_key(file_id: str) -> str:
     return f"files/{file_id}"
 
 
+def upload_folder(upload_id: str) -> str:
+    """Where the parts of an upload wait for its completion."""
+    return f"uploads/{upload_id}"
+
+
+def part_key(upload_id: str, part_id: str) -> str:
+    return f"{upload_folder(upload_id)}/{part_id}"
+
+
 class LineTooLong(Exception):
     """A line of the object is longer than the reader allows."""
 

@@ -21,13 +21,14 @@ class Form:
 
 
 class FormReader:
-    """Feeds a form's bytes through the parser; the part named `file` streams to `sink`."""
+    """Feeds a form's bytes through the parser; the part named `field` streams to `sink`."""
 
-    def __init__(self, content_type: str, max_file_bytes: int) -> None:
+    def __init__(self, content_type: str, max_file_bytes: int, field: str = "file") -> None:
         kind, options = parse_options_header(content_type)
         if kind != b"multipart/form-data" or not options.get(b"boundary"):
-            raise BadRequest("Send the file as multipart/form-data with the fields 'purpose' and 'file'.")
+            raise BadRequest(f"Send the data as multipart/form-data, in a part named '{field}'.")
         self.form = Form()
+        self._field = field
         self._max_file_bytes = max_file_bytes
         self._header: tuple[bytearray, bytearray] = (bytearray(), bytearray())
         self._disposition = b""
@@ -87,18 +88,18 @@ class FormReader:
     def _headers_finished(self) -> None:
         _, options = parse_options_header(self._disposition)
         self._name = options.get(b"name", b"").decode(errors="replace")
-        self._is_file = self._name == "file"
+        self._is_file = self._name == self._field
         if self._is_file:
             if self.form.filename is not None:
-                raise BadRequest("The form has two parts named 'file'.", param="file")
+                raise BadRequest(f"The form has two parts named '{self._field}'.", param=self._field)
             self.form.filename = options.get(b"filename", b"").decode(errors="replace") or "upload.jsonl"
 
     def _part_data(self, data: bytes, start: int, end: int) -> None:
         if self._is_file:
             self.form.size_bytes += end - start
             if self.form.size_bytes > self._max_file_bytes:
-                message = f"The file is larger than {self._max_file_bytes} bytes. Split it into several batches."
-                raise PayloadTooLarge(message, code="file_too_large", param="file")
+                message = f"'{self._field}' is larger than {self._max_file_bytes} bytes. Split it."
+                raise PayloadTooLarge(message, code="file_too_large", param=self._field)
             self._file_data.append(data[start:end])
             return
         self._value.extend(data[start:end])

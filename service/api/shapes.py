@@ -5,7 +5,7 @@ from typing import Annotated, Any, Generic, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints
 
-from service.db.tables import Batch, BatchStatus, File
+from service.db.tables import Batch, BatchStatus, File, Upload, UploadStatus
 from service.queue.leases import Counts
 
 Item = TypeVar("Item")
@@ -34,6 +34,38 @@ class FileObject(BaseModel):
             filename=file.filename,
             purpose=file.purpose,
         )
+
+
+class UploadObject(BaseModel):
+    id: str
+    object: Literal["upload"] = "upload"
+    bytes: int
+    created_at: int
+    expires_at: int
+    filename: str
+    purpose: str
+    status: UploadStatus
+    file: FileObject | None
+
+    @classmethod
+    def of(cls, upload: Upload, file: File | None) -> "UploadObject":
+        return cls(
+            id=upload.id,
+            bytes=upload.size_bytes,
+            created_at=upload.created_at,
+            expires_at=upload.expires_at,
+            filename=upload.filename,
+            purpose=upload.purpose,
+            status=UploadStatus(upload.status),
+            file=FileObject.of(file) if file else None,
+        )
+
+
+class UploadPartObject(BaseModel):
+    id: str
+    object: Literal["upload.part"] = "upload.part"
+    created_at: int
+    upload_id: str
 
 
 class FileDeleted(BaseModel):
@@ -133,9 +165,22 @@ class BatchObject(BaseModel):
         )
 
 
-class OutputExpiresAfter(BaseModel):
+class ExpiresAfter(BaseModel):
     anchor: Literal["created_at"]
     seconds: Annotated[int, Field(ge=3600, le=2592000)]
+
+
+class CreateUpload(BaseModel):
+    bytes: Annotated[int, Field(ge=0, le=8 * 1024**3)]
+    filename: Annotated[str, StringConstraints(min_length=1, max_length=1024)]
+    mime_type: Annotated[str, StringConstraints(max_length=256)]
+    purpose: Literal["batch"]
+    expires_after: ExpiresAfter | None = None
+
+
+class CompleteUpload(BaseModel):
+    part_ids: Annotated[list[ObjectId], Field(max_length=10_000)]
+    md5: Annotated[str, StringConstraints(pattern=r"^[0-9a-fA-F]{32}$")] | None = None
 
 
 MetadataKey = Annotated[str, StringConstraints(max_length=64)]
@@ -151,7 +196,7 @@ class CreateBatch(BaseModel):
         str, StringConstraints(pattern=r"^[1-9][0-9]{0,3}[mhd]$"), Field(description="24h, or any <n>m, <n>h, <n>d")
     ]
     metadata: Annotated[dict[MetadataKey, MetadataValue], Field(max_length=16)] | None = None
-    output_expires_after: OutputExpiresAfter | None = None
+    output_expires_after: ExpiresAfter | None = None
 
 
 class ModelObject(BaseModel):

@@ -30,6 +30,13 @@ class SliceStatus(StrEnum):
     DONE = "done"  # its answers are in its shard
 
 
+class UploadStatus(StrEnum):
+    PENDING = "pending"  # takes parts until it expires
+    COMPLETED = "completed"  # its file is there
+    CANCELLED = "cancelled"
+    EXPIRED = "expired"
+
+
 class Role(StrEnum):
     USER = "user"  # files, uploads and batches of its project
     ADMIN = "admin"  # its webhooks too
@@ -96,6 +103,32 @@ class File(Base):
     created_at: Mapped[int] = mapped_column(BigInteger)
     expires_at: Mapped[int | None] = mapped_column(BigInteger, index=True)
     deleted_at: Mapped[int | None] = mapped_column(BigInteger)  # the row stays, so that a page can go on behind it
+
+
+class Upload(Base):
+    """A file that comes in parts."""
+
+    __tablename__ = "uploads"
+
+    id: Mapped[str] = mapped_column(String(64), primary_key=True)
+    project_id: Mapped[str] = mapped_column(String(64), index=True)
+    purpose: Mapped[str] = mapped_column(String(32))
+    filename: Mapped[str] = mapped_column(String(1024))
+    size_bytes: Mapped[int] = mapped_column(BigInteger)  # as announced; the parts must add up to it
+    keep_s: Mapped[int] = mapped_column(BigInteger)  # how long the file is kept once it is complete
+    status: Mapped[UploadStatus] = mapped_column(String(16), index=True)
+    file_id: Mapped[str | None] = mapped_column(String(64))
+    created_at: Mapped[int] = mapped_column(BigInteger)
+    expires_at: Mapped[int] = mapped_column(BigInteger)
+
+
+class UploadPart(Base):
+    __tablename__ = "upload_parts"
+
+    id: Mapped[str] = mapped_column(String(64), primary_key=True)
+    upload_id: Mapped[str] = mapped_column(ForeignKey("uploads.id"), index=True)
+    size_bytes: Mapped[int] = mapped_column(BigInteger)
+    created_at: Mapped[int] = mapped_column(BigInteger)
 
 
 class Batch(Base):

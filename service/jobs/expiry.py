@@ -5,9 +5,9 @@ from collections.abc import Callable
 import structlog
 from sqlalchemy import select, update
 
-from service.db.moves import LIVE, move_batch
+from service.db.moves import LIVE, move_batch, rows_changed
 from service.db.sessions import Database
-from service.db.tables import Batch, BatchStatus, File
+from service.db.tables import Batch, BatchStatus, File, Upload, UploadStatus
 from service.storage import Storage, file_key
 
 log = structlog.get_logger()
@@ -34,7 +34,16 @@ class Expiry:
             async with self._database.write() as session:
                 await move_batch(session, batch_id, _NEXT[BatchStatus(status)], now=now)
             log.info("completion window closed", batch=batch_id)
-        return len(late) + await self._delete_files(now)
+        return len(late) + await self._end_uploads(now) + await self._delete_files(now)
+
+    async def _end_uploads(self, now: float) -> int:
+        """Uploads that nobody completed; the sweeper deletes their parts."""
+        late = (Upload.status == UploadStatus.PENDING) & (Upload.expires_at <= now)
+        async with self._database.read() as session:
+            if (await session.scalars(select(Upload.id).where(late).limit(1))).one_or_none() is None:
+                return 0
+        async with self._database.write() as session:
+            return rows_changed(await session.execute(update(Upload).where(late).values(status=UploadStatus.EXPIRED)))
 
     async def _delete_files(self, now: float) -> int:
         """Rows first: a crash in between leaves an object that nobody can name, never a file without its bytes."""

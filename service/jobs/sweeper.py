@@ -7,7 +7,7 @@ from sqlalchemy import select
 
 from service.db.moves import LIVE
 from service.db.sessions import Database
-from service.db.tables import Batch, File, Slice, SliceBatch, Window
+from service.db.tables import Batch, File, Slice, SliceBatch, Upload, UploadStatus, Window
 from service.storage import Storage, file_key
 
 # An object that no row knows yet may belong to one that is about to be committed.
@@ -25,7 +25,8 @@ class Sweeper:
     async def run_once(self) -> bool:
         """Look through the store once; whether anything was deleted."""
         swept = 0
-        for prefix, judge in (("shards", self._shards), ("indexes", self._indexes), ("plans", self._plans)):
+        judges = {"shards": self._shards, "indexes": self._indexes, "plans": self._plans, "uploads": self._uploads}
+        for prefix, judge in judges.items():
             names = await self._storage.folders(prefix)
             for at in range(0, len(names), CHUNK):
                 chunk = names[at : at + CHUNK]
@@ -75,6 +76,12 @@ class Sweeper:
                 .where(Window.plan_id.in_(names), Batch.status.in_(LIVE))
             )
             return set(known), set(needed)
+
+    async def _uploads(self, names: list[str]) -> tuple[set[str], set[str]]:
+        async with self._database.read() as session:
+            rows = await session.execute(select(Upload.id, Upload.status).where(Upload.id.in_(names)))
+            by_name = {str(upload_id): status for upload_id, status in rows}
+        return set(by_name), {name for name, status in by_name.items() if status == UploadStatus.PENDING}
 
     async def _files(self) -> int:
         """Files that were written, but whose row never came or is deleted."""

@@ -4,7 +4,7 @@ from sqlalchemy import ColumnElement, func, select
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from service.db.moves import LIVE
-from service.db.tables import Batch, File, Project
+from service.db.tables import Batch, File, Project, Upload, UploadStatus
 from service.errors import PayloadTooLarge, QuotaReached
 
 BATCH_RETRY_S = 60  # batches end within minutes
@@ -50,7 +50,10 @@ async def check_bytes(session: AsyncSession, project_id: str, more: int) -> None
     kept = select(func.coalesce(func.sum(File.size_bytes), 0)).where(
         File.project_id == project_id, File.deleted_at.is_(None)
     )
-    used = int((await session.execute(kept)).scalar_one())
+    coming = select(func.coalesce(func.sum(Upload.size_bytes), 0)).where(
+        Upload.project_id == project_id, Upload.status == UploadStatus.PENDING
+    )
+    used = sum([int((await session.execute(each)).scalar_one()) for each in (kept, coming)])
     if used + more > project.max_bytes:
         message = f"The project's files have {used} bytes; with {more} more its quota of {project.max_bytes} is passed."
         raise QuotaReached(f"{message} Delete files, or wait until some expire.", BYTES_RETRY_S, code="bytes_quota")

@@ -1,0 +1,212 @@
+"""/v1/uploads: a file in parts, which may come in parallel and again; complete joins those that the client names."""
+
+import hashlib
+from collections.abc import Sequence
+
+from fastapi import APIRouter, Request
+from sqlalchemy import func, select, update
+from sqlalchemy.ext.asyncio import AsyncSession
+from starlette.requests import ClientDisconnect
+
+from service import ids
+from service.api.caller import CalledBy
+from service.api.context import Context, Here
+from service.api.multipart import FormReader
+from service.api.shapes import CompleteUpload, CreateUpload, ObjectId, UploadObject, UploadPartObject
+from service.db.moves import rows_changed
+from service.db.tables import FILE_KEEP_S, File, Upload, UploadPart, UploadStatus
+from service.errors import ApiError, BadRequest, NotFound, PayloadTooLarge
+from service.storage import file_key, part_key, upload_folder
+from service.tenants import audit
+from service.tenants.keys import Caller
+from service.tenants.quotas import check_bytes
+
+PART_BYTES = 64 * 1024 * 1024
+UPLOAD_S = 3600
+RETRIED_PARTS = 2  # parts may have this many times the upload's bytes, since one that is sent again is another part
+
+router = APIRouter(prefix="/v1/uploads", tags=["uploads"])
+
+_PART_BODY = {
+    "requestBody": {
+        "required": True,
+        "content": {
+            "multipart/form-data": {
+                "schema": {
+                    "type": "object",
+                    "required": ["data"],
+                    "properties": {"data": {"type": "string", "format": "binary"}},
+                }
+            }
+        },
+    }
+}
+
+
+@router.post("")
+async def create_upload(body: CreateUpload, here: Here, caller: CalledBy) -> UploadObject:
+    """Begin an upload; its parts and its completion must come within the hour."""
+    if body.bytes > here.settings.max_file_bytes:
+        message = f"A file may have {here.settings.max_file_bytes} bytes."
+        raise PayloadTooLarge(message, code="file_too_large", param="bytes")
+    now = int(here.clock())
+    upload = Upload(
+        id=ids.upload_id(),
+        project_id=caller.project.id,
+        purpose=body.purpose,
+        filename=body.filename.replace("\x00", ""),
+        size_bytes=body.bytes,
+        keep_s=body.expires_after.seconds if body.expires_after else FILE_KEEP_S,
+        status=UploadStatus.PENDING,
+        created_at=now,
+        expires_at=now + UPLOAD_S,
+    )
+    async with here.database.write() as session:
+        await check_bytes(session, caller.project.id, body.bytes)
+        session.add(upload)
+        audit.note(session, caller, "upload.create", upload.id, now)
+    return UploadObject.of(upload, None)
+
+
+@router.post("/{upload_id}/parts", openapi_extra=_PART_BODY)
+async def create_part(upload_id: ObjectId, request: Request, here: Here, caller: CalledBy) -> UploadPartObject:
+    """Add at most 64 MiB; the order is that in which complete names the parts."""
+    upload = await _pending(here, caller, upload_id)
+    reader = FormReader(request.headers.get("content-type", ""), PART_BYTES, field="data")
+    part_id = ids.part_id()
+    key = part_key(upload_id, part_id)
+    try:
+        async with here.storage.writer(key) as writer:
+            form = await reader.read(request.stream(), writer.write)
+            if form.filename is None:
+                raise BadRequest("The form has no part 'data'.", code="missing_required_parameter", param="data")
+    except ClientDisconnect as error:
+        raise BadRequest("The upload was cut off.") from error
+    now = int(here.clock())
+    part = UploadPart(id=part_id, upload_id=upload_id, size_bytes=form.size_bytes, created_at=now)
+    try:
+        async with here.database.write() as session:
+            # Locked, so that parts that come at once are all counted.
+            held = select(Upload).where(Upload.id == upload_id).with_for_update()
+            _check_pending((await session.scalars(held)).one(), now)
+            sizes = select(func.coalesce(func.sum(UploadPart.size_bytes), 0)).where(UploadPart.upload_id == upload_id)
+            before = int((await session.execute(sizes)).scalar_one())
+            if before + form.size_bytes > RETRIED_PARTS * upload.size_bytes:
+                message = f"The parts have {before + form.size_bytes} bytes; the upload has {upload.size_bytes}."
+                raise BadRequest(message, code="too_many_bytes", param="data")
+            session.add(part)
+    except ApiError:
+        await here.storage.delete(key)
+        raise
+    return UploadPartObject(id=part.id, created_at=now, upload_id=upload_id)
+
+
+@router.post("/{upload_id}/complete")
+async def complete_upload(upload_id: ObjectId, body: CompleteUpload, here: Here, caller: CalledBy) -> UploadObject:
+    """Make the file of these parts. Completing again, as after an answer that was lost, gives the same file."""
+    upload, file = await _find(here, caller, upload_id)
+    if upload.status == UploadStatus.COMPLETED:
+        return UploadObject.of(upload, file)
+    _check_pending(upload, here.clock())
+    await _check_parts(here, upload, body.part_ids)
+    now = int(here.clock())
+    file = File(
+        id=ids.file_id(),
+        project_id=upload.project_id,
+        purpose=upload.purpose,
+        filename=upload.filename,
+        size_bytes=upload.size_bytes,
+        created_at=now,
+        expires_at=now + upload.keep_s,
+    )
+    await _join(here, upload, body, file_key(file.id))
+    async with here.database.write() as session:
+        won = await _move(session, upload_id, UploadStatus.COMPLETED, file_id=file.id)
+        if won:
+            session.add(file)
+            audit.note(session, caller, "upload.complete", upload_id, now)
+    if not won:  # another call was faster, or the upload has ended meanwhile
+        await here.storage.delete(file_key(file.id))
+    upload, stored = await _find(here, caller, upload_id)
+    if upload.status != UploadStatus.COMPLETED:
+        _check_pending(upload, here.clock())
+    await here.storage.delete_all(upload_folder(upload_id))
+    return UploadObject.of(upload, stored)
+
+
+@router.post("/{upload_id}/cancel")
+async def cancel_upload(upload_id: ObjectId, here: Here, caller: CalledBy) -> UploadObject:
+    """Give the upload up; cancelling twice is no error."""
+    async with here.database.write() as session:
+        if await _move(session, upload_id, UploadStatus.CANCELLED, project_id=caller.project.id):
+            audit.note(session, caller, "upload.cancel", upload_id, here.clock())
+    upload, file = await _find(here, caller, upload_id)
+    if upload.status != UploadStatus.CANCELLED:
+        _check_pending(upload, here.clock())
+    await here.storage.delete_all(upload_folder(upload_id))
+    return UploadObject.of(upload, file)
+
+
+async def _find(here: Context, caller: Caller, upload_id: str) -> tuple[Upload, File | None]:
+    """The caller's upload, and its file once it is complete. Raises NotFound."""
+    mine = (Upload.id == upload_id) & (Upload.project_id == caller.project.id)
+    async with here.database.read() as session:
+        found = (
+            await session.execute(select(Upload, File).outerjoin(File, File.id == Upload.file_id).where(mine))
+        ).one_or_none()
+    if found is None:
+        raise NotFound(f"No such Upload object: {upload_id}", param="upload_id")
+    return found[0], found[1]
+
+
+async def _pending(here: Context, caller: Caller, upload_id: str) -> Upload:
+    upload, _ = await _find(here, caller, upload_id)
+    _check_pending(upload, here.clock())
+    return upload
+
+
+def _check_pending(upload: Upload, now: float) -> None:
+    """Raises BadRequest for an upload that takes nothing more."""
+    if upload.status != UploadStatus.PENDING:
+        raise BadRequest(f"The upload is {upload.status}.", code="upload_not_pending", param="upload_id")
+    if upload.expires_at <= now:
+        raise BadRequest("The upload has expired; begin another.", code="upload_expired", param="upload_id")
+
+
+async def _check_parts(here: Context, upload: Upload, part_ids: Sequence[str]) -> None:
+    async with here.database.read() as session:
+        rows = await session.execute(
+            select(UploadPart.id, UploadPart.size_bytes).where(UploadPart.upload_id == upload.id)
+        )
+        sizes = {str(part_id): int(size) for part_id, size in rows}
+    unknown = next((part_id for part_id in part_ids if part_id not in sizes), None)
+    if unknown is not None:
+        raise BadRequest(f"The upload has no part {unknown[:100]!r}.", code="part_not_found", param="part_ids")
+    total = sum(sizes[part_id] for part_id in part_ids)
+    if total != upload.size_bytes:
+        message = f"The parts have {total} bytes together; the upload has {upload.size_bytes}."
+        raise BadRequest(message, code="bytes_mismatch", param="part_ids")
+
+
+async def _join(here: Context, upload: Upload, body: CompleteUpload, key: str) -> None:
+    """Write the file's object. Raises BadRequest when its MD5 is not the client's."""
+    digest = hashlib.md5(usedforsecurity=False)
+    async with here.storage.writer(key) as writer:
+        for part_id in body.part_ids:
+            try:
+                async for chunk in here.storage.stream(part_key(upload.id, part_id)):
+                    digest.update(chunk)
+                    await writer.write(chunk)
+            except FileNotFoundError as error:  # completed or cancelled by another call a moment ago
+                raise BadRequest("The upload has ended meanwhile.", code="upload_not_pending") from error
+        if body.md5 is not None and body.md5.lower() != digest.hexdigest():
+            message = f"The file's MD5 is {digest.hexdigest()}, not {body.md5}: send the parts again."
+            raise BadRequest(message, code="md5_mismatch", param="md5")
+
+
+async def _move(session: AsyncSession, upload_id: str, to: UploadStatus, project_id: str = "", **values: str) -> bool:
+    """End an upload that is pending, in one statement."""
+    mine = (Upload.id == upload_id) & (Upload.status == UploadStatus.PENDING)
+    if project_id:
+        mine &= Upload.project_id == project_id
+    return rows_changed(await session.execute(update(Upload).where(mine).values(status=to, **values))) == 1
