@@ -1,9 +1,10 @@
 """/v1/batches: create, look, list, cancel. The request only writes a row; the planner role does the rest."""
 
+import hashlib
 from typing import Annotated
 
 from fastapi import APIRouter, Query
-from sqlalchemy import select
+from sqlalchemy import func, select
 from sqlalchemy.exc import IntegrityError
 from sqlalchemy.ext.asyncio import AsyncSession
 
@@ -18,6 +19,7 @@ from service.db.tables import Batch, BatchStatus, File
 from service.endpoints import ENDPOINTS
 from service.errors import BadRequest, NotFound
 from service.queue.leases import Counts
+from service.standing import alive_by_model, standing
 from service.tenants import audit
 from service.tenants.keys import Caller
 from service.tenants.quotas import check_batches
@@ -64,10 +66,11 @@ async def _create(body: CreateBatch, here: Context, caller: Caller, again: Again
             completion_window=body.completion_window,
             custom_metadata=body.metadata,
             output_expires_after_s=body.output_expires_after.seconds if body.output_expires_after else None,
+            output_order=body.batchweave.output_order,
             idempotency_key=again.key,
             asked=asked,
             created_at=now,
-            expires_at=now + int(body.completion_window[:-1]) * _UNIT_S[body.completion_window[-1]],
+            expires_at=now + _seconds(body.completion_window),
         )
         session.add(batch)
         audit.note(session, caller, "batch.create", batch.id, now)
@@ -80,7 +83,8 @@ async def list_batches(
 ) -> Page[BatchObject]:
     async with here.database.read() as session:
         rows = await page_rows(session, Batch, select(Batch), caller.project.id, after=after, limit=limit)
-    return Page[BatchObject].of([await _shape(here, row) for row in rows], limit)
+    workers = await alive_by_model(here.heartbeat)
+    return Page[BatchObject].of([await _shape(here, row, workers) for row in rows], limit)
 
 
 @router.get("/{batch_id}")
@@ -88,6 +92,58 @@ async def get_batch(batch_id: ObjectId, here: Here, caller: CalledBy) -> BatchOb
     async with here.database.read() as session:
         batch = await _find(session, caller, batch_id)
     return await _shape(here, batch)
+
+
+@router.post("/{batch_id}/retry")
+async def retry_batch(batch_id: ObjectId, here: Here, caller: CalledBy, again: TriedAgain) -> BatchObject:
+    """A new batch of the same input with only the requests that failed, or were not run before it ended."""
+    try:
+        return await _shape(here, await _retry(batch_id, here, caller, again))
+    except IntegrityError:  # another try with the same key was faster
+        return await _shape(here, await _retry(batch_id, here, caller, again))
+
+
+async def _retry(batch_id: str, here: Context, caller: Caller, again: Again) -> Batch:
+    now, asked = int(here.clock()), hashlib.sha256(f"retry {batch_id}".encode()).hexdigest()
+    async with here.database.write() as session:
+        before = await again.find(session, caller.project.id, asked, now)
+        if before is not None:
+            return before
+        source = await _find(session, caller, batch_id)
+        if source.status not in TERMINAL:
+            message = f"The batch is {source.status}: it can be retried when it has ended."
+            raise BadRequest(message, code="batch_not_ended", param="id")
+        if source.error_file_id is None:
+            reason = "the file itself has errors; mend it" if source.errors else "no request of it failed"
+            raise BadRequest(f"There is nothing to retry: {reason}.", code="nothing_to_retry", param="id")
+        kept = (
+            select(func.count())
+            .select_from(File)
+            .where(File.id.in_([source.input_file_id, source.error_file_id]), File.deleted_at.is_(None))
+        )
+        if int((await session.execute(kept)).scalar_one()) != 2:
+            message = "The batch's input or error file was deleted or has expired; send the requests in a new file."
+            raise BadRequest(message, code="file_not_found", param="id")
+        await check_batches(session, caller.project.id)
+        batch = Batch(
+            id=ids.batch_id(),
+            project_id=caller.project.id,
+            status=BatchStatus.VALIDATING,
+            endpoint=source.endpoint,
+            input_file_id=source.input_file_id,
+            completion_window=source.completion_window,
+            custom_metadata=source.custom_metadata,
+            output_expires_after_s=source.output_expires_after_s,
+            output_order=source.output_order,
+            retry_of=source.id,
+            idempotency_key=again.key,
+            asked=asked,
+            created_at=now,
+            expires_at=now + _seconds(source.completion_window),
+        )
+        session.add(batch)
+        audit.note(session, caller, "batch.retry", batch.id, now)
+    return batch
 
 
 @router.post("/{batch_id}/cancel")
@@ -116,8 +172,15 @@ async def _find(session: AsyncSession, caller: Caller, batch_id: str) -> Batch:
     return batch
 
 
-async def _shape(here: Context, batch: Batch) -> BatchObject:
+def _seconds(completion_window: str) -> int:
+    return int(completion_window[:-1]) * _UNIT_S[completion_window[-1]]
+
+
+async def _shape(here: Context, batch: Batch, workers: dict[str, int] | None = None) -> BatchObject:
     counts = Counts(batch.completed, batch.failed)
     if batch.status in _LIVE:
         counts = await here.progress.counts(here.database, batch.id)
-    return BatchObject.of(batch, counts)
+    if batch.status not in TERMINAL and workers is None:
+        workers = await alive_by_model(here.heartbeat)
+    found = await standing(here.database, batch, counts, workers or {}, here.clock())
+    return BatchObject.of(batch, counts, found)

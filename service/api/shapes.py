@@ -5,8 +5,9 @@ from typing import Annotated, Any, Generic, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints
 
-from service.db.tables import Batch, BatchStatus, File, Upload, UploadStatus
+from service.db.tables import Batch, BatchStatus, File, OutputOrder, Upload, UploadStatus
 from service.queue.leases import Counts
+from service.standing import Standing
 
 Item = TypeVar("Item")
 # Of a file or a batch; an id that no object can have is not looked up.
@@ -108,6 +109,50 @@ class BatchUsage(BaseModel):
     total_tokens: int
 
 
+class Cause(BaseModel):
+    """Failed requests whose errors read alike; `message` and `custom_ids` are samples."""
+
+    status_code: int | None
+    code: str | None
+    message: str
+    count: int
+    custom_ids: list[str]
+
+
+class BatchExtras(BaseModel):
+    """What OpenAI's object has no place for. Times are unix seconds."""
+
+    output_order: OutputOrder
+    retry_of: str | None
+    queue_position: int | None = Field(description="batches of the same model that are taken before it")
+    waiting_for: str | None = Field(description="why nothing of it runs")
+    prompt_tokens: int
+    expected_output_tokens: int | None = Field(description="as planned; null before")
+    expected_gpu_seconds: float | None = Field(description="the least that the cost model allows; null before the plan")
+    earliest_at: int | None = Field(description="end by the planner's cost model")
+    expected_at: int | None = Field(description="end by the pace of its answers so far")
+    latest_at: int | None = Field(description="the same with two standard errors")
+    failures: list[Cause] = Field(description="causes of failed requests, once it has ended")
+
+    @classmethod
+    def of(cls, batch: Batch, found: Standing) -> "BatchExtras":
+        share = batch.total / batch.planned if batch.planned else None
+        gpu_s = max(batch.planned_compute_s, batch.planned_memory_s)
+        return cls(
+            output_order=OutputOrder(batch.output_order),
+            retry_of=batch.retry_of,
+            queue_position=found.position,
+            waiting_for=found.waiting_for,
+            prompt_tokens=batch.prompt_tokens,
+            expected_output_tokens=None if share is None else round(batch.planned_output_tokens * share),
+            expected_gpu_seconds=None if share is None else round(gpu_s * share, 3),
+            earliest_at=found.estimate.earliest_at if found.estimate else None,
+            expected_at=found.estimate.expected_at if found.estimate else None,
+            latest_at=found.estimate.latest_at if found.estimate else None,
+            failures=[Cause(**cause) for cause in batch.causes or []],
+        )
+
+
 class BatchObject(BaseModel):
     id: str
     object: Literal["batch"] = "batch"
@@ -131,9 +176,10 @@ class BatchObject(BaseModel):
     request_counts: RequestCounts
     usage: BatchUsage | None
     metadata: dict[str, str] | None
+    batchweave: BatchExtras
 
     @classmethod
-    def of(cls, batch: Batch, counts: Counts) -> "BatchObject":
+    def of(cls, batch: Batch, counts: Counts, found: Standing) -> "BatchObject":
         return cls(
             id=batch.id,
             endpoint=batch.endpoint,
@@ -162,6 +208,7 @@ class BatchObject(BaseModel):
                 total_tokens=batch.input_tokens + batch.output_tokens,
             ),
             metadata=batch.custom_metadata,
+            batchweave=BatchExtras.of(batch, found),
         )
 
 
@@ -187,6 +234,14 @@ MetadataKey = Annotated[str, StringConstraints(max_length=64)]
 MetadataValue = Annotated[str, StringConstraints(max_length=512)]
 
 
+class CreateExtras(BaseModel):
+    """What is asked for beyond OpenAI's API, by `extra_body={"batchweave": {...}}` of the client."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    output_order: OutputOrder = OutputOrder.ANY
+
+
 class CreateBatch(BaseModel):
     model_config = ConfigDict(extra="ignore")
 
@@ -197,6 +252,7 @@ class CreateBatch(BaseModel):
     ]
     metadata: Annotated[dict[MetadataKey, MetadataValue], Field(max_length=16)] | None = None
     output_expires_after: ExpiresAfter | None = None
+    batchweave: CreateExtras = CreateExtras()
 
 
 class ModelObject(BaseModel):

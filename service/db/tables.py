@@ -24,6 +24,11 @@ class BatchStatus(StrEnum):
     CANCELLED = "cancelled"  # stopped; finished lines are kept
 
 
+class OutputOrder(StrEnum):
+    ANY = "any"  # as answers came
+    INPUT = "input"  # as the requests stand in the input file
+
+
 class SliceStatus(StrEnum):
     READY = "ready"  # waits for a worker
     LEASED = "leased"  # a worker runs it until lease_until
@@ -151,9 +156,12 @@ class Batch(Base):
     output_expires_after_s: Mapped[int | None] = mapped_column(BigInteger)
     idempotency_key: Mapped[str | None] = mapped_column(String(255))
     asked: Mapped[str | None] = mapped_column(String(64))  # digest of the body that created it
+    output_order: Mapped[OutputOrder] = mapped_column(String(8), default=OutputOrder.ANY, server_default="any")
+    retry_of: Mapped[str | None] = mapped_column(String(64))  # only what failed in this batch of the same input
     model: Mapped[str | None] = mapped_column(String(512))
     index_id: Mapped[str | None] = mapped_column(String(64))  # of the validation that counted: where its index is
     errors: Mapped[list[dict[str, Any]] | None] = mapped_column(JSON)
+    causes: Mapped[list[dict[str, Any]] | None] = mapped_column(JSON)  # of failed requests, the most frequent first
     output_file_id: Mapped[str | None] = mapped_column(String(64))
     error_file_id: Mapped[str | None] = mapped_column(String(64))
 
@@ -170,6 +178,10 @@ class Batch(Base):
     total: Mapped[int] = mapped_column(BigInteger, default=0)  # requests in the file
     prompt_tokens: Mapped[int] = mapped_column(BigInteger, default=0, server_default="0")  # of all of them
     planned: Mapped[int] = mapped_column(BigInteger, default=0)  # of these, the first so many are in a window
+    # Of those in a window, as the cost model sees them; shared prefixes in equal parts.
+    planned_compute_s: Mapped[float] = mapped_column(Float(53), default=0.0, server_default="0")
+    planned_memory_s: Mapped[float] = mapped_column(Float(53), default=0.0, server_default="0")
+    planned_output_tokens: Mapped[float] = mapped_column(Float(53), default=0.0, server_default="0")
     completed: Mapped[int] = mapped_column(BigInteger, default=0)  # set with the files, live counts are in Redis
     failed: Mapped[int] = mapped_column(BigInteger, default=0)
     input_tokens: Mapped[int] = mapped_column(BigInteger, default=0)

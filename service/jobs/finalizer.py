@@ -13,8 +13,11 @@ from sqlalchemy.ext.asyncio import AsyncSession
 from service import ids
 from service.db.moves import LIVE, move_batch
 from service.db.sessions import Database
-from service.db.tables import FILE_KEEP_S, Batch, BatchStatus, File, Slice, SliceBatch, SliceStatus
+from service.db.tables import FILE_KEEP_S, Batch, BatchStatus, File, OutputOrder, Slice, SliceBatch, SliceStatus
 from service.jobs.desk import Desk
+from service.jobs.digest import Digest
+from service.jobs.input_order import InputOrder
+from service.jobs.lines import custom_id_of
 from service.request_index import RequestIndex
 from service.shards import Answer, Shard, Usage
 from service.storage import Storage, Writer, file_key
@@ -28,13 +31,6 @@ log = structlog.get_logger()
 
 class EndedElsewhere(Exception):
     """Another finalizer ended the batch first, or it was cancelled meanwhile; its rows stand, ours roll back."""
-
-
-class _CustomId(msgspec.Struct):
-    custom_id: str
-
-
-_custom_id = msgspec.json.Decoder(_CustomId)
 
 
 @dataclass(slots=True)
@@ -137,20 +133,34 @@ class Finalizer:
         async with AsyncExitStack() as stack:
             output = ResultFile(self._storage, stack, "output")
             errors = ResultFile(self._storage, stack, "error")
+            in_order = None
+            if batch.output_order == OutputOrder.INPUT:
+                in_order = stack.enter_context(InputOrder(batch.total))
             answered = bytearray(batch.total)
-            tally = Tally()
+            tally, digest = Tally(), Digest()
+
+            async def keep(request: int, line: bytes, ok: bool) -> None:
+                if not ok:
+                    digest.add(line)
+                if in_order is None:
+                    await (output if ok else errors).add(line)
+                else:
+                    in_order.add(request, line, ok)
+
             async for answer in self._answers(batch):
                 if answered[answer.request]:
                     continue
                 answered[answer.request] = 1
                 tally.add(answer.usage)
-                await (output if answer.ok else errors).add(bytes(answer.line))
+                await keep(answer.request, bytes(answer.line), answer.ok)
             missing = batch.total - sum(answered)
             ending, reason = self._ending(batch, missing)
             if missing:
-                async for line in self._unanswered(batch, answered, reason):
-                    await errors.add(line)
-        await self._commit(batch, ending, output, errors, tally)
+                async for request, line in self._unanswered(batch, answered, reason):
+                    await keep(request, line, False)
+            for line, ok in in_order.lines() if in_order else ():
+                await (output if ok else errors).add(line)
+        await self._commit(batch, ending, output, errors, tally, digest)
 
     def _ending(self, batch: Batch, missing: int) -> tuple[BatchStatus, tuple[str, str]]:
         if batch.status == BatchStatus.CANCELLING:
@@ -173,31 +183,42 @@ class Finalizer:
                 if answer.batch_id == batch.id:
                     yield answer
 
-    async def _unanswered(self, batch: Batch, answered: bytearray, reason: tuple[str, str]) -> AsyncIterator[bytes]:
-        """An error line for each request that has no answer, from the input file."""
+    async def _unanswered(
+        self, batch: Batch, answered: bytearray, reason: tuple[str, str]
+    ) -> AsyncIterator[tuple[int, bytes]]:
+        """Number and error line of each request that has no answer, from the input file."""
         code, message = reason
         index = RequestIndex(self._storage, batch.index_id or "")
         for first in range(0, batch.total, READ_REQUESTS):
             count = min(READ_REQUESTS, batch.total - first)
             if all(answered[first : first + count]):
                 continue
-            records = await index.read(first, count)
-            records = records[[not done for done in answered[first : first + count]]]
+            numbers = [first + at for at, done in enumerate(answered[first : first + count]) if not done]
+            records = (await index.read(first, count))[[number - first for number in numbers]]
             lines = await self._storage.read_ranges(
                 file_key(batch.input_file_id), records["offset"].tolist(), records["length"].tolist()
             )
-            for line in lines:
-                yield msgspec.json.encode(
-                    {
-                        "id": ids.batch_request_id(),
-                        "custom_id": _custom_id.decode(line).custom_id,
-                        "response": None,
-                        "error": {"code": code, "message": message},
-                    }
+            for number, line in zip(numbers, lines, strict=True):
+                yield (
+                    number,
+                    msgspec.json.encode(
+                        {
+                            "id": ids.batch_request_id(),
+                            "custom_id": custom_id_of(line),
+                            "response": None,
+                            "error": {"code": code, "message": message},
+                        }
+                    ),
                 )
 
     async def _commit(
-        self, batch: Batch, ending: BatchStatus, output: ResultFile, errors: ResultFile, tally: Tally
+        self,
+        batch: Batch,
+        ending: BatchStatus,
+        output: ResultFile,
+        errors: ResultFile,
+        tally: Tally,
+        digest: Digest,
     ) -> None:
         now = self._clock()
         values: dict[str, Any] = {
@@ -207,6 +228,7 @@ class Finalizer:
             "cached_tokens": tally.cached,
             "output_tokens": tally.output,
             "reasoning_tokens": tally.reasoning,
+            "causes": digest.causes or None,
         }
         try:
             async with self._database.write() as session:

@@ -29,7 +29,12 @@ class LineError:
         return {"code": self.code, "line": self.line, "message": self.message, "param": self.param}
 
 
+class _CustomId(msgspec.Struct):
+    custom_id: str
+
+
 _decoder = msgspec.json.Decoder(RequestLine)
+_custom_id = msgspec.json.Decoder(_CustomId)
 
 
 class Fault(Exception):
@@ -45,6 +50,7 @@ class LineChecker:
     """Checks lines in the order of the file and collects the first thousand errors."""
 
     endpoint: str
+    only: frozenset[str] | None = None  # custom_ids that are wanted of the file; all
     model: str | None = None  # what the first good line asks for
     model_line: int = 0
     requests: int = 0
@@ -52,7 +58,7 @@ class LineChecker:
     _custom_ids: dict[bytes, int] = field(default_factory=dict[bytes, int])
 
     def check(self, number: int, raw: bytes) -> RequestLine | None:
-        """The request of line `number` (1-based), or None: the line is blank, or its error is noted."""
+        """The request of line `number` (1-based), or None: the line is blank or not wanted, or its error is noted."""
         if not raw.strip():
             return None
         try:
@@ -60,6 +66,8 @@ class LineChecker:
             self._judge(number, request)
         except Fault as fault:
             self.add(LineError(fault.code, fault.message, number, fault.param))
+            return None
+        if self.only is not None and request.custom_id not in self.only:
             return None
         self.requests += 1
         return request
@@ -110,6 +118,11 @@ class LineChecker:
             first = f"{quoted(self.model)} of line {self.model_line}"
             message = f"model {quoted(model)} is not {first}: a batch names one model."
             raise Fault("model_mismatch", message, "body.model")
+
+
+def custom_id_of(line: bytes) -> str:
+    """Of a line that was checked, of an input or of a result file."""
+    return _custom_id.decode(line).custom_id
 
 
 def quoted(text: str) -> str:

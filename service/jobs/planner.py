@@ -103,6 +103,14 @@ def shared_room(wanted: Mapping[str, int], weights: Mapping[str, float], room: i
     return shares
 
 
+def _expected(plan: WindowPlan, order: Places, spans: int) -> list[list[float]]:
+    """Compute seconds, memory seconds and output tokens that the plan expects of each span; `order` is the plan's."""
+    batch = order["batch"]
+    columns = (plan.compute_s, plan.memory_s, plan.estimates.mean)
+    sums = [np.bincount(batch, weights=each[plan.order], minlength=spans) for each in columns]
+    return np.stack(sums, axis=1).tolist()
+
+
 class Planner:
     def __init__(self, database: Database, storage: Storage, settings: Settings, clock: Callable[[], float]) -> None:
         self._database = database
@@ -230,7 +238,7 @@ class Planner:
         self, model: str, spans: list[Span], plan_id: str, plan: WindowPlan, order: Places, now: int
     ) -> None:
         async with self._database.write() as session:
-            for span in spans:
+            for span, (compute_s, memory_s, tokens) in zip(spans, _expected(plan, order, len(spans)), strict=True):
                 result = await session.execute(
                     update(Batch)
                     .where(
@@ -238,7 +246,12 @@ class Planner:
                         Batch.status == BatchStatus.IN_PROGRESS,
                         Batch.planned == span.first,
                     )
-                    .values(planned=span.first + span.count)
+                    .values(
+                        planned=span.first + span.count,
+                        planned_compute_s=Batch.planned_compute_s + compute_s,
+                        planned_memory_s=Batch.planned_memory_s + memory_s,
+                        planned_output_tokens=Batch.planned_output_tokens + tokens,
+                    )
                 )
                 if rows_changed(result) != 1:
                     raise PlanOutdated(f"{span.batch_id} has changed")

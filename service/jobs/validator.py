@@ -13,7 +13,7 @@ from service.db.sessions import Database
 from service.db.tables import Batch, BatchStatus, Model
 from service.jobs.desk import Desk
 from service.jobs.index_writer import IndexWriter
-from service.jobs.lines import LineChecker, LineError, quoted
+from service.jobs.lines import LineChecker, LineError, custom_id_of, quoted
 from service.jobs.tokens import PromptTokens
 from service.request_index import RequestIndex
 from service.request_output import asked_output
@@ -21,6 +21,7 @@ from service.settings import Settings
 from service.storage import LineTooLong, Storage, Writer, file_key
 from service.tenants.quotas import enqueued_tokens, hold
 
+LONGEST_ERROR_LINE = 64 * 1024 * 1024
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 log = structlog.get_logger()
 
@@ -53,6 +54,7 @@ class Validator:
         checker, prompt_tokens = LineChecker(batch.endpoint), 0
         index = RequestIndex(self._storage, ids.index_id())
         try:
+            checker.only = await self._wanted(batch)
             async with (
                 self._storage.writer(index.records_key) as records,
                 self._storage.writer(index.tokens_key) as tokens,
@@ -63,6 +65,8 @@ class Validator:
             checker.add(LineError("invalid_request", f"The line is longer than {limit} bytes.", error.line))
         except FileNotFoundError:
             message = f"The input file {batch.input_file_id} is gone: it was deleted before the batch was validated."
+            if batch.retry_of is not None:
+                message = f"A file of {batch.retry_of}, which this batch repeats in part, was deleted meanwhile."
             checker.add(LineError("invalid_request", message, None, "input_file_id"))
         if not checker.requests and not checker.errors:
             checker.add(LineError("empty_file", "The input file has no requests."))
@@ -110,6 +114,15 @@ class Validator:
         if encoder is not None:
             await index.flush(encoder)
         return index.prompt_tokens
+
+    async def _wanted(self, batch: Batch) -> frozenset[str] | None:
+        """The custom_ids of what a retry repeats: the error file's. Raises FileNotFoundError."""
+        if batch.retry_of is None:
+            return None
+        async with self._database.read() as session:
+            source = await session.scalar(select(Batch.error_file_id).where(Batch.id == batch.retry_of))
+        lines = self._storage.lines(file_key(source or ""), LONGEST_ERROR_LINE)
+        return frozenset([custom_id_of(line) async for _, line in lines])
 
     async def _judge_quota(self, session: AsyncSession, batch: Batch, checker: LineChecker, tokens: int) -> None:
         project = await hold(session, batch.project_id)

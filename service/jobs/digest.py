@@ -1,0 +1,65 @@
+"""Why requests failed, in a few lines: causes that read alike are one, with how often and some custom_ids."""
+
+import re
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+
+CAUSES = 50
+SAMPLES = 3
+MESSAGE_CHARACTERS = 500
+_VARIABLE = re.compile(r"'[^']*'|\"[^\"]*\"|\d+")
+
+
+class _Error(msgspec.Struct):
+    code: Any = None  # an engine's, of any type
+    message: Any = None
+
+
+class _Body(msgspec.Struct):
+    error: _Error | None = None
+
+
+class _Response(msgspec.Struct):
+    status_code: int
+    body: _Body
+
+
+class _Line(msgspec.Struct):
+    custom_id: str
+    response: _Response | None = None
+    error: _Error | None = None
+
+
+_decoder = msgspec.json.Decoder(_Line)
+
+
+@dataclass(slots=True)
+class Digest:
+    """Memory is bounded: what comes after the first fifty causes is counted together."""
+
+    _causes: dict[tuple[Any, ...], dict[str, Any]] = field(default_factory=dict[tuple[Any, ...], dict[str, Any]])
+
+    def add(self, line: bytes) -> None:
+        """Count a line of the error file."""
+        found = _decoder.decode(line)
+        response = found.response
+        status = response.status_code if response else None
+        error = (response.body.error if response else found.error) or _Error()
+        code = None if error.code is None else str(error.code)[:64]
+        message = str(error.message or "")[:MESSAGE_CHARACTERS]
+        key: tuple[Any, ...] = (status, code, _VARIABLE.sub("…", message))
+        if key not in self._causes and len(self._causes) >= CAUSES:
+            key, status, code, message = ("others",), None, "others", "Other causes."
+        cause = self._causes.setdefault(
+            key, {"status_code": status, "code": code, "message": message, "count": 0, "custom_ids": []}
+        )
+        cause["count"] += 1
+        if len(cause["custom_ids"]) < SAMPLES:
+            cause["custom_ids"].append(found.custom_id)
+
+    @property
+    def causes(self) -> list[dict[str, Any]]:
+        """The most frequent first."""
+        return sorted(self._causes.values(), key=lambda cause: -cause["count"])

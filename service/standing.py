@@ -1,0 +1,113 @@
+"""Where a batch stands: how many come before it, what it waits for, when it ends. What clients see as `batchweave`."""
+
+import math
+from dataclasses import dataclass
+
+from redis.exceptions import RedisError
+from sqlalchemy import func, select
+from sqlalchemy.ext.asyncio import AsyncSession
+
+from service.db.moves import LIVE, TERMINAL
+from service.db.sessions import Database
+from service.db.tables import Batch, BatchStatus, Slice, SliceBatch, SliceStatus
+from service.queue.leases import Counts
+from service.queue.progress import Heartbeat
+
+TELLING_ANSWERS = 20  # from so many on, the pace of the answers says when the rest will be there
+STANDARD_ERRORS = 2.0
+
+
+@dataclass(frozen=True, slots=True)
+class Estimate:
+    """Unix seconds. `earliest_at`: by the planner's cost model; the others by the pace of the answers so far."""
+
+    earliest_at: int | None
+    expected_at: int | None
+    latest_at: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class Standing:
+    """`position`: batches of the model that come before it; `waiting_for`: None while it runs or when it has ended."""
+
+    position: int | None
+    waiting_for: str | None
+    estimate: Estimate | None
+
+
+ENDED = Standing(None, None, None)
+
+
+async def alive_by_model(heartbeat: Heartbeat) -> dict[str, int]:
+    """How many workers serve each model."""
+    try:
+        alive = await heartbeat.alive()
+    except (RedisError, OSError):
+        return {}
+    counts: dict[str, int] = {}
+    for state in alive:
+        counts[state["model"]] = counts.get(state["model"], 0) + 1
+    return counts
+
+
+async def standing(database: Database, batch: Batch, counts: Counts, workers: dict[str, int], now: float) -> Standing:
+    if batch.status in TERMINAL:
+        return ENDED
+    if batch.status == BatchStatus.VALIDATING:
+        return Standing(None, "validation", None)
+    if batch.status != BatchStatus.IN_PROGRESS:
+        return Standing(None, "its files to be written", None)
+    async with database.read() as session:
+        position, before_s = await _before(session, batch)
+        running = await _runs(session, batch.id)
+    answered, alive = counts.completed + counts.failed, workers.get(batch.model or "", 0)
+    return Standing(
+        position,
+        _reason(batch, running, position, alive),
+        _estimate(batch, answered, before_s, alive, now),
+    )
+
+
+async def _before(session: AsyncSession, batch: Batch) -> tuple[int, float]:
+    """Batches of the model that the planner takes first, and the seconds of work that they were planned with."""
+    earlier = (Batch.expires_at < batch.expires_at) | ((Batch.expires_at == batch.expires_at) & (Batch.seq < batch.seq))
+    query = select(func.count(), func.sum(Batch.planned_compute_s), func.sum(Batch.planned_memory_s)).where(
+        Batch.model == batch.model, Batch.status.in_(LIVE), earlier
+    )
+    count, compute_s, memory_s = (await session.execute(query)).one()
+    return int(count), max(compute_s or 0.0, memory_s or 0.0)
+
+
+async def _runs(session: AsyncSession, batch_id: str) -> bool:
+    """Whether a worker has some of it."""
+    leased = (
+        select(Slice.id)
+        .join(SliceBatch, SliceBatch.slice_id == Slice.id)
+        .where(SliceBatch.batch_id == batch_id, Slice.status == SliceStatus.LEASED)
+    )
+    return (await session.scalars(leased.limit(1))).one_or_none() is not None
+
+
+def _reason(batch: Batch, running: bool, position: int, alive: int) -> str | None:
+    if not batch.planned:
+        return "planning"
+    if not alive:
+        return f"a worker that serves {batch.model}: none is alive"
+    if running:
+        return None
+    return f"{position} batches before it" if position else "room in an engine"
+
+
+def _estimate(batch: Batch, answered: int, before_s: float, alive: int, now: float) -> Estimate:
+    left = batch.total - answered
+    earliest_at = expected_at = latest_at = None
+    if batch.planned and alive:
+        whole_s = max(batch.planned_compute_s, batch.planned_memory_s) * batch.total / batch.planned
+        earliest_at = math.ceil(now + whole_s * left / batch.total / alive)
+        if not answered:
+            earliest_at = math.ceil(earliest_at + before_s / alive)
+    if answered >= TELLING_ANSWERS and alive:
+        left_s = (now - (batch.in_progress_at or now)) * left / answered
+        expected_at = math.ceil(now + left_s)
+        latest_at = math.ceil(now + left_s * (1 + STANDARD_ERRORS / math.sqrt(answered)))
+    return Estimate(earliest_at, expected_at, latest_at)

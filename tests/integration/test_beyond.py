@@ -1,0 +1,163 @@
+"""What we give beyond OpenAI's API: output in input order, retries of what failed, causes, and where a batch stands."""
+
+import asyncio
+import json
+import random
+from collections.abc import Generator
+from typing import Any
+
+import openai
+import pytest
+from openai.types import Batch
+
+from service.jobs.digest import CAUSES, Digest
+from service.queue.progress import Heartbeat
+from service.settings import Settings
+from service.storage import file_key
+from tests.conftest import Clock
+from tests.integration.house import House, ScriptedEngine, jsonl, line
+from tests.integration.serving import CHAT, serve
+
+
+@pytest.fixture
+def client(settings: Settings, clock: Clock) -> Generator[openai.OpenAI, None, None]:
+    with serve(settings, clock) as url:
+        yield openai.OpenAI(base_url=f"{url}/v1", api_key="k", max_retries=0)
+
+
+def create(client: openai.OpenAI, lines: list[dict[str, Any]], **extras: Any) -> str:
+    file = client.files.create(file=("in.jsonl", jsonl(lines)), purpose="batch")
+    body: Any = {"extra_body": {"batchweave": extras}} if extras else {}
+    return client.batches.create(input_file_id=file.id, endpoint=CHAT, completion_window="24h", **body).id
+
+
+def extras(batch: Batch) -> dict[str, Any]:
+    return batch.model_dump()["batchweave"]
+
+
+def retry(client: openai.OpenAI, batch_id: str, **headers: str) -> Batch:
+    return client.post(f"/batches/{batch_id}/retry", cast_to=Batch, options={"headers": headers})
+
+
+async def answered_are(house: House, batch_id: str, wanted: int) -> bool:
+    counts = await house.progress.counts(house.database, batch_id)
+    return counts.completed + counts.failed == wanted
+
+
+async def run(house: House, engine: ScriptedEngine, *batch_ids: str) -> None:
+    await house.plan()
+    async with house.working(engine):
+        await house.until_ended(*batch_ids)
+
+
+@pytest.mark.parametrize("failing", [0, 3])
+async def test_output_in_the_order_of_the_input(house: House, client: openai.OpenAI, failing: int) -> None:
+    numbers = list(range(60))
+    random.Random(1).shuffle(numbers)
+    statuses = {f"request {n}": [400] for n in numbers if failing and n % failing == 0}
+    batch_id = create(client, [line(n) for n in numbers], output_order="input")
+    await run(house, ScriptedEngine(statuses=statuses), batch_id)
+    batch = await house.batch(batch_id)
+    found: list[list[str]] = []
+    for file_id in (batch.output_file_id, batch.error_file_id):
+        raw = (await house.storage.read(file_key(file_id))).splitlines() if file_id else []
+        found.append([json.loads(each)["custom_id"] for each in raw])
+    assert found[0] == [f"id-{n}" for n in numbers if f"request {n}" not in statuses]
+    assert found[1] == [f"id-{n}" for n in numbers if f"request {n}" in statuses]
+    await house.results(batch)
+
+
+async def test_what_was_cancelled_is_retried_and_nothing_else(house: House, client: openai.OpenAI) -> None:
+    batch_id = create(client, [line(n) for n in range(30)], output_order="input")
+    await house.plan()
+    engine = ScriptedEngine(hold=asyncio.Event(), hold_after=12, statuses={"request 2": [400]})
+    async with house.working(engine):
+        await house.until(lambda: answered_are(house, batch_id, 12))
+        client.batches.cancel(batch_id)
+        [batch] = await house.until_ended(batch_id)
+    output, errors = await house.results(batch)
+    assert len(output) + len(errors) == 30
+    again = retry(client, batch_id)
+    assert (again.input_file_id, extras(again)["retry_of"]) == (batch.input_file_id, batch_id)
+    second = ScriptedEngine()
+    await run(house, second, again.id)
+    repeated, failed = await house.results(await house.batch(again.id))
+    assert (set(repeated), failed) == (set(errors), {})
+    assert set(second.runs) == {f"request {custom_id[3:]}" for custom_id in errors}
+    with pytest.raises(openai.BadRequestError) as caught:
+        retry(client, again.id)
+    assert caught.value.code == "nothing_to_retry"
+
+
+async def test_a_retry_that_is_tried_again_is_one_batch(house: House, client: openai.OpenAI) -> None:
+    batch_id = create(client, [line(n) for n in range(3)])
+    with pytest.raises(openai.BadRequestError) as caught:
+        retry(client, batch_id)
+    assert caught.value.code == "batch_not_ended"
+    await run(house, ScriptedEngine(statuses={"request 1": [400]}), batch_id)
+    first = retry(client, batch_id)
+    assert retry(client, batch_id, **{"x-stainless-retry-count": "1"}).id == first.id
+    assert retry(client, batch_id).id != first.id
+    client.files.delete((await house.batch(batch_id)).error_file_id or "")
+    with pytest.raises(openai.BadRequestError) as gone:
+        retry(client, batch_id)
+    assert gone.value.code == "file_not_found"
+    await house.plan()
+    batch = await house.batch(first.id)
+    assert batch.status == "failed"
+    assert batch_id in (batch.errors or [{}])[0]["message"]
+
+
+async def test_failures_are_grouped_by_cause(house: House, client: openai.OpenAI) -> None:
+    batch_id = create(client, [line(n) for n in range(20)])
+    statuses = {f"request {n}": [400] for n in range(7)} | {f"request {n}": [500] * 3 for n in (8, 9)}
+    await run(house, ScriptedEngine(statuses=statuses), batch_id)
+    found = extras(client.batches.retrieve(batch_id))["failures"]
+    assert [(each["count"], each["status_code"], each["code"]) for each in found] == [
+        (7, 400, "x"),
+        (2, None, "server_error"),
+    ]
+    assert set(found[1]["custom_ids"]) == {"id-8", "id-9"}
+    assert len(found[0]["custom_ids"]) == 3
+
+
+def test_a_digest_is_bounded_and_takes_any_error() -> None:
+    digest = Digest()
+    for n in range(1000):
+        code = chr(97 + n % 26) + chr(97 + n // 26 % 26)
+        body = {"error": {"code": n, "message": [code]}}
+        digest.add(json.dumps({"custom_id": f"{n}", "response": {"status_code": 400, "body": body}}).encode())
+    digest.add(b'{"custom_id":"last","response":null,"error":{"code":"batch_expired","message":"late"}}')
+    assert len(digest.causes) == CAUSES + 1
+    assert sum(cause["count"] for cause in digest.causes) == 1001
+
+
+async def test_a_batch_says_what_it_waits_for_and_when_it_ends(
+    house: House, client: openai.OpenAI, clock: Clock
+) -> None:
+    first, second = (create(client, [line(n) for n in range(64)]) for _ in range(2))
+    assert extras(client.batches.retrieve(first))["waiting_for"] == "validation"
+    await house.validator.run_once()
+    await house.validator.run_once()
+    assert extras(client.batches.retrieve(first))["waiting_for"] == "planning"
+    await house.plan()
+    found = extras(client.batches.retrieve(second))
+    assert found["waiting_for"].startswith("a worker that serves test-model")
+    assert (found["queue_position"], found["expected_at"]) == (1, None)
+    assert found["prompt_tokens"] > 64
+    assert found["expected_output_tokens"] > 0
+    assert found["expected_gpu_seconds"] > 0
+    await Heartbeat(house.redis).beat("worker-a", {"model": "test-model"})
+    found = extras(client.batches.retrieve(second))
+    assert found["waiting_for"] == "1 batches before it"
+    assert found["earliest_at"] >= clock.now
+    client.batches.cancel(second)
+    await house.until_ended(second)
+    engine = ScriptedEngine(hold=asyncio.Event(), hold_after=32)
+    async with house.working(engine, in_flight=128):
+        await house.until(lambda: answered_are(house, first, 32))
+        clock.now += 100
+        found = extras(client.batches.retrieve(first))
+    assert (found["waiting_for"], found["queue_position"]) == (None, 0)
+    assert found["expected_at"] == clock.now + 100  # half is answered after 100 s
+    assert found["expected_at"] < found["latest_at"] <= clock.now + 140
