@@ -6,7 +6,7 @@ RUN := $(VENV)/bin
 UV_VERSION := 0.13.8
 DATA ?= ../shared/data
 
-.PHONY: install install-dev demo test check format lock openapi emulated gpu clean
+.PHONY: install install-dev demo test check format lock openapi emulated chaos gpu clean
 
 install: $(VENV)/.installed
 install-dev: $(VENV)/.installed-dev
@@ -44,6 +44,12 @@ openapi: install
 # Real lengths and prompts: make emulated DATA=folder, which has lengths/, text/ and tokenizers/
 emulated: install-dev
 	$(RUN)/python -m benchmarks.emulated $(DATA)
+
+# Random faults on a running service; docs/reliability.md says what is checked. SEED=… chooses others
+N ?= 100
+SEED ?= 1
+chaos: install-dev
+	$(RUN)/python -m tests.faults.campaign $(N) --seed $(SEED)
 
 # On a machine with a GPU; docs/gpu.md says how on one without a network
 gpu: install-dev

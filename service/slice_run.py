@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 import secrets
 from collections import Counter
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -18,13 +18,14 @@ from service.db.sessions import Database
 from service.db.tables import Batch, BatchStatus, SliceBatch, Window
 from service.jobs.lines import RequestLine
 from service.plan_artifact import PlanArtifact
-from service.queue.leases import Counts, Lease
+from service.queue.leases import DEATHS_TO_TRY, Counts, Lease, Trial
 from service.request_index import RequestIndex
 from service.settings import Settings
 from service.shards import Answer, Shard, Usage
 from service.storage import Storage, file_key
 
 NO_USAGE = Usage()
+KILLS = "The engine died each time it ran this request, also alone. The other requests go on without it."
 FLUSH_BYTES = 4 * 1024 * 1024
 log = structlog.get_logger()
 
@@ -93,6 +94,7 @@ class SliceRun:
         engine: Engine,
         settings: Settings,
         on_progress: Callable[[int, dict[str, Counts]], Coroutine[Any, Any, None]],
+        begin_trial: Callable[[Lease, int, int], Coroutine[Any, Any, bool]],
     ) -> None:
         self.lease = lease
         self._database = database
@@ -100,11 +102,13 @@ class SliceRun:
         self._engine = engine
         self._settings = settings
         self._on_progress = on_progress
+        self._begin_trial = begin_trial
         self._shard = Shard(storage, lease.slice_id)
         self._segment = 0
         self._answers: list[Answer] = []
         self._answers_bytes = 0
         self._wake = asyncio.Event()
+        self._flushing = asyncio.Lock()
         self._all_ran = False
         self._in_flight: dict[str, Request] = {}
         self._stopped_batches: set[str] = set()
@@ -131,15 +135,41 @@ class SliceRun:
             await self._on_progress(self.lease.slice_id, self.counts)
         flusher = asyncio.create_task(self._flush_regularly())
         try:
-            async with asyncio.TaskGroup() as group:
-                for request in requests:
-                    group.create_task(self._run_one(request))
+            if self.lease.trial is None:
+                await self._run_all(requests)
+            else:
+                await self._try(requests, self.lease.trial)
         finally:
             self._all_ran = True
             self._wake.set()
             await flusher
         await self._flush_to_the_end()
         return not self._stopping
+
+    async def _run_all(self, requests: Sequence[Request]) -> None:
+        async with asyncio.TaskGroup() as group:
+            for request in requests:
+                group.create_task(self._run_one(request))
+
+    async def _try(self, requests: Sequence[Request], trial: Trial) -> None:
+        """Run a slice that workers died of in parts: smaller after each death, larger while all goes well.
+
+        A request that was alone in the engine at two deaths is not run again.
+        """
+        size = trial.size
+        if requests and requests[0].place == trial.place and trial.alone_deaths >= DEATHS_TO_TRY:
+            log.error("request kills the engine", custom_id=requests[0].custom_id, batch=requests[0].batch_id)
+            self._keep(requests[0], None, {"code": "server_error", "message": KILLS})
+            self.remaining -= 1
+            requests = requests[1:]
+        while requests and not self._stopping:
+            part, requests = requests[:size], requests[size:]
+            if not await self._begin_trial(self.lease, len(part), part[0].place):
+                self.stop()
+                break
+            await self._run_all(part)
+            await self._flush_to_the_end()  # a part that is answered must not be run with the next
+            size *= 2
 
     def stop(self) -> None:
         """Give up what is not answered: the worker stops, or the lease is lost."""
@@ -273,6 +303,10 @@ class SliceRun:
 
     async def _flush(self) -> bool:
         """Write what is answered as one segment; False, and everything kept, when the storage refuses."""
+        async with self._flushing:
+            return await self._write_segment()
+
+    async def _write_segment(self) -> bool:
         answers, self._answers, self._answers_bytes = self._answers, [], 0
         if not answers:
             return True

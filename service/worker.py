@@ -116,7 +116,8 @@ class Worker:
 
     async def _take_slice(self) -> None:
         """Start one more slice if the engine has room for it."""
-        if sum(run.remaining for run in self._runs) >= self._in_flight_requests:
+        on_trial = any(run.lease.trial for run in self._runs)
+        if on_trial or sum(run.remaining for run in self._runs) >= self._in_flight_requests:
             await asyncio.sleep(0.02)
             return
         announcement = await self._announcements.next(self._settings.worker_name, block_ms=500)
@@ -125,7 +126,15 @@ class Worker:
             return
         lease = await self._leases.claim(announcement.slice_id)
         if lease is not None:
-            run = SliceRun(lease, self._database, self._storage, self._engine, self._settings, self._state_progress)
+            run = SliceRun(
+                lease,
+                self._database,
+                self._storage,
+                self._engine,
+                self._settings,
+                self._state_progress,
+                self._leases.begin_trial,
+            )
             self._runs.add(run)
             task = asyncio.create_task(self._run_slice(run))
             self._tasks.add(task)
@@ -135,6 +144,8 @@ class Worker:
     async def _run_slice(self, run: SliceRun) -> None:
         lease = run.lease
         try:
+            while lease.trial and len(self._runs) > 1 and not run.stopping:  # others would die with it
+                await asyncio.sleep(0.02)
             whole = await run.run()
             if whole:
                 kept = await self._leases.finish(lease, run.counts)

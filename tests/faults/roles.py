@@ -1,0 +1,187 @@
+"""The service's processes for the fault tests: the real roles, with an engine whose answers are scripted.
+
+What is injected here is what cannot be had from outside: a death at a named place of the code, a store that is full or
+slow, a clock that is wrong. The parent says so in small files; nothing of it is in the service.
+"""
+
+import asyncio
+import contextlib
+import json
+import os
+import signal
+import time
+from collections.abc import AsyncGenerator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import structlog
+import uvicorn
+
+from service.app import create_app
+from service.db.sessions import Database
+from service.jobs.runner import register_model, run_jobs
+from service.plan_artifact import PlanArtifact
+from service.queue.announcements import Announcements
+from service.queue.connection import open_redis
+from service.settings import Settings
+from service.shards import Shard
+from service.storage import Storage
+from service.worker import Worker
+from tests.integration.house import ScriptedAnswer
+
+KILLER = "kill the engine"
+REFUSED = "refuse this"
+# Where a process can be told to die; each stands before and after its call.
+POINTS = ("commit", "segment", "plan", "announce", "take_out", "write")
+
+
+@dataclass(frozen=True, slots=True)
+class Config:
+    """`folder` is the harness's: logs, and the files by which it injects faults. `dies_at`: a point and how many times
+    it is passed before."""
+
+    settings: Settings
+    folder: Path
+    dies_at: tuple[str, int] | None = None
+
+
+class LoggedEngine:
+    """Answers after a moment, notes each run it begins, and dies of some requests as SGLang's process does."""
+
+    def __init__(self, folder: Path) -> None:
+        self._log = os.open(
+            folder / f"runs-{os.getpid()}-{time.monotonic_ns()}", os.O_CREAT | os.O_WRONLY | os.O_APPEND
+        )
+
+    async def run(self, endpoint: str, body: dict[str, Any], rid: str, kind: str) -> ScriptedAnswer:
+        content = body["messages"][-1]["content"]
+        os.write(self._log, f"{content}\n".encode())
+        await asyncio.sleep(0.002 + hash(content) % 20 / 1000)
+        if KILLER in content:
+            os.kill(os.getpid(), signal.SIGKILL)
+        if REFUSED in content:
+            error = {"error": {"message": "no", "type": "invalid_request_error", "param": None, "code": "refused"}}
+            return ScriptedAnswer(400, json.dumps(error).encode())
+        usage = {"prompt_tokens": 10, "completion_tokens": 2, "prompt_tokens_details": {"cached_tokens": 4}}
+        answer = {"choices": [{"message": {"content": content}}], "usage": usage}
+        return ScriptedAnswer(200, json.dumps(answer).encode())
+
+    async def scheduler_states(self) -> list[dict[str, Any]]:
+        return []
+
+    def abort(self, rid: str) -> None:
+        """It answers soon anyway."""
+
+
+def api(config: Config) -> None:
+    _prepare(config)
+    settings = config.settings
+    uvicorn.run(create_app(settings), host=settings.host, port=settings.port, log_config=None, access_log=False)
+
+
+def planner(config: Config) -> None:
+    _prepare(config)
+    _run(config, lambda database, storage, redis, stop: run_jobs(database, storage, redis, config.settings, stop))
+
+
+def worker(config: Config) -> None:
+    _prepare(config)
+
+    async def main(database: Database, storage: Storage, redis: Any, stop: asyncio.Event) -> None:
+        while True:
+            with contextlib.suppress(Exception):  # the database may be the one that was killed
+                await register_model(database, config.settings, 8192)
+                break
+            await asyncio.sleep(0.1)
+        engine = LoggedEngine(config.folder)
+        await Worker(database, storage, redis, engine, config.settings, time.time, 600).run(stop)
+
+    _run(config, main)
+
+
+def _run(config: Config, main: Callable[..., Any]) -> None:
+    async def run() -> None:
+        stop = asyncio.Event()
+        asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stop.set)
+        database = Database(config.settings.database)
+        redis = open_redis(config.settings.redis)
+        await main(database, Storage.open(config.settings.storage), redis, stop)
+
+    while True:  # as a supervisor does when a start fails for a database that is away
+        try:
+            asyncio.run(run())
+            return
+        except Exception as error:
+            print(f"role failed: {error!r}", flush=True)
+            time.sleep(0.2)
+
+
+def _prepare(config: Config) -> None:
+    log = (config.folder / f"log-{config.settings.worker_name}").open("a", buffering=1)
+    os.dup2(log.fileno(), 1)
+    os.dup2(log.fileno(), 2)
+    structlog.configure(
+        processors=[structlog.processors.format_exc_info, structlog.processors.JSONRenderer()],
+        logger_factory=structlog.PrintLoggerFactory(log),
+    )
+    real = time.time
+    time.time = lambda: real() + _number(config.folder / "clock")
+    put = Storage.put
+
+    async def limited_put(self: Storage, key: str, data: bytes) -> None:
+        if (config.folder / "full").exists():
+            raise OSError(28, "No space left on device")
+        await asyncio.sleep(_number(config.folder / "slow"))
+        await put(self, key, data)
+
+    Storage.put = limited_put  # type: ignore[method-assign]
+    if config.dies_at is not None:
+        _arm(*config.dies_at)
+
+
+def _number(path: Path) -> float:
+    try:
+        return float(path.read_text() or 0)
+    except OSError:
+        return 0.0
+
+
+def _arm(point: str, passes: int) -> None:
+    """Have this process die at the point when it was passed so often."""
+    left = passes
+
+    def pass_by(name: str) -> None:
+        nonlocal left
+        if name == point:
+            left -= 1
+            if left < 0:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+    def around(owner: Any, method: str, name: str) -> None:
+        original = getattr(owner, method)
+
+        async def wrapped(*arguments: Any, **named: Any) -> Any:
+            pass_by(f"before {name}")
+            result = await original(*arguments, **named)
+            pass_by(f"after {name}")
+            return result
+
+        setattr(owner, method, wrapped)
+
+    around(Shard, "write", "segment")
+    around(PlanArtifact, "write", "plan")
+    around(Announcements, "announce", "announce")
+    around(Announcements, "take_out", "take_out")
+    around(Storage, "put", "write")
+    write = Database.write
+
+    @asynccontextmanager
+    async def wrapped_write(self: Database) -> AsyncGenerator[Any, None]:
+        async with write(self) as session:
+            yield session
+            pass_by("before commit")
+        pass_by("after commit")
+
+    Database.write = wrapped_write  # type: ignore[method-assign]

