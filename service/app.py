@@ -12,7 +12,7 @@ from fastapi.responses import JSONResponse
 from sqlalchemy.exc import DataError, DBAPIError, InterfaceError, OperationalError
 from starlette.exceptions import HTTPException
 
-from service.api import batches, files, health, models, uploads
+from service.api import batches, files, health, models, uploads, webhooks
 from service.api.context import Context
 from service.api.edge import Edge
 from service.db.sessions import Database
@@ -42,7 +42,7 @@ def create_app(settings: Settings, clock: Callable[[], float] = time.time) -> Fa
         summary="Offline batch inference on SGLang behind an OpenAI-style Batch API",
         lifespan=lifespan,
     )
-    for module in (files, uploads, batches, models, health):
+    for module in (files, uploads, batches, models, webhooks, health):
         app.include_router(module.router)
     app.add_middleware(Edge)
     app.add_exception_handler(ApiError, _api_error)

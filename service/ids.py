@@ -31,6 +31,14 @@ def part_id() -> str:
     return f"part_{secrets.token_hex(16)}"
 
 
+def webhook_id() -> str:
+    return f"webhook_endpoint_{secrets.token_hex(16)}"
+
+
+def event_id() -> str:
+    return f"evt_{secrets.token_hex(16)}"
+
+
 def project_id() -> str:
     return f"proj_{secrets.token_hex(16)}"
 

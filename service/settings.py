@@ -56,6 +56,8 @@ class Settings(BaseSettings):
     )
     steps_file: Path | None = Field(None, description="where the engine writes what each step did, for a calibration")
 
+    webhook_private: bool = Field(False, description="let webhooks go to private addresses, and without TLS")
+
     lease_s: Annotated[float, Field(gt=0)] = 30.0
     slice_requests: Annotated[int, Field(ge=1, le=100_000)] = 256
     window_requests: Annotated[int, Field(ge=1)] = 100_000

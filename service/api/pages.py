@@ -5,7 +5,7 @@ from typing import Any, Literal
 from sqlalchemy import Select, select
 from sqlalchemy.ext.asyncio import AsyncSession
 
-from service.db.tables import Batch, File
+from service.db.tables import Batch, File, WebhookEndpoint
 from service.errors import BadRequest
 
 Order = Literal["asc", "desc"]
@@ -13,7 +13,7 @@ Order = Literal["asc", "desc"]
 
 async def page_rows(
     session: AsyncSession,
-    table: type[File] | type[Batch],
+    table: type[File] | type[Batch] | type[WebhookEndpoint],
     query: Select[Any],
     project_id: str,
     *,

@@ -5,7 +5,7 @@ from typing import Annotated, Any, Generic, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints
 
-from service.db.tables import Batch, BatchStatus, File, OutputOrder, Upload, UploadStatus
+from service.db.tables import Batch, BatchStatus, File, OutputOrder, Upload, UploadStatus, WebhookEndpoint
 from service.queue.leases import Counts
 from service.standing import Standing
 
@@ -253,6 +253,86 @@ class CreateBatch(BaseModel):
     metadata: Annotated[dict[MetadataKey, MetadataValue], Field(max_length=16)] | None = None
     output_expires_after: ExpiresAfter | None = None
     batchweave: CreateExtras = CreateExtras()
+
+
+EventType = Literal["batch.completed", "batch.failed", "batch.expired", "batch.cancelled"]
+EventTypeList = Annotated[list[EventType], Field(min_length=1, max_length=16)]
+WebhookName = Annotated[str, StringConstraints(min_length=1, max_length=256, pattern=r"^[^\x00]+$")]
+WebhookUrl = Annotated[str, StringConstraints(min_length=1, max_length=2048, pattern=r"^[\x21-\x7e]+$")]
+
+
+class CreateWebhook(BaseModel):
+    name: WebhookName
+    url: WebhookUrl
+    event_types: EventTypeList
+
+
+class UpdateWebhook(BaseModel):
+    name: WebhookName | None = None
+    url: WebhookUrl | None = None
+    event_types: EventTypeList | None = None
+
+
+class RotateSecret(BaseModel):
+    keep_old_secret_active_for_24_hours: bool = False
+
+
+class TestWebhook(BaseModel):
+    event_type: EventType
+
+
+class WebhookObject(BaseModel):
+    id: str
+    object: Literal["webhook_endpoint"] = "webhook_endpoint"
+    created_at: int
+    updated_at: int
+    name: str
+    url: str
+    event_types: list[str]
+    signing_secret_hint: str
+
+    @classmethod
+    def of(cls, endpoint: WebhookEndpoint) -> "WebhookObject":
+        return cls(**_webhook_fields(endpoint))
+
+
+class WebhookWithSecret(WebhookObject):
+    signing_secret: str
+
+    @classmethod
+    def of(cls, endpoint: WebhookEndpoint) -> "WebhookWithSecret":
+        return cls(**_webhook_fields(endpoint), signing_secret=endpoint.secret)
+
+
+def _webhook_fields(endpoint: WebhookEndpoint) -> dict[str, Any]:
+    return {
+        "id": endpoint.id,
+        "created_at": endpoint.created_at,
+        "updated_at": endpoint.updated_at,
+        "name": endpoint.name,
+        "url": endpoint.url,
+        "event_types": endpoint.event_types,
+        "signing_secret_hint": f"…{endpoint.secret[-4:]}",
+    }
+
+
+class WebhookDeleted(BaseModel):
+    id: str
+    object: Literal["webhook_endpoint.deleted"] = "webhook_endpoint.deleted"
+    deleted: Literal[True] = True
+
+
+class WebhookTested(BaseModel):
+    object: Literal["webhook_endpoint.test"] = "webhook_endpoint.test"
+    event_type: str
+    status_code: int
+    success: Literal[True] = True
+    webhook_endpoint_id: str
+
+
+class EventTypes(BaseModel):
+    object: Literal["list"] = "list"
+    data: list[str]
 
 
 class ModelObject(BaseModel):

@@ -6,6 +6,7 @@ from sqlalchemy import CursorResult, update
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from service.db.tables import Batch, BatchStatus
+from service.webhooks.events import announce
 
 S = BatchStatus
 
@@ -33,7 +34,10 @@ async def move_batch(session: AsyncSession, batch_id: str, to: BatchStatus, *, n
         .where(Batch.id == batch_id, Batch.status.in_(allowed))
         .values(status=to, **{f"{to}_at": int(now)}, **values)
     )
-    return rows_changed(result) == 1
+    moved = rows_changed(result) == 1
+    if moved and to in TERMINAL:
+        await announce(session, batch_id, f"batch.{to}", now)
+    return moved
 
 
 def rows_changed(result: Any) -> int:

@@ -190,6 +190,41 @@ class Batch(Base):
     reasoning_tokens: Mapped[int] = mapped_column(BigInteger, default=0)
 
 
+class WebhookEndpoint(Base):
+    """Where a project is told of its batches. Secrets stand here as they are, since they must sign."""
+
+    __tablename__ = "webhook_endpoints"
+
+    seq: Mapped[int] = mapped_column(RowId, primary_key=True)
+    id: Mapped[str] = mapped_column(String(64), unique=True)
+    project_id: Mapped[str] = mapped_column(String(64), index=True)
+    name: Mapped[str] = mapped_column(String(256))
+    url: Mapped[str] = mapped_column(String(2048))
+    event_types: Mapped[list[str]] = mapped_column(JSON)
+    secret: Mapped[str] = mapped_column(String(64))
+    old_secret: Mapped[str | None] = mapped_column(String(64))
+    old_secret_until: Mapped[int | None] = mapped_column(BigInteger)
+    created_at: Mapped[int] = mapped_column(BigInteger)
+    updated_at: Mapped[int] = mapped_column(BigInteger)
+    deleted_at: Mapped[int | None] = mapped_column(BigInteger)
+
+
+class WebhookDelivery(Base):
+    """An event on its way; `next_at` is null once it is delivered or given up."""
+
+    __tablename__ = "webhook_deliveries"
+
+    seq: Mapped[int] = mapped_column(RowId, primary_key=True)
+    id: Mapped[str] = mapped_column(String(64))
+    endpoint_id: Mapped[str] = mapped_column(String(64), index=True)
+    type: Mapped[str] = mapped_column(String(64))
+    batch_id: Mapped[str] = mapped_column(String(64))
+    attempts: Mapped[int] = mapped_column(Integer, default=0)
+    next_at: Mapped[float | None] = mapped_column(Float(53), index=True)
+    result: Mapped[str | None] = mapped_column(String(200))  # of the last attempt
+    created_at: Mapped[int] = mapped_column(BigInteger)
+
+
 class Window(Base):
     """Requests planned together; `id` grows."""
 

@@ -17,6 +17,7 @@ from service.jobs.planner import Planner
 from service.jobs.reconciler import Reconciler
 from service.jobs.sweeper import Sweeper
 from service.jobs.validator import Validator
+from service.jobs.webhooks import Webhooks
 from service.settings import Settings
 from service.storage import Storage
 
@@ -53,6 +54,7 @@ async def run_jobs(database: Database, storage: Storage, redis: Redis, settings:
         ("reconciler", Reconciler(database, redis, settings.lease_s, clock).run_once, settings.poll_s * 2, 1),
         ("finalizer", Finalizer(database, storage, clock).run_once, settings.poll_s, 3),
         ("expiry", Expiry(database, storage, clock).run_once, 1.0, 1),
+        ("webhooks", Webhooks(database, settings, clock).run_once, settings.poll_s, 4),
         ("sweeper", Sweeper(database, storage, clock).run_once, SWEEP_S, 1),
     ]
     async with asyncio.TaskGroup() as group:

@@ -1,0 +1,167 @@
+"""/v1/webhook_endpoints: where a project wants to be told that a batch ended. Calls as of the openai client 3.54."""
+
+from typing import Annotated
+
+from fastapi import APIRouter, Query
+from sqlalchemy import func, select, update
+from sqlalchemy.ext.asyncio import AsyncSession
+
+from service import ids
+from service.api.caller import CalledBy, CalledByAdmin
+from service.api.context import Here
+from service.api.pages import page_rows
+from service.api.shapes import (
+    CreateWebhook,
+    EventTypes,
+    ObjectId,
+    Page,
+    RotateSecret,
+    TestWebhook,
+    UpdateWebhook,
+    WebhookDeleted,
+    WebhookObject,
+    WebhookTested,
+    WebhookWithSecret,
+)
+from service.db.tables import WebhookDelivery, WebhookEndpoint
+from service.errors import BadRequest, NotFound
+from service.tenants import audit
+from service.tenants.keys import Caller
+from service.webhooks.delivery import Reach, Unreachable, deliver
+from service.webhooks.events import EVENT_TYPES, active_secrets, event_body
+from service.webhooks.signature import new_secret, signed_headers
+
+DAY_S = 24 * 3600
+MOST_ENDPOINTS = 100  # of a project
+
+router = APIRouter(prefix="/v1", tags=["webhooks"])
+
+
+@router.get("/webhook_event_types")
+async def list_event_types(_caller: CalledBy) -> EventTypes:
+    return EventTypes(data=list(EVENT_TYPES))
+
+
+@router.post("/webhook_endpoints")
+async def create_webhook(body: CreateWebhook, here: Here, caller: CalledByAdmin) -> WebhookWithSecret:
+    """The answer holds the secret that signs, which is shown only here and when it is rotated."""
+    _check_url(body.url, here.settings.webhook_private)
+    now = int(here.clock())
+    endpoint = WebhookEndpoint(
+        id=ids.webhook_id(),
+        project_id=caller.project.id,
+        name=body.name,
+        url=body.url,
+        event_types=list(dict.fromkeys(body.event_types)),
+        secret=new_secret(),
+        created_at=now,
+        updated_at=now,
+    )
+    async with here.database.write() as session:
+        mine = (WebhookEndpoint.project_id == caller.project.id) & WebhookEndpoint.deleted_at.is_(None)
+        count = select(func.count()).select_from(WebhookEndpoint).where(mine)
+        if int((await session.execute(count)).scalar_one()) >= MOST_ENDPOINTS:
+            raise BadRequest(f"A project has {MOST_ENDPOINTS} webhook endpoints at most.", code="too_many_endpoints")
+        session.add(endpoint)
+        audit.note(session, caller, "webhook.create", endpoint.id, now)
+    return WebhookWithSecret.of(endpoint)
+
+
+@router.get("/webhook_endpoints")
+async def list_webhooks(
+    here: Here, caller: CalledByAdmin, after: ObjectId | None = None, limit: Annotated[int, Query(ge=1, le=100)] = 20
+) -> Page[WebhookObject]:
+    query = select(WebhookEndpoint).where(WebhookEndpoint.deleted_at.is_(None))
+    async with here.database.read() as session:
+        rows = await page_rows(session, WebhookEndpoint, query, caller.project.id, after=after, limit=limit)
+    return Page[WebhookObject].of([WebhookObject.of(row) for row in rows], limit)
+
+
+@router.get("/webhook_endpoints/{webhook_id}")
+async def get_webhook(webhook_id: ObjectId, here: Here, caller: CalledByAdmin) -> WebhookObject:
+    async with here.database.read() as session:
+        return WebhookObject.of(await _find(session, caller, webhook_id))
+
+
+@router.post("/webhook_endpoints/{webhook_id}")
+async def update_webhook(webhook_id: ObjectId, body: UpdateWebhook, here: Here, caller: CalledByAdmin) -> WebhookObject:
+    if body.url is not None:
+        _check_url(body.url, here.settings.webhook_private)
+    async with here.database.write() as session:
+        endpoint = await _find(session, caller, webhook_id)
+        changes = {key: value for key, value in body.model_dump(exclude_none=True).items()}
+        if any(getattr(endpoint, key) != value for key, value in changes.items()):
+            await _change(session, endpoint, updated_at=int(here.clock()), **changes)
+            audit.note(session, caller, "webhook.update", webhook_id, here.clock())
+        return WebhookObject.of(endpoint)
+
+
+@router.delete("/webhook_endpoints/{webhook_id}")
+async def delete_webhook(webhook_id: ObjectId, here: Here, caller: CalledByAdmin) -> WebhookDeleted:
+    """What is not delivered yet is not delivered any more."""
+    async with here.database.write() as session:
+        endpoint = await _find(session, caller, webhook_id)
+        await _change(session, endpoint, deleted_at=int(here.clock()))
+        await session.execute(
+            update(WebhookDelivery).where(WebhookDelivery.endpoint_id == webhook_id).values(next_at=None)
+        )
+        audit.note(session, caller, "webhook.delete", webhook_id, here.clock())
+    return WebhookDeleted(id=webhook_id)
+
+
+@router.post("/webhook_endpoints/{webhook_id}/rotate_secret")
+async def rotate_secret(
+    webhook_id: ObjectId, here: Here, caller: CalledByAdmin, body: RotateSecret | None = None
+) -> WebhookWithSecret:
+    """A new secret; the old one goes on signing beside it for a day where that is asked for."""
+    keep = body is not None and body.keep_old_secret_active_for_24_hours
+    async with here.database.write() as session:
+        endpoint = await _find(session, caller, webhook_id)
+        now = int(here.clock())
+        await _change(
+            session,
+            endpoint,
+            old_secret=endpoint.secret if keep else None,
+            old_secret_until=now + DAY_S if keep else None,
+            secret=new_secret(),
+            updated_at=now,
+        )
+        audit.note(session, caller, "webhook.rotate_secret", webhook_id, now)
+        return WebhookWithSecret.of(endpoint)
+
+
+@router.post("/webhook_endpoints/{webhook_id}/test")
+async def test_webhook(webhook_id: ObjectId, body: TestWebhook, here: Here, caller: CalledByAdmin) -> WebhookTested:
+    """Deliver an event of a batch that does not exist, now; what the receiver answers is `status_code`."""
+    async with here.database.read() as session:
+        endpoint = await _find(session, caller, webhook_id)
+    now = here.clock()
+    sample = WebhookDelivery(id=ids.event_id(), type=body.event_type, batch_id="batch_test", created_at=int(now))
+    content = event_body(sample)
+    headers = signed_headers(sample.id, now, content, active_secrets(endpoint, now))
+    try:
+        status = await deliver(endpoint.url, content, headers, Reach(here.settings.webhook_private))
+    except Unreachable as error:
+        raise BadRequest(f"The URL cannot be reached: {error}.", code="webhook_unreachable", param="url") from error
+    return WebhookTested(event_type=body.event_type, status_code=status, webhook_endpoint_id=webhook_id)
+
+
+def _check_url(url: str, private: bool) -> None:
+    try:
+        Reach(private).check(url)
+    except Unreachable as error:
+        raise BadRequest(f"'url' is refused: {error}.", code="invalid_url", param="url") from error
+
+
+async def _find(session: AsyncSession, caller: Caller, webhook_id: str) -> WebhookEndpoint:
+    mine = (WebhookEndpoint.id == webhook_id) & (WebhookEndpoint.project_id == caller.project.id)
+    found = await session.scalars(select(WebhookEndpoint).where(mine, WebhookEndpoint.deleted_at.is_(None)))
+    endpoint = found.one_or_none()
+    if endpoint is None:
+        raise NotFound(f"No such WebhookEndpoint object: {webhook_id}", param="webhook_endpoint_id")
+    return endpoint
+
+
+async def _change(session: AsyncSession, endpoint: WebhookEndpoint, **values: object) -> None:
+    await session.execute(update(WebhookEndpoint).where(WebhookEndpoint.id == endpoint.id).values(**values))
+    await session.refresh(endpoint)

@@ -1,0 +1,78 @@
+"""One delivery over HTTP, to public addresses only: a webhook must not be a way into the operator's own network."""
+
+import asyncio
+import ipaddress
+import socket
+from dataclasses import dataclass
+from urllib.parse import urlsplit
+
+import httpx
+
+TIMEOUT_S = 10.0
+
+
+class Unreachable(Exception):
+    """The URL cannot or may not be reached; the message may be shown to whoever set it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Reach:
+    """Where deliveries may go: with `private`, to any address and without TLS."""
+
+    private: bool = False
+
+    def check(self, url: str) -> None:
+        """Raises Unreachable for what no delivery may go to, as far as the URL itself says."""
+        parts = urlsplit(url)
+        if parts.scheme != "https" and not (self.private and parts.scheme == "http"):
+            raise Unreachable("the URL must begin with https://")
+        if not parts.hostname or parts.username is not None or parts.password is not None:
+            raise Unreachable("the URL must name a host, and no user")
+        try:
+            _ = parts.port
+        except ValueError as error:
+            raise Unreachable("the URL's port is not a number up to 65535") from error
+
+    async def address(self, host: str, port: int) -> str:
+        """The host's address that is connected to; asked once, so that a name cannot change its mind in between."""
+        loop = asyncio.get_running_loop()
+        try:
+            found = await asyncio.wait_for(loop.getaddrinfo(host, port, type=socket.SOCK_STREAM), TIMEOUT_S)
+        except (OSError, TimeoutError, UnicodeError) as error:
+            raise Unreachable("the host has no address") from error
+        addresses = [str(each[4][0]) for each in found]
+        if not self.private and not all(_is_public(address) for address in addresses):
+            raise Unreachable("the host has an address that is not public")
+        return addresses[0]
+
+
+async def deliver(url: str, body: bytes, headers: dict[str, str], reach: Reach) -> int:
+    """POST it, follow nothing and read nothing; the status. Raises Unreachable."""
+    reach.check(url)
+    parts = urlsplit(url)
+    host = parts.hostname or ""
+    address = await reach.address(host, parts.port or (443 if parts.scheme == "https" else 80))
+    bracketed = f"[{address}]" if ":" in address else address
+    target = parts._replace(netloc=bracketed if parts.port is None else f"{bracketed}:{parts.port}")
+    name = parts.netloc
+    try:
+        async with (
+            asyncio.timeout(2 * TIMEOUT_S),
+            httpx.AsyncClient(timeout=TIMEOUT_S, trust_env=False, follow_redirects=False) as client,
+            client.stream(
+                "POST",
+                target.geturl(),
+                content=body,
+                headers={**headers, "host": name},
+                extensions={"sni_hostname": host},
+            ) as response,
+        ):
+            return response.status_code
+    except (httpx.HTTPError, httpx.InvalidURL, TimeoutError, ValueError) as error:
+        raise Unreachable(f"{type(error).__name__} at the connection") from error
+
+
+def _is_public(address: str) -> bool:
+    parsed = ipaddress.ip_address(address.partition("%")[0])
+    mapped = getattr(parsed, "ipv4_mapped", None) or getattr(parsed, "sixtofour", None)
+    return (mapped or parsed).is_global and not (mapped or parsed).is_multicast

@@ -1,0 +1,49 @@
+"""What is told when a batch ends, and to whom; written down in the transaction that ends it."""
+
+import msgspec
+from sqlalchemy import select
+from sqlalchemy.ext.asyncio import AsyncSession
+
+from service import ids
+from service.db.tables import Batch, WebhookDelivery, WebhookEndpoint
+
+EVENT_TYPES = ("batch.completed", "batch.failed", "batch.expired", "batch.cancelled")
+
+
+async def announce(session: AsyncSession, batch_id: str, event_type: str, now: float) -> None:
+    """Have the batch's project told."""
+    wanted = (
+        select(WebhookEndpoint)
+        .join(Batch, Batch.project_id == WebhookEndpoint.project_id)
+        .where(Batch.id == batch_id, WebhookEndpoint.deleted_at.is_(None))
+    )
+    for endpoint in (await session.scalars(wanted)).all():
+        if event_type in endpoint.event_types:
+            session.add(
+                WebhookDelivery(
+                    id=ids.event_id(),
+                    endpoint_id=endpoint.id,
+                    type=event_type,
+                    batch_id=batch_id,
+                    created_at=int(now),
+                    next_at=now,
+                )
+            )
+
+
+def event_body(delivery: WebhookDelivery) -> bytes:
+    return msgspec.json.encode(
+        {
+            "id": delivery.id,
+            "object": "event",
+            "created_at": delivery.created_at,
+            "type": delivery.type,
+            "data": {"id": delivery.batch_id},
+        }
+    )
+
+
+def active_secrets(endpoint: WebhookEndpoint, now: float) -> list[str]:
+    """The secret, and for a day the one before it where the owner asked for that."""
+    old = endpoint.old_secret
+    return [endpoint.secret, *([old] if old is not None and (endpoint.old_secret_until or 0) > now else [])]

@@ -1,0 +1,234 @@
+"""Webhooks: signed as the official client checks it, delivered until they arrive, and never into private networks."""
+
+import threading
+from collections.abc import Generator
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+import httpx
+import openai
+import pytest
+from sqlalchemy import select
+
+from service.db.moves import move_batch
+from service.db.tables import BatchStatus, WebhookDelivery
+from service.jobs.webhooks import GIVE_UP_S, Webhooks
+from service.settings import Settings
+from service.webhooks.delivery import Reach, Unreachable, deliver
+from service.webhooks.signature import signed_headers
+from tests.conftest import Clock
+from tests.integration.house import House, ScriptedEngine, jsonl, line
+from tests.integration.serving import serve
+
+
+@dataclass
+class Receiver:
+    """An HTTP server that notes what it gets and answers with the next of `statuses`, then 200."""
+
+    statuses: list[int] = field(default_factory=list[int])
+    got: list[tuple[dict[str, str], bytes]] = field(default_factory=list[tuple[dict[str, str], bytes]])
+    url: str = ""
+
+
+@pytest.fixture
+def receiver() -> Generator[Receiver, None, None]:
+    found = Receiver()
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            body = self.rfile.read(int(self.headers["content-length"]))
+            found.got.append(({key.lower(): value for key, value in self.headers.items()}, body))
+            self.send_response(found.statuses.pop(0) if found.statuses else 200)
+            self.send_header("location", "http://127.0.0.1:1/")
+            self.end_headers()
+
+        def log_message(self, format: str, *args: Any) -> None:
+            pass
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    found.url = f"http://localhost:{server.server_port}/hook?x=1"
+    yield found
+    server.shutdown()
+    thread.join()
+    server.server_close()
+
+
+@pytest.fixture
+def open_settings(settings: Settings) -> Settings:
+    return settings.model_copy(update={"webhook_private": True})
+
+
+@pytest.fixture
+def api(open_settings: Settings, clock: Clock) -> Generator[httpx.Client, None, None]:
+    with serve(open_settings, clock) as url, httpx.Client(base_url=f"{url}/v1") as client:
+        yield client
+
+
+def create(api: httpx.Client, url: str, *types: str) -> dict[str, Any]:
+    wanted = {"name": "mine", "url": url, "event_types": list(types) or ["batch.completed", "batch.failed"]}
+    answer = api.post("/webhook_endpoints", json=wanted)
+    assert answer.status_code == 200, answer.text
+    return answer.json()
+
+
+async def end(house: House, status: BatchStatus = BatchStatus.COMPLETED) -> str:
+    batch_id = await house.submit(jsonl([line(0)]))
+    await house.plan()
+    async with house.working(ScriptedEngine()):
+        await house.until_ended(batch_id)
+    return batch_id
+
+
+async def test_the_client_unwraps_what_comes(
+    house: House, api: httpx.Client, receiver: Receiver, open_settings: Settings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = create(api, receiver.url)
+    batch_id = await end(house)
+    job = Webhooks(house.database, open_settings, house.clock)
+    assert await job.run_once()
+    assert not await job.run_once()
+    [(headers, body)] = receiver.got
+    monkeypatch.setattr("time.time", house.clock)
+    client = openai.OpenAI(api_key="k", webhook_secret=made["signing_secret"])
+    event = client.webhooks.unwrap(body, headers)
+    said = event.model_dump()
+    assert (said["type"], said["data"], said["object"]) == ("batch.completed", {"id": batch_id}, "event")
+    assert event.id == headers["webhook-id"]
+    assert headers["host"].startswith("localhost:")
+    with pytest.raises(openai.InvalidWebhookSignatureError):
+        client.webhooks.unwrap(body.replace(b"completed", b"cancelled"), headers)
+
+
+async def test_only_wanted_events_of_the_own_project_come(
+    house: House, api: httpx.Client, receiver: Receiver, open_settings: Settings
+) -> None:
+    create(api, receiver.url, "batch.cancelled")
+    await end(house)
+    cancelled = await house.submit(jsonl([line(0)]))
+    async with house.database.write() as session:
+        assert await move_batch(session, cancelled, BatchStatus.CANCELLING, now=1)
+        assert await move_batch(session, cancelled, BatchStatus.CANCELLED, now=1)
+        assert not await move_batch(session, cancelled, BatchStatus.CANCELLED, now=1)
+    async with house.database.read() as session:
+        rows = (await session.scalars(select(WebhookDelivery))).all()
+    assert [(row.type, row.batch_id) for row in rows] == [("batch.cancelled", cancelled)]
+
+
+async def test_a_failure_is_tried_again_with_growing_pauses_and_a_fresh_signature(
+    house: House, api: httpx.Client, receiver: Receiver, open_settings: Settings
+) -> None:
+    create(api, receiver.url)
+    receiver.statuses = [500, 302, 404]
+    await end(house)
+    job = Webhooks(house.database, open_settings, house.clock)
+    for pause_s in (5, 10, 20):
+        assert await job.run_once()
+        house.clock.now += pause_s - 1
+        assert not await job.run_once()
+        house.clock.now += 1
+    assert await job.run_once()
+    house.clock.now += 10_000
+    assert not await job.run_once()
+    assert len(receiver.got) == 4
+    assert len({headers["webhook-id"] for headers, _ in receiver.got}) == 1
+    assert len({headers["webhook-signature"] for headers, _ in receiver.got}) == 4
+
+
+async def test_after_three_days_it_is_given_up(
+    house: House, api: httpx.Client, receiver: Receiver, open_settings: Settings
+) -> None:
+    create(api, receiver.url)
+    receiver.statuses = [500] * 500
+    await end(house)
+    job, started = Webhooks(house.database, open_settings, house.clock), house.clock.now
+    while house.clock.now < started + GIVE_UP_S + 7200:
+        await job.run_once()
+        house.clock.now += 600
+    assert not await job.run_once()
+    assert 70 < len(receiver.got) < 100
+
+
+def test_a_rotated_secret_signs_beside_the_old_one_for_a_day(
+    clock: Clock, api: httpx.Client, receiver: Receiver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("time.time", clock)
+    made = create(api, receiver.url)
+    path = f"/webhook_endpoints/{made['id']}"
+    fresh = api.post(f"{path}/rotate_secret", json={"keep_old_secret_active_for_24_hours": True}).json()
+    assert fresh["signing_secret"] != made["signing_secret"]
+    client = openai.OpenAI(api_key="k")
+    for at, old_is_fine in ((0, True), (24 * 3600 + 1, False)):
+        clock.now += at
+        tested = api.post(f"{path}/test", json={"event_type": "batch.completed"}).json()
+        assert tested == {
+            "object": "webhook_endpoint.test",
+            "event_type": "batch.completed",
+            "status_code": 200,
+            "success": True,
+            "webhook_endpoint_id": made["id"],
+        }
+        headers, body = receiver.got[-1]
+        client.webhooks.unwrap(body, headers, secret=fresh["signing_secret"])
+        if old_is_fine:
+            client.webhooks.unwrap(body, headers, secret=made["signing_secret"])
+        else:
+            with pytest.raises(openai.InvalidWebhookSignatureError):
+                client.webhooks.unwrap(body, headers, secret=made["signing_secret"])
+    assert api.post(f"{path}/rotate_secret").json()["signing_secret"] != fresh["signing_secret"]
+
+
+def test_endpoints_are_listed_changed_and_deleted(api: httpx.Client, receiver: Receiver) -> None:
+    made = [create(api, receiver.url) for _ in range(3)]
+    page = api.get("/webhook_endpoints", params={"limit": 2}).json()
+    assert [each["id"] for each in page["data"]] == [made[2]["id"], made[1]["id"]]
+    assert "signing_secret" not in page["data"][0]
+    rest = api.get("/webhook_endpoints", params={"after": page["last_id"]}).json()
+    assert ([each["id"] for each in rest["data"]], rest["has_more"]) == ([made[0]["id"]], False)
+    path = f"/webhook_endpoints/{made[0]['id']}"
+    assert api.post(path, json={"event_types": ["batch.expired"]}).json()["event_types"] == ["batch.expired"]
+    assert api.get(path).json()["url"] == receiver.url
+    assert api.delete(path).json() == {"id": made[0]["id"], "object": "webhook_endpoint.deleted", "deleted": True}
+    assert api.get(path).status_code == 404
+    assert "batch.completed" in api.get("/webhook_event_types").json()["data"]
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "http://example.com/",
+        "ftp://example.com/",
+        "https:///x",
+        "https://user:secret@example.com/",
+        "https://example.com:99999/",
+    ],
+)
+def test_urls_that_are_refused_at_once(settings: Settings, clock: Clock, url: str) -> None:
+    with serve(settings, clock) as base:
+        found = httpx.post(
+            f"{base}/v1/webhook_endpoints", json={"name": "x", "url": url, "event_types": ["batch.completed"]}
+        )
+    assert (found.status_code, found.json()["error"]["code"]) == (400, "invalid_url")
+
+
+@pytest.mark.parametrize(
+    "host",
+    [
+        "127.0.0.1",
+        "localhost",
+        "10.1.2.3",
+        "192.168.0.1",
+        "169.254.169.254",
+        "[::1]",
+        "[fd00::1]",
+        "[::ffff:10.0.0.1]",
+        "0.0.0.0",
+        "224.0.0.1",
+        "2130706433",
+    ],
+)
+async def test_private_addresses_are_not_reached(host: str) -> None:
+    with pytest.raises(Unreachable, match="not public"):
+        await deliver(f"https://{host}/", b"{}", signed_headers("evt_1", 0, b"{}", []), Reach())
