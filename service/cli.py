@@ -111,7 +111,7 @@ def planner(model: ModelOption = None, model_name: NameOption = None) -> None:
 def worker(model: ModelOption = None, model_name: NameOption = None) -> None:
     """Run one engine and the slices that it leases; needs `pip install batchweave[engine]`."""
     from service.engine_metrics import EngineMetrics
-    from service.jobs.runner import register_model
+    from service.jobs.runner import Abilities, register_model
     from service.worker import Worker, make_engine
 
     settings = _settings(model=model, model_name=model_name)
@@ -131,7 +131,7 @@ def worker(model: ModelOption = None, model_name: NameOption = None) -> None:
     async def main(database: Database, storage: Storage, redis: Redis, stop: asyncio.Event) -> None:
         await engine.start()
         _stop_on_signals(stop)  # again, because SGLang takes SIGTERM for itself
-        await register_model(database, settings, engine.context_length)
+        await register_model(database, settings, Abilities(engine.context_length, engine.endpoints))
         if settings.emulated_device is not None:
             structlog.get_logger().warning("the device is emulated: no answer is real", device=engine.device)
         structlog.get_logger().info("engine ready", model=settings.served_model, device=engine.device)

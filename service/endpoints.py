@@ -1,7 +1,23 @@
 """The endpoints that a batch can run, and what a body must have for each."""
 
-REQUIRED_FIELDS: dict[str, tuple[str, ...]] = {
-    "/v1/chat/completions": ("model", "messages"),
-    "/v1/completions": ("model", "prompt"),
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Endpoint:
+    """`required` fields of a body; `id_prefix`: of the answer's id; `answers`: whether tokens are generated."""
+
+    required: tuple[str, ...]
+    id_prefix: str
+    answers: bool = True
+
+
+BY_PATH = {
+    "/v1/chat/completions": Endpoint(("model", "messages"), "chatcmpl-"),
+    "/v1/completions": Endpoint(("model", "prompt"), "cmpl-"),
+    "/v1/responses": Endpoint(("model", "input"), "resp_"),
+    "/v1/embeddings": Endpoint(("model", "input"), "embd-", answers=False),
+    "/v1/score": Endpoint(("model", "query", "items"), "score-", answers=False),
+    "/v1/rerank": Endpoint(("model", "query", "documents"), "rerank-", answers=False),
 }
-ENDPOINTS = tuple(REQUIRED_FIELDS)
+ENDPOINTS = tuple(BY_PATH)

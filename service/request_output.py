@@ -3,6 +3,8 @@
 from dataclasses import dataclass
 from typing import Any
 
+from service.endpoints import BY_PATH
+
 MOST_TOKENS = (1 << 31) - 1
 EXACT = 1 << 31
 
@@ -20,8 +22,10 @@ class AskedOutput:
         return self.most | (EXACT if self.exact else 0)
 
 
-def asked_output(body: dict[str, Any]) -> AskedOutput:
+def asked_output(endpoint: str, body: dict[str, Any]) -> AskedOutput:
     """Read from a body that the engine has yet to check; what makes no sense says nothing."""
+    if endpoint in BY_PATH and not BY_PATH[endpoint].answers:
+        return AskedOutput(1, True)  # planned as the one step that it takes
     given = (body.get(name) for name in ("max_completion_tokens", "max_tokens", "max_output_tokens"))
     most = next((value for value in given if isinstance(value, int) and not isinstance(value, bool) and value > 0), 0)
     most = min(most, MOST_TOKENS)

@@ -16,6 +16,7 @@ from sqlalchemy import select
 from service import ids
 from service.db.sessions import Database
 from service.db.tables import Batch, BatchStatus, SliceBatch, Window
+from service.endpoints import BY_PATH
 from service.jobs.lines import RequestLine
 from service.plan_artifact import PlanArtifact
 from service.queue.leases import DEATHS_TO_TRY, Counts, Lease, Trial
@@ -64,10 +65,15 @@ class _TokenDetails(msgspec.Struct):
 
 
 class _BodyUsage(msgspec.Struct):
+    """Of chat completions, and in the words of responses."""
+
     prompt_tokens: int = 0
     completion_tokens: int | None = 0
     reasoning_tokens: int | None = 0
     prompt_tokens_details: _TokenDetails | None = None
+    input_tokens: int = 0
+    output_tokens: int = 0
+    input_tokens_details: _TokenDetails | None = None
 
 
 class _BodyError(msgspec.Struct):
@@ -252,7 +258,7 @@ class SliceRun:
 
     async def _attempt(self, request: Request) -> str | None:
         """Run the request once and keep its answer; why the engine failed, when the fault is not the request's."""
-        rid = f"{'chatcmpl' if 'chat' in request.endpoint else 'cmpl'}-{secrets.token_hex(16)}"
+        rid = f"{BY_PATH[request.endpoint].id_prefix}{secrets.token_hex(16)}"
         self._in_flight[rid] = request
         try:
             answer = await self._engine.run(request.endpoint, request.body, rid, request.batch_id)
@@ -341,10 +347,10 @@ def _usage(body: bytes) -> Usage:
     found = _body_decoder.decode(body).usage
     if found is None:
         return NO_USAGE
-    details = found.prompt_tokens_details
+    details = found.prompt_tokens_details or found.input_tokens_details
     return Usage(
-        input=found.prompt_tokens,
+        input=found.prompt_tokens or found.input_tokens,
         cached=(details.cached_tokens or 0) if details else 0,
-        output=found.completion_tokens or 0,
+        output=found.completion_tokens or found.output_tokens,
         reasoning=found.reasoning_tokens or 0,
     )

@@ -70,7 +70,8 @@ def _brings_its_media(messages: Any, _vocab_size: int) -> bool:
 _CHECKS: tuple[tuple[tuple[str, ...], Callable[[Any, int], bool], str], ...] = (
     (("prompt", "input_ids", "stop_token_ids"), _ids_in_vocabulary, "a token id is outside the model's vocabulary"),
     (("logprobs", "top_logprobs"), _at_most_vocabulary, "more than the model's vocabulary"),
-    (("top_k", "max_tokens", "max_completion_tokens", "min_tokens", "n"), _is_int32, "beyond 32 bits"),
+    (("top_k", "min_tokens", "n"), _is_int32, "beyond 32 bits"),
+    (("max_tokens", "max_completion_tokens", "max_output_tokens"), _is_int32, "beyond 32 bits"),
     (("logit_bias", "temperature"), _is_float32, "beyond what a 32-bit float holds"),
     (("stop_regex",), _compiles, "not a regular expression"),
     (("messages",), _brings_its_media, "media must come in the request itself, as a data: URL"),

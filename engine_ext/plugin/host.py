@@ -22,12 +22,14 @@ from sglang.srt.entrypoints.openai.serving_completions import OpenAIServingCompl
 from engine_ext.plan.cost import CostModel
 from engine_ext.plugin import admission, emulated, guard, hooks, overlap
 from engine_ext.plugin.calibration_load import measure_steps, time_blend
+from engine_ext.plugin.endpoints import Endpoint, Endpoints
+from engine_ext.plugin.marked import Told
 from engine_ext.plugin.options import Options, Overlap
 from engine_ext.plugin.platform_entry import gpu_is_present, machine_name
 
 # What a batch line may not choose: identity, place in the queue, and routing belong to the service.
 RESERVED_FIELDS = frozenset(
-    {"rid", "priority", "stream", "stream_options", "session_id", "session_params", "bootstrap_host"}
+    {"rid", "request_id", "priority", "stream", "stream_options", "session_id", "session_params", "bootstrap_host"}
     | {"bootstrap_port", "bootstrap_room", "routed_dp_rank", "data_parallel_rank", "disagg_prefill_dp_rank"}
 )
 
@@ -114,12 +116,17 @@ class EngineHost:
         )
         self._manager: Any = self._engine.tokenizer_manager
         self._parts: dict[str, int] = {}  # prompts in each request that runs
+        self._told: dict[str, Told] = {}  # the same of other endpoints
         self._vocab_size = int(self._manager.model_config.vocab_size)
         manager, templates = self._manager, self._engine.template_manager
-        self._serving: dict[str, tuple[type[BaseModel], OpenAIServingBase]] = {
-            "/v1/chat/completions": (ChatCompletionRequest, _Chat(manager, templates)),
-            "/v1/completions": (CompletionRequest, _Completion(manager, templates)),
-        }
+        self._serving: dict[str, tuple[type[BaseModel], OpenAIServingBase]] = {}
+        if manager.is_generation:  # an engine that embeds dies of these
+            self._serving = {
+                "/v1/chat/completions": (ChatCompletionRequest, _Chat(manager, templates)),
+                "/v1/completions": (CompletionRequest, _Completion(manager, templates)),
+            }
+        others = {} if self._emulated else Endpoints(manager, templates, model_name).served
+        self._others: dict[str, Endpoint] = others
 
     async def start(self) -> None:
         """Attach to the running loop and assert that the plugin is in the scheduler process."""
@@ -139,6 +146,11 @@ class EngineHost:
         return machine_name()
 
     @property
+    def endpoints(self) -> list[str]:
+        """What the model can be asked for."""
+        return [*self._serving, *self._others]
+
+    @property
     def context_length(self) -> int:
         """Tokens that a prompt and its answer may have together."""
         return int(self._manager.model_config.context_len)
@@ -155,8 +167,12 @@ class EngineHost:
 
     async def run(self, endpoint: str, body: dict[str, Any], rid: str, kind: str) -> Answer:
         """Run one request; those of one `kind` are alike, as those of a batch. Bad requests answer 4xx, never raise."""
-        request_type, serving = self._serving[endpoint]
         fields = {key: value for key, value in body.items() if key not in RESERVED_FIELDS}
+        if endpoint in self._others:
+            return await self._run_other(self._others[endpoint], fields, Told(rid, kind))
+        if endpoint not in self._serving:
+            return Answer(400, _error_body(f"The model is not served for {endpoint}.", "url"))
+        request_type, serving = self._serving[endpoint]
         try:
             request: Any = request_type.model_validate(fields)
         except (ValidationError, RecursionError) as error:
@@ -183,6 +199,26 @@ class EngineHost:
             return Answer(200, answered, aborted)
         return _failed(response.status_code, bytes(response.body))
 
+    async def _run_other(self, endpoint: Endpoint, fields: dict[str, Any], known: Told) -> Answer:
+        try:
+            request = endpoint.request_type.model_validate(fields)
+        except (ValidationError, RecursionError) as error:
+            return _refused(error)
+        fault = guard.fault(request, self._vocab_size) or endpoint.fault(request)
+        if fault is not None:
+            return Answer(400, _error_body(f"{fault[0]}: {fault[1]}", fault[0]))
+        self._told[known.rid] = known
+        try:
+            found = await endpoint.ask(request, known)
+        finally:
+            del self._told[known.rid]
+        if known.aborted:  # SGLang answers it in many ways, even as if nothing had been
+            return Answer(200, b"{}", aborted=True)
+        status = getattr(found, "status_code", 200)
+        if status >= 400:
+            return _failed(status, bytes(found.body))
+        return Answer(200, json.dumps(endpoint.write(found, known), allow_nan=False).encode())
+
     def measure_steps(self, steps: Path) -> AsyncIterator[str]:
         """Run what makes steps of all kinds, by SGLang's own scheduling; says before each part what it is.
 
@@ -205,7 +241,8 @@ class EngineHost:
         """End a request that waits or runs; its `run` returns soon, with `aborted` set."""
         self._manager.abort_request(rid)
         # SGLang runs each prompt of a list as a request of its own, named so.
-        for part in range(self._parts.get(rid, 0)):
+        parts = self._told[rid].parts if rid in self._told else self._parts.get(rid, 0)
+        for part in range(parts):
             self._manager.abort_request(f"{rid}_{part}")
 
     def close(self) -> None:
@@ -223,7 +260,8 @@ def _refused(error: ValidationError | RecursionError) -> Answer:
 
 def _failed(status_code: int, body: bytes) -> Answer:
     """SGLang's flat error object in OpenAI's envelope."""
-    error = json.loads(body)
+    found = json.loads(body)
+    error = found.get("error", found)
     message = str(error["message"])
     code = "invalid_request" if status_code < 500 else "server_error"
     return Answer(status_code, _error_body(message, error.get("param"), code))

@@ -280,4 +280,5 @@ class Model(Base):
     name: Mapped[str] = mapped_column(String(512), primary_key=True)
     source: Mapped[str] = mapped_column(String(4096))  # local path or hub id
     context_length: Mapped[int | None] = mapped_column(BigInteger)  # tokens; a worker says it
+    endpoints: Mapped[list[str] | None] = mapped_column(JSON)  # what it can be asked for; a worker says it
     created_at: Mapped[int] = mapped_column(BigInteger)

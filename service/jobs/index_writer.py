@@ -49,7 +49,7 @@ class IndexWriter:
 
     def _judge_length(self, line: int, body: dict[str, Any], prompt: Prompt) -> None:
         """Refuse what the engine would refuse for its length; a prompt that is not known to the token is left to it."""
-        answer = max(asked_output(body).most, 1)
+        answer = max(asked_output(self.endpoint, body).most, 1)
         if self.context_length is None or not prompt.is_exact or len(prompt.ids) + answer <= self.context_length:
             return
         message = (

@@ -5,7 +5,7 @@ from typing import Any
 
 import msgspec
 
-from service.endpoints import ENDPOINTS, REQUIRED_FIELDS
+from service.endpoints import BY_PATH, ENDPOINTS
 
 MAX_ERRORS = 1000
 MAX_CUSTOM_ID = 512
@@ -102,7 +102,7 @@ class LineChecker:
             raise Fault("invalid_url", f"url {quoted(request.url)} is none of {', '.join(ENDPOINTS)}.", "url")
         if request.url != self.endpoint:
             raise Fault("url_mismatch", f"url {request.url!r} is not the batch's endpoint {self.endpoint!r}.", "url")
-        for name in REQUIRED_FIELDS[self.endpoint]:
+        for name in BY_PATH[self.endpoint].required:
             if not request.body.get(name):
                 raise Fault("missing_required_parameter", f"'body.{name}' is missing or empty.", f"body.{name}")
         if request.body.get("stream"):

@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import time
 from collections.abc import Awaitable, Callable
+from dataclasses import asdict, dataclass
 
 import structlog
 from redis.asyncio import Redis
@@ -25,8 +26,16 @@ SWEEP_S = 60.0
 log = structlog.get_logger()
 
 
-async def register_model(database: Database, settings: Settings, context_length: int | None = None) -> None:
-    """Make the configured model known: a worker says its context length.
+@dataclass(frozen=True, slots=True)
+class Abilities:
+    """What a worker knows of the model that it serves: tokens of prompt and answer, and its endpoints."""
+
+    context_length: int
+    endpoints: list[str]
+
+
+async def register_model(database: Database, settings: Settings, abilities: Abilities | None = None) -> None:
+    """Make the configured model known, and what a worker says of it.
 
     The planner's source counts, since it is the one that reads it.
     """
@@ -34,13 +43,15 @@ async def register_model(database: Database, settings: Settings, context_length:
         "name": settings.served_model,
         "source": settings.model_source,
         "created_at": int(time.time()),
-        "context_length": context_length,
+        **(asdict(abilities) if abilities else {}),
     }
-    told = "source" if context_length is None else "context_length"
+    told = ("source",) if abilities is None else ("context_length", "endpoints")
     async with database.write() as session:
         insert = postgresql.insert if session.get_bind().dialect.name == "postgresql" else sqlite.insert
         statement = insert(Model).values(row)
-        await session.execute(statement.on_conflict_do_update(index_elements=["name"], set_={told: row[told]}))
+        await session.execute(
+            statement.on_conflict_do_update(index_elements=["name"], set_={name: row[name] for name in told})
+        )
 
 
 async def run_jobs(database: Database, storage: Storage, redis: Redis, settings: Settings, stop: asyncio.Event) -> None:

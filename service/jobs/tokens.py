@@ -17,6 +17,15 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import Tokenizer
 
 FILES = ["tokenizer.json", "tokenizer_config.json", "chat_template.jinja"]
+CHAT = "/v1/chat/completions"
+TEMPLATED = (CHAT, "/v1/responses")
+# Where the prompt stands in the bodies of the other endpoints.
+FIELDS = {
+    "/v1/completions": ("prompt",),
+    "/v1/embeddings": ("input",),
+    "/v1/score": ("query", "items"),
+    "/v1/rerank": ("query", "documents"),
+}
 log = structlog.get_logger()
 
 
@@ -63,13 +72,13 @@ class PromptTokens:
 
     def encode(self, endpoint: str, bodies: list[dict[str, Any]]) -> list[Prompt]:
         """The prompt of each body, in order."""
-        given = [token_ids(body.get("prompt")) for body in bodies]
+        given = [token_ids(body.get("input" if endpoint == "/v1/embeddings" else "prompt")) for body in bodies]
         texts = [
             self.text(endpoint, body) if ids is None else Text("", True)
             for body, ids in zip(bodies, given, strict=True)
         ]
         strings = [text.string for text in texts]
-        specials = endpoint != "/v1/chat/completions"  # a chat template writes its own
+        specials = endpoint not in TEMPLATED  # a chat template writes its own
         if self._tokenizer is None:
             return [
                 Prompt(list(text.encode()) if ids is None else ids, ids is not None)
@@ -82,22 +91,26 @@ class PromptTokens:
         ]
 
     def text(self, endpoint: str, body: dict[str, Any]) -> Text:
-        if endpoint != "/v1/chat/completions":
-            prompt = body.get("prompt")
-            return Text(prompt, True) if isinstance(prompt, str) else Text(_as_text(prompt), False)
+        if endpoint not in TEMPLATED:
+            fields = FIELDS[endpoint]
+            prompt = body.get(fields[0])
+            if len(fields) == 1 and isinstance(prompt, str):
+                return Text(prompt, True)
+            return Text("\n".join(_as_text(body.get(name)) for name in fields), False)
+        messages = _messages(endpoint, body)
         if self._template is not None:
             try:
                 rendered = self._template.render(
-                    messages=[_with_text_content(message) for message in body["messages"]],
+                    messages=[_with_text_content(message) for message in messages],
                     tools=body.get("tools"),
                     add_generation_prompt=True,
                     **self._specials,
                     **(body.get("chat_template_kwargs") or {}),
                 )
-                return Text(rendered, _is_text_only(body["messages"]))
+                return Text(rendered, endpoint == CHAT and _is_text_only(messages))
             except Exception:  # a template is the model's own program, and may fail in any way
                 log.debug("chat template failed", exc_info=True)
-        return Text(_as_text(body.get("messages")), False)
+        return Text(_as_text(messages), False)
 
 
 def _environment() -> ImmutableSandboxedEnvironment:
@@ -121,6 +134,16 @@ def _strftime_now(form: str) -> str:
 
 def _raise_exception(message: str) -> NoReturn:
     raise jinja2.TemplateError(message)
+
+
+def _messages(endpoint: str, body: dict[str, Any]) -> Any:
+    """What the template renders; of a response about what SGLang makes of its input."""
+    if endpoint == CHAT:
+        return body["messages"]
+    given = body["input"]
+    messages: list[Any] = given if isinstance(given, list) else [{"role": "user", "content": given}]
+    instructions = body.get("instructions")
+    return [{"role": "system", "content": instructions}, *messages] if instructions else messages
 
 
 def _with_text_content(message: Any) -> Any:

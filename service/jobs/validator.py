@@ -110,7 +110,8 @@ class Validator:
                 checker.add(LineError("too_many_tasks", message, number))
                 break
             if encoder is not None:
-                await index.add(encoder, (offset, len(raw), number, asked_output(request.body).packed), request.body)
+                asked = asked_output(batch.endpoint, request.body).packed
+                await index.add(encoder, (offset, len(raw), number, asked), request.body)
         if encoder is not None:
             await index.flush(encoder)
         return index.prompt_tokens
@@ -140,7 +141,7 @@ class Validator:
     async def _tokenizer(self, checker: LineChecker) -> tuple[PromptTokens | None, int | None]:
         """The model's tokenizer and context length, as far as they are known.
 
-        Without a tokenizer an error is noted: no worker of this service serves the model.
+        Without a tokenizer an error is noted: no worker of this service serves the model, or not for this endpoint.
         """
         name = checker.model or ""
         async with self._database.read() as session:
@@ -150,6 +151,10 @@ class Validator:
             names = ", ".join(model.name for model in known) or "none yet"
             message = f"The model {quoted(name)} does not exist here. Models: {names}."
             checker.add(LineError("model_not_found", message, checker.model_line, "body.model"))
+            return None, None
+        if found.endpoints is not None and checker.endpoint not in found.endpoints:
+            message = f"The model {quoted(name)} is not served for {checker.endpoint}; it is for "
+            checker.add(LineError("invalid_url", f"{message}{', '.join(found.endpoints)}.", checker.model_line, "url"))
             return None, None
         key = (name, found.source)
         if key not in self._tokenizers:

@@ -200,7 +200,7 @@ def _read_batch(
         if request is None:
             error = checker.errors[0]
             raise WorkloadError(f"{path}, line {error.line}: {error.message}")
-        asked = asked_output(request.body)
+        asked = asked_output(request.url, request.body)
         known = min(asked.most, LONGEST) if asked.exact else UNKNOWN
         columns.add(number, request.custom_id, asked.most or None, known, "", None)
         bodies.append(request.body)

@@ -10,11 +10,14 @@ import pytest
 
 from engine_ext.plan.prompts import Prompts
 from engine_ext.plan.window import Outputs, Shape, plan_window
+from engine_ext.plugin.endpoints import Endpoints
+from service.demo.model import NAME
 from service.demo.prompts import CHAT, COMPLETIONS, requests
 from service.jobs.tokens import PromptTokens
 from service.model_costs import planning_costs
 from tests.engine.conftest import RealEngine
 
+VOCABULARY = 4096
 QUESTION: dict[str, Any] = {
     "model": "batchweave-demo",
     "messages": [{"role": "user", "content": "Name a colour."}],
@@ -24,9 +27,9 @@ QUESTION: dict[str, Any] = {
 
 
 async def ask(engine: RealEngine, endpoint: str, body: dict[str, Any], kind: str = "test") -> Any:
-    """The answer's JSON body, with its status under `status`."""
-    answer = await engine.host.run(endpoint, body, f"test-{random.getrandbits(64):016x}", kind)
-    return {"status": answer.status_code, "aborted": answer.aborted, **json.loads(answer.body)}
+    """The answer's JSON body, with its status under `status_code`."""
+    answer = await engine.host.run(endpoint, {"model": NAME, **body}, f"test-{random.getrandbits(64):016x}", kind)
+    return {"status_code": answer.status_code, "aborted": answer.aborted, **json.loads(answer.body)}
 
 
 def chat(engine: RealEngine, **changes: Any) -> Any:
@@ -161,7 +164,7 @@ def test_sampling_fields_mean_what_they_mean_in_sglang(engine: RealEngine) -> No
     stopped = chat(engine, max_tokens=30, stop=[stop])["choices"][0]
     assert (stopped["finish_reason"], stopped["message"]["content"]) == ("stop", plain[: plain.index(stop)])
     tool = {"type": "function", "function": {"name": "look", "parameters": {"type": "object", "properties": {}}}}
-    assert chat(engine, tools=[tool])["status"] == 200
+    assert chat(engine, tools=[tool])["status_code"] == 200
 
 
 @pytest.mark.parametrize(
@@ -202,16 +205,16 @@ def test_bad_request_is_4xx_in_the_envelope_and_harms_nobody(
     engine: RealEngine, endpoint: str, changes: dict[str, Any]
 ) -> None:
     found = engine.do(ask(engine, endpoint, {**QUESTION, **changes}))
-    assert 400 <= found["status"] < 500, found
+    assert 400 <= found["status_code"] < 500, found
     assert set(found["error"]) == {"message", "type", "param", "code"}
-    assert chat(engine)["status"] == 200
+    assert chat(engine)["status_code"] == 200
 
 
 def test_fields_of_the_service_are_not_a_clients_to_set(engine: RealEngine) -> None:
     found = chat(
         engine, rid="mine", priority=9, stream=True, custom_params={"batchweave_kind": [5], "batchweave_untold": 1}
     )
-    assert found["status"] == 200
+    assert found["status_code"] == 200
     assert found["id"].startswith("test-")
     assert state(engine)["recent_ids"][-1] == found["id"]
 
@@ -243,5 +246,83 @@ def test_abort_ends_a_running_and_a_waiting_request(engine: RealEngine) -> None:
             return await asyncio.gather(*tasks)
 
     assert all(answer.aborted for answer in engine.do(run()))
-    assert chat(engine)["status"] == 200
+    assert chat(engine)["status_code"] == 200
     assert state(engine)["waiting"] == 0
+
+
+def test_responses(engine: RealEngine) -> None:
+    async def run() -> None:
+        found = await ask(
+            engine,
+            "/v1/responses",
+            {"input": "Name a colour.", "instructions": "Be brief.", "max_output_tokens": 5, "temperature": 0},
+        )
+        assert (found["status_code"], found["object"]) == (200, "response")
+        assert found["output"][0]["content"][0]["type"] == "output_text"
+        assert (found["status"], found["incomplete_details"]) == ("incomplete", {"reason": "max_output_tokens"})
+        usage = found["usage"]
+        assert usage["output_tokens"] == 5
+        assert usage["total_tokens"] == usage["input_tokens"] + 5
+        messages = [{"role": "user", "content": [{"type": "input_text", "text": "Name a colour."}]}]
+        assert (await ask(engine, "/v1/responses", {"model": NAME, "input": messages, "max_output_tokens": 1}))[
+            "status_code"
+        ] == 200
+        for refused in (
+            {"input": []},
+            {"input": "x", "background": True},
+            {"input": "x", "previous_response_id": "resp_1"},
+            {"input": "x", "temperature": -1},
+            {"input": "x", "max_output_tokens": 2**40},
+            {"input": "word " * 40_000},
+            {"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "http://10.0.0.1/x"}]}]},
+        ):
+            found = await ask(engine, "/v1/responses", refused)
+            assert (found["status_code"], bool(found["error"]["message"])) == (400, True), refused
+
+    engine.do(run())
+
+
+def test_score(engine: RealEngine) -> None:
+    body = {"query": "Is it blue?", "items": ["The sea", "The grass", "Fire"], "label_token_ids": [5, 6]}
+
+    async def run() -> None:
+        found = await ask(engine, "/v1/score", {**body, "apply_softmax": True})
+        assert (found["status_code"], len(found["scores"]), found["model"]) == (200, 3, NAME)
+        assert all(sum(each) == pytest.approx(1) for each in found["scores"])
+        assert found["usage"]["prompt_tokens"] > 9
+        for changes in (
+            {"label_token_ids": []},
+            {"label_token_ids": [VOCABULARY]},
+            {"query": [], "items": [[]]},
+            {"query": [5], "items": [[VOCABULARY]]},
+            {"item_embed_overrides": [[[0.0] * 3]]},
+        ):
+            refused = await ask(engine, "/v1/score", {**body, **changes})
+            assert refused["status_code"] == 400, changes
+
+    engine.do(run())
+
+
+def test_rerank_with_a_models_own_template(engine: RealEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The template is what says that a model reranks; the demo's does not, so a reranker's stands in."""
+    host = engine.host
+    assert "/v1/rerank" not in host.endpoints
+    template = (
+        'The answer can only be "yes" or "no". {{ messages[0]["content"] }} | {{ messages[1]["content"] }} Answer:'
+    )
+    monkeypatch.setattr(host._manager.tokenizer, "chat_template", template)
+    served = Endpoints(host._manager, host._engine.template_manager, NAME).served
+    monkeypatch.setitem(host._others, "/v1/rerank", served["/v1/rerank"])
+
+    async def run() -> None:
+        body = {"query": "blue", "documents": ["The sea", "The grass", "Fire"], "top_n": 2}
+        found = await ask(engine, "/v1/rerank", body)
+        assert (found["status_code"], found["object"], found["model"]) == (200, "rerank", NAME)
+        assert len(found["results"]) == 2
+        assert found["results"][0]["score"] >= found["results"][1]["score"]
+        assert set(found["results"][0]) == {"score", "document", "index"}
+        assert found["usage"]["prompt_tokens"] > 30
+        for changes in ({"documents": []}, {"query": ""}, {"documents": [[{"type": "text", "text": "x"}]]}):
+            assert (await ask(engine, "/v1/rerank", {**body, **changes}))["status_code"] == 400, changes
+
+    engine.do(run())

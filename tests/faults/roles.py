@@ -21,7 +21,7 @@ import uvicorn
 
 from service.app import create_app
 from service.db.sessions import Database
-from service.jobs.runner import register_model, run_jobs
+from service.jobs.runner import Abilities, register_model, run_jobs
 from service.plan_artifact import PlanArtifact
 from service.queue.announcements import Announcements
 from service.queue.connection import open_redis
@@ -92,7 +92,7 @@ def worker(config: Config) -> None:
     async def main(database: Database, storage: Storage, redis: Any, stop: asyncio.Event) -> None:
         while True:
             with contextlib.suppress(Exception):  # the database may be the one that was killed
-                await register_model(database, config.settings, 8192)
+                await register_model(database, config.settings, Abilities(8192, ["/v1/chat/completions"]))
                 break
             await asyncio.sleep(0.1)
         engine = LoggedEngine(config.folder)

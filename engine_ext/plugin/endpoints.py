@@ -1,0 +1,199 @@
+"""Embeddings, score, rerank and responses, as SGLang serves them, each with what SGLang does not look at itself.
+
+Every refusal here was seen to kill, hang or mislead a real engine, or stands for state that a batch must not leave.
+"""
+
+import json
+from collections.abc import Awaitable, Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from pydantic import BaseModel, PrivateAttr
+from sglang.srt.entrypoints.openai.protocol import (
+    EmbeddingRequest,
+    ResponsesRequest,
+    ScoringRequest,
+    V1RerankReqInput,
+)
+from sglang.srt.entrypoints.openai.serving_embedding import OpenAIServingEmbedding
+from sglang.srt.entrypoints.openai.serving_rerank import OpenAIServingRerank
+from sglang.srt.entrypoints.openai.serving_responses import OpenAIServingResponses
+from sglang.srt.entrypoints.openai.serving_score import OpenAIServingScore
+
+from engine_ext.plugin.admission import KIND
+from engine_ext.plugin.marked import MarkedManager, Told, told
+
+Fault = tuple[str, str] | None
+# What lets a request choose vectors instead of tokens leaves them in the KV cache under those tokens.
+OVERRIDES = ("embed_override_token_id", "embed_overrides", "query_embed_overrides", "item_embed_overrides")
+SPARE_TOKENS = 8  # that a tokenizer may add to a text
+
+
+class _Responses(ResponsesRequest):
+    _kind: str = PrivateAttr("")
+
+    def to_sampling_params(self, *arguments: Any, **named: Any) -> dict[str, Any]:
+        parameters = super().to_sampling_params(*arguments, **named)
+        if self.max_output_tokens is not None:
+            parameters["max_new_tokens"] += 2  # SGLang 0.5.17 takes two from what was asked for
+        return {**parameters, "custom_params": {KIND: self._kind}}
+
+
+@dataclass(frozen=True, slots=True)
+class Endpoint:
+    """One way to ask: its body's model, what of it is refused, who answers, and how the answer is written."""
+
+    request_type: type[BaseModel]
+    fault: Callable[[Any], Fault]
+    ask: Callable[[Any, Told], Awaitable[Any]]
+    write: Callable[[Any, Told], dict[str, Any]]
+
+
+class Endpoints:
+    """Those that the engine's model can serve."""
+
+    def __init__(self, manager: Any, templates: Any, model_name: str) -> None:
+        self._manager = MarkedManager(manager)
+        self._model_name = model_name
+        self._vocab_size = int(manager.model_config.vocab_size)
+        self._generates = bool(manager.is_generation)
+        architectures = manager.model_config.hf_config.architectures or []
+        classifies = any("Classification" in each for each in architectures)
+        template = getattr(manager.tokenizer, "chat_template", None)
+        reranks = isinstance(template, str) and 'answer can only be "yes" or "no"' in template
+        marked: Any = self._manager
+        self.served: dict[str, Endpoint] = {}
+        if self._generates:
+            responses = OpenAIServingResponses(marked, templates, enable_prompt_tokens_details=True)
+            self.served["/v1/responses"] = Endpoint(
+                _Responses, self._responses_fault, self._asker(responses.create_responses), self._write_response
+            )
+        else:
+            embedding = OpenAIServingEmbedding(marked, templates)
+            self.served["/v1/embeddings"] = Endpoint(
+                EmbeddingRequest, self._embedding_fault, self._asker(embedding.handle_request), self._write
+            )
+        if self._generates or classifies:
+            score = OpenAIServingScore(marked)
+            self.served["/v1/score"] = Endpoint(
+                ScoringRequest, self._score_fault, self._asker(score.handle_request), self._write
+            )
+        if classifies or (self._generates and reranks):
+            rerank = OpenAIServingRerank(marked, templates)
+            self.served["/v1/rerank"] = Endpoint(
+                V1RerankReqInput, self._rerank_fault, self._asker(rerank.handle_request), self._write_rerank
+            )
+
+    @staticmethod
+    def _asker(serve: Callable[..., Awaitable[Any]]) -> Callable[[Any, Told], Awaitable[Any]]:
+        async def ask(request: Any, known: Told) -> Any:
+            if isinstance(request, _Responses):
+                request.request_id, request._kind = known.rid, known.kind  # pyright: ignore[reportPrivateUsage]
+                request.store = request.background = False  # what is stored is never let go
+            before = told.set(known)
+            try:
+                return await serve(request, None)
+            finally:
+                told.reset(before)
+
+        return ask
+
+    def _embedding_fault(self, request: Any) -> Fault:
+        given = request.input
+        items = given if isinstance(given, list) and given and not isinstance(given[0], int) else [given]
+        return _overridden(request) or self._prompts_fault("input", items)
+
+    def _score_fault(self, request: Any) -> Fault:
+        items = request.items if isinstance(request.items, list) else [request.items]
+        if self._generates and not request.label_token_ids:
+            return "label_token_ids", "needed, and not empty: which tokens are compared"
+        given = [each for each in (request.query, *items) if each is not None and not isinstance(each, str)]
+        return _overridden(request) or self._prompts_fault("items", [*items, *given])
+
+    def _rerank_fault(self, request: Any) -> Fault:
+        for name, items in (("query", [request.query]), ("documents", request.documents)):
+            if not all(isinstance(each, str) for each in items):
+                return name, "must be text"
+        longest = max(request.documents, key=len, default="")
+        return self._prompts_fault("documents", [f"{request.query}{longest}"] if longest else [])
+
+    def _responses_fault(self, request: Any) -> Fault:
+        if not request.input:
+            return "input", "empty"
+        for name in ("background", "stream", "previous_response_id"):
+            if getattr(request, name, None):
+                return name, "not possible in a batch"
+        if not _brings_its_media(request.input):
+            return "input", "media must come in the request itself, as a data: URL"
+        return None
+
+    def _prompts_fault(self, name: str, items: Iterable[Any]) -> Fault:
+        """Of prompts in text or token ids: an engine that embeds dies of some ids, and hangs on what is too long."""
+        longest = int(self._manager.max_req_input_len)
+        for item in items:
+            if isinstance(item, str):
+                tokens = len(item.encode()) + SPARE_TOKENS  # a token has a byte at least
+                if tokens >= longest:
+                    tokens = len(self._manager.tokenizer.encode(item))
+            elif isinstance(item, list) and all(isinstance(each, int) for each in item):
+                if not item:
+                    return name, "an empty list of token ids"
+                if not all(0 <= each < self._vocab_size for each in item):
+                    return name, "a token id is outside the model's vocabulary"
+                tokens = len(item)
+            else:
+                continue  # parts and the like, which SGLang's own models look at
+            if tokens >= longest:
+                return name, f"a prompt of {tokens} tokens; the engine takes fewer than {longest}"
+        return None
+
+    def _write(self, found: Any, _known: Told) -> dict[str, Any]:
+        return {**_plain(found), "model": self._model_name}
+
+    def _write_rerank(self, found: Any, known: Told) -> dict[str, Any]:
+        """SGLang's list, with what a list has no place for; its names and times of internal requests stay here."""
+        results = [{key: value for key, value in _plain(each).items() if key != "meta_info"} for each in found]
+        usage = {"prompt_tokens": known.prompt_tokens, "total_tokens": known.prompt_tokens}
+        return {"object": "rerank", "model": self._model_name, "results": results, "usage": usage}
+
+    def _write_response(self, found: Any, known: Told) -> dict[str, Any]:
+        """With usage in the words of this endpoint, and a status that says when the length ended it."""
+        body: dict[str, Any] = {**_plain(found), "model": self._model_name}
+        usage: dict[str, Any] = body.get("usage") or {}
+        output = usage.get("completion_tokens") or 0
+        body["usage"] = {
+            "input_tokens": usage.get("prompt_tokens") or 0,
+            "input_tokens_details": {"cached_tokens": known.cached_tokens},
+            "output_tokens": output,
+            "output_tokens_details": {"reasoning_tokens": usage.get("reasoning_tokens") or 0},
+            "total_tokens": (usage.get("prompt_tokens") or 0) + output,
+        }
+        if known.stopped_by_length:
+            body |= {"status": "incomplete", "incomplete_details": {"reason": "max_output_tokens"}}
+        return body
+
+
+def _plain(found: Any) -> dict[str, Any]:
+    """An answer of SGLang, which is a model or a finished JSON response, without what JSON cannot say."""
+    text = found.model_dump_json() if isinstance(found, BaseModel) else bytes(found.body)
+    return json.loads(text)
+
+
+def _overridden(request: Any) -> Fault:
+    return next(
+        ((name, "not possible in a batch") for name in OVERRIDES if getattr(request, name, None) is not None), None
+    )
+
+
+def _brings_its_media(given: Any) -> bool:
+    """Whether every URL in a tree of messages and parts holds its data."""
+    if isinstance(given, BaseModel):
+        given = given.model_dump()
+    if isinstance(given, dict):
+        for key, value in given.items():
+            if key in ("image_url", "file_url", "video_url", "audio_url", "url") and isinstance(value, str):
+                if not value.startswith("data:"):
+                    return False
+            elif not _brings_its_media(value):
+                return False
+    return all(_brings_its_media(each) for each in given) if isinstance(given, list) else True
