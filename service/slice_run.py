@@ -19,7 +19,7 @@ from service.db.tables import Batch, BatchStatus, SliceBatch, Window
 from service.endpoints import BY_PATH
 from service.jobs.lines import RequestLine
 from service.plan_artifact import PlanArtifact
-from service.queue.leases import DEATHS_TO_TRY, Counts, Lease, Trial
+from service.queue.leases import ALONE_DEATHS_TO_REFUSE, Counts, Lease, Trial
 from service.request_index import RequestIndex
 from service.settings import Settings
 from service.shards import Answer, Shard, Usage
@@ -163,7 +163,7 @@ class SliceRun:
         A request that was alone in the engine at two deaths is not run again.
         """
         size = trial.size
-        if requests and requests[0].place == trial.place and trial.alone_deaths >= DEATHS_TO_TRY:
+        if requests and requests[0].place == trial.place and trial.alone_deaths >= ALONE_DEATHS_TO_REFUSE:
             log.error("request kills the engine", custom_id=requests[0].custom_id, batch=requests[0].batch_id)
             self._keep(requests[0], None, {"code": "server_error", "message": KILLS})
             self.remaining -= 1

@@ -7,7 +7,7 @@ from redis.exceptions import RedisError
 from sqlalchemy import func, select
 from sqlalchemy.ext.asyncio import AsyncSession
 
-from service.db.moves import LIVE, TERMINAL
+from service.db.moves import TERMINAL
 from service.db.sessions import Database
 from service.db.tables import Batch, BatchStatus, Slice, SliceBatch, SliceStatus
 from service.queue.leases import Counts
@@ -69,10 +69,10 @@ async def standing(database: Database, batch: Batch, counts: Counts, workers: di
 
 
 async def _before(session: AsyncSession, batch: Batch) -> tuple[int, float]:
-    """Batches of the model that the planner takes first, and the seconds of work that they were planned with."""
+    """Batches of the model with an earlier deadline, and the seconds of work that they were planned with."""
     earlier = (Batch.expires_at < batch.expires_at) | ((Batch.expires_at == batch.expires_at) & (Batch.seq < batch.seq))
     query = select(func.count(), func.sum(Batch.planned_compute_s), func.sum(Batch.planned_memory_s)).where(
-        Batch.model == batch.model, Batch.status.in_(LIVE), earlier
+        Batch.model == batch.model, Batch.status == BatchStatus.IN_PROGRESS, earlier
     )
     count, compute_s, memory_s = (await session.execute(query)).one()
     return int(count), max(compute_s or 0.0, memory_s or 0.0)
@@ -95,7 +95,7 @@ def _reason(batch: Batch, running: bool, position: int, alive: int) -> str | Non
         return f"a worker that serves {batch.model}: none is alive"
     if running:
         return None
-    return f"{position} batches before it" if position else "room in an engine"
+    return f"{position} {'batch' if position == 1 else 'batches'} before it" if position else "room in an engine"
 
 
 def _estimate(batch: Batch, answered: int, before_s: float, alive: int, now: float) -> Estimate:

@@ -107,8 +107,9 @@ class Endpoints:
         items = request.items if isinstance(request.items, list) else [request.items]
         if self._generates and not request.label_token_ids:
             return "label_token_ids", "needed, and not empty: which tokens are compared"
-        given = [each for each in (request.query, *items) if each is not None and not isinstance(each, str)]
-        return _overridden(request) or self._prompts_fault("items", [*items, *given])
+        # SGLang puts the query to each item.
+        pairs = [_joined(request.query, each) for each in items]
+        return _overridden(request) or self._prompts_fault("items", [request.query, *items, *pairs])
 
     def _rerank_fault(self, request: Any) -> Fault:
         for name, items in (("query", [request.query]), ("documents", request.documents)):
@@ -123,8 +124,6 @@ class Endpoints:
         for name in ("background", "stream", "previous_response_id"):
             if getattr(request, name, None):
                 return name, "not possible in a batch"
-        if not _brings_its_media(request.input):
-            return "input", "media must come in the request itself, as a data: URL"
         return None
 
     def _prompts_fault(self, name: str, items: Iterable[Any]) -> Fault:
@@ -185,15 +184,7 @@ def _overridden(request: Any) -> Fault:
     )
 
 
-def _brings_its_media(given: Any) -> bool:
-    """Whether every URL in a tree of messages and parts holds its data."""
-    if isinstance(given, BaseModel):
-        given = given.model_dump()
-    if isinstance(given, dict):
-        for key, value in given.items():
-            if key in ("image_url", "file_url", "video_url", "audio_url", "url") and isinstance(value, str):
-                if not value.startswith("data:"):
-                    return False
-            elif not _brings_its_media(value):
-                return False
-    return all(_brings_its_media(each) for each in given) if isinstance(given, list) else True
+def _joined(query: Any, item: Any) -> Any:
+    """Both as one prompt, of text or of token ids; None for what SGLang refuses."""
+    of_one_kind = type(query) is type(item) and isinstance(query, str | list)
+    return query + item if of_one_kind else None

@@ -7,9 +7,11 @@ import re
 from collections.abc import Callable
 from typing import Any
 
+from pydantic import BaseModel
+
 INT32_MAX = 2**31 - 1
 FLOAT32_MAX = 3.4028234e38
-MEDIA = ("image_url", "video_url", "audio_url")
+MEDIA = ("image_url", "video_url", "audio_url", "file_url", "url")
 
 
 def fault(request: Any, vocab_size: int) -> tuple[str, str] | None:
@@ -56,14 +58,17 @@ def _compiles(value: Any, _vocab_size: int) -> bool:
     return True
 
 
-def _brings_its_media(messages: Any, _vocab_size: int) -> bool:
-    """Whether no message has the engine read a file or a URL: a batch must not look around in our network."""
-    for message in messages:
-        content = getattr(message, "content", None)
-        for part in content if isinstance(content, list) else []:
-            media = next((getattr(part, name) for name in MEDIA if getattr(part, name, None) is not None), None)
-            if media is not None and not str(getattr(media, "url", "")).startswith("data:"):
-                return False
+def _brings_its_media(given: Any, vocab_size: int) -> bool:
+    """Whether no URL has the engine read a file or a host: a batch must not look around in our network."""
+    if isinstance(given, BaseModel):
+        given = given.model_dump()
+    if isinstance(given, list):
+        return all(_brings_its_media(each, vocab_size) for each in given)
+    if isinstance(given, dict):
+        return all(
+            str(value).startswith("data:") if key in MEDIA and isinstance(value, str) else _brings_its_media(value, 0)
+            for key, value in given.items()
+        )
     return True
 
 
@@ -74,5 +79,5 @@ _CHECKS: tuple[tuple[tuple[str, ...], Callable[[Any, int], bool], str], ...] = (
     (("max_tokens", "max_completion_tokens", "max_output_tokens"), _is_int32, "beyond 32 bits"),
     (("logit_bias", "temperature"), _is_float32, "beyond what a 32-bit float holds"),
     (("stop_regex",), _compiles, "not a regular expression"),
-    (("messages",), _brings_its_media, "media must come in the request itself, as a data: URL"),
+    (("messages", "input"), _brings_its_media, "media must come in the request itself, as a data: URL"),
 )

@@ -17,7 +17,7 @@ _bearer = HTTPBearer(auto_error=False, description="A key made by `batchweave ke
 
 
 def _check_local(request: Request) -> None:
-    """Without keys a web page in somebody's browser must not get in, under a name of its own for this address."""
+    """Raises Forbidden for other names: by DNS rebinding a web page could reach a service that asks for no keys."""
     origin = request.headers.get("origin")
     names = [request.url.hostname, urlsplit(origin).hostname if origin else "localhost"]
     if not all(name and is_loopback(name) for name in names):

@@ -8,6 +8,7 @@ from pydantic import BaseModel, ConfigDict, Field, StringConstraints
 from service.db.tables import Batch, BatchStatus, File, OutputOrder, Upload, UploadStatus, WebhookEndpoint
 from service.queue.leases import Counts
 from service.standing import Standing
+from service.webhooks.events import EventType
 
 Item = TypeVar("Item")
 # Of a file or a batch; an id that no object can have is not looked up.
@@ -124,7 +125,7 @@ class BatchExtras(BaseModel):
 
     output_order: OutputOrder
     retry_of: str | None
-    queue_position: int | None = Field(description="batches of the same model that are taken before it")
+    queue_position: int | None = Field(description="batches of the same model with an earlier deadline")
     waiting_for: str | None = Field(description="why nothing of it runs")
     prompt_tokens: int
     expected_output_tokens: int | None = Field(description="as planned; null before")
@@ -255,7 +256,6 @@ class CreateBatch(BaseModel):
     batchweave: CreateExtras = CreateExtras()
 
 
-EventType = Literal["batch.completed", "batch.failed", "batch.expired", "batch.cancelled"]
 EventTypeList = Annotated[list[EventType], Field(min_length=1, max_length=16)]
 WebhookName = Annotated[str, StringConstraints(min_length=1, max_length=256, pattern=r"^[^\x00]+$")]
 WebhookUrl = Annotated[str, StringConstraints(min_length=1, max_length=2048, pattern=r"^[\x21-\x7e]+$")]

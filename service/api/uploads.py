@@ -23,7 +23,7 @@ from service.tenants.quotas import check_bytes
 
 PART_BYTES = 64 * 1024 * 1024
 UPLOAD_S = 3600
-RETRIED_PARTS = 2  # parts may have this many times the upload's bytes, since one that is sent again is another part
+MAX_PARTS_RATIO = 2  # of all parts' bytes to the upload's, since a part that is sent again is another one
 
 router = APIRouter(prefix="/v1/uploads", tags=["uploads"])
 
@@ -91,8 +91,9 @@ async def create_part(upload_id: ObjectId, request: Request, here: Here, caller:
             _check_pending((await session.scalars(held)).one(), now)
             sizes = select(func.coalesce(func.sum(UploadPart.size_bytes), 0)).where(UploadPart.upload_id == upload_id)
             before = int((await session.execute(sizes)).scalar_one())
-            if before + form.size_bytes > RETRIED_PARTS * upload.size_bytes:
-                message = f"The parts have {before + form.size_bytes} bytes; the upload has {upload.size_bytes}."
+            if before + form.size_bytes > MAX_PARTS_RATIO * upload.size_bytes:
+                most = MAX_PARTS_RATIO * upload.size_bytes
+                message = f"The parts have {before + form.size_bytes} bytes, sent again ones included; at most {most}."
                 raise BadRequest(message, code="too_many_bytes", param="data")
             session.add(part)
     except ApiError:
@@ -121,7 +122,7 @@ async def complete_upload(upload_id: ObjectId, body: CompleteUpload, here: Here,
     )
     await _join(here, upload, body, file_key(file.id))
     async with here.database.write() as session:
-        won = await _move(session, upload_id, UploadStatus.COMPLETED, file_id=file.id)
+        won = await _move(session, caller, upload_id, UploadStatus.COMPLETED, file_id=file.id)
         if won:
             session.add(file)
             audit.note(session, caller, "upload.complete", upload_id, now)
@@ -138,7 +139,7 @@ async def complete_upload(upload_id: ObjectId, body: CompleteUpload, here: Here,
 async def cancel_upload(upload_id: ObjectId, here: Here, caller: CalledBy) -> UploadObject:
     """Give the upload up; cancelling twice is no error."""
     async with here.database.write() as session:
-        if await _move(session, upload_id, UploadStatus.CANCELLED, project_id=caller.project.id):
+        if await _move(session, caller, upload_id, UploadStatus.CANCELLED):
             audit.note(session, caller, "upload.cancel", upload_id, here.clock())
     upload, file = await _find(here, caller, upload_id)
     if upload.status != UploadStatus.CANCELLED:
@@ -174,6 +175,7 @@ def _check_pending(upload: Upload, now: float) -> None:
 
 
 async def _check_parts(here: Context, upload: Upload, part_ids: Sequence[str]) -> None:
+    """Raises BadRequest unless these are its parts and have its bytes."""
     async with here.database.read() as session:
         rows = await session.execute(
             select(UploadPart.id, UploadPart.size_bytes).where(UploadPart.upload_id == upload.id)
@@ -204,9 +206,8 @@ async def _join(here: Context, upload: Upload, body: CompleteUpload, key: str) -
             raise BadRequest(message, code="md5_mismatch", param="md5")
 
 
-async def _move(session: AsyncSession, upload_id: str, to: UploadStatus, project_id: str = "", **values: str) -> bool:
-    """End an upload that is pending, in one statement."""
-    mine = (Upload.id == upload_id) & (Upload.status == UploadStatus.PENDING)
-    if project_id:
-        mine &= Upload.project_id == project_id
-    return rows_changed(await session.execute(update(Upload).where(mine).values(status=to, **values))) == 1
+async def _move(session: AsyncSession, caller: Caller, upload_id: str, to: UploadStatus, **values: str) -> bool:
+    """End the caller's upload if it is pending, in one statement."""
+    mine = (Upload.id == upload_id) & (Upload.project_id == caller.project.id)
+    pending = mine & (Upload.status == UploadStatus.PENDING)
+    return rows_changed(await session.execute(update(Upload).where(pending).values(status=to, **values))) == 1

@@ -1,4 +1,4 @@
-"""/v1/webhook_endpoints: where a project wants to be told that a batch ended. Calls as of the openai client 3.54."""
+"""/v1/webhook_endpoints: where a project is told that a batch ended. Calls as openai 3.54 makes them."""
 
 from typing import Annotated
 

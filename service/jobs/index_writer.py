@@ -17,7 +17,7 @@ TOKENIZE_LINES = 256
 
 @dataclass(slots=True)
 class IndexWriter:
-    """Writes a batch's index, some lines at a time; from the first error on nothing but lengths are looked at."""
+    """Writes a batch's index, some lines at a time; from the first error on only lengths are checked."""
 
     checker: LineChecker
     endpoint: str

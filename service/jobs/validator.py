@@ -21,7 +21,7 @@ from service.settings import Settings
 from service.storage import LineTooLong, Storage, Writer, file_key
 from service.tenants.quotas import enqueued_tokens, hold
 
-LONGEST_ERROR_LINE = 64 * 1024 * 1024
+MAX_ERROR_LINE_BYTES = 64 * 1024 * 1024
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 log = structlog.get_logger()
 
@@ -122,7 +122,7 @@ class Validator:
             return None
         async with self._database.read() as session:
             source = await session.scalar(select(Batch.error_file_id).where(Batch.id == batch.retry_of))
-        lines = self._storage.lines(file_key(source or ""), LONGEST_ERROR_LINE)
+        lines = self._storage.lines(file_key(source or ""), MAX_ERROR_LINE_BYTES)
         return frozenset([custom_id_of(line) async for _, line in lines])
 
     async def _judge_quota(self, session: AsyncSession, batch: Batch, checker: LineChecker, tokens: int) -> None:

@@ -13,14 +13,15 @@ from service.db.moves import rows_changed
 from service.db.sessions import Database
 from service.db.tables import Slice, SliceBatch, SliceStatus
 
-DEATHS_TO_TRY = 2  # so many deaths may be chance; then the slice is tried in parts
+DEATHS_TO_TRY = 2  # one may be chance; then the slice is tried in parts
+ALONE_DEATHS_TO_REFUSE = 2  # so many of a request by itself are its own doing
 
 
 @dataclass(frozen=True, slots=True)
 class Trial:
     """A slice whose workers died: it runs alone, `size` requests at a time.
 
-    Doubtful is the one at `place`, if it was alone in the engine at `alone_deaths` of these deaths.
+    `alone_deaths`: how many of these deaths the request at `place` met alone in the engine.
     """
 
     size: int

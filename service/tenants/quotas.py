@@ -7,7 +7,7 @@ from service.db.moves import LIVE
 from service.db.tables import Batch, File, Project, Upload, UploadStatus
 from service.errors import PayloadTooLarge, QuotaReached
 
-BATCH_RETRY_S = 60  # batches end within minutes
+BATCH_RETRY_S = 60  # how often it is worth asking again
 BYTES_RETRY_S = 3600
 
 

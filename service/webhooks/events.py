@@ -1,5 +1,7 @@
 """What is told when a batch ends, and to whom; written down in the transaction that ends it."""
 
+from typing import Literal, get_args
+
 import msgspec
 from sqlalchemy import select
 from sqlalchemy.ext.asyncio import AsyncSession
@@ -7,7 +9,8 @@ from sqlalchemy.ext.asyncio import AsyncSession
 from service import ids
 from service.db.tables import Batch, WebhookDelivery, WebhookEndpoint
 
-EVENT_TYPES = ("batch.completed", "batch.failed", "batch.expired", "batch.cancelled")
+EventType = Literal["batch.completed", "batch.failed", "batch.expired", "batch.cancelled"]
+EVENT_TYPES: tuple[str, ...] = get_args(EventType)
 
 
 async def announce(session: AsyncSession, batch_id: str, event_type: str, now: float) -> None:

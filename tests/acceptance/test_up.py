@@ -76,6 +76,35 @@ def test_demo_batches_finish_and_their_books_agree(up: Up) -> None:
 LONG = {"role": "user", "content": "word " * 9000}
 
 
+def test_responses_and_scores_run_as_batches(up: Up) -> None:
+    bodies: dict[str, dict[str, Any]] = {
+        "/v1/responses": {"input": "Name a colour.", "max_output_tokens": 4},
+        "/v1/score": {"query": "Is it blue?", "items": ["The sea", "Fire"], "label_token_ids": [5, 6]},
+    }
+    for url, body in bodies.items():
+        lines = [
+            {"custom_id": f"a-{n}", "method": "POST", "url": url, "body": {"model": MODEL, **body}} for n in range(20)
+        ]
+        batch = up.wait(up.submit(lines, url, extra_body={"batchweave": {"output_order": "input"}}))
+        assert (batch.status, batch.error_file_id) == ("completed", None)
+        answers = up.lines(batch.output_file_id)
+        assert list(answers) == [line["custom_id"] for line in lines]
+        usage = batch.usage
+        assert usage is not None
+        found = [answer["response"]["body"]["usage"] for answer in answers.values()]
+        assert usage.input_tokens == sum(each.get("input_tokens") or each["prompt_tokens"] for each in found)
+        assert usage.output_tokens == (80 if url == "/v1/responses" else 0)
+
+
+def test_a_batch_for_what_its_model_cannot_do_fails_at_once(up: Up) -> None:
+    lines = [{"custom_id": "a", "method": "POST", "url": "/v1/embeddings", "body": {"model": MODEL, "input": "x"}}]
+    batch = up.wait(up.submit(lines, "/v1/embeddings"))
+    assert batch.errors is not None
+    [error] = batch.errors.data or []
+    assert (batch.status, error.code, error.line) == ("failed", "invalid_url", 1)
+    assert "/v1/chat/completions" in (error.message or "")
+
+
 @pytest.mark.parametrize(
     ("data", "code", "number"),
     [

@@ -73,7 +73,7 @@ def main() -> None:
             if server:
                 server.cleanup()
         print(f"{sum(town.happened.values())} faults in {time.monotonic() - started:.0f} s, seed {given.seed}:")
-        for kind, count in town.happened.most_common():
+        for kind, count in (town.happened + town.points_reached).most_common():
             print(f"  {kind}: {count}")
 
 

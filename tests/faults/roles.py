@@ -10,6 +10,7 @@ import json
 import os
 import signal
 import time
+import zlib
 from collections.abc import AsyncGenerator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -33,8 +34,12 @@ from tests.integration.house import ScriptedAnswer
 
 KILLER = "kill the engine"
 REFUSED = "refuse this"
-# Where a process can be told to die; each stands before and after its call.
-POINTS = ("commit", "segment", "plan", "announce", "take_out", "write")
+# Where a process of each role can be told to die, before or after it.
+POINTS = {
+    "api": ("commit",),
+    "planner": ("commit", "plan", "announce", "write"),
+    "worker": ("commit", "segment", "take_out", "write"),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +63,7 @@ class LoggedEngine:
     async def run(self, endpoint: str, body: dict[str, Any], rid: str, kind: str) -> ScriptedAnswer:
         content = body["messages"][-1]["content"]
         os.write(self._log, f"{content}\n".encode())
-        await asyncio.sleep(0.002 + hash(content) % 20 / 1000)
+        await asyncio.sleep(0.002 + zlib.crc32(content.encode()) % 20 / 1000)
         if KILLER in content:
             os.kill(os.getpid(), signal.SIGKILL)
         if REFUSED in content:
@@ -138,7 +143,7 @@ def _prepare(config: Config) -> None:
 
     Storage.put = limited_put  # type: ignore[method-assign]
     if config.dies_at is not None:
-        _arm(*config.dies_at)
+        _arm(*config.dies_at, config.folder)
 
 
 def _number(path: Path) -> float:
@@ -148,8 +153,8 @@ def _number(path: Path) -> float:
         return 0.0
 
 
-def _arm(point: str, passes: int) -> None:
-    """Have this process die at the point when it was passed so often."""
+def _arm(point: str, passes: int, folder: Path) -> None:
+    """Have this process die at the point when it was passed so often, and leave word of it."""
     left = passes
 
     def pass_by(name: str) -> None:
@@ -157,6 +162,7 @@ def _arm(point: str, passes: int) -> None:
         if name == point:
             left -= 1
             if left < 0:
+                (folder / f"died-{name}-{os.getpid()}-{time.monotonic_ns()}").touch()
                 os.kill(os.getpid(), signal.SIGKILL)
 
     def around(owner: Any, method: str, name: str) -> None:

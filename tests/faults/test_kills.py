@@ -1,4 +1,4 @@
-"""Thirty random faults, some with requests that kill the engine: nothing is lost, doubled or run again.
+"""Random faults on each database, and requests that kill the engine: nothing is lost, doubled or run again.
 
 `make chaos N=1000` runs a longer campaign of the same.
 """
@@ -39,6 +39,6 @@ def town(
 
 
 @pytest.mark.timeout(600)
-def test_thirty_random_faults(town: Town) -> None:
+def test_random_faults_lose_and_repeat_nothing(town: Town) -> None:
     campaign(town, faults=15, requests=2000, say=print)
-    assert sum(town.happened.values()) >= 15
+    assert town.kept, "no shard was read at any fault"

@@ -15,6 +15,7 @@ from multiprocessing.context import ForkServerContext, ForkServerProcess
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import openai
 import psutil
 import redis
@@ -22,6 +23,7 @@ from openai.types import Batch
 
 from service.embedded_redis import server_command
 from service.settings import Settings
+from service.shards import Answer
 from tests.faults import roles
 from tests.faults.roles import KILLER, POINTS, REFUSED, Config
 
@@ -32,6 +34,7 @@ WITH_REDIS = ("redis", "flushall", "redis without its log")
 WITH_POSTGRES = ("postgres", "cut")  # cut: every connection to it ends
 ODD = ("hang", "full", "slow", "clock ahead", "clock back")
 BATCH_S = 120.0
+_answer = msgspec.json.Decoder(Answer)
 
 
 def forkserver() -> ForkServerContext:
@@ -101,10 +104,11 @@ class Town:
         kind = self.rng.choice(kinds)
         name = self.rng.choice(["planner", "worker-a", "worker-b", "api"])
         if kind == "point":
-            at = f"{self.rng.choice(['before', 'after'])} {self.rng.choice(POINTS)}"
+            point = self.rng.choice(POINTS[name.partition("-")[0]])
+            passes = 0 if point == "plan" else self.rng.randrange(12)
             self._kill(name)
-            self._begin(name, (at, self.rng.randrange(12)))
-            kind = at
+            self._begin(name, (f"{self.rng.choice(['before', 'after'])} {point}", passes))
+            kind = name  # the point itself is counted when it is reached
         elif kind in DIRECT:
             self._kill(kind)
         elif kind == "flushall":
@@ -129,7 +133,7 @@ class Town:
             cut = f"SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE {theirs}"
             self.postgres.psql(cut)
         elif kind == "hang":
-            self._pause(self.rng.choice(["worker-a", "worker-b"]))
+            kind = self._pause(self.rng.choice(["worker-a", "worker-b"]))
         elif kind in ("full", "slow"):
             flag = self.folder / kind
             flag.write_text("0.2")
@@ -146,14 +150,25 @@ class Town:
         process.kill()
         process.join()
 
-    def _pause(self, name: str) -> None:
-        """A worker that hangs for longer than its lease, and then goes on as if nothing had been."""
+    def _pause(self, name: str) -> str:
+        """A worker that hangs for longer than its lease, and then goes on as if nothing had been; what was done."""
         pid = self._running[name].pid
         if pid is None or not self._running[name].is_alive():
-            return
+            return f"{name} left dead"
         os.kill(pid, signal.SIGSTOP)
         time.sleep(self.settings.lease_s * 1.5)
         os.kill(pid, signal.SIGCONT)
+        return "hang"
+
+    @property
+    def points_reached(self) -> Counter[str]:
+        """Deaths at named places of the code."""
+        return Counter(path.name.split("-")[1] for path in self.folder.glob("died-*"))
+
+    @property
+    def kept(self) -> int:
+        """Answers that were in a shard at some fault."""
+        return len(self._runs_when_kept)
 
     def _redis_client(self) -> redis.Redis:
         return redis.Redis(unix_socket_path=str(self.folder / "redis" / "redis.sock"))
@@ -226,8 +241,8 @@ class Town:
             for name in names:
                 lines = _read(Path(folder) / name).split(b"\n") if "#" not in name else []
                 for raw in lines:
-                    response = json.loads(raw)[4]["response"] if raw else None
-                    if response and response["status_code"] == 200:
+                    response = json.loads(bytes(_answer.decode(raw).line))["response"] if raw else None
+                    if response is not None and response["status_code"] == 200:
                         kept.add(response["body"]["choices"][0]["message"]["content"])
         runs = self._runs()
         for content in kept:

@@ -149,7 +149,7 @@ async def test_a_batch_says_what_it_waits_for_and_when_it_ends(
     assert found["expected_gpu_seconds"] > 0
     await Heartbeat(house.redis).beat("worker-a", {"model": "test-model"})
     found = extras(client.batches.retrieve(second))
-    assert found["waiting_for"] == "1 batches before it"
+    assert found["waiting_for"] == "1 batch before it"
     assert found["earliest_at"] >= clock.now
     client.batches.cancel(second)
     await house.until_ended(second)

@@ -1,4 +1,4 @@
-"""Keys, projects and quotas through the official client: each test fails when the check is removed."""
+"""Keys, projects and quotas through the official client."""
 
 from collections.abc import Generator
 from io import BytesIO
@@ -36,6 +36,7 @@ async def clients(url: str, database: Database, clock: Clock) -> dict[str, opena
             ("mine", DEFAULT_PROJECT, Role.USER),
             ("theirs", OTHER, Role.USER),
             ("admin", DEFAULT_PROJECT, Role.ADMIN),
+            ("their admin", OTHER, Role.ADMIN),
         ):
             text, row = new_key(project, name, role, int(clock()), int(clock()) + 3600)
             session.add(row)
@@ -93,7 +94,12 @@ def test_another_projects_objects_are_not_found(clients: dict[str, openai.OpenAI
     mine, theirs = clients["mine"], clients["theirs"]
     file_id = upload(mine)
     batch_id = create(mine, file_id)
+    upload_id = mine.uploads.create(bytes=1, filename="a", mime_type="a", purpose="batch").id
     calls: list[Any] = [
+        lambda: theirs.uploads.parts.create(upload_id, data=b"x"),
+        lambda: theirs.uploads.complete(upload_id, part_ids=[]),
+        lambda: theirs.uploads.cancel(upload_id),
+        lambda: theirs.post(f"/batches/{batch_id}/retry", cast_to=object),
         lambda: theirs.files.retrieve(file_id),
         lambda: theirs.files.content(file_id),
         lambda: theirs.files.delete(file_id),
@@ -111,6 +117,28 @@ def test_another_projects_objects_are_not_found(clients: dict[str, openai.OpenAI
         theirs.files.list(after=file_id)
     assert mine.batches.retrieve(batch_id).status == "validating"
     assert [each.id for each in clients["admin"].files.list()] == [file_id]
+
+
+def test_webhooks_need_an_administrator_of_the_project(clients: dict[str, openai.OpenAI]) -> None:
+    wanted = {"name": "x", "url": "https://example.com/", "event_types": ["batch.completed"]}
+    made: Any = clients["admin"].post("/webhook_endpoints", cast_to=object, body=wanted)
+    path = f"/webhook_endpoints/{made['id']}"
+    calls: list[Any] = [
+        lambda client: client.post("/webhook_endpoints", cast_to=object, body=wanted),
+        lambda client: client.get("/webhook_endpoints", cast_to=object),
+        lambda client: client.get(path, cast_to=object),
+        lambda client: client.post(path, cast_to=object, body={"name": "y"}),
+        lambda client: client.post(f"{path}/rotate_secret", cast_to=object),
+        lambda client: client.post(f"{path}/test", cast_to=object, body={"event_type": "batch.completed"}),
+        lambda client: client.delete(path, cast_to=object),
+    ]
+    for call in calls:
+        with pytest.raises(openai.PermissionDeniedError) as caught:
+            call(clients["mine"])
+        assert caught.value.code == "insufficient_permissions"
+    for call in calls[2:]:
+        with pytest.raises(openai.NotFoundError):
+            call(clients["their admin"])
 
 
 def test_an_idempotency_key_is_its_projects_own(clients: dict[str, openai.OpenAI]) -> None:
@@ -214,8 +242,8 @@ def test_keys_are_off_only_on_loopback() -> None:
         load_settings(host="0.0.0.0", auth="none")
 
 
-def test_a_body_without_end_is_refused(url: str) -> None:
-    """Whoever sends it."""
+def test_a_body_over_the_limit_is_refused(url: str) -> None:
+    """Before any key is asked for."""
 
     def endless() -> Generator[bytes, None, None]:
         for _ in range(64):

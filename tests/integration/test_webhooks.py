@@ -12,7 +12,7 @@ import pytest
 from sqlalchemy import select
 
 from service.db.moves import move_batch
-from service.db.tables import BatchStatus, WebhookDelivery
+from service.db.tables import BatchStatus, WebhookDelivery, WebhookEndpoint
 from service.jobs.webhooks import GIVE_UP_S, Webhooks
 from service.settings import Settings
 from service.webhooks.delivery import Reach, Unreachable, deliver
@@ -74,7 +74,7 @@ def create(api: httpx.Client, url: str, *types: str) -> dict[str, Any]:
     return answer.json()
 
 
-async def end(house: House, status: BatchStatus = BatchStatus.COMPLETED) -> str:
+async def end(house: House) -> str:
     batch_id = await house.submit(jsonl([line(0)]))
     await house.plan()
     async with house.working(ScriptedEngine()):
@@ -106,6 +106,19 @@ async def test_only_wanted_events_of_the_own_project_come(
     house: House, api: httpx.Client, receiver: Receiver, open_settings: Settings
 ) -> None:
     create(api, receiver.url, "batch.cancelled")
+    async with house.database.write() as session:
+        session.add(
+            WebhookEndpoint(
+                id="theirs",
+                project_id="proj_other",
+                name="x",
+                url=receiver.url,
+                event_types=["batch.cancelled"],
+                secret="",
+                created_at=0,
+                updated_at=0,
+            )
+        )
     await end(house)
     cancelled = await house.submit(jsonl([line(0)]))
     async with house.database.write() as session:

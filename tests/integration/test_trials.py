@@ -1,0 +1,88 @@
+"""How a request that kills its engine is found: each death halves what is tried, each success doubles it."""
+
+import asyncio
+import itertools
+from typing import Any
+
+from service.queue.leases import Lease, Leases, free_expired
+from service.slice_run import SliceRun
+from tests.integration.house import House, ScriptedAnswer, ScriptedEngine, jsonl, line
+
+SIZE = 8
+
+
+class MortalEngine(ScriptedEngine):
+    """Says when it would die; from then on it answers nothing."""
+
+    killers: frozenset[str] = frozenset()
+
+    async def run(self, endpoint: str, body: dict[str, Any], rid: str, kind: str) -> ScriptedAnswer:
+        if body["messages"][-1]["content"] in self.killers:
+            assert self.hold is not None
+            self.hold.set()
+        if self.hold is not None and self.hold.is_set():
+            await asyncio.Event().wait()
+        return await super().run(endpoint, body, rid, kind)
+
+
+async def one_life(house: House, leases: Leases, killers: frozenset[str]) -> tuple[list[int], bool]:
+    """Run the slice until the engine dies of it or it is done: sizes of its trials, and whether it is done."""
+    engine = MortalEngine(hold=asyncio.Event(), hold_after=10**6)
+    engine.killers = killers
+    sizes = list[int]()
+    lease = await leases.claim(1)
+    assert lease is not None
+
+    async def no_progress(*_: Any) -> None: ...
+
+    async def begin_trial(lease: Lease, size: int, place: int) -> bool:
+        sizes.append(size)
+        return await leases.begin_trial(lease, size, place)
+
+    run = SliceRun(lease, house.database, house.storage, engine, house.settings, no_progress, begin_trial)
+    task, died = asyncio.create_task(run.run()), asyncio.create_task(engine.hold.wait())  # type: ignore[union-attr]
+    await asyncio.wait([task, died], return_when=asyncio.FIRST_COMPLETED)
+    if task.done():
+        died.cancel()
+        assert await leases.finish(lease, run.counts)
+        return sizes, True
+    await asyncio.sleep(0.05)  # what is answered is written; then the process ends
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+    house.clock.now += house.settings.lease_s + 1
+    assert await free_expired(house.database, house.clock.now) == 1
+    return sizes, False
+
+
+async def test_a_killer_is_found_by_halving_and_the_rest_is_answered(house: House) -> None:
+    batch_id = await house.submit(jsonl(line(n) for n in range(SIZE)))
+    await house.plan()
+    leases = Leases(house.database, "w", house.settings.lease_s, house.clock)
+    lives = list[list[int]]()
+    done = False
+    while not done:
+        sizes, done = await one_life(house, leases, frozenset({"request 5"}))
+        lives.append(sizes)
+        assert len(lives) < 20
+    assert lives[:2] == [[], []]  # two deaths may be chance
+    assert len(lives[2]) == 1  # then all that is left of it is tried, alone
+    assert all(sizes[0] <= max(before[-1] // 2, 1) for before, sizes in itertools.pairwise(lives[2:-1]))
+    assert [sizes[-1] for sizes in lives[-3:-1]] == [1, 1]  # alone in the engine at two deaths
+    [batch] = await house.until_ended(batch_id)
+    output, errors = await house.results(batch)
+    assert set(errors) == {"id-5"}
+    assert "died" in errors["id-5"]["error"]["message"]
+    assert len(output) == SIZE - 1
+
+
+async def test_deaths_that_no_request_causes_cost_nobody_an_answer(house: House) -> None:
+    batch_id = await house.submit(jsonl(line(n) for n in range(SIZE)))
+    await house.plan()
+    leases = Leases(house.database, "w", house.settings.lease_s, house.clock)
+    for _ in range(3):
+        assert await leases.claim(1)
+        house.clock.now += house.settings.lease_s + 1
+        assert await free_expired(house.database, house.clock.now) == 1
+    assert await one_life(house, leases, frozenset()) == ([SIZE], True)
+    [batch] = await house.until_ended(batch_id)
+    assert len((await house.results(batch))[0]) == SIZE
