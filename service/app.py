@@ -97,5 +97,7 @@ def _database_error(request: Request, error: Exception) -> JSONResponse:
 
 
 def _unexpected_error(request: Request, error: Exception) -> JSONResponse:
-    log.error("request failed", path=request.url.path, exc_info=error)
-    return _answer(ApiError("The service failed on this request; its log says why.", code="internal_error"))
+    log.error("request failed", path=request.url.path, request_id=request.state.request_id, exc_info=error)
+    answer = _answer(ApiError("The service failed on this request; its log says why.", code="internal_error"))
+    answer.headers["x-request-id"] = request.state.request_id  # which Edge sets on all that pass through it
+    return answer

@@ -86,7 +86,9 @@ class QuotaReached(ApiError):
 
     @property
     def headers(self) -> dict[str, str]:
-        return {"Retry-After": str(self._retry_after_s)}
+        # The client's own retry of a create would look like one whose answer was lost.
+        own = {} if self.code == "rate_limit_exceeded" else {"x-should-retry": "false"}
+        return {"Retry-After": str(self._retry_after_s), **own}
 
 
 class Unavailable(ApiError):

@@ -64,6 +64,10 @@ class _TokenDetails(msgspec.Struct):
     cached_tokens: int | None = 0
 
 
+class _OutputDetails(msgspec.Struct):
+    reasoning_tokens: int | None = 0
+
+
 class _BodyUsage(msgspec.Struct):
     """Of chat completions, and in the words of responses."""
 
@@ -74,6 +78,7 @@ class _BodyUsage(msgspec.Struct):
     input_tokens: int = 0
     output_tokens: int = 0
     input_tokens_details: _TokenDetails | None = None
+    output_tokens_details: _OutputDetails | None = None
 
 
 class _BodyError(msgspec.Struct):
@@ -168,6 +173,7 @@ class SliceRun:
             self._keep(requests[0], None, {"code": "server_error", "message": KILLS})
             self.remaining -= 1
             requests = requests[1:]
+            await self._flush_to_the_end()  # before another may kill this process
         while requests and not self._stopping:
             part, requests = requests[:size], requests[size:]
             if not await self._begin_trial(self.lease, len(part), part[0].place):
@@ -348,9 +354,10 @@ def _usage(body: bytes) -> Usage:
     if found is None:
         return NO_USAGE
     details = found.prompt_tokens_details or found.input_tokens_details
+    output = found.output_tokens_details
     return Usage(
         input=found.prompt_tokens or found.input_tokens,
         cached=(details.cached_tokens or 0) if details else 0,
         output=found.completion_tokens or found.output_tokens,
-        reasoning=found.reasoning_tokens or 0,
+        reasoning=found.reasoning_tokens or (output.reasoning_tokens if output else 0) or 0,
     )

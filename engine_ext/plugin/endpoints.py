@@ -6,7 +6,7 @@ Every refusal here was seen to kill, hang or mislead a real engine, or stands fo
 import json
 from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeGuard
 
 from pydantic import BaseModel, PrivateAttr
 from sglang.srt.entrypoints.openai.protocol import (
@@ -101,6 +101,8 @@ class Endpoints:
     def _embedding_fault(self, request: Any) -> Fault:
         given = request.input
         items = given if isinstance(given, list) and given and not isinstance(given[0], int) else [given]
+        if not all(isinstance(item, str) or _is_ids(item) for item in items):
+            return "input", "must be text or token ids"  # parts may name files and hosts, and are not measured
         return _overridden(request) or self._prompts_fault("input", items)
 
     def _score_fault(self, request: Any) -> Fault:
@@ -134,7 +136,7 @@ class Endpoints:
                 tokens = len(item.encode()) + SPARE_TOKENS  # a token has a byte at least
                 if tokens >= longest:
                     tokens = len(self._manager.tokenizer.encode(item))
-            elif isinstance(item, list) and all(isinstance(each, int) for each in item):
+            elif _is_ids(item):
                 if not item:
                     return name, "an empty list of token ids"
                 if not all(0 <= each < self._vocab_size for each in item):
@@ -182,6 +184,10 @@ def _overridden(request: Any) -> Fault:
     return next(
         ((name, "not possible in a batch") for name in OVERRIDES if getattr(request, name, None) is not None), None
     )
+
+
+def _is_ids(item: Any) -> TypeGuard[list[int]]:
+    return isinstance(item, list) and all(isinstance(each, int) for each in item)
 
 
 def _joined(query: Any, item: Any) -> Any:

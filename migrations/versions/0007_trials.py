@@ -13,10 +13,11 @@ def upgrade() -> None:
         batch_op.add_column(sa.Column("deaths", sa.Integer(), nullable=False, server_default="0"))
         batch_op.add_column(sa.Column("trial", sa.BigInteger(), nullable=True))
         batch_op.add_column(sa.Column("trial_place", sa.BigInteger(), nullable=True))
+        batch_op.add_column(sa.Column("trial_epoch", sa.BigInteger(), nullable=True))
         batch_op.add_column(sa.Column("alone_deaths", sa.Integer(), nullable=False, server_default="0"))
 
 
 def downgrade() -> None:
     with op.batch_alter_table("slices", schema=None) as batch_op:
-        for name in ("alone_deaths", "trial_place", "trial", "deaths"):
+        for name in ("alone_deaths", "trial_epoch", "trial_place", "trial", "deaths"):
             batch_op.drop_column(name)

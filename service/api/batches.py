@@ -4,7 +4,7 @@ import hashlib
 from typing import Annotated
 
 from fastapi import APIRouter, Query
-from sqlalchemy import func, select
+from sqlalchemy import ColumnElement, func, select
 from sqlalchemy.exc import IntegrityError
 from sqlalchemy.ext.asyncio import AsyncSession
 
@@ -22,7 +22,7 @@ from service.queue.leases import Counts
 from service.standing import alive_by_model, standing
 from service.tenants import audit
 from service.tenants.keys import Caller
-from service.tenants.quotas import check_batches
+from service.tenants.quotas import check_batches, hold
 
 _UNIT_S = {"m": 60, "h": 3600, "d": 86400}
 _LIVE = (BatchStatus.IN_PROGRESS, BatchStatus.FINALIZING, BatchStatus.CANCELLING)
@@ -45,11 +45,12 @@ async def create_batch(body: CreateBatch, here: Here, caller: CalledBy, again: T
 async def _create(body: CreateBatch, here: Context, caller: Caller, again: Again) -> Batch:
     now, asked = int(here.clock()), digest(body)
     async with here.database.write() as session:
+        await hold(session, caller.project.id)  # so that of two tries at once the second sees the first
         before = await again.find(session, caller.project.id, asked, now)
         if before is not None:
             return before
-        mine = (File.id == body.input_file_id) & (File.project_id == caller.project.id) & File.deleted_at.is_(None)
-        file = (await session.scalars(select(File).where(mine))).one_or_none()
+        mine = (File.id == body.input_file_id) & (File.project_id == caller.project.id)
+        file = (await session.scalars(select(File).where(mine, _is_kept(now)))).one_or_none()
         if file is None:
             message = f"No such File object: {body.input_file_id}. Upload it with purpose 'batch' first."
             raise BadRequest(message, code="file_not_found", param="input_file_id")
@@ -106,6 +107,7 @@ async def retry_batch(batch_id: ObjectId, here: Here, caller: CalledBy, again: T
 async def _retry(batch_id: str, here: Context, caller: Caller, again: Again) -> Batch:
     now, asked = int(here.clock()), hashlib.sha256(f"retry {batch_id}".encode()).hexdigest()
     async with here.database.write() as session:
+        await hold(session, caller.project.id)  # so that of two tries at once the second sees the first
         before = await again.find(session, caller.project.id, asked, now)
         if before is not None:
             return before
@@ -119,7 +121,7 @@ async def _retry(batch_id: str, here: Context, caller: Caller, again: Again) -> 
         kept = (
             select(func.count())
             .select_from(File)
-            .where(File.id.in_([source.input_file_id, source.error_file_id]), File.deleted_at.is_(None))
+            .where(File.id.in_([source.input_file_id, source.error_file_id]), _is_kept(now))
         )
         if int((await session.execute(kept)).scalar_one()) != 2:
             message = "The batch's input or error file was deleted or has expired; send the requests in a new file."
@@ -170,6 +172,11 @@ async def _find(session: AsyncSession, caller: Caller, batch_id: str) -> Batch:
     if batch is None:
         raise NotFound(f"No such Batch object: {batch_id}", param="id")
     return batch
+
+
+def _is_kept(now: int) -> ColumnElement[bool]:
+    """Whether a file is there, and not about to be deleted."""
+    return File.deleted_at.is_(None) & (File.expires_at.is_(None) | (File.expires_at > now))
 
 
 def _seconds(completion_window: str) -> int:

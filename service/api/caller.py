@@ -18,8 +18,10 @@ _bearer = HTTPBearer(auto_error=False, description="A key made by `batchweave ke
 
 def _check_local(request: Request) -> None:
     """Raises Forbidden for other names: by DNS rebinding a web page could reach a service that asks for no keys."""
-    origin = request.headers.get("origin")
-    names = [request.url.hostname, urlsplit(origin).hostname if origin else "localhost"]
+    try:
+        names = [request.url.hostname, urlsplit(request.headers.get("origin", "http://localhost")).hostname]
+    except ValueError:
+        names = [None]
     if not all(name and is_loopback(name) for name in names):
         message = "Without keys the API answers to local addresses only. Set BATCHWEAVE_AUTH=keys and make a key."
         raise Forbidden(message, code="not_local")

@@ -23,6 +23,7 @@ from service.tenants.quotas import check_bytes
 
 PART_BYTES = 64 * 1024 * 1024
 UPLOAD_S = 3600
+MAX_PARTS = 10_000
 MAX_PARTS_RATIO = 2  # of all parts' bytes to the upload's, since a part that is sent again is another one
 
 router = APIRouter(prefix="/v1/uploads", tags=["uploads"])
@@ -80,6 +81,8 @@ async def create_part(upload_id: ObjectId, request: Request, here: Here, caller:
             form = await reader.read(request.stream(), writer.write)
             if form.filename is None:
                 raise BadRequest("The form has no part 'data'.", code="missing_required_parameter", param="data")
+            if not form.size_bytes:
+                raise BadRequest("The part is empty.", code="empty_part", param="data")
     except ClientDisconnect as error:
         raise BadRequest("The upload was cut off.") from error
     now = int(here.clock())
@@ -89,8 +92,10 @@ async def create_part(upload_id: ObjectId, request: Request, here: Here, caller:
             # Locked, so that parts that come at once are all counted.
             held = select(Upload).where(Upload.id == upload_id).with_for_update()
             _check_pending((await session.scalars(held)).one(), now)
-            sizes = select(func.coalesce(func.sum(UploadPart.size_bytes), 0)).where(UploadPart.upload_id == upload_id)
-            before = int((await session.execute(sizes)).scalar_one())
+            sizes = select(func.count(), func.coalesce(func.sum(UploadPart.size_bytes), 0))
+            count, before = (await session.execute(sizes.where(UploadPart.upload_id == upload_id))).one()
+            if count >= MAX_PARTS:
+                raise BadRequest(f"An upload has {MAX_PARTS} parts at most.", code="too_many_parts", param="data")
             if before + form.size_bytes > MAX_PARTS_RATIO * upload.size_bytes:
                 most = MAX_PARTS_RATIO * upload.size_bytes
                 message = f"The parts have {before + form.size_bytes} bytes, sent again ones included; at most {most}."
@@ -120,7 +125,13 @@ async def complete_upload(upload_id: ObjectId, body: CompleteUpload, here: Here,
         created_at=now,
         expires_at=now + upload.keep_s,
     )
-    await _join(here, upload, body, file_key(file.id))
+    try:
+        await _join(here, upload, body, file_key(file.id))
+    except FileNotFoundError as error:  # another call has completed or cancelled it a moment ago
+        upload, stored = await _find(here, caller, upload_id)
+        if upload.status == UploadStatus.COMPLETED:
+            return UploadObject.of(upload, stored)
+        raise BadRequest("The upload has ended meanwhile.", code="upload_not_pending") from error
     async with here.database.write() as session:
         won = await _move(session, caller, upload_id, UploadStatus.COMPLETED, file_id=file.id)
         if won:
@@ -191,16 +202,13 @@ async def _check_parts(here: Context, upload: Upload, part_ids: Sequence[str]) -
 
 
 async def _join(here: Context, upload: Upload, body: CompleteUpload, key: str) -> None:
-    """Write the file's object. Raises BadRequest when its MD5 is not the client's."""
+    """Write the file's object. Raises BadRequest for another MD5, FileNotFoundError for a part that is gone."""
     digest = hashlib.md5(usedforsecurity=False)
     async with here.storage.writer(key) as writer:
         for part_id in body.part_ids:
-            try:
-                async for chunk in here.storage.stream(part_key(upload.id, part_id)):
-                    digest.update(chunk)
-                    await writer.write(chunk)
-            except FileNotFoundError as error:  # completed or cancelled by another call a moment ago
-                raise BadRequest("The upload has ended meanwhile.", code="upload_not_pending") from error
+            async for chunk in here.storage.stream(part_key(upload.id, part_id)):
+                digest.update(chunk)
+                await writer.write(chunk)
         if body.md5 is not None and body.md5.lower() != digest.hexdigest():
             message = f"The file's MD5 is {digest.hexdigest()}, not {body.md5}: send the parts again."
             raise BadRequest(message, code="md5_mismatch", param="md5")

@@ -252,10 +252,11 @@ class Slice(Base):
     epoch: Mapped[int] = mapped_column(BigInteger, default=0)  # grows with each lease; an older one is refused
     lease_until: Mapped[float | None] = mapped_column(Float(53))
     # Leases that ended by a death. From the second on the slice runs alone, so many requests at a time as `trial` says,
-    # from the place `trial_place`; `alone_deaths` of one request by itself are its own doing.
+    # from the place `trial_place`, in the lease `trial_epoch`; `alone_deaths` of one by itself are its own doing.
     deaths: Mapped[int] = mapped_column(Integer, default=0, server_default="0")
     trial: Mapped[int | None] = mapped_column(BigInteger)
     trial_place: Mapped[int | None] = mapped_column(BigInteger)
+    trial_epoch: Mapped[int | None] = mapped_column(BigInteger)
     alone_deaths: Mapped[int] = mapped_column(Integer, default=0, server_default="0")
 
 

@@ -27,7 +27,7 @@ class _Response(msgspec.Struct):
 
 
 class _Line(msgspec.Struct):
-    custom_id: str
+    custom_id: str | None
     response: _Response | None = None
     error: _Error | None = None
 
@@ -56,7 +56,7 @@ class Digest:
             key, {"status_code": status, "code": code, "message": message, "count": 0, "custom_ids": []}
         )
         cause["count"] += 1
-        if len(cause["custom_ids"]) < SAMPLES:
+        if len(cause["custom_ids"]) < SAMPLES and found.custom_id is not None:
             cause["custom_ids"].append(found.custom_id)
 
     @property

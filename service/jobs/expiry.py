@@ -53,6 +53,8 @@ class Expiry:
             gone = (await session.scalars(late)).all()
         for file_id in gone:
             async with self._database.write() as session:
-                await session.execute(update(File).where(File.id == file_id).values(deleted_at=int(now)))
-            await self._storage.delete(file_key(file_id))
+                still = (File.id == file_id) & File.id.not_in(in_use)  # a batch may have begun with it meanwhile
+                gone_now = await session.execute(update(File).where(still).values(deleted_at=int(now)))
+            if rows_changed(gone_now):
+                await self._storage.delete(file_key(file_id))
         return len(gone)

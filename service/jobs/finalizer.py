@@ -1,6 +1,6 @@
 """The finalizer: joins shards into the output and error files, one line per custom_id, and ends the batch."""
 
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from typing import Any
@@ -18,7 +18,7 @@ from service.jobs.desk import Desk
 from service.jobs.digest import Digest
 from service.jobs.input_order import InputOrder
 from service.jobs.lines import custom_id_of
-from service.request_index import RequestIndex
+from service.request_index import Records, RequestIndex
 from service.shards import Answer, Shard, Usage
 from service.storage import Storage, Writer, file_key
 
@@ -195,21 +195,25 @@ class Finalizer:
                 continue
             numbers = [first + at for at, done in enumerate(answered[first : first + count]) if not done]
             records = (await index.read(first, count))[[number - first for number in numbers]]
+            for number, name in zip(numbers, await self._names(batch, records), strict=True):
+                line = {
+                    "id": ids.batch_request_id(),
+                    "custom_id": name,
+                    "response": None,
+                    "error": {"code": code, "message": message},
+                }
+                yield number, msgspec.json.encode(line)
+
+    async def _names(self, batch: Batch, records: Records) -> Sequence[str | None]:
+        """Their custom_ids; None where the input was removed from the store behind our back, so that batches end."""
+        try:
             lines = await self._storage.read_ranges(
                 file_key(batch.input_file_id), records["offset"].tolist(), records["length"].tolist()
             )
-            for number, line in zip(numbers, lines, strict=True):
-                yield (
-                    number,
-                    msgspec.json.encode(
-                        {
-                            "id": ids.batch_request_id(),
-                            "custom_id": custom_id_of(line),
-                            "response": None,
-                            "error": {"code": code, "message": message},
-                        }
-                    ),
-                )
+        except FileNotFoundError:
+            log.exception("input file is gone", batch=batch.id, file=batch.input_file_id)
+            return [None] * len(records)
+        return [custom_id_of(line) for line in lines]
 
     async def _commit(
         self,

@@ -47,7 +47,7 @@ class Webhooks:
         due = (
             select(WebhookDelivery, WebhookEndpoint)
             .join(WebhookEndpoint, WebhookEndpoint.id == WebhookDelivery.endpoint_id)
-            .where(WebhookDelivery.next_at <= now)
+            .where(WebhookDelivery.next_at <= now, WebhookEndpoint.deleted_at.is_(None))
             .order_by(WebhookDelivery.next_at)
             .limit(1)
         )

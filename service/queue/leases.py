@@ -86,6 +86,7 @@ class Leases:
                 .values(
                     trial=size,
                     trial_place=place,
+                    trial_epoch=lease.epoch,
                     alone_deaths=case((Slice.trial_place == place, Slice.alone_deaths), else_=0),
                 )
             )
@@ -143,14 +144,18 @@ class Leases:
 
 
 def _died() -> dict[Any, Any]:
-    """A slice whose worker is gone is ready again; a trial that it did not survive goes on with half as many."""
+    """A slice whose worker is gone is ready again; a trial that it did not survive goes on with half as many.
+
+    A lease that had begun no trial says nothing of the slice: its worker died of others.
+    """
+    tried = Slice.trial_epoch == Slice.epoch
     return {
         "status": SliceStatus.READY,
         "owner": None,
         "lease_until": None,
         "deaths": Slice.deaths + 1,
-        "trial": case((Slice.trial > 1, Slice.trial // 2), else_=Slice.trial),
-        "alone_deaths": case((Slice.trial == 1, Slice.alone_deaths + 1), else_=0),
+        "trial": case((tried & (Slice.trial > 1), Slice.trial // 2), else_=Slice.trial),
+        "alone_deaths": case((tried & (Slice.trial == 1), Slice.alone_deaths + 1), else_=Slice.alone_deaths),
     }
 
 

@@ -9,6 +9,7 @@ from urllib.parse import urlsplit
 import httpx
 
 TIMEOUT_S = 10.0
+GLOBAL_V6 = ipaddress.ip_network("2000::/3")
 
 
 class Unreachable(Exception):
@@ -23,15 +24,15 @@ class Reach:
 
     def check(self, url: str) -> None:
         """Raises Unreachable for what no delivery may go to, as far as the URL itself says."""
-        parts = urlsplit(url)
+        try:
+            parts = urlsplit(url)
+            _ = parts.port
+        except ValueError as error:
+            raise Unreachable("the URL is malformed") from error
         if parts.scheme != "https" and not (self.private and parts.scheme == "http"):
             raise Unreachable("the URL must begin with https://")
         if not parts.hostname or parts.username is not None or parts.password is not None:
             raise Unreachable("the URL must name a host, and no user")
-        try:
-            _ = parts.port
-        except ValueError as error:
-            raise Unreachable("the URL's port is not a number up to 65535") from error
 
     async def address(self, host: str, port: int) -> str:
         """The host's address that is connected to; asked once, so that a name cannot change its mind in between."""
@@ -74,5 +75,9 @@ async def deliver(url: str, body: bytes, headers: dict[str, str], reach: Reach) 
 
 def _is_public(address: str) -> bool:
     parsed = ipaddress.ip_address(address.partition("%")[0])
-    mapped = getattr(parsed, "ipv4_mapped", None) or getattr(parsed, "sixtofour", None)
-    return (mapped or parsed).is_global and not (mapped or parsed).is_multicast
+    if isinstance(parsed, ipaddress.IPv6Address):
+        inner = parsed.ipv4_mapped or parsed.sixtofour
+        if inner is None and parsed not in GLOBAL_V6:  # ways to say an IPv4 address, and old private ranges
+            return False
+        parsed = inner or parsed
+    return parsed.is_global and not parsed.is_multicast

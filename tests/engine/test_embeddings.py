@@ -60,6 +60,8 @@ def test_embeddings(embedder: RealEngine) -> None:
             {"input": "x", "embed_overrides": [[[0.0]]], "embed_override_token_id": 5},
             {"input": "x", "dimensions": 7},
             {"input": {"a": 1}},
+            {"input": [{"image": "file:///etc/passwd"}]},
+            {"input": [{"text": "word " * 20_000}]},
         ):
             found = await ask(embedder, "/v1/embeddings", refused)
             assert (found["status_code"], bool(found["error"]["message"])) == (400, True), refused

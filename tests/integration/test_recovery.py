@@ -13,6 +13,7 @@ from sqlalchemy.ext.asyncio import AsyncSession
 from service.db.tables import BatchStatus, Model, Slice, SliceStatus
 from service.queue.leases import Leases, free_expired
 from service.shards import Answer, Shard, Usage
+from service.storage import file_key
 from tests.integration.house import (
     House,
     ScriptedAnswer,
@@ -290,3 +291,14 @@ async def test_sweeper_deletes_what_a_crash_left_and_nothing_young(house: House)
 
 def replace_usage(answer: Answer) -> Answer:
     return Answer(answer.batch_id, answer.request, answer.ok, Usage(99, 99, 99, 99), answer.line)
+
+
+async def test_a_batch_ends_though_its_input_was_removed_from_the_store(house: House) -> None:
+    batch_id = await house.submit(jsonl(line(n) for n in range(6)), window_s=60)
+    await house.plan()
+    await house.storage.delete(file_key((await house.batch(batch_id)).input_file_id))
+    house.clock.now += 61
+    await house.expiry.run_once()
+    [batch] = await house.until_ended(batch_id)
+    lines = (await house.storage.read(file_key(batch.error_file_id or ""))).splitlines()
+    assert (batch.status, batch.failed, len(lines)) == (BatchStatus.EXPIRED, 6, 6)

@@ -164,6 +164,7 @@ async def test_batches_quota_gives_back_when_one_ends(clients: dict[str, openai.
         create(clients["mine"])
     assert caught.value.code == "batches_quota"
     assert 0 < int(caught.value.response.headers["retry-after"]) <= 60
+    assert caught.value.response.headers["x-should-retry"] == "false"
     async with database.write() as session:
         await session.execute(update(Batch).where(Batch.id == first).values(status=BatchStatus.COMPLETED))
     create(clients["mine"])
@@ -229,7 +230,7 @@ async def test_changes_are_in_the_audit_log(clients: dict[str, openai.OpenAI], d
 def test_without_keys_only_local_names_are_answered(settings: Settings, clock: Clock) -> None:
     with serve(settings, clock) as url:
         assert httpx.get(f"{url}/v1/files").status_code == 200
-        for headers in ({"Host": "evil.example"}, {"Origin": "https://evil.example"}):
+        for headers in ({"Host": "evil.example"}, {"Origin": "https://evil.example"}, {"Origin": "http://["}):
             found = httpx.get(f"{url}/v1/files", headers=headers)
             assert (found.status_code, found.json()["error"]["code"]) == (403, "not_local")
 

@@ -75,6 +75,41 @@ async def test_a_killer_is_found_by_halving_and_the_rest_is_answered(house: Hous
     assert len(output) == SIZE - 1
 
 
+async def test_two_killers_side_by_side_are_both_found(house: House) -> None:
+    """The line of the first must be kept before the second kills the process."""
+    house.settings = house.settings.model_copy(update={"flush_s": 30.0})
+    batch_id = await house.submit(jsonl(line(n) for n in range(4)))
+    await house.plan()
+    leases = Leases(house.database, "w", house.settings.lease_s, house.clock)
+    lives = 1
+    while not (await one_life(house, leases, frozenset({"request 0", "request 1", "request 2", "request 3"})))[1]:
+        lives += 1
+        assert lives < 40
+    [batch] = await house.until_ended(batch_id)
+    assert len((await house.results(batch))[1]) == 4
+
+
+async def test_a_slice_that_only_waited_is_not_blamed(house: House) -> None:
+    await house.submit(jsonl(line(n) for n in range(SIZE)))
+    await house.plan()
+    leases = Leases(house.database, "w", house.settings.lease_s, house.clock)
+
+    async def die(begins: bool) -> Lease:
+        lease = await leases.claim(1)
+        assert lease is not None
+        if begins:
+            assert await leases.begin_trial(lease, 1, 0)
+        house.clock.now += house.settings.lease_s + 1
+        await free_expired(house.database, house.clock.now)
+        return lease
+
+    for begins in (False, False, True, False, False):
+        await die(begins)
+    last = await die(False)
+    assert last.trial is not None
+    assert (last.trial.size, last.trial.alone_deaths) == (1, 1)
+
+
 async def test_deaths_that_no_request_causes_cost_nobody_an_answer(house: House) -> None:
     batch_id = await house.submit(jsonl(line(n) for n in range(SIZE)))
     await house.plan()
