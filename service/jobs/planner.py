@@ -1,9 +1,7 @@
 """The planner: gathers what waits for a model into a window, plans it, and commits its slices in one transaction."""
 
 import asyncio
-import math
-from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -21,6 +19,7 @@ from service.db.moves import rows_changed
 from service.db.sessions import Database
 from service.db.tables import Batch, BatchStatus, Model, Project, Slice, SliceBatch, Window
 from service.jobs.desk import Desk
+from service.jobs.fair_window import Span, fill, fitting
 from service.model_costs import FALLBACK, planning_costs
 from service.plan_artifact import PLACE, Places, PlanArtifact, PlanHeader
 from service.request_index import RequestIndex
@@ -33,22 +32,6 @@ log = structlog.get_logger()
 
 class PlanOutdated(Exception):
     """A batch of the window was cancelled or planned by someone else meanwhile; the window is not committed."""
-
-
-@dataclass(frozen=True, slots=True)
-class Span:
-    """The requests [first, first + count) of a batch that go into the window; the batch ends at `expires_at`.
-
-    `weight`: its project's share of the work, beside other projects that wait.
-    """
-
-    batch_id: str
-    project_id: str
-    weight: float
-    index_id: str
-    first: int
-    count: int
-    expires_at: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,32 +58,6 @@ class Gathered:
         tenant = np.array([projects.index(span.project_id) for span in self.spans], dtype=np.int64)
         batch = self.places["batch"]
         return Wishes(np.maximum(ends, 0.0)[batch], tenant[batch], np.array([weights[each] for each in projects]))
-
-
-def fill(waiting: list[Span], room: int) -> list[Span]:
-    """What goes into a window of so many requests: each project has its share, and what one leaves others take."""
-    wanted: Counter[str] = Counter()
-    for span in waiting:
-        wanted[span.project_id] += span.count
-    shares = shared_room(wanted, {span.project_id: span.weight for span in waiting}, room)
-    chosen: list[Span] = []
-    for span in waiting:
-        count = min(span.count, shares[span.project_id])
-        if count:
-            chosen.append(replace(span, count=count))
-            shares[span.project_id] -= count
-    return chosen
-
-
-def shared_room(wanted: Mapping[str, int], weights: Mapping[str, float], room: int) -> dict[str, int]:
-    """Room by project, at most what it wants, in proportion to its weight among those that want more (max-min)."""
-    shares: dict[str, int] = {}
-    # Whoever wants least of its share is served first, and leaves the most to the others.
-    for project in sorted(wanted, key=lambda each: wanted[each] / weights[each]):
-        left = sum(weights[each] for each in wanted if each not in shares)
-        free = room - sum(shares.values())
-        shares[project] = min(wanted[project], free, math.ceil(free * weights[project] / left))
-    return shares
 
 
 def _expected(plan: WindowPlan, order: Places, spans: int) -> list[list[float]]:
@@ -205,34 +162,25 @@ class Planner:
         return self._costs[source]
 
     async def _read(self, wanted: list[Span]) -> Gathered:
-        """What fits of the wanted spans, at least one request."""
+        """What fits of the wanted spans into the window's tokens, each project by its weight."""
+        indexes = [RequestIndex(self._storage, span.index_id) for span in wanted]
+        found = [await index.read(span.first, span.count) for index, span in zip(indexes, wanted, strict=True)]
+        counts = fitting(wanted, [records["tokens"] for records in found], self._settings.window_tokens)
         spans: list[Span] = []
         places: list[NDArray[np.void]] = []
         tokens: list[NDArray[np.uint32]] = []
-        lengths: list[NDArray[np.int64]] = []
-        asked: list[NDArray[np.int64]] = []
-        room = self._settings.window_tokens
-        for number, span in enumerate(wanted):
-            index = RequestIndex(self._storage, span.index_id)
-            records = await index.read(span.first, span.count)
-            ends = np.cumsum(records["tokens"].astype(np.int64))
-            fitting = int(np.searchsorted(ends, room, side="right"))
-            count = fitting if spans else max(fitting, 1)
-            if count == 0:
-                break
-            place = np.zeros(count, dtype=PLACE)
-            place["batch"] = number
-            place["request"] = np.arange(span.first, span.first + count)
-            spans.append(replace(span, count=count))
-            places.append(place)
-            lengths.append(records["tokens"][:count].astype(np.int64))
-            asked.append(records["asked"][:count].astype(np.int64))
-            tokens.append(await index.token_ids(records[:count]))
-            room -= int(ends[count - 1])
-            if count < span.count:
-                break
-        starts = np.concatenate([[0], np.cumsum(np.concatenate(lengths))]).astype(np.int64)
-        return Gathered(spans, np.concatenate(places), Prompts(np.concatenate(tokens), starts), np.concatenate(asked))
+        for span, index, records, count in zip(wanted, indexes, found, counts, strict=True):
+            if count:
+                place = np.zeros(count, dtype=PLACE)
+                place["batch"] = len(spans)
+                place["request"] = np.arange(span.first, span.first + count)
+                spans.append(replace(span, count=count))
+                places.append(place)
+                tokens.append(await index.token_ids(records[:count]))
+        chosen = np.concatenate([records[:count] for records, count in zip(found, counts, strict=True)])
+        lengths, asked = chosen["tokens"].astype(np.int64), chosen["asked"].astype(np.int64)
+        starts = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
+        return Gathered(spans, np.concatenate(places), Prompts(np.concatenate(tokens), starts), asked)
 
     async def _commit(
         self, model: str, spans: list[Span], plan_id: str, plan: WindowPlan, order: Places, now: int

@@ -1,9 +1,10 @@
 """Room in a window is shared between projects by weight, and none is left while any wants it."""
 
+import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from service.jobs.planner import Span, fill, shared_room
+from service.jobs.fair_window import Span, fill, fitting, shared_room
 
 Wanted = st.dictionaries(st.sampled_from("abcdef"), st.integers(1, 1000), min_size=1)
 
@@ -32,3 +33,15 @@ def test_a_project_that_came_first_with_much_leaves_room_for_another() -> None:
 def test_alone_a_project_has_the_whole_window() -> None:
     chosen = fill([span("a1", "a", 900), span("a2", "a", 900)], 1000)
     assert [(each.batch_id, each.count) for each in chosen] == [("a1", 900), ("a2", 100)]
+
+
+def test_tokens_are_shared_as_requests_are() -> None:
+    """A project with long prompts and an early deadline does not take the whole window."""
+    spans = [span("a1", "a", 10), span("b1", "b", 10), span("a2", "a", 10)]
+    tokens = [np.full(10, 100), np.full(10, 10), np.full(10, 100)]
+    assert fitting(spans, tokens, 1000) == [9, 10, 0]
+    assert fitting(spans, tokens, 100) == [1, 5, 0]
+
+
+def test_what_is_longer_than_a_window_is_planned_alone() -> None:
+    assert fitting([span("a1", "a", 3)], [np.full(3, 500)], 100) == [1]
