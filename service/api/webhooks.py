@@ -7,6 +7,7 @@ from sqlalchemy import func, select, update
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from service import ids
+from service.api.again import TriedAgain
 from service.api.caller import CalledBy, CalledByAdmin
 from service.api.context import Here
 from service.api.pages import page_rows
@@ -111,17 +112,19 @@ async def delete_webhook(webhook_id: ObjectId, here: Here, caller: CalledByAdmin
 
 @router.post("/webhook_endpoints/{webhook_id}/rotate_secret")
 async def rotate_secret(
-    webhook_id: ObjectId, here: Here, caller: CalledByAdmin, body: RotateSecret | None = None
+    webhook_id: ObjectId, here: Here, caller: CalledByAdmin, again: TriedAgain, body: RotateSecret | None = None
 ) -> WebhookWithSecret:
     """A new secret; the old one goes on signing beside it for a day where that is asked for."""
     keep = body is not None and body.keep_old_secret_active_for_24_hours
     async with here.database.write() as session:
         endpoint = await _find(session, caller, webhook_id)
         now = int(here.clock())
+        # The secret of a try whose answer was lost was seen by nobody; the one before it must go on.
+        before = endpoint.old_secret if again.is_retry and (endpoint.old_secret_until or 0) > now else endpoint.secret
         await _change(
             session,
             endpoint,
-            old_secret=endpoint.secret if keep else None,
+            old_secret=before if keep else None,
             old_secret_until=now + DAY_S if keep else None,
             secret=new_secret(),
             updated_at=now,

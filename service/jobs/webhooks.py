@@ -71,5 +71,12 @@ class Webhooks:
                 .where(WebhookDelivery.seq == delivery.seq, WebhookDelivery.next_at.is_not(None))  # null: deleted
                 .values(attempts=attempts, next_at=None if ends else now + pause_s, result=said[:200])
             )
+            if not went_well:  # others to the same receiver wait too, or one that is dead would hold up everybody's
+                others = (WebhookDelivery.endpoint_id == delivery.endpoint_id) & (WebhookDelivery.seq != delivery.seq)
+                await session.execute(
+                    update(WebhookDelivery)
+                    .where(others, WebhookDelivery.next_at < now + pause_s)
+                    .values(next_at=now + pause_s)
+                )
         tell = log.info if went_well else log.warning
         tell("webhook", event_id=delivery.id, batch=delivery.batch_id, attempts=attempts, result=said, ended=ends)

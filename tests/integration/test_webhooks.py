@@ -150,6 +150,21 @@ async def test_a_failure_is_tried_again_with_growing_pauses_and_a_fresh_signatur
     assert len({headers["webhook-signature"] for headers, _ in receiver.got}) == 4
 
 
+async def test_a_dead_receiver_is_tried_one_delivery_at_a_time(
+    house: House, api: httpx.Client, receiver: Receiver, open_settings: Settings
+) -> None:
+    create(api, receiver.url)
+    receiver.statuses = [500]
+    for _ in range(3):
+        await end(house)
+    job = Webhooks(house.database, open_settings, house.clock)
+    assert await job.run_once()
+    assert not await job.run_once()
+    house.clock.now += 5
+    assert [await job.run_once() for _ in range(4)] == [True, True, True, False]
+    assert len(receiver.got) == 4
+
+
 async def test_after_three_days_it_is_given_up(
     house: House, api: httpx.Client, receiver: Receiver, open_settings: Settings
 ) -> None:
@@ -170,7 +185,9 @@ def test_a_rotated_secret_signs_beside_the_old_one_for_a_day(
     monkeypatch.setattr("time.time", clock)
     made = create(api, receiver.url)
     path = f"/webhook_endpoints/{made['id']}"
-    fresh = api.post(f"{path}/rotate_secret", json={"keep_old_secret_active_for_24_hours": True}).json()
+    keep = {"keep_old_secret_active_for_24_hours": True}
+    api.post(f"{path}/rotate_secret", json=keep)  # its answer is lost, and the client tries again
+    fresh = api.post(f"{path}/rotate_secret", json=keep, headers={"x-stainless-retry-count": "1"}).json()
     assert fresh["signing_secret"] != made["signing_secret"]
     client = openai.OpenAI(api_key="k")
     for at, old_is_fine in ((0, True), (24 * 3600 + 1, False)):
