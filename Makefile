@@ -6,7 +6,7 @@ RUN := $(VENV)/bin
 UV_VERSION := 0.13.8
 DATA ?= ../shared/data
 
-.PHONY: install install-dev demo test check format lock openapi emulated chaos gpu clean
+.PHONY: install install-dev demo test check format lock openapi emulated chaos conformance gpu clean
 
 install: $(VENV)/.installed
 install-dev: $(VENV)/.installed-dev
@@ -50,6 +50,10 @@ N ?= 100
 SEED ?= 1
 chaos: install-dev
 	$(RUN)/python -m tests.faults.campaign $(N) --seed $(SEED)
+
+# Every call of the contract by two versions of the official client, each in an environment of its own
+conformance: install-dev
+	$(RUN)/python -m tests.conformance
 
 # On a machine with a GPU; docs/gpu.md says how on one without a network
 gpu: install-dev
