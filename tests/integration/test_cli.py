@@ -39,7 +39,7 @@ def test_wrong_setting_stops_the_start(tmp_path: Path, environment: dict[str, st
         (b"", "does not begin with a batch request"),
         (b"\xff\xfe", "does not begin with a batch request"),
         (b"[1]\n", "does not begin with a batch request"),
-        (b'{"url": "/v1/embeddings", "body": {"model": "m"}}', "/v1/embeddings"),
+        (b'{"url": "/v1/moderations", "body": {"model": "m"}}', "/v1/moderations"),
     ],
 )
 def test_demo_of_a_wrong_file_says_what_it_needs(tmp_path: Path, content: bytes | None, said: str) -> None:
