@@ -23,7 +23,7 @@ from sglang.srt.entrypoints.openai.serving_score import OpenAIServingScore
 from engine_ext.plugin.admission import KIND
 from engine_ext.plugin.marked import MarkedManager, Told, told
 
-Fault = tuple[str, str] | None
+Fault = tuple[str, str]  # the field, and why it is refused
 # What lets a request choose vectors instead of tokens leaves them in the KV cache under those tokens.
 OVERRIDES = ("embed_override_token_id", "embed_overrides", "query_embed_overrides", "item_embed_overrides")
 SPARE_TOKENS = 8  # that a tokenizer may add to a text
@@ -40,11 +40,11 @@ class _Responses(ResponsesRequest):
 
 
 @dataclass(frozen=True, slots=True)
-class Endpoint:
+class Served:
     """One way to ask: its body's model, what of it is refused, who answers, and how the answer is written."""
 
     request_type: type[BaseModel]
-    fault: Callable[[Any], Fault]
+    fault: Callable[[Any], Fault | None]
     ask: Callable[[Any, Told], Awaitable[Any]]
     write: Callable[[Any, Told], dict[str, Any]]
 
@@ -62,25 +62,25 @@ class Endpoints:
         template = getattr(manager.tokenizer, "chat_template", None)
         reranks = isinstance(template, str) and 'answer can only be "yes" or "no"' in template
         marked: Any = self._manager
-        self.served: dict[str, Endpoint] = {}
+        self.served: dict[str, Served] = {}
         if self._generates:
             responses = OpenAIServingResponses(marked, templates, enable_prompt_tokens_details=True)
-            self.served["/v1/responses"] = Endpoint(
+            self.served["/v1/responses"] = Served(
                 _Responses, self._responses_fault, self._asker(responses.create_responses), self._write_response
             )
         else:
             embedding = OpenAIServingEmbedding(marked, templates)
-            self.served["/v1/embeddings"] = Endpoint(
+            self.served["/v1/embeddings"] = Served(
                 EmbeddingRequest, self._embedding_fault, self._asker(embedding.handle_request), self._write
             )
         if self._generates or classifies:
             score = OpenAIServingScore(marked)
-            self.served["/v1/score"] = Endpoint(
+            self.served["/v1/score"] = Served(
                 ScoringRequest, self._score_fault, self._asker(score.handle_request), self._write
             )
         if classifies or (self._generates and reranks):
             rerank = OpenAIServingRerank(marked, templates)
-            self.served["/v1/rerank"] = Endpoint(
+            self.served["/v1/rerank"] = Served(
                 V1RerankReqInput, self._rerank_fault, self._asker(rerank.handle_request), self._write_rerank
             )
 
@@ -98,14 +98,14 @@ class Endpoints:
 
         return ask
 
-    def _embedding_fault(self, request: Any) -> Fault:
+    def _embedding_fault(self, request: Any) -> Fault | None:
         given = request.input
         items = given if isinstance(given, list) and given and not isinstance(given[0], int) else [given]
         if not all(isinstance(item, str) or _is_ids(item) for item in items):
             return "input", "must be text or token ids"  # parts may name files and hosts, and are not measured
         return _overridden(request) or self._prompts_fault("input", items)
 
-    def _score_fault(self, request: Any) -> Fault:
+    def _score_fault(self, request: Any) -> Fault | None:
         items = request.items if isinstance(request.items, list) else [request.items]
         if self._generates and not request.label_token_ids:
             return "label_token_ids", "needed, and not empty: which tokens are compared"
@@ -113,14 +113,14 @@ class Endpoints:
         pairs = [_joined(request.query, each) for each in items]
         return _overridden(request) or self._prompts_fault("items", [request.query, *items, *pairs])
 
-    def _rerank_fault(self, request: Any) -> Fault:
+    def _rerank_fault(self, request: Any) -> Fault | None:
         for name, items in (("query", [request.query]), ("documents", request.documents)):
             if not all(isinstance(each, str) for each in items):
                 return name, "must be text"
         longest = max(request.documents, key=len, default="")
         return self._prompts_fault("documents", [f"{request.query}{longest}"] if longest else [])
 
-    def _responses_fault(self, request: Any) -> Fault:
+    def _responses_fault(self, request: Any) -> Fault | None:
         if not request.input:
             return "input", "empty"
         for name in ("background", "stream", "previous_response_id"):
@@ -128,7 +128,7 @@ class Endpoints:
                 return name, "not possible in a batch"
         return None
 
-    def _prompts_fault(self, name: str, items: Iterable[Any]) -> Fault:
+    def _prompts_fault(self, name: str, items: Iterable[Any]) -> Fault | None:
         """Of prompts in text or token ids: an engine that embeds dies of some ids, and hangs on what is too long."""
         longest = int(self._manager.max_req_input_len)
         for item in items:
@@ -180,7 +180,7 @@ def _plain(found: Any) -> dict[str, Any]:
     return json.loads(text)
 
 
-def _overridden(request: Any) -> Fault:
+def _overridden(request: Any) -> Fault | None:
     return next(
         ((name, "not possible in a batch") for name in OVERRIDES if getattr(request, name, None) is not None), None
     )

@@ -58,18 +58,27 @@ def _compiles(value: Any, _vocab_size: int) -> bool:
     return True
 
 
-def _brings_its_media(given: Any, vocab_size: int) -> bool:
-    """Whether no URL has the engine read a file or a host: a batch must not look around in our network."""
-    if isinstance(given, BaseModel):
-        given = given.model_dump()
-    if isinstance(given, list):
-        return all(_brings_its_media(each, vocab_size) for each in given)
-    if isinstance(given, dict):
-        return all(
-            str(value).startswith("data:") if key in MEDIA and isinstance(value, str) else _brings_its_media(value, 0)
-            for key, value in given.items()
-        )
+def _brings_its_media(messages: Any, _vocab_size: int) -> bool:
+    """Whether no part of a message has the engine read a file or a host: a batch must not look around in our network.
+
+    What else is in a message, as the arguments of a tool call, is text to the engine.
+    """
+    for message in messages if isinstance(messages, list) else []:
+        content = message.get("content") if isinstance(message, dict) else getattr(message, "content", None)
+        for part in content if isinstance(content, list) else []:
+            if not _is_data(part.model_dump() if isinstance(part, BaseModel) else part):
+                return False
     return True
+
+
+def _is_data(part: Any) -> bool:
+    """Whether each URL in a part, of whatever shape, holds its data."""
+    if not isinstance(part, dict):
+        return True
+    return all(
+        value.startswith("data:") if key in MEDIA and isinstance(value, str) else _is_data(value)
+        for key, value in part.items()
+    )
 
 
 _CHECKS: tuple[tuple[tuple[str, ...], Callable[[Any, int], bool], str], ...] = (

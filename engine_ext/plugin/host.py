@@ -22,7 +22,7 @@ from sglang.srt.entrypoints.openai.serving_completions import OpenAIServingCompl
 from engine_ext.plan.cost import CostModel
 from engine_ext.plugin import admission, emulated, guard, hooks, overlap
 from engine_ext.plugin.calibration_load import measure_steps, time_blend
-from engine_ext.plugin.endpoints import Endpoint, Endpoints
+from engine_ext.plugin.endpoints import Endpoints, Served
 from engine_ext.plugin.marked import Told
 from engine_ext.plugin.options import Options, Overlap
 from engine_ext.plugin.platform_entry import gpu_is_present, machine_name
@@ -115,8 +115,7 @@ class EngineHost:
             }
         )
         self._manager: Any = self._engine.tokenizer_manager
-        self._parts: dict[str, int] = {}  # prompts in each request that runs
-        self._told: dict[str, Told] = {}  # the same of other endpoints
+        self._told: dict[str, Told] = {}  # each request that runs
         self._vocab_size = int(self._manager.model_config.vocab_size)
         manager, templates = self._manager, self._engine.template_manager
         self._serving: dict[str, tuple[type[BaseModel], OpenAIServingBase]] = {}
@@ -126,7 +125,7 @@ class EngineHost:
                 "/v1/completions": (CompletionRequest, _Completion(manager, templates)),
             }
         others = {} if self._emulated else Endpoints(manager, templates, model_name).served
-        self._others: dict[str, Endpoint] = others
+        self._others: dict[str, Served] = others
 
     async def start(self) -> None:
         """Attach to the running loop and assert that the plugin is in the scheduler process."""
@@ -185,11 +184,11 @@ class EngineHost:
         request.rid = rid
         theirs = {key: value for key, value in (request.custom_params or {}).items() if key not in admission.RESERVED}
         request.custom_params = {**theirs, admission.KIND: kind}
-        self._parts[rid] = guard.prompts_in(request)
+        self._told[rid] = Told(rid, kind, guard.prompts_in(request))
         try:
             response: Any = await serving.handle_request(request, None)  # type: ignore[arg-type]
         finally:
-            del self._parts[rid]
+            del self._told[rid]
         if isinstance(response, BaseModel):
             choices = getattr(response, "choices", [])
             aborted = any(choice.finish_reason == "abort" for choice in choices)
@@ -199,7 +198,7 @@ class EngineHost:
             return Answer(200, answered, aborted)
         return _failed(response.status_code, bytes(response.body))
 
-    async def _run_other(self, endpoint: Endpoint, fields: dict[str, Any], known: Told) -> Answer:
+    async def _run_other(self, endpoint: Served, fields: dict[str, Any], known: Told) -> Answer:
         try:
             request = endpoint.request_type.model_validate(fields)
         except (ValidationError, RecursionError) as error:
@@ -210,13 +209,17 @@ class EngineHost:
         self._told[known.rid] = known
         try:
             found = await endpoint.ask(request, known)
+        except Exception as error:  # the edge of a request: what SGLang could not read is answered, the rest is raised
+            if known.sent:
+                raise
+            return Answer(400, _error_body(f"{type(error).__name__}: {error}", None))
         finally:
             del self._told[known.rid]
         if known.aborted:  # SGLang answers it in many ways, even as if nothing had been
             return Answer(200, b"{}", aborted=True)
         status = getattr(found, "status_code", 200)
         if status >= 400:
-            return _failed(status, bytes(found.body))
+            return _failed(status if known.sent else 400, bytes(found.body))
         return Answer(200, json.dumps(endpoint.write(found, known), allow_nan=False).encode())
 
     def measure_steps(self, steps: Path) -> AsyncIterator[str]:
@@ -241,8 +244,7 @@ class EngineHost:
         """End a request that waits or runs; its `run` returns soon, with `aborted` set."""
         self._manager.abort_request(rid)
         # SGLang runs each prompt of a list as a request of its own, named so.
-        parts = self._told[rid].parts if rid in self._told else self._parts.get(rid, 0)
-        for part in range(parts):
+        for part in range(self._told[rid].parts if rid in self._told else 0):
             self._manager.abort_request(f"{rid}_{part}")
 
     def close(self) -> None:

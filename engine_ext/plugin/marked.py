@@ -21,6 +21,7 @@ class Told:
     rid: str
     kind: str
     parts: int = 0
+    sent: bool = False  # what fails before is the request's own fault
     aborted: bool = False
     stopped_by_length: bool = False
     prompt_tokens: int = 0
@@ -41,7 +42,7 @@ class MarkedManager(TokenizerManagerScoreMixin):
 
     async def generate_request(self, obj: Any, request: Any = None) -> AsyncIterator[Any]:
         known = told.get()
-        known.parts = _parts(obj)
+        known.parts, known.sent = _parts(obj), True
         # Of a list of embeddings SGLang wants a name each, of all else it makes them itself, in the same way.
         named = known.parts and isinstance(obj, EmbeddingReqInput)
         obj.rid = [f"{known.rid}_{part}" for part in range(known.parts)] if named else known.rid

@@ -274,6 +274,7 @@ def test_responses(engine: RealEngine) -> None:
             {"input": "x", "temperature": -1},
             {"input": "x", "max_output_tokens": 2**40},
             {"input": "word " * 40_000},
+            {"input": [{}]},
             {"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "http://10.0.0.1/x"}]}]},
         ):
             found = await ask(engine, "/v1/responses", refused)
