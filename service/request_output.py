@@ -24,7 +24,7 @@ class AskedOutput:
 
 def asked_output(endpoint: str, body: dict[str, Any]) -> AskedOutput:
     """Read from a body that the engine has yet to check; what makes no sense says nothing."""
-    if endpoint in BY_PATH and not BY_PATH[endpoint].answers:
+    if endpoint in BY_PATH and not BY_PATH[endpoint].generates:
         return AskedOutput(1, True)  # planned as the one step that it takes
     given = (body.get(name) for name in ("max_completion_tokens", "max_tokens", "max_output_tokens"))
     most = next((value for value in given if isinstance(value, int) and not isinstance(value, bool) and value > 0), 0)

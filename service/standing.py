@@ -7,7 +7,6 @@ from redis.exceptions import RedisError
 from sqlalchemy import func, select
 from sqlalchemy.ext.asyncio import AsyncSession
 
-from service.db.moves import TERMINAL
 from service.db.sessions import Database
 from service.db.tables import Batch, BatchStatus, Slice, SliceBatch, SliceStatus
 from service.queue.leases import Counts
@@ -21,21 +20,21 @@ STANDARD_ERRORS = 2.0
 class Estimate:
     """Unix seconds. `earliest_at`: by the planner's cost model; the others by the pace of the answers so far."""
 
-    earliest_at: int | None
-    expected_at: int | None
-    latest_at: int | None
+    earliest_at: int | None = None
+    expected_at: int | None = None
+    latest_at: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Standing:
     """`position`: batches of the model that come before it; `waiting_for`: None while it runs or when it has ended."""
 
-    position: int | None
-    waiting_for: str | None
-    estimate: Estimate | None
+    position: int | None = None
+    waiting_for: str | None = None
+    estimate: Estimate = Estimate()
 
 
-ENDED = Standing(None, None, None)
+ENDED = Standing()
 
 
 async def alive_by_model(heartbeat: Heartbeat) -> dict[str, int]:
@@ -51,12 +50,11 @@ async def alive_by_model(heartbeat: Heartbeat) -> dict[str, int]:
 
 
 async def standing(database: Database, batch: Batch, counts: Counts, workers: dict[str, int], now: float) -> Standing:
-    if batch.status in TERMINAL:
-        return ENDED
+    """Of a batch that has not ended; `workers` as `alive_by_model` counts them."""
     if batch.status == BatchStatus.VALIDATING:
-        return Standing(None, "validation", None)
+        return Standing(waiting_for="validation")
     if batch.status != BatchStatus.IN_PROGRESS:
-        return Standing(None, "its files to be written", None)
+        return Standing(waiting_for="its files to be written")
     async with database.read() as session:
         position, before_s = await _before(session, batch)
         running = await _runs(session, batch.id)

@@ -5,11 +5,10 @@ The client sends `Idempotency-Key` where its caller set one. Its own retries car
 """
 
 import hashlib
-from typing import Annotated
+from typing import Annotated, Any
 
 import msgspec
 from fastapi import Depends, Header
-from pydantic import BaseModel
 from sqlalchemy import select
 from sqlalchemy.ext.asyncio import AsyncSession
 
@@ -49,6 +48,6 @@ class Again:
 TriedAgain = Annotated[Again, Depends()]
 
 
-def digest(body: BaseModel) -> str:
-    """Equal for bodies that ask for the same."""
-    return hashlib.sha256(msgspec.json.encode(body.model_dump(), order="deterministic")).hexdigest()
+def digest(asked: dict[str, Any]) -> str:
+    """Equal for what asks for the same."""
+    return hashlib.sha256(msgspec.json.encode(asked, order="deterministic")).hexdigest()

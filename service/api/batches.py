@@ -1,11 +1,9 @@
-"""/v1/batches: create, look, list, cancel. The request only writes a row; the planner role does the rest."""
+"""/v1/batches: create, look, list, retry, cancel. The request only writes a row; the planner role does the rest."""
 
-import hashlib
 from typing import Annotated
 
 from fastapi import APIRouter, Query
 from sqlalchemy import ColumnElement, func, select
-from sqlalchemy.exc import IntegrityError
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from service import ids
@@ -19,13 +17,12 @@ from service.db.tables import Batch, BatchStatus, File
 from service.endpoints import ENDPOINTS
 from service.errors import BadRequest, NotFound
 from service.queue.leases import Counts
-from service.standing import alive_by_model, standing
+from service.standing import ENDED, alive_by_model, standing
 from service.tenants import audit
 from service.tenants.keys import Caller
 from service.tenants.quotas import check_batches, hold
 
 _UNIT_S = {"m": 60, "h": 3600, "d": 86400}
-_LIVE = (BatchStatus.IN_PROGRESS, BatchStatus.FINALIZING, BatchStatus.CANCELLING)
 
 router = APIRouter(prefix="/v1/batches", tags=["batches"])
 
@@ -36,46 +33,47 @@ async def create_batch(body: CreateBatch, here: Here, caller: CalledBy, again: T
     if body.endpoint not in ENDPOINTS:
         message = f"endpoint {body.endpoint!r} is none of {', '.join(ENDPOINTS)}."
         raise BadRequest(message, code="invalid_endpoint", param="endpoint")
-    try:
-        return await _shape(here, await _create(body, here, caller, again))
-    except IntegrityError:  # another try with the same key was faster
-        return await _shape(here, await _create(body, here, caller, again))
-
-
-async def _create(body: CreateBatch, here: Context, caller: Caller, again: Again) -> Batch:
-    now, asked = int(here.clock()), digest(body)
+    now, asked = int(here.clock()), digest(body.model_dump())
     async with here.database.write() as session:
-        await hold(session, caller.project.id)  # so that of two tries at once the second sees the first
-        before = await again.find(session, caller.project.id, asked, now)
-        if before is not None:
-            return before
-        mine = (File.id == body.input_file_id) & (File.project_id == caller.project.id)
-        file = (await session.scalars(select(File).where(mine, _is_kept(now)))).one_or_none()
-        if file is None:
-            message = f"No such File object: {body.input_file_id}. Upload it with purpose 'batch' first."
-            raise BadRequest(message, code="file_not_found", param="input_file_id")
-        if file.purpose != "batch":
-            message = f"The file {file.id} has purpose {file.purpose!r}; a batch needs 'batch'."
-            raise BadRequest(message, code="invalid_purpose", param="input_file_id")
-        await check_batches(session, caller.project.id)
-        batch = Batch(
-            id=ids.batch_id(),
-            project_id=caller.project.id,
-            status=BatchStatus.VALIDATING,
-            endpoint=body.endpoint,
-            input_file_id=file.id,
-            completion_window=body.completion_window,
-            custom_metadata=body.metadata,
-            output_expires_after_s=body.output_expires_after.seconds if body.output_expires_after else None,
-            output_order=body.batchweave.output_order,
-            idempotency_key=again.key,
-            asked=asked,
-            created_at=now,
-            expires_at=now + _seconds(body.completion_window),
-        )
-        session.add(batch)
-        audit.note(session, caller, "batch.create", batch.id, now)
-    return batch
+        project = await hold(session, caller.project.id)  # so that of two tries at once the second sees the first
+        batch = await again.find(session, project.id, asked, now)
+        if batch is None:
+            file = await _input_file(session, caller, body.input_file_id, now)
+            await check_batches(session, project)
+            batch = Batch(
+                status=BatchStatus.VALIDATING,
+                endpoint=body.endpoint,
+                input_file_id=file.id,
+                completion_window=body.completion_window,
+                custom_metadata=body.metadata,
+                output_expires_after_s=body.output_expires_after.seconds if body.output_expires_after else None,
+                output_order=body.batchweave.output_order,
+                asked=asked,
+            )
+            _add(session, caller, again, batch, "batch.create", now)
+    return await _shape(here, batch)
+
+
+async def _input_file(session: AsyncSession, caller: Caller, file_id: str, now: int) -> File:
+    """Raises BadRequest for one that is not there or not for batches."""
+    mine = (File.id == file_id) & (File.project_id == caller.project.id)
+    file = (await session.scalars(select(File).where(mine, _is_kept(now)))).one_or_none()
+    if file is None:
+        message = f"No such File object: {file_id}. Upload it with purpose 'batch' first."
+        raise BadRequest(message, code="file_not_found", param="input_file_id")
+    if file.purpose != "batch":
+        message = f"The file {file.id} has purpose {file.purpose!r}; a batch needs 'batch'."
+        raise BadRequest(message, code="invalid_purpose", param="input_file_id")
+    return file
+
+
+def _add(session: AsyncSession, caller: Caller, again: Again, batch: Batch, action: str, now: int) -> None:
+    """A new batch with what all have: an owner, a key, and a window that begins now."""
+    batch.id, batch.project_id, batch.idempotency_key = ids.batch_id(), caller.project.id, again.key
+    window = batch.completion_window
+    batch.created_at, batch.expires_at = now, now + int(window[:-1]) * _UNIT_S[window[-1]]
+    session.add(batch)
+    audit.note(session, caller, action, batch.id, now)
 
 
 @router.get("")
@@ -98,54 +96,46 @@ async def get_batch(batch_id: ObjectId, here: Here, caller: CalledBy) -> BatchOb
 @router.post("/{batch_id}/retry")
 async def retry_batch(batch_id: ObjectId, here: Here, caller: CalledBy, again: TriedAgain) -> BatchObject:
     """A new batch of the same input with only the requests that failed, or were not run before it ended."""
-    try:
-        return await _shape(here, await _retry(batch_id, here, caller, again))
-    except IntegrityError:  # another try with the same key was faster
-        return await _shape(here, await _retry(batch_id, here, caller, again))
-
-
-async def _retry(batch_id: str, here: Context, caller: Caller, again: Again) -> Batch:
-    now, asked = int(here.clock()), hashlib.sha256(f"retry {batch_id}".encode()).hexdigest()
+    now, asked = int(here.clock()), digest({"retry": batch_id})
     async with here.database.write() as session:
-        await hold(session, caller.project.id)  # so that of two tries at once the second sees the first
-        before = await again.find(session, caller.project.id, asked, now)
-        if before is not None:
-            return before
-        source = await _find(session, caller, batch_id)
-        if source.status not in TERMINAL:
-            message = f"The batch is {source.status}: it can be retried when it has ended."
-            raise BadRequest(message, code="batch_not_ended", param="id")
-        if source.error_file_id is None:
-            reason = "the file itself has errors; mend it" if source.errors else "no request of it failed"
-            raise BadRequest(f"There is nothing to retry: {reason}.", code="nothing_to_retry", param="id")
-        kept = (
-            select(func.count())
-            .select_from(File)
-            .where(File.id.in_([source.input_file_id, source.error_file_id]), _is_kept(now))
-        )
-        if int((await session.execute(kept)).scalar_one()) != 2:
-            message = "The batch's input or error file was deleted or has expired; send the requests in a new file."
-            raise BadRequest(message, code="file_not_found", param="id")
-        await check_batches(session, caller.project.id)
-        batch = Batch(
-            id=ids.batch_id(),
-            project_id=caller.project.id,
-            status=BatchStatus.VALIDATING,
-            endpoint=source.endpoint,
-            input_file_id=source.input_file_id,
-            completion_window=source.completion_window,
-            custom_metadata=source.custom_metadata,
-            output_expires_after_s=source.output_expires_after_s,
-            output_order=source.output_order,
-            retry_of=source.id,
-            idempotency_key=again.key,
-            asked=asked,
-            created_at=now,
-            expires_at=now + _seconds(source.completion_window),
-        )
-        session.add(batch)
-        audit.note(session, caller, "batch.retry", batch.id, now)
-    return batch
+        project = await hold(session, caller.project.id)  # so that of two tries at once the second sees the first
+        batch = await again.find(session, project.id, asked, now)
+        if batch is None:
+            source = await _find(session, caller, batch_id)
+            await _check_retriable(session, source, now)
+            await check_batches(session, project)
+            batch = Batch(
+                status=BatchStatus.VALIDATING,
+                endpoint=source.endpoint,
+                input_file_id=source.input_file_id,
+                completion_window=source.completion_window,
+                custom_metadata=source.custom_metadata,
+                output_expires_after_s=source.output_expires_after_s,
+                output_order=source.output_order,
+                retry_of=source.id,
+                asked=asked,
+            )
+            _add(session, caller, again, batch, "batch.retry", now)
+    return await _shape(here, batch)
+
+
+async def _check_retriable(session: AsyncSession, source: Batch, now: int) -> None:
+    """Raises BadRequest unless the batch has ended with failures, and its files are there to tell which."""
+    if source.status not in TERMINAL:
+        message = f"The batch is {source.status}: it can be retried when it has ended."
+        raise BadRequest(message, code="batch_not_ended", param="id")
+    if source.error_file_id is None:
+        reason = "no request of it failed"
+        if source.errors:
+            reason = "the file itself has errors; mend it"
+        elif not source.total:
+            reason = "it ended before its file was read; create it again"
+        raise BadRequest(f"There is nothing to retry: {reason}.", code="nothing_to_retry", param="id")
+    both = File.id.in_([source.input_file_id, source.error_file_id])
+    kept = await session.execute(select(func.count()).select_from(File).where(both, _is_kept(now)))
+    if int(kept.scalar_one()) != 2:
+        message = "The batch's input or error file was deleted or has expired; send the requests in a new file."
+        raise BadRequest(message, code="file_not_found", param="id")
 
 
 @router.post("/{batch_id}/cancel")
@@ -179,15 +169,10 @@ def _is_kept(now: int) -> ColumnElement[bool]:
     return File.deleted_at.is_(None) & (File.expires_at.is_(None) | (File.expires_at > now))
 
 
-def _seconds(completion_window: str) -> int:
-    return int(completion_window[:-1]) * _UNIT_S[completion_window[-1]]
-
-
 async def _shape(here: Context, batch: Batch, workers: dict[str, int] | None = None) -> BatchObject:
-    counts = Counts(batch.completed, batch.failed)
-    if batch.status in _LIVE:
-        counts = await here.progress.counts(here.database, batch.id)
-    if batch.status not in TERMINAL and workers is None:
+    if batch.status in TERMINAL:
+        return BatchObject.of(batch, Counts(batch.completed, batch.failed), ENDED)
+    counts = await here.progress.counts(here.database, batch.id)
+    if workers is None:
         workers = await alive_by_model(here.heartbeat)
-    found = await standing(here.database, batch, counts, workers or {}, here.clock())
-    return BatchObject.of(batch, counts, found)
+    return BatchObject.of(batch, counts, await standing(here.database, batch, counts, workers, here.clock()))

@@ -12,7 +12,7 @@ from starlette.requests import ClientDisconnect
 from service import ids
 from service.api.caller import CalledBy
 from service.api.context import Context, Here
-from service.api.multipart import Form, FormReader
+from service.api.multipart import Form, FormReader, form_body
 from service.api.pages import Order, page_rows
 from service.api.shapes import FileDeleted, FileObject, ObjectId, Page
 from service.db.moves import LIVE
@@ -21,34 +21,24 @@ from service.errors import ApiError, BadRequest, NotFound, PayloadTooLarge, Rang
 from service.storage import file_key
 from service.tenants import audit
 from service.tenants.keys import Caller
-from service.tenants.quotas import check_bytes
+from service.tenants.quotas import check_bytes, hold
 
 FORM_OVERHEAD_BYTES = 1024 * 1024
 
 router = APIRouter(prefix="/v1/files", tags=["files"])
 
-_UPLOAD_BODY = {
-    "requestBody": {
-        "required": True,
-        "content": {
-            "multipart/form-data": {
-                "schema": {
-                    "type": "object",
-                    "required": ["purpose", "file"],
-                    "properties": {
-                        "purpose": {"type": "string", "enum": ["batch"]},
-                        "file": {"type": "string", "format": "binary"},
-                        "expires_after[anchor]": {"type": "string", "enum": ["created_at"]},
-                        "expires_after[seconds]": {"type": "integer", "minimum": 3600, "maximum": 2592000},
-                    },
-                }
-            }
-        },
-    }
-}
+_FORM = form_body(
+    ["purpose", "file"],
+    {
+        "purpose": {"type": "string", "enum": ["batch"]},
+        "file": {"type": "string", "format": "binary"},
+        "expires_after[anchor]": {"type": "string", "enum": ["created_at"]},
+        "expires_after[seconds]": {"type": "integer", "minimum": 3600, "maximum": 2592000},
+    },
+)
 
 
-@router.post("", openapi_extra=_UPLOAD_BODY)
+@router.post("", openapi_extra=_FORM)
 async def create_file(request: Request, here: Here, caller: CalledBy) -> FileObject:
     """Upload a JSONL file of requests."""
     limit = here.settings.max_file_bytes
@@ -57,7 +47,7 @@ async def create_file(request: Request, here: Here, caller: CalledBy) -> FileObj
     if announced > limit:
         raise PayloadTooLarge(f"The file is larger than {limit} bytes.", code="file_too_large", param="file")
     async with here.database.read() as session:  # rather than refuse it when all of it is here
-        await check_bytes(session, caller.project.id, announced)
+        await check_bytes(session, caller.project, announced)
     reader = FormReader(request.headers.get("content-type", ""), limit)
     file_id = ids.file_id()
     try:
@@ -68,7 +58,7 @@ async def create_file(request: Request, here: Here, caller: CalledBy) -> FileObj
         raise BadRequest("The upload was cut off.") from error
     try:
         async with here.database.write() as session:
-            await check_bytes(session, caller.project.id, file.size_bytes)
+            await check_bytes(session, await hold(session, caller.project.id), file.size_bytes)
             session.add(file)
             audit.note(session, caller, "file.create", file.id, here.clock())
     except ApiError:
@@ -177,6 +167,7 @@ def _byte_range(header: str, size_bytes: int) -> tuple[int, int] | None:
 async def delete_file(file_id: ObjectId, here: Here, caller: CalledBy) -> FileDeleted:
     file = await find_file(here, caller, file_id)
     async with here.database.write() as session:
+        await hold(session, caller.project.id)  # so that no batch begins with it meanwhile
         using = (
             await session.scalars(
                 select(Batch.id).where(Batch.input_file_id == file.id, Batch.status.in_(LIVE)).limit(1)

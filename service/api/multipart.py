@@ -2,6 +2,7 @@
 
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 from python_multipart.exceptions import MultipartParseError
 from python_multipart.multipart import MultipartParser, parse_options_header
@@ -18,6 +19,12 @@ class Form:
     fields: dict[str, str] = field(default_factory=dict[str, str])
     filename: str | None = None
     size_bytes: int = 0
+
+
+def form_body(required: list[str], properties: dict[str, Any]) -> dict[str, Any]:
+    """A form as openapi.yaml describes it, for a route that reads its stream itself."""
+    schema = {"type": "object", "required": required, "properties": properties}
+    return {"requestBody": {"required": True, "content": {"multipart/form-data": {"schema": schema}}}}
 
 
 class FormReader:

@@ -147,9 +147,9 @@ class BatchExtras(BaseModel):
             prompt_tokens=batch.prompt_tokens,
             expected_output_tokens=None if share is None else round(batch.planned_output_tokens * share),
             expected_gpu_seconds=None if share is None else round(gpu_s * share, 3),
-            earliest_at=found.estimate.earliest_at if found.estimate else None,
-            expected_at=found.estimate.expected_at if found.estimate else None,
-            latest_at=found.estimate.latest_at if found.estimate else None,
+            earliest_at=found.estimate.earliest_at,
+            expected_at=found.estimate.expected_at,
+            latest_at=found.estimate.latest_at,
             failures=[Cause(**cause) for cause in batch.causes or []],
         )
 

@@ -11,7 +11,7 @@ from starlette.requests import ClientDisconnect
 from service import ids
 from service.api.caller import CalledBy
 from service.api.context import Context, Here
-from service.api.multipart import FormReader
+from service.api.multipart import FormReader, form_body
 from service.api.shapes import CompleteUpload, CreateUpload, ObjectId, UploadObject, UploadPartObject
 from service.db.moves import rows_changed
 from service.db.tables import FILE_KEEP_S, File, Upload, UploadPart, UploadStatus
@@ -19,7 +19,7 @@ from service.errors import ApiError, BadRequest, NotFound, PayloadTooLarge
 from service.storage import file_key, part_key, upload_folder
 from service.tenants import audit
 from service.tenants.keys import Caller
-from service.tenants.quotas import check_bytes
+from service.tenants.quotas import check_bytes, hold
 
 PART_BYTES = 64 * 1024 * 1024
 UPLOAD_S = 3600
@@ -27,21 +27,6 @@ MAX_PARTS = 10_000
 MAX_PARTS_RATIO = 2  # of all parts' bytes to the upload's, since a part that is sent again is another one
 
 router = APIRouter(prefix="/v1/uploads", tags=["uploads"])
-
-_PART_BODY = {
-    "requestBody": {
-        "required": True,
-        "content": {
-            "multipart/form-data": {
-                "schema": {
-                    "type": "object",
-                    "required": ["data"],
-                    "properties": {"data": {"type": "string", "format": "binary"}},
-                }
-            }
-        },
-    }
-}
 
 
 @router.post("")
@@ -63,16 +48,17 @@ async def create_upload(body: CreateUpload, here: Here, caller: CalledBy) -> Upl
         expires_at=now + UPLOAD_S,
     )
     async with here.database.write() as session:
-        await check_bytes(session, caller.project.id, body.bytes)
+        await check_bytes(session, await hold(session, caller.project.id), body.bytes)
         session.add(upload)
         audit.note(session, caller, "upload.create", upload.id, now)
     return UploadObject.of(upload, None)
 
 
-@router.post("/{upload_id}/parts", openapi_extra=_PART_BODY)
+@router.post("/{upload_id}/parts", openapi_extra=form_body(["data"], {"data": {"type": "string", "format": "binary"}}))
 async def create_part(upload_id: ObjectId, request: Request, here: Here, caller: CalledBy) -> UploadPartObject:
     """Add at most 64 MiB; the order is that in which complete names the parts."""
-    upload = await _pending(here, caller, upload_id)
+    upload, _ = await _find(here, caller, upload_id)
+    _check_pending(upload, here.clock())
     reader = FormReader(request.headers.get("content-type", ""), PART_BYTES, field="data")
     part_id = ids.part_id()
     key = part_key(upload_id, part_id)
@@ -169,12 +155,6 @@ async def _find(here: Context, caller: Caller, upload_id: str) -> tuple[Upload, 
     if found is None:
         raise NotFound(f"No such Upload object: {upload_id}", param="upload_id")
     return found[0], found[1]
-
-
-async def _pending(here: Context, caller: Caller, upload_id: str) -> Upload:
-    upload, _ = await _find(here, caller, upload_id)
-    _check_pending(upload, here.clock())
-    return upload
 
 
 def _check_pending(upload: Upload, now: float) -> None:

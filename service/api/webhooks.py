@@ -53,7 +53,7 @@ async def create_webhook(body: CreateWebhook, here: Here, caller: CalledByAdmin)
         project_id=caller.project.id,
         name=body.name,
         url=body.url,
-        event_types=list(dict.fromkeys(body.event_types)),
+        event_types=list(body.event_types),
         secret=new_secret(),
         created_at=now,
         updated_at=now,
@@ -90,7 +90,7 @@ async def update_webhook(webhook_id: ObjectId, body: UpdateWebhook, here: Here, 
         _check_url(body.url, here.settings.webhook_private)
     async with here.database.write() as session:
         endpoint = await _find(session, caller, webhook_id)
-        changes = {key: value for key, value in body.model_dump(exclude_none=True).items()}
+        changes = body.model_dump(exclude_none=True)
         if any(getattr(endpoint, key) != value for key, value in changes.items()):
             await _change(session, endpoint, updated_at=int(here.clock()), **changes)
             audit.note(session, caller, "webhook.update", webhook_id, here.clock())

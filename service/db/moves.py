@@ -6,7 +6,7 @@ from sqlalchemy import CursorResult, update
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from service.db.tables import Batch, BatchStatus
-from service.webhooks.events import announce
+from service.webhooks.events import note_event
 
 S = BatchStatus
 
@@ -36,7 +36,7 @@ async def move_batch(session: AsyncSession, batch_id: str, to: BatchStatus, *, n
     )
     moved = rows_changed(result) == 1
     if moved and to in TERMINAL:
-        await announce(session, batch_id, f"batch.{to}", now)
+        await note_event(session, batch_id, f"batch.{to}", now)
     return moved
 
 

@@ -22,36 +22,36 @@ async def enqueued_tokens(session: AsyncSession, project_id: str) -> int:
     return int((await session.execute(live)).scalar_one())
 
 
-async def check_batches(session: AsyncSession, project_id: str) -> None:
-    """Raises QuotaReached where one more batch is too many."""
-    project = await hold(session, project_id)
+async def check_batches(session: AsyncSession, project: Project) -> None:
+    """Raises QuotaReached where one more batch is too many; for good only while the project is held."""
     if project.max_batches is not None:
-        count = int(
-            (await session.execute(select(func.count()).select_from(Batch).where(_live(project_id)))).scalar_one()
-        )
+        live = select(func.count()).select_from(Batch).where(_live(project.id))
+        count = int((await session.execute(live)).scalar_one())
         if count >= project.max_batches:
             message = f"The project has {count} batches that have not ended; its quota is {project.max_batches}."
             raise QuotaReached(f"{message} Wait for one to end.", BATCH_RETRY_S, code="batches_quota")
     if project.max_enqueued_tokens is not None:
-        tokens = await enqueued_tokens(session, project_id)
+        tokens = await enqueued_tokens(session, project.id)
         if tokens >= project.max_enqueued_tokens:
             message = f"The project has {tokens} prompt tokens enqueued; its quota is {project.max_enqueued_tokens}."
             raise QuotaReached(f"{message} Wait for batches to end.", BATCH_RETRY_S, code="enqueued_tokens_quota")
 
 
-async def check_bytes(session: AsyncSession, project_id: str, more: int) -> None:
-    """Raises QuotaReached if `more` bytes have no room beside other files, PayloadTooLarge if they never have."""
-    project = await hold(session, project_id)
+async def check_bytes(session: AsyncSession, project: Project, more: int) -> None:
+    """Raises QuotaReached if `more` bytes have no room beside other files, PayloadTooLarge if they never have.
+
+    For good only while the project is held.
+    """
     if project.max_bytes is None:
         return
     if more > project.max_bytes:
         message = f"The file has {more} bytes, which is more than the project's quota of {project.max_bytes}."
         raise PayloadTooLarge(message, code="file_too_large", param="file")
     kept = select(func.coalesce(func.sum(File.size_bytes), 0)).where(
-        File.project_id == project_id, File.deleted_at.is_(None)
+        File.project_id == project.id, File.deleted_at.is_(None)
     )
     coming = select(func.coalesce(func.sum(Upload.size_bytes), 0)).where(
-        Upload.project_id == project_id, Upload.status == UploadStatus.PENDING
+        Upload.project_id == project.id, Upload.status == UploadStatus.PENDING
     )
     used = sum([int((await session.execute(each)).scalar_one()) for each in (kept, coming)])
     if used + more > project.max_bytes:

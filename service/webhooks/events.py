@@ -13,8 +13,8 @@ EventType = Literal["batch.completed", "batch.failed", "batch.expired", "batch.c
 EVENT_TYPES: tuple[str, ...] = get_args(EventType)
 
 
-async def announce(session: AsyncSession, batch_id: str, event_type: str, now: float) -> None:
-    """Have the batch's project told."""
+async def note_event(session: AsyncSession, batch_id: str, event_type: str, now: float) -> None:
+    """Have the batch's project told, as its webhooks want it."""
     wanted = (
         select(WebhookEndpoint)
         .join(Batch, Batch.project_id == WebhookEndpoint.project_id)

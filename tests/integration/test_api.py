@@ -288,3 +288,19 @@ def test_not_ready_without_redis(settings: Settings) -> None:
         assert (found.status_code, found.json()["error"]["param"]) == (503, "redis")
         assert found.headers["retry-after"] == "2"
         assert client.get("/v1/batches").status_code == 200
+
+
+def test_a_failure_of_ours_says_nothing_but_its_request_id(settings: Settings) -> None:
+    from fastapi.testclient import TestClient
+
+    app = create_app(settings)
+
+    @app.get("/broken")
+    def broken() -> None:
+        raise RuntimeError("secret")
+
+    with TestClient(app, base_url="http://127.0.0.1", raise_server_exceptions=False) as client:
+        found = client.get("/broken")
+    assert (found.status_code, found.json()["error"]["code"]) == (500, "internal_error")
+    assert found.headers["x-request-id"].startswith("req_")
+    assert "secret" not in found.text
