@@ -14,6 +14,7 @@ import structlog
 from sqlalchemy import select
 
 from service import ids
+from service.answer_body import NO_USAGE, error_message, usage_of
 from service.db.sessions import Database
 from service.db.tables import Batch, BatchStatus, SliceBatch, Window
 from service.endpoints import BY_PATH
@@ -25,7 +26,6 @@ from service.settings import Settings
 from service.shards import Answer, Shard, Usage
 from service.storage import Storage, file_key
 
-NO_USAGE = Usage()
 KILLS = "The engine died each time it ran this request, also alone. The other requests go on without it."
 FLUSH_BYTES = 4 * 1024 * 1024
 log = structlog.get_logger()
@@ -60,38 +60,7 @@ class Request:
     place: int
 
 
-class _TokenDetails(msgspec.Struct):
-    cached_tokens: int | None = 0
-
-
-class _OutputDetails(msgspec.Struct):
-    reasoning_tokens: int | None = 0
-
-
-class _BodyUsage(msgspec.Struct):
-    """Of chat completions, and in the words of responses."""
-
-    prompt_tokens: int = 0
-    completion_tokens: int | None = 0
-    reasoning_tokens: int | None = 0
-    prompt_tokens_details: _TokenDetails | None = None
-    input_tokens: int = 0
-    output_tokens: int = 0
-    input_tokens_details: _TokenDetails | None = None
-    output_tokens_details: _OutputDetails | None = None
-
-
-class _BodyError(msgspec.Struct):
-    message: str = ""
-
-
-class _Body(msgspec.Struct):
-    usage: _BodyUsage | None = None
-    error: _BodyError | None = None
-
-
 _line_decoder = msgspec.json.Decoder(RequestLine)
-_body_decoder = msgspec.json.Decoder(_Body)
 
 
 class SliceRun:
@@ -271,13 +240,13 @@ class SliceRun:
             if answer.aborted:
                 return "it gave the request up"
             if answer.status_code >= 500:
-                return _error_message(answer.body)
+                return error_message(answer.body)
             response = {
                 "status_code": answer.status_code,
                 "request_id": f"req_{secrets.token_hex(16)}",
                 "body": msgspec.Raw(answer.body),
             }
-            self._keep(request, response, None, _usage(answer.body) if answer.status_code < 400 else None)
+            self._keep(request, response, None, usage_of(answer.body) if answer.status_code < 400 else None)
         except Exception as error:  # the edge of a request: it is recorded on the line it hit
             log.exception("request failed", custom_id=request.custom_id)
             return f"{type(error).__name__}: {error}"
@@ -342,22 +311,3 @@ class SliceRun:
 
     def _count(self, answer: Answer) -> None:
         (self._completed if answer.ok else self._failed)[answer.batch_id] += 1
-
-
-def _error_message(body: bytes) -> str:
-    error = _body_decoder.decode(body).error
-    return error.message if error else "it gave no reason"
-
-
-def _usage(body: bytes) -> Usage:
-    found = _body_decoder.decode(body).usage
-    if found is None:
-        return NO_USAGE
-    details = found.prompt_tokens_details or found.input_tokens_details
-    output = found.output_tokens_details
-    return Usage(
-        input=found.prompt_tokens or found.input_tokens,
-        cached=(details.cached_tokens or 0) if details else 0,
-        output=found.completion_tokens or found.output_tokens,
-        reasoning=found.reasoning_tokens or (output.reasoning_tokens if output else 0) or 0,
-    )
