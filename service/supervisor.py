@@ -159,6 +159,8 @@ class Supervisor:
         self.say(f"Model      {settings.served_model}   from {settings.model_source}")
         self.say(f"Data       {folder}")
         self.say(f"Logs       {logs}")
+        if settings.needs_keys:
+            self.say(f"Keys       asked for; a new one: BATCHWEAVE_DATA_DIR={folder} batchweave keys create --name …")
         self.say("The engine takes about half a minute to start; batches may be submitted meanwhile. Ctrl-C stops.")
 
     def _environment(self, folder: Path) -> dict[str, str]:

@@ -27,7 +27,8 @@ class MortalEngine(ScriptedEngine):
 
 async def one_life(house: House, leases: Leases, killers: frozenset[str]) -> tuple[list[int], bool]:
     """Run the slice until the engine dies of it or it is done: sizes of its trials, and whether it is done."""
-    engine = MortalEngine(hold=asyncio.Event(), hold_after=10**6)
+    dead = asyncio.Event()
+    engine = MortalEngine(hold=dead, hold_after=10**6)
     engine.killers = killers
     sizes = list[int]()
     lease = await leases.claim(1)
@@ -40,7 +41,7 @@ async def one_life(house: House, leases: Leases, killers: frozenset[str]) -> tup
         return await leases.begin_trial(lease, size, place)
 
     run = SliceRun(lease, house.database, house.storage, engine, house.settings, no_progress, begin_trial)
-    task, died = asyncio.create_task(run.run()), asyncio.create_task(engine.hold.wait())  # type: ignore[union-attr]
+    task, died = asyncio.create_task(run.run()), asyncio.create_task(dead.wait())
     await asyncio.wait([task, died], return_when=asyncio.FIRST_COMPLETED)
     if task.done():
         died.cancel()
