@@ -1,8 +1,13 @@
-"""Writes the index of a batch while its lines are read: records, and the token ids of prompts."""
+"""Writes the index of a batch while its lines are read: records, and the token ids of prompts.
+
+The tokenizer has threads of its own: while it works on some lines, the next ones are read and checked.
+"""
 
 import asyncio
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from itertools import chain
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -13,6 +18,24 @@ from service.request_output import asked_output
 from service.storage import Writer
 
 TOKENIZE_LINES = 256
+TOKENIZE_BYTES = 1024 * 1024  # of lines, whose parsed bodies are several times as large
+
+
+class Place(NamedTuple):
+    """Of a line: offset and bytes in its file, its 1-based number, and what it asks for (AskedOutput.packed)."""
+
+    offset: int
+    length: int
+    line: int
+    asked: int
+
+
+class _Ahead(NamedTuple):
+    """Lines whose prompts are being tokenized."""
+
+    places: list[Place]
+    bodies: list[dict[str, Any]]
+    prompts: asyncio.Future[list[Prompt]]
 
 
 @dataclass(slots=True)
@@ -24,25 +47,42 @@ class IndexWriter:
     records: Writer
     tokens: Writer
     context_length: int | None = None
-    _places: list[tuple[int, int, int, int]] = field(default_factory=list[tuple[int, int, int, int]])
+    _places: list[Place] = field(default_factory=list[Place])
     _bodies: list[dict[str, Any]] = field(default_factory=list[dict[str, Any]])
+    _bytes: int = 0
+    _ahead: _Ahead | None = None
     prompt_tokens: int = 0
 
-    async def add(self, encoder: PromptTokens, place: tuple[int, int, int, int], body: dict[str, Any]) -> None:
-        """`place`: offset, length, line number and asked output of a line that passed."""
+    async def add(self, encoder: PromptTokens, place: Place, body: dict[str, Any]) -> None:
+        """A line that passed."""
         self._places.append(place)
         self._bodies.append(body)
-        if len(self._bodies) == TOKENIZE_LINES:
-            await self.flush(encoder)
+        self._bytes += place.length
+        if len(self._bodies) == TOKENIZE_LINES or self._bytes >= TOKENIZE_BYTES:
+            await self._hand_over(encoder)
 
-    async def flush(self, encoder: PromptTokens) -> None:
-        places, bodies, self._places, self._bodies = self._places, self._bodies, [], []
+    async def finish(self, encoder: PromptTokens) -> None:
+        """Write what was added last."""
+        await self._hand_over(encoder)
+        await self._write()
+
+    async def _hand_over(self, encoder: PromptTokens) -> None:
+        """Write the lines that were tokenized meanwhile, and have those tokenized that were added since."""
+        await self._write()
+        places, bodies, self._places, self._bodies, self._bytes = self._places, self._bodies, [], [], 0
         errors = len(self.checker.errors)
-        if not bodies or errors >= MAX_ERRORS or (errors and self.context_length is None):
+        if bodies and errors < MAX_ERRORS and not (errors and self.context_length is None):
+            work = asyncio.ensure_future(asyncio.to_thread(encoder.encode, self.endpoint, bodies))
+            self._ahead = _Ahead(places, bodies, work)
+
+    async def _write(self) -> None:
+        if self._ahead is None:
             return
-        prompts = await asyncio.to_thread(encoder.encode, self.endpoint, bodies)
+        places, bodies, work = self._ahead
+        self._ahead = None
+        prompts = await work
         for place, body, prompt in zip(places, bodies, prompts, strict=True):
-            self._judge_length(place[2], body, prompt)
+            self._judge_length(place.line, body, prompt)
         if not self.checker.errors:
             ids = [prompt.ids for prompt in prompts]
             self.prompt_tokens = await _append(self.records, self.tokens, places, ids, self.prompt_tokens)
@@ -50,7 +90,8 @@ class IndexWriter:
     def _judge_length(self, line: int, body: dict[str, Any], prompt: Prompt) -> None:
         """Refuse what the engine would refuse for its length; a prompt that is not known to the token is left to it."""
         answer = max(asked_output(self.endpoint, body).most, 1)
-        if self.context_length is None or not prompt.is_exact or len(prompt.ids) + answer <= self.context_length:
+        fewest = len(prompt.ids) if prompt.is_exact else prompt.fewest
+        if self.context_length is None or fewest + answer <= self.context_length:
             return
         message = (
             f"The prompt has {len(prompt.ids)} tokens, and with {answer} for the answer that is more than the context "
@@ -60,16 +101,16 @@ class IndexWriter:
 
 
 async def _append(
-    records: Writer, tokens: Writer, places: list[tuple[int, int, int, int]], prompts: list[list[int]], tokens_at: int
+    records: Writer, tokens: Writer, places: list[Place], prompts: list[Sequence[int]], tokens_at: int
 ) -> int:
     """Write records and token ids of a chunk; returns where the next token goes."""
     rows = np.zeros(len(places), dtype=RECORD)
     lengths = np.array([len(each) for each in prompts], dtype=np.int64)
-    for column, name in enumerate(("offset", "length", "line", "asked")):
-        rows[name] = [place[column] for place in places]
+    for name, column in zip(Place._fields, zip(*places, strict=True), strict=True):
+        rows[name] = column
     rows["tokens"] = lengths
     rows["tokens_at"] = tokens_at + np.cumsum(lengths) - lengths
-    flat = np.fromiter((token for each in prompts for token in each), dtype="<u4", count=int(lengths.sum()))
+    flat = np.fromiter(chain.from_iterable(prompts), dtype="<u4", count=int(lengths.sum()))
     await records.write(rows.tobytes())
     await tokens.write(flat.tobytes())
     return tokens_at + int(lengths.sum())

@@ -6,6 +6,7 @@ from typing import Any
 import msgspec
 
 from service.endpoints import BY_PATH, ENDPOINTS
+from service.jobs.custom_ids import CustomIds
 
 MAX_ERRORS = 1000
 MAX_CUSTOM_ID = 512
@@ -47,7 +48,10 @@ class Fault(Exception):
 
 @dataclass(slots=True)
 class LineChecker:
-    """Checks lines in the order of the file and collects the first thousand errors."""
+    """Checks lines in the order of the file and collects the first thousand errors.
+
+    A custom_id that comes twice is none of them yet: `custom_ids` knows it when all lines were checked.
+    """
 
     endpoint: str
     only: frozenset[str] | None = None  # custom_ids that are wanted of the file; all
@@ -55,7 +59,7 @@ class LineChecker:
     model_line: int = 0
     requests: int = 0
     errors: list[LineError] = field(default_factory=list[LineError])
-    _custom_ids: dict[bytes, int] = field(default_factory=dict[bytes, int])
+    custom_ids: CustomIds = field(default_factory=CustomIds)
 
     def check(self, number: int, raw: bytes) -> RequestLine | None:
         """The request of line `number` (1-based), or None: the line is blank or not wanted, or its error is noted."""
@@ -91,16 +95,12 @@ class LineChecker:
             raise Fault("missing_required_parameter", "'custom_id' is empty.", "custom_id")
         if len(request.custom_id) > MAX_CUSTOM_ID:
             raise Fault("invalid_request", f"custom_id is longer than {MAX_CUSTOM_ID} characters.", "custom_id")
-        key = request.custom_id.encode()
-        before = self._custom_ids.setdefault(key, number)
-        if before != number:
-            message = f"custom_id {quoted(request.custom_id)} is already on line {before}."
-            raise Fault("duplicate_custom_id", message, "custom_id")
+        self.custom_ids.add(number, request.custom_id)
         if request.method != "POST":
             raise Fault("invalid_method", f"method must be 'POST', not {quoted(request.method)}.", "method")
-        if request.url not in ENDPOINTS:
-            raise Fault("invalid_url", f"url {quoted(request.url)} is none of {', '.join(ENDPOINTS)}.", "url")
         if request.url != self.endpoint:
+            if request.url not in ENDPOINTS:
+                raise Fault("invalid_url", f"url {quoted(request.url)} is none of {', '.join(ENDPOINTS)}.", "url")
             raise Fault("url_mismatch", f"url {request.url!r} is not the batch's endpoint {self.endpoint!r}.", "url")
         for name in BY_PATH[self.endpoint].required:
             if not request.body.get(name):
@@ -118,6 +118,12 @@ class LineChecker:
             first = f"{quoted(self.model)} of line {self.model_line}"
             message = f"model {quoted(model)} is not {first}: a batch names one model."
             raise Fault("model_mismatch", message, "body.model")
+
+
+def duplicate(custom_id: str, number: int, before: int) -> LineError:
+    """The error of line `number`, whose custom_id is on line `before` already."""
+    message = f"custom_id {quoted(custom_id)} is already on line {before}."
+    return LineError("duplicate_custom_id", message, number, "custom_id")
 
 
 def custom_id_of(line: bytes) -> str:

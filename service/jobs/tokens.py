@@ -5,6 +5,8 @@ engine says what is wrong with it.
 """
 
 import json
+from array import array
+from collections.abc import Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
@@ -18,6 +20,8 @@ from tokenizers import Tokenizer
 
 FILES = ["tokenizer.json", "tokenizer_config.json", "chat_template.jinja"]
 CHAT = "/v1/chat/completions"
+PIECE = 512 * 1024  # characters of a text that are tokenized at once; more than the context of most models
+CERTAIN = 0.99  # of the tokens of a text in pieces
 TEMPLATED = (CHAT, "/v1/responses")
 # Where the prompt stands in the bodies of the other endpoints.
 FIELDS = {
@@ -37,10 +41,11 @@ class Text(NamedTuple):
 
 
 class Prompt(NamedTuple):
-    """`is_exact`: these are the token ids that the engine will read."""
+    """`is_exact`: these are the token ids that the engine will read; if not, it reads `fewest` at least."""
 
-    ids: list[int]
+    ids: Sequence[int]
     is_exact: bool
+    fewest: int = 0
 
 
 class PromptTokens:
@@ -84,11 +89,22 @@ class PromptTokens:
                 Prompt(list(text.encode()) if ids is None else ids, ids is not None)
                 for text, ids in zip(strings, given, strict=True)
             ]
-        encoded = [each.ids for each in self._tokenizer.encode_batch_fast(strings, add_special_tokens=specials)]
+        # The tokenizer holds some hundred bytes for each of a text: a gigantic one goes through it in pieces.
+        short = [string if len(string) <= PIECE else "" for string in strings]
+        encoded = [each.ids for each in self._tokenizer.encode_batch_fast(short, add_special_tokens=specials)]
         return [
-            Prompt(found if ids is None else ids, text.is_exact)
+            self._in_pieces(text) if len(text.string) > PIECE else Prompt(found if ids is None else ids, text.is_exact)
             for found, ids, text in zip(encoded, given, texts, strict=True)
         ]
+
+    def _in_pieces(self, text: Text) -> Prompt:
+        """About the tokens of the text: where it is cut they may be others, some more than there are."""
+        assert self._tokenizer is not None
+        found = array("I")
+        for at in range(0, len(text.string), PIECE):
+            [piece] = self._tokenizer.encode_batch_fast([text.string[at : at + PIECE]], add_special_tokens=False)
+            found.extend(piece.ids)
+        return Prompt(found, False, int(len(found) * CERTAIN) if text.is_exact else 0)
 
     def text(self, endpoint: str, body: dict[str, Any]) -> Text:
         if endpoint not in TEMPLATED:

@@ -1,7 +1,7 @@
 """The validator: reads a batch's file once, finds every error with its line, and leaves an index of its requests."""
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 
 import structlog
 from sqlalchemy import select
@@ -12,8 +12,8 @@ from service.db.moves import move_batch
 from service.db.sessions import Database
 from service.db.tables import Batch, BatchStatus, Model
 from service.jobs.desk import Desk
-from service.jobs.index_writer import IndexWriter
-from service.jobs.lines import LineChecker, LineError, custom_id_of, quoted
+from service.jobs.index_writer import IndexWriter, Place
+from service.jobs.lines import MAX_ERRORS, LineChecker, LineError, custom_id_of, duplicate, quoted
 from service.jobs.tokens import PromptTokens
 from service.request_index import RequestIndex
 from service.request_output import asked_output
@@ -60,9 +60,7 @@ class Validator:
                 self._storage.writer(index.tokens_key) as tokens,
             ):
                 prompt_tokens = await self._read(batch, checker, records, tokens)
-        except LineTooLong as error:
-            limit = self._settings.max_line_bytes
-            checker.add(LineError("invalid_request", f"The line is longer than {limit} bytes.", error.line))
+            await self._find_repeats(batch, checker)
         except FileNotFoundError:
             message = f"The input file {batch.input_file_id} is gone: it was deleted before the batch was validated."
             if batch.retry_of is not None:
@@ -75,7 +73,7 @@ class Validator:
                 await self._judge_quota(session, batch, checker, prompt_tokens)
             if checker.errors:
                 in_order = sorted(checker.errors, key=lambda error: error.line or 0)
-                errors = [error.shape() for error in in_order]
+                errors = [error.shape() for error in in_order[:MAX_ERRORS]]
                 moved = await move_batch(session, batch.id, BatchStatus.FAILED, now=self._clock(), errors=errors)
             else:
                 moved = await move_batch(
@@ -93,28 +91,61 @@ class Validator:
         log.info("validated", batch=batch.id, requests=checker.requests, errors=len(checker.errors), still_wanted=moved)
 
     async def _read(self, batch: Batch, checker: LineChecker, records: Writer, tokens: Writer) -> int:
-        """Look at every line; returns how many tokens all prompts have."""
+        """Look at every line; returns how many tokens all prompts have. Raises FileNotFoundError."""
         encoder: PromptTokens | None = None
         index, number = IndexWriter(checker, batch.endpoint, records, tokens), 0
-        async for offset, raw in self._storage.lines(file_key(batch.input_file_id), self._settings.max_line_bytes):
-            number += 1
-            if number == 1 and raw.startswith(BYTE_ORDER_MARK):
-                offset, raw = len(BYTE_ORDER_MARK), raw.removeprefix(BYTE_ORDER_MARK)
-            request = checker.check(number, raw)
-            if request is None:
-                continue
-            if encoder is None and checker.requests == 1:
-                encoder, index.context_length = await self._tokenizer(checker)
-            if checker.requests > self._settings.max_lines:
-                message = f"The file has more than {self._settings.max_lines} requests."
-                checker.add(LineError("too_many_tasks", message, number))
-                break
-            if encoder is not None:
-                asked = asked_output(batch.endpoint, request.body).packed
-                await index.add(encoder, (offset, len(raw), number, asked), request.body)
+        try:
+            async for offset, raw in self._lines(batch):
+                number += 1
+                if number == 1 and raw.startswith(BYTE_ORDER_MARK):
+                    offset, raw = len(BYTE_ORDER_MARK), raw.removeprefix(BYTE_ORDER_MARK)
+                request = checker.check(number, raw)
+                if self._is_enough(checker, number):
+                    break
+                if request is None:
+                    continue
+                if encoder is None and checker.requests == 1:
+                    encoder, index.context_length = await self._tokenizer(checker)
+                if encoder is not None:
+                    asked = asked_output(batch.endpoint, request.body).packed
+                    await index.add(encoder, Place(offset, len(raw), number, asked), request.body)
+        except LineTooLong as error:
+            limit = self._settings.max_line_bytes
+            checker.add(LineError("invalid_request", f"The line is longer than {limit} bytes.", error.line))
         if encoder is not None:
-            await index.flush(encoder)
+            await index.finish(encoder)
         return index.prompt_tokens
+
+    def _is_enough(self, checker: LineChecker, number: int) -> bool:
+        """Whether nothing more is to be learned from the file: it is too long, or has all errors that are told."""
+        most = self._settings.max_lines
+        if checker.requests > most:
+            checker.add(LineError("too_many_tasks", f"The file has more than {most} requests.", number))
+        elif number > 2 * most:  # as many blank ones as requests may be between them
+            message = f"The file has more than {2 * most} lines, {checker.requests} of them requests."
+            checker.add(LineError("too_many_tasks", message, number))
+        else:
+            return len(checker.errors) >= MAX_ERRORS
+        return True
+
+    async def _find_repeats(self, batch: Batch, checker: LineChecker) -> None:
+        """Note the lines whose custom_id an earlier one has; only a file that seems to have some is read again."""
+        suspects = await asyncio.to_thread(checker.custom_ids.suspects, MAX_ERRORS)
+        last, number, seen = max(suspects, default=0), 0, dict[str, int]()
+        if not suspects:
+            return
+        async for _, raw in self._lines(batch):
+            number += 1
+            if number in suspects:
+                name = custom_id_of(raw.removeprefix(BYTE_ORDER_MARK) if number == 1 else raw)
+                before = seen.setdefault(name, number)
+                if before != number:
+                    checker.errors.append(duplicate(name, number, before))
+            if number == last:
+                break
+
+    def _lines(self, batch: Batch) -> AsyncIterator[tuple[int, bytes]]:
+        return self._storage.lines(file_key(batch.input_file_id), self._settings.max_line_bytes)
 
     async def _wanted(self, batch: Batch) -> frozenset[str] | None:
         """The custom_ids of what a retry repeats: the error file's. Raises FileNotFoundError."""

@@ -143,9 +143,7 @@ def _read_segments(path: Path, lines: Iterator[tuple[int, bytes]], columns: _Col
             line = _decode(path, number, raw, WorkloadLine)
             _check(path, number, line)
             name = str(len(columns.ids) if line.id is None else line.id)
-            if columns.line_of_id.setdefault(name, number) != number:
-                before = columns.line_of_id[name]
-                raise WorkloadError(f"{path}, line {number}: id {quoted(name)} is already on line {before}")
+            _only_once(path, columns, number, name)
             tenant = "" if line.tenant is None else str(line.tenant)
             columns.add(number, name, line.max_tokens, line.output_tokens, tenant, line.deadline_s)
             yield line.segments
@@ -156,6 +154,12 @@ def _read_segments(path: Path, lines: Iterator[tuple[int, bytes]], columns: _Col
         where = f" (line {columns.lines[error.other]})" if error.other is not None else ""
         line = columns.lines[error.number]
         raise WorkloadError(f"{path}, line {line}: segments: {error.problem}{where}") from error
+
+
+def _only_once(path: Path, columns: _Columns, number: int, name: str) -> None:
+    before = columns.line_of_id.setdefault(name, number)
+    if before != number:
+        raise WorkloadError(f"{path}, line {number}: id {quoted(name)} is already on line {before}")
 
 
 def _check(path: Path, number: int, line: WorkloadLine) -> None:
@@ -202,6 +206,7 @@ def _read_batch(
             raise WorkloadError(f"{path}, line {error.line}: {error.message}")
         asked = asked_output(request.url, request.body)
         known = min(asked.most, LONGEST) if asked.exact else UNKNOWN
+        _only_once(path, columns, number, request.custom_id)
         columns.add(number, request.custom_id, asked.most or None, known, "", None)
         bodies.append(request.body)
         if len(bodies) == TOKENIZE_LINES:

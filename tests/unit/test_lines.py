@@ -63,13 +63,12 @@ def test_fault_is_coded(text: bytes, code: str, param: str | None) -> None:
     assert error.message
 
 
-def test_duplicate_names_the_line_before() -> None:
+def test_what_comes_twice_is_suspected() -> None:
     checker = LineChecker(CHAT)
     assert checker.check(1, raw())
-    assert checker.check(4, raw()) is None
-    [error] = checker.errors
-    assert (error.code, error.line) == ("duplicate_custom_id", 4)
-    assert "line 1" in error.message
+    assert checker.check(4, raw(custom_id="other"))
+    assert checker.check(5, raw())
+    assert checker.custom_ids.suspects(1000) == {1, 5}
 
 
 def test_second_model_is_refused() -> None:

@@ -191,7 +191,7 @@ def test_a_missing_or_empty_file_is_named(tmp_path: Path) -> None:
 
 def test_a_batch_line_with_a_fault_is_named(tmp_path: Path) -> None:
     path = write(tmp_path / "b.jsonl", [batch_line(1, "a"), batch_line(1, "b")])
-    assert "line 2: custom_id 'r1' is already on line 1" in plan(path)[2]
+    assert "line 2: id 'r1' is already on line 1" in plan(path)[2]
 
 
 def test_a_config_that_lacks_a_field_is_named(tmp_path: Path) -> None:

@@ -1,0 +1,75 @@
+"""Whether a custom_id comes twice in a file, in constant memory.
+
+A set of ten million names would take a gigabyte. Hashes, in a temporary file once they are many, say which lines may
+repeat one; the batch's file is read again for the names of these lines alone, so that no chance meeting of two hashes
+refuses it.
+"""
+
+import tempfile
+from array import array
+from collections.abc import Iterator
+
+import numpy as np
+from numpy.typing import NDArray
+
+ROW_BYTES = 16  # hash and line number
+ROWS_AT_ONCE = 1 << 16
+IN_MEMORY_BYTES = 8 * 1024 * 1024
+PART_ROWS = 1 << 19  # compared with one another at once
+
+Rows = NDArray[np.int64]
+
+
+class CustomIds:
+    """The custom_ids of a file by the numbers of their lines."""
+
+    def __init__(self) -> None:
+        self._written = tempfile.SpooledTemporaryFile(IN_MEMORY_BYTES, prefix="batchweave-")  # noqa: SIM115
+        self._rows = array("q")
+        self._count = 0
+
+    def add(self, line: int, custom_id: str) -> None:
+        """Lines come in the order of the file."""
+        self._rows.extend((hash(custom_id), line))
+        self._count += 1
+        if self._count % ROWS_AT_ONCE == 0:
+            self._write()
+
+    def suspects(self, most: int) -> frozenset[int]:
+        """Lines that may repeat a custom_id, the first `most` of the file, each with the line that it may repeat."""
+        self._write()
+        parts = 1 << (self._count // PART_ROWS).bit_length()
+        found = np.empty((0, 2), np.int64)
+        for part in range(parts):
+            rows = np.empty((0, 2), np.int64)
+            for block in self._read():
+                rows = np.concatenate([rows, block[block[:, 0] & (parts - 1) == part]])
+                if len(rows) > 2 * PART_ROWS:  # of names that come very often
+                    rows = _foremost(rows, most)
+            found = np.concatenate([found, _repeats(rows)])
+            found = found[np.argsort(found[:, 0])[:most]]
+        return frozenset(found.ravel().tolist())
+
+    def _write(self) -> None:
+        self._written.write(self._rows.tobytes())
+        self._rows = array("q")
+
+    def _read(self) -> Iterator[Rows]:
+        self._written.seek(0)
+        while data := self._written.read(ROWS_AT_ONCE * ROW_BYTES):
+            yield np.frombuffer(data, dtype=np.int64).reshape(-1, 2)
+
+
+def _foremost(rows: Rows, most: int) -> Rows:
+    """Of rows in the order of their lines those that are first with their hash, and the first `most` others."""
+    _, firsts = np.unique(rows[:, 0], return_index=True)
+    others = np.setdiff1d(np.arange(len(rows)), firsts)[:most]
+    return rows[np.sort(np.concatenate([firsts, others]))]
+
+
+def _repeats(rows: Rows) -> Rows:
+    """Lines whose hash came before, each with the first line that has it; int64 [repeats, 2]."""
+    _, firsts, which = np.unique(rows[:, 0], return_index=True, return_inverse=True)
+    first = firsts[which]
+    repeats = np.flatnonzero(first != np.arange(len(rows)))
+    return np.stack([rows[repeats, 1], rows[first[repeats], 1]], axis=1)
