@@ -3,9 +3,10 @@
 python -m benchmarks.evaluation DATA table2 [--output docs/evaluation] [--processes 2]
 
 Suites: table2 (Figures 7, 9 and 10), small (the same with a tenth of the requests), known (both with all lengths
-known), learned (the sample's answers known only as they end), h200, hard (prefixes that do not fit), varied (lengths
-that vary within a prefix), others (traces and seeds not used while developing), grid, grid-sharegpt, grid-conv,
-grid-m-mid (Figures 11 and 13 to 15), machines (Figure 12), replicas (Table 3), clocks, sensitivity.
+known), learned (the sample's answers known only as they end), h200, twentieth (of its requests, learned), hard
+(prefixes that do not fit), varied (lengths that vary within a prefix), others (traces and seeds not used while
+developing), grid, grid-sharegpt, grid-conv, grid-m-mid (Figures 11 and 13 to 15), machines (Figure 12), replicas
+(Table 3), clocks, sensitivity.
 `python -m benchmarks.pictures docs/evaluation` draws what was found.
 """
 
@@ -220,6 +221,19 @@ SUITES: dict[str, Callable[[], list[Case]]] = {
         ),
     ],
     "h200": lambda: [Case("h200", f"h200-{number}", MAIN, 2.0, gpu="h200") for number in range(1, 5)],
+    "twentieth": lambda: [
+        Case(
+            "twentieth",
+            f"h200-{number}",
+            ("fcfs", "dfs", "random", "batchweave"),
+            0.05,
+            seed,
+            gpu="h200",
+            foretold=False,
+        )
+        for number in range(1, 5)
+        for seed in range(8)
+    ],
     "others": lambda: [
         *(Case("others", mix, MAIN, 2.0) for mix in mixes.OTHERS),
         *(Case("others", mix, MAIN, LARGE, 11) for mix in FOUR),

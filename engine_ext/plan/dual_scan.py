@@ -41,6 +41,7 @@ from engine_ext.plan.scan_state import (
     LEFT_FIRST,
     LEFT_LAST,
     LEFT_WORK,
+    LONGEST_ANSWER,
     MEMORY_LEFT,
     MOST_TOKENS,
     NO_REQUEST,
@@ -168,8 +169,7 @@ def decide(
     # The right side fills the KV cache and may hurry while that is not full; the left side keeps the pace.
     rightful = state.counts[RIGHT_FIRST] < state.counts[RIGHT_LAST]
     hurried = max(budget, _hurry(state, decoding)) if rightful else budget
-    if state.sums[PROMPTS_LEFT] < state.sums[AN_ANSWER] * state.machine[WEIGHTS_S]:
-        # What is left to compute takes less than one answer: nothing to blend, and whoever begins late ends last.
+    if _is_the_tail(state):
         budget = hurried = max(0, int(state.machine[MOST_TOKENS]) - decoding)
     if state.machine[BURSTS] > 0:
         held_back = rightful and not fits(state, _candidate(state, RIGHT), room, RIGHT)
@@ -197,6 +197,18 @@ def decide(
     if rightful and state.sums[RIGHT_PENDING] > budget:
         budget = hurried
     return budget, let_in
+
+
+@compiled
+def _is_the_tail(state: State) -> bool:
+    """Whether whoever begins late ends last, which costs more than a blend saves.
+
+    So it is where all that remains takes less than the longest answer to be expected of those that wait, or all prompts
+    less than a usual answer.
+    """
+    sums, step_s = state.sums, state.machine[WEIGHTS_S]
+    left_s = max(sums[COMPUTE_LEFT], sums[MEMORY_LEFT])
+    return left_s < sums[LONGEST_ANSWER] * step_s or sums[PROMPTS_LEFT] < sums[AN_ANSWER] * step_s
 
 
 @compiled

@@ -247,3 +247,12 @@ def quantile_of(hazard: Floats, place: Floats, quantile: float) -> float:
             return min(EDGES[bucket] + 2 * place[bucket], float(EDGES[bucket + 1]))
         stays *= 1 - hazard[bucket]
     return float(LONGEST)
+
+
+@compiled
+def longest_of(stays: Floats, answers: float) -> float:
+    """Tokens that the longest of so many answers is expected to have: not one is expected to reach the next bucket."""
+    bucket = 0
+    while bucket < BUCKETS - 1 and stays[bucket + 1] * answers > 1:
+        bucket += 1
+    return float(EDGES[bucket + 1])

@@ -59,7 +59,8 @@ PROMPT, FRESH, WORK, KNOWN, CAP, GROUP, SIDE, STARTED, COUNTED, SWEPT, PLACE = r
     KNOWN_OUTPUTS,
     PROMPTS_LEFT,
     AN_ANSWER,
-) = range(17)
+    LONGEST_ANSWER,
+) = range(18)
 # Places in State.machine
 GEMM_S, READ_S, WEIGHTS_S, CAPACITY, MOST_TOKENS, MARGIN, BURSTS = range(7)
 # Columns of State.footprint
@@ -210,7 +211,7 @@ def new_state(backlog: Backlog, costs: StepCosts) -> State:
         footprint_next=np.zeros((len(AHEAD), 4)),
         admitted=np.zeros(requests, dtype=np.int64),
         counts=counts,
-        sums=np.zeros(17),
+        sums=np.zeros(LONGEST_ANSWER + 1),
         machine=np.array(
             [
                 costs.gemm_s,

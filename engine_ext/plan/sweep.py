@@ -5,7 +5,7 @@ import numpy as np
 from engine_ext.plan.compiled import compiled
 from engine_ext.plan.footprint import add_footprint, generated, rest_of, work_out_holds
 from engine_ext.plan.groups import ALIKE
-from engine_ext.plan.lengths import bucket_of, record, refresh
+from engine_ext.plan.lengths import bucket_of, longest_of, record, refresh
 from engine_ext.plan.scan_state import (
     AHEAD,
     ALIGNMENT,
@@ -26,6 +26,7 @@ from engine_ext.plan.scan_state import (
     LEFT_FIRST,
     LEFT_LAST,
     LEFT_WORK,
+    LONGEST_ANSWER,
     MEMORY_LEFT,
     NEXT_COMPUTE,
     NEXT_DIRTY,
@@ -86,6 +87,7 @@ def end_sweep(state: State) -> None:
             state.footprint_next[k, row] = 0.0
     compute, memory = sums[NEXT_COMPUTE] + sums[KNOWN_COMPUTE], sums[NEXT_MEMORY] + sums[KNOWN_MEMORY]
     prompts, outputs = sums[KNOWN_PROMPTS], sums[KNOWN_OUTPUTS]
+    longest = 0.0
     for group in range(len(state.parent)):
         requests, prompt, fresh = state.held_back[group]
         if requests > 0:
@@ -93,10 +95,12 @@ def end_sweep(state: State) -> None:
             compute += (fresh + requests * rest) * state.machine[GEMM_S]
             prompts += fresh * state.machine[GEMM_S]
             outputs += requests * rest
+            longest = max(longest, rest, min(longest_of(state.stays[group], requests), state.caps[group]))
             memory += (prompt * rest + requests * squared / 2) * state.machine[READ_S]
     sums[COMPUTE_LEFT], sums[MEMORY_LEFT] = compute, memory
     sums[NEXT_COMPUTE], sums[NEXT_MEMORY] = 0.0, 0.0
     sums[PROMPTS_LEFT], sums[AN_ANSWER] = prompts, outputs / max(1, waiting(state))
+    sums[LONGEST_ANSWER] = longest
     sums[LEFT_WORK] = _left_work(state)
     sums[RIGHT_SHARE] = _right_share(state)
     if counts[SWEEPS] == FIRST_SWEEP:

@@ -205,6 +205,21 @@ def test_where_an_answer_takes_longer_than_all_prompts_nothing_is_paced() -> Non
     assert scan.decide(used_kv=20, decoding_kv=20, decoding=1, pending=1000).budget == costs.most_tokens - 1
 
 
+@pytest.mark.parametrize(("waiting", "is_paced"), [(400, False), (40_000, True)])
+def test_what_ends_before_the_longest_answer_could_is_not_paced(waiting: int, is_paced: bool) -> None:
+    """One answer in a hundred has 20,000 tokens, so it takes 2 s of reading the weights, and others 100."""
+    answers = np.array([100] * 99 + [20_000])
+    groups = Groups.unlike(np.zeros(waiting, np.int64), np.array([-1]))
+    seen = see(groups, np.arange(100), answers, np.ones(100, bool))
+    prompt, queue = np.full(waiting, 500), np.arange(waiting)
+    work = backlog(prompt, np.full(waiting, -1), queue[: waiting // 2], queue[waiting // 2 :], groups, seen)
+    scan = DualScan.of(work, replace(COSTS, read_s=1e-9))
+    compute_s, memory_s = scan.remaining_s
+    assert (max(compute_s, memory_s) > 2) == is_paced
+    budget = scan.decide(used_kv=2000, decoding_kv=2000, decoding=4, pending=1000).budget
+    assert (budget < COSTS.most_tokens - 4) == is_paced
+
+
 def test_budget_follows_the_ratio_of_what_remains() -> None:
     run = two_sided(2000, known=True)
     for _ in range(600):
