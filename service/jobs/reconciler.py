@@ -6,8 +6,9 @@ import structlog
 from redis.asyncio import Redis
 
 from service.db.sessions import Database
-from service.queue.announcements import Announcements
-from service.queue.leases import free_expired, ready_slices
+from service.queue.announcements import MOST_ANNOUNCED, Announcements
+from service.queue.leases import free_expired
+from service.queue.urgency import most_urgent, waiting_models
 
 log = structlog.get_logger()
 
@@ -20,13 +21,15 @@ class Reconciler:
         self._clock = clock
 
     async def run_once(self) -> int:
-        """Free expired leases and announce every ready slice that Redis does not know; returns how many were new."""
+        """Free expired leases and announce the most urgent ready slices; returns how many were new."""
         freed = await free_expired(self._database, self._clock())
         if freed:
             log.warning("leases expired", slices=freed)
         added = 0
-        for model, slice_ids in (await ready_slices(self._database)).items():
+        for model in await waiting_models(self._database):
             announcements = Announcements(self._redis, model)
             await announcements.take_back(int(self._lease_s * 1000))
-            added += await announcements.announce(slice_ids)
+            added += await announcements.announce(
+                await most_urgent(self._database, model, self._clock(), MOST_ANNOUNCED)
+            )
         return added

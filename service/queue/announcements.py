@@ -1,6 +1,6 @@
 """Telling workers which slices are ready, over a Redis stream. A message is a hint: the lease in SQL decides."""
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,10 +9,17 @@ from redis.exceptions import ResponseError
 
 from service.queue import keys
 
-# KEYS: stream, announced. ARGV: slice ids. Adds to the stream what is not in it yet.
+# A stream is first in, first out: what is not announced yet can still be overtaken by what is more urgent.
+MOST_ANNOUNCED = 64
+
+# KEYS: stream, announced. ARGV: the most that may be announced, slice ids. Adds to the stream what is not in it yet.
 _ANNOUNCE = """
 local added = 0
-for _, id in ipairs(ARGV) do
+for at = 2, #ARGV do
+  local id = ARGV[at]
+  if redis.call('SCARD', KEYS[2]) >= tonumber(ARGV[1]) then
+    break
+  end
   if redis.call('SADD', KEYS[2], id) == 1 then
     redis.call('XADD', KEYS[1], '*', 'slice', id)
     added = added + 1
@@ -44,13 +51,9 @@ class Announcements:
         self._announce = redis.register_script(_ANNOUNCE)
         self._take_out = redis.register_script(_TAKE_OUT)
 
-    async def announce(self, slice_ids: Iterable[int]) -> int:
-        """Announce in this order what is not announced already; returns how many were new."""
-        found = list(slice_ids)
-        added = 0
-        for at in range(0, len(found), 1000):
-            added += int(await self._announce(keys=self._keys, args=found[at : at + 1000]))
-        return added
+    async def announce(self, slice_ids: Sequence[int]) -> int:
+        """Announce in this order what is not announced already, as far as there is room; returns how many were new."""
+        return int(await self._announce(keys=self._keys, args=[MOST_ANNOUNCED, *slice_ids]))
 
     async def next(self, consumer: str, block_ms: int) -> Announcement | None:
         """The next announced slice, or None after `block_ms`; the caller takes it out once it knows what it is."""

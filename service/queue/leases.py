@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from sqlalchemy import case, select, tuple_, update
+from sqlalchemy import case, tuple_, update
 
 from service.db.moves import rows_changed
 from service.db.sessions import Database
@@ -166,15 +166,3 @@ async def free_expired(database: Database, now: float) -> int:
             update(Slice).where(Slice.status == SliceStatus.LEASED, Slice.lease_until < now).values(_died())
         )
         return rows_changed(result)
-
-
-async def ready_slices(database: Database) -> dict[str, list[int]]:
-    """Ids of the ready slices by model, in the order of the plan."""
-    async with database.read() as session:
-        rows = await session.execute(
-            select(Slice.model, Slice.id).where(Slice.status == SliceStatus.READY).order_by(Slice.id)
-        )
-        ready: dict[str, list[int]] = {}
-        for model, slice_id in rows:
-            ready.setdefault(model, []).append(slice_id)
-        return ready

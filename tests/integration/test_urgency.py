@@ -1,0 +1,69 @@
+"""What has the least slack runs first, also when it came last."""
+
+import pytest
+from sqlalchemy import select, update
+
+from service.db.tables import Batch, Slice, SliceBatch, SliceStatus
+from service.jobs import reconciler
+from service.queue import announcements
+from service.queue.urgency import HOUR_S, most_urgent
+from tests.integration.house import House, ScriptedEngine, jsonl, line
+
+DAY_S = 24 * 3600
+
+
+async def slices_of(house: House, batch_id: str) -> list[int]:
+    async with house.database.read() as session:
+        mine = select(SliceBatch.slice_id).where(SliceBatch.batch_id == batch_id).order_by(SliceBatch.slice_id)
+        return list(await session.scalars(mine))
+
+
+async def first(house: House, most: int = 1000) -> list[int]:
+    return await most_urgent(house.database, "test-model", house.clock(), most)
+
+
+async def planned(house: House, window_s: int, count: int = 16, work_s: float = 0.0) -> tuple[str, list[int]]:
+    """A batch with its slices, and as much work as is said."""
+    batch_id = await house.submit(jsonl(line(n) for n in range(count)), window_s)
+    await house.plan()
+    async with house.database.write() as session:
+        await session.execute(update(Batch).where(Batch.id == batch_id).values(planned_compute_s=work_s))
+    return batch_id, await slices_of(house, batch_id)
+
+
+async def test_least_slack_comes_first_in_the_order_of_plans(house: House) -> None:
+    _, late = await planned(house, DAY_S)
+    _, soon = await planned(house, 600)
+    _, also_late = await planned(house, DAY_S - 60)
+    assert await first(house) == [*soon, *late, *also_late]
+    assert await first(house, 3) == [*soon, late[0]]
+    house.clock.now += DAY_S - 1800  # half an hour is left of both
+    assert await first(house) == [*soon, *late, *also_late]
+
+
+async def test_work_that_remains_takes_slack_away(house: House) -> None:
+    _, two_hours = await planned(house, int(2 * HOUR_S))
+    batch_id, much = await planned(house, int(8 * HOUR_S), work_s=7.5 * HOUR_S)
+    assert await first(house) == [*much, *two_hours]
+    async with house.database.write() as session:  # half of it is done
+        done = update(Slice).where(Slice.id == much[0]).values(status=SliceStatus.DONE)
+        await session.execute(done)
+    assert await first(house) == [*two_hours, *much[1:]]
+    async with house.database.write() as session:
+        await session.execute(update(Batch).where(Batch.id == batch_id).values(status="cancelled"))
+    assert await first(house) == two_hours
+
+
+async def test_urgent_batch_overtakes_what_was_planned_before(house: House, monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (announcements, reconciler):
+        monkeypatch.setattr(module, "MOST_ANNOUNCED", 2)
+    late, _ = await planned(house, DAY_S, count=80)
+    urgent = await house.submit(jsonl(line(n) for n in range(1000, 1016)), 600)
+    await house.plan()
+    engine = ScriptedEngine()
+    async with house.working(engine, in_flight=8):
+        await house.until_ended(late, urgent)
+    order = [int(content.removeprefix("request ")) for content in engine.runs]
+    last_urgent = max(place for place, number in enumerate(order) if number >= 1000)
+    assert len(order) == 96
+    assert last_urgent < 8 * (2 + 1 + 2), "two were announced and one may be running; then the urgent ones"
