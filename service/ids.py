@@ -1,5 +1,6 @@
 """Ids as clients see them: a prefix and 128 random bits, so that nobody guesses another's."""
 
+import re
 import secrets
 
 
@@ -9,6 +10,18 @@ def file_id() -> str:
 
 def batch_id() -> str:
     return f"batch_{secrets.token_hex(16)}"
+
+
+def early_file_ids(batch_id: str) -> tuple[str, str]:
+    """Under which a batch's output and errors are readable from the first answer on."""
+    bits = batch_id.removeprefix("batch_")
+    return f"file-{bits}-output", f"file-{bits}-errors"
+
+
+def early_file(file_id: str) -> tuple[str, bool] | None:
+    """Whose early file this is, and whether it is the output; None for any other file."""
+    match = re.fullmatch(r"file-([0-9a-f]{32})-(output|errors)", file_id)
+    return (f"batch_{match[1]}", match[2] == "output") if match else None
 
 
 def batch_request_id() -> str:

@@ -6,7 +6,7 @@ earlier segment counts.
 """
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 
 import msgspec
@@ -53,11 +53,21 @@ class Shard:
         data = msgspec.json.Encoder().encode_lines(answers)
         await self.storage.put(f"{self.folder}/{epoch:08d}-{number:08d}", data)
 
-    async def answers(self) -> AsyncIterator[Answer]:
-        """Every answer, earliest epoch first; a request may come twice."""
-        keys = await self.storage.keys(self.folder)
-        for at in range(0, len(keys), READ_SEGMENTS):
-            chunk = keys[at : at + READ_SEGMENTS]
+    async def segments(self) -> list[str]:
+        """Names of what was written, earliest epoch first."""
+        return [key.rsplit("/", 1)[-1] for key in await self.storage.keys(self.folder)]
+
+    async def answers(
+        self, segments: Sequence[str] | None = None, at_once: int = READ_SEGMENTS
+    ) -> AsyncIterator[Answer]:
+        """Every answer, or those of these segments, in their order; a request may come twice.
+
+        `at_once`: segments in memory. Raises FileNotFoundError for a segment that is gone.
+        """
+        names = await self.segments() if segments is None else segments
+        keys = [f"{self.folder}/{name}" for name in names]
+        for at in range(0, len(keys), at_once):
+            chunk = keys[at : at + at_once]
             for key, segment in zip(chunk, await asyncio.gather(*map(self.storage.read, chunk)), strict=True):
                 for line in segment.split(b"\n"):
                     if line:

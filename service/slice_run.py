@@ -86,6 +86,7 @@ class SliceRun:
         self._shard = Shard(storage, lease.slice_id)
         self._segment = 0
         self._answers: list[Answer] = []
+        self._writing: list[Answer] = []  # what the segment of this number has, whatever became of a first try
         self._answers_bytes = 0
         self._wake = asyncio.Event()
         self._flushing = asyncio.Lock()
@@ -288,19 +289,19 @@ class SliceRun:
             return await self._write_segment()
 
     async def _write_segment(self) -> bool:
-        answers, self._answers, self._answers_bytes = self._answers, [], 0
-        if not answers:
-            return True
-        try:
-            await self._shard.write(self.lease.epoch, self._segment, answers)
-        except Exception:  # a full or unreachable store: the answers stay in memory until it takes them
-            log.exception("segment not written", slice=self.lease.slice_id)
-            self._answers = answers + self._answers
-            return False
-        self._segment += 1
-        for answer in answers:
-            self._count(answer)
-        await self._on_progress(self.lease.slice_id, self.counts)
+        while self._writing or self._answers:
+            if not self._writing:
+                self._writing, self._answers, self._answers_bytes = self._answers, [], 0
+            try:
+                await self._shard.write(self.lease.epoch, self._segment, self._writing)
+            except Exception:  # a full or unreachable store: the answers stay in memory until it takes them
+                log.exception("segment not written", slice=self.lease.slice_id)
+                return False
+            written, self._writing = self._writing, []
+            self._segment += 1
+            for answer in written:
+                self._count(answer)
+            await self._on_progress(self.lease.slice_id, self.counts)
         return True
 
     async def _flush_to_the_end(self) -> None:

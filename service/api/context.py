@@ -8,6 +8,7 @@ from fastapi import Depends, Request
 from redis.asyncio import Redis
 
 from service.db.sessions import Database
+from service.early_results import EarlyResults
 from service.queue.progress import Heartbeat, Progress
 from service.settings import Settings
 from service.storage import Storage
@@ -20,6 +21,7 @@ class Context:
     redis: Redis
     settings: Settings
     clock: Callable[[], float]
+    early: EarlyResults
 
     @property
     def progress(self) -> Progress:

@@ -1,11 +1,9 @@
-"""/v1/files: upload in a stream, list, look, download, delete."""
+"""/v1/files: upload in a stream, list, look, delete."""
 
 import re
-from collections.abc import AsyncIterator
 from typing import Annotated
 
-from fastapi import APIRouter, Query, Request, Response
-from fastapi.responses import StreamingResponse
+from fastapi import APIRouter, Query, Request
 from sqlalchemy import select, update
 from starlette.requests import ClientDisconnect
 
@@ -17,7 +15,7 @@ from service.api.pages import Order, page_rows
 from service.api.shapes import FileDeleted, FileObject, ObjectId, Page
 from service.db.moves import LIVE
 from service.db.tables import FILE_KEEP_S, Batch, File
-from service.errors import ApiError, BadRequest, NotFound, PayloadTooLarge, RangeNotSatisfiable
+from service.errors import ApiError, BadRequest, NotFound, PayloadTooLarge
 from service.storage import file_key
 from service.tenants import audit
 from service.tenants.keys import Caller
@@ -115,52 +113,6 @@ async def list_files(
 @router.get("/{file_id}")
 async def get_file(file_id: ObjectId, here: Here, caller: CalledBy) -> FileObject:
     return FileObject.of(await find_file(here, caller, file_id))
-
-
-@router.get("/{file_id}/content", response_class=StreamingResponse)
-async def get_content(file_id: ObjectId, request: Request, here: Here, caller: CalledBy) -> Response:
-    """The file's bytes; a Range of them when asked."""
-    file = await find_file(here, caller, file_id)
-    # A file never changes, so its id is its version.
-    headers = {"Accept-Ranges": "bytes", "ETag": f'"{file.id}"'}
-    if request.headers.get("if-none-match") in ("*", headers["ETag"]):
-        return Response(status_code=304, headers=headers)
-    start, end = 0, file.size_bytes
-    wanted = request.headers.get("range")
-    part = None
-    if wanted is not None and request.headers.get("if-range", headers["ETag"]) == headers["ETag"]:
-        part = _byte_range(wanted, file.size_bytes)
-    if part is not None:
-        start, end = part
-        headers["Content-Range"] = f"bytes {start}-{end - 1}/{file.size_bytes}"
-    headers["Content-Length"] = str(end - start)
-    return StreamingResponse(
-        _content(here, file, start, end),
-        status_code=206 if part else 200,
-        media_type="application/octet-stream",
-        headers=headers,
-    )
-
-
-async def _content(here: Context, file: File, start: int, end: int) -> AsyncIterator[bytes]:
-    if start < end:
-        async for chunk in here.storage.stream(file_key(file.id), start, end):
-            yield chunk
-
-
-def _byte_range(header: str, size_bytes: int) -> tuple[int, int] | None:
-    """[start, end) of a single range; None for what RFC 9110 lets us ignore. Raises RangeNotSatisfiable."""
-    match = re.fullmatch(r"bytes=([0-9]{0,18})-([0-9]{0,18})", header.strip())
-    if match is None or not any(match.groups()):
-        return None
-    first, last = match.groups()
-    start = int(first) if first else max(size_bytes - int(last), 0)
-    end = min(int(last) + 1, size_bytes) if first and last else size_bytes
-    if first and last and int(last) < int(first):
-        return None
-    if start >= end:
-        raise RangeNotSatisfiable(f"The range {header!r} is not inside {size_bytes} bytes.")
-    return start, end
 
 
 @router.delete("/{file_id}")

@@ -5,6 +5,7 @@ from typing import Annotated, Any, Generic, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints
 
+from service import ids
 from service.db.tables import Batch, BatchStatus, File, OutputOrder, Upload, UploadStatus, WebhookEndpoint
 from service.queue.leases import Counts
 from service.standing import Standing
@@ -133,12 +134,16 @@ class BatchExtras(BaseModel):
     earliest_at: int | None = Field(description="end by the planner's cost model")
     expected_at: int | None = Field(description="end by the pace of its answers so far")
     latest_at: int | None = Field(description="the same with two standard errors")
+    early_output_file_id: str | None = Field(description="readable from the first answer on, and grows at its end")
+    early_error_file_id: str | None
     failures: list[Cause] = Field(description="causes of failed requests, once it has ended")
 
     @classmethod
     def of(cls, batch: Batch, found: Standing) -> "BatchExtras":
         share = batch.total / batch.planned if batch.planned else None
         gpu_s = max(batch.planned_compute_s, batch.planned_memory_s)
+        grows = batch.output_order == OutputOrder.ANY
+        early = ids.early_file_ids(batch.id) if grows else (None, None)
         return cls(
             output_order=OutputOrder(batch.output_order),
             retry_of=batch.retry_of,
@@ -150,6 +155,8 @@ class BatchExtras(BaseModel):
             earliest_at=found.estimate.earliest_at,
             expected_at=found.estimate.expected_at,
             latest_at=found.estimate.latest_at,
+            early_output_file_id=early[0],
+            early_error_file_id=early[1],
             failures=[Cause(**cause) for cause in batch.causes or []],
         )
 

@@ -273,6 +273,23 @@ class SliceBatch(Base):
     failed: Mapped[int] = mapped_column(BigInteger, default=0)
 
 
+class EarlyRun(Base):
+    """Segments of a slice that became readable together while the batch ran; in the order of their numbers.
+
+    `repeats`: requests that an earlier run of the slice has already.
+    """
+
+    __tablename__ = "early_runs"
+
+    batch_id: Mapped[str] = mapped_column(String(64), primary_key=True)
+    number: Mapped[int] = mapped_column(BigInteger, primary_key=True, autoincrement=False)
+    slice_id: Mapped[int] = mapped_column(BigInteger)
+    segments: Mapped[list[str]] = mapped_column(JSON)
+    repeats: Mapped[list[int]] = mapped_column(JSON)
+    output_bytes: Mapped[int] = mapped_column(BigInteger)  # of lines of the output file, line feeds included
+    error_bytes: Mapped[int] = mapped_column(BigInteger)
+
+
 class Model(Base):
     """A model that a planner or worker of this service was started with."""
 

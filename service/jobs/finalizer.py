@@ -1,5 +1,6 @@
 """The finalizer: joins shards into the output and error files, one line per custom_id, and ends the batch."""
 
+from collections import defaultdict
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
@@ -7,13 +8,24 @@ from typing import Any
 
 import msgspec
 import structlog
-from sqlalchemy import exists, select, update
+from sqlalchemy import delete, exists, select, update
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from service import ids
 from service.db.moves import LIVE, move_batch
 from service.db.sessions import Database
-from service.db.tables import FILE_KEEP_S, Batch, BatchStatus, File, OutputOrder, Slice, SliceBatch, SliceStatus
+from service.db.tables import (
+    FILE_KEEP_S,
+    Batch,
+    BatchStatus,
+    EarlyRun,
+    File,
+    OutputOrder,
+    Slice,
+    SliceBatch,
+    SliceStatus,
+)
+from service.early_results import RUNS_AT_ONCE, answers_of, early_runs, run_sizes
 from service.jobs.desk import Desk
 from service.jobs.digest import Digest
 from service.jobs.input_order import InputOrder
@@ -172,14 +184,29 @@ class Finalizer:
         return BatchStatus.COMPLETED, LOST
 
     async def _answers(self, batch: Batch) -> AsyncIterator[Answer]:
+        """All answers, first those that were readable while the batch ran; a request may come twice."""
         async with self._database.read() as session:
+            early = len(await run_sizes(session, batch.id))
             slices = (
                 await session.scalars(
                     select(SliceBatch.slice_id).where(SliceBatch.batch_id == batch.id).order_by(SliceBatch.slice_id)
                 )
             ).all()
+        read: dict[int, set[str]] = defaultdict(set)
+        for first in range(0, early, RUNS_AT_ONCE):
+            async with self._database.read() as session:
+                runs = await early_runs(session, batch.id, first, RUNS_AT_ONCE)
+            for run in runs:
+                read[run.slice_id].update(run.segments)
+                try:
+                    async for answer in answers_of(self._storage, run):
+                        yield answer
+                except FileNotFoundError:  # not by us; its requests have no answer then
+                    log.exception("segment is gone", batch=batch.id, slice=run.slice_id)
         for slice_id in slices:
-            async for answer in Shard(self._storage, slice_id).answers():
+            shard = Shard(self._storage, slice_id)
+            rest = [name for name in await shard.segments() if name not in read[slice_id]]
+            async for answer in shard.answers(rest):
                 if answer.batch_id == batch.id:
                     yield answer
 
@@ -242,6 +269,7 @@ class Finalizer:
                         values[name] = file.id
                 if not await move_batch(session, batch.id, ending, now=now, **values):
                     raise EndedElsewhere(batch.id)
+                await session.execute(delete(EarlyRun).where(EarlyRun.batch_id == batch.id))
                 await _let_slices_go(session, batch.id)
         except EndedElsewhere:
             # Only now is it certain that nobody names these files; after any other error the sweeper decides.

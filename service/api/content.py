@@ -1,0 +1,140 @@
+"""/v1/files/{id}/content: a file's bytes, or a range of them; of a batch's results also while it runs."""
+
+import re
+from collections.abc import AsyncIterator
+from contextlib import suppress
+from dataclasses import dataclass
+
+from fastapi import APIRouter, Request, Response
+from fastapi.responses import StreamingResponse
+from sqlalchemy import select
+
+from service import ids
+from service.api.caller import CalledBy
+from service.api.context import Context, Here
+from service.api.files import find_file
+from service.api.shapes import ObjectId
+from service.db.moves import LIVE
+from service.db.tables import Batch, BatchStatus, File, OutputOrder
+from service.early_results import Size, run_sizes
+from service.errors import BadRequest, NotFound, RangeNotSatisfiable
+from service.storage import file_key
+from service.tenants.keys import Caller
+
+GROWING = "batchweave-growing"  # header: whether more may come behind these bytes
+
+router = APIRouter(prefix="/v1/files", tags=["files"])
+
+
+@router.get("/{file_id}/content", response_class=StreamingResponse)
+async def get_content(file_id: ObjectId, request: Request, here: Here, caller: CalledBy) -> Response:
+    """The file's bytes; a Range of them when asked. Early results of a batch grow at their end only."""
+    early = ids.early_file(file_id)
+    if early is not None:
+        return await _early_content(*early, request, here, caller)
+    return _whole(await find_file(here, caller, file_id), request, here)
+
+
+def _whole(file: File, request: Request, here: Context) -> Response:
+    # A file never changes, so its id is its version.
+    headers = {"Accept-Ranges": "bytes", "ETag": f'"{file.id}"'}
+    if request.headers.get("if-none-match") in ("*", headers["ETag"]):
+        return Response(status_code=304, headers=headers)
+    wanted = request.headers.get("range")
+    if request.headers.get("if-range", headers["ETag"]) != headers["ETag"]:
+        wanted = None
+    span = _Span.of(wanted, file.size_bytes, headers)
+    return _answer(here.storage.stream(file_key(file.id), span.start, span.end), span, str(file.size_bytes), headers)
+
+
+async def _early_content(batch_id: str, is_output: bool, request: Request, here: Context, caller: Caller) -> Response:
+    """What the batch has answered so far, or its file once it has ended."""
+    batch = await _find_batch(here, caller, batch_id)
+    if batch.status == BatchStatus.IN_PROGRESS and batch.output_order == OutputOrder.ANY:
+        with suppress(FileNotFoundError):  # it ended meanwhile, and its segments went
+            await here.early.refresh(batch_id)
+    async with here.database.read() as session:
+        sizes = await run_sizes(session, batch_id)
+    batch = await _find_batch(here, caller, batch_id)  # after the sizes, which go when it ends
+    if batch.status not in LIVE:
+        file_id = batch.output_file_id if is_output else batch.error_file_id
+        if file_id is not None:
+            return _whole(await find_file(here, caller, file_id), request, here)
+    elif batch.output_order == OutputOrder.INPUT:
+        message = f"Results of {batch_id} come in the order of its input: they are readable when it has ended."
+        raise BadRequest(message, code="batch_not_ended", param="id")
+    size = sum(each.of(is_output) for each in sizes)
+    headers = {
+        "Accept-Ranges": "bytes",
+        "Cache-Control": "no-store",
+        GROWING: "yes" if batch.status in LIVE else "no",
+    }
+    span = _Span.of(request.headers.get("range"), size, headers)
+    return _answer(_growing(here, batch_id, sizes, is_output, span), span, "*", headers)
+
+
+async def _growing(
+    here: Context, batch_id: str, sizes: list[Size], is_output: bool, span: "_Span"
+) -> AsyncIterator[bytes]:
+    """Early results, and the rest from the finished file where the batch ends while they are read."""
+    sent = 0
+    try:
+        async for part in here.early.stream(batch_id, sizes, is_output, span.start, span.end):
+            yield part
+            sent += len(part)
+    except FileNotFoundError:
+        async with here.database.read() as session:
+            batch = (await session.scalars(select(Batch).where(Batch.id == batch_id))).one()
+        file_id = (batch.output_file_id if is_output else batch.error_file_id) or ""
+        async for part in here.storage.stream(file_key(file_id), span.start + sent, span.end):
+            yield part
+
+
+async def _find_batch(here: Context, caller: Caller, batch_id: str) -> Batch:
+    mine = (Batch.id == batch_id) & (Batch.project_id == caller.project.id)
+    async with here.database.read() as session:
+        batch = (await session.scalars(select(Batch).where(mine))).one_or_none()
+    if batch is None:
+        raise NotFound(f"No such Batch object: {batch_id}", param="id")
+    return batch
+
+
+@dataclass(frozen=True, slots=True)
+class _Span:
+    """Bytes [start, end); `is_part`: because a range was asked for."""
+
+    start: int
+    end: int
+    is_part: bool
+
+    @classmethod
+    def of(cls, header: str | None, size_bytes: int, about: dict[str, str]) -> "_Span":
+        """Raises RangeNotSatisfiable, with these headers; what RFC 9110 lets us ignore is all of it."""
+        match = re.fullmatch(r"bytes=([0-9]{0,18})-([0-9]{0,18})", (header or "").strip())
+        if match is None or not any(match.groups()):
+            return cls(0, size_bytes, False)
+        first, last = match.groups()
+        start = int(first) if first else max(size_bytes - int(last), 0)
+        end = min(int(last) + 1, size_bytes) if first and last else size_bytes
+        if first and last and int(last) < int(first):
+            return cls(0, size_bytes, False)
+        if start >= end:
+            raise RangeNotSatisfiable(f"The range {header!r} is not inside {size_bytes} bytes.", size_bytes, about)
+        return cls(start, end, True)
+
+
+def _answer(content: AsyncIterator[bytes], span: _Span, size: str, headers: dict[str, str]) -> Response:
+    headers["Content-Length"] = str(span.end - span.start)
+    if span.is_part:
+        headers["Content-Range"] = f"bytes {span.start}-{span.end - 1}/{size}"
+    return StreamingResponse(
+        content if span.start < span.end else _nothing(),
+        status_code=206 if span.is_part else 200,
+        media_type="application/octet-stream",
+        headers=headers,
+    )
+
+
+async def _nothing() -> AsyncIterator[bytes]:
+    return
+    yield
