@@ -9,13 +9,16 @@ import structlog
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
+from obstore.exceptions import BaseError
 from sqlalchemy.exc import DataError, DBAPIError, InterfaceError, OperationalError
+from sqlalchemy.exc import TimeoutError as PoolTimeout
 from starlette.exceptions import HTTPException
 
-from service.api import batches, files, health, models, uploads, webhooks
+from service.api import batches, content, files, health, models, uploads, webhooks
 from service.api.context import Context
 from service.api.edge import Edge
 from service.db.sessions import Database
+from service.early_results import EarlyResults
 from service.errors import ApiError, BadRequest, MethodNotAllowed, NotFound, PayloadTooLarge, Unavailable
 from service.queue.connection import open_redis
 from service.settings import Settings
@@ -29,9 +32,11 @@ def create_app(settings: Settings, clock: Callable[[], float] = time.time) -> Fa
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncGenerator[None, None]:
-        database = Database(settings.database)
+        database = Database(settings.database, settings.database_timeout_s)
         redis = open_redis(settings.redis)
-        app.state.context = Context(database, Storage.open(settings.storage), redis, settings, clock)
+        storage = Storage.open(settings.storage)
+        early = EarlyResults(database, storage, clock)
+        app.state.context = Context(database, storage, redis, settings, clock, early)
         yield
         await redis.aclose()
         await database.close()
@@ -42,13 +47,17 @@ def create_app(settings: Settings, clock: Callable[[], float] = time.time) -> Fa
         summary="Offline batch inference on SGLang behind an OpenAI-style Batch API",
         lifespan=lifespan,
     )
-    for module in (files, uploads, batches, models, webhooks, health):
+    for module in (files, content, uploads, batches, models, webhooks, health):
         app.include_router(module.router)
     app.add_middleware(Edge)
     app.add_exception_handler(ApiError, _api_error)
     app.add_exception_handler(RequestValidationError, _validation_error)
     app.add_exception_handler(HTTPException, _http_error)
     app.add_exception_handler(DBAPIError, _database_error)
+    app.add_exception_handler(TimeoutError, _silent_database)
+    app.add_exception_handler(PoolTimeout, _silent_database)
+    app.add_exception_handler(OSError, _storage_error)
+    app.add_exception_handler(BaseError, _storage_error)
     app.add_exception_handler(Exception, _unexpected_error)
     return app
 
@@ -94,6 +103,22 @@ def _database_error(request: Request, error: Exception) -> JSONResponse:
         return _unexpected_error(request, error)
     log.error("database failed", path=request.url.path, error=repr(error))
     return _answer(Unavailable("The database does not answer. Try again.", code="database_unavailable"))
+
+
+def _silent_database(request: Request, error: Exception) -> JSONResponse:
+    """No answer in time, or no connection free in time."""
+    log.error("database is silent", path=request.url.path, error=repr(error))
+    return _answer(Unavailable("The database does not answer. Try again.", code="database_unavailable"))
+
+
+def _storage_error(request: Request, error: Exception) -> JSONResponse:
+    """The store is full, slow or away; what is missing in it stays missing."""
+    if isinstance(error, ConnectionError):  # of the database's driver, before it has a connection
+        return _silent_database(request, error)
+    log.error("storage failed", path=request.url.path, error=repr(error))
+    if isinstance(error, FileNotFoundError):
+        return _answer(NotFound("The content is not in the store any more.", code="content_not_found"))
+    return _answer(Unavailable("The store takes or gives nothing now. Try again.", code="storage_unavailable"))
 
 
 def _unexpected_error(request: Request, error: Exception) -> JSONResponse:

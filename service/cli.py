@@ -13,6 +13,7 @@ import structlog
 import typer
 from redis.asyncio import Redis
 from rich.console import Console
+from sqlalchemy import make_url
 from sqlalchemy.exc import SQLAlchemyError
 
 from service.db.migrate import upgrade
@@ -79,7 +80,7 @@ def api(host: HostOption = None, port: PortOption = None) -> None:
 
     settings = _settings(host=host, port=port)
     _log_to(sys.stdout)
-    upgrade(settings.database)
+    _open_database(settings)
     uvicorn.run(
         create_app(settings),
         host=settings.host,
@@ -99,7 +100,7 @@ def planner(model: ModelOption = None, model_name: NameOption = None) -> None:
 
     settings = _settings(model=model, model_name=model_name)
     _log_to(sys.stdout)
-    upgrade(settings.database)
+    _open_database(settings)
 
     async def main(database: Database, storage: Storage, redis: Redis, stop: asyncio.Event) -> None:
         await run_jobs(database, storage, redis, settings, stop)
@@ -116,7 +117,7 @@ def worker(model: ModelOption = None, model_name: NameOption = None) -> None:
 
     settings = _settings(model=model, model_name=model_name)
     _log_to(sys.stdout)
-    upgrade(settings.database)
+    _open_database(settings)
     metrics = EngineMetrics(settings.served_model)
     try:
         if settings.metrics_port is not None:
@@ -258,7 +259,7 @@ async def _role(settings: Settings, main: Callable[[Database, Storage, Redis, as
     """Open the parts, run `main` until SIGINT or SIGTERM, and close them."""
     stop = asyncio.Event()
     _stop_on_signals(stop)
-    database = Database(settings.database)
+    database = Database(settings.database, settings.database_timeout_s)
     redis = open_redis(settings.redis)
     try:
         await main(database, Storage.open(settings.storage), redis, stop)
@@ -284,6 +285,18 @@ def _settings(**overrides: Any) -> Settings:
     except CostsError as error:
         _fail(f"BATCHWEAVE_GPU: {error}")
     return settings
+
+
+def _open_database(settings: Settings) -> None:
+    """Make the folder of an embedded one, and bring it to the newest schema."""
+    url = make_url(settings.database)
+    try:
+        if url.get_backend_name() == "sqlite":
+            Path(url.database or "").parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        upgrade(settings.database)
+    except (OSError, SQLAlchemyError) as error:
+        why = str(getattr(error, "orig", None) or error).splitlines()[0]
+        _fail(f"The database cannot be opened: {why}. BATCHWEAVE_DATABASE_URL and BATCHWEAVE_DATA_DIR say where it is.")
 
 
 def _fail(message: str) -> NoReturn:

@@ -73,6 +73,15 @@ class RangeNotSatisfiable(ApiError):
     status_code = 416
     type = "invalid_request_error"
 
+    def __init__(self, message: str, size_bytes: int, about: dict[str, str]) -> None:
+        """`about`: headers that a range inside would have got."""
+        super().__init__(message)
+        self._headers = {**about, "Content-Range": f"bytes */{size_bytes}"}
+
+    @property
+    def headers(self) -> dict[str, str]:
+        return self._headers
+
 
 class QuotaReached(ApiError):
     """There is room again after a while; what never has room is another error."""

@@ -26,6 +26,7 @@ class Settings(BaseSettings):
 
     data_dir: Path = Field(Path("batchweave-data"), description="folder of everything embedded, and of the demo model")
     database_url: str | None = Field(None, description="postgresql://… or sqlite:///…; default: SQLite in data_dir")
+    database_timeout_s: float = Field(30.0, gt=0, description="after which a database that is silent counts as away")
     redis_url: str | None = Field(None, description="redis://… or unix://…; default: the embedded server's socket")
     storage_url: str | None = Field(None, description="file:///…, s3://…, gs://…, az://…; default: data_dir/objects")
 

@@ -64,13 +64,17 @@ class Storage:
         # Not put_async with a generator: obstore 0.12 can abort the interpreter at its exit after one.
         writer = obstore.open_writer_async(self._store, key, buffer_size=PART_BYTES, max_concurrency=2)
         try:
-            yield writer
+            try:
+                yield writer
+            finally:
+                await writer.close()
+            await self._sync(key)
         except BaseException:
-            await writer.close()
             await self.delete(key)
+            if self._folder is not None:  # what was staged, where closing failed
+                for staged in (self._folder / key).parent.glob(f"{key.rsplit('/', 1)[-1]}#*"):
+                    staged.unlink(missing_ok=True)
             raise
-        await writer.close()
-        await self._sync(key)
 
     async def put(self, key: str, data: bytes) -> None:
         """Write a small object in one atomic step; it is on disk when this returns."""
@@ -146,10 +150,24 @@ class Storage:
         with suppress(FileNotFoundError):
             await self._store.delete_async(keys)
 
+    async def delete_staged(self, before: float) -> int:
+        """Delete what a dead process began to write into a local store before this unix time, and count it.
+
+        Listings leave it out. A bucket has rules of its own for uploads that were never completed.
+        """
+        return await asyncio.to_thread(_delete_staged, self._folder, before) if self._folder is not None else 0
+
     async def check(self) -> None:
         """Raise when the store cannot be reached."""
         async for _ in self._store.list("health", chunk_size=1):
             return
+
+
+def _delete_staged(folder: Path, before: float) -> int:
+    staged = [path for path in folder.rglob("*#*") if path.is_file() and path.stat().st_mtime < before]
+    for path in staged:
+        path.unlink(missing_ok=True)
+    return len(staged)
 
 
 def _sync_file(folder: Path, key: str) -> None:

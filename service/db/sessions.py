@@ -5,7 +5,7 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 from sqlalchemy import Connection, event, text
-from sqlalchemy.ext.asyncio import AsyncSession, create_async_engine
+from sqlalchemy.ext.asyncio import AsyncEngine, AsyncSession, create_async_engine
 
 _WRITE = "batchweave_write"
 
@@ -13,22 +13,39 @@ _WRITE = "batchweave_write"
 class Database:
     """`read()` and `write()` are transactions; on SQLite a write takes its lock at the start, so it never deadlocks."""
 
-    def __init__(self, url: str) -> None:
-        self.engine = create_async_engine(url, pool_pre_ping=not url.startswith("sqlite"), hide_parameters=True)
+    def __init__(self, url: str, timeout_s: float = 30.0) -> None:
+        """`timeout_s`: after that a server that says nothing is taken for gone; raises TimeoutError then."""
+        is_sqlite = url.startswith("sqlite")
+        waits = {} if is_sqlite else {"timeout": timeout_s, "command_timeout": timeout_s}
+        self.engine = create_async_engine(
+            url, pool_pre_ping=not is_sqlite, hide_parameters=True, connect_args=waits, pool_timeout=timeout_s
+        )
         self._writing = self.engine.execution_options(**{_WRITE: True})
-        if self.engine.dialect.name == "sqlite":
+        if is_sqlite:
             event.listen(self.engine.sync_engine, "connect", _configure_sqlite)
             event.listen(self.engine.sync_engine, "begin", _begin_sqlite)
+        else:
+            event.listen(self.engine.sync_engine, "connect", _configure_postgres)
 
     @asynccontextmanager
     async def read(self) -> AsyncGenerator[AsyncSession, None]:
-        async with AsyncSession(self.engine, expire_on_commit=False) as session, session.begin():
+        async with self._session(self.engine) as session:
             yield session
 
     @asynccontextmanager
     async def write(self) -> AsyncGenerator[AsyncSession, None]:
-        async with AsyncSession(self._writing, expire_on_commit=False) as session, session.begin():
+        async with self._session(self._writing) as session:
             yield session
+
+    @asynccontextmanager
+    async def _session(self, engine: AsyncEngine) -> AsyncGenerator[AsyncSession, None]:
+        try:
+            async with AsyncSession(engine, expire_on_commit=False) as session, session.begin():
+                yield session
+        except TimeoutError:
+            # Where one connection is dead to the world the others are too; each would be found out by itself.
+            await self.engine.dispose(close=False)
+            raise
 
     async def check(self) -> None:
         """Raise when the database cannot be reached."""
@@ -45,6 +62,14 @@ def _configure_sqlite(connection: Any, _record: Any) -> None:
     for pragma in ("journal_mode=WAL", "synchronous=FULL", "busy_timeout=30000", "foreign_keys=ON"):
         cursor.execute(f"PRAGMA {pragma}")
     cursor.close()
+
+
+def _configure_postgres(connection: Any, _record: Any) -> None:
+    """A client that the network cut off inside a transaction must not hold its locks for hours."""
+    cursor = connection.cursor()
+    cursor.execute("SET idle_in_transaction_session_timeout = '60s'")
+    cursor.close()
+    connection.commit()  # or the first rollback takes it back
 
 
 def _begin_sqlite(connection: Connection) -> None:

@@ -1,18 +1,21 @@
-"""The sweeper: deletes the objects that no batch needs any more, also those that a crash has left."""
+"""The sweeper: deletes the objects that no batch needs any more, also those that a crash has left, and old records."""
 
 from collections.abc import Callable
 
 import structlog
-from sqlalchemy import select
+from sqlalchemy import delete, select
 
 from service.db.moves import LIVE
 from service.db.sessions import Database
-from service.db.tables import Batch, File, Slice, SliceBatch, Upload, UploadStatus, Window
+from service.db.tables import AuditEvent, Batch, File, Slice, SliceBatch, Upload, UploadStatus, WebhookDelivery, Window
 from service.storage import Storage, file_key
 
 # An object that no row knows yet may belong to one that is about to be committed.
 YOUNG_S = 3600.0
 CHUNK = 500  # names per query
+DAY_S = 24 * 3600
+KEEP_DELIVERIES_S = 30 * DAY_S  # webhook deliveries that have ended
+KEEP_AUDIT_S = 400 * DAY_S
 log = structlog.get_logger()
 
 
@@ -34,9 +37,19 @@ class Sweeper:
                 for name in set(chunk) - needed:
                     swept += await self._sweep(f"{prefix}/{name}", name in known)
         swept += await self._files()
+        swept += await self._storage.delete_staged(self._clock() - YOUNG_S)
+        await self._records()
         if swept:
             log.info("swept", folders=swept)
         return swept > 0
+
+    async def _records(self) -> None:
+        """Delete rows that only tell of what was."""
+        now = self._clock()
+        ended = WebhookDelivery.next_at.is_(None) & (WebhookDelivery.created_at < now - KEEP_DELIVERIES_S)
+        async with self._database.write() as session:
+            await session.execute(delete(WebhookDelivery).where(ended))
+            await session.execute(delete(AuditEvent).where(AuditEvent.at < now - KEEP_AUDIT_S))
 
     async def _sweep(self, folder: str, known: bool) -> bool:
         """Delete the folder if a row knows it, and so says that it is not needed, or if it is old."""

@@ -13,6 +13,7 @@ from service.db.migrate import upgrade
 from service.settings import load_settings
 from tests.conftest import new_postgres_database
 from tests.faults.town import Town
+from tests.faults.wire import Wire, socket_of
 from tests.integration.house import demo_tokenizer
 
 FAULTS_PER_BATCH = 5
@@ -22,8 +23,9 @@ KILLERS, REFUSED = 1, 20
 def campaign(town: Town, faults: int, requests: int, say: Callable[[str], None]) -> None:
     """So many faults in all, some on each batch; every second batch has a request that kills the engine."""
     number = 0
-    while sum(town.happened.values()) < faults:
+    while town.happened.total() < faults:
         killers = KILLERS if number % 2 else 0
+        town.keep_alive()
         started, kinds = time.monotonic(), list[str]()
         batch_id, contents = town.submit(requests, killers, REFUSED)
         for _ in range(FAULTS_PER_BATCH):
@@ -34,6 +36,7 @@ def campaign(town: Town, faults: int, requests: int, say: Callable[[str], None])
             kinds.append(town.fault())
             if town.rng.random() < 0.7:
                 town.keep_alive()
+            town.read_early(batch_id)
         (town.folder / "clock").unlink(missing_ok=True)
         town.judge(town.wait(batch_id), contents)
         number += 1
@@ -58,12 +61,14 @@ def main() -> None:
             model=str(demo_tokenizer(folder / "model")),
             model_name="test-model",
             lease_s=2.0,
+            database_timeout_s=2.0,
             slice_requests=64,
             poll_s=0.05,
             flush_s=0.05,
         )
         (folder / "town").mkdir()
-        town = Town(folder / "town", settings, random.Random(given.seed), server)
+        wire = Wire(socket_of(url)) if server else None
+        town = Town(folder / "town", settings, random.Random(given.seed), server, wire)
         town.start()
         started = time.monotonic()
         try:
@@ -72,7 +77,8 @@ def main() -> None:
             town.stop()
             if server:
                 server.cleanup()
-        print(f"{sum(town.happened.values())} faults in {time.monotonic() - started:.0f} s, seed {given.seed}:")
+        print(f"{town.happened.total()} faults in {time.monotonic() - started:.0f} s, seed {given.seed}:")
+        print(f"  output read early: {town.early_reads} batches")
         for kind, count in (town.happened + town.points_reached).most_common():
             print(f"  {kind}: {count}")
 

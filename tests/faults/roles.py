@@ -110,7 +110,7 @@ def _run(config: Config, main: Callable[..., Any]) -> None:
     async def run() -> None:
         stop = asyncio.Event()
         asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stop.set)
-        database = Database(config.settings.database)
+        database = Database(config.settings.database, config.settings.database_timeout_s)
         redis = open_redis(config.settings.redis)
         await main(database, Storage.open(config.settings.storage), redis, stop)
 

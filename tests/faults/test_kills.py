@@ -16,22 +16,26 @@ from tests.faults.town import Town
 from tests.integration.house import demo_tokenizer
 
 
+def town_settings(settings: Settings, folder: Path) -> Settings:
+    return settings.model_copy(
+        update={
+            "model": str(demo_tokenizer(folder / "model")),
+            "lease_s": 2.0,
+            "database_timeout_s": 2.0,
+            "slice_requests": 64,
+            "poll_s": 0.05,
+            "flush_s": 0.05,
+        }
+    )
+
+
 @pytest.fixture
 def town(
     tmp_path: Path, settings: Settings, request: pytest.FixtureRequest, database_url: str
 ) -> Generator[Town, None, None]:
     Storage.open(settings.storage)
     postgres = request.getfixturevalue("postgres") if "postgresql" in database_url else None
-    changed = settings.model_copy(
-        update={
-            "model": str(demo_tokenizer(tmp_path / "model")),
-            "lease_s": 2.0,
-            "slice_requests": 64,
-            "poll_s": 0.05,
-            "flush_s": 0.05,
-        }
-    )
-    made = Town(tmp_path / "town", changed, random.Random(11), postgres)
+    made = Town(tmp_path / "town", town_settings(settings, tmp_path), random.Random(11), postgres)
     made.folder.mkdir()
     made.start()
     yield made
@@ -42,3 +46,4 @@ def town(
 def test_random_faults_lose_and_repeat_nothing(town: Town) -> None:
     campaign(town, faults=15, requests=2000, say=print)
     assert town.kept, "no shard was read at any fault"
+    assert town.early_reads, "no output was read early"

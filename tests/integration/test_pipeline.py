@@ -214,6 +214,7 @@ async def test_ended_batch_leaves_only_its_files_in_storage(house: House) -> Non
         (b"\n\n", "empty_file", None),
         (jsonl([line(1)]) + b"{oops\n", "invalid_json_line", 2),
         (jsonl([line(1), line(2), line(1)]), "duplicate_custom_id", 3),
+        (b"\xef\xbb\xbf" + jsonl([line(1), line(1)]), "duplicate_custom_id", 2),
         (jsonl([line(1), line(2, url="/v1/completions")]), "url_mismatch", 2),
         (jsonl([line(1, body={"model": "gpt-9", "messages": ["x"]})]), "model_not_found", 1),
         (b"x" * 2_000_000, "invalid_request", 1),
@@ -228,6 +229,24 @@ async def test_bad_file_fails_with_its_code_and_line(house: House, data: bytes, 
     assert batch.errors is not None
     assert [(each["code"], each["line"]) for each in batch.errors] == [(code, number)]
     assert await house.storage.keys("indexes") == []
+
+
+async def test_all_errors_are_told_in_the_order_of_the_lines(house: House) -> None:
+    twice = [line(number // 2) for number in range(3000)]
+    batch_id = await house.submit(jsonl([line(9999), *twice]) + b"x" * (house.settings.max_line_bytes + 1))
+    await house.validator.run_once()
+    errors = (await house.batch(batch_id)).errors or []
+    assert [each["line"] for each in errors] == list(range(3, 2003, 2))
+    assert {each["code"] for each in errors} == {"duplicate_custom_id"}
+    assert errors[-1]["message"].endswith("is already on line 2000.")
+    few = await house.submit(jsonl([line(1), line(2, method="GET"), line(1)]) + b"x" * 9_000_000)
+    await house.validator.run_once()
+    errors = (await house.batch(few)).errors or []
+    assert [(each["code"], each["line"]) for each in errors] == [
+        ("invalid_method", 2),
+        ("duplicate_custom_id", 3),
+        ("invalid_request", 4),
+    ]
 
 
 async def test_what_exceeds_the_context_is_refused_with_its_lines(house: House) -> None:
@@ -247,6 +266,10 @@ async def test_what_exceeds_the_context_is_refused_with_its_lines(house: House) 
         (5, "invalid_method"),
     ]
     assert "200 tokens" in (found.errors or [])[0]["message"]
+    gigantic = {"model": "test-model", "messages": [{"role": "user", "content": "word " * 200_000}]}
+    batch = await house.submit(jsonl([line(1, body=gigantic)]))
+    await house.validator.run_once()
+    assert [each["code"] for each in (await house.batch(batch)).errors or []] == ["context_length_exceeded"]
     good = await house.submit(jsonl([line(0), line(3, body=fits)]))
     await house.validator.run_once()
     assert (await house.batch(good)).status == BatchStatus.IN_PROGRESS
@@ -259,6 +282,10 @@ async def test_too_many_lines_are_refused(house: House) -> None:
     errors = (await house.batch(batch_id)).errors
     assert errors is not None
     assert [(each["code"], each["line"]) for each in errors] == [("too_many_tasks", 6)]
+    blank = await house.submit(b"\n" * 20 + jsonl([line(1)]))
+    await house.validator.run_once()
+    errors = (await house.batch(blank)).errors or []
+    assert [(each["code"], each["line"]) for each in errors] == [("too_many_tasks", 11)]
 
 
 async def test_batch_cancelled_before_validation_stays_cancelled(house: House) -> None:

@@ -10,7 +10,8 @@ import pytest
 from sqlalchemy import func, select
 from sqlalchemy.ext.asyncio import AsyncSession
 
-from service.db.tables import BatchStatus, Model, Slice, SliceStatus
+from service.db.tables import AuditEvent, BatchStatus, Model, Slice, SliceStatus, WebhookDelivery
+from service.jobs.sweeper import KEEP_AUDIT_S, KEEP_DELIVERIES_S
 from service.queue.leases import Leases, free_expired
 from service.shards import Answer, Shard, Usage
 from service.storage import file_key
@@ -275,15 +276,19 @@ async def test_sweeper_deletes_what_a_crash_left_and_nothing_young(house: House)
     await house.plan()
     for key in ("plans/plan_x/order", "indexes/index_x/records", "files/file-x"):
         await house.storage.put(key, b"left by a crash")
+    staged = house.settings.data_dir / "objects" / "files" / "file-y#1"  # of an upload whose process died
+    staged.write_bytes(b"half of it")
     needed = await house.storage.keys("")
     house.clock.now = time.time()
     assert not await house.sweeper.run_once()
     assert await house.storage.keys("") == needed
+    assert staged.exists()
     house.clock.now += 3601
     assert await house.sweeper.run_once()
     left = await house.storage.keys("")
     assert not [key for key in left if "_x" in key or "-x" in key]
     assert len(left) == len(needed) - 3
+    assert not staged.exists()
     async with house.working(ScriptedEngine()):
         [batch] = await house.until_ended(batch_id)
     assert len((await house.results(batch))[0]) == 3
@@ -291,6 +296,25 @@ async def test_sweeper_deletes_what_a_crash_left_and_nothing_young(house: House)
 
 def replace_usage(answer: Answer) -> Answer:
     return Answer(answer.batch_id, answer.request, answer.ok, Usage(99, 99, 99, 99), answer.line)
+
+
+async def test_sweeper_forgets_what_is_long_ago(house: House) -> None:
+    now = int(house.clock())
+
+    def delivery(number: int, age_s: int, next_at: float | None) -> WebhookDelivery:
+        return WebhookDelivery(
+            id=f"evt_{number}", endpoint_id="e", type="t", batch_id="b", next_at=next_at, created_at=now - age_s
+        )
+
+    async with house.database.write() as session:
+        session.add_all([delivery(1, KEEP_DELIVERIES_S + 1, None), delivery(2, KEEP_DELIVERIES_S - 1, None)])
+        session.add(delivery(3, KEEP_DELIVERIES_S + 1, now + 5.0))
+        for age_s in (KEEP_AUDIT_S + 1, KEEP_AUDIT_S - 1):
+            session.add(AuditEvent(at=now - age_s, project_id="p", actor="a", action="x", object_id="o"))
+    await house.sweeper.run_once()
+    async with house.database.read() as session:
+        assert set(await session.scalars(select(WebhookDelivery.id))) == {"evt_2", "evt_3"}
+        assert list(await session.scalars(select(AuditEvent.at))) == [now - KEEP_AUDIT_S + 1]
 
 
 async def test_a_batch_ends_though_its_input_was_removed_from_the_store(house: House) -> None:

@@ -1,0 +1,67 @@
+"""A disk that is really full: what runs waits for room, what is new is refused, and then all goes on."""
+
+import random
+import subprocess
+import time
+from collections.abc import Generator
+from pathlib import Path
+
+import httpx
+import pytest
+
+from service.settings import Settings
+from tests.faults.test_kills import town_settings
+from tests.faults.town import Town
+
+MIB = 1024 * 1024
+
+
+@pytest.fixture
+def small_disk(settings: Settings) -> Generator[Path, None, None]:
+    """The store's folder, on a disk of 16 MiB."""
+    folder = settings.data_dir / "objects"
+    folder.mkdir(parents=True)
+    made = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=16m", "tmpfs", folder], capture_output=True, text=True)
+    if made.returncode:
+        pytest.skip(f"a small disk needs root: {made.stderr.strip()}")
+    yield folder
+    subprocess.run(["umount", folder], check=True)
+
+
+def fill(disk: Path) -> Path:
+    ballast = disk / "ballast"
+    with ballast.open("wb", buffering=0) as file:
+        for size in (MIB, 4096):
+            try:
+                while True:
+                    file.write(b"x" * size)
+            except OSError:
+                continue
+    return ballast
+
+
+@pytest.fixture
+def town(small_disk: Path, settings: Settings, tmp_path: Path) -> Generator[Town, None, None]:
+    made = Town(tmp_path / "town", town_settings(settings, tmp_path), random.Random(3))
+    made.folder.mkdir()
+    made.start()
+    yield made
+    made.stop()
+
+
+def test_nothing_is_lost_on_a_full_disk(town: Town, small_disk: Path) -> None:
+    batch_id, contents = town.submit(2000, 0, 20)
+    while not any(small_disk.glob("shards/*/*")):
+        time.sleep(0.01)
+    ballast = fill(small_disk)
+    time.sleep(3)
+    assert not town.done(batch_id)
+    upload = httpx.post(
+        f"http://127.0.0.1:{town.settings.port}/v1/files",
+        data={"purpose": "batch"},
+        files={"file": b"{}\n" * MIB},
+        timeout=30,
+    )
+    assert (upload.status_code, upload.json()["error"]["code"]) == (503, "storage_unavailable")
+    ballast.unlink()
+    town.judge(town.wait(batch_id), contents)
