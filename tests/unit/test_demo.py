@@ -7,7 +7,7 @@ from pathlib import Path
 from service.demo.model import ensure_demo_model
 from service.demo.prompts import CHAT, COMPLETIONS, corpus, requests
 from service.jobs.lines import LineChecker
-from service.jobs.tokens import PromptTokens
+from service.jobs.tokens import Prompt, PromptTokens
 
 
 def digests(folder: Path) -> dict[str, str]:
@@ -54,7 +54,7 @@ def test_prompt_that_the_template_refuses_is_planned_by_its_text(tmp_path: Path)
 
 def test_prompts_given_as_token_ids_are_kept(tmp_path: Path) -> None:
     tokens = PromptTokens.load(str(ensure_demo_model(tmp_path / "m", corpus())))
-    assert tokens.encode(COMPLETIONS, [{"prompt": [7, 8, 9]}]) == [([7, 8, 9], True)]
+    assert tokens.encode(COMPLETIONS, [{"prompt": [7, 8, 9]}]) == [Prompt([7, 8, 9], True)]
 
 
 def test_other_endpoints_have_prompts_to_plan_by(tmp_path: Path) -> None:
@@ -64,7 +64,7 @@ def test_other_endpoints_have_prompts_to_plan_by(tmp_path: Path) -> None:
     asked = [{"instructions": "Be brief.", "input": given} for given in ("Name a colour.", [question])]
     assert [each.ids for each in tokens.encode("/v1/responses", asked)] == [chat.ids, chat.ids]
     [text, ids, several] = tokens.encode("/v1/embeddings", [{"input": "sea"}, {"input": [5, 6]}, {"input": ["a", "b"]}])
-    assert (text.is_exact, ids, several.is_exact) == (True, ([5, 6], True), False)
+    assert (text.is_exact, ids, several.is_exact) == (True, Prompt([5, 6], True), False)
     for endpoint, name in (("/v1/score", "items"), ("/v1/rerank", "documents")):
         [short, long] = tokens.encode(endpoint, [{"query": "q", name: ["sea"] * count} for count in (1, 50)])
         assert len(long.ids) > len(short.ids) + 49
