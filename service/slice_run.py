@@ -279,7 +279,8 @@ class SliceRun:
     async def _flush_regularly(self) -> None:
         while not self._all_ran:
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._wake.wait(), self._settings.flush_s)
+                async with asyncio.timeout(self._settings.flush_s):
+                    await self._wake.wait()
             self._wake.clear()
             await self._flush()
 

@@ -22,6 +22,7 @@ from service.settings import Settings
 from service.slice_run import Engine, SliceRun
 from service.storage import Storage
 
+LATE_S = 1.0  # for what has not ended after the drain
 log = structlog.get_logger()
 
 
@@ -81,38 +82,43 @@ class Worker:
         left = await self._leases.give_back_leftovers()
         if left:
             log.info("gave back what an earlier process of this name held", slices=left)
-        loops = [
-            asyncio.create_task(self._repeat(self._take_slice, 0.0)),
-            asyncio.create_task(self._repeat(self._renew, self._settings.lease_s / 3)),
-            asyncio.create_task(self._repeat(self._watch_batches, 1.0)),
-            asyncio.create_task(self._repeat(self._beat, 3.0)),
-            asyncio.create_task(self._repeat(self._look, 3.0)),
+        drained = asyncio.Event()
+        others = [
+            asyncio.create_task(self._repeat(self._renew, self._settings.lease_s / 3, drained)),
+            asyncio.create_task(self._repeat(self._watch_batches, 1.0, drained)),
+            asyncio.create_task(self._repeat(self._beat, 3.0, drained)),
+            asyncio.create_task(self._repeat(self._look, 3.0, drained)),
         ]
-        stopped = asyncio.create_task(stop.wait())
         try:
-            await asyncio.wait([stopped, *loops], return_when=asyncio.FIRST_COMPLETED)
-            loops[0].cancel()
-            await asyncio.gather(loops[0], return_exceptions=True)
+            await self._repeat(self._take_slice, 0.0, stop)
             for run in self._runs:
                 run.stop()
             if self._tasks:
                 await asyncio.wait(self._tasks, timeout=self._settings.lease_s)
+            # What can still end by itself is not cancelled: a step that is cut off inside a transaction can keep its
+            # lock, and before Python 3.12 `asyncio.wait_for`, which the Redis client uses, may lose the cancel.
+            drained.set()
+            await asyncio.wait(others, timeout=LATE_S)
         finally:
-            left_over: list[asyncio.Task[Any]] = [stopped, *loops, *self._tasks]
-            for task in left_over:
+            late = [task for task in (*others, *self._tasks) if not task.done()]
+            for task in late:
                 task.cancel()
-            await asyncio.wait(left_over)
+            if late:
+                await asyncio.wait(late, timeout=LATE_S)
 
-    async def _repeat(self, step: Callable[[], Any], pause_s: float) -> None:
+    async def _repeat(self, step: Callable[[], Any], pause_s: float, stop: asyncio.Event) -> None:
         failures = 0
-        while True:
+        while not stop.is_set():
             try:
                 await step()
                 failures = 0
             except Exception:  # the edge of the worker: Redis or SQL may be away for a while
                 failures += 1
                 log.exception("worker step failed", step=step.__name__, failures=failures)
-            await asyncio.sleep(max(pause_s, min(0.1 * 2 ** min(failures, 10), 10.0) if failures else 0.0))
+            pause = max(pause_s, min(0.1 * 2 ** min(failures, 10), 10.0) if failures else 0.0)
+            with suppress(TimeoutError):
+                async with asyncio.timeout(pause):
+                    await stop.wait()
 
     async def _take_slice(self) -> None:
         """Start one more slice if the engine has room for it."""

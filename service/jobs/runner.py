@@ -84,4 +84,5 @@ async def _repeat(name: str, run_once: Callable[[], Awaitable[object]], pause_s:
             failures += 1
             log.exception("job failed", job=name, failures=failures)
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(stop.wait(), min(pause_s * 2 ** min(failures, 10), max(pause_s, 30.0)))
+            async with asyncio.timeout(min(pause_s * 2 ** min(failures, 10), max(pause_s, 30.0))):
+                await stop.wait()

@@ -9,7 +9,9 @@ from typing import Any
 import openai
 import pytest
 from openai.types import Batch
+from sqlalchemy import select
 
+from service.db.tables import Slice, SliceStatus
 from service.jobs.digest import CAUSES, Digest
 from service.queue.progress import Heartbeat
 from service.settings import Settings
@@ -42,6 +44,11 @@ def retry(client: openai.OpenAI, batch_id: str, **headers: str) -> Batch:
 async def answered_are(house: House, batch_id: str, wanted: int) -> bool:
     counts = await house.progress.counts(house.database, batch_id)
     return counts.completed + counts.failed == wanted
+
+
+async def some_are_leased(house: House) -> bool:
+    async with house.database.read() as session:
+        return bool((await session.scalars(select(Slice.id).where(Slice.status == SliceStatus.LEASED))).all())
 
 
 async def run(house: House, engine: ScriptedEngine, *batch_ids: str) -> None:
@@ -156,6 +163,7 @@ async def test_a_batch_says_what_it_waits_for_and_when_it_ends(
     engine = ScriptedEngine(hold=asyncio.Event(), hold_after=32)
     async with house.working(engine, in_flight=128):
         await house.until(lambda: answered_are(house, first, 32))
+        await house.until(lambda: some_are_leased(house))
         clock.now += 100
         found = extras(client.batches.retrieve(first))
     assert (found["waiting_for"], found["queue_position"]) == (None, 0)

@@ -1,6 +1,7 @@
 """Deaths, races and damage on the way from a file to its answers: nothing is lost, doubled or run again."""
 
 import asyncio
+import random
 import time
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
@@ -62,6 +63,19 @@ async def test_clean_stop_gives_slices_back_at_once(house: House) -> None:
         [batch] = await house.until_ended(batch_id)
     assert len((await house.results(batch))[0]) == 30
     assert sum(second.runs.values()) == 30 - 13
+
+
+async def test_a_worker_can_be_stopped_at_any_moment(house: House) -> None:
+    """Stops in the middle of claims once left a transaction open, or were lost on the way."""
+    await house.submit(jsonl(line(n) for n in range(400)))
+    await house.plan()
+    moments = random.Random(1)
+    for _ in range(30):
+        async with asyncio.timeout(20), house.working(ScriptedEngine(hold=asyncio.Event())):
+            await asyncio.sleep(moments.uniform(0.0, 0.1))
+        await house.reconciler.run_once()
+    async with house.database.write() as session:
+        assert set(await session.scalars(select(Slice.status))) == {SliceStatus.READY}
 
 
 async def test_redis_wiped_in_the_middle_loses_nothing(house: House) -> None:
