@@ -40,15 +40,31 @@ SIDES = {"kv_of_left": "left", "kv_of_right": "right"}
 HEARTBEAT = (*COUNTERS, *GAUGES, *SIDES, "device", "series", "series_every")
 
 
+RATES = {"steps_per_second": ("engine_steps",), "tokens_per_second": ("prompt_tokens", "output_tokens")}
+
+
 class EngineMetrics(Collector):
     """Hands out the states that it was given last, one per data-parallel rank."""
 
     def __init__(self, model: str) -> None:
         self._model = model
         self._states: list[dict[str, Any]] = []
+        self._taken_at = 0.0
+        self._rates: dict[str, float] = {}
 
-    def take(self, states: list[dict[str, Any]]) -> None:
-        self._states = states
+    def take(self, states: list[dict[str, Any]], now: float) -> None:
+        """`now`: seconds of any steady clock."""
+        elapsed_s = now - self._taken_at
+        if self._states and elapsed_s > 0:
+            for name, counted in RATES.items():
+                more = _total(states, counted) - _total(self._states, counted)
+                self._rates[name] = round(max(more, 0) / elapsed_s, 2)
+        self._states, self._taken_at = states, now
+
+    @property
+    def rates(self) -> dict[str, float]:
+        """Per second between the last two states; empty before."""
+        return self._rates
 
     @property
     def summary(self) -> list[dict[str, Any]]:
@@ -78,3 +94,7 @@ class EngineMetrics(Collector):
 
     def _labels(self, rank: int, state: dict[str, Any]) -> list[str]:
         return [self._model, str(rank), str(state.get("device") or "real")]
+
+
+def _total(states: list[dict[str, Any]], fields: tuple[str, ...]) -> float:
+    return sum(state.get(field, 0) for state in states for field in fields)

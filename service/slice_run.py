@@ -3,7 +3,6 @@
 import asyncio
 import contextlib
 import secrets
-from collections import Counter
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -20,7 +19,8 @@ from service.db.tables import Batch, BatchStatus, SliceBatch, Window
 from service.endpoints import BY_PATH
 from service.jobs.lines import RequestLine
 from service.plan_artifact import PlanArtifact
-from service.queue.leases import ALONE_DEATHS_TO_REFUSE, Counts, Lease, Trial
+from service.queue.counts import Counts
+from service.queue.leases import ALONE_DEATHS_TO_REFUSE, Lease, Trial
 from service.request_index import RequestIndex
 from service.settings import Settings
 from service.shards import Answer, Shard, Usage
@@ -94,15 +94,14 @@ class SliceRun:
         self._in_flight: dict[str, Request] = {}
         self._stopped_batches: set[str] = set()
         self._stopping = False
-        self._completed: Counter[str] = Counter()
-        self._failed: Counter[str] = Counter()
+        self._counts: dict[str, Counts] = {}
         self.remaining = lease.count
         self.batch_ids: set[str] = set()
 
     @property
     def counts(self) -> dict[str, Counts]:
         """Durable answers by batch."""
-        return {each: Counts(self._completed[each], self._failed[each]) for each in self.batch_ids}
+        return {each: self._counts.get(each, Counts()) for each in self.batch_ids}
 
     @property
     def stopping(self) -> bool:
@@ -312,4 +311,4 @@ class SliceRun:
             pause_s = min(pause_s * 2, 30.0)
 
     def _count(self, answer: Answer) -> None:
-        (self._completed if answer.ok else self._failed)[answer.batch_id] += 1
+        self._counts[answer.batch_id] = self._counts.get(answer.batch_id, Counts()) + Counts.of(answer)

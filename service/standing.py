@@ -9,7 +9,7 @@ from sqlalchemy.ext.asyncio import AsyncSession
 
 from service.db.sessions import Database
 from service.db.tables import Batch, BatchStatus, Slice, SliceBatch, SliceStatus
-from service.queue.leases import Counts
+from service.queue.counts import Counts
 from service.queue.progress import Heartbeat
 
 TELLING_ANSWERS = 20  # from so many on, the pace of the answers says when the rest will be there
@@ -58,11 +58,11 @@ async def standing(database: Database, batch: Batch, counts: Counts, workers: di
     async with database.read() as session:
         position, before_s = await _before(session, batch)
         running = await _runs(session, batch.id)
-    answered, alive = counts.completed + counts.failed, workers.get(batch.model or "", 0)
+    alive = workers.get(batch.model or "", 0)
     return Standing(
         position,
         _reason(batch, running, position, alive),
-        _estimate(batch, answered, before_s, alive, now),
+        _estimate(batch, counts.answered, before_s, alive, now),
     )
 
 

@@ -1,6 +1,8 @@
 """The worker role: leases slices, keeps enough of them in flight that its engine never drains, and drains at a stop."""
 
 import asyncio
+import socket
+import time
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
@@ -12,11 +14,12 @@ from sqlalchemy import select
 from sqlalchemy.exc import SQLAlchemyError
 
 from service.db.sessions import Database
-from service.db.tables import Batch, BatchStatus
+from service.db.tables import Batch, BatchStatus, DrainedWorker
 from service.engine_metrics import EngineMetrics
 from service.model_costs import measured_overlap, planning_costs
 from service.queue.announcements import Announcements
-from service.queue.leases import Counts, Leases
+from service.queue.counts import Counts
+from service.queue.leases import Leases
 from service.queue.progress import Heartbeat, Progress
 from service.settings import Settings
 from service.slice_run import Engine, SliceRun
@@ -63,7 +66,9 @@ class Worker:
         clock: Callable[[], float],
         in_flight_requests: int,
         metrics: EngineMetrics | None = None,
+        machine: str = "",
     ) -> None:
+        """`machine`: what the engine runs on, for those who look."""
         self._database = database
         self._storage = storage
         self._engine = engine
@@ -76,18 +81,24 @@ class Worker:
         self._metrics = metrics or EngineMetrics(settings.served_model)
         self._runs: set[SliceRun] = set()
         self._tasks: set[asyncio.Task[None]] = set()
+        self._clock = clock
+        self._machine = machine
+        self._started_at = int(clock())
+        self._is_drained = False
 
     async def run(self, stop: asyncio.Event) -> None:
         """Work until `stop`, then give back what is not answered."""
+        await self._watch_drains()
         left = await self._leases.give_back_leftovers()
         if left:
             log.info("gave back what an earlier process of this name held", slices=left)
-        drained = asyncio.Event()
+        ended = asyncio.Event()
         others = [
-            asyncio.create_task(self._repeat(self._renew, self._settings.lease_s / 3, drained)),
-            asyncio.create_task(self._repeat(self._watch_batches, 1.0, drained)),
-            asyncio.create_task(self._repeat(self._beat, 3.0, drained)),
-            asyncio.create_task(self._repeat(self._look, 3.0, drained)),
+            asyncio.create_task(self._repeat(self._renew, self._settings.lease_s / 3, ended)),
+            asyncio.create_task(self._repeat(self._watch_batches, 1.0, ended)),
+            asyncio.create_task(self._repeat(self._watch_drains, 3.0, ended)),
+            asyncio.create_task(self._repeat(self._beat, 3.0, ended)),
+            asyncio.create_task(self._repeat(self._look, 3.0, ended)),
         ]
         try:
             await self._repeat(self._take_slice, 0.0, stop)
@@ -97,7 +108,7 @@ class Worker:
                 await asyncio.wait(self._tasks, timeout=self._settings.lease_s)
             # What can still end by itself is not cancelled: a step that is cut off inside a transaction can keep its
             # lock, and before Python 3.12 `asyncio.wait_for`, which the Redis client uses, may lose the cancel.
-            drained.set()
+            ended.set()
             await asyncio.wait(others, timeout=LATE_S)
         finally:
             late = [task for task in (*others, *self._tasks) if not task.done()]
@@ -123,7 +134,7 @@ class Worker:
     async def _take_slice(self) -> None:
         """Start one more slice if the engine has room for it."""
         on_trial = any(run.lease.trial for run in self._runs)
-        if on_trial or sum(run.remaining for run in self._runs) >= self._in_flight_requests:
+        if self._is_drained or on_trial or sum(run.remaining for run in self._runs) >= self._in_flight_requests:
             await asyncio.sleep(0.02)
             return
         announcement = await self._announcements.next(self._settings.worker_name, block_ms=500)
@@ -202,9 +213,16 @@ class Worker:
             for batch_id in run.batch_ids.intersection(ended):
                 run.stop_batch(batch_id)
 
+    async def _watch_drains(self) -> None:
+        async with self._database.read() as session:
+            drained = await session.get(DrainedWorker, self._settings.worker_name) is not None
+        if drained != self._is_drained:
+            log.info("drained: takes no new slices" if drained else "takes slices again")
+        self._is_drained = drained
+
     async def _look(self) -> None:
         """What the engine does; on its own, for an engine in a long step answers late."""
-        self._metrics.take(await self._engine.scheduler_states())
+        self._metrics.take(await self._engine.scheduler_states(), time.monotonic())
 
     async def _beat(self) -> None:
         state = {
@@ -213,5 +231,10 @@ class Worker:
             "model": self._settings.served_model,
             "slices": len(self._runs),
             "requests": sum(run.remaining for run in self._runs),
+            "host": socket.gethostname(),
+            "machine": self._machine,
+            "started_at": self._started_at,
+            "seen_at": int(self._clock()),
+            **self._metrics.rates,
         }
         await self._heartbeat.beat(self._settings.worker_name, state)

@@ -1,5 +1,6 @@
 """/v1/batches: create, look, list, retry, cancel. The request only writes a row; the planner role does the rest."""
 
+from collections.abc import Awaitable, Callable
 from typing import Annotated
 
 from fastapi import APIRouter, Query
@@ -16,7 +17,7 @@ from service.db.moves import TERMINAL, move_batch
 from service.db.tables import Batch, BatchStatus, File
 from service.endpoints import ENDPOINTS
 from service.errors import BadRequest, NotFound
-from service.queue.leases import Counts
+from service.queue.counts import Counts
 from service.standing import ENDED, alive_by_model, standing
 from service.tenants import audit
 from service.tenants.keys import Caller
@@ -33,25 +34,19 @@ async def create_batch(body: CreateBatch, here: Here, caller: CalledBy, again: T
     if body.endpoint not in ENDPOINTS:
         message = f"endpoint {body.endpoint!r} is none of {', '.join(ENDPOINTS)}."
         raise BadRequest(message, code="invalid_endpoint", param="endpoint")
-    now, asked = int(here.clock()), digest(body.model_dump())
-    async with here.database.write() as session:
-        project = await hold(session, caller.project.id)  # so that of two tries at once the second sees the first
-        batch = await again.find(session, project.id, asked, now)
-        if batch is None:
-            file = await _input_file(session, caller, body.input_file_id, now)
-            await check_batches(session, project)
-            batch = Batch(
-                status=BatchStatus.VALIDATING,
-                endpoint=body.endpoint,
-                input_file_id=file.id,
-                completion_window=body.completion_window,
-                custom_metadata=body.metadata,
-                output_expires_after_s=body.output_expires_after.seconds if body.output_expires_after else None,
-                output_order=body.batchweave.output_order,
-                asked=asked,
-            )
-            _add(session, caller, again, batch, "batch.create", now)
-    return await _shape(here, batch)
+
+    async def make(session: AsyncSession, now: int) -> Batch:
+        file = await _input_file(session, caller, body.input_file_id, now)
+        return Batch(
+            endpoint=body.endpoint,
+            input_file_id=file.id,
+            completion_window=body.completion_window,
+            custom_metadata=body.metadata,
+            output_expires_after_s=body.output_expires_after.seconds if body.output_expires_after else None,
+            output_order=body.batchweave.output_order,
+        )
+
+    return await _shape(here, await _add_once(here, caller, again, "batch.create", digest(body.model_dump()), make))
 
 
 async def _input_file(session: AsyncSession, caller: Caller, file_id: str, now: int) -> File:
@@ -67,13 +62,33 @@ async def _input_file(session: AsyncSession, caller: Caller, file_id: str, now: 
     return file
 
 
-def _add(session: AsyncSession, caller: Caller, again: Again, batch: Batch, action: str, now: int) -> None:
-    """A new batch with what all have: an owner, a key, and a window that begins now."""
-    batch.id, batch.project_id, batch.idempotency_key = ids.batch_id(), caller.project.id, again.key
-    window = batch.completion_window
-    batch.created_at, batch.expires_at = now, now + int(window[:-1]) * _UNIT_S[window[-1]]
-    session.add(batch)
-    audit.note(session, caller, action, batch.id, now)
+async def _add_once(
+    here: Here,
+    caller: Caller,
+    again: Again,
+    action: str,
+    asked: str,
+    make: Callable[[AsyncSession, int], Awaitable[Batch]],
+) -> Batch:
+    """What `make` gives with what all batches have: an owner, a key, and a window that begins now.
+
+    The batch of an earlier try of the same request, which `asked` tells, is returned as it is.
+    """
+    now = int(here.clock())
+    async with here.database.write() as session:
+        project = await hold(session, caller.project.id)  # so that of two tries at once the second sees the first
+        found = await again.find(session, project.id, asked, now)
+        if found is not None:
+            return found
+        batch = await make(session, now)
+        await check_batches(session, project)
+        batch.id, batch.status, batch.asked = ids.batch_id(), BatchStatus.VALIDATING, asked
+        batch.project_id, batch.idempotency_key = project.id, again.key
+        window = batch.completion_window
+        batch.created_at, batch.expires_at = now, now + int(window[:-1]) * _UNIT_S[window[-1]]
+        session.add(batch)
+        audit.note(session, caller, action, batch.id, now)
+    return batch
 
 
 @router.get("")
@@ -96,27 +111,21 @@ async def get_batch(batch_id: ObjectId, here: Here, caller: CalledBy) -> BatchOb
 @router.post("/{batch_id}/retry")
 async def retry_batch(batch_id: ObjectId, here: Here, caller: CalledBy, again: TriedAgain) -> BatchObject:
     """A new batch of the same input with only the requests that failed, or were not run before it ended."""
-    now, asked = int(here.clock()), digest({"retry": batch_id})
-    async with here.database.write() as session:
-        project = await hold(session, caller.project.id)  # so that of two tries at once the second sees the first
-        batch = await again.find(session, project.id, asked, now)
-        if batch is None:
-            source = await _find(session, caller, batch_id)
-            await _check_retriable(session, source, now)
-            await check_batches(session, project)
-            batch = Batch(
-                status=BatchStatus.VALIDATING,
-                endpoint=source.endpoint,
-                input_file_id=source.input_file_id,
-                completion_window=source.completion_window,
-                custom_metadata=source.custom_metadata,
-                output_expires_after_s=source.output_expires_after_s,
-                output_order=source.output_order,
-                retry_of=source.id,
-                asked=asked,
-            )
-            _add(session, caller, again, batch, "batch.retry", now)
-    return await _shape(here, batch)
+
+    async def make(session: AsyncSession, now: int) -> Batch:
+        source = await _find(session, caller, batch_id)
+        await _check_retriable(session, source, now)
+        return Batch(
+            endpoint=source.endpoint,
+            input_file_id=source.input_file_id,
+            completion_window=source.completion_window,
+            custom_metadata=source.custom_metadata,
+            output_expires_after_s=source.output_expires_after_s,
+            output_order=source.output_order,
+            retry_of=source.id,
+        )
+
+    return await _shape(here, await _add_once(here, caller, again, "batch.retry", digest({"retry": batch_id}), make))
 
 
 async def _check_retriable(session: AsyncSession, source: Batch, now: int) -> None:
@@ -171,7 +180,7 @@ def _is_kept(now: int) -> ColumnElement[bool]:
 
 async def _shape(here: Context, batch: Batch, workers: dict[str, int] | None = None) -> BatchObject:
     if batch.status in TERMINAL:
-        return BatchObject.of(batch, Counts(batch.completed, batch.failed), ENDED)
+        return BatchObject.of(batch, Counts.of_row(batch), ENDED)
     counts = await here.progress.counts(here.database, batch.id)
     if workers is None:
         workers = await alive_by_model(here.heartbeat)

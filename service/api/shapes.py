@@ -7,7 +7,7 @@ from pydantic import BaseModel, ConfigDict, Field, StringConstraints
 
 from service import ids
 from service.db.tables import Batch, BatchStatus, File, OutputOrder, Upload, UploadStatus, WebhookEndpoint
-from service.queue.leases import Counts
+from service.queue.counts import Counts
 from service.standing import Standing
 from service.webhooks.events import EventType
 
@@ -209,11 +209,11 @@ class BatchObject(BaseModel):
             cancelled_at=batch.cancelled_at,
             request_counts=RequestCounts(total=batch.total, completed=counts.completed, failed=counts.failed),
             usage=BatchUsage(
-                input_tokens=batch.input_tokens,
-                input_tokens_details=InputTokensDetails(cached_tokens=batch.cached_tokens),
-                output_tokens=batch.output_tokens,
-                output_tokens_details=OutputTokensDetails(reasoning_tokens=batch.reasoning_tokens),
-                total_tokens=batch.input_tokens + batch.output_tokens,
+                input_tokens=counts.input_tokens,
+                input_tokens_details=InputTokensDetails(cached_tokens=counts.cached_tokens),
+                output_tokens=counts.output_tokens,
+                output_tokens_details=OutputTokensDetails(reasoning_tokens=counts.reasoning_tokens),
+                total_tokens=counts.input_tokens + counts.output_tokens,
             ),
             metadata=batch.custom_metadata,
             batchweave=BatchExtras.of(batch, found),
@@ -261,6 +261,45 @@ class CreateBatch(BaseModel):
     metadata: Annotated[dict[MetadataKey, MetadataValue], Field(max_length=16)] | None = None
     output_expires_after: ExpiresAfter | None = None
     batchweave: CreateExtras = CreateExtras()
+
+
+class WorkerObject(BaseModel):
+    """A worker that is alive. Rates are those of the last seconds; null before its engine has run a step."""
+
+    id: str
+    object: Literal["worker"] = "worker"
+    model: str
+    host: str
+    machine: str  # its accelerators, or CPU; an emulated device says so
+    state: Literal["working", "idle", "draining"]
+    slices: int
+    requests: int
+    started_at: int
+    seen_at: int
+    steps_per_second: float | None
+    tokens_per_second: float | None
+    cost_model_error: float | None  # of step times, as a share of those measured
+
+    @classmethod
+    def of(cls, state: dict[str, Any], is_drained: bool) -> "WorkerObject":
+        """From its heartbeat, of which an older worker may lack a part."""
+        engine = state.get("engine") or []
+        measured = sum(rank.get("step_s", 0.0) for rank in engine)
+        predicted = sum(rank.get("predicted_step_s", 0.0) for rank in engine)
+        return cls(
+            id=state["name"],
+            model=state["model"],
+            host=state.get("host", ""),
+            machine=next((rank["device"] for rank in engine if rank.get("device")), state.get("machine", "")),
+            state="draining" if is_drained else "working" if state["slices"] else "idle",
+            slices=state["slices"],
+            requests=state["requests"],
+            started_at=state.get("started_at", 0),
+            seen_at=state.get("seen_at", 0),
+            steps_per_second=state.get("steps_per_second"),
+            tokens_per_second=state.get("tokens_per_second"),
+            cost_model_error=round(abs(predicted / measured - 1), 4) if measured else None,
+        )
 
 
 EventTypeList = Annotated[list[EventType], Field(min_length=1, max_length=16)]

@@ -4,6 +4,7 @@ from importlib.resources import files
 
 from alembic import command
 from alembic.config import Config
+from alembic.script import ScriptDirectory
 
 
 def config(database_url: str) -> Config:
@@ -16,3 +17,8 @@ def config(database_url: str) -> Config:
 def upgrade(database_url: str) -> None:
     """Run the missing migrations; several processes may do so at once."""
     command.upgrade(config(database_url), "head")
+
+
+def newest() -> str | None:
+    """The revision that `upgrade` leads to."""
+    return ScriptDirectory.from_config(config("sqlite://")).get_current_head()

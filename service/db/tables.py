@@ -94,6 +94,15 @@ class AuditEvent(Base):
     object_id: Mapped[str] = mapped_column(String(64))
 
 
+class DrainedWorker(Base):
+    """A worker that takes no new slices until it is resumed; workers themselves are known to Redis alone."""
+
+    __tablename__ = "drained_workers"
+
+    name: Mapped[str] = mapped_column(String(256), primary_key=True)
+    since: Mapped[int] = mapped_column(BigInteger)
+
+
 class File(Base):
     __tablename__ = "files"
 
@@ -271,6 +280,10 @@ class SliceBatch(Base):
     total: Mapped[int] = mapped_column(BigInteger)
     completed: Mapped[int] = mapped_column(BigInteger, default=0)
     failed: Mapped[int] = mapped_column(BigInteger, default=0)
+    input_tokens: Mapped[int] = mapped_column(BigInteger, default=0, server_default="0")
+    cached_tokens: Mapped[int] = mapped_column(BigInteger, default=0, server_default="0")
+    output_tokens: Mapped[int] = mapped_column(BigInteger, default=0, server_default="0")
+    reasoning_tokens: Mapped[int] = mapped_column(BigInteger, default=0, server_default="0")
 
 
 class EarlyRun(Base):

@@ -3,7 +3,7 @@
 from collections import defaultdict
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import msgspec
@@ -30,8 +30,9 @@ from service.jobs.desk import Desk
 from service.jobs.digest import Digest
 from service.jobs.input_order import InputOrder
 from service.jobs.lines import custom_id_of
+from service.queue.counts import Counts
 from service.request_index import Records, RequestIndex
-from service.shards import Answer, Shard, Usage
+from service.shards import Answer, Shard
 from service.storage import Storage, Writer, file_key
 
 READ_REQUESTS = 1000
@@ -75,22 +76,6 @@ class ResultFile:
             created_at=now,
             expires_at=now + keep_s,
         )
-
-
-@dataclass(slots=True)
-class Tally:
-    """Tokens of the answers that count."""
-
-    input: int = 0
-    cached: int = 0
-    output: int = 0
-    reasoning: int = 0
-
-    def add(self, usage: Usage) -> None:
-        self.input += usage.input
-        self.cached += usage.cached
-        self.output += usage.output
-        self.reasoning += usage.reasoning
 
 
 class Finalizer:
@@ -149,7 +134,7 @@ class Finalizer:
             if batch.output_order == OutputOrder.INPUT:
                 in_order = stack.enter_context(InputOrder(batch.total))
             answered = bytearray(batch.total)
-            tally, digest = Tally(), Digest()
+            counts, digest = Counts(), Digest()
 
             async def keep(request: int, line: bytes, ok: bool) -> None:
                 if not ok:
@@ -163,7 +148,7 @@ class Finalizer:
                 if answered[answer.request]:
                     continue
                 answered[answer.request] = 1
-                tally.add(answer.usage)
+                counts += Counts.of(answer)
                 await keep(answer.request, bytes(answer.line), answer.ok)
             missing = batch.total - sum(answered)
             ending, reason = self._ending(batch, missing)
@@ -172,7 +157,7 @@ class Finalizer:
                     await keep(request, line, False)
             for line, ok in in_order.lines() if in_order else ():
                 await (output if ok else errors).add(line)
-        await self._commit(batch, ending, output, errors, tally, digest)
+        await self._commit(batch, ending, output, errors, counts, digest)
 
     def _ending(self, batch: Batch, missing: int) -> tuple[BatchStatus, tuple[str, str]]:
         if batch.status == BatchStatus.CANCELLING:
@@ -248,17 +233,14 @@ class Finalizer:
         ending: BatchStatus,
         output: ResultFile,
         errors: ResultFile,
-        tally: Tally,
+        counts: Counts,
         digest: Digest,
     ) -> None:
         now = self._clock()
         values: dict[str, Any] = {
+            **asdict(counts),
             "completed": output.lines,
-            "failed": errors.lines,
-            "input_tokens": tally.input,
-            "cached_tokens": tally.cached,
-            "output_tokens": tally.output,
-            "reasoning_tokens": tally.reasoning,
+            "failed": errors.lines,  # those without an answer too
             "causes": digest.causes or None,
         }
         try:

@@ -12,7 +12,7 @@ def announced(model: str) -> str:
 
 
 def progress(batch_id: str) -> str:
-    """Hash by slice id of "completed,failed", for slices that are running."""
+    """Hash by slice id of counts, for slices that are running."""
     return f"batchweave:progress:{batch_id}"
 
 

@@ -4,7 +4,7 @@ They live in SQL and not in Redis, so that wiping Redis cannot give a slice to t
 """
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from sqlalchemy import case, tuple_, update
@@ -12,6 +12,7 @@ from sqlalchemy import case, tuple_, update
 from service.db.moves import rows_changed
 from service.db.sessions import Database
 from service.db.tables import Slice, SliceBatch, SliceStatus
+from service.queue.counts import Counts
 
 DEATHS_TO_TRY = 2  # one may be chance; then the slice is tried in parts
 ALONE_DEATHS_TO_REFUSE = 2  # so many of a request by itself are its own doing
@@ -39,12 +40,6 @@ class Lease:
     first: int
     count: int
     trial: Trial | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Counts:
-    completed: int = 0
-    failed: int = 0
 
 
 class Leases:
@@ -120,7 +115,7 @@ class Leases:
                 await session.execute(
                     update(SliceBatch)
                     .where(SliceBatch.slice_id == lease.slice_id, SliceBatch.batch_id == batch_id)
-                    .values(completed=count.completed, failed=count.failed)
+                    .values(**asdict(count))
                 )
             return True
 

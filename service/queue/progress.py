@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Iterable
+from dataclasses import fields
 from typing import Any
 
 from redis.asyncio import Redis
@@ -11,7 +12,7 @@ from sqlalchemy import func, select
 from service.db.sessions import Database
 from service.db.tables import Slice, SliceBatch, SliceStatus
 from service.queue import keys
-from service.queue.leases import Counts
+from service.queue.counts import Counts
 
 KEEP_S = 7 * 24 * 3600
 
@@ -24,7 +25,7 @@ class Progress:
         pipeline = self._redis.pipeline(transaction=False)
         for batch_id, count in counts.items():
             key = keys.progress(batch_id)
-            pipeline.hset(key, str(slice_id), f"{count.completed},{count.failed}")
+            pipeline.hset(key, str(slice_id), str(count))
             pipeline.expire(key, KEEP_S)
         await pipeline.execute()
 
@@ -39,11 +40,9 @@ class Progress:
         """What is answered so far: done slices from SQL, running ones from Redis; without Redis, SQL alone."""
         live = await self._live(batch_id)
         async with database.read() as session:
-            completed, failed = (
+            done = (
                 await session.execute(
-                    select(
-                        func.coalesce(func.sum(SliceBatch.completed), 0), func.coalesce(func.sum(SliceBatch.failed), 0)
-                    )
+                    select(*(func.coalesce(func.sum(getattr(SliceBatch, each.name)), 0) for each in fields(Counts)))
                     .join(Slice, Slice.id == SliceBatch.slice_id)
                     .where(SliceBatch.batch_id == batch_id, Slice.status == SliceStatus.DONE)
                 )
@@ -51,21 +50,14 @@ class Progress:
             running = await session.scalars(
                 select(Slice.id).where(Slice.id.in_(live), Slice.status != SliceStatus.DONE)
             )
-            counts = [live[slice_id] for slice_id in running]
-        completed = int(completed) + sum(count.completed for count in counts)
-        failed = int(failed) + sum(count.failed for count in counts)
-        return Counts(completed, failed)
+            return sum((live[slice_id] for slice_id in running), Counts(*(int(each) for each in done)))
 
     async def _live(self, batch_id: str) -> dict[int, Counts]:
         try:
             stated: Any = await self._redis.hgetall(keys.progress(batch_id))
         except (RedisError, OSError):
             return {}
-        live: dict[int, Counts] = {}
-        for slice_id, text in stated.items():
-            completed, _, failed = text.decode().partition(",")
-            live[int(slice_id)] = Counts(int(completed), int(failed))
-        return live
+        return {int(slice_id): Counts.parse(text.decode()) for slice_id, text in stated.items()}
 
 
 class Heartbeat:

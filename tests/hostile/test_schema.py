@@ -36,23 +36,27 @@ def objects(api: Role) -> dict[str, str]:
         }
 
 
-def judge(case: Any, api: Role) -> None:
-    answer = case.call(base_url=api.url)
-    case.validate_response(answer, checks=CHECKS)
-    assert "Traceback" not in answer.text
-    if answer.status_code >= 400:
-        assert set(answer.json()["error"]) == {"message", "type", "param", "code"}
-        assert answer.status_code not in (408, 409, 429)
+def tells_its_fault(answer: Any) -> bool:
+    """A success, or an error that no client tries again, in the shape that clients read."""
+    if answer.status_code < 400:
+        return True
+    retried = answer.status_code in (408, 409, 429)
+    return not retried and set(answer.json()["error"]) == {"message", "type", "param", "code"}
 
 
 @schema.parametrize()
 @EXAMPLES
 def test_no_operation_fails(case: Any, api: Role) -> None:
-    judge(case, api)
+    answer = case.call(base_url=api.url)
+    case.validate_response(answer, checks=CHECKS)
+    assert "Traceback" not in answer.text
+    assert tells_its_fault(answer)
 
 
 @schema.include(path_regex=r"\{(file|batch|upload|webhook)_id").parametrize()
 @EXAMPLES
 def test_no_operation_fails_on_what_is_there(case: Any, api: Role, objects: dict[str, str]) -> None:
     case.path_parameters = {name: objects.get(name, value) for name, value in case.path_parameters.items()}
-    judge(case, api)
+    answer = case.call(base_url=api.url)
+    case.validate_response(answer, checks=CHECKS)
+    assert tells_its_fault(answer)

@@ -15,9 +15,9 @@ CHAT = "/v1/chat/completions"
 
 
 @contextmanager
-def serve(settings: Settings, clock: Clock) -> Generator[str, None, None]:
+def serve(settings: Settings, clock: Clock, port: int = 0) -> Generator[str, None, None]:
     """Its URL, until the end of the block."""
-    server = uvicorn.Server(uvicorn.Config(create_app(settings, clock), port=0, log_config=None, http="h11"))
+    server = uvicorn.Server(uvicorn.Config(create_app(settings, clock), port=port, log_config=None, http="h11"))
     thread = threading.Thread(target=server.run)
     thread.start()
     while not server.started:

@@ -165,7 +165,10 @@ async def test_a_batch_says_what_it_waits_for_and_when_it_ends(
         await house.until(lambda: answered_are(house, first, 32))
         await house.until(lambda: some_are_leased(house))
         clock.now += 100
-        found = extras(client.batches.retrieve(first))
+        batch = client.batches.retrieve(first)
+        found = extras(batch)
+    assert batch.usage is not None
+    assert (batch.usage.input_tokens, batch.usage.output_tokens) == (32 * 10, 32 * 2)  # also while it runs
     assert (found["waiting_for"], found["queue_position"]) == (None, 0)
     assert found["expected_at"] == clock.now + 100  # half is answered after 100 s
     assert found["expected_at"] < found["latest_at"] <= clock.now + 140

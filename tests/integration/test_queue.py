@@ -10,7 +10,8 @@ from service.db.sessions import Database
 from service.db.tables import Slice, SliceStatus, Window
 from service.queue.announcements import Announcements
 from service.queue.connection import open_redis
-from service.queue.leases import Counts, Lease, Leases, free_expired
+from service.queue.counts import Counts
+from service.queue.leases import Lease, Leases, free_expired
 from service.queue.progress import Heartbeat, Progress
 from tests.conftest import Clock
 

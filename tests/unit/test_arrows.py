@@ -60,8 +60,14 @@ def test_pure_rooms_know_plan_alone_and_do_no_input_or_output(room: str) -> None
                 assert starts(name, "engine_ext.plan", room.replace("/", ".")), f"{path} imports {name}"
 
 
+def test_remote_commands_know_no_other_room() -> None:
+    for path in sources("service/remote"):
+        for name in imports(path):
+            assert not starts(name, "service", "engine_ext") or starts(name, "service.remote"), f"{path} imports {name}"
+
+
 def test_only_settings_reads_the_environment() -> None:
     for path in sources("service"):
-        if path.name not in ("settings.py", "supervisor.py"):  # the supervisor hands it on to its children
+        if path.name not in ("settings.py", "supervisor.py", "cli.py"):  # they hand it on, to children and to the shell
             assert "os.environ" not in path.read_text(), path
             assert "getenv" not in path.read_text(), path

@@ -25,7 +25,7 @@ STATE: dict[str, Any] = {
 
 def test_each_rank_is_a_sample_and_what_a_state_lacks_is_none() -> None:
     metrics = EngineMetrics("m")
-    metrics.take([STATE, {**STATE, "engine_steps": 9, "device": "emulated 1 x h200, mixed clock"}])
+    metrics.take([STATE, {**STATE, "engine_steps": 9, "device": "emulated 1 x h200, mixed clock"}], 1.0)
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = int(free.getsockname()[1])
@@ -50,7 +50,7 @@ def test_each_rank_is_a_sample_and_what_a_state_lacks_is_none() -> None:
 def test_the_heartbeat_has_the_figures_and_no_ids() -> None:
     metrics = EngineMetrics("m")
     assert metrics.summary == []
-    metrics.take([STATE])
+    metrics.take([STATE], 1.0)
     [found] = metrics.summary
     assert found["engine_steps"] == 7
     assert found["series"] == STATE["series"]

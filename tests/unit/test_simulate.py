@@ -22,7 +22,7 @@ from engine_ext.simulate.cache import COMPUTED, EVICTABLE, FREE, LOCKED, Cache, 
 from engine_ext.simulate.engine import DECODES, DECODING, RECOMPUTED, RETRACTIONS, Engine, admit, new_engine, step
 from engine_ext.simulate.policies import POLICIES, TooLarge, Work, by_weight, prepare, simulate
 from engine_ext.simulate.stock import run_stock, to_come
-from service.cli import app
+from service.cli import command_line
 
 COST = CostModel(preset("llama-3-8b"), Machine(hardware("a100-80gb")), attention_compute=False)
 GEMM_S, READ_S = COST.gemm_s_per_token, COST.read_s_per_token
@@ -265,14 +265,14 @@ def lines(tmp_path: Path, rows: list[dict[str, object]]) -> Path:
 def test_rows_of_the_command(tmp_path: Path) -> None:
     path = lines(tmp_path, [{"segments": [["s", 50], [n, 100]], "output_tokens": 5 + n} for n in range(40)])
     arguments = ["simulate", "--workload", str(path), "--gpu", "a100-80gb", "--policies", "dfs,batchweave"]
-    found = CliRunner().invoke(app, [*arguments, "--json"])
+    found = CliRunner().invoke(command_line("simulate"), [*arguments, "--json"])
     rows = json.loads(found.stdout)
     assert [row["policy"] for row in rows] == ["dfs", "batchweave"]
     keys = (
         "policy seconds tokens_per_s share_of_ideal share_of_practical sharing sharing_kept retractions steps planner_s"
     )
     assert all(set(row) >= set(keys.split()) for row in rows)
-    assert "batchweave" in CliRunner().invoke(app, arguments).stdout
+    assert "batchweave" in CliRunner().invoke(command_line("simulate"), arguments).stdout
 
 
 def test_a_profile_replaces_the_datasheet_and_the_race_is_drawn(tmp_path: Path) -> None:
@@ -293,11 +293,13 @@ def test_a_profile_replaces_the_datasheet_and_the_race_is_drawn(tmp_path: Path) 
     profile.write_text("".join(json.dumps(step) + "\n" for step in steps))
     arguments = ["simulate", "--workload", str(path), "--gpu", "a100-80gb", "--policies", "dfs", "--json"]
     arguments += ["--interference", "0"]
-    plain = CliRunner().invoke(app, arguments)
-    fitted = CliRunner().invoke(app, [*arguments, "--profile", str(profile), "--plot", str(plot)])
+    plain = CliRunner().invoke(command_line("simulate"), arguments)
+    fitted = CliRunner().invoke(command_line("simulate"), [*arguments, "--profile", str(profile), "--plot", str(plot)])
     assert fitted.exit_code == 0, fitted.stderr
     assert "fit of steps: off by 0.0%" in fitted.stderr
-    hindered = CliRunner().invoke(app, [*arguments, "--profile", str(profile), "--interference", "0.5"])
+    hindered = CliRunner().invoke(
+        command_line("simulate"), [*arguments, "--profile", str(profile), "--interference", "0.5"]
+    )
     assert json.loads(hindered.stdout)[0]["seconds"] > 1.02 * json.loads(fitted.stdout)[0]["seconds"]
     assert json.loads(fitted.stdout)[0]["seconds"] == pytest.approx(
         2 * json.loads(plain.stdout)[0]["seconds"], rel=0.02
@@ -322,5 +324,5 @@ def test_a_profile_replaces_the_datasheet_and_the_race_is_drawn(tmp_path: Path) 
 )
 def test_bad_options_of_the_command(tmp_path: Path, more: list[str], problem: str) -> None:
     path = lines(tmp_path, [{"segments": [["s", 50]], "output_tokens": 5}])
-    found = CliRunner().invoke(app, ["simulate", "--workload", str(path), *more])
+    found = CliRunner().invoke(command_line("simulate"), ["simulate", "--workload", str(path), *more])
     assert (found.exit_code, problem in found.stderr) == (1, True)

@@ -11,7 +11,7 @@ import pytest
 from typer.testing import CliRunner
 
 from engine_ext.plan.lengths import LONGEST
-from service.cli import app
+from service.cli import command_line
 from service.demo.model import ensure_demo_model
 from service.jobs.tokens import PromptTokens
 from service.workloads.workload import WorkloadError, read_lengths, read_workload
@@ -37,7 +37,7 @@ def write(path: Path, lines: list[Any]) -> Path:
 
 
 def plan(*arguments: object) -> tuple[int, str, str]:
-    found = CliRunner().invoke(app, ["plan", *(str(each) for each in arguments)])
+    found = CliRunner().invoke(command_line("plan"), ["plan", *(str(each) for each in arguments)])
     return found.exit_code, found.stdout, found.stderr
 
 

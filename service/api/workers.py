@@ -1,0 +1,71 @@
+"""/v1/workers: who runs the slices. For operators: all projects' work is in it."""
+
+from typing import Annotated
+
+from fastapi import APIRouter, Path
+from pydantic import StringConstraints
+from redis.exceptions import RedisError
+from sqlalchemy import delete, select
+from sqlalchemy.ext.asyncio import AsyncSession
+
+from service.api.caller import CalledByAdmin
+from service.api.context import Context, Here
+from service.api.shapes import Page, WorkerObject
+from service.db.tables import DrainedWorker
+from service.errors import NotFound, Unavailable
+from service.tenants import audit
+from service.tenants.keys import Caller
+
+WorkerName = Annotated[str, StringConstraints(pattern=r"^[^\x00]+$", max_length=256), Path()]
+
+router = APIRouter(prefix="/v1/workers", tags=["workers"])
+
+
+@router.get("")
+async def list_workers(here: Here, _caller: CalledByAdmin) -> Page[WorkerObject]:
+    """Those that are alive."""
+    found = await alive_workers(here)
+    return Page[WorkerObject].of(found, len(found))
+
+
+@router.post("/{name}/drain")
+async def drain_worker(name: WorkerName, here: Here, caller: CalledByAdmin) -> WorkerObject:
+    """Let it end what it has, and take no new slices, also after a restart under the same name."""
+    worker = await _find(here, name)
+    async with here.database.write() as session:
+        if await session.get(DrainedWorker, name) is None:
+            session.add(DrainedWorker(name=name, since=int(here.clock())))
+        _note(session, caller, "worker.drain", name, here)
+    return worker.model_copy(update={"state": "draining"})
+
+
+@router.post("/{name}/resume")
+async def resume_worker(name: WorkerName, here: Here, caller: CalledByAdmin) -> WorkerObject:
+    """Let it take slices again."""
+    worker = await _find(here, name)
+    async with here.database.write() as session:
+        await session.execute(delete(DrainedWorker).where(DrainedWorker.name == name))
+        _note(session, caller, "worker.resume", name, here)
+    return worker.model_copy(update={"state": "working" if worker.slices else "idle"})
+
+
+async def alive_workers(here: Context) -> list[WorkerObject]:
+    """By name. Raises Unavailable without Redis, which alone knows them."""
+    try:
+        states = await here.heartbeat.alive()
+    except (RedisError, OSError) as error:
+        raise Unavailable("Redis does not answer, which knows the workers.", code="redis_unavailable") from error
+    async with here.database.read() as session:
+        drained = set(await session.scalars(select(DrainedWorker.name)))
+    return [WorkerObject.of(state, state["name"] in drained) for state in states]
+
+
+async def _find(here: Context, name: str) -> WorkerObject:
+    for worker in await alive_workers(here):
+        if worker.id == name:
+            return worker
+    raise NotFound(f"No worker of the name {name!r} is alive.", param="name")
+
+
+def _note(session: AsyncSession, caller: Caller, action: str, name: str, here: Context) -> None:
+    audit.note(session, caller, action, name[:64], here.clock())

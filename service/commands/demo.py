@@ -1,0 +1,46 @@
+"""`batchweave demo` and `batchweave openapi`: the service shown and described."""
+
+import logging
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from service.commands.start import ModelOption, PortOption, fail, log_to, settings_of
+from service.settings import load_settings
+
+
+def demo(
+    file: Annotated[
+        Path | None, typer.Option("--file", help="Your own JSONL file instead of the built-in ones.")
+    ] = None,
+    keep: Annotated[bool, typer.Option("--keep", help="Leave the service up until Ctrl-C.")] = False,
+    model: ModelOption = None,
+    data_dir: Annotated[Path, typer.Option("--data-dir", help="Folder for everything that is kept.")] = Path(".demo"),
+    port: PortOption = None,
+) -> None:
+    """Start the service, run a real batch through the official openai client, show what came back, stop.
+
+    Examples:
+
+    - `batchweave demo`
+    - `batchweave demo --file requests.jsonl --keep`
+    """
+    from service.demo.run import DemoError, run_demo
+
+    settings = settings_of(model=model, data_dir=data_dir, port=port)
+    log_to(sys.stderr, logging.WARNING)
+    try:
+        run_demo(settings, file, keep)
+    except DemoError as error:
+        fail(str(error))
+
+
+def openapi() -> None:
+    """Print the OpenAPI description of the HTTP API as YAML."""
+    import yaml
+
+    from service.app import create_app
+
+    print(yaml.safe_dump(create_app(load_settings()).openapi(), sort_keys=False, allow_unicode=True, width=110), end="")

@@ -1,0 +1,190 @@
+"""`batchweave doctor`: what the service needs on this machine, and what to do where something is missing."""
+
+import asyncio
+import importlib.util
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import asdict, dataclass
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Annotated, Literal, cast
+
+import typer
+from redis.exceptions import RedisError
+from sqlalchemy import make_url, text
+
+from service.commands.start import DataDirOption, ModelOption, console, settings_of
+from service.db.migrate import newest
+from service.db.sessions import Database
+from service.model_costs import CostsError, planning_costs
+from service.queue.connection import open_redis
+from service.settings import DEMO_MODEL, Settings
+from service.storage import Storage
+
+CHECK_S = 10.0
+SKEW_S = 2.0  # between two clocks; leases last many times as long
+MARKS = {"ok": "green", "note": "yellow", "wrong": "red"}
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """`todo`: what to do, where something is to be done."""
+
+    part: str
+    state: Literal["ok", "note", "wrong"]
+    what: str
+    todo: str = ""
+
+
+def doctor(
+    model: ModelOption = None,
+    data_dir: DataDirOption = None,
+    as_json: Annotated[bool, typer.Option("--json", help="JSON on standard output, for programs.")] = False,
+) -> None:
+    """Check what the service needs on this machine, and say what to do.
+
+    Looks at versions, database, Redis, storage, model, GPU and clocks, with the settings that `batchweave up` would
+    take; changes nothing. Exit code 1 when something is wrong. Examples:
+
+    - `batchweave doctor`
+    - `BATCHWEAVE_DATABASE_URL=postgresql://… batchweave doctor --model Qwen/Qwen2.5-7B-Instruct --json`
+    """
+    settings = settings_of(model=model, data_dir=data_dir)
+    findings = asyncio.run(_all(settings))
+    if as_json:
+        print(json.dumps([asdict(each) for each in findings], indent=2))
+    else:
+        for each in findings:
+            console.print(f"{each.state:<6} {each.part:<9} {each.what}", style=MARKS[each.state])
+            if each.todo:
+                console.print(f"{'':<16} {each.todo}")
+    raise typer.Exit(any(each.state == "wrong" for each in findings))
+
+
+async def _all(settings: Settings) -> list[Finding]:
+    checks: list[tuple[str, Callable[[Settings], Awaitable[Finding]]]] = [
+        ("versions", _versions),
+        ("database", _database),
+        ("redis", _redis),
+        ("storage", _storage),
+        ("model", _model),
+        ("gpu", _gpu),
+    ]
+    found: list[Finding] = []
+    for part, check in checks:
+        try:
+            async with asyncio.timeout(CHECK_S):
+                found.append(await check(settings))
+        except TimeoutError:
+            found.append(Finding(part, "wrong", f"no answer in {CHECK_S:.0f} s", f"See that it runs: {_where(part)}."))
+        except Exception as error:  # whatever a part's library raises is what there is to say of it
+            why = (str(getattr(error, "orig", None) or error).splitlines() or [type(error).__name__])[0]
+            found.append(Finding(part, "wrong", why, f"See that it is right: {_where(part)}."))
+    return found
+
+
+def _where(part: str) -> str:
+    return {"gpu": "BATCHWEAVE_GPU", "model": "--model or BATCHWEAVE_MODEL"}.get(part, f"BATCHWEAVE_{part.upper()}_URL")
+
+
+async def _versions(_settings: Settings) -> Finding:
+    python = ".".join(str(each) for each in sys.version_info[:3])
+    what = f"batchweave {version('batchweave')}, Python {python}"
+    try:
+        return Finding("versions", "ok", f"{what}, SGLang {version('sglang')}")
+    except PackageNotFoundError:
+        todo = "Only a worker needs it: pip install 'batchweave[engine]'."
+        return Finding("versions", "note", f"{what}, SGLang is not installed", todo)
+
+
+async def _database(settings: Settings) -> Finding:
+    url = make_url(settings.database)
+    name = url.render_as_string(hide_password=True)
+    if url.get_backend_name() == "sqlite" and not Path(url.database or "").exists():
+        return _folder("database", Path(url.database or "").parent, f"{name} is made at the first start")
+    database = Database(settings.database, CHECK_S)
+    try:
+        async with database.read() as session:
+            now = None
+            if url.get_backend_name() == "postgresql":
+                now = float((await session.execute(text("SELECT extract(epoch FROM clock_timestamp())"))).scalar_one())
+            revision = (await session.execute(text("SELECT max(version_num) FROM alembic_version"))).scalar_one()
+    finally:
+        await database.close()
+    if now is not None and abs(now - time.time()) > SKEW_S:
+        todo = "Leases and deadlines are by these clocks: synchronize them (chrony, systemd-timesyncd)."
+        return Finding("database", "wrong", f"{name}: its clock is {now - time.time():+.1f} s from ours", todo)
+    if revision != newest():
+        what = f"{name}: its schema is {revision}, this version's {newest()}"
+        return Finding("database", "note", what, "The next start of a role brings an older one up to date.")
+    return Finding("database", "ok", name)
+
+
+async def _redis(settings: Settings) -> Finding:
+    if settings.redis_url is None and not settings.redis_socket.exists():
+        return Finding("redis", "ok", "the embedded one is started by `batchweave up`")
+    redis = open_redis(settings.redis)
+    try:
+        await cast(Awaitable[object], redis.ping())
+    except (RedisError, OSError) as error:
+        if settings.redis_url is None:
+            return Finding("redis", "ok", "the embedded one is started by `batchweave up`")
+        raise error
+    finally:
+        await redis.aclose()
+    return Finding("redis", "ok", "answers")
+
+
+async def _storage(settings: Settings) -> Finding:
+    if settings.storage.startswith("file://"):
+        folder = Path(settings.storage.removeprefix("file://"))
+        return _folder("storage", folder, str(folder))
+    await Storage.open(settings.storage).check()
+    return Finding("storage", "ok", settings.storage)
+
+
+async def _model(settings: Settings) -> Finding:
+    if settings.model == DEMO_MODEL:
+        return Finding("model", "ok", "the demo's, which says nothing sensible", "Name a real one: --model.")
+    source = settings.model_source
+    if Path(source).is_dir():
+        lacking = [name for name in ("config.json", "tokenizer_config.json") if not (Path(source) / name).exists()]
+        if lacking:
+            return Finding("model", "wrong", f"{source} has no {' and no '.join(lacking)}", "Name a model's folder.")
+        return Finding("model", "ok", f"{source}, served as {settings.served_model}")
+    try:
+        planning_costs(source, settings.gpu, settings.replica)
+    except CostsError as error:
+        return Finding("model", "wrong", str(error), "Name a folder, or a hub id that this machine can fetch.")
+    return Finding("model", "ok", f"{source} on the hub, served as {settings.served_model}")
+
+
+async def _gpu(settings: Settings) -> Finding:
+    if shutil.which("nvidia-smi") is None:
+        todo = "Good for the demo and the tests alone; API and planner need none."
+        return Finding("gpu", "note", "no nvidia-smi: workers here run on the CPU", todo)
+    asked = ["nvidia-smi", "--query-gpu=name,memory.free", "--format=csv,noheader"]
+    found = await asyncio.to_thread(subprocess.run, asked, capture_output=True, text=True, timeout=CHECK_S)
+    if found.returncode:
+        return Finding("gpu", "wrong", found.stdout.strip() or found.stderr.strip(), "See the driver's log.")
+    names = "; ".join(found.stdout.strip().splitlines())
+    if importlib.util.find_spec("sglang") is None:
+        return Finding("gpu", "note", f"{names}, but no engine", "pip install 'batchweave[engine]'")
+    todo = "" if settings.gpu.endswith(".json") else "Plans are better with its own costs: batchweave calibrate."
+    return Finding("gpu", "ok", f"{names}; planned for as {settings.gpu}", todo)
+
+
+def _folder(part: str, folder: Path, what: str) -> Finding:
+    """Whether files can be written there, and how much room there is."""
+    there = next(each for each in (folder, *folder.parents) if each.exists())
+    free = shutil.disk_usage(there).free
+    if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
+        return Finding(part, "wrong", f"{there} cannot be written", "Choose another: BATCHWEAVE_DATA_DIR.")
+    state = "ok" if free > 10 * 2**30 else "note"
+    todo = "" if state == "ok" else "Results need about as much room as the inputs, twice while they are written."
+    return Finding(part, state, f"{what}; {free / 2**30:,.0f} GiB free", todo)

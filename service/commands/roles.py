@@ -1,0 +1,150 @@
+"""`batchweave up`, and each role on its own: api, planner, worker."""
+
+import asyncio
+import logging
+import signal
+import sys
+import time
+from collections.abc import Awaitable, Callable
+
+import structlog
+from redis.asyncio import Redis
+from sqlalchemy.exc import SQLAlchemyError
+
+from service.commands.start import (
+    DataDirOption,
+    HostOption,
+    ModelOption,
+    NameOption,
+    PortOption,
+    console,
+    fail,
+    log_to,
+    open_database,
+    settings_of,
+)
+from service.db.sessions import Database
+from service.queue.connection import open_redis
+from service.settings import Settings
+from service.storage import Storage
+
+
+def up(
+    model: ModelOption = None,
+    model_name: NameOption = None,
+    data_dir: DataDirOption = None,
+    host: HostOption = None,
+    port: PortOption = None,
+) -> None:
+    """Run the whole service in the foreground: Redis, API, planner, worker.
+
+    Examples:
+
+    - `batchweave up`
+    - `batchweave up --model Qwen/Qwen2.5-7B-Instruct --data-dir /srv/batchweave --port 9000`
+    """
+    from service.supervisor import StartError, Supervisor
+
+    settings = settings_of(model=model, model_name=model_name, data_dir=data_dir, host=host, port=port)
+    log_to(sys.stderr, logging.WARNING)
+    try:
+        Supervisor(settings, say=console.print).run()
+    except (StartError, OSError, SQLAlchemyError) as error:
+        fail(f"{type(error).__name__}: {error}" if isinstance(error, SQLAlchemyError) else str(error))
+
+
+def api(host: HostOption = None, port: PortOption = None) -> None:
+    """Run the HTTP API alone.
+
+    Reads BATCHWEAVE_DATABASE_URL, BATCHWEAVE_REDIS_URL and BATCHWEAVE_STORAGE_URL. Example:
+
+    - `BATCHWEAVE_DATABASE_URL=postgresql://… batchweave api --host 0.0.0.0`
+    """
+    import uvicorn
+
+    from service.app import create_app
+
+    settings = settings_of(host=host, port=port)
+    log_to(sys.stdout)
+    open_database(settings)
+    uvicorn.run(
+        create_app(settings),
+        host=settings.host,
+        port=settings.port,
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        http="h11",  # it bounds a request's headers; httptools does not
+        timeout_graceful_shutdown=5,
+    )
+
+
+def planner(model: ModelOption = None, model_name: NameOption = None) -> None:
+    """Run the jobs of the control plane alone: validator, planner, reconciler, finalizer, expiry."""
+    from service.jobs.runner import run_jobs
+
+    settings = settings_of(model=model, model_name=model_name)
+    log_to(sys.stdout)
+    open_database(settings)
+
+    async def main(database: Database, storage: Storage, redis: Redis, stop: asyncio.Event) -> None:
+        await run_jobs(database, storage, redis, settings, stop)
+
+    asyncio.run(_role(settings, main))
+
+
+def worker(model: ModelOption = None, model_name: NameOption = None) -> None:
+    """Run one engine and the slices that it leases; needs `pip install batchweave[engine]`."""
+    from service.engine_metrics import EngineMetrics
+    from service.jobs.runner import Abilities, register_model
+    from service.worker import Worker, make_engine
+
+    settings = settings_of(model=model, model_name=model_name)
+    log_to(sys.stdout)
+    open_database(settings)
+    metrics = EngineMetrics(settings.served_model)
+    try:
+        if settings.metrics_port is not None:
+            metrics.serve(settings.metrics_host, settings.metrics_port)
+    except OSError as error:
+        fail(f"BATCHWEAVE_METRICS_PORT {settings.metrics_port}: {error}")
+    try:
+        engine = make_engine(settings)
+    except ModuleNotFoundError as error:
+        fail(f"The engine is not installed ({error.name} is missing): pip install 'batchweave[engine]'")
+
+    async def main(database: Database, storage: Storage, redis: Redis, stop: asyncio.Event) -> None:
+        await engine.start()
+        _stop_on_signals(stop)  # again, because SGLang takes SIGTERM for itself
+        await register_model(database, settings, Abilities(engine.context_length, engine.endpoints))
+        if settings.emulated_device is not None:
+            structlog.get_logger().warning("the device is emulated: no answer is real", device=engine.device)
+        structlog.get_logger().info("engine ready", model=settings.served_model, device=engine.device)
+        in_flight = 4 * await engine.max_running_requests()
+        await Worker(database, storage, redis, engine, settings, time.time, in_flight, metrics, engine.machine).run(
+            stop
+        )
+
+    try:
+        asyncio.run(_role(settings, main))
+    finally:
+        engine.close()
+
+
+async def _role(settings: Settings, main: Callable[[Database, Storage, Redis, asyncio.Event], Awaitable[None]]) -> None:
+    """Open the parts, run `main` until SIGINT or SIGTERM, and close them."""
+    stop = asyncio.Event()
+    _stop_on_signals(stop)
+    database = Database(settings.database, settings.database_timeout_s)
+    redis = open_redis(settings.redis)
+    try:
+        await main(database, Storage.open(settings.storage), redis, stop)
+    finally:
+        await redis.aclose()
+        await database.close()
+
+
+def _stop_on_signals(stop: asyncio.Event) -> None:
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, stop.set)

@@ -1,0 +1,79 @@
+"""What the commands that run parts of the service begin with: settings, logs, the database, errors in one line."""
+
+import logging
+from pathlib import Path
+from typing import Annotated, Any, NoReturn
+
+import structlog
+import typer
+from rich.console import Console
+from sqlalchemy import make_url
+from sqlalchemy.exc import SQLAlchemyError
+
+from service.db.migrate import upgrade
+from service.model_costs import FALLBACK, CostsError, measured_overlap, planning_costs
+from service.settings import Settings, SettingsError, load_settings
+
+console = Console(stderr=True, highlight=False, markup=False, soft_wrap=True)
+
+ModelOption = Annotated[str | None, typer.Option("--model", help="'demo', a local path, or a hub id.")]
+NameOption = Annotated[str | None, typer.Option("--model-name", help="Name that requests use for the model.")]
+DataDirOption = Annotated[Path | None, typer.Option("--data-dir", help="Folder for everything that is kept.")]
+HostOption = Annotated[str | None, typer.Option("--host", help="Address that the API listens on.")]
+PortOption = Annotated[int | None, typer.Option("--port", help="Port of the API.")]
+
+
+def settings_of(**overrides: Any) -> Settings:
+    try:
+        settings = load_settings(**overrides)
+        # A worker would find it out only after SGLang's import, and be started again for ever.
+        planning_costs(FALLBACK, settings.gpu, 1)
+        measured_overlap(settings.gpu)
+    except SettingsError as error:
+        fail(str(error))
+    except CostsError as error:
+        fail(f"BATCHWEAVE_GPU: {error}")
+    return settings
+
+
+def open_database(settings: Settings) -> None:
+    """Make the folder of an embedded one, and bring it to the newest schema."""
+    url = make_url(settings.database)
+    try:
+        if url.get_backend_name() == "sqlite":
+            Path(url.database or "").parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        upgrade(settings.database)
+    except (OSError, SQLAlchemyError) as error:
+        why = str(getattr(error, "orig", None) or error).splitlines()[0]
+        fail(f"The database cannot be opened: {why}. BATCHWEAVE_DATABASE_URL and BATCHWEAVE_DATA_DIR say where it is.")
+
+
+def fail(message: str) -> NoReturn:
+    console.print(f"error: {message}", style="red")
+    raise typer.Exit(1)
+
+
+def log_to(stream: Any, level: int = logging.INFO) -> None:
+    """JSON lines, ours and the libraries'."""
+    shared: list[Any] = [
+        structlog.contextvars.merge_contextvars,
+        structlog.processors.add_log_level,
+        structlog.processors.TimeStamper(fmt="iso", utc=True),
+        structlog.processors.format_exc_info,
+    ]
+    structlog.configure(
+        processors=[*shared, structlog.processors.JSONRenderer()],
+        wrapper_class=structlog.make_filtering_bound_logger(level),
+        logger_factory=structlog.PrintLoggerFactory(stream),
+    )
+    handler = logging.StreamHandler(stream)
+    handler.setFormatter(
+        structlog.stdlib.ProcessorFormatter(
+            processors=[
+                structlog.stdlib.ProcessorFormatter.remove_processors_meta,
+                structlog.processors.JSONRenderer(),
+            ],
+            foreign_pre_chain=shared,
+        )
+    )
+    logging.basicConfig(handlers=[handler], level=logging.WARNING, force=True)

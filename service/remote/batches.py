@@ -1,0 +1,202 @@
+"""`batchweave batches …`: look at batches, wait for them, end them, fetch what they gave."""
+
+import time
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from openai.types import Batch
+
+from service.remote.follow import ENDED, duration, extras, report
+from service.remote.session import (
+    LOCAL_URL,
+    NO_KEY,
+    CommandError,
+    JsonOption,
+    KeyOption,
+    UrlOption,
+    print_json,
+    print_table,
+    said,
+    service_at,
+    shown,
+)
+from service.remote.submit import OutputOption, fetch, watch
+
+app = typer.Typer(no_args_is_help=True, help="Look at batches, wait for them, end them, fetch what they gave.")
+BatchId = Annotated[str, typer.Argument(help="As `batchweave submit` printed it: batch_…", metavar="ID")]
+LISTED = 20
+
+
+@app.command("list")
+def list_batches(
+    status: Annotated[list[str] | None, typer.Option("--status", help="Only these, such as in_progress.")] = None,
+    count: Annotated[int, typer.Option("--count", min=1, max=100_000, help="At most so many.")] = LISTED,
+    as_json: JsonOption = False,
+    url: UrlOption = LOCAL_URL,
+    key: KeyOption = NO_KEY,
+) -> None:
+    """Your batches, the newest first. Example: `batchweave batches list --status in_progress --status validating`"""
+    found: list[Batch] = []
+    with service_at(url, key) as client:
+        for batch in client.batches.list(limit=100):
+            if not status or batch.status in status:
+                found.append(batch)
+            if len(found) == count:
+                break
+        if as_json:
+            print_json(found)
+            return
+        names = ("id", "status", "model", "answered", "failed", "age", "what next")
+        print_table(names, [_row(batch) for batch in found])
+
+
+@app.command("show")
+def show_batch(
+    batch_id: BatchId, as_json: JsonOption = False, url: UrlOption = LOCAL_URL, key: KeyOption = NO_KEY
+) -> None:
+    """One batch: where it stands, what it waits for, what failed."""
+    with service_at(url, key) as client:
+        batch = client.batches.retrieve(batch_id)
+        if as_json:
+            print_json(batch)
+            return
+        _show(batch)
+
+
+@app.command("wait")
+def wait_for_batch(
+    batch_id: BatchId,
+    output: OutputOption = None,
+    as_json: JsonOption = False,
+    url: UrlOption = LOCAL_URL,
+    key: KeyOption = NO_KEY,
+) -> None:
+    """Watch a batch until it has ended; exit codes as of `batchweave submit`."""
+    with service_at(url, key) as client:
+        batch, code = watch(client, batch_id, output)
+        if as_json:
+            print_json(batch)
+    raise typer.Exit(code)
+
+
+@app.command("cancel")
+def cancel_batch(
+    batch_id: BatchId, as_json: JsonOption = False, url: UrlOption = LOCAL_URL, key: KeyOption = NO_KEY
+) -> None:
+    """Stop a batch within seconds; what is answered is kept."""
+    with service_at(url, key) as client:
+        batch = client.batches.cancel(batch_id)
+        if as_json:
+            print_json(batch)
+            return
+        said.print(f"{batch.id} is {batch.status}. What is answered: batchweave batches wait {batch.id} --output FILE")
+
+
+@app.command("retry")
+def retry_batch(
+    batch_id: BatchId,
+    wait: Annotated[bool, typer.Option("--wait", help="Show its progress until it has ended.")] = False,
+    output: OutputOption = None,
+    as_json: JsonOption = False,
+    url: UrlOption = LOCAL_URL,
+    key: KeyOption = NO_KEY,
+) -> None:
+    """Run what failed of an ended batch as a new one. Prints the new batch's id."""
+    code = 0
+    with service_at(url, key) as client:
+        batch = client.post(f"/batches/{batch_id}/retry", cast_to=Batch)
+        said.print(f"what failed of {batch_id} runs as {batch.id}")
+        if wait or output is not None:
+            batch, code = watch(client, batch.id, output)
+        if as_json:
+            print_json(batch)
+        else:
+            print(batch.id)
+    raise typer.Exit(code)
+
+
+@app.command("results")
+def batch_results(
+    batch_id: BatchId,
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", help="File to write; default: standard output, results alone.")
+    ] = None,
+    url: UrlOption = LOCAL_URL,
+    key: KeyOption = NO_KEY,
+) -> None:
+    """What a batch gave; of one that still runs, what is answered so far.
+
+    Examples:
+
+    - `batchweave batches results batch_… --output results.jsonl`
+    - `batchweave batches results batch_… | jq .response.body.usage`
+    """
+    with service_at(url, key) as client:
+        batch = client.batches.retrieve(batch_id)
+        if output is not None and batch.status in ENDED:
+            fetch(client, batch, output)
+            return
+        file_id = batch.output_file_id or extras(batch).get("early_output_file_id")
+        if file_id is None:
+            raise CommandError(f"{batch_id} is {batch.status} and has no results yet.")
+        with client.files.with_streaming_response.content(file_id) as answer:
+            if output is not None:
+                answer.stream_to_file(output)
+                said.print(f"results so far: {output}; the batch is {batch.status}")
+                return
+            for piece in answer.iter_bytes():
+                shown.file.buffer.write(piece)  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def _answered(batch: Batch) -> tuple[str, str]:
+    counts = batch.request_counts
+    if counts is None or not counts.total:
+        return "", ""
+    done = counts.completed + counts.failed
+    return f"{done:,} of {counts.total:,}", f"{counts.failed:,}" if counts.failed else ""
+
+
+def _next(batch: Batch) -> str:
+    """What it waits for, or when it ends."""
+    about = extras(batch)
+    if batch.status in ENDED:
+        return ""
+    if about.get("waiting_for"):
+        return f"waits for {about['waiting_for']}"
+    return f"ends in {duration(about['expected_at'] - time.time())}" if about.get("expected_at") else ""
+
+
+def _row(batch: Batch) -> tuple[str, ...]:
+    age = duration(time.time() - batch.created_at)
+    return (batch.id, batch.status, batch.model or "", *_answered(batch), age, _next(batch))
+
+
+def _show(batch: Batch) -> None:
+    about = extras(batch)
+    answered, failed = _answered(batch)
+    rows = [
+        ("status", batch.status),
+        ("next", _next(batch)),
+        ("endpoint", batch.endpoint),
+        ("model", batch.model or ""),
+        ("answered", answered),
+        ("failed", failed),
+        ("created", f"{duration(time.time() - batch.created_at)} ago"),
+        (
+            "deadline",
+            f"in {duration(batch.expires_at - time.time())}" if batch.expires_at and not _ended(batch) else "",
+        ),
+        ("GPU seconds expected", f"{about['expected_gpu_seconds']:,}" if about.get("expected_gpu_seconds") else ""),
+        ("input file", batch.input_file_id),
+        ("output file", batch.output_file_id or about.get("early_output_file_id") or ""),
+        ("error file", batch.error_file_id or ""),
+        ("metadata", " ".join(f"{name}={value}" for name, value in (batch.metadata or {}).items())),
+    ]
+    print_table((batch.id, ""), [row for row in rows if row[1]])
+    if _ended(batch):
+        report(batch)
+
+
+def _ended(batch: Batch) -> bool:
+    return batch.status in ENDED

@@ -1,0 +1,101 @@
+"""`batchweave files …`: what was uploaded, and what batches gave."""
+
+import time
+from pathlib import Path
+from typing import Annotated
+
+import openai
+import typer
+from openai.types import FileObject
+
+from service.remote.download import download
+from service.remote.follow import duration
+from service.remote.session import (
+    LOCAL_URL,
+    NO_KEY,
+    JsonOption,
+    KeyOption,
+    UrlOption,
+    print_json,
+    print_table,
+    said,
+    service_at,
+)
+from service.remote.upload import upload
+
+app = typer.Typer(no_args_is_help=True, help="What was uploaded, and what batches gave.")
+FileId = Annotated[str, typer.Argument(help="file-…", metavar="ID")]
+
+
+@app.command("list")
+def list_files(
+    purpose: Annotated[str | None, typer.Option("--purpose", help="batch, or batch_output.")] = None,
+    count: Annotated[int, typer.Option("--count", min=1, max=100_000, help="At most so many.")] = 20,
+    as_json: JsonOption = False,
+    url: UrlOption = LOCAL_URL,
+    key: KeyOption = NO_KEY,
+) -> None:
+    """Your files, the newest first."""
+    found: list[FileObject] = []
+    with service_at(url, key) as client:
+        for file in client.files.list(limit=100, purpose=purpose or openai.omit):
+            found.append(file)
+            if len(found) == count:
+                break
+        if as_json:
+            print_json(found)
+            return
+        print_table(("id", "purpose", "bytes", "age", "name"), [_row(file) for file in found])
+
+
+@app.command("show")
+def show_file(
+    file_id: FileId, as_json: JsonOption = False, url: UrlOption = LOCAL_URL, key: KeyOption = NO_KEY
+) -> None:
+    """One file, without its content."""
+    with service_at(url, key) as client:
+        file = client.files.retrieve(file_id)
+        if as_json:
+            print_json(file)
+            return
+        print_table(("id", "purpose", "bytes", "age", "name"), [_row(file)])
+
+
+@app.command("upload")
+def upload_file(
+    file: Annotated[Path, typer.Argument(help="JSONL: a request in each line.")],
+    as_json: JsonOption = False,
+    url: UrlOption = LOCAL_URL,
+    key: KeyOption = NO_KEY,
+) -> None:
+    """Send a file without running it. Prints its id."""
+    with service_at(url, key) as client:
+        uploaded = upload(client, file)
+        if as_json:
+            print_json(uploaded)
+        else:
+            print(uploaded.id)
+
+
+@app.command("download")
+def download_file(
+    file_id: FileId,
+    output: Annotated[Path, typer.Option("--output", "-o", help="File to write.")],
+    url: UrlOption = LOCAL_URL,
+    key: KeyOption = NO_KEY,
+) -> None:
+    """Fetch a file; what breaks off goes on when the command is run again."""
+    with service_at(url, key) as client:
+        said.print(f"{output} ({download(client, file_id, output):,} bytes)")
+
+
+@app.command("delete")
+def delete_file(file_id: FileId, url: UrlOption = LOCAL_URL, key: KeyOption = NO_KEY) -> None:
+    """Delete a file for good."""
+    with service_at(url, key) as client:
+        client.files.delete(file_id)
+        said.print(f"{file_id} is deleted")
+
+
+def _row(file: FileObject) -> tuple[str, ...]:
+    return file.id, file.purpose, f"{file.bytes:,}", duration(time.time() - file.created_at), file.filename

@@ -1,0 +1,120 @@
+"""Watching a batch to its end, through disconnects and restarts of the service."""
+
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import openai
+from openai.types import Batch
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+from service.remote.session import Exit, said
+
+ENDED = ("completed", "failed", "expired", "cancelled")
+FIRST_POLL_S, LAST_POLL_S = 0.5, 5.0
+# What may pass: the service restarts, its database is away, the network is cut.
+PASSING = (openai.APIConnectionError, openai.InternalServerError, openai.RateLimitError)
+
+
+@dataclass(slots=True)
+class Pace:
+    """Tokens per second, in and out, over the last minute or so."""
+
+    at: float = 0.0
+    tokens: int = 0
+    rate: float | None = None
+
+    def see(self, tokens: int, now: float) -> None:
+        if self.at and now > self.at and tokens >= self.tokens:
+            newest = (tokens - self.tokens) / (now - self.at)
+            weight = min(1.0, (now - self.at) / 20.0)
+            self.rate = newest if self.rate is None else (1 - weight) * self.rate + weight * newest
+        self.at, self.tokens = now, tokens
+
+
+def extras(batch: Batch) -> dict[str, Any]:
+    """What the service says beyond OpenAI; empty for another service."""
+    return batch.model_dump().get("batchweave") or {}
+
+
+def follow(client: openai.OpenAI, batch_id: str) -> Batch:
+    """Show its progress until it has ended. Raises openai errors that do not pass."""
+    columns = (
+        SpinnerColumn(),
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TextColumn("{task.fields[more]}"),
+    )
+    pace, pause_s, once = Pace(), FIRST_POLL_S, client.with_options(max_retries=0, timeout=30.0)
+    with Progress(*columns, console=said, transient=True) as bar:
+        task = bar.add_task("waiting", total=None, more="")
+        while True:
+            try:
+                batch = once.batches.retrieve(batch_id)
+            except PASSING:
+                bar.update(task, description="the service does not answer; the batch goes on")
+                time.sleep(LAST_POLL_S)
+                continue
+            if batch.status in ENDED:
+                return batch
+            counts = batch.request_counts
+            if counts is not None:
+                done = counts.completed + counts.failed
+                bar.update(task, total=counts.total or None, completed=done)
+            pace.see(batch.usage.total_tokens if batch.usage else 0, time.monotonic())
+            bar.update(task, description=_state(batch), more=_more(batch, pace))
+            time.sleep(pause_s)
+            pause_s = min(pause_s * 1.1, LAST_POLL_S)
+
+
+def _state(batch: Batch) -> str:
+    waiting_for = extras(batch).get("waiting_for")
+    return f"waits for {waiting_for}" if waiting_for else batch.status
+
+
+def _more(batch: Batch, pace: Pace) -> str:
+    counts, expected_at = batch.request_counts, extras(batch).get("expected_at")
+    parts = [f"{counts.failed:,} failed"] if counts and counts.failed else []
+    if pace.rate:
+        parts.append(f"{pace.rate:,.0f} tokens/s")
+    if expected_at:
+        parts.append(f"{duration(expected_at - time.time())} left")
+    return ", ".join(parts)
+
+
+def duration(seconds: float) -> str:
+    """In the two largest units: "3 d 4 h", "2 min 5 s"."""
+    left = max(int(seconds), 0)
+    parts: list[str] = []
+    for unit, size in (("d", 86400), ("h", 3600), ("min", 60), ("s", 1)):
+        if left >= size or (unit == "s" and not parts):
+            parts.append(f"{left // size} {unit}")
+            left %= size
+    return " ".join(parts[:2])
+
+
+def report(batch: Batch) -> Exit:
+    """Say how it ended, for people; the exit code for programs."""
+    counts = batch.request_counts
+    if counts is not None:
+        took = (batch.completed_at or batch.cancelled_at or batch.expired_at or batch.failed_at or 0) - batch.created_at
+        said.print(
+            f"{batch.id} is {batch.status} after {duration(took)}: "
+            f"{counts.completed:,} of {counts.total:,} answered, {counts.failed:,} failed"
+        )
+    if batch.usage is not None and batch.usage.total_tokens:
+        usage = batch.usage
+        said.print(
+            f"tokens: {usage.input_tokens:,} in ({usage.input_tokens_details.cached_tokens:,} from the cache), "
+            f"{usage.output_tokens:,} out"
+        )
+    for error in (batch.errors.data if batch.errors else None) or []:
+        said.print(f"line {error.line}: {error.message} ({error.code})", style="red")
+    for cause in extras(batch).get("failures") or []:
+        names = ", ".join(cause["custom_ids"])
+        said.print(f"{cause['count']:,} failed: {cause['message']} (such as {names})", style="red")
+    if batch.status != "completed":
+        return Exit.NOT_COMPLETED
+    return Exit.SOME_FAILED if counts is not None and counts.failed else Exit.DONE

@@ -1,0 +1,121 @@
+"""`batchweave submit`: a file in, its results out."""
+
+import json
+from pathlib import Path
+from typing import Annotated, Any
+
+import openai
+import typer
+from openai.types import Batch
+
+from service.remote.download import download
+from service.remote.follow import follow, report
+from service.remote.session import (
+    LOCAL_URL,
+    NO_KEY,
+    CommandError,
+    Exit,
+    JsonOption,
+    KeyOption,
+    UrlOption,
+    print_json,
+    said,
+    service_at,
+)
+from service.remote.upload import upload
+
+FIRST_LINE_BYTES = 16 * 1024 * 1024
+WaitOption = Annotated[bool, typer.Option("--wait", help="Show its progress until it has ended.")]
+OutputOption = Annotated[
+    Path | None, typer.Option("--output", "-o", help="Wait, and write the results there; errors beside it.")
+]
+
+
+def submit(
+    file: Annotated[Path, typer.Argument(help="JSONL: a request in each line.")],
+    wait: WaitOption = False,
+    output: OutputOption = None,
+    endpoint: Annotated[
+        str | None, typer.Option("--endpoint", help="Of all requests; default: the url of the first line.")
+    ] = None,
+    window: Annotated[str, typer.Option("--window", help="By when it must have ended: 30m, 24h, 7d.")] = "24h",
+    metadata: Annotated[list[str] | None, typer.Option("--metadata", help="name=value, as often as you like.")] = None,
+    in_order: Annotated[bool, typer.Option("--in-order", help="Results in the order of the input.")] = False,
+    as_json: JsonOption = False,
+    url: UrlOption = LOCAL_URL,
+    key: KeyOption = NO_KEY,
+) -> None:
+    """Upload a file and run it as a batch. Prints the batch's id.
+
+    Ctrl-C ends the watching, not the batch: `batchweave batches wait ID` goes on. Exit codes: 0 done, 3 some requests
+    failed, 4 the batch failed, expired or was cancelled, 1 anything else. Examples:
+
+    - `batchweave submit requests.jsonl`
+    - `batchweave submit requests.jsonl --output results.jsonl`
+    - `batchweave submit requests.jsonl --wait --window 7d --metadata run=12 --url http://gpu-1:8080`
+    """
+    code = Exit.DONE
+    with service_at(url, key) as client:
+        arguments: dict[str, Any] = {"completion_window": window, "metadata": _pairs(metadata or [])}
+        if in_order:
+            arguments["extra_body"] = {"batchweave": {"output_order": "input"}}
+        endpoint = endpoint or _endpoint_of(file)
+        uploaded = upload(client, file)
+        batch = client.batches.create(input_file_id=uploaded.id, endpoint=endpoint, **arguments)  # pyright: ignore[reportArgumentType]
+        said.print(f"{file} ({uploaded.bytes:,} bytes) runs as {batch.id}")
+        if wait or output is not None:
+            batch, code = watch(client, batch.id, output)
+        if as_json:
+            print_json(batch)
+        else:
+            print(batch.id)
+    raise typer.Exit(code)
+
+
+def watch(client: openai.OpenAI, batch_id: str, output: Path | None) -> tuple[Batch, Exit]:
+    """Follow a batch to its end, say how it went and fetch its files."""
+    try:
+        batch = follow(client, batch_id)
+    except KeyboardInterrupt:
+        where = f" --output {output}" if output else ""
+        said.print(f"{batch_id} goes on. To watch again: batchweave batches wait {batch_id}{where}")
+        raise
+    code = report(batch)
+    if output is not None:
+        fetch(client, batch, output)
+    return batch, code
+
+
+def fetch(client: openai.OpenAI, batch: Batch, output: Path) -> None:
+    """Its results to `output`, the lines of what failed beside it."""
+    for kind, file_id, path in (
+        ("results", batch.output_file_id, output),
+        ("errors", batch.error_file_id, output.with_name(f"{output.stem}.errors{output.suffix}")),
+    ):
+        if file_id:
+            said.print(f"{kind}: {path} ({download(client, file_id, path):,} bytes)")
+        elif kind == "results":
+            said.print(f"no results: {batch.id} has no answer that succeeded")
+
+
+def _endpoint_of(path: Path) -> str:
+    with path.open("rb") as opened:
+        for line in iter(lambda: opened.readline(FIRST_LINE_BYTES), b""):
+            if line.strip():
+                try:
+                    return str(json.loads(line.decode("utf-8-sig"))["url"])
+                except (ValueError, KeyError, TypeError) as error:
+                    raise CommandError(
+                        f'{path}: its first line is no request with a "url"; see docs/api.md.'
+                    ) from error
+    raise CommandError(f"{path} is empty: it needs a request in each line.")
+
+
+def _pairs(given: list[str]) -> dict[str, str] | None:
+    pairs: dict[str, str] = {}
+    for each in given:
+        name, equals, value = each.partition("=")
+        if not equals or not name:
+            raise CommandError(f"--metadata {each}: write name=value.")
+        pairs[name] = value
+    return pairs or None

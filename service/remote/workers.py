@@ -1,0 +1,62 @@
+"""`batchweave workers …`: who runs the slices; for keys with the role admin."""
+
+import time
+from typing import Annotated, Any
+from urllib.parse import quote
+
+import typer
+
+from service.remote.follow import duration
+from service.remote.session import (
+    LOCAL_URL,
+    NO_KEY,
+    JsonOption,
+    KeyOption,
+    UrlOption,
+    print_json,
+    print_table,
+    said,
+    service_at,
+)
+
+app = typer.Typer(no_args_is_help=True, help="See who runs the slices; let one end its work and take no more.")
+Name = Annotated[str, typer.Argument(help="As `batchweave workers list` shows it.")]
+
+
+@app.command("list")
+def list_workers(as_json: JsonOption = False, url: UrlOption = LOCAL_URL, key: KeyOption = NO_KEY) -> None:
+    """Workers that are alive."""
+    with service_at(url, key) as client:
+        found: Any = client.get("/workers", cast_to=object)
+        if as_json:
+            print_json(found["data"])
+            return
+        names = ("name", "state", "model", "host", "machine", "slices", "requests", "steps/s", "tokens/s", "seen")
+        print_table(names, [_row(each) for each in found["data"]])
+    if not found["data"]:
+        said.print("No worker is alive: `batchweave worker` starts one, or `batchweave up` everything.")
+
+
+@app.command("drain")
+def drain_worker(name: Name, url: UrlOption = LOCAL_URL, key: KeyOption = NO_KEY) -> None:
+    """Let a worker end what it has and take nothing new, also after a restart under the same name."""
+    with service_at(url, key) as client:
+        found: Any = client.post(f"/workers/{quote(name, safe='')}/drain", cast_to=object)
+        said.print(f"{name} drains: {found['slices']} slices left. `batchweave workers resume {name}` undoes it.")
+
+
+@app.command("resume")
+def resume_worker(name: Name, url: UrlOption = LOCAL_URL, key: KeyOption = NO_KEY) -> None:
+    """Let a worker take slices again."""
+    with service_at(url, key) as client:
+        client.post(f"/workers/{quote(name, safe='')}/resume", cast_to=object)
+        said.print(f"{name} takes slices again")
+
+
+def _row(worker: dict[str, Any]) -> tuple[str, ...]:
+    rates = [
+        "" if worker[name] is None else f"{worker[name]:,.1f}" for name in ("steps_per_second", "tokens_per_second")
+    ]
+    counts = (str(worker["slices"]), f"{worker['requests']:,}")
+    seen = f"{duration(time.time() - worker['seen_at'])} ago"
+    return (worker["id"], worker["state"], worker["model"], worker["host"], worker["machine"], *counts, *rates, seen)

@@ -1,0 +1,196 @@
+"""The remote commands as a user types them, against the real API and jobs with a scripted engine."""
+
+import asyncio
+import json
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Generator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from service.queue.progress import Heartbeat
+from service.remote import upload as uploads
+from service.remote.download import download
+from service.remote.session import connect
+from service.settings import Settings
+from tests.conftest import Clock
+from tests.integration.house import House, ScriptedEngine, jsonl, line
+from tests.integration.serving import serve
+
+
+@pytest.fixture
+def empty_database_url(tmp_path: Path) -> str:
+    """One database is enough: the commands see the API alone."""
+    return f"sqlite+aiosqlite:///{tmp_path / 'test.db'}"
+
+
+@pytest.fixture
+def url(settings: Settings, clock: Clock) -> Generator[str, None, None]:
+    with serve(settings, clock) as url:
+        yield url
+
+
+def start(url: str, *arguments: object) -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", "service.cli", *(str(each) for each in arguments)]
+    environment = {**os.environ, "BATCHWEAVE_URL": url, "COLUMNS": "200"}
+    return subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment, start_new_session=True
+    )
+
+
+async def run(url: str, *arguments: object) -> tuple[int, str, str]:
+    """Exit code, standard output and standard error of a command; the jobs go on meanwhile."""
+    process = start(url, *arguments)
+    output, errors = await asyncio.to_thread(process.communicate, None, 60)
+    assert "Traceback" not in errors
+    return process.returncode, output, errors
+
+
+def write(tmp_path: Path, lines: list[dict[str, Any]]) -> Path:
+    path = tmp_path / "in.jsonl"
+    path.write_bytes(jsonl(lines))
+    return path
+
+
+async def run_beside_the_jobs(
+    house: House, engine: ScriptedEngine, url: str, *arguments: object
+) -> tuple[int, str, str]:
+    async with house.working(engine):
+        command = asyncio.create_task(run(url, *arguments))
+        while not command.done():
+            await house.plan()
+            await house.finalizer.run_once()
+            await asyncio.sleep(0.02)
+        return await command
+
+
+async def test_submit_waits_and_writes_results_and_errors(house: House, url: str, tmp_path: Path) -> None:
+    engine = ScriptedEngine(statuses={"request 3": [400]})
+    path, output = write(tmp_path, [line(n) for n in range(20)]), tmp_path / "out.jsonl"
+    code, printed, said = await run_beside_the_jobs(house, engine, url, "submit", path, "-o", output, "--json")
+    batch = json.loads(printed)
+    assert (code, batch["status"], batch["request_counts"]["failed"]) == (3, "completed", 1)
+    assert {json.loads(each)["custom_id"] for each in output.open()} == {f"id-{n}" for n in range(20) if n != 3}
+    [error] = (tmp_path / "out.errors.jsonl").read_text().splitlines()
+    assert json.loads(error)["custom_id"] == "id-3"
+    assert "1 failed: no (such as id-3)" in said
+    assert "tokens: 190 in" in said
+
+
+async def test_all_is_well_is_zero_and_a_bad_file_four(house: House, url: str, tmp_path: Path) -> None:
+    path = write(tmp_path, [line(n) for n in range(4)])
+    code, printed, _ = await run_beside_the_jobs(house, ScriptedEngine(), url, "submit", path, "--wait")
+    assert code == 0
+    assert printed.startswith("batch_")
+    path = write(tmp_path, [line(1), line(1)])
+    code, _, said = await run_beside_the_jobs(house, ScriptedEngine(), url, "submit", path, "--wait")
+    assert code == 4
+    assert "line 2" in said
+
+
+async def test_a_batch_is_listed_shown_cancelled_and_retried(house: House, url: str, tmp_path: Path) -> None:
+    path = write(tmp_path, [line(n) for n in range(4)])
+    batch_id = (await run(url, "submit", path, "--metadata", "run=12"))[1].strip()
+    await house.plan()
+    code, printed, _ = await run(url, "batches", "list", "--status", "in_progress")
+    assert code == 0
+    assert batch_id in printed
+    assert "0 of 4" in printed
+    assert (await run(url, "batches", "list", "--status", "failed", "--json"))[1] == "[]\n"
+    assert "run=12" in (await run(url, "batches", "show", batch_id))[1]
+    assert "is cancelling" in (await run(url, "batches", "cancel", batch_id))[2]
+    await house.until_ended(batch_id)
+    assert (await run(url, "batches", "wait", batch_id))[0] == 4
+    code, printed, said = await run_beside_the_jobs(
+        house, ScriptedEngine(), url, "batches", "retry", batch_id, "--wait"
+    )
+    assert (code, "4 of 4 answered" in said) == (0, True)
+    code, printed, _ = await run(url, "batches", "results", printed.strip())
+    assert {json.loads(each)["custom_id"] for each in printed.splitlines()} == {f"id-{n}" for n in range(4)}
+
+
+async def test_waiting_survives_a_service_that_restarts(house: House, settings: Settings, clock: Clock) -> None:
+    batch_id = await house.submit(jsonl(line(n) for n in range(4)))
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    url = f"http://127.0.0.1:{port}"
+    with serve(settings, clock, port):
+        command = start(url, "batches", "wait", batch_id)
+        await asyncio.sleep(3.0)
+        assert command.poll() is None
+    await asyncio.sleep(1.0)
+    await house.plan()
+    async with house.working(ScriptedEngine()):
+        await house.until_ended(batch_id)
+    with serve(settings, clock, port):
+        _, said = await asyncio.to_thread(command.communicate, None, 60)
+    assert (command.returncode, "4 of 4 answered" in said) == (0, True)
+
+
+async def test_a_download_goes_on_where_it_broke_off(house: House, url: str, tmp_path: Path) -> None:
+    path = write(tmp_path, [line(n) for n in range(50)])
+    file_id = (await run(url, "files", "upload", path))[1].strip()
+    whole, output = path.read_bytes(), tmp_path / "copy.jsonl"
+    (tmp_path / f"copy.jsonl.{file_id}.part").write_bytes(whole[:1000])
+    assert (await run(url, "files", "download", file_id, "-o", output))[0] == 0
+    assert output.read_bytes() == whole
+    assert not list(tmp_path.glob("*.part"))
+    assert file_id in (await run(url, "files", "list"))[1]
+    assert (await run(url, "files", "delete", file_id))[0] == 0
+    code, _, said = await run(url, "files", "show", file_id)
+    assert (code, "No such File object" in said) == (1, True)
+
+
+async def test_a_large_file_goes_in_parts(
+    house: House, url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(uploads, "PART_BYTES", 1000)
+    path = write(tmp_path, [line(n) for n in range(50)])
+    client = connect(url, "none")
+    file = await asyncio.to_thread(uploads.upload, client, path)
+    assert file.bytes > 3 * 1000
+    await asyncio.to_thread(download, client, file.id, tmp_path / "copy.jsonl")
+    assert (tmp_path / "copy.jsonl").read_bytes() == path.read_bytes()
+
+
+async def test_a_drained_worker_takes_nothing_until_it_is_resumed(house: House, url: str) -> None:
+    async with house.working(ScriptedEngine(), "worker-a"):
+        await house.until(Heartbeat(house.redis).alive)
+        assert (await run(url, "workers", "drain", "worker-a"))[0] == 0
+        await asyncio.sleep(3.5)  # it looks every three seconds
+        batch_id = await house.submit(jsonl(line(n) for n in range(4)))
+        await house.plan()
+        await asyncio.sleep(0.5)
+        assert (await house.batch(batch_id)).status == "in_progress"
+        [found] = json.loads((await run(url, "workers", "list", "--json"))[1])
+        assert (found["id"], found["state"], found["slices"]) == ("worker-a", "draining", 0)
+        assert (await run(url, "workers", "resume", "worker-a"))[0] == 0
+        await house.until_ended(batch_id)
+    code, _, said = await run(url, "workers", "drain", "worker-z")
+    assert (code, "worker-z" in said) == (1, True)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "problem"),
+    [
+        (("batches", "show", "batch_none"), "No such Batch object: batch_none"),
+        (("submit", "/nowhere/in.jsonl"), "/nowhere/in.jsonl: No such file"),
+        (("submit", "/dev/null"), "is empty"),
+        (("submit", __file__), 'no request with a "url"'),
+    ],
+)
+async def test_what_cannot_be_done_is_said_in_a_line(url: str, arguments: tuple[str, ...], problem: str) -> None:
+    code, printed, said = await run(url, *arguments)
+    assert (code, printed, said.count("\n")) == (1, "", 1)
+    assert problem in said
+
+
+async def test_a_service_that_is_not_there_is_said_in_a_line() -> None:
+    code, _, said = await run("http://127.0.0.1:9", "batches", "list")
+    assert (code, said.count("\n")) == (1, 1)
+    assert "http://127.0.0.1:9 does not answer" in said
