@@ -14,7 +14,7 @@ from sqlalchemy.exc import DataError, DBAPIError, InterfaceError, OperationalErr
 from sqlalchemy.exc import TimeoutError as PoolTimeout
 from starlette.exceptions import HTTPException
 
-from service.api import batches, content, files, health, models, uploads, webhooks, workers
+from service.api import batches, content, files, health, metrics, models, uploads, webhooks, workers
 from service.api.context import Context
 from service.api.edge import Edge
 from service.db.sessions import Database
@@ -47,7 +47,7 @@ def create_app(settings: Settings, clock: Callable[[], float] = time.time) -> Fa
         summary="Offline batch inference on SGLang behind an OpenAI-style Batch API",
         lifespan=lifespan,
     )
-    for module in (files, content, uploads, batches, models, webhooks, workers, health):
+    for module in (files, content, uploads, batches, models, webhooks, workers, health, metrics):
         app.include_router(module.router)
     app.add_middleware(Edge)
     app.add_exception_handler(ApiError, _api_error)

@@ -51,9 +51,10 @@ class Settings(BaseSettings):
     )
     worker_name: str = Field(default_factory=lambda: f"{socket.gethostname()}-{os.getpid()}")
 
-    metrics_host: str = Field("127.0.0.1", description="address of the worker's /metrics")
-    metrics_port: Annotated[int, Field(ge=1, le=65535)] | None = Field(
-        None, description="port of the worker's /metrics for Prometheus; default: none"
+    metrics_host: str = Field("127.0.0.1", description="address of /metrics of planner and worker")
+    metrics_port: Annotated[int, Field(ge=1, le=65534)] | None = Field(
+        None,
+        description="port of /metrics of planner and worker (`up`: the worker; the planner one above); default: none",
     )
     steps_file: Path | None = Field(None, description="where the engine writes what each step did, for a calibration")
 

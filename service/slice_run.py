@@ -18,6 +18,7 @@ from service.db.sessions import Database
 from service.db.tables import Batch, BatchStatus, SliceBatch, Window
 from service.endpoints import BY_PATH
 from service.jobs.lines import RequestLine
+from service.metrics.counters import RETRIES, SEGMENTS, count_answer, timed
 from service.plan_artifact import PlanArtifact
 from service.queue.counts import Counts
 from service.queue.leases import ALONE_DEATHS_TO_REFUSE, Lease, Trial
@@ -225,6 +226,7 @@ class SliceRun:
                 message = f"The engine failed on it in {attempt} attempts: {failure}"
                 self._keep(request, None, {"code": "server_error", "message": message})
             else:
+                RETRIES.labels(self._settings.served_model).inc()
                 await asyncio.sleep(self._settings.flush_s * 2 ** (attempt - 1))
         self.remaining -= 1
 
@@ -293,7 +295,8 @@ class SliceRun:
             if not self._writing:
                 self._writing, self._answers, self._answers_bytes = self._answers, [], 0
             try:
-                await self._shard.write(self.lease.epoch, self._segment, self._writing)
+                with timed(SEGMENTS):
+                    await self._shard.write(self.lease.epoch, self._segment, self._writing)
             except Exception:  # a full or unreachable store: the answers stay in memory until it takes them
                 log.exception("segment not written", slice=self.lease.slice_id)
                 return False
@@ -301,6 +304,7 @@ class SliceRun:
             self._segment += 1
             for answer in written:
                 self._count(answer)
+                count_answer(self._settings.served_model, answer.ok, answer.usage)
             await self._on_progress(self.lease.slice_id, self.counts)
         return True
 

@@ -48,6 +48,7 @@ class Part:
     name: str
     command: list[str]
     log_path: Path
+    changes: dict[str, str] = field(default_factory=dict[str, str])  # of the environment
     process: subprocess.Popen[bytes] | None = None
     started_at: float = 0.0
     quick_exits: int = 0
@@ -64,7 +65,7 @@ class Part:
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
-                env=environment,
+                env={**environment, **self.changes},
                 start_new_session=True,  # Ctrl-C reaches the supervisor alone, which stops its children in order
                 preexec_fn=die_with_parent,
             )
@@ -151,6 +152,8 @@ class Supervisor:
         upgrade(settings.database)
         for name in ("api", "planner", "worker"):
             part = Part(name, [sys.executable, "-m", "service.cli", name], logs / f"{name}.log")
+            if name == "planner" and settings.metrics_port is not None:  # the worker has the port itself
+                part.changes["BATCHWEAVE_METRICS_PORT"] = str(settings.metrics_port + 1)
             part.start(environment)
             self._parts.append(part)
         self.say(

@@ -15,7 +15,8 @@ from sqlalchemy.exc import SQLAlchemyError
 
 from service.db.sessions import Database
 from service.db.tables import Batch, BatchStatus, DrainedWorker
-from service.engine_metrics import EngineMetrics
+from service.metrics.counters import SLICES
+from service.metrics.engine import EngineMetrics
 from service.model_costs import measured_overlap, planning_costs
 from service.queue.announcements import Announcements
 from service.queue.counts import Counts
@@ -169,14 +170,19 @@ class Worker:
                 await self._forget_progress(run)
             else:
                 kept = await self._leases.give_back(lease)
+            self._let_go("lost" if not kept else "finished" if whole else "given back")
             log.info("slice", slice=lease.slice_id, epoch=lease.epoch, finished=whole, lease_kept=kept)
         except Exception:  # the edge of the worker: the slice is ready again, and the log says why
+            self._let_go("failed")
             log.exception("slice failed", slice=lease.slice_id, epoch=lease.epoch)
             await asyncio.sleep(1.0)  # a slice that always fails must not spin
             with suppress(SQLAlchemyError):  # its lease ends by itself
                 await self._leases.give_back(lease)
         finally:
             self._runs.discard(run)
+
+    def _let_go(self, outcome: str) -> None:
+        SLICES.labels(self._settings.served_model, outcome).inc()
 
     async def _state_progress(self, slice_id: int, counts: dict[str, Counts]) -> None:
         try:

@@ -1,14 +1,18 @@
-"""What every request passes before a route: it gets an id, and its body is bounded unless the route reads a stream."""
+"""What every request passes before a route: an id, a clock, and a bound on its body unless the route reads a stream."""
 
 import re
 import secrets
+from time import perf_counter
 from typing import Any
 
 import structlog
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from service.metrics.counters import HTTP
+
 MAX_BODY_BYTES = 1024 * 1024
+METHODS = ("GET", "HEAD", "OPTIONS", "POST", "PUT", "PATCH", "DELETE")  # anything else is a caller's invention
 _STREAMED = re.compile(r"/v1/files|/v1/uploads/[^/]*/parts")  # these count for themselves
 
 
@@ -23,14 +27,23 @@ class Edge:
         request_id = f"req_{secrets.token_hex(16)}"
         scope.setdefault("state", {})["request_id"] = request_id
 
+        started, status = perf_counter(), 500
+
         async def send_with_id(message: Message) -> None:
+            nonlocal status
             if message["type"] == "http.response.start":
+                status = message["status"]
                 message["headers"] = [*message.get("headers", []), (b"x-request-id", request_id.encode())]
             await send(message)
 
         with structlog.contextvars.bound_contextvars(request_id=request_id):
             bounded = receive if _STREAMED.fullmatch(scope["path"]) else _bounded(receive)
-            await self._app(scope, bounded, send_with_id)
+            try:
+                await self._app(scope, bounded, send_with_id)
+            finally:
+                route = getattr(scope.get("route"), "path", "other")
+                method = scope["method"] if scope["method"] in METHODS else "other"
+                HTTP.labels(method, route, str(status)).observe(perf_counter() - started)
 
 
 def _bounded(receive: Receive) -> Receive:

@@ -8,6 +8,7 @@ import time
 from collections.abc import Awaitable, Callable
 
 import structlog
+from prometheus_client import REGISTRY
 from redis.asyncio import Redis
 from sqlalchemy.exc import SQLAlchemyError
 
@@ -24,6 +25,7 @@ from service.commands.start import (
     settings_of,
 )
 from service.db.sessions import Database
+from service.metrics.counters import serve
 from service.queue.connection import open_redis
 from service.settings import Settings
 from service.storage import Storage
@@ -86,6 +88,7 @@ def planner(model: ModelOption = None, model_name: NameOption = None) -> None:
     settings = settings_of(model=model, model_name=model_name)
     log_to(sys.stdout)
     open_database(settings)
+    _serve_metrics(settings)
 
     async def main(database: Database, storage: Storage, redis: Redis, stop: asyncio.Event) -> None:
         await run_jobs(database, storage, redis, settings, stop)
@@ -95,19 +98,16 @@ def planner(model: ModelOption = None, model_name: NameOption = None) -> None:
 
 def worker(model: ModelOption = None, model_name: NameOption = None) -> None:
     """Run one engine and the slices that it leases; needs `pip install batchweave[engine]`."""
-    from service.engine_metrics import EngineMetrics
     from service.jobs.runner import Abilities, register_model
+    from service.metrics.engine import EngineMetrics
     from service.worker import Worker, make_engine
 
     settings = settings_of(model=model, model_name=model_name)
     log_to(sys.stdout)
     open_database(settings)
     metrics = EngineMetrics(settings.served_model)
-    try:
-        if settings.metrics_port is not None:
-            metrics.serve(settings.metrics_host, settings.metrics_port)
-    except OSError as error:
-        fail(f"BATCHWEAVE_METRICS_PORT {settings.metrics_port}: {error}")
+    REGISTRY.register(metrics)
+    _serve_metrics(settings)
     try:
         engine = make_engine(settings)
     except ModuleNotFoundError as error:
@@ -121,14 +121,21 @@ def worker(model: ModelOption = None, model_name: NameOption = None) -> None:
             structlog.get_logger().warning("the device is emulated: no answer is real", device=engine.device)
         structlog.get_logger().info("engine ready", model=settings.served_model, device=engine.device)
         in_flight = 4 * await engine.max_running_requests()
-        await Worker(database, storage, redis, engine, settings, time.time, in_flight, metrics, engine.machine).run(
-            stop
-        )
+        parts = (database, storage, redis, engine, settings, time.time)
+        await Worker(*parts, in_flight, metrics, engine.machine).run(stop)
 
     try:
         asyncio.run(_role(settings, main))
     finally:
         engine.close()
+
+
+def _serve_metrics(settings: Settings) -> None:
+    if settings.metrics_port is not None:
+        try:
+            serve(settings.metrics_host, settings.metrics_port)
+        except OSError as error:
+            fail(f"BATCHWEAVE_METRICS_PORT {settings.metrics_port}: {error}")
 
 
 async def _role(settings: Settings, main: Callable[[Database, Storage, Redis, asyncio.Event], Awaitable[None]]) -> None:

@@ -6,6 +6,7 @@ import structlog
 from redis.asyncio import Redis
 
 from service.db.sessions import Database
+from service.metrics.counters import LEASES_EXPIRED
 from service.queue.announcements import MOST_ANNOUNCED, Announcements
 from service.queue.leases import free_expired
 from service.queue.urgency import most_urgent, waiting_models
@@ -24,6 +25,7 @@ class Reconciler:
         """Free expired leases and announce the most urgent ready slices; returns how many were new."""
         freed = await free_expired(self._database, self._clock())
         if freed:
+            LEASES_EXPIRED.inc(freed)
             log.warning("leases expired", slices=freed)
         added = 0
         for model in await waiting_models(self._database):

@@ -5,6 +5,7 @@ import contextlib
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import asdict, dataclass
+from time import perf_counter
 
 import structlog
 from redis.asyncio import Redis
@@ -19,6 +20,7 @@ from service.jobs.reconciler import Reconciler
 from service.jobs.sweeper import Sweeper
 from service.jobs.validator import Validator
 from service.jobs.webhooks import Webhooks
+from service.metrics.counters import JOB_FAILURES, JOBS
 from service.settings import Settings
 from service.storage import Storage
 
@@ -78,10 +80,13 @@ async def _repeat(name: str, run_once: Callable[[], Awaitable[object]], pause_s:
     failures = 0
     while not stop.is_set():
         try:
-            await run_once()
+            started = perf_counter()
+            if await run_once():
+                JOBS.labels(name).observe(perf_counter() - started)
             failures = 0
         except Exception:  # the edge of a job: nothing is lost, the next round sees the same rows
             failures += 1
+            JOB_FAILURES.labels(name).inc()
             log.exception("job failed", job=name, failures=failures)
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(min(pause_s * 2 ** min(failures, 10), max(pause_s, 30.0))):

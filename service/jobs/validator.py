@@ -15,6 +15,7 @@ from service.jobs.desk import Desk
 from service.jobs.index_writer import IndexWriter, Place
 from service.jobs.lines import MAX_ERRORS, LineChecker, LineError, custom_id_of, duplicate, quoted
 from service.jobs.tokens import PromptTokens
+from service.metrics.counters import VALIDATED
 from service.request_index import RequestIndex
 from service.request_output import asked_output
 from service.settings import Settings
@@ -88,6 +89,7 @@ class Validator:
                 )
         if checker.errors or not moved:
             await self._storage.delete_all(index.folder)
+        VALIDATED.inc(checker.requests)
         log.info("validated", batch=batch.id, requests=checker.requests, errors=len(checker.errors), still_wanted=moved)
 
     async def _read(self, batch: Batch, checker: LineChecker, records: Writer, tokens: Writer) -> int:

@@ -8,6 +8,7 @@ from sqlalchemy import select, update
 from service.db.moves import rows_changed
 from service.db.sessions import Database
 from service.db.tables import WebhookDelivery, WebhookEndpoint
+from service.metrics.counters import DELIVERIES
 from service.settings import Settings
 from service.webhooks.delivery import Reach, Unreachable, deliver
 from service.webhooks.events import active_secrets, event_body
@@ -38,6 +39,7 @@ class Webhooks:
             went_well, said = 200 <= status < 300, f"status {status}"
         except Unreachable as error:
             went_well, said = False, str(error)
+        DELIVERIES.labels("delivered" if went_well else "failed").inc()
         await self._note(delivery, went_well, said)
         return True
 

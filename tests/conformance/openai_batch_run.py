@@ -5,6 +5,7 @@
 
 import json
 import sys
+from contextlib import redirect_stdout
 from pathlib import Path
 
 from openai_batch import Batch  # pyright: ignore[reportMissingImports]: only in the environment that __main__ makes
@@ -28,7 +29,8 @@ def run(url: str, model: str, folder: Path) -> None:
 if __name__ == "__main__":
     said = "ok"
     try:
-        run(sys.argv[1], sys.argv[2], Path(sys.argv[3]))
+        with redirect_stdout(sys.stderr):  # the package tells of its progress
+            run(sys.argv[1], sys.argv[2], Path(sys.argv[3]))
     except Exception as error:  # whatever it is, it is the outcome
         said = repr(error)
     print(json.dumps({"call": f"a batch of {COUNT}", "said": said}))

@@ -1,12 +1,11 @@
 """The engine's figures as Prometheus and other roles read them."""
 
-import socket
 from typing import Any
-from urllib.request import urlopen
 
+from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
-from service.engine_metrics import EngineMetrics
+from service.metrics.engine import EngineMetrics
 
 STATE: dict[str, Any] = {
     "hooks": ["a"],
@@ -26,12 +25,9 @@ STATE: dict[str, Any] = {
 def test_each_rank_is_a_sample_and_what_a_state_lacks_is_none() -> None:
     metrics = EngineMetrics("m")
     metrics.take([STATE, {**STATE, "engine_steps": 9, "device": "emulated 1 x h200, mixed clock"}], 1.0)
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = int(free.getsockname()[1])
-    metrics.serve("127.0.0.1", port)
-    with urlopen(f"http://127.0.0.1:{port}/metrics") as answer:
-        text = answer.read().decode()
+    registry = CollectorRegistry()
+    registry.register(metrics)
+    text = generate_latest(registry).decode()
     samples = {
         (each.name, each.labels["rank"], each.labels.get("end")): each
         for family in text_string_to_metric_families(text)

@@ -3,7 +3,6 @@
 from collections.abc import Iterable
 from typing import Any
 
-from prometheus_client import CollectorRegistry, start_http_server
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
@@ -85,12 +84,6 @@ class EngineMetrics(Collector):
                 if field in state:
                     held.add_metric([*self._labels(rank, state), end], state[field])
         yield held
-
-    def serve(self, host: str, port: int) -> None:
-        """At /metrics, from a thread of its own. Raises OSError."""
-        registry = CollectorRegistry()
-        registry.register(self)
-        start_http_server(port, host, registry)
 
     def _labels(self, rank: int, state: dict[str, Any]) -> list[str]:
         return [self._model, str(rank), str(state.get("device") or "real")]

@@ -1,0 +1,30 @@
+"""/metrics of the API: what this process served, and what waits and runs in the service. For operators."""
+
+from collections.abc import Iterable
+
+from fastapi import APIRouter, Response
+from prometheus_client import CONTENT_TYPE_LATEST, REGISTRY, generate_latest
+from prometheus_client.core import CollectorRegistry, Metric
+from prometheus_client.registry import Collector
+
+from service.api.caller import CalledByAdmin
+from service.api.context import Here
+from service.metrics.queue import queue_metrics
+
+router = APIRouter(tags=["health"])
+
+
+class _Given(Collector):
+    def __init__(self, families: Iterable[Metric]) -> None:
+        self._families = families
+
+    def collect(self) -> Iterable[Metric]:
+        return self._families
+
+
+@router.get("/metrics", response_class=Response)
+async def metrics(here: Here, _caller: CalledByAdmin) -> Response:
+    """In Prometheus' text format; where keys are asked for, one with the role admin as a bearer token."""
+    registry = CollectorRegistry()
+    registry.register(_Given(await queue_metrics(here.database, here.heartbeat, here.clock())))
+    return Response(generate_latest(REGISTRY) + generate_latest(registry), media_type=CONTENT_TYPE_LATEST)
