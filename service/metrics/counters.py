@@ -18,9 +18,9 @@ HTTP = Histogram(
     buckets=QUICK_S,
 )
 JOBS = Histogram(
-    "batchweave_job_seconds", "Rounds of a control plane's job that had something to do", ("job",), buckets=LONG_S
+    "batchweave_job_seconds", "Rounds of a control plane's job that had something to do", ("name",), buckets=LONG_S
 )
-JOB_FAILURES = Counter("batchweave_job_failures", "Rounds that failed and are tried again", ("job",))
+JOB_FAILURES = Counter("batchweave_job_failures", "Rounds that failed and are tried again", ("name",))
 VALIDATED = Counter("batchweave_validated_requests", "Requests in files that were validated")
 DELIVERIES = Counter("batchweave_webhook_deliveries", "Attempts to deliver a webhook", ("outcome",))
 LEASES_EXPIRED = Counter("batchweave_leases_expired", "Slices taken from workers that were silent")

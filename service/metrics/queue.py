@@ -22,7 +22,7 @@ class Gauge:
     rows: Executable  # the labels' values, then the figure
 
 
-def _gauges(now: float) -> list[Gauge]:
+def gauges(now: float) -> list[Gauge]:
     unfinished = (
         select(Slice.model, func.coalesce(func.sum(SliceBatch.total), 0))
         .join(Slice, Slice.id == SliceBatch.slice_id)
@@ -69,7 +69,7 @@ def _gauges(now: float) -> list[Gauge]:
 async def queue_metrics(database: Database, heartbeat: Heartbeat, now: float) -> list[Metric]:
     families: list[Metric] = []
     async with database.read() as session:
-        for gauge in _gauges(now):
+        for gauge in gauges(now):
             family = GaugeMetricFamily(PREFIX + gauge.name, gauge.text, labels=gauge.labels)
             for *labels, value in (await session.execute(gauge.rows)).all():
                 family.add_metric([str(each) for each in labels], float(value))
