@@ -6,7 +6,7 @@ from contextlib import asynccontextmanager
 from importlib.metadata import version
 
 import structlog
-from fastapi import FastAPI, Request
+from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from obstore.exceptions import BaseError
@@ -17,6 +17,7 @@ from starlette.exceptions import HTTPException
 from service.api import batches, content, files, health, metrics, models, uploads, webhooks, workers
 from service.api.context import Context
 from service.api.edge import Edge
+from service.dashboard import PREFIX, add_dashboard, error_page, wrong_form
 from service.db.sessions import Database
 from service.early_results import EarlyResults
 from service.errors import ApiError, BadRequest, MethodNotAllowed, NotFound, PayloadTooLarge, Unavailable
@@ -49,6 +50,7 @@ def create_app(settings: Settings, clock: Callable[[], float] = time.time) -> Fa
     )
     for module in (files, content, uploads, batches, models, webhooks, workers, health, metrics):
         app.include_router(module.router)
+    add_dashboard(app)
     app.add_middleware(Edge)
     app.add_exception_handler(ApiError, _api_error)
     app.add_exception_handler(RequestValidationError, _validation_error)
@@ -66,14 +68,20 @@ def _answer(error: ApiError) -> JSONResponse:
     return JSONResponse(error.body(), status_code=error.status_code, headers=error.headers)
 
 
-def _api_error(_request: Request, error: Exception) -> JSONResponse:
+def _api_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, ApiError)
-    return _answer(error)
+    return error_page(request, error) if _is_page(request) else _answer(error)
 
 
-def _validation_error(_request: Request, error: Exception) -> JSONResponse:
+def _is_page(request: Request) -> bool:
+    return request.url.path.startswith(f"{PREFIX}/")
+
+
+def _validation_error(request: Request, error: Exception) -> Response:
     """A body or query that does not fit its schema: 400 with the field, as OpenAI answers."""
     assert isinstance(error, RequestValidationError)
+    if _is_page(request):
+        return wrong_form(request, error)
     first = error.errors()[0]
     if first["type"] == "json_invalid":
         return _answer(BadRequest("The body is not valid JSON.", code="invalid_json"))

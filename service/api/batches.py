@@ -46,7 +46,7 @@ async def create_batch(body: CreateBatch, here: Here, caller: CalledBy, again: T
             output_order=body.batchweave.output_order,
         )
 
-    return await _shape(here, await _add_once(here, caller, again, "batch.create", digest(body.model_dump()), make))
+    return await shape(here, await _add_once(here, caller, again, "batch.create", digest(body.model_dump()), make))
 
 
 async def _input_file(session: AsyncSession, caller: Caller, file_id: str, now: int) -> File:
@@ -98,14 +98,14 @@ async def list_batches(
     async with here.database.read() as session:
         rows = await page_rows(session, Batch, select(Batch), caller.project.id, after=after, limit=limit)
     workers = await alive_by_model(here.heartbeat)
-    return Page[BatchObject].of([await _shape(here, row, workers) for row in rows], limit)
+    return Page[BatchObject].of([await shape(here, row, workers) for row in rows], limit)
 
 
 @router.get("/{batch_id}")
 async def get_batch(batch_id: ObjectId, here: Here, caller: CalledBy) -> BatchObject:
     async with here.database.read() as session:
-        batch = await _find(session, caller, batch_id)
-    return await _shape(here, batch)
+        batch = await find_batch(session, caller, batch_id)
+    return await shape(here, batch)
 
 
 @router.post("/{batch_id}/retry")
@@ -113,7 +113,7 @@ async def retry_batch(batch_id: ObjectId, here: Here, caller: CalledBy, again: T
     """A new batch of the same input with only the requests that failed, or were not run before it ended."""
 
     async def make(session: AsyncSession, now: int) -> Batch:
-        source = await _find(session, caller, batch_id)
+        source = await find_batch(session, caller, batch_id)
         await _check_retriable(session, source, now)
         return Batch(
             endpoint=source.endpoint,
@@ -125,7 +125,7 @@ async def retry_batch(batch_id: ObjectId, here: Here, caller: CalledBy, again: T
             retry_of=source.id,
         )
 
-    return await _shape(here, await _add_once(here, caller, again, "batch.retry", digest({"retry": batch_id}), make))
+    return await shape(here, await _add_once(here, caller, again, "batch.retry", digest({"retry": batch_id}), make))
 
 
 async def _check_retriable(session: AsyncSession, source: Batch, now: int) -> None:
@@ -151,20 +151,21 @@ async def _check_retriable(session: AsyncSession, source: Batch, now: int) -> No
 async def cancel_batch(batch_id: ObjectId, here: Here, caller: CalledBy) -> BatchObject:
     """Stop the batch; what is answered stays. Cancelling twice is no error, cancelling an ended batch is."""
     async with here.database.write() as session:
-        await _find(session, caller, batch_id)
+        await find_batch(session, caller, batch_id)
         if await move_batch(session, batch_id, BatchStatus.CANCELLING, now=here.clock()):
             audit.note(session, caller, "batch.cancel", batch_id, here.clock())
-        batch = await _find(session, caller, batch_id)
+        batch = await find_batch(session, caller, batch_id)
         if batch.status not in (BatchStatus.CANCELLING, BatchStatus.CANCELLED):
             ended = batch.status in TERMINAL
             message = f"The batch is {batch.status}" + (
                 ": it has ended." if ended else " and ends by itself in a moment."
             )
             raise BadRequest(message, code="batch_not_cancellable", param="id")
-    return await _shape(here, batch)
+    return await shape(here, batch)
 
 
-async def _find(session: AsyncSession, caller: Caller, batch_id: str) -> Batch:
+async def find_batch(session: AsyncSession, caller: Caller, batch_id: str) -> Batch:
+    """The caller's batch of this id, as it is now. Raises NotFound."""
     mine = (Batch.id == batch_id) & (Batch.project_id == caller.project.id)
     wanted = select(Batch).where(mine).execution_options(populate_existing=True)
     batch = (await session.scalars(wanted)).one_or_none()
@@ -178,7 +179,8 @@ def _is_kept(now: int) -> ColumnElement[bool]:
     return File.deleted_at.is_(None) & (File.expires_at.is_(None) | (File.expires_at > now))
 
 
-async def _shape(here: Context, batch: Batch, workers: dict[str, int] | None = None) -> BatchObject:
+async def shape(here: Context, batch: Batch, workers: dict[str, int] | None = None) -> BatchObject:
+    """The batch as clients see it, with what is answered so far."""
     if batch.status in TERMINAL:
         return BatchObject.of(batch, Counts.of_row(batch), ENDED)
     counts = await here.progress.counts(here.database, batch.id)

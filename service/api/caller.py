@@ -16,7 +16,7 @@ from service.tenants.rate import count_request
 _bearer = HTTPBearer(auto_error=False, description="A key made by `batchweave keys create`.")
 
 
-def _check_local(request: Request) -> None:
+def check_local(request: Request) -> None:
     """Raises Forbidden for other names: by DNS rebinding a web page could reach a service that asks for no keys."""
     try:
         names = [request.url.hostname, urlsplit(request.headers.get("origin", "http://localhost")).hostname]
@@ -31,7 +31,7 @@ async def _caller(
     request: Request, here: Here, given: Annotated[HTTPAuthorizationCredentials | None, Depends(_bearer)]
 ) -> Caller:
     if not here.settings.needs_keys:
-        _check_local(request)
+        check_local(request)
     async with here.database.read() as session:
         if not here.settings.needs_keys:
             caller = await local_caller(session)

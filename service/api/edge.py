@@ -13,7 +13,7 @@ from service.metrics.counters import HTTP
 
 MAX_BODY_BYTES = 1024 * 1024
 METHODS = ("GET", "HEAD", "OPTIONS", "POST", "PUT", "PATCH", "DELETE")  # anything else is a caller's invention
-_STREAMED = re.compile(r"/v1/files|/v1/uploads/[^/]*/parts")  # these count for themselves
+_STREAMED = re.compile(r"/v1/files|/v1/uploads/[^/]*/parts|/dashboard/files")  # these count for themselves
 
 
 class Edge:

@@ -94,6 +94,16 @@ class AuditEvent(Base):
     object_id: Mapped[str] = mapped_column(String(64))
 
 
+class DashboardSession(Base):
+    """A browser that signed in with a key; it ends with the key. `digest`: of the token in its cookie."""
+
+    __tablename__ = "dashboard_sessions"
+
+    digest: Mapped[str] = mapped_column(String(64), primary_key=True)
+    key_id: Mapped[str] = mapped_column(String(64))
+    expires_at: Mapped[int] = mapped_column(BigInteger)
+
+
 class DrainedWorker(Base):
     """A worker that takes no new slices until it is resumed; workers themselves are known to Redis alone."""
 

@@ -15,6 +15,7 @@ from service.db.sessions import Database
 from service.db.tables import Model
 from service.jobs.expiry import Expiry
 from service.jobs.finalizer import Finalizer
+from service.jobs.historian import Historian
 from service.jobs.planner import Planner
 from service.jobs.reconciler import Reconciler
 from service.jobs.sweeper import Sweeper
@@ -68,6 +69,7 @@ async def run_jobs(database: Database, storage: Storage, redis: Redis, settings:
         ("finalizer", Finalizer(database, storage, clock).run_once, settings.poll_s, 3),
         ("expiry", Expiry(database, storage, clock).run_once, 1.0, 1),
         ("webhooks", Webhooks(database, settings, clock).run_once, settings.poll_s, 4),
+        ("historian", Historian(database, redis, clock).run_once, 1.0, 1),
         ("sweeper", Sweeper(database, storage, clock).run_once, SWEEP_S, 1),
     ]
     async with asyncio.TaskGroup() as group:

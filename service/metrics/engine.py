@@ -39,7 +39,17 @@ SIDES = {"kv_of_left": "left", "kv_of_right": "right"}
 HEARTBEAT = (*COUNTERS, *GAUGES, *SIDES, "device", "series", "series_every")
 
 
-RATES = {"steps_per_second": ("engine_steps",), "tokens_per_second": ("prompt_tokens", "output_tokens")}
+# Of a heartbeat, per second; the service's history sums them up.
+RATES = {
+    "steps_per_second": ("engine_steps",),
+    "tokens_per_second": ("prompt_tokens", "output_tokens"),
+    "input_tokens_per_second": ("prompt_tokens",),
+    "output_tokens_per_second": ("output_tokens",),
+    "admitted_prompt_tokens_per_second": ("admitted_prompt_tokens",),
+    "admitted_cached_tokens_per_second": ("admitted_cached_tokens",),
+    "compute_per_second": ("compute_s",),
+    "reads_per_second": ("reads_s",),
+}
 
 
 class EngineMetrics(Collector):
@@ -57,7 +67,7 @@ class EngineMetrics(Collector):
         if self._states and elapsed_s > 0:
             for name, counted in RATES.items():
                 more = _total(states, counted) - _total(self._states, counted)
-                self._rates[name] = round(max(more, 0) / elapsed_s, 2)
+                self._rates[name] = round(max(more, 0) / elapsed_s, 4)
         self._states, self._taken_at = states, now
 
     @property

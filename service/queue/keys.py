@@ -26,5 +26,12 @@ def rate(project_id: str, minute: int) -> str:
     return f"batchweave:rate:{project_id}:{minute}"
 
 
+def batch_history(batch_id: str) -> str:
+    """List of points: how far the batch was, and when; it expires."""
+    return f"batchweave:history:{batch_id}"
+
+
+HISTORY = "batchweave:history"  # list of points: what all workers did
+HISTORY_TURN = "batchweave:history-turn"  # whether this point is taken already
 WORKERS = "batchweave:workers"  # set of the names that have a heartbeat, or had one
 GROUP = "workers"

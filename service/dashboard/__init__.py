@@ -1,0 +1,33 @@
+"""Pages for people, at /dashboard: Jinja2, htmx and uPlot, all from here."""
+
+from fastapi import FastAPI, Request, Response
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import RedirectResponse
+
+from service.dashboard import actions, views
+from service.dashboard.render import page
+from service.dashboard.sessions import SignInNeeded
+from service.errors import ApiError
+
+PREFIX = "/dashboard"
+
+
+def add_dashboard(app: FastAPI) -> None:
+    app.include_router(actions.router)
+    app.include_router(views.router)
+    app.add_exception_handler(SignInNeeded, _sign_in)
+
+
+def error_page(request: Request, error: ApiError) -> Response:
+    return page(request, "error.html", None, error.status_code, message=error.message, code=error.code)
+
+
+def wrong_form(request: Request, error: RequestValidationError) -> Response:
+    first = error.errors()[0]
+    message = f"{'.'.join(str(part) for part in first['loc'][1:])}: {first['msg']}"
+    return page(request, "error.html", None, 400, message=message, code="invalid_request")
+
+
+def _sign_in(request: Request, _error: Exception) -> Response:
+    back = request.url.path if request.method == "GET" and not request.url.path.endswith(".json") else PREFIX
+    return RedirectResponse(f"{PREFIX}/sign-in?back={back}", status_code=303)

@@ -1,0 +1,133 @@
+"""What the dashboard's forms do: the same as the API's calls, by whoever is signed in, then back to a page."""
+
+from typing import Annotated
+from urllib.parse import quote, urlencode
+
+from fastapi import APIRouter, Form, Query, Request, Response
+from fastapi.responses import RedirectResponse
+
+from service.api import batches, files, workers
+from service.api.again import Again
+from service.api.context import Here
+from service.api.shapes import CreateBatch, CreateExtras, ObjectId
+from service.dashboard.render import page
+from service.dashboard.sessions import (
+    Changes,
+    ChangesAsAdmin,
+    SignInNeeded,
+    browser_of,
+    check_form,
+    set_cookie,
+    sign_in,
+    sign_out,
+    viewer_of,
+)
+from service.db.tables import OutputOrder
+from service.errors import ApiError
+
+router = APIRouter(prefix="/dashboard", include_in_schema=False)
+SHORT = 2048
+
+
+@router.get("/sign-in")
+async def sign_in_page(
+    request: Request, here: Here, back: Annotated[str, Query(max_length=SHORT)] = "/dashboard"
+) -> Response:
+    try:
+        await viewer_of(request, here)
+    except SignInNeeded:
+        return page(request, "sign_in.html", None, back=back, problem="")
+    return _to(_own(back))
+
+
+@router.post("/sign-in")
+async def sign_in_form(
+    request: Request,
+    here: Here,
+    key: Annotated[str, Form(max_length=256)],
+    back: Annotated[str, Form(max_length=SHORT)] = "/dashboard",
+    csrf: Annotated[str, Query(max_length=64)] = "",
+) -> Response:
+    check_form(request, browser_of(request), csrf)
+    async with here.database.write() as session:
+        token = await sign_in(session, key, int(here.clock()))
+    if token is None:
+        problem = "This key is unknown, revoked or has expired. `batchweave keys create` makes one."
+        return page(request, "sign_in.html", None, status_code=401, back=_own(back), problem=problem)
+    response = _to(_own(back))
+    set_cookie(request, response, token)  # a new one, so that nobody knows it from before
+    return response
+
+
+@router.post("/sign-out")
+async def sign_out_form(request: Request, here: Here, viewer: Changes) -> Response:
+    async with here.database.write() as session:
+        await sign_out(session, viewer.browser.token)
+    return _to("/dashboard/sign-in")
+
+
+@router.post("/files")
+async def upload(request: Request, here: Here, viewer: Changes) -> Response:
+    try:
+        file = await files.create_file(request, here, viewer.caller)
+    except ApiError as error:
+        return _to("/dashboard/new", problem=error.message)
+    return _to("/dashboard/new", file=file.id)
+
+
+@router.post("/batches")
+async def create(
+    here: Here,
+    viewer: Changes,
+    file: Annotated[ObjectId, Form()],
+    endpoint: Annotated[str, Form(max_length=64)],
+    window: Annotated[str, Form(pattern=r"^[1-9][0-9]{0,3}[mhd]$")],
+    order: Annotated[OutputOrder, Form()] = OutputOrder.ANY,
+) -> Response:
+    body = CreateBatch(
+        input_file_id=file, endpoint=endpoint, completion_window=window, batchweave=CreateExtras(output_order=order)
+    )
+    try:
+        batch = await batches.create_batch(body, here, viewer.caller, Again())
+    except ApiError as error:
+        return _to("/dashboard/new", file=file, problem=error.message)
+    return _to(f"/dashboard/batches/{batch.id}")
+
+
+@router.post("/batches/{batch_id}/cancel")
+async def cancel(here: Here, viewer: Changes, batch_id: ObjectId) -> Response:
+    await batches.cancel_batch(batch_id, here, viewer.caller)
+    return _to(f"/dashboard/batches/{batch_id}")
+
+
+@router.post("/batches/{batch_id}/retry")
+async def retry(here: Here, viewer: Changes, batch_id: ObjectId) -> Response:
+    batch = await batches.retry_batch(batch_id, here, viewer.caller, Again())
+    return _to(f"/dashboard/batches/{batch.id}")
+
+
+@router.post("/files/{file_id}/delete")
+async def delete(here: Here, viewer: Changes, file_id: ObjectId) -> Response:
+    await files.delete_file(file_id, here, viewer.caller)
+    return _to("/dashboard/files")
+
+
+@router.post("/workers/{name}/drain")
+async def drain(here: Here, viewer: ChangesAsAdmin, name: workers.WorkerName) -> Response:
+    await workers.drain_worker(name, here, viewer.caller)
+    return _to("/dashboard/workers")
+
+
+@router.post("/workers/{name}/resume")
+async def resume(here: Here, viewer: ChangesAsAdmin, name: workers.WorkerName) -> Response:
+    await workers.resume_worker(name, here, viewer.caller)
+    return _to("/dashboard/workers")
+
+
+def _own(back: str) -> str:
+    """A page of ours and nothing else, whatever the form says."""
+    return back if back == "/dashboard" or back.startswith("/dashboard/") else "/dashboard"
+
+
+def _to(path: str, **query: str) -> RedirectResponse:
+    return RedirectResponse(path + (f"?{urlencode(query, quote_via=quote)}" if query else ""), status_code=303)

@@ -1,0 +1,69 @@
+"""Pages from templates, with the headers that keep everything else out."""
+
+import time
+from pathlib import Path
+from typing import Any
+
+from fastapi import Request, Response
+from fastapi.responses import HTMLResponse
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
+
+from service.dashboard.sessions import Viewer, browser_of
+
+ROOT = Path(__file__).parent
+HEADERS = {
+    "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; "
+    "connect-src 'self'; form-action 'self'; frame-ancestors 'none'; base-uri 'none'",
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "same-origin",
+    "Cache-Control": "no-store",
+}
+
+
+def duration(seconds: float | None) -> str:
+    """In the two largest units."""
+    if seconds is None:
+        return "-"
+    left, parts = max(int(seconds), 0), list[str]()
+    for unit, size in (("d", 86400), ("h", 3600), ("min", 60), ("s", 1)):
+        if left >= size or (unit == "s" and not parts):
+            parts.append(f"{left // size} {unit}")
+            left %= size
+    return " ".join(parts[:2])
+
+
+def size(count: float) -> str:
+    """Bytes for people."""
+    for unit in ("bytes", "KiB", "MiB", "GiB"):
+        if count < 1024 or unit == "GiB":
+            return f"{count:,.0f} {unit}" if unit == "bytes" else f"{count:,.1f} {unit}"
+        count /= 1024
+    raise AssertionError
+
+
+def number(value: float | None) -> str:
+    return "-" if value is None else f"{value:,.0f}"
+
+
+def moment(at: float | None) -> str:
+    return "-" if at is None else time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(at))
+
+
+def share(value: float | None) -> str:
+    return "-" if value is None else f"{value:.1%}"
+
+
+_environment = Environment(
+    loader=FileSystemLoader(ROOT / "templates"), autoescape=True, undefined=StrictUndefined, trim_blocks=True
+)
+_environment.filters.update(duration=duration, size=size, number=number, moment=moment, share=share)
+
+
+def page(request: Request, name: str, viewer: Viewer | None, status_code: int = 200, **values: Any) -> Response:
+    browser = viewer.browser if viewer else browser_of(request)
+    html = _environment.get_template(name).render(
+        viewer=viewer, csrf=browser.csrf, path=request.url.path, now=time.time(), **values
+    )
+    response = HTMLResponse(html, status_code=status_code, headers=HEADERS)
+    browser.keep(request, response)
+    return response

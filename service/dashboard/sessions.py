@@ -1,0 +1,145 @@
+"""Who looks: a session cookie instead of a key, and a token in every form that no other site can know."""
+
+import hashlib
+import hmac
+import secrets
+from dataclasses import dataclass
+from typing import Annotated
+
+from fastapi import Depends, Query, Request, Response
+from sqlalchemy import delete, select
+from sqlalchemy.ext.asyncio import AsyncSession
+
+from service.api.caller import check_local
+from service.api.context import Here
+from service.db.tables import ApiKey, DashboardSession, Project, Role
+from service.errors import Forbidden
+from service.tenants.keys import Caller, caller_of, local_caller
+
+COOKIE = "batchweave_session"
+SESSION_S = 12 * 3600
+
+
+class SignInNeeded(Exception):
+    """Nobody is signed in here; the page that was asked for can be shown after that."""
+
+
+@dataclass(frozen=True, slots=True)
+class Browser:
+    """`token`: what its cookie holds, or will hold."""
+
+    token: str
+    is_new: bool
+
+    @property
+    def csrf(self) -> str:
+        return hashlib.sha256(f"csrf:{self.token}".encode()).hexdigest()
+
+    def keep(self, request: Request, response: Response) -> None:
+        """Give it its cookie, where it has none."""
+        if self.is_new:
+            set_cookie(request, response, self.token)
+
+
+@dataclass(frozen=True, slots=True)
+class Viewer:
+    caller: Caller
+    browser: Browser
+    signed_in: bool  # by a key, and can sign out
+
+    @property
+    def is_admin(self) -> bool:
+        return self.caller.role is Role.ADMIN
+
+
+def browser_of(request: Request) -> Browser:
+    token = request.cookies.get(COOKIE, "")
+    return Browser(token or secrets.token_urlsafe(32), not token)
+
+
+async def viewer_of(request: Request, here: Here) -> Viewer:
+    """Raises SignInNeeded, or Forbidden where no keys are asked for and the address is not local."""
+    browser = browser_of(request)
+    if not here.settings.needs_keys:
+        check_local(request)
+        async with here.database.read() as session:
+            return Viewer(await local_caller(session), browser, False)
+    async with here.database.read() as session:
+        caller = await _signed_in(session, browser.token, int(here.clock()))
+    if caller is None:
+        raise SignInNeeded
+    return Viewer(caller, browser, True)
+
+
+LooksIn = Annotated[Viewer, Depends(viewer_of)]
+
+
+async def changer_of(request: Request, viewer: LooksIn, csrf: Annotated[str, Query(max_length=64)] = "") -> Viewer:
+    """A viewer whose form comes from one of our own pages. Raises Forbidden for any other."""
+    check_form(request, viewer.browser, csrf)
+    return viewer
+
+
+Changes = Annotated[Viewer, Depends(changer_of)]
+
+
+async def admin_of(viewer: LooksIn) -> Viewer:
+    if not viewer.is_admin:
+        raise Forbidden("This page needs a key with the role 'admin'.", code="insufficient_permissions")
+    return viewer
+
+
+LooksInAsAdmin = Annotated[Viewer, Depends(admin_of)]
+
+
+async def changing_admin_of(viewer: Changes) -> Viewer:
+    return await admin_of(viewer)
+
+
+ChangesAsAdmin = Annotated[Viewer, Depends(changing_admin_of)]
+
+
+def check_form(request: Request, browser: Browser, csrf: str) -> None:
+    other_site = request.headers.get("sec-fetch-site", "same-origin") not in ("same-origin", "none")
+    if browser.is_new or other_site or not hmac.compare_digest(csrf.encode(), browser.csrf.encode()):
+        raise Forbidden("The form is not from this browser's session. Load the page again.", code="csrf")
+
+
+async def sign_in(session: AsyncSession, key: str, now: int) -> str | None:
+    """The token of a new session; None for a key that is not good."""
+    caller = await caller_of(session, key.strip(), now)
+    if caller is None:
+        return None
+    token = secrets.token_urlsafe(32)
+    await session.execute(delete(DashboardSession).where(DashboardSession.expires_at <= now))
+    session.add(DashboardSession(digest=_digest(token), key_id=caller.actor, expires_at=now + SESSION_S))
+    return token
+
+
+async def sign_out(session: AsyncSession, token: str) -> None:
+    await session.execute(delete(DashboardSession).where(DashboardSession.digest == _digest(token)))
+
+
+def set_cookie(request: Request, response: Response, token: str) -> None:
+    secure = request.url.scheme == "https"
+    response.set_cookie(
+        COOKIE, token, max_age=SESSION_S, path="/dashboard", httponly=True, samesite="strict", secure=secure
+    )
+
+
+async def _signed_in(session: AsyncSession, token: str, now: int) -> Caller | None:
+    good = (DashboardSession.digest == _digest(token)) & (DashboardSession.expires_at > now)
+    kept = ApiKey.revoked_at.is_(None) & (ApiKey.expires_at.is_(None) | (ApiKey.expires_at > now))
+    found = (
+        await session.execute(
+            select(ApiKey, Project)
+            .join(DashboardSession, DashboardSession.key_id == ApiKey.id)
+            .join(Project, Project.id == ApiKey.project_id)
+            .where(good, kept)
+        )
+    ).one_or_none()
+    return Caller(found[1], found[0].id, Role(found[0].role)) if found else None
+
+
+def _digest(token: str) -> str:
+    return hashlib.sha256(token.encode(errors="surrogatepass")).hexdigest()

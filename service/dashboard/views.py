@@ -1,0 +1,269 @@
+"""The dashboard's pages: what there is to see. Nothing here changes anything."""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Query, Request, Response
+from fastapi.responses import FileResponse, JSONResponse, StreamingResponse
+from sqlalchemy import func, select
+
+from service.api import batches, content, files
+from service.api.context import Context, Here
+from service.api.pages import page_rows
+from service.api.shapes import ObjectId
+from service.api.workers import alive_workers
+from service.dashboard.answers import first_lines, request_of, search
+from service.dashboard.render import HEADERS, ROOT, page
+from service.dashboard.schedule import stretches
+from service.dashboard.sessions import LooksIn, LooksInAsAdmin, Viewer
+from service.db.moves import LIVE
+from service.db.tables import ApiKey, AuditEvent, Batch, BatchStatus, File, Project
+from service.endpoints import ENDPOINTS
+from service.errors import NotFound, Unavailable
+from service.queue.history import History
+
+LISTED = 50
+TICK_S = 2.0
+STREAM_S = 600.0  # the browser connects again; a session that has ended must not be told for ever
+STATIC = {"style.css", "dashboard.js", "htmx.min.js", "htmx-sse.min.js", "uPlot.iife.min.js", "uPlot.min.css"}
+SECRETS = ("database_url", "redis_url", "storage_url", "engine_args")
+
+router = APIRouter(prefix="/dashboard", include_in_schema=False)
+
+
+@router.get("")
+async def overview(request: Request, here: Here, viewer: LooksIn) -> Response:
+    mine = Batch.project_id == viewer.caller.project.id
+    async with here.database.read() as session:
+        by_status = dict(
+            (await session.execute(select(Batch.status, func.count()).where(mine).group_by(Batch.status))).all()
+        )  # pyright: ignore[reportArgumentType]
+        live = (
+            await session.scalars(select(Batch).where(mine, Batch.status.in_(LIVE)).order_by(Batch.seq).limit(10))
+        ).all()
+    running = [await batches.shape(here, row) for row in live]
+    last = (await History(here.redis).points() or [{}])[-1]
+    oldest = min((batch.created_at for batch in running), default=None)
+    return page(
+        request,
+        "overview.html",
+        viewer,
+        by_status=by_status,
+        running=running,
+        oldest=oldest,
+        last=last,
+        workers=await _workers(here),
+    )
+
+
+@router.get("/overview.json")
+async def overview_points(here: Here, _viewer: LooksIn) -> Response:
+    return JSONResponse(await History(here.redis).points(), headers=HEADERS)
+
+
+@router.get("/batches")
+async def batch_list(
+    request: Request,
+    here: Here,
+    viewer: LooksIn,
+    status: Annotated[str, Query(max_length=20)] = "",
+    model: Annotated[str, Query(max_length=512)] = "",
+    text: Annotated[str, Query(max_length=256)] = "",
+    after: ObjectId | None = None,
+) -> Response:
+    query = select(Batch)
+    if status in tuple(BatchStatus):
+        query = query.where(Batch.status == status)
+    if model:
+        query = query.where(Batch.model == model)
+    if text:
+        query = query.where(
+            Batch.id.contains(text, autoescape=True) | Batch.input_file_id.contains(text, autoescape=True)
+        )
+    async with here.database.read() as session:
+        rows = await page_rows(session, Batch, query, viewer.caller.project.id, after=after, limit=LISTED)
+        models = (await session.scalars(select(Batch.model).distinct().where(Batch.model.is_not(None)))).all()
+    found = [await batches.shape(here, row) for row in rows[:LISTED]]
+    more = found[-1].id if len(rows) > LISTED else None
+    chosen = {"status": status, "model": model, "text": text}
+    return page(
+        request,
+        "batches.html",
+        viewer,
+        batches=found,
+        models=sorted(each for each in models if each),
+        statuses=list(BatchStatus),
+        chosen=chosen,
+        more=more,
+    )
+
+
+@router.get("/batches/{batch_id}")
+async def one_batch(
+    request: Request,
+    here: Here,
+    viewer: LooksIn,
+    batch_id: ObjectId,
+    kind: Annotated[str, Query(pattern="^(output|errors)$")] = "output",
+    text: Annotated[str, Query(max_length=256)] = "",
+) -> Response:
+    row = await _batch(here, viewer, batch_id)
+    batch = await batches.shape(here, row)
+    found = await search(here, row, kind, text)
+    timeline = [
+        (name, getattr(batch, f"{name}_at"))
+        for name in (
+            "created",
+            "in_progress",
+            "finalizing",
+            "completed",
+            "failed",
+            "expired",
+            "cancelling",
+            "cancelled",
+        )
+        if getattr(batch, f"{name}_at")
+    ]
+    return page(
+        request,
+        "batch.html",
+        viewer,
+        batch=batch,
+        timeline=sorted(timeline, key=lambda each: each[1]),
+        slices=await stretches(here.database, batch_id),
+        found=found,
+        kind=kind,
+        text=text,
+        can_cancel=batch.status in ("validating", "in_progress"),
+        can_retry=batch.status not in LIVE and batch.error_file_id is not None,
+    )
+
+
+@router.get("/batches/{batch_id}/points.json")
+async def batch_points(here: Here, viewer: LooksIn, batch_id: ObjectId) -> Response:
+    await _batch(here, viewer, batch_id)
+    return JSONResponse(await History(here.redis).batch_points(batch_id), headers=HEADERS)
+
+
+@router.get("/batches/{batch_id}/request")
+async def one_request(
+    request: Request, here: Here, viewer: LooksIn, batch_id: ObjectId, custom_id: Annotated[str, Query(max_length=4096)]
+) -> Response:
+    asked, answer = await request_of(here, await _batch(here, viewer, batch_id), custom_id)
+    return page(request, "request.html", viewer, batch_id=batch_id, custom_id=custom_id, asked=asked, answer=answer)
+
+
+@router.get("/new")
+async def new_batch(
+    request: Request, here: Here, viewer: LooksIn, file: ObjectId | None = None, problem: str = ""
+) -> Response:
+    uploaded, endpoint = None, ENDPOINTS[0]
+    if file is not None:
+        uploaded = await files.find_file(here, viewer.caller, file)
+        endpoint = await _endpoint_of(here, uploaded)
+    return page(
+        request, "new.html", viewer, file=uploaded, endpoint=endpoint, endpoints=ENDPOINTS, problem=problem[:500]
+    )
+
+
+@router.get("/files")
+async def file_list(request: Request, here: Here, viewer: LooksIn, after: ObjectId | None = None) -> Response:
+    kept = select(File).where(File.deleted_at.is_(None))
+    async with here.database.read() as session:
+        rows = await page_rows(session, File, kept, viewer.caller.project.id, after=after, limit=LISTED)
+    more = rows[LISTED - 1].id if len(rows) > LISTED else None
+    return page(request, "files.html", viewer, files=rows[:LISTED], more=more)
+
+
+@router.get("/files/{file_id}/content")
+async def file_content(request: Request, here: Here, viewer: LooksIn, file_id: ObjectId) -> Response:
+    answer = await content.get_content(file_id, request, here, viewer.caller)
+    answer.headers["Content-Disposition"] = f'attachment; filename="{file_id}.jsonl"'
+    answer.headers["X-Content-Type-Options"] = "nosniff"
+    return answer
+
+
+@router.get("/workers")
+async def worker_list(request: Request, here: Here, viewer: LooksInAsAdmin) -> Response:
+    return page(request, "workers.html", viewer, workers=await _workers(here))
+
+
+@router.get("/projects")
+async def project_list(request: Request, here: Here, viewer: LooksInAsAdmin) -> Response:
+    async with here.database.read() as session:
+        projects = (await session.scalars(select(Project).order_by(Project.name))).all()
+        keys = (await session.scalars(select(ApiKey).order_by(ApiKey.created_at.desc()))).all()
+        live = dict(
+            (
+                await session.execute(
+                    select(Batch.project_id, func.count()).where(Batch.status.in_(LIVE)).group_by(Batch.project_id)
+                )
+            ).all()
+        )  # pyright: ignore[reportArgumentType]
+    return page(request, "projects.html", viewer, projects=projects, keys=keys, live=live)
+
+
+@router.get("/audit")
+async def audit_log(request: Request, here: Here, viewer: LooksInAsAdmin) -> Response:
+    async with here.database.read() as session:
+        query = select(AuditEvent, Project.name).join(Project, Project.id == AuditEvent.project_id)
+        rows = (await session.execute(query.order_by(AuditEvent.seq.desc()).limit(200))).all()
+    return page(request, "audit.html", viewer, events=rows)
+
+
+@router.get("/settings")
+async def running_settings(request: Request, here: Here, viewer: LooksInAsAdmin) -> Response:
+    shown: list[tuple[str, str, str]] = []
+    for name, about in type(here.settings).model_fields.items():
+        value: Any = getattr(here.settings, name)
+        if name in SECRETS and value:
+            value = "set (hidden)"
+        shown.append((f"BATCHWEAVE_{name.upper()}", "" if value is None else str(value), about.description or ""))
+    return page(request, "settings.html", viewer, settings=shown)
+
+
+@router.get("/events")
+async def events(viewer: LooksIn) -> Response:
+    """A tick every two seconds, at which pages fetch themselves again."""
+
+    async def ticks() -> AsyncIterator[str]:
+        for number in range(int(STREAM_S / TICK_S)):
+            yield f"event: tick\ndata: {json.dumps(number)}\n\n"
+            await asyncio.sleep(TICK_S)
+
+    return StreamingResponse(ticks(), media_type="text/event-stream", headers=HEADERS)
+
+
+@router.get("/static/{name}")
+async def static(name: str) -> Response:
+    if name not in STATIC:
+        raise NotFound(f"No such file: {name[:64]}")
+    return FileResponse(
+        ROOT / "static" / name, headers={"Cache-Control": "max-age=3600", "X-Content-Type-Options": "nosniff"}
+    )
+
+
+async def _batch(here: Context, viewer: Viewer, batch_id: str) -> Batch:
+    async with here.database.read() as session:
+        return await batches.find_batch(session, viewer.caller, batch_id)
+
+
+async def _workers(here: Context) -> list[Any] | None:
+    """None without Redis, which alone knows them."""
+    try:
+        return list(await alive_workers(here))
+    except Unavailable:
+        return None
+
+
+async def _endpoint_of(here: Context, file: File) -> str:
+    """As its first line says; the first of ours where it says nothing useful."""
+    try:
+        async for line in first_lines(here, file.id):
+            url = json.loads(line)["url"]
+            return url if url in ENDPOINTS else ENDPOINTS[0]
+    except (ValueError, KeyError, TypeError):  # the validation says more of it than could be said here
+        pass
+    return ENDPOINTS[0]

@@ -1,0 +1,205 @@
+"""The dashboard's pages and forms over HTTP, without a browser; tests/dashboard looks at them in one."""
+
+import re
+from collections.abc import AsyncGenerator
+
+import httpx
+import pytest
+from sqlalchemy import update
+
+from service.db.sessions import Database
+from service.db.tables import DEFAULT_PROJECT, ApiKey, Project, Role
+from service.jobs.historian import Historian
+from service.queue.progress import Heartbeat
+from service.settings import Settings
+from service.tenants.keys import new_key
+from tests.conftest import Clock
+from tests.integration.house import House, ScriptedEngine, completed_are, jsonl, line
+from tests.integration.serving import serve
+
+PAGES = ("", "/batches", "/new", "/files", "/workers", "/projects", "/audit", "/settings")
+
+
+@pytest.fixture
+async def pages(settings: Settings, clock: Clock) -> AsyncGenerator[httpx.AsyncClient, None]:
+    with serve(settings, clock) as url:
+        async with httpx.AsyncClient(base_url=f"{url}/dashboard", follow_redirects=True) as client:
+            yield client
+
+
+@pytest.fixture
+async def guarded(settings: Settings, clock: Clock) -> AsyncGenerator[httpx.AsyncClient, None]:
+    """One that asks for keys."""
+    with serve(settings.model_copy(update={"auth": "keys"}), clock) as url:
+        async with httpx.AsyncClient(base_url=f"{url}/dashboard", follow_redirects=True) as client:
+            yield client
+
+
+def csrf_of(html: str) -> str:
+    found = re.search(r"csrf=([0-9a-f]{64})", html)
+    assert found
+    return found[1]
+
+
+async def make_key(database: Database, role: Role) -> tuple[str, str]:
+    text, row = new_key(DEFAULT_PROJECT, "ana", role, 0, None)
+    async with database.write() as session:
+        session.add(row)
+    return text, row.id
+
+
+async def sign_in(client: httpx.AsyncClient, key: str) -> httpx.Response:
+    csrf = csrf_of((await client.get("/sign-in")).text)
+    return await client.post(f"/sign-in?csrf={csrf}", data={"key": key, "back": "/dashboard/batches"})
+
+
+@pytest.mark.parametrize("page", PAGES)
+async def test_pages_show_an_empty_service_and_let_nothing_else_in(pages: httpx.AsyncClient, page: str) -> None:
+    answer = await pages.get(page)
+    assert answer.status_code == 200
+    policy = answer.headers["content-security-policy"]
+    assert "default-src 'none'" in policy
+    assert "unsafe" not in policy
+    assert not re.search(r"<script>|style=|\son\w+=|https?://(?!www\.w3\.org)", answer.text)
+
+
+async def test_a_file_is_uploaded_run_looked_at_and_retried(pages: httpx.AsyncClient, house: House) -> None:
+    csrf = csrf_of((await pages.get("/new")).text)
+    data = jsonl(line(n) for n in range(20))
+    upload = await pages.post(f"/files?csrf={csrf}", data={"purpose": "batch"}, files={"file": ("in.jsonl", data)})
+    assert "in.jsonl" in upload.text
+    file_id = upload.url.params["file"]
+    form = {"file": file_id, "endpoint": "/v1/chat/completions", "window": "24h", "order": "any"}
+    created = await pages.post(f"/batches?csrf={csrf}", data=form)
+    batch_id = created.url.path.rsplit("/", 1)[1]
+    assert "waits for validation" in created.text
+    await house.plan()
+    async with house.working(ScriptedEngine(statuses={"request 3": [400]})):
+        await house.until(lambda: completed_are(house, batch_id, 19))
+        running = (await pages.get(f"/batches/{batch_id}")).text
+        assert "20 of 20" in running
+        await house.until_ended(batch_id)
+    page = (await pages.get(f"/batches/{batch_id}")).text
+    assert "completed" in page
+    assert page.count('<rect class="done"') == 3
+    assert "id-3" in page  # in the digest of failures
+    search = (await pages.get(f"/batches/{batch_id}", params={"text": "id-1"})).text
+    assert search.count(">id-1") == 11  # 1, 10 to 19
+    one = (await pages.get(f"/batches/{batch_id}/request", params={"custom_id": "id-7"})).text
+    assert one.count("request 7") == 2  # asked, and echoed
+    assert (await pages.get(f"/batches/{batch_id}/request", params={"custom_id": "nobody"})).status_code == 200
+    assert batch_id in (await pages.get("/batches", params={"status": "completed", "text": batch_id[:12]})).text
+    assert batch_id not in (await pages.get("/batches", params={"status": "failed"})).text
+    retried = await pages.post(f"/batches/{batch_id}/retry?csrf={csrf}")
+    assert retried.url.path != f"/dashboard/batches/{batch_id}"
+    assert "cancelling" in (await pages.post(f"{retried.url.path.removeprefix('/dashboard')}/cancel?csrf={csrf}")).text
+
+
+async def test_errors_of_a_file_are_shown_by_line(pages: httpx.AsyncClient, house: House) -> None:
+    batch_id = await house.submit(jsonl([line(1), line(1, url="/v1/nowhere"), line(1)]))
+    await house.plan()
+    text = (await pages.get(f"/batches/{batch_id}")).text
+    assert "The file has errors" in text
+    assert '<td class="nums">2</td>' in text
+    assert '<td class="nums">3</td>' in text
+
+
+async def test_what_is_shown_is_escaped(pages: httpx.AsyncClient, house: House) -> None:
+    batch_id = await house.submit(jsonl([line(1, custom_id="<script>alert(1)</script>")]))
+    await house.plan()
+    async with house.working(ScriptedEngine(statuses={"request 1": [400]})):
+        await house.until_ended(batch_id)
+    for path in (f"/batches/{batch_id}", f"/batches/{batch_id}/request?custom_id=<script>", "/batches?text=<script>"):
+        text = (await pages.get(path)).text
+        assert "<script>" not in text
+    assert "&lt;script&gt;alert(1)" in (await pages.get(f"/batches/{batch_id}?kind=errors")).text
+
+
+async def test_forms_of_other_sites_do_nothing(pages: httpx.AsyncClient, house: House) -> None:
+    batch_id = await house.submit(jsonl([line(1)]))
+    csrf = csrf_of((await pages.get(f"/batches/{batch_id}")).text)
+    path = f"/batches/{batch_id}/cancel"
+    assert (await pages.post(path)).status_code == 403
+    assert (await pages.post(f"{path}?csrf={'0' * 64}")).status_code == 403
+    other = {"Sec-Fetch-Site": "cross-site"}
+    assert (await pages.post(f"{path}?csrf={csrf}", headers=other)).status_code == 403
+    pages.cookies.clear()
+    assert (await pages.post(f"{path}?csrf={csrf}")).status_code == 403
+    assert (await house.batch(batch_id)).status == "validating"
+
+
+async def test_signing_in_needs_a_good_key_and_ends_with_it(guarded: httpx.AsyncClient, house: House) -> None:
+    text, key_id = await make_key(house.database, Role.USER)
+    for page in (*PAGES, "/overview.json", "/events"):
+        assert (await guarded.get(page)).url.path == "/dashboard/sign-in"
+    refused = await sign_in(guarded, "bw-wrong")
+    assert (refused.status_code, "unknown, revoked" in refused.text) == (401, True)
+    before = guarded.cookies["batchweave_session"]
+    entered = await sign_in(guarded, text)
+    assert entered.url.path == "/dashboard/batches"
+    assert guarded.cookies["batchweave_session"] != before
+    for page in ("/workers", "/projects", "/audit", "/settings"):  # for the role admin
+        assert (await guarded.get(page)).status_code == 403
+    async with house.database.write() as session:
+        await session.execute(update(ApiKey).where(ApiKey.id == key_id).values(revoked_at=1))
+    assert (await guarded.get("/batches")).url.path == "/dashboard/sign-in"
+
+
+async def test_the_cookie_cannot_be_read_by_scripts_and_signing_out_ends_it(
+    guarded: httpx.AsyncClient, house: House
+) -> None:
+    text, _ = await make_key(house.database, Role.ADMIN)
+    csrf = csrf_of((await guarded.get("/sign-in")).text)
+    answer = await guarded.post(
+        f"/sign-in?csrf={csrf}", data={"key": text, "back": "https://evil.example"}, follow_redirects=False
+    )
+    assert answer.headers["location"] == "/dashboard"
+    cookie = answer.headers["set-cookie"].lower()
+    assert "httponly" in cookie
+    assert "samesite=strict" in cookie
+    token = guarded.cookies["batchweave_session"]
+    page = (await guarded.get("/settings")).text
+    await guarded.post(f"/sign-out?csrf={csrf_of(page)}")
+    guarded.cookies.set("batchweave_session", token)
+    assert (await guarded.get("/settings")).url.path == "/dashboard/sign-in"
+
+
+async def test_settings_hide_secrets(settings: Settings, clock: Clock, house: House) -> None:
+    async with httpx.AsyncClient() as client:
+        with serve(settings, clock) as url:
+            text = (await client.get(f"{url}/dashboard/settings")).text
+    assert "BATCHWEAVE_DATABASE_URL" in text
+    assert settings.database_url is not None
+    assert settings.database_url not in text
+
+
+async def test_history_is_noted_once_in_ten_seconds(pages: httpx.AsyncClient, house: House, clock: Clock) -> None:
+    batch_id = await house.submit(jsonl(line(n) for n in range(20)))
+    await house.plan()
+    state = {"name": "w", "model": "m", "input_tokens_per_second": 5.0, "engine": [{"running": 2}, {"running": 3}]}
+    await Heartbeat(house.redis).beat("w", state)
+    historian = Historian(house.database, house.redis, clock)
+    assert await historian.run_once()
+    assert not await historian.run_once()
+    [point] = (await pages.get("/overview.json")).json()
+    assert (point["unfinished"], point["running"], point["input_tokens_per_second"]) == (20, 5, 5.0)
+    assert (await pages.get(f"/batches/{batch_id}/points.json")).json() == [[int(clock.now), 0, 0, 0, 0]]
+
+
+async def test_another_projects_batch_is_not_there(guarded: httpx.AsyncClient, house: House) -> None:
+    batch_id = await house.submit(jsonl([line(1)]))
+    async with house.database.write() as session:
+        session.add(Project(id="proj_x", name="other", created_at=0))
+        await session.flush()
+        text, row = new_key("proj_x", "eve", Role.ADMIN, 0, None)
+        session.add(row)
+    entered = await sign_in(guarded, text)
+    csrf = csrf_of(entered.text)
+    for path in (
+        f"/batches/{batch_id}",
+        f"/batches/{batch_id}/points.json",
+        f"/batches/{batch_id}/request?custom_id=a",
+    ):
+        assert (await guarded.get(path)).status_code == 404
+    assert (await guarded.post(f"/batches/{batch_id}/cancel?csrf={csrf}")).status_code == 404
+    assert batch_id not in (await guarded.get("/batches")).text
