@@ -6,7 +6,7 @@ RUN := $(VENV)/bin
 UV_VERSION := 0.13.8
 DATA ?= ../shared/data
 
-.PHONY: install install-dev demo test check format lock openapi emulated chaos conformance gpu clean
+.PHONY: install install-dev demo test check format lock openapi emulated chaos conformance screenshots gpu clean
 
 install: $(VENV)/.installed
 install-dev: $(VENV)/.installed-dev
@@ -54,6 +54,10 @@ chaos: install-dev
 # Every call of the contract by two versions of the official client, each in an environment of its own
 conformance: install-dev
 	$(RUN)/python -m tests.conformance
+
+# Every page of the dashboard in docs/screenshots, from a service that runs; needs chromium
+screenshots: install-dev
+	$(RUN)/python -m tests.dashboard.screenshots
 
 # On a machine with a GPU; docs/gpu.md says how on one without a network
 gpu: install-dev

@@ -1,0 +1,3 @@
+from tests.integration.conftest import house, tokenizer
+
+__all__ = ["house", "tokenizer"]

@@ -1,0 +1,134 @@
+"""The dashboard in a real browser: from upload to download, without a word in its console."""
+
+import asyncio
+import json
+from collections.abc import AsyncGenerator, Generator
+from pathlib import Path
+
+import pytest
+from playwright.async_api import Page, expect
+
+from service.db.tables import DEFAULT_PROJECT, Role
+from service.jobs.historian import Historian
+from service.settings import Settings
+from service.tenants.keys import new_key
+from tests.conftest import Clock
+from tests.dashboard.browser import CHROMIUM, INSTALL, browser_page, faults_of_access
+from tests.integration.house import House, ScriptedEngine, jsonl, line
+from tests.integration.serving import serve
+
+pytestmark = pytest.mark.skipif(CHROMIUM is None, reason=INSTALL)
+PAGES = ("", "/batches", "/new", "/files", "/workers", "/projects", "/audit", "/settings")
+
+
+@pytest.fixture
+def empty_database_url(tmp_path: Path) -> str:
+    """One database is enough: pages see the API's functions alone."""
+    return f"sqlite+aiosqlite:///{tmp_path / 'test.db'}"
+
+
+@pytest.fixture
+def url(settings: Settings, clock: Clock) -> Generator[str, None, None]:
+    with serve(settings, clock) as url:
+        yield url
+
+
+@pytest.fixture
+async def page(url: str) -> AsyncGenerator[Page, None]:
+    """Fails the test at its end when the console said anything or another host was asked."""
+    async with browser_page(url) as (page, complaints):
+        yield page
+        assert complaints == []
+
+
+async def jobs(house: House, clock: Clock) -> None:
+    """The planner role, until it is cancelled."""
+    historian = Historian(house.database, house.redis, clock)
+    while True:
+        await house.plan()
+        await house.finalizer.run_once()
+        await historian.run_once()
+        await asyncio.sleep(0.05)
+
+
+async def upload(page: Page, lines: int) -> None:
+    await page.goto("/dashboard/new")
+    data = jsonl(line(n) for n in range(lines))
+    await page.get_by_label("File").set_input_files({"name": "in.jsonl", "mimeType": "text/plain", "buffer": data})
+    await page.get_by_role("button", name="Upload").click()
+    await page.get_by_role("button", name="Start the batch").click()
+    await page.wait_for_url("**/dashboard/batches/batch_*")
+
+
+async def test_from_upload_to_download(page: Page, house: House, clock: Clock) -> None:
+    working = asyncio.create_task(jobs(house, clock))
+    engine = ScriptedEngine(statuses={"request 3": [400]}, hold=asyncio.Event(), hold_after=10)
+    async with house.working(engine):
+        await upload(page, 20)
+        # Seen to move without a reload: the mark stays only in a document that is not loaded again.
+        await page.evaluate("document.body.dataset.mark = 'same document'")
+        await expect(page.get_by_text("10 of 20")).to_be_visible(timeout=15_000)
+        assert engine.hold is not None
+        engine.hold.set()
+        await expect(page.locator(".state.completed").first).to_be_visible(timeout=15_000)
+        assert await page.evaluate("document.body.dataset.mark") == "same document"
+    async with page.expect_download() as download:
+        await page.get_by_role("link", name="Results", exact=True).click()
+    lines = (await (await download.value).path()).read_text().splitlines()
+    assert len({json.loads(each)["custom_id"] for each in lines}) == 19
+    await page.get_by_role("button", name="Run the failed ones again").click()
+    async with house.working(ScriptedEngine()):
+        await expect(page.get_by_text("1 of 1")).to_be_visible(timeout=15_000)
+    working.cancel()
+
+
+async def test_a_batch_is_cancelled(page: Page, house: House, clock: Clock) -> None:
+    working = asyncio.create_task(jobs(house, clock))
+    await upload(page, 4)
+    await page.get_by_role("button", name="Cancel").click()
+    await expect(page.locator(".state.cancelled").first).to_be_visible(timeout=15_000)
+    working.cancel()
+
+
+async def test_signing_in(settings: Settings, clock: Clock, house: House) -> None:
+    text, row = new_key(DEFAULT_PROJECT, "ana", Role.ADMIN, 0, None)
+    async with house.database.write() as session:
+        session.add(row)
+    with serve(settings.model_copy(update={"auth": "keys"}), clock) as url:
+        async with browser_page(url) as (page, _):
+            await page.goto("/dashboard/batches")
+            await page.get_by_label("API key").fill("bw-wrong")
+            await page.get_by_role("button", name="Sign in").click()
+            await expect(page.get_by_role("alert")).to_contain_text("unknown, revoked or has expired")
+            await page.get_by_label("API key").fill(text)
+            await page.get_by_role("button", name="Sign in").click()
+            await expect(page.get_by_role("heading", name="Batches")).to_be_visible()
+            await page.get_by_role("button", name="Sign out").click()
+            await expect(page.get_by_label("API key")).to_be_visible()
+
+
+@pytest.mark.parametrize(("width", "theme"), [(390, "dark"), (1920, "light")])
+async def test_pages_can_be_used_by_everyone(url: str, house: House, clock: Clock, width: int, theme: str) -> None:
+    batch_id = await house.submit(jsonl(line(n) for n in range(30)))
+    await house.plan()
+    async with house.working(ScriptedEngine(statuses={"request 3": [400]})):
+        await house.until_ended(batch_id)
+    await house.submit(jsonl(line(n) for n in range(30)))
+    await house.plan()
+    await Historian(house.database, house.redis, clock).run_once()
+    async with browser_page(url, width, theme) as (page, complaints):
+        for path in (*PAGES, f"/batches/{batch_id}", f"/batches/{batch_id}/request?custom_id=id-3"):
+            await page.goto(f"/dashboard{path}")
+            assert await faults_of_access(page) == [], path
+            overflow = await page.evaluate("document.documentElement.scrollWidth - innerWidth")
+            assert overflow <= 0, f"{path} is {overflow} px too wide"
+        assert complaints == []
+
+
+async def test_pages_can_be_read_without_scripts(url: str, house: House) -> None:
+    batch_id = await house.submit(jsonl(line(n) for n in range(30)))
+    await house.plan()
+    async with browser_page(url, scripts=False) as (page, _):
+        await page.goto("/dashboard")
+        await page.get_by_role("link", name=batch_id).click()
+        await expect(page.get_by_text("0 of 30")).to_be_visible()
