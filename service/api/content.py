@@ -10,6 +10,7 @@ from fastapi.responses import StreamingResponse
 from sqlalchemy import select
 
 from service import ids
+from service.api.batches import find_batch
 from service.api.caller import CalledBy
 from service.api.context import Context, Here
 from service.api.files import find_file
@@ -17,7 +18,7 @@ from service.api.shapes import ObjectId
 from service.db.moves import LIVE
 from service.db.tables import Batch, BatchStatus, File, OutputOrder
 from service.early_results import Size, run_sizes
-from service.errors import BadRequest, NotFound, RangeNotSatisfiable
+from service.errors import BadRequest, RangeNotSatisfiable
 from service.storage import file_key
 from service.tenants.keys import Caller
 
@@ -49,13 +50,15 @@ def _whole(file: File, request: Request, here: Context) -> Response:
 
 async def _early_content(batch_id: str, is_output: bool, request: Request, here: Context, caller: Caller) -> Response:
     """What the batch has answered so far, or its file once it has ended."""
-    batch = await _find_batch(here, caller, batch_id)
+    async with here.database.read() as session:
+        batch = await find_batch(session, caller, batch_id)
     if batch.status == BatchStatus.IN_PROGRESS and batch.output_order == OutputOrder.ANY:
         with suppress(FileNotFoundError):  # it ended meanwhile, and its segments went
             await here.early.refresh(batch_id)
     async with here.database.read() as session:
         sizes = await run_sizes(session, batch_id)
-    batch = await _find_batch(here, caller, batch_id)  # after the sizes, which go when it ends
+    async with here.database.read() as session:  # after the sizes, which go when it ends
+        batch = await find_batch(session, caller, batch_id)
     if batch.status not in LIVE:
         file_id = batch.output_file_id if is_output else batch.error_file_id
         if file_id is not None:
@@ -88,15 +91,6 @@ async def _growing(
         file_id = (batch.output_file_id if is_output else batch.error_file_id) or ""
         async for part in here.storage.stream(file_key(file_id), span.start + sent, span.end):
             yield part
-
-
-async def _find_batch(here: Context, caller: Caller, batch_id: str) -> Batch:
-    mine = (Batch.id == batch_id) & (Batch.project_id == caller.project.id)
-    async with here.database.read() as session:
-        batch = (await session.scalars(select(Batch).where(mine))).one_or_none()
-    if batch is None:
-        raise NotFound(f"No such Batch object: {batch_id}", param="id")
-    return batch
 
 
 @dataclass(frozen=True, slots=True)
