@@ -7,6 +7,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from service.plan_picture import PlanPicture
 from service.storage import Storage
 
 # place of the batch in the header's list, and number of the request in that batch
@@ -46,12 +47,17 @@ class PlanArtifact:
     def folder(self) -> str:
         return f"plans/{self.plan_id}"
 
-    async def write(self, header: PlanHeader, order: Places) -> None:
+    async def write(self, header: PlanHeader, order: Places, picture: PlanPicture) -> None:
         await self.storage.put(f"{self.folder}/order", order.tobytes())
+        await self.storage.put(f"{self.folder}/picture.json", msgspec.json.encode(picture))
         await self.storage.put(f"{self.folder}/plan.json", msgspec.json.format(msgspec.json.encode(header)))
 
     async def header(self) -> PlanHeader:
         return msgspec.json.decode(await self.storage.read(f"{self.folder}/plan.json"), type=PlanHeader)
+
+    async def picture(self) -> PlanPicture:
+        """Raises FileNotFoundError for a plan that is gone, or was made before there were pictures."""
+        return msgspec.json.decode(await self.storage.read(f"{self.folder}/picture.json"), type=PlanPicture)
 
     async def places(self, first: int, count: int) -> Places:
         size: Any = PLACE.itemsize

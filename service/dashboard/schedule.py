@@ -1,11 +1,14 @@
-"""A batch's slices in the order of their plan, for its page."""
+"""A batch's slices in the order of their plan, and the prefix tree of the window that runs, for its page."""
 
 from dataclasses import dataclass
 
-from sqlalchemy import select
+from sqlalchemy import func, select
 
 from service.db.sessions import Database
-from service.db.tables import Slice, SliceBatch
+from service.db.tables import Slice, SliceBatch, SliceStatus, Window
+from service.plan_artifact import PlanArtifact
+from service.plan_picture import PlanPicture
+from service.storage import Storage
 
 MOST_SLICES = 2000
 
@@ -48,3 +51,39 @@ async def stretches(database: Database, batch_id: str) -> list[Stretch]:
         )
         done += share.total
     return found
+
+
+@dataclass(frozen=True, slots=True)
+class Drawing:
+    """`left`, `right`: how far the scan is from both ends, as shares of the width."""
+
+    picture: PlanPicture
+    left: float
+    right: float
+    slices: int
+    begun: int
+
+
+async def drawing(database: Database, storage: Storage, batch_id: str) -> Drawing | None:
+    """Of the first window of the batch that is not done, or of its last; None where there is no picture any more."""
+    async with database.read() as session:
+        mine = select(Slice).join(SliceBatch, SliceBatch.slice_id == Slice.id).where(SliceBatch.batch_id == batch_id)
+        unfinished = mine.where(Slice.status != SliceStatus.DONE).order_by(Slice.id).limit(1)
+        found = (await session.scalars(unfinished)).one_or_none()
+        found = found or (await session.scalars(mine.order_by(Slice.id.desc()).limit(1))).one_or_none()
+        if found is None:
+            return None
+        plan_id = (await session.scalars(select(Window.plan_id).where(Window.id == found.window_id))).one()
+        whole = Slice.window_id == found.window_id
+        slices = (await session.scalars(select(func.count()).select_from(Slice).where(whole))).one()
+        begun = (
+            await session.scalars(
+                select(func.count()).select_from(Slice).where(whole, Slice.status != SliceStatus.READY)
+            )
+        ).one()
+    try:
+        picture = await PlanArtifact(storage, plan_id).picture()
+    except FileNotFoundError:
+        return None
+    left, right = picture.reach[begun - 1] if begun else (0.0, 0.0)
+    return Drawing(picture, left, right, slices, begun)

@@ -14,9 +14,9 @@ from service.api.context import Context, Here
 from service.api.pages import page_rows
 from service.api.shapes import ObjectId
 from service.api.workers import alive_workers
-from service.dashboard.answers import first_lines, request_of, search
+from service.dashboard.answers import Found, first_lines, request_of, search
 from service.dashboard.render import HEADERS, ROOT, page
-from service.dashboard.schedule import stretches
+from service.dashboard.schedule import drawing, stretches
 from service.dashboard.sessions import LooksIn, LooksInAsAdmin, Viewer
 from service.db.moves import LIVE
 from service.db.tables import ApiKey, AuditEvent, Batch, BatchStatus, File, Project
@@ -111,7 +111,8 @@ async def one_batch(
 ) -> Response:
     row = await _batch(here, viewer, batch_id)
     batch = await batches.shape(here, row)
-    found = await search(here, row, kind, text)
+    # A page that fetches itself again shows of it only what moves, which the requests below are not.
+    found = Found([], True) if "hx-request" in request.headers else await search(here, row, kind, text)
     timeline = [
         (name, getattr(batch, f"{name}_at"))
         for name in (
@@ -133,6 +134,7 @@ async def one_batch(
         batch=batch,
         timeline=sorted(timeline, key=lambda each: each[1]),
         slices=await stretches(here.database, batch_id),
+        drawn=await drawing(here.database, here.storage, batch_id),
         found=found,
         kind=kind,
         text=text,

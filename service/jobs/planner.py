@@ -22,6 +22,7 @@ from service.jobs.desk import Desk
 from service.jobs.fair_window import Span, fill, fitting
 from service.model_costs import FALLBACK, planning_costs
 from service.plan_artifact import PLACE, Places, PlanArtifact, PlanHeader
+from service.plan_picture import picture_of
 from service.request_index import RequestIndex
 from service.request_output import EXACT, MOST_TOKENS
 from service.settings import Settings
@@ -129,7 +130,7 @@ class Planner:
             created_at=int(now),
         )
         order = found.places[plan.order]
-        await artifact.write(header, order)
+        await artifact.write(header, order, await asyncio.to_thread(picture_of, plan))
         try:
             await self._commit(model, found.spans, artifact.plan_id, plan, order, int(now))
         except PlanOutdated:

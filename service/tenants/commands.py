@@ -1,6 +1,7 @@
 """`batchweave keys`, `projects` and `audit`: who may use the API. They work on the database alone."""
 
 import asyncio
+import json
 import time
 from collections.abc import Awaitable, Callable
 from datetime import UTC, datetime
@@ -31,6 +32,7 @@ projects = typer.Typer(no_args_is_help=True, help="Make, list and limit projects
 console = Console(stderr=True, highlight=False, markup=False, soft_wrap=True)
 
 ProjectOption = Annotated[str, typer.Option("--project", help="Name of the project.")]
+JsonOption = Annotated[bool, typer.Option("--json", help="JSON on standard output, for programs.")]
 Quota = Annotated[int | None, typer.Option(min=UNLIMITED, help="-1 lifts it.")]
 
 
@@ -46,6 +48,7 @@ def create_key(
     days: Annotated[
         int | None, typer.Option("--days", min=1, max=36500, help="Until it expires; never if left out.")
     ] = None,
+    as_json: JsonOption = False,
 ) -> None:
     """Make a key and print it, this once. Examples:
 
@@ -53,21 +56,24 @@ def create_key(
     - `batchweave keys create --name ci --project evaluation --role admin --days 90`
     """
 
-    async def make(session: AsyncSession) -> str:
+    async def make(session: AsyncSession) -> tuple[str, str]:
         now = int(time.time())
         owner = await _project(session, project)
         text, row = new_key(owner.id, name, role, now, now + days * DAY_S if days else None)
         session.add(row)
         audit.note(session, Caller(owner, "cli", Role.ADMIN), "key.create", row.id, now)
-        return text
+        return text, row.id
 
-    text = _run(make)
+    text, key_id = _run(make)
+    if as_json:
+        print(json.dumps({"id": key_id, "key": text, "project": project, "role": role}, indent=2))
+        return
     console.print(f"A key of the project {project}, shown only now:")
     print(text)
 
 
 @keys.command("list")
-def list_keys() -> None:
+def list_keys(as_json: JsonOption = False) -> None:
     """Every key that was made, without the key itself."""
 
     async def read(session: AsyncSession) -> Any:
@@ -78,7 +84,7 @@ def list_keys() -> None:
         (key.id, key.name, project, key.role, _day(key.created_at), _day(key.expires_at), _day(key.revoked_at))
         for key, project in _run(read)
     ]
-    _print(("id", "name", "project", "role", "created", "expires", "revoked"), rows)
+    _print(("id", "name", "project", "role", "created", "expires", "revoked"), rows, as_json)
 
 
 @keys.command("revoke")
@@ -158,7 +164,7 @@ def set_project(
 
 
 @projects.command("list")
-def list_projects() -> None:
+def list_projects(as_json: JsonOption = False) -> None:
     """Every project with its weight and quotas."""
 
     async def read(session: AsyncSession) -> Any:
@@ -180,12 +186,13 @@ def list_projects() -> None:
         )
         for each in _run(read)
     ]
-    _print(("project", "weight", "enqueued tokens", "batches", "bytes", "requests a minute"), rows)
+    _print(("project", "weight", "enqueued tokens", "batches", "bytes", "requests a minute"), rows, as_json)
 
 
 def show_audit(
     project: Annotated[str | None, typer.Option("--project", help="Of this project only.")] = None,
     count: Annotated[int, typer.Option("--count", min=1, max=100_000, help="The last so many.")] = SHOWN,
+    as_json: JsonOption = False,
 ) -> None:
     """Who changed what, the newest last. Example: `batchweave audit --project evaluation --count 50`"""
 
@@ -199,7 +206,7 @@ def show_audit(
         (datetime.fromtimestamp(each.at, UTC).isoformat(), name, each.actor, each.action, each.object_id)
         for each, name in reversed(_run(read))
     ]
-    _print(("time", "project", "by", "what", "object"), rows)
+    _print(("time", "project", "by", "what", "object"), rows, as_json)
 
 
 async def _project(session: AsyncSession, name: str) -> Project:
@@ -237,8 +244,11 @@ def _day(at: int | None) -> str:
     return "" if at is None else datetime.fromtimestamp(at, UTC).date().isoformat()
 
 
-def _print(columns: tuple[str, ...], rows: list[tuple[str, ...]]) -> None:
+def _print(columns: tuple[str, ...], rows: list[tuple[str, ...]], as_json: bool) -> None:
     """Whole, whatever the terminal's width: ids are there to be copied."""
+    if as_json:
+        print(json.dumps([dict(zip(columns, row, strict=True)) for row in rows], indent=2))
+        return
     widths = [max(len(cell) for cell in column) for column in zip(columns, *rows, strict=True)]
     for row in (columns, *rows):
         print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())

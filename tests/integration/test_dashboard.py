@@ -78,6 +78,8 @@ async def test_a_file_is_uploaded_run_looked_at_and_retried(pages: httpx.AsyncCl
         await house.until(lambda: completed_are(house, batch_id, 19))
         running = (await pages.get(f"/batches/{batch_id}")).text
         assert "20 of 20" in running
+        assert 'class="tree"' in running
+        assert "3 of 3 slices" in running
         await house.until_ended(batch_id)
     page = (await pages.get(f"/batches/{batch_id}")).text
     assert "completed" in page
