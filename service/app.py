@@ -17,14 +17,17 @@ from starlette.exceptions import HTTPException
 from service.api import batches, content, files, health, metrics, models, uploads, webhooks, workers
 from service.api.context import Context
 from service.api.edge import Edge
-from service.dashboard import PREFIX, add_dashboard, error_page, wrong_form
+from service.dashboard import add_dashboard, error_page, is_page, wrong_form
 from service.db.sessions import Database
 from service.early_results import EarlyResults
 from service.errors import ApiError, BadRequest, MethodNotAllowed, NotFound, PayloadTooLarge, Unavailable
 from service.queue.connection import open_redis
+from service.queue.progress import Progress
 from service.settings import Settings
 from service.storage import Storage
 
+# Redis only adds to what the API shows: one that hangs must not hold up a page.
+LOOK_S, LOOK_AGAIN_S = 1.0, 5.0
 log = structlog.get_logger()
 
 
@@ -34,10 +37,10 @@ def create_app(settings: Settings, clock: Callable[[], float] = time.time) -> Fa
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncGenerator[None, None]:
         database = Database(settings.database, settings.database_timeout_s)
-        redis = open_redis(settings.redis)
+        redis = open_redis(settings.redis, LOOK_S)
         storage = Storage.open(settings.storage)
         early = EarlyResults(database, storage, clock)
-        app.state.context = Context(database, storage, redis, settings, clock, early)
+        app.state.context = Context(database, storage, redis, settings, clock, early, Progress(redis, LOOK_AGAIN_S))
         yield
         await redis.aclose()
         await database.close()
@@ -64,73 +67,74 @@ def create_app(settings: Settings, clock: Callable[[], float] = time.time) -> Fa
     return app
 
 
-def _answer(error: ApiError) -> JSONResponse:
+def _answer(request: Request, error: ApiError) -> Response:
+    """For people as a page, for clients in OpenAI's envelope."""
+    if is_page(request):
+        return error_page(request, error)
     return JSONResponse(error.body(), status_code=error.status_code, headers=error.headers)
 
 
 def _api_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, ApiError)
-    return error_page(request, error) if _is_page(request) else _answer(error)
-
-
-def _is_page(request: Request) -> bool:
-    return request.url.path.startswith(f"{PREFIX}/")
+    return _answer(request, error)
 
 
 def _validation_error(request: Request, error: Exception) -> Response:
     """A body or query that does not fit its schema: 400 with the field, as OpenAI answers."""
     assert isinstance(error, RequestValidationError)
-    if _is_page(request):
+    if is_page(request):
         return wrong_form(request, error)
     first = error.errors()[0]
     if first["type"] == "json_invalid":
-        return _answer(BadRequest("The body is not valid JSON.", code="invalid_json"))
+        return _answer(request, BadRequest("The body is not valid JSON.", code="invalid_json"))
     param = ".".join(str(part) for part in first["loc"][1:]) or None
     if first["loc"][0] == "path":
-        return _answer(NotFound("No object can have this id.", param=param))
+        return _answer(request, NotFound("No object can have this id.", param=param))
     code = "missing_required_parameter" if first["type"] == "missing" else "invalid_request"
-    return _answer(BadRequest(f"{param or 'body'}: {first['msg']}", code=code, param=param))
+    return _answer(request, BadRequest(f"{param or 'body'}: {first['msg']}", code=code, param=param))
 
 
-def _http_error(request: Request, error: Exception) -> JSONResponse:
+def _http_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     if error.status_code == 404:
-        return _answer(NotFound(f"No such path: {request.method} {request.url.path}", code="unknown_url"))
+        return _answer(request, NotFound(f"No such path: {request.method} {request.url.path}", code="unknown_url"))
     if error.status_code == 405:
-        return _answer(MethodNotAllowed(f"{request.method} is not allowed here.", code="method_not_allowed"))
+        return _answer(request, MethodNotAllowed(f"{request.method} is not allowed here.", code="method_not_allowed"))
     if error.status_code == 413:
-        return _answer(PayloadTooLarge(str(error.detail), code="body_too_large"))
-    return _answer(BadRequest(str(error.detail)))
+        return _answer(request, PayloadTooLarge(str(error.detail), code="body_too_large"))
+    return _answer(request, BadRequest(str(error.detail)))
 
 
-def _database_error(request: Request, error: Exception) -> JSONResponse:
+def _database_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, DBAPIError)
     if isinstance(error, DataError):
-        return _answer(BadRequest("A value of the request cannot be stored or looked up.", code="invalid_request"))
+        return _answer(
+            request, BadRequest("A value of the request cannot be stored or looked up.", code="invalid_request")
+        )
     if not (error.connection_invalidated or isinstance(error, OperationalError | InterfaceError)):
         return _unexpected_error(request, error)
     log.error("database failed", path=request.url.path, error=repr(error))
-    return _answer(Unavailable("The database does not answer. Try again.", code="database_unavailable"))
+    return _answer(request, Unavailable("The database does not answer. Try again.", code="database_unavailable"))
 
 
-def _silent_database(request: Request, error: Exception) -> JSONResponse:
+def _silent_database(request: Request, error: Exception) -> Response:
     """No answer in time, or no connection free in time."""
     log.error("database is silent", path=request.url.path, error=repr(error))
-    return _answer(Unavailable("The database does not answer. Try again.", code="database_unavailable"))
+    return _answer(request, Unavailable("The database does not answer. Try again.", code="database_unavailable"))
 
 
-def _storage_error(request: Request, error: Exception) -> JSONResponse:
+def _storage_error(request: Request, error: Exception) -> Response:
     """The store is full, slow or away; what is missing in it stays missing."""
     if isinstance(error, ConnectionError):  # of the database's driver, before it has a connection
         return _silent_database(request, error)
     log.error("storage failed", path=request.url.path, error=repr(error))
     if isinstance(error, FileNotFoundError):
-        return _answer(NotFound("The content is not in the store any more.", code="content_not_found"))
-    return _answer(Unavailable("The store takes or gives nothing now. Try again.", code="storage_unavailable"))
+        return _answer(request, NotFound("The content is not in the store any more.", code="content_not_found"))
+    return _answer(request, Unavailable("The store takes or gives nothing now. Try again.", code="storage_unavailable"))
 
 
-def _unexpected_error(request: Request, error: Exception) -> JSONResponse:
+def _unexpected_error(request: Request, error: Exception) -> Response:
     log.error("request failed", path=request.url.path, request_id=request.state.request_id, exc_info=error)
-    answer = _answer(ApiError("The service failed on this request; its log says why.", code="internal_error"))
+    answer = _answer(request, ApiError("The service failed on this request; its log says why.", code="internal_error"))
     answer.headers["x-request-id"] = request.state.request_id  # which Edge sets on all that pass through it
     return answer

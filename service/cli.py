@@ -8,7 +8,7 @@ from typing import Any
 
 import typer
 
-# By name: where it is, and its help, which is the first line of its own.
+# By name: where it is, and its help, which its own begins with.
 COMMANDS = {
     "up": ("service.commands.roles:up", "Run the whole service in the foreground: Redis, API, planner, worker."),
     "submit": ("service.remote.submit:submit", "Upload a file and run it as a batch. Prints the batch's id."),
@@ -25,7 +25,7 @@ COMMANDS = {
     "calibrate": ("service.commands.calibrate:calibrate", "Measure what steps cost on this machine with this model."),
     "plan": ("service.workloads.commands:plan", "Plan a file without running it."),
     "simulate": ("service.workloads.commands:simulate", "Run a workload through a simulated engine."),
-    "demo": ("service.commands.demo:demo", "Start the service, run a real batch, show what came back, stop."),
+    "demo": ("service.commands.demo:demo", "Start the service, run a real batch through the official openai client."),
     "openapi": ("service.commands.demo:openapi", "Print the OpenAPI description of the HTTP API as YAML."),
 }
 COMPLETED = ("COMP_WORDS", "_TYPER_COMPLETE_ARGS")  # where a shell that asks how a line goes on gives it to us

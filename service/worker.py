@@ -26,6 +26,7 @@ from service.settings import Settings
 from service.slice_run import Engine, SliceRun
 from service.storage import Storage
 
+DRAIN_S = 20.0  # to write what is answered; a supervisor waits for 30
 LATE_S = 1.0  # for what has not ended after the drain
 log = structlog.get_logger()
 
@@ -106,7 +107,7 @@ class Worker:
             for run in self._runs:
                 run.stop()
             if self._tasks:
-                await asyncio.wait(self._tasks, timeout=self._settings.lease_s)
+                await asyncio.wait(self._tasks, timeout=min(self._settings.lease_s, DRAIN_S))
             # What can still end by itself is not cancelled: a step that is cut off inside a transaction can keep its
             # lock, and before Python 3.12 `asyncio.wait_for`, which the Redis client uses, may lose the cancel.
             ended.set()

@@ -76,6 +76,17 @@ async def _early_content(batch_id: str, is_output: bool, request: Request, here:
     return _answer(_growing(here, batch_id, sizes, is_output, span), span, "*", headers)
 
 
+async def early_content(here: Context, batch_id: str, is_output: bool) -> AsyncIterator[bytes]:
+    """All that a running batch has answered so far."""
+    with suppress(FileNotFoundError):  # it ended meanwhile, and its segments went
+        await here.early.refresh(batch_id)
+    async with here.database.read() as session:
+        sizes = await run_sizes(session, batch_id)
+    span = _Span(0, sum(each.of(is_output) for each in sizes), False)
+    async for part in _growing(here, batch_id, sizes, is_output, span):
+        yield part
+
+
 async def _growing(
     here: Context, batch_id: str, sizes: list[Size], is_output: bool, span: "_Span"
 ) -> AsyncIterator[bytes]:

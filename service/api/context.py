@@ -22,10 +22,7 @@ class Context:
     settings: Settings
     clock: Callable[[], float]
     early: EarlyResults
-
-    @property
-    def progress(self) -> Progress:
-        return Progress(self.redis)
+    progress: Progress
 
     @property
     def heartbeat(self) -> Heartbeat:

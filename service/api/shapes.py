@@ -302,6 +302,12 @@ class WorkerObject(BaseModel):
         )
 
 
+class WorkerResumed(BaseModel):
+    id: str
+    object: Literal["worker"] = "worker"
+    drained: bool = False
+
+
 EventTypeList = Annotated[list[EventType], Field(min_length=1, max_length=16)]
 WebhookName = Annotated[str, StringConstraints(min_length=1, max_length=256, pattern=r"^[^\x00]+$")]
 WebhookUrl = Annotated[str, StringConstraints(min_length=1, max_length=2048, pattern=r"^[\x21-\x7e]+$")]

@@ -6,11 +6,13 @@ from fastapi import APIRouter, Path
 from pydantic import StringConstraints
 from redis.exceptions import RedisError
 from sqlalchemy import delete, select
+from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from service.api.caller import CalledByAdmin
 from service.api.context import Context, Here
-from service.api.shapes import Page, WorkerObject
+from service.api.shapes import Page, WorkerObject, WorkerResumed
+from service.db.moves import rows_changed
 from service.db.tables import DrainedWorker
 from service.errors import NotFound, Unavailable
 from service.tenants import audit
@@ -28,25 +30,28 @@ async def list_workers(here: Here, _caller: CalledByAdmin) -> Page[WorkerObject]
     return Page[WorkerObject].of(found, len(found))
 
 
-@router.post("/{name}/drain")
+@router.post("/{name:path}/drain")
 async def drain_worker(name: WorkerName, here: Here, caller: CalledByAdmin) -> WorkerObject:
     """Let it end what it has, and take no new slices, also after a restart under the same name."""
     worker = await _find(here, name)
     async with here.database.write() as session:
-        if await session.get(DrainedWorker, name) is None:
-            session.add(DrainedWorker(name=name, since=int(here.clock())))
+        insert = postgresql.insert if session.get_bind().dialect.name == "postgresql" else sqlite.insert
+        row = insert(DrainedWorker).values(name=name, since=int(here.clock()))
+        await session.execute(row.on_conflict_do_nothing())
         _note(session, caller, "worker.drain", name, here)
     return worker.model_copy(update={"state": "draining"})
 
 
-@router.post("/{name}/resume")
-async def resume_worker(name: WorkerName, here: Here, caller: CalledByAdmin) -> WorkerObject:
-    """Let it take slices again."""
-    worker = await _find(here, name)
+@router.post("/{name:path}/resume")
+async def resume_worker(name: WorkerName, here: Here, caller: CalledByAdmin) -> WorkerResumed:
+    """Let it take slices again, or not begin drained should one of this name start."""
+    alive = {worker.id: worker for worker in await alive_workers(here)}
     async with here.database.write() as session:
-        await session.execute(delete(DrainedWorker).where(DrainedWorker.name == name))
+        gone = rows_changed(await session.execute(delete(DrainedWorker).where(DrainedWorker.name == name)))
+        if name not in alive and not gone:
+            raise NotFound(f"No worker of the name {name!r} is alive or drained.", param="name")
         _note(session, caller, "worker.resume", name, here)
-    return worker.model_copy(update={"state": "working" if worker.slices else "idle"})
+    return WorkerResumed(id=name)
 
 
 async def alive_workers(here: Context) -> list[WorkerObject]:

@@ -7,8 +7,9 @@ from typing import Annotated
 
 import typer
 
-from service.commands.start import ModelOption, console, fail, log_to, settings_of
+from service.commands.start import ModelOption, log_to, settings_of
 from service.model_costs import CostsError
+from service.terminal import fail, said
 
 
 def calibrate(
@@ -44,11 +45,11 @@ def calibrate(
         read_shape(settings.model_source)
         if steps is None:
             steps = output.with_suffix(".steps.jsonl")
-            console.print("starting the engine")
+            said.print("starting the engine")
             engine = make_engine(settings.model_copy(update={"steps_file": steps, "overlap": "none"}))
             measured_on = engine.machine
             try:
-                measure(engine, steps, console.print)
+                measure(engine, steps, said.print)
             finally:
                 engine.close()
         found = calibrated(settings, steps, output, measured_on)
@@ -57,14 +58,12 @@ def calibrate(
     except (CalibrationError, WorkloadError, CostsError, OSError, ValueError, RuntimeError) as error:
         fail(str(error))
     for name, misfit in found.errors.items():
-        console.print(
-            f"{name}: off by {misfit.mean:.1%} on average over {misfit.steps:,}, at most {misfit.largest:.0%}"
-        )
-    console.print(f"wrote {output}: {found.gemm_s:.3g} s a token, {found.read_s:.3g} s a KV token read")
+        said.print(f"{name}: off by {misfit.mean:.1%} on average over {misfit.steps:,}, at most {misfit.largest:.0%}")
+    said.print(f"wrote {output}: {found.gemm_s:.3g} s a token, {found.read_s:.3g} s a KV token read")
     if is_measured_here and len(names := possible_overlaps(settings)) > 1:
-        seconds = compare(settings, output, names, console.print)
+        seconds = compare(settings, output, names, said.print)
         if seconds:
-            console.print(f"the fastest overlap: {min(seconds, key=lambda name: seconds[name])}, noted in {output}")
+            said.print(f"the fastest overlap: {min(seconds, key=lambda name: seconds[name])}, noted in {output}")
 
 
 def _check_calibration_files(output: Path, steps: Path | None) -> None:

@@ -7,8 +7,9 @@ from typing import Annotated
 
 import typer
 
-from service.commands.start import ModelOption, PortOption, fail, log_to, settings_of
+from service.commands.start import ModelOption, PortOption, log_to, settings_of
 from service.settings import load_settings
+from service.terminal import fail
 
 
 def demo(

@@ -13,18 +13,21 @@ from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Annotated, Literal, cast
+from urllib.parse import unquote
 
 import typer
 from redis.exceptions import RedisError
-from sqlalchemy import make_url, text
+from sqlalchemy import inspect, make_url, text
+from sqlalchemy.ext.asyncio import AsyncSession
 
-from service.commands.start import DataDirOption, ModelOption, console, settings_of
+from service.commands.start import DataDirOption, ModelOption, settings_of
 from service.db.migrate import newest
 from service.db.sessions import Database
 from service.model_costs import CostsError, planning_costs
 from service.queue.connection import open_redis
 from service.settings import DEMO_MODEL, Settings
 from service.storage import Storage
+from service.terminal import said
 
 CHECK_S = 10.0
 SKEW_S = 2.0  # between two clocks; leases last many times as long
@@ -60,9 +63,9 @@ def doctor(
         print(json.dumps([asdict(each) for each in findings], indent=2))
     else:
         for each in findings:
-            console.print(f"{each.state:<6} {each.part:<9} {each.what}", style=MARKS[each.state])
+            said.print(f"{each.state:<6} {each.part:<9} {each.what}", style=MARKS[each.state])
             if each.todo:
-                console.print(f"{'':<16} {each.todo}")
+                said.print(f"{'':<16} {each.todo}")
     raise typer.Exit(any(each.state == "wrong" for each in findings))
 
 
@@ -89,7 +92,8 @@ async def _all(settings: Settings) -> list[Finding]:
 
 
 def _where(part: str) -> str:
-    return {"gpu": "BATCHWEAVE_GPU", "model": "--model or BATCHWEAVE_MODEL"}.get(part, f"BATCHWEAVE_{part.upper()}_URL")
+    named = {"gpu": "BATCHWEAVE_GPU", "model": "--model or BATCHWEAVE_MODEL", "versions": "the installation"}
+    return named.get(part, f"BATCHWEAVE_{part.upper()}_URL")
 
 
 async def _versions(_settings: Settings) -> Finding:
@@ -113,16 +117,24 @@ async def _database(settings: Settings) -> Finding:
             now = None
             if url.get_backend_name() == "postgresql":
                 now = float((await session.execute(text("SELECT extract(epoch FROM clock_timestamp())"))).scalar_one())
-            revision = (await session.execute(text("SELECT max(version_num) FROM alembic_version"))).scalar_one()
+            revision = await _revision(session)
     finally:
         await database.close()
     if now is not None and abs(now - time.time()) > SKEW_S:
         todo = "Leases and deadlines are by these clocks: synchronize them (chrony, systemd-timesyncd)."
         return Finding("database", "wrong", f"{name}: its clock is {now - time.time():+.1f} s from ours", todo)
+    if revision is None:
+        return Finding("database", "ok", f"{name} answers; the first start makes the tables")
     if revision != newest():
         what = f"{name}: its schema is {revision}, this version's {newest()}"
         return Finding("database", "note", what, "The next start of a role brings an older one up to date.")
     return Finding("database", "ok", name)
+
+
+async def _revision(session: AsyncSession) -> str | None:
+    """Of the schema; None where there is none yet."""
+    there = await session.run_sync(lambda sync: inspect(sync.connection()).has_table("alembic_version"))
+    return (await session.execute(text("SELECT max(version_num) FROM alembic_version"))).scalar_one() if there else None
 
 
 async def _redis(settings: Settings) -> Finding:
@@ -142,7 +154,7 @@ async def _redis(settings: Settings) -> Finding:
 
 async def _storage(settings: Settings) -> Finding:
     if settings.storage.startswith("file://"):
-        folder = Path(settings.storage.removeprefix("file://"))
+        folder = Path(unquote(settings.storage.removeprefix("file://")))
         return _folder("storage", folder, str(folder))
     await Storage.open(settings.storage).check()
     return Finding("storage", "ok", settings.storage)

@@ -18,8 +18,6 @@ from service.commands.start import (
     ModelOption,
     NameOption,
     PortOption,
-    console,
-    fail,
     log_to,
     open_database,
     settings_of,
@@ -29,6 +27,7 @@ from service.metrics.counters import serve
 from service.queue.connection import open_redis
 from service.settings import Settings
 from service.storage import Storage
+from service.terminal import fail, said
 
 
 def up(
@@ -50,7 +49,7 @@ def up(
     settings = settings_of(model=model, model_name=model_name, data_dir=data_dir, host=host, port=port)
     log_to(sys.stderr, logging.WARNING)
     try:
-        Supervisor(settings, say=console.print).run()
+        Supervisor(settings, say=said.print).run()
     except (StartError, OSError, SQLAlchemyError) as error:
         fail(f"{type(error).__name__}: {error}" if isinstance(error, SQLAlchemyError) else str(error))
 
@@ -82,7 +81,9 @@ def api(host: HostOption = None, port: PortOption = None) -> None:
 
 
 def planner(model: ModelOption = None, model_name: NameOption = None) -> None:
-    """Run the jobs of the control plane alone: validator, planner, reconciler, finalizer, expiry."""
+    """Run the jobs of the control plane alone: validator, planner, reconciler, finalizer, expiry, webhooks,
+    historian, sweeper.
+    """
     from service.jobs.runner import run_jobs
 
     settings = settings_of(model=model, model_name=model_name)

@@ -2,19 +2,17 @@
 
 import logging
 from pathlib import Path
-from typing import Annotated, Any, NoReturn
+from typing import Annotated, Any
 
 import structlog
 import typer
-from rich.console import Console
 from sqlalchemy import make_url
 from sqlalchemy.exc import SQLAlchemyError
 
 from service.db.migrate import upgrade
 from service.model_costs import FALLBACK, CostsError, measured_overlap, planning_costs
 from service.settings import Settings, SettingsError, load_settings
-
-console = Console(stderr=True, highlight=False, markup=False, soft_wrap=True)
+from service.terminal import fail
 
 ModelOption = Annotated[str | None, typer.Option("--model", help="'demo', a local path, or a hub id.")]
 NameOption = Annotated[str | None, typer.Option("--model-name", help="Name that requests use for the model.")]
@@ -46,11 +44,6 @@ def open_database(settings: Settings) -> None:
     except (OSError, SQLAlchemyError) as error:
         why = str(getattr(error, "orig", None) or error).splitlines()[0]
         fail(f"The database cannot be opened: {why}. BATCHWEAVE_DATABASE_URL and BATCHWEAVE_DATA_DIR say where it is.")
-
-
-def fail(message: str) -> NoReturn:
-    console.print(f"error: {message}", style="red")
-    raise typer.Exit(1)
 
 
 def log_to(stream: Any, level: int = logging.INFO) -> None:

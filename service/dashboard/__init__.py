@@ -28,6 +28,12 @@ def wrong_form(request: Request, error: RequestValidationError) -> Response:
     return page(request, "error.html", None, 400, message=message, code="invalid_request")
 
 
+def is_page(request: Request) -> bool:
+    return request.url.path == PREFIX or request.url.path.startswith(f"{PREFIX}/")
+
+
 def _sign_in(request: Request, _error: Exception) -> Response:
+    if "hx-request" in request.headers:  # a part of a page that is open: all of it goes
+        return Response(status_code=204, headers={"HX-Redirect": f"{PREFIX}/sign-in"})
     back = request.url.path if request.method == "GET" and not request.url.path.endswith(".json") else PREFIX
     return RedirectResponse(f"{PREFIX}/sign-in?back={back}", status_code=303)

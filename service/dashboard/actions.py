@@ -112,13 +112,13 @@ async def delete(here: Here, viewer: Changes, file_id: ObjectId) -> Response:
     return _to("/dashboard/files")
 
 
-@router.post("/workers/{name}/drain")
+@router.post("/workers/{name:path}/drain")
 async def drain(here: Here, viewer: ChangesAsAdmin, name: workers.WorkerName) -> Response:
     await workers.drain_worker(name, here, viewer.caller)
     return _to("/dashboard/workers")
 
 
-@router.post("/workers/{name}/resume")
+@router.post("/workers/{name:path}/resume")
 async def resume(here: Here, viewer: ChangesAsAdmin, name: workers.WorkerName) -> Response:
     await workers.resume_worker(name, here, viewer.caller)
     return _to("/dashboard/workers")

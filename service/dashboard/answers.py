@@ -5,9 +5,10 @@ from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from typing import Any
 
+from service.api.content import early_content
 from service.api.context import Context
-from service.db.tables import Batch
-from service.early_results import run_sizes
+from service.db.moves import LIVE
+from service.db.tables import Batch, OutputOrder
 from service.storage import file_key
 
 SHOWN = 50
@@ -35,12 +36,12 @@ async def search(here: Context, batch: Batch, kind: str, text: str) -> Found:
     """The first lines of `kind` (output or errors) whose custom_id has `text` in it."""
     lines: list[Line] = []
     read = 0
-    async for raw in _lines(here, batch, kind == "output"):
+    async for raw in _results(here, batch, kind == "output"):
         read += len(raw)
-        if read > MOST_BYTES:
+        line = parsed(raw)
+        if read > MOST_BYTES or line is None:
             return Found(lines, False)
-        line = json.loads(raw)
-        if text in line["custom_id"]:
+        if text in (line.get("custom_id") or ""):
             if len(lines) == SHOWN:
                 return Found(lines, False)
             lines.append(_line(line, kind == "output"))
@@ -49,62 +50,71 @@ async def search(here: Context, batch: Batch, kind: str, text: str) -> Found:
 
 async def request_of(here: Context, batch: Batch, custom_id: str) -> tuple[str | None, str | None]:
     """A request as it was sent, and its answer, as JSON for people; None for what is not found within bounds."""
-    asked = await _one(_stored(here, batch.input_file_id), custom_id)
-    answer = await _one(_lines(here, batch, True), custom_id) or await _one(_lines(here, batch, False), custom_id)
+    asked = await _one(stored_lines(here, batch.input_file_id), custom_id)
+    answer = await _one(_results(here, batch, True), custom_id) or await _one(_results(here, batch, False), custom_id)
     return asked, answer
 
 
-async def first_lines(here: Context, file_id: str) -> AsyncIterator[bytes]:
-    """Of a file as it is stored, blank ones left out; the reader stops when it has enough."""
-    async for line in _stored(here, file_id):
+async def stored_lines(here: Context, file_id: str) -> AsyncIterator[bytes]:
+    """Lines of a file, blank ones left out, up to the first that is too long; none of a file that is gone."""
+    async for line in _split(here.storage.stream(file_key(file_id)), here.settings.max_line_bytes):
         yield line
+
+
+def parsed(raw: bytes) -> dict[str, Any] | None:
+    """A line's object; None for anything else, as in a file that failed its validation."""
+    try:
+        found = json.loads(raw)
+    except (ValueError, RecursionError):
+        return None
+    return found if isinstance(found, dict) else None
 
 
 async def _one(lines: AsyncIterator[bytes], custom_id: str) -> str | None:
     read = 0
-    wanted = json.dumps(custom_id).encode()
+    wanted = [json.dumps(custom_id, ensure_ascii=each).encode(errors="surrogatepass") for each in (True, False)]
     async for raw in lines:
         read += len(raw)
         if read > MOST_BYTES:
             return None
-        if wanted in raw or custom_id.encode() in raw:
-            line = json.loads(raw)
-            if line.get("custom_id") == custom_id:
+        if any(each in raw for each in wanted):
+            line = parsed(raw)
+            if line is not None and line.get("custom_id") == custom_id:
                 return json.dumps(line, indent=2, ensure_ascii=False)[:MOST_CHARACTERS]
     return None
 
 
-async def _lines(here: Context, batch: Batch, is_output: bool) -> AsyncIterator[bytes]:
-    """Of the finished file, or of what is readable early."""
+async def _results(here: Context, batch: Batch, is_output: bool) -> AsyncIterator[bytes]:
+    """Of the finished file, or what is answered so far."""
     file_id = batch.output_file_id if is_output else batch.error_file_id
     if file_id is not None:
-        async for line in _stored(here, file_id):
+        async for line in stored_lines(here, file_id):
             yield line
-        return
-    async with here.database.read() as session:
-        sizes = await run_sizes(session, batch.id)
-    end = sum(size.of(is_output) for size in sizes)
-    async for line in _split(here.early.stream(batch.id, sizes, is_output, 0, end)):
-        yield line
+    elif batch.status in LIVE and batch.output_order == OutputOrder.ANY:
+        async for line in _split(early_content(here, batch.id, is_output), MOST_BYTES):
+            yield line
 
 
-async def _stored(here: Context, file_id: str) -> AsyncIterator[bytes]:
+async def _split(parts: AsyncIterator[bytes], max_line_bytes: int) -> AsyncIterator[bytes]:
+    rest: list[bytes] = []
+    waiting = 0
     try:
-        async for line in _split(here.storage.stream(file_key(file_id))):
-            yield line
+        async for part in parts:
+            *whole, last = bytes(part).split(b"\n")
+            if whole:
+                whole[0] = b"".join([*rest, whole[0]])
+                rest, waiting = [], 0
+            for line in whole:
+                if line.strip():
+                    yield line
+            rest.append(last)
+            waiting += len(last)
+            if waiting > max_line_bytes:
+                return
     except FileNotFoundError:  # deleted or expired
         return
-
-
-async def _split(parts: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
-    rest = b""
-    async for part in parts:
-        *whole, rest = (rest + bytes(part)).split(b"\n")
-        for line in whole:
-            if line.strip():
-                yield line
-    if rest.strip():
-        yield rest
+    if (line := b"".join(rest)).strip():
+        yield line
 
 
 def _line(line: dict[str, Any], ok: bool) -> Line:
@@ -112,7 +122,7 @@ def _line(line: dict[str, Any], ok: bool) -> Line:
     body = response.get("body") or {}
     text = _said(body) if ok else (error.get("message") or (body.get("error") or {}).get("message") or "")
     status = str(response.get("status_code") or error.get("code") or "")
-    return Line(line["custom_id"], ok, status, str(text)[:300])
+    return Line(line.get("custom_id") or "", ok, status, str(text)[:300])
 
 
 def _said(body: dict[str, Any]) -> str:

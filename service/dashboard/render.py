@@ -9,6 +9,7 @@ from fastapi.responses import HTMLResponse
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from service.dashboard.sessions import Viewer, browser_of
+from service.terminal import duration
 
 ROOT = Path(__file__).parent
 HEADERS = {
@@ -20,16 +21,8 @@ HEADERS = {
 }
 
 
-def duration(seconds: float | None) -> str:
-    """In the two largest units."""
-    if seconds is None:
-        return "-"
-    left, parts = max(int(seconds), 0), list[str]()
-    for unit, size in (("d", 86400), ("h", 3600), ("min", 60), ("s", 1)):
-        if left >= size or (unit == "s" and not parts):
-            parts.append(f"{left // size} {unit}")
-            left %= size
-    return " ".join(parts[:2])
+def span(seconds: float | None) -> str:
+    return "-" if seconds is None else duration(seconds)
 
 
 def size(count: float) -> str:
@@ -56,7 +49,7 @@ def share(value: float | None) -> str:
 _environment = Environment(
     loader=FileSystemLoader(ROOT / "templates"), autoescape=True, undefined=StrictUndefined, trim_blocks=True
 )
-_environment.filters.update(duration=duration, size=size, number=number, moment=moment, share=share)
+_environment.filters.update(duration=span, size=size, number=number, moment=moment, share=share)
 
 
 def page(request: Request, name: str, viewer: Viewer | None, status_code: int = 200, **values: Any) -> Response:
@@ -64,6 +57,6 @@ def page(request: Request, name: str, viewer: Viewer | None, status_code: int = 
     html = _environment.get_template(name).render(
         viewer=viewer, csrf=browser.csrf, path=request.url.path, now=time.time(), **values
     )
-    response = HTMLResponse(html, status_code=status_code, headers=HEADERS)
+    response = HTMLResponse(html.encode(errors="replace"), status_code=status_code, headers=HEADERS)
     browser.keep(request, response)
     return response

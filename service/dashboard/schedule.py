@@ -23,7 +23,6 @@ class Stretch:
     status: str
     owner: str | None
     requests: int
-    answered: int
     deaths: int
 
 
@@ -43,11 +42,8 @@ async def stretches(database: Database, batch_id: str) -> list[Stretch]:
     found: list[Stretch] = []
     done = 0
     for each, share in rows:
-        answered = share.completed + share.failed
         found.append(
-            Stretch(
-                each.id, done / whole, share.total / whole, each.status, each.owner, share.total, answered, each.deaths
-            )
+            Stretch(each.id, done / whole, share.total / whole, each.status, each.owner, share.total, each.deaths)
         )
         done += share.total
     return found

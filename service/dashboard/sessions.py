@@ -15,6 +15,7 @@ from service.api.context import Here
 from service.db.tables import ApiKey, DashboardSession, Project, Role
 from service.errors import Forbidden
 from service.tenants.keys import Caller, caller_of, local_caller
+from service.tenants.rate import count_request
 
 COOKIE = "batchweave_session"
 SESSION_S = 12 * 3600
@@ -74,9 +75,12 @@ async def viewer_of(request: Request, here: Here) -> Viewer:
 LooksIn = Annotated[Viewer, Depends(viewer_of)]
 
 
-async def changer_of(request: Request, viewer: LooksIn, csrf: Annotated[str, Query(max_length=64)] = "") -> Viewer:
+async def changer_of(
+    request: Request, here: Here, viewer: LooksIn, csrf: Annotated[str, Query(max_length=64)] = ""
+) -> Viewer:
     """A viewer whose form comes from one of our own pages. Raises Forbidden for any other."""
     check_form(request, viewer.browser, csrf)
+    await count_request(here.redis, viewer.caller.project, here.clock())
     return viewer
 
 
@@ -121,9 +125,10 @@ async def sign_out(session: AsyncSession, token: str) -> None:
 
 
 def set_cookie(request: Request, response: Response, token: str) -> None:
+    """Lax: a link from elsewhere finds one signed in; no form of another site does, nor has it our token."""
     secure = request.url.scheme == "https"
     response.set_cookie(
-        COOKIE, token, max_age=SESSION_S, path="/dashboard", httponly=True, samesite="strict", secure=secure
+        COOKIE, token, max_age=SESSION_S, path="/dashboard", httponly=True, samesite="lax", secure=secure
     )
 
 

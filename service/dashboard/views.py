@@ -1,28 +1,30 @@
 """The dashboard's pages: what there is to see. Nothing here changes anything."""
 
 import asyncio
-import json
 from collections.abc import AsyncIterator
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Query, Request, Response
-from fastapi.responses import FileResponse, JSONResponse, StreamingResponse
+from fastapi.responses import FileResponse, JSONResponse
 from sqlalchemy import func, select
+from sse_starlette.sse import EventSourceResponse
 
 from service.api import batches, content, files
 from service.api.context import Context, Here
 from service.api.pages import page_rows
-from service.api.shapes import ObjectId
+from service.api.shapes import ObjectId, WorkerObject
 from service.api.workers import alive_workers
-from service.dashboard.answers import Found, first_lines, request_of, search
+from service.dashboard.answers import Found, parsed, request_of, search, stored_lines
 from service.dashboard.render import HEADERS, ROOT, page
 from service.dashboard.schedule import drawing, stretches
 from service.dashboard.sessions import LooksIn, LooksInAsAdmin, Viewer
-from service.db.moves import LIVE
-from service.db.tables import ApiKey, AuditEvent, Batch, BatchStatus, File, Project
+from service.db.moves import LIVE, TERMINAL
+from service.db.tables import ApiKey, AuditEvent, Batch, BatchStatus, File, Model, Project
 from service.endpoints import ENDPOINTS
 from service.errors import NotFound, Unavailable
+from service.queue.counts import Counts
 from service.queue.history import History
+from service.standing import alive_by_model
 
 LISTED = 50
 TICK_S = 2.0
@@ -43,8 +45,8 @@ async def overview(request: Request, here: Here, viewer: LooksIn) -> Response:
         live = (
             await session.scalars(select(Batch).where(mine, Batch.status.in_(LIVE)).order_by(Batch.seq).limit(10))
         ).all()
-    running = [await batches.shape(here, row) for row in live]
-    last = (await History(here.redis).points() or [{}])[-1]
+    alive = await alive_by_model(here.heartbeat)
+    running = [await batches.shape(here, row, alive) for row in live]
     oldest = min((batch.created_at for batch in running), default=None)
     return page(
         request,
@@ -53,13 +55,14 @@ async def overview(request: Request, here: Here, viewer: LooksIn) -> Response:
         by_status=by_status,
         running=running,
         oldest=oldest,
-        last=last,
-        workers=await _workers(here),
+        last=await History(here.redis).last() if viewer.is_admin else {},
+        workers=await _workers(here) if viewer.is_admin else [],
+        serving=sum(alive.values()),
     )
 
 
 @router.get("/overview.json")
-async def overview_points(here: Here, _viewer: LooksIn) -> Response:
+async def overview_points(here: Here, _viewer: LooksInAsAdmin) -> Response:
     return JSONResponse(await History(here.redis).points(), headers=HEADERS)
 
 
@@ -84,8 +87,9 @@ async def batch_list(
         )
     async with here.database.read() as session:
         rows = await page_rows(session, Batch, query, viewer.caller.project.id, after=after, limit=LISTED)
-        models = (await session.scalars(select(Batch.model).distinct().where(Batch.model.is_not(None)))).all()
-    found = [await batches.shape(here, row) for row in rows[:LISTED]]
+        models = (await session.scalars(select(Model.name).order_by(Model.name))).all()
+    alive = await alive_by_model(here.heartbeat)
+    found = [await batches.shape(here, row, alive) for row in rows[:LISTED]]
     more = found[-1].id if len(rows) > LISTED else None
     chosen = {"status": status, "model": model, "text": text}
     return page(
@@ -93,7 +97,7 @@ async def batch_list(
         "batches.html",
         viewer,
         batches=found,
-        models=sorted(each for each in models if each),
+        models=models,
         statuses=list(BatchStatus),
         chosen=chosen,
         more=more,
@@ -145,8 +149,15 @@ async def one_batch(
 
 @router.get("/batches/{batch_id}/points.json")
 async def batch_points(here: Here, viewer: LooksIn, batch_id: ObjectId) -> Response:
-    await _batch(here, viewer, batch_id)
-    return JSONResponse(await History(here.redis).batch_points(batch_id), headers=HEADERS)
+    batch = await _batch(here, viewer, batch_id)
+    points = await History(here.redis).batch_points(batch_id)
+    if batch.status in TERMINAL and batch.in_progress_at is not None:  # so that a short one has a beginning and an end
+        counts = Counts.of_row(batch)
+        ended_at = max(filter(None, (batch.completed_at, batch.cancelled_at, batch.expired_at, batch.in_progress_at)))
+        begun = [batch.in_progress_at, 0, 0, 0, 0]
+        end = [ended_at, counts.completed, counts.failed, counts.input_tokens, counts.output_tokens]
+        points = [begun, *(each for each in points if begun[0] < each[0] < ended_at), end]
+    return JSONResponse(points, headers=HEADERS)
 
 
 @router.get("/batches/{batch_id}/request")
@@ -230,12 +241,12 @@ async def running_settings(request: Request, here: Here, viewer: LooksInAsAdmin)
 async def events(viewer: LooksIn) -> Response:
     """A tick every two seconds, at which pages fetch themselves again."""
 
-    async def ticks() -> AsyncIterator[str]:
+    async def ticks() -> AsyncIterator[dict[str, str]]:
         for number in range(int(STREAM_S / TICK_S)):
-            yield f"event: tick\ndata: {json.dumps(number)}\n\n"
+            yield {"event": "tick", "data": str(number)}
             await asyncio.sleep(TICK_S)
 
-    return StreamingResponse(ticks(), media_type="text/event-stream", headers=HEADERS)
+    return EventSourceResponse(ticks(), headers=HEADERS)
 
 
 @router.get("/static/{name}")
@@ -252,20 +263,17 @@ async def _batch(here: Context, viewer: Viewer, batch_id: str) -> Batch:
         return await batches.find_batch(session, viewer.caller, batch_id)
 
 
-async def _workers(here: Context) -> list[Any] | None:
+async def _workers(here: Context) -> list[WorkerObject] | None:
     """None without Redis, which alone knows them."""
     try:
-        return list(await alive_workers(here))
+        return await alive_workers(here)
     except Unavailable:
         return None
 
 
 async def _endpoint_of(here: Context, file: File) -> str:
-    """As its first line says; the first of ours where it says nothing useful."""
-    try:
-        async for line in first_lines(here, file.id):
-            url = json.loads(line)["url"]
-            return url if url in ENDPOINTS else ENDPOINTS[0]
-    except (ValueError, KeyError, TypeError):  # the validation says more of it than could be said here
-        pass
+    """As its first line says; the first of ours where it says nothing useful, as the validation will tell."""
+    async for raw in stored_lines(here, file.id):
+        url = (parsed(raw) or {}).get("url")
+        return str(url) if url in ENDPOINTS else ENDPOINTS[0]
     return ENDPOINTS[0]

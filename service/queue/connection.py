@@ -7,8 +7,8 @@ from redis.backoff import ConstantBackoff
 CONNECT_S, ANSWER_S = 2.0, 10.0
 
 
-def open_redis(url: str) -> Redis:
+def open_redis(url: str, answer_s: float = ANSWER_S) -> Redis:
     """A client of `redis://…`, `rediss://…` or `unix://…`; it connects on first use."""
     return Redis.from_url(
-        url, socket_connect_timeout=CONNECT_S, socket_timeout=ANSWER_S, retry=Retry(ConstantBackoff(0.05), 1)
+        url, socket_connect_timeout=CONNECT_S, socket_timeout=answer_s, retry=Retry(ConstantBackoff(0.05), 1)
     )

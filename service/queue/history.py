@@ -10,10 +10,11 @@ from service.queue import keys
 from service.queue.counts import Counts
 
 EVERY_S = 10
-KEPT = 24 * 3600 // EVERY_S
-KEPT_OF_BATCH = 3000
-KEEP_BATCH_S = 30 * 24 * 3600
 MOST_SHOWN = 600
+KEPT = 24 * 3600 // EVERY_S
+KEEP_S = 2 * 24 * 3600
+MOST_OF_BATCH = 2 * MOST_SHOWN
+KEEP_BATCH_S = 30 * 24 * 3600
 
 
 class History:
@@ -25,11 +26,35 @@ class History:
         return bool(await self._redis.set(keys.HISTORY_TURN, 1, nx=True, px=EVERY_S * 1000 - 500))
 
     async def note(self, point: dict[str, Any]) -> None:
-        await self._append(keys.HISTORY, point, KEPT, 2 * 24 * 3600)
+        pipeline = self._redis.pipeline(transaction=False)
+        pipeline.rpush(keys.HISTORY, json.dumps(point))
+        pipeline.ltrim(keys.HISTORY, -KEPT, -1)
+        pipeline.expire(keys.HISTORY, KEEP_S)
+        await pipeline.execute()
 
     async def note_batch(self, batch_id: str, at: int, counts: Counts) -> None:
+        """One more point, unless nothing has happened; every second one goes when there are many."""
+        key = keys.batch_history(batch_id)
         point = [at, counts.completed, counts.failed, counts.input_tokens, counts.output_tokens]
-        await self._append(keys.batch_history(batch_id), point, KEPT_OF_BATCH, KEEP_BATCH_S)
+        last: Any = await self._redis.lindex(key, -1)  # pyright: ignore[reportGeneralTypeIssues]
+        if last and json.loads(last)[1:] == point[1:]:
+            return
+        length: Any = await self._redis.rpush(key, json.dumps(point))  # pyright: ignore[reportGeneralTypeIssues]
+        pipeline = self._redis.pipeline(transaction=True)
+        if length > MOST_OF_BATCH:
+            every: Any = await self._redis.lrange(key, 0, -1)  # pyright: ignore[reportGeneralTypeIssues]
+            pipeline.delete(key)
+            pipeline.rpush(key, *every[::-2][::-1])
+        pipeline.expire(key, KEEP_BATCH_S)
+        await pipeline.execute()
+
+    async def last(self) -> dict[str, Any]:
+        """The newest point; empty without one."""
+        try:
+            found: Any = await self._redis.lindex(keys.HISTORY, -1)  # pyright: ignore[reportGeneralTypeIssues]
+        except (RedisError, OSError):
+            return {}
+        return json.loads(found) if found else {}
 
     async def points(self) -> list[Any]:
         return await self._read(keys.HISTORY)
@@ -37,13 +62,6 @@ class History:
     async def batch_points(self, batch_id: str) -> list[Any]:
         """Each: when, completed, failed, prompt tokens, output tokens."""
         return await self._read(keys.batch_history(batch_id))
-
-    async def _append(self, key: str, point: Any, kept: int, keep_s: int) -> None:
-        pipeline = self._redis.pipeline(transaction=False)
-        pipeline.rpush(key, json.dumps(point))
-        pipeline.ltrim(key, -kept, -1)
-        pipeline.expire(key, keep_s)
-        await pipeline.execute()
 
     async def _read(self, key: str) -> list[Any]:
         """Thinned evenly, the newest always there; empty without Redis."""

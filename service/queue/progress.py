@@ -3,6 +3,7 @@
 import json
 from collections.abc import Iterable
 from dataclasses import fields
+from time import monotonic
 from typing import Any
 
 from redis.asyncio import Redis
@@ -18,8 +19,12 @@ KEEP_S = 7 * 24 * 3600
 
 
 class Progress:
-    def __init__(self, redis: Redis) -> None:
+    """`asks_again_s`: how long a Redis that has failed is not asked, so that a page of batches waits for it once."""
+
+    def __init__(self, redis: Redis, asks_again_s: float = 0.0) -> None:
         self._redis = redis
+        self._asks_again_s = asks_again_s
+        self._away_until = 0.0
 
     async def state(self, slice_id: int, counts: dict[str, Counts]) -> None:
         pipeline = self._redis.pipeline(transaction=False)
@@ -53,9 +58,12 @@ class Progress:
             return sum((live[slice_id] for slice_id in running), Counts(*(int(each) for each in done)))
 
     async def _live(self, batch_id: str) -> dict[int, Counts]:
+        if monotonic() < self._away_until:
+            return {}
         try:
             stated: Any = await self._redis.hgetall(keys.progress(batch_id))
         except (RedisError, OSError):
+            self._away_until = monotonic() + self._asks_again_s
             return {}
         return {int(slice_id): Counts.parse(text.decode()) for slice_id, text in stated.items()}
 

@@ -1,5 +1,6 @@
 """`batchweave batches …`: look at batches, wait for them, end them, fetch what they gave."""
 
+import sys
 import time
 from pathlib import Path
 from typing import Annotated
@@ -7,24 +8,16 @@ from typing import Annotated
 import typer
 from openai.types import Batch
 
-from service.remote.follow import ENDED, duration, extras, report
-from service.remote.session import (
-    LOCAL_URL,
-    NO_KEY,
-    CommandError,
-    JsonOption,
-    KeyOption,
-    UrlOption,
-    print_json,
-    print_table,
-    said,
-    service_at,
-    shown,
-)
-from service.remote.submit import OutputOption, fetch, watch
+from service.remote.download import take
+from service.remote.follow import ENDED, extras, report
+from service.remote.session import LOCAL_URL, NO_KEY, CommandError, KeyOption, UrlOption, named, print_table, service_at
+from service.remote.submit import OutputOption, WaitOption, fetch, watch
+from service.terminal import JsonOption, duration, print_json, said
 
 app = typer.Typer(no_args_is_help=True, help="Look at batches, wait for them, end them, fetch what they gave.")
-BatchId = Annotated[str, typer.Argument(help="As `batchweave submit` printed it: batch_…", metavar="ID")]
+BatchId = Annotated[
+    str, typer.Argument(help="As `batchweave submit` printed it: batch_…", metavar="ID", callback=named)
+]
 LISTED = 20
 
 
@@ -96,7 +89,7 @@ def cancel_batch(
 @app.command("retry")
 def retry_batch(
     batch_id: BatchId,
-    wait: Annotated[bool, typer.Option("--wait", help="Show its progress until it has ended.")] = False,
+    wait: WaitOption = False,
     output: OutputOption = None,
     as_json: JsonOption = False,
     url: UrlOption = LOCAL_URL,
@@ -137,16 +130,19 @@ def batch_results(
         if output is not None and batch.status in ENDED:
             fetch(client, batch, output)
             return
-        file_id = batch.output_file_id or extras(batch).get("early_output_file_id")
+        so_far = None if batch.status in ENDED else extras(batch).get("early_output_file_id")
+        file_id = batch.output_file_id or so_far
         if file_id is None:
-            raise CommandError(f"{batch_id} is {batch.status} and has no results yet.")
+            why = "no answer that succeeded" if batch.status in ENDED else "no results yet"
+            raise CommandError(f"{batch_id} is {batch.status} and has {why}.")
+        if output is not None:
+            said.print(
+                f"results so far: {output} ({take(client, file_id, output):,} bytes); the batch is {batch.status}"
+            )
+            return
         with client.files.with_streaming_response.content(file_id) as answer:
-            if output is not None:
-                answer.stream_to_file(output)
-                said.print(f"results so far: {output}; the batch is {batch.status}")
-                return
             for piece in answer.iter_bytes():
-                shown.file.buffer.write(piece)  # pyright: ignore[reportAttributeAccessIssue]
+                sys.stdout.buffer.write(piece)
 
 
 def _answered(batch: Batch) -> tuple[str, str]:

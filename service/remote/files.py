@@ -9,22 +9,12 @@ import typer
 from openai.types import FileObject
 
 from service.remote.download import download
-from service.remote.follow import duration
-from service.remote.session import (
-    LOCAL_URL,
-    NO_KEY,
-    JsonOption,
-    KeyOption,
-    UrlOption,
-    print_json,
-    print_table,
-    said,
-    service_at,
-)
+from service.remote.session import LOCAL_URL, NO_KEY, KeyOption, UrlOption, named, print_table, service_at
 from service.remote.upload import upload
+from service.terminal import JsonOption, duration, print_json, said
 
 app = typer.Typer(no_args_is_help=True, help="What was uploaded, and what batches gave.")
-FileId = Annotated[str, typer.Argument(help="file-…", metavar="ID")]
+FileId = Annotated[str, typer.Argument(help="file-…", metavar="ID", callback=named)]
 
 
 @app.command("list")

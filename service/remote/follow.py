@@ -8,9 +8,11 @@ import openai
 from openai.types import Batch
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
-from service.remote.session import Exit, said
+from service.remote.session import Exit
+from service.terminal import duration, said
 
 ENDED = ("completed", "failed", "expired", "cancelled")
+AWAY = "the service does not answer; the batch goes on"
 FIRST_POLL_S, LAST_POLL_S = 0.5, 5.0
 # What may pass: the service restarts, its database is away, the network is cut.
 PASSING = (openai.APIConnectionError, openai.InternalServerError, openai.RateLimitError)
@@ -38,7 +40,11 @@ def extras(batch: Batch) -> dict[str, Any]:
 
 
 def follow(client: openai.OpenAI, batch_id: str) -> Batch:
-    """Show its progress until it has ended. Raises openai errors that do not pass."""
+    """Show its progress until it has ended: a bar, or lines where nobody sees one. Raises openai errors.
+
+    Once it was seen, errors that pass are waited for.
+    """
+    batch = client.batches.retrieve(batch_id)
     columns = (
         SpinnerColumn(),
         TextColumn("{task.description}"),
@@ -49,24 +55,31 @@ def follow(client: openai.OpenAI, batch_id: str) -> Batch:
     )
     pace, pause_s, once = Pace(), FIRST_POLL_S, client.with_options(max_retries=0, timeout=30.0)
     with Progress(*columns, console=said, transient=True) as bar:
-        task = bar.add_task("waiting", total=None, more="")
-        while True:
-            try:
-                batch = once.batches.retrieve(batch_id)
-            except PASSING:
-                bar.update(task, description="the service does not answer; the batch goes on")
-                time.sleep(LAST_POLL_S)
-                continue
-            if batch.status in ENDED:
-                return batch
+        task, last = bar.add_task("waiting", total=None, more=""), ""
+        while batch.status not in ENDED:
             counts = batch.request_counts
             if counts is not None:
                 done = counts.completed + counts.failed
                 bar.update(task, total=counts.total or None, completed=done)
             pace.see(batch.usage.total_tokens if batch.usage else 0, time.monotonic())
-            bar.update(task, description=_state(batch), more=_more(batch, pace))
+            state = _state(batch)
+            bar.update(task, description=state, more=_more(batch, pace))
+            last = _tell(state, last)
             time.sleep(pause_s)
             pause_s = min(pause_s * 1.1, LAST_POLL_S)
+            try:
+                batch = once.batches.retrieve(batch_id)
+            except PASSING:
+                bar.update(task, description=AWAY)
+                last = _tell(AWAY, last)
+    return batch
+
+
+def _tell(state: str, last: str) -> str:
+    """A line for each change, where no bar is drawn."""
+    if state != last and not said.is_terminal:
+        said.print(state)
+    return state
 
 
 def _state(batch: Batch) -> str:
@@ -82,17 +95,6 @@ def _more(batch: Batch, pace: Pace) -> str:
     if expected_at:
         parts.append(f"{duration(expected_at - time.time())} left")
     return ", ".join(parts)
-
-
-def duration(seconds: float) -> str:
-    """In the two largest units: "3 d 4 h", "2 min 5 s"."""
-    left = max(int(seconds), 0)
-    parts: list[str] = []
-    for unit, size in (("d", 86400), ("h", 3600), ("min", 60), ("s", 1)):
-        if left >= size or (unit == "s" and not parts):
-            parts.append(f"{left // size} {unit}")
-            left %= size
-    return " ".join(parts[:2])
 
 
 def report(batch: Batch) -> Exit:
@@ -111,7 +113,8 @@ def report(batch: Batch) -> Exit:
             f"{usage.output_tokens:,} out"
         )
     for error in (batch.errors.data if batch.errors else None) or []:
-        said.print(f"line {error.line}: {error.message} ({error.code})", style="red")
+        where = "the file" if error.line is None else f"line {error.line}"
+        said.print(f"{where}: {error.message} ({error.code})", style="red")
     for cause in extras(batch).get("failures") or []:
         names = ", ".join(cause["custom_ids"])
         said.print(f"{cause['count']:,} failed: {cause['message']} (such as {names})", style="red")

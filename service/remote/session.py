@@ -1,28 +1,24 @@
 """How the remote commands find the service, print, and fail: in one line that says the next step."""
 
-import json
+import os
 from collections.abc import Generator, Iterable, Sequence
 from contextlib import contextmanager
 from enum import IntEnum
-from typing import Annotated, Any, NoReturn
+from typing import Annotated, Any
 
+import httpx
 import openai
 import typer
-from pydantic import BaseModel
-from rich.console import Console
 from rich.table import Table
+
+from service.terminal import fail, shown
 
 UrlOption = Annotated[str, typer.Option("--url", envvar="BATCHWEAVE_URL", help="Where the service is.")]
 KeyOption = Annotated[
     str, typer.Option("--api-key", envvar="BATCHWEAVE_API_KEY", help="As `batchweave keys create` printed it.")
 ]
-JsonOption = Annotated[bool, typer.Option("--json", help="JSON on standard output, for programs.")]
 LOCAL_URL = "http://127.0.0.1:8080"
 NO_KEY = "none"  # what a service that asks for no keys is sent
-
-# People read standard error, programs standard output: ids, tables and JSON.
-said = Console(stderr=True, highlight=False, markup=False, soft_wrap=True)
-shown = Console(highlight=False, markup=False)
 
 
 class Exit(IntEnum):
@@ -34,15 +30,33 @@ class Exit(IntEnum):
     SOME_FAILED = 3  # the batch has completed, but some of its requests failed
     NOT_COMPLETED = 4  # the batch failed, expired or was cancelled
     INTERRUPTED = 130
+    PIPE = 141
 
 
 class CommandError(Exception):
     """The command cannot do what it was told; the message says why and what to do."""
 
 
+def named(value: str) -> str:
+    """An id that can stand in a path. Raises typer.BadParameter."""
+    if not value or not value.replace("-", "").replace("_", "").isalnum():
+        raise typer.BadParameter(f"{value!r} is no id")
+    return value
+
+
 def connect(url: str, key: str) -> openai.OpenAI:
+    """Raises CommandError for a URL or a key that can be none."""
     base = url.rstrip("/")
-    return openai.OpenAI(base_url=base if base.endswith("/v1") else f"{base}/v1", api_key=key, max_retries=2)
+    try:
+        is_url = httpx.URL(base).scheme in ("http", "https") and bool(httpx.URL(base).host)
+    except httpx.InvalidURL:
+        is_url = False
+    if not is_url:
+        raise CommandError(f"{url!r} is no URL of a service; write it as http://host:8080.")
+    if not key.isascii() or not key.isprintable() or not key:
+        raise CommandError("No API key is like that: copy it as `batchweave keys create` printed it.")
+    base = base if base.endswith("/v1") else f"{base}/v1"
+    return openai.OpenAI(base_url=base, api_key=key, max_retries=2, _strict_response_validation=True)
 
 
 @contextmanager
@@ -57,22 +71,19 @@ def service_at(url: str, key: str) -> Generator[openai.OpenAI, None, None]:
         fail(f"{_message(error)} BATCHWEAVE_API_KEY or --api-key gives it; `batchweave keys create` makes one.")
     except openai.APIConnectionError:
         fail(f"{url} does not answer. Is the service up there? BATCHWEAVE_URL or --url names another.")
+    except httpx.TransportError as error:
+        fail(f"The connection to {url} broke off, and what came is not whole ({error!r}). Run the command again.")
     except openai.APIStatusError as error:
         fail(_message(error))
+    except openai.OpenAIError as error:
+        fail(f"{url} answers, but not as a batchweave service does ({type(error).__name__}). Is one there?")
+    except BrokenPipeError:  # who read our output has enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        raise typer.Exit(Exit.PIPE) from None
     except OSError as error:
         fail(f"{error.filename}: {error.strerror}" if error.filename else str(error))
     except KeyboardInterrupt:
         raise typer.Exit(Exit.INTERRUPTED) from None
-
-
-def fail(message: str) -> NoReturn:
-    said.print(f"error: {message}", style="red")
-    raise typer.Exit(Exit.FAILED)
-
-
-def print_json(value: Any) -> None:
-    """Models, and lists of them, as the API sent them."""
-    print(json.dumps([_plain(each) for each in value] if isinstance(value, list) else _plain(value), indent=2))
 
 
 def print_table(names: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
@@ -80,10 +91,6 @@ def print_table(names: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
     for row in rows:
         table.add_row(*row)
     shown.print(table, soft_wrap=not shown.is_terminal)
-
-
-def _plain(value: Any) -> Any:
-    return value.model_dump(mode="json") if isinstance(value, BaseModel) else value
 
 
 def _message(error: openai.APIStatusError) -> str:

@@ -8,21 +8,11 @@ import openai
 import typer
 from openai.types import Batch
 
-from service.remote.download import download
+from service.remote.download import checked, download
 from service.remote.follow import follow, report
-from service.remote.session import (
-    LOCAL_URL,
-    NO_KEY,
-    CommandError,
-    Exit,
-    JsonOption,
-    KeyOption,
-    UrlOption,
-    print_json,
-    said,
-    service_at,
-)
+from service.remote.session import LOCAL_URL, NO_KEY, CommandError, Exit, KeyOption, UrlOption, service_at
 from service.remote.upload import upload
+from service.terminal import JsonOption, print_json, said
 
 FIRST_LINE_BYTES = 16 * 1024 * 1024
 WaitOption = Annotated[bool, typer.Option("--wait", help="Show its progress until it has ended.")]
@@ -56,6 +46,8 @@ def submit(
     """
     code = Exit.DONE
     with service_at(url, key) as client:
+        if output is not None:
+            checked(output)
         arguments: dict[str, Any] = {"completion_window": window, "metadata": _pairs(metadata or [])}
         if in_order:
             arguments["extra_body"] = {"batchweave": {"output_order": "input"}}
@@ -74,6 +66,8 @@ def submit(
 
 def watch(client: openai.OpenAI, batch_id: str, output: Path | None) -> tuple[Batch, Exit]:
     """Follow a batch to its end, say how it went and fetch its files."""
+    if output is not None:
+        checked(output)
     try:
         batch = follow(client, batch_id)
     except KeyboardInterrupt:

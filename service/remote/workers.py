@@ -6,18 +6,8 @@ from urllib.parse import quote
 
 import typer
 
-from service.remote.follow import duration
-from service.remote.session import (
-    LOCAL_URL,
-    NO_KEY,
-    JsonOption,
-    KeyOption,
-    UrlOption,
-    print_json,
-    print_table,
-    said,
-    service_at,
-)
+from service.remote.session import LOCAL_URL, NO_KEY, CommandError, KeyOption, UrlOption, print_table, service_at
+from service.terminal import JsonOption, duration, print_json, said
 
 app = typer.Typer(no_args_is_help=True, help="See who runs the slices; let one end its work and take no more.")
 Name = Annotated[str, typer.Argument(help="As `batchweave workers list` shows it.")]
@@ -28,6 +18,8 @@ def list_workers(as_json: JsonOption = False, url: UrlOption = LOCAL_URL, key: K
     """Workers that are alive."""
     with service_at(url, key) as client:
         found: Any = client.get("/workers", cast_to=object)
+        if not isinstance(found, dict) or "data" not in found:
+            raise CommandError(f"{url} knows no workers: is a batchweave service there?")
         if as_json:
             print_json(found["data"])
             return

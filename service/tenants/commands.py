@@ -1,14 +1,12 @@
 """`batchweave keys`, `projects` and `audit`: who may use the API. They work on the database alone."""
 
 import asyncio
-import json
 import time
 from collections.abc import Awaitable, Callable
 from datetime import UTC, datetime
-from typing import Annotated, Any, NoReturn, TypeVar
+from typing import Annotated, Any, TypeVar
 
 import typer
-from rich.console import Console
 from sqlalchemy import select, update
 from sqlalchemy.exc import IntegrityError, SQLAlchemyError
 from sqlalchemy.ext.asyncio import AsyncSession
@@ -21,6 +19,7 @@ from service.db.tables import ApiKey, AuditEvent, Project, Role
 from service.settings import SettingsError, load_settings
 from service.tenants import audit
 from service.tenants.keys import Caller, new_key
+from service.terminal import JsonOption, fail, print_json, said
 
 Result = TypeVar("Result")
 DAY_S = 86400
@@ -29,10 +28,8 @@ UNLIMITED = -1
 
 keys = typer.Typer(no_args_is_help=True, help="Make, list and revoke API keys.")
 projects = typer.Typer(no_args_is_help=True, help="Make, list and limit projects, which own files and batches.")
-console = Console(stderr=True, highlight=False, markup=False, soft_wrap=True)
 
 ProjectOption = Annotated[str, typer.Option("--project", help="Name of the project.")]
-JsonOption = Annotated[bool, typer.Option("--json", help="JSON on standard output, for programs.")]
 Quota = Annotated[int | None, typer.Option(min=UNLIMITED, help="-1 lifts it.")]
 
 
@@ -66,9 +63,9 @@ def create_key(
 
     text, key_id = _run(make)
     if as_json:
-        print(json.dumps({"id": key_id, "key": text, "project": project, "role": role}, indent=2))
+        print_json({"id": key_id, "key": text, "project": project, "role": role})
         return
-    console.print(f"A key of the project {project}, shown only now:")
+    said.print(f"A key of the project {project}, shown only now:")
     print(text)
 
 
@@ -106,7 +103,7 @@ def revoke_key(key_id: Annotated[str, typer.Argument(help="As `batchweave keys l
         audit.note(session, Caller(found[1], "cli", Role.ADMIN), "key.revoke", key_id, now)
 
     _run(revoke)
-    console.print(f"{key_id} is revoked.")
+    said.print(f"{key_id} is revoked.")
 
 
 @projects.command("create")
@@ -123,8 +120,8 @@ def create_project(name: Annotated[str, typer.Argument(help="Name of the new pro
     try:
         _run(make)
     except IntegrityError:
-        _fail(f"there is a project {name!r} already")
-    console.print(f"The project {name} is made. A key for it: batchweave keys create --project {name} --name …")
+        fail(f"there is a project {name!r} already")
+    said.print(f"The project {name} is made. A key for it: batchweave keys create --project {name} --name …")
 
 
 @projects.command("set")
@@ -151,7 +148,7 @@ def set_project(
     }
     changes = {key: None if value == UNLIMITED else value for key, value in given.items() if value is not None}
     if not changes:
-        _fail("nothing to change; --help says what there is")
+        fail("nothing to change; --help says what there is")
 
     async def change(session: AsyncSession) -> None:
         project = await _project(session, name)
@@ -233,11 +230,11 @@ def _run(work: Callable[[AsyncSession], Awaitable[Result]]) -> Result:
         upgrade(settings.database)
         return asyncio.run(main(settings.database))
     except (NoSuch, SettingsError) as error:
-        _fail(str(error))
+        fail(str(error))
     except IntegrityError:
         raise
     except (SQLAlchemyError, OSError) as error:
-        _fail(f"the database of BATCHWEAVE_DATABASE_URL or BATCHWEAVE_DATA_DIR: {error}")
+        fail(f"the database of BATCHWEAVE_DATABASE_URL or BATCHWEAVE_DATA_DIR: {error}")
 
 
 def _day(at: int | None) -> str:
@@ -247,13 +244,8 @@ def _day(at: int | None) -> str:
 def _print(columns: tuple[str, ...], rows: list[tuple[str, ...]], as_json: bool) -> None:
     """Whole, whatever the terminal's width: ids are there to be copied."""
     if as_json:
-        print(json.dumps([dict(zip(columns, row, strict=True)) for row in rows], indent=2))
+        print_json([dict(zip(columns, row, strict=True)) for row in rows])
         return
     widths = [max(len(cell) for cell in column) for column in zip(columns, *rows, strict=True)]
     for row in (columns, *rows):
         print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
-
-
-def _fail(message: str) -> NoReturn:
-    console.print(f"error: {message}", style="red")
-    raise typer.Exit(1)

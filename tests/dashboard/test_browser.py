@@ -3,6 +3,7 @@
 import asyncio
 import json
 from collections.abc import AsyncGenerator, Generator
+from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
@@ -41,14 +42,24 @@ async def page(url: str) -> AsyncGenerator[Page, None]:
         assert complaints == []
 
 
-async def jobs(house: House, clock: Clock) -> None:
-    """The planner role, until it is cancelled."""
-    historian = Historian(house.database, house.redis, clock)
-    while True:
-        await house.plan()
-        await house.finalizer.run_once()
-        await historian.run_once()
-        await asyncio.sleep(0.05)
+@asynccontextmanager
+async def jobs(house: House, clock: Clock) -> AsyncGenerator[None, None]:
+    """The planner role beside the block."""
+    historian, stop = Historian(house.database, house.redis, clock), asyncio.Event()
+
+    async def run() -> None:
+        while not stop.is_set():
+            await house.plan()
+            await house.finalizer.run_once()
+            await historian.run_once()
+            await asyncio.sleep(0.05)
+
+    running = asyncio.create_task(run())
+    try:
+        yield
+    finally:
+        stop.set()
+        await running
 
 
 async def upload(page: Page, lines: int) -> None:
@@ -61,9 +72,8 @@ async def upload(page: Page, lines: int) -> None:
 
 
 async def test_from_upload_to_download(page: Page, house: House, clock: Clock) -> None:
-    working = asyncio.create_task(jobs(house, clock))
     engine = ScriptedEngine(statuses={"request 3": [400]}, hold=asyncio.Event(), hold_after=10)
-    async with house.working(engine):
+    async with jobs(house, clock), house.working(engine):
         await upload(page, 20)
         # Seen to move without a reload: the mark stays only in a document that is not loaded again.
         await page.evaluate("document.body.dataset.mark = 'same document'")
@@ -77,17 +87,15 @@ async def test_from_upload_to_download(page: Page, house: House, clock: Clock) -
     lines = (await (await download.value).path()).read_text().splitlines()
     assert len({json.loads(each)["custom_id"] for each in lines}) == 19
     await page.get_by_role("button", name="Run the failed ones again").click()
-    async with house.working(ScriptedEngine()):
-        await expect(page.get_by_text("1 of 1")).to_be_visible(timeout=15_000)
-    working.cancel()
+    async with jobs(house, clock), house.working(ScriptedEngine()):
+        await expect(page.get_by_text("1 of 1", exact=True)).to_be_visible(timeout=15_000)
 
 
 async def test_a_batch_is_cancelled(page: Page, house: House, clock: Clock) -> None:
-    working = asyncio.create_task(jobs(house, clock))
-    await upload(page, 4)
-    await page.get_by_role("button", name="Cancel").click()
-    await expect(page.locator(".state.cancelled").first).to_be_visible(timeout=15_000)
-    working.cancel()
+    async with jobs(house, clock):
+        await upload(page, 4)
+        await page.get_by_role("button", name="Cancel").click()
+        await expect(page.locator(".state.cancelled").first).to_be_visible(timeout=15_000)
 
 
 async def test_signing_in(settings: Settings, clock: Clock, house: House) -> None:

@@ -216,10 +216,11 @@ class Town:
             for custom_id, content in contents.items()
         ]
         data = "".join(f"{json.dumps(line)}\n" for line in lines).encode()
-        file = self._until_heard(lambda: self.client.files.create(file=("in.jsonl", data), purpose="batch"))
+        client = self.client.with_options(max_retries=2)  # an api that died at a named place is begun again by us
+        file = self._until_heard(lambda: client.files.create(file=("in.jsonl", data), purpose="batch"))
         create: Any = {"input_file_id": file.id, "endpoint": CHAT, "completion_window": "24h"}
         key = {"Idempotency-Key": f"k{mark}"}
-        return self._until_heard(lambda: self.client.batches.create(**create, extra_headers=key)).id, contents
+        return self._until_heard(lambda: client.batches.create(**create, extra_headers=key)).id, contents
 
     def _until_heard(self, call: Callable[[], Made]) -> Made:
         while True:

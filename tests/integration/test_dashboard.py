@@ -2,19 +2,23 @@
 
 import re
 from collections.abc import AsyncGenerator
+from typing import Any
 
 import httpx
 import pytest
 from sqlalchemy import update
 
 from service.db.sessions import Database
-from service.db.tables import DEFAULT_PROJECT, ApiKey, Project, Role
+from service.db.tables import DEFAULT_PROJECT, ApiKey, BatchStatus, Project, Role
 from service.jobs.historian import Historian
+from service.queue.counts import Counts
+from service.queue.history import MOST_SHOWN, History
 from service.queue.progress import Heartbeat
 from service.settings import Settings
+from service.storage import file_key
 from service.tenants.keys import new_key
 from tests.conftest import Clock
-from tests.integration.house import House, ScriptedEngine, completed_are, jsonl, line
+from tests.integration.house import House, ScriptedEngine, completed_are, jsonl, line, set_status
 from tests.integration.serving import serve
 
 PAGES = ("", "/batches", "/new", "/files", "/workers", "/projects", "/audit", "/settings")
@@ -76,9 +80,11 @@ async def test_a_file_is_uploaded_run_looked_at_and_retried(pages: httpx.AsyncCl
     await house.plan()
     async with house.working(ScriptedEngine(statuses={"request 3": [400]})):
         await house.until(lambda: completed_are(house, batch_id, 19))
+        house.clock.now += 5  # what is readable early is looked for every few seconds
         running = (await pages.get(f"/batches/{batch_id}")).text
         assert "20 of 20" in running
         assert 'class="tree"' in running
+        assert "/request?custom_id=id-7" in running  # its answers too
         assert "3 of 3 slices" in running
         await house.until_ended(batch_id)
     page = (await pages.get(f"/batches/{batch_id}")).text
@@ -115,6 +121,41 @@ async def test_what_is_shown_is_escaped(pages: httpx.AsyncClient, house: House) 
         text = (await pages.get(path)).text
         assert "<script>" not in text
     assert "&lt;script&gt;alert(1)" in (await pages.get(f"/batches/{batch_id}?kind=errors")).text
+
+
+@pytest.mark.parametrize("data", [b"[" * 1_000_000, b"x" * 5_000_000, b"[1]\n", b'{"url": 7}\n', b"\xff\n"])
+async def test_files_that_are_none_are_no_fault_of_ours(pages: httpx.AsyncClient, data: bytes) -> None:
+    csrf = csrf_of((await pages.get("/new")).text)
+    shown = await pages.post(f"/files?csrf={csrf}", data={"purpose": "batch"}, files={"file": ("in.jsonl", data)})
+    assert (shown.status_code, "Start the batch" in shown.text) == (200, True)
+    form = {"file": shown.url.params["file"], "endpoint": "/v1/completions", "window": "24h"}
+    batch = await pages.post(f"/batches?csrf={csrf}", data=form)
+    assert (await pages.get(f"{batch.url.path.removeprefix('/dashboard')}/request?custom_id=a")).status_code == 200
+
+
+async def test_a_line_without_a_name_is_shown(pages: httpx.AsyncClient, house: House) -> None:
+    batch_id = await house.submit(jsonl(line(n) for n in range(3)))
+    await house.plan()
+    await house.storage.delete(file_key((await house.batch(batch_id)).input_file_id))  # behind our back
+    await set_status(house, batch_id, BatchStatus.CANCELLING)
+    await house.until_ended(batch_id)
+    shown = await pages.get(f"/batches/{batch_id}?kind=errors")
+    assert (shown.status_code, shown.text.count("batch_cancelled")) == (200, 3 + 1)  # and the digest
+
+
+async def test_a_part_of_a_page_says_where_to_sign_in(guarded: httpx.AsyncClient) -> None:
+    answer = await guarded.get("/batches", headers={"HX-Request": "true"})
+    assert (answer.status_code, answer.headers["hx-redirect"]) == (204, "/dashboard/sign-in")
+
+
+async def test_forms_count_as_requests(pages: httpx.AsyncClient, house: House) -> None:
+    csrf = csrf_of((await pages.get("/new")).text)
+    async with house.database.write() as session:
+        await session.execute(update(Project).values(max_requests_per_minute=1))
+    assert (await pages.post(f"/batches/batch_x/cancel?csrf={csrf}")).status_code == 404
+    answer = await pages.post(f"/batches/batch_x/cancel?csrf={csrf}")
+    assert answer.status_code == 429
+    assert "<h1>" in answer.text
 
 
 async def test_forms_of_other_sites_do_nothing(pages: httpx.AsyncClient, house: House) -> None:
@@ -158,7 +199,7 @@ async def test_the_cookie_cannot_be_read_by_scripts_and_signing_out_ends_it(
     assert answer.headers["location"] == "/dashboard"
     cookie = answer.headers["set-cookie"].lower()
     assert "httponly" in cookie
-    assert "samesite=strict" in cookie
+    assert "samesite=lax" in cookie
     token = guarded.cookies["batchweave_session"]
     page = (await guarded.get("/settings")).text
     await guarded.post(f"/sign-out?csrf={csrf_of(page)}")
@@ -186,6 +227,18 @@ async def test_history_is_noted_once_in_ten_seconds(pages: httpx.AsyncClient, ho
     [point] = (await pages.get("/overview.json")).json()
     assert (point["unfinished"], point["running"], point["input_tokens_per_second"]) == (20, 5, 5.0)
     assert (await pages.get(f"/batches/{batch_id}/points.json")).json() == [[int(clock.now), 0, 0, 0, 0]]
+
+
+async def test_a_batchs_history_is_thinned_and_has_its_end(house: House) -> None:
+    history = History(house.redis)
+    for at in range(3000):
+        await history.note_batch("batch_x", at, Counts(completed=at // 2))  # every second one tells nothing new
+    points = await history.batch_points("batch_x")
+    assert len(points) <= MOST_SHOWN
+    assert points[-1][:2] == [2998, 1499]
+    assert [point[1] for point in points] == sorted({point[1] for point in points})
+    stored: Any = await house.redis.llen("batchweave:history:batch_x")  # pyright: ignore[reportGeneralTypeIssues]
+    assert stored <= 2 * MOST_SHOWN
 
 
 async def test_another_projects_batch_is_not_there(guarded: httpx.AsyncClient, house: House) -> None:

@@ -6,7 +6,9 @@ import os
 import socket
 import subprocess
 import sys
+import threading
 from collections.abc import Generator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +56,13 @@ def write(tmp_path: Path, lines: list[dict[str, Any]]) -> Path:
     path = tmp_path / "in.jsonl"
     path.write_bytes(jsonl(lines))
     return path
+
+
+async def bad_batch(house: House) -> str:
+    """One whose file has errors."""
+    batch_id = await house.submit(b"[]\n")
+    await house.plan()
+    return batch_id
 
 
 async def run_beside_the_jobs(
@@ -121,9 +130,9 @@ async def test_waiting_survives_a_service_that_restarts(house: House, settings: 
     url = f"http://127.0.0.1:{port}"
     with serve(settings, clock, port):
         command = start(url, "batches", "wait", batch_id)
-        await asyncio.sleep(3.0)
-        assert command.poll() is None
-    await asyncio.sleep(1.0)
+        assert command.stderr is not None
+        assert "waits for validation" in await asyncio.to_thread(command.stderr.readline)
+    assert "does not answer" in await asyncio.to_thread(command.stderr.readline)
     await house.plan()
     async with house.working(ScriptedEngine()):
         await house.until_ended(batch_id)
@@ -146,6 +155,33 @@ async def test_a_download_goes_on_where_it_broke_off(house: House, url: str, tmp
     assert (code, "No such File object" in said) == (1, True)
 
 
+@pytest.mark.parametrize("left", [b"G" * 1_000_000, b""])
+async def test_what_is_left_of_another_download_does_no_harm(url: str, tmp_path: Path, left: bytes) -> None:
+    path = write(tmp_path, [line(n) for n in range(50)])
+    file_id = (await run(url, "files", "upload", path))[1].strip()
+    (tmp_path / f"copy.jsonl.{file_id}.part").write_bytes(left)
+    assert (await run(url, "files", "download", file_id, "-o", tmp_path / "copy.jsonl"))[0] == 0
+    assert (tmp_path / "copy.jsonl").read_bytes() == path.read_bytes()
+
+
+async def test_results_can_be_piped_into_what_reads_a_part_of_them(house: House, url: str, tmp_path: Path) -> None:
+    body = {"model": "test-model", "messages": [{"role": "user", "content": "x" * 4000}]}
+    batch_id = await house.submit(jsonl(line(n, body=body) for n in range(200)))
+    await house.plan()
+    async with house.working(ScriptedEngine()):
+        await house.until_ended(batch_id)
+    code, _, said = await run(url, "batches", "results", await bad_batch(house))
+    assert (code, "no answer that succeeded" in said) == (1, True)
+    command = start(url, "batches", "results", batch_id)
+    assert command.stdout is not None
+    first = await asyncio.to_thread(command.stdout.readline)
+    assert "custom_id" in first
+    command.stdout.close()
+    assert await asyncio.to_thread(command.wait, 30) == 141
+    assert command.stderr is not None
+    assert command.stderr.read() == ""
+
+
 async def test_a_large_file_goes_in_parts(
     house: House, url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -159,14 +195,15 @@ async def test_a_large_file_goes_in_parts(
 
 
 async def test_a_drained_worker_takes_nothing_until_it_is_resumed(house: House, url: str) -> None:
-    async with house.working(ScriptedEngine(), "worker-a"):
+    engine = ScriptedEngine()
+    async with house.working(engine, "worker-a"):
         await house.until(Heartbeat(house.redis).alive)
         assert (await run(url, "workers", "drain", "worker-a"))[0] == 0
         await asyncio.sleep(3.5)  # it looks every three seconds
         batch_id = await house.submit(jsonl(line(n) for n in range(4)))
         await house.plan()
-        await asyncio.sleep(0.5)
-        assert (await house.batch(batch_id)).status == "in_progress"
+        await asyncio.sleep(1.0)  # an undrained worker has taken it in a hundredth of that
+        assert not engine.runs
         [found] = json.loads((await run(url, "workers", "list", "--json"))[1])
         assert (found["id"], found["state"], found["slices"]) == ("worker-a", "draining", 0)
         assert (await run(url, "workers", "resume", "worker-a"))[0] == 0
@@ -182,12 +219,36 @@ async def test_a_drained_worker_takes_nothing_until_it_is_resumed(house: House, 
         (("submit", "/nowhere/in.jsonl"), "/nowhere/in.jsonl: No such file"),
         (("submit", "/dev/null"), "is empty"),
         (("submit", __file__), 'no request with a "url"'),
+        (("submit", __file__, "-o", "/"), "/ is no regular file"),
+        (("submit", __file__, "-o", "/nowhere/out.jsonl"), "nothing can be written in /nowhere"),
+        (("batches", "list", "--api-key", "bw-\u2026"), "No API key is like that"),
+        (("batches", "list", "--url", "http://[::1"), "is no URL of a service"),
     ],
 )
 async def test_what_cannot_be_done_is_said_in_a_line(url: str, arguments: tuple[str, ...], problem: str) -> None:
     code, printed, said = await run(url, *arguments)
     assert (code, printed, said.count("\n")) == (1, "", 1)
     assert problem in said
+
+
+@pytest.mark.parametrize("command", [("batches", "list"), ("batches", "show", "b"), ("workers", "list")])
+async def test_something_else_at_the_url_is_said_in_a_line(command: tuple[str, ...]) -> None:
+    class Page(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(200)
+            self.send_header("Content-Type", "text/html")
+            self.end_headers()
+            self.wfile.write(b"<p>Welcome</p>")
+
+        def log_message(self, format: str, *args: Any) -> None:
+            """Say nothing."""
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Page) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        code, _, said = await run(f"http://127.0.0.1:{server.server_port}", *command)
+        server.shutdown()
+    assert (code, said.count("\n")) == (1, 1)
+    assert "batchweave service" in said
 
 
 async def test_a_service_that_is_not_there_is_said_in_a_line() -> None:

@@ -1,0 +1,37 @@
+"""What all commands print with: people read standard error, programs standard output."""
+
+import json
+from typing import Annotated, Any, NoReturn
+
+import typer
+from pydantic import BaseModel
+from rich.console import Console
+
+JsonOption = Annotated[bool, typer.Option("--json", help="JSON on standard output, for programs.")]
+said = Console(stderr=True, highlight=False, markup=False, soft_wrap=True)
+shown = Console(highlight=False, markup=False)
+
+
+def fail(message: str) -> NoReturn:
+    """End the command with one line and exit code 1."""
+    said.print(f"error: {message}", style="red")
+    raise typer.Exit(1)
+
+
+def print_json(value: Any) -> None:
+    """Plain values, models, and lists of them."""
+    print(json.dumps([_plain(each) for each in value] if isinstance(value, list) else _plain(value), indent=2))
+
+
+def duration(seconds: float) -> str:
+    """In the two largest units: "3 d 4 h", "2 min 5 s"."""
+    left, parts = max(int(seconds), 0), list[str]()
+    for unit, size in (("d", 86400), ("h", 3600), ("min", 60), ("s", 1)):
+        if left >= size or (unit == "s" and not parts):
+            parts.append(f"{left // size} {unit}")
+            left %= size
+    return " ".join(parts[:2])
+
+
+def _plain(value: Any) -> Any:
+    return value.model_dump(mode="json") if isinstance(value, BaseModel) else value

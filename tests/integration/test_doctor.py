@@ -1,0 +1,54 @@
+"""`batchweave doctor` on parts that are there, empty, behind and away."""
+
+import json
+from pathlib import Path
+
+from alembic import command
+from typer.testing import CliRunner
+
+from service.cli import command_line
+from service.db.migrate import config, upgrade
+
+
+def doctor(**environment: str) -> tuple[int, dict[str, dict[str, str]]]:
+    """Exit code, and what it found by part."""
+    found = CliRunner().invoke(command_line("doctor"), ["doctor", "--json"], env=environment)
+    assert found.exception is None or isinstance(found.exception, SystemExit)
+    return found.exit_code, {each["part"]: each for each in json.loads(found.stdout)}
+
+
+def test_a_fresh_machine_is_fine(tmp_path: Path) -> None:
+    folder = tmp_path / "with a space"
+    code, found = doctor(BATCHWEAVE_DATA_DIR=str(folder))
+    assert code == 0
+    assert set(found) == {"versions", "database", "redis", "storage", "model", "gpu"}
+    assert {each["state"] for each in found.values()} <= {"ok", "note"}
+    assert str(folder) in found["storage"]["what"]
+    assert not folder.exists()
+
+
+def test_an_empty_database_is_fine_and_one_that_is_up_to_date_too(empty_database_url: str, tmp_path: Path) -> None:
+    here = {"BATCHWEAVE_DATA_DIR": str(tmp_path), "BATCHWEAVE_DATABASE_URL": empty_database_url}
+    code, found = doctor(**here)
+    assert (code, found["database"]["state"]) == (0, "ok")
+    upgrade(empty_database_url)
+    code, found = doctor(**here)
+    assert (code, found["database"]["state"]) == (0, "ok")
+    command.downgrade(config(empty_database_url), "-1")
+    code, found = doctor(**here)
+    assert (code, found["database"]["state"]) == (0, "note")
+    assert "schema" in found["database"]["what"]
+
+
+def test_what_is_away_is_named_with_what_to_do(tmp_path: Path) -> None:
+    code, found = doctor(
+        BATCHWEAVE_DATA_DIR=str(tmp_path),
+        BATCHWEAVE_DATABASE_URL="postgresql://u:secret@127.0.0.1:1/x",
+        BATCHWEAVE_REDIS_URL="redis://127.0.0.1:1",
+        BATCHWEAVE_MODEL=str(tmp_path),
+    )
+    assert code == 1
+    for part in ("database", "redis", "model"):
+        assert found[part]["state"] == "wrong"
+        assert found[part]["todo"]
+    assert "secret" not in json.dumps(found)
