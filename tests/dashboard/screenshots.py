@@ -1,16 +1,19 @@
 """`make screenshots`: each page of a service that really ran batches, wide and narrow, light and dark."""
 
 import asyncio
+import random
 import sys
 import tempfile
 from pathlib import Path
+from typing import Any
 
-from service.demo.prompts import requests
+from service.demo.prompts import CHAT, requests
 from tests.acceptance.service import Up
-from tests.acceptance.test_up import MODEL, long_lines
+from tests.acceptance.test_up import MODEL
 from tests.dashboard.browser import CHROMIUM, INSTALL, browser_page
 
-FOLDER = Path("docs/screenshots")
+FOLDER = Path("results/screenshots")  # the four of README.md are copied to docs/screenshots by hand
+COPIES = 60
 SETTLE_S = 2.5  # for charts, and a first tick
 
 
@@ -27,6 +30,18 @@ async def take(up: Up, pages: dict[str, str]) -> None:
                 assert complaints == [], complaints
 
 
+def much_of(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The demo's requests many times over, each a little other, with answers of many lengths."""
+    rng, found = random.Random(1), list[dict[str, Any]]()
+    for n in range(COPIES):
+        for line in lines:
+            *before, last = line["body"]["messages"]
+            messages = [*before, {**last, "content": f"{last['content']} ({n})"}]
+            body = {**line["body"], "messages": messages, "max_tokens": rng.randint(5, 300), "ignore_eos": True}
+            found.append({**line, "custom_id": f"{line['custom_id']}-{n}", "body": body})
+    return found
+
+
 def main() -> None:
     if CHROMIUM is None:
         sys.exit(INSTALL)
@@ -41,12 +56,15 @@ def main() -> None:
                 up.wait(batch_id)
             bad = up.submit(b'{"custom_id": "a"}\n{"custom_id": "b", "method": "GET", "url": "/v1/x", "body": {}}\n')
             up.wait(bad)
-            running = up.submit(long_lines("long", 1500))
-            up.until(lambda: up.done(running) >= 300, "answers")
-            pages = {
+            running = up.submit(much_of(requests(MODEL)[CHAT]))
+            up.until(lambda: up.done(running) >= 1500, "answers")
+            moving = {
+                "running": f"/dashboard/batches/{running}",
                 "overview": "/dashboard",
                 "batches": "/dashboard/batches",
-                "running": f"/dashboard/batches/{running}",
+            }
+            asyncio.run(take(up, moving))
+            pages = {
                 "completed": f"/dashboard/batches/{done[0]}",
                 "errors": f"/dashboard/batches/{bad}",
                 "new": "/dashboard/new",
