@@ -55,5 +55,5 @@ def summed(workers: list[dict[str, Any]]) -> dict[str, float]:
     for name in GAUGES:
         point[name] = sum(rank.get(name, 0) for rank in ranks)
     for name in RATES:
-        point[name] = round(sum(worker.get(name, 0.0) for worker in workers), 4)
+        point[name] = round(sum(worker.get(name, 0.0) for worker in workers), 6)
     return point

@@ -67,7 +67,7 @@ class EngineMetrics(Collector):
         if self._states and elapsed_s > 0:
             for name, counted in RATES.items():
                 more = _total(states, counted) - _total(self._states, counted)
-                self._rates[name] = round(max(more, 0) / elapsed_s, 4)
+                self._rates[name] = round(max(more, 0) / elapsed_s, 6)
         self._states, self._taken_at = states, now
 
     @property

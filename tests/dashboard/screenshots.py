@@ -13,7 +13,7 @@ from tests.acceptance.test_up import MODEL
 from tests.dashboard.browser import CHROMIUM, INSTALL, browser_page
 
 FOLDER = Path("results/screenshots")  # the four of README.md are copied to docs/screenshots by hand
-COPIES = 60
+COPIES = 25
 SETTLE_S = 2.5  # for charts, and a first tick
 
 
@@ -57,7 +57,7 @@ def main() -> None:
             bad = up.submit(b'{"custom_id": "a"}\n{"custom_id": "b", "method": "GET", "url": "/v1/x", "body": {}}\n')
             up.wait(bad)
             running = up.submit(much_of(requests(MODEL)[CHAT]))
-            up.until(lambda: up.done(running) >= 1500, "answers")
+            up.until(lambda: up.done(running) >= 600, "answers")
             moving = {
                 "running": f"/dashboard/batches/{running}",
                 "overview": "/dashboard",
