@@ -19,7 +19,9 @@ async def browser_page(
     """A page of a fresh browser, and what its console and its requests complained about."""
     complaints: list[str] = []
     async with async_playwright() as playwright:
-        browser = await playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox", "--disable-dev-shm-usage"])
+        browser = await playwright.chromium.launch(
+            executable_path=CHROMIUM, args=["--no-sandbox", "--disable-dev-shm-usage"]
+        )
         context = await browser.new_context(
             base_url=url,
             viewport={"width": width, "height": 900},

@@ -8,7 +8,7 @@ from typing import Any
 import psutil
 import pytest
 
-from tests.conftest import new_postgres_database
+from tests.conftest import RedisServer, new_postgres_database
 from tests.hostile.server import Role, running
 from tests.integration.house import demo_tokenizer
 
@@ -21,8 +21,8 @@ class Place:
 
 
 @pytest.fixture(scope="package")
-def place(tmp_path_factory: pytest.TempPathFactory, postgres: Any, redis_socket: Path) -> Place:
-    return Place(tmp_path_factory.mktemp("hostile"), new_postgres_database(postgres), f"unix://{redis_socket}")
+def place(tmp_path_factory: pytest.TempPathFactory, postgres: Any, redis_server: RedisServer) -> Place:
+    return Place(tmp_path_factory.mktemp("hostile"), new_postgres_database(postgres), redis_server.url)
 
 
 @pytest.fixture(scope="package")
