@@ -237,6 +237,7 @@ class Worker:
             "name": self._settings.worker_name,
             "model": self._settings.served_model,
             "slices": len(self._runs),
+            "drained": self._is_drained,
             "requests": sum(run.remaining for run in self._runs),
             "host": socket.gethostname(),
             "machine": self._machine,

@@ -65,6 +65,10 @@ async def bad_batch(house: House) -> str:
     return batch_id
 
 
+async def knows_that_it_is_drained(house: House) -> bool:
+    return (await Heartbeat(house.redis).alive())[0].get("drained", False)
+
+
 async def run_beside_the_jobs(
     house: House, engine: ScriptedEngine, url: str, *arguments: object
 ) -> tuple[int, str, str]:
@@ -199,7 +203,7 @@ async def test_a_drained_worker_takes_nothing_until_it_is_resumed(house: House, 
     async with house.working(engine, "worker-a"):
         await house.until(Heartbeat(house.redis).alive)
         assert (await run(url, "workers", "drain", "worker-a"))[0] == 0
-        await asyncio.sleep(3.5)  # it looks every three seconds
+        await house.until(lambda: knows_that_it_is_drained(house))
         batch_id = await house.submit(jsonl(line(n) for n in range(4)))
         await house.plan()
         await asyncio.sleep(1.0)  # an undrained worker has taken it in a hundredth of that
