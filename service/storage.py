@@ -108,21 +108,9 @@ class Storage:
         async for chunk in result.stream(min_chunk_size=READ_BYTES):
             yield bytes(chunk)
 
-    async def lines(self, key: str, max_line_bytes: int) -> AsyncIterator[tuple[int, bytes]]:
-        """Each line as (byte offset, bytes without the line feed). Raises LineTooLong."""
-        offset, number, rest = 0, 1, b""
-        async for chunk in self.stream(key):
-            *whole, rest = (rest + chunk).split(b"\n")
-            for line in whole:
-                if len(line) > max_line_bytes:
-                    raise LineTooLong(number)
-                yield offset, line
-                offset += len(line) + 1
-                number += 1
-            if len(rest) > max_line_bytes:
-                raise LineTooLong(number)
-        if rest:
-            yield offset, rest
+    def lines(self, key: str, max_line_bytes: int) -> AsyncIterator[tuple[int, bytes]]:
+        """Of an object, as `lines_of`."""
+        return lines_of(self.stream(key), max_line_bytes)
 
     async def keys(self, prefix: str) -> list[str]:
         """Every key below `prefix/`, sorted."""
@@ -180,3 +168,20 @@ def _sync_file(folder: Path, key: str) -> None:
             os.fsync(opened)
         finally:
             os.close(opened)
+
+
+async def lines_of(parts: AsyncIterator[bytes], max_line_bytes: int) -> AsyncIterator[tuple[int, bytes]]:
+    """Each line as (byte offset, bytes without the line feed). Raises LineTooLong."""
+    offset, number, rest = 0, 1, b""
+    async for part in parts:
+        *whole, rest = (rest + part).split(b"\n")
+        for line in whole:
+            if len(line) > max_line_bytes:
+                raise LineTooLong(number)
+            yield offset, line
+            offset += len(line) + 1
+            number += 1
+        if len(rest) > max_line_bytes:
+            raise LineTooLong(number)
+    if rest:
+        yield offset, rest

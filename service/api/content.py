@@ -52,11 +52,8 @@ async def _early_content(batch_id: str, is_output: bool, request: Request, here:
     """What the batch has answered so far, or its file once it has ended."""
     async with here.database.read() as session:
         batch = await find_batch(session, caller, batch_id)
-    if batch.status == BatchStatus.IN_PROGRESS and batch.output_order == OutputOrder.ANY:
-        with suppress(FileNotFoundError):  # it ended meanwhile, and its segments went
-            await here.early.refresh(batch_id)
-    async with here.database.read() as session:
-        sizes = await run_sizes(session, batch_id)
+    looks = batch.status == BatchStatus.IN_PROGRESS and batch.output_order == OutputOrder.ANY
+    sizes = await _readable(here, batch_id, looks)
     async with here.database.read() as session:  # after the sizes, which go when it ends
         batch = await find_batch(session, caller, batch_id)
     if batch.status not in LIVE:
@@ -76,15 +73,20 @@ async def _early_content(batch_id: str, is_output: bool, request: Request, here:
     return _answer(_growing(here, batch_id, sizes, is_output, span), span, "*", headers)
 
 
-async def early_content(here: Context, batch_id: str, is_output: bool) -> AsyncIterator[bytes]:
-    """All that a running batch has answered so far."""
-    with suppress(FileNotFoundError):  # it ended meanwhile, and its segments went
-        await here.early.refresh(batch_id)
-    async with here.database.read() as session:
-        sizes = await run_sizes(session, batch_id)
+async def answered_so_far(here: Context, batch_id: str, is_output: bool) -> AsyncIterator[bytes]:
+    """Output or error lines of a batch that has not ended, whose output may come in any order."""
+    sizes = await _readable(here, batch_id, True)
     span = _Span(0, sum(each.of(is_output) for each in sizes), False)
     async for part in _growing(here, batch_id, sizes, is_output, span):
         yield part
+
+
+async def _readable(here: Context, batch_id: str, looks_for_more: bool) -> list[Size]:
+    if looks_for_more:
+        with suppress(FileNotFoundError):  # it ended meanwhile, and its segments went
+            await here.early.refresh(batch_id)
+    async with here.database.read() as session:
+        return await run_sizes(session, batch_id)
 
 
 async def _growing(

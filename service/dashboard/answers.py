@@ -2,14 +2,15 @@
 
 import json
 from collections.abc import AsyncIterator
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
-from service.api.content import early_content
+from service.api.content import answered_so_far
 from service.api.context import Context
 from service.db.moves import LIVE
 from service.db.tables import Batch, OutputOrder
-from service.storage import file_key
+from service.storage import LineTooLong, file_key, lines_of
 
 SHOWN = 50
 MOST_BYTES = 64 * 1024 * 1024
@@ -57,7 +58,7 @@ async def request_of(here: Context, batch: Batch, custom_id: str) -> tuple[str |
 
 async def stored_lines(here: Context, file_id: str) -> AsyncIterator[bytes]:
     """Lines of a file, blank ones left out, up to the first that is too long; none of a file that is gone."""
-    async for line in _split(here.storage.stream(file_key(file_id)), here.settings.max_line_bytes):
+    async for line in _plain(here.storage.lines(file_key(file_id), here.settings.max_line_bytes)):
         yield line
 
 
@@ -91,30 +92,16 @@ async def _results(here: Context, batch: Batch, is_output: bool) -> AsyncIterato
         async for line in stored_lines(here, file_id):
             yield line
     elif batch.status in LIVE and batch.output_order == OutputOrder.ANY:
-        async for line in _split(early_content(here, batch.id, is_output), MOST_BYTES):
+        async for line in _plain(lines_of(answered_so_far(here, batch.id, is_output), MOST_BYTES)):
             yield line
 
 
-async def _split(parts: AsyncIterator[bytes], max_line_bytes: int) -> AsyncIterator[bytes]:
-    rest: list[bytes] = []
-    waiting = 0
-    try:
-        async for part in parts:
-            *whole, last = bytes(part).split(b"\n")
-            if whole:
-                whole[0] = b"".join([*rest, whole[0]])
-                rest, waiting = [], 0
-            for line in whole:
-                if line.strip():
-                    yield line
-            rest.append(last)
-            waiting += len(last)
-            if waiting > max_line_bytes:
-                return
-    except FileNotFoundError:  # deleted or expired
-        return
-    if (line := b"".join(rest)).strip():
-        yield line
+async def _plain(lines: AsyncIterator[tuple[int, bytes]]) -> AsyncIterator[bytes]:
+    """Without blank ones; none of a file that is deleted or expired."""
+    with suppress(FileNotFoundError, LineTooLong):
+        async for _, line in lines:
+            if line.strip():
+                yield line
 
 
 def _line(line: dict[str, Any], ok: bool) -> Line:
