@@ -1,6 +1,7 @@
 """What all commands print with: people read standard error, programs standard output."""
 
 import json
+from collections.abc import Sequence
 from typing import Annotated, Any, NoReturn
 
 import typer
@@ -9,7 +10,6 @@ from rich.console import Console
 
 JsonOption = Annotated[bool, typer.Option("--json", help="JSON on standard output, for programs.")]
 said = Console(stderr=True, highlight=False, markup=False, soft_wrap=True)
-shown = Console(highlight=False, markup=False)
 
 
 def fail(message: str) -> NoReturn:
@@ -21,6 +21,13 @@ def fail(message: str) -> NoReturn:
 def print_json(value: Any) -> None:
     """Plain values, models, and lists of them."""
     print(json.dumps([_plain(each) for each in value] if isinstance(value, list) else _plain(value), indent=2))
+
+
+def print_table(names: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    """Whole, whatever the terminal's width: ids are there to be copied."""
+    widths = [max(len(cell) for cell in column) for column in zip(names, *rows, strict=True)]
+    for row in (names, *rows):
+        print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
 
 
 def duration(seconds: float) -> str:

@@ -8,11 +8,11 @@ from typing import Annotated
 import typer
 from openai.types import Batch
 
-from service.remote.download import take
+from service.remote.download import can_be_written, take
 from service.remote.follow import ENDED, extras, report
-from service.remote.session import LOCAL_URL, NO_KEY, CommandError, KeyOption, UrlOption, named, print_table, service_at
-from service.remote.submit import OutputOption, WaitOption, fetch, watch
-from service.terminal import JsonOption, duration, print_json, said
+from service.remote.session import LOCAL_URL, NO_KEY, CommandError, KeyOption, UrlOption, named, service_at
+from service.remote.submit import OutputOption, WaitOption, fetch, started, watch
+from service.terminal import JsonOption, duration, print_json, print_table, said
 
 app = typer.Typer(no_args_is_help=True, help="Look at batches, wait for them, end them, fetch what they gave.")
 BatchId = Annotated[
@@ -96,16 +96,10 @@ def retry_batch(
     key: KeyOption = NO_KEY,
 ) -> None:
     """Run what failed of an ended batch as a new one. Prints the new batch's id."""
-    code = 0
     with service_at(url, key) as client:
         batch = client.post(f"/batches/{batch_id}/retry", cast_to=Batch)
         said.print(f"what failed of {batch_id} runs as {batch.id}")
-        if wait or output is not None:
-            batch, code = watch(client, batch.id, output)
-        if as_json:
-            print_json(batch)
-        else:
-            print(batch.id)
+        code = started(client, batch, wait or output is not None, output, as_json)
     raise typer.Exit(code)
 
 
@@ -113,7 +107,10 @@ def retry_batch(
 def batch_results(
     batch_id: BatchId,
     output: Annotated[
-        Path | None, typer.Option("--output", "-o", help="File to write; default: standard output, results alone.")
+        Path | None,
+        typer.Option(
+            "--output", "-o", callback=can_be_written, help="File to write; default: standard output, results alone."
+        ),
     ] = None,
     url: UrlOption = LOCAL_URL,
     key: KeyOption = NO_KEY,

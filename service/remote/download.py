@@ -11,24 +11,26 @@ import httpx
 import openai
 
 from service.remote.session import CommandError
+from service.terminal import fail
 
 ATTEMPTS = 8
 PAUSE_S = 0.5
 
 
-def checked(path: Path) -> Path:
-    """Where the file will be. Raises CommandError, before any work, for a path that no file can take."""
+def can_be_written(path: Path | None) -> Path | None:
+    """Where the file will be, links followed. Of an option: ends the command for a path that no file can take."""
+    if path is None:
+        return None
     target = path.resolve()
     if target.is_dir() or (target.exists() and not target.is_file()):
-        raise CommandError(f"{path} is no regular file; name a file to write.")
+        fail(f"{path} is no regular file; name a file to write.")
     if not target.parent.is_dir() or not os.access(target.parent, os.W_OK | os.X_OK):
-        raise CommandError(f"{path}: nothing can be written in {target.parent}; choose another folder.")
+        fail(f"{path}: nothing can be written in {target.parent}; choose another folder.")
     return target
 
 
 def download(client: openai.OpenAI, file_id: str, path: Path) -> int:
     """Write the file to `path`, which is there only when it is whole; its bytes. Raises CommandError and OSError."""
-    path = checked(path)
     with _part(path, file_id) as part:
         for attempt in range(ATTEMPTS):
             try:
@@ -45,7 +47,6 @@ def download(client: openai.OpenAI, file_id: str, path: Path) -> int:
 
 def take(client: openai.OpenAI, file_id: str, path: Path) -> int:
     """Write what there is now of a file that grows; its bytes. `path` is replaced only when all of that is here."""
-    path = checked(path)
     with _part(path, file_id) as part:
         with client.files.with_streaming_response.content(file_id) as answer:
             answer.stream_to_file(part)

@@ -8,10 +8,10 @@ import openai
 import typer
 from openai.types import FileObject
 
-from service.remote.download import download
-from service.remote.session import LOCAL_URL, NO_KEY, KeyOption, UrlOption, named, print_table, service_at
+from service.remote.download import can_be_written, download
+from service.remote.session import LOCAL_URL, NO_KEY, KeyOption, UrlOption, named, service_at
 from service.remote.upload import upload
-from service.terminal import JsonOption, duration, print_json, said
+from service.terminal import JsonOption, duration, print_json, print_table, said
 
 app = typer.Typer(no_args_is_help=True, help="What was uploaded, and what batches gave.")
 FileId = Annotated[str, typer.Argument(help="file-…", metavar="ID", callback=named)]
@@ -70,20 +70,30 @@ def upload_file(
 @app.command("download")
 def download_file(
     file_id: FileId,
-    output: Annotated[Path, typer.Option("--output", "-o", help="File to write.")],
+    output: Annotated[Path, typer.Option("--output", "-o", help="File to write.", callback=can_be_written)],
+    as_json: JsonOption = False,
     url: UrlOption = LOCAL_URL,
     key: KeyOption = NO_KEY,
 ) -> None:
     """Fetch a file; what breaks off goes on when the command is run again."""
     with service_at(url, key) as client:
-        said.print(f"{output} ({download(client, file_id, output):,} bytes)")
+        size = download(client, file_id, output)
+        if as_json:
+            print_json({"file": str(output), "bytes": size})
+            return
+        said.print(f"{output} ({size:,} bytes)")
 
 
 @app.command("delete")
-def delete_file(file_id: FileId, url: UrlOption = LOCAL_URL, key: KeyOption = NO_KEY) -> None:
+def delete_file(
+    file_id: FileId, as_json: JsonOption = False, url: UrlOption = LOCAL_URL, key: KeyOption = NO_KEY
+) -> None:
     """Delete a file for good."""
     with service_at(url, key) as client:
-        client.files.delete(file_id)
+        deleted = client.files.delete(file_id)
+        if as_json:
+            print_json(deleted)
+            return
         said.print(f"{file_id} is deleted")
 
 

@@ -1,7 +1,7 @@
 """How the remote commands find the service, print, and fail: in one line that says the next step."""
 
 import os
-from collections.abc import Generator, Iterable, Sequence
+from collections.abc import Generator
 from contextlib import contextmanager
 from enum import IntEnum
 from typing import Annotated, Any
@@ -9,9 +9,8 @@ from typing import Annotated, Any
 import httpx
 import openai
 import typer
-from rich.table import Table
 
-from service.terminal import fail, shown
+from service.terminal import fail
 
 UrlOption = Annotated[str, typer.Option("--url", envvar="BATCHWEAVE_URL", help="Where the service is.")]
 KeyOption = Annotated[
@@ -84,13 +83,6 @@ def service_at(url: str, key: str) -> Generator[openai.OpenAI, None, None]:
         fail(f"{error.filename}: {error.strerror}" if error.filename else str(error))
     except KeyboardInterrupt:
         raise typer.Exit(Exit.INTERRUPTED) from None
-
-
-def print_table(names: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
-    table = Table(*names, box=None, pad_edge=False, header_style="bold")
-    for row in rows:
-        table.add_row(*row)
-    shown.print(table, soft_wrap=not shown.is_terminal)
 
 
 def _message(error: openai.APIStatusError) -> str:

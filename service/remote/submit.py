@@ -8,7 +8,7 @@ import openai
 import typer
 from openai.types import Batch
 
-from service.remote.download import checked, download
+from service.remote.download import can_be_written, download
 from service.remote.follow import follow, report
 from service.remote.session import LOCAL_URL, NO_KEY, CommandError, Exit, KeyOption, UrlOption, service_at
 from service.remote.upload import upload
@@ -17,7 +17,10 @@ from service.terminal import JsonOption, print_json, said
 FIRST_LINE_BYTES = 16 * 1024 * 1024
 WaitOption = Annotated[bool, typer.Option("--wait", help="Show its progress until it has ended.")]
 OutputOption = Annotated[
-    Path | None, typer.Option("--output", "-o", help="Wait, and write the results there; errors beside it.")
+    Path | None,
+    typer.Option(
+        "--output", "-o", callback=can_be_written, help="Wait, and write the results there; errors beside it."
+    ),
 ]
 
 
@@ -44,10 +47,7 @@ def submit(
     - `batchweave submit requests.jsonl --output results.jsonl`
     - `batchweave submit requests.jsonl --wait --window 7d --metadata run=12 --url http://gpu-1:8080`
     """
-    code = Exit.DONE
     with service_at(url, key) as client:
-        if output is not None:
-            checked(output)
         arguments: dict[str, Any] = {"completion_window": window, "metadata": _pairs(metadata or [])}
         if in_order:
             arguments["extra_body"] = {"batchweave": {"output_order": "input"}}
@@ -55,19 +55,24 @@ def submit(
         uploaded = upload(client, file)
         batch = client.batches.create(input_file_id=uploaded.id, endpoint=endpoint, **arguments)  # pyright: ignore[reportArgumentType]
         said.print(f"{file} ({uploaded.bytes:,} bytes) runs as {batch.id}")
-        if wait or output is not None:
-            batch, code = watch(client, batch.id, output)
-        if as_json:
-            print_json(batch)
-        else:
-            print(batch.id)
+        code = started(client, batch, wait or output is not None, output, as_json)
     raise typer.Exit(code)
+
+
+def started(client: openai.OpenAI, batch: Batch, wait: bool, output: Path | None, as_json: bool) -> Exit:
+    """Watch a new batch where that is wanted, and print it."""
+    code = Exit.DONE
+    if wait:
+        batch, code = watch(client, batch.id, output)
+    if as_json:
+        print_json(batch)
+    else:
+        print(batch.id)
+    return code
 
 
 def watch(client: openai.OpenAI, batch_id: str, output: Path | None) -> tuple[Batch, Exit]:
     """Follow a batch to its end, say how it went and fetch its files."""
-    if output is not None:
-        checked(output)
     try:
         batch = follow(client, batch_id)
     except KeyboardInterrupt:

@@ -6,8 +6,8 @@ from urllib.parse import quote
 
 import typer
 
-from service.remote.session import LOCAL_URL, NO_KEY, CommandError, KeyOption, UrlOption, print_table, service_at
-from service.terminal import JsonOption, duration, print_json, said
+from service.remote.session import LOCAL_URL, NO_KEY, CommandError, KeyOption, UrlOption, service_at
+from service.terminal import JsonOption, duration, print_json, print_table, said
 
 app = typer.Typer(no_args_is_help=True, help="See who runs the slices; let one end its work and take no more.")
 Name = Annotated[str, typer.Argument(help="As `batchweave workers list` shows it.")]
@@ -30,18 +30,24 @@ def list_workers(as_json: JsonOption = False, url: UrlOption = LOCAL_URL, key: K
 
 
 @app.command("drain")
-def drain_worker(name: Name, url: UrlOption = LOCAL_URL, key: KeyOption = NO_KEY) -> None:
+def drain_worker(name: Name, as_json: JsonOption = False, url: UrlOption = LOCAL_URL, key: KeyOption = NO_KEY) -> None:
     """Let a worker end what it has and take nothing new, also after a restart under the same name."""
     with service_at(url, key) as client:
         found: Any = client.post(f"/workers/{quote(name, safe='')}/drain", cast_to=object)
+        if as_json:
+            print_json(found)
+            return
         said.print(f"{name} drains: {found['slices']} slices left. `batchweave workers resume {name}` undoes it.")
 
 
 @app.command("resume")
-def resume_worker(name: Name, url: UrlOption = LOCAL_URL, key: KeyOption = NO_KEY) -> None:
+def resume_worker(name: Name, as_json: JsonOption = False, url: UrlOption = LOCAL_URL, key: KeyOption = NO_KEY) -> None:
     """Let a worker take slices again."""
     with service_at(url, key) as client:
-        client.post(f"/workers/{quote(name, safe='')}/resume", cast_to=object)
+        found: Any = client.post(f"/workers/{quote(name, safe='')}/resume", cast_to=object)
+        if as_json:
+            print_json(found)
+            return
         said.print(f"{name} takes slices again")
 
 

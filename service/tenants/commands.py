@@ -19,7 +19,7 @@ from service.db.tables import ApiKey, AuditEvent, Project, Role
 from service.settings import SettingsError, load_settings
 from service.tenants import audit
 from service.tenants.keys import Caller, new_key
-from service.terminal import JsonOption, fail, print_json, said
+from service.terminal import JsonOption, fail, print_json, print_table, said
 
 Result = TypeVar("Result")
 DAY_S = 86400
@@ -85,7 +85,10 @@ def list_keys(as_json: JsonOption = False) -> None:
 
 
 @keys.command("revoke")
-def revoke_key(key_id: Annotated[str, typer.Argument(help="As `batchweave keys list` shows it: key_…")]) -> None:
+def revoke_key(
+    key_id: Annotated[str, typer.Argument(help="As `batchweave keys list` shows it: key_…")],
+    as_json: JsonOption = False,
+) -> None:
     """Refuse a key from now on."""
 
     async def revoke(session: AsyncSession) -> None:
@@ -103,11 +106,16 @@ def revoke_key(key_id: Annotated[str, typer.Argument(help="As `batchweave keys l
         audit.note(session, Caller(found[1], "cli", Role.ADMIN), "key.revoke", key_id, now)
 
     _run(revoke)
-    said.print(f"{key_id} is revoked.")
+    if as_json:
+        print_json({"id": key_id, "revoked": True})
+    else:
+        said.print(f"{key_id} is revoked.")
 
 
 @projects.command("create")
-def create_project(name: Annotated[str, typer.Argument(help="Name of the new project.")]) -> None:
+def create_project(
+    name: Annotated[str, typer.Argument(help="Name of the new project.")], as_json: JsonOption = False
+) -> None:
     """Make a project. Example: `batchweave projects create evaluation`"""
 
     async def make(session: AsyncSession) -> None:
@@ -121,7 +129,10 @@ def create_project(name: Annotated[str, typer.Argument(help="Name of the new pro
         _run(make)
     except IntegrityError:
         fail(f"there is a project {name!r} already")
-    said.print(f"The project {name} is made. A key for it: batchweave keys create --project {name} --name …")
+    if as_json:
+        print_json({"project": name})
+    else:
+        said.print(f"The project {name} is made. A key for it: batchweave keys create --project {name} --name …")
 
 
 @projects.command("set")
@@ -134,6 +145,7 @@ def set_project(
     max_batches: Quota = None,
     max_bytes: Quota = None,
     max_requests_per_minute: Quota = None,
+    as_json: JsonOption = False,
 ) -> None:
     """Change a project's weight and quotas; what is left out stays. Example:
 
@@ -157,7 +169,7 @@ def set_project(
         audit.note(session, Caller(project, "cli", Role.ADMIN), "project.set", project.id, time.time())
 
     _run(change)
-    list_projects()
+    list_projects(as_json)
 
 
 @projects.command("list")
@@ -242,10 +254,7 @@ def _day(at: int | None) -> str:
 
 
 def _print(columns: tuple[str, ...], rows: list[tuple[str, ...]], as_json: bool) -> None:
-    """Whole, whatever the terminal's width: ids are there to be copied."""
     if as_json:
         print_json([dict(zip(columns, row, strict=True)) for row in rows])
-        return
-    widths = [max(len(cell) for cell in column) for column in zip(columns, *rows, strict=True)]
-    for row in (columns, *rows):
-        print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
+    else:
+        print_table(columns, rows)
