@@ -9,10 +9,11 @@ from sqlalchemy.ext.asyncio import AsyncSession
 
 from service import ids
 from service.api.again import Again, TriedAgain, digest
+from service.api.bodies import CreateBatch, ObjectId
 from service.api.caller import CalledBy
 from service.api.context import Context, Here
 from service.api.pages import page_rows
-from service.api.shapes import BatchObject, CreateBatch, ObjectId, Page
+from service.api.shapes import BatchObject, Page
 from service.db.moves import TERMINAL, move_batch
 from service.db.tables import Batch, BatchStatus, File
 from service.endpoints import ENDPOINTS

@@ -11,10 +11,10 @@ from sqlalchemy import select
 
 from service import ids
 from service.api.batches import find_batch
+from service.api.bodies import ObjectId
 from service.api.caller import CalledBy
 from service.api.context import Context, Here
 from service.api.files import find_file
-from service.api.shapes import ObjectId
 from service.db.moves import LIVE
 from service.db.tables import Batch, BatchStatus, File, OutputOrder
 from service.early_results import Size, run_sizes

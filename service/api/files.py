@@ -8,11 +8,12 @@ from sqlalchemy import select, update
 from starlette.requests import ClientDisconnect
 
 from service import ids
+from service.api.bodies import ObjectId
 from service.api.caller import CalledBy
 from service.api.context import Context, Here
 from service.api.multipart import Form, FormReader, form_body
 from service.api.pages import Order, page_rows
-from service.api.shapes import FileDeleted, FileObject, ObjectId, Page
+from service.api.shapes import FileDeleted, FileObject, Page
 from service.db.moves import LIVE
 from service.db.tables import FILE_KEEP_S, Batch, File
 from service.errors import ApiError, BadRequest, NotFound, PayloadTooLarge

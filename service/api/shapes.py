@@ -1,19 +1,16 @@
-"""Objects as OpenAI's clients read them; every key is written, null where there is nothing."""
+"""Objects as OpenAI's clients read them; every key is written, null where there is nothing. Requests are in bodies.py."""
 
 from collections.abc import Sequence
-from typing import Annotated, Any, Generic, Literal, TypeVar
+from typing import Any, Generic, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, StringConstraints
+from pydantic import BaseModel, Field
 
 from service import ids
 from service.db.tables import Batch, BatchStatus, File, OutputOrder, Upload, UploadStatus, WebhookEndpoint
 from service.queue.counts import Counts
 from service.standing import Standing
-from service.webhooks.events import EventType
 
 Item = TypeVar("Item")
-# Of a file or a batch; an id that no object can have is not looked up.
-ObjectId = Annotated[str, StringConstraints(max_length=64, pattern=r"^[A-Za-z0-9_-]+$")]
 
 
 class FileObject(BaseModel):
@@ -220,49 +217,6 @@ class BatchObject(BaseModel):
         )
 
 
-class ExpiresAfter(BaseModel):
-    anchor: Literal["created_at"]
-    seconds: Annotated[int, Field(ge=3600, le=2592000)]
-
-
-class CreateUpload(BaseModel):
-    bytes: Annotated[int, Field(ge=0, le=8 * 1024**3)]
-    filename: Annotated[str, StringConstraints(min_length=1, max_length=1024)]
-    mime_type: Annotated[str, StringConstraints(max_length=256)]
-    purpose: Literal["batch"]
-    expires_after: ExpiresAfter | None = None
-
-
-class CompleteUpload(BaseModel):
-    part_ids: Annotated[list[ObjectId], Field(max_length=10_000)]
-    md5: Annotated[str, StringConstraints(pattern=r"^[0-9a-fA-F]{32}$")] | None = None
-
-
-MetadataKey = Annotated[str, StringConstraints(max_length=64)]
-MetadataValue = Annotated[str, StringConstraints(max_length=512)]
-
-
-class CreateExtras(BaseModel):
-    """What is asked for beyond OpenAI's API, by `extra_body={"batchweave": {...}}` of the client."""
-
-    model_config = ConfigDict(extra="forbid")
-
-    output_order: OutputOrder = OutputOrder.ANY
-
-
-class CreateBatch(BaseModel):
-    model_config = ConfigDict(extra="ignore")
-
-    input_file_id: ObjectId
-    endpoint: str
-    completion_window: Annotated[
-        str, StringConstraints(pattern=r"^[1-9][0-9]{0,3}[mhd]$"), Field(description="24h, or any <n>m, <n>h, <n>d")
-    ]
-    metadata: Annotated[dict[MetadataKey, MetadataValue], Field(max_length=16)] | None = None
-    output_expires_after: ExpiresAfter | None = None
-    batchweave: CreateExtras = CreateExtras()
-
-
 class WorkerObject(BaseModel):
     """A worker that is alive. Rates are those of the last seconds; null before its engine has run a step."""
 
@@ -306,31 +260,6 @@ class WorkerResumed(BaseModel):
     id: str
     object: Literal["worker"] = "worker"
     drained: bool = False
-
-
-EventTypeList = Annotated[list[EventType], Field(min_length=1, max_length=16)]
-WebhookName = Annotated[str, StringConstraints(min_length=1, max_length=256, pattern=r"^[^\x00]+$")]
-WebhookUrl = Annotated[str, StringConstraints(min_length=1, max_length=2048, pattern=r"^[\x21-\x7e]+$")]
-
-
-class CreateWebhook(BaseModel):
-    name: WebhookName
-    url: WebhookUrl
-    event_types: EventTypeList
-
-
-class UpdateWebhook(BaseModel):
-    name: WebhookName | None = None
-    url: WebhookUrl | None = None
-    event_types: EventTypeList | None = None
-
-
-class RotateSecret(BaseModel):
-    keep_old_secret_active_for_24_hours: bool = False
-
-
-class TestWebhook(BaseModel):
-    event_type: EventType
 
 
 class WebhookObject(BaseModel):

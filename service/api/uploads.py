@@ -9,10 +9,11 @@ from sqlalchemy.ext.asyncio import AsyncSession
 from starlette.requests import ClientDisconnect
 
 from service import ids
+from service.api.bodies import CompleteUpload, CreateUpload, ObjectId
 from service.api.caller import CalledBy
 from service.api.context import Context, Here
 from service.api.multipart import FormReader, form_body
-from service.api.shapes import CompleteUpload, CreateUpload, ObjectId, UploadObject, UploadPartObject
+from service.api.shapes import UploadObject, UploadPartObject
 from service.db.moves import rows_changed
 from service.db.tables import FILE_KEEP_S, File, Upload, UploadPart, UploadStatus
 from service.errors import ApiError, BadRequest, NotFound, PayloadTooLarge

@@ -8,22 +8,11 @@ from sqlalchemy.ext.asyncio import AsyncSession
 
 from service import ids
 from service.api.again import TriedAgain
+from service.api.bodies import CreateWebhook, ObjectId, RotateSecret, TestWebhook, UpdateWebhook
 from service.api.caller import CalledBy, CalledByAdmin
 from service.api.context import Here
 from service.api.pages import page_rows
-from service.api.shapes import (
-    CreateWebhook,
-    EventTypes,
-    ObjectId,
-    Page,
-    RotateSecret,
-    TestWebhook,
-    UpdateWebhook,
-    WebhookDeleted,
-    WebhookObject,
-    WebhookTested,
-    WebhookWithSecret,
-)
+from service.api.shapes import EventTypes, Page, WebhookDeleted, WebhookObject, WebhookTested, WebhookWithSecret
 from service.db.tables import WebhookDelivery, WebhookEndpoint
 from service.errors import BadRequest, NotFound
 from service.tenants import audit

@@ -8,8 +8,8 @@ from fastapi.responses import RedirectResponse
 
 from service.api import batches, files, workers
 from service.api.again import Again
+from service.api.bodies import CreateBatch, CreateExtras, ObjectId
 from service.api.context import Here
-from service.api.shapes import CreateBatch, CreateExtras, ObjectId
 from service.dashboard.render import page
 from service.dashboard.sessions import (
     Changes,

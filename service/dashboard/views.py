@@ -10,9 +10,10 @@ from sqlalchemy import func, select
 from sse_starlette.sse import EventSourceResponse
 
 from service.api import batches, content, files
+from service.api.bodies import ObjectId
 from service.api.context import Context, Here
 from service.api.pages import page_rows
-from service.api.shapes import ObjectId, WorkerObject
+from service.api.shapes import WorkerObject
 from service.api.workers import alive_workers
 from service.dashboard.answers import Found, parsed, request_of, search, stored_lines
 from service.dashboard.render import HEADERS, ROOT, page
