@@ -1,4 +1,4 @@
-"""Objects as OpenAI's clients read them; every key is written, null where there is nothing. Requests are in bodies.py."""
+"""Objects as OpenAI's clients read them: every key is written, null where there is nothing. Requests: bodies.py."""
 
 from collections.abc import Sequence
 from typing import Any, Generic, Literal, TypeVar

@@ -40,9 +40,8 @@ router = APIRouter(prefix="/dashboard", include_in_schema=False)
 async def overview(request: Request, here: Here, viewer: LooksIn) -> Response:
     mine = Batch.project_id == viewer.caller.project.id
     async with here.database.read() as session:
-        by_status = dict(
-            (await session.execute(select(Batch.status, func.count()).where(mine).group_by(Batch.status))).all()
-        )  # pyright: ignore[reportArgumentType]
+        counted = await session.execute(select(Batch.status, func.count()).where(mine).group_by(Batch.status))
+        by_status = {status: count for status, count in counted}
         live = (
             await session.scalars(select(Batch).where(mine, Batch.status.in_(LIVE)).order_by(Batch.seq).limit(10))
         ).all()
@@ -209,13 +208,10 @@ async def project_list(request: Request, here: Here, viewer: LooksInAsAdmin) -> 
     async with here.database.read() as session:
         projects = (await session.scalars(select(Project).order_by(Project.name))).all()
         keys = (await session.scalars(select(ApiKey).order_by(ApiKey.created_at.desc()))).all()
-        live = dict(
-            (
-                await session.execute(
-                    select(Batch.project_id, func.count()).where(Batch.status.in_(LIVE)).group_by(Batch.project_id)
-                )
-            ).all()
-        )  # pyright: ignore[reportArgumentType]
+        counted = await session.execute(
+            select(Batch.project_id, func.count()).where(Batch.status.in_(LIVE)).group_by(Batch.project_id)
+        )
+        live = {project: count for project, count in counted}
     return page(request, "projects.html", viewer, projects=projects, keys=keys, live=live)
 
 

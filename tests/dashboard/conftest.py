@@ -1,3 +1,3 @@
-from tests.integration.conftest import house, tokenizer
+from tests.integration.conftest import house, tokenizer, url
 
-__all__ = ["house", "tokenizer"]
+__all__ = ["house", "tokenizer", "url"]

@@ -2,7 +2,7 @@
 
 import asyncio
 import json
-from collections.abc import AsyncGenerator, Generator
+from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -26,12 +26,6 @@ PAGES = ("", "/batches", "/new", "/files", "/workers", "/projects", "/audit", "/
 def empty_database_url(tmp_path: Path) -> str:
     """One database is enough: pages see the API's functions alone."""
     return f"sqlite+aiosqlite:///{tmp_path / 'test.db'}"
-
-
-@pytest.fixture
-def url(settings: Settings, clock: Clock) -> Generator[str, None, None]:
-    with serve(settings, clock) as url:
-        yield url
 
 
 @pytest.fixture

@@ -3,17 +3,18 @@
 import asyncio
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Generator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from service.db.tables import BatchStatus
 from service.queue.progress import Heartbeat
 from service.remote import upload as uploads
 from service.remote.download import download
@@ -28,12 +29,6 @@ from tests.integration.serving import serve
 def empty_database_url(tmp_path: Path) -> str:
     """One database is enough: the commands see the API alone."""
     return f"sqlite+aiosqlite:///{tmp_path / 'test.db'}"
-
-
-@pytest.fixture
-def url(settings: Settings, clock: Clock) -> Generator[str, None, None]:
-    with serve(settings, clock) as url:
-        yield url
 
 
 def start(url: str, *arguments: object) -> subprocess.Popen[str]:
@@ -103,6 +98,19 @@ async def test_all_is_well_is_zero_and_a_bad_file_four(house: House, url: str, t
     code, _, said = await run_beside_the_jobs(house, ScriptedEngine(), url, "submit", path, "--wait")
     assert code == 4
     assert "line 2" in said
+
+
+async def test_ctrl_c_ends_the_command_and_not_the_batch(house: House, url: str, tmp_path: Path) -> None:
+    command = start(url, "submit", write(tmp_path, [line(1)]), "--wait")
+    assert command.stderr is not None
+    batch_id = (await asyncio.to_thread(command.stderr.readline)).split()[-1]
+    await asyncio.to_thread(command.stderr.readline)  # of its progress
+    command.send_signal(signal.SIGINT)
+    _, said = await asyncio.to_thread(command.communicate, None, 60)
+    assert command.returncode == 130
+    assert f"batchweave batches wait {batch_id}" in said
+    assert "Traceback" not in said
+    assert (await house.batch(batch_id)).status == BatchStatus.VALIDATING
 
 
 async def test_a_batch_is_listed_shown_cancelled_and_retried(house: House, url: str, tmp_path: Path) -> None:
