@@ -20,7 +20,7 @@ class SettingsError(Exception):
 
 
 class Settings(BaseSettings):
-    """Frozen settings, each from the variable BATCHWEAVE_<NAME>."""
+    """Frozen settings, each from the variable BATCHWEAVE_<NAME> if it names no other."""
 
     model_config = SettingsConfigDict(env_prefix="BATCHWEAVE_", frozen=True, extra="ignore", protected_namespaces=())
 
@@ -57,6 +57,13 @@ class Settings(BaseSettings):
         description="port of /metrics of planner and worker (`up`: the worker; the planner one above); default: none",
     )
     steps_file: Path | None = Field(None, description="where the engine writes what each step did, for a calibration")
+
+    otlp_endpoint: str | None = Field(
+        None,
+        validation_alias="OTEL_EXPORTER_OTLP_ENDPOINT",
+        pattern=r"^https?://",
+        description="OpenTelemetry collector that traces go to, by HTTP; default: none are made",
+    )
 
     webhook_private: bool = Field(False, description="let webhooks go to private addresses, and without TLS")
 
@@ -131,6 +138,13 @@ class Settings(BaseSettings):
         return str(Path(self.model).resolve()) if Path(self.model).exists() else self.model
 
 
+def variable(field: str) -> str:
+    """The environment's name of a field, or of what stands for one elsewhere."""
+    about = Settings.model_fields.get(field)
+    alias = about.validation_alias if about else field
+    return alias if isinstance(alias, str) else f"BATCHWEAVE_{field.upper()}"
+
+
 def is_loopback(host: str) -> bool:
     try:
         return ipaddress.ip_address(host).is_loopback
@@ -148,8 +162,7 @@ def load_settings(**overrides: Any) -> Settings:
         return settings
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
-        name = "BATCHWEAVE_" + "_".join(str(part) for part in first["loc"][:1]).upper()
-        raise SettingsError(f"{name}: {first['msg']} (got {first.get('input')!r})") from error
+        raise SettingsError(f"{variable(str(first['loc'][0]))}: {first['msg']} (got {first.get('input')!r})") from error
     except PydanticSettingsError as error:  # its message names the field in quotes
         name = str(error).split('"')[1].upper()
         raise SettingsError(f"BATCHWEAVE_{name}: is not valid JSON") from error

@@ -12,7 +12,7 @@ import numpy as np
 import structlog
 from sqlalchemy import select
 
-from service import ids
+from service import ids, tracing
 from service.answer_body import NO_USAGE, error_message, usage_of
 from service.db.sessions import Database
 from service.db.tables import Batch, BatchStatus, SliceBatch, Window
@@ -112,6 +112,12 @@ class SliceRun:
         """Run to the end; True when every request of a live batch has its answer in the shard."""
         requests = await self._load()
         self.remaining = len(requests)
+        about = {"slice": self.lease.slice_id, "epoch": self.lease.epoch, "requests": len(requests)}
+        with tracing.stage("slice", sorted(self.batch_ids), worker=self._settings.worker_name, **about):
+            await self._run(requests)
+        return not self._stopping
+
+    async def _run(self, requests: list[Request]) -> None:
         if requests and any(count != Counts() for count in self.counts.values()):
             await self._on_progress(self.lease.slice_id, self.counts)
         flusher = asyncio.create_task(self._flush_regularly())
@@ -125,7 +131,6 @@ class SliceRun:
             self._wake.set()
             await flusher
         await self._flush_to_the_end()
-        return not self._stopping
 
     async def _run_all(self, requests: Sequence[Request]) -> None:
         async with asyncio.TaskGroup() as group:

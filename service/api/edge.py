@@ -10,6 +10,7 @@ from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from service.metrics.counters import HTTP
+from service.tracing import HttpSpan
 
 MAX_BODY_BYTES = 1024 * 1024
 METHODS = ("GET", "HEAD", "OPTIONS", "POST", "PUT", "PATCH", "DELETE")  # anything else is a caller's invention
@@ -27,7 +28,8 @@ class Edge:
         request_id = f"req_{secrets.token_hex(16)}"
         scope.setdefault("state", {})["request_id"] = request_id
 
-        started, status = perf_counter(), 500
+        method = scope["method"] if scope["method"] in METHODS else "other"
+        started, status, span = perf_counter(), 500, HttpSpan(method, scope["headers"])
 
         async def send_with_id(message: Message) -> None:
             nonlocal status
@@ -42,8 +44,8 @@ class Edge:
                 await self._app(scope, bounded, send_with_id)
             finally:
                 route = getattr(scope.get("route"), "path", "other")
-                method = scope["method"] if scope["method"] in METHODS else "other"
                 HTTP.labels(method, route, str(status)).observe(perf_counter() - started)
+                span.end(route, status, request_id)
 
 
 def _bounded(receive: Receive) -> Receive:

@@ -28,6 +28,7 @@ from service.queue.connection import open_redis
 from service.settings import Settings
 from service.storage import Storage
 from service.terminal import fail, said
+from service.tracing import send_traces
 
 
 def up(
@@ -68,6 +69,7 @@ def api(host: HostOption = None, port: PortOption = None) -> None:
     settings = settings_of(host=host, port=port)
     log_to(sys.stdout)
     open_database(settings)
+    send_traces(settings.otlp_endpoint, "api")
     uvicorn.run(
         create_app(settings),
         host=settings.host,
@@ -89,6 +91,7 @@ def planner(model: ModelOption = None, model_name: NameOption = None) -> None:
     settings = settings_of(model=model, model_name=model_name)
     log_to(sys.stdout)
     open_database(settings)
+    send_traces(settings.otlp_endpoint, "planner")
     _serve_metrics(settings)
 
     async def main(database: Database, storage: Storage, redis: Redis, stop: asyncio.Event) -> None:
@@ -106,6 +109,7 @@ def worker(model: ModelOption = None, model_name: NameOption = None) -> None:
     settings = settings_of(model=model, model_name=model_name)
     log_to(sys.stdout)
     open_database(settings)
+    send_traces(settings.otlp_endpoint, "worker")
     metrics = EngineMetrics(settings.served_model)
     REGISTRY.register(metrics)
     _serve_metrics(settings)

@@ -25,13 +25,14 @@ from service.endpoints import ENDPOINTS
 from service.errors import NotFound, Unavailable
 from service.queue.counts import Counts
 from service.queue.history import History
+from service.settings import variable
 from service.standing import alive_by_model
 
 LISTED = 50
 TICK_S = 2.0
 STREAM_S = 600.0  # the browser connects again; a session that has ended must not be told for ever
 STATIC = {"style.css", "dashboard.js", "htmx.min.js", "htmx-sse.min.js", "uPlot.iife.min.js", "uPlot.min.css"}
-SECRETS = ("database_url", "redis_url", "storage_url", "engine_args")
+SECRETS = ("database_url", "redis_url", "storage_url", "engine_args", "otlp_endpoint")
 
 router = APIRouter(prefix="/dashboard", include_in_schema=False)
 
@@ -230,7 +231,7 @@ async def running_settings(request: Request, here: Here, viewer: LooksInAsAdmin)
         value: Any = getattr(here.settings, name)
         if name in SECRETS and value:
             value = "set (hidden)"
-        shown.append((f"BATCHWEAVE_{name.upper()}", "" if value is None else str(value), about.description or ""))
+        shown.append((variable(name), "" if value is None else str(value), about.description or ""))
     return page(request, "settings.html", viewer, settings=shown)
 
 

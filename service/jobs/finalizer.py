@@ -11,7 +11,7 @@ import structlog
 from sqlalchemy import delete, exists, select, update
 from sqlalchemy.ext.asyncio import AsyncSession
 
-from service import ids
+from service import ids, tracing
 from service.db.moves import LIVE, move_batch
 from service.db.sessions import Database
 from service.db.tables import (
@@ -104,7 +104,8 @@ class Finalizer:
         by_id = {batch.id: batch for batch in ending}
         async with self._desk.take(by_id) as batch_id:
             if batch_id is not None:
-                await self.finalize(by_id[batch_id])
+                with tracing.stage("finalize", [batch_id]):
+                    await self.finalize(by_id[batch_id])
         return batch_id is not None
 
     async def _begin_finished(self) -> None:
@@ -258,6 +259,7 @@ class Finalizer:
             for file in (output, errors):
                 await self._storage.delete(file_key(file.id))
             return
+        tracing.batch_ended(batch.id, ending, batch.created_at, now)
         log.info("ended", batch=batch.id, status=ending, completed=output.lines, failed=errors.lines)
 
 

@@ -14,7 +14,7 @@ from engine_ext.plan.cost import CostModel
 from engine_ext.plan.lengths import LONGEST, UNKNOWN
 from engine_ext.plan.prompts import Prompts
 from engine_ext.plan.window import Outputs, Shape, WindowPlan, plan_window
-from service import ids
+from service import ids, tracing
 from service.db.moves import rows_changed
 from service.db.sessions import Database
 from service.db.tables import Batch, BatchStatus, Model, Project, Slice, SliceBatch, Window
@@ -84,7 +84,8 @@ class Planner:
         async with self._desk.take(pending) as model:
             if model is not None:
                 try:
-                    await self.plan(model, pending[model])
+                    with tracing.stage("plan", (span.batch_id for span in pending[model]), model=model):
+                        await self.plan(model, pending[model])
                 except PlanOutdated as error:
                     log.info("plan given up", model=model, reason=str(error))
         return model is not None

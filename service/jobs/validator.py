@@ -7,7 +7,7 @@ import structlog
 from sqlalchemy import select
 from sqlalchemy.ext.asyncio import AsyncSession
 
-from service import ids
+from service import ids, tracing
 from service.db.moves import move_batch
 from service.db.sessions import Database
 from service.db.tables import Batch, BatchStatus, Model
@@ -47,7 +47,8 @@ class Validator:
         by_id = {batch.id: batch for batch in waiting}
         async with self._desk.take(by_id) as batch_id:
             if batch_id is not None:
-                await self.validate(by_id[batch_id])
+                with tracing.stage("validate", [batch_id]):
+                    await self.validate(by_id[batch_id])
         return batch_id is not None
 
     async def validate(self, batch: Batch) -> None:
@@ -89,6 +90,8 @@ class Validator:
                 )
         if checker.errors or not moved:
             await self._storage.delete_all(index.folder)
+        if checker.errors and moved:
+            tracing.batch_ended(batch.id, BatchStatus.FAILED, batch.created_at, self._clock())
         VALIDATED.inc(checker.requests)
         log.info("validated", batch=batch.id, requests=checker.requests, errors=len(checker.errors), still_wanted=moved)
 

@@ -5,6 +5,7 @@ from collections.abc import Callable
 import structlog
 from sqlalchemy import select, update
 
+from service import tracing
 from service.db.moves import rows_changed
 from service.db.sessions import Database
 from service.db.tables import WebhookDelivery, WebhookEndpoint
@@ -35,7 +36,8 @@ class Webhooks:
         body = event_body(delivery)
         headers = signed_headers(delivery.id, now, body, active_secrets(endpoint, now))
         try:
-            status = await deliver(endpoint.url, body, headers, self._reach)
+            with tracing.stage("webhook", [delivery.batch_id], event=delivery.id):
+                status = await deliver(endpoint.url, body, headers, self._reach)
             went_well, said = 200 <= status < 300, f"status {status}"
         except Unreachable as error:
             went_well, said = False, str(error)

@@ -13,7 +13,7 @@ LONG_S = (0.01, 0.05, 0.25, 1.0, 5.0, 15.0, 60.0, 300.0, 900.0, 3600.0)
 
 HTTP = Histogram(
     "batchweave_http_request_seconds",
-    "From a request's first byte to the last of its answer, by the route's template",
+    "From a request's headers to the last byte of its answer, by the route's template",
     ("method", "route", "status"),
     buckets=QUICK_S,
 )

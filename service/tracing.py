@@ -1,0 +1,114 @@
+"""OpenTelemetry traces, sent when an endpoint is set: one trace for each batch, and one for each HTTP request.
+
+A batch's trace id is the 32 hex digits of its id, so that whoever has the one finds the other. Its stages run in
+several processes: each is a span of its own, below a span of the whole batch, which is sent when the batch has ended.
+"""
+
+from collections.abc import Generator, Iterable
+from contextlib import ExitStack, contextmanager
+from importlib.metadata import version
+from itertools import islice
+
+from opentelemetry import propagate, trace
+from opentelemetry.context import Context
+from opentelemetry.sdk.resources import Resource
+from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
+from opentelemetry.sdk.trace.export import BatchSpanProcessor
+from opentelemetry.trace import NonRecordingSpan, SpanContext, SpanKind, Status, StatusCode, TraceFlags
+
+Value = str | int | float | bool
+MOST_BATCHES = 64  # in whose traces one stage appears; a window may serve thousands
+NS = 1_000_000_000
+
+
+class Traces:
+    """What a process sends, from `send_traces` on."""
+
+    def __init__(self, endpoint: str, role: str) -> None:
+        from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+
+        self._resource = Resource.create(
+            {"service.name": f"batchweave-{role}", "service.version": version("batchweave")}
+        )
+        self._processor = BatchSpanProcessor(OTLPSpanExporter(f"{endpoint.rstrip('/')}/v1/traces"))
+        self._provider = TracerProvider(resource=self._resource)  # flushes at the process's end
+        self._provider.add_span_processor(self._processor)
+        self.tracer = self._provider.get_tracer("batchweave")
+
+    def send(self, name: str, ids: SpanContext, between: tuple[float, float], attributes: dict[str, Value]) -> None:
+        """A span with these ids, whose begin and end (unix seconds) were in any process."""
+        span = ReadableSpan(
+            name=name,
+            context=ids,
+            resource=self._resource,
+            attributes=attributes,
+            start_time=int(between[0] * NS),
+            end_time=int(between[1] * NS),
+        )
+        self._processor.on_end(span)
+
+    def flush(self) -> None:
+        self._provider.force_flush()
+
+
+_traces: Traces | None = None
+
+
+def send_traces(endpoint: str | None, role: str) -> Traces | None:
+    """From now on this process traces to this OTLP endpoint over HTTP, or not at all with None.
+
+    The exporter reads OTEL_EXPORTER_OTLP_HEADERS, _CERTIFICATE and _TIMEOUT by itself.
+    """
+    global _traces
+    _traces = Traces(endpoint, role) if endpoint else None
+    return _traces
+
+
+@contextmanager
+def stage(name: str, batch_ids: Iterable[str], **attributes: Value) -> Generator[None, None, None]:
+    """A span around the block in the trace of each of these batches."""
+    with ExitStack() as stack:
+        if _traces:
+            for batch_id in islice(batch_ids, MOST_BATCHES):
+                parent = trace.set_span_in_context(NonRecordingSpan(_whole(batch_id)), Context())
+                values = _named(batch=batch_id, **attributes)
+                stack.enter_context(_traces.tracer.start_as_current_span(name, parent, attributes=values))
+        yield
+
+
+def batch_ended(batch_id: str, status: str, created_at: float, ended_at: float) -> None:
+    """Send the span above all stages of a batch; times in unix seconds."""
+    if _traces:
+        _traces.send("batch", _whole(batch_id), (created_at, ended_at), _named(batch=batch_id, status=status))
+
+
+class HttpSpan:
+    """Around the answer to a request, in its caller's trace where a `traceparent` names one."""
+
+    def __init__(self, method: str, headers: Iterable[tuple[bytes, bytes]]) -> None:
+        self._method, self._span = method, None
+        if _traces:
+            caller = propagate.extract({name.decode("latin-1"): value.decode("latin-1") for name, value in headers})
+            self._span = _traces.tracer.start_span(method, caller, SpanKind.SERVER)
+
+    def end(self, route: str, status: int, request_id: str) -> None:
+        if self._span is None:
+            return
+        self._span.update_name(f"{self._method} {route}")
+        self._span.set_attributes(
+            {"http.request.method": self._method, "http.route": route, "http.response.status_code": status}
+        )
+        self._span.set_attributes(_named(request=request_id))
+        if status >= 500:
+            self._span.set_status(Status(StatusCode.ERROR))
+        self._span.end()
+
+
+def _whole(batch_id: str) -> SpanContext:
+    """Ids that every process knows: the span's are the first 16 digits of the trace's."""
+    digits, sampled = batch_id.removeprefix("batch_"), TraceFlags(TraceFlags.SAMPLED)
+    return SpanContext(int(digits, 16), int(digits[:16], 16), is_remote=True, trace_flags=sampled)
+
+
+def _named(**attributes: Value) -> dict[str, Value]:
+    return {f"batchweave.{name}": value for name, value in attributes.items()}

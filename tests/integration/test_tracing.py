@@ -1,0 +1,102 @@
+"""Traces as a collector gets them."""
+
+import threading
+from collections import Counter
+from collections.abc import Generator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import httpx
+import pytest
+from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
+from opentelemetry.proto.trace.v1.trace_pb2 import Span
+
+from service.settings import Settings
+from service.tracing import Traces, send_traces
+from tests.conftest import Clock
+from tests.integration.house import House, ScriptedEngine, jsonl, line
+from tests.integration.serving import serve
+
+
+@contextmanager
+def collector() -> Generator[tuple[str, list[Span]], None, None]:
+    """Where it is, and the spans that came."""
+    spans: list[Span] = []
+
+    class Receiver(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            assert self.path == "/v1/traces"
+            sent = ExportTraceServiceRequest.FromString(self.rfile.read(int(self.headers["Content-Length"])))
+            spans.extend(span for each in sent.resource_spans for scope in each.scope_spans for span in scope.spans)
+            self.send_response(200)
+            self.send_header("Content-Length", "0")
+            self.end_headers()
+
+        def log_message(self, format: str, *args: object) -> None:
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Receiver) as server:
+        threading.Thread(target=server.serve_forever).start()
+        yield f"http://127.0.0.1:{server.server_address[1]}", spans
+        server.shutdown()
+
+
+@pytest.fixture
+def traced() -> Generator[tuple[Traces, list[Span]], None, None]:
+    with collector() as (url, spans):
+        traces = send_traces(url, "test")
+        assert traces is not None
+        yield traces, spans
+        send_traces(None, "test")
+
+
+def values(span: Span) -> dict[str, str | int]:
+    return {each.key: each.value.string_value or each.value.int_value for each in span.attributes}
+
+
+async def test_a_batch_is_one_trace_whose_id_is_its_own(house: House, traced: tuple[Traces, list[Span]]) -> None:
+    traces, spans = traced
+    batch_id = await house.submit(jsonl(line(n) for n in range(12)))
+    other = await house.submit(b"[]\n")
+    await house.plan()
+    async with house.working(ScriptedEngine()):
+        await house.until_ended(batch_id)
+    traces.flush()
+    mine = [span for span in spans if span.trace_id.hex() == batch_id.removeprefix("batch_")]
+    slices = sum(span.name == "slice" for span in mine)
+    assert slices >= 2
+    assert Counter(span.name for span in mine) == {"validate": 1, "plan": 1, "slice": slices, "finalize": 1, "batch": 1}
+    [whole] = [span for span in mine if span.name == "batch"]
+    assert values(whole)["batchweave.status"] == "completed"
+    assert {span.parent_span_id for span in mine if span is not whole} == {whole.span_id}
+    assert {values(span)["batchweave.batch"] for span in mine} == {batch_id}
+    assert sum(int(values(span)["batchweave.requests"]) for span in mine if span.name == "slice") == 12
+    theirs = [span for span in spans if values(span)["batchweave.batch"] == other]
+    assert {(span.name, values(span).get("batchweave.status")) for span in theirs} == {
+        ("validate", None),
+        ("batch", "failed"),
+    }
+
+
+def test_a_request_joins_its_callers_trace(settings: Settings, clock: Clock, traced: tuple[Traces, list[Span]]) -> None:
+    traces, spans = traced
+    caller = "0af7651916cd43dd8448eb211c80319c"
+    with serve(settings, clock) as url:
+        found = httpx.get(f"{url}/v1/batches/batch_x", headers={"traceparent": f"00-{caller}-b7ad6b7169203331-01"})
+    traces.flush()
+    [span] = spans
+    assert (span.name, span.trace_id.hex()) == ("GET /v1/batches/{batch_id}", caller)
+    assert values(span)["http.response.status_code"] == 404
+    assert values(span)["batchweave.request"] == found.headers["x-request-id"]
+
+
+async def test_a_collector_that_is_away_changes_nothing(house: House) -> None:
+    send_traces("http://127.0.0.1:9", "test")
+    try:
+        batch_id = await house.submit(jsonl(line(n) for n in range(4)))
+        await house.plan()
+        async with house.working(ScriptedEngine()):
+            [batch] = await house.until_ended(batch_id)
+        assert batch.status == "completed"
+    finally:
+        send_traces(None, "test")
