@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import secrets
 from collections.abc import Callable, Coroutine, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -62,6 +63,13 @@ class Request:
 
 
 _line_decoder = msgspec.json.Decoder(RequestLine)
+
+
+def _about(request: Request) -> AbstractContextManager[None]:
+    """What is logged in the block names the request."""
+    return structlog.contextvars.bound_contextvars(
+        batch=request.batch_id, request=request.number, custom_id=request.custom_id
+    )
 
 
 class SliceRun:
@@ -144,7 +152,8 @@ class SliceRun:
         """
         size = trial.size
         if requests and requests[0].place == trial.place and trial.alone_deaths >= ALONE_DEATHS_TO_REFUSE:
-            log.error("request kills the engine", custom_id=requests[0].custom_id, batch=requests[0].batch_id)
+            with _about(requests[0]):
+                log.error("request kills the engine")
             self._keep(requests[0], None, {"code": "server_error", "message": KILLS})
             self.remaining -= 1
             requests = requests[1:]
@@ -220,20 +229,24 @@ class SliceRun:
         return requests
 
     async def _run_one(self, request: Request) -> None:
+        with _about(request):
+            await self._run_attempts(request)
+        self.remaining -= 1
+
+    async def _run_attempts(self, request: Request) -> None:
         for attempt in range(1, self._settings.request_attempts + 1):
             if self._given_up(request):
                 break
             failure = await self._attempt(request)
             if failure is None or self._given_up(request):
                 break
-            log.warning("engine failed on a request", custom_id=request.custom_id, attempt=attempt, error=failure)
+            log.warning("engine failed on a request", attempt=attempt, error=failure)
             if attempt == self._settings.request_attempts:
                 message = f"The engine failed on it in {attempt} attempts: {failure}"
                 self._keep(request, None, {"code": "server_error", "message": message})
             else:
                 RETRIES.labels(self._settings.served_model).inc()
                 await asyncio.sleep(self._settings.flush_s * 2 ** (attempt - 1))
-        self.remaining -= 1
 
     def _given_up(self, request: Request) -> bool:
         return self._stopping or request.batch_id in self._stopped_batches
@@ -255,7 +268,7 @@ class SliceRun:
             }
             self._keep(request, response, None, usage_of(answer.body) if answer.status_code < 400 else None)
         except Exception as error:  # the edge of a request: it is recorded on the line it hit
-            log.exception("request failed", custom_id=request.custom_id)
+            log.exception("request failed")
             return f"{type(error).__name__}: {error}"
         finally:
             del self._in_flight[rid]
@@ -303,7 +316,7 @@ class SliceRun:
                 with timed(SEGMENTS):
                     await self._shard.write(self.lease.epoch, self._segment, self._writing)
             except Exception:  # a full or unreachable store: the answers stay in memory until it takes them
-                log.exception("segment not written", slice=self.lease.slice_id)
+                log.exception("segment not written")
                 return False
             written, self._writing = self._writing, []
             self._segment += 1

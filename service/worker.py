@@ -28,6 +28,7 @@ from service.storage import Storage
 
 DRAIN_S = 20.0  # to write what is answered; a supervisor waits for 30
 LATE_S = 1.0  # for what has not ended after the drain
+LOGGED = 64  # batches that one line names
 log = structlog.get_logger()
 
 
@@ -162,6 +163,7 @@ class Worker:
 
     async def _run_slice(self, run: SliceRun) -> None:
         lease = run.lease
+        structlog.contextvars.bind_contextvars(slice=lease.slice_id, epoch=lease.epoch)  # of this task and its own
         try:
             while lease.trial and len(self._runs) > 1 and not run.stopping:  # others would die with it
                 await asyncio.sleep(0.02)
@@ -172,10 +174,10 @@ class Worker:
             else:
                 kept = await self._leases.give_back(lease)
             self._let_go("lost" if not kept else "finished" if whole else "given back")
-            log.info("slice", slice=lease.slice_id, epoch=lease.epoch, finished=whole, lease_kept=kept)
+            log.info("slice", batches=sorted(run.batch_ids)[:LOGGED], finished=whole, lease_kept=kept)
         except Exception:  # the edge of the worker: the slice is ready again, and the log says why
             self._let_go("failed")
-            log.exception("slice failed", slice=lease.slice_id, epoch=lease.epoch)
+            log.exception("slice failed")
             await asyncio.sleep(1.0)  # a slice that always fails must not spin
             with suppress(SQLAlchemyError):  # its lease ends by itself
                 await self._leases.give_back(lease)

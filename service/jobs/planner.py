@@ -28,6 +28,7 @@ from service.request_output import EXACT, MOST_TOKENS
 from service.settings import Settings
 from service.storage import Storage
 
+LOGGED = 64  # batches that one line names
 log = structlog.get_logger()
 
 
@@ -141,6 +142,7 @@ class Planner:
         log.info(
             "planned",
             model=model,
+            batches=header.batches[:LOGGED],
             requests=len(found.places),
             slices=len(plan.slices),
             prompt_tokens=plan.prompt_tokens,

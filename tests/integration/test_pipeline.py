@@ -3,7 +3,9 @@
 import asyncio
 
 import pytest
+import structlog
 from sqlalchemy import func, select, update
+from structlog.testing import capture_logs
 
 from service.db.tables import Batch, BatchStatus, Model, Project, Slice, Window
 from service.jobs.planner import Planner
@@ -309,3 +311,16 @@ async def test_window_is_bounded_in_tokens(house: House) -> None:
     house.settings = house.settings.model_copy(update={"window_tokens": 1})
     await house.planner.run_once()
     assert (await house.batch(batch_id)).planned == 8  # a window holds at least one request
+
+
+async def test_a_log_line_about_a_request_names_it_its_batch_and_its_slice(house: House) -> None:
+    batch_id = await house.submit(jsonl(line(n) for n in range(6)))
+    await house.plan()
+    with capture_logs([structlog.contextvars.merge_contextvars]) as logged:
+        async with house.working(ScriptedEngine(statuses={"request 4": [500]})):
+            await house.until_ended(batch_id)
+    [failure] = [each for each in logged if each["event"] == "engine failed on a request"]
+    assert (failure["batch"], failure["custom_id"], failure["request"]) == (batch_id, "id-4", 4)
+    [run] = [each for each in logged if each["event"] == "slice" and each["slice"] == failure["slice"]]
+    assert (run["batches"], run["epoch"]) == ([batch_id], failure["epoch"])
+    assert "custom_id" not in run

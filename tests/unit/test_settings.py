@@ -9,7 +9,7 @@ from service.settings import SettingsError, load_settings
 
 def test_a_variable_of_another_name_is_named_too(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", "collector:4318")
-    with pytest.raises(SettingsError, match="^OTEL_EXPORTER_OTLP_ENDPOINT: "):
+    with pytest.raises(SettingsError, match=r"^OTEL_EXPORTER_OTLP_ENDPOINT: "):
         load_settings()
 
 
