@@ -2,29 +2,22 @@
 
 import asyncio
 from collections.abc import Callable
-from dataclasses import dataclass, replace
 
 import numpy as np
 import structlog
-from numpy.typing import NDArray
 from sqlalchemy import select, update
 
-from engine_ext.plan.blend import Wishes
-from engine_ext.plan.cost import CostModel
-from engine_ext.plan.lengths import LONGEST, UNKNOWN
-from engine_ext.plan.prompts import Prompts
-from engine_ext.plan.window import Outputs, Shape, WindowPlan, plan_window
+from engine_ext.plan.window import Shape, WindowPlan, plan_window
 from service import ids, tracing
 from service.db.moves import rows_changed
 from service.db.sessions import Database
-from service.db.tables import Batch, BatchStatus, Model, Project, Slice, SliceBatch, Window
+from service.db.tables import Batch, BatchStatus, Project, Slice, SliceBatch, Window
+from service.jobs.costs import Costs
 from service.jobs.desk import Desk
-from service.jobs.fair_window import Span, fill, fitting
-from service.model_costs import FALLBACK, planning_costs
-from service.plan_artifact import PLACE, Places, PlanArtifact, PlanHeader
+from service.jobs.fair_window import Span, fill
+from service.jobs.gather import gather
+from service.plan_artifact import Places, PlanArtifact, PlanHeader
 from service.plan_picture import picture_of
-from service.request_index import RequestIndex
-from service.request_output import EXACT, MOST_TOKENS
 from service.settings import Settings
 from service.storage import Storage
 
@@ -34,32 +27,6 @@ log = structlog.get_logger()
 
 class PlanOutdated(Exception):
     """A batch of the window was cancelled or planned by someone else meanwhile; the window is not committed."""
-
-
-@dataclass(frozen=True, slots=True)
-class Gathered:
-    """The requests of a window: where they stand, their prompts, what they ask for (AskedOutput.packed)."""
-
-    spans: list[Span]
-    places: Places
-    prompts: Prompts
-    asked: NDArray[np.int64]
-
-    @property
-    def outputs(self) -> Outputs:
-        """Requests of one batch that ask for equal lengths are of one kind: a batch is mostly one task."""
-        most = self.asked & MOST_TOKENS
-        caps = np.where(most > 0, np.minimum(most, LONGEST), LONGEST)
-        known = np.where(self.asked & EXACT, caps, UNKNOWN)
-        return Outputs(caps, known, self.places["batch"].astype(np.int64) * (LONGEST + 1) + caps)
-
-    def wishes(self, now: float) -> Wishes:
-        ends = np.array([span.expires_at - now for span in self.spans], dtype=np.float64)
-        projects = list(dict.fromkeys(span.project_id for span in self.spans))
-        weights = {span.project_id: span.weight for span in self.spans}
-        tenant = np.array([projects.index(span.project_id) for span in self.spans], dtype=np.int64)
-        batch = self.places["batch"]
-        return Wishes(np.maximum(ends, 0.0)[batch], tenant[batch], np.array([weights[each] for each in projects]))
 
 
 def _expected(plan: WindowPlan, order: Places, spans: int) -> list[list[float]]:
@@ -77,7 +44,7 @@ class Planner:
         self._settings = settings
         self._clock = clock
         self._desk = Desk("planner", clock)
-        self._costs: dict[str, CostModel] = {}
+        self._costs = Costs(database, settings)
 
     async def run_once(self) -> bool:
         """Plan one window for a model with pending requests; whether there was one."""
@@ -111,8 +78,8 @@ class Planner:
 
     async def plan(self, model: str, wanted: list[Span]) -> None:
         """Plan these requests, or the first that fit into a window's tokens, and commit. Raises PlanOutdated."""
-        found = await self._read(wanted)
-        cost = await self._cost(model)
+        found = await gather(self._storage, self._settings, wanted)
+        cost = await self._costs.of(model)
         now = self._clock()
         shape = Shape(slice_requests=self._settings.slice_requests)
         plan = await asyncio.to_thread(plan_window, found.prompts, found.outputs, cost, found.wishes(now), shape)
@@ -150,41 +117,6 @@ class Planner:
             sharing_kept=round(plan.sharing_kept, 4),
             density=round(plan.load.density, 4),
         )
-
-    async def _cost(self, model: str) -> CostModel:
-        """What the model costs on the machine of the settings, from the files that its workers registered."""
-        async with self._database.read() as session:
-            source = await session.scalar(select(Model.source).where(Model.name == model)) or model
-        if source not in self._costs:
-            tp = self._settings.engine_args.get("tp_size", 1)
-            found = await asyncio.to_thread(
-                planning_costs, source, self._settings.gpu, tp if isinstance(tp, int) else 1
-            )
-            if found.shape.name == FALLBACK != source:
-                return found  # it may be known next time
-            self._costs[source] = found
-        return self._costs[source]
-
-    async def _read(self, wanted: list[Span]) -> Gathered:
-        """What fits of the wanted spans into the window's tokens, each project by its weight."""
-        indexes = [RequestIndex(self._storage, span.index_id) for span in wanted]
-        found = [await index.read(span.first, span.count) for index, span in zip(indexes, wanted, strict=True)]
-        counts = fitting(wanted, [records["tokens"] for records in found], self._settings.window_tokens)
-        spans: list[Span] = []
-        places: list[NDArray[np.void]] = []
-        tokens: list[NDArray[np.uint32]] = []
-        for span, index, records, count in zip(wanted, indexes, found, counts, strict=True):
-            if count:
-                place = np.zeros(count, dtype=PLACE)
-                place["batch"] = len(spans)
-                place["request"] = np.arange(span.first, span.first + count)
-                spans.append(replace(span, count=count))
-                places.append(place)
-                tokens.append(await index.token_ids(records[:count]))
-        chosen = np.concatenate([records[:count] for records, count in zip(found, counts, strict=True)])
-        lengths, asked = chosen["tokens"].astype(np.int64), chosen["asked"].astype(np.int64)
-        starts = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
-        return Gathered(spans, np.concatenate(places), Prompts(np.concatenate(tokens), starts), asked)
 
     async def _commit(
         self, model: str, spans: list[Span], plan_id: str, plan: WindowPlan, order: Places, now: int

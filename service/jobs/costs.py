@@ -1,0 +1,32 @@
+"""What the models that workers registered cost on the machine of the settings."""
+
+import asyncio
+
+from sqlalchemy import select
+
+from engine_ext.plan.cost import CostModel
+from service.db.sessions import Database
+from service.db.tables import Model
+from service.model_costs import FALLBACK, planning_costs
+from service.settings import Settings
+
+
+class Costs:
+    def __init__(self, database: Database, settings: Settings) -> None:
+        self._database = database
+        self._settings = settings
+        self._known: dict[str, CostModel] = {}
+
+    async def of(self, model: str) -> CostModel:
+        """What the model costs on the machine of the settings, from the files that its workers registered."""
+        async with self._database.read() as session:
+            source = await session.scalar(select(Model.source).where(Model.name == model)) or model
+        if source not in self._known:
+            tp = self._settings.engine_args.get("tp_size", 1)
+            found = await asyncio.to_thread(
+                planning_costs, source, self._settings.gpu, tp if isinstance(tp, int) else 1
+            )
+            if found.shape.name == FALLBACK != source:
+                return found  # it may be known next time
+            self._known[source] = found
+        return self._known[source]

@@ -1,0 +1,65 @@
+"""The requests of a window, read from the indexes of their batches."""
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from engine_ext.plan.blend import Wishes
+from engine_ext.plan.lengths import LONGEST, UNKNOWN
+from engine_ext.plan.prompts import Prompts
+from engine_ext.plan.window import Outputs
+from service.jobs.fair_window import Span, fitting
+from service.plan_artifact import PLACE, Places
+from service.request_index import RequestIndex
+from service.request_output import EXACT, MOST_TOKENS
+from service.settings import Settings
+from service.storage import Storage
+
+
+@dataclass(frozen=True, slots=True)
+class Gathered:
+    """The requests of a window: where they stand, their prompts, what they ask for (AskedOutput.packed)."""
+
+    spans: list[Span]
+    places: Places
+    prompts: Prompts
+    asked: NDArray[np.int64]
+
+    @property
+    def outputs(self) -> Outputs:
+        """Requests of one batch that ask for equal lengths are of one kind: a batch is mostly one task."""
+        most = self.asked & MOST_TOKENS
+        caps = np.where(most > 0, np.minimum(most, LONGEST), LONGEST)
+        known = np.where(self.asked & EXACT, caps, UNKNOWN)
+        return Outputs(caps, known, self.places["batch"].astype(np.int64) * (LONGEST + 1) + caps)
+
+    def wishes(self, now: float) -> Wishes:
+        ends = np.array([span.expires_at - now for span in self.spans], dtype=np.float64)
+        projects = list(dict.fromkeys(span.project_id for span in self.spans))
+        weights = {span.project_id: span.weight for span in self.spans}
+        tenant = np.array([projects.index(span.project_id) for span in self.spans], dtype=np.int64)
+        batch = self.places["batch"]
+        return Wishes(np.maximum(ends, 0.0)[batch], tenant[batch], np.array([weights[each] for each in projects]))
+
+
+async def gather(storage: Storage, settings: Settings, wanted: list[Span]) -> Gathered:
+    """What fits of the wanted spans into the window's tokens, each project by its weight."""
+    indexes = [RequestIndex(storage, span.index_id) for span in wanted]
+    found = [await index.read(span.first, span.count) for index, span in zip(indexes, wanted, strict=True)]
+    counts = fitting(wanted, [records["tokens"] for records in found], settings.window_tokens)
+    spans: list[Span] = []
+    places: list[NDArray[np.void]] = []
+    tokens: list[NDArray[np.uint32]] = []
+    for span, index, records, count in zip(wanted, indexes, found, counts, strict=True):
+        if count:
+            place = np.zeros(count, dtype=PLACE)
+            place["batch"] = len(spans)
+            place["request"] = np.arange(span.first, span.first + count)
+            spans.append(replace(span, count=count))
+            places.append(place)
+            tokens.append(await index.token_ids(records[:count]))
+    chosen = np.concatenate([records[:count] for records, count in zip(found, counts, strict=True)])
+    lengths, asked = chosen["tokens"].astype(np.int64), chosen["asked"].astype(np.int64)
+    starts = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
+    return Gathered(spans, np.concatenate(places), Prompts(np.concatenate(tokens), starts), asked)
