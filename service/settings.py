@@ -58,6 +58,9 @@ class Settings(BaseSettings):
     )
     steps_file: Path | None = Field(None, description="where the engine writes what each step did, for a calibration")
 
+    worker_hour_price: float | None = Field(
+        None, ge=0, description="what an hour of one worker, all its GPUs, costs in your currency; prices batches"
+    )
     otlp_endpoint: str | None = Field(
         None,
         validation_alias="OTEL_EXPORTER_OTLP_ENDPOINT",

@@ -26,6 +26,28 @@ class Estimate:
 
 
 @dataclass(frozen=True, slots=True)
+class Work:
+    """Expected of a whole batch, as far as it was planned or previewed, by the planner's cost model."""
+
+    compute_s: float
+    memory_s: float
+    output_tokens: float
+
+    @property
+    def gpu_s(self) -> float:
+        return max(self.compute_s, self.memory_s)
+
+
+def work_of(batch: Batch) -> Work | None:
+    if batch.planned:
+        share = batch.total / batch.planned
+        planned = (batch.planned_compute_s, batch.planned_memory_s, batch.planned_output_tokens)
+        return Work(*(each * share for each in planned))
+    found = batch.preview
+    return Work(found["compute_s"], found["memory_s"], found["output_tokens"]) if found else None
+
+
+@dataclass(frozen=True, slots=True)
 class Standing:
     """`position`: batches of the model that come before it; `waiting_for`: None while it runs or when it has ended."""
 
@@ -70,7 +92,7 @@ async def _before(session: AsyncSession, batch: Batch) -> tuple[int, float]:
     """Batches of the model with an earlier deadline, and the seconds of work that they were planned with."""
     earlier = (Batch.expires_at < batch.expires_at) | ((Batch.expires_at == batch.expires_at) & (Batch.seq < batch.seq))
     query = select(func.count(), func.sum(Batch.planned_compute_s), func.sum(Batch.planned_memory_s)).where(
-        Batch.model == batch.model, Batch.status == BatchStatus.IN_PROGRESS, earlier
+        Batch.model == batch.model, Batch.status == BatchStatus.IN_PROGRESS, ~Batch.held, earlier
     )
     count, compute_s, memory_s = (await session.execute(query)).one()
     return int(count), max(compute_s or 0.0, memory_s or 0.0)
@@ -87,6 +109,8 @@ async def _runs(session: AsyncSession, batch_id: str) -> bool:
 
 
 def _reason(batch: Batch, running: bool, position: int, alive: int) -> str | None:
+    if batch.held:
+        return "its start" if batch.preview else "the preview of its plan"
     if not batch.planned:
         return "planning"
     if not alive:
@@ -99,9 +123,9 @@ def _reason(batch: Batch, running: bool, position: int, alive: int) -> str | Non
 def _estimate(batch: Batch, answered: int, before_s: float, alive: int, now: float) -> Estimate:
     left = batch.total - answered
     earliest_at = expected_at = latest_at = None
-    if batch.planned and alive:
-        whole_s = max(batch.planned_compute_s, batch.planned_memory_s) * batch.total / batch.planned
-        earliest_at = math.ceil(now + whole_s * left / batch.total / alive)
+    work = work_of(batch)
+    if work and alive:
+        earliest_at = math.ceil(now + work.gpu_s * left / batch.total / alive)
         if not answered:
             earliest_at = math.ceil(earliest_at + before_s / alive)
     if answered >= TELLING_ANSWERS and alive:

@@ -34,6 +34,10 @@ class CostModel:
             raise ValueError(f"unknown KV dtype {self.kv_dtype!r}; there are {', '.join(DTYPE_BYTES)}")
 
     @property
+    def name(self) -> str:
+        return f"{self.shape.name} on {self.machine.accelerators} x {self.machine.hardware.name}"
+
+    @property
     def kv_bytes_per_token(self) -> float:
         return self.shape.kv_bytes_per_token(DTYPE_BYTES[self.kv_dtype])
 

@@ -4,7 +4,7 @@ from collections.abc import Awaitable, Callable
 from typing import Annotated
 
 from fastapi import APIRouter, Query
-from sqlalchemy import ColumnElement, func, select
+from sqlalchemy import ColumnElement, case, func, select, update
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from service import ids
@@ -14,7 +14,7 @@ from service.api.caller import CalledBy
 from service.api.context import Context, Here
 from service.api.pages import page_rows
 from service.api.shapes import BatchObject, Page
-from service.db.moves import TERMINAL, move_batch
+from service.db.moves import TERMINAL, move_batch, rows_changed
 from service.db.tables import Batch, BatchStatus, File
 from service.endpoints import ENDPOINTS
 from service.errors import BadRequest, NotFound
@@ -24,6 +24,7 @@ from service.tenants import audit
 from service.tenants.keys import Caller
 from service.tenants.quotas import check_batches, hold
 
+STARTABLE = (BatchStatus.VALIDATING, BatchStatus.IN_PROGRESS)
 _UNIT_S = {"m": 60, "h": 3600, "d": 86400}
 
 router = APIRouter(prefix="/v1/batches", tags=["batches"])
@@ -45,6 +46,7 @@ async def create_batch(body: CreateBatch, here: Here, caller: CalledBy, again: T
             custom_metadata=body.metadata,
             output_expires_after_s=body.output_expires_after.seconds if body.output_expires_after else None,
             output_order=body.batchweave.output_order,
+            held=body.batchweave.hold,
         )
 
     return await shape(here, await _add_once(here, caller, again, "batch.create", digest(body.model_dump()), make))
@@ -85,8 +87,7 @@ async def _add_once(
         await check_batches(session, project)
         batch.id, batch.status, batch.asked = ids.batch_id(), BatchStatus.VALIDATING, asked
         batch.project_id, batch.idempotency_key = project.id, again.key
-        window = batch.completion_window
-        batch.created_at, batch.expires_at = now, now + int(window[:-1]) * _UNIT_S[window[-1]]
+        batch.created_at, batch.expires_at = now, now + _window_s(batch)
         session.add(batch)
         audit.note(session, caller, action, batch.id, now)
     return batch
@@ -148,6 +149,23 @@ async def _check_retriable(session: AsyncSession, source: Batch, now: int) -> No
         raise BadRequest(message, code="file_not_found", param="id")
 
 
+@router.post("/{batch_id}/start")
+async def start_batch(batch_id: ObjectId, here: Here, caller: CalledBy) -> BatchObject:
+    """Let a held batch run; its window begins now. Starting twice is no error, starting an ended batch is."""
+    now = int(here.clock())
+    async with here.database.write() as session:
+        batch = await find_batch(session, caller, batch_id)
+        waits = (Batch.id == batch_id) & Batch.held & Batch.status.in_(STARTABLE)
+        began = case((Batch.in_progress_at.is_not(None), now))  # not before its file is validated
+        start = update(Batch).where(waits).values(held=False, expires_at=now + _window_s(batch), in_progress_at=began)
+        if rows_changed(await session.execute(start)) == 1:
+            audit.note(session, caller, "batch.start", batch_id, now)
+        batch = await find_batch(session, caller, batch_id)
+        if batch.status not in STARTABLE:
+            raise BadRequest(f"The batch is {batch.status}: it cannot start.", code="batch_not_startable", param="id")
+    return await shape(here, batch)
+
+
 @router.post("/{batch_id}/cancel")
 async def cancel_batch(batch_id: ObjectId, here: Here, caller: CalledBy) -> BatchObject:
     """Stop the batch; what is answered stays. Cancelling twice is no error, cancelling an ended batch is."""
@@ -175,6 +193,10 @@ async def find_batch(session: AsyncSession, caller: Caller, batch_id: str) -> Ba
     return batch
 
 
+def _window_s(batch: Batch) -> int:
+    return int(batch.completion_window[:-1]) * _UNIT_S[batch.completion_window[-1]]
+
+
 def _is_kept(now: int) -> ColumnElement[bool]:
     """Whether a file is there, and not about to be deleted."""
     return File.deleted_at.is_(None) & (File.expires_at.is_(None) | (File.expires_at > now))
@@ -183,8 +205,9 @@ def _is_kept(now: int) -> ColumnElement[bool]:
 async def shape(here: Context, batch: Batch, workers: dict[str, int] | None = None) -> BatchObject:
     """The batch as clients see it, with what is answered so far."""
     if batch.status in TERMINAL:
-        return BatchObject.of(batch, Counts.of_row(batch), ENDED)
+        return BatchObject.of(batch, Counts.of_row(batch), ENDED, here.settings.worker_hour_price)
     counts = await here.progress.counts(here.database, batch.id)
     if workers is None:
         workers = await alive_by_model(here.heartbeat)
-    return BatchObject.of(batch, counts, await standing(here.database, batch, counts, workers, here.clock()))
+    found = await standing(here.database, batch, counts, workers, here.clock())
+    return BatchObject.of(batch, counts, found, here.settings.worker_hour_price)

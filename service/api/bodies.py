@@ -39,6 +39,9 @@ class CreateExtras(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
     output_order: OutputOrder = OutputOrder.ANY
+    hold: Annotated[
+        bool, Field(description="validate it, preview its plan, and run nothing until POST /v1/batches/{id}/start")
+    ] = False
 
 
 class CreateBatch(BaseModel):

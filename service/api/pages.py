@@ -2,7 +2,7 @@
 
 from typing import Any, Literal
 
-from sqlalchemy import Select, select
+from sqlalchemy import Select, select, true
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from service.db.tables import Batch, File, WebhookEndpoint
@@ -15,17 +15,20 @@ async def page_rows(
     session: AsyncSession,
     table: type[File] | type[Batch] | type[WebhookEndpoint],
     query: Select[Any],
-    project_id: str,
+    project_id: str | None,
     *,
     after: str | None,
     limit: int,
     order: Order = "desc",
 ) -> list[Any]:
-    """Up to `limit + 1` rows of the project behind its object `after`. Raises BadRequest when that does not exist."""
-    query = query.where(table.project_id == project_id)
+    """Up to `limit + 1` rows of the project behind its object `after`; of all projects with None.
+
+    Raises BadRequest when `after` does not exist.
+    """
+    mine = true() if project_id is None else table.project_id == project_id
+    query = query.where(mine)
     if after is not None:
-        mine = (table.id == after) & (table.project_id == project_id)
-        cursor = (await session.execute(select(table.seq).where(mine))).scalar_one_or_none()
+        cursor = (await session.execute(select(table.seq).where(table.id == after, mine))).scalar_one_or_none()
         if cursor is None:
             raise BadRequest(f"No object has the id {after!r} that 'after' names.", param="after")
         query = query.where(table.seq < cursor if order == "desc" else table.seq > cursor)

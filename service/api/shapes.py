@@ -6,9 +6,10 @@ from typing import Any, Generic, Literal, TypeVar
 from pydantic import BaseModel, Field
 
 from service import ids
+from service.db.moves import LIVE
 from service.db.tables import Batch, BatchStatus, File, OutputOrder, Upload, UploadStatus, WebhookEndpoint
 from service.queue.counts import Counts
-from service.standing import Standing
+from service.standing import Standing, work_of
 
 Item = TypeVar("Item")
 
@@ -118,6 +119,26 @@ class Cause(BaseModel):
     custom_ids: list[str]
 
 
+class PlanPreview(BaseModel):
+    """What a held batch would take if nothing else ran; a long one is judged by its first `requests`."""
+
+    requests: int
+    cached_share: float = Field(description="of prompt tokens, which other requests leave in the cache")
+    compute_seconds: float
+    memory_seconds: float
+    planned_for: str
+
+    @classmethod
+    def of(cls, found: dict[str, Any]) -> "PlanPreview":
+        return cls(
+            requests=found["requests"],
+            cached_share=round(found["cached_share"], 4),
+            compute_seconds=round(found["compute_s"], 6),
+            memory_seconds=round(found["memory_s"], 6),
+            planned_for=found["planned_for"],
+        )
+
+
 class BatchExtras(BaseModel):
     """What OpenAI's object has no place for. Times are unix seconds."""
 
@@ -125,9 +146,12 @@ class BatchExtras(BaseModel):
     retry_of: str | None
     queue_position: int | None = Field(description="batches of the same model with an earlier deadline")
     waiting_for: str | None = Field(description="why nothing of it runs")
+    held: bool = Field(description="nothing of it runs until POST /v1/batches/{id}/start")
+    preview: PlanPreview | None
     prompt_tokens: int
     expected_output_tokens: int | None = Field(description="as planned; null before")
     expected_gpu_seconds: float | None = Field(description="the least that the cost model allows; null before the plan")
+    expected_cost: float | None = Field(description="of these seconds, by BATCHWEAVE_WORKER_HOUR_PRICE")
     earliest_at: int | None = Field(description="end by the planner's cost model")
     expected_at: int | None = Field(description="end by the pace of its answers so far")
     latest_at: int | None = Field(description="the same with two standard errors")
@@ -136,9 +160,9 @@ class BatchExtras(BaseModel):
     failures: list[Cause] = Field(description="causes of failed requests, once it has ended")
 
     @classmethod
-    def of(cls, batch: Batch, found: Standing) -> "BatchExtras":
-        share = batch.total / batch.planned if batch.planned else None
-        gpu_s = max(batch.planned_compute_s, batch.planned_memory_s)
+    def of(cls, batch: Batch, found: Standing, hour_price: float | None) -> "BatchExtras":
+        work = work_of(batch)
+        cost = None if work is None or hour_price is None else work.gpu_s / 3600 * hour_price
         grows = batch.output_order == OutputOrder.ANY
         early = ids.early_file_ids(batch.id) if grows else (None, None)
         return cls(
@@ -147,8 +171,11 @@ class BatchExtras(BaseModel):
             queue_position=found.position,
             waiting_for=found.waiting_for,
             prompt_tokens=batch.prompt_tokens,
-            expected_output_tokens=None if share is None else round(batch.planned_output_tokens * share),
-            expected_gpu_seconds=None if share is None else round(gpu_s * share, 3),
+            held=batch.held and batch.status in LIVE,
+            preview=PlanPreview.of(batch.preview) if batch.preview else None,
+            expected_output_tokens=work and round(work.output_tokens),
+            expected_gpu_seconds=work and round(work.gpu_s, 6),
+            expected_cost=None if cost is None else round(cost, 6),
             earliest_at=found.estimate.earliest_at,
             expected_at=found.estimate.expected_at,
             latest_at=found.estimate.latest_at,
@@ -184,7 +211,7 @@ class BatchObject(BaseModel):
     batchweave: BatchExtras
 
     @classmethod
-    def of(cls, batch: Batch, counts: Counts, found: Standing) -> "BatchObject":
+    def of(cls, batch: Batch, counts: Counts, found: Standing, hour_price: float | None) -> "BatchObject":
         return cls(
             id=batch.id,
             endpoint=batch.endpoint,
@@ -213,7 +240,7 @@ class BatchObject(BaseModel):
                 total_tokens=counts.input_tokens + counts.output_tokens,
             ),
             metadata=batch.custom_metadata,
-            batchweave=BatchExtras.of(batch, found),
+            batchweave=BatchExtras.of(batch, found, hour_price),
         )
 
 

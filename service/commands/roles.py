@@ -83,7 +83,7 @@ def api(host: HostOption = None, port: PortOption = None) -> None:
 
 
 def planner(model: ModelOption = None, model_name: NameOption = None) -> None:
-    """Run the jobs of the control plane alone: validator, planner, reconciler, finalizer, expiry, webhooks,
+    """Run the jobs of the control plane alone: validator, planner, previewer, reconciler, finalizer, expiry, webhooks,
     historian, sweeper.
     """
     from service.jobs.runner import run_jobs

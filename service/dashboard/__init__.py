@@ -4,7 +4,7 @@ from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import RedirectResponse
 
-from service.dashboard import actions, views
+from service.dashboard import actions, tenants, views
 from service.dashboard.render import page
 from service.dashboard.sessions import SignInNeeded
 from service.errors import ApiError
@@ -15,6 +15,7 @@ PREFIX = "/dashboard"
 def add_dashboard(app: FastAPI) -> None:
     app.include_router(actions.router)
     app.include_router(views.router)
+    app.include_router(tenants.router)
     app.add_exception_handler(SignInNeeded, _sign_in)
 
 

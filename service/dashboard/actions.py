@@ -10,6 +10,7 @@ from service.api import batches, files, workers
 from service.api.again import Again
 from service.api.bodies import CreateBatch, CreateExtras, ObjectId
 from service.api.context import Here
+from service.dashboard.reach import as_owner
 from service.dashboard.render import page
 from service.dashboard.sessions import (
     Changes,
@@ -83,32 +84,38 @@ async def create(
     endpoint: Annotated[str, Form(max_length=64)],
     window: Annotated[str, Form(pattern=r"^[1-9][0-9]{0,3}[mhd]$")],
     order: Annotated[OutputOrder, Form()] = OutputOrder.ANY,
+    hold: Annotated[bool, Form()] = False,
 ) -> Response:
-    body = CreateBatch(
-        input_file_id=file, endpoint=endpoint, completion_window=window, batchweave=CreateExtras(output_order=order)
-    )
+    wishes = CreateExtras(output_order=order, hold=hold)
+    body = CreateBatch(input_file_id=file, endpoint=endpoint, completion_window=window, batchweave=wishes)
     try:
-        batch = await batches.create_batch(body, here, viewer.caller, Again())
+        batch = await batches.create_batch(body, here, await as_owner(here, viewer, file), Again())
     except ApiError as error:
         return _to("/dashboard/new", file=file, problem=error.message)
     return _to(f"/dashboard/batches/{batch.id}")
 
 
+@router.post("/batches/{batch_id}/start")
+async def start(here: Here, viewer: Changes, batch_id: ObjectId) -> Response:
+    await batches.start_batch(batch_id, here, await as_owner(here, viewer, batch_id))
+    return _to(f"/dashboard/batches/{batch_id}")
+
+
 @router.post("/batches/{batch_id}/cancel")
 async def cancel(here: Here, viewer: Changes, batch_id: ObjectId) -> Response:
-    await batches.cancel_batch(batch_id, here, viewer.caller)
+    await batches.cancel_batch(batch_id, here, await as_owner(here, viewer, batch_id))
     return _to(f"/dashboard/batches/{batch_id}")
 
 
 @router.post("/batches/{batch_id}/retry")
 async def retry(here: Here, viewer: Changes, batch_id: ObjectId) -> Response:
-    batch = await batches.retry_batch(batch_id, here, viewer.caller, Again())
+    batch = await batches.retry_batch(batch_id, here, await as_owner(here, viewer, batch_id), Again())
     return _to(f"/dashboard/batches/{batch.id}")
 
 
 @router.post("/files/{file_id}/delete")
 async def delete(here: Here, viewer: Changes, file_id: ObjectId) -> Response:
-    await files.delete_file(file_id, here, viewer.caller)
+    await files.delete_file(file_id, here, await as_owner(here, viewer, file_id))
     return _to("/dashboard/files")
 
 

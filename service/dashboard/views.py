@@ -3,10 +3,12 @@
 import asyncio
 from collections.abc import AsyncIterator
 from typing import Annotated, Any
+from urllib.parse import urlencode
 
-from fastapi import APIRouter, Query, Request, Response
+from fastapi import APIRouter, Depends, Query, Request, Response
 from fastapi.responses import FileResponse, JSONResponse
 from sqlalchemy import func, select
+from sqlalchemy.ext.asyncio import AsyncSession
 from sse_starlette.sse import EventSourceResponse
 
 from service.api import batches, content, files
@@ -16,11 +18,13 @@ from service.api.pages import page_rows
 from service.api.shapes import WorkerObject
 from service.api.workers import alive_workers
 from service.dashboard.answers import Found, parsed, request_of, search, stored_lines
+from service.dashboard.filters import Filters
+from service.dashboard.reach import as_owner, project_seen, seen_by
 from service.dashboard.render import HEADERS, ROOT, page
 from service.dashboard.schedule import drawing, stretches
 from service.dashboard.sessions import LooksIn, LooksInAsAdmin, Viewer
 from service.db.moves import LIVE, TERMINAL
-from service.db.tables import ApiKey, AuditEvent, Batch, BatchStatus, File, Model, Project
+from service.db.tables import AuditEvent, Batch, BatchStatus, File, Model, Project
 from service.endpoints import ENDPOINTS
 from service.errors import NotFound, Unavailable
 from service.queue.counts import Counts
@@ -39,7 +43,7 @@ router = APIRouter(prefix="/dashboard", include_in_schema=False)
 
 @router.get("")
 async def overview(request: Request, here: Here, viewer: LooksIn) -> Response:
-    mine = Batch.project_id == viewer.caller.project.id
+    mine = seen_by(viewer)
     async with here.database.read() as session:
         counted = await session.execute(select(Batch.status, func.count()).where(mine).group_by(Batch.status))
         by_status = {status: count for status, count in counted}
@@ -72,36 +76,27 @@ async def batch_list(
     request: Request,
     here: Here,
     viewer: LooksIn,
-    status: Annotated[str, Query(max_length=20)] = "",
-    model: Annotated[str, Query(max_length=512)] = "",
-    text: Annotated[str, Query(max_length=256)] = "",
+    filters: Annotated[Filters, Depends()],
     after: ObjectId | None = None,
 ) -> Response:
-    query = select(Batch)
-    if status in tuple(BatchStatus):
-        query = query.where(Batch.status == status)
-    if model:
-        query = query.where(Batch.model == model)
-    if text:
-        query = query.where(
-            Batch.id.contains(text, autoescape=True) | Batch.input_file_id.contains(text, autoescape=True)
-        )
+    query = filters.of(select(Batch))
     async with here.database.read() as session:
-        rows = await page_rows(session, Batch, query, viewer.caller.project.id, after=after, limit=LISTED)
+        rows = await page_rows(session, Batch, query, project_seen(viewer), after=after, limit=LISTED)
         models = (await session.scalars(select(Model.name).order_by(Model.name))).all()
+        projects = await _project_names(session) if viewer.is_admin else {}
     alive = await alive_by_model(here.heartbeat)
     found = [await batches.shape(here, row, alive) for row in rows[:LISTED]]
-    more = found[-1].id if len(rows) > LISTED else None
-    chosen = {"status": status, "model": model, "text": text}
     return page(
         request,
         "batches.html",
         viewer,
         batches=found,
         models=models,
+        projects=projects,
+        owners={row.id: projects.get(row.project_id, "") for row in rows},
         statuses=list(BatchStatus),
-        chosen=chosen,
-        more=more,
+        filters=filters,
+        more=urlencode({**filters.chosen, "after": found[-1].id}) if len(rows) > LISTED else None,
     )
 
 
@@ -175,7 +170,7 @@ async def new_batch(
 ) -> Response:
     uploaded, endpoint = None, ENDPOINTS[0]
     if file is not None:
-        uploaded = await files.find_file(here, viewer.caller, file)
+        uploaded = await files.find_file(here, await as_owner(here, viewer, file), file)
         endpoint = await _endpoint_of(here, uploaded)
     return page(
         request, "new.html", viewer, file=uploaded, endpoint=endpoint, endpoints=ENDPOINTS, problem=problem[:500]
@@ -186,14 +181,15 @@ async def new_batch(
 async def file_list(request: Request, here: Here, viewer: LooksIn, after: ObjectId | None = None) -> Response:
     kept = select(File).where(File.deleted_at.is_(None))
     async with here.database.read() as session:
-        rows = await page_rows(session, File, kept, viewer.caller.project.id, after=after, limit=LISTED)
+        rows = await page_rows(session, File, kept, project_seen(viewer), after=after, limit=LISTED)
+        projects = await _project_names(session) if viewer.is_admin else {}
     more = rows[LISTED - 1].id if len(rows) > LISTED else None
-    return page(request, "files.html", viewer, files=rows[:LISTED], more=more)
+    return page(request, "files.html", viewer, files=rows[:LISTED], more=more, projects=projects)
 
 
 @router.get("/files/{file_id}/content")
 async def file_content(request: Request, here: Here, viewer: LooksIn, file_id: ObjectId) -> Response:
-    answer = await content.get_content(file_id, request, here, viewer.caller)
+    answer = await content.get_content(file_id, request, here, await as_owner(here, viewer, file_id))
     answer.headers["Content-Disposition"] = f'attachment; filename="{file_id}.jsonl"'
     answer.headers["X-Content-Type-Options"] = "nosniff"
     return answer
@@ -202,18 +198,6 @@ async def file_content(request: Request, here: Here, viewer: LooksIn, file_id: O
 @router.get("/workers")
 async def worker_list(request: Request, here: Here, viewer: LooksInAsAdmin) -> Response:
     return page(request, "workers.html", viewer, workers=await _workers(here))
-
-
-@router.get("/projects")
-async def project_list(request: Request, here: Here, viewer: LooksInAsAdmin) -> Response:
-    async with here.database.read() as session:
-        projects = (await session.scalars(select(Project).order_by(Project.name))).all()
-        keys = (await session.scalars(select(ApiKey).order_by(ApiKey.created_at.desc()))).all()
-        counted = await session.execute(
-            select(Batch.project_id, func.count()).where(Batch.status.in_(LIVE)).group_by(Batch.project_id)
-        )
-        live = {project: count for project, count in counted}
-    return page(request, "projects.html", viewer, projects=projects, keys=keys, live=live)
 
 
 @router.get("/audit")
@@ -257,8 +241,14 @@ async def static(name: str) -> Response:
 
 
 async def _batch(here: Context, viewer: Viewer, batch_id: str) -> Batch:
+    caller = await as_owner(here, viewer, batch_id)
     async with here.database.read() as session:
-        return await batches.find_batch(session, viewer.caller, batch_id)
+        return await batches.find_batch(session, caller, batch_id)
+
+
+async def _project_names(session: AsyncSession) -> dict[str, str]:
+    """By id."""
+    return {key: name for key, name in await session.execute(select(Project.id, Project.name).order_by(Project.name))}
 
 
 async def _workers(here: Context) -> list[WorkerObject] | None:

@@ -3,7 +3,7 @@
 from enum import StrEnum
 from typing import Any
 
-from sqlalchemy import JSON, BigInteger, Float, ForeignKey, Index, Integer, String
+from sqlalchemy import JSON, BigInteger, Boolean, Float, ForeignKey, Index, Integer, String, false
 from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
 
 FILE_KEEP_S = 30 * 24 * 3600  # how long a batch's files are kept unless the client says otherwise
@@ -194,6 +194,8 @@ class Batch(Base):
     cancelling_at: Mapped[int | None] = mapped_column(BigInteger)
     cancelled_at: Mapped[int | None] = mapped_column(BigInteger)
 
+    held: Mapped[bool] = mapped_column(Boolean, default=False, server_default=false())  # until somebody starts it
+    preview: Mapped[dict[str, Any] | None] = mapped_column(JSON(none_as_null=True))  # its plan while it is held
     total: Mapped[int] = mapped_column(BigInteger, default=0)  # requests in the file
     prompt_tokens: Mapped[int] = mapped_column(BigInteger, default=0, server_default="0")  # of all of them
     planned: Mapped[int] = mapped_column(BigInteger, default=0)  # of these, the first so many are in a window

@@ -5,6 +5,7 @@ from collections.abc import Callable
 import structlog
 from sqlalchemy import select, update
 
+from service import tracing
 from service.db.moves import LIVE, move_batch, rows_changed
 from service.db.sessions import Database
 from service.db.tables import Batch, BatchStatus, File, Upload, UploadStatus
@@ -27,12 +28,16 @@ class Expiry:
         async with self._database.read() as session:
             late = (
                 await session.execute(
-                    select(Batch.id, Batch.status).where(Batch.status.in_(_NEXT), Batch.expires_at <= now)
+                    select(Batch.id, Batch.status, Batch.created_at).where(
+                        Batch.status.in_(_NEXT), Batch.expires_at <= now
+                    )
                 )
             ).all()
-        for batch_id, status in late:
+        for batch_id, status, created_at in late:
             async with self._database.write() as session:
-                await move_batch(session, batch_id, _NEXT[BatchStatus(status)], now=now)
+                moved = await move_batch(session, batch_id, _NEXT[BatchStatus(status)], now=now)
+            if moved and status == BatchStatus.VALIDATING:
+                tracing.batch_ended(batch_id, BatchStatus.EXPIRED, created_at, now)
             log.info("completion window closed", batch=batch_id)
         return len(late) + await self._end_uploads(now) + await self._delete_files(now)
 

@@ -1,5 +1,6 @@
 """The historian: every ten seconds, what the workers do and how far the running batches are."""
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -22,6 +23,7 @@ RATES = (
     "compute_per_second",
     "reads_per_second",
 )
+PACE_S = 60.0
 
 
 class Historian:
@@ -31,6 +33,9 @@ class Historian:
         self._heartbeat = Heartbeat(redis)
         self._progress = Progress(redis)
         self._clock = clock
+        self._answered: dict[str, int] = {}  # by running batch, when it was last looked
+        self._looked_at = 0.0
+        self._answers_per_second = 0.0
 
     async def run_once(self) -> bool:
         """Note one point; whether it was time for it."""
@@ -38,14 +43,28 @@ class Historian:
             return False
         now = int(self._clock())
         async with self._database.read() as session:
-            running = (await session.scalars(select(Batch).where(Batch.status == BatchStatus.IN_PROGRESS))).all()
-        unfinished = 0
+            running = (
+                await session.scalars(select(Batch).where(Batch.status == BatchStatus.IN_PROGRESS, ~Batch.held))
+            ).all()
+        unfinished, answered = 0, dict[str, int]()
         for batch in running:
             counts = await self._progress.counts(self._database, batch.id)
             unfinished += batch.total - counts.answered
+            answered[batch.id] = counts.answered
             await self._history.note_batch(batch.id, now, counts)
-        await self._history.note({"at": now, "unfinished": unfinished, **summed(await self._heartbeat.alive())})
+        point = {"at": now, "unfinished": unfinished, "answers_per_second": self._pace(answered, now)}
+        await self._history.note({**point, **summed(await self._heartbeat.alive())})
         return True
+
+    def _pace(self, answered: dict[str, int], now: float) -> float:
+        """Answers per second, the last minute most; a batch that has ended meanwhile adds nothing."""
+        elapsed_s = now - self._looked_at
+        if self._looked_at and elapsed_s > 0:
+            more = sum(count - self._answered.get(each, 0) for each, count in answered.items())
+            weight = 1 - math.exp(-elapsed_s / PACE_S)
+            self._answers_per_second += weight * (max(more, 0) / elapsed_s - self._answers_per_second)
+        self._answered, self._looked_at = answered, now
+        return round(self._answers_per_second, 6)
 
 
 def summed(workers: list[dict[str, Any]]) -> dict[str, float]:

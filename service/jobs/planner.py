@@ -65,7 +65,7 @@ class Planner:
                 await session.execute(
                     select(Batch, Project.weight)
                     .join(Project, Project.id == Batch.project_id)
-                    .where(Batch.status == BatchStatus.IN_PROGRESS, Batch.planned < Batch.total)
+                    .where(Batch.status == BatchStatus.IN_PROGRESS, ~Batch.held, Batch.planned < Batch.total)
                     .order_by(Batch.expires_at, Batch.seq)
                 )
             ).all()
@@ -94,7 +94,7 @@ class Planner:
             density=plan.load.density if np.isfinite(plan.load.density) else None,
             compute_s=plan.load.compute_s,
             memory_s=plan.load.memory_s,
-            planned_for=f"{cost.shape.name} on {cost.machine.accelerators} x {cost.machine.hardware.name}",
+            planned_for=cost.name,
             slices=[(each.first, each.count) for each in plan.slices],
             created_at=int(now),
         )

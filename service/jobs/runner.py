@@ -17,6 +17,7 @@ from service.jobs.expiry import Expiry
 from service.jobs.finalizer import Finalizer
 from service.jobs.historian import Historian
 from service.jobs.planner import Planner
+from service.jobs.previewer import Previewer
 from service.jobs.reconciler import Reconciler
 from service.jobs.sweeper import Sweeper
 from service.jobs.validator import Validator
@@ -65,6 +66,7 @@ async def run_jobs(database: Database, storage: Storage, redis: Redis, settings:
     jobs: list[tuple[str, Callable[[], Awaitable[object]], float, int]] = [
         ("validator", Validator(database, storage, settings, clock).run_once, settings.poll_s, 3),
         ("planner", Planner(database, storage, settings, clock).run_once, settings.poll_s, 1),
+        ("previewer", Previewer(database, storage, settings, clock).run_once, settings.poll_s, 1),
         ("reconciler", Reconciler(database, redis, settings.lease_s, clock).run_once, settings.poll_s * 2, 1),
         ("finalizer", Finalizer(database, storage, clock).run_once, settings.poll_s, 3),
         ("expiry", Expiry(database, storage, clock).run_once, 1.0, 1),

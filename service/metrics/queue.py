@@ -31,8 +31,9 @@ def gauges(now: float) -> list[Gauge]:
         .group_by(Slice.model)
     )
     live = Batch.status.in_(LIVE)
-    oldest = select(func.coalesce(Batch.model, ""), now - func.min(Batch.created_at)).where(live)
-    soonest = select(func.coalesce(Batch.model, ""), func.min(Batch.expires_at) - now).where(live)
+    wanted = live & ~Batch.held  # nobody waits for those that nobody started
+    oldest = select(func.coalesce(Batch.model, ""), now - func.min(Batch.created_at)).where(wanted)
+    soonest = select(func.coalesce(Batch.model, ""), func.min(Batch.expires_at) - now).where(wanted)
     waiting = select(func.count()).where(WebhookDelivery.next_at.is_not(None))
     return [
         Gauge(

@@ -10,6 +10,7 @@ from openai.types import Batch
 
 from service.remote.download import can_be_written, take
 from service.remote.follow import ENDED, extras, report
+from service.remote.preview import figures, start
 from service.remote.session import LOCAL_URL, NO_KEY, CommandError, KeyOption, UrlOption, named, service_at
 from service.remote.submit import OutputOption, WaitOption, fetch, started, watch
 from service.terminal import JsonOption, duration, print_json, print_table, said
@@ -70,6 +71,22 @@ def wait_for_batch(
         batch, code = watch(client, batch_id, output)
         if as_json:
             print_json(batch)
+    raise typer.Exit(code)
+
+
+@app.command("start")
+def start_batch(
+    batch_id: BatchId,
+    wait: WaitOption = False,
+    output: OutputOption = None,
+    as_json: JsonOption = False,
+    url: UrlOption = LOCAL_URL,
+    key: KeyOption = NO_KEY,
+) -> None:
+    """Let a batch run that `batchweave submit --preview` holds; its window begins now."""
+    with service_at(url, key) as client:
+        batch = start(client, batch_id)
+        code = started(client, batch, wait or output is not None, output, as_json)
     raise typer.Exit(code)
 
 
@@ -180,7 +197,7 @@ def _show(batch: Batch) -> None:
             "deadline",
             f"in {duration(batch.expires_at - time.time())}" if batch.expires_at and not _ended(batch) else "",
         ),
-        ("GPU seconds expected", f"{about['expected_gpu_seconds']:,}" if about.get("expected_gpu_seconds") else ""),
+        *figures(batch),
         ("input file", batch.input_file_id),
         ("output file", batch.output_file_id or about.get("early_output_file_id") or ""),
         ("error file", batch.error_file_id or ""),

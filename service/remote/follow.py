@@ -1,6 +1,7 @@
 """Watching a batch to its end, through disconnects and restarts of the service."""
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -39,10 +40,10 @@ def extras(batch: Batch) -> dict[str, Any]:
     return batch.model_dump().get("batchweave") or {}
 
 
-def follow(client: openai.OpenAI, batch_id: str) -> Batch:
-    """Show its progress until it has ended: a bar, or lines where nobody sees one. Raises openai errors.
+def follow(client: openai.OpenAI, batch_id: str, until: Callable[[Batch], bool] = lambda _: False) -> Batch:
+    """Show its progress until it has ended or `until` holds: a bar, or lines where nobody sees one.
 
-    Once it was seen, errors that pass are waited for.
+    Raises openai errors. Once it was seen, errors that pass are waited for.
     """
     batch = client.batches.retrieve(batch_id)
     columns = (
@@ -56,7 +57,7 @@ def follow(client: openai.OpenAI, batch_id: str) -> Batch:
     pace, pause_s, once = Pace(), FIRST_POLL_S, client.with_options(max_retries=0, timeout=30.0)
     with Progress(*columns, console=said, transient=True) as bar:
         task, last = bar.add_task("waiting", total=None, more=""), ""
-        while batch.status not in ENDED:
+        while batch.status not in ENDED and not until(batch):
             counts = batch.request_counts
             if counts is not None:
                 done = counts.completed + counts.failed

@@ -10,6 +10,7 @@ from openai.types import Batch
 
 from service.remote.download import can_be_written, download
 from service.remote.follow import follow, report
+from service.remote.preview import preview
 from service.remote.session import LOCAL_URL, NO_KEY, CommandError, Exit, KeyOption, UrlOption, service_at
 from service.remote.upload import upload
 from service.terminal import JsonOption, print_json, said
@@ -34,6 +35,9 @@ def submit(
     window: Annotated[str, typer.Option("--window", help="By when it must have ended: 30m, 24h, 7d.")] = "24h",
     metadata: Annotated[list[str] | None, typer.Option("--metadata", help="name=value, as often as you like.")] = None,
     in_order: Annotated[bool, typer.Option("--in-order", help="Results in the order of the input.")] = False,
+    show_plan: Annotated[
+        bool, typer.Option("--preview", help="Show time and cost first, and run nothing before it is started.")
+    ] = False,
     as_json: JsonOption = False,
     url: UrlOption = LOCAL_URL,
     key: KeyOption = NO_KEY,
@@ -45,17 +49,22 @@ def submit(
 
     - `batchweave submit requests.jsonl`
     - `batchweave submit requests.jsonl --output results.jsonl`
+    - `batchweave submit requests.jsonl --preview`
     - `batchweave submit requests.jsonl --wait --window 7d --metadata run=12 --url http://gpu-1:8080`
     """
     with service_at(url, key) as client:
         arguments: dict[str, Any] = {"completion_window": window, "metadata": _pairs(metadata or [])}
-        if in_order:
-            arguments["extra_body"] = {"batchweave": {"output_order": "input"}}
+        wishes = {**({"output_order": "input"} if in_order else {}), **({"hold": True} if show_plan else {})}
+        if wishes:  # another service would not know them
+            arguments["extra_body"] = {"batchweave": wishes}
         endpoint = endpoint or _endpoint_of(file)
         uploaded = upload(client, file)
         batch = client.batches.create(input_file_id=uploaded.id, endpoint=endpoint, **arguments)  # pyright: ignore[reportArgumentType]
-        said.print(f"{file} ({uploaded.bytes:,} bytes) runs as {batch.id}")
-        code = started(client, batch, wait or output is not None, output, as_json)
+        said.print(f"{file} ({uploaded.bytes:,} bytes) {'is held' if show_plan else 'runs'} as {batch.id}")
+        runs = True
+        if show_plan:
+            batch, runs = preview(client, batch.id)
+        code = started(client, batch, runs and (wait or output is not None), output, as_json)
     raise typer.Exit(code)
 
 

@@ -7,24 +7,21 @@ from datetime import UTC, datetime
 from typing import Annotated, Any, TypeVar
 
 import typer
-from sqlalchemy import select, update
-from sqlalchemy.exc import IntegrityError, SQLAlchemyError
+from sqlalchemy import select
+from sqlalchemy.exc import SQLAlchemyError
 from sqlalchemy.ext.asyncio import AsyncSession
 
-from service import ids
 from service.db.migrate import upgrade
-from service.db.moves import rows_changed
 from service.db.sessions import Database
 from service.db.tables import ApiKey, AuditEvent, Project, Role
 from service.settings import SettingsError, load_settings
-from service.tenants import audit
-from service.tenants.keys import Caller, new_key
+from service.tenants import changes
 from service.terminal import JsonOption, fail, print_json, print_table, said
 
 Result = TypeVar("Result")
-DAY_S = 86400
 SHOWN = 200
 UNLIMITED = -1
+ACTOR = "cli"
 
 keys = typer.Typer(no_args_is_help=True, help="Make, list and revoke API keys.")
 projects = typer.Typer(no_args_is_help=True, help="Make, list and limit projects, which own files and batches.")
@@ -33,17 +30,16 @@ ProjectOption = Annotated[str, typer.Option("--project", help="Name of the proje
 Quota = Annotated[int | None, typer.Option(min=UNLIMITED, help="-1 lifts it.")]
 
 
-class NoSuch(Exception):
-    """A name that the command was given stands for nothing."""
-
-
 @keys.command("create")
 def create_key(
     name: Annotated[str, typer.Option("--name", help="Whose it is, or what for.")],
     project: ProjectOption = "default",
-    role: Annotated[Role, typer.Option("--role", help="user: files and batches; admin: webhooks too.")] = Role.USER,
+    role: Annotated[
+        Role,
+        typer.Option("--role", help="user: its project's files and batches; admin: webhooks, workers, all projects."),
+    ] = Role.USER,
     days: Annotated[
-        int | None, typer.Option("--days", min=1, max=36500, help="Until it expires; never if left out.")
+        int | None, typer.Option("--days", min=1, max=changes.LONGEST_DAYS, help="Until it expires; never if left out.")
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
@@ -54,12 +50,7 @@ def create_key(
     """
 
     async def make(session: AsyncSession) -> tuple[str, str]:
-        now = int(time.time())
-        owner = await _project(session, project)
-        text, row = new_key(owner.id, name, role, now, now + days * DAY_S if days else None)
-        session.add(row)
-        audit.note(session, Caller(owner, "cli", Role.ADMIN), "key.create", row.id, now)
-        return text, row.id
+        return await changes.create_key(session, project, name, role, days, ACTOR, int(time.time()))
 
     text, key_id = _run(make)
     if as_json:
@@ -92,18 +83,7 @@ def revoke_key(
     """Refuse a key from now on."""
 
     async def revoke(session: AsyncSession) -> None:
-        now = int(time.time())
-        found = (
-            await session.execute(
-                select(ApiKey, Project)
-                .join(Project, Project.id == ApiKey.project_id)
-                .where(ApiKey.id == key_id, ApiKey.revoked_at.is_(None))
-            )
-        ).one_or_none()
-        if found is None:
-            raise NoSuch(f"no key {key_id!r} that is not revoked; `batchweave keys list` shows all")
-        await session.execute(update(ApiKey).where(ApiKey.id == key_id).values(revoked_at=now))
-        audit.note(session, Caller(found[1], "cli", Role.ADMIN), "key.revoke", key_id, now)
+        await changes.revoke_key(session, key_id, ACTOR, int(time.time()))
 
     _run(revoke)
     if as_json:
@@ -119,16 +99,9 @@ def create_project(
     """Make a project. Example: `batchweave projects create evaluation`"""
 
     async def make(session: AsyncSession) -> None:
-        now = int(time.time())
-        project = Project(id=ids.project_id(), name=name, weight=1.0, created_at=now)
-        session.add(project)
-        await session.flush()
-        audit.note(session, Caller(project, "cli", Role.ADMIN), "project.create", project.id, now)
+        await changes.create_project(session, name, ACTOR, int(time.time()))
 
-    try:
-        _run(make)
-    except IntegrityError:
-        fail(f"there is a project {name!r} already")
+    _run(make)
     if as_json:
         print_json({"project": name})
     else:
@@ -139,7 +112,8 @@ def create_project(
 def set_project(
     name: Annotated[str, typer.Argument(help="Name of the project.")],
     weight: Annotated[
-        float | None, typer.Option(min=1e-3, max=1e3, help="Its share of the work, beside others'.")
+        float | None,
+        typer.Option(min=changes.LEAST_WEIGHT, max=changes.MOST_WEIGHT, help="Its share of the work, beside others'."),
     ] = None,
     max_enqueued_tokens: Quota = None,
     max_batches: Quota = None,
@@ -158,15 +132,12 @@ def set_project(
         "max_bytes": max_bytes,
         "max_requests_per_minute": max_requests_per_minute,
     }
-    changes = {key: None if value == UNLIMITED else value for key, value in given.items() if value is not None}
-    if not changes:
+    wanted = {key: None if value == UNLIMITED else value for key, value in given.items() if value is not None}
+    if not wanted:
         fail("nothing to change; --help says what there is")
 
     async def change(session: AsyncSession) -> None:
-        project = await _project(session, name)
-        result = await session.execute(update(Project).where(Project.id == project.id).values(**changes))
-        assert rows_changed(result) == 1
-        audit.note(session, Caller(project, "cli", Role.ADMIN), "project.set", project.id, time.time())
+        await changes.change_project(session, name, wanted, ACTOR, int(time.time()))
 
     _run(change)
     list_projects(as_json)
@@ -208,7 +179,7 @@ def show_audit(
     async def read(session: AsyncSession) -> Any:
         query = select(AuditEvent, Project.name).join(Project, Project.id == AuditEvent.project_id)
         if project is not None:
-            query = query.where(Project.id == (await _project(session, project)).id)
+            query = query.where(Project.id == (await changes.find_project(session, project)).id)
         return (await session.execute(query.order_by(AuditEvent.seq.desc()).limit(count))).all()
 
     rows = [
@@ -216,13 +187,6 @@ def show_audit(
         for each, name in reversed(_run(read))
     ]
     _print(("time", "project", "by", "what", "object"), rows, as_json)
-
-
-async def _project(session: AsyncSession, name: str) -> Project:
-    found = (await session.scalars(select(Project).where(Project.name == name))).one_or_none()
-    if found is None:
-        raise NoSuch(f"no project {name!r}; make it: batchweave projects create {name}")
-    return found
 
 
 def _run(work: Callable[[AsyncSession], Awaitable[Result]]) -> Result:
@@ -241,10 +205,8 @@ def _run(work: Callable[[AsyncSession], Awaitable[Result]]) -> Result:
         settings.data_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
         upgrade(settings.database)
         return asyncio.run(main(settings.database))
-    except (NoSuch, SettingsError) as error:
+    except (changes.NoSuch, SettingsError) as error:
         fail(str(error))
-    except IntegrityError:
-        raise
     except (SQLAlchemyError, OSError) as error:
         fail(f"the database of BATCHWEAVE_DATABASE_URL or BATCHWEAVE_DATA_DIR: {error}")
 

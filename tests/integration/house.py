@@ -20,6 +20,7 @@ from service.demo.prompts import corpus
 from service.jobs.expiry import Expiry
 from service.jobs.finalizer import Finalizer
 from service.jobs.planner import Planner
+from service.jobs.previewer import Previewer
 from service.jobs.reconciler import Reconciler
 from service.jobs.sweeper import Sweeper
 from service.jobs.validator import Validator
@@ -123,6 +124,10 @@ class House:
         return Planner(self.database, self.storage, self.settings, self.clock)
 
     @property
+    def previewer(self) -> Previewer:
+        return Previewer(self.database, self.storage, self.settings, self.clock)
+
+    @property
     def expiry(self) -> Expiry:
         return Expiry(self.database, self.storage, self.clock)
 
@@ -156,7 +161,7 @@ class House:
         """Everything from a new batch to announced slices."""
         while await self.validator.run_once():
             pass
-        while await self.planner.run_once():
+        while await self.planner.run_once() or await self.previewer.run_once():
             pass
         await self.reconciler.run_once()
 

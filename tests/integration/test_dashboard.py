@@ -6,11 +6,12 @@ from typing import Any
 
 import httpx
 import pytest
-from sqlalchemy import update
+from sqlalchemy import select, update
 
 from service.db.sessions import Database
-from service.db.tables import DEFAULT_PROJECT, ApiKey, BatchStatus, Project, Role
+from service.db.tables import DEFAULT_PROJECT, ApiKey, AuditEvent, Batch, BatchStatus, Project, Role
 from service.jobs.historian import Historian
+from service.queue import keys
 from service.queue.counts import Counts
 from service.queue.history import MOST_SHOWN, History
 from service.queue.progress import Heartbeat
@@ -241,20 +242,151 @@ async def test_a_batchs_history_is_thinned_and_has_its_end(house: House) -> None
     assert stored <= 2 * MOST_SHOWN
 
 
-async def test_another_projects_batch_is_not_there(guarded: httpx.AsyncClient, house: House) -> None:
-    batch_id = await house.submit(jsonl([line(1)]))
+async def key_of_another_project(house: House, role: Role) -> str:
     async with house.database.write() as session:
         session.add(Project(id="proj_x", name="other", created_at=0))
         await session.flush()
-        text, row = new_key("proj_x", "eve", Role.ADMIN, 0, None)
+        text, row = new_key("proj_x", "eve", role, 0, None)
         session.add(row)
-    entered = await sign_in(guarded, text)
+    return text
+
+
+async def test_another_projects_batch_is_not_there(guarded: httpx.AsyncClient, house: House) -> None:
+    batch_id = await house.submit(jsonl([line(1)]))
+    file_id = (await house.batch(batch_id)).input_file_id
+    entered = await sign_in(guarded, await key_of_another_project(house, Role.USER))
     csrf = csrf_of(entered.text)
     for path in (
         f"/batches/{batch_id}",
         f"/batches/{batch_id}/points.json",
         f"/batches/{batch_id}/request?custom_id=a",
+        f"/files/{file_id}/content",
+        f"/new?file={file_id}",
     ):
         assert (await guarded.get(path)).status_code == 404
-    assert (await guarded.post(f"/batches/{batch_id}/cancel?csrf={csrf}")).status_code == 404
-    assert batch_id not in (await guarded.get("/batches")).text
+    for path in (f"/batches/{batch_id}/cancel", f"/batches/{batch_id}/start", f"/files/{file_id}/delete"):
+        assert (await guarded.post(f"{path}?csrf={csrf}")).status_code == 404
+    for path in ("/batches", "/batches?project=default", "/files", ""):
+        shown = (await guarded.get(path)).text
+        assert batch_id not in shown
+        assert file_id not in shown
+    for path in ("/projects", "/projects/other", "/keys", "/keys/key_x/revoke"):
+        assert (await guarded.post(f"{path}?csrf={csrf}", data={"name": "x", "weight": 1})).status_code == 403
+
+
+async def test_an_administrator_sees_every_project_and_acts_there(guarded: httpx.AsyncClient, house: House) -> None:
+    batch_id = await house.submit(jsonl([line(1)]))
+    file_id = (await house.batch(batch_id)).input_file_id
+    csrf = csrf_of((await sign_in(guarded, await key_of_another_project(house, Role.ADMIN))).text)
+    assert batch_id in (await guarded.get("/batches", params={"project": "default"})).text
+    assert batch_id not in (await guarded.get("/batches", params={"project": "other"})).text
+    assert "request 1" in (await guarded.get(f"/files/{file_id}/content")).text
+    assert file_id in (await guarded.get("/files")).text
+    assert "cancelling" in (await guarded.post(f"/batches/{batch_id}/cancel?csrf={csrf}")).text
+    async with house.database.read() as session:
+        event = (await session.scalars(select(AuditEvent).where(AuditEvent.object_id == batch_id))).one()
+        key = (await session.scalars(select(ApiKey))).one()
+    assert (event.action, event.actor, event.project_id) == ("batch.cancel", key.id, DEFAULT_PROJECT)
+
+
+async def test_batches_are_filtered(pages: httpx.AsyncClient, house: House, clock: Clock) -> None:
+    clock.now = 1_700_000_000.0  # 2023-11-14, 22:13 UTC
+    early = await house.submit(jsonl([line(1)]))
+    async with house.database.write() as session:
+        await session.execute(update(Batch).where(Batch.id == early).values(custom_metadata={"run": "twelve"}))
+    clock.now += 7200
+    late = await house.submit(jsonl([line(1)]))
+    await house.plan()
+
+    async def shown(**filters: str) -> set[str]:
+        text = (await pages.get("/batches", params=filters)).text
+        return {each for each in (early, late) if f'/batches/{each}"' in text}
+
+    assert await shown() == {early, late}
+    assert await shown(since="2023-11-15") == {late}
+    assert await shown(until="2023-11-14") == {early}
+    assert await shown(since="2023-11-14", until="2023-11-15") == {early, late}
+    assert await shown(since="2023-02-31") == {early, late}  # no calendar has it
+    assert await shown(text="twelve") == {early}
+    assert await shown(text=late[:16]) == {late}
+    assert await shown(text="%") == set()
+    assert await shown(model="test-model", status="in_progress") == {early, late}
+    assert await shown(status="failed") == set()
+    assert (await pages.get("/batches", params={"since": "yesterday"})).status_code == 400
+
+
+async def test_a_plan_is_shown_before_the_start(pages: httpx.AsyncClient, house: House) -> None:
+    csrf = csrf_of((await pages.get("/new")).text)
+    data = jsonl(line(n) for n in range(20))
+    upload = await pages.post(f"/files?csrf={csrf}", data={"purpose": "batch"}, files={"file": ("in.jsonl", data)})
+    form = {"file": upload.url.params["file"], "endpoint": "/v1/chat/completions", "window": "24h", "hold": "true"}
+    created = await pages.post(f"/batches?csrf={csrf}", data=form)
+    path = created.url.path.removeprefix("/dashboard")
+    assert "its plan is made" in created.text
+    await house.plan()
+    held = (await pages.get(path)).text
+    assert "% of them shared" in held
+    assert "waits for its start" in held
+    started = await pages.post(f"{path}/start?csrf={csrf}")
+    assert "Before it starts" not in started.text
+    await house.plan()
+    assert "3 slices in the order of the plan" in (await pages.get(path)).text
+
+
+async def test_projects_and_quotas_are_made_and_changed(pages: httpx.AsyncClient, house: House) -> None:
+    csrf = csrf_of((await pages.get("/projects")).text)
+    made = await pages.post(f"/projects?csrf={csrf}", data={"name": "evaluation & co"})
+    assert "evaluation &amp; co" in made.text
+    again = await pages.post(f"/projects?csrf={csrf}", data={"name": "evaluation & co"})
+    assert "there is a project" in again.text
+    path = "/projects/evaluation%20%26%20co"
+    assert "no limit" in (await pages.get(path)).text
+    saved = await pages.post(f"{path}?csrf={csrf}", data={"weight": "2.5", "max_batches": "7", "max_bytes": ""})
+    assert saved.status_code == 200
+    assert 'value="7"' in (await pages.get(path)).text
+    async with house.database.read() as session:
+        project = (await session.scalars(select(Project).where(Project.name == "evaluation & co"))).one()
+    assert (project.weight, project.max_batches, project.max_bytes) == (2.5, 7, None)
+    for wrong in (
+        {"weight": "0"},
+        {"weight": "nan"},
+        {"weight": "1", "max_batches": "-1"},
+        {"weight": "1", "max_bytes": "9" * 30},
+    ):
+        assert (await pages.post(f"{path}?csrf={csrf}", data=wrong)).status_code == 400
+    assert (await pages.get("/projects/nobody")).status_code == 404
+    assert (await pages.post(f"/projects?csrf={csrf}", data={"name": "a/b"})).status_code == 400
+
+
+async def test_a_key_is_shown_once_and_revoked(guarded: httpx.AsyncClient, house: House) -> None:
+    text, _ = await make_key(house.database, Role.ADMIN)
+    csrf = csrf_of((await sign_in(guarded, text)).text)
+    form = {"name": "bob", "project": "default", "role": "user", "days": "2"}
+    shown = (await guarded.post(f"/keys?csrf={csrf}", data=form)).text
+    found = re.search(r"bw-[\w-]{43}", shown)
+    assert found
+    assert found[0] not in (await guarded.get("/projects")).text
+    async with house.database.read() as session:
+        key = (await session.scalars(select(ApiKey).where(ApiKey.name == "bob"))).one()
+    assert key.expires_at == int(house.clock.now) + 2 * 86400
+    server = str(guarded.base_url).removesuffix("/dashboard/")
+    async with httpx.AsyncClient(base_url=server, headers={"Authorization": f"Bearer {found[0]}"}) as client:
+        assert (await client.get("/v1/batches")).status_code == 200
+        await guarded.post(f"/keys/{key.id}/revoke?csrf={csrf}")
+        assert (await client.get("/v1/batches")).status_code == 401
+    assert "no key" in (await guarded.post(f"/keys/{key.id}/revoke?csrf={csrf}")).text
+    assert (await guarded.post(f"/keys?csrf={csrf}", data={**form, "project": "nobody"})).status_code == 404
+
+
+async def test_the_time_until_all_is_done_is_by_the_pace_of_answers(pages: httpx.AsyncClient, house: House) -> None:
+    batch_id = await house.submit(jsonl(line(n) for n in range(100)))
+    await house.plan()
+    historian = Historian(house.database, house.redis, house.clock)
+    await historian.run_once()
+    await house.progress.state(1, {batch_id: Counts(completed=60)})
+    await house.redis.delete(keys.HISTORY_TURN)  # as if its time had passed
+    house.clock.now += 600
+    await historian.run_once()
+    point = (await pages.get("/overview.json")).json()[-1]
+    assert (point["unfinished"], round(point["answers_per_second"], 3)) == (40, 0.1)
+    assert "6 min 40 s" in (await pages.get("")).text

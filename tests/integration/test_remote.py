@@ -113,6 +113,50 @@ async def test_ctrl_c_ends_the_command_and_not_the_batch(house: House, url: str,
     assert (await house.batch(batch_id)).status == BatchStatus.VALIDATING
 
 
+async def test_a_plan_is_shown_before_the_batch_is_started(house: House, url: str, tmp_path: Path) -> None:
+    path = write(tmp_path, [line(n) for n in range(4)])
+    code, printed, said = await run_beside_the_jobs(house, ScriptedEngine(), url, "submit", path, "--preview")
+    batch_id = printed.strip()
+    assert (code, f"batchweave batches start {batch_id}" in said) == (0, True)
+    assert "engine time expected" in said
+    assert "of them shared" in said
+    assert (await house.batch(batch_id)).held
+    code, printed, _ = await run_beside_the_jobs(house, ScriptedEngine(), url, "batches", "start", batch_id, "--wait")
+    assert (code, printed.strip()) == (0, batch_id)
+    assert (await house.batch(batch_id)).status == BatchStatus.COMPLETED
+
+
+@pytest.mark.parametrize(("answer", "status"), [(b"y\n", "completed"), (b"n\n", "in_progress")])
+async def test_whoever_sits_at_the_terminal_is_asked(
+    house: House, url: str, tmp_path: Path, answer: bytes, status: str
+) -> None:
+    keyboard, terminal = os.openpty()
+    os.write(keyboard, answer)
+    path, output = write(tmp_path, [line(n) for n in range(4)]), tmp_path / "out.jsonl"
+    arguments = ("submit", path, "--preview", "--output", output, "--url", url)
+    process = await asyncio.create_subprocess_exec(
+        sys.executable,
+        "-m",
+        "service.cli",
+        *map(str, arguments),
+        stdin=terminal,
+        stderr=terminal,
+        stdout=subprocess.PIPE,
+    )
+    reader = asyncio.create_task(process.communicate())
+    async with house.working(ScriptedEngine()):
+        while not reader.done():
+            await house.plan()
+            await house.finalizer.run_once()
+            await asyncio.sleep(0.02)
+    assert process.returncode == 0
+    batch_id = reader.result()[0].decode().strip()
+    assert (await house.batch(batch_id)).status == status
+    assert output.exists() == (status == "completed")
+    os.close(terminal)
+    os.close(keyboard)
+
+
 async def test_a_batch_is_listed_shown_cancelled_and_retried(house: House, url: str, tmp_path: Path) -> None:
     path = write(tmp_path, [line(n) for n in range(4)])
     batch_id = (await run(url, "submit", path, "--metadata", "run=12"))[1].strip()

@@ -1,0 +1,18 @@
+"""batches that wait to be started, and what their plan would be"""
+
+from alembic import op
+import sqlalchemy as sa
+
+
+revision = "0014"
+down_revision = "0013"
+
+
+def upgrade() -> None:
+    op.add_column("batches", sa.Column("held", sa.Boolean(), server_default=sa.false(), nullable=False))
+    op.add_column("batches", sa.Column("preview", sa.JSON(), nullable=True))
+
+
+def downgrade() -> None:
+    op.drop_column("batches", "preview")
+    op.drop_column("batches", "held")

@@ -1,0 +1,56 @@
+"""Which batches a list shows, as its form asks."""
+
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime, timedelta
+from typing import Annotated, Any
+
+from fastapi import Query
+from sqlalchemy import ColumnElement, Select, String, cast, select
+
+from service.db.tables import Batch, BatchStatus, Project
+
+Day = Annotated[str, Query(pattern=r"^(\d{4}-\d{2}-\d{2})?$")]
+
+
+@dataclass(frozen=True, slots=True)
+class Filters:
+    """What is left empty does not count. Days are of creation, in UTC, both included."""
+
+    status: Annotated[str, Query(max_length=20)] = ""
+    model: Annotated[str, Query(max_length=512)] = ""
+    project: Annotated[str, Query(max_length=128)] = ""
+    since: Day = ""
+    until: Day = ""
+    text: Annotated[str, Query(max_length=256)] = ""
+
+    @property
+    def chosen(self) -> dict[str, str]:
+        return {name: value for name, value in asdict(self).items() if value}
+
+    def of(self, query: Select[Any]) -> Select[Any]:
+        """The query with what is asked for."""
+        wanted: list[ColumnElement[bool]] = []
+        if self.status in tuple(BatchStatus):
+            wanted.append(Batch.status == self.status)
+        if self.model:
+            wanted.append(Batch.model == self.model)
+        if self.project:
+            wanted.append(Batch.project_id.in_(select(Project.id).where(Project.name == self.project)))
+        begin, end = _midnight(self.since), _midnight(self.until)
+        if begin is not None:
+            wanted.append(Batch.created_at >= begin.timestamp())
+        if end is not None:
+            wanted.append(Batch.created_at < (end + timedelta(days=1)).timestamp())
+        if self.text:
+            places = (Batch.id, Batch.input_file_id, cast(Batch.custom_metadata, String))
+            found = [place.contains(self.text, autoescape=True) for place in places]
+            wanted.append(found[0] | found[1] | found[2])
+        return query.where(*wanted)
+
+
+def _midnight(day: str) -> datetime | None:
+    """None for no day, and for one that no calendar has."""
+    try:
+        return datetime.strptime(day, "%Y-%m-%d").replace(tzinfo=UTC) if day else None
+    except ValueError:
+        return None

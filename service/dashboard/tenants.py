@@ -1,0 +1,116 @@
+"""Projects, quotas and keys in the dashboard, for administrators; `batchweave projects` and `keys` do the same."""
+
+from typing import Annotated
+
+from fastapi import APIRouter, Form, Path, Request, Response
+from fastapi.responses import RedirectResponse
+from sqlalchemy import func, select
+
+from service.api.context import Context, Here
+from service.dashboard.render import page
+from service.dashboard.sessions import ChangesAsAdmin, LooksInAsAdmin, Viewer
+from service.db.moves import LIVE
+from service.db.tables import ApiKey, Batch, Project, Role
+from service.errors import NotFound
+from service.tenants import changes
+
+router = APIRouter(prefix="/dashboard", include_in_schema=False)
+Name = Annotated[str, Form(min_length=1, max_length=128, pattern=r"^[^\x00-\x1f/]+$")]
+ProjectName = Annotated[str, Path(max_length=128)]
+MOST = 2**53
+Quota = Annotated[int | None, Form(ge=0, le=MOST)]
+Weight = Annotated[float, Form(ge=changes.LEAST_WEIGHT, le=changes.MOST_WEIGHT)]
+KeyId = Annotated[str, Path(max_length=64)]
+
+
+@router.get("/projects")
+async def project_list(request: Request, here: Here, viewer: LooksInAsAdmin) -> Response:
+    return await _list(request, here, viewer, "")
+
+
+@router.post("/projects")
+async def create_project(request: Request, here: Here, viewer: ChangesAsAdmin, name: Name) -> Response:
+    try:
+        async with here.database.write() as session:
+            await changes.create_project(session, name, viewer.caller.actor, int(here.clock()))
+    except changes.NoSuch as error:
+        return await _list(request, here, viewer, str(error))
+    return RedirectResponse("/dashboard/projects", status_code=303)
+
+
+@router.get("/projects/{name}")
+async def one_project(request: Request, here: Here, viewer: LooksInAsAdmin, name: ProjectName) -> Response:
+    async with here.database.read() as session:
+        try:
+            project = await changes.find_project(session, name)
+        except changes.NoSuch as error:
+            raise NotFound(str(error)) from error
+    return page(request, "project.html", viewer, project=project)
+
+
+@router.post("/projects/{name}")
+async def change_project(
+    here: Here,
+    viewer: ChangesAsAdmin,
+    name: ProjectName,
+    weight: Weight,
+    max_batches: Quota = None,
+    max_enqueued_tokens: Quota = None,
+    max_bytes: Quota = None,
+    max_requests_per_minute: Quota = None,
+) -> Response:
+    wanted = {
+        "weight": weight,
+        "max_batches": max_batches,
+        "max_enqueued_tokens": max_enqueued_tokens,
+        "max_bytes": max_bytes,
+        "max_requests_per_minute": max_requests_per_minute,
+    }
+    try:
+        async with here.database.write() as session:
+            await changes.change_project(session, name, wanted, viewer.caller.actor, int(here.clock()))
+    except changes.NoSuch as error:
+        raise NotFound(str(error)) from error
+    return RedirectResponse("/dashboard/projects", status_code=303)
+
+
+@router.post("/keys")
+async def create_key(
+    request: Request,
+    here: Here,
+    viewer: ChangesAsAdmin,
+    name: Name,
+    project: Annotated[str, Form(max_length=128)],
+    role: Annotated[Role, Form()] = Role.USER,
+    days: Annotated[int | None, Form(ge=1, le=changes.LONGEST_DAYS)] = None,
+) -> Response:
+    """The one page that shows it; loaded again it makes another, as browsers warn."""
+    try:
+        async with here.database.write() as session:
+            text, _ = await changes.create_key(
+                session, project, name, role, days, viewer.caller.actor, int(here.clock())
+            )
+    except changes.NoSuch as error:
+        raise NotFound(str(error)) from error
+    return page(request, "key.html", viewer, whose=name, project=project, role=role, key=text)
+
+
+@router.post("/keys/{key_id}/revoke")
+async def revoke_key(request: Request, here: Here, viewer: ChangesAsAdmin, key_id: KeyId) -> Response:
+    try:
+        async with here.database.write() as session:
+            await changes.revoke_key(session, key_id, viewer.caller.actor, int(here.clock()))
+    except changes.NoSuch as error:
+        return await _list(request, here, viewer, str(error))
+    return RedirectResponse("/dashboard/projects", status_code=303)
+
+
+async def _list(request: Request, here: Context, viewer: Viewer, problem: str) -> Response:
+    async with here.database.read() as session:
+        projects = (await session.scalars(select(Project).order_by(Project.name))).all()
+        keys = (await session.scalars(select(ApiKey).order_by(ApiKey.created_at.desc()))).all()
+        counted = await session.execute(
+            select(Batch.project_id, func.count()).where(Batch.status.in_(LIVE)).group_by(Batch.project_id)
+        )
+        live = {project: count for project, count in counted}
+    return page(request, "projects.html", viewer, projects=projects, keys=keys, live=live, problem=problem)

@@ -1,0 +1,51 @@
+"""A batch that is held: what its plan says of time and cost, and its start."""
+
+import sys
+import time
+
+import openai
+import typer
+from openai.types import Batch
+
+from service.remote.follow import ENDED, extras, follow
+from service.terminal import duration, said
+
+
+def start(client: openai.OpenAI, batch_id: str) -> Batch:
+    batch = client.post(f"/batches/{batch_id}/start", cast_to=Batch)
+    said.print(f"{batch_id} is started")
+    return batch
+
+
+def preview(client: openai.OpenAI, batch_id: str) -> tuple[Batch, bool]:
+    """Show what a held batch would take; whether it is started, which whoever sits at the terminal is asked."""
+    batch = follow(client, batch_id, lambda each: extras(each).get("preview") is not None)
+    if batch.status in ENDED:
+        return batch, True  # whoever watches it is told why
+    for name, value in figures(batch):
+        said.print(f"{name:24}{value}")
+    if sys.stdin.isatty() and said.is_terminal and typer.confirm("Start it?", err=True):
+        return start(client, batch_id), True
+    said.print(f"Held. batchweave batches start {batch_id}, or: batchweave batches cancel {batch_id}")
+    return batch, False
+
+
+def figures(batch: Batch) -> list[tuple[str, str]]:
+    """Name and value of what is expected of a batch; empty before its plan."""
+    about = extras(batch)
+    plan, seconds, rows = about.get("preview"), about.get("expected_gpu_seconds"), list[tuple[str, str]]()
+    if seconds is None:
+        return []
+    rows.append(("prompt tokens", f"{about['prompt_tokens']:,}{_shared(plan)}"))
+    rows.append(("answer tokens expected", f"{about['expected_output_tokens']:,}"))
+    on = f" for {plan['planned_for']}" if plan else ""
+    rows.append(("engine time expected", f"{duration(seconds)}, the least by the cost model{on}"))
+    if about.get("expected_cost") is not None:
+        rows.append(("cost expected", f"{about['expected_cost']:,.4g}"))
+    if about.get("earliest_at") is not None:
+        rows.append(("ends at the earliest in", duration(about["earliest_at"] - time.time())))
+    return rows
+
+
+def _shared(plan: dict[str, float] | None) -> str:
+    return f", {plan['cached_share']:.0%} of them shared" if plan else ""

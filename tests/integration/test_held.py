@@ -1,0 +1,120 @@
+"""Batches that are held: what they would take is seen before anything of them runs."""
+
+from collections.abc import Generator
+from typing import Any
+
+import openai
+import pytest
+from openai.types import Batch
+from sqlalchemy import func, select
+
+from service.db.tables import Slice
+from service.settings import Settings
+from tests.conftest import Clock
+from tests.integration.house import House, ScriptedEngine, jsonl, line
+from tests.integration.serving import CHAT, serve
+
+DAY_S = 86400
+
+
+@pytest.fixture
+def client(settings: Settings, clock: Clock) -> Generator[openai.OpenAI, None, None]:
+    with serve(settings.model_copy(update={"worker_hour_price": 36.0}), clock) as url:
+        yield openai.OpenAI(base_url=f"{url}/v1", api_key="k", max_retries=0)
+
+
+def hold(client: openai.OpenAI, data: bytes) -> str:
+    file = client.files.create(file=("in.jsonl", data), purpose="batch")
+    wishes = {"batchweave": {"hold": True}}
+    return client.batches.create(input_file_id=file.id, endpoint=CHAT, completion_window="24h", extra_body=wishes).id
+
+
+def start(client: openai.OpenAI, batch_id: str) -> Batch:
+    return client.post(f"/batches/{batch_id}/start", cast_to=Batch)
+
+
+def extras(batch: Batch) -> dict[str, Any]:
+    return batch.model_dump()["batchweave"]
+
+
+def seen(client: openai.OpenAI, batch_id: str) -> dict[str, Any]:
+    return extras(client.batches.retrieve(batch_id))
+
+
+async def slices(house: House) -> int:
+    async with house.database.read() as session:
+        return (await session.execute(select(func.count()).select_from(Slice))).scalar_one()
+
+
+async def test_time_and_cost_are_seen_before_it_starts(house: House, client: openai.OpenAI, clock: Clock) -> None:
+    batch_id = hold(client, jsonl(line(n) for n in range(30)))
+    assert seen(client, batch_id)["waiting_for"] == "validation"
+    await house.plan()
+    found = seen(client, batch_id)
+    assert (found["held"], found["waiting_for"], await slices(house)) == (True, "its start", 0)
+    plan = found["preview"]
+    assert plan["requests"] == 30
+    assert 0 < plan["cached_share"] < 1  # three topics, each in ten requests
+    assert found["expected_gpu_seconds"] == max(plan["compute_seconds"], plan["memory_seconds"]) > 0
+    assert found["expected_cost"] == pytest.approx(found["expected_gpu_seconds"] / 100, abs=1e-6)
+    assert found["expected_output_tokens"] > 0
+    clock.now += 1000
+    started = start(client, batch_id)
+    assert not extras(started)["held"]
+    assert started.expires_at == int(clock.now) + DAY_S
+    assert started.in_progress_at == int(clock.now)
+    await house.plan()
+    planned = seen(client, batch_id)
+    assert planned["expected_gpu_seconds"] == pytest.approx(found["expected_gpu_seconds"])
+    assert planned["expected_output_tokens"] == found["expected_output_tokens"]
+    async with house.working(ScriptedEngine()):
+        [batch] = await house.until_ended(batch_id)
+    output, errors = await house.results(batch)
+    assert (len(output), errors) == (30, {})
+
+
+async def test_a_start_that_comes_early_or_twice_is_a_start(house: House, client: openai.OpenAI) -> None:
+    batch_id = hold(client, jsonl(line(n) for n in range(4)))
+    assert start(client, batch_id).in_progress_at is None
+    start(client, batch_id)
+    await house.plan()
+    assert await slices(house) == 1
+    assert start(client, batch_id).status == "in_progress"
+
+
+async def test_what_has_ended_cannot_be_started(house: House, client: openai.OpenAI) -> None:
+    cancelled = hold(client, jsonl(line(n) for n in range(4)))
+    await house.plan()
+    client.batches.cancel(cancelled)
+    wrong = hold(client, b"[]\n")
+    await house.plan()
+    [batch] = await house.until_ended(cancelled)
+    assert batch.failed == 4
+    for batch_id in (cancelled, wrong):
+        assert not seen(client, batch_id)["held"]
+        with pytest.raises(openai.BadRequestError) as caught:
+            start(client, batch_id)
+        assert caught.value.code == "batch_not_startable"
+
+
+async def test_one_that_nobody_starts_expires(house: House, client: openai.OpenAI, clock: Clock) -> None:
+    batch_id = hold(client, jsonl(line(n) for n in range(4)))
+    await house.plan()
+    clock.now += DAY_S + 1
+    await house.expiry.run_once()
+    [batch] = await house.until_ended(batch_id)
+    _, errors = await house.results(batch)
+    assert {each["error"]["code"] for each in errors.values()} == {"batch_expired"}
+    assert await slices(house) == 0
+
+
+async def test_a_batch_larger_than_a_window_is_judged_by_its_first_requests(
+    house: House, client: openai.OpenAI
+) -> None:
+    house.settings = house.settings.model_copy(update={"window_requests": 10})
+    whole = hold(client, jsonl(line(n) for n in range(10)))
+    long = hold(client, jsonl(line(n % 10, custom_id=f"id-{n}") for n in range(40)))
+    await house.plan()
+    found, part = seen(client, long), seen(client, whole)
+    assert found["preview"]["requests"] == 10
+    assert found["expected_gpu_seconds"] == pytest.approx(4 * part["expected_gpu_seconds"], abs=4e-6)
