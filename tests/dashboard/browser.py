@@ -1,5 +1,6 @@
 """Debian's chromium, driven by Playwright, and what it complains about."""
 
+import os
 import shutil
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
@@ -9,6 +10,7 @@ from axe_playwright_python.base import AXE_SCRIPT  # pyright: ignore[reportMissi
 from playwright.async_api import Page, async_playwright
 
 CHROMIUM = shutil.which("chromium")
+IN_CI = bool(os.environ.get("CI"))
 INSTALL = "chromium is not installed: apt-get install --no-install-recommends chromium"
 
 
@@ -17,6 +19,7 @@ async def browser_page(
     url: str, width: int = 1280, theme: Any = "light", scripts: bool = True
 ) -> AsyncGenerator[tuple[Page, list[str]], None]:
     """A page of a fresh browser, and what its console and its requests complained about."""
+    assert CHROMIUM, INSTALL
     complaints: list[str] = []
     async with async_playwright() as playwright:
         browser = await playwright.chromium.launch(

@@ -14,12 +14,23 @@ from service.jobs.historian import Historian
 from service.settings import Settings
 from service.tenants.keys import new_key
 from tests.conftest import Clock
-from tests.dashboard.browser import CHROMIUM, INSTALL, browser_page, faults_of_access
+from tests.dashboard.browser import CHROMIUM, IN_CI, INSTALL, browser_page, faults_of_access
 from tests.integration.house import House, ScriptedEngine, jsonl, line
 from tests.integration.serving import serve
 
-pytestmark = pytest.mark.skipif(CHROMIUM is None, reason=INSTALL)
+pytestmark = pytest.mark.skipif(CHROMIUM is None and not IN_CI, reason=INSTALL)
 PAGES = ("", "/batches", "/new", "/files", "/workers", "/projects", "/audit", "/settings")
+
+# What has the focus, by its place among all that can have it, and whether it looks so.
+REACHED = """() => {
+  const all = [...document.querySelectorAll('a[href], button, input:not([type=hidden]), select')];
+  const here = document.activeElement;
+  const style = getComputedStyle(here);
+  return all.includes(here) && {
+    name: `${all.indexOf(here)} ${here.textContent || here.name}`,
+    seen: style.outlineStyle !== 'none' && here.getClientRects().length > 0,
+  };
+}"""
 
 
 @pytest.fixture
@@ -56,12 +67,12 @@ async def jobs(house: House, clock: Clock) -> AsyncGenerator[None, None]:
         await running
 
 
-async def upload(page: Page, lines: int) -> None:
+async def upload(page: Page, lines: int, then: str = "Start the batch") -> None:
     await page.goto("/dashboard/new")
     data = jsonl(line(n) for n in range(lines))
     await page.get_by_label("File").set_input_files({"name": "in.jsonl", "mimeType": "text/plain", "buffer": data})
     await page.get_by_role("button", name="Upload").click()
-    await page.get_by_role("button", name="Start the batch").click()
+    await page.get_by_role("button", name=then).click()
     await page.wait_for_url("**/dashboard/batches/batch_*")
 
 
@@ -83,6 +94,57 @@ async def test_from_upload_to_download(page: Page, house: House, clock: Clock) -
     await page.get_by_role("button", name="Run the failed ones again").click()
     async with jobs(house, clock), house.working(ScriptedEngine()):
         await expect(page.get_by_text("1 of 1", exact=True)).to_be_visible(timeout=15_000)
+
+
+async def test_time_and_cost_are_shown_before_the_start(page: Page, house: House, clock: Clock) -> None:
+    async with jobs(house, clock), house.working(ScriptedEngine()):
+        await upload(page, 20, then="Show time and cost first")
+        await expect(page.get_by_text("of them shared")).to_be_visible(timeout=15_000)
+        await expect(page.get_by_text("waits for its start")).to_be_visible()
+        await page.get_by_role("button", name="Start it").click()
+        await expect(page.locator(".state.completed").first).to_be_visible(timeout=15_000)
+
+
+async def test_a_key_is_made_and_revoked(page: Page) -> None:
+    await page.goto("/dashboard/projects")
+    await page.get_by_label("New project").fill("evaluation")
+    await page.get_by_role("button", name="Make it").click()
+    await page.get_by_role("link", name="evaluation").click()
+    await page.get_by_label("Batches that have not ended").fill("7")
+    await page.get_by_role("button", name="Save").click()
+    await expect(page.get_by_role("row", name="evaluation")).to_contain_text("7")
+    await page.get_by_label("Whose it is").fill("bob")
+    await page.locator("select[name=project]").select_option("evaluation")
+    await page.get_by_role("button", name="Make a key").click()
+    await expect(page.locator("pre")).to_contain_text("bw-")
+    await page.get_by_role("link", name="Back to projects and keys").click()
+    await page.get_by_role("button", name="Revoke bob").click()
+    await expect(page.get_by_role("row", name="bob")).not_to_contain_text("Revoke")
+
+
+@pytest.mark.parametrize("path", ["", "/batches", "/new", "/projects"])
+async def test_everything_is_reached_by_keyboard(page: Page, house: House, path: str) -> None:
+    await house.submit(jsonl([line(1)]))
+    await page.goto(f"/dashboard{path}")
+    wanted = await page.evaluate(
+        "[...document.querySelectorAll('a[href], button, input:not([type=hidden]), select')].length"
+    )
+    reached: set[str] = set()
+    for _ in range(4 * wanted):  # a date has fields of its own
+        await page.keyboard.press("Tab")
+        found = await page.evaluate(REACHED)
+        if found:
+            assert found["seen"], f"nothing shows that {found['name']} has the focus"
+            reached.add(found["name"])
+    assert len(reached) == wanted
+
+
+async def test_the_keyboard_skips_to_the_content_and_signs_nobody_out(page: Page) -> None:
+    await page.goto("/dashboard/batches")
+    await page.keyboard.press("Tab")
+    await page.keyboard.press("Enter")
+    await page.keyboard.press("Tab")
+    assert await page.evaluate("document.activeElement.name") == "status"
 
 
 async def test_a_batch_is_cancelled(page: Page, house: House, clock: Clock) -> None:
