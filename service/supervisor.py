@@ -4,6 +4,7 @@ import ctypes
 import errno
 import fcntl
 import hashlib
+import json
 import os
 import signal
 import socket
@@ -13,7 +14,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 import redis
 import structlog
@@ -22,12 +23,15 @@ from service.db.migrate import upgrade
 from service.demo.model import ensure_demo_model
 from service.demo.prompts import corpus
 from service.embedded_redis import server_command
+from service.queue import keys
 from service.settings import DEMO_MODEL, Settings
 from service.storage import Storage
 
 STOP_S = 30.0
-QUICK_EXIT_S = 20.0
-MAX_QUICK_EXITS = 5
+BEGUN_S = 20.0
+MAX_EXITS = 5
+FIRST_PAUSE_S = 0.5
+ASK_S = 1.0
 _PR_SET_PDEATHSIG = 1
 log = structlog.get_logger()
 
@@ -51,7 +55,8 @@ class Part:
     changes: dict[str, str] = field(default_factory=dict[str, str])  # of the environment
     process: subprocess.Popen[bytes] | None = None
     started_at: float = 0.0
-    quick_exits: int = 0
+    begun: bool = False  # since its start it has done what it is for
+    exits: int = 0  # in a row, none of which came after it had begun
     restart_at: float = 0.0
 
     @property
@@ -69,7 +74,7 @@ class Part:
                 start_new_session=True,  # Ctrl-C reaches the supervisor alone, which stops its children in order
                 preexec_fn=die_with_parent,
             )
-        self.started_at = time.monotonic()
+        self.started_at, self.begun = time.time(), False
 
     def stop(self, timeout_s: float) -> None:
         if self.process is None or self.process.poll() is not None:
@@ -92,6 +97,7 @@ class Supervisor:
     _parts: list[Part] = field(default_factory=list[Part])
     _lock: IO[str] | None = None
     _stopping: bool = False
+    _ask_again_at: float = 0.0
 
     def run(self) -> None:
         """Run until SIGINT or SIGTERM. Raises StartError."""
@@ -169,10 +175,6 @@ class Supervisor:
     def _environment(self, folder: Path) -> dict[str, str]:
         """What the children's Settings read: ours, with every default spelled out."""
         settings = self.settings
-        # The same at the next start, so that the worker gives back what its predecessor held when it died.
-        digest = hashlib.sha256(os.fsencode(folder)).hexdigest()[:8]
-        named = "worker_name" in settings.model_fields_set
-        worker = settings.worker_name if named else f"{socket.gethostname()}-{digest}"
         ours = {
             "DATA_DIR": str(folder),
             "DATABASE_URL": settings.database,
@@ -182,9 +184,17 @@ class Supervisor:
             "PORT": str(settings.port),
             "MODEL": settings.model if settings.model == DEMO_MODEL else settings.model_source,
             "MODEL_NAME": settings.served_model,
-            "WORKER_NAME": worker,
+            "WORKER_NAME": self.worker_name,
         }
         return {**os.environ, **{f"BATCHWEAVE_{name}": value for name, value in ours.items()}}
+
+    @property
+    def worker_name(self) -> str:
+        """The same at the next start, so that the worker gives back what its predecessor held when it died."""
+        if "worker_name" in self.settings.model_fields_set:
+            return self.settings.worker_name
+        folder = os.fsencode(self.settings.data_dir.resolve())
+        return f"{socket.gethostname()}-{hashlib.sha256(folder).hexdigest()[:8]}"
 
     def _wait_for_redis(self) -> None:
         embedded = self._parts[0] if self._parts else None
@@ -214,19 +224,17 @@ class Supervisor:
         now = time.monotonic()
         for part in self._parts:
             if part.running:
-                if part.quick_exits and now - part.started_at > QUICK_EXIT_S:
-                    part.quick_exits = 0
+                part.begun = part.begun or self._has_begun(part)
                 continue
             if part.restart_at == 0.0:
                 assert part.process is not None
-                quick = now - part.started_at < QUICK_EXIT_S
-                part.quick_exits = part.quick_exits + 1 if quick else 1
-                if part.quick_exits >= MAX_QUICK_EXITS:
+                part.exits = 1 if part.begun else part.exits + 1
+                if part.exits >= MAX_EXITS:
                     raise StartError(
-                        f"{part.name} died {part.quick_exits} times in a row (exit {part.process.returncode}); "
-                        f"its log says why: {part.log_path}"
+                        f"{part.name} died {part.exits} times in a row (exit {part.process.returncode}) before it "
+                        f"could begin; its log says why: {part.log_path}"
                     )
-                pause_s = min(0.5 * 2 ** (part.quick_exits - 1), 10.0)
+                pause_s = min(FIRST_PAUSE_S * 2 ** (part.exits - 1), 10.0)
                 self.say(
                     f"{part.name} ended (exit {part.process.returncode}) and is started again; log: {part.log_path}"
                 )
@@ -234,6 +242,20 @@ class Supervisor:
             elif now >= part.restart_at:
                 part.restart_at = 0.0
                 part.start(self._environment(self.settings.data_dir.resolve()))
+
+    def _has_begun(self, part: Part) -> bool:
+        """A worker has when its engine has started, which may fail after minutes; its heartbeat says so."""
+        if part.name != "worker":
+            return time.time() - part.started_at > BEGUN_S
+        if time.monotonic() < self._ask_again_at:
+            return False
+        self._ask_again_at = time.monotonic() + ASK_S
+        try:
+            with redis.Redis.from_url(self.settings.redis, socket_connect_timeout=1, socket_timeout=1) as client:
+                beat: Any = client.get(keys.worker(self.worker_name))
+        except (redis.RedisError, OSError):
+            return False
+        return beat is not None and json.loads(beat).get("started_at", 0) >= int(part.started_at)
 
     def _stop(self) -> None:
         """The worker first, so that its answers are written while everything else still runs; Redis last."""
