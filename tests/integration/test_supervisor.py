@@ -1,0 +1,60 @@
+"""What `up` does about a part that dies: start it again, unless it never comes to do its work."""
+
+import asyncio
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from redis.asyncio import Redis
+
+import service.supervisor as supervisors
+from service.queue.progress import Heartbeat
+from service.settings import Settings
+from service.supervisor import Part, StartError, Supervisor
+
+
+@pytest.fixture
+def empty_database_url(tmp_path: Path) -> str:
+    """None is needed."""
+    return f"sqlite+aiosqlite:///{tmp_path / 'test.db'}"
+
+
+@pytest.fixture(autouse=True)
+def quickly(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(supervisors, "FIRST_PAUSE_S", 0.001)
+    monkeypatch.setattr(supervisors, "ASK_S", 0.0)
+
+
+async def watch(supervisor: Supervisor, until: Callable[[], bool]) -> None:
+    async with asyncio.timeout(30):
+        while not until():
+            await asyncio.to_thread(supervisor._watch)  # pyright: ignore[reportPrivateUsage]
+            await asyncio.sleep(0.005)
+
+
+async def test_an_engine_that_never_starts_ends_the_service_and_one_that_works_does_not(
+    settings: Settings, redis: Redis, tmp_path: Path
+) -> None:
+    said: list[str] = []
+    supervisor = Supervisor(settings, said.append)
+    part = Part("worker", ["sh", "-c", "sleep 0.05; exit 3"], tmp_path / "worker.log")
+    part.start({"PATH": "/usr/bin:/bin"})
+    supervisor._parts.append(part)  # pyright: ignore[reportPrivateUsage]
+    # As an engine that dies again and again of what it is given: it works in between.
+    stop = asyncio.Event()  # a cancel may be lost in the Redis client before Python 3.12
+    beating = asyncio.create_task(beat(redis, supervisor.worker_name, stop))
+    await watch(supervisor, lambda: len(said) >= 2 * supervisors.MAX_EXITS)
+    stop.set()
+    await beating
+    await redis.flushdb()
+    with pytest.raises(
+        StartError, match=rf"worker died {supervisors.MAX_EXITS} times in a row \(exit 3\).*worker\.log"
+    ):
+        await watch(supervisor, lambda: False)
+
+
+async def beat(redis: Redis, name: str, stop: asyncio.Event) -> None:
+    while not stop.is_set():
+        await Heartbeat(redis).beat(name, {"started_at": int(time.time()) + 1})
+        await asyncio.sleep(0.01)
