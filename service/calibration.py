@@ -75,7 +75,9 @@ def keep_fastest(calibration: Path, seconds: dict[str, float]) -> None:
     calibration.write_text(json.dumps(described, indent=2, allow_nan=False) + "\n")
 
 
-def describe(settings: Settings, steps: Path, calibration: Calibration, measured_on: str) -> dict[str, Any]:
+def describe(
+    settings: Settings, steps: Path, calibration: Calibration, measured_on: str, memory_bytes: int | None
+) -> dict[str, Any]:
     """The .json file: hardware whose peaks are what the engine reached, and what was measured, when and on what."""
     cost = CostModel(read_shape(settings.model_source), Machine(read_hardware(settings.gpu), tp=settings.replica))
     hardware = as_measured(cost, calibration).machine.hardware
@@ -83,7 +85,7 @@ def describe(settings: Settings, steps: Path, calibration: Calibration, measured
         "name": f"{read_hardware(settings.gpu).name}, calibrated on {measured_on}",
         "flops": dict(hardware.flops),
         "bandwidth": hardware.bandwidth,
-        "memory_bytes": hardware.memory_bytes,
+        "memory_bytes": memory_bytes or hardware.memory_bytes,
         **{field: getattr(hardware, field) for field in MEASURED if getattr(hardware, field) is not None},
         "calibration": {
             "date": datetime.now(UTC).isoformat(timespec="seconds"),
@@ -97,13 +99,18 @@ def describe(settings: Settings, steps: Path, calibration: Calibration, measured
     }
 
 
-def calibrated(settings: Settings, steps: Path, output: Path, measured_on: str) -> Calibration:
-    """Fit, and write the file. Raises WorkloadError, CostsError, CalibrationError, OSError."""
+def calibrated(
+    settings: Settings, steps: Path, output: Path, measured_on: str, memory_bytes: int | None = None
+) -> Calibration:
+    """Fit, and write the file; without `memory_bytes` the memory is that of the settings' machine.
+
+    Raises WorkloadError, CostsError, CalibrationError, OSError.
+    """
     calibration = fit(steps, SGLANG_CLOCK, ASSUMED_INTERFERENCE)
     if calibration.gemm_s <= 0:
         raise CalibrationError("longer prompts took no longer: nothing tells the cost of a token; measure again")
     if calibration.read_s <= 0:
         raise CalibrationError("decodes with more KV cache took no longer: nothing tells its cost; measure again")
-    described = describe(settings, steps, calibration, measured_on)
+    described = describe(settings, steps, calibration, measured_on, memory_bytes)
     output.write_text(json.dumps(described, indent=2, allow_nan=False) + "\n")
     return calibration

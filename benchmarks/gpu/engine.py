@@ -20,7 +20,7 @@ from engine_ext.plan.hardware import Machine
 from engine_ext.plugin.bench_engine import BenchEngine
 from engine_ext.plugin.host import CPU_DEFAULTS
 from engine_ext.plugin.options import Overlap
-from engine_ext.plugin.platform_entry import gpu_is_present, machine_name
+from engine_ext.plugin.platform_entry import accelerator_memory, gpu_is_present, machine_name
 from engine_ext.plugin.retune import Tuning
 from service.calibration import calibrated
 from service.model_costs import read_hardware, read_shape
@@ -59,9 +59,8 @@ def calibrate(given: Namespace, model: Path) -> None:
 
     asyncio.get_event_loop().run_until_complete(main())
     engine.close()
-    found = calibrated(
-        load_settings(model=str(model), gpu=given.gpu, engine_args=given.engine_args), steps, output, machine_name()
-    )
+    settings = load_settings(model=str(model), gpu=given.gpu, engine_args=given.engine_args)
+    found = calibrated(settings, steps, output, machine_name(), accelerator_memory())
     for name, misfit in found.errors.items():
         print(f"calibration: {name} off by {misfit.mean:.1%} on average over {misfit.steps}", flush=True)
 

@@ -25,7 +25,7 @@ from engine_ext.plugin.calibration_load import measure_steps, time_blend
 from engine_ext.plugin.endpoints import Endpoints, Served
 from engine_ext.plugin.marked import Told
 from engine_ext.plugin.options import Options, Overlap
-from engine_ext.plugin.platform_entry import gpu_is_present, machine_name
+from engine_ext.plugin.platform_entry import accelerator_memory, gpu_is_present, machine_name
 
 # What a batch line may not choose: identity, place in the queue, and routing belong to the service.
 RESERVED_FIELDS = frozenset(
@@ -143,6 +143,11 @@ class EngineHost:
     @property
     def machine(self) -> str:
         return machine_name()
+
+    @property
+    def memory_bytes(self) -> int | None:
+        """Of one accelerator; None without one."""
+        return accelerator_memory()
 
     @property
     def endpoints(self) -> list[str]:

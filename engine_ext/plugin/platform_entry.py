@@ -18,6 +18,13 @@ def machine_name() -> str:
     return torch.cuda.get_device_name(0) if torch.cuda.is_available() else f"the CPU of {platform.node()}"
 
 
+def accelerator_memory() -> int | None:
+    """Bytes of one accelerator; None without one."""
+    import torch
+
+    return torch.cuda.get_device_properties(0).total_memory if torch.cuda.is_available() else None
+
+
 def activate_cpu() -> str | None:
     """`sglang.srt.platforms`: the CPU platform, only where there is no GPU."""
     return None if gpu_is_present() else "engine_ext.plugin.platform_cpu.CpuPlatform"

@@ -38,7 +38,7 @@ def calibrate(
     log_to(sys.stderr, logging.WARNING)
     if settings.emulated_device is not None:
         fail("BATCHWEAVE_EMULATED_DEVICE is set: nothing can be measured on an emulated device; unset it")
-    measured_on = "another machine"
+    measured_on, memory_bytes = "another machine", None
     is_measured_here = steps is None
     _check_calibration_files(output, steps)
     try:
@@ -47,12 +47,12 @@ def calibrate(
             steps = output.with_suffix(".steps.jsonl")
             said.print("starting the engine")
             engine = make_engine(settings.model_copy(update={"steps_file": steps, "overlap": "none"}))
-            measured_on = engine.machine
+            measured_on, memory_bytes = engine.machine, engine.memory_bytes
             try:
                 measure(engine, steps, said.print)
             finally:
                 engine.close()
-        found = calibrated(settings, steps, output, measured_on)
+        found = calibrated(settings, steps, output, measured_on, memory_bytes)
     except ModuleNotFoundError as error:
         fail(f"The engine is not installed ({error.name} is missing): pip install 'batchweave[engine]'")
     except (CalibrationError, WorkloadError, CostsError, OSError, ValueError, RuntimeError) as error:

@@ -42,7 +42,7 @@ def steps_of(path: Path, gpu: str, flat: bool = False) -> None:
 def test_what_was_measured_is_what_is_planned_for(tmp_path: Path) -> None:
     steps, output = tmp_path / "steps.jsonl", tmp_path / "machine.json"
     steps_of(steps, "a100-80gb")
-    found = calibrated(load_settings(model="llama-3-8b", gpu="h200"), steps, output, "Some GPU")
+    found = calibrated(load_settings(model="llama-3-8b", gpu="h200"), steps, output, "Some GPU", 40 << 30)
     assert found.errors["steps"].mean < 0.03
     true = CostModel(SHAPE, Machine(hardware("a100-80gb")))
     planned = planning_costs("llama-3-8b", str(output), 1)
@@ -52,6 +52,7 @@ def test_what_was_measured_is_what_is_planned_for(tmp_path: Path) -> None:
     assert planned.quadratic_s == pytest.approx(true.quadratic_s, rel=0.2)
     written = json.loads(output.read_text())
     assert written["name"] == "h200, calibrated on Some GPU"
+    assert written["memory_bytes"] == 40 << 30  # not the preset's
     assert written["calibration"]["model"] == "llama-3-8b"
     assert set(written["calibration"]["errors"]) == {"prefill", "decode", "mixed", "steps"}
 
