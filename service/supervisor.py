@@ -23,6 +23,7 @@ from service.db.migrate import upgrade
 from service.demo.model import ensure_demo_model
 from service.demo.prompts import corpus
 from service.embedded_redis import server_command
+from service.log_files import turn_over
 from service.queue import keys
 from service.settings import DEMO_MODEL, Settings
 from service.storage import Storage
@@ -32,6 +33,7 @@ BEGUN_S = 20.0
 MAX_EXITS = 5
 FIRST_PAUSE_S = 0.5
 ASK_S = 1.0
+LOGS_S = 60.0
 _PR_SET_PDEATHSIG = 1
 log = structlog.get_logger()
 
@@ -98,6 +100,7 @@ class Supervisor:
     _lock: IO[str] | None = None
     _stopping: bool = False
     _ask_again_at: float = 0.0
+    _look_at_logs_at: float = 0.0
 
     def run(self) -> None:
         """Run until SIGINT or SIGTERM. Raises StartError."""
@@ -109,6 +112,7 @@ class Supervisor:
             self._start()
             while not self._stopping:
                 self._watch()
+                self._turn_logs_over()
                 time.sleep(0.2)
         finally:
             self._stop()
@@ -242,6 +246,16 @@ class Supervisor:
             elif now >= part.restart_at:
                 part.restart_at = 0.0
                 part.start(self._environment(self.settings.data_dir.resolve()))
+
+    def _turn_logs_over(self) -> None:
+        if time.monotonic() < self._look_at_logs_at:
+            return
+        self._look_at_logs_at = time.monotonic() + LOGS_S
+        for part in self._parts:
+            try:
+                turn_over(part.log_path)
+            except OSError as error:  # a full disk: the service goes on
+                log.warning("log not turned over", part=part.name, error=repr(error))
 
     def _has_begun(self, part: Part) -> bool:
         """A worker has when its engine has started, which may fail after minutes; its heartbeat says so."""
