@@ -9,7 +9,7 @@ import typer
 
 from service.commands.start import ModelOption, log_to, settings_of
 from service.model_costs import CostsError
-from service.terminal import fail, said
+from service.terminal import JsonOption, fail, said
 
 
 def calibrate(
@@ -18,6 +18,7 @@ def calibrate(
     steps: Annotated[
         Path | None, typer.Option("--steps", help="Steps measured before, by BATCHWEAVE_STEPS_FILE: fit to these.")
     ] = None,
+    as_json: JsonOption = False,
 ) -> None:
     """Measure what steps cost on this machine with this model, and write it as hardware for BATCHWEAVE_GPU and --gpu.
 
@@ -64,6 +65,8 @@ def calibrate(
         seconds = compare(settings, output, names, said.print)
         if seconds:
             said.print(f"the fastest overlap: {min(seconds, key=lambda name: seconds[name])}, noted in {output}")
+    if as_json:
+        print(output.read_text(), end="")
 
 
 def _check_calibration_files(output: Path, steps: Path | None) -> None:

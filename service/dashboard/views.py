@@ -33,6 +33,7 @@ from service.settings import variable
 from service.standing import alive_by_model
 
 LISTED = 50
+WORKER_STATES = ("working", "idle", "draining")
 TICK_S = 2.0
 STREAM_S = 600.0  # the browser connects again; a session that has ended must not be told for ever
 STATIC = {"style.css", "dashboard.js", "htmx.min.js", "htmx-sse.min.js", "uPlot.iife.min.js", "uPlot.min.css"}
@@ -196,8 +197,20 @@ async def file_content(request: Request, here: Here, viewer: LooksIn, file_id: O
 
 
 @router.get("/workers")
-async def worker_list(request: Request, here: Here, viewer: LooksInAsAdmin) -> Response:
-    return page(request, "workers.html", viewer, workers=await _workers(here))
+async def worker_list(
+    request: Request,
+    here: Here,
+    viewer: LooksInAsAdmin,
+    state: Annotated[str, Query(max_length=16)] = "",
+    model: Annotated[str, Query(max_length=512)] = "",
+) -> Response:
+    found = await _workers(here)
+    models = sorted({worker.model for worker in found or []})
+    if found is not None:
+        found = [each for each in found if state in ("", each.state) and model in ("", each.model)]
+    return page(
+        request, "workers.html", viewer, workers=found, states=WORKER_STATES, models=models, state=state, model=model
+    )
 
 
 @router.get("/audit")

@@ -113,6 +113,15 @@ async def test_errors_of_a_file_are_shown_by_line(pages: httpx.AsyncClient, hous
     assert '<td class="nums">3</td>' in text
 
 
+async def test_workers_are_filtered(pages: httpx.AsyncClient, house: House) -> None:
+    for name, slices in (("worker-a", 2), ("worker-b", 0)):
+        state = {"name": name, "model": "m", "slices": slices, "requests": 0}
+        await Heartbeat(house.redis).beat(name, state)
+    assert "worker-a" in (await pages.get("/workers?state=working&model=m")).text
+    assert "worker-b" not in (await pages.get("/workers?state=working")).text
+    assert "No worker is like that" in (await pages.get("/workers?state=draining")).text
+
+
 async def test_what_is_shown_is_escaped(pages: httpx.AsyncClient, house: House) -> None:
     batch_id = await house.submit(jsonl([line(1, custom_id="<script>alert(1)</script>")]))
     await house.plan()

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from typer.testing import CliRunner
 
 from engine_ext.plan.cost import CostModel
 from engine_ext.plan.engine_model import Clock, EngineModel, compute_time, step_time
@@ -16,6 +17,7 @@ from engine_ext.plan.hardware import Machine, hardware
 from engine_ext.plan.model_shape import preset
 from engine_ext.plugin.calibration_load import DECODES, Limits, blend, run_load
 from service.calibration import CalibrationError, calibrated, compare
+from service.cli import command_line
 from service.model_costs import CostsError, measured_overlap, planning_costs
 from service.settings import load_settings
 from service.workloads.workload import WorkloadError
@@ -142,3 +144,12 @@ def test_workers_use_what_a_calibration_found_fastest(tmp_path: Path) -> None:
     file.write_text(json.dumps({"overlap": {"fastest": "warp"}}))
     with pytest.raises(CostsError, match=r"overlap\.fastest"):
         measured_overlap(str(file))
+
+
+def test_the_command_prints_what_it_wrote(tmp_path: Path) -> None:
+    steps, output = tmp_path / "steps.jsonl", tmp_path / "machine.json"
+    steps_of(steps, "a100-80gb")
+    arguments = ["calibrate", "--model", "llama-3-8b", "--steps", str(steps), "--output", str(output), "--json"]
+    found = CliRunner().invoke(command_line("calibrate"), arguments)
+    assert found.exit_code == 0
+    assert json.loads(found.stdout) == json.loads(output.read_text())
