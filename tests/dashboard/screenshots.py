@@ -56,6 +56,7 @@ def main() -> None:
                 up.wait(batch_id)
             bad = up.submit(b'{"custom_id": "a"}\n{"custom_id": "b", "method": "GET", "url": "/v1/x", "body": {}}\n')
             up.wait(bad)
+            held = up.submit(requests(MODEL)[CHAT], extra_body={"batchweave": {"hold": True}})
             running = up.submit(much_of(requests(MODEL)[CHAT]))
             up.until(lambda: up.done(running) >= 600, "answers")
             moving = {
@@ -67,10 +68,12 @@ def main() -> None:
             pages = {
                 "completed": f"/dashboard/batches/{done[0]}",
                 "errors": f"/dashboard/batches/{bad}",
+                "held": f"/dashboard/batches/{held}",
                 "new": "/dashboard/new",
                 "files": "/dashboard/files",
                 "workers": "/dashboard/workers",
                 "projects": "/dashboard/projects",
+                "project": "/dashboard/projects/default",
                 "audit": "/dashboard/audit",
                 "settings": "/dashboard/settings",
             }
