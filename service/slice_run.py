@@ -5,7 +5,7 @@ import contextlib
 import secrets
 from collections.abc import Callable, Coroutine, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import msgspec
@@ -60,6 +60,7 @@ class Request:
     custom_id: str
     body: dict[str, Any]
     place: int
+    request_id: str = field(default_factory=lambda: f"req_{secrets.token_hex(16)}")  # of its line and of the log
 
 
 _line_decoder = msgspec.json.Decoder(RequestLine)
@@ -68,7 +69,7 @@ _line_decoder = msgspec.json.Decoder(RequestLine)
 def _about(request: Request) -> AbstractContextManager[None]:
     """What is logged in the block names the request."""
     return structlog.contextvars.bound_contextvars(
-        batch=request.batch_id, request=request.number, custom_id=request.custom_id
+        batch=request.batch_id, custom_id=request.custom_id, request_id=request.request_id
     )
 
 
@@ -263,7 +264,7 @@ class SliceRun:
                 return error_message(answer.body)
             response = {
                 "status_code": answer.status_code,
-                "request_id": f"req_{secrets.token_hex(16)}",
+                "request_id": request.request_id,
                 "body": msgspec.Raw(answer.body),
             }
             self._keep(request, response, None, usage_of(answer.body) if answer.status_code < 400 else None)

@@ -9,6 +9,7 @@ from sqlalchemy.ext.asyncio import AsyncSession
 
 from service.db.sessions import Database
 from service.db.tables import Batch, BatchStatus, Slice, SliceBatch, SliceStatus
+from service.preview import Preview
 from service.queue.counts import Counts
 from service.queue.progress import Heartbeat
 
@@ -43,8 +44,8 @@ def work_of(batch: Batch) -> Work | None:
         share = batch.total / batch.planned
         planned = (batch.planned_compute_s, batch.planned_memory_s, batch.planned_output_tokens)
         return Work(*(each * share for each in planned))
-    found = batch.preview
-    return Work(found["compute_s"], found["memory_s"], found["output_tokens"]) if found else None
+    found = Preview.of(batch)
+    return Work(found.compute_s, found.memory_s, found.output_tokens) if found else None
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,7 +23,7 @@ from service.db.migrate import upgrade
 from service.demo.model import ensure_demo_model
 from service.demo.prompts import corpus
 from service.embedded_redis import server_command
-from service.log_files import turn_over
+from service.log_files import rotate
 from service.queue import keys
 from service.settings import DEMO_MODEL, Settings
 from service.storage import Storage
@@ -58,7 +58,7 @@ class Part:
     process: subprocess.Popen[bytes] | None = None
     started_at: float = 0.0
     begun: bool = False  # since its start it has done what it is for
-    exits: int = 0  # in a row, none of which came after it had begun
+    exits: int = 0  # since it last had begun, the first after that included
     restart_at: float = 0.0
 
     @property
@@ -112,7 +112,7 @@ class Supervisor:
             self._start()
             while not self._stopping:
                 self._watch()
-                self._turn_logs_over()
+                self._rotate_logs()
                 time.sleep(0.2)
         finally:
             self._stop()
@@ -235,8 +235,8 @@ class Supervisor:
                 part.exits = 1 if part.begun else part.exits + 1
                 if part.exits >= MAX_EXITS:
                     raise StartError(
-                        f"{part.name} died {part.exits} times in a row (exit {part.process.returncode}) before it "
-                        f"could begin; its log says why: {part.log_path}"
+                        f"{part.name} died {part.exits} times in a row (exit {part.process.returncode}), the last ones "
+                        f"before it could begin; its log says why: {part.log_path}"
                     )
                 pause_s = min(FIRST_PAUSE_S * 2 ** (part.exits - 1), 10.0)
                 self.say(
@@ -247,15 +247,15 @@ class Supervisor:
                 part.restart_at = 0.0
                 part.start(self._environment(self.settings.data_dir.resolve()))
 
-    def _turn_logs_over(self) -> None:
+    def _rotate_logs(self) -> None:
         if time.monotonic() < self._look_at_logs_at:
             return
         self._look_at_logs_at = time.monotonic() + LOGS_S
         for part in self._parts:
             try:
-                turn_over(part.log_path)
-            except OSError as error:  # a full disk: the service goes on
-                log.warning("log not turned over", part=part.name, error=repr(error))
+                rotate(part.log_path)
+            except OSError as error:  # the service goes on
+                log.warning("log not rotated", part=part.name, error=repr(error))
 
     def _has_begun(self, part: Part) -> bool:
         """A worker has when its engine has started, which may fail after minutes; its heartbeat says so."""

@@ -19,6 +19,7 @@ from opentelemetry.trace import NonRecordingSpan, SpanContext, SpanKind, Status,
 Value = str | int | float | bool
 MOST_BATCHES = 64  # in whose traces one stage appears; a window may serve thousands
 NS = 1_000_000_000
+UNTRACED = {"/metrics", "/healthz", "/readyz", "/dashboard/events"}  # asked again and again, or open for minutes
 
 
 class Traces:
@@ -50,6 +51,9 @@ class Traces:
     def flush(self) -> None:
         self._provider.force_flush()
 
+    def end(self) -> None:
+        self._provider.shutdown()
+
 
 _traces: Traces | None = None
 
@@ -60,6 +64,8 @@ def send_traces(endpoint: str | None, role: str) -> Traces | None:
     The exporter reads OTEL_EXPORTER_OTLP_HEADERS, _CERTIFICATE and _TIMEOUT by itself.
     """
     global _traces
+    if _traces:
+        _traces.end()
     _traces = Traces(endpoint, role) if endpoint else None
     return _traces
 
@@ -85,9 +91,9 @@ def batch_ended(batch_id: str, status: str, created_at: float, ended_at: float) 
 class HttpSpan:
     """Around the answer to a request, in its caller's trace where a `traceparent` names one."""
 
-    def __init__(self, method: str, headers: Iterable[tuple[bytes, bytes]]) -> None:
+    def __init__(self, method: str, path: str, headers: Iterable[tuple[bytes, bytes]]) -> None:
         self._method, self._span = method, None
-        if _traces:
+        if _traces and path not in UNTRACED:
             caller = propagate.extract({name.decode("latin-1"): value.decode("latin-1") for name, value in headers})
             self._span = _traces.tracer.start_span(method, caller, SpanKind.SERVER)
 

@@ -14,7 +14,7 @@ from service.api.caller import CalledBy
 from service.api.context import Context, Here
 from service.api.pages import page_rows
 from service.api.shapes import BatchObject, Page
-from service.db.moves import TERMINAL, move_batch, rows_changed
+from service.db.moves import STARTABLE, TERMINAL, move_batch, rows_changed
 from service.db.tables import Batch, BatchStatus, File
 from service.endpoints import ENDPOINTS
 from service.errors import BadRequest, NotFound
@@ -24,7 +24,6 @@ from service.tenants import audit
 from service.tenants.keys import Caller
 from service.tenants.quotas import check_batches, hold
 
-STARTABLE = (BatchStatus.VALIDATING, BatchStatus.IN_PROGRESS)
 _UNIT_S = {"m": 60, "h": 3600, "d": 86400}
 
 router = APIRouter(prefix="/v1/batches", tags=["batches"])

@@ -29,7 +29,7 @@ class Edge:
         scope.setdefault("state", {})["request_id"] = request_id
 
         method = scope["method"] if scope["method"] in METHODS else "other"
-        started, status, span = perf_counter(), 500, HttpSpan(method, scope["headers"])
+        started, status, span = perf_counter(), 500, HttpSpan(method, scope["path"], scope["headers"])
 
         async def send_with_id(message: Message) -> None:
             nonlocal status

@@ -6,12 +6,14 @@ from typing import Any, Generic, Literal, TypeVar
 from pydantic import BaseModel, Field
 
 from service import ids
-from service.db.moves import LIVE
+from service.db.moves import STARTABLE
 from service.db.tables import Batch, BatchStatus, File, OutputOrder, Upload, UploadStatus, WebhookEndpoint
+from service.preview import Preview
 from service.queue.counts import Counts
 from service.standing import Standing, work_of
 
 Item = TypeVar("Item")
+WorkerState = Literal["working", "idle", "draining"]
 
 
 class FileObject(BaseModel):
@@ -123,19 +125,19 @@ class PlanPreview(BaseModel):
     """What a held batch would take if nothing else ran; a long one is judged by its first `requests`."""
 
     requests: int
-    cached_share: float = Field(description="of prompt tokens, which other requests leave in the cache")
+    prompt_sharing: float = Field(description="of prompt tokens, which others before them have computed, at most")
     compute_seconds: float
     memory_seconds: float
     planned_for: str
 
     @classmethod
-    def of(cls, found: dict[str, Any]) -> "PlanPreview":
+    def of(cls, found: Preview) -> "PlanPreview":
         return cls(
-            requests=found["requests"],
-            cached_share=round(found["cached_share"], 4),
-            compute_seconds=round(found["compute_s"], 6),
-            memory_seconds=round(found["memory_s"], 6),
-            planned_for=found["planned_for"],
+            requests=found.requests,
+            prompt_sharing=round(found.prompt_sharing, 4),
+            compute_seconds=round(found.compute_s, 6),
+            memory_seconds=round(found.memory_s, 6),
+            planned_for=found.planned_for,
         )
 
 
@@ -149,8 +151,10 @@ class BatchExtras(BaseModel):
     held: bool = Field(description="nothing of it runs until POST /v1/batches/{id}/start")
     preview: PlanPreview | None
     prompt_tokens: int
-    expected_output_tokens: int | None = Field(description="as planned; null before")
-    expected_gpu_seconds: float | None = Field(description="the least that the cost model allows; null before the plan")
+    expected_output_tokens: int | None = Field(description="as planned or previewed; null before")
+    expected_gpu_seconds: float | None = Field(
+        description="the least that the cost model allows; null before plan and preview"
+    )
     expected_cost: float | None = Field(description="of these seconds, by BATCHWEAVE_WORKER_HOUR_PRICE")
     earliest_at: int | None = Field(description="end by the planner's cost model")
     expected_at: int | None = Field(description="end by the pace of its answers so far")
@@ -161,7 +165,7 @@ class BatchExtras(BaseModel):
 
     @classmethod
     def of(cls, batch: Batch, found: Standing, hour_price: float | None) -> "BatchExtras":
-        work = work_of(batch)
+        work, preview = work_of(batch), Preview.of(batch)
         cost = None if work is None or hour_price is None else work.gpu_s / 3600 * hour_price
         grows = batch.output_order == OutputOrder.ANY
         early = ids.early_file_ids(batch.id) if grows else (None, None)
@@ -171,8 +175,8 @@ class BatchExtras(BaseModel):
             queue_position=found.position,
             waiting_for=found.waiting_for,
             prompt_tokens=batch.prompt_tokens,
-            held=batch.held and batch.status in LIVE,
-            preview=PlanPreview.of(batch.preview) if batch.preview else None,
+            held=batch.held and batch.status in STARTABLE,
+            preview=PlanPreview.of(preview) if preview else None,
             expected_output_tokens=work and round(work.output_tokens),
             expected_gpu_seconds=work and round(work.gpu_s, 6),
             expected_cost=None if cost is None else round(cost, 6),
@@ -252,7 +256,7 @@ class WorkerObject(BaseModel):
     model: str
     host: str
     machine: str  # its accelerators, or CPU; an emulated device says so
-    state: Literal["working", "idle", "draining"]
+    state: WorkerState
     slices: int
     requests: int
     started_at: int

@@ -1,11 +1,12 @@
 """Which batches a list shows, as its form asks."""
 
+import json
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime, timedelta
 from typing import Annotated, Any
 
 from fastapi import Query
-from sqlalchemy import ColumnElement, Select, String, cast, select
+from sqlalchemy import ColumnElement, Select, String, cast, or_, select
 
 from service.db.tables import Batch, BatchStatus, Project
 
@@ -42,9 +43,9 @@ class Filters:
         if end is not None:
             wanted.append(Batch.created_at < (end + timedelta(days=1)).timestamp())
         if self.text:
-            places = (Batch.id, Batch.input_file_id, cast(Batch.custom_metadata, String))
-            found = [place.contains(self.text, autoescape=True) for place in places]
-            wanted.append(found[0] | found[1] | found[2])
+            ids = (place.contains(self.text, autoescape=True) for place in (Batch.id, Batch.input_file_id))
+            metadata = cast(Batch.custom_metadata, String)  # JSON, in which other letters are escaped
+            wanted.append(or_(*ids, metadata.icontains(json.dumps(self.text)[1:-1], autoescape=True)))
         return query.where(*wanted)
 
 

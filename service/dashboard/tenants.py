@@ -5,6 +5,7 @@ from typing import Annotated
 from fastapi import APIRouter, Form, Path, Request, Response
 from fastapi.responses import RedirectResponse
 from sqlalchemy import func, select
+from sqlalchemy.ext.asyncio import AsyncSession
 
 from service.api.context import Context, Here
 from service.dashboard.render import page
@@ -15,8 +16,8 @@ from service.errors import NotFound
 from service.tenants import changes
 
 router = APIRouter(prefix="/dashboard", include_in_schema=False)
-Name = Annotated[str, Form(min_length=1, max_length=128, pattern=r"^[^\x00-\x1f/]+$")]
-ProjectName = Annotated[str, Path(max_length=128)]
+Name = Annotated[str, Form(max_length=128)]
+ProjectId = Annotated[str, Path(max_length=64)]
 MOST = 2**53
 Quota = Annotated[int | None, Form(ge=0, le=MOST)]
 Weight = Annotated[float, Form(ge=changes.LEAST_WEIGHT, le=changes.MOST_WEIGHT)]
@@ -33,26 +34,23 @@ async def create_project(request: Request, here: Here, viewer: ChangesAsAdmin, n
     try:
         async with here.database.write() as session:
             await changes.create_project(session, name, viewer.caller.actor, int(here.clock()))
-    except changes.NoSuch as error:
+    except changes.TenantError as error:
         return await _list(request, here, viewer, str(error))
     return RedirectResponse("/dashboard/projects", status_code=303)
 
 
-@router.get("/projects/{name}")
-async def one_project(request: Request, here: Here, viewer: LooksInAsAdmin, name: ProjectName) -> Response:
+@router.get("/projects/{project_id}")
+async def one_project(request: Request, here: Here, viewer: LooksInAsAdmin, project_id: ProjectId) -> Response:
     async with here.database.read() as session:
-        try:
-            project = await changes.find_project(session, name)
-        except changes.NoSuch as error:
-            raise NotFound(str(error)) from error
+        project = await _project(session, project_id)
     return page(request, "project.html", viewer, project=project)
 
 
-@router.post("/projects/{name}")
+@router.post("/projects/{project_id}")
 async def change_project(
     here: Here,
     viewer: ChangesAsAdmin,
-    name: ProjectName,
+    project_id: ProjectId,
     weight: Weight,
     max_batches: Quota = None,
     max_enqueued_tokens: Quota = None,
@@ -66,11 +64,9 @@ async def change_project(
         "max_bytes": max_bytes,
         "max_requests_per_minute": max_requests_per_minute,
     }
-    try:
-        async with here.database.write() as session:
-            await changes.change_project(session, name, wanted, viewer.caller.actor, int(here.clock()))
-    except changes.NoSuch as error:
-        raise NotFound(str(error)) from error
+    async with here.database.write() as session:
+        project = await _project(session, project_id)
+        await changes.change_project(session, project, wanted, viewer.caller.actor, int(here.clock()))
     return RedirectResponse("/dashboard/projects", status_code=303)
 
 
@@ -80,19 +76,18 @@ async def create_key(
     here: Here,
     viewer: ChangesAsAdmin,
     name: Name,
-    project: Annotated[str, Form(max_length=128)],
+    project: Annotated[str, Form(max_length=64)],
     role: Annotated[Role, Form()] = Role.USER,
     days: Annotated[int | None, Form(ge=1, le=changes.LONGEST_DAYS)] = None,
 ) -> Response:
     """The one page that shows it; loaded again it makes another, as browsers warn."""
     try:
         async with here.database.write() as session:
-            text, _ = await changes.create_key(
-                session, project, name, role, days, viewer.caller.actor, int(here.clock())
-            )
-    except changes.NoSuch as error:
-        raise NotFound(str(error)) from error
-    return page(request, "key.html", viewer, whose=name, project=project, role=role, key=text)
+            owner = await _project(session, project)
+            text, _ = await changes.create_key(session, owner, name, role, days, viewer.caller.actor, int(here.clock()))
+    except changes.TenantError as error:
+        return await _list(request, here, viewer, str(error))
+    return page(request, "key.html", viewer, whose=name, project=owner.name, role=role, key=text)
 
 
 @router.post("/keys/{key_id}/revoke")
@@ -100,9 +95,16 @@ async def revoke_key(request: Request, here: Here, viewer: ChangesAsAdmin, key_i
     try:
         async with here.database.write() as session:
             await changes.revoke_key(session, key_id, viewer.caller.actor, int(here.clock()))
-    except changes.NoSuch as error:
+    except changes.TenantError as error:
         return await _list(request, here, viewer, str(error))
     return RedirectResponse("/dashboard/projects", status_code=303)
+
+
+async def _project(session: AsyncSession, project_id: str) -> Project:
+    found = await session.get(Project, project_id)
+    if found is None:
+        raise NotFound(f"No such project: {project_id}")
+    return found
 
 
 async def _list(request: Request, here: Context, viewer: Viewer, problem: str) -> Response:

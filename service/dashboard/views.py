@@ -1,13 +1,14 @@
 """The dashboard's pages: what there is to see. Nothing here changes anything."""
 
 import asyncio
-from collections.abc import AsyncIterator
-from typing import Annotated, Any
+from collections.abc import AsyncIterator, Sequence
+from typing import Annotated, Any, get_args
 from urllib.parse import urlencode
 
 from fastapi import APIRouter, Depends, Query, Request, Response
 from fastapi.responses import FileResponse, JSONResponse
-from sqlalchemy import func, select
+from redis.exceptions import RedisError
+from sqlalchemy import select
 from sqlalchemy.ext.asyncio import AsyncSession
 from sse_starlette.sse import EventSourceResponse
 
@@ -15,14 +16,15 @@ from service.api import batches, content, files
 from service.api.bodies import ObjectId
 from service.api.context import Context, Here
 from service.api.pages import page_rows
-from service.api.shapes import WorkerObject
-from service.api.workers import alive_workers
+from service.api.shapes import BatchObject, WorkerObject, WorkerState
+from service.api.workers import WorkerName, alive_workers
 from service.dashboard.answers import Found, parsed, request_of, search, stored_lines
 from service.dashboard.filters import Filters
 from service.dashboard.reach import as_owner, project_seen, seen_by
 from service.dashboard.render import HEADERS, ROOT, page
 from service.dashboard.schedule import drawing, stretches
 from service.dashboard.sessions import LooksIn, LooksInAsAdmin, Viewer
+from service.dashboard.standings import next_batches, standings
 from service.db.moves import LIVE, TERMINAL
 from service.db.tables import AuditEvent, Batch, BatchStatus, File, Model, Project
 from service.endpoints import ENDPOINTS
@@ -33,7 +35,6 @@ from service.settings import variable
 from service.standing import alive_by_model
 
 LISTED = 50
-WORKER_STATES = ("working", "idle", "draining")
 TICK_S = 2.0
 STREAM_S = 600.0  # the browser connects again; a session that has ended must not be told for ever
 STATIC = {"style.css", "dashboard.js", "htmx.min.js", "htmx-sse.min.js", "uPlot.iife.min.js", "uPlot.min.css"}
@@ -46,21 +47,18 @@ router = APIRouter(prefix="/dashboard", include_in_schema=False)
 async def overview(request: Request, here: Here, viewer: LooksIn) -> Response:
     mine = seen_by(viewer)
     async with here.database.read() as session:
-        counted = await session.execute(select(Batch.status, func.count()).where(mine).group_by(Batch.status))
-        by_status = {status: count for status, count in counted}
-        live = (
-            await session.scalars(select(Batch).where(mine, Batch.status.in_(LIVE)).order_by(Batch.seq).limit(10))
-        ).all()
+        counts = await standings(session, mine)
+        rows = await next_batches(session, mine)
+        projects = await _project_names(session) if viewer.is_admin else {}
     alive = await alive_by_model(here.heartbeat)
-    running = [await batches.shape(here, row, alive) for row in live]
-    oldest = min((batch.created_at for batch in running), default=None)
     return page(
         request,
         "overview.html",
         viewer,
-        by_status=by_status,
-        running=running,
-        oldest=oldest,
+        counts=counts,
+        batches=await _shapes(here, rows, alive),
+        paces=await _paces(here, rows),
+        owners={row.id: projects.get(row.project_id, "") for row in rows} if projects else {},
         last=await History(here.redis).last() if viewer.is_admin else {},
         workers=await _workers(here) if viewer.is_admin else [],
         serving=sum(alive.values()),
@@ -85,13 +83,13 @@ async def batch_list(
         rows = await page_rows(session, Batch, query, project_seen(viewer), after=after, limit=LISTED)
         models = (await session.scalars(select(Model.name).order_by(Model.name))).all()
         projects = await _project_names(session) if viewer.is_admin else {}
-    alive = await alive_by_model(here.heartbeat)
-    found = [await batches.shape(here, row, alive) for row in rows[:LISTED]]
+    found = await _shapes(here, rows[:LISTED], await alive_by_model(here.heartbeat))
     return page(
         request,
         "batches.html",
         viewer,
         batches=found,
+        paces=await _paces(here, rows[:LISTED]),
         models=models,
         projects=projects,
         owners={row.id: projects.get(row.project_id, "") for row in rows},
@@ -133,6 +131,7 @@ async def one_batch(
         "batch.html",
         viewer,
         batch=batch,
+        paces=await _paces(here, [row]),
         timeline=sorted(timeline, key=lambda each: each[1]),
         slices=await stretches(here.database, batch_id),
         drawn=await drawing(here.database, here.storage, batch_id),
@@ -209,8 +208,28 @@ async def worker_list(
     if found is not None:
         found = [each for each in found if state in ("", each.state) and model in ("", each.model)]
     return page(
-        request, "workers.html", viewer, workers=found, states=WORKER_STATES, models=models, state=state, model=model
+        request,
+        "workers.html",
+        viewer,
+        workers=found,
+        states=get_args(WorkerState),
+        models=models,
+        state=state,
+        model=model,
     )
+
+
+@router.get("/workers/{name:path}/steps.json")
+async def worker_steps(here: Here, _viewer: LooksInAsAdmin, name: WorkerName) -> Response:
+    """Of its first rank, by stretches of steps: the step, then seconds per step of compute, KV reads and in all."""
+    try:
+        alive = await here.heartbeat.alive()
+    except (RedisError, OSError):
+        alive = []
+    rank = next((each["engine"][0] for each in alive if each["name"] == name and each.get("engine")), {})
+    every, series = rank.get("series_every", 1), rank.get("series", [])[:-1]  # the last is not full yet
+    points = [[n * every, row[2] / every, row[3] / every, row[0] / every] for n, row in enumerate(series)]
+    return JSONResponse(points, headers=HEADERS)
 
 
 @router.get("/audit")
@@ -257,6 +276,15 @@ async def _batch(here: Context, viewer: Viewer, batch_id: str) -> Batch:
     caller = await as_owner(here, viewer, batch_id)
     async with here.database.read() as session:
         return await batches.find_batch(session, caller, batch_id)
+
+
+async def _shapes(here: Context, rows: Sequence[Batch], alive: dict[str, int]) -> list[BatchObject]:
+    return [await batches.shape(here, row, alive) for row in rows]
+
+
+async def _paces(here: Context, rows: Sequence[Batch]) -> dict[str, float]:
+    """Tokens per second, of those that run."""
+    return await History(here.redis).paces([row.id for row in rows if row.status in LIVE], here.clock())
 
 
 async def _project_names(session: AsyncSession) -> dict[str, str]:

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from sqlalchemy import CursorResult, update
+from sqlalchemy import ColumnElement, CursorResult, true, update
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from service.db.tables import Batch, BatchStatus
@@ -24,14 +24,23 @@ BATCH_MOVES: dict[BatchStatus, frozenset[BatchStatus]] = {
 
 TERMINAL = frozenset(status for status, after in BATCH_MOVES.items() if not after)
 LIVE = frozenset(BATCH_MOVES) - TERMINAL
+STARTABLE = frozenset({S.VALIDATING, S.IN_PROGRESS})  # where one that is held can be started
 
 
-async def move_batch(session: AsyncSession, batch_id: str, to: BatchStatus, *, now: float, **values: Any) -> bool:
-    """Move the batch if its present state allows it, in one statement; False when it does not."""
+async def move_batch(
+    session: AsyncSession,
+    batch_id: str,
+    to: BatchStatus,
+    *,
+    now: float,
+    only_if: ColumnElement[bool] | None = None,
+    **values: Any,
+) -> bool:
+    """Move the batch if its present state allows it, and `only_if` holds, in one statement; False when not."""
     allowed = [status for status, after in BATCH_MOVES.items() if to in after]
     result = await session.execute(
         update(Batch)
-        .where(Batch.id == batch_id, Batch.status.in_(allowed))
+        .where(Batch.id == batch_id, Batch.status.in_(allowed), true() if only_if is None else only_if)
         .values(status=to, **{f"{to}_at": int(now)}, **values)
     )
     moved = rows_changed(result) == 1

@@ -1,6 +1,7 @@
 """Expiry: when a batch's completion window closes, it ends with what is finished; files go when their time is up."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import structlog
 from sqlalchemy import select, update
@@ -25,21 +26,22 @@ class Expiry:
     async def run_once(self) -> int:
         """Move on the batches whose window has closed, and delete expired files; returns how many."""
         now = self._clock()
-        async with self._database.read() as session:
-            late = (
-                await session.execute(
-                    select(Batch.id, Batch.status, Batch.created_at).where(
-                        Batch.status.in_(_NEXT), Batch.expires_at <= now
-                    )
-                )
-            ).all()
+        late = await self._late(now)
         for batch_id, status, created_at in late:
             async with self._database.write() as session:
-                moved = await move_batch(session, batch_id, _NEXT[BatchStatus(status)], now=now)
-            if moved and status == BatchStatus.VALIDATING:
+                late_still = Batch.expires_at <= now  # a start of a held batch moves it
+                moved = await move_batch(session, batch_id, _NEXT[BatchStatus(status)], now=now, only_if=late_still)
+            if not moved:
+                continue
+            if status == BatchStatus.VALIDATING:
                 tracing.batch_ended(batch_id, BatchStatus.EXPIRED, created_at, now)
             log.info("completion window closed", batch=batch_id)
         return len(late) + await self._end_uploads(now) + await self._delete_files(now)
+
+    async def _late(self, now: float) -> Sequence[Any]:
+        query = select(Batch.id, Batch.status, Batch.created_at).where(Batch.status.in_(_NEXT), Batch.expires_at <= now)
+        async with self._database.read() as session:
+            return (await session.execute(query)).all()
 
     async def _end_uploads(self, now: float) -> int:
         """Uploads that nobody completed; the sweeper deletes their parts."""

@@ -51,11 +51,11 @@ class Planner:
         pending = await self._pending()
         async with self._desk.take(pending) as model:
             if model is not None:
-                try:
-                    with tracing.stage("plan", (span.batch_id for span in pending[model]), model=model):
+                with tracing.stage("plan", (span.batch_id for span in pending[model]), model=model):
+                    try:
                         await self.plan(model, pending[model])
-                except PlanOutdated as error:
-                    log.info("plan given up", model=model, reason=str(error))
+                    except PlanOutdated as error:
+                        log.info("plan given up", model=model, reason=str(error))
         return model is not None
 
     async def _pending(self) -> dict[str, list[Span]]:

@@ -2,7 +2,6 @@
 
 import asyncio
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
 
 import structlog
 from sqlalchemy import select, update
@@ -15,22 +14,11 @@ from service.jobs.costs import Costs
 from service.jobs.desk import Desk
 from service.jobs.fair_window import Span
 from service.jobs.gather import gather
+from service.preview import Preview
 from service.settings import Settings
 from service.storage import Storage
 
 log = structlog.get_logger()
-
-
-@dataclass(frozen=True, slots=True)
-class Preview:
-    """What the batch would take if nothing else ran; `requests` of it were planned, the other figures are of all."""
-
-    requests: int
-    output_tokens: int
-    cached_share: float  # of the prompts' tokens, which others before them leave in the cache
-    compute_s: float
-    memory_s: float
-    planned_for: str  # model and machine
 
 
 class Previewer:
@@ -68,11 +56,11 @@ class Previewer:
         preview = Preview(
             requests=seen,
             output_tokens=round(float(plan.estimates.mean.sum()) * share),
-            cached_share=plan.sharing,
+            prompt_sharing=plan.sharing,
             compute_s=float(plan.compute_s.sum()) * share,
             memory_s=float(plan.memory_s.sum()) * share,
             planned_for=cost.name,
         )
         async with self._database.write() as session:
-            await session.execute(update(Batch).where(Batch.id == batch.id).values(preview=asdict(preview)))
+            await session.execute(update(Batch).where(Batch.id == batch.id).values(preview=preview.row))
         log.info("previewed", batch=batch.id, requests=seen, of=batch.total)

@@ -49,6 +49,7 @@ RATES = {
     "admitted_cached_tokens_per_second": ("admitted_cached_tokens",),
     "compute_per_second": ("compute_s",),
     "reads_per_second": ("reads_s",),
+    "retractions_per_second": ("retractions",),
 }
 
 

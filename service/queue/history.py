@@ -1,6 +1,7 @@
 """What the service did over the last day, for those who look: points in Redis, which may be lost."""
 
 import json
+from collections.abc import Sequence
 from typing import Any
 
 from redis.asyncio import Redis
@@ -14,6 +15,8 @@ MOST_SHOWN = 600
 KEPT = 24 * 3600 // EVERY_S
 KEEP_S = 2 * 24 * 3600
 MOST_OF_BATCH = 2 * MOST_SHOWN
+PACE_POINTS = 7  # a minute
+REST_S = 60
 KEEP_BATCH_S = 30 * 24 * 3600
 
 
@@ -47,6 +50,23 @@ class History:
             pipeline.rpush(key, *every[::-2][::-1])
         pipeline.expire(key, KEEP_BATCH_S)
         await pipeline.execute()
+
+    async def paces(self, batch_ids: Sequence[str], now: float) -> dict[str, float]:
+        """Tokens per second, in and out, by batch, over its last points; a batch that has none for a minute rests."""
+        pipeline = self._redis.pipeline(transaction=False)
+        for batch_id in batch_ids:
+            pipeline.lrange(keys.batch_history(batch_id), -PACE_POINTS, -1)
+        try:
+            found: list[Any] = await pipeline.execute() if batch_ids else []
+        except (RedisError, OSError):
+            return {}
+        paces: dict[str, float] = {}
+        for batch_id, raw in zip(batch_ids, found, strict=True):
+            points = [json.loads(each) for each in raw]
+            if len(points) > 1 and now - points[-1][0] <= REST_S:
+                first, last = points[0], points[-1]
+                paces[batch_id] = (last[3] + last[4] - first[3] - first[4]) / max(1, last[0] - first[0])
+        return paces
 
     async def last(self) -> dict[str, Any]:
         """The newest point; empty without one."""

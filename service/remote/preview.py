@@ -11,6 +11,11 @@ from service.remote.follow import ENDED, extras, follow
 from service.terminal import duration, said
 
 
+def can_ask() -> bool:
+    """Whether somebody sits at the terminal."""
+    return sys.stdin.isatty() and said.is_terminal
+
+
 def start(client: openai.OpenAI, batch_id: str) -> Batch:
     batch = client.post(f"/batches/{batch_id}/start", cast_to=Batch)
     said.print(f"{batch_id} is started")
@@ -21,10 +26,10 @@ def preview(client: openai.OpenAI, batch_id: str) -> tuple[Batch, bool]:
     """Show what a held batch would take; whether it is started, which whoever sits at the terminal is asked."""
     batch = follow(client, batch_id, lambda each: extras(each).get("preview") is not None)
     if batch.status in ENDED:
-        return batch, True  # whoever watches it is told why
+        return batch, False
     for name, value in figures(batch):
         said.print(f"{name:24}{value}")
-    if sys.stdin.isatty() and said.is_terminal and typer.confirm("Start it?", err=True):
+    if can_ask() and typer.confirm("Start it?", err=True):
         return start(client, batch_id), True
     said.print(f"Held. batchweave batches start {batch_id}, or: batchweave batches cancel {batch_id}")
     return batch, False
@@ -48,4 +53,4 @@ def figures(batch: Batch) -> list[tuple[str, str]]:
 
 
 def _shared(plan: dict[str, float] | None) -> str:
-    return f", {plan['cached_share']:.0%} of them shared" if plan else ""
+    return f", {plan['prompt_sharing']:.0%} of them shared" if plan else ""

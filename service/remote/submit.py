@@ -9,11 +9,11 @@ import typer
 from openai.types import Batch
 
 from service.remote.download import can_be_written, download
-from service.remote.follow import follow, report
-from service.remote.preview import preview
+from service.remote.follow import ENDED, follow, report
+from service.remote.preview import can_ask, preview
 from service.remote.session import LOCAL_URL, NO_KEY, CommandError, Exit, KeyOption, UrlOption, service_at
 from service.remote.upload import upload
-from service.terminal import JsonOption, print_json, said
+from service.terminal import JsonOption, fail, print_json, said
 
 FIRST_LINE_BYTES = 16 * 1024 * 1024
 WaitOption = Annotated[bool, typer.Option("--wait", help="Show its progress until it has ended.")]
@@ -52,6 +52,8 @@ def submit(
     - `batchweave submit requests.jsonl --preview`
     - `batchweave submit requests.jsonl --wait --window 7d --metadata run=12 --url http://gpu-1:8080`
     """
+    if show_plan and (wait or output) and not can_ask():
+        fail("--preview asks before it starts; without a terminal leave out --wait and --output, or --preview")
     with service_at(url, key) as client:
         arguments: dict[str, Any] = {"completion_window": window, "metadata": _pairs(metadata or [])}
         wishes = {**({"output_order": "input"} if in_order else {}), **({"hold": True} if show_plan else {})}
@@ -64,7 +66,8 @@ def submit(
         runs = True
         if show_plan:
             batch, runs = preview(client, batch.id)
-        code = started(client, batch, runs and (wait or output is not None), output, as_json)
+        watched = runs and (wait or output is not None)
+        code = started(client, batch, watched or batch.status in ENDED, output, as_json)
     raise typer.Exit(code)
 
 

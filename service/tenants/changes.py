@@ -1,12 +1,15 @@
 """Changes of projects and keys, each with its line in the audit log; whoever calls holds the transaction."""
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
 from sqlalchemy import select, update
+from sqlalchemy.exc import IntegrityError
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from service import ids
+from service.db.moves import rows_changed
 from service.db.tables import ApiKey, Project, Role
 from service.tenants import audit
 from service.tenants.keys import Caller, new_key
@@ -16,54 +19,60 @@ LONGEST_DAYS = 36500
 LEAST_WEIGHT, MOST_WEIGHT = 1e-3, 1e3
 
 
-class NoSuch(Exception):
-    """A name or id stands for nothing, or for something already; the message says so."""
+class TenantError(Exception):
+    """A name or id that stands for nothing, is taken, or is none; the message says which."""
 
 
 async def find_project(session: AsyncSession, name: str) -> Project:
-    """Raises NoSuch."""
+    """Raises TenantError."""
     found = (await session.scalars(select(Project).where(Project.name == name))).one_or_none()
     if found is None:
-        raise NoSuch(f"no project {name!r}; make it: batchweave projects create {name}")
+        raise TenantError(f"there is no project {name!r:.150}")
     return found
 
 
 async def create_project(session: AsyncSession, name: str, actor: str, now: int) -> Project:
-    """Raises NoSuch for a name that is taken."""
-    if (await session.scalars(select(Project.id).where(Project.name == name))).one_or_none() is not None:
-        raise NoSuch(f"there is a project {name!r} already")
+    """Raises TenantError for a name that is taken or none."""
+    _check_name(name)
     project = Project(id=ids.project_id(), name=name, weight=1.0, created_at=now)
-    session.add(project)
-    await session.flush()
+    try:
+        async with session.begin_nested():
+            session.add(project)
+    except IntegrityError as error:
+        raise TenantError(f"there is a project {name!r} already") from error
     audit.note(session, Caller(project, actor, Role.ADMIN), "project.create", project.id, now)
     return project
 
 
-async def change_project(session: AsyncSession, name: str, changes: Mapping[str, Any], actor: str, now: int) -> None:
-    """`changes`: its weight and quotas by column, None for no quota. Raises NoSuch."""
-    project = await find_project(session, name)
+async def change_project(
+    session: AsyncSession, project: Project, changes: Mapping[str, Any], actor: str, now: int
+) -> None:
+    """`changes`: its weight and quotas by column, None for no quota."""
     await session.execute(update(Project).where(Project.id == project.id).values(**changes))
     audit.note(session, Caller(project, actor, Role.ADMIN), "project.set", project.id, now)
 
 
 async def create_key(
-    session: AsyncSession, project: str, name: str, role: Role, days: int | None, actor: str, now: int
+    session: AsyncSession, project: Project, name: str, role: Role, days: int | None, actor: str, now: int
 ) -> tuple[str, str]:
-    """The key's text, which nothing keeps, and its id; `days`: until it expires. Raises NoSuch."""
-    owner = await find_project(session, project)
-    text, row = new_key(owner.id, name, role, now, now + days * DAY_S if days else None)
+    """The key's text, which nothing keeps, and its id; `days`: until it expires. Raises TenantError."""
+    _check_name(name)
+    text, row = new_key(project.id, name, role, now, now + days * DAY_S if days else None)
     session.add(row)
-    audit.note(session, Caller(owner, actor, Role.ADMIN), "key.create", row.id, now)
+    audit.note(session, Caller(project, actor, Role.ADMIN), "key.create", row.id, now)
     return text, row.id
 
 
 async def revoke_key(session: AsyncSession, key_id: str, actor: str, now: int) -> None:
-    """Raises NoSuch for one that is unknown or revoked."""
+    """Raises TenantError for one that is unknown or revoked."""
     good = (ApiKey.id == key_id) & ApiKey.revoked_at.is_(None)
-    owner = (
-        await session.scalars(select(Project).join(ApiKey, ApiKey.project_id == Project.id).where(good))
-    ).one_or_none()
-    if owner is None:
-        raise NoSuch(f"no key {key_id!r} that is not revoked; `batchweave keys list` shows all")
-    await session.execute(update(ApiKey).where(good).values(revoked_at=now))
-    audit.note(session, Caller(owner, actor, Role.ADMIN), "key.revoke", key_id, now)
+    if rows_changed(await session.execute(update(ApiKey).where(good).values(revoked_at=now))) != 1:
+        raise TenantError(f"there is no key {key_id!r:.100} that is not revoked")
+    owner = select(Project).join(ApiKey, ApiKey.project_id == Project.id).where(ApiKey.id == key_id)
+    project = (await session.scalars(owner)).one()
+    audit.note(session, Caller(project, actor, Role.ADMIN), "key.revoke", key_id, now)
+
+
+def _check_name(name: str) -> None:
+    if not re.fullmatch(r"[^\x00-\x1f\x7f]{1,128}", name):
+        raise TenantError(f"{name!r:.150} is no name: 1 to 128 characters, none of them a control character")

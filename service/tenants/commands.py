@@ -50,7 +50,8 @@ def create_key(
     """
 
     async def make(session: AsyncSession) -> tuple[str, str]:
-        return await changes.create_key(session, project, name, role, days, ACTOR, int(time.time()))
+        owner = await changes.find_project(session, project)
+        return await changes.create_key(session, owner, name, role, days, ACTOR, int(time.time()))
 
     text, key_id = _run(make)
     if as_json:
@@ -137,7 +138,8 @@ def set_project(
         fail("nothing to change; --help says what there is")
 
     async def change(session: AsyncSession) -> None:
-        await changes.change_project(session, name, wanted, ACTOR, int(time.time()))
+        project = await changes.find_project(session, name)
+        await changes.change_project(session, project, wanted, ACTOR, int(time.time()))
 
     _run(change)
     list_projects(as_json)
@@ -205,7 +207,9 @@ def _run(work: Callable[[AsyncSession], Awaitable[Result]]) -> Result:
         settings.data_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
         upgrade(settings.database)
         return asyncio.run(main(settings.database))
-    except (changes.NoSuch, SettingsError) as error:
+    except changes.TenantError as error:
+        fail(f"{error}; `batchweave projects list` and `keys list` show what there is")
+    except SettingsError as error:
         fail(str(error))
     except (SQLAlchemyError, OSError) as error:
         fail(f"the database of BATCHWEAVE_DATABASE_URL or BATCHWEAVE_DATA_DIR: {error}")

@@ -7,6 +7,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+from service.db.tables import DEFAULT_PROJECT
 from service.demo.prompts import CHAT, requests
 from tests.acceptance.service import Up
 from tests.acceptance.test_up import MODEL
@@ -73,7 +74,7 @@ def main() -> None:
                 "files": "/dashboard/files",
                 "workers": "/dashboard/workers",
                 "projects": "/dashboard/projects",
-                "project": "/dashboard/projects/default",
+                "project": f"/dashboard/projects/{DEFAULT_PROJECT}",
                 "audit": "/dashboard/audit",
                 "settings": "/dashboard/settings",
             }

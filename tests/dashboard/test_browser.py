@@ -114,7 +114,7 @@ async def test_a_key_is_made_and_revoked(page: Page) -> None:
     await page.get_by_role("button", name="Save").click()
     await expect(page.get_by_role("row", name="evaluation")).to_contain_text("7")
     await page.get_by_label("Whose it is").fill("bob")
-    await page.locator("select[name=project]").select_option("evaluation")
+    await page.locator("select[name=project]").select_option(label="evaluation")
     await page.get_by_role("button", name="Make a key").click()
     await expect(page.locator("pre")).to_contain_text("bw-")
     await page.get_by_role("link", name="Back to projects and keys").click()

@@ -103,4 +103,4 @@ def test_keys_are_made_listed_and_revoked(tmp_path: Path) -> None:
         "project.set",
     ]
     unknown = run("keys", "create", "--name", "x", "--project", "nobody", **here)
-    assert (unknown.returncode, "batchweave projects create nobody" in unknown.stderr) == (1, True)
+    assert (unknown.returncode, "there is no project 'nobody'" in unknown.stderr) == (1, True)

@@ -119,6 +119,8 @@ async def test_workers_are_filtered(pages: httpx.AsyncClient, house: House) -> N
         await Heartbeat(house.redis).beat(name, state)
     assert "worker-a" in (await pages.get("/workers?state=working&model=m")).text
     assert "worker-b" not in (await pages.get("/workers?state=working")).text
+    assert "worker-a" not in (await pages.get("/workers?state=idle")).text
+    assert "worker-a" not in (await pages.get("/workers?model=other")).text
     assert "No worker is like that" in (await pages.get("/workers?state=draining")).text
 
 
@@ -279,7 +281,7 @@ async def test_another_projects_batch_is_not_there(guarded: httpx.AsyncClient, h
         shown = (await guarded.get(path)).text
         assert batch_id not in shown
         assert file_id not in shown
-    for path in ("/projects", "/projects/other", "/keys", "/keys/key_x/revoke"):
+    for path in ("/projects", "/projects/proj_x", "/keys", "/keys/key_x/revoke"):
         assert (await guarded.post(f"{path}?csrf={csrf}", data={"name": "x", "weight": 1})).status_code == 403
 
 
@@ -302,7 +304,9 @@ async def test_batches_are_filtered(pages: httpx.AsyncClient, house: House, cloc
     clock.now = 1_700_000_000.0  # 2023-11-14, 22:13 UTC
     early = await house.submit(jsonl([line(1)]))
     async with house.database.write() as session:
-        await session.execute(update(Batch).where(Batch.id == early).values(custom_metadata={"run": "twelve"}))
+        await session.execute(
+            update(Batch).where(Batch.id == early).values(custom_metadata={"run": "twelve", "Größe": "ß"})
+        )
     clock.now += 7200
     late = await house.submit(jsonl([line(1)]))
     await house.plan()
@@ -317,6 +321,7 @@ async def test_batches_are_filtered(pages: httpx.AsyncClient, house: House, cloc
     assert await shown(since="2023-11-14", until="2023-11-15") == {early, late}
     assert await shown(since="2023-02-31") == {early, late}  # no calendar has it
     assert await shown(text="twelve") == {early}
+    assert await shown(text="größe") == {early}
     assert await shown(text=late[:16]) == {late}
     assert await shown(text="%") == set()
     assert await shown(model="test-model", status="in_progress") == {early, late}
@@ -336,6 +341,8 @@ async def test_a_plan_is_shown_before_the_start(pages: httpx.AsyncClient, house:
     held = (await pages.get(path)).text
     assert "% of them shared" in held
     assert "waits for its start" in held
+    assert re.search(r"Held until started</dt><dd>1<", overview := (await pages.get("")).text)
+    assert path not in overview  # among those that run, and come next
     started = await pages.post(f"{path}/start?csrf={csrf}")
     assert "Before it starts" not in started.text
     await house.plan()
@@ -344,17 +351,19 @@ async def test_a_plan_is_shown_before_the_start(pages: httpx.AsyncClient, house:
 
 async def test_projects_and_quotas_are_made_and_changed(pages: httpx.AsyncClient, house: House) -> None:
     csrf = csrf_of((await pages.get("/projects")).text)
-    made = await pages.post(f"/projects?csrf={csrf}", data={"name": "evaluation & co"})
-    assert "evaluation &amp; co" in made.text
-    again = await pages.post(f"/projects?csrf={csrf}", data={"name": "evaluation & co"})
+    made = await pages.post(f"/projects?csrf={csrf}", data={"name": "evaluation / co"})
+    assert "evaluation / co" in made.text
+    again = await pages.post(f"/projects?csrf={csrf}", data={"name": "evaluation / co"})
     assert "there is a project" in again.text
-    path = "/projects/evaluation%20%26%20co"
+    async with house.database.read() as session:
+        project = (await session.scalars(select(Project).where(Project.name == "evaluation / co"))).one()
+    path = f"/projects/{project.id}"
     assert "no limit" in (await pages.get(path)).text
     saved = await pages.post(f"{path}?csrf={csrf}", data={"weight": "2.5", "max_batches": "7", "max_bytes": ""})
     assert saved.status_code == 200
     assert 'value="7"' in (await pages.get(path)).text
     async with house.database.read() as session:
-        project = (await session.scalars(select(Project).where(Project.name == "evaluation & co"))).one()
+        project = (await session.scalars(select(Project).where(Project.name == "evaluation / co"))).one()
     assert (project.weight, project.max_batches, project.max_bytes) == (2.5, 7, None)
     for wrong in (
         {"weight": "0"},
@@ -364,13 +373,13 @@ async def test_projects_and_quotas_are_made_and_changed(pages: httpx.AsyncClient
     ):
         assert (await pages.post(f"{path}?csrf={csrf}", data=wrong)).status_code == 400
     assert (await pages.get("/projects/nobody")).status_code == 404
-    assert (await pages.post(f"/projects?csrf={csrf}", data={"name": "a/b"})).status_code == 400
+    assert "is no name" in (await pages.post(f"/projects?csrf={csrf}", data={"name": "a\tb"})).text
 
 
 async def test_a_key_is_shown_once_and_revoked(guarded: httpx.AsyncClient, house: House) -> None:
     text, _ = await make_key(house.database, Role.ADMIN)
     csrf = csrf_of((await sign_in(guarded, text)).text)
-    form = {"name": "bob", "project": "default", "role": "user", "days": "2"}
+    form = {"name": "bob", "project": DEFAULT_PROJECT, "role": "user", "days": "2"}
     shown = (await guarded.post(f"/keys?csrf={csrf}", data=form)).text
     found = re.search(r"bw-[\w-]{43}", shown)
     assert found
@@ -383,7 +392,7 @@ async def test_a_key_is_shown_once_and_revoked(guarded: httpx.AsyncClient, house
         assert (await client.get("/v1/batches")).status_code == 200
         await guarded.post(f"/keys/{key.id}/revoke?csrf={csrf}")
         assert (await client.get("/v1/batches")).status_code == 401
-    assert "no key" in (await guarded.post(f"/keys/{key.id}/revoke?csrf={csrf}")).text
+    assert "there is no key" in (await guarded.post(f"/keys/{key.id}/revoke?csrf={csrf}")).text
     assert (await guarded.post(f"/keys?csrf={csrf}", data={**form, "project": "nobody"})).status_code == 404
 
 
@@ -399,3 +408,42 @@ async def test_the_time_until_all_is_done_is_by_the_pace_of_answers(pages: httpx
     point = (await pages.get("/overview.json")).json()[-1]
     assert (point["unfinished"], round(point["answers_per_second"], 3)) == (40, 0.1)
     assert "6 min 40 s" in (await pages.get("")).text
+
+
+async def test_short_batches_count_for_the_pace_too(house: House) -> None:
+    historian = Historian(house.database, house.redis, house.clock)
+    await historian.run_once()
+    for _ in range(2):
+        batch_id = await house.submit(jsonl(line(n) for n in range(30)))
+        await house.plan()
+        async with house.working(ScriptedEngine()):
+            await house.until_ended(batch_id)
+        await house.redis.delete(keys.HISTORY_TURN)
+        house.clock.now += 600
+        await historian.run_once()
+        assert (await History(house.redis).last())["answers_per_second"] == pytest.approx(0.05, abs=1e-4)
+
+
+async def test_the_pace_of_a_batch_is_of_its_last_minute(pages: httpx.AsyncClient, house: House) -> None:
+    batch_id = await house.submit(jsonl(line(n) for n in range(100)))
+    await house.plan()
+    history, now = History(house.redis), int(house.clock.now)
+    for at in range(20):
+        counts = Counts(completed=at, input_tokens=100 * at if at < 10 else 10 * at + 900)
+        await history.note_batch(batch_id, now - 190 + 10 * at, counts)
+    assert await history.paces([batch_id, "batch_x"], now) == {batch_id: 1.0}
+    assert re.search(r"the last minute</dt><dd>\s*1\s*</dd>", (await pages.get(f"/batches/{batch_id}")).text)
+    assert await history.paces([batch_id], now + 61) == {}
+
+
+async def test_steps_of_a_worker_are_drawn_per_step(pages: httpx.AsyncClient, house: House) -> None:
+    rank = {
+        "series_every": 4,
+        "series": [[8.0, 7.0, 4.0, 2.0, 9, 9], [4.0, 3.0, 2.0, 1.0, 9, 9], [1.0, 1.0, 1.0, 1.0, 1, 1]],
+    }
+    state = {"name": "w/1", "model": "m", "slices": 0, "requests": 0, "steps_per_second": 1.0, "engine": [rank]}
+    await Heartbeat(house.redis).beat("w/1", state)
+    path = re.search(r'data-points="/dashboard([^"]+)"', (await pages.get("/workers")).text)
+    assert path
+    assert (await pages.get(path[1])).json() == [[0, 1.0, 0.5, 2.0], [4, 0.5, 0.25, 1.0]]
+    assert (await pages.get("/workers/nobody/steps.json")).json() == []

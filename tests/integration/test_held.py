@@ -1,5 +1,6 @@
 """Batches that are held: what they would take is seen before anything of them runs."""
 
+import asyncio
 from collections.abc import Generator
 from typing import Any
 
@@ -9,6 +10,7 @@ from openai.types import Batch
 from sqlalchemy import func, select
 
 from service.db.tables import Slice
+from service.jobs.expiry import Expiry
 from service.settings import Settings
 from tests.conftest import Clock
 from tests.integration.house import House, ScriptedEngine, jsonl, line
@@ -54,7 +56,7 @@ async def test_time_and_cost_are_seen_before_it_starts(house: House, client: ope
     assert (found["held"], found["waiting_for"], await slices(house)) == (True, "its start", 0)
     plan = found["preview"]
     assert plan["requests"] == 30
-    assert 0 < plan["cached_share"] < 1  # three topics, each in ten requests
+    assert 0 < plan["prompt_sharing"] < 1  # three topics, each in ten requests
     assert found["expected_gpu_seconds"] == max(plan["compute_seconds"], plan["memory_seconds"]) > 0
     assert found["expected_cost"] == pytest.approx(found["expected_gpu_seconds"] / 100, abs=1e-6)
     assert found["expected_output_tokens"] > 0
@@ -118,3 +120,31 @@ async def test_a_batch_larger_than_a_window_is_judged_by_its_first_requests(
     found, part = seen(client, long), seen(client, whole)
     assert found["preview"]["requests"] == 10
     assert found["expected_gpu_seconds"] == pytest.approx(4 * part["expected_gpu_seconds"], abs=4e-6)
+
+
+async def test_a_start_while_it_expires_is_a_start(house: House, client: openai.OpenAI, clock: Clock) -> None:
+    batch_id = hold(client, jsonl(line(n) for n in range(4)))
+    await house.plan()
+    clock.now += DAY_S + 1
+
+    class Slow(Expiry):
+        """Sees that it is late, and is overtaken by its start."""
+
+        async def _late(self, now: float) -> Any:
+            found = await super()._late(now)
+            assert found
+            await asyncio.to_thread(start, client, batch_id)
+            return found
+
+    await Slow(house.database, house.storage, clock).run_once()
+    assert (await house.batch(batch_id)).status == "in_progress"
+    await house.plan()
+    async with house.working(ScriptedEngine()):
+        [batch] = await house.until_ended(batch_id)
+    assert (batch.status, batch.completed) == ("completed", 4)
+
+
+async def test_one_that_is_cancelled_is_held_no_more(house: House, client: openai.OpenAI) -> None:
+    batch_id = hold(client, jsonl(line(n) for n in range(4)))
+    await house.plan()
+    assert not extras(client.batches.cancel(batch_id))["held"]

@@ -1,12 +1,13 @@
 """From a file to its answers: exactly one line for every request, as planned, refused, cancelled or late."""
 
 import asyncio
+import io
+import json
 
 import pytest
-import structlog
 from sqlalchemy import func, select, update
-from structlog.testing import capture_logs
 
+from service.commands.start import log_to
 from service.db.tables import Batch, BatchStatus, Model, Project, Slice, Window
 from service.jobs.planner import Planner
 from service.plan_artifact import PlanArtifact
@@ -316,11 +317,15 @@ async def test_window_is_bounded_in_tokens(house: House) -> None:
 async def test_a_log_line_about_a_request_names_it_its_batch_and_its_slice(house: House) -> None:
     batch_id = await house.submit(jsonl(line(n) for n in range(6)))
     await house.plan()
-    with capture_logs([structlog.contextvars.merge_contextvars]) as logged:
-        async with house.working(ScriptedEngine(statuses={"request 4": [500]})):
-            await house.until_ended(batch_id)
+    written = io.StringIO()
+    log_to(written)
+    async with house.working(ScriptedEngine(statuses={"request 4": [500]})):
+        [batch] = await house.until_ended(batch_id)
+    logged = [json.loads(each) for each in written.getvalue().splitlines()]
     [failure] = [each for each in logged if each["event"] == "engine failed on a request"]
-    assert (failure["batch"], failure["custom_id"], failure["request"]) == (batch_id, "id-4", 4)
+    assert (failure["batch"], failure["custom_id"]) == (batch_id, "id-4")
+    output, _ = await house.results(batch)
+    assert output["id-4"]["response"]["request_id"] == failure["request_id"]
     [run] = [each for each in logged if each["event"] == "slice" and each["slice"] == failure["slice"]]
     assert (run["batches"], run["epoch"]) == ([batch_id], failure["epoch"])
     assert "custom_id" not in run

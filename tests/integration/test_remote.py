@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 import threading
+from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -126,6 +127,17 @@ async def test_a_plan_is_shown_before_the_batch_is_started(house: House, url: st
     assert (await house.batch(batch_id)).status == BatchStatus.COMPLETED
 
 
+async def test_a_preview_of_a_bad_file_says_what_is_wrong(house: House, url: str, tmp_path: Path) -> None:
+    path = write(tmp_path, [line(1), line(1)])
+    code, _, said = await run_beside_the_jobs(house, ScriptedEngine(), url, "submit", path, "--preview")
+    assert (code, "line 2" in said) == (4, True)
+
+
+async def test_nobody_can_be_asked_without_a_terminal(url: str, tmp_path: Path) -> None:
+    code, printed, said = await run(url, "submit", write(tmp_path, [line(1)]), "--preview", "--wait")
+    assert (code, printed, "without a terminal" in said) == (1, "", True)
+
+
 @pytest.mark.parametrize(("answer", "status"), [(b"y\n", "completed"), (b"n\n", "in_progress")])
 async def test_whoever_sits_at_the_terminal_is_asked(
     house: House, url: str, tmp_path: Path, answer: bytes, status: str
@@ -145,10 +157,14 @@ async def test_whoever_sits_at_the_terminal_is_asked(
     )
     reader = asyncio.create_task(process.communicate())
     async with house.working(ScriptedEngine()):
-        while not reader.done():
-            await house.plan()
-            await house.finalizer.run_once()
-            await asyncio.sleep(0.02)
+        os.set_blocking(keyboard, False)
+        async with asyncio.timeout(60):
+            while not reader.done():
+                await house.plan()
+                await house.finalizer.run_once()
+                await asyncio.sleep(0.02)
+                with suppress(BlockingIOError):
+                    os.read(keyboard, 65536)  # a terminal that nobody reads holds the command up
     assert process.returncode == 0
     batch_id = reader.result()[0].decode().strip()
     assert (await house.batch(batch_id)).status == status

@@ -38,16 +38,21 @@ async def test_an_engine_that_never_starts_ends_the_service_and_one_that_works_d
 ) -> None:
     said: list[str] = []
     supervisor = Supervisor(settings, said.append)
-    part = Part("worker", ["sh", "-c", "sleep 0.05; exit 3"], tmp_path / "worker.log")
+    part = Part("worker", ["sleep", "600"], tmp_path / "worker.log")
     part.start({"PATH": "/usr/bin:/bin"})
     supervisor._parts.append(part)  # pyright: ignore[reportPrivateUsage]
     # As an engine that dies again and again of what it is given: it works in between.
     stop = asyncio.Event()  # a cancel may be lost in the Redis client before Python 3.12
     beating = asyncio.create_task(beat(redis, supervisor.worker_name, stop))
-    await watch(supervisor, lambda: len(said) >= 2 * supervisors.MAX_EXITS)
+    for restarts in range(2 * supervisors.MAX_EXITS):
+        await watch(supervisor, lambda: part.running and part.begun)
+        assert part.process
+        part.process.kill()
+        await watch(supervisor, lambda: len(said) > restarts)  # noqa: B023
     stop.set()
     await beating
     await redis.flushdb()
+    part.command = ["sh", "-c", "exit 3"]
     with pytest.raises(
         StartError, match=rf"worker died {supervisors.MAX_EXITS} times in a row \(exit 3\).*worker\.log"
     ):

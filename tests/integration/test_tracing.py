@@ -1,5 +1,6 @@
 """Traces as a collector gets them."""
 
+import asyncio
 import threading
 from collections import Counter
 from collections.abc import Generator
@@ -10,12 +11,23 @@ import httpx
 import pytest
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 from opentelemetry.proto.trace.v1.trace_pb2 import Span
+from sqlalchemy import update
 
+from service.db.tables import Batch
 from service.settings import Settings
 from service.tracing import Traces, send_traces
 from tests.conftest import Clock
 from tests.integration.house import House, ScriptedEngine, jsonl, line
 from tests.integration.serving import serve
+
+
+@contextmanager
+def serving(handler: type[BaseHTTPRequestHandler]) -> Generator[str, None, None]:
+    """Its URL."""
+    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        threading.Thread(target=server.serve_forever).start()
+        yield f"http://127.0.0.1:{server.server_address[1]}"
+        server.shutdown()
 
 
 @contextmanager
@@ -35,10 +47,8 @@ def collector() -> Generator[tuple[str, list[Span]], None, None]:
         def log_message(self, format: str, *args: object) -> None:
             pass
 
-    with ThreadingHTTPServer(("127.0.0.1", 0), Receiver) as server:
-        threading.Thread(target=server.serve_forever).start()
-        yield f"http://127.0.0.1:{server.server_address[1]}", spans
-        server.shutdown()
+    with serving(Receiver) as url:
+        yield url, spans
 
 
 @pytest.fixture
@@ -90,13 +100,52 @@ def test_a_request_joins_its_callers_trace(settings: Settings, clock: Clock, tra
     assert values(span)["batchweave.request"] == found.headers["x-request-id"]
 
 
-async def test_a_collector_that_is_away_changes_nothing(house: House) -> None:
-    send_traces("http://127.0.0.1:9", "test")
-    try:
+async def test_a_collector_that_is_away_changes_nothing(house: House, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_TIMEOUT", "1")
+    asked: list[str] = []
+
+    class Refusing(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            asked.append(self.path)
+            self.send_error(500)
+
+        def log_message(self, format: str, *args: object) -> None:
+            pass
+
+    with serving(Refusing) as url:
+        traces = send_traces(url, "test")
+        assert traces is not None
         batch_id = await house.submit(jsonl(line(n) for n in range(4)))
         await house.plan()
         async with house.working(ScriptedEngine()):
+            await asyncio.to_thread(traces.flush)
             [batch] = await house.until_ended(batch_id)
-        assert batch.status == "completed"
-    finally:
         send_traces(None, "test")
+    assert asked
+    assert (batch.status, batch.completed) == ("completed", 4)
+
+
+async def test_other_stages_are_in_the_batchs_trace(
+    house: House, clock: Clock, traced: tuple[Traces, list[Span]]
+) -> None:
+    traces, spans = traced
+    held, late = await house.submit(jsonl([line(1)])), await house.submit(jsonl([line(1)]), window_s=10)
+    async with house.database.write() as session:
+        await session.execute(update(Batch).where(Batch.id == held).values(held=True))
+    clock.now += 60
+    await house.expiry.run_once()
+    await house.plan()
+    traces.flush()
+    names = {each: [span.name for span in spans if values(span)["batchweave.batch"] == each] for each in (held, late)}
+    assert names == {held: ["validate", "preview"], late: ["batch"]}
+
+
+def test_what_is_asked_all_the_time_is_not_traced(
+    settings: Settings, clock: Clock, traced: tuple[Traces, list[Span]]
+) -> None:
+    traces, spans = traced
+    with serve(settings, clock) as url:
+        assert httpx.get(f"{url}/healthz").status_code == 200
+        assert httpx.get(f"{url}/metrics").status_code == 200
+    traces.flush()
+    assert spans == []

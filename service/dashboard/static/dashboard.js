@@ -26,7 +26,7 @@ function draw(element, points) {
   element.chart = new uPlot({
     width: element.clientWidth,
     height: 190,
-    scales: { y: { range: (_, low, high) => [0, high > 0 ? high * 1.05 : 1] } },
+    scales: { x: { time: element.dataset.x !== "steps" }, y: { range: (_, low, high) => [0, high > 0 ? high * 1.05 : 1] } },
     axes: [axis, { ...axis, size: 56, values: (_, ticks) => ticks.map(short) }],
     series: [{}, ...series.map(([, label], n) => ({ label, stroke: color(COLORS[n]), width: 1.5, value: (_, v) => short(v) }))],
   }, data, element);

@@ -1,0 +1,29 @@
+"""What a held batch would take if nothing else ran, as its row keeps it."""
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from service.db.tables import Batch
+
+
+@dataclass(frozen=True, slots=True)
+class Preview:
+    """By the planner's cost model. `requests` of the batch were planned; the other figures are of all of them.
+
+    `prompt_sharing`: the share of prompt tokens that a prefix before them has computed, where the cache keeps them all.
+    """
+
+    requests: int
+    output_tokens: int
+    prompt_sharing: float
+    compute_s: float
+    memory_s: float
+    planned_for: str  # model and machine
+
+    @classmethod
+    def of(cls, batch: Batch) -> "Preview | None":
+        return cls(**batch.preview) if batch.preview else None
+
+    @property
+    def row(self) -> dict[str, Any]:
+        return asdict(self)
