@@ -195,7 +195,7 @@ class Batch(Base):
     cancelled_at: Mapped[int | None] = mapped_column(BigInteger)
 
     held: Mapped[bool] = mapped_column(Boolean, default=False, server_default=false())  # until somebody starts it
-    preview: Mapped[dict[str, Any] | None] = mapped_column(JSON(none_as_null=True))  # its plan while it is held
+    preview: Mapped[dict[str, Any] | None] = mapped_column(JSON(none_as_null=True))  # its plan, made while it is held
     total: Mapped[int] = mapped_column(BigInteger, default=0)  # requests in the file
     prompt_tokens: Mapped[int] = mapped_column(BigInteger, default=0, server_default="0")  # of all of them
     planned: Mapped[int] = mapped_column(BigInteger, default=0)  # of these, the first so many are in a window
