@@ -64,7 +64,6 @@ class Settings(BaseSettings):
     otlp_endpoint: str | None = Field(
         None,
         validation_alias="OTEL_EXPORTER_OTLP_ENDPOINT",
-        pattern=r"^(https?://.+)?$",
         description="OpenTelemetry collector that traces go to, by HTTP; default: none are made",
     )
 

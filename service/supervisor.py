@@ -232,6 +232,7 @@ class Supervisor:
                 continue
             if part.restart_at == 0.0:
                 assert part.process is not None
+                part.begun = part.begun or self._has_begun(part, at_once=True)  # it may have died soon after
                 part.exits = 1 if part.begun else part.exits + 1
                 if part.exits >= MAX_EXITS:
                     raise StartError(
@@ -244,8 +245,12 @@ class Supervisor:
                 )
                 part.restart_at = now + pause_s
             elif now >= part.restart_at:
-                part.restart_at = 0.0
-                part.start(self._environment(self.settings.data_dir.resolve()))
+                try:
+                    part.start(self._environment(self.settings.data_dir.resolve()))
+                    part.restart_at = 0.0
+                except OSError as error:  # no memory, no more processes: it may pass
+                    log.warning("not started again yet", part=part.name, error=repr(error))
+                    part.restart_at = now + ASK_S
 
     def _rotate_logs(self) -> None:
         if time.monotonic() < self._look_at_logs_at:
@@ -257,11 +262,11 @@ class Supervisor:
             except OSError as error:  # the service goes on
                 log.warning("log not rotated", part=part.name, error=repr(error))
 
-    def _has_begun(self, part: Part) -> bool:
+    def _has_begun(self, part: Part, at_once: bool = False) -> bool:
         """A worker has when its engine has started, which may fail after minutes; its heartbeat says so."""
         if part.name != "worker":
-            return time.time() - part.started_at > BEGUN_S
-        if time.monotonic() < self._ask_again_at:
+            return not at_once and time.time() - part.started_at > BEGUN_S
+        if not at_once and time.monotonic() < self._ask_again_at:
             return False
         self._ask_again_at = time.monotonic() + ASK_S
         try:

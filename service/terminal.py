@@ -1,6 +1,7 @@
 """What all commands print with: people read standard error, programs standard output."""
 
 import json
+import re
 from collections.abc import Sequence
 from typing import Annotated, Any, NoReturn
 
@@ -8,6 +9,7 @@ import typer
 from pydantic import BaseModel
 from rich.console import Console
 
+_CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f]")  # of a name that somebody chose, for a terminal
 JsonOption = Annotated[bool, typer.Option("--json", help="JSON on standard output, for programs.")]
 said = Console(stderr=True, highlight=False, markup=False, soft_wrap=True)
 
@@ -25,6 +27,7 @@ def print_json(value: Any) -> None:
 
 def print_table(names: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
     """Whole, whatever the terminal's width: ids are there to be copied."""
+    rows = [[_CONTROL.sub("?", cell) for cell in row] for row in rows]
     widths = [max(len(cell) for cell in column) for column in zip(names, *rows, strict=True)]
     for row in (names, *rows):
         print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())

@@ -4,21 +4,26 @@ A batch's trace id is the 32 hex digits of its id, so that whoever has the one f
 several processes: each is a span of its own, below a span of the whole batch, which is sent when the batch has ended.
 """
 
+import atexit
+import threading
 from collections.abc import Generator, Iterable
 from contextlib import ExitStack, contextmanager
 from importlib.metadata import version
 from itertools import islice
 
-from opentelemetry import propagate, trace
+import structlog
+from opentelemetry import trace
 from opentelemetry.context import Context
 from opentelemetry.sdk.resources import Resource
 from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
 from opentelemetry.sdk.trace.export import BatchSpanProcessor
 from opentelemetry.trace import NonRecordingSpan, SpanContext, SpanKind, Status, StatusCode, TraceFlags
+from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
 Value = str | int | float | bool
 MOST_BATCHES = 64  # in whose traces one stage appears; a window may serve thousands
 NS = 1_000_000_000
+END_S = 5.0
 UNTRACED = {"/metrics", "/healthz", "/readyz", "/dashboard/events"}  # asked again and again, or open for minutes
 
 
@@ -32,8 +37,9 @@ class Traces:
             {"service.name": f"batchweave-{role}", "service.version": version("batchweave")}
         )
         self._processor = BatchSpanProcessor(OTLPSpanExporter(f"{endpoint.rstrip('/')}/v1/traces"))
-        self._provider = TracerProvider(resource=self._resource)  # flushes at the process's end
+        self._provider = TracerProvider(resource=self._resource, shutdown_on_exit=False)
         self._provider.add_span_processor(self._processor)
+        atexit.register(self.end)
         self.tracer = self._provider.get_tracer("batchweave")
 
     def send(self, name: str, ids: SpanContext, between: tuple[float, float], attributes: dict[str, Value]) -> None:
@@ -52,10 +58,15 @@ class Traces:
         self._provider.force_flush()
 
     def end(self) -> None:
-        self._provider.shutdown()
+        """Send what is left, for so long as a stop may wait; a collector that is silent would hold it up."""
+        atexit.unregister(self.end)
+        last = threading.Thread(target=self._provider.shutdown, daemon=True)
+        last.start()
+        last.join(END_S)
 
 
 _traces: Traces | None = None
+log = structlog.get_logger()
 
 
 def send_traces(endpoint: str | None, role: str) -> Traces | None:
@@ -66,7 +77,10 @@ def send_traces(endpoint: str | None, role: str) -> Traces | None:
     global _traces
     if _traces:
         _traces.end()
-    _traces = Traces(endpoint, role) if endpoint else None
+    wanted = endpoint if endpoint and endpoint.startswith(("http://", "https://")) else None
+    if endpoint and not wanted:
+        log.warning("nothing is traced: OTEL_EXPORTER_OTLP_ENDPOINT is no http:// or https:// address")
+    _traces = Traces(wanted, role) if wanted else None
     return _traces
 
 
@@ -94,7 +108,9 @@ class HttpSpan:
     def __init__(self, method: str, path: str, headers: Iterable[tuple[bytes, bytes]]) -> None:
         self._method, self._span = method, None
         if _traces and path not in UNTRACED:
-            caller = propagate.extract({name.decode("latin-1"): value.decode("latin-1") for name, value in headers})
+            caller = TraceContextTextMapPropagator().extract(
+                {name.decode("latin-1"): value.decode("latin-1") for name, value in headers}
+            )
             self._span = _traces.tracer.start_span(method, caller, SpanKind.SERVER)
 
     def end(self, route: str, status: int, request_id: str) -> None:

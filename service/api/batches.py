@@ -48,7 +48,10 @@ async def create_batch(body: CreateBatch, here: Here, caller: CalledBy, again: T
             held=body.batchweave.hold,
         )
 
-    return await shape(here, await _add_once(here, caller, again, "batch.create", digest(body.model_dump()), make))
+    asked = body.model_dump()
+    if not body.batchweave.hold:  # as it was before this could be asked for, so that a retry across an upgrade is one
+        del asked["batchweave"]["hold"]
+    return await shape(here, await _add_once(here, caller, again, "batch.create", digest(asked), make))
 
 
 async def _input_file(session: AsyncSession, caller: Caller, file_id: str, now: int) -> File:

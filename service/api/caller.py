@@ -7,7 +7,6 @@ from fastapi import Depends, Request
 from fastapi.security import HTTPAuthorizationCredentials, HTTPBearer
 
 from service.api.context import Here
-from service.db.tables import Role
 from service.errors import Forbidden, Unauthorized
 from service.settings import is_loopback
 from service.tenants.keys import Caller, caller_of, local_caller
@@ -50,7 +49,7 @@ CalledBy = Annotated[Caller, Depends(_caller)]
 
 
 async def _admin(caller: CalledBy) -> Caller:
-    if caller.role is not Role.ADMIN:
+    if not caller.administers:
         raise Forbidden("This needs a key with the role 'admin'.", code="insufficient_permissions")
     return caller
 

@@ -2,7 +2,7 @@
 
 import json
 from dataclasses import asdict, dataclass
-from datetime import UTC, datetime, timedelta
+from datetime import UTC, datetime
 from typing import Annotated, Any
 
 from fastapi import Query
@@ -10,6 +10,8 @@ from sqlalchemy import ColumnElement, Select, String, cast, or_, select
 
 from service.db.tables import Batch, BatchStatus, Project
 
+DAY_S = 86400
+NO_NUL = r"^[^\x00]*$"
 Day = Annotated[str, Query(pattern=r"^(\d{4}-\d{2}-\d{2})?$")]
 
 
@@ -18,11 +20,11 @@ class Filters:
     """What is left empty does not count. Days are of creation, in UTC, both included."""
 
     status: Annotated[str, Query(max_length=20)] = ""
-    model: Annotated[str, Query(max_length=512)] = ""
-    project: Annotated[str, Query(max_length=128)] = ""
+    model: Annotated[str, Query(max_length=512, pattern=NO_NUL)] = ""
+    project: Annotated[str, Query(max_length=128, pattern=NO_NUL)] = ""
     since: Day = ""
     until: Day = ""
-    text: Annotated[str, Query(max_length=256)] = ""
+    text: Annotated[str, Query(max_length=256, pattern=NO_NUL)] = ""
 
     @property
     def chosen(self) -> dict[str, str]:
@@ -41,7 +43,7 @@ class Filters:
         if begin is not None:
             wanted.append(Batch.created_at >= begin.timestamp())
         if end is not None:
-            wanted.append(Batch.created_at < (end + timedelta(days=1)).timestamp())
+            wanted.append(Batch.created_at < end.timestamp() + DAY_S)
         if self.text:
             ids = (place.contains(self.text, autoescape=True) for place in (Batch.id, Batch.input_file_id))
             metadata = cast(Batch.custom_metadata, String)  # JSON, in which other letters are escaped

@@ -1,4 +1,4 @@
-"""How far a viewer sees: its own project; administrators all of them, and what they change they change there."""
+"""How far a viewer sees: its own project; operators all of them, and what they change they change there."""
 
 from dataclasses import replace
 
@@ -13,17 +13,17 @@ from service.tenants.keys import Caller
 
 def seen_by(viewer: Viewer) -> ColumnElement[bool]:
     """Which batches."""
-    return true() if viewer.is_admin else Batch.project_id == viewer.caller.project.id
+    return true() if viewer.is_operator else Batch.project_id == viewer.caller.project.id
 
 
 def project_seen(viewer: Viewer) -> str | None:
     """Whose objects are listed; None: everybody's."""
-    return None if viewer.is_admin else viewer.caller.project.id
+    return None if viewer.is_operator else viewer.caller.project.id
 
 
 async def as_owner(here: Context, viewer: Viewer, object_id: str) -> Caller:
-    """Who asks for this batch or file: an administrator as the project that owns it. The audit log names the key."""
-    if not viewer.is_admin:
+    """Who asks for this batch or file: an operator as the project that owns it. The audit log names the key."""
+    if not viewer.is_operator:
         return viewer.caller
     early = ids.early_file(object_id)
     batch_id = early[0] if early else object_id

@@ -50,7 +50,11 @@ class Viewer:
 
     @property
     def is_admin(self) -> bool:
-        return self.caller.role is Role.ADMIN
+        return self.caller.administers
+
+    @property
+    def is_operator(self) -> bool:
+        return self.caller.operates
 
 
 def browser_of(request: Request) -> Browser:
@@ -94,6 +98,22 @@ async def admin_of(viewer: LooksIn) -> Viewer:
 
 
 LooksInAsAdmin = Annotated[Viewer, Depends(admin_of)]
+
+
+async def operator_of(viewer: LooksIn) -> Viewer:
+    if not viewer.is_operator:
+        raise Forbidden("This page needs a key with the role 'operator'.", code="insufficient_permissions")
+    return viewer
+
+
+LooksInAsOperator = Annotated[Viewer, Depends(operator_of)]
+
+
+async def changing_operator_of(viewer: Changes) -> Viewer:
+    return await operator_of(viewer)
+
+
+ChangesAsOperator = Annotated[Viewer, Depends(changing_operator_of)]
 
 
 async def changing_admin_of(viewer: Changes) -> Viewer:

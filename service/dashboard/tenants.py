@@ -1,4 +1,4 @@
-"""Projects, quotas and keys in the dashboard, for administrators; `batchweave projects` and `keys` do the same."""
+"""Projects, quotas and keys in the dashboard, for operators; `batchweave projects` and `keys` do the same."""
 
 from typing import Annotated
 
@@ -9,28 +9,31 @@ from sqlalchemy.ext.asyncio import AsyncSession
 
 from service.api.context import Context, Here
 from service.dashboard.render import page
-from service.dashboard.sessions import ChangesAsAdmin, LooksInAsAdmin, Viewer
+from service.dashboard.sessions import ChangesAsOperator, LooksInAsOperator, Viewer
 from service.db.moves import LIVE
 from service.db.tables import ApiKey, Batch, Project, Role
 from service.errors import NotFound
 from service.tenants import changes
 
 router = APIRouter(prefix="/dashboard", include_in_schema=False)
+NO_NUL = r"^[^\x00]*$"
 Name = Annotated[str, Form(max_length=128)]
-ProjectId = Annotated[str, Path(max_length=64)]
+ProjectId = Annotated[str, Path(max_length=64, pattern=NO_NUL)]
 MOST = 2**53
+NO_KEYS = "The service asks for no keys here: make one with `batchweave keys create`, and set BATCHWEAVE_AUTH=keys."
 Quota = Annotated[int | None, Form(ge=0, le=MOST)]
+Rate = Annotated[int | None, Form(ge=1, le=MOST)]  # by none could a form undo it
 Weight = Annotated[float, Form(ge=changes.LEAST_WEIGHT, le=changes.MOST_WEIGHT)]
-KeyId = Annotated[str, Path(max_length=64)]
+KeyId = Annotated[str, Path(max_length=64, pattern=NO_NUL)]
 
 
 @router.get("/projects")
-async def project_list(request: Request, here: Here, viewer: LooksInAsAdmin) -> Response:
+async def project_list(request: Request, here: Here, viewer: LooksInAsOperator) -> Response:
     return await _list(request, here, viewer, "")
 
 
 @router.post("/projects")
-async def create_project(request: Request, here: Here, viewer: ChangesAsAdmin, name: Name) -> Response:
+async def create_project(request: Request, here: Here, viewer: ChangesAsOperator, name: Name) -> Response:
     try:
         async with here.database.write() as session:
             await changes.create_project(session, name, viewer.caller.actor, int(here.clock()))
@@ -40,7 +43,7 @@ async def create_project(request: Request, here: Here, viewer: ChangesAsAdmin, n
 
 
 @router.get("/projects/{project_id}")
-async def one_project(request: Request, here: Here, viewer: LooksInAsAdmin, project_id: ProjectId) -> Response:
+async def one_project(request: Request, here: Here, viewer: LooksInAsOperator, project_id: ProjectId) -> Response:
     async with here.database.read() as session:
         project = await _project(session, project_id)
     return page(request, "project.html", viewer, project=project)
@@ -49,13 +52,13 @@ async def one_project(request: Request, here: Here, viewer: LooksInAsAdmin, proj
 @router.post("/projects/{project_id}")
 async def change_project(
     here: Here,
-    viewer: ChangesAsAdmin,
+    viewer: ChangesAsOperator,
     project_id: ProjectId,
     weight: Weight,
     max_batches: Quota = None,
     max_enqueued_tokens: Quota = None,
     max_bytes: Quota = None,
-    max_requests_per_minute: Quota = None,
+    max_requests_per_minute: Rate = None,
 ) -> Response:
     wanted = {
         "weight": weight,
@@ -74,13 +77,15 @@ async def change_project(
 async def create_key(
     request: Request,
     here: Here,
-    viewer: ChangesAsAdmin,
+    viewer: ChangesAsOperator,
     name: Name,
-    project: Annotated[str, Form(max_length=64)],
+    project: Annotated[str, Form(max_length=64, pattern=NO_NUL)],
     role: Annotated[Role, Form()] = Role.USER,
     days: Annotated[int | None, Form(ge=1, le=changes.LONGEST_DAYS)] = None,
 ) -> Response:
     """The one page that shows it; loaded again it makes another, as browsers warn."""
+    if not here.settings.needs_keys:  # anyone on this machine could make one that outlives this
+        return await _list(request, here, viewer, NO_KEYS)
     try:
         async with here.database.write() as session:
             owner = await _project(session, project)
@@ -91,7 +96,7 @@ async def create_key(
 
 
 @router.post("/keys/{key_id}/revoke")
-async def revoke_key(request: Request, here: Here, viewer: ChangesAsAdmin, key_id: KeyId) -> Response:
+async def revoke_key(request: Request, here: Here, viewer: ChangesAsOperator, key_id: KeyId) -> Response:
     try:
         async with here.database.write() as session:
             await changes.revoke_key(session, key_id, viewer.caller.actor, int(here.clock()))

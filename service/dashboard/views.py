@@ -23,7 +23,7 @@ from service.dashboard.filters import Filters
 from service.dashboard.reach import as_owner, project_seen, seen_by
 from service.dashboard.render import HEADERS, ROOT, page
 from service.dashboard.schedule import drawing, stretches
-from service.dashboard.sessions import LooksIn, LooksInAsAdmin, Viewer
+from service.dashboard.sessions import LooksIn, LooksInAsAdmin, LooksInAsOperator, Viewer
 from service.dashboard.standings import next_batches, standings
 from service.db.moves import LIVE, TERMINAL
 from service.db.tables import AuditEvent, Batch, BatchStatus, File, Model, Project
@@ -49,7 +49,7 @@ async def overview(request: Request, here: Here, viewer: LooksIn) -> Response:
     async with here.database.read() as session:
         counts = await standings(session, mine)
         rows = await next_batches(session, mine)
-        projects = await _project_names(session) if viewer.is_admin else {}
+        projects = await _project_names(session) if viewer.is_operator else {}
     alive = await alive_by_model(here.heartbeat)
     return page(
         request,
@@ -82,7 +82,7 @@ async def batch_list(
     async with here.database.read() as session:
         rows = await page_rows(session, Batch, query, project_seen(viewer), after=after, limit=LISTED)
         models = (await session.scalars(select(Model.name).order_by(Model.name))).all()
-        projects = await _project_names(session) if viewer.is_admin else {}
+        projects = await _project_names(session) if viewer.is_operator else {}
     found = await _shapes(here, rows[:LISTED], await alive_by_model(here.heartbeat))
     return page(
         request,
@@ -182,7 +182,7 @@ async def file_list(request: Request, here: Here, viewer: LooksIn, after: Object
     kept = select(File).where(File.deleted_at.is_(None))
     async with here.database.read() as session:
         rows = await page_rows(session, File, kept, project_seen(viewer), after=after, limit=LISTED)
-        projects = await _project_names(session) if viewer.is_admin else {}
+        projects = await _project_names(session) if viewer.is_operator else {}
     more = rows[LISTED - 1].id if len(rows) > LISTED else None
     return page(request, "files.html", viewer, files=rows[:LISTED], more=more, projects=projects)
 
@@ -236,12 +236,14 @@ async def worker_steps(here: Here, _viewer: LooksInAsAdmin, name: WorkerName) ->
 async def audit_log(request: Request, here: Here, viewer: LooksInAsAdmin) -> Response:
     async with here.database.read() as session:
         query = select(AuditEvent, Project.name).join(Project, Project.id == AuditEvent.project_id)
+        if not viewer.is_operator:
+            query = query.where(AuditEvent.project_id == viewer.caller.project.id)
         rows = (await session.execute(query.order_by(AuditEvent.seq.desc()).limit(200))).all()
     return page(request, "audit.html", viewer, events=rows)
 
 
 @router.get("/settings")
-async def running_settings(request: Request, here: Here, viewer: LooksInAsAdmin) -> Response:
+async def running_settings(request: Request, here: Here, viewer: LooksInAsOperator) -> Response:
     shown: list[tuple[str, str, str]] = []
     for name, about in type(here.settings).model_fields.items():
         value: Any = getattr(here.settings, name)

@@ -44,7 +44,8 @@ class UploadStatus(StrEnum):
 
 class Role(StrEnum):
     USER = "user"  # files, uploads and batches of its project
-    ADMIN = "admin"  # its webhooks too
+    ADMIN = "admin"  # its webhooks too, and the workers
+    OPERATOR = "operator"  # in the dashboard every project, its keys and quotas
 
 
 class Base(DeclarativeBase):

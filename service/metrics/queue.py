@@ -32,7 +32,9 @@ def gauges(now: float) -> list[Gauge]:
     )
     live = Batch.status.in_(LIVE)
     wanted = live & ~Batch.held  # nobody waits for those that nobody started
-    oldest = select(func.coalesce(Batch.model, ""), now - func.min(Batch.created_at)).where(wanted)
+    oldest = select(
+        func.coalesce(Batch.model, ""), now - func.min(func.coalesce(Batch.in_progress_at, Batch.created_at))
+    ).where(wanted)
     soonest = select(func.coalesce(Batch.model, ""), func.min(Batch.expires_at) - now).where(wanted)
     waiting = select(func.count()).where(WebhookDelivery.next_at.is_not(None))
     return [

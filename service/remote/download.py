@@ -15,14 +15,20 @@ from service.terminal import fail
 
 ATTEMPTS = 8
 PAUSE_S = 0.5
+LONGEST_SUFFIX = f".file-{32 * '0'}-output.part"
 
 
 def can_be_written(path: Path | None) -> Path | None:
     """Where the file will be, links followed. Of an option: ends the command for a path that no file can take."""
     if path is None:
         return None
-    target = path.resolve()
-    if target.is_dir() or (target.exists() and not target.is_file()):
+    try:
+        target = path.resolve()
+        (target.parent / f"{target.name}{LONGEST_SUFFIX}").exists()  # raises for a name that is too long
+        is_none = target.is_dir() or (target.exists() and not target.is_file())
+    except (OSError, RuntimeError) as error:  # a loop of links, too
+        fail(f"{str(path)[:200]}: cannot be written ({error}); choose another name.")
+    if is_none:
         fail(f"{path} is no regular file; name a file to write.")
     if not target.parent.is_dir() or not os.access(target.parent, os.W_OK | os.X_OK):
         fail(f"{path}: nothing can be written in {target.parent}; choose another folder.")

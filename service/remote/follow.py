@@ -48,11 +48,11 @@ def follow(client: openai.OpenAI, batch_id: str, until: Callable[[Batch], bool] 
     batch = client.batches.retrieve(batch_id)
     columns = (
         SpinnerColumn(),
-        TextColumn("{task.description}"),
+        TextColumn("{task.description}", markup=False),
         BarColumn(),
         MofNCompleteColumn(),
         TimeElapsedColumn(),
-        TextColumn("{task.fields[more]}"),
+        TextColumn("{task.fields[more]}", markup=False),
     )
     pace, pause_s, once = Pace(), FIRST_POLL_S, client.with_options(max_retries=0, timeout=30.0)
     with Progress(*columns, console=said, transient=True) as bar:

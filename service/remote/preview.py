@@ -29,9 +29,14 @@ def preview(client: openai.OpenAI, batch_id: str) -> tuple[Batch, bool]:
         return batch, False
     for name, value in figures(batch):
         said.print(f"{name:24}{value}")
-    if can_ask() and typer.confirm("Start it?", err=True):
-        return start(client, batch_id), True
-    said.print(f"Held. batchweave batches start {batch_id}, or: batchweave batches cancel {batch_id}")
+    held = f"Held. batchweave batches start {batch_id}, or: batchweave batches cancel {batch_id}"
+    try:
+        if can_ask() and typer.confirm("Start it?", err=True):
+            return start(client, batch_id), True
+    except typer.Abort:  # Ctrl-C, Ctrl-D
+        said.print(f"\n{held}")
+        raise KeyboardInterrupt from None
+    said.print(held)
     return batch, False
 
 

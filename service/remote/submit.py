@@ -9,7 +9,7 @@ import typer
 from openai.types import Batch
 
 from service.remote.download import can_be_written, download
-from service.remote.follow import ENDED, follow, report
+from service.remote.follow import ENDED, extras, follow, report
 from service.remote.preview import can_ask, preview
 from service.remote.session import LOCAL_URL, NO_KEY, CommandError, Exit, KeyOption, UrlOption, service_at
 from service.remote.upload import upload
@@ -62,6 +62,9 @@ def submit(
         endpoint = endpoint or _endpoint_of(file)
         uploaded = upload(client, file)
         batch = client.batches.create(input_file_id=uploaded.id, endpoint=endpoint, **arguments)  # pyright: ignore[reportArgumentType]
+        if show_plan and not extras(batch).get("held"):
+            client.batches.cancel(batch.id)
+            raise CommandError(f"this service cannot hold a batch: {batch.id} is cancelled. Leave out --preview.")
         said.print(f"{file} ({uploaded.bytes:,} bytes) {'is held' if show_plan else 'runs'} as {batch.id}")
         runs = True
         if show_plan:

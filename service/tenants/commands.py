@@ -27,7 +27,7 @@ keys = typer.Typer(no_args_is_help=True, help="Make, list and revoke API keys.")
 projects = typer.Typer(no_args_is_help=True, help="Make, list and limit projects, which own files and batches.")
 
 ProjectOption = Annotated[str, typer.Option("--project", help="Name of the project.")]
-Quota = Annotated[int | None, typer.Option(min=UNLIMITED, help="-1 lifts it.")]
+Quota = Annotated[int | None, typer.Option(min=UNLIMITED, max=2**53, help="-1 lifts it.")]
 
 
 @keys.command("create")
@@ -36,7 +36,7 @@ def create_key(
     project: ProjectOption = "default",
     role: Annotated[
         Role,
-        typer.Option("--role", help="user: its project's files and batches; admin: webhooks, workers, all projects."),
+        typer.Option("--role", help="user: files and batches; admin: webhooks, workers; operator: every project."),
     ] = Role.USER,
     days: Annotated[
         int | None, typer.Option("--days", min=1, max=changes.LONGEST_DAYS, help="Until it expires; never if left out.")

@@ -21,6 +21,14 @@ class Caller:
     actor: str
     role: Role
 
+    @property
+    def administers(self) -> bool:
+        return self.role is not Role.USER
+
+    @property
+    def operates(self) -> bool:
+        return self.role is Role.OPERATOR
+
 
 def new_key(project_id: str, name: str, role: Role, now: int, expires_at: int | None) -> tuple[str, ApiKey]:
     """The key's text, which nothing keeps, and its row."""
@@ -54,7 +62,7 @@ async def caller_of(session: AsyncSession, text: str, now: float) -> Caller | No
 async def local_caller(session: AsyncSession) -> Caller:
     """Anyone, where the service asks for no keys."""
     project = (await session.scalars(select(Project).where(Project.id == DEFAULT_PROJECT))).one()
-    return Caller(project, "local", Role.ADMIN)
+    return Caller(project, "local", Role.OPERATOR)
 
 
 def _digest(text: str) -> str:

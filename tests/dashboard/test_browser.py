@@ -105,7 +105,7 @@ async def test_time_and_cost_are_shown_before_the_start(page: Page, house: House
         await expect(page.locator(".state.completed").first).to_be_visible(timeout=15_000)
 
 
-async def test_a_key_is_made_and_revoked(page: Page) -> None:
+async def test_a_project_is_made_and_limited(page: Page) -> None:
     await page.goto("/dashboard/projects")
     await page.get_by_label("New project").fill("evaluation")
     await page.get_by_role("button", name="Make it").click()
@@ -113,8 +113,23 @@ async def test_a_key_is_made_and_revoked(page: Page) -> None:
     await page.get_by_label("Batches that have not ended").fill("7")
     await page.get_by_role("button", name="Save").click()
     await expect(page.get_by_role("row", name="evaluation")).to_contain_text("7")
+
+
+async def test_a_key_is_made_and_revoked(settings: Settings, clock: Clock, house: House) -> None:
+    text, row = new_key(DEFAULT_PROJECT, "ana", Role.OPERATOR, 0, None)
+    async with house.database.write() as session:
+        session.add(row)
+    with serve(settings.model_copy(update={"auth": "keys"}), clock) as url:
+        async with browser_page(url) as (page, complaints):
+            await page.goto("/dashboard/projects")
+            await page.get_by_label("API key").fill(text)
+            await page.get_by_role("button", name="Sign in").click()
+            await make_and_revoke(page)
+            assert complaints == []
+
+
+async def make_and_revoke(page: Page) -> None:
     await page.get_by_label("Whose it is").fill("bob")
-    await page.locator("select[name=project]").select_option(label="evaluation")
     await page.get_by_role("button", name="Make a key").click()
     await expect(page.locator("pre")).to_contain_text("bw-")
     await page.get_by_role("link", name="Back to projects and keys").click()

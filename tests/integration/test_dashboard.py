@@ -203,7 +203,7 @@ async def test_signing_in_needs_a_good_key_and_ends_with_it(guarded: httpx.Async
 async def test_the_cookie_cannot_be_read_by_scripts_and_signing_out_ends_it(
     guarded: httpx.AsyncClient, house: House
 ) -> None:
-    text, _ = await make_key(house.database, Role.ADMIN)
+    text, _ = await make_key(house.database, Role.OPERATOR)
     csrf = csrf_of((await guarded.get("/sign-in")).text)
     answer = await guarded.post(
         f"/sign-in?csrf={csrf}", data={"key": text, "back": "https://evil.example"}, follow_redirects=False
@@ -224,6 +224,7 @@ async def test_settings_hide_secrets(settings: Settings, clock: Clock, house: Ho
         with serve(settings, clock) as url:
             text = (await client.get(f"{url}/dashboard/settings")).text
     assert "BATCHWEAVE_DATABASE_URL" in text
+    assert "OTEL_EXPORTER_OTLP_ENDPOINT" in text
     assert settings.database_url is not None
     assert settings.database_url not in text
 
@@ -262,10 +263,11 @@ async def key_of_another_project(house: House, role: Role) -> str:
     return text
 
 
-async def test_another_projects_batch_is_not_there(guarded: httpx.AsyncClient, house: House) -> None:
+@pytest.mark.parametrize("role", [Role.USER, Role.ADMIN])
+async def test_another_projects_batch_is_not_there(guarded: httpx.AsyncClient, house: House, role: Role) -> None:
     batch_id = await house.submit(jsonl([line(1)]))
     file_id = (await house.batch(batch_id)).input_file_id
-    entered = await sign_in(guarded, await key_of_another_project(house, Role.USER))
+    entered = await sign_in(guarded, await key_of_another_project(house, role))
     csrf = csrf_of(entered.text)
     for path in (
         f"/batches/{batch_id}",
@@ -281,14 +283,17 @@ async def test_another_projects_batch_is_not_there(guarded: httpx.AsyncClient, h
         shown = (await guarded.get(path)).text
         assert batch_id not in shown
         assert file_id not in shown
+    async with house.database.write() as session:
+        session.add(AuditEvent(at=0, project_id=DEFAULT_PROJECT, actor="cli", action="a.secret", object_id="x"))
+    assert "a.secret" not in (await guarded.get("/audit")).text
     for path in ("/projects", "/projects/proj_x", "/keys", "/keys/key_x/revoke"):
         assert (await guarded.post(f"{path}?csrf={csrf}", data={"name": "x", "weight": 1})).status_code == 403
 
 
-async def test_an_administrator_sees_every_project_and_acts_there(guarded: httpx.AsyncClient, house: House) -> None:
+async def test_an_operator_sees_every_project_and_acts_there(guarded: httpx.AsyncClient, house: House) -> None:
     batch_id = await house.submit(jsonl([line(1)]))
     file_id = (await house.batch(batch_id)).input_file_id
-    csrf = csrf_of((await sign_in(guarded, await key_of_another_project(house, Role.ADMIN))).text)
+    csrf = csrf_of((await sign_in(guarded, await key_of_another_project(house, Role.OPERATOR))).text)
     assert batch_id in (await guarded.get("/batches", params={"project": "default"})).text
     assert batch_id not in (await guarded.get("/batches", params={"project": "other"})).text
     assert "request 1" in (await guarded.get(f"/files/{file_id}/content")).text
@@ -326,7 +331,12 @@ async def test_batches_are_filtered(pages: httpx.AsyncClient, house: House, cloc
     assert await shown(text="%") == set()
     assert await shown(model="test-model", status="in_progress") == {early, late}
     assert await shown(status="failed") == set()
-    assert (await pages.get("/batches", params={"since": "yesterday"})).status_code == 400
+    assert await shown(until="9999-12-31") == {early, late}
+    for wrong in ({"since": "yesterday"}, {"text": "\0"}, {"model": "\0"}, {"project": "\0"}):
+        assert (await pages.get("/batches", params=wrong)).status_code == 400
+    for path in ("/projects/%00", "/keys/%00/revoke"):
+        csrf = csrf_of((await pages.get("/new")).text)
+        assert (await pages.post(f"{path}?csrf={csrf}", data={"weight": 1})).status_code == 400
 
 
 async def test_a_plan_is_shown_before_the_start(pages: httpx.AsyncClient, house: House) -> None:
@@ -369,6 +379,7 @@ async def test_projects_and_quotas_are_made_and_changed(pages: httpx.AsyncClient
         {"weight": "0"},
         {"weight": "nan"},
         {"weight": "1", "max_batches": "-1"},
+        {"weight": "1", "max_requests_per_minute": "0"},
         {"weight": "1", "max_bytes": "9" * 30},
     ):
         assert (await pages.post(f"{path}?csrf={csrf}", data=wrong)).status_code == 400
@@ -377,7 +388,7 @@ async def test_projects_and_quotas_are_made_and_changed(pages: httpx.AsyncClient
 
 
 async def test_a_key_is_shown_once_and_revoked(guarded: httpx.AsyncClient, house: House) -> None:
-    text, _ = await make_key(house.database, Role.ADMIN)
+    text, _ = await make_key(house.database, Role.OPERATOR)
     csrf = csrf_of((await sign_in(guarded, text)).text)
     form = {"name": "bob", "project": DEFAULT_PROJECT, "role": "user", "days": "2"}
     shown = (await guarded.post(f"/keys?csrf={csrf}", data=form)).text
@@ -394,6 +405,14 @@ async def test_a_key_is_shown_once_and_revoked(guarded: httpx.AsyncClient, house
         assert (await client.get("/v1/batches")).status_code == 401
     assert "there is no key" in (await guarded.post(f"/keys/{key.id}/revoke?csrf={csrf}")).text
     assert (await guarded.post(f"/keys?csrf={csrf}", data={**form, "project": "nobody"})).status_code == 404
+
+
+async def test_no_key_is_made_where_none_is_asked_for(pages: httpx.AsyncClient, house: House) -> None:
+    csrf = csrf_of((await pages.get("/projects")).text)
+    form = {"name": "eve", "project": DEFAULT_PROJECT, "role": "operator"}
+    assert "asks for no keys" in (await pages.post(f"/keys?csrf={csrf}", data=form)).text
+    async with house.database.read() as session:
+        assert (await session.scalars(select(ApiKey))).all() == []
 
 
 async def test_the_time_until_all_is_done_is_by_the_pace_of_answers(pages: httpx.AsyncClient, house: House) -> None:

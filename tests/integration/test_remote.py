@@ -8,18 +8,21 @@ import socket
 import subprocess
 import sys
 import threading
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from openai.types import Batch
 
 from service.db.tables import BatchStatus
 from service.queue.progress import Heartbeat
+from service.remote import submit as submits
 from service.remote import upload as uploads
 from service.remote.download import download
-from service.remote.session import connect
+from service.remote.session import CommandError, connect
 from service.settings import Settings
 from tests.conftest import Clock
 from tests.integration.house import House, ScriptedEngine, jsonl, line
@@ -136,6 +139,33 @@ async def test_a_preview_of_a_bad_file_says_what_is_wrong(house: House, url: str
 async def test_nobody_can_be_asked_without_a_terminal(url: str, tmp_path: Path) -> None:
     code, printed, said = await run(url, "submit", write(tmp_path, [line(1)]), "--preview", "--wait")
     assert (code, printed, "without a terminal" in said) == (1, "", True)
+
+
+def test_a_service_that_cannot_hold_a_batch_is_told_to_stop_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    cancelled: list[str] = []
+    batch = Batch(
+        id="batch_1",
+        completion_window="24h",
+        created_at=0,
+        endpoint="/v1/chat/completions",
+        input_file_id="file-1",
+        object="batch",
+        status="in_progress",
+    )
+    made = SimpleNamespace(create=lambda **_: batch, cancel=cancelled.append)
+    client = SimpleNamespace(batches=made)
+    monkeypatch.setattr(submits, "service_at", lambda url, key: nullcontext(client))
+    monkeypatch.setattr(submits, "upload", lambda client, file: SimpleNamespace(id="file-1", bytes=1))
+    with pytest.raises(CommandError, match="cannot hold a batch"):
+        submits.submit(write(tmp_path, [line(1)]), show_plan=True, window="24h", url="", key="")
+    assert cancelled == ["batch_1"]
+
+
+@pytest.mark.parametrize("name", ["x" * 230, "x" * 300, "loop/out.jsonl"])
+async def test_a_path_that_no_file_can_have_is_refused_at_once(url: str, tmp_path: Path, name: str) -> None:
+    (tmp_path / "loop").symlink_to("loop")
+    code, _, said = await run(url, "submit", write(tmp_path, [line(1)]), "--output", tmp_path / name)
+    assert (code, "choose another" in said) == (1, True)
 
 
 @pytest.mark.parametrize(("answer", "status"), [(b"y\n", "completed"), (b"n\n", "in_progress")])

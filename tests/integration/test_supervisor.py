@@ -63,3 +63,16 @@ async def beat(redis: Redis, name: str, stop: asyncio.Event) -> None:
     while not stop.is_set():
         await Heartbeat(redis).beat(name, {"started_at": int(time.time()) + 1})
         await asyncio.sleep(0.01)
+
+
+async def test_an_engine_that_dies_as_soon_as_it_has_begun_had_begun(
+    settings: Settings, redis: Redis, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(supervisors, "ASK_S", 1000.0)  # nobody has asked before it is dead
+    said: list[str] = []
+    supervisor = Supervisor(settings, said.append)
+    part = Part("worker", ["sh", "-c", "exit 3"], tmp_path / "worker.log")
+    part.start({"PATH": "/usr/bin:/bin"})
+    supervisor._parts.append(part)  # pyright: ignore[reportPrivateUsage]
+    await Heartbeat(redis).beat(supervisor.worker_name, {"started_at": int(time.time()) + 100})
+    await watch(supervisor, lambda: len(said) >= 2 * supervisors.MAX_EXITS)

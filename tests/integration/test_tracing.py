@@ -12,7 +12,9 @@ import pytest
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 from opentelemetry.proto.trace.v1.trace_pb2 import Span
 from sqlalchemy import update
+from structlog.testing import capture_logs
 
+from service import tracing
 from service.db.tables import Batch
 from service.settings import Settings
 from service.tracing import Traces, send_traces
@@ -149,3 +151,32 @@ def test_what_is_asked_all_the_time_is_not_traced(
         assert httpx.get(f"{url}/metrics").status_code == 200
     traces.flush()
     assert spans == []
+
+
+def test_an_address_that_is_none_for_http_is_said_and_nothing_is_traced() -> None:
+    with capture_logs() as logged:
+        assert send_traces("collector:4317", "test") is None
+    assert "nothing is traced" in logged[0]["event"]
+
+
+def test_a_silent_collector_holds_a_stop_up_for_seconds_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tracing, "END_S", 0.2)
+    asked, answer = threading.Event(), threading.Event()
+
+    class Silent(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            asked.set()
+            answer.wait(60)
+
+        def log_message(self, format: str, *args: object) -> None:
+            pass
+
+    with serving(Silent) as url:
+        traces = send_traces(url, "test")
+        assert traces is not None
+        with tracing.stage("plan", [f"batch_{32 * 'a'}"]):
+            pass
+        send_traces(None, "test")  # comes back while the collector still says nothing
+        assert asked.wait(30)
+        assert not answer.is_set()
+        answer.set()

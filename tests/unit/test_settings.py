@@ -7,12 +7,6 @@ import pytest
 from service.settings import SettingsError, load_settings
 
 
-def test_a_variable_of_another_name_is_named_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", "collector:4318")
-    with pytest.raises(SettingsError, match=r"^OTEL_EXPORTER_OTLP_ENDPOINT: "):
-        load_settings()
-
-
 @pytest.mark.parametrize(
     ("name", "value"), [("PORT", "eighty"), ("LEASE_S", "0"), ("SLICE_REQUESTS", "-1"), ("ENGINE_ARGS", "{not json")]
 )
