@@ -74,5 +74,5 @@ async def revoke_key(session: AsyncSession, key_id: str, actor: str, now: int) -
 
 
 def _check_name(name: str) -> None:
-    if not re.fullmatch(r"[^\x00-\x1f\x7f]{1,128}", name):
-        raise TenantError(f"{name!r:.150} is no name: 1 to 128 characters, none of them a control character")
+    if not re.fullmatch(r"[^\x00-\x1f\x7f\ud800-\udfff]{1,128}", name):
+        raise TenantError(f"{name!r:.150} is no name: 1 to 128 characters, all of them of Unicode and none for control")

@@ -102,5 +102,7 @@ def test_keys_are_made_listed_and_revoked(tmp_path: Path) -> None:
         "project.set",
         "project.set",
     ]
+    unreadable = run("keys", "create", "--name", "\udcff", **here)
+    assert (unreadable.returncode, "is no name" in unreadable.stderr) == (1, True)
     unknown = run("keys", "create", "--name", "x", "--project", "nobody", **here)
     assert (unknown.returncode, "there is no project 'nobody'" in unknown.stderr) == (1, True)
