@@ -6,7 +6,6 @@ from typing import Any, Generic, Literal, TypeVar
 from pydantic import BaseModel, Field
 
 from service import ids
-from service.db.moves import STARTABLE
 from service.db.tables import Batch, BatchStatus, File, OutputOrder, Upload, UploadStatus, WebhookEndpoint
 from service.preview import Preview
 from service.queue.counts import Counts
@@ -175,7 +174,7 @@ class BatchExtras(BaseModel):
             queue_position=found.position,
             waiting_for=found.waiting_for,
             prompt_tokens=batch.prompt_tokens,
-            held=batch.held and batch.status in STARTABLE,
+            held=batch.held,
             preview=PlanPreview.of(preview) if preview else None,
             expected_output_tokens=work and round(work.output_tokens),
             expected_gpu_seconds=work and round(work.gpu_s, 6),

@@ -42,7 +42,7 @@ async def standings(session: AsyncSession, mine: ColumnElement[bool]) -> Standin
     query = select(
         number(_WAITS & _RUNS),
         number(_WAITS & ~_RUNS),
-        number(Batch.status.in_(LIVE) & Batch.held),
+        number(Batch.held.is_(True)),
         number(Batch.status == BatchStatus.COMPLETED),
         number(ended_badly),
         func.min(case((_WAITS, Batch.created_at))),

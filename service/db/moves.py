@@ -36,7 +36,12 @@ async def move_batch(
     only_if: ColumnElement[bool] | None = None,
     **values: Any,
 ) -> bool:
-    """Move the batch if its present state allows it, and `only_if` holds, in one statement; False when not."""
+    """Move the batch if its present state allows it, and `only_if` holds, in one statement; False when not.
+
+    What can start no more is not held any more.
+    """
+    if to not in STARTABLE:
+        values["held"] = False
     allowed = [status for status, after in BATCH_MOVES.items() if to in after]
     result = await session.execute(
         update(Batch)
