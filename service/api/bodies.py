@@ -7,7 +7,7 @@ from pydantic import BaseModel, ConfigDict, Field, StringConstraints
 from service.db.tables import OutputOrder
 from service.webhooks.events import EventType
 
-# Of a file or a batch; an id that no object can have is not looked up.
+# Of a file, a batch, a project or a key; an id that no object can have is not looked up.
 ObjectId = Annotated[str, StringConstraints(max_length=64, pattern=r"^[A-Za-z0-9_-]+$")]
 
 

@@ -2,11 +2,12 @@
 
 from typing import Annotated
 
-from fastapi import APIRouter, Form, Path, Request, Response
+from fastapi import APIRouter, Form, Request, Response
 from fastapi.responses import RedirectResponse
 from sqlalchemy import func, select
 from sqlalchemy.ext.asyncio import AsyncSession
 
+from service.api.bodies import ObjectId
 from service.api.context import Context, Here
 from service.dashboard.render import page
 from service.dashboard.sessions import ChangesAsOperator, LooksInAsOperator, Viewer
@@ -16,15 +17,12 @@ from service.errors import NotFound
 from service.tenants import changes
 
 router = APIRouter(prefix="/dashboard", include_in_schema=False)
-NO_NUL = r"^[^\x00]*$"
 Name = Annotated[str, Form(max_length=128)]
-ProjectId = Annotated[str, Path(max_length=64, pattern=NO_NUL)]
 MOST = 2**53
 NO_KEYS = "The service asks for no keys here: make one with `batchweave keys create`, and set BATCHWEAVE_AUTH=keys."
 Quota = Annotated[int | None, Form(ge=0, le=MOST)]
 Rate = Annotated[int | None, Form(ge=1, le=MOST)]  # by none could a form undo it
 Weight = Annotated[float, Form(ge=changes.LEAST_WEIGHT, le=changes.MOST_WEIGHT)]
-KeyId = Annotated[str, Path(max_length=64, pattern=NO_NUL)]
 
 
 @router.get("/projects")
@@ -43,7 +41,7 @@ async def create_project(request: Request, here: Here, viewer: ChangesAsOperator
 
 
 @router.get("/projects/{project_id}")
-async def one_project(request: Request, here: Here, viewer: LooksInAsOperator, project_id: ProjectId) -> Response:
+async def one_project(request: Request, here: Here, viewer: LooksInAsOperator, project_id: ObjectId) -> Response:
     async with here.database.read() as session:
         project = await _project(session, project_id)
     return page(request, "project.html", viewer, project=project)
@@ -53,7 +51,7 @@ async def one_project(request: Request, here: Here, viewer: LooksInAsOperator, p
 async def change_project(
     here: Here,
     viewer: ChangesAsOperator,
-    project_id: ProjectId,
+    project_id: ObjectId,
     weight: Weight,
     max_batches: Quota = None,
     max_enqueued_tokens: Quota = None,
@@ -79,7 +77,7 @@ async def create_key(
     here: Here,
     viewer: ChangesAsOperator,
     name: Name,
-    project: Annotated[str, Form(max_length=64, pattern=NO_NUL)],
+    project: Annotated[ObjectId, Form()],
     role: Annotated[Role, Form()] = Role.USER,
     days: Annotated[int | None, Form(ge=1, le=changes.LONGEST_DAYS)] = None,
 ) -> Response:
@@ -96,7 +94,7 @@ async def create_key(
 
 
 @router.post("/keys/{key_id}/revoke")
-async def revoke_key(request: Request, here: Here, viewer: ChangesAsOperator, key_id: KeyId) -> Response:
+async def revoke_key(request: Request, here: Here, viewer: ChangesAsOperator, key_id: ObjectId) -> Response:
     try:
         async with here.database.write() as session:
             await changes.revoke_key(session, key_id, viewer.caller.actor, int(here.clock()))
