@@ -58,7 +58,7 @@ async def overview(request: Request, here: Here, viewer: LooksIn) -> Response:
         counts=counts,
         batches=await _shapes(here, rows, alive),
         paces=await _paces(here, rows),
-        owners={row.id: projects.get(row.project_id, "") for row in rows} if projects else {},
+        owners=_owners(rows, projects),
         last=await History(here.redis).last() if viewer.is_admin else {},
         workers=await _workers(here) if viewer.is_admin else [],
         serving=sum(alive.values()),
@@ -92,7 +92,7 @@ async def batch_list(
         paces=await _paces(here, rows[:LISTED]),
         models=models,
         projects=projects,
-        owners={row.id: projects.get(row.project_id, "") for row in rows},
+        owners=_owners(rows, projects),
         statuses=list(BatchStatus),
         filters=filters,
         more=urlencode({**filters.chosen, "after": found[-1].id}) if len(rows) > LISTED else None,
@@ -287,6 +287,11 @@ async def _shapes(here: Context, rows: Sequence[Batch], alive: dict[str, int]) -
 async def _paces(here: Context, rows: Sequence[Batch]) -> dict[str, float]:
     """Tokens per second, of those that run."""
     return await History(here.redis).paces([row.id for row in rows if row.status in LIVE], here.clock())
+
+
+def _owners(rows: Sequence[Batch], projects: dict[str, str]) -> dict[str, str]:
+    """Names of the projects by batch, for whoever sees several."""
+    return {row.id: projects[row.project_id] for row in rows if projects}
 
 
 async def _project_names(session: AsyncSession) -> dict[str, str]:
