@@ -61,10 +61,10 @@ class Historian:
 
     async def _ended(self, session: AsyncSession) -> dict[str, int]:
         """Answers by batch of those that ended since the last look; those without one that count as failed are none."""
-        ended_at = func.coalesce(Batch.completed_at, Batch.cancelled_at, Batch.expired_at)
-        count = case((Batch.status == BatchStatus.COMPLETED, Batch.completed + Batch.failed), else_=Batch.completed)
         if self._looked_at is None:
             return {}
+        ended_at = func.coalesce(Batch.completed_at, Batch.cancelled_at, Batch.expired_at)
+        count = case((Batch.status == BatchStatus.COMPLETED, Batch.completed + Batch.failed), else_=Batch.completed)
         rows = await session.execute(select(Batch.id, count).where(ended_at >= self._looked_at))
         return {batch_id: answers for batch_id, answers in rows}
 
