@@ -1,6 +1,7 @@
-from collections.abc import Generator
+from collections.abc import AsyncGenerator, Generator
 from pathlib import Path
 
+import httpx
 import pytest
 from redis.asyncio import Redis
 
@@ -29,3 +30,18 @@ async def house(
     database: Database, storage: Storage, redis: Redis, settings: Settings, clock: Clock, tokenizer: Path
 ) -> House:
     return await House.build(database, storage, redis, settings, clock, tokenizer)
+
+
+@pytest.fixture
+async def pages(settings: Settings, clock: Clock) -> AsyncGenerator[httpx.AsyncClient, None]:
+    with serve(settings, clock) as url:
+        async with httpx.AsyncClient(base_url=f"{url}/dashboard", follow_redirects=True) as client:
+            yield client
+
+
+@pytest.fixture
+async def guarded(settings: Settings, clock: Clock) -> AsyncGenerator[httpx.AsyncClient, None]:
+    """One that asks for keys."""
+    with serve(settings.model_copy(update={"auth": "keys"}), clock) as url:
+        async with httpx.AsyncClient(base_url=f"{url}/dashboard", follow_redirects=True) as client:
+            yield client

@@ -1,61 +1,22 @@
 """The dashboard's pages and forms over HTTP, without a browser; tests/dashboard looks at them in one."""
 
 import re
-from collections.abc import AsyncGenerator
 from typing import Any
 
 import httpx
 import pytest
-from sqlalchemy import select, update
+from sqlalchemy import update
 
-from service.db.sessions import Database
-from service.db.tables import DEFAULT_PROJECT, ApiKey, AuditEvent, Batch, BatchStatus, Project, Role
+from service.db.tables import Batch, BatchStatus
 from service.jobs.historian import Historian
 from service.queue import keys
 from service.queue.counts import Counts
 from service.queue.history import MOST_SHOWN, History
 from service.queue.progress import Heartbeat
-from service.settings import Settings
 from service.storage import file_key
-from service.tenants.keys import new_key
 from tests.conftest import Clock
+from tests.integration.browsing import PAGES, csrf_of
 from tests.integration.house import House, ScriptedEngine, completed_are, jsonl, line, set_status
-from tests.integration.serving import serve
-
-PAGES = ("", "/batches", "/new", "/files", "/workers", "/projects", "/audit", "/settings")
-
-
-@pytest.fixture
-async def pages(settings: Settings, clock: Clock) -> AsyncGenerator[httpx.AsyncClient, None]:
-    with serve(settings, clock) as url:
-        async with httpx.AsyncClient(base_url=f"{url}/dashboard", follow_redirects=True) as client:
-            yield client
-
-
-@pytest.fixture
-async def guarded(settings: Settings, clock: Clock) -> AsyncGenerator[httpx.AsyncClient, None]:
-    """One that asks for keys."""
-    with serve(settings.model_copy(update={"auth": "keys"}), clock) as url:
-        async with httpx.AsyncClient(base_url=f"{url}/dashboard", follow_redirects=True) as client:
-            yield client
-
-
-def csrf_of(html: str) -> str:
-    found = re.search(r"csrf=([0-9a-f]{64})", html)
-    assert found
-    return found[1]
-
-
-async def make_key(database: Database, role: Role) -> tuple[str, str]:
-    text, row = new_key(DEFAULT_PROJECT, "ana", role, 0, None)
-    async with database.write() as session:
-        session.add(row)
-    return text, row.id
-
-
-async def sign_in(client: httpx.AsyncClient, key: str) -> httpx.Response:
-    csrf = csrf_of((await client.get("/sign-in")).text)
-    return await client.post(f"/sign-in?csrf={csrf}", data={"key": key, "back": "/dashboard/batches"})
 
 
 @pytest.mark.parametrize("page", PAGES)
@@ -155,80 +116,6 @@ async def test_a_line_without_a_name_is_shown(pages: httpx.AsyncClient, house: H
     assert (shown.status_code, shown.text.count("batch_cancelled")) == (200, 3 + 1)  # and the digest
 
 
-async def test_a_part_of_a_page_says_where_to_sign_in(guarded: httpx.AsyncClient) -> None:
-    answer = await guarded.get("/batches", headers={"HX-Request": "true"})
-    assert (answer.status_code, answer.headers["hx-redirect"]) == (204, "/dashboard/sign-in")
-
-
-async def test_forms_count_as_requests(pages: httpx.AsyncClient, house: House) -> None:
-    csrf = csrf_of((await pages.get("/new")).text)
-    async with house.database.write() as session:
-        await session.execute(update(Project).values(max_requests_per_minute=1))
-    assert (await pages.post(f"/batches/batch_x/cancel?csrf={csrf}")).status_code == 404
-    answer = await pages.post(f"/batches/batch_x/cancel?csrf={csrf}")
-    assert answer.status_code == 429
-    assert "<h1>" in answer.text
-
-
-async def test_forms_of_other_sites_do_nothing(pages: httpx.AsyncClient, house: House) -> None:
-    batch_id = await house.submit(jsonl([line(1)]))
-    csrf = csrf_of((await pages.get(f"/batches/{batch_id}")).text)
-    path = f"/batches/{batch_id}/cancel"
-    assert (await pages.post(path)).status_code == 403
-    assert (await pages.post(f"{path}?csrf={'0' * 64}")).status_code == 403
-    other = {"Sec-Fetch-Site": "cross-site"}
-    assert (await pages.post(f"{path}?csrf={csrf}", headers=other)).status_code == 403
-    pages.cookies.clear()
-    assert (await pages.post(f"{path}?csrf={csrf}")).status_code == 403
-    assert (await house.batch(batch_id)).status == "validating"
-
-
-async def test_signing_in_needs_a_good_key_and_ends_with_it(guarded: httpx.AsyncClient, house: House) -> None:
-    text, key_id = await make_key(house.database, Role.USER)
-    for page in (*PAGES, "/overview.json", "/events"):
-        assert (await guarded.get(page)).url.path == "/dashboard/sign-in"
-    refused = await sign_in(guarded, "bw-wrong")
-    assert (refused.status_code, "unknown, revoked" in refused.text) == (401, True)
-    before = guarded.cookies["batchweave_session"]
-    entered = await sign_in(guarded, text)
-    assert entered.url.path == "/dashboard/batches"
-    assert guarded.cookies["batchweave_session"] != before
-    for page in ("/workers", "/projects", "/audit", "/settings"):  # for the role admin
-        assert (await guarded.get(page)).status_code == 403
-    async with house.database.write() as session:
-        await session.execute(update(ApiKey).where(ApiKey.id == key_id).values(revoked_at=1))
-    assert (await guarded.get("/batches")).url.path == "/dashboard/sign-in"
-
-
-async def test_the_cookie_cannot_be_read_by_scripts_and_signing_out_ends_it(
-    guarded: httpx.AsyncClient, house: House
-) -> None:
-    text, _ = await make_key(house.database, Role.OPERATOR)
-    csrf = csrf_of((await guarded.get("/sign-in")).text)
-    answer = await guarded.post(
-        f"/sign-in?csrf={csrf}", data={"key": text, "back": "https://evil.example"}, follow_redirects=False
-    )
-    assert answer.headers["location"] == "/dashboard"
-    cookie = answer.headers["set-cookie"].lower()
-    assert "httponly" in cookie
-    assert "samesite=lax" in cookie
-    token = guarded.cookies["batchweave_session"]
-    page = (await guarded.get("/settings")).text
-    await guarded.post(f"/sign-out?csrf={csrf_of(page)}")
-    guarded.cookies.set("batchweave_session", token)
-    assert (await guarded.get("/settings")).url.path == "/dashboard/sign-in"
-
-
-async def test_settings_hide_secrets(settings: Settings, clock: Clock, house: House) -> None:
-    async with httpx.AsyncClient() as client:
-        with serve(settings, clock) as url:
-            text = (await client.get(f"{url}/dashboard/settings")).text
-    assert "BATCHWEAVE_DATABASE_URL" in text
-    assert "OTEL_EXPORTER_OTLP_ENDPOINT" in text
-    assert settings.database_url is not None
-    assert settings.database_url not in text
-
-
 async def test_history_is_noted_once_in_ten_seconds(pages: httpx.AsyncClient, house: House, clock: Clock) -> None:
     batch_id = await house.submit(jsonl(line(n) for n in range(20)))
     await house.plan()
@@ -252,57 +139,6 @@ async def test_a_batchs_history_is_thinned_and_has_its_end(house: House) -> None
     assert [point[1] for point in points] == sorted({point[1] for point in points})
     stored: Any = await house.redis.llen("batchweave:history:batch_x")  # pyright: ignore[reportGeneralTypeIssues]
     assert stored <= 2 * MOST_SHOWN
-
-
-async def key_of_another_project(house: House, role: Role) -> str:
-    async with house.database.write() as session:
-        session.add(Project(id="proj_x", name="other", created_at=0))
-        await session.flush()
-        text, row = new_key("proj_x", "eve", role, 0, None)
-        session.add(row)
-    return text
-
-
-@pytest.mark.parametrize("role", [Role.USER, Role.ADMIN])
-async def test_another_projects_batch_is_not_there(guarded: httpx.AsyncClient, house: House, role: Role) -> None:
-    batch_id = await house.submit(jsonl([line(1)]))
-    file_id = (await house.batch(batch_id)).input_file_id
-    entered = await sign_in(guarded, await key_of_another_project(house, role))
-    csrf = csrf_of(entered.text)
-    for path in (
-        f"/batches/{batch_id}",
-        f"/batches/{batch_id}/points.json",
-        f"/batches/{batch_id}/request?custom_id=a",
-        f"/files/{file_id}/content",
-        f"/new?file={file_id}",
-    ):
-        assert (await guarded.get(path)).status_code == 404
-    for path in (f"/batches/{batch_id}/cancel", f"/batches/{batch_id}/start", f"/files/{file_id}/delete"):
-        assert (await guarded.post(f"{path}?csrf={csrf}")).status_code == 404
-    for path in ("/batches", "/batches?project=default", "/files", ""):
-        shown = (await guarded.get(path)).text
-        assert batch_id not in shown
-        assert file_id not in shown
-    async with house.database.write() as session:
-        session.add(AuditEvent(at=0, project_id=DEFAULT_PROJECT, actor="cli", action="a.secret", object_id="x"))
-    assert "a.secret" not in (await guarded.get("/audit")).text
-    for path in ("/projects", "/projects/proj_x", "/keys", "/keys/key_x/revoke"):
-        assert (await guarded.post(f"{path}?csrf={csrf}", data={"name": "x", "weight": 1})).status_code == 403
-
-
-async def test_an_operator_sees_every_project_and_acts_there(guarded: httpx.AsyncClient, house: House) -> None:
-    batch_id = await house.submit(jsonl([line(1)]))
-    file_id = (await house.batch(batch_id)).input_file_id
-    csrf = csrf_of((await sign_in(guarded, await key_of_another_project(house, Role.OPERATOR))).text)
-    assert batch_id in (await guarded.get("/batches", params={"project": "default"})).text
-    assert batch_id not in (await guarded.get("/batches", params={"project": "other"})).text
-    assert "request 1" in (await guarded.get(f"/files/{file_id}/content")).text
-    assert file_id in (await guarded.get("/files")).text
-    assert "cancelling" in (await guarded.post(f"/batches/{batch_id}/cancel?csrf={csrf}")).text
-    async with house.database.read() as session:
-        event = (await session.scalars(select(AuditEvent).where(AuditEvent.object_id == batch_id))).one()
-        key = (await session.scalars(select(ApiKey))).one()
-    assert (event.action, event.actor, event.project_id) == ("batch.cancel", key.id, DEFAULT_PROJECT)
 
 
 async def test_batches_are_filtered(pages: httpx.AsyncClient, house: House, clock: Clock) -> None:
@@ -357,62 +193,6 @@ async def test_a_plan_is_shown_before_the_start(pages: httpx.AsyncClient, house:
     assert "Before it starts" not in started.text
     await house.plan()
     assert "3 slices in the order of the plan" in (await pages.get(path)).text
-
-
-async def test_projects_and_quotas_are_made_and_changed(pages: httpx.AsyncClient, house: House) -> None:
-    csrf = csrf_of((await pages.get("/projects")).text)
-    made = await pages.post(f"/projects?csrf={csrf}", data={"name": "evaluation / co"})
-    assert "evaluation / co" in made.text
-    again = await pages.post(f"/projects?csrf={csrf}", data={"name": "evaluation / co"})
-    assert "there is a project" in again.text
-    async with house.database.read() as session:
-        project = (await session.scalars(select(Project).where(Project.name == "evaluation / co"))).one()
-    path = f"/projects/{project.id}"
-    assert "no limit" in (await pages.get(path)).text
-    saved = await pages.post(f"{path}?csrf={csrf}", data={"weight": "2.5", "max_batches": "7", "max_bytes": ""})
-    assert saved.status_code == 200
-    assert 'value="7"' in (await pages.get(path)).text
-    async with house.database.read() as session:
-        project = (await session.scalars(select(Project).where(Project.name == "evaluation / co"))).one()
-    assert (project.weight, project.max_batches, project.max_bytes) == (2.5, 7, None)
-    for wrong in (
-        {"weight": "0"},
-        {"weight": "nan"},
-        {"weight": "1", "max_batches": "-1"},
-        {"weight": "1", "max_requests_per_minute": "0"},
-        {"weight": "1", "max_bytes": "9" * 30},
-    ):
-        assert (await pages.post(f"{path}?csrf={csrf}", data=wrong)).status_code == 400
-    assert (await pages.get("/projects/nobody")).status_code == 404
-    assert "is no name" in (await pages.post(f"/projects?csrf={csrf}", data={"name": "a\tb"})).text
-
-
-async def test_a_key_is_shown_once_and_revoked(guarded: httpx.AsyncClient, house: House) -> None:
-    text, _ = await make_key(house.database, Role.OPERATOR)
-    csrf = csrf_of((await sign_in(guarded, text)).text)
-    form = {"name": "bob", "project": DEFAULT_PROJECT, "role": "user", "days": "2"}
-    shown = (await guarded.post(f"/keys?csrf={csrf}", data=form)).text
-    found = re.search(r"bw-[\w-]{43}", shown)
-    assert found
-    assert found[0] not in (await guarded.get("/projects")).text
-    async with house.database.read() as session:
-        key = (await session.scalars(select(ApiKey).where(ApiKey.name == "bob"))).one()
-    assert key.expires_at == int(house.clock.now) + 2 * 86400
-    server = str(guarded.base_url).removesuffix("/dashboard/")
-    async with httpx.AsyncClient(base_url=server, headers={"Authorization": f"Bearer {found[0]}"}) as client:
-        assert (await client.get("/v1/batches")).status_code == 200
-        await guarded.post(f"/keys/{key.id}/revoke?csrf={csrf}")
-        assert (await client.get("/v1/batches")).status_code == 401
-    assert "there is no key" in (await guarded.post(f"/keys/{key.id}/revoke?csrf={csrf}")).text
-    assert (await guarded.post(f"/keys?csrf={csrf}", data={**form, "project": "nobody"})).status_code == 404
-
-
-async def test_no_key_is_made_where_none_is_asked_for(pages: httpx.AsyncClient, house: House) -> None:
-    csrf = csrf_of((await pages.get("/projects")).text)
-    form = {"name": "eve", "project": DEFAULT_PROJECT, "role": "operator"}
-    assert "asks for no keys" in (await pages.post(f"/keys?csrf={csrf}", data=form)).text
-    async with house.database.read() as session:
-        assert (await session.scalars(select(ApiKey))).all() == []
 
 
 async def test_the_time_until_all_is_done_is_by_the_pace_of_answers(pages: httpx.AsyncClient, house: House) -> None:

@@ -76,3 +76,4 @@ async def test_an_engine_that_dies_as_soon_as_it_has_begun_had_begun(
     supervisor._parts.append(part)  # pyright: ignore[reportPrivateUsage]
     await Heartbeat(redis).beat(supervisor.worker_name, {"started_at": int(time.time()) + 100})
     await watch(supervisor, lambda: len(said) >= 2 * supervisors.MAX_EXITS)
+    assert part.exits == 1  # the last one, of an engine that had begun

@@ -23,6 +23,11 @@ from tests.integration.house import House, ScriptedEngine, jsonl, line
 from tests.integration.serving import serve
 
 
+class Quiet(BaseHTTPRequestHandler):
+    def log_message(self, format: str, *args: object) -> None:
+        pass
+
+
 @contextmanager
 def serving(handler: type[BaseHTTPRequestHandler]) -> Generator[str, None, None]:
     """Its URL."""
@@ -37,7 +42,7 @@ def collector() -> Generator[tuple[str, list[Span]], None, None]:
     """Where it is, and the spans that came."""
     spans: list[Span] = []
 
-    class Receiver(BaseHTTPRequestHandler):
+    class Receiver(Quiet):
         def do_POST(self) -> None:
             assert self.path == "/v1/traces"
             sent = ExportTraceServiceRequest.FromString(self.rfile.read(int(self.headers["Content-Length"])))
@@ -45,9 +50,6 @@ def collector() -> Generator[tuple[str, list[Span]], None, None]:
             self.send_response(200)
             self.send_header("Content-Length", "0")
             self.end_headers()
-
-        def log_message(self, format: str, *args: object) -> None:
-            pass
 
     with serving(Receiver) as url:
         yield url, spans
@@ -106,13 +108,10 @@ async def test_a_collector_that_is_away_changes_nothing(house: House, monkeypatc
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_TIMEOUT", "1")
     asked: list[str] = []
 
-    class Refusing(BaseHTTPRequestHandler):
+    class Refusing(Quiet):
         def do_POST(self) -> None:
             asked.append(self.path)
             self.send_error(500)
-
-        def log_message(self, format: str, *args: object) -> None:
-            pass
 
     with serving(Refusing) as url:
         traces = send_traces(url, "test")
@@ -163,13 +162,10 @@ def test_a_silent_collector_holds_a_stop_up_for_seconds_only(monkeypatch: pytest
     monkeypatch.setattr(tracing, "END_S", 0.2)
     asked, answer = threading.Event(), threading.Event()
 
-    class Silent(BaseHTTPRequestHandler):
+    class Silent(Quiet):
         def do_POST(self) -> None:
             asked.set()
             answer.wait(60)
-
-        def log_message(self, format: str, *args: object) -> None:
-            pass
 
     with serving(Silent) as url:
         traces = send_traces(url, "test")

@@ -1,0 +1,39 @@
+"""What the tests of the dashboard over HTTP do as a browser would."""
+
+import re
+
+import httpx
+
+from service.db.sessions import Database
+from service.db.tables import DEFAULT_PROJECT, Project, Role
+from service.tenants.keys import new_key
+from tests.integration.house import House
+
+PAGES = ("", "/batches", "/new", "/files", "/workers", "/projects", "/audit", "/settings")
+
+
+def csrf_of(html: str) -> str:
+    found = re.search(r"csrf=([0-9a-f]{64})", html)
+    assert found
+    return found[1]
+
+
+async def make_key(database: Database, role: Role) -> tuple[str, str]:
+    text, row = new_key(DEFAULT_PROJECT, "ana", role, 0, None)
+    async with database.write() as session:
+        session.add(row)
+    return text, row.id
+
+
+async def sign_in(client: httpx.AsyncClient, key: str) -> httpx.Response:
+    csrf = csrf_of((await client.get("/sign-in")).text)
+    return await client.post(f"/sign-in?csrf={csrf}", data={"key": key, "back": "/dashboard/batches"})
+
+
+async def key_of_another_project(house: House, role: Role) -> str:
+    async with house.database.write() as session:
+        session.add(Project(id="proj_x", name="other", created_at=0))
+        await session.flush()
+        text, row = new_key("proj_x", "eve", role, 0, None)
+        session.add(row)
+    return text
