@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from playwright.async_api import Page, expect
 
+from service.dashboard.views import TICK_S
 from service.db.tables import DEFAULT_PROJECT, Role
 from service.jobs.historian import Historian
 from service.settings import Settings
@@ -160,6 +161,42 @@ async def test_the_keyboard_skips_to_the_content_and_signs_nobody_out(page: Page
     await page.keyboard.press("Enter")
     await page.keyboard.press("Tab")
     assert await page.evaluate("document.activeElement.name") == "status"
+
+
+async def test_a_live_page_keeps_the_focus_and_what_is_marked(page: Page, house: House) -> None:
+    batch_id = await house.submit(jsonl([line(1)]))
+    await page.goto("/dashboard/batches")
+    await page.get_by_role("link", name=batch_id).focus()
+    await page.evaluate("document.querySelector('#live').dataset.old = 'yes'")
+    await expect(page.locator("#live[data-old]")).to_have_count(0, timeout=15_000)  # swapped
+    await expect(page.get_by_role("link", name=batch_id)).to_be_focused()
+    await page.evaluate("""() => {
+      document.querySelector('#live').dataset.old = 'yes';
+      getSelection().selectAllChildren(document.querySelector('#live tbody'));
+    }""")
+    await house.submit(jsonl([line(1)]))
+    await asyncio.sleep(2 * TICK_S)
+    assert batch_id in await page.evaluate("getSelection().toString()")
+    await page.evaluate("getSelection().empty()")
+    await expect(page.locator("#live tbody tr")).to_have_count(2, timeout=15_000)
+
+
+async def test_a_page_that_nobody_looks_at_asks_for_nothing(page: Page, house: House) -> None:
+    asked: list[str] = []
+    page.on("request", lambda request: asked.append(request.url))
+    await page.goto("/dashboard")
+    await expect(page.locator("canvas").first).to_be_visible()
+    async with page.expect_event("requestfailed", lambda request: request.url.endswith("/events"), timeout=15_000):
+        await page.evaluate("""() => {
+          Object.defineProperty(document, 'hidden', {get: () => true, configurable: true});
+          document.dispatchEvent(new Event('visibilitychange'));
+        }""")
+    asked.clear()
+    await house.submit(jsonl([line(1)]))
+    await asyncio.sleep(2 * TICK_S)
+    assert asked == []
+    await page.evaluate("delete document.hidden; document.dispatchEvent(new Event('visibilitychange'))")
+    await expect(page.get_by_role("row", name="batch_")).to_have_count(1, timeout=15_000)
 
 
 async def test_a_batch_is_cancelled(page: Page, house: House, clock: Clock) -> None:

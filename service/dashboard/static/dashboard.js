@@ -1,8 +1,9 @@
-// Draws the charts of a page and keeps them up to date. Everything else is HTML, and htmx that fetches it again.
+// Keeps a page up to date: draws its charts, and has htmx fetch again what is live at each tick of the service.
 "use strict";
 
 const COLORS = ["--leased", "--tight", "--soft", "--good"];
 const EVERY_MS = 10000;
+const REACHED = "a[href], button, [tabindex]"; // by keyboard, in what is live
 
 function color(name) {
   return getComputedStyle(document.documentElement).getPropertyValue(name).trim();
@@ -32,7 +33,44 @@ function draw(element, points) {
   }, data, element);
 }
 
+// A browser opens six connections to a host at most: a page that nobody looks at gives its own back.
+let ticks = null;
+
+function listen() {
+  if (document.hidden || ticks?.readyState === EventSource.CLOSED) {
+    ticks?.close();
+    ticks = null;
+  }
+  if (document.hidden || ticks) return;
+  ticks = new EventSource("/dashboard/events");
+  ticks.addEventListener("tick", () => {
+    for (const live of document.querySelectorAll('[hx-trigger="tick"]')) if (!isMarked(live)) htmx.trigger(live, "tick");
+  });
+}
+
+// Text that is being selected must not go away below the mouse.
+function isMarked(live) {
+  const marked = getSelection();
+  return !marked.isCollapsed && live.contains(marked.anchorNode);
+}
+
+// What has the focus has it after the swap too: that of the same name, the first, second, ... of it.
+function keepFocus() {
+  const name = (each) => each.getAttribute("href") ?? each.getAttribute("aria-label") ?? each.textContent;
+  const alike = (like) => [...document.querySelectorAll(REACHED)].filter((each) => name(each) === like);
+  let focus = null;
+  document.addEventListener("htmx:beforeSwap", ({ target }) => {
+    const here = document.activeElement;
+    focus = target.contains(here) ? { like: name(here), at: alike(name(here)).indexOf(here) } : null;
+  });
+  document.addEventListener("htmx:afterSettle", () => {
+    if (focus) alike(focus.like)[focus.at]?.focus({ preventScroll: true });
+    focus = null;
+  });
+}
+
 async function refresh(group) {
+  if (document.hidden) return;
   const answer = await fetch(group.dataset.points, { headers: { Accept: "application/json" } });
   if (!answer.ok || answer.redirected) return;
   const points = await answer.json();
@@ -40,10 +78,17 @@ async function refresh(group) {
 }
 
 document.addEventListener("DOMContentLoaded", () => {
+  if (document.querySelector('[hx-trigger="tick"]')) {
+    listen();
+    document.addEventListener("visibilitychange", listen);
+    setInterval(listen, EVERY_MS); // the service may have sent the stream away
+    keepFocus();
+  }
   for (const group of document.querySelectorAll("[data-points]")) {
     const again = () => refresh(group).catch(() => undefined); // the service may be away for a while
     again();
     setInterval(again, EVERY_MS);
+    document.addEventListener("visibilitychange", again);
     new ResizeObserver(() => {
       for (const element of group.querySelectorAll(".chart")) element.chart?.setSize({ width: element.clientWidth, height: 190 });
     }).observe(group);
