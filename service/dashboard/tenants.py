@@ -49,6 +49,7 @@ async def one_project(request: Request, here: Here, viewer: LooksInAsOperator, p
 
 @router.post("/projects/{project_id}")
 async def change_project(
+    request: Request,
     here: Here,
     viewer: ChangesAsOperator,
     project_id: ObjectId,
@@ -58,13 +59,16 @@ async def change_project(
     max_bytes: Quota = None,
     max_requests_per_minute: Rate = None,
 ) -> Response:
-    wanted = {
+    """An empty field lifts its quota; one that the form has not stays."""
+    fields = {
         "weight": weight,
         "max_batches": max_batches,
         "max_enqueued_tokens": max_enqueued_tokens,
         "max_bytes": max_bytes,
         "max_requests_per_minute": max_requests_per_minute,
     }
+    form = await request.form()
+    wanted = {name: value for name, value in fields.items() if name in form}
     async with here.database.write() as session:
         project = await _project(session, project_id)
         await changes.change_project(session, project, wanted, viewer.caller.actor, int(here.clock()))

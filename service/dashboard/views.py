@@ -35,9 +35,10 @@ from service.settings import variable
 from service.standing import alive_by_model
 
 LISTED = 50
+MOST_ROWS = 2**53
 TICK_S = 2.0
 STREAM_S = 600.0  # the browser connects again; a session that has ended must not be told for ever
-STATIC = {"style.css", "dashboard.js", "htmx.min.js", "htmx-sse.min.js", "uPlot.iife.min.js", "uPlot.min.css"}
+STATIC = {"style.css", "dashboard.js", "htmx.min.js", "uPlot.iife.min.js", "uPlot.min.css"}
 SECRETS = ("database_url", "redis_url", "storage_url", "engine_args", "otlp_endpoint")
 
 router = APIRouter(prefix="/dashboard", include_in_schema=False)
@@ -233,13 +234,17 @@ async def worker_steps(here: Here, _viewer: LooksInAsAdmin, name: WorkerName) ->
 
 
 @router.get("/audit")
-async def audit_log(request: Request, here: Here, viewer: LooksInAsAdmin) -> Response:
+async def audit_log(
+    request: Request, here: Here, viewer: LooksInAsAdmin, before: Annotated[int, Query(ge=0, le=MOST_ROWS)] = MOST_ROWS
+) -> Response:
+    query = select(AuditEvent, Project.name).join(Project, Project.id == AuditEvent.project_id)
+    query = query.where(AuditEvent.seq < before).order_by(AuditEvent.seq.desc()).limit(LISTED + 1)
+    if not viewer.is_operator:
+        query = query.where(AuditEvent.project_id == viewer.caller.project.id)
     async with here.database.read() as session:
-        query = select(AuditEvent, Project.name).join(Project, Project.id == AuditEvent.project_id)
-        if not viewer.is_operator:
-            query = query.where(AuditEvent.project_id == viewer.caller.project.id)
-        rows = (await session.execute(query.order_by(AuditEvent.seq.desc()).limit(200))).all()
-    return page(request, "audit.html", viewer, events=rows)
+        rows = (await session.execute(query)).all()
+    more = rows[LISTED - 1][0].seq if len(rows) > LISTED else None
+    return page(request, "audit.html", viewer, events=rows[:LISTED], more=more)
 
 
 @router.get("/settings")

@@ -93,6 +93,7 @@ class AuditEvent(Base):
     actor: Mapped[str] = mapped_column(String(64))  # id of the key, or how it came without one
     action: Mapped[str] = mapped_column(String(64))
     object_id: Mapped[str] = mapped_column(String(64))
+    detail: Mapped[str] = mapped_column(String(512), default="", server_default="")  # what changed, in words
 
 
 class DashboardSession(Base):

@@ -6,9 +6,14 @@ from service.db.tables import AuditEvent
 from service.tenants.keys import Caller
 
 
-def note(session: AsyncSession, caller: Caller, action: str, object_id: str, now: float) -> None:
-    """Write it down in the transaction of the change itself."""
+def note(session: AsyncSession, caller: Caller, action: str, object_id: str, now: float, detail: str = "") -> None:
+    """Write it down in the transaction of the change itself; `detail`: what changed, in words."""
     event = AuditEvent(
-        at=int(now), project_id=caller.project.id, actor=caller.actor, action=action, object_id=object_id
+        at=int(now),
+        project_id=caller.project.id,
+        actor=caller.actor,
+        action=action,
+        object_id=object_id,
+        detail=detail,
     )
     session.add(event)

@@ -40,7 +40,7 @@ async def create_project(session: AsyncSession, name: str, actor: str, now: int)
             session.add(project)
     except IntegrityError as error:
         raise TenantError(f"there is a project {name!r} already") from error
-    audit.note(session, Caller(project, actor, Role.ADMIN), "project.create", project.id, now)
+    audit.note(session, Caller(project, actor, Role.ADMIN), "project.create", project.id, now, name)
     return project
 
 
@@ -48,8 +48,11 @@ async def change_project(
     session: AsyncSession, project: Project, changes: Mapping[str, Any], actor: str, now: int
 ) -> None:
     """`changes`: its weight and quotas by column, None for no quota."""
-    await session.execute(update(Project).where(Project.id == project.id).values(**changes))
-    audit.note(session, Caller(project, actor, Role.ADMIN), "project.set", project.id, now)
+    new = {name: value for name, value in changes.items() if getattr(project, name) != value}
+    if new:
+        await session.execute(update(Project).where(Project.id == project.id).values(**new))
+        said = ", ".join(f"{name} {'none' if value is None else value}" for name, value in new.items())
+        audit.note(session, Caller(project, actor, Role.ADMIN), "project.set", project.id, now, said)
 
 
 async def create_key(
@@ -59,7 +62,8 @@ async def create_key(
     _check_name(name)
     text, row = new_key(project.id, name, role, now, now + days * DAY_S if days else None)
     session.add(row)
-    audit.note(session, Caller(project, actor, Role.ADMIN), "key.create", row.id, now)
+    said = f"{name}: {role}, {f'{days} days' if days else 'never expires'}"
+    audit.note(session, Caller(project, actor, Role.ADMIN), "key.create", row.id, now, said)
     return text, row.id
 
 

@@ -185,10 +185,10 @@ def show_audit(
         return (await session.execute(query.order_by(AuditEvent.seq.desc()).limit(count))).all()
 
     rows = [
-        (datetime.fromtimestamp(each.at, UTC).isoformat(), name, each.actor, each.action, each.object_id)
+        (datetime.fromtimestamp(each.at, UTC).isoformat(), name, each.actor, each.action, each.object_id, each.detail)
         for each, name in reversed(_run(read))
     ]
-    _print(("time", "project", "by", "what", "object"), rows, as_json)
+    _print(("time", "project", "by", "what", "object", "detail"), rows, as_json)
 
 
 def _run(work: Callable[[AsyncSession], Awaitable[Result]]) -> Result:

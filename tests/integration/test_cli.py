@@ -1,5 +1,6 @@
 """Commands that cannot do what they are told say why in one line and exit 1."""
 
+import json
 import os
 import subprocess
 import sys
@@ -102,6 +103,9 @@ def test_keys_are_made_listed_and_revoked(tmp_path: Path) -> None:
         "project.set",
         "project.set",
     ]
+    details = [each["detail"] for each in json.loads(run("audit", "--json", **here).stdout)]
+    assert details[:2] == ["evaluation", "ana: user, 3 days"]
+    assert details[-2:] == ["max_batches 2000", "max_batches none"]
     unreadable = run("keys", "create", "--name", "\udcff", **here)
     assert (unreadable.returncode, "is no name" in unreadable.stderr) == (1, True)
     unknown = run("keys", "create", "--name", "x", "--project", "nobody", **here)

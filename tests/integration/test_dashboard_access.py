@@ -115,6 +115,19 @@ async def test_another_projects_batch_is_not_there(guarded: httpx.AsyncClient, h
         assert (await guarded.post(f"{path}?csrf={csrf}", data={"name": "x", "weight": 1})).status_code == 403
 
 
+async def test_all_of_the_audit_log_can_be_seen(pages: httpx.AsyncClient, house: House) -> None:
+    async with house.database.write() as session:
+        for n in range(120):
+            session.add(AuditEvent(at=n, project_id=DEFAULT_PROJECT, actor="cli", action=f"act.{n:03}", object_id="x"))
+    seen, path = list[str](), "/audit"
+    while path:
+        text = (await pages.get(path)).text
+        seen += re.findall(r"act\.\d{3}", text)
+        found = re.search(r"/dashboard(/audit\?before=\d+)", text)
+        path = found[1] if found else ""
+    assert seen == [f"act.{n:03}" for n in reversed(range(120))]
+
+
 async def test_an_operator_sees_every_project_and_acts_there(guarded: httpx.AsyncClient, house: House) -> None:
     batch_id = await house.submit(jsonl([line(1)]))
     file_id = (await house.batch(batch_id)).input_file_id
@@ -146,6 +159,9 @@ async def test_projects_and_quotas_are_made_and_changed(pages: httpx.AsyncClient
     async with house.database.read() as session:
         project = (await session.scalars(select(Project).where(Project.name == "evaluation / co"))).one()
     assert (project.weight, project.max_batches, project.max_bytes) == (2.5, 7, None)
+    await pages.post(f"{path}?csrf={csrf}", data={"weight": "2.5"})  # of what a form has not, nothing is said
+    assert 'value="7"' in (await pages.get(path)).text
+    assert "weight 2.5, max_batches 7" in (await pages.get("/audit")).text
     for wrong in (
         {"weight": "0"},
         {"weight": "nan"},
