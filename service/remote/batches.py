@@ -129,6 +129,7 @@ def batch_results(
             "--output", "-o", callback=can_be_written, help="File to write; default: standard output, results alone."
         ),
     ] = None,
+    as_json: JsonOption = False,
     url: UrlOption = LOCAL_URL,
     key: KeyOption = NO_KEY,
 ) -> None:
@@ -140,9 +141,13 @@ def batch_results(
     - `batchweave batches results batch_… | jq .response.body.usage`
     """
     with service_at(url, key) as client:
+        if as_json and output is None:
+            raise CommandError("--json says where files are: it needs --output. Without both, results are JSON lines.")
         batch = client.batches.retrieve(batch_id)
         if output is not None and batch.status in ENDED:
-            fetch(client, batch, output)
+            found = fetch(client, batch, output)
+            if as_json:
+                print_json({"id": batch_id, "status": batch.status, **found})
             return
         so_far = None if batch.status in ENDED else extras(batch).get("early_output_file_id")
         file_id = batch.output_file_id or so_far
@@ -153,6 +158,8 @@ def batch_results(
             said.print(
                 f"results so far: {output} ({take(client, file_id, output):,} bytes); the batch is {batch.status}"
             )
+            if as_json:
+                print_json({"id": batch_id, "status": batch.status, "results": str(output)})
             return
         with client.files.with_streaming_response.content(file_id) as answer:
             for piece in answer.iter_bytes():

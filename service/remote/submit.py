@@ -100,16 +100,19 @@ def watch(client: openai.OpenAI, batch_id: str, output: Path | None) -> tuple[Ba
     return batch, code
 
 
-def fetch(client: openai.OpenAI, batch: Batch, output: Path) -> None:
-    """Its results to `output`, the lines of what failed beside it."""
+def fetch(client: openai.OpenAI, batch: Batch, output: Path) -> dict[str, str]:
+    """Its results to `output`, the lines of what failed beside it; returns where what is, of what there was."""
+    found: dict[str, str] = {}
     for kind, file_id, path in (
         ("results", batch.output_file_id, output),
         ("errors", batch.error_file_id, output.with_name(f"{output.stem}.errors{output.suffix}")),
     ):
         if file_id:
             said.print(f"{kind}: {path} ({download(client, file_id, path):,} bytes)")
+            found[kind] = str(path)
         elif kind == "results":
             said.print(f"no results: {batch.id} has no answer that succeeded")
+    return found
 
 
 def _endpoint_of(path: Path) -> str:

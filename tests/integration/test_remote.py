@@ -222,6 +222,12 @@ async def test_a_batch_is_listed_shown_cancelled_and_retried(house: House, url: 
     assert (code, "4 of 4 answered" in said) == (0, True)
     code, printed, _ = await run(url, "batches", "results", printed.strip())
     assert {json.loads(each)["custom_id"] for each in printed.splitlines()} == {f"id-{n}" for n in range(4)}
+    code, _, said = await run(url, "batches", "results", batch_id, "--json")
+    assert (code, "it needs --output" in said) == (1, True)
+    output = tmp_path / "out.jsonl"
+    told = json.loads((await run(url, "batches", "results", batch_id, "--json", "--output", output))[1])
+    assert told == {"id": batch_id, "status": "cancelled", "errors": str(tmp_path / "out.errors.jsonl")}
+    assert Path(told["errors"]).read_bytes().count(b"\n") == 4
 
 
 async def test_waiting_survives_a_service_that_restarts(house: House, settings: Settings, clock: Clock) -> None:

@@ -16,6 +16,7 @@ from structlog.testing import capture_logs
 
 from service import tracing
 from service.db.tables import Batch
+from service.jobs.webhooks import Webhooks
 from service.settings import Settings
 from service.tracing import Traces, send_traces
 from tests.conftest import Clock
@@ -139,6 +140,29 @@ async def test_other_stages_are_in_the_batchs_trace(
     traces.flush()
     names = {each: [span.name for span in spans if values(span)["batchweave.batch"] == each] for each in (held, late)}
     assert names == {held: ["validate", "preview"], late: ["batch"]}
+
+
+async def test_a_webhook_is_in_the_batchs_trace(
+    house: House, settings: Settings, clock: Clock, traced: tuple[Traces, list[Span]]
+) -> None:
+    traces, spans = traced
+
+    class Away(Quiet):
+        def do_POST(self) -> None:
+            self.send_error(503)
+
+    settings = settings.model_copy(update={"webhook_private": True})
+    with serving(Away) as receiver, serve(settings, clock) as url:
+        wanted = {"name": "x", "url": receiver, "event_types": ["batch.failed"]}
+        async with httpx.AsyncClient() as client:
+            assert (await client.post(f"{url}/v1/webhook_endpoints", json=wanted)).status_code == 200
+        batch_id = await house.submit(b"[]\n")
+        await house.plan()
+        assert await Webhooks(house.database, settings, clock).run_once()
+    traces.flush()
+    [span] = [span for span in spans if span.name == "webhook"]
+    assert span.trace_id.hex() == batch_id.removeprefix("batch_")
+    assert str(values(span)["batchweave.event"]).startswith("evt_")
 
 
 def test_what_is_asked_all_the_time_is_not_traced(
