@@ -34,7 +34,9 @@ def print_table(names: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
 
 
 def duration(seconds: float) -> str:
-    """In the two largest units: "3 d 4 h", "2 min 5 s"."""
+    """In the two largest units: "3 d 4 h", "2 min 5 s"; "< 1 s" for a part of one."""
+    if 0 < seconds < 1:
+        return "< 1 s"
     left, parts = max(int(seconds), 0), list[str]()
     for unit, size in (("d", 86400), ("h", 3600), ("min", 60), ("s", 1)):
         if left >= size or (unit == "s" and not parts):

@@ -3,7 +3,7 @@
 import asyncio
 import json
 from collections.abc import AsyncGenerator
-from contextlib import asynccontextmanager
+from contextlib import ExitStack, asynccontextmanager
 from pathlib import Path
 
 import pytest
@@ -197,6 +197,20 @@ async def test_a_page_that_nobody_looks_at_asks_for_nothing(page: Page, house: H
     assert asked == []
     await page.evaluate("delete document.hidden; document.dispatchEvent(new Event('visibilitychange'))")
     await expect(page.get_by_role("row", name="batch_")).to_have_count(1, timeout=15_000)
+
+
+async def test_a_page_says_that_the_service_is_away(settings: Settings, clock: Clock) -> None:
+    said = "The service does not answer"
+    with ExitStack() as first:
+        url = first.enter_context(serve(settings, clock))
+        async with browser_page(url) as (page, _):
+            await page.goto("/dashboard/batches")
+            await expect(page.get_by_text("No batch is like that")).to_be_visible()
+            await expect(page.get_by_text(said)).to_be_hidden()
+            first.close()
+            await expect(page.get_by_text(said)).to_be_visible(timeout=30_000)
+            with serve(settings, clock, int(url.rpartition(":")[2])):
+                await expect(page.get_by_text(said)).to_be_hidden(timeout=30_000)
 
 
 async def test_a_batch_is_cancelled(page: Page, house: House, clock: Clock) -> None:

@@ -17,7 +17,10 @@ CHAT = "/v1/chat/completions"
 @contextmanager
 def serve(settings: Settings, clock: Clock, port: int = 0) -> Generator[str, None, None]:
     """Its URL, until the end of the block."""
-    server = uvicorn.Server(uvicorn.Config(create_app(settings, clock), port=port, log_config=None, http="h11"))
+    app = create_app(settings, clock)
+    server = uvicorn.Server(
+        uvicorn.Config(app, port=port, log_config=None, http="h11", timeout_graceful_shutdown=1)  # of open streams
+    )
     thread = threading.Thread(target=server.run)
     thread.start()
     while not server.started:

@@ -48,6 +48,16 @@ function listen() {
   });
 }
 
+// Says so when the service has been silent twice in a row: once is a stream that ended and is opened again.
+function watch() {
+  let silent = 0;
+  setInterval(() => {
+    silent = document.hidden || ticks?.readyState === EventSource.OPEN ? 0 : silent + 1;
+    document.getElementById("away").hidden = silent < 2;
+    listen();
+  }, EVERY_MS / 2);
+}
+
 // Text that is being selected must not go away below the mouse.
 function isMarked(live) {
   const marked = getSelection();
@@ -81,7 +91,7 @@ document.addEventListener("DOMContentLoaded", () => {
   if (document.querySelector('[hx-trigger="tick"]')) {
     listen();
     document.addEventListener("visibilitychange", listen);
-    setInterval(listen, EVERY_MS); // the service may have sent the stream away
+    watch();
     keepFocus();
   }
   for (const group of document.querySelectorAll("[data-points]")) {
