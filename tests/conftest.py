@@ -1,5 +1,6 @@
 """Real parts for the tests: SQLite and PostgreSQL, Redis, a folder of objects, and a clock that stands still."""
 
+import shutil
 import subprocess
 import time
 from collections.abc import AsyncGenerator, Generator
@@ -126,10 +127,21 @@ def new_postgres_database(server: Any) -> str:
     return f"{head.rsplit('/', 1)[0]}/{name}?{query}".replace("postgresql://", "postgresql+asyncpg://", 1)
 
 
+@pytest.fixture(scope="session")
+def newest_schema(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """SQLite, to be copied: the migrations take longer than many a test."""
+    path = tmp_path_factory.mktemp("schema") / "newest.db"
+    upgrade(f"sqlite+aiosqlite:///{path}")
+    return path
+
+
 @pytest.fixture
-def database_url(empty_database_url: str) -> str:
+def database_url(empty_database_url: str, newest_schema: Path) -> str:
     """A database at the newest schema."""
-    upgrade(empty_database_url)
+    if empty_database_url.startswith("sqlite"):
+        shutil.copyfile(newest_schema, empty_database_url.partition("///")[2])
+    else:
+        upgrade(empty_database_url)
     return empty_database_url
 
 

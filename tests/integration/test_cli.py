@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner
+from typer.testing import CliRunner, Result
 
 from service.cli import COMMANDS, command_line
 
@@ -16,6 +16,11 @@ def run(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]
     command = [sys.executable, "-m", "service.cli", *arguments]
     env = {**os.environ, **environment}
     return subprocess.run(command, capture_output=True, text=True, timeout=60, env=env)
+
+
+def call(*arguments: str, **environment: str) -> Result:
+    """The same within this process, where a process for each call would take longest."""
+    return CliRunner().invoke(command_line(arguments[0]), arguments, env=environment)
 
 
 @pytest.mark.parametrize(
@@ -83,19 +88,19 @@ def test_the_list_imports_no_command() -> None:
 
 def test_keys_are_made_listed_and_revoked(tmp_path: Path) -> None:
     here = {"BATCHWEAVE_DATA_DIR": str(tmp_path / "data")}
-    assert run("projects", "create", "evaluation", **here).returncode == 0
-    made = run("keys", "create", "--name", "ana", "--project", "evaluation", "--days", "3", **here)
-    assert (made.returncode, made.stdout[:3]) == (0, "bw-")
-    listed = run("keys", "list", **here).stdout
+    assert call("projects", "create", "evaluation", **here).exit_code == 0
+    made = call("keys", "create", "--name", "ana", "--project", "evaluation", "--days", "3", **here)
+    assert (made.exit_code, made.stdout[:3]) == (0, "bw-")
+    listed = call("keys", "list", **here).stdout
     assert "ana" in listed
     assert made.stdout.strip() not in listed
     key_id = next(word for word in listed.split() if word.startswith("key_"))
-    assert run("keys", "revoke", key_id, **here).returncode == 0
-    again = run("keys", "revoke", key_id, **here)
-    assert (again.returncode, "Traceback" in again.stderr) == (1, False)
-    assert "2,000" in run("projects", "set", "evaluation", "--max-batches", "2000", **here).stdout
-    assert "2,000" not in run("projects", "set", "evaluation", "--max-batches", "-1", **here).stdout
-    said = run("audit", "--project", "evaluation", **here).stdout.split()
+    assert call("keys", "revoke", key_id, **here).exit_code == 0
+    again = call("keys", "revoke", key_id, **here)
+    assert (again.exit_code, "Traceback" in again.stderr) == (1, False)
+    assert "2,000" in call("projects", "set", "evaluation", "--max-batches", "2000", **here).stdout
+    assert "2,000" not in call("projects", "set", "evaluation", "--max-batches", "-1", **here).stdout
+    said = call("audit", "--project", "evaluation", **here).stdout.split()
     assert [word for word in said if word in ("project.create", "key.create", "key.revoke", "project.set")] == [
         "project.create",
         "key.create",
@@ -103,10 +108,10 @@ def test_keys_are_made_listed_and_revoked(tmp_path: Path) -> None:
         "project.set",
         "project.set",
     ]
-    details = [each["detail"] for each in json.loads(run("audit", "--json", **here).stdout)]
+    details = [each["detail"] for each in json.loads(call("audit", "--json", **here).stdout)]
     assert details[:2] == ["evaluation", "ana: user, 3 days"]
     assert details[-2:] == ["max_batches 2000", "max_batches none"]
-    unreadable = run("keys", "create", "--name", "\udcff", **here)
-    assert (unreadable.returncode, "is no name" in unreadable.stderr) == (1, True)
-    unknown = run("keys", "create", "--name", "x", "--project", "nobody", **here)
-    assert (unknown.returncode, "there is no project 'nobody'" in unknown.stderr) == (1, True)
+    unreadable = call("keys", "create", "--name", "\udcff", **here)
+    assert (unreadable.exit_code, "is no name" in unreadable.stderr) == (1, True)
+    unknown = call("keys", "create", "--name", "x", "--project", "nobody", **here)
+    assert (unknown.exit_code, "there is no project 'nobody'" in unknown.stderr) == (1, True)
