@@ -33,7 +33,13 @@ class BenchEngine:
             os.environ.setdefault("OMP_NUM_THREADS", "1")
         self._engine = Engine(
             model_path=model_path,
-            **{"skip_tokenizer_init": True, "skip_server_warmup": True, "log_level": "error", **arguments},
+            **{
+                "skip_tokenizer_init": True,
+                "skip_server_warmup": True,
+                "sleep_on_idle": True,
+                "log_level": "error",
+                **arguments,
+            },
         )
         self._manager: Any = self._engine.tokenizer_manager
 

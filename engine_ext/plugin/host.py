@@ -108,6 +108,7 @@ class EngineHost:
                 "schedule_policy": "fcfs",
                 "enable_cache_report": True,
                 "skip_server_warmup": True,
+                "sleep_on_idle": True,  # it takes a core for itself otherwise, also when nothing is asked
                 "log_level": "warning",
                 **({} if on_gpu else CPU_DEFAULTS),
                 **overlap.ARGUMENTS[chosen],

@@ -3,9 +3,11 @@
 import asyncio
 import json
 import random
+import time
 from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 
 from engine_ext.plan.prompts import Prompts
@@ -49,6 +51,18 @@ async def until_admitted(engine: RealEngine, count: int) -> None:
 
 def test_plugin_is_in_the_scheduler_process(engine: RealEngine) -> None:
     assert "sglang.srt.managers.scheduler.Scheduler._get_new_batch_prefill_raw" in state(engine)["hooks"]
+
+
+def test_an_idle_engine_leaves_the_processor_to_others(engine: RealEngine) -> None:
+    schedulers = [
+        each for each in psutil.Process().children(recursive=True) if "sglang::scheduler" in each.cmdline()[0]
+    ]
+    assert schedulers
+    state(engine)
+    time.sleep(2)  # its first idle round looks through the caches
+    before = [sum(each.cpu_times()[:2]) for each in schedulers]
+    time.sleep(3)
+    assert max(sum(each.cpu_times()[:2]) - at for each, at in zip(schedulers, before, strict=True)) < 1
 
 
 def test_start_is_refused_when_a_hook_is_missing(engine: RealEngine, monkeypatch: pytest.MonkeyPatch) -> None:
