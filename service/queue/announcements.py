@@ -9,21 +9,39 @@ from redis.exceptions import ResponseError
 
 from service.queue import keys
 
-# A stream is first in, first out: what is not announced yet can still be overtaken by what is more urgent.
+# The fewer, the less is in the stream that something more urgent has to be put before.
 MOST_ANNOUNCED = 64
 
-# KEYS: stream, announced. ARGV: the most that may be announced, slice ids. Adds to the stream what is not in it yet.
+# KEYS: stream, announced. ARGV: group, the most that may be announced, slice ids in their order. Adds to the stream
+# what is not in it yet. A stream is first in, first out: where what nobody has read stands in another order, it is
+# taken out and added anew. Returns how many were new.
 _ANNOUNCE = """
-local added = 0
-for at = 2, #ARGV do
+local last = '0-0'
+if redis.call('EXISTS', KEYS[1]) == 1 then
+  for _, group in ipairs(redis.call('XINFO', 'GROUPS', KEYS[1])) do
+    local about = {}
+    for at = 1, #group, 2 do about[group[at]] = group[at + 1] end
+    if about['name'] == ARGV[1] then last = about['last-delivered-id'] end
+  end
+end
+local unread, waits = redis.call('XRANGE', KEYS[1], '(' .. last, '+'), {}
+for _, message in ipairs(unread) do waits[message[2][2]] = true end
+local wanted, room = {}, tonumber(ARGV[2]) - redis.call('SCARD', KEYS[2]) + #unread
+for at = 3, #ARGV do
   local id = ARGV[at]
-  if redis.call('SCARD', KEYS[2]) >= tonumber(ARGV[1]) then
-    break
-  end
-  if redis.call('SADD', KEYS[2], id) == 1 then
-    redis.call('XADD', KEYS[1], '*', 'slice', id)
-    added = added + 1
-  end
+  if #wanted < room and (waits[id] or redis.call('SISMEMBER', KEYS[2], id) == 0) then wanted[#wanted + 1] = id end
+end
+local same = 0
+while unread[same + 1] and unread[same + 1][2][2] == wanted[same + 1] do same = same + 1 end
+for at = same + 1, #unread do
+  redis.call('XDEL', KEYS[1], unread[at][1])
+  redis.call('SREM', KEYS[2], unread[at][2][2])
+end
+local added = 0
+for at = same + 1, #wanted do
+  redis.call('SADD', KEYS[2], wanted[at])
+  redis.call('XADD', KEYS[1], '*', 'slice', wanted[at])
+  if not waits[wanted[at]] then added = added + 1 end
 end
 return added
 """
@@ -52,8 +70,10 @@ class Announcements:
         self._take_out = redis.register_script(_TAKE_OUT)
 
     async def announce(self, slice_ids: Sequence[int]) -> int:
-        """Announce in this order what is not announced already, as far as there is room; returns how many were new."""
-        return int(await self._announce(keys=self._keys, args=[MOST_ANNOUNCED, *slice_ids]))
+        """Have these announced in this order, as far as there is room, and of those unread no others; returns how many
+        were new.
+        """
+        return int(await self._announce(keys=self._keys, args=[keys.GROUP, MOST_ANNOUNCED, *slice_ids]))
 
     async def next(self, consumer: str, block_ms: int) -> Announcement | None:
         """The next announced slice, or None after `block_ms`; the caller takes it out once it knows what it is."""

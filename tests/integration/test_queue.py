@@ -3,6 +3,7 @@
 import asyncio
 import random
 
+import pytest
 from redis.asyncio import Redis
 from sqlalchemy import select
 
@@ -19,10 +20,35 @@ from tests.conftest import Clock
 async def test_slice_is_announced_once_and_in_order(redis: Redis) -> None:
     announcements = Announcements(redis, "m")
     assert await announcements.announce([3, 1, 2]) == 3
-    assert await announcements.announce([1, 2, 3, 4]) == 1
+    assert await announcements.announce([3, 1, 2, 4]) == 1
     await announcements.next("w", 1)  # makes the group
     found = [await announcements.next("w", 1) for _ in range(5)]
     assert [each.slice_id if each else None for each in found] == [3, 1, 2, 4, None]
+
+
+async def test_what_nobody_has_read_is_put_into_the_newest_order(redis: Redis) -> None:
+    announcements = Announcements(redis, "m")
+    assert await announcements.announce([1, 2, 3, 4]) == 4
+    await announcements.next("w", 1)
+    first = await announcements.next("w", 1)
+    assert first
+    assert await announcements.announce([9, 1, 4, 2]) == 1  # the first is read; the third is not ready any more
+    found = [await announcements.next("w", 1) for _ in range(4)]
+    assert [each.slice_id if each else None for each in (first, *found)] == [1, 9, 4, 2, None]
+
+
+async def test_no_more_is_announced_than_there_is_room(redis: Redis, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("service.queue.announcements.MOST_ANNOUNCED", 3)
+    announcements = Announcements(redis, "m")
+    assert await announcements.announce([1, 2, 3, 4]) == 3
+    await announcements.next("w", 1)
+    read = await announcements.next("w", 1)
+    assert read
+    assert await announcements.announce([7, 8, 2]) == 2
+    await announcements.take_out(read)
+    assert await announcements.announce([7, 8, 2]) == 1
+    found = [await announcements.next("w", 1) for _ in range(4)]
+    assert [each.slice_id if each else None for each in found] == [7, 8, 2, None]
 
 
 async def test_taken_slice_can_be_announced_again(redis: Redis) -> None:
