@@ -3,7 +3,6 @@
 import math
 from dataclasses import dataclass
 
-from redis.exceptions import RedisError
 from sqlalchemy import func, select
 from sqlalchemy.ext.asyncio import AsyncSession
 
@@ -11,15 +10,16 @@ from service.db.sessions import Database
 from service.db.tables import Batch, BatchStatus, Slice, SliceBatch, SliceStatus
 from service.preview import Preview
 from service.queue.counts import Counts
-from service.queue.progress import Heartbeat
+from service.serving import Serving
 
-TELLING_ANSWERS = 20  # from so many on, the pace of the answers says when the rest will be there
 STANDARD_ERRORS = 2.0
 
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """Unix seconds. `earliest_at`: by the planner's cost model; the others by the pace of the answers so far."""
+    """Unix seconds. `earliest_at`: by the planner's cost model alone. The others by the pace of the model's answers:
+    `expected_at` when all with an earlier deadline is done before it, `latest_at` when all that engines have is too.
+    """
 
     earliest_at: int | None = None
     expected_at: int | None = None
@@ -60,43 +60,28 @@ class Standing:
 ENDED = Standing()
 
 
-async def alive_by_model(heartbeat: Heartbeat) -> dict[str, int]:
-    """How many workers serve each model."""
-    try:
-        alive = await heartbeat.alive()
-    except (RedisError, OSError):
-        return {}
-    counts: dict[str, int] = {}
-    for state in alive:
-        counts[state["model"]] = counts.get(state["model"], 0) + 1
-    return counts
-
-
-async def standing(database: Database, batch: Batch, counts: Counts, workers: dict[str, int], now: float) -> Standing:
-    """Of a batch that has not ended; `workers` as `alive_by_model` counts them."""
+async def standing(
+    database: Database, batch: Batch, counts: Counts, serving: dict[str, Serving], now: float
+) -> Standing:
+    """Of a batch that has not ended."""
     if batch.status == BatchStatus.VALIDATING:
         return Standing(waiting_for="validation")
     if batch.status != BatchStatus.IN_PROGRESS:
         return Standing(waiting_for="its files to be written")
     async with database.read() as session:
-        position, before_s = await _before(session, batch)
+        position = await _before(session, batch)
         running = await _runs(session, batch.id)
-    alive = workers.get(batch.model or "", 0)
-    return Standing(
-        position,
-        _reason(batch, running, position, alive),
-        _estimate(batch, counts.answered, before_s, alive, now),
-    )
+    model = serving.get(batch.model or "", Serving())
+    return Standing(position, _reason(batch, running, position, model), _estimate(batch, counts.answered, model, now))
 
 
-async def _before(session: AsyncSession, batch: Batch) -> tuple[int, float]:
-    """Batches of the model with an earlier deadline, and the seconds of work that they were planned with."""
+async def _before(session: AsyncSession, batch: Batch) -> int:
+    """Batches of the model with an earlier deadline."""
     earlier = (Batch.expires_at < batch.expires_at) | ((Batch.expires_at == batch.expires_at) & (Batch.seq < batch.seq))
-    query = select(func.count(), func.sum(Batch.planned_compute_s), func.sum(Batch.planned_memory_s)).where(
+    query = select(func.count()).where(
         Batch.model == batch.model, Batch.status == BatchStatus.IN_PROGRESS, ~Batch.held, earlier
     )
-    count, compute_s, memory_s = (await session.execute(query)).one()
-    return int(count), max(compute_s or 0.0, memory_s or 0.0)
+    return (await session.execute(query)).scalar_one()
 
 
 async def _runs(session: AsyncSession, batch_id: str) -> bool:
@@ -109,28 +94,32 @@ async def _runs(session: AsyncSession, batch_id: str) -> bool:
     return (await session.scalars(leased.limit(1))).one_or_none() is not None
 
 
-def _reason(batch: Batch, running: bool, position: int, alive: int) -> str | None:
+def _reason(batch: Batch, running: bool, position: int, model: Serving) -> str | None:
     if batch.held:
         return "its start" if batch.preview else "the preview of its plan"
     if not batch.planned:
         return "planning"
-    if not alive:
+    if not model.alive:
         return f"a worker that serves {batch.model}: none is alive"
     if running:
         return None
+    if model.draining == model.alive:
+        return f"a worker that serves {batch.model}: all that are alive drain, until one is resumed"
     return f"{position} {'batch' if position == 1 else 'batches'} before it" if position else "room in an engine"
 
 
-def _estimate(batch: Batch, answered: int, before_s: float, alive: int, now: float) -> Estimate:
-    left = batch.total - answered
-    earliest_at = expected_at = latest_at = None
+def _estimate(batch: Batch, answered: int, model: Serving, now: float) -> Estimate:
     work = work_of(batch)
-    if work and alive:
-        earliest_at = math.ceil(now + work.gpu_s * left / batch.total / alive)
-        if not answered:
-            earliest_at = math.ceil(earliest_at + before_s / alive)
-    if answered >= TELLING_ANSWERS and alive:
-        left_s = (now - (batch.in_progress_at or now)) * left / answered
-        expected_at = math.ceil(now + left_s)
-        latest_at = math.ceil(now + left_s * (1 + STANDARD_ERRORS / math.sqrt(answered)))
-    return Estimate(earliest_at, expected_at, latest_at)
+    if not work or not model.alive:
+        return Estimate()
+    left_s = work.gpu_s * (batch.total - answered) / batch.total
+    order = (batch.expires_at, batch.seq)
+    before_s = sum(each.work_s for each in model.left if (each.expires_at, each.seq) < order)
+    earliest_at = math.ceil(now + (left_s + (0.0 if answered else before_s)) / model.alive)
+    if not model.pace.work or batch.held:
+        return Estimate(earliest_at)
+    beside_s = sum(each.leased_s for each in model.left if (each.expires_at, each.seq) > order)
+    expected_s = (left_s + before_s) / model.pace.work
+    doubt = 1 + STANDARD_ERRORS / math.sqrt(max(1.0, min(model.pace.answers, batch.total - answered)))
+    latest_s = (expected_s + beside_s / model.pace.work) * doubt
+    return Estimate(earliest_at, math.ceil(now + expected_s), math.ceil(now + latest_s))

@@ -19,7 +19,9 @@ from service.db.tables import Batch, BatchStatus, File
 from service.endpoints import ENDPOINTS
 from service.errors import BadRequest, NotFound
 from service.queue.counts import Counts
-from service.standing import ENDED, alive_by_model, standing
+from service.queue.history import History
+from service.serving import Serving, serving_by_model
+from service.standing import ENDED, standing
 from service.tenants import audit
 from service.tenants.keys import Caller
 from service.tenants.quotas import check_batches, hold
@@ -101,8 +103,8 @@ async def list_batches(
 ) -> Page[BatchObject]:
     async with here.database.read() as session:
         rows = await page_rows(session, Batch, select(Batch), caller.project.id, after=after, limit=limit)
-    workers = await alive_by_model(here.heartbeat)
-    return Page[BatchObject].of([await shape(here, row, workers) for row in rows], limit)
+    serving = await serving_now(here)
+    return Page[BatchObject].of([await shape(here, row, serving) for row in rows], limit)
 
 
 @router.get("/{batch_id}")
@@ -204,12 +206,16 @@ def _is_kept(now: int) -> ColumnElement[bool]:
     return File.deleted_at.is_(None) & (File.expires_at.is_(None) | (File.expires_at > now))
 
 
-async def shape(here: Context, batch: Batch, workers: dict[str, int] | None = None) -> BatchObject:
+async def serving_now(here: Context) -> dict[str, Serving]:
+    return await serving_by_model(here.database, here.heartbeat, History(here.redis))
+
+
+async def shape(here: Context, batch: Batch, serving: dict[str, Serving] | None = None) -> BatchObject:
     """The batch as clients see it, with what is answered so far."""
     if batch.status in TERMINAL:
         return BatchObject.of(batch, Counts.of_row(batch), ENDED, here.settings.worker_hour_price)
     counts = await here.progress.counts(here.database, batch.id)
-    if workers is None:
-        workers = await alive_by_model(here.heartbeat)
-    found = await standing(here.database, batch, counts, workers, here.clock())
+    if serving is None:
+        serving = await serving_now(here)
+    found = await standing(here.database, batch, counts, serving, here.clock())
     return BatchObject.of(batch, counts, found, here.settings.worker_hour_price)

@@ -156,8 +156,8 @@ class BatchExtras(BaseModel):
     )
     expected_cost: float | None = Field(description="of these seconds, by BATCHWEAVE_WORKER_HOUR_PRICE")
     earliest_at: int | None = Field(description="end by the planner's cost model")
-    expected_at: int | None = Field(description="end by the pace of its answers so far")
-    latest_at: int | None = Field(description="the same with two standard errors")
+    expected_at: int | None = Field(description="end by the pace of its model's answers, earlier deadlines first")
+    latest_at: int | None = Field(description="the same, all that engines have first, with two standard errors")
     early_output_file_id: str | None = Field(description="readable from the first answer on, and grows at its end")
     early_error_file_id: str | None
     failures: list[Cause] = Field(description="causes of failed requests, once it has ended")

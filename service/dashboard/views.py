@@ -31,8 +31,8 @@ from service.endpoints import ENDPOINTS
 from service.errors import NotFound, Unavailable
 from service.queue.counts import Counts
 from service.queue.history import History
+from service.serving import Serving
 from service.settings import variable
-from service.standing import alive_by_model
 
 LISTED = 50
 MOST_ROWS = 2**53
@@ -51,18 +51,18 @@ async def overview(request: Request, here: Here, viewer: LooksIn) -> Response:
         counts = await standings(session, mine)
         rows = await next_batches(session, mine)
         projects = await _project_names(session) if viewer.is_operator else {}
-    alive = await alive_by_model(here.heartbeat)
+    serving = await batches.serving_now(here)
     return page(
         request,
         "overview.html",
         viewer,
         counts=counts,
-        batches=await _shapes(here, rows, alive),
+        batches=await _shapes(here, rows, serving),
         paces=await _paces(here, rows),
         owners=_owners(rows, projects),
         last=await History(here.redis).last() if viewer.is_admin else {},
         workers=await _workers(here) if viewer.is_admin else [],
-        serving=sum(alive.values()),
+        serving=sum(each.alive - each.draining for each in serving.values()),
     )
 
 
@@ -84,7 +84,7 @@ async def batch_list(
         rows = await page_rows(session, Batch, query, project_seen(viewer), after=after, limit=LISTED)
         models = (await session.scalars(select(Model.name).order_by(Model.name))).all()
         projects = await _project_names(session) if viewer.is_operator else {}
-    found = await _shapes(here, rows[:LISTED], await alive_by_model(here.heartbeat))
+    found = await _shapes(here, rows[:LISTED], await batches.serving_now(here))
     return page(
         request,
         "batches.html",
@@ -285,8 +285,8 @@ async def _batch(here: Context, viewer: Viewer, batch_id: str) -> Batch:
         return await batches.find_batch(session, caller, batch_id)
 
 
-async def _shapes(here: Context, rows: Sequence[Batch], alive: dict[str, int]) -> list[BatchObject]:
-    return [await batches.shape(here, row, alive) for row in rows]
+async def _shapes(here: Context, rows: Sequence[Batch], serving: dict[str, Serving]) -> list[BatchObject]:
+    return [await batches.shape(here, row, serving) for row in rows]
 
 
 async def _paces(here: Context, rows: Sequence[Batch]) -> dict[str, float]:

@@ -1,15 +1,15 @@
 """The historian: every ten seconds, what the workers do and how far the running batches are."""
 
-import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from redis.asyncio import Redis
-from sqlalchemy import case, func, select
+from sqlalchemy import func, select
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from service.db.sessions import Database
 from service.db.tables import Batch, BatchStatus
+from service.jobs.paces import Paces
 from service.queue.history import History
 from service.queue.progress import Heartbeat, Progress
 
@@ -25,7 +25,6 @@ RATES = (
     "reads_per_second",
     "retractions_per_second",
 )
-PACE_S = 60.0
 RUNNING = (BatchStatus.IN_PROGRESS, BatchStatus.FINALIZING, BatchStatus.CANCELLING)
 
 
@@ -36,9 +35,7 @@ class Historian:
         self._heartbeat = Heartbeat(redis)
         self._progress = Progress(redis)
         self._clock = clock
-        self._answered: dict[str, int] = {}  # by running batch, when it was last looked
-        self._looked_at: int | None = None
-        self._answers_per_second = 0.0
+        self._paces = Paces()
 
     async def run_once(self) -> bool:
         """Note one point; whether it was time for it."""
@@ -47,7 +44,9 @@ class Historian:
         now = int(self._clock())
         async with self._database.read() as session:
             running = (await session.scalars(select(Batch).where(Batch.status.in_(RUNNING), ~Batch.held))).all()
-            answered = await self._ended(session)
+            ended = await self._ended(session)
+        answered = {batch.id: _answers(batch) for batch in ended}
+        alive = await self._heartbeat.alive()
         unfinished = 0
         for batch in running:
             counts = await self._progress.counts(self._database, batch.id)
@@ -55,28 +54,23 @@ class Historian:
             if batch.status == BatchStatus.IN_PROGRESS:
                 unfinished += batch.total - counts.answered
                 await self._history.note_batch(batch.id, now, counts)
-        point = {"at": now, "unfinished": unfinished, "answers_per_second": self._pace(answered, now)}
-        await self._history.note({**point, **summed(await self._heartbeat.alive())})
+        self._paces.look([*running, *ended], answered, {state["model"] for state in alive}, now)
+        await self._history.note_paces(self._paces.by_model)
+        point = {"at": now, "unfinished": unfinished, "answers_per_second": self._paces.answers_per_second}
+        await self._history.note({**point, **summed(alive)})
         return True
 
-    async def _ended(self, session: AsyncSession) -> dict[str, int]:
-        """Answers by batch of those that ended since the last look; those without one that count as failed are none."""
-        if self._looked_at is None:
-            return {}
+    async def _ended(self, session: AsyncSession) -> Sequence[Batch]:
+        """Those that ended since the last look."""
+        if self._paces.looked_at is None:
+            return []
         ended_at = func.coalesce(Batch.completed_at, Batch.cancelled_at, Batch.expired_at)
-        count = case((Batch.status == BatchStatus.COMPLETED, Batch.completed + Batch.failed), else_=Batch.completed)
-        rows = await session.execute(select(Batch.id, count).where(ended_at >= self._looked_at))
-        return {batch_id: answers for batch_id, answers in rows}
+        return (await session.scalars(select(Batch).where(ended_at >= self._paces.looked_at))).all()
 
-    def _pace(self, answered: dict[str, int], now: int) -> float:
-        """Answers per second, the last minute most."""
-        if self._looked_at is not None and now > self._looked_at:
-            elapsed_s = now - self._looked_at
-            more = sum(count - self._answered.get(each, 0) for each, count in answered.items())
-            weight = 1 - math.exp(-elapsed_s / PACE_S)
-            self._answers_per_second += weight * (max(more, 0) / elapsed_s - self._answers_per_second)
-        self._answered, self._looked_at = answered, now
-        return round(self._answers_per_second, 6)
+
+def _answers(batch: Batch) -> int:
+    """Of one that has ended; requests without an answer count as failed in those that did not complete."""
+    return batch.completed + (batch.failed if batch.status == BatchStatus.COMPLETED else 0)
 
 
 def summed(workers: list[dict[str, Any]]) -> dict[str, float]:

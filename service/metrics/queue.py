@@ -1,15 +1,16 @@
 """What waits and runs in the whole service, read from SQL when Prometheus asks: the same from every API process."""
 
+from collections import Counter
 from dataclasses import dataclass
 
 from prometheus_client.core import GaugeMetricFamily, Metric
+from redis.exceptions import RedisError
 from sqlalchemy import Executable, func, select
 
 from service.db.moves import LIVE
 from service.db.sessions import Database
 from service.db.tables import Batch, Slice, SliceBatch, SliceStatus, WebhookDelivery
 from service.queue.progress import Heartbeat
-from service.standing import alive_by_model
 
 PREFIX = "batchweave_"
 
@@ -78,6 +79,13 @@ async def queue_metrics(database: Database, heartbeat: Heartbeat, now: float) ->
                 family.add_metric([str(each) for each in labels], float(value))
             families.append(family)
     workers = GaugeMetricFamily(PREFIX + "workers", "Workers that are alive", labels=("model",))
-    for model, count in (await alive_by_model(heartbeat)).items():
+    for model, count in (await _alive_by_model(heartbeat)).items():
         workers.add_metric([model], count)
     return [*families, workers]
+
+
+async def _alive_by_model(heartbeat: Heartbeat) -> Counter[str]:
+    try:
+        return Counter(state["model"] for state in await heartbeat.alive())
+    except (RedisError, OSError):
+        return Counter()

@@ -1,7 +1,8 @@
 """What the service did over the last day, for those who look: points in Redis, which may be lost."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import astuple, dataclass
 from typing import Any
 
 from redis.asyncio import Redis
@@ -17,7 +18,21 @@ KEEP_S = 2 * 24 * 3600
 MOST_OF_BATCH = 2 * MOST_SHOWN
 PACE_POINTS = 7  # a minute
 REST_S = 60
+KEEP_PACES_S = 60
 KEEP_BATCH_S = 30 * 24 * 3600
+
+
+@dataclass(frozen=True, slots=True)
+class Pace:
+    """Of a model's workers together, the last minute most. `work`: seconds of the planner's cost model that they do in
+    one second; `answers`: how many say so.
+    """
+
+    work: float = 0.0
+    answers: float = 0.0
+
+
+NO_PACE = Pace()
 
 
 class History:
@@ -67,6 +82,15 @@ class History:
                 first, last = points[0], points[-1]
                 paces[batch_id] = (last[3] + last[4] - first[3] - first[4]) / max(1, last[0] - first[0])
         return paces
+
+    async def note_paces(self, paces: Mapping[str, Pace]) -> None:
+        said = json.dumps({model: astuple(pace) for model, pace in paces.items()})
+        await self._redis.set(keys.PACES, said, ex=KEEP_PACES_S)
+
+    async def model_paces(self) -> dict[str, Pace]:
+        """Of models that had something to do lately. Raises RedisError, OSError."""
+        found: Any = await self._redis.get(keys.PACES)
+        return {model: Pace(*pace) for model, pace in json.loads(found).items()} if found else {}
 
     async def last(self) -> dict[str, Any]:
         """The newest point; empty without one."""

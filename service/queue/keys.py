@@ -32,6 +32,7 @@ def batch_history(batch_id: str) -> str:
 
 
 HISTORY = "batchweave:history"  # list of points: what all workers did
+PACES = "batchweave:paces"  # by model, how fast its workers answer, as JSON; it expires
 HISTORY_TURN = "batchweave:history-turn"  # whether this point is taken already
 WORKERS = "batchweave:workers"  # set of the names that have a heartbeat, or had one
 GROUP = "workers"

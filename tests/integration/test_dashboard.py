@@ -198,6 +198,7 @@ async def test_a_plan_is_shown_before_the_start(pages: httpx.AsyncClient, house:
 async def test_the_time_until_all_is_done_is_by_the_pace_of_answers(pages: httpx.AsyncClient, house: House) -> None:
     batch_id = await house.submit(jsonl(line(n) for n in range(100)))
     await house.plan()
+    await Heartbeat(house.redis).beat("w", {"name": "w", "model": "test-model", "slices": 0, "requests": 0})
     historian = Historian(house.database, house.redis, house.clock)
     await historian.run_once()
     await house.progress.state(1, {batch_id: Counts(completed=60)})

@@ -1,0 +1,47 @@
+"""How fast each model's workers answer, by what is counted every few seconds."""
+
+import math
+from collections.abc import Mapping, Sequence, Set
+
+from service.db.tables import Batch
+from service.queue.history import Pace
+from service.standing import work_of
+
+FORGET_S = 60.0
+
+
+class Paces:
+    """A time in which a model had nothing to do, or no worker, counts for nothing."""
+
+    def __init__(self) -> None:
+        self._answered: dict[str, int] = {}  # by batch, when it was last looked
+        self._looked_at: int | None = None
+        self._sums: dict[str, list[float]] = {}  # by model, with what is long ago forgotten: answers, work, seconds
+
+    @property
+    def looked_at(self) -> int | None:
+        return self._looked_at
+
+    @property
+    def answers_per_second(self) -> float:
+        return round(sum(answers / seconds for answers, _, seconds in self._sums.values()), 6)
+
+    @property
+    def by_model(self) -> dict[str, Pace]:
+        return {model: Pace(work / seconds, answers) for model, (answers, work, seconds) in self._sums.items()}
+
+    def look(self, batches: Sequence[Batch], answered: Mapping[str, int], alive: Set[str], now: int) -> None:
+        """`batches`: that run, or ended since the last look; `answered`: by their ids; `alive`: models with workers."""
+        if self._looked_at is not None and now > self._looked_at:
+            elapsed_s = now - self._looked_at
+            keep = math.exp(-elapsed_s / FORGET_S)
+            for model in {batch.model or "" for batch in batches} & alive:
+                sums = self._sums.setdefault(model, [0.0, 0.0, 0.0])
+                sums[:] = [keep * each for each in sums]
+                sums[2] += elapsed_s
+            for batch in batches:
+                if sums := self._sums.get(batch.model or ""):
+                    more, work = max(answered[batch.id] - self._answered.get(batch.id, 0), 0), work_of(batch)
+                    sums[0] += more
+                    sums[1] += more * work.gpu_s / batch.total if work else 0.0
+        self._answered, self._looked_at = dict(answered), now
