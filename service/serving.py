@@ -48,10 +48,8 @@ async def serving_by_model(database: Database, heartbeat: Heartbeat, history: Hi
     by_model: dict[str, list[Left]] = {}
     for model, batch_id, expires_at, seq, compute_s, memory_s, planned, left, leased in lefts:
         each_s = max(compute_s, memory_s) / planned
-        found = Left(
-            batch_id, expires_at, seq, each_s * float(left), each_s * float(leased)
-        )  # PostgreSQL's are Decimal
-        by_model.setdefault(model or "", []).append(found)
+        work = (each_s * float(left), each_s * float(leased))  # PostgreSQL's sums are Decimal
+        by_model.setdefault(model or "", []).append(Left(batch_id, expires_at, seq, *work))
     return {
         model: Serving(count, draining[model], paces.get(model, NO_PACE), tuple(by_model.get(model, ())))
         for model, count in workers.items()

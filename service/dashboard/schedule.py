@@ -43,10 +43,18 @@ async def stretches(database: Database, batch_id: str) -> list[Stretch]:
     done = 0
     for each, share in rows:
         found.append(
-            Stretch(each.id, done / whole, share.total / whole, each.status, each.owner, share.total, each.deaths)
+            Stretch(
+                each.id, done / whole, share.total / whole, _state(each, share), each.owner, share.total, each.deaths
+            )
         )
         done += share.total
     return found
+
+
+def _state(each: Slice, share: SliceBatch) -> str:
+    """A slice of a batch that expired or was cancelled is done too, where nothing of it was run."""
+    is_empty = each.status == SliceStatus.DONE and not share.completed and not share.failed
+    return "not_run" if is_empty else str(each.status)
 
 
 @dataclass(frozen=True, slots=True)

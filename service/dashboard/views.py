@@ -153,7 +153,10 @@ async def batch_points(here: Here, viewer: LooksIn, batch_id: ObjectId) -> Respo
         ended_at = max(filter(None, (batch.completed_at, batch.cancelled_at, batch.expired_at, batch.in_progress_at)))
         begun = [batch.in_progress_at, 0, 0, 0, 0]
         end = [ended_at, counts.completed, counts.failed, counts.input_tokens, counts.output_tokens]
-        points = [begun, *(each for each in points if begun[0] < each[0] < ended_at), end]
+        points = [begun, *(each for each in points if begun[0] < each[0] < ended_at)]
+        if batch.status != BatchStatus.COMPLETED:  # what is left of others is given its lines at the end, all at once
+            points.append([ended_at, *points[-1][1:]])
+        points.append(end)
     return JSONResponse(points, headers=HEADERS)
 
 

@@ -55,9 +55,11 @@ class History:
         key = keys.batch_history(batch_id)
         point = [at, counts.completed, counts.failed, counts.input_tokens, counts.output_tokens]
         last: Any = await self._redis.lindex(key, -1)  # pyright: ignore[reportGeneralTypeIssues]
-        if last and json.loads(last)[1:] == point[1:]:
+        before = json.loads(last) if last else point
+        if last and before[1:] == point[1:]:
             return
-        length: Any = await self._redis.rpush(key, json.dumps(point))  # pyright: ignore[reportGeneralTypeIssues]
+        rested = [[at - EVERY_S, *before[1:]]] if at - before[0] > 2 * EVERY_S else []  # a line would say it had moved
+        length: Any = await self._redis.rpush(key, *map(json.dumps, [*rested, point]))  # pyright: ignore[reportGeneralTypeIssues]
         pipeline = self._redis.pipeline(transaction=True)
         if length > MOST_OF_BATCH:
             every: Any = await self._redis.lrange(key, 0, -1)  # pyright: ignore[reportGeneralTypeIssues]

@@ -3,7 +3,7 @@
 import sys
 import time
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, get_args
 
 import typer
 from openai.types import Batch
@@ -20,11 +20,22 @@ BatchId = Annotated[
     str, typer.Argument(help="As `batchweave submit` printed it: batch_…", metavar="ID", callback=named)
 ]
 LISTED = 20
+NOT_RUN = ("batch_expired", "batch_cancelled")
+STATUSES: tuple[str, ...] = get_args(Batch.model_fields["status"].annotation)
+
+
+def _known(wanted: list[str] | None) -> list[str] | None:
+    for status in wanted or []:
+        if status not in STATUSES:
+            raise typer.BadParameter(f"{status!r} is none of {', '.join(STATUSES)}")
+    return wanted
 
 
 @app.command("list")
 def list_batches(
-    status: Annotated[list[str] | None, typer.Option("--status", help="Only these, such as in_progress.")] = None,
+    status: Annotated[
+        list[str] | None, typer.Option("--status", callback=_known, help="Only these: in_progress.")
+    ] = None,
     count: Annotated[int, typer.Option("--count", min=1, max=100_000, help="At most so many.")] = LISTED,
     as_json: JsonOption = False,
     url: UrlOption = LOCAL_URL,
@@ -153,7 +164,8 @@ def batch_results(
         file_id = batch.output_file_id or so_far
         if file_id is None:
             why = "no answer that succeeded" if batch.status in ENDED else "no results yet"
-            raise CommandError(f"{batch_id} is {batch.status} and has {why}.")
+            more = f"`batchweave batches show {batch_id}` says more"
+            raise CommandError(f"{batch_id} is {batch.status} and has {why}; {more}.")
         if output is not None:
             said.print(
                 f"results so far: {output} ({take(client, file_id, output):,} bytes); the batch is {batch.status}"
@@ -167,21 +179,26 @@ def batch_results(
 
 
 def _answered(batch: Batch) -> tuple[str, str]:
+    """How many of how many, and what became of those that failed."""
     counts = batch.request_counts
     if counts is None or not counts.total:
         return "", ""
-    done = counts.completed + counts.failed
-    return f"{done:,} of {counts.total:,}", f"{counts.failed:,}" if counts.failed else ""
+    not_run = sum(each["count"] for each in extras(batch).get("failures", []) if each["code"] in NOT_RUN)
+    failed = counts.failed - not_run
+    told = [f"{failed:,}" if failed else "", f"{not_run:,} not run" if not_run else ""]
+    return f"{counts.completed + failed:,} of {counts.total:,}", ", ".join(each for each in told if each)
 
 
 def _next(batch: Batch) -> str:
     """What it waits for, or when it ends."""
     about = extras(batch)
+    if batch.errors and batch.errors.data:
+        return f"its file has {len(batch.errors.data):,} errors"
     if batch.status in ENDED:
         return ""
-    if about.get("waiting_for"):
-        return f"waits for {about['waiting_for']}"
-    return f"ends in {duration(about['expected_at'] - time.time())}" if about.get("expected_at") else ""
+    waits = f"waits for {about['waiting_for']}" if about.get("waiting_for") else ""
+    ends = f"ends in {duration(about['expected_at'] - time.time())}" if about.get("expected_at") else ""
+    return ", ".join(each for each in (waits, ends) if each)
 
 
 def _row(batch: Batch) -> tuple[str, ...]:
@@ -206,7 +223,7 @@ def _show(batch: Batch) -> None:
         ),
         *figures(batch),
         ("input file", batch.input_file_id),
-        ("output file", batch.output_file_id or about.get("early_output_file_id") or ""),
+        ("output file", batch.output_file_id or (not _ended(batch) and about.get("early_output_file_id")) or ""),
         ("error file", batch.error_file_id or ""),
         ("metadata", " ".join(f"{name}={value}" for name, value in (batch.metadata or {}).items())),
     ]

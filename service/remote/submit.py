@@ -1,6 +1,7 @@
 """`batchweave submit`: a file in, its results out."""
 
 import json
+import re
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -25,6 +26,13 @@ OutputOption = Annotated[
 ]
 
 
+def _window(value: str) -> str:
+    """Said before anything is uploaded."""
+    if not re.fullmatch(r"[1-9][0-9]{0,3}[mhd]", value):
+        raise typer.BadParameter("write minutes, hours or days: 30m, 24h, 7d")
+    return value
+
+
 def submit(
     file: Annotated[Path, typer.Argument(help="JSONL: a request in each line.")],
     wait: WaitOption = False,
@@ -32,7 +40,9 @@ def submit(
     endpoint: Annotated[
         str | None, typer.Option("--endpoint", help="Of all requests; default: the url of the first line.")
     ] = None,
-    window: Annotated[str, typer.Option("--window", help="By when it must have ended: 30m, 24h, 7d.")] = "24h",
+    window: Annotated[
+        str, typer.Option("--window", callback=_window, help="By when it must have ended: 30m, 24h, 7d.")
+    ] = "24h",
     metadata: Annotated[list[str] | None, typer.Option("--metadata", help="name=value, as often as you like.")] = None,
     in_order: Annotated[bool, typer.Option("--in-order", help="Results in the order of the input.")] = False,
     show_plan: Annotated[
@@ -61,7 +71,11 @@ def submit(
             arguments["extra_body"] = {"batchweave": wishes}
         endpoint = endpoint or _endpoint_of(file)
         uploaded = upload(client, file)
-        batch = client.batches.create(input_file_id=uploaded.id, endpoint=endpoint, **arguments)  # pyright: ignore[reportArgumentType]
+        try:
+            batch = client.batches.create(input_file_id=uploaded.id, endpoint=endpoint, **arguments)  # pyright: ignore[reportArgumentType]
+        except openai.BadRequestError:
+            client.files.delete(uploaded.id)  # nobody would know what for it is there
+            raise
         if show_plan and not extras(batch).get("held"):
             client.batches.cancel(batch.id)
             raise CommandError(f"this service cannot hold a batch: {batch.id} is cancelled. Leave out --preview.")

@@ -4,10 +4,11 @@ import asyncio
 import time
 from collections.abc import Awaitable, Callable
 from datetime import UTC, datetime
+from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
 import typer
-from sqlalchemy import select
+from sqlalchemy import make_url, select
 from sqlalchemy.exc import SQLAlchemyError
 from sqlalchemy.ext.asyncio import AsyncSession
 
@@ -205,6 +206,9 @@ def _run(work: Callable[[AsyncSession], Awaitable[Result]]) -> Result:
     try:
         settings = load_settings()
         settings.data_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
+        place = make_url(settings.database)
+        if place.get_backend_name() == "sqlite" and not Path(place.database or "").exists():
+            said.print(f"A new database: {place.database}. For a service that runs set its BATCHWEAVE_DATA_DIR.")
         upgrade(settings.database)
         return asyncio.run(main(settings.database))
     except changes.TenantError as error:

@@ -212,10 +212,13 @@ async def test_a_batch_is_listed_shown_cancelled_and_retried(house: House, url: 
     assert batch_id in printed
     assert "0 of 4" in printed
     assert (await run(url, "batches", "list", "--status", "failed", "--json"))[1] == "[]\n"
+    assert (await run(url, "batches", "list", "--status", "bogus"))[0] == 2
     assert "run=12" in (await run(url, "batches", "show", batch_id))[1]
     assert "is cancelling" in (await run(url, "batches", "cancel", batch_id))[2]
     await house.until_ended(batch_id)
     assert (await run(url, "batches", "wait", batch_id))[0] == 4
+    shown = (await run(url, "batches", "show", batch_id))[1]
+    assert ("0 of 4" in shown, "4 not run" in shown, "output file" in shown) == (True, True, False)
     code, printed, said = await run_beside_the_jobs(
         house, ScriptedEngine(), url, "batches", "retry", batch_id, "--wait"
     )

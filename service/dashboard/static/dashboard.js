@@ -3,7 +3,7 @@
 
 const COLORS = ["--leased", "--tight", "--soft", "--good"];
 const EVERY_MS = 10000;
-const REACHED = "a[href], button, [tabindex]"; // by keyboard, in what is live
+const REACHED = "a[href], button, summary, [tabindex]"; // by keyboard, in what is live
 
 function color(name) {
   return getComputedStyle(document.documentElement).getPropertyValue(name).trim();
@@ -11,7 +11,7 @@ function color(name) {
 
 // Points are objects by name, or lists by position; the time is `at`, or the first of a list.
 function columns(points, names) {
-  const at = (point, name) => Number(point[name] ?? 0);
+  const at = (point, name) => (point[name] == null ? null : Number(point[name]));
   return [points.map((p) => at(p, Array.isArray(p) ? 0 : "at")), ...names.map((n) => points.map((p) => at(p, n)))];
 }
 
@@ -22,14 +22,17 @@ function draw(element, points) {
     element.chart.setData(data);
     return;
   }
+  const isTime = element.dataset.x !== "steps";
+  const moment = (at) => new Date(1000 * at).toISOString().slice(5, 16).replace("T", " "); // UTC, as all pages say it
+  const times = (_, ticks) => ticks.map((at) => moment(at).slice(data[0].at(-1) - data[0][0] > 86400 ? 0 : 6));
   const axis = { stroke: color("--soft"), grid: { stroke: color("--line") }, ticks: { stroke: color("--line") } };
   const short = (value) => (value === null ? "-" : Intl.NumberFormat("en", { notation: "compact", maximumSignificantDigits: 3 }).format(value));
   element.chart = new uPlot({
     width: element.clientWidth,
     height: 190,
-    scales: { x: { time: element.dataset.x !== "steps" }, y: { range: (_, low, high) => [0, high > 0 ? high * 1.05 : 1] } },
-    axes: [axis, { ...axis, size: 56, values: (_, ticks) => ticks.map(short) }],
-    series: [{}, ...series.map(([, label], n) => ({ label, stroke: color(COLORS[n]), width: 1.5, value: (_, v) => short(v) }))],
+    scales: { x: { time: isTime, range: (_, low, high) => (low === high ? [low - 60, high + 60] : [low, high]) }, y: { range: (_, low, high) => [0, high > 0 ? high * 1.05 : 1] } },
+    axes: [isTime ? { ...axis, values: times } : axis, { ...axis, size: 72, values: (_, ticks) => ticks.map(short) }],
+    series: [isTime ? { value: (_, at) => (at === null ? "-" : `${moment(at)} UTC`) } : {}, ...series.map(([, label], n) => ({ label, stroke: color(COLORS[n]), width: 1.5, value: (_, v) => short(v) }))],
   }, data, element);
 }
 
@@ -64,16 +67,20 @@ function isMarked(live) {
   return !marked.isCollapsed && live.contains(marked.anchorNode);
 }
 
-// What has the focus has it after the swap too: that of the same name, the first, second, ... of it.
-function keepFocus() {
+// What has the focus has it after the swap too: that of the same name, the first, second, ... of it. What is open stays so.
+function keepState() {
   const name = (each) => each.getAttribute("href") ?? each.getAttribute("aria-label") ?? each.textContent;
   const alike = (like) => [...document.querySelectorAll(REACHED)].filter((each) => name(each) === like);
   let focus = null;
+  let open = [];
   document.addEventListener("htmx:beforeSwap", ({ target }) => {
     const here = document.activeElement;
+    open = [...target.querySelectorAll("details[open] > summary")].map(name);
     focus = target.contains(here) ? { like: name(here), at: alike(name(here)).indexOf(here) } : null;
   });
   document.addEventListener("htmx:afterSettle", () => {
+    for (const each of document.querySelectorAll("details > summary")) each.parentElement.open ||= open.includes(name(each));
+    open = [];
     if (focus) alike(focus.like)[focus.at]?.focus({ preventScroll: true });
     focus = null;
   });
@@ -92,7 +99,7 @@ document.addEventListener("DOMContentLoaded", () => {
     listen();
     document.addEventListener("visibilitychange", listen);
     watch();
-    keepFocus();
+    keepState();
   }
   for (const group of document.querySelectorAll("[data-points]")) {
     const again = () => refresh(group).catch(() => undefined); // the service may be away for a while
