@@ -88,7 +88,9 @@ def test_the_list_imports_no_command() -> None:
 
 def test_keys_are_made_listed_and_revoked(tmp_path: Path) -> None:
     here = {"BATCHWEAVE_DATA_DIR": str(tmp_path / "data")}
-    assert call("projects", "create", "evaluation", **here).exit_code == 0
+    first = call("projects", "create", "evaluation", **here)
+    assert (first.exit_code, "A new database" in first.stderr) == (0, True)
+    assert "A new database" not in call("projects", "list", **here).stderr
     made = call("keys", "create", "--name", "ana", "--project", "evaluation", "--days", "3", **here)
     assert (made.exit_code, made.stdout[:3]) == (0, "bw-")
     listed = call("keys", "list", **here).stdout

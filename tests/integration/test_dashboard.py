@@ -114,6 +114,9 @@ async def test_a_line_without_a_name_is_shown(pages: httpx.AsyncClient, house: H
     await house.until_ended(batch_id)
     shown = await pages.get(f"/batches/{batch_id}?kind=errors")
     assert (shown.status_code, shown.text.count("batch_cancelled")) == (200, 3 + 1)  # and the digest
+    assert "0 of 3" in shown.text
+    assert "3 not run" in shown.text
+    assert "failed</b>" not in shown.text
 
 
 async def test_history_is_noted_once_in_ten_seconds(pages: httpx.AsyncClient, house: House, clock: Clock) -> None:
@@ -139,6 +142,13 @@ async def test_a_batchs_history_is_thinned_and_has_its_end(house: House) -> None
     assert [point[1] for point in points] == sorted({point[1] for point in points})
     stored: Any = await house.redis.llen("batchweave:history:batch_x")  # pyright: ignore[reportGeneralTypeIssues]
     assert stored <= 2 * MOST_SHOWN
+
+
+async def test_a_rest_is_drawn_as_one(house: House) -> None:
+    history = History(house.redis)
+    for at, answers in ((0, 1), (10, 2), (20, 2), (100, 3)):
+        await history.note_batch("batch_x", at, Counts(completed=answers))
+    assert [point[:2] for point in await history.batch_points("batch_x")] == [[0, 1], [10, 2], [90, 2], [100, 3]]
 
 
 async def test_batches_are_filtered(pages: httpx.AsyncClient, house: House, clock: Clock) -> None:

@@ -266,6 +266,15 @@ async def test_a_download_goes_on_where_it_broke_off(house: House, url: str, tmp
     assert (code, "No such File object" in said) == (1, True)
 
 
+@pytest.mark.parametrize(("option", "code"), [(("--window", "5x"), 2), (("--endpoint", "/v1/foo"), 1)])
+async def test_what_cannot_be_a_batch_leaves_no_file(
+    url: str, tmp_path: Path, option: tuple[str, str], code: int
+) -> None:
+    found, _, said = await run(url, "submit", write(tmp_path, [line(1)]), *option)
+    assert (found, "pattern" in said) == (code, False)
+    assert (await run(url, "files", "list", "--json"))[1] == "[]\n"
+
+
 @pytest.mark.parametrize("left", [b"G" * 1_000_000, b""])
 async def test_what_is_left_of_another_download_does_no_harm(url: str, tmp_path: Path, left: bytes) -> None:
     path = write(tmp_path, [line(n) for n in range(50)])
