@@ -197,7 +197,8 @@ def _next(batch: Batch) -> str:
     if batch.status in ENDED:
         return ""
     waits = f"waits for {about['waiting_for']}" if about.get("waiting_for") else ""
-    ends = f"ends in {duration(about['expected_at'] - time.time())}" if about.get("expected_at") else ""
+    known = about.get("expected_at") and not about.get("held")
+    ends = f"ends in {duration(about['expected_at'] - time.time())}" if known else ""
     return ", ".join(each for each in (waits, ends) if each)
 
 

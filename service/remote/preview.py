@@ -54,6 +54,10 @@ def figures(batch: Batch) -> list[tuple[str, str]]:
         rows.append(("cost expected", f"{about['expected_cost']:,.4g}"))
     if about.get("earliest_at") is not None:
         rows.append(("ends at the earliest in", duration(about["earliest_at"] - time.time())))
+    if about.get("expected_at") is not None:
+        ends = (about["expected_at"], about.get("latest_at") or about["expected_at"])
+        first, last = (duration(at - time.time()) for at in ends)
+        rows.append(("by the pace of late in", f"{first} to {last}"))
     return rows
 
 
