@@ -22,7 +22,9 @@ from service.db.sessions import Database
 from service.early_results import EarlyResults
 from service.errors import ApiError, BadRequest, MethodNotAllowed, NotFound, PayloadTooLarge, Unavailable
 from service.queue.connection import open_redis
-from service.queue.progress import Progress
+from service.queue.history import History
+from service.queue.progress import Heartbeat, Progress
+from service.serving import Outlook
 from service.settings import Settings
 from service.storage import Storage
 
@@ -40,7 +42,9 @@ def create_app(settings: Settings, clock: Callable[[], float] = time.time) -> Fa
         redis = open_redis(settings.redis, LOOK_S)
         storage = Storage.open(settings.storage)
         early = EarlyResults(database, storage, clock)
-        app.state.context = Context(database, storage, redis, settings, clock, early, Progress(redis, LOOK_AGAIN_S))
+        progress = Progress(redis, LOOK_AGAIN_S)
+        outlook = Outlook(database, Heartbeat(redis), History(redis), settings.poll_s)
+        app.state.context = Context(database, storage, redis, settings, clock, early, progress, outlook)
         yield
         await redis.aclose()
         await database.close()

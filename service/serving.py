@@ -1,7 +1,11 @@
 """Who serves each model, how fast of late, and what it still has to do."""
 
+import asyncio
+import math
+import time
 from collections import Counter
 from dataclasses import dataclass
+from functools import partial
 
 from redis.exceptions import RedisError
 from sqlalchemy import case, func, select
@@ -54,6 +58,23 @@ async def serving_by_model(database: Database, heartbeat: Heartbeat, history: Hi
         model: Serving(count, draining[model], paces.get(model, NO_PACE), tuple(by_model.get(model, ())))
         for model, count in workers.items()
     }
+
+
+class Outlook:
+    """`serving_by_model`, looked up once in a while however many ask: it reads all slices that are not done."""
+
+    def __init__(self, database: Database, heartbeat: Heartbeat, history: History, every_s: float) -> None:
+        self._look = partial(serving_by_model, database, heartbeat, history)
+        self._every_s = every_s
+        self._lock = asyncio.Lock()
+        self._found: dict[str, Serving] = {}
+        self._looked_at = -math.inf
+
+    async def serving(self) -> dict[str, Serving]:
+        async with self._lock:
+            if time.monotonic() - self._looked_at >= self._every_s:
+                self._found, self._looked_at = await self._look(), time.monotonic()
+            return self._found
 
 
 _PLAN = (Batch.planned_compute_s, Batch.planned_memory_s, Batch.planned)

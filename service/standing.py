@@ -13,6 +13,7 @@ from service.queue.counts import Counts
 from service.serving import Serving
 
 STANDARD_ERRORS = 2.0
+LEAST_ANSWERS = 1.0  # that have not been forgotten; fewer say nothing of when others come
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,7 +117,7 @@ def _estimate(batch: Batch, answered: int, model: Serving, now: float) -> Estima
     order = (batch.expires_at, batch.seq)
     before_s = sum(each.work_s for each in model.left if (each.expires_at, each.seq) < order)
     earliest_at = math.ceil(now + (left_s + (0.0 if answered else before_s)) / model.alive)
-    if not model.pace.work:
+    if not model.pace.work or model.pace.answers < LEAST_ANSWERS:
         return Estimate(earliest_at)
     beside_s = sum(each.leased_s for each in model.left if (each.expires_at, each.seq) > order)
     expected_s = (left_s + before_s) / model.pace.work

@@ -19,8 +19,6 @@ from service.db.tables import Batch, BatchStatus, File
 from service.endpoints import ENDPOINTS
 from service.errors import BadRequest, NotFound
 from service.queue.counts import Counts
-from service.queue.history import History
-from service.serving import Serving, serving_by_model
 from service.standing import ENDED, standing
 from service.tenants import audit
 from service.tenants.keys import Caller
@@ -103,8 +101,7 @@ async def list_batches(
 ) -> Page[BatchObject]:
     async with here.database.read() as session:
         rows = await page_rows(session, Batch, select(Batch), caller.project.id, after=after, limit=limit)
-    serving = await serving_now(here)
-    return Page[BatchObject].of([await shape(here, row, serving) for row in rows], limit)
+    return Page[BatchObject].of([await shape(here, row) for row in rows], limit)
 
 
 @router.get("/{batch_id}")
@@ -206,16 +203,10 @@ def _is_kept(now: int) -> ColumnElement[bool]:
     return File.deleted_at.is_(None) & (File.expires_at.is_(None) | (File.expires_at > now))
 
 
-async def serving_now(here: Context) -> dict[str, Serving]:
-    return await serving_by_model(here.database, here.heartbeat, History(here.redis))
-
-
-async def shape(here: Context, batch: Batch, serving: dict[str, Serving] | None = None) -> BatchObject:
+async def shape(here: Context, batch: Batch) -> BatchObject:
     """The batch as clients see it, with what is answered so far."""
     if batch.status in TERMINAL:
         return BatchObject.of(batch, Counts.of_row(batch), ENDED, here.settings.worker_hour_price)
     counts = await here.progress.counts(here.database, batch.id)
-    if serving is None:
-        serving = await serving_now(here)
-    found = await standing(here.database, batch, counts, serving, here.clock())
+    found = await standing(here.database, batch, counts, await here.outlook.serving(), here.clock())
     return BatchObject.of(batch, counts, found, here.settings.worker_hour_price)

@@ -10,6 +10,7 @@ from redis.asyncio import Redis
 from service.db.sessions import Database
 from service.early_results import EarlyResults
 from service.queue.progress import Heartbeat, Progress
+from service.serving import Outlook
 from service.settings import Settings
 from service.storage import Storage
 
@@ -23,6 +24,7 @@ class Context:
     clock: Callable[[], float]
     early: EarlyResults
     progress: Progress
+    outlook: Outlook
 
     @property
     def heartbeat(self) -> Heartbeat:

@@ -31,7 +31,6 @@ from service.endpoints import ENDPOINTS
 from service.errors import NotFound, Unavailable
 from service.queue.counts import Counts
 from service.queue.history import History
-from service.serving import Serving
 from service.settings import variable
 
 LISTED = 50
@@ -51,13 +50,13 @@ async def overview(request: Request, here: Here, viewer: LooksIn) -> Response:
         counts = await standings(session, mine)
         rows = await next_batches(session, mine)
         projects = await _project_names(session) if viewer.is_operator else {}
-    serving = await batches.serving_now(here)
+    serving = await here.outlook.serving()
     return page(
         request,
         "overview.html",
         viewer,
         counts=counts,
-        batches=await _shapes(here, rows, serving),
+        batches=await _shapes(here, rows),
         paces=await _paces(here, rows),
         owners=_owners(rows, projects),
         last=await History(here.redis).last() if viewer.is_admin else {},
@@ -84,7 +83,7 @@ async def batch_list(
         rows = await page_rows(session, Batch, query, project_seen(viewer), after=after, limit=LISTED)
         models = (await session.scalars(select(Model.name).order_by(Model.name))).all()
         projects = await _project_names(session) if viewer.is_operator else {}
-    found = await _shapes(here, rows[:LISTED], await batches.serving_now(here))
+    found = await _shapes(here, rows[:LISTED])
     return page(
         request,
         "batches.html",
@@ -288,8 +287,8 @@ async def _batch(here: Context, viewer: Viewer, batch_id: str) -> Batch:
         return await batches.find_batch(session, caller, batch_id)
 
 
-async def _shapes(here: Context, rows: Sequence[Batch], serving: dict[str, Serving]) -> list[BatchObject]:
-    return [await batches.shape(here, row, serving) for row in rows]
+async def _shapes(here: Context, rows: Sequence[Batch]) -> list[BatchObject]:
+    return [await batches.shape(here, row) for row in rows]
 
 
 async def _paces(here: Context, rows: Sequence[Batch]) -> dict[str, float]:

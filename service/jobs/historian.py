@@ -55,7 +55,8 @@ class Historian:
                 unfinished += batch.total - counts.answered
                 await self._history.note_batch(batch.id, now, counts)
         self._paces.look([*running, *ended], answered, {state["model"] for state in alive}, now)
-        await self._history.note_paces(self._paces.by_model)
+        if paces := self._paces.by_model:  # not of a process that has just begun, beside one that knows them
+            await self._history.note_paces(paces)
         point = {"at": now, "unfinished": unfinished, "answers_per_second": self._paces.answers_per_second}
         await self._history.note({**point, **summed(alive)})
         return True

@@ -7,7 +7,7 @@ from service.db.tables import Batch
 from service.queue.history import Pace
 from service.standing import work_of
 
-FORGET_S = 60.0
+FORGET_S = 120.0
 
 
 class Paces:

@@ -24,7 +24,7 @@ KEEP_BATCH_S = 30 * 24 * 3600
 
 @dataclass(frozen=True, slots=True)
 class Pace:
-    """Of a model's workers together, the last minute most. `work`: seconds of the planner's cost model that they do in
+    """Of a model's workers together, the last minutes most. `work`: seconds of the planner's cost model that they do in
     one second; `answers`: how many say so.
     """
 

@@ -193,7 +193,8 @@ def _next(batch: Batch) -> str:
     """What it waits for, or when it ends."""
     about = extras(batch)
     if batch.errors and batch.errors.data:
-        return f"its file has {len(batch.errors.data):,} errors"
+        found = len(batch.errors.data)
+        return f"its file has {found:,} {'error' if found == 1 else 'errors'}"
     if batch.status in ENDED:
         return ""
     waits = f"waits for {about['waiting_for']}" if about.get("waiting_for") else ""

@@ -24,7 +24,7 @@ function draw(element, points) {
   }
   const isTime = element.dataset.x !== "steps";
   const moment = (at) => new Date(1000 * at).toISOString().slice(5, 16).replace("T", " "); // UTC, as all pages say it
-  const times = (_, ticks) => ticks.map((at) => moment(at).slice(data[0].at(-1) - data[0][0] > 86400 ? 0 : 6));
+  const times = (chart, ticks) => ticks.map((at) => moment(at).slice(chart.data[0].at(-1) - chart.data[0][0] > 86400 ? 0 : 6));
   const axis = { stroke: color("--soft"), grid: { stroke: color("--line") }, ticks: { stroke: color("--line") } };
   const short = (value) => (value === null ? "-" : Intl.NumberFormat("en", { notation: "compact", maximumSignificantDigits: 3 }).format(value));
   element.chart = new uPlot({
