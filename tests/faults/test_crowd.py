@@ -20,7 +20,7 @@ from tests.faults.roles import Config
 from tests.faults.town import CHAT, ENDED, forkserver
 from tests.integration.house import demo_tokenizer
 
-CLIENTS, BATCHES = 50, 2
+CLIENTS, BATCHES = 50, 3
 
 
 @dataclass
