@@ -54,7 +54,8 @@ class Historian:
             if batch.status == BatchStatus.IN_PROGRESS:
                 unfinished += batch.total - counts.answered
                 await self._history.note_batch(batch.id, now, counts)
-        self._paces.look([*running, *ended], answered, {state["model"] for state in alive}, now)
+        seen = {batch.id: batch for batch in (*running, *ended)}  # one may end between the two questions
+        self._paces.look(list(seen.values()), answered, {state["model"] for state in alive}, now)
         if paces := self._paces.by_model:  # not of a process that has just begun, beside one that knows them
             await self._history.note_paces(paces)
         point = {"at": now, "unfinished": unfinished, "answers_per_second": self._paces.answers_per_second}

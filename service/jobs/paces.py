@@ -17,6 +17,7 @@ class Paces:
         self._answered: dict[str, int] = {}  # by batch, when it was last looked
         self._looked_at: int | None = None
         self._sums: dict[str, list[float]] = {}  # by model, with what is long ago forgotten: answers, work, seconds
+        self._busy: set[str] = set()  # models that had something to do when it was last looked
 
     @property
     def looked_at(self) -> int | None:
@@ -24,7 +25,9 @@ class Paces:
 
     @property
     def answers_per_second(self) -> float:
-        return round(sum(answers / seconds for answers, _, seconds in self._sums.values()), 6)
+        """Of the models that are busy."""
+        busy = (self._sums[model] for model in self._busy)
+        return round(sum(answers / seconds for answers, _, seconds in busy), 6)
 
     @property
     def by_model(self) -> dict[str, Pace]:
@@ -35,7 +38,8 @@ class Paces:
         if self._looked_at is not None and now > self._looked_at:
             elapsed_s = now - self._looked_at
             keep = math.exp(-elapsed_s / FORGET_S)
-            for model in {batch.model or "" for batch in batches} & alive:
+            self._busy = {batch.model or "" for batch in batches} & alive
+            for model in self._busy:
                 sums = self._sums.setdefault(model, [0.0, 0.0, 0.0])
                 sums[:] = [keep * each for each in sums]
                 sums[2] += elapsed_s
