@@ -20,7 +20,6 @@ from service.queue.progress import Heartbeat
 class Left:
     """What is planned of a batch and not done, in seconds by the cost model; `leased_s`: what engines have of it."""
 
-    batch_id: str
     expires_at: int
     seq: int
     work_s: float
@@ -50,10 +49,10 @@ async def serving_by_model(database: Database, heartbeat: Heartbeat, history: Hi
     workers = Counter(state["model"] for state in alive)
     draining = Counter(state["model"] for state in alive if state.get("name") in drained)
     by_model: dict[str, list[Left]] = {}
-    for model, batch_id, expires_at, seq, compute_s, memory_s, planned, left, leased in lefts:
+    for model, expires_at, seq, compute_s, memory_s, planned, left, leased in lefts:
         each_s = max(compute_s, memory_s) / planned
         work = (each_s * float(left), each_s * float(leased))  # PostgreSQL's sums are Decimal
-        by_model.setdefault(model or "", []).append(Left(batch_id, expires_at, seq, *work))
+        by_model.setdefault(model or "", []).append(Left(expires_at, seq, *work))
     return {
         model: Serving(count, draining[model], paces.get(model, NO_PACE), tuple(by_model.get(model, ())))
         for model, count in workers.items()
@@ -80,7 +79,7 @@ class Outlook:
 _PLAN = (Batch.planned_compute_s, Batch.planned_memory_s, Batch.planned)
 _LEASED = func.sum(case((Slice.status == SliceStatus.LEASED, SliceBatch.total), else_=0))
 _LEFT = (
-    select(Batch.model, Batch.id, Batch.expires_at, Batch.seq, *_PLAN, func.sum(SliceBatch.total), _LEASED)
+    select(Batch.model, Batch.expires_at, Batch.seq, *_PLAN, func.sum(SliceBatch.total), _LEASED)
     .join(SliceBatch, SliceBatch.batch_id == Batch.id)
     .join(Slice, Slice.id == SliceBatch.slice_id)
     .where(Batch.status == BatchStatus.IN_PROGRESS, Slice.status != SliceStatus.DONE, Batch.planned > 0)

@@ -34,7 +34,7 @@ def _known(wanted: list[str] | None) -> list[str] | None:
 @app.command("list")
 def list_batches(
     status: Annotated[
-        list[str] | None, typer.Option("--status", callback=_known, help="Only these: in_progress.")
+        list[str] | None, typer.Option("--status", callback=_known, help="Only such: in_progress.")
     ] = None,
     count: Annotated[int, typer.Option("--count", min=1, max=100_000, help="At most so many.")] = LISTED,
     as_json: JsonOption = False,

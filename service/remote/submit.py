@@ -2,6 +2,7 @@
 
 import json
 import re
+from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -74,7 +75,8 @@ def submit(
         try:
             batch = client.batches.create(input_file_id=uploaded.id, endpoint=endpoint, **arguments)  # pyright: ignore[reportArgumentType]
         except openai.BadRequestError:
-            client.files.delete(uploaded.id)  # nobody would know what for it is there
+            with suppress(openai.OpenAIError):  # why there is no batch is what counts
+                client.files.delete(uploaded.id)
             raise
         if show_plan and not extras(batch).get("held"):
             client.batches.cancel(batch.id)
