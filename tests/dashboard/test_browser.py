@@ -177,6 +177,7 @@ async def test_a_live_page_keeps_the_focus_and_what_is_marked(page: Page, house:
     await house.submit(jsonl([line(1)]))
     await asyncio.sleep(2 * TICK_S)
     assert batch_id in await page.evaluate("getSelection().toString()")
+    await expect(page.locator("#live[data-old]")).to_have_count(1)  # not swapped
     await page.evaluate("getSelection().empty()")
     await expect(page.locator("#live tbody tr")).to_have_count(2, timeout=15_000)
 
