@@ -42,6 +42,8 @@ async def move_batch(
     """
     if to not in STARTABLE:
         values["held"] = False
+    if to in TERMINAL:
+        values["ended_at"] = int(now)
     allowed = [status for status, after in BATCH_MOVES.items() if to in after]
     result = await session.execute(
         update(Batch)

@@ -3,7 +3,20 @@
 from enum import StrEnum
 from typing import Any
 
-from sqlalchemy import JSON, BigInteger, Boolean, Float, ForeignKey, Index, Integer, String, false
+from sqlalchemy import (
+    JSON,
+    BigInteger,
+    BindParameter,
+    Boolean,
+    Float,
+    ForeignKey,
+    Index,
+    Integer,
+    String,
+    false,
+    literal,
+    text,
+)
 from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
 
 FILE_KEEP_S = 30 * 24 * 3600  # how long a batch's files are kept unless the client says otherwise
@@ -11,6 +24,15 @@ DEFAULT_PROJECT = "proj_default"  # of all callers where no keys are asked for
 
 # SQLite numbers rows by itself only in a column that is INTEGER to the letter.
 RowId = BigInteger().with_variant(Integer, "sqlite")
+
+
+def fixed(value: Any) -> BindParameter[Any]:
+    """Write a value into the statement itself: SQLite uses a partial index only where it sees the index's condition."""
+    return literal(value, literal_execute=True)
+
+
+def _partial(name: str, *columns: str, where: str) -> Index:
+    return Index(name, *columns, sqlite_where=text(where), postgresql_where=text(where))
 
 
 class BatchStatus(StrEnum):
@@ -29,6 +51,13 @@ class OutputOrder(StrEnum):
     INPUT = "input"  # as the requests stand in the input file
 
 
+class OnLongLine(StrEnum):
+    """What becomes of a file with a request that is longer than the model's context."""
+
+    FAIL_FILE = "fail_file"  # nothing runs, as OpenAI's API does it
+    FAIL_LINE = "fail_line"  # that request fails
+
+
 class SliceStatus(StrEnum):
     READY = "ready"  # waits for a worker
     LEASED = "leased"  # a worker runs it until lease_until
@@ -44,8 +73,9 @@ class UploadStatus(StrEnum):
 
 class Role(StrEnum):
     USER = "user"  # files, uploads and batches of its project
-    ADMIN = "admin"  # its webhooks too, and the workers
-    OPERATOR = "operator"  # in the dashboard every project, its keys and quotas
+    ADMIN = "admin"  # its webhooks too
+    MONITOR = "monitor"  # figures of the whole service and its workers, and nothing of any project
+    OPERATOR = "operator"  # the workers and figures, and in the dashboard every project, its keys and quotas
 
 
 class Base(DeclarativeBase):
@@ -117,6 +147,7 @@ class DrainedWorker(Base):
 
 class File(Base):
     __tablename__ = "files"
+    __table_args__ = (_partial("ix_files_kept", "expires_at", where="deleted_at IS NULL"),)
 
     seq: Mapped[int] = mapped_column(RowId, primary_key=True)
     id: Mapped[str] = mapped_column(String(64), unique=True)
@@ -127,7 +158,7 @@ class File(Base):
     filename: Mapped[str] = mapped_column(String(1024))
     size_bytes: Mapped[int] = mapped_column(BigInteger)
     created_at: Mapped[int] = mapped_column(BigInteger)
-    expires_at: Mapped[int | None] = mapped_column(BigInteger, index=True)
+    expires_at: Mapped[int | None] = mapped_column(BigInteger)
     deleted_at: Mapped[int | None] = mapped_column(BigInteger)  # the row stays, so that a page can go on behind it
 
 
@@ -164,6 +195,21 @@ class Batch(Base):
         Index("ix_batches_project", "project_id", "status"),
         Index("ix_batches_idempotency_key", "project_id", "idempotency_key", unique=True),
         Index("ix_batches_asked", "asked"),
+        Index("ix_batches_ended", "ended_at"),
+        # What the planner role looks for again and again; none of them grows with batches that have ended.
+        _partial("ix_batches_validating", "project_id", "expires_at", "seq", where="status = 'validating'"),
+        _partial(
+            "ix_batches_unplanned",
+            *("project_id", "expires_at", "seq"),
+            where="status = 'in_progress' AND planned < total",
+        ),
+        _partial(
+            "ix_batches_urgent",
+            *("model", "project_id", "urgent_at"),
+            where="status = 'in_progress' AND slices_left > 0",
+        ),
+        _partial("ix_batches_done", "seq", where="status = 'in_progress' AND slices_left = 0 AND planned = total"),
+        _partial("ix_batches_closing", "expires_at", where="status IN ('validating', 'in_progress')"),
     )
 
     seq: Mapped[int] = mapped_column(RowId, primary_key=True)
@@ -178,9 +224,15 @@ class Batch(Base):
     idempotency_key: Mapped[str | None] = mapped_column(String(255))
     asked: Mapped[str | None] = mapped_column(String(64))  # digest of the body that created it
     output_order: Mapped[OutputOrder] = mapped_column(String(8), default=OutputOrder.ANY, server_default="any")
+    on_long_line: Mapped[OnLongLine] = mapped_column(
+        String(16), default=OnLongLine.FAIL_FILE, server_default="fail_file"
+    )
     retry_of: Mapped[str | None] = mapped_column(String(64))  # only what failed in this batch of the same input
     model: Mapped[str | None] = mapped_column(String(512))
     index_id: Mapped[str | None] = mapped_column(String(64))  # of the validation that counted: where its index is
+    index_bytes: Mapped[int] = mapped_column(BigInteger, default=0, server_default="0")
+    validating_until: Mapped[float | None] = mapped_column(Float(53))  # unless who validates it says so again
+    validation_deaths: Mapped[int] = mapped_column(Integer, default=0, server_default="0")  # of who validated it
     errors: Mapped[list[dict[str, Any]] | None] = mapped_column(JSON)
     causes: Mapped[list[dict[str, Any]] | None] = mapped_column(JSON)  # of failed requests, the most frequent first
     output_file_id: Mapped[str | None] = mapped_column(String(64))
@@ -195,6 +247,7 @@ class Batch(Base):
     expired_at: Mapped[int | None] = mapped_column(BigInteger)
     cancelling_at: Mapped[int | None] = mapped_column(BigInteger)
     cancelled_at: Mapped[int | None] = mapped_column(BigInteger)
+    ended_at: Mapped[int | None] = mapped_column(BigInteger)  # whichever of these ended it
 
     held: Mapped[bool] = mapped_column(Boolean, default=False, server_default=false())  # until somebody starts it
     preview: Mapped[dict[str, Any] | None] = mapped_column(JSON(none_as_null=True))  # its plan, made while it is held
@@ -205,7 +258,11 @@ class Batch(Base):
     planned_compute_s: Mapped[float] = mapped_column(Float(53), default=0.0, server_default="0")
     planned_memory_s: Mapped[float] = mapped_column(Float(53), default=0.0, server_default="0")
     planned_output_tokens: Mapped[float] = mapped_column(Float(53), default=0.0, server_default="0")
-    completed: Mapped[int] = mapped_column(BigInteger, default=0)  # set with the files, live counts are in Redis
+    slices: Mapped[int] = mapped_column(BigInteger, default=0, server_default="0")  # that have a part of it
+    slices_left: Mapped[int] = mapped_column(BigInteger, default=0, server_default="0")  # of these, not done
+    urgent_at: Mapped[float | None] = mapped_column(Float(53))  # when the rest must run to end in time; see urgency.py
+    # Of done slices, added when each is finished; of the files, once the batch has ended. Of slices that run: in Redis.
+    completed: Mapped[int] = mapped_column(BigInteger, default=0)
     failed: Mapped[int] = mapped_column(BigInteger, default=0)
     input_tokens: Mapped[int] = mapped_column(BigInteger, default=0)
     cached_tokens: Mapped[int] = mapped_column(BigInteger, default=0)
@@ -214,7 +271,7 @@ class Batch(Base):
 
 
 class WebhookEndpoint(Base):
-    """Where a project is told of its batches. Secrets stand here as they are, since they must sign."""
+    """Where a project is told of its batches. Secrets are sealed (webhooks/secrets.py); older ones as they are."""
 
     __tablename__ = "webhook_endpoints"
 
@@ -224,9 +281,14 @@ class WebhookEndpoint(Base):
     name: Mapped[str] = mapped_column(String(256))
     url: Mapped[str] = mapped_column(String(2048))
     event_types: Mapped[list[str]] = mapped_column(JSON)
-    secret: Mapped[str] = mapped_column(String(64))
-    old_secret: Mapped[str | None] = mapped_column(String(64))
+    secret: Mapped[str] = mapped_column(String(512))
+    old_secret: Mapped[str | None] = mapped_column(String(512))
     old_secret_until: Mapped[int | None] = mapped_column(BigInteger)
+    busy_until: Mapped[float | None] = mapped_column(Float(53))  # while a delivery to it is under way
+    rests_until: Mapped[float | None] = mapped_column(Float(53))  # after deliveries that failed
+    served_at: Mapped[float] = mapped_column(Float(53), default=0.0, server_default="0")  # when one last began
+    failures: Mapped[int] = mapped_column(Integer, default=0, server_default="0")  # deliveries since one arrived
+    last_result: Mapped[str | None] = mapped_column(String(200))
     created_at: Mapped[int] = mapped_column(BigInteger)
     updated_at: Mapped[int] = mapped_column(BigInteger)
     deleted_at: Mapped[int | None] = mapped_column(BigInteger)
@@ -236,10 +298,11 @@ class WebhookDelivery(Base):
     """An event on its way; `next_at` is null once it is delivered or given up."""
 
     __tablename__ = "webhook_deliveries"
+    __table_args__ = (Index("ix_webhook_deliveries_due", "endpoint_id", "next_at"),)
 
     seq: Mapped[int] = mapped_column(RowId, primary_key=True)
     id: Mapped[str] = mapped_column(String(64))
-    endpoint_id: Mapped[str] = mapped_column(String(64), index=True)
+    endpoint_id: Mapped[str] = mapped_column(String(64))
     type: Mapped[str] = mapped_column(String(64))
     batch_id: Mapped[str] = mapped_column(String(64))
     attempts: Mapped[int] = mapped_column(Integer, default=0)
@@ -263,10 +326,10 @@ class Slice(Base):
     """A run of the window's order. A row that is `ready` is to be announced: Redis is only told of it."""
 
     __tablename__ = "slices"
-    __table_args__ = (Index("ix_slices_status", "status"),)
+    __table_args__ = (_partial("ix_slices_leased", "lease_until", where="status = 'leased'"),)
 
     id: Mapped[int] = mapped_column(RowId, primary_key=True)
-    window_id: Mapped[int] = mapped_column(ForeignKey("windows.id"))
+    window_id: Mapped[int] = mapped_column(ForeignKey("windows.id"), index=True)
     model: Mapped[str] = mapped_column(String(512))
     first: Mapped[int] = mapped_column(BigInteger)  # position in the window's order
     count: Mapped[int] = mapped_column(BigInteger)
@@ -284,20 +347,24 @@ class Slice(Base):
 
 
 class SliceBatch(Base):
-    """How much of a slice belongs to a batch; the counts are set when the slice is done."""
+    """How much of a slice belongs to a batch; the counts are set when the slice is done.
+
+    `status` is that of the slice, moved with it: a batch's ready slices are found without looking at the others.
+    """
 
     __tablename__ = "slice_batches"
-    __table_args__ = (Index("ix_slice_batches_batch", "batch_id"),)
+    __table_args__ = (
+        Index("ix_slice_batches_batch", "batch_id"),
+        _partial("ix_slice_batches_ready", "batch_id", "slice_id", where="status = 'ready'"),
+        _partial("ix_slice_batches_leased", "batch_id", "slice_id", where="status = 'leased'"),
+    )
 
     slice_id: Mapped[int] = mapped_column(ForeignKey("slices.id"), primary_key=True)
     batch_id: Mapped[str] = mapped_column(String(64), primary_key=True)
+    status: Mapped[SliceStatus] = mapped_column(String(16), default=SliceStatus.READY, server_default="ready")
     total: Mapped[int] = mapped_column(BigInteger)
     completed: Mapped[int] = mapped_column(BigInteger, default=0)
     failed: Mapped[int] = mapped_column(BigInteger, default=0)
-    input_tokens: Mapped[int] = mapped_column(BigInteger, default=0, server_default="0")
-    cached_tokens: Mapped[int] = mapped_column(BigInteger, default=0, server_default="0")
-    output_tokens: Mapped[int] = mapped_column(BigInteger, default=0, server_default="0")
-    reasoning_tokens: Mapped[int] = mapped_column(BigInteger, default=0, server_default="0")
 
 
 class EarlyRun(Base):
