@@ -21,6 +21,11 @@ def worker(name: str) -> str:
     return f"batchweave:worker:{name}"
 
 
+def starting(name: str) -> str:
+    """A worker whose engine starts, as JSON; it expires."""
+    return f"batchweave:starting:{name}"
+
+
 def rate(project_id: str, minute: int) -> str:
     """How many requests a project sent to the API in this minute since 1970; it expires."""
     return f"batchweave:rate:{project_id}:{minute}"
@@ -35,4 +40,5 @@ HISTORY = "batchweave:history"  # list of points: what all workers did
 PACES = "batchweave:paces"  # by model, how fast its workers answer, as JSON; it expires
 HISTORY_TURN = "batchweave:history-turn"  # whether this point is taken already
 WORKERS = "batchweave:workers"  # set of the names that have a heartbeat, or had one
+BELL = "batchweave:bell"  # channel: names of jobs that have something to do
 GROUP = "workers"

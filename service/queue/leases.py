@@ -1,19 +1,24 @@
-"""Leases on slices: each change one SQL statement, fenced by an epoch that grows with every claim.
+"""Leases on slices: each change one SQL transaction, fenced by an epoch that grows with every claim.
 
-They live in SQL and not in Redis, so that wiping Redis cannot give a slice to two workers.
+They live in SQL and not in Redis, so that wiping Redis cannot give a slice to two workers. Their time is that of the
+database, so that no host's clock can end them.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from sqlalchemy import case, tuple_, update
+from sqlalchemy import ColumnElement, case, select, tuple_, update
+from sqlalchemy.ext.asyncio import AsyncSession
 
+from service.db.clock import now_s
 from service.db.moves import rows_changed
 from service.db.sessions import Database
-from service.db.tables import Slice, SliceBatch, SliceStatus
+from service.db.tables import Batch, Slice, SliceBatch, SliceStatus, fixed
 from service.queue.counts import Counts
+from service.queue.urgency import urgent_at
 
+ABSURD_LEASES = 10  # a lease that ends later than after so many was given by a clock that was wrong
 DEATHS_TO_TRY = 2  # one may be chance; then the slice is tried in parts
 ALONE_DEATHS_TO_REFUSE = 2  # so many of a request by itself are its own doing
 
@@ -43,15 +48,13 @@ class Lease:
 
 
 class Leases:
-    def __init__(self, database: Database, owner: str, lease_s: float, clock: Callable[[], float]) -> None:
+    def __init__(self, database: Database, owner: str, lease_s: float) -> None:
         self._database = database
         self._owner = owner
         self._lease_s = lease_s
-        self._clock = clock
 
     async def claim(self, slice_id: int) -> Lease | None:
         """Take the slice if it is ready; None when it is not to be had."""
-        now = self._clock()
         async with self._database.write() as session:
             row = (
                 await session.execute(
@@ -61,13 +64,14 @@ class Leases:
                         status=SliceStatus.LEASED,
                         owner=self._owner,
                         epoch=Slice.epoch + 1,
-                        lease_until=now + self._lease_s,
+                        lease_until=now_s() + self._lease_s,
                     )
                     .returning(Slice)
                 )
             ).scalar_one_or_none()
-        if row is None:
-            return None
+            if row is None:
+                return None
+            await _move_shares(session, [slice_id], SliceStatus.LEASED)
         suspect = row.deaths >= DEATHS_TO_TRY
         trial = Trial(row.trial or row.count, row.trial_place, row.alone_deaths) if suspect else None
         return Lease(row.id, row.epoch, row.window_id, row.first, row.count, trial)
@@ -96,7 +100,7 @@ class Leases:
             rows = await session.execute(
                 update(Slice)
                 .where(tuple_(Slice.id, Slice.epoch).in_(held), Slice.status == SliceStatus.LEASED)
-                .values(lease_until=self._clock() + self._lease_s)
+                .values(lease_until=now_s() + self._lease_s)
                 .returning(Slice.id, Slice.epoch)
             )
             return {held[slice_id, epoch] for slice_id, epoch in rows}
@@ -111,12 +115,12 @@ class Leases:
             )
             if rows_changed(result) != 1:
                 return False
-            for batch_id, count in counts.items():
-                await session.execute(
-                    update(SliceBatch)
-                    .where(SliceBatch.slice_id == lease.slice_id, SliceBatch.batch_id == batch_id)
-                    .values(**asdict(count))
-                )
+            await _move_shares(session, [lease.slice_id], SliceStatus.DONE)
+            for batch_id, count in sorted(counts.items()):  # in one order, or two workers would wait for each other
+                share = (SliceBatch.slice_id == lease.slice_id) & (SliceBatch.batch_id == batch_id)
+                said = {"completed": count.completed, "failed": count.failed}
+                await session.execute(update(SliceBatch).where(share).values(said))
+                await session.execute(update(Batch).where(Batch.id == batch_id, _RUNS).values(_added(count)))
             return True
 
     async def give_back(self, lease: Lease) -> bool:
@@ -125,17 +129,46 @@ class Leases:
             result = await session.execute(
                 update(Slice)
                 .where(Slice.id == lease.slice_id, Slice.epoch == lease.epoch, Slice.status == SliceStatus.LEASED)
-                .values(status=SliceStatus.READY, owner=None, lease_until=None)
+                .values(_ready())
             )
-            return rows_changed(result) == 1
+            if rows_changed(result) != 1:
+                return False
+            await _move_shares(session, [lease.slice_id], SliceStatus.READY)
+            return True
 
     async def give_back_leftovers(self) -> int:
         """At a worker's start: what a process of the same name held when it died is ready again."""
         async with self._database.write() as session:
-            result = await session.execute(
-                update(Slice).where(Slice.owner == self._owner, Slice.status == SliceStatus.LEASED).values(_died())
-            )
-            return rows_changed(result)
+            return await _free(session, Slice.owner == self._owner, _died())
+
+
+# A batch that has ended counts no more: its finalizer had the last word.
+_RUNS = Batch.status.in_(["in_progress", "finalizing", "cancelling"])
+
+
+def _added(count: Counts) -> dict[Any, Any]:
+    """One slice less, and its answers."""
+    more = {name: getattr(Batch, name) + value for name, value in asdict(count).items() if value}
+    rest = Batch.planned - Batch.completed - Batch.failed - count.answered
+    return {**more, "slices_left": Batch.slices_left - 1, "urgent_at": urgent_at(rest)}
+
+
+def _ready() -> dict[Any, Any]:
+    return {"status": SliceStatus.READY, "owner": None, "lease_until": None}
+
+
+async def _move_shares(session: AsyncSession, slice_ids: Iterable[int], to: SliceStatus) -> None:
+    """Have the shares of these slices say what the slices say."""
+    await session.execute(update(SliceBatch).where(SliceBatch.slice_id.in_(list(slice_ids))).values(status=to))
+
+
+async def _free(session: AsyncSession, which: ColumnElement[bool], values: dict[Any, Any]) -> int:
+    """Make leased slices ready; returns how many."""
+    leased = (Slice.status == fixed(SliceStatus.LEASED)) & which
+    freed = (await session.scalars(update(Slice).where(leased).values(values).returning(Slice.id))).all()
+    if freed:
+        await _move_shares(session, freed, SliceStatus.READY)
+    return len(freed)
 
 
 def _died() -> dict[Any, Any]:
@@ -145,19 +178,43 @@ def _died() -> dict[Any, Any]:
     """
     tried = Slice.trial_epoch == Slice.epoch
     return {
-        "status": SliceStatus.READY,
-        "owner": None,
-        "lease_until": None,
+        **_ready(),
         "deaths": Slice.deaths + 1,
         "trial": case((tried & (Slice.trial > 1), Slice.trial // 2), else_=Slice.trial),
         "alone_deaths": case((tried & (Slice.trial == 1), Slice.alone_deaths + 1), else_=Slice.alone_deaths),
     }
 
 
-async def free_expired(database: Database, now: float) -> int:
-    """Make ready what is leased to workers whose time is up."""
+_IS_EXPIRED = (Slice.status == fixed(SliceStatus.LEASED)) & (Slice.lease_until < now_s())
+
+
+async def owners_of_expired(database: Database) -> set[str]:
+    """Workers that did not renew a lease in time."""
+    async with database.read() as session:
+        return {owner or "" for owner in await session.scalars(select(Slice.owner).where(_IS_EXPIRED).distinct())}
+
+
+async def free_expired(database: Database, owners: Collection[str], dead: bool) -> int:
+    """Make ready what these workers did not renew; returns how many slices.
+
+    A lease that ran out alone says nothing of the slice: its worker may have been cut off. `dead`: they are gone.
+    """
+    if not owners:
+        return 0
     async with database.write() as session:
-        result = await session.execute(
-            update(Slice).where(Slice.status == SliceStatus.LEASED, Slice.lease_until < now).values(_died())
-        )
-        return rows_changed(result)
+        expired = Slice.owner.in_(owners) & (Slice.lease_until < now_s())
+        return await _free(session, expired, _died() if dead else _ready())
+
+
+async def shorten_absurd(database: Database, lease_s: float) -> int:
+    """Have leases that end far in the future end after one from now on; returns how many.
+
+    The database's clock was wrong when they were given. Workers that are alive renew them.
+    """
+    until = now_s() + ABSURD_LEASES * lease_s
+    absurd = (Slice.status == fixed(SliceStatus.LEASED)) & (Slice.lease_until > until)
+    async with database.read() as session:
+        if (await session.scalars(select(Slice.id).where(absurd).limit(1))).one_or_none() is None:
+            return 0
+    async with database.write() as session:
+        return rows_changed(await session.execute(update(Slice).where(absurd).values(lease_until=now_s() + lease_s)))

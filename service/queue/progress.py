@@ -1,21 +1,29 @@
 """Live counts of running slices. A worker states absolute counts, so a repeated or lost write corrects itself."""
 
 import json
-from collections.abc import Iterable
+import threading
+from collections.abc import Collection, Iterable
+from contextlib import suppress
 from dataclasses import fields
 from time import monotonic
 from typing import Any
 
+import structlog
+from redis import Redis as SyncRedis
 from redis.asyncio import Redis
 from redis.exceptions import RedisError
-from sqlalchemy import func, select
+from sqlalchemy import select
 
 from service.db.sessions import Database
-from service.db.tables import Slice, SliceBatch, SliceStatus
+from service.db.tables import Batch, SliceBatch, SliceStatus
 from service.queue import keys
 from service.queue.counts import Counts
 
+log = structlog.get_logger()
 KEEP_S = 7 * 24 * 3600
+TTL_S = 15.0
+SAY_S = 3.0
+STALLED_S = 30.0  # of a worker: without a step of its engine while requests wait for one
 
 
 class Progress:
@@ -42,20 +50,20 @@ class Progress:
         await pipeline.execute()
 
     async def counts(self, database: Database, batch_id: str) -> Counts:
-        """What is answered so far: done slices from SQL, running ones from Redis; without Redis, SQL alone."""
+        """What is answered so far: done slices from the batch's row, running ones from Redis; without Redis, SQL alone.
+
+        One statement sees both which slices are done and their counts, so that none is missing or counted twice.
+        """
         live = await self._live(batch_id)
+        runs = (
+            (SliceBatch.batch_id == Batch.id) & SliceBatch.slice_id.in_(live) & (SliceBatch.status != SliceStatus.DONE)
+        )
+        columns = (getattr(Batch, each.name) for each in fields(Counts))
+        query = select(SliceBatch.slice_id, *columns).select_from(Batch).outerjoin(SliceBatch, runs)
         async with database.read() as session:
-            done = (
-                await session.execute(
-                    select(*(func.coalesce(func.sum(getattr(SliceBatch, each.name)), 0) for each in fields(Counts)))
-                    .join(Slice, Slice.id == SliceBatch.slice_id)
-                    .where(SliceBatch.batch_id == batch_id, Slice.status == SliceStatus.DONE)
-                )
-            ).one()
-            running = await session.scalars(
-                select(Slice.id).where(Slice.id.in_(live), Slice.status != SliceStatus.DONE)
-            )
-            return sum((live[slice_id] for slice_id in running), Counts(*(int(each) for each in done)))
+            rows: list[Any] = list((await session.execute(query.where(Batch.id == batch_id))).all())
+        counts = Counts(*list(rows[0])[1:]) if rows else Counts()
+        return sum((live[row[0]] for row in rows if row[0] is not None), counts)
 
     async def _live(self, batch_id: str) -> dict[int, Counts]:
         if monotonic() < self._away_until:
@@ -71,20 +79,66 @@ class Progress:
 class Heartbeat:
     """Who is alive, and with what; a worker that is silent for `ttl_s` is gone from the list."""
 
-    def __init__(self, redis: Redis, ttl_s: int = 15) -> None:
+    def __init__(self, redis: Redis, ttl_s: float = TTL_S) -> None:
         self._redis = redis
         self._ttl_s = ttl_s
 
     async def beat(self, name: str, state: dict[str, Any]) -> None:
         pipeline = self._redis.pipeline(transaction=False)
         pipeline.sadd(keys.WORKERS, name)
-        pipeline.set(keys.worker(name), json.dumps(state), ex=self._ttl_s)
+        pipeline.set(keys.worker(name), json.dumps(state), px=int(self._ttl_s * 1000))
         await pipeline.execute()
 
+    async def beating(self, names: Collection[str]) -> set[str]:
+        """Of these, those that are alive."""
+        asked = list(names)
+        values: list[Any] = await self._redis.mget([keys.worker(name) for name in asked]) if asked else []
+        return {name for name, value in zip(asked, values, strict=True) if value}
+
     async def alive(self) -> list[dict[str, Any]]:
+        return (await self.everyone())[0]
+
+    async def everyone(self) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+        """What is known of workers that are alive, and of those whose engine starts (`Starting`)."""
         names: list[Any] = sorted(await self._redis.smembers(keys.WORKERS))
-        values: list[Any] = await self._redis.mget([keys.worker(name.decode()) for name in names]) if names else []
-        silent = [name for name, value in zip(names, values, strict=True) if value is None]
+        asked = [each(name.decode()) for each in (keys.worker, keys.starting) for name in names]
+        values: list[Any] = await self._redis.mget(asked) if asked else []
+        alive, starting = values[: len(names)], values[len(names) :]
+        silent = [name for name, *both in zip(names, alive, starting, strict=True) if not any(both)]
         if silent:
             await self._redis.srem(keys.WORKERS, *silent)
-        return [json.loads(value) for value in values if value]
+        begins = [json.loads(later) for now, later in zip(alive, starting, strict=True) if later and not now]
+        return [json.loads(value) for value in alive if value], begins
+
+
+class Starting:
+    """Says, from a thread, that a worker's engine starts, which takes minutes and holds up everything else in it."""
+
+    def __init__(self, redis_url: str, name: str, state: dict[str, Any]) -> None:
+        self._redis = SyncRedis.from_url(redis_url, socket_connect_timeout=SAY_S, socket_timeout=SAY_S)
+        self._name, self._state, self._since = name, state, monotonic()
+        self.stage = "begins"  # what it does now, in words
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="starting", daemon=True)
+
+    def begin(self) -> None:
+        self._thread.start()
+
+    def say(self, stage: str) -> None:
+        log.info("starting", stage=stage)
+        self.stage = stage
+
+    def end(self) -> None:
+        self._ended.set()
+
+    def _run(self) -> None:
+        while not self._ended.is_set():
+            about = {"name": self._name, "stage": self.stage, "starting_s": round(monotonic() - self._since)}
+            said = json.dumps({**self._state, **about})
+            with suppress(RedisError, OSError):
+                self._redis.sadd(keys.WORKERS, self._name)
+                self._redis.set(keys.starting(self._name), said, px=int(5 * SAY_S * 1000))
+            self._ended.wait(SAY_S)
+        with suppress(RedisError, OSError):
+            self._redis.delete(keys.starting(self._name))
+            self._redis.close()
