@@ -1,34 +1,63 @@
 """Loops over arrays as machine code."""
 
+import os
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
+from zlib import crc32
 
 import numba
 
 Args = ParamSpec("Args")
 Result = TypeVar("Result")
+ROOMS = ("plan", "simulate")  # whose functions are compiled
+
+
+def cache_folder() -> Path:
+    """Where machine code is kept: the user's cache, which outlives an installation and needs no writable source.
+
+    NUMBA_CACHE_DIR names another. Where nothing can be written there, the system's folder for temporary files.
+    """
+    named = os.environ.get("NUMBA_CACHE_DIR")
+    if named:
+        return Path(named)
+    home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    for folder in (home / "batchweave" / "numba", Path(tempfile.gettempdir()) / f"batchweave-numba-{os.getuid()}"):
+        try:
+            folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        except OSError:
+            continue
+        # What is there is run: nobody else may have put it there.
+        if os.access(folder, os.W_OK) and folder.stat().st_uid == os.getuid():
+            return folder
+    return Path(tempfile.mkdtemp(prefix="batchweave-numba-"))
 
 
 def compiled(function: Callable[Args, Result]) -> Callable[Args, Result]:
-    """The function compiled on first use and kept on disk, beside its file or in the user's cache.
+    """The function compiled on first use and kept on disk, in `FOLDER`; it runs without the interpreter's lock.
 
-    It runs without the interpreter's lock. Where nothing can be kept every process compiles for itself.
+    Where nothing can be kept every process compiles for itself.
     """
     try:
-        dispatcher: Any = numba.njit(cache=True, nogil=True)(function)
+        dispatcher: Any = numba.njit(cache=True, nogil=True, no_cfunc_wrapper=True)(function)
     except RuntimeError:  # no folder that this user may write
-        return numba.njit(nogil=True)(function)
+        return numba.njit(nogil=True, no_cfunc_wrapper=True)(function)
     # A private place of numba's, which a test watches. Numba itself asks only whether the function's own file has
     # changed, not those of the functions and constants that it compiles into it.
     dispatcher._cache._cache_file._source_stamp = SOURCES
     return dispatcher
 
 
-def _stamp_of_sources() -> tuple[tuple[str, int, int], ...]:
-    """Name, time and size of every file of the rooms that compile."""
-    files = sorted(Path(__file__).parents[1].glob("*/*.py"))
-    return tuple((file.name, file.stat().st_mtime_ns, file.stat().st_size) for file in files)
+def _stamp_of_sources() -> int:
+    """A number of what is in the files of the rooms that compile, whenever they were written."""
+    stamp = 0
+    for room in ROOMS:
+        for file in sorted((Path(__file__).parents[1] / room).glob("*.py")):
+            stamp = crc32(file.read_bytes(), crc32(file.name.encode(), stamp))
+    return stamp
 
 
+FOLDER = cache_folder()
+numba.config.CACHE_DIR = str(FOLDER)  # type: ignore[attr-defined]
 SOURCES = _stamp_of_sources()

@@ -1,18 +1,87 @@
-"""python -m engine_ext.plan.warm_up: compile what a scan needs, so that an engine's first step does not wait for it."""
+"""python -m engine_ext.plan.warm_up: compile what planner and scheduler call, once for all processes of a machine."""
 
+import fcntl
+import subprocess
+import sys
+import time
+from pathlib import Path
+from zlib import crc32
+
+import numba
 import numpy as np
 
+from engine_ext.plan.blend import Wishes
+from engine_ext.plan.compiled import FOLDER, SOURCES
 from engine_ext.plan.cost import CostModel
 from engine_ext.plan.engine_model import Clock, EngineModel, compute_time, step_time
 from engine_ext.plan.hardware import Machine, hardware
 from engine_ext.plan.lengths import UNKNOWN
 from engine_ext.plan.live_scan import LiveScan
 from engine_ext.plan.model_shape import preset
+from engine_ext.plan.prompts import Prompts
 from engine_ext.plan.replan import FEWEST
 from engine_ext.plan.scan_state import StepCosts
+from engine_ext.plan.window import Outputs, Shape, plan_window
+
+
+def is_done() -> bool:
+    """Whether these sources are compiled for this installation on this machine."""
+    return _mark().exists()
+
+
+def begin() -> "subprocess.Popen[bytes] | None":
+    """Compile in a process of its own, unless that is done; wait for it before what it compiles is called.
+
+    Where another process is at it, this one waits for that.
+    """
+    return None if is_done() else subprocess.Popen([sys.executable, "-m", "engine_ext.plan.warm_up"])
+
+
+def ensure() -> None:
+    """Return when everything is compiled, or could not be; then each caller compiles by itself."""
+    process = begin()
+    if process is not None:
+        process.wait()
 
 
 def main() -> None:
+    if is_done():
+        return
+    with (FOLDER / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # the first compiles, the others wait for it
+        if is_done():
+            return
+        started = time.monotonic()
+        print("Compiling the loops of planner and scheduler, once: about a minute …", file=sys.stderr, flush=True)
+        compile_planner()
+        compile_scan()
+        _mark().touch()
+        print(f"Compiled in {time.monotonic() - started:.0f} s, kept in {FOLDER}", file=sys.stderr, flush=True)
+
+
+def _mark() -> Path:
+    """A file that is there once all is compiled: of these sources, at this place, for this interpreter."""
+    where = crc32("\0".join((str(Path(__file__).parent), sys.version, numba.__version__)).encode())
+    return FOLDER / f"compiled-{SOURCES:08x}-{where:08x}"
+
+
+def compile_planner() -> None:
+    """A small window with deadlines, tenants and lengths of all kinds."""
+    count, generator = 48, np.random.default_rng(0)
+    lengths = np.full(count, 32, dtype=np.int64)
+    tokens = generator.integers(0, 1 << 17, int(lengths.sum()), np.uint32)
+    tokens.reshape(count, -1)[:, :8] = np.arange(count, dtype=np.uint32)[:, None] % 3
+    starts = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
+    caps = np.full(count, 100, dtype=np.int64)
+    known = np.where(np.arange(count) % 3 == 0, caps, UNKNOWN)
+    outputs = Outputs(caps, known, np.arange(count, dtype=np.int64) % 2)
+    numbers = np.arange(count, dtype=np.int64)
+    wishes = Wishes(np.arange(count, dtype=np.float64) * 60.0, numbers % 2, np.array([1.0, 2.0]))
+    cost = CostModel(preset("llama-3-8b"), Machine(hardware("h200")))
+    plan_window(Prompts(tokens, starts), outputs, cost, wishes, Shape(slice_requests=8))
+
+
+def compile_scan() -> None:
     """Requests of few prefixes and of all lengths through what an engine calls; what is compiled is kept on disk."""
     cost = CostModel(preset("llama-3-8b"), Machine(hardware("h200")))
     scan, generator = LiveScan(cost, StepCosts.of(cost, 1_000_000)), np.random.default_rng(0)

@@ -26,6 +26,7 @@ from engine_ext.plugin.marked import MarkedManager, Told, told
 Fault = tuple[str, str]  # the field, and why it is refused
 # What lets a request choose vectors instead of tokens leaves them in the KV cache under those tokens.
 OVERRIDES = ("embed_override_token_id", "embed_overrides", "query_embed_overrides", "item_embed_overrides")
+MOST_TOKEN_BYTES = 64  # of nearly all tokens
 SPARE_TOKENS = 8  # that a tokenizer may add to a text
 
 
@@ -134,7 +135,7 @@ class Endpoints:
         for item in items:
             if isinstance(item, str):
                 tokens = len(item.encode()) + SPARE_TOKENS  # a token has a byte at least
-                if tokens >= longest:
+                if longest <= tokens < MOST_TOKEN_BYTES * longest:  # with more it is too long, whatever its tokens
                     tokens = len(self._manager.tokenizer.encode(item))
             elif _is_ids(item):
                 if not item:

@@ -10,12 +10,16 @@ from typing import Any
 from pydantic import BaseModel
 
 INT32_MAX = 2**31 - 1
-FLOAT32_MAX = 3.4028234e38
+MOST_BIAS = 100.0  # as in OpenAI's API
+# With less a logit overflows, and the sampler fails on all requests of the step.
+LEAST_TEMPERATURE, LEAST_REPETITION_PENALTY = 1e-3, 1e-2
 MEDIA = ("image_url", "video_url", "audio_url", "file_url", "url")
 
 
 def fault(request: Any, vocab_size: int) -> tuple[str, str] | None:
     """The first field that may not reach the engine, and why; None for a request that may."""
+    if getattr(request, "echo", None) and getattr(request, "logprobs", None) == 0:
+        return "logprobs", "with echo it must be 1 at least"
     for names, is_fine, reason in _CHECKS:
         for name in names:
             value = getattr(request, name, None)
@@ -44,16 +48,23 @@ def _is_int32(value: Any, _vocab_size: int) -> bool:
     return abs(value) <= INT32_MAX
 
 
-def _is_float32(value: Any, _vocab_size: int) -> bool:
-    values = value.values() if isinstance(value, dict) else [value]
-    return all(abs(each) <= FLOAT32_MAX for each in values)
+def _are_biases(value: Any, _vocab_size: int) -> bool:
+    return all(abs(each) <= MOST_BIAS for each in value.values())
+
+
+def _is_temperature(value: Any, _vocab_size: int) -> bool:
+    return value == 0 or LEAST_TEMPERATURE <= value <= MOST_BIAS
+
+
+def _is_repetition_penalty(value: Any, _vocab_size: int) -> bool:
+    return value >= LEAST_REPETITION_PENALTY
 
 
 def _compiles(value: Any, _vocab_size: int) -> bool:
     try:
         for pattern in value if isinstance(value, list) else [value]:
             re.compile(pattern)
-    except re.error:
+    except (re.error, OverflowError, RecursionError):
         return False
     return True
 
@@ -86,7 +97,9 @@ _CHECKS: tuple[tuple[tuple[str, ...], Callable[[Any, int], bool], str], ...] = (
     (("logprobs", "top_logprobs"), _at_most_vocabulary, "more than the model's vocabulary"),
     (("top_k", "min_tokens", "n"), _is_int32, "beyond 32 bits"),
     (("max_tokens", "max_completion_tokens", "max_output_tokens"), _is_int32, "beyond 32 bits"),
-    (("logit_bias", "temperature"), _is_float32, "beyond what a 32-bit float holds"),
+    (("logit_bias",), _are_biases, f"must be from -{MOST_BIAS:.0f} to {MOST_BIAS:.0f}"),
+    (("temperature",), _is_temperature, f"must be 0, or from {LEAST_TEMPERATURE} to {MOST_BIAS:.0f}"),
+    (("repetition_penalty",), _is_repetition_penalty, f"must be {LEAST_REPETITION_PENALTY} at least"),
     (("stop_regex",), _compiles, "not a regular expression"),
     (("messages", "input"), _brings_its_media, "media must come in the request itself, as a data: URL"),
 )

@@ -5,7 +5,18 @@ from typing import Any
 
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-from engine_ext.plugin import admission, attention_cpu, emulated, grammar_cpu, pdmux, retune, steps
+from engine_ext.plugin import (
+    admission,
+    attention_cpu,
+    emulated,
+    grammar_cpu,
+    grammars,
+    pdmux,
+    pulse_hooks,
+    retune,
+    sampling,
+    steps,
+)
 from engine_ext.plugin.options import Overlap, Scheduling, handed_over
 from engine_ext.plugin.platform_entry import gpu_is_present
 
@@ -15,7 +26,7 @@ def hooks() -> list[tuple[str, Callable[..., Any], HookType]]:
     options = handed_over()
     found = [*admission.REPORT]
     if options is not None:
-        found += steps.HOOKS
+        found += [*steps.HOOKS, *pulse_hooks.HOOKS, *grammars.HOOKS, *sampling.HOOKS]
     if options is not None and options.scheduling is Scheduling.DUAL_SCAN:
         found += admission.HOOKS
         if options.overlap is Overlap.PDMUX:

@@ -4,9 +4,9 @@ import asyncio
 import json
 import os
 import signal
-import subprocess
-import sys
-from collections.abc import AsyncIterator
+import time
+from collections.abc import AsyncIterator, Generator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -19,14 +19,18 @@ from sglang.srt.entrypoints.openai.serving_base import OpenAIServingBase
 from sglang.srt.entrypoints.openai.serving_chat import OpenAIServingChat
 from sglang.srt.entrypoints.openai.serving_completions import OpenAIServingCompletion
 
+from engine_ext.plan import warm_up
 from engine_ext.plan.cost import CostModel
-from engine_ext.plugin import admission, emulated, guard, hooks, overlap
+from engine_ext.plugin import admission, emulated, grammars, guard, hooks, json_log, overlap
 from engine_ext.plugin.calibration_load import measure_steps, time_blend
 from engine_ext.plugin.endpoints import Endpoints, Served
+from engine_ext.plugin.forking import ForkingEngine
 from engine_ext.plugin.marked import Told
 from engine_ext.plugin.options import Options, Overlap
 from engine_ext.plugin.platform_entry import accelerator_memory, gpu_is_present, machine_name
+from engine_ext.plugin.pulse import Pulses, Watch
 
+STEP_LIMIT_S = 60.0
 # What a batch line may not choose: identity, place in the queue, and routing belong to the service.
 RESERVED_FIELDS = frozenset(
     {"rid", "request_id", "priority", "stream", "stream_options", "session_id", "session_params", "bootstrap_host"}
@@ -81,7 +85,8 @@ class Answer:
 class EngineHost:
     """Create it in the main thread before the event loop runs, then `await start()` in the loop.
 
-    `wanted`: see `overlap.choose`.
+    `wanted`: see `overlap.choose`. `step_limit_s`: an engine with requests in flight that ends no step for so long
+    hangs, and is killed with this process.
     """
 
     def __init__(
@@ -91,17 +96,22 @@ class EngineHost:
         engine_args: dict[str, Any],
         options: Options,
         wanted: Overlap | None = None,
+        step_limit_s: float = STEP_LIMIT_S,
     ) -> None:
         on_gpu = gpu_is_present()
         chosen = overlap.choose(wanted, model_path, engine_args)
-        replace(options, overlap=chosen).hand_over()
+        self._pulses = Pulses()
+        replace(options, overlap=chosen, pulses=str(self._pulses.path)).hand_over()
         if not on_gpu:
             os.environ.setdefault("OMP_NUM_THREADS", "1")
+            # The first request with a penalty would have torch compile it for a minute, while all others wait.
+            os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
+        grammars.set_environment()
+        json_log.configure()
         self._emulated = emulated.machine_name(options.cost.machine) if options.emulated else None
         self.device = self._emulated or ("gpu" if on_gpu else "cpu")
-        # Meanwhile, for it takes as long the first time.
-        self._compiling = subprocess.Popen([sys.executable, "-m", "engine_ext.plan.warm_up"])
-        self._engine = Engine(
+        compiling = warm_up.begin()  # meanwhile, for it takes as long the first time
+        self._engine = (Engine if on_gpu else ForkingEngine)(
             **{
                 "model_path": model_path,
                 "served_model_name": model_name,
@@ -115,8 +125,12 @@ class EngineHost:
                 **engine_args,
             }
         )
+        if compiling is not None:
+            compiling.wait()
         self._manager: Any = self._engine.tokenizer_manager
         self._told: dict[str, Told] = {}  # each request that runs
+        self._busy_since: float | None = None  # by the steady clock, since when some do
+        self._watch = Watch(self._pulses, step_limit_s, lambda: self._busy_since)
         self._vocab_size = int(self._manager.model_config.vocab_size)
         manager, templates = self._manager, self._engine.template_manager
         self._serving: dict[str, tuple[type[BaseModel], OpenAIServingBase]] = {}
@@ -131,7 +145,6 @@ class EngineHost:
     async def start(self) -> None:
         """Attach to the running loop and assert that the plugin is in the scheduler process."""
         loop = asyncio.get_running_loop()
-        await asyncio.to_thread(self._compiling.wait)
         self._manager.auto_create_handle_loop()
         # SGLang takes SIGTERM for its server; this process belongs to the worker, which drains by itself.
         loop.remove_signal_handler(signal.SIGTERM)
@@ -140,6 +153,12 @@ class EngineHost:
             missing = wanted - set(state["hooks"])
             if missing:
                 raise EngineStartError(f"SGLang started without these hooks of batchweave: {sorted(missing)}")
+        self._watch.start()
+
+    @property
+    def step_age_s(self) -> float:
+        """Seconds since a step ended; 0 while nothing is in flight."""
+        return self._watch.health.age_s
 
     @property
     def machine(self) -> str:
@@ -180,7 +199,7 @@ class EngineHost:
         request_type, serving = self._serving[endpoint]
         try:
             request: Any = request_type.model_validate(fields)
-        except (ValidationError, RecursionError) as error:
+        except Exception as error:  # SGLang's own validators raise whatever an odd type leads them to
             return _refused(error)
         fault = guard.fault(request, self._vocab_size)
         if fault is not None:
@@ -190,11 +209,8 @@ class EngineHost:
         request.rid = rid
         theirs = {key: value for key, value in (request.custom_params or {}).items() if key not in admission.RESERVED}
         request.custom_params = {**theirs, admission.KIND: kind}
-        self._told[rid] = Told(rid, kind, guard.prompts_in(request))
-        try:
+        with self._in_flight(Told(rid, kind, guard.prompts_in(request))):
             response: Any = await serving.handle_request(request, None)  # type: ignore[arg-type]
-        finally:
-            del self._told[rid]
         if isinstance(response, BaseModel):
             choices = getattr(response, "choices", [])
             aborted = any(choice.finish_reason == "abort" for choice in choices)
@@ -207,26 +223,37 @@ class EngineHost:
     async def _run_other(self, endpoint: Served, fields: dict[str, Any], known: Told) -> Answer:
         try:
             request = endpoint.request_type.model_validate(fields)
-        except (ValidationError, RecursionError) as error:
+        except Exception as error:
             return _refused(error)
-        fault = guard.fault(request, self._vocab_size) or endpoint.fault(request)
-        if fault is not None:
-            return Answer(400, _error_body(f"{fault[0]}: {fault[1]}", fault[0]))
-        self._told[known.rid] = known
         try:
-            found = await endpoint.ask(request, known)
+            fault = guard.fault(request, self._vocab_size) or endpoint.fault(request)
+            if fault is not None:
+                return Answer(400, _error_body(f"{fault[0]}: {fault[1]}", fault[0]))
+            with self._in_flight(known):
+                found = await endpoint.ask(request, known)
         except Exception as error:  # the edge of a request: what SGLang could not read is answered, the rest is raised
             if known.sent:
                 raise
             return Answer(400, _error_body(f"{type(error).__name__}: {error}", None))
-        finally:
-            del self._told[known.rid]
         if known.aborted:  # SGLang answers it in many ways, even as if nothing had been
             return Answer(200, b"{}", aborted=True)
         status = getattr(found, "status_code", 200)
         if status >= 400:
             return _failed(status if known.sent else 400, bytes(found.body))
         return Answer(200, json.dumps(endpoint.write(found, known), allow_nan=False).encode())
+
+    @contextmanager
+    def _in_flight(self, known: Told) -> Generator[None, None, None]:
+        """A request that SGLang has during the block."""
+        if not self._told:
+            self._busy_since = time.monotonic()
+        self._told[known.rid] = known
+        try:
+            yield
+        finally:
+            del self._told[known.rid]
+            if not self._told:
+                self._busy_since = None
 
     def measure_steps(self, steps: Path) -> AsyncIterator[str]:
         """Run what makes steps of all kinds, by SGLang's own scheduling; says before each part what it is.
@@ -254,12 +281,16 @@ class EngineHost:
             self._manager.abort_request(f"{rid}_{part}")
 
     def close(self) -> None:
+        self._watch.stop()
         self._engine.shutdown()
+        self._pulses.close()
 
 
-def _refused(error: ValidationError | RecursionError) -> Answer:
+def _refused(error: Exception) -> Answer:
     if isinstance(error, RecursionError):
         return Answer(400, _error_body("The body is nested too deeply.", None))
+    if not isinstance(error, ValidationError):
+        return Answer(400, _error_body(f"A field is of the wrong type: {type(error).__name__}: {error}", None))
     # A value that fits no branch of a union has an error for each: the longest path is the branch it came nearest.
     nearest = max(error.errors(include_url=False, include_input=False), key=lambda each: len(each["loc"]))
     param = ".".join(str(part) for part in nearest["loc"] if isinstance(part, int) or part.isidentifier())

@@ -39,7 +39,8 @@ class Options:
 
     `emulated`: a device takes the forward pass's place; its name stands in every report and answer. `steps_file`: where
     the scheduler writes what each step did and took, up to 100,000 of them. `retunes`: whoever holds the engine may
-    change how it schedules between two runs (`plugin/retune.py`), as benchmarks do.
+    change how it schedules between two runs (`plugin/retune.py`), as benchmarks do. `pulses`: memory into which the
+    scheduler writes that it is alive (`plugin/pulse.py`).
     """
 
     cost: CostModel
@@ -48,6 +49,7 @@ class Options:
     emulated: Emulation | None = None
     retunes: bool = False
     steps_file: str | None = None
+    pulses: str | None = None
 
     def hand_over(self) -> None:
         """Leave them to the processes that this one starts from now on."""

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from sglang.srt.plugins.hook_registry import HookType
 
 from engine_ext.plan.engine_model import READ_S, Clock, EngineModel, compute_time, step_time
-from engine_ext.plugin import emulated
+from engine_ext.plugin import emulated, pulse_hooks
 from engine_ext.plugin.options import handed_over
 from engine_ext.plugin.platform_entry import gpu_is_present
 from engine_ext.plugin.step_load import StepLoad, load_of
@@ -189,6 +189,7 @@ def process_batch_result(original: Callable[..., Any], scheduler: Any, batch: An
     """On a GPU it still ran while the next was launched, and this waits for it."""
     lane = lane_of(batch)
     found = original(scheduler, batch, *args, **kwargs)
+    pulse_hooks.stepped(scheduler)
     if gpu_is_present():
         books_of(scheduler).end(now(), lane)
     return found

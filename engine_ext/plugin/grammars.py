@@ -1,0 +1,144 @@
+"""Bounds on grammars: what SGLang keeps of them, how long one may be compiled, and what a token of one may take.
+
+Which schemas are accepted at all is bounded where batches are validated (`service/jobs/body_limits.py`). What nobody
+thought of there ends here as a fault of its own request, and not of the engine.
+"""
+
+import logging
+import os
+import time
+from collections.abc import Callable
+from functools import partial
+from http import HTTPStatus
+from typing import Any
+
+from sglang.srt.plugins.hook_registry import HookType
+
+from engine_ext.plugin.admission import KIND
+from engine_ext.plugin.compiles import Compiles
+
+MOST_KEPT = 64
+COMPILER_BYTES = 256 * 1024 * 1024
+# Turns of the scheduler's loop for which a grammar is waited for, 5 ms each at rest; SGLang waits for 10,000.
+TURNS = "6000"
+TIMED_OUT = "Grammar preprocessing timed out"  # SGLang's own words
+# CPU seconds of the scheduler's thread, in which everybody waits, for all tokens of one request: so much, and as much
+# again for each token.
+MOST_MASKS_S, MASK_S = 0.1, 0.004
+MOST_REMEMBERED, REMEMBERED_S = 1024, 600.0
+_faults: dict[str, tuple[str, float]] = {}  # by text, of grammars that took too long, and until when all are told so
+log = logging.getLogger(__name__)
+
+
+def set_environment() -> None:
+    """Bound the wait for a grammar in the processes that this one starts, unless the environment says otherwise."""
+    os.environ.setdefault("SGLANG_GRAMMAR_MAX_POLL_ITERATIONS", TURNS)
+
+
+def set_cache(original: Callable[..., None], backend: Any, key: Any, value: Any) -> None:
+    """Keep the newest, and nothing of one that took long: the machine was busy, and the next may find it at rest."""
+    if getattr(value, "error_message", None) == TIMED_OUT:
+        return
+    original(backend, key, value)
+    while len(backend.cache) > MOST_KEPT:
+        del backend.cache[next(iter(backend.cache))]
+
+
+def make_backend(original: Callable[..., None], backend: Any, *args: Any, **kwargs: Any) -> None:
+    """With a compiler whose own cache has a bound too."""
+    from sglang.srt.constrained import xgrammar_backend as module
+
+    before: Any = module.GrammarCompiler
+    module.GrammarCompiler = partial(before, cache_limit_bytes=COMPILER_BYTES)  # type: ignore[assignment,misc]
+    try:
+        original(backend, *args, **kwargs)
+        backend.executor = Compiles()
+    finally:
+        module.GrammarCompiler = before
+
+
+def process_request(original: Callable[..., Any], manager: Any, request: Any) -> Any:
+    """Say whose grammar it is, should it be compiled."""
+    compiles = getattr(manager.grammar_backend, "executor", None)
+    if isinstance(compiles, Compiles):
+        compiles.kind = str((request.sampling_params.custom_params or {}).get(KIND, ""))
+    return original(manager, request)
+
+
+def ready_requests(original: Callable[..., Any], manager: Any) -> Any:
+    """Count only the turns in which a grammar is compiled: those that wait for others' have not begun."""
+    for request in manager.grammar_queue:
+        future = request.grammar
+        if hasattr(future, "running") and not future.running():
+            request.grammar_wait_ct = 0
+    return original(manager)
+
+
+def fill_mask(original: Callable[..., None], grammar: Any, mask: Any, row: int) -> None:
+    """The tokens that may come next. A grammar that allows none, or takes too long to say, ends its request.
+
+    Without a token that may come, the sampler fails on the whole batch.
+    """
+    if getattr(grammar, "fault", None) is None:
+        fault, until = _faults.get(grammar.key_string, (None, 0.0))
+        grammar.fault = fault if time.monotonic() < until else None
+    if grammar.fault is not None:
+        return
+    begun = time.thread_time()
+    original(grammar, mask, row)
+    grammar.masks_s = getattr(grammar, "masks_s", -MOST_MASKS_S) + time.thread_time() - begun - MASK_S
+    if not mask[row].any():
+        grammar.fault = "the grammar allows no further token: nothing satisfies it"
+    elif grammar.masks_s > 0 and _is_alone():
+        grammar.fault = "the schema is too ambiguous: its tokens take the engine too long"
+        _faults[grammar.key_string] = (grammar.fault, time.monotonic() + REMEMBERED_S)
+        if len(_faults) > MOST_REMEMBERED:
+            del _faults[next(iter(_faults))]
+    else:
+        return
+    log.warning("%s: %.1000s", grammar.fault, grammar.key_string)
+    mask[row].fill_(-1)
+
+
+def _is_alone() -> bool:
+    """Whether this scheduler is the engine's only rank: each would take another time, and all must do the same."""
+    from sglang.srt.distributed import get_world_group
+
+    return get_world_group().world_size == 1
+
+
+def accept_tokens(original: Callable[..., Any], processor: Any, request: Any, tokens: Any) -> Any:
+    """A token that the grammar does not take was the only one that other fields left: the request is wrong."""
+    before = request.to_finish
+    kept = original(processor, request, tokens)
+    if request.to_finish is not before:
+        _of(request).fault = "no token fits both it and the other fields of the request, such as min_tokens"
+    return kept
+
+
+def _of(request: Any) -> Any:
+    """The grammar of a request; a reasoner's stands in another."""
+    return getattr(request.grammar, "grammar", request.grammar)
+
+
+def finish_state(original: Callable[..., None], request: Any, *args: Any, **kwargs: Any) -> None:
+    """End a request whose grammar has a fault, as one that was wrong."""
+    fault = getattr(_of(request), "fault", None)
+    if fault is not None and not request.finished():
+        from sglang.srt.managers.schedule_batch import FINISH_ABORT
+
+        request.to_finish = FINISH_ABORT(f"response_format: {fault}", HTTPStatus.BAD_REQUEST, "BadRequestError")
+    original(request, *args, **kwargs)
+
+
+_RESULTS = "sglang.srt.managers.scheduler_components.batch_result_processor"
+_MODULE = "sglang.srt.constrained"
+HOOKS = [
+    (f"{_MODULE}.base_grammar_backend.BaseGrammarBackend.set_cache", set_cache, HookType.AROUND),
+    (f"{_MODULE}.xgrammar_backend.XGrammarGrammarBackend.__init__", make_backend, HookType.AROUND),
+    (f"{_MODULE}.xgrammar_backend.XGrammarGrammar.fill_vocab_mask", fill_mask, HookType.AROUND),
+    (f"{_MODULE}.grammar_manager.GrammarManager.process_req_with_grammar", process_request, HookType.AROUND),
+    (f"{_MODULE}.grammar_manager.GrammarManager.get_ready_grammar_requests", ready_requests, HookType.AROUND),
+    (f"{_RESULTS}.SchedulerBatchResultProcessor._accept_grammar_tokens", accept_tokens, HookType.AROUND),
+    ("sglang.srt.managers.schedule_batch.Req.update_finish_state", finish_state, HookType.AROUND),
+]

@@ -1,0 +1,144 @@
+"""The pulse of a scheduler process, which tells one that hangs from one that works or rests.
+
+A scheduler that hangs may hold its interpreter's lock, as in a regular expression, and answers nobody. So it writes
+when its loop turned and when a step ended into memory that it shares with the worker, which reads it from a thread.
+"""
+
+import logging
+import mmap
+import os
+import signal
+import struct
+import threading
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+CHECK_S = 2.0
+FIRST_STEPS = 10  # times the limit for the first step of a process, which may compile its kernels
+SPARE = 2.0  # times the longest turn that was seen, which the limit is at least
+SLOTS = 256  # ranks of one engine
+_FORM = struct.Struct("=dddqq")
+log = logging.getLogger(__name__)
+
+
+class Pulse(NamedTuple):
+    """Of one scheduler process, by the machine's steady clock: when its loop turned last, when its last step ended, the
+    longest turn so far in seconds, and its steps.
+    """
+
+    turned_at: float
+    stepped_at: float
+    longest_s: float
+    steps: int
+    pid: int
+
+
+class Beating:
+    """The scheduler's side: writes the pulse of this process into its slot."""
+
+    def __init__(self, memory: Path, slot: int, now: float) -> None:
+        with memory.open("r+b") as file:
+            self._memory = mmap.mmap(file.fileno(), SLOTS * _FORM.size)
+        self._at = slot % SLOTS * _FORM.size
+        self._pulse = Pulse(now, now, 0.0, 0, os.getpid())
+        self._write()
+
+    def turned(self, now: float) -> None:
+        before = self._pulse
+        self._pulse = before._replace(turned_at=now, longest_s=max(before.longest_s, now - before.turned_at))
+        self._write()
+
+    def stepped(self, now: float) -> None:
+        self._pulse = self._pulse._replace(stepped_at=now, steps=self._pulse.steps + 1)
+        self._write()
+
+    def _write(self) -> None:
+        _FORM.pack_into(self._memory, self._at, *self._pulse)
+
+
+class Pulses:
+    """The worker's side: memory that goes with this process, however it ends."""
+
+    def __init__(self) -> None:
+        self._file = os.memfd_create("batchweave-pulses")
+        os.truncate(self._file, SLOTS * _FORM.size)
+        self._memory = mmap.mmap(self._file, SLOTS * _FORM.size, prot=mmap.PROT_READ)
+
+    @property
+    def path(self) -> Path:
+        """Where other processes of this user find it."""
+        return Path(f"/proc/{os.getpid()}/fd/{self._file}")
+
+    def read(self) -> list[Pulse]:
+        """Of every scheduler that has begun."""
+        found = (Pulse(*each) for each in _FORM.iter_unpack(self._memory))
+        return [pulse for pulse in found if pulse.pid]
+
+    def close(self) -> None:
+        self._memory.close()
+        os.close(self._file)
+
+
+@dataclass(frozen=True, slots=True)
+class Health:
+    """`age_s`: since a step ended, or a loop turned, while requests were in flight. `limit_s`: more is a hang."""
+
+    age_s: float
+    limit_s: float
+
+    @classmethod
+    def of(cls, found: Sequence[Pulse], busy_since: float | None, now: float, limit_s: float) -> "Health":
+        """`busy_since`: when the requests in flight began to be some; None while there are none."""
+        longest_s = max((each.longest_s for each in found), default=0.0)
+        most_s = FIRST_STEPS * limit_s
+        limit_s = min(max(limit_s, SPARE * longest_s), most_s) if any(each.steps for each in found) else most_s
+        if busy_since is None or not found:
+            return cls(0.0, limit_s)
+        # Of several ranks some may rest: it is enough that one steps, but the loop of each must turn.
+        last = min(max(each.stepped_at for each in found), min(each.turned_at for each in found))
+        return cls(now - max(last, busy_since), limit_s)
+
+
+class Watch:
+    """Ends engine and worker together where the engine hangs, so that somebody starts them again."""
+
+    def __init__(self, pulses: Pulses, limit_s: float, busy_since: Callable[[], float | None]) -> None:
+        self._pulses, self._limit_s, self._busy_since = pulses, limit_s, busy_since
+        self._stopped = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="watch", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def stop(self) -> None:
+        self._stopped.set()
+        if self._thread.is_alive():
+            self._thread.join()
+
+    @property
+    def health(self) -> Health:
+        return Health.of(self._pulses.read(), self._busy_since(), time.monotonic(), self._limit_s)
+
+    def _run(self) -> None:
+        while not self._stopped.wait(CHECK_S):
+            health = self.health
+            if health.age_s > health.limit_s:
+                log.critical(
+                    "the engine hangs: no step has ended for %.0f s, more than %.0f s; it is killed with this worker",
+                    *(health.age_s, health.limit_s),
+                )
+                end_together([each.pid for each in self._pulses.read()])
+
+
+def end_together(pids: Sequence[int]) -> None:
+    """Kill these processes, and this one, with its process group where it leads one."""
+    for pid in pids:
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+    if os.getpgrp() == os.getpid():
+        os.killpg(0, signal.SIGKILL)
+    os.kill(os.getpid(), signal.SIGKILL)

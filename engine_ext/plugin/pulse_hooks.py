@@ -1,0 +1,53 @@
+"""Where SGLang's scheduler writes its pulse: at each turn of its loop, and at the end of each step."""
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from sglang.srt.plugins.hook_registry import HookType
+
+from engine_ext.plugin.options import handed_over
+from engine_ext.plugin.pulse import Beating
+
+IDLE_MS = 15_000
+
+_mine: Beating | None = None
+
+
+def _beating(scheduler: Any) -> Beating | None:
+    global _mine
+    options = handed_over() if _mine is None else None
+    if options is not None and options.pulses is not None:
+        ranks = scheduler.ps
+        slot = ((ranks.dp_rank or 0) * ranks.pp_size + ranks.pp_rank) * ranks.tp_size + ranks.tp_rank
+        _mine = Beating(Path(options.pulses), slot, time.monotonic())
+    return _mine
+
+
+def process_input_requests(original: Callable[..., Any], scheduler: Any, *args: Any, **kwargs: Any) -> Any:
+    """SGLang calls it once in each turn of its loop, of whatever kind that is."""
+    mine = _beating(scheduler)
+    if mine is not None:
+        mine.turned(time.monotonic())
+    return original(scheduler, *args, **kwargs)
+
+
+def stepped(scheduler: Any) -> None:
+    """Note that a step has ended."""
+    mine = _beating(scheduler)
+    if mine is not None:
+        mine.stepped(time.monotonic())
+
+
+def maybe_sleep(original: Callable[..., None], sleeper: Any) -> None:
+    """Sleep until a message comes, or for long: each turn of an idle loop looks through all of SGLang's state."""
+    sleeper.poller.poll(IDLE_MS)
+    original(sleeper)
+
+
+_SCHEDULER = "sglang.srt.managers.scheduler.Scheduler"
+HOOKS = [
+    (f"{_SCHEDULER}.process_input_requests", process_input_requests, HookType.AROUND),
+    ("sglang.srt.managers.scheduler_components.idle_sleeper.IdleSleeper.maybe_sleep", maybe_sleep, HookType.AROUND),
+]
