@@ -16,6 +16,16 @@ class Desk:
         self._busy: set[str] = set()
         self._resting: dict[str, tuple[int, float]] = {}  # failures so far, and until when
 
+    @property
+    def enough(self) -> int:
+        """So many items hold one that is free, where there is one."""
+        now = self._clock()
+        return len(self._busy) + sum(until > now for _, until in self._resting.values()) + 1
+
+    @property
+    def in_work(self) -> int:
+        return len(self._busy)
+
     @asynccontextmanager
     async def take(self, keys: Iterable[str]) -> AsyncGenerator[str | None, None]:
         """The first of these that is free, or None. An exception in the block is logged, and the item rests."""

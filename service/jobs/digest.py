@@ -43,7 +43,10 @@ class Digest:
 
     def add(self, line: bytes) -> None:
         """Count a line of the error file."""
-        found = _decoder.decode(line)
+        try:
+            found = _decoder.decode(line)
+        except (msgspec.DecodeError, RecursionError):  # an engine's body may be anything
+            found = _Line(None)
         response = found.response
         status = response.status_code if response else None
         error = (response.body.error if response else found.error) or _Error()

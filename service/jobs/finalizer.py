@@ -1,7 +1,8 @@
 """The finalizer: joins shards into the output and error files, one line per custom_id, and ends the batch."""
 
-from collections import defaultdict
-from collections.abc import AsyncIterator, Callable, Sequence
+import time
+from collections import OrderedDict, defaultdict
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -24,22 +25,29 @@ from service.db.tables import (
     Slice,
     SliceBatch,
     SliceStatus,
+    fixed,
 )
 from service.early_results import RUNS_AT_ONCE, answers_of, early_runs, run_sizes
-from service.jobs.desk import Desk
 from service.jobs.digest import Digest
+from service.jobs.fair_turns import FairDesk
 from service.jobs.input_order import InputOrder
 from service.jobs.lines import custom_id_of
+from service.metrics.counters import BATCHES_ENDED
 from service.queue.counts import Counts
 from service.request_index import Records, RequestIndex
 from service.shards import Answer, Shard
 from service.storage import Storage, Writer, file_key
 
-READ_REQUESTS = 1000
+READ_REQUESTS, READ_BYTES = 1000, 16 * 1024 * 1024
+ROUND = 64  # batches of which one look takes note
+SETTLE_S = 3.0  # a worker notices within one that a batch has ended, and writes what it has half a second later
+REMEMBERED = 10_000
 EXPIRED = ("batch_expired", "This request could not be executed before the completion window expired.")
 CANCELLED = ("batch_cancelled", "This request was not executed because the batch was cancelled.")
 LOST = ("server_error", "The service has no answer for this request. Submit it again.")
 log = structlog.get_logger()
+
+_ENDS = Batch.status.in_([BatchStatus.FINALIZING, BatchStatus.CANCELLING])
 
 
 class EndedElsewhere(Exception):
@@ -88,39 +96,48 @@ class Finalizer:
         self._database = database
         self._storage = storage
         self._clock = clock
-        self._desk = Desk("finalizer", clock)
+        self._desk = FairDesk("finalizer", database, clock)
+        self._since: OrderedDict[str, float] = OrderedDict()  # by batch that ends while workers have a part of it
 
     async def run_once(self) -> bool:
-        """End one batch that can end; whether there was one."""
+        """End one batch that can end; whether there was one. Projects take turns by weight."""
         await self._begin_finished()
+        async with self._desk.take(_ENDS, self._first) as taken:
+            if taken is not None:
+                with tracing.stage("finalize", [taken.batch_id]):
+                    async with self._database.read() as session:
+                        batch = (await session.scalars(select(Batch).where(Batch.id == taken.batch_id))).one()
+                    taken.work += batch.total
+                    await self.finalize(batch)
+                self._since.pop(taken.batch_id, None)
+        return taken is not None
+
+    async def _first(self, project_id: str) -> Sequence[str]:
+        leased = exists().where(SliceBatch.batch_id == Batch.id, SliceBatch.status == fixed(SliceStatus.LEASED))
+        mine = select(Batch.id, leased).where(Batch.project_id == project_id, _ENDS)
         async with self._database.read() as session:
-            ending = (
-                await session.scalars(
-                    select(Batch)
-                    .where(Batch.status.in_([BatchStatus.FINALIZING, BatchStatus.CANCELLING]))
-                    .order_by(Batch.seq)
-                )
-            ).all()
-        by_id = {batch.id: batch for batch in ending}
-        async with self._desk.take(by_id) as batch_id:
-            if batch_id is not None:
-                with tracing.stage("finalize", [batch_id]):
-                    await self.finalize(by_id[batch_id])
-        return batch_id is not None
+            found = (await session.execute(mine.order_by(Batch.seq).limit(self._desk.enough + ROUND))).all()
+        return [batch_id for batch_id, is_leased in found if not is_leased or self._is_settled(batch_id)]
+
+    def _is_settled(self, batch_id: str) -> bool:
+        """Whether no worker answers requests of the batch any more, of which one has a part still.
+
+        After a cancel they do for a moment, and what they answer then is counted and must be in the files.
+        """
+        since = self._since.setdefault(batch_id, time.monotonic())
+        if len(self._since) > REMEMBERED:
+            self._since.popitem(last=False)
+        return time.monotonic() - since >= SETTLE_S
 
     async def _begin_finished(self) -> None:
         """Move to finalizing the batches whose every request is planned and every slice done."""
-        unfinished = exists().where(
-            SliceBatch.batch_id == Batch.id, Slice.id == SliceBatch.slice_id, Slice.status != SliceStatus.DONE
+        is_done = (
+            (Batch.status == fixed(BatchStatus.IN_PROGRESS))
+            & (Batch.slices_left == fixed(0))
+            & (Batch.planned == Batch.total)
         )
         async with self._database.read() as session:
-            finished = (
-                await session.scalars(
-                    select(Batch.id).where(
-                        Batch.status == BatchStatus.IN_PROGRESS, Batch.planned == Batch.total, ~unfinished
-                    )
-                )
-            ).all()
+            finished = (await session.scalars(select(Batch.id).where(is_done).order_by(Batch.seq).limit(ROUND))).all()
         if finished:
             async with self._database.write() as session:
                 for batch_id in finished:
@@ -219,14 +236,17 @@ class Finalizer:
 
     async def _names(self, batch: Batch, records: Records) -> Sequence[str | None]:
         """Their custom_ids; None where the input was removed from the store behind our back, so that batches end."""
+        names: list[str | None] = []
+        offsets, lengths = records["offset"].tolist(), records["length"].tolist()
         try:
-            lines = await self._storage.read_ranges(
-                file_key(batch.input_file_id), records["offset"].tolist(), records["length"].tolist()
-            )
+            for first, after in _by_bytes(lengths, READ_BYTES):
+                key = file_key(batch.input_file_id)
+                lines = await self._storage.read_ranges(key, offsets[first:after], lengths[first:after])
+                names += map(_name_of, lines)
         except FileNotFoundError:
             log.exception("input file is gone", batch=batch.id, file=batch.input_file_id)
             return [None] * len(records)
-        return [custom_id_of(line) for line in lines]
+        return names
 
     async def _commit(
         self,
@@ -259,8 +279,30 @@ class Finalizer:
             for file in (output, errors):
                 await self._storage.delete(file_key(file.id))
             return
+        BATCHES_ENDED.labels(ending.value).inc()
         tracing.batch_ended(batch.id, ending, batch.created_at, now)
         log.info("ended", batch=batch.id, status=ending, completed=output.lines, failed=errors.lines)
+
+
+def _by_bytes(lengths: Sequence[int], most: int) -> Iterator[tuple[int, int]]:
+    """Runs [first, after) of what together has at most so many bytes, or is one."""
+    first = size = 0
+    for at, length in enumerate(lengths):
+        if size + length > most and at > first:
+            yield first, at
+            first, size = at, 0
+        size += length
+    if lengths:
+        yield first, len(lengths)
+
+
+def _name_of(line: bytes) -> str | None:
+    """None for a line that nobody can read, so that no line keeps its batch from ending."""
+    try:
+        return custom_id_of(line)
+    except (msgspec.DecodeError, RecursionError):
+        log.exception("a line of the input cannot be read")
+        return None
 
 
 async def _let_slices_go(session: AsyncSession, batch_id: str) -> None:
@@ -276,3 +318,6 @@ async def _let_slices_go(session: AsyncSession, batch_id: str) -> None:
         .where(Slice.id.in_(mine), Slice.status != SliceStatus.DONE, Slice.id.not_in(shared))
         .values(status=SliceStatus.DONE, owner=None, lease_until=None)
     )
+    done = select(Slice.id).where(Slice.status == SliceStatus.DONE, Slice.id.in_(mine))
+    left = SliceBatch.slice_id.in_(done) & (SliceBatch.status != SliceStatus.DONE)
+    await session.execute(update(SliceBatch).where(left).values(status=SliceStatus.DONE))

@@ -1,14 +1,17 @@
 """The requests of a window, read from the indexes of their batches."""
 
+import asyncio
 from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
 
+from engine_ext.plan import warm_up
 from engine_ext.plan.blend import Wishes
+from engine_ext.plan.cost import CostModel
 from engine_ext.plan.lengths import LONGEST, UNKNOWN
 from engine_ext.plan.prompts import Prompts
-from engine_ext.plan.window import Outputs
+from engine_ext.plan.window import Outputs, Shape, WindowPlan, plan_window
 from service.jobs.fair_window import Span, fitting
 from service.plan_artifact import PLACE, Places
 from service.request_index import RequestIndex
@@ -41,6 +44,13 @@ class Gathered:
         tenant = np.array([projects.index(span.project_id) for span in self.spans], dtype=np.int64)
         batch = self.places["batch"]
         return Wishes(np.maximum(ends, 0.0)[batch], tenant[batch], np.array([weights[each] for each in projects]))
+
+
+async def plan_of(found: Gathered, cost: CostModel, now: float, settings: Settings) -> WindowPlan:
+    """The plan of what was gathered, made in a thread; the first one waits until its loops are compiled."""
+    shape = Shape(slice_requests=settings.slice_requests)
+    await asyncio.to_thread(warm_up.ensure)
+    return await asyncio.to_thread(plan_window, found.prompts, found.outputs, cost, found.wishes(now), shape)
 
 
 async def gather(storage: Storage, settings: Settings, wanted: list[Span]) -> Gathered:

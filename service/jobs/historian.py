@@ -4,11 +4,11 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from redis.asyncio import Redis
-from sqlalchemy import func, select
+from sqlalchemy import exists, func, select
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from service.db.sessions import Database
-from service.db.tables import Batch, BatchStatus
+from service.db.tables import Batch, BatchStatus, SliceBatch, SliceStatus, fixed
 from service.jobs.paces import Paces
 from service.queue.history import History
 from service.queue.progress import Heartbeat, Progress
@@ -25,7 +25,15 @@ RATES = (
     "reads_per_second",
     "retractions_per_second",
 )
-RUNNING = (BatchStatus.IN_PROGRESS, BatchStatus.FINALIZING, BatchStatus.CANCELLING)
+MOST_BATCHES = 1000  # that are noted one by one
+_IN_PROGRESS = Batch.status == fixed(BatchStatus.IN_PROGRESS)
+_LEASED = exists().where(SliceBatch.batch_id == Batch.id, SliceBatch.status == fixed(SliceStatus.LEASED))
+_RUNS = Batch.status.in_([BatchStatus.FINALIZING, BatchStatus.CANCELLING]) | (
+    _IN_PROGRESS & (_LEASED | (Batch.completed + Batch.failed > 0))
+)
+_UNFINISHED = select(func.coalesce(func.sum(Batch.total - Batch.completed - Batch.failed), 0)).where(
+    _IN_PROGRESS, ~Batch.held
+)
 
 
 class Historian:
@@ -43,16 +51,16 @@ class Historian:
             return False
         now = int(self._clock())
         async with self._database.read() as session:
-            running = (await session.scalars(select(Batch).where(Batch.status.in_(RUNNING), ~Batch.held))).all()
+            running = (await session.scalars(select(Batch).where(_RUNS).limit(MOST_BATCHES))).all()
+            unfinished = int((await session.execute(_UNFINISHED)).scalar_one())
             ended = await self._ended(session)
         answered = {batch.id: _answers(batch) for batch in ended}
         alive = await self._heartbeat.alive()
-        unfinished = 0
         for batch in running:
             counts = await self._progress.counts(self._database, batch.id)
             answered[batch.id] = counts.answered
             if batch.status == BatchStatus.IN_PROGRESS:
-                unfinished += batch.total - counts.answered
+                unfinished -= max(counts.answered - batch.completed - batch.failed, 0)
                 await self._history.note_batch(batch.id, now, counts)
         seen = {batch.id: batch for batch in (*running, *ended)}  # one may end between the two questions
         self._paces.look(list(seen.values()), answered, {state["model"] for state in alive}, now)
@@ -66,8 +74,8 @@ class Historian:
         """Those that ended since the last look."""
         if self._paces.looked_at is None:
             return []
-        ended_at = func.coalesce(Batch.completed_at, Batch.cancelled_at, Batch.expired_at)
-        return (await session.scalars(select(Batch).where(ended_at >= self._paces.looked_at))).all()
+        ended = select(Batch).where(Batch.ended_at >= self._paces.looked_at, Batch.status != BatchStatus.FAILED)
+        return (await session.scalars(ended.limit(MOST_BATCHES))).all()
 
 
 def _answers(batch: Batch) -> int:

@@ -47,6 +47,7 @@ class IndexWriter:
     records: Writer
     tokens: Writer
     context_length: int | None = None
+    fails_lines: bool = False  # a request that is too long is left to the engine, which fails it alone
     _places: list[Place] = field(default_factory=list[Place])
     _bodies: list[dict[str, Any]] = field(default_factory=list[dict[str, Any]])
     _bytes: int = 0
@@ -91,11 +92,12 @@ class IndexWriter:
         """Refuse what the engine would refuse for its length; a prompt that is not known to the token is left to it."""
         answer = max(asked_output(self.endpoint, body).most, 1)
         fewest = len(prompt.ids) if prompt.is_exact else prompt.fewest
-        if self.context_length is None or fewest + answer <= self.context_length:
+        if self.context_length is None or self.fails_lines or fewest + answer <= self.context_length:
             return
         message = (
             f"The prompt has {len(prompt.ids)} tokens, and with {answer} for the answer that is more than the context "
-            f"of the model, {self.context_length} tokens. Shorten the prompt or lower max_tokens."
+            f"of the model, {self.context_length} tokens. Shorten the prompt, lower max_tokens, or "
+            "create the batch with 'on_long_line': 'fail_line', which runs the others."
         )
         self.checker.add(LineError("context_length_exceeded", message, line, "body"))
 

@@ -1,15 +1,22 @@
 """Checks on the lines of a batch file: every fault that needs no engine, with its line and a code of OpenAI's."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
+import numpy as np
 
 from service.endpoints import BY_PATH, ENDPOINTS
+from service.jobs.body_limits import body_faults
 from service.jobs.custom_ids import CustomIds
 
 MAX_ERRORS = 1000
 MAX_CUSTOM_ID = 512
+MAX_NESTING = 200  # far from where parsers give up, each at a depth of its own
+MAX_BRACKETS = 100_000  # each is an object for as long as the line is looked at
+_STEPS = np.zeros(256, np.int8)
+_STEPS[list(b"[{")], _STEPS[list(b"]}")] = 1, -1
 
 
 class RequestLine(msgspec.Struct):
@@ -55,6 +62,7 @@ class LineChecker:
 
     endpoint: str
     only: frozenset[str] | None = None  # custom_ids that are wanted of the file; all
+    allow_patterns: bool = False  # see body_limits.PATTERNS
     model: str | None = None  # what the first good line asks for
     model_line: int = 0
     requests: int = 0
@@ -67,9 +75,13 @@ class LineChecker:
             return None
         try:
             request = self._parse(raw)
-            self._judge(number, request)
         except Fault as fault:
             self.add(LineError(fault.code, fault.message, number, fault.param))
+            return None
+        faults = [*self._judge_envelope(number, request), *self._judge_body(number, request.body)]
+        for fault in faults:
+            self.add(LineError(fault.code, fault.message, number, fault.param))
+        if faults:
             return None
         if self.only is not None and request.custom_id not in self.only:
             return None
@@ -85,39 +97,63 @@ class LineChecker:
             raw.decode()
         except UnicodeDecodeError as error:
             raise Fault("invalid_encoding", f"The line is not UTF-8 at byte {error.start + 1}.") from error
+        brackets, depth = nesting(raw)
+        if depth > MAX_NESTING:
+            raise Fault("invalid_json_line", f"The line is nested more than {MAX_NESTING} deep.")
+        if brackets > MAX_BRACKETS:
+            raise Fault("invalid_json_line", f"The line has more than {MAX_BRACKETS} brackets outside its strings.")
         try:
             return _decoder.decode(raw)
         except (msgspec.DecodeError, RecursionError) as error:
             raise _explain(raw, error) from error
 
-    def _judge(self, number: int, request: RequestLine) -> None:
+    def _judge_envelope(self, number: int, request: RequestLine) -> Iterator[Fault]:
         if not request.custom_id:
-            raise Fault("missing_required_parameter", "'custom_id' is empty.", "custom_id")
-        if len(request.custom_id) > MAX_CUSTOM_ID:
-            raise Fault("invalid_request", f"custom_id is longer than {MAX_CUSTOM_ID} characters.", "custom_id")
-        self.custom_ids.add(number, request.custom_id)
+            yield Fault("missing_required_parameter", "'custom_id' is empty.", "custom_id")
+        elif len(request.custom_id) > MAX_CUSTOM_ID:
+            yield Fault("invalid_request", f"custom_id is longer than {MAX_CUSTOM_ID} characters.", "custom_id")
+        else:
+            self.custom_ids.add(number, request.custom_id)
         if request.method != "POST":
-            raise Fault("invalid_method", f"method must be 'POST', not {quoted(request.method)}.", "method")
-        if request.url != self.endpoint:
-            if request.url not in ENDPOINTS:
-                raise Fault("invalid_url", f"url {quoted(request.url)} is none of {', '.join(ENDPOINTS)}.", "url")
-            raise Fault("url_mismatch", f"url {request.url!r} is not the batch's endpoint {self.endpoint!r}.", "url")
-        for name in BY_PATH[self.endpoint].required:
-            if not request.body.get(name):
-                raise Fault("missing_required_parameter", f"'body.{name}' is missing or empty.", f"body.{name}")
-        if request.body.get("stream"):
-            raise Fault("streaming_unsupported", "A batch cannot stream: remove 'stream'.", "body.stream")
-        self._judge_model(number, request.body["model"])
+            yield Fault("invalid_method", f"method must be 'POST', not {quoted(request.method)}.", "method")
+        if request.url not in ENDPOINTS:
+            yield Fault("invalid_url", f"url {quoted(request.url)} is none of {', '.join(ENDPOINTS)}.", "url")
+        elif request.url != self.endpoint:
+            yield Fault("url_mismatch", f"url {request.url!r} is not the batch's endpoint {self.endpoint!r}.", "url")
 
-    def _judge_model(self, number: int, model: Any) -> None:
+    def _judge_body(self, number: int, body: dict[str, Any]) -> Iterator[Fault]:
+        for name in BY_PATH[self.endpoint].required:
+            if not body.get(name):
+                yield Fault("missing_required_parameter", f"'body.{name}' is missing or empty.", f"body.{name}")
+        if body.get("stream"):
+            yield Fault("streaming_unsupported", "A batch cannot stream: remove 'stream'.", "body.stream")
+        for param, reason in body_faults(body, self.allow_patterns):
+            yield Fault("invalid_request", f"'body.{param}' {reason}.", f"body.{param}")
+        if body.get("model"):
+            yield from self._judge_model(number, body["model"])
+
+    def _judge_model(self, number: int, model: Any) -> Iterator[Fault]:
         if not isinstance(model, str):
-            raise Fault("invalid_request", "'body.model' must be a string.", "body.model")
-        if self.model is None:
+            yield Fault("invalid_request", "'body.model' must be a string.", "body.model")
+        elif self.model is None:
             self.model, self.model_line = model, number
         elif model != self.model:
             first = f"{quoted(self.model)} of line {self.model_line}"
             message = f"model {quoted(model)} is not {first}: a batch names one model."
-            raise Fault("model_mismatch", message, "body.model")
+            yield Fault("model_mismatch", message, "body.model")
+
+
+def nesting(raw: bytes) -> tuple[int, int]:
+    """How many brackets and braces there are, and how deep they stand in one another; those in strings aside.
+
+    Cheap for lines with few of them, and linear for all, a string without an end included.
+    """
+    if raw.count(b"[") + raw.count(b"{") <= MAX_NESTING:
+        return 0, 0
+    text = np.frombuffer(raw.replace(rb"\\", b"").replace(rb"\"", b""), np.uint8)
+    is_outside = np.cumsum(text == ord('"'), dtype=np.int32) % 2 == 0
+    steps = np.where(is_outside, _STEPS[text], 0)
+    return int(np.count_nonzero(steps)), int(np.cumsum(steps, dtype=np.int32).max(initial=0))
 
 
 def duplicate(custom_id: str, number: int, before: int) -> LineError:

@@ -5,23 +5,25 @@ from collections.abc import Callable
 
 import numpy as np
 import structlog
-from sqlalchemy import select, update
+from sqlalchemy import func, select, update
 
-from engine_ext.plan.window import Shape, WindowPlan, plan_window
+from engine_ext.plan.window import WindowPlan
 from service import ids, tracing
 from service.db.moves import rows_changed
 from service.db.sessions import Database
-from service.db.tables import Batch, BatchStatus, Project, Slice, SliceBatch, Window
+from service.db.tables import Batch, BatchStatus, Project, Slice, SliceBatch, Window, fixed
 from service.jobs.costs import Costs
 from service.jobs.desk import Desk
 from service.jobs.fair_window import Span, fill
-from service.jobs.gather import gather
+from service.jobs.gather import gather, plan_of
 from service.plan_artifact import Places, PlanArtifact, PlanHeader
 from service.plan_picture import picture_of
+from service.queue.urgency import urgent_at
 from service.settings import Settings
 from service.storage import Storage
 
 LOGGED = 64  # batches that one line names
+MOST_BATCHES = 1000  # of a project in one window
 log = structlog.get_logger()
 
 
@@ -59,21 +61,29 @@ class Planner:
         return model is not None
 
     async def _pending(self) -> dict[str, list[Span]]:
-        """By model, what is not planned yet, earliest deadline first, as much as a window holds."""
+        """By model, what is not planned yet, earliest deadline first, as much as a window holds.
+
+        Of a project so many batches are looked at as make a window; the others come with the next.
+        """
+        place = func.row_number().over(
+            partition_by=(Batch.model, Batch.project_id), order_by=(Batch.expires_at, Batch.seq)
+        )
+        unplanned = (Batch.status == fixed(BatchStatus.IN_PROGRESS)) & (Batch.planned < Batch.total)
+        left = Batch.total - Batch.planned
+        columns = (Batch.id, Batch.model, Batch.project_id, Batch.index_id, Batch.planned, Batch.expires_at, Batch.seq)
+        first = select(*columns, left.label("left"), place.label("place")).where(unplanned, ~Batch.held).subquery()
+        query = (
+            select(first, Project.weight)
+            .join(Project, Project.id == first.c.project_id)
+            .where(first.c.place <= MOST_BATCHES)
+            .order_by(first.c.expires_at, first.c.seq)
+        )
         async with self._database.read() as session:
-            rows = (
-                await session.execute(
-                    select(Batch, Project.weight)
-                    .join(Project, Project.id == Batch.project_id)
-                    .where(Batch.status == BatchStatus.IN_PROGRESS, ~Batch.held, Batch.planned < Batch.total)
-                    .order_by(Batch.expires_at, Batch.seq)
-                )
-            ).all()
+            rows = (await session.execute(query)).all()
         waiting: dict[str, list[Span]] = {}
-        for batch, weight in rows:
-            left = batch.total - batch.planned
-            span = Span(batch.id, batch.project_id, weight, batch.index_id or "", batch.planned, left, batch.expires_at)
-            waiting.setdefault(batch.model or "", []).append(span)
+        for row in rows:
+            span = Span(row.id, row.project_id, row.weight, row.index_id or "", row.planned, row.left, row.expires_at)
+            waiting.setdefault(row.model or "", []).append(span)
         return {model: fill(spans, self._settings.window_requests) for model, spans in waiting.items()}
 
     async def plan(self, model: str, wanted: list[Span]) -> None:
@@ -81,8 +91,7 @@ class Planner:
         found = await gather(self._storage, self._settings, wanted)
         cost = await self._costs.of(model)
         now = self._clock()
-        shape = Shape(slice_requests=self._settings.slice_requests)
-        plan = await asyncio.to_thread(plan_window, found.prompts, found.outputs, cost, found.wishes(now), shape)
+        plan = await plan_of(found, cost, now, self._settings)
         artifact = PlanArtifact(self._storage, ids.plan_id())
         header = PlanHeader(
             model=model,
@@ -147,7 +156,15 @@ class Planner:
             ]
             session.add_all(slices)
             await session.flush()
+            parts = [0] * len(spans)
             for each in slices:
                 members, counts = np.unique(order["batch"][each.first : each.first + each.count], return_counts=True)
                 for member, count in zip(members.tolist(), counts.tolist(), strict=True):
                     session.add(SliceBatch(slice_id=each.id, batch_id=spans[member].batch_id, total=count))
+                    parts[member] += 1
+            rest = Batch.planned - Batch.completed - Batch.failed
+            for span, count in zip(spans, parts, strict=True):
+                told = {"slices": Batch.slices + count, "slices_left": Batch.slices_left + count}
+                await session.execute(
+                    update(Batch).where(Batch.id == span.batch_id).values(**told, urgent_at=urgent_at(rest))
+                )

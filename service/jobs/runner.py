@@ -6,11 +6,13 @@ import time
 from collections.abc import Awaitable, Callable
 from dataclasses import asdict, dataclass
 from time import perf_counter
+from typing import Any
 
 import structlog
 from redis.asyncio import Redis
 from sqlalchemy.dialects import postgresql, sqlite
 
+from service.db.clock import SYNC_S, SharedClock
 from service.db.sessions import Database
 from service.db.tables import Model
 from service.jobs.expiry import Expiry
@@ -23,10 +25,15 @@ from service.jobs.sweeper import Sweeper
 from service.jobs.validator import Validator
 from service.jobs.webhooks import Webhooks
 from service.metrics.counters import JOB_FAILURES, JOBS
+from service.model_costs import context_length_of
+from service.queue.bell import SELDOM_S, Bell, Job
+from service.queue.history import EVERY_S
 from service.settings import Settings
 from service.storage import Storage
 
 SWEEP_S = 60.0
+EXPIRY_S = 5.0
+STOP_S = 5.0  # for what is under way at a stop
 log = structlog.get_logger()
 
 
@@ -43,55 +50,118 @@ async def register_model(database: Database, settings: Settings, abilities: Abil
 
     The planner's source counts, since it is the one that reads it.
     """
-    row = {
+    row: dict[str, Any] = {
         "name": settings.served_model,
         "source": settings.model_source,
         "created_at": int(time.time()),
+        "context_length": await asyncio.to_thread(context_length_of, settings),
         **(asdict(abilities) if abilities else {}),
     }
-    told = ("source",) if abilities is None else ("context_length", "endpoints")
+    told = ("source", "context_length") if abilities is None else ("context_length", "endpoints")
     async with database.write() as session:
         insert = postgresql.insert if session.get_bind().dialect.name == "postgresql" else sqlite.insert
         statement = insert(Model).values(row)
         await session.execute(
-            statement.on_conflict_do_update(index_elements=["name"], set_={name: row[name] for name in told})
+            statement.on_conflict_do_update(
+                index_elements=["name"], set_={name: row[name] for name in told if row[name] is not None}
+            )
         )
 
 
 async def run_jobs(database: Database, storage: Storage, redis: Redis, settings: Settings, stop: asyncio.Event) -> None:
     """Run until `stop`; a job that fails is logged and tried again."""
-    clock = time.time
+    clock, bell = SharedClock(database), Bell(redis, settings.poll_s)
+    await clock.sync()
     await register_model(database, settings)
     # Several loops of one job work on several batches at once, so that a large one does not hold up the small.
-    jobs: list[tuple[str, Callable[[], Awaitable[object]], float, int]] = [
-        ("validator", Validator(database, storage, settings, clock).run_once, settings.poll_s, 3),
-        ("planner", Planner(database, storage, settings, clock).run_once, settings.poll_s, 1),
-        ("previewer", Previewer(database, storage, settings, clock).run_once, settings.poll_s, 1),
-        ("reconciler", Reconciler(database, redis, settings.lease_s, clock).run_once, settings.poll_s * 2, 1),
-        ("finalizer", Finalizer(database, storage, clock).run_once, settings.poll_s, 3),
-        ("expiry", Expiry(database, storage, clock).run_once, 1.0, 1),
-        ("webhooks", Webhooks(database, settings, clock).run_once, settings.poll_s, 4),
-        ("historian", Historian(database, redis, clock).run_once, 1.0, 1),
-        ("sweeper", Sweeper(database, storage, clock).run_once, SWEEP_S, 1),
+    jobs = [
+        _Work(Job.VALIDATOR, Validator(database, storage, settings, clock).run_once, loops=3),
+        _Work(Job.PLANNER, Planner(database, storage, settings, clock).run_once),
+        _Work(Job.PREVIEWER, Previewer(database, storage, settings, clock).run_once),
+        _Work(
+            Job.RECONCILER,
+            Reconciler(database, redis, settings.lease_s, clock).run_once,
+            seldom_s=min(10.0, settings.lease_s / 3),
+            rest_s=0.1,
+        ),
+        _Work(Job.FINALIZER, Finalizer(database, storage, clock).run_once, loops=3),
+        _Work(Job.EXPIRY, Expiry(database, storage, clock).run_once, seldom_s=EXPIRY_S),
+        _Work(Job.WEBHOOKS, Webhooks(database, settings, clock).run_once, seldom_s=10.0, loops=4),
+        _Work(Job.HISTORIAN, Historian(database, redis, clock).run_once, seldom_s=EVERY_S),
+        _Work(Job.SWEEPER, Sweeper(database, storage, clock).run_once, seldom_s=SWEEP_S),
     ]
     async with asyncio.TaskGroup() as group:
-        for name, run_once, pause_s, loops in jobs:
-            for _ in range(loops):
-                group.create_task(_repeat(name, run_once, pause_s, stop))
+        tasks = [group.create_task(bell.listen(stop)), group.create_task(_keep_time(clock, stop))]
+        for work in jobs:
+            for number in range(work.loops):
+                tasks.append(group.create_task(_repeat(work, bell, stop, is_first=number == 0)))
+        await stop.wait()
+        # What takes minutes, as the validation of a large file, is begun again by the next process.
+        await asyncio.wait(tasks, timeout=STOP_S)
+        for task in tasks:
+            task.cancel()
 
 
-async def _repeat(name: str, run_once: Callable[[], Awaitable[object]], pause_s: float, stop: asyncio.Event) -> None:
-    failures = 0
+@dataclass(frozen=True, slots=True)
+class _Work:
+    """A job and how often it looks for something to do, should nobody ring for it.
+
+    `rest_s`: between two rounds, of one that every worker rings for.
+    """
+
+    job: Job
+    run_once: Callable[[], Awaitable[object]]
+    seldom_s: float = SELDOM_S
+    loops: int = 1
+    rest_s: float = 0.0
+
+
+# What a job that has done something leaves to others.
+_AFTER = {
+    Job.VALIDATOR: (Job.PLANNER, Job.PREVIEWER, Job.WEBHOOKS),
+    Job.PLANNER: (Job.RECONCILER,),
+    Job.FINALIZER: (Job.WEBHOOKS,),
+    Job.EXPIRY: (Job.FINALIZER, Job.WEBHOOKS),
+}
+# One round of these does all there is to do.
+_WHOLE = {Job.RECONCILER, Job.EXPIRY, Job.HISTORIAN, Job.SWEEPER}
+
+
+async def _repeat(work: _Work, bell: Bell, stop: asyncio.Event, is_first: bool) -> None:
+    """The job's first loop looks by itself; the others only when somebody rings, as the first does."""
+    failures, name = 0, work.job.value
     while not stop.is_set():
+        found: object = False
         try:
             started = perf_counter()
-            if await run_once():
+            found = await work.run_once()
+            if found:
                 JOBS.labels(name).observe(perf_counter() - started)
+                await bell.ring(*_AFTER.get(work.job, ()))
             failures = 0
         except Exception:  # the edge of a job: nothing is lost, the next round sees the same rows
             failures += 1
             JOB_FAILURES.labels(name).inc()
             log.exception("job failed", job=name, failures=failures)
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(min(0.25 * 2 ** min(failures, 10), 30.0)):
+                    await stop.wait()
+            continue
+        if found and work.job not in _WHOLE:
+            if work.loops > 1:
+                bell.wake(work.job)
+            await asyncio.sleep(0)
+            continue
+        await bell.wait(work.job, stop, work.seldom_s if is_first else None)
+        await asyncio.sleep(work.rest_s)
+
+
+async def _keep_time(clock: SharedClock, stop: asyncio.Event) -> None:
+    while not stop.is_set():
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(min(pause_s * 2 ** min(failures, 10), max(pause_s, 30.0))):
+            async with asyncio.timeout(SYNC_S):
                 await stop.wait()
+        try:
+            await clock.sync()
+        except Exception as error:  # it goes on as it went
+            log.warning("the database's clock was not read", error=repr(error))

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 
 import structlog
-from sqlalchemy import delete, select
+from sqlalchemy import delete, exists, false, func, select
 
 from service.db.moves import LIVE
 from service.db.sessions import Database
@@ -16,6 +16,8 @@ CHUNK = 500  # names per query
 DAY_S = 24 * 3600
 KEEP_DELIVERIES_S = 30 * DAY_S  # webhook deliveries that have ended
 KEEP_AUDIT_S = 400 * DAY_S
+KEEP_SLICES_S = DAY_S  # of ended batches, so that people can look at how one ran
+WINDOWS = 20  # deleted in one round
 log = structlog.get_logger()
 
 
@@ -27,7 +29,7 @@ class Sweeper:
 
     async def run_once(self) -> bool:
         """Look through the store once; whether anything was deleted."""
-        swept = 0
+        swept, store_now = 0, await self._storage.now()
         judges = {"shards": self._shards, "indexes": self._indexes, "plans": self._plans, "uploads": self._uploads}
         for prefix, judge in judges.items():
             names = await self._storage.folders(prefix)
@@ -35,10 +37,11 @@ class Sweeper:
                 chunk = names[at : at + CHUNK]
                 known, needed = await judge(chunk)
                 for name in set(chunk) - needed:
-                    swept += await self._sweep(f"{prefix}/{name}", name in known)
-        swept += await self._files()
-        swept += await self._storage.delete_staged(self._clock() - YOUNG_S)
+                    swept += await self._sweep(f"{prefix}/{name}", name in known, store_now)
+        swept += await self._files(store_now)
+        swept += await self._storage.delete_staged(store_now - YOUNG_S)
         await self._records()
+        await self._slices()
         if swept:
             log.info("swept", folders=swept)
         return swept > 0
@@ -51,11 +54,26 @@ class Sweeper:
             await session.execute(delete(WebhookDelivery).where(ended))
             await session.execute(delete(AuditEvent).where(AuditEvent.at < now - KEEP_AUDIT_S))
 
-    async def _sweep(self, folder: str, known: bool) -> bool:
+    async def _slices(self) -> None:
+        """Delete the windows of which every batch has ended a while ago, with their slices."""
+        long_ago = Batch.ended_at < self._clock() - KEEP_SLICES_S
+        of_window = SliceBatch.slice_id.in_(select(Slice.id).where(Slice.window_id == Window.id))
+        wanted = exists().where(of_window, Batch.id == SliceBatch.batch_id, ~func.coalesce(long_ago, false()))
+        oldest = select(Window.id).where(Window.created_at < self._clock() - KEEP_SLICES_S).order_by(Window.id)
+        async with self._database.read() as session:
+            windows = (await session.scalars(oldest.where(~wanted).limit(WINDOWS))).all()
+        for window_id in windows:
+            mine = select(Slice.id).where(Slice.window_id == window_id)
+            async with self._database.write() as session:
+                await session.execute(delete(SliceBatch).where(SliceBatch.slice_id.in_(mine)))
+                await session.execute(delete(Slice).where(Slice.window_id == window_id))
+                await session.execute(delete(Window).where(Window.id == window_id))
+
+    async def _sweep(self, folder: str, known: bool, store_now: float) -> bool:
         """Delete the folder if a row knows it, and so says that it is not needed, or if it is old."""
         if not known:
             newest = max((await self._storage.modified(folder)).values(), default=0.0)
-            if newest > self._clock() - YOUNG_S:
+            if newest > store_now - YOUNG_S:
                 return False
         await self._storage.delete_all(folder)
         return True
@@ -96,10 +114,10 @@ class Sweeper:
             by_name = {str(upload_id): status for upload_id, status in rows}
         return set(by_name), {name for name, status in by_name.items() if status == UploadStatus.PENDING}
 
-    async def _files(self) -> int:
+    async def _files(self, store_now: float) -> int:
         """Files that were written, but whose row never came or is deleted."""
         modified = await self._storage.modified("files")
-        old = [key.rsplit("/", 1)[-1] for key, at in modified.items() if at <= self._clock() - YOUNG_S]
+        old = [key.rsplit("/", 1)[-1] for key, at in modified.items() if at <= store_now - YOUNG_S]
         swept = 0
         for at in range(0, len(old), CHUNK):
             chunk = old[at : at + CHUNK]

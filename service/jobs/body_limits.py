@@ -1,0 +1,269 @@
+"""What a request may ask of an engine that others use at the same time.
+
+Each bound stands for a value that was seen to hang SGLang's scheduler or its worker for everybody, to fill their
+memory, or to be answered wrongly (docs/reliability.md). The bodies are as the client sent them.
+"""
+
+import re
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+from service.jobs.patterns import risk
+
+MOST_CHOICES = 128
+MOST_PROMPTS = 1000
+MOST_TEXTS = 2048  # to embed, score or rank in one request
+MOST_LOGPROBS = 100
+MOST_LOGPROB_CELLS = 1_000_000
+MOST_BIASES = 1024
+MOST_STOPS, MOST_STOP_CHARACTERS = 16, 1024
+MOST_STOP_IDS = 1024
+MOST_TOOLS = 128
+MOST_PARTS = 4096  # messages of a chat, and parts of them
+SCHEMA_CHARACTERS = 64 * 1024
+SCHEMA_DEPTH = 128  # of the JSON, two for a level of the schema
+MOST_ENUM = 1000
+MOST_PROPERTIES = 256
+MOST_COUNTED_PROPERTIES = 64  # of an object that says how many of them it has
+MOST_NUMBERS = 32  # with bounds
+MOST_LENGTHS = 32  # patterns and bounds of lengths
+MOST_DIFFERENT_LENGTHS = 8  # of these; each that is new takes seconds to compile
+MOST_WAYS = 256  # choices and references
+MOST_LABELS = 128
+UNSAID_TOKENS = 32_768  # of an answer whose request does not say how long it may be
+MOST_TYPES = 8
+
+# By which one line can stop an engine; BATCHWEAVE_ALLOW_PATTERNS lets them through.
+PATTERNS = ("stop_regex", "regex", "ebnf")
+_REFUSED = {
+    "custom_logit_processor": "code, which the engine would run",
+    "lora_path": "adapters are not served",
+    "return_hidden_states": "hidden states are not returned",
+    "return_routed_experts": "routed experts are not returned",
+    "routed_experts_start_len": "routed experts are not returned",
+    "input_embeds": "prompts are text or token ids",
+}
+# What the chat template is rendered with; a request that sets these replaces the template or runs another.
+_TEMPLATE_NAMES = frozenset(
+    {"chat_template", "tokenize", "tools", "messages", "conversation", "documents", "padding", "truncation"}
+    | {"max_length", "tokenizer_kwargs", "continue_final_message", "add_generation_prompt"}
+)
+_CHOICES = ("anyOf", "oneOf", "allOf")
+_NUMBERS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")
+_LENGTHS = {"pattern": str, "minLength": int, "maxLength": int}
+_OUTPUT_FIELDS = ("max_completion_tokens", "max_tokens", "max_output_tokens")
+
+
+class BodyFault(NamedTuple):
+    """A field of the body, and why its value is refused."""
+
+    param: str
+    reason: str
+
+
+def body_faults(body: dict[str, Any], allow_patterns: bool = False) -> Iterator[BodyFault]:
+    """Every field that may not reach an engine; `allow_patterns`: see PATTERNS."""
+    if not allow_patterns:
+        for name in PATTERNS:
+            if body.get(name) is not None:
+                yield BodyFault(name, "refused: a pattern can stop the engine for everybody. Use response_format")
+    for name, reason in _REFUSED.items():
+        if body.get(name) not in (None, False, "", []):
+            yield BodyFault(name, f"refused: {reason}")
+    yield from _counts(body)
+    yield from _stops(body)
+    yield from _logits(body)
+    yield from _template(body)
+    yield from _tools(body)
+    yield from _formats(body, allow_patterns)
+
+
+def _counts(body: dict[str, Any]) -> Iterator[BodyFault]:
+    for name in ("n", "best_of"):
+        if body.get(name) is not None and not _is_whole(body[name], 1, MOST_CHOICES):
+            yield BodyFault(name, f"must be a whole number from 1 to {MOST_CHOICES}")
+    if body.get("seed") is not None and not _is_whole(body["seed"], -(2**63), 2**63 - 1):
+        yield BodyFault("seed", "must be a whole number of 64 bits")
+    answers = _choices(body)
+    if answers > MOST_PROMPTS:
+        yield BodyFault("prompt", f"asks for {answers} answers; at most {MOST_PROMPTS} in one request")
+    labels = body.get("label_token_ids")
+    if isinstance(labels, list) and len(labels) > MOST_LABELS:
+        yield BodyFault("label_token_ids", f"has {len(labels)} ids; at most {MOST_LABELS}")
+    for name in ("input", "items", "documents"):
+        given = body.get(name)
+        if isinstance(given, list) and len(given) > MOST_TEXTS and not isinstance(given[0], int):
+            yield BodyFault(name, f"has {len(given)} parts; at most {MOST_TEXTS} in one request")
+
+
+def _choices(body: dict[str, Any]) -> int:
+    """How many answers a request asks for: those of each prompt."""
+    prompt = body.get("prompt")
+    prompts = len(prompt) if isinstance(prompt, list) and prompt and not isinstance(prompt[0], int) else 1
+    return prompts * (int(body["n"]) if _is_whole(body.get("n"), 1, MOST_CHOICES) else 1)
+
+
+def _echoed(body: dict[str, Any]) -> int:
+    """Tokens of the prompt that are answered with, at most: a token has a character at least."""
+    prompt = body.get("prompt") if body.get("echo") else None
+    given = prompt if isinstance(prompt, list) and prompt and not isinstance(prompt[0], int) else [prompt]
+    return max(len(each) if isinstance(each, str | list) else 0 for each in given)
+
+
+def _stops(body: dict[str, Any]) -> Iterator[BodyFault]:
+    stop = body.get("stop")
+    stops = [stop] if isinstance(stop, str) else stop if isinstance(stop, list) else []
+    if len(stops) > MOST_STOPS:
+        yield BodyFault("stop", f"has {len(stops)} strings; at most {MOST_STOPS}")
+    elif any(len(each) > MOST_STOP_CHARACTERS for each in stops if isinstance(each, str)):
+        yield BodyFault("stop", f"has a string of more than {MOST_STOP_CHARACTERS} characters")
+    ids = body.get("stop_token_ids")
+    if isinstance(ids, list) and len(ids) > MOST_STOP_IDS:
+        yield BodyFault("stop_token_ids", f"has {len(ids)} ids; at most {MOST_STOP_IDS}")
+
+
+def _logits(body: dict[str, Any]) -> Iterator[BodyFault]:
+    asked = {name: body[name] for name in _OUTPUT_FIELDS if body.get(name) is not None}
+    for name, value in asked.items():
+        if not _is_whole(value, 0, 2**31 - 1):
+            yield BodyFault(name, "must be a whole number")
+    most = 0
+    for name in ("logprobs", "top_logprobs"):
+        value = body.get(name)
+        if value is None or isinstance(value, bool):
+            continue
+        if not _is_whole(value, 0, MOST_LOGPROBS):
+            yield BodyFault(name, f"must be a whole number from 0 to {MOST_LOGPROBS}")
+        else:
+            most = max(most, int(value))
+    answers = max((int(value) for value in asked.values() if _is_whole(value, 0, 2**31 - 1)), default=UNSAID_TOKENS)
+    tokens = (answers + _echoed(body)) * _choices(body)
+    if most * tokens > MOST_LOGPROB_CELLS:
+        name = "top_logprobs" if body.get("top_logprobs") else "logprobs"
+        yield BodyFault(name, f"{most} for each of {tokens} tokens; at most {MOST_LOGPROB_CELLS:,} in all")
+    bias = body.get("logit_bias")
+    if isinstance(bias, dict):
+        if len(bias) > MOST_BIASES:
+            yield BodyFault("logit_bias", f"has {len(bias)} tokens; at most {MOST_BIASES}")
+        elif not all(re.fullmatch(r"0|[1-9][0-9]{0,9}", key) for key in bias):
+            yield BodyFault("logit_bias", "has a key that is no token id")
+
+
+def _template(body: dict[str, Any]) -> Iterator[BodyFault]:
+    given = body.get("chat_template_kwargs")
+    if body.get("chat_template") is not None:
+        yield BodyFault("chat_template", "refused: the template is the model's")
+    if not isinstance(given, dict):
+        return
+    for name in given:
+        if name in _TEMPLATE_NAMES or name.startswith("return_"):
+            yield BodyFault("chat_template_kwargs", f"may not set {name[:64]!r}")
+
+
+def _tools(body: dict[str, Any]) -> Iterator[BodyFault]:
+    tools = body.get("tools")
+    if isinstance(tools, list):
+        if len(tools) > MOST_TOOLS:
+            yield BodyFault("tools", f"has {len(tools)} tools; at most {MOST_TOOLS}")
+        elif reason := schema_risk(tools):
+            yield BodyFault("tools", reason)
+    messages = body.get("messages")
+    if _parts_in(messages) > MOST_PARTS:
+        yield BodyFault("messages", f"has more than {MOST_PARTS} messages and parts")
+    if isinstance(messages, list) and any(isinstance(each, dict) and each.get("tools") for each in messages):
+        yield BodyFault("messages", "tools stand in 'tools', not in a message")
+
+
+def _parts_in(messages: Any) -> int:
+    """How many messages and parts of messages there are."""
+    if not isinstance(messages, list):
+        return 0
+    contents = [each.get("content") for each in messages if isinstance(each, dict)]
+    return len(messages) + sum(len(each) for each in contents if isinstance(each, list))
+
+
+def _formats(body: dict[str, Any], allow_patterns: bool) -> Iterator[BodyFault]:
+    wanted = body.get("response_format")
+    if isinstance(wanted, dict):
+        if wanted.get("type") == "structural_tag" and not allow_patterns:
+            yield BodyFault("response_format", "structural tags are refused: they hold patterns")
+        elif reason := schema_risk(wanted):
+            yield BodyFault("response_format", reason)
+    is_free = wanted is None or (isinstance(wanted, dict) and wanted.get("type") == "text")
+    is_bound = not is_free or body.get("tool_choice") not in (None, "auto", "none")
+    if is_bound and body.get("min_tokens"):
+        yield BodyFault("min_tokens", "cannot be kept where response_format or tool_choice say what may be answered")
+    schema = body.get("json_schema")
+    if schema is not None:
+        yield BodyFault("json_schema", "refused: use response_format")
+
+
+def schema_risk(schema: Any) -> str | None:
+    """Why a JSON schema is refused: a grammar made of it would take minutes, gigabytes, or seconds a token."""
+    depth, left = 0, [(schema, 1)]
+    counts: dict[str, int] = dict.fromkeys(("characters", "properties", "numbers", "lengths", "ways"), 0)
+    different = set[Any]()
+    while left:
+        value, at = left.pop()
+        depth = max(depth, at)
+        if depth > SCHEMA_DEPTH:
+            return f"the schema is nested more than {SCHEMA_DEPTH} deep"
+        if isinstance(value, dict):
+            if reason := _object_risk(value, counts, different):
+                return reason
+            counts["characters"] += sum(map(len, value)) + 4 * len(value)
+            left += [(each, at + 1) for each in value.values()]
+        elif isinstance(value, list):
+            counts["characters"] += 2 * len(value)
+            left += [(each, at + 1) for each in value[:SCHEMA_CHARACTERS]]
+        else:
+            counts["characters"] += len(value) if isinstance(value, str) else 8
+        if counts["characters"] > SCHEMA_CHARACTERS:
+            return f"the schema has more than {SCHEMA_CHARACTERS // 1024} KiB"
+    for name, about, most in (
+        ("properties", "properties", MOST_PROPERTIES),
+        ("numbers", "numbers with bounds", MOST_NUMBERS),
+        ("ways", "choices and references", MOST_WAYS),
+    ):
+        if counts[name] > most:
+            return f"the schema has {counts[name]} {about}; at most {most}"
+    return None
+
+
+def _object_risk(value: dict[str, Any], counts: dict[str, int], different: set[Any]) -> str | None:
+    """Of one object of a schema; adds to what is counted of all of it, and to its `different` lengths and patterns."""
+    properties, enum, kind = value.get("properties"), value.get("enum"), value.get("type")
+    counts["properties"] += len(properties) if isinstance(properties, dict) else 0
+    counts["numbers"] += any(isinstance(value.get(name), int | float) for name in _NUMBERS)
+    counts["lengths"] += sum(isinstance(value.get(name), kind) for name, kind in _LENGTHS.items())
+    named = value.get("patternProperties")
+    counts["lengths"] += len(named) if isinstance(named, dict) else 0
+    counts["lengths"] += isinstance(value.get("format"), str)
+    if counts["lengths"] > MOST_LENGTHS:  # before any of them is looked at
+        return f"the schema has more than {MOST_LENGTHS} patterns and bounds of lengths"
+    counts["ways"] += isinstance(value.get("$ref"), str)
+    counts["ways"] += sum(len(value[each]) for each in _CHOICES if isinstance(value.get(each), list))
+    if any(isinstance(value.get(each), int) for each in ("minLength", "maxLength")):
+        different.add((str(value.get("minLength")), str(value.get("maxLength"))))
+    texts = (value.get("pattern"), value.get("format"), *(named if isinstance(named, dict) else ()))
+    different.update(str(each) for each in texts if each)
+    if len(different) > MOST_DIFFERENT_LENGTHS:
+        return f"the schema has more than {MOST_DIFFERENT_LENGTHS} different patterns and bounds of lengths"
+    counted = any(value.get(each) is not None for each in ("minProperties", "maxProperties"))
+    if counted and isinstance(properties, dict) and len(properties) > MOST_COUNTED_PROPERTIES:
+        return f"an object with minProperties or maxProperties has more than {MOST_COUNTED_PROPERTIES} properties"
+    if isinstance(enum, list) and len(enum) > MOST_ENUM:
+        return f"an enum has {len(enum)} values; at most {MOST_ENUM}"
+    if isinstance(kind, list) and (len(kind) > MOST_TYPES or not all(isinstance(each, str) for each in kind)):
+        return f"a 'type' is neither a name nor a list of at most {MOST_TYPES} names"
+    patterns = [value.get("pattern"), *(named if isinstance(named, dict) else ())]
+    for pattern in patterns:
+        if isinstance(pattern, str) and (reason := risk(pattern)):
+            return f"the pattern {pattern[:64]!r} is refused: {reason}"
+    return None
+
+
+def _is_whole(value: Any, least: int, most: int) -> bool:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return False
+    return value == value and value == int(value) and least <= value <= most if abs(value) < 2**64 else False
