@@ -1,6 +1,6 @@
 """The HTTP application: routes, and every error in OpenAI's envelope."""
 
-import time
+import asyncio
 from collections.abc import AsyncGenerator, Callable
 from contextlib import asynccontextmanager
 from importlib.metadata import version
@@ -14,38 +14,53 @@ from sqlalchemy.exc import DataError, DBAPIError, InterfaceError, OperationalErr
 from sqlalchemy.exc import TimeoutError as PoolTimeout
 from starlette.exceptions import HTTPException
 
-from service.api import batches, content, files, health, metrics, models, uploads, webhooks, workers
+from service.api import batches, content, files, health, metrics, models, reference, uploads, webhooks, workers
+from service.api.bodies import explain
 from service.api.context import Context
 from service.api.edge import Edge
 from service.dashboard import add_dashboard, error_page, is_page, wrong_form
+from service.db.clock import SYNC_S, SharedClock
 from service.db.sessions import Database
 from service.early_results import EarlyResults
 from service.errors import ApiError, BadRequest, MethodNotAllowed, NotFound, PayloadTooLarge, Unavailable
+from service.queue.bell import Bell
 from service.queue.connection import open_redis
 from service.queue.history import History
 from service.queue.progress import Heartbeat, Progress
 from service.serving import Outlook
 from service.settings import Settings
 from service.storage import Storage
+from service.webhooks.secrets import Seal, sealing_key
 
 # Redis only adds to what the API shows: one that hangs must not hold up a page.
 LOOK_S, LOOK_AGAIN_S = 1.0, 5.0
+LOOK_POLLS = 8  # how old what it knows of other batches may be, in the service's polls
 log = structlog.get_logger()
 
 
-def create_app(settings: Settings, clock: Callable[[], float] = time.time) -> FastAPI:
-    """The application over the parts that the settings name; they open when it starts."""
+def create_app(settings: Settings, clock: Callable[[], float] | None = None) -> FastAPI:
+    """The application over the parts that the settings name; they open when it starts.
+
+    `clock`: unix seconds; the database's if none is given.
+    """
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncGenerator[None, None]:
         database = Database(settings.database, settings.database_timeout_s)
         redis = open_redis(settings.redis, LOOK_S)
         storage = Storage.open(settings.storage)
-        early = EarlyResults(database, storage, clock)
+        shared = SharedClock(database)
+        now = clock or shared
+        keeping = asyncio.create_task(_keep_time(shared))
+        early = EarlyResults(database, storage, now)
         progress = Progress(redis, LOOK_AGAIN_S)
-        outlook = Outlook(database, Heartbeat(redis), History(redis), settings.poll_s)
-        app.state.context = Context(database, storage, redis, settings, clock, early, progress, outlook)
+        outlook = Outlook(database, Heartbeat(redis), History(redis), LOOK_POLLS * settings.poll_s)
+        bell = Bell(redis, settings.poll_s)
+        seal = Seal(sealing_key(settings))
+        app.state.context = Context(database, storage, redis, settings, now, early, progress, outlook, bell, seal)
         yield
+        keeping.cancel()
+        await asyncio.wait([keeping])
         await redis.aclose()
         await database.close()
 
@@ -54,11 +69,13 @@ def create_app(settings: Settings, clock: Callable[[], float] = time.time) -> Fa
         version=version("batchweave"),
         summary="Offline batch inference on SGLang behind an OpenAI-style Batch API",
         lifespan=lifespan,
+        docs_url=None,  # both would load scripts from another host
+        redoc_url=None,
     )
-    for module in (files, content, uploads, batches, models, webhooks, workers, health, metrics):
+    for module in (reference, files, content, uploads, batches, models, webhooks, workers, health, metrics):
         app.include_router(module.router)
     add_dashboard(app)
-    app.add_middleware(Edge)
+    app.add_middleware(Edge, logs=settings.access_log)
     app.add_exception_handler(ApiError, _api_error)
     app.add_exception_handler(RequestValidationError, _validation_error)
     app.add_exception_handler(HTTPException, _http_error)
@@ -69,6 +86,15 @@ def create_app(settings: Settings, clock: Callable[[], float] = time.time) -> Fa
     app.add_exception_handler(BaseError, _storage_error)
     app.add_exception_handler(Exception, _unexpected_error)
     return app
+
+
+async def _keep_time(clock: SharedClock) -> None:
+    while True:
+        try:
+            await clock.sync()
+        except Exception as error:  # the database may be away; the clock goes on as it went
+            log.warning("the database's clock was not read", error=repr(error))
+        await asyncio.sleep(SYNC_S)
 
 
 def _answer(request: Request, error: ApiError) -> Response:
@@ -95,7 +121,7 @@ def _validation_error(request: Request, error: Exception) -> Response:
     if first["loc"][0] == "path":
         return _answer(request, NotFound("No object can have this id.", param=param))
     code = "missing_required_parameter" if first["type"] == "missing" else "invalid_request"
-    return _answer(request, BadRequest(f"{param or 'body'}: {first['msg']}", code=code, param=param))
+    return _answer(request, BadRequest(f"{param or 'body'}: {explain(first)}", code=code, param=param))
 
 
 def _http_error(request: Request, error: Exception) -> Response:

@@ -9,7 +9,8 @@ ApiError
 ├── PayloadTooLarge     413  invalid_request_error
 ├── RangeNotSatisfiable 416  invalid_request_error
 ├── QuotaReached        429  rate_limit_error, with Retry-After
-└── Unavailable         503  server_error, with Retry-After
+├── Unavailable         503  server_error, with Retry-After
+└── StorageFull         507  server_error, which clients are told not to try again
 
 Clients retry 408, 409, 429 and 5xx, so a fault that stays is never one of those.
 """
@@ -98,6 +99,23 @@ class QuotaReached(ApiError):
         # The client's own retry of a create would look like one whose answer was lost.
         own = {} if self.code == "rate_limit_exceeded" else {"x-should-retry": "false"}
         return {"Retry-After": str(self._retry_after_s), **own}
+
+
+class StorageFull(ApiError):
+    """The store keeps the room that is left for what runs, for deletes and for cancels."""
+
+    status_code = 507
+
+    def __init__(self, free_bytes: int, reserve_bytes: int) -> None:
+        message = (
+            f"The service's disk is nearly full: {free_bytes // 2**20} MiB are free, and {reserve_bytes // 2**20} MiB "
+            "are kept for what runs. Delete files (DELETE /v1/files/{id}), or ask the service's operator for room."
+        )
+        super().__init__(message, code="insufficient_storage")
+
+    @property
+    def headers(self) -> dict[str, str]:
+        return {"x-should-retry": "false"}
 
 
 class Unavailable(ApiError):

@@ -4,6 +4,7 @@ import hashlib
 import ipaddress
 import os
 import socket
+from difflib import get_close_matches
 from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -13,6 +14,8 @@ from pydantic_settings import BaseSettings, SettingsConfigDict
 from pydantic_settings import SettingsError as PydanticSettingsError
 
 DEMO_MODEL = "demo"
+# Of the command line, and of what a worker hands to its engine.
+NOT_SETTINGS = {"BATCHWEAVE_URL", "BATCHWEAVE_API_KEY", "BATCHWEAVE_SCHEDULER"}
 
 
 class SettingsError(Exception):
@@ -32,6 +35,10 @@ class Settings(BaseSettings):
 
     host: str = Field("127.0.0.1", description="address that the API listens on")
     port: Annotated[int, Field(ge=0, le=65535)] = 8080
+    connections_per_address: int = Field(
+        256, ge=0, description="to the API at once from one address; 0 behind a proxy, which must have a bound itself"
+    )
+    access_log: bool = Field(True, description="whether the API logs each request: who, what, how it ended")
     auth: Literal["keys", "none"] | None = Field(
         None, description="whether the API asks for keys; default: keys, but none where it listens on loopback alone"
     )
@@ -67,9 +74,19 @@ class Settings(BaseSettings):
         description="OpenTelemetry collector that traces go to, by HTTP; default: none are made",
     )
 
+    secret_key: str | None = Field(
+        None, min_length=16, description="seals webhook secrets; the same everywhere. Default with SQLite: a file"
+    )
     webhook_private: bool = Field(False, description="let webhooks go to private addresses, and without TLS")
 
-    lease_s: Annotated[float, Field(gt=0)] = 30.0
+    max_batches: int = Field(1000, ge=1, description="that a project may have at once, unless its quota says otherwise")
+    allow_patterns: bool = Field(
+        False, description="let requests bring stop_regex, regex and ebnf, by which one line can stop an engine for all"
+    )
+    step_limit_s: float = Field(
+        60.0, gt=0, description="an engine with requests that ends no step for so long hangs, and is started again"
+    )
+    lease_s: Annotated[float, Field(gt=0, le=3600)] = 30.0
     slice_requests: Annotated[int, Field(ge=1, le=100_000)] = 256
     window_requests: Annotated[int, Field(ge=1)] = 100_000
     window_tokens: Annotated[int, Field(ge=1)] = 100_000_000
@@ -154,8 +171,18 @@ def is_loopback(host: str) -> bool:
         return host == "localhost"
 
 
+def check_names() -> None:
+    """Raises SettingsError for a BATCHWEAVE_ variable that does not exist, with the nearest that does."""
+    known = {variable(name) for name in Settings.model_fields} | NOT_SETTINGS
+    for name in sorted(os.environ):
+        if name.startswith("BATCHWEAVE_") and name not in known:
+            nearest = get_close_matches(name, known, 1)
+            raise SettingsError(f"{name} is no setting" + (f": do you mean {nearest[0]}?" if nearest else "."))
+
+
 def load_settings(**overrides: Any) -> Settings:
     """Settings from the environment; arguments that are not None win. Raises SettingsError that names the variable."""
+    check_names()
     try:
         settings = Settings(**{key: value for key, value in overrides.items() if value is not None})
         if settings.auth == "none" and not is_loopback(settings.host):

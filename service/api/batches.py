@@ -12,18 +12,22 @@ from service.api.again import Again, TriedAgain, digest
 from service.api.bodies import CreateBatch, ObjectId
 from service.api.caller import CalledBy
 from service.api.context import Context, Here
+from service.api.files import check_room
 from service.api.pages import page_rows
 from service.api.shapes import BatchObject, Page
 from service.db.moves import STARTABLE, TERMINAL, move_batch, rows_changed
-from service.db.tables import Batch, BatchStatus, File
+from service.db.tables import FILE_KEEP_S, Batch, BatchStatus, File, OnLongLine
 from service.endpoints import ENDPOINTS
 from service.errors import BadRequest, NotFound
+from service.queue.bell import Job
 from service.queue.counts import Counts
 from service.standing import ENDED, standing
 from service.tenants import audit
 from service.tenants.keys import Caller
 from service.tenants.quotas import check_batches, hold
 
+MOST_WINDOW_S = FILE_KEEP_S
+LISTED_ERRORS = 10  # of a batch in a list
 _UNIT_S = {"m": 60, "h": 3600, "d": 86400}
 
 router = APIRouter(prefix="/v1/batches", tags=["batches"])
@@ -35,6 +39,9 @@ async def create_batch(body: CreateBatch, here: Here, caller: CalledBy, again: T
     if body.endpoint not in ENDPOINTS:
         message = f"endpoint {body.endpoint!r} is none of {', '.join(ENDPOINTS)}."
         raise BadRequest(message, code="invalid_endpoint", param="endpoint")
+    if _window_s(body.completion_window) > MOST_WINDOW_S:
+        message = f"completion_window {body.completion_window!r} is longer than 30d, for which files are kept."
+        raise BadRequest(message, code="invalid_completion_window", param="completion_window")
 
     async def make(session: AsyncSession, now: int) -> Batch:
         file = await _input_file(session, caller, body.input_file_id, now)
@@ -45,12 +52,15 @@ async def create_batch(body: CreateBatch, here: Here, caller: CalledBy, again: T
             custom_metadata=body.metadata,
             output_expires_after_s=body.output_expires_after.seconds if body.output_expires_after else None,
             output_order=body.batchweave.output_order,
+            on_long_line=body.batchweave.on_long_line,
             held=body.batchweave.hold,
         )
 
     asked = body.model_dump()
-    if not body.batchweave.hold:  # as it was before this could be asked for, so that a retry across an upgrade is one
-        del asked["batchweave"]["hold"]
+    # As it was before these could be asked for, so that a retry across an upgrade is one.
+    for name, default in (("hold", False), ("on_long_line", OnLongLine.FAIL_FILE)):
+        if asked["batchweave"][name] == default:
+            del asked["batchweave"][name]
     return await shape(here, await _add_once(here, caller, again, "batch.create", digest(asked), make))
 
 
@@ -85,13 +95,15 @@ async def _add_once(
         found = await again.find(session, project.id, asked, now)
         if found is not None:
             return found
+        check_room(here, 0)
         batch = await make(session, now)
-        await check_batches(session, project)
+        await check_batches(session, project, here.settings.max_batches, now)
         batch.id, batch.status, batch.asked = ids.batch_id(), BatchStatus.VALIDATING, asked
         batch.project_id, batch.idempotency_key = project.id, again.key
-        batch.created_at, batch.expires_at = now, now + _window_s(batch)
+        batch.created_at, batch.expires_at = now, now + _window_s(batch.completion_window)
         session.add(batch)
         audit.note(session, caller, action, batch.id, now)
+    await here.bell.ring(Job.VALIDATOR)
     return batch
 
 
@@ -101,7 +113,11 @@ async def list_batches(
 ) -> Page[BatchObject]:
     async with here.database.read() as session:
         rows = await page_rows(session, Batch, select(Batch), caller.project.id, after=after, limit=limit)
-    return Page[BatchObject].of([await shape(here, row) for row in rows], limit)
+    found = [await shape(here, row) for row in rows]
+    for batch in found:
+        if batch.errors:
+            del batch.errors.data[LISTED_ERRORS:]
+    return Page[BatchObject].of(found, limit)
 
 
 @router.get("/{batch_id}")
@@ -125,6 +141,7 @@ async def retry_batch(batch_id: ObjectId, here: Here, caller: CalledBy, again: T
             custom_metadata=source.custom_metadata,
             output_expires_after_s=source.output_expires_after_s,
             output_order=source.output_order,
+            on_long_line=source.on_long_line,
             retry_of=source.id,
         )
 
@@ -158,12 +175,14 @@ async def start_batch(batch_id: ObjectId, here: Here, caller: CalledBy) -> Batch
         batch = await find_batch(session, caller, batch_id)
         waits = (Batch.id == batch_id) & Batch.held & Batch.status.in_(STARTABLE)
         began = case((Batch.in_progress_at.is_not(None), now))  # not before its file is validated
-        start = update(Batch).where(waits).values(held=False, expires_at=now + _window_s(batch), in_progress_at=began)
+        expires_at = now + _window_s(batch.completion_window)
+        start = update(Batch).where(waits).values(held=False, expires_at=expires_at, in_progress_at=began)
         if rows_changed(await session.execute(start)) == 1:
             audit.note(session, caller, "batch.start", batch_id, now)
         batch = await find_batch(session, caller, batch_id)
         if batch.status not in STARTABLE:
             raise BadRequest(f"The batch is {batch.status}: it cannot start.", code="batch_not_startable", param="id")
+    await here.bell.ring(Job.PLANNER)
     return await shape(here, batch)
 
 
@@ -181,6 +200,7 @@ async def cancel_batch(batch_id: ObjectId, here: Here, caller: CalledBy) -> Batc
                 ": it has ended." if ended else " and ends by itself in a moment."
             )
             raise BadRequest(message, code="batch_not_cancellable", param="id")
+    await here.bell.ring(Job.FINALIZER)
     return await shape(here, batch)
 
 
@@ -194,8 +214,8 @@ async def find_batch(session: AsyncSession, caller: Caller, batch_id: str) -> Ba
     return batch
 
 
-def _window_s(batch: Batch) -> int:
-    return int(batch.completion_window[:-1]) * _UNIT_S[batch.completion_window[-1]]
+def _window_s(window: str) -> int:
+    return int(window[:-1]) * _UNIT_S[window[-1]]
 
 
 def _is_kept(now: int) -> ColumnElement[bool]:
@@ -208,5 +228,5 @@ async def shape(here: Context, batch: Batch) -> BatchObject:
     if batch.status in TERMINAL:
         return BatchObject.of(batch, Counts.of_row(batch), ENDED, here.settings.worker_hour_price)
     counts = await here.progress.counts(here.database, batch.id)
-    found = await standing(here.database, batch, counts, await here.outlook.serving(), here.clock())
+    found = await standing(here.database, batch, counts, await here.outlook.serving(), here.storage.room, here.clock())
     return BatchObject.of(batch, counts, found, here.settings.worker_hour_price)

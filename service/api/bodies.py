@@ -1,10 +1,12 @@
 """What clients send, checked field by field. What the API answers with is in shapes.py."""
 
-from typing import Annotated, Literal
+from collections.abc import Mapping
+from difflib import get_close_matches
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints
 
-from service.db.tables import OutputOrder
+from service.db.tables import OnLongLine, OutputOrder
 from service.webhooks.events import EventType
 
 # Of a file, a batch, a project or a key; an id that no object can have is not looked up.
@@ -39,6 +41,10 @@ class CreateExtras(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
     output_order: OutputOrder = OutputOrder.ANY
+    on_long_line: Annotated[
+        OnLongLine,
+        Field(description="what a request longer than the model's context fails: the file before it runs, or its line"),
+    ] = OnLongLine.FAIL_FILE
     hold: Annotated[
         bool, Field(description="validate it, preview its plan, and run nothing until POST /v1/batches/{id}/start")
     ] = False
@@ -80,3 +86,15 @@ class RotateSecret(BaseModel):
 
 class TestWebhook(BaseModel):
     event_type: EventType
+
+
+def explain(error: Mapping[str, Any]) -> str:
+    """What pydantic says of a field, in words that say what would fit."""
+    field = str(error["loc"][-1])
+    if error["type"] == "string_pattern_mismatch" and field in ("completion_window", "window"):
+        return f"must be 24h, 30m, 7d or the like: a whole number of minutes, hours or days, not {error['input']!r:.40}"
+    if error["type"] == "extra_forbidden":
+        nearest = get_close_matches(field, CreateExtras.model_fields, 1)
+        hint = f"do you mean {nearest[0]!r}?" if nearest else f"there are {', '.join(CreateExtras.model_fields)}."
+        return f"there is no such field; {hint}"
+    return str(error["msg"])

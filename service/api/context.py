@@ -9,10 +9,12 @@ from redis.asyncio import Redis
 
 from service.db.sessions import Database
 from service.early_results import EarlyResults
+from service.queue.bell import Bell
 from service.queue.progress import Heartbeat, Progress
 from service.serving import Outlook
 from service.settings import Settings
 from service.storage import Storage
+from service.webhooks.secrets import Seal
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +27,8 @@ class Context:
     early: EarlyResults
     progress: Progress
     outlook: Outlook
+    bell: Bell
+    seal: Seal
 
     @property
     def heartbeat(self) -> Heartbeat:

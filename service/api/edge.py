@@ -2,53 +2,90 @@
 
 import re
 import secrets
+from collections.abc import Sequence
 from time import perf_counter
 from typing import Any
 
 import structlog
 from starlette.exceptions import HTTPException
+from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from service.metrics.counters import HTTP
-from service.tracing import HttpSpan
+from service.tracing import UNTRACED, HttpSpan
 
-MAX_BODY_BYTES = 1024 * 1024
+MAX_BODY_BYTES = 64 * 1024
+MAX_PARTS_BYTES = 512 * 1024  # of a list of an upload's parts
+MAX_HEAD_BYTES, MAX_COOKIE_BYTES = 32 * 1024, 4 * 1024
+log = structlog.get_logger()
 METHODS = ("GET", "HEAD", "OPTIONS", "POST", "PUT", "PATCH", "DELETE")  # anything else is a caller's invention
+_COMPLETES = re.compile(r"/v1/uploads/[^/]*/complete")
 _STREAMED = re.compile(r"/v1/files|/v1/uploads/[^/]*/parts|/dashboard/files")  # these count for themselves
 
 
 class Edge:
-    def __init__(self, app: ASGIApp) -> None:
+    def __init__(self, app: ASGIApp, logs: bool) -> None:
+        """`logs`: a line for each request."""
         self._app = app
+        self._logs = logs
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
+        if reason := _head_fault(scope["headers"]):
+            await JSONResponse(
+                {
+                    "error": {
+                        "message": reason,
+                        "type": "invalid_request_error",
+                        "param": None,
+                        "code": "headers_too_large",
+                    }
+                },
+                431,
+            )(scope, receive, send)
+            return
         request_id = f"req_{secrets.token_hex(16)}"
         scope.setdefault("state", {})["request_id"] = request_id
 
         method = scope["method"] if scope["method"] in METHODS else "other"
-        started, status, span = perf_counter(), 500, HttpSpan(method, scope["path"], scope["headers"])
+        sent, started, status, span = 0, perf_counter(), 500, HttpSpan(method, scope["path"], scope["headers"])
 
         async def send_with_id(message: Message) -> None:
-            nonlocal status
+            nonlocal status, sent
+            sent += len(message.get("body", b""))
             if message["type"] == "http.response.start":
                 status = message["status"]
                 message["headers"] = [*message.get("headers", []), (b"x-request-id", request_id.encode())]
             await send(message)
 
         with structlog.contextvars.bound_contextvars(request_id=request_id):
-            bounded = receive if _STREAMED.fullmatch(scope["path"]) else _bounded(receive)
+            most = MAX_PARTS_BYTES if _COMPLETES.fullmatch(scope["path"]) else MAX_BODY_BYTES
+            bounded = receive if _STREAMED.fullmatch(scope["path"]) else _bounded(receive, most)
             try:
                 await self._app(scope, bounded, send_with_id)
             finally:
                 route = getattr(scope.get("route"), "path", "other")
-                HTTP.labels(method, route, str(status)).observe(perf_counter() - started)
+                took_s = perf_counter() - started
+                HTTP.labels(method, route, str(status)).observe(took_s)
+                if self._logs and scope["path"] not in UNTRACED:
+                    about = {"method": method, "route": route, "status": status, "ms": round(1000 * took_s, 1)}
+                    log.info("request", **about, bytes=sent, key=scope["state"].get("key", ""))
                 span.end(route, status, request_id)
 
 
-def _bounded(receive: Receive) -> Receive:
+def _head_fault(headers: Sequence[tuple[bytes, bytes]]) -> str | None:
+    """Why a head is refused before anything reads it: Python before 3.11.10 takes hours to unquote a cookie."""
+    if sum(len(name) + len(value) for name, value in headers) > MAX_HEAD_BYTES:
+        return f"The headers have more than {MAX_HEAD_BYTES} bytes."
+    cookies = [value for name, value in headers if name == b"cookie"]
+    if sum(map(len, cookies)) > MAX_COOKIE_BYTES or any(b"\\" in value for value in cookies):
+        return f"The cookies have more than {MAX_COOKIE_BYTES} bytes, or a backslash."
+    return None
+
+
+def _bounded(receive: Receive, most: int) -> Receive:
     """Raises HTTPException 413 when the body is longer than any that a route can use."""
     size = 0
 
@@ -56,8 +93,8 @@ def _bounded(receive: Receive) -> Receive:
         nonlocal size
         message = await receive()
         size += len(message.get("body", b""))
-        if size > MAX_BODY_BYTES:
-            raise HTTPException(413, f"The body is larger than {MAX_BODY_BYTES} bytes.")
+        if size > most:
+            raise HTTPException(413, f"The body is larger than {most} bytes.")
         return message
 
     return count

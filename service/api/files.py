@@ -13,14 +13,15 @@ from service.api.caller import CalledBy
 from service.api.context import Context, Here
 from service.api.multipart import Form, FormReader, form_body
 from service.api.pages import Order, page_rows
+from service.api.plain_text import PlainText, Sink
 from service.api.shapes import FileDeleted, FileObject, Page
 from service.db.moves import LIVE
 from service.db.tables import FILE_KEEP_S, Batch, File
-from service.errors import ApiError, BadRequest, NotFound, PayloadTooLarge
-from service.storage import file_key
+from service.errors import ApiError, BadRequest, NotFound, PayloadTooLarge, StorageFull
+from service.storage import NoRoom, file_key
 from service.tenants import audit
 from service.tenants.keys import Caller
-from service.tenants.quotas import check_bytes, hold
+from service.tenants.quotas import check_bytes, hold, room_for_bytes
 
 FORM_OVERHEAD_BYTES = 1024 * 1024
 
@@ -45,16 +46,25 @@ async def create_file(request: Request, here: Here, caller: CalledBy) -> FileObj
     announced = max(int(length) - FORM_OVERHEAD_BYTES, 0) if re.fullmatch(r"[0-9]{1,18}", length) else 0
     if announced > limit:
         raise PayloadTooLarge(f"The file is larger than {limit} bytes.", code="file_too_large", param="file")
+    check_room(here, announced)
     async with here.database.read() as session:  # rather than refuse it when all of it is here
         await check_bytes(session, caller.project, announced)
-    reader = FormReader(request.headers.get("content-type", ""), limit)
+        left = await room_for_bytes(session, caller.project)
+    reader = FormReader(request.headers.get("content-type", ""), limit if left is None else min(limit, left))
     file_id = ids.file_id()
     try:
         async with here.storage.writer(file_key(file_id)) as writer:
-            form = await reader.read(request.stream(), writer.write)
+            text = PlainText(watched(here, writer.write), limit)
+            form = await reader.read(request.stream(), text.write)
+            await text.end()
+            form.size_bytes = text.size_bytes
             file = _file_row(file_id, caller, form, int(here.clock()))
     except ClientDisconnect as error:
         raise BadRequest("The upload was cut off.") from error
+    except PayloadTooLarge:
+        async with here.database.read() as session:
+            await check_bytes(session, caller.project, reader.form.size_bytes)  # which may be why
+        raise
     try:
         async with here.database.write() as session:
             await check_bytes(session, await hold(session, caller.project.id), file.size_bytes)
@@ -64,6 +74,25 @@ async def create_file(request: Request, here: Here, caller: CalledBy) -> FileObj
         await here.storage.delete(file_key(file_id))
         raise
     return FileObject.of(file)
+
+
+def check_room(here: Context, more: int) -> None:
+    """Raises StorageFull where the disk has no room for so many bytes beside what it keeps."""
+    try:
+        here.storage.check_room(more)
+    except NoRoom as error:
+        room = here.storage.room
+        raise StorageFull(*(room or (0, 0))) from error
+
+
+def watched(here: Context, write: Sink) -> Sink:
+    """`write` for an upload, which ends where the disk has no more room for it."""
+
+    async def write_on(data: bytes) -> object:
+        check_room(here, len(data))
+        return await write(data)
+
+    return write_on
 
 
 def _file_row(file_id: str, caller: Caller, form: Form, now: int) -> File:

@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import Awaitable
-from typing import cast
+from typing import Any, Literal, cast
 
 import structlog
 from fastapi import APIRouter
@@ -10,6 +10,7 @@ from pydantic import BaseModel
 
 from service.api.context import Here
 from service.errors import Unavailable
+from service.queue.progress import STALLED_S
 
 CHECK_S = 5.0
 log = structlog.get_logger()
@@ -22,8 +23,12 @@ class Health(BaseModel):
 
 
 class Readiness(BaseModel):
-    status: str = "ready"
-    workers: int
+    status: Literal["ready", "storage_full"] = "ready"  # full: uploads are refused; deletes and cancels are not
+    workers: int  # alive
+    starting: int = 0  # whose engine starts
+    stalled: int = 0  # of those alive, whose engine has ended no step for half a minute while requests wait
+    step_age_s: float = 0.0  # the longest since a step ended, of those with requests
+    storage_free_bytes: int | None = None  # of a store on a disk
 
 
 @router.get("/healthz")
@@ -38,7 +43,7 @@ async def readyz(here: Here) -> Readiness:
         "database": here.database.check(),
         "redis": cast(Awaitable[object], here.redis.ping()),
         "storage": here.storage.check(),
-        "workers": here.heartbeat.alive(),
+        "workers": here.heartbeat.everyone(),
     }
     results: list[object] = await asyncio.gather(
         *(asyncio.wait_for(check, CHECK_S) for check in checks.values()), return_exceptions=True
@@ -47,4 +52,15 @@ async def readyz(here: Here) -> Readiness:
         if isinstance(result, BaseException):
             log.warning("not ready", part=name, error=repr(result))
             raise Unavailable(f"{name} does not answer.", code="not_ready", param=name)
-    return Readiness(workers=len(cast(list[object], results[-1])))
+    alive, starting = cast(tuple[list[dict[str, Any]], list[object]], results[-1])
+    ages = [float(state.get("step_age_s", 0.0)) for state in alive]
+    stalled = sum(age > STALLED_S for age in ages)
+    room = here.storage.room
+    return Readiness(
+        status="storage_full" if room and room.is_short else "ready",
+        workers=len(alive),
+        starting=len(starting),
+        stalled=stalled,
+        step_age_s=max(ages, default=0.0),
+        storage_free_bytes=room.free_bytes if room else None,
+    )

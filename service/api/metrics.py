@@ -7,9 +7,9 @@ from prometheus_client import CONTENT_TYPE_LATEST, REGISTRY, generate_latest
 from prometheus_client.core import CollectorRegistry, Metric
 from prometheus_client.registry import Collector
 
-from service.api.caller import CalledByAdmin
+from service.api.caller import CalledByMonitor
 from service.api.context import Here
-from service.metrics.queue import queue_metrics
+from service.metrics.queue import queue_metrics, room_metrics
 
 router = APIRouter(tags=["health"])
 
@@ -23,8 +23,11 @@ class _Given(Collector):
 
 
 @router.get("/metrics", response_class=Response)
-async def metrics(here: Here, _caller: CalledByAdmin) -> Response:
-    """In Prometheus' text format; where keys are asked for, one with the role admin as a bearer token."""
+async def metrics(here: Here, _caller: CalledByMonitor) -> Response:
+    """In Prometheus' text format; where keys are asked for, one with the role monitor or operator as a bearer token."""
     registry = CollectorRegistry()
-    registry.register(_Given(await queue_metrics(here.database, here.heartbeat, here.clock())))
+    families = await queue_metrics(here.database, here.heartbeat, here.clock())
+    if room := here.storage.room:
+        families += room_metrics(room)
+    registry.register(_Given(families))
     return Response(generate_latest(REGISTRY) + generate_latest(registry), media_type=CONTENT_TYPE_LATEST)

@@ -9,9 +9,9 @@ from python_multipart.multipart import MultipartParser, parse_options_header
 
 from service.errors import BadRequest, PayloadTooLarge
 
-MAX_FIELD_BYTES = 64 * 1024
+MAX_FIELD_BYTES = 4 * 1024  # of the few fields that there are
 MAX_HEADER_BYTES = 8 * 1024
-MAX_PARTS = 64
+MAX_PARTS = 16
 
 
 @dataclass(slots=True)

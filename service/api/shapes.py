@@ -6,13 +6,12 @@ from typing import Any, Generic, Literal, TypeVar
 from pydantic import BaseModel, Field
 
 from service import ids
-from service.db.tables import Batch, BatchStatus, File, OutputOrder, Upload, UploadStatus, WebhookEndpoint
+from service.db.tables import Batch, BatchStatus, File, OutputOrder, Upload, UploadStatus
 from service.preview import Preview
 from service.queue.counts import Counts
 from service.standing import Standing, work_of
 
 Item = TypeVar("Item")
-WorkerState = Literal["working", "idle", "draining"]
 
 
 class FileObject(BaseModel):
@@ -245,105 +244,6 @@ class BatchObject(BaseModel):
             metadata=batch.custom_metadata,
             batchweave=BatchExtras.of(batch, found, hour_price),
         )
-
-
-class WorkerObject(BaseModel):
-    """A worker that is alive. Rates are those of the last seconds; null before its engine has run a step."""
-
-    id: str
-    object: Literal["worker"] = "worker"
-    model: str
-    host: str
-    machine: str  # its accelerators, or CPU; an emulated device says so
-    state: WorkerState
-    slices: int
-    requests: int
-    started_at: int
-    seen_at: int
-    steps_per_second: float | None
-    tokens_per_second: float | None
-    cost_model_error: float | None  # of step times, as a share of those measured
-
-    @classmethod
-    def of(cls, state: dict[str, Any], is_drained: bool) -> "WorkerObject":
-        """From its heartbeat, of which an older worker may lack a part."""
-        engine = state.get("engine") or []
-        measured = sum(rank.get("step_s", 0.0) for rank in engine)
-        predicted = sum(rank.get("predicted_step_s", 0.0) for rank in engine)
-        return cls(
-            id=state["name"],
-            model=state["model"],
-            host=state.get("host", ""),
-            machine=next((rank["device"] for rank in engine if rank.get("device")), state.get("machine", "")),
-            state="draining" if is_drained else "working" if state["slices"] else "idle",
-            slices=state["slices"],
-            requests=state["requests"],
-            started_at=state.get("started_at", 0),
-            seen_at=state.get("seen_at", 0),
-            steps_per_second=state.get("steps_per_second"),
-            tokens_per_second=state.get("tokens_per_second"),
-            cost_model_error=round(abs(predicted / measured - 1), 4) if measured else None,
-        )
-
-
-class WorkerResumed(BaseModel):
-    id: str
-    object: Literal["worker"] = "worker"
-    drained: bool = False
-
-
-class WebhookObject(BaseModel):
-    id: str
-    object: Literal["webhook_endpoint"] = "webhook_endpoint"
-    created_at: int
-    updated_at: int
-    name: str
-    url: str
-    event_types: list[str]
-    signing_secret_hint: str
-
-    @classmethod
-    def of(cls, endpoint: WebhookEndpoint) -> "WebhookObject":
-        return cls(**_webhook_fields(endpoint))
-
-
-class WebhookWithSecret(WebhookObject):
-    signing_secret: str
-
-    @classmethod
-    def of(cls, endpoint: WebhookEndpoint) -> "WebhookWithSecret":
-        return cls(**_webhook_fields(endpoint), signing_secret=endpoint.secret)
-
-
-def _webhook_fields(endpoint: WebhookEndpoint) -> dict[str, Any]:
-    return {
-        "id": endpoint.id,
-        "created_at": endpoint.created_at,
-        "updated_at": endpoint.updated_at,
-        "name": endpoint.name,
-        "url": endpoint.url,
-        "event_types": endpoint.event_types,
-        "signing_secret_hint": f"…{endpoint.secret[-4:]}",
-    }
-
-
-class WebhookDeleted(BaseModel):
-    id: str
-    object: Literal["webhook_endpoint.deleted"] = "webhook_endpoint.deleted"
-    deleted: Literal[True] = True
-
-
-class WebhookTested(BaseModel):
-    object: Literal["webhook_endpoint.test"] = "webhook_endpoint.test"
-    event_type: str
-    status_code: int
-    success: Literal[True] = True
-    webhook_endpoint_id: str
-
-
-class EventTypes(BaseModel):
-    object: Literal["list"] = "list"
-    data: list[str]
 
 
 class ModelObject(BaseModel):

@@ -12,7 +12,9 @@ from service import ids
 from service.api.bodies import CompleteUpload, CreateUpload, ObjectId
 from service.api.caller import CalledBy
 from service.api.context import Context, Here
+from service.api.files import check_room, watched
 from service.api.multipart import FormReader, form_body
+from service.api.plain_text import PlainText
 from service.api.shapes import UploadObject, UploadPartObject
 from service.db.moves import rows_changed
 from service.db.tables import FILE_KEEP_S, File, Upload, UploadPart, UploadStatus
@@ -20,7 +22,7 @@ from service.errors import ApiError, BadRequest, NotFound, PayloadTooLarge
 from service.storage import file_key, part_key, upload_folder
 from service.tenants import audit
 from service.tenants.keys import Caller
-from service.tenants.quotas import check_bytes, hold
+from service.tenants.quotas import check_bytes, hold, room_for_bytes
 
 PART_BYTES = 64 * 1024 * 1024
 UPLOAD_S = 3600
@@ -36,6 +38,7 @@ async def create_upload(body: CreateUpload, here: Here, caller: CalledBy) -> Upl
     if body.bytes > here.settings.max_file_bytes:
         message = f"A file may have {here.settings.max_file_bytes} bytes."
         raise PayloadTooLarge(message, code="file_too_large", param="bytes")
+    check_room(here, body.bytes)
     now = int(here.clock())
     upload = Upload(
         id=ids.upload_id(),
@@ -60,18 +63,27 @@ async def create_part(upload_id: ObjectId, request: Request, here: Here, caller:
     """Add at most 64 MiB; the order is that in which complete names the parts."""
     upload, _ = await _find(here, caller, upload_id)
     _check_pending(upload, here.clock())
-    reader = FormReader(request.headers.get("content-type", ""), PART_BYTES, field="data")
+    check_room(here, 0)
+    async with here.database.read() as session:
+        sent = select(func.coalesce(func.sum(UploadPart.size_bytes), 0)).where(UploadPart.upload_id == upload_id)
+        before = int((await session.execute(sent)).scalar_one())
+    left = max(0, MAX_PARTS_RATIO * upload.size_bytes - before)
+    reader = FormReader(request.headers.get("content-type", ""), min(PART_BYTES, left), field="data")
     part_id = ids.part_id()
     key = part_key(upload_id, part_id)
     try:
         async with here.storage.writer(key) as writer:
-            form = await reader.read(request.stream(), writer.write)
+            form = await reader.read(request.stream(), watched(here, writer.write))
             if form.filename is None:
                 raise BadRequest("The form has no part 'data'.", code="missing_required_parameter", param="data")
             if not form.size_bytes:
                 raise BadRequest("The part is empty.", code="empty_part", param="data")
     except ClientDisconnect as error:
         raise BadRequest("The upload was cut off.") from error
+    except PayloadTooLarge:
+        if reader.form.size_bytes <= PART_BYTES:
+            raise _too_many(before + reader.form.size_bytes, MAX_PARTS_RATIO * upload.size_bytes) from None
+        raise
     now = int(here.clock())
     part = UploadPart(id=part_id, upload_id=upload_id, size_bytes=form.size_bytes, created_at=now)
     try:
@@ -84,9 +96,7 @@ async def create_part(upload_id: ObjectId, request: Request, here: Here, caller:
             if count >= MAX_PARTS:
                 raise BadRequest(f"An upload has {MAX_PARTS} parts at most.", code="too_many_parts", param="data")
             if before + form.size_bytes > MAX_PARTS_RATIO * upload.size_bytes:
-                most = MAX_PARTS_RATIO * upload.size_bytes
-                message = f"The parts have {before + form.size_bytes} bytes, sent again ones included; at most {most}."
-                raise BadRequest(message, code="too_many_bytes", param="data")
+                raise _too_many(before + form.size_bytes, MAX_PARTS_RATIO * upload.size_bytes)
             session.add(part)
     except ApiError:
         await here.storage.delete(key)
@@ -112,18 +122,29 @@ async def complete_upload(upload_id: ObjectId, body: CompleteUpload, here: Here,
         created_at=now,
         expires_at=now + upload.keep_s,
     )
+    check_room(here, upload.size_bytes)
+    async with here.database.read() as session:
+        room = await room_for_bytes(session, caller.project)
+    limit = here.settings.max_file_bytes
+    most = limit if room is None else min(limit, room + upload.size_bytes)
     try:
-        await _join(here, upload, body, file_key(file.id))
+        file.size_bytes = await _join(here, upload, body, file_key(file.id), most)
     except FileNotFoundError as error:  # another call has completed or cancelled it a moment ago
         upload, stored = await _find(here, caller, upload_id)
         if upload.status == UploadStatus.COMPLETED:
             return UploadObject.of(upload, stored)
         raise BadRequest("The upload has ended meanwhile.", code="upload_not_pending") from error
-    async with here.database.write() as session:
-        won = await _move(session, caller, upload_id, UploadStatus.COMPLETED, file_id=file.id)
-        if won:
-            session.add(file)
-            audit.note(session, caller, "upload.complete", upload_id, now)
+    try:
+        async with here.database.write() as session:
+            project = await hold(session, upload.project_id)
+            won = await _move(session, caller, upload_id, UploadStatus.COMPLETED, file_id=file.id)
+            if won:
+                await check_bytes(session, project, file.size_bytes)  # a gzip file has more than was announced
+                session.add(file)
+                audit.note(session, caller, "upload.complete", upload_id, now)
+    except ApiError:
+        await here.storage.delete(file_key(file.id))
+        raise
     if not won:  # another call was faster, or the upload has ended meanwhile
         await here.storage.delete(file_key(file.id))
     upload, stored = await _find(here, caller, upload_id)
@@ -176,23 +197,36 @@ async def _check_parts(here: Context, upload: Upload, part_ids: Sequence[str]) -
     unknown = next((part_id for part_id in part_ids if part_id not in sizes), None)
     if unknown is not None:
         raise BadRequest(f"The upload has no part {unknown[:100]!r}.", code="part_not_found", param="part_ids")
+    if len(set(part_ids)) < len(part_ids):
+        raise BadRequest("A part is named twice.", code="duplicate_part", param="part_ids")
     total = sum(sizes[part_id] for part_id in part_ids)
     if total != upload.size_bytes:
         message = f"The parts have {total} bytes together; the upload has {upload.size_bytes}."
         raise BadRequest(message, code="bytes_mismatch", param="part_ids")
 
 
-async def _join(here: Context, upload: Upload, body: CompleteUpload, key: str) -> None:
-    """Write the file's object. Raises BadRequest for another MD5, FileNotFoundError for a part that is gone."""
+def _too_many(found: int, most: int) -> BadRequest:
+    message = f"The parts have {found} bytes, sent again ones included; at most {most}."
+    return BadRequest(message, code="too_many_bytes", param="data")
+
+
+async def _join(here: Context, upload: Upload, body: CompleteUpload, key: str, most: int) -> int:
+    """Write the file's object, of at most so many bytes; returns its bytes.
+
+    Raises BadRequest for another MD5, FileNotFoundError for a part that is gone.
+    """
     digest = hashlib.md5(usedforsecurity=False)
     async with here.storage.writer(key) as writer:
+        text = PlainText(watched(here, writer.write), most)
         for part_id in body.part_ids:
             async for chunk in here.storage.stream(part_key(upload.id, part_id)):
                 digest.update(chunk)
-                await writer.write(chunk)
+                await text.write(chunk)
+        await text.end()
         if body.md5 is not None and body.md5.lower() != digest.hexdigest():
             message = f"The file's MD5 is {digest.hexdigest()}, not {body.md5}: send the parts again."
             raise BadRequest(message, code="md5_mismatch", param="md5")
+    return text.size_bytes
 
 
 async def _move(session: AsyncSession, caller: Caller, upload_id: str, to: UploadStatus, **values: str) -> bool:

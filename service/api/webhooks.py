@@ -3,26 +3,31 @@
 from typing import Annotated
 
 from fastapi import APIRouter, Query
-from sqlalchemy import func, select, update
+from sqlalchemy import func, select, true, update
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from service import ids
 from service.api.again import TriedAgain
 from service.api.bodies import CreateWebhook, ObjectId, RotateSecret, TestWebhook, UpdateWebhook
 from service.api.caller import CalledBy, CalledByAdmin
-from service.api.context import Here
+from service.api.context import Context, Here
 from service.api.pages import page_rows
-from service.api.shapes import EventTypes, Page, WebhookDeleted, WebhookObject, WebhookTested, WebhookWithSecret
+from service.api.shapes import Page
+from service.api.webhook_shapes import EventTypes, WebhookDeleted, WebhookObject, WebhookTested, WebhookWithSecret
+from service.db.moves import rows_changed
 from service.db.tables import WebhookDelivery, WebhookEndpoint
-from service.errors import BadRequest, NotFound
+from service.errors import BadRequest, NotFound, QuotaReached
 from service.tenants import audit
 from service.tenants.keys import Caller
+from service.tenants.quotas import hold
 from service.webhooks.delivery import Reach, Unreachable, deliver
 from service.webhooks.events import EVENT_TYPES, active_secrets, event_body
+from service.webhooks.secrets import NoKey
 from service.webhooks.signature import new_secret, signed_headers
 
 DAY_S = 24 * 3600
 MOST_ENDPOINTS = 100  # of a project
+CLAIM_S, TEST_RETRY_S = 60.0, 10
 
 router = APIRouter(prefix="/v1", tags=["webhooks"])
 
@@ -36,25 +41,26 @@ async def list_event_types(_caller: CalledBy) -> EventTypes:
 async def create_webhook(body: CreateWebhook, here: Here, caller: CalledByAdmin) -> WebhookWithSecret:
     """The answer holds the secret that signs, which is shown only here and when it is rotated."""
     _check_url(body.url, here.settings.webhook_private)
-    now = int(here.clock())
+    now, secret = int(here.clock()), new_secret()
     endpoint = WebhookEndpoint(
         id=ids.webhook_id(),
         project_id=caller.project.id,
         name=body.name,
         url=body.url,
         event_types=list(body.event_types),
-        secret=new_secret(),
+        secret=_sealed(here, secret),
         created_at=now,
         updated_at=now,
     )
     async with here.database.write() as session:
+        await hold(session, caller.project.id)  # so that of two at once one counts the other
         mine = (WebhookEndpoint.project_id == caller.project.id) & WebhookEndpoint.deleted_at.is_(None)
         count = select(func.count()).select_from(WebhookEndpoint).where(mine)
         if int((await session.execute(count)).scalar_one()) >= MOST_ENDPOINTS:
             raise BadRequest(f"A project has {MOST_ENDPOINTS} webhook endpoints at most.", code="too_many_endpoints")
         session.add(endpoint)
         audit.note(session, caller, "webhook.create", endpoint.id, now)
-    return WebhookWithSecret.of(endpoint)
+    return WebhookWithSecret.made(endpoint, here.seal, secret)
 
 
 @router.get("/webhook_endpoints")
@@ -64,13 +70,13 @@ async def list_webhooks(
     query = select(WebhookEndpoint).where(WebhookEndpoint.deleted_at.is_(None))
     async with here.database.read() as session:
         rows = await page_rows(session, WebhookEndpoint, query, caller.project.id, after=after, limit=limit)
-    return Page[WebhookObject].of([WebhookObject.of(row) for row in rows], limit)
+    return Page[WebhookObject].of([WebhookObject.of(row, here.seal) for row in rows], limit)
 
 
 @router.get("/webhook_endpoints/{webhook_id}")
 async def get_webhook(webhook_id: ObjectId, here: Here, caller: CalledByAdmin) -> WebhookObject:
     async with here.database.read() as session:
-        return WebhookObject.of(await _find(session, caller, webhook_id))
+        return WebhookObject.of(await _find(session, caller, webhook_id), here.seal)
 
 
 @router.post("/webhook_endpoints/{webhook_id}")
@@ -83,7 +89,7 @@ async def update_webhook(webhook_id: ObjectId, body: UpdateWebhook, here: Here, 
         if any(getattr(endpoint, key) != value for key, value in changes.items()):
             await _change(session, endpoint, updated_at=int(here.clock()), **changes)
             audit.note(session, caller, "webhook.update", webhook_id, here.clock())
-        return WebhookObject.of(endpoint)
+        return WebhookObject.of(endpoint, here.seal)
 
 
 @router.delete("/webhook_endpoints/{webhook_id}")
@@ -107,7 +113,7 @@ async def rotate_secret(
     keep = body is not None and body.keep_old_secret_active_for_24_hours
     async with here.database.write() as session:
         endpoint = await _find(session, caller, webhook_id)
-        now = int(here.clock())
+        now, secret = int(here.clock()), new_secret()
         # The secret of a try whose answer was lost was seen by nobody; the one before it must go on.
         before = endpoint.old_secret if again.is_retry and (endpoint.old_secret_until or 0) > now else endpoint.secret
         await _change(
@@ -115,27 +121,45 @@ async def rotate_secret(
             endpoint,
             old_secret=before if keep else None,
             old_secret_until=now + DAY_S if keep else None,
-            secret=new_secret(),
+            secret=_sealed(here, secret),
             updated_at=now,
         )
         audit.note(session, caller, "webhook.rotate_secret", webhook_id, now)
-        return WebhookWithSecret.of(endpoint)
+        return WebhookWithSecret.made(endpoint, here.seal, secret)
 
 
 @router.post("/webhook_endpoints/{webhook_id}/test")
 async def test_webhook(webhook_id: ObjectId, body: TestWebhook, here: Here, caller: CalledByAdmin) -> WebhookTested:
     """Deliver an event of a batch that does not exist, now; what the receiver answers is `status_code`."""
-    async with here.database.read() as session:
-        endpoint = await _find(session, caller, webhook_id)
     now = here.clock()
+    async with here.database.write() as session:
+        endpoint = await _find(session, caller, webhook_id)
+        free = (WebhookEndpoint.id == webhook_id) & func.coalesce(WebhookEndpoint.busy_until <= now, true())
+        claim = update(WebhookEndpoint).where(free).values(busy_until=now + CLAIM_S)
+        if rows_changed(await session.execute(claim)) != 1:
+            message = "A delivery to this endpoint is under way, or another test."
+            raise QuotaReached(message, TEST_RETRY_S, code="webhook_busy")
     sample = WebhookDelivery(id=ids.event_id(), type=body.event_type, batch_id="batch_test", created_at=int(now))
     content = event_body(sample)
-    headers = signed_headers(sample.id, now, content, active_secrets(endpoint, now))
     try:
+        headers = signed_headers(sample.id, now, content, active_secrets(endpoint, here.seal, now))
         status = await deliver(endpoint.url, content, headers, Reach(here.settings.webhook_private))
+    except NoKey as error:
+        raise BadRequest(f"{error}.", code="webhooks_not_configured") from error
     except Unreachable as error:
         raise BadRequest(f"The URL cannot be reached: {error}.", code="webhook_unreachable", param="url") from error
+    finally:
+        async with here.database.write() as session:
+            over = update(WebhookEndpoint).where(WebhookEndpoint.id == webhook_id).values(busy_until=None)
+            await session.execute(over)
     return WebhookTested(event_type=body.event_type, status_code=status, webhook_endpoint_id=webhook_id)
+
+
+def _sealed(here: Context, secret: str) -> str:
+    try:
+        return here.seal.close(secret)
+    except NoKey as error:
+        raise BadRequest(f"Webhooks are not set up: {error}.", code="webhooks_not_configured") from error
 
 
 def _check_url(url: str, private: bool) -> None:

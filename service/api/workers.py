@@ -9,9 +9,10 @@ from sqlalchemy import delete, select
 from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.ext.asyncio import AsyncSession
 
-from service.api.caller import CalledByAdmin
+from service.api.caller import CalledByMonitor, CalledByOperator
 from service.api.context import Context, Here
-from service.api.shapes import Page, WorkerObject, WorkerResumed
+from service.api.shapes import Page
+from service.api.worker_shapes import WorkerObject, WorkerResumed
 from service.db.moves import rows_changed
 from service.db.tables import DrainedWorker
 from service.errors import NotFound, Unavailable
@@ -24,14 +25,14 @@ router = APIRouter(prefix="/v1/workers", tags=["workers"])
 
 
 @router.get("")
-async def list_workers(here: Here, _caller: CalledByAdmin) -> Page[WorkerObject]:
-    """Those that are alive."""
+async def list_workers(here: Here, _caller: CalledByMonitor) -> Page[WorkerObject]:
+    """Those that are alive, or start."""
     found = await alive_workers(here)
     return Page[WorkerObject].of(found, len(found))
 
 
 @router.post("/{name:path}/drain")
-async def drain_worker(name: WorkerName, here: Here, caller: CalledByAdmin) -> WorkerObject:
+async def drain_worker(name: WorkerName, here: Here, caller: CalledByOperator) -> WorkerObject:
     """Let it end what it has, and take no new slices, also after a restart under the same name."""
     worker = await _find(here, name)
     async with here.database.write() as session:
@@ -43,7 +44,7 @@ async def drain_worker(name: WorkerName, here: Here, caller: CalledByAdmin) -> W
 
 
 @router.post("/{name:path}/resume")
-async def resume_worker(name: WorkerName, here: Here, caller: CalledByAdmin) -> WorkerResumed:
+async def resume_worker(name: WorkerName, here: Here, caller: CalledByOperator) -> WorkerResumed:
     """Let it take slices again, or not begin drained should one of this name start."""
     alive = {worker.id: worker for worker in await alive_workers(here)}
     async with here.database.write() as session:
@@ -55,14 +56,15 @@ async def resume_worker(name: WorkerName, here: Here, caller: CalledByAdmin) -> 
 
 
 async def alive_workers(here: Context) -> list[WorkerObject]:
-    """By name. Raises Unavailable without Redis, which alone knows them."""
+    """By name, those that start last. Raises Unavailable without Redis, which alone knows them."""
     try:
-        states = await here.heartbeat.alive()
+        states, starting = await here.heartbeat.everyone()
     except (RedisError, OSError) as error:
         raise Unavailable("Redis does not answer, which knows the workers.", code="redis_unavailable") from error
     async with here.database.read() as session:
         drained = set(await session.scalars(select(DrainedWorker.name)))
-    return [WorkerObject.of(state, state["name"] in drained) for state in states]
+    alive = [WorkerObject.of(state, state["name"] in drained) for state in states]
+    return [*alive, *(WorkerObject.of_starting(state, here.clock()) for state in starting)]
 
 
 async def _find(here: Context, name: str) -> WorkerObject:

@@ -1,0 +1,80 @@
+"""Webhook endpoints as clients read them; a secret is shown once, in the answer that makes it."""
+
+from typing import Any, Literal
+
+from pydantic import BaseModel, Field
+
+from service.db.tables import WebhookEndpoint
+from service.webhooks.secrets import NoKey, Seal
+
+
+class WebhookExtras(BaseModel):
+    """How deliveries went. One that fails rests, the longer the more failed; `rests_until`: unix seconds."""
+
+    failures: int = Field(description="deliveries that failed since one arrived")
+    rests_until: int | None
+    last_result: str | None
+
+
+class WebhookObject(BaseModel):
+    id: str
+    object: Literal["webhook_endpoint"] = "webhook_endpoint"
+    created_at: int
+    updated_at: int
+    name: str
+    url: str
+    event_types: list[str]
+    signing_secret_hint: str
+    batchweave: WebhookExtras
+
+    @classmethod
+    def of(cls, endpoint: WebhookEndpoint, seal: Seal) -> "WebhookObject":
+        return cls(**_webhook_fields(endpoint, seal))
+
+
+class WebhookWithSecret(WebhookObject):
+    signing_secret: str
+
+    @classmethod
+    def made(cls, endpoint: WebhookEndpoint, seal: Seal, secret: str) -> "WebhookWithSecret":
+        return cls(**_webhook_fields(endpoint, seal), signing_secret=secret)
+
+
+def _webhook_fields(endpoint: WebhookEndpoint, seal: Seal) -> dict[str, Any]:
+    try:
+        hint = f"…{seal.open(endpoint.secret)[-4:]}"
+    except NoKey:
+        hint = "…"
+    return {
+        "id": endpoint.id,
+        "created_at": endpoint.created_at,
+        "updated_at": endpoint.updated_at,
+        "name": endpoint.name,
+        "url": endpoint.url,
+        "event_types": endpoint.event_types,
+        "signing_secret_hint": hint,
+        "batchweave": {
+            "failures": endpoint.failures,
+            "rests_until": int(endpoint.rests_until) if endpoint.rests_until else None,
+            "last_result": endpoint.last_result,
+        },
+    }
+
+
+class WebhookDeleted(BaseModel):
+    id: str
+    object: Literal["webhook_endpoint.deleted"] = "webhook_endpoint.deleted"
+    deleted: Literal[True] = True
+
+
+class WebhookTested(BaseModel):
+    object: Literal["webhook_endpoint.test"] = "webhook_endpoint.test"
+    event_type: str
+    status_code: int
+    success: Literal[True] = True
+    webhook_endpoint_id: str
+
+
+class EventTypes(BaseModel):
+    object: Literal["list"] = "list"
+    data: list[str]

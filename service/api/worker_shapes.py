@@ -1,0 +1,86 @@
+"""Workers as clients read them."""
+
+from typing import Any, Literal
+
+from pydantic import BaseModel
+
+from service.queue.progress import STALLED_S
+
+WorkerState = Literal["working", "idle", "stalled", "draining", "starting"]
+
+
+class WorkerObject(BaseModel):
+    """A worker that is alive, or whose engine starts.
+
+    Rates are those of the last seconds; null before its engine has run a step.
+    """
+
+    id: str
+    object: Literal["worker"] = "worker"
+    model: str
+    host: str
+    machine: str  # its accelerators, or CPU; an emulated device says so
+    state: WorkerState
+    slices: int
+    requests: int
+    started_at: int
+    seen_at: int
+    starting_s: float | None = None  # how long its engine has been starting
+    stage: str | None = None  # what it does at its start
+    step_age_s: float = 0.0  # since a step ended, while requests wait
+    steps_per_second: float | None
+    tokens_per_second: float | None
+    cost_model_error: float | None  # of step times, as a share of those measured
+
+    @classmethod
+    def of(cls, state: dict[str, Any], is_drained: bool) -> "WorkerObject":
+        """From its heartbeat, of which an older worker may lack a part."""
+        engine = state.get("engine") or []
+        measured = sum(rank.get("step_s", 0.0) for rank in engine)
+        predicted = sum(rank.get("predicted_step_s", 0.0) for rank in engine)
+        return cls(
+            id=state["name"],
+            model=state["model"],
+            host=state.get("host", ""),
+            machine=next((rank["device"] for rank in engine if rank.get("device")), state.get("machine", "")),
+            state=_worker_state(state, is_drained),
+            step_age_s=state.get("step_age_s", 0.0),
+            slices=state["slices"],
+            requests=state["requests"],
+            started_at=state.get("started_at", 0),
+            seen_at=state.get("seen_at", 0),
+            steps_per_second=state.get("steps_per_second"),
+            tokens_per_second=state.get("tokens_per_second"),
+            cost_model_error=round(abs(predicted / measured - 1), 4) if measured else None,
+        )
+
+    @classmethod
+    def of_starting(cls, state: dict[str, Any], now: float) -> "WorkerObject":
+        return cls(
+            id=state["name"],
+            model=state["model"],
+            host=state["host"],
+            machine="",
+            state="starting",
+            slices=0,
+            requests=0,
+            started_at=int(now - state["starting_s"]),
+            seen_at=int(now),
+            starting_s=state["starting_s"],
+            stage=state.get("stage"),
+            steps_per_second=None,
+            tokens_per_second=None,
+            cost_model_error=None,
+        )
+
+
+def _worker_state(state: dict[str, Any], is_drained: bool) -> WorkerState:
+    if state.get("step_age_s", 0.0) > STALLED_S:
+        return "stalled"
+    return "draining" if is_drained else "working" if state["slices"] else "idle"
+
+
+class WorkerResumed(BaseModel):
+    id: str
+    object: Literal["worker"] = "worker"
+    drained: bool = False
