@@ -1,19 +1,22 @@
 """The cost model of a model on a machine, from names and files."""
 
+import re
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import structlog
-from huggingface_hub import snapshot_download
+from huggingface_hub import hf_hub_download, snapshot_download
 
 from engine_ext.plan import hardware, model_shape
 from engine_ext.plan.cost import CostModel
 from engine_ext.plan.hardware import Hardware, HardwareError, Machine
 from engine_ext.plan.model_shape import ConfigError, ModelShape
+from service.settings import DEMO_MODEL, Settings
 
 OVERLAPS = ("none", "mixed", "pdmux")  # those of engine_ext.plugin.options, which need not be installed
 FALLBACK = "llama-3-8b"
+LENGTHS = ("max_sequence_length", "seq_length", "max_seq_len", "model_max_length", "max_position_embeddings")
 log = structlog.get_logger()
 
 
@@ -73,6 +76,48 @@ def read_shape(source: str) -> ModelShape:
         return model_shape.shape_of(_json(config), name=path.name if Path(source).exists() else source)
     except ConfigError as error:
         raise CostsError(f"{config}: {error}") from error
+
+
+def context_length_of(settings: Settings) -> int | None:
+    """Tokens of a prompt and its answer together, by the engine's arguments or the model's config; None if unknown.
+
+    What a worker's engine says later counts more.
+    """
+    given = settings.engine_args.get("context_length")
+    if isinstance(given, int):
+        return given
+    folder = Path(settings.model_source)
+    try:
+        config = _json(folder / "config.json") if folder.is_dir() else {}
+    except CostsError:
+        return None
+    config = config.get("text_config", config)
+    scaling = config.get("rope_scaling") or {}
+    # As SGLang reads it: some models state the length with their scaling already in it.
+    is_scaled = "original_max_position_embeddings" in scaling or scaling.get("rope_type") == "llama3"
+    factor = 1.0 if is_scaled else float(scaling.get("factor", 1.0))
+    found = next((config[name] for name in LENGTHS if isinstance(config.get(name), int)), None)
+    return int(found * factor) if found is not None else None
+
+
+def check_model(settings: Settings) -> None:
+    """Raises CostsError where nobody could load the model: what was looked for, and where."""
+    if settings.model == DEMO_MODEL:
+        return
+    given, folder = settings.model, Path(settings.model).expanduser()
+    if folder.is_dir():
+        if not (folder / "config.json").exists():
+            raise CostsError(f"--model {given}: {folder.resolve()} has no config.json, so it is no model's folder")
+        return
+    if folder.exists():
+        raise CostsError(f"--model {given}: a file; name the folder of the model")
+    if not re.fullmatch(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?", given):
+        raise CostsError(f"--model {given}: there is no folder {folder.absolute()}, and it is no id of a hub either")
+    try:
+        hf_hub_download(given, "config.json")
+    except Exception as error:  # the hub client raises of its own and of its HTTP library
+        where = f"there is no folder {folder.absolute()}, and config.json of the hub's {given!r} cannot be fetched"
+        raise CostsError(f"--model {given}: {where}: {type(error).__name__}") from error
 
 
 def planning_costs(source: str, gpu: str, tp: int) -> CostModel:

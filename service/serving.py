@@ -3,64 +3,95 @@
 import asyncio
 import math
 import time
-from collections import Counter
-from dataclasses import dataclass
+from bisect import bisect_left
+from collections import Counter, defaultdict
+from dataclasses import dataclass, field
 from functools import partial
+from itertools import accumulate
 
 from redis.exceptions import RedisError
-from sqlalchemy import case, func, select
+from sqlalchemy import func, select
 
 from service.db.sessions import Database
-from service.db.tables import Batch, BatchStatus, DrainedWorker, Slice, SliceBatch, SliceStatus
+from service.db.tables import Batch, BatchStatus, DrainedWorker, SliceBatch, SliceStatus, fixed
 from service.queue.history import NO_PACE, History, Pace
-from service.queue.progress import Heartbeat
+from service.queue.progress import STALLED_S, Heartbeat
 
 
-@dataclass(frozen=True, slots=True)
-class Left:
-    """What is planned of a batch and not done, in seconds by the cost model; `leased_s`: what engines have of it."""
+@dataclass(slots=True)
+class Queue:
+    """The batches of a model that run and are not held, by deadline.
 
-    expires_at: int
-    seq: int
-    work_s: float
-    leased_s: float
+    `order`: expires_at and seq of each; `work_s`: of what is planned and not done, in seconds by the cost model;
+    `leased_s`: what engines have of it.
+    """
+
+    order: list[tuple[int, int]] = field(default_factory=list[tuple[int, int]])
+    work_s: list[float] = field(default_factory=list[float])
+    leased_s: list[float] = field(default_factory=list[float])
+    _before_s: list[float] = field(default_factory=list[float])
+
+    def before(self, expires_at: int, seq: int) -> tuple[int, float]:
+        """How many batches have an earlier deadline, and the work in them."""
+        if len(self._before_s) != len(self.order) + 1:
+            self._before_s = [0.0, *accumulate(self.work_s)]
+        place = bisect_left(self.order, (expires_at, seq))
+        return place, self._before_s[place]
+
+    def leased_behind_s(self, expires_at: int, seq: int) -> float:
+        """What engines have of batches with a later deadline."""
+        place = bisect_left(self.order, (expires_at, seq + 1))
+        return sum(self.leased_s[place:])
 
 
 @dataclass(frozen=True, slots=True)
 class Serving:
-    """Of one model. `alive`: its workers, those that drain among them."""
+    """Of one model. `alive`: its workers, those that drain or are stalled among them.
+
+    `starting_s`: how long the engine has been starting that began first, of those that start.
+    """
 
     alive: int = 0
     draining: int = 0
+    stalled: int = 0
+    starting_s: float | None = None
     pace: Pace = NO_PACE
-    left: tuple[Left, ...] = ()
+    queue: Queue = field(default_factory=Queue)
 
 
 async def serving_by_model(database: Database, heartbeat: Heartbeat, history: History) -> dict[str, Serving]:
-    """Of every model that has workers; empty without Redis, which alone knows them."""
+    """Of every model that has workers or batches that run; without Redis, which knows the workers, none is alive."""
     try:
-        alive = await heartbeat.alive()
-        paces = await history.model_paces()
+        (alive, starting), paces = await heartbeat.everyone(), await history.model_paces()
     except (RedisError, OSError):
-        return {}
+        alive, starting, paces = [], [], {}
     async with database.read() as session:
         drained = set(await session.scalars(select(DrainedWorker.name)))
-        lefts = (await session.execute(_LEFT)).all() if alive else []
+        leased = dict((await session.execute(_LEASED)).tuples().all())
+        rows = (await session.execute(_QUEUE)).all()
     workers = Counter(state["model"] for state in alive)
     draining = Counter(state["model"] for state in alive if state.get("name") in drained)
-    by_model: dict[str, list[Left]] = {}
-    for model, expires_at, seq, compute_s, memory_s, planned, left, leased in lefts:
-        each_s = max(compute_s, memory_s) / planned
-        work = (each_s * float(left), each_s * float(leased))  # PostgreSQL's sums are Decimal
-        by_model.setdefault(model or "", []).append(Left(expires_at, seq, *work))
+    stalled = Counter(state["model"] for state in alive if state.get("step_age_s", 0.0) > STALLED_S)
+    since: dict[str, float] = {}
+    for state in starting:
+        since[state["model"]] = max(state["starting_s"], since.get(state["model"], 0.0))
+    queues: dict[str, Queue] = defaultdict(Queue)
+    for batch_id, model, expires_at, seq, compute_s, memory_s, planned, left in rows:
+        each_s, queue = max(compute_s, memory_s) / max(planned, 1), queues[model or ""]
+        queue.order.append((expires_at, seq))
+        queue.work_s.append(each_s * left)
+        queue.leased_s.append(each_s * float(leased.get(batch_id, 0)))  # PostgreSQL's sums are Decimal
     return {
-        model: Serving(count, draining[model], paces.get(model, NO_PACE), tuple(by_model.get(model, ())))
-        for model, count in workers.items()
+        model: Serving(
+            *(workers[model], draining[model], stalled[model], since.get(model)),
+            *(paces.get(model, NO_PACE), queues[model]),
+        )
+        for model in {*workers, *since, *queues}
     }
 
 
 class Outlook:
-    """`serving_by_model`, looked up once in a while however many ask: it reads all slices that are not done."""
+    """`serving_by_model`, looked up once in a while however many ask: it reads the rows of all batches that run."""
 
     def __init__(self, database: Database, heartbeat: Heartbeat, history: History, every_s: float) -> None:
         self._look = partial(serving_by_model, database, heartbeat, history)
@@ -76,12 +107,17 @@ class Outlook:
             return self._found
 
 
-_PLAN = (Batch.planned_compute_s, Batch.planned_memory_s, Batch.planned)
-_LEASED = func.sum(case((Slice.status == SliceStatus.LEASED, SliceBatch.total), else_=0))
-_LEFT = (
-    select(Batch.model, Batch.expires_at, Batch.seq, *_PLAN, func.sum(SliceBatch.total), _LEASED)
-    .join(SliceBatch, SliceBatch.batch_id == Batch.id)
-    .join(Slice, Slice.id == SliceBatch.slice_id)
-    .where(Batch.status == BatchStatus.IN_PROGRESS, Slice.status != SliceStatus.DONE, Batch.planned > 0)
-    .group_by(Batch.model, Batch.id, Batch.expires_at, Batch.seq, *_PLAN)
+_LEASED = (
+    select(SliceBatch.batch_id, func.sum(SliceBatch.total))
+    .where(SliceBatch.status == fixed(SliceStatus.LEASED))
+    .group_by(SliceBatch.batch_id)
+)
+_QUEUE = (
+    select(
+        *(Batch.id, Batch.model, Batch.expires_at, Batch.seq),
+        *(Batch.planned_compute_s, Batch.planned_memory_s, Batch.planned),
+        Batch.planned - Batch.completed - Batch.failed,
+    )
+    .where(Batch.status == fixed(BatchStatus.IN_PROGRESS), ~Batch.held)
+    .order_by(Batch.expires_at, Batch.seq)
 )

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import msgspec
 import structlog
 
-from service.storage import Storage
+from service.storage import ANSWERS_RESERVE, Storage
 
 READ_SEGMENTS = 16  # at once
 log = structlog.get_logger()
@@ -51,6 +51,7 @@ class Shard:
 
     async def write(self, epoch: int, number: int, answers: list[Answer]) -> None:
         data = msgspec.json.Encoder().encode_lines(answers)
+        self.storage.check_room(len(data), ANSWERS_RESERVE)
         await self.storage.put(f"{self.folder}/{epoch:08d}-{number:08d}", data)
 
     async def segments(self) -> list[str]:

@@ -18,6 +18,7 @@ from service.answer_body import NO_USAGE, error_message, usage_of
 from service.db.sessions import Database
 from service.db.tables import Batch, BatchStatus, SliceBatch, Window
 from service.endpoints import BY_PATH
+from service.jobs.body_limits import body_faults
 from service.jobs.lines import RequestLine
 from service.metrics.counters import RETRIES, SEGMENTS, count_answer, timed
 from service.plan_artifact import PlanArtifact
@@ -47,6 +48,8 @@ class Engine(Protocol):
 
     async def run(self, endpoint: str, body: dict[str, Any], rid: str, kind: str) -> EngineAnswer: ...
     def abort(self, rid: str) -> None: ...
+    @property
+    def step_age_s(self) -> float: ...
     async def scheduler_states(self) -> list[dict[str, Any]]: ...
 
 
@@ -235,6 +238,11 @@ class SliceRun:
         self.remaining -= 1
 
     async def _run_attempts(self, request: Request) -> None:
+        fault = next(body_faults(request.body, self._settings.allow_patterns), None)
+        if fault is not None:  # of a file that was validated when this was let through
+            error = {"code": "invalid_request", "message": f"'body.{fault.param}' {fault.reason}."}
+            self._keep(request, None, error)
+            return
         for attempt in range(1, self._settings.request_attempts + 1):
             if self._given_up(request):
                 break

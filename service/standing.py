@@ -3,14 +3,15 @@
 import math
 from dataclasses import dataclass
 
-from sqlalchemy import func, select
+from sqlalchemy import select
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from service.db.sessions import Database
-from service.db.tables import Batch, BatchStatus, Slice, SliceBatch, SliceStatus
+from service.db.tables import Batch, BatchStatus, SliceBatch, SliceStatus, fixed
 from service.preview import Preview
 from service.queue.counts import Counts
 from service.serving import Serving
+from service.storage import ANSWERS_RESERVE, Room
 
 STANDARD_ERRORS = 2.0
 LEAST_ANSWERS = 1.0  # that have not been forgotten; fewer say nothing of when others come
@@ -62,37 +63,27 @@ ENDED = Standing()
 
 
 async def standing(
-    database: Database, batch: Batch, counts: Counts, serving: dict[str, Serving], now: float
+    database: Database, batch: Batch, counts: Counts, serving: dict[str, Serving], room: Room | None, now: float
 ) -> Standing:
     """Of a batch that has not ended."""
-    if batch.status == BatchStatus.VALIDATING:
+    is_waiting = batch.status == BatchStatus.VALIDATING
+    if room is not None and room.free_bytes < room.reserve_bytes * (1.0 if is_waiting else ANSWERS_RESERVE):
+        return Standing(waiting_for=f"room on the service's disk: {room.free_bytes // 2**20} MiB are free")
+    if is_waiting:
         return Standing(waiting_for="validation")
     if batch.status != BatchStatus.IN_PROGRESS:
         return Standing(waiting_for="its files to be written")
     async with database.read() as session:
-        position = await _before(session, batch)
         running = await _runs(session, batch.id)
     model = serving.get(batch.model or "", Serving())
+    position, _ = model.queue.before(batch.expires_at, batch.seq)
     return Standing(position, _reason(batch, running, position, model), _estimate(batch, counts.answered, model, now))
-
-
-async def _before(session: AsyncSession, batch: Batch) -> int:
-    """Batches of the model with an earlier deadline."""
-    earlier = (Batch.expires_at < batch.expires_at) | ((Batch.expires_at == batch.expires_at) & (Batch.seq < batch.seq))
-    query = select(func.count()).where(
-        Batch.model == batch.model, Batch.status == BatchStatus.IN_PROGRESS, ~Batch.held, earlier
-    )
-    return (await session.execute(query)).scalar_one()
 
 
 async def _runs(session: AsyncSession, batch_id: str) -> bool:
     """Whether a worker has some of it."""
-    leased = (
-        select(Slice.id)
-        .join(SliceBatch, SliceBatch.slice_id == Slice.id)
-        .where(SliceBatch.batch_id == batch_id, Slice.status == SliceStatus.LEASED)
-    )
-    return (await session.scalars(leased.limit(1))).one_or_none() is not None
+    leased = (SliceBatch.batch_id == batch_id) & (SliceBatch.status == fixed(SliceStatus.LEASED))
+    return (await session.scalars(select(SliceBatch.slice_id).where(leased).limit(1))).one_or_none() is not None
 
 
 def _reason(batch: Batch, running: bool, position: int, model: Serving) -> str | None:
@@ -100,8 +91,12 @@ def _reason(batch: Batch, running: bool, position: int, model: Serving) -> str |
         return "its start" if batch.preview else "the preview of its plan"
     if not batch.planned:
         return "planning"
+    if not model.alive and model.starting_s is not None:
+        return f"a worker that serves {batch.model}: it has been starting for {model.starting_s:.0f} s"
     if not model.alive:
         return f"a worker that serves {batch.model}: none is alive"
+    if model.stalled == model.alive:
+        return f"the engines that serve {batch.model}: no step of any has ended for a while"
     if running:
         return None
     if model.draining == model.alive:
@@ -114,12 +109,11 @@ def _estimate(batch: Batch, answered: int, model: Serving, now: float) -> Estima
     if not work or not model.alive:
         return Estimate()
     left_s = work.gpu_s * (batch.total - answered) / batch.total
-    order = (batch.expires_at, batch.seq)
-    before_s = sum(each.work_s for each in model.left if (each.expires_at, each.seq) < order)
+    _, before_s = model.queue.before(batch.expires_at, batch.seq)
     earliest_at = math.ceil(now + (left_s + (0.0 if answered else before_s)) / model.alive)
     if not model.pace.work or model.pace.answers < LEAST_ANSWERS:
         return Estimate(earliest_at)
-    beside_s = sum(each.leased_s for each in model.left if (each.expires_at, each.seq) > order)
+    beside_s = model.queue.leased_behind_s(batch.expires_at, batch.seq)
     expected_s = (left_s + before_s) / model.pace.work
     doubt = 1 + STANDARD_ERRORS / math.sqrt(max(1.0, min(model.pace.answers, batch.total - answered)))
     latest_s = (expected_s + beside_s / model.pace.work) * doubt

@@ -1,11 +1,12 @@
 """Object storage: a local folder by default, S3-class by URL, through obstore and always in streams."""
 
 import asyncio
+import errno
 import os
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 from urllib.parse import unquote, urlparse
 
 import obstore
@@ -13,6 +14,9 @@ from obstore.store import LocalStore, ObjectStore, from_url
 
 PART_BYTES = 5 * 1024 * 1024
 READ_BYTES = 1024 * 1024
+RESERVE, MOST_RESERVE = 0.1, 1024**3  # of a disk that is kept from uploads and what is made of them
+ANSWERS_RESERVE = 0.5  # of that, kept from answers too
+CLOCK_KEY = "health/clock"
 
 
 def file_key(file_id: str) -> str:
@@ -35,6 +39,24 @@ class LineTooLong(Exception):
     def __init__(self, line: int) -> None:
         super().__init__(f"line {line} is too long")
         self.line = line
+
+
+class Room(NamedTuple):
+    """Bytes that are free on the store's disk, and how many of them are kept from uploads."""
+
+    free_bytes: int
+    reserve_bytes: int
+
+    @property
+    def is_short(self) -> bool:
+        return self.free_bytes < self.reserve_bytes
+
+
+class NoRoom(OSError):
+    """What is left of the store's disk is kept for deletes, cancels and result files."""
+
+    def __init__(self) -> None:
+        super().__init__(errno.ENOSPC, "what is left of the disk is kept for deletes, cancels and result files")
 
 
 class Writer(Protocol):
@@ -128,6 +150,11 @@ class Storage:
         result = await self._store.list_with_delimiter_async(prefix)
         return [path.rsplit("/", 1)[-1] for path in result["common_prefixes"]]
 
+    async def now(self) -> float:
+        """Unix seconds by the store's own clock, which dates its objects; this host's may be another."""
+        await self._store.put_async(CLOCK_KEY, b"", use_multipart=False)
+        return (await self._store.head_async(CLOCK_KEY))["last_modified"].timestamp()
+
     async def delete(self, key: str) -> None:
         """Delete an object; one that is not there is no error."""
         with suppress(FileNotFoundError):
@@ -144,6 +171,21 @@ class Storage:
         Listings leave it out. A bucket has rules of its own for uploads that were never completed.
         """
         return await asyncio.to_thread(_delete_staged, self._folder, before) if self._folder is not None else 0
+
+    @property
+    def room(self) -> "Room | None":
+        """Of a local store; None where there is no disk to look at."""
+        if self._folder is None:
+            return None
+        found = os.statvfs(self._folder)
+        whole, free = found.f_blocks * found.f_frsize, found.f_bavail * found.f_frsize
+        return Room(free, min(MOST_RESERVE, int(whole * RESERVE)))
+
+    def check_room(self, more: int, reserve: float = 1.0) -> None:
+        """Raise NoRoom unless so many bytes leave this part of the reserve."""
+        room = self.room
+        if room is not None and room.free_bytes - more < room.reserve_bytes * reserve:
+            raise NoRoom
 
     async def check(self) -> None:
         """Raise when the store cannot be reached."""

@@ -1,9 +1,11 @@
 """The worker role: leases slices, keeps enough of them in flight that its engine never drains, and drains at a stop."""
 
 import asyncio
+import math
+import os
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -19,21 +21,27 @@ from service.metrics.counters import SLICES
 from service.metrics.engine import EngineMetrics
 from service.model_costs import measured_overlap, planning_costs
 from service.queue.announcements import Announcements
+from service.queue.bell import Bell, Job
 from service.queue.counts import Counts
-from service.queue.leases import Leases
+from service.queue.leases import Lease, Leases
 from service.queue.progress import Heartbeat, Progress
 from service.settings import Settings
 from service.slice_run import Engine, SliceRun
 from service.storage import Storage
 
-DRAIN_S = 20.0  # to write what is answered; a supervisor waits for 30
+BEAT_S = 3.0
+TAKE_MS = 1500  # a stop waits for so long
+REST_LOOK_S = 60.0  # between two looks at an engine that has nothing to do
+DRAIN_S = 4.0  # to write what is answered; container runtimes give ten seconds for all
 LATE_S = 1.0  # for what has not ended after the drain
 LOGGED = 64  # batches that one line names
 log = structlog.get_logger()
 
 
-def make_engine(settings: Settings) -> Any:
-    """SGLang in this process. Call it in the main thread, before the event loop."""
+def make_engine(settings: Settings, say: Callable[[str], None] = lambda _: None) -> Any:
+    """SGLang in this process. Call it in the main thread, before the event loop. `say`: what it does now."""
+    say("loads SGLang")
+    from engine_ext.plan import warm_up
     from engine_ext.plugin.host import EngineHost
     from engine_ext.plugin.options import Emulation, Options, Overlap, Scheduling
 
@@ -45,9 +53,10 @@ def make_engine(settings: Settings) -> Any:
     emulated = Emulation.REAL if settings.emulated_device else None
     options = Options(cost, Scheduling(settings.scheduling), emulated=emulated, steps_file=steps_file)
     wanted = settings.overlap or measured_overlap(settings.gpu, settings.model_source)
-    return EngineHost(
-        settings.model_source, settings.served_model, settings.engine_args, options, Overlap(wanted) if wanted else None
-    )
+    overlap = Overlap(wanted) if wanted else None
+    say("starts the engine" if warm_up.is_done() else "starts the engine, and compiles the scan: once, about a minute")
+    args = (settings.model_source, settings.served_model, settings.engine_args)
+    return EngineHost(*args, options, overlap, settings.step_limit_s)
 
 
 def possible_overlaps(settings: Settings) -> list[str]:
@@ -77,10 +86,13 @@ class Worker:
         self._engine = engine
         self._settings = settings
         self._in_flight_requests = in_flight_requests
-        self._leases = Leases(database, settings.worker_name, settings.lease_s, clock)
+        self._leases = Leases(database, settings.worker_name, settings.lease_s)
         self._announcements = Announcements(redis, settings.served_model)
         self._progress = Progress(redis)
-        self._heartbeat = Heartbeat(redis)
+        # It is gone before the lease is, or a death would look like a worker that was only cut off from the database.
+        self._beat_s = min(BEAT_S, settings.lease_s / 8)
+        self._heartbeat = Heartbeat(redis, 5 * self._beat_s)
+        self._bell = Bell(redis, settings.poll_s)
         self._metrics = metrics or EngineMetrics(settings.served_model)
         self._runs: set[SliceRun] = set()
         self._tasks: set[asyncio.Task[None]] = set()
@@ -88,6 +100,7 @@ class Worker:
         self._machine = machine
         self._started_at = int(clock())
         self._is_drained = False
+        self._was_busy, self._looked_at = True, -math.inf
 
     async def run(self, stop: asyncio.Event) -> None:
         """Work until `stop`, then give back what is not answered."""
@@ -99,8 +112,8 @@ class Worker:
         others = [
             asyncio.create_task(self._repeat(self._renew, self._settings.lease_s / 3, ended)),
             asyncio.create_task(self._repeat(self._watch_batches, 1.0, ended)),
-            asyncio.create_task(self._repeat(self._watch_drains, 3.0, ended)),
-            asyncio.create_task(self._repeat(self._beat, 3.0, ended)),
+            asyncio.create_task(self._repeat(self._watch_drains, 5.0, ended)),
+            asyncio.create_task(self._repeat(self._beat, self._beat_s, ended)),
             asyncio.create_task(self._repeat(self._look, 3.0, ended)),
         ]
         try:
@@ -114,11 +127,20 @@ class Worker:
             ended.set()
             await asyncio.wait(others, timeout=LATE_S)
         finally:
+            held = [run.lease for run in self._runs]
             late = [task for task in (*others, *self._tasks) if not task.done()]
             for task in late:
                 task.cancel()
             if late:
                 await asyncio.wait(late, timeout=LATE_S)
+        await self._give_back(held)
+
+    async def _give_back(self, held: Sequence[Lease]) -> None:
+        """What could not be ended in time is no death: others take it at once."""
+        with suppress(SQLAlchemyError, OSError, TimeoutError):
+            async with asyncio.timeout(LATE_S):
+                for lease in held:
+                    await self._leases.give_back(lease)
 
     async def _repeat(self, step: Callable[[], Any], pause_s: float, stop: asyncio.Event) -> None:
         failures = 0
@@ -140,7 +162,7 @@ class Worker:
         if self._is_drained or on_trial or sum(run.remaining for run in self._runs) >= self._in_flight_requests:
             await asyncio.sleep(0.02)
             return
-        announcement = await self._announcements.next(self._settings.worker_name, block_ms=500)
+        announcement = await self._announcements.next(self._settings.worker_name, block_ms=TAKE_MS)
         if announcement is None:
             await asyncio.sleep(0.02)
             return
@@ -160,6 +182,7 @@ class Worker:
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
         await self._announcements.take_out(announcement)
+        await self._bell.ring(Job.RECONCILER)  # there is room for another announcement
 
     async def _run_slice(self, run: SliceRun) -> None:
         lease = run.lease
@@ -173,6 +196,7 @@ class Worker:
                 await self._forget_progress(run)
             else:
                 kept = await self._leases.give_back(lease)
+            await self._bell.ring(Job.FINALIZER if whole else Job.RECONCILER)
             self._let_go("lost" if not kept else "finished" if whole else "given back")
             log.info("slice", batches=sorted(run.batch_ids)[:LOGGED], finished=whole, lease_kept=kept)
         except Exception:  # the edge of the worker: the slice is ready again, and the log says why
@@ -230,8 +254,10 @@ class Worker:
         self._is_drained = drained
 
     async def _look(self) -> None:
-        """What the engine does; on its own, for an engine in a long step answers late."""
-        self._metrics.take(await self._engine.scheduler_states(), time.monotonic())
+        """What the engine does; on its own, for an engine in a long step answers late. One that rests is let sleep."""
+        if self._runs or self._was_busy or time.monotonic() - self._looked_at > REST_LOOK_S:
+            self._was_busy, self._looked_at = bool(self._runs), time.monotonic()
+            self._metrics.take(await self._engine.scheduler_states(), time.monotonic())
 
     async def _beat(self) -> None:
         state = {
@@ -242,9 +268,11 @@ class Worker:
             "drained": self._is_drained,
             "requests": sum(run.remaining for run in self._runs),
             "host": socket.gethostname(),
+            "pid": os.getpid(),
             "machine": self._machine,
             "started_at": self._started_at,
             "seen_at": int(self._clock()),
-            **self._metrics.rates,
+            "step_age_s": round(self._engine.step_age_s, 1),
+            **self._metrics.rates(time.monotonic()),
         }
         await self._heartbeat.beat(self._settings.worker_name, state)

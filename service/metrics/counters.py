@@ -22,6 +22,7 @@ JOBS = Histogram(
 )
 JOB_FAILURES = Counter("batchweave_job_failures", "Rounds that failed and are tried again", ("name",))
 VALIDATED = Counter("batchweave_validated_requests", "Requests in files that were validated")
+BATCHES_ENDED = Counter("batchweave_batches_ended", "Batches that this process ended", ("status",))
 DELIVERIES = Counter("batchweave_webhook_deliveries", "Attempts to deliver a webhook", ("outcome",))
 LEASES_EXPIRED = Counter("batchweave_leases_expired", "Slices taken from workers that were silent")
 SLICES = Counter("batchweave_slices_run", "Slices that a worker let go of", ("model", "outcome"))

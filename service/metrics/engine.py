@@ -1,12 +1,13 @@
 """What a worker's engine does, for Prometheus, and shorter for the worker's heartbeat."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 PREFIX = "batchweave_engine_"
+SILENT_S = 10.0  # after which an engine that does not answer counts as one that does nothing
 LABELS = ("model", "rank", "device")
 # By field of a scheduler's state: the metric's name and what it says.
 COUNTERS = {
@@ -56,8 +57,10 @@ RATES = {
 class EngineMetrics(Collector):
     """Hands out the states that it was given last, one per data-parallel rank."""
 
-    def __init__(self, model: str) -> None:
+    def __init__(self, model: str, step_age_s: Callable[[], float] = lambda: 0.0) -> None:
+        """`step_age_s`: since the engine ended a step, 0 while it has nothing to do."""
         self._model = model
+        self.step_age_s = step_age_s
         self._states: list[dict[str, Any]] = []
         self._taken_at = 0.0
         self._rates: dict[str, float] = {}
@@ -71,10 +74,9 @@ class EngineMetrics(Collector):
                 self._rates[name] = round(max(more, 0) / elapsed_s, 6)
         self._states, self._taken_at = states, now
 
-    @property
-    def rates(self) -> dict[str, float]:
-        """Per second between the last two states; empty before."""
-        return self._rates
+    def rates(self, now: float) -> dict[str, float]:
+        """Per second between the last two states, empty before; 0 where the engine has said nothing for a while."""
+        return self._rates if now - self._taken_at < SILENT_S else dict.fromkeys(self._rates, 0.0)
 
     @property
     def summary(self) -> list[dict[str, Any]]:
@@ -95,6 +97,10 @@ class EngineMetrics(Collector):
                 if field in state:
                     held.add_metric([*self._labels(rank, state), end], state[field])
         yield held
+        age = GaugeMetricFamily(PREFIX + "step_age_seconds", "Since a step ended, while requests wait", labels=LABELS)
+        device = next((str(state["device"]) for state in self._states if state.get("device")), "real")
+        age.add_metric([self._model, "all", device], self.step_age_s())
+        yield age
 
     def _labels(self, rank: int, state: dict[str, Any]) -> list[str]:
         return [self._model, str(rank), str(state.get("device") or "real")]

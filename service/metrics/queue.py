@@ -1,87 +1,97 @@
 """What waits and runs in the whole service, read from SQL when Prometheus asks: the same from every API process."""
 
-from collections import Counter
-from dataclasses import dataclass
+from collections import Counter, defaultdict
+from collections.abc import Sequence
+from typing import Any
 
 from prometheus_client.core import GaugeMetricFamily, Metric
 from redis.exceptions import RedisError
-from sqlalchemy import Executable, func, select
+from sqlalchemy import case, func, select
+from sqlalchemy.ext.asyncio import AsyncSession
 
 from service.db.moves import LIVE
 from service.db.sessions import Database
-from service.db.tables import Batch, Slice, SliceBatch, SliceStatus, WebhookDelivery
+from service.db.tables import Batch, SliceBatch, SliceStatus, WebhookDelivery, fixed
 from service.queue.progress import Heartbeat
+from service.storage import Room
 
 PREFIX = "batchweave_"
-
-
-@dataclass(frozen=True, slots=True)
-class Gauge:
-    name: str
-    text: str
-    labels: tuple[str, ...]
-    rows: Executable  # the labels' values, then the figure
-
-
-def gauges(now: float) -> list[Gauge]:
-    unfinished = (
-        select(Slice.model, func.coalesce(func.sum(SliceBatch.total), 0))
-        .join(Slice, Slice.id == SliceBatch.slice_id)
-        .join(Batch, Batch.id == SliceBatch.batch_id)
-        .where(Slice.status != SliceStatus.DONE, Batch.status.in_(LIVE))
-        .group_by(Slice.model)
+# Name, what it says, and its labels.
+GAUGES: dict[str, tuple[str, tuple[str, ...]]] = {
+    "batches": ("Batches that have not ended, by status", ("status",)),
+    "slices": ("Slices that are not done, by status; one that batches share counts for each", ("model", "status")),
+    "unfinished_requests": ("Requests in slices that are not done", ("model",)),
+    "queue_oldest_seconds": ("Age of the oldest batch that has not ended", ("model",)),
+    "deadline_seconds": ("Until the first deadline of a batch that has not ended", ("model",)),
+    "webhook_deliveries_waiting": ("Deliveries that are not done", ()),
+    "workers": ("Workers that are alive", ("model",)),
+}
+_MODEL = func.coalesce(Batch.model, "")
+_LIVE = Batch.status.in_(LIVE)
+# One pass over the rows of batches that have not ended; nobody waits for those that are held.
+_BATCHES = (
+    select(
+        *(_MODEL, Batch.status, func.count()),
+        func.sum(case((Batch.planned > 0, Batch.planned - Batch.completed - Batch.failed), else_=0)),
+        *(func.sum(Batch.slices_left), func.sum(Batch.slices)),
+        func.min(case((~Batch.held, func.coalesce(Batch.in_progress_at, Batch.created_at)))),
+        func.min(case((~Batch.held, Batch.expires_at))),
     )
-    live = Batch.status.in_(LIVE)
-    wanted = live & ~Batch.held  # nobody waits for those that nobody started
-    oldest = select(
-        func.coalesce(Batch.model, ""), now - func.min(func.coalesce(Batch.in_progress_at, Batch.created_at))
-    ).where(wanted)
-    soonest = select(func.coalesce(Batch.model, ""), func.min(Batch.expires_at) - now).where(wanted)
-    waiting = select(func.count()).where(WebhookDelivery.next_at.is_not(None))
-    return [
-        Gauge(
-            "batches",
-            "Batches by status",
-            ("status",),
-            select(Batch.status, func.count()).group_by(Batch.status),
-        ),
-        Gauge(
-            "slices",
-            "Slices of batches that have not ended, by status",
-            ("model", "status"),
-            select(Slice.model, Slice.status, func.count())
-            .where(Slice.id.in_(select(SliceBatch.slice_id).join(Batch, Batch.id == SliceBatch.batch_id).where(live)))
-            .group_by(Slice.model, Slice.status),
-        ),
-        Gauge("unfinished_requests", "Requests in slices that are not done", ("model",), unfinished),
-        Gauge(
-            "queue_oldest_seconds",
-            "Age of the oldest batch that has not ended",
-            ("model",),
-            oldest.group_by(Batch.model),
-        ),
-        Gauge(
-            "deadline_seconds",
-            "Until the first deadline of a batch that has not ended",
-            ("model",),
-            soonest.group_by(Batch.model),
-        ),
-        Gauge("webhook_deliveries_waiting", "Deliveries that are not done", (), waiting),
-    ]
+    .where(_LIVE)
+    .group_by(_MODEL, Batch.status)
+)
+_LEASED = (
+    select(_MODEL, func.count())
+    .join(SliceBatch, SliceBatch.batch_id == Batch.id)
+    .where(SliceBatch.status == fixed(SliceStatus.LEASED), _LIVE)
+    .group_by(_MODEL)
+)
+_DELIVERIES = select(func.count()).where(WebhookDelivery.next_at.is_not(None))
 
 
 async def queue_metrics(database: Database, heartbeat: Heartbeat, now: float) -> list[Metric]:
-    families: list[Metric] = []
     async with database.read() as session:
-        for gauge in gauges(now):
-            family = GaugeMetricFamily(PREFIX + gauge.name, gauge.text, labels=gauge.labels)
-            for *labels, value in (await session.execute(gauge.rows)).all():
-                family.add_metric([str(each) for each in labels], float(value))
-            families.append(family)
-    workers = GaugeMetricFamily(PREFIX + "workers", "Workers that are alive", labels=("model",))
-    for model, count in (await _alive_by_model(heartbeat)).items():
-        workers.add_metric([model], count)
-    return [*families, workers]
+        found = await figures(session, now)
+    alive = await _alive_by_model(heartbeat)
+    found["workers"] = {(model,): float(count) for model, count in alive.items()}
+    families: list[Metric] = []
+    for name, (about, labels) in GAUGES.items():
+        family = GaugeMetricFamily(PREFIX + name, about, labels=labels)
+        for values, figure in found.get(name, {}).items():
+            family.add_metric(list(values), figure)
+        families.append(family)
+    return families
+
+
+async def figures(session: AsyncSession, now: float) -> dict[str, dict[tuple[str, ...], float]]:
+    """By name of a gauge and values of its labels."""
+    rows: Sequence[Any] = (await session.execute(_BATCHES)).all()
+    leased = dict((await session.execute(_LEASED)).tuples().all())
+    found: dict[str, dict[tuple[str, ...], float]] = defaultdict(lambda: defaultdict(float))
+    for model, status, count, unfinished, left, slices, oldest_at, first_end in rows:
+        found["batches"][(str(status),)] += count
+        if slices:
+            found["unfinished_requests"][(model,)] += float(unfinished)
+            found["slices"][(model, "ready")] += float(left)
+            found["slices"][(model, "leased")] += 0.0
+        if oldest_at is not None:
+            oldest, ends = found["queue_oldest_seconds"], found["deadline_seconds"]
+            oldest[(model,)] = max(now - oldest_at, oldest.get((model,), 0.0))
+            ends[(model,)] = min(first_end - now, ends.get((model,), first_end - now))
+    for model, count in leased.items():
+        found["slices"][(model, "leased")] = float(count)
+        found["slices"][(model, "ready")] -= count
+    found["webhook_deliveries_waiting"][()] = float((await session.execute(_DELIVERIES)).scalar_one())
+    return found
+
+
+def room_metrics(room: Room) -> list[Metric]:
+    """Of a store on a disk."""
+    free, kept = "Free on the store's disk", "Of these, kept from uploads"
+    return [
+        GaugeMetricFamily(f"{PREFIX}storage_free_bytes", free, room.free_bytes),
+        GaugeMetricFamily(f"{PREFIX}storage_reserve_bytes", kept, room.reserve_bytes),
+    ]
 
 
 async def _alive_by_model(heartbeat: Heartbeat) -> Counter[str]:

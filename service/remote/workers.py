@@ -1,4 +1,4 @@
-"""`batchweave workers …`: who runs the slices; for keys with the role admin."""
+"""`batchweave workers …`: who runs the slices; for keys with the role monitor or operator."""
 
 import time
 from typing import Annotated, Any
@@ -57,4 +57,9 @@ def _row(worker: dict[str, Any]) -> tuple[str, ...]:
     ]
     counts = (str(worker["slices"]), f"{worker['requests']:,}")
     seen = f"{duration(time.time() - worker['seen_at'])} ago"
-    return (worker["id"], worker["state"], worker["model"], worker["host"], worker["machine"], *counts, *rates, seen)
+    state = worker["state"]
+    if worker.get("starting_s") is not None:
+        state = f"starting, {duration(worker['starting_s'])}"
+    elif state == "stalled":
+        state = f"stalled, {duration(worker['step_age_s'])}"
+    return (worker["id"], state, worker["model"], worker["host"], worker["machine"], *counts, *rates, seen)
