@@ -12,6 +12,7 @@ from sqlalchemy import make_url, select
 from sqlalchemy.exc import SQLAlchemyError
 from sqlalchemy.ext.asyncio import AsyncSession
 
+from service.commands.start import keep_private
 from service.db.migrate import upgrade
 from service.db.sessions import Database
 from service.db.tables import ApiKey, AuditEvent, Project, Role
@@ -37,7 +38,10 @@ def create_key(
     project: ProjectOption = "default",
     role: Annotated[
         Role,
-        typer.Option("--role", help="user: files and batches; admin: webhooks, workers; operator: every project."),
+        typer.Option(
+            "--role",
+            help="user: files, batches; admin: webhooks too; monitor: figures alone; operator: workers, all projects.",
+        ),
     ] = Role.USER,
     days: Annotated[
         int | None, typer.Option("--days", min=1, max=changes.LONGEST_DAYS, help="Until it expires; never if left out.")
@@ -205,6 +209,7 @@ def _run(work: Callable[[AsyncSession], Awaitable[Result]]) -> Result:
 
     try:
         settings = load_settings()
+        keep_private(settings)
         settings.data_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
         place = make_url(settings.database)
         if place.get_backend_name() == "sqlite" and not Path(place.database or "").exists():

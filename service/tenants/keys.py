@@ -20,10 +20,11 @@ class Caller:
     project: Project
     actor: str
     role: Role
+    name: str = ""  # of the key
 
     @property
     def administers(self) -> bool:
-        return self.role is not Role.USER
+        return self.role in (Role.ADMIN, Role.OPERATOR)
 
     @property
     def operates(self) -> bool:
@@ -56,7 +57,7 @@ async def caller_of(session: AsyncSession, text: str, now: float) -> Caller | No
     ).one_or_none()
     if found is None or (found[0].expires_at is not None and found[0].expires_at <= now):
         return None
-    return Caller(found[1], found[0].id, Role(found[0].role))
+    return Caller(found[1], found[0].id, Role(found[0].role), found[0].name)
 
 
 async def local_caller(session: AsyncSession) -> Caller:

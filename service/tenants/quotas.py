@@ -4,11 +4,12 @@ from sqlalchemy import ColumnElement, func, select
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from service.db.moves import LIVE
-from service.db.tables import Batch, File, Project, Upload, UploadStatus
+from service.db.tables import Batch, BatchStatus, File, Project, Upload, UploadStatus
 from service.errors import PayloadTooLarge, QuotaReached
 
 BATCH_RETRY_S = 60  # how often it is worth asking again
 BYTES_RETRY_S = 3600
+FAILED_S, LEAST_FAILED = 3600, 100
 
 
 async def hold(session: AsyncSession, project_id: str) -> Project:
@@ -22,19 +23,45 @@ async def enqueued_tokens(session: AsyncSession, project_id: str) -> int:
     return int((await session.execute(live)).scalar_one())
 
 
-async def check_batches(session: AsyncSession, project: Project) -> None:
-    """Raises QuotaReached where one more batch is too many; for good only while the project is held."""
-    if project.max_batches is not None:
-        live = select(func.count()).select_from(Batch).where(_live(project.id))
-        count = int((await session.execute(live)).scalar_one())
-        if count >= project.max_batches:
-            message = f"The project has {count} batches that have not ended; its quota is {project.max_batches}."
-            raise QuotaReached(f"{message} Wait for one to end.", BATCH_RETRY_S, code="batches_quota")
+async def check_batches(session: AsyncSession, project: Project, default: int, now: float) -> None:
+    """Raises QuotaReached where one more batch is too many; for good only while the project is held.
+
+    `default`: quota of a project that has none of its own.
+    """
+    most = default if project.max_batches is None else project.max_batches
+    live = select(func.count()).select_from(Batch).where(_live(project.id))
+    count = int((await session.execute(live)).scalar_one())
+    # What fails at validation costs its sender nothing, and leaves a row with its errors.
+    is_failed = (Batch.status == BatchStatus.FAILED) & (Batch.ended_at > int(now) - FAILED_S)
+    failed = select(func.count()).select_from(Batch).where(Batch.project_id == project.id, is_failed)
+    failures = int((await session.execute(failed)).scalar_one())
+    if failures >= max(most, LEAST_FAILED):
+        message = f"{failures} batches of the project failed at validation in the last hour."
+        raise QuotaReached(f"{message} Fix the files, and try again later.", FAILED_S, code="failed_batches_quota")
+    if count >= most:
+        message = f"The project has {count} batches that have not ended; its quota is {most}."
+        raise QuotaReached(f"{message} Wait for one to end.", BATCH_RETRY_S, code="batches_quota")
     if project.max_enqueued_tokens is not None:
         tokens = await enqueued_tokens(session, project.id)
         if tokens >= project.max_enqueued_tokens:
             message = f"The project has {tokens} prompt tokens enqueued; its quota is {project.max_enqueued_tokens}."
             raise QuotaReached(f"{message} Wait for batches to end.", BATCH_RETRY_S, code="enqueued_tokens_quota")
+
+
+async def room_for_bytes(session: AsyncSession, project: Project) -> int | None:
+    """How many bytes more its files may have; None without a quota."""
+    return None if project.max_bytes is None else max(0, project.max_bytes - await _used_bytes(session, project))
+
+
+async def _used_bytes(session: AsyncSession, project: Project) -> int:
+    kept = select(func.coalesce(func.sum(File.size_bytes), 0)).where(
+        File.project_id == project.id, File.deleted_at.is_(None)
+    )
+    coming = select(func.coalesce(func.sum(Upload.size_bytes), 0)).where(
+        Upload.project_id == project.id, Upload.status == UploadStatus.PENDING
+    )
+    made = select(func.coalesce(func.sum(Batch.index_bytes), 0)).where(_live(project.id))
+    return sum([int((await session.execute(each)).scalar_one()) for each in (kept, coming, made)])
 
 
 async def check_bytes(session: AsyncSession, project: Project, more: int) -> None:
@@ -47,16 +74,11 @@ async def check_bytes(session: AsyncSession, project: Project, more: int) -> Non
     if more > project.max_bytes:
         message = f"The file has {more} bytes, which is more than the project's quota of {project.max_bytes}."
         raise PayloadTooLarge(message, code="file_too_large", param="file")
-    kept = select(func.coalesce(func.sum(File.size_bytes), 0)).where(
-        File.project_id == project.id, File.deleted_at.is_(None)
-    )
-    coming = select(func.coalesce(func.sum(Upload.size_bytes), 0)).where(
-        Upload.project_id == project.id, Upload.status == UploadStatus.PENDING
-    )
-    used = sum([int((await session.execute(each)).scalar_one()) for each in (kept, coming)])
+    used = await _used_bytes(session, project)
     if used + more > project.max_bytes:
-        message = f"The project's files have {used} bytes; with {more} more its quota of {project.max_bytes} is passed."
-        raise QuotaReached(f"{message} Delete files, or wait until some expire.", BYTES_RETRY_S, code="bytes_quota")
+        quota = f"with {more} more its quota of {project.max_bytes} is passed. Delete files, or wait until some expire."
+        message = f"The project's files and batches have {used} bytes; {quota}"
+        raise QuotaReached(message, BYTES_RETRY_S, code="bytes_quota")
 
 
 def _live(project_id: str) -> ColumnElement[bool]:

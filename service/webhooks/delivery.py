@@ -3,6 +3,7 @@
 import asyncio
 import ipaddress
 import socket
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from urllib.parse import urlsplit
 
@@ -10,6 +11,10 @@ import httpx
 
 TIMEOUT_S = 10.0
 GLOBAL_V6 = ipaddress.ip_network("2000::/3")
+# Which Python 3.11 takes for public: documentation, and a way from IPv6 to IPv4 that was given up.
+NOT_PUBLIC = (ipaddress.ip_network("3fff::/20"), ipaddress.ip_network("192.88.99.0/24"))
+NOWHERE = "the host has no public address"
+_lookups = ThreadPoolExecutor(max_workers=16, thread_name_prefix="lookup")
 
 
 class Unreachable(Exception):
@@ -36,15 +41,23 @@ class Reach:
 
     async def address(self, host: str, port: int) -> str:
         """The host's address that is connected to; asked once, so that a name cannot change its mind in between."""
-        loop = asyncio.get_running_loop()
         try:
-            found = await asyncio.wait_for(loop.getaddrinfo(host, port, type=socket.SOCK_STREAM), TIMEOUT_S)
+            async with asyncio.timeout(TIMEOUT_S):
+                addresses = await _look_up(host, port)
         except (OSError, TimeoutError, UnicodeError) as error:
-            raise Unreachable("the host has no address") from error
-        addresses = [str(each[4][0]) for each in found]
-        if not self.private and not all(_is_public(address) for address in addresses):
-            raise Unreachable("the host has an address that is not public")
+            raise Unreachable(NOWHERE) from error
+        # In the same words, or a tenant who sets a URL could ask which names of our network there are.
+        if not addresses or (not self.private and not all(_is_public(address) for address in addresses)):
+            raise Unreachable(NOWHERE)
         return addresses[0]
+
+
+async def _look_up(host: str, port: int) -> list[str]:
+    """By threads of their own: names that are slow must not hold up what else uses threads."""
+    found = await asyncio.get_running_loop().run_in_executor(
+        _lookups, lambda: socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    )
+    return [str(each[4][0]) for each in found]
 
 
 async def deliver(url: str, body: bytes, headers: dict[str, str], reach: Reach) -> int:
@@ -80,4 +93,6 @@ def _is_public(address: str) -> bool:
         if inner is None and parsed not in GLOBAL_V6:  # ways to say an IPv4 address, and old private ranges
             return False
         parsed = inner or parsed
+    if any(parsed in each for each in NOT_PUBLIC):
+        return False
     return parsed.is_global and not parsed.is_multicast

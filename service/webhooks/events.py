@@ -8,6 +8,7 @@ from sqlalchemy.ext.asyncio import AsyncSession
 
 from service import ids
 from service.db.tables import Batch, WebhookDelivery, WebhookEndpoint
+from service.webhooks.secrets import Seal
 
 EventType = Literal["batch.completed", "batch.failed", "batch.expired", "batch.cancelled"]
 EVENT_TYPES: tuple[str, ...] = get_args(EventType)
@@ -46,7 +47,9 @@ def event_body(delivery: WebhookDelivery) -> bytes:
     )
 
 
-def active_secrets(endpoint: WebhookEndpoint, now: float) -> list[str]:
-    """The secret, and for a day the one before it where the owner asked for that."""
-    old = endpoint.old_secret
-    return [endpoint.secret, *([old] if old is not None and (endpoint.old_secret_until or 0) > now else [])]
+def active_secrets(endpoint: WebhookEndpoint, seal: Seal, now: float) -> list[str]:
+    """The secret, and for a day the one before it where the owner asked for that. Raises NoKey."""
+    stored = [endpoint.secret]
+    if endpoint.old_secret is not None and (endpoint.old_secret_until or 0) > now:
+        stored.append(endpoint.old_secret)
+    return [seal.open(each) for each in stored]
