@@ -40,6 +40,7 @@ def server_command(socket: Path, folder: Path) -> list[str]:
         "appendfsync": "everysec",
         "save": "",
         "daemonize": "no",
+        "hz": "2",  # how often it looks after itself when nothing is asked
         "maxmemory-policy": "noeviction",
     }
     return [find_server(), *(part for name, value in options.items() for part in (f"--{name}", value))]

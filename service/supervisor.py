@@ -19,6 +19,7 @@ from typing import IO, Any
 import redis
 import structlog
 
+from service.commands.start import keep_private
 from service.db.migrate import upgrade
 from service.demo.model import ensure_demo_model
 from service.demo.prompts import corpus
@@ -28,11 +29,12 @@ from service.queue import keys
 from service.settings import DEMO_MODEL, Settings
 from service.storage import Storage
 
-STOP_S = 30.0
+STOP_S = 8.0  # of one part; together less than the ten seconds that container runtimes give
 BEGUN_S = 20.0
 MAX_EXITS = 5
 FIRST_PAUSE_S = 0.5
 ASK_S = 1.0
+WATCH_S = 0.5
 LOGS_S = 60.0
 _PR_SET_PDEATHSIG = 1
 log = structlog.get_logger()
@@ -78,10 +80,14 @@ class Part:
             )
         self.started_at, self.begun = time.time(), False
 
-    def stop(self, timeout_s: float) -> None:
+    def ask_to_stop(self) -> None:
+        if self.process is not None and self.process.poll() is None:
+            self.process.terminate()
+
+    def end(self, timeout_s: float) -> None:
+        """Wait for a part that was asked to stop, and kill it should it take longer."""
         if self.process is None or self.process.poll() is not None:
             return
-        self.process.terminate()
         try:
             self.process.wait(timeout_s)
         except subprocess.TimeoutExpired:
@@ -100,10 +106,12 @@ class Supervisor:
     _lock: IO[str] | None = None
     _stopping: bool = False
     _ask_again_at: float = 0.0
+    _stage: str = ""  # what was said last of the worker
     _look_at_logs_at: float = 0.0
 
     def run(self) -> None:
         """Run until SIGINT or SIGTERM. Raises StartError."""
+        keep_private(self.settings)
         self._take_lock()
         self._check_port()
         for number in (signal.SIGINT, signal.SIGTERM):
@@ -113,7 +121,7 @@ class Supervisor:
             while not self._stopping:
                 self._watch()
                 self._rotate_logs()
-                time.sleep(0.2)
+                time.sleep(WATCH_S)
         finally:
             self._stop()
 
@@ -174,7 +182,7 @@ class Supervisor:
         self.say(f"Logs       {logs}")
         if settings.needs_keys:
             self.say(f"Keys       asked for; a new one: BATCHWEAVE_DATA_DIR={folder} batchweave keys create --name …")
-        self.say("The engine takes about half a minute to start; batches may be submitted meanwhile. Ctrl-C stops.")
+        self.say("The engine starts; batches may be submitted meanwhile. Ctrl-C stops.")
 
     def _environment(self, folder: Path) -> dict[str, str]:
         """What the children's Settings read: ours, with every default spelled out."""
@@ -271,16 +279,26 @@ class Supervisor:
         self._ask_again_at = time.monotonic() + ASK_S
         try:
             with redis.Redis.from_url(self.settings.redis, socket_connect_timeout=1, socket_timeout=1) as client:
-                beat: Any = client.get(keys.worker(self.worker_name))
+                asked: Any = client.mget(keys.worker(self.worker_name), keys.starting(self.worker_name))
         except (redis.RedisError, OSError):
             return False
-        return beat is not None and json.loads(beat).get("started_at", 0) >= int(part.started_at)
+        beat, starting = (json.loads(each) if each else {} for each in asked)
+        assert part.process is not None
+        begun = beat.get("pid") == part.process.pid
+        stage = "is ready" if begun else starting.get("stage", "")
+        if stage and stage != self._stage:
+            self.say(f"The worker {stage} ({time.time() - part.started_at:.0f} s)")
+            self._stage = stage
+        return begun
 
     def _stop(self) -> None:
         """The worker first, so that its answers are written while everything else still runs; Redis last."""
         if self._parts:
             self.say("Stopping; unfinished batches go on at the next start.")
         by_name = {part.name: part for part in self._parts}
-        for name in ("worker", "planner", "api", "redis"):
-            if name in by_name:
-                by_name[name].stop(STOP_S)
+        for names in (("worker",), ("planner", "api"), ("redis",)):
+            parts = [by_name[name] for name in names if name in by_name]
+            for part in parts:
+                part.ask_to_stop()
+            for part in parts:
+                part.end(STOP_S)

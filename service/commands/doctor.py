@@ -23,7 +23,7 @@ from sqlalchemy.ext.asyncio import AsyncSession
 from service.commands.start import DataDirOption, ModelOption, settings_of
 from service.db.migrate import newest
 from service.db.sessions import Database
-from service.model_costs import CostsError, planning_costs
+from service.model_costs import CostsError, check_model, planning_costs
 from service.queue.connection import open_redis
 from service.settings import DEMO_MODEL, Settings
 from service.storage import Storage
@@ -164,6 +164,10 @@ async def _model(settings: Settings) -> Finding:
     if settings.model == DEMO_MODEL:
         return Finding("model", "ok", "the demo's, which says nothing sensible", "Name a real one: --model.")
     source = settings.model_source
+    try:
+        await asyncio.to_thread(check_model, settings)
+    except CostsError as error:
+        return Finding("model", "wrong", str(error), "Name a folder, or a hub id that this machine can fetch.")
     if Path(source).is_dir():
         lacking = [name for name in ("config.json", "tokenizer_config.json") if not (Path(source) / name).exists()]
         if lacking:

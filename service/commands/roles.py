@@ -3,9 +3,10 @@
 import asyncio
 import logging
 import signal
+import socket
 import sys
-import time
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 
 import structlog
 from prometheus_client import REGISTRY
@@ -22,8 +23,11 @@ from service.commands.start import (
     open_database,
     settings_of,
 )
+from service.db.clock import SharedClock
 from service.db.sessions import Database
+from service.loop_watch import watched_loop
 from service.metrics.counters import serve
+from service.model_costs import CostsError, check_model
 from service.queue.connection import open_redis
 from service.settings import Settings
 from service.storage import Storage
@@ -50,8 +54,9 @@ def up(
     settings = settings_of(model=model, model_name=model_name, data_dir=data_dir, host=host, port=port)
     log_to(sys.stderr, logging.WARNING)
     try:
+        check_model(settings)
         Supervisor(settings, say=said.print).run()
-    except (StartError, OSError, SQLAlchemyError) as error:
+    except (StartError, CostsError, OSError, SQLAlchemyError) as error:
         fail(f"{type(error).__name__}: {error}" if isinstance(error, SQLAlchemyError) else str(error))
 
 
@@ -64,22 +69,35 @@ def api(host: HostOption = None, port: PortOption = None) -> None:
     """
     import uvicorn
 
+    from service.api.connections import most_of_one, protocol, raise_descriptors
     from service.app import create_app
 
     settings = settings_of(host=host, port=port)
     log_to(sys.stdout)
     open_database(settings)
     send_traces(settings.otlp_endpoint, "api")
-    uvicorn.run(
+    raise_descriptors()
+    config = uvicorn.Config(
         create_app(settings),
         host=settings.host,
         port=settings.port,
         log_config=None,
         access_log=False,
         server_header=False,
-        http="h11",  # it bounds a request's headers; httptools does not
-        timeout_graceful_shutdown=5,
+        http=protocol(most_of_one(settings.connections_per_address)),  # h11, which bounds a request's headers
+        timeout_graceful_shutdown=3,
     )
+
+    server = uvicorn.Server(config)
+
+    async def run() -> None:
+        async with watched_loop():
+            await server.serve()
+
+    with suppress(KeyboardInterrupt), asyncio.Runner(loop_factory=config.get_loop_factory()) as runner:
+        runner.run(run())
+    if not server.started:
+        sys.exit(1)
 
 
 def planner(model: ModelOption = None, model_name: NameOption = None) -> None:
@@ -95,7 +113,8 @@ def planner(model: ModelOption = None, model_name: NameOption = None) -> None:
     _serve_metrics(settings)
 
     async def main(database: Database, storage: Storage, redis: Redis, stop: asyncio.Event) -> None:
-        await run_jobs(database, storage, redis, settings, stop)
+        async with watched_loop():
+            await run_jobs(database, storage, redis, settings, stop)
 
     asyncio.run(_role(settings, main))
 
@@ -104,6 +123,7 @@ def worker(model: ModelOption = None, model_name: NameOption = None) -> None:
     """Run one engine and the slices that it leases; needs `pip install batchweave[engine]`."""
     from service.jobs.runner import Abilities, register_model
     from service.metrics.engine import EngineMetrics
+    from service.queue.progress import Starting
     from service.worker import Worker, make_engine
 
     settings = settings_of(model=model, model_name=model_name)
@@ -113,21 +133,30 @@ def worker(model: ModelOption = None, model_name: NameOption = None) -> None:
     metrics = EngineMetrics(settings.served_model)
     REGISTRY.register(metrics)
     _serve_metrics(settings)
+    starting = Starting(
+        settings.redis, settings.worker_name, {"model": settings.served_model, "host": socket.gethostname()}
+    )
+    starting.begin()
     try:
-        engine = make_engine(settings)
+        engine = make_engine(settings, starting.say)
     except ModuleNotFoundError as error:
         fail(f"The engine is not installed ({error.name} is missing): pip install 'batchweave[engine]'")
 
     async def main(database: Database, storage: Storage, redis: Redis, stop: asyncio.Event) -> None:
         await engine.start()
+        metrics.step_age_s = lambda: engine.step_age_s
         _stop_on_signals(stop)  # again, because SGLang takes SIGTERM for itself
+        clock = SharedClock(database)
+        await clock.sync()
         await register_model(database, settings, Abilities(engine.context_length, engine.endpoints))
         if settings.emulated_device is not None:
             structlog.get_logger().warning("the device is emulated: no answer is real", device=engine.device)
         structlog.get_logger().info("engine ready", model=settings.served_model, device=engine.device)
         in_flight = 4 * await engine.max_running_requests()
-        parts = (database, storage, redis, engine, settings, time.time)
-        await Worker(*parts, in_flight, metrics, engine.machine).run(stop)
+        parts = (database, storage, redis, engine, settings, clock)
+        starting.end()
+        async with watched_loop():
+            await Worker(*parts, in_flight, metrics, engine.machine).run(stop)
 
     try:
         asyncio.run(_role(settings, main))

@@ -1,6 +1,8 @@
 """What the commands that run parts of the service begin with: settings, logs, the database, errors in one line."""
 
 import logging
+import os
+from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -34,8 +36,19 @@ def settings_of(**overrides: Any) -> Settings:
     return settings
 
 
+def keep_private(settings: Settings) -> None:
+    """Have no other user read what this process writes, or what is there already, whatever the umask."""
+    os.umask(0o077)
+    place = make_url(settings.database)
+    if place.get_backend_name() == "sqlite":
+        for each in (place.database, f"{place.database}-wal", f"{place.database}-shm"):
+            with suppress(OSError):
+                Path(each or "").chmod(0o600)
+
+
 def open_database(settings: Settings) -> None:
     """Make the folder of an embedded one, and bring it to the newest schema."""
+    keep_private(settings)
     url = make_url(settings.database)
     try:
         if url.get_backend_name() == "sqlite":

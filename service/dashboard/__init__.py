@@ -4,6 +4,7 @@ from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import RedirectResponse
 
+from service.api.bodies import explain
 from service.dashboard import actions, tenants, views
 from service.dashboard.render import page
 from service.dashboard.sessions import SignInNeeded
@@ -25,7 +26,7 @@ def error_page(request: Request, error: ApiError) -> Response:
 
 def wrong_form(request: Request, error: RequestValidationError) -> Response:
     first = error.errors()[0]
-    message = f"{'.'.join(str(part) for part in first['loc'][1:])}: {first['msg']}"
+    message = f"{'.'.join(str(part) for part in first['loc'][1:])}: {explain(first)}"
     return page(request, "error.html", None, 400, message=message, code="invalid_request")
 
 

@@ -14,7 +14,7 @@ from service.dashboard.reach import as_owner
 from service.dashboard.render import page
 from service.dashboard.sessions import (
     Changes,
-    ChangesAsAdmin,
+    ChangesAsOperator,
     SignInNeeded,
     browser_of,
     check_form,
@@ -120,13 +120,13 @@ async def delete(here: Here, viewer: Changes, file_id: ObjectId) -> Response:
 
 
 @router.post("/workers/{name:path}/drain")
-async def drain(here: Here, viewer: ChangesAsAdmin, name: workers.WorkerName) -> Response:
+async def drain(here: Here, viewer: ChangesAsOperator, name: workers.WorkerName) -> Response:
     await workers.drain_worker(name, here, viewer.caller)
     return _to("/dashboard/workers")
 
 
 @router.post("/workers/{name:path}/resume")
-async def resume(here: Here, viewer: ChangesAsAdmin, name: workers.WorkerName) -> Response:
+async def resume(here: Here, viewer: ChangesAsOperator, name: workers.WorkerName) -> Response:
     await workers.resume_worker(name, here, viewer.caller)
     return _to("/dashboard/workers")
 

@@ -1,20 +1,39 @@
 """The requests of a batch with what came of them, searched in its files: bounded, since a file may have millions."""
 
+import asyncio
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
+from weakref import WeakValueDictionary
+
+import msgspec
 
 from service.api.content import answered_so_far
 from service.api.context import Context
 from service.db.moves import LIVE
-from service.db.tables import Batch, OutputOrder
-from service.storage import LineTooLong, file_key, lines_of
+from service.db.tables import Batch, File, OutputOrder
+from service.storage import file_key
 
 SHOWN = 50
 MOST_BYTES = 64 * 1024 * 1024
+MOST_OF_FIRST, MOST_OF_PARSED, MOST_OF_LINE = 1024 * 1024, 256 * 1024, 16 * 1024 * 1024
 MOST_CHARACTERS = 20_000  # of one text
+
+_searches: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()  # by project
+
+
+class _Named(msgspec.Struct):
+    custom_id: str | None = None
+
+
+class _Url(msgspec.Struct):
+    url: str | None = None
+
+
+_name = msgspec.json.Decoder(_Named)  # passes over the rest of a line, where Python's objects of it would take seconds
+_url = msgspec.json.Decoder(_Url)
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,34 +55,40 @@ class Found:
 async def search(here: Context, batch: Batch, kind: str, text: str) -> Found:
     """The first lines of `kind` (output or errors) whose custom_id has `text` in it."""
     lines: list[Line] = []
-    read = 0
-    async for raw in _results(here, batch, kind == "output"):
-        read += len(raw)
-        line = parsed(raw)
-        if read > MOST_BYTES or line is None:
-            return Found(lines, False)
-        if text in (line.get("custom_id") or ""):
-            if len(lines) == SHOWN:
-                return Found(lines, False)
-            lines.append(_line(line, kind == "output"))
-    return Found(lines, True)
+    cut_off = False
+
+    def look(raw: bytes) -> bool:
+        nonlocal cut_off
+        name = _named(raw)
+        if name is not None and text in name:
+            cut_off = len(lines) == SHOWN
+            if not cut_off:
+                lines.append(_line(parsed(raw) or {"custom_id": name}, kind == "output"))
+        return cut_off or name is None
+
+    all_seen = await _look_through(batch, _results(here, batch, kind == "output"), look)
+    return Found(lines, all_seen)
 
 
 async def request_of(here: Context, batch: Batch, custom_id: str) -> tuple[str | None, str | None]:
     """A request as it was sent, and its answer, as JSON for people; None for what is not found within bounds."""
-    asked = await _one(stored_lines(here, batch.input_file_id), custom_id)
-    answer = await _one(_results(here, batch, True), custom_id) or await _one(_results(here, batch, False), custom_id)
-    return asked, answer
+    asked = await _one(batch, here.storage.stream(file_key(batch.input_file_id)), custom_id)
+    answer = await _one(batch, _results(here, batch, True), custom_id)
+    return asked, answer or await _one(batch, _results(here, batch, False), custom_id)
 
 
-async def stored_lines(here: Context, file_id: str) -> AsyncIterator[bytes]:
-    """Lines of a file, blank ones left out, up to the first that is too long; none of a file that is gone."""
-    async for line in _plain(here.storage.lines(file_key(file_id), here.settings.max_line_bytes)):
-        yield line
+async def first_url(here: Context, file: File) -> str | None:
+    """What the request on a file's first line is for; None where the line is long or no request."""
+    with suppress(FileNotFoundError, msgspec.DecodeError, RecursionError):
+        head = await here.storage.read_range(file_key(file.id), 0, min(file.size_bytes, MOST_OF_FIRST))
+        return _url.decode(head.lstrip().partition(b"\n")[0]).url
+    return None
 
 
 def parsed(raw: bytes) -> dict[str, Any] | None:
-    """A line's object; None for anything else, as in a file that failed its validation."""
+    """A line's object; None for anything else, as in a file that failed its validation, and for one that is long."""
+    if len(raw) > MOST_OF_PARSED:
+        return None
     try:
         found = json.loads(raw)
     except (ValueError, RecursionError):
@@ -71,37 +96,64 @@ def parsed(raw: bytes) -> dict[str, Any] | None:
     return found if isinstance(found, dict) else None
 
 
-async def _one(lines: AsyncIterator[bytes], custom_id: str) -> str | None:
-    read = 0
+def _named(raw: bytes) -> str | None:
+    """A line's custom_id, or "" for one without; None for what is no object."""
+    try:
+        return _name.decode(raw).custom_id or ""
+    except (msgspec.DecodeError, RecursionError):
+        return None
+
+
+async def _one(batch: Batch, parts: AsyncIterator[bytes], custom_id: str) -> str | None:
     wanted = [json.dumps(custom_id, ensure_ascii=each).encode(errors="surrogatepass") for each in (True, False)]
-    async for raw in lines:
-        read += len(raw)
-        if read > MOST_BYTES:
-            return None
-        if any(each in raw for each in wanted):
+    found: str | None = None
+
+    def look(raw: bytes) -> bool:
+        nonlocal found
+        if any(each in raw for each in wanted) and _named(raw) == custom_id:
             line = parsed(raw)
-            if line is not None and line.get("custom_id") == custom_id:
-                return json.dumps(line, indent=2, ensure_ascii=False)[:MOST_CHARACTERS]
-    return None
+            cut = raw[:MOST_CHARACTERS].decode(errors="replace")
+            found = json.dumps(line, indent=2, ensure_ascii=False)[:MOST_CHARACTERS] if line else cut
+        return found is not None
+
+    await _look_through(batch, parts, look)
+    return found
+
+
+async def _look_through(batch: Batch, parts: AsyncIterator[bytes], look: Callable[[bytes], bool]) -> bool:
+    """Show `look` each line until it has seen enough; whether it has seen all, and not only as much as is read at once.
+
+    It runs in a thread, one for a project, since a file may have a million lines to parse.
+    """
+    read, rest = 0, b""
+    lock = _searches.setdefault(batch.project_id, asyncio.Lock())
+    with suppress(FileNotFoundError):  # deleted, or expired
+        async with lock:
+            async for part in parts:
+                read += len(part)
+                whole, _, rest = (rest + part).rpartition(b"\n")
+                if await asyncio.to_thread(_look_at, whole, look):
+                    return False
+                if read > MOST_BYTES or len(rest) > MOST_OF_LINE:
+                    return False
+            return not await asyncio.to_thread(_look_at, rest, look)
+    return True
+
+
+def _look_at(text: bytes, look: Callable[[bytes], bool]) -> bool:
+    """Whether `look` has seen enough in one of these lines."""
+    return any(look(line) for line in text.split(b"\n") if line and not line.isspace())
 
 
 async def _results(here: Context, batch: Batch, is_output: bool) -> AsyncIterator[bytes]:
     """Of the finished file, or what is answered so far."""
     file_id = batch.output_file_id if is_output else batch.error_file_id
     if file_id is not None:
-        async for line in stored_lines(here, file_id):
-            yield line
+        async for part in here.storage.stream(file_key(file_id)):
+            yield part
     elif batch.status in LIVE and batch.output_order == OutputOrder.ANY:
-        async for line in _plain(lines_of(answered_so_far(here, batch.id, is_output), MOST_BYTES)):
-            yield line
-
-
-async def _plain(lines: AsyncIterator[tuple[int, bytes]]) -> AsyncIterator[bytes]:
-    """Without blank ones; none of a file that is deleted or expired."""
-    with suppress(FileNotFoundError, LineTooLong):
-        async for _, line in lines:
-            if line.strip():
-                yield line
+        async for part in answered_so_far(here, batch.id, is_output):
+            yield part
 
 
 def _line(line: dict[str, Any], ok: bool) -> Line:

@@ -53,9 +53,14 @@ _environment.filters.update(duration=span, size=size, number=number, moment=mome
 
 
 def page(request: Request, name: str, viewer: Viewer | None, status_code: int = 200, **values: Any) -> Response:
-    browser = viewer.browser if viewer else browser_of(request)
+    browser, context = viewer.browser if viewer else browser_of(request), request.app.state.context
     html = _environment.get_template(name).render(
-        viewer=viewer, csrf=browser.csrf, path=request.url.path, now=time.time(), **values
+        viewer=viewer,
+        csrf=browser.csrf,
+        path=request.url.path,
+        now=context.clock(),
+        room=context.storage.room,
+        **values,
     )
     response = HTMLResponse(html.encode(errors="replace"), status_code=status_code, headers=HEADERS)
     browser.keep(request, response)

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from sqlalchemy import func, select
 
 from service.db.sessions import Database
-from service.db.tables import Slice, SliceBatch, SliceStatus, Window
+from service.db.tables import Slice, SliceBatch, SliceStatus, Window, fixed
 from service.plan_artifact import PlanArtifact
 from service.plan_picture import PlanPicture
 from service.storage import Storage
@@ -71,10 +71,14 @@ class Drawing:
 async def drawing(database: Database, storage: Storage, batch_id: str) -> Drawing | None:
     """Of the first window of the batch that is not done, or of its last; None where there is no picture any more."""
     async with database.read() as session:
-        mine = select(Slice).join(SliceBatch, SliceBatch.slice_id == Slice.id).where(SliceBatch.batch_id == batch_id)
-        unfinished = mine.where(Slice.status != SliceStatus.DONE).order_by(Slice.id).limit(1)
-        found = (await session.scalars(unfinished)).one_or_none()
-        found = found or (await session.scalars(mine.order_by(Slice.id.desc()).limit(1))).one_or_none()
+        mine = select(SliceBatch.slice_id).where(SliceBatch.batch_id == batch_id)
+        firsts = [
+            select(mine.where(SliceBatch.status == fixed(status)).order_by(SliceBatch.slice_id).limit(1).subquery())
+            for status in (SliceStatus.READY, SliceStatus.LEASED)
+        ]
+        unfinished = [each for each in [await session.scalar(first) for first in firsts] if each is not None]
+        slice_id = min(unfinished, default=await session.scalar(mine.order_by(SliceBatch.slice_id.desc()).limit(1)))
+        found = (await session.scalars(select(Slice).where(Slice.id == slice_id))).one_or_none()
         if found is None:
             return None
         plan_id = (await session.scalars(select(Window.plan_id).where(Window.id == found.window_id))).one()

@@ -68,11 +68,15 @@ async def viewer_of(request: Request, here: Here) -> Viewer:
     if not here.settings.needs_keys:
         check_local(request)
         async with here.database.read() as session:
-            return Viewer(await local_caller(session), browser, False)
+            local = await local_caller(session)
+        await count_request(here.redis, local.project, here.clock())
+        return Viewer(local, browser, False)
     async with here.database.read() as session:
         caller = await _signed_in(session, browser.token, int(here.clock()))
     if caller is None:
         raise SignInNeeded
+    request.state.key = caller.name
+    await count_request(here.redis, caller.project, here.clock())
     return Viewer(caller, browser, True)
 
 
@@ -84,7 +88,6 @@ async def changer_of(
 ) -> Viewer:
     """A viewer whose form comes from one of our own pages. Raises Forbidden for any other."""
     check_form(request, viewer.browser, csrf)
-    await count_request(here.redis, viewer.caller.project, here.clock())
     return viewer
 
 
@@ -116,13 +119,6 @@ async def changing_operator_of(viewer: Changes) -> Viewer:
 ChangesAsOperator = Annotated[Viewer, Depends(changing_operator_of)]
 
 
-async def changing_admin_of(viewer: Changes) -> Viewer:
-    return await admin_of(viewer)
-
-
-ChangesAsAdmin = Annotated[Viewer, Depends(changing_admin_of)]
-
-
 def check_form(request: Request, browser: Browser, csrf: str) -> None:
     other_site = request.headers.get("sec-fetch-site", "same-origin") not in ("same-origin", "none")
     if browser.is_new or other_site or not hmac.compare_digest(csrf.encode(), browser.csrf.encode()):
@@ -132,7 +128,7 @@ def check_form(request: Request, browser: Browser, csrf: str) -> None:
 async def sign_in(session: AsyncSession, key: str, now: int) -> str | None:
     """The token of a new session; None for a key that is not good."""
     caller = await caller_of(session, key.strip(), now)
-    if caller is None:
+    if caller is None or caller.role is Role.MONITOR:
         return None
     token = secrets.token_urlsafe(32)
     await session.execute(delete(DashboardSession).where(DashboardSession.expires_at <= now))
@@ -163,7 +159,7 @@ async def _signed_in(session: AsyncSession, token: str, now: int) -> Caller | No
             .where(good, kept)
         )
     ).one_or_none()
-    return Caller(found[1], found[0].id, Role(found[0].role)) if found else None
+    return Caller(found[1], found[0].id, Role(found[0].role), found[0].name) if found else None
 
 
 def _digest(token: str) -> str:

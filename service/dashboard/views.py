@@ -16,9 +16,10 @@ from service.api import batches, content, files
 from service.api.bodies import ObjectId
 from service.api.context import Context, Here
 from service.api.pages import page_rows
-from service.api.shapes import BatchObject, WorkerObject, WorkerState
+from service.api.shapes import BatchObject
+from service.api.worker_shapes import WorkerObject, WorkerState
 from service.api.workers import WorkerName, alive_workers
-from service.dashboard.answers import Found, parsed, request_of, search, stored_lines
+from service.dashboard.answers import Found, first_url, request_of, search
 from service.dashboard.filters import Filters
 from service.dashboard.reach import as_owner, project_seen, seen_by
 from service.dashboard.render import HEADERS, ROOT, page
@@ -38,7 +39,7 @@ MOST_ROWS = 2**53
 TICK_S = 2.0
 STREAM_S = 600.0  # the browser connects again; a session that has ended must not be told for ever
 STATIC = {"style.css", "dashboard.js", "htmx.min.js", "uPlot.iife.min.js", "uPlot.min.css"}
-SECRETS = ("database_url", "redis_url", "storage_url", "engine_args", "otlp_endpoint")
+SECRETS = ("database_url", "redis_url", "storage_url", "engine_args", "otlp_endpoint", "secret_key")
 
 router = APIRouter(prefix="/dashboard", include_in_schema=False)
 
@@ -47,7 +48,7 @@ router = APIRouter(prefix="/dashboard", include_in_schema=False)
 async def overview(request: Request, here: Here, viewer: LooksIn) -> Response:
     mine = seen_by(viewer)
     async with here.database.read() as session:
-        counts = await standings(session, mine)
+        counts = await standings(session, mine, here.clock())
         rows = await next_batches(session, mine)
         projects = await _project_names(session) if viewer.is_operator else {}
     serving = await here.outlook.serving()
@@ -59,14 +60,15 @@ async def overview(request: Request, here: Here, viewer: LooksIn) -> Response:
         batches=await _shapes(here, rows),
         paces=await _paces(here, rows),
         owners=_owners(rows, projects),
-        last=await History(here.redis).last() if viewer.is_admin else {},
-        workers=await _workers(here) if viewer.is_admin else [],
+        last=await History(here.redis).last() if viewer.is_operator else {},
+        workers=await _workers(here) if viewer.is_operator else [],
         serving=sum(each.alive - each.draining for each in serving.values()),
+        starting=max((each.starting_s for each in serving.values() if each.starting_s is not None), default=None),
     )
 
 
 @router.get("/overview.json")
-async def overview_points(here: Here, _viewer: LooksInAsAdmin) -> Response:
+async def overview_points(here: Here, _viewer: LooksInAsOperator) -> Response:
     return JSONResponse(await History(here.redis).points(), headers=HEADERS)
 
 
@@ -202,7 +204,7 @@ async def file_content(request: Request, here: Here, viewer: LooksIn, file_id: O
 async def worker_list(
     request: Request,
     here: Here,
-    viewer: LooksInAsAdmin,
+    viewer: LooksInAsOperator,
     state: Annotated[str, Query(max_length=16)] = "",
     model: Annotated[str, Query(max_length=512)] = "",
 ) -> Response:
@@ -223,7 +225,7 @@ async def worker_list(
 
 
 @router.get("/workers/{name:path}/steps.json")
-async def worker_steps(here: Here, _viewer: LooksInAsAdmin, name: WorkerName) -> Response:
+async def worker_steps(here: Here, _viewer: LooksInAsOperator, name: WorkerName) -> Response:
     """Of its first rank, by stretches of steps: the step, then seconds per step of compute, KV reads and in all."""
     try:
         alive = await here.heartbeat.alive()
@@ -316,7 +318,5 @@ async def _workers(here: Context) -> list[WorkerObject] | None:
 
 async def _endpoint_of(here: Context, file: File) -> str:
     """As its first line says; the first of ours where it says nothing useful, as the validation will tell."""
-    async for raw in stored_lines(here, file.id):
-        url = (parsed(raw) or {}).get("url")
-        return str(url) if url in ENDPOINTS else ENDPOINTS[0]
-    return ENDPOINTS[0]
+    url = await first_url(here, file)
+    return url if url in ENDPOINTS else ENDPOINTS[0]

@@ -25,6 +25,7 @@ from service.settings import Settings
 
 START_S, STOP_S = 60.0, 60.0
 ENDED = ("completed", "failed", "expired", "cancelled")
+_http = httpx.Client(trust_env=False)  # one for all that is asked again and again; it is on this machine
 console = Console(highlight=False, markup=False)
 
 
@@ -107,7 +108,7 @@ def _wait_until_up(url: str, process: subprocess.Popen[bytes], data_dir: Path) -
             if process.poll() is not None:
                 raise DemoError(f"the service did not start:\n{(data_dir / 'up.log').read_text().strip()}")
             try:
-                if httpx.get(f"{url}/readyz", timeout=2).status_code == 200:
+                if _http.get(f"{url}/readyz", timeout=2).status_code == 200:
                     return
             except httpx.HTTPError:
                 pass
@@ -143,22 +144,32 @@ def _follow(
             if process.poll() is not None:
                 raise DemoError("the service ended in the middle; start the demo again and it goes on")
             batches = [client.batches.retrieve(batch.id) for batch in batches]
-            if engine_up is None and httpx.get(f"{url}/readyz", timeout=10).json().get("workers"):
+            stage = "" if engine_up is not None else _stage(url)
+            if engine_up is None and not stage:
                 engine_up = time.monotonic()
             for bar, batch in zip(bars, batches, strict=True):
                 counts = batch.request_counts
                 assert counts is not None
-                state = "engine is starting" if engine_up is None and batch.status == "in_progress" else batch.status
+                state = stage if stage and batch.status == "in_progress" else batch.status
                 done = counts.completed + counts.failed
                 progress.update(
                     bar, description=f"{batch.endpoint:<22} {state}", total=counts.total or None, completed=done
                 )
             if all(batch.status in ENDED for batch in batches):
                 break
-            time.sleep(0.25)
+            time.sleep(0.5)
     ended = time.monotonic()
     engine_up = engine_up or started
     return engine_up - started, ended - engine_up, batches
+
+
+def _stage(url: str) -> str:
+    """What the worker does while it starts; nothing once it is alive."""
+    found = _http.get(f"{url}/v1/workers", timeout=10).json().get("data", [])
+    if any(worker["state"] != "starting" for worker in found):
+        return ""
+    stages = [f"the worker {worker['stage']}" for worker in found if worker.get("stage")]
+    return stages[0] if stages else "the worker begins"
 
 
 def _summary(client: openai.OpenAI, folder: Path, batches: list[Batch], engine_s: float, run_s: float) -> None:
