@@ -15,12 +15,14 @@ $(UV):
 	@./.ci/bootstrap-uv "$(PYTHON)" "$(VENV)" "$(UV_VERSION)"
 
 $(VENV)/.installed: $(UV) requirements/engine.txt pyproject.toml
-	VIRTUAL_ENV=$(VENV) $(UV) pip install --require-hashes -r requirements/engine.txt
+	VIRTUAL_ENV=$(VENV) $(UV) pip install --compile-bytecode --require-hashes -r requirements/engine.txt
 	VIRTUAL_ENV=$(VENV) $(UV) pip install --no-deps -e .
+	$(RUN)/python -m compileall -q service engine_ext migrations
+	$(RUN)/python -m engine_ext.plan.warm_up
 	@touch $@
 
 $(VENV)/.installed-dev: $(VENV)/.installed requirements/dev.txt
-	VIRTUAL_ENV=$(VENV) $(UV) pip install --require-hashes -r requirements/dev.txt
+	VIRTUAL_ENV=$(VENV) $(UV) pip install --compile-bytecode --require-hashes -r requirements/dev.txt
 	@touch $@
 
 demo: install

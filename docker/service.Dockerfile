@@ -3,9 +3,9 @@ FROM python:3.12-slim AS build
 WORKDIR /src
 RUN pip install --no-cache-dir uv==0.13.8
 COPY requirements/server.txt requirements/server.txt
-RUN uv pip install --system --require-hashes -r requirements/server.txt
+RUN uv pip install --system --compile-bytecode --require-hashes -r requirements/server.txt
 COPY . .
-RUN uv pip install --system --no-deps .
+RUN uv pip install --system --compile-bytecode --no-deps .
 
 FROM python:3.12-slim
 COPY --from=build /usr/local/lib/python3.12/site-packages /usr/local/lib/python3.12/site-packages
@@ -14,5 +14,7 @@ COPY --from=build /usr/local/bin/batchweave /usr/local/bin/batchweave
 RUN useradd --uid 10001 --create-home batchweave && install -d -o batchweave /objects
 USER batchweave
 WORKDIR /home/batchweave
+# Machine code of the planner and the scan, in the user's cache: no start waits for it.
+RUN python3 -m engine_ext.plan.warm_up
 ENTRYPOINT ["batchweave"]
 CMD ["api", "--host", "0.0.0.0"]

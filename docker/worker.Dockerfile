@@ -6,13 +6,15 @@ ENV VIRTUAL_ENV=/opt/batchweave PATH=/opt/batchweave/bin:$PATH
 RUN python3 -m venv $VIRTUAL_ENV && pip install --no-cache-dir uv==0.13.8
 WORKDIR /src
 COPY requirements/engine.txt requirements/engine.txt
-RUN uv pip install --require-hashes -r requirements/engine.txt
+RUN uv pip install --compile-bytecode --require-hashes -r requirements/engine.txt
 COPY . .
-RUN uv pip install --no-deps .
+RUN uv pip install --compile-bytecode --no-deps .
 # A new volume takes its owner from the image; the service's image has the same one.
 RUN useradd --uid 10001 --create-home batchweave && install -d -o batchweave /objects
 USER batchweave
 WORKDIR /home/batchweave
+# Machine code of the planner and the scan, in the user's cache: no start waits for it.
+RUN python3 -m engine_ext.plan.warm_up
 RUN mkdir -p .cache/huggingface
 ENTRYPOINT ["batchweave"]
 CMD ["worker"]
