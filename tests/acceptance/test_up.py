@@ -129,7 +129,7 @@ def test_bad_file_fails_with_code_and_line(up: Up, data: bytes, code: str, numbe
 
 
 def test_request_that_sglang_refuses_is_one_error_line(up: Up) -> None:
-    lines = [line("good-1"), line("bad", temperature=-3), line("odd", stop_regex="((")]
+    lines = [line("good-1"), line("bad", temperature=-3), line("odd", top_p=7)]
     batch = up.wait(up.submit([*lines, line("good-2")]))
     assert batch.status == "completed"
     assert set(up.lines(batch.output_file_id)) == {"good-1", "good-2"}
@@ -244,11 +244,12 @@ def test_everything_killed_and_started_again_goes_on(up: Up) -> None:
     assert_whole(up, batch_id, "all", 400, before)
 
 
-def test_ctrl_c_stops_cleanly_and_leaves_no_process(up: Up) -> None:
+def test_sigterm_stops_cleanly_and_leaves_no_process(up: Up) -> None:
+    """Within what container runtimes give, ten seconds on a machine that is not busy (`benchmarks.idle`)."""
     batch_id = up.submit(long_lines("stopped", 200))
     up.until(lambda: up.done(batch_id) >= 10, "some answers")
     family = up.family()
-    assert up.stop() == 0
+    assert up.stop(signal.SIGTERM, within_s=30) == 0
     assert alive(family) == []
     with closing(sqlite3.connect(up.folder / "batchweave.db")) as database:
         mine = "SELECT slice_id FROM slice_batches WHERE batch_id = ?"

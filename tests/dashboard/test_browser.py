@@ -4,7 +4,6 @@ import asyncio
 import json
 from collections.abc import AsyncGenerator
 from contextlib import ExitStack, asynccontextmanager
-from pathlib import Path
 
 import pytest
 from playwright.async_api import Page, expect
@@ -35,9 +34,9 @@ REACHED = """() => {
 
 
 @pytest.fixture
-def empty_database_url(tmp_path: Path) -> str:
+def database_url(sqlite_url: str) -> str:
     """One database is enough: pages see the API's functions alone."""
-    return f"sqlite+aiosqlite:///{tmp_path / 'test.db'}"
+    return sqlite_url
 
 
 @pytest.fixture

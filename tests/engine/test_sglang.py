@@ -167,6 +167,56 @@ def test_response_format_holds_on_a_cpu(engine: RealEngine) -> None:
     assert answer["colour"] in ("red", "blue")
 
 
+@pytest.mark.parametrize(
+    ("schema", "why"),
+    [
+        ({"$ref": "#"}, "allows no further token"),
+        ({"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/b"}, "b": {"$ref": "#/$defs/a"}}}, "allows no further"),
+        ({"type": "string", "pattern": "^((.|..|...)?(.|..)?)*$"}, "too ambiguous"),
+    ],
+)
+@pytest.mark.parametrize("temperature", [0, 1])
+def test_a_grammar_that_nothing_satisfies_or_takes_long_ends_its_own_request(
+    engine: RealEngine, schema: dict[str, Any], why: str, temperature: float
+) -> None:
+    """Without a token that may come the sampler failed on all requests of the step, and the engine died."""
+    form = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
+    body = {**QUESTION, "temperature": temperature, "max_tokens": 200}
+
+    async def beside() -> Any:
+        wanted = [ask(engine, CHAT, {**body, "response_format": form}, "odd"), ask(engine, CHAT, body, "good")]
+        return await asyncio.gather(*wanted)
+
+    odd, good = engine.do(beside())
+    assert odd["status_code"] == 400, odd
+    assert why in odd["error"]["message"]
+    assert good["choices"][0]["finish_reason"] in ("stop", "length")
+
+
+def test_a_grammar_and_a_least_length_that_contradict_each_other_end_their_own_request(engine: RealEngine) -> None:
+    form = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"const": 1}}}
+    body = {**QUESTION, "max_tokens": 16, "temperature": 1}
+
+    async def beside() -> Any:
+        odd = ask(engine, CHAT, {**body, "min_tokens": 16, "response_format": form}, "odd")
+        return await asyncio.gather(odd, ask(engine, CHAT, body, "good"))
+
+    odd, good = engine.do(beside())
+    assert (odd["status_code"], good["status_code"]) == (400, 200), odd
+    assert "min_tokens" in odd["error"]["message"]
+
+
+def test_scores_and_chats_share_a_step(engine: RealEngine) -> None:
+    """One of each in a prefill killed the scheduler."""
+    score = {"query": "a", "items": ["b"], "label_token_ids": [5, 6]}
+
+    async def beside() -> Any:
+        scores = [ask(engine, "/v1/score", score) for _ in range(4)]
+        return await asyncio.gather(*scores, *(ask(engine, CHAT, {**QUESTION, "max_tokens": 16}) for _ in range(4)))
+
+    assert [each["status_code"] for each in engine.do(beside())] == [200] * 8
+
+
 def test_sampling_fields_mean_what_they_mean_in_sglang(engine: RealEngine) -> None:
     two = chat(engine, n=2, temperature=1.0, seed=7)
     assert [choice["index"] for choice in two["choices"]] == [0, 1]
@@ -198,13 +248,19 @@ def test_sampling_fields_mean_what_they_mean_in_sglang(engine: RealEngine) -> No
         (CHAT, {"min_tokens": 1, "stop_token_ids": [10**6]}),
         (CHAT, {"stop_regex": "(("}),
         (CHAT, {"logit_bias": {"5": -1e308}}),
+        (CHAT, {"logit_bias": {"5": 101}}),
         (CHAT, {"temperature": 1e300}),
+        (CHAT, {"temperature": 1e-6}),
+        (CHAT, {"repetition_penalty": 1e-45}),
+        (CHAT, {"response_format": "json"}),
+        (CHAT, {"response_format": ["json"]}),
         (CHAT, {"extra_key": ["x"]}),
         (CHAT, {"chat_template_kwargs": {"messages": []}}),
         (CHAT, {"messages": [{"role": "user", "content": None}]}),
         (CHAT, {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "file:///x"}}]}]}),
         (COMPLETIONS, {"prompt": [1000000.0]}),
         (COMPLETIONS, {"logprobs": "1000000"}),
+        (COMPLETIONS, {"prompt": ["a", "b c"], "echo": True, "logprobs": 0}),
         (COMPLETIONS, {"prompt": ""}),
         (COMPLETIONS, {"prompt": [1, 10**6]}),
         (COMPLETIONS, {"prompt": [[1], [-5]]}),

@@ -2,6 +2,8 @@
 
 import argparse
 import random
+import signal
+import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -37,7 +39,8 @@ def campaign(town: Town, faults: int, requests: int, say: Callable[[str], None])
             if town.rng.random() < 0.7:
                 town.keep_alive()
             town.read_early(batch_id)
-        (town.folder / "clock").unlink(missing_ok=True)
+        for clock in town.folder.glob("clock-*"):
+            clock.unlink()
         town.judge(town.wait(batch_id), contents)
         number += 1
         say(f"batch {number}: {requests} requests, {killers} killers, {time.monotonic() - started:.1f} s: {kinds}")
@@ -50,6 +53,7 @@ def main() -> None:
     parser.add_argument("--requests", type=int, default=2000)
     parser.add_argument("--database", choices=["sqlite", "postgresql"], default="postgresql")
     given = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that what was started is stopped
     with tempfile.TemporaryDirectory(prefix="batchweave-chaos-") as name:
         folder = Path(name)
         server = get_server(folder / "postgres", cleanup_mode="delete") if given.database == "postgresql" else None

@@ -15,7 +15,8 @@ import psutil
 from tests.acceptance.service import Up
 from tests.acceptance.test_up import long_lines
 
-KINDS = ("engine", "worker", "planner", "api", "redis", "flushall", "everything")
+KINDS = ("engine", "scheduler hangs", "worker", "planner", "api", "redis", "flushall", "everything")
+STEP_LIMIT_S = 15
 ANSWERS_BETWEEN = 100  # so that each fault meets an engine that works
 
 
@@ -30,6 +31,10 @@ def strike(up: Up, kind: str, rng: random.Random) -> None:
         assert up.process is not None
         up.process.wait(20)
         up.start()
+    elif kind == "scheduler hangs":
+        worker = up.worker()
+        next(each for each in worker.children() if "scheduler" in " ".join(each.cmdline())).suspend()
+        worker.wait(20 * STEP_LIMIT_S)  # ten times the limit for the first step of an engine
     elif kind == "engine":
         rng.choice(up.worker().children(recursive=True)).kill()
     else:
@@ -45,6 +50,7 @@ def main() -> None:
     rng, happened, kept = random.Random(given.seed), Counter[str](), dict[str, str]()
     with tempfile.TemporaryDirectory(prefix="batchweave-chaos-") as name:
         up = Up.on(Path(name) / "data")
+        up.variables["BATCHWEAVE_STEP_LIMIT_S"] = str(STEP_LIMIT_S)
         up.start()
         try:
             up.until_engine()

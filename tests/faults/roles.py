@@ -9,6 +9,7 @@ import contextlib
 import json
 import os
 import signal
+import threading
 import time
 import zlib
 from collections.abc import AsyncGenerator, Callable
@@ -20,6 +21,7 @@ from typing import Any
 import structlog
 import uvicorn
 
+from engine_ext.plugin.pulse import Beating, Pulses, Watch
 from service.app import create_app
 from service.db.sessions import Database
 from service.jobs.runner import Abilities, register_model, run_jobs
@@ -34,6 +36,7 @@ from tests.integration.house import ScriptedAnswer
 
 KILLER = "kill the engine"
 REFUSED = "refuse this"
+STEP_LIMIT_S = 5.0  # more than a worker that is stopped for one and a half leases
 # Where a process of each role can be told to die, before or after it.
 POINTS = {
     "api": ("commit",),
@@ -53,17 +56,45 @@ class Config:
 
 
 class LoggedEngine:
-    """Answers after a moment, notes each run it begins, and dies of some requests as SGLang's process does."""
+    """Answers after a moment, notes each run it begins, and dies of some requests as SGLang's process does.
 
-    def __init__(self, folder: Path) -> None:
-        self._log = os.open(
-            folder / f"runs-{os.getpid()}-{time.monotonic_ns()}", os.O_CREAT | os.O_WRONLY | os.O_APPEND
-        )
+    While the file `hung` is there it answers nothing and steps no more, until the watch on its pulse ends it.
+    """
+
+    def __init__(self, folder: Path, hung: Path) -> None:
+        name = f"runs-{os.getpid()}-{time.monotonic_ns()}"
+        self._log = os.open(folder / name, os.O_CREAT | os.O_WRONLY | os.O_APPEND)
+        self._hung = hung
+        self._in_flight, self._busy_since = 0, None
+        pulses = Pulses()
+        self._beating = Beating(pulses.path, 0, time.monotonic())
+        self._watch = Watch(pulses, STEP_LIMIT_S, lambda: self._busy_since)
+        threading.Thread(target=self._beat, daemon=True).start()
+        self._watch.start()
+
+    def _beat(self) -> None:
+        while True:
+            if not self._hung.exists():
+                self._beating.turned(time.monotonic())
+                self._beating.stepped(time.monotonic())
+            time.sleep(0.1)
 
     async def run(self, endpoint: str, body: dict[str, Any], rid: str, kind: str) -> ScriptedAnswer:
-        content = body["messages"][-1]["content"]
+        if not self._in_flight:
+            self._busy_since = time.monotonic()
+        self._in_flight += 1
+        try:
+            return await self._run(body["messages"][-1]["content"])
+        finally:
+            self._in_flight -= 1
+            if not self._in_flight:
+                self._busy_since = None
+
+    async def _run(self, content: str) -> ScriptedAnswer:
         os.write(self._log, f"{content}\n".encode())
         await asyncio.sleep(0.002 + zlib.crc32(content.encode()) % 20 / 1000)
+        while self._hung.exists():
+            await asyncio.sleep(0.05)
         if KILLER in content:
             os.kill(os.getpid(), signal.SIGKILL)
         if REFUSED in content:
@@ -72,6 +103,10 @@ class LoggedEngine:
         usage = {"prompt_tokens": 10, "completion_tokens": 2, "prompt_tokens_details": {"cached_tokens": 4}}
         answer = {"choices": [{"message": {"content": content}}], "usage": usage}
         return ScriptedAnswer(200, json.dumps(answer).encode())
+
+    @property
+    def step_age_s(self) -> float:
+        return self._watch.health.age_s
 
     async def scheduler_states(self) -> list[dict[str, Any]]:
         return []
@@ -100,7 +135,7 @@ def worker(config: Config) -> None:
                 await register_model(database, config.settings, Abilities(8192, ["/v1/chat/completions"]))
                 break
             await asyncio.sleep(0.1)
-        engine = LoggedEngine(config.folder)
+        engine = LoggedEngine(config.folder, config.folder / f"hung-{config.settings.worker_name}")
         await Worker(database, storage, redis, engine, config.settings, time.time, 600).run(stop)
 
     _run(config, main)
@@ -132,7 +167,7 @@ def _prepare(config: Config) -> None:
         logger_factory=structlog.PrintLoggerFactory(log),
     )
     real = time.time
-    time.time = lambda: real() + _number(config.folder / "clock")
+    time.time = lambda: real() + _number(config.folder / f"clock-{config.settings.worker_name}")
     put = Storage.put
 
     async def limited_put(self: Storage, key: str, data: bytes) -> None:

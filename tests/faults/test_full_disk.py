@@ -62,6 +62,6 @@ def test_nothing_is_lost_on_a_full_disk(town: Town, small_disk: Path) -> None:
         files={"file": b"{}\n" * MIB},
         timeout=30,
     )
-    assert (upload.status_code, upload.json()["error"]["code"]) == (503, "storage_unavailable")
+    assert (upload.status_code, upload.json()["error"]["code"]) == (507, "insufficient_storage")
     ballast.unlink()
     town.judge(town.wait(batch_id), contents)

@@ -40,8 +40,9 @@ DIRECT = ("api", "planner", "worker-a", "worker-b")
 WITH_REDIS = ("redis", "flushall", "redis without its log")
 WITH_WIRE = ("wire lost", "wire frozen")  # what is connected hears nothing any more, or for longer than a lease
 WITH_POSTGRES = ("postgres", "cut")  # cut: every connection to it ends
-ODD = ("hang", "full", "slow", "clock ahead", "clock back")
+ODD = ("hang", "engine hangs", "full", "slow", "clock ahead", "clock back")
 BATCH_S = 120.0
+HOUR_S = 3600.0  # by which the clock of one process may be wrong
 _answer = msgspec.json.Decoder(Answer)
 
 
@@ -158,13 +159,16 @@ class Town:
             self.wire.thaw()
         elif kind == "hang":
             kind = self._pause(self.rng.choice(["worker-a", "worker-b"]))
+        elif kind == "engine hangs":
+            kind = self._hang_engine(self.rng.choice(["worker-a", "worker-b"]))
         elif kind in ("full", "slow"):
             flag = self.folder / kind
-            flag.write_text("0.2")
+            flag.write_text(self.rng.choice(["0.2", "5"]))
             time.sleep(0.5)
             flag.unlink()
         elif kind.startswith("clock"):
-            (self.folder / "clock").write_text("5" if kind == "clock ahead" else "-5")
+            shift_s = self.rng.uniform(1, HOUR_S) * (1 if kind == "clock ahead" else -1)
+            (self.folder / f"clock-{self.rng.choice(DIRECT)}").write_text(str(shift_s))
         self._note_kept()
         self.happened[kind] += 1
         return kind
@@ -183,6 +187,14 @@ class Town:
         time.sleep(self.settings.lease_s * 1.5)
         os.kill(pid, signal.SIGCONT)
         return "hang"
+
+    def _hang_engine(self, name: str) -> str:
+        """An engine that ends no step with requests in flight, until the watch has killed it; what was done."""
+        hung = self.folder / f"hung-{name}"
+        hung.touch()
+        self._running[name].join(3 * roles.STEP_LIMIT_S)
+        hung.unlink()
+        return f"{name} rested" if self._running[name].is_alive() else "engine hangs"
 
     @property
     def points_reached(self) -> Counter[str]:

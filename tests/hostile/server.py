@@ -50,6 +50,7 @@ def running(role: str, folder: Path, database_url: str, redis_url: str, *argumen
         port = probe.getsockname()[1]
     environment = {
         **os.environ,
+        "BATCHWEAVE_SECRET_KEY": "of these tests alone",
         "BATCHWEAVE_DATA_DIR": str(folder / "data"),
         "BATCHWEAVE_DATABASE_URL": database_url,
         "BATCHWEAVE_REDIS_URL": redis_url,

@@ -50,11 +50,15 @@ FILES: dict[str, tuple[Callable[[], bytes], str | None]] = {
     "blank lines": (lambda: b"\n" * (50 * MIB), "too_many_tasks"),
     "as many errors as lines": (lambda: b"{}\n" * (20 * MIB), "missing_required_parameter"),
     "one id again and again": (lambda: line("a", "x") * 49_000, "duplicate_custom_id"),
-    "words of 7 MB": (lambda: b"".join(line(str(n), "ab" * (7 * MIB // 2)) for n in range(4)), None),
-    "tiny parts": (lambda: line("a", [{"type": "text", "text": "a"}] * 200_000), None),
+    "words of 7 MB": (
+        lambda: b"".join(line(str(n), "ab" * (7 * MIB // 2)) for n in range(4)),
+        "context_length_exceeded",
+    ),
+    "tiny parts": (lambda: line("a", [{"type": "text", "text": "a"}] * 200_000), "invalid_json_line"),
+    "many parts": (lambda: line("a", [{"type": "text", "text": "a"}] * 5_000), "invalid_request"),
     "tools without end": (
         lambda: line("a", "x", tools=[{"type": "function", "function": {"name": "f"}}] * 90_000),
-        None,
+        "invalid_json_line",
     ),
 }
 

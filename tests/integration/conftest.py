@@ -5,6 +5,7 @@ import httpx
 import pytest
 from redis.asyncio import Redis
 
+from service import worker
 from service.db.sessions import Database
 from service.settings import Settings
 from service.storage import Storage
@@ -16,6 +17,11 @@ from tests.integration.serving import serve
 @pytest.fixture(scope="session")
 def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return demo_tokenizer(tmp_path_factory.mktemp("models") / "demo")
+
+
+@pytest.fixture(autouse=True)
+def workers_stop_soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(worker, "TAKE_MS", 50)
 
 
 @pytest.fixture

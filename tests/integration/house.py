@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import AsyncGenerator, Iterable
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from service.jobs.previewer import Previewer
 from service.jobs.reconciler import Reconciler
 from service.jobs.sweeper import Sweeper
 from service.jobs.validator import Validator
+from service.queue.leases import free_expired, owners_of_expired
 from service.queue.progress import Progress
 from service.settings import Settings
 from service.storage import Storage, file_key
@@ -73,6 +75,8 @@ class ScriptedEngine:
         answer = {"choices": [{"message": {"content": content}}], "usage": usage}
         return ScriptedAnswer(200, json.dumps(answer).encode())
 
+    step_age_s: float = 0.0
+
     async def scheduler_states(self) -> list[dict[str, Any]]:
         return []
 
@@ -107,11 +111,17 @@ class House:
             session.add(Model(name="test-model", source=str(tokenizer), created_at=0))
         return cls(database, storage, redis, settings, clock)
 
+    async def expire_leases(self) -> int:
+        """As if nobody had renewed them, and their workers were silent; returns how many are free again."""
+        async with self.database.write() as session:
+            await session.execute(update(Slice).where(Slice.status == SliceStatus.LEASED).values(lease_until=1.0))
+        return await free_expired(self.database, await owners_of_expired(self.database), dead=True)
+
     @property
     def progress(self) -> Progress:
         return Progress(self.redis)
 
-    @property
+    @cached_property
     def finalizer(self) -> Finalizer:
         return Finalizer(self.database, self.storage, self.clock)
 

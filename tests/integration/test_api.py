@@ -276,7 +276,8 @@ def test_upload_for_another_purpose_is_refused_and_leaves_nothing(client: openai
 
 def test_health_and_readiness(url: str) -> None:
     assert httpx.get(f"{url}/healthz").json() == {"status": "ok"}
-    assert httpx.get(f"{url}/readyz").json() == {"status": "ready", "workers": 0}
+    ready = httpx.get(f"{url}/readyz").json()
+    assert (ready["status"], ready["workers"], ready["starting"], ready["stalled"]) == ("ready", 0, 0, 0)
 
 
 def test_not_ready_without_redis(settings: Settings) -> None:

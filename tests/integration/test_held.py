@@ -88,7 +88,7 @@ async def test_what_has_ended_cannot_be_started(house: House, client: openai.Ope
     cancelled = hold(client, jsonl(line(n) for n in range(4)))
     await house.plan()
     client.batches.cancel(cancelled)
-    wrong = hold(client, b"[]\n")
+    wrong = hold(client, b"{}\n")
     await house.plan()
     [batch] = await house.until_ended(cancelled)
     assert batch.failed == 4

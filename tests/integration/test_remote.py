@@ -30,9 +30,9 @@ from tests.integration.serving import serve
 
 
 @pytest.fixture
-def empty_database_url(tmp_path: Path) -> str:
+def database_url(sqlite_url: str) -> str:
     """One database is enough: the commands see the API alone."""
-    return f"sqlite+aiosqlite:///{tmp_path / 'test.db'}"
+    return sqlite_url
 
 
 def start(url: str, *arguments: object) -> subprocess.Popen[str]:

@@ -1,7 +1,6 @@
 """What `up` does about a part that dies: start it again, unless it never comes to do its work."""
 
 import asyncio
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -15,9 +14,9 @@ from service.supervisor import Part, StartError, Supervisor
 
 
 @pytest.fixture
-def empty_database_url(tmp_path: Path) -> str:
+def database_url(sqlite_url: str) -> str:
     """None is needed."""
-    return f"sqlite+aiosqlite:///{tmp_path / 'test.db'}"
+    return sqlite_url
 
 
 @pytest.fixture(autouse=True)
@@ -43,7 +42,7 @@ async def test_an_engine_that_never_starts_ends_the_service_and_one_that_works_d
     supervisor._parts.append(part)  # pyright: ignore[reportPrivateUsage]
     # As an engine that dies again and again of what it is given: it works in between.
     stop = asyncio.Event()  # a cancel may be lost in the Redis client before Python 3.12
-    beating = asyncio.create_task(beat(redis, supervisor.worker_name, stop))
+    beating = asyncio.create_task(beat(redis, supervisor.worker_name, part, stop))
     for restarts in range(2 * supervisors.MAX_EXITS):
         await watch(supervisor, lambda: part.running and part.begun)
         assert part.process
@@ -59,9 +58,9 @@ async def test_an_engine_that_never_starts_ends_the_service_and_one_that_works_d
         await watch(supervisor, lambda: False)
 
 
-async def beat(redis: Redis, name: str, stop: asyncio.Event) -> None:
+async def beat(redis: Redis, name: str, part: Part, stop: asyncio.Event) -> None:
     while not stop.is_set():
-        await Heartbeat(redis).beat(name, {"started_at": int(time.time()) + 1})
+        await Heartbeat(redis).beat(name, {"pid": part.process.pid if part.process else 0})
         await asyncio.sleep(0.01)
 
 
@@ -71,9 +70,12 @@ async def test_an_engine_that_dies_as_soon_as_it_has_begun_had_begun(
     monkeypatch.setattr(supervisors, "ASK_S", 1000.0)  # nobody has asked before it is dead
     said: list[str] = []
     supervisor = Supervisor(settings, said.append)
-    part = Part("worker", ["sh", "-c", "exit 3"], tmp_path / "worker.log")
+    part = Part("worker", ["sh", "-c", "sleep 0.2; exit 3"], tmp_path / "worker.log")
     part.start({"PATH": "/usr/bin:/bin"})
     supervisor._parts.append(part)  # pyright: ignore[reportPrivateUsage]
-    await Heartbeat(redis).beat(supervisor.worker_name, {"started_at": int(time.time()) + 100})
+    stop = asyncio.Event()
+    beating = asyncio.create_task(beat(redis, supervisor.worker_name, part, stop))
     await watch(supervisor, lambda: len(said) >= 2 * supervisors.MAX_EXITS)
+    stop.set()
+    await beating
     assert part.exits == 1  # the last one, of an engine that had begun

@@ -4,7 +4,7 @@ import asyncio
 import itertools
 from typing import Any
 
-from service.queue.leases import Lease, Leases, free_expired
+from service.queue.leases import Lease, Leases
 from service.slice_run import SliceRun
 from tests.integration.house import House, ScriptedAnswer, ScriptedEngine, jsonl, line
 
@@ -50,15 +50,14 @@ async def one_life(house: House, leases: Leases, killers: frozenset[str]) -> tup
     await asyncio.sleep(0.05)  # what is answered is written; then the process ends
     task.cancel()
     await asyncio.gather(task, return_exceptions=True)
-    house.clock.now += house.settings.lease_s + 1
-    assert await free_expired(house.database, house.clock.now) == 1
+    assert await house.expire_leases() == 1
     return sizes, False
 
 
 async def test_a_killer_is_found_by_halving_and_the_rest_is_answered(house: House) -> None:
     batch_id = await house.submit(jsonl(line(n) for n in range(SIZE)))
     await house.plan()
-    leases = Leases(house.database, "w", house.settings.lease_s, house.clock)
+    leases = Leases(house.database, "w", house.settings.lease_s)
     lives = list[list[int]]()
     done = False
     while not done:
@@ -81,7 +80,7 @@ async def test_two_killers_side_by_side_are_both_found(house: House) -> None:
     house.settings = house.settings.model_copy(update={"flush_s": 30.0})
     batch_id = await house.submit(jsonl(line(n) for n in range(4)))
     await house.plan()
-    leases = Leases(house.database, "w", house.settings.lease_s, house.clock)
+    leases = Leases(house.database, "w", house.settings.lease_s)
     lives = 1
     while not (await one_life(house, leases, frozenset({"request 0", "request 1", "request 2", "request 3"})))[1]:
         lives += 1
@@ -93,15 +92,14 @@ async def test_two_killers_side_by_side_are_both_found(house: House) -> None:
 async def test_a_slice_that_only_waited_is_not_blamed(house: House) -> None:
     await house.submit(jsonl(line(n) for n in range(SIZE)))
     await house.plan()
-    leases = Leases(house.database, "w", house.settings.lease_s, house.clock)
+    leases = Leases(house.database, "w", house.settings.lease_s)
 
     async def die(begins: bool) -> Lease:
         lease = await leases.claim(1)
         assert lease is not None
         if begins:
             assert await leases.begin_trial(lease, 1, 0)
-        house.clock.now += house.settings.lease_s + 1
-        await free_expired(house.database, house.clock.now)
+        await house.expire_leases()
         return lease
 
     for begins in (False, False, True, False, False):
@@ -114,11 +112,10 @@ async def test_a_slice_that_only_waited_is_not_blamed(house: House) -> None:
 async def test_deaths_that_no_request_causes_cost_nobody_an_answer(house: House) -> None:
     batch_id = await house.submit(jsonl(line(n) for n in range(SIZE)))
     await house.plan()
-    leases = Leases(house.database, "w", house.settings.lease_s, house.clock)
+    leases = Leases(house.database, "w", house.settings.lease_s)
     for _ in range(3):
         assert await leases.claim(1)
-        house.clock.now += house.settings.lease_s + 1
-        assert await free_expired(house.database, house.clock.now) == 1
+        assert await house.expire_leases() == 1
     assert await one_life(house, leases, frozenset()) == ([SIZE], True)
     [batch] = await house.until_ended(batch_id)
     assert len((await house.results(batch))[0]) == SIZE

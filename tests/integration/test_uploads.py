@@ -54,9 +54,9 @@ def test_chunks_of_the_client_make_the_file(client: openai.OpenAI, settings: Set
 
 
 def test_an_empty_file(client: openai.OpenAI) -> None:
-    done = client.uploads.complete(begin(client, 0), part_ids=[])
-    assert done.file is not None
-    assert client.files.content(done.file.id).content == b""
+    with pytest.raises(openai.BadRequestError) as caught:
+        client.uploads.complete(begin(client, 0), part_ids=[])
+    assert caught.value.code == "empty_file"
 
 
 def test_parts_come_in_parallel_and_are_joined_as_named(client: openai.OpenAI) -> None:

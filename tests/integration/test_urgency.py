@@ -3,10 +3,12 @@
 import pytest
 from sqlalchemy import select, update
 
-from service.db.tables import Batch, Slice, SliceBatch, SliceStatus
+from service.db.tables import Batch, SliceBatch
 from service.jobs import reconciler
 from service.queue import announcements
-from service.queue.urgency import HOUR_S, most_urgent
+from service.queue.counts import Counts
+from service.queue.leases import Leases
+from service.queue.urgency import HOUR_S, Turns, urgent_at
 from tests.integration.house import House, ScriptedEngine, jsonl, line
 
 DAY_S = 24 * 3600
@@ -19,7 +21,7 @@ async def slices_of(house: House, batch_id: str) -> list[int]:
 
 
 async def first(house: House, most: int = 1000) -> list[int]:
-    return await most_urgent(house.database, "test-model", house.clock(), most)
+    return await Turns().most_urgent(house.database, "test-model", house.clock(), most)
 
 
 async def planned(house: House, window_s: int, count: int = 16, work_s: float = 0.0) -> tuple[str, list[int]]:
@@ -27,7 +29,9 @@ async def planned(house: House, window_s: int, count: int = 16, work_s: float = 
     batch_id = await house.submit(jsonl(line(n) for n in range(count)), window_s)
     await house.plan()
     async with house.database.write() as session:
-        await session.execute(update(Batch).where(Batch.id == batch_id).values(planned_compute_s=work_s))
+        mine = update(Batch).where(Batch.id == batch_id)
+        await session.execute(mine.values(planned_compute_s=work_s, planned_memory_s=0.0))
+        await session.execute(mine.values(urgent_at=urgent_at(Batch.planned + 0)))
     return batch_id, await slices_of(house, batch_id)
 
 
@@ -45,9 +49,10 @@ async def test_work_that_remains_takes_slack_away(house: House) -> None:
     _, two_hours = await planned(house, int(2 * HOUR_S))
     batch_id, much = await planned(house, int(8 * HOUR_S), work_s=7.5 * HOUR_S)
     assert await first(house) == [*much, *two_hours]
-    async with house.database.write() as session:  # half of it is done
-        done = update(Slice).where(Slice.id == much[0]).values(status=SliceStatus.DONE)
-        await session.execute(done)
+    leases = Leases(house.database, "w", 30)  # half of it is done
+    lease = await leases.claim(much[0])
+    assert lease is not None
+    assert await leases.finish(lease, {batch_id: Counts(completed=8)})
     assert await first(house) == [*two_hours, *much[1:]]
     async with house.database.write() as session:
         await session.execute(update(Batch).where(Batch.id == batch_id).values(status="cancelled"))

@@ -266,5 +266,5 @@ def test_urls_that_are_refused_at_once(settings: Settings, clock: Clock, url: st
     ],
 )
 async def test_private_addresses_are_not_reached(host: str) -> None:
-    with pytest.raises(Unreachable, match="not public"):
+    with pytest.raises(Unreachable, match="no public"):
         await deliver(f"https://{host}/", b"{}", signed_headers("evt_1", 0, b"{}", []), Reach())

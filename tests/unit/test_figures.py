@@ -9,6 +9,7 @@ from prometheus_client import REGISTRY
 
 from service.metrics import counters, queue
 from service.metrics.engine import EngineMetrics
+from service.storage import Room
 
 ROOT = Path(__file__).parents[2]
 NAME = re.compile(r"\bbatchweave_[a-z_]+")
@@ -19,7 +20,8 @@ def served() -> set[str]:
     assert counters.HTTP  # that they are registered
     families = [*REGISTRY.collect(), *EngineMetrics("m").collect()]
     own = {f"{each.name}_total" if each.type == "counter" else each.name for each in families}
-    live = {queue.PREFIX + gauge.name for gauge in queue.gauges(0)} | {"batchweave_workers"}
+    live = {queue.PREFIX + name for name in queue.GAUGES}
+    live |= {family.name for family in queue.room_metrics(Room(1, 1))}
     return {name for name in own | live if name.startswith("batchweave_")}
 
 

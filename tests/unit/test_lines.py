@@ -121,4 +121,4 @@ def test_any_body_is_judged_without_a_crash(value: Any) -> None:
     checker = LineChecker(CHAT)
     checker.check(1, json.dumps({**line(), "body": value}).encode())
     checker.check(2, json.dumps({**line(), "body": {"model": value, "messages": value, "stream": value}}).encode())
-    assert checker.requests + len(checker.errors) == 2
+    assert checker.requests + len({error.line for error in checker.errors}) == 2

@@ -1,0 +1,52 @@
+"""A request that hangs the scheduler of a real SGLang: engine and worker die soon, so that others take over."""
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import psutil
+
+from service.demo.model import ensure_demo_model
+from service.demo.prompts import corpus
+
+CODE = """
+import asyncio, sys, time
+from engine_ext.plugin.host import EngineHost
+from engine_ext.plugin.options import Options
+from service.model_costs import planning_costs
+
+model = sys.argv[1]
+host = EngineHost(model, "m", {}, Options(planning_costs(model, "h200", 1)), step_limit_s=3.0)
+
+async def main():
+    await host.start()
+    body = {"model": "m", "prompt": "x", "max_tokens": 4}
+    assert (await host.run("/v1/completions", body, "good", "k")).status_code == 200
+    print("answered", flush=True)
+    bad = {**body, "max_tokens": 200, "ignore_eos": True, "stop_regex": "(?s)(?:(?:(?:.)+)+)+" + chr(92) + "x00"}
+    await host.run("/v1/completions", bad, "bad", "k")
+
+asyncio.run(main())
+"""
+
+
+def test_an_engine_that_hangs_is_killed_with_its_worker(tmp_path: Path) -> None:
+    model = ensure_demo_model(tmp_path / "demo", corpus())
+    command = [sys.executable, "-c", CODE, str(model)]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True)
+    assert process.stdout is not None
+    said = ""
+    while "answered" not in said:
+        said = process.stdout.readline()
+        assert said, "the engine did not start"
+    children = psutil.Process(process.pid).children(recursive=True)
+    assert any("scheduler" in " ".join(each.cmdline()) for each in children)
+    try:
+        assert process.wait(120) == -signal.SIGKILL
+        _, alive = psutil.wait_procs(children, timeout=30)
+        assert not [each for each in alive if each.status() != psutil.STATUS_ZOMBIE]
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)

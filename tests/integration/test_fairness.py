@@ -1,0 +1,234 @@
+"""One project's deadlines, endpoints and sockets cost no other project its turn."""
+
+import asyncio
+import socket
+import time
+from collections.abc import Generator
+from contextlib import contextmanager
+from typing import Any
+
+import openai
+import pytest
+import uvicorn
+from sqlalchemy import select, update
+
+from service import ids
+from service.api import connections
+from service.api.connections import protocol
+from service.app import create_app
+from service.db.tables import DEFAULT_PROJECT, Batch, Project, WebhookDelivery, WebhookEndpoint
+from service.jobs.fair_turns import FairTurns
+from service.jobs.webhooks import Webhooks
+from service.queue.leases import Leases
+from service.queue.urgency import Turns
+from service.settings import Settings
+from tests.conftest import Clock
+from tests.integration.house import House, jsonl, line
+
+OTHER = "proj_other"
+
+
+async def add_project(house: House, weight: float = 1.0) -> None:
+    async with house.database.write() as session:
+        session.add(Project(id=OTHER, name="other", weight=weight, created_at=0))
+
+
+async def submit(house: House, project_id: str, window_s: int, count: int = 8) -> str:
+    batch_id = await house.submit(jsonl(line(n) for n in range(count)), window_s)
+    async with house.database.write() as session:
+        await session.execute(update(Batch).where(Batch.id == batch_id).values(project_id=project_id))
+    return batch_id
+
+
+async def test_short_windows_do_not_go_first_for_ever(house: House) -> None:
+    """A tenant that says one minute for each of its batches is validated in turns with one that says a day."""
+    await add_project(house)
+    for _ in range(6):
+        await submit(house, OTHER, 60)
+    patient = [await submit(house, DEFAULT_PROJECT, 86400) for _ in range(3)]
+    validator = house.validator
+    for _ in range(6):
+        assert await validator.run_once()
+    assert [(await house.batch(each)).status for each in patient] == ["in_progress"] * 3
+
+
+async def test_urgent_slices_of_one_project_leave_others_their_share(house: House) -> None:
+    await add_project(house, weight=3.0)
+    await submit(house, DEFAULT_PROJECT, 86400, 80)
+    await house.plan()
+    await submit(house, OTHER, 600, 80)
+    await house.plan()
+    owners = {each: owner for each, owner in await slice_owners(house)}
+    turns = Turns()
+    first = await turns.most_urgent(house.database, "test-model", house.clock(), 8)
+    assert [owners[each] for each in first].count(OTHER) == 6  # by weight, three to one
+    leases = Leases(house.database, "w", 30)
+    for each in [each for each in first if owners[each] == OTHER][:6]:
+        assert await leases.claim(each)
+    after = await turns.most_urgent(house.database, "test-model", house.clock(), 2)
+    assert [owners[each] for each in after] == [DEFAULT_PROJECT] * 2  # the other has its share in the engines
+
+
+async def slice_owners(house: House) -> Any:
+    from service.db.tables import SliceBatch
+
+    query = select(SliceBatch.slice_id, Batch.project_id).join(Batch, Batch.id == SliceBatch.batch_id)
+    async with house.database.read() as session:
+        return (await session.execute(query)).all()
+
+
+def test_turns_are_by_weight_and_nobody_saves_them_up() -> None:
+    turns = FairTurns(most_at_once=2)
+    served: list[str] = []
+    for _ in range(40):
+        first = turns.order({"a": 1.0, "b": 3.0})[0]
+        turns.charge(first, 10, {"a": 1.0, "b": 3.0}[first])
+        served.append(first)
+    assert served.count("b") == 30
+    for _ in range(4):  # one that comes late is beside the others, not before them
+        first = turns.order({"a": 1.0, "c": 1.0})[0]
+        turns.charge(first, 10, 1.0)
+        served.append(first)
+    assert served[-4:].count("c") == 2
+    with turns.work("a"), turns.work("a"):
+        assert turns.order({"a": 1.0, "b": 1.0}) == ["b"]
+
+
+async def test_a_project_without_a_quota_has_the_default(house: House, settings: Settings, clock: Clock) -> None:
+    limited = settings.model_copy(update={"max_batches": 2})
+    with serving(limited, clock) as (port, _):
+        client = openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="k", max_retries=0)
+        file = await asyncio.to_thread(
+            lambda: client.files.create(file=("in.jsonl", jsonl([line(1)])), purpose="batch")
+        )
+
+        def create() -> Any:
+            wanted: Any = {"input_file_id": file.id, "endpoint": "/v1/chat/completions", "completion_window": "24h"}
+            return client.batches.create(**wanted)
+
+        for _ in range(2):
+            await asyncio.to_thread(create)
+        with pytest.raises(openai.RateLimitError) as caught:
+            await asyncio.to_thread(create)
+    assert caught.value.code == "batches_quota"
+
+
+async def test_dead_endpoints_of_one_project_hold_up_no_other(
+    house: House, settings: Settings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Twenty endpoints that never answer took every loop for a minute; now two at a time are asked."""
+    under_way: list[str] = []
+    most = 0
+    answered = asyncio.Event()
+
+    async def hanging(url: str, *_: Any) -> int:
+        nonlocal most
+        under_way.append(url)
+        most = max(most, sum("dead" in each for each in under_way))
+        if "dead" in url:
+            await answered.wait()
+        return 200
+
+    monkeypatch.setattr("service.jobs.webhooks.deliver", hanging)
+    await add_project(house)
+    now = house.clock()
+    async with house.database.write() as session:
+        for number in range(20):
+            add_endpoint(session, f"dead-{number}", OTHER, now)
+        add_endpoint(session, "good", DEFAULT_PROJECT, now)
+    job = Webhooks(house.database, settings, house.clock)
+    loops = [asyncio.create_task(job.run_once()) for _ in range(4)]
+    async with asyncio.timeout(30):
+        while "https://good/" not in under_way:
+            await asyncio.sleep(0.01)
+            if sum(not each.done() for each in loops) < 4:
+                loops.append(asyncio.create_task(job.run_once()))
+    assert most <= 2
+    answered.set()
+    await asyncio.gather(*loops)
+
+
+def add_endpoint(session: Any, name: str, project_id: str, now: float) -> None:
+    endpoint = WebhookEndpoint(id=name, project_id=project_id, name=name, url=f"https://{name}/", secret="whsec_AAAA")
+    endpoint.event_types, endpoint.created_at, endpoint.updated_at = ["batch.completed"], 0, 0
+    session.add(endpoint)
+    for _ in range(3):
+        delivery = WebhookDelivery(id=ids.event_id(), endpoint_id=name, type="batch.completed", batch_id="b")
+        delivery.next_at, delivery.created_at = now, int(now)
+        session.add(delivery)
+
+
+async def test_an_endpoint_that_fails_rests_and_says_so(
+    house: House, settings: Settings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def failing(*_: Any) -> int:
+        return 500
+
+    monkeypatch.setattr("service.jobs.webhooks.deliver", failing)
+    async with house.database.write() as session:
+        add_endpoint(session, "bad", DEFAULT_PROJECT, house.clock())
+    job, asked = Webhooks(house.database, settings, house.clock), 0
+    for _ in range(40):
+        asked += await job.run_once()
+        house.clock.now += 30
+    assert asked < 12  # of 120 and more, had each delivery a pace of its own
+    async with house.database.read() as session:
+        found = (await session.scalars(select(WebhookEndpoint))).one()
+    assert (found.failures, found.last_result) == (asked, "status 500")
+    assert found.rests_until is not None
+
+
+@contextmanager
+def serving(settings: Settings, clock: Clock, most: int = 0) -> Generator[tuple[int, Any], None, None]:
+    import threading
+
+    kind = protocol(most)
+    server = uvicorn.Server(uvicorn.Config(create_app(settings, clock), port=0, log_config=None, http=kind))
+    thread = threading.Thread(target=server.run)
+    thread.start()
+    while not server.started:
+        time.sleep(0.01)
+    try:
+        yield server.servers[0].sockets[0].getsockname()[1], server
+    finally:
+        server.should_exit = True
+        thread.join()
+
+
+def is_closed(connection: socket.socket) -> bool:
+    connection.settimeout(20)
+    try:
+        return connection.recv(1) == b""
+    except ConnectionResetError:
+        return True
+
+
+HALF_A_HEAD = b"POST /v1/files HTTP/1.1\r\nHost: local"
+HALF_A_BODY = (
+    b"POST /v1/files HTTP/1.1\r\nHost: localhost\r\nContent-Type: multipart/form-data; boundary=x\r\n"
+    b"Content-Length: 900\r\n\r\n--x"
+)
+
+
+@pytest.mark.parametrize("sent", [b"", HALF_A_HEAD, HALF_A_BODY], ids=["nothing", "half a head", "half a body"])
+async def test_a_socket_that_stalls_is_closed(
+    settings: Settings, clock: Clock, sent: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(connections, "HEAD_S", 0.5)
+    monkeypatch.setattr(connections, "BODY_S", 0.5)
+    with serving(settings, clock) as (port, _), socket.create_connection(("127.0.0.1", port)) as stalled:
+        stalled.sendall(sent)
+        assert await asyncio.to_thread(is_closed, stalled)
+
+
+async def test_an_address_has_its_share_of_connections(settings: Settings, clock: Clock) -> None:
+    with serving(settings, clock, most=8) as (port, _):
+        held = [socket.create_connection(("127.0.0.1", port)) for _ in range(8)]
+        with socket.create_connection(("127.0.0.1", port)) as over:
+            assert await asyncio.to_thread(is_closed, over)
+        other = socket.create_connection(("127.0.0.1", port), source_address=("127.0.0.2", 0))
+        other.sendall(b"GET /healthz HTTP/1.1\r\nHost: localhost\r\n\r\n")
+        other.settimeout(20)
+        assert (await asyncio.to_thread(other.recv, 12)).endswith(b"200")
+        for each in (*held, other):
+            each.close()
