@@ -18,17 +18,17 @@ from sqlalchemy import text
 
 from service.db.migrate import upgrade
 from service.db.sessions import Database
+from service.estimates.serving import _LEASED, _QUEUE  # pyright: ignore[reportPrivateUsage]
+from service.estimates.standing import _runs  # pyright: ignore[reportPrivateUsage]
 from service.jobs.expiry import Expiry
 from service.jobs.finalizer import Finalizer
 from service.jobs.planner import Planner
 from service.jobs.validator import Validator
 from service.metrics.queue import figures
+from service.objects.storage import Storage
 from service.queue.leases import owners_of_expired, shorten_absurd
 from service.queue.urgency import Turns, waiting_models
-from service.serving import _LEASED, _QUEUE  # pyright: ignore[reportPrivateUsage]
 from service.settings import load_settings
-from service.standing import _runs  # pyright: ignore[reportPrivateUsage]
-from service.storage import Storage
 from tests.conftest import new_postgres_database
 
 ROUNDS = 20

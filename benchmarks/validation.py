@@ -22,10 +22,10 @@ from service.db.sessions import Database
 from service.db.tables import Batch, BatchStatus, File, Model
 from service.demo.model import ensure_demo_model
 from service.demo.prompts import corpus
-from service.jobs.lines import MAX_ERRORS, LineChecker
 from service.jobs.validator import Validator
+from service.objects.storage import Storage, file_key
+from service.requests.lines import MAX_ERRORS, LineChecker
 from service.settings import Settings
-from service.storage import Storage, file_key
 
 ENDPOINT = "/v1/chat/completions"
 FILE = "file-benchmark"

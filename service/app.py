@@ -21,15 +21,15 @@ from service.api.edge import Edge
 from service.dashboard import add_dashboard, error_page, is_page, wrong_form
 from service.db.clock import SYNC_S, SharedClock
 from service.db.sessions import Database
-from service.early_results import EarlyResults
 from service.errors import ApiError, BadRequest, MethodNotAllowed, NotFound, PayloadTooLarge, Unavailable
+from service.estimates.serving import Outlook
+from service.metrics.history import History
+from service.objects.early_results import EarlyResults
+from service.objects.storage import Storage
 from service.queue.bell import Bell
 from service.queue.connection import open_redis
-from service.queue.history import History
 from service.queue.progress import Heartbeat, Progress
-from service.serving import Outlook
 from service.settings import Settings
-from service.storage import Storage
 from service.webhooks.secrets import Seal, sealing_key
 
 # Redis only adds to what the API shows: one that hangs must not hold up a page.

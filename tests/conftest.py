@@ -21,9 +21,9 @@ from sqlalchemy import make_url
 
 from service.db.migrate import upgrade
 from service.db.sessions import Database
-from service.embedded_redis import server_command
+from service.objects.storage import Storage
 from service.settings import Settings, load_settings
-from service.storage import Storage
+from service.up.embedded_redis import server_command
 
 # The first call of a compiled function takes as long as compiling it.
 hypothesis_settings.register_profile("untimed", deadline=None)

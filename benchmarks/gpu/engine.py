@@ -22,9 +22,9 @@ from engine_ext.plugin.host import CPU_DEFAULTS
 from engine_ext.plugin.options import Overlap
 from engine_ext.plugin.platform_entry import accelerator_memory, gpu_is_present, machine_name
 from engine_ext.plugin.retune import Tuning
-from service.calibration import calibrated
-from service.model_costs import read_hardware, read_shape
+from service.estimates.model_costs import read_hardware, read_shape
 from service.settings import load_settings
+from service.worker.calibration import calibrated
 
 WARM_UP = 256  # requests, and tokens of their answers
 CPU_TOKENS = 1 << 15

@@ -1,7 +1,7 @@
 """Bounds on grammars: what SGLang keeps of them, how long one may be compiled, and what a token of one may take.
 
-Which schemas are accepted at all is bounded where batches are validated (`service/jobs/body_limits.py`). What nobody
-thought of there ends here as a fault of its own request, and not of the engine.
+Validation bounds which schemas are accepted at all (`service/requests/body_limits.py`). What nobody thought of there
+ends here as a fault of its own request, and not of the engine.
 """
 
 import logging

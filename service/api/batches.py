@@ -19,9 +19,9 @@ from service.db.moves import STARTABLE, TERMINAL, move_batch, rows_changed
 from service.db.tables import FILE_KEEP_S, Batch, BatchStatus, File, OnLongLine
 from service.endpoints import ENDPOINTS
 from service.errors import BadRequest, NotFound
+from service.estimates.standing import ENDED, standing
 from service.queue.bell import Job
 from service.queue.counts import Counts
-from service.standing import ENDED, standing
 from service.tenants import audit
 from service.tenants.keys import Caller
 from service.tenants.quotas import check_batches, hold

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints
 
 from service.db.tables import OnLongLine, OutputOrder
-from service.webhooks.events import EventType
+from service.db.webhook_events import EventType
 
 # Of a file, a batch, a project or a key; an id that no object can have is not looked up.
 ObjectId = Annotated[str, StringConstraints(max_length=64, pattern=r"^[A-Za-z0-9_-]+$")]

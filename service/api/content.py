@@ -17,9 +17,9 @@ from service.api.context import Context, Here
 from service.api.files import find_file
 from service.db.moves import LIVE
 from service.db.tables import Batch, BatchStatus, File, OutputOrder
-from service.early_results import Size, run_sizes
 from service.errors import BadRequest, RangeNotSatisfiable
-from service.storage import file_key
+from service.objects.early_results import Size, run_sizes
+from service.objects.storage import file_key
 from service.tenants.keys import Caller
 
 GROWING = "batchweave-growing"  # header: whether more may come behind these bytes

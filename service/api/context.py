@@ -8,12 +8,12 @@ from fastapi import Depends, Request
 from redis.asyncio import Redis
 
 from service.db.sessions import Database
-from service.early_results import EarlyResults
+from service.estimates.serving import Outlook
+from service.objects.early_results import EarlyResults
+from service.objects.storage import Storage
 from service.queue.bell import Bell
 from service.queue.progress import Heartbeat, Progress
-from service.serving import Outlook
 from service.settings import Settings
-from service.storage import Storage
 from service.webhooks.secrets import Seal
 
 

@@ -12,7 +12,7 @@ from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from service.metrics.counters import HTTP
-from service.tracing import UNTRACED, HttpSpan
+from service.metrics.tracing import UNTRACED, HttpSpan
 
 MAX_BODY_BYTES = 64 * 1024
 MAX_PARTS_BYTES = 512 * 1024  # of a list of an upload's parts

@@ -18,7 +18,7 @@ from service.api.shapes import FileDeleted, FileObject, Page
 from service.db.moves import LIVE
 from service.db.tables import FILE_KEEP_S, Batch, File
 from service.errors import ApiError, BadRequest, NotFound, PayloadTooLarge, StorageFull
-from service.storage import NoRoom, file_key
+from service.objects.storage import NoRoom, file_key
 from service.tenants import audit
 from service.tenants.keys import Caller
 from service.tenants.quotas import check_bytes, hold, room_for_bytes

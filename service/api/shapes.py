@@ -7,9 +7,9 @@ from pydantic import BaseModel, Field
 
 from service import ids
 from service.db.tables import Batch, BatchStatus, File, OutputOrder, Upload, UploadStatus
-from service.preview import Preview
+from service.estimates.preview import Preview
+from service.estimates.standing import Standing, work_of
 from service.queue.counts import Counts
-from service.standing import Standing, work_of
 
 Item = TypeVar("Item")
 

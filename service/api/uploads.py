@@ -19,7 +19,7 @@ from service.api.shapes import UploadObject, UploadPartObject
 from service.db.moves import rows_changed
 from service.db.tables import FILE_KEEP_S, File, Upload, UploadPart, UploadStatus
 from service.errors import ApiError, BadRequest, NotFound, PayloadTooLarge
-from service.storage import file_key, part_key, upload_folder
+from service.objects.storage import file_key, part_key, upload_folder
 from service.tenants import audit
 from service.tenants.keys import Caller
 from service.tenants.quotas import check_bytes, hold, room_for_bytes

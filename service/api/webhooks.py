@@ -16,12 +16,12 @@ from service.api.shapes import Page
 from service.api.webhook_shapes import EventTypes, WebhookDeleted, WebhookObject, WebhookTested, WebhookWithSecret
 from service.db.moves import rows_changed
 from service.db.tables import WebhookDelivery, WebhookEndpoint
+from service.db.webhook_events import EVENT_TYPES, active_secrets, event_body
 from service.errors import BadRequest, NotFound, QuotaReached
 from service.tenants import audit
 from service.tenants.keys import Caller
 from service.tenants.quotas import hold
 from service.webhooks.delivery import Reach, Unreachable, deliver
-from service.webhooks.events import EVENT_TYPES, active_secrets, event_body
 from service.webhooks.secrets import NoKey
 from service.webhooks.signature import new_secret, signed_headers
 

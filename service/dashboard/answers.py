@@ -14,7 +14,7 @@ from service.api.content import answered_so_far
 from service.api.context import Context
 from service.db.moves import LIVE
 from service.db.tables import Batch, File, OutputOrder
-from service.storage import file_key
+from service.objects.storage import file_key
 
 SHOWN = 50
 MOST_BYTES = 64 * 1024 * 1024

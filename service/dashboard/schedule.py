@@ -6,9 +6,9 @@ from sqlalchemy import func, select
 
 from service.db.sessions import Database
 from service.db.tables import Slice, SliceBatch, SliceStatus, Window, fixed
-from service.plan_artifact import PlanArtifact
-from service.plan_picture import PlanPicture
-from service.storage import Storage
+from service.objects.plan_artifact import PlanArtifact
+from service.objects.plan_picture import PlanPicture
+from service.objects.storage import Storage
 
 MOST_SLICES = 2000
 

@@ -30,8 +30,8 @@ from service.db.moves import LIVE, TERMINAL
 from service.db.tables import AuditEvent, Batch, BatchStatus, File, Model, Project
 from service.endpoints import ENDPOINTS
 from service.errors import NotFound, Unavailable
+from service.metrics.history import History
 from service.queue.counts import Counts
-from service.queue.history import History
 from service.settings import variable
 
 LISTED = 50

@@ -6,7 +6,7 @@ from sqlalchemy import ColumnElement, CursorResult, true, update
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from service.db.tables import Batch, BatchStatus
-from service.webhooks.events import note_event
+from service.db.webhook_events import note_event
 
 S = BatchStatus
 

@@ -7,7 +7,7 @@ from sqlalchemy import select
 from engine_ext.plan.cost import CostModel
 from service.db.sessions import Database
 from service.db.tables import Model
-from service.model_costs import FALLBACK, planning_costs
+from service.estimates.model_costs import FALLBACK, planning_costs
 from service.settings import Settings
 
 

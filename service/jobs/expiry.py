@@ -6,12 +6,12 @@ from typing import Any
 import structlog
 from sqlalchemy import exists, select, text, update
 
-from service import tracing
 from service.db.moves import LIVE, move_batch, rows_changed
 from service.db.sessions import Database
 from service.db.tables import Batch, BatchStatus, File, Upload, UploadStatus
+from service.metrics import tracing
 from service.metrics.counters import BATCHES_ENDED
-from service.storage import Storage, file_key
+from service.objects.storage import Storage, file_key
 
 ROUND = 1000  # rows of which one look takes note
 log = structlog.get_logger()

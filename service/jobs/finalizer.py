@@ -12,7 +12,7 @@ import structlog
 from sqlalchemy import delete, exists, select, update
 from sqlalchemy.ext.asyncio import AsyncSession
 
-from service import ids, tracing
+from service import ids
 from service.db.moves import LIVE, move_batch
 from service.db.sessions import Database
 from service.db.tables import (
@@ -27,16 +27,17 @@ from service.db.tables import (
     SliceStatus,
     fixed,
 )
-from service.early_results import RUNS_AT_ONCE, answers_of, early_runs, run_sizes
 from service.jobs.digest import Digest
 from service.jobs.fair_turns import FairDesk
 from service.jobs.input_order import InputOrder
-from service.jobs.lines import custom_id_of
+from service.metrics import tracing
 from service.metrics.counters import BATCHES_ENDED
+from service.objects.early_results import RUNS_AT_ONCE, answers_of, early_runs, run_sizes
+from service.objects.request_index import Records, RequestIndex
+from service.objects.shards import Answer, Shard
+from service.objects.storage import Storage, Writer, file_key
 from service.queue.counts import Counts
-from service.request_index import Records, RequestIndex
-from service.shards import Answer, Shard
-from service.storage import Storage, Writer, file_key
+from service.requests.lines import custom_id_of
 
 READ_REQUESTS, READ_BYTES = 1000, 16 * 1024 * 1024
 ROUND = 64  # batches of which one look takes note

@@ -13,11 +13,11 @@ from engine_ext.plan.lengths import LONGEST, UNKNOWN
 from engine_ext.plan.prompts import Prompts
 from engine_ext.plan.window import Outputs, Shape, WindowPlan, plan_window
 from service.jobs.fair_window import Span, fitting
-from service.plan_artifact import PLACE, Places
-from service.request_index import RequestIndex
-from service.request_output import EXACT, MOST_TOKENS
+from service.objects.plan_artifact import PLACE, Places
+from service.objects.request_index import RequestIndex
+from service.objects.request_output import EXACT, MOST_TOKENS
+from service.objects.storage import Storage
 from service.settings import Settings
-from service.storage import Storage
 
 
 @dataclass(frozen=True, slots=True)

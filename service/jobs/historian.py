@@ -9,8 +9,8 @@ from sqlalchemy.ext.asyncio import AsyncSession
 
 from service.db.sessions import Database
 from service.db.tables import Batch, BatchStatus, SliceBatch, SliceStatus, fixed
-from service.jobs.paces import Paces
-from service.queue.history import History
+from service.estimates.paces import Paces
+from service.metrics.history import History
 from service.queue.progress import Heartbeat, Progress
 
 # Sums over workers and ranks, by the names of a heartbeat's engine.

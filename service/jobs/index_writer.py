@@ -11,11 +11,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from service.jobs.lines import MAX_ERRORS, LineChecker, LineError
-from service.jobs.tokens import Prompt, PromptTokens
-from service.request_index import RECORD
-from service.request_output import asked_output
-from service.storage import Writer
+from service.objects.request_index import RECORD
+from service.objects.request_output import asked_output
+from service.objects.storage import Writer
+from service.requests.lines import MAX_ERRORS, LineChecker, LineError
+from service.requests.tokens import Prompt, PromptTokens
 
 TOKENIZE_LINES = 256
 TOKENIZE_BYTES = 1024 * 1024  # of lines, whose parsed bodies are several times as large

@@ -8,7 +8,7 @@ import structlog
 from sqlalchemy import func, select, update
 
 from engine_ext.plan.window import WindowPlan
-from service import ids, tracing
+from service import ids
 from service.db.moves import rows_changed
 from service.db.sessions import Database
 from service.db.tables import Batch, BatchStatus, Project, Slice, SliceBatch, Window, fixed
@@ -16,11 +16,12 @@ from service.jobs.costs import Costs
 from service.jobs.desk import Desk
 from service.jobs.fair_window import Span, fill
 from service.jobs.gather import gather, plan_of
-from service.plan_artifact import Places, PlanArtifact, PlanHeader
-from service.plan_picture import picture_of
+from service.metrics import tracing
+from service.objects.plan_artifact import Places, PlanArtifact, PlanHeader
+from service.objects.plan_picture import picture_of
+from service.objects.storage import Storage
 from service.queue.urgency import urgent_at
 from service.settings import Settings
-from service.storage import Storage
 
 LOGGED = 64  # batches that one line names
 MOST_BATCHES = 1000  # of a project in one window

@@ -5,16 +5,16 @@ from collections.abc import Callable, Sequence
 import structlog
 from sqlalchemy import select, update
 
-from service import tracing
 from service.db.sessions import Database
 from service.db.tables import Batch, BatchStatus
+from service.estimates.preview import Preview
 from service.jobs.costs import Costs
 from service.jobs.fair_turns import FairDesk
 from service.jobs.fair_window import Span
 from service.jobs.gather import gather, plan_of
-from service.preview import Preview
+from service.metrics import tracing
+from service.objects.storage import Storage
 from service.settings import Settings
-from service.storage import Storage
 
 log = structlog.get_logger()
 

@@ -2,19 +2,17 @@
 
 import asyncio
 import contextlib
-import time
 from collections.abc import Awaitable, Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from time import perf_counter
-from typing import Any
 
 import structlog
 from redis.asyncio import Redis
-from sqlalchemy.dialects import postgresql, sqlite
 
 from service.db.clock import SYNC_S, SharedClock
+from service.db.models import register_model
 from service.db.sessions import Database
-from service.db.tables import Model
+from service.estimates.model_costs import context_length_of
 from service.jobs.expiry import Expiry
 from service.jobs.finalizer import Finalizer
 from service.jobs.historian import Historian
@@ -25,11 +23,10 @@ from service.jobs.sweeper import Sweeper
 from service.jobs.validator import Validator
 from service.jobs.webhooks import Webhooks
 from service.metrics.counters import JOB_FAILURES, JOBS
-from service.model_costs import context_length_of
+from service.metrics.history import EVERY_S
+from service.objects.storage import Storage
 from service.queue.bell import SELDOM_S, Bell, Job
-from service.queue.history import EVERY_S
 from service.settings import Settings
-from service.storage import Storage
 
 SWEEP_S = 60.0
 EXPIRY_S = 5.0
@@ -37,42 +34,11 @@ STOP_S = 5.0  # for what is under way at a stop
 log = structlog.get_logger()
 
 
-@dataclass(frozen=True, slots=True)
-class Abilities:
-    """What a worker knows of the model that it serves: tokens of prompt and answer, and its endpoints."""
-
-    context_length: int
-    endpoints: list[str]
-
-
-async def register_model(database: Database, settings: Settings, abilities: Abilities | None = None) -> None:
-    """Make the configured model known, and what a worker says of it.
-
-    The planner's source counts, since it is the one that reads it.
-    """
-    row: dict[str, Any] = {
-        "name": settings.served_model,
-        "source": settings.model_source,
-        "created_at": int(time.time()),
-        "context_length": await asyncio.to_thread(context_length_of, settings),
-        **(asdict(abilities) if abilities else {}),
-    }
-    told = ("source", "context_length") if abilities is None else ("context_length", "endpoints")
-    async with database.write() as session:
-        insert = postgresql.insert if session.get_bind().dialect.name == "postgresql" else sqlite.insert
-        statement = insert(Model).values(row)
-        await session.execute(
-            statement.on_conflict_do_update(
-                index_elements=["name"], set_={name: row[name] for name in told if row[name] is not None}
-            )
-        )
-
-
 async def run_jobs(database: Database, storage: Storage, redis: Redis, settings: Settings, stop: asyncio.Event) -> None:
     """Run until `stop`; a job that fails is logged and tried again."""
     clock, bell = SharedClock(database), Bell(redis, settings.poll_s)
     await clock.sync()
-    await register_model(database, settings)
+    await register_model(database, settings, await asyncio.to_thread(context_length_of, settings))
     # Several loops of one job work on several batches at once, so that a large one does not hold up the small.
     jobs = [
         _Work(Job.VALIDATOR, Validator(database, storage, settings, clock).run_once, loops=3),

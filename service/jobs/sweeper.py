@@ -8,7 +8,7 @@ from sqlalchemy import delete, exists, false, func, select
 from service.db.moves import LIVE
 from service.db.sessions import Database
 from service.db.tables import AuditEvent, Batch, File, Slice, SliceBatch, Upload, UploadStatus, WebhookDelivery, Window
-from service.storage import Storage, file_key
+from service.objects.storage import Storage, file_key
 
 # An object that no row knows yet may belong to one that is about to be committed.
 YOUNG_S = 3600.0

@@ -13,20 +13,21 @@ from sqlalchemy import case, select, update
 from sqlalchemy.exc import SQLAlchemyError
 from sqlalchemy.ext.asyncio import AsyncSession
 
-from service import ids, tracing
+from service import ids
 from service.db.clock import now_s
 from service.db.moves import move_batch
 from service.db.sessions import Database
 from service.db.tables import Batch, BatchStatus, Model, OnLongLine, fixed
 from service.jobs.fair_turns import FairDesk
 from service.jobs.index_writer import IndexWriter, Place
-from service.jobs.lines import MAX_ERRORS, LineChecker, LineError, RequestLine, custom_id_of, duplicate, quoted
-from service.jobs.tokens import PromptTokens
+from service.metrics import tracing
 from service.metrics.counters import BATCHES_ENDED, VALIDATED
-from service.request_index import RequestIndex
-from service.request_output import asked_output
+from service.objects.request_index import RequestIndex
+from service.objects.request_output import asked_output
+from service.objects.storage import LineTooLong, Storage, Writer, file_key
+from service.requests.lines import MAX_ERRORS, LineChecker, LineError, RequestLine, custom_id_of, duplicate, quoted
+from service.requests.tokens import PromptTokens
 from service.settings import Settings
-from service.storage import LineTooLong, Storage, Writer, file_key
 from service.tenants.quotas import enqueued_tokens, hold, room_for_bytes
 
 MAX_ERROR_LINE_BYTES = 64 * 1024 * 1024

@@ -11,14 +11,14 @@ import structlog
 from sqlalchemy import ColumnElement, Select, exists, func, select, update
 from sqlalchemy.orm import InstrumentedAttribute, aliased
 
-from service import tracing
 from service.db.moves import rows_changed
 from service.db.sessions import Database
 from service.db.tables import WebhookDelivery, WebhookEndpoint
+from service.db.webhook_events import active_secrets, event_body
+from service.metrics import tracing
 from service.metrics.counters import DELIVERIES
 from service.settings import Settings
 from service.webhooks.delivery import Reach, Unreachable, deliver
-from service.webhooks.events import active_secrets, event_body
 from service.webhooks.secrets import NoKey, Seal, sealing_key
 from service.webhooks.signature import signed_headers
 

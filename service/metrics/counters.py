@@ -6,7 +6,7 @@ from time import perf_counter
 
 from prometheus_client import REGISTRY, Counter, Histogram, start_http_server
 
-from service.shards import Usage
+from service.objects.shards import Usage
 
 QUICK_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
 LONG_S = (0.01, 0.05, 0.25, 1.0, 5.0, 15.0, 60.0, 300.0, 900.0, 3600.0)

@@ -12,8 +12,8 @@ from sqlalchemy.ext.asyncio import AsyncSession
 from service.db.moves import LIVE
 from service.db.sessions import Database
 from service.db.tables import Batch, SliceBatch, SliceStatus, WebhookDelivery, fixed
+from service.objects.storage import Room
 from service.queue.progress import Heartbeat
-from service.storage import Room
 
 PREFIX = "batchweave_"
 # Name, what it says, and its labels.

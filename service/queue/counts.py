@@ -3,7 +3,7 @@
 from dataclasses import astuple, dataclass, fields
 
 from service.db.tables import Batch
-from service.shards import Answer
+from service.objects.shards import Answer
 
 
 @dataclass(frozen=True, slots=True)

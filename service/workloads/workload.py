@@ -14,9 +14,9 @@ from engine_ext.plan.blend import Wishes
 from engine_ext.plan.lengths import LONGEST, UNKNOWN
 from engine_ext.plan.prompts import Prompts, Segment, SegmentError
 from engine_ext.plan.window import Outputs
-from service.jobs.lines import LineChecker, quoted
-from service.jobs.tokens import PromptTokens, token_ids
-from service.request_output import asked_output
+from service.objects.request_output import asked_output
+from service.requests.lines import LineChecker, quoted
+from service.requests.tokens import PromptTokens, token_ids
 
 Column = NDArray[np.int64]
 Kind = TypeVar("Kind")

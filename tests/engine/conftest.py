@@ -11,7 +11,7 @@ import pytest
 
 from service.demo.model import NAME, ensure_demo_model
 from service.demo.prompts import corpus
-from service.model_costs import planning_costs
+from service.estimates.model_costs import planning_costs
 
 Result = TypeVar("Result")
 

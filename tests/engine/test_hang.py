@@ -15,7 +15,7 @@ CODE = """
 import asyncio, sys, time
 from engine_ext.plugin.host import EngineHost
 from engine_ext.plugin.options import Options
-from service.model_costs import planning_costs
+from service.estimates.model_costs import planning_costs
 
 model = sys.argv[1]
 host = EngineHost(model, "m", {}, Options(planning_costs(model, "h200", 1)), step_limit_s=3.0)

@@ -14,7 +14,7 @@ import pytest
 
 from service.demo.model import ensure_demo_model
 from service.demo.prompts import corpus
-from service.model_costs import planning_costs
+from service.estimates.model_costs import planning_costs
 
 CAPACITY = 6_000
 CHUNK = 512

@@ -15,8 +15,8 @@ from engine_ext.plan.window import Outputs, Shape, plan_window
 from engine_ext.plugin.endpoints import Endpoints
 from service.demo.model import NAME
 from service.demo.prompts import CHAT, COMPLETIONS, requests
-from service.jobs.tokens import PromptTokens
-from service.model_costs import planning_costs
+from service.estimates.model_costs import planning_costs
+from service.requests.tokens import PromptTokens
 from tests.engine.conftest import RealEngine
 
 VOCABULARY = 4096

@@ -23,15 +23,16 @@ import uvicorn
 
 from engine_ext.plugin.pulse import Beating, Pulses, Watch
 from service.app import create_app
+from service.db.models import register_model
 from service.db.sessions import Database
-from service.jobs.runner import Abilities, register_model, run_jobs
-from service.plan_artifact import PlanArtifact
+from service.jobs.runner import run_jobs
+from service.objects.plan_artifact import PlanArtifact
+from service.objects.shards import Shard
+from service.objects.storage import Storage
 from service.queue.announcements import Announcements
 from service.queue.connection import open_redis
 from service.settings import Settings
-from service.shards import Shard
-from service.storage import Storage
-from service.worker import Worker
+from service.worker.loop import Worker
 from tests.integration.house import ScriptedAnswer
 
 KILLER = "kill the engine"
@@ -132,7 +133,7 @@ def worker(config: Config) -> None:
     async def main(database: Database, storage: Storage, redis: Any, stop: asyncio.Event) -> None:
         while True:
             with contextlib.suppress(Exception):  # the database may be the one that was killed
-                await register_model(database, config.settings, Abilities(8192, ["/v1/chat/completions"]))
+                await register_model(database, config.settings, 8192, ["/v1/chat/completions"])
                 break
             await asyncio.sleep(0.1)
         engine = LoggedEngine(config.folder, config.folder / f"hung-{config.settings.worker_name}")

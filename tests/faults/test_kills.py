@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from service.objects.storage import Storage
 from service.settings import Settings
-from service.storage import Storage
 from tests.faults.campaign import campaign
 from tests.faults.town import Town
 from tests.integration.house import demo_tokenizer

@@ -26,9 +26,9 @@ from openai.types import Batch
 from sqlalchemy import make_url
 
 from service import ids
-from service.embedded_redis import server_command
+from service.objects.shards import Answer
 from service.settings import Settings
-from service.shards import Answer
+from service.up.embedded_redis import server_command
 from tests.faults import roles
 from tests.faults.roles import KILLER, POINTS, REFUSED, Config
 from tests.faults.wire import Wire

@@ -5,10 +5,10 @@ import httpx
 import pytest
 from redis.asyncio import Redis
 
-from service import worker
 from service.db.sessions import Database
+from service.objects.storage import Storage
 from service.settings import Settings
-from service.storage import Storage
+from service.worker import loop
 from tests.conftest import Clock
 from tests.integration.house import House, demo_tokenizer
 from tests.integration.serving import serve
@@ -21,7 +21,7 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(autouse=True)
 def workers_stop_soon(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(worker, "TAKE_MS", 50)
+    monkeypatch.setattr(loop, "TAKE_MS", 50)
 
 
 @pytest.fixture

@@ -25,11 +25,11 @@ from service.jobs.previewer import Previewer
 from service.jobs.reconciler import Reconciler
 from service.jobs.sweeper import Sweeper
 from service.jobs.validator import Validator
+from service.objects.storage import Storage, file_key
 from service.queue.leases import free_expired, owners_of_expired
 from service.queue.progress import Progress
 from service.settings import Settings
-from service.storage import Storage, file_key
-from service.worker import Worker
+from service.worker.loop import Worker
 from tests.conftest import Clock
 
 CHAT = "/v1/chat/completions"

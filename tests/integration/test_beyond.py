@@ -14,10 +14,10 @@ from sqlalchemy import delete
 from service.db.tables import DrainedWorker
 from service.jobs.digest import CAUSES, Digest
 from service.jobs.historian import Historian
+from service.objects.storage import file_key
 from service.queue import keys
 from service.queue.progress import Heartbeat
 from service.settings import Settings
-from service.storage import file_key
 from tests.conftest import Clock
 from tests.integration.house import House, ScriptedEngine, jsonl, line
 from tests.integration.serving import CHAT, serve

@@ -20,10 +20,10 @@ from service.api.plain_text import MOST_MEMBERS
 from service.dashboard import answers
 from service.db.tables import DEFAULT_PROJECT, Batch, BatchStatus, Project
 from service.jobs.finalizer import _by_bytes  # pyright: ignore[reportPrivateUsage]
-from service.jobs.lines import LineChecker
 from service.jobs.validator import GIVEN_UP, MOST_DEATHS, MOST_ERROR_BYTES
+from service.objects.storage import ANSWERS_RESERVE, Room, Storage
+from service.requests.lines import LineChecker
 from service.settings import Settings
-from service.storage import ANSWERS_RESERVE, Room, Storage
 from tests.conftest import Clock
 from tests.integration.house import House, jsonl, line, set_status
 from tests.integration.serving import serve
@@ -330,7 +330,7 @@ def _all_of(connection: socket.socket) -> int:
 
 HANGS = """
 import asyncio, re
-from service.loop_watch import watched_loop
+from service.up.loop_watch import watched_loop
 
 async def main():
     async with watched_loop(1.0):

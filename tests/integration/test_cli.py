@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner, Result
 
-from service.cli import COMMANDS, command_line
+from service.cli.table import COMMANDS, command_line
 
 
 def run(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -81,7 +81,7 @@ def test_every_command_has_the_help_that_the_list_says(name: str) -> None:
 
 
 def test_the_list_imports_no_command() -> None:
-    code = "import sys; from service.cli import command_line; command_line(''); print(*sys.modules)"
+    code = "import sys; from service.cli.table import command_line; command_line(''); print(*sys.modules)"
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert not {"sqlalchemy", "numba", "openai", "fastapi"} & set(found.stdout.split())
 

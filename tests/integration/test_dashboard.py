@@ -9,12 +9,12 @@ from sqlalchemy import update
 
 from service.db.tables import Batch, BatchStatus
 from service.jobs.historian import Historian
+from service.metrics.history import MOST_SHOWN, History
+from service.objects.storage import file_key
 from service.queue import keys
 from service.queue.counts import Counts
-from service.queue.history import MOST_SHOWN, History
 from service.queue.leases import Leases
 from service.queue.progress import Heartbeat
-from service.storage import file_key
 from tests.conftest import Clock
 from tests.integration.browsing import PAGES, csrf_of
 from tests.integration.house import House, ScriptedEngine, completed_are, jsonl, line, set_status

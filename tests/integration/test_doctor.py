@@ -6,7 +6,7 @@ from pathlib import Path
 from alembic import command
 from typer.testing import CliRunner
 
-from service.cli import command_line
+from service.cli.table import command_line
 from service.db.migrate import config, upgrade
 
 

@@ -13,10 +13,10 @@ from sqlalchemy import func, select, update
 
 from service import ids
 from service.db.tables import Batch, BatchStatus, EarlyRun, Slice
-from service.early_results import EVERY_S, EarlyResults
+from service.objects.early_results import EVERY_S, EarlyResults
+from service.objects.shards import Answer, Shard, Usage
+from service.objects.storage import Storage, file_key
 from service.settings import Settings
-from service.shards import Answer, Shard, Usage
-from service.storage import Storage, file_key
 from tests.conftest import Clock
 from tests.integration.house import House, ScriptedEngine, completed_are, jsonl, line, set_status
 from tests.integration.serving import CHAT, serve

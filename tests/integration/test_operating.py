@@ -17,16 +17,16 @@ import pytest
 import structlog
 from sqlalchemy import update
 
-from service import storage as stores
 from service.api.plain_text import PlainText
 from service.db.tables import DEFAULT_PROJECT, BatchStatus, Model, OnLongLine, Project
 from service.db.tables import Batch as BatchRow
 from service.errors import BadRequest, PayloadTooLarge
-from service.jobs.lines import MAX_NESTING, LineChecker
-from service.model_costs import CostsError, check_model, context_length_of
+from service.estimates.model_costs import CostsError, check_model, context_length_of
+from service.objects import storage as stores
+from service.objects.storage import Room, Storage
 from service.queue.progress import Heartbeat, Starting
+from service.requests.lines import MAX_NESTING, LineChecker
 from service.settings import Settings, SettingsError, load_settings
-from service.storage import Room, Storage
 from tests.conftest import Clock
 from tests.integration.house import CHAT, House, ScriptedEngine, completed_are, jsonl, line, set_status
 from tests.integration.serving import serve
@@ -380,7 +380,7 @@ def test_what_a_role_writes_nobody_else_reads(tmp_path: Path) -> None:
     data = tmp_path / "data"
     data.mkdir(mode=0o755)
     (data / "batchweave.db").touch(mode=0o644)
-    code = "import os; os.umask(0o022); from service.cli import main; main()"
+    code = "import os; os.umask(0o022); from service.cli.table import main; main()"
     environment = {**os.environ, "BATCHWEAVE_DATA_DIR": str(data)}
     command = [sys.executable, "-c", code, "projects", "list"]
     subprocess.run(command, check=True, capture_output=True, env=environment, timeout=120)

@@ -7,12 +7,12 @@ import json
 import pytest
 from sqlalchemy import func, select, update
 
-from service.commands.start import log_to
+from service.cli.start import log_to
 from service.db.tables import Batch, BatchStatus, Model, Project, Slice, Window
 from service.jobs.planner import Planner
-from service.plan_artifact import PlanArtifact
-from service.request_index import RequestIndex
-from service.storage import CLOCK_KEY
+from service.objects.plan_artifact import PlanArtifact
+from service.objects.request_index import RequestIndex
+from service.objects.storage import CLOCK_KEY
 from tests.integration.house import (
     House,
     ScriptedEngine,

@@ -13,9 +13,9 @@ from sqlalchemy.ext.asyncio import AsyncSession
 
 from service.db.tables import AuditEvent, BatchStatus, Model, Slice, SliceStatus, WebhookDelivery
 from service.jobs.sweeper import KEEP_AUDIT_S, KEEP_DELIVERIES_S
+from service.objects.shards import Answer, Shard, Usage
+from service.objects.storage import CLOCK_KEY, file_key
 from service.queue.leases import Leases
-from service.shards import Answer, Shard, Usage
-from service.storage import CLOCK_KEY, file_key
 from tests.integration.house import (
     House,
     ScriptedAnswer,

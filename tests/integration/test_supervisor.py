@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 from redis.asyncio import Redis
 
-import service.supervisor as supervisors
+import service.up.supervisor as supervisors
 from service.queue.progress import Heartbeat
 from service.settings import Settings
-from service.supervisor import Part, StartError, Supervisor
+from service.up.supervisor import Part, StartError, Supervisor
 
 
 @pytest.fixture

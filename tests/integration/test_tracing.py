@@ -14,11 +14,11 @@ from opentelemetry.proto.trace.v1.trace_pb2 import Span
 from sqlalchemy import update
 from structlog.testing import capture_logs
 
-from service import tracing
 from service.db.tables import Batch
 from service.jobs.webhooks import Webhooks
+from service.metrics import tracing
+from service.metrics.tracing import Traces, send_traces
 from service.settings import Settings
-from service.tracing import Traces, send_traces
 from tests.conftest import Clock
 from tests.integration.house import House, ScriptedEngine, jsonl, line
 from tests.integration.serving import serve

@@ -5,7 +5,7 @@ import itertools
 from typing import Any
 
 from service.queue.leases import Lease, Leases
-from service.slice_run import SliceRun
+from service.worker.slice_run import SliceRun
 from tests.integration.house import House, ScriptedAnswer, ScriptedEngine, jsonl, line
 
 SIZE = 8

@@ -13,8 +13,8 @@ import pytest
 from service.db.sessions import Database
 from service.jobs.expiry import Expiry
 from service.jobs.sweeper import Sweeper
+from service.objects.storage import Storage
 from service.settings import Settings
-from service.storage import Storage
 from tests.conftest import Clock
 from tests.integration.serving import serve
 

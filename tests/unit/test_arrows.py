@@ -6,6 +6,13 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
+# The rooms of `service`, bottom up: each imports only those before it. A file beside them is a room of its own.
+ROOMS = (
+    *("errors", "ids", "settings", "terminal", "endpoints"),
+    *("webhooks", "db", "objects", "queue", "metrics", "estimates", "tenants"),
+    *("requests", "workloads", "worker", "jobs", "api", "dashboard", "app"),
+    *("demo", "remote", "up", "cli"),
+)
 PURE = ("engine_ext/plan", "engine_ext/simulate")
 IO = {"asyncio", "io", "os", "pathlib", "random", "socket", "subprocess", "time", "datetime", "tempfile"}
 
@@ -45,9 +52,23 @@ def test_service_knows_plan_and_only_the_worker_knows_the_plugin() -> None:
     for path in sources("service"):
         for name in imports(path):
             if starts(name, "engine_ext"):
-                also = {"worker.py": "engine_ext.plugin", "forecast.py": "engine_ext.simulate"}.get(path.name)
+                also = {"worker": "engine_ext.plugin", "workloads": "engine_ext.simulate"}.get(path.parent.name)
                 allowed = ("engine_ext.plan", also) if also else ("engine_ext.plan",)
                 assert starts(name, *allowed), f"{path} imports {name}"
+
+
+def room_of(path: Path) -> str:
+    return path.relative_to(ROOT / "service").parts[0].removesuffix(".py")
+
+
+def test_rooms_of_the_service_import_only_those_below() -> None:
+    paths = [path for path in sources("service") if path.name != "__init__.py"]
+    assert {room_of(path) for path in paths} == set(ROOMS)
+    assert len(ROOMS) < 24  # a floor that one can keep in mind
+    for path in paths:
+        above = ROOMS[ROOMS.index(room_of(path)) + 1 :]
+        known = imports(path)
+        assert not [name for name in known if starts(name, *(f"service.{room}" for room in above))], path
 
 
 @pytest.mark.parametrize("room", PURE)
@@ -70,6 +91,6 @@ def test_remote_commands_know_no_other_room() -> None:
 
 def test_only_settings_reads_the_environment() -> None:
     for path in sources("service"):
-        if path.name not in ("settings.py", "supervisor.py", "cli.py"):  # they hand it on, to children and to the shell
+        if path.name not in ("settings.py", "supervisor.py", "table.py"):  # they hand it on, to children and to the shell
             assert "os.environ" not in path.read_text(), path
             assert "getenv" not in path.read_text(), path

@@ -4,8 +4,8 @@ from typing import Any
 
 import pytest
 
-from service.jobs.body_limits import MOST_ENUM, body_faults
-from service.jobs.patterns import risk
+from service.requests.body_limits import MOST_ENUM, body_faults
+from service.requests.patterns import risk
 
 
 def nested(depth: int) -> dict[str, Any]:

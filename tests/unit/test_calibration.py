@@ -16,10 +16,10 @@ from engine_ext.plan.engine_model import Clock, EngineModel, compute_time, step_
 from engine_ext.plan.hardware import Machine, hardware
 from engine_ext.plan.model_shape import preset
 from engine_ext.plugin.calibration_load import DECODES, Limits, blend, run_load
-from service.calibration import CalibrationError, calibrated, compare
-from service.cli import command_line
-from service.model_costs import CostsError, measured_overlap, planning_costs
+from service.cli.table import command_line
+from service.estimates.model_costs import CostsError, measured_overlap, planning_costs
 from service.settings import load_settings
+from service.worker.calibration import CalibrationError, calibrated, compare
 from service.workloads.workload import WorkloadError
 
 SHAPE = preset("llama-3-8b")

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from service.jobs import custom_ids
-from service.jobs.custom_ids import CustomIds
+from service.requests import custom_ids
+from service.requests.custom_ids import CustomIds
 
 NAMES = st.lists(st.none() | st.integers(0, 40).map(str), max_size=120)  # None: a line that has none
 

@@ -6,8 +6,8 @@ from pathlib import Path
 
 from service.demo.model import ensure_demo_model
 from service.demo.prompts import CHAT, COMPLETIONS, corpus, requests
-from service.jobs.lines import LineChecker
-from service.jobs.tokens import Prompt, PromptTokens
+from service.requests.lines import LineChecker
+from service.requests.tokens import Prompt, PromptTokens
 
 
 def digests(folder: Path) -> dict[str, str]:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import yaml
 
-from service.cli import COMMANDS
+from service.cli.table import COMMANDS
 from service.settings import Settings
 
 DOCKER = Path(__file__).parents[2] / "docker"

@@ -9,7 +9,7 @@ from prometheus_client import REGISTRY
 
 from service.metrics import counters, queue
 from service.metrics.engine import EngineMetrics
-from service.storage import Room
+from service.objects.storage import Room
 
 ROOT = Path(__file__).parents[2]
 NAME = re.compile(r"\bbatchweave_[a-z_]+")

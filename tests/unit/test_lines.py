@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from service.jobs.lines import MAX_ERRORS, LineChecker
+from service.requests.lines import MAX_ERRORS, LineChecker
 
 CHAT = "/v1/chat/completions"
 

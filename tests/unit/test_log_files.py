@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from service.log_files import rotate
+from service.up.log_files import rotate
 
 
 def test_a_log_is_turned_over_while_it_is_written(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from sglang.srt.multiplex.pdmux_context import divide_sm
 
 from engine_ext.plugin import overlap, pdmux
 from engine_ext.plugin.options import Overlap
-from service.model_costs import OVERLAPS
+from service.estimates.model_costs import OVERLAPS
 from service.settings import SettingsError, load_settings
 
 

@@ -3,7 +3,7 @@
 import pytest
 
 from service.db.tables import Batch
-from service.jobs.paces import Paces
+from service.estimates.paces import Paces
 
 
 def batch(name: str, model: str) -> Batch:

@@ -8,7 +8,7 @@ from engine_ext.plan.hardware import Machine, hardware
 from engine_ext.plan.model_shape import preset
 from engine_ext.plan.prompts import Prompts
 from engine_ext.plan.window import Outputs, Shape, plan_window
-from service.plan_picture import MOST_BOXES, picture_of
+from service.objects.plan_picture import MOST_BOXES, picture_of
 
 COST = CostModel(preset("llama-3-8b"), Machine(hardware("a100-80gb")))
 

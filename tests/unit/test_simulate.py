@@ -22,7 +22,7 @@ from engine_ext.simulate.cache import COMPUTED, EVICTABLE, FREE, LOCKED, Cache, 
 from engine_ext.simulate.engine import DECODES, DECODING, RECOMPUTED, RETRACTIONS, Engine, admit, new_engine, step
 from engine_ext.simulate.policies import POLICIES, TooLarge, Work, by_weight, prepare, simulate
 from engine_ext.simulate.stock import run_stock, to_come
-from service.cli import command_line
+from service.cli.table import command_line
 
 COST = CostModel(preset("llama-3-8b"), Machine(hardware("a100-80gb")), attention_compute=False)
 GEMM_S, READ_S = COST.gemm_s_per_token, COST.read_s_per_token

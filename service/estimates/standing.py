@@ -8,10 +8,10 @@ from sqlalchemy.ext.asyncio import AsyncSession
 
 from service.db.sessions import Database
 from service.db.tables import Batch, BatchStatus, SliceBatch, SliceStatus, fixed
-from service.preview import Preview
+from service.estimates.preview import Preview
+from service.estimates.serving import Serving
+from service.objects.storage import ANSWERS_RESERVE, Room
 from service.queue.counts import Counts
-from service.serving import Serving
-from service.storage import ANSWERS_RESERVE, Room
 
 STANDARD_ERRORS = 2.0
 LEAST_ANSWERS = 1.0  # that have not been forgotten; fewer say nothing of when others come

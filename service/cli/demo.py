@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from service.commands.start import ModelOption, PortOption, log_to, settings_of
+from service.cli.start import ModelOption, PortOption, log_to, settings_of
 from service.settings import load_settings
 from service.terminal import fail
 

@@ -13,21 +13,22 @@ import numpy as np
 import structlog
 from sqlalchemy import select
 
-from service import ids, tracing
-from service.answer_body import NO_USAGE, error_message, usage_of
+from service import ids
 from service.db.sessions import Database
 from service.db.tables import Batch, BatchStatus, SliceBatch, Window
 from service.endpoints import BY_PATH
-from service.jobs.body_limits import body_faults
-from service.jobs.lines import RequestLine
+from service.metrics import tracing
 from service.metrics.counters import RETRIES, SEGMENTS, count_answer, timed
-from service.plan_artifact import PlanArtifact
+from service.objects.plan_artifact import PlanArtifact
+from service.objects.request_index import RequestIndex
+from service.objects.shards import Answer, Shard, Usage
+from service.objects.storage import Storage, file_key
 from service.queue.counts import Counts
 from service.queue.leases import ALONE_DEATHS_TO_REFUSE, Lease, Trial
-from service.request_index import RequestIndex
+from service.requests.body_limits import body_faults
+from service.requests.lines import RequestLine
 from service.settings import Settings
-from service.shards import Answer, Shard, Usage
-from service.storage import Storage, file_key
+from service.worker.answer_body import NO_USAGE, error_message, usage_of
 
 KILLS = "The engine died each time it ran this request, also alone. The other requests go on without it."
 FLUSH_BYTES = 4 * 1024 * 1024

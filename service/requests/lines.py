@@ -8,8 +8,8 @@ import msgspec
 import numpy as np
 
 from service.endpoints import BY_PATH, ENDPOINTS
-from service.jobs.body_limits import body_faults
-from service.jobs.custom_ids import CustomIds
+from service.requests.body_limits import body_faults
+from service.requests.custom_ids import CustomIds
 
 MAX_ERRORS = 1000
 MAX_CUSTOM_ID = 512

@@ -20,13 +20,13 @@ from redis.exceptions import RedisError
 from sqlalchemy import inspect, make_url, text
 from sqlalchemy.ext.asyncio import AsyncSession
 
-from service.commands.start import DataDirOption, ModelOption, settings_of
+from service.cli.start import DataDirOption, ModelOption, settings_of
 from service.db.migrate import newest
 from service.db.sessions import Database
-from service.model_costs import CostsError, check_model, planning_costs
+from service.estimates.model_costs import CostsError, check_model, planning_costs
+from service.objects.storage import Storage
 from service.queue.connection import open_redis
 from service.settings import DEMO_MODEL, Settings
-from service.storage import Storage
 from service.terminal import said
 
 CHECK_S = 10.0

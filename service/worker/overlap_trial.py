@@ -7,9 +7,9 @@ import argparse
 import asyncio
 import json
 
-from service.model_costs import OVERLAPS, planning_costs
+from service.estimates.model_costs import OVERLAPS, planning_costs
 from service.settings import load_settings
-from service.worker import make_engine
+from service.worker.loop import make_engine
 
 BLEND_S = 15.0  # of compute, and of reads
 

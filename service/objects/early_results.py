@@ -17,8 +17,8 @@ from sqlalchemy.ext.asyncio import AsyncSession
 
 from service.db.sessions import Database
 from service.db.tables import Batch, BatchStatus, EarlyRun, Slice, SliceBatch, SliceStatus
-from service.shards import Answer, Shard
-from service.storage import Storage
+from service.objects.shards import Answer, Shard
+from service.objects.storage import Storage
 
 EVERY_S = 1.0  # of one batch, however many ask
 RUNS_A_SECOND = 200  # a batch with so many runs, times n, is looked at every n seconds, so that there are not too many

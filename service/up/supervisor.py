@@ -19,15 +19,15 @@ from typing import IO, Any
 import redis
 import structlog
 
-from service.commands.start import keep_private
 from service.db.migrate import upgrade
+from service.db.private import keep_private
 from service.demo.model import ensure_demo_model
 from service.demo.prompts import corpus
-from service.embedded_redis import server_command
-from service.log_files import rotate
+from service.objects.storage import Storage
 from service.queue import keys
 from service.settings import DEMO_MODEL, Settings
-from service.storage import Storage
+from service.up.embedded_redis import server_command
+from service.up.log_files import rotate
 
 STOP_S = 8.0  # of one part; together less than the ten seconds that container runtimes give
 BEGUN_S = 20.0

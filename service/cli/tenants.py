@@ -12,8 +12,8 @@ from sqlalchemy import make_url, select
 from sqlalchemy.exc import SQLAlchemyError
 from sqlalchemy.ext.asyncio import AsyncSession
 
-from service.commands.start import keep_private
 from service.db.migrate import upgrade
+from service.db.private import keep_private
 from service.db.sessions import Database
 from service.db.tables import ApiKey, AuditEvent, Project, Role
 from service.settings import SettingsError, load_settings

@@ -16,8 +16,8 @@ from engine_ext.plan.hardware import PRESETS as GPUS
 from engine_ext.plan.hardware import Machine
 from engine_ext.plan.model_shape import PRESETS as MODELS
 from engine_ext.plan.window import Shape
-from service.jobs.tokens import PromptTokens
-from service.model_costs import CostsError, read_hardware, read_shape
+from service.estimates.model_costs import CostsError, read_hardware, read_shape
+from service.requests.tokens import PromptTokens
 from service.workloads.forecast import ALL_POLICIES, ASSUMED_INTERFERENCE, Outcome, check_options, fit, forecast, row_of
 from service.workloads.race import draw_race
 from service.workloads.report import facts, plan_workload, with_sample, write_order

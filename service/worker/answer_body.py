@@ -2,7 +2,7 @@
 
 import msgspec
 
-from service.shards import Usage
+from service.objects.shards import Usage
 
 NO_USAGE = Usage()
 

@@ -13,7 +13,7 @@ from prometheus_client import REGISTRY
 from redis.asyncio import Redis
 from sqlalchemy.exc import SQLAlchemyError
 
-from service.commands.start import (
+from service.cli.start import (
     DataDirOption,
     HostOption,
     ModelOption,
@@ -25,14 +25,14 @@ from service.commands.start import (
 )
 from service.db.clock import SharedClock
 from service.db.sessions import Database
-from service.loop_watch import watched_loop
+from service.estimates.model_costs import CostsError, check_model
 from service.metrics.counters import serve
-from service.model_costs import CostsError, check_model
+from service.metrics.tracing import send_traces
+from service.objects.storage import Storage
 from service.queue.connection import open_redis
 from service.settings import Settings
-from service.storage import Storage
 from service.terminal import fail, said
-from service.tracing import send_traces
+from service.up.loop_watch import watched_loop
 
 
 def up(
@@ -49,7 +49,7 @@ def up(
     - `batchweave up`
     - `batchweave up --model Qwen/Qwen2.5-7B-Instruct --data-dir /srv/batchweave --port 9000`
     """
-    from service.supervisor import StartError, Supervisor
+    from service.up.supervisor import StartError, Supervisor
 
     settings = settings_of(model=model, model_name=model_name, data_dir=data_dir, host=host, port=port)
     log_to(sys.stderr, logging.WARNING)
@@ -121,10 +121,10 @@ def planner(model: ModelOption = None, model_name: NameOption = None) -> None:
 
 def worker(model: ModelOption = None, model_name: NameOption = None) -> None:
     """Run one engine and the slices that it leases; needs `pip install batchweave[engine]`."""
-    from service.jobs.runner import Abilities, register_model
+    from service.db.models import register_model
     from service.metrics.engine import EngineMetrics
     from service.queue.progress import Starting
-    from service.worker import Worker, make_engine
+    from service.worker.loop import Worker, make_engine
 
     settings = settings_of(model=model, model_name=model_name)
     log_to(sys.stdout)
@@ -148,7 +148,7 @@ def worker(model: ModelOption = None, model_name: NameOption = None) -> None:
         _stop_on_signals(stop)  # again, because SGLang takes SIGTERM for itself
         clock = SharedClock(database)
         await clock.sync()
-        await register_model(database, settings, Abilities(engine.context_length, engine.endpoints))
+        await register_model(database, settings, engine.context_length, engine.endpoints)
         if settings.emulated_device is not None:
             structlog.get_logger().warning("the device is emulated: no answer is real", device=engine.device)
         structlog.get_logger().info("engine ready", model=settings.served_model, device=engine.device)

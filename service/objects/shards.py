@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import msgspec
 import structlog
 
-from service.storage import ANSWERS_RESERVE, Storage
+from service.objects.storage import ANSWERS_RESERVE, Storage
 
 READ_SEGMENTS = 16  # at once
 log = structlog.get_logger()

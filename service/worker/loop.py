@@ -17,17 +17,17 @@ from sqlalchemy.exc import SQLAlchemyError
 
 from service.db.sessions import Database
 from service.db.tables import Batch, BatchStatus, DrainedWorker
+from service.estimates.model_costs import measured_overlap, planning_costs
 from service.metrics.counters import SLICES
 from service.metrics.engine import EngineMetrics
-from service.model_costs import measured_overlap, planning_costs
+from service.objects.storage import Storage
 from service.queue.announcements import Announcements
 from service.queue.bell import Bell, Job
 from service.queue.counts import Counts
 from service.queue.leases import Lease, Leases
 from service.queue.progress import Heartbeat, Progress
 from service.settings import Settings
-from service.slice_run import Engine, SliceRun
-from service.storage import Storage
+from service.worker.slice_run import Engine, SliceRun
 
 BEAT_S = 3.0
 TAKE_MS = 1500  # a stop waits for so long

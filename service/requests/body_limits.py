@@ -8,7 +8,7 @@ import re
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-from service.jobs.patterns import risk
+from service.requests.patterns import risk
 
 MOST_CHOICES = 128
 MOST_PROMPTS = 1000

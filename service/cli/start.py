@@ -1,8 +1,6 @@
 """What the commands that run parts of the service begin with: settings, logs, the database, errors in one line."""
 
 import logging
-import os
-from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -12,7 +10,8 @@ from sqlalchemy import make_url
 from sqlalchemy.exc import SQLAlchemyError
 
 from service.db.migrate import upgrade
-from service.model_costs import FALLBACK, CostsError, measured_overlap, planning_costs
+from service.db.private import keep_private
+from service.estimates.model_costs import FALLBACK, CostsError, measured_overlap, planning_costs
 from service.settings import Settings, SettingsError, load_settings
 from service.terminal import fail
 
@@ -34,16 +33,6 @@ def settings_of(**overrides: Any) -> Settings:
     except CostsError as error:
         fail(f"BATCHWEAVE_GPU: {error}")
     return settings
-
-
-def keep_private(settings: Settings) -> None:
-    """Have no other user read what this process writes, or what is there already, whatever the umask."""
-    os.umask(0o077)
-    place = make_url(settings.database)
-    if place.get_backend_name() == "sqlite":
-        for each in (place.database, f"{place.database}-wal", f"{place.database}-shm"):
-            with suppress(OSError):
-                Path(each or "").chmod(0o600)
 
 
 def open_database(settings: Settings) -> None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from service.storage import Storage
+from service.objects.storage import Storage
 
 # offset and length of the line in the input file, its 1-based number, its prompt's place in the token object, and what
 # it says of its answer's length (AskedOutput.packed)

@@ -4,8 +4,8 @@ import math
 from collections.abc import Mapping, Sequence, Set
 
 from service.db.tables import Batch
-from service.queue.history import Pace
-from service.standing import work_of
+from service.estimates.standing import work_of
+from service.metrics.history import Pace
 
 FORGET_S = 120.0
 

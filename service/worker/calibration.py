@@ -12,7 +12,7 @@ from typing import Any
 
 from engine_ext.plan.cost import CostModel
 from engine_ext.plan.hardware import MEASURED, Machine
-from service.model_costs import read_hardware, read_shape
+from service.estimates.model_costs import read_hardware, read_shape
 from service.settings import Settings
 from service.workloads.forecast import ASSUMED_INTERFERENCE, Calibration, as_measured, fit
 
@@ -46,7 +46,7 @@ def compare(settings: Settings, calibration: Path, names: list[str], say: Callab
     seconds: dict[str, float] = {}
     for name in names:
         say(f"overlap {name}: starting the engine")
-        command = [sys.executable, "-m", "service.overlap_trial", name, "--model", settings.model]
+        command = [sys.executable, "-m", "service.worker.overlap_trial", name, "--model", settings.model]
         command += ["--gpu", str(calibration)]
         if seconds:
             command += ["--limit-s", str(TOO_LONG * min(seconds.values()))]

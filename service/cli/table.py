@@ -10,23 +10,23 @@ import typer
 
 # By name: where it is, and its help, which its own begins with.
 COMMANDS = {
-    "up": ("service.commands.roles:up", "Run the whole service in the foreground: Redis, API, planner, worker."),
+    "up": ("service.cli.roles:up", "Run the whole service in the foreground: Redis, API, planner, worker."),
     "submit": ("service.remote.submit:submit", "Upload a file and run it as a batch. Prints the batch's id."),
     "batches": ("service.remote.batches:app", "Look at batches, wait for them, end them, fetch what they gave."),
     "files": ("service.remote.files:app", "What was uploaded, and what batches gave."),
     "workers": ("service.remote.workers:app", "See who runs the slices; let one end its work and take no more."),
-    "doctor": ("service.commands.doctor:doctor", "Check what the service needs on this machine, and say what to do."),
-    "keys": ("service.tenants.commands:keys", "Make, list and revoke API keys."),
-    "projects": ("service.tenants.commands:projects", "Make, list and limit projects, which own files and batches."),
-    "audit": ("service.tenants.commands:show_audit", "Who changed what, the newest last."),
-    "api": ("service.commands.roles:api", "Run the HTTP API alone."),
-    "planner": ("service.commands.roles:planner", "Run the jobs of the control plane alone."),
-    "worker": ("service.commands.roles:worker", "Run one engine and the slices that it leases."),
-    "calibrate": ("service.commands.calibrate:calibrate", "Measure what steps cost on this machine with this model."),
-    "plan": ("service.workloads.commands:plan", "Plan a file without running it."),
-    "simulate": ("service.workloads.commands:simulate", "Run a workload through a simulated engine."),
-    "demo": ("service.commands.demo:demo", "Start the service, run a real batch through the official openai client."),
-    "openapi": ("service.commands.demo:openapi", "Print the OpenAPI description of the HTTP API as YAML."),
+    "doctor": ("service.cli.doctor:doctor", "Check what the service needs on this machine, and say what to do."),
+    "keys": ("service.cli.tenants:keys", "Make, list and revoke API keys."),
+    "projects": ("service.cli.tenants:projects", "Make, list and limit projects, which own files and batches."),
+    "audit": ("service.cli.tenants:show_audit", "Who changed what, the newest last."),
+    "api": ("service.cli.roles:api", "Run the HTTP API alone."),
+    "planner": ("service.cli.roles:planner", "Run the jobs of the control plane alone."),
+    "worker": ("service.cli.roles:worker", "Run one engine and the slices that it leases."),
+    "calibrate": ("service.cli.calibrate:calibrate", "Measure what steps cost on this machine with this model."),
+    "plan": ("service.cli.workloads:plan", "Plan a file without running it."),
+    "simulate": ("service.cli.workloads:simulate", "Run a workload through a simulated engine."),
+    "demo": ("service.cli.demo:demo", "Start the service, run a real batch through the official openai client."),
+    "openapi": ("service.cli.demo:openapi", "Print the OpenAPI description of the HTTP API as YAML."),
 }
 COMPLETED = ("COMP_WORDS", "_TYPER_COMPLETE_ARGS")  # where a shell that asks how a line goes on gives it to us
 
@@ -63,7 +63,3 @@ def _add(app: typer.Typer, name: str, command: typer.Typer | Callable[..., Any])
 
 def _nothing() -> None:
     """Stands for a command that was not called."""
-
-
-if __name__ == "__main__":
-    main()

@@ -7,8 +7,8 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from service.plan_picture import PlanPicture
-from service.storage import Storage
+from service.objects.plan_picture import PlanPicture
+from service.objects.storage import Storage
 
 # place of the batch in the header's list, and number of the request in that batch
 PLACE = np.dtype([("batch", "<u4"), ("request", "<u4")])

@@ -14,7 +14,7 @@ from sqlalchemy import func, select
 
 from service.db.sessions import Database
 from service.db.tables import Batch, BatchStatus, DrainedWorker, SliceBatch, SliceStatus, fixed
-from service.queue.history import NO_PACE, History, Pace
+from service.metrics.history import NO_PACE, History, Pace
 from service.queue.progress import STALLED_S, Heartbeat
 
 

@@ -7,8 +7,8 @@ from typing import Annotated
 
 import typer
 
-from service.commands.start import ModelOption, log_to, settings_of
-from service.model_costs import CostsError
+from service.cli.start import ModelOption, log_to, settings_of
+from service.estimates.model_costs import CostsError
 from service.terminal import JsonOption, fail, said
 
 
@@ -30,9 +30,9 @@ def calibrate(
     - `BATCHWEAVE_GPU=h100.json batchweave up --model Qwen/Qwen2.5-7B-Instruct`
     - `batchweave calibrate --model Qwen/Qwen2.5-7B-Instruct --steps worker-steps.jsonl`
     """
-    from service.calibration import CalibrationError, calibrated, compare, measure
-    from service.model_costs import read_shape
-    from service.worker import make_engine, possible_overlaps
+    from service.estimates.model_costs import read_shape
+    from service.worker.calibration import CalibrationError, calibrated, compare, measure
+    from service.worker.loop import make_engine, possible_overlaps
     from service.workloads.workload import WorkloadError
 
     settings = settings_of(model=model)
