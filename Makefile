@@ -18,7 +18,7 @@ $(VENV)/.installed: $(UV) requirements/engine.txt pyproject.toml
 	VIRTUAL_ENV=$(VENV) $(UV) pip install --compile-bytecode --require-hashes -r requirements/engine.txt
 	VIRTUAL_ENV=$(VENV) $(UV) pip install --no-deps -e .
 	$(RUN)/python -m compileall -q service engine_ext migrations
-	$(RUN)/python -m engine_ext.plan.warm_up
+	$(RUN)/python -m engine_ext.warm_up
 	@touch $@
 
 $(VENV)/.installed-dev: $(VENV)/.installed requirements/dev.txt

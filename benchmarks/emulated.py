@@ -3,7 +3,7 @@
 python -m benchmarks.emulated DATA [--scale 0.05] [--mixes h200-1,documents] [--clocks overlapped] [--policies …]
 
 SGLang's scheduler, radix cache, KV accounting and retraction are real; the forward pass is replaced by the cost model
-of an H200 with Llama-3-8B, on a clock of its own (engine_ext/plugin/emulated.py). SGLang's policies get the best chunk
+of an H200 with Llama-3-8B, on a clock of its own (plugin/scheduler/emulated.py). SGLang's policies get the best chunk
 size and new token ratio that the simulator finds for them, and as max_tokens the true output lengths, by which SGLang
 reserves memory; ours is not told them, and neither is it where it is simulated: in an engine nobody knows a length
 before its answer has ended. Nothing here was measured on a GPU.
@@ -23,11 +23,11 @@ from typing import Any
 import numpy as np
 
 from benchmarks import mixes
-from engine_ext.plan.cost import CostModel
-from engine_ext.plan.engine_model import Clock, EngineModel
-from engine_ext.plan.hardware import Machine, hardware
+from engine_ext.costs.cost import CostModel
+from engine_ext.costs.engine_model import Clock, EngineModel
+from engine_ext.costs.hardware import Machine, hardware
+from engine_ext.costs.model_shape import preset
 from engine_ext.plan.lengths import LONGEST
-from engine_ext.plan.model_shape import preset
 from engine_ext.plan.prompts import Prompts
 from engine_ext.simulate.policies import Outcome, Work, prepare, simulate
 from service.demo.model import ensure_demo_model
@@ -64,8 +64,8 @@ def predicted(policy: str, model: EngineModel, told: Work, untold: Work) -> Outc
 
 def measure(given: argparse.Namespace, names: list[str], rows: "multiprocessing.Queue[dict[str, Any] | None]") -> None:
     """All policies and clocks on these mixes, one after the other, on one engine."""
-    from engine_ext.plugin.bench_engine import BenchEngine
-    from engine_ext.plugin.retune import Tuning
+    from engine_ext.plugin.tuning import Tuning
+    from engine_ext.plugin.worker.bench_engine import BenchEngine
 
     cost = CostModel(preset("llama-3-8b"), Machine(hardware("h200")))
     with tempfile.TemporaryDirectory() as folder:

@@ -23,11 +23,11 @@ from typing import Any
 import numpy as np
 
 from benchmarks import mixes
-from engine_ext.plan.cost import CostModel
-from engine_ext.plan.engine_model import INTERFERENCE, Clock, EngineModel
-from engine_ext.plan.hardware import Machine, hardware
+from engine_ext.costs.cost import CostModel
+from engine_ext.costs.engine_model import INTERFERENCE, Clock, EngineModel
+from engine_ext.costs.hardware import Machine, hardware
+from engine_ext.costs.model_shape import preset
 from engine_ext.plan.lengths import LONGEST, Estimates
-from engine_ext.plan.model_shape import preset
 from engine_ext.plan.order import KEEP_SHARING
 from engine_ext.plan.prompts import Prompts
 from engine_ext.plan.sample import SHARE

@@ -12,9 +12,9 @@ import numpy as np
 
 from benchmarks import traces
 from benchmarks.traces import Row
-from engine_ext.plan.cost import CostModel
-from engine_ext.plan.hardware import Machine, hardware
-from engine_ext.plan.model_shape import preset
+from engine_ext.costs.cost import CostModel
+from engine_ext.costs.hardware import Machine, hardware
+from engine_ext.costs.model_shape import preset
 from engine_ext.plan.prompts import Prompts
 from engine_ext.plan.resources import Requests, node_loads
 from engine_ext.plan.tree import build_tree

@@ -19,9 +19,9 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
 from benchmarks import mixes
-from engine_ext.plan.cost import CostModel
-from engine_ext.plan.hardware import Machine, hardware
-from engine_ext.plan.model_shape import preset
+from engine_ext.costs.cost import CostModel
+from engine_ext.costs.hardware import Machine, hardware
+from engine_ext.costs.model_shape import preset
 from engine_ext.plan.prompts import Prompts
 from engine_ext.plan.window import Outputs, Shape, plan_window
 

@@ -13,14 +13,14 @@ from dataclasses import replace
 
 import numpy as np
 
-from engine_ext.plan.cost import CostModel
-from engine_ext.plan.dual_scan import DualScan
+from engine_ext.costs.cost import CostModel
+from engine_ext.costs.hardware import Machine, hardware
+from engine_ext.costs.model_shape import preset
 from engine_ext.plan.groups import Groups
-from engine_ext.plan.hardware import Machine, hardware
 from engine_ext.plan.lengths import see
-from engine_ext.plan.live_scan import LiveScan
-from engine_ext.plan.model_shape import preset
-from engine_ext.plan.scan_state import Backlog, StepCosts
+from engine_ext.scan.decide import DualScan
+from engine_ext.scan.live import LiveScan
+from engine_ext.scan.state import Backlog, StepCosts
 
 WARM_UP = 2_000
 STEPS = 6_000

@@ -18,9 +18,9 @@ from typing import Any
 
 import numpy as np
 
-from engine_ext.plan.cost import CostModel
-from engine_ext.plan.hardware import Machine, hardware
-from engine_ext.plan.model_shape import preset
+from engine_ext.costs.cost import CostModel
+from engine_ext.costs.hardware import Machine, hardware
+from engine_ext.costs.model_shape import preset
 from service.demo.model import ensure_demo_model
 from service.demo.prompts import corpus
 
@@ -29,8 +29,8 @@ def start(model: str, with_plugin: bool) -> Any:
     """One engine; what it hands over to its scheduler is in the environment while it starts."""
     from sglang.srt.entrypoints.engine import Engine
 
-    from engine_ext.plugin.host import CPU_DEFAULTS
     from engine_ext.plugin.options import VARIABLE, Options, Scheduling
+    from engine_ext.plugin.worker.host import CPU_DEFAULTS
 
     os.environ.pop(VARIABLE, None)
     if with_plugin:

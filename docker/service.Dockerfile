@@ -15,6 +15,6 @@ RUN useradd --uid 10001 --create-home batchweave && install -d -o batchweave /ob
 USER batchweave
 WORKDIR /home/batchweave
 # Machine code of the planner and the scan, in the user's cache: no start waits for it.
-RUN python3 -m engine_ext.plan.warm_up
+RUN python3 -m engine_ext.warm_up
 ENTRYPOINT ["batchweave"]
 CMD ["api", "--host", "0.0.0.0"]

@@ -17,10 +17,10 @@ from pathlib import Path
 
 from benchmarks.gpu import options, pictures, workloads
 from benchmarks.gpu.shapes import model_folder
-from engine_ext.plan import warm_up
+from engine_ext import warm_up
 from engine_ext.plugin.options import Overlap
-from engine_ext.plugin.overlap import against
 from engine_ext.plugin.platform_entry import gpu_is_present
+from engine_ext.plugin.worker.overlap import against
 
 
 def run_engine(what: str, given: Namespace, attention: str) -> bool:

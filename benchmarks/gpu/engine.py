@@ -14,14 +14,14 @@ from typing import Any
 
 from benchmarks.gpu import options, pictures, workloads
 from benchmarks.gpu.shapes import CONTEXT, model_folder
-from engine_ext.plan.cost import CostModel
-from engine_ext.plan.engine_model import Clock, EngineModel
-from engine_ext.plan.hardware import Machine
-from engine_ext.plugin.bench_engine import BenchEngine
-from engine_ext.plugin.host import CPU_DEFAULTS
+from engine_ext.costs.cost import CostModel
+from engine_ext.costs.engine_model import Clock, EngineModel
+from engine_ext.costs.hardware import Machine
 from engine_ext.plugin.options import Overlap
 from engine_ext.plugin.platform_entry import accelerator_memory, gpu_is_present, machine_name
-from engine_ext.plugin.retune import Tuning
+from engine_ext.plugin.tuning import Tuning
+from engine_ext.plugin.worker.bench_engine import BenchEngine
+from engine_ext.plugin.worker.host import CPU_DEFAULTS
 from service.estimates.model_costs import read_hardware, read_shape
 from service.settings import load_settings
 from service.worker.calibration import calibrated

@@ -14,7 +14,7 @@ from benchmarks.gpu.shapes import SHAPES
 from benchmarks.mixes import MIXES as ALL_MIXES
 from engine_ext.plugin.options import Overlap
 from engine_ext.plugin.platform_entry import machine_name
-from engine_ext.plugin.retune import Tuning
+from engine_ext.plugin.tuning import Tuning
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,7 @@ import numpy as np
 from benchmarks import mixes
 from benchmarks.emulated import TIMES, tokens_of
 from benchmarks.traces import Row
-from engine_ext.plan.cost import CostModel
+from engine_ext.costs.cost import CostModel
 from engine_ext.plan.lengths import LONGEST
 from engine_ext.plan.prompts import Prompts
 from engine_ext.simulate.policies import Work, prepare

@@ -10,7 +10,7 @@ from heapq import heappop, heappush
 import numpy as np
 from numpy.typing import NDArray
 
-from engine_ext.plan.compiled import compiled
+from engine_ext.compiled import compiled
 from engine_ext.plan.tree import Column
 
 Floats = NDArray[np.float64]

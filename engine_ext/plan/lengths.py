@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from engine_ext.plan.compiled import compiled
+from engine_ext.compiled import compiled
 from engine_ext.plan.groups import Groups
 from engine_ext.plan.tree import Column
 

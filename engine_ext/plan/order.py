@@ -5,8 +5,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from engine_ext.plan.compiled import compiled
-from engine_ext.plan.cost import CostModel
+from engine_ext.compiled import compiled
+from engine_ext.costs.cost import CostModel
 from engine_ext.plan.resources import NodeLoads, Requests, marginal_density, node_loads, request_loads
 from engine_ext.plan.split import cut_tree, parted
 from engine_ext.plan.tree import Column, PrefixTree, grow_tree

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from engine_ext.plan.compiled import compiled
+from engine_ext.compiled import compiled
 from engine_ext.plan.prompts import Prompts, TokenIds
 
 Column = NDArray[np.int64]

@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
+from engine_ext.costs.cost import CostModel, Load
 from engine_ext.plan.blend import Wishes, blend
-from engine_ext.plan.cost import CostModel, Load
 from engine_ext.plan.groups import Groups, group_requests
 from engine_ext.plan.lengths import Estimates, Seen, estimate, group_caps, look_ahead, see
 from engine_ext.plan.order import KEEP_SHARING, Scan, order_scan, saved_by_order

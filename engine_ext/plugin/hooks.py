@@ -5,20 +5,11 @@ from typing import Any
 
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-from engine_ext.plugin import (
-    admission,
-    attention_cpu,
-    emulated,
-    grammar_cpu,
-    grammars,
-    pdmux,
-    pulse_hooks,
-    retune,
-    sampling,
-    steps,
-)
+from engine_ext.plugin.cpu import attention as attention_cpu
+from engine_ext.plugin.cpu import grammar as grammar_cpu
 from engine_ext.plugin.options import Overlap, Scheduling, handed_over
 from engine_ext.plugin.platform_entry import gpu_is_present
+from engine_ext.plugin.scheduler import admission, emulated, grammars, pdmux, pulse_hooks, retune, sampling, steps
 
 
 def hooks() -> list[tuple[str, Callable[..., Any], HookType]]:

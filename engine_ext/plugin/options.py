@@ -6,7 +6,8 @@ from enum import StrEnum
 
 import msgspec
 
-from engine_ext.plan.cost import CostModel
+from engine_ext.costs.cost import CostModel
+from engine_ext.costs.hardware import Machine
 
 VARIABLE = "BATCHWEAVE_SCHEDULER"
 
@@ -35,12 +36,12 @@ class Emulation(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """`cost`: of the model on the machine that steps are planned for.
+    """Everything the scheduler process is told.
 
-    `emulated`: a device takes the forward pass's place; its name stands in every report and answer. `steps_file`: where
-    the scheduler writes what each step did and took, up to 100,000 of them. `retunes`: whoever holds the engine may
-    change how it schedules between two runs (`plugin/retune.py`), as benchmarks do. `pulses`: memory into which the
-    scheduler writes that it is alive (`plugin/pulse.py`).
+    `cost`: of the model on the machine that steps are planned for. `emulated`: a device takes the forward pass's place;
+    its name stands in every report and answer. `steps_file`: where the scheduler writes what each step did and took, up
+    to 100,000 of them. `retunes`: the holder of the engine may change how it schedules between two runs, as benchmarks
+    do (`plugin/tuning.py`). `pulses`: memory into which the scheduler writes that it is alive (`plugin/pulse.py`).
     """
 
     cost: CostModel
@@ -60,3 +61,8 @@ def handed_over() -> Options | None:
     """What the parent left; nothing where SGLang was not started by batchweave."""
     said = os.environ.get(VARIABLE)
     return msgspec.json.decode(said, type=Options) if said else None
+
+
+def emulated_name(machine: Machine) -> str:
+    """What reports and answers of an emulated device name as their machine."""
+    return f"emulated {machine.accelerators} x {machine.hardware.name}"

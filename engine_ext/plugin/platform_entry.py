@@ -27,4 +27,4 @@ def accelerator_memory() -> int | None:
 
 def activate_cpu() -> str | None:
     """`sglang.srt.platforms`: the CPU platform, only where there is no GPU."""
-    return None if gpu_is_present() else "engine_ext.plugin.platform_cpu.CpuPlatform"
+    return None if gpu_is_present() else "engine_ext.plugin.cpu.platform.CpuPlatform"

@@ -6,7 +6,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from engine_ext.plan.compiled import compiled
+from engine_ext.compiled import compiled
 from engine_ext.plan.tree import Column
 
 # Places in Cache.tokens

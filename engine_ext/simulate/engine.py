@@ -6,8 +6,8 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from engine_ext.plan.compiled import compiled
-from engine_ext.plan.engine_model import CLOCK_KIND, COMPUTES_TWICE, READ_S, compute_time, step_time
+from engine_ext.compiled import compiled
+from engine_ext.costs.engine_model import CLOCK_KIND, COMPUTES_TWICE, READ_S, compute_time, step_time
 from engine_ext.plan.tree import Column
 from engine_ext.simulate.cache import (
     COMPUTED,

@@ -5,13 +5,13 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from engine_ext.plan.compiled import compiled
-from engine_ext.plan.dual_scan import decide
-from engine_ext.plan.engine_model import CAPACITY
-from engine_ext.plan.replan import is_outdated
-from engine_ext.plan.scan_books import finished, prefilled, retracted
-from engine_ext.plan.scan_state import ALIGNMENT, KNOWN, State
+from engine_ext.compiled import compiled
+from engine_ext.costs.engine_model import CAPACITY
 from engine_ext.plan.tree import Column
+from engine_ext.scan.books import finished, prefilled, retracted
+from engine_ext.scan.decide import decide
+from engine_ext.scan.replan import is_outdated
+from engine_ext.scan.state import ALIGNMENT, KNOWN, State
 from engine_ext.simulate.cache import LOCKED, Cache, Heap, empty_heap, evictable_leaves
 from engine_ext.simulate.engine import (
     DECODING,

@@ -3,8 +3,8 @@
 import numpy as np
 from numpy.typing import NDArray
 
-from engine_ext.plan.compiled import compiled
-from engine_ext.plan.cost import CostModel
+from engine_ext.compiled import compiled
+from engine_ext.costs.cost import CostModel
 from engine_ext.plan.order import KEEP_SHARING, saved_by_order, walk_in_order
 from engine_ext.plan.resources import Requests
 from engine_ext.plan.tree import Column, PrefixTree

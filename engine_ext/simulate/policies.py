@@ -7,18 +7,18 @@ from types import MappingProxyType
 import numpy as np
 from numpy.typing import NDArray
 
-from engine_ext.plan.cost import CostModel
-from engine_ext.plan.engine_model import Clock, EngineModel
-from engine_ext.plan.footprint import output_tokens
+from engine_ext.costs.cost import CostModel
+from engine_ext.costs.engine_model import Clock, EngineModel
 from engine_ext.plan.groups import Groups, group_requests
 from engine_ext.plan.lengths import UNKNOWN, Estimates, estimate, group_caps, look_ahead
 from engine_ext.plan.order import KEEP_SHARING, shared_by_order, walk_in_order
 from engine_ext.plan.prompts import Prompts
-from engine_ext.plan.replan import Standing, answers_before_next, plan_backlog
 from engine_ext.plan.resources import Requests, node_loads
 from engine_ext.plan.sample import SHARE, ask_sample
-from engine_ext.plan.scan_state import FRESH, OWED, SIDE, State, StepCosts
 from engine_ext.plan.tree import Column, PrefixTree, build_tree
+from engine_ext.scan.footprint import output_tokens
+from engine_ext.scan.replan import Standing, answers_before_next, plan_backlog
+from engine_ext.scan.state import FRESH, OWED, SIDE, State, StepCosts
 from engine_ext.simulate.cache import COMPUTED, Cache, new_cache
 from engine_ext.simulate.engine import (
     DECODE,

@@ -10,8 +10,8 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from engine_ext.plan.compiled import compiled
-from engine_ext.plan.engine_model import COMPUTES_TWICE
+from engine_ext.compiled import compiled
+from engine_ext.costs.engine_model import COMPUTES_TWICE
 from engine_ext.plan.tree import Column
 from engine_ext.simulate.cache import Cache, Heap, empty_heap, missing, touch, twice
 from engine_ext.simulate.engine import (

@@ -11,10 +11,10 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from engine_ext.plan.cost import CostModel, DoesNotFit
-from engine_ext.plan.hardware import PRESETS as GPUS
-from engine_ext.plan.hardware import Machine
-from engine_ext.plan.model_shape import PRESETS as MODELS
+from engine_ext.costs.cost import CostModel, DoesNotFit
+from engine_ext.costs.hardware import PRESETS as GPUS
+from engine_ext.costs.hardware import Machine
+from engine_ext.costs.model_shape import PRESETS as MODELS
 from engine_ext.plan.window import Shape
 from service.estimates.model_costs import CostsError, read_hardware, read_shape
 from service.requests.tokens import PromptTokens

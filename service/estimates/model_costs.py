@@ -8,10 +8,10 @@ import msgspec
 import structlog
 from huggingface_hub import hf_hub_download, snapshot_download
 
-from engine_ext.plan import hardware, model_shape
-from engine_ext.plan.cost import CostModel
-from engine_ext.plan.hardware import Hardware, HardwareError, Machine
-from engine_ext.plan.model_shape import ConfigError, ModelShape
+from engine_ext.costs import hardware, model_shape
+from engine_ext.costs.cost import CostModel
+from engine_ext.costs.hardware import Hardware, HardwareError, Machine
+from engine_ext.costs.model_shape import ConfigError, ModelShape
 from service.settings import DEMO_MODEL, Settings
 
 OVERLAPS = ("none", "mixed", "pdmux")  # those of engine_ext.plugin.options, which need not be installed

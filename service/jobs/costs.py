@@ -4,7 +4,7 @@ import asyncio
 
 from sqlalchemy import select
 
-from engine_ext.plan.cost import CostModel
+from engine_ext.costs.cost import CostModel
 from service.db.sessions import Database
 from service.db.tables import Model
 from service.estimates.model_costs import FALLBACK, planning_costs

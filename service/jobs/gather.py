@@ -6,9 +6,9 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from engine_ext.plan import warm_up
+from engine_ext import warm_up
+from engine_ext.costs.cost import CostModel
 from engine_ext.plan.blend import Wishes
-from engine_ext.plan.cost import CostModel
 from engine_ext.plan.lengths import LONGEST, UNKNOWN
 from engine_ext.plan.prompts import Prompts
 from engine_ext.plan.window import Outputs, Shape, WindowPlan, plan_window

@@ -10,8 +10,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from engine_ext.plan.cost import CostModel
-from engine_ext.plan.hardware import MEASURED, Machine
+from engine_ext.costs.cost import CostModel
+from engine_ext.costs.hardware import MEASURED, Machine
 from service.estimates.model_costs import read_hardware, read_shape
 from service.settings import Settings
 from service.workloads.forecast import ASSUMED_INTERFERENCE, Calibration, as_measured, fit

@@ -41,9 +41,9 @@ log = structlog.get_logger()
 def make_engine(settings: Settings, say: Callable[[str], None] = lambda _: None) -> Any:
     """SGLang in this process. Call it in the main thread, before the event loop. `say`: what it does now."""
     say("loads SGLang")
-    from engine_ext.plan import warm_up
-    from engine_ext.plugin.host import EngineHost
+    from engine_ext import warm_up
     from engine_ext.plugin.options import Emulation, Options, Overlap, Scheduling
+    from engine_ext.plugin.worker.host import EngineHost
 
     cost = planning_costs(settings.model_source, settings.gpu, settings.replica)
     steps_file = None
@@ -62,7 +62,7 @@ def make_engine(settings: Settings, say: Callable[[str], None] = lambda _: None)
 def possible_overlaps(settings: Settings) -> list[str]:
     """The ways to overlap prefill and decodes that this machine and model allow; the log says why others are not."""
     from engine_ext.plugin.options import Overlap
-    from engine_ext.plugin.overlap import choose
+    from engine_ext.plugin.worker.overlap import choose
 
     return [each.value for each in Overlap if choose(each, settings.model_source, settings.engine_args) is each]
 

@@ -45,7 +45,7 @@ class EngineAnswer(Protocol):
 
 
 class Engine(Protocol):
-    """What a worker needs of an engine; engine_ext.plugin.host.EngineHost is one."""
+    """What a worker needs of an engine; engine_ext.plugin.worker.host.EngineHost is one."""
 
     async def run(self, endpoint: str, body: dict[str, Any], rid: str, kind: str) -> EngineAnswer: ...
     def abort(self, rid: str) -> None: ...

@@ -8,12 +8,12 @@ from typing import Any
 
 import numpy as np
 
-from engine_ext.plan.cost import CostModel
-from engine_ext.plan.engine_model import INTERFERENCE, Clock, EngineModel
-from engine_ext.plan.hardware import DTYPE_BYTES
+from engine_ext.costs.calibrate import Calibration, Profile, calibrate
+from engine_ext.costs.cost import CostModel
+from engine_ext.costs.engine_model import INTERFERENCE, Clock, EngineModel
+from engine_ext.costs.hardware import DTYPE_BYTES
 from engine_ext.plan.lengths import UNKNOWN
 from engine_ext.plan.prompts import Prompts
-from engine_ext.simulate.calibrate import Calibration, Profile, calibrate
 from engine_ext.simulate.policies import POLICIES, Outcome, TooLarge, prepare, simulate
 from service.workloads.profile import read_profile
 from service.workloads.workload import Workload, WorkloadError

@@ -11,7 +11,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from engine_ext.plan.cost import CostModel, Load
+from engine_ext.costs.cost import CostModel, Load
 from engine_ext.plan.groups import group_requests
 from engine_ext.plan.lengths import UNKNOWN, group_caps
 from engine_ext.plan.prompts import Prompts

@@ -32,8 +32,8 @@ class RealEngine:
 def running_engine(
     model: Path, name: str, engine_args: dict[str, Any], scheduling: str = "dual-scan"
 ) -> Generator[RealEngine, None, None]:
-    from engine_ext.plugin.host import EngineHost
     from engine_ext.plugin.options import Options, Scheduling
+    from engine_ext.plugin.worker.host import EngineHost
 
     loop = asyncio.new_event_loop()
     asyncio.set_event_loop(loop)

@@ -11,11 +11,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from engine_ext.plan.cost import CostModel
-from engine_ext.plan.engine_model import Clock, EngineModel
-from engine_ext.plan.hardware import Machine, hardware
+from engine_ext.costs.cost import CostModel
+from engine_ext.costs.engine_model import Clock, EngineModel
+from engine_ext.costs.hardware import Machine, hardware
+from engine_ext.costs.model_shape import preset
 from engine_ext.plan.lengths import LONGEST
-from engine_ext.plan.model_shape import preset
 from engine_ext.plan.prompts import Prompts
 from engine_ext.plan.sample import SHARE
 from engine_ext.simulate.policies import Search, Work, prepare, simulate
@@ -50,7 +50,7 @@ def workload(name: str) -> tuple[list[list[int]], list[int]]:
 
 @pytest.fixture(scope="module")
 def emulated(tmp_path_factory: pytest.TempPathFactory) -> Generator[Any, None, None]:
-    from engine_ext.plugin.bench_engine import BenchEngine
+    from engine_ext.plugin.worker.bench_engine import BenchEngine
 
     loop = asyncio.new_event_loop()
     asyncio.set_event_loop(loop)
@@ -62,7 +62,7 @@ def emulated(tmp_path_factory: pytest.TempPathFactory) -> Generator[Any, None, N
 
 
 def run(engine: Any, policy: str | None, clock: Clock, prompts: list[list[int]], outputs: list[int]) -> dict[str, Any]:
-    from engine_ext.plugin.retune import Tuning
+    from engine_ext.plugin.tuning import Tuning
 
     tuning = Tuning(policy, CHUNK, RATIO, clock=clock) if policy else Tuning(clock=clock)
     return asyncio.get_event_loop().run_until_complete(engine.run(tuning, prompts, outputs))

@@ -13,7 +13,7 @@ from service.demo.prompts import corpus
 
 CODE = """
 import asyncio, sys, time
-from engine_ext.plugin.host import EngineHost
+from engine_ext.plugin.worker.host import EngineHost
 from engine_ext.plugin.options import Options
 from service.estimates.model_costs import planning_costs
 

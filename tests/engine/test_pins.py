@@ -12,7 +12,7 @@ import torch
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams, InsertParams, MatchPrefixParams
 from sglang.srt.mem_cache.radix_cache import RadixCache, RadixKey
 
-from engine_ext.plugin.pins import Pins
+from engine_ext.plugin.scheduler.pins import Pins
 
 
 class Pool:

@@ -25,9 +25,9 @@ class Real:
     """One engine for all tests, and what its steps did."""
 
     def __init__(self, model: Path, steps: Path) -> None:
-        from engine_ext.plugin.bench_engine import BenchEngine
-        from engine_ext.plugin.host import CPU_DEFAULTS
         from engine_ext.plugin.options import Overlap
+        from engine_ext.plugin.worker.bench_engine import BenchEngine
+        from engine_ext.plugin.worker.host import CPU_DEFAULTS
 
         small = {"max_total_tokens": CAPACITY, "chunked_prefill_size": CHUNK, "max_running_requests": 32}
         costs = planning_costs(str(model), "h200", 1)
@@ -38,7 +38,7 @@ class Real:
         self.engine = BenchEngine.real(str(model), costs, Overlap.MIXED, {**CPU_DEFAULTS, **small}, str(steps))
 
     def run(self, policy: str | None, requests: Requests, mixed: bool) -> dict[str, Any]:
-        from engine_ext.plugin.retune import Tuning
+        from engine_ext.plugin.tuning import Tuning
 
         async def main() -> dict[str, Any]:
             self.steps.unlink(missing_ok=True)

@@ -12,7 +12,7 @@ import pytest
 
 from engine_ext.plan.prompts import Prompts
 from engine_ext.plan.window import Outputs, Shape, plan_window
-from engine_ext.plugin.endpoints import Endpoints
+from engine_ext.plugin.worker.endpoints import Endpoints
 from service.demo.model import NAME
 from service.demo.prompts import CHAT, COMPLETIONS, requests
 from service.estimates.model_costs import planning_costs
@@ -67,7 +67,7 @@ def test_an_idle_engine_leaves_the_processor_to_others(engine: RealEngine) -> No
 
 def test_start_is_refused_when_a_hook_is_missing(engine: RealEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     from engine_ext.plugin import hooks
-    from engine_ext.plugin.host import EngineStartError
+    from engine_ext.plugin.worker.host import EngineStartError
 
     real = hooks.hooks()
     monkeypatch.setattr(hooks, "hooks", lambda: [*real, ("sglang.srt.not_hooked", print, None)])
@@ -106,7 +106,7 @@ def test_answers_are_the_same_in_any_order(engine: RealEngine) -> None:
 
     On a CPU this holds because every kernel is batch-invariant as we run it: bfloat16 GEMM on one thread gives a row
     the same bits for any number of rows (measured for 1 to 600; float32 does not below four), and attention sums in
-    float64 (engine_ext/plugin/attention_cpu.py). Without the latter 35 of 200 answers differed.
+    float64 (engine_ext/plugin/cpu/attention.py). Without the latter 35 of 200 answers differed.
     """
     lines = [line for each in requests("batchweave-demo").values() for line in each]
     tokens = PromptTokens.load(str(engine.model))

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from engine_ext.plan.engine_model import Clock, EngineModel
+from engine_ext.costs.engine_model import Clock, EngineModel
 from engine_ext.plan.prompts import Prompts
 from engine_ext.plan.tree import build_tree
 from engine_ext.simulate.cache import new_cache

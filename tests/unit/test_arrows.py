@@ -1,6 +1,7 @@
 """The rooms of the house, and who may know whom."""
 
 import ast
+from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,10 @@ ROOMS = (
     *("requests", "workloads", "worker", "jobs", "api", "dashboard", "app"),
     *("demo", "remote", "up", "cli"),
 )
-PURE = ("engine_ext/plan", "engine_ext/simulate")
+# The same of `engine_ext`; `compiled` makes machine code for all of them, `warm_up` calls them once.
+ENGINE_ROOMS = ("compiled", "costs", "plan", "scan", "warm_up", "simulate", "plugin")
+PURE = ("costs", "plan", "scan", "simulate")
+PROCESSES = ("worker", "scheduler", "cpu")  # rooms of the plugin, by where a line runs; what is beside them crosses
 IO = {"asyncio", "io", "os", "pathlib", "random", "socket", "subprocess", "time", "datetime", "tempfile"}
 
 
@@ -53,33 +57,46 @@ def test_service_knows_plan_and_only_the_worker_knows_the_plugin() -> None:
         for name in imports(path):
             if starts(name, "engine_ext"):
                 also = {"worker": "engine_ext.plugin", "workloads": "engine_ext.simulate"}.get(path.parent.name)
-                allowed = ("engine_ext.plan", also) if also else ("engine_ext.plan",)
+                allowed = ("engine_ext.warm_up", "engine_ext.costs", "engine_ext.plan", *([also] if also else []))
                 assert starts(name, *allowed), f"{path} imports {name}"
 
 
-def room_of(path: Path) -> str:
-    return path.relative_to(ROOT / "service").parts[0].removesuffix(".py")
+def room_of(path: Path, package: str) -> str:
+    return path.relative_to(ROOT / package).parts[0].removesuffix(".py")
 
 
-def test_rooms_of_the_service_import_only_those_below() -> None:
-    paths = [path for path in sources("service") if path.name != "__init__.py"]
-    assert {room_of(path) for path in paths} == set(ROOMS)
-    assert len(ROOMS) < 24  # a floor that one can keep in mind
+@pytest.mark.parametrize(("package", "rooms"), [("service", ROOMS), ("engine_ext", ENGINE_ROOMS)])
+def test_rooms_import_only_those_below(package: str, rooms: tuple[str, ...]) -> None:
+    paths = [path for path in sources(package) if path != ROOT / package / "__init__.py"]
+    assert {room_of(path, package) for path in paths} == set(rooms)
+    assert len(rooms) < 24  # a floor that one can keep in mind
     for path in paths:
-        above = ROOMS[ROOMS.index(room_of(path)) + 1 :]
+        above = rooms[rooms.index(room_of(path, package)) + 1 :]
         known = imports(path)
-        assert not [name for name in known if starts(name, *(f"service.{room}" for room in above))], path
+        assert not [name for name in known if starts(name, *(f"{package}.{room}" for room in above))], path
+
+
+def test_files_import_each_other_in_no_circle() -> None:
+    paths = [*sources("service"), *sources("engine_ext")]
+    files = {".".join(path.relative_to(ROOT).with_suffix("").parts): path for path in paths}
+    known = {
+        file: {name if name in files else name.rpartition(".")[0] for name in imports(path)} & files.keys()
+        for file, path in files.items()
+    }
+    TopologicalSorter(known).prepare()  # raises on a circle, and names it
 
 
 @pytest.mark.parametrize("room", PURE)
-def test_pure_rooms_know_plan_alone_and_do_no_input_or_output(room: str) -> None:
-    assert sources(room)
-    for path in sources(room):
-        # These two keep machine code on disk.
-        for name in imports(path) if path.name not in ("compiled.py", "warm_up.py") else set[str]():
-            assert not starts(name, *IO), f"{path} imports {name}"
-            if starts(name, "engine_ext"):
-                assert starts(name, "engine_ext.plan", room.replace("/", ".")), f"{path} imports {name}"
+def test_pure_rooms_do_no_input_or_output(room: str) -> None:
+    for path in sources(f"engine_ext/{room}"):
+        assert not [name for name in imports(path) if starts(name, *IO)], path
+
+
+@pytest.mark.parametrize("process", PROCESSES)
+def test_what_runs_in_one_process_imports_nothing_of_another(process: str) -> None:
+    others = [f"engine_ext.plugin.{room}" for room in PROCESSES if room != process]
+    for path in sources(f"engine_ext/plugin/{process}"):
+        assert not [name for name in imports(path) if starts(name, *others)], path
 
 
 def test_remote_commands_know_no_other_room() -> None:
@@ -91,6 +108,10 @@ def test_remote_commands_know_no_other_room() -> None:
 
 def test_only_settings_reads_the_environment() -> None:
     for path in sources("service"):
-        if path.name not in ("settings.py", "supervisor.py", "table.py"):  # they hand it on, to children and to the shell
+        if path.name not in (
+            "settings.py",
+            "supervisor.py",
+            "table.py",
+        ):  # they hand it on, to children and to the shell
             assert "os.environ" not in path.read_text(), path
             assert "getenv" not in path.read_text(), path

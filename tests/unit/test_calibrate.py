@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from engine_ext.plan.engine_model import Clock, EngineModel, compute_time, step_time
-from engine_ext.simulate.calibrate import FEWEST_STEPS, Calibration, Profile, calibrate
+from engine_ext.costs.calibrate import FEWEST_STEPS, Calibration, Profile, calibrate
+from engine_ext.costs.engine_model import Clock, EngineModel, compute_time, step_time
 from service.workloads.profile import MAX_LINE_BYTES, read_profile
 from service.workloads.workload import WorkloadError
 

@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
-from engine_ext.plan.cost import CostModel
-from engine_ext.plan.engine_model import Clock, EngineModel, compute_time, step_time
-from engine_ext.plan.hardware import Machine, hardware
-from engine_ext.plan.model_shape import preset
-from engine_ext.plugin.calibration_load import DECODES, Limits, blend, run_load
+from engine_ext.costs.cost import CostModel
+from engine_ext.costs.engine_model import Clock, EngineModel, compute_time, step_time
+from engine_ext.costs.hardware import Machine, hardware
+from engine_ext.costs.model_shape import preset
+from engine_ext.plugin.worker.calibration_load import DECODES, Limits, blend, run_load
 from service.cli.table import command_line
 from service.estimates.model_costs import CostsError, measured_overlap, planning_costs
 from service.settings import load_settings

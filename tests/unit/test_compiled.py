@@ -10,15 +10,15 @@ ROOM = Path(__file__).parents[2] / "engine_ext"
 
 
 def test_a_changed_constant_of_another_file_is_compiled_again(tmp_path: Path) -> None:
-    """Numba itself would not notice: SWEEP stands in sweep.py and `decide` in dual_scan.py."""
+    """Numba itself would not notice: SWEEP stands in sweep.py and `decide` in decide.py."""
     house = tmp_path / "engine_ext"
     (house / "plan").mkdir(parents=True)
     (house / "__init__.py").touch()
-    shutil.copy(ROOM / "plan/compiled.py", house / "plan/compiled.py")
+    shutil.copy(ROOM / "compiled.py", house / "compiled.py")
     (house / "plan/__init__.py").touch()
     (house / "plan/number.py").write_text("NUMBER = 1\n")
     (house / "plan/asks.py").write_text(
-        "from engine_ext.plan.compiled import compiled\n"
+        "from engine_ext.compiled import compiled\n"
         "from engine_ext.plan.number import NUMBER\n\n\n"
         "@compiled\ndef ask() -> int:\n    return NUMBER\n"
     )

@@ -3,7 +3,7 @@
 import threading
 from concurrent.futures import wait
 
-from engine_ext.plugin.compiles import MOST_OF_KIND, WORKERS, Compiles
+from engine_ext.plugin.scheduler.compiles import MOST_OF_KIND, WORKERS, Compiles
 
 
 def test_a_kind_has_half_the_threads_and_others_go_on() -> None:

@@ -7,12 +7,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine_ext.plan.dual_scan import DualScan
-from engine_ext.plan.ends import fresh_tokens
 from engine_ext.plan.groups import Groups
 from engine_ext.plan.lengths import Seen, see
 from engine_ext.plan.prompts import Prompts
-from engine_ext.plan.scan_state import (
+from engine_ext.plan.tree import Column, build_tree
+from engine_ext.scan.decide import DualScan
+from engine_ext.scan.ends import fresh_tokens
+from engine_ext.scan.state import (
     ALIGNMENT,
     DECODING,
     KNOWN,
@@ -22,8 +23,7 @@ from engine_ext.plan.scan_state import (
     Backlog,
     StepCosts,
 )
-from engine_ext.plan.sweep import end_sweep
-from engine_ext.plan.tree import Column, build_tree
+from engine_ext.scan.sweep import end_sweep
 
 # So that a full cache takes about as long to read as 250 tokens take to compute.
 COSTS = StepCosts(gemm_s=2.5e-6, read_s=6.4e-8, weights_s=1e-4, capacity=20_000, most_tokens=2048)

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 from sglang.srt.entrypoints.openai.protocol import ChatCompletionRequest, ResponsesRequest
 
-from engine_ext.plugin.guard import fault
+from engine_ext.plugin.worker.guard import fault
 
 URL = "http://10.0.0.1/x"
 CALL = {"id": "1", "type": "function", "function": {"name": "fetch", "arguments": {"url": URL}}}

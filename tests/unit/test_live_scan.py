@@ -9,17 +9,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine_ext.plan.cost import CostModel
-from engine_ext.plan.ends import two_ends
-from engine_ext.plan.hardware import Machine, hardware
+from engine_ext.costs.cost import CostModel
+from engine_ext.costs.hardware import Machine, hardware
+from engine_ext.costs.model_shape import preset
 from engine_ext.plan.lengths import UNKNOWN
-from engine_ext.plan.live_scan import LiveScan, shared_tokens
-from engine_ext.plan.model_shape import preset
 from engine_ext.plan.prompts import Prompts, TokenIds
-from engine_ext.plan.replan import FEWEST
 from engine_ext.plan.resources import Requests
-from engine_ext.plan.scan_state import OWN_KV, StepCosts
 from engine_ext.plan.tree import build_tree
+from engine_ext.scan.ends import two_ends
+from engine_ext.scan.live import LiveScan, shared_tokens
+from engine_ext.scan.replan import FEWEST
+from engine_ext.scan.state import OWN_KV, StepCosts
 
 COST = CostModel(preset("llama-3-8b"), Machine(hardware("a100-80gb")))
 COSTS = StepCosts(gemm_s=2.5e-6, read_s=6.4e-8, weights_s=1e-4, capacity=20_000, most_tokens=2048)
@@ -226,7 +226,7 @@ def test_an_engine_needs_nothing_that_is_not_compiled_beforehand() -> None:
     """In a process of its own, for here other tests have compiled much already."""
     code = """
 import sys
-from engine_ext.plan import warm_up
+from engine_ext import warm_up
 
 def compiled():
     modules = [module for name, module in sys.modules.items() if name.startswith("engine_ext.plan.")]

@@ -4,10 +4,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine_ext.plan.cost import CostModel
-from engine_ext.plan.hardware import Machine, hardware
-from engine_ext.plan.model_shape import ModelShape, preset, shape_of
-from engine_ext.plan.operators import Achievable, OperatorModel, Prefill, Step
+from engine_ext.costs.cost import CostModel
+from engine_ext.costs.hardware import Machine, hardware
+from engine_ext.costs.model_shape import ModelShape, preset, shape_of
+from engine_ext.costs.operators import Achievable, OperatorModel, Prefill, Step
 
 A100 = Machine(hardware("a100-80gb"))
 LLAMA = preset("llama-3-8b")

@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine_ext.plan.cost import CostModel
-from engine_ext.plan.hardware import Machine, hardware
-from engine_ext.plan.model_shape import preset
+from engine_ext.costs.cost import CostModel
+from engine_ext.costs.hardware import Machine, hardware
+from engine_ext.costs.model_shape import preset
 from engine_ext.plan.order import order_scan, sort_layers
 from engine_ext.plan.prompts import Prompts
 from engine_ext.plan.resources import Requests, marginal_density, node_loads, request_loads

@@ -15,8 +15,9 @@ from sglang.srt.managers.schedule_batch import FINISH_ABORT
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from sglang.srt.multiplex.pdmux_context import divide_sm
 
-from engine_ext.plugin import overlap, pdmux
 from engine_ext.plugin.options import Overlap
+from engine_ext.plugin.scheduler import pdmux
+from engine_ext.plugin.worker import overlap
 from service.estimates.model_costs import OVERLAPS
 from service.settings import SettingsError, load_settings
 

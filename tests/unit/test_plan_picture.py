@@ -3,9 +3,9 @@
 import numpy as np
 import pytest
 
-from engine_ext.plan.cost import CostModel
-from engine_ext.plan.hardware import Machine, hardware
-from engine_ext.plan.model_shape import preset
+from engine_ext.costs.cost import CostModel
+from engine_ext.costs.hardware import Machine, hardware
+from engine_ext.costs.model_shape import preset
 from engine_ext.plan.prompts import Prompts
 from engine_ext.plan.window import Outputs, Shape, plan_window
 from service.objects.plan_picture import MOST_BOXES, picture_of

@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 from numba.typed import List
 from typer.testing import CliRunner
 
-from engine_ext.plan.cost import CostModel
-from engine_ext.plan.engine_model import Clock, EngineModel, compute_time, step_time
-from engine_ext.plan.hardware import Machine, hardware
-from engine_ext.plan.model_shape import preset
+from engine_ext.costs.cost import CostModel
+from engine_ext.costs.engine_model import Clock, EngineModel, compute_time, step_time
+from engine_ext.costs.hardware import Machine, hardware
+from engine_ext.costs.model_shape import preset
 from engine_ext.plan.prompts import Prompts
 from engine_ext.simulate.cache import COMPUTED, EVICTABLE, FREE, LOCKED, Cache, new_cache
 from engine_ext.simulate.engine import DECODES, DECODING, RECOMPUTED, RETRACTIONS, Engine, admit, new_engine, step

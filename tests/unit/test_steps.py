@@ -8,12 +8,12 @@ import pytest
 
 pytest.importorskip("sglang")
 
-from engine_ext.plan.cost import CostModel
-from engine_ext.plan.engine_model import Clock, EngineModel
-from engine_ext.plan.hardware import Machine, hardware
-from engine_ext.plan.model_shape import preset
-from engine_ext.plugin.step_load import StepLoad
-from engine_ext.plugin.steps import STRETCHES, Lane, StepBooks
+from engine_ext.costs.cost import CostModel
+from engine_ext.costs.engine_model import Clock, EngineModel
+from engine_ext.costs.hardware import Machine, hardware
+from engine_ext.costs.model_shape import preset
+from engine_ext.plugin.scheduler.step_load import StepLoad
+from engine_ext.plugin.scheduler.steps import STRETCHES, Lane, StepBooks
 
 COST = CostModel(preset("llama-3-8b"), Machine(hardware("h200")))
 MODEL = EngineModel.of_steps(COST, Clock.MIXED).array

@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from engine_ext.costs.cost import CostModel
+from engine_ext.costs.hardware import Machine, hardware
+from engine_ext.costs.model_shape import preset
 from engine_ext.plan.blend import Wishes
-from engine_ext.plan.cost import CostModel
-from engine_ext.plan.hardware import Machine, hardware
-from engine_ext.plan.model_shape import preset
 from engine_ext.plan.prompts import Prompts
 from engine_ext.plan.window import Outputs, Shape, plan_window
 

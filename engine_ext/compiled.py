@@ -11,7 +11,7 @@ import numba
 
 Args = ParamSpec("Args")
 Result = TypeVar("Result")
-ROOMS = ("plan", "simulate")  # whose functions are compiled
+ROOMS = ("costs", "plan", "scan", "simulate")  # whose functions are compiled
 
 
 def cache_folder() -> Path:
@@ -53,7 +53,7 @@ def _stamp_of_sources() -> int:
     """A number of what is in the files of the rooms that compile, whenever they were written."""
     stamp = 0
     for room in ROOMS:
-        for file in sorted((Path(__file__).parents[1] / room).glob("*.py")):
+        for file in sorted((Path(__file__).parent / room).glob("*.py")):
             stamp = crc32(file.read_bytes(), crc32(file.name.encode(), stamp))
     return stamp
 

@@ -5,8 +5,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from engine_ext.plan.hardware import DTYPE_BYTES, Machine
-from engine_ext.plan.model_shape import ModelShape
+from engine_ext.costs.hardware import DTYPE_BYTES, Machine
+from engine_ext.costs.model_shape import ModelShape
 
 Seconds = NDArray[np.float64]
 

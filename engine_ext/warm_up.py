@@ -1,4 +1,4 @@
-"""python -m engine_ext.plan.warm_up: compile what planner and scheduler call, once for all processes of a machine."""
+"""python -m engine_ext.warm_up: compile what planner and scheduler call, once for all processes of a machine."""
 
 import fcntl
 import subprocess
@@ -10,18 +10,18 @@ from zlib import crc32
 import numba
 import numpy as np
 
+from engine_ext.compiled import FOLDER, SOURCES
+from engine_ext.costs.cost import CostModel
+from engine_ext.costs.engine_model import Clock, EngineModel, compute_time, step_time
+from engine_ext.costs.hardware import Machine, hardware
+from engine_ext.costs.model_shape import preset
 from engine_ext.plan.blend import Wishes
-from engine_ext.plan.compiled import FOLDER, SOURCES
-from engine_ext.plan.cost import CostModel
-from engine_ext.plan.engine_model import Clock, EngineModel, compute_time, step_time
-from engine_ext.plan.hardware import Machine, hardware
 from engine_ext.plan.lengths import UNKNOWN
-from engine_ext.plan.live_scan import LiveScan
-from engine_ext.plan.model_shape import preset
 from engine_ext.plan.prompts import Prompts
-from engine_ext.plan.replan import FEWEST
-from engine_ext.plan.scan_state import StepCosts
 from engine_ext.plan.window import Outputs, Shape, plan_window
+from engine_ext.scan.live import LiveScan
+from engine_ext.scan.replan import FEWEST
+from engine_ext.scan.state import StepCosts
 
 
 def is_done() -> bool:
@@ -34,7 +34,7 @@ def begin() -> "subprocess.Popen[bytes] | None":
 
     Where another process is at it, this one waits for that.
     """
-    return None if is_done() else subprocess.Popen([sys.executable, "-m", "engine_ext.plan.warm_up"])
+    return None if is_done() else subprocess.Popen([sys.executable, "-m", "engine_ext.warm_up"])
 
 
 def ensure() -> None:

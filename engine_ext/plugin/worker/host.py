@@ -19,16 +19,18 @@ from sglang.srt.entrypoints.openai.serving_base import OpenAIServingBase
 from sglang.srt.entrypoints.openai.serving_chat import OpenAIServingChat
 from sglang.srt.entrypoints.openai.serving_completions import OpenAIServingCompletion
 
-from engine_ext.plan import warm_up
-from engine_ext.plan.cost import CostModel
-from engine_ext.plugin import admission, emulated, grammars, guard, hooks, json_log, overlap
-from engine_ext.plugin.calibration_load import measure_steps, time_blend
-from engine_ext.plugin.endpoints import Endpoints, Served
-from engine_ext.plugin.forking import ForkingEngine
-from engine_ext.plugin.marked import Told
-from engine_ext.plugin.options import Options, Overlap
+from engine_ext import warm_up
+from engine_ext.costs.cost import CostModel
+from engine_ext.plugin import hooks, json_log
+from engine_ext.plugin.marks import KIND, RESERVED, UNTOLD
+from engine_ext.plugin.options import Options, Overlap, emulated_name
 from engine_ext.plugin.platform_entry import accelerator_memory, gpu_is_present, machine_name
 from engine_ext.plugin.pulse import Pulses, Watch
+from engine_ext.plugin.worker import guard, overlap
+from engine_ext.plugin.worker.calibration_load import measure_steps, time_blend
+from engine_ext.plugin.worker.endpoints import Endpoints, Served
+from engine_ext.plugin.worker.forking import ForkingEngine
+from engine_ext.plugin.worker.marked import Told
 
 STEP_LIMIT_S = 60.0
 # What a batch line may not choose: identity, place in the queue, and routing belong to the service.
@@ -47,6 +49,10 @@ CPU_DEFAULTS: dict[str, Any] = {
     "max_running_requests": 64,
     "chunked_prefill_size": 4096,
 }
+
+
+# Turns of the scheduler's loop for which it waits for a grammar, 5 ms each at rest; SGLang's own limit is 10,000.
+GRAMMAR_TURNS = "6000"
 
 
 class _Reading(OpenAIServingBase):
@@ -106,9 +112,9 @@ class EngineHost:
             os.environ.setdefault("OMP_NUM_THREADS", "1")
             # The first request with a penalty would have torch compile it for a minute, while all others wait.
             os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
-        grammars.set_environment()
+        os.environ.setdefault("SGLANG_GRAMMAR_MAX_POLL_ITERATIONS", GRAMMAR_TURNS)
         json_log.configure()
-        self._emulated = emulated.machine_name(options.cost.machine) if options.emulated else None
+        self._emulated = emulated_name(options.cost.machine) if options.emulated else None
         self.device = self._emulated or ("gpu" if on_gpu else "cpu")
         compiling = warm_up.begin()  # meanwhile, for it takes as long the first time
         self._engine = (Engine if on_gpu else ForkingEngine)(
@@ -207,8 +213,8 @@ class EngineHost:
         if self._emulated and (getattr(request, "logprobs", None) or getattr(request, "response_format", None)):
             return Answer(400, _error_body("An emulated device computes no logits.", None))
         request.rid = rid
-        theirs = {key: value for key, value in (request.custom_params or {}).items() if key not in admission.RESERVED}
-        request.custom_params = {**theirs, admission.KIND: kind}
+        theirs = {key: value for key, value in (request.custom_params or {}).items() if key not in RESERVED}
+        request.custom_params = {**theirs, KIND: kind}
         with self._in_flight(Told(rid, kind, guard.prompts_in(request))):
             response: Any = await serving.handle_request(request, None)  # type: ignore[arg-type]
         if isinstance(response, BaseModel):
@@ -269,7 +275,7 @@ class EngineHost:
         """
 
         def marks(tokens: int) -> dict[str, Any]:
-            return {admission.KIND: str(tokens), admission.UNTOLD: True}
+            return {KIND: str(tokens), UNTOLD: True}
 
         return await time_blend(self._engine, cost, seconds, marks, limit_s)
 

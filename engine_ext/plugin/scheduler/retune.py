@@ -5,49 +5,20 @@ SGLang's set_internal_state carries it, which takes numbers only.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 from sglang.srt.environ import envs
 from sglang.srt.managers.io_struct import SetInternalStateReqOutput
 from sglang.srt.plugins.hook_registry import HookType
 
-from engine_ext.plan.engine_model import Clock
-from engine_ext.plugin import emulated
+from engine_ext.costs.engine_model import Clock
 from engine_ext.plugin.options import Emulation, handed_over
-
-POLICIES = ("fcfs", "lpm", "dfs-weight")
-MOST_TOKENS = 8192  # of a step
-_MARK = "batchweave_"
-
-
-@dataclass(frozen=True, slots=True)
-class Tuning:
-    """How a run is scheduled. `policy`: one of POLICIES, or None for the dual scan.
-
-    `chunk` and `ratio` (new token ratio at the start) are SGLang's; the scan takes the first as its largest step.
-    `mixed`: decodes ride in prefill chunks. `clock`: of an emulated device, which says itself what rides.
-    """
-
-    policy: str | None = None
-    chunk: int = MOST_TOKENS
-    ratio: float = 0.7
-    mixed: bool = True
-    clock: Clock = Clock.MIXED
-
-    def numbers(self) -> dict[str, float]:
-        values = {
-            "policy": POLICIES.index(self.policy or "fcfs"),
-            "chunk": self.chunk,
-            "ratio": self.ratio,
-            "mixed": int(self.mixed),
-            "clock": int(self.clock),
-        }
-        return {_MARK + name: value for name, value in values.items()}
+from engine_ext.plugin.scheduler import emulated
+from engine_ext.plugin.tuning import MARK, POLICIES
 
 
 def retune(original: Callable[..., Any], scheduler: Any, recv_req: Any) -> Any:
-    given = {name.removeprefix(_MARK): value for name, value in recv_req.server_args.items() if name.startswith(_MARK)}
+    given = {name.removeprefix(MARK): value for name, value in recv_req.server_args.items() if name.startswith(MARK)}
     if not given:
         return original(scheduler, recv_req)
     options = handed_over()

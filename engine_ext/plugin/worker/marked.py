@@ -11,7 +11,7 @@ from typing import Any
 from sglang.srt.managers.io_struct import EmbeddingReqInput
 from sglang.srt.managers.tokenizer_manager_score_mixin import TokenizerManagerScoreMixin
 
-from engine_ext.plugin.admission import KIND
+from engine_ext.plugin.marks import KIND
 
 
 @dataclass(slots=True)

@@ -2,11 +2,11 @@
 
 import numpy as np
 
-from engine_ext.plan.compiled import compiled
-from engine_ext.plan.footprint import add_footprint, generated, rest_of, work_out_holds
+from engine_ext.compiled import compiled
 from engine_ext.plan.groups import ALIKE
 from engine_ext.plan.lengths import bucket_of, longest_of, record, refresh
-from engine_ext.plan.scan_state import (
+from engine_ext.scan.footprint import add_footprint, generated, rest_of, work_out_holds
+from engine_ext.scan.state import (
     AHEAD,
     ALIGNMENT,
     AN_ANSWER,

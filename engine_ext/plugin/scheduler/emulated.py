@@ -14,11 +14,10 @@ from sglang.srt.layers.logits_processor import LogitsProcessorOutput
 from sglang.srt.managers.utils import GenerationBatchResult
 from sglang.srt.plugins.hook_registry import HookType
 
-from engine_ext.plan.cost import CostModel
-from engine_ext.plan.engine_model import READ_S, Clock, EngineModel, compute_time, step_time
-from engine_ext.plan.hardware import Machine
-from engine_ext.plugin.options import Emulation, Overlap, handed_over
-from engine_ext.plugin.step_load import load_of
+from engine_ext.costs.cost import CostModel
+from engine_ext.costs.engine_model import READ_S, Clock, EngineModel, compute_time, step_time
+from engine_ext.plugin.options import Emulation, Overlap, emulated_name, handed_over
+from engine_ext.plugin.scheduler.step_load import load_of
 
 TOKEN = 5
 
@@ -48,11 +47,7 @@ class Device:
 
     @property
     def name(self) -> str:
-        return f"{machine_name(self.machine)}, {self.clock.name.lower()} clock"
-
-
-def machine_name(machine: Machine) -> str:
-    return f"emulated {machine.accelerators} x {machine.hardware.name}"
+        return f"{emulated_name(self.machine)}, {self.clock.name.lower()} clock"
 
 
 _device: Device | None = None

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from engine_ext.plan.engine_model import INTERFERENCE, Clock, EngineModel
-from engine_ext.simulate.roofline_fit import (
+from engine_ext.costs.engine_model import INTERFERENCE, Clock, EngineModel
+from engine_ext.costs.roofline_fit import (
     GEMM,
     HIDDEN,
     OVERHEAD,

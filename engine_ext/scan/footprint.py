@@ -3,9 +3,10 @@
 import numpy as np
 from numpy.typing import NDArray
 
-from engine_ext.plan.compiled import compiled
+from engine_ext.compiled import compiled
 from engine_ext.plan.lengths import BUCKETS, EDGES, LONGEST, bucket_of
-from engine_ext.plan.scan_state import (
+from engine_ext.plan.tree import Column
+from engine_ext.scan.state import (
     AHEAD,
     ALL,
     CAP,
@@ -26,7 +27,6 @@ from engine_ext.plan.scan_state import (
     VARIANCE,
     State,
 )
-from engine_ext.plan.tree import Column
 
 Floats = NDArray[np.float64]
 

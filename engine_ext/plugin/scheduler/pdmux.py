@@ -11,7 +11,7 @@ from sglang.srt.managers.schedule_batch import FINISH_ABORT
 from sglang.srt.multiplex.pdmux_context import set_current_stream_idx
 from sglang.srt.plugins.hook_registry import HookType
 
-from engine_ext.plugin.admission import admission_of
+from engine_ext.plugin.scheduler.admission import admission_of
 
 SATURATES = 0.4  # part of the SMs that reads memory as fast as all of them; ASSUMED
 

@@ -14,9 +14,9 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from engine_ext.plan.compiled import compiled
-from engine_ext.plan.footprint import fits
-from engine_ext.plan.scan_books import (
+from engine_ext.compiled import compiled
+from engine_ext.plan.tree import Column
+from engine_ext.scan.books import (
     begin,
     dropped,
     finished,
@@ -25,7 +25,8 @@ from engine_ext.plan.scan_books import (
     retracted,
     take_in,
 )
-from engine_ext.plan.scan_state import (
+from engine_ext.scan.footprint import fits
+from engine_ext.scan.state import (
     ALIGNMENT,
     ALL,
     AN_ANSWER,
@@ -64,8 +65,7 @@ from engine_ext.plan.scan_state import (
     StepCosts,
     new_state,
 )
-from engine_ext.plan.sweep import HEADS, MOST_COMPUTE, NOTHING_S, sweep, waiting
-from engine_ext.plan.tree import Column
+from engine_ext.scan.sweep import HEADS, MOST_COMPUTE, NOTHING_S, sweep, waiting
 
 Floats = NDArray[np.float64]
 

@@ -14,11 +14,11 @@ import numpy as np
 from numpy.typing import NDArray
 from sglang.srt.plugins.hook_registry import HookType
 
-from engine_ext.plan.engine_model import READ_S, Clock, EngineModel, compute_time, step_time
-from engine_ext.plugin import emulated, pulse_hooks
+from engine_ext.costs.engine_model import READ_S, Clock, EngineModel, compute_time, step_time
 from engine_ext.plugin.options import handed_over
 from engine_ext.plugin.platform_entry import gpu_is_present
-from engine_ext.plugin.step_load import StepLoad, load_of
+from engine_ext.plugin.scheduler import emulated, pulse_hooks
+from engine_ext.plugin.scheduler.step_load import StepLoad, load_of
 
 Floats = NDArray[np.float64]
 

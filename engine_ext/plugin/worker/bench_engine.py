@@ -11,14 +11,15 @@ from typing import Any
 from sglang.srt.entrypoints.engine import Engine
 from sglang.srt.managers.io_struct import ContinueGenerationReqInput, PauseGenerationReqInput, SetInternalStateReq
 
-from engine_ext.plan.cost import CostModel
-from engine_ext.plan.engine_model import EngineModel
-from engine_ext.plugin import admission, overlap
-from engine_ext.plugin.calibration_load import measure_steps
-from engine_ext.plugin.host import CPU_DEFAULTS
+from engine_ext.costs.cost import CostModel
+from engine_ext.costs.engine_model import EngineModel
+from engine_ext.plugin.marks import KIND, UNTOLD
 from engine_ext.plugin.options import Emulation, Options, Overlap
 from engine_ext.plugin.platform_entry import gpu_is_present
-from engine_ext.plugin.retune import MOST_TOKENS, Tuning
+from engine_ext.plugin.tuning import MOST_TOKENS, Tuning
+from engine_ext.plugin.worker import overlap
+from engine_ext.plugin.worker.calibration_load import measure_steps
+from engine_ext.plugin.worker.host import CPU_DEFAULTS
 
 CONTEXT = 1 << 18  # tokens
 RUNNING = 2048
@@ -98,7 +99,7 @@ class BenchEngine:
         if not all(await self._manager.set_internal_state(SetInternalStateReq(server_args=tuning.numbers()))):
             raise RuntimeError(f"SGLang did not take {tuning}")
         await self._manager._async_dispatch_to_scheduler(PauseGenerationReqInput(mode="in_place"))
-        ours = {"custom_params": {admission.KIND: "run", admission.UNTOLD: True}} if tuning.policy is None else {}
+        ours = {"custom_params": {KIND: "run", UNTOLD: True}} if tuning.policy is None else {}
 
         async def one(number: int) -> Any:
             sampling = {"max_new_tokens": outputs[number], "ignore_eos": True, "temperature": 0, **ours}

@@ -18,18 +18,16 @@ from sglang.srt.mem_cache.base_prefix_cache import MatchPrefixParams
 from sglang.srt.mem_cache.radix_cache import RadixKey
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-from engine_ext.plan.cost import CostModel
+from engine_ext.costs.cost import CostModel
 from engine_ext.plan.lengths import LONGEST, UNKNOWN
-from engine_ext.plan.live_scan import LiveScan
-from engine_ext.plan.scan_state import StepCosts
-from engine_ext.plugin import emulated
+from engine_ext.plugin.marks import KIND, UNTOLD
 from engine_ext.plugin.options import Overlap, Scheduling, handed_over
-from engine_ext.plugin.pins import Pins
-from engine_ext.plugin.steps import books_of
+from engine_ext.plugin.scheduler import emulated
+from engine_ext.plugin.scheduler.pins import Pins
+from engine_ext.plugin.scheduler.steps import books_of
+from engine_ext.scan.live import LiveScan
+from engine_ext.scan.state import StepCosts
 
-KIND = "batchweave_kind"  # in custom_params: what is alike in something but its prompt, such as its batch
-UNTOLD = "batchweave_untold"  # beside it: a request that ends at max_tokens, without anyone being told beforehand
-RESERVED = frozenset({KIND, UNTOLD})
 RECENT = 4096
 SOON = 64  # steps for which those that run must find room beside prefixes that are kept
 LOOK_AGAIN = 16  # steps in which the cache is asked once more for the same request

@@ -3,8 +3,8 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from engine_ext.plan.hardware import DTYPE_BYTES, Machine
-from engine_ext.plan.model_shape import Matrix, ModelShape
+from engine_ext.costs.hardware import DTYPE_BYTES, Machine
+from engine_ext.costs.model_shape import Matrix, ModelShape
 
 
 @dataclass(frozen=True, slots=True)

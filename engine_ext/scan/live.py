@@ -12,16 +12,16 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from engine_ext.plan.cost import CostModel
-from engine_ext.plan.dual_scan import DualScan
-from engine_ext.plan.footprint import output_tokens
+from engine_ext.costs.cost import CostModel
 from engine_ext.plan.groups import group_requests
 from engine_ext.plan.lengths import LONGEST, UNKNOWN
 from engine_ext.plan.prompts import Prompts, TokenIds
-from engine_ext.plan.replan import FEWEST, PATIENCE, Standing, answers_before_next, is_outdated, plan_backlog
 from engine_ext.plan.sample import SHARE
-from engine_ext.plan.scan_state import FRESH, NO_REQUEST, OWED, SIDE, StepCosts
 from engine_ext.plan.tree import build_tree
+from engine_ext.scan.decide import DualScan
+from engine_ext.scan.footprint import output_tokens
+from engine_ext.scan.replan import FEWEST, PATIENCE, Standing, answers_before_next, is_outdated, plan_backlog
+from engine_ext.scan.state import FRESH, NO_REQUEST, OWED, SIDE, StepCosts
 
 REMEMBERED = 4096  # ended requests that tell of those like them
 PAGE = 16  # tokens; what is shared beyond it is worth waiting a step for

@@ -6,7 +6,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from engine_ext.plan.cost import CostModel
+from engine_ext.costs.cost import CostModel
 from engine_ext.plan.groups import Groups
 from engine_ext.plan.lengths import BUCKETS, LONGEST, Outlook, Seen, group_caps
 from engine_ext.plan.tree import Column

@@ -5,18 +5,18 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from engine_ext.plan.compiled import compiled
-from engine_ext.plan.cost import CostModel
-from engine_ext.plan.ends import two_ends
+from engine_ext.compiled import compiled
+from engine_ext.costs.cost import CostModel
 from engine_ext.plan.groups import Groups
 from engine_ext.plan.lengths import UNKNOWN, estimate, group_caps, look_ahead, see
 from engine_ext.plan.order import KEEP_SHARING
 from engine_ext.plan.resources import Requests
 from engine_ext.plan.sample import SHARE, choose_sample
-from engine_ext.plan.scan_books import begin, resume
-from engine_ext.plan.scan_state import OWED, Backlog, State, StepCosts, new_state
-from engine_ext.plan.sweep import has_drifted, waiting
 from engine_ext.plan.tree import Column, PrefixTree
+from engine_ext.scan.books import begin, resume
+from engine_ext.scan.ends import two_ends
+from engine_ext.scan.state import OWED, Backlog, State, StepCosts, new_state
+from engine_ext.scan.sweep import has_drifted, waiting
 
 Bools = NDArray[np.bool_]
 

@@ -3,9 +3,10 @@
 import numpy as np
 from numpy.typing import NDArray
 
-from engine_ext.plan.compiled import compiled
-from engine_ext.plan.footprint import add_footprint, rest_of
-from engine_ext.plan.scan_state import (
+from engine_ext.compiled import compiled
+from engine_ext.plan.tree import Column
+from engine_ext.scan.footprint import add_footprint, rest_of
+from engine_ext.scan.state import (
     CLOCK,
     COUNTED,
     DECODING,
@@ -42,8 +43,7 @@ from engine_ext.plan.scan_state import (
     WORK,
     State,
 )
-from engine_ext.plan.sweep import end_sweep, record_growth, refresh_group
-from engine_ext.plan.tree import Column
+from engine_ext.scan.sweep import end_sweep, record_growth, refresh_group
 
 
 @compiled

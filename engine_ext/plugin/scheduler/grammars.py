@@ -5,7 +5,6 @@ ends here as a fault of its own request, and not of the engine.
 """
 
 import logging
-import os
 import time
 from collections.abc import Callable
 from functools import partial
@@ -14,13 +13,11 @@ from typing import Any
 
 from sglang.srt.plugins.hook_registry import HookType
 
-from engine_ext.plugin.admission import KIND
-from engine_ext.plugin.compiles import Compiles
+from engine_ext.plugin.marks import KIND
+from engine_ext.plugin.scheduler.compiles import Compiles
 
 MOST_KEPT = 64
 COMPILER_BYTES = 256 * 1024 * 1024
-# Turns of the scheduler's loop for which a grammar is waited for, 5 ms each at rest; SGLang waits for 10,000.
-TURNS = "6000"
 TIMED_OUT = "Grammar preprocessing timed out"  # SGLang's own words
 # CPU seconds of the scheduler's thread, in which everybody waits, for all tokens of one request: so much, and as much
 # again for each token.
@@ -28,11 +25,6 @@ MOST_MASKS_S, MASK_S = 0.1, 0.004
 MOST_REMEMBERED, REMEMBERED_S = 1024, 600.0
 _faults: dict[str, tuple[str, float]] = {}  # by text, of grammars that took too long, and until when all are told so
 log = logging.getLogger(__name__)
-
-
-def set_environment() -> None:
-    """Bound the wait for a grammar in the processes that this one starts, unless the environment says otherwise."""
-    os.environ.setdefault("SGLANG_GRAMMAR_MAX_POLL_ITERATIONS", TURNS)
 
 
 def set_cache(original: Callable[..., None], backend: Any, key: Any, value: Any) -> None:

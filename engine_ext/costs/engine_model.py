@@ -6,8 +6,8 @@ from enum import IntEnum
 import numpy as np
 from numpy.typing import NDArray
 
-from engine_ext.plan.compiled import compiled
-from engine_ext.plan.cost import CostModel
+from engine_ext.compiled import compiled
+from engine_ext.costs.cost import CostModel
 
 # What overlapping costs where it was not measured, as a share of the hidden time; an assumption, see docs/simulator.md.
 INTERFERENCE = 0.1

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from engine_ext.plan.cost import CostModel
+from engine_ext.costs.cost import CostModel
 
 # Runs one request: its token ids, and how many tokens it is to answer.
 Run = Callable[[list[int], int], Awaitable[None]]

@@ -20,8 +20,8 @@ from sglang.srt.entrypoints.openai.serving_rerank import OpenAIServingRerank
 from sglang.srt.entrypoints.openai.serving_responses import OpenAIServingResponses
 from sglang.srt.entrypoints.openai.serving_score import OpenAIServingScore
 
-from engine_ext.plugin.admission import KIND
-from engine_ext.plugin.marked import MarkedManager, Told, told
+from engine_ext.plugin.marks import KIND
+from engine_ext.plugin.worker.marked import MarkedManager, Told, told
 
 Fault = tuple[str, str]  # the field, and why it is refused
 # What lets a request choose vectors instead of tokens leaves them in the KV cache under those tokens.

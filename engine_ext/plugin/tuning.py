@@ -1,0 +1,34 @@
+"""How one run of a benchmark is scheduled, as numbers that SGLang's set_internal_state carries to the scheduler."""
+
+from dataclasses import dataclass
+
+from engine_ext.costs.engine_model import Clock
+
+POLICIES = ("fcfs", "lpm", "dfs-weight")
+MOST_TOKENS = 8192  # of a step
+MARK = "batchweave_"
+
+
+@dataclass(frozen=True, slots=True)
+class Tuning:
+    """How a run is scheduled. `policy`: one of POLICIES, or None for the dual scan.
+
+    `chunk` and `ratio` (new token ratio at the start) are SGLang's; the scan takes the first as its largest step.
+    `mixed`: decodes ride in prefill chunks. `clock`: of an emulated device, which says itself what rides.
+    """
+
+    policy: str | None = None
+    chunk: int = MOST_TOKENS
+    ratio: float = 0.7
+    mixed: bool = True
+    clock: Clock = Clock.MIXED
+
+    def numbers(self) -> dict[str, float]:
+        values = {
+            "policy": POLICIES.index(self.policy or "fcfs"),
+            "chunk": self.chunk,
+            "ratio": self.ratio,
+            "mixed": int(self.mixed),
+            "clock": int(self.clock),
+        }
+        return {MARK + name: value for name, value in values.items()}
