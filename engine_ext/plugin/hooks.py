@@ -9,17 +9,27 @@ from engine_ext.plugin.cpu import attention as attention_cpu
 from engine_ext.plugin.cpu import grammar as grammar_cpu
 from engine_ext.plugin.options import Overlap, Scheduling, handed_over
 from engine_ext.plugin.platform_entry import gpu_is_present
-from engine_ext.plugin.scheduler import admission, emulated, grammars, pdmux, pulse_hooks, retune, sampling, steps
+from engine_ext.plugin.scheduler import (
+    admission_hooks,
+    emulated,
+    grammars,
+    pdmux,
+    pulse_hooks,
+    report,
+    retune,
+    sampling,
+    steps,
+)
 
 
 def hooks() -> list[tuple[str, Callable[..., Any], HookType]]:
     """Every hook that this machine and these options need, as (target, function, kind)."""
     options = handed_over()
-    found = [*admission.REPORT]
+    found = [*report.HOOKS]
     if options is not None:
         found += [*steps.HOOKS, *pulse_hooks.HOOKS, *grammars.HOOKS, *sampling.HOOKS]
     if options is not None and options.scheduling is Scheduling.DUAL_SCAN:
-        found += admission.HOOKS
+        found += admission_hooks.HOOKS
         if options.overlap is Overlap.PDMUX:
             found += pdmux.HOOKS
     if options is not None and options.retunes:

@@ -1,30 +1,25 @@
-"""Admission by dual scan: which waiting requests prefill in a step, and how many tokens of it prompts may have.
+"""The requests of ours in one scheduler, and the dual scan that says which of them prefill in a step.
 
-Requests of ours wait outside SGLang's queue, whose cost per step grows with its length. Each step the scan is told
-what the KV cache really holds and says whom to let in; SGLang is shown these alone. Requests without our mark keep
-SGLang's own queue and go first.
+They wait here, outside SGLang's queue, whose cost per step grows with its length. `admission_hooks.py` shows SGLang the
+ones that the scan admits. Requests without our mark keep SGLang's own queue and go first.
 """
 
-import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Iterable
 from dataclasses import dataclass, field
+from enum import IntEnum
 from typing import Any
 
 import numpy as np
 from sglang.srt.managers.schedule_batch import FINISH_ABORT
-from sglang.srt.managers.schedule_policy import CLIP_MAX_NEW_TOKENS
 from sglang.srt.mem_cache.base_prefix_cache import MatchPrefixParams
 from sglang.srt.mem_cache.radix_cache import RadixKey
-from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
 from engine_ext.costs.cost import CostModel
 from engine_ext.plan.lengths import LONGEST, UNKNOWN
 from engine_ext.plugin.marks import KIND, UNTOLD
-from engine_ext.plugin.options import Overlap, Scheduling, handed_over
-from engine_ext.plugin.scheduler import emulated
+from engine_ext.plugin.options import Overlap, handed_over
 from engine_ext.plugin.scheduler.pins import Pins
-from engine_ext.plugin.scheduler.steps import books_of
 from engine_ext.scan.live import LiveScan
 from engine_ext.scan.state import StepCosts
 
@@ -33,8 +28,27 @@ SOON = 64  # steps for which those that run must find room beside prefixes that 
 LOOK_AGAIN = 16  # steps in which the cache is asked once more for the same request
 STEP_TOKENS = 8192  # the largest step where SGLang names none
 
-_SCHEDULER = "sglang.srt.managers.scheduler.Scheduler"
-_ADDER = "sglang.srt.managers.schedule_policy.PrefillAdder"
+
+class Phase(IntEnum):
+    """How far a request is. A retracted one waits again."""
+
+    WAITING = 0
+    PREFILL = 1  # admitted; its prompt is being computed
+    STORING = 2  # the prompt is computed, and not yet in SGLang's radix cache
+    DECODE = 3
+
+
+@dataclass(slots=True, eq=False)
+class Member:
+    """A request of ours: SGLang's object, and its key in the scan.
+
+    `tokens`: output tokens when its prefill ended; with the next one SGLang puts the prompt into its cache.
+    """
+
+    req: Any
+    key: int
+    phase: Phase = Phase.WAITING
+    tokens: int = 0
 
 
 @dataclass(eq=False)
@@ -44,12 +58,10 @@ class Admission:
     scan: LiveScan
     overlap: Overlap
     pins: Pins
-    waiting: dict[str, Any] = field(default_factory=dict[str, Any])  # by rid
-    running: dict[Any, int] = field(default_factory=dict[Any, int])  # SGLang's requests and their keys
-    prefilling: dict[Any, int] = field(default_factory=dict[Any, int])  # those of `running` that are not decoding yet
-    storing: dict[Any, int] = field(default_factory=dict[Any, int])  # prompts computed, and output tokens before that
-    keys: dict[str, int] = field(default_factory=dict[str, int])
-    by_key: dict[int, Any] = field(default_factory=dict[int, Any])
+    by_key: dict[int, Member] = field(default_factory=dict[int, Member])
+    waiting: dict[str, Member] = field(default_factory=dict[str, Member])  # by rid
+    running: dict[Any, Member] = field(default_factory=dict[Any, Member])  # by SGLang's request
+    computing: list[Member] = field(default_factory=list[Member])  # the running ones in PREFILL or STORING
     kinds: dict[str, int] = field(default_factory=dict[str, int])
     next_key: int = 0
     decoded: int = 0
@@ -58,7 +70,7 @@ class Admission:
     retracted_tokens: int = 0
     cached_tokens: int = 0  # of prompts, when their prefill began for the first time
     prompt_tokens: int = 0
-    held_back: int = 0
+    refused: int = 0  # admissions that SGLang did not take
     steps: int = 0
     deciding_s: float = 0.0
     cache_changed: bool = False
@@ -70,108 +82,114 @@ class Admission:
         return cls(LiveScan(cost, costs), overlap, Pins(tree, capacity))
 
     def add(self, req: Any) -> None:
-        """A request that waits now, for the first time or because its KV cache was taken back."""
-        self.waiting[req.rid] = req
-        if req in self.running:
-            key = self.running.pop(req)
-            self.prefilling.pop(req, None)
-            self.storing.pop(req, None)
-            self.retractions += 1
-            self.retracted_tokens += len(req.origin_input_ids) + len(req.output_ids)
-            self.scan.retracted(key, len(req.output_ids))
+        """Take in a request that waits now, for the first time or because it was retracted."""
+        member = self.running.pop(req, None)
+        if member is not None:
+            self._retract(member)
             return
-        key = self.keys[req.rid] = self.next_key
+        member = self.waiting[req.rid] = self.by_key[self.next_key] = Member(req, self.next_key)
         self.next_key += 1
-        self.by_key[key] = req
         params = req.sampling_params
         known = params.max_new_tokens if params.ignore_eos and not params.stop_strs else UNKNOWN
         cap = params.max_new_tokens
         if params.custom_params.get(UNTOLD):
             known, cap = UNKNOWN, LONGEST
-        kind = self.kinds.setdefault(str(kind_of(req)), len(self.kinds))
-        self.scan.add(key, np.asarray(req.origin_input_ids, dtype=np.uint32), cap, known, kind)
+        kind = self.kinds.setdefault(str(params.custom_params[KIND]), len(self.kinds))
+        self.scan.add(member.key, np.asarray(req.origin_input_ids, dtype=np.uint32), cap, known, kind)
 
     def take_back(self, rid: str, everything: bool) -> list[Any]:
-        """Waiting requests that an abort means: the one of this id, or those whose ids begin with it."""
+        """Forget and return the waiting requests that an abort means: that of this id, or those that begin with it."""
         if everything:
             meant = list(self.waiting)
         elif rid in self.waiting:
             meant = [rid]
         else:
             meant = [each for each in self.waiting if each.startswith(rid)]
-        found = [self.waiting.pop(each) for each in meant]
-        for req in found:
-            self.scan.take_back(self._forget(req))
+        members = [self.waiting.pop(each) for each in meant]
+        for member in members:
+            del self.by_key[member.key]
+            self.scan.take_back(member.key)
         if not self.waiting:
             self.pins.keep([], again=False)
-        return found
+        return [member.req for member in members]
 
     def keep_prefixes(self, changed: bool, free: int) -> None:
-        """Whatever is cached for whom each end gives next stays.
+        """Pin the cached prefix of the request that each end of the scan admits next.
 
-        Nothing stays when nobody waits, when nobody runs, for then whoever comes next may need it all, or when the
-        `free` tokens would not last for those that run. `changed`: the cache may hold more than before.
+        Nothing is pinned when no request waits, when none runs, since the next one may then need the whole cache, or
+        when the `free` tokens would not last for those that run. `changed`: the cache may hold more than before.
         """
         self.cache_changed |= changed
         if not self.waiting or not self.running or free < SOON * (len(self.running) + 1):
             self.pins.keep([], again=False)
             return
         again = self.cache_changed and self.steps % LOOK_AGAIN == 0
-        self.pins.keep([self.by_key[key] for key in self.scan.next_keys], again)
+        self.pins.keep([self.by_key[key].req for key in self.scan.next_keys], again)
         self.cache_changed &= not again
 
-    def notice_ends(self, here: list[Any], continued: Any) -> bool:
-        """Whoever ran and is gone has ended; whether anyone has."""
-        gone = self.running.keys() - here
+    def notice_ends(self, still: Iterable[Any], continued: Any) -> bool:
+        """Tell the scan which requests have ended: those that ran and are not in SGLang's batch any more.
+
+        `continued`: the request with more chunks to prefill, which is in no batch. Returns whether any has ended.
+        """
+        gone = self.running.keys() - still
         for req in gone:
             if req is continued:
                 continue
-            key, tokens = self.running.pop(req), len(req.output_ids)
-            self._forget(req)
-            self.storing.pop(req, None)
-            if self.prefilling.pop(req, None) is None and not isinstance(req.finished_reason, FINISH_ABORT):
-                self.scan.finished(key, tokens)
+            member, tokens = self.running.pop(req), len(req.output_ids)
+            del self.by_key[member.key]
+            was_prefill = member.phase is Phase.PREFILL
+            self._computed(member)
+            if was_prefill or isinstance(req.finished_reason, FINISH_ABORT):
+                self.scan.dropped(member.key, tokens)
             else:
-                self.scan.dropped(key, tokens)
+                self.scan.finished(member.key, tokens)
         return bool(gone)
 
     def let_in(self, reqs: list[Any]) -> None:
+        """Note that SGLang took these admissions."""
         for req in reqs:
-            key = self.keys[req.rid]
-            del self.waiting[req.rid]
-            self.running[req] = self.prefilling[req] = key
+            member = self.running[req] = self.waiting.pop(req.rid)
+            member.phase = Phase.PREFILL
+            self.computing.append(member)
         self.admitted += len(reqs)
 
     def hold(self, reqs: list[Any]) -> None:
-        """SGLang did not take them."""
+        """Note that SGLang did not take these admissions: they wait again, first at their ends."""
         for req in reversed(reqs):
-            self.scan.held(self.keys[req.rid])
-        self.held_back += len(reqs)
+            self.scan.held(self.waiting[req.rid].key)
+        self.refused += len(reqs)
 
     def prefilled(self, continued: Any) -> None:
-        """A batch of prompts runs: all that were let in are in it to their end, but the one that has more chunks."""
+        """Note that a batch of prompts runs: it computes all that was admitted to the end, but for `continued`."""
         is_stored = self.overlap is Overlap.PDMUX
-        for req in [each for each in self.prefilling if each is not continued]:
-            self.scan.prefilled(self.prefilling.pop(req), is_stored)
-            if not is_stored:
-                self.storing[req] = len(req.output_ids)
+        for member in list(self.computing):
+            if member.phase is not Phase.PREFILL or member.req is continued:
+                continue
+            self.scan.prefilled(member.key, is_stored)
+            if is_stored:
+                self._computed(member)
+            else:
+                member.phase, member.tokens = Phase.STORING, len(member.req.output_ids)
 
     def store_all(self) -> None:
-        """Beside decodes a prefill has ended, its first tokens and all, when SGLang asks for the next."""
-        for key in self.prefilling.values():
-            self.scan.stored(key)
+        """Tell the scan that all prompts are stored: beside decodes, SGLang asks for more when a prefill has ended."""
+        for member in self.computing:
+            if member.phase is Phase.PREFILL:
+                self.scan.stored(member.key)
 
     def notice_stored(self) -> None:
-        """SGLang puts a prompt into its cache with the first token of the answer: later than the next step begins.
+        """Tell the scan which prompts SGLang has put into its cache: those whose answers have got a token since.
 
-        Its overlap schedule launches a step before it looks at what came of the one before.
+        SGLang's overlap schedule launches a step before it looks at the results of the one before.
         """
-        for req in [each for each, tokens in self.storing.items() if len(each.output_ids) > tokens]:
-            del self.storing[req]
-            self.scan.stored(self.running[req])
+        for member in list(self.computing):
+            if member.phase is Phase.STORING and len(member.req.output_ids) > member.tokens:
+                self._computed(member)
+                self.scan.stored(member.key)
 
     def note(self, batch: Any, continued: Any) -> None:
-        """Keep whose prefill begins with this batch, of ours or not; `continued` is in it with another chunk."""
+        """Keep the ids of requests whose prefill begins with this batch; `continued` is in it with another chunk."""
         if batch is None:
             return
         prompts = len(batch.reqs) - len(batch.decoding_reqs or ())  # decodes that ride in it come last
@@ -183,22 +201,30 @@ class Admission:
                 self.prompt_tokens += len(req.origin_input_ids)
                 self.cached_tokens += cached
 
-    def _forget(self, req: Any) -> int:
-        key = self.keys.pop(req.rid)
-        del self.by_key[key]
-        return key
+    def _retract(self, member: Member) -> None:
+        req = member.req
+        self._computed(member)
+        member.phase = Phase.WAITING
+        self.waiting[req.rid] = member
+        self.retractions += 1
+        self.retracted_tokens += len(req.origin_input_ids) + len(req.output_ids)
+        self.scan.retracted(member.key, len(req.output_ids))
+
+    def _computed(self, member: Member) -> None:
+        """Move the member out of those whose prompts are being computed or stored."""
+        if member.phase in (Phase.PREFILL, Phase.STORING):
+            self.computing.remove(member)
+        member.phase = Phase.DECODE
 
 
 def is_ours(req: Any) -> bool:
+    """Whether a worker of ours marked the request."""
     params = req.sampling_params.custom_params
     return isinstance(params, dict) and KIND in params
 
 
-def kind_of(req: Any) -> Any:
-    return req.sampling_params.custom_params[KIND]
-
-
 def admission_of(scheduler: Any) -> Admission:
+    """The scheduler's Admission, made on first use."""
     found = getattr(scheduler, "batchweave_admission", None)
     if found is None:
         options = handed_over()
@@ -210,13 +236,13 @@ def admission_of(scheduler: Any) -> Admission:
             overlap_of(scheduler),
             scheduler.tree_cache,
         )
-        found.scan.cached = lambda key: _cached_tokens(scheduler, found.by_key[key])
+        found.scan.cached = lambda key: _cached_tokens(scheduler, found.by_key[key].req)
         scheduler.batchweave_admission = found
     return found
 
 
 def overlap_of(scheduler: Any) -> Overlap:
-    """What SGLang does, whatever it was asked for."""
+    """How the scheduler really overlaps prefill and decode, whatever it was asked for."""
     if scheduler.enable_pdmux:
         return Overlap.PDMUX
     return Overlap.MIXED if scheduler.is_mixed_chunk else Overlap.NONE
@@ -225,166 +251,3 @@ def overlap_of(scheduler: Any) -> Overlap:
 def _cached_tokens(scheduler: Any, req: Any) -> int:
     key = RadixKey(req.origin_input_ids, req.extra_key)
     return len(scheduler.tree_cache.match_prefix(MatchPrefixParams(key)).device_indices)
-
-
-def enqueue(original: Callable[..., None], scheduler: Any, req: Any, *args: Any, **kwargs: Any) -> None:
-    original(scheduler, req, *args, **kwargs)
-    queue = scheduler.waiting_queue
-    if queue and queue[-1] is req and is_ours(req):
-        admission_of(scheduler).add(queue.pop())
-
-
-def admit(original: Callable[..., Any], scheduler: Any, *args: Any, **kwargs: Any) -> Any:
-    """Show SGLang whom the scan lets in, in its order, and as many tokens as it allows."""
-    ours, running = admission_of(scheduler), kwargs["running_batch"]
-    changed = ours.notice_ends(running.reqs, scheduler.chunked_req)
-    ours.notice_stored()
-    is_beside = ours.overlap is Overlap.PDMUX  # decodes go on during a prefill, and SGLang asks between two of them
-    if is_beside and scheduler._engine_paused:  # its loop would go on
-        return None, running
-    if is_beside:
-        ours.store_all()
-    if not ours.running:
-        ours.pins.keep([], again=False)
-    continued = scheduler.chunked_req
-    if not ours.waiting and not ours.running:
-        found = original(scheduler, *args, **kwargs)
-        ours.note(found[0], continued)
-        return found
-    started = time.perf_counter()
-    step = _decide(ours, scheduler, running)
-    if is_beside:  # from here on they decode: what was decoded during their prefill was not theirs
-        ours.prefilled(None)
-    candidates = [ours.by_key[key] for key in step.admitted]
-    ours.deciding_s += time.perf_counter() - started
-    ours.steps += 1
-    ours.decoded = 0 if is_beside else 1
-    if step.budget == 0 and not scheduler.waiting_queue:
-        ours.hold(candidates)
-        ours.keep_prefixes(changed, _free_tokens(scheduler))
-        return None, running
-    chunk = scheduler.chunked_prefill_size
-    scheduler.waiting_queue = [*scheduler.waiting_queue, *candidates]
-    page, riding = scheduler.page_size, len(running.reqs) if ours.overlap is Overlap.MIXED else 0
-    if not is_beside:  # where whole prompts are computed
-        scheduler.chunked_prefill_size = -(-step.budget // page) * page + riding
-    if candidates:
-        running.batch_is_full = False  # the scan has seen to the room
-    global _choosing
-    _choosing = True
-    try:
-        batch, running = original(scheduler, *args, **kwargs)
-    finally:
-        _choosing = False
-        scheduler.chunked_prefill_size = chunk
-        left = {req for req in scheduler.waiting_queue if is_ours(req)}
-        scheduler.waiting_queue = [req for req in scheduler.waiting_queue if req not in left]
-    ours.hold([req for req in candidates if req in left])
-    ours.let_in([req for req in candidates if req not in left])
-    ours.note(batch, continued)
-    if batch is not None and not is_beside:
-        ours.prefilled(scheduler.chunked_req)
-        ours.decoded = int(batch.decoding_reqs is not None)
-    ours.keep_prefixes(changed or batch is not None, _free_tokens(scheduler))
-    return batch, running
-
-
-def _free_tokens(scheduler: Any) -> int:
-    """Of the KV cache, what is free or can be evicted."""
-    return int(scheduler.token_to_kv_pool_allocator.available_size() + scheduler.tree_cache.evictable_size())
-
-
-def _decide(ours: Admission, scheduler: Any, running: Any) -> Any:
-    free = _free_tokens(scheduler)
-    continued = scheduler.chunked_req
-    pending = 0
-    if continued is not None:
-        pending = len(continued.origin_input_ids) + len(continued.output_ids) - len(continued.prefix_indices)
-    decoding = len(running.reqs)
-    reads = int(running.seq_lens_cpu.sum()) if decoding else 0
-    slots = max(0, scheduler.get_num_allocatable_reqs(decoding) - (continued is not None))
-    used = int(scheduler.max_total_num_tokens) - free + pending
-    return ours.scan.decide(used, reads, decoding, pending, ours.decoded, slots)
-
-
-_choosing = False  # whether SGLang is adding requests that the scan lets in
-
-
-def reserve_nothing(original: Callable[..., None], adder: Any, *args: Any, **kwargs: Any) -> None:
-    """The scan has counted what those that run will still hold, by what is known of their lengths."""
-    original(adder, *args, **kwargs)
-    if _choosing:
-        adder.rem_total_token_offset = adder.cur_rem_token_offset
-
-
-def add_one(original: Callable[..., Any], adder: Any, req: Any, *args: Any, **kwargs: Any) -> Any:
-    if not _choosing:
-        return original(adder, req, *args, **kwargs)
-    to_come = max(req.sampling_params.max_new_tokens - len(req.output_ids), 0)
-    adder.rem_total_token_offset -= min(to_come, CLIP_MAX_NEW_TOKENS)
-    try:
-        return original(adder, req, *args, **kwargs)
-    finally:
-        adder.rem_total_token_offset = adder.cur_rem_token_offset
-
-
-def abort(original: Callable[..., Any], scheduler: Any, recv_req: Any) -> Any:
-    """Show SGLang the waiting requests that an abort means; it takes them out itself."""
-    meant = admission_of(scheduler).take_back(recv_req.rid, recv_req.abort_all)
-    scheduler.waiting_queue = [*scheduler.waiting_queue, *meant]
-    return original(scheduler, recv_req)
-
-
-def is_fully_idle(original: Callable[..., bool], scheduler: Any, *args: Any, **kwargs: Any) -> bool:
-    return original(scheduler, *args, **kwargs) and not admission_of(scheduler).waiting
-
-
-def report(result: Any, scheduler: Any, *_args: Any, **_kwargs: Any) -> Any:
-    """Add batchweave's part to SGLang's internal state: how the worker knows that the plugin is in."""
-    options = handed_over()
-    found: dict[str, Any] = {
-        "hooks": sorted(HookRegistry._patched),  # pyright: ignore[reportPrivateUsage]
-        "device": None,
-        "overlap": overlap_of(scheduler).value,
-        "kv_capacity": int(scheduler.max_total_num_tokens),
-        "queued": len(scheduler.waiting_queue),
-    }
-    if options and options.scheduling is Scheduling.DUAL_SCAN:
-        ours = admission_of(scheduler)
-        compute_s, memory_s = ours.scan.remaining_s
-        found |= {
-            "waiting": len(ours.waiting),
-            "running": sum(not req.finished() for req in ours.running),
-            "admitted": ours.admitted,
-            "held_back": ours.held_back,
-            "plans": ours.scan.plans,
-            "decisions": ours.steps,
-            "deciding_s": ours.deciding_s,
-            "retractions": ours.retractions,
-            "retracted_tokens": ours.retracted_tokens,
-            "admitted_prompt_tokens": ours.prompt_tokens,
-            "admitted_cached_tokens": ours.cached_tokens,
-            "expected_cached_tokens": ours.scan.expected_cached,
-            "remaining_compute_s": compute_s,
-            "remaining_memory_s": memory_s,
-            "kv_kept": ours.pins.tokens,
-            "kv_of_left": ours.scan.kv_tokens[0],
-            "kv_of_right": ours.scan.kv_tokens[1],
-            "recent_ids": list(ours.recent_ids),
-        }
-    if options:
-        found |= books_of(scheduler).report()
-    found |= emulated.books()
-    result.internal_state["batchweave"] = found
-    return result
-
-
-HOOKS = [
-    (f"{_SCHEDULER}._add_request_to_queue", enqueue, HookType.AROUND),
-    (f"{_SCHEDULER}._get_new_batch_prefill_raw", admit, HookType.AROUND),
-    (f"{_SCHEDULER}.abort_request", abort, HookType.AROUND),
-    (f"{_SCHEDULER}.is_fully_idle", is_fully_idle, HookType.AROUND),
-    (f"{_ADDER}.__init__", reserve_nothing, HookType.AROUND),
-    (f"{_ADDER}.add_one_req", add_one, HookType.AROUND),
-]
-REPORT = [(f"{_SCHEDULER}.get_internal_state", report, HookType.AFTER)]

@@ -15,7 +15,7 @@ from sglang.srt.managers.utils import GenerationBatchResult
 from sglang.srt.plugins.hook_registry import HookType
 
 from engine_ext.costs.cost import CostModel
-from engine_ext.costs.engine_model import READ_S, Clock, EngineModel, compute_time, step_time
+from engine_ext.costs.engine_model import Clock, EngineModel, compute_time, step_time
 from engine_ext.plugin.options import Emulation, Overlap, emulated_name, handed_over
 from engine_ext.plugin.scheduler.step_load import load_of
 
@@ -27,7 +27,7 @@ class Device:
 
     def __init__(self, cost: CostModel, clock: Clock, lasts: bool) -> None:
         self.machine, self.clock, self.lasts = cost.machine, clock, lasts
-        self.model = EngineModel.of(cost, clock).array
+        self.model = EngineModel.of(cost, clock).numbers
         self.steps = 0
         self.prompt_tokens = 0
         self.seconds = 0.0
@@ -38,7 +38,7 @@ class Device:
         """Let a step pass: a prefill batch, decodes that ride in it too, or a decode batch."""
         load = load_of(batch)
         compute = float(compute_time(self.model, load.prompt_tokens + load.decoding, load.quadratic))
-        seconds_of_reads = load.kv_tokens * float(self.model[READ_S])
+        seconds_of_reads = load.kv_tokens * float(self.model.read_s)
         self.seconds += float(step_time(self.model, compute, seconds_of_reads))
         self.compute_s += compute
         self.reads_s += seconds_of_reads

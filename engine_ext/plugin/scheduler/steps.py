@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 from sglang.srt.plugins.hook_registry import HookType
 
-from engine_ext.costs.engine_model import READ_S, Clock, EngineModel, compute_time, step_time
+from engine_ext.costs.engine_model import Clock, EngineModel, StepModel, compute_time, step_time
 from engine_ext.plugin.options import handed_over
 from engine_ext.plugin.platform_entry import gpu_is_present
 from engine_ext.plugin.scheduler import emulated, pulse_hooks
@@ -44,14 +44,14 @@ class Begun(NamedTuple):
 
 @dataclass(eq=False)
 class StepBooks:
-    """The steps of one scheduler. `model`: EngineModel.array, by which steps are predicted.
+    """The steps of one scheduler. `model`: by which steps are predicted.
 
     `series`: float64 [stretches, 6], a row for each so many steps: seconds, predicted seconds, those of compute and of
     KV reads by the cost model, prompt tokens and output tokens. `file`: where each step is written too, as
     `batchweave simulate --profile` reads it.
     """
 
-    model: Floats
+    model: StepModel
     file: Path | None = None
     totals: Floats = field(default_factory=lambda: np.zeros(6))
     steps: int = 0
@@ -67,7 +67,7 @@ class StepBooks:
 
     def begin(self, load: StepLoad, now: float, lane: Lane = Lane.STEPS) -> None:
         compute = float(compute_time(self.model, load.prompt_tokens + load.decoding, load.quadratic))
-        reads = load.kv_tokens * float(self.model[READ_S])
+        reads = load.kv_tokens * float(self.model.read_s)
         predicted = float(step_time(self.model, compute, reads))
         self._pass(now)
         self._under_way[lane].append(Begun(load, compute, reads, predicted))
@@ -163,7 +163,7 @@ def books_of(scheduler: Any) -> StepBooks:
         ranks = scheduler.ps
         is_first = not (ranks.tp_rank or ranks.pp_rank or ranks.dp_rank)  # the others do the same steps
         file = Path(options.steps_file) if options.steps_file and is_first else None
-        found = StepBooks(EngineModel.of_steps(options.cost, Clock.MIXED).array, file)
+        found = StepBooks(EngineModel.of_steps(options.cost, Clock.MIXED).numbers, file)
         scheduler.batchweave_steps = found
     return found
 

@@ -1,0 +1,145 @@
+"""Where the dual scan's admissions enter SGLang's scheduler: six of its functions, wrapped.
+
+Each step, `admit` tells the scan what the KV cache really holds, shows SGLang the requests that the scan admits, in its
+order, and allows as many prompt tokens as the scan does.
+"""
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+from sglang.srt.managers.schedule_policy import CLIP_MAX_NEW_TOKENS
+from sglang.srt.plugins.hook_registry import HookType
+
+from engine_ext.plugin.options import Overlap
+from engine_ext.plugin.scheduler.admission import Admission, admission_of, is_ours
+from engine_ext.scan.live import Step
+
+_SCHEDULER = "sglang.srt.managers.scheduler.Scheduler"
+_ADDER = "sglang.srt.managers.schedule_policy.PrefillAdder"
+
+
+def enqueue(original: Callable[..., None], scheduler: Any, req: Any, *args: Any, **kwargs: Any) -> None:
+    """Move a request of ours from SGLang's queue to ours."""
+    original(scheduler, req, *args, **kwargs)
+    queue = scheduler.waiting_queue
+    if queue and queue[-1] is req and is_ours(req):
+        admission_of(scheduler).add(queue.pop())
+
+
+def admit(original: Callable[..., Any], scheduler: Any, *args: Any, **kwargs: Any) -> Any:
+    """Show SGLang the requests that the scan admits, in its order, and allow as many prompt tokens as it does."""
+    ours, running = admission_of(scheduler), kwargs["running_batch"]
+    changed = ours.notice_ends(running.reqs, scheduler.chunked_req)
+    ours.notice_stored()
+    is_beside = ours.overlap is Overlap.PDMUX  # decodes go on during a prefill, and SGLang asks between two of them
+    if is_beside and scheduler._engine_paused:  # its loop would go on
+        return None, running
+    if is_beside:
+        ours.store_all()
+    if not ours.running:
+        ours.pins.keep([], again=False)
+    continued = scheduler.chunked_req
+    if not ours.waiting and not ours.running:
+        found = original(scheduler, *args, **kwargs)
+        ours.note(found[0], continued)
+        return found
+    started = time.perf_counter()
+    step = _decide(ours, scheduler, running)
+    if is_beside:  # from here on they decode: what was decoded during their prefill was not theirs
+        ours.prefilled(None)
+    candidates = [ours.by_key[key].req for key in step.admitted]
+    ours.deciding_s += time.perf_counter() - started
+    ours.steps += 1
+    ours.decoded = 0 if is_beside else 1
+    if step.budget == 0 and not scheduler.waiting_queue:
+        ours.hold(candidates)
+        ours.keep_prefixes(changed, _free_tokens(scheduler))
+        return None, running
+    chunk = scheduler.chunked_prefill_size
+    scheduler.waiting_queue = [*scheduler.waiting_queue, *candidates]
+    page, riding = scheduler.page_size, len(running.reqs) if ours.overlap is Overlap.MIXED else 0
+    if not is_beside:  # where whole prompts are computed
+        scheduler.chunked_prefill_size = -(-step.budget // page) * page + riding
+    if candidates:
+        running.batch_is_full = False  # the scan has seen to the room
+    running.batchweave_admits = True
+    try:
+        batch, running_after = original(scheduler, *args, **kwargs)
+    finally:
+        running.batchweave_admits = False
+        scheduler.chunked_prefill_size = chunk
+        left = {req for req in scheduler.waiting_queue if is_ours(req)}
+        scheduler.waiting_queue = [req for req in scheduler.waiting_queue if req not in left]
+    ours.hold([req for req in candidates if req in left])
+    ours.let_in([req for req in candidates if req not in left])
+    ours.note(batch, continued)
+    if batch is not None and not is_beside:
+        ours.prefilled(scheduler.chunked_req)
+        ours.decoded = int(batch.decoding_reqs is not None)
+    ours.keep_prefixes(changed or batch is not None, _free_tokens(scheduler))
+    return batch, running_after
+
+
+def _free_tokens(scheduler: Any) -> int:
+    """Tokens of the KV cache that are free or can be evicted."""
+    return int(scheduler.token_to_kv_pool_allocator.available_size() + scheduler.tree_cache.evictable_size())
+
+
+def _decide(ours: Admission, scheduler: Any, running: Any) -> Step:
+    free = _free_tokens(scheduler)
+    continued = scheduler.chunked_req
+    pending = 0
+    if continued is not None:
+        pending = len(continued.origin_input_ids) + len(continued.output_ids) - len(continued.prefix_indices)
+    decoding = len(running.reqs)
+    reads = int(running.seq_lens_cpu.sum()) if decoding else 0
+    slots = max(0, scheduler.get_num_allocatable_reqs(decoding) - (continued is not None))
+    used = int(scheduler.max_total_num_tokens) - free + pending
+    return ours.scan.decide(used, reads, decoding, pending, ours.decoded, slots)
+
+
+def reserve_nothing(original: Callable[..., None], adder: Any, *args: Any, **kwargs: Any) -> None:
+    """Reserve nothing for running requests: the scan has counted what they will hold, by what it knows of lengths."""
+    original(adder, *args, **kwargs)
+    if _admits(adder):
+        adder.rem_total_token_offset = adder.cur_rem_token_offset
+
+
+def add_one(original: Callable[..., Any], adder: Any, req: Any, *args: Any, **kwargs: Any) -> Any:
+    """Reserve nothing for the output of a request that the scan admits."""
+    if not _admits(adder):
+        return original(adder, req, *args, **kwargs)
+    to_come = max(req.sampling_params.max_new_tokens - len(req.output_ids), 0)
+    adder.rem_total_token_offset -= min(to_come, CLIP_MAX_NEW_TOKENS)
+    try:
+        return original(adder, req, *args, **kwargs)
+    finally:
+        adder.rem_total_token_offset = adder.cur_rem_token_offset
+
+
+def _admits(adder: Any) -> bool:
+    """Whether the adder works for `admit`, which marks the batch of running requests that both are given."""
+    return getattr(adder.running_batch, "batchweave_admits", False)
+
+
+def abort(original: Callable[..., Any], scheduler: Any, recv_req: Any) -> Any:
+    """Show SGLang the waiting requests that an abort means; it takes them out itself."""
+    meant = admission_of(scheduler).take_back(recv_req.rid, recv_req.abort_all)
+    scheduler.waiting_queue = [*scheduler.waiting_queue, *meant]
+    return original(scheduler, recv_req)
+
+
+def is_fully_idle(original: Callable[..., bool], scheduler: Any, *args: Any, **kwargs: Any) -> bool:
+    """Not idle while a request of ours waits."""
+    return original(scheduler, *args, **kwargs) and not admission_of(scheduler).waiting
+
+
+HOOKS = [
+    (f"{_SCHEDULER}._add_request_to_queue", enqueue, HookType.AROUND),
+    (f"{_SCHEDULER}._get_new_batch_prefill_raw", admit, HookType.AROUND),
+    (f"{_SCHEDULER}.abort_request", abort, HookType.AROUND),
+    (f"{_SCHEDULER}.is_fully_idle", is_fully_idle, HookType.AROUND),
+    (f"{_ADDER}.__init__", reserve_nothing, HookType.AROUND),
+    (f"{_ADDER}.add_one_req", add_one, HookType.AROUND),
+]

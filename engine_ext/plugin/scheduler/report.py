@@ -1,0 +1,57 @@
+"""What a scheduler process reports to its worker, as a part of SGLang's internal state."""
+
+from typing import Any
+
+from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+from engine_ext.plugin.options import Scheduling, handed_over
+from engine_ext.plugin.scheduler import emulated
+from engine_ext.plugin.scheduler.admission import Admission, admission_of, overlap_of
+from engine_ext.plugin.scheduler.steps import books_of
+
+
+def report(result: Any, scheduler: Any, *_args: Any, **_kwargs: Any) -> Any:
+    """Add batchweave's part to SGLang's internal state, by which the worker also knows that the plugin is in."""
+    options = handed_over()
+    found: dict[str, Any] = {
+        "hooks": sorted(HookRegistry._patched),  # pyright: ignore[reportPrivateUsage]
+        "device": None,
+        "overlap": overlap_of(scheduler).value,
+        "kv_capacity": int(scheduler.max_total_num_tokens),
+        "queued": len(scheduler.waiting_queue),
+    }
+    if options and options.scheduling is Scheduling.DUAL_SCAN:
+        found |= _of_scan(admission_of(scheduler))
+    if options:
+        found |= books_of(scheduler).report()
+    found |= emulated.books()
+    result.internal_state["batchweave"] = found
+    return result
+
+
+def _of_scan(ours: Admission) -> dict[str, Any]:
+    compute_s, memory_s = ours.scan.remaining_s
+    left_kv, right_kv = ours.scan.kv_tokens
+    return {
+        "waiting": len(ours.waiting),
+        "running": sum(not req.finished() for req in ours.running),
+        "admitted": ours.admitted,
+        "refused": ours.refused,
+        "plans": ours.scan.plans,
+        "decisions": ours.steps,
+        "deciding_s": ours.deciding_s,
+        "retractions": ours.retractions,
+        "retracted_tokens": ours.retracted_tokens,
+        "admitted_prompt_tokens": ours.prompt_tokens,
+        "admitted_cached_tokens": ours.cached_tokens,
+        "expected_cached_tokens": ours.scan.expected_cached,
+        "remaining_compute_s": compute_s,
+        "remaining_memory_s": memory_s,
+        "kv_kept": ours.pins.tokens,
+        "kv_of_left": left_kv,
+        "kv_of_right": right_kv,
+        "recent_ids": list(ours.recent_ids),
+    }
+
+
+HOOKS = [("sglang.srt.managers.scheduler.Scheduler.get_internal_state", report, HookType.AFTER)]
