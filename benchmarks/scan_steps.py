@@ -9,7 +9,6 @@ long an engine plans a backlog of its own: prompts of 500 tokens, of which 400 a
 import argparse
 import heapq
 import time
-from dataclasses import replace
 
 import numpy as np
 
@@ -47,7 +46,7 @@ def measure(running: int, waiting: int) -> dict[str, float]:
     unknown, caps = np.full(waiting, -1), np.full(waiting, 32_768)
     left, right = np.arange(half), np.arange(waiting - 1, half - 1, -1)
     # Weights that take as long to read as the cache: then the right end is given as much of it as it may have.
-    costs = replace(StepCosts.of(cost, capacity, 16_384), weights_s=capacity * cost.read_s_per_token)
+    costs = StepCosts.of(cost, capacity, 16_384)._replace(weights_s=capacity * cost.read_s_per_token)
     scan = DualScan.of(Backlog(prompt, prompt, unknown, caps, left, right, groups, seen), costs)
     ends: list[tuple[int, int]] = []
     used = decoding = 0

@@ -101,7 +101,7 @@ def compile_scan() -> None:
         for change in (scan.finished, scan.retracted, scan.dropped):
             if len(running) > 1:
                 change(running.pop(0), 10)
-    model = EngineModel.of_steps(cost, Clock.MIXED).array
+    model = EngineModel.of_steps(cost, Clock.MIXED).numbers
     step_time(model, compute_time(model, 10, 20.0), 1e-3)
     scan.add(-1, generator.integers(0, 1 << 17, 64, np.uint32), 1000)
     scan.take_back(-1)

@@ -2,9 +2,7 @@
 
 from dataclasses import dataclass
 from enum import IntEnum
-
-import numpy as np
-from numpy.typing import NDArray
+from typing import NamedTuple
 
 from engine_ext.compiled import compiled
 from engine_ext.costs.cost import CostModel
@@ -22,8 +20,18 @@ class Clock(IntEnum):
     SEQUENTIAL = 2  # one after the other; a prefill batch stops decoding, SGLang's default
 
 
-# Places in EngineModel.array
-GEMM_S, READ_S, QUADRATIC_S, WEIGHTS_S, OVERHEAD_S, HIDDEN, CLOCK_KIND, CAPACITY, COMPUTES_TWICE = range(9)
+class StepModel(NamedTuple):
+    """An EngineModel's numbers for compiled functions, one type each."""
+
+    gemm_s: float
+    read_s: float
+    quadratic_s: float
+    weights_s: float
+    overhead_s: float
+    interference: float
+    clock: int
+    capacity: int
+    computes_twice: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,33 +82,31 @@ class EngineModel:
         )
 
     @property
-    def array(self) -> NDArray[np.float64]:
-        return np.array(
-            [
-                self.gemm_s,
-                self.read_s,
-                self.quadratic_s,
-                self.weights_s,
-                self.overhead_s,
-                self.interference,
-                float(self.clock),
-                self.capacity,
-                float(self.computes_twice),
-            ]
+    def numbers(self) -> StepModel:
+        return StepModel(
+            float(self.gemm_s),
+            float(self.read_s),
+            float(self.quadratic_s),
+            float(self.weights_s),
+            float(self.overhead_s),
+            float(self.interference),
+            int(self.clock),
+            int(self.capacity),
+            bool(self.computes_twice),
         )
 
 
 @compiled
-def compute_time(model: NDArray[np.float64], tokens: int, quadratic: float) -> float:
+def compute_time(model: StepModel, tokens: int, quadratic: float) -> float:
     """Seconds of GEMM and prefill attention of a step; the weights are read at least once."""
     if tokens == 0:
         return 0.0
-    return max(tokens * model[GEMM_S], model[WEIGHTS_S]) + quadratic * model[QUADRATIC_S]
+    return max(tokens * model.gemm_s, model.weights_s) + quadratic * model.quadratic_s
 
 
 @compiled
-def step_time(model: NDArray[np.float64], compute: float, reads: float) -> float:
+def step_time(model: StepModel, compute: float, reads: float) -> float:
     """Seconds of a step with so much compute and so many seconds of KV reads."""
-    if model[CLOCK_KIND] == 0.0:
-        return max(compute, reads) + model[HIDDEN] * min(compute, reads) + model[OVERHEAD_S]
-    return compute + reads + model[OVERHEAD_S]
+    if model.clock == 0:
+        return max(compute, reads) + model.interference * min(compute, reads) + model.overhead_s
+    return compute + reads + model.overhead_s

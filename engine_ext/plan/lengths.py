@@ -7,6 +7,7 @@ itself.
 """
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -35,8 +36,7 @@ BUCKETS = len(EDGES) - 1
 BUCKET_AT = (np.searchsorted(EDGES, np.arange(0, LONGEST, FINEST), side="right") - 1).astype(np.int16)
 
 
-@dataclass(frozen=True, slots=True)
-class Seen:
+class Seen(NamedTuple):
     """Counts by group and length bucket, each group with all below it; float64 [groups, BUCKETS].
 
     `entered`: entries, in part where an answer still runs in the bucket; `ended`: endings; `reached`: tokens beyond the
@@ -51,18 +51,20 @@ class Seen:
     def nothing(cls, groups: int) -> "Seen":
         return cls(np.zeros((groups, BUCKETS)), np.zeros((groups, BUCKETS)), np.zeros((groups, BUCKETS)))
 
+    def copy(self) -> "Seen":
+        return Seen(self.entered.copy(), self.ended.copy(), self.reached.copy())
 
-@dataclass(frozen=True, slots=True)
-class Outlook:
+
+class Outlook(NamedTuple):
     """What to expect of an answer that has reached the beginning of a bucket.
 
-    `hazard`: chance of ending in the bucket, and `place`: tokens beyond its beginning then; float64 [groups, BUCKETS].
+    `hazard`: chance of ending in the bucket; `ends_at`: tokens beyond its beginning then; float64 [groups, BUCKETS].
     `stays`: chance of reaching a bucket at all, `rest` and `rest_squared`: mean of the tokens still to come and of
     their square; float64 [groups, BUCKETS + 1].
     """
 
     hazard: Floats
-    place: Floats
+    ends_at: Floats
     stays: Floats
     rest: Floats
     rest_squared: Floats
@@ -76,6 +78,19 @@ class Outlook:
             np.zeros((groups, BUCKETS + 1)),
             np.zeros((groups, BUCKETS + 1)),
         )
+
+
+class GroupTree(NamedTuple):
+    """What compiled functions know of groups: see `Groups`; `caps`: int64 [groups], which no answer there exceeds."""
+
+    parent: Column
+    leaning: Floats
+    caps: Column
+
+    @classmethod
+    def of(cls, groups: Groups, caps: Column) -> "GroupTree":
+        """`caps`: max_tokens by request."""
+        return cls(groups.parent.copy(), groups.leaning.copy(), group_caps(groups, caps))
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,28 +112,15 @@ def see(groups: Groups, requests: Column, tokens: Column, finished: NDArray[np.b
     asked, size = np.bincount(of, minlength=len(groups)), np.bincount(groups.of, minlength=len(groups))
     lent = (size / np.maximum(asked, 1) * (len(requests) / max(1, size[asked > 0].sum()))).tolist()
     for group, count, done in zip(of.tolist(), tokens.tolist(), finished.tolist(), strict=True):
-        record(seen.entered, seen.ended, seen.reached, groups.parent, group, 0, count, done, lent[group])
+        record(seen, groups.parent, group, 0, count, done, lent[group])
     return seen
 
 
 def look_ahead(seen: Seen, groups: Groups, caps: Column) -> Outlook:
     """The outlook of every group; `caps`: int64 [groups], tokens that no answer of the group exceeds."""
-    outlook = Outlook.blank(len(groups))
+    outlook, tree = Outlook.blank(len(groups)), GroupTree(groups.parent, groups.leaning, caps)
     for group in range(len(groups)):  # parents come first
-        refresh(
-            group,
-            groups.parent,
-            groups.leaning,
-            caps,
-            seen.entered,
-            seen.ended,
-            seen.reached,
-            outlook.hazard,
-            outlook.place,
-            outlook.stays,
-            outlook.rest,
-            outlook.rest_squared,
-        )
+        refresh(group, tree, seen, outlook)
     return outlook
 
 
@@ -134,7 +136,7 @@ def group_caps(groups: Groups, caps: Column) -> Column:
 def estimate(groups: Groups, outlook: Outlook, caps: Column, known: Column, quantile: float = 0.9) -> Estimates:
     """Mean, mean square and a high quantile; `caps` and `known` are int64 [prompts], the latter -1 where it is not."""
     high = np.array(
-        [quantile_of(outlook.hazard[group], outlook.place[group], quantile) for group in range(len(groups))]
+        [quantile_of(outlook.hazard[group], outlook.ends_at[group], quantile) for group in range(len(groups))]
     )
     of, top = groups.of, np.minimum(caps, LONGEST).astype(np.float64)
     is_known, exact = known >= 0, known.astype(np.float64)
@@ -154,17 +156,7 @@ def bucket_of(tokens: int) -> int:
 
 
 @compiled
-def record(
-    entered: Floats,
-    ended: Floats,
-    reached: Floats,
-    parent: Column,
-    group: int,
-    before: int,
-    now: int,
-    finished: bool,
-    lent: float,
-) -> None:
+def record(seen: Seen, parent: Column, group: int, before: int, now: int, finished: bool, lent: float) -> None:
     """An answer has grown from `before` to `now` tokens, and maybe ended: count it for its group and those above.
 
     `lent`: for how many answers it counts in those above.
@@ -174,56 +166,46 @@ def record(
     while group >= 0:
         for bucket in range(first, last + 1):
             low, high = max(before, EDGES[bucket]), min(now, EDGES[bucket + 1])
-            entered[group, bucket] += weight * (high - low) / (EDGES[bucket + 1] - EDGES[bucket])
+            seen.entered[group, bucket] += weight * (high - low) / (EDGES[bucket + 1] - EDGES[bucket])
         if finished:
-            entered[group, last] += weight * (EDGES[last + 1] - now) / (EDGES[last + 1] - EDGES[last])
-            ended[group, last] += weight
-            reached[group, last] += weight * (now - EDGES[last])
+            seen.entered[group, last] += weight * (EDGES[last + 1] - now) / (EDGES[last + 1] - EDGES[last])
+            seen.ended[group, last] += weight
+            seen.reached[group, last] += weight * (now - EDGES[last])
         group, weight = parent[group], lent
 
 
 @compiled
-def refresh(
-    group: int,
-    parent: Column,
-    leanings: Floats,
-    caps: Column,
-    entered: Floats,
-    ended: Floats,
-    reached: Floats,
-    hazard: Floats,
-    place: Floats,
-    stays: Floats,
-    rest: Floats,
-    rest_squared: Floats,
-) -> None:
+def refresh(group: int, tree: GroupTree, seen: Seen, outlook: Outlook) -> None:
     """Work out one group's hazards and outlook from what was seen; its parent's must be there."""
-    above, leaning = parent[group], leanings[group]
+    above, leaning, cap = tree.parent[group], tree.leaning[group], tree.caps[group]
+    entered, ended, reached = seen.entered[group], seen.ended[group], seen.reached[group]
+    hazard, ends_at = outlook.hazard, outlook.ends_at
+    stays, rest, rest_squared = outlook.stays[group], outlook.rest[group], outlook.rest_squared[group]
     if above >= 0:
-        leaning /= max(1.0, _unlikeness(entered[group], ended[group], hazard[above]))
+        leaning /= max(1.0, _unlikeness(entered, ended, hazard[above]))
     for bucket in range(BUCKETS):
         width = EDGES[bucket + 1] - EDGES[bucket]
         if above >= 0:
-            parents, parents_place = hazard[above, bucket], place[above, bucket]
+            parents, parents_end = hazard[above, bucket], ends_at[above, bucket]
         else:
             # Without any answer: Lomax of shape 3; what has grown long is likely to grow half as long again.
             survives = (EDGES[bucket] + 2 * PRIOR_MEAN) / (EDGES[bucket + 1] + 2 * PRIOR_MEAN)
-            parents, parents_place = 1 - survives**3, 0.5 * width
-        hazard[group, bucket] = (ended[group, bucket] + leaning * parents) / (entered[group, bucket] + leaning)
-        place[group, bucket] = (reached[group, bucket] + leaning * parents_place) / (ended[group, bucket] + leaning)
-        goes_on = 1 - hazard[group, bucket] if EDGES[bucket + 1] < caps[group] else 0.0
-        stays[group, bucket + 1] = stays[group, bucket] * goes_on
-    rest[group, BUCKETS] = 0.0
-    rest_squared[group, BUCKETS] = 0.0
+            parents, parents_end = 1 - survives**3, 0.5 * width
+        hazard[group, bucket] = (ended[bucket] + leaning * parents) / (entered[bucket] + leaning)
+        ends_at[group, bucket] = (reached[bucket] + leaning * parents_end) / (ended[bucket] + leaning)
+        goes_on = 1 - hazard[group, bucket] if EDGES[bucket + 1] < cap else 0.0
+        stays[bucket + 1] = stays[bucket] * goes_on
+    rest[BUCKETS] = 0.0
+    rest_squared[BUCKETS] = 0.0
     for bucket in range(BUCKETS - 1, -1, -1):
-        width = float(min(EDGES[bucket + 1], caps[group]) - EDGES[bucket])
+        width = float(min(EDGES[bucket + 1], cap) - EDGES[bucket])
         if width <= 0:
             continue
-        ends, at = hazard[group, bucket], min(place[group, bucket], width)
-        later = rest[group, bucket + 1]
-        rest[group, bucket] = ends * at + (1 - ends) * (width + later)
-        rest_squared[group, bucket] = ends * at * at + (1 - ends) * (
-            width * width + 2 * width * later + rest_squared[group, bucket + 1]
+        ends, at = hazard[group, bucket], min(ends_at[group, bucket], width)
+        later = rest[bucket + 1]
+        rest[bucket] = ends * at + (1 - ends) * (width + later)
+        rest_squared[bucket] = ends * at * at + (1 - ends) * (
+            width * width + 2 * width * later + rest_squared[bucket + 1]
         )
 
 
@@ -239,12 +221,12 @@ def _unlikeness(entered: Floats, ended: Floats, hazard: Floats) -> float:
 
 
 @compiled
-def quantile_of(hazard: Floats, place: Floats, quantile: float) -> float:
+def quantile_of(hazard: Floats, ends_at: Floats, quantile: float) -> float:
     """Tokens that an answer exceeds with a chance of 1 - quantile only, by its group's hazards."""
     stays = 1.0
     for bucket in range(BUCKETS):
         if stays * (1 - hazard[bucket]) <= 1 - quantile:
-            return min(EDGES[bucket] + 2 * place[bucket], float(EDGES[bucket + 1]))
+            return min(EDGES[bucket] + 2 * ends_at[bucket], float(EDGES[bucket + 1]))
         stays *= 1 - hazard[bucket]
     return float(LONGEST)
 

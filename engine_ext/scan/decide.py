@@ -26,45 +26,7 @@ from engine_ext.scan.books import (
     take_in,
 )
 from engine_ext.scan.footprint import fits
-from engine_ext.scan.state import (
-    ALIGNMENT,
-    ALL,
-    AN_ANSWER,
-    BURSTS,
-    CAPACITY,
-    CLOCK,
-    COMPUTE_LEFT,
-    COUNTED,
-    DECODING,
-    FRESH,
-    GEMM_S,
-    LEFT,
-    LEFT_FIRST,
-    LEFT_LAST,
-    LEFT_WORK,
-    LONGEST_ANSWER,
-    MEMORY_LEFT,
-    MOST_TOKENS,
-    NO_REQUEST,
-    OF_RIGHT,
-    OWED,
-    OWN_KV,
-    PENDING_TOKENS,
-    PENDING_WORK,
-    PROMPTS_LEFT,
-    READ_S,
-    RIGHT,
-    RIGHT_FIRST,
-    RIGHT_LAST,
-    RIGHT_PENDING,
-    RUNNING,
-    SAMPLE_LAST,
-    WEIGHTS_S,
-    Backlog,
-    State,
-    StepCosts,
-    new_state,
-)
+from engine_ext.scan.state import ALIGNMENT, LEFT, NO_REQUEST, RIGHT, Backlog, State, StepCosts, new_state
 from engine_ext.scan.sweep import HEADS, MOST_COMPUTE, NOTHING_S, sweep, waiting
 
 Floats = NDArray[np.float64]
@@ -115,7 +77,7 @@ class DualScan:
 
     def come_soon(self) -> None:
         """Those just held are to come with the next step."""
-        self.state.sums[OWED] = self.state.machine[MOST_TOKENS]
+        self.state.totals.owed = self.state.costs.most_tokens
 
     def dropped(self, request: int, tokens: int) -> None:
         dropped(self.state, request, tokens)
@@ -126,26 +88,23 @@ class DualScan:
 
     @property
     def running(self) -> int:
-        return int(self.state.counts[RUNNING])
+        return int(self.state.totals.running)
 
     @property
     def heads(self) -> tuple[int, int]:
         """The requests that the left and the right end give next, NO_REQUEST where one has none of its own."""
-        counts, queues = self.state.counts, self.state.waiting
-        left = queues[LEFT, counts[LEFT_FIRST]] if counts[LEFT_FIRST] < counts[LEFT_LAST] else NO_REQUEST
-        right = queues[RIGHT, counts[RIGHT_FIRST]] if counts[RIGHT_FIRST] < counts[RIGHT_LAST] else NO_REQUEST
-        return int(left), int(right)
+        return _first_of(self.state, LEFT), _first_of(self.state, RIGHT)
 
     @property
     def kv_tokens(self) -> tuple[int, int]:
         """KV tokens that requests of the left and of the right end hold, prefixes that they share left out."""
-        everything, right = self.state.footprint[0, ALL], self.state.footprint[0, OF_RIGHT]
+        everything, right = self.state.footprint[0].kv, self.state.footprint[0].right_kv
         return max(0, int(everything - right)), max(0, int(right))
 
     @property
     def remaining_s(self) -> tuple[float, float]:
         """Seconds of compute and of memory reads that are expected to remain."""
-        return float(self.state.sums[COMPUTE_LEFT]), float(self.state.sums[MEMORY_LEFT])
+        return float(self.state.totals.remaining_compute_s), float(self.state.totals.remaining_memory_s)
 
 
 @compiled
@@ -159,24 +118,24 @@ def decide(
     be computed; `decoded`: output tokens that each of the decoding ones has got since the last decision; `slots`: the
     most requests that the engine takes.
     """
-    state.counts[CLOCK] += decoded
-    state.counts[OWN_KV] += decoded * state.counts[DECODING]
+    state.totals.clock += decoded
+    state.totals.own_kv += decoded * state.totals.decoding
     sweep(state)
     budget = _budget(state, decoding_kv, decoding, pending)
-    shared_kv = max(0, used_kv - state.counts[OWN_KV])  # prefixes in use, which no footprint counts
-    room = state.machine[CAPACITY] - shared_kv
-    physical = state.machine[CAPACITY] - used_kv - SOON * decoding
+    shared_kv = max(0, used_kv - state.totals.own_kv)  # prefixes in use, which no footprint counts
+    room = state.costs.capacity - shared_kv
+    physical = state.costs.capacity - used_kv - SOON * decoding
     # The right side fills the KV cache and may hurry while that is not full; the left side keeps the pace.
-    rightful = state.counts[RIGHT_FIRST] < state.counts[RIGHT_LAST]
+    rightful = state.queues[RIGHT].first < state.queues[RIGHT].last
     hurried = max(budget, _hurry(state, decoding)) if rightful else budget
     if _is_the_tail(state):
-        budget = hurried = max(0, int(state.machine[MOST_TOKENS]) - decoding)
-    if state.machine[BURSTS] > 0:
+        budget = hurried = max(0, int(state.costs.most_tokens) - decoding)
+    if state.costs.bursts:
         held_back = rightful and not fits(state, _candidate(state, RIGHT), room, RIGHT)
         budget = _burst(state, budget if held_back else hurried, decoding, decoded)
         hurried = budget
     let_in, tokens = 0, pending
-    asks = state.counts[LEFT_FIRST] < state.counts[SAMPLE_LAST]  # the sample is first, whatever the pace
+    asks = state.queues[LEFT].first < state.totals.sample_last  # the sample is first, whatever the pace
     if asks:
         budget = hurried
     for side in (LEFT, RIGHT) if asks else (RIGHT, LEFT):
@@ -185,8 +144,8 @@ def decide(
             request = _candidate(state, side)
             if request == NO_REQUEST:
                 break
-            alone = state.counts[RUNNING] == 0  # whatever it is, it must run some time
-            fresh = state.requests[request, FRESH] + state.requests[request, COUNTED]
+            alone = state.totals.running == 0  # whatever it is, it must run some time
+            fresh = state.requests[request].fresh + state.requests[request].counted
             if not alone and (fresh > physical or not fits(state, request, room, side)):
                 break
             take_in(state, request, side)
@@ -194,7 +153,7 @@ def decide(
             let_in += 1
             tokens += fresh
             physical -= fresh
-    if rightful and state.sums[RIGHT_PENDING] > budget:
+    if rightful and state.totals.right_pending > budget:
         budget = hurried
     return budget, let_in
 
@@ -206,22 +165,22 @@ def _is_the_tail(state: State) -> bool:
     So it is where all that remains takes less than the longest answer to be expected of those that wait, or all prompts
     less than a usual answer.
     """
-    sums, step_s = state.sums, state.machine[WEIGHTS_S]
-    left_s = max(sums[COMPUTE_LEFT], sums[MEMORY_LEFT])
-    return left_s < sums[LONGEST_ANSWER] * step_s or sums[PROMPTS_LEFT] < sums[AN_ANSWER] * step_s
+    totals, step_s = state.totals, state.costs.weights_s
+    left_s = max(totals.remaining_compute_s, totals.remaining_memory_s)
+    return left_s < totals.longest_answer * step_s or totals.remaining_prompts_s < totals.mean_answer * step_s
 
 
 @compiled
 def _budget(state: State, decoding_kv: int, decoding: int, pending: int) -> int:
     """Prompt tokens of the step that keep compute and memory reads in the ratio of the work that remains."""
-    machine, sums = state.machine, state.sums
-    most = int(machine[MOST_TOKENS])
-    token_s, reads_s = _prompt_token_s(state), decoding_kv * machine[READ_S]
-    if decoding == 0 or sums[MEMORY_LEFT] <= NOTHING_S:
+    costs, totals = state.costs, state.totals
+    most = int(costs.most_tokens)
+    token_s, reads_s = _prompt_token_s(state), decoding_kv * costs.read_s
+    if decoding == 0 or totals.remaining_memory_s <= NOTHING_S:
         return max(0, most - decoding)
     compute_s = _ratio(state, pending * token_s) * reads_s
-    paced = (compute_s - decoding * machine[GEMM_S]) / token_s
-    tokens = decoding + max(paced, _riding(machine, token_s, reads_s, decoding))
+    paced = (compute_s - decoding * costs.gemm_s) / token_s
+    tokens = decoding + max(paced, _riding(costs, token_s, reads_s, decoding))
     if tokens >= 2 * ALIGNMENT:
         tokens = np.floor(tokens / ALIGNMENT + 0.5) * ALIGNMENT
     return int(max(0.0, min(tokens, most) - decoding))
@@ -234,15 +193,15 @@ def _ratio(state: State, pending_s: float) -> float:
     Where compute is more than reads it is what counts, and every step that computes longer than it reads is as good: a
     still longer one makes decoding wait, and whoever runs long is known late.
     """
-    ratio = (state.sums[COMPUTE_LEFT] + pending_s) / state.sums[MEMORY_LEFT]
-    return ratio if state.machine[BURSTS] > 0 else min(ratio, MOST_COMPUTE)
+    ratio = (state.totals.remaining_compute_s + pending_s) / state.totals.remaining_memory_s
+    return ratio if state.costs.bursts else min(ratio, MOST_COMPUTE)
 
 
 @compiled
-def _riding(machine: Floats, token_s: float, reads_s: float, decoding: int) -> float:
+def _riding(costs: StepCosts, token_s: float, reads_s: float, decoding: int) -> float:
     """Prompt tokens whose GEMM hides behind reading the weights, as long as their attention hides behind it too."""
-    weights_s, attention_s = machine[WEIGHTS_S], token_s - machine[GEMM_S]
-    riding = weights_s / machine[GEMM_S] - decoding
+    weights_s, attention_s = costs.weights_s, token_s - costs.gemm_s
+    riding = weights_s / costs.gemm_s - decoding
     if attention_s > 0:
         riding = min(riding, (max(reads_s, 2 * weights_s) - weights_s) / attention_s)
     return riding
@@ -251,10 +210,10 @@ def _riding(machine: Floats, token_s: float, reads_s: float, decoding: int) -> f
 @compiled
 def _hurry(state: State, decoding: int) -> int:
     """Prompt tokens of a step that would keep the pace if the KV cache were full."""
-    machine, sums = state.machine, state.sums
-    most = machine[MOST_TOKENS]
-    if sums[MEMORY_LEFT] > NOTHING_S:
-        seconds = _ratio(state, 0.0) * machine[CAPACITY] * machine[READ_S]
+    costs, totals = state.costs, state.totals
+    most = costs.most_tokens
+    if totals.remaining_memory_s > NOTHING_S:
+        seconds = _ratio(state, 0.0) * costs.capacity * costs.read_s
         most = min(most, max(seconds / _prompt_token_s(state), ALIGNMENT))
     return max(0, int(most / ALIGNMENT) * ALIGNMENT - decoding)
 
@@ -262,11 +221,11 @@ def _hurry(state: State, decoding: int) -> int:
 @compiled
 def _burst(state: State, tokens: int, decoding: int, decoded: int) -> int:
     """All prompt tokens of a step once as many are owed, or all that there are; nothing until then."""
-    state.sums[OWED] += decoded * tokens
-    most = int(state.machine[MOST_TOKENS])
-    if decoding > 0 and state.sums[OWED] < min(most, _waiting_tokens(state, most)):
+    state.totals.owed += decoded * tokens
+    most = int(state.costs.most_tokens)
+    if decoding > 0 and state.totals.owed < min(most, _waiting_tokens(state, most)):
         return 0
-    state.sums[OWED] = 0.0
+    state.totals.owed = 0.0
     return most
 
 
@@ -275,37 +234,35 @@ def _waiting_tokens(state: State, most: int) -> int:
     """Prompt tokens of all that waits and of what is being computed, as far as it is less than `most`."""
     if waiting(state) > HEADS:
         return most
-    tokens = int(state.sums[PENDING_TOKENS])
+    tokens = int(state.totals.pending_tokens)
     for side in range(2):
-        first = state.counts[LEFT_FIRST if side == LEFT else RIGHT_FIRST]
-        last = state.counts[LEFT_LAST if side == LEFT else RIGHT_LAST]
-        for at in range(first, last):
+        for at in range(state.queues[side].first, state.queues[side].last):
             request = state.waiting[side, at]
-            tokens += state.requests[request, FRESH] + state.requests[request, COUNTED]
+            tokens += state.requests[request].fresh + state.requests[request].counted
     return max(1, tokens)
 
 
 @compiled
 def _candidate(state: State, side: int) -> int:
     """The next request at this end; where its queue is empty, the far end of the other one."""
-    counts = state.counts
-    if side == LEFT:
-        if counts[LEFT_FIRST] < counts[LEFT_LAST]:
-            return state.waiting[LEFT, counts[LEFT_FIRST]]
-        if counts[RIGHT_FIRST] < counts[RIGHT_LAST]:
-            return state.waiting[RIGHT, counts[RIGHT_LAST] - 1]
-    else:
-        if counts[RIGHT_FIRST] < counts[RIGHT_LAST]:
-            return state.waiting[RIGHT, counts[RIGHT_FIRST]]
-        if counts[LEFT_FIRST] < counts[LEFT_LAST]:
-            return state.waiting[LEFT, counts[LEFT_LAST] - 1]
+    mine, other = state.queues[side], state.queues[1 - side]
+    if mine.first < mine.last:
+        return state.waiting[side, mine.first]
+    if other.first < other.last:
+        return state.waiting[1 - side, other.last - 1]
     return NO_REQUEST
+
+
+def _first_of(state: State, side: int) -> int:
+    """The request that stands first in this side's own queue, or NO_REQUEST."""
+    queue = state.queues[side]
+    return int(state.waiting[side, queue.first]) if queue.first < queue.last else NO_REQUEST
 
 
 @compiled
 def _prompt_token_s(state: State) -> float:
     """Seconds of computing a prompt token, its attention included: of those pending, or else of the next ones."""
-    work = state.sums[LEFT_WORK]
-    if state.sums[PENDING_TOKENS] > 0:
-        work = state.sums[PENDING_WORK] / state.sums[PENDING_TOKENS]
-    return state.machine[GEMM_S] * work
+    work = state.totals.left_work
+    if state.totals.pending_tokens > 0:
+        work = state.totals.pending_work / state.totals.pending_tokens
+    return state.costs.gemm_s * work

@@ -6,27 +6,8 @@ from numpy.typing import NDArray
 from engine_ext.compiled import compiled
 from engine_ext.plan.lengths import BUCKETS, EDGES, LONGEST, bucket_of
 from engine_ext.plan.tree import Column
-from engine_ext.scan.state import (
-    AHEAD,
-    ALL,
-    CAP,
-    CLOCK,
-    COUNTED,
-    DOUBT,
-    FRESH,
-    GROUP,
-    GROWTH,
-    KNOWN,
-    MARGIN,
-    NOT_STARTED,
-    OF_RIGHT,
-    RIGHT,
-    RIGHT_SHARE,
-    SIDE,
-    STARTED,
-    VARIANCE,
-    State,
-)
+from engine_ext.records import Records
+from engine_ext.scan.state import AHEAD, GROWTH, NOT_STARTED, RIGHT, Footprint, State
 
 Floats = NDArray[np.float64]
 
@@ -37,19 +18,19 @@ NEGLIGIBLE = 1e-3  # a chance below which a request counts as gone
 
 
 @compiled
-def add_footprint(state: State, table: Floats, request: int, sign: float) -> None:
+def add_footprint(state: State, table: Records[Footprint], request: int, sign: float) -> None:
     """Add what the request is to hold of the KV cache, at every point ahead, with its variance."""
     tokens = generated(state, request)
-    group, own = state.requests[request, GROUP], state.requests[request, FRESH] + tokens
-    right = 1.0 if state.requests[request, SIDE] == RIGHT else 0.0
-    if state.requests[request, KNOWN] >= 0:
-        left = max(state.requests[request, KNOWN] - tokens, 1)
+    group, own = state.requests[request].group, state.requests[request].fresh + tokens
+    right = 1.0 if state.requests[request].side == RIGHT else 0.0
+    if state.requests[request].known >= 0:
+        left = max(state.requests[request].known - tokens, 1)
         for k in range(len(AHEAD)):
             if AHEAD[k] >= left:
                 break
             kv = sign * (own + min(AHEAD[k] + GROWTH[k], left))
-            table[k, ALL] += kv
-            table[k, OF_RIGHT] += right * kv
+            table[k].kv += kv
+            table[k].right_kv += right * kv
         return
     chances, doubt = state.holds[group, bucket_of(tokens)], state.doubt[group]
     for k in range(len(AHEAD)):
@@ -58,23 +39,23 @@ def add_footprint(state: State, table: Floats, request: int, sign: float) -> Non
             break
         held = own + SPAN[k]
         kv = sign * holds * held
-        table[k, ALL] += kv
-        table[k, VARIANCE] += kv * (1 - holds) * held
-        table[k, OF_RIGHT] += right * kv
-        table[k, DOUBT] += doubt * kv
+        table[k].kv += kv
+        table[k].variance += kv * (1 - holds) * held
+        table[k].right_kv += right * kv
+        table[k].doubt += doubt * kv
 
 
 @compiled
 def fits(state: State, request: int, room: float, side: int) -> bool:
     """Whether the KV cache holds this request too at every point ahead, and the right side keeps to its share."""
-    tokens = state.requests[request, COUNTED]
-    chances = state.holds[state.requests[request, GROUP], bucket_of(tokens)]
+    tokens = state.requests[request].counted
+    chances = state.holds[state.requests[request].group, bucket_of(tokens)]
     own, is_known, left = (
-        state.requests[request, FRESH] + tokens,
-        state.requests[request, KNOWN] >= 0,
-        state.requests[request, KNOWN] - tokens,
+        state.requests[request].fresh + tokens,
+        state.requests[request].known >= 0,
+        state.requests[request].known - tokens,
     )
-    table, margin, share = state.footprint, state.machine[MARGIN], state.sums[RIGHT_SHARE]
+    table, margin, share = state.footprint, state.costs.margin, state.totals.right_share
     for k in range(len(AHEAD)):
         if is_known and AHEAD[k] >= max(left, 1):
             break
@@ -83,15 +64,15 @@ def fits(state: State, request: int, room: float, side: int) -> bool:
             break
         kv = own + AHEAD[k] + (min(GROWTH[k], left - AHEAD[k]) if is_known else GROWTH[k])
         if side == RIGHT:
-            spread = max(0.0, table[k, VARIANCE]) + holds * (1 - holds) * kv * kv
-            kept_free = margin * (np.sqrt(spread) + table[k, DOUBT])
+            spread = max(0.0, table[k].variance) + holds * (1 - holds) * kv * kv
+            kept_free = margin * (np.sqrt(spread) + table[k].doubt)
         elif holds < LIKELY:
             break  # what a short answer might still hold then is no reason to keep it out
         else:
             kept_free = 0.0
-        if table[k, ALL] + holds * kv + kept_free > room:
+        if table[k].kv + holds * kv + kept_free > room:
             return False
-        if side == RIGHT and table[k, OF_RIGHT] + holds * kv > share * room:
+        if side == RIGHT and table[k].right_kv + holds * kv > share * room:
             return False
     return True
 
@@ -99,25 +80,27 @@ def fits(state: State, request: int, room: float, side: int) -> bool:
 @compiled
 def rest_of(state: State, request: int, tokens: int) -> tuple[float, float]:
     """Mean of the tokens still to come after so many, and of their square."""
-    if state.requests[request, KNOWN] >= 0:
-        exact = float(max(0, state.requests[request, KNOWN] - tokens))
+    if state.requests[request].known >= 0:
+        exact = float(max(0, state.requests[request].known - tokens))
         return exact, exact * exact
-    group, bucket = state.requests[request, GROUP], bucket_of(tokens)
+    group, bucket = state.requests[request].group, bucket_of(tokens)
     part = (tokens - EDGES[bucket]) / (EDGES[bucket + 1] - EDGES[bucket])
-    rest = (1 - part) * state.rest[group, bucket] + part * state.rest[group, bucket + 1]
-    squared = (1 - part) * state.rest_squared[group, bucket] + part * state.rest_squared[group, bucket + 1]
-    most = float(max(1, state.requests[request, CAP] - tokens))
+    rest = (1 - part) * state.outlook.rest[group, bucket] + part * state.outlook.rest[group, bucket + 1]
+    squared = (1 - part) * state.outlook.rest_squared[group, bucket] + part * state.outlook.rest_squared[
+        group, bucket + 1
+    ]
+    most = float(max(1, state.requests[request].cap - tokens))
     return min(rest, most), min(squared, most * most)
 
 
 @compiled
 def generated(state: State, request: int) -> int:
     """Output tokens of a running request, by the clock."""
-    if state.requests[request, STARTED] == NOT_STARTED:
-        return state.requests[request, COUNTED]
+    if state.requests[request].started == NOT_STARTED:
+        return state.requests[request].counted
     return max(
-        state.requests[request, COUNTED],
-        min(state.counts[CLOCK] - state.requests[request, STARTED], state.requests[request, CAP]),
+        state.requests[request].counted,
+        min(state.totals.clock - state.requests[request].started, state.requests[request].cap),
     )
 
 
@@ -134,12 +117,12 @@ def output_tokens(state: State, requests: Column) -> Column:
 def work_out_holds(state: State, group: int) -> None:
     """For each length bucket, the chances that an answer there still runs at every point ahead."""
     for bucket in range(BUCKETS):
-        now = state.stays[group, bucket]
+        now = state.outlook.stays[group, bucket]
         state.holds[group, bucket, 0] = 1.0
         chance = 1.0
         for k in range(1, len(AHEAD)):
             tokens = EDGES[bucket] + AHEAD[k]
-            if chance <= NEGLIGIBLE or tokens >= state.caps[group]:  # and it never rises again
+            if chance <= NEGLIGIBLE or tokens >= state.tree.caps[group]:  # and it never rises again
                 chance = 0.0
             elif now < SELDOM:  # nothing so long was seen: as likely as not to double
                 chance = 1.0 / (1.0 + AHEAD[k] / (EDGES[bucket] + 1.0))
@@ -155,4 +138,4 @@ def _chance(state: State, group: int, tokens: int) -> float:
         return 0.0
     bucket = bucket_of(tokens)
     part = (tokens - EDGES[bucket]) / (EDGES[bucket + 1] - EDGES[bucket])
-    return (1 - part) * state.stays[group, bucket] + part * state.stays[group, bucket + 1]
+    return (1 - part) * state.outlook.stays[group, bucket] + part * state.outlook.stays[group, bucket + 1]

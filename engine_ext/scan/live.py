@@ -18,10 +18,11 @@ from engine_ext.plan.lengths import LONGEST, UNKNOWN
 from engine_ext.plan.prompts import Prompts, TokenIds
 from engine_ext.plan.sample import SHARE
 from engine_ext.plan.tree import build_tree
+from engine_ext.records import column
 from engine_ext.scan.decide import DualScan
 from engine_ext.scan.footprint import output_tokens
 from engine_ext.scan.replan import FEWEST, PATIENCE, Standing, answers_before_next, is_outdated, plan_backlog
-from engine_ext.scan.state import FRESH, NO_REQUEST, OWED, SIDE, StepCosts
+from engine_ext.scan.state import NO_REQUEST, StepCosts
 
 REMEMBERED = 4096  # ended requests that tell of those like them
 PAGE = 16  # tokens; what is shared beyond it is worth waiting a step for
@@ -144,7 +145,7 @@ class LiveScan:
         member.runs = False
         if member.tokens == 0:
             scan = self._of(member)
-            self.expected_cached -= len(member.prompt) - int(scan.state.requests[member.place, FRESH])
+            self.expected_cached -= len(member.prompt) - int(scan.state.requests[member.place].fresh)
         if member in self._latest:
             self._latest[self._latest.index(member)] = member.before
         self._of(member).held(member.place)
@@ -194,7 +195,7 @@ class LiveScan:
         self._computing = [each for each in self._computing if each.runs and not each.stored]
         from_before = list(self._computing)
         for place in places:
-            side, member = int(scan.state.requests[place, SIDE]), self._member(place)
+            side, member = int(scan.state.requests[place].side), self._member(place)
             latest = self._latest[side]
             member.ready = shared_tokens(latest.prompt, member.prompt) if latest else 0
             if latest is not None and latest.runs and not latest.stored and member.ready > latest.ready + PAGE:
@@ -210,7 +211,7 @@ class LiveScan:
             member.before, self._latest[side] = latest, member
             member.runs = True
             if member.tokens == 0:
-                self.expected_cached += len(member.prompt) - int(scan.state.requests[place, FRESH])
+                self.expected_cached += len(member.prompt) - int(scan.state.requests[place].fresh)
             kept.append(self._keys[place])
         for place in reversed(held):
             scan.held(place)
@@ -231,11 +232,11 @@ class LiveScan:
             .T
         )
         fresh, sides = np.zeros((2, len(members)), dtype=np.int64)
-        owed = float(self._scan.state.sums[OWED]) if self._scan is not None else 0.0
+        owed = float(self._scan.state.totals.owed) if self._scan is not None else 0.0
         if self._scan is not None:
-            rows = self._scan.state.requests[old[runs]]
+            requests = self._scan.state.requests
             tokens[runs] = output_tokens(self._scan.state, old[runs])
-            fresh[runs], sides[runs] = rows[:, FRESH], rows[:, SIDE]
+            fresh[runs], sides[runs] = column(requests, "fresh")[old[runs]], column(requests, "side")[old[runs]]
 
         tree = build_tree(_joined([member.prompt for member in members]))
         prefilled = np.array([member.prefilled for member in members], dtype=np.bool_)

@@ -15,7 +15,7 @@ from engine_ext.plan.sample import SHARE, choose_sample
 from engine_ext.plan.tree import Column, PrefixTree
 from engine_ext.scan.books import begin, resume
 from engine_ext.scan.ends import two_ends
-from engine_ext.scan.state import OWED, Backlog, State, StepCosts, new_state
+from engine_ext.scan.state import Backlog, State, StepCosts, new_state
 from engine_ext.scan.sweep import has_drifted, waiting
 
 Bools = NDArray[np.bool_]
@@ -119,7 +119,7 @@ def plan_backlog(
         costs,
     )
     begin(state)
-    state.sums[OWED] = standing.owed
+    state.totals.owed = standing.owed
     running = np.flatnonzero(runs)
     resume(state, running, standing.side[running], standing.prefilled[running])
     return state

@@ -1,15 +1,16 @@
 """What the dual scan knows while an engine runs, as arrays that change in place."""
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from engine_ext.costs.cost import CostModel
 from engine_ext.plan.groups import Groups
-from engine_ext.plan.lengths import BUCKETS, LONGEST, Outlook, Seen, group_caps
+from engine_ext.plan.lengths import BUCKETS, LONGEST, GroupTree, Outlook, Seen
 from engine_ext.plan.tree import Column
+from engine_ext.records import Records, new_record, new_records
 
 Floats = NDArray[np.float64]
 
@@ -23,52 +24,8 @@ NO_REQUEST = -1
 NOT_STARTED = -(1 << 30)
 LEFT, RIGHT = 0, 1
 
-# Columns of State.requests
-PROMPT, FRESH, WORK, KNOWN, CAP, GROUP, SIDE, STARTED, COUNTED, SWEPT, PLACE = range(11)
-# Places in State.counts
-(
-    CLOCK,
-    RUNNING,
-    DECODING,
-    OWN_KV,
-    SWEEPS,
-    SWEEP_AT,
-    LEFT_FIRST,
-    LEFT_LAST,
-    RIGHT_FIRST,
-    RIGHT_LAST,
-    NEXT_DIRTY,
-    SAMPLE_LAST,
-) = range(12)
-# Places in State.sums
-(
-    COMPUTE_LEFT,
-    MEMORY_LEFT,
-    RIGHT_SHARE,
-    LEFT_WORK,
-    RIGHT_PENDING,
-    PENDING_TOKENS,
-    PENDING_WORK,
-    KNOWN_COMPUTE,
-    KNOWN_MEMORY,
-    NEXT_COMPUTE,
-    NEXT_MEMORY,
-    OWED,
-    PLANNED,
-    KNOWN_PROMPTS,
-    KNOWN_OUTPUTS,
-    PROMPTS_LEFT,
-    AN_ANSWER,
-    LONGEST_ANSWER,
-) = range(18)
-# Places in State.machine
-GEMM_S, READ_S, WEIGHTS_S, CAPACITY, MOST_TOKENS, MARGIN, BURSTS = range(7)
-# Columns of State.footprint
-ALL, VARIANCE, OF_RIGHT, DOUBT = range(4)
 
-
-@dataclass(frozen=True, slots=True)
-class StepCosts:
+class StepCosts(NamedTuple):
     """What a step costs: seconds per token of GEMM, per KV token read, and for reading the weights once.
 
     `capacity`: tokens of KV cache; `most_tokens`: the largest step; `margin`: standard deviations of the projected
@@ -98,6 +55,19 @@ class StepCosts:
             bursts=bursts,
         )
 
+    def in_machine_code(self) -> "StepCosts":
+        """The same with one type a field, for which functions are compiled once, and with the margin of bursts."""
+        return StepCosts(
+            float(self.gemm_s),
+            float(self.read_s),
+            float(self.weights_s),
+            int(self.capacity),
+            int(self.most_tokens),
+            float(BURSTS_MARGIN * self.margin if self.bursts else self.margin),
+            float(self.quadratic_s),
+            bool(self.bursts),
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class Backlog:
@@ -120,48 +90,123 @@ class Backlog:
     first: int = 0
 
 
-class State(NamedTuple):
-    """Everything the scan knows; arrays that change in place.
+class Request:
+    """One request, as int32: `prompt` tokens, `fresh` ones (not shared with the request before it in the scan).
 
-    `requests`: int32 [requests, 11], a row that fits a cache line: prompt tokens, fresh ones (not shared with the
-    request before it in the scan), the work of these in tokens of GEMM, known output or UNKNOWN, cap, group, side it
-    was admitted from, the clock at its first output token or NOT_STARTED, output tokens counted in `entered`, the last
-    sweep that looked at it, place in `running`. `waiting` holds both queues, [2, places]; `running` the admitted
-    requests.
-
-    By group: `parent`, `leaning`, `caps`, by length bucket too what was seen and what to expect (lengths.py), and
-    `holds`, the chance to run still at each of `AHEAD`, and `doubt`, by how much these may be wrong for all alike.
-    `held_back` sums what waits with unknown length, [groups, 3]: requests, prompt tokens, work. `dirty` groups have
-    news.
-
-    By `AHEAD`: the KV tokens that all that run will hold, their variance, those of the right side, and those in doubt,
-    [AHEAD, 4]; `footprint_next` is the one that the sweep under way builds.
+    `work`: computing the fresh ones, in tokens of GEMM. `known`: output tokens or UNKNOWN; `cap`: max_tokens. `side`:
+    where it was admitted from. `started`: the clock at its first output token, or NOT_STARTED. `counted`: output tokens
+    that `seen` has. `swept`: the last sweep that looked at it. `running_at`: its index in `State.running`.
     """
 
-    requests: NDArray[np.int32]
+    prompt: int
+    fresh: int
+    work: int
+    known: int
+    cap: int
+    group: int
+    side: int
+    started: int
+    counted: int
+    swept: int
+    running_at: int
+
+
+class Queue:
+    """Where the queue of one side begins and ends in `State.waiting`."""
+
+    first: int
+    last: int
+
+
+class Totals:
+    """Counts and sums over the requests, kept up to date by every change.
+
+    `clock`: decode steps so far. `running` requests, of which `decoding`; `own_kv`: tokens that they hold and share
+    with none. `sweeps`: number of the sweep under way, and `sweep_at` how far it is. `next_dirty`: the group to ask
+    next for news. `sample_last`: the end of the sample in the left queue.
+
+    `remaining_*`: what the last whole sweep found to remain, in seconds of compute and of memory reads, of these for
+    prompts; `known_*` is the part of requests that wait and whose lengths are known, `next_*` what the sweep under way
+    has found so far. `planned_share`: compute's share of what remained when the plan was made. `mean_answer`,
+    `longest_answer`: output tokens to expect of those that wait. `right_share`: of the KV cache, what the right side
+    may hold. `left_work`: work of a prompt token at the left end. `pending_*`: of prompts that are being computed.
+    `owed`: prompt tokens saved up for a burst.
+    """
+
+    clock: int
+    running: int
+    decoding: int
+    own_kv: int
+    sweeps: int
+    sweep_at: int
+    next_dirty: int
+    sample_last: int
+    remaining_compute_s: float
+    remaining_memory_s: float
+    remaining_prompts_s: float
+    known_compute_s: float
+    known_memory_s: float
+    known_prompts_s: float
+    known_outputs: float
+    next_compute_s: float
+    next_memory_s: float
+    planned_share: float
+    mean_answer: float
+    longest_answer: float
+    right_share: float
+    right_pending: float
+    left_work: float
+    pending_tokens: float
+    pending_work: float
+    owed: float
+
+
+class Footprint:
+    """KV tokens at one point ahead: of all that run, their variance, of the right side, and those in doubt."""
+
+    kv: float
+    variance: float
+    right_kv: float
+    doubt: float
+
+
+class Unknown:
+    """What waits with unknown length: requests, prompt tokens, and the work of computing them."""
+
+    requests: float
+    prompt: float
+    work: float
+
+
+class State(NamedTuple):
+    """Everything the scan knows; arrays and records that change in place.
+
+    `waiting` holds both queues, int64 [2, places]; `queues` says where each begins and ends. `running`: the admitted
+    requests; `admitted`: those that the last step lets in.
+
+    By group: `tree`, what was `seen` and what to expect by length bucket (`outlook`, see lengths.py), `holds`, the
+    chance to run still at each of `AHEAD`, float64 [groups, BUCKETS, AHEAD], `doubt`, by how much these may be wrong
+    for all alike, and `unknown`, what waits. `dirty` groups have news.
+
+    By `AHEAD`: the `footprint`; `footprint_next` is the one that the sweep under way builds.
+    """
+
+    requests: Records[Request]
     waiting: Column
+    queues: Records[Queue]
     running: Column
-    parent: Column
-    leaning: Floats
-    caps: Column
-    entered: Floats
-    ended: Floats
-    reached: Floats
-    hazard: Floats
-    where: Floats
-    stays: Floats
-    rest: Floats
-    rest_squared: Floats
+    admitted: Column
+    tree: GroupTree
+    seen: Seen
+    outlook: Outlook
     holds: Floats
     doubt: Floats
     dirty: NDArray[np.bool_]
-    held_back: Floats
-    footprint: Floats
-    footprint_next: Floats
-    admitted: Column
-    counts: Column
-    sums: Floats
-    machine: Floats
+    unknown: Records[Unknown]
+    footprint: Records[Footprint]
+    footprint_next: Records[Footprint]
+    totals: Totals
+    costs: StepCosts
 
 
 def prompt_work(backlog: Backlog, costs: StepCosts) -> Floats:
@@ -172,55 +217,36 @@ def prompt_work(backlog: Backlog, costs: StepCosts) -> Floats:
 
 def new_state(backlog: Backlog, costs: StepCosts) -> State:
     """The state before the first step; outlooks and remaining work are still to be worked out."""
-    requests, groups = len(backlog.prompt), len(backlog.groups)
-    outlook = Outlook.blank(groups)
-    queues = np.full((2, 2 * requests + 1), NO_REQUEST, dtype=np.int64)
-    counts = np.zeros(12, dtype=np.int64)
-    # Retracted requests go in front: there is room for every request once.
-    counts[[LEFT_FIRST, RIGHT_FIRST]] = requests
-    counts[[LEFT_LAST, RIGHT_LAST]] = requests + len(backlog.left), requests + len(backlog.right)
-    counts[SAMPLE_LAST] = requests + backlog.first
-    queues[LEFT, counts[LEFT_FIRST] : counts[LEFT_LAST]] = backlog.left
-    queues[RIGHT, counts[RIGHT_FIRST] : counts[RIGHT_LAST]] = backlog.right
-    rows = np.zeros((requests, 11), dtype=np.int32)
-    rows[:, PROMPT], rows[:, FRESH], rows[:, KNOWN] = backlog.prompt, backlog.fresh, backlog.known
-    rows[:, WORK] = np.round(prompt_work(backlog, costs))
-    rows[:, CAP], rows[:, GROUP] = np.minimum(backlog.caps, LONGEST), backlog.groups.of
-    rows[:, COUNTED] = 0 if backlog.counted is None else backlog.counted
-    rows[:, STARTED], rows[:, SWEPT] = NOT_STARTED, -1
+    count, groups = len(backlog.prompt), len(backlog.groups)
+    requests = new_records(Request, count, np.int32)
+    rows: Any = requests
+    rows["prompt"], rows["fresh"], rows["known"] = backlog.prompt, backlog.fresh, backlog.known
+    rows["work"] = np.round(prompt_work(backlog, costs))
+    rows["cap"], rows["group"] = np.minimum(backlog.caps, LONGEST), backlog.groups.of
+    rows["counted"] = 0 if backlog.counted is None else backlog.counted
+    rows["started"], rows["swept"] = NOT_STARTED, -1
+    waiting = np.full((2, 2 * count + 1), NO_REQUEST, dtype=np.int64)
+    queues, totals = new_records(Queue, 2), new_record(Totals)
+    for side, queue in ((LEFT, backlog.left), (RIGHT, backlog.right)):
+        # Retracted requests go in front: there is room for every request once.
+        queues[side].first, queues[side].last = count, count + len(queue)
+        waiting[side, count : count + len(queue)] = queue
+    totals.sample_last = count + backlog.first
     return State(
-        requests=rows,
-        waiting=queues,
-        running=np.zeros(requests, dtype=np.int64),
-        parent=backlog.groups.parent.copy(),
-        leaning=backlog.groups.leaning.copy(),
-        caps=group_caps(backlog.groups, backlog.caps),
-        entered=backlog.seen.entered.copy(),
-        ended=backlog.seen.ended.copy(),
-        reached=backlog.seen.reached.copy(),
-        hazard=outlook.hazard,
-        where=outlook.place,
-        stays=outlook.stays,
-        rest=outlook.rest,
-        rest_squared=outlook.rest_squared,
+        requests=requests,
+        waiting=waiting,
+        queues=queues,
+        running=np.zeros(count, dtype=np.int64),
+        admitted=np.zeros(count, dtype=np.int64),
+        tree=GroupTree.of(backlog.groups, backlog.caps),
+        seen=backlog.seen.copy(),
+        outlook=Outlook.blank(groups),
         holds=np.zeros((groups, BUCKETS, len(AHEAD))),
         doubt=np.zeros(groups),
         dirty=np.zeros(groups, dtype=np.bool_),
-        held_back=np.zeros((groups, 3)),
-        footprint=np.zeros((len(AHEAD), 4)),
-        footprint_next=np.zeros((len(AHEAD), 4)),
-        admitted=np.zeros(requests, dtype=np.int64),
-        counts=counts,
-        sums=np.zeros(LONGEST_ANSWER + 1),
-        machine=np.array(
-            [
-                costs.gemm_s,
-                costs.read_s,
-                costs.weights_s,
-                costs.capacity,
-                costs.most_tokens,
-                BURSTS_MARGIN * costs.margin if costs.bursts else costs.margin,
-                float(costs.bursts),
-            ]
-        ),
+        unknown=new_records(Unknown, groups),
+        footprint=new_records(Footprint, len(AHEAD)),
+        footprint_next=new_records(Footprint, len(AHEAD)),
+        totals=totals,
+        costs=costs.in_machine_code(),
     )

@@ -6,46 +6,7 @@ from engine_ext.compiled import compiled
 from engine_ext.plan.groups import ALIKE
 from engine_ext.plan.lengths import bucket_of, longest_of, record, refresh
 from engine_ext.scan.footprint import add_footprint, generated, rest_of, work_out_holds
-from engine_ext.scan.state import (
-    AHEAD,
-    ALIGNMENT,
-    AN_ANSWER,
-    BURSTS,
-    CAPACITY,
-    COMPUTE_LEFT,
-    COUNTED,
-    FRESH,
-    GEMM_S,
-    GROUP,
-    KNOWN,
-    KNOWN_COMPUTE,
-    KNOWN_MEMORY,
-    KNOWN_OUTPUTS,
-    KNOWN_PROMPTS,
-    LEFT,
-    LEFT_FIRST,
-    LEFT_LAST,
-    LEFT_WORK,
-    LONGEST_ANSWER,
-    MEMORY_LEFT,
-    NEXT_COMPUTE,
-    NEXT_DIRTY,
-    NEXT_MEMORY,
-    PLANNED,
-    PROMPT,
-    PROMPTS_LEFT,
-    READ_S,
-    RIGHT_FIRST,
-    RIGHT_LAST,
-    RIGHT_SHARE,
-    RUNNING,
-    SWEEP_AT,
-    SWEEPS,
-    SWEPT,
-    WEIGHTS_S,
-    WORK,
-    State,
-)
+from engine_ext.scan.state import AHEAD, ALIGNMENT, LEFT, RIGHT, State
 
 NOTHING_S = 1e-9  # seconds of work that count as none: sums of floats do not come back to zero
 FIRST_SWEEP = 1  # after the one that counts what waits
@@ -63,16 +24,16 @@ GROUPS_LOOKED_AT = 64  # groups asked for news in one step
 @compiled
 def sweep(state: State) -> None:
     """Look at the next few of what runs, from the end of the list: what leaves moves the last into its place."""
-    counts = state.counts
+    totals = state.totals
     _refresh_some(state)
-    at = min(counts[SWEEP_AT], counts[RUNNING])
-    stop = max(0, at - (counts[RUNNING] // SWEEP + 1))
+    at = min(totals.sweep_at, totals.running)
+    stop = max(0, at - (totals.running // SWEEP + 1))
     while at > stop:
         at -= 1
         request = state.running[at]
-        if state.requests[request, SWEPT] != counts[SWEEPS]:
+        if state.requests[request].swept != totals.sweeps:
             _look_at(state, int(request))
-    counts[SWEEP_AT] = at
+    totals.sweep_at = at
     if at == 0:
         end_sweep(state)
 
@@ -80,33 +41,34 @@ def sweep(state: State) -> None:
 @compiled
 def end_sweep(state: State) -> None:
     """Every running request has been looked at: take over what was found, and begin again."""
-    counts, sums = state.counts, state.sums
+    totals = state.totals
     for k in range(len(AHEAD)):
-        for row in range(4):
-            state.footprint[k, row] = state.footprint_next[k, row]
-            state.footprint_next[k, row] = 0.0
-    compute, memory = sums[NEXT_COMPUTE] + sums[KNOWN_COMPUTE], sums[NEXT_MEMORY] + sums[KNOWN_MEMORY]
-    prompts, outputs = sums[KNOWN_PROMPTS], sums[KNOWN_OUTPUTS]
+        now, found = state.footprint[k], state.footprint_next[k]
+        now.kv, now.variance, now.right_kv, now.doubt = found.kv, found.variance, found.right_kv, found.doubt
+        found.kv, found.variance, found.right_kv, found.doubt = 0.0, 0.0, 0.0, 0.0
+    compute, memory = totals.next_compute_s + totals.known_compute_s, totals.next_memory_s + totals.known_memory_s
+    prompts, outputs = totals.known_prompts_s, totals.known_outputs
     longest = 0.0
-    for group in range(len(state.parent)):
-        requests, prompt, fresh = state.held_back[group]
+    for group in range(len(state.tree.parent)):
+        unknown = state.unknown[group]
+        requests, prompt, fresh = unknown.requests, unknown.prompt, unknown.work
         if requests > 0:
-            rest, squared = state.rest[group, 0], state.rest_squared[group, 0]
-            compute += (fresh + requests * rest) * state.machine[GEMM_S]
-            prompts += fresh * state.machine[GEMM_S]
+            rest, squared = state.outlook.rest[group, 0], state.outlook.rest_squared[group, 0]
+            compute += (fresh + requests * rest) * state.costs.gemm_s
+            prompts += fresh * state.costs.gemm_s
             outputs += requests * rest
-            longest = max(longest, rest, min(longest_of(state.stays[group], requests), state.caps[group]))
-            memory += (prompt * rest + requests * squared / 2) * state.machine[READ_S]
-    sums[COMPUTE_LEFT], sums[MEMORY_LEFT] = compute, memory
-    sums[NEXT_COMPUTE], sums[NEXT_MEMORY] = 0.0, 0.0
-    sums[PROMPTS_LEFT], sums[AN_ANSWER] = prompts, outputs / max(1, waiting(state))
-    sums[LONGEST_ANSWER] = longest
-    sums[LEFT_WORK] = _left_work(state)
-    sums[RIGHT_SHARE] = _right_share(state)
-    if counts[SWEEPS] == FIRST_SWEEP:
-        sums[PLANNED] = _compute_share(state)
-    counts[SWEEPS] += 1
-    counts[SWEEP_AT] = counts[RUNNING]
+            longest = max(longest, rest, min(longest_of(state.outlook.stays[group], requests), state.tree.caps[group]))
+            memory += (prompt * rest + requests * squared / 2) * state.costs.read_s
+    totals.remaining_compute_s, totals.remaining_memory_s = compute, memory
+    totals.next_compute_s, totals.next_memory_s = 0.0, 0.0
+    totals.remaining_prompts_s, totals.mean_answer = prompts, outputs / max(1, waiting(state))
+    totals.longest_answer = longest
+    totals.left_work = _left_work(state)
+    totals.right_share = _right_share(state)
+    if totals.sweeps == FIRST_SWEEP:
+        totals.planned_share = _compute_share(state)
+    totals.sweeps += 1
+    totals.sweep_at = totals.running
 
 
 @compiled
@@ -115,44 +77,44 @@ def has_drifted(state: State) -> bool:
 
     As long as they are right, the pace keeps the ratio.
     """
-    return state.counts[SWEEPS] > FIRST_SWEEP and abs(_compute_share(state) - state.sums[PLANNED]) > DRIFT
+    return state.totals.sweeps > FIRST_SWEEP and abs(_compute_share(state) - state.totals.planned_share) > DRIFT
 
 
 @compiled
 def _compute_share(state: State) -> float:
-    compute, memory = state.sums[COMPUTE_LEFT], state.sums[MEMORY_LEFT]
+    compute, memory = state.totals.remaining_compute_s, state.totals.remaining_memory_s
     return compute / max(compute + memory, NOTHING_S)
 
 
 @compiled
 def record_growth(state: State, request: int, tokens: int, ended: bool) -> None:
-    group = state.requests[request, GROUP]
-    before = int(state.requests[request, COUNTED])
-    record(state.entered, state.ended, state.reached, state.parent, group, before, tokens, ended, 1.0)
+    group = state.requests[request].group
+    before = int(state.requests[request].counted)
+    record(state.seen, state.tree.parent, group, before, tokens, ended, 1.0)
     while group >= 0:
         state.dirty[group] = True
-        group = state.parent[group]
+        group = state.tree.parent[group]
 
 
 @compiled
 def _look_at(state: State, request: int) -> None:
-    state.requests[request, SWEPT] = state.counts[SWEEPS]
+    state.requests[request].swept = state.totals.sweeps
     tokens = generated(state, request)
-    counted = state.requests[request, COUNTED]
-    if state.requests[request, KNOWN] < 0 and bucket_of(tokens) > bucket_of(counted):
+    counted = state.requests[request].counted
+    if state.requests[request].known < 0 and bucket_of(tokens) > bucket_of(counted):
         record_growth(state, request, tokens, False)
-        state.requests[request, COUNTED] = tokens
+        state.requests[request].counted = tokens
     add_footprint(state, state.footprint_next, request, 1.0)
     rest, squared = rest_of(state, request, tokens)
-    state.sums[NEXT_COMPUTE] += rest * state.machine[GEMM_S]
-    state.sums[NEXT_MEMORY] += ((state.requests[request, PROMPT] + tokens) * rest + squared / 2) * state.machine[READ_S]
+    state.totals.next_compute_s += rest * state.costs.gemm_s
+    state.totals.next_memory_s += ((state.requests[request].prompt + tokens) * rest + squared / 2) * state.costs.read_s
 
 
 @compiled
 def waiting(state: State) -> int:
     """Requests in both queues."""
-    counts = state.counts
-    return counts[LEFT_LAST] - counts[LEFT_FIRST] + counts[RIGHT_LAST] - counts[RIGHT_FIRST]
+    left, right = state.queues[LEFT], state.queues[RIGHT]
+    return left.last - left.first + right.last - right.first
 
 
 @compiled
@@ -162,25 +124,29 @@ def _right_share(state: State) -> float:
     Not more, although the paper fills the memory: steps that keep the ratio of compute and reads are as good at half of
     it, and the rest takes what answers vary, so that prompts of the left end always find room.
     """
-    counts, machine, sums = state.counts, state.machine, state.sums
-    if counts[LEFT_FIRST] == counts[LEFT_LAST] or sums[COMPUTE_LEFT] <= NOTHING_S or machine[READ_S] == 0:
+    totals, costs = state.totals, state.costs
+    if (
+        state.queues[LEFT].first == state.queues[LEFT].last
+        or totals.remaining_compute_s <= NOTHING_S
+        or costs.read_s == 0
+    ):
         return 1.0
-    if machine[BURSTS] > 0:
+    if costs.bursts:
         return MOST_RIGHT  # each step reads the weights for those that decode alone, so many must
-    least_s = max(machine[WEIGHTS_S], ALIGNMENT * machine[GEMM_S])
-    reads_s = ENOUGH * least_s * sums[MEMORY_LEFT] / sums[COMPUTE_LEFT]
-    return min(MOST_RIGHT, reads_s / (machine[READ_S] * machine[CAPACITY]))
+    least_s = max(costs.weights_s, ALIGNMENT * costs.gemm_s)
+    reads_s = ENOUGH * least_s * totals.remaining_memory_s / totals.remaining_compute_s
+    return min(MOST_RIGHT, reads_s / (costs.read_s * costs.capacity))
 
 
 @compiled
 def _left_work(state: State) -> float:
     """Work of a prompt token, in tokens of GEMM, of the requests that stand first at the left end."""
-    first = state.counts[LEFT_FIRST]
+    first = state.queues[LEFT].first
     fresh, work = 1.0, 1.0
-    for at in range(first, min(state.counts[LEFT_LAST], first + HEADS)):
+    for at in range(first, min(state.queues[LEFT].last, first + HEADS)):
         request = state.waiting[LEFT, at]
-        fresh += state.requests[request, FRESH]
-        work += state.requests[request, WORK]
+        fresh += state.requests[request].fresh
+        work += state.requests[request].work
     return work / fresh
 
 
@@ -188,9 +154,9 @@ def _left_work(state: State) -> float:
 def _refresh_some(state: State) -> None:
     """Work out the outlook of the next few groups that have news."""
     left = GROUPS_AT_ONCE
-    for _ in range(min(GROUPS_LOOKED_AT, len(state.parent))):
-        group = state.counts[NEXT_DIRTY]
-        state.counts[NEXT_DIRTY] = (group + 1) % len(state.parent)
+    for _ in range(min(GROUPS_LOOKED_AT, len(state.tree.parent))):
+        group = state.totals.next_dirty
+        state.totals.next_dirty = (group + 1) % len(state.tree.parent)
         if state.dirty[group]:
             refresh_group(state, group)
             left -= 1
@@ -201,23 +167,10 @@ def _refresh_some(state: State) -> None:
 @compiled
 def refresh_group(state: State, group: int) -> None:
     state.dirty[group] = False
-    refresh(
-        group,
-        state.parent,
-        state.leaning,
-        state.caps,
-        state.entered,
-        state.ended,
-        state.reached,
-        state.hazard,
-        state.where,
-        state.stays,
-        state.rest,
-        state.rest_squared,
-    )
+    refresh(group, state.tree, state.seen, state.outlook)
     work_out_holds(state, group)
-    state.doubt[group] = 1 / np.sqrt(1 + np.sum(state.ended[group]))
+    state.doubt[group] = 1 / np.sqrt(1 + np.sum(state.seen.ended[group]))
     # Groups below that know little themselves, or are much like it, lean on this one.
-    for below in range(group + 1, len(state.parent)):
-        if state.parent[below] == group and (state.doubt[below] > DOUBTFUL or state.leaning[below] >= ALIKE):
+    for below in range(group + 1, len(state.tree.parent)):
+        if state.tree.parent[below] == group and (state.doubt[below] > DOUBTFUL or state.tree.leaning[below] >= ALIKE):
             state.dirty[below] = True

@@ -8,11 +8,23 @@ from numpy.typing import NDArray
 
 from engine_ext.compiled import compiled
 from engine_ext.plan.tree import Column
-
-# Places in Cache.tokens
-FREE, LOCKED, EVICTABLE, COMPUTED, USES = range(5)
+from engine_ext.records import new_record
 
 Heap = list[tuple[int, int]]  # time of last use, node; what is not valid any more is skipped
+
+
+class CacheTokens:
+    """Tokens that are `free`, `locked` and `evictable`; prompt tokens `computed` so far, with their `quadratic` work.
+
+    `uses`: how often something was used, as the clock of LRU.
+    """
+
+    free: int
+    locked: int
+    evictable: int
+    computed: int
+    uses: int
+    quadratic: float
 
 
 class Cache(NamedTuple):
@@ -20,9 +32,7 @@ class Cache(NamedTuple):
     `used` last.
 
     `extra`: output tokens kept behind a leaf; `cached`: whether it is there, or will be when what computes it is done;
-    `ready`: whether that is done, and `stashed`: tokens of it that chunks have computed until then. `tokens`: free,
-    locked and evictable ones, prompt tokens computed so far, and how often something was used; `work`: the quadratic
-    work of what was computed.
+    `ready`: whether that is done, and `stashed`: tokens of it that chunks have computed until then. `tokens`: the sums.
     """
 
     parent: Column
@@ -36,8 +46,7 @@ class Cache(NamedTuple):
     cached: NDArray[np.bool_]
     ready: NDArray[np.bool_]
     stashed: Column
-    tokens: Column
-    work: NDArray[np.float64]
+    tokens: CacheTokens
 
 
 def new_cache(parent: Column, begin: Column, end: Column, capacity: int) -> Cache:
@@ -46,6 +55,8 @@ def new_cache(parent: Column, begin: Column, end: Column, capacity: int) -> Cach
     cached[0] = True  # the root holds nothing
     users = np.zeros(nodes, dtype=np.int64)
     users[0] = 1  # and never leaves
+    tokens = new_record(CacheTokens)
+    tokens.free = capacity
     return Cache(
         parent=parent.copy(),
         begin=begin.copy(),
@@ -58,8 +69,7 @@ def new_cache(parent: Column, begin: Column, end: Column, capacity: int) -> Cach
         cached=cached,
         ready=cached.copy(),
         stashed=np.zeros(nodes, dtype=np.int64),
-        tokens=np.array([capacity, 0, 0, 0, 0], dtype=np.int64),
-        work=np.zeros(1),
+        tokens=tokens,
     )
 
 
@@ -139,15 +149,15 @@ def lock(cache: Cache, heap: Heap, leaf: int) -> tuple[int, float]:
     while node != 0:
         if cache.users[node] == 0:
             if cache.cached[node]:
-                cache.tokens[EVICTABLE] -= cache.size[node]
+                cache.tokens.evictable -= cache.size[node]
             else:
-                cache.tokens[FREE] -= cache.size[node]
+                cache.tokens.free -= cache.size[node]
                 cache.cached[node] = True
                 cache.stashed[node] = 0
                 cache.children[cache.parent[node]] += 1
                 tokens += cache.size[node]
                 quadratic += cache.quadratic[node]
-            cache.tokens[LOCKED] += cache.size[node]
+            cache.tokens.locked += cache.size[node]
         cache.users[node] += 1
         node = cache.parent[node]
     make_free(cache, heap, 0)
@@ -166,8 +176,8 @@ def make_ready(cache: Cache, leaf: int) -> None:
 @compiled
 def touch(cache: Cache, leaf: int) -> None:
     """Count what is cached of the leaf's path as used now."""
-    cache.tokens[USES] += 1
-    now, node = cache.tokens[USES], leaf
+    cache.tokens.uses += 1
+    now, node = cache.tokens.uses, leaf
     while node != 0:
         if cache.ready[node]:
             cache.used[node] = now
@@ -177,31 +187,31 @@ def touch(cache: Cache, leaf: int) -> None:
 @compiled
 def grow(cache: Cache, heap: Heap, tokens: int) -> bool:
     """Lock so many tokens more for outputs; whether there was room."""
-    if cache.tokens[FREE] + cache.tokens[EVICTABLE] < tokens:
+    if cache.tokens.free + cache.tokens.evictable < tokens:
         return False
     make_free(cache, heap, tokens)
-    cache.tokens[FREE] -= tokens
-    cache.tokens[LOCKED] += tokens
+    cache.tokens.free -= tokens
+    cache.tokens.locked += tokens
     return True
 
 
 @compiled
 def release(cache: Cache, heap: Heap, leaf: int, outputs: int, kept: bool) -> None:
     """A request ends, or is retracted: unlock its path; its output tokens stay behind the leaf, or are given up."""
-    cache.tokens[LOCKED] -= outputs
+    cache.tokens.locked -= outputs
     if kept:
         cache.extra[leaf] += outputs
-        cache.tokens[EVICTABLE] += outputs
+        cache.tokens.evictable += outputs
     else:
-        cache.tokens[FREE] += outputs
-    cache.tokens[USES] += 1
-    now, node = int(cache.tokens[USES]), leaf
+        cache.tokens.free += outputs
+    cache.tokens.uses += 1
+    now, node = int(cache.tokens.uses), leaf
     while node != 0:
         cache.users[node] -= 1
         cache.used[node] = now
         if cache.users[node] == 0:
-            cache.tokens[LOCKED] -= cache.size[node]
-            cache.tokens[EVICTABLE] += cache.size[node]
+            cache.tokens.locked -= cache.size[node]
+            cache.tokens.evictable += cache.size[node]
             if cache.children[node] == 0:
                 heappush(heap, (now, int(node)))
         node = cache.parent[node]
@@ -210,7 +220,7 @@ def release(cache: Cache, heap: Heap, leaf: int, outputs: int, kept: bool) -> No
 @compiled
 def make_free(cache: Cache, heap: Heap, tokens: int) -> None:
     """Evict the least recently used leaves until so many tokens are free."""
-    while cache.tokens[FREE] < tokens and len(heap) > 0:
+    while cache.tokens.free < tokens and len(heap) > 0:
         time, node = heappop(heap)
         if not cache.cached[node] or cache.users[node] > 0 or cache.children[node] > 0:
             continue
@@ -220,8 +230,8 @@ def make_free(cache: Cache, heap: Heap, tokens: int) -> None:
         held = cache.size[node] + cache.extra[node]
         cache.extra[node] = 0
         cache.cached[node], cache.ready[node] = False, False
-        cache.tokens[EVICTABLE] -= held
-        cache.tokens[FREE] += held
+        cache.tokens.evictable -= held
+        cache.tokens.free += held
         parent = cache.parent[node]
         cache.children[parent] -= 1
         if parent != 0 and cache.users[parent] == 0 and cache.children[parent] == 0:

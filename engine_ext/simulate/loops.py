@@ -6,27 +6,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engine_ext.compiled import compiled
-from engine_ext.costs.engine_model import CAPACITY
+from engine_ext.costs.engine_model import StepModel
 from engine_ext.plan.tree import Column
 from engine_ext.scan.books import finished, prefilled, retracted
 from engine_ext.scan.decide import decide
 from engine_ext.scan.replan import is_outdated
-from engine_ext.scan.state import ALIGNMENT, KNOWN, State
-from engine_ext.simulate.cache import LOCKED, Cache, Heap, empty_heap, evictable_leaves
-from engine_ext.simulate.engine import (
-    DECODING,
-    DECODING_KV,
-    DONE,
-    FINISHED,
-    PENDING,
-    PREFILLED,
-    RETRACTED,
-    Engine,
-    admit,
-    ends_of_decoding,
-    room_for,
-    step,
-)
+from engine_ext.scan.state import ALIGNMENT, State
+from engine_ext.simulate.cache import Cache, Heap, empty_heap, evictable_leaves
+from engine_ext.simulate.engine import DONE, Engine, admit, ends_of_decoding, room_for, step
 
 Floats = NDArray[np.float64]
 
@@ -77,27 +64,27 @@ def new_blend(sample: Column, scan: Column, expected: Floats, compute: Floats, m
 
 
 @compiled
-def run_blendserve(engine: Engine, cache: Cache, model: Floats, blend: Blend, usable: float) -> None:
+def run_blendserve(engine: Engine, cache: Cache, model: StepModel, blend: Blend, usable: float) -> None:
     """Algorithm 3: KV memory split by density, a prefill budget a side, steps in multiples of 128; the sample first.
 
     `usable`: the share of the KV memory that is M, what the two sides are to hold on average.
     """
     heap, ends = empty_heap(), empty_heap()
-    counts, split = engine.counts, blend.split
+    totals, split = engine.totals, blend.split
     compute, memory = blend.compute[blend.scan].sum(), blend.memory[blend.scan].sum()
     root = compute / memory if memory > 0 else 1.0
     done, tick = 0, 0
     while done < len(engine.leaf):
         if tick % SPLIT_EVERY == 0:
-            _split_memory(blend, engine, root, usable * model[CAPACITY])
+            _split_memory(blend, engine, root, usable * model.capacity)
         tick += 1
-        tokens = split[0, 1] + split[1, 1] + counts[DECODING]
-        chunk = max(ALIGNMENT, int(tokens / ALIGNMENT + 0.5) * ALIGNMENT - counts[DECODING])
+        tokens = split[0, 1] + split[1, 1] + totals.decoding
+        chunk = max(ALIGNMENT, int(tokens / ALIGNMENT + 0.5) * ALIGNMENT - totals.decoding)
         for side in range(2):
             blend.owed[side] = min(blend.owed[side], 0.0) + split[side, 1]
             _admit_side(engine, cache, heap, model, blend, side, chunk)
         decoded = step(engine, cache, heap, ends, model, chunk)
-        for k in range(counts[RETRACTED]):  # before the others decoded
+        for k in range(totals.retracted):  # before the others decoded
             request = engine.retracted[k]
             blend.held[blend.side[request]] -= engine.prompt[request] + engine.generated[request]
             blend.decode[blend.side[request]] -= 1
@@ -105,28 +92,30 @@ def run_blendserve(engine: Engine, cache: Cache, model: Floats, blend: Blend, us
             blend.at[3] += 1
         for side in range(2):
             blend.held[side] += decoded * blend.decode[side]
-        for k in range(counts[FINISHED]):
+        for k in range(totals.finished):
             request = engine.finished[k]
             blend.held[blend.side[request]] -= engine.prompt[request] + engine.output[request]
             blend.decode[blend.side[request]] -= 1
             done += 1
-        for k in range(counts[PREFILLED]):
+        for k in range(totals.prefilled):
             blend.decode[blend.side[engine.prefilled[k]]] += 1
 
 
 @compiled
-def _admit_side(engine: Engine, cache: Cache, heap: Heap, model: Floats, blend: Blend, side: int, chunk: int) -> None:
+def _admit_side(
+    engine: Engine, cache: Cache, heap: Heap, model: StepModel, blend: Blend, side: int, chunk: int
+) -> None:
     """Let in what the side's memory and budget allow; the sample and what comes again need only room."""
-    counts, at = engine.counts, blend.at
+    totals, at = engine.totals, blend.at
     while True:
         request, whence = _next_of(blend, side)
         if request < 0:
             return
         size = engine.prompt[request] + engine.generated[request]
-        alone = counts[DECODING] + counts[PENDING] == 0
-        if counts[PENDING] >= chunk and not alone:
+        alone = totals.decoding + totals.pending == 0
+        if totals.pending >= chunk and not alone:
             return
-        if room_for(cache, int(engine.leaf[request])) - engine.generated[request] < counts[DECODING] + 1:
+        if room_for(cache, int(engine.leaf[request])) - engine.generated[request] < totals.decoding + 1:
             return
         full = blend.owed[side] <= 0 or blend.held[side] + size > blend.split[side, 0]
         if whence in (1, 2) and full and not alone:
@@ -177,22 +166,22 @@ def _split_memory(blend: Blend, engine: Engine, root: float, capacity: float) ->
 
 
 @compiled
-def run_batchweave(engine: Engine, cache: Cache, model: Floats, state: State, decoded: int, answers: int) -> int:
+def run_batchweave(engine: Engine, cache: Cache, model: StepModel, state: State, decoded: int, answers: int) -> int:
     """Our dual scan decides every step, until all have ended or, after so many answers, a plan is due.
 
     `decoded`: output tokens that each decoding request has got and `state` has not heard of; what is returned is this.
     """
     heap, ends = evictable_leaves(cache), ends_of_decoding(engine)
-    counts = engine.counts
+    totals = engine.totals
     steps, left = 0, np.count_nonzero(engine.state != DONE)
     while left > 0 and not is_outdated(state, steps, answers):
         steps += 1
         budget, let_in = decide(
             state,
-            cache.tokens[LOCKED],
-            counts[DECODING_KV],
-            counts[DECODING],
-            counts[PENDING],
+            cache.tokens.locked,
+            totals.decoding_kv,
+            totals.decoding,
+            totals.pending,
             decoded,
             len(engine.leaf),
         )
@@ -204,12 +193,12 @@ def run_batchweave(engine: Engine, cache: Cache, model: Floats, state: State, de
             else:
                 admit(engine, cache, heap, model, request)
         decoded = step(engine, cache, heap, ends, model, budget)
-        for k in range(counts[RETRACTED]):
+        for k in range(totals.retracted):
             retracted(state, int(engine.retracted[k]), int(engine.generated[engine.retracted[k]]))
-        for k in range(counts[FINISHED]):
+        for k in range(totals.finished):
             finished(state, int(engine.finished[k]), int(engine.output[engine.finished[k]]))
-            answers -= state.requests[engine.finished[k], KNOWN] < 0
-        left -= counts[FINISHED]
-        for k in range(counts[PREFILLED]):
+            answers -= state.requests[int(engine.finished[k])].known < 0
+        left -= totals.finished
+        for k in range(totals.prefilled):
             prefilled(state, int(engine.prefilled[k]))
     return decoded

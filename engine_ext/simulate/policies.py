@@ -16,23 +16,12 @@ from engine_ext.plan.prompts import Prompts
 from engine_ext.plan.resources import Requests, node_loads
 from engine_ext.plan.sample import SHARE, ask_sample
 from engine_ext.plan.tree import Column, PrefixTree, build_tree
+from engine_ext.records import column
 from engine_ext.scan.footprint import output_tokens
 from engine_ext.scan.replan import Standing, answers_before_next, plan_backlog
-from engine_ext.scan.state import FRESH, OWED, SIDE, State, StepCosts
-from engine_ext.simulate.cache import COMPUTED, Cache, new_cache
-from engine_ext.simulate.engine import (
-    DECODE,
-    DONE,
-    MOST_LOCKED,
-    PREFILL,
-    RECOMPUTED,
-    RETRACTIONS,
-    SECONDS,
-    STEPS,
-    Engine,
-    new_engine,
-    series_of,
-)
+from engine_ext.scan.state import State, StepCosts
+from engine_ext.simulate.cache import Cache, new_cache
+from engine_ext.simulate.engine import DECODE, DONE, PREFILL, Engine, new_engine, series_of
 from engine_ext.simulate.loops import new_blend, run_batchweave, run_blendserve
 from engine_ext.simulate.paper_order import paper_order
 from engine_ext.simulate.stock import run_stock
@@ -198,7 +187,7 @@ def _batchweave(work: Work, model: EngineModel, seed: int, search: Search) -> Ou
         state = plan_backlog(work.tree, work.groups, standing, work.cost, costs, generator, work.share, search.keep)
         planned_s += work.clock() - started
         answers = answers_before_next(standing.learned)
-        decoded = run_batchweave(engine, cache, model.array, state, decoded, answers)
+        decoded = run_batchweave(engine, cache, model.numbers, state, decoded, answers)
         standing = _go_on(standing, engine, state)
     return _outcome("batchweave", "", work, model, engine, cache, planned_s)
 
@@ -224,9 +213,9 @@ def _go_on(standing: Standing, engine: Engine, state: State) -> Standing:
         runs=runs,
         prefilled=engine.state == DECODE,
         ended=ended,
-        fresh=state.requests[:, FRESH].astype(np.int64),
-        side=state.requests[:, SIDE].astype(np.int64),
-        owed=float(state.sums[OWED]),
+        fresh=column(state.requests, "fresh").astype(np.int64),
+        side=column(state.requests, "side").astype(np.int64),
+        owed=float(state.totals.owed),
     )
 
 
@@ -243,7 +232,7 @@ def _blendserve(work: Work, model: EngineModel, seed: int, search: Search) -> Ou
 
     def run(usable: float) -> Outcome:
         engine, cache = _fresh_engine(work, model)
-        run_blendserve(engine, cache, model.array, new_blend(sample, scan, mean, compute, memory, fresh), usable)
+        run_blendserve(engine, cache, model.numbers, new_blend(sample, scan, mean, compute, memory, fresh), usable)
         return _outcome("blendserve", f"memory {usable:g}", work, model, engine, cache, planned_s)
 
     return min((run(usable) for usable in search.memory), key=lambda found: found.seconds)
@@ -260,7 +249,7 @@ def _ordered(name: str, order_of: Callable[[Work, int], Column], lpm: bool = Fal
 
         def run(chunk: int, ratio: float) -> Outcome:
             engine, cache = _fresh_engine(work, model)
-            run_stock(engine, cache, model.array, whole, work.estimates.mean, chunk, ratio, lpm)
+            run_stock(engine, cache, model.numbers, whole, work.estimates.mean, chunk, ratio, lpm)
             return _outcome(name, f"chunk {chunk}, ratio {ratio:g}", work, model, engine, cache, planned_s)
 
         first, *others = search.ratios
@@ -321,10 +310,10 @@ def _outcome(
     policy: str, setting: str, work: Work, model: EngineModel, engine: Engine, cache: Cache, planned_s: float
 ) -> Outcome:
     cost, planner_s = work.cost, work.prepared_s + planned_s
-    seconds = float(engine.sums[SECONDS]) + planner_s
+    seconds = float(engine.totals.seconds) + planner_s
     tokens = int(work.lengths.sum() + work.output.sum())
     # What was computed of prompts, in the cost model's seconds: GEMM by token, attention by what stands before.
-    prompt_s = float(cache.tokens[COMPUTED]) * cost.gemm_s_per_token + float(cache.work[0]) * cost.quadratic_s
+    prompt_s = float(cache.tokens.computed) * cost.gemm_s_per_token + float(cache.tokens.quadratic) * cost.quadratic_s
     whole_s = float(cost.compute_s(work.lengths, np.zeros(len(work.lengths))).sum())
     saved = (whole_s - prompt_s) / work.compute_s if work.compute_s else 0.0
     best = work.best_saved_s / work.compute_s if work.compute_s else 0.0
@@ -337,11 +326,11 @@ def _outcome(
         share_of_practical=work.practical_s(model) / seconds if seconds else 1.0,
         sharing=saved,
         sharing_kept=saved / best if best else 1.0,
-        retractions=int(engine.counts[RETRACTIONS]),
-        recomputed_tokens=int(engine.counts[RECOMPUTED]),
-        steps=int(engine.counts[STEPS]),
+        retractions=int(engine.totals.retractions),
+        recomputed_tokens=int(engine.totals.recomputed),
+        steps=int(engine.totals.steps),
         planner_s=planner_s,
-        most_kv=int(engine.counts[MOST_LOCKED]),
+        most_kv=int(engine.totals.most_locked),
         series=series_of(engine),
     )
 

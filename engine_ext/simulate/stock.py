@@ -11,22 +11,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engine_ext.compiled import compiled
-from engine_ext.costs.engine_model import COMPUTES_TWICE
+from engine_ext.costs.engine_model import StepModel
 from engine_ext.plan.tree import Column
 from engine_ext.simulate.cache import Cache, Heap, empty_heap, missing, touch, twice
-from engine_ext.simulate.engine import (
-    DECODES,
-    DECODING,
-    FINISHED,
-    PENDING,
-    QUEUE_FIRST,
-    QUEUE_LAST,
-    RETRACTED,
-    Engine,
-    admit,
-    room_for,
-    step,
-)
+from engine_ext.simulate.engine import Engine, admit, room_for, step
 
 Floats = NDArray[np.float64]
 
@@ -56,7 +44,7 @@ class Admissions(NamedTuple):
 
 @compiled
 def run_stock(
-    engine: Engine, cache: Cache, model: Floats, order: Column, expected: Floats, chunk: int, ratio: float, lpm: bool
+    engine: Engine, cache: Cache, model: StepModel, order: Column, expected: Floats, chunk: int, ratio: float, lpm: bool
 ) -> Admissions:
     """Run all requests, which wait in this order.
 
@@ -64,23 +52,23 @@ def run_stock(
     """
     heap, ends = empty_heap(), empty_heap()
     line = Line(np.append(order, 0), np.array([0, len(order)]))
-    counts, first_ratio, full = engine.counts, ratio, False
+    totals, first_ratio, full = engine.totals, ratio, False
     admissions = Admissions(np.empty_like(order), np.full(len(order), -1), np.zeros(1, dtype=np.int64))
     shrinks, done = False, 0
     while done < len(order):
         if not full:
             full = _admit_some(engine, cache, heap, model, line, admissions, expected, chunk, ratio, lpm)
         decoded = step(engine, cache, heap, ends, model, chunk)
-        done += counts[FINISHED]
-        for k in range(counts[RETRACTED]):
+        done += totals.finished
+        for k in range(totals.retracted):
             request = engine.retracted[k]
             line.ring[line.ends[1] % len(line.ring)] = request
             line.ends[1] += 1
         # Who has ended leaves the batch with the next decode step, and only then others are looked at.
-        if shrinks or counts[RETRACTED] > 0 or counts[DECODING] + counts[PENDING] == 0:
+        if shrinks or totals.retracted > 0 or totals.decoding + totals.pending == 0:
             full = False
-        shrinks = counts[FINISHED] > 0
-        if counts[RETRACTED] > 0:
+        shrinks = totals.finished > 0
+        if totals.retracted > 0:
             ratio = _ratio_after_retraction(engine, expected)
         elif decoded > 0:
             ratio = max(ratio - first_ratio * (1 - LEAST_RATIO) / DECAY_STEPS, first_ratio * LEAST_RATIO)
@@ -92,7 +80,7 @@ def _admit_some(
     engine: Engine,
     cache: Cache,
     heap: Heap,
-    model: Floats,
+    model: StepModel,
     line: Line,
     admissions: Admissions,
     expected: Floats,
@@ -101,24 +89,24 @@ def _admit_some(
     lpm: bool,
 ) -> bool:
     """Let in who fits; whether the next did not."""
-    counts = engine.counts
+    totals = engine.totals
     waiting = line.ends[1] - line.ends[0]
-    if waiting == 0 or counts[PENDING] >= chunk:
+    if waiting == 0 or totals.pending >= chunk:
         return False
     if lpm and waiting <= LOOKED_AT:
         _sort_by_match(engine, cache, line)
     # SGLang asks its cache for all that wait, each time; where it is to be compared with, so does this.
-    marked = waiting if model[COMPUTES_TWICE] > 0 else min(waiting, LOOKED_AT)
+    marked = waiting if model.computes_twice else min(waiting, LOOKED_AT)
     for at in range(line.ends[0], line.ends[0] + marked):
         touch(cache, int(engine.leaf[line.ring[at % len(line.ring)]]))
     reserved = ratio * to_come(engine, expected)
-    running = counts[DECODING] + counts[QUEUE_LAST] - counts[QUEUE_FIRST]
-    while counts[PENDING] < chunk and line.ends[0] < line.ends[1]:
+    running = totals.decoding + totals.queue_last - totals.queue_first
+    while totals.pending < chunk and line.ends[0] < line.ends[1]:
         request = int(line.ring[line.ends[0] % len(line.ring)])
         leaf = int(engine.leaf[request])
         own = _still(float(expected[request]), int(engine.generated[request]))
         room = room_for(cache, leaf) - engine.generated[request]
-        if model[COMPUTES_TWICE] > 0:
+        if model.computes_twice:
             room -= twice(cache, leaf)[0]
         if room <= own + SPARE + reserved and (running > 0 or room < 1):
             return True
@@ -136,12 +124,12 @@ def _admit_some(
 @compiled
 def to_come(engine: Engine, expected: Floats) -> float:
     """Output tokens that are still reserved for what runs."""
-    counts, tokens = engine.counts, 0.0
-    for k in range(counts[DECODING]):
+    totals, tokens = engine.totals, 0.0
+    for k in range(totals.decoding):
         request = engine.decoding[k]
-        got = int(engine.output[request] - (engine.ends[request] - counts[DECODES]))
+        got = int(engine.output[request] - (engine.ends[request] - totals.decodes))
         tokens += _still(float(expected[request]), got)
-    for at in range(counts[QUEUE_FIRST], counts[QUEUE_LAST]):
+    for at in range(totals.queue_first, totals.queue_last):
         request = engine.queue[at % len(engine.queue)]
         tokens += _still(float(expected[request]), int(engine.generated[request]))
     return tokens
@@ -154,11 +142,11 @@ def _still(expected: float, got: int) -> float:
 
 @compiled
 def _ratio_after_retraction(engine: Engine, expected: Floats) -> float:
-    counts = engine.counts
+    totals = engine.totals
     got, most = 0.0, 1.0
-    for k in range(counts[DECODING]):
+    for k in range(totals.decoding):
         request = engine.decoding[k]
-        got += float(engine.output[request] - (engine.ends[request] - counts[DECODES]) + RETRACT_STEPS)
+        got += float(engine.output[request] - (engine.ends[request] - totals.decodes) + RETRACT_STEPS)
         most += float(expected[request])
     return min(1.0, got / most)
 

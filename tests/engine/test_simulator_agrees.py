@@ -16,7 +16,7 @@ from engine_ext.costs.engine_model import Clock, EngineModel
 from engine_ext.plan.prompts import Prompts
 from engine_ext.plan.tree import build_tree
 from engine_ext.simulate.cache import new_cache
-from engine_ext.simulate.engine import RETRACTIONS, new_engine
+from engine_ext.simulate.engine import new_engine
 from engine_ext.simulate.stock import run_stock
 from service.demo.model import NAME, ensure_demo_model
 from service.demo.prompts import corpus
@@ -130,5 +130,5 @@ def simulate(requests: Requests, policy: str) -> Run:
     engine = new_engine(leaf, prompts.lengths, output)
     cache = new_cache(tree.parent, tree.begin, tree.end, CAPACITY)
     order = np.arange(len(requests))
-    found = run_stock(engine, cache, model.array, order, output.astype(float), CHUNK, 0.7, policy == "lpm")
-    return Run(found.order.tolist(), found.cached.tolist(), int(engine.counts[RETRACTIONS]))
+    found = run_stock(engine, cache, model.numbers, order, output.astype(float), CHUNK, 0.7, policy == "lpm")
+    return Run(found.order.tolist(), found.cached.tolist(), int(engine.totals.retractions))

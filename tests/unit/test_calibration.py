@@ -28,7 +28,7 @@ SHAPE = preset("llama-3-8b")
 def steps_of(path: Path, gpu: str, flat: bool = False) -> None:
     """Steps of a machine by its datasheet, with 1% noise."""
     cost = CostModel(SHAPE, Machine(hardware(gpu)))
-    model, generator = EngineModel.of_steps(cost, Clock.MIXED).array, np.random.default_rng(0)
+    model, generator = EngineModel.of_steps(cost, Clock.MIXED).numbers, np.random.default_rng(0)
     with path.open("w") as file:
         for step in range(200):
             prompt = 0 if step % 2 else int(2 ** generator.uniform(6, 13))

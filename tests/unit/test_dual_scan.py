@@ -1,6 +1,6 @@
 """The scan driven step by step by a small engine: what it promises whatever the lengths turn out to be."""
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import numpy as np
 import pytest
@@ -11,18 +11,10 @@ from engine_ext.plan.groups import Groups
 from engine_ext.plan.lengths import Seen, see
 from engine_ext.plan.prompts import Prompts
 from engine_ext.plan.tree import Column, build_tree
+from engine_ext.records import column
 from engine_ext.scan.decide import DualScan
 from engine_ext.scan.ends import fresh_tokens
-from engine_ext.scan.state import (
-    ALIGNMENT,
-    DECODING,
-    KNOWN,
-    OWN_KV,
-    RIGHT_PENDING,
-    SIDE,
-    Backlog,
-    StepCosts,
-)
+from engine_ext.scan.state import ALIGNMENT, Backlog, StepCosts
 from engine_ext.scan.sweep import end_sweep
 
 # So that a full cache takes about as long to read as 250 tokens take to compute.
@@ -94,17 +86,15 @@ class Engine:
         """What the scan keeps in sums is what it would find by counting."""
         state, waits = self.scan.state, self.scan.waiting
         assert waits + self.scan.running + len(self.done) == len(self.prompt)
-        assert state.counts[DECODING] == len(self.decoding)
+        assert state.totals.decoding == len(self.decoding)
         own = sum(int(self.prompt[r]) + self.generated.get(r, 0) for r in self.left_to_prefill)
         own += sum(int(self.prompt[r]) + n for r, n in self.decoding.items())
         # A request that has just been prefilled gets its first token by the clock one decision early.
-        assert abs(int(state.counts[OWN_KV]) - own) <= 2 * len(self.decoding) + 1
-        unknown = state.requests[:, KNOWN] < 0
-        assert int(state.held_back[:, 0].sum()) == (waits if unknown.all() else 0)
-        pending = sum(
-            self.prompt[r] + self.generated.get(r, 0) for r in self.left_to_prefill if state.requests[r, SIDE]
-        )
-        assert state.sums[RIGHT_PENDING] == pending
+        assert abs(int(state.totals.own_kv) - own) <= 2 * len(self.decoding) + 1
+        unknown = column(state.requests, "known") < 0
+        assert int(column(state.unknown, "requests").sum()) == (waits if unknown.all() else 0)
+        pending = sum(self.prompt[r] + self.generated.get(r, 0) for r in self.left_to_prefill if state.requests[r].side)
+        assert state.totals.right_pending == pending
 
     def _prefill(self, budget: int) -> None:
         for request in list(self.left_to_prefill):
@@ -139,7 +129,7 @@ def test_every_request_ends_once_whatever_is_known(
     run = engine(
         backlog(prompt, output if known else np.full(count, -1), np.arange(ends), np.arange(count - 1, ends - 1, -1)),
         output,
-        replace(COSTS, bursts=bursts),
+        COSTS._replace(bursts=bursts),
     )
     run.run()
     assert sorted(run.done) == list(range(count))
@@ -194,13 +184,13 @@ def test_large_steps_are_multiples_of_the_alignment() -> None:
 
 def test_small_steps_fill_the_time_of_reading_the_weights() -> None:
     """There a tile more or less costs nothing, while tokens that are left out are lost."""
-    costs = replace(COSTS, weights_s=200 * COSTS.gemm_s)
+    costs = COSTS._replace(weights_s=200 * COSTS.gemm_s)
     scan = DualScan.of(backlog(np.array([5000, 10]), np.array([5, 20]), np.array([0]), np.array([1])), costs)
     assert scan.decide(used_kv=20, decoding_kv=20, decoding=1, pending=1000).budget == 199
 
 
 def test_where_an_answer_takes_longer_than_all_prompts_nothing_is_paced() -> None:
-    costs = replace(COSTS, weights_s=200 * COSTS.gemm_s)
+    costs = COSTS._replace(weights_s=200 * COSTS.gemm_s)
     scan = DualScan.of(backlog(np.array([5000, 10]), np.array([5, 500]), np.array([0]), np.array([1])), costs)
     assert scan.decide(used_kv=20, decoding_kv=20, decoding=1, pending=1000).budget == costs.most_tokens - 1
 
@@ -213,7 +203,7 @@ def test_what_ends_before_the_longest_answer_could_is_not_paced(waiting: int, is
     seen = see(groups, np.arange(100), answers, np.ones(100, bool))
     prompt, queue = np.full(waiting, 500), np.arange(waiting)
     work = backlog(prompt, np.full(waiting, -1), queue[: waiting // 2], queue[waiting // 2 :], groups, seen)
-    scan = DualScan.of(work, replace(COSTS, read_s=1e-9))
+    scan = DualScan.of(work, COSTS._replace(read_s=1e-9))
     compute_s, memory_s = scan.remaining_s
     assert (max(compute_s, memory_s) > 2) == is_paced
     budget = scan.decide(used_kv=2000, decoding_kv=2000, decoding=4, pending=1000).budget
@@ -234,7 +224,7 @@ def test_budget_follows_the_ratio_of_what_remains() -> None:
 
 def test_prompts_are_saved_up_where_a_prefill_stops_decoding() -> None:
     """As many over time as the pace asks for, so that both ends still come to their end together."""
-    run = two_sided(2000, known=True, costs=replace(COSTS, bursts=True))
+    run = two_sided(2000, known=True, costs=COSTS._replace(bursts=True))
     begun = run.scan.remaining_s
     prompts: list[int] = []
     for _ in range(600):
@@ -262,10 +252,10 @@ def test_what_runs_long_raises_what_is_expected_of_those_that_wait() -> None:
     scan = DualScan.of(backlog(np.full(count, 10), np.full(count, -1), np.empty(0, np.int64), np.arange(count)), costs)
     for request in scan.decide(0, 0, 0, 0).admitted[:20].tolist():
         scan.prefilled(request)
-    before = float(scan.state.rest[0, 0])
+    before = float(scan.state.outlook.rest[0, 0])
     for _ in range(1500):
         scan.decide(20_000, 20_000, 20, 0)
-    assert scan.state.rest[0, 0] > 3 * before
+    assert scan.state.outlook.rest[0, 0] > 3 * before
 
 
 def test_answers_of_a_group_tell_of_its_sibling() -> None:
@@ -281,8 +271,8 @@ def test_answers_of_a_group_tell_of_its_sibling() -> None:
         scan.finished(request, 4000)
     for _ in range(20):
         scan.decide(0, 0, 0, 0)
-    assert scan.state.rest[1, 0] == pytest.approx(4000, rel=0.1)
-    assert scan.state.rest[2, 0] == pytest.approx(4000, rel=0.2)
+    assert scan.state.outlook.rest[1, 0] == pytest.approx(4000, rel=0.1)
+    assert scan.state.outlook.rest[2, 0] == pytest.approx(4000, rel=0.2)
 
 
 def test_remaining_work_holds_what_was_just_admitted() -> None:
@@ -311,8 +301,8 @@ def test_any_clock_leaves_nothing_behind(decoded: int) -> None:
         if scan.waiting == 0:
             break
     assert scan.waiting + scan.running == 0
-    assert scan.state.counts[OWN_KV] == 0
-    assert scan.state.sums[RIGHT_PENDING] == 0
+    assert scan.state.totals.own_kv == 0
+    assert scan.state.totals.right_pending == 0
 
 
 def test_each_end_shares_with_the_one_before_it_there() -> None:

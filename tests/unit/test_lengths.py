@@ -82,12 +82,12 @@ def test_running_answers_are_lower_bounds() -> None:
 def test_counting_in_parts_is_counting_at_once() -> None:
 
     whole, parts = Seen.nothing(1), Seen.nothing(1)
-    record(whole.entered, whole.ended, whole.reached, ONE, 0, 0, 777, True, 1.0)
+    record(whole, ONE, 0, 0, 777, True, 1.0)
     for before, now, done in ((0, 128, False), (128, 144, False), (144, 600, False), (600, 777, True)):
-        record(parts.entered, parts.ended, parts.reached, ONE, 0, before, now, done, 1.0)
-    record(whole.entered, whole.ended, whole.reached, ONE, 0, 0, 256, True, 1.0)
-    record(parts.entered, parts.ended, parts.reached, ONE, 0, 0, 256, False, 1.0)
-    record(parts.entered, parts.ended, parts.reached, ONE, 0, 256, 256, True, 1.0)
+        record(parts, ONE, 0, before, now, done, 1.0)
+    record(whole, ONE, 0, 0, 256, True, 1.0)
+    record(parts, ONE, 0, 0, 256, False, 1.0)
+    record(parts, ONE, 0, 256, 256, True, 1.0)
     for a, b in ((whole.entered, parts.entered), (whole.ended, parts.ended), (whole.reached, parts.reached)):
         np.testing.assert_allclose(a, b)
 

@@ -19,7 +19,7 @@ from engine_ext.plan.tree import build_tree
 from engine_ext.scan.ends import two_ends
 from engine_ext.scan.live import LiveScan, shared_tokens
 from engine_ext.scan.replan import FEWEST
-from engine_ext.scan.state import OWN_KV, StepCosts
+from engine_ext.scan.state import StepCosts
 
 COST = CostModel(preset("llama-3-8b"), Machine(hardware("a100-80gb")))
 COSTS = StepCosts(gemm_s=2.5e-6, read_s=6.4e-8, weights_s=1e-4, capacity=20_000, most_tokens=2048)
@@ -127,7 +127,7 @@ def test_every_request_ends_once_whenever_it_comes(seed: int, count: int, known:
     engine.run()
     assert sorted([*engine.done, *gone]) == list(range(count))
     scan = engine.scan._scan  # pyright: ignore[reportPrivateUsage]
-    assert scan is None or (scan.running, scan.state.counts[OWN_KV]) == (0, 0)
+    assert scan is None or (scan.running, scan.state.totals.own_kv) == (0, 0)
 
 
 def test_it_plans_again_when_enough_has_come_and_not_in_every_step() -> None:

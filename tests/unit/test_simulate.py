@@ -18,8 +18,8 @@ from engine_ext.costs.engine_model import Clock, EngineModel, compute_time, step
 from engine_ext.costs.hardware import Machine, hardware
 from engine_ext.costs.model_shape import preset
 from engine_ext.plan.prompts import Prompts
-from engine_ext.simulate.cache import COMPUTED, EVICTABLE, FREE, LOCKED, Cache, new_cache
-from engine_ext.simulate.engine import DECODES, DECODING, RECOMPUTED, RETRACTIONS, Engine, admit, new_engine, step
+from engine_ext.simulate.cache import Cache, new_cache
+from engine_ext.simulate.engine import Engine, admit, new_engine, step
 from engine_ext.simulate.policies import POLICIES, TooLarge, Work, by_weight, prepare, simulate
 from engine_ext.simulate.stock import run_stock, to_come
 from service.cli.table import command_line
@@ -56,7 +56,7 @@ def typed_heap() -> list[tuple[int, int]]:
 
 
 def running(engine: Engine) -> list[int]:
-    return engine.decoding[: engine.counts[DECODING]].tolist()
+    return engine.decoding[: engine.totals.decoding].tolist()
 
 
 @pytest.mark.parametrize("policy", list(POLICIES))
@@ -84,13 +84,13 @@ def test_a_prefix_of_one_prefill_batch_is_computed_by_each_as_stock_sglang_does(
     work = work_of([[("a", 300), (n, 20)] for n in range(40)], [50] * 40)
     stock = replace(model(capacity=10_000, clock=Clock.SEQUENTIAL), computes_twice=True)
     engine, cache = fresh(work, stock)
-    found = run_stock(engine, cache, stock.array, np.arange(40), np.full(40, 50.0), 6400, 1.0, False)
+    found = run_stock(engine, cache, stock.numbers, np.arange(40), np.full(40, 50.0), 6400, 1.0, False)
     first = int(np.count_nonzero(found.cached == 0))
     assert 20 <= first < 40
     assert set(found.cached.tolist()) == {0, 300}
-    assert int(cache.tokens[COMPUTED]) == first * 320 + (40 - first) * 20
-    assert cache.tokens[FREE] + cache.tokens[EVICTABLE] == 10_000
-    assert cache.tokens[LOCKED] == 0
+    assert int(cache.tokens.computed) == first * 320 + (40 - first) * 20
+    assert cache.tokens.free + cache.tokens.evictable == 10_000
+    assert cache.tokens.locked == 0
 
 
 def test_of_a_prefix_that_is_computed_in_chunks_only_the_last_is_computed_by_others_too() -> None:
@@ -98,13 +98,13 @@ def test_of_a_prefix_that_is_computed_in_chunks_only_the_last_is_computed_by_oth
     work = work_of([[("a", 5000), (n, 10)] for n in range(20)], [4] * 20)
     stock = replace(model(clock=Clock.SEQUENTIAL), computes_twice=True)
     engine, cache = fresh(work, stock)
-    found = run_stock(engine, cache, stock.array, np.arange(20), np.full(20, 4.0), 256, 1.0, False)
+    found = run_stock(engine, cache, stock.numbers, np.arange(20), np.full(20, 4.0), 256, 1.0, False)
     cached = np.sort(found.cached)
     assert cached[0] == 0
     assert cached[1] >= 5000 - 256
     assert cached[-1] == 5000
-    assert int(cache.tokens[COMPUTED]) <= 5000 + 20 * 10 + 20 * 256
-    assert cache.tokens[LOCKED] == 0
+    assert int(cache.tokens.computed) <= 5000 + 20 * 10 + 20 * 256
+    assert cache.tokens.locked == 0
 
 
 def test_what_is_reserved_is_the_sum_over_all_that_run() -> None:
@@ -117,10 +117,10 @@ def test_what_is_reserved_is_the_sum_over_all_that_run() -> None:
     expected = generator.uniform(5, 200, 80)
     expected[0] = 9000.0
     for request in range(80):
-        admit(engine, cache, heap, engine_model.array, request)
+        admit(engine, cache, heap, engine_model.numbers, request)
     for _ in range(100):
-        step(engine, cache, heap, ends, engine_model.array, 256)
-    got = {int(r): int(engine.output[r] - engine.ends[r] + engine.counts[DECODES]) for r in running(engine)}
+        step(engine, cache, heap, ends, engine_model.numbers, 256)
+    got = {int(r): int(engine.output[r] - engine.ends[r] + engine.totals.decodes) for r in running(engine)}
     assert 0 < len(got) < 80
     wanted = sum(min(max(expected[request] - tokens, 0.0), 4096) for request, tokens in got.items())
     assert to_come(engine, expected) == pytest.approx(wanted)
@@ -142,11 +142,11 @@ def test_what_is_computed_again_is_not_lost_sharing() -> None:
     work = work_of([[(n, 100)] for n in range(60)], [600] * 60)
     engine_model = model(capacity=8_000)
     engine, cache = fresh(work, engine_model)
-    run_stock(engine, cache, engine_model.array, np.arange(60), np.full(60, 5.0), 2048, 0.3, False)
-    assert engine.counts[RETRACTIONS] > 20
-    assert int(cache.tokens[COMPUTED]) == 60 * 100
-    assert engine.counts[RECOMPUTED] >= engine.counts[RETRACTIONS]
-    assert cache.tokens[FREE] + cache.tokens[EVICTABLE] == 8_000
+    run_stock(engine, cache, engine_model.numbers, np.arange(60), np.full(60, 5.0), 2048, 0.3, False)
+    assert engine.totals.retractions > 20
+    assert int(cache.tokens.computed) == 60 * 100
+    assert engine.totals.recomputed >= engine.totals.retractions
+    assert cache.tokens.free + cache.tokens.evictable == 8_000
 
 
 @pytest.mark.parametrize("policy", list(POLICIES))
@@ -278,16 +278,18 @@ def test_rows_of_the_command(tmp_path: Path) -> None:
 def test_a_profile_replaces_the_datasheet_and_the_race_is_drawn(tmp_path: Path) -> None:
     """Steps of an engine half as fast as the datasheet: it takes twice as long."""
     path = lines(tmp_path, [{"segments": [["s", 50], [n, 1000]], "output_tokens": 60} for n in range(200)])
-    slow = EngineModel.of(CostModel(preset("llama-3-8b"), Machine(hardware("a100-80gb"))), Clock.MIXED).array
-    slow[:4] *= 2  # seconds of GEMM, reads, prefill attention and weights
+    slow = EngineModel.of(CostModel(preset("llama-3-8b"), Machine(hardware("a100-80gb"))), Clock.MIXED).numbers
+    slow = slow._replace(
+        gemm_s=2 * slow.gemm_s, read_s=2 * slow.read_s, quadratic_s=2 * slow.quadratic_s, weights_s=2 * slow.weights_s
+    )
     steps: list[dict[str, float]] = []
     for size in (64, 256, 1024, 4096):
         for kv in (0, 5_000, 60_000, 300_000):
             decoding = kv // 1000
-            seconds = step_time(slow, compute_time(slow, size + decoding, float(size) ** 2), kv * slow[1])
+            seconds = step_time(slow, compute_time(slow, size + decoding, float(size) ** 2), kv * slow.read_s)
             steps.append({"prefill_tokens": size, "decoding": decoding, "kv_tokens": kv, "seconds": seconds})
             if kv:
-                seconds = step_time(slow, compute_time(slow, decoding, 0.0), kv * slow[1])
+                seconds = step_time(slow, compute_time(slow, decoding, 0.0), kv * slow.read_s)
                 steps.append({"prefill_tokens": 0, "decoding": decoding, "kv_tokens": kv, "seconds": seconds})
     profile, plot = tmp_path / "profile.jsonl", tmp_path / "race.png"
     profile.write_text("".join(json.dumps(step) + "\n" for step in steps))

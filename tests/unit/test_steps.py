@@ -16,7 +16,7 @@ from engine_ext.plugin.scheduler.step_load import StepLoad
 from engine_ext.plugin.scheduler.steps import STRETCHES, Lane, StepBooks
 
 COST = CostModel(preset("llama-3-8b"), Machine(hardware("h200")))
-MODEL = EngineModel.of_steps(COST, Clock.MIXED).array
+MODEL = EngineModel.of_steps(COST, Clock.MIXED).numbers
 
 
 def test_a_step_that_was_launched_while_another_ran_takes_from_the_end_of_that() -> None:

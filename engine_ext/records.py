@@ -1,0 +1,38 @@
+"""Records of named numbers that machine code changes in place: NumPy records, described by classes with annotations.
+
+Compiled functions take arrays and named tuples, whose fields they cannot set. A record has both: `totals.clock += 1`
+works in machine code, in Python and under the type checker, and a misspelt field is an error in all three.
+"""
+
+from typing import Any, Protocol, TypeVar, cast, get_type_hints
+
+import numpy as np
+from numpy.typing import NDArray
+
+Fields = TypeVar("Fields")
+Row = TypeVar("Row", covariant=True)
+
+
+class Records(Protocol[Row]):
+    """An array of records: `records[k].field` is one number, in Python `column(records, "field")` all of them."""
+
+    def __getitem__(self, at: int, /) -> Row: ...
+
+    def __len__(self) -> int: ...
+
+
+def new_records(kind: type[Fields], count: int, integer: type[np.signedinteger[Any]] = np.int64) -> Records[Fields]:
+    """So many records of zeros. `kind`: its annotations, int or float, are the fields; floats are float64."""
+    types = {int: integer, float: np.float64}
+    fields = [(name, types[hint]) for name, hint in get_type_hints(kind).items()]
+    return cast(Records[Fields], np.zeros(count, dtype=fields).view(np.recarray))
+
+
+def new_record(kind: type[Fields]) -> Fields:
+    """One record of zeros."""
+    return new_records(kind, 1)[0]
+
+
+def column(records: Records[object], field: str) -> NDArray[Any]:
+    """One field of all records, as an array that shares their memory."""
+    return cast(NDArray[Any], cast(Any, records)[field])
