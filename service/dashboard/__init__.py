@@ -1,4 +1,4 @@
-"""Pages for people, at /dashboard: Jinja2, htmx and uPlot, all from here."""
+"""The dashboard: web pages at /dashboard, built with Jinja2, htmx and uPlot, with nothing loaded from other hosts."""
 
 from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
@@ -35,7 +35,7 @@ def is_page(request: Request) -> bool:
 
 
 def _sign_in(request: Request, _error: Exception) -> Response:
-    if "hx-request" in request.headers:  # a part of a page that is open: all of it goes
+    if "hx-request" in request.headers:  # part of an open page: redirect the whole page
         return Response(status_code=204, headers={"HX-Redirect": f"{PREFIX}/sign-in"})
     back = request.url.path if request.method == "GET" and not request.url.path.endswith(".json") else PREFIX
     return RedirectResponse(f"{PREFIX}/sign-in?back={back}", status_code=303)

@@ -1,4 +1,4 @@
-"""What the dashboard's forms do: the same as the API's calls, by whoever is signed in, then back to a page."""
+"""The dashboard's forms: each does the same as an API call, as the signed-in viewer, then redirects to a page."""
 
 from typing import Annotated
 from urllib.parse import quote, urlencode
@@ -53,10 +53,10 @@ async def sign_in_form(
     async with here.database.write() as session:
         token = await sign_in(session, key, int(here.clock()))
     if token is None:
-        problem = "This key is unknown, revoked or has expired. `batchweave keys create` makes one."
+        problem = "This key is unknown, revoked or has expired. Create one with `batchweave keys create`."
         return page(request, "sign_in.html", None, status_code=401, back=_own(back), problem=problem)
     response = _to(_own(back))
-    set_cookie(request, response, token)  # a new one, so that nobody knows it from before
+    set_cookie(request, response, token)  # a new token, which cannot be known from before the sign-in
     return response
 
 
@@ -132,7 +132,7 @@ async def resume(here: Here, viewer: ChangesAsOperator, name: workers.WorkerName
 
 
 def _own(back: str) -> str:
-    """A page of ours and nothing else, whatever the form says."""
+    """Return `back` if it is a page of the dashboard, otherwise the overview."""
     return back if back == "/dashboard" or back.startswith("/dashboard/") else "/dashboard"
 
 

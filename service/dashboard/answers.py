@@ -1,4 +1,4 @@
-"""The requests of a batch with what came of them, searched in its files: bounded, since a file may have millions."""
+"""Searches a batch's files for requests and their answers, within bounds, since a file may have millions of lines."""
 
 import asyncio
 import json
@@ -19,7 +19,7 @@ from service.objects.storage import file_key
 SHOWN = 50
 MOST_BYTES = 64 * 1024 * 1024
 MOST_OF_FIRST, MOST_OF_PARSED, MOST_OF_LINE = 1024 * 1024, 256 * 1024, 16 * 1024 * 1024
-MOST_CHARACTERS = 20_000  # of one text
+MOST_CHARACTERS = 20_000  # shown of one request or answer
 
 _searches: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()  # by project
 
@@ -32,7 +32,7 @@ class _Url(msgspec.Struct):
     url: str | None = None
 
 
-_name = msgspec.json.Decoder(_Named)  # passes over the rest of a line, where Python's objects of it would take seconds
+_name = msgspec.json.Decoder(_Named)  # skips the rest of a line; parsing it into Python objects would take seconds
 _url = msgspec.json.Decoder(_Url)
 
 
@@ -46,14 +46,14 @@ class Line:
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """`all_searched`: whether it was the whole of what is there."""
+    """The lines that a search found. `all_searched`: whether the search covered everything there is."""
 
     lines: list[Line]
     all_searched: bool
 
 
 async def search(here: Context, batch: Batch, kind: str, text: str) -> Found:
-    """The first lines of `kind` (output or errors) whose custom_id has `text` in it."""
+    """Return the first lines of `kind` (output or errors) whose custom_id contains `text`."""
     lines: list[Line] = []
     cut_off = False
 
@@ -71,14 +71,14 @@ async def search(here: Context, batch: Batch, kind: str, text: str) -> Found:
 
 
 async def request_of(here: Context, batch: Batch, custom_id: str) -> tuple[str | None, str | None]:
-    """A request as it was sent, and its answer, as JSON for people; None for what is not found within bounds."""
+    """Return a request as it was sent and its answer, as indented JSON; None for either if not found within bounds."""
     asked = await _one(batch, here.storage.stream(file_key(batch.input_file_id)), custom_id)
     answer = await _one(batch, _results(here, batch, True), custom_id)
     return asked, answer or await _one(batch, _results(here, batch, False), custom_id)
 
 
 async def first_url(here: Context, file: File) -> str | None:
-    """What the request on a file's first line is for; None where the line is long or no request."""
+    """Return the `url` of the request on a file's first line; None if the line is too long or not a request."""
     with suppress(FileNotFoundError, msgspec.DecodeError, RecursionError):
         head = await here.storage.read_range(file_key(file.id), 0, min(file.size_bytes, MOST_OF_FIRST))
         return _url.decode(head.lstrip().partition(b"\n")[0]).url
@@ -86,7 +86,10 @@ async def first_url(here: Context, file: File) -> str | None:
 
 
 def parsed(raw: bytes) -> dict[str, Any] | None:
-    """A line's object; None for anything else, as in a file that failed its validation, and for one that is long."""
+    """Return the object on a line; None if the line is too long or holds anything else.
+
+    A file that failed its validation may hold anything.
+    """
     if len(raw) > MOST_OF_PARSED:
         return None
     try:
@@ -97,7 +100,7 @@ def parsed(raw: bytes) -> dict[str, Any] | None:
 
 
 def _named(raw: bytes) -> str | None:
-    """A line's custom_id, or "" for one without; None for what is no object."""
+    """Return a line's custom_id, or "" if it has none; None if the line is not an object."""
     try:
         return _name.decode(raw).custom_id or ""
     except (msgspec.DecodeError, RecursionError):
@@ -121,13 +124,13 @@ async def _one(batch: Batch, parts: AsyncIterator[bytes], custom_id: str) -> str
 
 
 async def _look_through(batch: Batch, parts: AsyncIterator[bytes], look: Callable[[bytes], bool]) -> bool:
-    """Show `look` each line until it has seen enough; whether it has seen all, and not only as much as is read at once.
+    """Pass each line to `look` until it has seen enough. Return whether it saw all lines, within the bounds on reading.
 
-    It runs in a thread, one for a project, since a file may have a million lines to parse.
+    `look` runs in a thread, one per project at a time, since a file may have a million lines to parse.
     """
     read, rest = 0, b""
     lock = _searches.setdefault(batch.project_id, asyncio.Lock())
-    with suppress(FileNotFoundError):  # deleted, or expired
+    with suppress(FileNotFoundError):  # the file was deleted or has expired
         async with lock:
             async for part in parts:
                 read += len(part)
@@ -141,12 +144,12 @@ async def _look_through(batch: Batch, parts: AsyncIterator[bytes], look: Callabl
 
 
 def _look_at(text: bytes, look: Callable[[bytes], bool]) -> bool:
-    """Whether `look` has seen enough in one of these lines."""
+    """Return whether `look` has seen enough after one of these lines."""
     return any(look(line) for line in text.split(b"\n") if line and not line.isspace())
 
 
 async def _results(here: Context, batch: Batch, is_output: bool) -> AsyncIterator[bytes]:
-    """Of the finished file, or what is answered so far."""
+    """Yield the contents of the finished file, or the answers so far."""
     file_id = batch.output_file_id if is_output else batch.error_file_id
     if file_id is not None:
         async for part in here.storage.stream(file_key(file_id)):

@@ -1,4 +1,4 @@
-"""Which batches a list shows, as its form asks."""
+"""The filters of the list of batches, as chosen in its form."""
 
 import json
 from dataclasses import asdict, dataclass
@@ -17,7 +17,7 @@ Day = Annotated[str, Query(pattern=r"^(\d{4}-\d{2}-\d{2})?$")]
 
 @dataclass(frozen=True, slots=True)
 class Filters:
-    """What is left empty does not count. Days are of creation, in UTC, both included."""
+    """The chosen filters. Empty ones are ignored. Days are days of creation in UTC, and both are included."""
 
     status: Annotated[str, Query(max_length=20)] = ""
     model: Annotated[str, Query(max_length=512, pattern=NO_NUL)] = ""
@@ -31,7 +31,7 @@ class Filters:
         return {name: value for name, value in asdict(self).items() if value}
 
     def of(self, query: Select[Any]) -> Select[Any]:
-        """The query with what is asked for."""
+        """Return the query restricted by these filters."""
         wanted: list[ColumnElement[bool]] = []
         if self.status in tuple(BatchStatus):
             wanted.append(Batch.status == self.status)
@@ -46,13 +46,13 @@ class Filters:
             wanted.append(Batch.created_at < end.timestamp() + DAY_S)
         if self.text:
             ids = (place.contains(self.text, autoescape=True) for place in (Batch.id, Batch.input_file_id))
-            metadata = cast(Batch.custom_metadata, String)  # JSON, in which other letters are escaped
+            metadata = cast(Batch.custom_metadata, String)  # JSON, in which non-ASCII letters are escaped
             wanted.append(or_(*ids, metadata.icontains(json.dumps(self.text)[1:-1], autoescape=True)))
         return query.where(*wanted)
 
 
 def _midnight(day: str) -> datetime | None:
-    """None for no day, and for one that no calendar has."""
+    """Return the start of the day in UTC; None if the day is empty or not in the calendar."""
     try:
         return datetime.strptime(day, "%Y-%m-%d").replace(tzinfo=UTC) if day else None
     except ValueError:

@@ -1,4 +1,7 @@
-"""How far a viewer sees: its own project; operators all of them, and what they change they change there."""
+"""Decides what a viewer sees: its own project, or every project for an operator.
+
+An operator's changes are made in the project that owns the object.
+"""
 
 from dataclasses import replace
 
@@ -12,17 +15,20 @@ from service.tenants.keys import Caller
 
 
 def seen_by(viewer: Viewer) -> ColumnElement[bool]:
-    """Which batches."""
+    """Return the condition for the batches that the viewer may see."""
     return true() if viewer.is_operator else Batch.project_id == viewer.caller.project.id
 
 
 def project_seen(viewer: Viewer) -> str | None:
-    """Whose objects are listed; None: everybody's."""
+    """Return the project whose objects the viewer may list; None for all projects."""
     return None if viewer.is_operator else viewer.caller.project.id
 
 
 async def as_owner(here: Context, viewer: Viewer, object_id: str) -> Caller:
-    """Who asks for this batch or file: an operator as the project that owns it. The audit log names the key."""
+    """Return the caller to use for this batch or file: an operator acts as the project that owns it.
+
+    The audit log names the operator's key.
+    """
     if not viewer.is_operator:
         return viewer.caller
     early = ids.early_file(object_id)

@@ -1,4 +1,4 @@
-"""Pages from templates, with the headers that keep everything else out."""
+"""Renders pages from templates, with headers that block content from anywhere else."""
 
 import time
 from pathlib import Path
@@ -26,7 +26,7 @@ def span(seconds: float | None) -> str:
 
 
 def size(count: float) -> str:
-    """Bytes for people."""
+    """Format a number of bytes for people to read."""
     for unit in ("bytes", "KiB", "MiB", "GiB"):
         if count < 1024 or unit == "GiB":
             return f"{count:,.0f} {unit}" if unit == "bytes" else f"{count:,.1f} {unit}"

@@ -1,4 +1,4 @@
-"""A batch's slices in the order of their plan, and the prefix tree of the window that runs, for its page."""
+"""Reads a batch's slices in plan order, and the prefix tree of its current planning window, for the batch's page."""
 
 from dataclasses import dataclass
 
@@ -15,7 +15,7 @@ MOST_SLICES = 2000
 
 @dataclass(frozen=True, slots=True)
 class Stretch:
-    """A slice: which part of the batch's width it takes, and what has become of it."""
+    """A slice: the part of the batch's width that it takes, and its state."""
 
     slice_id: int
     left: float  # of the width, 0 to 1
@@ -27,7 +27,7 @@ class Stretch:
 
 
 async def stretches(database: Database, batch_id: str) -> list[Stretch]:
-    """Empty before the plan; the first so many of a very large batch."""
+    """Return the batch's slices in plan order, at most `MOST_SLICES`; empty before the batch is planned."""
     async with database.read() as session:
         rows = (
             await session.execute(
@@ -52,14 +52,20 @@ async def stretches(database: Database, batch_id: str) -> list[Stretch]:
 
 
 def _state(each: Slice, share: SliceBatch) -> str:
-    """A slice of a batch that expired or was cancelled is done too, where nothing of it was run."""
+    """Return the slice's state, or "not_run" if it is done but none of it ran.
+
+    That is so when the batch expired or was cancelled first.
+    """
     is_empty = each.status == SliceStatus.DONE and not share.completed and not share.failed
     return "not_run" if is_empty else str(each.status)
 
 
 @dataclass(frozen=True, slots=True)
 class Drawing:
-    """`left`, `right`: how far the scan is from both ends, as shares of the width."""
+    """The prefix tree of a planning window, and the progress of its scan.
+
+    `left`, `right`: how far the scan has come from each end, as shares of the width.
+    """
 
     picture: PlanPicture
     left: float
@@ -69,7 +75,7 @@ class Drawing:
 
 
 async def drawing(database: Database, storage: Storage, batch_id: str) -> Drawing | None:
-    """Of the first window of the batch that is not done, or of its last; None where there is no picture any more."""
+    """Return the drawing of the batch's first unfinished window, or of its last; None if its picture is gone."""
     async with database.read() as session:
         mine = select(SliceBatch.slice_id).where(SliceBatch.batch_id == batch_id)
         firsts = [

@@ -1,4 +1,4 @@
-"""Who looks: a session cookie instead of a key, and a token in every form that no other site can know."""
+"""Identifies viewers by a session cookie instead of a key, and forms by a token that no other site can know."""
 
 import hashlib
 import hmac
@@ -22,12 +22,12 @@ SESSION_S = 12 * 3600
 
 
 class SignInNeeded(Exception):
-    """Nobody is signed in here; the page that was asked for can be shown after that."""
+    """The browser is not signed in; the requested page can be shown once it is."""
 
 
 @dataclass(frozen=True, slots=True)
 class Browser:
-    """`token`: what its cookie holds, or will hold."""
+    """A browser. `token`: what its session cookie holds, or will hold."""
 
     token: str
     is_new: bool
@@ -37,7 +37,7 @@ class Browser:
         return hashlib.sha256(f"csrf:{self.token}".encode()).hexdigest()
 
     def keep(self, request: Request, response: Response) -> None:
-        """Give it its cookie, where it has none."""
+        """Set the session cookie if the browser has none."""
         if self.is_new:
             set_cookie(request, response, self.token)
 
@@ -46,7 +46,7 @@ class Browser:
 class Viewer:
     caller: Caller
     browser: Browser
-    signed_in: bool  # by a key, and can sign out
+    signed_in: bool  # with a key, and so can sign out
 
     @property
     def is_admin(self) -> bool:
@@ -63,7 +63,10 @@ def browser_of(request: Request) -> Browser:
 
 
 async def viewer_of(request: Request, here: Here) -> Viewer:
-    """Raises SignInNeeded, or Forbidden where no keys are asked for and the address is not local."""
+    """Return the viewer who sent this request.
+
+    Raises SignInNeeded, or Forbidden if the service requires no keys and the address is not local.
+    """
     browser = browser_of(request)
     if not here.settings.needs_keys:
         check_local(request)
@@ -86,7 +89,7 @@ LooksIn = Annotated[Viewer, Depends(viewer_of)]
 async def changer_of(
     request: Request, here: Here, viewer: LooksIn, csrf: Annotated[str, Query(max_length=64)] = ""
 ) -> Viewer:
-    """A viewer whose form comes from one of our own pages. Raises Forbidden for any other."""
+    """Return the viewer if the form comes from one of our own pages. Raises Forbidden if it does not."""
     check_form(request, viewer.browser, csrf)
     return viewer
 
@@ -122,11 +125,11 @@ ChangesAsOperator = Annotated[Viewer, Depends(changing_operator_of)]
 def check_form(request: Request, browser: Browser, csrf: str) -> None:
     other_site = request.headers.get("sec-fetch-site", "same-origin") not in ("same-origin", "none")
     if browser.is_new or other_site or not hmac.compare_digest(csrf.encode(), browser.csrf.encode()):
-        raise Forbidden("The form is not from this browser's session. Load the page again.", code="csrf")
+        raise Forbidden("This form does not belong to this browser's session. Reload the page.", code="csrf")
 
 
 async def sign_in(session: AsyncSession, key: str, now: int) -> str | None:
-    """The token of a new session; None for a key that is not good."""
+    """Create a session and return its token; None if the key is invalid or may not sign in."""
     caller = await caller_of(session, key.strip(), now)
     if caller is None or caller.role is Role.MONITOR:
         return None
@@ -141,7 +144,11 @@ async def sign_out(session: AsyncSession, token: str) -> None:
 
 
 def set_cookie(request: Request, response: Response, token: str) -> None:
-    """Lax: a link from elsewhere finds one signed in; no form of another site does, nor has it our token."""
+    """Set the session cookie.
+
+    SameSite=Lax: a link from another site opens the page signed in; a form on another site is sent without the cookie,
+    and does not have our token either.
+    """
     secure = request.url.scheme == "https"
     response.set_cookie(
         COOKIE, token, max_age=SESSION_S, path="/dashboard", httponly=True, samesite="lax", secure=secure

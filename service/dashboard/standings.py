@@ -1,4 +1,4 @@
-"""How many batches run, wait, are held and have ended, for the overview."""
+"""Counts the running, waiting, held and finished batches for the overview."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ from service.db.tables import Batch, BatchStatus, SliceBatch, SliceStatus, fixed
 
 SHOWN = 10
 DAY_S = 24 * 3600
-# A worker has some of it, or its files are written.
+# A worker holds a lease on part of the batch, or its files are being written.
 _RUNS = Batch.status.in_((BatchStatus.FINALIZING, BatchStatus.CANCELLING)) | (
     (Batch.status == BatchStatus.IN_PROGRESS)
     & Batch.id.in_(select(SliceBatch.batch_id).where(SliceBatch.status == fixed(SliceStatus.LEASED)))
@@ -21,18 +21,21 @@ _WAITS = Batch.status.in_(LIVE) & ~Batch.held
 
 @dataclass(frozen=True, slots=True)
 class Standings:
-    """`oldest_at`: unix seconds at which the oldest that runs or waits was created."""
+    """The numbers of batches by state.
+
+    `oldest_at`: when the oldest running or waiting batch was created, in unix seconds.
+    """
 
     running: int
     waiting: int
     held: int
     oldest_at: int | None
     completed: int  # in the last day
-    failed: int  # in the last day, or expired
+    failed: int  # or expired, in the last day
 
 
 async def standings(session: AsyncSession, mine: ColumnElement[bool], now: float) -> Standings:
-    """What has ended is counted for a day, so that a page does not cost more from year to year."""
+    """Count batches by state. Finished ones count for a day, so that the page does not get slower over the years."""
 
     def number(of: ColumnElement[bool]) -> ColumnElement[int]:
         return func.count(case((of, 1)))
@@ -51,7 +54,7 @@ async def standings(session: AsyncSession, mine: ColumnElement[bool], now: float
 
 
 async def next_batches(session: AsyncSession, mine: ColumnElement[bool]) -> Sequence[Batch]:
-    """Those that run, then those that come next."""
+    """Return the running batches, then the waiting ones, each by deadline; at most `SHOWN` in total."""
     found = list[Batch]()
     for which in (_WAITS & _RUNS, _WAITS & ~_RUNS):
         query = select(Batch).where(mine, which).order_by(Batch.expires_at, Batch.seq).limit(SHOWN - len(found))

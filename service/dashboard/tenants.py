@@ -1,4 +1,4 @@
-"""Projects, quotas and keys in the dashboard, for operators; `batchweave projects` and `keys` do the same."""
+"""The operators' pages for projects, quotas and keys; `batchweave projects` and `batchweave keys` do the same."""
 
 from typing import Annotated
 
@@ -19,9 +19,9 @@ from service.tenants import changes
 router = APIRouter(prefix="/dashboard", include_in_schema=False)
 Name = Annotated[str, Form(max_length=128)]
 MOST = 2**53
-NO_KEYS = "The service asks for no keys here: make one with `batchweave keys create`, and set BATCHWEAVE_AUTH=keys."
+NO_KEYS = "This service requires no API keys. Create one with `batchweave keys create` and set BATCHWEAVE_AUTH=keys."
 Quota = Annotated[int | None, Form(ge=0, le=MOST)]
-Rate = Annotated[int | None, Form(ge=1, le=MOST)]  # by none could a form undo it
+Rate = Annotated[int | None, Form(ge=1, le=MOST)]  # with 0, the form that undoes it would be refused too
 Weight = Annotated[float, Form(ge=changes.LEAST_WEIGHT, le=changes.MOST_WEIGHT)]
 
 
@@ -59,7 +59,7 @@ async def change_project(
     max_bytes: Quota = None,
     max_requests_per_minute: Rate = None,
 ) -> Response:
-    """An empty field lifts its quota; one that the form has not stays."""
+    """Change the weight and quotas. An empty field removes its quota; a field missing from the form changes nothing."""
     fields = {
         "weight": weight,
         "max_batches": max_batches,
@@ -85,8 +85,8 @@ async def create_key(
     role: Annotated[Role, Form()] = Role.USER,
     days: Annotated[int | None, Form(ge=1, le=changes.LONGEST_DAYS)] = None,
 ) -> Response:
-    """The one page that shows it; loaded again it makes another, as browsers warn."""
-    if not here.settings.needs_keys:  # anyone on this machine could make one that outlives this
+    """Create a key and show it, on this page only. Reloading the page creates another key, as browsers warn."""
+    if not here.settings.needs_keys:  # anyone on this machine could create one, still valid once keys are required
         return await _list(request, here, viewer, NO_KEYS)
     try:
         async with here.database.write() as session:

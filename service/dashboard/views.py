@@ -1,4 +1,4 @@
-"""The dashboard's pages: what there is to see. Nothing here changes anything."""
+"""The dashboard's read-only pages. Nothing in this module changes state."""
 
 import asyncio
 from collections.abc import AsyncIterator, Sequence
@@ -37,7 +37,7 @@ from service.settings import variable
 LISTED = 50
 MOST_ROWS = 2**53
 TICK_S = 2.0
-STREAM_S = 600.0  # the browser connects again; a session that has ended must not be told for ever
+STREAM_S = 600.0  # then the browser reconnects, so that a session that has ended gets no more events
 STATIC = {"style.css", "dashboard.js", "htmx.min.js", "uPlot.iife.min.js", "uPlot.min.css"}
 SECRETS = ("database_url", "redis_url", "storage_url", "engine_args", "otlp_endpoint", "secret_key")
 
@@ -112,7 +112,7 @@ async def one_batch(
 ) -> Response:
     row = await _batch(here, viewer, batch_id)
     batch = await batches.shape(here, row)
-    # A page that fetches itself again shows of it only what moves, which the requests below are not.
+    # A live refresh replaces only the live part of the page, and the list of requests is not in it.
     found = Found([], True) if "hx-request" in request.headers else await search(here, row, kind, text)
     timeline = [
         (name, getattr(batch, f"{name}_at"))
@@ -149,13 +149,13 @@ async def one_batch(
 async def batch_points(here: Here, viewer: LooksIn, batch_id: ObjectId) -> Response:
     batch = await _batch(here, viewer, batch_id)
     points = await History(here.redis).batch_points(batch_id)
-    if batch.status in TERMINAL and batch.in_progress_at is not None:  # so that a short one has a beginning and an end
+    if batch.status in TERMINAL and batch.in_progress_at is not None:  # give even a short one a first and a last point
         counts = Counts.of_row(batch)
         ended_at = max(filter(None, (batch.completed_at, batch.cancelled_at, batch.expired_at, batch.in_progress_at)))
         begun = [batch.in_progress_at, 0, 0, 0, 0]
         end = [ended_at, counts.completed, counts.failed, counts.input_tokens, counts.output_tokens]
         points = [begun, *(each for each in points if begun[0] < each[0] < ended_at)]
-        if batch.status != BatchStatus.COMPLETED:  # what is left of others is given its lines at the end, all at once
+        if batch.status != BatchStatus.COMPLETED:  # the unanswered get their lines at the end, all at once
             points.append([ended_at, *points[-1][1:]])
         points.append(end)
     return JSONResponse(points, headers=HEADERS)
@@ -226,13 +226,16 @@ async def worker_list(
 
 @router.get("/workers/{name:path}/steps.json")
 async def worker_steps(here: Here, _viewer: LooksInAsOperator, name: WorkerName) -> Response:
-    """Of its first rank, by stretches of steps: the step, then seconds per step of compute, KV reads and in all."""
+    """Return the points of the chart of a worker's steps, from its first rank.
+
+    Each point covers several steps: the first step's number, then seconds per step of compute, of KV reads and in all.
+    """
     try:
         alive = await here.heartbeat.alive()
     except (RedisError, OSError):
         alive = []
     rank = next((each["engine"][0] for each in alive if each["name"] == name and each.get("engine")), {})
-    every, series = rank.get("series_every", 1), rank.get("series", [])[:-1]  # the last is not full yet
+    every, series = rank.get("series_every", 1), rank.get("series", [])[:-1]  # the last one is not complete yet
     points = [[n * every, row[2] / every, row[3] / every, row[0] / every] for n, row in enumerate(series)]
     return JSONResponse(points, headers=HEADERS)
 
@@ -264,7 +267,7 @@ async def running_settings(request: Request, here: Here, viewer: LooksInAsOperat
 
 @router.get("/events")
 async def events(viewer: LooksIn) -> Response:
-    """A tick every two seconds, at which pages fetch themselves again."""
+    """Send a tick every two seconds; at each tick, pages refresh their live part."""
 
     async def ticks() -> AsyncIterator[dict[str, str]]:
         for number in range(int(STREAM_S / TICK_S)):
@@ -294,22 +297,22 @@ async def _shapes(here: Context, rows: Sequence[Batch]) -> list[BatchObject]:
 
 
 async def _paces(here: Context, rows: Sequence[Batch]) -> dict[str, float]:
-    """Tokens per second, of those that run."""
+    """Return tokens per second by batch ID, for the batches that have not ended."""
     return await History(here.redis).paces([row.id for row in rows if row.status in LIVE], here.clock())
 
 
 def _owners(rows: Sequence[Batch], projects: dict[str, str]) -> dict[str, str]:
-    """Names of the projects by batch, for whoever sees several."""
+    """Return the project name of each batch, by batch ID; empty if the viewer sees only one project."""
     return {row.id: projects[row.project_id] for row in rows if projects}
 
 
 async def _project_names(session: AsyncSession) -> dict[str, str]:
-    """By id."""
+    """Return the names of all projects by ID, sorted by name."""
     return {key: name for key, name in await session.execute(select(Project.id, Project.name).order_by(Project.name))}
 
 
 async def _workers(here: Context) -> list[WorkerObject] | None:
-    """None without Redis, which alone knows them."""
+    """Return the workers that are alive; None if Redis, which alone knows them, is unavailable."""
     try:
         return await alive_workers(here)
     except Unavailable:
@@ -317,6 +320,9 @@ async def _workers(here: Context) -> list[WorkerObject] | None:
 
 
 async def _endpoint_of(here: Context, file: File) -> str:
-    """As its first line says; the first of ours where it says nothing useful, as the validation will tell."""
+    """Return the endpoint that the file's first line names.
+
+    If the line names none of ours, return our first endpoint: the validation will report the error.
+    """
     url = await first_url(here, file)
     return url if url in ENDPOINTS else ENDPOINTS[0]

@@ -91,7 +91,7 @@ async def test_from_upload_to_download(page: Page, house: House, clock: Clock) -
         await page.get_by_role("link", name="Results", exact=True).click()
     lines = (await (await download.value).path()).read_text().splitlines()
     assert len({json.loads(each)["custom_id"] for each in lines}) == 19
-    await page.get_by_role("button", name="Run the failed ones again").click()
+    await page.get_by_role("button", name="Retry failed requests").click()
     async with jobs(house, clock), house.working(ScriptedEngine()):
         await expect(page.get_by_text("1 of 1", exact=True)).to_be_visible(timeout=15_000)
 
@@ -100,17 +100,17 @@ async def test_time_and_cost_are_shown_before_the_start(page: Page, house: House
     async with jobs(house, clock), house.working(ScriptedEngine()):
         await upload(page, 20, then="Show time and cost first")
         await expect(page.get_by_text("of them shared")).to_be_visible(timeout=15_000)
-        await expect(page.get_by_text("waits for its start")).to_be_visible()
-        await page.get_by_role("button", name="Start it").click()
+        await expect(page.get_by_text("waiting for its start")).to_be_visible()
+        await page.get_by_role("button", name="Start the batch").click()
         await expect(page.locator(".state.completed").first).to_be_visible(timeout=15_000)
 
 
 async def test_a_project_is_made_and_limited(page: Page) -> None:
     await page.goto("/dashboard/projects")
     await page.get_by_label("New project").fill("evaluation")
-    await page.get_by_role("button", name="Make it").click()
+    await page.get_by_role("button", name="Create project").click()
     await page.get_by_role("link", name="evaluation").click()
-    await page.get_by_label("Batches that have not ended").fill("7")
+    await page.get_by_label("Maximum number of unfinished batches").fill("7")
     await page.get_by_role("button", name="Save").click()
     await expect(page.get_by_role("row", name="evaluation")).to_contain_text("7")
 
@@ -129,8 +129,8 @@ async def test_a_key_is_made_and_revoked(settings: Settings, clock: Clock, house
 
 
 async def make_and_revoke(page: Page) -> None:
-    await page.get_by_label("Whose it is").fill("bob")
-    await page.get_by_role("button", name="Make a key").click()
+    await page.get_by_label("Owner or purpose").fill("bob")
+    await page.get_by_role("button", name="Create key").click()
     await expect(page.locator("pre")).to_contain_text("bw-")
     await page.get_by_role("link", name="Back to projects and keys").click()
     await page.get_by_role("button", name="Revoke bob").click()
@@ -200,12 +200,12 @@ async def test_a_page_that_nobody_looks_at_asks_for_nothing(page: Page, house: H
 
 
 async def test_a_page_says_that_the_service_is_away(settings: Settings, clock: Clock) -> None:
-    said = "The service does not answer"
+    said = "The service is not responding"
     with ExitStack() as first:
         url = first.enter_context(serve(settings, clock))
         async with browser_page(url) as (page, _):
             await page.goto("/dashboard/batches")
-            await expect(page.get_by_text("No batch is like that")).to_be_visible()
+            await expect(page.get_by_text("No batches match these filters")).to_be_visible()
             await expect(page.get_by_text(said)).to_be_hidden()
             first.close()
             await expect(page.get_by_text(said)).to_be_visible(timeout=30_000)
@@ -218,7 +218,7 @@ async def test_a_batch_is_cancelled(page: Page, house: House, clock: Clock) -> N
         await upload(page, 4)
         await page.get_by_text("Cancel", exact=True).click()
         await asyncio.sleep(1.5 * TICK_S)  # what is open stays so
-        await page.get_by_role("button", name="Cancel it for good").click()
+        await page.get_by_role("button", name="Cancel permanently").click()
         await expect(page.locator(".state.cancelled").first).to_be_visible(timeout=15_000)
 
 

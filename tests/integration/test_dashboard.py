@@ -39,7 +39,7 @@ async def test_a_file_is_uploaded_run_looked_at_and_retried(pages: httpx.AsyncCl
     form = {"file": file_id, "endpoint": "/v1/chat/completions", "window": "24h", "order": "any"}
     created = await pages.post(f"/batches?csrf={csrf}", data=form)
     batch_id = created.url.path.rsplit("/", 1)[1]
-    assert "waits for validation" in created.text
+    assert "waiting for validation" in created.text
     await house.plan()
     async with house.working(ScriptedEngine(statuses={"request 3": [400]})):
         await house.until(lambda: completed_are(house, batch_id, 19))
@@ -83,7 +83,7 @@ async def test_workers_are_filtered(pages: httpx.AsyncClient, house: House) -> N
     assert "worker-b" not in (await pages.get("/workers?state=working")).text
     assert "worker-a" not in (await pages.get("/workers?state=idle")).text
     assert "worker-a" not in (await pages.get("/workers?model=other")).text
-    assert "No worker is like that" in (await pages.get("/workers?state=draining")).text
+    assert "No workers match these filters" in (await pages.get("/workers?state=draining")).text
 
 
 async def test_what_is_shown_is_escaped(pages: httpx.AsyncClient, house: House) -> None:
@@ -194,11 +194,11 @@ async def test_a_plan_is_shown_before_the_start(pages: httpx.AsyncClient, house:
     form = {"file": upload.url.params["file"], "endpoint": "/v1/chat/completions", "window": "24h", "hold": "true"}
     created = await pages.post(f"/batches?csrf={csrf}", data=form)
     path = created.url.path.removeprefix("/dashboard")
-    assert "its plan is made" in created.text
+    assert "planning the batch" in created.text
     await house.plan()
     held = (await pages.get(path)).text
     assert "% of them shared" in held
-    assert "waits for its start" in held
+    assert "waiting for its start" in held
     assert re.search(r"Held until started</dt><dd>1<", overview := (await pages.get("")).text)
     assert path not in overview  # among those that run, and come next
     started = await pages.post(f"{path}/start?csrf={csrf}")

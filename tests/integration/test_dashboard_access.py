@@ -148,7 +148,7 @@ async def test_projects_and_quotas_are_made_and_changed(pages: httpx.AsyncClient
     made = await pages.post(f"/projects?csrf={csrf}", data={"name": "evaluation / co"})
     assert "evaluation / co" in made.text
     again = await pages.post(f"/projects?csrf={csrf}", data={"name": "evaluation / co"})
-    assert "there is a project" in again.text
+    assert "there is already a project" in again.text
     async with house.database.read() as session:
         project = (await session.scalars(select(Project).where(Project.name == "evaluation / co"))).one()
     path = f"/projects/{project.id}"
@@ -171,7 +171,7 @@ async def test_projects_and_quotas_are_made_and_changed(pages: httpx.AsyncClient
     ):
         assert (await pages.post(f"{path}?csrf={csrf}", data=wrong)).status_code == 400
     assert (await pages.get("/projects/nobody")).status_code == 404
-    assert "is no name" in (await pages.post(f"/projects?csrf={csrf}", data={"name": "a\tb"})).text
+    assert "is not a valid name" in (await pages.post(f"/projects?csrf={csrf}", data={"name": "a\tb"})).text
 
 
 async def test_a_key_is_shown_once_and_revoked(guarded: httpx.AsyncClient, house: House) -> None:
@@ -190,13 +190,13 @@ async def test_a_key_is_shown_once_and_revoked(guarded: httpx.AsyncClient, house
         assert (await client.get("/v1/batches")).status_code == 200
         await guarded.post(f"/keys/{key.id}/revoke?csrf={csrf}")
         assert (await client.get("/v1/batches")).status_code == 401
-    assert "there is no key" in (await guarded.post(f"/keys/{key.id}/revoke?csrf={csrf}")).text
+    assert "is already revoked" in (await guarded.post(f"/keys/{key.id}/revoke?csrf={csrf}")).text
     assert (await guarded.post(f"/keys?csrf={csrf}", data={**form, "project": "nobody"})).status_code == 404
 
 
 async def test_no_key_is_made_where_none_is_asked_for(pages: httpx.AsyncClient, house: House) -> None:
     csrf = csrf_of((await pages.get("/projects")).text)
     form = {"name": "eve", "project": DEFAULT_PROJECT, "role": "operator"}
-    assert "asks for no keys" in (await pages.post(f"/keys?csrf={csrf}", data=form)).text
+    assert "requires no API keys" in (await pages.post(f"/keys?csrf={csrf}", data=form)).text
     async with house.database.read() as session:
         assert (await session.scalars(select(ApiKey))).all() == []

@@ -1,15 +1,15 @@
-// Keeps a page up to date: draws its charts, and has htmx fetch again what is live at each tick of the service.
+// Keeps a page up to date: draws its charts, and makes htmx refetch its live part at each tick from the service.
 "use strict";
 
 const COLORS = ["--leased", "--tight", "--soft", "--good"];
 const EVERY_MS = 10000;
-const REACHED = "a[href], button, summary, [tabindex]"; // by keyboard, in what is live
+const REACHED = "a[href], button, summary, [tabindex]"; // what the keyboard can reach in the live part
 
 function color(name) {
   return getComputedStyle(document.documentElement).getPropertyValue(name).trim();
 }
 
-// Points are objects by name, or lists by position; the time is `at`, or the first of a list.
+// Points are objects with named fields, or lists; the time is the field `at`, or the first item of the list.
 function columns(points, names) {
   const at = (point, name) => (point[name] == null ? null : Number(point[name]));
   return [points.map((p) => at(p, Array.isArray(p) ? 0 : "at")), ...names.map((n) => points.map((p) => at(p, n)))];
@@ -23,7 +23,7 @@ function draw(element, points) {
     return;
   }
   const isTime = element.dataset.x !== "steps";
-  const moment = (at) => new Date(1000 * at).toISOString().slice(5, 16).replace("T", " "); // UTC, as all pages say it
+  const moment = (at) => new Date(1000 * at).toISOString().slice(5, 16).replace("T", " "); // UTC, as on all pages
   const times = (chart, ticks) => ticks.map((at) => moment(at).slice(chart.data[0].at(-1) - chart.data[0][0] > 86400 ? 0 : 6));
   const axis = { stroke: color("--soft"), grid: { stroke: color("--line") }, ticks: { stroke: color("--line") } };
   const short = (value) => (value === null ? "-" : Intl.NumberFormat("en", { notation: "compact", maximumSignificantDigits: 3 }).format(value));
@@ -36,7 +36,7 @@ function draw(element, points) {
   }, data, element);
 }
 
-// A browser opens six connections to a host at most: a page that nobody looks at gives its own back.
+// A browser opens at most six connections to a host, so a hidden page closes its own.
 let ticks = null;
 
 function listen() {
@@ -51,7 +51,7 @@ function listen() {
   });
 }
 
-// Says so when the service has been silent twice in a row: once is a stream that ended and is opened again.
+// Shows the notice when two checks in a row find no open stream: a single one may be a stream that ended and is reopening.
 function watch() {
   let silent = 0;
   setInterval(() => {
@@ -61,13 +61,14 @@ function watch() {
   }, EVERY_MS / 2);
 }
 
-// Text that is being selected must not go away below the mouse.
+// Text that is being selected must not disappear under the mouse.
 function isMarked(live) {
   const marked = getSelection();
   return !marked.isCollapsed && live.contains(marked.anchorNode);
 }
 
-// What has the focus has it after the swap too: that of the same name, the first, second, ... of it. What is open stays so.
+// Keeps the focus and the open details across a swap. The focused element is found again by its name, and by its
+// position among the elements of that name.
 function keepState() {
   const name = (each) => each.getAttribute("href") ?? each.getAttribute("aria-label") ?? each.textContent;
   const alike = (like) => [...document.querySelectorAll(REACHED)].filter((each) => name(each) === like);
@@ -102,7 +103,7 @@ document.addEventListener("DOMContentLoaded", () => {
     keepState();
   }
   for (const group of document.querySelectorAll("[data-points]")) {
-    const again = () => refresh(group).catch(() => undefined); // the service may be away for a while
+    const again = () => refresh(group).catch(() => undefined); // the service may be unavailable for a while
     again();
     setInterval(again, EVERY_MS);
     document.addEventListener("visibilitychange", again);
