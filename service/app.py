@@ -1,4 +1,4 @@
-"""The HTTP application: routes, and every error in OpenAI's envelope."""
+"""The HTTP application: its routes, and error handlers that answer in OpenAI's envelope."""
 
 import asyncio
 from collections.abc import AsyncGenerator, Callable
@@ -32,16 +32,16 @@ from service.queue.progress import Heartbeat, Progress
 from service.settings import Settings
 from service.webhooks.secrets import Seal, sealing_key
 
-# Redis only adds to what the API shows: one that hangs must not hold up a page.
+# Redis only adds detail to what the API shows, so a hanging Redis must not hold up a page.
 LOOK_S, LOOK_AGAIN_S = 1.0, 5.0
-LOOK_POLLS = 8  # how old what it knows of other batches may be, in the service's polls
+LOOK_POLLS = 8  # maximum age of its view of the other batches, in the service's polls
 log = structlog.get_logger()
 
 
 def create_app(settings: Settings, clock: Callable[[], float] | None = None) -> FastAPI:
-    """The application over the parts that the settings name; they open when it starts.
+    """Build the application from the parts that the settings name; they open when it starts.
 
-    `clock`: unix seconds; the database's if none is given.
+    `clock` returns Unix seconds; the default is the database's clock.
     """
 
     @asynccontextmanager
@@ -92,13 +92,13 @@ async def _keep_time(clock: SharedClock) -> None:
     while True:
         try:
             await clock.sync()
-        except Exception as error:  # the database may be away; the clock goes on as it went
+        except Exception as error:  # the database may be down; the clock keeps its last offset
             log.warning("the database's clock was not read", error=repr(error))
         await asyncio.sleep(SYNC_S)
 
 
 def _answer(request: Request, error: ApiError) -> Response:
-    """For people as a page, for clients in OpenAI's envelope."""
+    """Return the error as a page to dashboard users, and in OpenAI's envelope to API clients."""
     if is_page(request):
         return error_page(request, error)
     return JSONResponse(error.body(), status_code=error.status_code, headers=error.headers)
@@ -110,7 +110,7 @@ def _api_error(request: Request, error: Exception) -> Response:
 
 
 def _validation_error(request: Request, error: Exception) -> Response:
-    """A body or query that does not fit its schema: 400 with the field, as OpenAI answers."""
+    """Answer a body or query that does not match its schema with 400 and the field's name, as OpenAI does."""
     assert isinstance(error, RequestValidationError)
     if is_page(request):
         return wrong_form(request, error)
@@ -119,7 +119,7 @@ def _validation_error(request: Request, error: Exception) -> Response:
         return _answer(request, BadRequest("The body is not valid JSON.", code="invalid_json"))
     param = ".".join(str(part) for part in first["loc"][1:]) or None
     if first["loc"][0] == "path":
-        return _answer(request, NotFound("No object can have this id.", param=param))
+        return _answer(request, NotFound("The id in the path is not valid.", param=param))
     code = "missing_required_parameter" if first["type"] == "missing" else "invalid_request"
     return _answer(request, BadRequest(f"{param or 'body'}: {explain(first)}", code=code, param=param))
 
@@ -129,7 +129,8 @@ def _http_error(request: Request, error: Exception) -> Response:
     if error.status_code == 404:
         return _answer(request, NotFound(f"No such path: {request.method} {request.url.path}", code="unknown_url"))
     if error.status_code == 405:
-        return _answer(request, MethodNotAllowed(f"{request.method} is not allowed here.", code="method_not_allowed"))
+        message = f"The method {request.method} is not allowed on this path."
+        return _answer(request, MethodNotAllowed(message, code="method_not_allowed"))
     if error.status_code == 413:
         return _answer(request, PayloadTooLarge(str(error.detail), code="body_too_large"))
     return _answer(request, BadRequest(str(error.detail)))
@@ -139,32 +140,32 @@ def _database_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, DBAPIError)
     if isinstance(error, DataError):
         return _answer(
-            request, BadRequest("A value of the request cannot be stored or looked up.", code="invalid_request")
+            request, BadRequest("A value in the request cannot be stored or looked up.", code="invalid_request")
         )
     if not (error.connection_invalidated or isinstance(error, OperationalError | InterfaceError)):
         return _unexpected_error(request, error)
     log.error("database failed", path=request.url.path, error=repr(error))
-    return _answer(request, Unavailable("The database does not answer. Try again.", code="database_unavailable"))
+    return _answer(request, Unavailable("The database is not responding. Try again.", code="database_unavailable"))
 
 
 def _silent_database(request: Request, error: Exception) -> Response:
-    """No answer in time, or no connection free in time."""
-    log.error("database is silent", path=request.url.path, error=repr(error))
-    return _answer(request, Unavailable("The database does not answer. Try again.", code="database_unavailable"))
+    """Answer 503 when the database does not reply in time, or no connection becomes free in time."""
+    log.error("database is not responding", path=request.url.path, error=repr(error))
+    return _answer(request, Unavailable("The database is not responding. Try again.", code="database_unavailable"))
 
 
 def _storage_error(request: Request, error: Exception) -> Response:
-    """The store is full, slow or away; what is missing in it stays missing."""
-    if isinstance(error, ConnectionError):  # of the database's driver, before it has a connection
+    """Answer 503 when object storage is full, slow or down, and 404 when an object is missing for good."""
+    if isinstance(error, ConnectionError):  # raised by the database's driver before it has a connection
         return _silent_database(request, error)
     log.error("storage failed", path=request.url.path, error=repr(error))
     if isinstance(error, FileNotFoundError):
-        return _answer(request, NotFound("The content is not in the store any more.", code="content_not_found"))
-    return _answer(request, Unavailable("The store takes or gives nothing now. Try again.", code="storage_unavailable"))
+        return _answer(request, NotFound("The content is no longer in object storage.", code="content_not_found"))
+    return _answer(request, Unavailable("Object storage is unavailable. Try again.", code="storage_unavailable"))
 
 
 def _unexpected_error(request: Request, error: Exception) -> Response:
     log.error("request failed", path=request.url.path, request_id=request.state.request_id, exc_info=error)
-    answer = _answer(request, ApiError("The service failed on this request; its log says why.", code="internal_error"))
-    answer.headers["x-request-id"] = request.state.request_id  # which Edge sets on all that pass through it
+    answer = _answer(request, ApiError("The service failed on this request; see its log.", code="internal_error"))
+    answer.headers["x-request-id"] = request.state.request_id  # Edge sets it only on responses that pass through it
     return answer

@@ -1,11 +1,14 @@
-"""The endpoints that a batch can run, and what a body must have for each."""
+"""The endpoints that a batch can call, with the fields that each one requires in a body."""
 
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True)
 class Endpoint:
-    """`required` fields of a body; `id_prefix`: of the answer's id; `generates`: tokens one by one, or all at once."""
+    """Describes an endpoint: a body's `required` fields and the `id_prefix` of answers.
+
+    `generates` is true if the engine generates tokens one by one, false if it answers all at once.
+    """
 
     required: tuple[str, ...]
     id_prefix: str

@@ -10,9 +10,9 @@ ApiError
 ├── RangeNotSatisfiable 416  invalid_request_error
 ├── QuotaReached        429  rate_limit_error, with Retry-After
 ├── Unavailable         503  server_error, with Retry-After
-└── StorageFull         507  server_error, which clients are told not to try again
+└── StorageFull         507  server_error; clients are told not to retry
 
-Clients retry 408, 409, 429 and 5xx, so a fault that stays is never one of those.
+Clients retry 408, 409, 429 and 5xx, so a permanent error never uses one of those without `x-should-retry: false`.
 """
 
 from typing import Any
@@ -75,7 +75,7 @@ class RangeNotSatisfiable(ApiError):
     type = "invalid_request_error"
 
     def __init__(self, message: str, size_bytes: int, about: dict[str, str]) -> None:
-        """`about`: headers that a range inside would have got."""
+        """Take `about`, the headers that a satisfiable range would have received."""
         super().__init__(message)
         self._headers = {**about, "Content-Range": f"bytes */{size_bytes}"}
 
@@ -85,7 +85,7 @@ class RangeNotSatisfiable(ApiError):
 
 
 class QuotaReached(ApiError):
-    """There is room again after a while; what never has room is another error."""
+    """Raised when a quota is used up for now; a request that can never fit raises another error."""
 
     status_code = 429
     type = "rate_limit_error"
@@ -96,20 +96,21 @@ class QuotaReached(ApiError):
 
     @property
     def headers(self) -> dict[str, str]:
-        # The client's own retry of a create would look like one whose answer was lost.
+        # If a client retried a create by itself, it would look like a retry after a lost response.
         own = {} if self.code == "rate_limit_exceeded" else {"x-should-retry": "false"}
         return {"Retry-After": str(self._retry_after_s), **own}
 
 
 class StorageFull(ApiError):
-    """The store keeps the room that is left for what runs, for deletes and for cancels."""
+    """Raised when the free disk space left is reserved for running batches, deletes and cancels."""
 
     status_code = 507
 
     def __init__(self, free_bytes: int, reserve_bytes: int) -> None:
         message = (
             f"The service's disk is nearly full: {free_bytes // 2**20} MiB are free, and {reserve_bytes // 2**20} MiB "
-            "are kept for what runs. Delete files (DELETE /v1/files/{id}), or ask the service's operator for room."
+            "are reserved for running batches. Delete files (DELETE /v1/files/{id}), or ask the service's operator "
+            "to free up space."
         )
         super().__init__(message, code="insufficient_storage")
 

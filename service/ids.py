@@ -1,4 +1,4 @@
-"""Ids as clients see them: a prefix and 128 random bits, so that nobody guesses another's."""
+"""Ids as clients see them: a prefix and 128 random bits, so that they cannot be guessed."""
 
 import re
 import secrets
@@ -13,13 +13,13 @@ def batch_id() -> str:
 
 
 def early_file_ids(batch_id: str) -> tuple[str, str]:
-    """Under which a batch's output and errors are readable from the first answer on."""
+    """Return the ids of the files in which a batch's output and errors are readable from the first answer on."""
     bits = batch_id.removeprefix("batch_")
     return f"file-{bits}-output", f"file-{bits}-errors"
 
 
 def early_file(file_id: str) -> tuple[str, bool] | None:
-    """Whose early file this is, and whether it is the output; None for any other file."""
+    """Return the batch of this early file and whether the file is the output; None for any other file."""
     match = re.fullmatch(r"file-([0-9a-f]{32})-(output|errors)", file_id)
     return (f"batch_{match[1]}", match[2] == "output") if match else None
 

@@ -1,7 +1,7 @@
-"""A create that is tried again is the first one: the answer to that was lost, not the batch.
+"""Recognizes a create that is a retry, so that it returns the batch of the first attempt instead of a second batch.
 
-The client sends `Idempotency-Key` where its caller set one. Its own retries carry no key, only the number of the try in
-`x-stainless-retry-count`: an identical create shortly before is then taken for the one whose answer was lost.
+The client sends `Idempotency-Key` if its caller set one. Its own retries carry no key, only the number of the retry in
+`x-stainless-retry-count`: an identical create shortly before is then assumed to be the one whose response was lost.
 """
 
 import hashlib
@@ -15,11 +15,11 @@ from sqlalchemy.ext.asyncio import AsyncSession
 from service.db.tables import Batch
 from service.errors import BadRequest
 
-RETRIES_WITHIN_S = 1800  # the client waits ten minutes for an answer, and tries three times
+RETRIES_WITHIN_S = 1800  # the client waits ten minutes for a response, and makes three attempts
 
 
 class Again:
-    """What a request says of being tried again."""
+    """Holds what a request's headers say about being a retry."""
 
     def __init__(
         self,
@@ -30,12 +30,15 @@ class Again:
         self.is_retry = (x_stainless_retry_count or "0").isdecimal() and int(x_stainless_retry_count or "0") > 0
 
     async def find(self, session: AsyncSession, project_id: str, asked: str, now: int) -> Batch | None:
-        """The batch that an earlier try made. Raises BadRequest where the key was used for another request."""
+        """Return the batch that an earlier attempt created, or None.
+
+        Raises BadRequest if the key was used for a different request.
+        """
         if self.key is not None:
             same = (Batch.idempotency_key == self.key) & (Batch.project_id == project_id)
             found = (await session.scalars(select(Batch).where(same))).one_or_none()
             if found is not None and found.asked != asked:
-                message = f"Idempotency-Key {self.key!r} was used with another body; use a new key for a new batch."
+                message = f"Idempotency-Key {self.key!r} was used with a different body; use a new key for a new batch."
                 raise BadRequest(message, code="idempotency_key_reused", param="Idempotency-Key")
             return found
         if not self.is_retry:
@@ -49,5 +52,5 @@ TriedAgain = Annotated[Again, Depends()]
 
 
 def digest(asked: dict[str, Any]) -> str:
-    """Equal for what asks for the same."""
+    """Return a digest that is the same for equal requests."""
     return hashlib.sha256(msgspec.json.encode(asked, order="deterministic")).hexdigest()

@@ -1,4 +1,4 @@
-"""/v1/batches: create, look, list, retry, cancel. The request only writes a row; the planner role does the rest."""
+"""/v1/batches: create, get, list, retry, start, cancel. The API only writes a row; the planner role does the rest."""
 
 from collections.abc import Awaitable, Callable
 from typing import Annotated
@@ -27,7 +27,7 @@ from service.tenants.keys import Caller
 from service.tenants.quotas import check_batches, hold
 
 MOST_WINDOW_S = FILE_KEEP_S
-LISTED_ERRORS = 10  # of a batch in a list
+LISTED_ERRORS = 10  # shown for each batch in a list
 _UNIT_S = {"m": 60, "h": 3600, "d": 86400}
 
 router = APIRouter(prefix="/v1/batches", tags=["batches"])
@@ -35,12 +35,12 @@ router = APIRouter(prefix="/v1/batches", tags=["batches"])
 
 @router.post("")
 async def create_batch(body: CreateBatch, here: Here, caller: CalledBy, again: TriedAgain) -> BatchObject:
-    """Accept a batch for validation; one that an earlier try of this request created is returned as it is."""
+    """Create a batch and queue it for validation. A retry of the request returns the batch already created."""
     if body.endpoint not in ENDPOINTS:
-        message = f"endpoint {body.endpoint!r} is none of {', '.join(ENDPOINTS)}."
+        message = f"endpoint must be one of {', '.join(ENDPOINTS)}, not {body.endpoint!r}."
         raise BadRequest(message, code="invalid_endpoint", param="endpoint")
     if _window_s(body.completion_window) > MOST_WINDOW_S:
-        message = f"completion_window {body.completion_window!r} is longer than 30d, for which files are kept."
+        message = f"completion_window {body.completion_window!r} is longer than 30d, the time that files are kept."
         raise BadRequest(message, code="invalid_completion_window", param="completion_window")
 
     async def make(session: AsyncSession, now: int) -> Batch:
@@ -57,7 +57,7 @@ async def create_batch(body: CreateBatch, here: Here, caller: CalledBy, again: T
         )
 
     asked = body.model_dump()
-    # As it was before these could be asked for, so that a retry across an upgrade is one.
+    # Left out at their defaults, as before these options existed, so that a retry across an upgrade is recognized.
     for name, default in (("hold", False), ("on_long_line", OnLongLine.FAIL_FILE)):
         if asked["batchweave"][name] == default:
             del asked["batchweave"][name]
@@ -65,14 +65,14 @@ async def create_batch(body: CreateBatch, here: Here, caller: CalledBy, again: T
 
 
 async def _input_file(session: AsyncSession, caller: Caller, file_id: str, now: int) -> File:
-    """Raises BadRequest for one that is not there or not for batches."""
+    """Return the file with this id. Raises BadRequest if it does not exist or is not for batches."""
     mine = (File.id == file_id) & (File.project_id == caller.project.id)
     file = (await session.scalars(select(File).where(mine, _is_kept(now)))).one_or_none()
     if file is None:
         message = f"No such File object: {file_id}. Upload it with purpose 'batch' first."
         raise BadRequest(message, code="file_not_found", param="input_file_id")
     if file.purpose != "batch":
-        message = f"The file {file.id} has purpose {file.purpose!r}; a batch needs 'batch'."
+        message = f"The file {file.id} has the purpose {file.purpose!r}; a batch needs a file with the purpose 'batch'."
         raise BadRequest(message, code="invalid_purpose", param="input_file_id")
     return file
 
@@ -85,13 +85,13 @@ async def _add_once(
     asked: str,
     make: Callable[[AsyncSession, int], Awaitable[Batch]],
 ) -> Batch:
-    """What `make` gives with what all batches have: an owner, a key, and a window that begins now.
+    """Store the batch that `make` returns, with what all batches have: an owner, a key, and a window that begins now.
 
-    The batch of an earlier try of the same request, which `asked` tells, is returned as it is.
+    If an earlier attempt of the same request, recognized by its digest `asked`, created a batch, return that batch.
     """
     now = int(here.clock())
     async with here.database.write() as session:
-        project = await hold(session, caller.project.id)  # so that of two tries at once the second sees the first
+        project = await hold(session, caller.project.id)  # so that the second of two concurrent attempts sees the first
         found = await again.find(session, project.id, asked, now)
         if found is not None:
             return found
@@ -129,7 +129,7 @@ async def get_batch(batch_id: ObjectId, here: Here, caller: CalledBy) -> BatchOb
 
 @router.post("/{batch_id}/retry")
 async def retry_batch(batch_id: ObjectId, here: Here, caller: CalledBy, again: TriedAgain) -> BatchObject:
-    """A new batch of the same input with only the requests that failed, or were not run before it ended."""
+    """Create a batch from the same input, with only the requests that failed or did not run before this one ended."""
 
     async def make(session: AsyncSession, now: int) -> Batch:
         source = await find_batch(session, caller, batch_id)
@@ -149,46 +149,47 @@ async def retry_batch(batch_id: ObjectId, here: Here, caller: CalledBy, again: T
 
 
 async def _check_retriable(session: AsyncSession, source: Batch, now: int) -> None:
-    """Raises BadRequest unless the batch has ended with failures, and its files are there to tell which."""
+    """Raise BadRequest unless the batch is finished with failures, and its input and error files still exist."""
     if source.status not in TERMINAL:
-        message = f"The batch is {source.status}: it can be retried when it has ended."
+        message = f"The batch is {source.status}: it can be retried once it is finished."
         raise BadRequest(message, code="batch_not_ended", param="id")
     if source.error_file_id is None:
-        reason = "no request of it failed"
+        reason = "none of its requests failed"
         if source.errors:
-            reason = "the file itself has errors; mend it"
+            reason = "the input file itself has errors; fix it and create a new batch"
         elif not source.total:
-            reason = "it ended before its file was read; create it again"
+            reason = "the batch ended before its file was read; create it again"
         raise BadRequest(f"There is nothing to retry: {reason}.", code="nothing_to_retry", param="id")
     both = File.id.in_([source.input_file_id, source.error_file_id])
     kept = await session.execute(select(func.count()).select_from(File).where(both, _is_kept(now)))
     if int(kept.scalar_one()) != 2:
-        message = "The batch's input or error file was deleted or has expired; send the requests in a new file."
+        message = "The batch's input or error file was deleted or has expired; upload the requests in a new file."
         raise BadRequest(message, code="file_not_found", param="id")
 
 
 @router.post("/{batch_id}/start")
 async def start_batch(batch_id: ObjectId, here: Here, caller: CalledBy) -> BatchObject:
-    """Let a held batch run; its window begins now. Starting twice is no error, starting an ended batch is."""
+    """Start a held batch; its window begins now. Starting it again is harmless, but a finished batch cannot start."""
     now = int(here.clock())
     async with here.database.write() as session:
         batch = await find_batch(session, caller, batch_id)
         waits = (Batch.id == batch_id) & Batch.held & Batch.status.in_(STARTABLE)
-        began = case((Batch.in_progress_at.is_not(None), now))  # not before its file is validated
+        began = case((Batch.in_progress_at.is_not(None), now))  # null until its file is validated
         expires_at = now + _window_s(batch.completion_window)
         start = update(Batch).where(waits).values(held=False, expires_at=expires_at, in_progress_at=began)
         if rows_changed(await session.execute(start)) == 1:
             audit.note(session, caller, "batch.start", batch_id, now)
         batch = await find_batch(session, caller, batch_id)
         if batch.status not in STARTABLE:
-            raise BadRequest(f"The batch is {batch.status}: it cannot start.", code="batch_not_startable", param="id")
+            message = f"The batch is {batch.status} and cannot be started."
+            raise BadRequest(message, code="batch_not_startable", param="id")
     await here.bell.ring(Job.PLANNER)
     return await shape(here, batch)
 
 
 @router.post("/{batch_id}/cancel")
 async def cancel_batch(batch_id: ObjectId, here: Here, caller: CalledBy) -> BatchObject:
-    """Stop the batch; what is answered stays. Cancelling twice is no error, cancelling an ended batch is."""
+    """Cancel a batch; its answers are kept. Repeating this is harmless, but a finished batch cannot be cancelled."""
     async with here.database.write() as session:
         await find_batch(session, caller, batch_id)
         if await move_batch(session, batch_id, BatchStatus.CANCELLING, now=here.clock()):
@@ -197,7 +198,7 @@ async def cancel_batch(batch_id: ObjectId, here: Here, caller: CalledBy) -> Batc
         if batch.status not in (BatchStatus.CANCELLING, BatchStatus.CANCELLED):
             ended = batch.status in TERMINAL
             message = f"The batch is {batch.status}" + (
-                ": it has ended." if ended else " and ends by itself in a moment."
+                " and cannot be cancelled." if ended else " and will finish by itself in a moment."
             )
             raise BadRequest(message, code="batch_not_cancellable", param="id")
     await here.bell.ring(Job.FINALIZER)
@@ -205,7 +206,7 @@ async def cancel_batch(batch_id: ObjectId, here: Here, caller: CalledBy) -> Batc
 
 
 async def find_batch(session: AsyncSession, caller: Caller, batch_id: str) -> Batch:
-    """The caller's batch of this id, as it is now. Raises NotFound."""
+    """Return the caller's batch with this id, read afresh. Raises NotFound."""
     mine = (Batch.id == batch_id) & (Batch.project_id == caller.project.id)
     wanted = select(Batch).where(mine).execution_options(populate_existing=True)
     batch = (await session.scalars(wanted)).one_or_none()
@@ -219,12 +220,12 @@ def _window_s(window: str) -> int:
 
 
 def _is_kept(now: int) -> ColumnElement[bool]:
-    """Whether a file is there, and not about to be deleted."""
+    """Return the SQL condition that a file exists and is not about to be deleted."""
     return File.deleted_at.is_(None) & (File.expires_at.is_(None) | (File.expires_at > now))
 
 
 async def shape(here: Context, batch: Batch) -> BatchObject:
-    """The batch as clients see it, with what is answered so far."""
+    """Return the batch as clients see it, with the counts of its answers so far."""
     if batch.status in TERMINAL:
         return BatchObject.of(batch, Counts.of_row(batch), ENDED, here.settings.worker_hour_price)
     counts = await here.progress.counts(here.database, batch.id)

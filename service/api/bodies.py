@@ -1,4 +1,4 @@
-"""What clients send, checked field by field. What the API answers with is in shapes.py."""
+"""Request bodies, checked field by field. Responses are in shapes.py."""
 
 from collections.abc import Mapping
 from difflib import get_close_matches
@@ -9,7 +9,7 @@ from pydantic import BaseModel, ConfigDict, Field, StringConstraints
 from service.db.tables import OnLongLine, OutputOrder
 from service.db.webhook_events import EventType
 
-# Of a file, a batch, a project or a key; an id that no object can have is not looked up.
+# The id of a file, batch, project or key; an id that no object can have is refused without a lookup.
 ObjectId = Annotated[str, StringConstraints(max_length=64, pattern=r"^[A-Za-z0-9_-]+$")]
 
 
@@ -36,17 +36,21 @@ MetadataValue = Annotated[str, StringConstraints(max_length=512)]
 
 
 class CreateExtras(BaseModel):
-    """What is asked for beyond OpenAI's API, by `extra_body={"batchweave": {...}}` of the client."""
+    """Options beyond OpenAI's API. The OpenAI client sends them with `extra_body={"batchweave": {...}}`."""
 
     model_config = ConfigDict(extra="forbid")
 
     output_order: OutputOrder = OutputOrder.ANY
     on_long_line: Annotated[
         OnLongLine,
-        Field(description="what a request longer than the model's context fails: the file before it runs, or its line"),
+        Field(
+            description="What fails if a request is longer than the model's context: the whole file, before it runs, "
+            "or only that request's line"
+        ),
     ] = OnLongLine.FAIL_FILE
     hold: Annotated[
-        bool, Field(description="validate it, preview its plan, and run nothing until POST /v1/batches/{id}/start")
+        bool,
+        Field(description="Validate the batch and preview its plan, but run nothing until POST /v1/batches/{id}/start"),
     ] = False
 
 
@@ -56,7 +60,9 @@ class CreateBatch(BaseModel):
     input_file_id: ObjectId
     endpoint: str
     completion_window: Annotated[
-        str, StringConstraints(pattern=r"^[1-9][0-9]{0,3}[mhd]$"), Field(description="24h, or any <n>m, <n>h, <n>d")
+        str,
+        StringConstraints(pattern=r"^[1-9][0-9]{0,3}[mhd]$"),
+        Field(description="24h, or any other <n>m, <n>h or <n>d; at most 30d"),
     ]
     metadata: Annotated[dict[MetadataKey, MetadataValue], Field(max_length=16)] | None = None
     output_expires_after: ExpiresAfter | None = None
@@ -89,12 +95,12 @@ class TestWebhook(BaseModel):
 
 
 def explain(error: Mapping[str, Any]) -> str:
-    """What pydantic says of a field, in words that say what would fit."""
+    """Return pydantic's error for a field in words that say what would be valid."""
     field = str(error["loc"][-1])
     if error["type"] == "string_pattern_mismatch" and field in ("completion_window", "window"):
-        return f"must be 24h, 30m, 7d or the like: a whole number of minutes, hours or days, not {error['input']!r:.40}"
+        return f"must be a whole number of minutes, hours or days, such as 24h, 30m, 7d, not {error['input']!r:.40}"
     if error["type"] == "extra_forbidden":
         nearest = get_close_matches(field, CreateExtras.model_fields, 1)
-        hint = f"do you mean {nearest[0]!r}?" if nearest else f"there are {', '.join(CreateExtras.model_fields)}."
-        return f"there is no such field; {hint}"
+        hint = f"did you mean {nearest[0]!r}?" if nearest else f"the fields are {', '.join(CreateExtras.model_fields)}."
+        return f"unknown field; {hint}"
     return str(error["msg"])

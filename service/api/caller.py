@@ -1,4 +1,4 @@
-"""Who calls: every route of /v1 asks, and sees only what the caller's project owns."""
+"""Identifies the caller: every /v1 route depends on it, and sees only what the caller's project owns."""
 
 from typing import Annotated
 
@@ -13,11 +13,14 @@ from service.tenants.keys import Caller, caller_of, local_caller
 from service.tenants.rate import count_request
 
 INSUFFICIENT = "insufficient_permissions"
-_bearer = HTTPBearer(auto_error=False, description="A key made by `batchweave keys create`.")
+_bearer = HTTPBearer(auto_error=False, description="An API key created with `batchweave keys create`.")
 
 
 def check_local(request: Request) -> None:
-    """Raises Forbidden for other names: by DNS rebinding a web page could reach a service that asks for no keys."""
+    """Raise Forbidden unless the request is for a local host name, and not from a page of another origin.
+
+    Without this check, a web page could use DNS rebinding to reach a service that requires no keys.
+    """
     host = request.headers.get("host", "")
     own = f"{request.url.scheme}://{host}"
     origins = request.headers.getlist("origin")
@@ -25,9 +28,12 @@ def check_local(request: Request) -> None:
         name = request.url.hostname
     except ValueError:
         name = None
-    # A page of another local service is not ours, though its name is local too.
+    # A page of another local service is not ours, although its host name is local too.
     if not name or "@" in host or not is_loopback(name) or len(origins) > 1 or any(each != own for each in origins):
-        message = "Without keys the API answers to local addresses and its own pages only: set BATCHWEAVE_AUTH=keys."
+        message = (
+            "Without API keys, the service answers only requests to local addresses and from its own pages. "
+            "Set BATCHWEAVE_AUTH=keys to allow others."
+        )
         raise Forbidden(message, code="not_local")
 
 
@@ -44,7 +50,7 @@ async def _anyone(
         else:
             found = await caller_of(session, given.credentials, here.clock())
             if found is None:
-                raise Unauthorized("The API key is unknown, revoked or has expired.", code="invalid_api_key")
+                raise Unauthorized("The API key is unknown, revoked or expired.", code="invalid_api_key")
             caller = found
     request.state.key = caller.name or caller.actor
     await count_request(here.redis, caller.project, here.clock())
@@ -53,7 +59,8 @@ async def _anyone(
 
 async def _caller(caller: Annotated[Caller, Depends(_anyone)]) -> Caller:
     if caller.role is Role.MONITOR:
-        raise Forbidden("A key with the role 'monitor' reads figures and nothing else.", code=INSUFFICIENT)
+        message = "A key with the role 'monitor' can only read metrics and the list of workers."
+        raise Forbidden(message, code=INSUFFICIENT)
     return caller
 
 
@@ -71,7 +78,8 @@ CalledByAdmin = Annotated[Caller, Depends(_admin)]
 
 async def _operator(caller: CalledBy) -> Caller:
     if not caller.operates:
-        raise Forbidden("This needs a key with the role 'operator': all projects depend on it.", code=INSUFFICIENT)
+        message = "This needs a key with the role 'operator', because it affects all projects."
+        raise Forbidden(message, code=INSUFFICIENT)
     return caller
 
 

@@ -1,7 +1,7 @@
-"""Connections that send nothing: a head must come in ten seconds, a body must move, an address has its share.
+"""Closes idle connections: headers must arrive in ten seconds, a body must make progress, each address has a share.
 
-uvicorn waits for a request's head, and for its body, as long as anybody likes; a few hundred idle sockets would take
-all descriptors of the process.
+uvicorn waits without limit for a request's headers and body, so a few hundred idle sockets would use up all file
+descriptors of the process.
 """
 
 import asyncio
@@ -12,35 +12,35 @@ from typing import Any
 import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-HEAD_S = 10.0  # from the first moment of a connection, or the last answer on it, to the end of the next head
-BODY_S = 30.0  # in which so much of a body that is not whole must come
+HEAD_S = 10.0  # from the start of a connection, or the last response on it, to the end of the next headers
+BODY_S = 30.0  # in which an incomplete body must deliver BODY_BYTES or its rest
 BODY_BYTES = 16 * 1024
-READ_S = 60.0  # in which a client must take some of an answer that it is sent
-SHARE = 4  # of the descriptors of the process, one part for an address
+READ_S = 60.0  # in which a client must read some of a response
+SHARE = 4  # one address may have this fraction, 1 / SHARE, of the process's descriptors
 
 _by_address: Counter[str] = Counter()
 
 
 def raise_descriptors() -> None:
-    """Use as many descriptors as the system lets this process have."""
+    """Raise the process's limit on file descriptors to the highest that the system allows."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 def most_of_one(wanted: int) -> int:
-    """Connections that an address may have; 0: no bound, for what stands behind a proxy that has its own."""
+    """Return how many connections one address may have; 0 is no limit, for a service behind a proxy with its own."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return min(wanted, soft // SHARE) if wanted else 0
 
 
 class PatientProtocol(H11Protocol):
-    """H11Protocol that does not wait for ever."""
+    """An H11Protocol that does not wait indefinitely."""
 
     most: int = 0  # connections of one address
     _address: str | None = None
     _timer: asyncio.TimerHandle | None = None
     _reads: asyncio.TimerHandle | None = None
-    _come: int = 0  # bytes since the timer of a body began
+    _come: int = 0  # bytes since the timer for a body started
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -75,15 +75,15 @@ class PatientProtocol(H11Protocol):
                 self._expect(BODY_S)
         elif state is not h11.IDLE:
             self._expect(None)
-        elif was_between:  # the beginning of another head, on a connection that is kept
+        elif was_between:  # the next request's headers begin on a kept-alive connection
             self._expect(HEAD_S)
 
     def on_response_complete(self) -> None:
-        self._expect(None)  # uvicorn closes a connection that is kept for nothing
+        self._expect(None)  # uvicorn itself closes a kept-alive connection that stays idle
         super().on_response_complete()
 
     def pause_writing(self) -> None:
-        """The client has not taken what it was sent: it must, or it keeps what we hold for it for ever."""
+        """Start a timer when the client does not read its response, or we would hold that data indefinitely."""
         super().pause_writing()
         if self._reads is None:
             self._await_reads()
@@ -105,14 +105,14 @@ class PatientProtocol(H11Protocol):
             self._reads = None
 
     def _expect(self, seconds: float | None) -> None:
-        """Close the connection unless something is heard in so many seconds."""
+        """Close the connection after `seconds` unless called again before then; None stops the timer."""
         if self._timer is not None:
             self._timer.cancel()
         self._come = 0
         self._timer = None if seconds is None else self.loop.call_later(seconds, self._give_up)
 
     def _give_up(self) -> None:
-        # A body that nobody reads is not the sender's fault: the reader is held up, as by a slow store.
+        # An unread body is not the sender's fault: the reader is held up, for example by slow object storage.
         cycle: Any = self.cycle  # None before the first request
         if cycle is not None and self.conn.their_state is h11.SEND_BODY and self.flow.read_paused:
             self._expect(BODY_S)

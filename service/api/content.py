@@ -1,4 +1,4 @@
-"""/v1/files/{id}/content: a file's bytes, or a range of them; of a batch's results also while it runs."""
+"""/v1/files/{id}/content: serves a file's bytes or a range of them, and a batch's results even while it runs."""
 
 import re
 from collections.abc import AsyncIterator
@@ -22,14 +22,14 @@ from service.objects.early_results import Size, run_sizes
 from service.objects.storage import file_key
 from service.tenants.keys import Caller
 
-GROWING = "batchweave-growing"  # header: whether more may come behind these bytes
+GROWING = "batchweave-growing"  # header: whether more bytes may follow these later
 
 router = APIRouter(prefix="/v1/files", tags=["files"])
 
 
 @router.get("/{file_id}/content", response_class=StreamingResponse)
 async def get_content(file_id: ObjectId, request: Request, here: Here, caller: CalledBy) -> Response:
-    """The file's bytes; a Range of them when asked. Early results of a batch grow at their end only."""
+    """Return the file's bytes, or the requested Range of them. Early results of a batch only grow at their end."""
     early = ids.early_file(file_id)
     if early is not None:
         return await _early_content(*early, request, here, caller)
@@ -49,19 +49,19 @@ def _whole(file: File, request: Request, here: Context) -> Response:
 
 
 async def _early_content(batch_id: str, is_output: bool, request: Request, here: Context, caller: Caller) -> Response:
-    """What the batch has answered so far, or its file once it has ended."""
+    """Serve the batch's results so far, or its result file once it is finished."""
     async with here.database.read() as session:
         batch = await find_batch(session, caller, batch_id)
     looks = batch.status == BatchStatus.IN_PROGRESS and batch.output_order == OutputOrder.ANY
     sizes = await _readable(here, batch_id, looks)
-    async with here.database.read() as session:  # after the sizes, which go when it ends
+    async with here.database.read() as session:  # read after the sizes, which are deleted when the batch ends
         batch = await find_batch(session, caller, batch_id)
     if batch.status not in LIVE:
         file_id = batch.output_file_id if is_output else batch.error_file_id
         if file_id is not None:
             return _whole(await find_file(here, caller, file_id), request, here)
     elif batch.output_order == OutputOrder.INPUT:
-        message = f"Results of {batch_id} come in the order of its input: they are readable when it has ended."
+        message = f"The results of {batch_id} come in input order, so they are readable only once it is finished."
         raise BadRequest(message, code="batch_not_ended", param="id")
     size = sum(each.of(is_output) for each in sizes)
     headers = {
@@ -74,7 +74,7 @@ async def _early_content(batch_id: str, is_output: bool, request: Request, here:
 
 
 async def answered_so_far(here: Context, batch_id: str, is_output: bool) -> AsyncIterator[bytes]:
-    """Output or error lines of a batch that has not ended, whose output may come in any order."""
+    """Stream the output or error lines of an unfinished batch whose output may come in any order."""
     sizes = await _readable(here, batch_id, True)
     span = _Span(0, sum(each.of(is_output) for each in sizes), False)
     async for part in _growing(here, batch_id, sizes, is_output, span):
@@ -83,7 +83,7 @@ async def answered_so_far(here: Context, batch_id: str, is_output: bool) -> Asyn
 
 async def _readable(here: Context, batch_id: str, looks_for_more: bool) -> list[Size]:
     if looks_for_more:
-        with suppress(FileNotFoundError):  # it ended meanwhile, and its segments went
+        with suppress(FileNotFoundError):  # the batch has just ended, and its segments are gone
             await here.early.refresh(batch_id)
     async with here.database.read() as session:
         return await run_sizes(session, batch_id)
@@ -92,7 +92,7 @@ async def _readable(here: Context, batch_id: str, looks_for_more: bool) -> list[
 async def _growing(
     here: Context, batch_id: str, sizes: list[Size], is_output: bool, span: "_Span"
 ) -> AsyncIterator[bytes]:
-    """Early results, and the rest from the finished file where the batch ends while they are read."""
+    """Stream early results; if the batch ends during the read, stream the rest from its result file."""
     sent = 0
     try:
         async for part in here.early.stream(batch_id, sizes, is_output, span.start, span.end):
@@ -108,7 +108,7 @@ async def _growing(
 
 @dataclass(frozen=True, slots=True)
 class _Span:
-    """Bytes [start, end); `is_part`: because a range was asked for."""
+    """The bytes [start, end); `is_part` is true if the client requested a range."""
 
     start: int
     end: int
@@ -116,7 +116,10 @@ class _Span:
 
     @classmethod
     def of(cls, header: str | None, size_bytes: int, about: dict[str, str]) -> "_Span":
-        """Raises RangeNotSatisfiable, with these headers; what RFC 9110 lets us ignore is all of it."""
+        """Parse a Range header; one that RFC 9110 lets us ignore selects the whole file.
+
+        Raises RangeNotSatisfiable, with the headers `about`.
+        """
         match = re.fullmatch(r"bytes=([0-9]{0,18})-([0-9]{0,18})", (header or "").strip())
         if match is None or not any(match.groups()):
             return cls(0, size_bytes, False)
@@ -126,7 +129,7 @@ class _Span:
         if first and last and int(last) < int(first):
             return cls(0, size_bytes, False)
         if start >= end:
-            raise RangeNotSatisfiable(f"The range {header!r} is not inside {size_bytes} bytes.", size_bytes, about)
+            raise RangeNotSatisfiable(f"The range {header!r} is outside the {size_bytes} bytes.", size_bytes, about)
         return cls(start, end, True)
 
 

@@ -1,4 +1,4 @@
-"""What every route works with, made once per process."""
+"""The dependencies that every route uses, created once per process."""
 
 from collections.abc import Callable
 from dataclasses import dataclass

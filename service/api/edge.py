@@ -1,4 +1,4 @@
-"""What every request passes before a route: an id, a clock, and a bound on its body unless the route reads a stream."""
+"""Middleware around every route: assigns a request id, measures time, and limits bodies that are not streamed."""
 
 import re
 import secrets
@@ -15,17 +15,17 @@ from service.metrics.counters import HTTP
 from service.metrics.tracing import UNTRACED, HttpSpan
 
 MAX_BODY_BYTES = 64 * 1024
-MAX_PARTS_BYTES = 512 * 1024  # of a list of an upload's parts
+MAX_PARTS_BYTES = 512 * 1024  # for the list of an upload's parts
 MAX_HEAD_BYTES, MAX_COOKIE_BYTES = 32 * 1024, 4 * 1024
 log = structlog.get_logger()
-METHODS = ("GET", "HEAD", "OPTIONS", "POST", "PUT", "PATCH", "DELETE")  # anything else is a caller's invention
+METHODS = ("GET", "HEAD", "OPTIONS", "POST", "PUT", "PATCH", "DELETE")  # any other method is counted as "other"
 _COMPLETES = re.compile(r"/v1/uploads/[^/]*/complete")
-_STREAMED = re.compile(r"/v1/files|/v1/uploads/[^/]*/parts|/dashboard/files")  # these count for themselves
+_STREAMED = re.compile(r"/v1/files|/v1/uploads/[^/]*/parts|/dashboard/files")  # these enforce their own limits
 
 
 class Edge:
     def __init__(self, app: ASGIApp, logs: bool) -> None:
-        """`logs`: a line for each request."""
+        """Wrap `app`; `logs` turns on a log line for each request."""
         self._app = app
         self._logs = logs
 
@@ -76,17 +76,20 @@ class Edge:
 
 
 def _head_fault(headers: Sequence[tuple[bytes, bytes]]) -> str | None:
-    """Why a head is refused before anything reads it: Python before 3.11.10 takes hours to unquote a cookie."""
+    """Return why the headers are refused before they are parsed, or None if they are fine.
+
+    Python before 3.11.10 can take hours to unquote a cookie.
+    """
     if sum(len(name) + len(value) for name, value in headers) > MAX_HEAD_BYTES:
-        return f"The headers have more than {MAX_HEAD_BYTES} bytes."
+        return f"The headers are larger than {MAX_HEAD_BYTES} bytes."
     cookies = [value for name, value in headers if name == b"cookie"]
     if sum(map(len, cookies)) > MAX_COOKIE_BYTES or any(b"\\" in value for value in cookies):
-        return f"The cookies have more than {MAX_COOKIE_BYTES} bytes, or a backslash."
+        return f"The cookies are larger than {MAX_COOKIE_BYTES} bytes or contain a backslash."
     return None
 
 
 def _bounded(receive: Receive, most: int) -> Receive:
-    """Raises HTTPException 413 when the body is longer than any that a route can use."""
+    """Wrap `receive` to raise HTTPException 413 when the body is larger than any that a route can use."""
     size = 0
 
     async def count() -> Any:

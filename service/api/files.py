@@ -1,4 +1,4 @@
-"""/v1/files: upload in a stream, list, look, delete."""
+"""/v1/files: upload a file as a stream, and list, get and delete files."""
 
 import re
 from typing import Annotated
@@ -47,7 +47,7 @@ async def create_file(request: Request, here: Here, caller: CalledBy) -> FileObj
     if announced > limit:
         raise PayloadTooLarge(f"The file is larger than {limit} bytes.", code="file_too_large", param="file")
     check_room(here, announced)
-    async with here.database.read() as session:  # rather than refuse it when all of it is here
+    async with here.database.read() as session:  # so that it is not refused only after all of it has arrived
         await check_bytes(session, caller.project, announced)
         left = await room_for_bytes(session, caller.project)
     reader = FormReader(request.headers.get("content-type", ""), limit if left is None else min(limit, left))
@@ -63,7 +63,7 @@ async def create_file(request: Request, here: Here, caller: CalledBy) -> FileObj
         raise BadRequest("The upload was cut off.") from error
     except PayloadTooLarge:
         async with here.database.read() as session:
-            await check_bytes(session, caller.project, reader.form.size_bytes)  # which may be why
+            await check_bytes(session, caller.project, reader.form.size_bytes)  # the quota may be the reason
         raise
     try:
         async with here.database.write() as session:
@@ -77,7 +77,7 @@ async def create_file(request: Request, here: Here, caller: CalledBy) -> FileObj
 
 
 def check_room(here: Context, more: int) -> None:
-    """Raises StorageFull where the disk has no room for so many bytes beside what it keeps."""
+    """Raise StorageFull if the disk has no room for `more` bytes on top of its reserve."""
     try:
         here.storage.check_room(more)
     except NoRoom as error:
@@ -86,7 +86,7 @@ def check_room(here: Context, more: int) -> None:
 
 
 def watched(here: Context, write: Sink) -> Sink:
-    """`write` for an upload, which ends where the disk has no more room for it."""
+    """Wrap `write` for an upload, so that it raises StorageFull when the disk has no more room."""
 
     async def write_on(data: bytes) -> object:
         check_room(here, len(data))
@@ -96,7 +96,7 @@ def watched(here: Context, write: Sink) -> Sink:
 
 
 def _file_row(file_id: str, caller: Caller, form: Form, now: int) -> File:
-    """The row of an uploaded file. Raises BadRequest for a field that is missing or wrong."""
+    """Return the row of an uploaded file. Raises BadRequest if a field is missing or wrong."""
     if form.filename is None:
         raise BadRequest("The form has no part named 'file'.", code="missing_required_parameter", param="file")
     if "purpose" not in form.fields:
@@ -149,7 +149,7 @@ async def get_file(file_id: ObjectId, here: Here, caller: CalledBy) -> FileObjec
 async def delete_file(file_id: ObjectId, here: Here, caller: CalledBy) -> FileDeleted:
     file = await find_file(here, caller, file_id)
     async with here.database.write() as session:
-        await hold(session, caller.project.id)  # so that no batch begins with it meanwhile
+        await hold(session, caller.project.id)  # so that no new batch starts to use the file
         using = (
             await session.scalars(
                 select(Batch.id).where(Batch.input_file_id == file.id, Batch.status.in_(LIVE)).limit(1)
@@ -165,7 +165,7 @@ async def delete_file(file_id: ObjectId, here: Here, caller: CalledBy) -> FileDe
 
 
 async def find_file(here: Context, caller: Caller, file_id: str) -> File:
-    """The caller's file of this id. Raises NotFound."""
+    """Return the caller's file with this id. Raises NotFound."""
     mine = (File.id == file_id) & (File.project_id == caller.project.id) & File.deleted_at.is_(None)
     async with here.database.read() as session:
         file = (await session.scalars(select(File).where(mine))).one_or_none()

@@ -1,4 +1,4 @@
-"""/healthz: the process runs. /readyz: what it needs answers too."""
+"""/healthz says whether the process runs, /readyz whether everything that it needs responds too."""
 
 import asyncio
 from collections.abc import Awaitable
@@ -23,12 +23,12 @@ class Health(BaseModel):
 
 
 class Readiness(BaseModel):
-    status: Literal["ready", "storage_full"] = "ready"  # full: uploads are refused; deletes and cancels are not
+    status: Literal["ready", "storage_full"] = "ready"  # storage_full: uploads are refused; deletes and cancels are not
     workers: int  # alive
-    starting: int = 0  # whose engine starts
-    stalled: int = 0  # of those alive, whose engine has ended no step for half a minute while requests wait
-    step_age_s: float = 0.0  # the longest since a step ended, of those with requests
-    storage_free_bytes: int | None = None  # of a store on a disk
+    starting: int = 0  # whose engine is starting
+    stalled: int = 0  # alive, but their engine has finished no step for half a minute while requests wait
+    step_age_s: float = 0.0  # longest time since a step ended, among workers with requests
+    storage_free_bytes: int | None = None  # if object storage is on a local disk
 
 
 @router.get("/healthz")
@@ -38,7 +38,7 @@ async def healthz() -> Health:
 
 @router.get("/readyz")
 async def readyz(here: Here) -> Readiness:
-    """503 with the part that does not answer."""
+    """Report whether the service is ready; if a part does not respond, return 503 with its name."""
     checks = {
         "database": here.database.check(),
         "redis": cast(Awaitable[object], here.redis.ping()),
@@ -51,7 +51,7 @@ async def readyz(here: Here) -> Readiness:
     for name, result in zip(checks, results, strict=True):
         if isinstance(result, BaseException):
             log.warning("not ready", part=name, error=repr(result))
-            raise Unavailable(f"{name} does not answer.", code="not_ready", param=name)
+            raise Unavailable(f"{name} is not responding.", code="not_ready", param=name)
     alive, starting = cast(tuple[list[dict[str, Any]], list[object]], results[-1])
     ages = [float(state.get("step_age_s", 0.0)) for state in alive]
     stalled = sum(age > STALLED_S for age in ages)

@@ -1,4 +1,4 @@
-"""/metrics of the API: what this process served, and what waits and runs in the service. For operators."""
+"""/metrics of the API, for operators: what this process served, and what is waiting and running in the service."""
 
 from collections.abc import Iterable
 
@@ -24,7 +24,10 @@ class _Given(Collector):
 
 @router.get("/metrics", response_class=Response)
 async def metrics(here: Here, _caller: CalledByMonitor) -> Response:
-    """In Prometheus' text format; where keys are asked for, one with the role monitor or operator as a bearer token."""
+    """Return metrics in Prometheus' text format.
+
+    If the API requires keys, send one with the role monitor or operator as the bearer token.
+    """
     registry = CollectorRegistry()
     families = await queue_metrics(here.database, here.heartbeat, here.clock())
     if room := here.storage.room:

@@ -1,4 +1,4 @@
-"""/v1/models: what batches of this service may name."""
+"""/v1/models: the models that batches of this service can use."""
 
 from typing import Annotated
 
@@ -29,5 +29,5 @@ async def get_model(
     async with here.database.read() as session:
         row = (await session.scalars(select(Model).where(Model.name == name))).one_or_none()
     if row is None:
-        raise NotFound(f"The model {name!r} does not exist here.", code="model_not_found", param="model")
+        raise NotFound(f"This service has no model {name!r}.", code="model_not_found", param="model")
     return ModelObject(id=row.name, created=row.created_at)

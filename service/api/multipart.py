@@ -1,4 +1,4 @@
-"""multipart/form-data as it arrives: the file's bytes go on at once, everything else is small and bounded."""
+"""Reads multipart/form-data as it arrives: passes the file's bytes on at once, and limits the size of all else."""
 
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass, field
@@ -9,7 +9,7 @@ from python_multipart.multipart import MultipartParser, parse_options_header
 
 from service.errors import BadRequest, PayloadTooLarge
 
-MAX_FIELD_BYTES = 4 * 1024  # of the few fields that there are
+MAX_FIELD_BYTES = 4 * 1024  # for each field that is not the file
 MAX_HEADER_BYTES = 8 * 1024
 MAX_PARTS = 16
 
@@ -22,7 +22,7 @@ class Form:
 
 
 def form_body(required: list[str], properties: dict[str, Any]) -> dict[str, Any]:
-    """A form as openapi.yaml describes it, for a route that reads its stream itself."""
+    """Return a form's description for openapi.yaml, for a route that reads its stream itself."""
     schema = {"type": "object", "required": required, "properties": properties}
     return {"requestBody": {"required": True, "content": {"multipart/form-data": {"schema": schema}}}}
 
@@ -60,7 +60,7 @@ class FormReader:
         )
 
     async def read(self, chunks: AsyncIterator[bytes], sink: Callable[[bytes], Awaitable[object]]) -> Form:
-        """Read the form to its end. Raises BadRequest for one that is malformed, PayloadTooLarge for a large file."""
+        """Read the form to its end. Raises BadRequest if it is malformed, PayloadTooLarge if its file is too large."""
         try:
             async for chunk in chunks:
                 self._parser.write(chunk)

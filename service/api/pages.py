@@ -1,4 +1,4 @@
-"""Cursor pages over a table that numbers its rows by `seq`: rows that come or go meanwhile do not move the others."""
+"""Cursor pages over a table whose rows are numbered by `seq`: added or deleted rows do not shift the other rows."""
 
 from typing import Any, Literal
 
@@ -21,16 +21,16 @@ async def page_rows(
     limit: int,
     order: Order = "desc",
 ) -> list[Any]:
-    """Up to `limit + 1` rows of the project behind its object `after`; of all projects with None.
+    """Return up to `limit + 1` of the project's rows that follow the object `after`; of all projects with None.
 
-    Raises BadRequest when `after` does not exist.
+    Raises BadRequest if `after` does not exist.
     """
     mine = true() if project_id is None else table.project_id == project_id
     query = query.where(mine)
     if after is not None:
         cursor = (await session.execute(select(table.seq).where(table.id == after, mine))).scalar_one_or_none()
         if cursor is None:
-            raise BadRequest(f"No object has the id {after!r} that 'after' names.", param="after")
+            raise BadRequest(f"No object has the id {after!r} given in 'after'.", param="after")
         query = query.where(table.seq < cursor if order == "desc" else table.seq > cursor)
     query = query.order_by(table.seq.desc() if order == "desc" else table.seq.asc()).limit(limit + 1)
     return list((await session.scalars(query)).all())

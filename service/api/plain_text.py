@@ -1,4 +1,4 @@
-"""The bytes of an uploaded file as UTF-8 lines: gzip is unpacked, and what is no JSONL at all is said at once."""
+"""Turns the bytes of an uploaded file into UTF-8 lines: unpacks gzip, and refuses at once what cannot be JSONL."""
 
 import zlib
 from collections.abc import Awaitable, Callable
@@ -9,13 +9,13 @@ from service.errors import BadRequest, PayloadTooLarge
 Sink = Callable[[bytes], Awaitable[object]]
 GZIP = b"\x1f\x8b"
 UTF_16 = (b"\xff\xfe", b"\xfe\xff")
-HEAD_BYTES = 4  # that say what a file is
-STEP_BYTES = 1024 * 1024  # unpacked at once
-LEAST_MEMBER, MOST_MEMBERS = 4096, 1000  # bytes of a member of a gzip file, and how many with less it may have
+HEAD_BYTES = 4  # enough to recognize the kind of file
+STEP_BYTES = 1024 * 1024  # unpacked at a time
+LEAST_MEMBER, MOST_MEMBERS = 4096, 1000  # a smaller gzip member is tiny, and a file may have so many tiny ones
 
 
 class PlainText:
-    """Hands the text of a file on to `sink`, at most `most` bytes of it."""
+    """Passes the text of a file to `sink`, at most `most` bytes of it."""
 
     def __init__(self, sink: Sink, most: int) -> None:
         self._sink, self._most = sink, most
@@ -26,7 +26,7 @@ class PlainText:
         self.size_bytes = 0
 
     async def write(self, data: bytes) -> None:
-        """Raises BadRequest for another kind of file, PayloadTooLarge for one that unpacks to too much."""
+        """Add bytes of the file. Raises BadRequest if it cannot be JSONL, PayloadTooLarge if its text is too large."""
         if not self._is_known:
             self._head += data
             if len(self._head) < HEAD_BYTES:
@@ -35,7 +35,7 @@ class PlainText:
         await self._pass(data)
 
     async def end(self) -> None:
-        """Raises BadRequest for a file that is empty, or ends in the middle."""
+        """End the file. Raises BadRequest if it is empty or incomplete."""
         if not self._is_known:
             await self._pass(self._look())
         if self._gzip is not None and not self._gzip.eof:
@@ -48,7 +48,7 @@ class PlainText:
         if head[:2] in UTF_16:
             raise BadRequest("The file is UTF-16. Save it as UTF-8.", code="invalid_file", param="file")
         if head.removeprefix(b"\xef\xbb\xbf").lstrip()[:1] == b"[":
-            message = "The file is a JSON array. A batch file has one request a line, and nothing around them."
+            message = "The file is a JSON array. A batch file has one request per line, without brackets around them."
             raise BadRequest(message, code="invalid_file", param="file")
         if head[:2] == GZIP:
             self._gzip = zlib.decompressobj(wbits=31)
@@ -65,18 +65,18 @@ class PlainText:
                 raise BadRequest(f"The gzip file is damaged: {error}.", code="invalid_file", param="file") from error
             await self._hand_on(text)
             data = self._gzip.unconsumed_tail
-            if self._gzip.eof and self._gzip.unused_data:  # several files in one, as of a log that was appended to
+            if self._gzip.eof and self._gzip.unused_data:  # several members, as in a log that was appended to
                 data, self._gzip = self._gzip.unused_data, zlib.decompressobj(wbits=31)
                 self._members += self.size_bytes - self._member_began < LEAST_MEMBER
                 self._member_began = self.size_bytes
                 if self._members > MOST_MEMBERS:
-                    message = f"The gzip file has more than {MOST_MEMBERS} tiny members. Pack it as one."
+                    message = f"The gzip file has more than {MOST_MEMBERS} tiny members. Compress it as one."
                     raise BadRequest(message, code="invalid_file", param="file")
 
     async def _hand_on(self, text: bytes) -> None:
         self.size_bytes += len(text)
         if self.size_bytes > self._most:
-            message = f"The file has more than {self._most} bytes. Split it."
+            message = f"The file is larger than {self._most} bytes. Split it."
             raise PayloadTooLarge(message, code="file_too_large", param="file")
         if text:
             await self._sink(text)

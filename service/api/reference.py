@@ -1,4 +1,4 @@
-"""/docs: the API for people, drawn from its own description; nothing of it is loaded from another host."""
+"""/docs: the API reference for people, rendered from the OpenAPI document; it loads nothing from another host."""
 
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ _environment = Environment(
 @router.get("/docs")
 async def reference(request: Request) -> Response:
     state = request.app.state
-    if not hasattr(state, "reference"):  # the same for all, and drawn once
+    if not hasattr(state, "reference"):  # the same for everyone, so it is rendered once
         state.reference = _drawn(request.app.openapi())
     return HTMLResponse(state.reference, headers=HEADERS)
 
@@ -38,7 +38,7 @@ def _drawn(described: dict[str, Any]) -> str:
 
 
 def _shown(schema: Any) -> str:
-    """A schema's type in a few words; those that have a name stand on the page themselves."""
+    """Return a schema's type in a few words; a named schema gives its name, as the page describes it separately."""
     if not isinstance(schema, dict):
         return ""
     if "$ref" in schema:

@@ -1,4 +1,4 @@
-"""Objects as OpenAI's clients read them: every key is written, null where there is nothing. Requests: bodies.py."""
+"""Response objects as OpenAI's clients read them: every key is present, null if it has no value. See also bodies.py."""
 
 from collections.abc import Sequence
 from typing import Any, Generic, Literal, TypeVar
@@ -110,7 +110,7 @@ class BatchUsage(BaseModel):
 
 
 class Cause(BaseModel):
-    """Failed requests whose errors read alike; `message` and `custom_ids` are samples."""
+    """A group of failed requests with similar errors; `message` and `custom_ids` are samples."""
 
     status_code: int | None
     code: str | None
@@ -120,10 +120,12 @@ class Cause(BaseModel):
 
 
 class PlanPreview(BaseModel):
-    """What a held batch would take if nothing else ran; a long one is judged by its first `requests`."""
+    """What a held batch would need if nothing else ran. A long batch is judged by its first `requests` requests."""
 
     requests: int
-    prompt_sharing: float = Field(description="of prompt tokens, which others before them have computed, at most")
+    prompt_sharing: float = Field(
+        description="Largest possible share of the prompt tokens that earlier requests have already computed"
+    )
     compute_seconds: float
     memory_seconds: float
     planned_for: str
@@ -140,26 +142,35 @@ class PlanPreview(BaseModel):
 
 
 class BatchExtras(BaseModel):
-    """What OpenAI's object has no place for. Times are unix seconds."""
+    """Fields beyond OpenAI's batch object. Times are in Unix seconds."""
 
     output_order: OutputOrder
     retry_of: str | None
-    queue_position: int | None = Field(description="batches of the same model with an earlier deadline")
-    waiting_for: str | None = Field(description="why nothing of it runs")
-    held: bool = Field(description="nothing of it runs until POST /v1/batches/{id}/start")
+    queue_position: int | None = Field(description="Number of batches of the same model with an earlier deadline")
+    waiting_for: str | None = Field(description="What the batch is waiting for, while none of its requests runs")
+    held: bool = Field(description="Whether the batch waits for POST /v1/batches/{id}/start before it runs")
     preview: PlanPreview | None
     prompt_tokens: int
-    expected_output_tokens: int | None = Field(description="as planned or previewed; null before")
+    expected_output_tokens: int | None = Field(description="From the plan or the preview; null before either")
     expected_gpu_seconds: float | None = Field(
-        description="the least that the cost model allows; null before plan and preview"
+        description="The minimum according to the cost model; null before the plan or the preview"
     )
-    expected_cost: float | None = Field(description="of these seconds, by BATCHWEAVE_WORKER_HOUR_PRICE")
-    earliest_at: int | None = Field(description="end by the planner's cost model")
-    expected_at: int | None = Field(description="end by the pace of its model's answers, earlier deadlines first")
-    latest_at: int | None = Field(description="the same, all that engines have first, with two standard errors")
-    early_output_file_id: str | None = Field(description="readable from the first answer on, and grows at its end")
+    expected_cost: float | None = Field(
+        description="Cost of `expected_gpu_seconds` at the price in BATCHWEAVE_WORKER_HOUR_PRICE"
+    )
+    earliest_at: int | None = Field(description="Estimated end according to the planner's cost model")
+    expected_at: int | None = Field(
+        description="Estimated end at the pace of the model's answers, with earlier deadlines served first"
+    )
+    latest_at: int | None = Field(
+        description="Estimated end as in `expected_at`, but after all work that engines already have, "
+        "plus two standard errors"
+    )
+    early_output_file_id: str | None = Field(
+        description="Output file that is readable from the first answer on and only grows at its end"
+    )
     early_error_file_id: str | None
-    failures: list[Cause] = Field(description="causes of failed requests, once it has ended")
+    failures: list[Cause] = Field(description="Causes of the failed requests, once the batch is finished")
 
     @classmethod
     def of(cls, batch: Batch, found: Standing, hour_price: float | None) -> "BatchExtras":
@@ -264,7 +275,7 @@ class Page(BaseModel, Generic[Item]):
 
     @classmethod
     def of(cls, items: Sequence[Any], limit: int) -> "Page[Item]":
-        """From up to `limit + 1` items: the one too many says that there is more."""
+        """Build a page from up to `limit + 1` items; the extra one shows that there are more."""
         shown = list(items[:limit])
         return cls(
             data=shown,

@@ -1,4 +1,4 @@
-"""/v1/uploads: a file in parts, which may come in parallel and again; complete joins those that the client names."""
+"""/v1/uploads: upload a file in parts, which may come in parallel or repeatedly; complete joins the parts it lists."""
 
 import hashlib
 from collections.abc import Sequence
@@ -27,16 +27,16 @@ from service.tenants.quotas import check_bytes, hold, room_for_bytes
 PART_BYTES = 64 * 1024 * 1024
 UPLOAD_S = 3600
 MAX_PARTS = 10_000
-MAX_PARTS_RATIO = 2  # of all parts' bytes to the upload's, since a part that is sent again is another one
+MAX_PARTS_RATIO = 2  # of all parts' bytes to the upload's; a part that is sent again counts again
 
 router = APIRouter(prefix="/v1/uploads", tags=["uploads"])
 
 
 @router.post("")
 async def create_upload(body: CreateUpload, here: Here, caller: CalledBy) -> UploadObject:
-    """Begin an upload; its parts and its completion must come within the hour."""
+    """Start an upload. All its parts and its completion must arrive within one hour."""
     if body.bytes > here.settings.max_file_bytes:
-        message = f"A file may have {here.settings.max_file_bytes} bytes."
+        message = f"A file can have at most {here.settings.max_file_bytes} bytes."
         raise PayloadTooLarge(message, code="file_too_large", param="bytes")
     check_room(here, body.bytes)
     now = int(here.clock())
@@ -60,7 +60,7 @@ async def create_upload(body: CreateUpload, here: Here, caller: CalledBy) -> Upl
 
 @router.post("/{upload_id}/parts", openapi_extra=form_body(["data"], {"data": {"type": "string", "format": "binary"}}))
 async def create_part(upload_id: ObjectId, request: Request, here: Here, caller: CalledBy) -> UploadPartObject:
-    """Add at most 64 MiB; the order is that in which complete names the parts."""
+    """Add a part of at most 64 MiB. The order of the parts is the order in which the complete call lists them."""
     upload, _ = await _find(here, caller, upload_id)
     _check_pending(upload, here.clock())
     check_room(here, 0)
@@ -75,7 +75,7 @@ async def create_part(upload_id: ObjectId, request: Request, here: Here, caller:
         async with here.storage.writer(key) as writer:
             form = await reader.read(request.stream(), watched(here, writer.write))
             if form.filename is None:
-                raise BadRequest("The form has no part 'data'.", code="missing_required_parameter", param="data")
+                raise BadRequest("The form has no part named 'data'.", code="missing_required_parameter", param="data")
             if not form.size_bytes:
                 raise BadRequest("The part is empty.", code="empty_part", param="data")
     except ClientDisconnect as error:
@@ -88,13 +88,13 @@ async def create_part(upload_id: ObjectId, request: Request, here: Here, caller:
     part = UploadPart(id=part_id, upload_id=upload_id, size_bytes=form.size_bytes, created_at=now)
     try:
         async with here.database.write() as session:
-            # Locked, so that parts that come at once are all counted.
+            # Locked, so that parts that arrive at the same time are all counted.
             held = select(Upload).where(Upload.id == upload_id).with_for_update()
             _check_pending((await session.scalars(held)).one(), now)
             sizes = select(func.count(), func.coalesce(func.sum(UploadPart.size_bytes), 0))
             count, before = (await session.execute(sizes.where(UploadPart.upload_id == upload_id))).one()
             if count >= MAX_PARTS:
-                raise BadRequest(f"An upload has {MAX_PARTS} parts at most.", code="too_many_parts", param="data")
+                raise BadRequest(f"An upload can have at most {MAX_PARTS} parts.", code="too_many_parts", param="data")
             if before + form.size_bytes > MAX_PARTS_RATIO * upload.size_bytes:
                 raise _too_many(before + form.size_bytes, MAX_PARTS_RATIO * upload.size_bytes)
             session.add(part)
@@ -106,7 +106,7 @@ async def create_part(upload_id: ObjectId, request: Request, here: Here, caller:
 
 @router.post("/{upload_id}/complete")
 async def complete_upload(upload_id: ObjectId, body: CompleteUpload, here: Here, caller: CalledBy) -> UploadObject:
-    """Make the file of these parts. Completing again, as after an answer that was lost, gives the same file."""
+    """Join the listed parts into a file. Completing again, for example after a lost response, returns the same file."""
     upload, file = await _find(here, caller, upload_id)
     if upload.status == UploadStatus.COMPLETED:
         return UploadObject.of(upload, file)
@@ -129,23 +129,23 @@ async def complete_upload(upload_id: ObjectId, body: CompleteUpload, here: Here,
     most = limit if room is None else min(limit, room + upload.size_bytes)
     try:
         file.size_bytes = await _join(here, upload, body, file_key(file.id), most)
-    except FileNotFoundError as error:  # another call has completed or cancelled it a moment ago
+    except FileNotFoundError as error:  # another call has just completed or cancelled it
         upload, stored = await _find(here, caller, upload_id)
         if upload.status == UploadStatus.COMPLETED:
             return UploadObject.of(upload, stored)
-        raise BadRequest("The upload has ended meanwhile.", code="upload_not_pending") from error
+        raise BadRequest("The upload is no longer pending.", code="upload_not_pending") from error
     try:
         async with here.database.write() as session:
             project = await hold(session, upload.project_id)
             won = await _move(session, caller, upload_id, UploadStatus.COMPLETED, file_id=file.id)
             if won:
-                await check_bytes(session, project, file.size_bytes)  # a gzip file has more than was announced
+                await check_bytes(session, project, file.size_bytes)  # an unpacked gzip file is larger than announced
                 session.add(file)
                 audit.note(session, caller, "upload.complete", upload_id, now)
     except ApiError:
         await here.storage.delete(file_key(file.id))
         raise
-    if not won:  # another call was faster, or the upload has ended meanwhile
+    if not won:  # another call was faster, or the upload has just ended
         await here.storage.delete(file_key(file.id))
     upload, stored = await _find(here, caller, upload_id)
     if upload.status != UploadStatus.COMPLETED:
@@ -156,7 +156,7 @@ async def complete_upload(upload_id: ObjectId, body: CompleteUpload, here: Here,
 
 @router.post("/{upload_id}/cancel")
 async def cancel_upload(upload_id: ObjectId, here: Here, caller: CalledBy) -> UploadObject:
-    """Give the upload up; cancelling twice is no error."""
+    """Cancel the upload. Repeating the call is harmless."""
     async with here.database.write() as session:
         if await _move(session, caller, upload_id, UploadStatus.CANCELLED):
             audit.note(session, caller, "upload.cancel", upload_id, here.clock())
@@ -168,7 +168,7 @@ async def cancel_upload(upload_id: ObjectId, here: Here, caller: CalledBy) -> Up
 
 
 async def _find(here: Context, caller: Caller, upload_id: str) -> tuple[Upload, File | None]:
-    """The caller's upload, and its file once it is complete. Raises NotFound."""
+    """Return the caller's upload, and its file once it is complete. Raises NotFound."""
     mine = (Upload.id == upload_id) & (Upload.project_id == caller.project.id)
     async with here.database.read() as session:
         found = (
@@ -180,15 +180,15 @@ async def _find(here: Context, caller: Caller, upload_id: str) -> tuple[Upload, 
 
 
 def _check_pending(upload: Upload, now: float) -> None:
-    """Raises BadRequest for an upload that takes nothing more."""
+    """Raise BadRequest if the upload is no longer pending."""
     if upload.status != UploadStatus.PENDING:
-        raise BadRequest(f"The upload is {upload.status}.", code="upload_not_pending", param="upload_id")
+        raise BadRequest(f"The upload is already {upload.status}.", code="upload_not_pending", param="upload_id")
     if upload.expires_at <= now:
-        raise BadRequest("The upload has expired; begin another.", code="upload_expired", param="upload_id")
+        raise BadRequest("The upload has expired; create a new one.", code="upload_expired", param="upload_id")
 
 
 async def _check_parts(here: Context, upload: Upload, part_ids: Sequence[str]) -> None:
-    """Raises BadRequest unless these are its parts and have its bytes."""
+    """Raise BadRequest unless these are parts of the upload, each listed once, and their sizes add up to its size."""
     async with here.database.read() as session:
         rows = await session.execute(
             select(UploadPart.id, UploadPart.size_bytes).where(UploadPart.upload_id == upload.id)
@@ -198,22 +198,22 @@ async def _check_parts(here: Context, upload: Upload, part_ids: Sequence[str]) -
     if unknown is not None:
         raise BadRequest(f"The upload has no part {unknown[:100]!r}.", code="part_not_found", param="part_ids")
     if len(set(part_ids)) < len(part_ids):
-        raise BadRequest("A part is named twice.", code="duplicate_part", param="part_ids")
+        raise BadRequest("A part is listed twice.", code="duplicate_part", param="part_ids")
     total = sum(sizes[part_id] for part_id in part_ids)
     if total != upload.size_bytes:
-        message = f"The parts have {total} bytes together; the upload has {upload.size_bytes}."
+        message = f"The parts have {total} bytes in total; the upload was created with {upload.size_bytes}."
         raise BadRequest(message, code="bytes_mismatch", param="part_ids")
 
 
 def _too_many(found: int, most: int) -> BadRequest:
-    message = f"The parts have {found} bytes, sent again ones included; at most {most}."
+    message = f"The parts, including repeated ones, have {found} bytes; at most {most} are allowed."
     return BadRequest(message, code="too_many_bytes", param="data")
 
 
 async def _join(here: Context, upload: Upload, body: CompleteUpload, key: str, most: int) -> int:
-    """Write the file's object, of at most so many bytes; returns its bytes.
+    """Join the parts into the file's object, of at most `most` bytes, and return its size.
 
-    Raises BadRequest for another MD5, FileNotFoundError for a part that is gone.
+    Raises BadRequest if the MD5 differs, FileNotFoundError if a part is gone.
     """
     digest = hashlib.md5(usedforsecurity=False)
     async with here.storage.writer(key) as writer:
@@ -224,13 +224,13 @@ async def _join(here: Context, upload: Upload, body: CompleteUpload, key: str, m
                 await text.write(chunk)
         await text.end()
         if body.md5 is not None and body.md5.lower() != digest.hexdigest():
-            message = f"The file's MD5 is {digest.hexdigest()}, not {body.md5}: send the parts again."
+            message = f"The file's MD5 is {digest.hexdigest()}, not {body.md5}. Send the parts again."
             raise BadRequest(message, code="md5_mismatch", param="md5")
     return text.size_bytes
 
 
 async def _move(session: AsyncSession, caller: Caller, upload_id: str, to: UploadStatus, **values: str) -> bool:
-    """End the caller's upload if it is pending, in one statement."""
+    """End the caller's upload in one statement if it is pending; return whether it was."""
     mine = (Upload.id == upload_id) & (Upload.project_id == caller.project.id)
     pending = mine & (Upload.status == UploadStatus.PENDING)
     return rows_changed(await session.execute(update(Upload).where(pending).values(status=to, **values))) == 1

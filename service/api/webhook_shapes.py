@@ -1,4 +1,4 @@
-"""Webhook endpoints as clients read them; a secret is shown once, in the answer that makes it."""
+"""Webhook endpoints as clients read them; a secret is shown only once, in the response that creates it."""
 
 from typing import Any, Literal
 
@@ -9,9 +9,13 @@ from service.webhooks.secrets import NoKey, Seal
 
 
 class WebhookExtras(BaseModel):
-    """How deliveries went. One that fails rests, the longer the more failed; `rests_until`: unix seconds."""
+    """Results of the endpoint's deliveries.
 
-    failures: int = Field(description="deliveries that failed since one arrived")
+    After a failed delivery the endpoint gets none until `rests_until` (Unix seconds); each further failure extends
+    the pause.
+    """
+
+    failures: int = Field(description="Number of failed deliveries since the last successful one")
     rests_until: int | None
     last_result: str | None
 

@@ -1,4 +1,4 @@
-"""/v1/webhook_endpoints: where a project is told that a batch ended. Calls as openai 3.54 makes them."""
+"""/v1/webhook_endpoints: URLs that are notified when a project's batches end. The calls are those of openai 3.54."""
 
 from typing import Annotated
 
@@ -26,7 +26,7 @@ from service.webhooks.secrets import NoKey
 from service.webhooks.signature import new_secret, signed_headers
 
 DAY_S = 24 * 3600
-MOST_ENDPOINTS = 100  # of a project
+MOST_ENDPOINTS = 100  # per project
 CLAIM_S, TEST_RETRY_S = 60.0, 10
 
 router = APIRouter(prefix="/v1", tags=["webhooks"])
@@ -39,7 +39,7 @@ async def list_event_types(_caller: CalledBy) -> EventTypes:
 
 @router.post("/webhook_endpoints")
 async def create_webhook(body: CreateWebhook, here: Here, caller: CalledByAdmin) -> WebhookWithSecret:
-    """The answer holds the secret that signs, which is shown only here and when it is rotated."""
+    """Create a webhook endpoint. The response has its signing secret, shown only here and on rotation."""
     _check_url(body.url, here.settings.webhook_private)
     now, secret = int(here.clock()), new_secret()
     endpoint = WebhookEndpoint(
@@ -53,11 +53,12 @@ async def create_webhook(body: CreateWebhook, here: Here, caller: CalledByAdmin)
         updated_at=now,
     )
     async with here.database.write() as session:
-        await hold(session, caller.project.id)  # so that of two at once one counts the other
+        await hold(session, caller.project.id)  # so that of two concurrent creates, one counts the other
         mine = (WebhookEndpoint.project_id == caller.project.id) & WebhookEndpoint.deleted_at.is_(None)
         count = select(func.count()).select_from(WebhookEndpoint).where(mine)
         if int((await session.execute(count)).scalar_one()) >= MOST_ENDPOINTS:
-            raise BadRequest(f"A project has {MOST_ENDPOINTS} webhook endpoints at most.", code="too_many_endpoints")
+            message = f"A project can have at most {MOST_ENDPOINTS} webhook endpoints."
+            raise BadRequest(message, code="too_many_endpoints")
         session.add(endpoint)
         audit.note(session, caller, "webhook.create", endpoint.id, now)
     return WebhookWithSecret.made(endpoint, here.seal, secret)
@@ -94,7 +95,7 @@ async def update_webhook(webhook_id: ObjectId, body: UpdateWebhook, here: Here, 
 
 @router.delete("/webhook_endpoints/{webhook_id}")
 async def delete_webhook(webhook_id: ObjectId, here: Here, caller: CalledByAdmin) -> WebhookDeleted:
-    """What is not delivered yet is not delivered any more."""
+    """Delete a webhook endpoint. Events that are not delivered yet are dropped."""
     async with here.database.write() as session:
         endpoint = await _find(session, caller, webhook_id)
         await _change(session, endpoint, deleted_at=int(here.clock()))
@@ -109,12 +110,12 @@ async def delete_webhook(webhook_id: ObjectId, here: Here, caller: CalledByAdmin
 async def rotate_secret(
     webhook_id: ObjectId, here: Here, caller: CalledByAdmin, again: TriedAgain, body: RotateSecret | None = None
 ) -> WebhookWithSecret:
-    """A new secret; the old one goes on signing beside it for a day where that is asked for."""
+    """Create a new signing secret. On request, the old one also keeps signing for 24 hours."""
     keep = body is not None and body.keep_old_secret_active_for_24_hours
     async with here.database.write() as session:
         endpoint = await _find(session, caller, webhook_id)
         now, secret = int(here.clock()), new_secret()
-        # The secret of a try whose answer was lost was seen by nobody; the one before it must go on.
+        # If an earlier attempt's response was lost, its secret was never seen, so the one before it must stay active.
         before = endpoint.old_secret if again.is_retry and (endpoint.old_secret_until or 0) > now else endpoint.secret
         await _change(
             session,
@@ -130,14 +131,14 @@ async def rotate_secret(
 
 @router.post("/webhook_endpoints/{webhook_id}/test")
 async def test_webhook(webhook_id: ObjectId, body: TestWebhook, here: Here, caller: CalledByAdmin) -> WebhookTested:
-    """Deliver an event of a batch that does not exist, now; what the receiver answers is `status_code`."""
+    """Deliver an event for a nonexistent batch right away. `status_code` is the status that the receiver returned."""
     now = here.clock()
     async with here.database.write() as session:
         endpoint = await _find(session, caller, webhook_id)
         free = (WebhookEndpoint.id == webhook_id) & func.coalesce(WebhookEndpoint.busy_until <= now, true())
         claim = update(WebhookEndpoint).where(free).values(busy_until=now + CLAIM_S)
         if rows_changed(await session.execute(claim)) != 1:
-            message = "A delivery to this endpoint is under way, or another test."
+            message = "A delivery to this endpoint or another test is in progress."
             raise QuotaReached(message, TEST_RETRY_S, code="webhook_busy")
     sample = WebhookDelivery(id=ids.event_id(), type=body.event_type, batch_id="batch_test", created_at=int(now))
     content = event_body(sample)
@@ -166,7 +167,7 @@ def _check_url(url: str, private: bool) -> None:
     try:
         Reach(private).check(url)
     except Unreachable as error:
-        raise BadRequest(f"'url' is refused: {error}.", code="invalid_url", param="url") from error
+        raise BadRequest(f"'url' is not allowed: {error}.", code="invalid_url", param="url") from error
 
 
 async def _find(session: AsyncSession, caller: Caller, webhook_id: str) -> WebhookEndpoint:

@@ -1,4 +1,4 @@
-"""Workers as clients read them."""
+"""Worker objects as clients read them."""
 
 from typing import Any, Literal
 
@@ -10,9 +10,9 @@ WorkerState = Literal["working", "idle", "stalled", "draining", "starting"]
 
 
 class WorkerObject(BaseModel):
-    """A worker that is alive, or whose engine starts.
+    """A worker that is alive or whose engine is starting.
 
-    Rates are those of the last seconds; null before its engine has run a step.
+    Rates cover the last few seconds; they are null until its engine has run a step.
     """
 
     id: str
@@ -26,15 +26,15 @@ class WorkerObject(BaseModel):
     started_at: int
     seen_at: int
     starting_s: float | None = None  # how long its engine has been starting
-    stage: str | None = None  # what it does at its start
-    step_age_s: float = 0.0  # since a step ended, while requests wait
+    stage: str | None = None  # what it is doing while it starts
+    step_age_s: float = 0.0  # seconds since a step ended, while requests wait
     steps_per_second: float | None
     tokens_per_second: float | None
-    cost_model_error: float | None  # of step times, as a share of those measured
+    cost_model_error: float | None  # error of predicted step times, as a share of the measured ones
 
     @classmethod
     def of(cls, state: dict[str, Any], is_drained: bool) -> "WorkerObject":
-        """From its heartbeat, of which an older worker may lack a part."""
+        """Build the object from a heartbeat; that of an older worker may lack some keys."""
         engine = state.get("engine") or []
         measured = sum(rank.get("step_s", 0.0) for rank in engine)
         predicted = sum(rank.get("predicted_step_s", 0.0) for rank in engine)

@@ -1,4 +1,4 @@
-"""/v1/workers: who runs the slices. For operators: all projects' work is in it."""
+"""/v1/workers: the workers that run the slices. For operators, because they serve all projects."""
 
 from typing import Annotated
 
@@ -26,14 +26,14 @@ router = APIRouter(prefix="/v1/workers", tags=["workers"])
 
 @router.get("")
 async def list_workers(here: Here, _caller: CalledByMonitor) -> Page[WorkerObject]:
-    """Those that are alive, or start."""
+    """List the workers that are alive or starting."""
     found = await alive_workers(here)
     return Page[WorkerObject].of(found, len(found))
 
 
 @router.post("/{name:path}/drain")
 async def drain_worker(name: WorkerName, here: Here, caller: CalledByOperator) -> WorkerObject:
-    """Let it end what it has, and take no new slices, also after a restart under the same name."""
+    """Drain a worker: it finishes the slices it has and takes no new ones, even after a restart under the same name."""
     worker = await _find(here, name)
     async with here.database.write() as session:
         insert = postgresql.insert if session.get_bind().dialect.name == "postgresql" else sqlite.insert
@@ -45,22 +45,22 @@ async def drain_worker(name: WorkerName, here: Here, caller: CalledByOperator) -
 
 @router.post("/{name:path}/resume")
 async def resume_worker(name: WorkerName, here: Here, caller: CalledByOperator) -> WorkerResumed:
-    """Let it take slices again, or not begin drained should one of this name start."""
+    """Let a drained worker take slices again. If it is not alive, the next one of its name does not start drained."""
     alive = {worker.id: worker for worker in await alive_workers(here)}
     async with here.database.write() as session:
         gone = rows_changed(await session.execute(delete(DrainedWorker).where(DrainedWorker.name == name)))
         if name not in alive and not gone:
-            raise NotFound(f"No worker of the name {name!r} is alive or drained.", param="name")
+            raise NotFound(f"No worker named {name!r} is alive or drained.", param="name")
         _note(session, caller, "worker.resume", name, here)
     return WorkerResumed(id=name)
 
 
 async def alive_workers(here: Context) -> list[WorkerObject]:
-    """By name, those that start last. Raises Unavailable without Redis, which alone knows them."""
+    """Return the workers by name, starting ones last. Raises Unavailable without Redis, the only record of them."""
     try:
         states, starting = await here.heartbeat.everyone()
     except (RedisError, OSError) as error:
-        raise Unavailable("Redis does not answer, which knows the workers.", code="redis_unavailable") from error
+        raise Unavailable("The workers are unknown while Redis is not responding.", code="redis_unavailable") from error
     async with here.database.read() as session:
         drained = set(await session.scalars(select(DrainedWorker.name)))
     alive = [WorkerObject.of(state, state["name"] in drained) for state in states]
@@ -71,7 +71,7 @@ async def _find(here: Context, name: str) -> WorkerObject:
     for worker in await alive_workers(here):
         if worker.id == name:
             return worker
-    raise NotFound(f"No worker of the name {name!r} is alive.", param="name")
+    raise NotFound(f"No worker named {name!r} is alive.", param="name")
 
 
 def _note(session: AsyncSession, caller: Caller, action: str, name: str, here: Context) -> None:

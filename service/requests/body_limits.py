@@ -1,7 +1,7 @@
-"""What a request may ask of an engine that others use at the same time.
+"""Limits what a request may ask of an engine that other requests use at the same time.
 
-Each bound stands for a value that was seen to hang SGLang's scheduler or its worker for everybody, to fill their
-memory, or to be answered wrongly (docs/reliability.md). The bodies are as the client sent them.
+Values beyond each limit were seen to hang SGLang's scheduler or its worker for all requests, to fill their memory, or
+to be answered wrongly (docs/reliability.md). The bodies are as the client sent them.
 """
 
 import re
@@ -21,29 +21,29 @@ MOST_STOP_IDS = 1024
 MOST_TOOLS = 128
 MOST_PARTS = 4096  # messages of a chat, and parts of them
 SCHEMA_CHARACTERS = 64 * 1024
-SCHEMA_DEPTH = 128  # of the JSON, two for a level of the schema
+SCHEMA_DEPTH = 128  # levels of the JSON, two for each level of the schema
 MOST_ENUM = 1000
 MOST_PROPERTIES = 256
-MOST_COUNTED_PROPERTIES = 64  # of an object that says how many of them it has
-MOST_NUMBERS = 32  # with bounds
+MOST_COUNTED_PROPERTIES = 64  # of an object with minProperties or maxProperties
+MOST_NUMBERS = 32  # numbers with bounds
 MOST_LENGTHS = 32  # patterns and bounds of lengths
-MOST_DIFFERENT_LENGTHS = 8  # of these; each that is new takes seconds to compile
+MOST_DIFFERENT_LENGTHS = 8  # of these; each different one takes seconds to compile
 MOST_WAYS = 256  # choices and references
 MOST_LABELS = 128
-UNSAID_TOKENS = 32_768  # of an answer whose request does not say how long it may be
+UNSAID_TOKENS = 32_768  # assumed for an answer if the request sets no maximum
 MOST_TYPES = 8
 
-# By which one line can stop an engine; BATCHWEAVE_ALLOW_PATTERNS lets them through.
+# With these fields one line can stop an engine; BATCHWEAVE_ALLOW_PATTERNS lets them through.
 PATTERNS = ("stop_regex", "regex", "ebnf")
 _REFUSED = {
-    "custom_logit_processor": "code, which the engine would run",
+    "custom_logit_processor": "it is code that the engine would run",
     "lora_path": "adapters are not served",
     "return_hidden_states": "hidden states are not returned",
     "return_routed_experts": "routed experts are not returned",
     "routed_experts_start_len": "routed experts are not returned",
-    "input_embeds": "prompts are text or token ids",
+    "input_embeds": "prompts must be text or token ids",
 }
-# What the chat template is rendered with; a request that sets these replaces the template or runs another.
+# Arguments for rendering the chat template; a request that sets these replaces the template or runs another.
 _TEMPLATE_NAMES = frozenset(
     {"chat_template", "tokenize", "tools", "messages", "conversation", "documents", "padding", "truncation"}
     | {"max_length", "tokenizer_kwargs", "continue_final_message", "add_generation_prompt"}
@@ -62,14 +62,14 @@ class BodyFault(NamedTuple):
 
 
 def body_faults(body: dict[str, Any], allow_patterns: bool = False) -> Iterator[BodyFault]:
-    """Every field that may not reach an engine; `allow_patterns`: see PATTERNS."""
+    """Yield every field that must not reach an engine; for `allow_patterns`, see PATTERNS."""
     if not allow_patterns:
         for name in PATTERNS:
             if body.get(name) is not None:
-                yield BodyFault(name, "refused: a pattern can stop the engine for everybody. Use response_format")
+                yield BodyFault(name, "is not allowed: a pattern can stop the engine for all. Use response_format")
     for name, reason in _REFUSED.items():
         if body.get(name) not in (None, False, "", []):
-            yield BodyFault(name, f"refused: {reason}")
+            yield BodyFault(name, f"is not allowed: {reason}")
     yield from _counts(body)
     yield from _stops(body)
     yield from _logits(body)
@@ -83,28 +83,28 @@ def _counts(body: dict[str, Any]) -> Iterator[BodyFault]:
         if body.get(name) is not None and not _is_whole(body[name], 1, MOST_CHOICES):
             yield BodyFault(name, f"must be a whole number from 1 to {MOST_CHOICES}")
     if body.get("seed") is not None and not _is_whole(body["seed"], -(2**63), 2**63 - 1):
-        yield BodyFault("seed", "must be a whole number of 64 bits")
+        yield BodyFault("seed", "must be a 64-bit integer")
     answers = _choices(body)
     if answers > MOST_PROMPTS:
-        yield BodyFault("prompt", f"asks for {answers} answers; at most {MOST_PROMPTS} in one request")
+        yield BodyFault("prompt", f"asks for {answers} answers; at most {MOST_PROMPTS} are allowed in one request")
     labels = body.get("label_token_ids")
     if isinstance(labels, list) and len(labels) > MOST_LABELS:
-        yield BodyFault("label_token_ids", f"has {len(labels)} ids; at most {MOST_LABELS}")
+        yield BodyFault("label_token_ids", f"has {len(labels)} ids; at most {MOST_LABELS} are allowed")
     for name in ("input", "items", "documents"):
         given = body.get(name)
         if isinstance(given, list) and len(given) > MOST_TEXTS and not isinstance(given[0], int):
-            yield BodyFault(name, f"has {len(given)} parts; at most {MOST_TEXTS} in one request")
+            yield BodyFault(name, f"has {len(given)} parts; at most {MOST_TEXTS} are allowed in one request")
 
 
 def _choices(body: dict[str, Any]) -> int:
-    """How many answers a request asks for: those of each prompt."""
+    """Return how many answers a request asks for, over all its prompts."""
     prompt = body.get("prompt")
     prompts = len(prompt) if isinstance(prompt, list) and prompt and not isinstance(prompt[0], int) else 1
     return prompts * (int(body["n"]) if _is_whole(body.get("n"), 1, MOST_CHOICES) else 1)
 
 
 def _echoed(body: dict[str, Any]) -> int:
-    """Tokens of the prompt that are answered with, at most: a token has a character at least."""
+    """Return the most prompt tokens that an answer can echo: a token has at least one character."""
     prompt = body.get("prompt") if body.get("echo") else None
     given = prompt if isinstance(prompt, list) and prompt and not isinstance(prompt[0], int) else [prompt]
     return max(len(each) if isinstance(each, str | list) else 0 for each in given)
@@ -114,12 +114,12 @@ def _stops(body: dict[str, Any]) -> Iterator[BodyFault]:
     stop = body.get("stop")
     stops = [stop] if isinstance(stop, str) else stop if isinstance(stop, list) else []
     if len(stops) > MOST_STOPS:
-        yield BodyFault("stop", f"has {len(stops)} strings; at most {MOST_STOPS}")
+        yield BodyFault("stop", f"has {len(stops)} strings; at most {MOST_STOPS} are allowed")
     elif any(len(each) > MOST_STOP_CHARACTERS for each in stops if isinstance(each, str)):
         yield BodyFault("stop", f"has a string of more than {MOST_STOP_CHARACTERS} characters")
     ids = body.get("stop_token_ids")
     if isinstance(ids, list) and len(ids) > MOST_STOP_IDS:
-        yield BodyFault("stop_token_ids", f"has {len(ids)} ids; at most {MOST_STOP_IDS}")
+        yield BodyFault("stop_token_ids", f"has {len(ids)} ids; at most {MOST_STOP_IDS} are allowed")
 
 
 def _logits(body: dict[str, Any]) -> Iterator[BodyFault]:
@@ -140,42 +140,42 @@ def _logits(body: dict[str, Any]) -> Iterator[BodyFault]:
     tokens = (answers + _echoed(body)) * _choices(body)
     if most * tokens > MOST_LOGPROB_CELLS:
         name = "top_logprobs" if body.get("top_logprobs") else "logprobs"
-        yield BodyFault(name, f"{most} for each of {tokens} tokens; at most {MOST_LOGPROB_CELLS:,} in all")
+        yield BodyFault(name, f"asks for {most} for each of {tokens} tokens; at most {MOST_LOGPROB_CELLS:,} in total")
     bias = body.get("logit_bias")
     if isinstance(bias, dict):
         if len(bias) > MOST_BIASES:
-            yield BodyFault("logit_bias", f"has {len(bias)} tokens; at most {MOST_BIASES}")
+            yield BodyFault("logit_bias", f"has {len(bias)} tokens; at most {MOST_BIASES} are allowed")
         elif not all(re.fullmatch(r"0|[1-9][0-9]{0,9}", key) for key in bias):
-            yield BodyFault("logit_bias", "has a key that is no token id")
+            yield BodyFault("logit_bias", "has a key that is not a token id")
 
 
 def _template(body: dict[str, Any]) -> Iterator[BodyFault]:
     given = body.get("chat_template_kwargs")
     if body.get("chat_template") is not None:
-        yield BodyFault("chat_template", "refused: the template is the model's")
+        yield BodyFault("chat_template", "is not allowed: the model's own template is used")
     if not isinstance(given, dict):
         return
     for name in given:
         if name in _TEMPLATE_NAMES or name.startswith("return_"):
-            yield BodyFault("chat_template_kwargs", f"may not set {name[:64]!r}")
+            yield BodyFault("chat_template_kwargs", f"must not set {name[:64]!r}")
 
 
 def _tools(body: dict[str, Any]) -> Iterator[BodyFault]:
     tools = body.get("tools")
     if isinstance(tools, list):
         if len(tools) > MOST_TOOLS:
-            yield BodyFault("tools", f"has {len(tools)} tools; at most {MOST_TOOLS}")
+            yield BodyFault("tools", f"has {len(tools)} tools; at most {MOST_TOOLS} are allowed")
         elif reason := schema_risk(tools):
             yield BodyFault("tools", reason)
     messages = body.get("messages")
     if _parts_in(messages) > MOST_PARTS:
         yield BodyFault("messages", f"has more than {MOST_PARTS} messages and parts")
     if isinstance(messages, list) and any(isinstance(each, dict) and each.get("tools") for each in messages):
-        yield BodyFault("messages", "tools stand in 'tools', not in a message")
+        yield BodyFault("messages", "has tools in a message; put them in 'body.tools'")
 
 
 def _parts_in(messages: Any) -> int:
-    """How many messages and parts of messages there are."""
+    """Return the number of messages and parts of messages."""
     if not isinstance(messages, list):
         return 0
     contents = [each.get("content") for each in messages if isinstance(each, dict)]
@@ -186,20 +186,20 @@ def _formats(body: dict[str, Any], allow_patterns: bool) -> Iterator[BodyFault]:
     wanted = body.get("response_format")
     if isinstance(wanted, dict):
         if wanted.get("type") == "structural_tag" and not allow_patterns:
-            yield BodyFault("response_format", "structural tags are refused: they hold patterns")
+            yield BodyFault("response_format", "must not be a structural tag, which contains patterns")
         elif reason := schema_risk(wanted):
             yield BodyFault("response_format", reason)
     is_free = wanted is None or (isinstance(wanted, dict) and wanted.get("type") == "text")
     is_bound = not is_free or body.get("tool_choice") not in (None, "auto", "none")
     if is_bound and body.get("min_tokens"):
-        yield BodyFault("min_tokens", "cannot be kept where response_format or tool_choice say what may be answered")
+        yield BodyFault("min_tokens", "cannot be used if response_format or tool_choice restricts the answer")
     schema = body.get("json_schema")
     if schema is not None:
-        yield BodyFault("json_schema", "refused: use response_format")
+        yield BodyFault("json_schema", "is not allowed: use response_format")
 
 
 def schema_risk(schema: Any) -> str | None:
-    """Why a JSON schema is refused: a grammar made of it would take minutes, gigabytes, or seconds a token."""
+    """Return why a JSON schema is refused, or None: its grammar would take minutes, gigabytes, or seconds per token."""
     depth, left = 0, [(schema, 1)]
     counts: dict[str, int] = dict.fromkeys(("characters", "properties", "numbers", "lengths", "ways"), 0)
     different = set[Any]()
@@ -207,7 +207,7 @@ def schema_risk(schema: Any) -> str | None:
         value, at = left.pop()
         depth = max(depth, at)
         if depth > SCHEMA_DEPTH:
-            return f"the schema is nested more than {SCHEMA_DEPTH} deep"
+            return f"has a schema whose JSON is nested more than {SCHEMA_DEPTH} levels deep"
         if isinstance(value, dict):
             if reason := _object_risk(value, counts, different):
                 return reason
@@ -219,19 +219,22 @@ def schema_risk(schema: Any) -> str | None:
         else:
             counts["characters"] += len(value) if isinstance(value, str) else 8
         if counts["characters"] > SCHEMA_CHARACTERS:
-            return f"the schema has more than {SCHEMA_CHARACTERS // 1024} KiB"
+            return f"has a schema larger than {SCHEMA_CHARACTERS // 1024} KiB"
     for name, about, most in (
         ("properties", "properties", MOST_PROPERTIES),
         ("numbers", "numbers with bounds", MOST_NUMBERS),
         ("ways", "choices and references", MOST_WAYS),
     ):
         if counts[name] > most:
-            return f"the schema has {counts[name]} {about}; at most {most}"
+            return f"has a schema with {counts[name]} {about}; at most {most} are allowed"
     return None
 
 
 def _object_risk(value: dict[str, Any], counts: dict[str, int], different: set[Any]) -> str | None:
-    """Of one object of a schema; adds to what is counted of all of it, and to its `different` lengths and patterns."""
+    """Return why one object of a schema is refused, or None.
+
+    Adds to the `counts` of the whole schema, and to its `different` lengths and patterns.
+    """
     properties, enum, kind = value.get("properties"), value.get("enum"), value.get("type")
     counts["properties"] += len(properties) if isinstance(properties, dict) else 0
     counts["numbers"] += any(isinstance(value.get(name), int | float) for name in _NUMBERS)
@@ -239,8 +242,8 @@ def _object_risk(value: dict[str, Any], counts: dict[str, int], different: set[A
     named = value.get("patternProperties")
     counts["lengths"] += len(named) if isinstance(named, dict) else 0
     counts["lengths"] += isinstance(value.get("format"), str)
-    if counts["lengths"] > MOST_LENGTHS:  # before any of them is looked at
-        return f"the schema has more than {MOST_LENGTHS} patterns and bounds of lengths"
+    if counts["lengths"] > MOST_LENGTHS:  # checked before the patterns are parsed
+        return f"has a schema with more than {MOST_LENGTHS} patterns and length bounds"
     counts["ways"] += isinstance(value.get("$ref"), str)
     counts["ways"] += sum(len(value[each]) for each in _CHOICES if isinstance(value.get(each), list))
     if any(isinstance(value.get(each), int) for each in ("minLength", "maxLength")):
@@ -248,18 +251,18 @@ def _object_risk(value: dict[str, Any], counts: dict[str, int], different: set[A
     texts = (value.get("pattern"), value.get("format"), *(named if isinstance(named, dict) else ()))
     different.update(str(each) for each in texts if each)
     if len(different) > MOST_DIFFERENT_LENGTHS:
-        return f"the schema has more than {MOST_DIFFERENT_LENGTHS} different patterns and bounds of lengths"
+        return f"has a schema with more than {MOST_DIFFERENT_LENGTHS} different patterns and length bounds"
     counted = any(value.get(each) is not None for each in ("minProperties", "maxProperties"))
     if counted and isinstance(properties, dict) and len(properties) > MOST_COUNTED_PROPERTIES:
-        return f"an object with minProperties or maxProperties has more than {MOST_COUNTED_PROPERTIES} properties"
+        return f"has an object with minProperties or maxProperties and more than {MOST_COUNTED_PROPERTIES} properties"
     if isinstance(enum, list) and len(enum) > MOST_ENUM:
-        return f"an enum has {len(enum)} values; at most {MOST_ENUM}"
+        return f"has an enum with {len(enum)} values; at most {MOST_ENUM} are allowed"
     if isinstance(kind, list) and (len(kind) > MOST_TYPES or not all(isinstance(each, str) for each in kind)):
-        return f"a 'type' is neither a name nor a list of at most {MOST_TYPES} names"
+        return f"has a 'type' that is neither a name nor a list of at most {MOST_TYPES} names"
     patterns = [value.get("pattern"), *(named if isinstance(named, dict) else ())]
     for pattern in patterns:
         if isinstance(pattern, str) and (reason := risk(pattern)):
-            return f"the pattern {pattern[:64]!r} is refused: {reason}"
+            return f"has the pattern {pattern[:64]!r}, which is not allowed: {reason}"
     return None
 
 

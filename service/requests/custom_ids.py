@@ -1,8 +1,8 @@
-"""Whether a custom_id comes twice in a file, in constant memory.
+"""Finds custom_ids that occur twice in a file, in constant memory.
 
-A set of ten million names would take a gigabyte. Hashes, in a temporary file once they are many, say which lines may
-repeat one; the batch's file is read again for the names of these lines alone, so that no chance meeting of two hashes
-refuses it.
+A set of ten million names would take a gigabyte. Instead, hashes, which go to a temporary file once there are many,
+tell which lines may repeat a name. The batch's file is then read again for the names on these lines only, so that a
+hash collision never fails it.
 """
 
 import tempfile
@@ -15,13 +15,13 @@ from numpy.typing import NDArray
 ROW_BYTES = 16  # hash and line number
 ROWS_AT_ONCE = 1 << 16
 IN_MEMORY_BYTES = 8 * 1024 * 1024
-PART_ROWS = 1 << 19  # compared with one another at once
+PART_ROWS = 1 << 19  # compared with one another at a time
 
 Rows = NDArray[np.int64]
 
 
 class CustomIds:
-    """The custom_ids of a file by the numbers of their lines."""
+    """Holds the custom_ids of a file by line number."""
 
     def __init__(self) -> None:
         self._written = tempfile.SpooledTemporaryFile(IN_MEMORY_BYTES, prefix="batchweave-")  # noqa: SIM115
@@ -29,14 +29,14 @@ class CustomIds:
         self._count = 0
 
     def add(self, line: int, custom_id: str) -> None:
-        """Lines come in the order of the file."""
+        """Add a line's custom_id; lines must come in file order."""
         self._rows.extend((hash(custom_id), line))
         self._count += 1
         if self._count % ROWS_AT_ONCE == 0:
             self._write()
 
     def suspects(self, most: int) -> frozenset[int]:
-        """Lines that may repeat a custom_id, the first `most` of the file, each with the line that it may repeat."""
+        """Return the file's first `most` lines that may repeat a custom_id, and the lines that they may repeat."""
         self._write()
         parts = 1 << (self._count // PART_ROWS).bit_length()
         found = np.empty((0, 2), np.int64)
@@ -44,7 +44,7 @@ class CustomIds:
             rows = np.empty((0, 2), np.int64)
             for block in self._read():
                 rows = np.concatenate([rows, block[block[:, 0] & (parts - 1) == part]])
-                if len(rows) > 2 * PART_ROWS:  # of names that come very often
+                if len(rows) > 2 * PART_ROWS:  # if some names occur very often
                     rows = _foremost(rows, most)
             found = np.concatenate([found, _repeats(rows)])
             found = found[np.argsort(found[:, 0])[:most]]
@@ -61,14 +61,14 @@ class CustomIds:
 
 
 def _foremost(rows: Rows, most: int) -> Rows:
-    """Of rows in the order of their lines those that are first with their hash, and the first `most` others."""
+    """Return the rows that are the first with their hash, and the first `most` others; `rows` are in line order."""
     _, firsts = np.unique(rows[:, 0], return_index=True)
     others = np.setdiff1d(np.arange(len(rows)), firsts)[:most]
     return rows[np.sort(np.concatenate([firsts, others]))]
 
 
 def _repeats(rows: Rows) -> Rows:
-    """Lines whose hash came before, each with the first line that has it; int64 [repeats, 2]."""
+    """Return the lines whose hash occurred before, each with the first line that has it; int64 [repeats, 2]."""
     _, firsts, which = np.unique(rows[:, 0], return_index=True, return_inverse=True)
     first = firsts[which]
     repeats = np.flatnonzero(first != np.arange(len(rows)))

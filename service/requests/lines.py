@@ -1,4 +1,4 @@
-"""Checks on the lines of a batch file: every fault that needs no engine, with its line and a code of OpenAI's."""
+"""Checks the lines of a batch file: finds every fault that needs no engine, with its line and OpenAI's error code."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -13,8 +13,8 @@ from service.requests.custom_ids import CustomIds
 
 MAX_ERRORS = 1000
 MAX_CUSTOM_ID = 512
-MAX_NESTING = 200  # far from where parsers give up, each at a depth of its own
-MAX_BRACKETS = 100_000  # each is an object for as long as the line is looked at
+MAX_NESTING = 200  # well below the depths at which the various parsers give up
+MAX_BRACKETS = 100_000  # each is an object while the line is being checked
 _STEPS = np.zeros(256, np.int8)
 _STEPS[list(b"[{")], _STEPS[list(b"]}")] = 1, -1
 
@@ -57,20 +57,20 @@ class Fault(Exception):
 class LineChecker:
     """Checks lines in the order of the file and collects the first thousand errors.
 
-    A custom_id that comes twice is none of them yet: `custom_ids` knows it when all lines were checked.
+    These do not include duplicate custom_ids yet: `custom_ids` knows those once all lines are checked.
     """
 
     endpoint: str
-    only: frozenset[str] | None = None  # custom_ids that are wanted of the file; all
+    only: frozenset[str] | None = None  # custom_ids that are wanted from the file; None is all
     allow_patterns: bool = False  # see body_limits.PATTERNS
-    model: str | None = None  # what the first good line asks for
+    model: str | None = None  # the first model that a line names
     model_line: int = 0
     requests: int = 0
     errors: list[LineError] = field(default_factory=list[LineError])
     custom_ids: CustomIds = field(default_factory=CustomIds)
 
     def check(self, number: int, raw: bytes) -> RequestLine | None:
-        """The request of line `number` (1-based), or None: the line is blank or not wanted, or its error is noted."""
+        """Return the request of line `number` (1-based); None if it is blank, not wanted, or its errors are noted."""
         if not raw.strip():
             return None
         try:
@@ -99,7 +99,7 @@ class LineChecker:
             raise Fault("invalid_encoding", f"The line is not UTF-8 at byte {error.start + 1}.") from error
         brackets, depth = nesting(raw)
         if depth > MAX_NESTING:
-            raise Fault("invalid_json_line", f"The line is nested more than {MAX_NESTING} deep.")
+            raise Fault("invalid_json_line", f"The line is nested more than {MAX_NESTING} levels deep.")
         if brackets > MAX_BRACKETS:
             raise Fault("invalid_json_line", f"The line has more than {MAX_BRACKETS} brackets outside its strings.")
         try:
@@ -117,7 +117,7 @@ class LineChecker:
         if request.method != "POST":
             yield Fault("invalid_method", f"method must be 'POST', not {quoted(request.method)}.", "method")
         if request.url not in ENDPOINTS:
-            yield Fault("invalid_url", f"url {quoted(request.url)} is none of {', '.join(ENDPOINTS)}.", "url")
+            yield Fault("invalid_url", f"url must be one of {', '.join(ENDPOINTS)}, not {quoted(request.url)}.", "url")
         elif request.url != self.endpoint:
             yield Fault("url_mismatch", f"url {request.url!r} is not the batch's endpoint {self.endpoint!r}.", "url")
 
@@ -138,15 +138,15 @@ class LineChecker:
         elif self.model is None:
             self.model, self.model_line = model, number
         elif model != self.model:
-            first = f"{quoted(self.model)} of line {self.model_line}"
-            message = f"model {quoted(model)} is not {first}: a batch names one model."
+            first = f"{quoted(self.model)} on line {self.model_line}"
+            message = f"model {quoted(model)} differs from {first}: a batch can use only one model."
             yield Fault("model_mismatch", message, "body.model")
 
 
 def nesting(raw: bytes) -> tuple[int, int]:
-    """How many brackets and braces there are, and how deep they stand in one another; those in strings aside.
+    """Return how many brackets and braces there are outside strings, and how deeply they are nested.
 
-    Cheap for lines with few of them, and linear for all, a string without an end included.
+    Cheap for lines with few of them, for which both are 0; linear for all others, even with an unterminated string.
     """
     if raw.count(b"[") + raw.count(b"{") <= MAX_NESTING:
         return 0, 0
@@ -157,23 +157,23 @@ def nesting(raw: bytes) -> tuple[int, int]:
 
 
 def duplicate(custom_id: str, number: int, before: int) -> LineError:
-    """The error of line `number`, whose custom_id is on line `before` already."""
-    message = f"custom_id {quoted(custom_id)} is already on line {before}."
+    """Return the error of line `number`, whose custom_id is already used on line `before`."""
+    message = f"custom_id {quoted(custom_id)} is already used on line {before}."
     return LineError("duplicate_custom_id", message, number, "custom_id")
 
 
 def custom_id_of(line: bytes) -> str:
-    """Of a line that was checked, of an input or of a result file."""
+    """Return the custom_id of a checked line of an input or result file."""
     return _custom_id.decode(line).custom_id
 
 
 def quoted(text: str) -> str:
-    """A client's text inside a message, cut where it is long."""
+    """Quote a client's text for use in a message, and cut it if it is long."""
     return repr(text if len(text) <= 100 else f"{text[:100]}…")
 
 
 def _explain(raw: bytes, error: Exception) -> Fault:
-    """Why a line is no request: which field is missing or of the wrong type, or where its JSON ends."""
+    """Explain why a line is not a request: a field is missing or has the wrong type, or the JSON is invalid."""
     try:
         found = msgspec.json.decode(raw)
     except (msgspec.DecodeError, RecursionError):

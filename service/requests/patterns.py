@@ -1,8 +1,8 @@
-"""Whether a regular expression in a JSON schema can be followed token by token in bounded time.
+"""Decides whether a regular expression in a JSON schema can be matched token by token in bounded time.
 
-A grammar engine keeps every way in which the text so far can be read. Where a repeat stands inside a repeat and nothing
-tells their rounds apart, as in `(a+)+`, there are ever more of them: the pattern compiles at once, and then each token
-takes seconds in the scheduler's own thread, for all requests.
+A grammar engine keeps every way in which the text so far can be parsed. If a repeat is inside a repeat and nothing
+separates their iterations, as in `(a+)+`, the number of ways keeps growing: the pattern compiles at once, and then each
+token takes seconds in the scheduler's own thread, for all requests.
 """
 
 import re
@@ -14,38 +14,38 @@ from typing import Any
 
 MOST_CHARACTERS = 256
 MOST_REPEATS = 8
-MOST_COPIES = 256  # of what repeats with bounds stand for
+MOST_COPIES = 256  # that all repeats with bounds expand to
 # Sets of characters are numbers: a bit for each of the first 256, and one for all others.
 _OTHERS = 256
 _ANY = (2 << _OTHERS) - 1
 _parse: Any = re._parser.parse  # type: ignore[attr-defined]  # the parser of `re` itself, which has no public name
-_ONE = ("LITERAL", "NOT_LITERAL", "ANY", "ANY_ALL", "IN")  # items that stand for exactly one character
+_ONE = ("LITERAL", "NOT_LITERAL", "ANY", "ANY_ALL", "IN")  # items that match exactly one character
 _CATEGORIES = {"DIGIT": str.isdigit, "SPACE": str.isspace, "WORD": lambda each: each.isalnum() or each == "_"}
 
 
 def risk(pattern: str) -> str | None:
-    """Why the pattern is refused; None for one that may run."""
+    """Return why the pattern is refused, or None if it may run."""
     if len(pattern) > MOST_CHARACTERS:
-        return f"longer than {MOST_CHARACTERS} characters"
+        return f"it is longer than {MOST_CHARACTERS} characters"
     try:
         with warnings.catch_warnings(action="ignore"):
             tree = list(_parse(pattern))
     except (re.error, OverflowError, RecursionError) as error:
-        return f"not understood: {error}"
+        return f"it cannot be parsed: {error}"
     repeats = list(_repeats(tree, 1))
     if len(repeats) > MOST_REPEATS:
-        return f"more than {MOST_REPEATS} repeats"
+        return f"it has more than {MOST_REPEATS} repeats"
     if sum(copies for _, copies in repeats if copies > 1) > MOST_COPIES:
-        return f"more than {MOST_COPIES} repetitions"
+        return f"its bounded repeats expand to more than {MOST_COPIES} copies"
     if any(_may_be_empty(inside) for inside, _ in repeats):
-        return "a repeat of what may be empty, as in (a?)*"
+        return "it repeats something that may be empty, as in (a?)*"
     if any(_is_ambiguous(inside) for inside, _ in repeats):
-        return "rounds of a repeat that nothing tells apart, as in (a+)+ or (a|aa)*"
+        return "it has a repeat whose iterations are ambiguous, as in (a+)+ or (a|aa)*"
     return None
 
 
 def _repeats(tree: list[Any], copies: int) -> Iterator[tuple[list[Any], int]]:
-    """What each repeat of more than one round repeats, and how many copies its bounds stand for."""
+    """Yield the inside of each repeat with more than one iteration, and how many copies its bounds expand to."""
     for name, given in tree:
         if name is re._constants.ANY_ALL:  # type: ignore[attr-defined]
             continue
@@ -62,7 +62,7 @@ def _repeats(tree: list[Any], copies: int) -> Iterator[tuple[list[Any], int]]:
 
 
 def _parts(given: Any) -> Iterator[list[Any]]:
-    """The patterns inside an item: of a group, a choice or an assertion."""
+    """Yield the patterns inside an item: a group, a choice or an assertion."""
     if isinstance(given, tuple | list):
         for each in given:
             if type(each).__name__ == "SubPattern":
@@ -72,7 +72,7 @@ def _parts(given: Any) -> Iterator[list[Any]]:
 
 
 def _is_ambiguous(round_: list[Any]) -> bool:
-    """Whether rounds of several lengths can be told apart in several ways."""
+    """Return whether a text can be split in several ways into iterations of different lengths."""
     elastic = list(_elastic(round_))
     if not elastic:
         return False
@@ -81,7 +81,7 @@ def _is_ambiguous(round_: list[Any]) -> bool:
 
 
 def _elastic(tree: list[Any]) -> Iterator[list[Any]]:
-    """What makes its rounds of several lengths: repeats, options, and choices that do not part at once."""
+    """Yield what gives iterations different lengths: repeats, options, and choices that may begin alike or be empty."""
     for name, given in tree:
         parts = list(_parts(given))
         is_repeat = str(name).endswith("_REPEAT")
@@ -110,7 +110,7 @@ def _may_be_empty(tree: list[Any]) -> bool:
 
 
 def _firsts(tree: list[Any]) -> int:
-    """The characters with which it can begin."""
+    """Return the characters with which a match can begin."""
     found = 0
     for item in tree:
         own = _of_item(item)
@@ -130,7 +130,7 @@ def _overlap(sets: Iterable[int]) -> bool:
 
 
 def _flat(tree: list[Any]) -> Iterator[Any]:
-    """Items that stand in every round, those of groups included."""
+    """Yield the items that occur in every iteration, including those inside groups."""
     for name, given in tree:
         if str(name) == "SUBPATTERN":
             yield from _flat(list(given[-1]))
@@ -139,7 +139,7 @@ def _flat(tree: list[Any]) -> Iterator[Any]:
 
 
 def _characters(tree: list[Any]) -> int:
-    """Every character that may stand somewhere in it."""
+    """Return every character that can occur in a match."""
     found = 0
     for name, given in tree:
         own = _of_item((name, given))
@@ -153,7 +153,7 @@ def _characters(tree: list[Any]) -> int:
 
 
 def _of_item(item: Any) -> int | None:
-    """The characters of an item that stands for exactly one; None for any other."""
+    """Return the characters of an item that matches exactly one; None for any other item."""
     name, given = str(item[0]), item[1]
     if name == "LITERAL":
         return _between(given, given)
@@ -188,7 +188,7 @@ def _negated(characters: int) -> int:
 
 @cache
 def _category(name: str) -> int:
-    """Of one of the few classes that a pattern can name, as CATEGORY_NOT_WORD."""
+    """Return the characters of a class that a pattern can name, such as CATEGORY_NOT_WORD."""
     test = _CATEGORIES.get(name.rsplit("_", 1)[-1])
     if test is None:
         return _ANY

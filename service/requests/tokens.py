@@ -1,7 +1,7 @@
-"""Token ids of prompts by the model's own tokenizer and chat template, without its engine.
+"""Computes the token ids of prompts with the model's own tokenizer and chat template, without its engine.
 
-They shape the plan and no answer: where a body is one that the template refuses, its text counts instead, and the
-engine says what is wrong with it.
+They affect the plan but no answer: if the template refuses a body, the body's text is used instead, and the engine
+reports what is wrong with it.
 """
 
 import json
@@ -20,10 +20,10 @@ from tokenizers import Tokenizer
 
 FILES = ["tokenizer.json", "tokenizer_config.json", "chat_template.jinja"]
 CHAT = "/v1/chat/completions"
-PIECE = 512 * 1024  # characters of a text that are tokenized at once; more than the context of most models
-CERTAIN = 0.99  # of the tokens of a text in pieces
+PIECE = 512 * 1024  # characters of a text that are tokenized at a time; more than the context of most models
+CERTAIN = 0.99  # share of the tokens counted in pieces that a text has at least
 TEMPLATED = (CHAT, "/v1/responses")
-# Where the prompt stands in the bodies of the other endpoints.
+# The fields that hold the prompt in the bodies of the other endpoints.
 FIELDS = {
     "/v1/completions": ("prompt",),
     "/v1/embeddings": ("input",),
@@ -34,14 +34,14 @@ log = structlog.get_logger()
 
 
 class Text(NamedTuple):
-    """`is_exact`: it is what the engine will read, not something of about its length."""
+    """The text of a prompt. If not `is_exact`, the engine will read another text of about this length."""
 
     string: str
     is_exact: bool
 
 
 class Prompt(NamedTuple):
-    """`is_exact`: these are the token ids that the engine will read; if not, it reads `fewest` at least."""
+    """A prompt's token ids. If `is_exact`, the engine will read exactly these; if not, at least `fewest` tokens."""
 
     ids: Sequence[int]
     is_exact: bool
@@ -49,7 +49,7 @@ class Prompt(NamedTuple):
 
 
 class PromptTokens:
-    """Tokenizer and chat template of one model."""
+    """Holds the tokenizer and chat template of one model."""
 
     def __init__(self, tokenizer: Tokenizer | None, template: jinja2.Template | None, specials: dict[str, Any]) -> None:
         self._tokenizer = tokenizer
@@ -58,7 +58,7 @@ class PromptTokens:
 
     @classmethod
     def load(cls, source: str) -> "PromptTokens":
-        """From a local folder or a hub id; a model without tokenizer.json is planned by UTF-8 bytes."""
+        """Load from a local folder or a hub id; a model without tokenizer.json is planned by UTF-8 bytes."""
         folder = Path(source)
         if not folder.is_dir():
             folder = Path(snapshot_download(source, allow_patterns=FILES))
@@ -76,7 +76,7 @@ class PromptTokens:
         return cls(tokenizer, _environment().from_string(text) if text else None, specials)
 
     def encode(self, endpoint: str, bodies: list[dict[str, Any]]) -> list[Prompt]:
-        """The prompt of each body, in order."""
+        """Return the prompt of each body, in order."""
         given = [token_ids(body.get("input" if endpoint == "/v1/embeddings" else "prompt")) for body in bodies]
         texts = [
             self.text(endpoint, body) if ids is None else Text("", True)
@@ -89,7 +89,7 @@ class PromptTokens:
                 Prompt(list(text.encode()) if ids is None else ids, ids is not None)
                 for text, ids in zip(strings, given, strict=True)
             ]
-        # The tokenizer holds some hundred bytes for each of a text: a gigantic one goes through it in pieces.
+        # The tokenizer needs hundreds of bytes for each byte of a text, so a gigantic one goes through it in pieces.
         short = [string if len(string) <= PIECE else "" for string in strings]
         encoded = [each.ids for each in self._tokenizer.encode_batch_fast(short, add_special_tokens=specials)]
         return [
@@ -98,7 +98,7 @@ class PromptTokens:
         ]
 
     def _in_pieces(self, text: Text) -> Prompt:
-        """About the tokens of the text: where it is cut they may be others, some more than there are."""
+        """Return approximately the text's tokens: they may differ at the cuts, and be a few more than there are."""
         assert self._tokenizer is not None
         found = array("I")
         for at in range(0, len(text.string), PIECE):
@@ -130,7 +130,7 @@ class PromptTokens:
 
 
 def _environment() -> ImmutableSandboxedEnvironment:
-    """Jinja as chat templates expect it: Hugging Face's names, in a sandbox because a model is not to be trusted."""
+    """Return Jinja as chat templates expect it: Hugging Face's names, in a sandbox because models are not trusted."""
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
     )
@@ -153,7 +153,7 @@ def _raise_exception(message: str) -> NoReturn:
 
 
 def _messages(endpoint: str, body: dict[str, Any]) -> Any:
-    """What the template renders; of a response about what SGLang makes of its input."""
+    """Return the messages that the template renders; for /v1/responses, roughly what SGLang makes of the input."""
     if endpoint == CHAT:
         return body["messages"]
     given = body["input"]
@@ -163,7 +163,7 @@ def _messages(endpoint: str, body: dict[str, Any]) -> Any:
 
 
 def _with_text_content(message: Any) -> Any:
-    """A message whose content is a list of parts, as the text of its parts."""
+    """Return the message with the text of its parts as its content, if the content is a list of parts."""
     if isinstance(message, dict) and isinstance(message.get("content"), list):
         parts = [part.get("text", "") for part in message["content"] if isinstance(part, dict)]
         return {**message, "content": "".join(part for part in parts if isinstance(part, str))}
@@ -177,7 +177,7 @@ def _is_text_only(messages: Any) -> bool:
 
 
 def token_ids(prompt: Any) -> list[int] | None:
-    """A prompt that is given as token ids already."""
+    """Return the prompt if it is given as token ids, otherwise None."""
     if isinstance(prompt, list) and prompt and all(isinstance(token, int) and 0 <= token < 2**32 for token in prompt):
         return prompt
     return None
