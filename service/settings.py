@@ -1,4 +1,4 @@
-"""The one place that reads the environment."""
+"""Reads the settings; nothing else in the service reads the environment."""
 
 import hashlib
 import ipaddress
@@ -14,77 +14,87 @@ from pydantic_settings import BaseSettings, SettingsConfigDict
 from pydantic_settings import SettingsError as PydanticSettingsError
 
 DEMO_MODEL = "demo"
-# Of the command line, and of what a worker hands to its engine.
+# Variables of the command line, and one that a worker passes to its engine.
 NOT_SETTINGS = {"BATCHWEAVE_URL", "BATCHWEAVE_API_KEY", "BATCHWEAVE_SCHEDULER"}
 
 
 class SettingsError(Exception):
-    """A setting has a value that the service cannot start with; the message names it."""
+    """The service cannot start with a setting's value; the message names the setting."""
 
 
 class Settings(BaseSettings):
-    """Frozen settings, each from the variable BATCHWEAVE_<NAME> if it names no other."""
+    """Holds the settings, frozen. Each comes from the variable BATCHWEAVE_<NAME> unless it names another one."""
 
     model_config = SettingsConfigDict(env_prefix="BATCHWEAVE_", frozen=True, extra="ignore", protected_namespaces=())
 
-    data_dir: Path = Field(Path("batchweave-data"), description="folder of everything embedded, and of the demo model")
+    data_dir: Path = Field(
+        Path("batchweave-data"),
+        description="folder for the embedded database, Redis and objects, and for the demo model",
+    )
     database_url: str | None = Field(None, description="postgresql://… or sqlite:///…; default: SQLite in data_dir")
-    database_timeout_s: float = Field(30.0, gt=0, description="after which a database that is silent counts as away")
+    database_timeout_s: float = Field(
+        30.0, gt=0, description="seconds of silence before the database counts as unavailable"
+    )
     redis_url: str | None = Field(None, description="redis://… or unix://…; default: the embedded server's socket")
     storage_url: str | None = Field(None, description="file:///…, s3://…, gs://…, az://…; default: data_dir/objects")
 
     host: str = Field("127.0.0.1", description="address that the API listens on")
     port: Annotated[int, Field(ge=0, le=65535)] = 8080
     connections_per_address: int = Field(
-        256, ge=0, description="to the API at once from one address; 0 behind a proxy, which must have a bound itself"
+        256,
+        ge=0,
+        description="most connections to the API from one address; 0 (no limit) only behind a proxy with its own limit",
     )
-    access_log: bool = Field(True, description="whether the API logs each request: who, what, how it ended")
+    access_log: bool = Field(True, description="whether the API logs each HTTP request: caller, call and outcome")
     auth: Literal["keys", "none"] | None = Field(
-        None, description="whether the API asks for keys; default: keys, but none where it listens on loopback alone"
+        None, description="whether the API requires keys; default: keys, but none if it listens only on loopback"
     )
 
     model: str = Field(DEMO_MODEL, description="'demo', a local path, or a hub id")
     model_name: str | None = Field(None, description="name that requests use; default: the hub id or folder name")
     engine_args: dict[str, Any] = Field(default_factory=dict, description="SGLang server arguments, as JSON")
-    gpu: str = Field("h200", description="what the planner plans for: a preset or a calibration's .json file")
+    gpu: str = Field("h200", description="GPU that plans assume: a preset or a calibration's .json file")
     scheduling: Literal["dual-scan", "sglang"] = Field(
-        "dual-scan", description="who admits requests to the engine: batchweave's scan, or SGLang's own policy"
+        "dual-scan", description="what admits requests to the engine: batchweave's dual scan or SGLang's policy"
     )
     overlap: Literal["none", "mixed", "pdmux"] | None = Field(
-        None, description="how prefill and decodes share the GPU; default: as calibrated, or mixed chunks on a GPU"
+        None, description="how prefill and decode share the GPU; default: as calibrated, or mixed chunks on a GPU"
     )
     emulated_device: Literal["no answer is real"] | None = Field(
-        None, description="load tests only: BATCHWEAVE_GPU's costs take the place of the model, at its speed"
+        None, description="load tests only: no model runs; BATCHWEAVE_GPU's cost model sets how long steps take"
     )
     worker_name: str = Field(default_factory=lambda: f"{socket.gethostname()}-{os.getpid()}")
 
-    metrics_host: str = Field("127.0.0.1", description="address of /metrics of planner and worker")
+    metrics_host: str = Field("127.0.0.1", description="address on which planner and worker serve /metrics")
     metrics_port: Annotated[int, Field(ge=1, le=65534)] | None = Field(
         None,
-        description="port of /metrics of planner and worker (`up`: the worker; the planner one above); default: none",
+        description="port on which planner and worker serve /metrics (`up`: planner on the next one); default: none",
     )
-    steps_file: Path | None = Field(None, description="where the engine writes what each step did, for a calibration")
+    steps_file: Path | None = Field(None, description="file in which the engine records each step, for a calibration")
 
     worker_hour_price: float | None = Field(
-        None, ge=0, description="what an hour of one worker, all its GPUs, costs in your currency; prices batches"
+        None,
+        ge=0,
+        description="price of one worker with all its GPUs per hour, in your currency; for the cost of batches",
     )
     otlp_endpoint: str | None = Field(
         None,
         validation_alias="OTEL_EXPORTER_OTLP_ENDPOINT",
-        description="OpenTelemetry collector that traces go to, by HTTP; default: none are made",
+        description="OpenTelemetry collector that receives traces over HTTP; default: no traces",
     )
 
     secret_key: str | None = Field(
-        None, min_length=16, description="seals webhook secrets; the same everywhere. Default with SQLite: a file"
+        None, min_length=16, description="encrypts webhook secrets; the same for all roles. Default with SQLite: a file"
     )
-    webhook_private: bool = Field(False, description="let webhooks go to private addresses, and without TLS")
+    webhook_private: bool = Field(False, description="allow webhooks to private addresses and without TLS")
 
-    max_batches: int = Field(1000, ge=1, description="that a project may have at once, unless its quota says otherwise")
+    max_batches: int = Field(1000, ge=1, description="most unfinished batches of a project without its own quota")
     allow_patterns: bool = Field(
-        False, description="let requests bring stop_regex, regex and ebnf, by which one line can stop an engine for all"
+        False,
+        description="allow requests to use stop_regex, regex and ebnf, with which one can stall the engine for all",
     )
     step_limit_s: float = Field(
-        60.0, gt=0, description="an engine with requests that ends no step for so long hangs, and is started again"
+        60.0, gt=0, description="seconds without a finished step before a busy engine counts as hung and is restarted"
     )
     lease_s: Annotated[float, Field(gt=0, le=3600)] = 30.0
     slice_requests: Annotated[int, Field(ge=1, le=100_000)] = 256
@@ -100,7 +110,7 @@ class Settings(BaseSettings):
 
     @cached_property
     def database(self) -> str:
-        """SQLAlchemy URL with the asynchronous driver."""
+        """The SQLAlchemy URL with the asynchronous driver."""
         url = self.database_url or f"sqlite:///{self.data_dir.resolve() / 'batchweave.db'}"
         for plain, driver in (
             ("sqlite://", "sqlite+aiosqlite://"),
@@ -114,7 +124,7 @@ class Settings(BaseSettings):
 
     @cached_property
     def needs_keys(self) -> bool:
-        """Whether callers of the API must show a key."""
+        """Whether the API requires keys."""
         return self.auth == "keys" or not is_loopback(self.host)
 
     @cached_property
@@ -123,7 +133,7 @@ class Settings(BaseSettings):
 
     @cached_property
     def redis_socket(self) -> Path:
-        """Socket of the embedded server; a Unix socket's path holds about 100 bytes, so a deep data_dir moves it."""
+        """The embedded server's socket, moved if data_dir is deep: a Unix socket's path holds about 100 bytes."""
         beside = self.data_dir.resolve() / "redis" / "redis.sock"
         if len(os.fsencode(beside)) <= 100:
             return beside
@@ -137,7 +147,7 @@ class Settings(BaseSettings):
 
     @cached_property
     def served_model(self) -> str:
-        """The name under which requests ask for the model."""
+        """The name that requests use for the model."""
         if self.model_name:
             return self.model_name
         if self.model == DEMO_MODEL:
@@ -146,19 +156,19 @@ class Settings(BaseSettings):
 
     @cached_property
     def replica(self) -> int:
-        """Accelerators of one replica of the model."""
+        """The number of accelerators of one replica of the model."""
         return int(self.engine_args.get("tp_size", 1)) * int(self.engine_args.get("pp_size", 1))
 
     @cached_property
     def model_source(self) -> str:
-        """Local path or hub id of the model's files."""
+        """The local path or hub id of the model's files."""
         if self.model == DEMO_MODEL:
             return str((self.data_dir / "demo-model").resolve())
         return str(Path(self.model).resolve()) if Path(self.model).exists() else self.model
 
 
 def variable(field: str) -> str:
-    """The environment's name of a field, or of what stands for one elsewhere."""
+    """Return the environment variable of a setting; a name that is not a setting is returned as it is."""
     about = Settings.model_fields.get(field)
     alias = about.validation_alias if about else field
     return alias if isinstance(alias, str) else f"BATCHWEAVE_{field.upper()}"
@@ -172,26 +182,28 @@ def is_loopback(host: str) -> bool:
 
 
 def check_names() -> None:
-    """Raises SettingsError for a BATCHWEAVE_ variable that does not exist, with the nearest that does."""
+    """Check the BATCHWEAVE_ variables. Raises SettingsError for an unknown one, and suggests the nearest name."""
     known = {variable(name) for name in Settings.model_fields} | NOT_SETTINGS
     for name in sorted(os.environ):
         if name.startswith("BATCHWEAVE_") and name not in known:
             nearest = get_close_matches(name, known, 1)
-            raise SettingsError(f"{name} is no setting" + (f": do you mean {nearest[0]}?" if nearest else "."))
+            raise SettingsError(f"{name} is not a setting" + (f": did you mean {nearest[0]}?" if nearest else "."))
 
 
 def load_settings(**overrides: Any) -> Settings:
-    """Settings from the environment; arguments that are not None win. Raises SettingsError that names the variable."""
+    """Read the settings; arguments that are not None override the environment. Raises SettingsError."""
     check_names()
     try:
         settings = Settings(**{key: value for key, value in overrides.items() if value is not None})
         if settings.auth == "none" and not is_loopback(settings.host):
-            message = f"BATCHWEAVE_AUTH: 'none' is for loopback; anyone who reaches {settings.host} could use the API"
-            raise SettingsError(f"{message}. Leave it out, and make a key: batchweave keys create")
+            message = (
+                f"BATCHWEAVE_AUTH: 'none' is only for loopback; anyone who reaches {settings.host} could use the API"
+            )
+            raise SettingsError(f"{message}. Unset it, and create a key: batchweave keys create")
         return settings
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         raise SettingsError(f"{variable(str(first['loc'][0]))}: {first['msg']} (got {first.get('input')!r})") from error
     except PydanticSettingsError as error:  # its message names the field in quotes
         name = str(error).split('"')[1].upper()
-        raise SettingsError(f"BATCHWEAVE_{name}: is not valid JSON") from error
+        raise SettingsError(f"BATCHWEAVE_{name} is not valid JSON") from error

@@ -1,4 +1,4 @@
-"""What all commands print with: people read standard error, programs standard output."""
+"""Printing for all commands: messages for people go to standard error, results for programs to standard output."""
 
 import json
 import re
@@ -9,8 +9,8 @@ import typer
 from pydantic import BaseModel
 from rich.console import Console
 
-_CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f]")  # of a name that somebody chose, for a terminal
-JsonOption = Annotated[bool, typer.Option("--json", help="JSON on standard output, for programs.")]
+_CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f]")  # in user-chosen names, unsafe for a terminal
+JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON on standard output, for programs.")]
 said = Console(stderr=True, highlight=False, markup=False, soft_wrap=True)
 
 
@@ -21,12 +21,12 @@ def fail(message: str) -> NoReturn:
 
 
 def print_json(value: Any) -> None:
-    """Plain values, models, and lists of them."""
+    """Print plain values, models, or lists of them as JSON."""
     print(json.dumps([_plain(each) for each in value] if isinstance(value, list) else _plain(value), indent=2))
 
 
 def print_table(names: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """Whole, whatever the terminal's width: ids are there to be copied."""
+    """Print a table in full, whatever the terminal's width, so that ids can be copied."""
     rows = [[_CONTROL.sub("?", cell) for cell in row] for row in rows]
     widths = [max(len(cell) for cell in column) for column in zip(names, *rows, strict=True)]
     for row in (names, *rows):
@@ -34,7 +34,7 @@ def print_table(names: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
 
 
 def duration(seconds: float) -> str:
-    """In the two largest units: "3 d 4 h", "2 min 5 s"; "< 1 s" for a part of one."""
+    """Format a duration in its two largest units: "3 d 4 h", "2 min 5 s"; "< 1 s" for less than one second."""
     if 0 < seconds < 1:
         return "< 1 s"
     left, parts = max(int(seconds), 0), list[str]()

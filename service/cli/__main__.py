@@ -1,4 +1,4 @@
-"""python -m service.cli: the command line, as `batchweave` is it."""
+"""Runs the command line: `python -m service.cli` is the same as `batchweave`."""
 
 from service.cli.table import main
 

@@ -1,4 +1,4 @@
-"""`batchweave calibrate`: what steps cost on this machine."""
+"""`batchweave calibrate`: measures the cost of engine steps on this machine."""
 
 import logging
 import sys
@@ -14,17 +14,18 @@ from service.terminal import JsonOption, fail, said
 
 def calibrate(
     model: ModelOption = None,
-    output: Annotated[Path, typer.Option("--output", help="File to write.")] = Path("calibration.json"),
+    output: Annotated[Path, typer.Option("--output", help="Calibration file to write.")] = Path("calibration.json"),
     steps: Annotated[
-        Path | None, typer.Option("--steps", help="Steps measured before, by BATCHWEAVE_STEPS_FILE: fit to these.")
+        Path | None, typer.Option("--steps", help="Fit steps recorded earlier with BATCHWEAVE_STEPS_FILE.")
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Measure what steps cost on this machine with this model, and write it as hardware for BATCHWEAVE_GPU and --gpu.
+    """Measure what engine steps cost with this model on this machine, and write a file for BATCHWEAVE_GPU and --gpu.
 
-    Starts the engine alone, with BATCHWEAVE_ENGINE_ARGS as a worker would, and runs synthetic prompts for some minutes;
-    the steps are kept beside the output, for `batchweave simulate --profile`. Then runs the same requests with each way
-    to overlap prefill and decodes that works here; workers that plan with the file use the fastest. Examples:
+    Starts only the engine, with BATCHWEAVE_ENGINE_ARGS as a worker would, and runs synthetic prompts for a few minutes.
+    Keeps the steps beside the output file, for `batchweave simulate --profile`. Then runs the same requests with each
+    way of overlapping prefill and decode that works on this machine; workers that use the file choose the fastest one.
+    Examples:
 
     - `batchweave calibrate --model Qwen/Qwen2.5-7B-Instruct --output h100.json`
     - `BATCHWEAVE_GPU=h100.json batchweave up --model Qwen/Qwen2.5-7B-Instruct`
@@ -38,7 +39,7 @@ def calibrate(
     settings = settings_of(model=model)
     log_to(sys.stderr, logging.WARNING)
     if settings.emulated_device is not None:
-        fail("BATCHWEAVE_EMULATED_DEVICE is set: nothing can be measured on an emulated device; unset it")
+        fail("BATCHWEAVE_EMULATED_DEVICE is set, and an emulated device cannot be measured; unset it")
     measured_on, memory_bytes = "another machine", None
     is_measured_here = steps is None
     _check_calibration_files(output, steps)
@@ -59,20 +60,22 @@ def calibrate(
     except (CalibrationError, WorkloadError, CostsError, OSError, ValueError, RuntimeError) as error:
         fail(str(error))
     for name, misfit in found.errors.items():
-        said.print(f"{name}: off by {misfit.mean:.1%} on average over {misfit.steps:,}, at most {misfit.largest:.0%}")
-    said.print(f"wrote {output}: {found.gemm_s:.3g} s a token, {found.read_s:.3g} s a KV token read")
+        said.print(
+            f"{name}: off by {misfit.mean:.1%} on average over {misfit.steps:,} steps, at most {misfit.largest:.0%}"
+        )
+    said.print(f"wrote {output}: {found.gemm_s:.3g} s per token, {found.read_s:.3g} s per KV token read")
     if is_measured_here and len(names := possible_overlaps(settings)) > 1:
         seconds = compare(settings, output, names, said.print)
         if seconds:
-            said.print(f"the fastest overlap: {min(seconds, key=lambda name: seconds[name])}, noted in {output}")
+            said.print(f"fastest overlap: {min(seconds, key=lambda name: seconds[name])}, recorded in {output}")
     if as_json:
         print(output.read_text(), end="")
 
 
 def _check_calibration_files(output: Path, steps: Path | None) -> None:
     if output.suffix != ".json":
-        fail(f"{output}: its name must end in .json, for BATCHWEAVE_GPU to know it as a calibration")
+        fail(f"{output}: the name must end in .json, so that BATCHWEAVE_GPU recognises a calibration")
     if output.is_dir() or not output.parent.is_dir():
-        fail(f"{output}: no file can be written there; name one in a folder that exists")
+        fail(f"{output}: cannot write a file there; choose a file in an existing folder")
     if steps is not None and steps.resolve() == output.resolve():
-        fail(f"{output}: is the file of the steps; name another one to write")
+        fail(f"{output} is the steps file; choose another output file")

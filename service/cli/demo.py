@@ -1,4 +1,4 @@
-"""`batchweave demo` and `batchweave openapi`: the service shown and described."""
+"""`batchweave demo` and `batchweave openapi`: show the service, and describe its API."""
 
 import logging
 import sys
@@ -16,12 +16,12 @@ def demo(
     file: Annotated[
         Path | None, typer.Option("--file", help="Your own JSONL file instead of the built-in ones.")
     ] = None,
-    keep: Annotated[bool, typer.Option("--keep", help="Leave the service up until Ctrl-C.")] = False,
+    keep: Annotated[bool, typer.Option("--keep", help="Keep the service running until Ctrl-C.")] = False,
     model: ModelOption = None,
-    data_dir: Annotated[Path, typer.Option("--data-dir", help="Folder for everything that is kept.")] = Path(".demo"),
+    data_dir: Annotated[Path, typer.Option("--data-dir", help="Folder for the service's data.")] = Path(".demo"),
     port: PortOption = None,
 ) -> None:
-    """Start the service, run a real batch through the official openai client, show what came back, stop.
+    """Start the service, run a real batch through the official openai client, show the results, and stop.
 
     Examples:
 

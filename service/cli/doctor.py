@@ -1,4 +1,4 @@
-"""`batchweave doctor`: what the service needs on this machine, and what to do where something is missing."""
+"""`batchweave doctor`: checks what the service needs on this machine, and says how to fix what is missing."""
 
 import asyncio
 import importlib.util
@@ -36,7 +36,7 @@ MARKS = {"ok": "green", "note": "yellow", "wrong": "red"}
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """`todo`: what to do, where something is to be done."""
+    """The result of one check; `todo` says what to do, if anything."""
 
     part: str
     state: Literal["ok", "note", "wrong"]
@@ -47,12 +47,12 @@ class Finding:
 def doctor(
     model: ModelOption = None,
     data_dir: DataDirOption = None,
-    as_json: Annotated[bool, typer.Option("--json", help="JSON on standard output, for programs.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON on standard output, for programs.")] = False,
 ) -> None:
-    """Check what the service needs on this machine, and say what to do.
+    """Check that this machine has everything the service needs, and say how to fix what is wrong.
 
-    Looks at versions, database, Redis, storage, model, GPU and clocks, with the settings that `batchweave up` would
-    take; changes nothing. Exit code 1 when something is wrong. Examples:
+    Checks versions, database, Redis, storage, model, GPU and clocks, with the settings that `batchweave up` would use.
+    Changes nothing. Exits with code 1 if anything is wrong. Examples:
 
     - `batchweave doctor`
     - `BATCHWEAVE_DATABASE_URL=postgresql://… batchweave doctor --model Qwen/Qwen2.5-7B-Instruct --json`
@@ -84,10 +84,10 @@ async def _all(settings: Settings) -> list[Finding]:
             async with asyncio.timeout(CHECK_S):
                 found.append(await check(settings))
         except TimeoutError:
-            found.append(Finding(part, "wrong", f"no answer in {CHECK_S:.0f} s", f"See that it runs: {_where(part)}."))
-        except Exception as error:  # whatever a part's library raises is what there is to say of it
+            found.append(Finding(part, "wrong", f"no answer in {CHECK_S:.0f} s", f"Is it up? Check {_where(part)}."))
+        except Exception as error:  # a library may raise anything; its own message says most
             why = (str(getattr(error, "orig", None) or error).splitlines() or [type(error).__name__])[0]
-            found.append(Finding(part, "wrong", why, f"See that it is right: {_where(part)}."))
+            found.append(Finding(part, "wrong", why, f"Check {_where(part)}."))
     return found
 
 
@@ -110,7 +110,7 @@ async def _database(settings: Settings) -> Finding:
     url = make_url(settings.database)
     name = url.render_as_string(hide_password=True)
     if url.get_backend_name() == "sqlite" and not Path(url.database or "").exists():
-        return _folder("database", Path(url.database or "").parent, f"{name} is made at the first start")
+        return _folder("database", Path(url.database or "").parent, f"{name} will be created at the first start")
     database = Database(settings.database, CHECK_S)
     try:
         async with database.read() as session:
@@ -121,35 +121,35 @@ async def _database(settings: Settings) -> Finding:
     finally:
         await database.close()
     if now is not None and abs(now - time.time()) > SKEW_S:
-        todo = "Leases and deadlines are by these clocks: synchronize them (chrony, systemd-timesyncd)."
-        return Finding("database", "wrong", f"{name}: its clock is {now - time.time():+.1f} s from ours", todo)
+        todo = "Leases and deadlines depend on these clocks; synchronize them (chrony, systemd-timesyncd)."
+        return Finding("database", "wrong", f"{name}: its clock is off by {now - time.time():+.1f} s", todo)
     if revision is None:
-        return Finding("database", "ok", f"{name} answers; the first start makes the tables")
+        return Finding("database", "ok", f"{name} is reachable; the first start creates the tables")
     if revision != newest():
-        what = f"{name}: its schema is {revision}, this version's {newest()}"
-        return Finding("database", "note", what, "The next start of a role brings an older one up to date.")
+        what = f"{name}: its schema is {revision}, this version needs {newest()}"
+        return Finding("database", "note", what, "The next start of any role upgrades an older schema.")
     return Finding("database", "ok", name)
 
 
 async def _revision(session: AsyncSession) -> str | None:
-    """Of the schema; None where there is none yet."""
+    """Return the revision of the database's schema; None if it has none yet."""
     there = await session.run_sync(lambda sync: inspect(sync.connection()).has_table("alembic_version"))
     return (await session.execute(text("SELECT max(version_num) FROM alembic_version"))).scalar_one() if there else None
 
 
 async def _redis(settings: Settings) -> Finding:
     if settings.redis_url is None and not settings.redis_socket.exists():
-        return Finding("redis", "ok", "the embedded one is started by `batchweave up`")
+        return Finding("redis", "ok", "`batchweave up` starts the embedded one")
     redis = open_redis(settings.redis)
     try:
         await cast(Awaitable[object], redis.ping())
     except (RedisError, OSError) as error:
         if settings.redis_url is None:
-            return Finding("redis", "ok", "the embedded one is started by `batchweave up`")
+            return Finding("redis", "ok", "`batchweave up` starts the embedded one")
         raise error
     finally:
         await redis.aclose()
-    return Finding("redis", "ok", "answers")
+    return Finding("redis", "ok", "reachable")
 
 
 async def _storage(settings: Settings) -> Finding:
@@ -162,45 +162,47 @@ async def _storage(settings: Settings) -> Finding:
 
 async def _model(settings: Settings) -> Finding:
     if settings.model == DEMO_MODEL:
-        return Finding("model", "ok", "the demo's, which says nothing sensible", "Name a real one: --model.")
+        return Finding("model", "ok", "the demo model, whose answers are noise", "Choose a real model with --model.")
     source = settings.model_source
     try:
         await asyncio.to_thread(check_model, settings)
     except CostsError as error:
-        return Finding("model", "wrong", str(error), "Name a folder, or a hub id that this machine can fetch.")
+        return Finding("model", "wrong", str(error), "Give a folder, or a hub id that this machine can download.")
     if Path(source).is_dir():
         lacking = [name for name in ("config.json", "tokenizer_config.json") if not (Path(source) / name).exists()]
         if lacking:
-            return Finding("model", "wrong", f"{source} has no {' and no '.join(lacking)}", "Name a model's folder.")
+            return Finding("model", "wrong", f"{source} has no {' and no '.join(lacking)}", "Give a model's folder.")
         return Finding("model", "ok", f"{source}, served as {settings.served_model}")
     try:
         planning_costs(source, settings.gpu, settings.replica)
     except CostsError as error:
-        return Finding("model", "wrong", str(error), "Name a folder, or a hub id that this machine can fetch.")
+        return Finding("model", "wrong", str(error), "Give a folder, or a hub id that this machine can download.")
     return Finding("model", "ok", f"{source} on the hub, served as {settings.served_model}")
 
 
 async def _gpu(settings: Settings) -> Finding:
     if shutil.which("nvidia-smi") is None:
-        todo = "Good for the demo and the tests alone; API and planner need none."
+        todo = "That is enough for the demo and the tests only. The API and the planner need no GPU."
         return Finding("gpu", "note", "no nvidia-smi: workers here run on the CPU", todo)
     asked = ["nvidia-smi", "--query-gpu=name,memory.free", "--format=csv,noheader"]
     found = await asyncio.to_thread(subprocess.run, asked, capture_output=True, text=True, timeout=CHECK_S)
     if found.returncode:
-        return Finding("gpu", "wrong", found.stdout.strip() or found.stderr.strip(), "See the driver's log.")
+        return Finding("gpu", "wrong", found.stdout.strip() or found.stderr.strip(), "Check the driver's log.")
     names = "; ".join(found.stdout.strip().splitlines())
     if importlib.util.find_spec("sglang") is None:
-        return Finding("gpu", "note", f"{names}, but no engine", "pip install 'batchweave[engine]'")
-    todo = "" if settings.gpu.endswith(".json") else "Plans are better with its own costs: batchweave calibrate."
-    return Finding("gpu", "ok", f"{names}; planned for as {settings.gpu}", todo)
+        return Finding(
+            "gpu", "note", f"{names}, but SGLang is not installed", "Install it: pip install 'batchweave[engine]'"
+        )
+    todo = "" if settings.gpu.endswith(".json") else "Measured costs improve plans: batchweave calibrate."
+    return Finding("gpu", "ok", f"{names}; plans assume {settings.gpu}", todo)
 
 
 def _folder(part: str, folder: Path, what: str) -> Finding:
-    """Whether files can be written there, and how much room there is."""
+    """Check that a folder is writable, and report its free space."""
     there = next(each for each in (folder, *folder.parents) if each.exists())
     free = shutil.disk_usage(there).free
     if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
-        return Finding(part, "wrong", f"{there} cannot be written", "Choose another: BATCHWEAVE_DATA_DIR.")
+        return Finding(part, "wrong", f"{there} is not writable", "Choose another folder with BATCHWEAVE_DATA_DIR.")
     state = "ok" if free > 10 * 2**30 else "note"
-    todo = "" if state == "ok" else "Results need about as much room as the inputs, twice while they are written."
+    todo = "" if state == "ok" else "Results need about as much space as the inputs, and twice that while written."
     return Finding(part, state, f"{what}; {free / 2**30:,.0f} GiB free", todo)

@@ -1,4 +1,4 @@
-"""`batchweave up`, and each role on its own: api, planner, worker."""
+"""`batchweave up`, and the commands that run one role each: api, planner, worker."""
 
 import asyncio
 import logging
@@ -61,7 +61,7 @@ def up(
 
 
 def api(host: HostOption = None, port: PortOption = None) -> None:
-    """Run the HTTP API alone.
+    """Run only the HTTP API.
 
     Reads BATCHWEAVE_DATABASE_URL, BATCHWEAVE_REDIS_URL and BATCHWEAVE_STORAGE_URL. Example:
 
@@ -101,7 +101,7 @@ def api(host: HostOption = None, port: PortOption = None) -> None:
 
 
 def planner(model: ModelOption = None, model_name: NameOption = None) -> None:
-    """Run the jobs of the control plane alone: validator, planner, previewer, reconciler, finalizer, expiry, webhooks,
+    """Run only the control-plane jobs: validator, planner, previewer, reconciler, finalizer, expiry, webhooks,
     historian, sweeper.
     """
     from service.jobs.runner import run_jobs
@@ -120,7 +120,7 @@ def planner(model: ModelOption = None, model_name: NameOption = None) -> None:
 
 
 def worker(model: ModelOption = None, model_name: NameOption = None) -> None:
-    """Run one engine and the slices that it leases; needs `pip install batchweave[engine]`."""
+    """Run one worker, which leases slices and runs them on an engine; needs `pip install 'batchweave[engine]'`."""
     from service.db.models import register_model
     from service.metrics.engine import EngineMetrics
     from service.queue.progress import Starting

@@ -1,4 +1,4 @@
-"""What the commands that run parts of the service begin with: settings, logs, the database, errors in one line."""
+"""Start-up of the commands that run parts of the service: settings, logs, the database, one-line errors."""
 
 import logging
 from pathlib import Path
@@ -17,7 +17,7 @@ from service.terminal import fail
 
 ModelOption = Annotated[str | None, typer.Option("--model", help="'demo', a local path, or a hub id.")]
 NameOption = Annotated[str | None, typer.Option("--model-name", help="Name that requests use for the model.")]
-DataDirOption = Annotated[Path | None, typer.Option("--data-dir", help="Folder for everything that is kept.")]
+DataDirOption = Annotated[Path | None, typer.Option("--data-dir", help="Folder for the service's data.")]
 HostOption = Annotated[str | None, typer.Option("--host", help="Address that the API listens on.")]
 PortOption = Annotated[int | None, typer.Option("--port", help="Port of the API.")]
 
@@ -25,7 +25,7 @@ PortOption = Annotated[int | None, typer.Option("--port", help="Port of the API.
 def settings_of(**overrides: Any) -> Settings:
     try:
         settings = load_settings(**overrides)
-        # A worker would find it out only after SGLang's import, and be started again for ever.
+        # Checked here: a worker would fail only after importing SGLang, and would be restarted again and again.
         planning_costs(FALLBACK, settings.gpu, 1)
         measured_overlap(settings.gpu)
     except SettingsError as error:
@@ -36,7 +36,7 @@ def settings_of(**overrides: Any) -> Settings:
 
 
 def open_database(settings: Settings) -> None:
-    """Make the folder of an embedded one, and bring it to the newest schema."""
+    """Create the folder of an embedded database, and upgrade the database to the newest schema."""
     keep_private(settings)
     url = make_url(settings.database)
     try:
@@ -49,7 +49,7 @@ def open_database(settings: Settings) -> None:
 
 
 def log_to(stream: Any, level: int = logging.INFO) -> None:
-    """JSON lines, ours and the libraries'."""
+    """Log to `stream` as JSON lines, including what libraries log."""
     shared: list[Any] = [
         structlog.contextvars.merge_contextvars,
         structlog.processors.add_log_level,

@@ -1,4 +1,4 @@
-"""The command line. A command's module is imported only when it is called: some of them need seconds for that."""
+"""The command line. A command's module is imported only when the command is called: some imports take seconds."""
 
 import os
 import sys
@@ -8,31 +8,31 @@ from typing import Any
 
 import typer
 
-# By name: where it is, and its help, which its own begins with.
+# By name: where the command is, and its help, with which the command's own help must begin.
 COMMANDS = {
     "up": ("service.cli.roles:up", "Run the whole service in the foreground: Redis, API, planner, worker."),
-    "submit": ("service.remote.submit:submit", "Upload a file and run it as a batch. Prints the batch's id."),
-    "batches": ("service.remote.batches:app", "Look at batches, wait for them, end them, fetch what they gave."),
-    "files": ("service.remote.files:app", "What was uploaded, and what batches gave."),
-    "workers": ("service.remote.workers:app", "See who runs the slices; let one end its work and take no more."),
-    "doctor": ("service.cli.doctor:doctor", "Check what the service needs on this machine, and say what to do."),
-    "keys": ("service.cli.tenants:keys", "Make, list and revoke API keys."),
-    "projects": ("service.cli.tenants:projects", "Make, list and limit projects, which own files and batches."),
-    "audit": ("service.cli.tenants:show_audit", "Who changed what, the newest last."),
-    "api": ("service.cli.roles:api", "Run the HTTP API alone."),
-    "planner": ("service.cli.roles:planner", "Run the jobs of the control plane alone."),
-    "worker": ("service.cli.roles:worker", "Run one engine and the slices that it leases."),
-    "calibrate": ("service.cli.calibrate:calibrate", "Measure what steps cost on this machine with this model."),
+    "submit": ("service.remote.submit:submit", "Upload a file, run it as a batch, and print the batch's id."),
+    "batches": ("service.remote.batches:app", "List, watch, start, cancel and retry batches, and fetch their results."),
+    "files": ("service.remote.files:app", "List, upload, download and delete files: batch inputs and results."),
+    "workers": ("service.remote.workers:app", "List workers, drain them and resume them."),
+    "doctor": ("service.cli.doctor:doctor", "Check that this machine has everything the service needs."),
+    "keys": ("service.cli.tenants:keys", "Create, list and revoke API keys."),
+    "projects": ("service.cli.tenants:projects", "Create, list and limit projects, which own files and batches."),
+    "audit": ("service.cli.tenants:show_audit", "Show who changed what, newest last."),
+    "api": ("service.cli.roles:api", "Run only the HTTP API."),
+    "planner": ("service.cli.roles:planner", "Run only the control-plane jobs."),
+    "worker": ("service.cli.roles:worker", "Run one worker, which leases slices and runs them on an engine."),
+    "calibrate": ("service.cli.calibrate:calibrate", "Measure what engine steps cost with this model on this machine."),
     "plan": ("service.cli.workloads:plan", "Plan a file without running it."),
     "simulate": ("service.cli.workloads:simulate", "Run a workload through a simulated engine."),
     "demo": ("service.cli.demo:demo", "Start the service, run a real batch through the official openai client."),
     "openapi": ("service.cli.demo:openapi", "Print the OpenAPI description of the HTTP API as YAML."),
 }
-COMPLETED = ("COMP_WORDS", "_TYPER_COMPLETE_ARGS")  # where a shell that asks how a line goes on gives it to us
+COMPLETED = ("COMP_WORDS", "_TYPER_COMPLETE_ARGS")  # variables in which a shell passes the line to complete
 
 
 def command_line(called: str) -> typer.Typer:
-    """All commands by name and help, the called one with all it has."""
+    """Return an app with all commands by name and help; only the called one is complete."""
     app = typer.Typer(
         no_args_is_help=True,
         add_completion=True,
@@ -62,4 +62,4 @@ def _add(app: typer.Typer, name: str, command: typer.Typer | Callable[..., Any])
 
 
 def _nothing() -> None:
-    """Stands for a command that was not called."""
+    """Placeholder for a command that was not called."""

@@ -1,4 +1,4 @@
-"""`batchweave keys`, `projects` and `audit`: who may use the API. They work on the database alone."""
+"""`batchweave keys`, `projects` and `audit`: manage access to the API, directly in the database."""
 
 import asyncio
 import time
@@ -25,30 +25,31 @@ SHOWN = 200
 UNLIMITED = -1
 ACTOR = "cli"
 
-keys = typer.Typer(no_args_is_help=True, help="Make, list and revoke API keys.")
-projects = typer.Typer(no_args_is_help=True, help="Make, list and limit projects, which own files and batches.")
+keys = typer.Typer(no_args_is_help=True, help="Create, list and revoke API keys.")
+projects = typer.Typer(no_args_is_help=True, help="Create, list and limit projects, which own files and batches.")
 
 ProjectOption = Annotated[str, typer.Option("--project", help="Name of the project.")]
-Quota = Annotated[int | None, typer.Option(min=UNLIMITED, max=2**53, help="-1 lifts it.")]
+Quota = Annotated[int | None, typer.Option(min=UNLIMITED, max=2**53, help="-1 removes the quota.")]
 
 
 @keys.command("create")
 def create_key(
-    name: Annotated[str, typer.Option("--name", help="Whose it is, or what for.")],
+    name: Annotated[str, typer.Option("--name", help="Whose key it is, or what it is for.")],
     project: ProjectOption = "default",
     role: Annotated[
         Role,
         typer.Option(
             "--role",
-            help="user: files, batches; admin: webhooks too; monitor: figures alone; operator: workers, all projects.",
+            help="user: files, batches; admin: also webhooks; monitor: only metrics; operator: workers, all projects.",
         ),
     ] = Role.USER,
     days: Annotated[
-        int | None, typer.Option("--days", min=1, max=changes.LONGEST_DAYS, help="Until it expires; never if left out.")
+        int | None,
+        typer.Option("--days", min=1, max=changes.LONGEST_DAYS, help="Days until the key expires; default: never."),
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Make a key and print it, this once. Examples:
+    """Create a key and print it. It is shown only this once. Examples:
 
     - `batchweave keys create --name ana`
     - `batchweave keys create --name ci --project evaluation --role admin --days 90`
@@ -62,13 +63,13 @@ def create_key(
     if as_json:
         print_json({"id": key_id, "key": text, "project": project, "role": role})
         return
-    said.print(f"A key of the project {project}, shown only now:")
+    said.print(f"New key of project {project}, shown only once:")
     print(text)
 
 
 @keys.command("list")
 def list_keys(as_json: JsonOption = False) -> None:
-    """Every key that was made, without the key itself."""
+    """List all keys, without the keys themselves."""
 
     async def read(session: AsyncSession) -> Any:
         query = select(ApiKey, Project.name).join(Project, Project.id == ApiKey.project_id)
@@ -83,10 +84,10 @@ def list_keys(as_json: JsonOption = False) -> None:
 
 @keys.command("revoke")
 def revoke_key(
-    key_id: Annotated[str, typer.Argument(help="As `batchweave keys list` shows it: key_…")],
+    key_id: Annotated[str, typer.Argument(help="Id from `batchweave keys list`: key_…")],
     as_json: JsonOption = False,
 ) -> None:
-    """Refuse a key from now on."""
+    """Revoke a key: the API refuses it from now on."""
 
     async def revoke(session: AsyncSession) -> None:
         await changes.revoke_key(session, key_id, ACTOR, int(time.time()))
@@ -102,7 +103,7 @@ def revoke_key(
 def create_project(
     name: Annotated[str, typer.Argument(help="Name of the new project.")], as_json: JsonOption = False
 ) -> None:
-    """Make a project. Example: `batchweave projects create evaluation`"""
+    """Create a project. Example: `batchweave projects create evaluation`"""
 
     async def make(session: AsyncSession) -> None:
         await changes.create_project(session, name, ACTOR, int(time.time()))
@@ -111,7 +112,7 @@ def create_project(
     if as_json:
         print_json({"project": name})
     else:
-        said.print(f"The project {name} is made. A key for it: batchweave keys create --project {name} --name …")
+        said.print(f"Created project {name}. To create a key for it: batchweave keys create --project {name} --name …")
 
 
 @projects.command("set")
@@ -119,7 +120,9 @@ def set_project(
     name: Annotated[str, typer.Argument(help="Name of the project.")],
     weight: Annotated[
         float | None,
-        typer.Option(min=changes.LEAST_WEIGHT, max=changes.MOST_WEIGHT, help="Its share of the work, beside others'."),
+        typer.Option(
+            min=changes.LEAST_WEIGHT, max=changes.MOST_WEIGHT, help="Its share of the work, relative to others."
+        ),
     ] = None,
     max_enqueued_tokens: Quota = None,
     max_batches: Quota = None,
@@ -127,7 +130,7 @@ def set_project(
     max_requests_per_minute: Quota = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Change a project's weight and quotas; what is left out stays. Example:
+    """Change a project's weight and quotas. Options left out change nothing. Example:
 
     - `batchweave projects set evaluation --max-batches 20 --max-enqueued-tokens 50000000 --weight 2`
     """
@@ -140,7 +143,7 @@ def set_project(
     }
     wanted = {key: None if value == UNLIMITED else value for key, value in given.items() if value is not None}
     if not wanted:
-        fail("nothing to change; --help says what there is")
+        fail("nothing to change; --help lists the options")
 
     async def change(session: AsyncSession) -> None:
         project = await changes.find_project(session, name)
@@ -152,7 +155,7 @@ def set_project(
 
 @projects.command("list")
 def list_projects(as_json: JsonOption = False) -> None:
-    """Every project with its weight and quotas."""
+    """List all projects with their weights and quotas."""
 
     async def read(session: AsyncSession) -> Any:
         return (await session.scalars(select(Project).order_by(Project.name))).all()
@@ -177,11 +180,13 @@ def list_projects(as_json: JsonOption = False) -> None:
 
 
 def show_audit(
-    project: Annotated[str | None, typer.Option("--project", help="Of this project only.")] = None,
-    count: Annotated[int, typer.Option("--count", min=1, max=100_000, help="The last so many.")] = SHOWN,
+    project: Annotated[str | None, typer.Option("--project", help="Show only this project.")] = None,
+    count: Annotated[
+        int, typer.Option("--count", min=1, max=100_000, help="How many of the newest changes to show.")
+    ] = SHOWN,
     as_json: JsonOption = False,
 ) -> None:
-    """Who changed what, the newest last. Example: `batchweave audit --project evaluation --count 50`"""
+    """Show who changed what, newest last. Example: `batchweave audit --project evaluation --count 50`"""
 
     async def read(session: AsyncSession) -> Any:
         query = select(AuditEvent, Project.name).join(Project, Project.id == AuditEvent.project_id)
@@ -197,7 +202,7 @@ def show_audit(
 
 
 def _run(work: Callable[[AsyncSession], Awaitable[Result]]) -> Result:
-    """Do it in one transaction on the configured database."""
+    """Run `work` in one transaction on the configured database."""
 
     async def main(url: str) -> Result:
         database = Database(url)
@@ -213,15 +218,17 @@ def _run(work: Callable[[AsyncSession], Awaitable[Result]]) -> Result:
         settings.data_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
         place = make_url(settings.database)
         if place.get_backend_name() == "sqlite" and not Path(place.database or "").exists():
-            said.print(f"A new database: {place.database}. For a service that runs set its BATCHWEAVE_DATA_DIR.")
+            said.print(
+                f"A new database is created: {place.database}. For a running service, set its BATCHWEAVE_DATA_DIR."
+            )
         upgrade(settings.database)
         return asyncio.run(main(settings.database))
     except changes.TenantError as error:
-        fail(f"{error}; `batchweave projects list` and `keys list` show what there is")
+        fail(f"{error}; see `batchweave projects list` and `batchweave keys list`")
     except SettingsError as error:
         fail(str(error))
     except (SQLAlchemyError, OSError) as error:
-        fail(f"the database of BATCHWEAVE_DATABASE_URL or BATCHWEAVE_DATA_DIR: {error}")
+        fail(f"cannot use the database that BATCHWEAVE_DATABASE_URL or BATCHWEAVE_DATA_DIR names: {error}")
 
 
 def _day(at: int | None) -> str:

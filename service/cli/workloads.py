@@ -1,4 +1,4 @@
-"""`batchweave plan` and `batchweave simulate`: what a file costs and how it would run, before any GPU is rented."""
+"""`batchweave plan` and `simulate`: estimate what a file costs and how it would run, before any GPU is rented."""
 
 import json
 import sys
@@ -29,16 +29,20 @@ FileArgument = Annotated[Path, typer.Argument(help="A batch file (JSONL of reque
 PICTURES = (".png", ".svg", ".pdf")
 
 ModelOption = Annotated[
-    str, typer.Option("--model", help=f"{', '.join(MODELS)}, a config.json, a folder, or a hub id.")
+    str, typer.Option("--model", help=f"{', '.join(MODELS)}, a config.json, a model's folder, or a hub id.")
 ]
 GpuOption = Annotated[str, typer.Option("--gpu", help=f"{', '.join(GPUS)}, or a calibration's .json file.")]
 LengthsOption = Annotated[
     Path | None,
-    typer.Option("--lengths", help="True output lengths: lines of id and output_tokens, or a batch's output file."),
+    typer.Option(
+        "--lengths", help="File of true output lengths: lines with id and output_tokens, or a batch's output file."
+    ),
 ]
 SampleOption = Annotated[
     float | None,
-    typer.Option("--sample", help="Pretend to know the lengths of this share only, chosen as the planner would."),
+    typer.Option(
+        "--sample", help="Assume that only this share of output lengths is known, sampled as the planner would."
+    ),
 ]
 DtypeOption = Annotated[str, typer.Option("--dtype", help="Type of the weights: fp16, bf16, fp8.")]
 
@@ -51,21 +55,21 @@ def plan(
     dp: Annotated[int, typer.Option("--dp", min=1, max=4096, help="Copies of the model, one partition each.")] = 1,
     lengths: LengthsOption = None,
     sample: SampleOption = None,
-    seed: Annotated[int, typer.Option("--seed", min=0, help="Of the sample.")] = 0,
+    seed: Annotated[int, typer.Option("--seed", min=0, help="Random seed of the sample.")] = 0,
     dtype: DtypeOption = "bf16",
     kv_dtype: Annotated[str, typer.Option("--kv-dtype", help="Type of the KV cache: fp32, fp16, bf16, fp8.")] = "bf16",
-    keep: Annotated[float, typer.Option("--keep", help="Share of the possible sharing that splits must keep.")] = 0.99,
-    price: Annotated[
-        float | None, typer.Option("--price", min=0, max=1e6, help="Price of one GPU for an hour.")
-    ] = None,
-    output: Annotated[Path | None, typer.Option("--output", help="Write the order here, a line a request.")] = None,
-    plot: Annotated[Path | None, typer.Option("--plot", help="Draw the tree and the scan into this file.")] = None,
+    keep: Annotated[
+        float, typer.Option("--keep", help="Share of the possible prefix sharing that splits must keep.")
+    ] = 0.99,
+    price: Annotated[float | None, typer.Option("--price", min=0, max=1e6, help="Price of one GPU per hour.")] = None,
+    output: Annotated[Path | None, typer.Option("--output", help="Write the order of requests to this file.")] = None,
+    plot: Annotated[Path | None, typer.Option("--plot", help="Draw the prefix tree and the scan to this file.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print figures as JSON.")] = False,
 ) -> None:
-    """Plan a file without running it: what its prompts share, how dense they are, how long it would take.
+    """Plan a file without running it: show what its prompts share, their compute density, and how long it would take.
 
-    A workload file has one request a line: `{"segments": [[id, length], …], "output_tokens": d}`, where equal ids at
-    equal depth are equal content; `id`, `tenant`, `deadline_s` and `max_tokens` may be there too. Examples:
+    A workload file has one request per line: `{"segments": [[id, length], …], "output_tokens": d}`. Equal ids at equal
+    depth mean equal content. `id`, `tenant`, `deadline_s` and `max_tokens` are optional. Examples:
 
     - `batchweave plan requests.jsonl --model Qwen/Qwen2.5-7B-Instruct --gpu h100`
     - `batchweave plan requests.jsonl --lengths yesterday_output.jsonl --dp 4 --price 2.5`
@@ -102,30 +106,30 @@ def simulate(
     model: ModelOption = "llama-3-8b",
     gpu: GpuOption = "h200",
     tp: Annotated[int, typer.Option("--tp", min=1, max=1024, help="GPUs that share one copy of the model.")] = 1,
-    policies: Annotated[str, typer.Option("--policies", help="Names, separated by commas.")] = ALL_POLICIES,
+    policies: Annotated[str, typer.Option("--policies", help="Policies to run, separated by commas.")] = ALL_POLICIES,
     clock: Annotated[
-        str, typer.Option("--clock", help="overlapped, mixed or sequential GEMM and attention.")
+        str, typer.Option("--clock", help="How GEMM and attention run: overlapped, mixed or sequential.")
     ] = "overlapped",
     interference: Annotated[
-        float, typer.Option("--interference", min=0, max=1, help="Share of the overlapped time that shows anyway.")
+        float, typer.Option("--interference", min=0, max=1, help="Share of the hidden time that overlapping costs.")
     ] = ASSUMED_INTERFERENCE,
-    sample: Annotated[float, typer.Option("--sample", help="Share whose lengths are known; 1 for all.")] = 0.01,
-    seed: Annotated[int, typer.Option("--seed", min=0, help="Of the sample and of random order.")] = 0,
+    sample: Annotated[float, typer.Option("--sample", help="Share of requests with known lengths; 1 for all.")] = 0.01,
+    seed: Annotated[int, typer.Option("--seed", min=0, help="Random seed of the sample and of random orders.")] = 0,
     lengths: LengthsOption = None,
     dtype: DtypeOption = "bf16",
     profile: Annotated[
-        Path | None, typer.Option("--profile", help="Steps measured on a real engine, in place of the datasheet.")
+        Path | None, typer.Option("--profile", help="File of steps measured on an engine; replaces the datasheet.")
     ] = None,
     profile_clock: Annotated[
-        str, typer.Option("--profile-clock", help="The clock of the engine that was measured; SGLang's is mixed.")
+        str, typer.Option("--profile-clock", help="Clock of the measured engine; SGLang's is mixed.")
     ] = "mixed",
-    plot: Annotated[Path | None, typer.Option("--plot", help="Draw each policy's time into this file.")] = None,
+    plot: Annotated[Path | None, typer.Option("--plot", help="Draw each policy's use of time to this file.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print rows as JSON.")] = False,
 ) -> None:
-    """Run a workload through a simulated engine, one policy after the other, each at its best settings.
+    """Run a workload through a simulated engine, one policy after another, each at its best settings.
 
-    The step times come from datasheets and are predictions. Every policy knows the lengths of the same sample, which
-    the fixed orders run first; they get the best of several chunk sizes and admission reserves. Examples:
+    Step times are predictions from datasheets. Every policy knows the output lengths of the same sample. The fixed
+    orders run that sample first, with the best of several chunk sizes and admission reserves. Examples:
 
     - `batchweave simulate --workload trace.jsonl --gpu a100-80gb`
     - `batchweave simulate --workload trace.jsonl --policies dfs,random,batchweave --clock sequential --json`
@@ -160,7 +164,7 @@ def simulate(
 
 
 def _out() -> Console:
-    """Standard output; as wide as a table needs where it is no terminal."""
+    """Return a console on standard output, wide enough for a table when it is not a terminal."""
     return Console(highlight=False, markup=False, emoji=False, width=None if sys.stdout.isatty() else 120)
 
 
@@ -184,7 +188,7 @@ def _comparison(rows: list[dict[str, Any]]) -> Table:
 
 
 def cost_model(model: str, gpu: str, tp: int, dtype: str, kv_dtype: str) -> CostModel:
-    """Raises CostsError, DoesNotFit, ValueError."""
+    """Return the cost model of a model on a machine. Raises CostsError, DoesNotFit, ValueError."""
     cost = CostModel(read_shape(model), Machine(read_hardware(gpu), tp=tp), dtype, kv_dtype)
     cost.kv_capacity_tokens()
     return cost
@@ -196,13 +200,13 @@ def fail(message: str) -> NoReturn:
 
 
 def _check_paths(inputs: Sequence[Path | None], outputs: Sequence[Path | None], plot: Path | None) -> None:
-    """What is written must not be what is read. Raises WorkloadError."""
+    """Refuse to write to an input file or to a folder that does not exist. Raises WorkloadError."""
     if plot is not None and plot.suffix not in PICTURES:
-        raise WorkloadError(f"{plot}: a picture's name ends in {', '.join(PICTURES)}")
+        raise WorkloadError(f"{plot}: the picture's name must end in one of {', '.join(PICTURES)}")
     read = {each.resolve() for each in inputs if each is not None}
     for path in (*outputs, plot):
         if path is not None and path.resolve() in read:
-            raise WorkloadError(f"{path} is read; write somewhere else")
+            raise WorkloadError(f"{path} is an input file; choose another file to write")
         if path is not None and not path.resolve().parent.is_dir():
             raise WorkloadError(f"{path.parent}: no such folder")
 
@@ -226,22 +230,22 @@ def _table(found: dict[str, Any], cost: CostModel) -> Table:
     rows = [
         ("requests", f"{found['requests']:,}"),
         ("prompt tokens", f"{found['prompt_tokens']:,}"),
-        ("output tokens, expected", f"{found['output_tokens']:,}"),
+        ("expected output tokens", f"{found['output_tokens']:,}"),
         ("sharing possible", f"{found['sharing']:.1%} of the compute, {found['prompt_sharing']:.1%} of prompt tokens"),
         ("sharing kept", f"{found['sharing_kept']:.2%} of that"),
         ("density", f"{density}, from {ends[0]} at the left end to {ends[1]} at the right"),
         ("T_comp, T_mem", f"{found['t_comp_s']:,.1f} s without sharing, {found['t_mem_s']:,.1f} s"),
-        ("T_o", f"{found['t_ideal_s']:,.1f} s if all is shared and overlapped"),
-        (f"on {gpus} x {cost.machine.hardware.name}", f"{_time(ideal)} overlapped, {_time(sequential)} if nothing is"),
+        ("T_o", f"{found['t_ideal_s']:,.1f} s if everything is shared and overlapped"),
+        (f"on {gpus} x {cost.machine.hardware.name}", f"{_time(ideal)} overlapped, {_time(sequential)} if not"),
         ("GPU time", f"{_time(ideal * gpus)} to {_time(sequential * gpus)}"),
     ]
     if "price_ideal" in found:
         rows.append(("price", f"{found['price_ideal']:,.2f} to {found['price_sequential']:,.2f}"))
     if found["late_requests"]:
-        rows.append(("late", f"{found['late_requests']:,} requests miss their deadline even so"))
+        rows.append(("late", f"{found['late_requests']:,} requests miss their deadline even if everything overlaps"))
     if found["too_long_requests"]:
         rows.append(("too long", f"{found['too_long_requests']:,} requests do not fit into the KV cache, even alone"))
-    rows.append(("planning", f"{found['planning_s']:.2f} s, {found['peak_rss_bytes'] / 1e6:,.0f} MB at most"))
+    rows.append(("planning", f"{found['planning_s']:.2f} s, {found['peak_rss_bytes'] / 1e6:,.0f} MB of memory at most"))
     for name, value in rows:
         table.add_row(Text(name), Text(value))
     return table

@@ -1,4 +1,4 @@
-"""The demo model: a tiny Llama with fixed seed and its own tokenizer, made on first use. What it says is noise."""
+"""Creates the demo model on first use: a tiny Llama with a fixed seed and its own tokenizer. Its answers are noise."""
 
 import json
 import os
@@ -26,7 +26,7 @@ CHAT_TEMPLATE = (
 
 
 def ensure_demo_model(folder: Path, corpus: Iterable[str]) -> Path:
-    """Make the model in `folder` unless a whole one is there; the same corpus gives the same files."""
+    """Create the model in `folder`, if it is not there, and return its path. The same corpus gives the same files."""
     if (folder / "config.json").exists():
         return folder
     making = folder.with_name(f"{folder.name}.{os.getpid()}.part")
@@ -90,7 +90,7 @@ def _config() -> dict[str, object]:
 
 
 def _weights() -> dict[str, NDArray[np.float32]]:
-    """Float32 tensors by Hugging Face's names; wide enough that greedy answers depend on the prompt."""
+    """Return float32 tensors by Hugging Face names, spread widely enough that greedy answers depend on the prompt."""
     rng = np.random.default_rng(SEED)
 
     def normal(rows: int, columns: int) -> NDArray[np.float32]:

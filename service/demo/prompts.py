@@ -1,4 +1,4 @@
-"""The built-in demo file: three kinds of requests that differ in length and share prefixes inside their kind."""
+"""The built-in demo file: three kinds of requests, which differ in length and share prefixes within each kind."""
 
 import json
 from collections.abc import Iterator
@@ -9,7 +9,7 @@ CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 
 
 def requests(model: str) -> dict[str, list[dict[str, Any]]]:
-    """Batch lines by endpoint: few-shot classification and document questions, then long texts to go on with."""
+    """Return batch lines by endpoint: few-shot classification and document questions, then stories to continue."""
     return {
         CHAT: [*_tickets(model), *_questions(model)],
         COMPLETIONS: list(_stories(model)),
@@ -17,13 +17,13 @@ def requests(model: str) -> dict[str, list[dict[str, Any]]]:
 
 
 def corpus() -> list[str]:
-    """Every text of the demo, to train its tokenizer on."""
+    """Return every text of the demo, to train its tokenizer on."""
     lines = [line for each in requests("").values() for line in each]
     return [json.dumps(line["body"], ensure_ascii=False) for line in lines]
 
 
 def _tickets(model: str) -> Iterator[dict[str, Any]]:
-    """A long shared prefix and one-word answers."""
+    """Yield requests with a long shared prefix and one-word answers."""
     data = _read("tickets.json")
     shots = "\n\n".join(f"Message: {each['text']}\nLabel: {each['label']}" for each in data["examples"])
     system = f"{data['instructions']}\n\n{shots}"
@@ -39,7 +39,7 @@ def _tickets(model: str) -> Iterator[dict[str, Any]]:
 
 
 def _questions(model: str) -> Iterator[dict[str, Any]]:
-    """Several questions to each document, with answers of a sentence or two."""
+    """Yield several questions about each document, with answers of a sentence or two."""
     for at, document in enumerate(_read("documents.json"), 1):
         system = f"Answer from this document.\n\n{document['title']}\n\n{document['text']}"
         for number, question in enumerate(document["questions"], 1):
@@ -48,7 +48,7 @@ def _questions(model: str) -> Iterator[dict[str, Any]]:
 
 
 def _stories(model: str) -> Iterator[dict[str, Any]]:
-    """Short prompts and long answers."""
+    """Yield requests with short prompts and long answers."""
     for number, opening in enumerate(_read("stories.json")["openings"], 1):
         yield _line(f"story-{number}", COMPLETIONS, model, {"prompt": opening, "max_tokens": 160})
 

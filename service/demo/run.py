@@ -1,4 +1,4 @@
-"""`make demo`: the whole service, used as a person would use it, through the official openai client."""
+"""`make demo`: runs the whole service and uses it as a person would, through the official openai client."""
 
 import json
 import os
@@ -25,16 +25,16 @@ from service.settings import Settings
 
 START_S, STOP_S = 60.0, 60.0
 ENDED = ("completed", "failed", "expired", "cancelled")
-_http = httpx.Client(trust_env=False)  # one for all that is asked again and again; it is on this machine
+_http = httpx.Client(trust_env=False)  # shared by all polling; the service is on this machine
 console = Console(highlight=False, markup=False)
 
 
 class DemoError(Exception):
-    """The demo could not be run to its end; the message says why."""
+    """The demo could not finish; the message says why."""
 
 
 def run_demo(settings: Settings, file: Path | None, keep: bool) -> None:
-    """Start the service, run the batches, print the summary, stop. Raises DemoError."""
+    """Start the service, run the batches, print the summary, and stop the service. Raises DemoError."""
     inputs, model_name = _inputs(settings, file)
     port = settings.port if _is_free(settings.host, settings.port) else _free_port(settings.host)
     url = f"http://{settings.host}:{port}"
@@ -47,14 +47,14 @@ def run_demo(settings: Settings, file: Path | None, keep: bool) -> None:
         _summary(client, settings.data_dir / "results", batches, engine_s, run_s)
         console.print(f"API        {url}/v1\nAPI docs   {url}/docs")
         if keep:
-            console.print("The service stays up until Ctrl-C.")
+            console.print("The service keeps running until Ctrl-C.")
             _wait_for_interrupt(process)
     if any(batch.status != "completed" for batch in batches):
         raise DemoError("not every batch completed; the table above says why")
 
 
 def _inputs(settings: Settings, file: Path | None) -> tuple[dict[str, Path], str]:
-    """Input files by endpoint, and the name under which the model is to be served."""
+    """Return the input files by endpoint, and the name under which to serve the model."""
     if file is None:
         folder = settings.data_dir / "inputs"
         folder.mkdir(parents=True, exist_ok=True)
@@ -74,14 +74,14 @@ def _inputs(settings: Settings, file: Path | None) -> tuple[dict[str, Path], str
             f'{file} does not begin with a batch request: it needs "url" and "body" with a "model"'
         ) from error
     if endpoint not in ENDPOINTS:
-        raise DemoError(f"{file}, line 1: url {endpoint!r} is none of {', '.join(ENDPOINTS)}")
-    console.print(f"{file} asks for {model!r}: {settings.model_source} answers under that name.")
+        raise DemoError(f"{file}, line 1: url must be one of {', '.join(ENDPOINTS)}, not {endpoint!r}")
+    console.print(f"{file} requests {model!r}: {settings.model_source} is served under that name.")
     return {str(endpoint): file}, str(model)
 
 
 @contextmanager
 def _service(settings: Settings, model_name: str, port: int) -> Generator[subprocess.Popen[bytes], None, None]:
-    """`batchweave up` as a child; it is stopped cleanly at the end, also after an error or Ctrl-C."""
+    """Run `batchweave up` as a child process, and stop it cleanly at the end, also after an error or Ctrl-C."""
     command = [sys.executable, "-m", "service.cli", "up", "--data-dir", str(settings.data_dir), "--port", str(port)]
     command += ["--model", settings.model, "--model-name", model_name, "--host", settings.host]
     settings.data_dir.mkdir(parents=True, exist_ok=True)
@@ -98,7 +98,7 @@ def _service(settings: Settings, model_name: str, port: int) -> Generator[subpro
             console.print("The service has stopped.")
         except subprocess.TimeoutExpired:
             process.kill()
-            console.print(f"The service did not stop in {STOP_S:.0f} s and was killed; see {log}.")
+            console.print(f"The service did not stop within {STOP_S:.0f} s and was killed; see {log}.")
 
 
 def _wait_until_up(url: str, process: subprocess.Popen[bytes], data_dir: Path) -> None:
@@ -121,14 +121,17 @@ def _submit(client: openai.OpenAI, path: Path, endpoint: str) -> Batch:
         file = client.files.create(file=opened, purpose="batch")
     arguments: Any = {"input_file_id": file.id, "endpoint": endpoint, "completion_window": "24h"}
     batch = client.batches.create(**arguments)
-    console.print(f"{path} ({file.bytes:,} bytes) is {file.id}, to run as {batch.id}")
+    console.print(f"{path} ({file.bytes:,} bytes) is uploaded as {file.id} and runs as {batch.id}")
     return batch
 
 
 def _follow(
     client: openai.OpenAI, url: str, process: subprocess.Popen[bytes], batches: list[Batch]
 ) -> tuple[float, float, list[Batch]]:
-    """Poll to the end under a progress bar; returns seconds until the engine was up, seconds after, and the batches."""
+    """Poll the batches under a progress bar until they finish.
+
+    Returns the seconds until the engine was up, the seconds after that, and the batches.
+    """
     started = time.monotonic()
     engine_up: float | None = None
     columns = (
@@ -142,7 +145,7 @@ def _follow(
         bars = [progress.add_task("waiting", total=None) for _ in batches]
         while True:
             if process.poll() is not None:
-                raise DemoError("the service ended in the middle; start the demo again and it goes on")
+                raise DemoError("the service stopped too early; start the demo again to continue")
             batches = [client.batches.retrieve(batch.id) for batch in batches]
             stage = "" if engine_up is not None else _stage(url)
             if engine_up is None and not stage:
@@ -164,12 +167,12 @@ def _follow(
 
 
 def _stage(url: str) -> str:
-    """What the worker does while it starts; nothing once it is alive."""
+    """Return what the worker is doing while it starts; empty once it is alive."""
     found = _http.get(f"{url}/v1/workers", timeout=10).json().get("data", [])
     if any(worker["state"] != "starting" for worker in found):
         return ""
     stages = [f"the worker {worker['stage']}" for worker in found if worker.get("stage")]
-    return stages[0] if stages else "the worker begins"
+    return stages[0] if stages else "the worker is starting"
 
 
 def _summary(client: openai.OpenAI, folder: Path, batches: list[Batch], engine_s: float, run_s: float) -> None:
@@ -191,7 +194,7 @@ def _summary(client: openai.OpenAI, folder: Path, batches: list[Batch], engine_s
     for row in zip(*columns, strict=True):
         table.add_row(*row)
     console.print(table)
-    if run_s < 1:  # the engine was seen to be up only when it was done: too short to time by polling
+    if run_s < 1:  # polling saw the engine only after the requests were done: too short to time
         console.print(f"engine start {engine_s:.1f} s, then less than a second for the requests")
     else:
         speed = f"{tokens / run_s:,.0f} tokens/s in and out"

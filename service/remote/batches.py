@@ -1,4 +1,4 @@
-"""`batchweave batches …`: look at batches, wait for them, end them, fetch what they gave."""
+"""`batchweave batches …`: list, watch, start, cancel and retry batches, and fetch their results."""
 
 import sys
 import time
@@ -15,9 +15,9 @@ from service.remote.session import LOCAL_URL, NO_KEY, CommandError, KeyOption, U
 from service.remote.submit import OutputOption, WaitOption, fetch, started, watch
 from service.terminal import JsonOption, duration, print_json, print_table, said
 
-app = typer.Typer(no_args_is_help=True, help="Look at batches, wait for them, end them, fetch what they gave.")
+app = typer.Typer(no_args_is_help=True, help="List, watch, start, cancel and retry batches, and fetch their results.")
 BatchId = Annotated[
-    str, typer.Argument(help="As `batchweave submit` printed it: batch_…", metavar="ID", callback=named)
+    str, typer.Argument(help="Id printed by `batchweave submit`: batch_…", metavar="ID", callback=named)
 ]
 LISTED = 20
 NOT_RUN = ("batch_expired", "batch_cancelled")
@@ -27,21 +27,22 @@ STATUSES: tuple[str, ...] = get_args(Batch.model_fields["status"].annotation)
 def _known(wanted: list[str] | None) -> list[str] | None:
     for status in wanted or []:
         if status not in STATUSES:
-            raise typer.BadParameter(f"{status!r} is none of {', '.join(STATUSES)}")
+            raise typer.BadParameter(f"must be one of {', '.join(STATUSES)}, not {status!r}")
     return wanted
 
 
 @app.command("list")
 def list_batches(
     status: Annotated[
-        list[str] | None, typer.Option("--status", callback=_known, help="Only such: in_progress.")
+        list[str] | None,
+        typer.Option("--status", callback=_known, help="Show only this status, such as in_progress; repeatable."),
     ] = None,
-    count: Annotated[int, typer.Option("--count", min=1, max=100_000, help="At most so many.")] = LISTED,
+    count: Annotated[int, typer.Option("--count", min=1, max=100_000, help="Show at most this many batches.")] = LISTED,
     as_json: JsonOption = False,
     url: UrlOption = LOCAL_URL,
     key: KeyOption = NO_KEY,
 ) -> None:
-    """Your batches, the newest first. Example: `batchweave batches list --status in_progress --status validating`"""
+    """List your batches, newest first. Example: `batchweave batches list --status in_progress --status validating`"""
     found: list[Batch] = []
     with service_at(url, key) as client:
         for batch in client.batches.list(limit=100):
@@ -52,7 +53,7 @@ def list_batches(
         if as_json:
             print_json(found)
             return
-        names = ("id", "status", "model", "answered", "failed", "age", "what next")
+        names = ("id", "status", "model", "answered", "failed", "age", "next")
         print_table(names, [_row(batch) for batch in found])
 
 
@@ -60,7 +61,7 @@ def list_batches(
 def show_batch(
     batch_id: BatchId, as_json: JsonOption = False, url: UrlOption = LOCAL_URL, key: KeyOption = NO_KEY
 ) -> None:
-    """One batch: where it stands, what it waits for, what failed."""
+    """Show one batch: its progress, what it is waiting for, and what failed."""
     with service_at(url, key) as client:
         batch = client.batches.retrieve(batch_id)
         if as_json:
@@ -77,7 +78,7 @@ def wait_for_batch(
     url: UrlOption = LOCAL_URL,
     key: KeyOption = NO_KEY,
 ) -> None:
-    """Watch a batch until it has ended; exit codes as of `batchweave submit`."""
+    """Watch a batch until it finishes. Exit codes are those of `batchweave submit`."""
     with service_at(url, key) as client:
         batch, code = watch(client, batch_id, output)
         if as_json:
@@ -94,7 +95,7 @@ def start_batch(
     url: UrlOption = LOCAL_URL,
     key: KeyOption = NO_KEY,
 ) -> None:
-    """Let a batch run that `batchweave submit --preview` holds; its window begins now."""
+    """Start a batch that `batchweave submit --preview` holds. Its completion window begins now."""
     with service_at(url, key) as client:
         batch = start(client, batch_id)
         code = started(client, batch, wait or output is not None, output, as_json)
@@ -105,13 +106,15 @@ def start_batch(
 def cancel_batch(
     batch_id: BatchId, as_json: JsonOption = False, url: UrlOption = LOCAL_URL, key: KeyOption = NO_KEY
 ) -> None:
-    """Stop a batch within seconds; what is answered is kept."""
+    """Cancel a batch within seconds. Requests already answered keep their results."""
     with service_at(url, key) as client:
         batch = client.batches.cancel(batch_id)
         if as_json:
             print_json(batch)
             return
-        said.print(f"{batch.id} is {batch.status}. What is answered: batchweave batches wait {batch.id} --output FILE")
+        said.print(
+            f"{batch.id} is {batch.status}. To get its results: batchweave batches wait {batch.id} --output FILE"
+        )
 
 
 @app.command("retry")
@@ -123,10 +126,10 @@ def retry_batch(
     url: UrlOption = LOCAL_URL,
     key: KeyOption = NO_KEY,
 ) -> None:
-    """Run what failed of an ended batch as a new one. Prints the new batch's id."""
+    """Rerun the unsuccessful requests of a finished batch as a new batch, and print its id."""
     with service_at(url, key) as client:
         batch = client.post(f"/batches/{batch_id}/retry", cast_to=Batch)
-        said.print(f"what failed of {batch_id} runs as {batch.id}")
+        said.print(f"the unsuccessful requests of {batch_id} run again as {batch.id}")
         code = started(client, batch, wait or output is not None, output, as_json)
     raise typer.Exit(code)
 
@@ -137,14 +140,14 @@ def batch_results(
     output: Annotated[
         Path | None,
         typer.Option(
-            "--output", "-o", callback=can_be_written, help="File to write; default: standard output, results alone."
+            "--output", "-o", callback=can_be_written, help="File to write; default: standard output, without errors."
         ),
     ] = None,
     as_json: JsonOption = False,
     url: UrlOption = LOCAL_URL,
     key: KeyOption = NO_KEY,
 ) -> None:
-    """What a batch gave; of one that still runs, what is answered so far.
+    """Fetch a batch's results; while it is running, the results so far.
 
     Examples:
 
@@ -153,7 +156,9 @@ def batch_results(
     """
     with service_at(url, key) as client:
         if as_json and output is None:
-            raise CommandError("--json says where files are: it needs --output. Without both, results are JSON lines.")
+            raise CommandError(
+                "--json says where files are, so it needs --output. Without both, results are JSON lines."
+            )
         batch = client.batches.retrieve(batch_id)
         if output is not None and batch.status in ENDED:
             found = fetch(client, batch, output)
@@ -163,8 +168,8 @@ def batch_results(
         so_far = None if batch.status in ENDED else extras(batch).get("early_output_file_id")
         file_id = batch.output_file_id or so_far
         if file_id is None:
-            why = "no answer that succeeded" if batch.status in ENDED else "no results yet"
-            more = f"`batchweave batches show {batch_id}` says more"
+            why = "no successful request" if batch.status in ENDED else "no results yet"
+            more = f"see `batchweave batches show {batch_id}`"
             raise CommandError(f"{batch_id} is {batch.status} and has {why}; {more}.")
         if output is not None:
             said.print(
@@ -179,7 +184,7 @@ def batch_results(
 
 
 def _answered(batch: Batch) -> tuple[str, str]:
-    """How many of how many, and what became of those that failed."""
+    """Return how many requests are answered, such as 3 of 4, and how many failed or were not run."""
     counts = batch.request_counts
     if counts is None or not counts.total:
         return "", ""
@@ -190,14 +195,14 @@ def _answered(batch: Batch) -> tuple[str, str]:
 
 
 def _next(batch: Batch) -> str:
-    """What it waits for, or when it ends."""
+    """Return what a batch is waiting for and when it is expected to finish."""
     about = extras(batch)
     if batch.errors and batch.errors.data:
         found = len(batch.errors.data)
         return f"its file has {found:,} {'error' if found == 1 else 'errors'}"
     if batch.status in ENDED:
         return ""
-    waits = f"waits for {about['waiting_for']}" if about.get("waiting_for") else ""
+    waits = f"waiting for {about['waiting_for']}" if about.get("waiting_for") else ""
     known = about.get("expected_at") and not about.get("held")
     ends = f"ends in {duration(about['expected_at'] - time.time())}" if known else ""
     return ", ".join(each for each in (waits, ends) if each)

@@ -1,4 +1,4 @@
-"""Fetching a file: what breaks off goes on where it ended, also in the next run of the command."""
+"""Downloads files. An interrupted download resumes where it stopped, also in the next run of the command."""
 
 import fcntl
 import os
@@ -19,7 +19,7 @@ LONGEST_SUFFIX = f".file-{32 * '0'}-output.part"
 
 
 def can_be_written(path: Path | None) -> Path | None:
-    """Where the file will be, links followed. Of an option: ends the command for a path that no file can take."""
+    """Return an output option's path with links resolved. Ends the command if no file can be written there."""
     if path is None:
         return None
     try:
@@ -29,14 +29,14 @@ def can_be_written(path: Path | None) -> Path | None:
     except (OSError, RuntimeError) as error:  # a loop of links, too
         fail(f"{str(path)[:200]}: cannot be written ({error}); choose another name.")
     if is_none:
-        fail(f"{path} is no regular file; name a file to write.")
+        fail(f"{path} is not a regular file; choose a file to write.")
     if not target.parent.is_dir() or not os.access(target.parent, os.W_OK | os.X_OK):
-        fail(f"{path}: nothing can be written in {target.parent}; choose another folder.")
+        fail(f"{path}: cannot write to {target.parent}; choose another folder.")
     return target
 
 
 def download(client: openai.OpenAI, file_id: str, path: Path) -> int:
-    """Write the file to `path`, which is there only when it is whole; its bytes. Raises CommandError and OSError."""
+    """Write a file to `path`, which appears only when complete; return its size. Raises CommandError and OSError."""
     with _part(path, file_id) as part:
         for attempt in range(ATTEMPTS):
             try:
@@ -44,15 +44,18 @@ def download(client: openai.OpenAI, file_id: str, path: Path) -> int:
                 break
             except (httpx.TransportError, openai.APIConnectionError) as error:
                 if attempt == ATTEMPTS - 1:
-                    again = "The same command goes on from there."
-                    raise CommandError(f"{file_id} breaks off ({error!r}). {again}") from error
+                    again = "Run the same command again to resume it."
+                    raise CommandError(f"The download of {file_id} was interrupted ({error!r}). {again}") from error
                 time.sleep(PAUSE_S * 2**attempt)
         os.replace(part, path)
     return path.stat().st_size
 
 
 def take(client: openai.OpenAI, file_id: str, path: Path) -> int:
-    """Write what there is now of a file that grows; its bytes. `path` is replaced only when all of that is here."""
+    """Write the current content of a growing file to `path`, and return its size.
+
+    `path` is replaced only once all of that content has arrived.
+    """
     with _part(path, file_id) as part:
         with client.files.with_streaming_response.content(file_id) as answer:
             answer.stream_to_file(part)
@@ -62,7 +65,7 @@ def take(client: openai.OpenAI, file_id: str, path: Path) -> int:
 
 @contextmanager
 def _part(path: Path, file_id: str) -> Generator[Path, None, None]:
-    """What is here of the file so far, in nobody else's hands."""
+    """Lock the part of the file downloaded so far, and yield its path. Raises CommandError."""
     part = path.with_name(f"{path.name}.{file_id}.part")
     with part.open("ab") as held:
         try:
@@ -73,7 +76,7 @@ def _part(path: Path, file_id: str) -> Generator[Path, None, None]:
 
 
 def _append(client: openai.OpenAI, file_id: str, part: Path) -> None:
-    """Add what is missing; files of the service never change, so their bytes fit together."""
+    """Download the missing bytes. Files of the service never change, so the parts fit together."""
     has, size = part.stat().st_size, client.files.retrieve(file_id).bytes
     if has == size:
         return
@@ -88,4 +91,4 @@ def _append(client: openai.OpenAI, file_id: str, part: Path) -> None:
             for piece in answer.iter_bytes():
                 opened.write(piece)
     if part.stat().st_size != size:
-        raise httpx.ReadError(f"{part.stat().st_size} of {size} bytes came")
+        raise httpx.ReadError(f"received {part.stat().st_size} of {size} bytes")

@@ -1,4 +1,4 @@
-"""`batchweave files …`: what was uploaded, and what batches gave."""
+"""`batchweave files …`: list, upload, download and delete batch inputs and results."""
 
 import time
 from pathlib import Path
@@ -13,19 +13,21 @@ from service.remote.session import LOCAL_URL, NO_KEY, KeyOption, UrlOption, name
 from service.remote.upload import upload
 from service.terminal import JsonOption, duration, print_json, print_table, said
 
-app = typer.Typer(no_args_is_help=True, help="What was uploaded, and what batches gave.")
-FileId = Annotated[str, typer.Argument(help="file-…", metavar="ID", callback=named)]
+app = typer.Typer(no_args_is_help=True, help="List, upload, download and delete files: batch inputs and results.")
+FileId = Annotated[str, typer.Argument(help="Id of a file: file-…", metavar="ID", callback=named)]
 
 
 @app.command("list")
 def list_files(
-    purpose: Annotated[str | None, typer.Option("--purpose", help="batch, or batch_output.")] = None,
-    count: Annotated[int, typer.Option("--count", min=1, max=100_000, help="At most so many.")] = 20,
+    purpose: Annotated[
+        str | None, typer.Option("--purpose", help="Show only this purpose: batch or batch_output.")
+    ] = None,
+    count: Annotated[int, typer.Option("--count", min=1, max=100_000, help="Show at most this many files.")] = 20,
     as_json: JsonOption = False,
     url: UrlOption = LOCAL_URL,
     key: KeyOption = NO_KEY,
 ) -> None:
-    """Your files, the newest first."""
+    """List your files, newest first."""
     found: list[FileObject] = []
     with service_at(url, key) as client:
         for file in client.files.list(limit=100, purpose=purpose or openai.omit):
@@ -42,7 +44,7 @@ def list_files(
 def show_file(
     file_id: FileId, as_json: JsonOption = False, url: UrlOption = LOCAL_URL, key: KeyOption = NO_KEY
 ) -> None:
-    """One file, without its content."""
+    """Show one file, without its content."""
     with service_at(url, key) as client:
         file = client.files.retrieve(file_id)
         if as_json:
@@ -53,12 +55,12 @@ def show_file(
 
 @app.command("upload")
 def upload_file(
-    file: Annotated[Path, typer.Argument(help="JSONL: a request in each line.")],
+    file: Annotated[Path, typer.Argument(help="JSONL file with one request per line.")],
     as_json: JsonOption = False,
     url: UrlOption = LOCAL_URL,
     key: KeyOption = NO_KEY,
 ) -> None:
-    """Send a file without running it. Prints its id."""
+    """Upload a file without running it, and print its id."""
     with service_at(url, key) as client:
         uploaded = upload(client, file)
         if as_json:
@@ -75,7 +77,7 @@ def download_file(
     url: UrlOption = LOCAL_URL,
     key: KeyOption = NO_KEY,
 ) -> None:
-    """Fetch a file; what breaks off goes on when the command is run again."""
+    """Download a file. If it is interrupted, run the command again to resume."""
     with service_at(url, key) as client:
         size = download(client, file_id, output)
         if as_json:
@@ -88,7 +90,7 @@ def download_file(
 def delete_file(
     file_id: FileId, as_json: JsonOption = False, url: UrlOption = LOCAL_URL, key: KeyOption = NO_KEY
 ) -> None:
-    """Delete a file for good."""
+    """Delete a file permanently."""
     with service_at(url, key) as client:
         deleted = client.files.delete(file_id)
         if as_json:

@@ -1,4 +1,4 @@
-"""Watching a batch to its end, through disconnects and restarts of the service."""
+"""Watches a batch until it finishes, through disconnects and restarts of the service."""
 
 import time
 from collections.abc import Callable
@@ -13,15 +13,15 @@ from service.remote.session import Exit
 from service.terminal import duration, said
 
 ENDED = ("completed", "failed", "expired", "cancelled")
-AWAY = "the service does not answer; the batch goes on"
+AWAY = "the service is not responding; the batch continues"
 FIRST_POLL_S, LAST_POLL_S = 0.5, 5.0
-# What may pass: the service restarts, its database is away, the network is cut.
+# Transient errors: the service restarts, its database is unavailable, the network is cut.
 PASSING = (openai.APIConnectionError, openai.InternalServerError, openai.RateLimitError)
 
 
 @dataclass(slots=True)
 class Pace:
-    """Tokens per second, in and out, over the last minute or so."""
+    """Tracks tokens per second, input and output together, over about the last minute."""
 
     at: float = 0.0
     tokens: int = 0
@@ -36,14 +36,14 @@ class Pace:
 
 
 def extras(batch: Batch) -> dict[str, Any]:
-    """What the service says beyond OpenAI; empty for another service."""
+    """Return the fields that a batch has beyond OpenAI's; empty for another service."""
     return batch.model_dump().get("batchweave") or {}
 
 
 def follow(client: openai.OpenAI, batch_id: str, until: Callable[[Batch], bool] = lambda _: False) -> Batch:
-    """Show its progress until it has ended or `until` holds: a bar, or lines where nobody sees one.
+    """Show a batch's progress until it finishes or `until` holds, as a bar or, without a terminal, as lines.
 
-    Raises openai errors. Once it was seen, errors that pass are waited for.
+    Raises openai errors. After the first reply it retries transient ones.
     """
     batch = client.batches.retrieve(batch_id)
     columns = (
@@ -77,7 +77,7 @@ def follow(client: openai.OpenAI, batch_id: str, until: Callable[[Batch], bool] 
 
 
 def _tell(state: str, last: str) -> str:
-    """A line for each change, where no bar is drawn."""
+    """Print each change of state on a line where no bar is drawn, and return the new state."""
     if state != last and not said.is_terminal:
         said.print(state)
     return state
@@ -85,7 +85,7 @@ def _tell(state: str, last: str) -> str:
 
 def _state(batch: Batch) -> str:
     waiting_for = extras(batch).get("waiting_for")
-    return f"waits for {waiting_for}" if waiting_for else batch.status
+    return f"waiting for {waiting_for}" if waiting_for else batch.status
 
 
 def _more(batch: Batch, pace: Pace) -> str:
@@ -99,7 +99,7 @@ def _more(batch: Batch, pace: Pace) -> str:
 
 
 def report(batch: Batch) -> Exit:
-    """Say how it ended, for people; the exit code for programs."""
+    """Print how a batch ended, and return the exit code that says so to programs."""
     counts = batch.request_counts
     if counts is not None:
         took = (batch.completed_at or batch.cancelled_at or batch.expired_at or batch.failed_at or 0) - batch.created_at
@@ -118,7 +118,7 @@ def report(batch: Batch) -> Exit:
         said.print(f"{where}: {error.message} ({error.code})", style="red")
     for cause in extras(batch).get("failures") or []:
         names = ", ".join(cause["custom_ids"])
-        said.print(f"{cause['count']:,} failed: {cause['message']} (such as {names})", style="red")
+        said.print(f"{cause['count']:,} failed: {cause['message']} (for example {names})", style="red")
     if batch.status != "completed":
         return Exit.NOT_COMPLETED
     return Exit.SOME_FAILED if counts is not None and counts.failed else Exit.DONE

@@ -1,4 +1,4 @@
-"""A batch that is held: what its plan says of time and cost, and its start."""
+"""Shows the expected time and cost of a held batch, and starts it."""
 
 import sys
 import time
@@ -12,7 +12,7 @@ from service.terminal import duration, said
 
 
 def can_ask() -> bool:
-    """Whether somebody sits at the terminal."""
+    """Return whether the command can ask the user at a terminal."""
     return sys.stdin.isatty() and said.is_terminal
 
 
@@ -23,15 +23,18 @@ def start(client: openai.OpenAI, batch_id: str) -> Batch:
 
 
 def preview(client: openai.OpenAI, batch_id: str) -> tuple[Batch, bool]:
-    """Show what a held batch would take; whether it is started, which whoever sits at the terminal is asked."""
+    """Show the expected time and cost of a held batch, and ask at a terminal whether to start it.
+
+    Returns the batch, and whether it was started.
+    """
     batch = follow(client, batch_id, lambda each: extras(each).get("preview") is not None)
     if batch.status in ENDED:
         return batch, False
     for name, value in figures(batch):
         said.print(f"{name:24}{value}")
-    held = f"Held. batchweave batches start {batch_id}, or: batchweave batches cancel {batch_id}"
+    held = f"Held. To start it: batchweave batches start {batch_id}; to cancel it: batchweave batches cancel {batch_id}"
     try:
-        if can_ask() and typer.confirm("Start it?", err=True):
+        if can_ask() and typer.confirm("Start the batch?", err=True):
             return start(client, batch_id), True
     except typer.Abort:  # Ctrl-C, Ctrl-D
         said.print(f"\n{held}")
@@ -41,23 +44,23 @@ def preview(client: openai.OpenAI, batch_id: str) -> tuple[Batch, bool]:
 
 
 def figures(batch: Batch) -> list[tuple[str, str]]:
-    """Name and value of what is expected of a batch; empty before its plan."""
+    """Return the expected figures of a batch as labels and values; empty before it is planned."""
     about = extras(batch)
     plan, seconds, rows = about.get("preview"), about.get("expected_gpu_seconds"), list[tuple[str, str]]()
     if seconds is None:
         return []
     rows.append(("prompt tokens", f"{about['prompt_tokens']:,}{_shared(plan)}"))
-    rows.append(("answer tokens expected", f"{about['expected_output_tokens']:,}"))
+    rows.append(("expected output tokens", f"{about['expected_output_tokens']:,}"))
     on = f" for {plan['planned_for']}" if plan else ""
-    rows.append(("engine time expected", f"{duration(seconds)}, the least by the cost model{on}"))
+    rows.append(("expected engine time", f"{duration(seconds)}, the cost model's lower bound{on}"))
     if about.get("expected_cost") is not None:
-        rows.append(("cost expected", f"{about['expected_cost']:,.4g}"))
+        rows.append(("expected cost", f"{about['expected_cost']:,.4g}"))
     if about.get("earliest_at") is not None:
-        rows.append(("ends at the earliest in", duration(about["earliest_at"] - time.time())))
+        rows.append(("earliest end in", duration(about["earliest_at"] - time.time())))
     if about.get("expected_at") is not None:
         ends = (about["expected_at"], about.get("latest_at") or about["expected_at"])
         first, last = (duration(at - time.time()) for at in ends)
-        rows.append(("by the pace of late in", f"{first} to {last}"))
+        rows.append(("estimated end in", f"{first} to {last}"))
     return rows
 
 

@@ -1,4 +1,4 @@
-"""How the remote commands find the service, print, and fail: in one line that says the next step."""
+"""Connects remote commands to the service, and ends a failing one with a line that says what to do next."""
 
 import os
 from collections.abc import Generator
@@ -12,16 +12,16 @@ import typer
 
 from service.terminal import fail
 
-UrlOption = Annotated[str, typer.Option("--url", envvar="BATCHWEAVE_URL", help="Where the service is.")]
+UrlOption = Annotated[str, typer.Option("--url", envvar="BATCHWEAVE_URL", help="URL of the service.")]
 KeyOption = Annotated[
-    str, typer.Option("--api-key", envvar="BATCHWEAVE_API_KEY", help="As `batchweave keys create` printed it.")
+    str, typer.Option("--api-key", envvar="BATCHWEAVE_API_KEY", help="Key printed by `batchweave keys create`.")
 ]
 LOCAL_URL = "http://127.0.0.1:8080"
-NO_KEY = "none"  # what a service that asks for no keys is sent
+NO_KEY = "none"  # sent to a service that requires no keys
 
 
 class Exit(IntEnum):
-    """Exit codes of every remote command; docs/cli.md has them too."""
+    """Exit codes of all remote commands; docs/cli.md lists them too."""
 
     DONE = 0
     FAILED = 1
@@ -37,46 +37,48 @@ class CommandError(Exception):
 
 
 def named(value: str) -> str:
-    """An id that can stand in a path. Raises typer.BadParameter."""
+    """Return an id that is safe in a URL path. Raises typer.BadParameter."""
     if not value or not value.replace("-", "").replace("_", "").isalnum():
-        raise typer.BadParameter(f"{value!r} is no id")
+        raise typer.BadParameter(f"{value!r} is not an id")
     return value
 
 
 def connect(url: str, key: str) -> openai.OpenAI:
-    """Raises CommandError for a URL or a key that can be none."""
+    """Return a client of the service. Raises CommandError for an invalid URL or key."""
     base = url.rstrip("/")
     try:
         is_url = httpx.URL(base).scheme in ("http", "https") and bool(httpx.URL(base).host)
     except httpx.InvalidURL:
         is_url = False
     if not is_url:
-        raise CommandError(f"{url!r} is no URL of a service; write it as http://host:8080.")
+        raise CommandError(f"{url!r} is not the URL of a service; write it as http://host:8080.")
     if not key.isascii() or not key.isprintable() or not key:
-        raise CommandError("No API key is like that: copy it as `batchweave keys create` printed it.")
+        raise CommandError("The API key is malformed: copy it exactly as `batchweave keys create` printed it.")
     base = base if base.endswith("/v1") else f"{base}/v1"
     return openai.OpenAI(base_url=base, api_key=key, max_retries=2, _strict_response_validation=True)
 
 
 @contextmanager
 def service_at(url: str, key: str) -> Generator[openai.OpenAI, None, None]:
-    """A client; what goes wrong in the block ends the command with one line."""
+    """Yield a client of the service; an error in the block ends the command with one line."""
     try:
         with connect(url, key) as client:
             yield client
     except CommandError as error:
         fail(str(error))
     except openai.AuthenticationError as error:
-        fail(f"{_message(error)} BATCHWEAVE_API_KEY or --api-key gives it; `batchweave keys create` makes one.")
+        fail(
+            f"{_message(error)} Pass a key with BATCHWEAVE_API_KEY or --api-key; `batchweave keys create` creates one."
+        )
     except openai.APIConnectionError:
-        fail(f"{url} does not answer. Is the service up there? BATCHWEAVE_URL or --url names another.")
+        fail(f"{url} is not responding. Is the service running? Set another URL with BATCHWEAVE_URL or --url.")
     except httpx.TransportError as error:
-        fail(f"The connection to {url} broke off, and what came is not whole ({error!r}). Run the command again.")
+        fail(f"The connection to {url} was lost before the response was complete ({error!r}). Run the command again.")
     except openai.APIStatusError as error:
         fail(_message(error))
     except openai.OpenAIError as error:
-        fail(f"{url} answers, but not as a batchweave service does ({type(error).__name__}). Is one there?")
-    except BrokenPipeError:  # who read our output has enough
+        fail(f"{url} responds, but not like a batchweave service ({type(error).__name__}). Check the URL.")
+    except BrokenPipeError:  # the reader of our output has closed it
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         raise typer.Exit(Exit.PIPE) from None
     except OSError as error:
@@ -88,4 +90,4 @@ def service_at(url: str, key: str) -> Generator[openai.OpenAI, None, None]:
 def _message(error: openai.APIStatusError) -> str:
     body: Any = error.body
     text = body.get("message") if isinstance(body, dict) else None
-    return str(text or f"{error.request.url} answers {error.status_code}: is a batchweave service there?")
+    return str(text or f"{error.request.url} returned {error.status_code}: is this a batchweave service?")

@@ -1,4 +1,4 @@
-"""`batchweave submit`: a file in, its results out."""
+"""`batchweave submit`: uploads a file, runs it as a batch, and fetches the results."""
 
 import json
 import re
@@ -18,45 +18,43 @@ from service.remote.upload import upload
 from service.terminal import JsonOption, fail, print_json, said
 
 FIRST_LINE_BYTES = 16 * 1024 * 1024
-WaitOption = Annotated[bool, typer.Option("--wait", help="Show its progress until it has ended.")]
+WaitOption = Annotated[bool, typer.Option("--wait", help="Show progress until the batch finishes.")]
 OutputOption = Annotated[
     Path | None,
     typer.Option(
-        "--output", "-o", callback=can_be_written, help="Wait, and write the results there; errors beside it."
+        "--output", "-o", callback=can_be_written, help="Wait, then write the results here, errors beside it."
     ),
 ]
 
 
 def _window(value: str) -> str:
-    """Said before anything is uploaded."""
+    """Check the completion window, before anything is uploaded. Raises typer.BadParameter."""
     if not re.fullmatch(r"[1-9][0-9]{0,3}[mhd]", value):
         raise typer.BadParameter("write minutes, hours or days: 30m, 24h, 7d")
     return value
 
 
 def submit(
-    file: Annotated[Path, typer.Argument(help="JSONL: a request in each line.")],
+    file: Annotated[Path, typer.Argument(help="JSONL file with one request per line.")],
     wait: WaitOption = False,
     output: OutputOption = None,
     endpoint: Annotated[
-        str | None, typer.Option("--endpoint", help="Of all requests; default: the url of the first line.")
+        str | None, typer.Option("--endpoint", help="Endpoint of all requests; default: url of the first line.")
     ] = None,
-    window: Annotated[
-        str, typer.Option("--window", callback=_window, help="By when it must have ended: 30m, 24h, 7d.")
-    ] = "24h",
-    metadata: Annotated[list[str] | None, typer.Option("--metadata", help="name=value, as often as you like.")] = None,
-    in_order: Annotated[bool, typer.Option("--in-order", help="Results in the order of the input.")] = False,
+    window: Annotated[str, typer.Option("--window", callback=_window, help="Completion window: 30m, 24h, 7d.")] = "24h",
+    metadata: Annotated[list[str] | None, typer.Option("--metadata", help="name=value; repeatable.")] = None,
+    in_order: Annotated[bool, typer.Option("--in-order", help="Results in input order.")] = False,
     show_plan: Annotated[
-        bool, typer.Option("--preview", help="Show time and cost first, and run nothing before it is started.")
+        bool, typer.Option("--preview", help="Show time and cost first; hold the batch until you start it.")
     ] = False,
     as_json: JsonOption = False,
     url: UrlOption = LOCAL_URL,
     key: KeyOption = NO_KEY,
 ) -> None:
-    """Upload a file and run it as a batch. Prints the batch's id.
+    """Upload a file, run it as a batch, and print the batch's id.
 
-    Ctrl-C ends the watching, not the batch: `batchweave batches wait ID` goes on. Exit codes: 0 done, 3 some requests
-    failed, 4 the batch failed, expired or was cancelled, 1 anything else. Examples:
+    Ctrl-C stops watching, not the batch: `batchweave batches wait ID` watches it again. Exit codes: 0 done, 3 some
+    requests failed, 4 the batch failed, expired or was cancelled, 1 anything else. Examples:
 
     - `batchweave submit requests.jsonl`
     - `batchweave submit requests.jsonl --output results.jsonl`
@@ -64,7 +62,9 @@ def submit(
     - `batchweave submit requests.jsonl --wait --window 7d --metadata run=12 --url http://gpu-1:8080`
     """
     if show_plan and (wait or output) and not can_ask():
-        fail("--preview asks before it starts; without a terminal leave out --wait and --output, or --preview")
+        fail(
+            "--preview asks before it starts the batch; without a terminal, leave out --wait and --output, or --preview"
+        )
     with service_at(url, key) as client:
         arguments: dict[str, Any] = {"completion_window": window, "metadata": _pairs(metadata or [])}
         wishes = {**({"output_order": "input"} if in_order else {}), **({"hold": True} if show_plan else {})}
@@ -75,12 +75,12 @@ def submit(
         try:
             batch = client.batches.create(input_file_id=uploaded.id, endpoint=endpoint, **arguments)  # pyright: ignore[reportArgumentType]
         except openai.BadRequestError:
-            with suppress(openai.OpenAIError):  # why there is no batch is what counts
+            with suppress(openai.OpenAIError):  # the first error matters more
                 client.files.delete(uploaded.id)
             raise
         if show_plan and not extras(batch).get("held"):
             client.batches.cancel(batch.id)
-            raise CommandError(f"this service cannot hold a batch: {batch.id} is cancelled. Leave out --preview.")
+            raise CommandError(f"this service cannot hold a batch, so {batch.id} is cancelled. Leave out --preview.")
         said.print(f"{file} ({uploaded.bytes:,} bytes) {'is held' if show_plan else 'runs'} as {batch.id}")
         runs = True
         if show_plan:
@@ -91,7 +91,7 @@ def submit(
 
 
 def started(client: openai.OpenAI, batch: Batch, wait: bool, output: Path | None, as_json: bool) -> Exit:
-    """Watch a new batch where that is wanted, and print it."""
+    """Watch a new batch if `wait` says so, then print it, and return the exit code."""
     code = Exit.DONE
     if wait:
         batch, code = watch(client, batch.id, output)
@@ -103,12 +103,12 @@ def started(client: openai.OpenAI, batch: Batch, wait: bool, output: Path | None
 
 
 def watch(client: openai.OpenAI, batch_id: str, output: Path | None) -> tuple[Batch, Exit]:
-    """Follow a batch to its end, say how it went and fetch its files."""
+    """Follow a batch until it finishes, print how it ended, and fetch its files."""
     try:
         batch = follow(client, batch_id)
     except KeyboardInterrupt:
         where = f" --output {output}" if output else ""
-        said.print(f"{batch_id} goes on. To watch again: batchweave batches wait {batch_id}{where}")
+        said.print(f"{batch_id} continues. To watch it again: batchweave batches wait {batch_id}{where}")
         raise
     code = report(batch)
     if output is not None:
@@ -117,7 +117,7 @@ def watch(client: openai.OpenAI, batch_id: str, output: Path | None) -> tuple[Ba
 
 
 def fetch(client: openai.OpenAI, batch: Batch, output: Path) -> dict[str, str]:
-    """Its results to `output`, the lines of what failed beside it; returns where what is, of what there was."""
+    """Write a batch's results to `output` and its error lines beside it; return the path of each file written."""
     found: dict[str, str] = {}
     for kind, file_id, path in (
         ("results", batch.output_file_id, output),
@@ -127,7 +127,7 @@ def fetch(client: openai.OpenAI, batch: Batch, output: Path) -> dict[str, str]:
             said.print(f"{kind}: {path} ({download(client, file_id, path):,} bytes)")
             found[kind] = str(path)
         elif kind == "results":
-            said.print(f"no results: {batch.id} has no answer that succeeded")
+            said.print(f"no results: {batch.id} has no successful request")
     return found
 
 
@@ -139,9 +139,9 @@ def _endpoint_of(path: Path) -> str:
                     return str(json.loads(line.decode("utf-8-sig"))["url"])
                 except (ValueError, KeyError, TypeError) as error:
                     raise CommandError(
-                        f'{path}: its first line is no request with a "url"; see docs/api.md.'
+                        f'{path}: its first line is not a request with a "url"; see docs/api.md.'
                     ) from error
-    raise CommandError(f"{path} is empty: it needs a request in each line.")
+    raise CommandError(f"{path} is empty: it needs one request per line.")
 
 
 def _pairs(given: list[str]) -> dict[str, str] | None:

@@ -1,4 +1,4 @@
-"""Sending a file: in parts, each of which is tried again by itself."""
+"""Uploads files, large ones in parts that are retried one by one."""
 
 from pathlib import Path
 
@@ -13,10 +13,10 @@ PART_BYTES = 16 * 1024 * 1024
 
 
 def upload(client: openai.OpenAI, path: Path) -> FileObject:
-    """The file as the service has it. Raises CommandError and OSError."""
+    """Upload a file, and return it as the service describes it. Raises CommandError and OSError."""
     size = path.stat().st_size
     if not size:
-        raise CommandError(f"{path} is empty: it needs a request in each line.")
+        raise CommandError(f"{path} is empty: it needs one request per line.")
     with path.open("rb") as opened:
         if size <= PART_BYTES:
             return client.files.create(file=(path.name, opened.read()), purpose="batch")
@@ -30,5 +30,5 @@ def upload(client: openai.OpenAI, path: Path) -> FileObject:
                 bar.advance(task, len(part))
     done = client.uploads.complete(begun.id, part_ids=parts)
     if done.file is None:
-        raise CommandError(f"{path} was uploaded as {begun.id}, but the service names no file for it.")
+        raise CommandError(f"{path} was uploaded as {begun.id}, but the service returned no file for it.")
     return done.file

@@ -1,4 +1,4 @@
-"""`batchweave workers …`: who runs the slices; for keys with the role monitor or operator."""
+"""`batchweave workers …`: list, drain and resume workers, with a key whose role is monitor or operator."""
 
 import time
 from typing import Annotated, Any
@@ -9,40 +9,40 @@ import typer
 from service.remote.session import LOCAL_URL, NO_KEY, CommandError, KeyOption, UrlOption, service_at
 from service.terminal import JsonOption, duration, print_json, print_table, said
 
-app = typer.Typer(no_args_is_help=True, help="See who runs the slices; let one end its work and take no more.")
-Name = Annotated[str, typer.Argument(help="As `batchweave workers list` shows it.")]
+app = typer.Typer(no_args_is_help=True, help="List workers, drain them and resume them.")
+Name = Annotated[str, typer.Argument(help="Name from `batchweave workers list`.")]
 
 
 @app.command("list")
 def list_workers(as_json: JsonOption = False, url: UrlOption = LOCAL_URL, key: KeyOption = NO_KEY) -> None:
-    """Workers that are alive."""
+    """List the workers that are alive."""
     with service_at(url, key) as client:
         found: Any = client.get("/workers", cast_to=object)
         if not isinstance(found, dict) or "data" not in found:
-            raise CommandError(f"{url} knows no workers: is a batchweave service there?")
+            raise CommandError(f"{url} lists no workers: is this a batchweave service?")
         if as_json:
             print_json(found["data"])
             return
         names = ("name", "state", "model", "host", "machine", "slices", "requests", "steps/s", "tokens/s", "seen")
         print_table(names, [_row(each) for each in found["data"]])
     if not found["data"]:
-        said.print("No worker is alive: `batchweave worker` starts one, or `batchweave up` everything.")
+        said.print("No worker is alive. Start one with `batchweave worker`, or everything with `batchweave up`.")
 
 
 @app.command("drain")
 def drain_worker(name: Name, as_json: JsonOption = False, url: UrlOption = LOCAL_URL, key: KeyOption = NO_KEY) -> None:
-    """Let a worker end what it has and take nothing new, also after a restart under the same name."""
+    """Drain a worker: it finishes its slices and takes no new ones, even after a restart under the same name."""
     with service_at(url, key) as client:
         found: Any = client.post(f"/workers/{quote(name, safe='')}/drain", cast_to=object)
         if as_json:
             print_json(found)
             return
-        said.print(f"{name} drains: {found['slices']} slices left. `batchweave workers resume {name}` undoes it.")
+        said.print(f"{name} is draining: {found['slices']} slices left. To undo: batchweave workers resume {name}")
 
 
 @app.command("resume")
 def resume_worker(name: Name, as_json: JsonOption = False, url: UrlOption = LOCAL_URL, key: KeyOption = NO_KEY) -> None:
-    """Let a worker take slices again."""
+    """Resume a drained worker: it takes slices again."""
     with service_at(url, key) as client:
         found: Any = client.post(f"/workers/{quote(name, safe='')}/resume", cast_to=object)
         if as_json:

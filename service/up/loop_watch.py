@@ -1,4 +1,4 @@
-"""Ends a process whose event loop no longer turns: its supervisor starts another, and what it did is taken over."""
+"""Ends a process whose event loop hangs, so that its supervisor restarts it and its work is taken over."""
 
 import asyncio
 import faulthandler
@@ -11,9 +11,9 @@ TURN_S = 10.0
 
 @asynccontextmanager
 async def watched_loop(limit_s: float = LIMIT_S) -> AsyncGenerator[None, None]:
-    """During the block, write every thread's stack to stderr and exit once the loop has hung for so long.
+    """During the block, if the loop hangs for `limit_s`, write every thread's stack to stderr and exit.
 
-    The timer is a thread of the interpreter's own, which needs no lock: it ends even a hang in a regular expression.
+    The timer is the interpreter's own thread, which needs no lock, so it ends even a hang in a regular expression.
     """
     turns = asyncio.create_task(_turn(limit_s))
     try:

@@ -1,4 +1,4 @@
-"""`batchweave up`: every part of the service as a child of one foreground process."""
+"""`batchweave up`: runs every part of the service as a child of one foreground process."""
 
 import ctypes
 import errno
@@ -59,8 +59,8 @@ class Part:
     changes: dict[str, str] = field(default_factory=dict[str, str])  # of the environment
     process: subprocess.Popen[bytes] | None = None
     started_at: float = 0.0
-    begun: bool = False  # since its start it has done what it is for
-    exits: int = 0  # since it last had begun, the first after that included
+    begun: bool = False  # whether it has become ready since its start
+    exits: int = 0  # exits since it was last ready, including the first one after that
     restart_at: float = 0.0
 
     @property
@@ -75,7 +75,7 @@ class Part:
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 env={**environment, **self.changes},
-                start_new_session=True,  # Ctrl-C reaches the supervisor alone, which stops its children in order
+                start_new_session=True,  # Ctrl-C reaches only the supervisor, which stops its children in order
                 preexec_fn=die_with_parent,
             )
         self.started_at, self.begun = time.time(), False
@@ -85,7 +85,7 @@ class Part:
             self.process.terminate()
 
     def end(self, timeout_s: float) -> None:
-        """Wait for a part that was asked to stop, and kill it should it take longer."""
+        """Wait for a part that was asked to stop, and kill it after the timeout."""
         if self.process is None or self.process.poll() is not None:
             return
         try:
@@ -98,7 +98,7 @@ class Part:
 
 @dataclass(slots=True)
 class Supervisor:
-    """Starts Redis, api, planner and worker; restarts one that dies; stops them in the order of the work."""
+    """Starts Redis, API, planner and worker, restarts any that dies, and stops the worker first and Redis last."""
 
     settings: Settings
     say: Callable[[str], None]
@@ -106,7 +106,7 @@ class Supervisor:
     _lock: IO[str] | None = None
     _stopping: bool = False
     _ask_again_at: float = 0.0
-    _stage: str = ""  # what was said last of the worker
+    _stage: str = ""  # the worker's stage that was printed last
     _look_at_logs_at: float = 0.0
 
     def run(self) -> None:
@@ -138,7 +138,7 @@ class Supervisor:
             self._lock.seek(0)
             pid = self._lock.read().strip() or "unknown"
             raise StartError(
-                f"batchweave already runs on {folder} (pid {pid}). Stop it, or choose another --data-dir."
+                f"batchweave is already running on {folder} (pid {pid}). Stop it, or choose another --data-dir."
             ) from None
         self._lock.truncate(0)
         self._lock.write(str(os.getpid()))
@@ -175,17 +175,17 @@ class Supervisor:
             part.start(environment)
             self._parts.append(part)
         self.say(
-            f"API        http://{settings.host}:{settings.port}/v1   (docs: http://{settings.host}:{settings.port}/docs)"
+            f"API        http://{settings.host}:{settings.port}/v1  (docs: http://{settings.host}:{settings.port}/docs)"
         )
         self.say(f"Model      {settings.served_model}   from {settings.model_source}")
         self.say(f"Data       {folder}")
         self.say(f"Logs       {logs}")
         if settings.needs_keys:
-            self.say(f"Keys       asked for; a new one: BATCHWEAVE_DATA_DIR={folder} batchweave keys create --name …")
-        self.say("The engine starts; batches may be submitted meanwhile. Ctrl-C stops.")
+            self.say(f"Keys       required; create one: BATCHWEAVE_DATA_DIR={folder} batchweave keys create --name …")
+        self.say("The engine is starting; you can already submit batches. Press Ctrl-C to stop.")
 
     def _environment(self, folder: Path) -> dict[str, str]:
-        """What the children's Settings read: ours, with every default spelled out."""
+        """Return the environment of the children: our settings, with every default spelled out."""
         settings = self.settings
         ours = {
             "DATA_DIR": str(folder),
@@ -202,7 +202,7 @@ class Supervisor:
 
     @property
     def worker_name(self) -> str:
-        """The same at the next start, so that the worker gives back what its predecessor held when it died."""
+        """A name that stays the same at the next start, so that the worker returns the slices that a dead one held."""
         if "worker_name" in self.settings.model_fields_set:
             return self.settings.worker_name
         folder = os.fsencode(self.settings.data_dir.resolve())
@@ -221,15 +221,15 @@ class Supervisor:
                 return
             except (redis.RedisError, OSError) as error:
                 if embedded and not embedded.running:
-                    raise StartError(f"Redis did not start; its log says why: {embedded.log_path}") from error
+                    raise StartError(f"Redis did not start; see its log: {embedded.log_path}") from error
                 if time.monotonic() > deadline:
-                    raise StartError(f"Redis does not answer: {error}") from error
+                    raise StartError(f"Redis is not responding: {error}") from error
                 time.sleep(0.05)
 
     def _check_storage(self) -> None:
         try:
             Storage.open(self.settings.storage)
-        except Exception as error:  # obstore's and the operating system's, of many kinds
+        except Exception as error:  # obstore and the operating system raise many kinds
             raise StartError(f"BATCHWEAVE_STORAGE_URL cannot be opened: {error}") from error
 
     def _watch(self) -> None:
@@ -244,19 +244,19 @@ class Supervisor:
                 part.exits = 1 if part.begun else part.exits + 1
                 if part.exits >= MAX_EXITS:
                     raise StartError(
-                        f"{part.name} died {part.exits} times in a row (exit {part.process.returncode}), the last ones "
-                        f"before it could begin; its log says why: {part.log_path}"
+                        f"{part.name} died {part.exits} times in a row (exit {part.process.returncode}), without "
+                        f"becoming ready in between; see its log: {part.log_path}"
                     )
                 pause_s = min(FIRST_PAUSE_S * 2 ** (part.exits - 1), 10.0)
                 self.say(
-                    f"{part.name} ended (exit {part.process.returncode}) and is started again; log: {part.log_path}"
+                    f"{part.name} exited (exit {part.process.returncode}) and will be restarted; log: {part.log_path}"
                 )
                 part.restart_at = now + pause_s
             elif now >= part.restart_at:
                 try:
                     part.start(self._environment(self.settings.data_dir.resolve()))
                     part.restart_at = 0.0
-                except OSError as error:  # no memory, no more processes: it may pass
+                except OSError as error:  # too little memory or too many processes: may be transient
                     log.warning("not started again yet", part=part.name, error=repr(error))
                     part.restart_at = now + ASK_S
 
@@ -267,11 +267,14 @@ class Supervisor:
         for part in self._parts:
             try:
                 rotate(part.log_path)
-            except OSError as error:  # the service goes on
+            except OSError as error:  # the service continues
                 log.warning("log not rotated", part=part.name, error=repr(error))
 
     def _has_begun(self, part: Part, at_once: bool = False) -> bool:
-        """A worker has when its engine has started, which may fail after minutes; its heartbeat says so."""
+        """Return whether a part has become ready.
+
+        A worker is ready once its engine has started, which may fail after minutes; its heartbeat says so.
+        """
         if part.name != "worker":
             return not at_once and time.time() - part.started_at > BEGUN_S
         if not at_once and time.monotonic() < self._ask_again_at:
@@ -292,9 +295,9 @@ class Supervisor:
         return begun
 
     def _stop(self) -> None:
-        """The worker first, so that its answers are written while everything else still runs; Redis last."""
+        """Stop the worker first, so that its answers are written while everything else still runs, and Redis last."""
         if self._parts:
-            self.say("Stopping; unfinished batches go on at the next start.")
+            self.say("Stopping. Unfinished batches continue at the next start.")
         by_name = {part.name: part for part in self._parts}
         for names in (("worker",), ("planner", "api"), ("redis",)):
             parts = [by_name[name] for name in names if name in by_name]

@@ -1,4 +1,4 @@
-"""`batchweave simulate`: policies side by side on a simulated engine, before any GPU is rented."""
+"""`batchweave simulate`: compares policies on a simulated engine, before any GPU is rented."""
 
 import time
 from collections.abc import Iterator, Sequence
@@ -21,7 +21,7 @@ from service.workloads.workload import Workload, WorkloadError
 CLOCKS = {clock.name.lower(): clock for clock in Clock}
 ALL_POLICIES = ",".join(POLICIES)
 ASSUMED_INTERFERENCE = INTERFERENCE
-FASTEST = 1e20  # per second: what cannot be told from nothing is as good as nothing
+FASTEST = 1e20  # per second: caps a rate whose measured cost is too close to zero to distinguish
 COLUMNS = (
     "policy",
     "setting",
@@ -39,26 +39,26 @@ COLUMNS = (
 
 
 def row_of(outcome: Outcome) -> dict[str, Any]:
-    """What `--json` prints of a run."""
+    """Return what `--json` prints for one run."""
     return {name: getattr(outcome, name) for name in COLUMNS}
 
 
 def check_options(names: Sequence[str], *clocks: str) -> None:
-    """Raises WorkloadError for a name that is no policy, or no clock."""
+    """Check the names of policies and clocks. Raises WorkloadError for an unknown one."""
     if not names:
-        raise WorkloadError(f"no policies are named; there are {', '.join(POLICIES)}")
+        raise WorkloadError(f"no policies are named; choose from {', '.join(POLICIES)}")
     for clock in clocks:
         if clock not in CLOCKS:
-            raise WorkloadError(f"no clock {clock!r}; there are {', '.join(CLOCKS)}")
+            raise WorkloadError(f"no clock {clock!r}; choose from {', '.join(CLOCKS)}")
     for name in names:
         if name not in POLICIES:
-            raise WorkloadError(f"no policy {name!r}; there are {', '.join(POLICIES)}")
+            raise WorkloadError(f"no policy {name!r}; choose from {', '.join(POLICIES)}")
 
 
 def fit(path: Path, clock: str, interference: float) -> Calibration:
-    """The engine model that fits a profile measured on an engine of this clock; what it cannot tell is as given.
+    """Fit the engine model to a profile that was measured on an engine of this clock.
 
-    Raises WorkloadError.
+    Keeps the given interference where the profile does not show it. Raises WorkloadError.
     """
     try:
         return calibrate(Profile(**read_profile(path)), CLOCKS[clock], interference)
@@ -67,7 +67,7 @@ def fit(path: Path, clock: str, interference: float) -> Calibration:
 
 
 def as_measured(cost: CostModel, calibration: Calibration) -> CostModel:
-    """The cost model on hardware whose peaks are what the profile's engine reached."""
+    """Return the cost model on hardware whose peaks are those that the profiled engine reached."""
     machine = cost.machine
     flops = 2 * cost.shape.active_parameters / calibration.gemm_s / machine.accelerators
     bandwidth = machine.hardware.bandwidth
@@ -100,9 +100,9 @@ def forecast(
     seed: int,
     calibration: Calibration | None = None,
 ) -> Iterator[Outcome]:
-    """Run the policies one after the other. Raises WorkloadError where the workload does not say its true outputs.
+    """Run the policies one after another. Raises WorkloadError if a true output length is missing.
 
-    With a calibration the step times are those that it measured, in the bounds and for the planner too.
+    With a calibration, the bounds and the planner also use the measured step times.
     """
     if calibration is not None:
         cost = as_measured(cost, calibration)
@@ -112,10 +112,10 @@ def forecast(
     outputs = workload.outputs
     if np.any(outputs.known == UNKNOWN):
         missing = workload.ids[int(np.argmax(outputs.known == UNKNOWN))]
-        raise WorkloadError(f"a simulation needs every output's length, and that of {missing!r} is not given")
+        raise WorkloadError(f"a simulation needs the output length of every request; {missing!r} has none")
     if not 0 < sample <= 1:
         raise WorkloadError(f"the share to sample must be above 0 and at most 1, not {sample}")
-    # A small run first: compiling is no planning.
+    # A small run first, so that compiling does not count as planning.
     small = prepare(Prompts.of([[1, 2], [1, 3]]), np.array([2, 2]), cost, np.array([9, 9]), sample=1.0)
     simulate(small, model, "batchweave")
     work = prepare(

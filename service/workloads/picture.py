@@ -1,4 +1,4 @@
-"""A plan drawn: the prefix tree as an icicle coloured by density, and the scan from both ends below it."""
+"""Draws a plan: the prefix tree as an icicle coloured by density, and below it the scan from both ends."""
 
 from pathlib import Path
 from typing import Any
@@ -12,14 +12,14 @@ from matplotlib.patches import Rectangle
 
 from engine_ext.plan.window import WindowPlan
 
-NARROWEST = 1 / 2000  # of the width, that a node must have to be drawn
+NARROWEST = 1 / 2000  # share of the width that a node needs to be drawn
 BINS = 400
-MOST_REPLICAS = 65  # whose partitions are told apart
-SPREAD = 100  # times the window's density, up and down, that the colours tell apart
+MOST_REPLICAS = 65  # above this, partitions are not marked
+SPREAD = 100  # colours range from the window's density / SPREAD to density * SPREAD
 
 
 def draw_plan(plan: WindowPlan, path: Path, title: str) -> None:
-    """Write a picture in the form that the file's name says."""
+    """Draw a plan to a file, in the format that the file's suffix names."""
     figure = Figure(figsize=(12, 8), layout="constrained")
     FigureCanvasAgg(figure)
     icicle, scan = figure.subplots(2, 1, height_ratios=(3, 2))
@@ -51,7 +51,7 @@ def _draw_tree(figure: Figure, axes: Any, plan: WindowPlan, norm: LogNorm) -> No
 
 
 def _draw_scan(axes: Any, plan: WindowPlan, root: float) -> None:
-    """Density of what has been taken so far, and of each stretch by side, in order of execution."""
+    """Draw the density of all requests so far, and of each stretch by side, in order of execution."""
     compute, memory = plan.compute_s[plan.order], plan.memory_s[plan.order]
     edges = np.unique(np.linspace(0, len(plan.order), BINS + 1).astype(int))
     for side, color, name in ((False, "tab:red", "left end"), (True, "tab:blue", "right end")):
@@ -64,7 +64,7 @@ def _draw_scan(axes: Any, plan: WindowPlan, root: float) -> None:
         so_far = np.cumsum(compute) / np.cumsum(memory)
     axes.plot(edges[1:], so_far[edges[1:] - 1], color="black", label="all so far")
     for begin in plan.partitions[1:-1].tolist() if len(plan.partitions) <= MOST_REPLICAS else []:
-        axes.axvline(begin, color="black", linewidth=0.5)  # the next replica's begin
+        axes.axvline(begin, color="black", linewidth=0.5)  # the start of the next replica's partition
     axes.axhline(root, color="grey", linestyle=":", label="window")
     axes.set_yscale("log")
     axes.set_xlim(0, len(plan.order))

@@ -1,4 +1,4 @@
-"""Reading a profile: steps measured on a real engine, which the simulator's model is fitted to."""
+"""Reads a profile: steps measured on a real engine, to which the simulator's model is fitted."""
 
 from pathlib import Path
 from typing import Annotated
@@ -19,9 +19,11 @@ OperatorTime = Annotated[float, msgspec.Meta(ge=0, le=1e6)]
 
 
 class ProfileLine(msgspec.Struct, forbid_unknown_fields=True):
-    """One step: prompt tokens computed, sum over their chunks of end^2 - begin^2, requests that decode, KV they read.
+    """One measured step.
 
-    Without `quadratic` the tokens are one prompt from its start. Seconds of the step, and of operators run alone.
+    `prefill_tokens`: prompt tokens computed; `quadratic`: the sum over their chunks of end^2 - begin^2, without which
+    they are one prompt from its start; `decoding`: requests that decode; `kv_tokens`: KV tokens that these read;
+    `seconds` of the whole step. The other times are seconds of operators run alone.
     """
 
     prefill_tokens: Count
@@ -35,11 +37,11 @@ class ProfileLine(msgspec.Struct, forbid_unknown_fields=True):
 
 
 def read_profile(path: Path) -> dict[str, NDArray[np.float64]]:
-    """Columns of shape (steps,) by the names of calibrate.Profile; NaN where not measured. Raises WorkloadError."""
+    """Return columns of shape (steps,) named as in calibrate.Profile; NaN: not measured. Raises WorkloadError."""
     steps: list[ProfileLine] = []
     for number, raw in lines_of(path, MAX_LINE_BYTES):
         if len(steps) == MAX_STEPS:
-            raise WorkloadError(f"{path}, line {number}: there are more than {MAX_STEPS:,} steps; keep a part of them")
+            raise WorkloadError(f"{path}, line {number}: there are more than {MAX_STEPS:,} steps; keep only a part")
         steps.append(_step(path, number, raw))
     if not steps:
         raise WorkloadError(f"{path} has no steps")
@@ -57,13 +59,13 @@ def _step(path: Path, number: int, raw: bytes) -> ProfileLine:
     if step.quadratic is None:
         step.quadratic = float(step.prefill_tokens) ** 2
     if not step.prefill_tokens and not step.decoding:
-        raise WorkloadError(f"{path}, line {number}: prefill_tokens and decoding are both 0, which is no step")
+        raise WorkloadError(f"{path}, line {number}: prefill_tokens and decoding are both 0, so it is not a step")
     for name, load, of, cause in (
         ("quadratic", step.quadratic, "prefill_tokens", step.prefill_tokens),
         ("kv_tokens", step.kv_tokens, "decoding", step.decoding),
     ):
         if (load > 0) != (cause > 0):
-            raise WorkloadError(f"{path}, line {number}: {name} is {load:g}, and {of} is {cause}; one needs the other")
+            raise WorkloadError(f"{path}, line {number}: {name} is {load:g} but {of} is {cause}; one needs the other")
     for name, load in (
         ("gemm_s", step.prefill_tokens + step.decoding),
         ("prefill_attention_s", step.prefill_tokens),

@@ -1,4 +1,4 @@
-"""Simulated policies drawn: how long each takes, and how compute and memory reads share its time."""
+"""Draws simulated policies: how long each takes, and how compute and memory reads share its time."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,12 +11,12 @@ from numpy.typing import NDArray
 
 from service.workloads.forecast import Outcome
 
-POINTS = 150  # of a line
+POINTS = 150  # per line
 COMPUTE, READS = "#c0504d", "#4472a8"
 
 
 def draw_race(outcomes: Sequence[Outcome], path: Path, title: str) -> None:
-    """Write a picture in the form that the file's name says."""
+    """Draw the policies to a file, in the format that the file's suffix names."""
     figure = Figure(figsize=(11, 1.2 + 1.5 * len(outcomes)), layout="constrained")
     FigureCanvasAgg(figure)
     figure.suptitle(title.replace("$", r"\$"))
@@ -32,7 +32,10 @@ def draw_race(outcomes: Sequence[Outcome], path: Path, title: str) -> None:
 
 
 def draw_shares(axes: Any, series: NDArray[np.float64]) -> None:
-    """Of each stretch of steps, [stretches, 3] seconds, compute and reads: what share of its time each takes."""
+    """Draw the share of time that compute and memory reads take.
+
+    `series` has a row for each stretch of steps: seconds, compute and reads, [stretches, 3].
+    """
     ends = np.cumsum(series[:, 0])
     edges = np.linspace(0, ends[-1] if len(ends) else 0.0, POINTS + 1)
     sums = np.vstack([np.zeros(3), np.cumsum(series, axis=0)])

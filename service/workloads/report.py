@@ -1,4 +1,4 @@
-"""`batchweave plan`: a file planned, and what the plan says of it."""
+"""`batchweave plan`: plans a file and reports what the plan says about it."""
 
 import itertools
 import resource
@@ -20,12 +20,12 @@ from engine_ext.plan.tree import build_tree
 from engine_ext.plan.window import Outputs, Shape, WindowPlan, plan_window
 from service.workloads.workload import Workload
 
-ENDS = 0.05  # of the requests, whose density stands for an end of the scan
+ENDS = 0.05  # share of the requests whose density is reported for an end of the scan
 
 
 @dataclass(frozen=True, slots=True)
 class Planned:
-    """A plan, the seconds it took and the most memory that this process has held."""
+    """A plan, the seconds it took, and the peak memory of this process."""
 
     plan: WindowPlan
     planning_s: float
@@ -33,7 +33,7 @@ class Planned:
 
 
 def plan_workload(workload: Workload, cost: CostModel, shape: Shape) -> Planned:
-    compile_planner(cost)  # on a machine's first plan, and no part of planning
+    compile_planner(cost)  # happens on a machine's first plan, and does not count as planning
     started = time.perf_counter()
     plan = plan_window(workload.prompts, workload.outputs, cost, workload.wishes, shape)
     seconds = time.perf_counter() - started
@@ -41,14 +41,14 @@ def plan_workload(workload: Workload, cost: CostModel, shape: Shape) -> Planned:
 
 
 def compile_planner(cost: CostModel) -> None:
-    """Plan a small window in which something is worth a split."""
+    """Compile the planner by planning a small window in which a split pays off."""
     prompts = [[1] * 500 + [10 + n] * 90 for n in range(20)] + [[100 + n] * 50 for n in range(20)]
     known = np.array([2] * 19 + [4000] + [3000] * 20)
     plan_window(Prompts.of(prompts), Outputs.of_known(known), cost, shape=Shape(keep_sharing=0.5))
 
 
 def with_sample(workload: Workload, share: float, seed: int) -> Workload:
-    """The workload as a planner sees it that knows the lengths of a sample alone."""
+    """Return the workload as seen by a planner that knows only the lengths of a sample."""
     outputs, generator = workload.outputs, np.random.default_rng(seed)
     groups = group_requests(build_tree(workload.prompts), outputs.kinds)
     lengths = workload.prompts.lengths.astype(np.float64)
@@ -62,10 +62,10 @@ def with_sample(workload: Workload, share: float, seed: int) -> Workload:
 
 
 def facts(planned: Planned, cost: CostModel, replicas: int, deadline_s: NDArray[np.float64]) -> dict[str, Any]:
-    """What `--json` prints. `sharing` is the share of T_comp that is saved.
+    """Return what `--json` prints. `sharing` is the share of T_comp that is saved.
 
-    Seconds are of all the work on one replica's machine, hours those of the busiest replica. `late_requests` would miss
-    their deadline even if everything overlapped; `too_long_requests` do not fit into the KV cache alone.
+    Seconds are for all the work on one replica's machine, hours for the busiest replica. `late_requests` would miss
+    their deadline even if everything overlapped; `too_long_requests` do not fit into the KV cache, even alone.
     """
     plan = planned.plan
     load, order = plan.load, plan.order
@@ -100,7 +100,7 @@ def facts(planned: Planned, cost: CostModel, replicas: int, deadline_s: NDArray[
 
 
 def write_order(path: Path, workload: Workload, plan: WindowPlan) -> None:
-    """One line a request in order of execution: id, replica, side, density and estimated output."""
+    """Write one line per request in order of execution: id, replica, side, density and estimated output."""
     densities = plan.density
     replica = np.searchsorted(plan.partitions, np.arange(len(plan.order)), side="right") - 1
     unfinished = path.with_name(f".{path.name}.part")
@@ -120,12 +120,12 @@ def write_order(path: Path, workload: Workload, plan: WindowPlan) -> None:
 
 
 def _late(plan: WindowPlan, requests: NDArray[np.int64], deadline_s: NDArray[np.float64]) -> int:
-    """Requests of one replica whose work, and all before it, takes longer than they have."""
+    """Count the requests of one replica whose work, with all work before it, ends after their deadline."""
     done = np.maximum(np.cumsum(plan.compute_s[requests]), np.cumsum(plan.memory_s[requests]))
     return int(np.count_nonzero(done > deadline_s[requests]))
 
 
 def _density(plan: WindowPlan, requests: NDArray[np.int64]) -> float | None:
-    """None where these requests read no memory."""
+    """Return the density of these requests; None if they read no memory."""
     memory = float(plan.memory_s[requests].sum())
     return float(plan.compute_s[requests].sum()) / memory if memory else None

@@ -1,4 +1,4 @@
-"""Reading what is to be planned: a batch file, or a workload file that describes a trace without its text."""
+"""Reads the requests to plan: a batch file, or a workload file that describes a trace without its text."""
 
 import itertools
 from collections.abc import Iterator
@@ -22,7 +22,7 @@ Column = NDArray[np.int64]
 Kind = TypeVar("Kind")
 TOKENIZE_LINES = 1024
 MAX_LINE_BYTES = 32 * 1024 * 1024
-LATEST_S = 1e12  # a deadline behind it is none
+LATEST_S = 1e12  # a later deadline counts as none
 
 
 class WorkloadError(Exception):
@@ -51,7 +51,7 @@ class _Answer(msgspec.Struct):
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """Requests in the order of the file. `outputs.known` is the truth where the file tells it."""
+    """Requests in the order of the file. `outputs.known` holds the true output lengths that the file gives."""
 
     ids: list[str]
     prompts: Prompts
@@ -80,15 +80,15 @@ class _Columns:
 
 
 def read_workload(path: Path, tokenizer: PromptTokens | None, lengths: dict[str, int]) -> Workload:
-    """A file of either form, told by its first line. Raises WorkloadError.
+    """Read a batch file or a workload file; its first line tells which one it is. Raises WorkloadError.
 
-    Without a tokenizer four bytes of text count as a token. `lengths`: true output tokens by id, where there are any.
+    Without a tokenizer, four bytes of text count as a token. `lengths`: true output tokens by id, if any are known.
     """
     lines = lines_of(path)
     first = next(lines, None)
     if first is None:
         raise WorkloadError(f"{path} has no requests")
-    lines = itertools.chain([first], lines)  # a pipe is read once
+    lines = itertools.chain([first], lines)  # a pipe can be read only once
     columns = _Columns()
     segments = "segments" in _decode(path, first[0], first[1], dict[str, Any])
     prompts = _read_segments(path, lines, columns) if segments else _read_batch(path, lines, columns, tokenizer)
@@ -107,7 +107,7 @@ def read_workload(path: Path, tokenizer: PromptTokens | None, lengths: dict[str,
 
 
 def read_lengths(path: Path) -> dict[str, int]:
-    """Output tokens by id, from lines {"id", "output_tokens"} or a batch's output file. Raises WorkloadError."""
+    """Return output tokens by id, from lines {"id", "output_tokens"} or a batch's output file. Raises WorkloadError."""
     found: dict[str, int] = {}
     for number, raw in lines_of(path):
         answer = _decode(path, number, raw, _Answer)
@@ -115,12 +115,12 @@ def read_lengths(path: Path) -> dict[str, int]:
         tokens = answer.output_tokens
         if tokens is None and isinstance(answer.response, dict):
             if answer.response.get("status_code", 200) != 200:
-                continue  # it failed, and says nothing
+                continue  # a failed request tells no length
             tokens = _completion_tokens(answer.response)
         if name is None or tokens is None or not 0 <= tokens <= LONGEST:
             raise WorkloadError(
                 f"{path}, line {number}: a length needs 'id' and 'output_tokens' (0 to {LONGEST}), "
-                "or is a line of a batch's output file"
+                "or must be a line of a batch's output file"
             )
         found[str(name)] = tokens
     if not found:
@@ -218,7 +218,7 @@ def _read_batch(
 
 
 def _by_bytes(endpoint: str, body: dict[str, Any]) -> NDArray[np.uint32]:
-    """Four bytes of text as one token: about right in length, and equal beginnings stay equal."""
+    """Return the text as tokens of four bytes: about the right length, and equal beginnings stay equal."""
     ids = token_ids(body.get("prompt"))
     if ids is not None:
         return np.array(ids, dtype=np.uint32)
@@ -227,7 +227,7 @@ def _by_bytes(endpoint: str, body: dict[str, Any]) -> NDArray[np.uint32]:
 
 
 def lines_of(path: Path, most_bytes: int = MAX_LINE_BYTES) -> Iterator[tuple[int, bytes]]:
-    """Lines that are not blank, with their 1-based numbers. Raises WorkloadError for one that is too long."""
+    """Yield non-blank lines with their 1-based numbers. Raises WorkloadError for a line that is too long."""
     try:
         with path.open("rb") as file:
             number = 0
