@@ -10,11 +10,11 @@ RUN uv pip install --system --compile-bytecode --no-deps .
 FROM python:3.12-slim
 COPY --from=build /usr/local/lib/python3.12/site-packages /usr/local/lib/python3.12/site-packages
 COPY --from=build /usr/local/bin/batchweave /usr/local/bin/batchweave
-# A new volume takes its owner from the image; the worker's image has the same one.
+# A new volume takes its owner from the image; the worker's image uses the same user id.
 RUN useradd --uid 10001 --create-home batchweave && install -d -o batchweave /objects
 USER batchweave
 WORKDIR /home/batchweave
-# Machine code of the planner and the scan, in the user's cache: no start waits for it.
+# Compile the planner and the scan to machine code in the user's cache, so that no start waits for it.
 RUN python3 -m engine_ext.warm_up
 ENTRYPOINT ["batchweave"]
 CMD ["api", "--host", "0.0.0.0"]

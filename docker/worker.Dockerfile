@@ -9,11 +9,11 @@ COPY requirements/engine.txt requirements/engine.txt
 RUN uv pip install --compile-bytecode --require-hashes -r requirements/engine.txt
 COPY . .
 RUN uv pip install --compile-bytecode --no-deps .
-# A new volume takes its owner from the image; the service's image has the same one.
+# A new volume takes its owner from the image; the service's image uses the same user id.
 RUN useradd --uid 10001 --create-home batchweave && install -d -o batchweave /objects
 USER batchweave
 WORKDIR /home/batchweave
-# Machine code of the planner and the scan, in the user's cache: no start waits for it.
+# Compile the planner and the scan to machine code in the user's cache, so that no start waits for it.
 RUN python3 -m engine_ext.warm_up
 RUN mkdir -p .cache/huggingface
 ENTRYPOINT ["batchweave"]

@@ -1,4 +1,4 @@
-"""Alembic's entry: runs over the service's own engine, one process at a time."""
+"""Alembic's entry point: migrates over the service's own database engine, one process at a time."""
 
 import asyncio
 

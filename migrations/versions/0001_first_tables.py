@@ -1,4 +1,4 @@
-"""first tables"""
+"""Create the first tables."""
 
 from alembic import op
 import sqlalchemy as sa

@@ -1,4 +1,4 @@
-"""how a create that is tried again is known"""
+"""Add the columns that recognize a retried creation of a batch."""
 
 from alembic import op
 import sqlalchemy as sa

@@ -1,4 +1,4 @@
-"""how long a request of a model may be"""
+"""Add the context length of each model."""
 
 from alembic import op
 import sqlalchemy as sa

@@ -1,4 +1,4 @@
-"""projects that own files and batches, their keys and what was done with them"""
+"""Add projects, which own files and batches, their API keys and the audit log."""
 
 import time
 

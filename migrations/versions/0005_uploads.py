@@ -1,4 +1,4 @@
-"""files that come in parts"""
+"""Add uploads: files that are sent in parts."""
 
 from alembic import op
 import sqlalchemy as sa

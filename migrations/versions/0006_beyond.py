@@ -1,4 +1,4 @@
-"""order of the output, retries of what failed, causes of failures, and what the planner expects"""
+"""Add the output order, retries of failed requests, causes of failures and the planner's estimates."""
 
 from alembic import op
 import sqlalchemy as sa

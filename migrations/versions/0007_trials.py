@@ -1,4 +1,4 @@
-"""how a request that kills the engine is found"""
+"""Add the trial columns of slices, which find a request that kills the engine."""
 
 from alembic import op
 import sqlalchemy as sa

@@ -1,4 +1,4 @@
-"""who is told that a batch ended"""
+"""Add webhooks, which are notified when a batch ends."""
 
 from alembic import op
 import sqlalchemy as sa

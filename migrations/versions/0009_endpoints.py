@@ -1,4 +1,4 @@
-"""what a model can be asked for"""
+"""Add the endpoints that each model serves."""
 
 from alembic import op
 import sqlalchemy as sa

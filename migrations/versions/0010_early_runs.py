@@ -1,4 +1,4 @@
-"""which answers of a running batch are readable"""
+"""Add the answers that are readable while a batch is running."""
 
 from alembic import op
 import sqlalchemy as sa

@@ -1,4 +1,4 @@
-"""tokens of a slice's answers, by batch, so that usage is known while a batch runs"""
+"""Add the tokens of a slice's answers by batch, so that usage is known while a batch is running."""
 
 from alembic import op
 import sqlalchemy as sa

@@ -1,4 +1,4 @@
-"""workers that take no new slices"""
+"""Add drained workers, which take no new slices."""
 
 from alembic import op
 import sqlalchemy as sa

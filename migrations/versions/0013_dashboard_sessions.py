@@ -1,4 +1,4 @@
-"""who is signed in to the dashboard"""
+"""Add the sessions of the dashboard."""
 
 from alembic import op
 import sqlalchemy as sa

@@ -1,4 +1,4 @@
-"""batches that wait to be started, and what their plan would be"""
+"""Add held batches, which wait to be started, and previews of their plans."""
 
 from alembic import op
 import sqlalchemy as sa

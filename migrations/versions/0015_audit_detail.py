@@ -1,4 +1,4 @@
-"""what a line of the audit log changed"""
+"""Add to each line of the audit log what it changed."""
 
 from alembic import op
 import sqlalchemy as sa

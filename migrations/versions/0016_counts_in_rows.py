@@ -1,4 +1,4 @@
-"""what is looked at again and again stands in the batch's row, so that no look reads all of its slices"""
+"""Add to the batch's row what is polled, so that no poll reads all of its slices."""
 
 from alembic import op
 import sqlalchemy as sa

@@ -1,4 +1,4 @@
-"""webhook endpoints: one delivery at a time, rests after failures, sealed secrets; lines that are too long"""
+"""Add turns, rests and sealed secrets of webhook endpoints, and the choice for lines that are too long."""
 
 from alembic import op
 import sqlalchemy as sa

@@ -1,4 +1,4 @@
-"""batches: who died of a validation, and how many bytes an index has"""
+"""Add to batches the deaths of their validators and the size of their index."""
 
 from alembic import op
 import sqlalchemy as sa

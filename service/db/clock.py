@@ -1,4 +1,4 @@
-"""One time for all processes: the database's. Hosts' clocks may differ by hours, and nothing goes wrong."""
+"""Gives all processes one clock, the database's, so that hosts' clocks may differ by hours without harm."""
 
 import time
 from typing import Any
@@ -13,7 +13,7 @@ SYNC_S = 60.0
 
 
 class now_s(FunctionElement[float]):
-    """Unix seconds by the database's clock, as a part of a statement."""
+    """An SQL expression for unix seconds by the database's clock."""
 
     type = Float(53)
     inherit_cache = True
@@ -30,7 +30,7 @@ def _of_sqlite(_element: now_s, _compiler: Any, **_options: Any) -> str:
 
 
 class SharedClock:
-    """Unix seconds by the database's clock, counted on by this process's steady clock from one `sync` to the next.
+    """Returns unix seconds by the database's clock; between calls of `sync` this process's monotonic clock advances it.
 
     Before the first `sync` it is the host's clock.
     """
@@ -43,7 +43,7 @@ class SharedClock:
         return time.monotonic() + self._ahead_s
 
     async def sync(self) -> None:
-        """Read the database's clock, which is that of the moment halfway between question and answer."""
+        """Read the database's clock, and assume that it was read halfway between query and reply."""
         async with self._database.read() as session:
             asked = time.monotonic()
             said = float((await session.execute(select(now_s()))).scalar_one())

@@ -1,4 +1,4 @@
-"""Bring the database to the newest schema."""
+"""Migrates the database to the newest schema."""
 
 from importlib.resources import files
 
@@ -15,10 +15,10 @@ def config(database_url: str) -> Config:
 
 
 def upgrade(database_url: str) -> None:
-    """Run the missing migrations; several processes may do so at once."""
+    """Run all pending migrations; several processes may do so at once."""
     command.upgrade(config(database_url), "head")
 
 
 def newest() -> str | None:
-    """The revision that `upgrade` leads to."""
+    """Return the revision that `upgrade` leads to."""
     return ScriptDirectory.from_config(config("sqlite://")).get_current_head()

@@ -1,4 +1,4 @@
-"""The row of a model, written by the planner and by each worker that serves it."""
+"""Writes the row of a model, for the planner and for each worker that serves it."""
 
 import time
 from typing import Any
@@ -13,10 +13,10 @@ from service.settings import Settings
 async def register_model(
     database: Database, settings: Settings, context_length: int | None, endpoints: list[str] | None = None
 ) -> None:
-    """Write the configured model's row, or what the caller knows better than the row there is.
+    """Write the configured model's row; if it exists, update only the columns that the caller is the authority on.
 
     `context_length`: tokens of prompt and answer together. `endpoints`: those that a worker's engine serves; the
-    planner gives none. The planner's source counts, since it is the one that reads it.
+    planner passes none. The planner's source is the one that is stored, since the planner is the one that reads it.
     """
     row: dict[str, Any] = {
         "name": settings.served_model,

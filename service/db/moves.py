@@ -1,4 +1,4 @@
-"""The one table of legal state moves, and the one function that makes each kind."""
+"""Defines a batch's legal state changes, and the one function that makes them."""
 
 from typing import Any
 
@@ -10,7 +10,7 @@ from service.db.webhook_events import note_event
 
 S = BatchStatus
 
-# Expiry passes through finalizing, because finished lines are written to files first.
+# An expiring batch passes through finalizing, because its finished lines are written to files first.
 BATCH_MOVES: dict[BatchStatus, frozenset[BatchStatus]] = {
     S.VALIDATING: frozenset({S.IN_PROGRESS, S.FAILED, S.CANCELLING, S.EXPIRED}),
     S.IN_PROGRESS: frozenset({S.FINALIZING, S.CANCELLING}),
@@ -24,7 +24,7 @@ BATCH_MOVES: dict[BatchStatus, frozenset[BatchStatus]] = {
 
 TERMINAL = frozenset(status for status, after in BATCH_MOVES.items() if not after)
 LIVE = frozenset(BATCH_MOVES) - TERMINAL
-STARTABLE = frozenset({S.VALIDATING, S.IN_PROGRESS})  # where one that is held can be started
+STARTABLE = frozenset({S.VALIDATING, S.IN_PROGRESS})  # a held batch can be started in these states
 
 
 async def move_batch(
@@ -36,9 +36,9 @@ async def move_batch(
     only_if: ColumnElement[bool] | None = None,
     **values: Any,
 ) -> bool:
-    """Move the batch if its present state allows it, and `only_if` holds, in one statement; False when not.
+    """Move the batch, in one statement, if its present state allows it and `only_if` holds; return whether it moved.
 
-    What can start no more is not held any more.
+    A batch that can no longer be started is no longer held.
     """
     if to not in STARTABLE:
         values["held"] = False

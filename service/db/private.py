@@ -1,4 +1,4 @@
-"""Keep what a process writes from other users of the machine."""
+"""Hides what a process writes from other users of the machine."""
 
 import os
 from contextlib import suppress
@@ -10,7 +10,7 @@ from service.settings import Settings
 
 
 def keep_private(settings: Settings) -> None:
-    """Have no other user read what this process writes, or what is there already, whatever the umask."""
+    """Make this process's files, and an existing SQLite database, unreadable to other users, whatever the umask."""
     os.umask(0o077)
     place = make_url(settings.database)
     if place.get_backend_name() == "sqlite":

@@ -1,4 +1,4 @@
-"""Sessions on SQLite or PostgreSQL through one code path."""
+"""Opens sessions on SQLite or PostgreSQL through one code path."""
 
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
@@ -11,10 +11,10 @@ _WRITE = "batchweave_write"
 
 
 class Database:
-    """`read()` and `write()` are transactions; on SQLite a write takes its lock at the start, so it never deadlocks."""
+    """Opens transactions: `read()` and `write()`. On SQLite a write locks at its start, so it never deadlocks."""
 
     def __init__(self, url: str, timeout_s: float = 30.0) -> None:
-        """`timeout_s`: after that a server that says nothing is taken for gone; raises TimeoutError then."""
+        """`timeout_s`: a server that is silent for so long counts as gone, and the transaction raises TimeoutError."""
         is_sqlite = url.startswith("sqlite")
         waits = {} if is_sqlite else {"timeout": timeout_s, "command_timeout": timeout_s}
         self.engine = create_async_engine(
@@ -43,7 +43,7 @@ class Database:
             async with AsyncSession(engine, expire_on_commit=False) as session, session.begin():
                 yield session
         except TimeoutError:
-            # Where one connection is dead to the world the others are too; each would be found out by itself.
+            # When one connection is dead the others are too; without this each would have to time out by itself.
             await self.engine.dispose(close=False)
             raise
 
@@ -57,7 +57,7 @@ class Database:
 
 
 def _configure_sqlite(connection: Any, _record: Any) -> None:
-    connection.isolation_level = None  # the driver must not begin by itself: we do
+    connection.isolation_level = None  # the driver must not begin transactions: we do
     cursor = connection.cursor()
     for pragma in ("journal_mode=WAL", "synchronous=FULL", "busy_timeout=30000", "foreign_keys=ON"):
         cursor.execute(f"PRAGMA {pragma}")
@@ -65,11 +65,11 @@ def _configure_sqlite(connection: Any, _record: Any) -> None:
 
 
 def _configure_postgres(connection: Any, _record: Any) -> None:
-    """A client that the network cut off inside a transaction must not hold its locks for hours."""
+    """Limit idle transactions: a client that the network cuts off inside one must not hold its locks for hours."""
     cursor = connection.cursor()
     cursor.execute("SET idle_in_transaction_session_timeout = '60s'")
     cursor.close()
-    connection.commit()  # or the first rollback takes it back
+    connection.commit()  # or the first rollback undoes the setting
 
 
 def _begin_sqlite(connection: Connection) -> None:

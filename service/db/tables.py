@@ -1,4 +1,4 @@
-"""The tables. Times are unix seconds; a request is never a row: its place is in the batch's index object."""
+"""Defines the tables. Times are unix seconds; a request is never a row: it is in the batch's index object."""
 
 from enum import StrEnum
 from typing import Any
@@ -20,14 +20,14 @@ from sqlalchemy import (
 from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
 
 FILE_KEEP_S = 30 * 24 * 3600  # how long a batch's files are kept unless the client says otherwise
-DEFAULT_PROJECT = "proj_default"  # of all callers where no keys are asked for
+DEFAULT_PROJECT = "proj_default"  # of all callers when the service requires no keys
 
-# SQLite numbers rows by itself only in a column that is INTEGER to the letter.
+# SQLite numbers rows automatically only in a column whose type is exactly INTEGER.
 RowId = BigInteger().with_variant(Integer, "sqlite")
 
 
 def fixed(value: Any) -> BindParameter[Any]:
-    """Write a value into the statement itself: SQLite uses a partial index only where it sees the index's condition."""
+    """Write a value into the statement itself: SQLite uses a partial index only if it sees the index's condition."""
     return literal(value, literal_execute=True)
 
 
@@ -47,15 +47,15 @@ class BatchStatus(StrEnum):
 
 
 class OutputOrder(StrEnum):
-    ANY = "any"  # as answers came
-    INPUT = "input"  # as the requests stand in the input file
+    ANY = "any"  # the order in which answers arrived
+    INPUT = "input"  # the order of the requests in the input file
 
 
 class OnLongLine(StrEnum):
-    """What becomes of a file with a request that is longer than the model's context."""
+    """Says what happens to a file with a request that is longer than the model's context."""
 
-    FAIL_FILE = "fail_file"  # nothing runs, as OpenAI's API does it
-    FAIL_LINE = "fail_line"  # that request fails
+    FAIL_FILE = "fail_file"  # nothing runs, as in OpenAI's API
+    FAIL_LINE = "fail_line"  # only that request fails
 
 
 class SliceStatus(StrEnum):
@@ -65,17 +65,17 @@ class SliceStatus(StrEnum):
 
 
 class UploadStatus(StrEnum):
-    PENDING = "pending"  # takes parts until it expires
-    COMPLETED = "completed"  # its file is there
+    PENDING = "pending"  # accepts parts until it expires
+    COMPLETED = "completed"  # its file exists
     CANCELLED = "cancelled"
     EXPIRED = "expired"
 
 
 class Role(StrEnum):
-    USER = "user"  # files, uploads and batches of its project
-    ADMIN = "admin"  # its webhooks too
-    MONITOR = "monitor"  # figures of the whole service and its workers, and nothing of any project
-    OPERATOR = "operator"  # the workers and figures, and in the dashboard every project, its keys and quotas
+    USER = "user"  # may use files, uploads and batches of its project
+    ADMIN = "admin"  # may also use its webhooks
+    MONITOR = "monitor"  # may read metrics of the service and its workers, but nothing of any project
+    OPERATOR = "operator"  # may use workers, metrics and, in the dashboard, all projects, keys and quotas
 
 
 class Base(DeclarativeBase):
@@ -83,22 +83,22 @@ class Base(DeclarativeBase):
 
 
 class Project(Base):
-    """Who owns files and batches. Without a quota (null) only the deployment's limits hold."""
+    """A project, which owns files and batches. Without a quota (null) only the deployment's limits apply."""
 
     __tablename__ = "projects"
 
     id: Mapped[str] = mapped_column(String(64), primary_key=True)
     name: Mapped[str] = mapped_column(String(128), unique=True)
-    weight: Mapped[float] = mapped_column(Float(53), default=1.0)  # share of the work, beside other projects that wait
-    max_enqueued_tokens: Mapped[int | None] = mapped_column(BigInteger)  # prompt tokens of batches that have not ended
-    max_batches: Mapped[int | None] = mapped_column(BigInteger)  # that have not ended
-    max_bytes: Mapped[int | None] = mapped_column(BigInteger)  # of all files
+    weight: Mapped[float] = mapped_column(Float(53), default=1.0)  # share of the work, relative to waiting projects
+    max_enqueued_tokens: Mapped[int | None] = mapped_column(BigInteger)  # prompt tokens of unfinished batches
+    max_batches: Mapped[int | None] = mapped_column(BigInteger)  # unfinished ones
+    max_bytes: Mapped[int | None] = mapped_column(BigInteger)  # of files, pending uploads and indexes
     max_requests_per_minute: Mapped[int | None] = mapped_column(BigInteger)  # to the API
     created_at: Mapped[int] = mapped_column(BigInteger)
 
 
 class ApiKey(Base):
-    """A key is shown once, when it is made; here is only its digest."""
+    """An API key: shown once, when it is created; only its digest is stored."""
 
     __tablename__ = "api_keys"
 
@@ -113,21 +113,21 @@ class ApiKey(Base):
 
 
 class AuditEvent(Base):
-    """Who changed what; written in the transaction of the change."""
+    """A line of the audit log: who changed what. It is written in the transaction of the change."""
 
     __tablename__ = "audit_events"
 
     seq: Mapped[int] = mapped_column(RowId, primary_key=True)
     at: Mapped[int] = mapped_column(BigInteger)
     project_id: Mapped[str] = mapped_column(String(64), index=True)
-    actor: Mapped[str] = mapped_column(String(64))  # id of the key, or how it came without one
+    actor: Mapped[str] = mapped_column(String(64))  # id of the key, or how the caller came without one
     action: Mapped[str] = mapped_column(String(64))
     object_id: Mapped[str] = mapped_column(String(64))
     detail: Mapped[str] = mapped_column(String(512), default="", server_default="")  # what changed, in words
 
 
 class DashboardSession(Base):
-    """A browser that signed in with a key; it ends with the key. `digest`: of the token in its cookie."""
+    """A browser session that was opened with a key and ends with it. `digest`: of the token in its cookie."""
 
     __tablename__ = "dashboard_sessions"
 
@@ -137,7 +137,7 @@ class DashboardSession(Base):
 
 
 class DrainedWorker(Base):
-    """A worker that takes no new slices until it is resumed; workers themselves are known to Redis alone."""
+    """A worker that takes no new slices until it is resumed. The list of workers itself is in Redis only."""
 
     __tablename__ = "drained_workers"
 
@@ -159,11 +159,11 @@ class File(Base):
     size_bytes: Mapped[int] = mapped_column(BigInteger)
     created_at: Mapped[int] = mapped_column(BigInteger)
     expires_at: Mapped[int | None] = mapped_column(BigInteger)
-    deleted_at: Mapped[int | None] = mapped_column(BigInteger)  # the row stays, so that a page can go on behind it
+    deleted_at: Mapped[int | None] = mapped_column(BigInteger)  # the row stays, so that a listing can continue after it
 
 
 class Upload(Base):
-    """A file that comes in parts."""
+    """A file that is uploaded in parts."""
 
     __tablename__ = "uploads"
 
@@ -196,7 +196,7 @@ class Batch(Base):
         Index("ix_batches_idempotency_key", "project_id", "idempotency_key", unique=True),
         Index("ix_batches_asked", "asked"),
         Index("ix_batches_ended", "ended_at"),
-        # What the planner role looks for again and again; none of them grows with batches that have ended.
+        # Indexes for what the planner role polls for; none of them grows with finished batches.
         _partial("ix_batches_validating", "project_id", "expires_at", "seq", where="status = 'validating'"),
         _partial(
             "ix_batches_unplanned",
@@ -222,19 +222,19 @@ class Batch(Base):
     custom_metadata: Mapped[dict[str, str] | None] = mapped_column("metadata", JSON)
     output_expires_after_s: Mapped[int | None] = mapped_column(BigInteger)
     idempotency_key: Mapped[str | None] = mapped_column(String(255))
-    asked: Mapped[str | None] = mapped_column(String(64))  # digest of the body that created it
+    asked: Mapped[str | None] = mapped_column(String(64))  # digest of the request body that created it
     output_order: Mapped[OutputOrder] = mapped_column(String(8), default=OutputOrder.ANY, server_default="any")
     on_long_line: Mapped[OnLongLine] = mapped_column(
         String(16), default=OnLongLine.FAIL_FILE, server_default="fail_file"
     )
-    retry_of: Mapped[str | None] = mapped_column(String(64))  # only what failed in this batch of the same input
+    retry_of: Mapped[str | None] = mapped_column(String(64))  # run only what failed in this batch of the same input
     model: Mapped[str | None] = mapped_column(String(512))
-    index_id: Mapped[str | None] = mapped_column(String(64))  # of the validation that counted: where its index is
+    index_id: Mapped[str | None] = mapped_column(String(64))  # of the index that its validation wrote
     index_bytes: Mapped[int] = mapped_column(BigInteger, default=0, server_default="0")
-    validating_until: Mapped[float | None] = mapped_column(Float(53))  # unless who validates it says so again
-    validation_deaths: Mapped[int] = mapped_column(Integer, default=0, server_default="0")  # of who validated it
+    validating_until: Mapped[float | None] = mapped_column(Float(53))  # extended while validation runs
+    validation_deaths: Mapped[int] = mapped_column(Integer, default=0, server_default="0")  # of its validators
     errors: Mapped[list[dict[str, Any]] | None] = mapped_column(JSON)
-    causes: Mapped[list[dict[str, Any]] | None] = mapped_column(JSON)  # of failed requests, the most frequent first
+    causes: Mapped[list[dict[str, Any]] | None] = mapped_column(JSON)  # why requests failed, the most frequent first
     output_file_id: Mapped[str | None] = mapped_column(String(64))
     error_file_id: Mapped[str | None] = mapped_column(String(64))
 
@@ -247,21 +247,22 @@ class Batch(Base):
     expired_at: Mapped[int | None] = mapped_column(BigInteger)
     cancelling_at: Mapped[int | None] = mapped_column(BigInteger)
     cancelled_at: Mapped[int | None] = mapped_column(BigInteger)
-    ended_at: Mapped[int | None] = mapped_column(BigInteger)  # whichever of these ended it
+    ended_at: Mapped[int | None] = mapped_column(BigInteger)  # when it reached its final state
 
-    held: Mapped[bool] = mapped_column(Boolean, default=False, server_default=false())  # until somebody starts it
+    held: Mapped[bool] = mapped_column(Boolean, default=False, server_default=false())  # until it is started
     preview: Mapped[dict[str, Any] | None] = mapped_column(JSON(none_as_null=True))  # its plan, made while it is held
     total: Mapped[int] = mapped_column(BigInteger, default=0)  # requests in the file
-    prompt_tokens: Mapped[int] = mapped_column(BigInteger, default=0, server_default="0")  # of all of them
-    planned: Mapped[int] = mapped_column(BigInteger, default=0)  # of these, the first so many are in a window
-    # Of those in a window, as the cost model sees them; shared prefixes in equal parts.
+    prompt_tokens: Mapped[int] = mapped_column(BigInteger, default=0, server_default="0")  # of all requests
+    planned: Mapped[int] = mapped_column(BigInteger, default=0)  # the first so many requests are in a window
+    # The cost model's estimates for the planned requests; the cost of a shared prefix is split equally.
     planned_compute_s: Mapped[float] = mapped_column(Float(53), default=0.0, server_default="0")
     planned_memory_s: Mapped[float] = mapped_column(Float(53), default=0.0, server_default="0")
     planned_output_tokens: Mapped[float] = mapped_column(Float(53), default=0.0, server_default="0")
-    slices: Mapped[int] = mapped_column(BigInteger, default=0, server_default="0")  # that have a part of it
-    slices_left: Mapped[int] = mapped_column(BigInteger, default=0, server_default="0")  # of these, not done
-    urgent_at: Mapped[float | None] = mapped_column(Float(53))  # when the rest must run to end in time; see urgency.py
-    # Of done slices, added when each is finished; of the files, once the batch has ended. Of slices that run: in Redis.
+    slices: Mapped[int] = mapped_column(BigInteger, default=0, server_default="0")  # slices with requests of this batch
+    slices_left: Mapped[int] = mapped_column(BigInteger, default=0, server_default="0")  # those not done yet
+    urgent_at: Mapped[float | None] = mapped_column(Float(53))  # when the rest must start to end in time: urgency.py
+    # Counts of done slices, added as each one finishes; once the batch has ended, counts of its files. The counts of
+    # running slices are in Redis.
     completed: Mapped[int] = mapped_column(BigInteger, default=0)
     failed: Mapped[int] = mapped_column(BigInteger, default=0)
     input_tokens: Mapped[int] = mapped_column(BigInteger, default=0)
@@ -271,7 +272,7 @@ class Batch(Base):
 
 
 class WebhookEndpoint(Base):
-    """Where a project is told of its batches. Secrets are sealed (webhooks/secrets.py); older ones as they are."""
+    """A URL that is notified of a project's batches. Secrets are sealed (webhooks/secrets.py); old ones may not be."""
 
     __tablename__ = "webhook_endpoints"
 
@@ -284,10 +285,10 @@ class WebhookEndpoint(Base):
     secret: Mapped[str] = mapped_column(String(512))
     old_secret: Mapped[str | None] = mapped_column(String(512))
     old_secret_until: Mapped[int | None] = mapped_column(BigInteger)
-    busy_until: Mapped[float | None] = mapped_column(Float(53))  # while a delivery to it is under way
-    rests_until: Mapped[float | None] = mapped_column(Float(53))  # after deliveries that failed
-    served_at: Mapped[float] = mapped_column(Float(53), default=0.0, server_default="0")  # when one last began
-    failures: Mapped[int] = mapped_column(Integer, default=0, server_default="0")  # deliveries since one arrived
+    busy_until: Mapped[float | None] = mapped_column(Float(53))  # set while a delivery to it is under way
+    rests_until: Mapped[float | None] = mapped_column(Float(53))  # no deliveries until then, after failed ones
+    served_at: Mapped[float] = mapped_column(Float(53), default=0.0, server_default="0")  # start of its last delivery
+    failures: Mapped[int] = mapped_column(Integer, default=0, server_default="0")  # failed deliveries in a row
     last_result: Mapped[str | None] = mapped_column(String(200))
     created_at: Mapped[int] = mapped_column(BigInteger)
     updated_at: Mapped[int] = mapped_column(BigInteger)
@@ -295,7 +296,7 @@ class WebhookEndpoint(Base):
 
 
 class WebhookDelivery(Base):
-    """An event on its way; `next_at` is null once it is delivered or given up."""
+    """An event to deliver to an endpoint; `next_at` is null once it is delivered or given up."""
 
     __tablename__ = "webhook_deliveries"
     __table_args__ = (Index("ix_webhook_deliveries_due", "endpoint_id", "next_at"),)
@@ -312,7 +313,7 @@ class WebhookDelivery(Base):
 
 
 class Window(Base):
-    """Requests planned together; `id` grows."""
+    """A planning window: requests that are planned together. `id` grows."""
 
     __tablename__ = "windows"
 
@@ -323,7 +324,7 @@ class Window(Base):
 
 
 class Slice(Base):
-    """A run of the window's order. A row that is `ready` is to be announced: Redis is only told of it."""
+    """A contiguous part of a window's order. A `ready` row is to be announced; Redis only holds hints."""
 
     __tablename__ = "slices"
     __table_args__ = (_partial("ix_slices_leased", "lease_until", where="status = 'leased'"),)
@@ -331,14 +332,15 @@ class Slice(Base):
     id: Mapped[int] = mapped_column(RowId, primary_key=True)
     window_id: Mapped[int] = mapped_column(ForeignKey("windows.id"), index=True)
     model: Mapped[str] = mapped_column(String(512))
-    first: Mapped[int] = mapped_column(BigInteger)  # position in the window's order
+    first: Mapped[int] = mapped_column(BigInteger)  # first position in the window's order
     count: Mapped[int] = mapped_column(BigInteger)
     status: Mapped[SliceStatus] = mapped_column(String(16), default=SliceStatus.READY)
     owner: Mapped[str | None] = mapped_column(String(256))
     epoch: Mapped[int] = mapped_column(BigInteger, default=0)  # grows with each lease; an older one is refused
     lease_until: Mapped[float | None] = mapped_column(Float(53))
-    # Leases that ended by a death. From the second on the slice runs alone, so many requests at a time as `trial` says,
-    # from the place `trial_place`, in the lease `trial_epoch`; `alone_deaths` of one by itself are its own doing.
+    # `deaths`: leases that ended because the worker died. From the second on the slice runs alone, `trial` requests at
+    # a time, from `trial_place` on, in the lease `trial_epoch`. `alone_deaths`: deaths with one request alone in the
+    # engine, which has therefore caused them.
     deaths: Mapped[int] = mapped_column(Integer, default=0, server_default="0")
     trial: Mapped[int | None] = mapped_column(BigInteger)
     trial_place: Mapped[int | None] = mapped_column(BigInteger)
@@ -347,9 +349,9 @@ class Slice(Base):
 
 
 class SliceBatch(Base):
-    """How much of a slice belongs to a batch; the counts are set when the slice is done.
+    """A batch's share of a slice; the counts are set when the slice is done.
 
-    `status` is that of the slice, moved with it: a batch's ready slices are found without looking at the others.
+    `status` is a copy of the slice's status, so that a batch's ready slices are found without reading the others.
     """
 
     __tablename__ = "slice_batches"
@@ -368,9 +370,9 @@ class SliceBatch(Base):
 
 
 class EarlyRun(Base):
-    """Segments of a slice that became readable together while the batch ran; in the order of their numbers.
+    """A run of a slice's segments that became readable together while the batch was running; ordered by `number`.
 
-    `repeats`: requests that an earlier run of the slice has already.
+    `repeats`: requests that an earlier run of the slice already has.
     """
 
     __tablename__ = "early_runs"
@@ -380,7 +382,7 @@ class EarlyRun(Base):
     slice_id: Mapped[int] = mapped_column(BigInteger)
     segments: Mapped[list[str]] = mapped_column(JSON)
     repeats: Mapped[list[int]] = mapped_column(JSON)
-    output_bytes: Mapped[int] = mapped_column(BigInteger)  # of lines of the output file, line feeds included
+    output_bytes: Mapped[int] = mapped_column(BigInteger)  # of its lines in the output file, line feeds included
     error_bytes: Mapped[int] = mapped_column(BigInteger)
 
 
@@ -391,6 +393,6 @@ class Model(Base):
 
     name: Mapped[str] = mapped_column(String(512), primary_key=True)
     source: Mapped[str] = mapped_column(String(4096))  # local path or hub id
-    context_length: Mapped[int | None] = mapped_column(BigInteger)  # tokens; a worker says it
-    endpoints: Mapped[list[str] | None] = mapped_column(JSON)  # what it can be asked for; a worker says it
+    context_length: Mapped[int | None] = mapped_column(BigInteger)  # in tokens; set by a worker
+    endpoints: Mapped[list[str] | None] = mapped_column(JSON)  # endpoints that it serves; set by a worker
     created_at: Mapped[int] = mapped_column(BigInteger)

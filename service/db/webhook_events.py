@@ -1,4 +1,4 @@
-"""What is told when a batch ends, and to whom; written down in the transaction that ends it."""
+"""Records the webhook events of a batch that ends, in the transaction that ends it."""
 
 from typing import Literal, get_args
 
@@ -15,7 +15,7 @@ EVENT_TYPES: tuple[str, ...] = get_args(EventType)
 
 
 async def note_event(session: AsyncSession, batch_id: str, event_type: str, now: float) -> None:
-    """Have the batch's project told, as its webhooks want it."""
+    """Queue a delivery of the event to each webhook of the batch's project that wants it."""
     wanted = (
         select(WebhookEndpoint)
         .join(Batch, Batch.project_id == WebhookEndpoint.project_id)
@@ -48,7 +48,7 @@ def event_body(delivery: WebhookDelivery) -> bytes:
 
 
 def active_secrets(endpoint: WebhookEndpoint, seal: Seal, now: float) -> list[str]:
-    """The secret, and for a day the one before it where the owner asked for that. Raises NoKey."""
+    """Return the secret and, if its owner asked to keep it for a day, the one before. Raises NoKey."""
     stored = [endpoint.secret]
     if endpoint.old_secret is not None and (endpoint.old_secret_until or 0) > now:
         stored.append(endpoint.old_secret)

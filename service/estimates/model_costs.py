@@ -1,4 +1,4 @@
-"""The cost model of a model on a machine, from names and files."""
+"""Builds the cost model of a model on a machine from their names or files."""
 
 import re
 from pathlib import Path
@@ -21,11 +21,11 @@ log = structlog.get_logger()
 
 
 class CostsError(Exception):
-    """The model or the hardware is not known; the message says what there is."""
+    """The model or the hardware is unknown; the message says what is available."""
 
 
 def read_hardware(name: str) -> Hardware:
-    """A preset, or a JSON file of a calibration. Raises CostsError."""
+    """Read the hardware from a preset or a calibration's .json file. Raises CostsError."""
     try:
         if name.endswith(".json"):
             return hardware.hardware_of(_json(Path(name)))
@@ -37,9 +37,9 @@ def read_hardware(name: str) -> Hardware:
 
 
 def measured_overlap(gpu: str, source: str | None = None) -> str | None:
-    """The fastest way to overlap prefill and decodes, where `gpu` is a calibration that compared them.
+    """Return the fastest way to overlap prefill and decodes if `gpu` is a calibration that compared them, else None.
 
-    With another model than `source` another may be, so that nothing is said.
+    Returns None also if the calibration used a model other than `source`, for which another way may be the fastest.
     """
     if not gpu.endswith(".json"):
         return None
@@ -49,7 +49,7 @@ def measured_overlap(gpu: str, source: str | None = None) -> str | None:
         return None
     measured_with = calibration.get("model") if isinstance(calibration, dict) else None
     if source is not None and measured_with != source:
-        log.warning("the calibration compared overlaps with another model", measured_with=measured_with, model=source)
+        log.warning("ignoring an overlap comparison made with another model", measured_with=measured_with, model=source)
         return None
     fastest = compared.get("fastest") if isinstance(compared, dict) else None
     if fastest not in OVERLAPS:
@@ -58,7 +58,7 @@ def measured_overlap(gpu: str, source: str | None = None) -> str | None:
 
 
 def read_shape(source: str) -> ModelShape:
-    """A preset, a config.json, a model's folder, or a hub id. Raises CostsError."""
+    """Read a model's shape from a preset, a config.json, a model's folder or a hub id. Raises CostsError."""
     if source in model_shape.PRESETS:
         return model_shape.PRESETS[source]
     path = Path(source)
@@ -66,11 +66,11 @@ def read_shape(source: str) -> ModelShape:
         if source.startswith((".", "/")):
             raise CostsError(f"{source}: no such file or folder")
         if "/" not in source:
-            raise CostsError(f"no model {source!r}: give {', '.join(model_shape.PRESETS)}, a folder, or a hub id")
+            raise CostsError(f"no model {source!r}: use {', '.join(model_shape.PRESETS)}, a folder, or a hub id")
         try:
             path = Path(snapshot_download(source, allow_patterns=["config.json"]))
-        except Exception as error:  # the hub client raises of its own and of its HTTP library
-            raise CostsError(f"the config of {source!r} could not be fetched: {error}") from error
+        except Exception as error:  # the hub client raises its own errors and those of its HTTP library
+            raise CostsError(f"cannot fetch the config of {source!r} from the hub: {error}") from error
     config = path / "config.json" if path.is_dir() else path
     try:
         return model_shape.shape_of(_json(config), name=path.name if Path(source).exists() else source)
@@ -79,9 +79,9 @@ def read_shape(source: str) -> ModelShape:
 
 
 def context_length_of(settings: Settings) -> int | None:
-    """Tokens of a prompt and its answer together, by the engine's arguments or the model's config; None if unknown.
+    """Return the context length from the engine's arguments or the model's config, in tokens; None if unknown.
 
-    What a worker's engine says later counts more.
+    It covers a prompt and its answer together. What a worker's engine reports later takes precedence.
     """
     given = settings.engine_args.get("context_length")
     if isinstance(given, int):
@@ -93,7 +93,7 @@ def context_length_of(settings: Settings) -> int | None:
         return None
     config = config.get("text_config", config)
     scaling = config.get("rope_scaling") or {}
-    # As SGLang reads it: some models state the length with their scaling already in it.
+    # As SGLang does: some models state the length with the scaling already applied.
     is_scaled = "original_max_position_embeddings" in scaling or scaling.get("rope_type") == "llama3"
     factor = 1.0 if is_scaled else float(scaling.get("factor", 1.0))
     found = next((config[name] for name in LENGTHS if isinstance(config.get(name), int)), None)
@@ -101,31 +101,31 @@ def context_length_of(settings: Settings) -> int | None:
 
 
 def check_model(settings: Settings) -> None:
-    """Raises CostsError where nobody could load the model: what was looked for, and where."""
+    """Check that the model can be found. Raises CostsError, which says what was looked for and where."""
     if settings.model == DEMO_MODEL:
         return
     given, folder = settings.model, Path(settings.model).expanduser()
     if folder.is_dir():
         if not (folder / "config.json").exists():
-            raise CostsError(f"--model {given}: {folder.resolve()} has no config.json, so it is no model's folder")
+            raise CostsError(f"--model {given}: {folder.resolve()} has no config.json, so it is not a model folder")
         return
     if folder.exists():
-        raise CostsError(f"--model {given}: a file; name the folder of the model")
+        raise CostsError(f"--model {given}: this is a file; name the model's folder instead")
     if not re.fullmatch(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?", given):
-        raise CostsError(f"--model {given}: there is no folder {folder.absolute()}, and it is no id of a hub either")
+        raise CostsError(f"--model {given}: there is no folder {folder.absolute()}, and this is not a hub id either")
     try:
         hf_hub_download(given, "config.json")
-    except Exception as error:  # the hub client raises of its own and of its HTTP library
-        where = f"there is no folder {folder.absolute()}, and config.json of the hub's {given!r} cannot be fetched"
+    except Exception as error:  # the hub client raises its own errors and those of its HTTP library
+        where = f"there is no folder {folder.absolute()}, and config.json of {given!r} cannot be fetched from the hub"
         raise CostsError(f"--model {given}: {where}: {type(error).__name__}") from error
 
 
 def planning_costs(source: str, gpu: str, tp: int) -> CostModel:
-    """Costs for the service, which plans any model: one whose config says too little is planned as another."""
+    """Return a model's costs for planning. A model whose config is unusable is planned with the costs of FALLBACK."""
     try:
         shape = read_shape(source)
     except CostsError as error:
-        log.warning("model planned as another", model=source, planned_as=FALLBACK, reason=str(error))
+        log.warning("model planned with the costs of another", model=source, planned_as=FALLBACK, reason=str(error))
         shape = model_shape.PRESETS[FALLBACK]
     try:
         return CostModel(shape, Machine(read_hardware(gpu), tp=tp))

@@ -1,4 +1,4 @@
-"""How fast each model's workers answer, by what is counted every few seconds."""
+"""Measures how fast each model's workers answer, from counts taken every few seconds."""
 
 import math
 from collections.abc import Mapping, Sequence, Set
@@ -11,13 +11,13 @@ FORGET_S = 120.0
 
 
 class Paces:
-    """A time in which a model had nothing to do, or no worker, counts for nothing."""
+    """Averages the paces of models. Time in which a model had no work, or no worker, does not count."""
 
     def __init__(self) -> None:
-        self._answered: dict[str, int] = {}  # by batch, when it was last looked
+        self._answered: dict[str, int] = {}  # by batch, at the last look
         self._looked_at: int | None = None
-        self._sums: dict[str, list[float]] = {}  # by model, with what is long ago forgotten: answers, work, seconds
-        self._busy: set[str] = set()  # models that had something to do when it was last looked
+        self._sums: dict[str, list[float]] = {}  # by model: answers, work and seconds, each decaying with age
+        self._busy: set[str] = set()  # models that had work at the last look
 
     @property
     def looked_at(self) -> int | None:
@@ -25,7 +25,7 @@ class Paces:
 
     @property
     def answers_per_second(self) -> float:
-        """Of the models that are busy."""
+        """Return the answers per second of all busy models together."""
         busy = (self._sums[model] for model in self._busy)
         return round(sum(answers / seconds for answers, _, seconds in busy), 6)
 
@@ -34,7 +34,11 @@ class Paces:
         return {model: Pace(work / seconds, answers) for model, (answers, work, seconds) in self._sums.items()}
 
     def look(self, batches: Sequence[Batch], answered: Mapping[str, int], alive: Set[str], now: int) -> None:
-        """`batches`: that run, or ended since the last look; `answered`: by their ids; `alive`: models with workers."""
+        """Update the paces.
+
+        `batches`: those that run, or ended since the last look; `answered`: answers by batch id; `alive`: models that
+        have workers.
+        """
         if self._looked_at is not None and now > self._looked_at:
             elapsed_s = now - self._looked_at
             keep = math.exp(-elapsed_s / FORGET_S)

@@ -1,4 +1,4 @@
-"""What a held batch would take if nothing else ran, as its row keeps it."""
+"""The preview of a held batch: what it would take if nothing else ran, as stored in its row."""
 
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -8,9 +8,10 @@ from service.db.tables import Batch
 
 @dataclass(frozen=True, slots=True)
 class Preview:
-    """By the planner's cost model. `requests` of the batch were planned; the other figures are of all of them.
+    """Estimates by the planner's cost model. `requests` of the batch were planned; other figures are for all of them.
 
-    `prompt_sharing`: the share of prompt tokens that a prefix before them has computed, where the cache keeps them all.
+    `prompt_sharing`: the share of prompt tokens that are in a prefix already computed for an earlier request, if the
+    cache keeps them all.
     """
 
     requests: int

@@ -1,4 +1,4 @@
-"""Who serves each model, how fast of late, and what it still has to do."""
+"""Reports, by model, which workers serve it, how fast they have been recently, and what work is left."""
 
 import asyncio
 import math
@@ -20,10 +20,10 @@ from service.queue.progress import STALLED_S, Heartbeat
 
 @dataclass(slots=True)
 class Queue:
-    """The batches of a model that run and are not held, by deadline.
+    """The batches of a model that are in progress and not held, by deadline.
 
-    `order`: expires_at and seq of each; `work_s`: of what is planned and not done, in seconds by the cost model;
-    `leased_s`: what engines have of it.
+    `order`: expires_at and seq of each batch; `work_s`: its planned work that is not done yet, in seconds by the cost
+    model; `leased_s`: the part of that work that engines hold.
     """
 
     order: list[tuple[int, int]] = field(default_factory=list[tuple[int, int]])
@@ -32,23 +32,23 @@ class Queue:
     _before_s: list[float] = field(default_factory=list[float])
 
     def before(self, expires_at: int, seq: int) -> tuple[int, float]:
-        """How many batches have an earlier deadline, and the work in them."""
+        """Return how many batches have an earlier deadline, and the work in them."""
         if len(self._before_s) != len(self.order) + 1:
             self._before_s = [0.0, *accumulate(self.work_s)]
         place = bisect_left(self.order, (expires_at, seq))
         return place, self._before_s[place]
 
     def leased_behind_s(self, expires_at: int, seq: int) -> float:
-        """What engines have of batches with a later deadline."""
+        """Return the work that engines hold of batches with a later deadline."""
         place = bisect_left(self.order, (expires_at, seq + 1))
         return sum(self.leased_s[place:])
 
 
 @dataclass(frozen=True, slots=True)
 class Serving:
-    """Of one model. `alive`: its workers, those that drain or are stalled among them.
+    """The workers, pace and queue of one model. `alive`: its live workers, including draining and stalled ones.
 
-    `starting_s`: how long the engine has been starting that began first, of those that start.
+    `starting_s`: how long an engine has been starting, the longest if there are several; None if none is.
     """
 
     alive: int = 0
@@ -60,7 +60,10 @@ class Serving:
 
 
 async def serving_by_model(database: Database, heartbeat: Heartbeat, history: History) -> dict[str, Serving]:
-    """Of every model that has workers or batches that run; without Redis, which knows the workers, none is alive."""
+    """Return how each model that has workers or batches in progress is served.
+
+    Only Redis knows the workers: without it, none counts as alive.
+    """
     try:
         (alive, starting), paces = await heartbeat.everyone(), await history.model_paces()
     except (RedisError, OSError):
@@ -91,7 +94,7 @@ async def serving_by_model(database: Database, heartbeat: Heartbeat, history: Hi
 
 
 class Outlook:
-    """`serving_by_model`, looked up once in a while however many ask: it reads the rows of all batches that run."""
+    """Caches `serving_by_model`, which reads the rows of all batches in progress, for `every_s` seconds."""
 
     def __init__(self, database: Database, heartbeat: Heartbeat, history: History, every_s: float) -> None:
         self._look = partial(serving_by_model, database, heartbeat, history)

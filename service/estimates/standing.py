@@ -1,4 +1,4 @@
-"""Where a batch stands: how many come before it, what it waits for, when it ends. What clients see as `batchweave`."""
+"""A batch's position, what it waits for, and its estimated end: what clients see under `batchweave`."""
 
 import math
 from dataclasses import dataclass
@@ -14,13 +14,16 @@ from service.objects.storage import ANSWERS_RESERVE, Room
 from service.queue.counts import Counts
 
 STANDARD_ERRORS = 2.0
-LEAST_ANSWERS = 1.0  # that have not been forgotten; fewer say nothing of when others come
+LEAST_ANSWERS = 1.0  # after decay; fewer are too few to predict when others come
 
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """Unix seconds. `earliest_at`: by the planner's cost model alone. The others by the pace of the model's answers:
-    `expected_at` when all with an earlier deadline is done before it, `latest_at` when all that engines have is too.
+    """When a batch ends, in Unix seconds.
+
+    `earliest_at` uses the planner's cost model alone. The others use the recent pace of the model's answers:
+    `expected_at` assumes that all work with an earlier deadline is done first, `latest_at` that all work that engines
+    already hold is done first too.
     """
 
     earliest_at: int | None = None
@@ -30,7 +33,7 @@ class Estimate:
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """Expected of a whole batch, as far as it was planned or previewed, by the planner's cost model."""
+    """The expected work of a whole batch, extrapolated from its plan or its preview, by the planner's cost model."""
 
     compute_s: float
     memory_s: float
@@ -52,7 +55,10 @@ def work_of(batch: Batch) -> Work | None:
 
 @dataclass(frozen=True, slots=True)
 class Standing:
-    """`position`: batches of the model that come before it; `waiting_for`: None while it runs or when it has ended."""
+    """Where a batch stands.
+
+    `position`: batches of its model ahead of it; `waiting_for`: None while it runs and after it has ended.
+    """
 
     position: int | None = None
     waiting_for: str | None = None
@@ -65,14 +71,14 @@ ENDED = Standing()
 async def standing(
     database: Database, batch: Batch, counts: Counts, serving: dict[str, Serving], room: Room | None, now: float
 ) -> Standing:
-    """Of a batch that has not ended."""
+    """Return the standing of a batch that has not ended."""
     is_waiting = batch.status == BatchStatus.VALIDATING
     if room is not None and room.free_bytes < room.reserve_bytes * (1.0 if is_waiting else ANSWERS_RESERVE):
-        return Standing(waiting_for=f"room on the service's disk: {room.free_bytes // 2**20} MiB are free")
+        return Standing(waiting_for=f"room on the service's disk: only {room.free_bytes // 2**20} MiB are free")
     if is_waiting:
         return Standing(waiting_for="validation")
     if batch.status != BatchStatus.IN_PROGRESS:
-        return Standing(waiting_for="its files to be written")
+        return Standing(waiting_for="its result files to be written")
     async with database.read() as session:
         running = await _runs(session, batch.id)
     model = serving.get(batch.model or "", Serving())
@@ -81,7 +87,7 @@ async def standing(
 
 
 async def _runs(session: AsyncSession, batch_id: str) -> bool:
-    """Whether a worker has some of it."""
+    """Return whether a worker holds a slice of the batch."""
     leased = (SliceBatch.batch_id == batch_id) & (SliceBatch.status == fixed(SliceStatus.LEASED))
     return (await session.scalars(select(SliceBatch.slice_id).where(leased).limit(1))).one_or_none() is not None
 
@@ -96,11 +102,11 @@ def _reason(batch: Batch, running: bool, position: int, model: Serving) -> str |
     if not model.alive:
         return f"a worker that serves {batch.model}: none is alive"
     if model.stalled == model.alive:
-        return f"the engines that serve {batch.model}: no step of any has ended for a while"
+        return f"the engines that serve {batch.model}: none has finished a step for a while"
     if running:
         return None
     if model.draining == model.alive:
-        return f"a worker that serves {batch.model}: all that are alive drain, until one is resumed"
+        return f"a worker that serves {batch.model}: all live workers are draining, until one is resumed"
     return f"{position} {'batch' if position == 1 else 'batches'} before it" if position else "room in an engine"
 
 

@@ -1,4 +1,4 @@
-"""What the models that workers registered cost on the machine of the settings."""
+"""Provides cost models for the registered models on the machine that the settings name."""
 
 import asyncio
 
@@ -12,13 +12,15 @@ from service.settings import Settings
 
 
 class Costs:
+    """Builds the cost models of registered models and caches them."""
+
     def __init__(self, database: Database, settings: Settings) -> None:
         self._database = database
         self._settings = settings
         self._known: dict[str, CostModel] = {}
 
     async def of(self, model: str) -> CostModel:
-        """What the model costs on the machine of the settings, from the files that its workers registered."""
+        """Return a model's cost model on the settings' machine, read from the source that its workers registered."""
         async with self._database.read() as session:
             source = await session.scalar(select(Model.source).where(Model.name == model)) or model
         if source not in self._known:
@@ -27,6 +29,6 @@ class Costs:
                 planning_costs, source, self._settings.gpu, tp if isinstance(tp, int) else 1
             )
             if found.shape.name == FALLBACK != source:
-                return found  # it may be known next time
+                return found  # not cached: the model's config may be readable next time
             self._known[source] = found
         return self._known[source]

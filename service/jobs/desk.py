@@ -1,4 +1,4 @@
-"""What a job works on: one item per call, never the same twice at once, and one that fails rests while others go on."""
+"""Hands out a job's items one by one: an item is never in work twice at once, and one that fails rests for a while."""
 
 from collections.abc import AsyncGenerator, Callable, Iterable
 from contextlib import asynccontextmanager
@@ -10,15 +10,17 @@ log = structlog.get_logger()
 
 
 class Desk:
+    """Tracks which items of a job are in work and which rest after a failure."""
+
     def __init__(self, job: str, clock: Callable[[], float]) -> None:
         self._job = job
         self._clock = clock
         self._busy: set[str] = set()
-        self._resting: dict[str, tuple[int, float]] = {}  # failures so far, and until when
+        self._resting: dict[str, tuple[int, float]] = {}  # failures so far, and the end of the rest
 
     @property
     def enough(self) -> int:
-        """So many items hold one that is free, where there is one."""
+        """Return how many items to fetch so that at least one is free, if any is."""
         now = self._clock()
         return len(self._busy) + sum(until > now for _, until in self._resting.values()) + 1
 
@@ -28,7 +30,7 @@ class Desk:
 
     @asynccontextmanager
     async def take(self, keys: Iterable[str]) -> AsyncGenerator[str | None, None]:
-        """The first of these that is free, or None. An exception in the block is logged, and the item rests."""
+        """Yield the first free key, or None. An exception in the block is logged, and the item rests."""
         now = self._clock()
         key = next((k for k in keys if k not in self._busy and self._resting.get(k, (0, 0.0))[1] <= now), None)
         if key is None:

@@ -1,4 +1,4 @@
-"""Why requests failed, in a few lines: causes that read alike are one, with how often and some custom_ids."""
+"""Summarizes why requests failed: groups similar errors, each with a count and some custom_ids."""
 
 import re
 from dataclasses import dataclass, field
@@ -13,7 +13,7 @@ _VARIABLE = re.compile(r"'[^']*'|\"[^\"]*\"|\d+")
 
 
 class _Error(msgspec.Struct):
-    code: Any = None  # an engine's, of any type
+    code: Any = None  # an engine may send any type
     message: Any = None
 
 
@@ -37,7 +37,7 @@ _decoder = msgspec.json.Decoder(_Line)
 
 @dataclass(slots=True)
 class Digest:
-    """Memory is bounded: what comes after the first fifty causes is counted together."""
+    """Counts the causes of failed requests. To bound memory, causes after the first fifty are counted together."""
 
     _causes: dict[tuple[Any, ...], dict[str, Any]] = field(default_factory=dict[tuple[Any, ...], dict[str, Any]])
 
@@ -45,7 +45,7 @@ class Digest:
         """Count a line of the error file."""
         try:
             found = _decoder.decode(line)
-        except (msgspec.DecodeError, RecursionError):  # an engine's body may be anything
+        except (msgspec.DecodeError, RecursionError):  # an engine may send any body
             found = _Line(None)
         response = found.response
         status = response.status_code if response else None
@@ -64,5 +64,5 @@ class Digest:
 
     @property
     def causes(self) -> list[dict[str, Any]]:
-        """The most frequent first."""
+        """Return the causes, the most frequent first."""
         return sorted(self._causes.values(), key=lambda cause: -cause["count"])

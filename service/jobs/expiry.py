@@ -1,4 +1,4 @@
-"""Expiry: when a batch's completion window closes, it ends with what is finished; files go when their time is up."""
+"""Expiry: ends batches whose completion window has closed, with the answers they have, and deletes expired files."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -13,28 +13,30 @@ from service.metrics import tracing
 from service.metrics.counters import BATCHES_ENDED
 from service.objects.storage import Storage, file_key
 
-ROUND = 1000  # rows of which one look takes note
+ROUND = 1000  # rows fetched per query
 log = structlog.get_logger()
 
-_CLOSES = text("batches.status IN ('validating', 'in_progress')")  # as the index says it
+_CLOSES = text("batches.status IN ('validating', 'in_progress')")  # worded like the index, so that the database uses it
 _NEXT = {BatchStatus.VALIDATING: BatchStatus.EXPIRED, BatchStatus.IN_PROGRESS: BatchStatus.FINALIZING}
 
 
 class Expiry:
+    """Ends late batches and uploads, and deletes expired files."""
+
     def __init__(self, database: Database, storage: Storage, clock: Callable[[], float]) -> None:
         self._database = database
         self._storage = storage
         self._clock = clock
 
     async def run_once(self) -> int:
-        """Move on the batches whose window has closed, and delete expired files; returns how many."""
+        """Move on batches whose window has closed, expire uploads, delete expired files. Returns how many in total."""
         now = self._clock()
         if not await self._is_something_due(now):
             return 0
         late = await self._late(now)
         for batch_id, status, created_at in late:
             async with self._database.write() as session:
-                late_still = Batch.expires_at <= now  # a start of a held batch moves it
+                late_still = Batch.expires_at <= now  # starting a held batch moves its deadline
                 moved = await move_batch(session, batch_id, _NEXT[BatchStatus(status)], now=now, only_if=late_still)
             if not moved:
                 continue
@@ -45,7 +47,7 @@ class Expiry:
         return len(late) + await self._end_uploads(now) + await self._delete_files(now)
 
     async def _is_something_due(self, now: float) -> bool:
-        """One question, for it is asked every few seconds."""
+        """Return whether anything is due; one cheap query, since it runs every few seconds."""
         due = (
             exists().where(_CLOSES, Batch.expires_at <= now),
             exists().where(Upload.status == UploadStatus.PENDING, Upload.expires_at <= now),
@@ -61,7 +63,7 @@ class Expiry:
             return (await session.execute(query)).all()
 
     async def _end_uploads(self, now: float) -> int:
-        """Uploads that nobody completed; the sweeper deletes their parts."""
+        """Expire uploads that were not completed in time; the sweeper deletes their parts. Returns how many."""
         late = (Upload.status == UploadStatus.PENDING) & (Upload.expires_at <= now)
         async with self._database.read() as session:
             if (await session.scalars(select(Upload.id).where(late).limit(1))).one_or_none() is None:
@@ -70,14 +72,17 @@ class Expiry:
             return rows_changed(await session.execute(update(Upload).where(late).values(status=UploadStatus.EXPIRED)))
 
     async def _delete_files(self, now: float) -> int:
-        """Rows first: a crash in between leaves an object that nobody can name, never a file without its bytes."""
+        """Delete expired files that no live batch uses, their rows first. Returns how many were due.
+
+        A crash in between leaves an object that no row names, never a file without its bytes.
+        """
         in_use = exists().where(Batch.input_file_id == File.id, Batch.status.in_(LIVE))
         late = select(File.id).where(File.expires_at <= now, File.deleted_at.is_(None), ~in_use).limit(ROUND)
         async with self._database.read() as session:
             gone = (await session.scalars(late)).all()
         for file_id in gone:
             async with self._database.write() as session:
-                still = (File.id == file_id) & ~in_use  # a batch may have begun with it meanwhile
+                still = (File.id == file_id) & ~in_use  # a batch may have been created with it since the query
                 gone_now = await session.execute(update(File).where(still).values(deleted_at=int(now)))
             if rows_changed(gone_now):
                 await self._storage.delete(file_key(file_id))

@@ -1,4 +1,4 @@
-"""Whose batch is next: each project by its weight, so that nobody's short windows or many batches go first for ever."""
+"""Decides whose batch is next, by project weight, so that short windows or many batches never starve other projects."""
 
 from collections import Counter
 from collections.abc import AsyncGenerator, Awaitable, Callable, Generator, Iterable, Mapping
@@ -12,23 +12,23 @@ from service.db.tables import Batch, Project
 from service.jobs.desk import Desk
 
 MOST_KNOWN = 10_000
-MOST_AT_ONCE = 2  # of one project, in one process that works on three
+MOST_AT_ONCE = 2  # items of one project, in a process that works on three at once
 
 
 class FairTurns:
-    """Start-time fair queueing: a project's time passes by what was done for it over its weight.
+    """Start-time fair queueing: a project's virtual time advances by the work done for it divided by its weight.
 
-    One that comes back after a rest starts beside the others and has saved nothing up.
+    A project that was idle starts level with the others: it has not saved up any turns.
     """
 
     def __init__(self, most_at_once: int = MOST_AT_ONCE) -> None:
-        """`most_at_once`: items of one project in work, so that a few large ones leave room for others."""
+        """Allow `most_at_once` items of one project in work, so that a few large ones leave room for other projects."""
         self._most_at_once = most_at_once
         self._times: dict[str, float] = {}
         self._in_work: Counter[str] = Counter()
 
     def order(self, weights: Mapping[str, float]) -> list[str]:
-        """Those of the projects whose turn it can be, the next first."""
+        """Return the projects that may take a turn, the next one first."""
         floor = min((self._times[each] for each in weights if each in self._times), default=0.0)
         if len(self._times) > MOST_KNOWN:
             self._times = {each: self._times[each] for each in weights if each in self._times}
@@ -39,7 +39,7 @@ class FairTurns:
 
     @contextmanager
     def work(self, project: str) -> Generator[None, None, None]:
-        """An item of the project is in work during the block."""
+        """Count an item of the project as in work during the block."""
         self._in_work[project] += 1
         try:
             yield
@@ -54,7 +54,7 @@ class FairTurns:
 
 @dataclass(slots=True)
 class Taken:
-    """A batch in work; `work` is what it took, in requests, and is set by who does it."""
+    """A batch in work. The job sets `work` to what the batch took, in requests."""
 
     batch_id: str
     project_id: str
@@ -62,7 +62,7 @@ class Taken:
 
 
 class FairDesk:
-    """A desk for batches that meet a condition: the next is one of the project whose turn it is."""
+    """A desk for batches that meet a condition. The next batch is from the project whose turn it is."""
 
     def __init__(self, job: str, database: Database, clock: Callable[[], float]) -> None:
         self._database = database
@@ -71,7 +71,7 @@ class FairDesk:
 
     @property
     def enough(self) -> int:
-        """As that of a Desk."""
+        """Return how many batches to fetch so that at least one is free (see Desk.enough)."""
         return self._desk.enough
 
     @property
@@ -82,7 +82,7 @@ class FairDesk:
     async def take(
         self, waits: ColumnElement[bool], of_project: Callable[[str], Awaitable[Iterable[str]]]
     ) -> AsyncGenerator[Taken | None, None]:
-        """One batch for which `waits` holds, or None; `of_project` gives those of a project in their order.
+        """Yield one batch for which `waits` holds, or None. `of_project` lists a project's batches in their order.
 
         An exception in the block is logged, and the batch rests.
         """
@@ -101,7 +101,7 @@ class FairDesk:
         yield None
 
     async def _waiting(self, waits: ColumnElement[bool]) -> dict[str, float]:
-        """Weights of the projects that have such a batch."""
+        """Return the weights of the projects that have such a batch."""
         some = exists().where(Batch.project_id == Project.id, waits)
         async with self._database.read() as session:
             return dict((await session.execute(select(Project.id, Project.weight).where(some))).tuples().all())

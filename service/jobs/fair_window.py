@@ -1,4 +1,4 @@
-"""Which requests go into a window: the earliest deadline first, each project by its weight."""
+"""Chooses the requests of a window: earliest deadline first, with room shared among projects by weight."""
 
 import math
 from collections import Counter
@@ -12,9 +12,9 @@ from numpy.typing import NDArray
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """The requests [first, first + count) of a batch that go into the window; the batch ends at `expires_at`.
+    """The requests [first, first + count) of a batch that go into the window; the batch expires at `expires_at`.
 
-    `weight`: its project's share of the work, beside other projects that wait.
+    `weight`: its project's share of the work, relative to other waiting projects.
     """
 
     batch_id: str
@@ -27,7 +27,7 @@ class Span:
 
 
 def fill(waiting: list[Span], room: int) -> list[Span]:
-    """What goes into a window of so many requests: each project has its share, and what one leaves others take."""
+    """Choose at most `room` requests for a window. Each project gets its share; others take what it leaves."""
     wanted: Counter[str] = Counter()
     for span in waiting:
         wanted[span.project_id] += span.count
@@ -42,9 +42,9 @@ def fill(waiting: list[Span], room: int) -> list[Span]:
 
 
 def shared_room(wanted: Mapping[str, int], weights: Mapping[str, float], room: int) -> dict[str, int]:
-    """Room by project, at most what it wants, in proportion to its weight among those that want more (max-min)."""
+    """Share room among projects by weight (max-min fairness). No project gets more than it wants."""
     shares: dict[str, int] = {}
-    # Whoever wants least of its share is served first, and leaves the most to the others.
+    # The project that wants the least relative to its weight comes first, and leaves the most to the others.
     for project in sorted(wanted, key=lambda each: wanted[each] / weights[each]):
         left = sum(weights[each] for each in wanted if each not in shares)
         free = room - sum(shares.values())
@@ -53,9 +53,9 @@ def shared_room(wanted: Mapping[str, int], weights: Mapping[str, float], room: i
 
 
 def fitting(spans: Sequence[Span], tokens: Sequence[NDArray[Any]], room: int) -> list[int]:
-    """How many requests of each span fit into a window of so many tokens; `tokens` of each, by request.
+    """Return how many requests of each span fit into a window of `room` tokens; `tokens`: by span, of each request.
 
-    Each project's tokens are shared as its requests are, but for one request that it may always have.
+    Projects share tokens as they share requests, except that each may always have one request.
     """
     wanted: Counter[str] = Counter()
     for span, each in zip(spans, tokens, strict=True):

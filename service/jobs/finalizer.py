@@ -1,4 +1,4 @@
-"""The finalizer: joins shards into the output and error files, one line per custom_id, and ends the batch."""
+"""The finalizer: merges shards into the output and error files, one line per custom_id, and finishes the batch."""
 
 import time
 from collections import OrderedDict, defaultdict
@@ -40,8 +40,8 @@ from service.queue.counts import Counts
 from service.requests.lines import custom_id_of
 
 READ_REQUESTS, READ_BYTES = 1000, 16 * 1024 * 1024
-ROUND = 64  # batches of which one look takes note
-SETTLE_S = 3.0  # a worker notices within one that a batch has ended, and writes what it has half a second later
+ROUND = 64  # batches fetched per query
+SETTLE_S = 3.0  # a worker notices within 1 s that a batch has ended, and writes its answers 0.5 s later
 REMEMBERED = 10_000
 EXPIRED = ("batch_expired", "This request could not be executed before the completion window expired.")
 CANCELLED = ("batch_cancelled", "This request was not executed because the batch was cancelled.")
@@ -52,12 +52,12 @@ _ENDS = Batch.status.in_([BatchStatus.FINALIZING, BatchStatus.CANCELLING])
 
 
 class EndedElsewhere(Exception):
-    """Another finalizer ended the batch first, or it was cancelled meanwhile; its rows stand, ours roll back."""
+    """Another finalizer finished the batch first, or it was cancelled. The other's rows stand, ours roll back."""
 
 
 @dataclass(slots=True)
 class ResultFile:
-    """An output or error file in the making; it becomes an object only when a line comes."""
+    """Writes an output or error file. The object is created only with the first line."""
 
     storage: Storage
     stack: AsyncExitStack
@@ -88,6 +88,8 @@ class ResultFile:
 
 
 class Finalizer:
+    """Finishes batches whose requests are all done, expired or cancelled."""
+
     def __init__(
         self,
         database: Database,
@@ -98,10 +100,10 @@ class Finalizer:
         self._storage = storage
         self._clock = clock
         self._desk = FairDesk("finalizer", database, clock)
-        self._since: OrderedDict[str, float] = OrderedDict()  # by batch that ends while workers have a part of it
+        self._since: OrderedDict[str, float] = OrderedDict()  # by batch: first seen ending while leased
 
     async def run_once(self) -> bool:
-        """End one batch that can end; whether there was one. Projects take turns by weight."""
+        """Finish one batch that can be finished. Returns whether it found one. Projects take turns by weight."""
         await self._begin_finished()
         async with self._desk.take(_ENDS, self._first) as taken:
             if taken is not None:
@@ -121,9 +123,9 @@ class Finalizer:
         return [batch_id for batch_id, is_leased in found if not is_leased or self._is_settled(batch_id)]
 
     def _is_settled(self, batch_id: str) -> bool:
-        """Whether no worker answers requests of the batch any more, of which one has a part still.
+        """Return whether workers that still hold a part of the batch have had time to stop answering its requests.
 
-        After a cancel they do for a moment, and what they answer then is counted and must be in the files.
+        They keep answering for a moment after a cancel. Those answers are counted, so they must be in the files.
         """
         since = self._since.setdefault(batch_id, time.monotonic())
         if len(self._since) > REMEMBERED:
@@ -131,7 +133,7 @@ class Finalizer:
         return time.monotonic() - since >= SETTLE_S
 
     async def _begin_finished(self) -> None:
-        """Move to finalizing the batches whose every request is planned and every slice done."""
+        """Move to finalizing the batches whose requests are all planned and whose slices are all done."""
         is_done = (
             (Batch.status == fixed(BatchStatus.IN_PROGRESS))
             & (Batch.slices_left == fixed(0))
@@ -145,7 +147,7 @@ class Finalizer:
                     await move_batch(session, batch_id, BatchStatus.FINALIZING, now=self._clock())
 
     async def finalize(self, batch: Batch) -> None:
-        """Write the files from what the shards hold and commit; repeatable, since a lost race leaves nothing."""
+        """Write the files from the shards and commit. Safe to repeat: a lost race leaves nothing behind."""
         async with AsyncExitStack() as stack:
             output = ResultFile(self._storage, stack, "output")
             errors = ResultFile(self._storage, stack, "error")
@@ -188,7 +190,7 @@ class Finalizer:
         return BatchStatus.COMPLETED, LOST
 
     async def _answers(self, batch: Batch) -> AsyncIterator[Answer]:
-        """All answers, first those that were readable while the batch ran; a request may come twice."""
+        """Yield all answers, those that were readable while the batch ran first. A request may come twice."""
         async with self._database.read() as session:
             early = len(await run_sizes(session, batch.id))
             slices = (
@@ -205,8 +207,8 @@ class Finalizer:
                 try:
                     async for answer in answers_of(self._storage, run):
                         yield answer
-                except FileNotFoundError:  # not by us; its requests have no answer then
-                    log.exception("segment is gone", batch=batch.id, slice=run.slice_id)
+                except FileNotFoundError:  # the service did not delete it; its requests end without an answer
+                    log.exception("segment is missing", batch=batch.id, slice=run.slice_id)
         for slice_id in slices:
             shard = Shard(self._storage, slice_id)
             rest = [name for name in await shard.segments() if name not in read[slice_id]]
@@ -217,7 +219,7 @@ class Finalizer:
     async def _unanswered(
         self, batch: Batch, answered: bytearray, reason: tuple[str, str]
     ) -> AsyncIterator[tuple[int, bytes]]:
-        """Number and error line of each request that has no answer, from the input file."""
+        """Yield the number and error line of each unanswered request. The custom_ids come from the input file."""
         code, message = reason
         index = RequestIndex(self._storage, batch.index_id or "")
         for first in range(0, batch.total, READ_REQUESTS):
@@ -236,7 +238,7 @@ class Finalizer:
                 yield number, msgspec.json.encode(line)
 
     async def _names(self, batch: Batch, records: Records) -> Sequence[str | None]:
-        """Their custom_ids; None where the input was removed from the store behind our back, so that batches end."""
+        """Return the records' custom_ids; all None if the input file is missing, so that the batch can still finish."""
         names: list[str | None] = []
         offsets, lengths = records["offset"].tolist(), records["length"].tolist()
         try:
@@ -245,7 +247,7 @@ class Finalizer:
                 lines = await self._storage.read_ranges(key, offsets[first:after], lengths[first:after])
                 names += map(_name_of, lines)
         except FileNotFoundError:
-            log.exception("input file is gone", batch=batch.id, file=batch.input_file_id)
+            log.exception("input file is missing", batch=batch.id, file=batch.input_file_id)
             return [None] * len(records)
         return names
 
@@ -262,7 +264,7 @@ class Finalizer:
         values: dict[str, Any] = {
             **asdict(counts),
             "completed": output.lines,
-            "failed": errors.lines,  # those without an answer too
+            "failed": errors.lines,  # includes requests without an answer
             "causes": digest.causes or None,
         }
         try:
@@ -276,7 +278,7 @@ class Finalizer:
                 await session.execute(delete(EarlyRun).where(EarlyRun.batch_id == batch.id))
                 await _let_slices_go(session, batch.id)
         except EndedElsewhere:
-            # Only now is it certain that nobody names these files; after any other error the sweeper decides.
+            # Only this error makes it certain that no row names these files; after any other, the sweeper decides.
             for file in (output, errors):
                 await self._storage.delete(file_key(file.id))
             return
@@ -286,7 +288,7 @@ class Finalizer:
 
 
 def _by_bytes(lengths: Sequence[int], most: int) -> Iterator[tuple[int, int]]:
-    """Runs [first, after) of what together has at most so many bytes, or is one."""
+    """Yield ranges [first, after) of at most `most` bytes each; a larger item is a range by itself."""
     first = size = 0
     for at, length in enumerate(lengths):
         if size + length > most and at > first:
@@ -298,16 +300,16 @@ def _by_bytes(lengths: Sequence[int], most: int) -> Iterator[tuple[int, int]]:
 
 
 def _name_of(line: bytes) -> str | None:
-    """None for a line that nobody can read, so that no line keeps its batch from ending."""
+    """Return the line's custom_id; None for an unreadable line, which must not keep its batch from finishing."""
     try:
         return custom_id_of(line)
     except (msgspec.DecodeError, RecursionError):
-        log.exception("a line of the input cannot be read")
+        log.exception("cannot read a line of the input file")
         return None
 
 
 async def _let_slices_go(session: AsyncSession, batch_id: str) -> None:
-    """Mark done what is left of the batch's slices, unless another batch that still runs has requests in them."""
+    """Mark the batch's remaining slices done, except those that also hold requests of another live batch."""
     mine = select(SliceBatch.slice_id).where(SliceBatch.batch_id == batch_id)
     shared = (
         select(SliceBatch.slice_id)

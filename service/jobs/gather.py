@@ -1,4 +1,4 @@
-"""The requests of a window, read from the indexes of their batches."""
+"""Reads the requests of a window from the indexes of their batches."""
 
 import asyncio
 from dataclasses import dataclass, replace
@@ -22,7 +22,7 @@ from service.settings import Settings
 
 @dataclass(frozen=True, slots=True)
 class Gathered:
-    """The requests of a window: where they stand, their prompts, what they ask for (AskedOutput.packed)."""
+    """The requests of a window: their places, their prompts and their requested outputs (AskedOutput.packed)."""
 
     spans: list[Span]
     places: Places
@@ -31,7 +31,10 @@ class Gathered:
 
     @property
     def outputs(self) -> Outputs:
-        """Requests of one batch that ask for equal lengths are of one kind: a batch is mostly one task."""
+        """Return what is known of the answers' lengths.
+
+        Requests of one batch with the same length limit are of one kind, since a batch is mostly one task.
+        """
         most = self.asked & MOST_TOKENS
         caps = np.where(most > 0, np.minimum(most, LONGEST), LONGEST)
         known = np.where(self.asked & EXACT, caps, UNKNOWN)
@@ -47,14 +50,14 @@ class Gathered:
 
 
 async def plan_of(found: Gathered, cost: CostModel, now: float, settings: Settings) -> WindowPlan:
-    """The plan of what was gathered, made in a thread; the first one waits until its loops are compiled."""
+    """Plan the gathered requests in a thread. The first plan waits until the planner's loops are compiled."""
     shape = Shape(slice_requests=settings.slice_requests)
     await asyncio.to_thread(warm_up.ensure)
     return await asyncio.to_thread(plan_window, found.prompts, found.outputs, cost, found.wishes(now), shape)
 
 
 async def gather(storage: Storage, settings: Settings, wanted: list[Span]) -> Gathered:
-    """What fits of the wanted spans into the window's tokens, each project by its weight."""
+    """Read the wanted spans, as far as they fit into the window's tokens, shared among projects by weight."""
     indexes = [RequestIndex(storage, span.index_id) for span in wanted]
     found = [await index.read(span.first, span.count) for index, span in zip(indexes, wanted, strict=True)]
     counts = fitting(wanted, [records["tokens"] for records in found], settings.window_tokens)

@@ -1,4 +1,4 @@
-"""The historian: every ten seconds, what the workers do and how far the running batches are."""
+"""The historian: every ten seconds, records what the workers are doing and how far the running batches have come."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -13,9 +13,9 @@ from service.estimates.paces import Paces
 from service.metrics.history import History
 from service.queue.progress import Heartbeat, Progress
 
-# Sums over workers and ranks, by the names of a heartbeat's engine.
+# Summed over workers and their ranks; named as in a heartbeat's engine state.
 GAUGES = ("running", "waiting", "kv_of_left", "kv_of_right", "kv_capacity")
-# Sums over workers of what they count per second.
+# Rates per second, summed over workers.
 RATES = (
     "input_tokens_per_second",
     "output_tokens_per_second",
@@ -25,7 +25,7 @@ RATES = (
     "reads_per_second",
     "retractions_per_second",
 )
-MOST_BATCHES = 1000  # that are noted one by one
+MOST_BATCHES = 1000  # recorded individually
 _IN_PROGRESS = Batch.status == fixed(BatchStatus.IN_PROGRESS)
 _LEASED = exists().where(SliceBatch.batch_id == Batch.id, SliceBatch.status == fixed(SliceStatus.LEASED))
 _RUNS = Batch.status.in_([BatchStatus.FINALIZING, BatchStatus.CANCELLING]) | (
@@ -37,6 +37,8 @@ _UNFINISHED = select(func.coalesce(func.sum(Batch.total - Batch.completed - Batc
 
 
 class Historian:
+    """Records one point of history per interval, whichever process's turn it is."""
+
     def __init__(self, database: Database, redis: Redis, clock: Callable[[], float]) -> None:
         self._database = database
         self._history = History(redis)
@@ -46,7 +48,7 @@ class Historian:
         self._paces = Paces()
 
     async def run_once(self) -> bool:
-        """Note one point; whether it was time for it."""
+        """Record one point if it is due. Returns whether it was."""
         if not await self._history.is_due():
             return False
         now = int(self._clock())
@@ -62,16 +64,16 @@ class Historian:
             if batch.status == BatchStatus.IN_PROGRESS:
                 unfinished -= max(counts.answered - batch.completed - batch.failed, 0)
                 await self._history.note_batch(batch.id, now, counts)
-        seen = {batch.id: batch for batch in (*running, *ended)}  # one may end between the two questions
+        seen = {batch.id: batch for batch in (*running, *ended)}  # a batch may end between the two queries
         self._paces.look(list(seen.values()), answered, {state["model"] for state in alive}, now)
-        if paces := self._paces.by_model:  # not of a process that has just begun, beside one that knows them
+        if paces := self._paces.by_model:  # none in a fresh process, which must not overwrite another's
             await self._history.note_paces(paces)
         point = {"at": now, "unfinished": unfinished, "answers_per_second": self._paces.answers_per_second}
         await self._history.note({**point, **summed(alive)})
         return True
 
     async def _ended(self, session: AsyncSession) -> Sequence[Batch]:
-        """Those that ended since the last look."""
+        """Return the batches that ended since the last look."""
         if self._paces.looked_at is None:
             return []
         ended = select(Batch).where(Batch.ended_at >= self._paces.looked_at, Batch.status != BatchStatus.FAILED)
@@ -79,12 +81,15 @@ class Historian:
 
 
 def _answers(batch: Batch) -> int:
-    """Of one that has ended; requests without an answer count as failed in those that did not complete."""
+    """Return how many answers an ended batch has.
+
+    In a batch that did not complete, the failed count includes requests without an answer, so it is left out.
+    """
     return batch.completed + (batch.failed if batch.status == BatchStatus.COMPLETED else 0)
 
 
 def summed(workers: list[dict[str, Any]]) -> dict[str, float]:
-    """One point of what all workers do together."""
+    """Return one point that sums up what all workers are doing."""
     ranks = [rank for worker in workers for rank in worker.get("engine") or []]
     point: dict[str, float] = {"workers": len(workers)}
     for name in GAUGES:

@@ -1,6 +1,6 @@
-"""Writes the index of a batch while its lines are read: records, and the token ids of prompts.
+"""Writes a batch's index while its lines are read: the records of its requests and the token ids of their prompts.
 
-The tokenizer has threads of its own: while it works on some lines, the next ones are read and checked.
+The tokenizer runs in its own threads: while it works on one chunk of lines, the next ones are read and checked.
 """
 
 import asyncio
@@ -18,11 +18,11 @@ from service.requests.lines import MAX_ERRORS, LineChecker, LineError
 from service.requests.tokens import Prompt, PromptTokens
 
 TOKENIZE_LINES = 256
-TOKENIZE_BYTES = 1024 * 1024  # of lines, whose parsed bodies are several times as large
+TOKENIZE_BYTES = 1024 * 1024  # of raw lines; their parsed bodies are several times as large
 
 
 class Place(NamedTuple):
-    """Of a line: offset and bytes in its file, its 1-based number, and what it asks for (AskedOutput.packed)."""
+    """The place of a line: byte offset and length, 1-based number, and its requested output (AskedOutput.packed)."""
 
     offset: int
     length: int
@@ -31,7 +31,7 @@ class Place(NamedTuple):
 
 
 class _Ahead(NamedTuple):
-    """Lines whose prompts are being tokenized."""
+    """Holds the lines whose prompts are being tokenized."""
 
     places: list[Place]
     bodies: list[dict[str, Any]]
@@ -40,14 +40,14 @@ class _Ahead(NamedTuple):
 
 @dataclass(slots=True)
 class IndexWriter:
-    """Writes a batch's index, some lines at a time; from the first error on only lengths are checked."""
+    """Writes a batch's index in chunks of lines. After the first error it only checks prompt lengths."""
 
     checker: LineChecker
     endpoint: str
     records: Writer
     tokens: Writer
     context_length: int | None = None
-    fails_lines: bool = False  # a request that is too long is left to the engine, which fails it alone
+    fails_lines: bool = False  # leave a request that is too long to the engine, which fails only that request
     _places: list[Place] = field(default_factory=list[Place])
     _bodies: list[dict[str, Any]] = field(default_factory=list[dict[str, Any]])
     _bytes: int = 0
@@ -55,7 +55,7 @@ class IndexWriter:
     prompt_tokens: int = 0
 
     async def add(self, encoder: PromptTokens, place: Place, body: dict[str, Any]) -> None:
-        """A line that passed."""
+        """Add a line that passed the checks."""
         self._places.append(place)
         self._bodies.append(body)
         self._bytes += place.length
@@ -63,12 +63,12 @@ class IndexWriter:
             await self._hand_over(encoder)
 
     async def finish(self, encoder: PromptTokens) -> None:
-        """Write what was added last."""
+        """Write the lines that are still pending."""
         await self._hand_over(encoder)
         await self._write()
 
     async def _hand_over(self, encoder: PromptTokens) -> None:
-        """Write the lines that were tokenized meanwhile, and have those tokenized that were added since."""
+        """Write the chunk that has been tokenized, and start tokenizing the lines added since."""
         await self._write()
         places, bodies, self._places, self._bodies, self._bytes = self._places, self._bodies, [], [], 0
         errors = len(self.checker.errors)
@@ -89,15 +89,18 @@ class IndexWriter:
             self.prompt_tokens = await _append(self.records, self.tokens, places, ids, self.prompt_tokens)
 
     def _judge_length(self, line: int, body: dict[str, Any], prompt: Prompt) -> None:
-        """Refuse what the engine would refuse for its length; a prompt that is not known to the token is left to it."""
+        """Report a request that the engine would refuse as too long.
+
+        A prompt whose token count is only estimated is judged by its lower bound; the engine decides the rest.
+        """
         answer = max(asked_output(self.endpoint, body).most, 1)
         fewest = len(prompt.ids) if prompt.is_exact else prompt.fewest
         if self.context_length is None or self.fails_lines or fewest + answer <= self.context_length:
             return
         message = (
-            f"The prompt has {len(prompt.ids)} tokens, and with {answer} for the answer that is more than the context "
-            f"of the model, {self.context_length} tokens. Shorten the prompt, lower max_tokens, or "
-            "create the batch with 'on_long_line': 'fail_line', which runs the others."
+            f"The prompt has {len(prompt.ids)} tokens. With {answer} for the answer, the request exceeds the model's "
+            f"context length of {self.context_length} tokens. Shorten the prompt, lower max_tokens, or create the "
+            "batch with 'on_long_line': 'fail_line' to run its other requests."
         )
         self.checker.add(LineError("context_length_exceeded", message, line, "body"))
 
@@ -105,7 +108,7 @@ class IndexWriter:
 async def _append(
     records: Writer, tokens: Writer, places: list[Place], prompts: list[Sequence[int]], tokens_at: int
 ) -> int:
-    """Write records and token ids of a chunk; returns where the next token goes."""
+    """Write the records and token ids of a chunk. Returns the position of the next token."""
     rows = np.zeros(len(places), dtype=RECORD)
     lengths = np.array([len(each) for each in prompts], dtype=np.int64)
     for name, column in zip(Place._fields, zip(*places, strict=True), strict=True):

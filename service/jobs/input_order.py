@@ -1,4 +1,4 @@
-"""Lines of a batch in the order of its input: kept in a temporary file, for they do not all fit into memory."""
+"""Puts a batch's answer lines into the order of its input, by way of a temporary file: memory cannot hold them all."""
 
 import tempfile
 from collections.abc import Iterator
@@ -12,7 +12,7 @@ ABSENT = np.uint64((1 << 64) - 1)
 
 
 class InputOrder(AbstractContextManager["InputOrder"]):
-    """`add` lines by the number of their request as they come; then take them by `lines`, 13 bytes of memory each."""
+    """Takes lines by request number in any order (`add`) and yields them sorted (`lines`); 13 bytes of memory each."""
 
     def __init__(self, requests: int) -> None:
         self._file: IO[bytes] = tempfile.TemporaryFile(prefix="batchweave-")  # noqa: SIM115
@@ -27,7 +27,7 @@ class InputOrder(AbstractContextManager["InputOrder"]):
         self._end += len(line)
 
     def lines(self) -> Iterator[tuple[bytes, bool]]:
-        """Each line that was added, and whether it is a success."""
+        """Yield each line that was added, and whether it is a success."""
         for request in np.flatnonzero(self._at != ABSENT).tolist():
             self._file.seek(int(self._at[request]))
             yield self._file.read(int(self._length[request])), bool(self._ok[request])

@@ -1,4 +1,4 @@
-"""The planner: gathers what waits for a model into a window, plans it, and commits its slices in one transaction."""
+"""The planner: gathers a model's waiting requests into a window, plans it, and commits its slices in a transaction."""
 
 import asyncio
 from collections.abc import Callable
@@ -23,17 +23,20 @@ from service.objects.storage import Storage
 from service.queue.urgency import urgent_at
 from service.settings import Settings
 
-LOGGED = 64  # batches that one line names
+LOGGED = 64  # batches named in one log line
 MOST_BATCHES = 1000  # of a project in one window
 log = structlog.get_logger()
 
 
 class PlanOutdated(Exception):
-    """A batch of the window was cancelled or planned by someone else meanwhile; the window is not committed."""
+    """A batch of the window was cancelled or planned by another process, so the window is not committed."""
 
 
 def _expected(plan: WindowPlan, order: Places, spans: int) -> list[list[float]]:
-    """Compute seconds, memory seconds and output tokens that the plan expects of each span; `order` is the plan's."""
+    """Return the compute seconds, memory seconds and output tokens that the plan expects of each span.
+
+    `order`: the places of the requests, in the plan's order.
+    """
     batch = order["batch"]
     columns = (plan.compute_s, plan.memory_s, plan.estimates.mean)
     sums = [np.bincount(batch, weights=each[plan.order], minlength=spans) for each in columns]
@@ -41,6 +44,8 @@ def _expected(plan: WindowPlan, order: Places, spans: int) -> list[list[float]]:
 
 
 class Planner:
+    """Plans windows of waiting requests, one model at a time."""
+
     def __init__(self, database: Database, storage: Storage, settings: Settings, clock: Callable[[], float]) -> None:
         self._database = database
         self._storage = storage
@@ -50,7 +55,7 @@ class Planner:
         self._costs = Costs(database, settings)
 
     async def run_once(self) -> bool:
-        """Plan one window for a model with pending requests; whether there was one."""
+        """Plan one window for a model with pending requests. Returns whether it found one."""
         pending = await self._pending()
         async with self._desk.take(pending) as model:
             if model is not None:
@@ -58,13 +63,13 @@ class Planner:
                     try:
                         await self.plan(model, pending[model])
                     except PlanOutdated as error:
-                        log.info("plan given up", model=model, reason=str(error))
+                        log.info("plan abandoned", model=model, reason=str(error))
         return model is not None
 
     async def _pending(self) -> dict[str, list[Span]]:
-        """By model, what is not planned yet, earliest deadline first, as much as a window holds.
+        """Return the unplanned requests by model, earliest deadline first, at most one window of each.
 
-        Of a project so many batches are looked at as make a window; the others come with the next.
+        It looks at MOST_BATCHES batches of a project at most; the others come with a later window.
         """
         place = func.row_number().over(
             partition_by=(Batch.model, Batch.project_id), order_by=(Batch.expires_at, Batch.seq)
@@ -88,7 +93,7 @@ class Planner:
         return {model: fill(spans, self._settings.window_requests) for model, spans in waiting.items()}
 
     async def plan(self, model: str, wanted: list[Span]) -> None:
-        """Plan these requests, or the first that fit into a window's tokens, and commit. Raises PlanOutdated."""
+        """Plan these requests, or as many as fit into a window's tokens, and commit. Raises PlanOutdated."""
         found = await gather(self._storage, self._settings, wanted)
         cost = await self._costs.of(model)
         now = self._clock()
@@ -113,7 +118,7 @@ class Planner:
         try:
             await self._commit(model, found.spans, artifact.plan_id, plan, order, int(now))
         except PlanOutdated:
-            # Only now is it certain that nothing was committed; after any other error the sweeper decides.
+            # Only this error makes it certain that nothing was committed; after any other, the sweeper decides.
             await artifact.delete()
             raise
         log.info(

@@ -1,4 +1,4 @@
-"""The previewer: plans a batch that is held, by itself, so that its owner sees time and cost before it starts."""
+"""The previewer: plans each held batch on its own, so that its owner sees its time and cost before it starts."""
 
 from collections.abc import Callable, Sequence
 
@@ -22,6 +22,8 @@ _WAITS = (Batch.status == BatchStatus.IN_PROGRESS) & Batch.held & Batch.preview.
 
 
 class Previewer:
+    """Writes the previews of held batches."""
+
     def __init__(self, database: Database, storage: Storage, settings: Settings, clock: Callable[[], float]) -> None:
         self._database = database
         self._storage = storage
@@ -31,7 +33,7 @@ class Previewer:
         self._costs = Costs(database, settings)
 
     async def run_once(self) -> bool:
-        """Plan one batch that is held and has no preview yet; whether there was one. Projects take turns by weight."""
+        """Preview one held batch that lacks a preview. Returns whether it found one. Projects take turns by weight."""
         async with self._desk.take(_WAITS, self._first) as taken:
             if taken is not None:
                 with tracing.stage("preview", [taken.batch_id]):
@@ -44,7 +46,10 @@ class Previewer:
             return (await session.scalars(mine.order_by(Batch.seq).limit(self._desk.enough))).all()
 
     async def _preview(self, batch_id: str) -> int:
-        """Returns of how many requests: one larger than a window is judged by its first, as many as a window has."""
+        """Plan the batch by itself and store its preview. Returns how many requests it planned.
+
+        For a batch larger than a window, it plans one window of its first requests and scales the figures up.
+        """
         async with self._database.read() as session:
             batch = (await session.scalars(select(Batch).where(Batch.id == batch_id))).one()
         count = min(batch.total, self._settings.window_requests)

@@ -1,4 +1,4 @@
-"""The reconciler: makes Redis say what SQL says. It is also how a new plan's slices are announced at all."""
+"""The reconciler: brings Redis in line with SQL. It is also what announces the slices of a new plan."""
 
 from collections.abc import Callable
 
@@ -13,11 +13,13 @@ from service.queue.leases import free_expired, owners_of_expired, shorten_absurd
 from service.queue.progress import Heartbeat
 from service.queue.urgency import Turns, waiting_models
 
-CLAIM_S = 5.0  # a worker that has read an announcement claims its slice in less, or died; claims are fenced
+CLAIM_S = 5.0  # a worker claims an announced slice sooner than this, or has died; claims are fenced
 log = structlog.get_logger()
 
 
 class Reconciler:
+    """Frees expired leases and announces ready slices."""
+
     def __init__(self, database: Database, redis: Redis, lease_s: float, clock: Callable[[], float]) -> None:
         self._database = database
         self._redis = redis
@@ -27,7 +29,7 @@ class Reconciler:
         self._turns = Turns()
 
     async def run_once(self) -> int:
-        """Free expired leases and announce the most urgent ready slices; returns how many were new."""
+        """Free expired leases and announce the most urgent ready slices. Returns how many announcements are new."""
         await self._free()
         added = 0
         for model in await waiting_models(self._database):
@@ -38,17 +40,20 @@ class Reconciler:
         return added
 
     async def _free(self) -> None:
-        """Of a worker that is silent the slices are ready again; they died with it where its heartbeat is gone too."""
+        """Make the slices of workers that no longer renew their leases ready again.
+
+        A worker whose heartbeat is gone too counts as dead, and its death counts against its slices.
+        """
         absurd = await shorten_absurd(self._database, self._lease_s)
         if absurd:
-            log.error("leases end far in the future: the database's clock was set back", slices=absurd)
+            log.error("shortened leases that end far in the future: the database's clock was set back", slices=absurd)
         silent = await owners_of_expired(self._database)
         if not silent:
             return
         try:
             alive = await self._heartbeat.beating(silent)
         except (RedisError, OSError) as error:
-            log.warning("Redis does not say who is alive: no worker counts as dead", error=repr(error))
+            log.warning("cannot read heartbeats from Redis: no worker counts as dead", error=repr(error))
             alive = silent
         for owners, dead in ((silent - alive, True), (silent & alive, False)):
             freed = await free_expired(self._database, owners, dead)

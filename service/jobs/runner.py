@@ -1,4 +1,4 @@
-"""The planner role: every job of the control plane in one loop each, safe to run in several processes."""
+"""The planner role: runs every job of the control plane in its own loops; safe to run in several processes."""
 
 import asyncio
 import contextlib
@@ -30,16 +30,16 @@ from service.settings import Settings
 
 SWEEP_S = 60.0
 EXPIRY_S = 5.0
-STOP_S = 5.0  # for what is under way at a stop
+STOP_S = 5.0  # grace period at a stop for work in progress
 log = structlog.get_logger()
 
 
 async def run_jobs(database: Database, storage: Storage, redis: Redis, settings: Settings, stop: asyncio.Event) -> None:
-    """Run until `stop`; a job that fails is logged and tried again."""
+    """Run all jobs until `stop`. A job that fails is logged and tried again."""
     clock, bell = SharedClock(database), Bell(redis, settings.poll_s)
     await clock.sync()
     await register_model(database, settings, await asyncio.to_thread(context_length_of, settings))
-    # Several loops of one job work on several batches at once, so that a large one does not hold up the small.
+    # Some jobs run several loops to work on several batches at once, so that a large batch does not hold up small ones.
     jobs = [
         _Work(Job.VALIDATOR, Validator(database, storage, settings, clock).run_once, loops=3),
         _Work(Job.PLANNER, Planner(database, storage, settings, clock).run_once),
@@ -62,7 +62,7 @@ async def run_jobs(database: Database, storage: Storage, redis: Redis, settings:
             for number in range(work.loops):
                 tasks.append(group.create_task(_repeat(work, bell, stop, is_first=number == 0)))
         await stop.wait()
-        # What takes minutes, as the validation of a large file, is begun again by the next process.
+        # Work that takes minutes, such as validating a large file, is restarted by the next process.
         await asyncio.wait(tasks, timeout=STOP_S)
         for task in tasks:
             task.cancel()
@@ -70,9 +70,9 @@ async def run_jobs(database: Database, storage: Storage, redis: Redis, settings:
 
 @dataclass(frozen=True, slots=True)
 class _Work:
-    """A job and how often it looks for something to do, should nobody ring for it.
+    """A job, and how often it looks for work when it is not woken (`seldom_s`).
 
-    `rest_s`: between two rounds, of one that every worker rings for.
+    `rest_s`: pause between rounds, for a job that every worker wakes.
     """
 
     job: Job
@@ -82,19 +82,19 @@ class _Work:
     rest_s: float = 0.0
 
 
-# What a job that has done something leaves to others.
+# The jobs to wake after a job has done something.
 _AFTER = {
     Job.VALIDATOR: (Job.PLANNER, Job.PREVIEWER, Job.WEBHOOKS),
     Job.PLANNER: (Job.RECONCILER,),
     Job.FINALIZER: (Job.WEBHOOKS,),
     Job.EXPIRY: (Job.FINALIZER, Job.WEBHOOKS),
 }
-# One round of these does all there is to do.
+# One round of these jobs does all there is to do.
 _WHOLE = {Job.RECONCILER, Job.EXPIRY, Job.HISTORIAN, Job.SWEEPER}
 
 
 async def _repeat(work: _Work, bell: Bell, stop: asyncio.Event, is_first: bool) -> None:
-    """The job's first loop looks by itself; the others only when somebody rings, as the first does."""
+    """Repeat a job until `stop`. Its first loop also looks for work by itself; the others wait to be woken."""
     failures, name = 0, work.job.value
     while not stop.is_set():
         found: object = False
@@ -105,7 +105,7 @@ async def _repeat(work: _Work, bell: Bell, stop: asyncio.Event, is_first: bool) 
                 JOBS.labels(name).observe(perf_counter() - started)
                 await bell.ring(*_AFTER.get(work.job, ()))
             failures = 0
-        except Exception:  # the edge of a job: nothing is lost, the next round sees the same rows
+        except Exception:  # the boundary of a job: nothing is lost, the next round sees the same rows
             failures += 1
             JOB_FAILURES.labels(name).inc()
             log.exception("job failed", job=name, failures=failures)
@@ -129,5 +129,5 @@ async def _keep_time(clock: SharedClock, stop: asyncio.Event) -> None:
                 await stop.wait()
         try:
             await clock.sync()
-        except Exception as error:  # it goes on as it went
+        except Exception as error:  # the clock keeps its last offset
             log.warning("the database's clock was not read", error=repr(error))

@@ -1,4 +1,4 @@
-"""The sweeper: deletes the objects that no batch needs any more, also those that a crash has left, and old records."""
+"""The sweeper: deletes objects that no batch needs any more, leftovers of crashes, and old database records."""
 
 from collections.abc import Callable
 
@@ -10,25 +10,27 @@ from service.db.sessions import Database
 from service.db.tables import AuditEvent, Batch, File, Slice, SliceBatch, Upload, UploadStatus, WebhookDelivery, Window
 from service.objects.storage import Storage, file_key
 
-# An object that no row knows yet may belong to one that is about to be committed.
+# An object that no row refers to yet may belong to a row that is about to be committed.
 YOUNG_S = 3600.0
 CHUNK = 500  # names per query
 DAY_S = 24 * 3600
-KEEP_DELIVERIES_S = 30 * DAY_S  # webhook deliveries that have ended
+KEEP_DELIVERIES_S = 30 * DAY_S  # webhook deliveries that were delivered or abandoned
 KEEP_AUDIT_S = 400 * DAY_S
-KEEP_SLICES_S = DAY_S  # of ended batches, so that people can look at how one ran
-WINDOWS = 20  # deleted in one round
+KEEP_SLICES_S = DAY_S  # of finished batches, so that people can see how a batch ran
+WINDOWS = 20  # deleted per round
 log = structlog.get_logger()
 
 
 class Sweeper:
+    """Deletes what the service no longer needs, from object storage and from the database."""
+
     def __init__(self, database: Database, storage: Storage, clock: Callable[[], float]) -> None:
         self._database = database
         self._storage = storage
         self._clock = clock
 
     async def run_once(self) -> bool:
-        """Look through the store once; whether anything was deleted."""
+        """Sweep object storage and the database once. Returns whether it deleted any objects."""
         swept, store_now = 0, await self._storage.now()
         judges = {"shards": self._shards, "indexes": self._indexes, "plans": self._plans, "uploads": self._uploads}
         for prefix, judge in judges.items():
@@ -47,7 +49,7 @@ class Sweeper:
         return swept > 0
 
     async def _records(self) -> None:
-        """Delete rows that only tell of what was."""
+        """Delete old webhook deliveries and audit events."""
         now = self._clock()
         ended = WebhookDelivery.next_at.is_(None) & (WebhookDelivery.created_at < now - KEEP_DELIVERIES_S)
         async with self._database.write() as session:
@@ -55,7 +57,7 @@ class Sweeper:
             await session.execute(delete(AuditEvent).where(AuditEvent.at < now - KEEP_AUDIT_S))
 
     async def _slices(self) -> None:
-        """Delete the windows of which every batch has ended a while ago, with their slices."""
+        """Delete the windows, with their slices, whose batches all finished more than KEEP_SLICES_S ago."""
         long_ago = Batch.ended_at < self._clock() - KEEP_SLICES_S
         of_window = SliceBatch.slice_id.in_(select(Slice.id).where(Slice.window_id == Window.id))
         wanted = exists().where(of_window, Batch.id == SliceBatch.batch_id, ~func.coalesce(long_ago, false()))
@@ -70,7 +72,10 @@ class Sweeper:
                 await session.execute(delete(Window).where(Window.id == window_id))
 
     async def _sweep(self, folder: str, known: bool, store_now: float) -> bool:
-        """Delete the folder if a row knows it, and so says that it is not needed, or if it is old."""
+        """Delete a folder that is not needed. Returns whether it did.
+
+        A folder that no row refers to is kept while it is young: its row may not be committed yet.
+        """
         if not known:
             newest = max((await self._storage.modified(folder)).values(), default=0.0)
             if newest > store_now - YOUNG_S:
@@ -79,7 +84,7 @@ class Sweeper:
         return True
 
     async def _shards(self, names: list[str]) -> tuple[set[str], set[str]]:
-        """Those that a row knows, and those that a live batch needs; so for the other kinds."""
+        """Return the names that rows refer to and those that live batches need. The other kinds do the same."""
         ids = [int(name) for name in names if name.isdigit()]
         async with self._database.read() as session:
             known = await session.scalars(select(Slice.id).where(Slice.id.in_(ids)))
@@ -115,7 +120,7 @@ class Sweeper:
         return set(by_name), {name for name, status in by_name.items() if status == UploadStatus.PENDING}
 
     async def _files(self, store_now: float) -> int:
-        """Files that were written, but whose row never came or is deleted."""
+        """Delete files whose row was never committed or is marked deleted. Returns how many."""
         modified = await self._storage.modified("files")
         old = [key.rsplit("/", 1)[-1] for key, at in modified.items() if at <= store_now - YOUNG_S]
         swept = 0

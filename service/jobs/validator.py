@@ -1,4 +1,4 @@
-"""The validator: reads a batch's file once, finds every error with its line, and leaves an index of its requests."""
+"""The validator: reads a batch's file once, reports every error with its line, and writes an index of its requests."""
 
 import asyncio
 import json
@@ -31,14 +31,14 @@ from service.settings import Settings
 from service.tenants.quotas import enqueued_tokens, hold, room_for_bytes
 
 MAX_ERROR_LINE_BYTES = 64 * 1024 * 1024
-LOOK_S = 2.0  # between two looks whether a batch is wanted still
-AT_WORK_S = 60.0  # after which a process that validates counts as dead, unless it says so again
+LOOK_S = 2.0  # between two checks whether a batch is still wanted
+AT_WORK_S = 60.0  # after this long without a sign of life, a validating process counts as dead
 DEATHS_TO_SUSPECT, MOST_DEATHS = 2, 8
-REQUESTS_PER_S = 2000.0  # of a turn's work: its seconds count too, as lines may be long
-LARGE_LINE = 64 * 1024  # which is looked at in a thread
-GIVEN_UP = "The service stopped each time it read this file. Split it, to find the lines that it cannot read."
-MOST_ERROR_BYTES = 32 * 1024  # of those that a batch tells
-BREATH_S = 0.02  # in which one file is read before others have their turn
+REQUESTS_PER_S = 2000.0  # work that each second of a turn adds, because lines may be long
+LARGE_LINE = 64 * 1024  # bytes; longer lines are checked in a thread
+GIVEN_UP = "The service died each time it read this file. Split the file to find the lines that it cannot read."
+MOST_ERROR_BYTES = 32 * 1024  # of the errors that a batch lists
+BREATH_S = 0.02  # how long one file is read before other tasks get their turn
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 log = structlog.get_logger()
 
@@ -46,11 +46,11 @@ _WAITS = Batch.status == fixed(BatchStatus.VALIDATING)
 
 
 class NotWanted(Exception):
-    """The batch was cancelled, or has ended, while its file was read."""
+    """The batch was cancelled, or ended, while its file was being read."""
 
 
 def told(errors: Sequence[LineError]) -> list[dict[str, Any]]:
-    """The first of these as the batch tells them, within bounds, and how many more there are."""
+    """Return the first errors as the batch lists them, within bounds, and one entry that counts the rest."""
     shapes, size = list[dict[str, Any]](), 0
     for error in sorted(errors, key=lambda error: error.line or 0)[:MAX_ERRORS]:
         size += len(json.dumps(error.shape()))
@@ -62,12 +62,12 @@ def told(errors: Sequence[LineError]) -> list[dict[str, Any]]:
 
 
 async def _checked(checker: LineChecker, number: int, raw: bytes) -> RequestLine | None:
-    """As LineChecker.check, and others have their turn while a large line is looked at."""
+    """Check a line with LineChecker.check; a large one in a thread, so that other tasks can run."""
     return await asyncio.to_thread(checker.check, number, raw) if len(raw) > LARGE_LINE else checker.check(number, raw)
 
 
 class Breath:
-    """Pauses for others while a long file is read; every few seconds `look` raises if it is to be read no further."""
+    """Lets other tasks run while a long file is read. Every few seconds it calls `look`, which raises to stop."""
 
     def __init__(self, look: Callable[[], Awaitable[None]]) -> None:
         self._look = look
@@ -85,7 +85,7 @@ class Breath:
 
 @dataclass(slots=True)
 class Bounded:
-    """A writer that leaves the reserve of the store's disk alone, and counts."""
+    """A writer that counts its bytes and never uses the disk space that object storage keeps in reserve."""
 
     storage: Storage
     writer: Writer
@@ -98,6 +98,8 @@ class Bounded:
 
 
 class Validator:
+    """Validates new batches, one per call."""
+
     def __init__(self, database: Database, storage: Storage, settings: Settings, clock: Callable[[], float]) -> None:
         self._database = database
         self._storage = storage
@@ -107,9 +109,9 @@ class Validator:
         self._tokenizers: dict[tuple[str, str], PromptTokens] = {}
 
     async def run_once(self) -> bool:
-        """Validate one batch that waits for it; whether there was one.
+        """Validate one waiting batch. Returns whether it found one.
 
-        Projects take turns by weight; of a project the earliest deadline is first.
+        Projects take turns by weight; within a project the earliest deadline comes first.
         """
         async with self._desk.take(_WAITS, self._first) as taken:
             if taken is not None:
@@ -118,16 +120,16 @@ class Validator:
         return taken is not None
 
     async def _first(self, project_id: str) -> Sequence[str]:
-        """Those last whose validation did not end before."""
+        """Return the project's next batches. Those during whose validation processes died come last."""
         mine = select(Batch.id).where(Batch.project_id == project_id, _WAITS)
-        if self._desk.in_work:  # what processes died of is read alone, or others would be suspected with it
+        if self._desk.in_work:  # a suspect is read alone, or other batches would be suspected with it
             mine = mine.where(Batch.validation_deaths < DEATHS_TO_SUSPECT)
         in_order = mine.order_by(Batch.validation_deaths, Batch.expires_at, Batch.seq)
         async with self._database.read() as session:
             return (await session.scalars(in_order.limit(self._desk.enough))).all()
 
     async def _validate(self, batch_id: str) -> float:
-        """Returns its work, in requests. One that no process survives is given up after a few tries."""
+        """Validate the batch, counting the processes that die of it. Returns the work it took, in requests."""
         died = (Batch.validating_until < now_s(), Batch.validation_deaths + 1)
         deaths = case(died, else_=Batch.validation_deaths)
         batch = await self._note(batch_id, validation_deaths=deaths, validating_until=now_s() + AT_WORK_S)
@@ -145,9 +147,9 @@ class Validator:
             return (await session.execute(noted.returning(Batch))).scalar_one()
 
     async def validate(self, batch: Batch) -> int:
-        """Move the batch to in_progress with its index written, or to failed with its errors; safe to repeat.
+        """Move the batch to in_progress and write its index, or to failed with its errors. Safe to repeat.
 
-        Returns how many requests it has.
+        Returns the number of its requests.
         """
         checker, prompt_tokens = LineChecker(batch.endpoint, allow_patterns=self._settings.allow_patterns), 0
         index, size = RequestIndex(self._storage, ids.index_id()), 0
@@ -165,12 +167,12 @@ class Validator:
                 size = records.size_bytes + tokens.size_bytes
             await self._find_repeats(batch, checker)
         except FileNotFoundError:
-            message = f"The input file {batch.input_file_id} is gone: it was deleted before the batch was validated."
+            message = f"The input file {batch.input_file_id} was deleted before the batch was validated."
             if batch.retry_of is not None:
-                message = f"A file of {batch.retry_of}, which this batch repeats in part, was deleted meanwhile."
+                message = f"This batch retries requests of {batch.retry_of}, but a file of that batch has been deleted."
             checker.add(LineError("invalid_request", message, None, "input_file_id"))
         except NotWanted:
-            log.info("no longer wanted", batch=batch.id)
+            log.info("validation stopped: the batch was cancelled or has ended", batch=batch.id)
             return 0
         if not checker.requests and not checker.errors:
             checker.add(LineError("empty_file", "The input file has no requests."))
@@ -202,7 +204,7 @@ class Validator:
         return checker.requests
 
     async def _read(self, batch: Batch, checker: LineChecker, records: Writer, tokens: Writer) -> int:
-        """Look at every line; returns how many tokens all prompts have. Raises FileNotFoundError."""
+        """Check every line. Returns the number of tokens in all prompts. Raises FileNotFoundError."""
         encoder: PromptTokens | None = None
         index, number = IndexWriter(checker, batch.endpoint, records, tokens), 0
         index.fails_lines = batch.on_long_line == OnLongLine.FAIL_LINE
@@ -231,24 +233,24 @@ class Validator:
         return index.prompt_tokens
 
     async def _check_wanted(self, batch: Batch) -> None:
-        """Raises NotWanted; says that somebody is at it."""
+        """Note that this process is still validating. Raises NotWanted if the batch is no longer being validated."""
         if (await self._note(batch.id, validating_until=now_s() + AT_WORK_S)).status != BatchStatus.VALIDATING:
             raise NotWanted(batch.id)
 
     def _is_enough(self, checker: LineChecker, number: int) -> bool:
-        """Whether nothing more is to be learned from the file: it is too long, or has all errors that are told."""
+        """Return whether to stop reading: the file is too long, or has as many errors as a batch lists."""
         most = self._settings.max_lines
         if checker.requests > most:
             checker.add(LineError("too_many_tasks", f"The file has more than {most} requests.", number))
-        elif number > 2 * most:  # as many blank ones as requests may be between them
-            message = f"The file has more than {2 * most} lines, {checker.requests} of them requests."
+        elif number > 2 * most:  # allows as many blank lines as requests
+            message = f"The file has more than {2 * most} lines, but only {checker.requests} of them are requests."
             checker.add(LineError("too_many_tasks", message, number))
         else:
             return len(checker.errors) >= MAX_ERRORS
         return True
 
     async def _find_repeats(self, batch: Batch, checker: LineChecker) -> None:
-        """Note the lines whose custom_id an earlier one has; only a file that seems to have some is read again."""
+        """Report lines that repeat an earlier custom_id. The file is read again only if it seems to have some."""
         suspects = await asyncio.to_thread(checker.custom_ids.suspects, MAX_ERRORS)
         last, number, seen = max(suspects, default=0), 0, dict[str, int]()
         if not suspects:
@@ -267,7 +269,7 @@ class Validator:
         return self._storage.lines(file_key(batch.input_file_id), self._settings.max_line_bytes)
 
     async def _wanted(self, batch: Batch) -> frozenset[str] | None:
-        """The custom_ids of what a retry repeats: the error file's. Raises FileNotFoundError."""
+        """Return the custom_ids that a retry repeats, from the original's error file. Raises FileNotFoundError."""
         if batch.retry_of is None:
             return None
         async with self._database.read() as session:
@@ -281,23 +283,26 @@ class Validator:
         project = await hold(session, batch.project_id)
         room = await room_for_bytes(session, project)
         if room is not None and index_bytes > room:
-            message = f"The batch's index has {index_bytes} bytes, and the project's quota has room for {room}."
-            checker.add(LineError("bytes_quota", f"{message} Send it again when others have ended, or delete files."))
+            message = (
+                f"The batch's index has {index_bytes} bytes, but the project's quota has room for only {room}. "
+                "Submit the batch again when other batches have finished, or delete files."
+            )
+            checker.add(LineError("bytes_quota", message))
         most = project.max_enqueued_tokens
         if most is None:
             return
         before = await enqueued_tokens(session, project.id)
         if before + tokens > most:
             message = (
-                f"The batch has {tokens} prompt tokens, and {before} more are enqueued; the project's quota is {most}. "
-                "Send it again when others have ended, or split it."
+                f"The batch has {tokens} prompt tokens and the project already has {before} enqueued; its quota is "
+                f"{most}. Submit the batch again when other batches have finished, or split it."
             )
             checker.add(LineError("token_limit_exceeded", message))
 
     async def _tokenizer(self, checker: LineChecker) -> tuple[PromptTokens | None, int | None]:
-        """The model's tokenizer and context length, as far as they are known.
+        """Return the model's tokenizer and its context length, if known.
 
-        Without a tokenizer an error is noted: no worker of this service serves the model, or not for this endpoint.
+        If no worker of this service serves the model, or not for this endpoint, note an error and return no tokenizer.
         """
         name = checker.model or ""
         async with self._database.read() as session:
@@ -305,11 +310,11 @@ class Validator:
         found = next((model for model in known if model.name == name), None)
         if found is None:
             names = ", ".join(model.name for model in known) or "none yet"
-            message = f"The model {quoted(name)} does not exist here. Models: {names}."
+            message = f"The model {quoted(name)} does not exist here. Available models: {names}."
             checker.add(LineError("model_not_found", message, checker.model_line, "body.model"))
             return None, None
         if found.endpoints is not None and checker.endpoint not in found.endpoints:
-            message = f"The model {quoted(name)} is not served for {checker.endpoint}; it is for "
+            message = f"The model {quoted(name)} is not available for {checker.endpoint}. It is available for "
             checker.add(LineError("invalid_url", f"{message}{', '.join(found.endpoints)}.", checker.model_line, "url"))
             return None, None
         key = (name, found.source)

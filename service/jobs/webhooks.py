@@ -1,7 +1,7 @@
-"""Delivers events: at least once, again with growing pauses for three days, by whichever process is free.
+"""Delivers webhook events at least once, with retries at growing intervals for three days, from any free process.
 
-One delivery to an endpoint is under way at a time, and two of a project: what does not answer costs its owner alone.
-Projects take turns, the least recently served first. An endpoint that fails rests, the longer the more it failed.
+Each endpoint has at most one delivery in flight and each project at most two, so that a slow endpoint only affects its
+owner. Projects take turns, the least recently served first. An endpoint that fails rests, longer with every failure.
 """
 
 from collections.abc import Callable
@@ -24,12 +24,14 @@ from service.webhooks.signature import signed_headers
 
 FIRST_PAUSE_S, LONGEST_PAUSE_S, GIVE_UP_S = 5.0, 3600.0, 72 * 3600
 CLAIM_S = 60.0  # longer than a delivery takes
-OF_PROJECT = 2  # deliveries under way
-TRIES = 8  # where others are faster
+OF_PROJECT = 2  # deliveries in flight per project
+TRIES = 8  # to claim an endpoint, when other processes are faster
 log = structlog.get_logger()
 
 
 class Webhooks:
+    """Delivers due events and records how each delivery went."""
+
     def __init__(self, database: Database, settings: Settings, clock: Callable[[], float]) -> None:
         self._database = database
         self._reach = Reach(settings.webhook_private)
@@ -37,7 +39,7 @@ class Webhooks:
         self._clock = clock
 
     async def run_once(self) -> bool:
-        """Deliver one event that is due; whether there was one."""
+        """Deliver one event that is due. Returns whether it found one."""
         claimed = await self._claim()
         if claimed is None:
             return False
@@ -56,7 +58,7 @@ class Webhooks:
         return True
 
     async def _claim(self) -> tuple[WebhookDelivery, WebhookEndpoint] | None:
-        """The next that is due, which nobody else takes for a while."""
+        """Claim the next due delivery for CLAIM_S, so that no other process takes it; None if nothing is due."""
         for _ in range(TRIES):
             found = await self._first_due()
             if found is None or await self._take(found[1]):
@@ -75,7 +77,7 @@ class Webhooks:
         return None if delivery is None else (delivery, endpoint)
 
     async def _take(self, endpoint: WebhookEndpoint) -> bool:
-        """False where another was first; its turn then comes later, and somebody else's now."""
+        """Claim the endpoint. Returns False if another process was first; then another endpoint is next."""
         now = self._clock()
         async with self._database.write() as session:
             mine = (WebhookEndpoint.id == endpoint.id) & _is_over(WebhookEndpoint.busy_until, now)
@@ -105,7 +107,7 @@ class Webhooks:
 
 
 def _next_endpoint(now: float) -> Select[Any]:
-    """One with a delivery that is due, that does not rest, of the project that was served least recently."""
+    """Select an endpoint that has a due delivery and does not rest, of the least recently served project."""
     other = aliased(WebhookEndpoint)
     same = other.project_id == WebhookEndpoint.project_id
     busy = select(func.count()).select_from(other).where(same, other.busy_until > now).scalar_subquery()

@@ -1,4 +1,4 @@
-"""What a worker's engine does, for Prometheus, and shorter for the worker's heartbeat."""
+"""Exposes the state of a worker's engine to Prometheus, and a summary of it for the worker's heartbeat."""
 
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -7,40 +7,46 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 PREFIX = "batchweave_engine_"
-SILENT_S = 10.0  # after which an engine that does not answer counts as one that does nothing
+SILENT_S = 10.0  # an engine that has not answered for this long counts as idle
 LABELS = ("model", "rank", "device")
-# By field of a scheduler's state: the metric's name and what it says.
+# Maps each field of a scheduler's state to the metric's name and HELP text.
 COUNTERS = {
-    "engine_steps": ("steps", "Steps that have ended"),
-    "step_s": ("step_seconds", "Time of all steps"),
-    "predicted_step_s": ("step_predicted_seconds", "Time of all steps by the cost model, without overlap"),
-    "compute_s": ("step_compute_seconds", "Arithmetic of all steps by the cost model"),
-    "reads_s": ("step_kv_read_seconds", "Reading KV cache in all steps by the cost model"),
-    "prompt_tokens": ("computed_prompt_tokens", "Prompt tokens computed, those computed again included"),
+    "engine_steps": ("steps", "Engine steps completed"),
+    "step_s": ("step_seconds", "Measured duration of all engine steps"),
+    "predicted_step_s": ("step_predicted_seconds", "Predicted duration of all engine steps, without overlap"),
+    "compute_s": ("step_compute_seconds", "Compute time of all engine steps by the cost model"),
+    "reads_s": ("step_kv_read_seconds", "KV cache read time of all engine steps by the cost model"),
+    "prompt_tokens": ("computed_prompt_tokens", "Prompt tokens computed, including recomputed ones"),
     "output_tokens": ("output_tokens", "Output tokens decoded"),
-    "admitted": ("admitted_requests", "Requests let in, those let in again included"),
-    "admitted_prompt_tokens": ("admitted_prompt_tokens", "Tokens of the prompts of requests when first let in"),
-    "admitted_cached_tokens": ("admitted_cached_tokens", "Of these, found in the KV cache"),
-    "expected_cached_tokens": ("expected_cached_tokens", "Of these, that the plan's neighbours share: the optimum"),
-    "retractions": ("retractions", "Requests whose KV cache was taken back"),
-    "retracted_tokens": ("retracted_tokens", "Tokens of KV cache that this threw away"),
-    "plans": ("plans", "Plans of the backlog that were made"),
-    "decisions": ("decisions", "Decisions whom to let in"),
-    "deciding_s": ("deciding_seconds", "Time of these decisions, plans included"),
+    "admitted": ("admitted_requests", "Requests admitted, including those admitted again"),
+    "admitted_prompt_tokens": ("admitted_prompt_tokens", "Prompt tokens of requests at their first admission"),
+    "admitted_cached_tokens": ("admitted_cached_tokens", "Prompt tokens found in the KV cache at first admission"),
+    "expected_cached_tokens": (
+        "expected_cached_tokens",
+        "Prompt tokens at first admission that neighbours in the plan share: the optimum",
+    ),
+    "retractions": ("retractions", "Retractions of running requests, whose KV cache the engine took back"),
+    "retracted_tokens": ("retracted_tokens", "KV cache tokens discarded by retractions"),
+    "plans": ("plans", "Plans made of the engine's backlog"),
+    "decisions": ("decisions", "Admission decisions made"),
+    "deciding_s": ("deciding_seconds", "Time spent on admission decisions, including planning"),
 }
 GAUGES = {
-    "waiting": ("waiting_requests", "Requests that wait for admission"),
-    "running": ("running_requests", "Requests that prefill or decode"),
-    "kv_capacity": ("kv_capacity_tokens", "Tokens that the KV cache holds"),
-    "kv_kept": ("kept_prefix_tokens", "KV tokens kept for whom each end lets in next"),
-    "remaining_compute_s": ("remaining_compute_seconds", "Expected arithmetic of all that wait and run"),
-    "remaining_memory_s": ("remaining_kv_read_seconds", "Expected KV reads of all that wait and run"),
+    "waiting": ("waiting_requests", "Requests in the engine waiting for admission"),
+    "running": ("running_requests", "Requests in prefill or decode"),
+    "kv_capacity": ("kv_capacity_tokens", "Capacity of the KV cache in tokens"),
+    "kv_kept": ("kept_prefix_tokens", "KV cache tokens pinned for the request that each end of the scan admits next"),
+    "remaining_compute_s": ("remaining_compute_seconds", "Expected compute time of all waiting and running requests"),
+    "remaining_memory_s": (
+        "remaining_kv_read_seconds",
+        "Expected KV cache read time of all waiting and running requests",
+    ),
 }
 SIDES = {"kv_of_left": "left", "kv_of_right": "right"}
 HEARTBEAT = (*COUNTERS, *GAUGES, *SIDES, "device", "series", "series_every")
 
 
-# Of a heartbeat, per second; the service's history sums them up.
+# Per-second rates in a heartbeat, with the fields that each one sums; the service's history adds up all workers.
 RATES = {
     "steps_per_second": ("engine_steps",),
     "tokens_per_second": ("prompt_tokens", "output_tokens"),
@@ -55,10 +61,10 @@ RATES = {
 
 
 class EngineMetrics(Collector):
-    """Hands out the states that it was given last, one per data-parallel rank."""
+    """Serves the latest scheduler states that it was given, one per data-parallel rank."""
 
     def __init__(self, model: str, step_age_s: Callable[[], float] = lambda: 0.0) -> None:
-        """`step_age_s`: since the engine ended a step, 0 while it has nothing to do."""
+        """`step_age_s` returns the seconds since the engine completed a step, 0 while it is idle."""
         self._model = model
         self.step_age_s = step_age_s
         self._states: list[dict[str, Any]] = []
@@ -66,7 +72,7 @@ class EngineMetrics(Collector):
         self._rates: dict[str, float] = {}
 
     def take(self, states: list[dict[str, Any]], now: float) -> None:
-        """`now`: seconds of any steady clock."""
+        """Store these states; `now` is in seconds of any monotonic clock."""
         elapsed_s = now - self._taken_at
         if self._states and elapsed_s > 0:
             for name, counted in RATES.items():
@@ -75,12 +81,12 @@ class EngineMetrics(Collector):
         self._states, self._taken_at = states, now
 
     def rates(self, now: float) -> dict[str, float]:
-        """Per second between the last two states, empty before; 0 where the engine has said nothing for a while."""
+        """Return rates per second between the last two states: empty before that, 0 when the engine has gone silent."""
         return self._rates if now - self._taken_at < SILENT_S else dict.fromkeys(self._rates, 0.0)
 
     @property
     def summary(self) -> list[dict[str, Any]]:
-        """What others may want to see of each rank, the series of its steps included."""
+        """Return the heartbeat's fields for each rank, including the series of its steps."""
         return [{name: state[name] for name in HEARTBEAT if name in state} for state in self._states]
 
     def collect(self) -> Iterable[Metric]:
@@ -91,13 +97,15 @@ class EngineMetrics(Collector):
                     if field in state:
                         family.add_metric(self._labels(rank, state), state[field])
                 yield family
-        held = GaugeMetricFamily(PREFIX + "kv_tokens", "KV tokens held by end of the scan", labels=(*LABELS, "end"))
+        about = "KV cache tokens held by the requests of each end of the scan"
+        held = GaugeMetricFamily(PREFIX + "kv_tokens", about, labels=(*LABELS, "end"))
         for rank, state in enumerate(self._states):
             for field, end in SIDES.items():
                 if field in state:
                     held.add_metric([*self._labels(rank, state), end], state[field])
         yield held
-        age = GaugeMetricFamily(PREFIX + "step_age_seconds", "Since a step ended, while requests wait", labels=LABELS)
+        about = "Time since the last engine step while requests are in flight, otherwise 0"
+        age = GaugeMetricFamily(PREFIX + "step_age_seconds", about, labels=LABELS)
         device = next((str(state["device"]) for state in self._states if state.get("device")), "real")
         age.add_metric([self._model, "all", device], self.step_age_s())
         yield age

@@ -1,4 +1,4 @@
-"""What the service did over the last day, for those who look: points in Redis, which may be lost."""
+"""Keeps the service's history of the last day for the dashboard, as points in Redis that may be lost."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -24,8 +24,10 @@ KEEP_BATCH_S = 30 * 24 * 3600
 
 @dataclass(frozen=True, slots=True)
 class Pace:
-    """Of a model's workers together, the last minutes most. `work`: seconds of the planner's cost model that they do in
-    one second; `answers`: how many say so.
+    """The pace of all workers of a model, weighted towards the last minutes.
+
+    `work`: seconds of work by the planner's cost model that they do in one second; `answers`: how many answers it is
+    measured on.
     """
 
     work: float = 0.0
@@ -40,7 +42,7 @@ class History:
         self._redis = redis
 
     async def is_due(self) -> bool:
-        """True once in a while for one of all processes."""
+        """Return whether this process should take the next point: one process does, every EVERY_S seconds."""
         return bool(await self._redis.set(keys.HISTORY_TURN, 1, nx=True, px=EVERY_S * 1000 - 500))
 
     async def note(self, point: dict[str, Any]) -> None:
@@ -51,14 +53,14 @@ class History:
         await pipeline.execute()
 
     async def note_batch(self, batch_id: str, at: int, counts: Counts) -> None:
-        """One more point, unless nothing has happened; every second one goes when there are many."""
+        """Add a point, unless nothing has changed; drop every second point when there are too many."""
         key = keys.batch_history(batch_id)
         point = [at, counts.completed, counts.failed, counts.input_tokens, counts.output_tokens]
         last: Any = await self._redis.lindex(key, -1)  # pyright: ignore[reportGeneralTypeIssues]
         before = json.loads(last) if last else point
         if last and before[1:] == point[1:]:
             return
-        rested = [[at - EVERY_S, *before[1:]]] if at - before[0] > 2 * EVERY_S else []  # a line would say it had moved
+        rested = [[at - EVERY_S, *before[1:]]] if at - before[0] > 2 * EVERY_S else []  # or a line would show progress
         length: Any = await self._redis.rpush(key, *map(json.dumps, [*rested, point]))  # pyright: ignore[reportGeneralTypeIssues]
         pipeline = self._redis.pipeline(transaction=True)
         if length > MOST_OF_BATCH:
@@ -69,7 +71,7 @@ class History:
         await pipeline.execute()
 
     async def paces(self, batch_ids: Sequence[str], now: float) -> dict[str, float]:
-        """Tokens per second, in and out, by batch, over its last points; a batch that has none for a minute rests."""
+        """Return input and output tokens per second by batch, over its last points; omit batches idle for a minute."""
         pipeline = self._redis.pipeline(transaction=False)
         for batch_id in batch_ids:
             pipeline.lrange(keys.batch_history(batch_id), -PACE_POINTS, -1)
@@ -90,12 +92,12 @@ class History:
         await self._redis.set(keys.PACES, said, ex=KEEP_PACES_S)
 
     async def model_paces(self) -> dict[str, Pace]:
-        """Of models that had something to do lately. Raises RedisError, OSError."""
+        """Return the paces of models that had work recently. Raises RedisError, OSError."""
         found: Any = await self._redis.get(keys.PACES)
         return {model: Pace(*pace) for model, pace in json.loads(found).items()} if found else {}
 
     async def last(self) -> dict[str, Any]:
-        """The newest point; empty without one."""
+        """Return the newest point; empty if there is none."""
         try:
             found: Any = await self._redis.lindex(keys.HISTORY, -1)  # pyright: ignore[reportGeneralTypeIssues]
         except (RedisError, OSError):
@@ -106,11 +108,11 @@ class History:
         return await self._read(keys.HISTORY)
 
     async def batch_points(self, batch_id: str) -> list[Any]:
-        """Each: when, completed, failed, prompt tokens, output tokens."""
+        """Return the batch's points, each: time, completed, failed, prompt tokens, output tokens."""
         return await self._read(keys.batch_history(batch_id))
 
     async def _read(self, key: str) -> list[Any]:
-        """Thinned evenly, the newest always there; empty without Redis."""
+        """Return the points, thinned evenly but always with the newest; empty if Redis is unavailable."""
         try:
             found: Any = await self._redis.lrange(key, 0, -1)  # pyright: ignore[reportGeneralTypeIssues]
         except (RedisError, OSError):

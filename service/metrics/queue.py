@@ -1,4 +1,4 @@
-"""What waits and runs in the whole service, read from SQL when Prometheus asks: the same from every API process."""
+"""Metrics of what waits and runs in the whole service, read from SQL at each scrape: equal from every API process."""
 
 from collections import Counter, defaultdict
 from collections.abc import Sequence
@@ -16,19 +16,19 @@ from service.objects.storage import Room
 from service.queue.progress import Heartbeat
 
 PREFIX = "batchweave_"
-# Name, what it says, and its labels.
+# Maps each gauge's name to its HELP text and labels.
 GAUGES: dict[str, tuple[str, tuple[str, ...]]] = {
-    "batches": ("Batches that have not ended, by status", ("status",)),
-    "slices": ("Slices that are not done, by status; one that batches share counts for each", ("model", "status")),
+    "batches": ("Unfinished batches, by status", ("status",)),
+    "slices": ("Slices that are not done, by status; a shared slice counts once per batch", ("model", "status")),
     "unfinished_requests": ("Requests in slices that are not done", ("model",)),
-    "queue_oldest_seconds": ("Age of the oldest batch that has not ended", ("model",)),
-    "deadline_seconds": ("Until the first deadline of a batch that has not ended", ("model",)),
-    "webhook_deliveries_waiting": ("Deliveries that are not done", ()),
-    "workers": ("Workers that are alive", ("model",)),
+    "queue_oldest_seconds": ("Age of the oldest unfinished batch that is not held", ("model",)),
+    "deadline_seconds": ("Time to the earliest deadline of an unfinished batch that is not held", ("model",)),
+    "webhook_deliveries_waiting": ("Webhook deliveries neither delivered nor given up", ()),
+    "workers": ("Workers with a current heartbeat", ("model",)),
 }
 _MODEL = func.coalesce(Batch.model, "")
 _LIVE = Batch.status.in_(LIVE)
-# One pass over the rows of batches that have not ended; nobody waits for those that are held.
+# One pass over the rows of unfinished batches; held batches have no age and no deadline.
 _BATCHES = (
     select(
         *(_MODEL, Batch.status, func.count()),
@@ -64,7 +64,7 @@ async def queue_metrics(database: Database, heartbeat: Heartbeat, now: float) ->
 
 
 async def figures(session: AsyncSession, now: float) -> dict[str, dict[tuple[str, ...], float]]:
-    """By name of a gauge and values of its labels."""
+    """Return the figures from SQL, by gauge name and label values."""
     rows: Sequence[Any] = (await session.execute(_BATCHES)).all()
     leased = dict((await session.execute(_LEASED)).tuples().all())
     found: dict[str, dict[tuple[str, ...], float]] = defaultdict(lambda: defaultdict(float))
@@ -86,8 +86,8 @@ async def figures(session: AsyncSession, now: float) -> dict[str, dict[tuple[str
 
 
 def room_metrics(room: Room) -> list[Metric]:
-    """Of a store on a disk."""
-    free, kept = "Free on the store's disk", "Of these, kept from uploads"
+    """Return the disk metrics of a local object storage."""
+    free, kept = "Free bytes on the object storage's disk", "Bytes of the disk reserved from uploads"
     return [
         GaugeMetricFamily(f"{PREFIX}storage_free_bytes", free, room.free_bytes),
         GaugeMetricFamily(f"{PREFIX}storage_reserve_bytes", kept, room.reserve_bytes),

@@ -1,7 +1,7 @@
-"""OpenTelemetry traces, sent when an endpoint is set: one trace for each batch, and one for each HTTP request.
+"""Sends OpenTelemetry traces when an endpoint is set: one trace per batch, and one per HTTP request.
 
-A batch's trace id is the 32 hex digits of its id, so that whoever has the one finds the other. Its stages run in
-several processes: each is a span of its own, below a span of the whole batch, which is sent when the batch has ended.
+A batch's trace id is the 32 hex digits of its id, so either one leads to the other. The stages of a batch run in
+several processes: each stage is a span of its own, below a span of the whole batch, which is sent when the batch ends.
 """
 
 import atexit
@@ -21,14 +21,14 @@ from opentelemetry.trace import NonRecordingSpan, SpanContext, SpanKind, Status,
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
 Value = str | int | float | bool
-MOST_BATCHES = 64  # in whose traces one stage appears; a window may serve thousands
+MOST_BATCHES = 64  # one stage appears in the traces of at most so many batches; a window may serve thousands
 NS = 1_000_000_000
 END_S = 5.0
-UNTRACED = {"/metrics", "/healthz", "/readyz", "/dashboard/events"}  # asked again and again, or open for minutes
+UNTRACED = {"/metrics", "/healthz", "/readyz", "/dashboard/events"}  # polled all the time, or open for minutes
 
 
 class Traces:
-    """What a process sends, from `send_traces` on."""
+    """Sends the spans of this process; `send_traces` creates it."""
 
     def __init__(self, endpoint: str, role: str) -> None:
         from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
@@ -43,7 +43,7 @@ class Traces:
         self.tracer = self._provider.get_tracer("batchweave")
 
     def send(self, name: str, ids: SpanContext, between: tuple[float, float], attributes: dict[str, Value]) -> None:
-        """A span with these ids, whose begin and end (unix seconds) were in any process."""
+        """Send a span with these ids; its start and end (unix seconds) may come from different processes."""
         span = ReadableSpan(
             name=name,
             context=ids,
@@ -58,7 +58,7 @@ class Traces:
         self._provider.force_flush()
 
     def end(self) -> None:
-        """Send what is left, for so long as a stop may wait; a collector that is silent would hold it up."""
+        """Send the remaining spans, for at most END_S: an unresponsive collector must not delay a stop."""
         atexit.unregister(self.end)
         last = threading.Thread(target=self._provider.shutdown, daemon=True)
         last.start()
@@ -70,7 +70,7 @@ log = structlog.get_logger()
 
 
 def send_traces(endpoint: str | None, role: str) -> Traces | None:
-    """From now on this process traces to this OTLP endpoint over HTTP, or not at all with None.
+    """Send this process's traces to this OTLP endpoint over HTTP from now on; with None, send none.
 
     The exporter reads OTEL_EXPORTER_OTLP_HEADERS, _CERTIFICATE and _TIMEOUT by itself.
     """
@@ -79,14 +79,14 @@ def send_traces(endpoint: str | None, role: str) -> Traces | None:
         _traces.end()
     wanted = endpoint if endpoint and endpoint.startswith(("http://", "https://")) else None
     if endpoint and not wanted:
-        log.warning("nothing is traced: OTEL_EXPORTER_OTLP_ENDPOINT is no http:// or https:// address")
+        log.warning("tracing is off: OTEL_EXPORTER_OTLP_ENDPOINT must be an http:// or https:// URL")
     _traces = Traces(wanted, role) if wanted else None
     return _traces
 
 
 @contextmanager
 def stage(name: str, batch_ids: Iterable[str], **attributes: Value) -> Generator[None, None, None]:
-    """A span around the block in the trace of each of these batches."""
+    """Wrap the block in a span in the trace of each of these batches."""
     with ExitStack() as stack:
         if _traces:
             for batch_id in islice(batch_ids, MOST_BATCHES):
@@ -97,13 +97,13 @@ def stage(name: str, batch_ids: Iterable[str], **attributes: Value) -> Generator
 
 
 def batch_ended(batch_id: str, status: str, created_at: float, ended_at: float) -> None:
-    """Send the span above all stages of a batch; times in unix seconds."""
+    """Send the span of the whole batch, the parent of its stages; times are unix seconds."""
     if _traces:
         _traces.send("batch", _whole(batch_id), (created_at, ended_at), _named(batch=batch_id, status=status))
 
 
 class HttpSpan:
-    """Around the answer to a request, in its caller's trace where a `traceparent` names one."""
+    """A span around the handling of an HTTP request, in the caller's trace if a `traceparent` header names one."""
 
     def __init__(self, method: str, path: str, headers: Iterable[tuple[bytes, bytes]]) -> None:
         self._method, self._span = method, None
@@ -127,7 +127,7 @@ class HttpSpan:
 
 
 def _whole(batch_id: str) -> SpanContext:
-    """Ids that every process knows: the span's are the first 16 digits of the trace's."""
+    """Return ids that every process can derive: the span id is the first 16 digits of the trace id."""
     digits, sampled = batch_id.removeprefix("batch_"), TraceFlags(TraceFlags.SAMPLED)
     return SpanContext(int(digits, 16), int(digits[:16], 16), is_remote=True, trace_flags=sampled)
 

@@ -1,8 +1,8 @@
-"""The answers of a batch that still runs, in an order that stays: what was read once comes first in its files too.
+"""Makes the answers of a running batch readable, in a stable order: answers once read also come first in its files.
 
-Answers stand in the segments of many slices that grow side by side. Whoever reads them first puts the segments that are
-new behind those that were readable before, as rows; nothing is copied. The finalizer begins with these rows, so that a
-reader can go on by byte offset from the first answer to the finished file.
+The answers are in the segments of many slices that grow in parallel. The first reader appends the new segments to those
+that are already readable, as rows; nothing is copied. The finalizer begins with these rows, so a reader can continue by
+byte offset from the first answer to the end of the finished file.
 """
 
 import asyncio
@@ -20,16 +20,16 @@ from service.db.tables import Batch, BatchStatus, EarlyRun, Slice, SliceBatch, S
 from service.objects.shards import Answer, Shard
 from service.objects.storage import Storage
 
-EVERY_S = 1.0  # of one batch, however many ask
-RUNS_A_SECOND = 200  # a batch with so many runs, times n, is looked at every n seconds, so that there are not too many
-MOST_BYTES = 64 * 1024 * 1024  # of new lines, and
-MOST_S = 5.0  # of looking for them for one reader, who comes again for the rest
-RUNS_AT_ONCE = 64  # rows in memory of one reader
+EVERY_S = 1.0  # between two looks at one batch, however many readers ask
+RUNS_A_SECOND = 200  # a batch with n times this many runs is looked at every n seconds, to limit their number
+MOST_BYTES = 64 * 1024 * 1024  # of new lines per look
+MOST_S = 5.0  # per look; the reader comes back for the rest
+RUNS_AT_ONCE = 64  # rows that one reader holds in memory
 REMEMBERED = 256  # batches
 
 
 class Size(NamedTuple):
-    """Of a run: its number, and bytes of its lines in the output and in the error file."""
+    """The size of a run: its number, and the bytes of its lines in the output file and in the error file."""
 
     number: int
     output_bytes: int
@@ -40,20 +40,23 @@ class Size(NamedTuple):
 
 
 async def run_sizes(session: AsyncSession, batch_id: str) -> list[Size]:
-    """Of all runs, in their order."""
+    """Return the sizes of all runs of a batch, in order."""
     columns = select(EarlyRun.number, EarlyRun.output_bytes, EarlyRun.error_bytes)
     rows = await session.execute(columns.where(EarlyRun.batch_id == batch_id).order_by(EarlyRun.number))
     return [Size(*row) for row in rows]
 
 
 async def early_runs(session: AsyncSession, batch_id: str, first: int, count: int) -> Sequence[EarlyRun]:
-    """Runs [first, first + count)."""
+    """Return runs [first, first + count) of a batch."""
     mine = (EarlyRun.batch_id == batch_id) & EarlyRun.number.between(first, first + count - 1)
     return (await session.scalars(select(EarlyRun).where(mine).order_by(EarlyRun.number))).all()
 
 
 async def answers_of(storage: Storage, run: EarlyRun) -> AsyncIterator[Answer]:
-    """The run's answers that no earlier run has; one segment in memory. Raises FileNotFoundError when one is gone."""
+    """Yield the run's answers that no earlier run has, with one segment in memory at a time.
+
+    Raises FileNotFoundError when a segment is gone.
+    """
     had = set(run.repeats)
     async for answer in Shard(storage, run.slice_id).answers(run.segments, at_once=1):
         if answer.batch_id == run.batch_id and answer.request not in had:
@@ -63,7 +66,7 @@ async def answers_of(storage: Storage, run: EarlyRun) -> AsyncIterator[Answer]:
 
 @dataclass(slots=True)
 class _Known:
-    """Of a batch: when to look again for news, and the slices that have nothing more to give."""
+    """What is known of a batch: when to look for new answers again, and which slices are fully read."""
 
     next_at: float = 0.0
     complete: set[int] = field(default_factory=set[int])
@@ -71,7 +74,7 @@ class _Known:
 
 
 class EarlyResults:
-    """Makes new answers readable; one in a process."""
+    """Makes new answers readable. Create one per process."""
 
     def __init__(self, database: Database, storage: Storage, clock: Callable[[], float]) -> None:
         self._database = database
@@ -80,7 +83,7 @@ class EarlyResults:
         self._known: OrderedDict[str, _Known] = OrderedDict()
 
     async def refresh(self, batch_id: str) -> None:
-        """Put what was answered meanwhile behind what is readable; nothing once the batch is ending."""
+        """Append the new answers to those that are readable. Does nothing once the batch is ending."""
         known = self._known.setdefault(batch_id, _Known())
         self._known.move_to_end(batch_id)
         if len(self._known) > REMEMBERED:
@@ -93,9 +96,9 @@ class EarlyResults:
     async def stream(
         self, batch_id: str, sizes: Sequence[Size], ok: bool, start: int, end: int
     ) -> AsyncIterator[bytes]:
-        """Bytes [start, end) of the output so far, or of the error file.
+        """Yield bytes [start, end) of the output file so far, or of the error file.
 
-        Raises FileNotFoundError when the batch ended meanwhile and its segments went.
+        Raises FileNotFoundError when the batch has ended and its segments are gone.
         """
         at = first = 0
         while first < len(sizes) and at + sizes[first].of(ok) <= start:
@@ -121,7 +124,7 @@ class EarlyResults:
                 yield bytes(answer.line) + b"\n"
 
     async def _refresh(self, batch_id: str, known: _Known) -> int:
-        """Returns how many runs there are."""
+        """Look for new runs and commit them. Returns how many runs there are."""
         async with self._database.read() as session:
             before = await session.scalar(select(func.count()).where(EarlyRun.batch_id == batch_id)) or 0
             begun = (
@@ -149,7 +152,7 @@ class EarlyResults:
         return before + len(found)
 
     async def _new_run(self, batch_id: str, number: int, slice_id: int) -> EarlyRun | None:
-        """The slice's segments that no earlier run has."""
+        """Return a run of the slice's segments that no earlier run has; None if there are none."""
         shard = Shard(self._storage, slice_id)
         async with self._database.read() as session:
             mine = (EarlyRun.batch_id == batch_id) & (EarlyRun.slice_id == slice_id)
@@ -158,7 +161,7 @@ class EarlyResults:
         if not segments:
             return None
         repeats: list[int] = []
-        if len({name.split("-")[0] for name in (*read, *segments)}) > 1:  # one epoch answers a request once
+        if len({name.split("-")[0] for name in (*read, *segments)}) > 1:  # one epoch answers each request once
             async for answer in shard.answers(sorted(read), at_once=1):
                 if answer.batch_id == batch_id:
                     repeats.append(answer.request)
@@ -172,7 +175,10 @@ class EarlyResults:
         return run
 
     async def _commit(self, batch_id: str, before: int, found: list[EarlyRun]) -> bool:
-        """Unless another process was first, or the batch is ending: its finalizer may have read the rows already."""
+        """Commit the runs. Returns False if another process was first or the batch is ending.
+
+        The finalizer of a batch that is ending may have read the rows already.
+        """
         async with self._database.write() as session:
             status = await session.scalar(select(Batch.status).where(Batch.id == batch_id).with_for_update())
             count = select(func.count()).select_from(EarlyRun).where(EarlyRun.batch_id == batch_id)

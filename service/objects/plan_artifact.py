@@ -1,4 +1,4 @@
-"""The plan of a window in object storage: a header people can read, and the order as fixed-size records."""
+"""The plan of a window in object storage: a human-readable header, and the order as fixed-size records."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -10,16 +10,16 @@ from numpy.typing import NDArray
 from service.objects.plan_picture import PlanPicture
 from service.objects.storage import Storage
 
-# place of the batch in the header's list, and number of the request in that batch
+# The batch's position in the header's list, and the number of the request in that batch.
 PLACE = np.dtype([("batch", "<u4"), ("request", "<u4")])
 
 Places = NDArray[np.void]
 
 
 class PlanHeader(msgspec.Struct, frozen=True):
-    """What the window holds; `slices` are [first, count] pairs of positions in the order.
+    """Describes the window. `slices` are [first, count] pairs of positions in the order.
 
-    `sharing`: share of `compute_s` that shared prefixes can save, `sharing_kept`: the part of it that this order keeps.
+    `sharing`: share of `compute_s` that shared prefixes can save; `sharing_kept`: the part of it that this order keeps.
     Seconds and density are estimates for the machine named in `planned_for`; density is None where nothing is read.
     """
 
@@ -40,6 +40,8 @@ class PlanHeader(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class PlanArtifact:
+    """One plan's objects: its header, its order and its picture."""
+
     storage: Storage
     plan_id: str
 
@@ -56,7 +58,7 @@ class PlanArtifact:
         return msgspec.json.decode(await self.storage.read(f"{self.folder}/plan.json"), type=PlanHeader)
 
     async def picture(self) -> PlanPicture:
-        """Raises FileNotFoundError for a plan that is gone, or was made before there were pictures."""
+        """Return the plan's picture. Raises FileNotFoundError if the plan is gone or predates pictures."""
         return msgspec.json.decode(await self.storage.read(f"{self.folder}/picture.json"), type=PlanPicture)
 
     async def places(self, first: int, count: int) -> Places:

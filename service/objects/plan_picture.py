@@ -1,4 +1,4 @@
-"""A window's prefix tree and how its scan goes on, small enough to be drawn on a page; kept beside the plan."""
+"""A picture of a window's prefix tree and of its scan, small enough to draw on a page; stored beside the plan."""
 
 import msgspec
 import numpy as np
@@ -9,7 +9,11 @@ MOST_BOXES = 800
 
 
 class Box(msgspec.Struct, frozen=True, array_like=True):
-    """A node: its requests as shares of the width, its tokens by depth, its density against the window's, as log10."""
+    """A node of the tree.
+
+    `left`, `width`: its requests, as shares of the whole width; `begin`, `end`: its tokens, by depth; `density`: its
+    density relative to the window's, as log10.
+    """
 
     left: float
     width: float
@@ -19,10 +23,10 @@ class Box(msgspec.Struct, frozen=True, array_like=True):
 
 
 class PlanPicture(msgspec.Struct, frozen=True):
-    """`boxes`: the widest nodes of the tree, left to right as the scan sees them.
+    """A drawing of a window's prefix tree. `boxes`: its widest nodes, left to right as the scan sees them.
 
-    `reach`: by slice, how far the scan is when it is done: the share of the width taken from the left end, and that
-    from the right.
+    `reach`: by slice, how far the scan has come when the slice is done: the shares of the width taken from the left end
+    and from the right end.
     """
 
     requests: int
@@ -32,6 +36,7 @@ class PlanPicture(msgspec.Struct, frozen=True):
 
 
 def picture_of(plan: WindowPlan) -> PlanPicture:
+    """Return the picture of a plan."""
     tree, count = plan.scan.tree, len(plan.order)
     width = tree.last - tree.first
     seen = np.flatnonzero((tree.end > tree.begin) & (width * 2 * MOST_BOXES >= count))

@@ -1,6 +1,6 @@
-"""Where each request of a batch stands: fixed-size records beside the batch's file, not rows in SQL.
+"""The index of a batch's requests: fixed-size records in object storage, not rows in SQL.
 
-A batch of millions of lines costs the database one row; any run of records is one range read.
+A batch of millions of lines costs the database one row, and any run of records is one range read.
 """
 
 from dataclasses import dataclass
@@ -10,8 +10,8 @@ from numpy.typing import NDArray
 
 from service.objects.storage import Storage
 
-# offset and length of the line in the input file, its 1-based number, its prompt's place in the token object, and what
-# it says of its answer's length (AskedOutput.packed)
+# Offset and length of the line in the input file, its 1-based number, its prompt's place in the token object, and what
+# the request says about the length of its answer (AskedOutput.packed).
 RECORD = np.dtype(
     [("offset", "<u8"), ("length", "<u4"), ("line", "<u4"), ("tokens_at", "<u8"), ("tokens", "<u4"), ("asked", "<u4")]
 )
@@ -21,7 +21,7 @@ Records = NDArray[np.void]
 
 @dataclass(frozen=True, slots=True)
 class RequestIndex:
-    """The records of one batch, request by request in the order of the file; each validation writes its own."""
+    """The records of one batch, one per request, in the order of the file. Each validation writes a new index."""
 
     storage: Storage
     index_id: str
@@ -39,13 +39,13 @@ class RequestIndex:
         return f"{self.folder}/tokens"
 
     async def read(self, first: int, count: int) -> Records:
-        """Records [first, first + count)."""
+        """Return records [first, first + count)."""
         size = RECORD.itemsize
         data = await self.storage.read_range(self.records_key, first * size, count * size)
         return np.frombuffer(data, dtype=RECORD)
 
     async def pick(self, numbers: NDArray[np.int64]) -> Records:
-        """The records of these requests, in this order."""
+        """Return the records of these requests, in this order."""
         size = RECORD.itemsize
         parts = await self.storage.read_ranges(
             self.records_key, [int(n) * size for n in numbers], [size] * len(numbers)
@@ -53,7 +53,7 @@ class RequestIndex:
         return np.frombuffer(b"".join(parts), dtype=RECORD)
 
     async def token_ids(self, records: Records) -> NDArray[np.uint32]:
-        """Prompt tokens of consecutive records, end to end."""
+        """Return the prompt tokens of consecutive records, concatenated."""
         if len(records) == 0:
             return np.empty(0, np.uint32)
         start = int(records["tokens_at"][0])

@@ -1,4 +1,4 @@
-"""What a request says about the length of its answer, which the planner takes into account."""
+"""Reads what a request says about the length of its answer, for the planner."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -11,19 +11,22 @@ EXACT = 1 << 31
 
 @dataclass(frozen=True, slots=True)
 class AskedOutput:
-    """`most`: tokens that the answer cannot exceed, 0 when the request does not say; `exact`: it has just so many."""
+    """The answer length that a request asks for.
+
+    `most`: the most tokens that the answer can have, 0 if the request does not say; `exact`: it has exactly that many.
+    """
 
     most: int
     exact: bool
 
     @property
     def packed(self) -> int:
-        """As 32 bits of a record."""
+        """Return it packed into 32 bits, as an index record holds it."""
         return self.most | (EXACT if self.exact else 0)
 
 
 def asked_output(endpoint: str, body: dict[str, Any]) -> AskedOutput:
-    """Read from a body that the engine has yet to check; what makes no sense says nothing."""
+    """Read the answer length from a body that the engine has not checked yet. Invalid values are ignored."""
     if endpoint in BY_PATH and not BY_PATH[endpoint].generates:
         return AskedOutput(1, True)  # planned as the one step that it takes
     given = (body.get(name) for name in ("max_completion_tokens", "max_tokens", "max_output_tokens"))

@@ -1,8 +1,8 @@
-"""A slice's result shard: segments of answers, each written in one atomic step, so none is ever torn.
+"""A slice's result shard: segments of answers, each written in one atomic step, so that no segment is ever torn.
 
-Object stores cannot append. A worker writes its answers every half second as a new segment, named by its lease's
-epoch and a number; what stands in a segment is answered for good. When two epochs answered the same request, the
-earlier segment counts.
+Object stores cannot append. Every half second a worker writes its new answers as a new segment, named by its lease's
+epoch and a number; the answers in a segment are final. When two epochs answered the same request, the earlier segment
+counts.
 """
 
 import asyncio
@@ -19,7 +19,7 @@ log = structlog.get_logger()
 
 
 class Usage(msgspec.Struct, frozen=True, array_like=True):
-    """Tokens of one answer."""
+    """The tokens of one answer."""
 
     input: int = 0
     cached: int = 0
@@ -28,7 +28,7 @@ class Usage(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Answer(msgspec.Struct, frozen=True, array_like=True):
-    """One answered request: `line` is its finished line of the output or error file."""
+    """One answered request. `line` is its complete line of the output or error file."""
 
     batch_id: str
     request: int
@@ -42,6 +42,8 @@ _decoder = msgspec.json.Decoder(Answer)
 
 @dataclass(frozen=True, slots=True)
 class Shard:
+    """The shard of one slice in object storage."""
+
     storage: Storage
     slice_id: int
 
@@ -55,15 +57,15 @@ class Shard:
         await self.storage.put(f"{self.folder}/{epoch:08d}-{number:08d}", data)
 
     async def segments(self) -> list[str]:
-        """Names of what was written, earliest epoch first."""
+        """Return the names of the segments, earliest epoch first."""
         return [key.rsplit("/", 1)[-1] for key in await self.storage.keys(self.folder)]
 
     async def answers(
         self, segments: Sequence[str] | None = None, at_once: int = READ_SEGMENTS
     ) -> AsyncIterator[Answer]:
-        """Every answer, or those of these segments, in their order; a request may come twice.
+        """Yield every answer, or those of these segments, in order. A request may come twice.
 
-        `at_once`: segments in memory. Raises FileNotFoundError for a segment that is gone.
+        `at_once`: how many segments are held in memory. Raises FileNotFoundError for a segment that is gone.
         """
         names = await self.segments() if segments is None else segments
         keys = [f"{self.folder}/{name}" for name in names]
@@ -75,5 +77,5 @@ class Shard:
                         try:
                             yield _decoder.decode(line)
                         except msgspec.DecodeError:
-                            # Torn by a power cut before it was synced: its answers were never counted as given.
+                            # A power cut tore it before it was synced, so its answers were never counted.
                             log.exception("segment is damaged", key=key)

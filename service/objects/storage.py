@@ -1,4 +1,4 @@
-"""Object storage: a local folder by default, S3-class by URL, through obstore and always in streams."""
+"""Object storage through obstore, always in streams: a local folder by default, or an S3-class bucket by URL."""
 
 import asyncio
 import errno
@@ -14,18 +14,18 @@ from obstore.store import LocalStore, ObjectStore, from_url
 
 PART_BYTES = 5 * 1024 * 1024
 READ_BYTES = 1024 * 1024
-RESERVE, MOST_RESERVE = 0.1, 1024**3  # of a disk that is kept from uploads and what is made of them
-ANSWERS_RESERVE = 0.5  # of that, kept from answers too
+RESERVE, MOST_RESERVE = 0.1, 1024**3  # part of a disk that uploads and their indexes may not use
+ANSWERS_RESERVE = 0.5  # part of the reserve that answers may not use either
 CLOCK_KEY = "health/clock"
 
 
 def file_key(file_id: str) -> str:
-    """Where the bytes of a file of the API are."""
+    """Return the key of an API file's content."""
     return f"files/{file_id}"
 
 
 def upload_folder(upload_id: str) -> str:
-    """Where the parts of an upload wait for its completion."""
+    """Return the folder that holds an upload's parts until it is completed."""
     return f"uploads/{upload_id}"
 
 
@@ -42,7 +42,7 @@ class LineTooLong(Exception):
 
 
 class Room(NamedTuple):
-    """Bytes that are free on the store's disk, and how many of them are kept from uploads."""
+    """Free bytes on the store's disk, and how many bytes uploads must leave free."""
 
     free_bytes: int
     reserve_bytes: int
@@ -53,10 +53,10 @@ class Room(NamedTuple):
 
 
 class NoRoom(OSError):
-    """What is left of the store's disk is kept for deletes, cancels and result files."""
+    """The remaining space on the store's disk is reserved for deletes, cancels and result files."""
 
     def __init__(self) -> None:
-        super().__init__(errno.ENOSPC, "what is left of the disk is kept for deletes, cancels and result files")
+        super().__init__(errno.ENOSPC, "the remaining disk space is reserved for deletes, cancels and result files")
 
 
 class Writer(Protocol):
@@ -64,7 +64,7 @@ class Writer(Protocol):
 
 
 class Storage:
-    """Objects by key; a key is made by the service, never taken from a client."""
+    """Stores objects by key. The service makes all keys; none comes from a client."""
 
     def __init__(self, store: ObjectStore, folder: Path | None = None) -> None:
         self._store = store
@@ -72,7 +72,7 @@ class Storage:
 
     @classmethod
     def open(cls, url: str) -> "Storage":
-        """Open `file:///folder` (made when missing), `s3://bucket/prefix`, `gs://…` or `az://…`."""
+        """Open `file:///folder` (created if missing), `s3://bucket/prefix`, `gs://…` or `az://…`."""
         parsed = urlparse(url)
         if parsed.scheme != "file":
             return cls(from_url(url))
@@ -82,7 +82,7 @@ class Storage:
 
     @asynccontextmanager
     async def writer(self, key: str) -> AsyncGenerator[Writer, None]:
-        """Stream an object; it is there after the block, and not there when the block raises."""
+        """Yield a writer that streams an object. The object exists after the block, unless the block raises."""
         # Not put_async with a generator: obstore 0.12 can abort the interpreter at its exit after one.
         writer = obstore.open_writer_async(self._store, key, buffer_size=PART_BYTES, max_concurrency=2)
         try:
@@ -93,7 +93,7 @@ class Storage:
             await self._sync(key)
         except BaseException:
             await self.delete(key)
-            if self._folder is not None:  # what was staged, where closing failed
+            if self._folder is not None:  # staged files remain if closing failed
                 for staged in (self._folder / key).parent.glob(f"{key.rsplit('/', 1)[-1]}#*"):
                     staged.unlink(missing_ok=True)
             raise
@@ -108,7 +108,7 @@ class Storage:
             await asyncio.to_thread(_sync_file, self._folder, key)
 
     async def read(self, key: str) -> bytes:
-        """The whole object. Raises FileNotFoundError."""
+        """Return the whole object. Raises FileNotFoundError."""
         return bytes(await (await self._store.get_async(key)).bytes_async())
 
     async def read_range(self, key: str, start: int, length: int) -> bytes:
@@ -122,7 +122,7 @@ class Storage:
         return [bytes(part) for part in await self._store.get_ranges_async(key, starts=starts, lengths=lengths)]
 
     async def stream(self, key: str, start: int = 0, end: int | None = None) -> AsyncIterator[bytes]:
-        """The object's bytes [start, end) in chunks. Raises FileNotFoundError before the first chunk."""
+        """Yield the object's bytes [start, end) in chunks. Raises FileNotFoundError before the first chunk."""
         if end is not None:
             result = await self._store.get_async(key, options={"range": (start, end)})
         else:
@@ -131,32 +131,32 @@ class Storage:
             yield bytes(chunk)
 
     def lines(self, key: str, max_line_bytes: int) -> AsyncIterator[tuple[int, bytes]]:
-        """Of an object, as `lines_of`."""
+        """Yield the lines of an object; see `lines_of`."""
         return lines_of(self.stream(key), max_line_bytes)
 
     async def keys(self, prefix: str) -> list[str]:
-        """Every key below `prefix/`, sorted."""
+        """Return every key below `prefix/`, sorted."""
         return sorted(await self.modified(prefix))
 
     async def modified(self, prefix: str) -> dict[str, float]:
-        """Every key below `prefix/` with the unix time of its last change."""
+        """Return every key below `prefix/` with the Unix time of its last change."""
         found: dict[str, float] = {}
         async for page in self._store.list(prefix):
             found.update((meta["path"], meta["last_modified"].timestamp()) for meta in page)
         return found
 
     async def folders(self, prefix: str) -> list[str]:
-        """Names of the folders directly below `prefix/`."""
+        """Return the names of the folders directly below `prefix/`."""
         result = await self._store.list_with_delimiter_async(prefix)
         return [path.rsplit("/", 1)[-1] for path in result["common_prefixes"]]
 
     async def now(self) -> float:
-        """Unix seconds by the store's own clock, which dates its objects; this host's may be another."""
+        """Return Unix seconds by the store's own clock, which dates its objects; this host's clock may differ."""
         await self._store.put_async(CLOCK_KEY, b"", use_multipart=False)
         return (await self._store.head_async(CLOCK_KEY))["last_modified"].timestamp()
 
     async def delete(self, key: str) -> None:
-        """Delete an object; one that is not there is no error."""
+        """Delete an object; a missing object is not an error."""
         with suppress(FileNotFoundError):
             await self._store.delete_async(key)
 
@@ -166,15 +166,15 @@ class Storage:
             await self._store.delete_async(keys)
 
     async def delete_staged(self, before: float) -> int:
-        """Delete what a dead process began to write into a local store before this unix time, and count it.
+        """Delete files in a local store that dead processes staged before this Unix time. Returns how many.
 
-        Listings leave it out. A bucket has rules of its own for uploads that were never completed.
+        Listings do not show staged files. Buckets have their own rules for uploads that were never completed.
         """
         return await asyncio.to_thread(_delete_staged, self._folder, before) if self._folder is not None else 0
 
     @property
     def room(self) -> "Room | None":
-        """Of a local store; None where there is no disk to look at."""
+        """Return the room on a local store's disk; None for a bucket, which has no disk to look at."""
         if self._folder is None:
             return None
         found = os.statvfs(self._folder)
@@ -182,7 +182,7 @@ class Storage:
         return Room(free, min(MOST_RESERVE, int(whole * RESERVE)))
 
     def check_room(self, more: int, reserve: float = 1.0) -> None:
-        """Raise NoRoom unless so many bytes leave this part of the reserve."""
+        """Raise NoRoom if writing `more` bytes would not leave this part of the reserve free."""
         room = self.room
         if room is not None and room.free_bytes - more < room.reserve_bytes * reserve:
             raise NoRoom
@@ -201,7 +201,7 @@ def _delete_staged(folder: Path, before: float) -> int:
 
 
 def _sync_file(folder: Path, key: str) -> None:
-    """Have the operating system write the file to disk, and the entries of the folders that lead to it."""
+    """Flush the file to disk, and the entries of the folders that lead to it."""
     path = folder / key
     parents = path.parents[: len(path.relative_to(folder).parts)]
     for each in (path, *parents):
@@ -213,7 +213,7 @@ def _sync_file(folder: Path, key: str) -> None:
 
 
 async def lines_of(parts: AsyncIterator[bytes], max_line_bytes: int) -> AsyncIterator[tuple[int, bytes]]:
-    """Each line as (byte offset, bytes without the line feed). Raises LineTooLong."""
+    """Yield each line as (byte offset, bytes without the line feed). Raises LineTooLong."""
     offset, number, rest = 0, 1, b""
     async for part in parts:
         *whole, rest = (rest + part).split(b"\n")

@@ -1,4 +1,4 @@
-"""Telling workers which slices are ready, over a Redis stream. A message is a hint: the lease in SQL decides."""
+"""Tells workers over a Redis stream which slices are ready. A message is only a hint: the lease in SQL decides."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -9,12 +9,12 @@ from redis.exceptions import ResponseError
 
 from service.queue import keys
 
-# The fewer, the less is in the stream that something more urgent has to be put before.
+# A small limit leaves few unread entries to take out and add again when a more urgent slice has to go before them.
 MOST_ANNOUNCED = 64
 
-# KEYS: stream, announced. ARGV: group, the most that may be announced, slice ids in their order. Adds to the stream
-# what is not in it yet. A stream is first in, first out: where what nobody has read stands in another order, it is
-# taken out and added anew. Returns how many were new.
+# KEYS: stream, announced. ARGV: group, the most that may be announced, slice ids in their order. Adds to the stream the
+# slices that it lacks. A stream is first in, first out: from the first unread entry that is out of order, all unread
+# entries are taken out and added again in order. Returns how many slices were new.
 _ANNOUNCE = """
 local last = '0-0'
 if redis.call('EXISTS', KEYS[1]) == 1 then
@@ -46,7 +46,7 @@ end
 return added
 """
 
-# KEYS: stream, announced. ARGV: group, message id, slice id. Takes a message out for good.
+# KEYS: stream, announced. ARGV: group, message id, slice id. Removes a message from the stream.
 _TAKE_OUT = """
 redis.call('XACK', KEYS[1], ARGV[1], ARGV[2])
 redis.call('SREM', KEYS[2], ARGV[3])
@@ -61,7 +61,7 @@ class Announcement:
 
 
 class Announcements:
-    """The stream of one model."""
+    """Writes and reads the stream of one model."""
 
     def __init__(self, redis: Redis, model: str) -> None:
         self._redis = redis
@@ -70,13 +70,14 @@ class Announcements:
         self._take_out = redis.register_script(_TAKE_OUT)
 
     async def announce(self, slice_ids: Sequence[int]) -> int:
-        """Have these announced in this order, as far as there is room, and of those unread no others; returns how many
-        were new.
+        """Announce these slices in this order, as far as there is room, and take out all other unread ones.
+
+        Returns how many were new.
         """
         return int(await self._announce(keys=self._keys, args=[keys.GROUP, MOST_ANNOUNCED, *slice_ids]))
 
     async def next(self, consumer: str, block_ms: int) -> Announcement | None:
-        """The next announced slice, or None after `block_ms`; the caller takes it out once it knows what it is."""
+        """Return the next announced slice, or None after `block_ms`; the caller takes it out when done with it."""
         stream = self._keys[0]
         try:
             reply: Any = await self._redis.xreadgroup(keys.GROUP, consumer, {stream: ">"}, count=1, block=block_ms)
@@ -92,7 +93,7 @@ class Announcements:
         await self._take_out(keys=self._keys, args=[keys.GROUP, announcement.message_id, announcement.slice_id])
 
     async def take_back(self, idle_ms: int) -> int:
-        """Take out what was read `idle_ms` ago by a worker that then died; a ready slice is announced again."""
+        """Take out messages that a worker read `idle_ms` ago before it died; ready slices are announced again."""
         try:
             reply: Any = await self._redis.xautoclaim(
                 self._keys[0], keys.GROUP, "reconciler", min_idle_time=idle_ms, start_id="0-0", count=1000
@@ -115,7 +116,7 @@ class Announcements:
 
 
 def _messages(reply: Any) -> list[Announcement]:
-    """Both shapes of XREADGROUP's reply: a list of pairs (RESP2), or a map (RESP3)."""
+    """Parse both shapes of XREADGROUP's reply: a list of pairs (RESP2) or a map (RESP3)."""
     if not reply:
         return []
     if isinstance(reply, dict):

@@ -1,7 +1,7 @@
-"""Says at once that a job of the planner role has something to do, so that nobody asks the database all the time.
+"""Wakes a job of the planner role as soon as it has work, so that jobs need not poll the database all the time.
 
-A ring is a hint, published over Redis, and may be lost: jobs look seldom by themselves too, and often while Redis does
-not answer.
+A ring is a hint, published over Redis, and may be lost: jobs also poll on their own, seldom while Redis works and often
+while it does not answer.
 """
 
 import asyncio
@@ -15,7 +15,7 @@ from redis.exceptions import RedisError
 
 from service.queue import keys
 
-LISTEN_S = 4.0  # after which a stop is noticed
+LISTEN_S = 4.0  # a stop is noticed within this time
 SELDOM_S = 30.0
 log = structlog.get_logger()
 
@@ -33,7 +33,7 @@ class Job(StrEnum):
 
 
 class Bell:
-    """One in a process. `often_s`: how often jobs look while nothing can be heard."""
+    """Rings for jobs and waits for rings; one per process. `often_s`: how often jobs poll while it cannot listen."""
 
     def __init__(self, redis: Redis, often_s: float) -> None:
         self._redis = redis
@@ -44,13 +44,13 @@ class Bell:
     async def ring(self, *jobs: Job) -> None:
         """Wake these jobs in every process that listens."""
         self.wake(*jobs)
-        with suppress(RedisError, OSError):  # they look by themselves after a while
+        with suppress(RedisError, OSError):  # they poll on their own after a while
             await self._redis.publish(keys.BELL, " ".join(jobs))
 
     async def wait(self, job: Job, stop: asyncio.Event, seldom_s: float | None) -> None:
-        """Until the job is rung for, at the latest for `seldom_s`, or for less while nothing is heard; or until `stop`.
+        """Wait until the job is rung for or `stop` is set, for at most `seldom_s`, or less while it cannot listen.
 
-        With None only a ring ends it.
+        With None only a ring or `stop` ends the wait.
         """
         rung = self._rung[job]
         pause_s = seldom_s if self._hears or seldom_s is None else min(self._often_s, seldom_s)
@@ -63,13 +63,13 @@ class Bell:
         rung.clear()
 
     async def listen(self, stop: asyncio.Event) -> None:
-        """Hear what other processes ring, until `stop`."""
+        """Listen for rings of other processes until `stop` is set."""
         while not stop.is_set():
             subscription = self._redis.pubsub(ignore_subscribe_messages=True)
             try:
                 await subscription.subscribe(keys.BELL)
                 self._hears = True
-                self.wake(*Job)  # what was rung before is not heard any more
+                self.wake(*Job)  # rings from before the subscription are lost
                 while not stop.is_set():
                     message: Any = await subscription.get_message(timeout=LISTEN_S)
                     if message is not None:
@@ -77,7 +77,7 @@ class Bell:
                         self.wake(*(job for job in Job if job in said))
             except (RedisError, OSError) as error:
                 self._hears = False
-                log.warning("cannot hear what there is to do: jobs look often instead", error=repr(error))
+                log.warning("cannot subscribe to job notifications; jobs poll often instead", error=repr(error))
                 with suppress(TimeoutError):
                     async with asyncio.timeout(LISTEN_S):
                         await stop.wait()

@@ -1,4 +1,4 @@
-"""How much of a batch is answered, and with how many tokens."""
+"""Counts the answered requests of a batch and their tokens."""
 
 from dataclasses import astuple, dataclass, fields
 
@@ -8,7 +8,7 @@ from service.objects.shards import Answer
 
 @dataclass(frozen=True, slots=True)
 class Counts:
-    """Requests, and the tokens of the answers to them; named as the columns of a slice's share of a batch."""
+    """Counts of answered requests and their tokens; the fields are named like the columns of a batch's row."""
 
     completed: int = 0
     failed: int = 0
@@ -24,7 +24,7 @@ class Counts:
 
     @classmethod
     def of_row(cls, row: Batch) -> "Counts":
-        """What an ended batch has."""
+        """Return the counts of a finished batch."""
         return cls(*(getattr(row, each.name) for each in fields(cls)))
 
     @classmethod

@@ -1,7 +1,7 @@
-"""Leases on slices: each change one SQL transaction, fenced by an epoch that grows with every claim.
+"""Manages the leases on slices: each change is one SQL transaction, fenced by an epoch that grows with every claim.
 
-They live in SQL and not in Redis, so that wiping Redis cannot give a slice to two workers. Their time is that of the
-database, so that no host's clock can end them.
+Leases live in SQL and not in Redis, so that wiping Redis cannot give a slice to two workers. They expire by the
+database's clock, so that no host's clock can end them.
 """
 
 from collections.abc import Collection, Iterable
@@ -18,16 +18,16 @@ from service.db.tables import Batch, Slice, SliceBatch, SliceStatus, fixed
 from service.queue.counts import Counts
 from service.queue.urgency import urgent_at
 
-ABSURD_LEASES = 10  # a lease that ends later than after so many was given by a clock that was wrong
-DEATHS_TO_TRY = 2  # one may be chance; then the slice is tried in parts
-ALONE_DEATHS_TO_REFUSE = 2  # so many of a request by itself are its own doing
+ABSURD_LEASES = 10  # a lease with more than so many lease times left was given by a wrong clock
+DEATHS_TO_TRY = 2  # one death may be chance; after two the slice is tried in parts
+ALONE_DEATHS_TO_REFUSE = 2  # a request that was alone in the engine at so many deaths has caused them
 
 
 @dataclass(frozen=True, slots=True)
 class Trial:
     """A slice whose workers died: it runs alone, `size` requests at a time.
 
-    `alone_deaths`: how many of these deaths the request at `place` met alone in the engine.
+    `alone_deaths`: at how many of these deaths the request at `place` was alone in the engine.
     """
 
     size: int
@@ -37,7 +37,7 @@ class Trial:
 
 @dataclass(frozen=True, slots=True)
 class Lease:
-    """A claim on a slice, good while the row still has this epoch; `trial` if the slice is suspect."""
+    """A claim on a slice, valid while the row still has this epoch; `trial` is set if the slice is suspect."""
 
     slice_id: int
     epoch: int
@@ -54,7 +54,7 @@ class Leases:
         self._lease_s = lease_s
 
     async def claim(self, slice_id: int) -> Lease | None:
-        """Take the slice if it is ready; None when it is not to be had."""
+        """Lease the slice if it is ready; return None if it is not."""
         async with self._database.write() as session:
             row = (
                 await session.execute(
@@ -77,7 +77,7 @@ class Leases:
         return Lease(row.id, row.epoch, row.window_id, row.first, row.count, trial)
 
     async def begin_trial(self, lease: Lease, size: int, place: int) -> bool:
-        """Note what runs next, before it does: `size` requests from the one at `place` on; False for a stale lease."""
+        """Record, before they run, the next `size` requests from `place` on; return False for a stale lease."""
         async with self._database.write() as session:
             result = await session.execute(
                 update(Slice)
@@ -92,7 +92,7 @@ class Leases:
             return rows_changed(result) == 1
 
     async def renew(self, leases: Iterable[Lease]) -> set[Lease]:
-        """Extend these leases; returns those that are still ours."""
+        """Extend these leases; return those that this worker still holds."""
         held = {(lease.slice_id, lease.epoch): lease for lease in leases}
         if not held:
             return set()
@@ -106,7 +106,7 @@ class Leases:
             return {held[slice_id, epoch] for slice_id, epoch in rows}
 
     async def finish(self, lease: Lease, counts: dict[str, Counts]) -> bool:
-        """Mark the slice done with its counts by batch; False, and nothing changed, for a stale lease."""
+        """Mark the slice done with its counts by batch; for a stale lease change nothing and return False."""
         async with self._database.write() as session:
             result = await session.execute(
                 update(Slice)
@@ -116,7 +116,7 @@ class Leases:
             if rows_changed(result) != 1:
                 return False
             await _move_shares(session, [lease.slice_id], SliceStatus.DONE)
-            for batch_id, count in sorted(counts.items()):  # in one order, or two workers would wait for each other
+            for batch_id, count in sorted(counts.items()):  # in a fixed order, or two workers could deadlock
                 share = (SliceBatch.slice_id == lease.slice_id) & (SliceBatch.batch_id == batch_id)
                 said = {"completed": count.completed, "failed": count.failed}
                 await session.execute(update(SliceBatch).where(share).values(said))
@@ -124,7 +124,7 @@ class Leases:
             return True
 
     async def give_back(self, lease: Lease) -> bool:
-        """Make the slice ready again; False for a stale lease."""
+        """Make the slice ready again; return False for a stale lease."""
         async with self._database.write() as session:
             result = await session.execute(
                 update(Slice)
@@ -137,17 +137,17 @@ class Leases:
             return True
 
     async def give_back_leftovers(self) -> int:
-        """At a worker's start: what a process of the same name held when it died is ready again."""
+        """Free the slices that a worker of this name held when it died; call this at a worker's start."""
         async with self._database.write() as session:
             return await _free(session, Slice.owner == self._owner, _died())
 
 
-# A batch that has ended counts no more: its finalizer had the last word.
+# A finished batch takes no more counts: its finalizer has set the final ones.
 _RUNS = Batch.status.in_(["in_progress", "finalizing", "cancelling"])
 
 
 def _added(count: Counts) -> dict[Any, Any]:
-    """One slice less, and its answers."""
+    """Return the values of a batch's row after one more slice is done: its answers added, one slice fewer left."""
     more = {name: getattr(Batch, name) + value for name, value in asdict(count).items() if value}
     rest = Batch.planned - Batch.completed - Batch.failed - count.answered
     return {**more, "slices_left": Batch.slices_left - 1, "urgent_at": urgent_at(rest)}
@@ -158,12 +158,12 @@ def _ready() -> dict[Any, Any]:
 
 
 async def _move_shares(session: AsyncSession, slice_ids: Iterable[int], to: SliceStatus) -> None:
-    """Have the shares of these slices say what the slices say."""
+    """Set the status of these slices' shares of batches to that of the slices."""
     await session.execute(update(SliceBatch).where(SliceBatch.slice_id.in_(list(slice_ids))).values(status=to))
 
 
 async def _free(session: AsyncSession, which: ColumnElement[bool], values: dict[Any, Any]) -> int:
-    """Make leased slices ready; returns how many."""
+    """Make the leased slices that match ready again; return how many."""
     leased = (Slice.status == fixed(SliceStatus.LEASED)) & which
     freed = (await session.scalars(update(Slice).where(leased).values(values).returning(Slice.id))).all()
     if freed:
@@ -172,9 +172,9 @@ async def _free(session: AsyncSession, which: ColumnElement[bool], values: dict[
 
 
 def _died() -> dict[Any, Any]:
-    """A slice whose worker is gone is ready again; a trial that it did not survive goes on with half as many.
+    """Return the values that free a slice whose worker died; a trial that was running is halved.
 
-    A lease that had begun no trial says nothing of the slice: its worker died of others.
+    Under a lease that had begun no trial, the death says nothing about the slice: the worker died of others.
     """
     tried = Slice.trial_epoch == Slice.epoch
     return {
@@ -189,15 +189,15 @@ _IS_EXPIRED = (Slice.status == fixed(SliceStatus.LEASED)) & (Slice.lease_until <
 
 
 async def owners_of_expired(database: Database) -> set[str]:
-    """Workers that did not renew a lease in time."""
+    """Return the workers that did not renew a lease in time."""
     async with database.read() as session:
         return {owner or "" for owner in await session.scalars(select(Slice.owner).where(_IS_EXPIRED).distinct())}
 
 
 async def free_expired(database: Database, owners: Collection[str], dead: bool) -> int:
-    """Make ready what these workers did not renew; returns how many slices.
+    """Make the slices ready whose leases these workers did not renew; return how many.
 
-    A lease that ran out alone says nothing of the slice: its worker may have been cut off. `dead`: they are gone.
+    `dead`: the workers have died. An expired lease alone says nothing about the slice: its worker may be cut off.
     """
     if not owners:
         return 0
@@ -207,9 +207,9 @@ async def free_expired(database: Database, owners: Collection[str], dead: bool) 
 
 
 async def shorten_absurd(database: Database, lease_s: float) -> int:
-    """Have leases that end far in the future end after one from now on; returns how many.
+    """Shorten leases that end far in the future to one lease time from now; return how many.
 
-    The database's clock was wrong when they were given. Workers that are alive renew them.
+    The database's clock was wrong when they were given. Live workers renew them.
     """
     until = now_s() + ABSURD_LEASES * lease_s
     absurd = (Slice.status == fixed(SliceStatus.LEASED)) & (Slice.lease_until > until)

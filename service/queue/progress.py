@@ -1,4 +1,4 @@
-"""Live counts of running slices. A worker states absolute counts, so a repeated or lost write corrects itself."""
+"""Live counts and heartbeats in Redis. Workers write absolute counts, so a repeated or lost write corrects itself."""
 
 import json
 import threading
@@ -23,11 +23,14 @@ log = structlog.get_logger()
 KEEP_S = 7 * 24 * 3600
 TTL_S = 15.0
 SAY_S = 3.0
-STALLED_S = 30.0  # of a worker: without a step of its engine while requests wait for one
+STALLED_S = 30.0  # a worker counts as stalled after so long without an engine step while requests are in flight
 
 
 class Progress:
-    """`asks_again_s`: how long a Redis that has failed is not asked, so that a page of batches waits for it once."""
+    """Live counts of running slices.
+
+    `asks_again_s`: how long to leave a Redis alone that has failed, so that a page of batches waits for it only once.
+    """
 
     def __init__(self, redis: Redis, asks_again_s: float = 0.0) -> None:
         self._redis = redis
@@ -43,16 +46,16 @@ class Progress:
         await pipeline.execute()
 
     async def forget(self, slice_id: int, batch_ids: Iterable[str]) -> None:
-        """The slice is no longer running: SQL knows its counts, or its next run states them."""
+        """Delete the counts of a slice that no longer runs: SQL has them, or its next run writes them."""
         pipeline = self._redis.pipeline(transaction=False)
         for batch_id in batch_ids:
             pipeline.hdel(keys.progress(batch_id), str(slice_id))
         await pipeline.execute()
 
     async def counts(self, database: Database, batch_id: str) -> Counts:
-        """What is answered so far: done slices from the batch's row, running ones from Redis; without Redis, SQL alone.
+        """Return what is answered so far: done slices from the batch's row, running ones from Redis if it answers.
 
-        One statement sees both which slices are done and their counts, so that none is missing or counted twice.
+        One statement reads both which slices are done and their counts, so that none is missing or counted twice.
         """
         live = await self._live(batch_id)
         runs = (
@@ -77,7 +80,7 @@ class Progress:
 
 
 class Heartbeat:
-    """Who is alive, and with what; a worker that is silent for `ttl_s` is gone from the list."""
+    """Tracks which workers are alive and their state; a worker that is silent for `ttl_s` leaves the list."""
 
     def __init__(self, redis: Redis, ttl_s: float = TTL_S) -> None:
         self._redis = redis
@@ -90,7 +93,7 @@ class Heartbeat:
         await pipeline.execute()
 
     async def beating(self, names: Collection[str]) -> set[str]:
-        """Of these, those that are alive."""
+        """Return those of these workers that are alive."""
         asked = list(names)
         values: list[Any] = await self._redis.mget([keys.worker(name) for name in asked]) if asked else []
         return {name for name, value in zip(asked, values, strict=True) if value}
@@ -99,7 +102,7 @@ class Heartbeat:
         return (await self.everyone())[0]
 
     async def everyone(self) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-        """What is known of workers that are alive, and of those whose engine starts (`Starting`)."""
+        """Return the states of live workers, and of workers whose engine is starting (`Starting`)."""
         names: list[Any] = sorted(await self._redis.smembers(keys.WORKERS))
         asked = [each(name.decode()) for each in (keys.worker, keys.starting) for name in names]
         values: list[Any] = await self._redis.mget(asked) if asked else []
@@ -112,12 +115,12 @@ class Heartbeat:
 
 
 class Starting:
-    """Says, from a thread, that a worker's engine starts, which takes minutes and holds up everything else in it."""
+    """Reports from a thread that a worker's engine is starting, which takes minutes and blocks the event loop."""
 
     def __init__(self, redis_url: str, name: str, state: dict[str, Any]) -> None:
         self._redis = SyncRedis.from_url(redis_url, socket_connect_timeout=SAY_S, socket_timeout=SAY_S)
         self._name, self._state, self._since = name, state, monotonic()
-        self.stage = "begins"  # what it does now, in words
+        self.stage = "starts up"  # what it does now, in words
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._run, name="starting", daemon=True)
 

@@ -1,8 +1,8 @@
-"""Which ready slices come next: those with the least slack, pool by pool, in the order of their plans.
+"""Chooses the ready slices to announce next: those with the least slack, pool by pool, in the order of their plans.
 
-Slack is what is left of a batch's time once its own remaining work is taken off. Inside a pool the plan's order stays,
-in which slices that share a prefix stand together. Projects take turns by weight: the slack of one takes no other's
-share.
+Slack is the time left until a batch's deadline minus its own remaining work. Each pool keeps the plan's order, in which
+slices that share a prefix are next to each other. Projects take turns by weight: an urgent batch of one project takes
+no share from another.
 """
 
 from collections import Counter, defaultdict
@@ -16,18 +16,18 @@ from service.db.sessions import Database
 from service.db.tables import Batch, BatchStatus, Model, Project, SliceBatch, SliceStatus, fixed
 
 HOUR_S = 3600.0
-POOLS_S = (0.25 * HOUR_S, HOUR_S, 4 * HOUR_S, 12 * HOUR_S)  # up to so much slack; the last pool has all the rest
-MOST_PROJECTS = 64  # looked at in one round; the next round begins behind them
-MOST_BATCHES = 32  # of a project, the most urgent
+POOLS_S = (0.25 * HOUR_S, HOUR_S, 4 * HOUR_S, 12 * HOUR_S)  # upper bounds of slack; the last pool has the rest
+MOST_PROJECTS = 64  # considered in one round; the next round begins after them
+MOST_BATCHES = 32  # the most urgent ones of a project
 
 _RUNS = (Batch.status == fixed(BatchStatus.IN_PROGRESS)) & (Batch.slices_left > fixed(0))
 _IS_READY = SliceBatch.status == fixed(SliceStatus.READY)
 
 
 def urgent_at(left: ColumnElement[Any]) -> ColumnElement[Any]:
-    """When so many requests of a batch must begin, on an engine of their own, for it to end in time; unix seconds.
+    """Return when the `left` requests of a batch must start, on an engine of their own, to meet its deadline.
 
-    An expression over the batch's row, by the planner's cost model.
+    The result is an SQL expression over the batch's row, in unix seconds, by the planner's cost model.
     """
     compute_s, memory_s = Batch.planned_compute_s, Batch.planned_memory_s
     work_s = case((compute_s > memory_s, compute_s), else_=memory_s)
@@ -35,20 +35,20 @@ def urgent_at(left: ColumnElement[Any]) -> ColumnElement[Any]:
 
 
 async def waiting_models(database: Database) -> Sequence[str]:
-    """Models of which a batch that runs has slices that are not done."""
+    """Return the models of running batches that have slices left to do."""
     async with database.read() as session:
         some = exists().where(Batch.model == Model.name, _RUNS)
         return (await session.scalars(select(Model.name).where(some))).all()
 
 
 class Turns:
-    """Whose slices are announced next; one in a process, for it remembers which projects it looked at."""
+    """Decides which projects' slices are announced next; one per process, as it remembers its last project."""
 
     def __init__(self) -> None:
-        self._last: dict[str, str] = {}  # by model, the last project of the round before, where not all were looked at
+        self._last: dict[str, str] = {}  # by model, the last project of the previous round, if it did not reach all
 
     async def most_urgent(self, database: Database, model: str, now: float, most: int) -> list[int]:
-        """Ids of the model's first ready slices."""
+        """Return the ids of the model's most urgent ready slices."""
         async with database.read() as session:
             weights = await self._projects(session, model)
             ready = {project: await _of_project(session, model, project, now, most) for project in weights}
@@ -56,7 +56,7 @@ class Turns:
         return list(_woven({project: ids for project, ids in ready.items() if ids}, leased, weights, most))
 
     async def _projects(self, session: AsyncSession, model: str) -> dict[str, float]:
-        """Weights of the projects that have slices that are not done."""
+        """Return the weights of the projects that have slices left to do."""
         waits = exists().where(Batch.project_id == Project.id, Batch.model == model, _RUNS)
         after = self._last.get(model, "")
         query = select(Project.id, Project.weight).where(waits).order_by(Project.id).limit(MOST_PROJECTS)
@@ -77,7 +77,7 @@ async def _of_project(session: AsyncSession, model: str, project_id: str, now: f
     )
     pools: dict[int, list[str]] = defaultdict(list)
     for batch_id, urgent in await session.execute(batches):
-        slack_s = (urgent or 0.0) - now  # it is set with the plan, as slices are
+        slack_s = (urgent or 0.0) - now  # urgent_at is set with the plan, as the slices are
         pools[sum(slack_s > each for each in POOLS_S)].append(batch_id)
     found: dict[int, None] = {}
     for pool in sorted(pools):
@@ -98,7 +98,7 @@ async def _of_project(session: AsyncSession, model: str, project_id: str, now: f
 
 
 async def _leased(session: AsyncSession, model: str) -> Counter[str]:
-    """How many slices of each project workers have; one that projects share counts for each."""
+    """Count the leased slices of each project; a slice that projects share counts for each."""
     is_leased = SliceBatch.status == fixed(SliceStatus.LEASED)
     query = select(Batch.project_id, func.count()).join(SliceBatch, SliceBatch.batch_id == Batch.id)
     found = await session.execute(query.where(is_leased, Batch.model == model).group_by(Batch.project_id))
@@ -108,7 +108,7 @@ async def _leased(session: AsyncSession, model: str) -> Counter[str]:
 def _woven(
     ready: Mapping[str, Sequence[int]], leased: Mapping[str, int], weights: Mapping[str, float], most: int
 ) -> Iterator[int]:
-    """Slices of all projects in one order: the project with the least of its share in the engines is next."""
+    """Merge the slices of all projects: the project with the fewest leased slices for its weight comes next."""
     has, given, told = Counter(leased), dict.fromkeys(ready, 0), set[int]()
     while len(told) < most and (left := [each for each in ready if given[each] < len(ready[each])]):
         project = min(left, key=lambda each: (has[each] + 1) / weights[each])

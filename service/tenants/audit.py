@@ -1,4 +1,4 @@
-"""The audit log: who changed what."""
+"""Writes the audit log: who changed what."""
 
 from sqlalchemy.ext.asyncio import AsyncSession
 
@@ -7,7 +7,7 @@ from service.tenants.keys import Caller
 
 
 def note(session: AsyncSession, caller: Caller, action: str, object_id: str, now: float, detail: str = "") -> None:
-    """Write it down in the transaction of the change itself; `detail`: what changed, in words."""
+    """Record an action in the transaction of the change itself; `detail`: what changed, in words."""
     event = AuditEvent(
         at=int(now),
         project_id=caller.project.id,

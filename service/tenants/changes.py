@@ -1,4 +1,4 @@
-"""Changes of projects and keys, each with its line in the audit log; whoever calls holds the transaction."""
+"""Changes projects and keys, each change with its line in the audit log; the caller holds the transaction."""
 
 import re
 from collections.abc import Mapping
@@ -20,11 +20,11 @@ LEAST_WEIGHT, MOST_WEIGHT = 1e-3, 1e3
 
 
 class TenantError(Exception):
-    """A name or id that stands for nothing, is taken, or is none; the message says which."""
+    """A name or id is unknown, taken or invalid; the message says which."""
 
 
 async def find_project(session: AsyncSession, name: str) -> Project:
-    """Raises TenantError."""
+    """Return the project of this name. Raises TenantError if there is none."""
     found = (await session.scalars(select(Project).where(Project.name == name))).one_or_none()
     if found is None:
         raise TenantError(f"there is no project {name!r:.150}")
@@ -32,14 +32,14 @@ async def find_project(session: AsyncSession, name: str) -> Project:
 
 
 async def create_project(session: AsyncSession, name: str, actor: str, now: int) -> Project:
-    """Raises TenantError for a name that is taken or none."""
+    """Create a project. Raises TenantError if the name is taken or invalid."""
     _check_name(name)
     project = Project(id=ids.project_id(), name=name, weight=1.0, created_at=now)
     try:
         async with session.begin_nested():
             session.add(project)
     except IntegrityError as error:
-        raise TenantError(f"there is a project {name!r} already") from error
+        raise TenantError(f"there is already a project {name!r}") from error
     audit.note(session, Caller(project, actor, Role.ADMIN), "project.create", project.id, now, name)
     return project
 
@@ -47,7 +47,7 @@ async def create_project(session: AsyncSession, name: str, actor: str, now: int)
 async def change_project(
     session: AsyncSession, project: Project, changes: Mapping[str, Any], actor: str, now: int
 ) -> None:
-    """`changes`: its weight and quotas by column, None for no quota."""
+    """Change a project. `changes`: its weight and quotas by column, None for no quota."""
     new = {name: value for name, value in changes.items() if getattr(project, name) != value}
     if new:
         await session.execute(update(Project).where(Project.id == project.id).values(**new))
@@ -58,7 +58,7 @@ async def change_project(
 async def create_key(
     session: AsyncSession, project: Project, name: str, role: Role, days: int | None, actor: str, now: int
 ) -> tuple[str, str]:
-    """The key's text, which nothing keeps, and its id; `days`: until it expires. Raises TenantError."""
+    """Return a new key's text, which is not stored, and its id; it expires after `days`. Raises TenantError."""
     _check_name(name)
     text, row = new_key(project.id, name, role, now, now + days * DAY_S if days else None)
     session.add(row)
@@ -68,10 +68,10 @@ async def create_key(
 
 
 async def revoke_key(session: AsyncSession, key_id: str, actor: str, now: int) -> None:
-    """Raises TenantError for one that is unknown or revoked."""
+    """Revoke a key. Raises TenantError if it is unknown or already revoked."""
     good = (ApiKey.id == key_id) & ApiKey.revoked_at.is_(None)
     if rows_changed(await session.execute(update(ApiKey).where(good).values(revoked_at=now))) != 1:
-        raise TenantError(f"there is no key {key_id!r:.100} that is not revoked")
+        raise TenantError(f"the key {key_id!r:.100} does not exist or is already revoked")
     owner = select(Project).join(ApiKey, ApiKey.project_id == Project.id).where(ApiKey.id == key_id)
     project = (await session.scalars(owner)).one()
     audit.note(session, Caller(project, actor, Role.ADMIN), "key.revoke", key_id, now)
@@ -79,4 +79,5 @@ async def revoke_key(session: AsyncSession, key_id: str, actor: str, now: int) -
 
 def _check_name(name: str) -> None:
     if not re.fullmatch(r"[^\x00-\x1f\x7f\ud800-\udfff]{1,128}", name):
-        raise TenantError(f"{name!r:.150} is no name: 1 to 128 characters, all of them of Unicode and none for control")
+        rule = "use 1 to 128 valid Unicode characters and no control characters"
+        raise TenantError(f"{name!r:.150} is not a valid name: {rule}")

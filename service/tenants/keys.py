@@ -1,4 +1,4 @@
-"""API keys: 256 random bits, shown once; the database keeps a digest, from which nobody gets the key back."""
+"""API keys: 256 random bits, shown once. The database keeps only a digest, from which the key cannot be recovered."""
 
 import hashlib
 import secrets
@@ -15,7 +15,7 @@ PREFIX = "bw-"
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """Who asks: `actor` is the id of the key, or says how a caller without one came."""
+    """The caller of the API: `actor` is the id of its key, or says how a caller without a key came."""
 
     project: Project
     actor: str
@@ -32,7 +32,7 @@ class Caller:
 
 
 def new_key(project_id: str, name: str, role: Role, now: int, expires_at: int | None) -> tuple[str, ApiKey]:
-    """The key's text, which nothing keeps, and its row."""
+    """Return a new key's text, which is not stored, and its row."""
     text = f"{PREFIX}{secrets.token_urlsafe(32)}"
     row = ApiKey(
         id=ids.key_id(),
@@ -47,7 +47,7 @@ def new_key(project_id: str, name: str, role: Role, now: int, expires_at: int | 
 
 
 async def caller_of(session: AsyncSession, text: str, now: float) -> Caller | None:
-    """Whose key this is; None for one that is unknown, revoked or has expired."""
+    """Return the caller whose key this is; None if it is unknown, revoked or expired."""
     found = (
         await session.execute(
             select(ApiKey, Project)
@@ -61,11 +61,11 @@ async def caller_of(session: AsyncSession, text: str, now: float) -> Caller | No
 
 
 async def local_caller(session: AsyncSession) -> Caller:
-    """Anyone, where the service asks for no keys."""
+    """Return the caller that everyone is when the service requires no keys."""
     project = (await session.scalars(select(Project).where(Project.id == DEFAULT_PROJECT))).one()
     return Caller(project, "local", Role.OPERATOR)
 
 
 def _digest(text: str) -> str:
-    """Unsalted and fast on purpose: a key is no password, it cannot be guessed."""
+    """Hash a key, unsalted and fast on purpose: unlike a password, a key cannot be guessed."""
     return hashlib.sha256(text.encode(errors="surrogatepass")).hexdigest()

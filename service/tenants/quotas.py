@@ -1,4 +1,4 @@
-"""What a project may have at once. Use is counted from the rows themselves, so an ended batch gives back by ending."""
+"""Checks projects' quotas. Usage is counted from the rows themselves, so a batch frees its share when it ends."""
 
 from sqlalchemy import ColumnElement, func, select
 from sqlalchemy.ext.asyncio import AsyncSession
@@ -7,49 +7,49 @@ from service.db.moves import LIVE
 from service.db.tables import Batch, BatchStatus, File, Project, Upload, UploadStatus
 from service.errors import PayloadTooLarge, QuotaReached
 
-BATCH_RETRY_S = 60  # how often it is worth asking again
+BATCH_RETRY_S = 60  # when it is worth trying again
 BYTES_RETRY_S = 3600
 FAILED_S, LEAST_FAILED = 3600, 100
 
 
 async def hold(session: AsyncSession, project_id: str) -> Project:
-    """The project's row, locked until the transaction ends, so that two who count do not both find room."""
+    """Lock the project's row until the transaction ends, so that two callers cannot both find the last room."""
     return (await session.scalars(select(Project).where(Project.id == project_id).with_for_update())).one()
 
 
 async def enqueued_tokens(session: AsyncSession, project_id: str) -> int:
-    """Prompt tokens of the project's batches that have not ended."""
+    """Return the prompt tokens of the project's unfinished batches."""
     live = select(func.coalesce(func.sum(Batch.prompt_tokens), 0)).where(_live(project_id))
     return int((await session.execute(live)).scalar_one())
 
 
 async def check_batches(session: AsyncSession, project: Project, default: int, now: float) -> None:
-    """Raises QuotaReached where one more batch is too many; for good only while the project is held.
+    """Raise QuotaReached if one more batch is too many; this is final only while the project's row is locked (`hold`).
 
-    `default`: quota of a project that has none of its own.
+    `default`: the quota of a project that has none of its own.
     """
     most = default if project.max_batches is None else project.max_batches
     live = select(func.count()).select_from(Batch).where(_live(project.id))
     count = int((await session.execute(live)).scalar_one())
-    # What fails at validation costs its sender nothing, and leaves a row with its errors.
+    # A batch that fails validation uses no quota, but leaves a row with its errors.
     is_failed = (Batch.status == BatchStatus.FAILED) & (Batch.ended_at > int(now) - FAILED_S)
     failed = select(func.count()).select_from(Batch).where(Batch.project_id == project.id, is_failed)
     failures = int((await session.execute(failed)).scalar_one())
     if failures >= max(most, LEAST_FAILED):
-        message = f"{failures} batches of the project failed at validation in the last hour."
-        raise QuotaReached(f"{message} Fix the files, and try again later.", FAILED_S, code="failed_batches_quota")
+        message = f"{failures} of the project's batches failed validation in the last hour."
+        raise QuotaReached(f"{message} Fix the files and try again later.", FAILED_S, code="failed_batches_quota")
     if count >= most:
-        message = f"The project has {count} batches that have not ended; its quota is {most}."
-        raise QuotaReached(f"{message} Wait for one to end.", BATCH_RETRY_S, code="batches_quota")
+        message = f"The project has {count} unfinished batches; its quota is {most}."
+        raise QuotaReached(f"{message} Wait for one to finish.", BATCH_RETRY_S, code="batches_quota")
     if project.max_enqueued_tokens is not None:
         tokens = await enqueued_tokens(session, project.id)
         if tokens >= project.max_enqueued_tokens:
             message = f"The project has {tokens} prompt tokens enqueued; its quota is {project.max_enqueued_tokens}."
-            raise QuotaReached(f"{message} Wait for batches to end.", BATCH_RETRY_S, code="enqueued_tokens_quota")
+            raise QuotaReached(f"{message} Wait for batches to finish.", BATCH_RETRY_S, code="enqueued_tokens_quota")
 
 
 async def room_for_bytes(session: AsyncSession, project: Project) -> int | None:
-    """How many bytes more its files may have; None without a quota."""
+    """Return how many more bytes the project's files may take; None without a quota."""
     return None if project.max_bytes is None else max(0, project.max_bytes - await _used_bytes(session, project))
 
 
@@ -65,9 +65,9 @@ async def _used_bytes(session: AsyncSession, project: Project) -> int:
 
 
 async def check_bytes(session: AsyncSession, project: Project, more: int) -> None:
-    """Raises QuotaReached if `more` bytes have no room beside other files, PayloadTooLarge if they never have.
+    """Raise QuotaReached if `more` bytes do not fit beside the other files, PayloadTooLarge if they never can.
 
-    For good only while the project is held.
+    This is final only while the project's row is locked (`hold`).
     """
     if project.max_bytes is None:
         return
@@ -76,8 +76,8 @@ async def check_bytes(session: AsyncSession, project: Project, more: int) -> Non
         raise PayloadTooLarge(message, code="file_too_large", param="file")
     used = await _used_bytes(session, project)
     if used + more > project.max_bytes:
-        quota = f"with {more} more its quota of {project.max_bytes} is passed. Delete files, or wait until some expire."
-        message = f"The project's files and batches have {used} bytes; {quota}"
+        quota = f"{more} more would exceed its quota of {project.max_bytes}. Delete files or wait until some expire."
+        message = f"The project's files and batches take {used} bytes; {quota}"
         raise QuotaReached(message, BYTES_RETRY_S, code="bytes_quota")
 
 

@@ -1,4 +1,4 @@
-"""Signing secrets, sealed in the database: a copy of it does not let its reader sign in our name."""
+"""Seals signing secrets in the database, so that a copy of the database is not enough to sign in our name."""
 
 import base64
 import hashlib
@@ -15,13 +15,13 @@ SEALED = "sealed:"
 
 
 class NoKey(Exception):
-    """Nothing is there to seal secrets with, or they were sealed with another key; the message says what to do."""
+    """There is no key to seal secrets with, or they were sealed with another one; the message says what is wrong."""
 
 
 def sealing_key(settings: Settings) -> str | None:
-    """BATCHWEAVE_SECRET_KEY, or where the database is this machine's own a key in the data directory, made once.
+    """Return BATCHWEAVE_SECRET_KEY or, with a local database, a key that is created once in the data directory.
 
-    None where several machines would each make one of their own.
+    Returns None if several machines share the database, as each would create a key of its own.
     """
     if settings.secret_key:
         return settings.secret_key
@@ -38,7 +38,7 @@ def sealing_key(settings: Settings) -> str | None:
 
 
 def _name_once(made: Path, path: Path) -> None:
-    """Read the key, and make it where no other process has."""
+    """Give the new key file its final name, unless another process has been faster."""
     try:
         os.link(made, path)
     except FileExistsError:
@@ -54,18 +54,18 @@ class Seal:
             self._fernet = Fernet(base64.urlsafe_b64encode(hashlib.sha256(key.encode()).digest()))
 
     def close(self, secret: str) -> str:
-        """Raises NoKey."""
+        """Seal a secret for storage. Raises NoKey."""
         if self._fernet is None:
-            raise NoKey("webhooks need BATCHWEAVE_SECRET_KEY, the same in every process of the service")
+            raise NoKey("BATCHWEAVE_SECRET_KEY must be set, to the same value in every process of the service")
         return SEALED + self._fernet.encrypt(secret.encode()).decode()
 
     def open(self, stored: str) -> str:
-        """Also of one that was stored before secrets were sealed. Raises NoKey."""
+        """Return a stored secret; one stored before secrets were sealed is returned as it is. Raises NoKey."""
         if not stored.startswith(SEALED):
             return stored
         if self._fernet is None:
-            raise NoKey("BATCHWEAVE_SECRET_KEY is not set, with which webhook secrets are sealed")
+            raise NoKey("BATCHWEAVE_SECRET_KEY is not set, but the webhook's secret is sealed with it")
         try:
             return self._fernet.decrypt(stored.removeprefix(SEALED)).decode()
         except InvalidToken as error:
-            raise NoKey("BATCHWEAVE_SECRET_KEY is not the one with which this secret was sealed") from error
+            raise NoKey("BATCHWEAVE_SECRET_KEY is not the key that sealed the webhook's secret") from error

@@ -1,4 +1,4 @@
-"""Signatures of Standard Webhooks (standardwebhooks.com, 1.0.0), as `client.webhooks.unwrap` checks them."""
+"""Signs webhooks by Standard Webhooks 1.0.0 (standardwebhooks.com), as `client.webhooks.unwrap` verifies them."""
 
 import base64
 import hashlib
@@ -14,7 +14,7 @@ def new_secret() -> str:
 
 
 def signed_headers(event_id: str, now: float, body: bytes, secrets_in_use: Sequence[str]) -> dict[str, str]:
-    """One signature by each secret, since receivers may still have the one before a rotation."""
+    """Return the headers with a signature by each secret, since receivers may still use the one before a rotation."""
     timestamp = str(int(now))
     signed = b".".join((event_id.encode(), timestamp.encode(), body))
     signatures = [

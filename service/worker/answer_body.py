@@ -1,4 +1,4 @@
-"""What the service reads of an engine's answer: its usage, in the words of any endpoint, or its error."""
+"""Reads an engine's answer: its usage, in the field names of any endpoint, or its error."""
 
 import msgspec
 
@@ -16,7 +16,7 @@ class _OutputDetails(msgspec.Struct):
 
 
 class _BodyUsage(msgspec.Struct):
-    """Of chat completions, and in the words of responses."""
+    """The usage of an answer, with the field names of chat completions and of responses."""
 
     prompt_tokens: int = 0
     completion_tokens: int | None = 0
@@ -41,13 +41,13 @@ _decoder = msgspec.json.Decoder(_Body)
 
 
 def error_message(body: bytes) -> str:
-    """Why it failed, by its own words."""
+    """Return the reason that the engine gave for its failure."""
     error = _decoder.decode(body).error
     return error.message if error else "it gave no reason"
 
 
 def usage_of(body: bytes) -> Usage:
-    """Tokens that it says it took."""
+    """Return the tokens that the answer reports."""
     found = _decoder.decode(body).usage
     if found is None:
         return NO_USAGE

@@ -1,4 +1,4 @@
-"""`batchweave calibrate`: measure an engine's steps, fit the cost model to them, and keep it for who plans with it."""
+"""`batchweave calibrate`: measure an engine's steps, fit the cost model to them, and write it to a file."""
 
 import asyncio
 import json
@@ -17,12 +17,12 @@ from service.settings import Settings
 from service.workloads.forecast import ASSUMED_INTERFERENCE, Calibration, as_measured, fit
 
 TOO_LONG = 3
-TRIAL_S = 1800  # an engine's start and what it runs
-SGLANG_CLOCK = "mixed"  # GEMM and attention one after the other: so a step's time is the sum, whatever rides in it
+TRIAL_S = 1800  # limit for the engine's start and its load together
+SGLANG_CLOCK = "mixed"  # GEMM and attention run one after the other, so a step's time is their sum, whatever it mixes
 
 
 class CalibrationError(Exception):
-    """The steps that were measured do not tell the costs; the message says what to do."""
+    """The costs cannot be derived from the measured steps; the message says what to do."""
 
 
 def measure(engine: Any, steps: Path, say: Callable[[str], None]) -> None:
@@ -39,9 +39,10 @@ def measure(engine: Any, steps: Path, say: Callable[[str], None]) -> None:
 
 
 def compare(settings: Settings, calibration: Path, names: list[str], say: Callable[[str], None]) -> dict[str, float]:
-    """Seconds of the same requests with each way to overlap prefill and decodes, an engine after the other.
+    """Time the same requests with each way to overlap prefill and decodes, one engine after the other.
 
-    What fails or takes TOO_LONG times the fastest is left out; each is written into the calibration's file as it comes.
+    Returns the seconds by name, without those that failed or took TOO_LONG times as long as the fastest. Each result is
+    written into the calibration's file as soon as it is known.
     """
     seconds: dict[str, float] = {}
     for name in names:
@@ -54,13 +55,13 @@ def compare(settings: Settings, calibration: Path, names: list[str], say: Callab
             ended = subprocess.run(command, stdout=subprocess.PIPE, text=True, timeout=TRIAL_S, check=True)
             found = json.loads(ended.stdout.splitlines()[-1])["seconds"]
         except subprocess.TimeoutExpired:
-            say(f"overlap {name}: not over after {TRIAL_S} s, left out")
+            say(f"overlap {name}: not finished after {TRIAL_S} s; left out")
             continue
         except (subprocess.CalledProcessError, ValueError, KeyError, IndexError) as error:
             say(f"overlap {name}: its engine failed, see above; left out ({error})")
             continue
         if found is None:
-            say(f"overlap {name}: more than {TOO_LONG} times the fastest, left out")
+            say(f"overlap {name}: more than {TOO_LONG} times as long as the fastest; left out")
             continue
         seconds[name] = found
         say(f"overlap {name}: {found:.1f} s")
@@ -78,7 +79,10 @@ def keep_fastest(calibration: Path, seconds: dict[str, float]) -> None:
 def describe(
     settings: Settings, steps: Path, calibration: Calibration, measured_on: str, memory_bytes: int | None
 ) -> dict[str, Any]:
-    """The .json file: hardware whose peaks are what the engine reached, and what was measured, when and on what."""
+    """Return the content of the calibration's .json file.
+
+    It holds the hardware, with the rates that the engine reached as its peaks, and what was measured, when and on what.
+    """
     cost = CostModel(read_shape(settings.model_source), Machine(read_hardware(settings.gpu), tp=settings.replica))
     hardware = as_measured(cost, calibration).machine.hardware
     return {
@@ -102,15 +106,15 @@ def describe(
 def calibrated(
     settings: Settings, steps: Path, output: Path, measured_on: str, memory_bytes: int | None = None
 ) -> Calibration:
-    """Fit, and write the file; without `memory_bytes` the memory is that of the settings' machine.
+    """Fit the cost model and write the calibration's file. `memory_bytes` defaults to that of the settings' machine.
 
     Raises WorkloadError, CostsError, CalibrationError, OSError.
     """
     calibration = fit(steps, SGLANG_CLOCK, ASSUMED_INTERFERENCE)
     if calibration.gemm_s <= 0:
-        raise CalibrationError("longer prompts took no longer: nothing tells the cost of a token; measure again")
+        raise CalibrationError("longer prompts took no more time, so the cost of a token is unknown; measure again")
     if calibration.read_s <= 0:
-        raise CalibrationError("decodes with more KV cache took no longer: nothing tells its cost; measure again")
+        raise CalibrationError("decodes with more KV cache took no more time, so its cost is unknown; measure again")
     described = describe(settings, steps, calibration, measured_on, memory_bytes)
     output.write_text(json.dumps(described, indent=2, allow_nan=False) + "\n")
     return calibration

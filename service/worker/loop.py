@@ -1,4 +1,4 @@
-"""The worker role: leases slices, keeps enough of them in flight that its engine never drains, and drains at a stop."""
+"""The worker role: leases slices and keeps enough in flight that its engine never runs dry; drains at a stop."""
 
 import asyncio
 import math
@@ -30,16 +30,16 @@ from service.settings import Settings
 from service.worker.slice_run import Engine, SliceRun
 
 BEAT_S = 3.0
-TAKE_MS = 1500  # a stop waits for so long
-REST_LOOK_S = 60.0  # between two looks at an engine that has nothing to do
-DRAIN_S = 4.0  # to write what is answered; container runtimes give ten seconds for all
-LATE_S = 1.0  # for what has not ended after the drain
-LOGGED = 64  # batches that one line names
+TAKE_MS = 1500  # a stop waits up to this long
+REST_LOOK_S = 60.0  # between two looks at an idle engine
+DRAIN_S = 4.0  # to write the remaining answers; container runtimes allow ten seconds for the whole stop
+LATE_S = 1.0  # for tasks that have not ended after the drain
+LOGGED = 64  # batches named in one log line
 log = structlog.get_logger()
 
 
 def make_engine(settings: Settings, say: Callable[[str], None] = lambda _: None) -> Any:
-    """SGLang in this process. Call it in the main thread, before the event loop. `say`: what it does now."""
+    """Create SGLang in this process. Call it in the main thread, before the event loop. `say` gets each stage."""
     say("loads SGLang")
     from engine_ext import warm_up
     from engine_ext.plugin.options import Emulation, Options, Overlap, Scheduling
@@ -54,13 +54,17 @@ def make_engine(settings: Settings, say: Callable[[str], None] = lambda _: None)
     options = Options(cost, Scheduling(settings.scheduling), emulated=emulated, steps_file=steps_file)
     wanted = settings.overlap or measured_overlap(settings.gpu, settings.model_source)
     overlap = Overlap(wanted) if wanted else None
-    say("starts the engine" if warm_up.is_done() else "starts the engine, and compiles the scan: once, about a minute")
+    say(
+        "starts the engine"
+        if warm_up.is_done()
+        else "starts the engine and compiles the scan, which takes about a minute the first time"
+    )
     args = (settings.model_source, settings.served_model, settings.engine_args)
     return EngineHost(*args, options, overlap, settings.step_limit_s)
 
 
 def possible_overlaps(settings: Settings) -> list[str]:
-    """The ways to overlap prefill and decodes that this machine and model allow; the log says why others are not."""
+    """Return the ways to overlap prefill and decodes that this machine and model allow; the log explains the rest."""
     from engine_ext.plugin.options import Overlap
     from engine_ext.plugin.worker.overlap import choose
 
@@ -68,6 +72,8 @@ def possible_overlaps(settings: Settings) -> list[str]:
 
 
 class Worker:
+    """Drives one engine: takes slices, runs them, renews their leases and sends heartbeats."""
+
     def __init__(
         self,
         database: Database,
@@ -80,7 +86,7 @@ class Worker:
         metrics: EngineMetrics | None = None,
         machine: str = "",
     ) -> None:
-        """`machine`: what the engine runs on, for those who look."""
+        """Prepare a worker. `machine` describes what the engine runs on, for pages and the API."""
         self._database = database
         self._storage = storage
         self._engine = engine
@@ -89,7 +95,8 @@ class Worker:
         self._leases = Leases(database, settings.worker_name, settings.lease_s)
         self._announcements = Announcements(redis, settings.served_model)
         self._progress = Progress(redis)
-        # It is gone before the lease is, or a death would look like a worker that was only cut off from the database.
+        # The heartbeat must expire before the lease does. Otherwise a dead worker would look like one that is only cut
+        # off from the database.
         self._beat_s = min(BEAT_S, settings.lease_s / 8)
         self._heartbeat = Heartbeat(redis, 5 * self._beat_s)
         self._bell = Bell(redis, settings.poll_s)
@@ -103,11 +110,11 @@ class Worker:
         self._was_busy, self._looked_at = True, -math.inf
 
     async def run(self, stop: asyncio.Event) -> None:
-        """Work until `stop`, then give back what is not answered."""
+        """Work until `stop`, then give back the slices that are not finished."""
         await self._watch_drains()
         left = await self._leases.give_back_leftovers()
         if left:
-            log.info("gave back what an earlier process of this name held", slices=left)
+            log.info("gave back the slices of an earlier process with this name", slices=left)
         ended = asyncio.Event()
         others = [
             asyncio.create_task(self._repeat(self._renew, self._settings.lease_s / 3, ended)),
@@ -122,7 +129,7 @@ class Worker:
                 run.stop()
             if self._tasks:
                 await asyncio.wait(self._tasks, timeout=min(self._settings.lease_s, DRAIN_S))
-            # What can still end by itself is not cancelled: a step that is cut off inside a transaction can keep its
+            # Tasks that can still end by themselves are not cancelled: a step cancelled in a transaction can keep its
             # lock, and before Python 3.12 `asyncio.wait_for`, which the Redis client uses, may lose the cancel.
             ended.set()
             await asyncio.wait(others, timeout=LATE_S)
@@ -136,7 +143,7 @@ class Worker:
         await self._give_back(held)
 
     async def _give_back(self, held: Sequence[Lease]) -> None:
-        """What could not be ended in time is no death: others take it at once."""
+        """Give back slices that did not end in time: other workers take them at once, and no death is counted."""
         with suppress(SQLAlchemyError, OSError, TimeoutError):
             async with asyncio.timeout(LATE_S):
                 for lease in held:
@@ -148,7 +155,7 @@ class Worker:
             try:
                 await step()
                 failures = 0
-            except Exception:  # the edge of the worker: Redis or SQL may be away for a while
+            except Exception:  # the boundary of the worker: Redis or SQL may be unavailable for a while
                 failures += 1
                 log.exception("worker step failed", step=step.__name__, failures=failures)
             pause = max(pause_s, min(0.1 * 2 ** min(failures, 10), 10.0) if failures else 0.0)
@@ -186,9 +193,9 @@ class Worker:
 
     async def _run_slice(self, run: SliceRun) -> None:
         lease = run.lease
-        structlog.contextvars.bind_contextvars(slice=lease.slice_id, epoch=lease.epoch)  # of this task and its own
+        structlog.contextvars.bind_contextvars(slice=lease.slice_id, epoch=lease.epoch)  # for this task and subtasks
         try:
-            while lease.trial and len(self._runs) > 1 and not run.stopping:  # others would die with it
+            while lease.trial and len(self._runs) > 1 and not run.stopping:  # other slices would die with it
                 await asyncio.sleep(0.02)
             whole = await run.run()
             if whole:
@@ -199,11 +206,11 @@ class Worker:
             await self._bell.ring(Job.FINALIZER if whole else Job.RECONCILER)
             self._let_go("lost" if not kept else "finished" if whole else "given back")
             log.info("slice", batches=sorted(run.batch_ids)[:LOGGED], finished=whole, lease_kept=kept)
-        except Exception:  # the edge of the worker: the slice is ready again, and the log says why
+        except Exception:  # the boundary of the worker: the slice becomes ready again, and the log says why
             self._let_go("failed")
             log.exception("slice failed")
             await asyncio.sleep(1.0)  # a slice that always fails must not spin
-            with suppress(SQLAlchemyError):  # its lease ends by itself
+            with suppress(SQLAlchemyError):  # otherwise the lease expires by itself
                 await self._leases.give_back(lease)
         finally:
             self._runs.discard(run)
@@ -215,13 +222,13 @@ class Worker:
         try:
             await self._progress.state(slice_id, counts)
         except (RedisError, OSError) as error:
-            log.warning("progress not stated", slice=slice_id, error=repr(error))
+            log.warning("progress not published", slice=slice_id, error=repr(error))
 
     async def _forget_progress(self, run: SliceRun) -> None:
         try:
             await self._progress.forget(run.lease.slice_id, run.batch_ids)
         except (RedisError, OSError) as error:
-            log.warning("progress not forgotten", slice=run.lease.slice_id, error=repr(error))
+            log.warning("progress not removed", slice=run.lease.slice_id, error=repr(error))
 
     async def _renew(self) -> None:
         runs = list(self._runs)
@@ -250,11 +257,14 @@ class Worker:
         async with self._database.read() as session:
             drained = await session.get(DrainedWorker, self._settings.worker_name) is not None
         if drained != self._is_drained:
-            log.info("drained: takes no new slices" if drained else "takes slices again")
+            log.info("worker drained: it takes no new slices" if drained else "worker resumed: it takes slices again")
         self._is_drained = drained
 
     async def _look(self) -> None:
-        """What the engine does; on its own, for an engine in a long step answers late. One that rests is let sleep."""
+        """Read the engine's state for the metrics; an idle engine is asked less often.
+
+        This is a loop of its own, because an engine in a long step answers late.
+        """
         if self._runs or self._was_busy or time.monotonic() - self._looked_at > REST_LOOK_S:
             self._was_busy, self._looked_at = bool(self._runs), time.monotonic()
             self._metrics.take(await self._engine.scheduler_states(), time.monotonic())

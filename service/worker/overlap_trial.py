@@ -1,6 +1,6 @@
-"""One way to overlap prefill and decodes, timed in a process of its own: an engine that fails takes nobody with it.
+"""Time one way to overlap prefill and decodes, in a separate process, so that a failing engine harms nothing else.
 
-`batchweave calibrate` starts it, with the environment of a worker; the last line that it prints is JSON.
+`batchweave calibrate` starts it with the environment of a worker. The last line that it prints is JSON.
 """
 
 import argparse
@@ -11,15 +11,15 @@ from service.estimates.model_costs import OVERLAPS, planning_costs
 from service.settings import load_settings
 from service.worker.loop import make_engine
 
-BLEND_S = 15.0  # of compute, and of reads
+BLEND_S = 15.0  # of compute, and as much of reads
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("overlap", choices=OVERLAPS)
     parser.add_argument("--model", required=True)
-    parser.add_argument("--gpu", required=True, help="the calibration whose costs say how much to run")
-    parser.add_argument("--limit-s", type=float, help="stop after so long")
+    parser.add_argument("--gpu", required=True, help="the calibration file whose costs determine how much to run")
+    parser.add_argument("--limit-s", type=float, help="stop after this many seconds")
     given = parser.parse_args()
     settings = load_settings(model=given.model, gpu=given.gpu, overlap=given.overlap)
     settings = settings.model_copy(update={"steps_file": None, "metrics_port": None})

@@ -1,4 +1,4 @@
-"""One leased slice: read its requests, skip what its shard answers, run the rest, and keep every answer."""
+"""Runs one leased slice: reads its requests, skips those that are answered, runs the rest, keeps every answer."""
 
 import asyncio
 import contextlib
@@ -30,7 +30,7 @@ from service.requests.lines import RequestLine
 from service.settings import Settings
 from service.worker.answer_body import NO_USAGE, error_message, usage_of
 
-KILLS = "The engine died each time it ran this request, also alone. The other requests go on without it."
+KILLS = "The engine died each time it ran this request, even alone. The other requests continue without it."
 FLUSH_BYTES = 4 * 1024 * 1024
 log = structlog.get_logger()
 
@@ -45,7 +45,7 @@ class EngineAnswer(Protocol):
 
 
 class Engine(Protocol):
-    """What a worker needs of an engine; engine_ext.plugin.worker.host.EngineHost is one."""
+    """The interface that a worker needs of an engine; engine_ext.plugin.worker.host.EngineHost implements it."""
 
     async def run(self, endpoint: str, body: dict[str, Any], rid: str, kind: str) -> EngineAnswer: ...
     def abort(self, rid: str) -> None: ...
@@ -56,7 +56,7 @@ class Engine(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """A request of the slice, ready to run; `place` is where it stands in the window's plan."""
+    """A request of the slice, ready to run; `place` is its position in the window's plan."""
 
     batch_id: str
     number: int
@@ -64,21 +64,21 @@ class Request:
     custom_id: str
     body: dict[str, Any]
     place: int
-    request_id: str = field(default_factory=lambda: f"req_{secrets.token_hex(16)}")  # of its line and of the log
+    request_id: str = field(default_factory=lambda: f"req_{secrets.token_hex(16)}")  # in its answer line and in the log
 
 
 _line_decoder = msgspec.json.Decoder(RequestLine)
 
 
 def _about(request: Request) -> AbstractContextManager[None]:
-    """What is logged in the block names the request."""
+    """Bind the request's ids to every log line of the block."""
     return structlog.contextvars.bound_contextvars(
         batch=request.batch_id, custom_id=request.custom_id, request_id=request.request_id
     )
 
 
 class SliceRun:
-    """Create it with a fresh lease and `await run()`; from other tasks it can be told to stop."""
+    """The run of one slice. Create it with a fresh lease and `await run()`; other tasks can tell it to stop."""
 
     def __init__(
         self,
@@ -100,7 +100,7 @@ class SliceRun:
         self._shard = Shard(storage, lease.slice_id)
         self._segment = 0
         self._answers: list[Answer] = []
-        self._writing: list[Answer] = []  # what the segment of this number has, whatever became of a first try
+        self._writing: list[Answer] = []  # the current segment's; a retry of a failed write must write the same
         self._answers_bytes = 0
         self._wake = asyncio.Event()
         self._flushing = asyncio.Lock()
@@ -114,7 +114,7 @@ class SliceRun:
 
     @property
     def counts(self) -> dict[str, Counts]:
-        """Durable answers by batch."""
+        """Return the counts of durable answers by batch."""
         return {each: self._counts.get(each, Counts()) for each in self.batch_ids}
 
     @property
@@ -122,7 +122,7 @@ class SliceRun:
         return self._stopping
 
     async def run(self) -> bool:
-        """Run to the end; True when every request of a live batch has its answer in the shard."""
+        """Run the slice. Returns True when every request of a live batch has its answer in the shard."""
         requests = await self._load()
         self.remaining = len(requests)
         about = {"slice": self.lease.slice_id, "epoch": self.lease.epoch, "requests": len(requests)}
@@ -151,7 +151,7 @@ class SliceRun:
                 group.create_task(self._run_one(request))
 
     async def _try(self, requests: Sequence[Request], trial: Trial) -> None:
-        """Run a slice that workers died of in parts: smaller after each death, larger while all goes well.
+        """Run a slice that workers died of, part by part: smaller after each death, larger while all goes well.
 
         A request that was alone in the engine at two deaths is not run again.
         """
@@ -162,23 +162,23 @@ class SliceRun:
             self._keep(requests[0], None, {"code": "server_error", "message": KILLS})
             self.remaining -= 1
             requests = requests[1:]
-            await self._flush_to_the_end()  # before another may kill this process
+            await self._flush_to_the_end()  # before another request may kill this process
         while requests and not self._stopping:
             part, requests = requests[:size], requests[size:]
             if not await self._begin_trial(self.lease, len(part), part[0].place):
                 self.stop()
                 break
             await self._run_all(part)
-            await self._flush_to_the_end()  # a part that is answered must not be run with the next
+            await self._flush_to_the_end()  # a part that is answered must not run again with the next one
             size *= 2
 
     def stop(self) -> None:
-        """Give up what is not answered: the worker stops, or the lease is lost."""
+        """Abort the unanswered requests, because the worker stops or the lease is lost."""
         self._stopping = True
         self._abort(list(self._in_flight))
 
     def stop_batch(self, batch_id: str) -> None:
-        """Give up the requests of a batch that was cancelled or has expired."""
+        """Abort the requests of a batch that was cancelled or has expired."""
         if batch_id not in self._stopped_batches:
             self._stopped_batches.add(batch_id)
             self._abort([rid for rid, request in self._in_flight.items() if request.batch_id == batch_id])
@@ -188,7 +188,7 @@ class SliceRun:
             self._engine.abort(rid)
 
     async def _load(self) -> list[Request]:
-        """The requests that no segment answers, of batches that still run, in the order of the plan."""
+        """Return the unanswered requests of batches that are still in progress, in the order of the plan."""
         lease = self.lease
         async with self._database.read() as session:
             plan_id = (await session.scalars(select(Window.plan_id).where(Window.id == lease.window_id))).one()
@@ -213,7 +213,7 @@ class SliceRun:
         return sorted(requests, key=lambda request: request.place)
 
     async def _resume(self) -> set[tuple[str, int]]:
-        """What an earlier lease of this slice has answered."""
+        """Return the requests that earlier leases of this slice answered, as (batch, number), and count them."""
         answered: set[tuple[str, int]] = set()
         async for answer in self._shard.answers():
             key = (answer.batch_id, answer.request)
@@ -240,7 +240,7 @@ class SliceRun:
 
     async def _run_attempts(self, request: Request) -> None:
         fault = next(body_faults(request.body, self._settings.allow_patterns), None)
-        if fault is not None:  # of a file that was validated when this was let through
+        if fault is not None:  # the file was validated when this was still allowed
             error = {"code": "invalid_request", "message": f"'body.{fault.param}' {fault.reason}."}
             self._keep(request, None, error)
             return
@@ -252,7 +252,7 @@ class SliceRun:
                 break
             log.warning("engine failed on a request", attempt=attempt, error=failure)
             if attempt == self._settings.request_attempts:
-                message = f"The engine failed on it in {attempt} attempts: {failure}"
+                message = f"The engine failed to answer this request in {attempt} attempts: {failure}"
                 self._keep(request, None, {"code": "server_error", "message": message})
             else:
                 RETRIES.labels(self._settings.served_model).inc()
@@ -262,13 +262,13 @@ class SliceRun:
         return self._stopping or request.batch_id in self._stopped_batches
 
     async def _attempt(self, request: Request) -> str | None:
-        """Run the request once and keep its answer; why the engine failed, when the fault is not the request's."""
+        """Run the request once and keep its answer. Returns the engine's error if it is not the request's fault."""
         rid = f"{BY_PATH[request.endpoint].id_prefix}{secrets.token_hex(16)}"
         self._in_flight[rid] = request
         try:
             answer = await self._engine.run(request.endpoint, request.body, rid, request.batch_id)
             if answer.aborted:
-                return "it gave the request up"
+                return "it aborted the request"
             if answer.status_code >= 500:
                 return error_message(answer.body)
             response = {
@@ -277,7 +277,7 @@ class SliceRun:
                 "body": msgspec.Raw(answer.body),
             }
             self._keep(request, response, None, usage_of(answer.body) if answer.status_code < 400 else None)
-        except Exception as error:  # the edge of a request: it is recorded on the line it hit
+        except Exception as error:  # the boundary of a request: its line records the error
             log.exception("request failed")
             return f"{type(error).__name__}: {error}"
         finally:
@@ -291,7 +291,7 @@ class SliceRun:
         error: dict[str, str] | None,
         usage: Usage | None = None,
     ) -> None:
-        """Note the request's line; one that has usage is a success."""
+        """Keep the request's answer line. A line with usage is a success."""
         line = {
             "id": ids.batch_request_id(),
             "custom_id": request.custom_id,
@@ -314,7 +314,7 @@ class SliceRun:
             await self._flush()
 
     async def _flush(self) -> bool:
-        """Write what is answered as one segment; False, and everything kept, when the storage refuses."""
+        """Write the pending answers as segments. If object storage fails, keep them and return False."""
         async with self._flushing:
             return await self._write_segment()
 
@@ -325,7 +325,7 @@ class SliceRun:
             try:
                 with timed(SEGMENTS):
                     await self._shard.write(self.lease.epoch, self._segment, self._writing)
-            except Exception:  # a full or unreachable store: the answers stay in memory until it takes them
+            except Exception:  # storage full or unreachable: the answers stay in memory until a write succeeds
                 log.exception("segment not written")
                 return False
             written, self._writing = self._writing, []
