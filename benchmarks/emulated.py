@@ -1,12 +1,12 @@
-"""Policies in real SGLang on an emulated machine, beside what the simulator predicts for each of them.
+"""Run policies in real SGLang on an emulated machine, and compare each with the simulator's prediction.
 
 python -m benchmarks.emulated DATA [--scale 0.05] [--mixes h200-1,documents] [--clocks overlapped] [--policies …]
 
-SGLang's scheduler, radix cache, KV accounting and retraction are real; the forward pass is replaced by the cost model
-of an H200 with Llama-3-8B, on a clock of its own (plugin/scheduler/emulated.py). SGLang's policies get the best chunk
-size and new token ratio that the simulator finds for them, and as max_tokens the true output lengths, by which SGLang
-reserves memory; ours is not told them, and neither is it where it is simulated: in an engine nobody knows a length
-before its answer has ended. Nothing here was measured on a GPU.
+SGLang's scheduler, radix cache, KV accounting and retraction are real. The cost model of an H200 with Llama-3-8B
+replaces the forward pass, on its own clock (plugin/scheduler/emulated.py). SGLang's policies get the chunk size and the
+new token ratio that the simulator finds best for them, and the true output lengths as max_tokens, by which SGLang
+reserves memory. Ours does not know the lengths, neither here nor in the simulator, because an engine knows a length
+only when its answer has ended. Nothing here was measured on a GPU.
 """
 
 import argparse
@@ -36,13 +36,13 @@ from service.demo.prompts import corpus
 MIXES = ("h200-1", "h200-2", "h200-3", "h200-4", "documents")
 SGLANG = {"fcfs": "fcfs", "lpm": "lpm", "dfs-weight": "dfs-weight", "dfs": "fcfs"}
 POLICIES = (*SGLANG, "batchweave")
-VOCABULARY = (10, 900)  # of the small model that never runs
+VOCABULARY = (10, 900)  # token ids of the small model, which never runs
 SCALE = 0.05
 TIMES = {"documents": 6.0}  # so that prefixes do not fit into the KV cache at the same scale
 
 
 def tokens_of(rows: list[mixes.Row]) -> list[list[int]]:
-    """Token ids in which equal segments are equal, and others differ."""
+    """Return token ids for the rows: equal segments get equal ids, different segments get different ids."""
     generator, known = np.random.default_rng(0), dict[Any, list[int]]()
     prompts: list[list[int]] = []
     for row in rows:
@@ -56,14 +56,17 @@ def tokens_of(rows: list[mixes.Row]) -> list[list[int]]:
 
 
 def predicted(policy: str, model: EngineModel, told: Work, untold: Work) -> Outcome:
-    """SGLang's own policies compute a prefix for each of a prefill batch, and know max_tokens."""
+    """Simulate a policy.
+
+    SGLang's own policies compute a shared prefix for each request of a prefill batch, and know max_tokens.
+    """
     if policy == "batchweave":
         return simulate(untold, model, policy)
     return simulate(told, replace(model, computes_twice=True), policy)
 
 
 def measure(given: argparse.Namespace, names: list[str], rows: "multiprocessing.Queue[dict[str, Any] | None]") -> None:
-    """All policies and clocks on these mixes, one after the other, on one engine."""
+    """Run all policies and clocks on these mixes, one after the other, on one engine; put each row into `rows`."""
     from engine_ext.plugin.tuning import Tuning
     from engine_ext.plugin.worker.bench_engine import BenchEngine
 
@@ -124,7 +127,7 @@ def main() -> None:
     parser.add_argument("--clocks", default=",".join(clock.name.lower() for clock in Clock))
     parser.add_argument("--policies", default=",".join(POLICIES))
     parser.add_argument("--output", type=Path, default=Path("results/emulated.json"))
-    parser.add_argument("--processes", type=int, default=2, help="engines side by side (default 2)")
+    parser.add_argument("--processes", type=int, default=2, help="engines that run side by side (default 2)")
     given = parser.parse_args()
     for name in ("mixes", "clocks", "policies"):
         setattr(given, name, getattr(given, name).split(","))
@@ -145,7 +148,7 @@ def main() -> None:
             failed = [worker.exitcode for worker in workers if worker.exitcode]
             if failed:
                 sys.exit(
-                    f"a process ended with {failed[0]}, see above; {given.output} has {len(rows)} of {wanted} rows"
+                    f"a process exited with {failed[0]}, see above; {given.output} has {len(rows)} of {wanted} rows"
                 )
             continue
         if row is None:

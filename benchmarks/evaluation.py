@@ -1,13 +1,13 @@
-"""BlendServe's evaluation on the simulated engine, and beyond it: suites of runs, one line of JSON a run.
+"""Reproduce BlendServe's evaluation on the simulated engine, and go beyond it; each run adds one line of JSON.
 
 python -m benchmarks.evaluation DATA table2 [--output docs/evaluation] [--processes 2]
 
 Suites: table2 (Figures 7, 9 and 10), small (the same with a tenth of the requests), known (both with all lengths
-known), learned (the sample's answers known only as they end), h200, twentieth (of its requests, learned), hard
-(prefixes that do not fit), varied (lengths that vary within a prefix), others (traces and seeds not used while
-developing), grid, grid-sharegpt, grid-conv, grid-m-mid (Figures 11 and 13 to 15), machines (Figure 12), replicas
-(Table 3), clocks, sensitivity.
-`python -m benchmarks.pictures docs/evaluation` draws what was found.
+known), learned (the sample's answers known only as they end), h200, twentieth (h200 with a twentieth of its requests,
+and no lengths known in advance), hard (prefixes that do not fit into the KV cache), varied (lengths that vary within a
+prefix), others (traces and seeds not used during development), grid, grid-sharegpt, grid-conv, grid-m-mid (Figures 11
+and 13 to 15), machines (Figure 12), replicas (Table 3), clocks, sensitivity.
+`python -m benchmarks.pictures docs/evaluation` draws the results.
 """
 
 import argparse
@@ -39,7 +39,7 @@ MAIN = ("dfs", "random", "blendserve", "batchweave")
 ALL = ("fcfs", "lpm", "dfs-weight", "dfs", "random", "lof", "blendserve", "batchweave")
 FOUR = ("a100-1", "a100-2", "a100-3", "a100-4")
 HARD = ("documents", "mooncake")
-LARGE = 3.43  # times Table 2's requests, which makes 430,000 of the first mix
+LARGE = 3.43  # times Table 2's requests: 430,000 for the first mix
 SERIES = 120  # points of Figure 10's lines
 
 
@@ -47,10 +47,11 @@ SERIES = 120  # points of Figure 10's lines
 class Case:
     """One workload on one machine, run with some policies.
 
-    `shape`: density and sharing in place of a named mix. `windows`: how many the requests are cut into, in the order in
-    which they came; one runs after the other. `chunk`: the only chunk size, or 0 to search. `length_error`: all lengths
-    are given beforehand, each wrong by a factor whose logarithm has this standard deviation. `foretold`: the sample's
-    answers are known before the run; otherwise ours knows them when they have ended.
+    `shape`: density and sharing in place of a named mix. `windows`: how many windows the requests are cut into, in the
+    order in which they came; the windows run one after the other. `chunk`: the only chunk size, or 0 to search.
+    `length_error`: all lengths are given in advance, each wrong by a factor whose logarithm has this standard
+    deviation. `foretold`: the sample's answers are known before the run; otherwise ours learns them only when they have
+    ended.
     """
 
     suite: str
@@ -75,7 +76,7 @@ class Case:
 
 
 def run(data: Path, case: Case) -> list[dict[str, Any]]:
-    """All policies of a case; one row each."""
+    """Run all policies of a case, and return a row for each."""
     cost = CostModel(preset(case.model), Machine(hardware(case.gpu), tp=case.tp))
     rows = _rows(data, case, cost)
     engine = EngineModel.of(cost, Clock[case.clock.upper()], case.interference)
@@ -121,7 +122,7 @@ def _row(case: Case, work: Work, outcome: Outcome) -> dict[str, Any]:
 
 
 def _stretches(series: np.ndarray[Any, np.dtype[np.float64]]) -> np.ndarray[Any, np.dtype[np.float64]]:
-    """Seconds, compute and reads of equal stretches of steps; float64 [SERIES, 3]."""
+    """Return the seconds, compute and reads of equal stretches of steps; float64 [SERIES, 3]."""
     parts = np.array_split(series, SERIES)
     return np.array([part.sum(axis=0) for part in parts])
 
@@ -129,7 +130,7 @@ def _stretches(series: np.ndarray[Any, np.dtype[np.float64]]) -> np.ndarray[Any,
 def _replicated(
     case: Case, prompts: Prompts, output: Column, cost: CostModel, engine: EngineModel
 ) -> Iterator[dict[str, Any]]:
-    """Each replica runs its partition of the plan by our policy; the slowest counts."""
+    """Run each replica's partition of our plan, and yield a row per policy; the slowest replica counts."""
     work = _work(case, prompts, output, cost)
     outputs = Outputs(work.caps, work.known, sampled=work.sample, sampled_tokens=output[work.sample])
     plan = plan_window(prompts, outputs, cost, shape=Shape(replicas=case.replicas))
@@ -147,7 +148,7 @@ def _replicated(
 def _windowed(
     case: Case, prompts: Prompts, output: Column, cost: CostModel, engine: EngineModel
 ) -> Iterator[dict[str, Any]]:
-    """The requests in several windows, one after the other: the sum counts."""
+    """Run the requests in several windows, one after the other, and yield a row per policy; the sum counts."""
     whole = _work(case, prompts, output, cost)
     for policy in case.policies:
         outcomes = [
@@ -171,7 +172,7 @@ def _subset(prompts: Prompts, chosen: Column) -> Prompts:
 
 
 def _grid(suite: str, dense: str) -> list[Case]:
-    """65 mixes: density 0.80 to 1.40, sharing 0.05 to 0.45."""
+    """Return 65 mixes: density 0.80 to 1.40, sharing 0.05 to 0.45."""
     return [
         Case(suite, f"{dense}+long", shape=(round(0.8 + 0.05 * d, 2), round(0.05 + 0.1 * s, 2)), scale=0.2)
         for d in range(13)
@@ -289,7 +290,7 @@ def main() -> None:
     parser.add_argument("suites", nargs="+", choices=list(SUITES))
     parser.add_argument("--output", type=Path, default=Path("docs/evaluation"))
     parser.add_argument("--processes", type=int, default=2)
-    parser.add_argument("--policies", help="run these only, as a,b, and keep the other rows of an earlier run")
+    parser.add_argument("--policies", help="run only these, as a,b; keep an earlier run's rows of other policies")
     given = parser.parse_args()
     chosen = set(given.policies.split(",") if given.policies else ALL)
     given.output.mkdir(parents=True, exist_ok=True)

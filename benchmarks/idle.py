@@ -1,8 +1,9 @@
-"""What an idle service costs, and how soon it begins a new batch: `python -m benchmarks.idle [--seconds N]`.
+"""Measure what an idle service costs, and how soon it answers a new batch: `python -m benchmarks.idle [--seconds N]`.
 
-It starts `batchweave up` with the demo's model in a folder of its own, lets it rest, and reads from /proc what each of
-its processes took. Then it sends batches of one request and says how long each took to reach an engine, by the batch's
-own times. At last it stops the service in the middle of a batch. No GPU is needed; a GPU's driver may add a little.
+It starts `batchweave up` with the demo's model in a temporary folder, lets it rest, and reads from /proc how much CPU
+each of its processes used. Then it sends batches of one request and prints how long each took from its creation until
+its answer was on disk. Finally it stops the service in the middle of a batch. It needs no GPU; a GPU's driver may add a
+little.
 """
 
 import argparse
@@ -30,7 +31,7 @@ START_S, REST_S = 600.0, 20.0
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seconds", type=float, default=60.0, help="for which CPU is counted (default: 60)")
+    parser.add_argument("--seconds", type=float, default=60.0, help="how long to count CPU time (default: 60)")
     given = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="batchweave-idle-") as name:
         with socket.socket() as probe:
@@ -51,7 +52,7 @@ def main() -> None:
             began = time.monotonic()
             process.send_signal(signal.SIGTERM)
             process.wait(60)
-            print(f"SIGTERM with a batch in the engine: all ended in {time.monotonic() - began:.1f} s")
+            print(f"SIGTERM with a batch in the engine: the service exited in {time.monotonic() - began:.1f} s")
 
 
 def _wait_for_worker(client: openai.OpenAI) -> None:
@@ -78,7 +79,7 @@ def _rest(pid: int, seconds: float) -> None:
 
 
 def _cpu(pid: int) -> dict[str, float]:
-    """CPU seconds so far, by part of the service."""
+    """Return the CPU seconds used so far, by part of the service."""
     taken: dict[str, float] = defaultdict(float)
     for each in [psutil.Process(pid), *psutil.Process(pid).children(recursive=True)]:
         line = each.cmdline()
@@ -89,18 +90,18 @@ def _cpu(pid: int) -> dict[str, float]:
 
 
 def _react(client: openai.OpenAI, folder: Path) -> None:
-    """From the create of a batch to when an engine has answered it, as answers in the store say."""
+    """Create a batch of one request, and print how long it takes until its answer is in object storage."""
     shards = folder / "data" / "objects" / "shards"
     before = set(os.listdir(shards)) if shards.exists() else set[str]()
     started = _submit(client, folder, 1, 1)
     while not shards.exists() or set(os.listdir(shards)) <= before:
         time.sleep(0.005)
-    print(f"a batch of one request: answered and on disk {time.monotonic() - started:.2f} s after its create")
+    print(f"a batch of one request: answered and on disk {time.monotonic() - started:.2f} s after its creation")
     time.sleep(2.0)
 
 
 def _submit(client: openai.OpenAI, folder: Path, requests: int, max_tokens: int) -> float:
-    """A batch of so many requests; the moment at which it was sent, by the steady clock."""
+    """Create a batch of this many requests, and return when it was sent, by the monotonic clock."""
     body = {"model": NAME, "messages": [{"role": "user", "content": "Hi"}], "max_tokens": max_tokens}
     lines = [{"custom_id": str(n), "method": "POST", "url": CHAT, "body": body} for n in range(requests)]
     path = folder / "in.jsonl"

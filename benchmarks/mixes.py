@@ -1,4 +1,4 @@
-"""Workload files of BlendServe's mixes (Table 2) and others, from real traces.
+"""Write workload files of BlendServe's mixes (Table 2) and others, from real traces.
 
 python -m benchmarks.mixes DATA a100-1 --output mix.jsonl [--scale 0.1] [--seed 0]
 """
@@ -35,7 +35,7 @@ TABLE_2 = {
     "h200-3": ("azure_conv_2023", 37_001, "servegen_deepseek_r1", 2_999, 5_201),
     "h200-4": ("azure_conv_2023", 33_502, "servegen_deepseek_r1", 6_498, 5_638),
 }
-# Other traces, none of them used while the policy was made: dense, light, and the shape asked for as in Table 2.
+# Other traces, none of them used during development: dense, light, and the wanted density and sharing as in Table 2.
 OTHERS = {
     "sharegpt-long": ("sharegpt", "long", 1.4, 0.35),
     "lmsys-long": ("lmsys_chat", "long", 0.9, 0.35),
@@ -50,7 +50,7 @@ Maker = Callable[[Path, float, int], list[Row]]
 
 
 def make(data: Path, name: str, scale: float = 1.0, seed: int = 0) -> list[Row]:
-    """The mix's rows in a random order. Raises KeyError for a name that is none of MIXES."""
+    """Return the mix's rows in random order. Raises KeyError for a name that is not in MIXES."""
     rows = MIXES[name](data, scale, seed)
     return [rows[place] for place in np.random.default_rng(seed).permutation(len(rows))]
 
@@ -63,20 +63,20 @@ def write(rows: list[Row], path: Path) -> None:
 
 
 class NoSuchMix(ValueError):
-    """No amounts of the traces have the density and sharing asked for."""
+    """No combination of the traces has the requested density and sharing."""
 
 
 def of_shape(
     data: Path, dense: str, light: str, density: float, sharing: float, cost: CostModel, count: int, seed: int
 ) -> list[Row]:
-    """A mix of about this density and sharing on a machine: `count` requests of two traces, and MMLU beside them.
+    """Return `count` requests of two traces, and MMLU's beside them, with about this density and sharing on a machine.
 
-    Raises NoSuchMix where no amounts of the three give the shape.
+    Raises NoSuchMix if no combination of the three has this shape.
     """
     probe = [_rows(data, dense, 4_000, seed), _rows(data, light, 4_000, seed), traces.mmlu(data, 14_042)]
     (c_d, m_d, _), (c_l, m_l, _), (c_m, m_m, v_m) = (_means(rows, cost) for rows in probe)
-    # Unknown: light requests and MMLU's, in parts of `count`. Saved is the sharing's part of all compute, and what is
-    # left is `density` times the reads.
+    # Unknown: the numbers of light and of MMLU requests, as fractions of `count`. The saved compute is `sharing` times
+    # all compute, and the rest is `density` times the reads.
     left = np.array(
         [
             [sharing * (c_l - c_d), sharing * c_m - v_m],
@@ -99,7 +99,7 @@ def _rows(data: Path, name: str, count: int, seed: int) -> list[Row]:
 
 
 def _means(rows: list[Row], cost: CostModel) -> tuple[float, float, float]:
-    """Seconds of compute, of reads, and of compute that sharing saves, by request."""
+    """Return the mean seconds per request of compute, of reads, and of compute that sharing saves."""
     prompts = Prompts.of_segments(row.segments for row in rows)
     output = np.array([row.output_tokens for row in rows])
     load = node_loads(build_tree(prompts), Requests.exact(prompts.lengths, output), cost).of(0)
@@ -137,7 +137,7 @@ def _documents(data: Path, scale: float, seed: int) -> list[Row]:
 
 
 def _mooncake(data: Path, scale: float, seed: int) -> list[Row]:
-    """Beyond its 3,993 requests the trace comes again under other names: conversations of other users."""
+    """Return Mooncake's trace and long answers; beyond 3,993 requests the trace repeats, as other users' prompts."""
     return [*traces.mooncake(data, round(3_993 * scale)), *traces.long_outputs(round(120 * scale), seed)]
 
 

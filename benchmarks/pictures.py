@@ -1,4 +1,4 @@
-"""Pictures of what `benchmarks.evaluation` found.
+"""Draw the results of `benchmarks.evaluation`, and print them as tables.
 
 python -m benchmarks.pictures docs/evaluation
 """
@@ -32,7 +32,7 @@ GRIDS = ("grid", "grid-sharegpt", "grid-conv", "grid-m-mid")
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("folder", type=Path, help="where the suites' .jsonl files lie; the pictures go beside them")
+    parser.add_argument("folder", type=Path, help="folder with the suites' .jsonl files; pictures go beside them")
     folder = parser.parse_args().folder
     for path in sorted(folder.glob("*.jsonl")):
         rows = [json.loads(line) for line in path.open()]
@@ -62,7 +62,7 @@ def _name(row: Row) -> str:
 
 
 def _bars(rows: Sequence[Row], path: Path, title: str) -> None:
-    """Share of the practical bound and sharing kept, by workload and policy (Figures 7, 9 and 12)."""
+    """Draw the share of the practical bound and the sharing kept, by workload and policy (Figures 7, 9 and 12)."""
     workloads, policies = _unique(rows, "workload"), [name for name in COLOURS if name in _unique(rows, "policy")]
     figure = _figure(2.5 + 0.9 * len(workloads), 6)
     upper, lower = figure.subplots(2, 1, sharex=True)
@@ -82,7 +82,7 @@ def _bars(rows: Sequence[Row], path: Path, title: str) -> None:
 
 
 def _grid(rows: Sequence[Row], path: Path, title: str) -> None:
-    """Gain over the best-set depth-first order and over the best of the baselines, by density and sharing."""
+    """Draw the gain over depth-first order at its best settings and over the best baseline, by density and sharing."""
     by_shape: dict[tuple[float, float], dict[str, float]] = {}
     for row in rows:
         by_shape.setdefault(tuple(row["shape"]), {})[row["policy"]] = row["tokens_per_s"]
@@ -110,7 +110,7 @@ def _grid(rows: Sequence[Row], path: Path, title: str) -> None:
 
 
 def _shares(rows: Sequence[Row], path: Path) -> None:
-    """Compute and memory reads as shares of the time (Figure 10)."""
+    """Draw compute and memory reads as shares of the time (Figure 10)."""
     workloads, policies = _unique(rows, "workload"), ("dfs", "random", "blendserve", "batchweave")
     figure = _figure(4 * len(workloads), 9)
     panels = figure.subplots(len(policies), len(workloads), squeeze=False)
@@ -129,14 +129,14 @@ def _replicas(rows: Sequence[Row], path: Path) -> None:
         found = sorted((row["replicas"], row["tokens_per_s"]) for row in rows if row["workload"] == name)
         counts, speeds = [count for count, _ in found], [speed / found[0][1] for _, speed in found]
         axes.plot(counts, speeds, marker="o", label=name)
-    axes.plot([1, 8], [1, 8], color="grey", linewidth=0.8, linestyle="--", label="in proportion")
+    axes.plot([1, 8], [1, 8], color="grey", linewidth=0.8, linestyle="--", label="proportional")
     axes.set_xlabel("replicas")
-    axes.set_ylabel("tokens/s, times those of one")
+    axes.set_ylabel("tokens/s, relative to one replica")
     axes.legend()
     figure.savefig(path, dpi=110)
 
 
-SENSITIVITIES = {  # what was changed, and its value elsewhere
+SENSITIVITIES = {  # the field that was changed, and its value in the other runs
     "sample": (0.01, "share of the requests sampled", "log"),
     "interference": (0.1, "interference", "linear"),
     "length_error": (0.0, "error of given lengths, standard deviation of the logarithm", "linear"),
@@ -168,13 +168,13 @@ def _sensitivity(rows: Sequence[Row], path: Path) -> None:
 
 
 def _is_usual(row: Row, field: str) -> bool:
-    """Whether a row with nothing changed belongs to this field: to windows the large ones, the others to the sample."""
+    """Return whether a row with nothing changed belongs to this field: large runs to `windows`, others to `sample`."""
     usual = all(row[name] == value for name, (value, _, _) in SENSITIVITIES.items())
     return usual and field == ("sample" if row["scale"] == 1 else "windows")
 
 
 def _print(rows: Sequence[Row], title: str) -> None:
-    """A table in Markdown: share of the practical bound, and gains."""
+    """Print a Markdown table of shares of the practical bound, and of gains."""
     policies = [name for name in COLOURS if name in _unique(rows, "policy")]
     if title in (*GRIDS, "sensitivity", "replicas"):
         return

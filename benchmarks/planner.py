@@ -1,8 +1,8 @@
-"""How long a window takes to plan, from real mixes scaled up, and how that grows.
+"""Measure how long it takes to plan a window of a scaled-up real mix, and how that time grows with the window.
 
 python -m benchmarks.planner DATA [--requests 1000000] [--plot docs/planner.png]
 
-Runs on one core: every size in a process of its own, so that its peak memory is its own. Sizes double from 10,000.
+Runs on one core, each size in its own process, so that its peak memory is its own. Sizes double from 10,000.
 """
 
 import argparse
@@ -31,7 +31,7 @@ SAMPLE = 0.01
 
 
 def token_prompts(data: Path, requests: int) -> tuple[Prompts, np.ndarray]:
-    """The mix repeated until there are enough requests, as token ids: equal segments equal ids, others at random."""
+    """Repeat the mix until there are enough requests; shared segments get equal token ids, all others random ones."""
     rows = mixes.make(data, MIX)
     mean = sum(size for row in rows for _, size in row.segments) / len(rows)
     shrink = TOKENS_PER_REQUEST / mean
@@ -91,7 +91,7 @@ def draw(found: list[dict[str, float]], path: Path) -> None:
     seconds = np.array([each["planning_s"] for each in found])
     shape = n * np.log2(n)
     axes.loglog(n, seconds, "o-", label="measured, one core")
-    axes.loglog(n, shape * seconds[-1] / shape[-1], ":", color="grey", label="n log n through the last")
+    axes.loglog(n, shape * seconds[-1] / shape[-1], ":", color="grey", label="n log n through the last point")
     axes.set_xlabel("requests, 500 prompt tokens each")
     axes.set_ylabel("seconds to plan")
     axes.legend()
@@ -101,7 +101,7 @@ def draw(found: list[dict[str, float]], path: Path) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("data", type=Path, help="folder with lengths/, text/ and tokenizers/")
-    parser.add_argument("--requests", type=int, default=1_000_000, help="the largest size")
+    parser.add_argument("--requests", type=int, default=1_000_000, help="the largest window, in requests")
     parser.add_argument("--plot", type=Path)
     parser.add_argument("--one", action="store_true", help=argparse.SUPPRESS)
     given = parser.parse_args()

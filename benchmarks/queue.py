@@ -1,8 +1,9 @@
-"""What looking costs the database: `python -m benchmarks.queue [--slices 400000] [--batches 10000]`.
+"""Measure what looking for work costs the database: `python -m benchmarks.queue [--slices 400000] [--batches 10000]`.
 
-It fills a PostgreSQL and an SQLite of its own with one batch of so many slices and so many batches that wait, and says
-the CPU milliseconds of the database (PostgreSQL: its server processes; SQLite: this process, Python included) for one
-GET of a batch, one round of each job that finds nothing to do, and one scrape of /metrics. Nothing is run.
+It fills a PostgreSQL and an SQLite database of its own with one batch of --slices slices and with --batches waiting
+batches. It prints the database's CPU milliseconds (PostgreSQL: its server processes; SQLite: this process, Python
+included) for one GET of a batch, one round of each job that finds nothing to do, and one scrape of /metrics. It runs no
+requests.
 """
 
 import argparse
@@ -65,7 +66,7 @@ async def measure(kind: str, url: str, folder: Path, pid: int | None, slices: in
     storage = Storage.open(settings.storage)
     looks: dict[str, Callable[[], Awaitable[object]]] = {
         "GET of a batch": lambda: get(database),
-        "outlook, once in 2 s for all GETs": lambda: outlook(database),
+        "estimates, every 2 s for all GETs": lambda: outlook(database),
         "reconciler": lambda: reconcile(database, now),
         "validator": Validator(database, storage, settings, time.time).run_once,
         "planner": Planner(database, storage, settings, time.time).run_once,
@@ -84,13 +85,13 @@ async def measure(kind: str, url: str, folder: Path, pid: int | None, slices: in
 
 
 def cpu_s(pid: int | None) -> float:
-    """Of the server's processes, or of this one."""
+    """Return the CPU seconds of the server's processes, or of this process if there is no server."""
     processes = [psutil.Process(pid), *psutil.Process(pid).children()] if pid else [psutil.Process()]
     return sum(sum(each.cpu_times()[:2]) for each in processes)
 
 
 async def fill(database: Database, slices: int, batches: int, now: int) -> None:
-    """One batch of many slices, half of them done and some leased, and many of one slice each, which is ready."""
+    """Add one batch of many slices, half of them done and some leased, and many batches of one ready slice each."""
     numbers = "WITH RECURSIVE n(i) AS (SELECT 1 UNION ALL SELECT i + 1 FROM n WHERE i < {})"
     done, leased = slices // 2, slices // 2 + 64
     state = f"CASE WHEN i <= {done} THEN 'done' WHEN i <= {leased} THEN 'leased' ELSE 'ready' END"

@@ -1,9 +1,10 @@
-"""How long the dual scan takes to decide a step: 4,000 requests run and 400,000 wait, lengths known by a sample.
+"""Measure how long the dual scan takes to decide a step while 4,000 requests run and 400,000 wait.
 
 python -m benchmarks.scan_steps [--running 4000] [--waiting 400000] [--backlog 20000]
 
-SYNTHETIC lengths; an engine that only counts tokens stands in, as only decisions are timed, each from Python. Then how
-long an engine plans a backlog of its own: prompts of 500 tokens, of which 400 are one of 57 prefixes.
+The lengths are SYNTHETIC and known from a sample. A counter of tokens stands in for the engine, because only decisions
+are timed, each from Python. Then it measures how long an engine takes to plan its own backlog: prompts of 500 tokens,
+of which 400 are one of 57 prefixes.
 """
 
 import argparse
@@ -40,12 +41,12 @@ def measure(running: int, waiting: int) -> dict[str, float]:
     groups = Groups.unlike(kind + 1, np.concatenate([[-1], np.zeros(KINDS, dtype=np.int64)]))
     sample = generator.choice(waiting, waiting // 100, replace=False)
     seen = see(groups, sample, output[sample], np.ones(len(sample), dtype=np.bool_))
-    # As many run as the cache holds, so the cache is chosen for the number wanted.
+    # The cache limits how many requests run, so its size is chosen for the wanted number.
     capacity = int(running * (prompt[half:].mean() + output[half:].mean()))
     cost = CostModel(preset("llama-3-8b"), Machine(hardware("h200")))
     unknown, caps = np.full(waiting, -1), np.full(waiting, 32_768)
     left, right = np.arange(half), np.arange(waiting - 1, half - 1, -1)
-    # Weights that take as long to read as the cache: then the right end is given as much of it as it may have.
+    # Reading the weights takes as long as reading the cache, so the right end gets as much of the cache as it may have.
     costs = StepCosts.of(cost, capacity, 16_384)._replace(weights_s=capacity * cost.read_s_per_token)
     scan = DualScan.of(Backlog(prompt, prompt, unknown, caps, left, right, groups, seen), costs)
     ends: list[tuple[int, int]] = []
@@ -79,7 +80,7 @@ def measure(running: int, waiting: int) -> dict[str, float]:
 
 
 def plan_again(backlog: int) -> dict[str, float]:
-    """Plans of a LiveScan; the first one loads what is compiled."""
+    """Time the plans of a LiveScan, except the first, which loads the compiled code."""
     generator = np.random.default_rng(0)
     prefixes, rests = (generator.integers(0, 1 << 17, (n, size), np.uint32) for n, size in ((57, 400), (backlog, 100)))
     cost = CostModel(preset("llama-3-8b"), Machine(hardware("h200")))

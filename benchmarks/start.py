@@ -1,8 +1,8 @@
-"""What a first and a later start cost: `python -m benchmarks.start [--base COMMIT]`.
+"""Measure what a first and a later start cost: `python -m benchmarks.start [--base COMMIT]`.
 
-It clones this repository into a folder of its own, runs `make install` there and `make demo` twice, with no compiled
-code in reach, and says the CPU seconds of each; --base does the same for another commit beside it. Packages come from
-the package manager's own cache, where they are.
+It clones this repository into a temporary folder, runs `make install` there and `make demo` twice, with no compiled
+code in reach, and prints the CPU seconds of each. With --base it does the same for another commit too. Packages come
+from the package manager's own cache if they are there.
 """
 
 import argparse
@@ -19,7 +19,7 @@ STEPS = (("make install", ["make", "install"]), ("first make demo", ["make", "de
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--base", help="a commit to measure beside this one")
+    parser.add_argument("--base", help="another commit to measure, before this one")
     given = parser.parse_args()
     for commit in ["HEAD"] if given.base is None else [given.base, "HEAD"]:
         with tempfile.TemporaryDirectory(prefix="batchweave-start-") as name:
@@ -31,7 +31,7 @@ def measure(commit: str, folder: Path) -> None:
     named = subprocess.run(["git", "rev-parse", commit], cwd=REPOSITORY, capture_output=True, text=True, check=True)
     subprocess.run(["git", "clone", "--quiet", str(REPOSITORY), str(clone)], check=True)
     subprocess.run(["git", "checkout", "--quiet", named.stdout.strip()], cwd=clone, check=True)
-    # Packages may come from a cache, machine code may not: what compiles it keeps it below XDG_CACHE_HOME.
+    # Packages may come from a cache, but machine code may not; its compilers cache it below XDG_CACHE_HOME.
     packages = os.environ.get("UV_CACHE_DIR") or str(Path.home() / ".cache" / "uv")
     environment = {**os.environ, "XDG_CACHE_HOME": str(folder / "cache"), "UV_CACHE_DIR": packages}
     environment.pop("PYTHONDONTWRITEBYTECODE", None)
@@ -43,7 +43,7 @@ def measure(commit: str, folder: Path) -> None:
 
 
 def cpu_of_children_s() -> float:
-    """Of those that have ended and were waited for, and theirs."""
+    """Return the CPU seconds of children that have ended and were waited for, and of their children."""
     used = resource.getrusage(resource.RUSAGE_CHILDREN)
     return used.ru_utime + used.ru_stime
 

@@ -1,10 +1,11 @@
-"""What batchweave's plugin costs an engine that it does not schedule: SGLang with and without it, side by side.
+"""Measure what batchweave's plugin costs an engine that it does not schedule: SGLang with it and without it.
 
 python -m benchmarks.tax [--rounds 8] [--requests 300]
 
-Both engines run real SGLang with the demo's model on this machine, at the same time idle or busy by turns; the same
-requests go to one and then to the other, and who is first alternates. The plugin is in with BATCHWEAVE_SCHEDULING's
-`sglang`; without it only what SGLang needs to run on a CPU is. Prints the ratio of each round and their median.
+Both engines run real SGLang with the demo's model on this machine at the same time, and take turns: the same requests
+go to one and then to the other, and which one is first alternates. One engine has the plugin, with
+BATCHWEAVE_SCHEDULING's `sglang`; the other has only what SGLang needs to run on a CPU. Prints the ratio of each round
+and their median.
 """
 
 import argparse
@@ -26,7 +27,7 @@ from service.demo.prompts import corpus
 
 
 def start(model: str, with_plugin: bool) -> Any:
-    """One engine; what it hands over to its scheduler is in the environment while it starts."""
+    """Start one engine; it passes its options to its scheduler through the environment."""
     from sglang.srt.entrypoints.engine import Engine
 
     from engine_ext.plugin.options import VARIABLE, Options, Scheduling
@@ -69,7 +70,7 @@ async def compare(engines: list[Any], rounds: int, requests: int) -> list[float]
         for which in (0, 1) if number % 2 else (1, 0):
             seconds[which] = await run(engines[which], prompts, outputs)
         if number == 0:
-            continue  # it compiles and loads
+            continue  # the first round compiles and loads
         ratios.append(seconds[1] / seconds[0])
         print(
             f"round {number}: without {seconds[0]:.2f} s, with {seconds[1]:.2f} s, ratio {ratios[-1]:.3f}", flush=True

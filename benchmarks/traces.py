@@ -1,4 +1,4 @@
-"""Real request lengths and prompts as rows of a workload: the folder given holds lengths/, text/ and tokenizers/."""
+"""Read real request lengths and prompts as rows of a workload, from a folder with lengths/, text/ and tokenizers/."""
 
 import base64
 import csv
@@ -18,7 +18,7 @@ from engine_ext.plan.tree import build_tree
 
 Segments = list[tuple[str, int]]
 
-SYSTEM_TOKENS = 20  # a system prompt ahead of each trace, which was not collected with it (BlendServe A.3)
+SYSTEM_TOKENS = 20  # a system prompt before each prompt, which the traces do not contain (BlendServe A.3)
 LONGEST = 32_768  # tokens of prompt and answer; longer rows are dropped
 MMLU_ANSWER = 2  # tokens: the letter and the end
 LONG_PROMPT = 100
@@ -36,7 +36,7 @@ class Row:
 
 
 def csv_trace(data: Path, name: str, count: int, seed: int) -> list[Row]:
-    """Rows of a lengths file in a random order, again from the start where it has too few."""
+    """Return rows of a lengths file in random order, and start again from the first if it has too few."""
     rows: list[tuple[int, int]] = []
     with (data / "lengths" / f"{name}.csv").open() as file:
         for line in csv.DictReader(file):
@@ -54,7 +54,7 @@ def csv_trace(data: Path, name: str, count: int, seed: int) -> list[Row]:
 
 
 def long_outputs(count: int, seed: int) -> list[Row]:
-    """SYNTHETIC: lognormal answers of 16K tokens on average, in place of OpenVid's videos."""
+    """Return SYNTHETIC lognormal answers of 16K tokens on average, in place of OpenVid's videos."""
     generator = np.random.default_rng(seed)
     mu = np.log(LONG_MEAN) - LONG_SIGMA**2 / 2
     outputs = np.maximum(1, generator.lognormal(mu, LONG_SIGMA, count)).astype(int).tolist()
@@ -66,7 +66,7 @@ def long_outputs(count: int, seed: int) -> list[Row]:
 
 
 def documents(count: int, questions: int, tokens: int, seed: int) -> list[Row]:
-    """SYNTHETIC: documents of about `tokens` tokens with several short questions each."""
+    """Return SYNTHETIC documents of about `tokens` tokens, with several short questions each."""
     generator = np.random.default_rng(seed)
     rows: list[Row] = []
     for number in range(count):
@@ -81,7 +81,7 @@ def documents(count: int, questions: int, tokens: int, seed: int) -> list[Row]:
 
 
 def mooncake(data: Path, count: int) -> list[Row]:
-    """Real prefix structure in blocks of 512 tokens; the last block of a prompt may be shorter."""
+    """Return rows with real prefixes in blocks of 512 tokens; the last block of a prompt may be shorter."""
     rows: list[Row] = []
     with (data / "lengths" / "mooncake_synthetic.jsonl").open() as file:
         lines = [json.loads(line) for line in file]
@@ -95,7 +95,7 @@ def mooncake(data: Path, count: int) -> list[Row]:
 
 
 def mmlu(data: Path, count: int) -> list[Row]:
-    """5-shot prompts. Beyond the 14,042 questions the examples come in another order, so that no prompt repeats."""
+    """Return 5-shot prompts. Beyond 14,042 questions the examples come in another order, so that no prompt repeats."""
     encoding = _qwen(data)
 
     def tokens(text: str) -> list[int]:
@@ -122,7 +122,7 @@ def mmlu(data: Path, count: int) -> list[Row]:
 
 
 def _shared_segments(prompts: list[list[int]], name: str) -> list[Segments]:
-    """Token lists as segments, cut where one leaves another: questions of a subject often begin alike."""
+    """Cut token lists into segments where they diverge: questions of a subject often begin alike."""
     tree = build_tree(Prompts.of(prompts))
     found: list[Segments] = [[] for _ in prompts]
     for node in range(1, len(tree)):  # parents come first
@@ -133,7 +133,7 @@ def _shared_segments(prompts: list[list[int]], name: str) -> list[Segments]:
 
 
 def _mmlu_subjects(data: Path) -> Iterator[tuple[str, tuple[list[list[str]], list[list[str]]]]]:
-    """Examples and questions by subject."""
+    """Yield each subject with its examples and questions."""
     with zipfile.ZipFile(data / "text" / "mmlu.zip") as archive:
         names = sorted(Path(name).name.removesuffix("_test.csv") for name in archive.namelist() if "_test.csv" in name)
         for name in names:

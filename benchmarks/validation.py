@@ -1,9 +1,9 @@
-"""How fast a batch's file is validated, and in how much memory.
+"""Measure how fast a batch's file is validated, and how much memory that takes.
 
-python -m benchmarks.validation DATA --lines 21000000           the checks of every line (10 GB), one core
-python -m benchmarks.validation DATA --lines 1000000 --whole    the whole validator: tokens counted, index written
+python -m benchmarks.validation DATA --lines 21000000           checks every line (10 GB), one core
+python -m benchmarks.validation DATA --lines 1000000 --whole    the whole validator: counts tokens, writes the index
 
-Lines are GSM8K's real questions as chat requests, each with a custom_id of its own; the tokenizer is the demo model's.
+Lines are GSM8K's real questions as chat requests, each with its own custom_id; the tokenizer is the demo model's.
 """
 
 import argparse
@@ -29,11 +29,11 @@ from service.settings import Settings
 
 ENDPOINT = "/v1/chat/completions"
 FILE = "file-benchmark"
-AT_ONCE = 1000  # lines written
+AT_ONCE = 1000  # lines per write
 
 
 def requests(data: Path) -> Iterator[bytes]:
-    """Lines without end: the questions over and over, in OpenAI's form."""
+    """Yield lines without end: the questions over and over, in OpenAI's form."""
     questions = [json.loads(line)["question"] for line in (data / "text" / "gsm8k_train.jsonl").open()]
     number = 0
     while True:
@@ -46,7 +46,7 @@ def requests(data: Path) -> Iterator[bytes]:
 
 
 async def make_file(storage: Storage, data: Path, lines: int) -> int:
-    """Returns its bytes."""
+    """Write the input file, and return its size in bytes."""
     made, size = requests(data), 0
     async with storage.writer(file_key(FILE)) as writer:
         for _ in range(0, lines, AT_ONCE):
@@ -57,7 +57,7 @@ async def make_file(storage: Storage, data: Path, lines: int) -> int:
 
 
 async def check(storage: Storage, settings: Settings) -> None:
-    """Every line checked as the validator does it, without the tokenizer and without an index."""
+    """Check every line as the validator does, without the tokenizer and without an index."""
     checker, number = LineChecker(ENDPOINT), 0
     async for _, raw in storage.lines(file_key(FILE), settings.max_line_bytes):
         number += 1
@@ -95,7 +95,7 @@ async def validate(storage: Storage, settings: Settings, folder: Path, size: int
 
 
 def memory_mib() -> float:
-    """The most that this process has held so far."""
+    """Return the peak memory of this process so far."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
 
 
@@ -103,12 +103,12 @@ async def measure(data: Path, folder: Path, lines: int, whole: bool) -> None:
     settings = Settings.model_validate({"data_dir": folder, "max_lines": lines})
     storage = Storage.open((folder / "objects").as_uri())
     size = await make_file(storage, data, lines)
-    print(f"{lines} lines, {size / 1e9:.2f} GB; {memory_mib():.0f} MiB held before")
+    print(f"{lines} lines, {size / 1e9:.2f} GB; peak memory before: {memory_mib():.0f} MiB")
     started, busy = time.perf_counter(), time.process_time()
     await (validate(storage, settings, folder, size) if whole else check(storage, settings))
     seconds, busy = time.perf_counter() - started, time.process_time() - busy
-    print(f"{lines / busy:,.0f} lines a second of processor time, {lines / seconds:,.0f} of wall time")
-    print(f"{memory_mib():.0f} MiB held at most")
+    print(f"{lines / busy:,.0f} lines per second of CPU time, {lines / seconds:,.0f} of wall time")
+    print(f"peak memory: {memory_mib():.0f} MiB")
 
 
 def main() -> None:
@@ -116,7 +116,7 @@ def main() -> None:
     parser.add_argument("data", type=Path, help="folder with text/gsm8k_train.jsonl")
     parser.add_argument("--lines", type=int, default=1_000_000)
     parser.add_argument("--whole", action="store_true")
-    parser.add_argument("--folder", type=Path, default=Path("/tmp/batchweave-validation"), help="made and deleted")
+    parser.add_argument("--folder", type=Path, default=Path("/tmp/batchweave-validation"), help="created, then deleted")
     given = parser.parse_args()
     given.folder.mkdir(parents=True)
     try:

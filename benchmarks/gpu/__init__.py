@@ -1,1 +1,1 @@
-"""batchweave and SGLang's own policies side by side on a real GPU; `python -m benchmarks.gpu --help`."""
+"""Compare batchweave and SGLang's own policies on a real GPU; see `python -m benchmarks.gpu --help`."""

@@ -1,12 +1,13 @@
-"""SGLang's own policies and batchweave with each way to overlap prefill and decodes, on this machine's GPU.
+"""Compare SGLang's own policies with batchweave's ways to overlap prefill and decodes, on this machine's GPU.
 
 python -m benchmarks.gpu DATA [--mixes h200-1,documents] [--policies fcfs,batchweave-mixed] [--attention triton,fa3]
 python -m benchmarks.gpu DATA --prepare build/gpu    # for a machine without the traces; there: benchmarks.gpu build/gpu
 
-The model is Llama-3-8B's shape with dummy weights; prefixes and lengths are real traces'. First the steps are measured
-(the bound is theirs), then every policy runs on the same engine, those of PD-multiplexing on another. Rows go to
-results/gpu.jsonl, and a run that has a row is not run again; pictures of compute and reads over time lie beside it.
-`--model tiny` is for a look whether everything runs on a machine without a GPU; its figures mean nothing.
+The model has Llama-3-8B's shape and dummy weights; prefixes and lengths come from real traces. The benchmark first
+measures steps and takes the bound from them. Then it runs every policy on the same engine, and those of PD-multiplexing
+on another. Rows go to results/gpu.jsonl, and a run that has a row is not run again; pictures of compute and reads over
+time are beside it. `--model tiny` only checks that everything runs on a machine without a GPU; its figures mean
+nothing.
 """
 
 import subprocess
@@ -24,7 +25,7 @@ from engine_ext.plugin.worker.overlap import against
 
 
 def run_engine(what: str, given: Namespace, attention: str) -> bool:
-    """Its process; whether it went well. One that fails leaves the others' rows alone."""
+    """Run an engine in its own process and return whether it succeeded; a failure leaves others' rows alone."""
     started = time.time()
     command = [sys.executable, "-m", "benchmarks.gpu.engine", *sys.argv[1:]]
     command += ["--attention", attention, "--until", str(given.until), what]
@@ -39,17 +40,17 @@ def run_engine(what: str, given: Namespace, attention: str) -> bool:
 def main() -> None:
     parser = options.parser(__doc__)
     parser.add_argument(
-        "--prepare", type=Path, metavar="FOLDER", help="write the workload files there, and run nothing"
+        "--prepare", type=Path, metavar="FOLDER", help="write the workload files to FOLDER, and run nothing"
     )
     given = options.read(parser)
     if given.prepare:
         workloads.write(given.data, given.mixes, given.scale, given.prepare)
-        print(f"wrote {len(given.mixes)} workloads to {given.prepare}; there: python -m benchmarks.gpu {given.prepare}")
+        print(f"wrote {len(given.mixes)} workloads to {given.prepare}; then: python -m benchmarks.gpu {given.prepare}")
         return
     if not gpu_is_present() and given.model != "tiny":
-        parser.error("there is no GPU here; --model tiny --scale 0.0005 looks whether everything runs")
+        parser.error("there is no GPU here; --model tiny --scale 0.0005 checks that everything runs")
     if gpu_is_present() and given.model == "tiny":
-        print("--model tiny: these are no figures of merit", flush=True)
+        print("--model tiny: its figures mean nothing", flush=True)
 
     warm_up.ensure()
     went_well = True
@@ -62,11 +63,11 @@ def main() -> None:
                 continue
             reason = against(overlap, str(model_folder(given.model, given.output.parent)), given.engine_args)
             if reason is not None:
-                print(f"skipped what needs {overlap.value}: {reason}", flush=True)
+                print(f"skipped the policies that need {overlap.value}: {reason}", flush=True)
             elif time.time() < given.until:
                 went_well &= run_engine(overlap, given, attention)
         left = len(options.missing(given, attention))
-        print(f"{attention}: {left} runs have no row; the same command goes on with them", flush=True)
+        print(f"{attention}: {left} runs have no row; the same command continues with them", flush=True)
     rows = pictures.read(given.output)
     print(pictures.table(rows), *pictures.draw(rows, given.output), sep="\n")
     sys.exit(0 if went_well else 1)

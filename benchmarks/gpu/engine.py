@@ -1,4 +1,4 @@
-"""One engine of the comparison, in a process of its own: what it measures it adds to a file, a row for each run.
+"""Run one engine of the comparison in its own process, and add a row for each run to a file.
 
 `benchmarks.gpu` starts it; on its own: python -m benchmarks.gpu.engine calibrate|mixed|pdmux … with the same options.
 """
@@ -31,7 +31,7 @@ CPU_TOKENS = 1 << 15
 
 
 def arguments(given: Namespace) -> dict[str, Any]:
-    """SGLang's, beside those of the overlap."""
+    """Return the server arguments for SGLang, except those of the overlap."""
     found: dict[str, Any] = {
         "load_format": "dummy",
         "context_length": CONTEXT,
@@ -47,7 +47,7 @@ def arguments(given: Namespace) -> dict[str, Any]:
 
 
 def calibrate(given: Namespace, model: Path) -> None:
-    """What steps cost on this machine, for bounds and for the scan."""
+    """Measure what steps cost on this machine, for the bounds and for the scan."""
     output = options.calibration_path(given, given.attention)
     steps = output.with_suffix(".steps.jsonl")
     cost = CostModel(read_shape(str(model)), Machine(read_hardware(given.gpu)))
@@ -62,11 +62,11 @@ def calibrate(given: Namespace, model: Path) -> None:
     settings = load_settings(model=str(model), gpu=given.gpu, engine_args=given.engine_args)
     found = calibrated(settings, steps, output, machine_name(), accelerator_memory())
     for name, misfit in found.errors.items():
-        print(f"calibration: {name} off by {misfit.mean:.1%} on average over {misfit.steps}", flush=True)
+        print(f"calibration: {name} off by {misfit.mean:.1%} on average over {misfit.steps} steps", flush=True)
 
 
 def compare(given: Namespace, model: Path, overlap: Overlap) -> None:
-    """All runs of this engine that have no row yet, until the time is over."""
+    """Do all runs of this engine that have no row yet, until the time is up."""
     cost = CostModel(
         read_shape(str(model)), Machine(read_hardware(str(options.calibration_path(given, given.attention))))
     )
@@ -86,7 +86,7 @@ def compare(given: Namespace, model: Path, overlap: Overlap) -> None:
         if time.time() > given.until:
             break
         workload, run = loaded[mix], options.RUNS[policy]
-        if run.tuning not in warm:  # compiling and loading is nobody's time
+        if run.tuning not in warm:  # compiling and loading must not count in any run
             warm.add(run.tuning)
             few = range(min(WARM_UP, len(workload.prompts)))
             warm_up = engine.run(

@@ -1,4 +1,4 @@
-"""What the comparison runs, and its command line."""
+"""Defines what the comparison runs, and its command line."""
 
 import argparse
 import hashlib
@@ -19,7 +19,11 @@ from engine_ext.plugin.tuning import Tuning
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """`overlap`: of the engine; one with mixed chunks runs without them too. `is_sorted`: depth first beforehand."""
+    """How one policy runs.
+
+    `overlap`: of the engine; an engine with mixed chunks also runs policies without them. `is_sorted`: requests are
+    sent sorted depth first.
+    """
 
     tuning: Tuning
     overlap: Overlap = Overlap.MIXED
@@ -42,16 +46,16 @@ RUNS = {
 
 def parser(description: str | None) -> argparse.ArgumentParser:
     found = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
-    found.add_argument("data", type=Path, help="folder with lengths/, text/ and tokenizers/, or what --prepare wrote")
+    found.add_argument("data", type=Path, help="folder with lengths/, text/ and tokenizers/, or one from --prepare")
     found.add_argument("--mixes", default=",".join(MIXES))
     found.add_argument("--policies", default=",".join(RUNS))
-    found.add_argument("--attention", default="triton", help="SGLang's attention backends, side by side: triton,fa3")
+    found.add_argument("--attention", default="triton", help="SGLang's attention backends to compare, as triton,fa3")
     found.add_argument("--scale", type=float, default=SCALE, help=f"share of the mixes' requests (default {SCALE})")
-    found.add_argument("--gpu", default="", help="its datasheet's peaks, before calibration (default: by its name)")
+    found.add_argument("--gpu", default="", help="GPU whose datasheet is used before calibration (default: by name)")
     found.add_argument("--model", default="llama-3-8b", choices=list(SHAPES))
     found.add_argument("--engine-args", type=json.loads, default={}, help="more server arguments for SGLang, as JSON")
-    found.add_argument("--output", type=Path, default=Path("results/gpu.jsonl"), help="rows are added; done ones stay")
-    found.add_argument("--minutes", type=float, default=1e6, help="no run begins later than this after the start")
+    found.add_argument("--output", type=Path, default=Path("results/gpu.jsonl"), help="adds rows; existing ones stay")
+    found.add_argument("--minutes", type=float, default=1e6, help="minutes after which no further run starts")
     found.add_argument("--until", type=float, default=0.0, help=argparse.SUPPRESS)
     return found
 
@@ -62,7 +66,7 @@ def read(given_to: argparse.ArgumentParser) -> argparse.Namespace:
     if not given.scale > 0:
         given_to.error("--scale must be above 0")
     if not given.data.is_dir():
-        given_to.error(f"{given.data} is no folder; docs/gpu.md says what it has to hold")
+        given_to.error(f"{given.data} is not a folder; docs/gpu.md says what it must contain")
     if not isinstance(given.engine_args, dict):
         given_to.error("--engine-args must be a JSON object")
     given.gpu = given.gpu or ("h100" if "H100" in machine_name() else "h200")
@@ -70,13 +74,13 @@ def read(given_to: argparse.ArgumentParser) -> argparse.Namespace:
         values = getattr(given, name).split(",")
         for value in values:
             if value not in known:
-                given_to.error(f"--{name}: no {value!r}; there are {', '.join(known)}")
+                given_to.error(f"--{name}: unknown {value!r}; must be one of {', '.join(known)}")
         setattr(given, name, values)
     return given
 
 
 def identity(given: argparse.Namespace, attention: str) -> dict[str, Any]:
-    """What rows must have in common to stand beside each other."""
+    """Return the fields that rows must have in common to be compared."""
     return {
         "machine": machine_name(),
         "model": given.model,
@@ -87,7 +91,7 @@ def identity(given: argparse.Namespace, attention: str) -> dict[str, Any]:
 
 
 def missing(given: argparse.Namespace, attention: str) -> list[tuple[str, str]]:
-    """(mix, policy) of the runs that have no row in the output yet."""
+    """Return (mix, policy) of each run that has no row in the output yet."""
     same = identity(given, attention).items()
     done = {(row["mix"], row["policy"]) for row in pictures.read(given.output) if same <= row.items()}
     return [(mix, policy) for mix in given.mixes for policy in given.policies if (mix, policy) not in done]

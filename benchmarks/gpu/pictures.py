@@ -1,4 +1,4 @@
-"""Seconds of compute and of KV reads over time, by workload and policy (BlendServe's Figure 10), and the table."""
+"""Draw compute and KV reads over time, by workload and policy (BlendServe's Figure 10), and format the table."""
 
 import json
 import re
@@ -14,7 +14,7 @@ SECONDS, PREDICTED, COMPUTE, READS = range(4)  # columns of a series
 
 
 def draw(rows: list[dict[str, Any]], beside: Path) -> list[Path]:
-    """A picture for each workload and attention backend; by the calibrated cost model, at the times measured."""
+    """Draw a picture per workload and attention backend: costs by the calibrated model, at the measured times."""
     found: dict[str, list[dict[str, Any]]] = defaultdict(list)
     for row in rows:
         found[name_of(row)].append(row)
@@ -40,14 +40,14 @@ def draw(rows: list[dict[str, Any]], beside: Path) -> list[Path]:
 
 
 def name_of(row: dict[str, Any]) -> str:
-    """Rows of one name may stand beside each other."""
+    """Return the name of a row's comparison; rows of the same name may be compared."""
     more = json.dumps(row["engine_args"]) if row["engine_args"] else ""
     words = [row["mix"], f"x{row['scale']:g}", row["model"], row["attention"], row["machine"], more]
     return re.sub(r"[^A-Za-z0-9.]+", "-", " ".join(words)).strip("-")
 
 
 def table(rows: list[dict[str, Any]]) -> str:
-    """Markdown; the last column is against the fastest of SGLang's own for the workload."""
+    """Return a Markdown table; its last column compares with SGLang's fastest policy on the workload."""
     best: dict[str, float] = {}
     for row in rows:
         if not row["policy"].startswith("batchweave"):
@@ -68,7 +68,7 @@ def table(rows: list[dict[str, Any]]) -> str:
 
 
 def read(path: Path) -> list[dict[str, Any]]:
-    """The rows; one that was cut off at the end is left out, and is run again."""
+    """Return the rows, without a last one that was cut off; its run is repeated."""
     rows: list[dict[str, Any]] = []
     lines = path.read_text().splitlines() if path.exists() else []
     for number, line in enumerate(lines, 1):
@@ -76,5 +76,5 @@ def read(path: Path) -> list[dict[str, Any]]:
             rows.append(json.loads(line))
         except ValueError:
             if number < len(lines):
-                raise SystemExit(f"{path}, line {number}: is not JSON; delete the line") from None
+                raise SystemExit(f"{path}, line {number}: not valid JSON; delete the line") from None
     return rows

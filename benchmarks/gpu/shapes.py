@@ -1,4 +1,4 @@
-"""Folders with nothing but a config.json: models whose weights are dummies and whose requests are token ids."""
+"""Write model folders that hold only a config.json: the weights are dummies, and the requests are token ids."""
 
 import json
 from pathlib import Path
@@ -27,7 +27,7 @@ SHAPES: dict[str, dict[str, Any]] = {
         "num_attention_heads": 32,
         "num_key_value_heads": 8,
     },
-    # For a look whether everything runs, on a machine without a GPU.
+    # To check that everything runs on a machine without a GPU.
     "tiny": {
         "vocab_size": 1024,
         "hidden_size": 64,

