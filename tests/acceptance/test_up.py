@@ -181,7 +181,7 @@ def test_second_service_on_the_same_folder_is_refused(up: Up) -> None:
     command = [sys.executable, "-m", "service.cli", "up", "--data-dir", str(up.folder)]
     second = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert second.returncode == 1
-    assert "already runs on" in second.stderr
+    assert "is already running on" in second.stderr
     assert httpx.get(f"{up.url}/readyz").status_code == 200
 
 

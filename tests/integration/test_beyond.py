@@ -159,7 +159,7 @@ async def test_a_batch_says_what_it_waits_for_and_when_it_ends(
     async with house.database.write() as session:
         session.add(DrainedWorker(name="worker-a", since=0))
     await asyncio.sleep(0.2)  # it is not looked up at each call
-    assert "all that are alive drain" in extras(client.batches.retrieve(second))["waiting_for"]
+    assert "all live workers are draining" in extras(client.batches.retrieve(second))["waiting_for"]
     async with house.database.write() as session:
         await session.execute(delete(DrainedWorker))
     await asyncio.sleep(0.2)

@@ -27,7 +27,7 @@ def call(*arguments: str, **environment: str) -> Result:
     ("environment", "said"),
     [
         ({"BATCHWEAVE_PORT": "eighty"}, "BATCHWEAVE_PORT"),
-        ({"BATCHWEAVE_ENGINE_ARGS": "{bad"}, "BATCHWEAVE_ENGINE_ARGS: is not valid JSON"),
+        ({"BATCHWEAVE_ENGINE_ARGS": "{bad"}, "BATCHWEAVE_ENGINE_ARGS is not valid JSON"),
         ({"BATCHWEAVE_DATABASE_URL": "zorg://x"}, "zorg"),
         ({"BATCHWEAVE_REDIS_URL": "zorg://x"}, "BATCHWEAVE_REDIS_URL"),
         ({"BATCHWEAVE_STORAGE_URL": "zorg://x"}, "BATCHWEAVE_STORAGE_URL"),
@@ -114,6 +114,6 @@ def test_keys_are_made_listed_and_revoked(tmp_path: Path) -> None:
     assert details[:2] == ["evaluation", "ana: user, 3 days"]
     assert details[-2:] == ["max_batches 2000", "max_batches none"]
     unreadable = call("keys", "create", "--name", "\udcff", **here)
-    assert (unreadable.exit_code, "is no name" in unreadable.stderr) == (1, True)
+    assert (unreadable.exit_code, "is not a valid name" in unreadable.stderr) == (1, True)
     unknown = call("keys", "create", "--name", "x", "--project", "nobody", **here)
     assert (unknown.exit_code, "there is no project 'nobody'" in unknown.stderr) == (1, True)

@@ -227,7 +227,7 @@ def test_a_model_that_is_nowhere_is_refused_with_what_was_looked_for(tmp_path: P
     for given, said in (
         ("/nonexistent", "no folder /nonexistent"),
         (str(tmp_path), "has no config.json"),
-        ("no/such/thing", "no id of a hub"),
+        ("no/such/thing", "not a hub id"),
     ):
         with pytest.raises(CostsError, match=said):
             check_model(load_settings(model=given))
@@ -253,7 +253,7 @@ async def test_fields_that_do_not_fit_say_what_would(settings: Settings, clock: 
     with serve(settings, clock) as url:
         for changes, said in (
             ({"completion_window": "1w"}, "24h, 30m, 7d"),
-            ({"batchweave": {"output_ordr": "input"}}, "do you mean 'output_order'?"),
+            ({"batchweave": {"output_ordr": "input"}}, "did you mean 'output_order'?"),
         ):
             answer = httpx.post(f"{url}/v1/batches", json={**wanted, **changes})
             assert answer.status_code == 400
@@ -328,7 +328,7 @@ async def test_a_worker_that_stalls_or_starts_is_said_to(house: House, settings:
         ready = httpx.get(f"{url}/readyz").json()
         assert (ready["workers"], ready["stalled"], ready["starting"], ready["step_age_s"]) == (1, 1, 1, 40.0)
         waits = httpx.get(f"{url}/v1/batches/{batch_id}").json()["batchweave"]["waiting_for"]
-        assert "no step of any has ended" in waits
+        assert "none has finished a step" in waits
         pages = [httpx.get(f"{url}/dashboard{path}").text for path in ("", "/workers")]
         assert "w is stalled" in pages[0]
         assert "starting, 0 s" in pages[1]

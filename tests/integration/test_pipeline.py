@@ -142,7 +142,7 @@ async def test_engine_fault_is_tried_again_and_then_said(house: House) -> None:
     assert errors["id-4"]["response"] is None
     assert errors["id-4"]["error"] == {
         "code": "server_error",
-        "message": "The engine failed on it in 3 attempts: no",
+        "message": "The engine failed to answer this request in 3 attempts: no",
     }
 
 

@@ -237,7 +237,8 @@ async def test_request_that_raises_is_an_error_line_of_its_own(house: House, mon
         [batch] = await house.until_ended(batch_id)
     output, errors = await house.results(batch)
     assert len(output) == 8
-    assert errors["id-4"]["error"]["message"] == "The engine failed on it in 3 attempts: RecursionError: too deep"
+    message = "The engine failed to answer this request in 3 attempts: RecursionError: too deep"
+    assert errors["id-4"]["error"]["message"] == message
 
 
 async def test_batch_that_cannot_be_validated_does_not_stop_another(house: House) -> None:

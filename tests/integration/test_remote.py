@@ -89,7 +89,7 @@ async def test_submit_waits_and_writes_results_and_errors(house: House, url: str
     assert {json.loads(each)["custom_id"] for each in output.open()} == {f"id-{n}" for n in range(20) if n != 3}
     [error] = (tmp_path / "out.errors.jsonl").read_text().splitlines()
     assert json.loads(error)["custom_id"] == "id-3"
-    assert "1 failed: no (such as id-3)" in said
+    assert "1 failed: no (for example id-3)" in said
     assert "tokens: 190 in" in said
 
 
@@ -122,7 +122,7 @@ async def test_a_plan_is_shown_before_the_batch_is_started(house: House, url: st
     code, printed, said = await run_beside_the_jobs(house, ScriptedEngine(), url, "submit", path, "--preview")
     batch_id = printed.strip()
     assert (code, f"batchweave batches start {batch_id}" in said) == (0, True)
-    assert "engine time expected" in said
+    assert "expected engine time" in said
     assert "of them shared" in said
     assert (await house.batch(batch_id)).held
     code, printed, _ = await run_beside_the_jobs(house, ScriptedEngine(), url, "batches", "start", batch_id, "--wait")
@@ -242,8 +242,8 @@ async def test_waiting_survives_a_service_that_restarts(house: House, settings: 
     with serve(settings, clock, port):
         command = start(url, "batches", "wait", batch_id)
         assert command.stderr is not None
-        assert "waits for validation" in await asyncio.to_thread(command.stderr.readline)
-    assert "does not answer" in await asyncio.to_thread(command.stderr.readline)
+        assert "waiting for validation" in await asyncio.to_thread(command.stderr.readline)
+    assert "is not responding" in await asyncio.to_thread(command.stderr.readline)
     await house.plan()
     async with house.working(ScriptedEngine()):
         await house.until_ended(batch_id)
@@ -291,7 +291,7 @@ async def test_results_can_be_piped_into_what_reads_a_part_of_them(house: House,
     async with house.working(ScriptedEngine()):
         await house.until_ended(batch_id)
     code, _, said = await run(url, "batches", "results", await bad_batch(house))
-    assert (code, "no answer that succeeded" in said) == (1, True)
+    assert (code, "no successful request" in said) == (1, True)
     command = start(url, "batches", "results", batch_id)
     assert command.stdout is not None
     first = await asyncio.to_thread(command.stdout.readline)
@@ -338,11 +338,11 @@ async def test_a_drained_worker_takes_nothing_until_it_is_resumed(house: House, 
         (("batches", "show", "batch_none"), "No such Batch object: batch_none"),
         (("submit", "/nowhere/in.jsonl"), "/nowhere/in.jsonl: No such file"),
         (("submit", "/dev/null"), "is empty"),
-        (("submit", __file__), 'no request with a "url"'),
-        (("submit", __file__, "-o", "/"), "/ is no regular file"),
-        (("submit", __file__, "-o", "/nowhere/out.jsonl"), "nothing can be written in /nowhere"),
-        (("batches", "list", "--api-key", "bw-\u2026"), "No API key is like that"),
-        (("batches", "list", "--url", "http://[::1"), "is no URL of a service"),
+        (("submit", __file__), 'not a request with a "url"'),
+        (("submit", __file__, "-o", "/"), "/ is not a regular file"),
+        (("submit", __file__, "-o", "/nowhere/out.jsonl"), "cannot write to /nowhere"),
+        (("batches", "list", "--api-key", "bw-\u2026"), "The API key is malformed"),
+        (("batches", "list", "--url", "http://[::1"), "is not the URL of a service"),
     ],
 )
 async def test_what_cannot_be_done_is_said_in_a_line(url: str, arguments: tuple[str, ...], problem: str) -> None:
@@ -374,4 +374,4 @@ async def test_something_else_at_the_url_is_said_in_a_line(command: tuple[str, .
 async def test_a_service_that_is_not_there_is_said_in_a_line() -> None:
     code, _, said = await run("http://127.0.0.1:9", "batches", "list")
     assert (code, said.count("\n")) == (1, 1)
-    assert "http://127.0.0.1:9 does not answer" in said
+    assert "http://127.0.0.1:9 is not responding" in said

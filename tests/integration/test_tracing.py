@@ -179,7 +179,7 @@ def test_what_is_asked_all_the_time_is_not_traced(
 def test_an_address_that_is_none_for_http_is_said_and_nothing_is_traced() -> None:
     with capture_logs() as logged:
         assert send_traces("collector:4317", "test") is None
-    assert "nothing is traced" in logged[0]["event"]
+    assert "tracing is off" in logged[0]["event"]
 
 
 def test_a_silent_collector_holds_a_stop_up_for_seconds_only(monkeypatch: pytest.MonkeyPatch) -> None:

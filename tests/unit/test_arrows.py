@@ -14,8 +14,8 @@ ROOMS = (
     *("requests", "workloads", "worker", "jobs", "api", "dashboard", "app"),
     *("demo", "remote", "up", "cli"),
 )
-# The same of `engine_ext`; `compiled` makes machine code for all of them, `warm_up` calls them once.
-ENGINE_ROOMS = ("compiled", "costs", "plan", "scan", "warm_up", "simulate", "plugin")
+# The same of `engine_ext`; `compiled` makes machine code of all rooms, `records` is what it changes in place.
+ENGINE_ROOMS = ("records", "compiled", "costs", "plan", "scan", "warm_up", "simulate", "plugin")
 PURE = ("costs", "plan", "scan", "simulate")
 PROCESSES = ("worker", "scheduler", "cpu")  # rooms of the plugin, by where a line runs; what is beside them crosses
 IO = {"asyncio", "io", "os", "pathlib", "random", "socket", "subprocess", "time", "datetime", "tempfile"}

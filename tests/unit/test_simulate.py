@@ -317,7 +317,7 @@ def test_a_profile_replaces_the_datasheet_and_the_race_is_drawn(tmp_path: Path) 
         (["--policies", ","], "no policies are named"),
         (["--profile", "nowhere.jsonl"], "nowhere.jsonl"),
         (["--profile-clock", "quartz"], "no clock 'quartz'"),
-        (["--plot", "race.txt"], "ends in .png"),
+        (["--plot", "race.txt"], "must end in one of .png"),
         (["--plot", "nowhere/race.png"], "no such folder"),
         (["--clock", "quartz"], "no clock 'quartz'"),
         (["--sample", "0"], "share to sample"),

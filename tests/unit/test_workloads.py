@@ -171,7 +171,7 @@ def test_bad_lines_are_named(tmp_path: Path, line: Any, problem: str) -> None:
         (["--model", "llama-3-70b", "--gpu", "a100-80gb"], "raise tp"),
         (["--gpu", "a100-80gb", "--dtype", "fp8"], "no fp8 arithmetic"),
         (["--keep", "3"], "from 0 to 1"),
-        (["--plot", "plan.jpeg"], "ends in .png"),
+        (["--plot", "plan.jpeg"], "must end in one of .png"),
         (["--output", "nowhere/order.jsonl"], "no such folder"),
         (["--model", "./nowhere"], "no such file"),
         (["--sample", "2"], "share to sample"),
@@ -227,7 +227,7 @@ def test_prompts_by_bytes_share_equal_beginnings(tmp_path: Path) -> None:
 def test_what_is_read_is_never_written(tmp_path: Path) -> None:
     path = write(tmp_path / "w.jsonl", [PLAIN])
     before = path.read_bytes()
-    assert "is read" in plan(path, "--output", path)[2]
+    assert "is an input file" in plan(path, "--output", path)[2]
     assert path.read_bytes() == before
 
 
