@@ -1,4 +1,4 @@
-# `make demo` and `make test` are the two commands; both set up .venv on first use.
+# `make demo` and `make test` are the two main commands; both set up .venv on first use.
 PYTHON ?= python3
 VENV := .venv
 UV := $(VENV)/bin/uv
@@ -43,25 +43,25 @@ format: install-dev
 openapi: install
 	$(RUN)/batchweave openapi > openapi.yaml
 
-# Real lengths and prompts: make emulated DATA=folder, which has lengths/, text/ and tokenizers/
+# With real lengths and prompts: make emulated DATA=folder, where folder has lengths/, text/ and tokenizers/
 emulated: install-dev
 	$(RUN)/python -m benchmarks.emulated $(DATA)
 
-# Random faults on a running service; docs/reliability.md says what is checked. SEED=… chooses others
+# Inject random faults into a running service; docs/reliability.md says what is checked. SEED=… chooses other faults
 N ?= 100
 SEED ?= 1
 chaos: install-dev
 	$(RUN)/python -m tests.faults.campaign $(N) --seed $(SEED)
 
-# Every call of the contract by two versions of the official client, each in an environment of its own
+# Make every call of the contract with two versions of the official client, each in its own environment
 conformance: install-dev
 	$(RUN)/python -m tests.conformance
 
-# Every page of the dashboard in docs/screenshots, from a service that runs; needs chromium
+# Save screenshots of every dashboard page to docs/screenshots, from a running service; needs chromium
 screenshots: install-dev
 	$(RUN)/python -m tests.dashboard.screenshots
 
-# On a machine with a GPU; docs/gpu.md says how on one without a network
+# Run on a machine with a GPU; docs/gpu.md says how to do so without a network
 gpu: install-dev
 	$(RUN)/python -m benchmarks.gpu $(DATA)
 

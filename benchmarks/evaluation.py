@@ -23,6 +23,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks import mixes
+from engine_ext.arrays import Column
 from engine_ext.costs.cost import CostModel
 from engine_ext.costs.engine_model import INTERFERENCE, Clock, EngineModel
 from engine_ext.costs.hardware import Machine, hardware
@@ -31,7 +32,6 @@ from engine_ext.plan.lengths import LONGEST, Estimates
 from engine_ext.plan.order import KEEP_SHARING
 from engine_ext.plan.prompts import Prompts
 from engine_ext.plan.sample import SHARE
-from engine_ext.plan.tree import Column
 from engine_ext.plan.window import Outputs, Shape, plan_window
 from engine_ext.simulate.policies import Outcome, Search, Work, prepare, simulate
 

@@ -1,24 +1,75 @@
-"""The error tree of the HTTP API; each class is one HTTP code and one OpenAI error type.
+"""The error tree of the service. Each message says what is wrong and, where it can, what to do.
 
-ApiError
-├── BadRequest          400  invalid_request_error
-├── Unauthorized        401  authentication_error
-├── Forbidden           403  permission_error
-├── NotFound            404  invalid_request_error
-├── MethodNotAllowed    405  invalid_request_error
-├── PayloadTooLarge     413  invalid_request_error
-├── RangeNotSatisfiable 416  invalid_request_error
-├── QuotaReached        429  rate_limit_error, with Retry-After
-├── Unavailable         503  server_error, with Retry-After
-└── StorageFull         507  server_error; clients are told not to retry
+BatchweaveError (engine_ext/errors.py)
+├── ServiceError               ends a command with one line
+│   ├── SettingsError              a setting's value
+│   ├── StartError                 the service cannot start
+│   ├── CommandError               a command cannot do what it was told
+│   ├── WorkloadError              a file cannot be planned
+│   ├── CostsError                 the model or the hardware is unknown
+│   ├── CalibrationError           the costs cannot be derived from measured steps
+│   ├── TenantError                a project or key is unknown, taken or invalid
+│   └── DemoError                  the demo could not finish
+└── ApiError                   answers an HTTP request; a class is one status and one OpenAI error type
+    ├── BadRequest          400    invalid_request_error
+    ├── Unauthorized        401    authentication_error
+    ├── Forbidden           403    permission_error
+    ├── NotFound            404    invalid_request_error
+    ├── MethodNotAllowed    405    invalid_request_error
+    ├── PayloadTooLarge     413    invalid_request_error
+    ├── RangeNotSatisfiable 416    invalid_request_error
+    ├── QuotaReached        429    rate_limit_error, with Retry-After
+    ├── Unavailable         503    server_error, with Retry-After
+    └── StorageFull         507    server_error; clients are told not to retry
 
 Clients retry 408, 409, 429 and 5xx, so a permanent error never uses one of those without `x-should-retry: false`.
+Exceptions that never leave their module, such as a job's signal to roll back, stand beside the code that raises them.
 """
 
 from typing import Any
 
+from engine_ext.errors import BatchweaveError
 
-class ApiError(Exception):
+
+class ServiceError(BatchweaveError):
+    """Ends a command with the message as its one line."""
+
+
+class SettingsError(ServiceError):
+    """The service cannot start with a setting's value; the message names the setting."""
+
+
+class StartError(ServiceError):
+    """The service cannot start, or a part of it keeps dying; the message says what to do."""
+
+
+class CommandError(ServiceError):
+    """The command cannot do what it was told; the message says why and what to do."""
+
+
+class WorkloadError(ServiceError):
+    """The file cannot be planned; the message names the line and the field."""
+
+
+class CostsError(ServiceError):
+    """The model or the hardware is unknown; the message says what is available."""
+
+
+class CalibrationError(ServiceError):
+    """The costs cannot be derived from the measured steps; the message says what to do."""
+
+
+class TenantError(ServiceError):
+    """A name or id of a project or key is unknown, taken or invalid; the message says which."""
+
+
+class DemoError(ServiceError):
+    """The demo could not finish; the message says why."""
+
+
+class ApiError(BatchweaveError):
+    """Answers the HTTP request with OpenAI's error envelope."""
+
     status_code = 500
     type = "server_error"
 

@@ -13,13 +13,11 @@ from pydantic import Field, ValidationError
 from pydantic_settings import BaseSettings, SettingsConfigDict
 from pydantic_settings import SettingsError as PydanticSettingsError
 
+from service.errors import SettingsError
+
 DEMO_MODEL = "demo"
 # Variables of the command line, and one that a worker passes to its engine.
 NOT_SETTINGS = {"BATCHWEAVE_URL", "BATCHWEAVE_API_KEY", "BATCHWEAVE_SCHEDULER"}
-
-
-class SettingsError(Exception):
-    """The service cannot start with a setting's value; the message names the setting."""
 
 
 class Settings(BaseSettings):

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
+from engine_ext.arrays import Floats
 from engine_ext.costs.engine_model import INTERFERENCE, Clock, EngineModel
 from engine_ext.costs.roofline_fit import (
     GEMM,
@@ -20,8 +21,7 @@ from engine_ext.costs.roofline_fit import (
     fit,
     relative,
 )
-
-Floats = NDArray[np.float64]
+from engine_ext.errors import InputError
 
 OPERATORS: Mapping[str, tuple[int, ...]] = {
     "gemm_s": (GEMM, WEIGHTS),
@@ -58,7 +58,7 @@ class Profile:
             if column is None:
                 continue
             if column.shape != (steps,):
-                raise ValueError(f"{each.name} has shape {column.shape}, and seconds {self.seconds.shape}")
+                raise InputError(f"{each.name} has shape {column.shape}, and seconds {self.seconds.shape}")
             bad = ~np.isfinite(column) | (column < 0)
             if each.name in OPERATORS:
                 bad &= ~np.isnan(column)
@@ -142,7 +142,7 @@ def calibrate(profile: Profile, clock: Clock, interference: float = INTERFERENCE
     too few, or so alike that a parameter cannot be told.
     """
     if not 0 <= interference <= 1:
-        raise ValueError(f"interference must be from 0 to 1, not {interference}")
+        raise InputError(f"interference must be from 0 to 1, not {interference}")
     _at_least(FEWEST_STEPS, len(profile.seconds), "seconds")
     overlapped = clock is Clock.OVERLAPPED
     fitted = np.zeros(len(PARAMETERS))
@@ -198,10 +198,10 @@ def _misfit(relative: Floats, rows: NDArray[np.intp]) -> Misfit:
 
 def _at_least(fewest: int, steps: int, name: str) -> None:
     if steps < fewest:
-        raise ValueError(f"{name}: {steps} steps are too few to fit to; at least {fewest} must be measured")
+        raise InputError(f"{name}: {steps} steps are too few to fit to; at least {fewest} must be measured")
 
 
 def _refuse(bad: NDArray[np.bool_], name: str, column: Floats, problem: str) -> None:
     if np.any(bad):
         row = int(np.argmax(bad))
-        raise ValueError(f"{name}, row {row}: {column[row]:g} {problem}")
+        raise InputError(f"{name}, row {row}: {column[row]:g} {problem}")

@@ -7,12 +7,9 @@ from numpy.typing import ArrayLike, NDArray
 
 from engine_ext.costs.hardware import DTYPE_BYTES, Machine
 from engine_ext.costs.model_shape import ModelShape
+from engine_ext.errors import DoesNotFit, InputError
 
 Seconds = NDArray[np.float64]
-
-
-class DoesNotFit(ValueError):
-    """The model's weights leave no memory for KV cache on this machine."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +28,7 @@ class CostModel:
     def __post_init__(self) -> None:
         self.machine.hardware.flops_of(self.dtype)
         if self.kv_dtype not in DTYPE_BYTES:
-            raise ValueError(f"unknown KV dtype {self.kv_dtype!r}; there are {', '.join(DTYPE_BYTES)}")
+            raise InputError(f"unknown KV dtype {self.kv_dtype!r}; there are {', '.join(DTYPE_BYTES)}")
 
     @property
     def name(self) -> str:
@@ -135,12 +132,12 @@ class Load:
         0 is perfect overlap, 1 runs one after the other; measured by running GEMM beside attention (section 6.2).
         """
         if not 0 <= interference <= 1:
-            raise ValueError(f"interference must be from 0 to 1, not {interference}")
+            raise InputError(f"interference must be from 0 to 1, not {interference}")
         return self.ideal_s + interference * min(self.net_compute_s, self.memory_s)
 
 
 def _lengths(first: ArrayLike, second: ArrayLike) -> tuple[Seconds, Seconds]:
     a, b = np.asarray(first, dtype=np.float64), np.asarray(second, dtype=np.float64)
     if np.any(a < 0) or np.any(b < 0):
-        raise ValueError("lengths in tokens must not be negative")
+        raise InputError("lengths in tokens must not be negative")
     return a, b

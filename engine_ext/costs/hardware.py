@@ -5,15 +5,13 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
+from engine_ext.errors import HardwareError, InputError, UnknownHardware
+
 TERA = 1e12
 GIGA = 1e9
 
 # Bytes of one element of weights or KV cache, by dtype.
 DTYPE_BYTES: Mapping[str, int] = MappingProxyType({"fp32": 4, "fp16": 2, "bf16": 2, "fp8": 1})
-
-
-class UnknownHardware(ValueError):
-    """No preset has this name; the message lists those that there are."""
 
 
 MEASURED = ("weight_bandwidth", "attention_flops")  # by a calibration only
@@ -38,17 +36,17 @@ class Hardware:
         for field in ("bandwidth", "memory_bytes", *MEASURED):
             value = getattr(self, field)
             if value is not None and not value > 0:
-                raise ValueError(f"hardware {self.name!r}: {field} must be above zero, not {value}")
+                raise InputError(f"hardware {self.name!r}: {field} must be above zero, not {value}")
         for dtype, value in self.flops.items():
             if dtype not in DTYPE_BYTES:
-                raise ValueError(f"hardware {self.name!r}: flops names the unknown dtype {dtype!r}")
+                raise InputError(f"hardware {self.name!r}: flops names the unknown dtype {dtype!r}")
             if not value > 0:
-                raise ValueError(f"hardware {self.name!r}: flops.{dtype} must be above zero, not {value}")
+                raise InputError(f"hardware {self.name!r}: flops.{dtype} must be above zero, not {value}")
 
     def flops_of(self, dtype: str) -> float:
         """FLOP/s for operands of this dtype. Raises ValueError for one that the hardware does not multiply."""
         if dtype not in self.flops:
-            raise ValueError(f"{self.name} has no {dtype} arithmetic; it has {', '.join(self.flops)}")
+            raise InputError(f"{self.name} has no {dtype} arithmetic; it has {', '.join(self.flops)}")
         return self.flops[dtype]
 
 
@@ -64,7 +62,7 @@ class Machine:
     def __post_init__(self) -> None:
         for field in ("tp", "pp", "sp"):
             if getattr(self, field) < 1:
-                raise ValueError(f"{field} must be at least 1, not {getattr(self, field)}")
+                raise InputError(f"{field} must be at least 1, not {getattr(self, field)}")
 
     @property
     def accelerators(self) -> int:
@@ -106,10 +104,6 @@ PRESETS: Mapping[str, Hardware] = MappingProxyType(
         )
     }
 )
-
-
-class HardwareError(ValueError):
-    """A description of hardware lacks a field or has one that makes no sense; the message names it."""
 
 
 def hardware_of(described: Mapping[str, Any]) -> Hardware:

@@ -5,6 +5,8 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
+from engine_ext.errors import ConfigError
+
 # Fields that make layers differ in a way that changes parameters or KV cache.
 UNEVEN_LAYERS = (
     "interleave_moe_layer_step",
@@ -15,10 +17,6 @@ UNEVEN_LAYERS = (
     "full_attention_interval",
 )
 LARGEST = 10**9
-
-
-class ConfigError(ValueError):
-    """A model config lacks a field or has one that makes no sense; the message names it."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,12 +7,13 @@ import itertools
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
-Floats = NDArray[np.float64]
+from engine_ext.arrays import Floats
+from engine_ext.errors import InputError
 
 # Places of the parameters
 GEMM, WEIGHTS, QUADRATIC, READ, OVERHEAD, HIDDEN = range(6)
+
 PARAMETERS = ("gemm_s", "weights_s", "quadratic_s", "read_s", "overhead_s", "interference")
 SHOWN_BY = {
     GEMM: "prefill_tokens + decoding",
@@ -172,7 +173,7 @@ def _check_columns(steps: Steps, unknown: list[int], source: str) -> None:
     """Raises ValueError for a load that never changes."""
     for parameter, load in ((GEMM, steps.tokens), (QUADRATIC, steps.quadratic), (READ, steps.kv_tokens)):
         if parameter in unknown and load.min() == load.max():
-            raise ValueError(
+            raise InputError(
                 f"{SHOWN_BY[parameter]} never changes where {source} was measured (rows 0 to {len(load) - 1} have "
                 f"{load[0]:g}), so {PARAMETERS[parameter]} cannot be told"
             )
@@ -182,7 +183,7 @@ def _check_told(steps: Steps, fitted: Floats, unknown: list[int], overlapped: bo
     """Raises ValueError for a parameter that no step shows, or none apart from the others."""
     shortest, longest = int(np.argmin(steps.tokens)), int(np.argmax(steps.tokens))
     if GEMM in unknown and not steps.tokens[longest] * fitted[GEMM] > fitted[WEIGHTS]:
-        raise ValueError(
+        raise InputError(
             f"{SHOWN_BY[GEMM]} is too small: all steps with {source} take as long as reading the weights, even row "
             f"{longest} with {steps.tokens[longest]:g} tokens, so gemm_s cannot be told"
         )
@@ -190,7 +191,7 @@ def _check_told(steps: Steps, fitted: Floats, unknown: list[int], overlapped: bo
     if WEIGHTS in unknown and not columns[:, WEIGHTS].any():
         at_most = steps.tokens[shortest] * fitted[GEMM]
         if at_most > NO_FLOOR * steps.seconds[shortest]:
-            raise ValueError(
+            raise InputError(
                 f"{SHOWN_BY[WEIGHTS]} is too large: no step with {source} is short enough to show weights_s, not even "
                 f"row {shortest} with {steps.tokens[shortest]:g} tokens"
             )
@@ -198,13 +199,13 @@ def _check_told(steps: Steps, fitted: Floats, unknown: list[int], overlapped: bo
     if READ in unknown and overlapped:
         bound = int(np.count_nonzero(steps.kv_tokens * fitted[READ] > columns[:, HIDDEN]))
         if bound < FEWEST_BOUND:
-            raise ValueError(
+            raise InputError(
                 f"{SHOWN_BY[READ]} is too small: {bound} steps take as long as their reads, so read_s cannot be told "
                 f"from interference; measure {FEWEST_BOUND} such steps, or decode_attention_s"
             )
     lost = _dependent(columns[:, unknown] / steps.seconds[:, None])
     if lost is not None:
-        raise ValueError(
+        raise InputError(
             f"{SHOWN_BY[unknown[lost]]} changes only together with the other columns where {source} was measured, so "
             f"{PARAMETERS[unknown[lost]]} cannot be told; measure steps that differ more, or operators alone"
         )

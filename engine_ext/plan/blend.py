@@ -10,10 +10,9 @@ from heapq import heappop, heappush
 import numpy as np
 from numpy.typing import NDArray
 
+from engine_ext.arrays import Column, Floats
 from engine_ext.compiled import compiled
-from engine_ext.plan.tree import Column
-
-Floats = NDArray[np.float64]
+from engine_ext.errors import InputError
 
 NOT_URGENT = 1 << 30
 TIERS_PER_DOUBLING = 4
@@ -35,9 +34,9 @@ class Wishes:
 
     def __post_init__(self) -> None:
         if np.any(np.isnan(self.deadline_s)):
-            raise ValueError("a deadline must be a number of seconds")
+            raise InputError("a deadline must be a number of seconds")
         if not np.all(self.weights > 0):
-            raise ValueError("weights of tenants must be above zero")
+            raise InputError("weights of tenants must be above zero")
 
     @classmethod
     def none(cls, requests: int) -> "Wishes":

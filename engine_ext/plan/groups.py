@@ -5,10 +5,9 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from engine_ext.arrays import Column, Floats
 from engine_ext.compiled import compiled
-from engine_ext.plan.tree import Column, PrefixTree
-
-Floats = NDArray[np.float64]
+from engine_ext.plan.tree import PrefixTree
 
 SMALLEST = 32  # requests that make a group
 MOST_NODES = 512  # that make groups; kinds may double them

@@ -12,11 +12,9 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from engine_ext.arrays import Column, Floats
 from engine_ext.compiled import compiled
 from engine_ext.plan.groups import Groups
-from engine_ext.plan.tree import Column
-
-Floats = NDArray[np.float64]
 
 LONGEST = 1 << 20  # tokens; no answer is longer
 UNKNOWN, NOT_ASKED = -1, -2  # in place of a length: to be learned, or nothing that anyone could tell

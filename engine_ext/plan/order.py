@@ -3,15 +3,14 @@
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
+from engine_ext.arrays import Column, Floats
 from engine_ext.compiled import compiled
 from engine_ext.costs.cost import CostModel
+from engine_ext.errors import InputError
 from engine_ext.plan.resources import NodeLoads, Requests, marginal_density, node_loads, request_loads
 from engine_ext.plan.split import cut_tree, parted
-from engine_ext.plan.tree import Column, PrefixTree, grow_tree
-
-Floats = NDArray[np.float64]
+from engine_ext.plan.tree import PrefixTree, grow_tree
 
 KEEP_SHARING = 0.99
 
@@ -43,7 +42,7 @@ def order_scan(tree: PrefixTree, requests: Requests, cost: CostModel, keep: floa
     sorts, and with fewer than three leaves one or two: a split needs a shared prefix and one leaf on each side.
     """
     if not 0 <= keep <= 1:
-        raise ValueError(f"the sharing to keep must be from 0 to 1, not {keep}")
+        raise InputError(f"the sharing to keep must be from 0 to 1, not {keep}")
     best = float(node_loads(tree, requests, cost).saved_s[0])
     whole = tree
     tree, sorts = sort_layers(tree, node_loads(tree, requests, cost), cost), 1

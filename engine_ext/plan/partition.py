@@ -4,11 +4,9 @@ import itertools
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
-from engine_ext.plan.tree import Column
-
-Floats = NDArray[np.float64]
+from engine_ext.arrays import Column, Floats
+from engine_ext.errors import InputError
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +25,7 @@ def partition(work: Floats, ends: Column, replicas: int) -> tuple[Column, Column
     all replicas run the urgent requests first. int64 [requests] and int64 [replicas + 1].
     """
     if replicas < 1:
-        raise ValueError(f"there must be at least one replica, not {replicas}")
+        raise InputError(f"there must be at least one replica, not {replicas}")
     sums = np.concatenate([[0.0], np.cumsum(work)])
     owner = np.zeros(len(work), dtype=np.int64)
     held = np.zeros(replicas)  # work given to each so far
@@ -46,7 +44,7 @@ def partition(work: Floats, ends: Column, replicas: int) -> tuple[Column, Column
 def cut_slices(requests: int, slice_requests: int) -> tuple[Slice, ...]:
     """Cover [0, requests) by the fewest slices, whose sizes differ by at most one."""
     if slice_requests < 1:
-        raise ValueError("slice_requests must be at least 1")
+        raise InputError("slice_requests must be at least 1")
     slices = -(-requests // slice_requests)
     edges = np.linspace(0, requests, slices + 1).round().astype(int).tolist()
     return tuple(Slice(first, last - first) for first, last in itertools.pairwise(edges))

@@ -6,18 +6,10 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from engine_ext.errors import InputError, SegmentError
+
 TokenIds = NDArray[np.uint32]
 Segment = tuple[str | int, int]
-
-
-class SegmentError(ValueError):
-    """The segments of a prompt make no sense, or contradict those of the prompt `other`; prompts count from 0."""
-
-    def __init__(self, number: int, problem: str, other: int | None = None) -> None:
-        super().__init__(f"prompt {number}: {problem}" + (f" (as in prompt {other})" if other is not None else ""))
-        self.number = number
-        self.problem = problem
-        self.other = other
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,11 +26,11 @@ class Prompts:
 
     def __post_init__(self) -> None:
         if len(self.starts) == 0 or self.starts[0] != 0 or self.starts[-1] != len(self.tokens):
-            raise ValueError("starts must begin at 0 and end at the number of tokens")
+            raise InputError("starts must begin at 0 and end at the number of tokens")
         if np.any(np.diff(self.starts) < 0):
-            raise ValueError("starts must not decrease")
+            raise InputError("starts must not decrease")
         if self.sizes is not None and (len(self.sizes) != len(self.tokens) or np.any(self.sizes < 1)):
-            raise ValueError("sizes must give every segment at least one token")
+            raise InputError("sizes must give every segment at least one token")
 
     @classmethod
     def of(cls, prompts: Iterable[Iterable[int]]) -> "Prompts":

@@ -5,11 +5,10 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from engine_ext.arrays import Floats
 from engine_ext.compiled import compiled
 from engine_ext.costs.cost import CostModel, Load
 from engine_ext.plan.tree import PrefixTree
-
-Floats = NDArray[np.float64]
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,13 +1,11 @@
 """Which requests to run first, so that their answers tell the lengths of the others (5.1)."""
 
 import numpy as np
-from numpy.typing import NDArray
 
+from engine_ext.arrays import Column, Floats
+from engine_ext.errors import InputError
 from engine_ext.plan.groups import Groups
 from engine_ext.plan.lengths import NOT_ASKED, UNKNOWN, Outlook, Seen, look_ahead, see
-from engine_ext.plan.tree import Column
-
-Floats = NDArray[np.float64]
 
 SHARE = 0.01
 FEW = 8  # requests of a group that may always be sampled
@@ -32,7 +30,7 @@ def choose_sample(
     requests that have begun and count as sampled.
     """
     if not 0 < share <= 1:
-        raise ValueError(f"the share to sample must be above 0 and at most 1, not {share}")
+        raise InputError(f"the share to sample must be above 0 and at most 1, not {share}")
     open_requests = np.flatnonzero(known == UNKNOWN)
     of = groups.of[open_requests]
     waiting = np.bincount(of, minlength=len(groups))
@@ -70,7 +68,7 @@ def ask_sample(
     `caps`: int64 [groups]. `truth`: int64 [prompts], the output of each request, below zero where nobody can tell.
     """
     if not 0 < share <= 1:
-        raise ValueError(f"the share to sample must be above 0 and at most 1, not {share}")
+        raise InputError(f"the share to sample must be above 0 and at most 1, not {share}")
     settled, seen, chosen = np.where(truth < 0, NOT_ASKED, UNKNOWN), Seen.nothing(len(groups)), np.empty(0, np.int64)
     total = int(np.ceil(share * np.count_nonzero(settled == UNKNOWN)))
     for wanted in (total // 2, total):

@@ -5,10 +5,10 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from engine_ext.arrays import Column, Floats
 from engine_ext.compiled import compiled
-from engine_ext.plan.tree import Column, PrefixTree
+from engine_ext.plan.tree import PrefixTree
 
-Floats = NDArray[np.float64]
 Choices = NDArray[np.int8]
 
 LEFT, RIGHT, BOTH = 0, 1, 2

@@ -3,12 +3,10 @@
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
+from engine_ext.arrays import Column
 from engine_ext.compiled import compiled
 from engine_ext.plan.prompts import Prompts, TokenIds
-
-Column = NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True)

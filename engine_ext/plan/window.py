@@ -6,7 +6,9 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
+from engine_ext.arrays import Column
 from engine_ext.costs.cost import CostModel, Load
+from engine_ext.errors import InputError
 from engine_ext.plan.blend import Wishes, blend
 from engine_ext.plan.groups import Groups, group_requests
 from engine_ext.plan.lengths import Estimates, Seen, estimate, group_caps, look_ahead, see
@@ -14,7 +16,7 @@ from engine_ext.plan.order import KEEP_SHARING, Scan, order_scan, saved_by_order
 from engine_ext.plan.partition import Slice, cut_slices, partition
 from engine_ext.plan.prompts import Prompts
 from engine_ext.plan.resources import Requests, request_loads
-from engine_ext.plan.tree import Column, build_tree
+from engine_ext.plan.tree import build_tree
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,9 +49,9 @@ class Shape:
 
     def __post_init__(self) -> None:
         if self.replicas < 1:
-            raise ValueError(f"there must be at least one replica, not {self.replicas}")
+            raise InputError(f"there must be at least one replica, not {self.replicas}")
         if self.slice_requests < 1:
-            raise ValueError(f"slice_requests must be at least 1, not {self.slice_requests}")
+            raise InputError(f"slice_requests must be at least 1, not {self.slice_requests}")
 
 
 @dataclass(frozen=True, slots=True)

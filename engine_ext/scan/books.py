@@ -3,8 +3,8 @@
 import numpy as np
 from numpy.typing import NDArray
 
+from engine_ext.arrays import Column
 from engine_ext.compiled import compiled
-from engine_ext.plan.tree import Column
 from engine_ext.scan.footprint import add_footprint, rest_of
 from engine_ext.scan.state import LEFT, NOT_STARTED, RIGHT, State
 from engine_ext.scan.sweep import end_sweep, record_growth, refresh_group

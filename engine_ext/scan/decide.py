@@ -12,10 +12,9 @@ engine.
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
+from engine_ext.arrays import Column
 from engine_ext.compiled import compiled
-from engine_ext.plan.tree import Column
 from engine_ext.scan.books import (
     begin,
     dropped,
@@ -28,8 +27,6 @@ from engine_ext.scan.books import (
 from engine_ext.scan.footprint import fits
 from engine_ext.scan.state import ALIGNMENT, LEFT, NO_REQUEST, RIGHT, Backlog, State, StepCosts, new_state
 from engine_ext.scan.sweep import HEADS, MOST_COMPUTE, NOTHING_S, sweep, waiting
-
-Floats = NDArray[np.float64]
 
 ANY_NUMBER = 1 << 30
 SOON = 32  # steps for whose output tokens there must be room, whoever is let in

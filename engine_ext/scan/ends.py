@@ -5,13 +5,12 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from engine_ext.arrays import Column, Floats
 from engine_ext.costs.cost import CostModel
 from engine_ext.plan.blend import excess_s, meeting_place
 from engine_ext.plan.order import KEEP_SHARING, common_in, order_scan
 from engine_ext.plan.resources import Requests, request_loads
-from engine_ext.plan.tree import Column, PrefixTree
-
-Floats = NDArray[np.float64]
+from engine_ext.plan.tree import PrefixTree
 
 
 @dataclass(frozen=True, slots=True)

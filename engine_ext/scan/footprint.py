@@ -1,15 +1,11 @@
 """What the KV cache will hold: the projected footprint of all that runs, and whether one more request fits."""
 
 import numpy as np
-from numpy.typing import NDArray
 
+from engine_ext.arrays import Column, Records
 from engine_ext.compiled import compiled
 from engine_ext.plan.lengths import BUCKETS, EDGES, LONGEST, bucket_of
-from engine_ext.plan.tree import Column
-from engine_ext.records import Records
 from engine_ext.scan.state import AHEAD, GROWTH, NOT_STARTED, RIGHT, Footprint, State
-
-Floats = NDArray[np.float64]
 
 SPAN = (AHEAD + GROWTH).astype(np.float64)
 SELDOM = 1e-6  # a chance below which hazards say nothing any more

@@ -12,13 +12,13 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from engine_ext.arrays import column
 from engine_ext.costs.cost import CostModel
 from engine_ext.plan.groups import group_requests
 from engine_ext.plan.lengths import LONGEST, UNKNOWN
 from engine_ext.plan.prompts import Prompts, TokenIds
 from engine_ext.plan.sample import SHARE
-from engine_ext.plan.tree import build_tree
-from engine_ext.records import column
+from engine_ext.plan.tree import build_tree, common_prefix
 from engine_ext.scan.decide import DualScan
 from engine_ext.scan.footprint import output_tokens
 from engine_ext.scan.replan import FEWEST, PATIENCE, Standing, answers_before_next, is_outdated, plan_backlog
@@ -197,13 +197,13 @@ class LiveScan:
         for place in places:
             side, member = int(scan.state.requests[place].side), self._member(place)
             latest = self._latest[side]
-            member.ready = shared_tokens(latest.prompt, member.prompt) if latest else 0
+            member.ready = common_prefix(latest.prompt, member.prompt) if latest else 0
             if latest is not None and latest.runs and not latest.stored and member.ready > latest.ready + PAGE:
                 shared, member.ready = member.ready, self.cached(self._keys[place])
                 if shared > member.ready + PAGE:
                     held.append(place)
                     continue
-            unfinished = max((shared_tokens(each.prompt, member.prompt) for each in from_before), default=0)
+            unfinished = max((common_prefix(each.prompt, member.prompt) for each in from_before), default=0)
             if unfinished > PAGE and unfinished > self.cached(self._keys[place]) + PAGE:
                 held.append(place)
                 continue
@@ -250,13 +250,6 @@ class LiveScan:
             member.place, member.tokens = place, int(tokens[place])
         self._new, self._decisions, self._stale = 0, 0, False
         self.plans += 1
-
-
-def shared_tokens(a: TokenIds, b: TokenIds) -> int:
-    """Tokens that two prompts have in common from their beginning on."""
-    least = min(len(a), len(b))
-    differ = np.flatnonzero(a[:least] != b[:least])
-    return int(differ[0]) if len(differ) else least
 
 
 def _joined(prompts: list[TokenIds]) -> Prompts:

@@ -3,8 +3,8 @@
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
+from engine_ext.arrays import Bools, Column
 from engine_ext.compiled import compiled
 from engine_ext.costs.cost import CostModel
 from engine_ext.plan.groups import Groups
@@ -12,13 +12,11 @@ from engine_ext.plan.lengths import UNKNOWN, estimate, group_caps, look_ahead, s
 from engine_ext.plan.order import KEEP_SHARING
 from engine_ext.plan.resources import Requests
 from engine_ext.plan.sample import SHARE, choose_sample
-from engine_ext.plan.tree import Column, PrefixTree
+from engine_ext.plan.tree import PrefixTree
 from engine_ext.scan.books import begin, resume
 from engine_ext.scan.ends import two_ends
 from engine_ext.scan.state import Backlog, State, StepCosts, new_state
 from engine_ext.scan.sweep import has_drifted, waiting
-
-Bools = NDArray[np.bool_]
 
 FEWEST = 32  # requests that come or end before a plan is made again
 PATIENCE = 32  # steps that a plan is kept, and that fewer may wait for the next

@@ -6,13 +6,10 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from engine_ext.arrays import Column, Floats, Records, new_record, new_records
 from engine_ext.costs.cost import CostModel
 from engine_ext.plan.groups import Groups
 from engine_ext.plan.lengths import BUCKETS, LONGEST, GroupTree, Outlook, Seen
-from engine_ext.plan.tree import Column
-from engine_ext.records import Records, new_record, new_records
-
-Floats = NDArray[np.float64]
 
 # Steps from now at which the footprint is held: two to an octave; nothing is foreseen beyond the last.
 AHEAD = np.array([0, 16, *(step << k for k in range(13) for step in (24, 32))], dtype=np.int64)

@@ -6,9 +6,8 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from engine_ext.arrays import Column, new_record
 from engine_ext.compiled import compiled
-from engine_ext.plan.tree import Column
-from engine_ext.records import new_record
 
 Heap = list[tuple[int, int]]  # time of last use, node; what is not valid any more is skipped
 

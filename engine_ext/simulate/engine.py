@@ -4,15 +4,11 @@ from heapq import heappop, heappush
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
+from engine_ext.arrays import Column, Floats, new_record
 from engine_ext.compiled import compiled
 from engine_ext.costs.engine_model import StepModel, compute_time, step_time
-from engine_ext.plan.tree import Column
-from engine_ext.records import new_record
 from engine_ext.simulate.cache import Cache, Heap, empty_heap, grow, lock, make_ready, release, stash, twice, unlocked
-
-Floats = NDArray[np.float64]
 
 SERIES = 1 << 16  # steps kept of a run's series; when they are full every other one goes
 WAITS, PREFILL, DECODE, DONE, TAKEN_BACK = range(5)

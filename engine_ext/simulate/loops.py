@@ -3,19 +3,16 @@
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
+from engine_ext.arrays import Column, Floats
 from engine_ext.compiled import compiled
 from engine_ext.costs.engine_model import StepModel
-from engine_ext.plan.tree import Column
 from engine_ext.scan.books import finished, prefilled, retracted
 from engine_ext.scan.decide import decide
 from engine_ext.scan.replan import is_outdated
 from engine_ext.scan.state import ALIGNMENT, State
 from engine_ext.simulate.cache import Cache, Heap, empty_heap, evictable_leaves
 from engine_ext.simulate.engine import DONE, Engine, admit, ends_of_decoding, room_for, step
-
-Floats = NDArray[np.float64]
 
 HEADS = 64  # requests at an end of the scan whose means stand for it
 SPLIT_EVERY = 16  # steps

@@ -3,13 +3,14 @@
 import numpy as np
 from numpy.typing import NDArray
 
+from engine_ext.arrays import Column, Floats
 from engine_ext.compiled import compiled
 from engine_ext.costs.cost import CostModel
+from engine_ext.errors import InputError
 from engine_ext.plan.order import KEEP_SHARING, saved_by_order, walk_in_order
 from engine_ext.plan.resources import Requests
-from engine_ext.plan.tree import Column, PrefixTree
+from engine_ext.plan.tree import PrefixTree
 
-Floats = NDArray[np.float64]
 Marks = NDArray[np.bool_]
 
 ROUNDING = 1e-9
@@ -36,7 +37,7 @@ def paper_order(tree: PrefixTree, requests: Requests, cost: CostModel, keep: flo
     Raises ValueError.
     """
     if not 0 <= keep <= 1:
-        raise ValueError(f"the sharing to keep must be from 0 to 1, not {keep}")
+        raise InputError(f"the sharing to keep must be from 0 to 1, not {keep}")
     walked = sort_by_density(tree, set_density(tree, requests, cost))
     density = set_density(walked, requests, cost)
     order = walked.order

@@ -5,18 +5,18 @@ from dataclasses import dataclass, replace
 from types import MappingProxyType
 
 import numpy as np
-from numpy.typing import NDArray
 
+from engine_ext.arrays import Column, Floats, column
 from engine_ext.costs.cost import CostModel
 from engine_ext.costs.engine_model import Clock, EngineModel
+from engine_ext.errors import TooLarge
 from engine_ext.plan.groups import Groups, group_requests
 from engine_ext.plan.lengths import UNKNOWN, Estimates, estimate, group_caps, look_ahead
 from engine_ext.plan.order import KEEP_SHARING, shared_by_order, walk_in_order
 from engine_ext.plan.prompts import Prompts
 from engine_ext.plan.resources import Requests, node_loads
 from engine_ext.plan.sample import SHARE, ask_sample
-from engine_ext.plan.tree import Column, PrefixTree, build_tree
-from engine_ext.records import column
+from engine_ext.plan.tree import PrefixTree, build_tree
 from engine_ext.scan.footprint import output_tokens
 from engine_ext.scan.replan import Standing, answers_before_next, plan_backlog
 from engine_ext.scan.state import State, StepCosts
@@ -25,16 +25,6 @@ from engine_ext.simulate.engine import DECODE, DONE, PREFILL, Engine, new_engine
 from engine_ext.simulate.loops import new_blend, run_batchweave, run_blendserve
 from engine_ext.simulate.paper_order import paper_order
 from engine_ext.simulate.stock import run_stock
-
-Floats = NDArray[np.float64]
-
-
-class TooLarge(ValueError):
-    """A request that no KV cache of this size can hold; `number` counts requests from 0."""
-
-    def __init__(self, number: int, tokens: int, capacity: int) -> None:
-        super().__init__(f"request {number} needs {tokens:,} tokens of KV cache, and there are {capacity:,}")
-        self.number = number
 
 
 @dataclass(frozen=True, slots=True)

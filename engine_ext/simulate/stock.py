@@ -8,15 +8,12 @@ the end of the queue.
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
+from engine_ext.arrays import Column, Floats
 from engine_ext.compiled import compiled
 from engine_ext.costs.engine_model import StepModel
-from engine_ext.plan.tree import Column
 from engine_ext.simulate.cache import Cache, Heap, empty_heap, missing, touch, twice
 from engine_ext.simulate.engine import Engine, admit, room_for, step
-
-Floats = NDArray[np.float64]
 
 LOOKED_AT = 128  # waiting requests above which lpm takes them as they came; and whose prefixes count as used
 LEAST_RATIO = 0.14  # of the first ratio

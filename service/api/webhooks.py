@@ -14,6 +14,7 @@ from service.api.context import Context, Here
 from service.api.pages import page_rows
 from service.api.shapes import Page
 from service.api.webhook_shapes import EventTypes, WebhookDeleted, WebhookObject, WebhookTested, WebhookWithSecret
+from service.db.clock import DAY_S
 from service.db.moves import rows_changed
 from service.db.tables import WebhookDelivery, WebhookEndpoint
 from service.db.webhook_events import EVENT_TYPES, active_secrets, event_body
@@ -25,7 +26,6 @@ from service.webhooks.delivery import Reach, Unreachable, deliver
 from service.webhooks.secrets import NoKey
 from service.webhooks.signature import new_secret, signed_headers
 
-DAY_S = 24 * 3600
 MOST_ENDPOINTS = 100  # per project
 CLAIM_S, TEST_RETRY_S = 60.0, 10
 

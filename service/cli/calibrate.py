@@ -7,8 +7,8 @@ from typing import Annotated
 
 import typer
 
+from engine_ext.errors import BatchweaveError
 from service.cli.start import ModelOption, log_to, settings_of
-from service.estimates.model_costs import CostsError
 from service.terminal import JsonOption, fail, said
 
 
@@ -32,9 +32,8 @@ def calibrate(
     - `batchweave calibrate --model Qwen/Qwen2.5-7B-Instruct --steps worker-steps.jsonl`
     """
     from service.estimates.model_costs import read_shape
-    from service.worker.calibration import CalibrationError, calibrated, compare, measure
+    from service.worker.calibration import calibrated, compare, measure
     from service.worker.loop import make_engine, possible_overlaps
-    from service.workloads.workload import WorkloadError
 
     settings = settings_of(model=model)
     log_to(sys.stderr, logging.WARNING)
@@ -57,7 +56,7 @@ def calibrate(
         found = calibrated(settings, steps, output, measured_on, memory_bytes)
     except ModuleNotFoundError as error:
         fail(f"The engine is not installed ({error.name} is missing): pip install 'batchweave[engine]'")
-    except (CalibrationError, WorkloadError, CostsError, OSError, ValueError, RuntimeError) as error:
+    except (BatchweaveError, OSError) as error:
         fail(str(error))
     for name, misfit in found.errors.items():
         said.print(

@@ -28,7 +28,8 @@ def demo(
     - `batchweave demo`
     - `batchweave demo --file requests.jsonl --keep`
     """
-    from service.demo.run import DemoError, run_demo
+    from service.demo.run import run_demo
+    from service.errors import DemoError
 
     settings = settings_of(model=model, data_dir=data_dir, port=port)
     log_to(sys.stderr, logging.WARNING)

@@ -23,7 +23,8 @@ from sqlalchemy.ext.asyncio import AsyncSession
 from service.cli.start import DataDirOption, ModelOption, settings_of
 from service.db.migrate import newest
 from service.db.sessions import Database
-from service.estimates.model_costs import CostsError, check_model, planning_costs
+from service.errors import CostsError
+from service.estimates.model_costs import check_model, planning_costs
 from service.objects.storage import Storage
 from service.queue.connection import open_redis
 from service.settings import DEMO_MODEL, Settings

@@ -25,7 +25,8 @@ from service.cli.start import (
 )
 from service.db.clock import SharedClock
 from service.db.sessions import Database
-from service.estimates.model_costs import CostsError, check_model
+from service.errors import CostsError
+from service.estimates.model_costs import check_model
 from service.metrics.counters import serve
 from service.metrics.tracing import send_traces
 from service.objects.storage import Storage
@@ -49,7 +50,8 @@ def up(
     - `batchweave up`
     - `batchweave up --model Qwen/Qwen2.5-7B-Instruct --data-dir /srv/batchweave --port 9000`
     """
-    from service.up.supervisor import StartError, Supervisor
+    from service.errors import StartError
+    from service.up.supervisor import Supervisor
 
     settings = settings_of(model=model, model_name=model_name, data_dir=data_dir, host=host, port=port)
     log_to(sys.stderr, logging.WARNING)

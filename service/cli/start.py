@@ -11,8 +11,9 @@ from sqlalchemy.exc import SQLAlchemyError
 
 from service.db.migrate import upgrade
 from service.db.private import keep_private
-from service.estimates.model_costs import FALLBACK, CostsError, measured_overlap, planning_costs
-from service.settings import Settings, SettingsError, load_settings
+from service.errors import CostsError, SettingsError
+from service.estimates.model_costs import FALLBACK, measured_overlap, planning_costs
+from service.settings import Settings, load_settings
 from service.terminal import fail
 
 ModelOption = Annotated[str | None, typer.Option("--model", help="'demo', a local path, or a hub id.")]

@@ -16,7 +16,8 @@ from service.db.migrate import upgrade
 from service.db.private import keep_private
 from service.db.sessions import Database
 from service.db.tables import ApiKey, AuditEvent, Project, Role
-from service.settings import SettingsError, load_settings
+from service.errors import SettingsError, TenantError
+from service.settings import load_settings
 from service.tenants import changes
 from service.terminal import JsonOption, fail, print_json, print_table, said
 
@@ -223,7 +224,7 @@ def _run(work: Callable[[AsyncSession], Awaitable[Result]]) -> Result:
             )
         upgrade(settings.database)
         return asyncio.run(main(settings.database))
-    except changes.TenantError as error:
+    except TenantError as error:
         fail(f"{error}; see `batchweave projects list` and `batchweave keys list`")
     except SettingsError as error:
         fail(str(error))

@@ -4,24 +4,27 @@ import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any, NoReturn
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from engine_ext.costs.cost import CostModel, DoesNotFit
+from engine_ext.costs.cost import CostModel
 from engine_ext.costs.hardware import PRESETS as GPUS
 from engine_ext.costs.hardware import Machine
 from engine_ext.costs.model_shape import PRESETS as MODELS
+from engine_ext.errors import BatchweaveError
 from engine_ext.plan.window import Shape
-from service.estimates.model_costs import CostsError, read_hardware, read_shape
+from service.errors import WorkloadError
+from service.estimates.model_costs import read_hardware, read_shape
 from service.requests.tokens import PromptTokens
+from service.terminal import fail
 from service.workloads.forecast import ALL_POLICIES, ASSUMED_INTERFERENCE, Outcome, check_options, fit, forecast, row_of
 from service.workloads.race import draw_race
 from service.workloads.report import facts, plan_workload, with_sample, write_order
-from service.workloads.workload import Workload, WorkloadError, read_lengths, read_workload
+from service.workloads.workload import Workload, read_lengths, read_workload
 
 console = Console(stderr=True, highlight=False, markup=False, soft_wrap=True)
 
@@ -93,7 +96,7 @@ def plan(
             from service.workloads.picture import draw_plan
 
             draw_plan(planned.plan, plot, f"{file.name}: {cost.shape.name} on {cost.machine.hardware.name}")
-    except (WorkloadError, CostsError, DoesNotFit, ValueError, OSError) as error:
+    except (BatchweaveError, OSError) as error:
         fail(str(error))
     if as_json:
         print(json.dumps(found, indent=2, allow_nan=False))
@@ -149,7 +152,7 @@ def simulate(
             outcomes.append(outcome)
             if not as_json:
                 console.print(f"{outcome.policy}: {outcome.seconds / 3600:.3f} h", style="dim")
-    except (WorkloadError, CostsError, DoesNotFit, ValueError, OSError) as error:
+    except (BatchweaveError, OSError) as error:
         fail(str(error))
     rows = [row_of(outcome) for outcome in outcomes]
     if as_json:
@@ -192,11 +195,6 @@ def cost_model(model: str, gpu: str, tp: int, dtype: str, kv_dtype: str) -> Cost
     cost = CostModel(read_shape(model), Machine(read_hardware(gpu), tp=tp), dtype, kv_dtype)
     cost.kv_capacity_tokens()
     return cost
-
-
-def fail(message: str) -> NoReturn:
-    console.print(f"error: {message}", style="red")
-    raise typer.Exit(1)
 
 
 def _check_paths(inputs: Sequence[Path | None], outputs: Sequence[Path | None], plot: Path | None) -> None:

@@ -6,11 +6,11 @@ from dataclasses import dataclass
 from sqlalchemy import ColumnElement, case, func, select
 from sqlalchemy.ext.asyncio import AsyncSession
 
+from service.db.clock import DAY_S
 from service.db.moves import LIVE
 from service.db.tables import Batch, BatchStatus, SliceBatch, SliceStatus, fixed
 
 SHOWN = 10
-DAY_S = 24 * 3600
 # A worker holds a lease on part of the batch, or its files are being written.
 _RUNS = Batch.status.in_((BatchStatus.FINALIZING, BatchStatus.CANCELLING)) | (
     (Batch.status == BatchStatus.IN_PROGRESS)

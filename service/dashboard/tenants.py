@@ -13,7 +13,7 @@ from service.dashboard.render import page
 from service.dashboard.sessions import ChangesAsOperator, LooksInAsOperator, Viewer
 from service.db.moves import LIVE
 from service.db.tables import ApiKey, Batch, Project, Role
-from service.errors import NotFound
+from service.errors import NotFound, TenantError
 from service.tenants import changes
 
 router = APIRouter(prefix="/dashboard", include_in_schema=False)
@@ -35,7 +35,7 @@ async def create_project(request: Request, here: Here, viewer: ChangesAsOperator
     try:
         async with here.database.write() as session:
             await changes.create_project(session, name, viewer.caller.actor, int(here.clock()))
-    except changes.TenantError as error:
+    except TenantError as error:
         return await _list(request, here, viewer, str(error))
     return RedirectResponse("/dashboard/projects", status_code=303)
 
@@ -92,7 +92,7 @@ async def create_key(
         async with here.database.write() as session:
             owner = await _project(session, project)
             text, _ = await changes.create_key(session, owner, name, role, days, viewer.caller.actor, int(here.clock()))
-    except changes.TenantError as error:
+    except TenantError as error:
         return await _list(request, here, viewer, str(error))
     return page(request, "key.html", viewer, whose=name, project=owner.name, role=role, key=text)
 
@@ -102,7 +102,7 @@ async def revoke_key(request: Request, here: Here, viewer: ChangesAsOperator, ke
     try:
         async with here.database.write() as session:
             await changes.revoke_key(session, key_id, viewer.caller.actor, int(here.clock()))
-    except changes.TenantError as error:
+    except TenantError as error:
         return await _list(request, here, viewer, str(error))
     return RedirectResponse("/dashboard/projects", status_code=303)
 

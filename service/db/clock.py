@@ -10,6 +10,7 @@ from sqlalchemy.sql.functions import FunctionElement
 from service.db.sessions import Database
 
 SYNC_S = 60.0
+DAY_S = 24 * 3600
 
 
 class now_s(FunctionElement[float]):

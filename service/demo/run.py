@@ -21,16 +21,13 @@ from rich.table import Table
 
 from service.demo.prompts import requests
 from service.endpoints import ENDPOINTS
+from service.errors import DemoError
 from service.settings import Settings
 
 START_S, STOP_S = 60.0, 60.0
 ENDED = ("completed", "failed", "expired", "cancelled")
 _http = httpx.Client(trust_env=False)  # shared by all polling; the service is on this machine
 console = Console(highlight=False, markup=False)
-
-
-class DemoError(Exception):
-    """The demo could not finish; the message says why."""
 
 
 def run_demo(settings: Settings, file: Path | None, keep: bool) -> None:

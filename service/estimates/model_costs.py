@@ -10,18 +10,16 @@ from huggingface_hub import hf_hub_download, snapshot_download
 
 from engine_ext.costs import hardware, model_shape
 from engine_ext.costs.cost import CostModel
-from engine_ext.costs.hardware import Hardware, HardwareError, Machine
-from engine_ext.costs.model_shape import ConfigError, ModelShape
+from engine_ext.costs.hardware import Hardware, Machine
+from engine_ext.costs.model_shape import ModelShape
+from engine_ext.errors import ConfigError, HardwareError
+from service.errors import CostsError
 from service.settings import DEMO_MODEL, Settings
 
 OVERLAPS = ("none", "mixed", "pdmux")  # those of engine_ext.plugin.options, which need not be installed
 FALLBACK = "llama-3-8b"
 LENGTHS = ("max_sequence_length", "seq_length", "max_seq_len", "model_max_length", "max_position_embeddings")
 log = structlog.get_logger()
-
-
-class CostsError(Exception):
-    """The model or the hardware is unknown; the message says what is available."""
 
 
 def read_hardware(name: str) -> Hardware:

@@ -5,6 +5,7 @@ from collections.abc import Callable
 import structlog
 from sqlalchemy import delete, exists, false, func, select
 
+from service.db.clock import DAY_S
 from service.db.moves import LIVE
 from service.db.sessions import Database
 from service.db.tables import AuditEvent, Batch, File, Slice, SliceBatch, Upload, UploadStatus, WebhookDelivery, Window
@@ -13,7 +14,6 @@ from service.objects.storage import Storage, file_key
 # An object that no row refers to yet may belong to a row that is about to be committed.
 YOUNG_S = 3600.0
 CHUNK = 500  # names per query
-DAY_S = 24 * 3600
 KEEP_DELIVERIES_S = 30 * DAY_S  # webhook deliveries that were delivered or abandoned
 KEEP_AUDIT_S = 400 * DAY_S
 KEEP_SLICES_S = DAY_S  # of finished batches, so that people can see how a batch ran

@@ -8,10 +8,11 @@ from typing import Annotated, get_args
 import typer
 from openai.types import Batch
 
+from service.errors import CommandError
 from service.remote.download import can_be_written, take
 from service.remote.follow import ENDED, extras, report
 from service.remote.preview import figures, start
-from service.remote.session import LOCAL_URL, NO_KEY, CommandError, KeyOption, UrlOption, named, service_at
+from service.remote.session import LOCAL_URL, NO_KEY, KeyOption, UrlOption, named, service_at
 from service.remote.submit import OutputOption, WaitOption, fetch, started, watch
 from service.terminal import JsonOption, duration, print_json, print_table, said
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import httpx
 import openai
 
-from service.remote.session import CommandError
+from service.errors import CommandError
 from service.terminal import fail
 
 ATTEMPTS = 8

@@ -10,6 +10,7 @@ import httpx
 import openai
 import typer
 
+from service.errors import CommandError
 from service.terminal import fail
 
 UrlOption = Annotated[str, typer.Option("--url", envvar="BATCHWEAVE_URL", help="URL of the service.")]
@@ -30,10 +31,6 @@ class Exit(IntEnum):
     NOT_COMPLETED = 4  # the batch failed, expired or was cancelled
     INTERRUPTED = 130
     PIPE = 141
-
-
-class CommandError(Exception):
-    """The command cannot do what it was told; the message says why and what to do."""
 
 
 def named(value: str) -> str:

@@ -10,10 +10,11 @@ import openai
 import typer
 from openai.types import Batch
 
+from service.errors import CommandError
 from service.remote.download import can_be_written, download
 from service.remote.follow import ENDED, extras, follow, report
 from service.remote.preview import can_ask, preview
-from service.remote.session import LOCAL_URL, NO_KEY, CommandError, Exit, KeyOption, UrlOption, service_at
+from service.remote.session import LOCAL_URL, NO_KEY, Exit, KeyOption, UrlOption, service_at
 from service.remote.upload import upload
 from service.terminal import JsonOption, fail, print_json, said
 

@@ -6,7 +6,7 @@ import openai
 from openai.types import FileObject
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 
-from service.remote.session import CommandError
+from service.errors import CommandError
 from service.terminal import said
 
 PART_BYTES = 16 * 1024 * 1024

@@ -6,7 +6,8 @@ from urllib.parse import quote
 
 import typer
 
-from service.remote.session import LOCAL_URL, NO_KEY, CommandError, KeyOption, UrlOption, service_at
+from service.errors import CommandError
+from service.remote.session import LOCAL_URL, NO_KEY, KeyOption, UrlOption, service_at
 from service.terminal import JsonOption, duration, print_json, print_table, said
 
 app = typer.Typer(no_args_is_help=True, help="List workers, drain them and resume them.")

@@ -9,18 +9,15 @@ from sqlalchemy.exc import IntegrityError
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from service import ids
+from service.db.clock import DAY_S
 from service.db.moves import rows_changed
 from service.db.tables import ApiKey, Project, Role
+from service.errors import TenantError
 from service.tenants import audit
 from service.tenants.keys import Caller, new_key
 
-DAY_S = 86400
 LONGEST_DAYS = 36500
 LEAST_WEIGHT, MOST_WEIGHT = 1e-3, 1e3
-
-
-class TenantError(Exception):
-    """A name or id is unknown, taken or invalid; the message says which."""
 
 
 async def find_project(session: AsyncSession, name: str) -> Project:

@@ -23,6 +23,7 @@ from service.db.migrate import upgrade
 from service.db.private import keep_private
 from service.demo.model import ensure_demo_model
 from service.demo.prompts import corpus
+from service.errors import StartError
 from service.objects.storage import Storage
 from service.queue import keys
 from service.settings import DEMO_MODEL, Settings
@@ -38,10 +39,6 @@ WATCH_S = 0.5
 LOGS_S = 60.0
 _PR_SET_PDEATHSIG = 1
 log = structlog.get_logger()
-
-
-class StartError(Exception):
-    """The service cannot start, or a part of it keeps dying; the message says what to do."""
 
 
 def die_with_parent(signal_number: int = signal.SIGTERM) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 
 from engine_ext.costs.cost import CostModel
 from engine_ext.costs.hardware import MEASURED, Machine
+from service.errors import CalibrationError
 from service.estimates.model_costs import read_hardware, read_shape
 from service.settings import Settings
 from service.workloads.forecast import ASSUMED_INTERFERENCE, Calibration, as_measured, fit
@@ -19,10 +20,6 @@ from service.workloads.forecast import ASSUMED_INTERFERENCE, Calibration, as_mea
 TOO_LONG = 3
 TRIAL_S = 1800  # limit for the engine's start and its load together
 SGLANG_CLOCK = "mixed"  # GEMM and attention run one after the other, so a step's time is their sum, whatever it mixes
-
-
-class CalibrationError(Exception):
-    """The costs cannot be derived from the measured steps; the message says what to do."""
 
 
 def measure(engine: Any, steps: Path, say: Callable[[str], None]) -> None:

@@ -12,11 +12,13 @@ from engine_ext.costs.calibrate import Calibration, Profile, calibrate
 from engine_ext.costs.cost import CostModel
 from engine_ext.costs.engine_model import INTERFERENCE, Clock, EngineModel
 from engine_ext.costs.hardware import DTYPE_BYTES
+from engine_ext.errors import TooLarge
 from engine_ext.plan.lengths import UNKNOWN
 from engine_ext.plan.prompts import Prompts
-from engine_ext.simulate.policies import POLICIES, Outcome, TooLarge, prepare, simulate
+from engine_ext.simulate.policies import POLICIES, Outcome, prepare, simulate
+from service.errors import WorkloadError
 from service.workloads.profile import read_profile
-from service.workloads.workload import Workload, WorkloadError
+from service.workloads.workload import Workload
 
 CLOCKS = {clock.name.lower(): clock for clock in Clock}
 ALL_POLICIES = ",".join(POLICIES)

@@ -7,7 +7,8 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from service.workloads.workload import WorkloadError, lines_of
+from service.errors import WorkloadError
+from service.workloads.workload import lines_of
 
 MAX_LINE_BYTES = 64 * 1024
 MAX_STEPS = 100_000

@@ -10,23 +10,20 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from engine_ext.errors import SegmentError
 from engine_ext.plan.blend import Wishes
 from engine_ext.plan.lengths import LONGEST, UNKNOWN
-from engine_ext.plan.prompts import Prompts, Segment, SegmentError
+from engine_ext.plan.prompts import Prompts, Segment
 from engine_ext.plan.window import Outputs
+from service.errors import WorkloadError
 from service.objects.request_output import asked_output
 from service.requests.lines import LineChecker, quoted
 from service.requests.tokens import PromptTokens, token_ids
 
-Column = NDArray[np.int64]
 Kind = TypeVar("Kind")
 TOKENIZE_LINES = 1024
 MAX_LINE_BYTES = 32 * 1024 * 1024
 LATEST_S = 1e12  # a later deadline counts as none
-
-
-class WorkloadError(Exception):
-    """The file cannot be planned; the message names the line and the field."""
 
 
 class WorkloadLine(msgspec.Struct, forbid_unknown_fields=True):

@@ -66,8 +66,8 @@ def test_an_idle_engine_leaves_the_processor_to_others(engine: RealEngine) -> No
 
 
 def test_start_is_refused_when_a_hook_is_missing(engine: RealEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    from engine_ext.errors import EngineStartError
     from engine_ext.plugin import hooks
-    from engine_ext.plugin.worker.host import EngineStartError
 
     real = hooks.hooks()
     monkeypatch.setattr(hooks, "hooks", lambda: [*real, ("sglang.srt.not_hooked", print, None)])

@@ -20,13 +20,13 @@ from sqlalchemy import update
 from service.api.plain_text import PlainText
 from service.db.tables import DEFAULT_PROJECT, BatchStatus, Model, OnLongLine, Project
 from service.db.tables import Batch as BatchRow
-from service.errors import BadRequest, PayloadTooLarge
-from service.estimates.model_costs import CostsError, check_model, context_length_of
+from service.errors import BadRequest, CostsError, PayloadTooLarge, SettingsError
+from service.estimates.model_costs import check_model, context_length_of
 from service.objects import storage as stores
 from service.objects.storage import Room, Storage
 from service.queue.progress import Heartbeat, Starting
 from service.requests.lines import MAX_NESTING, LineChecker
-from service.settings import Settings, SettingsError, load_settings
+from service.settings import Settings, load_settings
 from tests.conftest import Clock
 from tests.integration.house import CHAT, House, ScriptedEngine, completed_are, jsonl, line, set_status
 from tests.integration.serving import serve

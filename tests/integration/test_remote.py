@@ -18,11 +18,12 @@ import pytest
 from openai.types import Batch
 
 from service.db.tables import BatchStatus
+from service.errors import CommandError
 from service.queue.progress import Heartbeat
 from service.remote import submit as submits
 from service.remote import upload as uploads
 from service.remote.download import download
-from service.remote.session import CommandError, connect
+from service.remote.session import connect
 from service.settings import Settings
 from tests.conftest import Clock
 from tests.integration.house import House, ScriptedEngine, jsonl, line

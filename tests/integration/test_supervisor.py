@@ -8,9 +8,10 @@ import pytest
 from redis.asyncio import Redis
 
 import service.up.supervisor as supervisors
+from service.errors import StartError
 from service.queue.progress import Heartbeat
 from service.settings import Settings
-from service.up.supervisor import Part, StartError, Supervisor
+from service.up.supervisor import Part, Supervisor
 
 
 @pytest.fixture

@@ -11,7 +11,8 @@ from sqlalchemy import select, update
 
 from service.db.sessions import Database
 from service.db.tables import DEFAULT_PROJECT, ApiKey, AuditEvent, Batch, BatchStatus, Project, Role
-from service.settings import Settings, SettingsError, load_settings
+from service.errors import SettingsError
+from service.settings import Settings, load_settings
 from service.tenants.keys import new_key
 from tests.conftest import Clock
 from tests.integration.serving import CHAT, serve

@@ -14,8 +14,9 @@ ROOMS = (
     *("requests", "workloads", "worker", "jobs", "api", "dashboard", "app"),
     *("demo", "remote", "up", "cli"),
 )
-# The same of `engine_ext`; `compiled` makes machine code of all rooms, `records` is what it changes in place.
-ENGINE_ROOMS = ("records", "compiled", "costs", "plan", "scan", "warm_up", "simulate", "plugin")
+# The same of `engine_ext`; `compiled` makes machine code of all rooms, `arrays` is what it changes in place.
+ENGINE_ROOMS = ("errors", "arrays", "compiled", "costs", "plan", "scan", "warm_up", "simulate", "plugin")
+KNOWN_TO_SERVICE = ("errors", "arrays", "warm_up", "costs", "plan")
 PURE = ("costs", "plan", "scan", "simulate")
 PROCESSES = ("worker", "scheduler", "cpu")  # rooms of the plugin, by where a line runs; what is beside them crosses
 IO = {"asyncio", "io", "os", "pathlib", "random", "socket", "subprocess", "time", "datetime", "tempfile"}
@@ -57,7 +58,13 @@ def test_service_knows_plan_and_only_the_worker_knows_the_plugin() -> None:
         for name in imports(path):
             if starts(name, "engine_ext"):
                 also = {"worker": "engine_ext.plugin", "workloads": "engine_ext.simulate"}.get(path.parent.name)
-                allowed = ("engine_ext.warm_up", "engine_ext.costs", "engine_ext.plan", *([also] if also else []))
+                allowed = (
+                    "engine_ext.errors",
+                    "engine_ext.warm_up",
+                    "engine_ext.costs",
+                    "engine_ext.plan",
+                    *([also] if also else []),
+                )
                 assert starts(name, *allowed), f"{path} imports {name}"
 
 
@@ -103,7 +110,9 @@ def test_remote_commands_know_no_other_room() -> None:
     for path in sources("service/remote"):
         for name in imports(path):
             ours = starts(name, "service", "engine_ext")
-            assert not ours or starts(name, "service.remote", "service.terminal"), f"{path} imports {name}"
+            assert not ours or starts(name, "service.remote", "service.terminal", "service.errors"), (
+                f"{path} imports {name}"
+            )
 
 
 def test_only_settings_reads_the_environment() -> None:

@@ -11,8 +11,8 @@ from numpy.typing import NDArray
 
 from engine_ext.costs.calibrate import FEWEST_STEPS, Calibration, Profile, calibrate
 from engine_ext.costs.engine_model import Clock, EngineModel, compute_time, step_time
+from service.errors import WorkloadError
 from service.workloads.profile import MAX_LINE_BYTES, read_profile
-from service.workloads.workload import WorkloadError
 
 NOISE = 0.03
 TRUTH = EngineModel(

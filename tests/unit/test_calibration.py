@@ -17,10 +17,10 @@ from engine_ext.costs.hardware import Machine, hardware
 from engine_ext.costs.model_shape import preset
 from engine_ext.plugin.worker.calibration_load import DECODES, Limits, blend, run_load
 from service.cli.table import command_line
-from service.estimates.model_costs import CostsError, measured_overlap, planning_costs
+from service.errors import CalibrationError, CostsError, WorkloadError
+from service.estimates.model_costs import measured_overlap, planning_costs
 from service.settings import load_settings
-from service.worker.calibration import CalibrationError, calibrated, compare
-from service.workloads.workload import WorkloadError
+from service.worker.calibration import calibrated, compare
 
 SHAPE = preset("llama-3-8b")
 

@@ -8,9 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine_ext.costs.cost import CostModel, DoesNotFit, Load
-from engine_ext.costs.hardware import PRESETS, Hardware, Machine, UnknownHardware, hardware
-from engine_ext.costs.model_shape import ConfigError, Matrix, preset, shape_of
+from engine_ext.costs.cost import CostModel, Load
+from engine_ext.costs.hardware import PRESETS, Hardware, Machine, hardware
+from engine_ext.costs.model_shape import Matrix, preset, shape_of
+from engine_ext.errors import ConfigError, DoesNotFit, UnknownHardware
 
 LLAMA_8B = preset("llama-3-8b")
 # BlendServe counts Llama-3-8B as 8e9 parameters, and its figures are cut, not rounded: 3.7395 is printed as 3.73.

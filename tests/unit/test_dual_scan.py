@@ -7,11 +7,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from engine_ext.arrays import Column, column
 from engine_ext.plan.groups import Groups
 from engine_ext.plan.lengths import Seen, see
 from engine_ext.plan.prompts import Prompts
-from engine_ext.plan.tree import Column, build_tree
-from engine_ext.records import column
+from engine_ext.plan.tree import build_tree
 from engine_ext.scan.decide import DualScan
 from engine_ext.scan.ends import fresh_tokens
 from engine_ext.scan.state import ALIGNMENT, Backlog, StepCosts

@@ -5,6 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from engine_ext.arrays import Column
 from engine_ext.plan.groups import ALIKE, UNLIKE, Groups, group_requests
 from engine_ext.plan.lengths import (
     BUCKETS,
@@ -23,7 +24,7 @@ from engine_ext.plan.lengths import (
 )
 from engine_ext.plan.prompts import Prompts
 from engine_ext.plan.sample import FEW, MOST, ask_sample, choose_sample
-from engine_ext.plan.tree import Column, build_tree
+from engine_ext.plan.tree import build_tree
 
 ONE = np.array([-1])
 

@@ -15,9 +15,9 @@ from engine_ext.costs.model_shape import preset
 from engine_ext.plan.lengths import UNKNOWN
 from engine_ext.plan.prompts import Prompts, TokenIds
 from engine_ext.plan.resources import Requests
-from engine_ext.plan.tree import build_tree
+from engine_ext.plan.tree import build_tree, common_prefix
 from engine_ext.scan.ends import two_ends
-from engine_ext.scan.live import LiveScan, shared_tokens
+from engine_ext.scan.live import LiveScan
 from engine_ext.scan.replan import FEWEST
 from engine_ext.scan.state import StepCosts
 
@@ -50,7 +50,7 @@ class Engine:
         return sum(len(self.prompts[key]) + self.got.get(key, 0) for key in [*self.decoding, *self.prefilling])
 
     def fresh(self, prompt: TokenIds) -> int:
-        return len(prompt) - max((shared_tokens(each, prompt) for each in self.cached), default=0)
+        return len(prompt) - max((common_prefix(each, prompt) for each in self.cached), default=0)
 
     def step(self) -> None:
         self.steps += 1

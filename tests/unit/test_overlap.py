@@ -18,8 +18,9 @@ from sglang.srt.multiplex.pdmux_context import divide_sm
 from engine_ext.plugin.options import Overlap
 from engine_ext.plugin.scheduler import pdmux
 from engine_ext.plugin.worker import overlap
+from service.errors import SettingsError
 from service.estimates.model_costs import OVERLAPS
-from service.settings import SettingsError, load_settings
+from service.settings import load_settings
 
 
 def test_the_service_names_what_the_plugin_has() -> None:

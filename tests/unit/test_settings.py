@@ -4,7 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from service.settings import SettingsError, load_settings
+from service.errors import SettingsError
+from service.settings import load_settings
 
 
 @pytest.mark.parametrize(

@@ -17,10 +17,11 @@ from engine_ext.costs.cost import CostModel
 from engine_ext.costs.engine_model import Clock, EngineModel, compute_time, step_time
 from engine_ext.costs.hardware import Machine, hardware
 from engine_ext.costs.model_shape import preset
+from engine_ext.errors import TooLarge
 from engine_ext.plan.prompts import Prompts
 from engine_ext.simulate.cache import Cache, new_cache
 from engine_ext.simulate.engine import Engine, admit, new_engine, step
-from engine_ext.simulate.policies import POLICIES, TooLarge, Work, by_weight, prepare, simulate
+from engine_ext.simulate.policies import POLICIES, Work, by_weight, prepare, simulate
 from engine_ext.simulate.stock import run_stock, to_come
 from service.cli.table import command_line
 

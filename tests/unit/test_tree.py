@@ -7,7 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine_ext.plan.prompts import Prompts, SegmentError
+from engine_ext.errors import SegmentError
+from engine_ext.plan.prompts import Prompts
 from engine_ext.plan.tree import build_tree, common_prefix, grow_tree
 
 # A small alphabet, so that prefixes are shared often.

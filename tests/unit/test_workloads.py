@@ -13,8 +13,9 @@ from typer.testing import CliRunner
 from engine_ext.plan.lengths import LONGEST
 from service.cli.table import command_line
 from service.demo.model import ensure_demo_model
+from service.errors import WorkloadError
 from service.requests.tokens import PromptTokens
-from service.workloads.workload import WorkloadError, read_lengths, read_workload
+from service.workloads.workload import read_lengths, read_workload
 
 PLAIN = {"segments": [["system", 100], ["a", 50]], "output_tokens": 20}
 KEYS = {

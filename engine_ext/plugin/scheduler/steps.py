@@ -11,16 +11,14 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 from sglang.srt.plugins.hook_registry import HookType
 
+from engine_ext.arrays import Floats
 from engine_ext.costs.engine_model import Clock, EngineModel, StepModel, compute_time, step_time
 from engine_ext.plugin.options import handed_over
 from engine_ext.plugin.platform_entry import gpu_is_present
 from engine_ext.plugin.scheduler import emulated, pulse_hooks
 from engine_ext.plugin.scheduler.step_load import StepLoad, load_of
-
-Floats = NDArray[np.float64]
 
 log = logging.getLogger(__name__)
 STRETCHES = 256  # rows of the series; when they are full, two and two become one

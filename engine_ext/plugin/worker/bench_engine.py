@@ -13,6 +13,7 @@ from sglang.srt.managers.io_struct import ContinueGenerationReqInput, PauseGener
 
 from engine_ext.costs.cost import CostModel
 from engine_ext.costs.engine_model import EngineModel
+from engine_ext.errors import EngineError, InputError
 from engine_ext.plugin.marks import KIND, UNTOLD
 from engine_ext.plugin.options import Emulation, Options, Overlap
 from engine_ext.plugin.platform_entry import gpu_is_present
@@ -72,7 +73,7 @@ class BenchEngine:
         """On this machine; one with mixed chunks runs without them too. Raises ValueError where `wanted` is no way."""
         reason = overlap.against(wanted, model_path, arguments)
         if reason is not None:
-            raise ValueError(f"overlap {wanted.value!r} is not possible here: {reason}")
+            raise InputError(f"overlap {wanted.value!r} is not possible here: {reason}")
         options = Options(cost, overlap=wanted, retunes=True, steps_file=steps_file)
         ours = {"max_running_requests": RUNNING, "max_prefill_tokens": MOST_TOKENS + RUNNING}
         return cls(model_path, options, {**ours, **overlap.ARGUMENTS[wanted], **arguments})
@@ -95,9 +96,9 @@ class BenchEngine:
         """
         self._manager.auto_create_handle_loop()
         if not (await self._manager.flush_cache(timeout_s=30)).success:
-            raise RuntimeError("SGLang did not empty its cache between two runs")
+            raise EngineError("SGLang did not empty its cache between two runs")
         if not all(await self._manager.set_internal_state(SetInternalStateReq(server_args=tuning.numbers()))):
-            raise RuntimeError(f"SGLang did not take {tuning}")
+            raise EngineError(f"SGLang did not take {tuning}")
         await self._manager._async_dispatch_to_scheduler(PauseGenerationReqInput(mode="in_place"))
         ours = {"custom_params": {KIND: "run", UNTOLD: True}} if tuning.policy is None else {}
 

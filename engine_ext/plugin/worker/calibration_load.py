@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from engine_ext.costs.cost import CostModel
+from engine_ext.errors import EngineError
 
 # Runs one request: its token ids, and how many tokens it is to answer.
 Run = Callable[[list[int], int], Awaitable[None]]
@@ -69,7 +70,7 @@ async def time_blend(
 
     await run(requests[:: max(1, len(requests) // 8)])  # to warm up
     if not (await engine.tokenizer_manager.flush_cache(timeout_s=30)).success:
-        raise RuntimeError("SGLang did not empty its cache between two runs")
+        raise EngineError("SGLang did not empty its cache between two runs")
     async with asyncio.timeout(limit_s):
         return await run(requests)
 
@@ -99,7 +100,7 @@ async def run_load(run: Run, limits: Limits, seed: int = 0) -> AsyncIterator[str
 
     longest = min(limits.context, limits.capacity) - 2 * DECODES
     if longest < SHORTEST:
-        raise ValueError(f"an engine that holds {longest + 2 * DECODES} tokens is too small to be measured")
+        raise EngineError(f"an engine that holds {longest + 2 * DECODES} tokens is too small to be measured")
     sizes = [size for size in (SHORTEST << k for k in range(16)) if size <= longest]
     yield "once through everything, not counted"
     for size in sizes:

@@ -21,6 +21,7 @@ from sglang.srt.entrypoints.openai.serving_completions import OpenAIServingCompl
 
 from engine_ext import warm_up
 from engine_ext.costs.cost import CostModel
+from engine_ext.errors import EngineStartError
 from engine_ext.plugin import hooks, json_log
 from engine_ext.plugin.marks import KIND, RESERVED, UNTOLD
 from engine_ext.plugin.options import Options, Overlap, emulated_name
@@ -73,10 +74,6 @@ class _Chat(_Reading, OpenAIServingChat):
 
 class _Completion(_Reading, OpenAIServingCompletion):
     pass
-
-
-class EngineStartError(RuntimeError):
-    """The engine came up without batchweave's plugin in its scheduler."""
 
 
 @dataclass(frozen=True, slots=True)

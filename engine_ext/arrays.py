@@ -1,4 +1,4 @@
-"""Records of named numbers that machine code changes in place: NumPy records, described by classes with annotations.
+"""The types of arrays, and records of named numbers that machine code changes in place.
 
 Compiled functions take arrays and named tuples, whose fields they cannot set. A record has both: `totals.clock += 1`
 works in machine code, in Python and under the type checker, and a misspelt field is an error in all three.
@@ -9,6 +9,9 @@ from typing import Any, Protocol, TypeVar, cast, get_type_hints
 import numpy as np
 from numpy.typing import NDArray
 
+Column = NDArray[np.int64]
+Floats = NDArray[np.float64]
+Bools = NDArray[np.bool_]
 Fields = TypeVar("Fields")
 Row = TypeVar("Row", covariant=True)
 
