@@ -6,7 +6,7 @@ RUN := $(VENV)/bin
 UV_VERSION := 0.13.8
 DATA ?= ../shared/data
 
-.PHONY: install install-dev demo test check format lock openapi emulated chaos conformance screenshots gpu clean
+.PHONY: install install-dev demo unit test check format lock openapi emulated chaos conformance screenshots gpu clean
 
 install: $(VENV)/.installed
 install-dev: $(VENV)/.installed-dev
@@ -23,10 +23,15 @@ $(VENV)/.installed: $(UV) requirements/engine.txt pyproject.toml
 
 $(VENV)/.installed-dev: $(VENV)/.installed requirements/dev.txt
 	VIRTUAL_ENV=$(VENV) $(UV) pip install --compile-bytecode --require-hashes -r requirements/dev.txt
+	$(RUN)/python -m engine_ext.warm_up simulator
 	@touch $@
 
 demo: install
 	$(RUN)/batchweave demo $(if $(FILE),--file "$(FILE)") $(if $(KEEP),--keep)
+
+# Fast: no SGLang, no PostgreSQL, no Redis
+unit: install-dev
+	$(RUN)/pytest tests/unit
 
 test: install-dev
 	$(RUN)/pytest

@@ -22,6 +22,7 @@ from engine_ext.plan.window import Outputs, Shape, plan_window
 from engine_ext.scan.live import LiveScan
 from engine_ext.scan.replan import FEWEST
 from engine_ext.scan.state import StepCosts
+from engine_ext.simulate.policies import prepare, simulate
 
 
 def is_done() -> bool:
@@ -107,5 +108,18 @@ def compile_scan() -> None:
     scan.take_back(-1)
 
 
+def compile_simulator() -> None:
+    """Run a few requests through each loop of the simulator."""
+    count = 8
+    prompts = Prompts.of_segments([[("shared", 16), (k, 16)] for k in range(count)])
+    caps = np.full(count, 64, dtype=np.int64)
+    model = EngineModel(1e-6, 1e-8, 0.0, 1e-4, 10_000)
+    cost = CostModel(preset("llama-3-8b"), Machine(hardware("h200")))
+    for policy in ("fcfs", "blendserve", "batchweave"):
+        simulate(prepare(prompts, np.full(count, 8, dtype=np.int64), cost, caps), model, policy)
+
+
 if __name__ == "__main__":
     main()
+    if "simulator" in sys.argv:  # for those who test: `make install-dev`
+        compile_simulator()

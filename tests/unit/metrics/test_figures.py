@@ -11,7 +11,7 @@ from service.metrics import counters, queue
 from service.metrics.engine import EngineMetrics
 from service.objects.storage import Room
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 NAME = re.compile(r"\bbatchweave_[a-z_]+")
 OF_HISTOGRAMS = ("_bucket", "_sum", "_count")
 

@@ -236,7 +236,7 @@ def compiled():
 warm_up.compile_planner()
 warm_up.compile_scan()
 before = compiled()
-from tests.unit.test_live_scan import Engine, live, tokens
+from tests.unit.scan.test_live import Engine, live, tokens
 engine = Engine(live(), most_at_once=20)
 for key in range(80):
     engine.add(key, tokens((key % 3, 50), (100 + key, 200)), 30, known=key % 2 == 0)

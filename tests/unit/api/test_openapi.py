@@ -9,5 +9,5 @@ from service.settings import load_settings
 
 
 def test_openapi_yaml_is_fresh() -> None:
-    written = yaml.safe_load((Path(__file__).parents[2] / "openapi.yaml").read_text())
+    written = yaml.safe_load((Path(__file__).parents[3] / "openapi.yaml").read_text())
     assert written == create_app(load_settings()).openapi(), "openapi.yaml is stale: run `make openapi`"
