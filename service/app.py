@@ -22,7 +22,7 @@ from service.dashboard import add_dashboard, error_page, is_page, wrong_form
 from service.db.clock import SYNC_S, SharedClock
 from service.db.sessions import Database
 from service.errors import ApiError, BadRequest, MethodNotAllowed, NotFound, PayloadTooLarge, Unavailable
-from service.estimates.serving import Outlook
+from service.estimates.serving import ServingCache
 from service.metrics.history import History
 from service.objects.early_results import EarlyResults
 from service.objects.storage import Storage
@@ -54,10 +54,10 @@ def create_app(settings: Settings, clock: Callable[[], float] | None = None) -> 
         keeping = asyncio.create_task(_keep_time(shared))
         early = EarlyResults(database, storage, now)
         progress = Progress(redis, LOOK_AGAIN_S)
-        outlook = Outlook(database, Heartbeat(redis), History(redis), LOOK_POLLS * settings.poll_s)
+        serving_cache = ServingCache(database, Heartbeat(redis), History(redis), LOOK_POLLS * settings.poll_s)
         bell = Bell(redis, settings.poll_s)
         seal = Seal(sealing_key(settings))
-        app.state.context = Context(database, storage, redis, settings, now, early, progress, outlook, bell, seal)
+        app.state.context = Context(database, storage, redis, settings, now, early, progress, serving_cache, bell, seal)
         yield
         keeping.cancel()
         await asyncio.wait([keeping])

@@ -35,7 +35,7 @@ class Prefill:
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class ForwardPass:
     """One forward pass: prefill chunks, and the KV cache lengths of the requests that decode a token each."""
 
     prefills: Sequence[Prefill] = ()
@@ -68,7 +68,7 @@ class OperatorModel:
     dtype: str = "bf16"
     kv_dtype: str = "bf16"
 
-    def step_time(self, step: Step) -> StepTime:
+    def step_time(self, step: ForwardPass) -> StepTime:
         reached = self.achievable
         return StepTime(
             gemm_s=self.gemm_s(step.tokens, sampled=len(step.prefills) + len(step.decodes)),

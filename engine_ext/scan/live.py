@@ -21,7 +21,7 @@ from engine_ext.plan.sample import SHARE
 from engine_ext.plan.tree import build_tree, common_prefix
 from engine_ext.scan.decide import DualScan
 from engine_ext.scan.footprint import output_tokens
-from engine_ext.scan.replan import FEWEST, PATIENCE, Standing, answers_before_next, is_outdated, plan_backlog
+from engine_ext.scan.replan import FEWEST, PATIENCE, Progress, answers_before_next, is_outdated, plan_backlog
 from engine_ext.scan.state import NO_REQUEST, StepCosts
 
 REMEMBERED = 4096  # ended requests that tell of those like them
@@ -240,12 +240,12 @@ class LiveScan:
 
         tree = build_tree(_joined([member.prompt for member in members]))
         prefilled = np.array([member.prefilled for member in members], dtype=np.bool_)
-        standing = Standing(caps, known, np.zeros_like(runs), tokens, runs, runs & prefilled, ended, fresh, sides, owed)
+        progress = Progress(caps, known, np.zeros_like(runs), tokens, runs, runs & prefilled, ended, fresh, sides, owed)
         state = plan_backlog(
-            tree, group_requests(tree, kinds), standing, self.cost, self.costs, self.generator, self.share
+            tree, group_requests(tree, kinds), progress, self.cost, self.costs, self.generator, self.share
         )
         self._scan, self._keys = DualScan(state), keys
-        self._learned, self._needed = 0, answers_before_next(standing.learned)
+        self._learned, self._needed = 0, answers_before_next(progress.learned)
         for place, member in enumerate(members):
             member.place, member.tokens = place, int(tokens[place])
         self._new, self._decisions, self._stale = 0, 0, False

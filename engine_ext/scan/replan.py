@@ -24,7 +24,7 @@ MORE = 3.0  # times the answers that a plan knew, as news that make another one 
 
 
 @dataclass(frozen=True, slots=True)
-class Standing:
+class Progress:
     """How far requests are, by request; int64 and bool [prompts].
 
     `caps`: max_tokens; `known`: output tokens or UNKNOWN; `sampled`: known because they were asked before, so that they
@@ -44,7 +44,7 @@ class Standing:
     owed: float = 0.0
 
     @classmethod
-    def at_first(cls, caps: Column, known: Column, sampled: Bools) -> "Standing":
+    def at_first(cls, caps: Column, known: Column, sampled: Bools) -> "Progress":
         """Everything waits."""
         columns, bools = np.zeros((3, len(caps)), dtype=np.int64), np.zeros((3, len(caps)), dtype=np.bool_)
         return cls(caps, known, sampled, columns[0], bools[0], bools[1], bools[2], columns[1], columns[2])
@@ -69,7 +69,7 @@ def is_outdated(state: State, steps: int, answers: int) -> bool:
 def plan_backlog(
     tree: PrefixTree,
     groups: Groups,
-    standing: Standing,
+    progress: Progress,
     cost: CostModel,
     costs: StepCosts,
     generator: np.random.Generator,
@@ -80,14 +80,14 @@ def plan_backlog(
 
     `keep`: the share of the possible sharing that splits must keep.
     """
-    tokens, ended, runs, known = standing.tokens, standing.ended, standing.runs, standing.known
+    tokens, ended, runs, known = progress.tokens, progress.ended, progress.runs, progress.known
     lengths = np.empty(len(tokens), dtype=np.int64)
     lengths[tree.order] = tree.end[tree.leaves]
-    told = np.flatnonzero(standing.sampled | (known == UNKNOWN) & (ended | (tokens > 0)))
-    so_far = np.where(standing.sampled, known, tokens)
-    seen = see(groups, told, so_far[told], (standing.sampled | ended)[told])
-    outlook = look_ahead(seen, groups, group_caps(groups, standing.caps))
-    estimates = estimate(groups, outlook, standing.caps, np.where(ended, tokens, known))
+    told = np.flatnonzero(progress.sampled | (known == UNKNOWN) & (ended | (tokens > 0)))
+    so_far = np.where(progress.sampled, known, tokens)
+    seen = see(groups, told, so_far[told], (progress.sampled | ended)[told])
+    outlook = look_ahead(seen, groups, group_caps(groups, progress.caps))
+    estimates = estimate(groups, outlook, progress.caps, np.where(ended, tokens, known))
     waits = ~runs & ~ended
     begun = np.flatnonzero(waits & (tokens > 0))
     asked = np.where(waits & (tokens == 0) | (known >= 0), known, tokens)
@@ -104,9 +104,9 @@ def plan_backlog(
     state = new_state(
         Backlog(
             prompt=lengths,
-            fresh=np.where(runs, standing.fresh, ends.fresh),
+            fresh=np.where(runs, progress.fresh, ends.fresh),
             known=known,
-            caps=standing.caps,
+            caps=progress.caps,
             left=ends.left,
             right=ends.right,
             first=ends.first,
@@ -117,7 +117,7 @@ def plan_backlog(
         costs,
     )
     begin(state)
-    state.totals.owed = standing.owed
+    state.totals.owed = progress.owed
     running = np.flatnonzero(runs)
-    resume(state, running, standing.side[running], standing.prefilled[running])
+    resume(state, running, progress.side[running], progress.prefilled[running])
     return state

@@ -18,7 +18,7 @@ HEADS = 64  # requests at an end of the scan whose means stand for it
 SPLIT_EVERY = 16  # steps
 
 
-class Blend(NamedTuple):
+class PaperBlend(NamedTuple):
     """BlendServe's scan: what runs first (`sample`), the `scan` from left to right, what comes `again` when retracted.
 
     By request: `expected` output, seconds of `compute` and `memory` reads, `fresh` prompt tokens, the `side` it was
@@ -41,9 +41,11 @@ class Blend(NamedTuple):
     at: Column
 
 
-def new_blend(sample: Column, scan: Column, expected: Floats, compute: Floats, memory: Floats, fresh: Column) -> Blend:
+def new_paper_blend(
+    sample: Column, scan: Column, expected: Floats, compute: Floats, memory: Floats, fresh: Column
+) -> PaperBlend:
     requests = len(expected)
-    return Blend(
+    return PaperBlend(
         sample,
         scan,
         np.zeros(requests, dtype=np.int64),
@@ -61,7 +63,7 @@ def new_blend(sample: Column, scan: Column, expected: Floats, compute: Floats, m
 
 
 @compiled
-def run_blendserve(engine: Engine, cache: Cache, model: StepModel, blend: Blend, usable: float) -> None:
+def run_blendserve(engine: Engine, cache: Cache, model: StepModel, blend: PaperBlend, usable: float) -> None:
     """Algorithm 3: KV memory split by density, a prefill budget a side, steps in multiples of 128; the sample first.
 
     `usable`: the share of the KV memory that is M, what the two sides are to hold on average.
@@ -100,7 +102,7 @@ def run_blendserve(engine: Engine, cache: Cache, model: StepModel, blend: Blend,
 
 @compiled
 def _admit_side(
-    engine: Engine, cache: Cache, heap: Heap, model: StepModel, blend: Blend, side: int, chunk: int
+    engine: Engine, cache: Cache, heap: Heap, model: StepModel, blend: PaperBlend, side: int, chunk: int
 ) -> None:
     """Let in what the side's memory and budget allow; the sample and what comes again need only room."""
     totals, at = engine.totals, blend.at
@@ -124,7 +126,7 @@ def _admit_side(
 
 
 @compiled
-def _next_of(blend: Blend, side: int) -> tuple[int, int]:
+def _next_of(blend: PaperBlend, side: int) -> tuple[int, int]:
     """The next request for this side, and the place of `at` that it is taken from; -1 where there is none."""
     at = blend.at
     if at[0] < len(blend.sample):
@@ -137,7 +139,7 @@ def _next_of(blend: Blend, side: int) -> tuple[int, int]:
 
 
 @compiled
-def _split_memory(blend: Blend, engine: Engine, root: float, capacity: float) -> None:
+def _split_memory(blend: PaperBlend, engine: Engine, root: float, capacity: float) -> None:
     """Steps 1 to 3 of algorithm 3, from the means of the requests that stand first at each end."""
     density, prompts, outputs, news = np.zeros(2), np.ones(2), np.ones(2), np.ones(2)
     left, right = blend.at[1], blend.at[2]

@@ -18,11 +18,11 @@ from engine_ext.plan.resources import Requests, node_loads
 from engine_ext.plan.sample import SHARE, ask_sample
 from engine_ext.plan.tree import PrefixTree, build_tree
 from engine_ext.scan.footprint import output_tokens
-from engine_ext.scan.replan import Standing, answers_before_next, plan_backlog
+from engine_ext.scan.replan import Progress, answers_before_next, plan_backlog
 from engine_ext.scan.state import State, StepCosts
 from engine_ext.simulate.cache import Cache, new_cache
 from engine_ext.simulate.engine import DECODE, DONE, PREFILL, Engine, new_engine, series_of
-from engine_ext.simulate.loops import new_blend, run_batchweave, run_blendserve
+from engine_ext.simulate.loops import new_paper_blend, run_batchweave, run_blendserve
 from engine_ext.simulate.paper_order import paper_order
 from engine_ext.simulate.stock import run_stock
 
@@ -171,34 +171,34 @@ def _batchweave(work: Work, model: EngineModel, seed: int, search: Search) -> Ou
         bursts=model.clock is Clock.SEQUENTIAL,
     )
     generator, (engine, cache) = np.random.default_rng(seed), _fresh_engine(work, model)
-    standing, decoded, planned_s = _at_first(work), 0, 0.0
-    while not np.all(standing.ended):
+    progress, decoded, planned_s = _at_first(work), 0, 0.0
+    while not np.all(progress.ended):
         started = work.clock()
-        state = plan_backlog(work.tree, work.groups, standing, work.cost, costs, generator, work.share, search.keep)
+        state = plan_backlog(work.tree, work.groups, progress, work.cost, costs, generator, work.share, search.keep)
         planned_s += work.clock() - started
-        answers = answers_before_next(standing.learned)
+        answers = answers_before_next(progress.learned)
         decoded = run_batchweave(engine, cache, model.numbers, state, decoded, answers)
-        standing = _go_on(standing, engine, state)
+        progress = _go_on(progress, engine, state)
     return _outcome("batchweave", "", work, model, engine, cache, planned_s)
 
 
-def _at_first(work: Work) -> Standing:
+def _at_first(work: Work) -> Progress:
     sampled = np.zeros(len(work.known), dtype=np.bool_)
     sampled[work.sample] = work.foretold
     known = work.known.copy()
     if not work.foretold:
         known[work.sample] = UNKNOWN
-    return Standing.at_first(work.caps, known, sampled)
+    return Progress.at_first(work.caps, known, sampled)
 
 
-def _go_on(standing: Standing, engine: Engine, state: State) -> Standing:
+def _go_on(progress: Progress, engine: Engine, state: State) -> Progress:
     """How far the engine's requests are now."""
     runs, ended = (engine.state == PREFILL) | (engine.state == DECODE), engine.state == DONE
     running = np.flatnonzero(runs)
     tokens = np.where(ended, engine.output, engine.generated)
     tokens[running] = output_tokens(state, running)
     return replace(
-        standing,
+        progress,
         tokens=tokens,
         runs=runs,
         prefilled=engine.state == DECODE,
@@ -222,7 +222,9 @@ def _blendserve(work: Work, model: EngineModel, seed: int, search: Search) -> Ou
 
     def run(usable: float) -> Outcome:
         engine, cache = _fresh_engine(work, model)
-        run_blendserve(engine, cache, model.numbers, new_blend(sample, scan, mean, compute, memory, fresh), usable)
+        run_blendserve(
+            engine, cache, model.numbers, new_paper_blend(sample, scan, mean, compute, memory, fresh), usable
+        )
         return _outcome("blendserve", f"memory {usable:g}", work, model, engine, cache, planned_s)
 
     return min((run(usable) for usable in search.memory), key=lambda found: found.seconds)

@@ -24,7 +24,7 @@ SPARE = 2  # tokens that are reserved too: the one that the prefill gives, and a
 IN_BATCH = 32  # tokens: a prefix this long that an earlier waiting request brings is waited for
 
 
-class Line(NamedTuple):
+class WaitingLine(NamedTuple):
     """The waiting queue: a ring of requests, each there at most once; `ends`: where it begins and ends."""
 
     ring: Column
@@ -48,7 +48,7 @@ def run_stock(
     `chunk`: prompt tokens of a step. `expected`: output tokens by request. `ratio`: the new token ratio at the start.
     """
     heap, ends = empty_heap(), empty_heap()
-    line = Line(np.append(order, 0), np.array([0, len(order)]))
+    line = WaitingLine(np.append(order, 0), np.array([0, len(order)]))
     totals, first_ratio, full = engine.totals, ratio, False
     admissions = Admissions(np.empty_like(order), np.full(len(order), -1), np.zeros(1, dtype=np.int64))
     shrinks, done = False, 0
@@ -78,7 +78,7 @@ def _admit_some(
     cache: Cache,
     heap: Heap,
     model: StepModel,
-    line: Line,
+    line: WaitingLine,
     admissions: Admissions,
     expected: Floats,
     chunk: int,
@@ -149,7 +149,7 @@ def _ratio_after_retraction(engine: Engine, expected: Floats) -> float:
 
 
 @compiled
-def _sort_by_match(engine: Engine, cache: Cache, line: Line) -> None:
+def _sort_by_match(engine: Engine, cache: Cache, line: WaitingLine) -> None:
     """Longest cached prefix first; last who shares a prefix that is not cached with one before it in the queue."""
     first, size = line.ends[0], line.ends[1] - line.ends[0]
     waiting = np.empty(size, dtype=np.int64)

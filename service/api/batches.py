@@ -8,11 +8,11 @@ from sqlalchemy import ColumnElement, case, func, select, update
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from service import ids
-from service.api.again import Again, TriedAgain, digest
 from service.api.bodies import CreateBatch, ObjectId
 from service.api.caller import CalledBy
-from service.api.context import Context, Here
+from service.api.context import Context, InContext
 from service.api.files import check_room
+from service.api.idempotency import Again, TriedAgain, digest
 from service.api.pages import page_rows
 from service.api.shapes import BatchObject, Page
 from service.db.moves import STARTABLE, TERMINAL, move_batch, rows_changed
@@ -34,7 +34,7 @@ router = APIRouter(prefix="/v1/batches", tags=["batches"])
 
 
 @router.post("")
-async def create_batch(body: CreateBatch, here: Here, caller: CalledBy, again: TriedAgain) -> BatchObject:
+async def create_batch(body: CreateBatch, context: InContext, caller: CalledBy, again: TriedAgain) -> BatchObject:
     """Create a batch and queue it for validation. A retry of the request returns the batch already created."""
     if body.endpoint not in ENDPOINTS:
         message = f"endpoint must be one of {', '.join(ENDPOINTS)}, not {body.endpoint!r}."
@@ -61,7 +61,7 @@ async def create_batch(body: CreateBatch, here: Here, caller: CalledBy, again: T
     for name, default in (("hold", False), ("on_long_line", OnLongLine.FAIL_FILE)):
         if asked["batchweave"][name] == default:
             del asked["batchweave"][name]
-    return await shape(here, await _add_once(here, caller, again, "batch.create", digest(asked), make))
+    return await shape(context, await _add_once(context, caller, again, "batch.create", digest(asked), make))
 
 
 async def _input_file(session: AsyncSession, caller: Caller, file_id: str, now: int) -> File:
@@ -78,7 +78,7 @@ async def _input_file(session: AsyncSession, caller: Caller, file_id: str, now: 
 
 
 async def _add_once(
-    here: Here,
+    context: InContext,
     caller: Caller,
     again: Again,
     action: str,
@@ -89,31 +89,31 @@ async def _add_once(
 
     If an earlier attempt of the same request, recognized by its digest `asked`, created a batch, return that batch.
     """
-    now = int(here.clock())
-    async with here.database.write() as session:
+    now = int(context.clock())
+    async with context.database.write() as session:
         project = await hold(session, caller.project.id)  # so that the second of two concurrent attempts sees the first
         found = await again.find(session, project.id, asked, now)
         if found is not None:
             return found
-        check_room(here, 0)
+        check_room(context, 0)
         batch = await make(session, now)
-        await check_batches(session, project, here.settings.max_batches, now)
+        await check_batches(session, project, context.settings.max_batches, now)
         batch.id, batch.status, batch.asked = ids.batch_id(), BatchStatus.VALIDATING, asked
         batch.project_id, batch.idempotency_key = project.id, again.key
         batch.created_at, batch.expires_at = now, now + _window_s(batch.completion_window)
         session.add(batch)
         audit.note(session, caller, action, batch.id, now)
-    await here.bell.ring(Job.VALIDATOR)
+    await context.bell.ring(Job.VALIDATOR)
     return batch
 
 
 @router.get("")
 async def list_batches(
-    here: Here, caller: CalledBy, after: ObjectId | None = None, limit: Annotated[int, Query(ge=1, le=100)] = 20
+    context: InContext, caller: CalledBy, after: ObjectId | None = None, limit: Annotated[int, Query(ge=1, le=100)] = 20
 ) -> Page[BatchObject]:
-    async with here.database.read() as session:
+    async with context.database.read() as session:
         rows = await page_rows(session, Batch, select(Batch), caller.project.id, after=after, limit=limit)
-    found = [await shape(here, row) for row in rows]
+    found = [await shape(context, row) for row in rows]
     for batch in found:
         if batch.errors:
             del batch.errors.data[LISTED_ERRORS:]
@@ -121,14 +121,14 @@ async def list_batches(
 
 
 @router.get("/{batch_id}")
-async def get_batch(batch_id: ObjectId, here: Here, caller: CalledBy) -> BatchObject:
-    async with here.database.read() as session:
+async def get_batch(batch_id: ObjectId, context: InContext, caller: CalledBy) -> BatchObject:
+    async with context.database.read() as session:
         batch = await find_batch(session, caller, batch_id)
-    return await shape(here, batch)
+    return await shape(context, batch)
 
 
 @router.post("/{batch_id}/retry")
-async def retry_batch(batch_id: ObjectId, here: Here, caller: CalledBy, again: TriedAgain) -> BatchObject:
+async def retry_batch(batch_id: ObjectId, context: InContext, caller: CalledBy, again: TriedAgain) -> BatchObject:
     """Create a batch from the same input, with only the requests that failed or did not run before this one ended."""
 
     async def make(session: AsyncSession, now: int) -> Batch:
@@ -145,7 +145,9 @@ async def retry_batch(batch_id: ObjectId, here: Here, caller: CalledBy, again: T
             retry_of=source.id,
         )
 
-    return await shape(here, await _add_once(here, caller, again, "batch.retry", digest({"retry": batch_id}), make))
+    return await shape(
+        context, await _add_once(context, caller, again, "batch.retry", digest({"retry": batch_id}), make)
+    )
 
 
 async def _check_retriable(session: AsyncSession, source: Batch, now: int) -> None:
@@ -168,10 +170,10 @@ async def _check_retriable(session: AsyncSession, source: Batch, now: int) -> No
 
 
 @router.post("/{batch_id}/start")
-async def start_batch(batch_id: ObjectId, here: Here, caller: CalledBy) -> BatchObject:
+async def start_batch(batch_id: ObjectId, context: InContext, caller: CalledBy) -> BatchObject:
     """Start a held batch; its window begins now. Starting it again is harmless, but a finished batch cannot start."""
-    now = int(here.clock())
-    async with here.database.write() as session:
+    now = int(context.clock())
+    async with context.database.write() as session:
         batch = await find_batch(session, caller, batch_id)
         waits = (Batch.id == batch_id) & Batch.held & Batch.status.in_(STARTABLE)
         began = case((Batch.in_progress_at.is_not(None), now))  # null until its file is validated
@@ -183,17 +185,17 @@ async def start_batch(batch_id: ObjectId, here: Here, caller: CalledBy) -> Batch
         if batch.status not in STARTABLE:
             message = f"The batch is {batch.status} and cannot be started."
             raise BadRequest(message, code="batch_not_startable", param="id")
-    await here.bell.ring(Job.PLANNER)
-    return await shape(here, batch)
+    await context.bell.ring(Job.PLANNER)
+    return await shape(context, batch)
 
 
 @router.post("/{batch_id}/cancel")
-async def cancel_batch(batch_id: ObjectId, here: Here, caller: CalledBy) -> BatchObject:
+async def cancel_batch(batch_id: ObjectId, context: InContext, caller: CalledBy) -> BatchObject:
     """Cancel a batch; its answers are kept. Repeating this is harmless, but a finished batch cannot be cancelled."""
-    async with here.database.write() as session:
+    async with context.database.write() as session:
         await find_batch(session, caller, batch_id)
-        if await move_batch(session, batch_id, BatchStatus.CANCELLING, now=here.clock()):
-            audit.note(session, caller, "batch.cancel", batch_id, here.clock())
+        if await move_batch(session, batch_id, BatchStatus.CANCELLING, now=context.clock()):
+            audit.note(session, caller, "batch.cancel", batch_id, context.clock())
         batch = await find_batch(session, caller, batch_id)
         if batch.status not in (BatchStatus.CANCELLING, BatchStatus.CANCELLED):
             ended = batch.status in TERMINAL
@@ -201,8 +203,8 @@ async def cancel_batch(batch_id: ObjectId, here: Here, caller: CalledBy) -> Batc
                 " and cannot be cancelled." if ended else " and will finish by itself in a moment."
             )
             raise BadRequest(message, code="batch_not_cancellable", param="id")
-    await here.bell.ring(Job.FINALIZER)
-    return await shape(here, batch)
+    await context.bell.ring(Job.FINALIZER)
+    return await shape(context, batch)
 
 
 async def find_batch(session: AsyncSession, caller: Caller, batch_id: str) -> Batch:
@@ -224,10 +226,12 @@ def _is_kept(now: int) -> ColumnElement[bool]:
     return File.deleted_at.is_(None) & (File.expires_at.is_(None) | (File.expires_at > now))
 
 
-async def shape(here: Context, batch: Batch) -> BatchObject:
+async def shape(context: Context, batch: Batch) -> BatchObject:
     """Return the batch as clients see it, with the counts of its answers so far."""
     if batch.status in TERMINAL:
-        return BatchObject.of(batch, Counts.of_row(batch), ENDED, here.settings.worker_hour_price)
-    counts = await here.progress.counts(here.database, batch.id)
-    found = await standing(here.database, batch, counts, await here.outlook.serving(), here.storage.room, here.clock())
-    return BatchObject.of(batch, counts, found, here.settings.worker_hour_price)
+        return BatchObject.of(batch, Counts.of_row(batch), ENDED, context.settings.worker_hour_price)
+    counts = await context.progress.counts(context.database, batch.id)
+    found = await standing(
+        context.database, batch, counts, await context.serving_cache.serving(), context.storage.room, context.clock()
+    )
+    return BatchObject.of(batch, counts, found, context.settings.worker_hour_price)

@@ -5,7 +5,7 @@ from typing import Annotated
 from fastapi import Depends, Request
 from fastapi.security import HTTPAuthorizationCredentials, HTTPBearer
 
-from service.api.context import Here
+from service.api.context import InContext
 from service.db.tables import Role
 from service.errors import Forbidden, Unauthorized
 from service.settings import is_loopback
@@ -38,22 +38,22 @@ def check_local(request: Request) -> None:
 
 
 async def _anyone(
-    request: Request, here: Here, given: Annotated[HTTPAuthorizationCredentials | None, Depends(_bearer)]
+    request: Request, context: InContext, given: Annotated[HTTPAuthorizationCredentials | None, Depends(_bearer)]
 ) -> Caller:
-    if not here.settings.needs_keys:
+    if not context.settings.needs_keys:
         check_local(request)
-    async with here.database.read() as session:
-        if not here.settings.needs_keys:
+    async with context.database.read() as session:
+        if not context.settings.needs_keys:
             caller = await local_caller(session)
         elif given is None:
             raise Unauthorized("Send an API key: Authorization: Bearer bw-…", code="missing_api_key")
         else:
-            found = await caller_of(session, given.credentials, here.clock())
+            found = await caller_of(session, given.credentials, context.clock())
             if found is None:
                 raise Unauthorized("The API key is unknown, revoked or expired.", code="invalid_api_key")
             caller = found
     request.state.key = caller.name or caller.actor
-    await count_request(here.redis, caller.project, here.clock())
+    await count_request(context.redis, caller.project, context.clock())
     return caller
 
 

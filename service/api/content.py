@@ -13,7 +13,7 @@ from service import ids
 from service.api.batches import find_batch
 from service.api.bodies import ObjectId
 from service.api.caller import CalledBy
-from service.api.context import Context, Here
+from service.api.context import Context, InContext
 from service.api.files import find_file
 from service.db.moves import LIVE
 from service.db.tables import Batch, BatchStatus, File, OutputOrder
@@ -28,15 +28,15 @@ router = APIRouter(prefix="/v1/files", tags=["files"])
 
 
 @router.get("/{file_id}/content", response_class=StreamingResponse)
-async def get_content(file_id: ObjectId, request: Request, here: Here, caller: CalledBy) -> Response:
+async def get_content(file_id: ObjectId, request: Request, context: InContext, caller: CalledBy) -> Response:
     """Return the file's bytes, or the requested Range of them. Early results of a batch only grow at their end."""
     early = ids.early_file(file_id)
     if early is not None:
-        return await _early_content(*early, request, here, caller)
-    return _whole(await find_file(here, caller, file_id), request, here)
+        return await _early_content(*early, request, context, caller)
+    return _whole(await find_file(context, caller, file_id), request, context)
 
 
-def _whole(file: File, request: Request, here: Context) -> Response:
+def _whole(file: File, request: Request, context: Context) -> Response:
     # A file never changes, so its id is its version.
     headers = {"Accept-Ranges": "bytes", "ETag": f'"{file.id}"'}
     if request.headers.get("if-none-match") in ("*", headers["ETag"]):
@@ -45,21 +45,23 @@ def _whole(file: File, request: Request, here: Context) -> Response:
     if request.headers.get("if-range", headers["ETag"]) != headers["ETag"]:
         wanted = None
     span = _Span.of(wanted, file.size_bytes, headers)
-    return _answer(here.storage.stream(file_key(file.id), span.start, span.end), span, str(file.size_bytes), headers)
+    return _answer(context.storage.stream(file_key(file.id), span.start, span.end), span, str(file.size_bytes), headers)
 
 
-async def _early_content(batch_id: str, is_output: bool, request: Request, here: Context, caller: Caller) -> Response:
+async def _early_content(
+    batch_id: str, is_output: bool, request: Request, context: Context, caller: Caller
+) -> Response:
     """Serve the batch's results so far, or its result file once it is finished."""
-    async with here.database.read() as session:
+    async with context.database.read() as session:
         batch = await find_batch(session, caller, batch_id)
     looks = batch.status == BatchStatus.IN_PROGRESS and batch.output_order == OutputOrder.ANY
-    sizes = await _readable(here, batch_id, looks)
-    async with here.database.read() as session:  # read after the sizes, which are deleted when the batch ends
+    sizes = await _readable(context, batch_id, looks)
+    async with context.database.read() as session:  # read after the sizes, which are deleted when the batch ends
         batch = await find_batch(session, caller, batch_id)
     if batch.status not in LIVE:
         file_id = batch.output_file_id if is_output else batch.error_file_id
         if file_id is not None:
-            return _whole(await find_file(here, caller, file_id), request, here)
+            return _whole(await find_file(context, caller, file_id), request, context)
     elif batch.output_order == OutputOrder.INPUT:
         message = f"The results of {batch_id} come in input order, so they are readable only once it is finished."
         raise BadRequest(message, code="batch_not_ended", param="id")
@@ -70,39 +72,39 @@ async def _early_content(batch_id: str, is_output: bool, request: Request, here:
         GROWING: "yes" if batch.status in LIVE else "no",
     }
     span = _Span.of(request.headers.get("range"), size, headers)
-    return _answer(_growing(here, batch_id, sizes, is_output, span), span, "*", headers)
+    return _answer(_growing(context, batch_id, sizes, is_output, span), span, "*", headers)
 
 
-async def answered_so_far(here: Context, batch_id: str, is_output: bool) -> AsyncIterator[bytes]:
+async def answered_so_far(context: Context, batch_id: str, is_output: bool) -> AsyncIterator[bytes]:
     """Stream the output or error lines of an unfinished batch whose output may come in any order."""
-    sizes = await _readable(here, batch_id, True)
+    sizes = await _readable(context, batch_id, True)
     span = _Span(0, sum(each.of(is_output) for each in sizes), False)
-    async for part in _growing(here, batch_id, sizes, is_output, span):
+    async for part in _growing(context, batch_id, sizes, is_output, span):
         yield part
 
 
-async def _readable(here: Context, batch_id: str, looks_for_more: bool) -> list[Size]:
+async def _readable(context: Context, batch_id: str, looks_for_more: bool) -> list[Size]:
     if looks_for_more:
         with suppress(FileNotFoundError):  # the batch has just ended, and its segments are gone
-            await here.early.refresh(batch_id)
-    async with here.database.read() as session:
+            await context.early.refresh(batch_id)
+    async with context.database.read() as session:
         return await run_sizes(session, batch_id)
 
 
 async def _growing(
-    here: Context, batch_id: str, sizes: list[Size], is_output: bool, span: "_Span"
+    context: Context, batch_id: str, sizes: list[Size], is_output: bool, span: "_Span"
 ) -> AsyncIterator[bytes]:
     """Stream early results; if the batch ends during the read, stream the rest from its result file."""
     sent = 0
     try:
-        async for part in here.early.stream(batch_id, sizes, is_output, span.start, span.end):
+        async for part in context.early.stream(batch_id, sizes, is_output, span.start, span.end):
             yield part
             sent += len(part)
     except FileNotFoundError:
-        async with here.database.read() as session:
+        async with context.database.read() as session:
             batch = (await session.scalars(select(Batch).where(Batch.id == batch_id))).one()
         file_id = (batch.output_file_id if is_output else batch.error_file_id) or ""
-        async for part in here.storage.stream(file_key(file_id), span.start + sent, span.end):
+        async for part in context.storage.stream(file_key(file_id), span.start + sent, span.end):
             yield part
 
 

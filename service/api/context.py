@@ -8,7 +8,7 @@ from fastapi import Depends, Request
 from redis.asyncio import Redis
 
 from service.db.sessions import Database
-from service.estimates.serving import Outlook
+from service.estimates.serving import ServingCache
 from service.objects.early_results import EarlyResults
 from service.objects.storage import Storage
 from service.queue.bell import Bell
@@ -26,7 +26,7 @@ class Context:
     clock: Callable[[], float]
     early: EarlyResults
     progress: Progress
-    outlook: Outlook
+    serving_cache: ServingCache
     bell: Bell
     seal: Seal
 
@@ -39,4 +39,4 @@ def _context(request: Request) -> Context:
     return cast(Context, request.app.state.context)
 
 
-Here = Annotated[Context, Depends(_context)]
+InContext = Annotated[Context, Depends(_context)]

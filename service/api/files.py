@@ -10,7 +10,7 @@ from starlette.requests import ClientDisconnect
 from service import ids
 from service.api.bodies import ObjectId
 from service.api.caller import CalledBy
-from service.api.context import Context, Here
+from service.api.context import Context, InContext
 from service.api.multipart import Form, FormReader, form_body
 from service.api.pages import Order, page_rows
 from service.api.plain_text import PlainText, Sink
@@ -39,57 +39,57 @@ _FORM = form_body(
 
 
 @router.post("", openapi_extra=_FORM)
-async def create_file(request: Request, here: Here, caller: CalledBy) -> FileObject:
+async def create_file(request: Request, context: InContext, caller: CalledBy) -> FileObject:
     """Upload a JSONL file of requests."""
-    limit = here.settings.max_file_bytes
+    limit = context.settings.max_file_bytes
     length = request.headers.get("content-length", "")
     announced = max(int(length) - FORM_OVERHEAD_BYTES, 0) if re.fullmatch(r"[0-9]{1,18}", length) else 0
     if announced > limit:
         raise PayloadTooLarge(f"The file is larger than {limit} bytes.", code="file_too_large", param="file")
-    check_room(here, announced)
-    async with here.database.read() as session:  # so that it is not refused only after all of it has arrived
+    check_room(context, announced)
+    async with context.database.read() as session:  # so that it is not refused only after all of it has arrived
         await check_bytes(session, caller.project, announced)
         left = await room_for_bytes(session, caller.project)
     reader = FormReader(request.headers.get("content-type", ""), limit if left is None else min(limit, left))
     file_id = ids.file_id()
     try:
-        async with here.storage.writer(file_key(file_id)) as writer:
-            text = PlainText(watched(here, writer.write), limit)
+        async with context.storage.writer(file_key(file_id)) as writer:
+            text = PlainText(watched(context, writer.write), limit)
             form = await reader.read(request.stream(), text.write)
             await text.end()
             form.size_bytes = text.size_bytes
-            file = _file_row(file_id, caller, form, int(here.clock()))
+            file = _file_row(file_id, caller, form, int(context.clock()))
     except ClientDisconnect as error:
         raise BadRequest("The upload was cut off.") from error
     except PayloadTooLarge:
-        async with here.database.read() as session:
+        async with context.database.read() as session:
             await check_bytes(session, caller.project, reader.form.size_bytes)  # the quota may be the reason
         raise
     try:
-        async with here.database.write() as session:
+        async with context.database.write() as session:
             await check_bytes(session, await hold(session, caller.project.id), file.size_bytes)
             session.add(file)
-            audit.note(session, caller, "file.create", file.id, here.clock())
+            audit.note(session, caller, "file.create", file.id, context.clock())
     except ApiError:
-        await here.storage.delete(file_key(file_id))
+        await context.storage.delete(file_key(file_id))
         raise
     return FileObject.of(file)
 
 
-def check_room(here: Context, more: int) -> None:
+def check_room(context: Context, more: int) -> None:
     """Raise StorageFull if the disk has no room for `more` bytes on top of its reserve."""
     try:
-        here.storage.check_room(more)
+        context.storage.check_room(more)
     except NoRoom as error:
-        room = here.storage.room
+        room = context.storage.room
         raise StorageFull(*(room or (0, 0))) from error
 
 
-def watched(here: Context, write: Sink) -> Sink:
+def watched(context: Context, write: Sink) -> Sink:
     """Wrap `write` for an upload, so that it raises StorageFull when the disk has no more room."""
 
     async def write_on(data: bytes) -> object:
-        check_room(here, len(data))
+        check_room(context, len(data))
         return await write(data)
 
     return write_on
@@ -125,7 +125,7 @@ def _file_row(file_id: str, caller: Caller, form: Form, now: int) -> File:
 
 @router.get("")
 async def list_files(
-    here: Here,
+    context: InContext,
     caller: CalledBy,
     after: ObjectId | None = None,
     limit: Annotated[int, Query(ge=1, le=10000)] = 10000,
@@ -135,20 +135,20 @@ async def list_files(
     query = select(File).where(File.deleted_at.is_(None))
     if purpose is not None:
         query = query.where(File.purpose == purpose)
-    async with here.database.read() as session:
+    async with context.database.read() as session:
         rows = await page_rows(session, File, query, caller.project.id, after=after, limit=limit, order=order)
     return Page[FileObject].of([FileObject.of(row) for row in rows], limit)
 
 
 @router.get("/{file_id}")
-async def get_file(file_id: ObjectId, here: Here, caller: CalledBy) -> FileObject:
-    return FileObject.of(await find_file(here, caller, file_id))
+async def get_file(file_id: ObjectId, context: InContext, caller: CalledBy) -> FileObject:
+    return FileObject.of(await find_file(context, caller, file_id))
 
 
 @router.delete("/{file_id}")
-async def delete_file(file_id: ObjectId, here: Here, caller: CalledBy) -> FileDeleted:
-    file = await find_file(here, caller, file_id)
-    async with here.database.write() as session:
+async def delete_file(file_id: ObjectId, context: InContext, caller: CalledBy) -> FileDeleted:
+    file = await find_file(context, caller, file_id)
+    async with context.database.write() as session:
         await hold(session, caller.project.id)  # so that no new batch starts to use the file
         using = (
             await session.scalars(
@@ -158,16 +158,16 @@ async def delete_file(file_id: ObjectId, here: Here, caller: CalledBy) -> FileDe
         if using is not None:
             message = f"The file is the input of {using}, which is not finished. Cancel that batch first."
             raise BadRequest(message, code="file_in_use", param="file_id")
-        await session.execute(update(File).where(File.id == file.id).values(deleted_at=int(here.clock())))
-        audit.note(session, caller, "file.delete", file.id, here.clock())
-    await here.storage.delete(file_key(file.id))
+        await session.execute(update(File).where(File.id == file.id).values(deleted_at=int(context.clock())))
+        audit.note(session, caller, "file.delete", file.id, context.clock())
+    await context.storage.delete(file_key(file.id))
     return FileDeleted(id=file.id)
 
 
-async def find_file(here: Context, caller: Caller, file_id: str) -> File:
+async def find_file(context: Context, caller: Caller, file_id: str) -> File:
     """Return the caller's file with this id. Raises NotFound."""
     mine = (File.id == file_id) & (File.project_id == caller.project.id) & File.deleted_at.is_(None)
-    async with here.database.read() as session:
+    async with context.database.read() as session:
         file = (await session.scalars(select(File).where(mine))).one_or_none()
     if file is None:
         raise NotFound(f"No such File object: {file_id}", param="id")

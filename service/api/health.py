@@ -8,7 +8,7 @@ import structlog
 from fastapi import APIRouter
 from pydantic import BaseModel
 
-from service.api.context import Here
+from service.api.context import InContext
 from service.errors import Unavailable
 from service.queue.progress import STALLED_S
 
@@ -37,13 +37,13 @@ async def healthz() -> Health:
 
 
 @router.get("/readyz")
-async def readyz(here: Here) -> Readiness:
+async def readyz(context: InContext) -> Readiness:
     """Report whether the service is ready; if a part does not respond, return 503 with its name."""
     checks = {
-        "database": here.database.check(),
-        "redis": cast(Awaitable[object], here.redis.ping()),
-        "storage": here.storage.check(),
-        "workers": here.heartbeat.everyone(),
+        "database": context.database.check(),
+        "redis": cast(Awaitable[object], context.redis.ping()),
+        "storage": context.storage.check(),
+        "workers": context.heartbeat.everyone(),
     }
     results: list[object] = await asyncio.gather(
         *(asyncio.wait_for(check, CHECK_S) for check in checks.values()), return_exceptions=True
@@ -55,7 +55,7 @@ async def readyz(here: Here) -> Readiness:
     alive, starting = cast(tuple[list[dict[str, Any]], list[object]], results[-1])
     ages = [float(state.get("step_age_s", 0.0)) for state in alive]
     stalled = sum(age > STALLED_S for age in ages)
-    room = here.storage.room
+    room = context.storage.room
     return Readiness(
         status="storage_full" if room and room.is_short else "ready",
         workers=len(alive),

@@ -8,7 +8,7 @@ from prometheus_client.core import CollectorRegistry, Metric
 from prometheus_client.registry import Collector
 
 from service.api.caller import CalledByMonitor
-from service.api.context import Here
+from service.api.context import InContext
 from service.metrics.queue import queue_metrics, room_metrics
 
 router = APIRouter(tags=["health"])
@@ -23,14 +23,14 @@ class _Given(Collector):
 
 
 @router.get("/metrics", response_class=Response)
-async def metrics(here: Here, _caller: CalledByMonitor) -> Response:
+async def metrics(context: InContext, _caller: CalledByMonitor) -> Response:
     """Return metrics in Prometheus' text format.
 
     If the API requires keys, send one with the role monitor or operator as the bearer token.
     """
     registry = CollectorRegistry()
-    families = await queue_metrics(here.database, here.heartbeat, here.clock())
-    if room := here.storage.room:
+    families = await queue_metrics(context.database, context.heartbeat, context.clock())
+    if room := context.storage.room:
         families += room_metrics(room)
     registry.register(_Given(families))
     return Response(generate_latest(REGISTRY) + generate_latest(registry), media_type=CONTENT_TYPE_LATEST)

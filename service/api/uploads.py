@@ -11,7 +11,7 @@ from starlette.requests import ClientDisconnect
 from service import ids
 from service.api.bodies import CompleteUpload, CreateUpload, ObjectId
 from service.api.caller import CalledBy
-from service.api.context import Context, Here
+from service.api.context import Context, InContext
 from service.api.files import check_room, watched
 from service.api.multipart import FormReader, form_body
 from service.api.plain_text import PlainText
@@ -33,13 +33,13 @@ router = APIRouter(prefix="/v1/uploads", tags=["uploads"])
 
 
 @router.post("")
-async def create_upload(body: CreateUpload, here: Here, caller: CalledBy) -> UploadObject:
+async def create_upload(body: CreateUpload, context: InContext, caller: CalledBy) -> UploadObject:
     """Start an upload. All its parts and its completion must arrive within one hour."""
-    if body.bytes > here.settings.max_file_bytes:
-        message = f"A file can have at most {here.settings.max_file_bytes} bytes."
+    if body.bytes > context.settings.max_file_bytes:
+        message = f"A file can have at most {context.settings.max_file_bytes} bytes."
         raise PayloadTooLarge(message, code="file_too_large", param="bytes")
-    check_room(here, body.bytes)
-    now = int(here.clock())
+    check_room(context, body.bytes)
+    now = int(context.clock())
     upload = Upload(
         id=ids.upload_id(),
         project_id=caller.project.id,
@@ -51,7 +51,7 @@ async def create_upload(body: CreateUpload, here: Here, caller: CalledBy) -> Upl
         created_at=now,
         expires_at=now + UPLOAD_S,
     )
-    async with here.database.write() as session:
+    async with context.database.write() as session:
         await check_bytes(session, await hold(session, caller.project.id), body.bytes)
         session.add(upload)
         audit.note(session, caller, "upload.create", upload.id, now)
@@ -59,12 +59,12 @@ async def create_upload(body: CreateUpload, here: Here, caller: CalledBy) -> Upl
 
 
 @router.post("/{upload_id}/parts", openapi_extra=form_body(["data"], {"data": {"type": "string", "format": "binary"}}))
-async def create_part(upload_id: ObjectId, request: Request, here: Here, caller: CalledBy) -> UploadPartObject:
+async def create_part(upload_id: ObjectId, request: Request, context: InContext, caller: CalledBy) -> UploadPartObject:
     """Add a part of at most 64 MiB. The order of the parts is the order in which the complete call lists them."""
-    upload, _ = await _find(here, caller, upload_id)
-    _check_pending(upload, here.clock())
-    check_room(here, 0)
-    async with here.database.read() as session:
+    upload, _ = await _find(context, caller, upload_id)
+    _check_pending(upload, context.clock())
+    check_room(context, 0)
+    async with context.database.read() as session:
         sent = select(func.coalesce(func.sum(UploadPart.size_bytes), 0)).where(UploadPart.upload_id == upload_id)
         before = int((await session.execute(sent)).scalar_one())
     left = max(0, MAX_PARTS_RATIO * upload.size_bytes - before)
@@ -72,8 +72,8 @@ async def create_part(upload_id: ObjectId, request: Request, here: Here, caller:
     part_id = ids.part_id()
     key = part_key(upload_id, part_id)
     try:
-        async with here.storage.writer(key) as writer:
-            form = await reader.read(request.stream(), watched(here, writer.write))
+        async with context.storage.writer(key) as writer:
+            form = await reader.read(request.stream(), watched(context, writer.write))
             if form.filename is None:
                 raise BadRequest("The form has no part named 'data'.", code="missing_required_parameter", param="data")
             if not form.size_bytes:
@@ -84,10 +84,10 @@ async def create_part(upload_id: ObjectId, request: Request, here: Here, caller:
         if reader.form.size_bytes <= PART_BYTES:
             raise _too_many(before + reader.form.size_bytes, MAX_PARTS_RATIO * upload.size_bytes) from None
         raise
-    now = int(here.clock())
+    now = int(context.clock())
     part = UploadPart(id=part_id, upload_id=upload_id, size_bytes=form.size_bytes, created_at=now)
     try:
-        async with here.database.write() as session:
+        async with context.database.write() as session:
             # Locked, so that parts that arrive at the same time are all counted.
             held = select(Upload).where(Upload.id == upload_id).with_for_update()
             _check_pending((await session.scalars(held)).one(), now)
@@ -99,20 +99,22 @@ async def create_part(upload_id: ObjectId, request: Request, here: Here, caller:
                 raise _too_many(before + form.size_bytes, MAX_PARTS_RATIO * upload.size_bytes)
             session.add(part)
     except ApiError:
-        await here.storage.delete(key)
+        await context.storage.delete(key)
         raise
     return UploadPartObject(id=part.id, created_at=now, upload_id=upload_id)
 
 
 @router.post("/{upload_id}/complete")
-async def complete_upload(upload_id: ObjectId, body: CompleteUpload, here: Here, caller: CalledBy) -> UploadObject:
+async def complete_upload(
+    upload_id: ObjectId, body: CompleteUpload, context: InContext, caller: CalledBy
+) -> UploadObject:
     """Join the listed parts into a file. Completing again, for example after a lost response, returns the same file."""
-    upload, file = await _find(here, caller, upload_id)
+    upload, file = await _find(context, caller, upload_id)
     if upload.status == UploadStatus.COMPLETED:
         return UploadObject.of(upload, file)
-    _check_pending(upload, here.clock())
-    await _check_parts(here, upload, body.part_ids)
-    now = int(here.clock())
+    _check_pending(upload, context.clock())
+    await _check_parts(context, upload, body.part_ids)
+    now = int(context.clock())
     file = File(
         id=ids.file_id(),
         project_id=upload.project_id,
@@ -122,20 +124,20 @@ async def complete_upload(upload_id: ObjectId, body: CompleteUpload, here: Here,
         created_at=now,
         expires_at=now + upload.keep_s,
     )
-    check_room(here, upload.size_bytes)
-    async with here.database.read() as session:
+    check_room(context, upload.size_bytes)
+    async with context.database.read() as session:
         room = await room_for_bytes(session, caller.project)
-    limit = here.settings.max_file_bytes
+    limit = context.settings.max_file_bytes
     most = limit if room is None else min(limit, room + upload.size_bytes)
     try:
-        file.size_bytes = await _join(here, upload, body, file_key(file.id), most)
+        file.size_bytes = await _join(context, upload, body, file_key(file.id), most)
     except FileNotFoundError as error:  # another call has just completed or cancelled it
-        upload, stored = await _find(here, caller, upload_id)
+        upload, stored = await _find(context, caller, upload_id)
         if upload.status == UploadStatus.COMPLETED:
             return UploadObject.of(upload, stored)
         raise BadRequest("The upload is no longer pending.", code="upload_not_pending") from error
     try:
-        async with here.database.write() as session:
+        async with context.database.write() as session:
             project = await hold(session, upload.project_id)
             won = await _move(session, caller, upload_id, UploadStatus.COMPLETED, file_id=file.id)
             if won:
@@ -143,34 +145,34 @@ async def complete_upload(upload_id: ObjectId, body: CompleteUpload, here: Here,
                 session.add(file)
                 audit.note(session, caller, "upload.complete", upload_id, now)
     except ApiError:
-        await here.storage.delete(file_key(file.id))
+        await context.storage.delete(file_key(file.id))
         raise
     if not won:  # another call was faster, or the upload has just ended
-        await here.storage.delete(file_key(file.id))
-    upload, stored = await _find(here, caller, upload_id)
+        await context.storage.delete(file_key(file.id))
+    upload, stored = await _find(context, caller, upload_id)
     if upload.status != UploadStatus.COMPLETED:
-        _check_pending(upload, here.clock())
-    await here.storage.delete_all(upload_folder(upload_id))
+        _check_pending(upload, context.clock())
+    await context.storage.delete_all(upload_folder(upload_id))
     return UploadObject.of(upload, stored)
 
 
 @router.post("/{upload_id}/cancel")
-async def cancel_upload(upload_id: ObjectId, here: Here, caller: CalledBy) -> UploadObject:
+async def cancel_upload(upload_id: ObjectId, context: InContext, caller: CalledBy) -> UploadObject:
     """Cancel the upload. Repeating the call is harmless."""
-    async with here.database.write() as session:
+    async with context.database.write() as session:
         if await _move(session, caller, upload_id, UploadStatus.CANCELLED):
-            audit.note(session, caller, "upload.cancel", upload_id, here.clock())
-    upload, file = await _find(here, caller, upload_id)
+            audit.note(session, caller, "upload.cancel", upload_id, context.clock())
+    upload, file = await _find(context, caller, upload_id)
     if upload.status != UploadStatus.CANCELLED:
-        _check_pending(upload, here.clock())
-    await here.storage.delete_all(upload_folder(upload_id))
+        _check_pending(upload, context.clock())
+    await context.storage.delete_all(upload_folder(upload_id))
     return UploadObject.of(upload, file)
 
 
-async def _find(here: Context, caller: Caller, upload_id: str) -> tuple[Upload, File | None]:
+async def _find(context: Context, caller: Caller, upload_id: str) -> tuple[Upload, File | None]:
     """Return the caller's upload, and its file once it is complete. Raises NotFound."""
     mine = (Upload.id == upload_id) & (Upload.project_id == caller.project.id)
-    async with here.database.read() as session:
+    async with context.database.read() as session:
         found = (
             await session.execute(select(Upload, File).outerjoin(File, File.id == Upload.file_id).where(mine))
         ).one_or_none()
@@ -187,9 +189,9 @@ def _check_pending(upload: Upload, now: float) -> None:
         raise BadRequest("The upload has expired; create a new one.", code="upload_expired", param="upload_id")
 
 
-async def _check_parts(here: Context, upload: Upload, part_ids: Sequence[str]) -> None:
+async def _check_parts(context: Context, upload: Upload, part_ids: Sequence[str]) -> None:
     """Raise BadRequest unless these are parts of the upload, each listed once, and their sizes add up to its size."""
-    async with here.database.read() as session:
+    async with context.database.read() as session:
         rows = await session.execute(
             select(UploadPart.id, UploadPart.size_bytes).where(UploadPart.upload_id == upload.id)
         )
@@ -210,16 +212,16 @@ def _too_many(found: int, most: int) -> BadRequest:
     return BadRequest(message, code="too_many_bytes", param="data")
 
 
-async def _join(here: Context, upload: Upload, body: CompleteUpload, key: str, most: int) -> int:
+async def _join(context: Context, upload: Upload, body: CompleteUpload, key: str, most: int) -> int:
     """Join the parts into the file's object, of at most `most` bytes, and return its size.
 
     Raises BadRequest if the MD5 differs, FileNotFoundError if a part is gone.
     """
     digest = hashlib.md5(usedforsecurity=False)
-    async with here.storage.writer(key) as writer:
-        text = PlainText(watched(here, writer.write), most)
+    async with context.storage.writer(key) as writer:
+        text = PlainText(watched(context, writer.write), most)
         for part_id in body.part_ids:
-            async for chunk in here.storage.stream(part_key(upload.id, part_id)):
+            async for chunk in context.storage.stream(part_key(upload.id, part_id)):
                 digest.update(chunk)
                 await text.write(chunk)
         await text.end()

@@ -7,10 +7,10 @@ from sqlalchemy import func, select, true, update
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from service import ids
-from service.api.again import TriedAgain
 from service.api.bodies import CreateWebhook, ObjectId, RotateSecret, TestWebhook, UpdateWebhook
 from service.api.caller import CalledBy, CalledByAdmin
-from service.api.context import Context, Here
+from service.api.context import Context, InContext
+from service.api.idempotency import TriedAgain
 from service.api.pages import page_rows
 from service.api.shapes import Page
 from service.api.webhook_shapes import EventTypes, WebhookDeleted, WebhookObject, WebhookTested, WebhookWithSecret
@@ -38,21 +38,21 @@ async def list_event_types(_caller: CalledBy) -> EventTypes:
 
 
 @router.post("/webhook_endpoints")
-async def create_webhook(body: CreateWebhook, here: Here, caller: CalledByAdmin) -> WebhookWithSecret:
+async def create_webhook(body: CreateWebhook, context: InContext, caller: CalledByAdmin) -> WebhookWithSecret:
     """Create a webhook endpoint. The response has its signing secret, shown only here and on rotation."""
-    _check_url(body.url, here.settings.webhook_private)
-    now, secret = int(here.clock()), new_secret()
+    _check_url(body.url, context.settings.webhook_private)
+    now, secret = int(context.clock()), new_secret()
     endpoint = WebhookEndpoint(
         id=ids.webhook_id(),
         project_id=caller.project.id,
         name=body.name,
         url=body.url,
         event_types=list(body.event_types),
-        secret=_sealed(here, secret),
+        secret=_sealed(context, secret),
         created_at=now,
         updated_at=now,
     )
-    async with here.database.write() as session:
+    async with context.database.write() as session:
         await hold(session, caller.project.id)  # so that of two concurrent creates, one counts the other
         mine = (WebhookEndpoint.project_id == caller.project.id) & WebhookEndpoint.deleted_at.is_(None)
         count = select(func.count()).select_from(WebhookEndpoint).where(mine)
@@ -61,60 +61,65 @@ async def create_webhook(body: CreateWebhook, here: Here, caller: CalledByAdmin)
             raise BadRequest(message, code="too_many_endpoints")
         session.add(endpoint)
         audit.note(session, caller, "webhook.create", endpoint.id, now)
-    return WebhookWithSecret.made(endpoint, here.seal, secret)
+    return WebhookWithSecret.made(endpoint, context.seal, secret)
 
 
 @router.get("/webhook_endpoints")
 async def list_webhooks(
-    here: Here, caller: CalledByAdmin, after: ObjectId | None = None, limit: Annotated[int, Query(ge=1, le=100)] = 20
+    context: InContext,
+    caller: CalledByAdmin,
+    after: ObjectId | None = None,
+    limit: Annotated[int, Query(ge=1, le=100)] = 20,
 ) -> Page[WebhookObject]:
     query = select(WebhookEndpoint).where(WebhookEndpoint.deleted_at.is_(None))
-    async with here.database.read() as session:
+    async with context.database.read() as session:
         rows = await page_rows(session, WebhookEndpoint, query, caller.project.id, after=after, limit=limit)
-    return Page[WebhookObject].of([WebhookObject.of(row, here.seal) for row in rows], limit)
+    return Page[WebhookObject].of([WebhookObject.of(row, context.seal) for row in rows], limit)
 
 
 @router.get("/webhook_endpoints/{webhook_id}")
-async def get_webhook(webhook_id: ObjectId, here: Here, caller: CalledByAdmin) -> WebhookObject:
-    async with here.database.read() as session:
-        return WebhookObject.of(await _find(session, caller, webhook_id), here.seal)
+async def get_webhook(webhook_id: ObjectId, context: InContext, caller: CalledByAdmin) -> WebhookObject:
+    async with context.database.read() as session:
+        return WebhookObject.of(await _find(session, caller, webhook_id), context.seal)
 
 
 @router.post("/webhook_endpoints/{webhook_id}")
-async def update_webhook(webhook_id: ObjectId, body: UpdateWebhook, here: Here, caller: CalledByAdmin) -> WebhookObject:
+async def update_webhook(
+    webhook_id: ObjectId, body: UpdateWebhook, context: InContext, caller: CalledByAdmin
+) -> WebhookObject:
     if body.url is not None:
-        _check_url(body.url, here.settings.webhook_private)
-    async with here.database.write() as session:
+        _check_url(body.url, context.settings.webhook_private)
+    async with context.database.write() as session:
         endpoint = await _find(session, caller, webhook_id)
         changes = body.model_dump(exclude_none=True)
         if any(getattr(endpoint, key) != value for key, value in changes.items()):
-            await _change(session, endpoint, updated_at=int(here.clock()), **changes)
-            audit.note(session, caller, "webhook.update", webhook_id, here.clock())
-        return WebhookObject.of(endpoint, here.seal)
+            await _change(session, endpoint, updated_at=int(context.clock()), **changes)
+            audit.note(session, caller, "webhook.update", webhook_id, context.clock())
+        return WebhookObject.of(endpoint, context.seal)
 
 
 @router.delete("/webhook_endpoints/{webhook_id}")
-async def delete_webhook(webhook_id: ObjectId, here: Here, caller: CalledByAdmin) -> WebhookDeleted:
+async def delete_webhook(webhook_id: ObjectId, context: InContext, caller: CalledByAdmin) -> WebhookDeleted:
     """Delete a webhook endpoint. Events that are not delivered yet are dropped."""
-    async with here.database.write() as session:
+    async with context.database.write() as session:
         endpoint = await _find(session, caller, webhook_id)
-        await _change(session, endpoint, deleted_at=int(here.clock()))
+        await _change(session, endpoint, deleted_at=int(context.clock()))
         await session.execute(
             update(WebhookDelivery).where(WebhookDelivery.endpoint_id == webhook_id).values(next_at=None)
         )
-        audit.note(session, caller, "webhook.delete", webhook_id, here.clock())
+        audit.note(session, caller, "webhook.delete", webhook_id, context.clock())
     return WebhookDeleted(id=webhook_id)
 
 
 @router.post("/webhook_endpoints/{webhook_id}/rotate_secret")
 async def rotate_secret(
-    webhook_id: ObjectId, here: Here, caller: CalledByAdmin, again: TriedAgain, body: RotateSecret | None = None
+    webhook_id: ObjectId, context: InContext, caller: CalledByAdmin, again: TriedAgain, body: RotateSecret | None = None
 ) -> WebhookWithSecret:
     """Create a new signing secret. On request, the old one also keeps signing for 24 hours."""
     keep = body is not None and body.keep_old_secret_active_for_24_hours
-    async with here.database.write() as session:
+    async with context.database.write() as session:
         endpoint = await _find(session, caller, webhook_id)
-        now, secret = int(here.clock()), new_secret()
+        now, secret = int(context.clock()), new_secret()
         # If an earlier attempt's response was lost, its secret was never seen, so the one before it must stay active.
         before = endpoint.old_secret if again.is_retry and (endpoint.old_secret_until or 0) > now else endpoint.secret
         await _change(
@@ -122,18 +127,20 @@ async def rotate_secret(
             endpoint,
             old_secret=before if keep else None,
             old_secret_until=now + DAY_S if keep else None,
-            secret=_sealed(here, secret),
+            secret=_sealed(context, secret),
             updated_at=now,
         )
         audit.note(session, caller, "webhook.rotate_secret", webhook_id, now)
-        return WebhookWithSecret.made(endpoint, here.seal, secret)
+        return WebhookWithSecret.made(endpoint, context.seal, secret)
 
 
 @router.post("/webhook_endpoints/{webhook_id}/test")
-async def test_webhook(webhook_id: ObjectId, body: TestWebhook, here: Here, caller: CalledByAdmin) -> WebhookTested:
+async def test_webhook(
+    webhook_id: ObjectId, body: TestWebhook, context: InContext, caller: CalledByAdmin
+) -> WebhookTested:
     """Deliver an event for a nonexistent batch right away. `status_code` is the status that the receiver returned."""
-    now = here.clock()
-    async with here.database.write() as session:
+    now = context.clock()
+    async with context.database.write() as session:
         endpoint = await _find(session, caller, webhook_id)
         free = (WebhookEndpoint.id == webhook_id) & func.coalesce(WebhookEndpoint.busy_until <= now, true())
         claim = update(WebhookEndpoint).where(free).values(busy_until=now + CLAIM_S)
@@ -143,22 +150,22 @@ async def test_webhook(webhook_id: ObjectId, body: TestWebhook, here: Here, call
     sample = WebhookDelivery(id=ids.event_id(), type=body.event_type, batch_id="batch_test", created_at=int(now))
     content = event_body(sample)
     try:
-        headers = signed_headers(sample.id, now, content, active_secrets(endpoint, here.seal, now))
-        status = await deliver(endpoint.url, content, headers, Reach(here.settings.webhook_private))
+        headers = signed_headers(sample.id, now, content, active_secrets(endpoint, context.seal, now))
+        status = await deliver(endpoint.url, content, headers, Reach(context.settings.webhook_private))
     except NoKey as error:
         raise BadRequest(f"{error}.", code="webhooks_not_configured") from error
     except Unreachable as error:
         raise BadRequest(f"The URL cannot be reached: {error}.", code="webhook_unreachable", param="url") from error
     finally:
-        async with here.database.write() as session:
+        async with context.database.write() as session:
             over = update(WebhookEndpoint).where(WebhookEndpoint.id == webhook_id).values(busy_until=None)
             await session.execute(over)
     return WebhookTested(event_type=body.event_type, status_code=status, webhook_endpoint_id=webhook_id)
 
 
-def _sealed(here: Context, secret: str) -> str:
+def _sealed(context: Context, secret: str) -> str:
     try:
-        return here.seal.close(secret)
+        return context.seal.close(secret)
     except NoKey as error:
         raise BadRequest(f"Webhooks are not set up: {error}.", code="webhooks_not_configured") from error
 

@@ -10,7 +10,7 @@ from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from service.api.caller import CalledByMonitor, CalledByOperator
-from service.api.context import Context, Here
+from service.api.context import Context, InContext
 from service.api.shapes import Page
 from service.api.worker_shapes import WorkerObject, WorkerResumed
 from service.db.moves import rows_changed
@@ -25,54 +25,54 @@ router = APIRouter(prefix="/v1/workers", tags=["workers"])
 
 
 @router.get("")
-async def list_workers(here: Here, _caller: CalledByMonitor) -> Page[WorkerObject]:
+async def list_workers(context: InContext, _caller: CalledByMonitor) -> Page[WorkerObject]:
     """List the workers that are alive or starting."""
-    found = await alive_workers(here)
+    found = await alive_workers(context)
     return Page[WorkerObject].of(found, len(found))
 
 
 @router.post("/{name:path}/drain")
-async def drain_worker(name: WorkerName, here: Here, caller: CalledByOperator) -> WorkerObject:
+async def drain_worker(name: WorkerName, context: InContext, caller: CalledByOperator) -> WorkerObject:
     """Drain a worker: it finishes the slices it has and takes no new ones, even after a restart under the same name."""
-    worker = await _find(here, name)
-    async with here.database.write() as session:
+    worker = await _find(context, name)
+    async with context.database.write() as session:
         insert = postgresql.insert if session.get_bind().dialect.name == "postgresql" else sqlite.insert
-        row = insert(DrainedWorker).values(name=name, since=int(here.clock()))
+        row = insert(DrainedWorker).values(name=name, since=int(context.clock()))
         await session.execute(row.on_conflict_do_nothing())
-        _note(session, caller, "worker.drain", name, here)
+        _note(session, caller, "worker.drain", name, context)
     return worker.model_copy(update={"state": "draining"})
 
 
 @router.post("/{name:path}/resume")
-async def resume_worker(name: WorkerName, here: Here, caller: CalledByOperator) -> WorkerResumed:
+async def resume_worker(name: WorkerName, context: InContext, caller: CalledByOperator) -> WorkerResumed:
     """Let a drained worker take slices again. If it is not alive, the next one of its name does not start drained."""
-    alive = {worker.id: worker for worker in await alive_workers(here)}
-    async with here.database.write() as session:
+    alive = {worker.id: worker for worker in await alive_workers(context)}
+    async with context.database.write() as session:
         gone = rows_changed(await session.execute(delete(DrainedWorker).where(DrainedWorker.name == name)))
         if name not in alive and not gone:
             raise NotFound(f"No worker named {name!r} is alive or drained.", param="name")
-        _note(session, caller, "worker.resume", name, here)
+        _note(session, caller, "worker.resume", name, context)
     return WorkerResumed(id=name)
 
 
-async def alive_workers(here: Context) -> list[WorkerObject]:
+async def alive_workers(context: Context) -> list[WorkerObject]:
     """Return the workers by name, starting ones last. Raises Unavailable without Redis, the only record of them."""
     try:
-        states, starting = await here.heartbeat.everyone()
+        states, starting = await context.heartbeat.everyone()
     except (RedisError, OSError) as error:
         raise Unavailable("The workers are unknown while Redis is not responding.", code="redis_unavailable") from error
-    async with here.database.read() as session:
+    async with context.database.read() as session:
         drained = set(await session.scalars(select(DrainedWorker.name)))
     alive = [WorkerObject.of(state, state["name"] in drained) for state in states]
-    return [*alive, *(WorkerObject.of_starting(state, here.clock()) for state in starting)]
+    return [*alive, *(WorkerObject.of_starting(state, context.clock()) for state in starting)]
 
 
-async def _find(here: Context, name: str) -> WorkerObject:
-    for worker in await alive_workers(here):
+async def _find(context: Context, name: str) -> WorkerObject:
+    for worker in await alive_workers(context):
         if worker.id == name:
             return worker
     raise NotFound(f"No worker named {name!r} is alive.", param="name")
 
 
-def _note(session: AsyncSession, caller: Caller, action: str, name: str, here: Context) -> None:
-    audit.note(session, caller, action, name[:64], here.clock())
+def _note(session: AsyncSession, caller: Caller, action: str, name: str, context: Context) -> None:
+    audit.note(session, caller, action, name[:64], context.clock())

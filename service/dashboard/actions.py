@@ -7,9 +7,9 @@ from fastapi import APIRouter, Form, Query, Request, Response
 from fastapi.responses import RedirectResponse
 
 from service.api import batches, files, workers
-from service.api.again import Again
 from service.api.bodies import CreateBatch, CreateExtras, ObjectId
-from service.api.context import Here
+from service.api.context import InContext
+from service.api.idempotency import Again
 from service.dashboard.reach import as_owner
 from service.dashboard.render import page
 from service.dashboard.sessions import (
@@ -32,10 +32,10 @@ SHORT = 2048
 
 @router.get("/sign-in")
 async def sign_in_page(
-    request: Request, here: Here, back: Annotated[str, Query(max_length=SHORT)] = "/dashboard"
+    request: Request, context: InContext, back: Annotated[str, Query(max_length=SHORT)] = "/dashboard"
 ) -> Response:
     try:
-        await viewer_of(request, here)
+        await viewer_of(request, context)
     except SignInNeeded:
         return page(request, "sign_in.html", None, back=back, problem="")
     return _to(_own(back))
@@ -44,14 +44,14 @@ async def sign_in_page(
 @router.post("/sign-in")
 async def sign_in_form(
     request: Request,
-    here: Here,
+    context: InContext,
     key: Annotated[str, Form(max_length=256)],
     back: Annotated[str, Form(max_length=SHORT)] = "/dashboard",
     csrf: Annotated[str, Query(max_length=64)] = "",
 ) -> Response:
     check_form(request, browser_of(request), csrf)
-    async with here.database.write() as session:
-        token = await sign_in(session, key, int(here.clock()))
+    async with context.database.write() as session:
+        token = await sign_in(session, key, int(context.clock()))
     if token is None:
         problem = "This key is unknown, revoked or has expired. Create one with `batchweave keys create`."
         return page(request, "sign_in.html", None, status_code=401, back=_own(back), problem=problem)
@@ -61,16 +61,16 @@ async def sign_in_form(
 
 
 @router.post("/sign-out")
-async def sign_out_form(request: Request, here: Here, viewer: Changes) -> Response:
-    async with here.database.write() as session:
+async def sign_out_form(request: Request, context: InContext, viewer: Changes) -> Response:
+    async with context.database.write() as session:
         await sign_out(session, viewer.browser.token)
     return _to("/dashboard/sign-in")
 
 
 @router.post("/files")
-async def upload(request: Request, here: Here, viewer: Changes) -> Response:
+async def upload(request: Request, context: InContext, viewer: Changes) -> Response:
     try:
-        file = await files.create_file(request, here, viewer.caller)
+        file = await files.create_file(request, context, viewer.caller)
     except ApiError as error:
         return _to("/dashboard/new", problem=error.message)
     return _to("/dashboard/new", file=file.id)
@@ -78,7 +78,7 @@ async def upload(request: Request, here: Here, viewer: Changes) -> Response:
 
 @router.post("/batches")
 async def create(
-    here: Here,
+    context: InContext,
     viewer: Changes,
     file: Annotated[ObjectId, Form()],
     endpoint: Annotated[str, Form(max_length=64)],
@@ -89,45 +89,45 @@ async def create(
     wishes = CreateExtras(output_order=order, hold=hold)
     body = CreateBatch(input_file_id=file, endpoint=endpoint, completion_window=window, batchweave=wishes)
     try:
-        batch = await batches.create_batch(body, here, await as_owner(here, viewer, file), Again())
+        batch = await batches.create_batch(body, context, await as_owner(context, viewer, file), Again())
     except ApiError as error:
         return _to("/dashboard/new", file=file, problem=error.message)
     return _to(f"/dashboard/batches/{batch.id}")
 
 
 @router.post("/batches/{batch_id}/start")
-async def start(here: Here, viewer: Changes, batch_id: ObjectId) -> Response:
-    await batches.start_batch(batch_id, here, await as_owner(here, viewer, batch_id))
+async def start(context: InContext, viewer: Changes, batch_id: ObjectId) -> Response:
+    await batches.start_batch(batch_id, context, await as_owner(context, viewer, batch_id))
     return _to(f"/dashboard/batches/{batch_id}")
 
 
 @router.post("/batches/{batch_id}/cancel")
-async def cancel(here: Here, viewer: Changes, batch_id: ObjectId) -> Response:
-    await batches.cancel_batch(batch_id, here, await as_owner(here, viewer, batch_id))
+async def cancel(context: InContext, viewer: Changes, batch_id: ObjectId) -> Response:
+    await batches.cancel_batch(batch_id, context, await as_owner(context, viewer, batch_id))
     return _to(f"/dashboard/batches/{batch_id}")
 
 
 @router.post("/batches/{batch_id}/retry")
-async def retry(here: Here, viewer: Changes, batch_id: ObjectId) -> Response:
-    batch = await batches.retry_batch(batch_id, here, await as_owner(here, viewer, batch_id), Again())
+async def retry(context: InContext, viewer: Changes, batch_id: ObjectId) -> Response:
+    batch = await batches.retry_batch(batch_id, context, await as_owner(context, viewer, batch_id), Again())
     return _to(f"/dashboard/batches/{batch.id}")
 
 
 @router.post("/files/{file_id}/delete")
-async def delete(here: Here, viewer: Changes, file_id: ObjectId) -> Response:
-    await files.delete_file(file_id, here, await as_owner(here, viewer, file_id))
+async def delete(context: InContext, viewer: Changes, file_id: ObjectId) -> Response:
+    await files.delete_file(file_id, context, await as_owner(context, viewer, file_id))
     return _to("/dashboard/files")
 
 
 @router.post("/workers/{name:path}/drain")
-async def drain(here: Here, viewer: ChangesAsOperator, name: workers.WorkerName) -> Response:
-    await workers.drain_worker(name, here, viewer.caller)
+async def drain(context: InContext, viewer: ChangesAsOperator, name: workers.WorkerName) -> Response:
+    await workers.drain_worker(name, context, viewer.caller)
     return _to("/dashboard/workers")
 
 
 @router.post("/workers/{name:path}/resume")
-async def resume(here: Here, viewer: ChangesAsOperator, name: workers.WorkerName) -> Response:
-    await workers.resume_worker(name, here, viewer.caller)
+async def resume(context: InContext, viewer: ChangesAsOperator, name: workers.WorkerName) -> Response:
+    await workers.resume_worker(name, context, viewer.caller)
     return _to("/dashboard/workers")
 
 

@@ -52,7 +52,7 @@ class Found:
     all_searched: bool
 
 
-async def search(here: Context, batch: Batch, kind: str, text: str) -> Found:
+async def search(context: Context, batch: Batch, kind: str, text: str) -> Found:
     """Return the first lines of `kind` (output or errors) whose custom_id contains `text`."""
     lines: list[Line] = []
     cut_off = False
@@ -66,21 +66,21 @@ async def search(here: Context, batch: Batch, kind: str, text: str) -> Found:
                 lines.append(_line(parsed(raw) or {"custom_id": name}, kind == "output"))
         return cut_off or name is None
 
-    all_seen = await _look_through(batch, _results(here, batch, kind == "output"), look)
+    all_seen = await _look_through(batch, _results(context, batch, kind == "output"), look)
     return Found(lines, all_seen)
 
 
-async def request_of(here: Context, batch: Batch, custom_id: str) -> tuple[str | None, str | None]:
+async def request_of(context: Context, batch: Batch, custom_id: str) -> tuple[str | None, str | None]:
     """Return a request as it was sent and its answer, as indented JSON; None for either if not found within bounds."""
-    asked = await _one(batch, here.storage.stream(file_key(batch.input_file_id)), custom_id)
-    answer = await _one(batch, _results(here, batch, True), custom_id)
-    return asked, answer or await _one(batch, _results(here, batch, False), custom_id)
+    asked = await _one(batch, context.storage.stream(file_key(batch.input_file_id)), custom_id)
+    answer = await _one(batch, _results(context, batch, True), custom_id)
+    return asked, answer or await _one(batch, _results(context, batch, False), custom_id)
 
 
-async def first_url(here: Context, file: File) -> str | None:
+async def first_url(context: Context, file: File) -> str | None:
     """Return the `url` of the request on a file's first line; None if the line is too long or not a request."""
     with suppress(FileNotFoundError, msgspec.DecodeError, RecursionError):
-        head = await here.storage.read_range(file_key(file.id), 0, min(file.size_bytes, MOST_OF_FIRST))
+        head = await context.storage.read_range(file_key(file.id), 0, min(file.size_bytes, MOST_OF_FIRST))
         return _url.decode(head.lstrip().partition(b"\n")[0]).url
     return None
 
@@ -148,14 +148,14 @@ def _look_at(text: bytes, look: Callable[[bytes], bool]) -> bool:
     return any(look(line) for line in text.split(b"\n") if line and not line.isspace())
 
 
-async def _results(here: Context, batch: Batch, is_output: bool) -> AsyncIterator[bytes]:
+async def _results(context: Context, batch: Batch, is_output: bool) -> AsyncIterator[bytes]:
     """Yield the contents of the finished file, or the answers so far."""
     file_id = batch.output_file_id if is_output else batch.error_file_id
     if file_id is not None:
-        async for part in here.storage.stream(file_key(file_id)):
+        async for part in context.storage.stream(file_key(file_id)):
             yield part
     elif batch.status in LIVE and batch.output_order == OutputOrder.ANY:
-        async for part in answered_so_far(here, batch.id, is_output):
+        async for part in answered_so_far(context, batch.id, is_output):
             yield part
 
 

@@ -24,7 +24,7 @@ def project_seen(viewer: Viewer) -> str | None:
     return None if viewer.is_operator else viewer.caller.project.id
 
 
-async def as_owner(here: Context, viewer: Viewer, object_id: str) -> Caller:
+async def as_owner(context: Context, viewer: Viewer, object_id: str) -> Caller:
     """Return the caller to use for this batch or file: an operator acts as the project that owns it.
 
     The audit log names the operator's key.
@@ -35,6 +35,6 @@ async def as_owner(here: Context, viewer: Viewer, object_id: str) -> Caller:
     batch_id = early[0] if early else object_id
     owner = select(Batch.project_id).where(Batch.id == batch_id)
     owner = owner.union_all(select(File.project_id).where(File.id == object_id))
-    async with here.database.read() as session:
+    async with context.database.read() as session:
         project = (await session.scalars(select(Project).where(Project.id.in_(owner)))).one_or_none()
     return replace(viewer.caller, project=project) if project else viewer.caller

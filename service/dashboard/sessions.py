@@ -11,7 +11,7 @@ from sqlalchemy import delete, select
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from service.api.caller import check_local
-from service.api.context import Here
+from service.api.context import InContext
 from service.db.tables import ApiKey, DashboardSession, Project, Role
 from service.errors import Forbidden
 from service.tenants.keys import Caller, caller_of, local_caller
@@ -62,24 +62,24 @@ def browser_of(request: Request) -> Browser:
     return Browser(token or secrets.token_urlsafe(32), not token)
 
 
-async def viewer_of(request: Request, here: Here) -> Viewer:
+async def viewer_of(request: Request, context: InContext) -> Viewer:
     """Return the viewer who sent this request.
 
     Raises SignInNeeded, or Forbidden if the service requires no keys and the address is not local.
     """
     browser = browser_of(request)
-    if not here.settings.needs_keys:
+    if not context.settings.needs_keys:
         check_local(request)
-        async with here.database.read() as session:
+        async with context.database.read() as session:
             local = await local_caller(session)
-        await count_request(here.redis, local.project, here.clock())
+        await count_request(context.redis, local.project, context.clock())
         return Viewer(local, browser, False)
-    async with here.database.read() as session:
-        caller = await _signed_in(session, browser.token, int(here.clock()))
+    async with context.database.read() as session:
+        caller = await _signed_in(session, browser.token, int(context.clock()))
     if caller is None:
         raise SignInNeeded
     request.state.key = caller.name
-    await count_request(here.redis, caller.project, here.clock())
+    await count_request(context.redis, caller.project, context.clock())
     return Viewer(caller, browser, True)
 
 
@@ -87,7 +87,7 @@ LooksIn = Annotated[Viewer, Depends(viewer_of)]
 
 
 async def changer_of(
-    request: Request, here: Here, viewer: LooksIn, csrf: Annotated[str, Query(max_length=64)] = ""
+    request: Request, context: InContext, viewer: LooksIn, csrf: Annotated[str, Query(max_length=64)] = ""
 ) -> Viewer:
     """Return the viewer if the form comes from one of our own pages. Raises Forbidden if it does not."""
     check_form(request, viewer.browser, csrf)

@@ -8,7 +8,7 @@ from sqlalchemy import func, select
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from service.api.bodies import ObjectId
-from service.api.context import Context, Here
+from service.api.context import Context, InContext
 from service.dashboard.render import page
 from service.dashboard.sessions import ChangesAsOperator, LooksInAsOperator, Viewer
 from service.db.moves import LIVE
@@ -26,23 +26,25 @@ Weight = Annotated[float, Form(ge=changes.LEAST_WEIGHT, le=changes.MOST_WEIGHT)]
 
 
 @router.get("/projects")
-async def project_list(request: Request, here: Here, viewer: LooksInAsOperator) -> Response:
-    return await _list(request, here, viewer, "")
+async def project_list(request: Request, context: InContext, viewer: LooksInAsOperator) -> Response:
+    return await _list(request, context, viewer, "")
 
 
 @router.post("/projects")
-async def create_project(request: Request, here: Here, viewer: ChangesAsOperator, name: Name) -> Response:
+async def create_project(request: Request, context: InContext, viewer: ChangesAsOperator, name: Name) -> Response:
     try:
-        async with here.database.write() as session:
-            await changes.create_project(session, name, viewer.caller.actor, int(here.clock()))
+        async with context.database.write() as session:
+            await changes.create_project(session, name, viewer.caller.actor, int(context.clock()))
     except TenantError as error:
-        return await _list(request, here, viewer, str(error))
+        return await _list(request, context, viewer, str(error))
     return RedirectResponse("/dashboard/projects", status_code=303)
 
 
 @router.get("/projects/{project_id}")
-async def one_project(request: Request, here: Here, viewer: LooksInAsOperator, project_id: ObjectId) -> Response:
-    async with here.database.read() as session:
+async def one_project(
+    request: Request, context: InContext, viewer: LooksInAsOperator, project_id: ObjectId
+) -> Response:
+    async with context.database.read() as session:
         project = await _project(session, project_id)
     return page(request, "project.html", viewer, project=project)
 
@@ -50,7 +52,7 @@ async def one_project(request: Request, here: Here, viewer: LooksInAsOperator, p
 @router.post("/projects/{project_id}")
 async def change_project(
     request: Request,
-    here: Here,
+    context: InContext,
     viewer: ChangesAsOperator,
     project_id: ObjectId,
     weight: Weight,
@@ -69,16 +71,16 @@ async def change_project(
     }
     form = await request.form()
     wanted = {name: value for name, value in fields.items() if name in form}
-    async with here.database.write() as session:
+    async with context.database.write() as session:
         project = await _project(session, project_id)
-        await changes.change_project(session, project, wanted, viewer.caller.actor, int(here.clock()))
+        await changes.change_project(session, project, wanted, viewer.caller.actor, int(context.clock()))
     return RedirectResponse("/dashboard/projects", status_code=303)
 
 
 @router.post("/keys")
 async def create_key(
     request: Request,
-    here: Here,
+    context: InContext,
     viewer: ChangesAsOperator,
     name: Name,
     project: Annotated[ObjectId, Form()],
@@ -86,24 +88,26 @@ async def create_key(
     days: Annotated[int | None, Form(ge=1, le=changes.LONGEST_DAYS)] = None,
 ) -> Response:
     """Create a key and show it, on this page only. Reloading the page creates another key, as browsers warn."""
-    if not here.settings.needs_keys:  # anyone on this machine could create one, still valid once keys are required
-        return await _list(request, here, viewer, NO_KEYS)
+    if not context.settings.needs_keys:  # anyone on this machine could create one, still valid once keys are required
+        return await _list(request, context, viewer, NO_KEYS)
     try:
-        async with here.database.write() as session:
+        async with context.database.write() as session:
             owner = await _project(session, project)
-            text, _ = await changes.create_key(session, owner, name, role, days, viewer.caller.actor, int(here.clock()))
+            text, _ = await changes.create_key(
+                session, owner, name, role, days, viewer.caller.actor, int(context.clock())
+            )
     except TenantError as error:
-        return await _list(request, here, viewer, str(error))
+        return await _list(request, context, viewer, str(error))
     return page(request, "key.html", viewer, whose=name, project=owner.name, role=role, key=text)
 
 
 @router.post("/keys/{key_id}/revoke")
-async def revoke_key(request: Request, here: Here, viewer: ChangesAsOperator, key_id: ObjectId) -> Response:
+async def revoke_key(request: Request, context: InContext, viewer: ChangesAsOperator, key_id: ObjectId) -> Response:
     try:
-        async with here.database.write() as session:
-            await changes.revoke_key(session, key_id, viewer.caller.actor, int(here.clock()))
+        async with context.database.write() as session:
+            await changes.revoke_key(session, key_id, viewer.caller.actor, int(context.clock()))
     except TenantError as error:
-        return await _list(request, here, viewer, str(error))
+        return await _list(request, context, viewer, str(error))
     return RedirectResponse("/dashboard/projects", status_code=303)
 
 
@@ -114,8 +118,8 @@ async def _project(session: AsyncSession, project_id: str) -> Project:
     return found
 
 
-async def _list(request: Request, here: Context, viewer: Viewer, problem: str) -> Response:
-    async with here.database.read() as session:
+async def _list(request: Request, context: Context, viewer: Viewer, problem: str) -> Response:
+    async with context.database.read() as session:
         projects = (await session.scalars(select(Project).order_by(Project.name))).all()
         keys = (await session.scalars(select(ApiKey).order_by(ApiKey.created_at.desc()))).all()
         counted = await session.execute(

@@ -14,7 +14,7 @@ from sse_starlette.sse import EventSourceResponse
 
 from service.api import batches, content, files
 from service.api.bodies import ObjectId
-from service.api.context import Context, Here
+from service.api.context import Context, InContext
 from service.api.pages import page_rows
 from service.api.shapes import BatchObject
 from service.api.worker_shapes import WorkerObject, WorkerState
@@ -45,53 +45,53 @@ router = APIRouter(prefix="/dashboard", include_in_schema=False)
 
 
 @router.get("")
-async def overview(request: Request, here: Here, viewer: LooksIn) -> Response:
+async def overview(request: Request, context: InContext, viewer: LooksIn) -> Response:
     mine = seen_by(viewer)
-    async with here.database.read() as session:
-        counts = await standings(session, mine, here.clock())
+    async with context.database.read() as session:
+        counts = await standings(session, mine, context.clock())
         rows = await next_batches(session, mine)
         projects = await _project_names(session) if viewer.is_operator else {}
-    serving = await here.outlook.serving()
+    serving = await context.serving_cache.serving()
     return page(
         request,
         "overview.html",
         viewer,
         counts=counts,
-        batches=await _shapes(here, rows),
-        paces=await _paces(here, rows),
+        batches=await _shapes(context, rows),
+        paces=await _paces(context, rows),
         owners=_owners(rows, projects),
-        last=await History(here.redis).last() if viewer.is_operator else {},
-        workers=await _workers(here) if viewer.is_operator else [],
+        last=await History(context.redis).last() if viewer.is_operator else {},
+        workers=await _workers(context) if viewer.is_operator else [],
         serving=sum(each.alive - each.draining for each in serving.values()),
         starting=max((each.starting_s for each in serving.values() if each.starting_s is not None), default=None),
     )
 
 
 @router.get("/overview.json")
-async def overview_points(here: Here, _viewer: LooksInAsOperator) -> Response:
-    return JSONResponse(await History(here.redis).points(), headers=HEADERS)
+async def overview_points(context: InContext, _viewer: LooksInAsOperator) -> Response:
+    return JSONResponse(await History(context.redis).points(), headers=HEADERS)
 
 
 @router.get("/batches")
 async def batch_list(
     request: Request,
-    here: Here,
+    context: InContext,
     viewer: LooksIn,
     filters: Annotated[Filters, Depends()],
     after: ObjectId | None = None,
 ) -> Response:
     query = filters.of(select(Batch))
-    async with here.database.read() as session:
+    async with context.database.read() as session:
         rows = await page_rows(session, Batch, query, project_seen(viewer), after=after, limit=LISTED)
         models = (await session.scalars(select(Model.name).order_by(Model.name))).all()
         projects = await _project_names(session) if viewer.is_operator else {}
-    found = await _shapes(here, rows[:LISTED])
+    found = await _shapes(context, rows[:LISTED])
     return page(
         request,
         "batches.html",
         viewer,
         batches=found,
-        paces=await _paces(here, rows[:LISTED]),
+        paces=await _paces(context, rows[:LISTED]),
         models=models,
         projects=projects,
         owners=_owners(rows, projects),
@@ -104,16 +104,16 @@ async def batch_list(
 @router.get("/batches/{batch_id}")
 async def one_batch(
     request: Request,
-    here: Here,
+    context: InContext,
     viewer: LooksIn,
     batch_id: ObjectId,
     kind: Annotated[str, Query(pattern="^(output|errors)$")] = "output",
     text: Annotated[str, Query(max_length=256)] = "",
 ) -> Response:
-    row = await _batch(here, viewer, batch_id)
-    batch = await batches.shape(here, row)
+    row = await _batch(context, viewer, batch_id)
+    batch = await batches.shape(context, row)
     # A live refresh replaces only the live part of the page, and the list of requests is not in it.
-    found = Found([], True) if "hx-request" in request.headers else await search(here, row, kind, text)
+    found = Found([], True) if "hx-request" in request.headers else await search(context, row, kind, text)
     timeline = [
         (name, getattr(batch, f"{name}_at"))
         for name in (
@@ -133,10 +133,10 @@ async def one_batch(
         "batch.html",
         viewer,
         batch=batch,
-        paces=await _paces(here, [row]),
+        paces=await _paces(context, [row]),
         timeline=sorted(timeline, key=lambda each: each[1]),
-        slices=await stretches(here.database, batch_id),
-        drawn=await drawing(here.database, here.storage, batch_id),
+        slices=await stretches(context.database, batch_id),
+        drawn=await drawing(context.database, context.storage, batch_id),
         found=found,
         kind=kind,
         text=text,
@@ -146,9 +146,9 @@ async def one_batch(
 
 
 @router.get("/batches/{batch_id}/points.json")
-async def batch_points(here: Here, viewer: LooksIn, batch_id: ObjectId) -> Response:
-    batch = await _batch(here, viewer, batch_id)
-    points = await History(here.redis).batch_points(batch_id)
+async def batch_points(context: InContext, viewer: LooksIn, batch_id: ObjectId) -> Response:
+    batch = await _batch(context, viewer, batch_id)
+    points = await History(context.redis).batch_points(batch_id)
     if batch.status in TERMINAL and batch.in_progress_at is not None:  # give even a short one a first and a last point
         counts = Counts.of_row(batch)
         ended_at = max(filter(None, (batch.completed_at, batch.cancelled_at, batch.expired_at, batch.in_progress_at)))
@@ -163,29 +163,33 @@ async def batch_points(here: Here, viewer: LooksIn, batch_id: ObjectId) -> Respo
 
 @router.get("/batches/{batch_id}/request")
 async def one_request(
-    request: Request, here: Here, viewer: LooksIn, batch_id: ObjectId, custom_id: Annotated[str, Query(max_length=4096)]
+    request: Request,
+    context: InContext,
+    viewer: LooksIn,
+    batch_id: ObjectId,
+    custom_id: Annotated[str, Query(max_length=4096)],
 ) -> Response:
-    asked, answer = await request_of(here, await _batch(here, viewer, batch_id), custom_id)
+    asked, answer = await request_of(context, await _batch(context, viewer, batch_id), custom_id)
     return page(request, "request.html", viewer, batch_id=batch_id, custom_id=custom_id, asked=asked, answer=answer)
 
 
 @router.get("/new")
 async def new_batch(
-    request: Request, here: Here, viewer: LooksIn, file: ObjectId | None = None, problem: str = ""
+    request: Request, context: InContext, viewer: LooksIn, file: ObjectId | None = None, problem: str = ""
 ) -> Response:
     uploaded, endpoint = None, ENDPOINTS[0]
     if file is not None:
-        uploaded = await files.find_file(here, await as_owner(here, viewer, file), file)
-        endpoint = await _endpoint_of(here, uploaded)
+        uploaded = await files.find_file(context, await as_owner(context, viewer, file), file)
+        endpoint = await _endpoint_of(context, uploaded)
     return page(
         request, "new.html", viewer, file=uploaded, endpoint=endpoint, endpoints=ENDPOINTS, problem=problem[:500]
     )
 
 
 @router.get("/files")
-async def file_list(request: Request, here: Here, viewer: LooksIn, after: ObjectId | None = None) -> Response:
+async def file_list(request: Request, context: InContext, viewer: LooksIn, after: ObjectId | None = None) -> Response:
     kept = select(File).where(File.deleted_at.is_(None))
-    async with here.database.read() as session:
+    async with context.database.read() as session:
         rows = await page_rows(session, File, kept, project_seen(viewer), after=after, limit=LISTED)
         projects = await _project_names(session) if viewer.is_operator else {}
     more = rows[LISTED - 1].id if len(rows) > LISTED else None
@@ -193,8 +197,8 @@ async def file_list(request: Request, here: Here, viewer: LooksIn, after: Object
 
 
 @router.get("/files/{file_id}/content")
-async def file_content(request: Request, here: Here, viewer: LooksIn, file_id: ObjectId) -> Response:
-    answer = await content.get_content(file_id, request, here, await as_owner(here, viewer, file_id))
+async def file_content(request: Request, context: InContext, viewer: LooksIn, file_id: ObjectId) -> Response:
+    answer = await content.get_content(file_id, request, context, await as_owner(context, viewer, file_id))
     answer.headers["Content-Disposition"] = f'attachment; filename="{file_id}.jsonl"'
     answer.headers["X-Content-Type-Options"] = "nosniff"
     return answer
@@ -203,12 +207,12 @@ async def file_content(request: Request, here: Here, viewer: LooksIn, file_id: O
 @router.get("/workers")
 async def worker_list(
     request: Request,
-    here: Here,
+    context: InContext,
     viewer: LooksInAsOperator,
     state: Annotated[str, Query(max_length=16)] = "",
     model: Annotated[str, Query(max_length=512)] = "",
 ) -> Response:
-    found = await _workers(here)
+    found = await _workers(context)
     models = sorted({worker.model for worker in found or []})
     if found is not None:
         found = [each for each in found if state in ("", each.state) and model in ("", each.model)]
@@ -225,13 +229,13 @@ async def worker_list(
 
 
 @router.get("/workers/{name:path}/steps.json")
-async def worker_steps(here: Here, _viewer: LooksInAsOperator, name: WorkerName) -> Response:
+async def worker_steps(context: InContext, _viewer: LooksInAsOperator, name: WorkerName) -> Response:
     """Return the points of the chart of a worker's steps, from its first rank.
 
     Each point covers several steps: the first step's number, then seconds per step of compute, of KV reads and in all.
     """
     try:
-        alive = await here.heartbeat.alive()
+        alive = await context.heartbeat.alive()
     except (RedisError, OSError):
         alive = []
     rank = next((each["engine"][0] for each in alive if each["name"] == name and each.get("engine")), {})
@@ -242,23 +246,26 @@ async def worker_steps(here: Here, _viewer: LooksInAsOperator, name: WorkerName)
 
 @router.get("/audit")
 async def audit_log(
-    request: Request, here: Here, viewer: LooksInAsAdmin, before: Annotated[int, Query(ge=0, le=MOST_ROWS)] = MOST_ROWS
+    request: Request,
+    context: InContext,
+    viewer: LooksInAsAdmin,
+    before: Annotated[int, Query(ge=0, le=MOST_ROWS)] = MOST_ROWS,
 ) -> Response:
     query = select(AuditEvent, Project.name).join(Project, Project.id == AuditEvent.project_id)
     query = query.where(AuditEvent.seq < before).order_by(AuditEvent.seq.desc()).limit(LISTED + 1)
     if not viewer.is_operator:
         query = query.where(AuditEvent.project_id == viewer.caller.project.id)
-    async with here.database.read() as session:
+    async with context.database.read() as session:
         rows = (await session.execute(query)).all()
     more = rows[LISTED - 1][0].seq if len(rows) > LISTED else None
     return page(request, "audit.html", viewer, events=rows[:LISTED], more=more)
 
 
 @router.get("/settings")
-async def running_settings(request: Request, here: Here, viewer: LooksInAsOperator) -> Response:
+async def running_settings(request: Request, context: InContext, viewer: LooksInAsOperator) -> Response:
     shown: list[tuple[str, str, str]] = []
-    for name, about in type(here.settings).model_fields.items():
-        value: Any = getattr(here.settings, name)
+    for name, about in type(context.settings).model_fields.items():
+        value: Any = getattr(context.settings, name)
         if name in SECRETS and value:
             value = "set (hidden)"
         shown.append((variable(name), "" if value is None else str(value), about.description or ""))
@@ -286,19 +293,19 @@ async def static(name: str) -> Response:
     )
 
 
-async def _batch(here: Context, viewer: Viewer, batch_id: str) -> Batch:
-    caller = await as_owner(here, viewer, batch_id)
-    async with here.database.read() as session:
+async def _batch(context: Context, viewer: Viewer, batch_id: str) -> Batch:
+    caller = await as_owner(context, viewer, batch_id)
+    async with context.database.read() as session:
         return await batches.find_batch(session, caller, batch_id)
 
 
-async def _shapes(here: Context, rows: Sequence[Batch]) -> list[BatchObject]:
-    return [await batches.shape(here, row) for row in rows]
+async def _shapes(context: Context, rows: Sequence[Batch]) -> list[BatchObject]:
+    return [await batches.shape(context, row) for row in rows]
 
 
-async def _paces(here: Context, rows: Sequence[Batch]) -> dict[str, float]:
+async def _paces(context: Context, rows: Sequence[Batch]) -> dict[str, float]:
     """Return tokens per second by batch ID, for the batches that have not ended."""
-    return await History(here.redis).paces([row.id for row in rows if row.status in LIVE], here.clock())
+    return await History(context.redis).paces([row.id for row in rows if row.status in LIVE], context.clock())
 
 
 def _owners(rows: Sequence[Batch], projects: dict[str, str]) -> dict[str, str]:
@@ -311,18 +318,18 @@ async def _project_names(session: AsyncSession) -> dict[str, str]:
     return {key: name for key, name in await session.execute(select(Project.id, Project.name).order_by(Project.name))}
 
 
-async def _workers(here: Context) -> list[WorkerObject] | None:
+async def _workers(context: Context) -> list[WorkerObject] | None:
     """Return the workers that are alive; None if Redis, which alone knows them, is unavailable."""
     try:
-        return await alive_workers(here)
+        return await alive_workers(context)
     except Unavailable:
         return None
 
 
-async def _endpoint_of(here: Context, file: File) -> str:
+async def _endpoint_of(context: Context, file: File) -> str:
     """Return the endpoint that the file's first line names.
 
     If the line names none of ours, return our first endpoint: the validation will report the error.
     """
-    url = await first_url(here, file)
+    url = await first_url(context, file)
     return url if url in ENDPOINTS else ENDPOINTS[0]

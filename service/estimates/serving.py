@@ -19,7 +19,7 @@ from service.queue.progress import STALLED_S, Heartbeat
 
 
 @dataclass(slots=True)
-class Queue:
+class DeadlineQueue:
     """The batches of a model that are in progress and not held, by deadline.
 
     `order`: expires_at and seq of each batch; `work_s`: its planned work that is not done yet, in seconds by the cost
@@ -56,7 +56,7 @@ class Serving:
     stalled: int = 0
     starting_s: float | None = None
     pace: Pace = NO_PACE
-    queue: Queue = field(default_factory=Queue)
+    queue: DeadlineQueue = field(default_factory=DeadlineQueue)
 
 
 async def serving_by_model(database: Database, heartbeat: Heartbeat, history: History) -> dict[str, Serving]:
@@ -78,7 +78,7 @@ async def serving_by_model(database: Database, heartbeat: Heartbeat, history: Hi
     since: dict[str, float] = {}
     for state in starting:
         since[state["model"]] = max(state["starting_s"], since.get(state["model"], 0.0))
-    queues: dict[str, Queue] = defaultdict(Queue)
+    queues: dict[str, DeadlineQueue] = defaultdict(DeadlineQueue)
     for batch_id, model, expires_at, seq, compute_s, memory_s, planned, left in rows:
         each_s, queue = max(compute_s, memory_s) / max(planned, 1), queues[model or ""]
         queue.order.append((expires_at, seq))
@@ -93,7 +93,7 @@ async def serving_by_model(database: Database, heartbeat: Heartbeat, history: Hi
     }
 
 
-class Outlook:
+class ServingCache:
     """Caches `serving_by_model`, which reads the rows of all batches in progress, for `every_s` seconds."""
 
     def __init__(self, database: Database, heartbeat: Heartbeat, history: History, every_s: float) -> None:

@@ -20,7 +20,7 @@ PASSING = (openai.APIConnectionError, openai.InternalServerError, openai.RateLim
 
 
 @dataclass(slots=True)
-class Pace:
+class TokenRate:
     """Tracks tokens per second, input and output together, over about the last minute."""
 
     at: float = 0.0
@@ -54,7 +54,7 @@ def follow(client: openai.OpenAI, batch_id: str, until: Callable[[Batch], bool] 
         TimeElapsedColumn(),
         TextColumn("{task.fields[more]}", markup=False),
     )
-    pace, pause_s, once = Pace(), FIRST_POLL_S, client.with_options(max_retries=0, timeout=30.0)
+    pace, pause_s, once = TokenRate(), FIRST_POLL_S, client.with_options(max_retries=0, timeout=30.0)
     with Progress(*columns, console=said, transient=True) as bar:
         task, last = bar.add_task("waiting", total=None, more=""), ""
         while batch.status not in ENDED and not until(batch):
@@ -88,7 +88,7 @@ def _state(batch: Batch) -> str:
     return f"waiting for {waiting_for}" if waiting_for else batch.status
 
 
-def _more(batch: Batch, pace: Pace) -> str:
+def _more(batch: Batch, pace: TokenRate) -> str:
     counts, expected_at = batch.request_counts, extras(batch).get("expected_at")
     parts = [f"{counts.failed:,} failed"] if counts and counts.failed else []
     if pace.rate:

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from engine_ext.costs.cost import CostModel
 from engine_ext.costs.hardware import Machine, hardware
 from engine_ext.costs.model_shape import ModelShape, preset, shape_of
-from engine_ext.costs.operators import Achievable, OperatorModel, Prefill, Step
+from engine_ext.costs.operators import Achievable, ForwardPass, OperatorModel, Prefill
 
 A100 = Machine(hardware("a100-80gb"))
 LLAMA = preset("llama-3-8b")
@@ -27,28 +27,28 @@ def test_one_token_costs_reading_the_weights() -> None:
 
 
 def test_long_decode_costs_reading_the_cache() -> None:
-    step = Step(decodes=[8000] * 64)
+    step = ForwardPass(decodes=[8000] * 64)
     assert MODEL.step_time(step).decode_attention_s == pytest.approx(64 * 8000 * 131072 / 2.039e12, rel=0.01)
 
 
 def test_decode_step_costs_what_the_coarse_model_says_of_it() -> None:
     coarse = CostModel(LLAMA, A100)
-    request = sum(MODEL.step_time(Step(decodes=[512 + n] * 100)).decode_attention_s for n in range(256)) / 100
+    request = sum(MODEL.step_time(ForwardPass(decodes=[512 + n] * 100)).decode_attention_s for n in range(256)) / 100
     assert request == pytest.approx(float(coarse.memory_s(512, 256)), rel=0.02)
 
 
 def test_chunks_cost_the_attention_of_the_whole() -> None:
-    whole = MODEL.step_time(Step(prefills=[Prefill(8192)])).prefill_attention_s
+    whole = MODEL.step_time(ForwardPass(prefills=[Prefill(8192)])).prefill_attention_s
     chunks = [Prefill(1024, before) for before in range(0, 8192, 1024)]
-    parts = sum(MODEL.step_time(Step(prefills=[each])).prefill_attention_s for each in chunks)
+    parts = sum(MODEL.step_time(ForwardPass(prefills=[each])).prefill_attention_s for each in chunks)
     assert parts == pytest.approx(whole, rel=0.001)
 
 
 def test_overhead_is_that_of_the_kind_of_step() -> None:
     model = OperatorModel(LLAMA, Achievable(1e15, 1e15, 1e15, 1e12, 1e12, 0.003, 0.001))
-    assert model.step_time(Step(prefills=[Prefill(5)], decodes=[9])).overhead_s == 0.003
-    assert model.step_time(Step(decodes=[9])).overhead_s == 0.001
-    mixed = model.step_time(Step(prefills=[Prefill(5)], decodes=[9]))
+    assert model.step_time(ForwardPass(prefills=[Prefill(5)], decodes=[9])).overhead_s == 0.003
+    assert model.step_time(ForwardPass(decodes=[9])).overhead_s == 0.001
+    mixed = model.step_time(ForwardPass(prefills=[Prefill(5)], decodes=[9]))
     parts = mixed.gemm_s + mixed.prefill_attention_s + mixed.decode_attention_s + mixed.overhead_s
     assert mixed.sequential_s == pytest.approx(parts)
 
@@ -76,12 +76,12 @@ def test_few_tokens_read_few_experts() -> None:
 @given(st.integers(1, 5000), st.integers(1, 5000))
 def test_more_tokens_never_cost_less(a: int, b: int) -> None:
     assert MODEL.gemm_s(a, 1) <= MODEL.gemm_s(a + b, 1)
-    one, more = (MODEL.step_time(Step(decodes=[length] * 8)) for length in (a, a + b))
+    one, more = (MODEL.step_time(ForwardPass(decodes=[length] * 8)) for length in (a, a + b))
     assert one.decode_attention_s < more.decode_attention_s
-    alone = MODEL.step_time(Step(prefills=[Prefill(a)])).prefill_attention_s
-    assert alone < MODEL.step_time(Step(prefills=[Prefill(a, b)])).prefill_attention_s
+    alone = MODEL.step_time(ForwardPass(prefills=[Prefill(a)])).prefill_attention_s
+    assert alone < MODEL.step_time(ForwardPass(prefills=[Prefill(a, b)])).prefill_attention_s
 
 
 def test_empty_step_costs_nothing_but_overhead() -> None:
-    time = MODEL.step_time(Step())
+    time = MODEL.step_time(ForwardPass())
     assert (time.gemm_s, time.prefill_attention_s, time.decode_attention_s) == (0, 0, 0)
