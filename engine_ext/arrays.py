@@ -1,7 +1,8 @@
 """The types of arrays, and records of named numbers that machine code changes in place.
 
-Compiled functions take arrays and named tuples, whose fields they cannot set. A record has both: `totals.clock += 1`
-works in machine code, in Python and under the type checker, and a misspelt field is an error in all three.
+Compiled functions take arrays and named tuples, but cannot set the fields of a named tuple. A record has named fields
+that they can set: `totals.clock += 1` works in machine code, in Python and under the type checker, and a misspelt field
+is an error in all three.
 """
 
 from typing import Any, Protocol, TypeVar, cast, get_type_hints
@@ -17,7 +18,7 @@ Row = TypeVar("Row", covariant=True)
 
 
 class Records(Protocol[Row]):
-    """An array of records: `records[k].field` is one number, in Python `column(records, "field")` all of them."""
+    """An array of records: `records[k].field` is one number; in Python, `column(records, "field")` is all of them."""
 
     def __getitem__(self, at: int, /) -> Row: ...
 
@@ -25,17 +26,17 @@ class Records(Protocol[Row]):
 
 
 def new_records(kind: type[Fields], count: int, integer: type[np.signedinteger[Any]] = np.int64) -> Records[Fields]:
-    """So many records of zeros. `kind`: its annotations, int or float, are the fields; floats are float64."""
+    """Return `count` records of zeros. Their fields are the annotations of `kind`, int or float; floats are float64."""
     types = {int: integer, float: np.float64}
     fields = [(name, types[hint]) for name, hint in get_type_hints(kind).items()]
     return cast(Records[Fields], np.zeros(count, dtype=fields).view(np.recarray))
 
 
 def new_record(kind: type[Fields]) -> Fields:
-    """One record of zeros."""
+    """Return one record of zeros."""
     return new_records(kind, 1)[0]
 
 
 def column(records: Records[object], field: str) -> NDArray[Any]:
-    """One field of all records, as an array that shares their memory."""
+    """Return one field of all records, as an array that shares their memory."""
     return cast(NDArray[Any], cast(Any, records)[field])

@@ -1,4 +1,4 @@
-"""Loops over arrays as machine code."""
+"""Compiles loops over arrays to machine code."""
 
 import os
 import tempfile
@@ -11,13 +11,13 @@ import numba
 
 Args = ParamSpec("Args")
 Result = TypeVar("Result")
-ROOMS = ("costs", "plan", "scan", "simulate")  # whose functions are compiled
+ROOMS = ("costs", "plan", "scan", "simulate")  # the packages whose functions are compiled
 
 
 def cache_folder() -> Path:
-    """Where machine code is kept: the user's cache, which outlives an installation and needs no writable source.
+    """Return the folder for machine code: the user's cache outlives an installation and needs no writable source.
 
-    NUMBA_CACHE_DIR names another. Where nothing can be written there, the system's folder for temporary files.
+    NUMBA_CACHE_DIR overrides it. If the user's cache is not writable, it is the system's folder for temporary files.
     """
     named = os.environ.get("NUMBA_CACHE_DIR")
     if named:
@@ -28,29 +28,29 @@ def cache_folder() -> Path:
             folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         except OSError:
             continue
-        # What is there is run: nobody else may have put it there.
+        # Code in this folder is executed, so no other user may have put it there.
         if os.access(folder, os.W_OK) and folder.stat().st_uid == os.getuid():
             return folder
     return Path(tempfile.mkdtemp(prefix="batchweave-numba-"))
 
 
 def compiled(function: Callable[Args, Result]) -> Callable[Args, Result]:
-    """The function compiled on first use and kept on disk, in `FOLDER`; it runs without the interpreter's lock.
+    """Compile a function on first use and cache it in `FOLDER`; it runs without the interpreter's lock.
 
-    Where nothing can be kept every process compiles for itself.
+    If no folder is writable, every process compiles for itself.
     """
     try:
         dispatcher: Any = numba.njit(cache=True, nogil=True, no_cfunc_wrapper=True)(function)
-    except RuntimeError:  # no folder that this user may write
+    except RuntimeError:  # this user may write to no folder
         return numba.njit(nogil=True, no_cfunc_wrapper=True)(function)
-    # A private place of numba's, which a test watches. Numba itself asks only whether the function's own file has
-    # changed, not those of the functions and constants that it compiles into it.
+    # A private attribute of numba's, which a test watches. Numba itself checks only whether the function's own file has
+    # changed, not the files of the functions and constants that it compiles into it.
     dispatcher._cache._cache_file._source_stamp = SOURCES
     return dispatcher
 
 
 def _stamp_of_sources() -> int:
-    """A number of what is in the files of the rooms that compile, whenever they were written."""
+    """Return a checksum of the sources of all packages with compiled functions, whatever their modification times."""
     stamp = 0
     for room in ROOMS:
         for file in sorted((Path(__file__).parent / room).glob("*.py")):

@@ -1,4 +1,4 @@
-"""python -m engine_ext.warm_up: compile what planner and scheduler call, once for all processes of a machine."""
+"""python -m engine_ext.warm_up: compiles what planner and scheduler call, once for all processes of a machine."""
 
 import fcntl
 import subprocess
@@ -26,20 +26,21 @@ from engine_ext.simulate.policies import prepare, simulate
 
 
 def is_done() -> bool:
-    """Whether these sources are compiled for this installation on this machine."""
+    """Return whether these sources are compiled for this installation on this machine."""
     return _mark().exists()
 
 
 def begin() -> "subprocess.Popen[bytes] | None":
-    """Compile in a process of its own, unless that is done; wait for it before what it compiles is called.
+    """Start compiling in a separate process, unless it is already done, and return the process.
 
-    Where another process is at it, this one waits for that.
+    Wait for the process before you call compiled functions. If another process is already compiling, the new one waits
+    for it.
     """
     return None if is_done() else subprocess.Popen([sys.executable, "-m", "engine_ext.warm_up"])
 
 
 def ensure() -> None:
-    """Return when everything is compiled, or could not be; then each caller compiles by itself."""
+    """Wait until everything is compiled; if compiling fails, each caller compiles for itself."""
     process = begin()
     if process is not None:
         process.wait()
@@ -49,25 +50,25 @@ def main() -> None:
     if is_done():
         return
     with (FOLDER / "lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)  # the first compiles, the others wait for it
+        fcntl.flock(lock, fcntl.LOCK_EX)  # the first process compiles, the others wait for it
         if is_done():
             return
         started = time.monotonic()
-        print("Compiling the loops of planner and scheduler, once: about a minute …", file=sys.stderr, flush=True)
+        print("Compiling the loops of planner and scheduler; about a minute, only once …", file=sys.stderr, flush=True)
         compile_planner()
         compile_scan()
         _mark().touch()
-        print(f"Compiled in {time.monotonic() - started:.0f} s, kept in {FOLDER}", file=sys.stderr, flush=True)
+        print(f"Compiled in {time.monotonic() - started:.0f} s, cached in {FOLDER}", file=sys.stderr, flush=True)
 
 
 def _mark() -> Path:
-    """A file that is there once all is compiled: of these sources, at this place, for this interpreter."""
+    """Return the file that exists once everything is compiled, for these sources, this place and this interpreter."""
     where = crc32("\0".join((str(Path(__file__).parent), sys.version, numba.__version__)).encode())
     return FOLDER / f"compiled-{SOURCES:08x}-{where:08x}"
 
 
 def compile_planner() -> None:
-    """A small window with deadlines, tenants and lengths of all kinds."""
+    """Plan a small window with deadlines, tenants and lengths of all kinds."""
     count, generator = 48, np.random.default_rng(0)
     lengths = np.full(count, 32, dtype=np.int64)
     tokens = generator.integers(0, 1 << 17, int(lengths.sum()), np.uint32)
@@ -83,7 +84,7 @@ def compile_planner() -> None:
 
 
 def compile_scan() -> None:
-    """Requests of few prefixes and of all lengths through what an engine calls; what is compiled is kept on disk."""
+    """Run requests with few prefixes and all kinds of lengths through all functions that an engine calls."""
     cost = CostModel(preset("llama-3-8b"), Machine(hardware("h200")))
     scan, generator = LiveScan(cost, StepCosts.of(cost, 1_000_000)), np.random.default_rng(0)
     running: list[int] = []

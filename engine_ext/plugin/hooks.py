@@ -1,4 +1,4 @@
-"""The hooks by which batchweave holds SGLang, registered in every process that it spawns."""
+"""Registers batchweave's hooks into SGLang, in every process that SGLang spawns."""
 
 from collections.abc import Callable
 from typing import Any
@@ -23,7 +23,7 @@ from engine_ext.plugin.scheduler import (
 
 
 def hooks() -> list[tuple[str, Callable[..., Any], HookType]]:
-    """Every hook that this machine and these options need, as (target, function, kind)."""
+    """Return every hook that this machine and these options need, as (target, function, kind)."""
     options = handed_over()
     found = [*report.HOOKS]
     if options is not None:
@@ -42,6 +42,6 @@ def hooks() -> list[tuple[str, Callable[..., Any], HookType]]:
 
 
 def register() -> None:
-    """`sglang.srt.plugins`: hook the scheduler, and on a CPU what SGLang has for GPUs only."""
+    """Hook the scheduler and, on a CPU, what SGLang has for GPUs only; the entry point in `sglang.srt.plugins`."""
     for target, hook, kind in hooks():
         HookRegistry.register(target, hook, kind)

@@ -1,4 +1,4 @@
-"""SGLang's own log lines as JSON, so that a worker's log has one form; SGLang reads the settings from a file."""
+"""Formats SGLang's log lines as JSON, so that a worker's log has one form; SGLang reads the settings from a file."""
 
 import json
 import logging
@@ -21,7 +21,7 @@ class JsonFormatter(logging.Formatter):
 
 
 def configure() -> None:
-    """Have SGLang's processes log so, and draw no progress bars, unless somebody has said otherwise."""
+    """Make SGLang's processes log as JSON and draw no progress bars, unless the environment says otherwise."""
     for name in ("TQDM_DISABLE", "HF_HUB_DISABLE_PROGRESS_BARS"):
         os.environ.setdefault(name, "1")
     os.environ.setdefault("SGLANG_LOGGING_CONFIG_PATH", str(Path(__file__).with_name("logging.json")))

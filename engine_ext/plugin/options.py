@@ -1,4 +1,4 @@
-"""What a worker tells the scheduler process that SGLang spawns: how to schedule, and by which costs."""
+"""Tells the scheduler process that SGLang spawns how to schedule, and by which costs."""
 
 import os
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ VARIABLE = "BATCHWEAVE_SCHEDULER"
 
 
 class Scheduling(StrEnum):
-    """Who says which waiting request prefills next, and how much of a step prompts may have."""
+    """What decides which waiting request prefills next, and how much of a step prompts may have."""
 
     DUAL_SCAN = "dual-scan"
     SGLANG = "sglang"  # its own policy, as if batchweave were not there
@@ -28,20 +28,21 @@ class Overlap(StrEnum):
 
 
 class Emulation(StrEnum):
-    """How fast a device runs that takes the forward pass's place."""
+    """How fast a device runs that replaces the forward pass."""
 
     VIRTUAL = "virtual"  # at once, on a clock of its own
-    REAL = "real"  # each step lasts as long as it says, for whoever tests the service around it
+    REAL = "real"  # each step lasts as long as it says, for tests of the service around it
 
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """Everything the scheduler process is told.
+    """Everything that the scheduler process is told.
 
-    `cost`: of the model on the machine that steps are planned for. `emulated`: a device takes the forward pass's place;
-    its name stands in every report and answer. `steps_file`: where the scheduler writes what each step did and took, up
-    to 100,000 of them. `retunes`: the holder of the engine may change how it schedules between two runs, as benchmarks
-    do (`plugin/tuning.py`). `pulses`: memory into which the scheduler writes that it is alive (`plugin/pulse.py`).
+    `cost`: the cost model of the model on the machine that steps are planned for. `emulated`: a device replaces the
+    forward pass; its name is in every report and answer. `steps_file`: where the scheduler writes what each step did
+    and took, up to 100,000 steps. `retunes`: the engine's owner may change how it schedules between two runs, as
+    benchmarks do (`plugin/tuning.py`). `pulses`: memory into which the scheduler writes that it is alive
+    (`plugin/pulse.py`).
     """
 
     cost: CostModel
@@ -53,16 +54,16 @@ class Options:
     pulses: str | None = None
 
     def hand_over(self) -> None:
-        """Leave them to the processes that this one starts from now on."""
+        """Pass the options to all processes that this one starts from now on."""
         os.environ[VARIABLE] = msgspec.json.encode(self).decode()
 
 
 def handed_over() -> Options | None:
-    """What the parent left; nothing where SGLang was not started by batchweave."""
+    """Return the options that the parent passed, or None if batchweave did not start SGLang."""
     said = os.environ.get(VARIABLE)
     return msgspec.json.decode(said, type=Options) if said else None
 
 
 def emulated_name(machine: Machine) -> str:
-    """What reports and answers of an emulated device name as their machine."""
+    """Return the machine's name in reports and answers of an emulated device."""
     return f"emulated {machine.accelerators} x {machine.hardware.name}"

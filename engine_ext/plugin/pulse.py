@@ -1,7 +1,8 @@
-"""The pulse of a scheduler process, which tells one that hangs from one that works or rests.
+"""Tells a scheduler process that hangs from one that works or rests, by its pulse.
 
-A scheduler that hangs may hold its interpreter's lock, as in a regular expression, and answers nobody. So it writes
-when its loop turned and when a step ended into memory that it shares with the worker, which reads it from a thread.
+A scheduler that hangs may hold its interpreter's lock, for example in a regular expression, and then it answers no
+queries. So it writes when its loop turned, and when a step ended, into memory that it shares with the worker. The
+worker reads it from a thread.
 """
 
 import logging
@@ -19,15 +20,17 @@ from typing import NamedTuple
 
 CHECK_S = 2.0
 FIRST_STEPS = 10  # times the limit for the first step of a process, which may compile its kernels
-SPARE = 2.0  # times the longest turn that was seen, which the limit is at least
+SPARE = 2.0  # the limit is at least this many times the longest turn seen
 SLOTS = 256  # ranks of one engine
 _FORM = struct.Struct("=dddqq")
 log = logging.getLogger(__name__)
 
 
 class Pulse(NamedTuple):
-    """Of one scheduler process, by the machine's steady clock: when its loop turned last, when its last step ended, the
-    longest turn so far in seconds, and its steps.
+    """The pulse of one scheduler process, by the machine's monotonic clock.
+
+    It holds when the loop last turned, when the last step ended, the longest turn so far in seconds, the number of
+    steps, and the process id.
     """
 
     turned_at: float
@@ -61,7 +64,7 @@ class Beating:
 
 
 class Pulses:
-    """The worker's side: memory that goes with this process, however it ends."""
+    """The worker's side: memory that disappears with this process, however it ends."""
 
     def __init__(self) -> None:
         self._file = os.memfd_create("batchweave-pulses")
@@ -70,11 +73,11 @@ class Pulses:
 
     @property
     def path(self) -> Path:
-        """Where other processes of this user find it."""
+        """The path by which other processes of this user find the memory."""
         return Path(f"/proc/{os.getpid()}/fd/{self._file}")
 
     def read(self) -> list[Pulse]:
-        """Of every scheduler that has begun."""
+        """Return the pulse of every scheduler that has started."""
         found = (Pulse(*each) for each in _FORM.iter_unpack(self._memory))
         return [pulse for pulse in found if pulse.pid]
 
@@ -85,26 +88,30 @@ class Pulses:
 
 @dataclass(frozen=True, slots=True)
 class Health:
-    """`age_s`: since a step ended, or a loop turned, while requests were in flight. `limit_s`: more is a hang."""
+    """Whether an engine hangs.
+
+    `age_s`: seconds since a step ended, or a loop turned, while requests were in flight. `limit_s`: a higher age is a
+    hang.
+    """
 
     age_s: float
     limit_s: float
 
     @classmethod
     def of(cls, found: Sequence[Pulse], busy_since: float | None, now: float, limit_s: float) -> "Health":
-        """`busy_since`: when the requests in flight began to be some; None while there are none."""
+        """Judge these pulses. `busy_since`: since when any request has been in flight; None while there is none."""
         longest_s = max((each.longest_s for each in found), default=0.0)
         most_s = FIRST_STEPS * limit_s
         limit_s = min(max(limit_s, SPARE * longest_s), most_s) if any(each.steps for each in found) else most_s
         if busy_since is None or not found:
             return cls(0.0, limit_s)
-        # Of several ranks some may rest: it is enough that one steps, but the loop of each must turn.
+        # Some of several ranks may rest: it is enough that one of them steps, but the loop of each must turn.
         last = min(max(each.stepped_at for each in found), min(each.turned_at for each in found))
         return cls(now - max(last, busy_since), limit_s)
 
 
 class Watch:
-    """Ends engine and worker together where the engine hangs, so that somebody starts them again."""
+    """Kills the engine and the worker together if the engine hangs, so that they are started again."""
 
     def __init__(self, pulses: Pulses, limit_s: float, busy_since: Callable[[], float | None]) -> None:
         self._pulses, self._limit_s, self._busy_since = pulses, limit_s, busy_since
@@ -128,14 +135,14 @@ class Watch:
             health = self.health
             if health.age_s > health.limit_s:
                 log.critical(
-                    "the engine hangs: no step has ended for %.0f s, more than %.0f s; it is killed with this worker",
+                    "the engine hangs: no step has ended for %.0f s (limit %.0f s); killing it with this worker",
                     *(health.age_s, health.limit_s),
                 )
                 end_together([each.pid for each in self._pulses.read()])
 
 
 def end_together(pids: Sequence[int]) -> None:
-    """Kill these processes, and this one, with its process group where it leads one."""
+    """Kill these processes and this one, with its process group if it leads one."""
     for pid in pids:
         with suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)

@@ -1,11 +1,11 @@
-"""How one run of a benchmark is scheduled, as numbers that SGLang's set_internal_state carries to the scheduler."""
+"""Describes how a benchmark run is scheduled, in numbers that SGLang's set_internal_state carries to the scheduler."""
 
 from dataclasses import dataclass
 
 from engine_ext.costs.engine_model import Clock
 
 POLICIES = ("fcfs", "lpm", "dfs-weight")
-MOST_TOKENS = 8192  # of a step
+MOST_TOKENS = 8192  # in one step
 MARK = "batchweave_"
 
 
@@ -13,8 +13,9 @@ MARK = "batchweave_"
 class Tuning:
     """How a run is scheduled. `policy`: one of POLICIES, or None for the dual scan.
 
-    `chunk` and `ratio` (new token ratio at the start) are SGLang's; the scan takes the first as its largest step.
-    `mixed`: decodes ride in prefill chunks. `clock`: of an emulated device, which says itself what rides.
+    `chunk` (chunked prefill size) and `ratio` (initial new token ratio) are SGLang's; the scan uses `chunk` as its
+    largest step. `mixed`: decodes ride in prefill chunks. `clock`: the clock of an emulated device, which then decides
+    whether decodes ride.
     """
 
     policy: str | None = None

@@ -1,4 +1,4 @@
-"""What the scan keeps of its requests when they are let in, prefilled, end, are taken back, or begin to be counted."""
+"""Keeps the scan's books when requests are admitted, prefilled, finished, dropped, held or retracted."""
 
 import numpy as np
 from numpy.typing import NDArray
@@ -12,7 +12,7 @@ from engine_ext.scan.sweep import end_sweep, record_growth, refresh_group
 
 @compiled
 def prefilled(state: State, request: int) -> None:
-    """The request's prompt is computed and its next output token comes with the next step."""
+    """Note that a request's prompt is computed, and that its next output token comes with the next step."""
     _pend(state, request, -1)
     state.totals.decoding += 1
     state.requests[request].started = state.totals.clock - state.requests[request].counted
@@ -20,7 +20,7 @@ def prefilled(state: State, request: int) -> None:
 
 @compiled
 def finished(state: State, request: int, tokens: int) -> None:
-    """The request has ended with so many output tokens."""
+    """Note that a request has ended with `tokens` output tokens."""
     _remove(state, request, tokens)
     if state.requests[request].known < 0:
         record_growth(state, request, tokens, True)
@@ -28,7 +28,7 @@ def finished(state: State, request: int, tokens: int) -> None:
 
 @compiled
 def dropped(state: State, request: int, tokens: int) -> None:
-    """The request was given up with so many output tokens, which tell how long it would have become at least."""
+    """Note that a request was given up with `tokens` output tokens, a lower bound on the length of its answer."""
     _remove(state, request, tokens)
     if state.requests[request].known < 0:
         record_growth(state, request, tokens, False)
@@ -36,14 +36,14 @@ def dropped(state: State, request: int, tokens: int) -> None:
 
 @compiled
 def held(state: State, request: int) -> None:
-    """The engine did not take a request that was just let in; it waits again, first at its end."""
+    """Note that the engine did not take a request that was just admitted; it waits again, first at its end."""
     _remove(state, request, state.requests[request].counted)
     _wait_first(state, request, state.requests[request].side)
 
 
 @compiled
 def resume(state: State, requests: Column, sides: Column, computed: NDArray[np.bool_]) -> None:
-    """Count requests that are in no queue as running; `computed`: their prompts are."""
+    """Count requests that are in no queue as running; `computed`: whether each one's prompt is computed."""
     for k in range(len(requests)):
         request = int(requests[k])
         _count_running(state, request, int(sides[k]))
@@ -53,7 +53,7 @@ def resume(state: State, requests: Column, sides: Column, computed: NDArray[np.b
 
 @compiled
 def retracted(state: State, request: int, tokens: int) -> None:
-    """The engine took back the KV cache of a request with so many output tokens; it waits again, first in line."""
+    """Note that the engine retracted a request with `tokens` output tokens; it waits again, first in line."""
     _remove(state, request, tokens)
     if state.requests[request].known < 0:
         record_growth(state, request, tokens, False)
@@ -63,7 +63,7 @@ def retracted(state: State, request: int, tokens: int) -> None:
 
 @compiled
 def begin(state: State) -> None:
-    """Count what waits and work out every group's outlook: once, before the first step."""
+    """Count the waiting requests and work out every group's outlook: once, before the first step."""
     for side in range(2):
         for at in range(state.queues[side].first, state.queues[side].last):
             _count_waiting(state, state.waiting[side, at], 1)
@@ -93,7 +93,7 @@ def _count_running(state: State, request: int, side: int) -> None:
     totals.running += 1
     totals.own_kv += state.requests[request].fresh + state.requests[request].counted
     _pend(state, request, 1)
-    # The sweep under way will not come to it.
+    # The current sweep will not reach it.
     state.requests[request].swept = totals.sweeps
     add_footprint(state, state.footprint, request, 1.0)
     add_footprint(state, state.footprint_next, request, 1.0)
@@ -102,7 +102,7 @@ def _count_running(state: State, request: int, side: int) -> None:
 
 @compiled
 def _pend(state: State, request: int, sign: int) -> None:
-    """Count a request among those whose prompts are being computed."""
+    """Count a request among those whose prompts are being computed; `sign` -1 takes it out again."""
     again = state.requests[request].counted
     tokens, work = state.requests[request].fresh + again, state.requests[request].work + again
     state.totals.pending_tokens += sign * tokens
@@ -113,7 +113,7 @@ def _pend(state: State, request: int, sign: int) -> None:
 
 @compiled
 def _add_remaining(state: State, request: int, tokens: int, sign: int) -> None:
-    """Count a running request among what the sweep under way finds to remain, if it has been looked at."""
+    """Add a running request to the remaining work that the current sweep finds, if the sweep has looked at it."""
     if state.requests[request].swept != state.totals.sweeps:
         return
     rest, squared = rest_of(state, request, tokens)
@@ -141,13 +141,13 @@ def _count_waiting(state: State, request: int, sign: int) -> None:
 
 @compiled
 def _remove(state: State, request: int, tokens: int) -> None:
-    """Take a running request out."""
+    """Remove a running request."""
     add_footprint(state, state.footprint, request, -1.0)
     if state.requests[request].swept == state.totals.sweeps:
         add_footprint(state, state.footprint_next, request, -1.0)
     totals = state.totals
     _add_remaining(state, request, tokens, -1)
-    # What was added to it, by the clock, which the engine's own count need not equal.
+    # Subtract what the clock has added, which may differ from the engine's own count.
     by_clock = state.requests[request].counted
     if state.requests[request].started != NOT_STARTED:
         by_clock = totals.clock - state.requests[request].started
@@ -175,7 +175,7 @@ def _wait_first(state: State, request: int, side: int) -> None:
 
 @compiled
 def _move_to_end(state: State, side: int) -> None:
-    """Make room in front of a queue, which holds each request at most once and has twice the places."""
+    """Make room in front of a queue: it holds each request at most once and has twice as many places."""
     queue = state.queues[side]
     shift = state.waiting.shape[1] - queue.last
     for at in range(queue.last - 1, queue.first - 1, -1):

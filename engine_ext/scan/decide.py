@@ -1,11 +1,11 @@
-"""The dual scan while an engine runs: what to admit in each step, and how many tokens to compute (5.3 and beyond).
+"""Decides what a running engine admits in each step, and how many tokens it computes (BlendServe 5.3 and beyond).
 
 Three things go beyond the paper. The step's budget is *paced*: it keeps compute and memory reads in the ratio of the
-work that remains, so that both end together. Requests are admitted by *footprint*: what the KV cache will hold at each
-point to come, with everything that runs, has to fit, so that retraction stays an exception. And lengths are *learned*
-from answers that end and from those that still run.
+remaining work, so that both end together. Requests are admitted by *footprint*: the KV cache must hold them, beside all
+running requests, at every point ahead, so that retractions stay rare. Lengths are *learned* from answers that have
+ended and from those that still run.
 
-The functions work on `State`, which a simulator's compiled loop can hold; `DualScan` is the same as an object, for an
+The functions work on `State`, which the simulator's compiled loop can hold; `DualScan` offers them as an object for an
 engine.
 """
 
@@ -29,26 +29,30 @@ from engine_ext.scan.state import ALIGNMENT, LEFT, NO_REQUEST, RIGHT, Backlog, S
 from engine_ext.scan.sweep import HEADS, MOST_COMPUTE, NOTHING_S, sweep, waiting
 
 ANY_NUMBER = 1 << 30
-SOON = 32  # steps for whose output tokens there must be room, whoever is let in
+SOON = 32  # steps for whose output tokens there must always be room
 
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """`budget`: prompt tokens to compute in this step, for those in prefill first; `admitted`: requests to let in."""
+    """The scan's decision for one step.
+
+    `budget`: prompt tokens to compute in this step, those of requests in prefill first. `admitted`: the requests to
+    admit.
+    """
 
     budget: int
     admitted: Column
 
 
 class DualScan:
-    """The scan of one engine; not safe for threads."""
+    """The scan of one engine; not thread-safe."""
 
     def __init__(self, state: State) -> None:
         self.state = state
 
     @classmethod
     def of(cls, backlog: Backlog, costs: StepCosts) -> "DualScan":
-        """Before the first step."""
+        """Create the scan as it stands before the first step."""
         state = new_state(backlog, costs)
         begin(state)
         return cls(state)
@@ -56,7 +60,7 @@ class DualScan:
     def decide(
         self, used_kv: int, decoding_kv: int, decoding: int, pending: int, decoded: int = 1, slots: int = ANY_NUMBER
     ) -> Decision:
-        """See the function of this name; the requests are let in when it returns."""
+        """Decide the next step; see the function `decide`. The returned requests count as admitted from here on."""
         budget, count = decide(self.state, used_kv, decoding_kv, decoding, pending, decoded, slots)
         return Decision(budget, self.state.admitted[:count].copy())
 
@@ -73,7 +77,7 @@ class DualScan:
         held(self.state, request)
 
     def come_soon(self) -> None:
-        """Those just held are to come with the next step."""
+        """Let the next step admit the requests that were just held, instead of saving up for a burst."""
         self.state.totals.owed = self.state.costs.most_tokens
 
     def dropped(self, request: int, tokens: int) -> None:
@@ -89,18 +93,18 @@ class DualScan:
 
     @property
     def heads(self) -> tuple[int, int]:
-        """The requests that the left and the right end give next, NO_REQUEST where one has none of its own."""
+        """The next request of the left end and of the right end; NO_REQUEST for an end whose own queue is empty."""
         return _first_of(self.state, LEFT), _first_of(self.state, RIGHT)
 
     @property
     def kv_tokens(self) -> tuple[int, int]:
-        """KV tokens that requests of the left and of the right end hold, prefixes that they share left out."""
+        """KV tokens that requests of the left end and of the right end hold, without the prefixes that they share."""
         everything, right = self.state.footprint[0].kv, self.state.footprint[0].right_kv
         return max(0, int(everything - right)), max(0, int(right))
 
     @property
     def remaining_s(self) -> tuple[float, float]:
-        """Seconds of compute and of memory reads that are expected to remain."""
+        """The expected remaining seconds of compute and of memory reads."""
         return float(self.state.totals.remaining_compute_s), float(self.state.totals.remaining_memory_s)
 
 
@@ -108,21 +112,21 @@ class DualScan:
 def decide(
     state: State, used_kv: int, decoding_kv: int, decoding: int, pending: int, decoded: int, slots: int
 ) -> tuple[int, int]:
-    """The next step: how many prompt tokens to compute, and how many requests, in `admitted`, to let in.
+    """Decide the next step: return how many prompt tokens to compute and how many requests of `admitted` to admit.
 
-    `used_kv`: tokens of KV cache that admitted requests hold, or will once their prompts are computed; `decoding_kv`:
-    tokens that the `decoding` requests read in a step; `pending`: prompt tokens of admitted requests that are still to
-    be computed; `decoded`: output tokens that each of the decoding ones has got since the last decision; `slots`: the
-    most requests that the engine takes.
+    `used_kv`: KV tokens that admitted requests hold, or will hold once their prompts are computed. `decoding_kv`: KV
+    tokens that the `decoding` requests read in a step. `pending`: prompt tokens of admitted requests that are still to
+    be computed. `decoded`: output tokens that each decoding request has got since the last decision. `slots`: the most
+    requests that the engine can take.
     """
     state.totals.clock += decoded
     state.totals.own_kv += decoded * state.totals.decoding
     sweep(state)
     budget = _budget(state, decoding_kv, decoding, pending)
-    shared_kv = max(0, used_kv - state.totals.own_kv)  # prefixes in use, which no footprint counts
+    shared_kv = max(0, used_kv - state.totals.own_kv)  # shared prefixes in use, which no footprint counts
     room = state.costs.capacity - shared_kv
     physical = state.costs.capacity - used_kv - SOON * decoding
-    # The right side fills the KV cache and may hurry while that is not full; the left side keeps the pace.
+    # The right end fills the KV cache, and may hurry while the cache is not full; the left end keeps the pace.
     rightful = state.queues[RIGHT].first < state.queues[RIGHT].last
     hurried = max(budget, _hurry(state, decoding)) if rightful else budget
     if _is_the_tail(state):
@@ -132,7 +136,7 @@ def decide(
         budget = _burst(state, budget if held_back else hurried, decoding, decoded)
         hurried = budget
     let_in, tokens = 0, pending
-    asks = state.queues[LEFT].first < state.totals.sample_last  # the sample is first, whatever the pace
+    asks = state.queues[LEFT].first < state.totals.sample_last  # the sample goes first, whatever the pace
     if asks:
         budget = hurried
     for side in (LEFT, RIGHT) if asks else (RIGHT, LEFT):
@@ -141,7 +145,7 @@ def decide(
             request = _candidate(state, side)
             if request == NO_REQUEST:
                 break
-            alone = state.totals.running == 0  # whatever it is, it must run some time
+            alone = state.totals.running == 0  # whatever its size, it must run at some point
             fresh = state.requests[request].fresh + state.requests[request].counted
             if not alone and (fresh > physical or not fits(state, request, room, side)):
                 break
@@ -157,11 +161,12 @@ def decide(
 
 @compiled
 def _is_the_tail(state: State) -> bool:
-    """Whether whoever begins late ends last, which costs more than a blend saves.
+    """Return whether requests that begin late would end last, which costs more than a blend saves.
 
-    So it is where all that remains takes less than the longest answer to be expected of those that wait, or all prompts
-    less than a usual answer.
+    This is so if all remaining work takes less time than the longest answer expected of the waiting requests, or if all
+    waiting prompts take less time than a typical answer.
     """
+    # An answer that runs alone still reads all the weights for each of its tokens (docs/simulator.md, the tail).
     totals, step_s = state.totals, state.costs.weights_s
     left_s = max(totals.remaining_compute_s, totals.remaining_memory_s)
     return left_s < totals.longest_answer * step_s or totals.remaining_prompts_s < totals.mean_answer * step_s
@@ -169,26 +174,27 @@ def _is_the_tail(state: State) -> bool:
 
 @compiled
 def _budget(state: State, decoding_kv: int, decoding: int, pending: int) -> int:
-    """Prompt tokens of the step that keep compute and memory reads in the ratio of the work that remains."""
+    """Return how many prompt tokens keep the step's compute and reads in the ratio of the remaining work."""
     costs, totals = state.costs, state.totals
     most = int(costs.most_tokens)
     token_s, reads_s = _prompt_token_s(state), decoding_kv * costs.read_s
     if decoding == 0 or totals.remaining_memory_s <= NOTHING_S:
         return max(0, most - decoding)
+    # This replaces C_L + C_R of BlendServe's Algorithm 3, which follow the root's constant density, not what remains.
     compute_s = _ratio(state, pending * token_s) * reads_s
     paced = (compute_s - decoding * costs.gemm_s) / token_s
     tokens = decoding + max(paced, _riding(costs, token_s, reads_s, decoding))
-    if tokens >= 2 * ALIGNMENT:
+    if tokens >= 2 * ALIGNMENT:  # BlendServe A.2: multiples of 128 use the hardware better
         tokens = np.floor(tokens / ALIGNMENT + 0.5) * ALIGNMENT
     return int(max(0.0, min(tokens, most) - decoding))
 
 
 @compiled
 def _ratio(state: State, pending_s: float) -> float:
-    """Of compute to memory reads in what remains, as far as steps keep to it.
+    """Return the ratio of compute to reads in the remaining work, at most MOST_COMPUTE unless prompts come in bursts.
 
-    Where compute is more than reads it is what counts, and every step that computes longer than it reads is as good: a
-    still longer one makes decoding wait, and whoever runs long is known late.
+    Where compute is the larger part, all steps that compute longer than they read are equally good. A still longer step
+    only makes decoding wait, so that it becomes known late which answers are long.
     """
     ratio = (state.totals.remaining_compute_s + pending_s) / state.totals.remaining_memory_s
     return ratio if state.costs.bursts else min(ratio, MOST_COMPUTE)
@@ -196,7 +202,7 @@ def _ratio(state: State, pending_s: float) -> float:
 
 @compiled
 def _riding(costs: StepCosts, token_s: float, reads_s: float, decoding: int) -> float:
-    """Prompt tokens whose GEMM hides behind reading the weights, as long as their attention hides behind it too."""
+    """Return how many prompt tokens can hide their GEMM, and their attention too, behind reading the weights."""
     weights_s, attention_s = costs.weights_s, token_s - costs.gemm_s
     riding = weights_s / costs.gemm_s - decoding
     if attention_s > 0:
@@ -206,7 +212,7 @@ def _riding(costs: StepCosts, token_s: float, reads_s: float, decoding: int) -> 
 
 @compiled
 def _hurry(state: State, decoding: int) -> int:
-    """Prompt tokens of a step that would keep the pace if the KV cache were full."""
+    """Return how many prompt tokens a step would need to keep the pace if the KV cache were full."""
     costs, totals = state.costs, state.totals
     most = costs.most_tokens
     if totals.remaining_memory_s > NOTHING_S:
@@ -217,7 +223,7 @@ def _hurry(state: State, decoding: int) -> int:
 
 @compiled
 def _burst(state: State, tokens: int, decoding: int, decoded: int) -> int:
-    """All prompt tokens of a step once as many are owed, or all that there are; nothing until then."""
+    """Return a whole step of prompt tokens once so many are saved up, or as many as there are; 0 until then."""
     state.totals.owed += decoded * tokens
     most = int(state.costs.most_tokens)
     if decoding > 0 and state.totals.owed < min(most, _waiting_tokens(state, most)):
@@ -228,7 +234,7 @@ def _burst(state: State, tokens: int, decoding: int, decoded: int) -> int:
 
 @compiled
 def _waiting_tokens(state: State, most: int) -> int:
-    """Prompt tokens of all that waits and of what is being computed, as far as it is less than `most`."""
+    """Return the prompt tokens that wait or are being computed; `most` if more than HEADS requests wait."""
     if waiting(state) > HEADS:
         return most
     tokens = int(state.totals.pending_tokens)
@@ -241,7 +247,7 @@ def _waiting_tokens(state: State, most: int) -> int:
 
 @compiled
 def _candidate(state: State, side: int) -> int:
-    """The next request at this end; where its queue is empty, the far end of the other one."""
+    """Return the next request of this side or, if its queue is empty, the last one in the other side's queue."""
     mine, other = state.queues[side], state.queues[1 - side]
     if mine.first < mine.last:
         return state.waiting[side, mine.first]
@@ -251,14 +257,14 @@ def _candidate(state: State, side: int) -> int:
 
 
 def _first_of(state: State, side: int) -> int:
-    """The request that stands first in this side's own queue, or NO_REQUEST."""
+    """Return the first request in this side's own queue, or NO_REQUEST."""
     queue = state.queues[side]
     return int(state.waiting[side, queue.first]) if queue.first < queue.last else NO_REQUEST
 
 
 @compiled
 def _prompt_token_s(state: State) -> float:
-    """Seconds of computing a prompt token, its attention included: of those pending, or else of the next ones."""
+    """Return the seconds per prompt token, attention included: of pending prompts, or else of the next ones."""
     work = state.totals.left_work
     if state.totals.pending_tokens > 0:
         work = state.totals.pending_work / state.totals.pending_tokens

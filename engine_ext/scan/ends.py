@@ -1,4 +1,4 @@
-"""The two ends of a scan: which requests each of them gives, in which order, and what each has to compute there."""
+"""Builds the two ends of a scan: the requests of each end in order, and the tokens that each request must compute."""
 
 from dataclasses import dataclass
 
@@ -15,9 +15,10 @@ from engine_ext.plan.tree import PrefixTree
 
 @dataclass(frozen=True, slots=True)
 class Ends:
-    """Requests as each end gives them; `fresh`: int64 [prompts], tokens that the one before there does not share.
+    """The requests of each end, in the order in which it admits them.
 
-    The `first` of `left` come before everything else.
+    `fresh`: int64 [prompts], prompt tokens that a request does not share with the one before it at its end. The first
+    `first` requests of `left` come before all others.
     """
 
     left: Column
@@ -34,10 +35,10 @@ def two_ends(
     waits: NDArray[np.bool_] | None = None,
     keep: float = KEEP_SHARING,
 ) -> Ends:
-    """Sort the tree, and part it where compute and memory balance.
+    """Sort the tree, and split it into two ends where compute and memory balance.
 
-    `first`: requests to come before all others, in this order. `waits`: bool [prompts], those that the ends are to
-    give; the others only show what is alike.
+    `first`: requests that come before all others, in this order. `waits`: bool [prompts], the requests to put into the
+    ends; the others only inform the order.
     """
     scan = order_scan(tree, requests, cost, keep)
     compute, memory = request_loads(scan.tree, requests, cost)
@@ -54,10 +55,10 @@ def two_ends(
 
 
 def _mixed(tree: PrefixTree, compute: Floats, memory: Floats) -> Column:
-    """Places of the walk, where siblings of about one density stand as the prompts came.
+    """Return the places of the walk, with siblings of about the same density in the order in which their prompts came.
 
-    Sorted to the last token, answers of one length would be let in together and end together, and the KV memory would
-    fill and empty in waves.
+    If they were sorted to the last token, answers of one length would be admitted together and end together, and the KV
+    memory would fill and empty in waves.
     """
     with np.errstate(divide="ignore", invalid="ignore"):
         octave = np.floor(np.log2(compute / memory))
@@ -67,11 +68,11 @@ def _mixed(tree: PrefixTree, compute: Floats, memory: Floats) -> Column:
 
 
 def fresh_tokens(tree: PrefixTree, lengths: Column, places: Column, meeting: int) -> Column:
-    """Prompt tokens of each request that the one before it does not share, at its end of the scan.
+    """Return the prompt tokens that each request does not share with the one before it at its end of the scan.
 
-    Of the leaves at `places` of the walk, the left end takes the first `meeting` from left to right, the right end the
-    others from right to left; siblings may stand in any order. int64 [prompts] by request, like `lengths`; 0 for those
-    that stand at no place.
+    Of the leaves at `places` of the walk, the left end takes the first `meeting` from left to right, and the right end
+    takes the others from right to left; siblings may be in any order. The result is int64 [prompts] by request, like
+    `lengths`, with 0 for requests that have no place.
     """
     fresh = np.zeros(len(lengths), dtype=np.int64)
     if len(places) == 0:

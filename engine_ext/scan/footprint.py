@@ -1,4 +1,4 @@
-"""What the KV cache will hold: the projected footprint of all that runs, and whether one more request fits."""
+"""Projects what all running requests will hold of the KV cache, and tells whether one more request fits."""
 
 import numpy as np
 
@@ -8,14 +8,17 @@ from engine_ext.plan.lengths import BUCKETS, EDGES, LONGEST, bucket_of
 from engine_ext.scan.state import AHEAD, GROWTH, NOT_STARTED, RIGHT, Footprint, State
 
 SPAN = (AHEAD + GROWTH).astype(np.float64)
-SELDOM = 1e-6  # a chance below which hazards say nothing any more
-LIKELY = 0.1
-NEGLIGIBLE = 1e-3  # a chance below which a request counts as gone
+SELDOM = 1e-6  # probability below which hazards say nothing any more
+LIKELY = 0.1  # a left-end request must fit as long as it still runs with at least this probability
+NEGLIGIBLE = 1e-3  # probability below which a request counts as ended
 
 
 @compiled
 def add_footprint(state: State, table: Records[Footprint], request: int, sign: float) -> None:
-    """Add what the request is to hold of the KV cache, at every point ahead, with its variance."""
+    """Add the KV tokens that a request is expected to hold at every point ahead, with their variance.
+
+    `sign`: 1 to add them, -1 to take them out again.
+    """
     tokens = generated(state, request)
     group, own = state.requests[request].group, state.requests[request].fresh + tokens
     right = 1.0 if state.requests[request].side == RIGHT else 0.0
@@ -38,12 +41,13 @@ def add_footprint(state: State, table: Records[Footprint], request: int, sign: f
         table[k].kv += kv
         table[k].variance += kv * (1 - holds) * held
         table[k].right_kv += right * kv
+        # A wrong estimate is wrong for all requests of the group alike, so doubt adds up linearly, unlike the spread.
         table[k].doubt += doubt * kv
 
 
 @compiled
 def fits(state: State, request: int, room: float, side: int) -> bool:
-    """Whether the KV cache holds this request too at every point ahead, and the right side keeps to its share."""
+    """Return whether the request fits into the KV cache at every point ahead and, on the right side, into its share."""
     tokens = state.requests[request].counted
     chances = state.holds[state.requests[request].group, bucket_of(tokens)]
     own, is_known, left = (
@@ -63,9 +67,9 @@ def fits(state: State, request: int, room: float, side: int) -> bool:
             spread = max(0.0, table[k].variance) + holds * (1 - holds) * kv * kv
             kept_free = margin * (np.sqrt(spread) + table[k].doubt)
         elif holds < LIKELY:
-            break  # what a short answer might still hold then is no reason to keep it out
+            break  # do not refuse a short answer for what it is unlikely to hold then
         else:
-            kept_free = 0.0
+            kept_free = 0.0  # the margin is for the right end: without left prompts, steps only read (docs/planner.md)
         if table[k].kv + holds * kv + kept_free > room:
             return False
         if side == RIGHT and table[k].right_kv + holds * kv > share * room:
@@ -75,7 +79,7 @@ def fits(state: State, request: int, room: float, side: int) -> bool:
 
 @compiled
 def rest_of(state: State, request: int, tokens: int) -> tuple[float, float]:
-    """Mean of the tokens still to come after so many, and of their square."""
+    """Return the expected output tokens still to come after `tokens`, and the expectation of their square."""
     if state.requests[request].known >= 0:
         exact = float(max(0, state.requests[request].known - tokens))
         return exact, exact * exact
@@ -91,7 +95,7 @@ def rest_of(state: State, request: int, tokens: int) -> tuple[float, float]:
 
 @compiled
 def generated(state: State, request: int) -> int:
-    """Output tokens of a running request, by the clock."""
+    """Return the output tokens of a running request, by the scan's clock."""
     if state.requests[request].started == NOT_STARTED:
         return state.requests[request].counted
     return max(
@@ -102,7 +106,7 @@ def generated(state: State, request: int) -> int:
 
 @compiled
 def output_tokens(state: State, requests: Column) -> Column:
-    """Output tokens of these running requests, by the clock."""
+    """Return the output tokens of these running requests, by the scan's clock."""
     tokens = np.empty(len(requests), dtype=np.int64)
     for k in range(len(requests)):
         tokens[k] = generated(state, int(requests[k]))
@@ -111,16 +115,16 @@ def output_tokens(state: State, requests: Column) -> Column:
 
 @compiled
 def work_out_holds(state: State, group: int) -> None:
-    """For each length bucket, the chances that an answer there still runs at every point ahead."""
+    """Work out, for each length bucket, the probability that an answer in it still runs at every point ahead."""
     for bucket in range(BUCKETS):
         now = state.outlook.stays[group, bucket]
         state.holds[group, bucket, 0] = 1.0
         chance = 1.0
         for k in range(1, len(AHEAD)):
             tokens = EDGES[bucket] + AHEAD[k]
-            if chance <= NEGLIGIBLE or tokens >= state.tree.caps[group]:  # and it never rises again
+            if chance <= NEGLIGIBLE or tokens >= state.tree.caps[group]:  # it never rises again
                 chance = 0.0
-            elif now < SELDOM:  # nothing so long was seen: as likely as not to double
+            elif now < SELDOM:  # no answer this long was seen: give it an even chance to double
                 chance = 1.0 / (1.0 + AHEAD[k] / (EDGES[bucket] + 1.0))
             else:
                 chance = _chance(state, group, tokens) / now
@@ -129,7 +133,7 @@ def work_out_holds(state: State, group: int) -> None:
 
 @compiled
 def _chance(state: State, group: int, tokens: int) -> float:
-    """Chance that an answer of the group comes to so many tokens."""
+    """Return the probability that an answer of the group reaches this many tokens."""
     if tokens >= LONGEST:
         return 0.0
     bucket = bucket_of(tokens)

@@ -1,9 +1,10 @@
-"""The dual scan of an engine to which requests come and go: planned again, with all that was learned, when they do.
+"""Runs the dual scan of an engine whose requests come and go, and plans again as they do, with all that was learned.
 
-Requests have keys of the caller's. A plan covers those that wait and, to tell what is alike, those that run and the
-last that ended. It costs about 4 microseconds a request and is made again when a quarter more has come, when what
-came has waited long enough, when some were taken back, or when several times as many answers have ended as it knew; not
-in every step.
+The caller chooses the requests' keys. A plan covers the waiting requests and, for what they tell about similar
+requests, the running ones and those that ended last. Planning costs about 4 microseconds per request, so it is not done
+in every step. The scan plans again when the backlog has grown by a quarter, when new requests have waited long enough,
+when requests were taken back, when the ratio of the remaining work has drifted, or when several times as many answers
+have ended as the plan knew.
 """
 
 from collections import deque
@@ -24,13 +25,16 @@ from engine_ext.scan.footprint import output_tokens
 from engine_ext.scan.replan import FEWEST, PATIENCE, Progress, answers_before_next, is_outdated, plan_backlog
 from engine_ext.scan.state import NO_REQUEST, StepCosts
 
-REMEMBERED = 4096  # ended requests that tell of those like them
-PAGE = 16  # tokens; what is shared beyond it is worth waiting a step for
+REMEMBERED = 4096  # ended requests that are kept to estimate similar ones
+PAGE = 16  # tokens; a shared prefix that is longer than this is worth waiting a step for
 
 
 @dataclass(slots=True, eq=False)
 class _Member:
-    """A request that waits or runs, or has ended: `tokens` of output so far, `place` in the plan or -1."""
+    """A request that waits, runs or has ended.
+
+    `tokens`: output tokens so far. `place`: its index in the plan, or -1.
+    """
 
     prompt: TokenIds
     cap: int
@@ -41,13 +45,17 @@ class _Member:
     runs: bool = False
     prefilled: bool = False
     stored: bool = False
-    ready: int = 0  # tokens of its prompt that were in the cache when it was let in, as far as is known
-    before: "_Member | None" = None  # whom its end gave before it
+    ready: int = 0  # prompt tokens that were in the cache at its admission, as far as is known
+    before: "_Member | None" = None  # the request that its end admitted before it
 
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """`budget`: prompt tokens to compute, for those in prefill first; `admitted`: keys to let in, in this order."""
+    """The decision for one step.
+
+    `budget`: prompt tokens to compute, those of requests in prefill first. `admitted`: keys of the requests to admit,
+    in this order.
+    """
 
     budget: int
     admitted: list[int]
@@ -58,10 +66,11 @@ NOTHING = Step(0, [])
 
 @dataclass(slots=True)
 class LiveScan:
-    """The scan of one engine; not safe for threads.
+    """The scan of one engine; not thread-safe.
 
-    `share` of the requests with unknown lengths are run first. `cached`: how many tokens of a waiting request's prompt
-    are in the engine's cache, by its key; it is asked when a prefix might be computed twice.
+    `share`: share of the requests with unknown lengths to run first, as a sample. `cached`: returns how many prompt
+    tokens of the waiting request with this key are in the engine's cache; it is called when a prefix might be computed
+    twice.
     """
 
     cost: CostModel
@@ -70,30 +79,30 @@ class LiveScan:
     cached: Callable[[int], int] = lambda key: 0
     generator: np.random.Generator = field(default_factory=lambda: np.random.default_rng(0))
     plans: int = 0
-    expected_cached: int = 0  # tokens of the prompts let in that the one before each, at its end, shares with it
+    expected_cached: int = 0  # prompt tokens of admitted requests that each shares with the one before it at its end
     _members: dict[int, _Member] = field(default_factory=dict[int, _Member])
     _keys: list[int] = field(default_factory=list[int])
     _ended: "deque[_Member]" = field(default_factory=lambda: deque(maxlen=REMEMBERED))
     _scan: DualScan | None = None
     _new: int = 0
-    _learned: int = 0  # answers since the plan was made, and how many are enough for another
+    _learned: int = 0  # answers ended since the plan was made; `_needed` of them lead to another plan
     _needed: int = 0
     _decisions: int = 0
     _stale: bool = False
-    _computing: list[_Member] = field(default_factory=list[_Member])  # let in, their prompts not yet in the cache
-    _latest: "list[_Member | None]" = field(default_factory=lambda: [None, None])  # whom each end has given last
+    _computing: list[_Member] = field(default_factory=list[_Member])  # admitted, prompts not yet in the cache
+    _latest: "list[_Member | None]" = field(default_factory=lambda: [None, None])  # that each end admitted last
 
     def __len__(self) -> int:
-        """Requests that wait."""
+        """Return the number of waiting requests."""
         return self._new + (self._scan.waiting if self._scan else 0)
 
     def add(self, key: int, prompt: TokenIds, cap: int, known: int = UNKNOWN, kind: int = 0) -> None:
-        """A request that waits now; `kind` is equal for those that are alike in something but their prompts."""
+        """Add a waiting request; `kind` is equal for requests that have more in common than their prompts."""
         self._members[key] = _Member(prompt, min(cap, LONGEST), known, kind)
         self._new += 1
 
     def take_back(self, key: int) -> None:
-        """A request that waits is not to run."""
+        """Remove a waiting request, which will not run."""
         member = self._members.pop(key)
         if member.place < 0:
             self._new -= 1
@@ -102,7 +111,7 @@ class LiveScan:
             self._keys[member.place] = -1
 
     def decide(self, used_kv: int, decoding_kv: int, decoding: int, pending: int, decoded: int, slots: int) -> Step:
-        """The next step; see `dual_scan.decide`."""
+        """Decide the next step; see the function `decide` in scan/decide.py."""
         self._decisions += 1
         if self._is_due():
             self._plan()
@@ -112,13 +121,13 @@ class LiveScan:
         return Step(found.budget, self._without_twins(found.admitted.tolist()))
 
     def prefilled(self, key: int, stored: bool = True) -> None:
-        """Its prompt is computed; `stored`: and in the cache, for others to use."""
+        """Note that a request's prompt is computed; `stored`: whether it is also in the cache, for others to use."""
         member = self._members[key]
         member.prefilled, member.stored, member.before = True, stored, None
         self._of(member).prefilled(member.place)
 
     def stored(self, key: int) -> None:
-        """The prompt of a prefilled one is in the cache."""
+        """Note that the prompt of a prefilled request is in the cache."""
         self._members[key].stored = True
 
     def finished(self, key: int, tokens: int) -> None:
@@ -129,7 +138,7 @@ class LiveScan:
         self._learned += member.known == UNKNOWN
 
     def dropped(self, key: int, tokens: int) -> None:
-        """A request that ran was given up."""
+        """Note that a running request was given up."""
         member = self._members.pop(key)
         member.runs = False
         self._of(member).dropped(member.place, tokens)
@@ -140,7 +149,7 @@ class LiveScan:
         self._of(member).retracted(member.place, tokens)
 
     def held(self, key: int) -> None:
-        """The engine did not take a request that was just admitted."""
+        """Note that the engine did not take a request that was just admitted."""
         member = self._members[key]
         member.runs = False
         if member.tokens == 0:
@@ -152,18 +161,18 @@ class LiveScan:
 
     @property
     def remaining_s(self) -> tuple[float, float]:
-        """Seconds of compute and of memory reads that are expected to remain."""
+        """The expected remaining seconds of compute and of memory reads."""
         return self._scan.remaining_s if self._scan and self._members else (0.0, 0.0)
 
     @property
     def next_keys(self) -> list[int]:
-        """Whom the left and the right end give next, as far as they have someone of their own."""
+        """Keys of the requests that the left and the right end admit next, if their own queues are not empty."""
         heads = self._scan.heads if self._scan else ()
         return [self._keys[head] for head in heads if head != NO_REQUEST and self._keys[head] >= 0]
 
     @property
     def kv_tokens(self) -> tuple[int, int]:
-        """KV tokens that requests of the left and of the right end hold, prefixes that they share left out."""
+        """KV tokens that requests of the left end and of the right end hold, without the prefixes that they share."""
         return self._scan.kv_tokens if self._scan and self._members else (0, 0)
 
     def _member(self, place: int) -> _Member:
@@ -187,7 +196,10 @@ class LiveScan:
         return self._new >= max(FEWEST, planned // 4)
 
     def _without_twins(self, places: list[int]) -> list[int]:
-        """The keys to let in now. One whose prefix is being computed for the one before it comes when that is there."""
+        """Return the keys to admit now, and hold the requests whose prefix is still being computed for another one.
+
+        A held request comes when the prefix is in the cache.
+        """
         scan = self._scan
         assert scan is not None
         kept: list[int] = []
@@ -220,7 +232,7 @@ class LiveScan:
         return kept
 
     def _plan(self) -> None:
-        """Make the plan again from all that is known."""
+        """Plan again from all that is known."""
         keys = list(self._members)
         members = [self._members[key] for key in keys] + list(self._ended)
         ended = np.arange(len(members)) >= len(keys)

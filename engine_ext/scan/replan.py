@@ -1,4 +1,7 @@
-"""A plan made while its requests run: what waits is parted anew, with all that was learned; what runs goes on."""
+"""Plans again while requests run: splits the waiting requests between the two ends with all that was learned.
+
+Running requests continue.
+"""
 
 from dataclasses import dataclass
 
@@ -18,18 +21,19 @@ from engine_ext.scan.ends import two_ends
 from engine_ext.scan.state import Backlog, State, StepCosts, new_state
 from engine_ext.scan.sweep import has_drifted, waiting
 
-FEWEST = 32  # requests that come or end before a plan is made again
-PATIENCE = 32  # steps that a plan is kept, and that fewer may wait for the next
-MORE = 3.0  # times the answers that a plan knew, as news that make another one worth its time
+FEWEST = 32  # requests that must come or end before the scan plans again
+PATIENCE = 32  # steps for which drift does not replace a plan, and for which a few new requests may have to wait
+MORE = 3.0  # new answers, in multiples of those that a plan knew, that make another plan worth its time
 
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """How far requests are, by request; int64 and bool [prompts].
+    """The progress of all requests, as columns by request; int64 and bool [prompts].
 
-    `caps`: max_tokens; `known`: output tokens or UNKNOWN; `sampled`: known because they were asked before, so that they
-    tell of others. `tokens`: output so far. Those that are neither `ended` nor `runs` wait. `prefilled`: prompts of
-    running ones that are computed; `fresh` and `side`: as they were let in. `owed`: prompt tokens saved up.
+    `caps`: max_tokens. `known`: output tokens or UNKNOWN. `sampled`: whether a length is known because the request ran
+    as a sample, so that it informs the estimates of other requests. `tokens`: output tokens so far. A request waits if
+    it neither `runs` nor has `ended`. `prefilled`: whether the prompt of a running request is computed. `fresh`,
+    `side`: as they were at admission. `owed`: prompt tokens saved up for a burst.
     """
 
     caps: Column
@@ -45,24 +49,27 @@ class Progress:
 
     @classmethod
     def at_first(cls, caps: Column, known: Column, sampled: Bools) -> "Progress":
-        """Everything waits."""
+        """Create the progress with which every request waits."""
         columns, bools = np.zeros((3, len(caps)), dtype=np.int64), np.zeros((3, len(caps)), dtype=np.bool_)
         return cls(caps, known, sampled, columns[0], bools[0], bools[1], bools[2], columns[1], columns[2])
 
     @property
     def learned(self) -> int:
-        """Answers that have told something."""
+        """The number of answers from which lengths were learned."""
         return int(np.count_nonzero(self.sampled | self.ended & (self.known == UNKNOWN)))
 
 
 def answers_before_next(learned: int) -> int:
-    """How many answers are to end before a plan that knew so many is made again."""
+    """Return how many answers must end before a plan that had learned from `learned` answers is replaced."""
     return max(FEWEST, int(MORE * learned))
 
 
 @compiled
 def is_outdated(state: State, steps: int, answers: int) -> bool:
-    """Whether enough was learned for another plan: so many steps ago it was made, so many answers are still to end."""
+    """Return whether enough was learned for another plan.
+
+    `steps`: steps since the plan was made. `answers`: answers that must still end before the next plan.
+    """
     return waiting(state) >= FEWEST and (answers <= 0 or (steps >= PATIENCE and has_drifted(state)))
 
 
@@ -76,15 +83,17 @@ def plan_backlog(
     share: float = SHARE,
     keep: float = KEEP_SHARING,
 ) -> State:
-    """The scan's state from here on. `share` of the requests with unknown lengths, those that ran included, come first.
+    """Plan the waiting requests, and return the scan's state from here on.
 
-    `keep`: the share of the possible sharing that splits must keep.
+    `share`: share of the requests with unknown lengths, including those that already ran, to run first as a sample.
+    `keep`: share of the possible prefix sharing that splits must keep.
     """
     tokens, ended, runs, known = progress.tokens, progress.ended, progress.runs, progress.known
     lengths = np.empty(len(tokens), dtype=np.int64)
     lengths[tree.order] = tree.end[tree.leaves]
     told = np.flatnonzero(progress.sampled | (known == UNKNOWN) & (ended | (tokens > 0)))
     so_far = np.where(progress.sampled, known, tokens)
+    # Answers that have not ended count as lower bounds on their lengths (docs/planner.md).
     seen = see(groups, told, so_far[told], (progress.sampled | ended)[told])
     outlook = look_ahead(seen, groups, group_caps(groups, progress.caps))
     estimates = estimate(groups, outlook, progress.caps, np.where(ended, tokens, known))
@@ -92,12 +101,13 @@ def plan_backlog(
     begun = np.flatnonzero(waits & (tokens > 0))
     asked = np.where(waits & (tokens == 0) | (known >= 0), known, tokens)
     ran = np.bincount(groups.of[told], minlength=len(groups))
+    # BlendServe 5.1: the sample costs nothing extra, because its answers are part of the output.
     sample = choose_sample(groups, outlook, lengths.astype(np.float64), asked, generator, share, ran)
     ends = two_ends(
         tree,
         Requests(lengths.astype(np.float64), estimates.mean, estimates.squares),
         cost,
-        np.concatenate([begun, sample]),
+        np.concatenate([begun, sample]),  # retracted requests come before even the sample
         waits,
         keep,
     )

@@ -1,4 +1,4 @@
-"""What the dual scan knows while an engine runs, as arrays that change in place."""
+"""Holds what the dual scan knows while an engine runs, as arrays that change in place."""
 
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -11,24 +11,24 @@ from engine_ext.costs.cost import CostModel
 from engine_ext.plan.groups import Groups
 from engine_ext.plan.lengths import BUCKETS, LONGEST, GroupTree, Outlook, Seen
 
-# Steps from now at which the footprint is held: two to an octave; nothing is foreseen beyond the last.
+# Steps from now at which the footprint is projected: two per octave, and nothing beyond the last.
 AHEAD = np.array([0, 16, *(step << k for k in range(13) for step in (24, 32))], dtype=np.int64)
-# Between one and the next what runs goes on growing; by how much until half-way.
+# Running requests keep growing between two points: by how much until half-way to the next.
 GROWTH = np.array([0, *((AHEAD[2:] - AHEAD[1:-1]) // 2), 0], dtype=np.int64)
-BURSTS_MARGIN = 0.5  # of the margin
-ALIGNMENT = 128  # tokens; step sizes are multiples, as GEMM tiles are (A.2)
+BURSTS_MARGIN = 0.5  # share of the margin that bursts keep
+ALIGNMENT = 128  # tokens; step sizes are multiples of it, as GEMM tiles are (A.2)
 NO_REQUEST = -1
 NOT_STARTED = -(1 << 30)
 LEFT, RIGHT = 0, 1
 
 
 class StepCosts(NamedTuple):
-    """What a step costs: seconds per token of GEMM, per KV token read, and for reading the weights once.
+    """The costs of a step: seconds per token of GEMM, per KV token read, and for reading the weights once.
 
-    `capacity`: tokens of KV cache; `most_tokens`: the largest step; `margin`: standard deviations of the projected
-    footprint to keep free; `quadratic_s`: seconds of prefill attention, times end^2 - begin^2 of a chunk; `bursts`: a
-    prefill stops decoding, so prompt tokens are saved up for whole steps of them, and less is kept free: prompts may
-    wait where nothing overlaps.
+    `capacity`: tokens of KV cache. `most_tokens`: the largest step. `margin`: how many standard deviations of the
+    projected footprint to keep free. `quadratic_s`: seconds of prefill attention per unit of a chunk's end^2 - begin^2.
+    `bursts`: a prefill stops decoding, so prompt tokens are saved up for whole steps, and less is kept free, because
+    prompts may wait where nothing overlaps.
     """
 
     gemm_s: float
@@ -53,7 +53,7 @@ class StepCosts(NamedTuple):
         )
 
     def in_machine_code(self) -> "StepCosts":
-        """The same with one type a field, for which functions are compiled once, and with the margin of bursts."""
+        """Return these costs with one type per field, so that functions compile once, and with the bursts' margin."""
         return StepCosts(
             float(self.gemm_s),
             float(self.read_s),
@@ -68,11 +68,12 @@ class StepCosts(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Backlog:
-    """Requests to run, int64 by request: `prompt` tokens, `fresh` ones (not shared with the one before it at its end).
+    """The requests to run, as int64 columns by request.
 
-    `known` output tokens or UNKNOWN, `caps` (max_tokens). `left` and `right`: requests in the order in which each end
-    gives them, each request at most once; the `first` of `left` come before all of `right`. `counted`: output tokens
-    that each has got already, which `seen` holds.
+    `prompt`: prompt tokens. `fresh`: those that a request does not share with the one before it at its end. `known`:
+    output tokens or UNKNOWN. `caps`: max_tokens. `left`, `right`: the requests in the order in which each end admits
+    them, each request at most once; the first `first` of `left` come before all of `right`. `counted`: output tokens
+    that each request already has, which `seen` includes.
     """
 
     prompt: Column
@@ -88,11 +89,12 @@ class Backlog:
 
 
 class Request:
-    """One request, as int32: `prompt` tokens, `fresh` ones (not shared with the request before it in the scan).
+    """One request, as int32 fields.
 
-    `work`: computing the fresh ones, in tokens of GEMM. `known`: output tokens or UNKNOWN; `cap`: max_tokens. `side`:
-    where it was admitted from. `started`: the clock at its first output token, or NOT_STARTED. `counted`: output tokens
-    that `seen` has. `swept`: the last sweep that looked at it. `running_at`: its index in `State.running`.
+    `prompt`: prompt tokens. `fresh`: those not shared with the request before it in the scan. `work`: the work of
+    computing the fresh ones, in tokens of GEMM. `known`: output tokens or UNKNOWN. `cap`: max_tokens. `side`: the side
+    that admitted it. `started`: the clock at its first output token, or NOT_STARTED. `counted`: output tokens that
+    `seen` includes. `swept`: the last sweep that looked at it. `running_at`: its index in `State.running`.
     """
 
     prompt: int
@@ -109,25 +111,25 @@ class Request:
 
 
 class Queue:
-    """Where the queue of one side begins and ends in `State.waiting`."""
+    """The bounds of one side's queue in `State.waiting`."""
 
     first: int
     last: int
 
 
 class Totals:
-    """Counts and sums over the requests, kept up to date by every change.
+    """Counts and sums over the requests, updated with every change.
 
-    `clock`: decode steps so far. `running` requests, of which `decoding`; `own_kv`: tokens that they hold and share
-    with none. `sweeps`: number of the sweep under way, and `sweep_at` how far it is. `next_dirty`: the group to ask
-    next for news. `sample_last`: the end of the sample in the left queue.
+    `clock`: decode steps so far. `running`: running requests; `decoding`: those of them that decode. `own_kv`: KV
+    tokens that they hold and do not share. `sweeps`: number of the current sweep; `sweep_at`: how far it is.
+    `next_dirty`: the group to check next for news. `sample_last`: the end of the sample in the left queue.
 
-    `remaining_*`: what the last whole sweep found to remain, in seconds of compute and of memory reads, of these for
-    prompts; `known_*` is the part of requests that wait and whose lengths are known, `next_*` what the sweep under way
-    has found so far. `planned_share`: compute's share of what remained when the plan was made. `mean_answer`,
-    `longest_answer`: output tokens to expect of those that wait. `right_share`: of the KV cache, what the right side
-    may hold. `left_work`: work of a prompt token at the left end. `pending_*`: of prompts that are being computed.
-    `owed`: prompt tokens saved up for a burst.
+    `remaining_*`: the remaining work that the last complete sweep found, in seconds of compute, of memory reads, and of
+    the compute of waiting prompts. `known_*`: the part of the waiting requests whose lengths are known. `next_*`: what
+    the current sweep has found so far. `planned_share`: compute's share of the remaining work when the plan was made.
+    `mean_answer`, `longest_answer`: output tokens to expect of the waiting requests. `right_share`: the share of the KV
+    cache that the right side may hold. `left_work`: work per prompt token at the left end. `pending_*`: prompts that
+    are being computed; `right_pending`: their tokens on the right side. `owed`: prompt tokens saved up for a burst.
     """
 
     clock: int
@@ -159,7 +161,7 @@ class Totals:
 
 
 class Footprint:
-    """KV tokens at one point ahead: of all that run, their variance, of the right side, and those in doubt."""
+    """KV tokens at one point ahead: of all running requests, their variance, of the right side, and in doubt."""
 
     kv: float
     variance: float
@@ -168,7 +170,7 @@ class Footprint:
 
 
 class Unknown:
-    """What waits with unknown length: requests, prompt tokens, and the work of computing them."""
+    """Waiting requests of unknown length: their number, their prompt tokens, and the work of computing these."""
 
     requests: float
     prompt: float
@@ -176,16 +178,17 @@ class Unknown:
 
 
 class State(NamedTuple):
-    """Everything the scan knows; arrays and records that change in place.
+    """Everything that the scan knows, in arrays and records that change in place.
 
-    `waiting` holds both queues, int64 [2, places]; `queues` says where each begins and ends. `running`: the admitted
-    requests; `admitted`: those that the last step lets in.
+    `waiting`: both queues, int64 [2, places]; `queues`: where each begins and ends. `running`: the admitted requests.
+    `admitted`: those that the last step admitted.
 
-    By group: `tree`, what was `seen` and what to expect by length bucket (`outlook`, see lengths.py), `holds`, the
-    chance to run still at each of `AHEAD`, float64 [groups, BUCKETS, AHEAD], `doubt`, by how much these may be wrong
-    for all alike, and `unknown`, what waits. `dirty` groups have news.
+    By group: `tree`; `seen`, the lengths seen so far; `outlook`, what to expect by length bucket (see lengths.py);
+    `holds`, the probability that an answer still runs at each of `AHEAD`, float64 [groups, BUCKETS, AHEAD]; `doubt`, by
+    how much these may be wrong for all requests alike; `unknown`, the waiting requests of unknown length; `dirty`,
+    whether the group has news.
 
-    By `AHEAD`: the `footprint`; `footprint_next` is the one that the sweep under way builds.
+    By `AHEAD`: `footprint`, and `footprint_next`, which the current sweep builds.
     """
 
     requests: Records[Request]
@@ -207,13 +210,13 @@ class State(NamedTuple):
 
 
 def prompt_work(backlog: Backlog, costs: StepCosts) -> Floats:
-    """Computing each request's fresh tokens, attention to all before them included, in tokens of GEMM."""
+    """Return the work of computing each request's fresh tokens, with attention to all before, in tokens of GEMM."""
     end, fresh = backlog.prompt.astype(np.float64), backlog.fresh.astype(np.float64)
     return fresh + (end**2 - (end - fresh) ** 2) * costs.quadratic_s / costs.gemm_s
 
 
 def new_state(backlog: Backlog, costs: StepCosts) -> State:
-    """The state before the first step; outlooks and remaining work are still to be worked out."""
+    """Create the state before the first step; outlooks and remaining work are still to be worked out."""
     count, groups = len(backlog.prompt), len(backlog.groups)
     requests = new_records(Request, count, np.int32)
     rows: Any = requests
@@ -225,7 +228,7 @@ def new_state(backlog: Backlog, costs: StepCosts) -> State:
     waiting = np.full((2, 2 * count + 1), NO_REQUEST, dtype=np.int64)
     queues, totals = new_records(Queue, 2), new_record(Totals)
     for side, queue in ((LEFT, backlog.left), (RIGHT, backlog.right)):
-        # Retracted requests go in front: there is room for every request once.
+        # In front there is room for every request once, because retracted requests return there.
         queues[side].first, queues[side].last = count, count + len(queue)
         waiting[side, count : count + len(queue)] = queue
     totals.sample_last = count + backlog.first

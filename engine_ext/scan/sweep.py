@@ -1,4 +1,4 @@
-"""Looking at everything that runs, a part in every step, so that estimates live and no step pays for all of them."""
+"""Sweeps over the running requests, a few in every step: estimates stay current, and no step pays for all requests."""
 
 import numpy as np
 
@@ -8,22 +8,25 @@ from engine_ext.plan.lengths import bucket_of, longest_of, record, refresh
 from engine_ext.scan.footprint import add_footprint, generated, rest_of, work_out_holds
 from engine_ext.scan.state import AHEAD, ALIGNMENT, LEFT, RIGHT, State
 
-NOTHING_S = 1e-9  # seconds of work that count as none: sums of floats do not come back to zero
-FIRST_SWEEP = 1  # after the one that counts what waits
-DRIFT = 0.05  # of the share that compute has in what remains
-SWEEP = 96  # steps in which every running request is looked at once
-HEADS = 64  # waiting requests at the left end that stand for the next ones
-MOST_COMPUTE = 1.25  # times the reads of a step
-ENOUGH = 1.75  # times the shortest sensible step, as compute of a step
-MOST_RIGHT = 0.8  # of the KV memory: prompts of the left side come in lumps, and a cache that is full retracts
-DOUBTFUL = 0.3  # of a group that has seen about ten answers
-GROUPS_AT_ONCE = 1  # groups whose outlook is worked out again in one step
-GROUPS_LOOKED_AT = 64  # groups asked for news in one step
+NOTHING_S = 1e-9  # seconds of work that count as none, because sums of floats do not return to exactly zero
+FIRST_SWEEP = 1  # sweep 0 ends before the first step and counts only waiting requests
+DRIFT = 0.05  # by how much compute's share of the remaining work may change
+SWEEP = 96  # steps in which one sweep looks at every running request
+HEADS = 64  # waiting requests at the left end that represent the next ones
+MOST_COMPUTE = 1.25  # times a step's reads: the most compute of a step (docs/simulator.md, what made the difference)
+ENOUGH = 1.75  # times the shortest sensible step: the compute of a step that the right end's share allows for
+MOST_RIGHT = 0.8  # of the KV memory: prompts of the left side come in lumps, and a full cache retracts
+DOUBTFUL = 0.3  # the doubt of a group that has seen about ten answers
+GROUPS_AT_ONCE = 1  # groups whose outlook is updated in one step
+GROUPS_LOOKED_AT = 64  # groups checked for news in one step
 
 
 @compiled
 def sweep(state: State) -> None:
-    """Look at the next few of what runs, from the end of the list: what leaves moves the last into its place."""
+    """Look at the next few running requests, from the end of the list backwards.
+
+    The last request takes the place of one that leaves, so a backward sweep misses none.
+    """
     totals = state.totals
     _refresh_some(state)
     at = min(totals.sweep_at, totals.running)
@@ -40,7 +43,7 @@ def sweep(state: State) -> None:
 
 @compiled
 def end_sweep(state: State) -> None:
-    """Every running request has been looked at: take over what was found, and begin again."""
+    """Take over what the finished sweep found, and start the next sweep."""
     totals = state.totals
     for k in range(len(AHEAD)):
         now, found = state.footprint[k], state.footprint_next[k]
@@ -54,6 +57,7 @@ def end_sweep(state: State) -> None:
         requests, prompt, fresh = unknown.requests, unknown.prompt, unknown.work
         if requests > 0:
             rest, squared = state.outlook.rest[group, 0], state.outlook.rest_squared[group, 0]
+            # BlendServe 4.1 in expectation: Comp takes p + d tokens of GEMM, Mem reads p d + d^2 / 2 tokens.
             compute += (fresh + requests * rest) * state.costs.gemm_s
             prompts += fresh * state.costs.gemm_s
             outputs += requests * rest
@@ -73,9 +77,9 @@ def end_sweep(state: State) -> None:
 
 @compiled
 def has_drifted(state: State) -> bool:
-    """Whether compute and reads that remain are in another ratio than when the plan was made: estimates were wrong.
+    """Return whether the ratio of remaining compute to remaining reads has drifted since the plan was made.
 
-    As long as they are right, the pace keeps the ratio.
+    The pace keeps the ratio as long as the estimates are right, so drift means that they were wrong.
     """
     return state.totals.sweeps > FIRST_SWEEP and abs(_compute_share(state) - state.totals.planned_share) > DRIFT
 
@@ -88,6 +92,7 @@ def _compute_share(state: State) -> float:
 
 @compiled
 def record_growth(state: State, request: int, tokens: int, ended: bool) -> None:
+    """Record how far an answer has grown, and mark its group and all groups above it as having news."""
     group = state.requests[request].group
     before = int(state.requests[request].counted)
     record(state.seen, state.tree.parent, group, before, tokens, ended, 1.0)
@@ -102,6 +107,7 @@ def _look_at(state: State, request: int) -> None:
     tokens = generated(state, request)
     counted = state.requests[request].counted
     if state.requests[request].known < 0 and bucket_of(tokens) > bucket_of(counted):
+        # A running request is a lower bound on its length: ignoring it would make estimates too short.
         record_growth(state, request, tokens, False)
         state.requests[request].counted = tokens
     add_footprint(state, state.footprint_next, request, 1.0)
@@ -112,17 +118,18 @@ def _look_at(state: State, request: int) -> None:
 
 @compiled
 def waiting(state: State) -> int:
-    """Requests in both queues."""
+    """Return the number of requests in both queues."""
     left, right = state.queues[LEFT], state.queues[RIGHT]
     return left.last - left.first + right.last - right.first
 
 
 @compiled
 def _right_share(state: State) -> float:
-    """Of the KV memory, what the right end may have: enough for steps that take longer than reading the weights.
+    """Return the share of the KV memory for the right end: enough for steps longer than reading the weights.
 
-    Not more, although the paper fills the memory: steps that keep the ratio of compute and reads are as good at half of
-    it, and the rest takes what answers vary, so that prompts of the left end always find room.
+    It is no more, although the paper fills the memory (BlendServe 5.3): steps that keep the ratio of compute to reads
+    are as good at half of it. The rest absorbs the variation in answers, so that prompts of the left end always find
+    room.
     """
     totals, costs = state.totals, state.costs
     if (
@@ -132,7 +139,8 @@ def _right_share(state: State) -> float:
     ):
         return 1.0
     if costs.bursts:
-        return MOST_RIGHT  # each step reads the weights for those that decode alone, so many must
+        return MOST_RIGHT  # a step that only decodes reads the weights for its decodes alone, so many must decode
+    # A shorter step would still read all the weights, or compute a whole GEMM tile (A.2).
     least_s = max(costs.weights_s, ALIGNMENT * costs.gemm_s)
     reads_s = ENOUGH * least_s * totals.remaining_memory_s / totals.remaining_compute_s
     return min(MOST_RIGHT, reads_s / (costs.read_s * costs.capacity))
@@ -140,7 +148,7 @@ def _right_share(state: State) -> float:
 
 @compiled
 def _left_work(state: State) -> float:
-    """Work of a prompt token, in tokens of GEMM, of the requests that stand first at the left end."""
+    """Return the work per prompt token, in tokens of GEMM, of the requests that are next at the left end."""
     first = state.queues[LEFT].first
     fresh, work = 1.0, 1.0
     for at in range(first, min(state.queues[LEFT].last, first + HEADS)):
@@ -152,7 +160,7 @@ def _left_work(state: State) -> float:
 
 @compiled
 def _refresh_some(state: State) -> None:
-    """Work out the outlook of the next few groups that have news."""
+    """Update the outlook of the next few groups that have news."""
     left = GROUPS_AT_ONCE
     for _ in range(min(GROUPS_LOOKED_AT, len(state.tree.parent))):
         group = state.totals.next_dirty
@@ -166,11 +174,12 @@ def _refresh_some(state: State) -> None:
 
 @compiled
 def refresh_group(state: State, group: int) -> None:
+    """Update a group's outlook, and mark the groups below that depend on it."""
     state.dirty[group] = False
     refresh(group, state.tree, state.seen, state.outlook)
     work_out_holds(state, group)
     state.doubt[group] = 1 / np.sqrt(1 + np.sum(state.seen.ended[group]))
-    # Groups below that know little themselves, or are much like it, lean on this one.
+    # Groups below that know little themselves, or resemble this one, lean on it.
     for below in range(group + 1, len(state.tree.parent)):
         if state.tree.parent[below] == group and (state.doubt[below] > DOUBTFUL or state.tree.leaning[below] >= ALIKE):
             state.dirty[below] = True

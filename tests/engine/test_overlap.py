@@ -50,7 +50,7 @@ def test_what_cannot_be_had_gives_way_to_the_next_best_and_the_log_says_why(
         assert overlap.choose(Overlap.PDMUX, "anything", {"chunked_prefill_size": -1}) is Overlap.NONE
         assert overlap.choose(Overlap.MIXED, "anything", {"speculative_algorithm": "EAGLE"}) is Overlap.NONE
     said = [record.getMessage() for record in caplog.records]
-    assert "'pdmux' is not possible here, 'mixed' is used: there is no GPU" in said[0]
+    assert "'pdmux' is not possible here, using 'mixed' instead: there is no GPU" in said[0]
     assert "chunked prefill off" in said[2]
     assert "speculative decoding" in said[3]
 

@@ -1,7 +1,7 @@
-"""Attention on a CPU with the same bits in any batch: computed in float64, rounded once to the model's dtype.
+"""Gives attention on a CPU the same bits in any batch: computed in float64, rounded once to the model's dtype.
 
-Torch's kernels sum a row in an order that depends on the lengths around it; in float64 that difference vanishes in
-the rounding, so an answer at temperature 0 does not depend on the order of execution or on what the cache held.
+Torch's kernels sum a row in an order that depends on the lengths around it. In float64 that difference vanishes in the
+rounding, so an answer at temperature 0 does not depend on the order of execution or on what the cache held.
 """
 
 from collections.abc import Callable
@@ -14,6 +14,7 @@ _BACKEND = "sglang.srt.layers.attention.torch_native_backend.TorchNativeAttnBack
 
 def in_float64(original: Callable[..., Any], backend: Any, query: Any, *args: Any, **kwargs: Any) -> Any:
     # SGLang casts keys and values to the query's dtype, and the result to the output's.
+    """Run the attention with the query in float64."""
     return original(backend, query.double(), *args, **kwargs)
 
 

@@ -1,4 +1,4 @@
-"""Structured output without a GPU: xgrammar's bitmask, which SGLang pins and applies by GPU kernels only."""
+"""Provides structured output without a GPU: SGLang pins xgrammar's bitmask, and applies it, for GPUs only."""
 
 from collections.abc import Callable
 from typing import Any
@@ -9,7 +9,7 @@ _MODULE = "sglang.srt.constrained.xgrammar_backend"
 
 
 def allocate_bitmask(vocab_size: int, batch_size: int) -> Any:
-    """Int32 mask [batch_size, ceil(vocab_size / 32)] in pageable memory, all tokens allowed."""
+    """Return an int32 mask [batch_size, ceil(vocab_size / 32)] in pageable memory, with all tokens allowed."""
     import torch
     from xgrammar import bitmask_dtype, get_bitmask_shape
 

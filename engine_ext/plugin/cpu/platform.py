@@ -1,4 +1,4 @@
-"""SGLang's unmodified wheel on a CPU, as an out-of-tree platform: for correctness and first impressions, not speed."""
+"""Runs SGLang's unmodified wheel on a CPU as an out-of-tree platform: for correctness and a first look, not speed."""
 
 from collections.abc import Callable
 from typing import Any
@@ -9,7 +9,7 @@ from sglang.srt.platforms.interface import SRTPlatform
 
 
 class CpuPlatform(CpuDeviceMixin, SRTPlatform):  # pyright: ignore[reportIncompatibleMethodOverride]
-    """Torch-native kernels and KV pages of one token."""
+    """The CPU as a platform with torch-native kernels and KV pages of one token."""
 
     _enum = PlatformEnum.OOT
 
@@ -32,7 +32,7 @@ class CpuPlatform(CpuDeviceMixin, SRTPlatform):  # pyright: ignore[reportIncompa
 
         def token_allocator(size: int, page_size: int, **kwargs: Any) -> Any:
             if page_size != 1:
-                raise ValueError(f"the CPU platform serves pages of one token, not {page_size}")
+                raise ValueError(f"the CPU platform supports only pages of one token, not {page_size}")
             return TokenToKVPoolAllocator(size, **kwargs)
 
         return token_allocator

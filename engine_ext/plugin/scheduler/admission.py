@@ -1,7 +1,7 @@
-"""The requests of ours in one scheduler, and the dual scan that says which of them prefill in a step.
+"""Holds our requests in one scheduler, and the dual scan that decides which of them prefill in a step.
 
 They wait here, outside SGLang's queue, whose cost per step grows with its length. `admission_hooks.py` shows SGLang the
-ones that the scan admits. Requests without our mark keep SGLang's own queue and go first.
+ones that the scan admits. Requests without our mark stay in SGLang's own queue and go first.
 """
 
 from collections import deque
@@ -24,13 +24,13 @@ from engine_ext.scan.live import LiveScan
 from engine_ext.scan.state import StepCosts
 
 RECENT = 4096
-SOON = 64  # steps for which those that run must find room beside prefixes that are kept
-LOOK_AGAIN = 16  # steps in which the cache is asked once more for the same request
-STEP_TOKENS = 8192  # the largest step where SGLang names none
+SOON = 64  # steps for which running requests must find room beside pinned prefixes
+LOOK_AGAIN = 16  # steps between two looks at the cache for the same request
+STEP_TOKENS = 8192  # the largest step if SGLang sets none
 
 
 class Phase(IntEnum):
-    """How far a request is. A retracted one waits again."""
+    """The progress of a request. A retracted request waits again."""
 
     WAITING = 0
     PREFILL = 1  # admitted; its prompt is being computed
@@ -40,7 +40,7 @@ class Phase(IntEnum):
 
 @dataclass(slots=True, eq=False)
 class Member:
-    """A request of ours: SGLang's object, and its key in the scan.
+    """One of our requests: SGLang's object and its key in the scan.
 
     `tokens`: output tokens when its prefill ended; with the next one SGLang puts the prompt into its cache.
     """
@@ -53,7 +53,7 @@ class Member:
 
 @dataclass(eq=False)
 class Admission:
-    """The requests of ours in one scheduler, and the scan that admits them."""
+    """Our requests in one scheduler, and the scan that admits them."""
 
     scan: LiveScan
     overlap: Overlap
@@ -82,7 +82,7 @@ class Admission:
         return cls(LiveScan(cost, costs), overlap, Pins(tree, capacity))
 
     def add(self, req: Any) -> None:
-        """Take in a request that waits now, for the first time or because it was retracted."""
+        """Add a request that waits now, for the first time or because it was retracted."""
         member = self.running.pop(req, None)
         if member is not None:
             self._retract(member)
@@ -98,7 +98,7 @@ class Admission:
         self.scan.add(member.key, np.asarray(req.origin_input_ids, dtype=np.uint32), cap, known, kind)
 
     def take_back(self, rid: str, everything: bool) -> list[Any]:
-        """Forget and return the waiting requests that an abort means: that of this id, or those that begin with it."""
+        """Remove and return the waiting requests that an abort means: that of this id, or those that begin with it."""
         if everything:
             meant = list(self.waiting)
         elif rid in self.waiting:
@@ -161,7 +161,7 @@ class Admission:
         self.refused += len(reqs)
 
     def prefilled(self, continued: Any) -> None:
-        """Note that a batch of prompts runs: it computes all that was admitted to the end, but for `continued`."""
+        """Note that a batch of prompts runs: it completes all admitted prompts but that of `continued`."""
         is_stored = self.overlap is Overlap.PDMUX
         for member in list(self.computing):
             if member.phase is not Phase.PREFILL or member.req is continued:
@@ -173,13 +173,13 @@ class Admission:
                 member.phase, member.tokens = Phase.STORING, len(member.req.output_ids)
 
     def store_all(self) -> None:
-        """Tell the scan that all prompts are stored: beside decodes, SGLang asks for more when a prefill has ended."""
+        """Tell the scan that all prompts are stored: with PD-multiplexing, SGLang asks again after a prefill."""
         for member in self.computing:
             if member.phase is Phase.PREFILL:
                 self.scan.stored(member.key)
 
     def notice_stored(self) -> None:
-        """Tell the scan which prompts SGLang has put into its cache: those whose answers have got a token since.
+        """Tell the scan which prompts SGLang has put into its cache: those whose answers have grown since.
 
         SGLang's overlap schedule launches a step before it looks at the results of the one before.
         """
@@ -218,13 +218,13 @@ class Admission:
 
 
 def is_ours(req: Any) -> bool:
-    """Whether a worker of ours marked the request."""
+    """Return whether one of our workers marked the request."""
     params = req.sampling_params.custom_params
     return isinstance(params, dict) and KIND in params
 
 
 def admission_of(scheduler: Any) -> Admission:
-    """The scheduler's Admission, made on first use."""
+    """Return the scheduler's Admission; create it on first use."""
     found = getattr(scheduler, "batchweave_admission", None)
     if found is None:
         options = handed_over()
@@ -242,7 +242,7 @@ def admission_of(scheduler: Any) -> Admission:
 
 
 def overlap_of(scheduler: Any) -> Overlap:
-    """How the scheduler really overlaps prefill and decode, whatever it was asked for."""
+    """Return how the scheduler really overlaps prefill and decode, whatever it was asked for."""
     if scheduler.enable_pdmux:
         return Overlap.PDMUX
     return Overlap.MIXED if scheduler.is_mixed_chunk else Overlap.NONE

@@ -1,7 +1,7 @@
-"""Where the dual scan's admissions enter SGLang's scheduler: six of its functions, wrapped.
+"""Brings the dual scan's admissions into SGLang's scheduler, by wrapping six of its functions.
 
-Each step, `admit` tells the scan what the KV cache really holds, shows SGLang the requests that the scan admits, in its
-order, and allows as many prompt tokens as the scan does.
+In each step, `admit` tells the scan what the KV cache really holds, shows SGLang the requests that the scan admits, in
+its order, and allows as many prompt tokens as the scan does.
 """
 
 import time
@@ -20,7 +20,7 @@ _ADDER = "sglang.srt.managers.schedule_policy.PrefillAdder"
 
 
 def enqueue(original: Callable[..., None], scheduler: Any, req: Any, *args: Any, **kwargs: Any) -> None:
-    """Move a request of ours from SGLang's queue to ours."""
+    """Move one of our requests from SGLang's queue to ours."""
     original(scheduler, req, *args, **kwargs)
     queue = scheduler.waiting_queue
     if queue and queue[-1] is req and is_ours(req):
@@ -32,8 +32,8 @@ def admit(original: Callable[..., Any], scheduler: Any, *args: Any, **kwargs: An
     ours, running = admission_of(scheduler), kwargs["running_batch"]
     changed = ours.notice_ends(running.reqs, scheduler.chunked_req)
     ours.notice_stored()
-    is_beside = ours.overlap is Overlap.PDMUX  # decodes go on during a prefill, and SGLang asks between two of them
-    if is_beside and scheduler._engine_paused:  # its loop would go on
+    is_beside = ours.overlap is Overlap.PDMUX  # decodes continue during a prefill, and SGLang asks between prefills
+    if is_beside and scheduler._engine_paused:  # its loop would continue
         return None, running
     if is_beside:
         ours.store_all()
@@ -46,7 +46,7 @@ def admit(original: Callable[..., Any], scheduler: Any, *args: Any, **kwargs: An
         return found
     started = time.perf_counter()
     step = _decide(ours, scheduler, running)
-    if is_beside:  # from here on they decode: what was decoded during their prefill was not theirs
+    if is_beside:  # they decode from here on; tokens decoded during their prefill were not theirs
         ours.prefilled(None)
     candidates = [ours.by_key[key].req for key in step.admitted]
     ours.deciding_s += time.perf_counter() - started
@@ -59,10 +59,10 @@ def admit(original: Callable[..., Any], scheduler: Any, *args: Any, **kwargs: An
     chunk = scheduler.chunked_prefill_size
     scheduler.waiting_queue = [*scheduler.waiting_queue, *candidates]
     page, riding = scheduler.page_size, len(running.reqs) if ours.overlap is Overlap.MIXED else 0
-    if not is_beside:  # where whole prompts are computed
+    if not is_beside:  # PD-multiplexing computes whole prompts
         scheduler.chunked_prefill_size = -(-step.budget // page) * page + riding
     if candidates:
-        running.batch_is_full = False  # the scan has seen to the room
+        running.batch_is_full = False  # the scan has checked that there is room
     running.batchweave_admits = True
     try:
         batch, running_after = original(scheduler, *args, **kwargs)
@@ -82,7 +82,7 @@ def admit(original: Callable[..., Any], scheduler: Any, *args: Any, **kwargs: An
 
 
 def _free_tokens(scheduler: Any) -> int:
-    """Tokens of the KV cache that are free or can be evicted."""
+    """Return how many tokens of the KV cache are free or can be evicted."""
     return int(scheduler.token_to_kv_pool_allocator.available_size() + scheduler.tree_cache.evictable_size())
 
 
@@ -100,7 +100,7 @@ def _decide(ours: Admission, scheduler: Any, running: Any) -> Step:
 
 
 def reserve_nothing(original: Callable[..., None], adder: Any, *args: Any, **kwargs: Any) -> None:
-    """Reserve nothing for running requests: the scan has counted what they will hold, by what it knows of lengths."""
+    """Reserve nothing for running requests: the scan has counted what it expects them to hold."""
     original(adder, *args, **kwargs)
     if _admits(adder):
         adder.rem_total_token_offset = adder.cur_rem_token_offset
@@ -119,7 +119,7 @@ def add_one(original: Callable[..., Any], adder: Any, req: Any, *args: Any, **kw
 
 
 def _admits(adder: Any) -> bool:
-    """Whether the adder works for `admit`, which marks the batch of running requests that both are given."""
+    """Return whether the adder works for `admit`, which marks the running batch that both are given."""
     return getattr(adder.running_batch, "batchweave_admits", False)
 
 
@@ -131,7 +131,7 @@ def abort(original: Callable[..., Any], scheduler: Any, recv_req: Any) -> Any:
 
 
 def is_fully_idle(original: Callable[..., bool], scheduler: Any, *args: Any, **kwargs: Any) -> bool:
-    """Not idle while a request of ours waits."""
+    """Return whether SGLang is idle and none of our requests waits."""
     return original(scheduler, *args, **kwargs) and not admission_of(scheduler).waiting
 
 

@@ -1,6 +1,6 @@
-"""Threads that compile grammars, shared fairly: a batch of costly schemas holds up its own requests.
+"""Compiles grammars in threads that kinds share fairly: a batch of costly schemas delays only its own requests.
 
-SGLang has one queue for all, in the order in which they came; a compile takes seconds and cannot be stopped.
+SGLang has one queue for all grammars, in the order of arrival; a compile takes seconds and cannot be stopped.
 """
 
 import os
@@ -22,17 +22,17 @@ class _Wanted(NamedTuple):
 
 
 class Compiles:
-    """Runs calls in threads; kinds take turns, and one of them has at most half the threads."""
+    """Runs calls in threads; kinds take turns, and each gets at most half of the threads."""
 
     def __init__(self) -> None:
-        self.kind = ""  # whose calls `submit` is given now
-        self._waiting: OrderedDict[str, deque[_Wanted]] = OrderedDict()  # the kind that is next comes first
+        self.kind = ""  # the kind of the next call to `submit`
+        self._waiting: OrderedDict[str, deque[_Wanted]] = OrderedDict()  # the kind whose turn is next comes first
         self._running: Counter[str] = Counter()
         self._changed = threading.Condition()
         self._threads: list[threading.Thread] = []
 
     def submit(self, function: Callable[..., Any], *args: Any) -> Future[Any]:
-        """As that of an Executor."""
+        """Run the call in a thread and return its future, as an Executor does."""
         future: Future[Any] = Future()
         with self._changed:
             self._waiting.setdefault(self.kind, deque()).append(_Wanted(future, lambda: function(*args)))
@@ -44,14 +44,14 @@ class Compiles:
 
     def _work(self) -> None:
         with suppress(OSError):
-            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)  # on Linux, of this thread
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)  # on Linux, only of this thread
         while True:
             kind, wanted = self._next()
             try:
                 if wanted.future.set_running_or_notify_cancel():
                     try:
                         wanted.future.set_result(wanted.run())
-                    except BaseException as error:  # as an Executor does: who waits for the future is told
+                    except BaseException as error:  # as an Executor does, for the waiter of the future
                         wanted.future.set_exception(error)
             finally:
                 with self._changed:

@@ -1,8 +1,8 @@
-"""An emulated device: SGLang's scheduler, radix cache and KV accounting as they are, and no forward pass.
+"""Emulates a device: SGLang's scheduler, radix cache and KV accounting run as they are, without a forward pass.
 
-Every step takes what the cost model says of the machine that is emulated, on a clock of its own or in real time; every
-output token is the same. It answers how a policy would fare there, or how the service bears load; its name stands in
-every report and in every answer.
+Every step takes as long as the cost model says for the emulated machine, on a clock of its own or in real time, and
+every output token is the same. This shows how a policy would perform there, or how the service bears load. The device's
+name is in every report and in every answer.
 """
 
 import time
@@ -35,7 +35,7 @@ class Device:
         self.reads_s = 0.0
 
     def run(self, batch: Any) -> None:
-        """Let a step pass: a prefill batch, decodes that ride in it too, or a decode batch."""
+        """Let one step pass: a prefill batch, with or without decodes that ride in it, or a decode batch."""
         load = load_of(batch)
         compute = float(compute_time(self.model, load.prompt_tokens + load.decoding, load.quadratic))
         seconds_of_reads = load.kv_tokens * float(self.model.read_s)
@@ -54,7 +54,7 @@ _device: Device | None = None
 
 
 def books() -> dict[str, Any]:
-    """What the device of this process has done; nothing without one."""
+    """Return what this process's device has done; empty without a device."""
     device = _device_here()
     if device is None:
         return {}
@@ -69,6 +69,7 @@ def books() -> dict[str, Any]:
 
 
 def forward(original: Callable[..., Any], worker: Any, batch: Any, *args: Any, **kwargs: Any) -> Any:
+    """Replace the forward pass: let the step pass on the device, and return the same token for every request."""
     device = _device_here()
     assert device is not None
     before = device.seconds
@@ -83,7 +84,7 @@ def forward(original: Callable[..., Any], worker: Any, batch: Any, *args: Any, *
 
 
 def set_device(cost: CostModel, clock: Clock, lasts: bool) -> Device:
-    """A device of this process, its clock at zero; `lasts`: in real time."""
+    """Create this process's device, with its clock at zero; `lasts`: whether steps take real time."""
     global _device
     _device = Device(cost, clock, lasts)
     return _device

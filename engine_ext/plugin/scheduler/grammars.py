@@ -1,7 +1,7 @@
-"""Bounds on grammars: what SGLang keeps of them, how long one may be compiled, and what a token of one may take.
+"""Bounds grammars: how many SGLang keeps, how long one may take to compile, and how long its tokens may take.
 
-Validation bounds which schemas are accepted at all (`service/requests/body_limits.py`). What nobody thought of there
-ends here as a fault of its own request, and not of the engine.
+Validation bounds which schemas are accepted at all (`service/requests/body_limits.py`). A case that it misses ends here
+as a fault of its own request, not of the engine.
 """
 
 import logging
@@ -19,16 +19,16 @@ from engine_ext.plugin.scheduler.compiles import Compiles
 MOST_KEPT = 64
 COMPILER_BYTES = 256 * 1024 * 1024
 TIMED_OUT = "Grammar preprocessing timed out"  # SGLang's own words
-# CPU seconds of the scheduler's thread, in which everybody waits, for all tokens of one request: so much, and as much
-# again for each token.
+# CPU seconds of the scheduler's thread, for which all requests wait, that one request's tokens may take: MOST_MASKS_S,
+# and MASK_S more for each token.
 MOST_MASKS_S, MASK_S = 0.1, 0.004
 MOST_REMEMBERED, REMEMBERED_S = 1024, 600.0
-_faults: dict[str, tuple[str, float]] = {}  # by text, of grammars that took too long, and until when all are told so
+_faults: dict[str, tuple[str, float]] = {}  # by grammar text: why it was too slow, and until when all are told so
 log = logging.getLogger(__name__)
 
 
 def set_cache(original: Callable[..., None], backend: Any, key: Any, value: Any) -> None:
-    """Keep the newest, and nothing of one that took long: the machine was busy, and the next may find it at rest."""
+    """Keep the newest grammars, but none that timed out: the machine was busy, and the next try may find it idle."""
     if getattr(value, "error_message", None) == TIMED_OUT:
         return
     original(backend, key, value)
@@ -37,7 +37,7 @@ def set_cache(original: Callable[..., None], backend: Any, key: Any, value: Any)
 
 
 def make_backend(original: Callable[..., None], backend: Any, *args: Any, **kwargs: Any) -> None:
-    """With a compiler whose own cache has a bound too."""
+    """Create the backend with a compiler whose own cache is bounded too."""
     from sglang.srt.constrained import xgrammar_backend as module
 
     before: Any = module.GrammarCompiler
@@ -50,7 +50,7 @@ def make_backend(original: Callable[..., None], backend: Any, *args: Any, **kwar
 
 
 def process_request(original: Callable[..., Any], manager: Any, request: Any) -> Any:
-    """Say whose grammar it is, should it be compiled."""
+    """Tell the compile threads whose grammar this is, in case they must compile it."""
     compiles = getattr(manager.grammar_backend, "executor", None)
     if isinstance(compiles, Compiles):
         compiles.kind = str((request.sampling_params.custom_params or {}).get(KIND, ""))
@@ -58,7 +58,7 @@ def process_request(original: Callable[..., Any], manager: Any, request: Any) ->
 
 
 def ready_requests(original: Callable[..., Any], manager: Any) -> Any:
-    """Count only the turns in which a grammar is compiled: those that wait for others' have not begun."""
+    """Count only the turns in which a request's grammar is being compiled, not those in which it waits for a thread."""
     for request in manager.grammar_queue:
         future = request.grammar
         if hasattr(future, "running") and not future.running():
@@ -67,9 +67,9 @@ def ready_requests(original: Callable[..., Any], manager: Any) -> Any:
 
 
 def fill_mask(original: Callable[..., None], grammar: Any, mask: Any, row: int) -> None:
-    """The tokens that may come next. A grammar that allows none, or takes too long to say, ends its request.
+    """Fill in the tokens that may come next. A grammar that allows none, or takes too long, ends its request.
 
-    Without a token that may come, the sampler fails on the whole batch.
+    If no token may come next, the sampler fails on the whole batch.
     """
     if getattr(grammar, "fault", None) is None:
         fault, until = _faults.get(grammar.key_string, (None, 0.0))
@@ -80,9 +80,9 @@ def fill_mask(original: Callable[..., None], grammar: Any, mask: Any, row: int) 
     original(grammar, mask, row)
     grammar.masks_s = getattr(grammar, "masks_s", -MOST_MASKS_S) + time.thread_time() - begun - MASK_S
     if not mask[row].any():
-        grammar.fault = "the grammar allows no further token: nothing satisfies it"
+        grammar.fault = "the grammar allows no next token: nothing satisfies it"
     elif grammar.masks_s > 0 and _is_alone():
-        grammar.fault = "the schema is too ambiguous: its tokens take the engine too long"
+        grammar.fault = "the schema is too ambiguous: the engine takes too long for its tokens"
         _faults[grammar.key_string] = (grammar.fault, time.monotonic() + REMEMBERED_S)
         if len(_faults) > MOST_REMEMBERED:
             del _faults[next(iter(_faults))]
@@ -93,28 +93,28 @@ def fill_mask(original: Callable[..., None], grammar: Any, mask: Any, row: int) 
 
 
 def _is_alone() -> bool:
-    """Whether this scheduler is the engine's only rank: each would take another time, and all must do the same."""
+    """Return whether this is the engine's only rank: ranks would measure different times, but must all do the same."""
     from sglang.srt.distributed import get_world_group
 
     return get_world_group().world_size == 1
 
 
 def accept_tokens(original: Callable[..., Any], processor: Any, request: Any, tokens: Any) -> Any:
-    """A token that the grammar does not take was the only one that other fields left: the request is wrong."""
+    """Blame the request if its grammar rejects a token that was the only one left by the request's other fields."""
     before = request.to_finish
     kept = original(processor, request, tokens)
     if request.to_finish is not before:
-        _of(request).fault = "no token fits both it and the other fields of the request, such as min_tokens"
+        _of(request).fault = "no token satisfies both the format and the request's other fields, such as min_tokens"
     return kept
 
 
 def _of(request: Any) -> Any:
-    """The grammar of a request; a reasoner's stands in another."""
+    """Return the grammar of a request; a reasoner's grammar is wrapped in another."""
     return getattr(request.grammar, "grammar", request.grammar)
 
 
 def finish_state(original: Callable[..., None], request: Any, *args: Any, **kwargs: Any) -> None:
-    """End a request whose grammar has a fault, as one that was wrong."""
+    """End a request whose grammar has a fault, as a bad request."""
     fault = getattr(_of(request), "fault", None)
     if fault is not None and not request.finished():
         from sglang.srt.managers.schedule_batch import FINISH_ABORT

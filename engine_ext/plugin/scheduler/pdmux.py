@@ -1,7 +1,7 @@
-"""PD-multiplexing under the dual scan: prefill on some of a GPU's SMs beside decodes on the others.
+"""Runs PD-multiplexing under the dual scan: prefill on some of a GPU's SMs beside decodes on the others.
 
-The split follows the scan's plan instead of SGLang's thresholds of the decode batch. Read in SGLang 0.5.17, and not yet
-run on a GPU.
+The split follows the scan's plan instead of SGLang's thresholds on the decode batch. This was written from the source
+of SGLang 0.5.17, and has not run on a GPU yet.
 """
 
 from collections.abc import Callable, Sequence
@@ -13,11 +13,14 @@ from sglang.srt.plugins.hook_registry import HookType
 
 from engine_ext.plugin.scheduler.admission import admission_of
 
-SATURATES = 0.4  # part of the SMs that reads memory as fast as all of them; ASSUMED
+SATURATES = 0.4  # share of the SMs that reads memory as fast as all of them; ASSUMED
 
 
 def best_split(splits: Sequence[tuple[int, int]], compute_s: float, memory_s: float) -> int:
-    """Which of these (SMs for prefill, SMs for decodes) ends work of so many seconds on the whole GPU soonest."""
+    """Return the index of the split (SMs for prefill, SMs for decodes) that ends this work soonest.
+
+    `compute_s`, `memory_s`: seconds that the work takes on the whole GPU.
+    """
 
     def seconds(split: tuple[int, int]) -> float:
         prefill, decode = split
@@ -28,11 +31,11 @@ def best_split(splits: Sequence[tuple[int, int]], compute_s: float, memory_s: fl
 
 
 def adjust_stream_groups(original: Callable[..., Any], scheduler: Any, running_batch: Any) -> Any:
-    """Both streams are idle when SGLang asks, and it asks when a prefill begins and when one has ended."""
+    """Choose the split by the remaining work. SGLang asks when a prefill begins or ends, with both streams idle."""
     compute_s, memory_s = admission_of(scheduler).scan.remaining_s
     if running_batch.is_empty() or not scheduler.split_prefill_batch or compute_s + memory_s <= 0:
         return original(scheduler, running_batch)
-    # The first group and the last are the whole GPU for one of the two.
+    # The first and the last group give the whole GPU to one of the two.
     group = 1 + best_split(scheduler.sm_counts[1:-1], compute_s, memory_s)
     set_current_stream_idx(group)
     scheduler.tp_worker.model_runner.update_decode_attn_backend(group)
@@ -40,14 +43,14 @@ def adjust_stream_groups(original: Callable[..., Any], scheduler: Any, running_b
 
 
 def run_batch(original: Callable[..., Any], scheduler: Any, batch: Any, *args: Any, **kwargs: Any) -> Any:
-    """The scan is asked between two prefills, so decode steps are counted as they come."""
+    """Count decode steps as they come, because the scan is asked only between two prefills."""
     if batch.forward_mode.is_decode():
         admission_of(scheduler).decoded += 1
     return original(scheduler, batch, *args, **kwargs)
 
 
 def abort(original: Callable[..., Any], scheduler: Any, recv_req: Any) -> Any:
-    """SGLang looks at its queue and at what decodes; a prefill beside that would go on to its last token."""
+    """Abort prefills too: SGLang looks only at its queue and at decodes, so they would run to their last token."""
     found = original(scheduler, recv_req)
     batch = scheduler.split_prefill_batch
     for req in batch.reqs if batch else ():

@@ -1,4 +1,4 @@
-"""Prefixes that the next request of each end of the scan will use: kept in the cache until it comes."""
+"""Pins the cached prefixes that the next request of each end of the scan will use, until it comes."""
 
 import operator
 from dataclasses import dataclass, field
@@ -7,8 +7,8 @@ from typing import Any, NamedTuple
 from sglang.srt.mem_cache.base_prefix_cache import MatchPrefixParams
 from sglang.srt.mem_cache.radix_cache import RadixCache, RadixKey
 
-LEAST = 16  # tokens that are worth it
-MOST = 0.1  # of the KV cache, that one end may keep: pins without a bound would starve admission
+LEAST = 16  # tokens; shorter prefixes are not worth a pin
+MOST = 0.1  # share of the KV cache that one end may pin: pins without a bound would starve admission
 
 
 class Pin(NamedTuple):
@@ -19,10 +19,10 @@ class Pin(NamedTuple):
 
 @dataclass(eq=False)
 class Pins:
-    """Of one scheduler's radix cache, at most one an end. `capacity`: tokens of KV cache.
+    """The pins in one scheduler's radix cache, at most one per end. `capacity`: tokens of KV cache.
 
-    Other caches than SGLang's plain one, as of models with sliding windows, lock in ways of their own: nothing is kept
-    there.
+    Nothing is pinned in caches other than SGLang's plain one, such as those of models with sliding windows, because
+    they lock in ways of their own.
     """
 
     tree: Any
@@ -32,21 +32,21 @@ class Pins:
 
     @property
     def tokens(self) -> int:
-        """What is kept; a prefix that both ends share counts once."""
+        """The number of pinned tokens; a prefix that both ends share counts once."""
         return sum({id(pin.node): pin.size for pin in self._held}.values())
 
     def keep(self, wanted: list[Any], again: bool) -> None:
-        """Keep what is cached for these requests, and let go of the rest.
+        """Pin what is cached for these requests, and release all other pins.
 
-        `again`: the cache has changed, so that more may be there for the same requests.
+        `again`: the cache has changed, so that it may hold more for the same requests.
         """
         if not again and len(wanted) == len(self._wanted) and all(map(operator.is_, wanted, self._wanted)):
             return
         before, self._held, self._wanted = self._held, [], wanted
         for req in wanted:
             self._pin(req)
-        for pin in before:  # last, for what is kept must not be free in between
-            if pin.root is self.tree.root_node:  # the cache was not flushed meanwhile
+        for pin in before:  # last, so that a prefix that stays pinned is never free in between
+            if pin.root is self.tree.root_node:  # the cache was not flushed since
                 self.tree.dec_lock_ref(pin.node)
 
     def _pin(self, req: Any) -> None:

@@ -1,4 +1,4 @@
-"""Where SGLang's scheduler writes its pulse: at each turn of its loop, and at the end of each step."""
+"""Makes SGLang's scheduler write its pulse: at each turn of its loop, and at the end of each step."""
 
 import time
 from collections.abc import Callable
@@ -26,7 +26,7 @@ def _beating(scheduler: Any) -> Beating | None:
 
 
 def process_input_requests(original: Callable[..., Any], scheduler: Any, *args: Any, **kwargs: Any) -> Any:
-    """SGLang calls it once in each turn of its loop, of whatever kind that is."""
+    """Note a turn of the scheduler's loop: SGLang calls this once per turn, in each of its kinds of loop."""
     mine = _beating(scheduler)
     if mine is not None:
         mine.turned(time.monotonic())
@@ -41,7 +41,7 @@ def stepped(scheduler: Any) -> None:
 
 
 def maybe_sleep(original: Callable[..., None], sleeper: Any) -> None:
-    """Sleep until a message comes, or for long: each turn of an idle loop looks through all of SGLang's state."""
+    """Sleep until a message comes, IDLE_MS at most: each turn of an idle loop looks through all of SGLang's state."""
     sleeper.poller.poll(IDLE_MS)
     original(sleeper)
 

@@ -1,4 +1,4 @@
-"""What a scheduler process reports to its worker, as a part of SGLang's internal state."""
+"""Reports a scheduler process's figures to its worker, as a part of SGLang's internal state."""
 
 from typing import Any
 
@@ -11,7 +11,7 @@ from engine_ext.plugin.scheduler.steps import books_of
 
 
 def report(result: Any, scheduler: Any, *_args: Any, **_kwargs: Any) -> Any:
-    """Add batchweave's part to SGLang's internal state, by which the worker also knows that the plugin is in."""
+    """Add batchweave's part to SGLang's internal state, which also shows the worker that the plugin is loaded."""
     options = handed_over()
     found: dict[str, Any] = {
         "hooks": sorted(HookRegistry._patched),  # pyright: ignore[reportPrivateUsage]

@@ -1,7 +1,7 @@
-"""Between two runs of one engine: another policy, chunk size and share of memory reserved, and fresh books.
+"""Sets another policy, chunk size and reserved share of memory between two runs of one engine, and opens new books.
 
-Only an engine that was started with `Options.retunes` takes it, as benchmarks do: side by side on the same engine.
-SGLang's set_internal_state carries it, which takes numbers only.
+Only an engine that was started with `Options.retunes` accepts this: benchmarks use it to compare policies on one
+engine. SGLang's set_internal_state carries the values, which must be numbers.
 """
 
 from collections.abc import Callable
@@ -18,6 +18,7 @@ from engine_ext.plugin.tuning import MARK, POLICIES
 
 
 def retune(original: Callable[..., Any], scheduler: Any, recv_req: Any) -> Any:
+    """Apply the run's tuning, if the request carries one."""
     given = {name.removeprefix(MARK): value for name, value in recv_req.server_args.items() if name.startswith(MARK)}
     if not given:
         return original(scheduler, recv_req)
@@ -28,10 +29,10 @@ def retune(original: Callable[..., Any], scheduler: Any, recv_req: Any) -> Any:
         clock = Clock(int(given["clock"]))
         emulated.set_device(options.cost, clock, options.emulated is Emulation.REAL)
         scheduler.is_mixed_chunk = clock is not Clock.SEQUENTIAL
-    if not scheduler.enable_pdmux:  # which computes whole prompts
+    if not scheduler.enable_pdmux:  # PD-multiplexing computes whole prompts
         scheduler.chunked_prefill_size = int(given["chunk"])
     tracker, ratio = scheduler.new_token_ratio_tracker, float(given["ratio"])
-    # As SGLang derives them from the first one.
+    # SGLang derives them from the initial ratio in the same way.
     tracker.init, tracker.min = ratio, ratio * envs.SGLANG_MIN_NEW_TOKEN_RATIO_FACTOR.get()
     tracker.decay = (tracker.init - tracker.min) / envs.SGLANG_NEW_TOKEN_RATIO_DECAY_STEPS.get()
     tracker.reset()

@@ -1,4 +1,4 @@
-"""What SGLang 0.5.17 gets wrong where requests of several kinds share a step: its scheduler dies, with all of them."""
+"""Fixes what kills the scheduler of SGLang 0.5.17, and all its requests, when different kinds share a step."""
 
 from collections.abc import Callable
 from typing import Any
@@ -7,9 +7,9 @@ from sglang.srt.plugins.hook_registry import HookType
 
 
 def write_output(original: Callable[..., None], result: Any, *args: Any, **kwargs: Any) -> None:
-    """Of a request that asks for the log probabilities of some tokens, beside one that does not.
+    """Handle a request that asks for the log probabilities of some tokens, beside one that does not.
 
-    The latter has an empty list among the tensors, which is then asked for its values as a tensor is.
+    The latter has an empty list among the tensors, which SGLang would then treat as a tensor.
     """
     import torch
 
@@ -20,10 +20,11 @@ def write_output(original: Callable[..., None], result: Any, *args: Any, **kwarg
 
 
 def preprocess(original: Callable[..., Any], sampler: Any, logits: Any, sampling_info: Any) -> Any:
-    """Logits [requests, vocabulary] of which each row has a token that may come.
+    """Return logits [requests, vocabulary] in which each row has a token that may come.
 
-    A row of minus infinity alone, as of a grammar that allows only the end and a `min_tokens` that forbids it, has
-    probabilities that are no numbers, and the sampler fails on all rows. Its own request ends when the grammar is told.
+    A row of only minus infinity gives probabilities that are not numbers, and the sampler fails on all rows. Such a row
+    comes, for example, from a grammar that allows only the end and a `min_tokens` that forbids it. The request of the
+    row ends when its grammar is given the token.
     """
     logits = original(sampler, logits, sampling_info)
     return logits.masked_fill_(logits.amax(dim=-1, keepdim=True) == float("-inf"), 0.0)

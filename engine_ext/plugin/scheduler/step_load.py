@@ -1,4 +1,4 @@
-"""What a batch of SGLang's makes the engine do in one step."""
+"""Works out what a batch of SGLang's makes the engine do in one step."""
 
 from typing import Any, NamedTuple
 
@@ -6,7 +6,11 @@ import numpy as np
 
 
 class StepLoad(NamedTuple):
-    """`quadratic`: over prompt chunks the sum of end^2 - begin^2; `kv_tokens`: what the `decoding` requests read."""
+    """The load of one step.
+
+    `quadratic`: the sum of end^2 - begin^2 over the prompt chunks. `kv_tokens`: KV tokens that the `decoding` requests
+    read.
+    """
 
     prompt_tokens: int
     quadratic: float
@@ -15,8 +19,8 @@ class StepLoad(NamedTuple):
 
 
 def load_of(batch: Any) -> StepLoad:
-    """Of a prefill batch, with decodes that ride in it or without, or of a decode batch."""
-    if not batch.forward_mode.is_extend():  # a mixed one is one
+    """Return the load of a prefill batch, with or without decodes that ride in it, or of a decode batch."""
+    if not batch.forward_mode.is_extend():  # a mixed batch counts as extend
         return StepLoad(0, 0.0, len(batch.reqs), int(batch.seq_lens_cpu.sum()) if batch.reqs else 0)
     decoding = len(batch.decoding_reqs or ())
     prompts = len(batch.reqs) - decoding

@@ -1,4 +1,4 @@
-"""What the steps of a scheduler process did and took, beside what the cost model says that they should have taken."""
+"""Records what a scheduler process's steps did and took, and what they should have taken by the cost model."""
 
 import json
 import logging
@@ -21,13 +21,13 @@ from engine_ext.plugin.scheduler import emulated, pulse_hooks
 from engine_ext.plugin.scheduler.step_load import StepLoad, load_of
 
 log = logging.getLogger(__name__)
-STRETCHES = 256  # rows of the series; when they are full, two and two become one
+STRETCHES = 256  # rows of the series; when all are full, each pair is merged into one
 WRITTEN_AT_ONCE = 32
 MOST_WRITTEN = 100_000  # steps in one file
 
 
 class Lane(IntEnum):
-    """Steps of one lane follow each other; with PD-multiplexing prefills run beside decodes."""
+    """A sequence of steps that follow each other; with PD-multiplexing, prefills run beside decodes."""
 
     STEPS = 0
     PREFILLS = 1
@@ -42,11 +42,11 @@ class Begun(NamedTuple):
 
 @dataclass(eq=False)
 class StepBooks:
-    """The steps of one scheduler. `model`: by which steps are predicted.
+    """The steps of one scheduler. `model`: predicts how long they take.
 
-    `series`: float64 [stretches, 6], a row for each so many steps: seconds, predicted seconds, those of compute and of
-    KV reads by the cost model, prompt tokens and output tokens. `file`: where each step is written too, as
-    `batchweave simulate --profile` reads it.
+    `series`: float64 [stretches, 6], one row per stretch of steps: seconds, predicted seconds, seconds of compute and
+    of KV reads by the cost model, prompt tokens, and output tokens. `file`: where each step is written too, in the
+    format that `batchweave simulate --profile` reads.
     """
 
     model: StepModel
@@ -71,9 +71,10 @@ class StepBooks:
         self._under_way[lane].append(Begun(load, compute, reads, predicted))
 
     def end(self, now: float, lane: Lane = Lane.STEPS) -> None:
-        """The earliest step under way has ended. A step is launched while the one before it still runs.
+        """Note that the earliest step under way has ended. A step is launched while the one before it still runs.
 
-        Its seconds are those that something ran since the last end, so that all of them add up to the time that passed.
+        A step's seconds are those since the last end in which any step ran, so that all of them add up to the time that
+        passed.
         """
         if not self._under_way[lane]:
             return
@@ -84,7 +85,7 @@ class StepBooks:
         self._since += (seconds, predicted, compute, reads, load.prompt_tokens, load.decoding)
         if self.steps % self._every == 0:
             self._keep()
-        # One beside another tells nothing of what it costs alone.
+        # A step that ran beside another does not show what it costs alone.
         if self.file is not None and self.steps <= MOST_WRITTEN and lane is Lane.STEPS and not self._is_beside():
             self._write(load, seconds)
 
@@ -116,14 +117,14 @@ class StepBooks:
         }
 
     def flush(self) -> None:
-        """Write what waits to be written: a new file at first. Where that fails the engine goes on without one."""
+        """Write the buffered steps, at first into a new file. If this fails, the engine continues without the file."""
         if self.file is None or not self._lines:
             return
         try:
             with self.file.open("a" if self._is_begun else "w") as file:
                 file.writelines(self._lines)
         except OSError as error:
-            log.error("no more steps are written: %s", error)
+            log.error("writing steps has failed, no more are written: %s", error)
             self.file = None
         self._is_begun = True
         self._lines.clear()
@@ -159,7 +160,7 @@ def books_of(scheduler: Any) -> StepBooks:
         options = handed_over()
         assert options is not None
         ranks = scheduler.ps
-        is_first = not (ranks.tp_rank or ranks.pp_rank or ranks.dp_rank)  # the others do the same steps
+        is_first = not (ranks.tp_rank or ranks.pp_rank or ranks.dp_rank)  # the other ranks run the same steps
         file = Path(options.steps_file) if options.steps_file and is_first else None
         found = StepBooks(EngineModel.of_steps(options.cost, Clock.MIXED).numbers, file)
         scheduler.batchweave_steps = found
@@ -167,15 +168,15 @@ def books_of(scheduler: Any) -> StepBooks:
 
 
 def now() -> float:
-    """Seconds of the emulated device's clock where there is one."""
+    """Return the seconds of the emulated device's clock if there is one, or of the real clock."""
     virtual_s = emulated.books().get("virtual_s")
     return time.perf_counter() if virtual_s is None else virtual_s
 
 
 def run_batch(original: Callable[..., Any], scheduler: Any, batch: Any, *args: Any, **kwargs: Any) -> Any:
-    """Where nothing runs beside the CPU the step is over when this returns."""
+    """Note that a step begins. Without a GPU the step is over when this returns."""
     books = books_of(scheduler)
-    if not batch.forward_mode.is_split_prefill() or batch.split_index == 0:  # else it goes on with more layers
+    if not batch.forward_mode.is_split_prefill() or batch.split_index == 0:  # else it continues with more layers
         books.begin(load_of(batch), now(), lane_of(batch))
     found = original(scheduler, batch, *args, **kwargs)
     if not gpu_is_present():
@@ -184,7 +185,7 @@ def run_batch(original: Callable[..., Any], scheduler: Any, batch: Any, *args: A
 
 
 def process_batch_result(original: Callable[..., Any], scheduler: Any, batch: Any, *args: Any, **kwargs: Any) -> Any:
-    """On a GPU it still ran while the next was launched, and this waits for it."""
+    """Note that a step has ended. On a GPU it still ran while the next one was launched, and this waits for it."""
     lane = lane_of(batch)
     found = original(scheduler, batch, *args, **kwargs)
     pulse_hooks.stepped(scheduler)

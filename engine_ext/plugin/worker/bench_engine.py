@@ -1,4 +1,4 @@
-"""One SGLang engine for one run after the other: a list of requests in, the books of the run out."""
+"""Runs one SGLang engine for one benchmark run after another: a list of requests in, the figures of the run out."""
 
 import asyncio
 import json
@@ -27,7 +27,10 @@ RUNNING = 2048
 
 
 class BenchEngine:
-    """Create it in the main thread before the event loop runs; requests are token ids, so it needs no tokenizer."""
+    """An SGLang engine for benchmarks. Its requests are token ids, so it needs no tokenizer.
+
+    Create it in the main thread before the event loop runs.
+    """
 
     def __init__(self, model_path: str, options: Options, arguments: dict[str, Any]) -> None:
         options.hand_over()
@@ -49,7 +52,10 @@ class BenchEngine:
     def emulated(
         cls, model_path: str, cost: CostModel, capacity: int | None = None, context: int = CONTEXT
     ) -> "BenchEngine":
-        """On an emulated machine with so many tokens of KV cache; `model_path` is any small model, which never runs."""
+        """Start an engine on an emulated machine with `capacity` tokens of KV cache.
+
+        `model_path`: any small model; it never runs.
+        """
         return cls(
             model_path,
             Options(cost, emulated=Emulation.VIRTUAL, retunes=True),
@@ -70,7 +76,10 @@ class BenchEngine:
     def real(
         cls, model_path: str, cost: CostModel, wanted: Overlap, arguments: dict[str, Any], steps_file: str | None = None
     ) -> "BenchEngine":
-        """On this machine; one with mixed chunks runs without them too. Raises ValueError where `wanted` is no way."""
+        """Start an engine on this machine; one with mixed chunks can also run without them.
+
+        Raises InputError if `wanted` is not possible here.
+        """
         reason = overlap.against(wanted, model_path, arguments)
         if reason is not None:
             raise InputError(f"overlap {wanted.value!r} is not possible here: {reason}")
@@ -79,26 +88,26 @@ class BenchEngine:
         return cls(model_path, options, {**ours, **overlap.ARGUMENTS[wanted], **arguments})
 
     def measure_steps(self, steps: Path) -> AsyncIterator[str]:
-        """As EngineHost's; `steps` is what it was started with."""
+        """See EngineHost.measure_steps; `steps` is the file that the engine was started with."""
         self._manager.auto_create_handle_loop()
         return measure_steps(self._engine, steps)
 
     async def state(self) -> dict[str, Any]:
-        """Batchweave's part of the scheduler's state."""
+        """Return batchweave's part of the scheduler's state."""
         [state] = await self._manager.get_internal_state()
         return state["batchweave"]
 
     async def run(self, tuning: Tuning, prompts: Sequence[list[int]], outputs: Sequence[int]) -> dict[str, Any]:
-        """Run them all, given in this order; the books of the run, its `wall_s`, and the token ids of `answers`.
+        """Run all requests, given in this order; return the run's figures, `wall_s`, and the token ids of `answers`.
 
-        Nobody is told the lengths of outputs beforehand, but SGLang's policies by max_tokens. Everything is there
-        before the first step. Raises RuntimeError where SGLang does not take the tuning.
+        SGLang's policies know the output lengths in advance, by max_tokens; the dual scan does not. All requests wait
+        before the first step. Raises EngineError if SGLang does not accept the tuning.
         """
         self._manager.auto_create_handle_loop()
         if not (await self._manager.flush_cache(timeout_s=30)).success:
             raise EngineError("SGLang did not empty its cache between two runs")
         if not all(await self._manager.set_internal_state(SetInternalStateReq(server_args=tuning.numbers()))):
-            raise EngineError(f"SGLang did not take {tuning}")
+            raise EngineError(f"SGLang did not accept {tuning}")
         await self._manager._async_dispatch_to_scheduler(PauseGenerationReqInput(mode="in_place"))
         ours = {"custom_params": {KIND: "run", UNTOLD: True}} if tuning.policy is None else {}
 
@@ -128,7 +137,7 @@ class BenchEngine:
         }
 
     async def _until_waiting(self, count: int, tasks: list[asyncio.Task[Any]]) -> None:
-        """All have crossed over to the scheduler. What one was refused for is raised."""
+        """Wait until the scheduler has all requests; raises the error of a request that was refused."""
         while True:
             await asyncio.sleep(0.2)
             for task in tasks:

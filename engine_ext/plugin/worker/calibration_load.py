@@ -1,6 +1,6 @@
-"""What an engine runs so that its steps tell their costs: prompts alone, decodes alone, and both beside each other.
+"""Runs the load of a calibration: prompts alone, decodes alone, and both together, so that steps show their costs.
 
-And what it runs to tell which way of overlapping them is the fastest: as much compute as reads.
+A second load, with as much compute as reads, shows which way of overlapping prompts and decodes is the fastest.
 """
 
 import asyncio
@@ -15,18 +15,18 @@ import numpy as np
 from engine_ext.costs.cost import CostModel
 from engine_ext.errors import EngineError
 
-# Runs one request: its token ids, and how many tokens it is to answer.
+# Runs one request, given its token ids and the number of output tokens.
 Run = Callable[[list[int], int], Awaitable[None]]
 
 REPEATS = 3
-DECODES = 24  # steps at each size of a batch
+DECODES = 24  # steps for each batch size
 SHORTEST = 64
 MOST_BATCH = 512
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Of the engine: tokens of a request, tokens of KV cache, requests at once, ids of the vocabulary."""
+    """The limits of an engine: tokens per request, tokens of KV cache, requests at once, and vocabulary size."""
 
     context: int
     capacity: int
@@ -35,9 +35,9 @@ class Limits:
 
 
 async def measure_steps(engine: Any, steps: Path) -> AsyncIterator[str]:
-    """`run_load` on an SGLang Engine of this process, whose options name `steps`.
+    """Run `run_load` on an SGLang Engine of this process, whose options name the file `steps`.
 
-    At the end those that count are there.
+    At the end the file holds the steps that count.
     """
 
     async def run(ids: list[int], tokens: int) -> None:
@@ -46,8 +46,8 @@ async def measure_steps(engine: Any, steps: Path) -> AsyncIterator[str]:
     parts = 0
     async for part in run_load(run, await _limits(engine)):
         parts += 1
-        if parts == 2:  # what came before was compiling and loading
-            await engine.tokenizer_manager.get_internal_state()  # which writes what waits to be written
+        if parts == 2:  # the steps before this were compiling and loading
+            await engine.tokenizer_manager.get_internal_state()  # which writes the buffered steps
             steps.unlink(missing_ok=True)
         yield part
     await engine.tokenizer_manager.get_internal_state()
@@ -56,9 +56,10 @@ async def measure_steps(engine: Any, steps: Path) -> AsyncIterator[str]:
 async def time_blend(
     engine: Any, cost: CostModel, seconds: float, marks: Callable[[int], dict[str, Any]], limit_s: float | None
 ) -> float:
-    """How long an SGLang Engine takes for `blend`.
+    """Return how many seconds an SGLang Engine takes to run `blend`.
 
-    `marks`: custom parameters, by output tokens, that make requests a batch's. Raises TimeoutError after `limit_s`.
+    `marks`: returns the custom parameters that mark a request with so many output tokens as a batch's. Raises
+    TimeoutError after `limit_s`.
     """
     limits, generator = await _limits(engine), np.random.default_rng(0)
     requests = [(generator.integers(0, limits.vocabulary, a).tolist(), b) for a, b in blend(cost, limits, seconds)]
@@ -92,7 +93,7 @@ async def _limits(engine: Any) -> Limits:
 
 
 async def run_load(run: Run, limits: Limits, seed: int = 0) -> AsyncIterator[str]:
-    """Run it all, and say before each part what it is; the first is not to be counted."""
+    """Run the whole load, and yield a description before each part; the first part must not be counted."""
     generator = np.random.default_rng(seed)
 
     def ids(count: int) -> list[int]:
@@ -102,7 +103,7 @@ async def run_load(run: Run, limits: Limits, seed: int = 0) -> AsyncIterator[str
     if longest < SHORTEST:
         raise EngineError(f"an engine that holds {longest + 2 * DECODES} tokens is too small to be measured")
     sizes = [size for size in (SHORTEST << k for k in range(16)) if size <= longest]
-    yield "once through everything, not counted"
+    yield "a warm-up with all sizes, not counted"
     for size in sizes:
         await run(ids(size), 4)
     await asyncio.gather(*(run(ids(SHORTEST), 4) for _ in range(min(limits.running, 16))))
@@ -113,12 +114,12 @@ async def run_load(run: Run, limits: Limits, seed: int = 0) -> AsyncIterator[str
         fits = limits.capacity // (context + 2 * DECODES)
         most = min(limits.running, MOST_BATCH, fits)
         batches = sorted({1, *(4**k for k in range(1, 6) if 4**k <= most), most})
-        yield f"decodes of {', '.join(map(str, batches))} requests at {context} tokens"
+        yield f"decodes of {', '.join(map(str, batches))} requests with {context} tokens each"
         for batch in batches:
             await asyncio.gather(*(run(ids(context), DECODES) for _ in range(batch)))
     batch = min(limits.running - 1, 16, limits.capacity // 2 // (sizes[0] + 8 * DECODES))
     if batch > 0:
-        yield f"prompts beside decodes of {batch} requests"
+        yield f"prompts together with decodes of {batch} requests"
         room = limits.capacity // 2
         beside = [size for size in sizes if size <= room]
         await asyncio.gather(
@@ -126,12 +127,12 @@ async def run_load(run: Run, limits: Limits, seed: int = 0) -> AsyncIterator[str
         )
 
 
-DENSE, LIGHT = (1024, 8), (64, 1024)  # tokens of prompt and output
+DENSE, LIGHT = (1024, 8), (64, 1024)  # prompt and output tokens
 MOST_BLENDED = 20_000
 
 
 def blend(cost: CostModel, limits: Limits, seconds: float) -> list[tuple[int, int]]:
-    """(prompt, output tokens) of requests, each kind by turns, that compute for so long and read for so long."""
+    """Return (prompt, output) tokens of interleaved requests that compute for `seconds` and read for `seconds`."""
     room = min(limits.context, limits.capacity // 2)
     (prompt, few), (short, many) = ((min(a, room - room // 8), min(b, room // 8)) for a, b in (DENSE, LIGHT))
     dense_s = prompt * cost.gemm_s_per_token + prompt**2 * cost.quadratic_s

@@ -1,6 +1,6 @@
-"""Embeddings, score, rerank and responses, as SGLang serves them, each with what SGLang does not look at itself.
+"""Serves embeddings, score, rerank and responses through SGLang, with the checks that SGLang does not make itself.
 
-Every refusal here was seen to kill, hang or mislead a real engine, or stands for state that a batch must not leave.
+Every refused request was seen to kill, hang or mislead a real engine, or would leave state that a batch must not leave.
 """
 
 import json
@@ -24,10 +24,10 @@ from engine_ext.plugin.marks import KIND
 from engine_ext.plugin.worker.marked import MarkedManager, Told, told
 
 Fault = tuple[str, str]  # the field, and why it is refused
-# What lets a request choose vectors instead of tokens leaves them in the KV cache under those tokens.
+# These fields replace tokens with vectors, whose results stay in the KV cache under those tokens.
 OVERRIDES = ("embed_override_token_id", "embed_overrides", "query_embed_overrides", "item_embed_overrides")
-MOST_TOKEN_BYTES = 64  # of nearly all tokens
-SPARE_TOKENS = 8  # that a tokenizer may add to a text
+MOST_TOKEN_BYTES = 64  # nearly all tokens are at most this long
+SPARE_TOKENS = 8  # tokens that a tokenizer may add to a text
 
 
 class _Responses(ResponsesRequest):
@@ -36,13 +36,13 @@ class _Responses(ResponsesRequest):
     def to_sampling_params(self, *arguments: Any, **named: Any) -> dict[str, Any]:
         parameters = super().to_sampling_params(*arguments, **named)
         if self.max_output_tokens is not None:
-            parameters["max_new_tokens"] += 2  # SGLang 0.5.17 takes two from what was asked for
+            parameters["max_new_tokens"] += 2  # SGLang 0.5.17 subtracts two from the requested number
         return {**parameters, "custom_params": {KIND: self._kind}}
 
 
 @dataclass(frozen=True, slots=True)
 class Served:
-    """One way to ask: its body's model, what of it is refused, who answers, and how the answer is written."""
+    """One endpoint: the model of its body, the check for faults, the function that answers, and the answer's writer."""
 
     request_type: type[BaseModel]
     fault: Callable[[Any], Fault | None]
@@ -51,7 +51,7 @@ class Served:
 
 
 class Endpoints:
-    """Those that the engine's model can serve."""
+    """The endpoints, other than completions, that the engine's model can serve."""
 
     def __init__(self, manager: Any, templates: Any, model_name: str) -> None:
         self._manager = MarkedManager(manager)
@@ -90,7 +90,7 @@ class Endpoints:
         async def ask(request: Any, known: Told) -> Any:
             if isinstance(request, _Responses):
                 request.request_id, request._kind = known.rid, known.kind  # pyright: ignore[reportPrivateUsage]
-                request.store = request.background = False  # what is stored is never let go
+                request.store = request.background = False  # SGLang never removes what it stores
             before = told.set(known)
             try:
                 return await serve(request, None)
@@ -103,14 +103,14 @@ class Endpoints:
         given = request.input
         items = given if isinstance(given, list) and given and not isinstance(given[0], int) else [given]
         if not all(isinstance(item, str) or _is_ids(item) for item in items):
-            return "input", "must be text or token ids"  # parts may name files and hosts, and are not measured
+            return "input", "must be text or token ids"  # parts may name files and hosts, and their length is unchecked
         return _overridden(request) or self._prompts_fault("input", items)
 
     def _score_fault(self, request: Any) -> Fault | None:
         items = request.items if isinstance(request.items, list) else [request.items]
         if self._generates and not request.label_token_ids:
-            return "label_token_ids", "needed, and not empty: which tokens are compared"
-        # SGLang puts the query to each item.
+            return "label_token_ids", "must name at least one token to compare"
+        # SGLang joins the query with each item.
         pairs = [_joined(request.query, each) for each in items]
         return _overridden(request) or self._prompts_fault("items", [request.query, *items, *pairs])
 
@@ -123,43 +123,43 @@ class Endpoints:
 
     def _responses_fault(self, request: Any) -> Fault | None:
         if not request.input:
-            return "input", "empty"
+            return "input", "must not be empty"
         for name in ("background", "stream", "previous_response_id"):
             if getattr(request, name, None):
-                return name, "not possible in a batch"
+                return name, "not supported in a batch"
         return None
 
     def _prompts_fault(self, name: str, items: Iterable[Any]) -> Fault | None:
-        """Of prompts in text or token ids: an engine that embeds dies of some ids, and hangs on what is too long."""
+        """Check prompts of text or token ids: an embedding engine dies of some ids, and hangs on long prompts."""
         longest = int(self._manager.max_req_input_len)
         for item in items:
             if isinstance(item, str):
-                tokens = len(item.encode()) + SPARE_TOKENS  # a token has a byte at least
-                if longest <= tokens < MOST_TOKEN_BYTES * longest:  # with more it is too long, whatever its tokens
+                tokens = len(item.encode()) + SPARE_TOKENS  # a token has at least one byte
+                if longest <= tokens < MOST_TOKEN_BYTES * longest:  # a longer text has too many tokens in any case
                     tokens = len(self._manager.tokenizer.encode(item))
             elif _is_ids(item):
                 if not item:
-                    return name, "an empty list of token ids"
+                    return name, "must not be an empty list of token ids"
                 if not all(0 <= each < self._vocab_size for each in item):
                     return name, "a token id is outside the model's vocabulary"
                 tokens = len(item)
             else:
-                continue  # parts and the like, which SGLang's own models look at
+                continue  # parts and the like, which SGLang's own models check
             if tokens >= longest:
-                return name, f"a prompt of {tokens} tokens; the engine takes fewer than {longest}"
+                return name, f"the prompt has {tokens} tokens; the engine accepts fewer than {longest}"
         return None
 
     def _write(self, found: Any, _known: Told) -> dict[str, Any]:
         return {**_plain(found), "model": self._model_name}
 
     def _write_rerank(self, found: Any, known: Told) -> dict[str, Any]:
-        """SGLang's list, with what a list has no place for; its names and times of internal requests stay here."""
+        """Return SGLang's list inside an object with model and usage, without ids and times of internal requests."""
         results = [{key: value for key, value in _plain(each).items() if key != "meta_info"} for each in found]
         usage = {"prompt_tokens": known.prompt_tokens, "total_tokens": known.prompt_tokens}
         return {"object": "rerank", "model": self._model_name, "results": results, "usage": usage}
 
     def _write_response(self, found: Any, known: Told) -> dict[str, Any]:
-        """With usage in the words of this endpoint, and a status that says when the length ended it."""
+        """Return the response with usage in this endpoint's terms; it is incomplete if the length limit ended it."""
         body: dict[str, Any] = {**_plain(found), "model": self._model_name}
         usage: dict[str, Any] = body.get("usage") or {}
         output = usage.get("completion_tokens") or 0
@@ -176,14 +176,14 @@ class Endpoints:
 
 
 def _plain(found: Any) -> dict[str, Any]:
-    """An answer of SGLang, which is a model or a finished JSON response, without what JSON cannot say."""
+    """Return SGLang's answer, a model or a finished JSON response, as plain JSON values."""
     text = found.model_dump_json() if isinstance(found, BaseModel) else bytes(found.body)
     return json.loads(text)
 
 
 def _overridden(request: Any) -> Fault | None:
     return next(
-        ((name, "not possible in a batch") for name in OVERRIDES if getattr(request, name, None) is not None), None
+        ((name, "not supported in a batch") for name in OVERRIDES if getattr(request, name, None) is not None), None
     )
 
 
@@ -192,6 +192,6 @@ def _is_ids(item: Any) -> TypeGuard[list[int]]:
 
 
 def _joined(query: Any, item: Any) -> Any:
-    """Both as one prompt, of text or of token ids; None for what SGLang refuses."""
+    """Return both as one prompt, of text or of token ids, or None for a pair that SGLang refuses."""
     of_one_kind = type(query) is type(item) and isinstance(query, str | list)
     return query + item if of_one_kind else None

@@ -1,6 +1,6 @@
-"""SGLang's processes forked instead of started, on a CPU: each would import all of SGLang again otherwise.
+"""Forks SGLang's processes on a CPU instead of starting them, so that they need not import all of SGLang again.
 
-Half of what a start costs there is these imports. With a GPU no process can be forked once CUDA was asked for anything.
+These imports take half of a start there. With a GPU, a process that has used CUDA cannot be forked.
 """
 
 import multiprocessing
@@ -13,7 +13,7 @@ from sglang.srt.entrypoints.engine import Engine
 
 
 class ForkingEngine(Engine):
-    """Scheduler and detokenizer are forked from this process, which has imported all that they need."""
+    """An engine whose scheduler and detokenizer are forked from this process, which has all their imports."""
 
     @classmethod
     def _launch_scheduler_processes(cls, *args: Any, **kwargs: Any) -> Any:
@@ -29,7 +29,7 @@ class ForkingEngine(Engine):
 @contextmanager
 def _by_fork() -> Generator[None, None, None]:
     before = multiprocessing.get_start_method()
-    torch.set_num_threads(1)  # a forked process takes it over, where one that starts would read OMP_NUM_THREADS
+    torch.set_num_threads(1)  # a forked process inherits it; a started one would read OMP_NUM_THREADS
     multiprocessing.set_start_method("fork", force=True)
     try:
         yield

@@ -1,6 +1,8 @@
-"""What SGLang 0.5.17 does not look at itself: it fails on some of these, and of others its scheduler dies, with every
-request in it. Most were seen by running the value against a real engine. They look at the request as SGLang's own
-model has read it, because that turns "1000000" and 1000000.0 into numbers.
+"""Refuses request fields that SGLang 0.5.17 does not check itself.
+
+SGLang fails on some of these values; others kill its scheduler, with every request in it. Most were found by running
+the value against a real engine. The checks read the request as parsed by SGLang's own model, because that turns
+"1000000" and 1000000.0 into numbers.
 """
 
 import re
@@ -11,15 +13,15 @@ from pydantic import BaseModel
 
 INT32_MAX = 2**31 - 1
 MOST_BIAS = 100.0  # as in OpenAI's API
-# With less a logit overflows, and the sampler fails on all requests of the step.
+# Below these values a logit overflows, and the sampler fails on all requests of the step.
 LEAST_TEMPERATURE, LEAST_REPETITION_PENALTY = 1e-3, 1e-2
 MEDIA = ("image_url", "video_url", "audio_url", "file_url", "url")
 
 
 def fault(request: Any, vocab_size: int) -> tuple[str, str] | None:
-    """The first field that may not reach the engine, and why; None for a request that may."""
+    """Return the first field that must not reach the engine, and the reason; None if the request may pass."""
     if getattr(request, "echo", None) and getattr(request, "logprobs", None) == 0:
-        return "logprobs", "with echo it must be 1 at least"
+        return "logprobs", "must be at least 1 when echo is set"
     for names, is_fine, reason in _CHECKS:
         for name in names:
             value = getattr(request, name, None)
@@ -29,7 +31,7 @@ def fault(request: Any, vocab_size: int) -> tuple[str, str] | None:
 
 
 def prompts_in(request: Any) -> int:
-    """How many prompts a request carries as a list; 0 for a single one."""
+    """Return how many prompts a request carries as a list; 0 for a single prompt."""
     prompt = getattr(request, "prompt", None)
     return len(prompt) if isinstance(prompt, list) and prompt and not isinstance(prompt[0], int) else 0
 
@@ -70,9 +72,9 @@ def _compiles(value: Any, _vocab_size: int) -> bool:
 
 
 def _brings_its_media(messages: Any, _vocab_size: int) -> bool:
-    """Whether no part of a message has the engine read a file or a host: a batch must not look around in our network.
+    """Return whether no part of a message makes the engine read a file or a host: a batch must not explore our network.
 
-    What else is in a message, as the arguments of a tool call, is text to the engine.
+    Everything else in a message, such as the arguments of a tool call, is text to the engine.
     """
     for message in messages if isinstance(messages, list) else []:
         content = message.get("content") if isinstance(message, dict) else getattr(message, "content", None)
@@ -83,7 +85,7 @@ def _brings_its_media(messages: Any, _vocab_size: int) -> bool:
 
 
 def _is_data(part: Any) -> bool:
-    """Whether each URL in a part, of whatever shape, holds its data."""
+    """Return whether each URL in a part, of any shape, contains its data."""
     if not isinstance(part, dict):
         return True
     return all(
@@ -94,12 +96,12 @@ def _is_data(part: Any) -> bool:
 
 _CHECKS: tuple[tuple[tuple[str, ...], Callable[[Any, int], bool], str], ...] = (
     (("prompt", "input_ids", "stop_token_ids"), _ids_in_vocabulary, "a token id is outside the model's vocabulary"),
-    (("logprobs", "top_logprobs"), _at_most_vocabulary, "more than the model's vocabulary"),
-    (("top_k", "min_tokens", "n"), _is_int32, "beyond 32 bits"),
-    (("max_tokens", "max_completion_tokens", "max_output_tokens"), _is_int32, "beyond 32 bits"),
-    (("logit_bias",), _are_biases, f"must be from -{MOST_BIAS:.0f} to {MOST_BIAS:.0f}"),
-    (("temperature",), _is_temperature, f"must be 0, or from {LEAST_TEMPERATURE} to {MOST_BIAS:.0f}"),
-    (("repetition_penalty",), _is_repetition_penalty, f"must be {LEAST_REPETITION_PENALTY} at least"),
+    (("logprobs", "top_logprobs"), _at_most_vocabulary, "must not exceed the size of the vocabulary"),
+    (("top_k", "min_tokens", "n"), _is_int32, "must fit into 32 bits"),
+    (("max_tokens", "max_completion_tokens", "max_output_tokens"), _is_int32, "must fit into 32 bits"),
+    (("logit_bias",), _are_biases, f"must be between -{MOST_BIAS:.0f} and {MOST_BIAS:.0f}"),
+    (("temperature",), _is_temperature, f"must be 0, or between {LEAST_TEMPERATURE} and {MOST_BIAS:.0f}"),
+    (("repetition_penalty",), _is_repetition_penalty, f"must be at least {LEAST_REPETITION_PENALTY}"),
     (("stop_regex",), _compiles, "not a regular expression"),
-    (("messages", "input"), _brings_its_media, "media must come in the request itself, as a data: URL"),
+    (("messages", "input"), _brings_its_media, "media must be part of the request, as a data: URL"),
 )

@@ -1,4 +1,4 @@
-"""One SGLang engine in this process, driven through SGLang's own OpenAI serving classes."""
+"""Drives one SGLang engine in this process, through SGLang's own OpenAI serving classes."""
 
 import asyncio
 import json
@@ -34,14 +34,14 @@ from engine_ext.plugin.worker.forking import ForkingEngine
 from engine_ext.plugin.worker.marked import Told
 
 STEP_LIMIT_S = 60.0
-# What a batch line may not choose: identity, place in the queue, and routing belong to the service.
+# Fields that a batch line must not set: identity, place in the queue, and routing belong to the service.
 RESERVED_FIELDS = frozenset(
     {"rid", "request_id", "priority", "stream", "stream_options", "session_id", "session_params", "bootstrap_host"}
     | {"bootstrap_port", "bootstrap_room", "routed_dp_rank", "data_parallel_rank", "disagg_prefill_dp_rank"}
 )
 
-# The wheel on a CPU: bfloat16 GEMM gives each row the same bits whatever the batch around it (float32 does not,
-# below four rows), and one thread keeps it so and leaves the machine usable.
+# SGLang's wheel on a CPU: bfloat16 GEMM gives each row the same bits whatever the batch around it (float32 does not,
+# below four rows). A single thread keeps it that way, and leaves the machine usable.
 CPU_DEFAULTS: dict[str, Any] = {
     "dtype": "bfloat16",
     "sampling_backend": "pytorch",
@@ -52,12 +52,12 @@ CPU_DEFAULTS: dict[str, Any] = {
 }
 
 
-# Turns of the scheduler's loop for which it waits for a grammar, 5 ms each at rest; SGLang's own limit is 10,000.
+# For how many turns of its loop, 5 ms each when idle, the scheduler waits for a grammar; SGLang's default is 10,000.
 GRAMMAR_TURNS = "6000"
 
 
 class _Reading(OpenAIServingBase):
-    """What SGLang cannot read is the request's own fault, and for good; SGLang answers some of it by 500."""
+    """Reports what SGLang cannot parse as the request's own, permanent fault; SGLang answers some of it with 500."""
 
     def _convert_to_internal_request(self, request: Any, raw_request: Any = None) -> Any:
         try:
@@ -78,7 +78,7 @@ class _Completion(_Reading, OpenAIServingCompletion):
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What SGLang said to one request: an HTTP status and a JSON body, or that the request was aborted."""
+    """SGLang's answer to one request: an HTTP status and a JSON body, or that the request was aborted."""
 
     status_code: int
     body: bytes
@@ -86,10 +86,10 @@ class Answer:
 
 
 class EngineHost:
-    """Create it in the main thread before the event loop runs, then `await start()` in the loop.
+    """A worker's engine. Create it in the main thread before the event loop runs, then `await start()` in the loop.
 
-    `wanted`: see `overlap.choose`. `step_limit_s`: an engine with requests in flight that ends no step for so long
-    hangs, and is killed with this process.
+    `wanted`: see `overlap.choose`. `step_limit_s`: if requests are in flight and no step ends for this long, the engine
+    counts as hung, and is killed together with this process.
     """
 
     def __init__(
@@ -107,13 +107,13 @@ class EngineHost:
         replace(options, overlap=chosen, pulses=str(self._pulses.path)).hand_over()
         if not on_gpu:
             os.environ.setdefault("OMP_NUM_THREADS", "1")
-            # The first request with a penalty would have torch compile it for a minute, while all others wait.
+            # Otherwise the first request with a penalty makes torch compile for a minute, while all others wait.
             os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
         os.environ.setdefault("SGLANG_GRAMMAR_MAX_POLL_ITERATIONS", GRAMMAR_TURNS)
         json_log.configure()
         self._emulated = emulated_name(options.cost.machine) if options.emulated else None
         self.device = self._emulated or ("gpu" if on_gpu else "cpu")
-        compiling = warm_up.begin()  # meanwhile, for it takes as long the first time
+        compiling = warm_up.begin()  # while the engine starts, because it takes as long the first time
         self._engine = (Engine if on_gpu else ForkingEngine)(
             **{
                 "model_path": model_path,
@@ -121,7 +121,7 @@ class EngineHost:
                 "schedule_policy": "fcfs",
                 "enable_cache_report": True,
                 "skip_server_warmup": True,
-                "sleep_on_idle": True,  # it takes a core for itself otherwise, also when nothing is asked
+                "sleep_on_idle": True,  # otherwise it keeps a core busy even when it is idle
                 "log_level": "warning",
                 **({} if on_gpu else CPU_DEFAULTS),
                 **overlap.ARGUMENTS[chosen],
@@ -131,13 +131,13 @@ class EngineHost:
         if compiling is not None:
             compiling.wait()
         self._manager: Any = self._engine.tokenizer_manager
-        self._told: dict[str, Told] = {}  # each request that runs
-        self._busy_since: float | None = None  # by the steady clock, since when some do
+        self._told: dict[str, Told] = {}  # the requests in flight, by rid
+        self._busy_since: float | None = None  # since when any is in flight, by the monotonic clock
         self._watch = Watch(self._pulses, step_limit_s, lambda: self._busy_since)
         self._vocab_size = int(self._manager.model_config.vocab_size)
         manager, templates = self._manager, self._engine.template_manager
         self._serving: dict[str, tuple[type[BaseModel], OpenAIServingBase]] = {}
-        if manager.is_generation:  # an engine that embeds dies of these
+        if manager.is_generation:  # an embedding engine dies of these
             self._serving = {
                 "/v1/chat/completions": (ChatCompletionRequest, _Chat(manager, templates)),
                 "/v1/completions": (CompletionRequest, _Completion(manager, templates)),
@@ -146,21 +146,21 @@ class EngineHost:
         self._others: dict[str, Served] = others
 
     async def start(self) -> None:
-        """Attach to the running loop and assert that the plugin is in the scheduler process."""
+        """Attach to the running loop, and check that the plugin is in every scheduler process."""
         loop = asyncio.get_running_loop()
         self._manager.auto_create_handle_loop()
-        # SGLang takes SIGTERM for its server; this process belongs to the worker, which drains by itself.
+        # SGLang handles SIGTERM for its own server; this process belongs to the worker, which drains itself.
         loop.remove_signal_handler(signal.SIGTERM)
         wanted = {target for target, _, _ in hooks.hooks()}
         for state in await self.scheduler_states():
             missing = wanted - set(state["hooks"])
             if missing:
-                raise EngineStartError(f"SGLang started without these hooks of batchweave: {sorted(missing)}")
+                raise EngineStartError(f"SGLang started without these batchweave hooks: {sorted(missing)}")
         self._watch.start()
 
     @property
     def step_age_s(self) -> float:
-        """Seconds since a step ended; 0 while nothing is in flight."""
+        """Seconds since the last step ended; 0 while nothing is in flight."""
         return self._watch.health.age_s
 
     @property
@@ -169,40 +169,43 @@ class EngineHost:
 
     @property
     def memory_bytes(self) -> int | None:
-        """Of one accelerator; None without one."""
+        """The memory of one accelerator; None without one."""
         return accelerator_memory()
 
     @property
     def endpoints(self) -> list[str]:
-        """What the model can be asked for."""
+        """The endpoints that the model serves."""
         return [*self._serving, *self._others]
 
     @property
     def context_length(self) -> int:
-        """Tokens that a prompt and its answer may have together."""
+        """The most tokens that a prompt and its answer may have together."""
         return int(self._manager.model_config.context_len)
 
     async def scheduler_states(self) -> list[dict[str, Any]]:
-        """Batchweave's part of each scheduler's internal state, one per data-parallel rank."""
+        """Return batchweave's part of each scheduler's internal state, one per data-parallel rank."""
         states = await self._manager.get_internal_state()
         return [state.get("batchweave", {"hooks": []}) for state in states]
 
     async def max_running_requests(self) -> int:
-        """Requests that the engine decodes at once, over all data-parallel ranks."""
+        """Return how many requests the engine decodes at once, over all data-parallel ranks."""
         states = await self._manager.get_internal_state()
         return sum(int(state["effective_max_running_requests_per_dp"]) for state in states)
 
     async def run(self, endpoint: str, body: dict[str, Any], rid: str, kind: str) -> Answer:
-        """Run one request; those of one `kind` are alike, as those of a batch. Bad requests answer 4xx, never raise."""
+        """Run one request; requests of one `kind` are alike, such as those of one batch.
+
+        It answers bad requests with 4xx, and never raises for them.
+        """
         fields = {key: value for key, value in body.items() if key not in RESERVED_FIELDS}
         if endpoint in self._others:
             return await self._run_other(self._others[endpoint], fields, Told(rid, kind))
         if endpoint not in self._serving:
-            return Answer(400, _error_body(f"The model is not served for {endpoint}.", "url"))
+            return Answer(400, _error_body(f"The model does not support {endpoint}.", "url"))
         request_type, serving = self._serving[endpoint]
         try:
             request: Any = request_type.model_validate(fields)
-        except Exception as error:  # SGLang's own validators raise whatever an odd type leads them to
+        except Exception as error:  # SGLang's own validators raise all kinds of errors on odd types
             return _refused(error)
         fault = guard.fault(request, self._vocab_size)
         if fault is not None:
@@ -234,11 +237,11 @@ class EngineHost:
                 return Answer(400, _error_body(f"{fault[0]}: {fault[1]}", fault[0]))
             with self._in_flight(known):
                 found = await endpoint.ask(request, known)
-        except Exception as error:  # the edge of a request: what SGLang could not read is answered, the rest is raised
+        except Exception as error:  # an error before SGLang has sent the request is the request's own fault
             if known.sent:
                 raise
             return Answer(400, _error_body(f"{type(error).__name__}: {error}", None))
-        if known.aborted:  # SGLang answers it in many ways, even as if nothing had been
+        if known.aborted:  # SGLang answers it in many ways, even as if nothing had happened
             return Answer(200, b"{}", aborted=True)
         status = getattr(found, "status_code", 200)
         if status >= 400:
@@ -247,7 +250,7 @@ class EngineHost:
 
     @contextmanager
     def _in_flight(self, known: Told) -> Generator[None, None, None]:
-        """A request that SGLang has during the block."""
+        """Count a request as in flight during the block."""
         if not self._told:
             self._busy_since = time.monotonic()
         self._told[known.rid] = known
@@ -259,14 +262,14 @@ class EngineHost:
                 self._busy_since = None
 
     def measure_steps(self, steps: Path) -> AsyncIterator[str]:
-        """Run what makes steps of all kinds, by SGLang's own scheduling; says before each part what it is.
+        """Run steps of all kinds under SGLang's own scheduling, and yield a description before each part.
 
-        They are in `steps` at the end, which the options must name.
+        At the end the steps are in the file `steps`, which the options must name.
         """
         return measure_steps(self._engine, steps)
 
     async def blended_load(self, cost: CostModel, seconds: float, limit_s: float | None = None) -> float:
-        """Run as much compute as reads, so many seconds of each by `cost`, as requests of a batch; how long it took.
+        """Run `seconds` of compute and `seconds` of reads, by `cost`, as a batch's requests; return the time it took.
 
         Raises TimeoutError after `limit_s`.
         """
@@ -279,7 +282,7 @@ class EngineHost:
     def abort(self, rid: str) -> None:
         """End a request that waits or runs; its `run` returns soon, with `aborted` set."""
         self._manager.abort_request(rid)
-        # SGLang runs each prompt of a list as a request of its own, named so.
+        # SGLang runs each prompt of a list as a request of its own, with an rid of this form.
         for part in range(self._told[rid].parts if rid in self._told else 0):
             self._manager.abort_request(f"{rid}_{part}")
 
@@ -293,15 +296,15 @@ def _refused(error: Exception) -> Answer:
     if isinstance(error, RecursionError):
         return Answer(400, _error_body("The body is nested too deeply.", None))
     if not isinstance(error, ValidationError):
-        return Answer(400, _error_body(f"A field is of the wrong type: {type(error).__name__}: {error}", None))
-    # A value that fits no branch of a union has an error for each: the longest path is the branch it came nearest.
+        return Answer(400, _error_body(f"A field has the wrong type: {type(error).__name__}: {error}", None))
+    # A value that fits no branch of a union has an error for each branch: the longest path is the closest branch.
     nearest = max(error.errors(include_url=False, include_input=False), key=lambda each: len(each["loc"]))
     param = ".".join(str(part) for part in nearest["loc"] if isinstance(part, int) or part.isidentifier())
     return Answer(400, _error_body(f"{nearest['msg']} ({param})", param))
 
 
 def _failed(status_code: int, body: bytes) -> Answer:
-    """SGLang's flat error object in OpenAI's envelope."""
+    """Put SGLang's flat error object into OpenAI's envelope."""
     found = json.loads(body)
     error = found.get("error", found)
     message = str(error["message"])

@@ -1,6 +1,7 @@
-"""SGLang's tokenizer manager for its serving classes that name no request and tell the scheduler nothing of it.
+"""Wraps SGLang's tokenizer manager for those of its serving classes that neither name nor mark their requests.
 
-Each request gets the rid by which it can be aborted and the mark of its kind; what SGLang says of its end is kept.
+Each request gets an rid, by which it can be aborted, and the mark of its kind. What SGLang reports when it ends is
+kept.
 """
 
 from collections.abc import AsyncIterator
@@ -16,12 +17,12 @@ from engine_ext.plugin.marks import KIND
 
 @dataclass(slots=True)
 class Told:
-    """What is known of one request while it runs; SGLang runs it as `parts` requests of its own (0: as one)."""
+    """What is known of one request while it runs; SGLang splits it into `parts` requests (0: it runs as one)."""
 
     rid: str
     kind: str
     parts: int = 0
-    sent: bool = False  # what fails before is the request's own fault
+    sent: bool = False  # a failure before that is the request's own fault
     aborted: bool = False
     stopped_by_length: bool = False
     prompt_tokens: int = 0
@@ -32,7 +33,7 @@ told: ContextVar[Told] = ContextVar("told")
 
 
 class MarkedManager(TokenizerManagerScoreMixin):
-    """A tokenizer manager whose requests carry what `told` says in the task that sends them."""
+    """A tokenizer manager that gives each request the rid and kind from `told` in the task that sends it."""
 
     def __init__(self, manager: Any) -> None:
         self._manager = manager
@@ -43,7 +44,7 @@ class MarkedManager(TokenizerManagerScoreMixin):
     async def generate_request(self, obj: Any, request: Any = None) -> AsyncIterator[Any]:
         known = told.get()
         known.parts, known.sent = _parts(obj), True
-        # Of a list of embeddings SGLang wants a name each, of all else it makes them itself, in the same way.
+        # For a list of embeddings SGLang expects an rid each; for all other lists it makes them itself, in this form.
         named = known.parts and isinstance(obj, EmbeddingReqInput)
         obj.rid = [f"{known.rid}_{part}" for part in range(known.parts)] if named else known.rid
         parameters: Any = obj.sampling_params or {}
@@ -63,7 +64,7 @@ def _note(known: Told, meta: dict[str, Any]) -> None:
 
 
 def _parts(obj: Any) -> int:
-    """How many requests SGLang makes of it; 0 for one that keeps its name."""
+    """Return how many requests SGLang splits this one into; 0 for one that keeps its rid."""
     if isinstance(obj.text, list):
         return len(obj.text)
     ids = obj.input_ids

@@ -1,4 +1,4 @@
-"""How compute-heavy prefill runs beside memory-heavy decodes: SGLang's ways of it behind one name, where they work."""
+"""Chooses how compute-heavy prefill overlaps memory-heavy decodes, among SGLang's ways that work here."""
 
 import logging
 from collections.abc import Mapping
@@ -17,14 +17,14 @@ ARGUMENTS: dict[Overlap, dict[str, Any]] = {
     Overlap.MIXED: {"enable_mixed_chunk": True},
     Overlap.PDMUX: {"enable_pdmux": True, "chunked_prefill_size": -1, "disable_overlap_schedule": True},
 }
-GREEN_CONTEXTS = range(6, 10)  # compute capabilities for which SGLang 0.5.17 knows how SMs can be split
+GREEN_CONTEXTS = range(6, 10)  # major compute capabilities whose SMs SGLang 0.5.17 can split
 
 
 def choose(wanted: Overlap | None, model_path: str, engine_args: Mapping[str, Any]) -> Overlap:
-    """What is wanted, or the next best that this machine, model and `engine_args` allow; the log says why.
+    """Return the wanted overlap, or the next best that this machine, model and `engine_args` allow; the log says why.
 
-    What `engine_args` ask for is wanted. Without a wish: mixed chunks on a GPU, and nothing on a CPU, where SGLang
-    computes a cached prefix again in a chunk.
+    An overlap that `engine_args` ask for counts as wanted. The default is mixed chunks on a GPU, and none on a CPU,
+    where SGLang computes a cached prefix again in a chunk.
     """
     if engine_args.get("enable_pdmux"):
         wanted = Overlap.PDMUX
@@ -34,13 +34,13 @@ def choose(wanted: Overlap | None, model_path: str, engine_args: Mapping[str, An
     while reason := against(found, model_path, engine_args):
         instead = INSTEAD[found]
         if wanted is not None:
-            log.warning("overlap %r is not possible here, %r is used: %s", found.value, instead.value, reason)
+            log.warning("overlap %r is not possible here, using %r instead: %s", found.value, instead.value, reason)
         found = instead
     return found
 
 
 def against(overlap: Overlap, model_path: str, given: Mapping[str, Any]) -> str | None:
-    """Why this overlap is not possible here; None where it is."""
+    """Return why this overlap is not possible here, or None if it is possible."""
     if overlap is Overlap.NONE:
         return None
     if given.get("speculative_algorithm"):
