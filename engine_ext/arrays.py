@@ -1,4 +1,4 @@
-"""The types of arrays, and records of named numbers that machine code changes in place.
+"""Defines array types, and records of named numbers that machine code changes in place.
 
 Compiled functions take arrays and named tuples, but cannot set the fields of a named tuple. A record has named fields
 that they can set: `totals.clock += 1` works in machine code, in Python and under the type checker, and a misspelt field

@@ -54,7 +54,7 @@ def main() -> None:
         if is_done():
             return
         started = time.monotonic()
-        print("Compiling the loops of planner and scheduler; about a minute, only once …", file=sys.stderr, flush=True)
+        print("Compiling the loops of planner and scheduler (once, about a minute) …", file=sys.stderr, flush=True)
         compile_planner()
         compile_scan()
         _mark().touch()

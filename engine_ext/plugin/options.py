@@ -28,7 +28,7 @@ class Overlap(StrEnum):
 
 
 class Emulation(StrEnum):
-    """How fast a device runs that replaces the forward pass."""
+    """How fast the device that replaces the forward pass runs."""
 
     VIRTUAL = "virtual"  # at once, on a clock of its own
     REAL = "real"  # each step lasts as long as it says, for tests of the service around it

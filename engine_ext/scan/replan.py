@@ -49,7 +49,7 @@ class Progress:
 
     @classmethod
     def at_first(cls, caps: Column, known: Column, sampled: Bools) -> "Progress":
-        """Create the progress with which every request waits."""
+        """Create the initial progress: every request waits."""
         columns, bools = np.zeros((3, len(caps)), dtype=np.int64), np.zeros((3, len(caps)), dtype=np.bool_)
         return cls(caps, known, sampled, columns[0], bools[0], bools[1], bools[2], columns[1], columns[2])
 

@@ -1,4 +1,4 @@
-"""Provides structured output without a GPU: SGLang pins xgrammar's bitmask, and applies it, for GPUs only."""
+"""Provides structured output without a GPU; SGLang pins xgrammar's bitmask and applies it by GPU kernels only."""
 
 from collections.abc import Callable
 from typing import Any

@@ -242,7 +242,7 @@ def admission_of(scheduler: Any) -> Admission:
 
 
 def overlap_of(scheduler: Any) -> Overlap:
-    """Return how the scheduler really overlaps prefill and decode, whatever it was asked for."""
+    """Return how the scheduler really overlaps prefill and decode, whatever was requested."""
     if scheduler.enable_pdmux:
         return Overlap.PDMUX
     return Overlap.MIXED if scheduler.is_mixed_chunk else Overlap.NONE

@@ -80,7 +80,7 @@ def fill_mask(original: Callable[..., None], grammar: Any, mask: Any, row: int) 
     original(grammar, mask, row)
     grammar.masks_s = getattr(grammar, "masks_s", -MOST_MASKS_S) + time.thread_time() - begun - MASK_S
     if not mask[row].any():
-        grammar.fault = "the grammar allows no next token: nothing satisfies it"
+        grammar.fault = "the grammar allows no further token: nothing satisfies it"
     elif grammar.masks_s > 0 and _is_alone():
         grammar.fault = "the schema is too ambiguous: the engine takes too long for its tokens"
         _faults[grammar.key_string] = (grammar.fault, time.monotonic() + REMEMBERED_S)

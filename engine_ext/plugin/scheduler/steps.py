@@ -124,7 +124,7 @@ class StepBooks:
             with self.file.open("a" if self._is_begun else "w") as file:
                 file.writelines(self._lines)
         except OSError as error:
-            log.error("writing steps has failed, no more are written: %s", error)
+            log.error("writing steps failed; no more steps are written: %s", error)
             self.file = None
         self._is_begun = True
         self._lines.clear()
