@@ -24,7 +24,7 @@ def wired(tmp_path: Path, postgres: Any, redis_url: str) -> Settings:
     url = new_postgres_database(postgres)
     upgrade(url)
     settings = load_settings(data_dir=tmp_path / "data", database_url=url, redis_url=redis_url, model_name="test-model")
-    return town_settings(settings, tmp_path)
+    return town_settings(settings, tmp_path).model_copy(update={"database_timeout_s": 10.0})  # what a lost wire costs
 
 
 @pytest.fixture
