@@ -1,4 +1,4 @@
-"""An engine model fitted to measured steps, as HyGen (section 4.2) and OOCO (section 3.3.2) fit theirs."""
+"""Fits an engine model to measured steps, as HyGen (section 4.2) and OOCO (section 3.3.2) fit theirs."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -25,7 +25,7 @@ from engine_ext.errors import InputError
 
 OPERATORS: Mapping[str, tuple[int, ...]] = {
     "gemm_s": (GEMM, WEIGHTS),
-    "prefill_attention_s": (QUADRATIC, OVERHEAD),  # what a kernel costs however little it has to do
+    "prefill_attention_s": (QUADRATIC, OVERHEAD),  # OVERHEAD: what a kernel costs however little work it gets
     "decode_attention_s": (READ, OVERHEAD),
 }
 
@@ -35,11 +35,12 @@ FEWEST_OF_OPERATOR = 3
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Profile:
-    """Measured steps, a row each; columns of shape (steps,).
+    """Holds measured steps, one row per step; all columns have shape (steps,).
 
-    `quadratic`: the sum over prefill chunks of end^2 - begin^2, tokens squared; `decoding`: requests; `kv_tokens`: KV
-    tokens that these read; `seconds` of the whole step. Times of operators run alone, in seconds over all layers, are
-    NaN where not measured. Raises ValueError, which names the field and the row, counted from 0.
+    `quadratic` is the sum of end^2 - begin^2 over the step's prefill chunks, in tokens squared; `decoding` is the
+    number of requests that decode, `kv_tokens` the KV tokens that they read, and `seconds` the time of the whole step.
+    Times of operators that were measured alone are in seconds over all layers, NaN where not measured. Raises
+    InputError, which names the field and the row, counted from 0.
     """
 
     prefill_tokens: Floats
@@ -58,13 +59,13 @@ class Profile:
             if column is None:
                 continue
             if column.shape != (steps,):
-                raise InputError(f"{each.name} has shape {column.shape}, and seconds {self.seconds.shape}")
+                raise InputError(f"{each.name} has shape {column.shape}, but seconds has {self.seconds.shape}")
             bad = ~np.isfinite(column) | (column < 0)
             if each.name in OPERATORS:
                 bad &= ~np.isnan(column)
-            _refuse(bad, each.name, column, "must be a number from 0 up")
+            _refuse(bad, each.name, column, "must be a finite number of at least 0")
         _refuse(self.seconds == 0, "seconds", self.seconds, "must be above 0")
-        _refuse(self.tokens == 0, "prefill_tokens", self.prefill_tokens, "without decoding either, is no step")
+        _refuse(self.tokens == 0, "prefill_tokens", self.prefill_tokens, "must be above 0 if nothing decodes")
         for name, of in (("quadratic", "prefill_tokens"), ("kv_tokens", "decoding")):
             load, cause = getattr(self, name), getattr(self, of)
             _refuse((load > 0) != (cause > 0), name, load, f"must be above 0 where {of} is, and only there")
@@ -74,7 +75,7 @@ class Profile:
 
     @property
     def tokens(self) -> Floats:
-        """Tokens that go through the GEMM."""
+        """Return the tokens that go through the GEMM in each step."""
         return self.prefill_tokens + self.decoding
 
     @property
@@ -86,7 +87,7 @@ class Profile:
         return Steps(self.tokens, self.quadratic, self.kv_tokens, self.seconds)
 
     def operator(self, name: str) -> tuple[Steps, NDArray[np.intp]]:
-        """One operator's loads and times, and the rows in which it was measured at work."""
+        """Return one operator's loads and times, and the rows in which it was measured with work to do."""
         times: Floats | None = getattr(self, name)
         loads = self._loads
         rows = (
@@ -98,7 +99,10 @@ class Profile:
 
 @dataclass(frozen=True, slots=True)
 class Misfit:
-    """Absolute errors of the fitted model as shares of the measured time, over `steps`; `row` is the worst."""
+    """Holds the mean and the largest error of a fitted model over `steps` steps; `row` has the largest.
+
+    Errors are absolute, as shares of the measured time.
+    """
 
     mean: float
     largest: float
@@ -108,9 +112,10 @@ class Misfit:
 
 @dataclass(frozen=True, slots=True)
 class Calibration:
-    """Parameters of an EngineModel, and how far the profile that they were fitted to is from them.
+    """Holds the fitted parameters of an EngineModel, and how far they are from the profile.
 
-    `errors`: by operator, where measured, and of whole steps: `prefill`, `decode` and `mixed` ones, and all `steps`.
+    `errors` has an entry for each operator that was measured alone, and one for each kind of whole step: `prefill`,
+    `decode` and `mixed` ones, and all `steps`.
     """
 
     gemm_s: float
@@ -137,9 +142,9 @@ class Calibration:
 def calibrate(profile: Profile, clock: Clock, interference: float = INTERFERENCE) -> Calibration:
     """Fit the model to steps of an engine that runs by this clock, by least squares of relative errors.
 
-    Operators that were measured fix their parameters first; the others, overhead and interference come from whole
-    steps. Without overlap nothing shows the interference, and the given one is kept. Raises ValueError where steps are
-    too few, or so alike that a parameter cannot be told.
+    Operators that were measured alone fix their parameters first; the other parameters, the overhead and the
+    interference come from whole steps. Without overlap no step shows the interference, so the given value is kept.
+    Raises InputError if there are too few steps, or if they are so alike that a parameter cannot be determined.
     """
     if not 0 <= interference <= 1:
         raise InputError(f"interference must be from 0 to 1, not {interference}")
@@ -154,7 +159,7 @@ def calibrate(profile: Profile, clock: Clock, interference: float = INTERFERENCE
             _at_least(FEWEST_OF_OPERATOR, len(rows), name)
             alone = fit(steps, np.zeros(len(PARAMETERS)), list(parameters), overlapped=False, source=name)
             for each in parameters:
-                if each != OVERHEAD:  # it shows in whole steps
+                if each != OVERHEAD:  # it is fitted to whole steps
                     fitted[each] = alone[each]
                     unknown.remove(each)
     fitted = fit(profile.steps, fitted, unknown, overlapped, source="seconds")
@@ -198,7 +203,7 @@ def _misfit(relative: Floats, rows: NDArray[np.intp]) -> Misfit:
 
 def _at_least(fewest: int, steps: int, name: str) -> None:
     if steps < fewest:
-        raise InputError(f"{name}: {steps} steps are too few to fit to; at least {fewest} must be measured")
+        raise InputError(f"{name}: {steps} steps are too few for a fit; measure at least {fewest}")
 
 
 def _refuse(bad: NDArray[np.bool_], name: str, column: Floats, problem: str) -> None:

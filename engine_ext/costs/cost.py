@@ -1,4 +1,4 @@
-"""What requests cost: seconds of arithmetic and seconds of reading KV cache, and their ratio (BlendServe section 4)."""
+"""Computes what requests cost, in seconds of arithmetic and of KV cache reads, and the ratio (BlendServe section 4)."""
 
 from dataclasses import dataclass
 
@@ -14,9 +14,10 @@ Seconds = NDArray[np.float64]
 
 @dataclass(frozen=True, slots=True)
 class CostModel:
-    """Costs of a model on a machine; lengths are tokens, results seconds, both scalars or arrays of one shape.
+    """Computes the costs of a model on a machine, for scalars or for arrays of one shape.
 
-    `attention_compute` keeps the prefill's quadratic term 4 p^2 H L, which the paper omits for short prompts.
+    Lengths are in tokens, results in seconds. `attention_compute` keeps the prefill's quadratic term 4 p^2 H L, which
+    the paper omits for short prompts.
     """
 
     shape: ModelShape
@@ -28,7 +29,7 @@ class CostModel:
     def __post_init__(self) -> None:
         self.machine.hardware.flops_of(self.dtype)
         if self.kv_dtype not in DTYPE_BYTES:
-            raise InputError(f"unknown KV dtype {self.kv_dtype!r}; there are {', '.join(DTYPE_BYTES)}")
+            raise InputError(f"unknown KV dtype {self.kv_dtype!r}; choose from {', '.join(DTYPE_BYTES)}")
 
     @property
     def name(self) -> str:
@@ -40,65 +41,74 @@ class CostModel:
 
     @property
     def gemm_s_per_token(self) -> float:
-        """Seconds of matrix products for one token, prompt or output."""
+        """Return the seconds of matrix products for one token, prompt or output."""
+        # GEMMs hold most of a model's parameters, so P approximates their work (section 4.1).
         return 2 * self.shape.active_parameters / self.machine.flops(self.dtype)
 
     @property
     def quadratic_s(self) -> float:
-        """Seconds of a prompt's attention, times end^2 - begin^2 of what is computed."""
+        """Return the seconds of a prompt's attention per unit of end^2 - begin^2 of the tokens computed."""
+        # All p^2 pairs of tokens, as section 4.1 counts them; operators.py counts only the causal half.
         attention = self.shape.attention_flops / self.machine.attention_flops(self.dtype)
         return attention if self.attention_compute else 0.0
 
     @property
     def read_s_per_token(self) -> float:
-        """Seconds to read the KV cache of one token once."""
+        """Return the seconds to read the KV cache of one token once."""
         return self.kv_bytes_per_token / self.machine.bandwidth
 
     @property
     def weights_s(self) -> float:
-        """Seconds to read the weights once."""
+        """Return the seconds to read the weights once."""
         return self.shape.weight_bytes(DTYPE_BYTES[self.dtype]) / self.machine.weight_bandwidth
 
     def compute_s(self, prompt: ArrayLike, output: ArrayLike) -> Seconds:
-        """Comp(r) = (2 (p + d) P + 4 p^2 H L) / C."""
+        """Return Comp(r) = (2 (p + d) P + 4 p^2 H L) / C."""
         p, d = _lengths(prompt, output)
         return (p + d) * self.gemm_s_per_token + p * p * self.quadratic_s
 
     def memory_s(self, prompt: ArrayLike, output: ArrayLike, output_squares: ArrayLike | None = None) -> Seconds:
-        """Mem(r) = (p d + d^2 / 2) KV bytes / B: each output token reads the cache of all before it.
+        """Return Mem(r) = (p d + d^2 / 2) KV bytes / B: each output token reads the cache of all before it.
 
-        Where the output is an estimate, `output_squares` is the mean of its square, which exceeds the mean's square.
+        If the output is an estimate, `output_squares` is the mean of its square, which exceeds the square of its mean.
         """
         p, d = _lengths(prompt, output)
         squares = d * d if output_squares is None else np.asarray(output_squares, dtype=np.float64)
         return (p * d + squares / 2) * self.read_s_per_token
 
     def density(self, prompt: ArrayLike, output: ArrayLike) -> Seconds:
-        """Comp / Mem; infinite for a request without output."""
+        """Return Comp / Mem; infinite for a request without output."""
         with np.errstate(divide="ignore"):
             return self.compute_s(prompt, output) / self.memory_s(prompt, output)
 
     def saved_s(self, shared: ArrayLike, before: ArrayLike = 0) -> Seconds:
-        """Compute saved by finding `shared` prompt tokens in the cache, which stand behind `before` others."""
+        """Return the compute saved if `shared` prompt tokens, behind `before` others, are found in the cache."""
         n, b = _lengths(shared, before)
         return n * self.gemm_s_per_token + ((b + n) ** 2 - b**2) * self.quadratic_s
 
     def kv_capacity_tokens(self, usable: float = 0.9) -> int:
-        """Tokens of KV cache beside the weights in the `usable` share of memory. Raises DoesNotFit."""
+        """Return the tokens of KV cache that fit beside the weights in the `usable` share of memory.
+
+        Raises DoesNotFit.
+        """
         weights = self.shape.weight_bytes(DTYPE_BYTES[self.dtype])
         room = self.machine.memory_bytes * usable - weights
         if room < self.kv_bytes_per_token:
             raise DoesNotFit(
-                f"{self.shape.name} needs {weights / 1e9:.1f} GB for its weights in {self.dtype}, and "
+                f"{self.shape.name} needs {weights / 1e9:.1f} GB for its weights in {self.dtype}, but "
                 f"{self.machine.accelerators} x {self.machine.hardware.name} has "
-                f"{self.machine.memory_bytes * usable / 1e9:.1f} GB to use; raise tp, or take a smaller dtype"
+                f"{self.machine.memory_bytes * usable / 1e9:.1f} GB to use; raise tp or use a smaller dtype"
             )
         return int(room / self.kv_bytes_per_token)
 
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """Work of a set of requests: seconds of compute without sharing, of them saved by sharing, and of memory reads."""
+    """The work of a set of requests, in seconds.
+
+    `compute_s` is the compute without any sharing, `saved_s` the part of it that sharing saves, `memory_s` the memory
+    reads.
+    """
 
     compute_s: float
     saved_s: float
@@ -109,7 +119,7 @@ class Load:
 
     @property
     def sharing(self) -> float:
-        """s: the share of the compute that prefix sharing saves."""
+        """Return s, the share of the compute that prefix sharing saves."""
         return self.saved_s / self.compute_s if self.compute_s else 0.0
 
     @property
@@ -118,18 +128,19 @@ class Load:
 
     @property
     def density(self) -> float:
-        """rho = (1 - s) T_comp / T_mem; infinite without memory reads."""
+        """Return rho = (1 - s) T_comp / T_mem; infinite without memory reads."""
         return self.net_compute_s / self.memory_s if self.memory_s else float("inf")
 
     @property
     def ideal_s(self) -> float:
-        """T_o = max((1 - s) T_comp, T_mem): everything shared, and the lesser resource hidden behind the other."""
+        """Return T_o = max((1 - s) T_comp, T_mem): all is shared, and the lesser resource hides behind the other."""
         return max(self.net_compute_s, self.memory_s)
 
     def practical_s(self, interference: float) -> float:
-        """T_o on a machine where overlapping costs: `interference` is the share of the hidden time that shows anyway.
+        """Return T_o where overlapping has a cost: `interference` is the share of the hidden time that shows anyway.
 
-        0 is perfect overlap, 1 runs one after the other; measured by running GEMM beside attention (section 6.2).
+        With 0 the overlap is perfect, with 1 compute and reads run one after the other. It is measured by running GEMM
+        beside attention (section 6.2).
         """
         if not 0 <= interference <= 1:
             raise InputError(f"interference must be from 0 to 1, not {interference}")

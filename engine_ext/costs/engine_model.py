@@ -1,4 +1,4 @@
-"""An engine, simulated or emulated: what a step costs by its clock, and how much KV cache there is."""
+"""Models an engine, simulated or emulated: what a step costs by its clock, and how large its KV cache is."""
 
 from dataclasses import dataclass
 from enum import IntEnum
@@ -7,13 +7,13 @@ from typing import NamedTuple
 from engine_ext.compiled import compiled
 from engine_ext.costs.cost import CostModel
 
-# What overlapping costs where it was not measured, as a share of the hidden time; an assumption, see docs/simulator.md.
+# The cost of overlap where it was not measured, as a share of the hidden time: an assumption, see docs/simulator.md.
 INTERFERENCE = 0.1
 STEP_OVERHEAD_S = 0.0  # engines schedule the next step while this one runs
 
 
 class Clock(IntEnum):
-    """How a step's GEMM and attention share its time."""
+    """Says how GEMM and attention share the time of a step."""
 
     OVERLAPPED = 0  # at once, as NanoFlow and PD-multiplexing do
     MIXED = 1  # one after the other; prefill chunks ride on decode's GEMM
@@ -21,7 +21,7 @@ class Clock(IntEnum):
 
 
 class StepModel(NamedTuple):
-    """An EngineModel's numbers for compiled functions, one type each."""
+    """An EngineModel's numbers for compiled functions: every field always has the same type."""
 
     gemm_s: float
     read_s: float
@@ -36,11 +36,12 @@ class StepModel(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class EngineModel:
-    """Seconds per token of GEMM, per KV token read, per unit of prefill attention (end^2 - begin^2 of a chunk).
+    """Says what the steps of an engine cost, and how many tokens its KV cache holds (`capacity`).
 
-    And for reading the weights once, and per step on the CPU. `interference`: the share of the hidden time that shows
-    anyway. `capacity`: tokens of KV cache. `computes_twice`: a prefix that requests of one prefill batch share is
-    computed by each of them, as stock SGLang does.
+    `gemm_s` is seconds of GEMM per token, `read_s` per KV token read, `quadratic_s` per unit of prefill attention
+    (end^2 - begin^2 of a chunk), `weights_s` for reading the weights once, `overhead_s` per step on the CPU.
+    `interference` is the share of the hidden time that shows anyway. With `computes_twice`, each request of a prefill
+    batch computes the prefix that they share, as in stock SGLang.
     """
 
     gemm_s: float
@@ -62,7 +63,7 @@ class EngineModel:
         usable: float = 0.9,
         overhead_s: float = STEP_OVERHEAD_S,
     ) -> "EngineModel":
-        """From datasheets; `usable` is the share of memory that weights and KV cache may have."""
+        """Build a model from datasheets; weights and KV cache may use the `usable` share of memory."""
         return cls(
             gemm_s=cost.gemm_s_per_token,
             read_s=cost.read_s_per_token,
@@ -76,7 +77,7 @@ class EngineModel:
 
     @classmethod
     def of_steps(cls, cost: CostModel, clock: Clock) -> "EngineModel":
-        """From datasheets, to tell what steps take and nothing else: whatever does not fit into the memory has them."""
+        """Build a model from datasheets for the times of steps only; nothing has to fit in memory."""
         return cls(
             cost.gemm_s_per_token, cost.read_s_per_token, cost.quadratic_s, cost.weights_s, capacity=0, clock=clock
         )
@@ -98,7 +99,7 @@ class EngineModel:
 
 @compiled
 def compute_time(model: StepModel, tokens: int, quadratic: float) -> float:
-    """Seconds of GEMM and prefill attention of a step; the weights are read at least once."""
+    """Return a step's seconds of GEMM and prefill attention; the weights are read at least once."""
     if tokens == 0:
         return 0.0
     return max(tokens * model.gemm_s, model.weights_s) + quadratic * model.quadratic_s
@@ -106,7 +107,7 @@ def compute_time(model: StepModel, tokens: int, quadratic: float) -> float:
 
 @compiled
 def step_time(model: StepModel, compute: float, reads: float) -> float:
-    """Seconds of a step with so much compute and so many seconds of KV reads."""
+    """Return the seconds of a step from its seconds of compute and of KV reads."""
     if model.clock == 0:
         return max(compute, reads) + model.interference * min(compute, reads) + model.overhead_s
     return compute + reads + model.overhead_s

@@ -1,4 +1,4 @@
-"""Machines as the cost model sees them: dense arithmetic, memory bandwidth, memory."""
+"""Describes machines as the cost model sees them: dense arithmetic, memory bandwidth and memory."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -14,15 +14,15 @@ GIGA = 1e9
 DTYPE_BYTES: Mapping[str, int] = MappingProxyType({"fp32": 4, "fp16": 2, "bf16": 2, "fp8": 1})
 
 
-MEASURED = ("weight_bandwidth", "attention_flops")  # by a calibration only
+MEASURED = ("weight_bandwidth", "attention_flops")  # only a calibration sets them
 
 
 @dataclass(frozen=True, slots=True)
 class Hardware:
-    """One accelerator: `flops` in FLOP/s by operand dtype without sparsity, `bandwidth` in bytes/s, memory in bytes.
+    """Describes one accelerator.
 
-    Where they were measured: `weight_bandwidth` of reading weights, and `attention_flops` of prefill attention;
-    otherwise they are as the others.
+    `flops` is FLOP/s by operand dtype, without sparsity; `bandwidth` is bytes/s. `weight_bandwidth` (reading weights)
+    and `attention_flops` (prefill attention) are set where they were measured; otherwise `bandwidth` and `flops` apply.
     """
 
     name: str
@@ -44,7 +44,7 @@ class Hardware:
                 raise InputError(f"hardware {self.name!r}: flops.{dtype} must be above zero, not {value}")
 
     def flops_of(self, dtype: str) -> float:
-        """FLOP/s for operands of this dtype. Raises ValueError for one that the hardware does not multiply."""
+        """Return the FLOP/s for operands of this dtype. Raises InputError if the hardware cannot multiply them."""
         if dtype not in self.flops:
             raise InputError(f"{self.name} has no {dtype} arithmetic; it has {', '.join(self.flops)}")
         return self.flops[dtype]
@@ -69,21 +69,21 @@ class Machine:
         return self.tp * self.pp * self.sp
 
     def flops(self, dtype: str) -> float:
-        """FLOP/s of the whole replica."""
+        """Return the FLOP/s of the whole replica."""
         return self.hardware.flops_of(dtype) * self.accelerators
 
     @property
     def bandwidth(self) -> float:
-        """Bytes/s of the whole replica."""
+        """Return the bytes/s of the whole replica."""
         return self.hardware.bandwidth * self.accelerators
 
     @property
     def weight_bandwidth(self) -> float:
-        """Bytes/s of the whole replica, of reading weights."""
+        """Return the bytes/s at which the whole replica reads weights."""
         return (self.hardware.weight_bandwidth or self.hardware.bandwidth) * self.accelerators
 
     def attention_flops(self, dtype: str) -> float:
-        """FLOP/s of the whole replica, of prefill attention."""
+        """Return the FLOP/s of the whole replica in prefill attention."""
         return (self.hardware.attention_flops or self.hardware.flops_of(dtype)) * self.accelerators
 
     @property
@@ -107,9 +107,10 @@ PRESETS: Mapping[str, Hardware] = MappingProxyType(
 
 
 def hardware_of(described: Mapping[str, Any]) -> Hardware:
-    """From a calibration: name, flops (by dtype, FLOP/s), bandwidth (bytes/s), memory_bytes, and MEASURED if there.
+    """Build hardware from a description, such as a calibration's. Raises HardwareError.
 
-    Raises HardwareError.
+    `described` has name, flops (FLOP/s by dtype), bandwidth (bytes/s) and memory_bytes, and may have the fields of
+    MEASURED.
     """
     for field in ("name", "flops", "bandwidth", "memory_bytes"):
         if field not in described:
@@ -136,7 +137,7 @@ def hardware_of(described: Mapping[str, Any]) -> Hardware:
 
 
 def hardware(name: str) -> Hardware:
-    """The preset of this name. Raises UnknownHardware."""
+    """Return the preset with this name. Raises UnknownHardware."""
     if name not in PRESETS:
-        raise UnknownHardware(f"no hardware {name!r}; there are {', '.join(PRESETS)}")
+        raise UnknownHardware(f"no hardware {name!r}; choose from {', '.join(PRESETS)}")
     return PRESETS[name]

@@ -1,4 +1,4 @@
-"""Model shapes: parameters and KV cache counted from a Hugging Face config, dense and MoE, MHA, GQA, MQA and MLA."""
+"""Counts a model's parameters and KV cache from its Hugging Face config: dense and MoE; MHA, GQA, MQA and MLA."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -21,7 +21,7 @@ LARGEST = 10**9
 
 @dataclass(frozen=True, slots=True)
 class Matrix:
-    """`count` weight matrices [d_in, d_out] in the whole model, of which a token multiplies the share `active`."""
+    """Describes `count` weight matrices [d_in, d_out] of a model; a token multiplies the share `active` of them."""
 
     d_in: int
     d_out: int
@@ -35,12 +35,12 @@ class Matrix:
 
 @dataclass(frozen=True, slots=True)
 class ModelShape:
-    """What the cost model needs of a model.
+    """Holds what the cost model needs to know of a model.
 
-    `matrices` multiply every token, `head` those that are sampled from, and `other_parameters` (embedding, norms) are
-    only looked up. `kv_elements` is KV cache per token over all layers; `query_elements` the width of all heads'
-    queries over all layers; `attention_flops` what scores and values cost for one pair of a query and a key token,
-    over all layers and heads.
+    `matrices` multiply every token, `head` only tokens that an output is sampled from, and `other_parameters`
+    (embedding, norms) are only looked up. Over all layers, `kv_elements` is the KV cache per token, `query_elements`
+    the width of all heads' queries, and `attention_flops` what scores and values cost for one pair of a query and a key
+    token.
     """
 
     name: str
@@ -55,15 +55,15 @@ class ModelShape:
 
     @property
     def parameters(self) -> float:
-        """All that must be in memory."""
+        """Return the number of parameters that must be in memory."""
         return sum(matrix.parameters for matrix in self.matrices) + self.head.parameters + self.other_parameters
 
     @property
     def active_parameters(self) -> float:
-        """P of the cost model: of a mixture of experts only those that a token chooses, else all.
+        """Return P of the cost model: all parameters, but of a mixture of experts only those that a token chooses.
 
-        As papers and makers count: the embedding is in, though it is only looked up (a tenth of a small model). The
-        finer model in operators.py goes by `matrices` and leaves it out.
+        Like papers and model makers, it counts the embedding, though that is only looked up (a tenth of a small model).
+        The finer model in operators.py goes by `matrices` and leaves it out.
         """
         chosen = sum(matrix.parameters * matrix.active for matrix in self.matrices)
         return chosen + self.head.parameters + self.other_parameters
@@ -77,7 +77,7 @@ class ModelShape:
 
 @dataclass(frozen=True, slots=True)
 class _Attention:
-    """One layer's attention: its matrices, and its widths per token."""
+    """Describes attention: the matrices of all layers, and the widths of one layer per token."""
 
     matrices: tuple[Matrix, ...]
     kv_elements: int
@@ -86,13 +86,13 @@ class _Attention:
 
 
 def shape_of(config: Mapping[str, Any], name: str = "model") -> ModelShape:
-    """Count a config.json. Raises ConfigError that names the field."""
+    """Return the shape that a config.json describes. Raises ConfigError, which names the field."""
     config = _language_part(config)
     hidden, layers = _count(config, "hidden_size"), _count(config, "num_hidden_layers")
     vocabulary, width = _count(config, "vocab_size"), _count(config, "intermediate_size")
     attention = _attention(config, hidden, layers)
     expert_layers, experts = _experts(config, hidden, layers)
-    # Gemma's configs leave out what other families write down.
+    # Gemma ties its embeddings, but its configs leave this field out.
     tied = config.get("tie_word_embeddings", str(config.get("model_type", "")).startswith("gemma"))
     if not isinstance(tied, bool):
         raise ConfigError(f"'tie_word_embeddings' of the model config must be true or false, not {tied!r}")
@@ -114,16 +114,19 @@ def shape_of(config: Mapping[str, Any], name: str = "model") -> ModelShape:
 
 
 def _language_part(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """A multimodal model keeps its language model's config inside. Raises ConfigError for layers of several kinds."""
+    """Return the language model's config, which a multimodal model keeps inside its own.
+
+    Raises ConfigError if layers are of several kinds.
+    """
     inside = config.get("text_config") or config
     if not isinstance(inside, Mapping):
         raise ConfigError(f"'text_config' of the model config must be an object, not {inside!r}")
     found: Mapping[str, Any] = inside
     for field in UNEVEN_LAYERS:
         if found.get(field) not in (None, 0, 1, []):
-            raise ConfigError(f"models with {field!r} have layers of several kinds, which are not counted here")
+            raise ConfigError(f"models with {field!r} have layers of several kinds, which are not supported")
     if "linear_attention" in (found.get("layer_types") or ()):
-        raise ConfigError("models with 'linear_attention' in 'layer_types' are not counted here")
+        raise ConfigError("models with 'linear_attention' in 'layer_types' are not supported")
     return found
 
 
@@ -150,13 +153,13 @@ def _attention(config: Mapping[str, Any], hidden: int, layers: int) -> _Attentio
     if size < 1:
         raise ConfigError(f"num_attention_heads {heads} is more than hidden_size {hidden}")
     if heads % kv_heads:
-        raise ConfigError(f"num_attention_heads {heads} is no multiple of num_key_value_heads {kv_heads}")
+        raise ConfigError(f"num_attention_heads {heads} is not a multiple of num_key_value_heads {kv_heads}")
     matrices = (Matrix(hidden, size * (heads + 2 * kv_heads), layers), Matrix(heads * size, hidden, layers))
     return _Attention(matrices, 2 * kv_heads * size, heads * size, 4 * heads * size)
 
 
 def _experts(config: Mapping[str, Any], hidden: int, layers: int) -> tuple[int, tuple[Matrix, ...]]:
-    """How many layers have experts instead of one MLP, and the matrices of them all."""
+    """Return how many layers have experts instead of one MLP, and the matrices of all these layers."""
     names = ("num_local_experts", "num_experts", "n_routed_experts")
     number = next((_count(config, each) for each in names if config.get(each)), 0)
     if number == 0:
@@ -181,7 +184,7 @@ def _experts(config: Mapping[str, Any], hidden: int, layers: int) -> tuple[int, 
 
 
 def _mlp(hidden: int, width: int, count: int, active: float = 1.0) -> tuple[Matrix, ...]:
-    """Gate and up as one matrix, as engines run them, and down."""
+    """Return gate and up as one matrix, as engines run them, and down."""
     return (Matrix(hidden, 2 * width, count, active), Matrix(width, hidden, count, active))
 
 
@@ -190,7 +193,7 @@ def _count(config: Mapping[str, Any], field: str, least: int = 1) -> int:
         raise ConfigError(f"the model config has no {field!r}")
     value = config[field]
     if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= LARGEST:
-        raise ConfigError(f"{field!r} of the model config must be a whole number from {least} up, not {value!r:.40}")
+        raise ConfigError(f"{field!r} of the model config must be a whole number, at least {least}, not {value!r:.40}")
     return value
 
 
@@ -224,7 +227,7 @@ PRESETS: Mapping[str, ModelShape] = MappingProxyType(
 
 
 def preset(name: str) -> ModelShape:
-    """The preset of this name. Raises ConfigError."""
+    """Return the preset with this name. Raises ConfigError."""
     if name not in PRESETS:
-        raise ConfigError(f"no model {name!r}; there are {', '.join(PRESETS)}, or give a config.json")
+        raise ConfigError(f"no model {name!r}; choose from {', '.join(PRESETS)}, or give a config.json")
     return PRESETS[name]

@@ -1,4 +1,4 @@
-"""The finer cost model: each operator of a step by its roofline, and a fixed overhead (OOCO section 3.3)."""
+"""Models each operator of a step by its roofline, plus a fixed overhead: the finer cost model (OOCO section 3.3)."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -9,7 +9,7 @@ from engine_ext.costs.model_shape import Matrix, ModelShape
 
 @dataclass(frozen=True, slots=True)
 class Achievable:
-    """What operators reach on a machine, OOCO's table 4: FLOP/s, bytes/s, and seconds of overhead in every step."""
+    """Holds what operators reach on a machine (OOCO's table 4): FLOP/s, bytes/s, and seconds of overhead per step."""
 
     gemm_flops: float
     prefill_flops: float
@@ -21,14 +21,14 @@ class Achievable:
 
     @classmethod
     def of(cls, machine: Machine, dtype: str, flops: float = 1.0, bandwidth: float = 1.0) -> "Achievable":
-        """The datasheet's peaks times these shares, until a machine is calibrated."""
+        """Return the datasheet's peaks times these shares, for a machine that is not calibrated yet."""
         peak, bytes_s = machine.flops(dtype) * flops, machine.bandwidth * bandwidth
         return cls(peak, peak, peak, bytes_s, bytes_s)
 
 
 @dataclass(frozen=True, slots=True)
 class Prefill:
-    """`new` prompt tokens of one request, behind `before` tokens that its KV cache holds already."""
+    """A prefill chunk: `new` prompt tokens of one request, behind `before` tokens already in its KV cache."""
 
     new: int
     before: int = 0
@@ -48,7 +48,7 @@ class ForwardPass:
 
 @dataclass(frozen=True, slots=True)
 class StepTime:
-    """Seconds of a step's parts."""
+    """Holds the seconds that each part of a step takes."""
 
     gemm_s: float
     prefill_attention_s: float
@@ -57,7 +57,7 @@ class StepTime:
 
     @property
     def sequential_s(self) -> float:
-        """One operator after the other, as SGLang runs them."""
+        """Return the seconds of a step whose operators run one after the other, as in SGLang."""
         return self.gemm_s + self.prefill_attention_s + self.decode_attention_s + self.overhead_s
 
 
@@ -80,16 +80,19 @@ class OperatorModel:
         )
 
     def gemm_s(self, tokens: int, sampled: int) -> float:
-        """All matrix products for `tokens`, of which `sampled` go through the output projection."""
+        """Return the seconds of all matrix products for `tokens`.
+
+        Of these, `sampled` tokens go through the output projection.
+        """
         if tokens == 0:
             return 0.0
         body = sum(self._matrix_s(matrix, tokens) for matrix in self.shape.matrices)
         return body + (self._matrix_s(self.shape.head, sampled) if sampled else 0.0)
 
     def _matrix_s(self, matrix: Matrix, tokens: int) -> float:
-        """max(2 N D_in D_out / F, d (N D_in + D_in D_out + N D_out) / M), for all matrices of this kind."""
+        """Return max(2 N D_in D_out / F, d (N D_in + D_in D_out + N D_out) / M) for all matrices of this kind."""
         rows = tokens * matrix.active
-        # Of experts, only those that some token has chosen are read.
+        # Only the experts that some token has chosen are read.
         touched = 1 - (1 - matrix.active) ** tokens
         flops = 2 * rows * matrix.parameters
         elements = touched * matrix.parameters + rows * (matrix.d_in + matrix.d_out) * matrix.count
@@ -97,21 +100,25 @@ class OperatorModel:
         return max(flops / reached.gemm_flops, elements * DTYPE_BYTES[self.dtype] / reached.gemm_bandwidth)
 
     def _attention_s(self, new: int, before: int, flops_s: float) -> float:
-        """Causal attention of `new` query tokens, each over all before it; reads the KV cache once."""
+        """Return the seconds of causal attention of `new` query tokens, each over all before it.
+
+        The KV cache is read once.
+        """
         pairs = new * before + new * (new + 1) / 2
         return max(self.shape.attention_flops * pairs / flops_s, self._bytes(new, before + new))
 
     def _decode_s(self, decodes: Sequence[int]) -> float:
-        """One kernel for all requests that decode: it is bound by the sum of what they read or compute."""
+        """Return the seconds of one kernel for all decoding requests, bound by the sum of what they read or compute."""
         reached = self.achievable
         kv_tokens = sum(decodes)
         compute = self.shape.attention_flops * kv_tokens / reached.decode_flops
         return max(compute, self._bytes(len(decodes), kv_tokens)) if decodes else 0.0
 
     def _bytes(self, queries: int, kv_tokens: int) -> float:
-        """Seconds to move queries in, outputs out and the KV cache through.
+        """Return the seconds to move queries in, outputs out and the KV cache through.
 
-        OOCO prints 2 d (S_q D_h + S_kv D_h H_q / H_kv); the cache is narrower than the queries, so H_kv / H_q is meant.
+        OOCO prints 2 d (S_q D_h + S_kv D_h H_q / H_kv); the cache is narrower than the queries, so H_kv / H_q must be
+        meant.
         """
         moved = 2 * queries * self.shape.query_elements * DTYPE_BYTES[self.dtype]
         read = kv_tokens * self.shape.kv_bytes_per_token(DTYPE_BYTES[self.kv_dtype])

@@ -1,6 +1,7 @@
-"""Least squares on the pieces of the simulator's roofline, a regression like HyGen's (section 4.2).
+"""Fits the pieces of the simulator's roofline by least squares, a regression like HyGen's (section 4.2).
 
-Which steps are on the floor of the weights, and which are bound by reads, is searched together with the parameters.
+It searches for the parameters together with the piece that each step is on: whether a step only takes as long as
+reading the weights, and whether KV reads bind it.
 """
 
 import itertools
@@ -11,7 +12,7 @@ import numpy as np
 from engine_ext.arrays import Floats
 from engine_ext.errors import InputError
 
-# Places of the parameters
+# Positions of the parameters
 GEMM, WEIGHTS, QUADRATIC, READ, OVERHEAD, HIDDEN = range(6)
 
 PARAMETERS = ("gemm_s", "weights_s", "quadratic_s", "read_s", "overhead_s", "interference")
@@ -24,17 +25,17 @@ SHOWN_BY = {
     HIDDEN: "kv_tokens",
 }
 
-FEWEST_BOUND = 4  # steps that reads must bind; fewer look so by noise
-STARTS = 16  # token counts from which the floor's end is searched
+FEWEST_BOUND = 4  # steps that reads must bind; fewer may only look so because of noise
+STARTS = 16  # token counts from which to search for the end of the weights' floor
 HIDDEN_STARTS = (1.0, 0.3, 0.1, 0.03)
 SEARCHED_STEPS = 2048
 ROUNDS = 50
 APART = 1e-4  # share of a column that the others must leave unexplained
-NO_FLOOR = 0.1  # share of the shortest step's time below which a floor that no step shows does not matter
+NO_FLOOR = 0.1  # below this share of the shortest step's time, a floor that no step shows does not matter
 
 
 class Steps(NamedTuple):
-    """Loads of steps, or of one operator in them, and the seconds that they took; columns of shape (steps,)."""
+    """Holds the loads of steps, or of one operator in them, and the seconds they took; columns of shape (steps,)."""
 
     tokens: Floats
     quadratic: Floats
@@ -43,7 +44,10 @@ class Steps(NamedTuple):
 
 
 def fit(steps: Steps, known: Floats, unknown: list[int], overlapped: bool, source: str) -> Floats:
-    """The parameters, shape (6,), of which `unknown` are fitted; `source` names the times for errors."""
+    """Fit the parameters in `unknown` and return all of them, shape (6,); `source` names the times in errors.
+
+    Raises InputError if the steps do not determine a parameter.
+    """
     _check_columns(steps, unknown, source)
     starts = [known]
     if GEMM in unknown:
@@ -63,7 +67,10 @@ def fit(steps: Steps, known: Floats, unknown: list[int], overlapped: bool, sourc
 
 
 def _hiding(fitted: Floats, unknown: list[int]) -> list[Floats]:
-    """Starts from a fit without overlap, whose reads are the share that showed of longer ones, for several shares."""
+    """Return starts for a fit with overlap, made from one without.
+
+    Each start takes the fitted reads for the visible share of longer reads, for one of several shares.
+    """
     found = [fitted.copy() for _ in HIDDEN_STARTS]
     for start, share in zip(found, HIDDEN_STARTS, strict=True):
         start[HIDDEN] = share
@@ -73,13 +80,13 @@ def _hiding(fitted: Floats, unknown: list[int]) -> list[Floats]:
 
 
 def _thinned(steps: Steps) -> Steps:
-    """As many steps of every size as a search needs."""
+    """Return as many steps of every size as a search needs."""
     order = np.argsort(steps.tokens, kind="stable")[:: -(-len(steps.tokens) // SEARCHED_STEPS)]
     return Steps(*(column[order] for column in steps))
 
 
 def _settle(steps: Steps, start: Floats, unknown: list[int], overlapped: bool) -> Floats:
-    """Fit, give each step to the pieces of the maxima that the fit says, and again, until nothing changes."""
+    """Fit, move each step to the pieces of the maxima that the fit puts it on, and repeat until nothing changes."""
     best, least, now = start, np.inf, start
     for _ in range(ROUNDS):
         fitted = _fit_pieces(steps, now, unknown, overlapped)
@@ -93,11 +100,11 @@ def _settle(steps: Steps, start: Floats, unknown: list[int], overlapped: bool) -
 
 
 def _fit_pieces(steps: Steps, now: Floats, unknown: list[int], overlapped: bool) -> Floats:
-    """Least squares with every step on the piece on which `now` has it; the interference is at most 1."""
+    """Fit by least squares with every step on the piece where `now` has it; the interference is at most 1."""
     columns = _columns(steps, now, overlapped)
     fitted = now.copy()
     fixed = [each for each in range(len(now)) if each not in unknown and each != HIDDEN]
-    # The interference multiplies what is hidden, which is fitted too: its column is the change from `now`.
+    # The interference multiplies hidden time, which is fitted too, so its column is for the change from `now`.
     rest = (
         steps.seconds - columns[:, fixed] @ now[fixed] + (columns[:, HIDDEN] * now[HIDDEN] if HIDDEN in unknown else 0)
     )
@@ -111,7 +118,10 @@ def _fit_pieces(steps: Steps, now: Floats, unknown: list[int], overlapped: bool)
 
 
 def _columns(steps: Steps, now: Floats, overlapped: bool) -> Floats:
-    """How a step's seconds grow with each parameter, shape (steps, 6); `seconds` are these times all but the last."""
+    """Return how a step's seconds grow with each parameter, shape (steps, 6).
+
+    The seconds themselves are all columns but the last, each times its parameter.
+    """
     floor = steps.tokens * now[GEMM] <= now[WEIGHTS]
     compute = np.column_stack([np.where(floor, 0.0, steps.tokens), floor & (steps.tokens > 0), steps.quadratic])
     compute_s, reads_s = compute @ now[[GEMM, WEIGHTS, QUADRATIC]], steps.kv_tokens * now[READ]
@@ -124,7 +134,7 @@ def _columns(steps: Steps, now: Floats, overlapped: bool) -> Floats:
 
 
 def _non_negative(columns: Floats, target: Floats) -> Floats:
-    """Least squares with nothing below zero; tries which are zero, of the few columns there are."""
+    """Solve least squares with nothing below zero, by trying which of the few columns are zero."""
     scale = np.linalg.norm(columns, axis=0)
     scale[scale == 0] = 1.0
     # The same problem in few rows
@@ -144,7 +154,7 @@ def _non_negative(columns: Floats, target: Floats) -> Floats:
 
 
 def _dependent(columns: Floats) -> int | None:
-    """The first column that is a sum of the others, nearly, or zero."""
+    """Return the first column that is zero or almost a sum of the others; None if there is none."""
     scale = np.linalg.norm(columns, axis=0)
     if not np.all(scale):
         return int(np.argmin(scale))
@@ -170,22 +180,22 @@ def _squares(steps: Steps, fitted: Floats, overlapped: bool) -> float:
 
 
 def _check_columns(steps: Steps, unknown: list[int], source: str) -> None:
-    """Raises ValueError for a load that never changes."""
+    """Raise InputError if a load never changes."""
     for parameter, load in ((GEMM, steps.tokens), (QUADRATIC, steps.quadratic), (READ, steps.kv_tokens)):
         if parameter in unknown and load.min() == load.max():
             raise InputError(
                 f"{SHOWN_BY[parameter]} never changes where {source} was measured (rows 0 to {len(load) - 1} have "
-                f"{load[0]:g}), so {PARAMETERS[parameter]} cannot be told"
+                f"{load[0]:g}), so {PARAMETERS[parameter]} cannot be determined"
             )
 
 
 def _check_told(steps: Steps, fitted: Floats, unknown: list[int], overlapped: bool, source: str) -> None:
-    """Raises ValueError for a parameter that no step shows, or none apart from the others."""
+    """Raise InputError if no step shows a parameter, or none shows it apart from the others."""
     shortest, longest = int(np.argmin(steps.tokens)), int(np.argmax(steps.tokens))
     if GEMM in unknown and not steps.tokens[longest] * fitted[GEMM] > fitted[WEIGHTS]:
         raise InputError(
             f"{SHOWN_BY[GEMM]} is too small: all steps with {source} take as long as reading the weights, even row "
-            f"{longest} with {steps.tokens[longest]:g} tokens, so gemm_s cannot be told"
+            f"{longest} with {steps.tokens[longest]:g} tokens, so gemm_s cannot be determined"
         )
     columns = _columns(steps, fitted, overlapped)
     if WEIGHTS in unknown and not columns[:, WEIGHTS].any():
@@ -200,12 +210,12 @@ def _check_told(steps: Steps, fitted: Floats, unknown: list[int], overlapped: bo
         bound = int(np.count_nonzero(steps.kv_tokens * fitted[READ] > columns[:, HIDDEN]))
         if bound < FEWEST_BOUND:
             raise InputError(
-                f"{SHOWN_BY[READ]} is too small: {bound} steps take as long as their reads, so read_s cannot be told "
-                f"from interference; measure {FEWEST_BOUND} such steps, or decode_attention_s"
+                f"{SHOWN_BY[READ]} is too small: {bound} steps take as long as their reads, so read_s cannot be "
+                f"determined apart from interference; measure {FEWEST_BOUND} such steps, or decode_attention_s"
             )
     lost = _dependent(columns[:, unknown] / steps.seconds[:, None])
     if lost is not None:
         raise InputError(
             f"{SHOWN_BY[unknown[lost]]} changes only together with the other columns where {source} was measured, so "
-            f"{PARAMETERS[unknown[lost]]} cannot be told; measure steps that differ more, or operators alone"
+            f"{PARAMETERS[unknown[lost]]} cannot be determined; measure steps that differ more, or operators alone"
         )

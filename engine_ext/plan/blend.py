@@ -1,7 +1,7 @@
-"""The scan from both ends before anything runs: an order whose every beginning has about the window's density (5.3).
+"""Blends the two ends of the scan into an order whose every leading part has about the window's density (5.3).
 
-Urgent requests come first on each side, and the other side goes on filling what they lack, so the blend is kept. Of
-what is not urgent, no tenant's served work falls behind its share by more than a part of that share.
+On each side urgent requests come first, and the other side balances them, so the blend is kept. Among the other
+requests, no tenant's served work falls behind its share by more than a part of that share.
 """
 
 from dataclasses import dataclass
@@ -16,16 +16,17 @@ from engine_ext.errors import InputError
 
 NOT_URGENT = 1 << 30
 TIERS_PER_DOUBLING = 4
-HASTE = 1.25  # a deadline this many times behind the predicted end leaves a request where it stands
-FAIR_LAG = 0.1  # of its own share of the window's work, that a tenant may fall behind
+HASTE = 1.25  # a deadline later than this many times the predicted end moves no request
+FAIR_LAG = 0.1  # how far a tenant may fall behind, as a part of its own share of the window's work
 
 
 @dataclass(frozen=True, slots=True)
 class Wishes:
-    """What requests need beside throughput, by request.
+    """Holds what requests need besides throughput: deadlines, and a fair share for each tenant.
 
-    `deadline_s`: float64, seconds from the window's start, infinite for none. `tenant`: int64, from 0; `weights`:
-    float64 [tenants], shares of the work while they have any waiting.
+    `deadline_s` is float64 [requests], seconds from the window's start, infinite for none. `tenant` is int64
+    [requests], counted from 0. `weights` is float64 [tenants], each tenant's share of the work while it has requests
+    waiting.
     """
 
     deadline_s: Floats
@@ -36,7 +37,7 @@ class Wishes:
         if np.any(np.isnan(self.deadline_s)):
             raise InputError("a deadline must be a number of seconds")
         if not np.all(self.weights > 0):
-            raise InputError("weights of tenants must be above zero")
+            raise InputError("the weights of tenants must be above zero")
 
     @classmethod
     def none(cls, requests: int) -> "Wishes":
@@ -45,9 +46,11 @@ class Wishes:
 
 @dataclass(frozen=True, slots=True)
 class Blend:
-    """`positions`: int64, places in the scan in order of execution; `right`: bool, whether taken from the right end.
+    """Holds a blended order, and the end of the scan that each request was taken from.
 
-    `ends`: int64, where the requests of one tier of urgency are all placed; the last is the number of requests.
+    `positions` is int64, places in the scan in order of execution; `right` is bool, whether taken from the right end.
+    `ends` is int64, the numbers of requests after which a tier of urgency is complete; the last is the number of all
+    requests.
     """
 
     positions: Column
@@ -56,16 +59,16 @@ class Blend:
 
 
 def blend(compute_s: Floats, memory_s: Floats, wishes: Wishes, total_s: float, fair_lag: float = FAIR_LAG) -> Blend:
-    """Take from the left end while memory reads are ahead, from the right end while compute is.
+    """Take from the left end while memory reads are ahead, and from the right end while compute is ahead.
 
-    All arrays are in the order of the scan, left to right; `total_s` is when the window is expected to end.
+    All arrays are in the order of the scan, left to right; `total_s` is the time that the window is expected to take.
     """
     excess = excess_s(compute_s, memory_s)
     meeting = meeting_place(excess)
     tiers = urgency(wishes.deadline_s, total_s)
     left = _by_tier(np.arange(meeting), tiers)
     right = _by_tier(np.arange(len(excess) - 1, meeting - 1, -1), tiers)
-    work = 2 * compute_s - excess  # compute, and memory reads at the window's density
+    work = 2 * compute_s - excess  # compute, plus memory reads times the window's density
     positions, taken_right = _taken(
         left, right, excess, work, wishes.tenant, wishes.weights, tiers < NOT_URGENT, fair_lag
     )
@@ -73,29 +76,31 @@ def blend(compute_s: Floats, memory_s: Floats, wishes: Wishes, total_s: float, f
 
 
 def excess_s(compute_s: Floats, memory_s: Floats) -> Floats:
-    """Compute of each request beyond what balances its memory reads at the density of all; the sum is zero."""
+    """Return each request's compute beyond what balances its memory reads at the density of all; the sum is zero."""
     reads = float(memory_s.sum())
     return compute_s - (float(compute_s.sum()) / reads if reads else 0.0) * memory_s
 
 
 def meeting_place(excess: Floats) -> int:
-    """Where the two ends of a scan meet: what lies to the left has the most compute to spare."""
+    """Return where the two ends of the scan meet: up to there, the left end has the most compute to spare."""
+    # Densities fall from left to right, so the sum peaks about where they pass the root's (section 5.2).
     return int(np.argmax(np.concatenate([[0.0], np.cumsum(excess)])))
 
 
 def urgency(deadline_s: Floats, total_s: float) -> Column:
-    """Tiers of deadlines that the plain order might miss, rising in time; NOT_URGENT for the others."""
+    """Return a tier, rising with time, for each deadline that the plain order might miss; NOT_URGENT for the others."""
     with np.errstate(divide="ignore", invalid="ignore"):
         tier = np.floor(TIERS_PER_DOUBLING * np.log2(np.maximum(deadline_s, 1e-3) / max(total_s, 1e-9)))
     return np.where(deadline_s < HASTE * total_s, tier, NOT_URGENT).astype(np.int64)
 
 
 def _by_tier(positions: Column, tiers: Column) -> Column:
+    # A stable sort keeps the scan's order, and with it shared prefixes, inside each tier.
     return positions[np.argsort(tiers[positions], kind="stable")]
 
 
 def _tier_ends(tiers: Column) -> Column:
-    """After which request each tier is complete, rising; fillers of later tiers may stand before."""
+    """Return after how many requests each tier is complete, rising; fillers of later tiers may come before."""
     found, last = np.unique(tiers[::-1], return_index=True)
     ends = np.maximum.accumulate(len(tiers) - last)
     return np.unique(np.append(ends, len(tiers))) if len(found) else np.zeros(0, dtype=np.int64)
@@ -112,11 +117,11 @@ def _taken(
     urgent: NDArray[np.bool_],
     fair_lag: float,
 ) -> tuple[Column, NDArray[np.bool_]]:
-    """Positions in order of execution, and whether each came from the right side."""
+    """Return positions in order of execution, and whether each came from the right side."""
     total, tenants = len(left) + len(right), len(weights)
     order, from_right = np.empty(total, np.int64), np.zeros(total, np.bool_)
     taken = np.zeros(total, np.bool_)
-    # Both sides as a whole, and tenant by tenant: where each one's places start, end and are taken up to.
+    # Each side as a whole and tenant by tenant: where a tenant's places start and end, and up to where they are taken.
     sides = (left, right)
     heads = np.zeros(2, np.int64)
     starts_left, own_left = _places_by_tenant(left, tenant, tenants)
@@ -124,19 +129,21 @@ def _taken(
     own, stops = (own_left, own_right), (starts_left[1:], starts_right[1:])
     own_heads = np.stack((starts_left[:-1], starts_right[:-1]))
     waiting = stops[0] - own_heads[0] + stops[1] - own_heads[1]
-    # Work per weight: what each tenant that waits has got, and what an equal share would be; the last one first.
+    # Work per weight: what each waiting tenant has got, and what an equal share would be; the tenant with least first.
     served = np.zeros(tenants)
     behind = [(0.0, each) for each in range(tenants)]
     fair, active = 0.0, weights.sum()
     most_behind = fair_lag * work.sum() / active
     ahead = 0.0  # seconds of compute taken beyond balance
     for k in range(total):
+        # Section 5.3 keeps the root's density by splitting memory; a plan has none yet and balances seconds.
         side = 1 if ahead > 0 else 0
         heads[side] = _next_free(sides[side], heads[side], len(sides[side]), taken)
         if heads[side] == len(sides[side]):
             side = 1 - side
             heads[side] = _next_free(sides[side], heads[side], len(sides[side]), taken)
         position = sides[side][heads[side]]
+        # Deadlines come before fairness (docs/planner.md).
         if tenants > 1 and not urgent[position]:
             while waiting[behind[0][1]] == 0 or served[behind[0][1]] != behind[0][0]:
                 heappop(behind)
@@ -170,7 +177,7 @@ def _next_free(places: Column, head: int, stop: int, taken: NDArray[np.bool_]) -
 
 @compiled
 def _places_by_tenant(side: Column, tenant: Column, tenants: int) -> tuple[Column, Column]:
-    """Where each tenant's places start, and the places of the side, tenant by tenant."""
+    """Return where each tenant's places start, and the places of the side, tenant by tenant."""
     starts = np.zeros(tenants + 1, np.int64)
     for position in side:
         starts[tenant[position] + 1] += 1

@@ -1,4 +1,4 @@
-"""Groups of requests whose outputs are alike in length: those below a large node of the tree, and of one kind."""
+"""Groups requests whose outputs have similar lengths: those below one large node of the tree, and of one kind."""
 
 from dataclasses import dataclass
 
@@ -9,18 +9,20 @@ from engine_ext.arrays import Column, Floats
 from engine_ext.compiled import compiled
 from engine_ext.plan.tree import PrefixTree
 
-SMALLEST = 32  # requests that make a group
-MOST_NODES = 512  # that make groups; kinds may double them
-UNLIKE = 0.05  # answers that the parent's count for where tasks part
-ALIKE = 3.0  # and where only prompt lengths do
+SMALLEST = 32  # fewest requests of a node or kind that makes a group
+MOST_NODES = 512  # most nodes that make groups; kinds may double the number of groups
+UNLIKE = 0.05  # how many of a group's own answers its parent's estimate counts for, where tasks differ
+ALIKE = 3.0  # the same, where only prompt lengths differ
 
 
 @dataclass(frozen=True, slots=True)
 class Groups:
-    """`of`: int64 [prompts], the group of each prompt; `parent`: int64 [groups], -1 for group 0, which holds all.
+    """A tree of groups, and the group of each prompt.
 
-    Parents are numbered below their children. A group without answers of its own borrows from its parent; siblings lend
-    to each other through it. `leaning`: float64 [groups], for how many of its own answers what the parent's say counts.
+    `of` is int64 [prompts], the group of each prompt; `parent` is int64 [groups], -1 for group 0, which holds all. A
+    parent has a smaller number than its children. A group without answers of its own borrows from its parent; siblings
+    lend to each other through it. `leaning` is float64 [groups]: how many of a group's own answers its parent's
+    estimate counts for.
     """
 
     of: Column
@@ -29,7 +31,7 @@ class Groups:
 
     @classmethod
     def unlike(cls, of: Column, parent: Column) -> "Groups":
-        """Groups of different tasks: an answer of its own outweighs all of its parent's."""
+        """Build groups of different tasks: one answer of a group's own outweighs all of its parent's."""
         return cls(of, parent, np.full(len(parent), UNLIKE))
 
     def __len__(self) -> int:
@@ -37,7 +39,7 @@ class Groups:
 
     @property
     def levels(self) -> Column:
-        """int64 [groups], how many groups stand above each."""
+        """Return how many groups are above each; int64 [groups]."""
         level = np.zeros(len(self.parent), dtype=np.int64)
         for group in range(1, len(self.parent)):
             level[group] = level[self.parent[group]] + 1
@@ -45,9 +47,9 @@ class Groups:
 
 
 def group_requests(tree: PrefixTree, kinds: Column | None = None) -> Groups:
-    """The deepest large node above each request, divided by kind where each kind is large enough.
+    """Group each request by the deepest large node above it, divided by kind where each kind is large enough.
 
-    `kinds`: int64 [prompts], equal for requests that are alike in something else, such as their batch or max_tokens.
+    `kinds` is int64 [prompts], equal for requests that are alike in something else, such as their batch or max_tokens.
     """
     number, parent = _numbered(tree.parent, _large_nodes(tree))
     of = np.zeros(len(tree.order), dtype=np.int64)
@@ -63,9 +65,9 @@ def group_requests(tree: PrefixTree, kinds: Column | None = None) -> Groups:
 
 
 def _large_nodes(tree: PrefixTree) -> NDArray[np.bool_]:
-    """Nodes with enough requests; where these are too many, the highest ones, and of equally high ones the largest.
+    """Mark nodes with enough requests; if there are too many, the highest, and the largest of equally high ones.
 
-    High nodes part tasks from each other, deep ones the cases of one task; a task may be much smaller than a case.
+    High nodes separate tasks, deep ones separate the cases of one task; a task may be much smaller than a case.
     """
     size = tree.last - tree.first
     large = size >= SMALLEST
@@ -79,7 +81,10 @@ def _large_nodes(tree: PrefixTree) -> NDArray[np.bool_]:
 
 
 def _apart(of: Column, parent: Column) -> tuple[Column, Column]:
-    """Requests that are in no child of their group become a child of their own: they are no mean of the others."""
+    """Move requests that are in no child of their group into a child of their own.
+
+    A mean over the other children says little about them.
+    """
     direct = np.bincount(of, minlength=len(parent))
     chosen = np.isin(np.arange(len(parent)), parent) & (direct >= SMALLEST)
     number = np.where(chosen, len(parent) + np.cumsum(chosen) - 1, np.arange(len(parent)))
@@ -87,7 +92,7 @@ def _apart(of: Column, parent: Column) -> tuple[Column, Column]:
 
 
 def _by_kind(of: Column, parent: Column, kinds: Column) -> tuple[Column, Column]:
-    """Children of each group for its kinds that are large and not all of it."""
+    """Add children to each group for those of its kinds that are large and not the whole group."""
     _, kinds = np.unique(kinds, return_inverse=True)
     pairs, members, counts = np.unique(
         of * (int(kinds.max(initial=0)) + 1) + kinds, return_inverse=True, return_counts=True
@@ -106,7 +111,7 @@ def _by_kind(of: Column, parent: Column, kinds: Column) -> tuple[Column, Column]
 
 @compiled
 def _levels(parent: Column, large: NDArray[np.bool_]) -> Column:
-    """How many large nodes stand above each node."""
+    """Return how many large nodes are above each node."""
     level = np.zeros(len(parent), dtype=np.int64)
     for node in range(1, len(parent)):
         level[node] = level[parent[node]] + large[parent[node]]
@@ -115,7 +120,7 @@ def _levels(parent: Column, large: NDArray[np.bool_]) -> Column:
 
 @compiled
 def _numbered(parent: Column, large: NDArray[np.bool_]) -> tuple[Column, Column]:
-    """The group of each node, and the parent of each group."""
+    """Return the group of each node, and the parent of each group."""
     number = np.zeros(len(parent), dtype=np.int64)
     above = [-1]
     for node in range(1, len(parent)):

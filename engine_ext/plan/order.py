@@ -1,4 +1,4 @@
-"""The order of the scan: sort the tree by density, split what stands in the way, merge what may stay together (5.2)."""
+"""Orders the scan: sorts the tree by density, splits what stands in the way, merges what may stay together (5.2)."""
 
 from dataclasses import dataclass
 
@@ -30,16 +30,17 @@ class Scan:
 
     @property
     def sharing_kept(self) -> float:
-        """The share of the possible sharing that this order keeps."""
+        """Return the share of the possible sharing that this order keeps."""
         return float(self.loads.saved_s[0]) / self.best_saved_s if self.best_saved_s else 1.0
 
 
 def order_scan(tree: PrefixTree, requests: Requests, cost: CostModel, keep: float = KEEP_SHARING) -> Scan:
     """Sort, split and sort again until the leaves fall in density or no split is worth its cost; then merge.
 
-    `keep` is the share of the possible sharing that must remain. Every round splits at one of three densities (the
-    root's, then those of its two halves) and only one that costs something sorts again, so there are at most four
-    sorts, and with fewer than three leaves one or two: a split needs a shared prefix and one leaf on each side.
+    `keep` is the share of the possible sharing that must remain. Each round splits at one of three densities: the
+    root's, then those of its two halves. Only a split that costs something makes another sort necessary, so there are
+    at most four sorts. With fewer than three leaves there are one or two, because a split needs a shared prefix and a
+    leaf on each side.
     """
     if not 0 <= keep <= 1:
         raise InputError(f"the sharing to keep must be from 0 to 1, not {keep}")
@@ -67,17 +68,20 @@ def order_scan(tree: PrefixTree, requests: Requests, cost: CostModel, keep: floa
 
 
 def sort_layers(tree: PrefixTree, loads: NodeLoads, cost: CostModel) -> PrefixTree:
-    """Children of every node by density, densest first (algorithm 1), as a walk meets them: what lies above is paid."""
+    """Sort the children of every node by marginal density, densest first (algorithm 1).
+
+    When a walk comes to a node, the prefix above it is already computed.
+    """
     density = marginal_density(tree, loads, cost)
     return walk_in_order(tree, np.lexsort((-density[1:], tree.parent[1:])) + 1)
 
 
 def walk_in_order(tree: PrefixTree, children: Column) -> PrefixTree:
-    """The same tree, walked in another order; `children`: int64 [nodes - 1], grouped by rising parent."""
+    """Return the same tree walked in another order; `children` is int64 [nodes - 1], grouped by rising parent."""
     number, first = _renumbered(children, tree.parent, tree.after - np.arange(len(tree)), tree.last - tree.first)
     walk = np.argsort(number)
     parent = tree.parent[walk]
-    # A leaf tells where its prompt has gone.
+    # Each prompt goes where its leaf has gone.
     leaves = tree.leaves
     order = np.empty_like(tree.order)
     order[first[leaves]] = tree.order
@@ -94,7 +98,7 @@ def walk_in_order(tree: PrefixTree, children: Column) -> PrefixTree:
 def merge(whole: PrefixTree, tree: PrefixTree, requests: Requests) -> PrefixTree:
     """Join neighbours that share more than the tree says, as when parts of a split node end up side by side.
 
-    `whole` is the tree before any split. The order stays, and sharing only rises.
+    `whole` is the tree before any split. The order stays the same, and sharing can only rise.
     """
     leaf_of = np.empty(len(whole.order), dtype=np.int64)
     leaf_of[whole.order] = whole.leaves
@@ -105,25 +109,25 @@ def merge(whole: PrefixTree, tree: PrefixTree, requests: Requests) -> PrefixTree
 
 
 def saved_by_order(whole: PrefixTree, order: Column, cost: CostModel) -> float:
-    """Seconds of compute saved when each prompt finds what it shares with the one before it in `order`."""
+    """Return the seconds of compute saved if each prompt reuses what it shares with the one before it in `order`."""
     return float(cost.saved_s(shared_by_order(whole, order)).sum())
 
 
 def shared_by_order(whole: PrefixTree, order: Column) -> Column:
-    """Tokens that each prompt shares with the one before it in `order`; int64 [prompts], by place in the order."""
+    """Return the tokens that each prompt shares with the one before it; int64 [prompts], by place in `order`."""
     leaf_of = np.empty(len(whole.order), dtype=np.int64)
     leaf_of[whole.order] = whole.leaves
     return common_in(whole.parent, whole.end, leaf_of[order])
 
 
 def _falls(compute: Floats, memory: Floats) -> bool:
-    """Whether densities never rise from one leaf to the next (C1), but for rounding."""
+    """Return whether densities never rise from one leaf to the next (C1 of section 5.4), except by rounding."""
     a, b = compute[:-1] * memory[1:], compute[1:] * memory[:-1]
     return bool(np.all(a >= b - 1e-9 * np.abs(b)))
 
 
 def _threshold(compute: Floats, memory: Floats, density: float, part: str) -> float:
-    """The density to split at: that of all requests, or of those above or below it."""
+    """Return the density to split at: that of all requests, or of those above or below it."""
     if part == "all" or not np.isfinite(density):
         return density if np.isfinite(density) else 0.0
     chosen = (compute >= density * memory) == (part == "left")
@@ -133,7 +137,10 @@ def _threshold(compute: Floats, memory: Floats, density: float, part: str) -> fl
 
 @compiled
 def _renumbered(children: Column, parent: Column, sizes: Column, leaves: Column) -> tuple[Column, Column]:
-    """New numbers and first leaves of nodes when `children`, grouped by rising parent, are walked in that order."""
+    """Return new numbers and first leaves of the nodes for a walk in the order of `children`.
+
+    `children` is grouped by rising parent.
+    """
     number, first = np.zeros(len(parent), np.int64), np.zeros(len(parent), np.int64)
     last_parent, next_number, next_leaf = -1, 0, 0
     for child in children:
@@ -148,7 +155,7 @@ def _renumbered(children: Column, parent: Column, sizes: Column, leaves: Column)
 
 @compiled
 def common_in(parent: Column, end: Column, leaves: Column) -> Column:
-    """Tokens that each of these leaves shares with the one before it: the end of their lowest common ancestor."""
+    """Return the tokens that each leaf shares with the one before it: the end of their lowest common ancestor."""
     common = np.zeros(len(leaves), dtype=np.int64)
     for k in range(1, len(leaves)):
         a, b = leaves[k - 1], leaves[k]

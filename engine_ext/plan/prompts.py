@@ -1,4 +1,4 @@
-"""The prompts of a window as arrays, so that a million of them are a few objects."""
+"""Holds the prompts of a window as arrays, so that a million of them are a few objects."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -16,8 +16,9 @@ Segment = tuple[str | int, int]
 class Prompts:
     """All prompts end to end: prompt i is `tokens[starts[i]:starts[i + 1]]`.
 
-    `tokens`: uint32 [sum of prompt lengths], token ids; `starts`: int64 [prompts + 1], not decreasing. Where content is
-    known by its identity only, an element of `tokens` stands for a segment of `sizes` tokens, int64 like `tokens`.
+    `tokens` is uint32 [sum of prompt lengths], token ids; `starts` is int64 [prompts + 1], never decreasing. Where only
+    the identity of content is known, an element of `tokens` is a whole segment of `sizes` tokens; `sizes` is int64 with
+    the shape of `tokens`.
     """
 
     tokens: TokenIds
@@ -39,7 +40,7 @@ class Prompts:
 
     @classmethod
     def of_segments(cls, prompts: Iterable[Sequence[Segment]]) -> "Prompts":
-        """From (id, length) pairs: equal ids at equal depth are equal content. Raises SegmentError."""
+        """Build prompts from (id, length) pairs; equal ids at equal depth are equal content. Raises SegmentError."""
         names: dict[str | int, int] = {}
         said: dict[tuple[str | int, int], tuple[int, int]] = {}
         tokens: list[int] = []
@@ -62,7 +63,7 @@ class Prompts:
                 sizes.append(size)
                 depth += size
             if depth == 0:
-                raise SegmentError(number, "there are no segments; a prompt has at least one")
+                raise SegmentError(number, "there are no segments; a prompt needs at least one")
             counts.append(len(prompt))
         return cls(np.array(tokens, dtype=np.uint32), _starts(counts), np.array(sizes, dtype=np.int64))
 
@@ -74,7 +75,7 @@ class Prompts:
 
     @property
     def lengths(self) -> NDArray[np.int64]:
-        """Tokens of each prompt; int64 [prompts]."""
+        """Return the tokens of each prompt; int64 [prompts]."""
         if self.sizes is None:
             return np.diff(self.starts)
         sums = np.concatenate([[0], np.cumsum(self.sizes)])

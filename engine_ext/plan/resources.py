@@ -1,4 +1,4 @@
-"""The resource-aware prefix tree: what the requests below each node cost, and how dense they are (section 5.1)."""
+"""Computes what the requests below each node of the tree cost and how dense they are (BlendServe section 5.1)."""
 
 from dataclasses import dataclass
 
@@ -13,10 +13,10 @@ from engine_ext.plan.tree import PrefixTree
 
 @dataclass(frozen=True, slots=True)
 class NodeLoads:
-    """Seconds by node of a tree, each over all requests below it; float64 [nodes].
+    """Holds seconds by node of a tree, each over all requests below the node; float64 [nodes].
 
-    `saved_s` is the compute that sharing prefixes inside the node's subtree saves; what the node shares with others
-    above it counts further up.
+    `saved_s` is the compute that sharing prefixes inside the node's subtree saves. Prefixes above the node, which it
+    shares with other nodes, count further up.
     """
 
     compute_s: Floats
@@ -25,8 +25,9 @@ class NodeLoads:
 
     @property
     def density(self) -> Floats:
-        """rho = (1 - s) T_comp / T_mem by node; infinite where nothing is read."""
+        """Return rho = (1 - s) T_comp / T_mem by node; infinite where nothing is read."""
         with np.errstate(divide="ignore", invalid="ignore"):
+            # Sharing saves compute only: decoding reads the KV cache of the whole prompt all the same (section 3.3).
             density = (self.compute_s - self.saved_s) / self.memory_s
         return np.where(self.memory_s > 0, density, np.inf)
 
@@ -36,9 +37,9 @@ class NodeLoads:
 
 @dataclass(frozen=True, slots=True)
 class Requests:
-    """Lengths of requests in tokens; float64 [requests] in the order of the prompts, not of a tree.
+    """Holds the lengths of requests in tokens; float64 [requests], in the order of the prompts, not of a tree.
 
-    `output_squares` is the mean of the output's square: the square itself where the output is known.
+    `output_squares` is the mean of the output's square; for a known output it is the square itself.
     """
 
     prompt: Floats
@@ -64,9 +65,9 @@ class Requests:
 
 
 def node_loads(tree: PrefixTree, requests: Requests, cost: CostModel) -> NodeLoads:
-    """Loads of every node of the tree."""
+    """Return the loads of every node of the tree."""
     walked = requests.at(tree.order)
-    # All prompts below a node have its segment in common, and one computes it.
+    # All prompts below a node share its segment, and only one of them computes it.
     sharing = cost.saved_s(tree.end - tree.begin, tree.begin) * np.maximum(tree.last - tree.first - 1, 0)
     return NodeLoads(
         compute_s=_between(walked.compute_s(cost), tree.first, tree.last),
@@ -76,7 +77,8 @@ def node_loads(tree: PrefixTree, requests: Requests, cost: CostModel) -> NodeLoa
 
 
 def marginal_density(tree: PrefixTree, loads: NodeLoads, cost: CostModel) -> Floats:
-    """Density by node when the prefix above it is in the cache already: what a walk pays that stands before it."""
+    """Return each node's density if the prefix above it is cached already, as when a walk comes to the node."""
+    # With that prefix, as section 5.1 defines density, sorting would put the wrong sibling first (docs/planner.md).
     above = cost.saved_s(tree.begin) * (tree.last - tree.first)
     with np.errstate(divide="ignore", invalid="ignore"):
         density = (loads.compute_s - loads.saved_s - above) / loads.memory_s
@@ -84,9 +86,9 @@ def marginal_density(tree: PrefixTree, loads: NodeLoads, cost: CostModel) -> Flo
 
 
 def request_loads(tree: PrefixTree, requests: Requests, cost: CostModel) -> tuple[Floats, Floats]:
-    """Seconds of compute and of memory reads by request, in the walk's order; float64 [prompts] each.
+    """Return seconds of compute and of memory reads by request, in the walk's order; float64 [prompts] each.
 
-    Requests that share a segment pay it in equal parts, so that the sums are the root's.
+    Requests that share a segment pay for it in equal parts, so that the sums equal the root's.
     """
     sharers = np.maximum(tree.last - tree.first, 1)
     saved = cost.saved_s(tree.end - tree.begin, tree.begin) * (sharers - 1) / sharers
@@ -96,7 +98,7 @@ def request_loads(tree: PrefixTree, requests: Requests, cost: CostModel) -> tupl
 
 @compiled
 def _above(parent: NDArray[np.int64], values: Floats) -> Floats:
-    """Sums of the values of each node and all nodes above it."""
+    """Return the sum of the values of each node and all nodes above it."""
     sums = values.copy()
     for node in range(1, len(parent)):
         sums[node] += sums[parent[node]]
@@ -104,6 +106,6 @@ def _above(parent: NDArray[np.int64], values: Floats) -> Floats:
 
 
 def _between(values: Floats, first: NDArray[np.int64], last: NDArray[np.int64]) -> Floats:
-    """Sums of values[first:last]."""
+    """Return the sums of values[first:last]."""
     sums = np.concatenate([[0.0], np.cumsum(values)])
     return sums[last] - sums[first]

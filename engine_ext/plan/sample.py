@@ -1,4 +1,4 @@
-"""Which requests to run first, so that their answers tell the lengths of the others (5.1)."""
+"""Chooses which requests to run first, so that their answers predict the lengths of the others (5.1)."""
 
 import numpy as np
 
@@ -7,9 +7,9 @@ from engine_ext.errors import InputError
 from engine_ext.plan.groups import Groups
 from engine_ext.plan.lengths import NOT_ASKED, UNKNOWN, Outlook, Seen, look_ahead, see
 
-SHARE = 0.01
+SHARE = 0.01  # as in the paper, where 1% does about as well as 100% (section 5.4)
 FEW = 8  # requests of a group that may always be sampled
-MOST = 16  # times the share, of one group
+MOST = 16  # one group's sample is at most this many times its share
 
 
 def choose_sample(
@@ -21,13 +21,13 @@ def choose_sample(
     share: float = SHARE,
     ran: Column | None = None,
 ) -> Column:
-    """About `share` of the requests whose length is not known, in the order in which to run them; int64.
+    """Choose about `share` of the requests with unknown lengths, in the order in which to run them; int64.
 
-    Up to half of them go to groups of which nothing is known, one to each, the highest first. The rest goes where it
-    tells most (Neyman): to a group in proportion to its requests and to the spread of the memory work that its outlook
-    leaves open, but no group's sample may become most of its work. Ask again with a better outlook to place a second
-    half better than the first. `known`: int64 [prompts], output tokens, UNKNOWN or NOT_ASKED. `ran`: int64 [groups],
-    requests that have begun and count as sampled.
+    Up to half of them go to groups of which nothing is known, one to each, the highest groups first. The rest goes
+    where it tells most (Neyman): to each group in proportion to its requests and to the spread of memory work that its
+    outlook leaves open, but no group's sample may become most of its work. Call again with a better outlook to place a
+    second half better than the first. `known` is int64 [prompts], output tokens, UNKNOWN or NOT_ASKED. `ran` is int64
+    [groups], requests that have begun and count as sampled.
     """
     if not 0 < share <= 1:
         raise InputError(f"the share to sample must be above 0 and at most 1, not {share}")
@@ -40,14 +40,16 @@ def choose_sample(
     size = waiting + ran
     prompts = np.bincount(of, weights=prompt_tokens[open_requests], minlength=len(groups)) / np.maximum(waiting, 1)
     mean, squares = outlook.rest[:, 0], outlook.rest_squared[:, 0]
+    # Mem(r) = p d + d^2 / 2 grows by p + d with each output token (section 4.1).
     spread = (prompts + mean) * np.sqrt(np.maximum(squares - mean**2, 0.0))
     most = np.minimum(size, np.maximum(FEW, np.ceil(MOST * share * size).astype(np.int64)))
     total = int(np.ceil(share * size.sum()))
     asked = np.bincount(groups.of[known >= 0], minlength=len(groups)) > 0
     new = np.flatnonzero((waiting > 0) & ~asked)
+    # One request for each of hundreds of groups would leave nothing for the uncertain ones (docs/simulator.md).
     new = new[np.lexsort((-size[new], groups.levels[new]))][: (total + 1) // 2]
     counts = np.maximum(_shared_out(total, most, size * spread, new) - ran, 0)
-    # The first of each group in a random order; those that tell of a group of which nothing is known stand in front.
+    # Take the first of each group in a random order; the first requests of groups not yet asked go to the front.
     shuffled = generator.permutation(len(open_requests))
     by_group = shuffled[np.argsort(of[shuffled], kind="stable")]
     starts = np.concatenate([[0], np.cumsum(waiting)])
@@ -63,9 +65,9 @@ def choose_sample(
 def ask_sample(
     groups: Groups, caps: Column, prompt_tokens: Floats, truth: Column, generator: np.random.Generator, share: float
 ) -> tuple[Column, Seen]:
-    """Choose a sample in two halves, the second where the answers to the first say; the requests, and what was seen.
+    """Choose a sample in two halves, the second guided by the first's answers; return it and what was seen.
 
-    `caps`: int64 [groups]. `truth`: int64 [prompts], the output of each request, below zero where nobody can tell.
+    `caps` is int64 [groups]. `truth` is int64 [prompts], the output of each request, below zero where it is not known.
     """
     if not 0 < share <= 1:
         raise InputError(f"the share to sample must be above 0 and at most 1, not {share}")
@@ -83,7 +85,10 @@ def ask_sample(
 
 
 def _shared_out(total: int, size: Column, weight: Floats, new: Column) -> Column:
-    """Whole numbers of about this sum, in proportion to weights, up to the group's size; for new groups at least 1."""
+    """Divide `total` among groups in proportion to `weight`, up to each group's `size`, in whole numbers.
+
+    Each group in `new` gets at least 1.
+    """
     counts = np.zeros_like(size)
     counts[new] = 1
     left = total - len(new)

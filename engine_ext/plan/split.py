@@ -1,4 +1,4 @@
-"""Conditional splitting: which nodes to have twice, so that their dense and their light requests can part."""
+"""Chooses which nodes to split in two, so that dense and light requests can be separated (section 5.2)."""
 
 from dataclasses import dataclass
 
@@ -17,30 +17,34 @@ BISECTIONS = 24
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """The leaves that go right, bool [prompts] in the walk's order, and seconds of compute that are then not saved."""
+    """Holds the leaves that go right, bool [prompts] in the walk's order, and what that costs.
+
+    `cost_s` is the seconds of compute that sharing then no longer saves.
+    """
 
     right: NDArray[np.bool_]
     cost_s: float
 
 
 def cut_tree(tree: PrefixTree, segment_s: Floats, excess_s: Floats, budget_s: float, worth: float = 1.0) -> Cut:
-    """Cut the tree in a left and a right one, moving as much imbalance as `budget_s` of recomputed prefixes can pay.
+    """Cut the tree in two, moving as much imbalance as `budget_s` seconds of recomputed prefixes can pay for.
 
-    `excess_s`: float64 [prompts] in the walk's order, compute beyond what balances the request's memory reads: above
-    zero it belongs left. `segment_s`: float64 [nodes], computing a node's segment once. A node whose requests go to
-    both sides is computed twice; `worth` is the least imbalance to move for a second of that. Which nodes those are is
-    a knapsack on a tree; for a given price of a second it is solved from the leaves up, and the price is raised until
-    the budget holds.
+    `excess_s` is float64 [prompts] in the walk's order, compute beyond what balances a request's memory reads: a
+    request above zero belongs left. `segment_s` is float64 [nodes], the cost of computing a node's segment once. A node
+    whose requests go to both sides is computed twice; `worth` is the least imbalance to move for a second of that.
+    Choosing these nodes is a knapsack on a tree: for a given price of a second it is solved from the leaves up, and the
+    price rises until the budget holds.
 
-    BlendServe's algorithm 2 splits a node into all its children instead; here those that agree stay together.
+    BlendServe's algorithm 2 instead splits a node into all its children; here, children that agree stay together.
     """
     left, right = _masses(tree.parent, tree.leaves, np.maximum(excess_s, 0.0), np.maximum(-excess_s, 0.0))
     segment_s = segment_s.copy()
-    segment_s[0] = 0.0  # the root is no prefix
+    segment_s[0] = 0.0  # the root has no tokens to compute
 
     def at_price(price: float) -> tuple[Choices, float]:
         return _choices(tree.parent, segment_s, left, right, price)
 
+    # A Lagrangian: at a price per second of recomputing, each node is decided on its own (docs/planner.md).
     low, high = worth, worth * 2.0**40
     choice, cost = at_price(low)
     if cost > budget_s:
@@ -58,13 +62,13 @@ def cut_tree(tree: PrefixTree, segment_s: Floats, excess_s: Floats, budget_s: fl
 
 
 def parted(common: Column, right: NDArray[np.bool_]) -> tuple[Column, Column]:
-    """Positions of the left leaves and then of the right ones, and what each shares with the one before it then."""
+    """Return positions of the left leaves, then of the right ones, and what each then shares with the one before it."""
     return _parted(common, right)
 
 
 @compiled
 def _masses(parent: Column, leaves: Column, left: Floats, right: Floats) -> tuple[Floats, Floats]:
-    """Sums of both over the leaves below each node."""
+    """Sum `left` and `right` over the leaves below each node."""
     sums = np.zeros((2, len(parent)))
     for k in range(len(leaves)):
         sums[0, leaves[k]] = left[k]
@@ -77,7 +81,7 @@ def _masses(parent: Column, leaves: Column, left: Floats, right: Floats) -> tupl
 
 @compiled
 def _choices(parent: Column, segment_s: Floats, left: Floats, right: Floats, price: float) -> tuple[Choices, float]:
-    """For each node the best of: all left, all right, or cut with the best of its children; and what it costs."""
+    """Choose for each node the best of all left, all right, or cut with its children's best; return the cost too."""
     choice = np.empty(len(parent), dtype=np.int8)
     gain, cost = np.zeros(len(parent)), np.zeros(len(parent))  # of the children's best
     total = 0.0
@@ -100,7 +104,7 @@ def _choices(parent: Column, segment_s: Floats, left: Floats, right: Floats, pri
 
 @compiled
 def _sides(parent: Column, choice: Choices) -> Choices:
-    """What each node does, given what those above it do."""
+    """Return what each node does, given what those above it do."""
     side = choice.copy()
     for node in range(1, len(parent)):
         if side[parent[node]] != BOTH:
@@ -113,7 +117,7 @@ def _parted(common: Column, right: NDArray[np.bool_]) -> tuple[Column, Column]:
     order, shared = np.empty(len(common), np.int64), np.empty(len(common), np.int64)
     written = 0
     for side in (False, True):
-        least = 0  # what the next leaf of this side shares with the last one: the least since then
+        least = 0  # what this side's next leaf shares with its last one: the least since then
         for k in range(len(common)):
             least = min(least, common[k])
             if right[k] == side:

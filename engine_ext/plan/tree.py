@@ -1,4 +1,4 @@
-"""The prefix tree of a window, built by sorting and longest common prefixes instead of inserting one by one."""
+"""Builds the prefix tree of a window by sorting and longest common prefixes, instead of inserting one by one."""
 
 from dataclasses import dataclass
 
@@ -13,10 +13,10 @@ from engine_ext.plan.prompts import Prompts, TokenIds
 class PrefixTree:
     """A radix tree over prompts; each prompt is a leaf, and the leaves are in the order of a walk.
 
-    `order`: int64 [prompts], the prompts as the walk meets them. Node k stands for the tokens at depths
-    [`begin[k]`, `end[k]`) that the prompts `order[first[k]:last[k]]` share; `parent[k]` is -1 at the root, node 0.
-    Nodes are in preorder: those below node k are [k + 1, `after[k]`). A leaf stands for what its prompt shares with
-    nobody, which may be nothing.
+    `order` is int64 [prompts], the prompts as the walk meets them. Node k holds the tokens at depths [`begin[k]`,
+    `end[k]`) that the prompts `order[first[k]:last[k]]` share; `parent[k]` is -1 at the root, node 0. Nodes are in
+    preorder: those below node k are [k + 1, `after[k]`). A leaf holds the tokens that its prompt shares with no other,
+    which may be none.
     """
 
     order: Column
@@ -31,21 +31,21 @@ class PrefixTree:
 
     @property
     def after(self) -> Column:
-        """The first node in preorder that is neither node k nor below it; int64 [nodes]."""
+        """Return for each node k the first node in preorder that is neither k nor below it; int64 [nodes]."""
         after = np.searchsorted(self.first, self.last, side="left")
         after[0] = len(self)
         return after
 
     @property
     def leaves(self) -> Column:
-        """The leaf of each prompt in the order of the walk; int64 [prompts]."""
+        """Return the leaf of each prompt in the order of the walk; int64 [prompts]."""
         childless = np.ones(len(self), dtype=np.bool_)
         childless[self.parent[1:]] = False
         return np.flatnonzero(childless)[: len(self.order)]
 
     @property
     def common(self) -> Column:
-        """Tokens that each prompt shares with the one before it in the walk; int64 [prompts]."""
+        """Return the tokens that each prompt shares with the one before it in the walk; int64 [prompts]."""
         common = np.zeros(len(self.order), dtype=np.int64)
         # Siblings part where their parent ends; the deepest node that begins at a prompt comes last in preorder.
         starts = self.first[1:] > self.first[self.parent[1:]]
@@ -54,15 +54,15 @@ class PrefixTree:
 
     @property
     def distinct_tokens(self) -> int:
-        """Prompt tokens to compute when every shared prefix is computed once."""
+        """Return the prompt tokens to compute if every shared prefix is computed once."""
         return int(np.sum(self.end - self.begin))
 
 
 def build_tree(prompts: Prompts) -> PrefixTree:
     """Sort the prompts by their token ids and read the tree off their common prefixes.
 
-    Sorting is by groups that share a prefix, one token beyond it at a time, so that each token of a shared prefix is
-    read once: N log N comparisons, and as many tokens as there are in the prefixes that tell prompts apart.
+    Groups of prompts that share a prefix are sorted by the token after it, so that each token of a shared prefix is
+    read once. That takes N log N comparisons, and reads as many tokens as the prefixes have that tell prompts apart.
     """
     order, common = _sorted(prompts.tokens, prompts.starts)
     if prompts.sizes is not None:
@@ -73,9 +73,10 @@ def build_tree(prompts: Prompts) -> PrefixTree:
 
 
 def grow_tree(order: Column, common: Column, lengths: Column) -> PrefixTree:
-    """The tree whose leaves are the prompts in this order.
+    """Build the tree whose leaves are the prompts in this order.
 
-    `common`: int64 [prompts], tokens that each shares with the one before it; `lengths`: int64 [prompts], by prompt.
+    `common` is int64 [prompts], the tokens that each prompt shares with the one before it; `lengths` is int64
+    [prompts], by prompt.
     """
     parent, begin, end, first, last = _grown(common, lengths[order])
     walk = np.lexsort((begin, first))
@@ -87,10 +88,10 @@ def grow_tree(order: Column, common: Column, lengths: Column) -> PrefixTree:
 
 @compiled
 def _sorted(tokens: TokenIds, starts: Column) -> tuple[Column, Column]:
-    """Prompts in the order of their tokens, and how many tokens each shares with the one before it."""
+    """Return prompts in the order of their tokens, and how many tokens each shares with the one before it."""
     order = np.arange(len(starts) - 1)
     common = np.zeros(len(order), dtype=np.int64)
-    groups = [(0, len(order), 0)]  # runs of `order` that are equal up to a depth, and are to be sorted beyond it
+    groups = [(0, len(order), 0)]  # runs of `order` that are equal up to a depth and still to be sorted beyond it
     while len(groups) > 0:
         low, high, depth = groups.pop()
         if high - low < 2:
@@ -117,7 +118,7 @@ def _sorted(tokens: TokenIds, starts: Column) -> tuple[Column, Column]:
 
 @compiled
 def _equal_until(tokens: TokenIds, starts: Column, group: Column, depth: int) -> int:
-    """The depth up to which all prompts of the group are equal, at least `depth`."""
+    """Return the depth up to which all prompts of the group are equal, at least `depth`."""
     begin = starts[group[0]]
     equal = starts[group[0] + 1] - begin
     for prompt in group[1:]:
@@ -134,7 +135,7 @@ def _equal_until(tokens: TokenIds, starts: Column, group: Column, depth: int) ->
 
 @compiled
 def _grown(common: Column, lengths: Column) -> tuple[Column, Column, Column, Column, Column]:
-    """Parent, begin, end, first and last of the nodes, parents before or behind their children."""
+    """Return parent, begin, end, first and last of the nodes; parents may come before or after their children."""
     size = 2 * len(lengths) + 1
     parent, begin, end = np.empty(size, np.int64), np.empty(size, np.int64), np.empty(size, np.int64)
     first, last = np.empty(size, np.int64), np.full(size, len(lengths), np.int64)
@@ -151,7 +152,7 @@ def _grown(common: Column, lengths: Column) -> tuple[Column, Column, Column, Col
                 below = path.pop()
                 last[below] = position
         if below >= 0 and end[path[-1]] < shared:
-            # The prompt leaves the edge to `below` half-way: split it.
+            # The prompt leaves the edge to `below` partway: split the edge.
             parent[nodes], begin[nodes], end[nodes], first[nodes] = path[-1], begin[below], shared, first[below]
             parent[below], begin[below] = nodes, shared
             path.append(nodes)
@@ -163,7 +164,7 @@ def _grown(common: Column, lengths: Column) -> tuple[Column, Column, Column, Col
 
 
 def common_prefix(a: TokenIds, b: TokenIds) -> int:
-    """Number of leading tokens that are equal."""
+    """Return the number of leading tokens that are equal."""
     n = min(len(a), len(b))
     differing = a[:n] != b[:n]
     at = int(np.argmax(differing)) if n else 0

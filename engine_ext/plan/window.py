@@ -1,4 +1,4 @@
-"""From the prompts of a window to its plan: what to expect, the order of execution, partitions and slices."""
+"""Turns the prompts of a window into its plan: what to expect, the order of execution, partitions and slices."""
 
 import itertools
 from dataclasses import dataclass, field
@@ -21,11 +21,11 @@ from engine_ext.plan.tree import build_tree
 
 @dataclass(frozen=True, slots=True)
 class Outputs:
-    """What is known of outputs before the plan, in tokens; int64 [prompts] by prompt.
+    """Holds what is known of outputs before the plan, in tokens; int64 [prompts] by prompt.
 
-    `caps`: max_tokens. `known`: the true length, or UNKNOWN. `kinds`: equal for requests that are alike in something
-    that the prompts do not show, such as their batch. `sampled` and `sampled_tokens`: requests that have run, and what
-    they answered.
+    `caps` is max_tokens. `known` is the true length, or UNKNOWN. `kinds` is equal for requests that are alike in
+    something that the prompts do not show, such as their batch. `sampled` lists the requests that have run, and
+    `sampled_tokens` the lengths of their answers.
     """
 
     caps: Column
@@ -41,7 +41,7 @@ class Outputs:
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """How the work is to be laid out."""
+    """Says how to lay out the work."""
 
     replicas: int = 1
     slice_requests: int = 256
@@ -56,14 +56,14 @@ class Shape:
 
 @dataclass(frozen=True, slots=True)
 class WindowPlan:
-    """What the planner decides about a window. It is advice: no answer depends on it.
+    """Holds what the planner decides about a window. It is advice: no answer depends on it.
 
-    `order`: int64 [prompts], the prompts in order of execution, replica by replica; `partitions`: int64 [replicas + 1],
-    where each replica's begin. `right`: bool [prompts], by place in the order, whether the request was taken from the
-    memory-heavy end. By prompt: `lengths`, int64 [prompts], its tokens; `compute_s` and `memory_s`, float64 [prompts],
-    shared prefixes in equal parts. `sharing_kept`: the share of the possible sharing that neighbours have at each end
-    of each replica's scan, deadlines and tenants included. `slices` do not cross partitions. `groups` and `seen` let a
-    scheduler go on learning lengths.
+    `order` is int64 [prompts], the prompts in order of execution, replica by replica; `partitions` is int64 [replicas +
+    1], where each replica's prompts begin. `right` is bool [prompts], by place in the order, whether the request was
+    taken from the memory-heavy end. By prompt: `lengths`, int64 [prompts], its tokens; `compute_s` and `memory_s`,
+    float64 [prompts], where requests pay for shared prefixes in equal parts. `sharing_kept` is the share of the
+    possible sharing that neighbours have at each end of each replica's scan, with deadlines and tenants taken into
+    account. `slices` do not cross partitions. With `groups` and `seen`, a scheduler can continue to learn lengths.
     """
 
     order: Column
@@ -83,29 +83,30 @@ class WindowPlan:
 
     @property
     def load(self) -> Load:
-        """Work of the window with all the sharing that any order can have."""
+        """Return the work of the window with all the sharing that any order can have."""
         ordered = self.scan.loads.of(0)
         return Load(ordered.compute_s, self.scan.best_saved_s, ordered.memory_s)
 
     @property
     def density(self) -> NDArray[np.float64]:
-        """Of each request; infinite without memory reads; float64 [prompts] by prompt."""
+        """Return the density of each request; infinite without memory reads; float64 [prompts] by prompt."""
         with np.errstate(divide="ignore", invalid="ignore"):
             return np.where(self.memory_s > 0, self.compute_s / self.memory_s, np.inf)
 
     @property
     def sharing(self) -> float:
-        """Share of the prompt tokens that sharing prefixes can save."""
+        """Return the share of the prompt tokens that sharing prefixes can save."""
         return 1 - self.distinct_tokens / self.prompt_tokens if self.prompt_tokens else 0.0
 
 
 def plan_window(
     prompts: Prompts, outputs: Outputs, cost: CostModel, wishes: Wishes | None = None, shape: Shape | None = None
 ) -> WindowPlan:
-    """Tree, lengths, sort, split, merge, blend, partitions and slices of one window."""
+    """Plan one window: tree, lengths, sort, split, merge, blend, partitions and slices."""
     shape = shape or Shape()
     wishes = wishes or Wishes.none(len(prompts))
     lengths = prompts.lengths
+    # One tree for all replicas, cut only after the blend (section 5.5).
     tree = build_tree(prompts)
     groups = group_requests(tree, outputs.kinds)
     seen = see(groups, outputs.sampled, outputs.sampled_tokens, np.ones(len(outputs.sampled), dtype=np.bool_))
@@ -118,8 +119,10 @@ def plan_window(
     compute_s, memory_s = request_loads(scan.tree, requests, cost)
     by_scan = Wishes(wishes.deadline_s[scan.tree.order], wishes.tenant[scan.tree.order], wishes.weights)
     load = scan.loads.of(0)
+    # T_o (section 3.3) is the earliest end of the window, so a deadline near it is urgent.
     blended = blend(compute_s, memory_s, by_scan, load.ideal_s / shape.replicas)
     root = load.density if np.isfinite(load.density) else 0.0
+    # At the root's density, compute and reads have equal sums, so that neither outweighs the other (section 5.5).
     places, begins = partition((compute_s + root * memory_s)[blended.positions], blended.ends, shape.replicas)
     by_prompt = np.empty((2, len(prompts)))
     by_prompt[:, scan.tree.order] = compute_s, memory_s
@@ -147,7 +150,10 @@ def plan_window(
 
 
 def _line(order: Column, right: NDArray[np.bool_]) -> Column:
-    """A replica's scan from its left end over the meeting point, which both ends reach at once, to its right end."""
+    """Return a replica's scan from its left end to its right end.
+
+    Both ends reach the meeting point between them at the same time.
+    """
     return np.concatenate([order[~right], order[right][::-1]])
 
 

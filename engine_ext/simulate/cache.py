@@ -1,4 +1,4 @@
-"""The radix cache over the nodes of the window's own prefix tree, with LRU eviction of what nobody uses."""
+"""Simulates the radix cache over the nodes of the window's own prefix tree, with LRU eviction of unused nodes."""
 
 from heapq import heappop, heappush
 from typing import NamedTuple
@@ -9,13 +9,14 @@ from numpy.typing import NDArray
 from engine_ext.arrays import Column, new_record
 from engine_ext.compiled import compiled
 
-Heap = list[tuple[int, int]]  # time of last use, node; what is not valid any more is skipped
+Heap = list[tuple[int, int]]  # time of last use, node; entries that are no longer valid are skipped
 
 
 class CacheTokens:
-    """Tokens that are `free`, `locked` and `evictable`; prompt tokens `computed` so far, with their `quadratic` work.
+    """Counts the tokens of the cache, and those computed for it.
 
-    `uses`: how often something was used, as the clock of LRU.
+    Tokens of the cache are `free`, `locked` or `evictable`. `computed` is the prompt tokens computed so far, and
+    `quadratic` their quadratic work. `uses` counts uses of the cache; it is the clock of LRU.
     """
 
     free: int
@@ -27,11 +28,13 @@ class CacheTokens:
 
 
 class Cache(NamedTuple):
-    """The cache by node: `parent`, `begin` in its prompts, `size` in tokens, `users` that run, cached `children`, time
-    `used` last.
+    """Holds the cache by node of the tree.
 
-    `extra`: output tokens kept behind a leaf; `cached`: whether it is there, or will be when what computes it is done;
-    `ready`: whether that is done, and `stashed`: tokens of it that chunks have computed until then. `tokens`: the sums.
+    `parent` is as in the tree, `begin` the node's place in its prompts, `size` its tokens, `quadratic` their quadratic
+    work; `users` is the number of running requests that use it, `children` that of its cached children, `used` the time
+    of its last use. `extra` is output tokens kept behind a leaf. `cached` says whether the node is in the cache, or
+    will be once it is computed; `ready` says whether that is done, and until then `stashed` is how many of its tokens
+    chunks have computed. `tokens` has the sums.
     """
 
     parent: Column
@@ -53,7 +56,7 @@ def new_cache(parent: Column, begin: Column, end: Column, capacity: int) -> Cach
     cached = np.zeros(nodes, dtype=np.bool_)
     cached[0] = True  # the root holds nothing
     users = np.zeros(nodes, dtype=np.int64)
-    users[0] = 1  # and never leaves
+    users[0] = 1  # and is never evicted
     tokens = new_record(CacheTokens)
     tokens.free = capacity
     return Cache(
@@ -74,7 +77,7 @@ def new_cache(parent: Column, begin: Column, end: Column, capacity: int) -> Cach
 
 @compiled
 def empty_heap() -> Heap:
-    """Emptied, for the compiler tells a list's type by what was in it."""
+    """Return an empty heap; the compiler infers its type from an element that is then removed."""
     heap = [(0, 0)]
     heap.pop()
     return heap
@@ -82,7 +85,7 @@ def empty_heap() -> Heap:
 
 @compiled
 def evictable_leaves(cache: Cache) -> Heap:
-    """The heap of a cache that is in use."""
+    """Return the heap of evictable leaves of a cache that is in use."""
     heap = empty_heap()
     for node in range(1, len(cache.parent)):
         if cache.cached[node] and cache.users[node] == 0 and cache.children[node] == 0:
@@ -92,7 +95,7 @@ def evictable_leaves(cache: Cache) -> Heap:
 
 @compiled
 def missing(cache: Cache, leaf: int) -> int:
-    """Prompt tokens of the leaf's path that are not cached."""
+    """Return the prompt tokens of the leaf's path that are not cached."""
     tokens, node = 0, leaf
     while not cache.cached[node]:
         tokens += cache.size[node]
@@ -102,7 +105,7 @@ def missing(cache: Cache, leaf: int) -> int:
 
 @compiled
 def unlocked(cache: Cache, leaf: int) -> int:
-    """Tokens that locking the leaf's path would take from what is free or evictable."""
+    """Return the tokens that locking the leaf's path would take from the free or evictable ones."""
     tokens, node = 0, leaf
     while cache.users[node] == 0:
         tokens += cache.size[node]
@@ -112,7 +115,7 @@ def unlocked(cache: Cache, leaf: int) -> int:
 
 @compiled
 def twice(cache: Cache, leaf: int) -> tuple[int, float]:
-    """Tokens of the leaf's path that another request is computing now, and their quadratic work."""
+    """Return the tokens of the leaf's path that another request is computing now, and their quadratic work."""
     tokens, quadratic, node = 0, 0.0, leaf
     while not cache.ready[node]:
         if cache.cached[node]:
@@ -124,14 +127,14 @@ def twice(cache: Cache, leaf: int) -> tuple[int, float]:
 
 @compiled
 def work_of_first(cache: Cache, node: int, tokens: int) -> float:
-    """Quadratic work of the first so many tokens of a node."""
+    """Return the quadratic work of the first `tokens` tokens of a node."""
     begin = float(cache.begin[node])
     return (begin + tokens) ** 2 - begin**2
 
 
 @compiled
 def stash(cache: Cache, leaf: int, tokens: int) -> None:
-    """The first so many tokens of the leaf's path are computed and in the cache, as SGLang keeps every chunk."""
+    """Record that the first `tokens` tokens of the leaf's path are cached, as SGLang caches every chunk."""
     node = leaf
     while not cache.ready[node]:
         cache.stashed[node] = min(max(tokens - cache.begin[node], 0), cache.size[node])
@@ -140,9 +143,9 @@ def stash(cache: Cache, leaf: int, tokens: int) -> None:
 
 @compiled
 def lock(cache: Cache, heap: Heap, leaf: int) -> tuple[int, float]:
-    """A request starts: lock its path, cached or to be computed. Tokens to compute, and their quadratic work.
+    """Lock the path of a request that starts; return the tokens of it to compute, and their quadratic work.
 
-    There must be room for `unlocked` tokens. What is being computed counts as cached, so it is computed once.
+    There must be room for `unlocked` tokens. Tokens that are being computed count as cached, so they are computed once.
     """
     tokens, quadratic, node = 0, 0.0, leaf
     while node != 0:
@@ -165,7 +168,7 @@ def lock(cache: Cache, heap: Heap, leaf: int) -> tuple[int, float]:
 
 @compiled
 def make_ready(cache: Cache, leaf: int) -> None:
-    """What a request has computed is there for those that start from now on."""
+    """Make what a request has computed available to requests that start from now on."""
     node = leaf
     while not cache.ready[node]:
         cache.ready[node] = True
@@ -185,7 +188,7 @@ def touch(cache: Cache, leaf: int) -> None:
 
 @compiled
 def grow(cache: Cache, heap: Heap, tokens: int) -> bool:
-    """Lock so many tokens more for outputs; whether there was room."""
+    """Lock this many more tokens for outputs; return whether there was room."""
     if cache.tokens.free + cache.tokens.evictable < tokens:
         return False
     make_free(cache, heap, tokens)
@@ -196,7 +199,7 @@ def grow(cache: Cache, heap: Heap, tokens: int) -> bool:
 
 @compiled
 def release(cache: Cache, heap: Heap, leaf: int, outputs: int, kept: bool) -> None:
-    """A request ends, or is retracted: unlock its path; its output tokens stay behind the leaf, or are given up."""
+    """Unlock the path of a request that ends or is retracted; keep its output tokens behind the leaf, or free them."""
     cache.tokens.locked -= outputs
     if kept:
         cache.extra[leaf] += outputs
@@ -218,12 +221,12 @@ def release(cache: Cache, heap: Heap, leaf: int, outputs: int, kept: bool) -> No
 
 @compiled
 def make_free(cache: Cache, heap: Heap, tokens: int) -> None:
-    """Evict the least recently used leaves until so many tokens are free."""
+    """Evict the least recently used leaves until `tokens` tokens are free."""
     while cache.tokens.free < tokens and len(heap) > 0:
         time, node = heappop(heap)
         if not cache.cached[node] or cache.users[node] > 0 or cache.children[node] > 0:
             continue
-        if cache.used[node] > time:  # it was touched meanwhile
+        if cache.used[node] > time:  # it was touched since
             heappush(heap, (int(cache.used[node]), node))
             continue
         held = cache.size[node] + cache.extra[node]

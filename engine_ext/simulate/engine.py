@@ -1,4 +1,4 @@
-"""One engine, step by step: continuous batching with chunked prefill, a KV cache of fixed size, and retraction."""
+"""Simulates one engine step by step: continuous batching, chunked prefill, a KV cache of fixed size, retraction."""
 
 from heapq import heappop, heappush
 from typing import NamedTuple
@@ -10,19 +10,19 @@ from engine_ext.compiled import compiled
 from engine_ext.costs.engine_model import StepModel, compute_time, step_time
 from engine_ext.simulate.cache import Cache, Heap, empty_heap, grow, lock, make_ready, release, stash, twice, unlocked
 
-SERIES = 1 << 16  # steps kept of a run's series; when they are full every other one goes
+SERIES = 1 << 16  # rows of a run's series; when all are full, every two become one
 WAITS, PREFILL, DECODE, DONE, TAKEN_BACK = range(5)
 
 
 class EngineTotals:
-    """What the engine has done, and how far it is.
+    """Counts what the engine has done, and says where it is now.
 
-    `steps`, of which `decodes` decoded; `decoding` requests now, which read `decoding_kv` tokens in a step; `pending`
-    prompt tokens of those in prefill. Indexes into the engine's columns: `queue_first` and `queue_last` into `queue`;
-    of the last step `prefilled`, `finished`, `retracted` count what is in the columns of these names. `retractions` in
-    all, `recomputed` tokens after them. `series_length` rows of the series are full, each of `series_every` steps.
-    `most_locked`: KV tokens at the fullest. Seconds in all, those of compute and of KV reads; `since_*`: in the row of
-    the series that is not full.
+    `steps` counts all steps, `decodes` those that decoded. `decoding` requests decode now and read `decoding_kv` tokens
+    in a step; `pending` is the prompt tokens of requests in prefill. `queue_first` and `queue_last` are indexes into
+    `queue`; `prefilled`, `finished` and `retracted` count what the last step put into the columns of these names.
+    `retractions` counts all retractions, `recomputed` the tokens computed again after them. `series_length` rows of the
+    series are full, each of `series_every` steps. `most_locked` is the KV tokens at the fullest. `seconds`, `compute_s`
+    and `reads_s` are sums over all steps; `since_*` are those of the row of the series that is not full.
     """
 
     steps: int
@@ -49,12 +49,14 @@ class EngineTotals:
 
 
 class Engine(NamedTuple):
-    """The engine by request: `leaf` of its prompt, `prompt` and `output` tokens, `generated` so far, `state`.
+    """Holds the state of the engine by request.
 
-    `left` and `left_quadratic`: prompt tokens and quadratic work still to compute; `place` in `decoding`; the decode
-    step at which it `ends`; `twice`: tokens that it computes beside another request. `queue` holds those in prefill,
-    first come first served; `prefilled`, `finished` and `retracted` what the last step did. `series`: seconds, compute
-    and reads of stretches of steps.
+    `leaf` is that of the request's prompt; `prompt` and `output` are its tokens, `generated` those so far; `state` is
+    one of WAITS to TAKEN_BACK. `left` and `left_quadratic` are the prompt tokens and quadratic work still to compute;
+    `place` is the index in `decoding`, `ends` the decode step at which it ends, and `twice` the tokens that it computes
+    although another request does too. `queue` holds requests in prefill, first come, first served; `prefilled`,
+    `finished` and `retracted` hold those of the last step. `series` has the seconds, compute and reads of stretches of
+    steps.
     """
 
     leaf: Column
@@ -106,7 +108,10 @@ def new_engine(leaf: Column, prompt: Column, output: Column) -> Engine:
 
 
 def series_of(engine: Engine) -> Floats:
-    """Seconds, compute and reads of all stretches of steps so far, the last one shorter; float64 [stretches, 3]."""
+    """Return seconds, compute and reads of all stretches of steps so far; float64 [stretches, 3].
+
+    The last stretch is shorter than the others.
+    """
     totals = engine.totals
     since = [totals.since_seconds, totals.since_compute_s, totals.since_reads_s]
     return np.vstack([engine.series[: totals.series_length], since])
@@ -114,7 +119,7 @@ def series_of(engine: Engine) -> Floats:
 
 @compiled
 def ends_of_decoding(engine: Engine) -> Heap:
-    """When each of the decoding requests ends, as a heap."""
+    """Return a heap of the decode steps at which the decoding requests end."""
     ends = empty_heap()
     for k in range(engine.totals.decoding):
         request = engine.decoding[k]
@@ -124,13 +129,13 @@ def ends_of_decoding(engine: Engine) -> Heap:
 
 @compiled
 def room_for(cache: Cache, leaf: int) -> int:
-    """Tokens that stay free or evictable when the leaf's path is locked."""
+    """Return the tokens that stay free or evictable when the leaf's path is locked."""
     return cache.tokens.free + cache.tokens.evictable - unlocked(cache, leaf)
 
 
 @compiled
 def admit(engine: Engine, cache: Cache, heap: Heap, model: StepModel, request: int) -> int:
-    """Let a request in whose path and generated tokens fit; prompt tokens that it has to compute."""
+    """Admit a request whose path and generated tokens fit; return the tokens that it has to compute."""
     totals = engine.totals
     generated = engine.generated[request]
     more, more_quadratic = 0, 0.0
@@ -159,7 +164,7 @@ def admit(engine: Engine, cache: Cache, heap: Heap, model: StepModel, request: i
 
 @compiled
 def step(engine: Engine, cache: Cache, heap: Heap, ends: Heap, model: StepModel, budget: int) -> int:
-    """Run one step with at most `budget` prompt tokens; output tokens that each decoding request has got (0 or 1)."""
+    """Run one step with at most `budget` prompt tokens; return what each decoding request got: 0 or 1 output tokens."""
     totals = engine.totals
     totals.prefilled, totals.finished, totals.retracted = 0, 0, 0
     alone = model.clock == 2 and budget > 0 and totals.pending > 0
@@ -187,7 +192,7 @@ def step(engine: Engine, cache: Cache, heap: Heap, ends: Heap, model: StepModel,
 
 @compiled
 def _prefill(engine: Engine, budget: int) -> tuple[int, float]:
-    """Compute the first prompts of the queue, the last one in part."""
+    """Compute the first prompts of the queue, the last one in part; return the tokens and their quadratic work."""
     totals = engine.totals
     tokens, quadratic = 0, 0.0
     while budget > 0 and totals.queue_first < totals.queue_last:
@@ -213,7 +218,7 @@ def _start_decoding(engine: Engine, cache: Cache, ends: Heap) -> None:
     for k in range(totals.prefilled):
         request = engine.prefilled[k]
         make_ready(cache, int(engine.leaf[request]))
-        # Who computed the same beside it gives its copy back.
+        # A request that computed tokens which another computed too gives its copy back.
         cache.tokens.locked -= int(engine.twice[request])
         cache.tokens.free += int(engine.twice[request])
         engine.twice[request] = 0
@@ -232,7 +237,7 @@ def _finish(engine: Engine, cache: Cache, heap: Heap, ends: Heap) -> None:
     while len(ends) > 0 and ends[0][0] <= totals.decodes:
         end, request = heappop(ends)
         if engine.state[request] != DECODE or engine.ends[request] != end:
-            continue  # it was retracted meanwhile
+            continue  # it was retracted since
         _leave(engine, request)
         engine.generated[request] = engine.output[request]
         totals.decoding_kv -= engine.prompt[request] + engine.output[request]
@@ -244,9 +249,9 @@ def _finish(engine: Engine, cache: Cache, heap: Heap, ends: Heap) -> None:
 
 @compiled
 def _make_room_to_decode(engine: Engine, cache: Cache, heap: Heap) -> int:
-    """Lock a token for each decoding request, retracting as SGLang does; how many decode.
+    """Lock a token for each decoding request, retracting as SGLang does; return how many requests decode.
 
-    First those that have got least, of these the one with the longest prompt.
+    Requests with the fewest output tokens are retracted first, and of these the one with the longest prompt.
     """
     totals = engine.totals
     while totals.decoding > 0 and not grow(cache, heap, totals.decoding):
@@ -278,7 +283,7 @@ def _leave(engine: Engine, request: int) -> None:
 
 @compiled
 def _keep(engine: Engine, seconds: float, compute: float, reads: float) -> None:
-    """Add the step to the series; a row stands for SERIES_EVERY steps."""
+    """Add the step to the series, where a row covers `series_every` steps."""
     totals, series = engine.totals, engine.series
     totals.since_seconds += seconds
     totals.since_compute_s += compute

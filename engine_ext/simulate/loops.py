@@ -1,4 +1,4 @@
-"""The loops: an engine driven by BlendServe's dual scan, or by ours."""
+"""Drives a simulated engine by BlendServe's dual scan, or by ours."""
 
 from typing import NamedTuple
 
@@ -14,16 +14,17 @@ from engine_ext.scan.state import ALIGNMENT, State
 from engine_ext.simulate.cache import Cache, Heap, empty_heap, evictable_leaves
 from engine_ext.simulate.engine import DONE, Engine, admit, ends_of_decoding, room_for, step
 
-HEADS = 64  # requests at an end of the scan whose means stand for it
+HEADS = 64  # requests at an end of the scan whose means describe it
 SPLIT_EVERY = 16  # steps
 
 
 class PaperBlend(NamedTuple):
-    """BlendServe's scan: what runs first (`sample`), the `scan` from left to right, what comes `again` when retracted.
+    """Holds BlendServe's scan: the `sample`, which runs first, and the `scan` from left to right.
 
-    By request: `expected` output, seconds of `compute` and `memory` reads, `fresh` prompt tokens, the `side` it was
-    taken from. By side: KV tokens `held`, prefill tokens `owed`, requests that `decode`; `split` is [[M_L, C_L],
-    [M_R, C_R]]. `at`: how far sample, left end and right end are taken, and how many come again.
+    `again` holds retracted requests. By request: `expected` output, seconds of `compute` and `memory` reads, `fresh`
+    prompt tokens, the `side` it was taken from. By side: KV tokens `held`, prefill tokens `owed`, requests that
+    `decode`; `split` is [[M_L, C_L], [M_R, C_R]]. `at` says how far sample, left end and right end are taken, and how
+    many requests `again` holds.
     """
 
     sample: Column
@@ -64,9 +65,9 @@ def new_paper_blend(
 
 @compiled
 def run_blendserve(engine: Engine, cache: Cache, model: StepModel, blend: PaperBlend, usable: float) -> None:
-    """Algorithm 3: KV memory split by density, a prefill budget a side, steps in multiples of 128; the sample first.
+    """Run algorithm 3: KV memory split by density, a prefill budget per side, steps in multiples of 128.
 
-    `usable`: the share of the KV memory that is M, what the two sides are to hold on average.
+    The sample runs first. `usable` is the share of the KV memory that is M, which the two sides are to hold on average.
     """
     heap, ends = empty_heap(), empty_heap()
     totals, split = engine.totals, blend.split
@@ -104,7 +105,7 @@ def run_blendserve(engine: Engine, cache: Cache, model: StepModel, blend: PaperB
 def _admit_side(
     engine: Engine, cache: Cache, heap: Heap, model: StepModel, blend: PaperBlend, side: int, chunk: int
 ) -> None:
-    """Let in what the side's memory and budget allow; the sample and what comes again need only room."""
+    """Admit what the side's memory and budget allow; the sample and retracted requests need only room."""
     totals, at = engine.totals, blend.at
     while True:
         request, whence = _next_of(blend, side)
@@ -127,7 +128,7 @@ def _admit_side(
 
 @compiled
 def _next_of(blend: PaperBlend, side: int) -> tuple[int, int]:
-    """The next request for this side, and the place of `at` that it is taken from; -1 where there is none."""
+    """Return the next request for this side, and the index in `at` that it is taken from; -1 if there is none."""
     at = blend.at
     if at[0] < len(blend.sample):
         return int(blend.sample[at[0]]), 0
@@ -140,11 +141,11 @@ def _next_of(blend: PaperBlend, side: int) -> tuple[int, int]:
 
 @compiled
 def _split_memory(blend: PaperBlend, engine: Engine, root: float, capacity: float) -> None:
-    """Steps 1 to 3 of algorithm 3, from the means of the requests that stand first at each end."""
+    """Take steps 1 to 3 of algorithm 3, from the means of the first requests at each end."""
     density, prompts, outputs, news = np.zeros(2), np.ones(2), np.ones(2), np.ones(2)
     left, right = blend.at[1], blend.at[2]
     if left == right:
-        return  # what comes again keeps the budgets that there were
+        return  # retracted requests keep the last budgets
     for side in range(2):
         first, last = (left, min(right, left + HEADS)) if side == 0 else (max(left, right - HEADS), right)
         if first < last:
@@ -166,9 +167,10 @@ def _split_memory(blend: PaperBlend, engine: Engine, root: float, capacity: floa
 
 @compiled
 def run_batchweave(engine: Engine, cache: Cache, model: StepModel, state: State, decoded: int, answers: int) -> int:
-    """Our dual scan decides every step, until all have ended or, after so many answers, a plan is due.
+    """Let our dual scan decide every step, until all requests have ended or another plan is due.
 
-    `decoded`: output tokens that each decoding request has got and `state` has not heard of; what is returned is this.
+    `answers` is how many more answers make a plan due. `decoded` is the output tokens that each decoding request has
+    got and `state` has not been told; the function returns the same for its last step.
     """
     heap, ends = evictable_leaves(cache), ends_of_decoding(engine)
     totals = engine.totals
@@ -187,7 +189,7 @@ def run_batchweave(engine: Engine, cache: Cache, model: StepModel, state: State,
         for k in range(let_in):
             request = int(state.admitted[k])
             if room_for(cache, int(engine.leaf[request])) < engine.generated[request]:
-                # Its prefix is gone, so it needs more than the scan thought: it waits.
+                # Its prefix was evicted, so it needs more room than the scan expected: it waits.
                 retracted(state, request, int(engine.generated[request]))
             else:
                 admit(engine, cache, heap, model, request)

@@ -1,4 +1,4 @@
-"""BlendServe's own order of requests (sections 5.1, 5.2 and 5.4, algorithms 1 and 2), to be compared with ours."""
+"""Computes BlendServe's own order of requests (sections 5.1, 5.2, 5.4, algorithms 1 and 2), to compare with ours."""
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,24 +17,25 @@ ROUNDING = 1e-9
 
 
 def paper_order(tree: PrefixTree, requests: Requests, cost: CostModel, keep: float = KEEP_SHARING) -> Column:
-    """Requests from compute-heavy to memory-heavy as BlendServe orders them; int64 [requests].
+    """Return requests from compute-heavy to memory-heavy as BlendServe orders them; int64 [requests].
 
-    Layer-wise sort, node splitting and sort again, until the leaves fall in density or no node is cheap enough to
-    split. Where the paper is silent or says two things:
+    Layers are sorted, nodes split and layers sorted again, until the leaves fall in density or no node is cheap enough
+    to split. Where the paper is silent or contradicts itself:
 
     - A set's density is that of its requests alone, so the prefix above it is computed once; it does not change when
       the set moves to the root, and UPDATE_SUBTREE_DENSITY has nothing to do.
     - Memory reads are those of the expected output, without its variance; the cost model's quadratic term stays.
-    - Splitting is algorithm 2's: a node goes apart into all its children, not only outliers as in section 5.2.
-    - "Length of prefix to ptr" counts the node's own tokens, since line 5 takes them off again; `t` is in tokens.
-    - A leaf that algorithm 2 reaches goes on the list too: as printed it would vanish, for 0 children never exceed t.
-    - Each round runs algorithm 2 on the tree that the last one left, whose root has more children, with the same t.
-    - t is the largest that keeps `keep` of the sharing in seconds, as measured on the order; by bisection over the
-      values at which a node begins to be split, though sharing need not fall evenly between them.
+    - Splitting is algorithm 2's: a node is split into all its children, not only into outliers as in section 5.2.
+    - "Length of prefix to ptr" counts the node's own tokens, since line 5 subtracts them again; `t` is in tokens.
+    - A leaf that algorithm 2 reaches goes on the list too: as printed it would vanish, because 0 children never exceed
+      t.
+    - Each round runs algorithm 2 with the same t on the tree that the last one left, whose root has more children.
+    - t is the largest that keeps `keep` of the sharing in seconds, as measured on the order. It is found by bisection
+      over the values at which a node begins to be split, though sharing need not fall steadily between them.
     - Equal densities stay in the order of the sorted tree.
-    - Merging what shares a prefix and stands side by side (A.2) leaves the order, and counts as sharing kept.
+    - Merging neighbours that share a prefix (A.2) does not change the order, and counts as sharing kept.
 
-    Raises ValueError.
+    Raises InputError if `keep` is not from 0 to 1.
     """
     if not 0 <= keep <= 1:
         raise InputError(f"the sharing to keep must be from 0 to 1, not {keep}")
@@ -57,9 +58,9 @@ def paper_order(tree: PrefixTree, requests: Requests, cost: CostModel, keep: flo
 
 
 def set_density(tree: PrefixTree, requests: Requests, cost: CostModel) -> Floats:
-    """rho(R) = (1 - s) T_comp / T_mem of the requests below each node, R alone (section 5.1); float64 [nodes]."""
+    """Return rho(R) = (1 - s) T_comp / T_mem of the requests below each node alone (section 5.1); float64 [nodes]."""
     walked, leaves = requests.at(tree.order), tree.leaves
-    # Segments are summed at the parent: leaves that are alike then get the very same density.
+    # Segments are summed at the parent, so that leaves that are alike get exactly the same density.
     segment_s = cost.saved_s(tree.end - tree.begin, tree.begin)
     compute_s = np.bincount(tree.parent[1:], weights=segment_s[1:], minlength=len(tree)).astype(np.float64)
     compute_s[leaves] += cost.compute_s(np.zeros(len(walked)), walked.output)
@@ -70,12 +71,15 @@ def set_density(tree: PrefixTree, requests: Requests, cost: CostModel) -> Floats
 
 
 def sort_by_density(tree: PrefixTree, density: Floats) -> PrefixTree:
-    """Algorithm 1: children of every node by density, densest first."""
+    """Sort the children of every node by density, densest first (algorithm 1)."""
     return walk_in_order(tree, np.lexsort((-density[1:], tree.parent[1:])) + 1)
 
 
 def split_order(walked: PrefixTree, density: Floats, threshold: float) -> Column:
-    """The order when a sorted tree is split with this `t` in tokens, sorted and split again (algorithm 2, 5.4)."""
+    """Split a sorted tree and sort it again until nothing changes; return the order (algorithm 2, 5.4).
+
+    `threshold` is t, in tokens.
+    """
     children, leaf_density = _children(walked), density[walked.leaves]
     split = np.zeros(len(walked), dtype=np.bool_)
     split[0] = True
@@ -87,7 +91,7 @@ def split_order(walked: PrefixTree, density: Floats, threshold: float) -> Column
 
 
 def _places(walked: PrefixTree, density: Floats, split: Marks) -> Column:
-    """Places of leaves in the walk, when all that is left whole stands under the root and is sorted."""
+    """Return the places of leaves in the walk when all unsplit nodes stand sorted under the root."""
     whole = np.flatnonzero(split[walked.parent[1:]] & ~split[1:]) + 1
     whole = whole[np.argsort(-density[whole], kind="stable")]
     sizes = walked.last[whole] - walked.first[whole]
@@ -95,7 +99,7 @@ def _places(walked: PrefixTree, density: Floats, split: Marks) -> Column:
 
 
 def _falls(density: Floats) -> bool:
-    """Condition C1, but for rounding."""
+    """Return whether condition C1 holds, except by rounding."""
     return bool(np.all(density[:-1] >= density[1:] * (1 - ROUNDING)))
 
 
@@ -105,7 +109,7 @@ def _children(tree: PrefixTree) -> Column:
 
 @compiled
 def _sums(parent: Column, values: Floats) -> Floats:
-    """Values of each node and of all below it."""
+    """Return the sum of the values of each node and all nodes below it."""
     sums = values.copy()
     for node in range(len(parent) - 1, 0, -1):
         sums[parent[node]] += sums[node]
@@ -114,7 +118,7 @@ def _sums(parent: Column, values: Floats) -> Floats:
 
 @compiled
 def _thresholds(parent: Column, end: Column, children: Column) -> Floats:
-    """The least t that splits each node in the first round; that of its parent for a leaf."""
+    """Return the least t that splits each node in the first round; for a leaf, that of its parent."""
     least, shares = np.zeros(len(parent)), np.ones(len(parent))
     for node in range(len(parent)):
         if node > 0:
@@ -126,7 +130,10 @@ def _thresholds(parent: Column, end: Column, children: Column) -> Floats:
 
 @compiled
 def _split_round(parent: Column, end: Column, children: Column, split: Marks, threshold: float) -> bool:
-    """Algorithm 2 on the tree whose root has all that is whole for children; marks nodes, and says if there are new."""
+    """Run algorithm 2 on the tree whose root has all unsplit nodes as children.
+
+    Marks nodes, and returns whether there are new ones.
+    """
     under_root = 0
     for node in range(1, len(parent)):
         if split[parent[node]] and not split[node]:

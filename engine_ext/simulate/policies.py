@@ -1,4 +1,4 @@
-"""The policies to compare: each on the same engine, with the same knowledge of lengths from the same sample."""
+"""Runs the policies to compare, each on the same engine and with the same knowledge of lengths from one sample."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -29,10 +29,11 @@ from engine_ext.simulate.stock import run_stock
 
 @dataclass(frozen=True, slots=True)
 class Search:
-    """What to try for policies with settings; the best counts.
+    """Lists what to try for policies with settings; the best result counts.
 
-    `chunks`: prompt tokens of a step; `ratios`: SGLang's new token ratio at the start; `memory`: shares of the KV
-    memory that BlendServe's sides hold on average. `keep`: the share of the possible sharing that splits must keep.
+    `chunks` are prompt tokens per step; `ratios` are SGLang's new token ratio at the start; `memory` are shares of the
+    KV memory that BlendServe's sides hold on average. `keep` is the share of the possible sharing that splits must
+    keep.
     """
 
     chunks: tuple[int, ...] = (128, 256, 512, 1024, 2048, 4096)
@@ -48,9 +49,9 @@ SEARCH = Search()
 class Work:
     """A window as all policies see it: its tree, the true outputs, the sample, and estimates made from it.
 
-    `share`: of the requests, that are the sample. `foretold`: ours knows the sample's answers too before it starts, and
-    not only when they end.
-    `prepared_s`: seconds that this took by `clock`, which also times what each policy plans.
+    `share` is the part of the requests that is the sample. If `foretold`, our policy knows the sample's answers before
+    it starts, and not only when they end. `prepared_s` is the seconds that this took by `clock`, which also times what
+    each policy plans.
     """
 
     tree: PrefixTree
@@ -72,19 +73,19 @@ class Work:
 
     @property
     def ideal_s(self) -> float:
-        """T_o: everything shared and overlapped."""
+        """Return T_o: everything is shared and overlapped."""
         return max(self.compute_s - self.best_saved_s, self.memory_s)
 
     def practical_s(self, model: EngineModel) -> float:
-        """T_o with the interference of the engine's clock."""
+        """Return T_o with the interference of the engine's clock."""
         return self.ideal_s + model.interference * min(self.compute_s - self.best_saved_s, self.memory_s)
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """One run; `seconds` and shares include `planner_s`.
+    """Holds the result of one run; `seconds` and shares include `planner_s`.
 
-    `sharing`: the share of T_comp that was not computed; what retraction computes again is left out.
+    `sharing` is the share of T_comp that was not computed, leaving out what was computed again after retractions.
     """
 
     policy: str
@@ -114,7 +115,7 @@ def prepare(
     clock: Callable[[], float] = lambda: 0.0,
     foretold: bool = True,
 ) -> Work:
-    """Tree, groups and sample. With `sample` 1 every length is known beforehand."""
+    """Build the tree and the groups, and choose the sample. With `sample` 1 every length is known in advance."""
     started = clock()
     tree = build_tree(prompts)
     lengths = prompts.lengths
@@ -154,7 +155,7 @@ def prepare(
 
 
 def simulate(work: Work, model: EngineModel, policy: str, seed: int = 0, search: Search = SEARCH) -> Outcome:
-    """Run a policy; those with settings at the best of those searched. Raises KeyError, TooLarge."""
+    """Run a policy, with the best of its settings in `search` if it has any. Raises KeyError, TooLarge."""
     needed = work.lengths + work.output
     if len(needed) and int(needed.max()) >= model.capacity:
         raise TooLarge(int(needed.argmax()), int(needed.max()), model.capacity)
@@ -192,7 +193,7 @@ def _at_first(work: Work) -> Progress:
 
 
 def _go_on(progress: Progress, engine: Engine, state: State) -> Progress:
-    """How far the engine's requests are now."""
+    """Return how far the engine's requests are now."""
     runs, ended = (engine.state == PREFILL) | (engine.state == DECODE), engine.state == DONE
     running = np.flatnonzero(runs)
     tokens = np.where(ended, engine.output, engine.generated)
@@ -210,7 +211,7 @@ def _go_on(progress: Progress, engine: Engine, state: State) -> Progress:
 
 
 def _blendserve(work: Work, model: EngineModel, seed: int, search: Search) -> Outcome:
-    """The paper's order (algorithms 1 and 2) and its dual scan (algorithm 3), at its best share of the memory."""
+    """Run the paper's order (algorithms 1 and 2) and dual scan (algorithm 3), at its best share of the memory."""
     started = work.clock()
     order = paper_order(work.tree, _estimated(work), work.cost, search.keep)
     fresh = np.empty(len(order), dtype=np.int64)
@@ -231,7 +232,7 @@ def _blendserve(work: Work, model: EngineModel, seed: int, search: Search) -> Ou
 
 
 def _ordered(name: str, order_of: Callable[[Work, int], Column], lpm: bool = False) -> Callable[..., Outcome]:
-    """A policy that is an order, at its best chunk size and then its best ratio."""
+    """Return a policy that is a fixed order, at its best chunk size and then its best ratio."""
 
     def policy(work: Work, model: EngineModel, seed: int, search: Search) -> Outcome:
         started = work.clock()
@@ -268,7 +269,7 @@ def _longest_first(work: Work, seed: int) -> Column:
 
 
 def by_weight(work: Work, seed: int) -> Column:
-    """SGLang's dfs-weight with everything waiting: the subtree of what is cached follows, heavier nodes first.
+    """Return SGLang's dfs-weight order when everything waits: the cached subtree continues, heavier nodes first.
 
     A new subtree begins with the request that came first.
     """
@@ -304,7 +305,7 @@ def _outcome(
     cost, planner_s = work.cost, work.prepared_s + planned_s
     seconds = float(engine.totals.seconds) + planner_s
     tokens = int(work.lengths.sum() + work.output.sum())
-    # What was computed of prompts, in the cost model's seconds: GEMM by token, attention by what stands before.
+    # The part of prompts that was computed, in the cost model's seconds: GEMM by token, attention by position.
     prompt_s = float(cache.tokens.computed) * cost.gemm_s_per_token + float(cache.tokens.quadratic) * cost.quadratic_s
     whole_s = float(cost.compute_s(work.lengths, np.zeros(len(work.lengths))).sum())
     saved = (whole_s - prompt_s) / work.compute_s if work.compute_s else 0.0

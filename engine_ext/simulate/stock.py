@@ -1,8 +1,8 @@
-"""SGLang 0.5.17's own scheduler: requests in the order in which they came, or by longest cached prefix.
+"""Simulates SGLang 0.5.17's own scheduler: requests in order of arrival, or by longest cached prefix.
 
-First come, first served: prefill before decode, while what is admitted fits beside a part of the outputs that are still
-to come, the new token ratio. It falls with every decode step and rises when requests had to be retracted; these go to
-the end of the queue.
+First come, first served: prefill runs before decode, as long as admitted requests fit beside a part of the outputs that
+are still to come. That part is the new token ratio. It falls with every decode step and rises after retractions;
+retracted requests go to the end of the queue.
 """
 
 from typing import NamedTuple
@@ -15,24 +15,24 @@ from engine_ext.costs.engine_model import StepModel
 from engine_ext.simulate.cache import Cache, Heap, empty_heap, missing, touch, twice
 from engine_ext.simulate.engine import Engine, admit, room_for, step
 
-LOOKED_AT = 128  # waiting requests above which lpm takes them as they came; and whose prefixes count as used
-LEAST_RATIO = 0.14  # of the first ratio
+LOOKED_AT = 128  # waiting requests above which lpm is fcfs; also those whose prefixes count as used
+LEAST_RATIO = 0.14  # as a part of the first ratio
 DECAY_STEPS = 600
 RETRACT_STEPS = 20
-CLIP = 4096  # output tokens that are reserved for one request
-SPARE = 2  # tokens that are reserved too: the one that the prefill gives, and a page
-IN_BATCH = 32  # tokens: a prefix this long that an earlier waiting request brings is waited for
+CLIP = 4096  # most output tokens reserved for one request
+SPARE = 2  # tokens reserved on top: the one that the prefill generates, and a page
+IN_BATCH = 32  # tokens: a request waits for a prefix this long that an earlier one in the queue will compute
 
 
 class WaitingLine(NamedTuple):
-    """The waiting queue: a ring of requests, each there at most once; `ends`: where it begins and ends."""
+    """The waiting queue: a ring of requests, each in it at most once; `ends` says where it begins and ends."""
 
     ring: Column
     ends: Column
 
 
 class Admissions(NamedTuple):
-    """Who was let in: the `order` in which requests first were, prompt tokens `cached` then, in `number` the count."""
+    """Records admissions: the `order` of first admission, the prompt tokens `cached` then, and their `number`."""
 
     order: Column
     cached: Column
@@ -43,9 +43,10 @@ class Admissions(NamedTuple):
 def run_stock(
     engine: Engine, cache: Cache, model: StepModel, order: Column, expected: Floats, chunk: int, ratio: float, lpm: bool
 ) -> Admissions:
-    """Run all requests, which wait in this order.
+    """Run all requests, which wait in this order; return their admissions.
 
-    `chunk`: prompt tokens of a step. `expected`: output tokens by request. `ratio`: the new token ratio at the start.
+    `chunk` is the prompt tokens per step, `expected` the output tokens by request, `ratio` the new token ratio at the
+    start.
     """
     heap, ends = empty_heap(), empty_heap()
     line = WaitingLine(np.append(order, 0), np.array([0, len(order)]))
@@ -61,7 +62,7 @@ def run_stock(
             request = engine.retracted[k]
             line.ring[line.ends[1] % len(line.ring)] = request
             line.ends[1] += 1
-        # Who has ended leaves the batch with the next decode step, and only then others are looked at.
+        # A finished request leaves the batch at the next decode step, and only then are others considered.
         if shrinks or totals.retracted > 0 or totals.decoding + totals.pending == 0:
             full = False
         shrinks = totals.finished > 0
@@ -85,14 +86,14 @@ def _admit_some(
     ratio: float,
     lpm: bool,
 ) -> bool:
-    """Let in who fits; whether the next did not."""
+    """Admit requests that fit; return whether the next one did not."""
     totals = engine.totals
     waiting = line.ends[1] - line.ends[0]
     if waiting == 0 or totals.pending >= chunk:
         return False
     if lpm and waiting <= LOOKED_AT:
         _sort_by_match(engine, cache, line)
-    # SGLang asks its cache for all that wait, each time; where it is to be compared with, so does this.
+    # SGLang looks up all waiting requests in its cache each time; so does this where it is compared with SGLang.
     marked = waiting if model.computes_twice else min(waiting, LOOKED_AT)
     for at in range(line.ends[0], line.ends[0] + marked):
         touch(cache, int(engine.leaf[line.ring[at % len(line.ring)]]))
@@ -120,7 +121,7 @@ def _admit_some(
 
 @compiled
 def to_come(engine: Engine, expected: Floats) -> float:
-    """Output tokens that are still reserved for what runs."""
+    """Return the output tokens that are still reserved for running requests."""
     totals, tokens = engine.totals, 0.0
     for k in range(totals.decoding):
         request = engine.decoding[k]
@@ -150,7 +151,7 @@ def _ratio_after_retraction(engine: Engine, expected: Floats) -> float:
 
 @compiled
 def _sort_by_match(engine: Engine, cache: Cache, line: WaitingLine) -> None:
-    """Longest cached prefix first; last who shares a prefix that is not cached with one before it in the queue."""
+    """Sort by longest cached prefix; requests that share an uncached prefix with an earlier one come last."""
     first, size = line.ends[0], line.ends[1] - line.ends[0]
     waiting = np.empty(size, dtype=np.int64)
     matched = np.empty(size, dtype=np.int64)

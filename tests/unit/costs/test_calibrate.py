@@ -224,9 +224,9 @@ def chosen(found: Profile, rows: NDArray[np.bool_]) -> Profile:
     ("which", "problem"),
     [
         (lambda p: np.arange(len(p.seconds)) < FEWEST_STEPS - 1, "seconds: 11 steps are too few"),
-        (lambda p: p.prefill_tokens == 0, "quadratic never changes.*quadratic_s cannot be told"),
-        (lambda p: p.decoding == 0, "kv_tokens never changes.*read_s cannot be told"),
-        (lambda p: p.tokens < 100, "is too small.*gemm_s cannot be told"),
+        (lambda p: p.prefill_tokens == 0, "quadratic never changes.*quadratic_s cannot be determined"),
+        (lambda p: p.decoding == 0, "kv_tokens never changes.*read_s cannot be determined"),
+        (lambda p: p.tokens < 100, "is too small.*gemm_s cannot be determined"),
         (lambda p: p.tokens > 300, "is too large.*weights_s"),
     ],
 )
@@ -247,7 +247,7 @@ def test_columns_that_change_only_together_are_refused() -> None:
 @pytest.mark.parametrize("factor", [0.03, 0.2])
 def test_reads_that_bind_hardly_a_step_are_refused_unless_measured_alone(factor: float) -> None:
     truth = dataclasses.replace(TRUTH, read_s=TRUTH.read_s * factor)
-    with pytest.raises(ValueError, match="read_s cannot be told"):
+    with pytest.raises(ValueError, match="read_s cannot be determined"):
         calibrate(profile(Clock.OVERLAPPED, truth=truth, steps=250, seed=3), Clock.OVERLAPPED)
     found = calibrate(profile(Clock.OVERLAPPED, operators=True, truth=truth), Clock.OVERLAPPED)
     assert found.read_s == pytest.approx(truth.read_s, rel=NEAR["read_s"])
