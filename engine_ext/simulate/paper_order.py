@@ -27,7 +27,7 @@ def paper_order(tree: PrefixTree, requests: Requests, cost: CostModel, keep: flo
     - Memory reads are those of the expected output, without its variance; the cost model's quadratic term stays.
     - Splitting is algorithm 2's: a node is split into all its children, not only into outliers as in section 5.2.
     - "Length of prefix to ptr" counts the node's own tokens, since line 5 subtracts them again; `t` is in tokens.
-    - A leaf that algorithm 2 reaches goes on the list too: as printed it would vanish, because 0 children never exceed
+    - A leaf that algorithm 2 reaches is listed too: as printed it would vanish, because 0 children never exceed
       t.
     - Each round runs algorithm 2 with the same t on the tree that the last one left, whose root has more children.
     - t is the largest that keeps `keep` of the sharing in seconds, as measured on the order. It is found by bisection
