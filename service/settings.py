@@ -37,7 +37,7 @@ class Settings(BaseSettings):
     storage_url: str | None = Field(None, description="file:///…, s3://…, gs://…, az://…; default: data_dir/objects")
 
     host: str = Field("127.0.0.1", description="address that the API listens on")
-    port: Annotated[int, Field(ge=0, le=65535)] = 8080
+    port: int = Field(8080, ge=0, le=65535, description="port of the API; 0 takes a free one")
     connections_per_address: int = Field(
         256,
         ge=0,
@@ -61,7 +61,10 @@ class Settings(BaseSettings):
     emulated_device: Literal["no answer is real"] | None = Field(
         None, description="load tests only: no model runs; BATCHWEAVE_GPU's cost model sets how long steps take"
     )
-    worker_name: str = Field(default_factory=lambda: f"{socket.gethostname()}-{os.getpid()}")
+    worker_name: str = Field(
+        default_factory=lambda: f"{socket.gethostname()}-{os.getpid()}",
+        description="name of this worker in lists and logs; default: host and process id",
+    )
 
     metrics_host: str = Field("127.0.0.1", description="address on which planner and worker serve /metrics")
     metrics_port: Annotated[int, Field(ge=1, le=65534)] | None = Field(
@@ -94,17 +97,19 @@ class Settings(BaseSettings):
     step_limit_s: float = Field(
         60.0, gt=0, description="seconds without a finished step before a busy engine counts as hung and is restarted"
     )
-    lease_s: Annotated[float, Field(gt=0, le=3600)] = 30.0
-    slice_requests: Annotated[int, Field(ge=1, le=100_000)] = 256
-    window_requests: Annotated[int, Field(ge=1)] = 100_000
-    window_tokens: Annotated[int, Field(ge=1)] = 100_000_000
-    request_attempts: Annotated[int, Field(ge=1, le=20)] = 3
-    poll_s: Annotated[float, Field(gt=0)] = 0.25
-    flush_s: Annotated[float, Field(gt=0)] = 0.5
+    lease_s: float = Field(
+        30.0, gt=0, le=3600, description="seconds after which a silent worker's slices go to other workers"
+    )
+    slice_requests: int = Field(256, ge=1, le=100_000, description="requests of a slice")
+    window_requests: int = Field(100_000, ge=1, description="most requests that are planned together")
+    window_tokens: int = Field(100_000_000, ge=1, description="most prompt tokens that are planned together")
+    request_attempts: int = Field(3, ge=1, le=20, description="attempts at a request on which the engine fails")
+    poll_s: float = Field(0.25, gt=0, description="seconds between two looks for work while Redis is unavailable")
+    flush_s: float = Field(0.5, gt=0, description="seconds between two writes of a slice's answers")
 
-    max_file_bytes: Annotated[int, Field(ge=1)] = 200 * 1024 * 1024
-    max_lines: Annotated[int, Field(ge=1)] = 50_000
-    max_line_bytes: Annotated[int, Field(ge=1024)] = 8 * 1024 * 1024
+    max_file_bytes: int = Field(200 * 1024 * 1024, ge=1, description="largest input file, unpacked")
+    max_lines: int = Field(50_000, ge=1, description="most requests in an input file")
+    max_line_bytes: int = Field(8 * 1024 * 1024, ge=1024, description="longest line of an input file")
 
     @cached_property
     def database(self) -> str:
