@@ -3,6 +3,7 @@
 import os
 import tempfile
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 from zlib import crc32
@@ -50,14 +51,22 @@ def compiled(function: Callable[Args, Result]) -> Callable[Args, Result]:
 
 
 def _stamp_of_sources() -> int:
-    """Return a checksum of the sources of all packages with compiled functions, whatever their modification times."""
+    """Return a checksum of all sources that are compiled or compiled with, whatever their modification times."""
     stamp = 0
-    for room in ROOMS:
+    for room in (".", *ROOMS):
         for file in sorted((Path(__file__).parent / room).glob("*.py")):
             stamp = crc32(file.read_bytes(), crc32(file.name.encode(), stamp))
     return stamp
 
 
-FOLDER = cache_folder()
-numba.config.CACHE_DIR = str(FOLDER)  # type: ignore[attr-defined]
+def _folder_of_sources() -> Path:
+    """Return the folder of these sources alone: numba cannot read an index that names a class which is gone."""
+    folder = cache_folder() / f"{SOURCES:08x}"
+    with suppress(OSError):  # then numba finds out too, and each process compiles for itself
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    return folder
+
+
 SOURCES = _stamp_of_sources()
+FOLDER = _folder_of_sources()
+numba.config.CACHE_DIR = str(FOLDER)  # type: ignore[attr-defined]

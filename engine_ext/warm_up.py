@@ -1,6 +1,7 @@
 """python -m engine_ext.warm_up: compiles what planner and scheduler call, once for all processes of a machine."""
 
 import fcntl
+import shutil
 import subprocess
 import sys
 import time
@@ -10,7 +11,7 @@ from zlib import crc32
 import numba
 import numpy as np
 
-from engine_ext.compiled import FOLDER, SOURCES
+from engine_ext.compiled import FOLDER
 from engine_ext.costs.cost import CostModel
 from engine_ext.costs.engine_model import Clock, EngineModel, compute_time, step_time
 from engine_ext.costs.hardware import Machine, hardware
@@ -23,6 +24,8 @@ from engine_ext.scan.live import LiveScan
 from engine_ext.scan.replan import FEWEST
 from engine_ext.scan.state import StepCosts
 from engine_ext.simulate.policies import prepare, simulate
+
+FORGET_S = 30 * 24 * 3600
 
 
 def is_done() -> bool:
@@ -58,13 +61,21 @@ def main() -> None:
         compile_planner()
         compile_scan()
         _mark().touch()
+        _forget_old_sources()
         print(f"Compiled in {time.monotonic() - started:.0f} s, cached in {FOLDER}", file=sys.stderr, flush=True)
 
 
 def _mark() -> Path:
-    """Return the file that exists once everything is compiled, for these sources, this place and this interpreter."""
+    """Return the file that exists once everything is compiled for this place and this interpreter."""
     where = crc32("\0".join((str(Path(__file__).parent), sys.version, numba.__version__)).encode())
-    return FOLDER / f"compiled-{SOURCES:08x}-{where:08x}"
+    return FOLDER / f"compiled-{where:08x}"
+
+
+def _forget_old_sources() -> None:
+    """Delete machine code of other sources that was compiled long ago."""
+    for folder in FOLDER.parent.iterdir():
+        if folder != FOLDER and folder.is_dir() and time.time() - folder.stat().st_mtime > FORGET_S:
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 def compile_planner() -> None:
@@ -99,7 +110,7 @@ def compile_scan() -> None:
             scan.prefilled(each)
             running.append(each)
         for each in admitted[:1]:
-            scan.held(each)
+            scan.put_back(each)
         for change in (scan.finished, scan.retracted, scan.dropped):
             if len(running) > 1:
                 change(running.pop(0), 10)

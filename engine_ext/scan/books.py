@@ -35,7 +35,7 @@ def dropped(state: State, request: int, tokens: int) -> None:
 
 
 @compiled
-def held(state: State, request: int) -> None:
+def put_back(state: State, request: int) -> None:
     """Note that the engine did not take a request that was just admitted; it waits again, first at its end."""
     _remove(state, request, state.requests[request].counted)
     _wait_first(state, request, state.requests[request].side)

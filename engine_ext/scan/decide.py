@@ -19,8 +19,8 @@ from engine_ext.scan.books import (
     begin,
     dropped,
     finished,
-    held,
     prefilled,
+    put_back,
     retracted,
     take_in,
 )
@@ -73,8 +73,8 @@ class DualScan:
     def retracted(self, request: int, tokens: int) -> None:
         retracted(self.state, request, tokens)
 
-    def held(self, request: int) -> None:
-        held(self.state, request)
+    def put_back(self, request: int) -> None:
+        put_back(self.state, request)
 
     def come_soon(self) -> None:
         """Let the next step admit the requests that were just held, instead of saving up for a burst."""
@@ -135,13 +135,13 @@ def decide(
         held_back = rightful and not fits(state, _candidate(state, RIGHT), room, RIGHT)
         budget = _burst(state, budget if held_back else hurried, decoding, decoded)
         hurried = budget
-    let_in, tokens = 0, pending
+    admitted_count, tokens = 0, pending
     asks = state.queues[LEFT].first < state.totals.sample_last  # the sample goes first, whatever the pace
     if asks:
         budget = hurried
     for side in (LEFT, RIGHT) if asks else (RIGHT, LEFT):
         most = hurried if side == RIGHT else budget
-        while tokens < most and let_in < min(slots, len(state.admitted)):
+        while tokens < most and admitted_count < min(slots, len(state.admitted)):
             request = _candidate(state, side)
             if request == NO_REQUEST:
                 break
@@ -150,13 +150,13 @@ def decide(
             if not alone and (fresh > physical or not fits(state, request, room, side)):
                 break
             take_in(state, request, side)
-            state.admitted[let_in] = request
-            let_in += 1
+            state.admitted[admitted_count] = request
+            admitted_count += 1
             tokens += fresh
             physical -= fresh
     if rightful and state.totals.right_pending > budget:
         budget = hurried
-    return budget, let_in
+    return budget, admitted_count
 
 
 @compiled

@@ -148,7 +148,7 @@ class LiveScan:
         member.tokens, member.runs, member.prefilled, member.stored = tokens, False, False, False
         self._of(member).retracted(member.place, tokens)
 
-    def held(self, key: int) -> None:
+    def put_back(self, key: int) -> None:
         """Note that the engine did not take a request that was just admitted."""
         member = self._members[key]
         member.runs = False
@@ -157,7 +157,7 @@ class LiveScan:
             self.expected_cached -= len(member.prompt) - int(scan.state.requests[member.place].fresh)
         if member in self._latest:
             self._latest[self._latest.index(member)] = member.before
-        self._of(member).held(member.place)
+        self._of(member).put_back(member.place)
 
     @property
     def remaining_s(self) -> tuple[float, float]:
@@ -203,7 +203,7 @@ class LiveScan:
         scan = self._scan
         assert scan is not None
         kept: list[int] = []
-        held: list[int] = []
+        put_back: list[int] = []
         self._computing = [each for each in self._computing if each.runs and not each.stored]
         from_before = list(self._computing)
         for place in places:
@@ -213,11 +213,11 @@ class LiveScan:
             if latest is not None and latest.runs and not latest.stored and member.ready > latest.ready + PAGE:
                 shared, member.ready = member.ready, self.cached(self._keys[place])
                 if shared > member.ready + PAGE:
-                    held.append(place)
+                    put_back.append(place)
                     continue
             unfinished = max((common_prefix(each.prompt, member.prompt) for each in from_before), default=0)
             if unfinished > PAGE and unfinished > self.cached(self._keys[place]) + PAGE:
-                held.append(place)
+                put_back.append(place)
                 continue
             self._computing.append(member)
             member.before, self._latest[side] = latest, member
@@ -225,9 +225,9 @@ class LiveScan:
             if member.tokens == 0:
                 self.expected_cached += len(member.prompt) - int(scan.state.requests[place].fresh)
             kept.append(self._keys[place])
-        for place in reversed(held):
-            scan.held(place)
-        if held:
+        for place in reversed(put_back):
+            scan.put_back(place)
+        if put_back:
             scan.come_soon()
         return kept
 

@@ -177,7 +177,7 @@ def run_batchweave(engine: Engine, cache: Cache, model: StepModel, state: State,
     steps, left = 0, np.count_nonzero(engine.state != DONE)
     while left > 0 and not is_outdated(state, steps, answers):
         steps += 1
-        budget, let_in = decide(
+        budget, admitted_count = decide(
             state,
             cache.tokens.locked,
             totals.decoding_kv,
@@ -186,7 +186,7 @@ def run_batchweave(engine: Engine, cache: Cache, model: StepModel, state: State,
             decoded,
             len(engine.leaf),
         )
-        for k in range(let_in):
+        for k in range(admitted_count):
             request = int(state.admitted[k])
             if room_for(cache, int(engine.leaf[request])) < engine.generated[request]:
                 # Its prefix was evicted, so it needs more room than the scan expected: it waits.

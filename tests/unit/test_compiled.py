@@ -38,6 +38,28 @@ def test_a_changed_constant_of_another_file_is_compiled_again(tmp_path: Path) ->
     assert ask() == "2"
 
 
+def test_a_class_that_is_gone_does_no_harm(tmp_path: Path) -> None:
+    """Numba's index names the classes of arguments, and cannot be read where one has another name since."""
+    house = tmp_path / "engine_ext"
+    (house / "plan").mkdir(parents=True)
+    shutil.copy(ROOM / "compiled.py", house / "compiled.py")
+    (house / "__init__.py").touch()
+    (house / "plan/__init__.py").touch()
+    source = (
+        "from typing import NamedTuple\n"
+        "from engine_ext.compiled import compiled\n\n\n"
+        "class Before(NamedTuple):\n    number: int\n\n\n"
+        "@compiled\ndef ask(given: Before) -> int:\n    return given.number\n\n\n"
+        "print(ask(Before(3)))\n"
+    )
+    fresh = {**os.environ, "PYTHONDONTWRITEBYTECODE": "1", "NUMBA_CACHE_DIR": str(tmp_path / "cache")}
+    command = [sys.executable, "-c", "import engine_ext.plan.asks"]
+    for name in ("Before", "After"):
+        (house / "plan/asks.py").write_text(source.replace("Before", name))
+        ran = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, env=fresh)
+        assert (ran.stdout, ran.returncode) == ("3\n", 0), ran.stderr
+
+
 def test_a_folder_that_cannot_be_written_costs_time_only(tmp_path: Path) -> None:
     command = [
         sys.executable,

@@ -146,7 +146,7 @@ class Admission:
                 self.scan.finished(member.key, tokens)
         return bool(gone)
 
-    def let_in(self, reqs: list[Any]) -> None:
+    def note_admitted(self, reqs: list[Any]) -> None:
         """Note that SGLang took these admissions."""
         for req in reqs:
             member = self.running[req] = self.waiting.pop(req.rid)
@@ -154,10 +154,10 @@ class Admission:
             self.computing.append(member)
         self.admitted += len(reqs)
 
-    def hold(self, reqs: list[Any]) -> None:
+    def note_refused(self, reqs: list[Any]) -> None:
         """Note that SGLang did not take these admissions: they wait again, first at their ends."""
         for req in reversed(reqs):
-            self.scan.held(self.waiting[req.rid].key)
+            self.scan.put_back(self.waiting[req.rid].key)
         self.refused += len(reqs)
 
     def prefilled(self, continued: Any) -> None:

@@ -53,7 +53,7 @@ def admit(original: Callable[..., Any], scheduler: Any, *args: Any, **kwargs: An
     ours.steps += 1
     ours.decoded = 0 if is_beside else 1
     if step.budget == 0 and not scheduler.waiting_queue:
-        ours.hold(candidates)
+        ours.note_refused(candidates)
         ours.keep_prefixes(changed, _free_tokens(scheduler))
         return None, running
     chunk = scheduler.chunked_prefill_size
@@ -71,8 +71,8 @@ def admit(original: Callable[..., Any], scheduler: Any, *args: Any, **kwargs: An
         scheduler.chunked_prefill_size = chunk
         left = {req for req in scheduler.waiting_queue if is_ours(req)}
         scheduler.waiting_queue = [req for req in scheduler.waiting_queue if req not in left]
-    ours.hold([req for req in candidates if req in left])
-    ours.let_in([req for req in candidates if req not in left])
+    ours.note_refused([req for req in candidates if req in left])
+    ours.note_admitted([req for req in candidates if req not in left])
     ours.note(batch, continued)
     if batch is not None and not is_beside:
         ours.prefilled(scheduler.chunked_req)

@@ -229,7 +229,7 @@ import sys
 from engine_ext import warm_up
 
 def compiled():
-    modules = [module for name, module in sys.modules.items() if name.startswith("engine_ext.plan.")]
+    modules = [module for name, module in sys.modules.items() if name.startswith("engine_ext.")]
     found = {id(each): each for module in modules for each in vars(module).values() if hasattr(each, "signatures")}
     return sum(len(each.signatures) for each in found.values())
 
