@@ -21,8 +21,8 @@ def cache_folder() -> Path:
     NUMBA_CACHE_DIR overrides it. If the user's cache is not writable, it is the system's folder for temporary files.
     """
     named = os.environ.get("NUMBA_CACHE_DIR")
-    if named:
-        return Path(named)
+    if named:  # which other programs may use too
+        return Path(named) / "batchweave"
     home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     for folder in (home / "batchweave" / "numba", Path(tempfile.gettempdir()) / f"batchweave-numba-{os.getuid()}"):
         try:
@@ -63,7 +63,7 @@ def _folder_of_sources() -> Path:
     """Return the folder of these sources alone: numba cannot read an index that names a class which is gone."""
     folder = cache_folder() / f"{SOURCES:08x}"
     with suppress(OSError):  # then numba finds out too, and each process compiles for itself
-        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        folder.mkdir(parents=True, exist_ok=True)
     return folder
 
 

@@ -9,7 +9,7 @@ BatchweaveError
 │   ├── SegmentError       the segments of a prompt are wrong
 │   └── TooLarge           no KV cache of this size can hold the request
 ├── EngineError        an engine does not do what it should
-│   └── EngineStartError   it came up without batchweave's plugin
+│   └── EngineStartError   it did not start, or without batchweave's plugin
 └── ServiceError       see service/errors.py
 """
 
@@ -61,4 +61,4 @@ class EngineError(BatchweaveError):
 
 
 class EngineStartError(EngineError):
-    """The engine came up without batchweave's plugin in its scheduler."""
+    """SGLang did not start, or it started without batchweave's plugin in its scheduler."""

@@ -1,10 +1,13 @@
 """python -m engine_ext.warm_up: compiles what planner and scheduler call, once for all processes of a machine."""
 
 import fcntl
+import os
+import re
 import shutil
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 from zlib import crc32
 
@@ -30,7 +33,12 @@ FORGET_S = 30 * 24 * 3600
 
 def is_done() -> bool:
     """Return whether these sources are compiled for this installation on this machine."""
-    return _mark().exists()
+    with suppress(OSError):  # a folder of another user
+        if _mark().exists():
+            with suppress(PermissionError):
+                os.utime(_mark())  # it is in use, and is not forgotten
+            return True
+    return False
 
 
 def begin() -> "subprocess.Popen[bytes] | None":
@@ -61,7 +69,7 @@ def main() -> None:
         compile_planner()
         compile_scan()
         _mark().touch()
-        _forget_old_sources()
+        forget_old_sources()
         print(f"Compiled in {time.monotonic() - started:.0f} s, cached in {FOLDER}", file=sys.stderr, flush=True)
 
 
@@ -71,10 +79,11 @@ def _mark() -> Path:
     return FOLDER / f"compiled-{where:08x}"
 
 
-def _forget_old_sources() -> None:
-    """Delete machine code of other sources that was compiled long ago."""
+def forget_old_sources() -> None:
+    """Delete machine code of other sources that has not been used for long."""
     for folder in FOLDER.parent.iterdir():
-        if folder != FOLDER and folder.is_dir() and time.time() - folder.stat().st_mtime > FORGET_S:
+        marks = list(folder.glob("compiled-*")) if re.fullmatch("[0-9a-f]{8}", folder.name) else []
+        if marks and folder != FOLDER and all(time.time() - mark.stat().st_mtime > FORGET_S for mark in marks):
             shutil.rmtree(folder, ignore_errors=True)
 
 

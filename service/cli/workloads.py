@@ -191,7 +191,7 @@ def _comparison(rows: list[dict[str, Any]]) -> Table:
 
 
 def cost_model(model: str, gpu: str, tp: int, dtype: str, kv_dtype: str) -> CostModel:
-    """Return the cost model of a model on a machine. Raises CostsError, DoesNotFit, ValueError."""
+    """Return the cost model of a model on a machine. Raises CostsError, InputError."""
     cost = CostModel(read_shape(model), Machine(read_hardware(gpu), tp=tp), dtype, kv_dtype)
     cost.kv_capacity_tokens()
     return cost
@@ -212,7 +212,10 @@ def _check_paths(inputs: Sequence[Path | None], outputs: Sequence[Path | None], 
 def _read(file: Path, model: str, lengths: Path | None) -> Workload:
     tokenizer = None
     if model not in MODELS and (Path(model).is_dir() or not Path(model).exists()):
-        tokenizer = PromptTokens.load(model)
+        try:
+            tokenizer = PromptTokens.load(model)
+        except ValueError as error:
+            raise WorkloadError(f"--model {model}: its tokenizer or chat template cannot be read: {error}") from error
     known = read_lengths(lengths) if lengths is not None else {}
     if sys.stderr.isatty():
         console.print(f"reading {file} …", style="dim")

@@ -6,6 +6,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
+from engine_ext import warm_up
+
 ROOM = Path(__file__).parents[2] / "engine_ext"
 
 
@@ -72,3 +76,17 @@ def test_a_folder_that_cannot_be_written_costs_time_only(tmp_path: Path) -> None
     environment = {**os.environ, "PYTHONPATH": str(ROOM.parent)}
     found = subprocess.run(command, cwd=tmp_path, check=True, capture_output=True, text=True, env=environment)
     assert found.stdout.strip() == "1"
+
+
+def test_only_our_own_old_machine_code_is_deleted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another program may have the same NUMBA_CACHE_DIR."""
+    folders = {name: tmp_path / name for name in ("theirs", "0000aaaa", "0000bbbb", "0000cccc", "0000dddd")}
+    for folder in folders.values():
+        folder.mkdir()
+    for name in ("0000aaaa", "0000bbbb", "0000cccc", "theirs"):
+        (folders[name] / "compiled-00000000").touch()
+        os.utime(folders[name] / "compiled-00000000", (0, 0))
+    os.utime(folders["0000bbbb"] / "compiled-00000000")  # somebody has used it
+    monkeypatch.setattr(warm_up, "FOLDER", folders["0000cccc"])
+    warm_up.forget_old_sources()
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["0000bbbb", "0000cccc", "0000dddd", "theirs"]

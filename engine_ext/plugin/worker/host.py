@@ -114,20 +114,22 @@ class EngineHost:
         self._emulated = emulated_name(options.cost.machine) if options.emulated else None
         self.device = self._emulated or ("gpu" if on_gpu else "cpu")
         compiling = warm_up.begin()  # while the engine starts, because it takes as long the first time
-        self._engine = (Engine if on_gpu else ForkingEngine)(
-            **{
-                "model_path": model_path,
-                "served_model_name": model_name,
-                "schedule_policy": "fcfs",
-                "enable_cache_report": True,
-                "skip_server_warmup": True,
-                "sleep_on_idle": True,  # otherwise it keeps a core busy even when it is idle
-                "log_level": "warning",
-                **({} if on_gpu else CPU_DEFAULTS),
-                **overlap.ARGUMENTS[chosen],
-                **engine_args,
-            }
-        )
+        arguments: dict[str, Any] = {
+            "model_path": model_path,
+            "served_model_name": model_name,
+            "schedule_policy": "fcfs",
+            "enable_cache_report": True,
+            "skip_server_warmup": True,
+            "sleep_on_idle": True,  # otherwise it keeps a core busy even when it is idle
+            "log_level": "warning",
+            **({} if on_gpu else CPU_DEFAULTS),
+            **overlap.ARGUMENTS[chosen],
+            **engine_args,
+        }
+        try:
+            self._engine = Engine(**arguments) if on_gpu else ForkingEngine(**arguments)
+        except (ValueError, RuntimeError) as error:  # what SGLang says of a model or an argument
+            raise EngineStartError(str(error)) from error
         if compiling is not None:
             compiling.wait()
         self._manager: Any = self._engine.tokenizer_manager

@@ -15,6 +15,7 @@ from engine_ext.costs.cost import CostModel
 from engine_ext.costs.engine_model import Clock, EngineModel, compute_time, step_time
 from engine_ext.costs.hardware import Machine, hardware
 from engine_ext.costs.model_shape import preset
+from engine_ext.errors import EngineStartError
 from engine_ext.plugin.worker.calibration_load import DECODES, Limits, blend, run_load
 from service.cli.table import command_line
 from service.errors import CalibrationError, CostsError, WorkloadError
@@ -153,3 +154,16 @@ def test_the_command_prints_what_it_wrote(tmp_path: Path) -> None:
     found = CliRunner().invoke(command_line("calibrate"), arguments)
     assert found.exit_code == 0
     assert json.loads(found.stdout) == json.loads(output.read_text())
+
+
+def test_what_the_engine_refuses_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise EngineStartError("Model architectures ['X'] are not supported for now.")
+
+    monkeypatch.setattr("service.worker.loop.make_engine", refuse)
+    arguments = ["calibrate", "--model", "llama-3-8b", "--output", str(tmp_path / "machine.json")]
+    found = CliRunner().invoke(command_line("calibrate"), arguments)
+    assert (found.exit_code, found.stderr.splitlines()[-1]) == (
+        1,
+        "error: Model architectures ['X'] are not supported for now.",
+    )

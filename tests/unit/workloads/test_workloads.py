@@ -302,3 +302,11 @@ def test_configs_that_cannot_be_counted_are_refused(tmp_path: Path, changes: dic
     code, _, error = plan(write(tmp_path / "w.jsonl", [PLAIN]), "--model", path)
     assert code == 1
     assert problem in error
+
+
+def test_a_tokenizer_that_cannot_be_read_is_said_in_one_line(tmp_path: Path) -> None:
+    model = ensure_demo_model(tmp_path / "model", ["some text"] * 8)
+    (model / "chat_template.jinja").write_bytes(b"\xff\xfe")
+    code, _, err = plan(write(tmp_path / "b.jsonl", [batch_line(0, "hi")]), "--model", model)
+    assert (code, err.count("\n")) == (1, 1)
+    assert "chat template cannot be read" in err
