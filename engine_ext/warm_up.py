@@ -82,8 +82,10 @@ def _mark() -> Path:
 def forget_old_sources() -> None:
     """Delete machine code of other sources that has not been used for long."""
     for folder in FOLDER.parent.iterdir():
-        marks = list(folder.glob("compiled-*")) if re.fullmatch("[0-9a-f]{8}", folder.name) else []
-        if marks and folder != FOLDER and all(time.time() - mark.stat().st_mtime > FORGET_S for mark in marks):
+        if folder == FOLDER or not re.fullmatch("[0-9a-f]{8}", folder.name):
+            continue
+        marks = list(folder.glob("compiled-*")) or [folder]  # each start touches the mark of what it uses
+        if all(time.time() - mark.stat().st_mtime > FORGET_S for mark in marks):
             shutil.rmtree(folder, ignore_errors=True)
 
 

@@ -52,7 +52,7 @@ class StepCosts(NamedTuple):
             bursts=bursts,
         )
 
-    def in_machine_code(self) -> "StepCosts":
+    def normalize(self) -> "StepCosts":
         """Return these costs with one type per field, so that functions compile once, and with the bursts' margin."""
         return StepCosts(
             float(self.gemm_s),
@@ -248,5 +248,5 @@ def new_state(backlog: Backlog, costs: StepCosts) -> State:
         footprint=new_records(Footprint, len(AHEAD)),
         footprint_next=new_records(Footprint, len(AHEAD)),
         totals=totals,
-        costs=costs.in_machine_code(),
+        costs=costs.normalize(),
     )

@@ -87,6 +87,9 @@ def test_only_our_own_old_machine_code_is_deleted(tmp_path: Path, monkeypatch: p
         (folders[name] / "compiled-00000000").touch()
         os.utime(folders[name] / "compiled-00000000", (0, 0))
     os.utime(folders["0000bbbb"] / "compiled-00000000")  # somebody has used it
+    os.utime(folders["0000dddd"])  # compiled by tests, without a mark
+    (tmp_path / "0000eeee").mkdir()
+    os.utime(tmp_path / "0000eeee", (0, 0))
     monkeypatch.setattr(warm_up, "FOLDER", folders["0000cccc"])
     warm_up.forget_old_sources()
     assert sorted(each.name for each in tmp_path.iterdir()) == ["0000bbbb", "0000cccc", "0000dddd", "theirs"]
