@@ -51,10 +51,10 @@ def profile(
     before = generator.integers(0, 4, steps) * 1024
     quadratic = (before + prefill) ** 2.0 - before**2.0
     kv_tokens = (decoding * generator.integers(50, 3000, steps)).astype(np.float64)
-    array = dataclasses.replace(truth, clock=clock).numbers
+    numbers = dataclasses.replace(truth, clock=clock).numbers
     seconds = np.array(
         [
-            step_time(array, compute_time(array, int(tokens), float(square)), kv * truth.read_s)
+            step_time(numbers, compute_time(numbers, int(tokens), float(square)), kv * truth.read_s)
             for tokens, square, kv in zip(prefill + decoding, quadratic, kv_tokens, strict=True)
         ]
     )
@@ -119,9 +119,9 @@ def test_no_fit_is_worse_than_the_truth(seed: int) -> None:
     measured = profile(Clock.OVERLAPPED, steps=250, seed=seed, truth=truth)
     exact = profile(Clock.OVERLAPPED, noise=0.0, steps=250, seed=seed, truth=truth)
     found = calibrate(measured, Clock.OVERLAPPED)
-    array = found.model(1, Clock.OVERLAPPED).numbers
+    numbers = found.model(1, Clock.OVERLAPPED).numbers
     steps = zip(measured.tokens, measured.quadratic, measured.kv_tokens, strict=True)
-    fitted = np.array([step_time(array, compute_time(array, int(t), q), k * found.read_s) for t, q, k in steps])
+    fitted = np.array([step_time(numbers, compute_time(numbers, int(t), q), k * found.read_s) for t, q, k in steps])
     assert np.square(fitted / measured.seconds - 1).sum() <= np.square(exact.seconds / measured.seconds - 1).sum()
 
 
@@ -160,9 +160,9 @@ def test_overhead_that_is_not_there_is_none_and_never_below() -> None:
 def test_errors_are_those_of_the_model_by_kind_of_step() -> None:
     measured = profile(Clock.MIXED, operators=True, steps=300)
     found = calibrate(measured, Clock.MIXED)
-    array = found.model(1, Clock.MIXED).numbers
+    numbers = found.model(1, Clock.MIXED).numbers
     steps = zip(measured.tokens, measured.quadratic, measured.kv_tokens, strict=True)
-    fitted = np.array([step_time(array, compute_time(array, int(t), q), k * found.read_s) for t, q, k in steps])
+    fitted = np.array([step_time(numbers, compute_time(numbers, int(t), q), k * found.read_s) for t, q, k in steps])
     off = np.abs(fitted / measured.seconds - 1)
     decodes = np.flatnonzero(measured.prefill_tokens == 0)
     error = found.errors["decode"]
