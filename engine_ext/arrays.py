@@ -1,8 +1,9 @@
 """Defines array types, and records of named numbers that machine code changes in place.
 
 Compiled functions take arrays and named tuples, but cannot set the fields of a named tuple. A record has named fields
-that they can set: `totals.clock += 1` works in machine code, in Python and under the type checker, and a misspelt field
-is an error in all three.
+that they can set: `totals[0].clock += 1` works in machine code, in Python and under the type checker, and a misspelt
+field is an error in all three. A single record is an array of one, because numba takes a bare record, or NumPy's
+`recarray`, many times as slowly at each call.
 """
 
 from typing import Any, Protocol, TypeVar, cast, get_type_hints
@@ -29,12 +30,7 @@ def new_records(kind: type[Fields], count: int, integer: type[np.signedinteger[A
     """Return `count` records of zeros. Their fields are the annotations of `kind`, int or float; floats are float64."""
     types = {int: integer, float: np.float64}
     fields = [(name, types[hint]) for name, hint in get_type_hints(kind).items()]
-    return cast(Records[Fields], np.zeros(count, dtype=fields).view(np.recarray))
-
-
-def new_record(kind: type[Fields]) -> Fields:
-    """Return one record of zeros."""
-    return new_records(kind, 1)[0]
+    return cast(Records[Fields], np.zeros(count, dtype=np.dtype((np.record, fields))))
 
 
 def column(records: Records[object], field: str) -> NDArray[Any]:

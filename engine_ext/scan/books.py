@@ -14,8 +14,8 @@ from engine_ext.scan.sweep import end_sweep, record_growth, refresh_group
 def prefilled(state: State, request: int) -> None:
     """Note that a request's prompt is computed, and that its next output token comes with the next step."""
     _pend(state, request, -1)
-    state.totals.decoding += 1
-    state.requests[request].started = state.totals.clock - state.requests[request].counted
+    state.totals[0].decoding += 1
+    state.requests[request].started = state.totals[0].clock - state.requests[request].counted
 
 
 @compiled
@@ -86,7 +86,7 @@ def take_in(state: State, request: int, side: int) -> None:
 
 @compiled
 def _count_running(state: State, request: int, side: int) -> None:
-    totals = state.totals
+    totals = state.totals[0]
     state.requests[request].side = side
     state.requests[request].running_at = totals.running
     state.running[totals.running] = request
@@ -105,21 +105,21 @@ def _pend(state: State, request: int, sign: int) -> None:
     """Count a request among those whose prompts are being computed; `sign` -1 takes it out again."""
     again = state.requests[request].counted
     tokens, work = state.requests[request].fresh + again, state.requests[request].work + again
-    state.totals.pending_tokens += sign * tokens
-    state.totals.pending_work += sign * work
+    state.totals[0].pending_tokens += sign * tokens
+    state.totals[0].pending_work += sign * work
     if state.requests[request].side == RIGHT:
-        state.totals.right_pending += sign * tokens
+        state.totals[0].right_pending += sign * tokens
 
 
 @compiled
 def _add_remaining(state: State, request: int, tokens: int, sign: int) -> None:
     """Add a running request to the remaining work that the current sweep finds, if the sweep has looked at it."""
-    if state.requests[request].swept != state.totals.sweeps:
+    if state.requests[request].swept != state.totals[0].sweeps:
         return
     rest, squared = rest_of(state, request, tokens)
     context = state.requests[request].prompt + tokens
-    state.totals.next_compute_s += sign * rest * state.costs.gemm_s
-    state.totals.next_memory_s += sign * (context * rest + squared / 2) * state.costs.read_s
+    state.totals[0].next_compute_s += sign * rest * state.costs.gemm_s
+    state.totals[0].next_memory_s += sign * (context * rest + squared / 2) * state.costs.read_s
 
 
 @compiled
@@ -128,10 +128,10 @@ def _count_waiting(state: State, request: int, sign: int) -> None:
         rest = float(state.requests[request].known - state.requests[request].counted)
         context = state.requests[request].prompt + state.requests[request].counted
         prompt_s = (state.requests[request].work + state.requests[request].counted) * state.costs.gemm_s
-        state.totals.known_compute_s += sign * (prompt_s + rest * state.costs.gemm_s)
-        state.totals.known_prompts_s += sign * prompt_s
-        state.totals.known_outputs += sign * rest
-        state.totals.known_memory_s += sign * (context * rest + rest * rest / 2) * state.costs.read_s
+        state.totals[0].known_compute_s += sign * (prompt_s + rest * state.costs.gemm_s)
+        state.totals[0].known_prompts_s += sign * prompt_s
+        state.totals[0].known_outputs += sign * rest
+        state.totals[0].known_memory_s += sign * (context * rest + rest * rest / 2) * state.costs.read_s
     else:
         row = state.unknown[state.requests[request].group]
         row.requests += sign
@@ -143,9 +143,9 @@ def _count_waiting(state: State, request: int, sign: int) -> None:
 def _remove(state: State, request: int, tokens: int) -> None:
     """Remove a running request."""
     add_footprint(state, state.footprint, request, -1.0)
-    if state.requests[request].swept == state.totals.sweeps:
+    if state.requests[request].swept == state.totals[0].sweeps:
         add_footprint(state, state.footprint_next, request, -1.0)
-    totals = state.totals
+    totals = state.totals[0]
     _add_remaining(state, request, tokens, -1)
     # Subtract what the clock has added, which may differ from the engine's own count.
     by_clock = state.requests[request].counted
@@ -183,4 +183,4 @@ def _move_to_end(state: State, side: int) -> None:
     queue.first += shift
     queue.last += shift
     if side == LEFT:
-        state.totals.sample_last += shift
+        state.totals[0].sample_last += shift

@@ -78,7 +78,7 @@ class DualScan:
 
     def come_soon(self) -> None:
         """Let the next step admit the requests that were just held, instead of saving up for a burst."""
-        self.state.totals.owed = self.state.costs.most_tokens
+        self.state.totals[0].owed = self.state.costs.most_tokens
 
     def dropped(self, request: int, tokens: int) -> None:
         dropped(self.state, request, tokens)
@@ -89,7 +89,7 @@ class DualScan:
 
     @property
     def running(self) -> int:
-        return int(self.state.totals.running)
+        return int(self.state.totals[0].running)
 
     @property
     def heads(self) -> tuple[int, int]:
@@ -105,7 +105,7 @@ class DualScan:
     @property
     def remaining_s(self) -> tuple[float, float]:
         """The expected remaining seconds of compute and of memory reads."""
-        return float(self.state.totals.remaining_compute_s), float(self.state.totals.remaining_memory_s)
+        return float(self.state.totals[0].remaining_compute_s), float(self.state.totals[0].remaining_memory_s)
 
 
 @compiled
@@ -119,11 +119,11 @@ def decide(
     be computed. `decoded`: output tokens that each decoding request has got since the last decision. `slots`: the most
     requests that the engine can take.
     """
-    state.totals.clock += decoded
-    state.totals.own_kv += decoded * state.totals.decoding
+    state.totals[0].clock += decoded
+    state.totals[0].own_kv += decoded * state.totals[0].decoding
     sweep(state)
     budget = _budget(state, decoding_kv, decoding, pending)
-    shared_kv = max(0, used_kv - state.totals.own_kv)  # shared prefixes in use, which no footprint counts
+    shared_kv = max(0, used_kv - state.totals[0].own_kv)  # shared prefixes in use, which no footprint counts
     room = state.costs.capacity - shared_kv
     physical = state.costs.capacity - used_kv - SOON * decoding
     # The right end fills the KV cache, and may hurry while the cache is not full; the left end keeps the pace.
@@ -136,7 +136,7 @@ def decide(
         budget = _burst(state, budget if held_back else hurried, decoding, decoded)
         hurried = budget
     admitted_count, tokens = 0, pending
-    asks = state.queues[LEFT].first < state.totals.sample_last  # the sample goes first, whatever the pace
+    asks = state.queues[LEFT].first < state.totals[0].sample_last  # the sample goes first, whatever the pace
     if asks:
         budget = hurried
     for side in (LEFT, RIGHT) if asks else (RIGHT, LEFT):
@@ -145,7 +145,7 @@ def decide(
             request = _candidate(state, side)
             if request == NO_REQUEST:
                 break
-            alone = state.totals.running == 0  # whatever its size, it must run at some point
+            alone = state.totals[0].running == 0  # whatever its size, it must run at some point
             fresh = state.requests[request].fresh + state.requests[request].counted
             if not alone and (fresh > physical or not fits(state, request, room, side)):
                 break
@@ -154,7 +154,7 @@ def decide(
             admitted_count += 1
             tokens += fresh
             physical -= fresh
-    if rightful and state.totals.right_pending > budget:
+    if rightful and state.totals[0].right_pending > budget:
         budget = hurried
     return budget, admitted_count
 
@@ -167,7 +167,7 @@ def _is_the_tail(state: State) -> bool:
     waiting prompts take less time than a typical answer.
     """
     # An answer that runs alone still reads all the weights for each of its tokens (docs/simulator.md, the tail).
-    totals, step_s = state.totals, state.costs.weights_s
+    totals, step_s = state.totals[0], state.costs.weights_s
     left_s = max(totals.remaining_compute_s, totals.remaining_memory_s)
     return left_s < totals.longest_answer * step_s or totals.remaining_prompts_s < totals.mean_answer * step_s
 
@@ -175,7 +175,7 @@ def _is_the_tail(state: State) -> bool:
 @compiled
 def _budget(state: State, decoding_kv: int, decoding: int, pending: int) -> int:
     """Return how many prompt tokens keep the step's compute and reads in the ratio of the remaining work."""
-    costs, totals = state.costs, state.totals
+    costs, totals = state.costs, state.totals[0]
     most = int(costs.most_tokens)
     token_s, reads_s = _prompt_token_s(state), decoding_kv * costs.read_s
     if decoding == 0 or totals.remaining_memory_s <= NOTHING_S:
@@ -196,7 +196,7 @@ def _ratio(state: State, pending_s: float) -> float:
     Where compute is the larger part, all steps that compute longer than they read are equally good. A still longer step
     only makes decoding wait, so that it becomes known late which answers are long.
     """
-    ratio = (state.totals.remaining_compute_s + pending_s) / state.totals.remaining_memory_s
+    ratio = (state.totals[0].remaining_compute_s + pending_s) / state.totals[0].remaining_memory_s
     return ratio if state.costs.bursts else min(ratio, MOST_COMPUTE)
 
 
@@ -213,7 +213,7 @@ def _riding(costs: StepCosts, token_s: float, reads_s: float, decoding: int) -> 
 @compiled
 def _hurry(state: State, decoding: int) -> int:
     """Return how many prompt tokens a step would need to keep the pace if the KV cache were full."""
-    costs, totals = state.costs, state.totals
+    costs, totals = state.costs, state.totals[0]
     most = costs.most_tokens
     if totals.remaining_memory_s > NOTHING_S:
         seconds = _ratio(state, 0.0) * costs.capacity * costs.read_s
@@ -224,11 +224,11 @@ def _hurry(state: State, decoding: int) -> int:
 @compiled
 def _burst(state: State, tokens: int, decoding: int, decoded: int) -> int:
     """Return a whole step of prompt tokens once so many are saved up, or as many as there are; 0 until then."""
-    state.totals.owed += decoded * tokens
+    state.totals[0].owed += decoded * tokens
     most = int(state.costs.most_tokens)
-    if decoding > 0 and state.totals.owed < min(most, _waiting_tokens(state, most)):
+    if decoding > 0 and state.totals[0].owed < min(most, _waiting_tokens(state, most)):
         return 0
-    state.totals.owed = 0.0
+    state.totals[0].owed = 0.0
     return most
 
 
@@ -237,7 +237,7 @@ def _waiting_tokens(state: State, most: int) -> int:
     """Return the prompt tokens that wait or are being computed; `most` if more than HEADS requests wait."""
     if waiting(state) > HEADS:
         return most
-    tokens = int(state.totals.pending_tokens)
+    tokens = int(state.totals[0].pending_tokens)
     for side in range(2):
         for at in range(state.queues[side].first, state.queues[side].last):
             request = state.waiting[side, at]
@@ -265,7 +265,7 @@ def _first_of(state: State, side: int) -> int:
 @compiled
 def _prompt_token_s(state: State) -> float:
     """Return the seconds per prompt token, attention included: of pending prompts, or else of the next ones."""
-    work = state.totals.left_work
-    if state.totals.pending_tokens > 0:
-        work = state.totals.pending_work / state.totals.pending_tokens
+    work = state.totals[0].left_work
+    if state.totals[0].pending_tokens > 0:
+        work = state.totals[0].pending_work / state.totals[0].pending_tokens
     return state.costs.gemm_s * work

@@ -55,7 +55,7 @@ def fits(state: State, request: int, room: float, side: int) -> bool:
         state.requests[request].known >= 0,
         state.requests[request].known - tokens,
     )
-    table, margin, share = state.footprint, state.costs.margin, state.totals.right_share
+    table, margin, share = state.footprint, state.costs.margin, state.totals[0].right_share
     for k in range(len(AHEAD)):
         if is_known and AHEAD[k] >= max(left, 1):
             break
@@ -100,7 +100,7 @@ def generated(state: State, request: int) -> int:
         return state.requests[request].counted
     return max(
         state.requests[request].counted,
-        min(state.totals.clock - state.requests[request].started, state.requests[request].cap),
+        min(state.totals[0].clock - state.requests[request].started, state.requests[request].cap),
     )
 
 

@@ -244,7 +244,7 @@ class LiveScan:
             .T
         )
         fresh, sides = np.zeros((2, len(members)), dtype=np.int64)
-        owed = float(self._scan.state.totals.owed) if self._scan is not None else 0.0
+        owed = float(self._scan.state.totals[0].owed) if self._scan is not None else 0.0
         if self._scan is not None:
             requests = self._scan.state.requests
             tokens[runs] = output_tokens(self._scan.state, old[runs])

@@ -127,7 +127,7 @@ def plan_backlog(
         costs,
     )
     begin(state)
-    state.totals.owed = progress.owed
+    state.totals[0].owed = progress.owed
     running = np.flatnonzero(runs)
     resume(state, running, progress.side[running], progress.prefilled[running])
     return state

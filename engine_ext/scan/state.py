@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from engine_ext.arrays import Column, Floats, Records, new_record, new_records
+from engine_ext.arrays import Column, Floats, Records, new_records
 from engine_ext.costs.cost import CostModel
 from engine_ext.plan.groups import Groups
 from engine_ext.plan.lengths import BUCKETS, LONGEST, GroupTree, Outlook, Seen
@@ -188,7 +188,7 @@ class State(NamedTuple):
     how much these may be wrong for all requests alike; `unknown`, the waiting requests of unknown length; `dirty`,
     whether the group has news.
 
-    By `AHEAD`: `footprint`, and `footprint_next`, which the current sweep builds.
+    By `AHEAD`: `footprint`, and `footprint_next`, which the current sweep builds. `totals`: one record.
     """
 
     requests: Records[Request]
@@ -205,7 +205,7 @@ class State(NamedTuple):
     unknown: Records[Unknown]
     footprint: Records[Footprint]
     footprint_next: Records[Footprint]
-    totals: Totals
+    totals: Records[Totals]
     costs: StepCosts
 
 
@@ -226,12 +226,12 @@ def new_state(backlog: Backlog, costs: StepCosts) -> State:
     rows["counted"] = 0 if backlog.counted is None else backlog.counted
     rows["started"], rows["swept"] = NOT_STARTED, -1
     waiting = np.full((2, 2 * count + 1), NO_REQUEST, dtype=np.int64)
-    queues, totals = new_records(Queue, 2), new_record(Totals)
+    queues, totals = new_records(Queue, 2), new_records(Totals, 1)
     for side, queue in ((LEFT, backlog.left), (RIGHT, backlog.right)):
         # In front there is room for every request once, because retracted requests return there.
         queues[side].first, queues[side].last = count, count + len(queue)
         waiting[side, count : count + len(queue)] = queue
-    totals.sample_last = count + backlog.first
+    totals[0].sample_last = count + backlog.first
     return State(
         requests=requests,
         waiting=waiting,

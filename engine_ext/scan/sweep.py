@@ -27,7 +27,7 @@ def sweep(state: State) -> None:
 
     The last request takes the place of one that leaves, so a backward sweep misses none.
     """
-    totals = state.totals
+    totals = state.totals[0]
     _refresh_some(state)
     at = min(totals.sweep_at, totals.running)
     stop = max(0, at - (totals.running // SWEEP + 1))
@@ -44,7 +44,7 @@ def sweep(state: State) -> None:
 @compiled
 def end_sweep(state: State) -> None:
     """Take over what the finished sweep found, and start the next sweep."""
-    totals = state.totals
+    totals = state.totals[0]
     for k in range(len(AHEAD)):
         now, found = state.footprint[k], state.footprint_next[k]
         now.kv, now.variance, now.right_kv, now.doubt = found.kv, found.variance, found.right_kv, found.doubt
@@ -81,12 +81,12 @@ def has_drifted(state: State) -> bool:
 
     The pace keeps the ratio as long as the estimates are right, so drift means that they were wrong.
     """
-    return state.totals.sweeps > FIRST_SWEEP and abs(_compute_share(state) - state.totals.planned_share) > DRIFT
+    return state.totals[0].sweeps > FIRST_SWEEP and abs(_compute_share(state) - state.totals[0].planned_share) > DRIFT
 
 
 @compiled
 def _compute_share(state: State) -> float:
-    compute, memory = state.totals.remaining_compute_s, state.totals.remaining_memory_s
+    compute, memory = state.totals[0].remaining_compute_s, state.totals[0].remaining_memory_s
     return compute / max(compute + memory, NOTHING_S)
 
 
@@ -103,7 +103,7 @@ def record_growth(state: State, request: int, tokens: int, ended: bool) -> None:
 
 @compiled
 def _look_at(state: State, request: int) -> None:
-    state.requests[request].swept = state.totals.sweeps
+    state.requests[request].swept = state.totals[0].sweeps
     tokens = generated(state, request)
     counted = state.requests[request].counted
     if state.requests[request].known < 0 and bucket_of(tokens) > bucket_of(counted):
@@ -112,8 +112,10 @@ def _look_at(state: State, request: int) -> None:
         state.requests[request].counted = tokens
     add_footprint(state, state.footprint_next, request, 1.0)
     rest, squared = rest_of(state, request, tokens)
-    state.totals.next_compute_s += rest * state.costs.gemm_s
-    state.totals.next_memory_s += ((state.requests[request].prompt + tokens) * rest + squared / 2) * state.costs.read_s
+    state.totals[0].next_compute_s += rest * state.costs.gemm_s
+    state.totals[0].next_memory_s += (
+        (state.requests[request].prompt + tokens) * rest + squared / 2
+    ) * state.costs.read_s
 
 
 @compiled
@@ -131,7 +133,7 @@ def _right_share(state: State) -> float:
     are as good at half of it. The rest absorbs the variation in answers, so that prompts of the left end always find
     room.
     """
-    totals, costs = state.totals, state.costs
+    totals, costs = state.totals[0], state.costs
     if (
         state.queues[LEFT].first == state.queues[LEFT].last
         or totals.remaining_compute_s <= NOTHING_S
@@ -163,8 +165,8 @@ def _refresh_some(state: State) -> None:
     """Update the outlook of the next few groups that have news."""
     left = GROUPS_AT_ONCE
     for _ in range(min(GROUPS_LOOKED_AT, len(state.tree.parent))):
-        group = state.totals.next_dirty
-        state.totals.next_dirty = (group + 1) % len(state.tree.parent)
+        group = state.totals[0].next_dirty
+        state.totals[0].next_dirty = (group + 1) % len(state.tree.parent)
         if state.dirty[group]:
             refresh_group(state, group)
             left -= 1

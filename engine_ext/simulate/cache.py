@@ -6,7 +6,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from engine_ext.arrays import Column, new_record
+from engine_ext.arrays import Column, Records, new_records
 from engine_ext.compiled import compiled
 
 Heap = list[tuple[int, int]]  # time of last use, node; entries that are no longer valid are skipped
@@ -34,7 +34,7 @@ class Cache(NamedTuple):
     work; `users` is the number of running requests that use it, `children` that of its cached children, `used` the time
     of its last use. `extra` is output tokens kept behind a leaf. `cached` says whether the node is in the cache, or
     will be once it is computed; `ready` says whether that is done, and until then `stashed` is how many of its tokens
-    chunks have computed. `tokens` has the sums.
+    chunks have computed. `tokens`, one record, has the sums.
     """
 
     parent: Column
@@ -48,7 +48,7 @@ class Cache(NamedTuple):
     cached: NDArray[np.bool_]
     ready: NDArray[np.bool_]
     stashed: Column
-    tokens: CacheTokens
+    tokens: Records[CacheTokens]
 
 
 def new_cache(parent: Column, begin: Column, end: Column, capacity: int) -> Cache:
@@ -57,8 +57,8 @@ def new_cache(parent: Column, begin: Column, end: Column, capacity: int) -> Cach
     cached[0] = True  # the root holds nothing
     users = np.zeros(nodes, dtype=np.int64)
     users[0] = 1  # and is never evicted
-    tokens = new_record(CacheTokens)
-    tokens.free = capacity
+    tokens = new_records(CacheTokens, 1)
+    tokens[0].free = capacity
     return Cache(
         parent=parent.copy(),
         begin=begin.copy(),
@@ -151,15 +151,15 @@ def lock(cache: Cache, heap: Heap, leaf: int) -> tuple[int, float]:
     while node != 0:
         if cache.users[node] == 0:
             if cache.cached[node]:
-                cache.tokens.evictable -= cache.size[node]
+                cache.tokens[0].evictable -= cache.size[node]
             else:
-                cache.tokens.free -= cache.size[node]
+                cache.tokens[0].free -= cache.size[node]
                 cache.cached[node] = True
                 cache.stashed[node] = 0
                 cache.children[cache.parent[node]] += 1
                 tokens += cache.size[node]
                 quadratic += cache.quadratic[node]
-            cache.tokens.locked += cache.size[node]
+            cache.tokens[0].locked += cache.size[node]
         cache.users[node] += 1
         node = cache.parent[node]
     make_free(cache, heap, 0)
@@ -178,8 +178,8 @@ def make_ready(cache: Cache, leaf: int) -> None:
 @compiled
 def touch(cache: Cache, leaf: int) -> None:
     """Count what is cached of the leaf's path as used now."""
-    cache.tokens.uses += 1
-    now, node = cache.tokens.uses, leaf
+    cache.tokens[0].uses += 1
+    now, node = cache.tokens[0].uses, leaf
     while node != 0:
         if cache.ready[node]:
             cache.used[node] = now
@@ -189,31 +189,31 @@ def touch(cache: Cache, leaf: int) -> None:
 @compiled
 def grow(cache: Cache, heap: Heap, tokens: int) -> bool:
     """Lock this many more tokens for outputs; return whether there was room."""
-    if cache.tokens.free + cache.tokens.evictable < tokens:
+    if cache.tokens[0].free + cache.tokens[0].evictable < tokens:
         return False
     make_free(cache, heap, tokens)
-    cache.tokens.free -= tokens
-    cache.tokens.locked += tokens
+    cache.tokens[0].free -= tokens
+    cache.tokens[0].locked += tokens
     return True
 
 
 @compiled
 def release(cache: Cache, heap: Heap, leaf: int, outputs: int, kept: bool) -> None:
     """Unlock the path of a request that ends or is retracted; keep its output tokens behind the leaf, or free them."""
-    cache.tokens.locked -= outputs
+    cache.tokens[0].locked -= outputs
     if kept:
         cache.extra[leaf] += outputs
-        cache.tokens.evictable += outputs
+        cache.tokens[0].evictable += outputs
     else:
-        cache.tokens.free += outputs
-    cache.tokens.uses += 1
-    now, node = int(cache.tokens.uses), leaf
+        cache.tokens[0].free += outputs
+    cache.tokens[0].uses += 1
+    now, node = int(cache.tokens[0].uses), leaf
     while node != 0:
         cache.users[node] -= 1
         cache.used[node] = now
         if cache.users[node] == 0:
-            cache.tokens.locked -= cache.size[node]
-            cache.tokens.evictable += cache.size[node]
+            cache.tokens[0].locked -= cache.size[node]
+            cache.tokens[0].evictable += cache.size[node]
             if cache.children[node] == 0:
                 heappush(heap, (now, int(node)))
         node = cache.parent[node]
@@ -222,7 +222,7 @@ def release(cache: Cache, heap: Heap, leaf: int, outputs: int, kept: bool) -> No
 @compiled
 def make_free(cache: Cache, heap: Heap, tokens: int) -> None:
     """Evict the least recently used leaves until `tokens` tokens are free."""
-    while cache.tokens.free < tokens and len(heap) > 0:
+    while cache.tokens[0].free < tokens and len(heap) > 0:
         time, node = heappop(heap)
         if not cache.cached[node] or cache.users[node] > 0 or cache.children[node] > 0:
             continue
@@ -232,8 +232,8 @@ def make_free(cache: Cache, heap: Heap, tokens: int) -> None:
         held = cache.size[node] + cache.extra[node]
         cache.extra[node] = 0
         cache.cached[node], cache.ready[node] = False, False
-        cache.tokens.evictable -= held
-        cache.tokens.free += held
+        cache.tokens[0].evictable -= held
+        cache.tokens[0].free += held
         parent = cache.parent[node]
         cache.children[parent] -= 1
         if parent != 0 and cache.users[parent] == 0 and cache.children[parent] == 0:

@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from engine_ext.arrays import Column, Floats, new_record
+from engine_ext.arrays import Column, Floats, Records, new_records
 from engine_ext.compiled import compiled
 from engine_ext.costs.engine_model import StepModel, compute_time, step_time
 from engine_ext.simulate.cache import Cache, Heap, empty_heap, grow, lock, make_ready, release, stash, twice, unlocked
@@ -55,8 +55,8 @@ class Engine(NamedTuple):
     one of WAITS to TAKEN_BACK. `left` and `left_quadratic` are the prompt tokens and quadratic work still to compute;
     `place` is the index in `decoding`, `ends` the decode step at which it ends, and `twice` the tokens that it computes
     although another request does too. `queue` holds requests in prefill, first come, first served; `prefilled`,
-    `finished` and `retracted` hold those of the last step. `series` has the seconds, compute and reads of stretches of
-    steps.
+    `finished` and `retracted` hold those of the last step. `totals` is one record. `series` has the seconds, compute
+    and reads of stretches of steps.
     """
 
     leaf: Column
@@ -74,14 +74,14 @@ class Engine(NamedTuple):
     prefilled: Column
     finished: Column
     retracted: Column
-    totals: EngineTotals
+    totals: Records[EngineTotals]
     series: Floats
 
 
 def new_engine(leaf: Column, prompt: Column, output: Column) -> Engine:
     requests = len(leaf)
-    totals = new_record(EngineTotals)
-    totals.series_every = 1
+    totals = new_records(EngineTotals, 1)
+    totals[0].series_every = 1
 
     def column() -> Column:
         return np.zeros(requests, dtype=np.int64)
@@ -112,7 +112,7 @@ def series_of(engine: Engine) -> Floats:
 
     The last stretch is shorter than the others.
     """
-    totals = engine.totals
+    totals = engine.totals[0]
     since = [totals.since_seconds, totals.since_compute_s, totals.since_reads_s]
     return np.vstack([engine.series[: totals.series_length], since])
 
@@ -121,7 +121,7 @@ def series_of(engine: Engine) -> Floats:
 def ends_of_decoding(engine: Engine) -> Heap:
     """Return a heap of the decode steps at which the decoding requests end."""
     ends = empty_heap()
-    for k in range(engine.totals.decoding):
+    for k in range(engine.totals[0].decoding):
         request = engine.decoding[k]
         heappush(ends, (int(engine.ends[request]), int(request)))
     return ends
@@ -130,13 +130,13 @@ def ends_of_decoding(engine: Engine) -> Heap:
 @compiled
 def room_for(cache: Cache, leaf: int) -> int:
     """Return the tokens that stay free or evictable when the leaf's path is locked."""
-    return cache.tokens.free + cache.tokens.evictable - unlocked(cache, leaf)
+    return cache.tokens[0].free + cache.tokens[0].evictable - unlocked(cache, leaf)
 
 
 @compiled
 def admit(engine: Engine, cache: Cache, heap: Heap, model: StepModel, request: int) -> int:
     """Admit a request whose path and generated tokens fit; return the tokens that it has to compute."""
-    totals = engine.totals
+    totals = engine.totals[0]
     generated = engine.generated[request]
     more, more_quadratic = 0, 0.0
     if model.computes_twice:
@@ -149,8 +149,8 @@ def admit(engine: Engine, cache: Cache, heap: Heap, model: StepModel, request: i
     if engine.state[request] == TAKEN_BACK:
         totals.recomputed += tokens + generated
     else:
-        cache.tokens.computed += tokens
-        cache.tokens.quadratic += quadratic
+        cache.tokens[0].computed += tokens
+        cache.tokens[0].quadratic += quadratic
     tokens = max(1, tokens + generated)
     end = float(engine.prompt[request])
     quadratic += (end + generated) ** 2 - end**2
@@ -165,11 +165,11 @@ def admit(engine: Engine, cache: Cache, heap: Heap, model: StepModel, request: i
 @compiled
 def step(engine: Engine, cache: Cache, heap: Heap, ends: Heap, model: StepModel, budget: int) -> int:
     """Run one step with at most `budget` prompt tokens; return what each decoding request got: 0 or 1 output tokens."""
-    totals = engine.totals
+    totals = engine.totals[0]
     totals.prefilled, totals.finished, totals.retracted = 0, 0, 0
     alone = model.clock == 2 and budget > 0 and totals.pending > 0
     decoding = 0 if alone else _make_room_to_decode(engine, cache, heap)
-    totals.most_locked = max(totals.most_locked, cache.tokens.locked)
+    totals.most_locked = max(totals.most_locked, cache.tokens[0].locked)
     reads = totals.decoding_kv * model.read_s if decoding > 0 else 0.0
     tokens, quadratic = _prefill(engine, budget)
     if model.computes_twice and tokens > 0 and totals.queue_first < totals.queue_last:
@@ -193,7 +193,7 @@ def step(engine: Engine, cache: Cache, heap: Heap, ends: Heap, model: StepModel,
 @compiled
 def _prefill(engine: Engine, budget: int) -> tuple[int, float]:
     """Compute the first prompts of the queue, the last one in part; return the tokens and their quadratic work."""
-    totals = engine.totals
+    totals = engine.totals[0]
     tokens, quadratic = 0, 0.0
     while budget > 0 and totals.queue_first < totals.queue_last:
         request = engine.queue[totals.queue_first % len(engine.queue)]
@@ -214,13 +214,13 @@ def _prefill(engine: Engine, budget: int) -> tuple[int, float]:
 
 @compiled
 def _start_decoding(engine: Engine, cache: Cache, ends: Heap) -> None:
-    totals = engine.totals
+    totals = engine.totals[0]
     for k in range(totals.prefilled):
         request = engine.prefilled[k]
         make_ready(cache, int(engine.leaf[request]))
         # A request that computed tokens which another computed too gives its copy back.
-        cache.tokens.locked -= int(engine.twice[request])
-        cache.tokens.free += int(engine.twice[request])
+        cache.tokens[0].locked -= int(engine.twice[request])
+        cache.tokens[0].free += int(engine.twice[request])
         engine.twice[request] = 0
         engine.state[request] = DECODE
         engine.place[request] = totals.decoding
@@ -233,7 +233,7 @@ def _start_decoding(engine: Engine, cache: Cache, ends: Heap) -> None:
 
 @compiled
 def _finish(engine: Engine, cache: Cache, heap: Heap, ends: Heap) -> None:
-    totals = engine.totals
+    totals = engine.totals[0]
     while len(ends) > 0 and ends[0][0] <= totals.decodes:
         end, request = heappop(ends)
         if engine.state[request] != DECODE or engine.ends[request] != end:
@@ -253,7 +253,7 @@ def _make_room_to_decode(engine: Engine, cache: Cache, heap: Heap) -> int:
 
     Requests with the fewest output tokens are retracted first, and of these the one with the longest prompt.
     """
-    totals = engine.totals
+    totals = engine.totals[0]
     while totals.decoding > 0 and not grow(cache, heap, totals.decoding):
         least, fewest = -1, 0
         for k in range(totals.decoding):
@@ -274,7 +274,7 @@ def _make_room_to_decode(engine: Engine, cache: Cache, heap: Heap) -> int:
 
 @compiled
 def _leave(engine: Engine, request: int) -> None:
-    totals = engine.totals
+    totals = engine.totals[0]
     totals.decoding -= 1
     last, hole = engine.decoding[totals.decoding], engine.place[request]
     engine.decoding[hole] = last
@@ -284,7 +284,7 @@ def _leave(engine: Engine, request: int) -> None:
 @compiled
 def _keep(engine: Engine, seconds: float, compute: float, reads: float) -> None:
     """Add the step to the series, where a row covers `series_every` steps."""
-    totals, series = engine.totals, engine.series
+    totals, series = engine.totals[0], engine.series
     totals.since_seconds += seconds
     totals.since_compute_s += compute
     totals.since_reads_s += reads

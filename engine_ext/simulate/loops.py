@@ -70,7 +70,7 @@ def run_blendserve(engine: Engine, cache: Cache, model: StepModel, blend: PaperB
     The sample runs first. `usable` is the share of the KV memory that is M, which the two sides are to hold on average.
     """
     heap, ends = empty_heap(), empty_heap()
-    totals, split = engine.totals, blend.split
+    totals, split = engine.totals[0], blend.split
     compute, memory = blend.compute[blend.scan].sum(), blend.memory[blend.scan].sum()
     root = compute / memory if memory > 0 else 1.0
     done, tick = 0, 0
@@ -106,7 +106,7 @@ def _admit_side(
     engine: Engine, cache: Cache, heap: Heap, model: StepModel, blend: PaperBlend, side: int, chunk: int
 ) -> None:
     """Admit what the side's memory and budget allow; the sample and retracted requests need only room."""
-    totals, at = engine.totals, blend.at
+    totals, at = engine.totals[0], blend.at
     while True:
         request, whence = _next_of(blend, side)
         if request < 0:
@@ -173,13 +173,13 @@ def run_batchweave(engine: Engine, cache: Cache, model: StepModel, state: State,
     got and `state` has not been told; the function returns the same for its last step.
     """
     heap, ends = evictable_leaves(cache), ends_of_decoding(engine)
-    totals = engine.totals
+    totals = engine.totals[0]
     steps, left = 0, np.count_nonzero(engine.state != DONE)
     while left > 0 and not is_outdated(state, steps, answers):
         steps += 1
         budget, admitted_count = decide(
             state,
-            cache.tokens.locked,
+            cache.tokens[0].locked,
             totals.decoding_kv,
             totals.decoding,
             totals.pending,

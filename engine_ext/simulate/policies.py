@@ -206,7 +206,7 @@ def _go_on(progress: Progress, engine: Engine, state: State) -> Progress:
         ended=ended,
         fresh=column(state.requests, "fresh").astype(np.int64),
         side=column(state.requests, "side").astype(np.int64),
-        owed=float(state.totals.owed),
+        owed=float(state.totals[0].owed),
     )
 
 
@@ -303,10 +303,11 @@ def _outcome(
     policy: str, setting: str, work: Work, model: EngineModel, engine: Engine, cache: Cache, planned_s: float
 ) -> Outcome:
     cost, planner_s = work.cost, work.prepared_s + planned_s
-    seconds = float(engine.totals.seconds) + planner_s
+    seconds = float(engine.totals[0].seconds) + planner_s
     tokens = int(work.lengths.sum() + work.output.sum())
     # The part of prompts that was computed, in the cost model's seconds: GEMM by token, attention by position.
-    prompt_s = float(cache.tokens.computed) * cost.gemm_s_per_token + float(cache.tokens.quadratic) * cost.quadratic_s
+    computed = cache.tokens[0]
+    prompt_s = float(computed.computed) * cost.gemm_s_per_token + float(computed.quadratic) * cost.quadratic_s
     whole_s = float(cost.compute_s(work.lengths, np.zeros(len(work.lengths))).sum())
     saved = (whole_s - prompt_s) / work.compute_s if work.compute_s else 0.0
     best = work.best_saved_s / work.compute_s if work.compute_s else 0.0
@@ -319,11 +320,11 @@ def _outcome(
         share_of_practical=work.practical_s(model) / seconds if seconds else 1.0,
         sharing=saved,
         sharing_kept=saved / best if best else 1.0,
-        retractions=int(engine.totals.retractions),
-        recomputed_tokens=int(engine.totals.recomputed),
-        steps=int(engine.totals.steps),
+        retractions=int(engine.totals[0].retractions),
+        recomputed_tokens=int(engine.totals[0].recomputed),
+        steps=int(engine.totals[0].steps),
         planner_s=planner_s,
-        most_kv=int(engine.totals.most_locked),
+        most_kv=int(engine.totals[0].most_locked),
         series=series_of(engine),
     )
 

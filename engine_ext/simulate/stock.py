@@ -50,7 +50,7 @@ def run_stock(
     """
     heap, ends = empty_heap(), empty_heap()
     line = WaitingLine(np.append(order, 0), np.array([0, len(order)]))
-    totals, first_ratio, full = engine.totals, ratio, False
+    totals, first_ratio, full = engine.totals[0], ratio, False
     admissions = Admissions(np.empty_like(order), np.full(len(order), -1), np.zeros(1, dtype=np.int64))
     shrinks, done = False, 0
     while done < len(order):
@@ -87,7 +87,7 @@ def _admit_some(
     lpm: bool,
 ) -> bool:
     """Admit requests that fit; return whether the next one did not."""
-    totals = engine.totals
+    totals = engine.totals[0]
     waiting = line.ends[1] - line.ends[0]
     if waiting == 0 or totals.pending >= chunk:
         return False
@@ -122,7 +122,7 @@ def _admit_some(
 @compiled
 def to_come(engine: Engine, expected: Floats) -> float:
     """Return the output tokens that are still reserved for running requests."""
-    totals, tokens = engine.totals, 0.0
+    totals, tokens = engine.totals[0], 0.0
     for k in range(totals.decoding):
         request = engine.decoding[k]
         got = int(engine.output[request] - (engine.ends[request] - totals.decodes))
@@ -140,7 +140,7 @@ def _still(expected: float, got: int) -> float:
 
 @compiled
 def _ratio_after_retraction(engine: Engine, expected: Floats) -> float:
-    totals = engine.totals
+    totals = engine.totals[0]
     got, most = 0.0, 1.0
     for k in range(totals.decoding):
         request = engine.decoding[k]

@@ -131,4 +131,4 @@ def simulate(requests: Requests, policy: str) -> Run:
     cache = new_cache(tree.parent, tree.begin, tree.end, CAPACITY)
     order = np.arange(len(requests))
     found = run_stock(engine, cache, model.numbers, order, output.astype(float), CHUNK, 0.7, policy == "lpm")
-    return Run(found.order.tolist(), found.cached.tolist(), int(engine.totals.retractions))
+    return Run(found.order.tolist(), found.cached.tolist(), int(engine.totals[0].retractions))

@@ -86,15 +86,15 @@ class Engine:
         """What the scan keeps in sums is what it would find by counting."""
         state, waits = self.scan.state, self.scan.waiting
         assert waits + self.scan.running + len(self.done) == len(self.prompt)
-        assert state.totals.decoding == len(self.decoding)
+        assert state.totals[0].decoding == len(self.decoding)
         own = sum(int(self.prompt[r]) + self.generated.get(r, 0) for r in self.left_to_prefill)
         own += sum(int(self.prompt[r]) + n for r, n in self.decoding.items())
         # A request that has just been prefilled gets its first token by the clock one decision early.
-        assert abs(int(state.totals.own_kv) - own) <= 2 * len(self.decoding) + 1
+        assert abs(int(state.totals[0].own_kv) - own) <= 2 * len(self.decoding) + 1
         unknown = column(state.requests, "known") < 0
         assert int(column(state.unknown, "requests").sum()) == (waits if unknown.all() else 0)
         pending = sum(self.prompt[r] + self.generated.get(r, 0) for r in self.left_to_prefill if state.requests[r].side)
-        assert state.totals.right_pending == pending
+        assert state.totals[0].right_pending == pending
 
     def _prefill(self, budget: int) -> None:
         for request in list(self.left_to_prefill):
@@ -301,8 +301,8 @@ def test_any_clock_leaves_nothing_behind(decoded: int) -> None:
         if scan.waiting == 0:
             break
     assert scan.waiting + scan.running == 0
-    assert scan.state.totals.own_kv == 0
-    assert scan.state.totals.right_pending == 0
+    assert scan.state.totals[0].own_kv == 0
+    assert scan.state.totals[0].right_pending == 0
 
 
 def test_each_end_shares_with_the_one_before_it_there() -> None:

@@ -127,7 +127,7 @@ def test_every_request_ends_once_whenever_it_comes(seed: int, count: int, known:
     engine.run()
     assert sorted([*engine.done, *gone]) == list(range(count))
     scan = engine.scan._scan  # pyright: ignore[reportPrivateUsage]
-    assert scan is None or (scan.running, scan.state.totals.own_kv) == (0, 0)
+    assert scan is None or (scan.running, scan.state.totals[0].own_kv) == (0, 0)
 
 
 def test_it_plans_again_when_enough_has_come_and_not_in_every_step() -> None:

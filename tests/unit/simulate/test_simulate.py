@@ -57,7 +57,7 @@ def typed_heap() -> list[tuple[int, int]]:
 
 
 def running(engine: Engine) -> list[int]:
-    return engine.decoding[: engine.totals.decoding].tolist()
+    return engine.decoding[: engine.totals[0].decoding].tolist()
 
 
 @pytest.mark.parametrize("policy", list(POLICIES))
@@ -89,9 +89,9 @@ def test_a_prefix_of_one_prefill_batch_is_computed_by_each_as_stock_sglang_does(
     first = int(np.count_nonzero(found.cached == 0))
     assert 20 <= first < 40
     assert set(found.cached.tolist()) == {0, 300}
-    assert int(cache.tokens.computed) == first * 320 + (40 - first) * 20
-    assert cache.tokens.free + cache.tokens.evictable == 10_000
-    assert cache.tokens.locked == 0
+    assert int(cache.tokens[0].computed) == first * 320 + (40 - first) * 20
+    assert cache.tokens[0].free + cache.tokens[0].evictable == 10_000
+    assert cache.tokens[0].locked == 0
 
 
 def test_of_a_prefix_that_is_computed_in_chunks_only_the_last_is_computed_by_others_too() -> None:
@@ -104,8 +104,8 @@ def test_of_a_prefix_that_is_computed_in_chunks_only_the_last_is_computed_by_oth
     assert cached[0] == 0
     assert cached[1] >= 5000 - 256
     assert cached[-1] == 5000
-    assert int(cache.tokens.computed) <= 5000 + 20 * 10 + 20 * 256
-    assert cache.tokens.locked == 0
+    assert int(cache.tokens[0].computed) <= 5000 + 20 * 10 + 20 * 256
+    assert cache.tokens[0].locked == 0
 
 
 def test_what_is_reserved_is_the_sum_over_all_that_run() -> None:
@@ -121,7 +121,7 @@ def test_what_is_reserved_is_the_sum_over_all_that_run() -> None:
         admit(engine, cache, heap, engine_model.numbers, request)
     for _ in range(100):
         step(engine, cache, heap, ends, engine_model.numbers, 256)
-    got = {int(r): int(engine.output[r] - engine.ends[r] + engine.totals.decodes) for r in running(engine)}
+    got = {int(r): int(engine.output[r] - engine.ends[r] + engine.totals[0].decodes) for r in running(engine)}
     assert 0 < len(got) < 80
     wanted = sum(min(max(expected[request] - tokens, 0.0), 4096) for request, tokens in got.items())
     assert to_come(engine, expected) == pytest.approx(wanted)
@@ -144,10 +144,10 @@ def test_what_is_computed_again_is_not_lost_sharing() -> None:
     engine_model = model(capacity=8_000)
     engine, cache = fresh(work, engine_model)
     run_stock(engine, cache, engine_model.numbers, np.arange(60), np.full(60, 5.0), 2048, 0.3, False)
-    assert engine.totals.retractions > 20
-    assert int(cache.tokens.computed) == 60 * 100
-    assert engine.totals.recomputed >= engine.totals.retractions
-    assert cache.tokens.free + cache.tokens.evictable == 8_000
+    assert engine.totals[0].retractions > 20
+    assert int(cache.tokens[0].computed) == 60 * 100
+    assert engine.totals[0].recomputed >= engine.totals[0].retractions
+    assert cache.tokens[0].free + cache.tokens[0].evictable == 8_000
 
 
 @pytest.mark.parametrize("policy", list(POLICIES))
