@@ -9,7 +9,8 @@ BatchweaveError
 │   ├── SegmentError       the segments of a prompt are wrong
 │   └── TooLarge           no KV cache of this size can hold the request
 ├── EngineError        an engine does not do what it should
-│   └── EngineStartError   it did not start, or without batchweave's plugin
+│   ├── EngineStartError   it did not start, or without batchweave's plugin
+│   └── RanksDiverged      its ranks decided differently about one step
 └── ServiceError       see service/errors.py
 """
 
@@ -62,3 +63,14 @@ class EngineError(BatchweaveError):
 
 class EngineStartError(EngineError):
     """SGLang did not start, or it started without batchweave's plugin in its scheduler."""
+
+
+class RanksDiverged(EngineError):
+    """The ranks of a tensor-parallel engine decided differently about one step, so none of them may run it."""
+
+    def __init__(self, admitted: int, budget: int) -> None:
+        super().__init__(
+            f"the ranks of this engine decided differently about one step (here: {admitted} requests, {budget} prompt "
+            f"tokens); its requests will be run again. Please report this. Without the dual scan, "
+            f"BATCHWEAVE_SCHEDULING=sglang, it cannot happen"
+        )

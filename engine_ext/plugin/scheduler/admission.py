@@ -20,6 +20,7 @@ from engine_ext.plan.lengths import LONGEST, UNKNOWN
 from engine_ext.plugin.marks import KIND, UNTOLD
 from engine_ext.plugin.options import Overlap, handed_over
 from engine_ext.plugin.scheduler.pins import Pins
+from engine_ext.plugin.scheduler.ranks import Ranks
 from engine_ext.scan.live import LiveScan
 from engine_ext.scan.state import StepCosts
 
@@ -58,6 +59,7 @@ class Admission:
     scan: LiveScan
     overlap: Overlap
     pins: Pins
+    ranks: Ranks
     by_key: dict[int, Member] = field(default_factory=dict[int, Member])
     waiting: dict[str, Member] = field(default_factory=dict[str, Member])  # by rid
     running: dict[Any, Member] = field(default_factory=dict[Any, Member])  # by SGLang's request
@@ -77,9 +79,11 @@ class Admission:
     recent_ids: deque[str] = field(default_factory=lambda: deque(maxlen=RECENT))
 
     @classmethod
-    def of(cls, cost: CostModel, capacity: int, step_tokens: int, overlap: Overlap, tree: Any) -> "Admission":
+    def of(cls, cost: CostModel, scheduler: Any) -> "Admission":
+        capacity, overlap = int(scheduler.max_total_num_tokens), overlap_of(scheduler)
+        step_tokens = int(scheduler.chunked_prefill_size or STEP_TOKENS)
         costs = StepCosts.of(cost, capacity, step_tokens, bursts=overlap is not Overlap.MIXED)
-        return cls(LiveScan(cost, costs), overlap, Pins(tree, capacity))
+        return cls(LiveScan(cost, costs), overlap, Pins(scheduler.tree_cache, capacity), Ranks.of(scheduler))
 
     def add(self, req: Any) -> None:
         """Add a request that waits now, for the first time or because it was retracted."""
@@ -132,7 +136,10 @@ class Admission:
 
         `continued`: the request with more chunks to prefill, which is in no batch. Returns whether any has ended.
         """
-        gone = self.running.keys() - still
+        here = set(still)
+        # In the order of admission: that of a set differs between processes, and all ranks must tell their scans the
+        # same events in the same order, or they come to admit different requests.
+        gone = [req for req in self.running if req not in here]
         for req in gone:
             if req is continued:
                 continue
@@ -229,13 +236,7 @@ def admission_of(scheduler: Any) -> Admission:
     if found is None:
         options = handed_over()
         assert options is not None
-        found = Admission.of(
-            options.cost,
-            int(scheduler.max_total_num_tokens),
-            int(scheduler.chunked_prefill_size or STEP_TOKENS),
-            overlap_of(scheduler),
-            scheduler.tree_cache,
-        )
+        found = Admission.of(options.cost, scheduler)
         found.scan.cached = lambda key: _cached_tokens(scheduler, found.by_key[key].req)
         scheduler.batchweave_admission = found
     return found

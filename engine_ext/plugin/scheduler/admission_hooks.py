@@ -49,6 +49,7 @@ def admit(original: Callable[..., Any], scheduler: Any, *args: Any, **kwargs: An
     if is_beside:  # they decode from here on; tokens decoded during their prefill were not theirs
         ours.prefilled(None)
     candidates = [ours.by_key[key].req for key in step.admitted]
+    ours.ranks.agree(step.budget, [req.rid for req in candidates])
     ours.deciding_s += time.perf_counter() - started
     ours.steps += 1
     ours.decoded = 0 if is_beside else 1

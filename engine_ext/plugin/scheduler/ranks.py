@@ -1,0 +1,58 @@
+"""Keeps the schedulers of one tensor-parallel engine in step: one clock for all, and one decision in each step.
+
+Each rank of such an engine runs a scheduler of its own, and all must run the same batch, or their collectives hang or
+mix up different requests. The scan decides by the same events in the same order everywhere, and this checks it.
+"""
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+from zlib import crc32
+
+import structlog
+import torch
+from torch import distributed
+
+from engine_ext.errors import RanksDiverged
+
+log = structlog.get_logger()
+
+
+@dataclass(slots=True)
+class Ranks:
+    """The ranks that run the same requests. Only the first reads a clock, and the others take over its time.
+
+    `group`: their gloo group, or None for an engine of one rank.
+    """
+
+    group: Any
+    is_first: bool = True
+    clock: Callable[[], float] = time.monotonic
+    now: float = 0.0
+
+    @classmethod
+    def of(cls, scheduler: Any) -> "Ranks":
+        group = scheduler.dp_tp_group
+        if group.world_size == 1:
+            return cls(None, now=time.monotonic())
+        return cls(group.cpu_group, group.is_first_rank)
+
+    def agree(self, budget: int, admitted: Sequence[str]) -> None:
+        """Compare a step's decision with that of all other ranks, and take over the first rank's time as `now`.
+
+        Raises RanksDiverged in every rank if two of them decided differently: better no step than a wrong one.
+        """
+        if self.group is None:
+            self.now = self.clock()
+            return
+        digest = crc32("\0".join((str(budget), *admitted)).encode())
+        microseconds = int(self.clock() * 1e6) if self.is_first else 0
+        # One collective: the greatest digest, the least one (negated), and the only time.
+        found = torch.tensor([digest, -digest, microseconds])
+        distributed.all_reduce(found, distributed.ReduceOp.MAX, self.group)
+        greatest, least, now = found.tolist()
+        if greatest != -least:
+            log.error("the ranks of this engine decided differently and cannot continue", budget=budget)
+            raise RanksDiverged(len(admitted), budget)
+        self.now = now / 1e6

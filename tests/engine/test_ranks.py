@@ -1,0 +1,85 @@
+"""Two tensor-parallel ranks on the CPU, each a process of its own with a scheduler and a scan."""
+
+import asyncio
+import json
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Generator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from service.demo.model import NAME, ensure_demo_model
+from service.demo.prompts import COMPLETIONS, corpus
+from tests.engine.conftest import RealEngine, running_engine
+
+CORES = "|".join(str(sorted(os.sched_getaffinity(0))[rank % len(os.sched_getaffinity(0))]) for rank in range(2))
+PREFIXES, QUESTIONS = 6, 10
+FOLLOWER = """
+import json, sys
+from engine_ext.plugin.options import Options
+from engine_ext.plugin.worker.host import EngineHost
+from service.estimates.model_costs import planning_costs
+model, name, arguments = json.loads(sys.argv[1])
+EngineHost(model, name, arguments, Options(planning_costs(model, "h200", 2)))  # returns when the first rank ends
+"""
+
+
+@contextmanager
+def follower(model: Path, arguments: dict[str, Any], log: Path) -> Generator[None, None, None]:
+    given = json.dumps([str(model), NAME, arguments | {"node_rank": 1}])
+    with log.open("w") as file:
+        process = subprocess.Popen([sys.executable, "-c", FOLLOWER, given], stdout=file, stderr=file)
+    try:
+        yield
+        process.wait(120)
+    finally:
+        process.kill()
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> Generator[RealEngine, None, None]:
+    folder = tmp_path_factory.mktemp("ranks")
+    model = ensure_demo_model(folder / "demo", corpus())
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        meeting = f"127.0.0.1:{free.getsockname()[1]}"
+    arguments = {"tp_size": 2, "nnodes": 2, "dist_init_addr": meeting, "max_total_tokens": 6000}
+    with pytest.MonkeyPatch.context() as environment:
+        environment.setenv("SGLANG_CPU_OMP_THREADS_BIND", CORES)
+        with (
+            follower(model, arguments, folder / "follower.log"),
+            running_engine(model, NAME, arguments | {"node_rank": 0}) as engine,
+        ):
+            yield engine
+
+
+def test_two_ranks_decide_the_same_while_requests_come_and_go(ranks: RealEngine) -> None:
+    """The scan learns lengths, holds what shares a prefix, retracts and plans again; a divergence would end both."""
+
+    async def ask(number: int) -> tuple[int, dict[str, Any]]:
+        prefix, question = number % PREFIXES, number // PREFIXES
+        await asyncio.sleep(question / 10)  # so that several plans are made
+        body = {
+            "model": NAME,
+            "prompt": " ".join(f"part{prefix} {k}" for k in range(100)) + f" question {question}",
+            "max_tokens": 5 + number * 7 % 60,
+            "ignore_eos": number % 3 == 0,
+        }
+        answer = await ranks.host.run(COMPLETIONS, body, f"ranks-{number:03}", f"kind {number % 2}")
+        return answer.status_code, json.loads(answer.body)
+
+    async def run() -> list[tuple[int, dict[str, Any]]]:
+        return list(await asyncio.gather(*(ask(number) for number in range(PREFIXES * QUESTIONS))))
+
+    found = ranks.do(run())
+
+    assert [status for status, _ in found] == [200] * (PREFIXES * QUESTIONS)
+    [state] = ranks.do(ranks.host.scheduler_states())
+    assert state["admitted"] >= PREFIXES * QUESTIONS
+    assert state["plans"] > 1
+    cached = sum((body["usage"]["prompt_tokens_details"] or {}).get("cached_tokens", 0) for _, body in found)
+    assert cached > 0.5 * sum(body["usage"]["prompt_tokens"] for _, body in found)
