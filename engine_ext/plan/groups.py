@@ -9,7 +9,8 @@ from engine_ext.arrays import Column, Floats
 from engine_ext.compiled import compiled
 from engine_ext.plan.tree import PrefixTree
 
-SMALLEST = 32  # fewest requests of a node or kind that makes a group
+SMALLEST = 32  # fewest requests of a node that makes a group
+SMALLEST_TASK = 8  # the same for a task: a system prompt or a kind, whose few answers may be the longest of all
 MOST_NODES = 512  # most nodes that make groups; kinds may double the number of groups
 UNLIKE = 0.05  # how many of a group's own answers its parent's estimate counts for, where tasks differ
 ALIKE = 3.0  # the same, where only prompt lengths differ
@@ -56,11 +57,11 @@ def group_requests(tree: PrefixTree, kinds: Column | None = None) -> Groups:
     of[tree.order] = number[tree.leaves]
     of, parent = _apart(of, parent)
     if kinds is not None:
-        of, parent = _by_kind(of, parent, kinds)
+        of, parent = _by_kind(of, parent, kinds, SMALLEST_TASK)
     octave = np.empty(len(of), dtype=np.int64)
     octave[tree.order] = np.log2(np.maximum(tree.end[tree.leaves], 1)).astype(np.int64)
     tasks = len(parent)
-    of, parent = _by_kind(of, parent, octave)
+    of, parent = _by_kind(of, parent, octave, SMALLEST)
     return Groups(of, parent, np.where(np.arange(len(parent)) < tasks, UNLIKE, ALIKE))
 
 
@@ -70,7 +71,8 @@ def _large_nodes(tree: PrefixTree) -> NDArray[np.bool_]:
     High nodes separate tasks, deep ones separate the cases of one task; a task may be much smaller than a case.
     """
     size = tree.last - tree.first
-    large = size >= SMALLEST
+    is_task = size[tree.parent] == size[0]  # nothing but what all prompts begin with is above it
+    large = size >= np.where(is_task, SMALLEST_TASK, SMALLEST)
     large[0] = True
     if np.count_nonzero(large) > MOST_NODES:
         nodes = np.flatnonzero(large)
@@ -91,15 +93,15 @@ def _apart(of: Column, parent: Column) -> tuple[Column, Column]:
     return number[of], np.concatenate([parent, np.flatnonzero(chosen)])
 
 
-def _by_kind(of: Column, parent: Column, kinds: Column) -> tuple[Column, Column]:
-    """Add children to each group for those of its kinds that are large and not the whole group."""
+def _by_kind(of: Column, parent: Column, kinds: Column, smallest: int) -> tuple[Column, Column]:
+    """Add children to each group for those of its kinds that have `smallest` requests and are not the whole group."""
     _, kinds = np.unique(kinds, return_inverse=True)
     pairs, members, counts = np.unique(
         of * (int(kinds.max(initial=0)) + 1) + kinds, return_inverse=True, return_counts=True
     )
     above = pairs // (int(kinds.max(initial=0)) + 1)
     alone = counts == np.bincount(of, minlength=len(parent))[above]
-    chosen = (counts >= SMALLEST) & ~alone
+    chosen = (counts >= smallest) & ~alone
     most = max(0, MOST_NODES * 2 - len(parent))
     if np.count_nonzero(chosen) > most:
         largest = np.argsort(-np.where(chosen, counts, 0), kind="stable")[:most]
