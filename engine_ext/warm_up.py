@@ -113,15 +113,16 @@ def compile_scan() -> None:
     for key in range(6 * FEWEST):
         prompt = generator.integers(0, 1 << 17, 64 + key % 5 * 100, np.uint32)
         prompt[:8] = key % 3
-        scan.add(key, prompt, 4000, (UNKNOWN, 2, 3000)[key // 3 % 3])
+        scan.add(key, prompt, 4000, (UNKNOWN, 2, 3000)[key // 3 % 3], due=1e9 / (1 + key % 4))
         if key % FEWEST != 0 or len(scan) == 0:
             continue
-        admitted = scan.decide(1000, 1000, len(running), 0, 1, 5).admitted
+        admitted = scan.decide(1000, 1000, 0, 0, 1, 5, float(key)).admitted
         for each in admitted[1:]:
             scan.prefilled(each)
             running.append(each)
         for each in admitted[:1]:
             scan.put_back(each)
+            scan.take_back(each)
         for change in (scan.finished, scan.retracted, scan.dropped):
             if len(running) > 1:
                 change(running.pop(0), 10)

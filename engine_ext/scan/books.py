@@ -6,7 +6,7 @@ from numpy.typing import NDArray
 from engine_ext.arrays import Column
 from engine_ext.compiled import compiled
 from engine_ext.scan.footprint import add_footprint, rest_of
-from engine_ext.scan.state import LEFT, NOT_STARTED, RIGHT, State
+from engine_ext.scan.state import NOT_STARTED, RIGHT, State
 from engine_ext.scan.sweep import end_sweep, record_growth, refresh_group
 
 
@@ -42,16 +42,6 @@ def put_back(state: State, request: int) -> None:
 
 
 @compiled
-def resume(state: State, requests: Column, sides: Column, computed: NDArray[np.bool_]) -> None:
-    """Count requests that are in no queue as running; `computed`: whether each one's prompt is computed."""
-    for k in range(len(requests)):
-        request = int(requests[k])
-        _count_running(state, request, int(sides[k]))
-        if computed[k]:
-            prefilled(state, request)
-
-
-@compiled
 def retracted(state: State, request: int, tokens: int) -> None:
     """Note that the engine retracted a request with `tokens` output tokens; it waits again, first in line."""
     _remove(state, request, tokens)
@@ -62,14 +52,58 @@ def retracted(state: State, request: int, tokens: int) -> None:
 
 
 @compiled
-def begin(state: State) -> None:
-    """Count the waiting requests and work out every group's outlook: once, before the first step."""
+def begin(state: State, running: Column, sides: Column, computed: NDArray[np.bool_]) -> None:
+    """Count all requests, and work out every group's outlook and what remains to be done: once, before the first step.
+
+    `running`: the requests that are in no queue, because they run; `computed`: whether each one's prompt is computed.
+    """
     for side in range(2):
         for at in range(state.queues[side].first, state.queues[side].last):
             _count_waiting(state, state.waiting[side, at], 1)
     for group in range(len(state.tree.parent)):
         refresh_group(state, group)
+    for k in range(len(running)):
+        request = int(running[k])
+        _count_running(state, request, int(sides[k]))
+        if computed[k]:
+            prefilled(state, request)
     end_sweep(state)
+
+
+@compiled
+def withdraw(state: State, request: int) -> None:
+    """Take out a request that was just admitted and that the engine refuses again and again; another plan adds it."""
+    _remove(state, request, state.requests[request].counted)
+
+
+@compiled
+def take_back(state: State, request: int) -> None:
+    """Note that a waiting request will not run. It stays in its queue until it gets to an end of it."""
+    _count_waiting(state, request, -1)
+    state.requests[request].gone = 1
+    state.totals[0].gone += 1
+
+
+@compiled
+def skip_gone(state: State) -> None:
+    """Take requests that will not run from both ends of both queues."""
+    for side in range(2):
+        queue = state.queues[side]
+        while queue.first < queue.last and state.requests[state.waiting[side, queue.first]].gone == 1:
+            queue.first += 1
+            state.totals[0].gone -= 1
+        while queue.first < queue.last and state.requests[state.waiting[side, queue.last - 1]].gone == 1:
+            queue.last -= 1
+            state.totals[0].gone -= 1
+
+
+@compiled
+def bring_forward(state: State, side: int, at: int) -> None:
+    """Let the request at this place of a queue go before all others of it."""
+    first, request = state.queues[side].first, state.waiting[side, at]
+    for place in range(at, first, -1):
+        state.waiting[side, place] = state.waiting[side, place - 1]
+    state.waiting[side, first] = request
 
 
 @compiled
@@ -182,5 +216,3 @@ def _move_to_end(state: State, side: int) -> None:
         state.waiting[side, at + shift] = state.waiting[side, at]
     queue.first += shift
     queue.last += shift
-    if side == LEFT:
-        state.totals[0].sample_last += shift

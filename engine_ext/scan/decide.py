@@ -10,6 +10,7 @@ engine.
 """
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -17,12 +18,16 @@ from engine_ext.arrays import Column
 from engine_ext.compiled import compiled
 from engine_ext.scan.books import (
     begin,
+    bring_forward,
     dropped,
     finished,
     prefilled,
     put_back,
     retracted,
+    skip_gone,
+    take_back,
     take_in,
+    withdraw,
 )
 from engine_ext.scan.footprint import fits
 from engine_ext.scan.state import ALIGNMENT, LEFT, NO_REQUEST, RIGHT, Backlog, State, StepCosts, new_state
@@ -30,6 +35,19 @@ from engine_ext.scan.sweep import HEADS, MOST_COMPUTE, NOTHING_S, sweep, waiting
 
 ANY_NUMBER = 1 << 30
 SOON = 32  # steps for whose output tokens there must always be room
+PASSED = 8  # requests behind an urgent one that does not fit, of which the first that does may go before it
+
+
+class Space(NamedTuple):
+    """KV tokens that are free `now`, those for what is projected `ahead`, and those `kept` for an urgent request.
+
+    `tokens`: prompt tokens that the step computes so far.
+    """
+
+    now: int
+    ahead: int
+    tokens: int
+    kept: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +72,8 @@ class DualScan:
     def of(cls, backlog: Backlog, costs: StepCosts) -> "DualScan":
         """Create the scan as it stands before the first step."""
         state = new_state(backlog, costs)
-        begin(state)
+        nobody = np.zeros(0, dtype=np.int64)
+        begin(state, nobody, nobody, nobody.astype(np.bool_))
         return cls(state)
 
     def decide(
@@ -79,6 +98,12 @@ class DualScan:
     def come_soon(self) -> None:
         """Let the next step admit the requests that were just held, instead of saving up for a burst."""
         self.state.totals[0].owed = self.state.costs.most_tokens
+
+    def withdraw(self, request: int) -> None:
+        withdraw(self.state, request)
+
+    def take_back(self, request: int) -> None:
+        take_back(self.state, request)
 
     def dropped(self, request: int, tokens: int) -> None:
         dropped(self.state, request, tokens)
@@ -122,41 +147,105 @@ def decide(
     state.totals[0].clock += decoded
     state.totals[0].own_kv += decoded * state.totals[0].decoding
     sweep(state)
+    skip_gone(state)
     budget = _budget(state, decoding_kv, decoding, pending)
     shared_kv = max(0, used_kv - state.totals[0].own_kv)  # shared prefixes in use, which no footprint counts
-    room = state.costs.capacity - shared_kv
-    physical = state.costs.capacity - used_kv - SOON * decoding
+    capacity = state.costs.capacity
+    space = Space(capacity - used_kv - SOON * decoding, capacity - shared_kv, pending, 0)
     # The right end fills the KV cache, and may hurry while the cache is not full; the left end keeps the pace.
     rightful = state.queues[RIGHT].first < state.queues[RIGHT].last
-    hurried = max(budget, _hurry(state, decoding)) if rightful else budget
+    most = _most_tokens(state, decoding_kv * state.costs.read_s, decoding)
+    hurried = max(budget, min(most, _hurry(state, decoding))) if rightful else budget
     if _is_the_tail(state):
-        budget = hurried = max(0, int(state.costs.most_tokens) - decoding)
+        budget = hurried = most
     if state.costs.bursts:
-        held_back = rightful and not fits(state, _candidate(state, RIGHT), room, RIGHT)
+        held_back = rightful and not fits(state, _candidate(state, RIGHT), space.ahead, RIGHT)
         budget = _burst(state, budget if held_back else hurried, decoding, decoded)
         hurried = budget
-    admitted_count, tokens = 0, pending
-    asks = state.queues[LEFT].first < state.totals[0].sample_last  # the sample goes first, whatever the pace
-    if asks:
+    first = _first_side(state)
+    if first == LEFT:  # a sample or a deadline, which no pace may hold up
         budget = hurried
-    for side in (LEFT, RIGHT) if asks else (RIGHT, LEFT):
-        most = hurried if side == RIGHT else budget
-        while tokens < most and admitted_count < min(slots, len(state.admitted)):
-            request = _candidate(state, side)
-            if request == NO_REQUEST:
-                break
-            alone = state.totals[0].running == 0  # whatever its size, it must run at some point
-            fresh = state.requests[request].fresh + state.requests[request].counted
-            if not alone and (fresh > physical or not fits(state, request, room, side)):
-                break
-            take_in(state, request, side)
-            state.admitted[admitted_count] = request
-            admitted_count += 1
-            tokens += fresh
-            physical -= fresh
+    count, slots = 0, min(slots, len(state.admitted))
+    for side in (first, 1 - first):
+        count, space = _admit(state, side, hurried if side == RIGHT else budget, space, count, slots)
     if rightful and state.totals[0].right_pending > budget:
         budget = hurried
-    return budget, admitted_count
+    return budget, count
+
+
+@compiled
+def _admit(state: State, side: int, most: int, space: Space, count: int, slots: int) -> tuple[int, Space]:
+    """Admit this side's next requests while they fit into a step of `most` prompt tokens, `space` and `slots`.
+
+    `count` requests are admitted already. Returns how many are now, and the space that is left.
+    """
+    while space.tokens < most and count < slots:
+        request = _candidate(state, side)
+        if request == NO_REQUEST:
+            break
+        is_urgent = _is_more_urgent(state, side)
+        alone = state.totals[0].running == 0  # whatever its size, it must run at some point
+        # The right end's share and margin serve throughput: what is urgent needs only room.
+        if not alone and not _has_room(state, request, space, LEFT if is_urgent else side):
+            if not is_urgent or space.kept > 0:
+                break
+            # Others may pass it, beside the room that it needs.
+            need = state.requests[request].fresh + state.requests[request].counted + SOON
+            space = Space(space.now, space.ahead, space.tokens, need)
+            request = _smaller(state, side, space)
+            if request == NO_REQUEST:
+                break
+        take_in(state, request, side)
+        state.admitted[count] = request
+        count += 1
+        fresh = state.requests[request].fresh + state.requests[request].counted
+        space = Space(space.now - fresh, space.ahead, space.tokens + fresh, space.kept)
+        skip_gone(state)
+    return count, space
+
+
+@compiled
+def _first_side(state: State) -> int:
+    """Return the side that admits first: the more urgent one, or else the right one, unless the left has the sample."""
+    if _is_more_urgent(state, LEFT):
+        return LEFT
+    left = state.queues[LEFT]
+    has_sample = left.first < left.last and state.requests[state.waiting[LEFT, left.first]].first == 1
+    return LEFT if has_sample and not _is_more_urgent(state, RIGHT) else RIGHT
+
+
+@compiled
+def _is_more_urgent(state: State, side: int) -> bool:
+    """Return whether the head of this side's queue is in an earlier tier than all that the other side has."""
+    mine, other = state.queues[side], state.queues[1 - side]
+    if mine.first == mine.last:
+        return False
+    tier = state.requests[state.waiting[side, mine.first]].tier
+    if other.first < other.last:
+        return tier < state.requests[state.waiting[1 - side, other.first]].tier
+    return tier < state.requests[state.waiting[side, mine.last - 1]].tier
+
+
+@compiled
+def _has_room(state: State, request: int, space: Space, side: int) -> bool:
+    """Return whether the request's prompt fits into the cache now, and what it will hold in the steps ahead."""
+    fresh = state.requests[request].fresh + state.requests[request].counted
+    return fresh <= space.now - space.kept and fits(state, request, space.ahead - space.kept, side)
+
+
+@compiled
+def _smaller(state: State, side: int, space: Space) -> int:
+    """Bring the first request forward that has room and is as urgent as the head, and return it, or NO_REQUEST."""
+    queue = state.queues[side]
+    tier = state.requests[state.waiting[side, queue.first]].tier
+    for at in range(queue.first + 1, min(queue.last, queue.first + 1 + PASSED)):
+        request = state.waiting[side, at]
+        if state.requests[request].tier > tier:
+            break
+        if state.requests[request].gone == 0 and _has_room(state, request, space, LEFT):
+            bring_forward(state, side, at)
+            return request
+    return NO_REQUEST
 
 
 @compiled
@@ -187,6 +276,22 @@ def _budget(state: State, decoding_kv: int, decoding: int, pending: int) -> int:
     if tokens >= 2 * ALIGNMENT:  # BlendServe A.2: multiples of 128 use the hardware better
         tokens = np.floor(tokens / ALIGNMENT + 0.5) * ALIGNMENT
     return int(max(0.0, min(tokens, most) - decoding))
+
+
+@compiled
+def _most_tokens(state: State, reads_s: float, decoding: int) -> int:
+    """Return how many prompt tokens compute no longer than the step reads anyway.
+
+    From the time of reading the weights upwards, steps of any length compute equally many prompts a second. A longer
+    step starts no request earlier; it only gives all that decode fewer tokens meanwhile, and the last of them end the
+    run (docs/simulator.md, what made the difference).
+    """
+    costs, token_s = state.costs, _prompt_token_s(state)
+    if decoding == 0:
+        return int(costs.most_tokens)
+    least_s = max(costs.weights_s, reads_s)
+    tokens = max((least_s - decoding * costs.gemm_s) / token_s, _riding(costs, token_s, reads_s, decoding))
+    return int(max(0.0, min(tokens, costs.most_tokens - decoding)))
 
 
 @compiled
@@ -241,17 +346,22 @@ def _waiting_tokens(state: State, most: int) -> int:
     for side in range(2):
         for at in range(state.queues[side].first, state.queues[side].last):
             request = state.waiting[side, at]
+            if state.requests[request].gone == 1:
+                continue
             tokens += state.requests[request].fresh + state.requests[request].counted
     return max(1, tokens)
 
 
 @compiled
 def _candidate(state: State, side: int) -> int:
-    """Return the next request of this side or, if its queue is empty, the last one in the other side's queue."""
+    """Return the next request of this side or, if its queue is empty, the last one in the other side's queue.
+
+    The last one waits while the other side has more urgent ones.
+    """
     mine, other = state.queues[side], state.queues[1 - side]
     if mine.first < mine.last:
         return state.waiting[side, mine.first]
-    if other.first < other.last:
+    if other.first < other.last and not _is_more_urgent(state, 1 - side):
         return state.waiting[1 - side, other.last - 1]
     return NO_REQUEST
 

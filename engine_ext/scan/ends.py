@@ -11,20 +11,22 @@ from engine_ext.plan.blend import excess_s, meeting_place
 from engine_ext.plan.order import KEEP_SHARING, common_in, order_scan
 from engine_ext.plan.resources import Requests, request_loads
 from engine_ext.plan.tree import PrefixTree
+from engine_ext.scan.tiers import Urgency
 
 
 @dataclass(frozen=True, slots=True)
 class Ends:
     """The requests of each end, in the order in which it admits them.
 
-    `fresh`: int64 [prompts], prompt tokens that a request does not share with the one before it at its end. The first
-    `first` requests of `left` come before all others.
+    `fresh`: int64 [prompts], prompt tokens that a request does not share with the one before it at its end. `tier`:
+    int64 [prompts], the requests' tiers of urgency, in whose order both ends are. `total_s`: the work of all requests.
     """
 
     left: Column
     right: Column
     fresh: Column
-    first: int
+    tier: Column
+    total_s: float
 
 
 def two_ends(
@@ -34,11 +36,12 @@ def two_ends(
     first: Column,
     waits: NDArray[np.bool_] | None = None,
     keep: float = KEEP_SHARING,
+    urgency: Urgency | None = None,
 ) -> Ends:
-    """Sort the tree, and split it into two ends where compute and memory balance.
+    """Sort the tree, split it into two ends where compute and memory balance, and let what is urgent go first at each.
 
-    `first`: requests that come before all others, in this order. `waits`: bool [prompts], the requests to put into the
-    ends; the others only inform the order.
+    `first`: requests that come before all others of their tier, in this order. `waits`: bool [prompts], the requests to
+    put into the ends; the others only inform the order.
     """
     scan = order_scan(tree, requests, cost, keep)
     compute, memory = request_loads(scan.tree, requests, cost)
@@ -47,11 +50,18 @@ def two_ends(
         places = places[waits[scan.tree.order[places]]]
     order = scan.tree.order[places]
     meeting = meeting_place(excess_s(compute[places], memory[places]))
+    total_s = float(max(compute.sum(), memory.sum()))
+    tier = (urgency or Urgency.none(len(scan.tree.order))).tiers(total_s)
+    # Stable, so that inside a tier each end keeps its order, and with it shared prefixes.
+    by_tier = np.argsort(tier[order[:meeting]], kind="stable"), np.argsort(tier[order[meeting:]][::-1], kind="stable")
+    places = np.concatenate([places[:meeting][by_tier[0]], places[meeting:][::-1][by_tier[1]][::-1]])
+    order = scan.tree.order[places]
     asked = np.isin(order, first)
     left = np.concatenate([first, order[:meeting][~asked[:meeting]]])
+    left = left[np.argsort(tier[left], kind="stable")]
     right = order[meeting:][::-1][~asked[meeting:][::-1]]
     fresh = fresh_tokens(scan.tree, requests.prompt.astype(np.int64), places, meeting)
-    return Ends(left, right, fresh, len(first))
+    return Ends(left, right, fresh, tier, total_s)
 
 
 def _mixed(tree: PrefixTree, compute: Floats, memory: Floats) -> Column:

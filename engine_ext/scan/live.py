@@ -3,17 +3,18 @@
 The caller chooses the requests' keys. A plan covers the waiting requests and, for what they tell about similar
 requests, the running ones and those that ended last. Planning costs about 4 microseconds per request, so it is not done
 in every step. The scan plans again when the backlog has grown by a quarter, when new requests have waited long enough,
-when requests were taken back, when the ratio of the remaining work has drifted, or when several times as many answers
+when a deadline comes near, when the ratio of the remaining work has drifted, or when several times as many answers
 have ended as the plan knew.
 """
 
+import math
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import numpy as np
 
-from engine_ext.arrays import column
+from engine_ext.arrays import Bools, column
 from engine_ext.costs.cost import CostModel
 from engine_ext.plan.groups import group_requests
 from engine_ext.plan.lengths import LONGEST, UNKNOWN
@@ -23,23 +24,32 @@ from engine_ext.plan.tree import build_tree, common_prefix
 from engine_ext.scan.decide import DualScan
 from engine_ext.scan.footprint import output_tokens
 from engine_ext.scan.replan import FEWEST, PATIENCE, Progress, answers_before_next, is_outdated, plan_backlog
+from engine_ext.scan.slowness import Slowness, step_s
 from engine_ext.scan.state import NO_REQUEST, StepCosts
+from engine_ext.scan.tiers import Urgency
 
 REMEMBERED = 4096  # ended requests that are kept to estimate similar ones
 PAGE = 16  # tokens; a shared prefix that is longer than this is worth waiting a step for
+MOST_OVERTAKEN = 4096  # requests that came later and may go before one of the same urgency
+LONGEST_WAIT_S = 1800.0  # for which requests that came later may go before it
+MOST_REFUSED = 3  # times that the engine may refuse the request that an end admits first
 
 
 @dataclass(slots=True, eq=False)
 class _Member:
     """A request that waits, runs or has ended.
 
-    `tokens`: output tokens so far. `place`: its index in the plan, or -1.
+    `due`: when it must have ended, by the engine's clock. `came`: its number in the order in which requests came.
+    `tokens`: output tokens so far. `place`: its index in the plan, or -1. `overtaken`: how many requests that came
+    later were admitted before it; `since`: since when there are any. `refused`: how often the engine did not take it.
     """
 
     prompt: TokenIds
     cap: int
     known: int
     kind: int
+    due: float
+    came: int
     tokens: int = 0
     place: int = -1
     runs: bool = False
@@ -47,6 +57,9 @@ class _Member:
     stored: bool = False
     ready: int = 0  # prompt tokens that were in the cache at its admission, as far as is known
     before: "_Member | None" = None  # the request that its end admitted before it
+    overtaken: int = 0
+    since: float = math.inf
+    refused: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,17 +101,27 @@ class LiveScan:
     _learned: int = 0  # answers ended since the plan was made; `_needed` of them lead to another plan
     _needed: int = 0
     _decisions: int = 0
-    _stale: bool = False
     _computing: list[_Member] = field(default_factory=list[_Member])  # admitted, prompts not yet in the cache
     _latest: "list[_Member | None]" = field(default_factory=lambda: [None, None])  # that each end admitted last
+    _came: int = 0
+    _overtakers: list[int] = field(default_factory=list[int])  # `came` of those admitted since the plan was made
+    _now: float = 0.0
+    _look_again: float = math.inf
+    _pace: Slowness = field(default_factory=Slowness)
 
     def __len__(self) -> int:
         """Return the number of waiting requests."""
         return self._new + (self._scan.waiting if self._scan else 0)
 
-    def add(self, key: int, prompt: TokenIds, cap: int, known: int = UNKNOWN, kind: int = 0) -> None:
-        """Add a waiting request; `kind` is equal for requests that have more in common than their prompts."""
-        self._members[key] = _Member(prompt, min(cap, LONGEST), known, kind)
+    def add(
+        self, key: int, prompt: TokenIds, cap: int, known: int = UNKNOWN, kind: int = 0, due: float = math.inf
+    ) -> None:
+        """Add a waiting request; `kind` is equal for requests that have more in common than their prompts.
+
+        `due`: when it must have ended, in seconds of the clock that `decide` is told.
+        """
+        self._members[key] = _Member(prompt, min(cap, LONGEST), known, kind, due, self._came)
+        self._came += 1
         self._new += 1
 
     def take_back(self, key: int) -> None:
@@ -107,18 +130,25 @@ class LiveScan:
         if member.place < 0:
             self._new -= 1
         else:
-            self._stale = True
+            self._of(member).take_back(member.place)
             self._keys[member.place] = -1
 
-    def decide(self, used_kv: int, decoding_kv: int, decoding: int, pending: int, decoded: int, slots: int) -> Step:
-        """Decide the next step; see the function `decide` in scan/decide.py."""
+    def decide(
+        self, used_kv: int, decoding_kv: int, decoding: int, pending: int, decoded: int, slots: int, now: float = 0.0
+    ) -> Step:
+        """Decide the next step; see the function `decide` in scan/decide.py. `now`: seconds of any steady clock."""
         self._decisions += 1
+        self._now = now
+        self._pace.measure(now)
         if self._is_due():
             self._plan()
         if self._scan is None:
             return NOTHING
         found = self._scan.decide(used_kv, decoding_kv, decoding, pending, decoded, slots)
-        return Step(found.budget, self._without_twins(found.admitted.tolist()))
+        admitted = self._without_twins(found.admitted.tolist())
+        prompts = min(found.budget, pending + sum(len(self._members[key].prompt) for key in admitted))
+        self._pace.expect(step_s(self.costs, prompts, decoding, decoding_kv))
+        return Step(found.budget, admitted)
 
     def prefilled(self, key: int, stored: bool = True) -> None:
         """Note that a request's prompt is computed; `stored`: whether it is also in the cache, for others to use."""
@@ -148,16 +178,27 @@ class LiveScan:
         member.tokens, member.runs, member.prefilled, member.stored = tokens, False, False, False
         self._of(member).retracted(member.place, tokens)
 
-    def put_back(self, key: int) -> None:
-        """Note that the engine did not take a request that was just admitted."""
+    def put_back(self, key: int, refused: bool = False) -> None:
+        """Note that the engine did not take a request that was just admitted.
+
+        If the engine could take others but not this one (`refused`), it must not block its end for ever: after some
+        refusals it waits for the next plan.
+        """
         member = self._members[key]
         member.runs = False
+        member.refused += refused
         if member.tokens == 0:
             scan = self._of(member)
             self.expected_cached -= len(member.prompt) - int(scan.state.requests[member.place].fresh)
         if member in self._latest:
             self._latest[self._latest.index(member)] = member.before
-        self._of(member).put_back(member.place)
+        if member.refused < MOST_REFUSED:
+            self._of(member).put_back(member.place)
+            return
+        self._of(member).withdraw(member.place)
+        self._keys[member.place] = -1
+        member.place, member.refused = -1, 0
+        self._new += 1
 
     @property
     def remaining_s(self) -> tuple[float, float]:
@@ -184,7 +225,7 @@ class LiveScan:
         return self._scan
 
     def _is_due(self) -> bool:
-        if self._stale:
+        if self._now >= self._look_again:
             return True
         if self._scan is not None and is_outdated(self._scan.state, self._decisions, self._needed - self._learned):
             return True
@@ -222,6 +263,7 @@ class LiveScan:
             self._computing.append(member)
             member.before, self._latest[side] = latest, member
             member.runs = True
+            self._overtakers.append(member.came)
             if member.tokens == 0:
                 self.expected_cached += len(member.prompt) - int(scan.state.requests[place].fresh)
             kept.append(self._keys[place])
@@ -252,16 +294,46 @@ class LiveScan:
 
         tree = build_tree(_joined([member.prompt for member in members]))
         prefilled = np.array([member.prefilled for member in members], dtype=np.bool_)
-        progress = Progress(caps, known, np.zeros_like(runs), tokens, runs, runs & prefilled, ended, fresh, sides, owed)
-        state = plan_backlog(
+        progress = Progress(
+            caps,
+            known,
+            np.zeros_like(runs),
+            tokens,
+            runs,
+            runs & prefilled,
+            ended,
+            fresh,
+            sides,
+            owed,
+            self._urgency(members, runs | ended),
+        )
+        plan = plan_backlog(
             tree, group_requests(tree, kinds), progress, self.cost, self.costs, self.generator, self.share
         )
-        self._scan, self._keys = DualScan(state), keys
+        self._scan, self._keys = DualScan(plan.state), keys
+        self._look_again = self._now + plan.look_again_s
         self._learned, self._needed = 0, answers_before_next(progress.learned)
         for place, member in enumerate(members):
             member.place, member.tokens = place, int(tokens[place])
-        self._new, self._decisions, self._stale = 0, 0, False
+        self._new, self._decisions = 0, 0
         self.plans += 1
+
+    def _urgency(self, members: list[_Member], is_over: Bools) -> Urgency:
+        """Return the deadlines of all requests, and count who was overtaken since the last plan.
+
+        No request is overtaken by more than MOST_OVERTAKEN others of its urgency and the plan's own step, nor for
+        longer than LONGEST_WAIT_S.
+        """
+        overtakers, self._overtakers = np.sort(np.array(self._overtakers, dtype=np.int64)), []
+        came = np.array([member.came for member in members], dtype=np.int64)
+        later = len(overtakers) - np.searchsorted(overtakers, came, side="right")
+        for at in np.flatnonzero((later > 0) & ~is_over).tolist():
+            member = members[at]
+            member.overtaken += int(later[at])
+            member.since = min(member.since, self._now)
+        aged = [member.overtaken >= MOST_OVERTAKEN or self._now - member.since >= LONGEST_WAIT_S for member in members]
+        due_s = np.array([member.due for member in members]) - self._now
+        return Urgency(np.where(is_over, np.inf, due_s), np.array(aged, dtype=np.bool_), self._pace.slowness)
 
 
 def _joined(prompts: list[TokenIds]) -> Prompts:

@@ -4,6 +4,7 @@ Running requests continue.
 """
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -16,10 +17,11 @@ from engine_ext.plan.order import KEEP_SHARING
 from engine_ext.plan.resources import Requests
 from engine_ext.plan.sample import SHARE, choose_sample
 from engine_ext.plan.tree import PrefixTree
-from engine_ext.scan.books import begin, resume
+from engine_ext.scan.books import begin
 from engine_ext.scan.ends import two_ends
 from engine_ext.scan.state import Backlog, State, StepCosts, new_state
 from engine_ext.scan.sweep import has_drifted, waiting
+from engine_ext.scan.tiers import Urgency
 
 FEWEST = 32  # requests that must come or end before the scan plans again
 PATIENCE = 32  # steps for which drift does not replace a plan, and for which a few new requests may have to wait
@@ -33,7 +35,7 @@ class Progress:
     `caps`: max_tokens. `known`: output tokens or UNKNOWN. `sampled`: whether a length is known because the request ran
     as a sample, so that it informs the estimates of other requests. `tokens`: output tokens so far. A request waits if
     it neither `runs` nor has `ended`. `prefilled`: whether the prompt of a running request is computed. `fresh`,
-    `side`: as they were at admission. `owed`: prompt tokens saved up for a burst.
+    `side`: as they were at admission. `owed`: prompt tokens saved up for a burst. `urgency`: None for none.
     """
 
     caps: Column
@@ -46,6 +48,7 @@ class Progress:
     fresh: Column
     side: Column
     owed: float = 0.0
+    urgency: Urgency | None = None
 
     @classmethod
     def at_first(cls, caps: Column, known: Column, sampled: Bools) -> "Progress":
@@ -57,6 +60,13 @@ class Progress:
     def learned(self) -> int:
         """The number of answers from which lengths were learned."""
         return int(np.count_nonzero(self.sampled | self.ended & (self.known == UNKNOWN)))
+
+
+class Plan(NamedTuple):
+    """The scan's state from here on, and the seconds after which deadlines ask for another look."""
+
+    state: State
+    look_again_s: float
 
 
 def answers_before_next(learned: int) -> int:
@@ -82,7 +92,7 @@ def plan_backlog(
     generator: np.random.Generator,
     share: float = SHARE,
     keep: float = KEEP_SHARING,
-) -> State:
+) -> Plan:
     """Plan the waiting requests, and return the scan's state from here on.
 
     `share`: share of the requests with unknown lengths, including those that already ran, to run first as a sample.
@@ -110,7 +120,10 @@ def plan_backlog(
         np.concatenate([begun, sample]),  # retracted requests come before even the sample
         waits,
         keep,
+        progress.urgency,
     )
+    is_first = np.zeros(len(tokens), dtype=np.bool_)
+    is_first[begun], is_first[sample] = True, True
     state = new_state(
         Backlog(
             prompt=lengths,
@@ -119,15 +132,15 @@ def plan_backlog(
             caps=progress.caps,
             left=ends.left,
             right=ends.right,
-            first=ends.first,
+            first=is_first,
+            tier=ends.tier,
             groups=groups,
             seen=seen,
             counted=tokens,
         ),
         costs,
     )
-    begin(state)
     state.totals[0].owed = progress.owed
     running = np.flatnonzero(runs)
-    resume(state, running, progress.side[running], progress.prefilled[running])
-    return state
+    begin(state, running, progress.side[running], progress.prefilled[running])
+    return Plan(state, progress.urgency.look_again_s(ends.total_s) if progress.urgency else np.inf)

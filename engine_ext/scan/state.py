@@ -6,10 +6,11 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from engine_ext.arrays import Column, Floats, Records, new_records
+from engine_ext.arrays import Bools, Column, Floats, Records, new_records
 from engine_ext.costs.cost import CostModel
 from engine_ext.plan.groups import Groups
 from engine_ext.plan.lengths import BUCKETS, LONGEST, GroupTree, Outlook, Seen
+from engine_ext.scan.tiers import ORDINARY
 
 # Steps from now at which the footprint is projected: two per octave, and nothing beyond the last.
 AHEAD = np.array([0, 16, *(step << k for k in range(13) for step in (24, 32))], dtype=np.int64)
@@ -72,8 +73,9 @@ class Backlog:
 
     `prompt`: prompt tokens. `fresh`: those that a request does not share with the one before it at its end. `known`:
     output tokens or UNKNOWN. `caps`: max_tokens. `left`, `right`: the requests in the order in which each end admits
-    them, each request at most once; the first `first` of `left` come before all of `right`. `counted`: output tokens
-    that each request already has, which `seen` includes.
+    them, each request at most once. `counted`: output tokens that each request already has, which `seen` includes.
+    `first`: whether it comes before the other end's requests too, whatever the pace. `tier`: its urgency
+    (scan/tiers.py).
     """
 
     prompt: Column
@@ -85,7 +87,8 @@ class Backlog:
     groups: Groups
     seen: Seen
     counted: Column | None = None
-    first: int = 0
+    first: Bools | None = None
+    tier: Column | None = None
 
 
 class Request:
@@ -94,7 +97,8 @@ class Request:
     `prompt`: prompt tokens. `fresh`: those not shared with the request before it in the scan. `work`: the work of
     computing the fresh ones, in tokens of GEMM. `known`: output tokens or UNKNOWN. `cap`: max_tokens. `side`: the side
     that admitted it. `started`: the clock at its first output token, or NOT_STARTED. `counted`: output tokens that
-    `seen` includes. `swept`: the last sweep that looked at it. `running_at`: its index in `State.running`.
+    `seen` includes. `swept`: the last sweep that looked at it. `running_at`: its index in `State.running`. `tier`,
+    `first`: as in `Backlog`. `gone`: 1 if it was taken back while it waited, and its queue still has it.
     """
 
     prompt: int
@@ -108,6 +112,9 @@ class Request:
     counted: int
     swept: int
     running_at: int
+    tier: int
+    first: int
+    gone: int
 
 
 class Queue:
@@ -122,7 +129,7 @@ class Totals:
 
     `clock`: decode steps so far. `running`: running requests; `decoding`: those of them that decode. `own_kv`: KV
     tokens that they hold and do not share. `sweeps`: number of the current sweep; `sweep_at`: how far it is.
-    `next_dirty`: the group to check next for news. `sample_last`: the end of the sample in the left queue.
+    `next_dirty`: the group to check next for news. `gone`: requests in the queues that were taken back.
 
     `remaining_*`: the remaining work that the last complete sweep found, in seconds of compute, of memory reads, and of
     the compute of waiting prompts. `known_*`: the part of the waiting requests whose lengths are known. `next_*`: what
@@ -139,7 +146,7 @@ class Totals:
     sweeps: int
     sweep_at: int
     next_dirty: int
-    sample_last: int
+    gone: int
     remaining_compute_s: float
     remaining_memory_s: float
     remaining_prompts_s: float
@@ -224,6 +231,8 @@ def new_state(backlog: Backlog, costs: StepCosts) -> State:
     rows["work"] = np.round(prompt_work(backlog, costs))
     rows["cap"], rows["group"] = np.minimum(backlog.caps, LONGEST), backlog.groups.of
     rows["counted"] = 0 if backlog.counted is None else backlog.counted
+    rows["first"] = 0 if backlog.first is None else backlog.first
+    rows["tier"] = ORDINARY if backlog.tier is None else backlog.tier
     rows["started"], rows["swept"] = NOT_STARTED, -1
     waiting = np.full((2, 2 * count + 1), NO_REQUEST, dtype=np.int64)
     queues, totals = new_records(Queue, 2), new_records(Totals, 1)
@@ -231,7 +240,6 @@ def new_state(backlog: Backlog, costs: StepCosts) -> State:
         # In front there is room for every request once, because retracted requests return there.
         queues[side].first, queues[side].last = count, count + len(queue)
         waiting[side, count : count + len(queue)] = queue
-    totals[0].sample_last = count + backlog.first
     return State(
         requests=requests,
         waiting=waiting,

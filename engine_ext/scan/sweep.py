@@ -120,9 +120,9 @@ def _look_at(state: State, request: int) -> None:
 
 @compiled
 def waiting(state: State) -> int:
-    """Return the number of requests in both queues."""
+    """Return the number of requests in both queues that may still run."""
     left, right = state.queues[LEFT], state.queues[RIGHT]
-    return left.last - left.first + right.last - right.first
+    return left.last - left.first + right.last - right.first - state.totals[0].gone
 
 
 @compiled

@@ -175,7 +175,8 @@ def _batchweave(work: Work, model: EngineModel, seed: int, search: Search) -> Ou
     progress, decoded, planned_s = _at_first(work), 0, 0.0
     while not np.all(progress.ended):
         started = work.clock()
-        state = plan_backlog(work.tree, work.groups, progress, work.cost, costs, generator, work.share, search.keep)
+        plan = plan_backlog(work.tree, work.groups, progress, work.cost, costs, generator, work.share, search.keep)
+        state = plan.state
         planned_s += work.clock() - started
         answers = answers_before_next(progress.learned)
         decoded = run_batchweave(engine, cache, model.numbers, state, decoded, answers)

@@ -181,6 +181,7 @@ class Worker:
                 self._storage,
                 self._engine,
                 self._settings,
+                self._clock,
                 self._state_progress,
                 self._leases.begin_trial,
             )

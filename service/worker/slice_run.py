@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import secrets
+import time
 from collections.abc import Callable, Coroutine, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
@@ -47,7 +48,7 @@ class EngineAnswer(Protocol):
 class Engine(Protocol):
     """The interface that a worker needs of an engine; engine_ext.plugin.worker.host.EngineHost implements it."""
 
-    async def run(self, endpoint: str, body: dict[str, Any], rid: str, kind: str) -> EngineAnswer: ...
+    async def run(self, endpoint: str, body: dict[str, Any], rid: str, kind: str, due: float) -> EngineAnswer: ...
     def abort(self, rid: str) -> None: ...
     @property
     def step_age_s(self) -> float: ...
@@ -56,7 +57,10 @@ class Engine(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """A request of the slice, ready to run; `place` is its position in the window's plan."""
+    """A request of the slice, ready to run.
+
+    `place`: its position in the window's plan. `due`: when its batch expires, by time.monotonic.
+    """
 
     batch_id: str
     number: int
@@ -64,6 +68,7 @@ class Request:
     custom_id: str
     body: dict[str, Any]
     place: int
+    due: float
     request_id: str = field(default_factory=lambda: f"req_{secrets.token_hex(16)}")  # in its answer line and in the log
 
 
@@ -87,6 +92,7 @@ class SliceRun:
         storage: Storage,
         engine: Engine,
         settings: Settings,
+        clock: Callable[[], float],
         on_progress: Callable[[int, dict[str, Counts]], Coroutine[Any, Any, None]],
         begin_trial: Callable[[Lease, int, int], Coroutine[Any, Any, bool]],
     ) -> None:
@@ -95,6 +101,7 @@ class SliceRun:
         self._storage = storage
         self._engine = engine
         self._settings = settings
+        self._clock = clock
         self._on_progress = on_progress
         self._begin_trial = begin_trial
         self._shard = Shard(storage, lease.slice_id)
@@ -228,9 +235,11 @@ class SliceRun:
             file_key(batch.input_file_id), records["offset"].tolist(), records["length"].tolist()
         )
         requests: list[Request] = []
+        due = time.monotonic() + batch.expires_at - self._clock()
         for position, number, raw in zip(positions, numbers.tolist(), lines, strict=True):
             line = _line_decoder.decode(raw)
-            requests.append(Request(batch.id, number, line.url, line.custom_id, line.body, self.lease.first + position))
+            place = self.lease.first + position
+            requests.append(Request(batch.id, number, line.url, line.custom_id, line.body, place, due))
         return requests
 
     async def _run_one(self, request: Request) -> None:
@@ -266,7 +275,7 @@ class SliceRun:
         rid = f"{BY_PATH[request.endpoint].id_prefix}{secrets.token_hex(16)}"
         self._in_flight[rid] = request
         try:
-            answer = await self._engine.run(request.endpoint, request.body, rid, request.batch_id)
+            answer = await self._engine.run(request.endpoint, request.body, rid, request.batch_id, request.due)
             if answer.aborted:
                 return "it aborted the request"
             if answer.status_code >= 500:

@@ -101,6 +101,40 @@ def test_both_ends_of_what_waits_are_admitted_at_once(engine: RealEngine) -> Non
     assert sum(n >= 60 for n in order[:half]) >= 10
 
 
+@pytest.mark.parametrize("words", [1, 60])
+def test_a_short_window_is_answered_before_a_long_one(engine: RealEngine, words: int) -> None:
+    """Five lines of ten minutes come while hundreds of a day wait: the next plan lets them in."""
+    long = "You are a careful clerk. " * 12
+
+    async def run() -> tuple[int, list[int]]:
+        def body(text: str, tokens: int) -> dict[str, Any]:
+            return {**QUESTION, "messages": [{"role": "user", "content": text}], "max_tokens": tokens}
+
+        now = time.monotonic()
+        patient = [
+            asyncio.create_task(engine.host.run(CHAT, body(f"{long} {n}", 24), f"day-{n:03}", "day", now + 86_400))
+            for n in range(400)
+        ]
+        async with asyncio.timeout(120):
+            while sum(task.done() for task in patient) < 20:
+                await asyncio.sleep(0.02)
+        hurried = [
+            engine.host.run(CHAT, body("hi " * words, 4), f"soon-{n}", "soon", time.monotonic() + 600) for n in range(5)
+        ]
+        answers = await asyncio.gather(*hurried)
+        still = sum(not task.done() for task in patient)
+        for n, task in enumerate(patient):
+            if not task.done():
+                engine.host.abort(f"day-{n:03}")
+        await asyncio.gather(*patient)
+        return still, [answer.status_code for answer in answers]
+
+    still, statuses = engine.do(run())
+
+    assert statuses == [200] * 5
+    assert still > 200
+
+
 def test_answers_are_the_same_in_any_order(engine: RealEngine) -> None:
     """Temperature 0, token by token: in the plan's order, in that of submission, and at random, from an empty cache.
 

@@ -53,7 +53,7 @@ class ScriptedEngine:
     kinds: dict[str, str] = field(default_factory=dict[str, str])  # by content, in the order in which they came
     _aborted: dict[str, asyncio.Event] = field(default_factory=dict[str, asyncio.Event])
 
-    async def run(self, endpoint: str, body: dict[str, Any], rid: str, kind: str) -> ScriptedAnswer:
+    async def run(self, endpoint: str, body: dict[str, Any], rid: str, kind: str, due: float) -> ScriptedAnswer:
         content = body["messages"][-1]["content"]
         self.runs[content] += 1
         self.kinds[content] = kind

@@ -56,9 +56,9 @@ class Gate(ScriptedEngine):
         super().__init__(**kinds)
         self.room = asyncio.Semaphore(0)
 
-    async def run(self, endpoint: str, body: dict[str, Any], rid: str, kind: str) -> Any:
+    async def run(self, endpoint: str, body: dict[str, Any], rid: str, kind: str, due: float) -> Any:
         await self.room.acquire()
-        return await super().run(endpoint, body, rid, kind)
+        return await super().run(endpoint, body, rid, kind, due)
 
     def open(self, count: int) -> None:
         for _ in range(count):

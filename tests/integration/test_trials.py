@@ -16,13 +16,13 @@ class MortalEngine(ScriptedEngine):
 
     killers: frozenset[str] = frozenset()
 
-    async def run(self, endpoint: str, body: dict[str, Any], rid: str, kind: str) -> ScriptedAnswer:
+    async def run(self, endpoint: str, body: dict[str, Any], rid: str, kind: str, due: float) -> ScriptedAnswer:
         if body["messages"][-1]["content"] in self.killers:
             assert self.hold is not None
             self.hold.set()
         if self.hold is not None and self.hold.is_set():
             await asyncio.Event().wait()
-        return await super().run(endpoint, body, rid, kind)
+        return await super().run(endpoint, body, rid, kind, due)
 
 
 async def one_life(house: House, leases: Leases, killers: frozenset[str]) -> tuple[list[int], bool]:
@@ -40,7 +40,7 @@ async def one_life(house: House, leases: Leases, killers: frozenset[str]) -> tup
         sizes.append(size)
         return await leases.begin_trial(lease, size, place)
 
-    run = SliceRun(lease, house.database, house.storage, engine, house.settings, no_progress, begin_trial)
+    run = SliceRun(lease, house.database, house.storage, engine, house.settings, house.clock, no_progress, begin_trial)
     task, died = asyncio.create_task(run.run()), asyncio.create_task(dead.wait())
     await asyncio.wait([task, died], return_when=asyncio.FIRST_COMPLETED)
     if task.done():

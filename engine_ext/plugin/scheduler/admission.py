@@ -4,6 +4,7 @@ They wait here, outside SGLang's queue, whose cost per step grows with its lengt
 ones that the scan admits. Requests without our mark stay in SGLang's own queue and go first.
 """
 
+import math
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -17,7 +18,7 @@ from sglang.srt.mem_cache.radix_cache import RadixKey
 
 from engine_ext.costs.cost import CostModel
 from engine_ext.plan.lengths import LONGEST, UNKNOWN
-from engine_ext.plugin.marks import KIND, UNTOLD
+from engine_ext.plugin.marks import DUE, KIND, UNTOLD
 from engine_ext.plugin.options import Overlap, handed_over
 from engine_ext.plugin.scheduler.pins import Pins
 from engine_ext.plugin.scheduler.ranks import Ranks
@@ -98,8 +99,11 @@ class Admission:
         cap = params.max_new_tokens
         if params.custom_params.get(UNTOLD):
             known, cap = UNKNOWN, LONGEST
-        kind = self.kinds.setdefault(str(params.custom_params[KIND]), len(self.kinds))
-        self.scan.add(member.key, np.asarray(req.origin_input_ids, dtype=np.uint32), cap, known, kind)
+        # One batch may hold several tasks, which often differ in max_tokens.
+        alike = f"{params.custom_params[KIND]} {cap.bit_length()}"
+        kind = self.kinds.setdefault(alike, len(self.kinds))
+        prompt = np.asarray(req.origin_input_ids, dtype=np.uint32)
+        self.scan.add(member.key, prompt, cap, known, kind, _due(params.custom_params))
 
     def take_back(self, rid: str, everything: bool) -> list[Any]:
         """Remove and return the waiting requests that an abort means: that of this id, or those that begin with it."""
@@ -161,10 +165,13 @@ class Admission:
             self.computing.append(member)
         self.admitted += len(reqs)
 
-    def note_refused(self, reqs: list[Any]) -> None:
-        """Note that SGLang did not take these admissions: they wait again, first at their ends."""
-        for req in reversed(reqs):
-            self.scan.put_back(self.waiting[req.rid].key)
+    def note_refused(self, reqs: list[Any], computes: bool) -> None:
+        """Note that SGLang did not take these admissions: they wait again, first at their ends.
+
+        `computes`: whether SGLang could take any, so that the first one counts as refused.
+        """
+        for place, req in reversed(list(enumerate(reqs))):
+            self.scan.put_back(self.waiting[req.rid].key, computes and place == 0)
         self.refused += len(reqs)
 
     def prefilled(self, continued: Any) -> None:
@@ -222,6 +229,11 @@ class Admission:
         if member.phase in (Phase.PREFILL, Phase.STORING):
             self.computing.remove(member)
         member.phase = Phase.DECODE
+
+
+def _due(custom_params: dict[str, Any]) -> float:
+    due = custom_params.get(DUE, math.inf)
+    return float(due) if isinstance(due, (int, float)) else math.inf
 
 
 def is_ours(req: Any) -> bool:

@@ -54,7 +54,7 @@ def admit(original: Callable[..., Any], scheduler: Any, *args: Any, **kwargs: An
     ours.steps += 1
     ours.decoded = 0 if is_beside else 1
     if step.budget == 0 and not scheduler.waiting_queue:
-        ours.note_refused(candidates)
+        ours.note_refused(candidates, computes=False)
         ours.keep_prefixes(changed, _free_tokens(scheduler))
         return None, running
     chunk = scheduler.chunked_prefill_size
@@ -72,8 +72,9 @@ def admit(original: Callable[..., Any], scheduler: Any, *args: Any, **kwargs: An
         scheduler.chunked_prefill_size = chunk
         left = {req for req in scheduler.waiting_queue if is_ours(req)}
         scheduler.waiting_queue = [req for req in scheduler.waiting_queue if req not in left]
-    ours.note_refused([req for req in candidates if req in left])
-    ours.note_admitted([req for req in candidates if req not in left])
+    taken = [req for req in candidates if req not in left]
+    ours.note_refused([req for req in candidates if req in left], computes=not taken)
+    ours.note_admitted(taken)
     ours.note(batch, continued)
     if batch is not None and not is_beside:
         ours.prefilled(scheduler.chunked_req)
@@ -97,7 +98,7 @@ def _decide(ours: Admission, scheduler: Any, running: Any) -> Step:
     reads = int(running.seq_lens_cpu.sum()) if decoding else 0
     slots = max(0, scheduler.get_num_allocatable_reqs(decoding) - (continued is not None))
     used = int(scheduler.max_total_num_tokens) - free + pending
-    return ours.scan.decide(used, reads, decoding, pending, ours.decoded, slots)
+    return ours.scan.decide(used, reads, decoding, pending, ours.decoded, slots, ours.ranks.now)
 
 
 def reserve_nothing(original: Callable[..., None], adder: Any, *args: Any, **kwargs: Any) -> None:

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import math
 import os
 import signal
 import time
@@ -23,7 +24,7 @@ from engine_ext import warm_up
 from engine_ext.costs.cost import CostModel
 from engine_ext.errors import EngineStartError
 from engine_ext.plugin import hooks, json_log
-from engine_ext.plugin.marks import KIND, RESERVED, UNTOLD
+from engine_ext.plugin.marks import KIND, RESERVED, UNTOLD, marks
 from engine_ext.plugin.options import Options, Overlap, emulated_name
 from engine_ext.plugin.platform_entry import accelerator_memory, gpu_is_present, machine_name
 from engine_ext.plugin.pulse import Pulses, Watch
@@ -194,14 +195,14 @@ class EngineHost:
         states = await self._manager.get_internal_state()
         return sum(int(state["effective_max_running_requests_per_dp"]) for state in states)
 
-    async def run(self, endpoint: str, body: dict[str, Any], rid: str, kind: str) -> Answer:
+    async def run(self, endpoint: str, body: dict[str, Any], rid: str, kind: str, due: float = math.inf) -> Answer:
         """Run one request; requests of one `kind` are alike, such as those of one batch.
 
-        It answers bad requests with 4xx, and never raises for them.
+        `due`: when it must have ended, by time.monotonic. It answers bad requests with 4xx, and never raises for them.
         """
         fields = {key: value for key, value in body.items() if key not in RESERVED_FIELDS}
         if endpoint in self._others:
-            return await self._run_other(self._others[endpoint], fields, Told(rid, kind))
+            return await self._run_other(self._others[endpoint], fields, Told(rid, kind, due=due))
         if endpoint not in self._serving:
             return Answer(400, _error_body(f"The model does not support {endpoint}.", "url"))
         request_type, serving = self._serving[endpoint]
@@ -216,8 +217,8 @@ class EngineHost:
             return Answer(400, _error_body("An emulated device computes no logits.", None))
         request.rid = rid
         theirs = {key: value for key, value in (request.custom_params or {}).items() if key not in RESERVED}
-        request.custom_params = {**theirs, KIND: kind}
-        with self._in_flight(Told(rid, kind, guard.prompts_in(request))):
+        request.custom_params = theirs | marks(kind, due)
+        with self._in_flight(Told(rid, kind, guard.prompts_in(request), due=due)):
             response: Any = await serving.handle_request(request, None)  # type: ignore[arg-type]
         if isinstance(response, BaseModel):
             choices = getattr(response, "choices", [])

@@ -4,6 +4,7 @@ Each request gets an rid, by which it can be aborted, and the mark of its kind. 
 kept.
 """
 
+import math
 from collections.abc import AsyncIterator
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -12,7 +13,7 @@ from typing import Any
 from sglang.srt.managers.io_struct import EmbeddingReqInput
 from sglang.srt.managers.tokenizer_manager_score_mixin import TokenizerManagerScoreMixin
 
-from engine_ext.plugin.marks import KIND
+from engine_ext.plugin.marks import marks
 
 
 @dataclass(slots=True)
@@ -27,6 +28,7 @@ class Told:
     stopped_by_length: bool = False
     prompt_tokens: int = 0
     cached_tokens: int = 0
+    due: float = math.inf
 
 
 told: ContextVar[Told] = ContextVar("told")
@@ -48,7 +50,7 @@ class MarkedManager(TokenizerManagerScoreMixin):
         named = known.parts and isinstance(obj, EmbeddingReqInput)
         obj.rid = [f"{known.rid}_{part}" for part in range(known.parts)] if named else known.rid
         parameters: Any = obj.sampling_params or {}
-        obj.sampling_params = {**parameters, "custom_params": {KIND: known.kind}}
+        obj.sampling_params = {**parameters, "custom_params": marks(known.kind, known.due)}
         async for found in self._manager.generate_request(obj, request):
             for each in found if isinstance(found, list) else [found]:
                 _note(known, each["meta_info"])

@@ -189,10 +189,12 @@ def test_small_steps_fill_the_time_of_reading_the_weights() -> None:
     assert scan.decide(used_kv=20, decoding_kv=20, decoding=1, pending=1000).budget == 199
 
 
-def test_where_an_answer_takes_longer_than_all_prompts_nothing_is_paced() -> None:
+@pytest.mark.parametrize(("decoding_kv", "tokens"), [(20, 200), (10_000, 256)])
+def test_no_hurry_makes_a_step_longer_than_its_reads(decoding_kv: int, tokens: int) -> None:
+    """One answer takes longer than all prompts; a longer step would only give it fewer tokens meanwhile."""
     costs = COSTS._replace(weights_s=200 * COSTS.gemm_s)
     scan = DualScan.of(backlog(np.array([5000, 10]), np.array([5, 500]), np.array([0]), np.array([1])), costs)
-    assert scan.decide(used_kv=20, decoding_kv=20, decoding=1, pending=1000).budget == costs.most_tokens - 1
+    assert scan.decide(used_kv=20, decoding_kv=decoding_kv, decoding=1, pending=1000).budget == tokens - 1
 
 
 @pytest.mark.parametrize(("waiting", "is_paced"), [(400, False), (40_000, True)])
@@ -203,11 +205,12 @@ def test_what_ends_before_the_longest_answer_could_is_not_paced(waiting: int, is
     seen = see(groups, np.arange(100), answers, np.ones(100, bool))
     prompt, queue = np.full(waiting, 500), np.arange(waiting)
     work = backlog(prompt, np.full(waiting, -1), queue[: waiting // 2], queue[waiting // 2 :], groups, seen)
-    scan = DualScan.of(work, COSTS._replace(read_s=1e-9))
+    scan = DualScan.of(work, COSTS._replace(read_s=2e-9))
     compute_s, memory_s = scan.remaining_s
     assert (max(compute_s, memory_s) > 2) == is_paced
-    budget = scan.decide(used_kv=2000, decoding_kv=2000, decoding=4, pending=1000).budget
-    assert (budget < COSTS.most_tokens - 4) == is_paced
+    budget = scan.decide(used_kv=2000, decoding_kv=1_000_000, decoding=4, pending=1000).budget
+    reads_as_tokens = round(1_000_000 * 2e-9 / COSTS.gemm_s)
+    assert (budget < reads_as_tokens - 5) == is_paced  # those that decode, and rounding
 
 
 def test_budget_follows_the_ratio_of_what_remains() -> None:

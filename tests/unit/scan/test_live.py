@@ -1,5 +1,6 @@
 """The scan of an engine to which requests come and go."""
 
+import math
 import subprocess
 import sys
 from dataclasses import dataclass, field
@@ -40,10 +41,13 @@ class Engine:
     cached: list[TokenIds] = field(default_factory=list[TokenIds])
     most_at_once: int = 1 << 30
     steps: int = 0
+    now: float = 0.0
+    slowness: float = 1.0
+    ended: dict[int, float] = field(default_factory=dict[int, float])
 
-    def add(self, key: int, prompt: TokenIds, output: int, known: bool = False) -> None:
+    def add(self, key: int, prompt: TokenIds, output: int, known: bool = False, due: float = math.inf) -> None:
         self.prompts[key], self.outputs[key] = prompt, output
-        self.scan.add(key, prompt, 4096, output if known else UNKNOWN)
+        self.scan.add(key, prompt, 4096, output if known else UNKNOWN, due=due)
 
     @property
     def used(self) -> int:
@@ -56,7 +60,8 @@ class Engine:
         self.steps += 1
         reads = sum(len(self.prompts[key]) + tokens for key, tokens in self.decoding.items())
         slots = self.most_at_once - len(self.decoding) - len(self.prefilling)
-        step = self.scan.decide(self.used, reads, len(self.decoding), sum(self.prefilling.values()), 1, slots)
+        pending = sum(self.prefilling.values())
+        step = self.scan.decide(self.used, reads, len(self.decoding), pending, 1, slots, self.now)
         assert len(step.admitted) <= slots
         for key in step.admitted:
             assert key not in self.prefilling
@@ -66,7 +71,7 @@ class Engine:
         for key in list(self.decoding):
             self.decoding[key] += 1
             self.got[key] = self.decoding[key]
-        budget = step.budget
+        budget, decoding = step.budget, len(self.decoding)
         for key in list(self.prefilling):
             taken = min(budget, self.prefilling[key])
             budget -= taken
@@ -76,11 +81,14 @@ class Engine:
                 self.cached = [*self.cached[-50:], self.prompts[key]]
                 self.decoding[key] = self.got.get(key, 0)
                 self.scan.prefilled(key)
+        compute_s = COSTS.gemm_s * (decoding + step.budget - budget)
+        self.now += self.slowness * max(compute_s, COSTS.weights_s, reads * COSTS.read_s)
         for key, tokens in list(self.decoding.items()):
             if tokens >= self.outputs[key]:
                 del self.decoding[key]
                 self.scan.finished(key, tokens)
                 self.done.append(key)
+                self.ended[key] = self.now
 
     def retract(self, key: int) -> None:
         self.scan.retracted(key, self.decoding.pop(key))
@@ -193,7 +201,7 @@ def test_those_asked_first_stand_before_all_others() -> None:
     lengths = Requests.exact(prompts.lengths, np.where(np.arange(30) % 3 == 0, 2, 400))
     waits, first = np.arange(30) >= 3, np.array([20, 12, 14, 13])
     ends = two_ends(build_tree(prompts), lengths, COST, first, waits)
-    assert ends.left[: ends.first].tolist() == first.tolist()
+    assert ends.left[: len(first)].tolist() == first.tolist()
     assert len(ends.right) > 0
     assert sorted([*ends.left.tolist(), *ends.right.tolist()]) == list(range(3, 30))
 

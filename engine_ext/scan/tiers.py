@@ -1,0 +1,60 @@
+"""Sorts waiting requests into tiers of urgency, by their deadlines and by who has overtaken them.
+
+A lower tier goes first at both ends of the scan. Inside a tier the scan blends as if there were no deadlines.
+"""
+
+from typing import NamedTuple
+
+import numpy as np
+
+from engine_ext.arrays import Bools, Column, Floats
+from engine_ext.plan.blend import HASTE, TIERS_PER_DOUBLING
+
+HOUR_S = 3600.0
+POOLS_S = (
+    0.25 * HOUR_S,
+    HOUR_S,
+    4 * HOUR_S,
+    12 * HOUR_S,
+)  # upper bounds of the time to a deadline; the last has no bound
+POOLS, POOL = 1000, 10  # the first pool's tier, and from one pool's to the next one's; threatened deadlines come before
+AGED = POOLS + POOL // 2  # who was overtaken too often goes behind what must end in minutes, and before all others
+ORDINARY = POOLS + POOL * len(POOLS_S)
+SHORTEST_S = 1e-3  # deadlines that are nearer count as this near
+
+
+class Urgency(NamedTuple):
+    """What each request needs besides throughput.
+
+    `due_s`: float64 [requests], seconds from now until it must have ended; infinite for none. `aged`: bool [requests],
+    whether too many requests that came later have gone before it. `slowness`: seconds that the engine takes for a
+    second of the cost model.
+    """
+
+    due_s: Floats
+    aged: Bools
+    slowness: float = 1.0
+
+    @classmethod
+    def none(cls, requests: int) -> "Urgency":
+        return cls(np.full(requests, np.inf), np.zeros(requests, dtype=np.bool_))
+
+    def tiers(self, total_s: float) -> Column:
+        """Return each request's tier; `total_s` is the work of all requests by the cost model.
+
+        A deadline that the order without tiers might miss counts to a quarter of an octave, so that such deadlines are
+        met about in their order. Others count by pools, as in the service's queue: the fewer tiers, the more the
+        requests of one tier share. A deadline that has passed cannot be met, and hurries nobody.
+        """
+        due_s = np.where(self.due_s > 0, self.due_s, np.inf)
+        pools = POOLS + POOL * np.searchsorted(np.array(POOLS_S), due_s)
+        tiers = np.where(self.aged, np.minimum(pools, AGED), pools)
+        with np.errstate(invalid="ignore"):
+            near = np.floor(TIERS_PER_DOUBLING * np.log2(np.clip(due_s, SHORTEST_S, 1e12)))
+        return np.where(due_s < HASTE * self.slowness * total_s, near, tiers).astype(np.int64)
+
+    def look_again_s(self, total_s: float) -> float:
+        """Return the seconds after which a deadline may be threatened that is not yet, if the work does not shrink."""
+        spare = self.due_s - HASTE * self.slowness * total_s
+        spare = spare[spare > 0]
+        return max(float(spare.min()), self.slowness * total_s / 100) if len(spare) else np.inf
