@@ -206,6 +206,11 @@ class LiveScan:
         return self._scan.remaining_s if self._scan and self._members else (0.0, 0.0)
 
     @property
+    def slowness(self) -> float:
+        """Real seconds per second of the cost model."""
+        return self._pace.slowness
+
+    @property
     def next_keys(self) -> list[int]:
         """Keys of the requests that the left and the right end admit next, if their own queues are not empty."""
         heads = self._scan.heads if self._scan else ()

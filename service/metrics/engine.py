@@ -85,6 +85,11 @@ class EngineMetrics(Collector):
         return self._rates if now - self._taken_at < SILENT_S else dict.fromkeys(self._rates, 0.0)
 
     @property
+    def remaining_s(self) -> float:
+        """Return how long the engine will take for all that is in flight, as it expected at the last look."""
+        return max((float(state.get("remaining_s", 0.0)) for state in self._states), default=0.0)
+
+    @property
     def summary(self) -> list[dict[str, Any]]:
         """Return the heartbeat's fields for each rank, including the series of its steps."""
         return [{name: state[name] for name in HEARTBEAT if name in state} for state in self._states]

@@ -46,6 +46,19 @@ end
 return added
 """
 
+# KEYS: stream. ARGV: group. Returns the slice that is read next, if any.
+_HEAD = """
+if redis.call('EXISTS', KEYS[1]) == 0 then return false end
+local last = '0-0'
+for _, group in ipairs(redis.call('XINFO', 'GROUPS', KEYS[1])) do
+  local about = {}
+  for at = 1, #group, 2 do about[group[at]] = group[at + 1] end
+  if about['name'] == ARGV[1] then last = about['last-delivered-id'] end
+end
+local unread = redis.call('XRANGE', KEYS[1], '(' .. last, '+', 'COUNT', 1)
+return unread[1] and unread[1][2][2] or false
+"""
+
 # KEYS: stream, announced. ARGV: group, message id, slice id. Removes a message from the stream.
 _TAKE_OUT = """
 redis.call('XACK', KEYS[1], ARGV[1], ARGV[2])
@@ -67,6 +80,7 @@ class Announcements:
         self._redis = redis
         self._keys = [keys.stream(model), keys.announced(model)]
         self._announce = redis.register_script(_ANNOUNCE)
+        self._head = redis.register_script(_HEAD)
         self._take_out = redis.register_script(_TAKE_OUT)
 
     async def announce(self, slice_ids: Sequence[int]) -> int:
@@ -75,6 +89,11 @@ class Announcements:
         Returns how many were new.
         """
         return int(await self._announce(keys=self._keys, args=[keys.GROUP, MOST_ANNOUNCED, *slice_ids]))
+
+    async def head(self) -> int | None:
+        """Return the slice that is announced next, without taking it."""
+        found = await self._head(keys=self._keys[:1], args=[keys.GROUP])
+        return int(found) if found else None
 
     async def next(self, consumer: str, block_ms: int) -> Announcement | None:
         """Return the next announced slice, or None after `block_ms`; the caller takes it out when done with it."""

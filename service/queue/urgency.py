@@ -34,6 +34,18 @@ def urgent_at(left: ColumnElement[Any]) -> ColumnElement[Any]:
     return Batch.expires_at - work_s * left / case((Batch.planned > 0, Batch.planned), else_=1)
 
 
+async def pools_of(session: AsyncSession, slice_ids: Sequence[int], now: float) -> dict[int, int]:
+    """Return the pool of each slice: that of its most urgent batch; 0 is the most urgent one."""
+    mine = select(SliceBatch.slice_id, func.min(Batch.urgent_at)).join(Batch, Batch.id == SliceBatch.batch_id)
+    found = await session.execute(mine.where(SliceBatch.slice_id.in_(slice_ids)).group_by(SliceBatch.slice_id))
+    return {slice_id: _pool(urgent, now) for slice_id, urgent in found}
+
+
+def _pool(urgent_at: float | None, now: float) -> int:
+    slack_s = (urgent_at or 0.0) - now  # it is set with the plan, as the slices are
+    return sum(slack_s > each for each in POOLS_S)
+
+
 async def waiting_models(database: Database) -> Sequence[str]:
     """Return the models of running batches that have slices left to do."""
     async with database.read() as session:
@@ -77,8 +89,7 @@ async def _of_project(session: AsyncSession, model: str, project_id: str, now: f
     )
     pools: dict[int, list[str]] = defaultdict(list)
     for batch_id, urgent in await session.execute(batches):
-        slack_s = (urgent or 0.0) - now  # urgent_at is set with the plan, as the slices are
-        pools[sum(slack_s > each for each in POOLS_S)].append(batch_id)
+        pools[_pool(urgent, now)].append(batch_id)
     found: dict[int, None] = {}
     for pool in sorted(pools):
         firsts = [

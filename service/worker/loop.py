@@ -26,11 +26,14 @@ from service.queue.bell import Bell, Job
 from service.queue.counts import Counts
 from service.queue.leases import Lease, Leases
 from service.queue.progress import Heartbeat, Progress
+from service.queue.urgency import pools_of
 from service.settings import Settings
 from service.worker.slice_run import Engine, SliceRun
 
 BEAT_S = 3.0
 TAKE_MS = 1500  # a stop waits up to this long
+PEEK_S = 1.0  # between two looks at the next slice while there is no room for it
+HORIZON_S = 900.0  # of work in flight that is enough
 REST_LOOK_S = 60.0  # between two looks at an idle engine
 DRAIN_S = 4.0  # to write the remaining answers; container runtimes allow ten seconds for the whole stop
 LATE_S = 1.0  # for tasks that have not ended after the drain
@@ -108,6 +111,7 @@ class Worker:
         self._started_at = int(clock())
         self._is_drained = False
         self._was_busy, self._looked_at = True, -math.inf
+        self._peeked_at = -math.inf
 
     async def run(self, stop: asyncio.Event) -> None:
         """Work until `stop`, then give back the slices that are not finished."""
@@ -163,10 +167,31 @@ class Worker:
                 async with asyncio.timeout(pause):
                     await stop.wait()
 
+    async def _has_room(self) -> bool:
+        """Return whether to take another slice: there is little in flight, or the next slice is more urgent.
+
+        In flight are as many requests as the scan needs for its blend, or half of these where they last for long. Only
+        what is as urgent as the next slice counts against it, because the engine lets it in before all others.
+        """
+        requests = sum(run.remaining for run in self._runs)
+        lasts = self._metrics.remaining_s > HORIZON_S and 2 * requests >= self._in_flight_requests
+        if requests < self._in_flight_requests and not lasts:
+            return True
+        if time.monotonic() - self._peeked_at < PEEK_S:
+            return False
+        self._peeked_at = time.monotonic()
+        head = await self._announcements.head()
+        if head is None:
+            return False
+        async with self._database.read() as session:
+            pools = await pools_of(session, [head, *(run.lease.slice_id for run in self._runs)], self._clock())
+        before = [run.remaining for run in self._runs if pools.get(run.lease.slice_id, 0) <= pools.get(head, 0)]
+        return 2 * sum(before) < self._in_flight_requests
+
     async def _take_slice(self) -> None:
         """Start one more slice if the engine has room for it."""
         on_trial = any(run.lease.trial for run in self._runs)
-        if self._is_drained or on_trial or sum(run.remaining for run in self._runs) >= self._in_flight_requests:
+        if self._is_drained or on_trial or not await self._has_room():
             await asyncio.sleep(0.02)
             return
         announcement = await self._announcements.next(self._settings.worker_name, block_ms=TAKE_MS)

@@ -1,5 +1,7 @@
 """What has the least slack runs first, also when it came last."""
 
+import asyncio
+
 import pytest
 from sqlalchemy import select, update
 
@@ -72,3 +74,42 @@ async def test_urgent_batch_overtakes_what_was_planned_before(house: House, monk
     last_urgent = max(place for place, number in enumerate(order) if number >= 1000)
     assert len(order) == 96
     assert last_urgent < 8 * (1 + 2), "one may be running; then the urgent ones, before what was announced already"
+
+
+async def are_in_flight(house: House, engine: ScriptedEngine, count: int, first: int = 0) -> bool:
+    """Whether so many requests from this number on have come to the engine."""
+    await house.reconciler.run_once()
+    return sum(int(content.split()[1]) >= first for content in engine.runs) >= count
+
+
+async def test_an_urgent_slice_is_leased_while_the_engine_is_full(house: House) -> None:
+    """What is in flight is bounded by urgency: a day's batch that fills the engine holds up no batch of minutes."""
+    release = asyncio.Event()
+    engine = ScriptedEngine(hold=release)
+    day = [await house.submit(jsonl(line(n) for n in range(64)), DAY_S)]
+    await house.plan()
+    async with house.working(engine, in_flight=16):
+        await house.until(lambda: are_in_flight(house, engine, 16))
+        soon = await house.submit(jsonl(line(1000 + n) for n in range(4)), 600)
+        await house.plan()
+
+        await house.until(lambda: are_in_flight(house, engine, 4, first=1000))
+
+        assert sum(engine.runs.values()) < 64
+        release.set()
+        ended = await house.until_ended(*day, soon)
+    assert [batch.completed for batch in ended] == [64, 4]
+
+
+async def test_slices_as_urgent_as_those_in_flight_wait_for_room(house: House) -> None:
+    release = asyncio.Event()
+    engine = ScriptedEngine(hold=release)
+    batch = await house.submit(jsonl(line(n) for n in range(64)), 600)
+    await house.plan()
+    async with house.working(engine, in_flight=16):
+        await house.until(lambda: are_in_flight(house, engine, 16))
+        await asyncio.sleep(2.5)  # two looks at the next slice
+
+        assert len(engine.runs) < 40
+        release.set()
+        await house.until_ended(batch)

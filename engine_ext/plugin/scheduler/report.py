@@ -47,6 +47,7 @@ def _of_scan(ours: Admission) -> dict[str, Any]:
         "expected_cached_tokens": ours.scan.expected_cached,
         "remaining_compute_s": compute_s,
         "remaining_memory_s": memory_s,
+        "remaining_s": ours.scan.slowness * max(compute_s, memory_s),
         "kv_kept": ours.pins.tokens,
         "kv_of_left": left_kv,
         "kv_of_right": right_kv,
