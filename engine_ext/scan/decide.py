@@ -282,15 +282,14 @@ def _budget(state: State, decoding_kv: int, decoding: int, pending: int) -> int:
 def _most_tokens(state: State, reads_s: float, decoding: int) -> int:
     """Return how many prompt tokens compute no longer than the step reads anyway.
 
-    From the time of reading the weights upwards, steps of any length compute equally many prompts a second. A longer
-    step starts no request earlier; it only gives all that decode fewer tokens meanwhile, and the last of them end the
-    run (docs/simulator.md, what made the difference).
+    Once their GEMM takes as long as reading the weights, steps of any length compute equally many prompts a second. A
+    longer step starts no request earlier; it only gives all that decode fewer tokens meanwhile, and the last of them
+    end the run (docs/simulator.md, what made the difference).
     """
     costs, token_s = state.costs, _prompt_token_s(state)
     if decoding == 0:
         return int(costs.most_tokens)
-    least_s = max(costs.weights_s, reads_s)
-    tokens = max((least_s - decoding * costs.gemm_s) / token_s, _riding(costs, token_s, reads_s, decoding))
+    tokens = max((reads_s - decoding * costs.gemm_s) / token_s, costs.weights_s / costs.gemm_s - decoding)
     return int(max(0.0, min(tokens, costs.most_tokens - decoding)))
 
 

@@ -19,7 +19,7 @@ class Ends:
     """The requests of each end, in the order in which it admits them.
 
     `fresh`: int64 [prompts], prompt tokens that a request does not share with the one before it at its end. `tier`:
-    int64 [prompts], the requests' tiers of urgency, in whose order both ends are. `total_s`: the work of all requests.
+    int64 [prompts], the requests' tiers of urgency, in whose order both ends are. `total_s`: the work of all of them.
     """
 
     left: Column
@@ -50,7 +50,7 @@ def two_ends(
         places = places[waits[scan.tree.order[places]]]
     order = scan.tree.order[places]
     meeting = meeting_place(excess_s(compute[places], memory[places]))
-    total_s = float(max(compute.sum(), memory.sum()))
+    total_s = float(max(compute[places].sum(), memory[places].sum()))
     tier = (urgency or Urgency.none(len(scan.tree.order))).tiers(total_s)
     # Stable, so that inside a tier each end keeps its order, and with it shared prefixes.
     by_tier = np.argsort(tier[order[:meeting]], kind="stable"), np.argsort(tier[order[meeting:]][::-1], kind="stable")

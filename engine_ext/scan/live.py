@@ -338,7 +338,7 @@ class LiveScan:
             member.since = min(member.since, self._now)
         aged = [member.overtaken >= MOST_OVERTAKEN or self._now - member.since >= LONGEST_WAIT_S for member in members]
         due_s = np.array([member.due for member in members]) - self._now
-        return Urgency(np.where(is_over, np.inf, due_s), np.array(aged, dtype=np.bool_), self._pace.slowness)
+        return Urgency(due_s, np.array(aged, dtype=np.bool_), self._pace.slowness)
 
 
 def _joined(prompts: list[TokenIds]) -> Prompts:

@@ -143,4 +143,4 @@ def plan_backlog(
     state.totals[0].owed = progress.owed
     running = np.flatnonzero(runs)
     begin(state, running, progress.side[running], progress.prefilled[running])
-    return Plan(state, progress.urgency.look_again_s(ends.total_s) if progress.urgency else np.inf)
+    return Plan(state, progress.urgency.look_again_s(ends.total_s, waits) if progress.urgency else np.inf)

@@ -53,8 +53,11 @@ class Urgency(NamedTuple):
             near = np.floor(TIERS_PER_DOUBLING * np.log2(np.clip(due_s, SHORTEST_S, 1e12)))
         return np.where(due_s < HASTE * self.slowness * total_s, near, tiers).astype(np.int64)
 
-    def look_again_s(self, total_s: float) -> float:
-        """Return the seconds after which a deadline may be threatened that is not yet, if the work does not shrink."""
-        spare = self.due_s - HASTE * self.slowness * total_s
+    def look_again_s(self, total_s: float, waits: Bools) -> float:
+        """Return the seconds after which a deadline of a waiting request may be threatened that is not yet.
+
+        That is so if the work has not shrunk by then.
+        """
+        spare = self.due_s[waits] - HASTE * self.slowness * total_s
         spare = spare[spare > 0]
         return max(float(spare.min()), self.slowness * total_s / 100) if len(spare) else np.inf

@@ -53,10 +53,10 @@ class Engine(NamedTuple):
 
     `leaf` is that of the request's prompt; `prompt` and `output` are its tokens, `generated` those so far; `state` is
     one of WAITS to TAKEN_BACK. `left` and `left_quadratic` are the prompt tokens and quadratic work still to compute;
-    `place` is the index in `decoding`, `ends` the decode step at which it ends, and `twice` the tokens that it computes
-    although another request does too. `queue` holds requests in prefill, first come, first served; `prefilled`,
-    `finished` and `retracted` hold those of the last step. `totals` is one record. `series` has the seconds, compute
-    and reads of stretches of steps.
+    `place` is the index in `decoding`, `ends` the decode step at which it ends, and `twice` the tokens that it
+    computes although another request does too; `ended_s` is when it ended. `queue` holds requests in prefill, first
+    come, first served; `prefilled`, `finished` and `retracted` hold those of the last step. `totals` is one record.
+    `series` has the seconds, compute and reads of stretches of steps.
     """
 
     leaf: Column
@@ -74,6 +74,7 @@ class Engine(NamedTuple):
     prefilled: Column
     finished: Column
     retracted: Column
+    ended_s: Floats
     totals: Records[EngineTotals]
     series: Floats
 
@@ -102,6 +103,7 @@ def new_engine(leaf: Column, prompt: Column, output: Column) -> Engine:
         prefilled=column(),
         finished=column(),
         retracted=column(),
+        ended_s=np.zeros(requests),
         totals=totals,
         series=np.zeros((SERIES, 3)),
     )
@@ -184,6 +186,8 @@ def step(engine: Engine, cache: Cache, heap: Heap, ends: Heap, model: StepModel,
     _start_decoding(engine, cache, ends)
     totals.steps += 1
     totals.seconds += seconds
+    for k in range(totals.finished):
+        engine.ended_s[engine.finished[k]] = totals.seconds
     totals.compute_s += compute
     totals.reads_s += reads
     _keep(engine, seconds, compute, reads)

@@ -166,16 +166,19 @@ def _split_memory(blend: PaperBlend, engine: Engine, root: float, capacity: floa
 
 
 @compiled
-def run_batchweave(engine: Engine, cache: Cache, model: StepModel, state: State, decoded: int, answers: int) -> int:
+def run_batchweave(
+    engine: Engine, cache: Cache, model: StepModel, state: State, decoded: int, answers: int, until_s: float
+) -> int:
     """Let our dual scan decide every step, until all requests have ended or another plan is due.
 
-    `answers` is how many more answers make a plan due. `decoded` is the output tokens that each decoding request has
-    got and `state` has not been told; the function returns the same for its last step.
+    `answers` is how many more answers make a plan due; one is due at `until_s` in any case. `decoded` is the output
+    tokens that each decoding request has got and `state` has not been told; the function returns the same for its
+    last step.
     """
     heap, ends = evictable_leaves(cache), ends_of_decoding(engine)
     totals = engine.totals[0]
     steps, left = 0, np.count_nonzero(engine.state != DONE)
-    while left > 0 and not is_outdated(state, steps, answers):
+    while left > 0 and not is_outdated(state, steps, answers) and totals.seconds < until_s:
         steps += 1
         budget, admitted_count = decide(
             state,

@@ -20,6 +20,7 @@ from engine_ext.plan.tree import PrefixTree, build_tree
 from engine_ext.scan.footprint import output_tokens
 from engine_ext.scan.replan import Progress, answers_before_next, plan_backlog
 from engine_ext.scan.state import State, StepCosts
+from engine_ext.scan.tiers import Urgency
 from engine_ext.simulate.cache import Cache, new_cache
 from engine_ext.simulate.engine import DECODE, DONE, PREFILL, Engine, new_engine, series_of
 from engine_ext.simulate.loops import new_paper_blend, run_batchweave, run_blendserve
@@ -163,6 +164,17 @@ def simulate(work: Work, model: EngineModel, policy: str, seed: int = 0, search:
 
 
 def _batchweave(work: Work, model: EngineModel, seed: int, search: Search) -> Outcome:
+    engine, cache, planned_s = run_scan(work, model, seed, search.keep)
+    return _outcome("batchweave", "", work, model, engine, cache, planned_s)
+
+
+def run_scan(
+    work: Work, model: EngineModel, seed: int = 0, keep: float = KEEP_SHARING, due_s: Floats | None = None
+) -> tuple[Engine, Cache, float]:
+    """Run our dual scan; return the engine and the cache as they are at the end, and the seconds spent on plans.
+
+    `due_s`: float64 [requests], seconds from the start until each must have ended; None for no deadlines.
+    """
     costs = StepCosts(
         model.gemm_s,
         model.read_s,
@@ -171,17 +183,21 @@ def _batchweave(work: Work, model: EngineModel, seed: int, search: Search) -> Ou
         quadratic_s=model.quadratic_s,
         bursts=model.clock is Clock.SEQUENTIAL,
     )
-    generator, (engine, cache) = np.random.default_rng(seed), _fresh_engine(work, model)
+    generator, (engine, cache) = np.random.default_rng(seed), fresh_engine(work, model)
     progress, decoded, planned_s = _at_first(work), 0, 0.0
     while not np.all(progress.ended):
         started = work.clock()
-        plan = plan_backlog(work.tree, work.groups, progress, work.cost, costs, generator, work.share, search.keep)
+        now_s = float(engine.totals[0].seconds)
+        if due_s is not None:
+            progress = replace(progress, urgency=Urgency(due_s - now_s, np.zeros_like(progress.ended)))
+        plan = plan_backlog(work.tree, work.groups, progress, work.cost, costs, generator, work.share, keep)
         state = plan.state
         planned_s += work.clock() - started
         answers = answers_before_next(progress.learned)
-        decoded = run_batchweave(engine, cache, model.numbers, state, decoded, answers)
+        until_s = now_s + float(plan.look_again_s)
+        decoded = run_batchweave(engine, cache, model.numbers, state, decoded, answers, until_s)
         progress = _go_on(progress, engine, state)
-    return _outcome("batchweave", "", work, model, engine, cache, planned_s)
+    return engine, cache, planned_s
 
 
 def _at_first(work: Work) -> Progress:
@@ -223,7 +239,7 @@ def _blendserve(work: Work, model: EngineModel, seed: int, search: Search) -> Ou
     planned_s = work.clock() - started
 
     def run(usable: float) -> Outcome:
-        engine, cache = _fresh_engine(work, model)
+        engine, cache = fresh_engine(work, model)
         run_blendserve(
             engine, cache, model.numbers, new_paper_blend(sample, scan, mean, compute, memory, fresh), usable
         )
@@ -242,7 +258,7 @@ def _ordered(name: str, order_of: Callable[[Work, int], Column], lpm: bool = Fal
         whole = np.concatenate([_in_order(work.sample, order), order[~np.isin(order, work.sample)]])
 
         def run(chunk: int, ratio: float) -> Outcome:
-            engine, cache = _fresh_engine(work, model)
+            engine, cache = fresh_engine(work, model)
             run_stock(engine, cache, model.numbers, whole, work.estimates.mean, chunk, ratio, lpm)
             return _outcome(name, f"chunk {chunk}, ratio {ratio:g}", work, model, engine, cache, planned_s)
 
@@ -293,7 +309,7 @@ def _in_order(chosen: Column, order: Column) -> Column:
     return chosen[np.argsort(place[chosen])]
 
 
-def _fresh_engine(work: Work, model: EngineModel) -> tuple[Engine, Cache]:
+def fresh_engine(work: Work, model: EngineModel) -> tuple[Engine, Cache]:
     tree = work.tree
     leaf = np.empty(len(work.output), dtype=np.int64)
     leaf[tree.order] = tree.leaves
