@@ -11,6 +11,7 @@ from engine_ext.plan.tree import PrefixTree
 
 SMALLEST = 32  # fewest requests of a node that makes a group
 SMALLEST_TASK = 8  # the same for a task: a system prompt or a kind, whose few answers may be the longest of all
+MOST_SMALL_TASKS = 16  # more are cases of one task, such as the sessions of an agent; each would take from the sample
 MOST_NODES = 512  # most nodes that make groups; kinds may double the number of groups
 UNLIKE = 0.05  # how many of a group's own answers its parent's estimate counts for, where tasks differ
 ALIKE = 3.0  # the same, where only prompt lengths differ
@@ -71,8 +72,11 @@ def _large_nodes(tree: PrefixTree) -> NDArray[np.bool_]:
     High nodes separate tasks, deep ones separate the cases of one task; a task may be much smaller than a case.
     """
     size = tree.last - tree.first
+    large = size >= SMALLEST
     is_task = size[tree.parent] == size[0]  # nothing but what all prompts begin with is above it
-    large = size >= np.where(is_task, SMALLEST_TASK, SMALLEST)
+    small_tasks = is_task & (size >= SMALLEST_TASK) & ~large
+    if np.count_nonzero(small_tasks) <= MOST_SMALL_TASKS:
+        large |= small_tasks
     large[0] = True
     if np.count_nonzero(large) > MOST_NODES:
         nodes = np.flatnonzero(large)

@@ -283,7 +283,7 @@ def _most_tokens(state: State, reads_s: float, decoding: int) -> int:
     """Return how many prompt tokens compute no longer than the step reads anyway.
 
     Once their GEMM takes as long as reading the weights, steps of any length compute equally many prompts a second. A
-    longer step starts no request earlier; it only gives all that decode fewer tokens meanwhile, and the last of them
+    longer step starts no request earlier; it only gives all that decode fewer tokens in that time, and the last of them
     end the run (docs/simulator.md, what made the difference).
     """
     costs, token_s = state.costs, _prompt_token_s(state)

@@ -181,7 +181,7 @@ class LiveScan:
     def put_back(self, key: int, refused: bool = False) -> None:
         """Note that the engine did not take a request that was just admitted.
 
-        If the engine could take others but not this one (`refused`), it must not block its end for ever: after some
+        If the engine could take others but not this one (`refused`), it must not block its end: after some
         refusals it waits for the next plan.
         """
         member = self._members[key]

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine_ext.arrays import Column
-from engine_ext.plan.groups import ALIKE, UNLIKE, Groups, group_requests
+from engine_ext.plan.groups import ALIKE, MOST_SMALL_TASKS, SMALLEST_TASK, UNLIKE, Groups, group_requests
 from engine_ext.plan.lengths import (
     BUCKETS,
     EDGES,
@@ -175,6 +175,14 @@ def test_a_small_task_is_a_group_beside_one_of_many_cases() -> None:
     small = set(groups.of[len(cases) :].tolist())
     assert len(small) == 1
     assert not small & set(groups.of[: len(cases)].tolist())
+
+
+@pytest.mark.parametrize(("tasks", "groups"), [(2, 4), (MOST_SMALL_TASKS, MOST_SMALL_TASKS + 2), (40, 2)])
+def test_a_few_small_tasks_are_groups_and_many_are_cases_of_one(tasks: int, groups: int) -> None:
+    """Eleven long answers that no group shows begin last; hundreds of groups would use up the sample."""
+    small = [[1, 10 + task, 5000 + n] for task in range(tasks) for n in range(SMALLEST_TASK)]
+    found = group_requests(build_tree(Prompts.of([*small, *([1, 1_000_000 + n] for n in range(20))])))  # and two of all
+    assert len(found) == groups
 
 
 def test_long_prompts_are_a_group_that_leans_on_the_short_ones() -> None:
