@@ -82,10 +82,10 @@ async def test_from_upload_to_download(page: Page, house: House, clock: Clock) -
         await upload(page, 20)
         # Seen to move without a reload: the mark stays only in a document that is not loaded again.
         await page.evaluate("document.body.dataset.mark = 'same document'")
-        await expect(page.get_by_text("10 of 20")).to_be_visible(timeout=15_000)
+        await expect(page.get_by_text("10 of 20")).to_be_visible(timeout=60_000)
         assert engine.hold is not None
         engine.hold.set()
-        await expect(page.locator(".state.completed").first).to_be_visible(timeout=15_000)
+        await expect(page.locator(".state.completed").first).to_be_visible(timeout=60_000)
         assert await page.evaluate("document.body.dataset.mark") == "same document"
     async with page.expect_download() as download:
         await page.get_by_role("link", name="Results", exact=True).click()
@@ -93,16 +93,16 @@ async def test_from_upload_to_download(page: Page, house: House, clock: Clock) -
     assert len({json.loads(each)["custom_id"] for each in lines}) == 19
     await page.get_by_role("button", name="Retry failed requests").click()
     async with jobs(house, clock), house.working(ScriptedEngine()):
-        await expect(page.get_by_text("1 of 1", exact=True)).to_be_visible(timeout=15_000)
+        await expect(page.get_by_text("1 of 1", exact=True)).to_be_visible(timeout=60_000)
 
 
 async def test_time_and_cost_are_shown_before_the_start(page: Page, house: House, clock: Clock) -> None:
     async with jobs(house, clock), house.working(ScriptedEngine()):
         await upload(page, 20, then="Show time and cost first")
-        await expect(page.get_by_text("of them shared")).to_be_visible(timeout=15_000)
+        await expect(page.get_by_text("of them shared")).to_be_visible(timeout=60_000)
         await expect(page.get_by_text("waiting for its start")).to_be_visible()
         await page.get_by_role("button", name="Start the batch").click()
-        await expect(page.locator(".state.completed").first).to_be_visible(timeout=15_000)
+        await expect(page.locator(".state.completed").first).to_be_visible(timeout=60_000)
 
 
 async def test_a_project_is_made_and_limited(page: Page) -> None:
@@ -167,7 +167,7 @@ async def test_a_live_page_keeps_the_focus_and_what_is_marked(page: Page, house:
     await page.goto("/dashboard/batches")
     await page.get_by_role("link", name=batch_id).focus()
     await page.evaluate("document.querySelector('#live').dataset.old = 'yes'")
-    await expect(page.locator("#live[data-old]")).to_have_count(0, timeout=15_000)  # swapped
+    await expect(page.locator("#live[data-old]")).to_have_count(0, timeout=60_000)  # swapped
     await expect(page.get_by_role("link", name=batch_id)).to_be_focused()
     await page.evaluate("""() => {
       document.querySelector('#live').dataset.old = 'yes';
@@ -178,7 +178,7 @@ async def test_a_live_page_keeps_the_focus_and_what_is_marked(page: Page, house:
     assert batch_id in await page.evaluate("getSelection().toString()")
     await expect(page.locator("#live[data-old]")).to_have_count(1)  # not swapped
     await page.evaluate("getSelection().empty()")
-    await expect(page.locator("#live tbody tr")).to_have_count(2, timeout=15_000)
+    await expect(page.locator("#live tbody tr")).to_have_count(2, timeout=60_000)
 
 
 async def test_a_page_that_nobody_looks_at_asks_for_nothing(page: Page, house: House) -> None:
@@ -186,7 +186,7 @@ async def test_a_page_that_nobody_looks_at_asks_for_nothing(page: Page, house: H
     page.on("request", lambda request: asked.append(request.url))
     await page.goto("/dashboard")
     await expect(page.locator("canvas").first).to_be_visible()
-    async with page.expect_event("requestfailed", lambda request: request.url.endswith("/events"), timeout=15_000):
+    async with page.expect_event("requestfailed", lambda request: request.url.endswith("/events"), timeout=60_000):
         await page.evaluate("""() => {
           Object.defineProperty(document, 'hidden', {get: () => true, configurable: true});
           document.dispatchEvent(new Event('visibilitychange'));
@@ -196,7 +196,7 @@ async def test_a_page_that_nobody_looks_at_asks_for_nothing(page: Page, house: H
     await asyncio.sleep(2 * TICK_S)
     assert asked == []
     await page.evaluate("delete document.hidden; document.dispatchEvent(new Event('visibilitychange'))")
-    await expect(page.get_by_role("row", name="batch_")).to_have_count(1, timeout=15_000)
+    await expect(page.get_by_role("row", name="batch_")).to_have_count(1, timeout=60_000)
 
 
 async def test_a_page_says_that_the_service_is_away(settings: Settings, clock: Clock) -> None:
@@ -208,9 +208,9 @@ async def test_a_page_says_that_the_service_is_away(settings: Settings, clock: C
             await expect(page.get_by_text("No batches match these filters")).to_be_visible()
             await expect(page.get_by_text(said)).to_be_hidden()
             first.close()
-            await expect(page.get_by_text(said)).to_be_visible(timeout=30_000)
+            await expect(page.get_by_text(said)).to_be_visible(timeout=60_000)
             with serve(settings, clock, int(url.rpartition(":")[2])):
-                await expect(page.get_by_text(said)).to_be_hidden(timeout=30_000)
+                await expect(page.get_by_text(said)).to_be_hidden(timeout=60_000)
 
 
 async def test_a_batch_is_cancelled(page: Page, house: House, clock: Clock) -> None:
@@ -219,7 +219,7 @@ async def test_a_batch_is_cancelled(page: Page, house: House, clock: Clock) -> N
         await page.get_by_text("Cancel", exact=True).click()
         await asyncio.sleep(1.5 * TICK_S)  # what is open stays so
         await page.get_by_role("button", name="Cancel permanently").click()
-        await expect(page.locator(".state.cancelled").first).to_be_visible(timeout=15_000)
+        await expect(page.locator(".state.cancelled").first).to_be_visible(timeout=60_000)
 
 
 async def test_signing_in(settings: Settings, clock: Clock, house: House) -> None:
