@@ -216,9 +216,12 @@ async def test_a_page_says_that_the_service_is_away(settings: Settings, clock: C
 async def test_a_batch_is_cancelled(page: Page, house: House, clock: Clock) -> None:
     async with jobs(house, clock):
         await upload(page, 4)
-        await page.get_by_text("Cancel", exact=True).click()
+        button = page.get_by_role("button", name="Cancel permanently")
+        while not await button.is_visible():  # on a slow machine a click may fall between two states of the page
+            await page.get_by_text("Cancel", exact=True).click()
+            await asyncio.sleep(0.2)
         await asyncio.sleep(1.5 * TICK_S)  # what is open stays so
-        await page.get_by_role("button", name="Cancel permanently").click()
+        await button.click()
         await expect(page.locator(".state.cancelled").first).to_be_visible(timeout=60_000)
 
 
