@@ -9,14 +9,8 @@ import numpy as np
 
 from engine_ext.arrays import Bools, Column, Floats
 from engine_ext.plan.blend import HASTE, TIERS_PER_DOUBLING
+from engine_ext.plan.pools import POOLS_S
 
-HOUR_S = 3600.0
-POOLS_S = (
-    0.25 * HOUR_S,
-    HOUR_S,
-    4 * HOUR_S,
-    12 * HOUR_S,
-)  # upper bounds of the time to a deadline; the last has no bound
 POOLS, POOL = 1000, 10  # the first pool's tier, and from one pool's to the next one's; threatened deadlines come before
 AGED = POOLS + POOL // 2  # who was overtaken too often goes behind what must end in minutes, and before all others
 ORDINARY = POOLS + POOL * len(POOLS_S)
@@ -43,8 +37,8 @@ class Urgency(NamedTuple):
         """Return each request's tier; `total_s` is the work of all requests by the cost model.
 
         A deadline that the order without tiers might miss counts to a quarter of an octave, so that such deadlines are
-        met about in their order. Others count by pools, as in the service's queue: the fewer tiers, the more the
-        requests of one tier share. A deadline that has passed cannot be met, and hurries nobody.
+        met about in their order. Others count by pools, as in the service's queue. A deadline that has passed cannot be
+        met, and hurries nobody.
         """
         due_s = np.where(self.due_s > 0, self.due_s, np.inf)
         pools = POOLS + POOL * np.searchsorted(np.array(POOLS_S), due_s)

@@ -12,11 +12,10 @@ from typing import Any
 from sqlalchemy import ColumnElement, case, exists, func, select, union_all
 from sqlalchemy.ext.asyncio import AsyncSession
 
+from engine_ext.plan.pools import POOLS_S
 from service.db.sessions import Database
 from service.db.tables import Batch, BatchStatus, Model, Project, SliceBatch, SliceStatus, fixed
 
-HOUR_S = 3600.0
-POOLS_S = (0.25 * HOUR_S, HOUR_S, 4 * HOUR_S, 12 * HOUR_S)  # upper bounds of slack; the last pool has the rest
 MOST_PROJECTS = 64  # considered in one round; the next round begins after them
 MOST_BATCHES = 32  # the most urgent ones of a project
 

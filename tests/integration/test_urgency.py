@@ -5,12 +5,13 @@ import asyncio
 import pytest
 from sqlalchemy import select, update
 
+from engine_ext.plan.pools import HOUR_S
 from service.db.tables import Batch, SliceBatch
 from service.jobs import reconciler
 from service.queue import announcements
 from service.queue.counts import Counts
 from service.queue.leases import Leases
-from service.queue.urgency import HOUR_S, Turns, urgent_at
+from service.queue.urgency import Turns, urgent_at
 from tests.integration.house import House, ScriptedEngine, jsonl, line
 
 DAY_S = 24 * 3600
