@@ -12,10 +12,8 @@ from service.queue import keys
 # A small limit leaves few unread entries to take out and add again when a more urgent slice has to go before them.
 MOST_ANNOUNCED = 64
 
-# KEYS: stream, announced. ARGV: group, the most that may be announced, slice ids in their order. Adds to the stream the
-# slices that it lacks. A stream is first in, first out: from the first unread entry that is out of order, all unread
-# entries are taken out and added again in order. Returns how many slices were new.
-_ANNOUNCE = """
+# Sets `last` to the id of the entry that the group, ARGV[1], read last in the stream, KEYS[1].
+_LAST_READ = """
 local last = '0-0'
 if redis.call('EXISTS', KEYS[1]) == 1 then
   for _, group in ipairs(redis.call('XINFO', 'GROUPS', KEYS[1])) do
@@ -24,6 +22,14 @@ if redis.call('EXISTS', KEYS[1]) == 1 then
     if about['name'] == ARGV[1] then last = about['last-delivered-id'] end
   end
 end
+"""
+
+# KEYS: stream, announced. ARGV: group, the most that may be announced, slice ids in their order. Adds to the stream the
+# slices that it lacks. A stream is first in, first out: from the first unread entry that is out of order, all unread
+# entries are taken out and added again in order. Returns how many slices were new.
+_ANNOUNCE = (
+    _LAST_READ
+    + """
 local unread, waits = redis.call('XRANGE', KEYS[1], '(' .. last, '+'), {}
 for _, message in ipairs(unread) do waits[message[2][2]] = true end
 local wanted, room = {}, tonumber(ARGV[2]) - redis.call('SCARD', KEYS[2]) + #unread
@@ -45,19 +51,16 @@ for at = same + 1, #wanted do
 end
 return added
 """
+)
 
 # KEYS: stream. ARGV: group. Returns the slice that is read next, if any.
-_HEAD = """
-if redis.call('EXISTS', KEYS[1]) == 0 then return false end
-local last = '0-0'
-for _, group in ipairs(redis.call('XINFO', 'GROUPS', KEYS[1])) do
-  local about = {}
-  for at = 1, #group, 2 do about[group[at]] = group[at + 1] end
-  if about['name'] == ARGV[1] then last = about['last-delivered-id'] end
-end
+_HEAD = (
+    _LAST_READ
+    + """
 local unread = redis.call('XRANGE', KEYS[1], '(' .. last, '+', 'COUNT', 1)
 return unread[1] and unread[1][2][2] or false
 """
+)
 
 # KEYS: stream, announced. ARGV: group, message id, slice id. Removes a message from the stream.
 _TAKE_OUT = """
