@@ -107,7 +107,7 @@ class LiveScan:
     _overtakers: list[int] = field(default_factory=list[int])  # `came` of those admitted since the plan was made
     _now: float = 0.0
     _look_again: float = math.inf
-    _pace: Slowness = field(default_factory=Slowness)
+    _slowness: Slowness = field(default_factory=Slowness)
 
     def __len__(self) -> int:
         """Return the number of waiting requests."""
@@ -139,7 +139,7 @@ class LiveScan:
         """Decide the next step; see the function `decide` in scan/decide.py. `now`: seconds of any steady clock."""
         self._decisions += 1
         self._now = now
-        self._pace.measure(now)
+        self._slowness.measure(now)
         if self._is_due():
             self._plan()
         if self._scan is None:
@@ -147,7 +147,7 @@ class LiveScan:
         found = self._scan.decide(used_kv, decoding_kv, decoding, pending, decoded, slots)
         admitted = self._without_twins(found.admitted.tolist())
         prompts = min(found.budget, pending + sum(len(self._members[key].prompt) for key in admitted))
-        self._pace.expect(step_s(self.costs, prompts, decoding, decoding_kv))
+        self._slowness.expect(step_s(self.costs, prompts, decoding, decoding_kv))
         return Step(found.budget, admitted)
 
     def prefilled(self, key: int, stored: bool = True) -> None:
@@ -208,7 +208,7 @@ class LiveScan:
     @property
     def slowness(self) -> float:
         """Real seconds per second of the cost model."""
-        return self._pace.slowness
+        return self._slowness.slowness
 
     @property
     def next_keys(self) -> list[int]:
@@ -338,7 +338,7 @@ class LiveScan:
             member.since = min(member.since, self._now)
         aged = [member.overtaken >= MOST_OVERTAKEN or self._now - member.since >= LONGEST_WAIT_S for member in members]
         due_s = np.array([member.due for member in members]) - self._now
-        return Urgency(due_s, np.array(aged, dtype=np.bool_), self._pace.slowness)
+        return Urgency(due_s, np.array(aged, dtype=np.bool_), self._slowness.slowness)
 
 
 def _joined(prompts: list[TokenIds]) -> Prompts:

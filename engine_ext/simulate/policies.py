@@ -310,6 +310,7 @@ def _in_order(chosen: Column, order: Column) -> Column:
 
 
 def fresh_engine(work: Work, model: EngineModel) -> tuple[Engine, Cache]:
+    """Return an engine and an empty cache as they are before the first step."""
     tree = work.tree
     leaf = np.empty(len(work.output), dtype=np.int64)
     leaf[tree.order] = tree.leaves

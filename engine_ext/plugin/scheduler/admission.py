@@ -165,13 +165,13 @@ class Admission:
             self.computing.append(member)
         self.admitted += len(reqs)
 
-    def note_refused(self, reqs: list[Any], computes: bool) -> None:
+    def note_refused(self, reqs: list[Any], first_blocks: bool) -> None:
         """Note that SGLang did not take these admissions: they wait again, first at their ends.
 
-        `computes`: whether SGLang could take any, so that the first one counts as refused.
+        `first_blocks`: whether SGLang was asked and took none of the step's, so that the first one held up the others.
         """
         for place, req in reversed(list(enumerate(reqs))):
-            self.scan.put_back(self.waiting[req.rid].key, computes and place == 0)
+            self.scan.put_back(self.waiting[req.rid].key, refused=first_blocks and place == 0)
         self.refused += len(reqs)
 
     def prefilled(self, continued: Any) -> None:

@@ -54,7 +54,7 @@ def admit(original: Callable[..., Any], scheduler: Any, *args: Any, **kwargs: An
     ours.steps += 1
     ours.decoded = 0 if is_beside else 1
     if step.budget == 0 and not scheduler.waiting_queue:
-        ours.note_refused(candidates, computes=False)
+        ours.note_refused(candidates, first_blocks=False)
         ours.keep_prefixes(changed, _free_tokens(scheduler))
         return None, running
     chunk = scheduler.chunked_prefill_size
@@ -73,7 +73,7 @@ def admit(original: Callable[..., Any], scheduler: Any, *args: Any, **kwargs: An
         left = {req for req in scheduler.waiting_queue if is_ours(req)}
         scheduler.waiting_queue = [req for req in scheduler.waiting_queue if req not in left]
     taken = [req for req in candidates if req not in left]
-    ours.note_refused([req for req in candidates if req in left], computes=not taken)
+    ours.note_refused([req for req in candidates if req in left], first_blocks=not taken)
     ours.note_admitted(taken)
     ours.note(batch, continued)
     if batch is not None and not is_beside:

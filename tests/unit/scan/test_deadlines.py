@@ -83,7 +83,7 @@ def test_an_engine_slower_than_the_cost_model_is_noticed() -> None:
         engine.add(key, tokens((key, 100)), 50)
     engine.run()
 
-    assert engine.scan._pace.slowness == pytest.approx(50, rel=0.3)  # pyright: ignore[reportPrivateUsage]
+    assert engine.scan.slowness == pytest.approx(50, rel=0.3)
 
 
 def test_nobody_is_overtaken_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
