@@ -40,10 +40,22 @@ def compiled(function: Callable[Args, Result]) -> Callable[Args, Result]:
 
     If no folder is writable, every process compiles for itself.
     """
+    return _compiled(function, nogil=True)
+
+
+def brief(function: Callable[Args, Result]) -> Callable[Args, Result]:
+    """Compile a function that each step calls and that takes microseconds; it keeps the interpreter's lock.
+
+    A thread that gives the lock up while another one plans must wait until that one gives it up in turn.
+    """
+    return _compiled(function, nogil=False)
+
+
+def _compiled(function: Callable[Args, Result], nogil: bool) -> Callable[Args, Result]:
     try:
-        dispatcher: Any = numba.njit(cache=True, nogil=True, no_cfunc_wrapper=True)(function)
+        dispatcher: Any = numba.njit(cache=True, nogil=nogil, no_cfunc_wrapper=True)(function)
     except RuntimeError:  # this user may write to no folder
-        return numba.njit(nogil=True, no_cfunc_wrapper=True)(function)
+        return numba.njit(nogil=nogil, no_cfunc_wrapper=True)(function)
     # A private attribute of numba's, which a test watches. Numba itself checks only whether the function's own file has
     # changed, not the files of the functions and constants that it compiles into it.
     dispatcher._cache._cache_file._source_stamp = SOURCES

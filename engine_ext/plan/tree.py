@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from engine_ext.arrays import Column
-from engine_ext.compiled import compiled
+from engine_ext.compiled import brief, compiled
 from engine_ext.plan.prompts import Prompts, TokenIds
 
 
@@ -163,9 +163,11 @@ def _grown(common: Column, lengths: Column) -> tuple[Column, Column, Column, Col
     return parent[:nodes], begin[:nodes], end[:nodes], first[:nodes], last[:nodes]
 
 
+@brief
 def common_prefix(a: TokenIds, b: TokenIds) -> int:
     """Return the number of leading tokens that are equal."""
-    n = min(len(a), len(b))
-    differing = a[:n] != b[:n]
-    at = int(np.argmax(differing)) if n else 0
-    return at if n and differing[at] else n
+    least = min(len(a), len(b))
+    for at in range(least):
+        if a[at] != b[at]:
+            return at
+    return least

@@ -114,6 +114,12 @@ def take_in(state: State, request: int, side: int) -> None:
         mine.first += 1
     else:
         other.last -= 1
+    admit(state, request, side)
+
+
+@compiled
+def admit(state: State, request: int, side: int) -> None:
+    """Count a request as running that is in no queue any more."""
     _count_waiting(state, request, -1)
     _count_running(state, request, side)
 

@@ -13,22 +13,12 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from engine_ext.arrays import Column
-from engine_ext.compiled import compiled
-from engine_ext.scan.books import (
-    begin,
-    bring_forward,
-    dropped,
-    finished,
-    prefilled,
-    put_back,
-    retracted,
-    skip_gone,
-    take_back,
-    take_in,
-    withdraw,
-)
+from engine_ext.compiled import brief, compiled
+from engine_ext.scan.books import begin, bring_forward, skip_gone, take_in
+from engine_ext.scan.events import replay
 from engine_ext.scan.footprint import fits
 from engine_ext.scan.state import ALIGNMENT, LEFT, NO_REQUEST, RIGHT, Backlog, State, StepCosts, new_state
 from engine_ext.scan.sweep import HEADS, MOST_COMPUTE, NOTHING_S, sweep, waiting
@@ -83,30 +73,13 @@ class DualScan:
         budget, count = decide(self.state, used_kv, decoding_kv, decoding, pending, decoded, slots)
         return Decision(budget, self.state.admitted[:count].copy())
 
-    def prefilled(self, request: int) -> None:
-        prefilled(self.state, request)
-
-    def finished(self, request: int, tokens: int) -> None:
-        finished(self.state, request, tokens)
-
-    def retracted(self, request: int, tokens: int) -> None:
-        retracted(self.state, request, tokens)
-
-    def put_back(self, request: int) -> None:
-        put_back(self.state, request)
+    def tell(self, events: NDArray[np.int64]) -> None:
+        """Tell the scan what happened since the last step: a table of events, each with the request's place."""
+        replay(self.state, events)
 
     def come_soon(self) -> None:
         """Let the next step admit the requests that were just held, instead of saving up for a burst."""
         self.state.totals[0].owed = self.state.costs.most_tokens
-
-    def withdraw(self, request: int) -> None:
-        withdraw(self.state, request)
-
-    def take_back(self, request: int) -> None:
-        take_back(self.state, request)
-
-    def dropped(self, request: int, tokens: int) -> None:
-        dropped(self.state, request, tokens)
 
     @property
     def waiting(self) -> int:
@@ -133,7 +106,7 @@ class DualScan:
         return float(self.state.totals[0].remaining_compute_s), float(self.state.totals[0].remaining_memory_s)
 
 
-@compiled
+@brief
 def decide(
     state: State, used_kv: int, decoding_kv: int, decoding: int, pending: int, decoded: int, slots: int
 ) -> tuple[int, int]:

@@ -3,7 +3,7 @@
 import numpy as np
 
 from engine_ext.arrays import Column, Records
-from engine_ext.compiled import compiled
+from engine_ext.compiled import brief, compiled
 from engine_ext.plan.lengths import BUCKETS, EDGES, LONGEST, bucket_of
 from engine_ext.scan.state import AHEAD, GROWTH, NOT_STARTED, RIGHT, Footprint, State
 
@@ -104,7 +104,7 @@ def generated(state: State, request: int) -> int:
     )
 
 
-@compiled
+@brief
 def output_tokens(state: State, requests: Column) -> Column:
     """Return the output tokens of these running requests, by the scan's clock."""
     tokens = np.empty(len(requests), dtype=np.int64)

@@ -1,64 +1,68 @@
 """Runs the dual scan of an engine whose requests come and go, and plans again as they do, with all that was learned.
 
 The caller chooses the requests' keys. A plan covers the waiting requests and, for what they tell about similar
-requests, the running ones and those that ended last. Planning costs about 4 microseconds per request, so it is not done
-in every step. The scan plans again when the backlog has grown by a quarter, when new requests have waited long enough,
-when a deadline comes near, when the ratio of the remaining work has drifted, or when several times as many answers
-have ended as the plan knew.
+requests, the running ones and those that ended last. Planning takes about 4 microseconds per request, so it is not done
+in every step, and steps continue with the last plan while it is done (`backlog.py`). The scan plans again when the
+backlog has grown by a quarter, when new requests have waited long enough, when a deadline comes near, when the ratio of
+the remaining work has drifted, or when several times as many answers have ended as the plan knew.
 """
 
 import math
 from collections import deque
 from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 
 import numpy as np
 
-from engine_ext.arrays import Bools, column
+from engine_ext.arrays import Column
 from engine_ext.costs.cost import CostModel
-from engine_ext.plan.groups import group_requests
 from engine_ext.plan.lengths import LONGEST, UNKNOWN
-from engine_ext.plan.prompts import Prompts, TokenIds
+from engine_ext.plan.prompts import TokenIds
 from engine_ext.plan.sample import SHARE
-from engine_ext.plan.tree import build_tree, common_prefix
+from engine_ext.plan.tree import common_prefix
+from engine_ext.scan.backlog import FORGOTTEN, Added, AtOnce, Executor, Plan, Planner, Running, Told
 from engine_ext.scan.decide import DualScan
-from engine_ext.scan.footprint import output_tokens
-from engine_ext.scan.replan import FEWEST, PATIENCE, Progress, answers_before_next, is_outdated, plan_backlog
+from engine_ext.scan.events import (
+    ADMITTED,
+    DROPPED,
+    FINISHED,
+    PREFILLED,
+    PUT_BACK,
+    RETRACTED,
+    TAKEN_BACK,
+    TICK,
+    WITHDRAWN,
+    Event,
+    table_of,
+)
+from engine_ext.scan.replan import FEWEST, PATIENCE, answers_before_next, is_outdated
 from engine_ext.scan.slowness import Slowness, step_s
 from engine_ext.scan.state import NO_REQUEST, StepCosts
-from engine_ext.scan.tiers import Urgency
 
 REMEMBERED = 4096  # ended requests that are kept to estimate similar ones
 PAGE = 16  # tokens; a shared prefix that is longer than this is worth waiting a step for
-MOST_OVERTAKEN = 4096  # requests that came later and may go before one of the same urgency
-LONGEST_WAIT_S = 1800.0  # for which requests that came later may go before it
 MOST_REFUSED = 3  # times that the engine may refuse the request that an end admits first
 
 
 @dataclass(slots=True, eq=False)
 class _Member:
-    """A request that waits, runs or has ended.
+    """A request that waits or runs.
 
-    `due`: when it must have ended, by the engine's clock. `came`: its number in the order in which requests came.
-    `tokens`: output tokens so far. `place`: its index in the plan, or -1. `overtaken`: how many requests that came
-    later were admitted before it; `since`: since when there are any. `refused`: how often the engine did not take it.
+    `slot`: its number among all requests that anything is known of. `from_plan`: the first plan that has it. `tokens`:
+    output tokens when it was retracted.
     """
 
+    key: int
+    slot: int
     prompt: TokenIds
-    cap: int
     known: int
-    kind: int
-    due: float
-    came: int
+    from_plan: int
     tokens: int = 0
-    place: int = -1
     runs: bool = False
-    prefilled: bool = False
     stored: bool = False
     ready: int = 0  # prompt tokens that were in the cache at its admission, as far as is known
     before: "_Member | None" = None  # the request that its end admitted before it
-    overtaken: int = 0
-    since: float = math.inf
     refused: int = 0
 
 
@@ -75,6 +79,37 @@ class Step:
 
 
 NOTHING = Step(0, [])
+_NOWHERE: Column = np.zeros(0, dtype=np.int64)
+
+
+@dataclass(slots=True)
+class _Slots:
+    """Numbers for requests: small ones, so that columns can be indexed by them.
+
+    A number is given again only once the scan follows a plan that was begun after it was freed; until then, the plan in
+    use or the one that is being made may still have it.
+    """
+
+    _next: int = 0
+    _free: list[int] = field(default_factory=list[int])
+    _before_plan: list[int] = field(default_factory=list[int])  # freed before the last plan was begun
+    _since: list[int] = field(default_factory=list[int])
+
+    def take(self) -> int:
+        if self._free:
+            return self._free.pop()
+        self._next += 1
+        return self._next - 1
+
+    def free(self, slot: int) -> None:
+        self._since.append(slot)
+
+    def plan_begins(self) -> None:
+        self._before_plan, self._since = self._since, []
+
+    def plan_is_followed(self) -> None:
+        self._free += self._before_plan
+        self._before_plan = []
 
 
 @dataclass(slots=True)
@@ -83,78 +118,126 @@ class LiveScan:
 
     `share`: share of the requests with unknown lengths to run first, as a sample. `cached`: returns how many prompt
     tokens of the waiting request with this key are in the engine's cache; it is called when a prefix might be computed
-    twice.
+    twice. `executor`: makes the plans.
     """
 
     cost: CostModel
     costs: StepCosts
     share: float = SHARE
     cached: Callable[[int], int] = lambda key: 0
-    generator: np.random.Generator = field(default_factory=lambda: np.random.default_rng(0))
+    executor: Executor = field(default_factory=AtOnce)
     plans: int = 0
     expected_cached: int = 0  # prompt tokens of admitted requests that each shares with the one before it at its end
-    _members: dict[int, _Member] = field(default_factory=dict[int, _Member])
-    _keys: list[int] = field(default_factory=list[int])
-    _ended: "deque[_Member]" = field(default_factory=lambda: deque(maxlen=REMEMBERED))
+    _members: dict[int, _Member] = field(default_factory=dict[int, _Member])  # by key
+    _by_slot: "list[_Member | None]" = field(default_factory=lambda: [])
+    _slots: _Slots = field(default_factory=lambda: _Slots())
+    _ended: deque[int] = field(default_factory=deque[int])  # slots
+    _planner: Planner = field(init=False)
+    _making: "Future[Plan] | None" = None
+    _plan: Plan | None = None
     _scan: DualScan | None = None
-    _new: int = 0
-    _learned: int = 0  # answers ended since the plan was made; `_needed` of them lead to another plan
+    _added: list[Added] = field(default_factory=list[Added])
+    _events: list[Event] = field(default_factory=list[Event])  # since the last plan was begun; requests by slot
+    _untold: list[Event] = field(default_factory=list[Event])  # what the scan does not know yet
+    _new: int = 0  # waiting requests that the scan does not have
+    _newest: int = 0  # those of them that the plan that is being made does not have either
+    _begun: int = 0  # plans
+    _learned: int = 0  # answers ended since the plan was begun; `_needed` of them lead to another plan
     _needed: int = 0
     _decisions: int = 0
     _computing: list[_Member] = field(default_factory=list[_Member])  # admitted, prompts not yet in the cache
     _latest: "list[_Member | None]" = field(default_factory=lambda: [None, None])  # that each end admitted last
-    _came: int = 0
-    _overtakers: list[int] = field(default_factory=list[int])  # `came` of those admitted since the plan was made
     _now: float = 0.0
     _look_again: float = math.inf
     _slowness: Slowness = field(default_factory=Slowness)
 
+    def __post_init__(self) -> None:
+        self._planner = Planner(self.cost, self.costs, self.share)
+
     def __len__(self) -> int:
         """Return the number of waiting requests."""
+        self._tell()
         return self._new + (self._scan.waiting if self._scan else 0)
 
     def add(
-        self, key: int, prompt: TokenIds, cap: int, known: int = UNKNOWN, kind: int = 0, due: float = math.inf
+        self,
+        key: int,
+        prompt: TokenIds,
+        cap: int,
+        known: int = UNKNOWN,
+        kind: int = 0,
+        due: float = math.inf,
+        apart: bool = False,
     ) -> None:
         """Add a waiting request; `kind` is equal for requests that have more in common than their prompts.
 
-        `due`: when it must have ended, in seconds of the clock that `decide` is told.
+        `due`: when it must have ended, in seconds of the clock that `decide` is told. `apart`: whether it had better
+        run beside others like it alone, as requests do with which the engine does not mix prompts and decodes.
         """
-        self._members[key] = _Member(prompt, min(cap, LONGEST), known, kind, due, self._came)
-        self._came += 1
-        self._new += 1
+        slot = self._slots.take()
+        if slot == len(self._by_slot):
+            self._by_slot.append(None)
+        member = self._members[key] = self._by_slot[slot] = _Member(key, slot, prompt, known, 0)
+        self._added.append(Added(slot, prompt, min(cap, LONGEST), known, kind, due, apart))
+        self._wait_for_plan(member)
 
     def take_back(self, key: int) -> None:
         """Remove a waiting request, which will not run."""
         member = self._members.pop(key)
-        if member.place < 0:
+        is_in_no_plan = member.from_plan > self._begun
+        if self._place(member) < 0:
             self._new -= 1
-        else:
-            self._of(member).take_back(member.place)
-            self._keys[member.place] = -1
+            self._newest -= is_in_no_plan
+        self._note(FORGOTTEN if is_in_no_plan else TAKEN_BACK, member)
+        self._free(member)
 
     def decide(
-        self, used_kv: int, decoding_kv: int, decoding: int, pending: int, decoded: int, slots: int, now: float = 0.0
+        self,
+        used_kv: int,
+        decoding_kv: int,
+        decoding: int,
+        pending: int,
+        decoded: int,
+        slots: int,
+        now: float = 0.0,
+        may_follow: bool = True,
     ) -> Step:
-        """Decide the next step; see the function `decide` in scan/decide.py. `now`: seconds of any steady clock."""
+        """Decide the next step; see the function `decide` in scan/decide.py. `now`: seconds of any steady clock.
+
+        `may_follow`: whether to follow a plan that is ready. All ranks of an engine must do so in the same step.
+        """
         self._decisions += 1
         self._now = now
         self._slowness.measure(now)
-        if self._is_due():
-            self._plan()
+        self._tell()
+        if self._making is None and self._is_due():
+            self._begin_plan()
+        if self._making is not None:
+            runs_dry = decoding == pending == 0 and not (self._scan and self._scan.waiting)
+            if runs_dry or (may_follow and self._making.done()):
+                self._follow(self._making.result())
         if self._scan is None:
             return NOTHING
+        self._events.append((TICK, -1, decoded))
         found = self._scan.decide(used_kv, decoding_kv, decoding, pending, decoded, slots)
         admitted = self._without_twins(found.admitted.tolist())
         prompts = min(found.budget, pending + sum(len(self._members[key].prompt) for key in admitted))
         self._slowness.expect(step_s(self.costs, prompts, decoding, decoding_kv))
         return Step(found.budget, admitted)
 
+    def set_bursts(self, bursts: bool) -> None:
+        """Say whether a prefill stops decoding from here on; see `StepCosts`."""
+        if bursts == self.costs.bursts:
+            return
+        self.costs = self._planner.costs = self.costs._replace(bursts=bursts)
+        if self._scan is not None:
+            self._scan = DualScan(self._scan.state._replace(costs=self.costs.normalize()))
+
     def prefilled(self, key: int, stored: bool = True) -> None:
         """Note that a request's prompt is computed; `stored`: whether it is also in the cache, for others to use."""
         member = self._members[key]
-        member.prefilled, member.stored, member.before = True, stored, None
-        self._of(member).prefilled(member.place)
+        member.stored, member.before = stored, None
+        self._note(PREFILLED, member)
 
     def stored(self, key: int) -> None:
         """Note that the prompt of a prefilled request is in the cache."""
@@ -162,21 +245,27 @@ class LiveScan:
 
     def finished(self, key: int, tokens: int) -> None:
         member = self._members.pop(key)
-        self._of(member).finished(member.place, tokens)
-        member.tokens, member.runs = tokens, False
-        self._ended.append(member)
+        member.runs = False
+        self._note(FINISHED, member, tokens)
         self._learned += member.known == UNKNOWN
+        self._by_slot[member.slot] = None
+        self._ended.append(member.slot)
+        if len(self._ended) > REMEMBERED:
+            forgotten = self._ended.popleft()
+            self._events.append((FORGOTTEN, forgotten, 0))
+            self._slots.free(forgotten)
 
     def dropped(self, key: int, tokens: int) -> None:
         """Note that a running request was given up."""
         member = self._members.pop(key)
         member.runs = False
-        self._of(member).dropped(member.place, tokens)
+        self._note(DROPPED, member, tokens)
+        self._free(member)
 
     def retracted(self, key: int, tokens: int) -> None:
         member = self._members[key]
-        member.tokens, member.runs, member.prefilled, member.stored = tokens, False, False, False
-        self._of(member).retracted(member.place, tokens)
+        member.tokens, member.runs, member.stored = tokens, False, False
+        self._note(RETRACTED, member, tokens)
 
     def put_back(self, key: int, refused: bool = False) -> None:
         """Note that the engine did not take a request that was just admitted.
@@ -188,17 +277,22 @@ class LiveScan:
         member.runs = False
         member.refused += refused
         if member.tokens == 0:
-            scan = self._of(member)
-            self.expected_cached -= len(member.prompt) - int(scan.state.requests[member.place].fresh)
+            self.expected_cached -= self._shared(member)
         if member in self._latest:
             self._latest[self._latest.index(member)] = member.before
         if member.refused < MOST_REFUSED:
-            self._of(member).put_back(member.place)
+            self._note(PUT_BACK, member)
             return
-        self._of(member).withdraw(member.place)
-        self._keys[member.place] = -1
-        member.place, member.refused = -1, 0
-        self._new += 1
+        member.refused = 0
+        self._note(WITHDRAWN, member)
+        self._tell()
+        self._plan_of(member).places[member.slot] = -1
+        self._wait_for_plan(member)
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether a plan that was begun is ready to be followed, or none was begun."""
+        return self._making is None or self._making.done()
 
     @property
     def remaining_s(self) -> tuple[float, float]:
@@ -213,21 +307,55 @@ class LiveScan:
     @property
     def next_keys(self) -> list[int]:
         """Keys of the requests that the left and the right end admit next, if their own queues are not empty."""
-        heads = self._scan.heads if self._scan else ()
-        return [self._keys[head] for head in heads if head != NO_REQUEST and self._keys[head] >= 0]
+        if self._scan is None:
+            return []
+        self._tell()
+        heads = [self._at(head) for head in self._scan.heads if head != NO_REQUEST]
+        return [member.key for member in heads if member is not None]
 
     @property
     def kv_tokens(self) -> tuple[int, int]:
         """KV tokens that requests of the left end and of the right end hold, without the prefixes that they share."""
         return self._scan.kv_tokens if self._scan and self._members else (0, 0)
 
-    def _member(self, place: int) -> _Member:
-        return self._members[self._keys[place]]
+    def _note(self, kind: int, member: _Member, value: int = 0) -> None:
+        event = (kind, member.slot, value)
+        self._events.append(event)
+        self._untold.append(event)
 
-    def _of(self, member: _Member) -> DualScan:
+    def _tell(self) -> None:
+        """Tell the scan what happened since it last decided."""
+        if self._scan is not None and self._plan is not None and self._untold:
+            self._scan.tell(table_of(self._untold, self._plan.places))
+        self._untold.clear()
+
+    def _wait_for_plan(self, member: _Member) -> None:
+        member.from_plan = self._begun + 1
+        self._new += 1
+        self._newest += 1
+
+    def _free(self, member: _Member) -> None:
+        self._by_slot[member.slot] = None
+        self._slots.free(member.slot)
+
+    def _plan_of(self, member: _Member) -> Plan:
+        assert self._plan is not None
+        return self._plan
+
+    def _place(self, member: _Member) -> int:
+        """Return the request's place in the plan, or -1."""
+        places = self._plan.places if self._plan is not None else _NOWHERE
+        return int(places[member.slot]) if member.slot < len(places) else -1
+
+    def _at(self, place: int) -> "_Member | None":
+        """Return the request at this place of the plan; None if it was taken back."""
+        assert self._plan is not None
+        return self._by_slot[self._plan.slots[place]]
+
+    def _shared(self, member: _Member) -> int:
+        """Return the prompt tokens that the request shares with the one before it at its end."""
         assert self._scan is not None
-        assert member.place >= 0
-        return self._scan
+        return len(member.prompt) - int(self._scan.state.requests[self._place(member)].fresh)
 
     def _is_due(self) -> bool:
         if self._now >= self._look_again:
@@ -241,6 +369,32 @@ class LiveScan:
             return True
         return self._new >= max(FEWEST, planned // 4)
 
+    def _begin_plan(self) -> None:
+        """Begin a plan of all requests as they are now."""
+        running = Running.none()
+        if self._scan is not None and self._plan is not None:
+            running = Running.of(self._scan.state, self._plan.slots)
+        told = Told(self._added, self._events, running, self._now, self._slowness.slowness)
+        self._added, self._events = [], []
+        self._newest, self._learned, self._begun = 0, 0, self._begun + 1
+        self._slots.plan_begins()
+        self._making = self.executor.submit(self._planner.plan, told)
+
+    def _follow(self, plan: Plan) -> None:
+        """Follow this plan from here on, brought up to date with what happened since it was begun."""
+        if self._scan is not None:
+            plan.state.totals[0].owed = self._scan.state.totals[0].owed
+        state = plan.state._replace(costs=self.costs.normalize())  # which may have changed since
+        self._plan, self._scan, self._making = plan, DualScan(state), None
+        self._scan.tell(table_of(self._events, plan.places))
+        for kind, slot, _ in self._events:
+            if kind == WITHDRAWN:
+                plan.places[slot] = -1
+        self._look_again, self._needed = plan.look_again, answers_before_next(plan.learned)
+        self._new, self._decisions = self._newest, 0
+        self._slots.plan_is_followed()
+        self.plans += 1
+
     def _without_twins(self, places: list[int]) -> list[int]:
         """Return the keys to admit now, and hold the requests whose prefix is still being computed for another one.
 
@@ -249,99 +403,32 @@ class LiveScan:
         scan = self._scan
         assert scan is not None
         kept: list[int] = []
-        put_back: list[int] = []
+        held: list[_Member] = []
         self._computing = [each for each in self._computing if each.runs and not each.stored]
         from_before = list(self._computing)
         for place in places:
-            side, member = int(scan.state.requests[place].side), self._member(place)
+            side, member = int(scan.state.requests[place].side), self._at(place)
+            assert member is not None
             latest = self._latest[side]
             member.ready = common_prefix(latest.prompt, member.prompt) if latest else 0
             if latest is not None and latest.runs and not latest.stored and member.ready > latest.ready + PAGE:
-                shared, member.ready = member.ready, self.cached(self._keys[place])
+                shared, member.ready = member.ready, self.cached(member.key)
                 if shared > member.ready + PAGE:
-                    put_back.append(place)
+                    held.append(member)
                     continue
             unfinished = max((common_prefix(each.prompt, member.prompt) for each in from_before), default=0)
-            if unfinished > PAGE and unfinished > self.cached(self._keys[place]) + PAGE:
-                put_back.append(place)
+            if unfinished > PAGE and unfinished > self.cached(member.key) + PAGE:
+                held.append(member)
                 continue
             self._computing.append(member)
             member.before, self._latest[side] = latest, member
             member.runs = True
-            self._overtakers.append(member.came)
+            self._events.append((ADMITTED, member.slot, side))
             if member.tokens == 0:
-                self.expected_cached += len(member.prompt) - int(scan.state.requests[place].fresh)
-            kept.append(self._keys[place])
-        for place in reversed(put_back):
-            scan.put_back(place)
-        if put_back:
+                self.expected_cached += self._shared(member)
+            kept.append(member.key)
+        # The scan has admitted them; a plan that is being made never hears of it.
+        self._untold += [(PUT_BACK, member.slot, 0) for member in reversed(held)]
+        if held:
             scan.come_soon()
         return kept
-
-    def _plan(self) -> None:
-        """Plan again from all that is known."""
-        keys = list(self._members)
-        members = [self._members[key] for key in keys] + list(self._ended)
-        ended = np.arange(len(members)) >= len(keys)
-        runs = np.array([member.runs for member in members], dtype=np.bool_)
-        old = np.array([member.place for member in members], dtype=np.int64)
-        kinds, caps, known, tokens = (
-            np.array([(member.kind, member.cap, member.known, member.tokens) for member in members], dtype=np.int64)
-            .reshape(-1, 4)
-            .T
-        )
-        fresh, sides = np.zeros((2, len(members)), dtype=np.int64)
-        owed = float(self._scan.state.totals[0].owed) if self._scan is not None else 0.0
-        if self._scan is not None:
-            requests = self._scan.state.requests
-            tokens[runs] = output_tokens(self._scan.state, old[runs])
-            fresh[runs], sides[runs] = column(requests, "fresh")[old[runs]], column(requests, "side")[old[runs]]
-
-        tree = build_tree(_joined([member.prompt for member in members]))
-        prefilled = np.array([member.prefilled for member in members], dtype=np.bool_)
-        progress = Progress(
-            caps,
-            known,
-            np.zeros_like(runs),
-            tokens,
-            runs,
-            runs & prefilled,
-            ended,
-            fresh,
-            sides,
-            owed,
-            self._urgency(members, runs | ended),
-        )
-        plan = plan_backlog(
-            tree, group_requests(tree, kinds), progress, self.cost, self.costs, self.generator, self.share
-        )
-        self._scan, self._keys = DualScan(plan.state), keys
-        self._look_again = self._now + plan.look_again_s
-        self._learned, self._needed = 0, answers_before_next(progress.learned)
-        for place, member in enumerate(members):
-            member.place, member.tokens = place, int(tokens[place])
-        self._new, self._decisions = 0, 0
-        self.plans += 1
-
-    def _urgency(self, members: list[_Member], is_over: Bools) -> Urgency:
-        """Return the deadlines of all requests, and count who was overtaken since the last plan.
-
-        No request is overtaken by more than MOST_OVERTAKEN others of its urgency and the plan's own step, nor for
-        longer than LONGEST_WAIT_S.
-        """
-        overtakers, self._overtakers = np.sort(np.array(self._overtakers, dtype=np.int64)), []
-        came = np.array([member.came for member in members], dtype=np.int64)
-        later = len(overtakers) - np.searchsorted(overtakers, came, side="right")
-        for at in np.flatnonzero((later > 0) & ~is_over).tolist():
-            member = members[at]
-            member.overtaken += int(later[at])
-            member.since = min(member.since, self._now)
-        aged = [member.overtaken >= MOST_OVERTAKEN or self._now - member.since >= LONGEST_WAIT_S for member in members]
-        due_s = np.array([member.due for member in members]) - self._now
-        return Urgency(due_s, np.array(aged, dtype=np.bool_), self._slowness.slowness)
-
-
-def _joined(prompts: list[TokenIds]) -> Prompts:
-    starts = np.zeros(len(prompts) + 1, dtype=np.int64)
-    np.cumsum([len(prompt) for prompt in prompts], out=starts[1:])
-    return Prompts(np.concatenate([np.empty(0, np.uint32), *prompts]), starts)

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 
 from engine_ext.arrays import Bools, Column
-from engine_ext.compiled import compiled
+from engine_ext.compiled import brief
 from engine_ext.costs.cost import CostModel
 from engine_ext.plan.groups import Groups
 from engine_ext.plan.lengths import UNKNOWN, estimate, group_caps, look_ahead, see
@@ -74,7 +74,7 @@ def answers_before_next(learned: int) -> int:
     return max(FEWEST, int(MORE * learned))
 
 
-@compiled
+@brief
 def is_outdated(state: State, steps: int, answers: int) -> bool:
     """Return whether enough was learned for another plan.
 

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from engine_ext.compiled import compiled
+from engine_ext.compiled import brief, compiled
 from engine_ext.plan.groups import ALIKE
 from engine_ext.plan.lengths import bucket_of, longest_of, record, refresh
 from engine_ext.scan.footprint import add_footprint, generated, rest_of, work_out_holds
@@ -118,7 +118,7 @@ def _look_at(state: State, request: int) -> None:
     ) * state.costs.read_s
 
 
-@compiled
+@brief
 def waiting(state: State) -> int:
     """Return the number of requests in both queues that may still run."""
     left, right = state.queues[LEFT], state.queues[RIGHT]

@@ -22,12 +22,13 @@ class Urgency(NamedTuple):
 
     `due_s`: float64 [requests], seconds from now until it must have ended; infinite for none. `aged`: bool [requests],
     whether too many requests that came later have gone before it. `slowness`: seconds that the engine takes for a
-    second of the cost model.
+    second of the cost model. `apart`: int64 [requests], 1 for those that go behind the others of their urgency.
     """
 
     due_s: Floats
     aged: Bools
     slowness: float = 1.0
+    apart: Column | int = 0
 
     @classmethod
     def none(cls, requests: int) -> "Urgency":
@@ -45,7 +46,7 @@ class Urgency(NamedTuple):
         tiers = np.where(self.aged, np.minimum(pools, AGED), pools)
         with np.errstate(invalid="ignore"):
             near = np.floor(TIERS_PER_DOUBLING * np.log2(np.clip(due_s, SHORTEST_S, 1e12)))
-        return np.where(due_s < HASTE * self.slowness * total_s, near, tiers).astype(np.int64)
+        return np.where(due_s < HASTE * self.slowness * total_s, near, tiers + self.apart).astype(np.int64)
 
     def look_again_s(self, total_s: float, waits: Bools) -> float:
         """Return the seconds after which a deadline of a waiting request may be threatened that is not yet.

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine_ext.plan.lengths import UNKNOWN
-from engine_ext.scan import live as live_module
+from engine_ext.scan import backlog as backlog_module
 from engine_ext.scan.tiers import AGED, ORDINARY, POOLS, Urgency
 from tests.unit.scan.test_live import Engine, live, tokens
 
@@ -88,7 +88,7 @@ def test_an_engine_slower_than_the_cost_model_is_noticed() -> None:
 
 def test_nobody_is_overtaken_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
     """Requests at both ends keep coming; those between them in density still get their turn."""
-    monkeypatch.setattr(live_module, "MOST_OVERTAKEN", 200)
+    monkeypatch.setattr(backlog_module, "MOST_OVERTAKEN", 200)
     engine = Engine(live(), most_at_once=16)
     middle = range(50)
     for key in middle:

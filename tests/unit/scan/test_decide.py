@@ -14,6 +14,7 @@ from engine_ext.plan.prompts import Prompts
 from engine_ext.plan.tree import build_tree
 from engine_ext.scan.decide import DualScan
 from engine_ext.scan.ends import fresh_tokens
+from engine_ext.scan.events import FINISHED, PREFILLED, RETRACTED
 from engine_ext.scan.state import ALIGNMENT, Backlog, StepCosts
 from engine_ext.scan.sweep import end_sweep
 
@@ -32,6 +33,10 @@ def backlog(
     groups = groups or Groups.unlike(np.zeros(len(prompt), np.int64), np.array([-1]))
     seen = seen or Seen.nothing(len(groups))
     return Backlog(prompt, prompt, known, np.full(len(prompt), 1 << 17), left, right, groups, seen)
+
+
+def tell(scan: DualScan, kind: int, request: int, value: int = 0) -> None:
+    scan.tell(np.array([[kind, request, value]]))
 
 
 @dataclass
@@ -73,11 +78,11 @@ class Engine:
         for request, tokens in list(self.decoding.items()):
             if tokens >= self.output[request]:
                 del self.decoding[request]
-                self.scan.finished(request, tokens)
+                tell(self.scan, FINISHED, request, tokens)
                 self.done.append(request)
         while self.used > self.capacity and len(self.decoding) > 1:
             request = list(self.decoding)[-1]
-            self.scan.retracted(request, self.decoding.pop(request))
+            tell(self.scan, RETRACTED, request, self.decoding.pop(request))
             self.retractions += 1
         self.kv_held.append(self.used)
         self.check()
@@ -104,7 +109,7 @@ class Engine:
             if self.left_to_prefill[request] == 0:
                 del self.left_to_prefill[request]
                 self.decoding[request] = self.generated.get(request, 0)
-                self.scan.prefilled(request)
+                tell(self.scan, PREFILLED, request)
 
     def run(self, most_steps: int = 200_000) -> None:
         for _ in range(most_steps):
@@ -254,7 +259,7 @@ def test_what_runs_long_raises_what_is_expected_of_those_that_wait() -> None:
     costs = StepCosts(5e-5, 6.4e-8, 8e-3, 1_000_000)
     scan = DualScan.of(backlog(np.full(count, 10), np.full(count, -1), np.empty(0, np.int64), np.arange(count)), costs)
     for request in scan.decide(0, 0, 0, 0).admitted[:20].tolist():
-        scan.prefilled(request)
+        tell(scan, PREFILLED, request)
     before = float(scan.state.outlook.rest[0, 0])
     for _ in range(1500):
         scan.decide(20_000, 20_000, 20, 0)
@@ -270,8 +275,8 @@ def test_answers_of_a_group_tell_of_its_sibling() -> None:
     )
     running = [request for request in scan.decide(0, 0, 0, 0).admitted.tolist() if request < 100]
     for request in running:
-        scan.prefilled(request)
-        scan.finished(request, 4000)
+        tell(scan, PREFILLED, request)
+        tell(scan, FINISHED, request, 4000)
     for _ in range(20):
         scan.decide(0, 0, 0, 0)
     assert scan.state.outlook.rest[1, 0] == pytest.approx(4000, rel=0.1)
@@ -283,7 +288,7 @@ def test_remaining_work_holds_what_was_just_admitted() -> None:
     scan = DualScan.of(backlog(prompt, output, np.arange(5), np.arange(9, 4, -1)), COSTS)
     before = scan.remaining_s[1]
     for request in scan.decide(0, 0, 0, 0).admitted.tolist():
-        scan.prefilled(request)
+        tell(scan, PREFILLED, request)
     for _ in range(10):
         scan.decide(1000, 1000, 10, 0)
         assert scan.remaining_s[1] == pytest.approx(before, rel=0.05)
@@ -299,8 +304,8 @@ def test_any_clock_leaves_nothing_behind(decoded: int) -> None:
     )
     for _ in range(10_000):
         for request in scan.decide(0, 0, 0, 0, decoded).admitted.tolist():
-            scan.prefilled(request)
-            scan.finished(request, int(generator.integers(1, 50)))
+            tell(scan, PREFILLED, request)
+            tell(scan, FINISHED, request, int(generator.integers(1, 50)))
         if scan.waiting == 0:
             break
     assert scan.waiting + scan.running == 0
@@ -318,9 +323,9 @@ def test_a_retraction_is_counted_as_work_again() -> None:
     scan = DualScan.of(backlog(np.full(2, 1000), np.full(2, 50), np.array([0]), np.array([1])), COSTS)
     before = scan.remaining_s[0]
     for request in scan.decide(0, 0, 0, 0).admitted.tolist():
-        scan.prefilled(request)
-    scan.retracted(0, 10)
-    scan.retracted(1, 10)
+        tell(scan, PREFILLED, request)
+    tell(scan, RETRACTED, 0, 10)
+    tell(scan, RETRACTED, 1, 10)
     end_sweep(scan.state)
     end_sweep(scan.state)  # the first still held what was found in the middle of a sweep
     # All prompts again, the ten tokens of each as part of them, and forty to come.
@@ -336,8 +341,8 @@ def test_a_retracted_request_is_the_next_one() -> None:
     scan = DualScan.of(backlog(np.full(4, 100), np.full(4, 50), np.array([0, 1]), np.array([3, 2])), COSTS)
     first = scan.decide(0, 0, 0, 0).admitted.tolist()
     assert sorted(first) == [0, 1, 2, 3]
-    scan.prefilled(2)
-    scan.retracted(2, 7)
+    tell(scan, PREFILLED, 2)
+    tell(scan, RETRACTED, 2, 7)
     assert scan.waiting == 1
     assert scan.decide(300, 300, 3, 0).admitted.tolist() == [2]
 
@@ -347,7 +352,7 @@ def test_retracting_for_ever_keeps_every_request() -> None:
     scan = DualScan.of(backlog(np.full(3, 10), np.full(3, 50), np.empty(0, np.int64), np.array([0, 1, 2])), COSTS)
     for _ in range(1000):
         for request in scan.decide(0, 0, 0, 0).admitted.tolist():
-            scan.prefilled(request)
-            scan.retracted(request, 1)
+            tell(scan, PREFILLED, request)
+            tell(scan, RETRACTED, request, 1)
         assert scan.waiting == 3
     assert sorted(scan.decide(0, 0, 0, 0).admitted.tolist()) == [0, 1, 2]

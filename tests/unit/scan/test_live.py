@@ -3,7 +3,11 @@
 import math
 import subprocess
 import sys
+from collections import Counter
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import pytest
@@ -17,6 +21,7 @@ from engine_ext.plan.lengths import UNKNOWN
 from engine_ext.plan.prompts import Prompts, TokenIds
 from engine_ext.plan.resources import Requests
 from engine_ext.plan.tree import build_tree, common_prefix
+from engine_ext.scan.backlog import AtOnce, Executor, Plan
 from engine_ext.scan.ends import two_ends
 from engine_ext.scan.live import LiveScan
 from engine_ext.scan.replan import FEWEST
@@ -44,6 +49,8 @@ class Engine:
     now: float = 0.0
     slowness: float = 1.0
     ended: dict[int, float] = field(default_factory=dict[int, float])
+    refuses: list[int] = field(default_factory=list[int])  # these, four times each
+    refused: Counter[int] = field(default_factory=Counter[int])
 
     def add(self, key: int, prompt: TokenIds, output: int, known: bool = False, due: float = math.inf) -> None:
         self.prompts[key], self.outputs[key] = prompt, output
@@ -66,6 +73,10 @@ class Engine:
         for key in step.admitted:
             assert key not in self.prefilling
             assert key not in self.decoding
+            if key in self.refuses and self.refused[key] < 4:
+                self.refused[key] += 1
+                self.scan.put_back(key, refused=True)
+                continue
             self.prefilling[key] = max(1, self.fresh(self.prompts[key]) + self.got.get(key, 0))
             self.admitted.append(key)
         for key in list(self.decoding):
@@ -101,8 +112,53 @@ class Engine:
         raise AssertionError(f"{len(self.scan)} wait after {most_steps} steps")
 
 
-def live(share: float = 0.01) -> LiveScan:
-    return LiveScan(COST, COSTS, share)
+class LatePlan(Future[Plan]):
+    """A plan that is made at once, and ready only when it has been asked for so many times."""
+
+    def __init__(self, plan: Plan, times: int) -> None:
+        super().__init__()
+        self.set_result(plan)
+        self.times = times
+
+    def done(self) -> bool:
+        self.times -= 1
+        return self.times < 0
+
+
+class Late:
+    """Makes plans that are ready some steps after they were begun, as a thread does."""
+
+    def __init__(self, generator: np.random.Generator, most_steps: int) -> None:
+        self.generator, self.most_steps = generator, most_steps
+
+    def submit(self, fn: Callable[..., Plan], /, *given: Any) -> Future[Plan]:
+        return LatePlan(fn(*given), int(self.generator.integers(0, self.most_steps + 1)))
+
+
+def live(share: float = 0.01, executor: Executor | None = None) -> LiveScan:
+    return LiveScan(COST, COSTS, share, executor=executor or AtOnce())
+
+
+def assert_consistent(scan: LiveScan, running: set[int], waiting: set[int]) -> None:
+    """Each request that a plan has stands once where it should, and the sums are those of the requests."""
+    found = scan._scan  # pyright: ignore[reportPrivateUsage]
+    if found is None:
+        return
+    scan.next_keys  # noqa: B018 # tells the scan what it does not know yet
+    state, at = found.state, scan._at  # pyright: ignore[reportPrivateUsage]
+    queued = [
+        member.key
+        for side in range(2)
+        for place in state.waiting[side, state.queues[side].first : state.queues[side].last].tolist()
+        if state.requests[place].gone == 0 and (member := at(place)) is not None
+    ]
+    assert len(set(queued)) == len(queued) == found.waiting
+    assert set(queued) <= waiting
+    assert len(scan) == len(waiting)
+    runs = [member.key for place in state.running[: found.running].tolist() if (member := at(place)) is not None]
+    assert sorted(runs) == sorted(running)
+    if found.running == 0:
+        assert state.totals[0].own_kv == state.totals[0].pending_tokens == state.totals[0].decoding == 0
 
 
 def tokens(*parts: tuple[int, int]) -> TokenIds:
@@ -110,12 +166,16 @@ def tokens(*parts: tuple[int, int]) -> TokenIds:
     return np.concatenate([np.random.default_rng(seed).integers(0, 1 << 20, n, np.uint32) for seed, n in parts])
 
 
-@settings(max_examples=20)
-@given(st.integers(0, 10_000), st.integers(1, 80), st.booleans())
-def test_every_request_ends_once_whenever_it_comes(seed: int, count: int, known: bool) -> None:
-    """Some are retracted, some taken back while they wait, some given up while they run."""
+@settings(max_examples=40)
+@given(st.integers(0, 10_000), st.integers(1, 80), st.booleans(), st.sampled_from([0, 3, 60]))
+def test_every_request_ends_once_whenever_it_comes(seed: int, count: int, known: bool, late: int) -> None:
+    """Some are retracted, some refused, some taken back while they wait, some given up while they run.
+
+    All of this may happen while a plan is being made.
+    """
     generator = np.random.default_rng(seed)
-    engine, gone = Engine(live(), most_at_once=20), set[int]()
+    engine, gone = Engine(live(executor=Late(generator, late)), most_at_once=20), set[int]()
+    engine.refuses = generator.permutation(count)[: count // 8].tolist()
     for key in range(count):
         prompt = tokens((int(generator.integers(3)), 50), (100 + key, int(generator.integers(1, 800))))
         engine.add(key, prompt, int(generator.integers(1, 300)), known)
@@ -132,6 +192,8 @@ def test_every_request_ends_once_whenever_it_comes(seed: int, count: int, known:
             taken = int(generator.choice(sorted(waiting)))
             engine.scan.take_back(taken)
             gone.add(taken)
+        active = {*engine.decoding, *engine.prefilling}
+        assert_consistent(engine.scan, active, set(engine.prompts) - set(engine.done) - active - gone)
     engine.run()
     assert sorted([*engine.done, *gone]) == list(range(count))
     scan = engine.scan._scan  # pyright: ignore[reportPrivateUsage]
@@ -179,6 +241,39 @@ def test_a_computed_prefix_is_waited_for_until_it_is_in_the_cache() -> None:
     assert scan.decide(610, 610, 1, 0, 1, 64).admitted == []
     scan.stored(first)
     assert len(scan.decide(611, 611, 1, 0, 1, 64).admitted) == 3
+
+
+def test_steps_continue_while_a_plan_is_made() -> None:
+    """In a thread, as in an engine; only an engine with nothing else to do waits for its plan."""
+    with ThreadPoolExecutor(1) as thread:
+        engine = Engine(live(executor=thread), most_at_once=20)
+        for key in range(500):
+            engine.add(key, tokens((key % 5, 100), (100 + key, 50)), 20)
+        engine.step()
+        assert engine.admitted
+        assert engine.scan.plans == 1
+        for key in range(500, 2000):
+            engine.add(key, tokens((key % 5, 100), (100 + key, 50)), 20)
+            engine.step()
+        engine.run()
+    assert sorted(engine.done) == list(range(2000))
+    assert engine.scan.plans > 1
+
+
+def test_all_ranks_follow_a_plan_in_the_step_that_they_agree_on() -> None:
+    engine = Engine(live())
+    for key in range(100):
+        engine.add(key, tokens((key, 50)), 20)
+    engine.step()
+    for key in range(100, 300):
+        engine.add(key, tokens((key, 50)), 20)
+
+    for _ in range(50):
+        engine.scan.decide(engine.used, 0, len(engine.decoding), 0, 1, 0, engine.now, may_follow=False)
+    assert (engine.scan.plans, engine.scan.is_ready) == (1, True)
+    engine.step()
+
+    assert engine.scan.plans == 2
 
 
 def test_what_was_learned_outlives_the_plan() -> None:

@@ -1,0 +1,247 @@
+"""Plans an engine's backlog beside its steps, in a thread of its own: a plan takes longer than many steps.
+
+A `Planner` knows the requests from what it is told at the start of each plan: the ones that have come, and what
+happened to those that it knows. It shares nothing with the scan that continues in the meantime.
+"""
+
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+
+from engine_ext.arrays import Bools, Column, Records, column, new_records
+from engine_ext.costs.cost import CostModel
+from engine_ext.plan.groups import group_requests
+from engine_ext.plan.prompts import Prompts, TokenIds
+from engine_ext.plan.sample import SHARE
+from engine_ext.plan.tree import build_tree
+from engine_ext.scan.events import (
+    ADMITTED,
+    DROPPED,
+    FINISHED,
+    KINDS,
+    PREFILLED,
+    PUT_BACK,
+    RETRACTED,
+    TAKEN_BACK,
+    TICK,
+    WITHDRAWN,
+    Event,
+)
+from engine_ext.scan.footprint import output_tokens
+from engine_ext.scan.replan import Progress, plan_backlog
+from engine_ext.scan.state import State, StepCosts
+from engine_ext.scan.tiers import Urgency
+
+MOST_OVERTAKEN = 4096  # requests that came later and may go before one of the same urgency
+LONGEST_WAIT_S = 1800.0  # for which requests that came later may go before it
+FORGOTTEN = KINDS  # a request that had ended and that estimates need no longer
+FREE, WAITS, RUNS, ENDED = range(4)
+
+AFTER = np.zeros(KINDS + 1, dtype=np.int64)
+AFTER[[ADMITTED, PREFILLED]] = RUNS
+AFTER[[RETRACTED, PUT_BACK, WITHDRAWN]] = WAITS
+AFTER[FINISHED] = ENDED
+AFTER[[DROPPED, TAKEN_BACK, FORGOTTEN]] = FREE
+HAS_TOKENS = np.isin(np.arange(KINDS + 1), [FINISHED, DROPPED, RETRACTED])
+
+
+class Added(NamedTuple):
+    """A request that has come; `slot` is its number for as long as anything is known of it. See `LiveScan.add`."""
+
+    slot: int
+    prompt: TokenIds
+    cap: int
+    known: int
+    kind: int
+    due: float
+    apart: bool
+
+
+class Running(NamedTuple):
+    """What a scan knows of the requests that run, as int64 columns: their slots, output tokens, fresh tokens, sides."""
+
+    slots: Column
+    tokens: Column
+    fresh: Column
+    sides: Column
+
+    @classmethod
+    def of(cls, state: State, slots: Column) -> "Running":
+        """Return the running requests of this state; `slots`: the slot of each of its requests."""
+        running = state.running[: state.totals[0].running]
+        fresh, sides = column(state.requests, "fresh")[running], column(state.requests, "side")[running]
+        return cls(slots[running], output_tokens(state, running), fresh.astype(np.int64), sides.astype(np.int64))
+
+    @classmethod
+    def none(cls) -> "Running":
+        return cls(*np.zeros((4, 0), dtype=np.int64))
+
+
+class Told(NamedTuple):
+    """What a planner is told when a plan begins: what happened since the last one, and how things stand.
+
+    `now`: seconds of the engine's clock. `slowness`: real seconds per second of the cost model.
+    """
+
+    added: list[Added]
+    events: list[Event]
+    running: Running
+    now: float
+    slowness: float
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """A plan of the requests as they were when it was begun.
+
+    `slots`: the slot of each request of `state`. `places`: by slot, the request in `state`, or -1. `learned`: answers
+    that it knew. `look_again`: when a deadline may be threatened that is not yet, by the engine's clock.
+    """
+
+    state: State
+    slots: Column
+    places: Column
+    learned: int
+    look_again: float
+
+
+class Executor(Protocol):
+    """Runs one plan after the other, in a thread or at once."""
+
+    def submit(self, fn: Callable[..., Plan], /, *given: Any) -> "Future[Plan]": ...
+
+
+class AtOnce:
+    """Makes a plan when it is asked for, so that the same events always lead to the same steps."""
+
+    def submit(self, fn: Callable[..., Plan], /, *given: Any) -> "Future[Plan]":
+        made: Future[Plan] = Future()
+        made.set_result(fn(*given))
+        return made
+
+
+class Row:
+    """A request as the planner knows it; see `Added`.
+
+    `came`: its number in the order in which requests came. `tokens`: output tokens so far. `status`: FREE, WAITS, RUNS
+    or ENDED. `prefilled`: 1 if its prompt is computed. `overtaken`: how many requests that came later were admitted
+    before it; `since`: since when there are any.
+    """
+
+    came: int
+    cap: int
+    known: int
+    kind: int
+    tokens: int
+    status: int
+    prefilled: int
+    overtaken: int
+    apart: int
+    due: float
+    since: float
+
+
+@dataclass(slots=True)
+class Planner:
+    """Knows all requests of an engine, and plans those that wait. `share`: see `plan_backlog`."""
+
+    cost: CostModel
+    costs: StepCosts
+    share: float = SHARE
+    generator: np.random.Generator = field(default_factory=lambda: np.random.default_rng(0))
+    _rows: Records[Row] = field(default_factory=lambda: new_records(Row, 0))
+    _prompts: list[TokenIds] = field(default_factory=list[TokenIds])
+    _came: int = 0
+
+    def plan(self, told: Told) -> Plan:
+        """Plan all requests that wait; those that run, and those that have ended, say what to expect of them."""
+        self._add(told.added)
+        rows: Any = self._rows
+        self._note(told)
+        slots = np.flatnonzero(rows["status"] != FREE)
+        slots = slots[np.argsort(rows["came"][slots])]
+        status = rows["status"][slots]
+        runs, ended = status == RUNS, status == ENDED
+        fresh, sides = np.zeros((2, len(rows)), dtype=np.int64)
+        fresh[told.running.slots], sides[told.running.slots] = told.running.fresh, told.running.sides
+        tree = build_tree(_joined([self._prompts[slot] for slot in slots.tolist()]))
+        progress = Progress(
+            rows["cap"][slots],
+            rows["known"][slots],
+            np.zeros_like(runs),
+            rows["tokens"][slots],
+            runs,
+            runs & (rows["prefilled"][slots] == 1),
+            ended,
+            fresh[slots],
+            sides[slots],
+            0.0,
+            self._urgency(slots, told),
+        )
+        groups = group_requests(tree, rows["kind"][slots])
+        plan = plan_backlog(tree, groups, progress, self.cost, self.costs, self.generator, self.share)
+        places = np.full(len(rows), -1, dtype=np.int64)
+        places[slots] = np.arange(len(slots))
+        return Plan(plan.state, slots, places, progress.learned, told.now + plan.look_again_s)
+
+    def _add(self, added: list[Added]) -> None:
+        if not added:
+            return
+        slots = np.array([each.slot for each in added])
+        missing = int(slots.max()) + 1 - len(self._rows)
+        if missing > 0:
+            more: Any = new_records(Row, max(missing, len(self._rows)))
+            self._rows = np.concatenate([self._rows, more])  # type: ignore[list-item] # records are an array
+            self._prompts += [_NOBODY] * len(more)
+        rows: Any = self._rows
+        for name in ("cap", "known", "kind", "due", "apart"):
+            rows[name][slots] = [getattr(each, name) for each in added]
+        rows["came"][slots] = self._came + np.arange(len(added))
+        rows["status"][slots], rows["since"][slots] = WAITS, np.inf
+        for name in ("tokens", "prefilled", "overtaken"):
+            rows[name][slots] = 0
+        for each in added:
+            self._prompts[each.slot] = each.prompt
+        self._came += len(added)
+
+    def _note(self, told: Told) -> None:
+        """Note what happened to the requests, and which of them were overtaken."""
+        rows: Any = self._rows
+        events = np.array(told.events, dtype=np.int64).reshape(-1, 3)
+        kinds, slots, values = events[events[:, 0] != TICK].T
+        # The last of several events of a request is what counts: NumPy assigns them in their order.
+        rows["status"][slots] = AFTER[kinds]
+        rows["prefilled"][slots] = kinds == PREFILLED
+        counts = HAS_TOKENS[kinds]
+        rows["tokens"][slots[counts]] = values[counts]
+        rows["tokens"][told.running.slots] = told.running.tokens
+        for slot in slots[AFTER[kinds] == FREE].tolist():
+            self._prompts[slot] = _NOBODY
+        overtakers = np.sort(rows["came"][slots[kinds == ADMITTED]])
+        later = len(overtakers) - np.searchsorted(overtakers, rows["came"], side="right")
+        behind = (later > 0) & (rows["status"] == WAITS)
+        rows["overtaken"][behind] += later[behind]
+        rows["since"][behind] = np.minimum(rows["since"][behind], told.now)
+
+    def _urgency(self, slots: Column, told: Told) -> Urgency:
+        """Return the deadlines of these requests, and which of them have waited for too long.
+
+        No request is overtaken by more than MOST_OVERTAKEN others of its urgency and what two plans admit, nor for
+        longer than LONGEST_WAIT_S.
+        """
+        rows: Any = self._rows
+        overtaken, since = rows["overtaken"][slots], rows["since"][slots]
+        aged: Bools = (overtaken >= MOST_OVERTAKEN) | (told.now - since >= LONGEST_WAIT_S)
+        return Urgency(rows["due"][slots] - told.now, aged, told.slowness, rows["apart"][slots])
+
+
+_NOBODY: TokenIds = np.zeros(0, dtype=np.uint32)
+
+
+def _joined(prompts: list[TokenIds]) -> Prompts:
+    starts = np.zeros(len(prompts) + 1, dtype=np.int64)
+    np.cumsum([len(prompt) for prompt in prompts], out=starts[1:])
+    return Prompts(np.concatenate(prompts) if prompts else np.zeros(0, dtype=np.uint32), starts)
