@@ -4,9 +4,12 @@ They wait here, outside SGLang's queue, whose cost per step grows with its lengt
 ones that the scan admits. Requests without our mark stay in SGLang's own queue and go first.
 """
 
+import logging
 import math
+import sys
 from collections import deque
 from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import Any
@@ -19,16 +22,21 @@ from sglang.srt.mem_cache.radix_cache import RadixKey
 from engine_ext.costs.cost import CostModel
 from engine_ext.plan.lengths import LONGEST, UNKNOWN
 from engine_ext.plugin.marks import DUE, KIND, UNTOLD
-from engine_ext.plugin.options import Overlap, handed_over
+from engine_ext.plugin.options import Emulation, Overlap, handed_over
+from engine_ext.plugin.scheduler.fallback import reason_for_sglang
+from engine_ext.plugin.scheduler.kv_space import KVSpace
 from engine_ext.plugin.scheduler.pins import Pins
 from engine_ext.plugin.scheduler.ranks import Ranks
+from engine_ext.scan.backlog import AtOnce, Executor
 from engine_ext.scan.live import LiveScan
 from engine_ext.scan.state import StepCosts
 
+log = logging.getLogger(__name__)
 RECENT = 4096
 SOON = 64  # steps for which running requests must find room beside pinned prefixes
 LOOK_AGAIN = 16  # steps between two looks at the cache for the same request
 STEP_TOKENS = 8192  # the largest step if SGLang sets none
+SWITCH_S = 0.0005  # after which a plan's thread leaves the interpreter to a step that waits for it
 
 
 class Phase(IntEnum):
@@ -61,6 +69,8 @@ class Admission:
     overlap: Overlap
     pins: Pins
     ranks: Ranks
+    space: KVSpace
+    fallback: str | None = None  # why SGLang's own policy schedules instead
     by_key: dict[int, Member] = field(default_factory=dict[int, Member])
     waiting: dict[str, Member] = field(default_factory=dict[str, Member])  # by rid
     running: dict[Any, Member] = field(default_factory=dict[Any, Member])  # by SGLang's request
@@ -75,22 +85,28 @@ class Admission:
     prompt_tokens: int = 0
     refused: int = 0  # admissions that SGLang did not take
     steps: int = 0
-    deciding_s: float = 0.0
+    deciding_s: float = 0.0  # all that the hooks of the scheduler's loop take, without SGLang's part
+    deciding: deque[float] = field(default_factory=lambda: deque(maxlen=RECENT))  # seconds of the last steps
+    not_mixed: int = 0  # running requests with which SGLang mixes no chunks
     cache_changed: bool = False
     recent_ids: deque[str] = field(default_factory=lambda: deque(maxlen=RECENT))
 
     @classmethod
     def of(cls, cost: CostModel, scheduler: Any) -> "Admission":
-        capacity, overlap = int(scheduler.max_total_num_tokens), overlap_of(scheduler)
+        space, overlap = KVSpace.of(scheduler), overlap_of(scheduler)
         step_tokens = int(scheduler.chunked_prefill_size or STEP_TOKENS)
-        costs = StepCosts.of(cost, capacity, step_tokens, bursts=overlap is not Overlap.MIXED)
-        return cls(LiveScan(cost, costs), overlap, Pins(scheduler.tree_cache, capacity), Ranks.of(scheduler))
+        costs = StepCosts.of(cost, space.capacity, step_tokens, bursts=overlap is not Overlap.MIXED)
+        scan = LiveScan(cost, costs, executor=_executor())
+        fallback = reason_for_sglang(scheduler)
+        if fallback:
+            log.warning("SGLang's own policy schedules this engine, and not the dual scan: %s", fallback)
+        pins = Pins(scheduler.tree_cache, space.capacity)
+        return cls(scan, overlap, pins, Ranks.of(scheduler), space, fallback)
 
     def add(self, req: Any) -> None:
         """Add a request that waits now, for the first time or because it was retracted."""
-        member = self.running.pop(req, None)
-        if member is not None:
-            self._retract(member)
+        if req in self.running:
+            self._retract(self._leave(req))
             return
         member = self.waiting[req.rid] = self.by_key[self.next_key] = Member(req, self.next_key)
         self.next_key += 1
@@ -103,7 +119,8 @@ class Admission:
         alike = f"{params.custom_params[KIND]} {cap.bit_length()}"
         kind = self.kinds.setdefault(alike, len(self.kinds))
         prompt = np.asarray(req.origin_input_ids, dtype=np.uint32)
-        self.scan.add(member.key, prompt, cap, known, kind, _due(params.custom_params))
+        apart = self.overlap is Overlap.MIXED and bool(req.return_logprob)
+        self.scan.add(member.key, prompt, cap, known, kind, _due(params.custom_params), apart)
 
     def take_back(self, rid: str, everything: bool) -> list[Any]:
         """Remove and return the waiting requests that an abort means: that of this id, or those that begin with it."""
@@ -147,7 +164,7 @@ class Admission:
         for req in gone:
             if req is continued:
                 continue
-            member, tokens = self.running.pop(req), len(req.output_ids)
+            member, tokens = self._leave(req), len(req.output_ids)
             del self.by_key[member.key]
             was_prefill = member.phase is Phase.PREFILL
             self._computed(member)
@@ -163,6 +180,7 @@ class Admission:
             member = self.running[req] = self.waiting.pop(req.rid)
             member.phase = Phase.PREFILL
             self.computing.append(member)
+            self.not_mixed += bool(req.return_logprob)
         self.admitted += len(reqs)
 
     def note_refused(self, reqs: list[Any], first_blocks: bool) -> None:
@@ -215,6 +233,16 @@ class Admission:
                 self.prompt_tokens += len(req.origin_input_ids)
                 self.cached_tokens += cached
 
+    def note_time(self, seconds: float, is_step: bool = True) -> None:
+        """Note how long the hooks took; `is_step`: in a step, and not beside it."""
+        self.deciding_s += seconds
+        if is_step:
+            self.deciding.append(seconds)
+
+    def _leave(self, req: Any) -> Member:
+        self.not_mixed -= bool(req.return_logprob)
+        return self.running.pop(req)
+
     def _retract(self, member: Member) -> None:
         req = member.req
         self._computed(member)
@@ -229,6 +257,15 @@ class Admission:
         if member.phase in (Phase.PREFILL, Phase.STORING):
             self.computing.remove(member)
         member.phase = Phase.DECODE
+
+
+def _executor() -> Executor:
+    """Return a thread for plans; on a virtual clock plans are made at once, because steps take no real time."""
+    options = handed_over()
+    if options is not None and options.emulated is Emulation.VIRTUAL:
+        return AtOnce()
+    sys.setswitchinterval(SWITCH_S)
+    return ThreadPoolExecutor(1, "plan")
 
 
 def _due(custom_params: dict[str, Any]) -> float:

@@ -22,14 +22,36 @@ _ADDER = "sglang.srt.managers.schedule_policy.PrefillAdder"
 def enqueue(original: Callable[..., None], scheduler: Any, req: Any, *args: Any, **kwargs: Any) -> None:
     """Move one of our requests from SGLang's queue to ours."""
     original(scheduler, req, *args, **kwargs)
-    queue = scheduler.waiting_queue
-    if queue and queue[-1] is req and is_ours(req):
-        admission_of(scheduler).add(queue.pop())
+    queue, ours = scheduler.waiting_queue, admission_of(scheduler)
+    if queue and queue[-1] is req and is_ours(req) and ours.fallback is None:
+        started = time.perf_counter()
+        ours.add(queue.pop())
+        ours.note_time(time.perf_counter() - started, is_step=False)
 
 
 def admit(original: Callable[..., Any], scheduler: Any, *args: Any, **kwargs: Any) -> Any:
     """Show SGLang the requests that the scan admits, in its order, and allow as many prompt tokens as it does."""
     ours, running = admission_of(scheduler), kwargs["running_batch"]
+    started, theirs_s = time.perf_counter(), 0.0
+
+    def ask_sglang() -> Any:
+        nonlocal theirs_s
+        asked = time.perf_counter()
+        found = original(scheduler, *args, **kwargs)
+        theirs_s = time.perf_counter() - asked
+        return found
+
+    if not ours.waiting and not ours.running:
+        continued = scheduler.chunked_req
+        found = ask_sglang()
+        ours.note(found[0], continued)
+        return found
+    found = _step(ours, scheduler, running, ask_sglang)
+    ours.note_time(time.perf_counter() - started - theirs_s)
+    return found
+
+
+def _step(ours: Admission, scheduler: Any, running: Any, ask_sglang: Callable[[], Any]) -> Any:
     changed = ours.notice_ends(running.reqs, scheduler.chunked_req)
     ours.notice_stored()
     is_beside = ours.overlap is Overlap.PDMUX  # decodes continue during a prefill, and SGLang asks between prefills
@@ -40,33 +62,27 @@ def admit(original: Callable[..., Any], scheduler: Any, *args: Any, **kwargs: An
     if not ours.running:
         ours.pins.keep([], again=False)
     continued = scheduler.chunked_req
-    if not ours.waiting and not ours.running:
-        found = original(scheduler, *args, **kwargs)
-        ours.note(found[0], continued)
-        return found
-    started = time.perf_counter()
     step = _decide(ours, scheduler, running)
     if is_beside:  # they decode from here on; tokens decoded during their prefill were not theirs
         ours.prefilled(None)
     candidates = [ours.by_key[key].req for key in step.admitted]
-    ours.ranks.agree(step.budget, [req.rid for req in candidates])
-    ours.deciding_s += time.perf_counter() - started
+    ours.ranks.agree(step.budget, [req.rid for req in candidates], ours.scan.is_ready)
     ours.steps += 1
     ours.decoded = 0 if is_beside else 1
     if step.budget == 0 and not scheduler.waiting_queue:
         ours.note_refused(candidates, first_blocks=False)
-        ours.keep_prefixes(changed, _free_tokens(scheduler))
+        ours.keep_prefixes(changed, ours.space.free)
         return None, running
     chunk = scheduler.chunked_prefill_size
     scheduler.waiting_queue = [*scheduler.waiting_queue, *candidates]
     page, riding = scheduler.page_size, len(running.reqs) if ours.overlap is Overlap.MIXED else 0
-    if not is_beside:  # PD-multiplexing computes whole prompts
+    if chunk is not None:  # else SGLang computes whole prompts: PD-multiplexing, and models that cannot do otherwise
         scheduler.chunked_prefill_size = -(-step.budget // page) * page + riding
     if candidates:
         running.batch_is_full = False  # the scan has checked that there is room
     running.batchweave_admits = True
     try:
-        batch, running_after = original(scheduler, *args, **kwargs)
+        batch, running_after = ask_sglang()
     finally:
         running.batchweave_admits = False
         scheduler.chunked_prefill_size = chunk
@@ -79,17 +95,11 @@ def admit(original: Callable[..., Any], scheduler: Any, *args: Any, **kwargs: An
     if batch is not None and not is_beside:
         ours.prefilled(scheduler.chunked_req)
         ours.decoded = int(batch.decoding_reqs is not None)
-    ours.keep_prefixes(changed or batch is not None, _free_tokens(scheduler))
+    ours.keep_prefixes(changed or batch is not None, ours.space.free)
     return batch, running_after
 
 
-def _free_tokens(scheduler: Any) -> int:
-    """Return how many tokens of the KV cache are free or can be evicted."""
-    return int(scheduler.token_to_kv_pool_allocator.available_size() + scheduler.tree_cache.evictable_size())
-
-
 def _decide(ours: Admission, scheduler: Any, running: Any) -> Step:
-    free = _free_tokens(scheduler)
     continued = scheduler.chunked_req
     pending = 0
     if continued is not None:
@@ -97,8 +107,10 @@ def _decide(ours: Admission, scheduler: Any, running: Any) -> Step:
     decoding = len(running.reqs)
     reads = int(running.seq_lens_cpu.sum()) if decoding else 0
     slots = max(0, scheduler.get_num_allocatable_reqs(decoding) - (continued is not None))
-    used = int(scheduler.max_total_num_tokens) - free + pending
-    return ours.scan.decide(used, reads, decoding, pending, ours.decoded, slots, ours.ranks.now)
+    used = ours.space.capacity - ours.space.free + pending
+    ours.scan.set_bursts(ours.overlap is not Overlap.MIXED or ours.not_mixed > 0)
+    slots = min(slots, ours.space.windows)
+    return ours.scan.decide(used, reads, decoding, pending, ours.decoded, slots, ours.ranks.now, ours.ranks.are_ready)
 
 
 def reserve_nothing(original: Callable[..., None], adder: Any, *args: Any, **kwargs: Any) -> None:

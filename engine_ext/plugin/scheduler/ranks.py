@@ -30,6 +30,7 @@ class Ranks:
     is_first: bool = True
     clock: Callable[[], float] = time.monotonic
     now: float = 0.0
+    are_ready: bool = True
 
     @classmethod
     def of(cls, scheduler: Any) -> "Ranks":
@@ -38,21 +39,22 @@ class Ranks:
             return cls(None, now=time.monotonic())
         return cls(group.cpu_group, group.is_first_rank)
 
-    def agree(self, budget: int, admitted: Sequence[str]) -> None:
+    def agree(self, budget: int, admitted: Sequence[str], is_ready: bool = True) -> None:
         """Compare a step's decision with that of all other ranks, and take over the first rank's time as `now`.
 
-        Raises RanksDiverged in every rank if two of them decided differently: better no step than a wrong one.
+        `is_ready`: whether this rank could follow another plan; `are_ready` then says whether all could. Raises
+        RanksDiverged in every rank if two of them decided differently: better no step than a wrong one.
         """
         if self.group is None:
             self.now = self.clock()
             return
         digest = crc32("\0".join((str(budget), *admitted)).encode())
         microseconds = int(self.clock() * 1e6) if self.is_first else 0
-        # One collective: the greatest digest, the least one (negated), and the only time.
-        found = torch.tensor([digest, -digest, microseconds])
+        # One collective: the greatest digest, the least one (negated), the only time, and whether any is not ready.
+        found = torch.tensor([digest, -digest, microseconds, int(not is_ready)])
         distributed.all_reduce(found, distributed.ReduceOp.MAX, self.group)
-        greatest, least, now = found.tolist()
+        greatest, least, now, some_are_not = found.tolist()
         if greatest != -least:
             log.error("the ranks of this engine decided differently and cannot continue", budget=budget)
             raise RanksDiverged(len(admitted), budget)
-        self.now = now / 1e6
+        self.now, self.are_ready = now / 1e6, not some_are_not

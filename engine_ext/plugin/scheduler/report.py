@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import numpy as np
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
 from engine_ext.plugin.options import Scheduling, handed_over
@@ -13,14 +14,18 @@ from engine_ext.plugin.scheduler.steps import books_of
 def report(result: Any, scheduler: Any, *_args: Any, **_kwargs: Any) -> Any:
     """Add batchweave's part to SGLang's internal state, which also shows the worker that the plugin is loaded."""
     options = handed_over()
+    scheduling = options.scheduling if options else Scheduling.SGLANG
+    if scheduling is Scheduling.DUAL_SCAN and admission_of(scheduler).fallback:
+        scheduling = Scheduling.SGLANG
     found: dict[str, Any] = {
         "hooks": sorted(HookRegistry._patched),  # pyright: ignore[reportPrivateUsage]
         "device": None,
         "overlap": overlap_of(scheduler).value,
+        "scheduling": scheduling.value,
         "kv_capacity": int(scheduler.max_total_num_tokens),
         "queued": len(scheduler.waiting_queue),
     }
-    if options and options.scheduling is Scheduling.DUAL_SCAN:
+    if scheduling is Scheduling.DUAL_SCAN:
         found |= _of_scan(admission_of(scheduler))
     if options:
         found |= books_of(scheduler).report()
@@ -40,6 +45,7 @@ def _of_scan(ours: Admission) -> dict[str, Any]:
         "plans": ours.scan.plans,
         "decisions": ours.steps,
         "deciding_s": ours.deciding_s,
+        "deciding_p99_s": float(np.quantile(ours.deciding, 0.99)) if ours.deciding else 0.0,
         "retractions": ours.retractions,
         "retracted_tokens": ours.retracted_tokens,
         "admitted_prompt_tokens": ours.prompt_tokens,

@@ -29,7 +29,7 @@ def retune(original: Callable[..., Any], scheduler: Any, recv_req: Any) -> Any:
         clock = Clock(int(given["clock"]))
         emulated.set_device(options.cost, clock, options.emulated is Emulation.REAL)
         scheduler.is_mixed_chunk = clock is not Clock.SEQUENTIAL
-    if not scheduler.enable_pdmux:  # PD-multiplexing computes whole prompts
+    if scheduler.chunked_prefill_size is not None:  # else it computes whole prompts, and may be unable to do otherwise
         scheduler.chunked_prefill_size = int(given["chunk"])
     tracker, ratio = scheduler.new_token_ratio_tracker, float(given["ratio"])
     # SGLang derives them from the initial ratio in the same way.

@@ -50,7 +50,12 @@ class BenchEngine:
 
     @classmethod
     def emulated(
-        cls, model_path: str, cost: CostModel, capacity: int | None = None, context: int = CONTEXT
+        cls,
+        model_path: str,
+        cost: CostModel,
+        capacity: int | None = None,
+        context: int = CONTEXT,
+        emulation: Emulation = Emulation.VIRTUAL,
     ) -> "BenchEngine":
         """Start an engine on an emulated machine with `capacity` tokens of KV cache.
 
@@ -58,7 +63,7 @@ class BenchEngine:
         """
         return cls(
             model_path,
-            Options(cost, emulated=Emulation.VIRTUAL, retunes=True),
+            Options(cost, emulated=emulation, retunes=True),
             {
                 **CPU_DEFAULTS,
                 "max_total_tokens": capacity or EngineModel.of(cost).capacity,
