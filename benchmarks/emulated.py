@@ -67,12 +67,15 @@ def predicted(policy: str, model: EngineModel, told: Work, untold: Work) -> Outc
 
 def measure(given: argparse.Namespace, names: list[str], rows: "multiprocessing.Queue[dict[str, Any] | None]") -> None:
     """Run all policies and clocks on these mixes, one after the other, on one engine; put each row into `rows`."""
+    from engine_ext.plugin.options import Emulation
     from engine_ext.plugin.tuning import Tuning
     from engine_ext.plugin.worker.bench_engine import BenchEngine
 
     cost = CostModel(preset("llama-3-8b"), Machine(hardware("h200")))
     with tempfile.TemporaryDirectory() as folder:
-        engine = BenchEngine.emulated(str(ensure_demo_model(Path(folder) / "model", corpus())), cost)
+        emulation = Emulation.REAL if given.real_time else Emulation.VIRTUAL
+        model_path = str(ensure_demo_model(Path(folder) / "model", corpus()))
+        engine = BenchEngine.emulated(model_path, cost, emulation=emulation)
         for name in names:
             mix = mixes.make(given.data, name, given.scale * TIMES.get(name, 1.0), 0)
             ids, outputs = tokens_of(mix), [row.output_tokens for row in mix]
@@ -111,6 +114,7 @@ def measure(given: argparse.Namespace, names: list[str], rows: "multiprocessing.
                             "critical_path_s": int(lengths.max()) * max(model.weights_s, model.gemm_s),
                             "steps": found["virtual_steps"],
                             "deciding_ms": 1e3 * found.get("deciding_s", 0.0) / max(1, found.get("decisions", 1)),
+                            "deciding_p99_ms": 1e3 * found.get("deciding_p99_s", 0.0),
                             "plans": found.get("plans"),
                             "wall_s": found["wall_s"],
                         }
@@ -126,6 +130,11 @@ def main() -> None:
     parser.add_argument("--mixes", default=",".join(MIXES))
     parser.add_argument("--clocks", default=",".join(clock.name.lower() for clock in Clock))
     parser.add_argument("--policies", default=",".join(POLICIES))
+    parser.add_argument(
+        "--real-time",
+        action="store_true",
+        help="let each step take its time, as on a GPU: shows what deciding costs while a thread plans",
+    )
     parser.add_argument("--output", type=Path, default=Path("results/emulated.json"))
     parser.add_argument("--processes", type=int, default=2, help="engines that run side by side (default 2)")
     given = parser.parse_args()
