@@ -21,7 +21,7 @@ from engine_ext.scan.books import begin, bring_forward, skip_gone, take_in
 from engine_ext.scan.events import replay
 from engine_ext.scan.footprint import fits
 from engine_ext.scan.state import ALIGNMENT, LEFT, NO_REQUEST, RIGHT, Backlog, State, StepCosts, new_state
-from engine_ext.scan.sweep import HEADS, MOST_COMPUTE, NOTHING_S, sweep, waiting
+from engine_ext.scan.sweep import HEADS, MOST_COMPUTE, NOTHING_S, has_drifted, sweep, waiting
 
 ANY_NUMBER = 1 << 30
 SOON = 32  # steps for whose output tokens there must always be room
@@ -45,11 +45,14 @@ class Decision:
     """The scan's decision for one step.
 
     `budget`: prompt tokens to compute in this step, those of requests in prefill first. `admitted`: the requests to
-    admit.
+    admit. `waiting`: how many wait after that. `has_drifted`: see sweep.py. `heads`: see `DualScan.heads`.
     """
 
     budget: int
     admitted: Column
+    waiting: int
+    has_drifted: bool
+    heads: tuple[int, int]
 
 
 class DualScan:
@@ -70,8 +73,10 @@ class DualScan:
         self, used_kv: int, decoding_kv: int, decoding: int, pending: int, decoded: int = 1, slots: int = ANY_NUMBER
     ) -> Decision:
         """Decide the next step; see the function `decide`. The returned requests count as admitted from here on."""
-        budget, count = decide(self.state, used_kv, decoding_kv, decoding, pending, decoded, slots)
-        return Decision(budget, self.state.admitted[:count].copy())
+        budget, count, left, drifted, *heads = _decided(
+            self.state, used_kv, decoding_kv, decoding, pending, decoded, slots
+        )
+        return Decision(budget, self.state.admitted[:count].copy(), left, drifted, (heads[0], heads[1]))
 
     def tell(self, events: NDArray[np.int64]) -> None:
         """Tell the scan what happened since the last step: a table of events, each with the request's place."""
@@ -107,6 +112,15 @@ class DualScan:
 
 
 @brief
+def _decided(
+    state: State, used_kv: int, decoding_kv: int, decoding: int, pending: int, decoded: int, slots: int
+) -> tuple[int, int, int, bool, int, int]:
+    """Decide the next step, and return all that is asked afterwards: each call of machine code takes time."""
+    budget, count = decide(state, used_kv, decoding_kv, decoding, pending, decoded, slots)
+    return budget, count, waiting(state), has_drifted(state), _first_of(state, LEFT), _first_of(state, RIGHT)
+
+
+@compiled
 def decide(
     state: State, used_kv: int, decoding_kv: int, decoding: int, pending: int, decoded: int, slots: int
 ) -> tuple[int, int]:
@@ -338,10 +352,11 @@ def _candidate(state: State, side: int) -> int:
     return NO_REQUEST
 
 
+@brief
 def _first_of(state: State, side: int) -> int:
     """Return the first request in this side's own queue, or NO_REQUEST."""
     queue = state.queues[side]
-    return int(state.waiting[side, queue.first]) if queue.first < queue.last else NO_REQUEST
+    return state.waiting[side, queue.first] if queue.first < queue.last else NO_REQUEST
 
 
 @compiled

@@ -22,7 +22,7 @@ from engine_ext.plan.prompts import TokenIds
 from engine_ext.plan.sample import SHARE
 from engine_ext.plan.tree import common_prefix
 from engine_ext.scan.backlog import FORGOTTEN, Added, AtOnce, Executor, Plan, Planner, Running, Told
-from engine_ext.scan.decide import DualScan
+from engine_ext.scan.decide import Decision, DualScan
 from engine_ext.scan.events import (
     ADMITTED,
     DROPPED,
@@ -42,6 +42,7 @@ from engine_ext.scan.state import NO_REQUEST, StepCosts
 
 REMEMBERED = 4096  # ended requests that are kept to estimate similar ones
 PAGE = 16  # tokens; a shared prefix that is longer than this is worth waiting a step for
+MOVES_HEADS = {PUT_BACK, RETRACTED, TAKEN_BACK, WITHDRAWN}
 MOST_REFUSED = 3  # times that the engine may refuse the request that an end admits first
 
 
@@ -136,6 +137,8 @@ class LiveScan:
     _making: "Future[Plan] | None" = None
     _plan: Plan | None = None
     _scan: DualScan | None = None
+    _found: Decision | None = None  # what the scan decided last; None if it follows another plan since
+    _heads_moved: bool = False  # since then
     _added: list[Added] = field(default_factory=list[Added])
     _events: list[Event] = field(default_factory=list[Event])  # since the last plan was begun; requests by slot
     _untold: list[Event] = field(default_factory=list[Event])  # what the scan does not know yet
@@ -219,7 +222,8 @@ class LiveScan:
         if self._scan is None:
             return NOTHING
         self._events.append((TICK, -1, decoded))
-        found = self._scan.decide(used_kv, decoding_kv, decoding, pending, decoded, slots)
+        found = self._found = self._scan.decide(used_kv, decoding_kv, decoding, pending, decoded, slots)
+        self._heads_moved = False
         admitted = self._without_twins(found.admitted.tolist())
         prompts = min(found.budget, pending + sum(len(self._members[key].prompt) for key in admitted))
         self._slowness.expect(step_s(self.costs, prompts, decoding, decoding_kv))
@@ -309,9 +313,13 @@ class LiveScan:
         """Keys of the requests that the left and the right end admit next, if their own queues are not empty."""
         if self._scan is None:
             return []
-        self._tell()
-        heads = [self._at(head) for head in self._scan.heads if head != NO_REQUEST]
-        return [member.key for member in heads if member is not None]
+        if self._found is None or self._heads_moved:
+            self._tell()
+            heads = self._scan.heads
+        else:
+            heads = self._found.heads
+        members = [self._at(head) for head in heads if head != NO_REQUEST]
+        return [member.key for member in members if member is not None]
 
     @property
     def kv_tokens(self) -> tuple[int, int]:
@@ -320,6 +328,7 @@ class LiveScan:
 
     def _note(self, kind: int, member: _Member, value: int = 0) -> None:
         event = (kind, member.slot, value)
+        self._heads_moved |= kind in MOVES_HEADS
         self._events.append(event)
         self._untold.append(event)
 
@@ -360,9 +369,10 @@ class LiveScan:
     def _is_due(self) -> bool:
         if self._now >= self._look_again:
             return True
-        if self._scan is not None and is_outdated(self._scan.state, self._decisions, self._needed - self._learned):
+        planned = self._found.waiting if self._found else self._scan.waiting if self._scan else 0
+        has_drifted = self._found is not None and self._found.has_drifted
+        if is_outdated(planned, has_drifted, self._decisions, self._needed - self._learned):
             return True
-        planned = self._scan.waiting if self._scan else 0
         if self._new == 0:
             return False
         if planned == 0 or self._decisions >= PATIENCE:
@@ -385,7 +395,7 @@ class LiveScan:
         if self._scan is not None:
             plan.state.totals[0].owed = self._scan.state.totals[0].owed
         state = plan.state._replace(costs=self.costs.normalize())  # which may have changed since
-        self._plan, self._scan, self._making = plan, DualScan(state), None
+        self._plan, self._scan, self._making, self._found = plan, DualScan(state), None, None
         self._scan.tell(table_of(self._events, plan.places))
         for kind, slot, _ in self._events:
             if kind == WITHDRAWN:
@@ -430,5 +440,6 @@ class LiveScan:
         # The scan has admitted them; a plan that is being made never hears of it.
         self._untold += [(PUT_BACK, member.slot, 0) for member in reversed(held)]
         if held:
+            self._heads_moved = True
             scan.come_soon()
         return kept

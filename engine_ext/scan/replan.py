@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 
 from engine_ext.arrays import Bools, Column
-from engine_ext.compiled import brief
+from engine_ext.compiled import compiled
 from engine_ext.costs.cost import CostModel
 from engine_ext.plan.groups import Groups
 from engine_ext.plan.lengths import UNKNOWN, estimate, group_caps, look_ahead, see
@@ -20,7 +20,6 @@ from engine_ext.plan.tree import PrefixTree
 from engine_ext.scan.books import begin
 from engine_ext.scan.ends import two_ends
 from engine_ext.scan.state import Backlog, State, StepCosts, new_state
-from engine_ext.scan.sweep import has_drifted, waiting
 from engine_ext.scan.tiers import Urgency
 
 FEWEST = 32  # requests that must come or end before the scan plans again
@@ -74,13 +73,14 @@ def answers_before_next(learned: int) -> int:
     return max(FEWEST, int(MORE * learned))
 
 
-@brief
-def is_outdated(state: State, steps: int, answers: int) -> bool:
+@compiled
+def is_outdated(waiting: int, has_drifted: bool, steps: int, answers: int) -> bool:
     """Return whether enough was learned for another plan.
 
-    `steps`: steps since the plan was made. `answers`: answers that must still end before the next plan.
+    `waiting`, `has_drifted`: see sweep.py. `steps`: steps since the plan was made. `answers`: answers that must still
+    end before the next plan.
     """
-    return waiting(state) >= FEWEST and (answers <= 0 or (steps >= PATIENCE and has_drifted(state)))
+    return waiting >= FEWEST and (answers <= 0 or (steps >= PATIENCE and has_drifted))
 
 
 def plan_backlog(

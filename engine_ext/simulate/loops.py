@@ -11,6 +11,7 @@ from engine_ext.scan.books import finished, prefilled, retracted
 from engine_ext.scan.decide import decide
 from engine_ext.scan.replan import is_outdated
 from engine_ext.scan.state import ALIGNMENT, State
+from engine_ext.scan.sweep import has_drifted, waiting
 from engine_ext.simulate.cache import Cache, Heap, empty_heap, evictable_leaves
 from engine_ext.simulate.engine import DONE, Engine, admit, ends_of_decoding, room_for, step
 
@@ -178,7 +179,9 @@ def run_batchweave(
     heap, ends = evictable_leaves(cache), ends_of_decoding(engine)
     totals = engine.totals[0]
     steps, left = 0, np.count_nonzero(engine.state != DONE)
-    while left > 0 and not is_outdated(state, steps, answers) and totals.seconds < until_s:
+    while left > 0 and totals.seconds < until_s:
+        if is_outdated(waiting(state), has_drifted(state), steps, answers):
+            break
         steps += 1
         budget, admitted_count = decide(
             state,
