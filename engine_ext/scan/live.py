@@ -221,7 +221,8 @@ class LiveScan:
                 self._follow(self._making.result())
         if self._scan is None:
             return NOTHING
-        self._events.append((TICK, -1, decoded))
+        if self._making is not None:
+            self._events.append((TICK, -1, decoded))
         found = self._found = self._scan.decide(used_kv, decoding_kv, decoding, pending, decoded, slots)
         self._heads_moved = False
         admitted = self._without_twins(found.admitted.tolist())
