@@ -2,6 +2,7 @@
 
 import asyncio
 import shutil
+import signal
 import subprocess
 import time
 from collections.abc import AsyncGenerator, Generator
@@ -28,6 +29,8 @@ from service.up.embedded_redis import server_command
 # The first call of a compiled function takes as long as compiling it.
 hypothesis_settings.register_profile("untimed", deadline=None)
 hypothesis_settings.load_profile("untimed")
+# A shell that starts the tests in the background lets them ignore Ctrl-C, and every command under test inherits that.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @dataclass
