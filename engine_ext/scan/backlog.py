@@ -91,6 +91,7 @@ class Told(NamedTuple):
     running: Running
     now: float
     slowness: float
+    costs: StepCosts
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,7 +150,6 @@ class Planner:
     """Knows all requests of an engine, and plans those that wait. `share`: see `plan_backlog`."""
 
     cost: CostModel
-    costs: StepCosts
     share: float = SHARE
     generator: np.random.Generator = field(default_factory=lambda: np.random.default_rng(0))
     _rows: Records[Row] = field(default_factory=lambda: new_records(Row, 0))
@@ -182,7 +182,7 @@ class Planner:
             self._urgency(slots, told),
         )
         groups = group_requests(tree, rows["kind"][slots])
-        plan = plan_backlog(tree, groups, progress, self.cost, self.costs, self.generator, self.share)
+        plan = plan_backlog(tree, groups, progress, self.cost, told.costs, self.generator, self.share)
         places = np.full(len(rows), -1, dtype=np.int64)
         places[slots] = np.arange(len(slots))
         return Plan(plan.state, slots, places, progress.learned, told.now + plan.look_again_s)

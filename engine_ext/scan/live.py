@@ -38,7 +38,8 @@ from engine_ext.scan.events import (
 )
 from engine_ext.scan.replan import FEWEST, PATIENCE, answers_before_next, is_outdated
 from engine_ext.scan.slowness import Slowness, step_s
-from engine_ext.scan.state import NO_REQUEST, StepCosts
+from engine_ext.scan.state import NO_REQUEST, State, StepCosts
+from engine_ext.scan.sweep import right_share
 
 REMEMBERED = 4096  # ended requests that are kept to estimate similar ones
 PAGE = 16  # tokens; a shared prefix that is longer than this is worth waiting a step for
@@ -155,7 +156,7 @@ class LiveScan:
     _slowness: Slowness = field(default_factory=Slowness)
 
     def __post_init__(self) -> None:
-        self._planner = Planner(self.cost, self.costs, self.share)
+        self._planner = Planner(self.cost, self.share)
 
     def __len__(self) -> int:
         """Return the number of waiting requests."""
@@ -213,11 +214,14 @@ class LiveScan:
         self._now = now
         self._slowness.measure(now)
         self._tell()
+        # Before another one begins: whether that is ready at once differs between ranks, which have not agreed on it.
+        if self._making is not None and may_follow and self._making.done():
+            self._follow(self._making.result())
         if self._making is None and self._is_due():
             self._begin_plan()
         if self._making is not None:
             runs_dry = decoding == pending == 0 and not (self._scan and self._scan.waiting)
-            if runs_dry or (may_follow and self._making.done()):
+            if runs_dry or isinstance(self.executor, AtOnce):
                 self._follow(self._making.result())
         if self._scan is None:
             return NOTHING
@@ -234,9 +238,9 @@ class LiveScan:
         """Say whether a prefill stops decoding from here on; see `StepCosts`."""
         if bursts == self.costs.bursts:
             return
-        self.costs = self._planner.costs = self.costs._replace(bursts=bursts)
+        self.costs = self.costs._replace(bursts=bursts)
         if self._scan is not None:
-            self._scan = DualScan(self._scan.state._replace(costs=self.costs.normalize()))
+            self._scan = self._with_costs(self._scan.state)
 
     def prefilled(self, key: int, stored: bool = True) -> None:
         """Note that a request's prompt is computed; `stored`: whether it is also in the cache, for others to use."""
@@ -385,18 +389,24 @@ class LiveScan:
         running = Running.none()
         if self._scan is not None and self._plan is not None:
             running = Running.of(self._scan.state, self._plan.slots)
-        told = Told(self._added, self._events, running, self._now, self._slowness.slowness)
+        told = Told(self._added, self._events, running, self._now, self._slowness.slowness, self.costs)
         self._added, self._events = [], []
         self._newest, self._learned, self._begun = 0, 0, self._begun + 1
         self._slots.plan_begins()
         self._making = self.executor.submit(self._planner.plan, told)
 
+    def _with_costs(self, state: State) -> DualScan:
+        """Return a scan with the costs of now, which may have changed since the state's plan was begun."""
+        if state.costs.bursts != self.costs.bursts:
+            state = state._replace(costs=self.costs.normalize())
+            state.totals[0].right_share = right_share(state)
+        return DualScan(state)
+
     def _follow(self, plan: Plan) -> None:
         """Follow this plan from here on, brought up to date with what happened since it was begun."""
         if self._scan is not None:
             plan.state.totals[0].owed = self._scan.state.totals[0].owed
-        state = plan.state._replace(costs=self.costs.normalize())  # which may have changed since
-        self._plan, self._scan, self._making, self._found = plan, DualScan(state), None, None
+        self._plan, self._scan, self._making, self._found = plan, self._with_costs(plan.state), None, None
         self._scan.tell(table_of(self._events, plan.places))
         for kind, slot, _ in self._events:
             if kind == WITHDRAWN:

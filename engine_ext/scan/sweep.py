@@ -68,7 +68,7 @@ def end_sweep(state: State) -> None:
     totals.remaining_prompts_s, totals.mean_answer = prompts, outputs / max(1, waiting(state))
     totals.longest_answer = longest
     totals.left_work = _left_work(state)
-    totals.right_share = _right_share(state)
+    totals.right_share = right_share(state)
     if totals.sweeps == FIRST_SWEEP:
         totals.planned_share = _compute_share(state)
     totals.sweeps += 1
@@ -125,8 +125,8 @@ def waiting(state: State) -> int:
     return left.last - left.first + right.last - right.first - state.totals[0].gone
 
 
-@compiled
-def _right_share(state: State) -> float:
+@brief
+def right_share(state: State) -> float:
     """Return the share of the KV memory for the right end: enough for steps longer than reading the weights.
 
     It is no more, although the paper fills the memory (BlendServe 5.3): steps that keep the ratio of compute to reads

@@ -152,6 +152,7 @@ def test_requests_with_logprobs_run_apart_and_let_the_others_mix(mixing: RealEng
         ({"ps": SimpleNamespace(pp_size=2)}, "pipeline"),
         ({"spec_algorithm": SimpleNamespace(is_none=lambda: False)}, "speculative"),
         ({"disaggregation_mode": "prefill"}, "disaggregation"),
+        ({"enable_hisparse": True}, "sparse"),
         ({"dllm_config": object()}, "diffusion"),
         ({}, None),
     ],
@@ -165,6 +166,7 @@ def test_what_falls_back_says_why(unusual: dict[str, Any], word: str | None) -> 
         "ps": SimpleNamespace(pp_size=1),
         "spec_algorithm": SimpleNamespace(is_none=lambda: True),
         "disaggregation_mode": DisaggregationMode.NULL,
+        "enable_hisparse": False,
         "dllm_config": None,
     }
     reason = reason_for_sglang(SimpleNamespace(**ordinary | unusual))

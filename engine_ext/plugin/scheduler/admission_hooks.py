@@ -108,7 +108,7 @@ def _decide(ours: Admission, scheduler: Any, running: Any) -> Step:
     reads = int(running.seq_lens_cpu.sum()) if decoding else 0
     slots = max(0, scheduler.get_num_allocatable_reqs(decoding) - (continued is not None))
     used = ours.space.capacity - ours.space.free + pending
-    ours.scan.set_bursts(ours.overlap is not Overlap.MIXED or ours.not_mixed > 0)
+    ours.scan.set_bursts(ours.overlap is not Overlap.MIXED or ours.not_mixed > 0 or running.return_logprob)
     slots = min(slots, ours.space.windows)
     return ours.scan.decide(used, reads, decoding, pending, ours.decoded, slots, ours.ranks.now, ours.ranks.are_ready)
 

@@ -16,6 +16,8 @@ def reason_for_sglang(scheduler: Any) -> str | None:
         return "with speculative decoding an answer grows by several tokens in a step"
     if scheduler.disaggregation_mode is not DisaggregationMode.NULL:
         return "with disaggregation another engine prefills or decodes"
+    if scheduler.enable_hisparse:
+        return "with hierarchical sparse attention requests are staged between prefill and decode"
     if scheduler.dllm_config is not None:
         return "a diffusion language model does not decode token by token"
     return None
