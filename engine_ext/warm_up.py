@@ -116,12 +116,14 @@ def compile_scan() -> None:
         scan.add(key, prompt, 4000, (UNKNOWN, 2, 3000)[key // 3 % 3], due=1e9 / (1 + key % 4))
         if key % FEWEST != 0 or len(scan) == 0:
             continue
+        scan.set_bursts(key // FEWEST % 2 == 0)
         admitted = scan.decide(1000, 1000, 0, 0, 1, 5, float(key)).admitted
         for each in admitted[1:]:
             scan.prefilled(each)
             running.append(each)
         for each in admitted[:1]:
             scan.put_back(each)
+            _ = scan.next_keys
             scan.take_back(each)
         for change in (scan.finished, scan.retracted, scan.dropped):
             if len(running) > 1:

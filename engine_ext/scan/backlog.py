@@ -21,6 +21,7 @@ from engine_ext.scan.events import (
     ADMITTED,
     DROPPED,
     FINISHED,
+    FORGOTTEN,
     KINDS,
     PREFILLED,
     PUT_BACK,
@@ -37,21 +38,20 @@ from engine_ext.scan.tiers import Urgency
 
 MOST_OVERTAKEN = 4096  # requests that came later and may go before one of the same urgency
 LONGEST_WAIT_S = 1800.0  # for which requests that came later may go before it
-FORGOTTEN = KINDS  # a request that had ended and that estimates need no longer
 FREE, WAITS, RUNS, ENDED = range(4)
 
-AFTER = np.zeros(KINDS + 1, dtype=np.int64)
+AFTER = np.zeros(KINDS, dtype=np.int64)
 AFTER[[ADMITTED, PREFILLED]] = RUNS
 AFTER[[RETRACTED, PUT_BACK, WITHDRAWN]] = WAITS
 AFTER[FINISHED] = ENDED
 AFTER[[DROPPED, TAKEN_BACK, FORGOTTEN]] = FREE
-HAS_TOKENS = np.isin(np.arange(KINDS + 1), [FINISHED, DROPPED, RETRACTED])
+HAS_TOKENS = np.isin(np.arange(KINDS), [FINISHED, DROPPED, RETRACTED])
 
 
 class Added(NamedTuple):
-    """A request that has come; `slot` is its number for as long as anything is known of it. See `LiveScan.add`."""
+    """A request that has come; `number` is its own for as long as anything is known of it. See `LiveScan.add`."""
 
-    slot: int
+    number: int
     prompt: TokenIds
     cap: int
     known: int
@@ -61,19 +61,19 @@ class Added(NamedTuple):
 
 
 class Running(NamedTuple):
-    """What a scan knows of the requests that run, as int64 columns: their slots, output tokens, fresh tokens, sides."""
+    """What a scan knows of the running requests, as int64 columns: numbers, output tokens, fresh tokens and sides."""
 
-    slots: Column
+    numbers: Column
     tokens: Column
     fresh: Column
     sides: Column
 
     @classmethod
-    def of(cls, state: State, slots: Column) -> "Running":
-        """Return the running requests of this state; `slots`: the slot of each of its requests."""
+    def of(cls, state: State, numbers: Column) -> "Running":
+        """Return the running requests of this state; `numbers`: the number of each of its requests."""
         running = state.running[: state.totals[0].running]
         fresh, sides = column(state.requests, "fresh")[running], column(state.requests, "side")[running]
-        return cls(slots[running], output_tokens(state, running), fresh.astype(np.int64), sides.astype(np.int64))
+        return cls(numbers[running], output_tokens(state, running), fresh.astype(np.int64), sides.astype(np.int64))
 
     @classmethod
     def none(cls) -> "Running":
@@ -98,12 +98,12 @@ class Told(NamedTuple):
 class Plan:
     """A plan of the requests as they were when it was begun.
 
-    `slots`: the slot of each request of `state`. `places`: by slot, the request in `state`, or -1. `learned`: answers
-    that it knew. `look_again`: when a deadline may be threatened that is not yet, by the engine's clock.
+    `numbers`: the number of each request of `state`. `places`: by number, the request in `state`, or -1. `learned`:
+    answers that it knew. `look_again`: when a deadline may be threatened that is not yet, by the engine's clock.
     """
 
     state: State
-    slots: Column
+    numbers: Column
     places: Column
     learned: int
     look_again: float
@@ -161,81 +161,81 @@ class Planner:
         self._add(told.added)
         rows: Any = self._rows
         self._note(told)
-        slots = np.flatnonzero(rows["status"] != FREE)
-        slots = slots[np.argsort(rows["came"][slots])]
-        status = rows["status"][slots]
+        numbers = np.flatnonzero(rows["status"] != FREE)
+        numbers = numbers[np.argsort(rows["came"][numbers])]
+        status = rows["status"][numbers]
         runs, ended = status == RUNS, status == ENDED
         fresh, sides = np.zeros((2, len(rows)), dtype=np.int64)
-        fresh[told.running.slots], sides[told.running.slots] = told.running.fresh, told.running.sides
-        tree = build_tree(_joined([self._prompts[slot] for slot in slots.tolist()]))
+        fresh[told.running.numbers], sides[told.running.numbers] = told.running.fresh, told.running.sides
+        tree = build_tree(_joined([self._prompts[number] for number in numbers.tolist()]))
         progress = Progress(
-            rows["cap"][slots],
-            rows["known"][slots],
+            rows["cap"][numbers],
+            rows["known"][numbers],
             np.zeros_like(runs),
-            rows["tokens"][slots],
+            rows["tokens"][numbers],
             runs,
-            runs & (rows["prefilled"][slots] == 1),
+            runs & (rows["prefilled"][numbers] == 1),
             ended,
-            fresh[slots],
-            sides[slots],
+            fresh[numbers],
+            sides[numbers],
             0.0,
-            self._urgency(slots, told),
+            self._urgency(numbers, told),
         )
-        groups = group_requests(tree, rows["kind"][slots])
+        groups = group_requests(tree, rows["kind"][numbers])
         plan = plan_backlog(tree, groups, progress, self.cost, told.costs, self.generator, self.share)
         places = np.full(len(rows), -1, dtype=np.int64)
-        places[slots] = np.arange(len(slots))
-        return Plan(plan.state, slots, places, progress.learned, told.now + plan.look_again_s)
+        places[numbers] = np.arange(len(numbers))
+        return Plan(plan.state, numbers, places, progress.learned, told.now + plan.look_again_s)
 
     def _add(self, added: list[Added]) -> None:
         if not added:
             return
-        slots = np.array([each.slot for each in added])
-        missing = int(slots.max()) + 1 - len(self._rows)
+        numbers = np.array([each.number for each in added])
+        missing = int(numbers.max()) + 1 - len(self._rows)
         if missing > 0:
             more: Any = new_records(Row, max(missing, len(self._rows)))
             self._rows = np.concatenate([self._rows, more])  # type: ignore[list-item] # records are an array
             self._prompts += [_NOBODY] * len(more)
         rows: Any = self._rows
         for name in ("cap", "known", "kind", "due", "apart"):
-            rows[name][slots] = [getattr(each, name) for each in added]
-        rows["came"][slots] = self._came + np.arange(len(added))
-        rows["status"][slots], rows["since"][slots] = WAITS, np.inf
+            rows[name][numbers] = [getattr(each, name) for each in added]
+        rows["came"][numbers] = self._came + np.arange(len(added))
+        rows["status"][numbers], rows["since"][numbers] = WAITS, np.inf
         for name in ("tokens", "prefilled", "overtaken"):
-            rows[name][slots] = 0
+            rows[name][numbers] = 0
         for each in added:
-            self._prompts[each.slot] = each.prompt
+            self._prompts[each.number] = each.prompt
         self._came += len(added)
 
     def _note(self, told: Told) -> None:
         """Note what happened to the requests, and which of them were overtaken."""
         rows: Any = self._rows
         events = np.array(told.events, dtype=np.int64).reshape(-1, 3)
-        kinds, slots, values = events[events[:, 0] != TICK].T
+        kinds, numbers, values = events[events[:, 0] != TICK].T
         # The last of several events of a request is what counts: NumPy assigns them in their order.
-        rows["status"][slots] = AFTER[kinds]
-        rows["prefilled"][slots] = kinds == PREFILLED
+        rows["status"][numbers] = AFTER[kinds]
+        rows["prefilled"][numbers] = kinds == PREFILLED
         counts = HAS_TOKENS[kinds]
-        rows["tokens"][slots[counts]] = values[counts]
-        rows["tokens"][told.running.slots] = told.running.tokens
-        for slot in slots[AFTER[kinds] == FREE].tolist():
-            self._prompts[slot] = _NOBODY
-        overtakers = np.sort(rows["came"][slots[kinds == ADMITTED]])
+        rows["tokens"][numbers[counts]] = values[counts]
+        rows["tokens"][told.running.numbers] = told.running.tokens
+        for number in numbers[AFTER[kinds] == FREE].tolist():
+            self._prompts[number] = _NOBODY
+        overtakers = np.sort(rows["came"][numbers[kinds == ADMITTED]])
         later = len(overtakers) - np.searchsorted(overtakers, rows["came"], side="right")
         behind = (later > 0) & (rows["status"] == WAITS)
         rows["overtaken"][behind] += later[behind]
         rows["since"][behind] = np.minimum(rows["since"][behind], told.now)
 
-    def _urgency(self, slots: Column, told: Told) -> Urgency:
+    def _urgency(self, numbers: Column, told: Told) -> Urgency:
         """Return the deadlines of these requests, and which of them have waited for too long.
 
         No request is overtaken by more than MOST_OVERTAKEN others of its urgency and what two plans admit, nor for
         longer than LONGEST_WAIT_S.
         """
         rows: Any = self._rows
-        overtaken, since = rows["overtaken"][slots], rows["since"][slots]
+        overtaken, since = rows["overtaken"][numbers], rows["since"][numbers]
         aged: Bools = (overtaken >= MOST_OVERTAKEN) | (told.now - since >= LONGEST_WAIT_S)
-        return Urgency(rows["due"][slots] - told.now, aged, told.slowness, rows["apart"][slots])
+        return Urgency(rows["due"][numbers] - told.now, aged, told.slowness, rows["apart"][numbers])
 
 
 _NOBODY: TokenIds = np.zeros(0, dtype=np.uint32)

@@ -73,10 +73,10 @@ class DualScan:
         self, used_kv: int, decoding_kv: int, decoding: int, pending: int, decoded: int = 1, slots: int = ANY_NUMBER
     ) -> Decision:
         """Decide the next step; see the function `decide`. The returned requests count as admitted from here on."""
-        budget, count, left, drifted, *heads = _decided(
+        budget, count, waits, has_drifted, left, right = _decided(
             self.state, used_kv, decoding_kv, decoding, pending, decoded, slots
         )
-        return Decision(budget, self.state.admitted[:count].copy(), left, drifted, (heads[0], heads[1]))
+        return Decision(budget, self.state.admitted[:count].copy(), waits, has_drifted, (left, right))
 
     def tell(self, events: NDArray[np.int64]) -> None:
         """Tell the scan what happened since the last step: a table of events, each with the request's place."""

@@ -32,7 +32,8 @@ RETRACTED = 5  # output tokens
 PUT_BACK = 6  # the engine did not take what was just admitted
 WITHDRAWN = 7  # the engine refused it again and again; it waits for another plan
 TAKEN_BACK = 8  # it waited, and will not run
-KINDS = 9
+FORGOTTEN = 9  # nothing needs to be known of it any more; no state has to hear that
+KINDS = 10
 
 Event = tuple[int, int, int]  # what happened, to which request, and its value
 

@@ -20,13 +20,13 @@ from engine_ext.costs.cost import CostModel
 from engine_ext.plan.lengths import LONGEST, UNKNOWN
 from engine_ext.plan.prompts import TokenIds
 from engine_ext.plan.sample import SHARE
-from engine_ext.plan.tree import common_prefix
-from engine_ext.scan.backlog import FORGOTTEN, Added, AtOnce, Executor, Plan, Planner, Running, Told
+from engine_ext.scan.backlog import Added, AtOnce, Executor, Plan, Planner, Running, Told
 from engine_ext.scan.decide import Decision, DualScan
 from engine_ext.scan.events import (
     ADMITTED,
     DROPPED,
     FINISHED,
+    FORGOTTEN,
     PREFILLED,
     PUT_BACK,
     RETRACTED,
@@ -36,36 +36,17 @@ from engine_ext.scan.events import (
     Event,
     table_of,
 )
+from engine_ext.scan.members import Member, Members
 from engine_ext.scan.replan import FEWEST, PATIENCE, answers_before_next, is_outdated
 from engine_ext.scan.slowness import Slowness, step_s
 from engine_ext.scan.state import NO_REQUEST, State, StepCosts
 from engine_ext.scan.sweep import right_share
+from engine_ext.scan.twins import Twins
 
 REMEMBERED = 4096  # ended requests that are kept to estimate similar ones
-PAGE = 16  # tokens; a shared prefix that is longer than this is worth waiting a step for
 MOVES_HEADS = {PUT_BACK, RETRACTED, TAKEN_BACK, WITHDRAWN}
+MOST_EVENTS = 1 << 15  # since a plan was begun; then another one takes note of them
 MOST_REFUSED = 3  # times that the engine may refuse the request that an end admits first
-
-
-@dataclass(slots=True, eq=False)
-class _Member:
-    """A request that waits or runs.
-
-    `slot`: its number among all requests that anything is known of. `from_plan`: the first plan that has it. `tokens`:
-    output tokens when it was retracted.
-    """
-
-    key: int
-    slot: int
-    prompt: TokenIds
-    known: int
-    from_plan: int
-    tokens: int = 0
-    runs: bool = False
-    stored: bool = False
-    ready: int = 0  # prompt tokens that were in the cache at its admission, as far as is known
-    before: "_Member | None" = None  # the request that its end admitted before it
-    refused: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,36 +66,6 @@ _NOWHERE: Column = np.zeros(0, dtype=np.int64)
 
 
 @dataclass(slots=True)
-class _Slots:
-    """Numbers for requests: small ones, so that columns can be indexed by them.
-
-    A number is given again only once the scan follows a plan that was begun after it was freed; until then, the plan in
-    use or the one that is being made may still have it.
-    """
-
-    _next: int = 0
-    _free: list[int] = field(default_factory=list[int])
-    _before_plan: list[int] = field(default_factory=list[int])  # freed before the last plan was begun
-    _since: list[int] = field(default_factory=list[int])
-
-    def take(self) -> int:
-        if self._free:
-            return self._free.pop()
-        self._next += 1
-        return self._next - 1
-
-    def free(self, slot: int) -> None:
-        self._since.append(slot)
-
-    def plan_begins(self) -> None:
-        self._before_plan, self._since = self._since, []
-
-    def plan_is_followed(self) -> None:
-        self._free += self._before_plan
-        self._before_plan = []
-
-
-@dataclass(slots=True)
 class LiveScan:
     """The scan of one engine; not thread-safe.
 
@@ -130,10 +81,9 @@ class LiveScan:
     executor: Executor = field(default_factory=AtOnce)
     plans: int = 0
     expected_cached: int = 0  # prompt tokens of admitted requests that each shares with the one before it at its end
-    _members: dict[int, _Member] = field(default_factory=dict[int, _Member])  # by key
-    _by_slot: "list[_Member | None]" = field(default_factory=lambda: [])
-    _slots: _Slots = field(default_factory=lambda: _Slots())
-    _ended: deque[int] = field(default_factory=deque[int])  # slots
+    _members: Members = field(default_factory=Members)
+    _twins: Twins = field(default_factory=Twins)
+    _ended: deque[int] = field(default_factory=deque[int])  # numbers of requests that are remembered
     _planner: Planner = field(init=False)
     _making: "Future[Plan] | None" = None
     _plan: Plan | None = None
@@ -141,7 +91,7 @@ class LiveScan:
     _found: Decision | None = None  # what the scan decided last; None if it follows another plan since
     _heads_moved: bool = False  # since then
     _added: list[Added] = field(default_factory=list[Added])
-    _events: list[Event] = field(default_factory=list[Event])  # since the last plan was begun; requests by slot
+    _events: list[Event] = field(default_factory=list[Event])  # since the last plan was begun; requests by number
     _untold: list[Event] = field(default_factory=list[Event])  # what the scan does not know yet
     _new: int = 0  # waiting requests that the scan does not have
     _newest: int = 0  # those of them that the plan that is being made does not have either
@@ -149,8 +99,6 @@ class LiveScan:
     _learned: int = 0  # answers ended since the plan was begun; `_needed` of them lead to another plan
     _needed: int = 0
     _decisions: int = 0
-    _computing: list[_Member] = field(default_factory=list[_Member])  # admitted, prompts not yet in the cache
-    _latest: "list[_Member | None]" = field(default_factory=lambda: [None, None])  # that each end admitted last
     _now: float = 0.0
     _look_again: float = math.inf
     _slowness: Slowness = field(default_factory=Slowness)
@@ -178,22 +126,19 @@ class LiveScan:
         `due`: when it must have ended, in seconds of the clock that `decide` is told. `apart`: whether it had better
         run beside others like it alone, as requests do with which the engine does not mix prompts and decodes.
         """
-        slot = self._slots.take()
-        if slot == len(self._by_slot):
-            self._by_slot.append(None)
-        member = self._members[key] = self._by_slot[slot] = _Member(key, slot, prompt, known, 0)
-        self._added.append(Added(slot, prompt, min(cap, LONGEST), known, kind, due, apart))
+        member = self._members.add(key, prompt, known)
+        self._added.append(Added(member.number, prompt, min(cap, LONGEST), known, kind, due, apart))
         self._wait_for_plan(member)
 
     def take_back(self, key: int) -> None:
         """Remove a waiting request, which will not run."""
-        member = self._members.pop(key)
+        member = self._members.remove(key)
         is_in_no_plan = member.from_plan > self._begun
         if self._place(member) < 0:
             self._new -= 1
             self._newest -= is_in_no_plan
         self._note(FORGOTTEN if is_in_no_plan else TAKEN_BACK, member)
-        self._free(member)
+        self._members.free(member.number)
 
     def decide(
         self,
@@ -253,23 +198,20 @@ class LiveScan:
         self._members[key].stored = True
 
     def finished(self, key: int, tokens: int) -> None:
-        member = self._members.pop(key)
-        member.runs = False
+        member = self._members.remove(key)
         self._note(FINISHED, member, tokens)
         self._learned += member.known == UNKNOWN
-        self._by_slot[member.slot] = None
-        self._ended.append(member.slot)
+        self._ended.append(member.number)
         if len(self._ended) > REMEMBERED:
             forgotten = self._ended.popleft()
             self._events.append((FORGOTTEN, forgotten, 0))
-            self._slots.free(forgotten)
+            self._members.free(forgotten)
 
     def dropped(self, key: int, tokens: int) -> None:
         """Note that a running request was given up."""
-        member = self._members.pop(key)
-        member.runs = False
+        member = self._members.remove(key)
         self._note(DROPPED, member, tokens)
-        self._free(member)
+        self._members.free(member.number)
 
     def retracted(self, key: int, tokens: int) -> None:
         member = self._members[key]
@@ -287,15 +229,15 @@ class LiveScan:
         member.refused += refused
         if member.tokens == 0:
             self.expected_cached -= self._shared(member)
-        if member in self._latest:
-            self._latest[self._latest.index(member)] = member.before
+        self._twins.put_back(member)
         if member.refused < MOST_REFUSED:
             self._note(PUT_BACK, member)
             return
         member.refused = 0
         self._note(WITHDRAWN, member)
         self._tell()
-        self._plan_of(member).places[member.slot] = -1
+        assert self._plan is not None
+        self._plan.places[member.number] = -1
         self._wait_for_plan(member)
 
     @property
@@ -331,8 +273,8 @@ class LiveScan:
         """KV tokens that requests of the left end and of the right end hold, without the prefixes that they share."""
         return self._scan.kv_tokens if self._scan and self._members else (0, 0)
 
-    def _note(self, kind: int, member: _Member, value: int = 0) -> None:
-        event = (kind, member.slot, value)
+    def _note(self, kind: int, member: Member, value: int = 0) -> None:
+        event = (kind, member.number, value)
         self._heads_moved |= kind in MOVES_HEADS
         self._events.append(event)
         self._untold.append(event)
@@ -343,36 +285,28 @@ class LiveScan:
             self._scan.tell(table_of(self._untold, self._plan.places))
         self._untold.clear()
 
-    def _wait_for_plan(self, member: _Member) -> None:
+    def _wait_for_plan(self, member: Member) -> None:
         member.from_plan = self._begun + 1
         self._new += 1
         self._newest += 1
 
-    def _free(self, member: _Member) -> None:
-        self._by_slot[member.slot] = None
-        self._slots.free(member.slot)
-
-    def _plan_of(self, member: _Member) -> Plan:
-        assert self._plan is not None
-        return self._plan
-
-    def _place(self, member: _Member) -> int:
+    def _place(self, member: Member) -> int:
         """Return the request's place in the plan, or -1."""
         places = self._plan.places if self._plan is not None else _NOWHERE
-        return int(places[member.slot]) if member.slot < len(places) else -1
+        return int(places[member.number]) if member.number < len(places) else -1
 
-    def _at(self, place: int) -> "_Member | None":
+    def _at(self, place: int) -> Member | None:
         """Return the request at this place of the plan; None if it was taken back."""
         assert self._plan is not None
-        return self._by_slot[self._plan.slots[place]]
+        return self._members.at(self._plan.numbers[place])
 
-    def _shared(self, member: _Member) -> int:
+    def _shared(self, member: Member) -> int:
         """Return the prompt tokens that the request shares with the one before it at its end."""
         assert self._scan is not None
         return len(member.prompt) - int(self._scan.state.requests[self._place(member)].fresh)
 
     def _is_due(self) -> bool:
-        if self._now >= self._look_again:
+        if self._now >= self._look_again or len(self._events) > MOST_EVENTS:
             return True
         planned = self._found.waiting if self._found else self._scan.waiting if self._scan else 0
         has_drifted = self._found is not None and self._found.has_drifted
@@ -388,11 +322,11 @@ class LiveScan:
         """Begin a plan of all requests as they are now."""
         running = Running.none()
         if self._scan is not None and self._plan is not None:
-            running = Running.of(self._scan.state, self._plan.slots)
+            running = Running.of(self._scan.state, self._plan.numbers)
         told = Told(self._added, self._events, running, self._now, self._slowness.slowness, self.costs)
         self._added, self._events = [], []
         self._newest, self._learned, self._begun = 0, 0, self._begun + 1
-        self._slots.plan_begins()
+        self._members.plan_begins()
         self._making = self.executor.submit(self._planner.plan, told)
 
     def _with_costs(self, state: State) -> DualScan:
@@ -408,12 +342,12 @@ class LiveScan:
             plan.state.totals[0].owed = self._scan.state.totals[0].owed
         self._plan, self._scan, self._making, self._found = plan, self._with_costs(plan.state), None, None
         self._scan.tell(table_of(self._events, plan.places))
-        for kind, slot, _ in self._events:
+        for kind, number, _ in self._events:
             if kind == WITHDRAWN:
-                plan.places[slot] = -1
+                plan.places[number] = -1
         self._look_again, self._needed = plan.look_again, answers_before_next(plan.learned)
         self._new, self._decisions = self._newest, 0
-        self._slots.plan_is_followed()
+        self._members.plan_is_followed()
         self.plans += 1
 
     def _without_twins(self, places: list[int]) -> list[int]:
@@ -424,32 +358,22 @@ class LiveScan:
         scan = self._scan
         assert scan is not None
         kept: list[int] = []
-        held: list[_Member] = []
-        self._computing = [each for each in self._computing if each.runs and not each.stored]
-        from_before = list(self._computing)
+        held: list[Member] = []
+        self._twins.step_begins()
         for place in places:
             side, member = int(scan.state.requests[place].side), self._at(place)
             assert member is not None
-            latest = self._latest[side]
-            member.ready = common_prefix(latest.prompt, member.prompt) if latest else 0
-            if latest is not None and latest.runs and not latest.stored and member.ready > latest.ready + PAGE:
-                shared, member.ready = member.ready, self.cached(member.key)
-                if shared > member.ready + PAGE:
-                    held.append(member)
-                    continue
-            unfinished = max((common_prefix(each.prompt, member.prompt) for each in from_before), default=0)
-            if unfinished > PAGE and unfinished > self.cached(member.key) + PAGE:
+            if self._twins.has_to_wait(member, side, self.cached):
                 held.append(member)
                 continue
-            self._computing.append(member)
-            member.before, self._latest[side] = latest, member
+            self._twins.admit(member, side)
             member.runs = True
-            self._events.append((ADMITTED, member.slot, side))
+            self._events.append((ADMITTED, member.number, side))
             if member.tokens == 0:
                 self.expected_cached += self._shared(member)
             kept.append(member.key)
         # The scan has admitted them; a plan that is being made never hears of it.
-        self._untold += [(PUT_BACK, member.slot, 0) for member in reversed(held)]
+        self._untold += [(PUT_BACK, member.number, 0) for member in reversed(held)]
         if held:
             self._heads_moved = True
             scan.come_soon()

@@ -347,6 +347,8 @@ for key in range(80):
     engine.step()
     if key == 40:
         engine.retract(next(iter(engine.decoding)))
+        engine.scan.next_keys
+        engine.scan.set_bursts(True)
 engine.run()
 print(before, compiled())
 """
