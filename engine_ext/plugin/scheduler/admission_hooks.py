@@ -32,6 +32,8 @@ def enqueue(original: Callable[..., None], scheduler: Any, req: Any, *args: Any,
 def admit(original: Callable[..., Any], scheduler: Any, *args: Any, **kwargs: Any) -> Any:
     """Show SGLang the requests that the scan admits, in its order, and allow as many prompt tokens as it does."""
     ours, running = admission_of(scheduler), kwargs["running_batch"]
+    if ours.overlap is Overlap.PDMUX and scheduler._engine_paused:  # its loop would continue
+        return None, running
     started, theirs_s = time.perf_counter(), 0.0
 
     def ask_sglang() -> Any:
@@ -55,8 +57,6 @@ def _step(ours: Admission, scheduler: Any, running: Any, ask_sglang: Callable[[]
     changed = ours.notice_ends(running.reqs, scheduler.chunked_req)
     ours.notice_stored()
     is_beside = ours.overlap is Overlap.PDMUX  # decodes continue during a prefill, and SGLang asks between prefills
-    if is_beside and scheduler._engine_paused:  # its loop would continue
-        return None, running
     if is_beside:
         ours.store_all()
     if not ours.running:

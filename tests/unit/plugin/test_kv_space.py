@@ -11,7 +11,7 @@ def space(window: int, **sizes: int) -> KVSpace:
     """The sizes that SGLang 0.5.17 reports for 6,000 tokens, of which the pool of windows has 1,200."""
     found: dict[str, Any] = {name: (lambda size=size: size) for name, size in sizes.items()}
     pools = SimpleNamespace(**found)
-    return KVSpace(pools, pools, 6000, window, has_state=False)
+    return KVSpace(pools, pools, 6000, window)
 
 
 def test_the_pool_of_windows_is_no_memory_in_use() -> None:
@@ -48,3 +48,12 @@ def test_one_pool_is_all_there_is() -> None:
     plain = space(0, available_size=100, evictable_size=50)
 
     assert (plain.free, plain.windows) == (150, ANY_NUMBER)
+
+
+def test_where_all_layers_have_windows_old_prompts_count_as_free() -> None:
+    """SGLang says of that one pool what it says of the smaller one of two, and calls nothing evictable beside."""
+    sizes = {"swa_available_size": lambda: 100, "swa_evictable_size": lambda: 900, "full_evictable_size": lambda: 0}
+    pools = SimpleNamespace(**sizes, full_available_size=lambda: 100)
+    space = KVSpace(pools, pools, 1000, 64, is_all_windows=True)
+
+    assert (space.free, space.windows) == (1000, ANY_NUMBER)
