@@ -29,10 +29,7 @@ COUNTERS = {
     "retracted_tokens": ("retracted_tokens", "KV cache tokens discarded by retractions"),
     "plans": ("plans", "Plans made of the engine's backlog"),
     "decisions": ("decisions", "Admission decisions made"),
-    "deciding_s": (
-        "deciding_seconds",
-        "Time that admission decisions take; plans are made beside them",
-    ),
+    "deciding_s": ("deciding_seconds", "Time that admission decisions take; plans are made beside them"),
 }
 GAUGES = {
     "waiting": ("waiting_requests", "Requests in the engine waiting for admission"),
