@@ -3,7 +3,8 @@
 python -m benchmarks.evaluation DATA table2 [--output docs/evaluation] [--processes 2]
 
 Suites: table2 (Figures 7, 9 and 10), small (the same with a tenth of the requests), known (both with all lengths
-known), learned (the sample's answers known only as they end), h200, twentieth (h200 with a twentieth of its requests,
+known), learned (the sample's answers known only as they end), remembered (learned, with the lengths of
+an earlier batch), h200, twentieth (h200 with a twentieth of its requests,
 and no lengths known in advance), hard (prefixes that do not fit into the KV cache), varied (lengths that vary within a
 prefix), others (traces and seeds not used during development), grid, grid-sharegpt, grid-conv, grid-m-mid (Figures 11
 and 13 to 15), machines (Figure 12), replicas (Table 3), clocks, sensitivity.
@@ -14,6 +15,7 @@ import argparse
 import itertools
 import json
 import time
+import zlib
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import asdict, dataclass, replace
@@ -29,7 +31,9 @@ from engine_ext.costs.cost import CostModel
 from engine_ext.costs.engine_model import INTERFERENCE, Clock, EngineModel
 from engine_ext.costs.hardware import Machine, hardware
 from engine_ext.costs.model_shape import preset
-from engine_ext.plan.lengths import LONGEST, Estimates
+from engine_ext.plan.buckets import LONGEST
+from engine_ext.plan.lengths import Estimates
+from engine_ext.plan.memory import BEGINNING, KIND, Keys, Recall, learn, recall
 from engine_ext.plan.order import KEEP_SHARING
 from engine_ext.plan.prompts import Prompts
 from engine_ext.plan.sample import SHARE
@@ -41,6 +45,7 @@ ALL = ("fcfs", "lpm", "dfs-weight", "dfs", "random", "lof", "blendserve", "batch
 FOUR = ("a100-1", "a100-2", "a100-3", "a100-4")
 HARD = ("documents", "mooncake")
 LARGE = 3.43  # times Table 2's requests: 430,000 for the first mix
+EARLIER = 1000  # added to the seed of a run: the seed of the batch before it
 SERIES = 120  # points of Figure 10's lines
 
 
@@ -52,7 +57,7 @@ class Case:
     order in which they came; the windows run one after the other. `chunk`: the only chunk size, or 0 to search.
     `length_error`: all lengths are given in advance, each wrong by a factor whose logarithm has this standard
     deviation. `foretold`: the sample's answers are known before the run; otherwise ours learns them only when they have
-    ended.
+    ended. `remembered`: ours remembers the lengths of another draw of the mix.
     """
 
     suite: str
@@ -73,6 +78,7 @@ class Case:
     keep: float = KEEP_SHARING
     length_error: float = 0.0
     foretold: bool = True
+    remembered: bool = False
     series: bool = False
 
 
@@ -88,7 +94,8 @@ def run(data: Path, case: Case) -> list[dict[str, Any]]:
         return list(_replicated(case, prompts, output, cost, engine))
     if case.windows > 1:
         return list(_windowed(case, prompts, output, cost, engine))
-    work = _work(case, prompts, output, cost)
+    recall = _recalled(data, case, fits, cost) if case.remembered else None
+    work = replace(_work(case, prompts, output, cost), recall=recall)
     search = Search(keep=case.keep) if not case.chunk else Search(chunks=(case.chunk,), keep=case.keep)
     return [_row(case, work, simulate(work, engine, policy, case.seed, search)) for policy in case.policies]
 
@@ -99,6 +106,19 @@ def _rows(data: Path, case: Case, cost: CostModel) -> list[mixes.Row]:
     dense, light = case.mix.split("+")
     rows = mixes.of_shape(data, dense, light, *case.shape, cost, round(40_000 * case.scale), case.seed)
     return [rows[place] for place in np.random.default_rng(case.seed).permutation(len(rows))]
+
+
+def _recalled(data: Path, case: Case, rows: list[mixes.Row], cost: CostModel) -> Recall | None:
+    """Return what a service that ran another draw of the mix remembers of these requests."""
+    earlier = _rows(data, replace(case, seed=case.seed + EARLIER), cost)
+    return recall(_keys(rows), learn(_keys(earlier), np.array([row.output_tokens for row in earlier])))
+
+
+def _keys(rows: list[mixes.Row]) -> Keys:
+    keys = np.empty((len(rows), 2), dtype=np.int64)
+    keys[:, BEGINNING] = [zlib.crc32(repr(row.segments[0]).encode()) + 1 for row in rows]
+    keys[:, KIND] = [(1 << 32) + sum(size for _, size in row.segments).bit_length() for row in rows]
+    return keys
 
 
 def _work(case: Case, prompts: Prompts, output: Column, cost: CostModel) -> Work:
@@ -210,6 +230,7 @@ SUITES: dict[str, Callable[[], list[Case]]] = {
         *(Case("learned", mix, ("batchweave",), LARGE / 10, seed, foretold=False) for mix in FOUR for seed in range(6)),
         *(Case("learned", mix, ("batchweave",), 1.0, seed, foretold=False) for mix in HARD for seed in range(2)),
     ],
+    "remembered": lambda: [replace(case, suite="remembered", remembered=True) for case in SUITES["learned"]()],
     "hard": lambda: [
         *(Case("hard", mix, MAIN, 1.0, seed) for mix in HARD for seed in range(2)),
         *(Case("hard", mix, MAIN, 10.0) for mix in HARD),

@@ -10,7 +10,7 @@ from benchmarks import mixes
 from benchmarks.emulated import TIMES, tokens_of
 from benchmarks.traces import Row
 from engine_ext.costs.cost import CostModel
-from engine_ext.plan.lengths import LONGEST
+from engine_ext.plan.buckets import LONGEST
 from engine_ext.plan.prompts import Prompts
 from engine_ext.simulate.policies import Work, prepare
 

@@ -14,24 +14,12 @@ from numpy.typing import NDArray
 
 from engine_ext.arrays import Column, Floats
 from engine_ext.compiled import compiled
+from engine_ext.plan.buckets import BUCKETS, EDGES, LONGEST, bucket_of
 from engine_ext.plan.groups import Groups
+from engine_ext.plan.memory import Recall
 
-LONGEST = 1 << 20  # tokens; no answer is longer
 UNKNOWN, NOT_ASKED = -1, -2  # in place of a length: still to be learned, or never to be known
-FINEST = 16  # tokens in the first buckets; later ones span about an eighth of their start, in multiples of this
 PRIOR_MEAN = 256.0  # tokens, before anything is known
-
-
-def _bucket_edges() -> Column:
-    edges = [0]
-    while edges[-1] < LONGEST:
-        edges.append(min(LONGEST, edges[-1] + max(FINEST, edges[-1] // 8 // FINEST * FINEST)))
-    return np.array(edges, dtype=np.int64)
-
-
-EDGES = _bucket_edges()
-BUCKETS = len(EDGES) - 1
-BUCKET_AT = (np.searchsorted(EDGES, np.arange(0, LONGEST, FINEST), side="right") - 1).astype(np.int16)
 
 
 class Seen(NamedTuple):
@@ -100,19 +88,45 @@ class Estimates:
     high: Floats
 
 
-def see(groups: Groups, requests: Column, tokens: Column, finished: NDArray[np.bool_]) -> Seen:
+def see(
+    groups: Groups, requests: Column, tokens: Column, finished: NDArray[np.bool_], recall: Recall | None = None
+) -> Seen:
     """Count answers: the `tokens` that each of `requests` has generated so far, and whether it has finished there.
 
     In the groups above its own, an answer weighs more the less often its group was sampled: lengths are sampled where
-    they are uncertain, so their plain mean would not be the mean of all requests.
+    they are uncertain, so their plain mean would not be the mean of all requests. `recall`: what earlier batches lend.
     """
     seen, of = Seen.nothing(len(groups)), groups.of[requests]
-    asked, size = np.bincount(of, minlength=len(groups)), np.bincount(groups.of, minlength=len(groups))
+    asked = np.bincount(of, minlength=len(groups)).astype(np.float64)
+    size = np.bincount(groups.of, minlength=len(groups))
+    loans = recall.loans(groups.of, _doubt(recall, requests, tokens, finished)) if recall else []
+    for group, _, answers in loans:
+        asked[group] += answers
     # Without these weights, means of small windows were three times too high (docs/planner.md).
-    lent = (size / np.maximum(asked, 1) * (len(requests) / max(1, size[asked > 0].sum()))).tolist()
+    lent = size / np.where(asked > 0, asked, 1.0) * (asked.sum() / max(1, size[asked > 0].sum()))
     for group, count, done in zip(of.tolist(), tokens.tolist(), finished.tolist(), strict=True):
         record(seen, groups.parent, group, 0, count, done, lent[group])
+    for group, row, answers in loans:
+        assert recall is not None
+        ended, reached = recall.profiles.ended[row], recall.profiles.reached[row]
+        _lend(seen, groups.parent, group, ended, reached, answers, lent[group])
     return seen
+
+
+def _doubt(recall: Recall, requests: Column, tokens: Column, finished: NDArray[np.bool_]) -> Floats:
+    """Return how unlike its memory the answers to each profile's requests are; float64 [profiles], at least 1."""
+    ended = recall.profiles.ended
+    so_far, rows = Seen.nothing(len(ended)), recall.rows[requests]
+    alone = np.full(len(ended), -1)
+    known = rows >= 0
+    for row, count, done in zip(rows[known].tolist(), tokens[known].tolist(), finished[known].tolist(), strict=True):
+        record(so_far, alone, row, 0, count, done, 0.0)
+    entered = np.cumsum(ended[:, ::-1], axis=1)[:, ::-1]
+    # Beyond its longest answer a profile says nothing, so that endings there must not make up for those it missed.
+    says = entered > 0
+    hazard = ended / np.where(says, entered, 1.0)
+    compared = zip(so_far.entered * says, so_far.ended * says, hazard, strict=True)
+    return np.array([max(1.0, _unlikeness(*each)) for each in compared])
 
 
 def look_ahead(seen: Seen, groups: Groups, caps: Column) -> Outlook:
@@ -152,12 +166,6 @@ def estimate(groups: Groups, outlook: Outlook, caps: Column, known: Column, quan
 
 
 @compiled
-def bucket_of(tokens: int) -> int:
-    """Return the bucket of an answer with this many tokens."""
-    return BUCKET_AT[min(tokens, LONGEST - 1) // FINEST]
-
-
-@compiled
 def record(seen: Seen, parent: Column, group: int, before: int, now: int, finished: bool, lent: float) -> None:
     """Count an answer that grew from `before` to `now` tokens, and may have finished, for its group and those above.
 
@@ -174,6 +182,20 @@ def record(seen: Seen, parent: Column, group: int, before: int, now: int, finish
             seen.ended[group, last] += weight
             seen.reached[group, last] += weight * (now - EDGES[last])
         group, weight = parent[group], lent
+
+
+@compiled
+def _lend(seen: Seen, parent: Column, group: int, ended: Floats, reached: Floats, answers: float, lent: float) -> None:
+    """Count a profile's answers as if they were `answers` of a group, and `lent` times as many of those above it."""
+    weight = answers / ended.sum()
+    while group >= 0:
+        entered = 0.0
+        for bucket in range(BUCKETS - 1, -1, -1):
+            entered += weight * ended[bucket]
+            seen.entered[group, bucket] += entered
+            seen.ended[group, bucket] += weight * ended[bucket]
+            seen.reached[group, bucket] += weight * reached[bucket]
+        group, weight = parent[group], answers * lent / ended.sum()
 
 
 @compiled

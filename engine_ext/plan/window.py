@@ -12,6 +12,7 @@ from engine_ext.errors import InputError
 from engine_ext.plan.blend import Wishes, blend
 from engine_ext.plan.groups import Groups, group_requests
 from engine_ext.plan.lengths import Estimates, Seen, estimate, group_caps, look_ahead, see
+from engine_ext.plan.memory import Recall
 from engine_ext.plan.order import KEEP_SHARING, Scan, order_scan, saved_by_order
 from engine_ext.plan.partition import Slice, cut_slices, partition
 from engine_ext.plan.prompts import Prompts
@@ -25,7 +26,7 @@ class Outputs:
 
     `caps` is max_tokens. `known` is the true length, or UNKNOWN. `kinds` is equal for requests that are alike in
     something that the prompts do not show, such as their batch. `sampled` lists the requests that have run, and
-    `sampled_tokens` the lengths of their answers.
+    `sampled_tokens` the lengths of their answers. `recall`: what earlier batches say of the lengths.
     """
 
     caps: Column
@@ -33,6 +34,7 @@ class Outputs:
     kinds: Column | None = None
     sampled: Column = field(default_factory=lambda: np.empty(0, dtype=np.int64))
     sampled_tokens: Column = field(default_factory=lambda: np.empty(0, dtype=np.int64))
+    recall: Recall | None = None
 
     @classmethod
     def of_known(cls, tokens: Column) -> "Outputs":
@@ -109,7 +111,8 @@ def plan_window(
     # One tree for all replicas, cut only after the blend (section 5.5).
     tree = build_tree(prompts)
     groups = group_requests(tree, outputs.kinds)
-    seen = see(groups, outputs.sampled, outputs.sampled_tokens, np.ones(len(outputs.sampled), dtype=np.bool_))
+    ended = np.ones(len(outputs.sampled), dtype=np.bool_)
+    seen = see(groups, outputs.sampled, outputs.sampled_tokens, ended, outputs.recall)
     estimates = estimate(
         groups, look_ahead(seen, groups, group_caps(groups, outputs.caps)), outputs.caps, outputs.known
     )

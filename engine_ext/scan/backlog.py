@@ -14,6 +14,7 @@ import numpy as np
 from engine_ext.arrays import Bools, Column, Records, column, new_records
 from engine_ext.costs.cost import CostModel
 from engine_ext.plan.groups import group_requests
+from engine_ext.plan.memory import Profile, Recall
 from engine_ext.plan.prompts import Prompts, TokenIds
 from engine_ext.plan.sample import SHARE
 from engine_ext.plan.tree import build_tree
@@ -58,6 +59,7 @@ class Added(NamedTuple):
     kind: int
     due: float
     apart: bool
+    profile: Profile | None
 
 
 class Running(NamedTuple):
@@ -154,6 +156,7 @@ class Planner:
     generator: np.random.Generator = field(default_factory=lambda: np.random.default_rng(0))
     _rows: Records[Row] = field(default_factory=lambda: new_records(Row, 0))
     _prompts: list[TokenIds] = field(default_factory=list[TokenIds])
+    _profiles: list[Profile | None] = field(default_factory=list["Profile | None"])
     _came: int = 0
 
     def plan(self, told: Told) -> Plan:
@@ -180,6 +183,7 @@ class Planner:
             sides[numbers],
             0.0,
             self._urgency(numbers, told),
+            Recall.of([self._profiles[number] for number in numbers.tolist()]),
         )
         groups = group_requests(tree, rows["kind"][numbers])
         plan = plan_backlog(tree, groups, progress, self.cost, told.costs, self.generator, self.share)
@@ -196,6 +200,7 @@ class Planner:
             more: Any = new_records(Row, max(missing, len(self._rows)))
             self._rows = np.concatenate([self._rows, more])  # type: ignore[list-item] # records are an array
             self._prompts += [_NOBODY] * len(more)
+            self._profiles += [None] * len(more)
         rows: Any = self._rows
         for name in ("cap", "known", "kind", "due", "apart"):
             rows[name][numbers] = [getattr(each, name) for each in added]
@@ -204,7 +209,7 @@ class Planner:
         for name in ("tokens", "prefilled", "overtaken"):
             rows[name][numbers] = 0
         for each in added:
-            self._prompts[each.number] = each.prompt
+            self._prompts[each.number], self._profiles[each.number] = each.prompt, each.profile
         self._came += len(added)
 
     def _note(self, told: Told) -> None:
@@ -219,7 +224,7 @@ class Planner:
         rows["tokens"][numbers[counts]] = values[counts]
         rows["tokens"][told.running.numbers] = told.running.tokens
         for number in numbers[AFTER[kinds] == FREE].tolist():
-            self._prompts[number] = _NOBODY
+            self._prompts[number], self._profiles[number] = _NOBODY, None
         overtakers = np.sort(rows["came"][numbers[kinds == ADMITTED]])
         later = len(overtakers) - np.searchsorted(overtakers, rows["came"], side="right")
         behind = (later > 0) & (rows["status"] == WAITS)

@@ -4,7 +4,7 @@ import numpy as np
 
 from engine_ext.arrays import Column, Records
 from engine_ext.compiled import brief, compiled
-from engine_ext.plan.lengths import BUCKETS, EDGES, LONGEST, bucket_of
+from engine_ext.plan.buckets import BUCKETS, EDGES, LONGEST, bucket_of
 from engine_ext.scan.state import AHEAD, GROWTH, NOT_STARTED, RIGHT, Footprint, State
 
 SPAN = (AHEAD + GROWTH).astype(np.float64)

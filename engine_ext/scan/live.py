@@ -17,7 +17,9 @@ import numpy as np
 
 from engine_ext.arrays import Column
 from engine_ext.costs.cost import CostModel
-from engine_ext.plan.lengths import LONGEST, UNKNOWN
+from engine_ext.plan.buckets import LONGEST
+from engine_ext.plan.lengths import UNKNOWN
+from engine_ext.plan.memory import Profile
 from engine_ext.plan.prompts import TokenIds
 from engine_ext.plan.sample import SHARE
 from engine_ext.scan.backlog import Added, AtOnce, Executor, Plan, Planner, Running, Told
@@ -120,14 +122,16 @@ class LiveScan:
         kind: int = 0,
         due: float = math.inf,
         apart: bool = False,
+        profile: Profile | None = None,
     ) -> None:
         """Add a waiting request; `kind` is equal for requests that have more in common than their prompts.
 
         `due`: when it must have ended, in seconds of the clock that `decide` is told. `apart`: whether it had better
         run beside others like it alone, as requests do with which the engine does not mix prompts and decodes.
+        `profile`: the lengths of earlier answers to requests like it.
         """
         member = self._members.add(key, prompt, known)
-        self._added.append(Added(member.number, prompt, min(cap, LONGEST), known, kind, due, apart))
+        self._added.append(Added(member.number, prompt, min(cap, LONGEST), known, kind, due, apart, profile))
         self._wait_for_plan(member)
 
     def take_back(self, key: int) -> None:

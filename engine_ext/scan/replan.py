@@ -13,6 +13,7 @@ from engine_ext.compiled import compiled
 from engine_ext.costs.cost import CostModel
 from engine_ext.plan.groups import Groups
 from engine_ext.plan.lengths import UNKNOWN, estimate, group_caps, look_ahead, see
+from engine_ext.plan.memory import Recall
 from engine_ext.plan.order import KEEP_SHARING
 from engine_ext.plan.resources import Requests
 from engine_ext.plan.sample import SHARE, choose_sample
@@ -35,6 +36,7 @@ class Progress:
     as a sample, so that it informs the estimates of other requests. `tokens`: output tokens so far. A request waits if
     it neither `runs` nor has `ended`. `prefilled`: whether the prompt of a running request is computed. `fresh`,
     `side`: as they were at admission. `owed`: prompt tokens saved up for a burst. `urgency`: None for none.
+    `recall`: what earlier batches say of the lengths.
     """
 
     caps: Column
@@ -48,6 +50,7 @@ class Progress:
     side: Column
     owed: float = 0.0
     urgency: Urgency | None = None
+    recall: Recall | None = None
 
     @classmethod
     def at_first(cls, caps: Column, known: Column, sampled: Bools) -> "Progress":
@@ -104,7 +107,7 @@ def plan_backlog(
     told = np.flatnonzero(progress.sampled | (known == UNKNOWN) & (ended | (tokens > 0)))
     so_far = np.where(progress.sampled, known, tokens)
     # Answers that have not ended count as lower bounds on their lengths (docs/planner.md).
-    seen = see(groups, told, so_far[told], (progress.sampled | ended)[told])
+    seen = see(groups, told, so_far[told], (progress.sampled | ended)[told], progress.recall)
     outlook = look_ahead(seen, groups, group_caps(groups, progress.caps))
     estimates = estimate(groups, outlook, progress.caps, np.where(ended, tokens, known))
     waits = ~runs & ~ended

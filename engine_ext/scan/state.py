@@ -8,8 +8,9 @@ from numpy.typing import NDArray
 
 from engine_ext.arrays import Bools, Column, Floats, Records, new_records
 from engine_ext.costs.cost import CostModel
+from engine_ext.plan.buckets import BUCKETS, LONGEST
 from engine_ext.plan.groups import Groups
-from engine_ext.plan.lengths import BUCKETS, LONGEST, GroupTree, Outlook, Seen
+from engine_ext.plan.lengths import GroupTree, Outlook, Seen
 from engine_ext.scan.tiers import ORDINARY
 
 # Steps from now at which the footprint is projected: two per octave, and nothing beyond the last.

@@ -3,8 +3,9 @@
 import numpy as np
 
 from engine_ext.compiled import brief, compiled
+from engine_ext.plan.buckets import bucket_of
 from engine_ext.plan.groups import ALIKE
-from engine_ext.plan.lengths import bucket_of, longest_of, record, refresh
+from engine_ext.plan.lengths import longest_of, record, refresh
 from engine_ext.scan.footprint import add_footprint, generated, rest_of, work_out_holds
 from engine_ext.scan.state import AHEAD, ALIGNMENT, LEFT, RIGHT, State
 

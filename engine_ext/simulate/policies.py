@@ -12,6 +12,7 @@ from engine_ext.costs.engine_model import Clock, EngineModel
 from engine_ext.errors import TooLarge
 from engine_ext.plan.groups import Groups, group_requests
 from engine_ext.plan.lengths import UNKNOWN, Estimates, estimate, group_caps, look_ahead
+from engine_ext.plan.memory import Recall
 from engine_ext.plan.order import KEEP_SHARING, shared_by_order, walk_in_order
 from engine_ext.plan.prompts import Prompts
 from engine_ext.plan.resources import Requests, node_loads
@@ -51,8 +52,8 @@ class Work:
     """A window as all policies see it: its tree, the true outputs, the sample, and estimates made from it.
 
     `share` is the part of the requests that is the sample. If `foretold`, our policy knows the sample's answers before
-    it starts, and not only when they end. `prepared_s` is the seconds that this took by `clock`, which also times what
-    each policy plans.
+    it starts, and not only when they end. `recall` is what it remembers of earlier batches. `prepared_s` is the seconds
+    that this took by `clock`, which also times what each policy plans.
     """
 
     tree: PrefixTree
@@ -64,6 +65,7 @@ class Work:
     sample: Column
     known: Column
     foretold: bool
+    recall: Recall | None
     estimates: Estimates
     cost: CostModel
     best_saved_s: float
@@ -115,6 +117,7 @@ def prepare(
     seed: int = 0,
     clock: Callable[[], float] = lambda: 0.0,
     foretold: bool = True,
+    recall: Recall | None = None,
 ) -> Work:
     """Build the tree and the groups, and choose the sample. With `sample` 1 every length is known in advance."""
     started = clock()
@@ -145,6 +148,7 @@ def prepare(
         chosen,
         known,
         foretold,
+        recall,
         estimates,
         cost,
         root.saved_s,
@@ -206,7 +210,7 @@ def _at_first(work: Work) -> Progress:
     known = work.known.copy()
     if not work.foretold:
         known[work.sample] = UNKNOWN
-    return Progress.at_first(work.caps, known, sampled)
+    return replace(Progress.at_first(work.caps, known, sampled), recall=work.recall)
 
 
 def _go_on(progress: Progress, engine: Engine, state: State) -> Progress:

@@ -15,7 +15,7 @@ from engine_ext.costs.cost import CostModel
 from engine_ext.costs.engine_model import Clock, EngineModel
 from engine_ext.costs.hardware import Machine, hardware
 from engine_ext.costs.model_shape import preset
-from engine_ext.plan.lengths import LONGEST
+from engine_ext.plan.buckets import LONGEST
 from engine_ext.plan.prompts import Prompts
 from engine_ext.plan.sample import SHARE
 from engine_ext.simulate.policies import Search, Work, prepare, simulate

@@ -316,11 +316,25 @@ def test_bad_request_is_4xx_in_the_envelope_and_harms_nobody(
 
 def test_fields_of_the_service_are_not_a_clients_to_set(engine: RealEngine) -> None:
     found = chat(
-        engine, rid="mine", priority=9, stream=True, custom_params={"batchweave_kind": [5], "batchweave_untold": 1}
+        engine,
+        rid="mine",
+        priority=9,
+        stream=True,
+        custom_params={"batchweave_kind": [5], "batchweave_untold": 1, "batchweave_lengths": "x"},
     )
     assert found["status_code"] == 200
     assert found["id"].startswith("test-")
     assert state(engine)["recent_ids"][-1] == found["id"]
+
+
+@pytest.mark.parametrize("lengths", ["[[0,300,900]]", "a format of another version"])
+def test_profiles_of_lengths_change_no_answer(engine: RealEngine, lengths: str) -> None:
+    answers = [
+        engine.do(engine.host.run(CHAT, QUESTION, f"test-lengths-{number}", "test", lengths=given)).body
+        for number, given in enumerate(("", lengths))
+    ]
+    first, second = (json.loads(answer)["choices"] for answer in answers)
+    assert first == second
 
 
 def test_abort_ends_every_prompt_of_a_list(engine: RealEngine) -> None:

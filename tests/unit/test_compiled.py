@@ -70,7 +70,7 @@ def test_a_folder_that_cannot_be_written_costs_time_only(tmp_path: Path) -> None
         "-c",
         "import numba.core.caching as c\n"
         "c.CacheImpl._locator_classes = []\n"
-        "from engine_ext.plan.lengths import bucket_of\n"
+        "from engine_ext.plan.buckets import bucket_of\n"
         "print(bucket_of(20))",
     ]
     environment = {**os.environ, "PYTHONPATH": str(ROOM.parent)}

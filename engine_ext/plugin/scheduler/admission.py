@@ -12,6 +12,7 @@ from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from enum import IntEnum
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -20,8 +21,11 @@ from sglang.srt.mem_cache.base_prefix_cache import MatchPrefixParams
 from sglang.srt.mem_cache.radix_cache import RadixKey
 
 from engine_ext.costs.cost import CostModel
-from engine_ext.plan.lengths import LONGEST, UNKNOWN
-from engine_ext.plugin.marks import DUE, KIND, UNTOLD
+from engine_ext.errors import InputError
+from engine_ext.plan.buckets import LONGEST
+from engine_ext.plan.lengths import UNKNOWN
+from engine_ext.plan.memory import Profile
+from engine_ext.plugin.marks import DUE, KIND, LENGTHS, UNTOLD
 from engine_ext.plugin.options import Emulation, Overlap, handed_over
 from engine_ext.plugin.scheduler.fallback import reason_for_sglang
 from engine_ext.plugin.scheduler.kv_space import KVSpace
@@ -36,6 +40,7 @@ RECENT = 4096
 SOON = 64  # steps for which running requests must find room beside pinned prefixes
 LOOK_AGAIN = 16  # steps between two looks at the cache for the same request
 STEP_TOKENS = 8192  # the largest step if SGLang sets none
+PROFILES = 1024  # of lengths, that are kept parsed; requests of one profile share the object
 SWITCH_S = 0.0005  # after which a plan's thread leaves the interpreter to a step that waits for it
 
 
@@ -120,7 +125,8 @@ class Admission:
         kind = self.kinds.setdefault(alike, len(self.kinds))
         prompt = np.asarray(req.origin_input_ids, dtype=np.uint32)
         apart = self.overlap is Overlap.MIXED and bool(req.return_logprob)
-        self.scan.add(member.key, prompt, cap, known, kind, _due(params.custom_params), apart)
+        profile = _profile(params.custom_params.get(LENGTHS))
+        self.scan.add(member.key, prompt, cap, known, kind, _due(params.custom_params), apart, profile)
 
     def take_back(self, rid: str, everything: bool) -> list[Any]:
         """Remove and return the waiting requests that an abort means: that of this id, or those that begin with it."""
@@ -271,6 +277,16 @@ def _executor() -> Executor:
 def _due(custom_params: dict[str, Any]) -> float:
     due = custom_params.get(DUE, math.inf)
     return float(due) if isinstance(due, (int, float)) else math.inf
+
+
+@lru_cache(PROFILES)
+def _profile(text: Any) -> Profile | None:
+    """Return the profile that a request came with; None if it has none, or one that another version wrote."""
+    try:
+        return Profile.parse(text) if text else None
+    except InputError as error:
+        log.warning("%s", error)
+        return None
 
 
 def is_ours(req: Any) -> bool:

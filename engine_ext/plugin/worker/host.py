@@ -195,14 +195,17 @@ class EngineHost:
         states = await self._manager.get_internal_state()
         return sum(int(state["effective_max_running_requests_per_dp"]) for state in states)
 
-    async def run(self, endpoint: str, body: dict[str, Any], rid: str, kind: str, due: float = math.inf) -> Answer:
+    async def run(
+        self, endpoint: str, body: dict[str, Any], rid: str, kind: str, due: float = math.inf, lengths: str = ""
+    ) -> Answer:
         """Run one request; requests of one `kind` are alike, such as those of one batch.
 
-        `due`: when it must have ended, by time.monotonic. It answers bad requests with 4xx, and never raises for them.
+        `due`: when it must have ended, by time.monotonic. `lengths`: the profile of earlier answers to requests like it
+        (plan/memory.py). It answers bad requests with 4xx, and never raises for them.
         """
         fields = {key: value for key, value in body.items() if key not in RESERVED_FIELDS}
         if endpoint in self._others:
-            return await self._run_other(self._others[endpoint], fields, Told(rid, kind, due=due))
+            return await self._run_other(self._others[endpoint], fields, Told(rid, kind, due=due, lengths=lengths))
         if endpoint not in self._serving:
             return Answer(400, _error_body(f"The model does not support {endpoint}.", "url"))
         request_type, serving = self._serving[endpoint]
@@ -217,7 +220,7 @@ class EngineHost:
             return Answer(400, _error_body("An emulated device computes no logits.", None))
         request.rid = rid
         theirs = {key: value for key, value in (request.custom_params or {}).items() if key not in RESERVED}
-        request.custom_params = theirs | marks(kind, due)
+        request.custom_params = theirs | marks(kind, due, lengths)
         with self._in_flight(Told(rid, kind, guard.prompts_in(request), due=due)):
             response: Any = await serving.handle_request(request, None)  # type: ignore[arg-type]
         if isinstance(response, BaseModel):

@@ -29,6 +29,7 @@ class Told:
     prompt_tokens: int = 0
     cached_tokens: int = 0
     due: float = math.inf
+    lengths: str = ""
 
 
 told: ContextVar[Told] = ContextVar("told")
@@ -50,7 +51,7 @@ class MarkedManager(TokenizerManagerScoreMixin):
         named = known.parts and isinstance(obj, EmbeddingReqInput)
         obj.rid = [f"{known.rid}_{part}" for part in range(known.parts)] if named else known.rid
         parameters: Any = obj.sampling_params or {}
-        obj.sampling_params = {**parameters, "custom_params": marks(known.kind, known.due)}
+        obj.sampling_params = {**parameters, "custom_params": marks(known.kind, known.due, known.lengths)}
         async for found in self._manager.generate_request(obj, request):
             for each in found if isinstance(found, list) else [found]:
                 _note(known, each["meta_info"])

@@ -18,6 +18,7 @@ from engine_ext.costs.cost import CostModel
 from engine_ext.costs.hardware import Machine, hardware
 from engine_ext.costs.model_shape import preset
 from engine_ext.plan.lengths import UNKNOWN
+from engine_ext.plan.memory import Profile
 from engine_ext.plan.prompts import Prompts, TokenIds
 from engine_ext.plan.resources import Requests
 from engine_ext.plan.tree import build_tree, common_prefix
@@ -52,9 +53,17 @@ class Engine:
     refuses: list[int] = field(default_factory=list[int])  # these, four times each
     refused: Counter[int] = field(default_factory=Counter[int])
 
-    def add(self, key: int, prompt: TokenIds, output: int, known: bool = False, due: float = math.inf) -> None:
+    def add(
+        self,
+        key: int,
+        prompt: TokenIds,
+        output: int,
+        known: bool = False,
+        due: float = math.inf,
+        profile: Profile | None = None,
+    ) -> None:
         self.prompts[key], self.outputs[key] = prompt, output
-        self.scan.add(key, prompt, 4096, output if known else UNKNOWN, due=due)
+        self.scan.add(key, prompt, 4096, output if known else UNKNOWN, due=due, profile=profile)
 
     @property
     def used(self) -> int:
@@ -290,6 +299,20 @@ def test_what_was_learned_outlives_the_plan() -> None:
     waiting = 2 * FEWEST
     expected = waiting * (50 * 700 + 700**2 / 2) * COSTS.read_s
     assert engine.scan.remaining_s[1] == pytest.approx(expected, rel=0.15)
+
+
+def test_what_earlier_batches_taught_is_known_before_any_answer() -> None:
+    engine, profile = Engine(live()), Profile.of(np.full(500, 700))
+    for key in range(100):
+        engine.add(key, tokens((1, 40), (100 + key, 10)), 700, profile=profile)
+    engine.step()
+    expected = 100 * (50 * 700 + 700**2 / 2) * COSTS.read_s
+    assert engine.scan.remaining_s[1] == pytest.approx(expected, rel=0.1)
+    engine.run()
+    for key in range(1000, 1100):  # another task: its profile says the contrary, and the numbers are given again
+        engine.add(key, tokens((2, 40), (100 + key, 10)), 5, profile=Profile.of(np.full(500, 5)))
+    engine.step()
+    assert engine.scan.remaining_s[1] < expected / 20
 
 
 def test_those_asked_first_stand_before_all_others() -> None:

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
-from engine_ext.plan.lengths import LONGEST
+from engine_ext.plan.buckets import LONGEST
 from service.cli.table import command_line
 from service.demo.model import ensure_demo_model
 from service.errors import WorkloadError
