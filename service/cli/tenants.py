@@ -129,11 +129,19 @@ def set_project(
     max_batches: Quota = None,
     max_bytes: Quota = None,
     max_requests_per_minute: Quota = None,
+    remembers_lengths: Annotated[
+        bool | None,
+        typer.Option(
+            "--remember-lengths/--forget-lengths",
+            help="Plan batches by the lengths of earlier answers, or forget these (docs/planner.md).",
+        ),
+    ] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Change a project's weight and quotas. Options left out change nothing. Example:
+    """Change a project's weight, quotas, and what it remembers. Options left out change nothing. Examples:
 
     - `batchweave projects set evaluation --max-batches 20 --max-enqueued-tokens 50000000 --weight 2`
+    - `batchweave projects set evaluation --forget-lengths`
     """
     given = {
         "weight": weight,
@@ -141,6 +149,7 @@ def set_project(
         "max_batches": max_batches,
         "max_bytes": max_bytes,
         "max_requests_per_minute": max_requests_per_minute,
+        "remembers_lengths": remembers_lengths,
     }
     wanted = {key: None if value == UNLIMITED else value for key, value in given.items() if value is not None}
     if not wanted:
@@ -174,10 +183,11 @@ def list_projects(as_json: JsonOption = False) -> None:
                     each.max_requests_per_minute,
                 )
             ),
+            "remembered" if each.remembers_lengths else "forgotten",
         )
         for each in _run(read)
     ]
-    _print(("project", "weight", "enqueued tokens", "batches", "bytes", "requests a minute"), rows, as_json)
+    _print(("project", "weight", "enqueued tokens", "batches", "bytes", "requests a minute", "lengths"), rows, as_json)
 
 
 def show_audit(

@@ -60,6 +60,7 @@ async def change_project(
     max_enqueued_tokens: Quota = None,
     max_bytes: Quota = None,
     max_requests_per_minute: Rate = None,
+    remembers_lengths: Annotated[bool | None, Form()] = None,
 ) -> Response:
     """Change the weight and quotas. An empty field removes its quota; a field missing from the form changes nothing."""
     fields = {
@@ -68,6 +69,7 @@ async def change_project(
         "max_enqueued_tokens": max_enqueued_tokens,
         "max_bytes": max_bytes,
         "max_requests_per_minute": max_requests_per_minute,
+        "remembers_lengths": remembers_lengths,
     }
     form = await request.form()
     wanted = {name: value for name, value in fields.items() if name in form}

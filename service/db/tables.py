@@ -13,9 +13,11 @@ from sqlalchemy import (
     Index,
     Integer,
     String,
+    Text,
     false,
     literal,
     text,
+    true,
 )
 from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
 
@@ -94,6 +96,7 @@ class Project(Base):
     max_batches: Mapped[int | None] = mapped_column(BigInteger)  # unfinished ones
     max_bytes: Mapped[int | None] = mapped_column(BigInteger)  # of files, pending uploads and indexes
     max_requests_per_minute: Mapped[int | None] = mapped_column(BigInteger)  # to the API
+    remembers_lengths: Mapped[bool] = mapped_column(Boolean, default=True, server_default=true())
     created_at: Mapped[int] = mapped_column(BigInteger)
 
 
@@ -110,6 +113,19 @@ class ApiKey(Base):
     created_at: Mapped[int] = mapped_column(BigInteger)
     expires_at: Mapped[int | None] = mapped_column(BigInteger)
     revoked_at: Mapped[int | None] = mapped_column(BigInteger)
+
+
+class LengthProfile(Base):
+    """How long a project's answers were, in earlier batches, to requests that one key stands for."""
+
+    __tablename__ = "length_profiles"
+    __table_args__ = (Index("ix_length_profiles_seen", "project_id", "model", "seen_at"),)
+
+    key: Mapped[int] = mapped_column(BigInteger, primary_key=True, autoincrement=False)  # of requests/likeness.py
+    project_id: Mapped[str] = mapped_column(String(64))
+    model: Mapped[str] = mapped_column(String(512))
+    profile: Mapped[str] = mapped_column(Text)  # engine_ext.plan.memory.Profile.text
+    seen_at: Mapped[int] = mapped_column(BigInteger)
 
 
 class AuditEvent(Base):

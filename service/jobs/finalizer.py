@@ -8,10 +8,13 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import msgspec
+import numpy as np
 import structlog
+from numpy.typing import NDArray
 from sqlalchemy import delete, exists, select, update
 from sqlalchemy.ext.asyncio import AsyncSession
 
+from engine_ext.plan.buckets import LONGEST
 from service import ids
 from service.db.moves import LIVE, move_batch
 from service.db.sessions import Database
@@ -27,6 +30,7 @@ from service.db.tables import (
     SliceStatus,
     fixed,
 )
+from service.estimates.length_memory import remember
 from service.jobs.digest import Digest
 from service.jobs.fair_turns import FairDesk
 from service.jobs.input_order import InputOrder
@@ -154,7 +158,7 @@ class Finalizer:
             in_order = None
             if batch.output_order == OutputOrder.INPUT:
                 in_order = stack.enter_context(InputOrder(batch.total))
-            answered = bytearray(batch.total)
+            answered, tokens = bytearray(batch.total), np.zeros(batch.total, dtype=np.int32)
             counts, digest = Counts(), Digest()
 
             async def keep(request: int, line: bytes, ok: bool) -> None:
@@ -168,17 +172,26 @@ class Finalizer:
             async for answer in self._answers(batch):
                 if answered[answer.request]:
                     continue
-                answered[answer.request] = 1
+                answered[answer.request], tokens[answer.request] = 1, min(answer.usage.output, LONGEST)
                 counts += Counts.of(answer)
                 await keep(answer.request, bytes(answer.line), answer.ok)
             missing = batch.total - sum(answered)
             ending, reason = self._ending(batch, missing)
-            if missing:
-                async for request, line in self._unanswered(batch, answered, reason):
-                    await keep(request, line, False)
+            async for request, line in self._unanswered(batch, answered, reason):
+                await keep(request, line, False)
             for line, ok in in_order.lines() if in_order else ():
                 await (output if ok else errors).add(line)
-        await self._commit(batch, ending, output, errors, counts, digest)
+        if await self._commit(batch, ending, output, errors, counts, digest):
+            await self._remember(batch, ending, tokens)
+
+    async def _remember(self, batch: Batch, ending: BatchStatus, tokens: NDArray[np.int32]) -> None:
+        """Learn the lengths of the answers; those of a batch that ended early would be the short ones."""
+        if ending != BatchStatus.COMPLETED:
+            return
+        try:
+            await remember(self._database, self._storage, batch, tokens, self._clock())
+        except Exception:  # the batch has ended; a lesson that is lost costs nobody an answer
+            log.exception("lengths not remembered", batch=batch.id)
 
     def _ending(self, batch: Batch, missing: int) -> tuple[BatchStatus, tuple[str, str]]:
         if batch.status == BatchStatus.CANCELLING:
@@ -259,7 +272,8 @@ class Finalizer:
         errors: ResultFile,
         counts: Counts,
         digest: Digest,
-    ) -> None:
+    ) -> bool:
+        """End the batch. Returns whether it was this process that did."""
         now = self._clock()
         values: dict[str, Any] = {
             **asdict(counts),
@@ -281,10 +295,11 @@ class Finalizer:
             # Only this error makes it certain that no row names these files; after any other, the sweeper decides.
             for file in (output, errors):
                 await self._storage.delete(file_key(file.id))
-            return
+            return False
         BATCHES_ENDED.labels(ending.value).inc()
         tracing.batch_ended(batch.id, ending, batch.created_at, now)
         log.info("ended", batch=batch.id, status=ending, completed=output.lines, failed=errors.lines)
+        return True
 
 
 def _by_bytes(lengths: Sequence[int], most: int) -> Iterator[tuple[int, int]]:

@@ -9,9 +9,13 @@ from numpy.typing import NDArray
 from engine_ext import warm_up
 from engine_ext.costs.cost import CostModel
 from engine_ext.plan.blend import Wishes
-from engine_ext.plan.lengths import LONGEST, UNKNOWN
+from engine_ext.plan.buckets import LONGEST
+from engine_ext.plan.lengths import UNKNOWN
+from engine_ext.plan.memory import Keys, Profile, Recall, recall
 from engine_ext.plan.prompts import Prompts
 from engine_ext.plan.window import Outputs, Shape, WindowPlan, plan_window
+from service.db.sessions import Database
+from service.estimates.length_memory import remembered
 from service.jobs.fair_window import Span, fitting
 from service.objects.plan_artifact import PLACE, Places
 from service.objects.request_index import RequestIndex
@@ -22,12 +26,15 @@ from service.settings import Settings
 
 @dataclass(frozen=True, slots=True)
 class Gathered:
-    """The requests of a window: their places, their prompts and their requested outputs (AskedOutput.packed)."""
+    """The requests of a window: their places, prompts and requested outputs (AskedOutput.packed).
+
+    `recall`: what earlier batches say of the lengths of their answers."""
 
     spans: list[Span]
     places: Places
     prompts: Prompts
     asked: NDArray[np.int64]
+    recall: Recall | None
 
     @property
     def outputs(self) -> Outputs:
@@ -38,7 +45,8 @@ class Gathered:
         most = self.asked & MOST_TOKENS
         caps = np.where(most > 0, np.minimum(most, LONGEST), LONGEST)
         known = np.where(self.asked & EXACT, caps, UNKNOWN)
-        return Outputs(caps, known, self.places["batch"].astype(np.int64) * (LONGEST + 1) + caps)
+        kinds = self.places["batch"].astype(np.int64) * (LONGEST + 1) + caps
+        return Outputs(caps, known, kinds, recall=self.recall)
 
     def wishes(self, now: float) -> Wishes:
         ends = np.array([span.expires_at - now for span in self.spans], dtype=np.float64)
@@ -56,7 +64,7 @@ async def plan_of(found: Gathered, cost: CostModel, now: float, settings: Settin
     return await asyncio.to_thread(plan_window, found.prompts, found.outputs, cost, found.wishes(now), shape)
 
 
-async def gather(storage: Storage, settings: Settings, wanted: list[Span]) -> Gathered:
+async def gather(database: Database, storage: Storage, settings: Settings, wanted: list[Span]) -> Gathered:
     """Read the wanted spans, as far as they fit into the window's tokens, shared among projects by weight."""
     indexes = [RequestIndex(storage, span.index_id) for span in wanted]
     found = [await index.read(span.first, span.count) for index, span in zip(indexes, wanted, strict=True)]
@@ -64,6 +72,7 @@ async def gather(storage: Storage, settings: Settings, wanted: list[Span]) -> Ga
     spans: list[Span] = []
     places: list[NDArray[np.void]] = []
     tokens: list[NDArray[np.uint32]] = []
+    keys: list[Keys] = []
     for span, index, records, count in zip(wanted, indexes, found, counts, strict=True):
         if count:
             place = np.zeros(count, dtype=PLACE)
@@ -72,7 +81,12 @@ async def gather(storage: Storage, settings: Settings, wanted: list[Span]) -> Ga
             spans.append(replace(span, count=count))
             places.append(place)
             tokens.append(await index.token_ids(records[:count]))
+            keys.append(await index.keys([span.first], [count]))
     chosen = np.concatenate([records[:count] for records, count in zip(found, counts, strict=True)])
     lengths, asked = chosen["tokens"].astype(np.int64), chosen["asked"].astype(np.int64)
     starts = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
-    return Gathered(spans, np.concatenate(places), Prompts(np.concatenate(tokens), starts), asked)
+    known_by = np.concatenate(keys)
+    async with database.read() as session:
+        profiles = {key: Profile.parse(text) for key, text in (await remembered(session, known_by)).items()}
+    found_prompts = Prompts(np.concatenate(tokens), starts)
+    return Gathered(spans, np.concatenate(places), found_prompts, asked, recall(known_by, profiles))

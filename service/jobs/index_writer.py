@@ -1,4 +1,4 @@
-"""Writes a batch's index while its lines are read: the records of its requests and the token ids of their prompts.
+"""Writes a batch's index while its lines are read: the records, prompt tokens and keys of its requests.
 
 The tokenizer runs in its own threads: while it works on one chunk of lines, the next ones are read and checked.
 """
@@ -11,9 +11,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from service.objects.request_index import RECORD
-from service.objects.request_output import asked_output
+from service.objects.request_index import KEYS, RECORD
+from service.objects.request_output import EXACT, MOST_TOKENS, asked_output
 from service.objects.storage import Writer
+from service.requests.likeness import keys_of
 from service.requests.lines import MAX_ERRORS, LineChecker, LineError
 from service.requests.tokens import Prompt, PromptTokens
 
@@ -46,6 +47,8 @@ class IndexWriter:
     endpoint: str
     records: Writer
     tokens: Writer
+    keys: Writer
+    project_id: str
     context_length: int | None = None
     fails_lines: bool = False  # leave a request that is too long to the engine, which fails only that request
     _places: list[Place] = field(default_factory=list[Place])
@@ -87,6 +90,17 @@ class IndexWriter:
         if not self.checker.errors:
             ids = [prompt.ids for prompt in prompts]
             self.prompt_tokens = await _append(self.records, self.tokens, places, ids, self.prompt_tokens)
+            await self._write_keys(places, bodies, ids)
+
+    async def _write_keys(
+        self, places: list[Place], bodies: list[dict[str, Any]], prompts: list[Sequence[int]]
+    ) -> None:
+        scope = f"{self.project_id} {self.checker.model}"
+        found = [
+            keys_of(scope, self.endpoint, body, prompt, place.asked & MOST_TOKENS, bool(place.asked & EXACT))
+            for place, body, prompt in zip(places, bodies, prompts, strict=True)
+        ]
+        await self.keys.write(np.array(found, dtype=KEYS).tobytes())
 
     def _judge_length(self, line: int, body: dict[str, Any], prompt: Prompt) -> None:
         """Report a request that the engine would refuse as too long.

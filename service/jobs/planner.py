@@ -94,7 +94,7 @@ class Planner:
 
     async def plan(self, model: str, wanted: list[Span]) -> None:
         """Plan these requests, or as many as fit into a window's tokens, and commit. Raises PlanOutdated."""
-        found = await gather(self._storage, self._settings, wanted)
+        found = await gather(self._database, self._storage, self._settings, wanted)
         cost = await self._costs.of(model)
         now = self._clock()
         plan = await plan_of(found, cost, now, self._settings)

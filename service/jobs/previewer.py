@@ -54,7 +54,7 @@ class Previewer:
             batch = (await session.scalars(select(Batch).where(Batch.id == batch_id))).one()
         count = min(batch.total, self._settings.window_requests)
         span = Span(batch.id, batch.project_id, 1.0, batch.index_id or "", 0, count, batch.expires_at)
-        found = await gather(self._storage, self._settings, [span])
+        found = await gather(self._database, self._storage, self._settings, [span])
         cost = await self._costs.of(batch.model or "")
         plan = await plan_of(found, cost, self._clock(), self._settings)
         seen = len(found.places)

@@ -8,7 +8,18 @@ from sqlalchemy import delete, exists, false, func, select
 from service.db.clock import DAY_S
 from service.db.moves import LIVE
 from service.db.sessions import Database
-from service.db.tables import AuditEvent, Batch, File, Slice, SliceBatch, Upload, UploadStatus, WebhookDelivery, Window
+from service.db.tables import (
+    AuditEvent,
+    Batch,
+    File,
+    LengthProfile,
+    Slice,
+    SliceBatch,
+    Upload,
+    UploadStatus,
+    WebhookDelivery,
+    Window,
+)
 from service.objects.storage import Storage, file_key
 
 # An object that no row refers to yet may belong to a row that is about to be committed.
@@ -16,6 +27,7 @@ YOUNG_S = 3600.0
 CHUNK = 500  # names per query
 KEEP_DELIVERIES_S = 30 * DAY_S  # webhook deliveries that were delivered or abandoned
 KEEP_AUDIT_S = 400 * DAY_S
+KEEP_LENGTHS_S = 90 * DAY_S  # profiles of answers' lengths to which no batch has added since
 KEEP_SLICES_S = DAY_S  # of finished batches, so that people can see how a batch ran
 WINDOWS = 20  # deleted per round
 log = structlog.get_logger()
@@ -49,12 +61,13 @@ class Sweeper:
         return swept > 0
 
     async def _records(self) -> None:
-        """Delete old webhook deliveries and audit events."""
+        """Delete old webhook deliveries, audit events and profiles of lengths."""
         now = self._clock()
         ended = WebhookDelivery.next_at.is_(None) & (WebhookDelivery.created_at < now - KEEP_DELIVERIES_S)
         async with self._database.write() as session:
             await session.execute(delete(WebhookDelivery).where(ended))
             await session.execute(delete(AuditEvent).where(AuditEvent.at < now - KEEP_AUDIT_S))
+            await session.execute(delete(LengthProfile).where(LengthProfile.seen_at < now - KEEP_LENGTHS_S))
 
     async def _slices(self) -> None:
         """Delete the windows, with their slices, whose batches all finished more than KEEP_SLICES_S ago."""

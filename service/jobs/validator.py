@@ -158,13 +158,14 @@ class Validator:
             async with (
                 self._storage.writer(index.records_key) as to_records,
                 self._storage.writer(index.tokens_key) as to_tokens,
+                self._storage.writer(index.keys_key) as to_keys,
             ):
-                records, tokens = Bounded(self._storage, to_records), Bounded(self._storage, to_tokens)
+                parts = [Bounded(self._storage, to) for to in (to_records, to_tokens, to_keys)]
                 if batch.validation_deaths > MOST_DEATHS:
                     checker.add(LineError("server_error", GIVEN_UP))
                 else:
-                    prompt_tokens = await self._read(batch, checker, records, tokens)
-                size = records.size_bytes + tokens.size_bytes
+                    prompt_tokens = await self._read(batch, checker, *parts)
+                size = sum(part.size_bytes for part in parts)
             await self._find_repeats(batch, checker)
         except FileNotFoundError:
             message = f"The input file {batch.input_file_id} was deleted before the batch was validated."
@@ -203,10 +204,10 @@ class Validator:
         log.info("validated", batch=batch.id, requests=checker.requests, errors=len(checker.errors), still_wanted=moved)
         return checker.requests
 
-    async def _read(self, batch: Batch, checker: LineChecker, records: Writer, tokens: Writer) -> int:
+    async def _read(self, batch: Batch, checker: LineChecker, records: Writer, tokens: Writer, keys: Writer) -> int:
         """Check every line. Returns the number of tokens in all prompts. Raises FileNotFoundError."""
         encoder: PromptTokens | None = None
-        index, number = IndexWriter(checker, batch.endpoint, records, tokens), 0
+        index, number = IndexWriter(checker, batch.endpoint, records, tokens, keys, batch.project_id), 0
         index.fails_lines = batch.on_long_line == OnLongLine.FAIL_LINE
         breath = Breath(lambda: self._check_wanted(batch))
         try:

@@ -3,6 +3,7 @@
 A batch of millions of lines costs the database one row, and any run of records is one range read.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -15,6 +16,10 @@ from service.objects.storage import Storage
 RECORD = np.dtype(
     [("offset", "<u8"), ("length", "<u4"), ("line", "<u4"), ("tokens_at", "<u8"), ("tokens", "<u4"), ("asked", "<u4")]
 )
+
+# By what the lengths of answers are remembered (requests/likeness.py); an object of its own, which older indexes lack.
+KEYS = np.dtype("<i8")
+KEYS_BYTES = 2 * KEYS.itemsize  # of one request
 
 Records = NDArray[np.void]
 
@@ -38,6 +43,10 @@ class RequestIndex:
     def tokens_key(self) -> str:
         return f"{self.folder}/tokens"
 
+    @property
+    def keys_key(self) -> str:
+        return f"{self.folder}/keys"
+
     async def read(self, first: int, count: int) -> Records:
         """Return records [first, first + count)."""
         size = RECORD.itemsize
@@ -51,6 +60,15 @@ class RequestIndex:
             self.records_key, [int(n) * size for n in numbers], [size] * len(numbers)
         )
         return np.frombuffer(b"".join(parts), dtype=RECORD)
+
+    async def keys(self, firsts: Sequence[int], counts: Sequence[int]) -> NDArray[np.int64]:
+        """Return the keys of these runs of requests; int64 [requests, 2], zeros where there are none."""
+        starts, sizes = [first * KEYS_BYTES for first in firsts], [count * KEYS_BYTES for count in counts]
+        try:
+            parts = await self.storage.read_ranges(self.keys_key, starts, sizes)
+        except FileNotFoundError:
+            return np.zeros((sum(counts), 2), dtype=np.int64)
+        return np.frombuffer(b"".join(parts), dtype=KEYS).reshape(-1, 2)
 
     async def token_ids(self, records: Records) -> NDArray[np.uint32]:
         """Return the prompt tokens of consecutive records, concatenated."""

@@ -13,6 +13,7 @@ from service.db.clock import DAY_S
 from service.db.moves import rows_changed
 from service.db.tables import ApiKey, Project, Role
 from service.errors import TenantError
+from service.estimates.length_memory import forget
 from service.tenants import audit
 from service.tenants.keys import Caller, new_key
 
@@ -44,10 +45,15 @@ async def create_project(session: AsyncSession, name: str, actor: str, now: int)
 async def change_project(
     session: AsyncSession, project: Project, changes: Mapping[str, Any], actor: str, now: int
 ) -> None:
-    """Change a project. `changes`: its weight and quotas by column, None for no quota."""
+    """Change a project. `changes`: its weight, quotas and switches by column, None for no quota.
+
+    A project that is not to remember lengths any more forgets those that it knows.
+    """
     new = {name: value for name, value in changes.items() if getattr(project, name) != value}
     if new:
         await session.execute(update(Project).where(Project.id == project.id).values(**new))
+        if new.get("remembers_lengths") is False:
+            await forget(session, project.id)
         said = ", ".join(f"{name} {'none' if value is None else value}" for name, value in new.items())
         audit.note(session, Caller(project, actor, Role.ADMIN), "project.set", project.id, now, said)
 

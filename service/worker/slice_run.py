@@ -18,6 +18,7 @@ from service import ids
 from service.db.sessions import Database
 from service.db.tables import Batch, BatchStatus, SliceBatch, Window
 from service.endpoints import BY_PATH
+from service.estimates.length_memory import remembered
 from service.metrics import tracing
 from service.metrics.counters import RETRIES, SEGMENTS, count_answer, timed
 from service.objects.plan_artifact import PlanArtifact
@@ -48,7 +49,9 @@ class EngineAnswer(Protocol):
 class Engine(Protocol):
     """The interface that a worker needs of an engine; engine_ext.plugin.worker.host.EngineHost implements it."""
 
-    async def run(self, endpoint: str, body: dict[str, Any], rid: str, kind: str, due: float) -> EngineAnswer: ...
+    async def run(
+        self, endpoint: str, body: dict[str, Any], rid: str, kind: str, due: float, lengths: str
+    ) -> EngineAnswer: ...
     def abort(self, rid: str) -> None: ...
     @property
     def step_age_s(self) -> float: ...
@@ -60,6 +63,7 @@ class Request:
     """A request of the slice, ready to run.
 
     `place`: its position in the window's plan. `due`: when its batch expires, by time.monotonic.
+    `lengths`: the profile of earlier answers to requests like it, or nothing.
     """
 
     batch_id: str
@@ -69,6 +73,7 @@ class Request:
     body: dict[str, Any]
     place: int
     due: float
+    lengths: str
     request_id: str = field(default_factory=lambda: f"req_{secrets.token_hex(16)}")  # in its answer line and in the log
 
 
@@ -230,16 +235,23 @@ class SliceRun:
         return answered
 
     async def _read(self, batch: Batch, positions: list[int], numbers: Any) -> list[Request]:
-        records = await RequestIndex(self._storage, batch.index_id or "").pick(numbers)
+        index = RequestIndex(self._storage, batch.index_id or "")
+        records = await index.pick(numbers)
+        keys = await index.keys(numbers.tolist(), [1] * len(numbers))
+        async with self._database.read() as session:
+            profiles = await remembered(session, keys)
         lines = await self._storage.read_ranges(
             file_key(batch.input_file_id), records["offset"].tolist(), records["length"].tolist()
         )
         requests: list[Request] = []
         due = time.monotonic() + batch.expires_at - self._clock()
-        for position, number, raw in zip(positions, numbers.tolist(), lines, strict=True):
+        for position, number, raw, (beginning, kind) in zip(
+            positions, numbers.tolist(), lines, keys.tolist(), strict=True
+        ):
             line = _line_decoder.decode(raw)
             place = self.lease.first + position
-            requests.append(Request(batch.id, number, line.url, line.custom_id, line.body, place, due))
+            lengths = profiles.get(beginning) or profiles.get(kind) or ""
+            requests.append(Request(batch.id, number, line.url, line.custom_id, line.body, place, due, lengths))
         return requests
 
     async def _run_one(self, request: Request) -> None:
@@ -275,7 +287,9 @@ class SliceRun:
         rid = f"{BY_PATH[request.endpoint].id_prefix}{secrets.token_hex(16)}"
         self._in_flight[rid] = request
         try:
-            answer = await self._engine.run(request.endpoint, request.body, rid, request.batch_id, request.due)
+            answer = await self._engine.run(
+                request.endpoint, request.body, rid, request.batch_id, request.due, request.lengths
+            )
             if answer.aborted:
                 return "it aborted the request"
             if answer.status_code >= 500:

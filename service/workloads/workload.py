@@ -12,7 +12,8 @@ from numpy.typing import NDArray
 
 from engine_ext.errors import SegmentError
 from engine_ext.plan.blend import Wishes
-from engine_ext.plan.lengths import LONGEST, UNKNOWN
+from engine_ext.plan.buckets import LONGEST
+from engine_ext.plan.lengths import UNKNOWN
 from engine_ext.plan.prompts import Prompts, Segment
 from engine_ext.plan.window import Outputs
 from service.errors import WorkloadError

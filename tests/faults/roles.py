@@ -80,7 +80,9 @@ class LoggedEngine:
                 self._beating.stepped(time.monotonic())
             time.sleep(0.1)
 
-    async def run(self, endpoint: str, body: dict[str, Any], rid: str, kind: str, due: float) -> ScriptedAnswer:
+    async def run(
+        self, endpoint: str, body: dict[str, Any], rid: str, kind: str, due: float, lengths: str
+    ) -> ScriptedAnswer:
         if not self._in_flight:
             self._busy_since = time.monotonic()
         self._in_flight += 1

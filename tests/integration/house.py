@@ -51,12 +51,15 @@ class ScriptedEngine:
     hold_after: int = 0
     runs: Counter[str] = field(default_factory=Counter[str])
     kinds: dict[str, str] = field(default_factory=dict[str, str])  # by content, in the order in which they came
+    lengths: dict[str, str] = field(default_factory=dict[str, str])  # by content: the profile that it came with
     _aborted: dict[str, asyncio.Event] = field(default_factory=dict[str, asyncio.Event])
 
-    async def run(self, endpoint: str, body: dict[str, Any], rid: str, kind: str, due: float) -> ScriptedAnswer:
+    async def run(
+        self, endpoint: str, body: dict[str, Any], rid: str, kind: str, due: float, lengths: str
+    ) -> ScriptedAnswer:
         content = body["messages"][-1]["content"]
         self.runs[content] += 1
-        self.kinds[content] = kind
+        self.kinds[content], self.lengths[content] = kind, lengths
         statuses = self.statuses.get(content)
         status = statuses.pop(0) if statuses else 200
         if self.hold is not None and sum(self.runs.values()) > self.hold_after:

@@ -227,10 +227,12 @@ async def test_request_that_raises_is_an_error_line_of_its_own(house: House, mon
     engine = ScriptedEngine()
     run = engine.run
 
-    async def raising(endpoint: str, body: dict[str, Any], rid: str, kind: str, due: float) -> ScriptedAnswer:
+    async def raising(
+        endpoint: str, body: dict[str, Any], rid: str, kind: str, due: float, lengths: str
+    ) -> ScriptedAnswer:
         if body["messages"][-1]["content"] == "request 4":
             raise RecursionError("too deep")
-        return await run(endpoint, body, rid, kind, due)
+        return await run(endpoint, body, rid, kind, due, lengths)
 
     monkeypatch.setattr(engine, "run", raising)
     async with house.working(engine):

@@ -16,13 +16,15 @@ class MortalEngine(ScriptedEngine):
 
     killers: frozenset[str] = frozenset()
 
-    async def run(self, endpoint: str, body: dict[str, Any], rid: str, kind: str, due: float) -> ScriptedAnswer:
+    async def run(
+        self, endpoint: str, body: dict[str, Any], rid: str, kind: str, due: float, lengths: str
+    ) -> ScriptedAnswer:
         if body["messages"][-1]["content"] in self.killers:
             assert self.hold is not None
             self.hold.set()
         if self.hold is not None and self.hold.is_set():
             await asyncio.Event().wait()
-        return await super().run(endpoint, body, rid, kind, due)
+        return await super().run(endpoint, body, rid, kind, due, lengths)
 
 
 async def one_life(house: House, leases: Leases, killers: frozenset[str]) -> tuple[list[int], bool]:
