@@ -102,6 +102,9 @@ class Settings(BaseSettings):
     )
     slice_requests: int = Field(256, ge=1, le=100_000, description="requests of a slice")
     window_requests: int = Field(100_000, ge=1, description="most requests that are planned together")
+    window_wait_s: float = Field(
+        30.0, ge=0, description="most seconds that requests wait to be planned with others while engines have work"
+    )
     window_tokens: int = Field(100_000_000, ge=1, description="most prompt tokens that are planned together")
     request_attempts: int = Field(3, ge=1, le=20, description="attempts at a request on which the engine fails")
     poll_s: float = Field(0.25, gt=0, description="seconds between two looks for work while Redis is unavailable")

@@ -181,6 +181,7 @@ def settings(tmp_path: Path, database_url: str, redis_url: str) -> Settings:
         worker_name="worker-a",
         secret_key="of the tests, and of nobody else",
         slice_requests=8,
+        window_wait_s=0,
         flush_s=0.01,
         poll_s=0.01,
     )

@@ -3,18 +3,21 @@
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+
+from engine_ext.arrays import Column
 
 
 @dataclass(frozen=True, slots=True)
 class Span:
     """The requests [first, first + count) of a batch that go into the window; the batch expires at `expires_at`.
 
-    `weight`: its project's share of the work, relative to other waiting projects.
+    `weight`: its project's share of the work, relative to other waiting projects. `again`: int64 [requests], numbers of
+    requests that were planned before, and are planned again.
     """
 
     batch_id: str
@@ -24,6 +27,7 @@ class Span:
     first: int
     count: int
     expires_at: int
+    again: Column = field(default_factory=lambda: np.zeros(0, dtype=np.int64), compare=False)
 
 
 def fill(waiting: list[Span], room: int) -> list[Span]:

@@ -18,7 +18,7 @@ from service.db.sessions import Database
 from service.estimates.length_memory import remembered
 from service.jobs.fair_window import Span, fitting
 from service.objects.plan_artifact import PLACE, Places
-from service.objects.request_index import RequestIndex
+from service.objects.request_index import Records, RequestIndex
 from service.objects.request_output import EXACT, MOST_TOKENS
 from service.objects.storage import Storage
 from service.settings import Settings
@@ -65,28 +65,54 @@ async def plan_of(found: Gathered, cost: CostModel, now: float, settings: Settin
 
 
 async def gather(database: Database, storage: Storage, settings: Settings, wanted: list[Span]) -> Gathered:
-    """Read the wanted spans, as far as they fit into the window's tokens, shared among projects by weight."""
-    indexes = [RequestIndex(storage, span.index_id) for span in wanted]
-    found = [await index.read(span.first, span.count) for index, span in zip(indexes, wanted, strict=True)]
-    counts = fitting(wanted, [records["tokens"] for records in found], settings.window_tokens)
+    """Read the wanted spans, as far as they fit into the window's tokens, shared among projects by weight.
+
+    If what is planned again does not fit beside what is new, none of it is planned again.
+    """
+    new = [span for span in wanted if span.count]
+    found = [await _index(storage, span).read(span.first, span.count) for span in new]
+    counts = fitting(new, [records["tokens"] for records in found], settings.window_tokens)
+    parts = {span.batch_id: records[:count] for span, records, count in zip(new, found, counts, strict=True) if count}
+    again = {span.batch_id: await _index(storage, span).pick(span.again) for span in wanted if len(span.again)}
+    if _tokens(parts) + _tokens(again) > settings.window_tokens:
+        again = {}
     spans: list[Span] = []
     places: list[NDArray[np.void]] = []
+    chosen: list[Records] = []
     tokens: list[NDArray[np.uint32]] = []
     keys: list[Keys] = []
-    for span, index, records, count in zip(wanted, indexes, found, counts, strict=True):
-        if count:
-            place = np.zeros(count, dtype=PLACE)
-            place["batch"] = len(spans)
-            place["request"] = np.arange(span.first, span.first + count)
-            spans.append(replace(span, count=count))
-            places.append(place)
-            tokens.append(await index.token_ids(records[:count]))
-            keys.append(await index.keys([span.first], [count]))
-    chosen = np.concatenate([records[:count] for records, count in zip(found, counts, strict=True)])
-    lengths, asked = chosen["tokens"].astype(np.int64), chosen["asked"].astype(np.int64)
-    starts = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
+    for span in wanted:
+        count, repeated = len(parts.get(span.batch_id, ())), span.batch_id in again
+        if not count and not repeated:
+            continue
+        span = replace(span, count=count, again=span.again if repeated else span.again[:0])
+        runs = [(span.first, count)] if count else []
+        runs += [(number, 1) for number in span.again.tolist()]
+        numbers = np.concatenate([np.arange(span.first, span.first + count), span.again])
+        index = _index(storage, span)
+        for records in (parts.get(span.batch_id), again.get(span.batch_id)):
+            if records is not None:
+                chosen.append(records)
+                tokens.append(await index.token_ids(records))
+        place = np.zeros(len(numbers), dtype=PLACE)
+        place["batch"], place["request"] = len(spans), numbers
+        places.append(place)
+        keys.append(await index.keys(*zip(*runs, strict=True)))
+        spans.append(span)
+    records = np.concatenate(chosen)
+    starts = np.concatenate([[0], np.cumsum(records["tokens"].astype(np.int64))])
     known_by = np.concatenate(keys)
     async with database.read() as session:
         profiles = {key: Profile.parse(text) for key, text in (await remembered(session, known_by)).items()}
-    found_prompts = Prompts(np.concatenate(tokens), starts)
-    return Gathered(spans, np.concatenate(places), found_prompts, asked, recall(known_by, profiles))
+    prompts = Prompts(np.concatenate(tokens), starts)
+    return Gathered(
+        spans, np.concatenate(places), prompts, records["asked"].astype(np.int64), recall(known_by, profiles)
+    )
+
+
+def _index(storage: Storage, span: Span) -> RequestIndex:
+    return RequestIndex(storage, span.index_id)
+
+
+def _tokens(parts: dict[str, Records]) -> int:
+    return sum(int(records["tokens"].sum(dtype=np.int64)) for records in parts.values())

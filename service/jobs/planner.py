@@ -1,21 +1,23 @@
 """The planner: gathers a model's waiting requests into a window, plans it, and commits its slices in a transaction."""
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import structlog
-from sqlalchemy import func, select, update
+from sqlalchemy import update
 
 from engine_ext.plan.window import WindowPlan
 from service import ids
 from service.db.moves import rows_changed
 from service.db.sessions import Database
-from service.db.tables import Batch, BatchStatus, Project, Slice, SliceBatch, Window, fixed
+from service.db.tables import Batch, BatchStatus, Slice, SliceBatch, Window
 from service.jobs.costs import Costs
 from service.jobs.desk import Desk
-from service.jobs.fair_window import Span, fill
+from service.jobs.fair_window import Span
 from service.jobs.gather import gather, plan_of
+from service.jobs.pending import pending
+from service.jobs.unleased import MOST_AGAIN, Leased, take_back, unleased, with_again
 from service.metrics import tracing
 from service.objects.plan_artifact import Places, PlanArtifact, PlanHeader
 from service.objects.plan_picture import picture_of
@@ -24,7 +26,6 @@ from service.queue.urgency import urgent_at
 from service.settings import Settings
 
 LOGGED = 64  # batches named in one log line
-MOST_BATCHES = 1000  # of a project in one window
 log = structlog.get_logger()
 
 
@@ -32,14 +33,15 @@ class PlanOutdated(Exception):
     """A batch of the window was cancelled or planned by another process, so the window is not committed."""
 
 
-def _expected(plan: WindowPlan, order: Places, spans: int) -> list[list[float]]:
-    """Return the compute seconds, memory seconds and output tokens that the plan expects of each span.
+def _expected(plan: WindowPlan, order: Places, spans: Sequence[Span]) -> list[list[float]]:
+    """Return the compute seconds, memory seconds and output tokens that the plan expects of each span's new requests.
 
     `order`: the places of the requests, in the plan's order.
     """
     batch = order["batch"]
+    is_new = order["request"] >= np.array([span.first for span in spans])[batch]
     columns = (plan.compute_s, plan.memory_s, plan.estimates.mean)
-    sums = [np.bincount(batch, weights=each[plan.order], minlength=spans) for each in columns]
+    sums = [np.bincount(batch, weights=each[plan.order] * is_new, minlength=len(spans)) for each in columns]
     return np.stack(sums, axis=1).tolist()
 
 
@@ -55,46 +57,27 @@ class Planner:
         self._costs = Costs(database, settings)
 
     async def run_once(self) -> bool:
-        """Plan one window for a model with pending requests. Returns whether it found one."""
-        pending = await self._pending()
-        async with self._desk.take(pending) as model:
+        """Plan one window for a model whose requests are due. Returns whether it found one."""
+        found = await pending(self._database, self._settings, self._clock())
+        async with self._desk.take(found) as model:
             if model is not None:
-                with tracing.stage("plan", (span.batch_id for span in pending[model]), model=model):
+                with tracing.stage("plan", (span.batch_id for span in found[model]), model=model):
                     try:
-                        await self.plan(model, pending[model])
-                    except PlanOutdated as error:
+                        await self.plan(model, found[model])
+                    except (PlanOutdated, Leased) as error:
                         log.info("plan abandoned", model=model, reason=str(error))
         return model is not None
 
-    async def _pending(self) -> dict[str, list[Span]]:
-        """Return the unplanned requests by model, earliest deadline first, at most one window of each.
-
-        It looks at MOST_BATCHES batches of a project at most; the others come with a later window.
-        """
-        place = func.row_number().over(
-            partition_by=(Batch.model, Batch.project_id), order_by=(Batch.expires_at, Batch.seq)
-        )
-        unplanned = (Batch.status == fixed(BatchStatus.IN_PROGRESS)) & (Batch.planned < Batch.total)
-        left = Batch.total - Batch.planned
-        columns = (Batch.id, Batch.model, Batch.project_id, Batch.index_id, Batch.planned, Batch.expires_at, Batch.seq)
-        first = select(*columns, left.label("left"), place.label("place")).where(unplanned, ~Batch.held).subquery()
-        query = (
-            select(first, Project.weight)
-            .join(Project, Project.id == first.c.project_id)
-            .where(first.c.place <= MOST_BATCHES)
-            .order_by(first.c.expires_at, first.c.seq)
-        )
-        async with self._database.read() as session:
-            rows = (await session.execute(query)).all()
-        waiting: dict[str, list[Span]] = {}
-        for row in rows:
-            span = Span(row.id, row.project_id, row.weight, row.index_id or "", row.planned, row.left, row.expires_at)
-            waiting.setdefault(row.model or "", []).append(span)
-        return {model: fill(spans, self._settings.window_requests) for model, spans in waiting.items()}
-
     async def plan(self, model: str, wanted: list[Span]) -> None:
-        """Plan these requests, or as many as fit into a window's tokens, and commit. Raises PlanOutdated."""
-        found = await gather(self._database, self._storage, self._settings, wanted)
+        """Plan these requests, or as many as fit into a window's tokens, and commit. Raises PlanOutdated, Leased.
+
+        Requests that no worker ever had are planned again with them, unless they are many more.
+        """
+        new = sum(span.count for span in wanted)
+        most = min(MOST_AGAIN * new, self._settings.window_requests - new)
+        before = await unleased(self._database, self._storage, model, most)
+        found = await gather(self._database, self._storage, self._settings, with_again(wanted, before.spans))
+        taken = before.slices if any(len(span.again) for span in found.spans) else ()
         cost = await self._costs.of(model)
         now = self._clock()
         plan = await plan_of(found, cost, now, self._settings)
@@ -116,8 +99,8 @@ class Planner:
         order = found.places[plan.order]
         await artifact.write(header, order, await asyncio.to_thread(picture_of, plan))
         try:
-            await self._commit(model, found.spans, artifact.plan_id, plan, order, int(now))
-        except PlanOutdated:
+            await self._commit(model, found.spans, taken, artifact.plan_id, plan, order, int(now))
+        except (PlanOutdated, Leased):
             # Only this error makes it certain that nothing was committed; after any other, the sweeper decides.
             await artifact.delete()
             raise
@@ -126,6 +109,7 @@ class Planner:
             model=model,
             batches=header.batches[:LOGGED],
             requests=len(found.places),
+            again=sum(len(span.again) for span in found.spans),
             slices=len(plan.slices),
             prompt_tokens=plan.prompt_tokens,
             sharing=round(plan.load.sharing, 4),
@@ -134,10 +118,20 @@ class Planner:
         )
 
     async def _commit(
-        self, model: str, spans: list[Span], plan_id: str, plan: WindowPlan, order: Places, now: int
+        self,
+        model: str,
+        spans: list[Span],
+        taken: Sequence[int],
+        plan_id: str,
+        plan: WindowPlan,
+        order: Places,
+        now: int,
     ) -> None:
         async with self._database.write() as session:
-            for span, (compute_s, memory_s, tokens) in zip(spans, _expected(plan, order, len(spans)), strict=True):
+            await take_back(session, taken)
+            expected = zip(spans, _expected(plan, order, spans), strict=True)
+            # In one order in all processes, so that no two transactions wait for each other's batches.
+            for span, (compute_s, memory_s, tokens) in sorted(expected, key=lambda each: each[0].batch_id):
                 result = await session.execute(
                     update(Batch)
                     .where(

@@ -29,6 +29,7 @@ from service.queue.bell import SELDOM_S, Bell, Job
 from service.settings import Settings
 
 SWEEP_S = 60.0
+PLAN_S = 5.0  # requests wait to be planned until engines have little to do, and nothing rings then
 EXPIRY_S = 5.0
 STOP_S = 5.0  # grace period at a stop for work in progress
 log = structlog.get_logger()
@@ -42,7 +43,7 @@ async def run_jobs(database: Database, storage: Storage, redis: Redis, settings:
     # Some jobs run several loops to work on several batches at once, so that a large batch does not hold up small ones.
     jobs = [
         _Work(Job.VALIDATOR, Validator(database, storage, settings, clock).run_once, loops=3),
-        _Work(Job.PLANNER, Planner(database, storage, settings, clock).run_once),
+        _Work(Job.PLANNER, Planner(database, storage, settings, clock).run_once, seldom_s=PLAN_S),
         _Work(Job.PREVIEWER, Previewer(database, storage, settings, clock).run_once),
         _Work(
             Job.RECONCILER,

@@ -71,10 +71,11 @@ class RequestIndex:
         return np.frombuffer(b"".join(parts), dtype=KEYS).reshape(-1, 2)
 
     async def token_ids(self, records: Records) -> NDArray[np.uint32]:
-        """Return the prompt tokens of consecutive records, concatenated."""
+        """Return the prompt tokens of these records, concatenated; those of consecutive records are read at once."""
         if len(records) == 0:
             return np.empty(0, np.uint32)
-        start = int(records["tokens_at"][0])
-        end = int(records["tokens_at"][-1]) + int(records["tokens"][-1])
-        data = await self.storage.read_range(self.tokens_key, start * 4, (end - start) * 4)
-        return np.frombuffer(data, dtype="<u4").astype(np.uint32, copy=False)
+        starts, lengths = records["tokens_at"].astype(np.int64), records["tokens"].astype(np.int64)
+        firsts = np.flatnonzero(np.concatenate([[True], starts[1:] != starts[:-1] + lengths[:-1]]))
+        sizes = np.add.reduceat(lengths, firsts) * 4
+        parts = await self.storage.read_ranges(self.tokens_key, (starts[firsts] * 4).tolist(), sizes.tolist())
+        return np.frombuffer(b"".join(parts), dtype="<u4").astype(np.uint32, copy=False)

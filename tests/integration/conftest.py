@@ -6,6 +6,7 @@ import pytest
 from redis.asyncio import Redis
 
 from service.db.sessions import Database
+from service.jobs import planner
 from service.objects.storage import Storage
 from service.settings import Settings
 from service.worker import loop
@@ -22,6 +23,12 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(autouse=True)
 def workers_stop_soon(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(loop, "TAKE_MS", 50)
+
+
+@pytest.fixture
+def windows_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever came before stays in its window."""
+    monkeypatch.setattr(planner, "MOST_AGAIN", 0)
 
 
 @pytest.fixture

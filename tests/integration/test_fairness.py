@@ -53,6 +53,7 @@ async def test_short_windows_do_not_go_first_for_ever(house: House, monkeypatch:
     assert [(await house.batch(each)).status for each in patient] == ["in_progress"] * 3
 
 
+@pytest.mark.usefixtures("windows_apart")
 async def test_urgent_slices_of_one_project_leave_others_their_share(house: House) -> None:
     await add_project(house, weight=3.0)
     await submit(house, DEFAULT_PROJECT, 86400, 80)

@@ -63,6 +63,7 @@ async def test_requests_reach_the_engine_in_the_order_of_the_plan_and_batches_sh
     assert set(engine.kinds.values()) == {first, second}
 
 
+@pytest.mark.usefixtures("windows_apart")
 async def test_later_window_comes_behind_an_earlier_one(house: House) -> None:
     engine = ScriptedEngine()
     for start in (0, 10):

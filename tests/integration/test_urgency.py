@@ -38,6 +38,7 @@ async def planned(house: House, window_s: int, count: int = 16, work_s: float = 
     return batch_id, await slices_of(house, batch_id)
 
 
+@pytest.mark.usefixtures("windows_apart")
 async def test_least_slack_comes_first_in_the_order_of_plans(house: House) -> None:
     _, late = await planned(house, DAY_S)
     _, soon = await planned(house, 600)
@@ -48,6 +49,7 @@ async def test_least_slack_comes_first_in_the_order_of_plans(house: House) -> No
     assert await first(house) == [*soon, *late, *also_late]
 
 
+@pytest.mark.usefixtures("windows_apart")
 async def test_work_that_remains_takes_slack_away(house: House) -> None:
     _, two_hours = await planned(house, int(2 * HOUR_S))
     batch_id, much = await planned(house, int(8 * HOUR_S), work_s=7.5 * HOUR_S)
