@@ -16,7 +16,7 @@ from engine_ext.arrays import Column, Floats
 from engine_ext.compiled import compiled
 from engine_ext.plan.buckets import BUCKETS, EDGES, LONGEST, bucket_of
 from engine_ext.plan.groups import Groups
-from engine_ext.plan.memory import Recall
+from engine_ext.plan.memory import NO_LOANS, Loans, Recall
 
 UNKNOWN, NOT_ASKED = -1, -2  # in place of a length: still to be learned, or never to be known
 PRIOR_MEAN = 256.0  # tokens, before anything is known
@@ -88,29 +88,29 @@ class Estimates:
     high: Floats
 
 
-def see(
-    groups: Groups, requests: Column, tokens: Column, finished: NDArray[np.bool_], recall: Recall | None = None
-) -> Seen:
+def see(groups: Groups, requests: Column, tokens: Column, finished: NDArray[np.bool_], loans: Loans = NO_LOANS) -> Seen:
     """Count answers: the `tokens` that each of `requests` has generated so far, and whether it has finished there.
 
     In the groups above its own, an answer weighs more the less often its group was sampled: lengths are sampled where
-    they are uncertain, so their plain mean would not be the mean of all requests. `recall`: what earlier batches lend.
+    they are uncertain, so their plain mean would not be the mean of all requests. `loans`: answers of earlier batches.
     """
     seen, of = Seen.nothing(len(groups)), groups.of[requests]
-    asked = np.bincount(of, minlength=len(groups)).astype(np.float64)
+    asked = np.bincount(of, minlength=len(groups)) + loans.by_group(len(groups))
     size = np.bincount(groups.of, minlength=len(groups))
-    loans = recall.loans(groups.of, _doubt(recall, requests, tokens, finished)) if recall else []
-    for group, _, answers in loans:
-        asked[group] += answers
     # Without these weights, means of small windows were three times too high (docs/planner.md).
     lent = size / np.where(asked > 0, asked, 1.0) * (asked.sum() / max(1, size[asked > 0].sum()))
     for group, count, done in zip(of.tolist(), tokens.tolist(), finished.tolist(), strict=True):
         record(seen, groups.parent, group, 0, count, done, lent[group])
-    for group, row, answers in loans:
-        assert recall is not None
-        ended, reached = recall.profiles.ended[row], recall.profiles.reached[row]
-        _lend(seen, groups.parent, group, ended, reached, answers, lent[group])
+    for group, profile, answers in loans.each:
+        _lend(seen, groups.parent, group, profile.ended, profile.reached, answers, lent[group])
     return seen
+
+
+def borrow(
+    recall: Recall | None, groups: Groups, requests: Column, tokens: Column, finished: NDArray[np.bool_]
+) -> Loans:
+    """Return what the groups borrow of earlier batches, as far as answers so far do not contradict it; see `see`."""
+    return recall.loans(groups.of, _doubt(recall, requests, tokens, finished)) if recall else NO_LOANS
 
 
 def _doubt(recall: Recall, requests: Column, tokens: Column, finished: NDArray[np.bool_]) -> Floats:

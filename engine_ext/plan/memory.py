@@ -101,8 +101,8 @@ class Recall(NamedTuple):
         rows = np.array([places.get(id(each), NO_PROFILE) for each in profiles])
         return cls(rows, Profiles(*(np.stack(each) for each in zip(*known.values(), strict=True))))
 
-    def loans(self, of: Column, doubt: Floats) -> list[tuple[int, int, float]]:
-        """Return which group borrows how many answers of which profile: (group, profile, answers).
+    def loans(self, of: Column, doubt: Floats) -> "Loans":
+        """Return how many answers of which profile each group borrows.
 
         A profile lends to the groups of its requests, in proportion to their number. `of`: int64 [prompts], the group
         of each request. `doubt`: float64 [profiles], how unlike each profile the new answers are; it divides the loan.
@@ -110,10 +110,28 @@ class Recall(NamedTuple):
         known = np.flatnonzero(self.rows >= 0)
         profiles = len(self.profiles.ended)
         pairs, counts = np.unique(of[known] * profiles + self.rows[known], return_counts=True)
-        group, row = np.divmod(pairs, profiles)
+        groups, rows = np.divmod(pairs, profiles)
         lends = np.where(doubt > MOST_DOUBT, 0.0, np.minimum(self.profiles.ended.sum(axis=1), MOST_LENT) / doubt)
-        answers = lends[row] * counts / np.bincount(self.rows[known], minlength=profiles)[row]
-        return [loan for loan in zip(group.tolist(), row.tolist(), answers.tolist(), strict=True) if loan[2] > 0]
+        answers = lends[rows] * counts / np.bincount(self.rows[known], minlength=profiles)[rows]
+        lenders = [Profile(self.profiles.ended[row], self.profiles.reached[row]) for row in rows.tolist()]
+        each = zip(groups.tolist(), lenders, answers.tolist(), strict=True)
+        return Loans([loan for loan in each if loan[2] > 0])
+
+
+class Loans(NamedTuple):
+    """What groups borrow of earlier batches: each loan is a group, a profile, and for how many answers it counts."""
+
+    each: Sequence[tuple[int, Profile, float]]
+
+    def by_group(self, groups: int) -> Floats:
+        """Return how many answers each group borrows; float64 [groups]."""
+        answers = np.zeros(groups)
+        for group, _, count in self.each:
+            answers[group] += count
+        return answers
+
+
+NO_LOANS = Loans(())
 
 
 def learn(keys: Keys, tokens: Column) -> dict[int, Profile]:

@@ -27,7 +27,7 @@ def choose_sample(
     where it tells most (Neyman): to each group in proportion to its requests and to the spread of memory work that its
     outlook leaves open, but no group's sample may become most of its work. Call again with a better outlook to place a
     second half better than the first. `known` is int64 [prompts], output tokens, UNKNOWN or NOT_ASKED. `ran` is int64
-    [groups], requests that have begun and count as sampled.
+    [groups], requests that have begun, or whose like is known, and count as sampled.
     """
     if not 0 < share <= 1:
         raise InputError(f"the share to sample must be above 0 and at most 1, not {share}")

@@ -11,7 +11,7 @@ from engine_ext.costs.cost import CostModel, Load
 from engine_ext.errors import InputError
 from engine_ext.plan.blend import Wishes, blend
 from engine_ext.plan.groups import Groups, group_requests
-from engine_ext.plan.lengths import Estimates, Seen, estimate, group_caps, look_ahead, see
+from engine_ext.plan.lengths import Estimates, Seen, borrow, estimate, group_caps, look_ahead, see
 from engine_ext.plan.memory import Recall
 from engine_ext.plan.order import KEEP_SHARING, Scan, order_scan, saved_by_order
 from engine_ext.plan.partition import Slice, cut_slices, partition
@@ -112,7 +112,8 @@ def plan_window(
     tree = build_tree(prompts)
     groups = group_requests(tree, outputs.kinds)
     ended = np.ones(len(outputs.sampled), dtype=np.bool_)
-    seen = see(groups, outputs.sampled, outputs.sampled_tokens, ended, outputs.recall)
+    asked = outputs.sampled, outputs.sampled_tokens, ended
+    seen = see(groups, *asked, borrow(outputs.recall, groups, *asked))
     estimates = estimate(
         groups, look_ahead(seen, groups, group_caps(groups, outputs.caps)), outputs.caps, outputs.known
     )

@@ -12,7 +12,7 @@ from engine_ext.arrays import Bools, Column
 from engine_ext.compiled import compiled
 from engine_ext.costs.cost import CostModel
 from engine_ext.plan.groups import Groups
-from engine_ext.plan.lengths import UNKNOWN, estimate, group_caps, look_ahead, see
+from engine_ext.plan.lengths import UNKNOWN, borrow, estimate, group_caps, look_ahead, see
 from engine_ext.plan.memory import Recall
 from engine_ext.plan.order import KEEP_SHARING
 from engine_ext.plan.resources import Requests
@@ -107,13 +107,16 @@ def plan_backlog(
     told = np.flatnonzero(progress.sampled | (known == UNKNOWN) & (ended | (tokens > 0)))
     so_far = np.where(progress.sampled, known, tokens)
     # Answers that have not ended count as lower bounds on their lengths (docs/planner.md).
-    seen = see(groups, told, so_far[told], (progress.sampled | ended)[told], progress.recall)
+    answers = told, so_far[told], (progress.sampled | ended)[told]
+    loans = borrow(progress.recall, groups, *answers)
+    seen = see(groups, *answers, loans)
     outlook = look_ahead(seen, groups, group_caps(groups, progress.caps))
     estimates = estimate(groups, outlook, progress.caps, np.where(ended, tokens, known))
     waits = ~runs & ~ended
     begun = np.flatnonzero(waits & (tokens > 0))
     asked = np.where(waits & (tokens == 0) | (known >= 0), known, tokens)
-    ran = np.bincount(groups.of[told], minlength=len(groups))
+    # What earlier batches taught need not be asked again.
+    ran = np.bincount(groups.of[told], minlength=len(groups)) + loans.by_group(len(groups)).astype(np.int64)
     # BlendServe 5.1: the sample costs nothing extra, because its answers are part of the output.
     sample = choose_sample(groups, outlook, lengths.astype(np.float64), asked, generator, share, ran)
     ends = two_ends(

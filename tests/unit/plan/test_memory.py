@@ -7,7 +7,7 @@ from engine_ext.arrays import Bools, Column
 from engine_ext.errors import InputError
 from engine_ext.plan.buckets import BUCKETS, EDGES, LONGEST
 from engine_ext.plan.groups import Groups
-from engine_ext.plan.lengths import look_ahead, see
+from engine_ext.plan.lengths import borrow, look_ahead, see
 from engine_ext.plan.memory import FEWEST, MOST_LENT, NO_PROFILE, Profile, Recall, learn, recall
 
 Answers = tuple[Column, Column, Bools]
@@ -19,7 +19,7 @@ def one_group(requests: int) -> Groups:
 
 
 def mean(groups: Groups, found: Recall | None, answers: Answers = NOBODY) -> list[float]:
-    seen = see(groups, *answers, found)
+    seen = see(groups, *answers, borrow(found, groups, *answers))
     return look_ahead(seen, groups, np.full(len(groups), LONGEST)).rest[:, 0].tolist()
 
 
@@ -93,9 +93,9 @@ def test_what_is_remembered_is_expected() -> None:
 
 def test_a_profile_counts_for_a_bounded_number_of_answers() -> None:
     groups, found = one_group(100), Recall.of([Profile.of(np.full(4000, 40))] * 100)
-    seen = see(groups, *NOBODY, found)
+    seen = see(groups, *NOBODY, borrow(found, groups, *NOBODY))
     assert seen.entered[0, 0] == pytest.approx(MOST_LENT)
-    few = see(groups, *NOBODY, Recall.of([Profile.of(np.full(9, 40))] * 100))
+    few = see(groups, *NOBODY, borrow(Recall.of([Profile.of(np.full(9, 40))] * 100), groups, *NOBODY))
     assert few.ended.sum() == pytest.approx(9)
 
 
