@@ -10,6 +10,8 @@ from engine_ext.costs.model_shape import ModelShape
 from engine_ext.errors import DoesNotFit, InputError
 
 Seconds = NDArray[np.float64]
+CONTEXT = 2048  # tokens; where reads must be proportional to a context, windows and states count as at this one
+STATE_MOVES = 2  # a decode reads and writes the state of linear attention
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +45,7 @@ class CostModel:
     def gemm_s_per_token(self) -> float:
         """Return the seconds of matrix products for one token, prompt or output."""
         # GEMMs hold most of a model's parameters, so P approximates their work (section 4.1).
-        return 2 * self.shape.active_parameters / self.machine.flops(self.dtype)
+        return 2 * self.shape.active_parameters / self.machine.flops(self.dtype) + self._reduce_s_per_token
 
     @property
     def quadratic_s(self) -> float:
@@ -53,9 +55,30 @@ class CostModel:
         return attention if self.attention_compute else 0.0
 
     @property
+    def _reduce_s_per_token(self) -> float:
+        """Return the seconds in which tensor-parallel ranks add up one token's hidden states, twice a layer."""
+        tp, link = self.machine.tp, self.machine.hardware.link_bandwidth
+        if tp == 1 or link is None:
+            return 0.0
+        sent = 2 * (tp - 1) / tp * self.shape.hidden * DTYPE_BYTES[self.dtype]  # by each rank, around a ring
+        return 2 * self.shape.layers * sent / link / (self.machine.pp * self.machine.sp)
+
+    @property
+    def read_bytes_per_token(self) -> float:
+        """Return what a decode reads per token of its context, where windows and states count at CONTEXT tokens."""
+        windows = self.shape.window_kv_elements * min(1.0, self.shape.window / CONTEXT)
+        cache = (self.shape.kv_elements + windows) * DTYPE_BYTES[self.kv_dtype]
+        return cache + STATE_MOVES * self.shape.state_bytes / CONTEXT
+
+    @property
     def read_s_per_token(self) -> float:
-        """Return the seconds to read the KV cache of one token once."""
-        return self.kv_bytes_per_token / self.machine.bandwidth
+        """Return the seconds to read the KV cache of one token once; see `read_bytes_per_token`."""
+        return self.read_bytes_per_token / self.machine.bandwidth
+
+    @property
+    def floor_s(self) -> float:
+        """Return the least seconds of a step: reading the weights, or its overhead."""
+        return max(self.weights_s, self.machine.hardware.overhead_s or 0.0)
 
     @property
     def weights_s(self) -> float:
@@ -65,16 +88,23 @@ class CostModel:
     def compute_s(self, prompt: ArrayLike, output: ArrayLike) -> Seconds:
         """Return Comp(r) = (2 (p + d) P + 4 p^2 H L) / C."""
         p, d = _lengths(prompt, output)
-        return (p + d) * self.gemm_s_per_token + p * p * self.quadratic_s
+        return (p + d) * self.gemm_s_per_token + p * p * self.quadratic_s + self._windows_s(p)
 
     def memory_s(self, prompt: ArrayLike, output: ArrayLike, output_squares: ArrayLike | None = None) -> Seconds:
         """Return Mem(r) = (p d + d^2 / 2) KV bytes / B: each output token reads the cache of all before it.
 
+        Layers with windows read at most a window, and linear attention moves its state.
         If the output is an estimate, `output_squares` is the mean of its square, which exceeds the square of its mean.
         """
         p, d = _lengths(prompt, output)
         squares = d * d if output_squares is None else np.asarray(output_squares, dtype=np.float64)
-        return (p * d + squares / 2) * self.read_s_per_token
+        shape, kv_bytes = self.shape, DTYPE_BYTES[self.kv_dtype]
+        read = (p * d + squares / 2) * (shape.kv_elements * kv_bytes)
+        if shape.window:
+            until = np.clip(shape.window - p, 0.0, d)  # output tokens until the window is full
+            inside = p * until + until**2 / 2 + (d - until) * shape.window
+            read = read + inside * (shape.window_kv_elements * kv_bytes)
+        return (read + d * (STATE_MOVES * shape.state_bytes)) / self.machine.bandwidth
 
     def density(self, prompt: ArrayLike, output: ArrayLike) -> Seconds:
         """Return Comp / Mem; infinite for a request without output."""
@@ -84,7 +114,17 @@ class CostModel:
     def saved_s(self, shared: ArrayLike, before: ArrayLike = 0) -> Seconds:
         """Return the compute saved if `shared` prompt tokens, behind `before` others, are found in the cache."""
         n, b = _lengths(shared, before)
-        return n * self.gemm_s_per_token + ((b + n) ** 2 - b**2) * self.quadratic_s
+        attention = ((b + n) ** 2 - b**2) * self.quadratic_s + self._windows_s(b + n) - self._windows_s(b)
+        return n * self.gemm_s_per_token + attention
+
+    def _windows_s(self, prompt: Seconds) -> Seconds | float:
+        """Return the seconds of a prompt's attention in the layers that attend to a window."""
+        window = self.shape.window
+        if not window or not self.attention_compute:
+            return 0.0
+        inside = np.minimum(prompt, window)
+        pairs = inside**2 + 2 * window * (prompt - inside)  # counted as for full attention, which has p^2
+        return pairs * (self.shape.window_attention_flops / self.machine.attention_flops(self.dtype))
 
     def kv_capacity_tokens(self, usable: float = 0.9) -> int:
         """Return the tokens of KV cache that fit beside the weights in the `usable` share of memory.

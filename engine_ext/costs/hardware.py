@@ -14,15 +14,18 @@ GIGA = 1e9
 DTYPE_BYTES: Mapping[str, int] = MappingProxyType({"fp32": 4, "fp16": 2, "bf16": 2, "fp8": 1})
 
 
-MEASURED = ("weight_bandwidth", "attention_flops")  # only a calibration sets them
+MEASURED = ("weight_bandwidth", "attention_flops", "overhead_s")  # only a calibration sets them
+LEAST = {"overhead_s": 1e-9}  # of a number in a description, where it is not 1e3
 
 
 @dataclass(frozen=True, slots=True)
 class Hardware:
     """Describes one accelerator.
 
-    `flops` is FLOP/s by operand dtype, without sparsity; `bandwidth` is bytes/s. `weight_bandwidth` (reading weights)
-    and `attention_flops` (prefill attention) are set where they were measured; otherwise `bandwidth` and `flops` apply.
+    `flops` is FLOP/s by operand dtype, without sparsity; `bandwidth` is bytes/s. `link_bandwidth` is bytes/s to the
+    other accelerators of a replica in each direction; None where `flops` was measured with them. `weight_bandwidth`
+    (reading weights) and `attention_flops` (prefill attention) are set where they were measured; otherwise `bandwidth`
+    and `flops` apply. `overhead_s`: what a step costs besides its work.
     """
 
     name: str
@@ -31,9 +34,11 @@ class Hardware:
     memory_bytes: float
     weight_bandwidth: float | None = None
     attention_flops: float | None = None
+    link_bandwidth: float | None = None
+    overhead_s: float | None = None
 
     def __post_init__(self) -> None:
-        for field in ("bandwidth", "memory_bytes", *MEASURED):
+        for field in ("bandwidth", "memory_bytes", "link_bandwidth", *MEASURED):
             value = getattr(self, field)
             if value is not None and not value > 0:
                 raise InputError(f"hardware {self.name!r}: {field} must be above zero, not {value}")
@@ -91,16 +96,22 @@ class Machine:
         return self.hardware.memory_bytes * self.accelerators
 
 
-# Vendors' datasheets, SXM parts where there are several, without sparsity.
+def _preset(name: str, fp16: float, bandwidth: float, memory: float, link: float, fp8: float | None = None) -> Hardware:
+    """Build hardware from its datasheet: TFLOP/s, TB/s, GB of memory, and GB/s of its links in each direction."""
+    flops = {"fp16": fp16 * TERA, "bf16": fp16 * TERA} | ({"fp8": fp8 * TERA} if fp8 else {})
+    return Hardware(name, flops, bandwidth * TERA, memory * GIGA, link_bandwidth=link * GIGA)
+
+
+# Vendors' datasheets, SXM parts where there are several, without sparsity; NVLink, or PCIe 4 for the L40S.
 PRESETS: Mapping[str, Hardware] = MappingProxyType(
     {
         each.name: each
         for each in (
-            Hardware("a100-80gb", {"fp16": 312 * TERA, "bf16": 312 * TERA}, 2.039 * TERA, 80 * GIGA),
-            Hardware("h100", {"fp16": 989 * TERA, "bf16": 989 * TERA, "fp8": 1979 * TERA}, 3.35 * TERA, 80 * GIGA),
-            Hardware("h200", {"fp16": 989 * TERA, "bf16": 989 * TERA, "fp8": 1979 * TERA}, 4.8 * TERA, 141 * GIGA),
-            Hardware("l40s", {"fp16": 362 * TERA, "bf16": 362 * TERA, "fp8": 733 * TERA}, 0.864 * TERA, 48 * GIGA),
-            Hardware("b200", {"fp16": 2250 * TERA, "bf16": 2250 * TERA, "fp8": 4500 * TERA}, 8.0 * TERA, 192 * GIGA),
+            _preset("a100-80gb", 312, 2.039, 80, link=300),
+            _preset("h100", 989, 3.35, 80, link=450, fp8=1979),
+            _preset("h200", 989, 4.8, 141, link=450, fp8=1979),
+            _preset("l40s", 362, 0.864, 48, link=32, fp8=733),
+            _preset("b200", 2250, 8.0, 192, link=900, fp8=4500),
         )
     }
 )
@@ -122,8 +133,11 @@ def hardware_of(described: Mapping[str, Any]) -> Hardware:
     numbers |= {field: described[field] for field in MEASURED if field in described}
     numbers |= {f"flops.{dtype}": value for dtype, value in flops.items()}
     for field, value in numbers.items():
-        if not isinstance(value, int | float) or isinstance(value, bool) or not 1e3 <= value <= 1e21:
-            raise HardwareError(f"{field!r} of the hardware file must be a number from 1e3 to 1e21, not {value!r:.40}")
+        if not isinstance(value, int | float) or isinstance(value, bool) or not LEAST.get(field, 1e3) <= value <= 1e21:
+            least = LEAST.get(field, 1e3)
+            raise HardwareError(
+                f"{field!r} of the hardware file must be a number from {least:g} to 1e21, not {value!r:.40}"
+            )
     try:
         return Hardware(
             str(described["name"]),

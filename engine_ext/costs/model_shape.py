@@ -1,22 +1,18 @@
-"""Counts a model's parameters and KV cache from its Hugging Face config: dense and MoE; MHA, GQA, MQA and MLA."""
+"""Counts a model's parameters and KV cache from its Hugging Face config.
+
+Dense models and mixtures of experts; MHA, GQA, MQA and MLA; layers with sliding windows, and with linear attention.
+"""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
+from engine_ext.costs.layers import Kind, attention_kinds, expert_layers, window_of, with_implied
 from engine_ext.errors import ConfigError
 
-# Fields that make layers differ in a way that changes parameters or KV cache.
-UNEVEN_LAYERS = (
-    "interleave_moe_layer_step",
-    "decoder_sparse_step",
-    "mlp_only_layers",
-    "expert_layer_period",
-    "attn_layer_period",
-    "full_attention_interval",
-)
 LARGEST = 10**9
+STATE_BYTES = 4  # of an element of a linear layer's state, which engines keep in float32
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,9 +34,10 @@ class ModelShape:
     """Holds what the cost model needs to know of a model.
 
     `matrices` multiply every token, `head` only tokens that an output is sampled from, and `other_parameters`
-    (embedding, norms) are only looked up. Over all layers, `kv_elements` is the KV cache per token, `query_elements`
-    the width of all heads' queries, and `attention_flops` what scores and values cost for one pair of a query and a key
-    token.
+    (embedding, norms) are only looked up. `query_elements` is the width of all heads' queries over all layers. Over the
+    layers that attend to everything, `kv_elements` is the KV cache per token, and `attention_flops` what scores and
+    values cost for one pair of a query and a key token; `window_kv_elements` and `window_attention_flops` are the same
+    over the layers that attend to the last `window` tokens. `state_bytes` is what linear attention keeps of a request.
     """
 
     name: str
@@ -52,6 +49,10 @@ class ModelShape:
     kv_elements: float
     query_elements: float
     attention_flops: float
+    window: int = 0
+    window_kv_elements: float = 0.0
+    window_attention_flops: float = 0.0
+    state_bytes: float = 0.0
 
     @property
     def parameters(self) -> float:
@@ -72,7 +73,8 @@ class ModelShape:
         return self.parameters * dtype_bytes
 
     def kv_bytes_per_token(self, dtype_bytes: int) -> float:
-        return self.kv_elements * dtype_bytes
+        """Return the KV cache of a token that all windows still hold."""
+        return (self.kv_elements + self.window_kv_elements) * dtype_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,11 +89,16 @@ class _Attention:
 
 def shape_of(config: Mapping[str, Any], name: str = "model") -> ModelShape:
     """Return the shape that a config.json describes. Raises ConfigError, which names the field."""
-    config = _language_part(config)
+    config = with_implied(_language_part(config))
     hidden, layers = _count(config, "hidden_size"), _count(config, "num_hidden_layers")
     vocabulary, width = _count(config, "vocab_size"), _count(config, "intermediate_size")
-    attention = _attention(config, hidden, layers)
-    expert_layers, experts = _experts(config, hidden, layers)
+    kinds = attention_kinds(config, layers)
+    full, windows, linear = (kinds.count(kind) for kind in Kind)
+    attention = _attention(config, hidden, full + windows)
+    states, state_bytes = _linear_attention(config, hidden, linear)
+    with_experts, experts = _experts(config, hidden, layers)
+    # Llama 4's dense layers have a width of their own.
+    dense_width = _count(config, "intermediate_size_mlp") if config.get("intermediate_size_mlp") else width
     # Gemma ties its embeddings, but its configs leave this field out.
     tied = config.get("tie_word_embeddings", str(config.get("model_type", "")).startswith("gemma"))
     if not isinstance(tied, bool):
@@ -102,32 +109,28 @@ def shape_of(config: Mapping[str, Any], name: str = "model") -> ModelShape:
         hidden=hidden,
         matrices=(
             *attention.matrices,
-            *_mlp(hidden, width, layers - expert_layers),
+            *states,
+            *_mlp(hidden, dense_width if with_experts else width, layers - with_experts),
             *experts,
         ),
         head=Matrix(hidden, vocabulary, 1),
         other_parameters=(0 if tied else vocabulary * hidden) + layers * 2 * hidden + hidden,
-        kv_elements=layers * attention.kv_elements,
-        query_elements=layers * attention.query_elements,
-        attention_flops=layers * attention.flops,
+        kv_elements=full * attention.kv_elements,
+        query_elements=(full + windows) * attention.query_elements,
+        attention_flops=full * attention.flops,
+        window=window_of(config) if windows else 0,
+        window_kv_elements=windows * attention.kv_elements,
+        window_attention_flops=windows * attention.flops,
+        state_bytes=state_bytes,
     )
 
 
 def _language_part(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the language model's config, which a multimodal model keeps inside its own.
-
-    Raises ConfigError if layers are of several kinds.
-    """
+    """Return the language model's config, which a multimodal model keeps inside its own. Raises ConfigError."""
     inside = config.get("text_config") or config
     if not isinstance(inside, Mapping):
         raise ConfigError(f"'text_config' of the model config must be an object, not {inside!r}")
-    found: Mapping[str, Any] = inside
-    for field in UNEVEN_LAYERS:
-        if found.get(field) not in (None, 0, 1, []):
-            raise ConfigError(f"models with {field!r} have layers of several kinds, which are not supported")
-    if "linear_attention" in (found.get("layer_types") or ()):
-        raise ConfigError("models with 'linear_attention' in 'layer_types' are not supported")
-    return found
+    return inside
 
 
 def _attention(config: Mapping[str, Any], hidden: int, layers: int) -> _Attention:
@@ -154,8 +157,20 @@ def _attention(config: Mapping[str, Any], hidden: int, layers: int) -> _Attentio
         raise ConfigError(f"num_attention_heads {heads} is more than hidden_size {hidden}")
     if heads % kv_heads:
         raise ConfigError(f"num_attention_heads {heads} is not a multiple of num_key_value_heads {kv_heads}")
-    matrices = (Matrix(hidden, size * (heads + 2 * kv_heads), layers), Matrix(heads * size, hidden, layers))
+    queries = heads * (2 if config.get("attn_output_gate") else 1)  # a gate is as wide as the queries
+    matrices = (Matrix(hidden, size * (queries + 2 * kv_heads), layers), Matrix(heads * size, hidden, layers))
     return _Attention(matrices, 2 * kv_heads * size, heads * size, 4 * heads * size)
+
+
+def _linear_attention(config: Mapping[str, Any], hidden: int, layers: int) -> tuple[tuple[Matrix, ...], float]:
+    """Return the matrices of layers with gated delta rules (Qwen 3 Next), and the bytes of state of one request."""
+    if not layers:
+        return (), 0.0
+    heads, key_heads = _count(config, "linear_num_value_heads"), _count(config, "linear_num_key_heads")
+    key, value = _count(config, "linear_key_head_dim"), _count(config, "linear_value_head_dim")
+    inward = 2 * key_heads * key + 2 * heads * value + 2 * heads  # queries, keys, values, output gate, two gates a head
+    matrices = Matrix(hidden, inward, layers), Matrix(heads * value, hidden, layers)
+    return matrices, float(layers * heads * key * value * STATE_BYTES)
 
 
 def _experts(config: Mapping[str, Any], hidden: int, layers: int) -> tuple[int, tuple[Matrix, ...]]:
@@ -167,15 +182,13 @@ def _experts(config: Mapping[str, Any], hidden: int, layers: int) -> tuple[int, 
     chosen = _count(config, "num_experts_per_tok")
     if chosen > number:
         raise ConfigError(f"num_experts_per_tok {chosen} is more than the {number} experts")
-    dense = _count(config, "first_k_dense_replace", least=0) if config.get("first_k_dense_replace") is not None else 0
-    if dense > layers:
-        raise ConfigError(f"first_k_dense_replace {dense} is more than the {layers} layers")
-    with_experts = layers - dense
+    with_experts = expert_layers(config, layers)
     width = _count(config, "moe_intermediate_size" if config.get("moe_intermediate_size") else "intermediate_size")
     if config.get("shared_expert_intermediate_size") is not None:
         shared_width = _count(config, "shared_expert_intermediate_size", least=0)
     else:
-        shared_width = width * (_count(config, "n_shared_experts", least=0) if config.get("n_shared_experts") else 0)
+        implied = 1 if str(config.get("model_type", "")).startswith("llama4") else 0
+        shared_width = width * _count({"n_shared_experts": implied, **config}, "n_shared_experts", least=0)
     return with_experts, (
         Matrix(hidden, number, with_experts),
         *(_mlp(hidden, shared_width, with_experts) if shared_width else ()),

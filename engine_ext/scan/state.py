@@ -25,7 +25,8 @@ LEFT, RIGHT = 0, 1
 
 
 class StepCosts(NamedTuple):
-    """The costs of a step: seconds per token of GEMM, per KV token read, and for reading the weights once.
+    """The costs of a step: seconds per token of GEMM, per KV token read, and for reading the weights once
+    or whatever else no step is shorter than.
 
     `capacity`: tokens of KV cache. `most_tokens`: the largest step. `margin`: how many standard deviations of the
     projected footprint to keep free. `quadratic_s`: seconds of prefill attention per unit of a chunk's end^2 - begin^2.
@@ -47,7 +48,7 @@ class StepCosts(NamedTuple):
         return cls(
             cost.gemm_s_per_token,
             cost.read_s_per_token,
-            cost.weights_s,
+            cost.floor_s,
             capacity,
             most_tokens,
             quadratic_s=cost.quadratic_s,

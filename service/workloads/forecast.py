@@ -74,7 +74,7 @@ def as_measured(cost: CostModel, calibration: Calibration) -> CostModel:
     flops = 2 * cost.shape.active_parameters / calibration.gemm_s / machine.accelerators
     bandwidth = machine.hardware.bandwidth
     if calibration.read_s > 0:
-        bandwidth = cost.kv_bytes_per_token / calibration.read_s / machine.accelerators
+        bandwidth = cost.read_bytes_per_token / calibration.read_s / machine.accelerators
     weight_bandwidth, attention_flops = None, None
     if calibration.weights_s > 0:
         weights = cost.shape.weight_bytes(DTYPE_BYTES[cost.dtype])
@@ -88,6 +88,8 @@ def as_measured(cost: CostModel, calibration: Calibration) -> CostModel:
         bandwidth=bandwidth,
         weight_bandwidth=weight_bandwidth,
         attention_flops=attention_flops,
+        link_bandwidth=None,  # what ranks send each other is in the measured `flops`
+        overhead_s=calibration.overhead_s or None,
     )
     return replace(cost, machine=replace(machine, hardware=measured))
 

@@ -1,6 +1,7 @@
 """The cost model against the numbers that the papers and the models' makers print."""
 
 import dataclasses
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -68,11 +69,28 @@ def test_request_without_output_is_all_compute() -> None:
 
 
 def test_replica_scales_compute_bandwidth_and_memory() -> None:
-    one, eight = CostModel(LLAMA_8B, Machine(hardware("h100"))), CostModel(LLAMA_8B, Machine(hardware("h100"), tp=8))
+    alone = replace(hardware("h100"), link_bandwidth=None)
+    one, eight = CostModel(LLAMA_8B, Machine(alone)), CostModel(LLAMA_8B, Machine(alone, tp=8))
     assert float(one.compute_s(100, 10)) == pytest.approx(8 * float(eight.compute_s(100, 10)))
     assert float(one.memory_s(100, 10)) == pytest.approx(8 * float(eight.memory_s(100, 10)))
     assert eight.kv_capacity_tokens() > 8 * one.kv_capacity_tokens()  # the weights are there once
     assert Machine(hardware("h100"), tp=2, pp=2, sp=2).accelerators == 8
+
+
+def test_tensor_parallel_ranks_add_up_hidden_states_twice_a_layer() -> None:
+    linked = CostModel(preset("llama-3-70b"), Machine(hardware("a100-80gb"), tp=8))
+    alone = replace(linked, machine=Machine(replace(hardware("a100-80gb"), link_bandwidth=None), tp=8))
+    sent = 80 * 2 * (2 * 7 / 8) * 8192 * 2  # bytes of one token by each rank
+    assert linked.gemm_s_per_token - alone.gemm_s_per_token == pytest.approx(sent / 300e9)
+    single = CostModel(LLAMA_8B, Machine(hardware("a100-80gb")))
+    assert single.gemm_s_per_token == 2 * LLAMA_8B.active_parameters / 312e12
+
+
+def test_no_step_is_shorter_than_its_overhead() -> None:
+    slow = replace(hardware("h200"), overhead_s=0.004)
+    assert CostModel(LLAMA_8B, Machine(slow)).floor_s == 0.004
+    fast = CostModel(LLAMA_8B, Machine(replace(slow, overhead_s=0.001)))
+    assert fast.floor_s == fast.weights_s > 0.003
 
 
 def test_half_the_bytes_halve_the_reads() -> None:
@@ -155,6 +173,160 @@ def test_mixture_of_experts_counts_what_a_token_uses(
     assert shape.parameters / 1e9 == pytest.approx(billions, abs=0.05)
     assert shape.active_parameters / 1e9 == pytest.approx(active, abs=0.05)
     assert shape.kv_elements == kv_elements
+
+
+GPT_OSS_20B: dict[str, Any] = {
+    "hidden_size": 2880,
+    "num_hidden_layers": 24,
+    "num_attention_heads": 64,
+    "num_key_value_heads": 8,
+    "head_dim": 64,
+    "intermediate_size": 2880,
+    "vocab_size": 201088,
+    "num_local_experts": 32,
+    "num_experts_per_tok": 4,
+    "sliding_window": 128,
+    "layer_types": ["sliding_attention", "full_attention"] * 12,
+}
+GEMMA_3_27B: dict[str, Any] = {  # as its config.json has it, inside that of the whole model
+    "text_config": {
+        "model_type": "gemma3_text",
+        "hidden_size": 5376,
+        "num_hidden_layers": 62,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 16,
+        "head_dim": 128,
+        "intermediate_size": 21504,
+        "sliding_window": 1024,
+    }
+}
+QWEN_3_NEXT: dict[str, Any] = {
+    "model_type": "qwen3_next",
+    "hidden_size": 2048,
+    "num_hidden_layers": 48,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 2,
+    "head_dim": 256,
+    "intermediate_size": 5120,
+    "vocab_size": 151936,
+    "num_experts": 512,
+    "num_experts_per_tok": 10,
+    "moe_intermediate_size": 512,
+    "shared_expert_intermediate_size": 512,
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": [],
+    "full_attention_interval": 4,
+    "linear_num_value_heads": 32,
+    "linear_num_key_heads": 16,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+}
+LLAMA_4: dict[str, Any] = {
+    "text_config": {
+        "model_type": "llama4_text",
+        "hidden_size": 5120,
+        "num_hidden_layers": 48,
+        "num_attention_heads": 40,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "intermediate_size": 8192,
+        "intermediate_size_mlp": 16384,
+        "vocab_size": 202048,
+        "num_experts_per_tok": 1,
+        "attention_chunk_size": 8192,
+        "no_rope_layers": [1, 1, 1, 0] * 12,
+    }
+}
+SCOUT = {"text_config": {**LLAMA_4["text_config"], "num_local_experts": 16, "interleave_moe_layer_step": 1}}
+MAVERICK = {"text_config": {**LLAMA_4["text_config"], "num_local_experts": 128, "interleave_moe_layer_step": 2}}
+
+
+@pytest.mark.parametrize(
+    ("config", "billions", "active", "full", "windows", "window"),
+    [
+        (GPT_OSS_20B, 20.9, 4.19, 12, 12, 128),
+        (GEMMA_3_27B, 27.0, 27.0, 10, 52, 1024),
+        (QWEN_3_NEXT, 79.6, 3.9, 12, 0, 0),
+        (SCOUT, 107.8, 17.2, 12, 36, 8192),
+        (MAVERICK, 400.7, 17.2, 12, 36, 8192),
+    ],
+)
+def test_layers_of_several_kinds_are_counted(
+    config: dict[str, Any], billions: float, active: float, full: int, windows: int, window: int
+) -> None:
+    """Parameters as their makers print them; `active` includes the embedding, which these do not count."""
+    shape = shape_of(config)
+    text = config.get("text_config", config)
+    per_layer = 2 * text["num_key_value_heads"] * text["head_dim"]
+    assert shape.parameters / 1e9 == pytest.approx(billions, rel=0.01)
+    assert shape.active_parameters / 1e9 == pytest.approx(active, rel=0.02)
+    assert (shape.kv_elements, shape.window_kv_elements) == (full * per_layer, windows * per_layer)
+    assert shape.window == window
+
+
+def test_linear_attention_keeps_a_state_of_one_size() -> None:
+    shape = shape_of(QWEN_3_NEXT)
+    assert shape.state_bytes == 36 * 32 * 128 * 128 * 4
+    cost = CostModel(shape, Machine(hardware("h200"), tp=4))
+    short, long = float(cost.memory_s(100, 1)), float(cost.memory_s(100_100, 1))
+    state = 2 * shape.state_bytes / cost.machine.bandwidth
+    assert short == pytest.approx(state + 100.5 * shape.kv_elements * 2 / cost.machine.bandwidth)
+    assert long - short == pytest.approx(100_000 * shape.kv_elements * 2 / cost.machine.bandwidth)
+
+
+@pytest.mark.parametrize(
+    ("changes", "full", "windows"),
+    [
+        ({"sliding_window": 4096}, 0, 32),
+        ({"sliding_window": 4096, "use_sliding_window": False}, 32, 0),
+        ({"sliding_window": 4096, "use_sliding_window": True, "max_window_layers": 28}, 28, 4),
+        ({"sliding_window": None}, 32, 0),
+        ({"sliding_window": 4096, "model_type": "gemma2"}, 16, 16),
+    ],
+)
+def test_which_layers_have_windows(changes: dict[str, Any], full: int, windows: int) -> None:
+    shape = shape_of({**MIXTRAL, **changes})
+    assert (shape.kv_elements / 2048, shape.window_kv_elements / 2048) == (full, windows)
+
+
+@pytest.mark.parametrize(("prompt", "output"), [(0, 100), (100, 50), (1000, 200), (1000, 24), (5000, 300), (1024, 1)])
+def test_windows_are_read_as_far_as_they_are_full(prompt: int, output: int) -> None:
+    cost = CostModel(shape_of(GEMMA_3_27B), Machine(hardware("h200")))
+    shape = cost.shape
+    full = (prompt * output + output**2 / 2) * shape.kv_elements
+    steps = np.arange(output) + 0.5 + prompt  # tokens before each output token, on average
+    inside = np.minimum(steps, shape.window).sum() * shape.window_kv_elements
+    assert float(cost.memory_s(prompt, output)) == pytest.approx(2 * (full + inside) / cost.machine.bandwidth, rel=1e-3)
+
+
+def test_attention_to_a_window_grows_with_the_prompt_and_not_with_its_square() -> None:
+    cost = CostModel(shape_of({**MIXTRAL, "num_local_experts": 0, "sliding_window": 1000}), Machine(hardware("h200")))
+    attention = [float(cost.compute_s(p, 0)) - p * cost.gemm_s_per_token for p in (500, 1000, 3000, 5000)]
+    assert attention[1] == pytest.approx(4 * attention[0])
+    assert attention[3] - attention[2] == pytest.approx(2 * 1000 * 2000 / 1000**2 * attention[1])
+    whole = float(cost.compute_s(5000, 0))
+    assert float(cost.saved_s(3000, 0)) + float(cost.saved_s(2000, 3000)) == pytest.approx(whole)
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"layer_types": ["full_attention"]}, "layer_types"),
+        ({"layer_types": ["conv"] * 32}, "conv"),
+        ({"layer_types": ["sliding_attention"] * 32}, "sliding_window|attention_chunk_size"),
+        ({"layer_types": ["linear_attention"] * 32}, "linear_num_value_heads"),
+        ({"sliding_window": "wide"}, "sliding_window"),
+        ({"sliding_window": 4096, "sliding_window_pattern": 0}, "sliding_window_pattern"),
+        ({"mamba_d_state": 16}, "mamba_d_state"),
+        ({"no_rope_layers": [1], "attention_chunk_size": 8}, "no_rope_layers"),
+        ({"mlp_only_layers": 3}, "mlp_only_layers"),
+        ({"first_k_dense_replace": 99}, "first_k_dense_replace"),
+        ({"sliding_window": 4096, "max_window_layers": "x"}, "max_window_layers"),
+    ],
+)
+def test_layers_that_cannot_be_read_are_named(changes: dict[str, Any], named: str) -> None:
+    with pytest.raises(ConfigError, match=named):
+        shape_of({**MIXTRAL, **changes})
 
 
 def test_kv_width_follows_the_attention_variant() -> None:
