@@ -9,8 +9,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from engine_ext.arrays import Column
-
 
 @dataclass(frozen=True, slots=True)
 class Span:
@@ -27,7 +25,7 @@ class Span:
     first: int
     count: int
     expires_at: int
-    again: Column = field(default_factory=lambda: np.zeros(0, dtype=np.int64), compare=False)
+    again: NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, dtype=np.int64), compare=False)
 
 
 def fill(waiting: list[Span], room: int) -> list[Span]:
