@@ -10,6 +10,7 @@ from sqlalchemy import delete, select
 from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.ext.asyncio import AsyncSession
 
+from engine_ext.errors import InputError
 from engine_ext.plan.memory import Keys, Profile, learn
 from service.db.sessions import Database
 from service.db.tables import Batch, LengthProfile, Project
@@ -33,6 +34,17 @@ async def remembered(session: AsyncSession, keys: Keys) -> Mapping[int, str]:
     return dict((await session.execute(found)).tuples().all())
 
 
+def profiles_of(texts: Mapping[int, str]) -> dict[int, Profile]:
+    """Read profiles; one that another version of the service wrote, and this one cannot read, is left out."""
+    found: dict[int, Profile] = {}
+    for key, text in texts.items():
+        try:
+            found[key] = Profile.parse(text)
+        except InputError as error:
+            log.warning("profile of lengths left out", key=key, reason=str(error))
+    return found
+
+
 async def remember(database: Database, storage: Storage, batch: Batch, tokens: NDArray[np.int32], now: float) -> None:
     """Learn from a completed batch; `tokens`: int32 [requests], the length of each answer, 0 where there is none."""
     async with database.read() as session:
@@ -45,7 +57,10 @@ async def remember(database: Database, storage: Storage, batch: Batch, tokens: N
     lessons = await asyncio.to_thread(learn, keys[answered], lengths[answered].astype(np.int64))
     if lessons:
         async with database.write() as session:
-            await _keep(session, batch, lessons, int(now))
+            # Held, so that a project that is to be forgotten meanwhile stays so.
+            held = select(Project.remembers_lengths).where(Project.id == batch.project_id).with_for_update()
+            if await session.scalar(held):
+                await _keep(session, batch, lessons, int(now))
 
 
 async def forget(session: AsyncSession, project_id: str) -> None:
@@ -63,7 +78,7 @@ def _blocks(total: int) -> tuple[Sequence[int], Sequence[int]]:
 async def _keep(session: AsyncSession, batch: Batch, lessons: Mapping[int, Profile], now: int) -> None:
     """Add the lessons to the profiles. Of two batches that end together, the lessons of one may be lost."""
     newest = sorted(lessons, key=lambda key: -lessons[key].answers)[:MOST_PROFILES]
-    known = {key: Profile.parse(text) for key, text in (await remembered(session, np.array(newest))).items()}
+    known = profiles_of(await remembered(session, np.array(newest)))
     rows = [
         {
             "key": key,

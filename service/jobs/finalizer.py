@@ -283,6 +283,8 @@ class Finalizer:
         }
         try:
             async with self._database.write() as session:
+                # Slices before batches, as workers lock them when they finish a slice.
+                await _let_slices_go(session, batch.id)
                 for name, file in (("output_file_id", output), ("error_file_id", errors)):
                     if file.lines:
                         session.add(file.row(batch, int(now)))
@@ -290,7 +292,6 @@ class Finalizer:
                 if not await move_batch(session, batch.id, ending, now=now, **values):
                     raise EndedElsewhere(batch.id)
                 await session.execute(delete(EarlyRun).where(EarlyRun.batch_id == batch.id))
-                await _let_slices_go(session, batch.id)
         except EndedElsewhere:
             # Only this error makes it certain that no row names these files; after any other, the sweeper decides.
             for file in (output, errors):
@@ -331,6 +332,8 @@ async def _let_slices_go(session: AsyncSession, batch_id: str) -> None:
         .join(Batch, Batch.id == SliceBatch.batch_id)
         .where(Batch.status.in_(LIVE), Batch.id != batch_id)
     )
+    locked = select(Slice.id).where(Slice.id.in_(mine), Slice.status != SliceStatus.DONE).order_by(Slice.id)
+    await session.execute(locked.with_for_update())
     await session.execute(
         update(Slice)
         .where(Slice.id.in_(mine), Slice.status != SliceStatus.DONE, Slice.id.not_in(shared))

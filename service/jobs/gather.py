@@ -11,11 +11,11 @@ from engine_ext.costs.cost import CostModel
 from engine_ext.plan.blend import Wishes
 from engine_ext.plan.buckets import LONGEST
 from engine_ext.plan.lengths import UNKNOWN
-from engine_ext.plan.memory import Keys, Profile, Recall, recall
+from engine_ext.plan.memory import Keys, Recall, recall
 from engine_ext.plan.prompts import Prompts
 from engine_ext.plan.window import Outputs, Shape, WindowPlan, plan_window
 from service.db.sessions import Database
-from service.estimates.length_memory import remembered
+from service.estimates.length_memory import profiles_of, remembered
 from service.jobs.fair_window import Span, fitting
 from service.objects.plan_artifact import PLACE, Places
 from service.objects.request_index import Records, RequestIndex
@@ -103,7 +103,7 @@ async def gather(database: Database, storage: Storage, settings: Settings, wante
     starts = np.concatenate([[0], np.cumsum(records["tokens"].astype(np.int64))])
     known_by = np.concatenate(keys)
     async with database.read() as session:
-        profiles = {key: Profile.parse(text) for key, text in (await remembered(session, known_by)).items()}
+        profiles = profiles_of(await remembered(session, known_by))
     prompts = Prompts(np.concatenate(tokens), starts)
     return Gathered(
         spans, np.concatenate(places), prompts, records["asked"].astype(np.int64), recall(known_by, profiles)

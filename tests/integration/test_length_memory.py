@@ -1,12 +1,14 @@
 """What a batch teaches about the lengths of answers, and who profits: plans, previews and engines of later batches."""
 
+import asyncio
 import json
 
 import pytest
 from sqlalchemy import func, select, update
 from sqlalchemy.ext.asyncio import AsyncSession
 
-from engine_ext.plan.memory import FEWEST, Profile
+from engine_ext.arrays import Column
+from engine_ext.plan.memory import FEWEST, Keys, Profile, learn
 from service.db.clock import DAY_S
 from service.db.tables import DEFAULT_PROJECT, Batch, LengthProfile, Project
 from service.estimates import length_memory
@@ -131,6 +133,38 @@ async def test_an_index_without_keys_runs_as_before(house: House) -> None:
     async with house.working(ScriptedEngine()):
         [batch] = await house.until_ended(batch_id)
     assert (batch.completed, batch.failed) == (REQUESTS, 0)
+    assert await profiles(house) == []
+
+
+async def test_a_profile_that_cannot_be_read_is_as_good_as_none(house: House) -> None:
+    await ran(house, asked())
+    async with house.database.write() as session:
+        await session.execute(update(LengthProfile).values(profile="of another version"))
+    second = await ran(house, asked(1000))
+    assert (second.status, second.completed) == ("completed", REQUESTS)
+    assert second.planned_output_tokens / REQUESTS > 50
+    [profile] = await profiles(house)
+    assert profile.answers == REQUESTS
+
+
+async def test_a_project_that_is_forgotten_while_it_learns_stays_forgotten(
+    house: House, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whether the lesson or the wish to forget comes first."""
+    learned, loop = asyncio.Event(), asyncio.get_running_loop()
+
+    def and_tell(keys: Keys, tokens: Column) -> dict[int, Profile]:
+        loop.call_soon_threadsafe(learned.set)
+        return learn(keys, tokens)
+
+    async def forget() -> None:
+        await learned.wait()
+        async with house.database.write() as session:
+            project = (await session.scalars(select(Project).where(Project.id == DEFAULT_PROJECT))).one()
+            await change_project(session, project, {"remembers_lengths": False}, "cli", 1)
+
+    monkeypatch.setattr(length_memory, "learn", and_tell)
+    await asyncio.gather(forget(), ran(house, asked()))
     assert await profiles(house) == []
 
 
