@@ -15,6 +15,7 @@ from service.jobs.fair_window import Span
 from service.objects.plan_artifact import PlanArtifact
 from service.objects.storage import Storage
 
+MOST_NAMED = 5000  # slices, and batches, in one statement
 MOST_AGAIN = 4  # requests that are planned again for each new one, so that no request is planned many times
 
 
@@ -46,7 +47,8 @@ async def unleased(database: Database, storage: Storage, model: str, most: int) 
     fresh = (Slice.id.in_(ready)) & (Slice.status == SliceStatus.READY) & (Slice.epoch == 0)
     columns = (Slice.id, Slice.first, Slice.count, Window.plan_id)
     async with database.read() as session:
-        if (await session.scalar(select(func.sum(Slice.count)).where(fresh)) or 0) > most:
+        slices, total = (await session.execute(select(func.count(), func.sum(Slice.count)).where(fresh))).one()
+        if (total or 0) > most or slices > MOST_NAMED:
             return NONE
         rows = (await session.execute(select(*columns).join(Window, Window.id == Slice.window_id).where(fresh))).all()
     requests: dict[str, list[int]] = {}
@@ -58,6 +60,8 @@ async def unleased(database: Database, storage: Storage, model: str, most: int) 
             if row.plan_id == plan_id:
                 for batch, request in order[row.first : row.first + row.count].tolist():
                     requests.setdefault(header.batches[batch], []).append(request)
+    if len(requests) > MOST_NAMED:
+        return NONE
     return Unleased([row.id for row in rows], await _spans(database, requests))
 
 
