@@ -19,13 +19,14 @@ from tests.engine.conftest import RealEngine, running_engine
 
 CORES = "|".join(str(sorted(os.sched_getaffinity(0))[rank % len(os.sched_getaffinity(0))]) for rank in range(2))
 PREFIXES, QUESTIONS = 6, 10
+# Its costs are those of `running_engine`: ranks that plan with different ones decide differently.
 FOLLOWER = """
 import json, sys
 from engine_ext.plugin.options import Options
 from engine_ext.plugin.worker.host import EngineHost
 from service.estimates.model_costs import planning_costs
 model, name, arguments = json.loads(sys.argv[1])
-EngineHost(model, name, arguments, Options(planning_costs(model, "h200", 2)))  # returns when the first rank ends
+EngineHost(model, name, arguments, Options(planning_costs(model, "h200", 1)))  # returns when the first rank ends
 """
 
 
