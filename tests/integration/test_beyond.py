@@ -140,6 +140,7 @@ def test_a_digest_is_bounded_and_takes_any_error() -> None:
     assert sum(cause["count"] for cause in digest.causes) == 1001
 
 
+@pytest.mark.usefixtures("windows_apart")
 async def test_a_batch_says_what_it_waits_for_and_when_it_ends(
     house: House, client: openai.OpenAI, clock: Clock
 ) -> None:
