@@ -17,7 +17,7 @@ from service.jobs.desk import Desk
 from service.jobs.fair_window import Span
 from service.jobs.gather import gather, plan_of
 from service.jobs.pending import pending
-from service.jobs.unleased import MOST_AGAIN, Leased, take_back, unleased, with_again
+from service.jobs.unleased import MOST_AGAIN, NONE, Leased, hold, take_back, unleased, with_again
 from service.metrics import tracing
 from service.objects.plan_artifact import Places, PlanArtifact, PlanHeader
 from service.objects.plan_picture import picture_of
@@ -64,18 +64,27 @@ class Planner:
                 with tracing.stage("plan", (span.batch_id for span in found[model]), model=model):
                     try:
                         await self.plan(model, found[model])
-                    except (PlanOutdated, Leased) as error:
+                    except Leased:  # workers may lease faster than plans are made, and new requests must not wait
+                        await self._plan_new(model, found[model])
+                    except PlanOutdated as error:
                         log.info("plan abandoned", model=model, reason=str(error))
         return model is not None
 
-    async def plan(self, model: str, wanted: list[Span]) -> None:
+    async def _plan_new(self, model: str, wanted: list[Span]) -> None:
+        """Plan only what is new."""
+        try:
+            await self.plan(model, wanted, again=False)
+        except PlanOutdated as error:
+            log.info("plan abandoned", model=model, reason=str(error))
+
+    async def plan(self, model: str, wanted: list[Span], again: bool = True) -> None:
         """Plan these requests, or as many as fit into a window's tokens, and commit. Raises PlanOutdated, Leased.
 
-        Requests that no worker ever had are planned again with them, unless they are many more.
+        With `again`, requests that no worker ever had are planned again with them, unless they are many more.
         """
         new = sum(span.count for span in wanted)
         most = min(MOST_AGAIN * new, self._settings.window_requests - new)
-        before = await unleased(self._database, self._storage, model, most)
+        before = await unleased(self._database, self._storage, model, most) if again else NONE
         found = await gather(self._database, self._storage, self._settings, with_again(wanted, before.spans))
         taken = before.slices if any(len(span.again) for span in found.spans) else ()
         cost = await self._costs.of(model)
@@ -128,10 +137,9 @@ class Planner:
         now: int,
     ) -> None:
         async with self._database.write() as session:
-            await take_back(session, taken)
+            await hold(session, taken, spans)
             expected = zip(spans, _expected(plan, order, spans), strict=True)
-            # In one order in all processes, so that no two transactions wait for each other's batches.
-            for span, (compute_s, memory_s, tokens) in sorted(expected, key=lambda each: each[0].batch_id):
+            for span, (compute_s, memory_s, tokens) in expected:
                 result = await session.execute(
                     update(Batch)
                     .where(
@@ -168,3 +176,4 @@ class Planner:
                 await session.execute(
                     update(Batch).where(Batch.id == span.batch_id).values(**told, urgent_at=urgent_at(rest))
                 )
+            await take_back(session, taken)

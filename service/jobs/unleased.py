@@ -15,7 +15,9 @@ from service.jobs.fair_window import Span
 from service.objects.plan_artifact import PlanArtifact
 from service.objects.storage import Storage
 
-MOST_NAMED = 5000  # slices, and batches, in one statement
+MOST_NAMED = 5000  # slices in one statement
+MOST_BATCHES = 500  # whose rows one commit may hold for their new slices
+MOST_PLANS = 200  # that are read for one plan
 MOST_AGAIN = 4  # requests that are planned again for each new one, so that no request is planned many times
 
 
@@ -51,6 +53,8 @@ async def unleased(database: Database, storage: Storage, model: str, most: int) 
         if (total or 0) > most or slices > MOST_NAMED:
             return NONE
         rows = (await session.execute(select(*columns).join(Window, Window.id == Slice.window_id).where(fresh))).all()
+    if len({row.plan_id for row in rows}) > MOST_PLANS:
+        return NONE
     requests: dict[str, list[int]] = {}
     for plan_id in dict.fromkeys(row.plan_id for row in rows):
         artifact = PlanArtifact(storage, plan_id)
@@ -60,7 +64,7 @@ async def unleased(database: Database, storage: Storage, model: str, most: int) 
             if row.plan_id == plan_id:
                 for batch, request in order[row.first : row.first + row.count].tolist():
                     requests.setdefault(header.batches[batch], []).append(request)
-    if len(requests) > MOST_NAMED:
+    if len(requests) > MOST_BATCHES:
         return NONE
     return Unleased([row.id for row in rows], await _spans(database, requests))
 
@@ -72,15 +76,29 @@ def with_again(wanted: Sequence[Span], before: Sequence[Span]) -> list[Span]:
     return [*merged, *left.values()]
 
 
-async def take_back(session: AsyncSession, slice_ids: Sequence[int]) -> None:
-    """Delete these slices in the transaction that plans their requests again. Raises Leased if one is not theirs."""
-    if not slice_ids:
-        return
-    # In the order in which a claim locks them: slices first.
+async def hold(session: AsyncSession, slice_ids: Sequence[int], spans: Sequence[Span]) -> None:
+    """Lock what the transaction of a plan will change: slices first, as workers do, then batches, each in one order.
+
+    Raises Leased if a worker has leased one of the slices since, or another planner has taken it back.
+    """
     mine = Slice.id.in_(slice_ids)
     locked = select(Slice.id).where(mine, Slice.status == SliceStatus.READY, Slice.epoch == 0).order_by(Slice.id)
     if len((await session.scalars(locked.with_for_update())).all()) != len(slice_ids):
         raise Leased("a slice that was to be planned again has been leased")
+    shares = await session.scalars(select(SliceBatch.batch_id).where(SliceBatch.slice_id.in_(slice_ids)).distinct())
+    batches = Batch.id.in_({*shares, *(span.batch_id for span in spans)})
+    await session.execute(select(Batch.id).where(batches).order_by(Batch.id).with_for_update())
+
+
+async def take_back(session: AsyncSession, slice_ids: Sequence[int]) -> None:
+    """Delete these slices, which the transaction holds, after those that take their place are there.
+
+    SQLite gives the ids of deleted rows again if they were the last ones, and an id that a worker was told of must
+    never come to mean another slice.
+    """
+    if not slice_ids:
+        return
+    mine = Slice.id.in_(slice_ids)
     shares = await session.scalars(select(SliceBatch.batch_id).where(SliceBatch.slice_id.in_(slice_ids)))
     for batch_id, count in sorted(Counter(shares).items()):
         fewer = {"slices": Batch.slices - count, "slices_left": Batch.slices_left - count}

@@ -200,10 +200,21 @@ async def test_a_slice_that_is_leased_meanwhile_stays_and_nothing_is_lost(
     while await house.validator.run_once():
         pass
     await house.planner.run_once()
-    assert (await house.batch(second)).planned == 0
-    assert len(await house.storage.folders("plans")) == 1  # that of the first window
-    await house.plan()
+    assert (await house.batch(second)).planned == 40  # at once, without what came before
+    assert len(await house.storage.folders("plans")) == 2  # the plan that was given up is gone
     await books_are_right(house, first, second)
+
+
+async def test_an_id_that_a_worker_was_told_of_never_means_another_slice(house: House) -> None:
+    told, batches = dict[int, int](), list[str]()
+    for number in range(4):
+        batches.append(await submit(house, 100 * number, 24 - 4 * number))  # few enough for ids to come again
+        await house.plan()
+        async with house.database.read() as session:
+            now = dict((await session.execute(select(Slice.id, Slice.window_id))).tuples().all())
+        assert all(told.get(slice_id, window_id) == window_id for slice_id, window_id in now.items())
+        told |= now
+    await books_are_right(house, *batches)
 
 
 async def test_planners_and_workers_side_by_side_answer_every_request_once(house: House) -> None:
