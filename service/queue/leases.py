@@ -48,18 +48,23 @@ class Lease:
 
 
 class Leases:
-    def __init__(self, database: Database, owner: str, lease_s: float) -> None:
+    def __init__(self, database: Database, owner: str, model: str, lease_s: float) -> None:
+        """Prepare the leases of the worker `owner`, which serves `model`, for `lease_s` seconds each."""
         self._database = database
         self._owner = owner
+        self._model = model
         self._lease_s = lease_s
 
     async def claim(self, slice_id: int) -> Lease | None:
-        """Lease the slice if it is ready; return None if it is not."""
+        """Lease the slice if it is ready and of this worker's model; return None if it is not.
+
+        An announcement may be older than the database, whose ids then mean other slices.
+        """
         async with self._database.write() as session:
             row = (
                 await session.execute(
                     update(Slice)
-                    .where(Slice.id == slice_id, Slice.status == SliceStatus.READY)
+                    .where(Slice.id == slice_id, Slice.model == self._model, Slice.status == SliceStatus.READY)
                     .values(
                         status=SliceStatus.LEASED,
                         owner=self._owner,

@@ -95,7 +95,7 @@ class Worker:
         self._engine = engine
         self._settings = settings
         self._in_flight_requests = in_flight_requests
-        self._leases = Leases(database, settings.worker_name, settings.lease_s)
+        self._leases = Leases(database, settings.worker_name, settings.served_model, settings.lease_s)
         self._announcements = Announcements(redis, settings.served_model)
         self._progress = Progress(redis)
         # The heartbeat must expire before the lease does. Otherwise a dead worker would look like one that is only cut

@@ -53,7 +53,7 @@ async def all_are_leased(house: House) -> bool:
 async def test_an_expired_lease_alone_is_no_death(house: House) -> None:
     await house.submit(jsonl(line(n) for n in range(4)))
     await house.plan()
-    leases, beats = Leases(house.database, "w", 30), Heartbeat(house.redis)
+    leases, beats = Leases(house.database, "w", "test-model", 30), Heartbeat(house.redis)
     for alive, deaths in ((True, 0), (True, 0), (False, 1)):
         assert await leases.claim(1)
         await pass_lease(house)
@@ -71,7 +71,7 @@ async def pass_lease(house: House) -> None:
 async def test_nobody_counts_as_dead_while_redis_is_away(house: House, monkeypatch: pytest.MonkeyPatch) -> None:
     await house.submit(jsonl(line(n) for n in range(4)))
     await house.plan()
-    assert await Leases(house.database, "w", 30).claim(1)
+    assert await Leases(house.database, "w", "test-model", 30).claim(1)
     await pass_lease(house)
 
     async def away(*_: object) -> set[str]:
@@ -87,7 +87,7 @@ async def test_an_absurd_lease_is_shortened_and_said(house: House, capsys: pytes
     """As if the database's clock had been an hour ahead when it was given."""
     await house.submit(jsonl(line(n) for n in range(4)))
     await house.plan()
-    assert await Leases(house.database, "w", 30).claim(1)
+    assert await Leases(house.database, "w", "test-model", 30).claim(1)
     async with house.database.write() as session:
         await session.execute(update(Slice).values(lease_until=Slice.lease_until + HOUR_S))
     await Reconciler(house.database, house.redis, 30, house.clock).run_once()

@@ -125,7 +125,7 @@ async def test_history_is_noted_once_in_ten_seconds(pages: httpx.AsyncClient, ho
     await house.plan()
     state = {"name": "w", "model": "m", "input_tokens_per_second": 5.0, "engine": [{"running": 2}, {"running": 3}]}
     await Heartbeat(house.redis).beat("w", state)
-    assert await Leases(house.database, "w", 30).claim(1)
+    assert await Leases(house.database, "w", "test-model", 30).claim(1)
     historian = Historian(house.database, house.redis, clock)
     assert await historian.run_once()
     assert not await historian.run_once()
@@ -212,7 +212,7 @@ async def test_the_time_until_all_is_done_is_by_the_pace_of_answers(pages: httpx
     await house.plan()
     await Heartbeat(house.redis).beat("w", {"name": "w", "model": "test-model", "slices": 0, "requests": 0})
     historian = Historian(house.database, house.redis, house.clock)
-    assert await Leases(house.database, "w", 30).claim(1)
+    assert await Leases(house.database, "w", "test-model", 30).claim(1)
     await historian.run_once()
     await house.progress.state(1, {batch_id: Counts(completed=60)})
     await house.redis.delete(keys.HISTORY_TURN)  # as if its time had passed

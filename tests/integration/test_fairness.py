@@ -64,7 +64,7 @@ async def test_urgent_slices_of_one_project_leave_others_their_share(house: Hous
     turns = Turns()
     first = await turns.most_urgent(house.database, "test-model", house.clock(), 8)
     assert [owners[each] for each in first].count(OTHER) == 6  # by weight, three to one
-    leases = Leases(house.database, "w", 30)
+    leases = Leases(house.database, "w", "test-model", 30)
     for each in [each for each in first if owners[each] == OTHER][:6]:
         assert await leases.claim(each)
     after = await turns.most_urgent(house.database, "test-model", house.clock(), 2)

@@ -124,9 +124,15 @@ async def make_slices(database: Database, count: int) -> list[int]:
 
 async def test_one_of_many_claims_wins(database: Database) -> None:
     [slice_id] = await make_slices(database, 1)
-    claims = [Leases(database, f"w{n}", 30).claim(slice_id) for n in range(12)]
+    claims = [Leases(database, f"w{n}", "m", 30).claim(slice_id) for n in range(12)]
     won = [lease for lease in await asyncio.gather(*claims) if lease]
     assert len(won) == 1
+
+
+async def test_a_worker_never_leases_another_models_slice(database: Database) -> None:
+    [slice_id] = await make_slices(database, 1)
+    assert await Leases(database, "w", "another", 30).claim(slice_id) is None  # by an old announcement
+    assert await Leases(database, "w", "m", 30).claim(slice_id)
 
 
 async def pass_time(database: Database, seconds: float) -> None:
@@ -140,7 +146,7 @@ async def test_leases_hold_under_random_moves(database: Database) -> None:
     """Workers claim, renew, finish, give back and fall silent at random; a model of the rules is the oracle."""
     rng = random.Random(7)
     slice_ids = await make_slices(database, 3)
-    workers, now = [Leases(database, f"w{n}", LEASE_S) for n in range(3)], 0.0
+    workers, now = [Leases(database, f"w{n}", "m", LEASE_S) for n in range(3)], 0.0
     epochs = dict.fromkeys(slice_ids, 0)
     holders: dict[int, tuple[int, float]] = {}  # slice -> epoch and end of the live lease
     finished: set[int] = set()

@@ -101,8 +101,8 @@ async def test_redis_wiped_in_the_middle_loses_nothing(house: House) -> None:
 async def test_stale_worker_cannot_finish_or_renew_a_slice(house: House) -> None:
     await house.submit(jsonl(line(n) for n in range(4)))
     await house.plan()
-    slow = Leases(house.database, "slow", 30)
-    quick = Leases(house.database, "quick", 30)
+    slow = Leases(house.database, "slow", "test-model", 30)
+    quick = Leases(house.database, "quick", "test-model", 30)
     stale = await slow.claim(1)
     assert stale
     assert await quick.claim(1) is None

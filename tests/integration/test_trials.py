@@ -59,7 +59,7 @@ async def one_life(house: House, leases: Leases, killers: frozenset[str]) -> tup
 async def test_a_killer_is_found_by_halving_and_the_rest_is_answered(house: House) -> None:
     batch_id = await house.submit(jsonl(line(n) for n in range(SIZE)))
     await house.plan()
-    leases = Leases(house.database, "w", house.settings.lease_s)
+    leases = Leases(house.database, "w", "test-model", house.settings.lease_s)
     lives = list[list[int]]()
     done = False
     while not done:
@@ -82,7 +82,7 @@ async def test_two_killers_side_by_side_are_both_found(house: House) -> None:
     house.settings = house.settings.model_copy(update={"flush_s": 30.0})
     batch_id = await house.submit(jsonl(line(n) for n in range(4)))
     await house.plan()
-    leases = Leases(house.database, "w", house.settings.lease_s)
+    leases = Leases(house.database, "w", "test-model", house.settings.lease_s)
     lives = 1
     while not (await one_life(house, leases, frozenset({"request 0", "request 1", "request 2", "request 3"})))[1]:
         lives += 1
@@ -94,7 +94,7 @@ async def test_two_killers_side_by_side_are_both_found(house: House) -> None:
 async def test_a_slice_that_only_waited_is_not_blamed(house: House) -> None:
     await house.submit(jsonl(line(n) for n in range(SIZE)))
     await house.plan()
-    leases = Leases(house.database, "w", house.settings.lease_s)
+    leases = Leases(house.database, "w", "test-model", house.settings.lease_s)
 
     async def die(begins: bool) -> Lease:
         lease = await leases.claim(1)
@@ -114,7 +114,7 @@ async def test_a_slice_that_only_waited_is_not_blamed(house: House) -> None:
 async def test_deaths_that_no_request_causes_cost_nobody_an_answer(house: House) -> None:
     batch_id = await house.submit(jsonl(line(n) for n in range(SIZE)))
     await house.plan()
-    leases = Leases(house.database, "w", house.settings.lease_s)
+    leases = Leases(house.database, "w", "test-model", house.settings.lease_s)
     for _ in range(3):
         assert await leases.claim(1)
         assert await house.expire_leases() == 1

@@ -54,7 +54,7 @@ async def test_work_that_remains_takes_slack_away(house: House) -> None:
     _, two_hours = await planned(house, int(2 * HOUR_S))
     batch_id, much = await planned(house, int(8 * HOUR_S), work_s=7.5 * HOUR_S)
     assert await first(house) == [*much, *two_hours]
-    leases = Leases(house.database, "w", 30)  # half of it is done
+    leases = Leases(house.database, "w", "test-model", 30)  # half of it is done
     lease = await leases.claim(much[0])
     assert lease is not None
     assert await leases.finish(lease, {batch_id: Counts(completed=8)})

@@ -80,7 +80,7 @@ async def test_requests_do_not_wait_once_engines_have_taken_all_others(house: Ho
     await house.plan()
     second = await submit(house, 100, 16)
     await house.plan()
-    leases = Leases(house.database, "w", 30)
+    leases = Leases(house.database, "w", "test-model", 30)
     async with house.database.read() as session:
         slices = list(await session.scalars(select(Slice.id)))
     for slice_id in slices[:-1]:
@@ -132,7 +132,7 @@ async def test_what_no_engine_has_is_planned_again_with_what_comes(house: House)
 async def test_what_an_engine_has_or_had_stays(house: House) -> None:
     first = await submit(house, 0, 40)
     await house.plan()
-    leases = Leases(house.database, "w", 30)
+    leases = Leases(house.database, "w", "test-model", 30)
     async with house.database.read() as session:
         held, had, *_ = await session.scalars(select(Slice.id).order_by(Slice.id))
     assert await leases.claim(held)
@@ -187,7 +187,7 @@ async def test_a_slice_that_is_leased_meanwhile_stays_and_nothing_is_lost(
 ) -> None:
     first = await submit(house, 0, 40)
     await house.plan()
-    found, leases = planner.unleased, Leases(house.database, "w", 30)
+    found, leases = planner.unleased, Leases(house.database, "w", "test-model", 30)
 
     async def and_lease(*given: object) -> Unleased:
         before = await found(*given)  # type: ignore[arg-type]
