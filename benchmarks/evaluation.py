@@ -39,6 +39,7 @@ from engine_ext.plan.prompts import Prompts
 from engine_ext.plan.sample import SHARE
 from engine_ext.plan.window import Outputs, Shape, plan_window
 from engine_ext.simulate.policies import Outcome, Search, Work, prepare, simulate
+from service.estimates.length_memory import MOST_PROFILES
 
 MAIN = ("dfs", "random", "blendserve", "batchweave")
 ALL = ("fcfs", "lpm", "dfs-weight", "dfs", "random", "lof", "blendserve", "batchweave")
@@ -111,7 +112,7 @@ def _rows(data: Path, case: Case, cost: CostModel) -> list[mixes.Row]:
 def _recalled(data: Path, case: Case, rows: list[mixes.Row], cost: CostModel) -> Recall | None:
     """Return what a service that ran another draw of the mix remembers of these requests."""
     earlier = _rows(data, replace(case, seed=case.seed + EARLIER), cost)
-    return recall(_keys(rows), learn(_keys(earlier), np.array([row.output_tokens for row in earlier])))
+    return recall(_keys(rows), learn(_keys(earlier), np.array([row.output_tokens for row in earlier]), MOST_PROFILES))
 
 
 def _keys(rows: list[mixes.Row]) -> Keys:

@@ -134,15 +134,19 @@ class Loans(NamedTuple):
 NO_LOANS = Loans(())
 
 
-def learn(keys: Keys, tokens: Column) -> dict[int, Profile]:
-    """Return the profiles of answers of these lengths, by key.
+def learn(keys: Keys, tokens: Column, most: int) -> dict[int, Profile]:
+    """Return the profiles of answers of these lengths, by key: the `most` that have the most answers.
 
     Answers to requests with the same beginning make a profile if there are enough; the others count for their kind.
     """
     known = keys[:, BEGINNING] != 0
     beginnings, rows, counts = np.unique(keys[known, BEGINNING], return_inverse=True, return_counts=True)
     key = np.where(counts[rows] >= FEWEST, beginnings[rows], keys[known, KIND])
-    return {int(each): Profile.of(tokens[known][key == each]) for each in np.unique(key)}
+    found, rows, counts = np.unique(key, return_inverse=True, return_counts=True)
+    answers = tokens[known][np.argsort(rows, kind="stable")]  # by key
+    ends = np.cumsum(counts)
+    chosen = np.argsort(-counts, kind="stable")[:most]
+    return {int(found[each]): Profile.of(answers[ends[each] - counts[each] : ends[each]]) for each in chosen}
 
 
 def recall(keys: Keys, remembered: Mapping[int, Profile]) -> Recall | None:

@@ -54,7 +54,7 @@ async def remember(database: Database, storage: Storage, batch: Batch, tokens: N
     keys = await RequestIndex(storage, batch.index_id or "").keys(firsts, counts)
     lengths = np.concatenate([tokens[first : first + count] for first, count in zip(firsts, counts, strict=True)])
     answered = lengths > 0
-    lessons = await asyncio.to_thread(learn, keys[answered], lengths[answered].astype(np.int64))
+    lessons = await asyncio.to_thread(learn, keys[answered], lengths[answered].astype(np.int64), MOST_PROFILES)
     if lessons:
         async with database.write() as session:
             # Held, so that a project that is to be forgotten meanwhile stays so.
@@ -77,8 +77,7 @@ def _blocks(total: int) -> tuple[Sequence[int], Sequence[int]]:
 
 async def _keep(session: AsyncSession, batch: Batch, lessons: Mapping[int, Profile], now: int) -> None:
     """Add the lessons to the profiles. Of two batches that end together, the lessons of one may be lost."""
-    newest = sorted(lessons, key=lambda key: -lessons[key].answers)[:MOST_PROFILES]
-    known = profiles_of(await remembered(session, np.array(newest)))
+    known = profiles_of(await remembered(session, np.array(list(lessons))))
     rows = [
         {
             "key": key,
@@ -87,7 +86,7 @@ async def _keep(session: AsyncSession, batch: Batch, lessons: Mapping[int, Profi
             "profile": (known[key].plus(lessons[key], MOST_ANSWERS) if key in known else lessons[key]).text,
             "seen_at": now,
         }
-        for key in sorted(newest)  # in one order everywhere, so that no two transactions wait for each other
+        for key in sorted(lessons)  # in one order everywhere, so that no two transactions wait for each other
     ]
     insert = postgresql.insert if session.get_bind().dialect.name == "postgresql" else sqlite.insert
     adding = insert(LengthProfile)

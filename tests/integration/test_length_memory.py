@@ -153,9 +153,9 @@ async def test_a_project_that_is_forgotten_while_it_learns_stays_forgotten(
     """Whether the lesson or the wish to forget comes first."""
     learned, loop = asyncio.Event(), asyncio.get_running_loop()
 
-    def and_tell(keys: Keys, tokens: Column) -> dict[int, Profile]:
+    def and_tell(keys: Keys, tokens: Column, most: int) -> dict[int, Profile]:
         loop.call_soon_threadsafe(learned.set)
-        return learn(keys, tokens)
+        return learn(keys, tokens, most)
 
     async def forget() -> None:
         await learned.wait()
