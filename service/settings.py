@@ -55,7 +55,7 @@ class Settings(BaseSettings):
     scheduling: Literal["dual-scan", "sglang"] = Field(
         "dual-scan", description="what admits requests to the engine: batchweave's dual scan or SGLang's policy"
     )
-    overlap: Literal["none", "mixed", "pdmux"] | None = Field(
+    overlap: Literal["none", "mixed", "nano", "pdmux"] | None = Field(
         None, description="how prefill and decode share the GPU; default: as calibrated, or mixed chunks on a GPU"
     )
     emulated_device: Literal["no answer is real"] | None = Field(

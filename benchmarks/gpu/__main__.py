@@ -58,7 +58,7 @@ def main() -> None:
         if not options.calibration_path(given, attention).exists() and not run_engine("calibrate", given, attention):
             went_well = False
             continue
-        for overlap in (Overlap.MIXED, Overlap.PDMUX):
+        for overlap in (Overlap.MIXED, Overlap.NANO, Overlap.PDMUX):
             if not any(options.RUNS[policy].overlap is overlap for _, policy in options.missing(given, attention)):
                 continue
             reason = against(overlap, str(model_folder(given.model, given.output.parent)), given.engine_args)

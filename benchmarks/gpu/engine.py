@@ -1,6 +1,7 @@
 """Run one engine of the comparison in its own process, and add a row for each run to a file.
 
-`benchmarks.gpu` starts it; on its own: python -m benchmarks.gpu.engine calibrate|mixed|pdmux … with the same options.
+`benchmarks.gpu` starts it; on its own, with the same options:
+python -m benchmarks.gpu.engine calibrate|mixed|nano|pdmux …
 """
 
 import asyncio
@@ -141,7 +142,7 @@ def add(path: Path, row: dict[str, Any]) -> None:
 
 def main() -> None:
     parser = options.parser(__doc__)
-    parser.add_argument("what", choices=["calibrate", Overlap.MIXED, Overlap.PDMUX])
+    parser.add_argument("what", choices=["calibrate", Overlap.MIXED, Overlap.NANO, Overlap.PDMUX])
     given = options.read(parser)
     model = model_folder(given.model, given.output.parent)
     if given.what == "calibrate":

@@ -40,6 +40,7 @@ RUNS = {
     "dfs-8192-mixed": Run(Tuning("fcfs"), is_sorted=True),
     "batchweave-none": Run(Tuning(mixed=False)),
     "batchweave-mixed": Run(Tuning()),
+    "batchweave-nano": Run(Tuning(), Overlap.NANO),
     "batchweave-pdmux": Run(Tuning(mixed=False), Overlap.PDMUX),
 }
 

@@ -14,6 +14,7 @@ from engine_ext.plugin.scheduler import (
     admission_hooks,
     emulated,
     grammars,
+    nano,
     pdmux,
     pulse_hooks,
     report,
@@ -33,6 +34,8 @@ def hooks() -> list[tuple[str, Callable[..., Any], HookType]]:
         found += admission_hooks.HOOKS
         if options.overlap is Overlap.PDMUX:
             found += pdmux.HOOKS
+    if options is not None and options.overlap is Overlap.NANO and not options.emulated:
+        found += nano.HOOKS
     if options is not None and options.retunes:
         found += retune.HOOKS
     if options is not None and options.emulated:

@@ -24,7 +24,13 @@ class Overlap(StrEnum):
 
     NONE = "none"  # in turns
     MIXED = "mixed"  # SGLang's mixed chunks: decodes ride in the GEMMs of a prefill
+    NANO = "nano"  # mixed chunks in two halves: the GEMM of one beside the attention of the other
     PDMUX = "pdmux"  # SGLang's PD-multiplexing: each on its own SMs at once
+
+    @property
+    def mixes(self) -> bool:
+        """Whether SGLang puts prompts and decodes into one step."""
+        return self in (Overlap.MIXED, Overlap.NANO)
 
 
 class Emulation(StrEnum):

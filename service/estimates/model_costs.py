@@ -16,7 +16,7 @@ from engine_ext.errors import ConfigError, HardwareError
 from service.errors import CostsError
 from service.settings import DEMO_MODEL, Settings
 
-OVERLAPS = ("none", "mixed", "pdmux")  # those of engine_ext.plugin.options, which need not be installed
+OVERLAPS = ("none", "mixed", "nano", "pdmux")  # those of engine_ext.plugin.options, which need not be installed
 FALLBACK = "llama-3-8b"
 LENGTHS = ("max_sequence_length", "seq_length", "max_seq_len", "model_max_length", "max_position_embeddings")
 log = structlog.get_logger()

@@ -69,9 +69,12 @@ def make_engine(settings: Settings, say: Callable[[str], None] = lambda _: None)
 def possible_overlaps(settings: Settings) -> list[str]:
     """Return the ways to overlap prefill and decodes that this machine and model allow; the log explains the rest."""
     from engine_ext.plugin.options import Overlap
+    from engine_ext.plugin.platform_entry import gpu_is_present
     from engine_ext.plugin.worker.overlap import choose
 
-    return [each.value for each in Overlap if choose(each, settings.model_source, settings.engine_args) is each]
+    # Without a GPU nothing runs beside anything, so halves could only cost time.
+    ways = [each for each in Overlap if each is not Overlap.NANO or gpu_is_present()]
+    return [each.value for each in ways if choose(each, settings.model_source, settings.engine_args) is each]
 
 
 class Worker:

@@ -100,7 +100,7 @@ class Admission:
     def of(cls, cost: CostModel, scheduler: Any) -> "Admission":
         space, overlap = KVSpace.of(scheduler), overlap_of(scheduler)
         step_tokens = int(scheduler.chunked_prefill_size or STEP_TOKENS)
-        costs = StepCosts.of(cost, space.capacity, step_tokens, bursts=overlap is not Overlap.MIXED)
+        costs = StepCosts.of(cost, space.capacity, step_tokens, bursts=not overlap.mixes)
         scan = LiveScan(cost, costs, executor=_executor())
         fallback = reason_for_sglang(scheduler)
         if fallback:
@@ -124,7 +124,7 @@ class Admission:
         alike = f"{params.custom_params[KIND]} {cap.bit_length()}"
         kind = self.kinds.setdefault(alike, len(self.kinds))
         prompt = np.asarray(req.origin_input_ids, dtype=np.uint32)
-        apart = self.overlap is Overlap.MIXED and bool(req.return_logprob)
+        apart = self.overlap.mixes and bool(req.return_logprob)
         profile = _profile(params.custom_params.get(LENGTHS))
         self.scan.add(member.key, prompt, cap, known, kind, _due(params.custom_params), apart, profile)
 
@@ -311,7 +311,10 @@ def overlap_of(scheduler: Any) -> Overlap:
     """Return how the scheduler really overlaps prefill and decode, whatever was requested."""
     if scheduler.enable_pdmux:
         return Overlap.PDMUX
-    return Overlap.MIXED if scheduler.is_mixed_chunk else Overlap.NONE
+    if not scheduler.is_mixed_chunk:
+        return Overlap.NONE
+    options = handed_over()
+    return Overlap.NANO if options and options.overlap is Overlap.NANO else Overlap.MIXED
 
 
 def _cached_tokens(scheduler: Any, req: Any) -> int:

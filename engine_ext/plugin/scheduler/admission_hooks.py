@@ -75,7 +75,7 @@ def _step(ours: Admission, scheduler: Any, running: Any, ask_sglang: Callable[[]
         return None, running
     chunk = scheduler.chunked_prefill_size
     scheduler.waiting_queue = [*scheduler.waiting_queue, *candidates]
-    page, riding = scheduler.page_size, len(running.reqs) if ours.overlap is Overlap.MIXED else 0
+    page, riding = scheduler.page_size, len(running.reqs) if ours.overlap.mixes else 0
     if chunk is not None:  # else SGLang computes whole prompts: PD-multiplexing, and models that cannot do otherwise
         scheduler.chunked_prefill_size = -(-step.budget // page) * page + riding
     if candidates:
@@ -108,7 +108,7 @@ def _decide(ours: Admission, scheduler: Any, running: Any) -> Step:
     reads = int(running.seq_lens_cpu.sum()) if decoding else 0
     slots = max(0, scheduler.get_num_allocatable_reqs(decoding) - (continued is not None))
     used = ours.space.capacity - ours.space.free + pending
-    ours.scan.set_bursts(ours.overlap is not Overlap.MIXED or ours.not_mixed > 0 or running.return_logprob)
+    ours.scan.set_bursts(not ours.overlap.mixes or ours.not_mixed > 0 or running.return_logprob)
     slots = min(slots, ours.space.windows)
     return ours.scan.decide(used, reads, decoding, pending, ours.decoded, slots, ours.ranks.now, ours.ranks.are_ready)
 

@@ -16,7 +16,7 @@ from sglang.srt.plugins.hook_registry import HookType
 
 from engine_ext.costs.cost import CostModel
 from engine_ext.costs.engine_model import Clock, EngineModel, compute_time, step_time
-from engine_ext.plugin.options import Emulation, Overlap, emulated_name, handed_over
+from engine_ext.plugin.options import Emulation, emulated_name, handed_over
 from engine_ext.plugin.scheduler.step_load import load_of
 
 TOKEN = 5
@@ -93,7 +93,7 @@ def set_device(cost: CostModel, clock: Clock, lasts: bool) -> Device:
 def _device_here() -> Device | None:
     options = handed_over()
     if _device is None and options is not None and options.emulated is not None:
-        clock = Clock.MIXED if options.overlap is Overlap.MIXED else Clock.SEQUENTIAL
+        clock = Clock.MIXED if options.overlap.mixes else Clock.SEQUENTIAL
         return set_device(options.cost, clock, options.emulated is Emulation.REAL)
     return _device
 

@@ -11,11 +11,20 @@ from engine_ext.plugin.platform_entry import gpu_is_present
 
 log = logging.getLogger(__name__)
 
-INSTEAD = {Overlap.PDMUX: Overlap.MIXED, Overlap.MIXED: Overlap.NONE}
+INSTEAD = {Overlap.PDMUX: Overlap.MIXED, Overlap.NANO: Overlap.MIXED, Overlap.MIXED: Overlap.NONE}
 ARGUMENTS: dict[Overlap, dict[str, Any]] = {
     Overlap.NONE: {},
     Overlap.MIXED: {"enable_mixed_chunk": True},
+    Overlap.NANO: {"enable_mixed_chunk": True, "disable_prefill_cuda_graph": True},  # a graph has no turns
     Overlap.PDMUX: {"enable_pdmux": True, "chunked_prefill_size": -1, "disable_overlap_schedule": True},
+}
+MODELS = ("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")  # those that plugin/scheduler/nano.py splits
+WHOLE = {  # arguments with which a step cannot be split
+    "enable_dp_attention": "data-parallel attention",
+    "enable_lora": "LoRA",
+    "lora_paths": "LoRA",
+    "enable_torch_compile": "torch.compile",
+    "enable_two_batch_overlap": "two-batch overlap",
 }
 GREEN_CONTEXTS = range(6, 10)  # major compute capabilities whose SMs SGLang 0.5.17 can split
 
@@ -29,7 +38,7 @@ def choose(wanted: Overlap | None, model_path: str, engine_args: Mapping[str, An
     if engine_args.get("enable_pdmux"):
         wanted = Overlap.PDMUX
     elif engine_args.get("enable_mixed_chunk"):
-        wanted = Overlap.MIXED
+        wanted = wanted if wanted is Overlap.NANO else Overlap.MIXED
     found = wanted or (Overlap.MIXED if gpu_is_present() else Overlap.NONE)
     while reason := against(found, model_path, engine_args):
         instead = INSTEAD[found]
@@ -45,11 +54,28 @@ def against(overlap: Overlap, model_path: str, given: Mapping[str, Any]) -> str 
         return None
     if given.get("speculative_algorithm"):
         return "the engine's arguments ask for speculative decoding"
+    if overlap is Overlap.PDMUX:
+        return _against_pdmux(model_path, given)
     chunk = given.get("chunked_prefill_size")
-    if overlap is Overlap.MIXED:
-        return "the engine's arguments turn chunked prefill off" if chunk is not None and chunk <= 0 else None
+    if chunk is not None and chunk <= 0:
+        return "the engine's arguments turn chunked prefill off"
+    return None if overlap is Overlap.MIXED else _against_halves(model_path, given)
+
+
+def _against_halves(model_path: str, given: Mapping[str, Any]) -> str | None:
+    if int(given.get("pp_size", 1)) > 1:
+        return "the engine's arguments ask for pipeline parallelism"
+    for name, words in WHOLE.items():
+        if given.get(name):
+            return f"the engine's arguments ask for {words}"
+    _, model = _model_of(model_path, given)
+    return None if model in MODELS else f"{model} is not one of {', '.join(MODELS)}"
+
+
+def _against_pdmux(model_path: str, given: Mapping[str, Any]) -> str | None:
     if not gpu_is_present():
         return "there is no GPU"
+    chunk = given.get("chunked_prefill_size")
     if chunk is not None and chunk > 0:
         return "the engine's arguments ask for chunked prefill"
     if int(given.get("pp_size", 1)) > 1:
@@ -75,6 +101,11 @@ def _against_green_contexts() -> str | None:
 
 
 def _against_split_prefill(model_path: str, given: Mapping[str, Any]) -> str | None:
+    model, name = _model_of(model_path, given)
+    return None if hasattr(model, "forward_split_prefill") else f"{name} cannot be prefilled layer by layer"
+
+
+def _model_of(model_path: str, given: Mapping[str, Any]) -> tuple[type, str]:
     from sglang.srt.configs.model_config import ModelConfig
     from sglang.srt.models.registry import ModelRegistry
 
@@ -85,5 +116,4 @@ def _against_split_prefill(model_path: str, given: Mapping[str, Any]) -> str | N
         revision=given.get("revision"),
         model_override_args=override,
     )
-    model, name = ModelRegistry.resolve_model_cls(config.hf_config.architectures or [])
-    return None if hasattr(model, "forward_split_prefill") else f"{name} cannot be prefilled layer by layer"
+    return ModelRegistry.resolve_model_cls(config.hf_config.architectures or [])
