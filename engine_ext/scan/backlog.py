@@ -181,7 +181,6 @@ class Planner:
             ended,
             fresh[numbers],
             sides[numbers],
-            0.0,
             self._urgency(numbers, told),
             Recall.of([self._profiles[number] for number in numbers.tolist()]),
         )

@@ -25,6 +25,7 @@ from engine_ext.scan.sweep import HEADS, MOST_COMPUTE, NOTHING_S, has_drifted, s
 
 ANY_NUMBER = 1 << 30
 SOON = 32  # steps for whose output tokens there must always be room
+BURSTS = 4  # a step of prompts alone begins once this part of the largest step fits
 PASSED = 8  # requests behind an urgent one that does not fit, of which the first that does may go before it
 
 
@@ -83,8 +84,8 @@ class DualScan:
         replay(self.state, events)
 
     def come_soon(self) -> None:
-        """Let the next step admit the requests that were just held, instead of saving up for a burst."""
-        self.state.totals[0].owed = self.state.costs.most_tokens
+        """Let the next step admit the requests that were just held, however few they are."""
+        self.state.totals[0].soon = 1
 
     @property
     def waiting(self) -> int:
@@ -135,20 +136,19 @@ def decide(
     state.totals[0].own_kv += decoded * state.totals[0].decoding
     sweep(state)
     skip_gone(state)
-    budget = _budget(state, decoding_kv, decoding, pending)
     shared_kv = max(0, used_kv - state.totals[0].own_kv)  # shared prefixes in use, which no footprint counts
     capacity = state.costs.capacity
     space = Space(capacity - used_kv - SOON * decoding, capacity - shared_kv, pending, 0)
-    # The right end fills the KV cache, and may hurry while the cache is not full; the left end keeps the pace.
     rightful = state.queues[RIGHT].first < state.queues[RIGHT].last
-    most = _most_tokens(state, decoding_kv * state.costs.read_s, decoding)
-    hurried = max(budget, min(most, _hurry(state, decoding))) if rightful else budget
-    if _is_the_tail(state):
-        budget = hurried = most
     if state.costs.bursts:
-        held_back = rightful and not fits(state, _candidate(state, RIGHT), space.ahead, RIGHT)
-        budget = _burst(state, budget if held_back else hurried, decoding, decoded)
-        hurried = budget
+        budget = hurried = _burst(state, space, decoding)
+    else:
+        # The right end fills the KV cache, and may hurry while the cache is not full; the left end keeps the pace.
+        budget = _budget(state, decoding_kv, decoding, pending)
+        most = _most_tokens(state, decoding_kv * state.costs.read_s, decoding)
+        hurried = max(budget, min(most, _hurry(state, decoding))) if rightful else budget
+        if _is_the_tail(state):
+            budget = hurried = most
     first = _first_side(state)
     if first == LEFT:  # a sample or a deadline, which no pace may hold up
         budget = hurried
@@ -282,13 +282,13 @@ def _most_tokens(state: State, reads_s: float, decoding: int) -> int:
 
 @compiled
 def _ratio(state: State, pending_s: float) -> float:
-    """Return the ratio of compute to reads in the remaining work, at most MOST_COMPUTE unless prompts come in bursts.
+    """Return the ratio of compute to reads in the remaining work, at most MOST_COMPUTE.
 
     Where compute is the larger part, all steps that compute longer than they read are equally good. A still longer step
     only makes decoding wait, so that it becomes known late which answers are long.
     """
     ratio = (state.totals[0].remaining_compute_s + pending_s) / state.totals[0].remaining_memory_s
-    return ratio if state.costs.bursts else min(ratio, MOST_COMPUTE)
+    return min(ratio, MOST_COMPUTE)
 
 
 @compiled
@@ -313,29 +313,41 @@ def _hurry(state: State, decoding: int) -> int:
 
 
 @compiled
-def _burst(state: State, tokens: int, decoding: int, decoded: int) -> int:
-    """Return a whole step of prompt tokens once so many are saved up, or as many as there are; 0 until then."""
-    state.totals[0].owed += decoded * tokens
-    most = int(state.costs.most_tokens)
-    if decoding > 0 and state.totals[0].owed < min(most, _waiting_tokens(state, most)):
-        return 0
-    state.totals[0].owed = 0.0
-    return most
+def _burst(state: State, space: Space, decoding: int) -> int:
+    """Return a whole step of prompt tokens once the KV cache has room for enough of them, and 0 until then.
+
+    Where a prefill stops decoding, nothing overlaps, so no pace is worth keeping: each step that decodes reads all the
+    weights, and the fuller the cache, the fewer such steps there are (docs/planner.md).
+    """
+    totals, most = state.totals[0], int(state.costs.most_tokens)
+    if decoding == 0 or totals.pending_tokens > 0 or totals.soon == 1:
+        totals.soon = 0
+        return most
+    least = _waiting_tokens(state, most // BURSTS)
+    for side in range(2):
+        request = _candidate(state, side)
+        if request == NO_REQUEST:
+            continue
+        is_urgent = _is_more_urgent(state, side)
+        own = int(state.requests[request].fresh + state.requests[request].counted)
+        beside = 0 if is_urgent else max(0, least - own)
+        if _has_room(state, request, Space(space.now, space.ahead, 0, beside), LEFT if is_urgent else side):
+            return most
+    return 0
 
 
 @compiled
 def _waiting_tokens(state: State, most: int) -> int:
-    """Return the prompt tokens that wait or are being computed; `most` if more than HEADS requests wait."""
+    """Return the prompt tokens that wait, at most `most`; `most` if more than HEADS requests wait."""
     if waiting(state) > HEADS:
         return most
-    tokens = int(state.totals[0].pending_tokens)
+    tokens = 0
     for side in range(2):
         for at in range(state.queues[side].first, state.queues[side].last):
             request = state.waiting[side, at]
-            if state.requests[request].gone == 1:
-                continue
-            tokens += state.requests[request].fresh + state.requests[request].counted
-    return max(1, tokens)
+            if state.requests[request].gone == 0:
+                tokens += state.requests[request].fresh + state.requests[request].counted
+    return min(tokens, most)
 
 
 @compiled

@@ -63,13 +63,13 @@ def fits(state: State, request: int, room: float, side: int) -> bool:
         if holds == 0.0:
             break
         kv = own + AHEAD[k] + (min(GROWTH[k], left - AHEAD[k]) if is_known else GROWTH[k])
-        if side == RIGHT:
+        if side == RIGHT or state.costs.bursts:
             spread = max(0.0, table[k].variance) + holds * (1 - holds) * kv * kv
             kept_free = margin * (np.sqrt(spread) + table[k].doubt)
         elif holds < LIKELY:
             break  # do not refuse a short answer for what it is unlikely to hold then
         else:
-            kept_free = 0.0  # the margin is for the right end: without left prompts, steps only read (docs/planner.md)
+            kept_free = 0.0  # a left prompt that waits leaves a step that only reads (docs/planner.md)
         if table[k].kv + holds * kv + kept_free > room:
             return False
         if side == RIGHT and table[k].right_kv + holds * kv > share * room:

@@ -343,7 +343,7 @@ class LiveScan:
     def _follow(self, plan: Plan) -> None:
         """Follow this plan from here on, brought up to date with what happened since it was begun."""
         if self._scan is not None:
-            plan.state.totals[0].owed = self._scan.state.totals[0].owed
+            plan.state.totals[0].soon = self._scan.state.totals[0].soon
         self._plan, self._scan, self._making, self._found = plan, self._with_costs(plan.state), None, None
         self._scan.tell(table_of(self._events, plan.places))
         for kind, number, _ in self._events:

@@ -35,8 +35,7 @@ class Progress:
     `caps`: max_tokens. `known`: output tokens or UNKNOWN. `sampled`: whether a length is known because the request ran
     as a sample, so that it informs the estimates of other requests. `tokens`: output tokens so far. A request waits if
     it neither `runs` nor has `ended`. `prefilled`: whether the prompt of a running request is computed. `fresh`,
-    `side`: as they were at admission. `owed`: prompt tokens saved up for a burst. `urgency`: None for none.
-    `recall`: what earlier batches say of the lengths.
+    `side`: as they were at admission. `urgency`: None for none. `recall`: what earlier batches say of the lengths.
     """
 
     caps: Column
@@ -48,7 +47,6 @@ class Progress:
     ended: Bools
     fresh: Column
     side: Column
-    owed: float = 0.0
     urgency: Urgency | None = None
     recall: Recall | None = None
 
@@ -146,7 +144,6 @@ def plan_backlog(
         ),
         costs,
     )
-    state.totals[0].owed = progress.owed
     running = np.flatnonzero(runs)
     begin(state, running, progress.side[running], progress.prefilled[running])
     return Plan(state, progress.urgency.look_again_s(ends.total_s, waits) if progress.urgency else np.inf)

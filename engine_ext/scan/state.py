@@ -17,7 +17,7 @@ from engine_ext.scan.tiers import ORDINARY
 AHEAD = np.array([0, 16, *(step << k for k in range(13) for step in (24, 32))], dtype=np.int64)
 # Running requests keep growing between two points: by how much until half-way to the next.
 GROWTH = np.array([0, *((AHEAD[2:] - AHEAD[1:-1]) // 2), 0], dtype=np.int64)
-BURSTS_MARGIN = 0.5  # share of the margin that bursts keep
+BURSTS_MARGIN = 0.75  # share of the margin that bursts keep
 ALIGNMENT = 128  # tokens; step sizes are multiples of it, as GEMM tiles are (A.2)
 NO_REQUEST = -1
 NOT_STARTED = -(1 << 30)
@@ -138,7 +138,8 @@ class Totals:
     the current sweep has found so far. `planned_share`: compute's share of the remaining work when the plan was made.
     `mean_answer`, `longest_answer`: output tokens to expect of the waiting requests. `right_share`: the share of the KV
     cache that the right side may hold. `left_work`: work per prompt token at the left end. `pending_*`: prompts that
-    are being computed; `right_pending`: their tokens on the right side. `owed`: prompt tokens saved up for a burst.
+    are being computed; `right_pending`: their tokens on the right side. `soon`: 1 if
+    the next step admits, even if little fits, or else 0.
     """
 
     clock: int
@@ -166,7 +167,7 @@ class Totals:
     left_work: float
     pending_tokens: float
     pending_work: float
-    owed: float
+    soon: int
 
 
 class Footprint:

@@ -17,6 +17,7 @@ HEADS = 64  # waiting requests at the left end that represent the next ones
 MOST_COMPUTE = 1.25  # times a step's reads: the most compute of a step (docs/simulator.md, what made the difference)
 ENOUGH = 1.75  # times the shortest sensible step: the compute of a step that the right end's share allows for
 MOST_RIGHT = 0.8  # of the KV memory: prompts of the left side come in lumps, and a full cache retracts
+MOST_IN_BURSTS = 0.95  # where prompts wait until they fit, so only so much that the left end never stops
 DOUBTFUL = 0.3  # the doubt of a group that has seen about ten answers
 GROUPS_AT_ONCE = 1  # groups whose outlook is updated in one step
 GROUPS_LOOKED_AT = 64  # groups checked for news in one step
@@ -142,7 +143,7 @@ def right_share(state: State) -> float:
     ):
         return 1.0
     if costs.bursts:
-        return MOST_RIGHT  # a step that only decodes reads the weights for its decodes alone, so many must decode
+        return MOST_IN_BURSTS
     # A shorter step would still read all the weights, or compute a whole GEMM tile (A.2).
     least_s = max(costs.weights_s, ALIGNMENT * costs.gemm_s)
     reads_s = ENOUGH * least_s * totals.remaining_memory_s / totals.remaining_compute_s

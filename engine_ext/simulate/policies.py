@@ -227,7 +227,6 @@ def _go_on(progress: Progress, engine: Engine, state: State) -> Progress:
         ended=ended,
         fresh=column(state.requests, "fresh").astype(np.int64),
         side=column(state.requests, "side").astype(np.int64),
-        owed=float(state.totals[0].owed),
     )
 
 
