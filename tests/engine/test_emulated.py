@@ -97,7 +97,9 @@ def test_the_scan_runs_in_sglang_as_the_simulator_says(emulated: Any, name: str,
     assert (ours["waiting"], ours["running"]) == (0, 0)
     if not ours["retractions"]:
         assert ours["computed_prompt_tokens"] + ours["cached_tokens"] == total
-    assert ours["computed_prompt_tokens"] - ours["retracted_tokens"] <= total - 0.97 * possible + 100
+    # A fuller cache evicts some of the sample's prefixes before the rest of their requests come.
+    kept = 0.96 if clock is Clock.SEQUENTIAL else 0.97
+    assert ours["computed_prompt_tokens"] - ours["retracted_tokens"] <= total - kept * possible + 100
     assert ours["retractions"] <= 0.05 * len(prompts)
     assert theirs["virtual_s"] == pytest.approx(expected_theirs.seconds, rel=0.05)
     assert ours["virtual_s"] == pytest.approx(expected.seconds, rel=0.05)
