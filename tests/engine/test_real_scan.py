@@ -24,7 +24,7 @@ Requests = list[tuple[list[int], int]]
 class Real:
     """One engine for all tests, and what its steps did."""
 
-    def __init__(self, model: Path, steps: Path) -> None:
+    def __init__(self, model: Path, steps: Path, arguments: dict[str, Any] | None = None) -> None:
         from engine_ext.plugin.options import Overlap
         from engine_ext.plugin.worker.bench_engine import BenchEngine
         from engine_ext.plugin.worker.host import CPU_DEFAULTS
@@ -35,7 +35,9 @@ class Real:
         self._found: dict[Any, dict[str, Any]] = {}
         self.loop = asyncio.new_event_loop()
         asyncio.set_event_loop(self.loop)
-        self.engine = BenchEngine.real(str(model), costs, Overlap.MIXED, {**CPU_DEFAULTS, **small}, str(steps))
+        self.engine = BenchEngine.real(
+            str(model), costs, Overlap.MIXED, {**CPU_DEFAULTS, **small, **(arguments or {})}, str(steps)
+        )
 
     def run(self, policy: str | None, requests: Requests, mixed: bool) -> dict[str, Any]:
         from engine_ext.plugin.tuning import Tuning

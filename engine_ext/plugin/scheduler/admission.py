@@ -1,7 +1,8 @@
 """Holds our requests in one scheduler, and the dual scan that decides which of them prefill in a step.
 
 They wait here, outside SGLang's queue, whose cost per step grows with its length. `admission_hooks.py` shows SGLang the
-ones that the scan admits. Requests without our mark stay in SGLang's own queue and go first.
+ones that the scan admits. Requests without our mark are online requests: they stay in SGLang's own queue and go first
+(`online.py`).
 """
 
 import logging
@@ -17,8 +18,6 @@ from typing import Any
 
 import numpy as np
 from sglang.srt.managers.schedule_batch import FINISH_ABORT
-from sglang.srt.mem_cache.base_prefix_cache import MatchPrefixParams
-from sglang.srt.mem_cache.radix_cache import RadixKey
 
 from engine_ext.costs.cost import CostModel
 from engine_ext.errors import InputError
@@ -29,6 +28,7 @@ from engine_ext.plugin.marks import DUE, KIND, LENGTHS, UNTOLD
 from engine_ext.plugin.options import Emulation, Overlap, handed_over
 from engine_ext.plugin.scheduler.fallback import reason_for_sglang
 from engine_ext.plugin.scheduler.kv_space import KVSpace
+from engine_ext.plugin.scheduler.online import NOBODY, Demand, cached_tokens, demand, is_ours
 from engine_ext.plugin.scheduler.pins import Pins
 from engine_ext.plugin.scheduler.ranks import Ranks
 from engine_ext.scan.backlog import AtOnce, Executor
@@ -58,12 +58,14 @@ class Member:
     """One of our requests: SGLang's object and its key in the scan.
 
     `tokens`: output tokens when its prefill ended; with the next one SGLang puts the prompt into its cache.
+    `parked`: whether its prefill began and was stopped, so that it has been counted.
     """
 
     req: Any
     key: int
     phase: Phase = Phase.WAITING
     tokens: int = 0
+    parked: bool = False
 
 
 @dataclass(eq=False)
@@ -89,6 +91,11 @@ class Admission:
     cached_tokens: int = 0  # of prompts, when their prefill began for the first time
     prompt_tokens: int = 0
     refused: int = 0  # admissions that SGLang did not take
+    parked: int = 0  # chunked prefills that were stopped for online requests
+    online: dict[Any, int] = field(default_factory=dict[Any, int])  # those that wait: how many steps went by
+    online_runs: bool = False  # whether an online request may be among those that decode
+    online_admitted: int = 0
+    online_most_steps: int = 0  # steps that an online request waited
     steps: int = 0
     deciding_s: float = 0.0  # all that the hooks of the scheduler's loop take, without SGLang's part
     deciding: deque[float] = field(default_factory=lambda: deque(maxlen=RECENT))  # seconds of the last steps
@@ -100,7 +107,7 @@ class Admission:
     def of(cls, cost: CostModel, scheduler: Any) -> "Admission":
         space, overlap = KVSpace.of(scheduler), overlap_of(scheduler)
         step_tokens = int(scheduler.chunked_prefill_size or STEP_TOKENS)
-        costs = StepCosts.of(cost, space.capacity, step_tokens, bursts=not overlap.mixes)
+        costs = StepCosts.of(cost, space.capacity, step_tokens, bursts=overlap.stops_decoding)
         scan = LiveScan(cost, costs, executor=_executor())
         fallback = reason_for_sglang(scheduler)
         if fallback:
@@ -180,6 +187,32 @@ class Admission:
                 self.scan.finished(member.key, tokens)
         return bool(gone)
 
+    def demand(self, scheduler: Any, decoding: list[Any]) -> Demand:
+        """Return what online requests need of the next step. Where there are none, this takes no time."""
+        continued = scheduler.chunked_req
+        is_chunked = continued is not None and continued not in self.running
+        if not (scheduler.waiting_queue or is_chunked or self.online_runs):
+            return NOBODY
+        theirs = [req for req in decoding if req not in self.running]
+        self.online_runs = bool(scheduler.waiting_queue or is_chunked or theirs)
+        return demand(scheduler, theirs, int(scheduler.chunked_prefill_size or STEP_TOKENS))
+
+    def note_online(self, before: list[Any], after: list[Any]) -> None:
+        """Note which online requests SGLang took in this step, of those that waited `before` it."""
+        self.online = {req: self.online.get(req, 0) + 1 for req in after if not is_ours(req)}
+        taken = [req for req in before if req not in self.online]
+        self.online_admitted += len(taken)
+        self.online_most_steps = max(self.online_most_steps, *self.online.values(), 0, 0)
+
+    def park(self, req: Any) -> None:
+        """Note that the chunked prefill of one of our requests was stopped: the request waits again, first in line."""
+        member = self._leave(req)
+        self._computed(member)
+        member.phase, member.parked = Phase.WAITING, True
+        self.waiting[req.rid] = member
+        self.parked += 1
+        self.scan.put_back(member.key)
+
     def note_admitted(self, reqs: list[Any]) -> None:
         """Note that SGLang took these admissions."""
         for req in reqs:
@@ -232,7 +265,8 @@ class Admission:
             return
         prompts = len(batch.reqs) - len(batch.decoding_reqs or ())  # decodes that ride in it come last
         for req, cached in zip(batch.reqs[:prompts], batch.prefix_lens, strict=False):
-            if req is continued or req.output_ids:
+            member = self.running.get(req)
+            if req is continued or req.output_ids or (member and member.parked):
                 continue
             self.recent_ids.append(req.rid)
             if is_ours(req):
@@ -289,12 +323,6 @@ def _profile(text: Any) -> Profile | None:
         return None
 
 
-def is_ours(req: Any) -> bool:
-    """Return whether one of our workers marked the request."""
-    params = req.sampling_params.custom_params
-    return isinstance(params, dict) and KIND in params
-
-
 def admission_of(scheduler: Any) -> Admission:
     """Return the scheduler's Admission; create it on first use."""
     found = getattr(scheduler, "batchweave_admission", None)
@@ -302,7 +330,7 @@ def admission_of(scheduler: Any) -> Admission:
         options = handed_over()
         assert options is not None
         found = Admission.of(options.cost, scheduler)
-        found.scan.cached = lambda key: _cached_tokens(scheduler, found.by_key[key].req)
+        found.scan.cached = lambda key: cached_tokens(scheduler, found.by_key[key].req)
         scheduler.batchweave_admission = found
     return found
 
@@ -315,8 +343,3 @@ def overlap_of(scheduler: Any) -> Overlap:
         return Overlap.NONE
     options = handed_over()
     return Overlap.NANO if options and options.overlap is Overlap.NANO else Overlap.MIXED
-
-
-def _cached_tokens(scheduler: Any, req: Any) -> int:
-    key = RadixKey(req.origin_input_ids, req.extra_key)
-    return len(scheduler.tree_cache.match_prefix(MatchPrefixParams(key)).device_indices)

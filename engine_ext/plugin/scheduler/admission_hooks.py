@@ -1,18 +1,19 @@
-"""Brings the dual scan's admissions into SGLang's scheduler, by wrapping six of its functions.
+"""Brings the dual scan's admissions into SGLang's scheduler, by wrapping seven of its functions.
 
 In each step, `admit` tells the scan what the KV cache really holds, shows SGLang the requests that the scan admits, in
-its order, and allows as many prompt tokens as the scan does.
+its order, and allows as many prompt tokens as the scan does. Online requests go before them (`online.py`).
 """
 
 import time
 from collections.abc import Callable
 from typing import Any
 
-from sglang.srt.managers.schedule_policy import CLIP_MAX_NEW_TOKENS
 from sglang.srt.plugins.hook_registry import HookType
 
 from engine_ext.plugin.options import Overlap
-from engine_ext.plugin.scheduler.admission import Admission, admission_of, is_ours
+from engine_ext.plugin.scheduler import online
+from engine_ext.plugin.scheduler.admission import Admission, admission_of
+from engine_ext.plugin.scheduler.online import Demand, is_ours
 from engine_ext.scan.live import Step
 
 _SCHEDULER = "sglang.srt.managers.scheduler.Scheduler"
@@ -61,24 +62,28 @@ def _step(ours: Admission, scheduler: Any, running: Any, ask_sglang: Callable[[]
         ours.store_all()
     if not ours.running:
         ours.pins.keep([], again=False)
+    demand = ours.demand(scheduler, running.reqs)
+    step = _decide(ours, scheduler, running, demand)
+    budget = max(step.budget, demand.tokens)
+    if demand.waiting:
+        budget = _make_way(ours, scheduler, budget, demand.tokens)
     continued = scheduler.chunked_req
-    step = _decide(ours, scheduler, running)
     if is_beside:  # they decode from here on; tokens decoded during their prefill were not theirs
         ours.prefilled(None)
     candidates = [ours.by_key[key].req for key in step.admitted]
-    ours.ranks.agree(step.budget, [req.rid for req in candidates], ours.scan.is_ready)
+    ours.ranks.agree(budget, [req.rid for req in candidates], ours.scan.is_ready)
     ours.steps += 1
     ours.decoded = 0 if is_beside else 1
-    if step.budget == 0 and not scheduler.waiting_queue:
+    if budget == 0 and not scheduler.waiting_queue:
         ours.note_refused(candidates, first_blocks=False)
         ours.keep_prefixes(changed, ours.space.free)
         return None, running
-    chunk = scheduler.chunked_prefill_size
-    scheduler.waiting_queue = [*scheduler.waiting_queue, *candidates]
+    chunk, others = scheduler.chunked_prefill_size, scheduler.waiting_queue
+    scheduler.waiting_queue = [*others, *candidates]
     page, riding = scheduler.page_size, len(running.reqs) if ours.overlap.mixes else 0
     if chunk is not None:  # else SGLang computes whole prompts: PD-multiplexing, and models that cannot do otherwise
-        scheduler.chunked_prefill_size = -(-step.budget // page) * page + riding
-    if candidates:
+        scheduler.chunked_prefill_size = -(-budget // page) * page + riding
+    if candidates or others:
         running.batch_is_full = False  # the scan has checked that there is room
     running.batchweave_admits = True
     try:
@@ -88,8 +93,11 @@ def _step(ours: Admission, scheduler: Any, running: Any, ask_sglang: Callable[[]
         scheduler.chunked_prefill_size = chunk
         left = {req for req in scheduler.waiting_queue if is_ours(req)}
         scheduler.waiting_queue = [req for req in scheduler.waiting_queue if req not in left]
+    if others:
+        ours.note_online(others, scheduler.waiting_queue)
     taken = [req for req in candidates if req not in left]
-    ours.note_refused([req for req in candidates if req in left], first_blocks=not taken)
+    first_blocks = not taken and not scheduler.waiting_queue  # else it is an online request that SGLang did not take
+    ours.note_refused([req for req in candidates if req in left], first_blocks)
     ours.note_admitted(taken)
     ours.note(batch, continued)
     if batch is not None and not is_beside:
@@ -99,37 +107,63 @@ def _step(ours: Admission, scheduler: Any, running: Any, ask_sglang: Callable[[]
     return batch, running_after
 
 
-def _decide(ours: Admission, scheduler: Any, running: Any) -> Step:
+def _decide(ours: Admission, scheduler: Any, running: Any, demand: Demand) -> Step:
+    """Let the scan decide; to it, the prompts of online requests are admitted, and what they reserve is used."""
     continued = scheduler.chunked_req
-    pending = 0
-    if continued is not None:
-        pending = len(continued.origin_input_ids) + len(continued.output_ids) - len(continued.prefix_indices)
+    pending = demand.tokens
+    if continued in ours.running:
+        pending += online.uncomputed_tokens(continued)
     decoding = len(running.reqs)
     reads = int(running.seq_lens_cpu.sum()) if decoding else 0
-    slots = max(0, scheduler.get_num_allocatable_reqs(decoding) - (continued is not None))
-    used = ours.space.capacity - ours.space.free + pending
-    ours.scan.set_bursts(not ours.overlap.mixes or ours.not_mixed > 0 or running.return_logprob)
+    slots = max(0, scheduler.get_num_allocatable_reqs(decoding) - (continued is not None) - demand.waiting)
+    used = ours.space.capacity - ours.space.free + pending + demand.reserved
+    has_logprobs = ours.not_mixed > 0 or running.return_logprob  # SGLang mixes no chunks with these
+    ours.scan.set_bursts(ours.overlap.stops_decoding or (ours.overlap.mixes and has_logprobs))
     slots = min(slots, ours.space.windows)
     return ours.scan.decide(used, reads, decoding, pending, ours.decoded, slots, ours.ranks.now, ours.ranks.are_ready)
 
 
-def reserve_nothing(original: Callable[..., None], adder: Any, *args: Any, **kwargs: Any) -> None:
-    """Reserve nothing for running requests: the scan has counted what it expects them to hold."""
+def _make_way(ours: Admission, scheduler: Any, budget: int, tokens: int) -> int:
+    """Park the chunked prefill of one of our requests if it leaves fewer than `tokens`: SGLang computes it first.
+
+    Returns the budget of the step, which is larger if the chunk cannot be parked.
+    """
+    continued = scheduler.chunked_req
+    if continued not in ours.running:
+        return budget
+    beside = online.uncomputed_tokens(continued) + tokens
+    if beside <= budget:
+        return budget
+    if not online.can_park(scheduler):
+        return min(beside, scheduler.chunked_prefill_size)
+    ours.park(online.park(scheduler))
+    return budget
+
+
+def reserve_for_online(original: Callable[..., None], adder: Any, *args: Any, **kwargs: Any) -> None:
+    """Reserve nothing for our running requests: the scan has counted what it expects them to hold."""
     original(adder, *args, **kwargs)
     if _admits(adder):
-        adder.rem_total_token_offset = adder.cur_rem_token_offset
+        theirs = [req for req in adder.running_batch.reqs if not is_ours(req)]
+        adder.batchweave_reserved = sum(adder._get_running_request_total_token_offset(req) for req in theirs)
+        adder.rem_total_token_offset = adder.cur_rem_token_offset + adder.batchweave_reserved
 
 
 def add_one(original: Callable[..., Any], adder: Any, req: Any, *args: Any, **kwargs: Any) -> Any:
-    """Reserve nothing for the output of a request that the scan admits."""
+    """Reserve nothing for the output of a request that the scan admits, and what SGLang does for all others."""
     if not _admits(adder):
         return original(adder, req, *args, **kwargs)
-    to_come = max(req.sampling_params.max_new_tokens - len(req.output_ids), 0)
-    adder.rem_total_token_offset -= min(to_come, CLIP_MAX_NEW_TOKENS)
+    if not is_ours(req):
+        before = adder.rem_total_token_offset - adder.cur_rem_token_offset
+        found = original(adder, req, *args, **kwargs)
+        adder.batchweave_reserved += adder.rem_total_token_offset - adder.cur_rem_token_offset - before
+        return found
+    to_come = online.reservation(req)
+    adder.rem_total_token_offset = adder.cur_rem_token_offset + adder.batchweave_reserved - to_come
     try:
         return original(adder, req, *args, **kwargs)
     finally:
-        adder.rem_total_token_offset = adder.cur_rem_token_offset
+        adder.rem_total_token_offset = adder.cur_rem_token_offset + adder.batchweave_reserved
 
 
 def _admits(adder: Any) -> bool:
@@ -154,6 +188,7 @@ HOOKS = [
     (f"{_SCHEDULER}._get_new_batch_prefill_raw", admit, HookType.AROUND),
     (f"{_SCHEDULER}.abort_request", abort, HookType.AROUND),
     (f"{_SCHEDULER}.is_fully_idle", is_fully_idle, HookType.AROUND),
-    (f"{_ADDER}.__init__", reserve_nothing, HookType.AROUND),
+    (f"{_ADDER}.__init__", reserve_for_online, HookType.AROUND),
     (f"{_ADDER}.add_one_req", add_one, HookType.AROUND),
+    *online.HOOKS,
 ]

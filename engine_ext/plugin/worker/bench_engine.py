@@ -102,6 +102,15 @@ class BenchEngine:
         [state] = await self._manager.get_internal_state()
         return state["batchweave"]
 
+    async def ask(self, rid: str, prompt: list[int], output: int) -> dict[str, Any]:
+        """Run one online request, which has no mark of a batch; return the token ids of its `answer` and `retractions`.
+
+        Retractions are counted as SGLang does, with parked prefills.
+        """
+        sampling = {"max_new_tokens": output, "ignore_eos": True, "temperature": 0}
+        found: Any = await self._engine.async_generate(input_ids=prompt, sampling_params=sampling, rid=rid)
+        return {"answer": found["output_ids"], "retractions": found["meta_info"].get("num_retractions", 0)}
+
     async def run(self, tuning: Tuning, prompts: Sequence[list[int]], outputs: Sequence[int]) -> dict[str, Any]:
         """Run all requests, given in this order; return the run's figures, `wall_s`, and the token ids of `answers`.
 

@@ -1,0 +1,81 @@
+"""Online requests beside a batch in real SGLang with a small KV cache: they go first, and nobody's answers change."""
+
+import asyncio
+from collections.abc import Generator
+from typing import Any
+
+import pytest
+
+from engine_ext.plugin.tuning import Tuning
+from service.demo.model import ensure_demo_model
+from service.demo.prompts import corpus
+from tests.engine.test_real_scan import CHUNK, Real, Requests, growing, tokens_of
+
+LONG = 1_900  # tokens of a batch's prompt: four chunks
+
+
+def batch() -> Requests:
+    """Long prompts, each a chunked prefill, beside long answers."""
+    tokens = tokens_of(11)
+    return [(tokens(LONG), 4) for _ in range(16)] + [(tokens(20), 150) for _ in range(16)]
+
+
+def asked() -> Requests:
+    """Online requests: short ones and one that is longer than a step."""
+    tokens = tokens_of(12)
+    return [(tokens(40 if k != 5 else 700), 12) for k in range(8)]
+
+
+@pytest.fixture(scope="module", params=[False, True], ids=["overlap schedule", "no overlap schedule"])
+def real(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Generator[Real, None, None]:
+    folder = tmp_path_factory.mktemp("online")
+    model = ensure_demo_model(folder / "demo", corpus())
+    found = Real(model, folder / "steps.jsonl", {"disable_overlap_schedule": request.param})
+    yield found
+    found.engine.close()
+    found.loop.close()
+
+
+def run(real: Real, policy: str | None, requests: Requests, beside: Requests, mixed: bool) -> Any:
+    """Run the batch; the online requests come one after the other while it runs. Returns both kinds of answers."""
+
+    async def main() -> Any:
+        tuning = Tuning(policy, CHUNK, mixed=mixed)
+        prompts, outputs = [ids for ids, _ in requests], [tokens for _, tokens in requests]
+        running = asyncio.create_task(real.engine.run(tuning, prompts, outputs))
+        answers: list[dict[str, Any]] = []
+        for number, (ids, tokens) in enumerate(beside):
+            while (await real.engine.state())["admitted"] < 1 + 3 * number and not running.done():
+                await asyncio.sleep(0.005)
+            answers.append(await real.engine.ask(f"online-{number}", ids, tokens))
+        found = await running
+        return found | {"online": answers}
+
+    return real.loop.run_until_complete(asyncio.wait_for(main(), 250))
+
+
+@pytest.mark.parametrize("mixed", [True, False])
+def test_online_requests_are_in_the_next_step(real: Real, mixed: bool) -> None:
+    """Each is in the first step that is decided after it came, if need be before the chunk of a batch's prompt."""
+    alone = run(real, "fcfs", batch(), [], mixed=False)
+    theirs = run(real, "fcfs", [], asked(), mixed=False)
+    ours = run(real, None, batch(), asked(), mixed)
+    assert ours["answers"] == alone["answers"]
+    assert [found["answer"] for found in ours["online"]] == [found["answer"] for found in theirs["online"]]
+    assert ours["online_admitted"] == len(asked())
+    assert ours["online_most_steps"] == 0
+    assert ours["parked"] > 0
+    assert ours["admitted"] == len(batch()) + ours["retractions"]  # a parked prefill counts as one
+    assert (ours["waiting"], ours["running"], ours["kv_kept"]) == (0, 0, 0)
+
+
+def test_a_batch_is_retracted_before_online_requests(real: Real) -> None:
+    """Answers of the batch grow longer than any sample foretold, while young online answers run beside them."""
+    tokens = tokens_of(13)
+    young: Requests = [(tokens(30), 40) for _ in range(8)]
+    alone = run(real, "fcfs", growing(), [], mixed=True)
+    ours = run(real, None, growing(), young, mixed=True)
+    assert ours["answers"] == alone["answers"]
+    assert ours["retractions"] - ours["parked"] > 0
+    assert [found["retractions"] for found in ours["online"]] == [0] * len(young)
+    assert (ours["waiting"], ours["running"], ours["kv_kept"]) == (0, 0, 0)
