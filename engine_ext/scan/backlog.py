@@ -185,10 +185,10 @@ class Planner:
             Recall.of([self._profiles[number] for number in numbers.tolist()]),
         )
         groups = group_requests(tree, rows["kind"][numbers])
-        plan = plan_backlog(tree, groups, progress, self.cost, told.costs, self.generator, self.share)
+        replanned = plan_backlog(tree, groups, progress, self.cost, told.costs, self.generator, self.share)
         places = np.full(len(rows), -1, dtype=np.int64)
         places[numbers] = np.arange(len(numbers))
-        return Plan(plan.state, numbers, places, progress.learned, told.now + plan.look_again_s)
+        return Plan(replanned.state, numbers, places, progress.learned, told.now + replanned.look_again_s)
 
     def _add(self, added: list[Added]) -> None:
         if not added:

@@ -1,4 +1,4 @@
-"""Keeps the scan's books when requests are admitted, prefilled, finished, dropped, held or retracted."""
+"""Keeps the scan's books when requests are admitted, prefilled, finished, dropped, put back or retracted."""
 
 import numpy as np
 from numpy.typing import NDArray

@@ -139,14 +139,14 @@ def decide(
     shared_kv = max(0, used_kv - state.totals[0].own_kv)  # shared prefixes in use, which no footprint counts
     capacity = state.costs.capacity
     space = Space(capacity - used_kv - SOON * decoding, capacity - shared_kv, pending, 0)
-    rightful = state.queues[RIGHT].first < state.queues[RIGHT].last
+    right_waits = state.queues[RIGHT].first < state.queues[RIGHT].last
     if state.costs.bursts:
         budget = hurried = _burst(state, space, decoding)
     else:
         # The right end fills the KV cache, and may hurry while the cache is not full; the left end keeps the pace.
         budget = _budget(state, decoding_kv, decoding, pending)
         most = _most_tokens(state, decoding_kv * state.costs.read_s, decoding)
-        hurried = max(budget, min(most, _hurry(state, decoding))) if rightful else budget
+        hurried = max(budget, min(most, _hurry(state, decoding))) if right_waits else budget
         if _is_the_tail(state):
             budget = hurried = most
     first = _first_side(state)
@@ -155,7 +155,7 @@ def decide(
     count, slots = 0, min(slots, len(state.admitted))
     for side in (first, 1 - first):
         count, space = _admit(state, side, hurried if side == RIGHT else budget, space, count, slots)
-    if rightful and state.totals[0].right_pending > budget:
+    if right_waits and state.totals[0].right_pending > budget:
         budget = hurried
     return budget, count
 

@@ -62,7 +62,7 @@ class Progress:
         return int(np.count_nonzero(self.sampled | self.ended & (self.known == UNKNOWN)))
 
 
-class Plan(NamedTuple):
+class Replanned(NamedTuple):
     """The scan's state from here on, and the seconds after which deadlines ask for another look."""
 
     state: State
@@ -93,7 +93,7 @@ def plan_backlog(
     generator: np.random.Generator,
     share: float = SHARE,
     keep: float = KEEP_SHARING,
-) -> Plan:
+) -> Replanned:
     """Plan the waiting requests, and return the scan's state from here on.
 
     `share`: share of the requests with unknown lengths, including those that already ran, to run first as a sample.
@@ -146,4 +146,4 @@ def plan_backlog(
     )
     running = np.flatnonzero(runs)
     begin(state, running, progress.side[running], progress.prefilled[running])
-    return Plan(state, progress.urgency.look_again_s(ends.total_s, waits) if progress.urgency else np.inf)
+    return Replanned(state, progress.urgency.look_again_s(ends.total_s, waits) if progress.urgency else np.inf)

@@ -129,11 +129,11 @@ def waiting(state: State) -> int:
 
 @brief
 def right_share(state: State) -> float:
-    """Return the share of the KV memory for the right end: enough for steps longer than reading the weights.
+    """Return the share of the KV memory for the right end: all of it once the left queue is empty.
 
-    It is no more, although the paper fills the memory (BlendServe 5.3): steps that keep the ratio of compute to reads
-    are as good at half of it. The rest absorbs the variation in answers, so that prompts of the left end always find
-    room.
+    Where a prefill stops decoding it is MOST_IN_BURSTS. Else it is enough for steps longer than reading the weights,
+    and no more, although the paper fills the memory (BlendServe 5.3): steps that keep the ratio of compute to reads are
+    as good at half of it. The rest absorbs the variation in answers, so that prompts of the left end always find room.
     """
     totals, costs = state.totals[0], state.costs
     if (

@@ -13,8 +13,8 @@ _BACKEND = "sglang.srt.layers.attention.torch_native_backend.TorchNativeAttnBack
 
 
 def in_float64(original: Callable[..., Any], backend: Any, query: Any, *args: Any, **kwargs: Any) -> Any:
-    # SGLang casts keys and values to the query's dtype, and the result to the output's.
     """Run the attention with the query in float64."""
+    # SGLang casts keys and values to the query's dtype, and the result to the output's.
     return original(backend, query.double(), *args, **kwargs)
 
 

@@ -4,19 +4,19 @@ Each rank of such an engine runs a scheduler of its own, and all must run the sa
 mix up different requests. The scan decides by the same events in the same order everywhere, and this checks it.
 """
 
+import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 from zlib import crc32
 
-import structlog
 import torch
 from torch import distributed
 
 from engine_ext.errors import RanksDiverged
 
-log = structlog.get_logger()
+log = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
@@ -55,6 +55,6 @@ class Ranks:
         distributed.all_reduce(found, distributed.ReduceOp.MAX, self.group)
         greatest, least, now, some_are_not = found.tolist()
         if greatest != -least:
-            log.error("the ranks of this engine decided differently and cannot continue", budget=budget)
+            log.error("the ranks of this engine decided differently and cannot continue; budget %d", budget)
             raise RanksDiverged(len(admitted), budget)
         self.now, self.are_ready = now / 1e6, not some_are_not

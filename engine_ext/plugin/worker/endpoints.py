@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, TypeGuard
 
-from pydantic import BaseModel, PrivateAttr
+from pydantic import BaseModel
 from sglang.srt.entrypoints.openai.protocol import (
     EmbeddingRequest,
     ResponsesRequest,
@@ -20,7 +20,6 @@ from sglang.srt.entrypoints.openai.serving_rerank import OpenAIServingRerank
 from sglang.srt.entrypoints.openai.serving_responses import OpenAIServingResponses
 from sglang.srt.entrypoints.openai.serving_score import OpenAIServingScore
 
-from engine_ext.plugin.marks import marks
 from engine_ext.plugin.worker.marked import MarkedManager, Told, told
 
 Fault = tuple[str, str]  # the field, and why it is refused
@@ -31,13 +30,11 @@ SPARE_TOKENS = 8  # tokens that a tokenizer may add to a text
 
 
 class _Responses(ResponsesRequest):
-    _marks: dict[str, Any] = PrivateAttr(default_factory=dict[str, Any])
-
     def to_sampling_params(self, *arguments: Any, **named: Any) -> dict[str, Any]:
         parameters = super().to_sampling_params(*arguments, **named)
         if self.max_output_tokens is not None:
             parameters["max_new_tokens"] += 2  # SGLang 0.5.17 subtracts two from the requested number
-        return {**parameters, "custom_params": self._marks}
+        return parameters
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +86,7 @@ class Endpoints:
     def _asker(serve: Callable[..., Awaitable[Any]]) -> Callable[[Any, Told], Awaitable[Any]]:
         async def ask(request: Any, known: Told) -> Any:
             if isinstance(request, _Responses):
-                request.request_id, request._marks = known.rid, marks(known.kind, known.due)  # pyright: ignore[reportPrivateUsage]
+                request.request_id = known.rid
                 request.store = request.background = False  # SGLang never removes what it stores
             before = told.set(known)
             try:

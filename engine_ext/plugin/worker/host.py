@@ -221,7 +221,7 @@ class EngineHost:
         request.rid = rid
         theirs = {key: value for key, value in (request.custom_params or {}).items() if key not in RESERVED}
         request.custom_params = theirs | marks(kind, due, lengths)
-        with self._in_flight(Told(rid, kind, guard.prompts_in(request), due=due)):
+        with self._in_flight(Told(rid, kind, guard.prompts_in(request))):
             response: Any = await serving.handle_request(request, None)  # type: ignore[arg-type]
         if isinstance(response, BaseModel):
             choices = getattr(response, "choices", [])
