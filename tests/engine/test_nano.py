@@ -113,12 +113,19 @@ def test_what_sglang_cannot_split_runs_whole_and_the_log_says_why(
         assert nano.forward(lambda *given: "whole", model, None, None, refuses) == "whole"
 
     assert nano.books.split == 0
+    assert nano.books.resting == nano.REST - 1
     assert [record.getMessage()[:30] for record in caplog.records] == ["steps like this one run whole,"]
 
 
 @pytest.mark.parametrize(
     ("given", "word"),
-    [({"pp_size": 2}, "pipeline"), ({"enable_dp_attention": True}, "data-parallel"), ({"enable_lora": True}, "LoRA")],
+    [
+        ({"pp_size": 2}, "pipeline"),
+        ({"enable_dp_attention": True}, "data-parallel"),
+        ({"enable_lora": True}, "LoRA"),
+        ({"cpu_offload_gb": 4}, "offloaded"),
+        ({"disable_prefill_cuda_graph": False}, "CUDA graphs"),
+    ],
 )
 def test_what_halves_cannot_go_with(demo: Path, given: dict[str, Any], word: str) -> None:
     assert word in (overlap.against(Overlap.NANO, str(demo), given) or "")
@@ -186,7 +193,7 @@ def run(model: Path) -> Generator[Any, None, None]:
         loop.close()
 
 
-def test_answers_are_those_of_whole_steps(run: Any) -> None:
+def test_answers_are_those_of_whole_steps(run: Any, model: Path) -> None:
     split = 0
     for workload in (both_ends, documents, giant):
         requests = workload()
@@ -197,3 +204,5 @@ def test_answers_are_those_of_whole_steps(run: Any) -> None:
         assert whole["state"]["nano_steps"] == split
         assert halves["state"]["nano_steps"] > split
         split = halves["state"]["nano_steps"]
+    layers = json.loads((model / "config.json").read_text())["num_hidden_layers"]
+    assert halves["state"]["nano_turns"] == 2 * layers * split  # each half gives its turn away at each attention

@@ -24,14 +24,21 @@ from engine_ext.costs.cost import CostModel
 from engine_ext.plugin.options import Overlap, handed_over
 
 log = logging.getLogger(__name__)
+REST = 256  # steps that run whole after one that SGLang could not split
 
 
 @dataclass
 class Books:
-    """What this process has done. `refused`: why SGLang could not split a step, said once."""
+    """What this process has done.
+
+    `turns`: attentions at which a half gave its turn away. `refused`: why SGLang could not split a step, said once;
+    `resting`: steps that run whole after that, because each attempt formats the whole step for its message.
+    """
 
     split: int = 0
+    turns: int = 0
     refused: str | None = None
+    resting: int = 0
 
 
 books = Books()
@@ -66,6 +73,7 @@ class HalfBackend:
 
 
 def _give_turn() -> None:
+    books.turns += 1
     caller = getcurrent().parent
     assert caller is not None
     caller.switch()
@@ -137,6 +145,9 @@ def forward(
 def _halves(batch: Any) -> list[Any] | None:
     options = handed_over()
     assert options is not None
+    if books.resting > 0:
+        books.resting -= 1
+        return None
     tokens = batch.extend_seq_lens_cpu
     cut = best_cut(tokens, batch.seq_lens_cpu.tolist(), options.cost)
     if cut == 0:
@@ -157,14 +168,14 @@ def _halves(batch: Any) -> list[Any] | None:
     except Exception as error:  # SGLang raises nothing narrower for a field that it cannot split
         if books.refused is None:
             log.warning("steps like this one run whole, because SGLang cannot split them: %s", str(error)[:500])
-        books.refused = str(error)[:500]
+        books.refused, books.resting = str(error)[:500], REST
         return None
 
 
 def report() -> dict[str, Any]:
     """Return how many steps ran as two halves, if that is what the engine was asked for."""
     options = handed_over()
-    return {"nano_steps": books.split} if options and options.overlap is Overlap.NANO else {}
+    return {"nano_steps": books.split, "nano_turns": books.turns} if options and options.overlap is Overlap.NANO else {}
 
 
 HOOKS = [

@@ -25,6 +25,12 @@ WHOLE = {  # arguments with which a step cannot be split
     "lora_paths": "LoRA",
     "enable_torch_compile": "torch.compile",
     "enable_two_batch_overlap": "two-batch overlap",
+    # Weights are swapped in around a layer, inside of which the other half has its turn.
+    "cpu_offload_gb": "offloaded weights",
+    "offload_group_size": "offloaded weights",
+    # These win over `disable_prefill_cuda_graph`.
+    "cuda_graph_backend_prefill": "CUDA graphs of prefills",
+    "cuda_graph_config": "CUDA graphs of its own",
 }
 GREEN_CONTEXTS = range(6, 10)  # major compute capabilities whose SMs SGLang 0.5.17 can split
 
@@ -68,6 +74,8 @@ def _against_halves(model_path: str, given: Mapping[str, Any]) -> str | None:
     for name, words in WHOLE.items():
         if given.get(name):
             return f"the engine's arguments ask for {words}"
+    if given.get("disable_prefill_cuda_graph") is False:
+        return "the engine's arguments ask for CUDA graphs of prefills"
     _, model = _model_of(model_path, given)
     return None if model in MODELS else f"{model} is not one of {', '.join(MODELS)}"
 
