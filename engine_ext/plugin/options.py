@@ -32,11 +32,6 @@ class Overlap(StrEnum):
         """Whether SGLang puts prompts and decodes into one step."""
         return self in (Overlap.MIXED, Overlap.NANO)
 
-    @property
-    def stops_decoding(self) -> bool:
-        """Whether nothing decodes while a prefill runs."""
-        return self is Overlap.NONE
-
 
 class Emulation(StrEnum):
     """How fast the device that replaces the forward pass runs."""

@@ -21,11 +21,13 @@ from engine_ext.scan.books import begin, bring_forward, skip_gone, take_in
 from engine_ext.scan.events import replay
 from engine_ext.scan.footprint import fits
 from engine_ext.scan.state import ALIGNMENT, LEFT, NO_REQUEST, RIGHT, Backlog, State, StepCosts, new_state
-from engine_ext.scan.sweep import HEADS, MOST_COMPUTE, NOTHING_S, has_drifted, sweep, waiting
+from engine_ext.scan.sweep import HEADS, NOTHING_S, has_drifted, sweep, waiting
 
 ANY_NUMBER = 1 << 30
 SOON = 32  # steps for whose output tokens there must always be room
-BURSTS = 4  # a step of prompts alone begins once this part of the largest step fits
+BURSTS = 4  # a step of prompts alone begins once this part of the largest step fits,
+BURSTS_CACHE = 16  # or, in a small KV cache, this part of it,
+BURSTS_SLOTS = 8  # and this part of all request slots is free
 PASSED = 8  # requests behind an urgent one that does not fit, of which the first that does may go before it
 
 
@@ -141,7 +143,7 @@ def decide(
     space = Space(capacity - used_kv - SOON * decoding, capacity - shared_kv, pending, 0)
     right_waits = state.queues[RIGHT].first < state.queues[RIGHT].last
     if state.costs.bursts:
-        budget = hurried = _burst(state, space, decoding)
+        budget = hurried = _burst(state, space, decoding, slots)
     else:
         # The right end fills the KV cache, and may hurry while the cache is not full; the left end keeps the pace.
         budget = _budget(state, decoding_kv, decoding, pending)
@@ -172,7 +174,7 @@ def _admit(state: State, side: int, most: int, space: Space, count: int, slots: 
             break
         is_urgent = _is_more_urgent(state, side)
         alone = state.totals[0].running == 0  # whatever its size, it must run at some point
-        # The right end's share and margin serve throughput: what is urgent needs only room.
+        # The right end's share serves throughput: what is urgent needs only room.
         if not alone and not _has_room(state, request, space, LEFT if is_urgent else side):
             if not is_urgent or space.kept > 0:
                 break
@@ -223,6 +225,16 @@ def _has_room(state: State, request: int, space: Space, side: int) -> bool:
 @compiled
 def _smaller(state: State, side: int, space: Space) -> int:
     """Bring the first request forward that has room and is as urgent as the head, and return it, or NO_REQUEST."""
+    at = _place_of_smaller(state, side, space)
+    if at == NO_REQUEST:
+        return NO_REQUEST
+    bring_forward(state, side, at)
+    return state.waiting[side, state.queues[side].first]
+
+
+@compiled
+def _place_of_smaller(state: State, side: int, space: Space) -> int:
+    """Return where in this side's queue the first request stands that has room and is as urgent as the head."""
     queue = state.queues[side]
     tier = state.requests[state.waiting[side, queue.first]].tier
     for at in range(queue.first + 1, min(queue.last, queue.first + 1 + PASSED)):
@@ -230,8 +242,7 @@ def _smaller(state: State, side: int, space: Space) -> int:
         if state.requests[request].tier > tier:
             break
         if state.requests[request].gone == 0 and _has_room(state, request, space, LEFT):
-            bring_forward(state, side, at)
-            return request
+            return at
     return NO_REQUEST
 
 
@@ -282,13 +293,13 @@ def _most_tokens(state: State, reads_s: float, decoding: int) -> int:
 
 @compiled
 def _ratio(state: State, pending_s: float) -> float:
-    """Return the ratio of compute to reads in the remaining work, at most MOST_COMPUTE.
+    """Return the ratio of compute to reads in the remaining work, at most 1.
 
-    Where compute is the larger part, all steps that compute longer than they read are equally good. A still longer step
-    only makes decoding wait, so that it becomes known late which answers are long.
+    Where compute is the larger part, all steps that compute at least as long as they read are equally good. A longer
+    step only makes decoding wait, so that it becomes known late which answers are long.
     """
     ratio = (state.totals[0].remaining_compute_s + pending_s) / state.totals[0].remaining_memory_s
-    return min(ratio, MOST_COMPUTE)
+    return min(ratio, 1.0)
 
 
 @compiled
@@ -313,25 +324,29 @@ def _hurry(state: State, decoding: int) -> int:
 
 
 @compiled
-def _burst(state: State, space: Space, decoding: int) -> int:
-    """Return a whole step of prompt tokens once the KV cache has room for enough of them, and 0 until then.
+def _burst(state: State, space: Space, decoding: int, slots: int) -> int:
+    """Return a whole step of prompt tokens once there is room for enough of them, and 0 until then.
 
     Where a prefill stops decoding, nothing overlaps, so no pace is worth keeping: each step that decodes reads all the
     weights, and the fuller the cache, the fewer such steps there are (docs/planner.md).
     """
     totals, most = state.totals[0], int(state.costs.most_tokens)
-    if decoding == 0 or totals.pending_tokens > 0 or totals.soon == 1:
+    # `space.tokens` are those of a chunked prefill; the scan may not have counted them, if it expected a cached prefix.
+    if decoding == 0 or space.tokens > 0 or totals.pending_tokens > 0 or totals.soon == 1:
         totals.soon = 0
         return most
-    least = _waiting_tokens(state, most // BURSTS)
+    least = _waiting_tokens(state, min(most // BURSTS, int(state.costs.capacity) // BURSTS_CACHE))
+    has_slots = slots >= min(waiting(state), (decoding + slots) // BURSTS_SLOTS)
     for side in range(2):
         request = _candidate(state, side)
         if request == NO_REQUEST:
             continue
-        is_urgent = _is_more_urgent(state, side)
         own = int(state.requests[request].fresh + state.requests[request].counted)
-        beside = 0 if is_urgent else max(0, least - own)
-        if _has_room(state, request, Space(space.now, space.ahead, 0, beside), LEFT if is_urgent else side):
+        if _is_more_urgent(state, side):
+            kept = Space(space.now, space.ahead, 0, own + SOON)  # for the head, beside which others may pass it
+            if _has_room(state, request, space, LEFT) or _place_of_smaller(state, side, kept) != NO_REQUEST:
+                return most
+        elif has_slots and _has_room(state, request, Space(space.now, space.ahead, 0, max(0, least - own)), side):
             return most
     return 0
 

@@ -30,8 +30,8 @@ class StepCosts(NamedTuple):
 
     `capacity`: tokens of KV cache. `most_tokens`: the largest step. `margin`: how many standard deviations of the
     projected footprint to keep free. `quadratic_s`: seconds of prefill attention per unit of a chunk's end^2 - begin^2.
-    `bursts`: a prefill stops decoding, so prompt tokens are saved up for whole steps, and less is kept free, because
-    prompts may wait where nothing overlaps.
+    `bursts`: prompts run in steps of their own, and a prefill stops decoding (or, with PD-multiplexing, the next one
+    begins when it has ended). So prompts wait until enough of them fit for a whole step, and less is kept free.
     """
 
     gemm_s: float

@@ -14,7 +14,6 @@ FIRST_SWEEP = 1  # sweep 0 ends before the first step and counts only waiting re
 DRIFT = 0.05  # by how much compute's share of the remaining work may change
 SWEEP = 96  # steps in which one sweep looks at every running request
 HEADS = 64  # waiting requests at the left end that represent the next ones
-MOST_COMPUTE = 1.25  # times a step's reads: the most compute of a step (docs/simulator.md, what made the difference)
 ENOUGH = 1.75  # times the shortest sensible step: the compute of a step that the right end's share allows for
 MOST_RIGHT = 0.8  # of the KV memory: prompts of the left side come in lumps, and a full cache retracts
 MOST_IN_BURSTS = 0.95  # where prompts wait until they fit, so only so much that the left end never stops

@@ -107,7 +107,7 @@ class Admission:
     def of(cls, cost: CostModel, scheduler: Any) -> "Admission":
         space, overlap = KVSpace.of(scheduler), overlap_of(scheduler)
         step_tokens = int(scheduler.chunked_prefill_size or STEP_TOKENS)
-        costs = StepCosts.of(cost, space.capacity, step_tokens, bursts=overlap.stops_decoding)
+        costs = StepCosts.of(cost, space.capacity, step_tokens, bursts=not overlap.mixes)
         scan = LiveScan(cost, costs, executor=_executor())
         fallback = reason_for_sglang(scheduler)
         if fallback:

@@ -117,8 +117,7 @@ def _decide(ours: Admission, scheduler: Any, running: Any, demand: Demand) -> St
     reads = int(running.seq_lens_cpu.sum()) if decoding else 0
     slots = max(0, scheduler.get_num_allocatable_reqs(decoding) - (continued is not None) - demand.waiting)
     used = ours.space.capacity - ours.space.free + pending + demand.reserved
-    has_logprobs = ours.not_mixed > 0 or running.return_logprob  # SGLang mixes no chunks with these
-    ours.scan.set_bursts(ours.overlap.stops_decoding or (ours.overlap.mixes and has_logprobs))
+    ours.scan.set_bursts(not ours.overlap.mixes or ours.not_mixed > 0 or running.return_logprob)
     slots = min(slots, ours.space.windows)
     return ours.scan.decide(used, reads, decoding, pending, ours.decoded, slots, ours.ranks.now, ours.ranks.are_ready)
 

@@ -1,6 +1,6 @@
 """The scan driven step by step by a small engine: what it promises whatever the lengths turn out to be."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import pytest
@@ -242,6 +242,35 @@ def test_prompts_come_as_soon_as_enough_fit_where_a_prefill_stops_decoding() -> 
     assert set(prompts) == {0, COSTS.most_tokens}
     assert np.mean(held[50:]) > 0.87
     assert np.min(held[50:]) > 0.6  # at the pace of the remaining work it sinks to 0.2 at the end
+
+
+def decoding_one(costs: StepCosts, prompt: list[int], known: list[int], tiers: list[int] | None = None) -> DualScan:
+    """Return a scan in which request 0 decodes; the last one waits at the right end, the others at the left."""
+    columns = np.array(prompt), np.array(known)
+    ends = np.arange(1, len(prompt) - 1), np.array([0, len(prompt) - 1])
+    scan = DualScan.of(replace(backlog(*columns, *ends), tier=np.array(tiers or [0] * len(prompt))), costs)
+    [first, *_] = scan.decide(0, 0, 0, 0, slots=1).admitted.tolist()
+    assert first == 0
+    tell(scan, PREFILLED, 0)
+    return scan
+
+
+def test_a_chunked_prompt_goes_on_though_its_prefix_was_expected_in_the_cache() -> None:
+    scan = decoding_one(COSTS._replace(bursts=True), [100, 19_950, 19_950], [5_000, 10, 10], [0, 5, 5])
+    assert scan.decide(100, 100, 1, 0).budget == 0  # neither prompt fits
+    assert scan.decide(4_100, 100, 1, 4_000).budget == COSTS.most_tokens
+
+
+def test_urgent_requests_pass_one_that_does_not_fit_where_a_prefill_stops_decoding() -> None:
+    prompt, known = [100, 17_000, *[200] * 8, 19_950], [5_000, 4_000, *[10] * 8, 10]
+    scan = decoding_one(COSTS._replace(bursts=True), prompt, known, [0] * 10 + [5])
+    assert 2 in scan.decide(100, 100, 1, 0).admitted.tolist()
+
+
+@pytest.mark.parametrize(("slots", "begins"), [(7, False), (8, True)])
+def test_prompts_wait_for_an_eighth_of_the_slots_where_a_prefill_stops_decoding(slots: int, begins: bool) -> None:
+    scan = decoding_one(COSTS._replace(bursts=True), [100] * 200, [50] * 200)
+    assert (scan.decide(6_000, 6_000, 64 - slots, 0, slots=slots).budget > 0) == begins
 
 
 def test_remaining_work_is_exact_where_lengths_are_known() -> None:
