@@ -9,6 +9,7 @@ from prometheus_client import REGISTRY, Counter, Histogram, start_http_server
 from service.objects.shards import Usage
 
 QUICK_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
+LAG_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 1.0)
 LONG_S = (0.01, 0.05, 0.25, 1.0, 5.0, 15.0, 60.0, 300.0, 900.0, 3600.0)
 
 HTTP = Histogram(
@@ -29,6 +30,9 @@ SLICES = Counter("batchweave_slices_run", "Slices that workers stopped running",
 ANSWERS = Counter("batchweave_answers", "Answers written to object storage", ("model", "outcome"))
 TOKENS = Counter("batchweave_answer_tokens", "Tokens of answers written to object storage", ("model", "kind"))
 RETRIES = Counter("batchweave_request_retries", "Retries of requests after the engine failed on them", ("model",))
+LOOP_LAG = Histogram(
+    "batchweave_loop_lag_seconds", "How much later than due a worker's event loop ran a timer", buckets=LAG_S
+)
 SEGMENTS = Histogram("batchweave_segment_write_seconds", "Time to write a segment of answers", buckets=QUICK_S)
 
 

@@ -18,7 +18,7 @@ from sqlalchemy.exc import SQLAlchemyError
 from service.db.sessions import Database
 from service.db.tables import Batch, BatchStatus, DrainedWorker
 from service.estimates.model_costs import measured_overlap, planning_costs
-from service.metrics.counters import SLICES
+from service.metrics.counters import LOOP_LAG, SLICES
 from service.metrics.engine import EngineMetrics
 from service.objects.storage import Storage
 from service.queue.announcements import Announcements
@@ -28,11 +28,13 @@ from service.queue.leases import Lease, Leases
 from service.queue.progress import Heartbeat, Progress
 from service.queue.urgency import pools_of
 from service.settings import Settings
+from service.worker.feed import Feed
 from service.worker.slice_run import Engine, SliceRun
 
 BEAT_S = 3.0
 TAKE_MS = 1500  # a stop waits up to this long
 PEEK_S = 1.0  # between two looks at the next slice while there is no room for it
+LAG_EVERY_S = 0.25  # between two looks at how late the event loop is
 HORIZON_S = 900.0  # of work in flight that is enough
 REST_LOOK_S = 60.0  # between two looks at an idle engine
 DRAIN_S = 4.0  # to write the remaining answers; container runtimes allow ten seconds for the whole stop
@@ -107,6 +109,7 @@ class Worker:
         self._heartbeat = Heartbeat(redis, 5 * self._beat_s)
         self._bell = Bell(redis, settings.poll_s)
         self._metrics = metrics or EngineMetrics(settings.served_model)
+        self._feed = Feed()
         self._runs: set[SliceRun] = set()
         self._tasks: set[asyncio.Task[None]] = set()
         self._clock = clock
@@ -129,6 +132,7 @@ class Worker:
             asyncio.create_task(self._repeat(self._watch_drains, 5.0, ended)),
             asyncio.create_task(self._repeat(self._beat, self._beat_s, ended)),
             asyncio.create_task(self._repeat(self._look, 3.0, ended)),
+            asyncio.create_task(self._repeat(self._measure_lag, 0.0, ended)),
         ]
         try:
             await self._repeat(self._take_slice, 0.0, stop)
@@ -212,6 +216,7 @@ class Worker:
                 self._clock,
                 self._state_progress,
                 self._leases.begin_trial,
+                self._feed,
             )
             self._runs.add(run)
             task = asyncio.create_task(self._run_slice(run))
@@ -297,6 +302,11 @@ class Worker:
         if self._runs or self._was_busy or time.monotonic() - self._looked_at > REST_LOOK_S:
             self._was_busy, self._looked_at = bool(self._runs), time.monotonic()
             self._metrics.take(await self._engine.scheduler_states(), time.monotonic())
+
+    async def _measure_lag(self) -> None:
+        due = time.perf_counter() + LAG_EVERY_S
+        await asyncio.sleep(LAG_EVERY_S)
+        LOOP_LAG.observe(max(0.0, time.perf_counter() - due))
 
     async def _beat(self) -> None:
         state = {

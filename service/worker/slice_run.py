@@ -31,6 +31,7 @@ from service.requests.body_limits import body_faults
 from service.requests.lines import RequestLine
 from service.settings import Settings
 from service.worker.answer_body import NO_USAGE, error_message, usage_of
+from service.worker.feed import Feed
 
 KILLS = "The engine died each time it ran this request, even alone. The other requests continue without it."
 FLUSH_BYTES = 4 * 1024 * 1024
@@ -100,6 +101,7 @@ class SliceRun:
         clock: Callable[[], float],
         on_progress: Callable[[int, dict[str, Counts]], Coroutine[Any, Any, None]],
         begin_trial: Callable[[Lease, int, int], Coroutine[Any, Any, bool]],
+        feed: Feed,
     ) -> None:
         self.lease = lease
         self._database = database
@@ -109,6 +111,7 @@ class SliceRun:
         self._clock = clock
         self._on_progress = on_progress
         self._begin_trial = begin_trial
+        self._feed = feed
         self._shard = Shard(storage, lease.slice_id)
         self._segment = 0
         self._answers: list[Answer] = []
@@ -160,6 +163,7 @@ class SliceRun:
     async def _run_all(self, requests: Sequence[Request]) -> None:
         async with asyncio.TaskGroup() as group:
             for request in requests:
+                await self._feed.turn()
                 group.create_task(self._run_one(request))
 
     async def _try(self, requests: Sequence[Request], trial: Trial) -> None:

@@ -5,6 +5,7 @@ import itertools
 from typing import Any
 
 from service.queue.leases import Lease, Leases
+from service.worker.feed import Feed
 from service.worker.slice_run import SliceRun
 from tests.integration.house import House, ScriptedAnswer, ScriptedEngine, jsonl, line
 
@@ -42,7 +43,9 @@ async def one_life(house: House, leases: Leases, killers: frozenset[str]) -> tup
         sizes.append(size)
         return await leases.begin_trial(lease, size, place)
 
-    run = SliceRun(lease, house.database, house.storage, engine, house.settings, house.clock, no_progress, begin_trial)
+    run = SliceRun(
+        lease, house.database, house.storage, engine, house.settings, house.clock, no_progress, begin_trial, Feed()
+    )
     task, died = asyncio.create_task(run.run()), asyncio.create_task(dead.wait())
     await asyncio.wait([task, died], return_when=asyncio.FIRST_COMPLETED)
     if task.done():
