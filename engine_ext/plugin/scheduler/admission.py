@@ -9,7 +9,7 @@ import logging
 import math
 import sys
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from enum import IntEnum
@@ -93,7 +93,7 @@ class Admission:
     refused: int = 0  # admissions that SGLang did not take
     parked: int = 0  # chunked prefills that were stopped for online requests
     online: dict[Any, int] = field(default_factory=dict[Any, int])  # those that wait: how many steps went by
-    online_runs: bool = False  # whether an online request may be among those that decode
+    online_runs: bool = True  # whether an online request may be among those that decode
     online_admitted: int = 0
     online_most_steps: int = 0  # steps that an online request waited
     steps: int = 0
@@ -165,11 +165,13 @@ class Admission:
         self.pins.keep([self.by_key[key].req for key in self.scan.next_keys], again)
         self.cache_changed &= not again
 
-    def notice_ends(self, still: Iterable[Any], continued: Any) -> bool:
+    def notice_ends(self, still: Sequence[Any], continued: Any) -> bool:
         """Tell the scan which requests have ended: those that ran and are not in SGLang's batch any more.
 
         `continued`: the request with more chunks to prefill, which is in no batch. Returns whether any has ended.
         """
+        if not self.online_runs and len(still) + (continued in self.running) == len(self.running):
+            return False  # as in most steps; all of the batch are ours
         here = set(still)
         # In the order of admission: that of a set differs between processes, and all ranks must tell their scans the
         # same events in the same order, or they come to admit different requests.

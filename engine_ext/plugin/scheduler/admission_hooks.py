@@ -48,6 +48,7 @@ def admit(original: Callable[..., Any], scheduler: Any, *args: Any, **kwargs: An
         continued = scheduler.chunked_req
         found = ask_sglang()
         ours.note(found[0], continued)
+        ours.online_runs = True
         return found
     found = _step(ours, scheduler, running, ask_sglang)
     ours.note_time(time.perf_counter() - started - theirs_s)
