@@ -36,8 +36,13 @@ def real(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     found.loop.close()
 
 
-def run(real: Real, policy: str | None, requests: Requests, beside: Requests, mixed: bool) -> Any:
-    """Run the batch; the online requests come one after the other while it runs. Returns both kinds of answers."""
+def run(
+    real: Real, policy: str | None, requests: Requests, beside: Requests, mixed: bool, stream: Requests | None = None
+) -> Any:
+    """Run the batch; the online requests come one after the other while it runs. Returns both kinds of answers.
+
+    `stream`: more of them, which come each a moment after the one before it.
+    """
 
     async def main() -> Any:
         tuning = Tuning(policy, CHUNK, mixed=mixed)
@@ -48,6 +53,13 @@ def run(real: Real, policy: str | None, requests: Requests, beside: Requests, mi
             while (await real.engine.state())["admitted"] < 1 + 3 * number and not running.done():
                 await asyncio.sleep(0.005)
             answers.append(await real.engine.ask(f"online-{number}", ids, tokens))
+        streamed: list[asyncio.Task[Any]] = []
+        for number, (ids, tokens) in enumerate(stream or []):
+            while (await real.engine.state())["admitted"] < 1 and not running.done():
+                await asyncio.sleep(0.005)
+            streamed.append(asyncio.create_task(real.engine.ask(f"stream-{number}", ids, tokens)))
+            await asyncio.sleep(0.01)
+        await asyncio.gather(*streamed)
         found = await running
         return found | {"online": answers}
 
@@ -78,4 +90,15 @@ def test_a_batch_is_retracted_before_online_requests(real: Real) -> None:
     assert ours["answers"] == alone["answers"]
     assert ours["retractions"] - ours["parked"] > 0
     assert [found["retractions"] for found in ours["online"]] == [0] * len(young)
+    assert (ours["waiting"], ours["running"], ours["kv_kept"]) == (0, 0, 0)
+
+
+def test_a_request_is_parked_only_so_often(real: Real) -> None:
+    """One prompt of ten chunks beside a stream of online requests: it is computed in the end."""
+    tokens = tokens_of(14)
+    requests: Requests = [(tokens(4_900), 4), *((tokens(20), 100) for _ in range(4))]
+    alone = run(real, "fcfs", requests, [], mixed=True)
+    ours = run(real, None, requests, [], mixed=True, stream=[(tokens(300), 1) for _ in range(30)])
+    assert ours["answers"] == alone["answers"]
+    assert 0 < ours["parked"] <= 3
     assert (ours["waiting"], ours["running"], ours["kv_kept"]) == (0, 0, 0)

@@ -40,6 +40,7 @@ RECENT = 4096
 SOON = 64  # steps for which running requests must find room beside pinned prefixes
 LOOK_AGAIN = 16  # steps between two looks at the cache for the same request
 STEP_TOKENS = 8192  # the largest step if SGLang sets none
+MOST_PARKED = 3  # times that the prefill of one request is stopped for online requests
 PROFILES = 1024  # of lengths, that are kept parsed; requests of one profile share the object
 SWITCH_S = 0.0005  # after which a plan's thread leaves the interpreter to a step that waits for it
 
@@ -58,14 +59,14 @@ class Member:
     """One of our requests: SGLang's object and its key in the scan.
 
     `tokens`: output tokens when its prefill ended; with the next one SGLang puts the prompt into its cache.
-    `parked`: whether its prefill began and was stopped, so that it has been counted.
+    `parked`: how often its prefill was stopped for online requests.
     """
 
     req: Any
     key: int
     phase: Phase = Phase.WAITING
     tokens: int = 0
-    parked: bool = False
+    parked: int = 0
 
 
 @dataclass(eq=False)
@@ -206,11 +207,15 @@ class Admission:
         self.online_admitted += len(taken)
         self.online_most_steps = max(self.online_most_steps, *self.online.values(), 0, 0)
 
+    def may_park(self, req: Any) -> bool:
+        """Return whether the prefill of one of our requests may be stopped: each request makes way only so often."""
+        return self.running[req].parked < MOST_PARKED
+
     def park(self, req: Any) -> None:
         """Note that the chunked prefill of one of our requests was stopped: the request waits again, first in line."""
         member = self._leave(req)
         self._computed(member)
-        member.phase, member.parked = Phase.WAITING, True
+        member.phase, member.parked = Phase.WAITING, member.parked + 1
         self.waiting[req.rid] = member
         self.parked += 1
         self.scan.put_back(member.key)

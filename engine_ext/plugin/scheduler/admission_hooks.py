@@ -134,7 +134,7 @@ def _make_way(ours: Admission, scheduler: Any, budget: int, tokens: int) -> int:
     beside = online.uncomputed_tokens(continued) + tokens
     if beside <= budget:
         return budget
-    if not online.can_park(scheduler):
+    if not (ours.may_park(continued) and online.can_park(scheduler)):
         return min(beside, scheduler.chunked_prefill_size)
     ours.park(online.park(scheduler))
     return budget
