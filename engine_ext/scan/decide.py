@@ -332,7 +332,8 @@ def _burst(state: State, space: Space, decoding: int, slots: int) -> int:
     """
     totals, most = state.totals[0], int(state.costs.most_tokens)
     # `space.tokens` are those of a chunked prefill; the scan may not have counted them, if it expected a cached prefix.
-    if decoding == 0 or space.tokens > 0 or totals.pending_tokens > 0 or totals.soon == 1:
+    # Where none of ours runs, the next one need not fit into a share (`_admit`).
+    if decoding == 0 or totals.running == 0 or space.tokens > 0 or totals.pending_tokens > 0 or totals.soon == 1:
         totals.soon = 0
         return most
     least = _waiting_tokens(state, min(most // BURSTS, int(state.costs.capacity) // BURSTS_CACHE))

@@ -164,6 +164,8 @@ class SliceRun:
         async with asyncio.TaskGroup() as group:
             for request in requests:
                 await self._feed.turn()
+                if self._stopping:
+                    break
                 group.create_task(self._run_one(request))
 
     async def _try(self, requests: Sequence[Request], trial: Trial) -> None:

@@ -117,14 +117,15 @@ def test_sliding_windows_have_a_pool_of_their_own(demo: Path, tmp_path: Path, mo
     config |= {"is_hybrid_swa": True, "hybrid_layer_pattern": [1, 0], "sliding_window": windows.WINDOW}
     (model / "config.json").write_text(json.dumps(config))
     windows.install(monkeypatch)
-    arguments = {"max_total_tokens": CAPACITY, "max_running_requests": 32, "swa_full_tokens_ratio": 0.4}
+    # From 0.4 downwards SGLang retracts, and then a few answers differ on this patched CPU, by its own policy too.
+    arguments = {"max_total_tokens": CAPACITY, "max_running_requests": 32, "swa_full_tokens_ratio": 0.6}
     with running_engine(model, NAME, arguments) as engine:
         together = engine.do(ask_all(engine, range(60), lambda number: {}))
         alone = [engine.do(ask_all(engine, range(k, k + 1), lambda number: {}))[0] for k in range(0, 60, 4)]
         [state] = engine.do(engine.host.scheduler_states())
 
     assert [answer["choices"][0]["text"] for answer in together[::4]] == [each["choices"][0]["text"] for each in alone]
-    assert state["scheduling"] == "dual-scan"
+    assert (state["scheduling"], state["retractions"]) == ("dual-scan", 0)
 
 
 @pytest.fixture(scope="module")

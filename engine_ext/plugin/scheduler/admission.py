@@ -190,6 +190,11 @@ class Admission:
                 self.scan.finished(member.key, tokens)
         return bool(gone)
 
+    def most_prompt_tokens(self, scheduler: Any, decoding: int) -> int:
+        """Return the prompt tokens of the largest step, in which decodes take part of the room if they ride along."""
+        riding = decoding if self.overlap.mixes else 0
+        return max(int(scheduler.page_size), int(scheduler.chunked_prefill_size or STEP_TOKENS) - riding)
+
     def demand(self, scheduler: Any, decoding: list[Any]) -> Demand:
         """Return what online requests need of the next step. Where there are none, this takes no time."""
         continued = scheduler.chunked_req
@@ -198,7 +203,7 @@ class Admission:
             return NOBODY
         theirs = [req for req in decoding if req not in self.running]
         self.online_runs = bool(scheduler.waiting_queue or is_chunked or theirs)
-        return demand(scheduler, theirs, int(scheduler.chunked_prefill_size or STEP_TOKENS))
+        return demand(scheduler, theirs, self.most_prompt_tokens(scheduler, len(decoding)))
 
     def note_online(self, before: list[Any], after: list[Any]) -> None:
         """Note which online requests SGLang took in this step, of those that waited `before` it."""

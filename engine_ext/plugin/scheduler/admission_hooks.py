@@ -24,6 +24,7 @@ def enqueue(original: Callable[..., None], scheduler: Any, req: Any, *args: Any,
     """Move one of our requests from SGLang's queue to ours."""
     original(scheduler, req, *args, **kwargs)
     queue, ours = scheduler.waiting_queue, admission_of(scheduler)
+    ours.online_runs |= not is_ours(req)
     if queue and queue[-1] is req and is_ours(req) and ours.fallback is None:
         started = time.perf_counter()
         ours.add(queue.pop())
@@ -67,7 +68,8 @@ def _step(ours: Admission, scheduler: Any, running: Any, ask_sglang: Callable[[]
     step = _decide(ours, scheduler, running, demand)
     budget = max(step.budget, demand.tokens)
     if demand.waiting:
-        budget = _make_way(ours, scheduler, budget, demand.tokens)
+        most = ours.most_prompt_tokens(scheduler, len(running.reqs))
+        budget = _make_way(ours, scheduler, budget, demand.tokens, most)
     continued = scheduler.chunked_req
     if is_beside:  # they decode from here on; tokens decoded during their prefill were not theirs
         ours.prefilled(None)
@@ -75,7 +77,7 @@ def _step(ours: Admission, scheduler: Any, running: Any, ask_sglang: Callable[[]
     ours.ranks.agree(budget, [req.rid for req in candidates], ours.scan.is_ready)
     ours.steps += 1
     ours.decoded = 0 if is_beside else 1
-    if budget == 0 and not scheduler.waiting_queue:
+    if budget == 0 and not scheduler.waiting_queue and not scheduler.grammar_manager.has_waiting_grammars():
         ours.note_refused(candidates, first_blocks=False)
         ours.keep_prefixes(changed, ours.space.free)
         return None, running
@@ -111,22 +113,22 @@ def _step(ours: Admission, scheduler: Any, running: Any, ask_sglang: Callable[[]
 def _decide(ours: Admission, scheduler: Any, running: Any, demand: Demand) -> Step:
     """Let the scan decide; to it, the prompts of online requests are admitted, and what they reserve is used."""
     continued = scheduler.chunked_req
-    pending = demand.tokens
-    if continued in ours.running:
-        pending += online.uncomputed_tokens(continued)
+    pending = online.uncomputed_tokens(continued) if continued in ours.running else 0
     decoding = len(running.reqs)
     reads = int(running.seq_lens_cpu.sum()) if decoding else 0
     slots = max(0, scheduler.get_num_allocatable_reqs(decoding) - (continued is not None) - demand.waiting)
-    used = ours.space.capacity - ours.space.free + pending + demand.reserved
-    ours.scan.set_bursts(not ours.overlap.mixes or ours.not_mixed > 0 or running.return_logprob)
+    used = ours.space.capacity - ours.space.free + pending + demand.tokens + demand.reserved
+    bursts = not ours.overlap.mixes or ours.not_mixed > 0 or running.return_logprob
+    ours.scan.set_bursts(bursts)
+    pending += 0 if bursts else demand.tokens  # an online prompt is no reason for a whole step of ours
     slots = min(slots, ours.space.windows)
     return ours.scan.decide(used, reads, decoding, pending, ours.decoded, slots, ours.ranks.now, ours.ranks.are_ready)
 
 
-def _make_way(ours: Admission, scheduler: Any, budget: int, tokens: int) -> int:
+def _make_way(ours: Admission, scheduler: Any, budget: int, tokens: int, most: int) -> int:
     """Park the chunked prefill of one of our requests if it leaves fewer than `tokens`: SGLang computes it first.
 
-    Returns the budget of the step, which is larger if the chunk cannot be parked.
+    Returns the budget of the step, which is larger, up to `most`, if the chunk cannot be parked.
     """
     continued = scheduler.chunked_req
     if continued not in ours.running:
@@ -135,7 +137,7 @@ def _make_way(ours: Admission, scheduler: Any, budget: int, tokens: int) -> int:
     if beside <= budget:
         return budget
     if not (ours.may_park(continued) and online.can_park(scheduler)):
-        return min(beside, scheduler.chunked_prefill_size)
+        return min(beside, most)
     ours.park(online.park(scheduler))
     return budget
 
@@ -154,9 +156,10 @@ def add_one(original: Callable[..., Any], adder: Any, req: Any, *args: Any, **kw
     if not _admits(adder):
         return original(adder, req, *args, **kwargs)
     if not is_ours(req):
-        before = adder.rem_total_token_offset - adder.cur_rem_token_offset
+        # Without what SGLang has reserved for a chunk of ours that ends in this step.
+        adder.rem_total_token_offset = adder.cur_rem_token_offset + adder.batchweave_reserved
         found = original(adder, req, *args, **kwargs)
-        adder.batchweave_reserved += adder.rem_total_token_offset - adder.cur_rem_token_offset - before
+        adder.batchweave_reserved = adder.rem_total_token_offset - adder.cur_rem_token_offset
         return found
     to_come = online.reservation(req)
     adder.rem_total_token_offset = adder.cur_rem_token_offset + adder.batchweave_reserved - to_come

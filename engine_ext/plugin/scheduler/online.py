@@ -51,7 +51,8 @@ def demand(scheduler: Any, running: Iterable[Any], most: int) -> Demand:
         if tokens >= most:
             break
         cached = cached_tokens(scheduler, req) if place < LOOKED_UP else 0
-        tokens += max(1, length(req) - cached)
+        rest = max(1, length(req) - cached)
+        tokens += -(-rest // scheduler.page_size) * scheduler.page_size
         reserved += reservation(req)
     return Demand(min(tokens, most), len(waiting), reserved)
 
