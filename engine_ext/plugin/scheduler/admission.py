@@ -210,7 +210,7 @@ class Admission:
         self.online = {req: self.online.get(req, 0) + 1 for req in after if not is_ours(req)}
         taken = [req for req in before if req not in self.online]
         self.online_admitted += len(taken)
-        self.online_most_steps = max(self.online_most_steps, *self.online.values(), 0, 0)
+        self.online_most_steps = max(self.online_most_steps, max(self.online.values(), default=0))
 
     def may_park(self, req: Any) -> bool:
         """Return whether the prefill of one of our requests may be stopped: each request makes way only so often."""

@@ -58,7 +58,7 @@ def demand(scheduler: Any, running: Iterable[Any], most: int) -> Demand:
 
 
 def length(req: Any) -> int:
-    """Return how many tokens a prefill of the request has to have in the KV cache."""
+    """Return how many tokens the request has so far: its prompt, and what was answered before a retraction."""
     return len(req.origin_input_ids) + len(req.output_ids)
 
 
@@ -100,7 +100,7 @@ def park(scheduler: Any) -> Any:
 
 
 def retraction_order(original: Any, reqs: list[Any], *args: Any, **kwargs: Any) -> list[int]:
-    """Return SGLang's order of retraction, last first, with all of ours behind those that are not ours."""
+    """Return the order in which SGLang keeps requests, with ours last: it retracts from the end."""
     order = original(reqs, *args, **kwargs)
     return sorted(order, key=lambda index: is_ours(reqs[index]))
 
