@@ -19,6 +19,14 @@ def prefilled(state: State, request: int) -> None:
 
 
 @compiled
+def left_out(state: State, request: int) -> None:
+    """Note that a request that decodes got no token in the step that the next decision counts."""
+    if state.requests[request].started != NOT_STARTED:
+        state.requests[request].started += 1
+        state.totals[0].own_kv -= 1
+
+
+@compiled
 def finished(state: State, request: int, tokens: int) -> None:
     """Note that a request has ended with `tokens` output tokens."""
     _remove(state, request, tokens)

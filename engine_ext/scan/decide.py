@@ -73,11 +73,18 @@ class DualScan:
         return cls(state)
 
     def decide(
-        self, used_kv: int, decoding_kv: int, decoding: int, pending: int, decoded: int = 1, slots: int = ANY_NUMBER
+        self,
+        used_kv: int,
+        decoding_kv: int,
+        decoding: int,
+        pending: int,
+        decoded: int = 1,
+        slots: int = ANY_NUMBER,
+        most: int = ANY_NUMBER,
     ) -> Decision:
         """Decide the next step; see the function `decide`. The returned requests count as admitted from here on."""
         budget, count, waits, has_drifted, left, right = _decided(
-            self.state, used_kv, decoding_kv, decoding, pending, decoded, slots
+            self.state, used_kv, decoding_kv, decoding, pending, decoded, slots, most
         )
         return Decision(budget, self.state.admitted[:count].copy(), waits, has_drifted, (left, right))
 
@@ -116,23 +123,24 @@ class DualScan:
 
 @brief
 def _decided(
-    state: State, used_kv: int, decoding_kv: int, decoding: int, pending: int, decoded: int, slots: int
+    state: State, used_kv: int, decoding_kv: int, decoding: int, pending: int, decoded: int, slots: int, most: int
 ) -> tuple[int, int, int, bool, int, int]:
     """Decide the next step, and return all that is asked afterwards: each call of machine code takes time."""
-    budget, count = decide(state, used_kv, decoding_kv, decoding, pending, decoded, slots)
+    budget, count = decide(state, used_kv, decoding_kv, decoding, pending, decoded, slots, most)
     return budget, count, waiting(state), has_drifted(state), _first_of(state, LEFT), _first_of(state, RIGHT)
 
 
 @compiled
 def decide(
-    state: State, used_kv: int, decoding_kv: int, decoding: int, pending: int, decoded: int, slots: int
+    state: State, used_kv: int, decoding_kv: int, decoding: int, pending: int, decoded: int, slots: int, most: int
 ) -> tuple[int, int]:
     """Decide the next step: return how many prompt tokens to compute and how many requests of `admitted` to admit.
 
     `used_kv`: KV tokens that admitted requests hold, or will hold once their prompts are computed. `decoding_kv`: KV
     tokens that the `decoding` requests read in a step. `pending`: prompt tokens of admitted requests that are still to
     be computed. `decoded`: output tokens that each decoding request has got since the last decision. `slots`: the most
-    requests that the engine can take.
+    requests that the engine can take. `most`: the most prompt tokens, whatever the pace: online requests may leave no
+    time for more.
     """
     state.totals[0].clock += decoded
     state.totals[0].own_kv += decoded * state.totals[0].decoding
@@ -147,10 +155,11 @@ def decide(
     else:
         # The right end fills the KV cache, and may hurry while the cache is not full; the left end keeps the pace.
         budget = _budget(state, decoding_kv, decoding, pending)
-        most = _most_tokens(state, decoding_kv * state.costs.read_s, decoding)
-        hurried = max(budget, min(most, _hurry(state, decoding))) if right_waits else budget
+        longest = _most_tokens(state, decoding_kv * state.costs.read_s, decoding)
+        hurried = max(budget, min(longest, _hurry(state, decoding))) if right_waits else budget
         if _is_the_tail(state):
-            budget = hurried = most
+            budget = hurried = longest
+    budget, hurried = min(budget, most), min(hurried, most)
     first = _first_side(state)
     if first == LEFT:  # a sample or a deadline, which no pace may hold up
         budget = hurried

@@ -23,7 +23,7 @@ from engine_ext.plan.memory import Profile
 from engine_ext.plan.prompts import TokenIds
 from engine_ext.plan.sample import SHARE
 from engine_ext.scan.backlog import Added, AtOnce, Executor, Plan, Planner, Running, Told
-from engine_ext.scan.decide import Decision, DualScan
+from engine_ext.scan.decide import ANY_NUMBER, Decision, DualScan
 from engine_ext.scan.events import (
     ADMITTED,
     DROPPED,
@@ -154,6 +154,7 @@ class LiveScan:
         slots: int,
         now: float = 0.0,
         may_follow: bool = True,
+        most: int = ANY_NUMBER,
     ) -> Step:
         """Decide the next step; see the function `decide` in scan/decide.py. `now`: seconds of any steady clock.
 
@@ -176,7 +177,7 @@ class LiveScan:
             return NOTHING
         if self._making is not None:
             self._events.append((TICK, -1, decoded))
-        found = self._found = self._scan.decide(used_kv, decoding_kv, decoding, pending, decoded, slots)
+        found = self._found = self._scan.decide(used_kv, decoding_kv, decoding, pending, decoded, slots, most)
         self._heads_moved = False
         admitted = self._without_twins(found.admitted.tolist())
         prompts = min(found.budget, pending + sum(len(self._members[key].prompt) for key in admitted))
@@ -271,6 +272,17 @@ class LiveScan:
             heads = self._found.heads
         members = [self._at(head) for head in heads if head != NO_REQUEST]
         return [member.key for member in members if member is not None]
+
+    @property
+    def state(self) -> State | None:
+        """What the scan knows now, for those who choose among its requests; None before the first plan."""
+        self._tell()
+        return self._scan.state if self._scan else None
+
+    def key_of(self, place: int) -> int | None:
+        """Return the key of the request with this number in `state`; None if it was taken back."""
+        member = self._at(place)
+        return None if member is None else member.key
 
     @property
     def kv_tokens(self) -> tuple[int, int]:

@@ -8,7 +8,7 @@ from engine_ext.arrays import Column, Floats
 from engine_ext.compiled import compiled
 from engine_ext.costs.engine_model import StepModel
 from engine_ext.scan.books import finished, prefilled, retracted
-from engine_ext.scan.decide import decide
+from engine_ext.scan.decide import ANY_NUMBER, decide
 from engine_ext.scan.replan import is_outdated
 from engine_ext.scan.state import ALIGNMENT, State
 from engine_ext.scan.sweep import has_drifted, waiting
@@ -191,6 +191,7 @@ def run_batchweave(
             totals.pending,
             decoded,
             len(engine.leaf),
+            ANY_NUMBER,
         )
         for k in range(admitted_count):
             request = int(state.admitted[k])
