@@ -12,7 +12,7 @@ import numba
 
 Args = ParamSpec("Args")
 Result = TypeVar("Result")
-ROOMS = ("costs", "plan", "scan", "simulate")  # the packages whose functions are compiled
+ROOMS = ("costs", "plan", "scan", "coserve", "simulate")  # the packages whose functions are compiled
 
 
 def cache_folder() -> Path:

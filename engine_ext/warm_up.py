@@ -15,6 +15,11 @@ import numba
 import numpy as np
 
 from engine_ext.compiled import FOLDER
+from engine_ext.coserve.limit import NOT_PROFILED, step_limit
+from engine_ext.coserve.predictor import REFIT, Load, longest_chunk, new_predictor, observe, predict, with_chunk
+from engine_ext.coserve.reserve import new_held, note_held, reserve
+from engine_ext.coserve.slo import SloClass, least_slack
+from engine_ext.coserve.victims import victims
 from engine_ext.costs.cost import CostModel
 from engine_ext.costs.engine_model import Clock, EngineModel, compute_time, step_time
 from engine_ext.costs.hardware import Machine, hardware
@@ -68,6 +73,7 @@ def main() -> None:
         print("Compiling the loops of planner and scheduler (once, about a minute) …", file=sys.stderr, flush=True)
         compile_planner()
         compile_scan()
+        compile_coserve()
         _mark().touch()
         forget_old_sources()
         print(f"Compiled in {time.monotonic() - started:.0f} s, cached in {FOLDER}", file=sys.stderr, flush=True)
@@ -125,6 +131,8 @@ def compile_scan() -> None:
             scan.put_back(each)
             _ = scan.next_keys
             scan.take_back(each)
+        if scan.state is not None:
+            victims(scan.state)
         for change in (scan.finished, scan.retracted, scan.dropped):
             if len(running) > 1:
                 change(running.pop(0), 10)
@@ -132,6 +140,21 @@ def compile_scan() -> None:
     step_time(model, compute_time(model, 10, 20.0), 1e-3)
     scan.add(-1, generator.integers(0, 1 << 17, 64, np.uint32), 1000)
     scan.take_back(-1)
+
+
+def compile_coserve() -> None:
+    """Bound a few steps beside online requests."""
+    cost = CostModel(preset("llama-3-8b"), Machine(hardware("h200")))
+    predictor, held = new_predictor(EngineModel.of_steps(cost, Clock.MIXED).numbers), new_held(1000)
+    load = Load(10, 20.0, 1, 1, 100)
+    for _ in range(REFIT):
+        observe(predictor, load, 0.01)
+    note_held(held, 10, 0.01)
+    bounds = SloClass(ttft_s=1.0).bounds
+    times, generated = np.ones(1), np.ones(1, dtype=np.int64)
+    slack_s = least_slack(bounds, 0.0, times, times, times, generated)
+    limit_s = step_limit(bounds, NOT_PROFILED.numbers(), slack_s, predict(predictor, load), 1)
+    longest_chunk(predictor, with_chunk(load, 0, 5), reserve(held), limit_s, 100)
 
 
 def compile_simulator() -> None:

@@ -15,9 +15,9 @@ ROOMS = (
     *("demo", "remote", "up", "cli"),
 )
 # The same of `engine_ext`; `compiled` makes machine code of all rooms, `arrays` is what it changes in place.
-ENGINE_ROOMS = ("errors", "arrays", "compiled", "costs", "plan", "scan", "simulate", "warm_up", "plugin")
+ENGINE_ROOMS = ("errors", "arrays", "compiled", "costs", "plan", "scan", "coserve", "simulate", "warm_up", "plugin")
 KNOWN_TO_SERVICE = ("errors", "arrays", "warm_up", "costs", "plan")
-PURE = ("costs", "plan", "scan", "simulate")
+PURE = ("costs", "plan", "scan", "coserve", "simulate")
 PROCESSES = ("worker", "scheduler", "cpu")  # rooms of the plugin, by where a line runs; what is beside them crosses
 IO = {"asyncio", "io", "os", "pathlib", "random", "socket", "subprocess", "time", "datetime", "tempfile"}
 

@@ -1,0 +1,44 @@
+"""Says how long the next step may take, so that every online request gets its next token in time."""
+
+import math
+from typing import NamedTuple
+
+from engine_ext.compiled import compiled
+from engine_ext.coserve.slo import Bounds
+
+GUARD = 0.25  # of the TTFT: the longest step while no online request is there, since one may come as it begins
+
+
+class Profiled(NamedTuple):
+    """What keeps the bounds that only many requests together have, found by trying; all in seconds.
+
+    `limit_s`: the longest step with work of a batch, which bounds percentiles. `price_s`: how much longer a batch may
+    make a step, divided by the online requests that wait for it, which bounds means: the same seconds delay fewer
+    tokens where few decode. `idle_s`: the longest step while no online request is on the engine.
+    """
+
+    limit_s: float = math.inf
+    price_s: float = math.inf
+    idle_s: float = math.inf
+
+    def numbers(self) -> "Profiled":
+        """Return the same with one type per field, so that functions compile once."""
+        return Profiled(float(self.limit_s), float(self.price_s), float(self.idle_s))
+
+
+NOT_PROFILED = Profiled()
+
+
+@compiled
+def step_limit(bounds: Bounds, profiled: Profiled, least_slack_s: float, alone_s: float, online: int) -> float:
+    """Return the most seconds that a step may take.
+
+    `least_slack_s`: the least time until the next token of a request in the step is due, less what still runs.
+    `alone_s`: the seconds of the step with nothing of the batches in it; no limit is shorter, because leaving out
+    decodes of online requests would only move the delay to them. `online`: how many online requests are in the step.
+    """
+    if online == 0:
+        return min(profiled.idle_s, GUARD * bounds.ttft_s)
+    # A step longer than the pace would be made good later, but a reader sees it.
+    most = min(least_slack_s, bounds.tpot_s, bounds.tbt_s, profiled.limit_s, alone_s + profiled.price_s / online)
+    return max(most, alone_s)

@@ -1,0 +1,51 @@
+"""Keeps KV cache free for online requests: up to what they held at most times of the last hour."""
+
+from typing import NamedTuple
+
+import numpy as np
+
+from engine_ext.arrays import Column, Floats
+from engine_ext.compiled import compiled
+
+BINS = 128  # of the share of the KV cache that online requests hold
+BEFORE_S = 600.0  # without online requests, as if before the first step: one request alone reserves nothing
+MEMORY_S = 3600.0  # after which what was seen counts a third
+LEAST = 0.02  # of the KV cache, always kept for them
+SELDOM = 1e-3  # of the time: online requests that were there for less are forgotten
+QUANTILE = 0.95  # of the time, in which they held no more
+
+
+class Held(NamedTuple):
+    """How long online requests have held how much of the KV cache: seconds by share, float64 [BINS]."""
+
+    seconds: Floats
+    capacity: int
+    now: Column
+
+
+def new_held(capacity: int) -> Held:
+    seconds = np.zeros(BINS)
+    seconds[0] = BEFORE_S
+    return Held(seconds, int(capacity), np.zeros(1, dtype=np.int64))
+
+
+@compiled
+def note_held(held: Held, kv_tokens: int, seconds: float) -> None:
+    """Note that online requests have held so many KV tokens for so many seconds."""
+    held.seconds[:] *= np.exp(-seconds / MEMORY_S)
+    # Bin 0 is for an engine without online requests.
+    held.seconds[min(BINS - 1, -(-kv_tokens * BINS // held.capacity))] += seconds
+    held.now[0] = kv_tokens
+
+
+@compiled
+def reserve(held: Held) -> int:
+    """Return the KV tokens to keep free for online requests, beside what they hold now; 0 where there were none."""
+    total, so_far, at = held.seconds.sum(), 0.0, 0
+    if total - held.seconds[0] < SELDOM * total:
+        return 0
+    while at < BINS - 1 and so_far + held.seconds[at] < QUANTILE * total:
+        so_far += held.seconds[at]
+        at += 1
+    usual = at * held.capacity // BINS
+    return int(max(LEAST * held.capacity, usual - held.now[0]))
