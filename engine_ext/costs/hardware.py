@@ -107,6 +107,7 @@ PRESETS: Mapping[str, Hardware] = MappingProxyType(
     {
         each.name: each
         for each in (
+            _preset("a100-40gb", 312, 1.555, 40, link=300),
             _preset("a100-80gb", 312, 2.039, 80, link=300),
             _preset("h100", 989, 3.35, 80, link=450, fp8=1979),
             _preset("h200", 989, 4.8, 141, link=450, fp8=1979),

@@ -232,6 +232,7 @@ PRESETS: Mapping[str, ModelShape] = MappingProxyType(
             _preset("llama-3-70b", 8192, 80, 64, 8, 28672, 128256),
             _preset("llama-2-7b", 4096, 32, 32, 32, 11008, 32000),
             _preset("qwen-2.5-7b", 3584, 28, 28, 4, 18944, 152064),
+            _preset("qwen-2.5-14b", 5120, 48, 40, 8, 13824, 152064),
             _preset("qwen-2.5-72b", 8192, 80, 64, 8, 29568, 152064),
             _preset("deepseek-67b", 8192, 95, 64, 8, 22016, 102400),
         )

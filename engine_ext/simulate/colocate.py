@@ -1,0 +1,313 @@
+"""Runs the policies for online requests beside a batch, each on the same engine, and measures both sides."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from types import MappingProxyType
+
+import numpy as np
+
+from engine_ext.arrays import Column, Floats, column
+from engine_ext.coserve.limit import NOT_PROFILED, Profiled
+from engine_ext.coserve.predictor import new_predictor
+from engine_ext.coserve.reserve import new_held
+from engine_ext.coserve.slo import SloClass
+from engine_ext.costs.cost import CostModel
+from engine_ext.costs.engine_model import Clock, EngineModel, StepModel
+from engine_ext.errors import InputError, TooLarge
+from engine_ext.plan.groups import group_requests
+from engine_ext.plan.lengths import UNKNOWN
+from engine_ext.plan.prompts import Prompts
+from engine_ext.plan.tree import PrefixTree, build_tree
+from engine_ext.scan.footprint import output_tokens
+from engine_ext.scan.replan import Progress, answers_before_next, plan_backlog
+from engine_ext.scan.state import State, StepCosts
+from engine_ext.simulate.arrivals import Arrivals
+from engine_ext.simulate.cache import Cache, new_cache
+from engine_ext.simulate.coserving import Ours, Rules, progress_of, run_ours
+from engine_ext.simulate.rivals import Rival, new_line, run_rival
+from engine_ext.simulate.shared_engine import DONE, SharedEngine, new_shared_engine
+
+NO_LIMIT = math.inf
+
+
+@dataclass(frozen=True, slots=True)
+class Traffic:
+    """Online requests, and the requests of a batch that wait from the start; both with prompts and true outputs.
+
+    `everything`: the prefix tree of the batch's requests and the online ones, in this order; `tree`: that of the batch
+    alone. `caps`: the batch's max_tokens. `group`: how many of the batch's requests there are at a time, the next when
+    all of them have ended; 0 for all at once.
+    """
+
+    everything: PrefixTree
+    tree: PrefixTree
+    lengths: Column
+    output: Column
+    batch: int
+    caps: Column
+    arrivals: Arrivals
+    group: int = 0
+
+    @classmethod
+    def of(cls, prompts: Prompts, output: Column, caps: Column, arrivals: Arrivals, group: int = 0) -> "Traffic":
+        """Build the trees. `prompts` and `output` have the batch first, then one for each arrival; `caps` the batch."""
+        batch = len(caps)
+        end = int(prompts.starts[batch])
+        sizes = None if prompts.sizes is None else prompts.sizes[:end]
+        alone = Prompts(prompts.tokens[:end], prompts.starts[: batch + 1], sizes)
+        return cls(
+            build_tree(prompts),
+            build_tree(alone),
+            prompts.lengths,
+            output.astype(np.int64),
+            batch,
+            caps,
+            arrivals,
+            group,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """What a policy is set to. `chunk`: the most prompt tokens of a step. `profiled`: the limits of a step.
+
+    `rate`: requests of the batch per second, for policies that bound it. `reserved`: SGLang's new token ratio.
+    """
+
+    chunk: int = 512
+    profiled: Profiled = NOT_PROFILED
+    rate: float = NO_LIMIT
+    reserved: float = 0.5
+    seed: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """The results of one run. Times are in seconds, tokens of the batch count once each, until the last arrival.
+
+    `violations`: the share of online requests that missed the class's TTFT or TPOT, or had not ended when the run was
+    given up. `normalized_latency`: seconds from arrival to end per output token, as a mean over requests. `ended_s`:
+    the time of the last online token. `batch_ended`: requests of the batch that have ended.
+    """
+
+    policy: str
+    settings: Settings
+    online_tokens_per_s: float
+    offline_tokens_per_s: float
+    ttft_mean: float
+    ttft_p99: float
+    tbt_mean: float
+    tbt_p99: float
+    normalized_latency: float
+    ttft_attained: float
+    tpot_attained: float
+    violations: float
+    preemptions: int
+    recomputed_tokens: int
+    restored_tokens: int
+    left_out: int
+    steps: int
+    busy: float
+    ended_s: float
+    batch_ended: int
+
+
+def run(
+    traffic: Traffic, cost: CostModel, model: EngineModel, policy: str, settings: Settings, slo: SloClass
+) -> Measured:
+    """Run one policy. Raises InputError for an unknown one, TooLarge for a request that no cache can hold."""
+    needed = traffic.lengths + traffic.output
+    if len(needed) and int(needed.max()) >= model.capacity:
+        raise TooLarge(int(needed.argmax()), int(needed.max()), model.capacity)
+    engine, cache = fresh_engine(traffic, model)
+    counted = run_on(engine, cache, traffic, cost, model, policy, settings, slo)
+    return _measured(policy, settings, traffic, engine, counted, slo)
+
+
+def run_on(
+    engine: SharedEngine,
+    cache: Cache,
+    traffic: Traffic,
+    cost: CostModel,
+    model: EngineModel,
+    policy: str,
+    settings: Settings,
+    slo: SloClass,
+) -> int:
+    """Run one policy on this engine; return the batch's tokens until the last arrival. Raises InputError."""
+    if policy == OURS:
+        return _run_scan(traffic, cost, model, engine, cache, settings, slo)
+    if policy in RIVALS:
+        return _run_rival(traffic, model, engine, cache, RIVALS[policy], settings)
+    raise InputError(f"no policy {policy!r}; choose from {', '.join(POLICIES)}")
+
+
+def fresh_engine(traffic: Traffic, model: EngineModel) -> tuple[SharedEngine, Cache]:
+    """Return an engine and an empty cache as they are before anything has arrived."""
+    tree = traffic.everything
+    leaf = np.empty(len(traffic.output), dtype=np.int64)
+    leaf[tree.order] = tree.leaves
+    online = np.arange(len(traffic.output)) >= traffic.batch
+    arrives_s = np.zeros(len(traffic.output))
+    arrives_s[traffic.batch :] = traffic.arrivals.arrives_s
+    engine = new_shared_engine(leaf, traffic.lengths, traffic.output, online, arrives_s)
+    return engine, new_cache(tree.parent, tree.begin, tree.end, model.capacity)
+
+
+def _run_rival(
+    traffic: Traffic, model: EngineModel, engine: SharedEngine, cache: Cache, rule: "Rule", settings: Settings
+) -> int:
+    order = traffic.tree.order if rule.depth_first else np.arange(traffic.batch, dtype=np.int64)
+    line = new_line(order if rule.batch else np.zeros(0, dtype=np.int64), len(traffic.output))
+    rival = Rival(
+        bool(rule.online_first),
+        int(settings.chunk),
+        bool(rule.counts_decodes),
+        float(settings.reserved if rule.reserves else 0.0),
+        bool(rule.preempts),
+        bool(rule.keeps),
+        float(settings.profiled.limit_s if rule.limited else NO_LIMIT),
+        float(settings.rate if rule.rated else 1e12),
+        int(traffic.group),
+        bool(rule.chunk_first),
+    )
+    until_s = float(traffic.arrivals.duration_s)
+    return int(run_rival(engine, cache, new_predictor(model.numbers), line, rival, traffic.batch, until_s))
+
+
+def _run_scan(
+    traffic: Traffic,
+    cost: CostModel,
+    model: EngineModel,
+    engine: SharedEngine,
+    cache: Cache,
+    settings: Settings,
+    slo: SloClass,
+) -> int:
+    costs = StepCosts(
+        model.gemm_s,
+        model.read_s,
+        model.weights_s,
+        model.capacity,
+        quadratic_s=model.quadratic_s,
+        bursts=model.clock is Clock.SEQUENTIAL,
+    )
+    count, generator = traffic.batch, np.random.default_rng(settings.seed)
+    line = new_line(np.arange(count, dtype=np.int64), len(traffic.output))
+    ours = _ours(traffic, model.numbers)
+    rules = Rules(slo.bounds, settings.profiled.numbers(), int(settings.chunk), True)
+    groups = group_requests(traffic.tree, None)
+    known = np.full(count, UNKNOWN)
+    progress = Progress.at_first(traffic.caps, known, np.zeros(count, dtype=np.bool_))
+    while True:
+        plan = plan_backlog(traffic.tree, groups, progress, cost, costs, generator)
+        answers = answers_before_next(progress.learned)
+        until_s = float(traffic.arrivals.duration_s)
+        if run_ours(engine, cache, plan.state, line, ours, rules, answers, until_s):
+            return int(ours.counted[0])
+        progress = _go_on(progress, engine, plan.state)
+
+
+def _ours(traffic: Traffic, numbers: StepModel) -> Ours:
+    def places() -> Column:
+        return np.zeros(len(traffic.output), dtype=np.int64)
+
+    rests, counted = np.zeros(len(traffic.output), dtype=np.bool_), np.full(1, -1, dtype=np.int64)
+    held, decoded = new_held(numbers.capacity), np.zeros(1, dtype=np.int64)
+    return Ours(new_predictor(numbers), held, places(), places(), places(), rests, counted, decoded)
+
+
+def _go_on(progress: Progress, engine: SharedEngine, state: State) -> Progress:
+    count = len(progress.caps)
+    tokens, runs, prefilled, ended = progress_of(engine, count)
+    running = np.flatnonzero(runs)
+    tokens[running] = output_tokens(state, running)
+    return replace(
+        progress,
+        tokens=tokens,
+        runs=runs,
+        prefilled=prefilled,
+        ended=ended,
+        fresh=column(state.requests, "fresh").astype(np.int64),
+        side=column(state.requests, "side").astype(np.int64),
+    )
+
+
+def _measured(
+    policy: str, settings: Settings, traffic: Traffic, engine: SharedEngine, counted: int, slo: SloClass
+) -> Measured:
+    totals, online = engine.totals[0], slice(traffic.batch, None)
+    arrives, first, last = (column(engine.requests, name)[online] for name in ("arrives_s", "first_s", "last_s"))
+    state, generated = column(engine.requests, "state")[online], column(engine.requests, "generated")[online]
+    ended, begun, now = state == DONE, generated > 0, float(totals.now_s)
+    ttft = np.where(begun, first, now) - arrives
+    tpot = np.where(generated > 1, (last - first) / np.maximum(generated - 1, 1), 0.0)
+    gaps = engine.gaps[: totals.gaps]
+    bounds = slo.bounds
+    late = (ttft > bounds.ttft_s) | (tpot > bounds.tpot_s) | ~ended
+    normalized = (np.where(ended, last, now) - arrives) / np.maximum(generated, 1)
+    duration, count = traffic.arrivals.duration_s, max(1, len(arrives))
+    tokens = (traffic.lengths[online] + traffic.output[online])[ended]
+    return Measured(
+        policy=policy,
+        settings=settings,
+        online_tokens_per_s=float(tokens.sum()) / duration,
+        offline_tokens_per_s=counted / duration,
+        ttft_mean=_mean(ttft),
+        ttft_p99=_quantile(ttft),
+        tbt_mean=_mean(gaps),
+        tbt_p99=_quantile(gaps),
+        normalized_latency=_mean(normalized),
+        ttft_attained=float(np.count_nonzero(begun & (ttft <= bounds.ttft_s))) / count,
+        tpot_attained=float(np.count_nonzero(ended & (tpot <= bounds.tpot_s))) / count,
+        violations=float(np.count_nonzero(late)) / count,
+        preemptions=int(totals.preemptions),
+        recomputed_tokens=int(totals.recomputed),
+        restored_tokens=int(totals.restored),
+        left_out=int(totals.left_out),
+        steps=int(totals.steps),
+        busy=float(totals.busy_s / max(now, 1e-9)),
+        ended_s=float(last.max(initial=0.0)),
+        batch_ended=int(np.count_nonzero(column(engine.requests, "state")[: traffic.batch] == DONE)),
+    )
+
+
+def _mean(values: Floats) -> float:
+    return float(values.mean()) if len(values) else 0.0
+
+
+def _quantile(values: Floats) -> float:
+    return float(np.quantile(values, 0.99)) if len(values) else 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """What makes a rival; see `Rival`. `batch`: whether it runs the batch at all; `depth_first`: in which order."""
+
+    batch: bool = True
+    depth_first: bool = False
+    online_first: bool = True
+    counts_decodes: bool = False
+    reserves: bool = False
+    preempts: bool = True
+    keeps: bool = False
+    limited: bool = False
+    rated: bool = False
+    chunk_first: bool = False
+
+
+OURS = "batchweave"
+RIVALS: Mapping[str, Rule] = MappingProxyType(
+    {
+        "online-only": Rule(batch=False),
+        "fcfs": Rule(online_first=False, reserves=True, preempts=False, chunk_first=True),
+        "priority": Rule(reserves=True, preempts=False, chunk_first=True),
+        "vllm-priority": Rule(counts_decodes=True),
+        "sarathi-offline": Rule(counts_decodes=True),
+        "hygen-star": Rule(counts_decodes=True, rated=True),
+        "hygen": Rule(counts_decodes=True, limited=True, keeps=True, depth_first=True),
+        "hygen-recompute": Rule(counts_decodes=True, limited=True, depth_first=True),
+    }
+)
+POLICIES = (*RIVALS, OURS)

@@ -1,0 +1,329 @@
+"""Simulates our scheduler for online requests beside a batch: the dual scan within the limits of `coserve`."""
+
+from typing import NamedTuple
+
+import numpy as np
+
+from engine_ext.arrays import Bools, Column
+from engine_ext.compiled import compiled
+from engine_ext.coserve.harvest import harvest
+from engine_ext.coserve.limit import NOT_PROFILED, Profiled, step_limit
+from engine_ext.coserve.predictor import Load, Predictor, longest_chunk, observe, predict, with_chunk
+from engine_ext.coserve.reserve import Held, note_held, reserve
+from engine_ext.coserve.slo import Bounds, deadline
+from engine_ext.coserve.victims import victims
+from engine_ext.scan.books import finished, left_out, prefilled, retracted
+from engine_ext.scan.decide import decide
+from engine_ext.scan.replan import is_outdated
+from engine_ext.scan.state import State
+from engine_ext.scan.sweep import has_drifted, waiting
+from engine_ext.simulate.cache import Cache, Heap, evictable_leaves
+from engine_ext.simulate.rivals import DRAIN, Line, arrive, counted_tokens, next_online, put_back_online, taken, wait
+from engine_ext.simulate.shared_engine import (
+    DONE,
+    NOBODY,
+    PREFILL,
+    SharedEngine,
+    admit,
+    needed,
+    room,
+    run_step,
+    take_off,
+)
+
+PAGE = 128  # prompt tokens that an online request gets in any step, however late the others are
+
+
+class Rules(NamedTuple):
+    """Our settings: the online class's bounds, what was profiled, and the most prompt tokens of a step.
+
+    `keeps`: whether what is taken off the engine leaves its KV cache there while nobody needs it.
+    """
+
+    bounds: Bounds
+    profiled: Profiled
+    chunk: int
+    keeps: bool
+
+
+class Ours(NamedTuple):
+    """What our scheduler knows beside the scan's state; arrays that change in place.
+
+    `kv`, `skipped`, `rests`, `batch`: by decode of the batch. `counted`: the batch's tokens when the arrivals end, -1
+    before. `decoded`: output tokens of each decode that the scan has not been told.
+    """
+
+    predictor: Predictor
+    held: Held
+    kv: Column
+    skipped: Column
+    batch: Column
+    rests: Bools
+    counted: Column
+    decoded: Column
+
+
+@compiled
+def run_ours(
+    engine: SharedEngine, cache: Cache, state: State, line: Line, ours: Ours, rules: Rules, answers: int, until_s: float
+) -> bool:
+    """Run until everything has ended, and return True, or until another plan is due."""
+    heap, totals, requests = evictable_leaves(cache), engine.totals[0], engine.requests
+    first_online = len(state.requests)
+    online, steps = len(requests) - first_online, 0
+    while totals.now_s < until_s or (totals.done < online and totals.now_s < DRAIN * until_s):
+        if ours.counted[0] < 0 and totals.now_s >= until_s:
+            ours.counted[0] = counted_tokens(engine, first_online)
+        if is_outdated(waiting(state), has_drifted(state), steps, answers):
+            return False
+        steps += 1
+        arrive(engine, line, first_online)
+        _choose(engine, cache, heap, state, line, ours, rules, first_online)
+        load = run_step(engine, cache, heap, ours.predictor.model, True, rules.keeps)
+        if load.prompt_tokens + load.decoding == 0 and not wait(engine, line, first_online, until_s):
+            break
+        if load.decoding > 0:
+            _tell_left_out(engine, state)
+        observe(ours.predictor, load, totals.last_step_s)
+        note_held(ours.held, totals.online_held, totals.last_step_s)
+        answers -= _tell(engine, state, line)
+        ours.decoded[0] = 1 if load.decoding > 0 else 0
+    if ours.counted[0] < 0:
+        ours.counted[0] = counted_tokens(engine, first_online)
+    return True
+
+
+@compiled
+def _choose(
+    engine: SharedEngine,
+    cache: Cache,
+    heap: Heap,
+    state: State,
+    line: Line,
+    ours: Ours,
+    rules: Rules,
+    first_online: int,
+) -> None:
+    """Say what the next step does: online requests first, then the batch within the step's limit."""
+    totals, predictor = engine.totals[0], ours.predictor
+    load = Load(0, 0.0, 0, totals.online_decoding, totals.online_kv)
+    slack_s = _least_slack(engine, rules.bounds)
+    limit_s = step_limit(rules.bounds, NOT_PROFILED, slack_s, predict(predictor, load), totals.online_decoding)
+    load, first_slack_s, rest = _online_prompts(engine, cache, heap, state, line, ours, rules, first_online, limit_s)
+    alone_s, online = predict(predictor, load), totals.online_decoding + load.prompts
+    if rest > 0:  # prompts that this step does not end: each further step may be longer by a part of their slack
+        further = rest // rules.chunk + 1
+        slack_s = min(slack_s, alone_s + max(0.0, first_slack_s) / (2 * further))
+    limit_s = step_limit(rules.bounds, rules.profiled, slack_s, alone_s, online)
+    _batch(engine, cache, heap, state, line, ours, rules, load, limit_s)
+
+
+@compiled
+def _least_slack(engine: SharedEngine, bounds: Bounds) -> float:
+    """Return the least seconds until the next token of an online request that decodes is due."""
+    totals, least = engine.totals[0], np.inf
+    for k in range(totals.decoding):
+        r = engine.requests[engine.decoding[k]]
+        if r.online == 1:
+            due = deadline(bounds, r.arrives_s, r.first_s, r.last_s, r.generated)
+            least = min(least, due - totals.now_s)
+    return least
+
+
+@compiled
+def _online_prompts(
+    engine: SharedEngine,
+    cache: Cache,
+    heap: Heap,
+    state: State,
+    line: Line,
+    ours: Ours,
+    rules: Rules,
+    first_online: int,
+    limit_s: float,
+) -> tuple[Load, float, int]:
+    """Give online prompts their part of the step, in order of arrival, which is that of their slack in one class.
+
+    Returns the load of the step's online work, the least slack of the prompts that it leaves unfinished, and how many
+    tokens of these are left.
+    """
+    totals, requests = engine.totals[0], engine.requests
+    load = Load(0, 0.0, 0, totals.online_decoding, totals.online_kv)
+    left, slack_s, rest = rules.chunk, np.inf, 0
+    at = 0
+    while True:
+        if at < totals.prefilling:
+            request = int(engine.prefilling[at])
+            at += 1
+            if requests[request].online == 0:
+                continue
+        else:
+            request = next_online(line, first_online)
+            if request == NOBODY:
+                break
+            if left <= 0 or not _make_room_for(engine, cache, heap, state, line, rules, request):
+                rest += int(requests[request].prompt)
+                slack_s = min(slack_s, _slack_of(engine, rules, request))
+                break
+            taken(engine, line, request)
+            admit(engine, cache, heap, request)
+            at = totals.prefilling
+        r = requests[request]
+        before = int(r.prompt + r.generated - r.left)
+        most = int(min(left, r.left))
+        fitting = longest_chunk(ours.predictor, load, before, limit_s, most)
+        r.take = min(most, max(fitting, PAGE if load.prompts == 0 else 0))
+        left = left - r.take if fitting == most else 0
+        if r.take > 0:
+            load = with_chunk(load, before, int(r.take))
+        if r.take < r.left:
+            rest += int(r.left - r.take)
+            slack_s = min(slack_s, _slack_of(engine, rules, request))
+    return load, slack_s, rest
+
+
+@compiled
+def _slack_of(engine: SharedEngine, rules: Rules, request: int) -> float:
+    r = engine.requests[request]
+    due = deadline(rules.bounds, r.arrives_s, r.first_s, r.last_s, r.generated)
+    return float(due - engine.totals[0].now_s)
+
+
+@compiled
+def _make_room_for(
+    engine: SharedEngine, cache: Cache, heap: Heap, state: State, line: Line, rules: Rules, request: int
+) -> bool:
+    """Return whether there is room for an online request, for which requests of the batch leave the engine."""
+    while room(engine, cache) - needed(engine, cache, request) <= 0:
+        those = victims(state)
+        victim = int(those[0]) if len(those) > 0 else _last_prompt(engine)
+        if victim == NOBODY:
+            return False
+        take_off(engine, cache, heap, victim, rules.keeps)
+        engine.totals[0].preempted = 0
+        retracted(state, victim, int(engine.requests[victim].generated))
+    return True
+
+
+@compiled
+def _last_prompt(engine: SharedEngine) -> int:
+    """Return the request of the batch whose prompt was begun last."""
+    for k in range(engine.totals[0].prefilling - 1, -1, -1):
+        request = int(engine.prefilling[k])
+        if engine.requests[request].online == 0:
+            return request
+    return NOBODY
+
+
+@compiled
+def _batch(
+    engine: SharedEngine,
+    cache: Cache,
+    heap: Heap,
+    state: State,
+    line: Line,
+    ours: Ours,
+    rules: Rules,
+    load: Load,
+    limit_s: float,
+) -> None:
+    """Say what the step does for the batch: which decodes it leaves out, which prompts it computes, which requests it admits."""
+    totals, requests = engine.totals[0], engine.requests
+    count, pending, before = _note_batch(engine, ours)
+    most = max(0, rules.chunk - load.prompt_tokens)
+    rests = ours.rests[:count]
+    found = harvest(ours.predictor, load, ours.kv[:count], ours.skipped[:count], rests, limit_s, before, most)
+    kv = 0
+    for k in range(count):
+        requests[ours.batch[k]].rests = 1 if rests[k] else 0
+        kv += 0 if rests[k] else ours.kv[k]
+    budget, admitted = decide(
+        state,
+        cache.tokens[0].locked + reserve(ours.held),
+        load.kv_tokens + kv,
+        load.decoding + count - found.left_out,
+        pending + load.prompt_tokens,
+        int(ours.decoded[0]),
+        len(requests),
+        load.prompt_tokens + found.prompt_tokens,
+    )
+    ours.decoded[0] = 0
+    for k in range(admitted):
+        request = int(state.admitted[k])
+        if room(engine, cache) - needed(engine, cache, request) <= 0:
+            retracted(state, request, int(requests[request].generated))
+        else:
+            admit(engine, cache, heap, request)
+    left = max(0, min(budget - load.prompt_tokens, found.prompt_tokens))
+    for k in range(totals.prefilling):
+        r = requests[engine.prefilling[k]]
+        if r.online == 0:
+            r.take = min(left, r.left)
+            left -= r.take
+
+
+@compiled
+def _note_batch(engine: SharedEngine, ours: Ours) -> tuple[int, int, int]:
+    """Note the batch's decodes in `ours`; return how many there are, and what its prompts still have to compute.
+
+    The last number is how many tokens of the first of these prompts are computed.
+    """
+    totals, count, pending, before = engine.totals[0], 0, 0, 0
+    for k in range(totals.decoding):
+        r = engine.requests[engine.decoding[k]]
+        if r.online == 0:
+            ours.batch[count], ours.kv[count], ours.skipped[count] = (
+                engine.decoding[k],
+                r.prompt + r.generated,
+                r.skipped,
+            )
+            count += 1
+    for k in range(totals.prefilling - 1, -1, -1):
+        r = engine.requests[engine.prefilling[k]]
+        if r.online == 0:
+            pending += r.left
+            before = r.prompt + r.generated - r.left
+    return count, int(pending), int(before)
+
+
+@compiled
+def _tell_left_out(engine: SharedEngine, state: State) -> None:
+    """Tell the scan which of the batch's decodes got no token in a step in which others did."""
+    for k in range(engine.totals[0].decoding):
+        request = int(engine.decoding[k])
+        if engine.requests[request].online == 0 and engine.requests[request].rests == 1:
+            left_out(state, request)
+
+
+@compiled
+def _tell(engine: SharedEngine, state: State, line: Line) -> int:
+    """Tell the scan what the step did to the batch's requests; return how many answers of unknown length have ended."""
+    totals, learned = engine.totals[0], 0
+    for k in range(totals.preempted):
+        request = int(engine.preempted[k])
+        if engine.requests[request].online == 0:
+            retracted(state, request, int(engine.requests[request].generated))
+    put_back_online(engine, line)
+    for k in range(totals.prefilled):
+        if engine.requests[engine.prefilled[k]].online == 0:
+            prefilled(state, int(engine.prefilled[k]))
+    for k in range(totals.finished):
+        request = int(engine.finished[k])
+        if engine.requests[request].online == 0:
+            finished(state, request, int(engine.requests[request].output))
+            learned += state.requests[request].known < 0
+    return learned
+
+
+@compiled
+def progress_of(engine: SharedEngine, batch: int) -> tuple[Column, Bools, Bools, Bools]:
+    """Return the tokens of the batch's requests, and whether each runs, is prefilled, and has ended."""
+    tokens = np.zeros(batch, dtype=np.int64)
+    runs, is_prefilled, ended = np.zeros(batch, np.bool_), np.zeros(batch, np.bool_), np.zeros(batch, np.bool_)
+    for request in range(batch):
+        r = engine.requests[request]
+        tokens[request] = r.generated
+        runs[request] = r.state >= PREFILL and r.state < DONE
+        is_prefilled[request] = r.state > PREFILL and r.state < DONE
+        ended[request] = r.state == DONE
+    return tokens, runs, is_prefilled, ended

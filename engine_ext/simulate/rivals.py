@@ -1,0 +1,350 @@
+"""Simulates schedulers that others use or describe for online requests beside a batch; `Rival` says how they differ.
+
+All take online requests in order of arrival, and the batch's in the order given to them.
+"""
+
+from typing import NamedTuple
+
+import numpy as np
+
+from engine_ext.arrays import Column
+from engine_ext.compiled import compiled
+from engine_ext.coserve.predictor import Load, Predictor, longest_chunk, predict, with_chunk, with_decodes
+from engine_ext.simulate.cache import Cache, Heap, empty_heap
+from engine_ext.simulate.shared_engine import (
+    DONE,
+    NOBODY,
+    PREFILL,
+    WAITS,
+    Request,
+    SharedEngine,
+    admit,
+    needed,
+    room,
+    run_step,
+    take_off,
+)
+
+CLIP = 4096  # most output tokens that SGLang reserves for one request
+DRAIN = 2.0  # times the arrivals' duration, after which an online request that has not ended never will
+
+
+class Rival(NamedTuple):
+    """A scheduler's rules.
+
+    `online_first`: online requests go first, and are retracted last. `chunk`: prompt tokens of a step;
+    `counts_decodes`: decodes take their part of it. `reserved`: the part of the answers to come that must fit for a
+    request to be admitted, as SGLang's new token ratio; 0 for none, as in vLLM. `preempts`: whether an online prompt
+    that finds no room takes requests of the batch off the engine; `keeps`: whether these keep their KV cache for as
+    long as nobody needs it. `limit_s`: the seconds that a step with work of the batch may take. `rate`: the most
+    requests of the batch admitted per second. `group`: how many of the batch's requests there are at a time, the next
+    when all of them have ended; 0 for all at once. `chunk_first`: a prompt that was begun is continued before all others.
+    """
+
+    online_first: bool
+    chunk: int
+    counts_decodes: bool
+    reserved: float
+    preempts: bool
+    keeps: bool
+    limit_s: float
+    rate: float
+    group: int
+    chunk_first: bool
+
+
+class Line(NamedTuple):
+    """Who waits: online requests, those of the batch, and those taken off the engine, which go before the others.
+
+    `at`: how many online requests have arrived, how far they and the batch are taken, how many of either kind were
+    taken off, and how many of the batch were released.
+    """
+
+    order: Column
+    online_again: Column
+    batch_again: Column
+    at: Column
+
+
+ARRIVED, ONLINE, BATCH, ONLINE_AGAIN, BATCH_AGAIN, RELEASED = range(6)
+
+
+def new_line(order: Column, requests: int) -> Line:
+    """Return the line at the start; `order`: the batch's requests in the order in which they are taken."""
+    return Line(order.copy(), np.zeros(requests, np.int64), np.zeros(requests, np.int64), np.zeros(6, np.int64))
+
+
+@compiled
+def run_rival(
+    engine: SharedEngine,
+    cache: Cache,
+    predictor: Predictor,
+    line: Line,
+    rival: Rival,
+    batch: int,
+    until_s: float,
+) -> int:
+    """Run until `until_s`, and on until the online requests have ended; return the batch's tokens until then.
+
+    Tokens count once, however often they are computed. `batch`: the requests of the batch, the first ones.
+    """
+    heap, totals, counted = empty_heap(), engine.totals[0], -1
+    online = len(engine.requests) - batch
+    while totals.now_s < until_s or (totals.done < online and totals.now_s < DRAIN * until_s):
+        if counted < 0 and totals.now_s >= until_s:
+            counted = counted_tokens(engine, batch)
+        arrive(engine, line, batch)
+        _release(engine, line, rival.group)
+        _choose(engine, cache, heap, predictor, line, rival, batch)
+        totals.preempted = 0
+        load = run_step(engine, cache, heap, predictor.model, rival.online_first, rival.keeps)
+        if load.prompt_tokens + load.decoding == 0 and not wait(engine, line, batch, until_s):
+            break
+        _put_back(engine, line)
+    return counted_tokens(engine, batch) if counted < 0 else counted
+
+
+@compiled
+def wait(engine: SharedEngine, line: Line, batch: int, until_s: float) -> bool:
+    """Let time pass until the next request arrives, or until the end; return False if nothing can happen any more."""
+    totals, coming = engine.totals[0], batch + line.at[ARRIVED]
+    if coming < len(engine.requests):
+        totals.now_s = max(totals.now_s, engine.requests[coming].arrives_s)
+    elif totals.now_s < until_s:
+        totals.now_s = until_s
+    else:
+        return False
+    return True
+
+
+@compiled
+def counted_tokens(engine: SharedEngine, batch: int) -> int:
+    """Return the tokens of the batch's requests so far, each once."""
+    tokens = 0
+    for request in range(batch):
+        tokens += engine.requests[request].counted
+    return tokens
+
+
+@compiled
+def arrive(engine: SharedEngine, line: Line, batch: int) -> None:
+    requests, at = engine.requests, line.at
+    while batch + at[ARRIVED] < len(requests):
+        r = requests[batch + at[ARRIVED]]
+        if r.arrives_s > engine.totals[0].now_s:
+            break
+        r.state = WAITS
+        at[ARRIVED] += 1
+
+
+@compiled
+def _release(engine: SharedEngine, line: Line, group: int) -> None:
+    """Release the batch's next group once the one before has ended."""
+    at = line.at
+    if group == 0:
+        at[RELEASED] = len(line.order)
+        return
+    if at[BATCH] < at[RELEASED] or at[BATCH_AGAIN] > 0:
+        return
+    for place in range(max(0, at[RELEASED] - group), at[RELEASED]):
+        if engine.requests[line.order[place]].state != DONE:
+            return
+    for place in range(at[RELEASED], min(len(line.order), at[RELEASED] + group)):
+        engine.requests[line.order[place]].arrives_s = engine.totals[0].now_s
+    at[RELEASED] = min(len(line.order), at[RELEASED] + group)
+
+
+@compiled
+def _put_back(engine: SharedEngine, line: Line) -> None:
+    """Let those wait again that the last step took off the engine."""
+    totals, at = engine.totals[0], line.at
+    for k in range(totals.preempted):
+        request = engine.preempted[k]
+        if engine.requests[request].online == 1:
+            line.online_again[at[ONLINE_AGAIN]] = request
+            at[ONLINE_AGAIN] += 1
+        else:
+            line.batch_again[at[BATCH_AGAIN]] = request
+            at[BATCH_AGAIN] += 1
+    totals.preempted = 0
+
+
+@compiled
+def next_online(line: Line, batch: int) -> int:
+    at = line.at
+    if at[ONLINE_AGAIN] > 0:
+        return int(line.online_again[at[ONLINE_AGAIN] - 1])
+    return int(batch + at[ONLINE]) if at[ONLINE] < at[ARRIVED] else NOBODY
+
+
+@compiled
+def _next_of_batch(line: Line) -> int:
+    at = line.at
+    if at[BATCH_AGAIN] > 0:
+        return int(line.batch_again[at[BATCH_AGAIN] - 1])
+    return int(line.order[at[BATCH]]) if at[BATCH] < at[RELEASED] else NOBODY
+
+
+@compiled
+def taken(engine: SharedEngine, line: Line, request: int) -> None:
+    is_online, at = engine.requests[request].online == 1, line.at
+    again, first = (ONLINE_AGAIN, ONLINE) if is_online else (BATCH_AGAIN, BATCH)
+    if at[again] > 0:
+        at[again] -= 1
+    else:
+        at[first] += 1
+
+
+@compiled
+def _choose(
+    engine: SharedEngine,
+    cache: Cache,
+    heap: Heap,
+    predictor: Predictor,
+    line: Line,
+    rival: Rival,
+    batch: int,
+) -> None:
+    """Say what the next step does."""
+    totals, requests = engine.totals[0], engine.requests
+    left = rival.chunk - (totals.decoding if rival.counts_decodes else 0)
+    load = Load(0, 0.0, 0, totals.online_decoding, totals.online_kv)
+    if rival.chunk_first and totals.prefilling > 0:
+        left, load = _give(engine, int(engine.prefilling[0]), left, load)
+    for online in range(1, -1, -1):
+        if online == 0:
+            load, rests_now = _decodes_of_batch(engine, predictor, load, rival.limit_s)
+            if rests_now > 0:
+                return
+        for k in range(totals.prefilling):
+            request = int(engine.prefilling[k])
+            if requests[request].take == 0 and (requests[request].online == online or not rival.online_first):
+                most = left if online == 1 else _within(predictor, load, requests[request], rival.limit_s, left)
+                given, load = _give(engine, request, most, load)
+                left -= most - given
+        while left > 0:
+            request = _next(engine, line, rival, batch, online)
+            if request == NOBODY:
+                break
+            most = left if online == 1 else _within(predictor, load, requests[request], rival.limit_s, left)
+            if most == 0 or not _make_room_for(engine, cache, heap, line, rival, request):
+                break
+            taken(engine, line, request)
+            admit(engine, cache, heap, request)
+            given, load = _give(engine, request, most, load)
+            left -= most - given
+
+
+@compiled
+def _next(engine: SharedEngine, line: Line, rival: Rival, batch: int, online: int) -> int:
+    """Return who is admitted next, of the one kind or, without `online_first`, of both by arrival."""
+    theirs, ours = next_online(line, batch), _next_of_batch(line)
+    if ours != NOBODY and line.at[BATCH_AGAIN] == 0 and line.at[BATCH] >= rival.rate * engine.totals[0].now_s:
+        ours = NOBODY
+    if rival.online_first:
+        return theirs if online == 1 else ours
+    if theirs == NOBODY or ours == NOBODY:
+        return max(theirs, ours)
+    return ours if engine.requests[ours].arrives_s <= engine.requests[theirs].arrives_s else theirs
+
+
+@compiled
+def _give(engine: SharedEngine, request: int, most: int, load: Load) -> tuple[int, Load]:
+    """Give a prompt up to `most` tokens of the step; return what is left of them, and the load with these."""
+    r = engine.requests[request]
+    r.take = max(0, min(most, r.left))
+    if r.take == 0:
+        return most, load
+    before = r.prompt + r.generated - r.left
+    return most - r.take, with_chunk(load, before, int(r.take))
+
+
+@compiled
+def _within(predictor: Predictor, load: Load, r: Request, limit_s: float, most: int) -> int:
+    if limit_s == np.inf or most <= 0:
+        return max(0, most)
+    before = r.prompt + r.generated - r.left if r.state == PREFILL else 0
+    return longest_chunk(predictor, load, int(before), limit_s, most)
+
+
+@compiled
+def _decodes_of_batch(engine: SharedEngine, predictor: Predictor, load: Load, limit_s: float) -> tuple[Load, int]:
+    """Let the batch's decodes into the step in their order while the limit allows it (HyGen algorithm 1)."""
+    totals, left_out = engine.totals[0], 0
+    for k in range(totals.decoding):
+        r = engine.requests[engine.decoding[k]]
+        if r.online == 1:
+            continue
+        more = with_decodes(load, 1, int(r.prompt + r.generated))
+        r.rests = 0
+        if limit_s < np.inf and predict(predictor, more) > limit_s:
+            r.rests = 1
+            left_out += 1
+        else:
+            load = more
+    return load, left_out
+
+
+@compiled
+def _make_room_for(engine: SharedEngine, cache: Cache, heap: Heap, line: Line, rival: Rival, request: int) -> bool:
+    """Return whether there is room for the request; if the rules say so, the batch's latest make room for it."""
+    totals, is_online = engine.totals[0], engine.requests[request].online == 1
+    if rival.reserved > 0.0:
+        own = _to_come(engine, request)
+        reserved = rival.reserved * _all_to_come(engine) + own
+        runs = totals.decoding + totals.prefilling > 0
+        return room(engine, cache) - needed(engine, cache, request) > (reserved if runs else 0.0)
+    while room(engine, cache) - needed(engine, cache, request) <= 0:
+        if not (is_online and rival.preempts):
+            return False
+        victim = _latest_of_batch(engine)
+        if victim == NOBODY:
+            return False
+        totals.preempted = 0
+        take_off(engine, cache, heap, victim, rival.keeps)
+        _put_back(engine, line)
+    return True
+
+
+@compiled
+def _latest_of_batch(engine: SharedEngine) -> int:
+    totals, latest = engine.totals[0], NOBODY
+    for k in range(totals.decoding):
+        request = int(engine.decoding[k])
+        r = engine.requests[request]
+        if r.online == 0 and (latest == NOBODY or r.number > engine.requests[latest].number):
+            latest = request
+    for k in range(totals.prefilling):
+        request = int(engine.prefilling[k])
+        r = engine.requests[request]
+        if r.online == 0 and (latest == NOBODY or r.number > engine.requests[latest].number):
+            latest = request
+    return latest
+
+
+@compiled
+def _to_come(engine: SharedEngine, request: int) -> float:
+    r = engine.requests[request]
+    return float(min(max(0, r.output - r.generated), CLIP))
+
+
+@compiled
+def _all_to_come(engine: SharedEngine) -> float:
+    totals, tokens = engine.totals[0], 0.0
+    for k in range(totals.decoding):
+        tokens += _to_come(engine, int(engine.decoding[k]))
+    for k in range(totals.prefilling):
+        tokens += _to_come(engine, int(engine.prefilling[k]))
+    return tokens
+
+
+@compiled
+def put_back_online(engine: SharedEngine, line: Line) -> None:
+    """Let the online requests wait again that the last step took off the engine."""
+    totals, at = engine.totals[0], line.at
+    for k in range(totals.preempted):
+        request = engine.preempted[k]
+        if engine.requests[request].online == 1:
+            line.online_again[at[ONLINE_AGAIN]] = request
+            at[ONLINE_AGAIN] += 1
+    totals.preempted = 0

@@ -1,0 +1,141 @@
+"""Online requests beside a batch on the simulated engine: what no scheduler may do, and what ours should do better."""
+
+from functools import cache
+
+import numpy as np
+import pytest
+
+from engine_ext.arrays import column
+from engine_ext.coserve.limit import Profiled
+from engine_ext.coserve.slo import SloClass
+from engine_ext.costs.cost import CostModel
+from engine_ext.costs.engine_model import Clock, EngineModel
+from engine_ext.costs.hardware import Machine, hardware
+from engine_ext.costs.model_shape import preset
+from engine_ext.errors import InputError, TooLarge
+from engine_ext.plan.prompts import Prompts
+from engine_ext.simulate.arrivals import Arrivals, at_rate, denser
+from engine_ext.simulate.cache import Cache
+from engine_ext.simulate.colocate import OURS, POLICIES, Measured, Settings, Traffic, fresh_engine, run, run_on
+from engine_ext.simulate.shared_engine import DECODE, DONE, PREFILL, SharedEngine
+
+COST = CostModel(preset("llama-3-8b"), Machine(hardware("h200")))
+LARGE = EngineModel.of(COST, Clock.MIXED)
+SMALL = EngineModel(LARGE.gemm_s, LARGE.read_s, LARGE.quadratic_s, LARGE.weights_s, 12_000, clock=Clock.MIXED)
+SLO = SloClass(ttft_s=1.0, tpot_s=0.02)
+
+
+@cache
+def traffic(rate: float = 8.0, seconds: float = 10.0, batch: int = 600, group: int = 0) -> Traffic:
+    generator = np.random.default_rng(1)
+    arrivals = at_rate(np.sort(generator.uniform(0.0, 60.0, 300)), rate, seconds, generator)
+    count = len(arrivals)
+    shared = [[(f"document {k % 20}", 300), (k, int(generator.integers(20, 900)))] for k in range(batch)]
+    online = [[(f"online {k}", int(generator.integers(20, 1500)))] for k in range(count)]
+    output = np.concatenate([generator.integers(1, 200, batch), generator.integers(1, 60, count)])
+    return Traffic.of(Prompts.of_segments([*shared, *online]), output, np.full(batch, 4096), arrivals, group)
+
+
+def measure(policy: str, model: EngineModel = SMALL, slo: SloClass = SLO, **settings: object) -> Measured:
+    return run(traffic(), COST, model, policy, Settings(**settings), slo)  # pyright: ignore[reportArgumentType]
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_no_token_is_lost_or_counted_twice(policy: str) -> None:
+    """With a small KV cache and a tight limit, through preemption and retraction."""
+    found = traffic()
+    engine, kv = fresh_engine(found, SMALL)
+    run_on(engine, kv, found, COST, SMALL, policy, Settings(profiled=Profiled(0.008), rate=5.0), SLO)
+    check(engine, kv, SMALL.capacity)
+    generated, output = column(engine.requests, "generated"), column(engine.requests, "output")
+    ended = column(engine.requests, "state") == DONE
+    assert np.all(generated[ended] == output[ended])
+    assert np.all(generated <= output)
+    counted, prompt = column(engine.requests, "counted"), column(engine.requests, "prompt")
+    assert np.all(counted <= prompt + output)
+    if policy != "fcfs":
+        assert np.all(ended[found.batch :])
+        assert engine.totals[0].gaps == int((output[found.batch :] - 1).sum())
+
+
+def check(engine: SharedEngine, kv: Cache, capacity: int) -> None:
+    """All KV tokens are free, locked or evictable, and what is locked belongs to those who run."""
+    tokens, state = kv.tokens[0], column(engine.requests, "state")
+    assert tokens.free + tokens.locked + tokens.evictable == capacity
+    assert min(tokens.free, tokens.locked, tokens.evictable) >= 0
+    runs = (state == PREFILL) | (state == DECODE)
+    held = int(column(engine.requests, "held")[runs].sum())
+    assert tokens.locked == held + int(kv.size[1:][kv.users[1:] > 0].sum())
+    assert engine.totals[0].decoding + engine.totals[0].prefilling == np.count_nonzero(runs)
+
+
+def test_ours_gives_the_batch_most_within_every_bound() -> None:
+    alone = measure("online-only")
+    ours = measure(OURS)
+    assert ours.violations <= alone.violations + 0.01
+    assert ours.offline_tokens_per_s > 0
+    for rival in ("priority", "vllm-priority", "sarathi-offline"):
+        found = measure(rival, chunk=256)
+        assert found.violations > 0.5 or found.offline_tokens_per_s < ours.offline_tokens_per_s
+    hygen = [measure("hygen", profiled=Profiled(limit_s)) for limit_s in (0.006, 0.01, 0.02)]
+    kept = [found.offline_tokens_per_s for found in hygen if found.violations <= ours.violations]
+    assert ours.offline_tokens_per_s >= max(kept, default=0.0)
+
+
+def test_a_limit_keeps_every_step_beside_online_requests_short() -> None:
+    found, no_slo = traffic(batch=6000), SloClass()
+    alone = run(found, COST, LARGE, "online-only", Settings(), no_slo)
+    ours = run(found, COST, LARGE, OURS, Settings(profiled=Profiled(0.006)), no_slo)
+    free = run(found, COST, LARGE, OURS, Settings(), no_slo)
+    assert ours.tbt_p99 <= max(0.006, alone.tbt_p99) * 1.01
+    assert free.tbt_mean > ours.tbt_mean
+    assert 0 < ours.offline_tokens_per_s < free.offline_tokens_per_s
+
+
+def test_harvest_ends_within_a_step_of_a_burst_and_comes_back() -> None:
+    """Three seconds in which fifty times as many online requests come as before and after."""
+    generator = np.random.default_rng(2)
+    times = np.sort(np.concatenate([generator.uniform(0, 9, 9), generator.uniform(3, 6, 150)]))
+    arrivals = Arrivals(times, np.arange(len(times)), np.zeros(len(times), dtype=np.int64), 9.0)
+    batch = [[(k, 500)] for k in range(4000)]
+    online = [[(f"online {k}", 600)] for k in range(len(times))]
+    output = np.concatenate([np.full(4000, 40), np.full(len(times), 60)])
+    burst = Traffic.of(Prompts.of_segments([*batch, *online]), output, np.full(4000, 4096), arrivals)
+    ours, alone = (run(burst, COST, LARGE, policy, Settings(), SLO) for policy in (OURS, "online-only"))
+    assert ours.violations <= alone.violations + 0.01
+    quiet = run(burst, COST, LARGE, OURS, Settings(), SloClass(ttft_s=0.1, tpot_s=0.005))
+    assert quiet.offline_tokens_per_s > 0.2 * ours.offline_tokens_per_s
+
+
+def test_groups_of_a_batch_come_one_after_the_other() -> None:
+    found = run(traffic(group=50), COST, SMALL, "vllm-priority", Settings(), SLO)
+    assert 0 < found.batch_ended <= traffic().batch
+    assert run(traffic(group=50), COST, SMALL, "fcfs", Settings(), SLO).violations < 1.0  # between two groups
+
+
+def test_equal_input_gives_equal_runs() -> None:
+    assert measure(OURS) == measure(OURS)
+
+
+def test_arrivals_are_thinned_or_repeated_to_a_rate() -> None:
+    generator = np.random.default_rng(0)
+    times = np.sort(generator.uniform(0, 1000, 5000))
+    for rate in (0.5, 5.0, 17.0):
+        found = at_rate(times, rate, 400.0, np.random.default_rng(1))
+        assert found.rate == pytest.approx(rate, rel=0.1)
+        assert np.all(np.diff(found.arrives_s) >= 0)
+        assert len(set(zip(found.number.tolist(), found.copy.tolist(), strict=True))) == len(found)
+    busy = denser(found, 100.0, 200.0, 3, generator)
+    inside = np.count_nonzero((found.arrives_s >= 100) & (found.arrives_s < 200))
+    assert len(busy) == len(found) + 2 * inside
+    for wrong in ((times[:0], 1.0), (times, 0.0), (times[::-1], 1.0)):
+        with pytest.raises(InputError):
+            at_rate(*wrong, 10.0, generator)
+
+
+def test_bad_input_is_refused() -> None:
+    with pytest.raises(InputError, match="choose from"):
+        measure("nonsense")
+    tiny = EngineModel(1e-6, 1e-8, 0.0, 1e-3, 500, clock=Clock.MIXED)
+    with pytest.raises(TooLarge):
+        measure(OURS, tiny)
