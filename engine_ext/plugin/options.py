@@ -6,6 +6,7 @@ from enum import StrEnum
 
 import msgspec
 
+from engine_ext.coserve.slo import SloClass
 from engine_ext.costs.cost import CostModel
 from engine_ext.costs.hardware import Machine
 
@@ -40,11 +41,15 @@ class Emulation(StrEnum):
     REAL = "real"  # each step lasts as long as it says, for tests of the service around it
 
 
+ONLINE = SloClass("default", ttft_s=1.0, tpot_s=0.05)
+
+
 @dataclass(frozen=True, slots=True)
 class Options:
     """Everything that the scheduler process is told.
 
-    `cost`: the cost model of the model on the machine that steps are planned for. `emulated`: a device replaces the
+    `cost`: the cost model of the model on the machine that steps are planned for. `online`: how late the tokens of
+    online requests may be. `emulated`: a device replaces the
     forward pass; its name is in every report and answer. `steps_file`: where the scheduler writes what each step did
     and took, up to 100,000 steps. `retunes`: the engine's owner may change how it schedules between two runs, as
     benchmarks do (`plugin/tuning.py`). `pulses`: memory into which the scheduler writes that it is alive
@@ -58,6 +63,7 @@ class Options:
     retunes: bool = False
     steps_file: str | None = None
     pulses: str | None = None
+    online: SloClass = ONLINE
 
     def hand_over(self) -> None:
         """Pass the options to all processes that this one starts from now on."""

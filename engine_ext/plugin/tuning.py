@@ -15,7 +15,7 @@ class Tuning:
 
     `chunk` (chunked prefill size) and `ratio` (initial new token ratio) are SGLang's; the scan uses `chunk` as its
     largest step. `mixed`: decodes ride in prefill chunks. `clock`: the clock of an emulated device, which then decides
-    whether decodes ride.
+    whether decodes ride. `ttft_s` and `tpot_s` bound the tokens of online requests.
     """
 
     policy: str | None = None
@@ -23,6 +23,8 @@ class Tuning:
     ratio: float = 0.7
     mixed: bool = True
     clock: Clock = Clock.MIXED
+    ttft_s: float = 1.0
+    tpot_s: float = 0.05
 
     def numbers(self) -> dict[str, float]:
         values = {
@@ -31,5 +33,7 @@ class Tuning:
             "ratio": self.ratio,
             "mixed": int(self.mixed),
             "clock": int(self.clock),
+            "ttft_s": self.ttft_s,
+            "tpot_s": self.tpot_s,
         }
         return {MARK + name: value for name, value in values.items()}

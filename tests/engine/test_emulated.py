@@ -103,3 +103,28 @@ def test_the_scan_runs_in_sglang_as_the_simulator_says(emulated: Any, name: str,
     assert ours["retractions"] <= 0.05 * len(prompts)
     assert theirs["virtual_s"] == pytest.approx(expected_theirs.seconds, rel=0.05)
     assert ours["virtual_s"] == pytest.approx(expected.seconds, rel=0.05)
+
+
+@pytest.mark.parametrize("tpot_s", [0.005, 0.05])
+def test_online_tokens_come_in_time_beside_a_batch(emulated: Any, tpot_s: float) -> None:
+    """The tight bound leaves the batch fewer prompt tokens in a step; the loose one is longer than any step here."""
+    from engine_ext.plugin.tuning import Tuning
+
+    prompts, outputs = workload("both ends")
+
+    async def main() -> dict[str, Any]:
+        tuning = Tuning(chunk=CHUNK, clock=Clock.MIXED, tpot_s=tpot_s)
+        running = asyncio.create_task(emulated.run(tuning, prompts, outputs))
+        while (await emulated.state())["waiting"] == 0:  # it begins when all of them wait
+            await asyncio.sleep(0.001)
+        asked = [emulated.ask(f"online-{number}", [7] * 40, 200) for number in range(4)]
+        answers = await asyncio.gather(*asked)
+        assert [len(found["answer"]) for found in answers] == [200] * 4
+        await running
+        return await emulated.state()
+
+    found = asyncio.get_event_loop().run_until_complete(main())
+    assert (found["online_ended"], found["online_late"]) == (4, 0)
+    assert (found["limited_steps"] > 0) == (tpot_s == 0.005)
+    assert found["online_tpot_s"] <= 0.005
+    assert (found["waiting"], found["running"], found["kv_kept"]) == (0, 0, 0)

@@ -37,9 +37,18 @@ def real(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 
 
 def run(
-    real: Real, policy: str | None, requests: Requests, beside: Requests, mixed: bool, stream: Requests | None = None
+    real: Real,
+    policy: str | None,
+    requests: Requests,
+    beside: Requests,
+    mixed: bool,
+    stream: Requests | None = None,
+    held: int = 0,
 ) -> Any:
     """Run the batch; the online requests come one after the other while it runs. Returns both kinds of answers.
+
+    The first comes once the batch holds more than `held` tokens of the KV cache, and each other one after three more
+    of its requests were admitted.
 
     `stream`: more of them, which come each a moment after the one before it.
     """
@@ -50,7 +59,10 @@ def run(
         running = asyncio.create_task(real.engine.run(tuning, prompts, outputs))
         answers: list[dict[str, Any]] = []
         for number, (ids, tokens) in enumerate(beside):
-            while (await real.engine.state())["admitted"] < 1 + 3 * number and not running.done():
+            while not running.done():
+                state = await real.engine.state()
+                if state["admitted"] >= 1 + 3 * number and state["kv_of_left"] + state["kv_of_right"] >= held:
+                    break
                 await asyncio.sleep(0.005)
             answers.append(await real.engine.ask(f"online-{number}", ids, tokens))
         streamed: list[asyncio.Task[Any]] = []
@@ -103,3 +115,20 @@ def test_a_request_is_parked_only_so_often(real: Real) -> None:
     assert ours["answers"] == alone["answers"]
     assert 0 < ours["parked"] <= 3
     assert (ours["waiting"], ours["running"], ours["kv_kept"]) == (0, 0, 0)
+
+
+def test_a_batch_makes_room_for_online_requests(real: Real) -> None:
+    """Answers fill the KV cache; an online prompt that needs most of it does not wait until they end."""
+    tokens = tokens_of(15)
+    requests: Requests = [(tokens(60), 150) for _ in range(48)]
+    large: Requests = [(tokens(5_500), 8)]
+    alone = run(real, "fcfs", requests, [], mixed=True)
+    theirs = run(real, "fcfs", [], large, mixed=True)
+    for mixed in (True, False):
+        ours = run(real, None, requests, large, mixed, held=1_500)
+        assert ours["answers"] == alone["answers"]
+        assert [found["answer"] for found in ours["online"]] == [found["answer"] for found in theirs["online"]]
+        assert [found["retractions"] for found in ours["online"]] == [0]
+        assert ours["preempted"] > 0
+        assert ours["online_most_steps"] <= 6
+        assert (ours["waiting"], ours["running"], ours["kv_kept"]) == (0, 0, 0)

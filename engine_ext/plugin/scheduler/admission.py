@@ -19,16 +19,22 @@ from typing import Any
 import numpy as np
 from sglang.srt.managers.schedule_batch import FINISH_ABORT
 
+from engine_ext.coserve.slo import SloClass
+from engine_ext.coserve.victims import victims
 from engine_ext.costs.cost import CostModel
+from engine_ext.costs.engine_model import Clock, EngineModel
 from engine_ext.errors import InputError
 from engine_ext.plan.buckets import LONGEST
 from engine_ext.plan.lengths import UNKNOWN
 from engine_ext.plan.memory import Profile
 from engine_ext.plugin.marks import DUE, KIND, LENGTHS, UNTOLD
 from engine_ext.plugin.options import Emulation, Overlap, handed_over
+from engine_ext.plugin.platform_entry import gpu_is_present
+from engine_ext.plugin.scheduler import emulated
+from engine_ext.plugin.scheduler.beside import Beside
 from engine_ext.plugin.scheduler.fallback import reason_for_sglang
 from engine_ext.plugin.scheduler.kv_space import KVSpace
-from engine_ext.plugin.scheduler.online import NOBODY, Demand, cached_tokens, demand, is_ours
+from engine_ext.plugin.scheduler.online import NOBODY, Demand, cached_tokens, demand, is_ours, length
 from engine_ext.plugin.scheduler.pins import Pins
 from engine_ext.plugin.scheduler.ranks import Ranks
 from engine_ext.scan.backlog import AtOnce, Executor
@@ -59,7 +65,7 @@ class Member:
     """One of our requests: SGLang's object and its key in the scan.
 
     `tokens`: output tokens when its prefill ended; with the next one SGLang puts the prompt into its cache.
-    `parked`: how often its prefill was stopped for online requests.
+    `parked`: how often its prefill was stopped for online requests, or it was taken off the engine for them.
     """
 
     req: Any
@@ -78,6 +84,7 @@ class Admission:
     pins: Pins
     ranks: Ranks
     space: KVSpace
+    beside: Beside
     fallback: str | None = None  # why SGLang's own policy schedules instead
     by_key: dict[int, Member] = field(default_factory=dict[int, Member])
     waiting: dict[str, Member] = field(default_factory=dict[str, Member])  # by rid
@@ -93,6 +100,7 @@ class Admission:
     prompt_tokens: int = 0
     refused: int = 0  # admissions that SGLang did not take
     parked: int = 0  # chunked prefills that were stopped for online requests
+    preempted: int = 0  # decoding requests that were taken off the engine for them
     online: dict[Any, int] = field(default_factory=dict[Any, int])  # those that wait: how many steps went by
     online_runs: bool = True  # whether an online request may be among those that decode
     online_admitted: int = 0
@@ -105,7 +113,7 @@ class Admission:
     recent_ids: deque[str] = field(default_factory=lambda: deque(maxlen=RECENT))
 
     @classmethod
-    def of(cls, cost: CostModel, scheduler: Any) -> "Admission":
+    def of(cls, cost: CostModel, online: SloClass, scheduler: Any) -> "Admission":
         space, overlap = KVSpace.of(scheduler), overlap_of(scheduler)
         step_tokens = int(scheduler.chunked_prefill_size or STEP_TOKENS)
         costs = StepCosts.of(cost, space.capacity, step_tokens, bursts=not overlap.mixes)
@@ -114,7 +122,10 @@ class Admission:
         if fallback:
             log.warning("SGLang's own policy schedules this engine, and not the dual scan: %s", fallback)
         pins = Pins(scheduler.tree_cache, space.capacity)
-        return cls(scan, overlap, pins, Ranks.of(scheduler), space, fallback)
+        ranks = Ranks.of(scheduler)
+        model = EngineModel.of_steps(cost, Clock.MIXED).numbers
+        beside = Beside.of(online.bounds, model, space.capacity, _lag(scheduler, ranks))
+        return cls(scan, overlap, pins, ranks, space, beside, fallback)
 
     def add(self, req: Any) -> None:
         """Add a request that waits now, for the first time or because it was retracted."""
@@ -225,6 +236,24 @@ class Admission:
         self.parked += 1
         self.scan.put_back(member.key)
 
+    def victims(self, running: Any) -> list[Any]:
+        """Return the requests that may be taken off the engine, those first that would hold their KV cache longest."""
+        state = self.scan.state
+        if state is None:
+            return []
+        keys = [self.scan.key_of(int(place)) for place in victims(state)]
+        members = [self.by_key[key] for key in keys if key is not None]
+        here = set(running.reqs)
+        return [m.req for m in members if m.parked < MOST_PARKED and m.req in here and not m.req.finished()]
+
+    def take_off(self, reqs: list[Any]) -> None:
+        """Note that these decoding requests were taken off the engine: they wait again, before all others."""
+        for req in reqs:
+            member = self._leave(req)
+            member.parked += 1
+            self._wait_again(member)
+        self.preempted += len(reqs)
+
     def note_admitted(self, reqs: list[Any]) -> None:
         """Note that SGLang took these admissions."""
         for req in reqs:
@@ -296,13 +325,16 @@ class Admission:
         return self.running.pop(req)
 
     def _retract(self, member: Member) -> None:
-        req = member.req
+        self.retractions += 1
+        self.retracted_tokens += length(member.req)
+        self._wait_again(member)
+
+    def _wait_again(self, member: Member) -> None:
+        """Note that a running request waits again, with the output tokens that it has."""
         self._computed(member)
         member.phase = Phase.WAITING
-        self.waiting[req.rid] = member
-        self.retractions += 1
-        self.retracted_tokens += len(req.origin_input_ids) + len(req.output_ids)
-        self.scan.retracted(member.key, len(req.output_ids))
+        self.waiting[member.req.rid] = member
+        self.scan.retracted(member.key, len(member.req.output_ids))
 
     def _computed(self, member: Member) -> None:
         """Move the member out of those whose prompts are being computed or stored."""
@@ -318,6 +350,12 @@ def _executor() -> Executor:
         return AtOnce()
     sys.setswitchinterval(SWITCH_S)
     return ThreadPoolExecutor(1, "plan")
+
+
+def _lag(scheduler: Any, ranks: Ranks) -> int:
+    """Return how many steps that were launched before still run when a step is decided, as far as the clock says."""
+    lasts = gpu_is_present() and emulated.clock() is None  # else a step is over when its launch returns
+    return int(lasts and scheduler.enable_overlap) + int(ranks.group is not None)
 
 
 def _due(custom_params: dict[str, Any]) -> float:
@@ -341,7 +379,8 @@ def admission_of(scheduler: Any) -> Admission:
     if found is None:
         options = handed_over()
         assert options is not None
-        found = Admission.of(options.cost, scheduler)
+        online = getattr(scheduler, "batchweave_online", options.online)  # a benchmark sets another
+        found = Admission.of(options.cost, online, scheduler)
         found.scan.cached = lambda key: cached_tokens(scheduler, found.by_key[key].req)
         scheduler.batchweave_admission = found
     return found

@@ -10,10 +10,13 @@ from typing import Any
 
 from sglang.srt.plugins.hook_registry import HookType
 
+from engine_ext.coserve.predictor import Load
 from engine_ext.plugin.options import Overlap
-from engine_ext.plugin.scheduler import online
+from engine_ext.plugin.scheduler import online, preemption
 from engine_ext.plugin.scheduler.admission import Admission, admission_of
+from engine_ext.plugin.scheduler.beside import Allowed
 from engine_ext.plugin.scheduler.online import Demand, is_ours
+from engine_ext.plugin.scheduler.step_load import load_of
 from engine_ext.scan.live import Step
 
 _SCHEDULER = "sglang.srt.managers.scheduler.Scheduler"
@@ -24,7 +27,9 @@ def enqueue(original: Callable[..., None], scheduler: Any, req: Any, *args: Any,
     """Move one of our requests from SGLang's queue to ours."""
     original(scheduler, req, *args, **kwargs)
     queue, ours = scheduler.waiting_queue, admission_of(scheduler)
-    ours.online_runs |= not is_ours(req)
+    if not is_ours(req):
+        ours.online_runs = True
+        ours.beside.arrived(req, ours.ranks.now)
     if queue and queue[-1] is req and is_ours(req) and ours.fallback is None:
         started = time.perf_counter()
         ours.add(queue.pop())
@@ -46,14 +51,21 @@ def admit(original: Callable[..., Any], scheduler: Any, *args: Any, **kwargs: An
         return found
 
     if not ours.waiting and not ours.running:
-        continued = scheduler.chunked_req
-        found = ask_sglang()
-        ours.note(found[0], continued)
-        ours.online_runs = True
-        return found
+        return _without_batches(ours, scheduler, running, ask_sglang)
     found = _step(ours, scheduler, running, ask_sglang)
     ours.note_time(time.perf_counter() - started - theirs_s)
     return found
+
+
+def _without_batches(ours: Admission, scheduler: Any, running: Any, ask_sglang: Callable[[], Any]) -> Any:
+    """Leave the step to SGLang, and note only how the online requests fare."""
+    continued = scheduler.chunked_req
+    ours.beside.pass_time(online.those_here(scheduler, running), ours.ranks.tick())
+    batch, running_after = ask_sglang()
+    ours.note(batch, continued)
+    ours.beside.launched(_decodes(running_after) if batch is None else _load(batch))
+    ours.online_runs = True
+    return batch, running_after
 
 
 def _step(ours: Admission, scheduler: Any, running: Any, ask_sglang: Callable[[], Any]) -> Any:
@@ -64,12 +76,7 @@ def _step(ours: Admission, scheduler: Any, running: Any, ask_sglang: Callable[[]
         ours.store_all()
     if not ours.running:
         ours.pins.keep([], again=False)
-    demand = ours.demand(scheduler, running.reqs)
-    step = _decide(ours, scheduler, running, demand)
-    budget = max(step.budget, demand.tokens)
-    if demand.waiting:
-        most = ours.most_prompt_tokens(scheduler, len(running.reqs))
-        budget = _make_way(ours, scheduler, budget, demand.tokens, most)
+    step, budget = _decide(ours, scheduler, running)
     continued = scheduler.chunked_req
     if is_beside:  # they decode from here on; tokens decoded during their prefill were not theirs
         ours.prefilled(None)
@@ -80,6 +87,7 @@ def _step(ours: Admission, scheduler: Any, running: Any, ask_sglang: Callable[[]
     if budget == 0 and not scheduler.waiting_queue and not scheduler.grammar_manager.has_waiting_grammars():
         ours.note_refused(candidates, first_blocks=False)
         ours.keep_prefixes(changed, ours.space.free)
+        ours.beside.launched(_decodes(running))
         return None, running
     chunk, others = scheduler.chunked_prefill_size, scheduler.waiting_queue
     scheduler.waiting_queue = [*others, *candidates]
@@ -107,22 +115,52 @@ def _step(ours: Admission, scheduler: Any, running: Any, ask_sglang: Callable[[]
         ours.prefilled(scheduler.chunked_req)
         ours.decoded = int(batch.decoding_reqs is not None)
     ours.keep_prefixes(changed or batch is not None, ours.space.free)
+    ours.beside.launched(_decodes(running_after) if batch is None else _load(batch))
     return batch, running_after
 
 
-def _decide(ours: Admission, scheduler: Any, running: Any, demand: Demand) -> Step:
+def _decide(ours: Admission, scheduler: Any, running: Any) -> tuple[Step, int]:
+    """Decide the step, in which online requests go first; return the scan's decision and the prompt tokens of all."""
+    now, demand = ours.ranks.tick(), ours.demand(scheduler, running.reqs)
+    ours.beside.pass_time(demand, now)
+    continued, largest = scheduler.chunked_req, ours.most_prompt_tokens(scheduler, len(running.reqs))
+    before = len(continued.prefix_indices) if continued in ours.running else 0
+    allowed = ours.beside.allow(demand, _decodes(running), before, largest, now)
+    step = _ask_scan(ours, scheduler, running, demand, allowed)
+    budget = max(step.budget, allowed.online)
+    if demand.waiting:
+        budget = _make_way(ours, scheduler, budget, allowed.online, largest)
+    if demand.prompts:
+        _make_room(ours, scheduler, running, demand)
+    return step, budget
+
+
+def _decodes(running: Any) -> Load:
+    """Return the load of a step in which all of these decode and nothing else happens."""
+    count = len(running.reqs)
+    return Load(0, 0.0, 0, count, int(running.seq_lens_cpu.sum()) if count else 0)
+
+
+def _load(batch: Any) -> Load:
+    load = load_of(batch)
+    return Load(load.prompt_tokens, load.quadratic, len(batch.reqs) - load.decoding, load.decoding, load.kv_tokens)
+
+
+def _ask_scan(ours: Admission, scheduler: Any, running: Any, demand: Demand, allowed: Allowed) -> Step:
     """Let the scan decide; to it, the prompts of online requests are admitted, and what they reserve is used."""
     continued = scheduler.chunked_req
     pending = online.uncomputed_tokens(continued) if continued in ours.running else 0
     decoding = len(running.reqs)
     reads = int(running.seq_lens_cpu.sum()) if decoding else 0
     slots = max(0, scheduler.get_num_allocatable_reqs(decoding) - (continued is not None) - demand.waiting)
-    used = ours.space.capacity - ours.space.free + pending + demand.tokens + demand.reserved
+    used = ours.space.capacity - ours.space.free + pending + demand.kv + demand.reserved
+    used += ours.beside.kept_free
     bursts = not ours.overlap.mixes or ours.not_mixed > 0 or running.return_logprob
     ours.scan.set_bursts(bursts)
     pending += 0 if bursts else demand.tokens  # an online prompt is no reason for a whole step of ours
     slots = min(slots, ours.space.windows)
-    return ours.scan.decide(used, reads, decoding, pending, ours.decoded, slots, ours.ranks.now, ours.ranks.are_ready)
+    now, may_follow = ours.ranks.now, ours.ranks.are_ready
+    return ours.scan.decide(used, reads, decoding, pending, ours.decoded, slots, now, may_follow, allowed.most)
 
 
 def _make_way(ours: Admission, scheduler: Any, budget: int, tokens: int, most: int) -> int:
@@ -136,10 +174,29 @@ def _make_way(ours: Admission, scheduler: Any, budget: int, tokens: int, most: i
     beside = online.uncomputed_tokens(continued) + tokens
     if beside <= budget:
         return budget
-    if not (ours.may_park(continued) and online.can_park(scheduler)):
+    if not (ours.may_park(continued) and preemption.can_park(scheduler)):
         return min(beside, most)
-    ours.park(online.park(scheduler))
+    ours.park(preemption.park(scheduler))
     return budget
+
+
+def _make_room(ours: Admission, scheduler: Any, running: Any, demand: Demand) -> None:
+    """Take requests of batches off the engine until online prompts find room in the KV cache.
+
+    They are the one that is being computed, whose next chunk SGLang takes whether there is room or not, and the first
+    that waits. One at least is admitted in each step, so what is taken off is no more than they need.
+    """
+    wanted = demand.first + len(running.reqs) + 1
+    if ours.space.free >= wanted or not preemption.can_take_off(scheduler):
+        return
+    gone: list[Any] = []
+    for req in ours.victims(running):
+        if ours.space.free >= wanted:
+            break
+        preemption.release(scheduler, req)
+        gone.append(req)
+    preemption.leave(running, gone)
+    ours.take_off(gone)
 
 
 def reserve_for_online(original: Callable[..., None], adder: Any, *args: Any, **kwargs: Any) -> None:

@@ -4,13 +4,11 @@ Their prompts come first in each step, the step is as long as they need, SGLang'
 and a batch's request is retracted before any of them.
 """
 
-from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 from sglang.srt.managers.schedule_policy import CLIP_MAX_NEW_TOKENS
 from sglang.srt.mem_cache.base_prefix_cache import MatchPrefixParams
-from sglang.srt.mem_cache.common import release_kv_cache
-from sglang.srt.mem_cache.radix_cache import RadixCache, RadixKey
+from sglang.srt.mem_cache.radix_cache import RadixKey
 from sglang.srt.plugins.hook_registry import HookType
 
 from engine_ext.plugin.marks import KIND
@@ -21,16 +19,24 @@ LOOKED_UP = 64  # waiting requests of which the cached part is looked up in each
 class Demand(NamedTuple):
     """What online requests need of the next step.
 
-    `tokens`: prompt tokens, of those that wait and of a chunked prefill, up to the largest step. `waiting`: how many
-    wait. `reserved`: KV tokens that SGLang reserves for answers to come.
+    `decoding`: those that decode. `prompts`: those whose prompts wait or are being computed; `waiting`: how many of
+    them wait. `tokens`: prompt tokens that these still have to compute, up to the largest step; `before`: those of the
+    first of them that are computed. `kv`: KV tokens that the prompts which the step reaches will take. `first`: those
+    that must be free for the one that is being computed and for the first that waits. `reserved`: KV tokens that SGLang
+    reserves for answers to come.
     """
 
-    tokens: int
+    decoding: list[Any]
+    prompts: list[Any]
     waiting: int
+    tokens: int
+    before: int
+    kv: int
+    first: int
     reserved: int
 
 
-NOBODY = Demand(0, 0, 0)
+NOBODY = Demand([], [], 0, 0, 0, 0, 0, 0)
 
 
 def is_ours(req: Any) -> bool:
@@ -39,22 +45,34 @@ def is_ours(req: Any) -> bool:
     return isinstance(params, dict) and KIND in params
 
 
-def demand(scheduler: Any, running: Iterable[Any], most: int) -> Demand:
-    """Return what online requests need; `running` are the decoding ones, `most` is the largest step in tokens."""
+def demand(scheduler: Any, decoding: list[Any], most: int) -> Demand:
+    """Return what online requests need; `decoding` are those that decode, `most` is the largest step in tokens."""
     waiting, continued = scheduler.waiting_queue, scheduler.chunked_req
-    ratio = scheduler.new_token_ratio_tracker.current
-    tokens, reserved = 0, int(sum(ratio * reservation(req) for req in running))
+    ratio, page = scheduler.new_token_ratio_tracker.current, scheduler.page_size
+    prompts, tokens, before, first = list(waiting), 0, 0, 0
+    reserved = int(sum(ratio * reservation(req) for req in decoding))
     if continued is not None and not is_ours(continued):
-        tokens += uncomputed_tokens(continued)
+        prompts.insert(0, continued)
+        tokens, before = uncomputed_tokens(continued), len(continued.prefix_indices)
         reserved += reservation(continued)
+        first = tokens + reserved
     for place, req in enumerate(waiting):
         if tokens >= most:
             break
         cached = cached_tokens(scheduler, req) if place < LOOKED_UP else 0
-        rest = max(1, length(req) - cached)
-        tokens += -(-rest // scheduler.page_size) * scheduler.page_size
+        rest = -(-max(1, length(req) - cached) // page) * page
+        tokens += rest
+        if place == 0:
+            before, first = before or cached, tokens + reserved + reservation(req)
         reserved += reservation(req)
-    return Demand(min(tokens, most), len(waiting), reserved)
+    return Demand(decoding, prompts, len(waiting), min(tokens, most), before, tokens, first, reserved)
+
+
+def those_here(scheduler: Any, running: Any) -> Demand:
+    """Return the online requests of a scheduler that has no others, without what they need."""
+    continued = scheduler.chunked_req
+    prompts = [*scheduler.waiting_queue, *([] if continued is None else [continued])]
+    return NOBODY._replace(decoding=running.reqs, prompts=prompts)
 
 
 def length(req: Any) -> int:
@@ -76,27 +94,6 @@ def cached_tokens(scheduler: Any, req: Any) -> int:
     """Return how many tokens of the request's prompt are in SGLang's radix cache."""
     key = RadixKey(req.origin_input_ids, req.extra_key)
     return len(scheduler.tree_cache.match_prefix(MatchPrefixParams(key)).device_indices)
-
-
-def can_park(scheduler: Any) -> bool:
-    """Return whether the chunked prefill can be stopped where it is, without losing what it has computed.
-
-    SGLang attributes logprobs to prompts by their place in the step, and caches other than the plain one free what is
-    in use in ways of their own.
-    """
-    return not scheduler.chunked_req.return_logprob and type(scheduler.tree_cache) is RadixCache
-
-
-def park(scheduler: Any) -> Any:
-    """Stop the chunked prefill and return its request; what it has computed stays in the cache for as long as it can.
-
-    Do so between two steps, and do not show the request to SGLang again in the next one: with the overlap schedule the
-    result of its last chunk is still to come, which SGLang drops as that of a retracted request.
-    """
-    req, scheduler.chunked_req = scheduler.chunked_req, None
-    release_kv_cache(req, scheduler.tree_cache)
-    req.reset_for_retract()
-    return req
 
 
 def retraction_order(original: Any, reqs: list[Any], *args: Any, **kwargs: Any) -> list[int]:

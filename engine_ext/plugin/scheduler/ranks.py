@@ -15,6 +15,7 @@ import torch
 from torch import distributed
 
 from engine_ext.errors import RanksDiverged
+from engine_ext.plugin.scheduler import emulated
 
 log = logging.getLogger(__name__)
 
@@ -34,10 +35,16 @@ class Ranks:
 
     @classmethod
     def of(cls, scheduler: Any) -> "Ranks":
-        group = scheduler.dp_tp_group
+        group, clock = scheduler.dp_tp_group, emulated.clock() or time.monotonic
         if group.world_size == 1:
-            return cls(None, now=time.monotonic())
-        return cls(group.cpu_group, group.is_first_rank)
+            return cls(None, clock=clock, now=clock())
+        return cls(group.cpu_group, group.is_first_rank, clock)
+
+    def tick(self) -> float:
+        """Return the time now or, where several ranks must agree on it, the time of the last step."""
+        if self.group is None:
+            self.now = self.clock()
+        return self.now
 
     def agree(self, budget: int, admitted: Sequence[str], is_ready: bool = True) -> None:
         """Compare a step's decision with that of all other ranks, and take over the first rank's time as `now`.

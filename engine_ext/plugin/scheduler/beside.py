@@ -1,0 +1,161 @@
+"""Bounds the steps of one scheduler beside online requests, so that each of their tokens comes in time.
+
+The scan may compute only as many prompt tokens as the step's limit leaves (`coserve/limit.py`). The limit comes from
+the slack of the online requests in the step, and the predictor says how long a step takes. An engine that has seen no
+online request pays nothing for this.
+"""
+
+import math
+from collections import deque
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from engine_ext.coserve.limit import NOT_PROFILED, Profiled, step_limit
+from engine_ext.coserve.predictor import Load, Predictor, longest_chunk, new_predictor, observe, predict, with_chunk
+from engine_ext.coserve.reserve import Held, new_held, note_held, reserve
+from engine_ext.coserve.slo import Bounds, least_slack
+from engine_ext.costs.engine_model import StepModel
+from engine_ext.plugin.scheduler.online import Demand, length
+from engine_ext.scan.decide import ANY_NUMBER
+
+PAGE = 128  # prompt tokens of any step with online prompts, however late others are, and of any without online requests
+LONGEST_STEP_S = 10.0  # a longer pause between two decisions was no step
+
+
+@dataclass(slots=True)
+class Pace:
+    """When the tokens of an online request came: seconds of the scheduler's clock."""
+
+    arrived_s: float
+    first_s: float = 0.0
+    last_s: float = 0.0
+    generated: int = 0
+
+
+class Allowed(NamedTuple):
+    """The prompt tokens of the next step: the `online` ones among them, and `most` in all."""
+
+    online: int
+    most: int
+
+
+@dataclass(eq=False)
+class Beside:
+    """The online requests of one scheduler, and how long its steps may be because of them.
+
+    `lag`: how many steps run that were launched before, when the next one is decided. `limit_s`, `slack_s`: those of
+    the last step. `limited`: steps in which the batches got fewer prompt tokens than a whole step has. `ended`: online
+    requests that have left; `late`: those of them that missed a bound. `ttft_s`, `tpot_s`: the longest so far.
+    """
+
+    bounds: Bounds
+    predictor: Predictor
+    held: Held
+    lag: int
+    profiled: Profiled = NOT_PROFILED
+    paces: dict[Any, Pace] = field(default_factory=dict[Any, Pace])
+    limit_s: float = math.inf
+    slack_s: float = math.inf
+    limited: int = 0
+    ended: int = 0
+    late: int = 0
+    ttft_s: float = 0.0
+    tpot_s: float = 0.0
+    _loads: deque[Load] = field(default_factory=deque[Load])
+    _before: float = math.nan
+    _seen: bool = False
+
+    @classmethod
+    def of(cls, bounds: Bounds, model: StepModel, capacity: int, lag: int) -> "Beside":
+        return cls(bounds, new_predictor(model), new_held(capacity), lag)
+
+    @property
+    def kept_free(self) -> int:
+        """KV tokens to keep free for online requests."""
+        return int(reserve(self.held)) if self._seen else 0
+
+    def arrived(self, req: Any, now: float) -> None:
+        """Note that an online request has come."""
+        self._seen = True
+        self.paces.setdefault(req, Pace(now))
+
+    def pass_time(self, demand: Demand, now: float) -> None:
+        """Note that the last step has ended, which tells how long such steps take and when its tokens came."""
+        if not self._seen:
+            return
+        took, self._before = now - self._before, now
+        if len(self._loads) > self.lag:
+            load = self._loads.popleft()
+            if 0 < took < LONGEST_STEP_S:
+                observe(self.predictor, load, took)
+        here = {req: self.paces.get(req) or Pace(now) for req in (*demand.decoding, *demand.prompts)}
+        for req, pace in self.paces.items():
+            if req not in here:
+                self._left(pace)
+        self.paces = here
+        for req in demand.decoding:
+            pace, generated = self.paces[req], len(req.output_ids)
+            if generated > pace.generated:
+                pace.first_s = now if pace.generated == 0 else pace.first_s
+                pace.last_s, pace.generated = now, generated
+        if 0 < took < LONGEST_STEP_S:
+            note_held(self.held, _kv_tokens(demand.decoding), took)
+
+    def launched(self, load: Load) -> None:
+        """Note the step that runs now."""
+        if self._seen and load.prompt_tokens + load.decoding > 0:
+            self._loads.append(load)
+
+    def allow(self, demand: Demand, decodes: Load, before: int, largest: int, now: float) -> Allowed:
+        """Return the prompt tokens of the next step, of which the largest has `largest`.
+
+        `decodes`: all that decode in it. `before`: the computed tokens of the batch's prompt that is next.
+        """
+        if not self._seen:
+            return Allowed(demand.tokens, ANY_NUMBER)
+        running_s = sum(float(predict(self.predictor, load)) for load in self._loads)
+        self.slack_s = self._least_slack(demand.decoding, now) - running_s
+        alone_s = float(predict(self.predictor, decodes))
+        limit_s = step_limit(self.bounds, NOT_PROFILED, self.slack_s, alone_s, len(demand.decoding))
+        online = longest_chunk(self.predictor, decodes, demand.before, limit_s, demand.tokens) if demand.tokens else 0
+        online = min(demand.tokens, max(online, PAGE))
+        load = with_chunk(decodes, demand.before, online) if online else decodes
+        alone_s, rest = float(predict(self.predictor, load)), demand.tokens - online
+        slack_s = self.slack_s
+        if rest > 0:  # prompts that this step does not end: each further step may be longer by a part of their slack
+            first_s = self._least_slack(demand.prompts, now) - running_s
+            slack_s = min(slack_s, alone_s + max(0.0, first_s) / (2 * (rest // max(online, 1) + 1)))
+        there = len(demand.decoding) + len(demand.prompts)
+        self.limit_s = float(step_limit(self.bounds, self.profiled, slack_s, alone_s, there))
+        ours = int(longest_chunk(self.predictor, load, before, self.limit_s, largest))
+        if there == 0:  # nobody waits for this step; a limit that no step can keep must not end the batches
+            ours = max(ours, PAGE)
+        self.limited += ours < largest
+        return Allowed(online, online + ours)
+
+    def _left(self, pace: Pace) -> None:
+        """Note that a request has ended, or was aborted; its last token came with the step that has just ended."""
+        self.ended += 1
+        if pace.generated == 0:
+            return
+        ttft_s, tpot_s = pace.first_s - pace.arrived_s, 0.0
+        if pace.generated > 1:
+            tpot_s = (pace.last_s - pace.first_s) / (pace.generated - 1)
+        self.ttft_s, self.tpot_s = max(self.ttft_s, ttft_s), max(self.tpot_s, tpot_s)
+        self.late += ttft_s > self.bounds.ttft_s or tpot_s > self.bounds.tpot_s
+
+    def _least_slack(self, reqs: list[Any], now: float) -> float:
+        """Return the least time until the next token of any of them is due."""
+        if not reqs:
+            return math.inf
+        paces = [self.paces[req] for req in reqs]
+        times = np.array([(pace.arrived_s, pace.first_s, pace.last_s) for pace in paces])
+        generated = np.array([pace.generated for pace in paces], dtype=np.int64)
+        arrived_s, first_s, last_s = np.ascontiguousarray(times.T)
+        return float(least_slack(self.bounds, now, arrived_s, first_s, last_s, generated))
+
+
+def _kv_tokens(reqs: list[Any]) -> int:
+    return sum(length(req) for req in reqs)
