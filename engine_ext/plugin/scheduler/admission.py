@@ -36,6 +36,7 @@ from engine_ext.plugin.scheduler.fallback import reason_for_sglang
 from engine_ext.plugin.scheduler.kv_space import KVSpace
 from engine_ext.plugin.scheduler.online import NOBODY, Demand, cached_tokens, demand, is_ours, length
 from engine_ext.plugin.scheduler.pins import Pins
+from engine_ext.plugin.scheduler.preemption import keeps_its_answer
 from engine_ext.plugin.scheduler.ranks import Ranks
 from engine_ext.scan.backlog import AtOnce, Executor
 from engine_ext.scan.live import LiveScan
@@ -100,6 +101,7 @@ class Admission:
     prompt_tokens: int = 0
     refused: int = 0  # admissions that SGLang did not take
     parked: int = 0  # chunked prefills that were stopped for online requests
+    made_way: list[Any] = field(default_factory=list[Any])  # in this step
     preempted: int = 0  # decoding requests that were taken off the engine for them
     online: dict[Any, int] = field(default_factory=dict[Any, int])  # those that wait: how many steps went by
     online_runs: bool = True  # whether an online request may be among those that decode
@@ -234,17 +236,24 @@ class Admission:
         member.phase, member.parked = Phase.WAITING, member.parked + 1
         self.waiting[req.rid] = member
         self.parked += 1
+        self.made_way.append(req)
         self.scan.put_back(member.key)
 
-    def victims(self, running: Any) -> list[Any]:
-        """Return the requests that may be taken off the engine, those first that would hold their KV cache longest."""
+    def victims(self, running: Any, must: bool) -> list[Any]:
+        """Return the requests that may be taken off the engine, those first that would hold their KV cache longest.
+
+        `must`: whether SGLang would fail if nobody left. Then those come too, last, that have made way too often or
+        whose answers may change, as they would by SGLang's own retraction.
+        """
         state = self.scan.state
         if state is None:
             return []
         keys = [self.scan.key_of(int(place)) for place in victims(state)]
         members = [self.by_key[key] for key in keys if key is not None]
         here = set(running.reqs)
-        return [m.req for m in members if m.parked < MOST_PARKED and m.req in here and not m.req.finished()]
+        able = [m for m in members if m.req in here and not m.req.finished() and m.req.to_finish is None]
+        willing = [m.req for m in able if m.parked < MOST_PARKED and keeps_its_answer(m.req)]
+        return willing + [m.req for m in able if m.req not in set(willing)] if must else willing
 
     def take_off(self, reqs: list[Any]) -> None:
         """Note that these decoding requests were taken off the engine: they wait again, before all others."""
@@ -252,6 +261,7 @@ class Admission:
             member = self._leave(req)
             member.parked += 1
             self._wait_again(member)
+        self.made_way += reqs
         self.preempted += len(reqs)
 
     def note_admitted(self, reqs: list[Any]) -> None:

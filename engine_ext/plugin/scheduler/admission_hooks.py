@@ -15,8 +15,9 @@ from engine_ext.plugin.options import Overlap
 from engine_ext.plugin.scheduler import online, preemption
 from engine_ext.plugin.scheduler.admission import Admission, admission_of
 from engine_ext.plugin.scheduler.beside import Allowed
-from engine_ext.plugin.scheduler.online import Demand, is_ours
+from engine_ext.plugin.scheduler.online import Demand, is_ours, length
 from engine_ext.plugin.scheduler.step_load import load_of
+from engine_ext.scan.decide import ANY_NUMBER
 from engine_ext.scan.live import Step
 
 _SCHEDULER = "sglang.srt.managers.scheduler.Scheduler"
@@ -29,7 +30,7 @@ def enqueue(original: Callable[..., None], scheduler: Any, req: Any, *args: Any,
     queue, ours = scheduler.waiting_queue, admission_of(scheduler)
     if not is_ours(req):
         ours.online_runs = True
-        ours.beside.arrived(req, ours.ranks.now)
+        ours.beside.arrived(req, ours.ranks.tick())
     if queue and queue[-1] is req and is_ours(req) and ours.fallback is None:
         started = time.perf_counter()
         ours.add(queue.pop())
@@ -60,12 +61,23 @@ def admit(original: Callable[..., Any], scheduler: Any, *args: Any, **kwargs: An
 def _without_batches(ours: Admission, scheduler: Any, running: Any, ask_sglang: Callable[[], Any]) -> Any:
     """Leave the step to SGLang, and note only how the online requests fare."""
     continued = scheduler.chunked_req
-    ours.beside.pass_time(online.those_here(scheduler, running), ours.ranks.tick())
+    if ours.ranks.group is None:
+        now = ours.ranks.tick()
+        if ours.beside.is_needed:
+            ours.beside.pass_time(online.those_here(scheduler, running), now)
+    else:  # the ranks agree on a time only in steps with batches
+        ours.beside.forget()
     batch, running_after = ask_sglang()
     ours.note(batch, continued)
-    ours.beside.launched(_decodes(running_after) if batch is None else _load(batch))
+    _note_launch(ours, batch, running_after)
     ours.online_runs = True
     return batch, running_after
+
+
+def _note_launch(ours: Admission, batch: Any, running: Any) -> None:
+    """Note the step that is launched now: a batch of prompts, or else all that decode."""
+    if ours.beside.is_needed:
+        ours.beside.launched(_decodes(running) if batch is None else _load(batch))
 
 
 def _step(ours: Admission, scheduler: Any, running: Any, ask_sglang: Callable[[], Any]) -> Any:
@@ -81,14 +93,16 @@ def _step(ours: Admission, scheduler: Any, running: Any, ask_sglang: Callable[[]
     if is_beside:  # they decode from here on; tokens decoded during their prefill were not theirs
         ours.prefilled(None)
     candidates = [ours.by_key[key].req for key in step.admitted]
-    ours.ranks.agree(budget, [req.rid for req in candidates], ours.scan.is_ready)
+    ours.ranks.agree(budget, [req.rid for req in (*candidates, *ours.made_way)], ours.scan.is_ready)
     ours.steps += 1
     ours.decoded = 0 if is_beside else 1
     if budget == 0 and not scheduler.waiting_queue and not scheduler.grammar_manager.has_waiting_grammars():
         ours.note_refused(candidates, first_blocks=False)
         ours.keep_prefixes(changed, ours.space.free)
-        ours.beside.launched(_decodes(running))
+        _note_launch(ours, None, running)
         return None, running
+    if continued in ours.running:  # SGLang continues it in any case, and a prefill of no tokens would stop decoding
+        budget = max(budget, scheduler.page_size)
     chunk, others = scheduler.chunked_prefill_size, scheduler.waiting_queue
     scheduler.waiting_queue = [*others, *candidates]
     page, riding = scheduler.page_size, len(running.reqs) if ours.overlap.mixes else 0
@@ -115,17 +129,20 @@ def _step(ours: Admission, scheduler: Any, running: Any, ask_sglang: Callable[[]
         ours.prefilled(scheduler.chunked_req)
         ours.decoded = int(batch.decoding_reqs is not None)
     ours.keep_prefixes(changed or batch is not None, ours.space.free)
-    ours.beside.launched(_decodes(running_after) if batch is None else _load(batch))
+    _note_launch(ours, batch, running_after)
     return batch, running_after
 
 
 def _decide(ours: Admission, scheduler: Any, running: Any) -> tuple[Step, int]:
     """Decide the step, in which online requests go first; return the scan's decision and the prompt tokens of all."""
     now, demand = ours.ranks.tick(), ours.demand(scheduler, running.reqs)
-    ours.beside.pass_time(demand, now)
     continued, largest = scheduler.chunked_req, ours.most_prompt_tokens(scheduler, len(running.reqs))
-    before = len(continued.prefix_indices) if continued in ours.running else 0
-    allowed = ours.beside.allow(demand, _decodes(running), before, largest, now)
+    allowed = Allowed(demand.tokens, ANY_NUMBER)
+    if ours.beside.is_needed:
+        ours.beside.pass_time(demand, now)
+        before = len(continued.prefix_indices) if continued in ours.running else 0
+        allowed = ours.beside.allow(demand, _decodes(running), before, largest, now)
+    ours.made_way.clear()
     step = _ask_scan(ours, scheduler, running, demand, allowed)
     budget = max(step.budget, allowed.online)
     if demand.waiting:
@@ -137,8 +154,8 @@ def _decide(ours: Admission, scheduler: Any, running: Any) -> tuple[Step, int]:
 
 def _decodes(running: Any) -> Load:
     """Return the load of a step in which all of these decode and nothing else happens."""
-    count = len(running.reqs)
-    return Load(0, 0.0, 0, count, int(running.seq_lens_cpu.sum()) if count else 0)
+    lengths = [length(req) for req in running.reqs if not req.finished()]
+    return Load(0, 0.0, 0, len(lengths), sum(lengths))
 
 
 def _load(batch: Any) -> Load:
@@ -181,17 +198,30 @@ def _make_way(ours: Admission, scheduler: Any, budget: int, tokens: int, most: i
 
 
 def _make_room(ours: Admission, scheduler: Any, running: Any, demand: Demand) -> None:
-    """Take requests of batches off the engine until online prompts find room in the KV cache.
+    """Take requests of batches off the engine until online prompts find room in the KV cache, and a request slot.
 
     They are the one that is being computed, whose next chunk SGLang takes whether there is room or not, and the first
     that waits. One at least is admitted in each step, so what is taken off is no more than they need.
     """
-    wanted = demand.first + len(running.reqs) + 1
-    if ours.space.free >= wanted or not preemption.can_take_off(scheduler):
+    if not preemption.can_take_off(scheduler):
         return
+    continued = scheduler.chunked_req
+    must = continued is not None and continued not in ours.running
+    wanted = demand.first + len(running.reqs) + scheduler.page_size + 1
+    wanted += online.uncomputed_tokens(continued) if continued in ours.running else 0
     gone: list[Any] = []
-    for req in ours.victims(running):
-        if ours.space.free >= wanted:
+
+    def is_short() -> bool:
+        slots = scheduler.get_num_allocatable_reqs(len(running.reqs) - len(gone)) - (continued is not None)
+        return ours.space.free < wanted or (demand.waiting > 0 and slots < 1)
+
+    if not is_short():
+        return
+    those = ours.victims(running, must)
+    if not must and ours.space.free + sum(length(req) for req in those) < wanted:
+        return  # nobody leaves for what would not help
+    for req in those:
+        if not is_short():
             break
         preemption.release(scheduler, req)
         gone.append(req)

@@ -22,6 +22,7 @@ from engine_ext.scan.decide import ANY_NUMBER
 
 PAGE = 128  # prompt tokens of any step with online prompts, however late others are, and of any without online requests
 LONGEST_STEP_S = 10.0  # a longer pause between two decisions was no step
+FORGET_S = 3600.0  # without online requests, after which batches have the engine to themselves again
 
 
 @dataclass(slots=True)
@@ -48,6 +49,7 @@ class Beside:
     `lag`: how many steps run that were launched before, when the next one is decided. `limit_s`, `slack_s`: those of
     the last step. `limited`: steps in which the batches got fewer prompt tokens than a whole step has. `ended`: online
     requests that have left; `late`: those of them that missed a bound. `ttft_s`, `tpot_s`: the longest so far.
+    `is_needed`: whether there was an online request in the last hour.
     """
 
     bounds: Bounds
@@ -65,7 +67,8 @@ class Beside:
     tpot_s: float = 0.0
     _loads: deque[Load] = field(default_factory=deque[Load])
     _before: float = math.nan
-    _seen: bool = False
+    _seen_at: float = -math.inf
+    is_needed: bool = False
 
     @classmethod
     def of(cls, bounds: Bounds, model: StepModel, capacity: int, lag: int) -> "Beside":
@@ -74,16 +77,16 @@ class Beside:
     @property
     def kept_free(self) -> int:
         """KV tokens to keep free for online requests."""
-        return int(reserve(self.held)) if self._seen else 0
+        return int(reserve(self.held)) if self.is_needed else 0
 
     def arrived(self, req: Any, now: float) -> None:
         """Note that an online request has come."""
-        self._seen = True
+        self.is_needed, self._seen_at = True, now
         self.paces.setdefault(req, Pace(now))
 
     def pass_time(self, demand: Demand, now: float) -> None:
         """Note that the last step has ended, which tells how long such steps take and when its tokens came."""
-        if not self._seen:
+        if not self.is_needed:
             return
         took, self._before = now - self._before, now
         if len(self._loads) > self.lag:
@@ -95,25 +98,37 @@ class Beside:
             if req not in here:
                 self._left(pace)
         self.paces = here
+        self._seen_at = now if here else self._seen_at
+        self.is_needed = now - self._seen_at < FORGET_S
         for req in demand.decoding:
             pace, generated = self.paces[req], len(req.output_ids)
             if generated > pace.generated:
-                pace.first_s = now if pace.generated == 0 else pace.first_s
+                if pace.generated == 0:  # one whose first tokens nobody saw counts as on its pace
+                    on_pace_s = self.bounds.tpot_s if generated > 1 and self.bounds.tpot_s < math.inf else 0.0
+                    pace.first_s = now - (generated - 1) * on_pace_s
                 pace.last_s, pace.generated = now, generated
         if 0 < took < LONGEST_STEP_S:
             note_held(self.held, _kv_tokens(demand.decoding), took)
 
     def launched(self, load: Load) -> None:
         """Note the step that runs now."""
-        if self._seen and load.prompt_tokens + load.decoding > 0:
+        if load.prompt_tokens + load.decoding > 0:
             self._loads.append(load)
+        else:
+            self._loads.clear()
+
+    def forget(self) -> None:
+        """Forget all times, where the clock has not told them: requests count as on their pace when it does again."""
+        self.paces.clear()
+        self._loads.clear()
+        self._before = math.nan
 
     def allow(self, demand: Demand, decodes: Load, before: int, largest: int, now: float) -> Allowed:
         """Return the prompt tokens of the next step, of which the largest has `largest`.
 
         `decodes`: all that decode in it. `before`: the computed tokens of the batch's prompt that is next.
         """
-        if not self._seen:
+        if not self.is_needed:
             return Allowed(demand.tokens, ANY_NUMBER)
         running_s = sum(float(predict(self.predictor, load)) for load in self._loads)
         self.slack_s = self._least_slack(demand.decoding, now) - running_s

@@ -62,8 +62,8 @@ def demand(scheduler: Any, decoding: list[Any], most: int) -> Demand:
         cached = cached_tokens(scheduler, req) if place < LOOKED_UP else 0
         rest = -(-max(1, length(req) - cached) // page) * page
         tokens += rest
-        if place == 0:
-            before, first = before or cached, tokens + reserved + reservation(req)
+        if place == 0:  # the cached part of its prompt is free now, and in use then
+            before, first = before or cached, cached + tokens + reserved + reservation(req)
         reserved += reservation(req)
     return Demand(decoding, prompts, len(waiting), min(tokens, most), before, tokens, first, reserved)
 

@@ -36,6 +36,17 @@ def can_take_off(scheduler: Any) -> bool:
     return type(scheduler.tree_cache) is RadixCache
 
 
+def keeps_its_answer(req: Any) -> bool:
+    """Return whether a decoding request gets the same answer if it is taken off.
+
+    SGLang does not tell its penalties what a retracted request has generated, and attributes the logprobs of prompts by
+    their place in a step that may still run.
+    """
+    params = req.sampling_params
+    penalized = params.frequency_penalty or params.presence_penalty or params.repetition_penalty != 1.0
+    return not (penalized or params.min_new_tokens or req.return_logprob)
+
+
 def release(scheduler: Any, req: Any) -> None:
     """Give up what a decoding request holds; its KV cache stays in the radix cache until somebody needs the room.
 
