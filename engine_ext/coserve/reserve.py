@@ -34,8 +34,8 @@ def note_held(held: Held, kv_tokens: int, seconds: float) -> None:
     """Note that online requests have held so many KV tokens for so many seconds."""
     held.seconds[:] *= np.exp(-seconds / MEMORY_S)
     # Bin 0 is for an engine without online requests.
-    held.seconds[min(BINS - 1, -(-kv_tokens * BINS // held.capacity))] += seconds
-    held.now[0] = kv_tokens
+    held.now[0] = max(0, kv_tokens)
+    held.seconds[min(BINS - 1, -(-held.now[0] * BINS // held.capacity))] += seconds
 
 
 @compiled

@@ -12,7 +12,7 @@ from engine_ext.errors import InputError
 class Arrivals:
     """Which request of a trace arrives when: `arrives_s` ascends, `number` is its place in the trace.
 
-    `copies` counts how often the trace was laid over itself to reach the load; 1 for a thinned one. A request of a
+    `copy`: which copy of the trace it is from, where the trace is laid over itself to reach the load. A request of a
     later copy has the lengths of the first, and a prompt of its own.
     """
 
@@ -57,7 +57,7 @@ def at_rate(arrives_s: Floats, rate: float, duration_s: float, generator: np.ran
 
 
 def denser(arrivals: Arrivals, begin_s: float, end_s: float, factor: int, generator: np.random.Generator) -> Arrivals:
-    """Return the arrivals with `factor` times as many between two times: each comes again at a random time there."""
+    """Return the arrivals with `factor` times as many between two times: each comes again within a second."""
     inside = (arrivals.arrives_s >= begin_s) & (arrivals.arrives_s < end_s)
     times, numbers, copies = [arrivals.arrives_s], [arrivals.number], [arrivals.copy]
     for again in range(1, factor):

@@ -88,7 +88,8 @@ class Measured:
 
     `violations`: the share of online requests that missed the class's TTFT or TPOT, or had not ended when the run was
     given up. `normalized_latency`: seconds from arrival to end per output token, as a mean over requests. `ended_s`:
-    the time of the last online token. `batch_ended`: requests of the batch that have ended.
+    the time of the last online token. `batch_ended`: requests of the batch that have ended by then or
+    later, with this many tokens in all.
     """
 
     policy: str
@@ -111,6 +112,7 @@ class Measured:
     busy: float
     ended_s: float
     batch_ended: int
+    batch_ended_tokens: int
 
 
 def run(
@@ -168,6 +170,7 @@ def _run_rival(
         bool(rule.preempts),
         bool(rule.keeps),
         float(settings.profiled.limit_s if rule.limited else NO_LIMIT),
+        bool(rule.idle_is_free),
         float(settings.rate if rule.rated else 1e12),
         int(traffic.group),
         bool(rule.chunk_first),
@@ -248,6 +251,7 @@ def _measured(
     late = (ttft > bounds.ttft_s) | (tpot > bounds.tpot_s) | ~ended
     normalized = (np.where(ended, last, now) - arrives) / np.maximum(generated, 1)
     duration, count = traffic.arrivals.duration_s, max(1, len(arrives))
+    over = column(engine.requests, "state")[: traffic.batch] == DONE
     tokens = (traffic.lengths[online] + traffic.output[online])[ended]
     return Measured(
         policy=policy,
@@ -269,7 +273,8 @@ def _measured(
         steps=int(totals.steps),
         busy=float(totals.busy_s / max(now, 1e-9)),
         ended_s=float(last.max(initial=0.0)),
-        batch_ended=int(np.count_nonzero(column(engine.requests, "state")[: traffic.batch] == DONE)),
+        batch_ended=int(np.count_nonzero(over)),
+        batch_ended_tokens=int((traffic.lengths + traffic.output)[: traffic.batch][over].sum()),
     )
 
 
@@ -293,6 +298,7 @@ class Rule:
     preempts: bool = True
     keeps: bool = False
     limited: bool = False
+    idle_is_free: bool = False
     rated: bool = False
     chunk_first: bool = False
 
@@ -304,10 +310,11 @@ RIVALS: Mapping[str, Rule] = MappingProxyType(
         "fcfs": Rule(online_first=False, reserves=True, preempts=False, chunk_first=True),
         "priority": Rule(reserves=True, preempts=False, chunk_first=True),
         "vllm-priority": Rule(counts_decodes=True),
-        "sarathi-offline": Rule(counts_decodes=True),
-        "hygen-star": Rule(counts_decodes=True, rated=True),
-        "hygen": Rule(counts_decodes=True, limited=True, keeps=True, depth_first=True),
-        "hygen-recompute": Rule(counts_decodes=True, limited=True, depth_first=True),
+        "sarathi-offline": Rule(counts_decodes=True, keeps=True),
+        "hygen-star": Rule(counts_decodes=True, keeps=True, rated=True),
+        "hygen": Rule(limited=True, keeps=True, depth_first=True),
+        "hygen-recompute": Rule(limited=True, depth_first=True),
+        "hygen-idle": Rule(limited=True, keeps=True, depth_first=True, idle_is_free=True),
     }
 )
 POLICIES = (*RIVALS, OURS)

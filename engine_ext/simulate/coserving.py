@@ -80,8 +80,12 @@ def run_ours(
         arrive(engine, line, first_online)
         _choose(engine, cache, heap, state, line, ours, rules, first_online)
         load = run_step(engine, cache, heap, ours.predictor.model, True, rules.keeps)
-        if load.prompt_tokens + load.decoding == 0 and not wait(engine, line, first_online, until_s):
-            break
+        if load.prompt_tokens + load.decoding == 0:
+            before_s = totals.now_s
+            if not wait(engine, line, first_online, until_s, np.inf):
+                break
+            note_held(ours.held, totals.online_held, totals.now_s - before_s)
+            continue
         if load.decoding > 0:
             _tell_left_out(engine, state)
         observe(ours.predictor, load, totals.last_step_s)
@@ -227,7 +231,7 @@ def _batch(
     load: Load,
     limit_s: float,
 ) -> None:
-    """Say what the step does for the batch: which decodes it leaves out, which prompts it computes, which requests it admits."""
+    """Say what the step does for the batch: which decodes it leaves out, what it computes, which requests it admits."""
     totals, requests = engine.totals[0], engine.requests
     count, pending, before = _note_batch(engine, ours)
     most = max(0, rules.chunk - load.prompt_tokens)

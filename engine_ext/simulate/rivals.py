@@ -36,9 +36,10 @@ class Rival(NamedTuple):
     `counts_decodes`: decodes take their part of it. `reserved`: the part of the answers to come that must fit for a
     request to be admitted, as SGLang's new token ratio; 0 for none, as in vLLM. `preempts`: whether an online prompt
     that finds no room takes requests of the batch off the engine; `keeps`: whether these keep their KV cache for as
-    long as nobody needs it. `limit_s`: the seconds that a step with work of the batch may take. `rate`: the most
+    long as nobody needs it. `limit_s`: the seconds that a step with work of the batch may take; `idle_is_free`: not
+    where no online request is in it. `rate`: the most
     requests of the batch admitted per second. `group`: how many of the batch's requests there are at a time, the next
-    when all of them have ended; 0 for all at once. `chunk_first`: a prompt that was begun is continued before all others.
+    when all of them have ended; 0 for all at once. `chunk_first`: a prompt that was begun comes before all others.
     """
 
     online_first: bool
@@ -48,6 +49,7 @@ class Rival(NamedTuple):
     preempts: bool
     keeps: bool
     limit_s: float
+    idle_is_free: bool
     rate: float
     group: int
     chunk_first: bool
@@ -98,17 +100,25 @@ def run_rival(
         _choose(engine, cache, heap, predictor, line, rival, batch)
         totals.preempted = 0
         load = run_step(engine, cache, heap, predictor.model, rival.online_first, rival.keeps)
-        if load.prompt_tokens + load.decoding == 0 and not wait(engine, line, batch, until_s):
+        if load.prompt_tokens + load.decoding == 0 and not wait(engine, line, batch, until_s, rival.rate):
             break
         _put_back(engine, line)
     return counted_tokens(engine, batch) if counted < 0 else counted
 
 
 @compiled
-def wait(engine: SharedEngine, line: Line, batch: int, until_s: float) -> bool:
-    """Let time pass until the next request arrives, or until the end; return False if nothing can happen any more."""
+def wait(engine: SharedEngine, line: Line, batch: int, until_s: float, rate: float) -> bool:
+    """Let time pass until the next request may come, or until the end; return False if nothing can happen any more.
+
+    `rate`: how many of the batch's requests may begin per second.
+    """
     totals, coming = engine.totals[0], batch + line.at[ARRIVED]
-    if coming < len(engine.requests):
+    next_s = (line.at[BATCH] + 0.01) / rate if line.at[BATCH] < line.at[RELEASED] else np.inf
+    if totals.now_s < next_s < until_s:
+        if coming < len(engine.requests):
+            next_s = min(next_s, engine.requests[coming].arrives_s)
+        totals.now_s = max(totals.now_s, next_s)
+    elif coming < len(engine.requests):
         totals.now_s = max(totals.now_s, engine.requests[coming].arrives_s)
     elif totals.now_s < until_s:
         totals.now_s = until_s
@@ -206,33 +216,34 @@ def _choose(
     batch: int,
 ) -> None:
     """Say what the next step does."""
-    totals, requests = engine.totals[0], engine.requests
+    totals, requests, limit_s = engine.totals[0], engine.requests, rival.limit_s
     left = rival.chunk - (totals.decoding if rival.counts_decodes else 0)
     load = Load(0, 0.0, 0, totals.online_decoding, totals.online_kv)
     if rival.chunk_first and totals.prefilling > 0:
-        left, load = _give(engine, int(engine.prefilling[0]), left, load)
+        taken_now, load = _give(engine, int(engine.prefilling[0]), left, load)
+        left -= taken_now
     for online in range(1, -1, -1):
         if online == 0:
-            load, rests_now = _decodes_of_batch(engine, predictor, load, rival.limit_s)
-            if rests_now > 0:
-                return
+            is_idle = load.decoding + load.prompts == 0
+            limit_s = np.inf if rival.idle_is_free and is_idle else rival.limit_s
+            load = _decodes_of_batch(engine, predictor, load, limit_s)
         for k in range(totals.prefilling):
             request = int(engine.prefilling[k])
             if requests[request].take == 0 and (requests[request].online == online or not rival.online_first):
-                most = left if online == 1 else _within(predictor, load, requests[request], rival.limit_s, left)
-                given, load = _give(engine, request, most, load)
-                left -= most - given
+                most = left if online == 1 else _within(predictor, load, requests[request], limit_s, left)
+                taken_now, load = _give(engine, request, most, load)
+                left -= taken_now
         while left > 0:
             request = _next(engine, line, rival, batch, online)
             if request == NOBODY:
                 break
-            most = left if online == 1 else _within(predictor, load, requests[request], rival.limit_s, left)
+            most = left if online == 1 else _within(predictor, load, requests[request], limit_s, left)
             if most == 0 or not _make_room_for(engine, cache, heap, line, rival, request):
                 break
             taken(engine, line, request)
             admit(engine, cache, heap, request)
-            given, load = _give(engine, request, most, load)
-            left -= most - given
+            taken_now, load = _give(engine, request, most, load)
+            left -= taken_now
 
 
 @compiled
@@ -250,13 +261,13 @@ def _next(engine: SharedEngine, line: Line, rival: Rival, batch: int, online: in
 
 @compiled
 def _give(engine: SharedEngine, request: int, most: int, load: Load) -> tuple[int, Load]:
-    """Give a prompt up to `most` tokens of the step; return what is left of them, and the load with these."""
+    """Give a prompt up to `most` tokens of the step; return how many it takes, and the load with these."""
     r = engine.requests[request]
     r.take = max(0, min(most, r.left))
     if r.take == 0:
-        return most, load
+        return 0, load
     before = r.prompt + r.generated - r.left
-    return most - r.take, with_chunk(load, before, int(r.take))
+    return int(r.take), with_chunk(load, before, int(r.take))
 
 
 @compiled
@@ -268,9 +279,9 @@ def _within(predictor: Predictor, load: Load, r: Request, limit_s: float, most: 
 
 
 @compiled
-def _decodes_of_batch(engine: SharedEngine, predictor: Predictor, load: Load, limit_s: float) -> tuple[Load, int]:
+def _decodes_of_batch(engine: SharedEngine, predictor: Predictor, load: Load, limit_s: float) -> Load:
     """Let the batch's decodes into the step in their order while the limit allows it (HyGen algorithm 1)."""
-    totals, left_out = engine.totals[0], 0
+    totals = engine.totals[0]
     for k in range(totals.decoding):
         r = engine.requests[engine.decoding[k]]
         if r.online == 1:
@@ -279,10 +290,9 @@ def _decodes_of_batch(engine: SharedEngine, predictor: Predictor, load: Load, li
         r.rests = 0
         if limit_s < np.inf and predict(predictor, more) > limit_s:
             r.rests = 1
-            left_out += 1
         else:
             load = more
-    return load, left_out
+    return load
 
 
 @compiled

@@ -47,6 +47,8 @@ def test_no_token_is_lost_or_counted_twice(policy: str) -> None:
     engine, kv = fresh_engine(found, SMALL)
     run_on(engine, kv, found, COST, SMALL, policy, Settings(profiled=Profiled(0.008), rate=5.0), SLO)
     check(engine, kv, SMALL.capacity)
+    if policy not in ("online-only", "fcfs", "priority", "hygen-star"):
+        assert engine.totals[0].preemptions > 0
     generated, output = column(engine.requests, "generated"), column(engine.requests, "output")
     ended = column(engine.requests, "state") == DONE
     assert np.all(generated[ended] == output[ended])
@@ -75,11 +77,12 @@ def test_ours_gives_the_batch_most_within_every_bound() -> None:
     assert ours.violations <= alone.violations + 0.01
     assert ours.offline_tokens_per_s > 0
     for rival in ("priority", "vllm-priority", "sarathi-offline"):
-        found = measure(rival, chunk=256)
+        found = measure(rival)
         assert found.violations > 0.5 or found.offline_tokens_per_s < ours.offline_tokens_per_s
     hygen = [measure("hygen", profiled=Profiled(limit_s)) for limit_s in (0.006, 0.01, 0.02)]
     kept = [found.offline_tokens_per_s for found in hygen if found.violations <= ours.violations]
-    assert ours.offline_tokens_per_s >= max(kept, default=0.0)
+    assert kept
+    assert ours.offline_tokens_per_s >= max(kept)
 
 
 def test_a_limit_keeps_every_step_beside_online_requests_short() -> None:
@@ -92,7 +95,7 @@ def test_a_limit_keeps_every_step_beside_online_requests_short() -> None:
     assert 0 < ours.offline_tokens_per_s < free.offline_tokens_per_s
 
 
-def test_harvest_ends_within_a_step_of_a_burst_and_comes_back() -> None:
+def test_a_burst_is_served_as_if_there_were_no_batch() -> None:
     """Three seconds in which fifty times as many online requests come as before and after."""
     generator = np.random.default_rng(2)
     times = np.sort(np.concatenate([generator.uniform(0, 9, 9), generator.uniform(3, 6, 150)]))
@@ -103,14 +106,19 @@ def test_harvest_ends_within_a_step_of_a_burst_and_comes_back() -> None:
     burst = Traffic.of(Prompts.of_segments([*batch, *online]), output, np.full(4000, 4096), arrivals)
     ours, alone = (run(burst, COST, LARGE, policy, Settings(), SLO) for policy in (OURS, "online-only"))
     assert ours.violations <= alone.violations + 0.01
-    quiet = run(burst, COST, LARGE, OURS, Settings(), SloClass(ttft_s=0.1, tpot_s=0.005))
-    assert quiet.offline_tokens_per_s > 0.2 * ours.offline_tokens_per_s
+    assert ours.offline_tokens_per_s > 0
 
 
-def test_groups_of_a_batch_come_one_after_the_other() -> None:
-    found = run(traffic(group=50), COST, SMALL, "vllm-priority", Settings(), SLO)
-    assert 0 < found.batch_ended <= traffic().batch
-    assert run(traffic(group=50), COST, SMALL, "fcfs", Settings(), SLO).violations < 1.0  # between two groups
+@pytest.mark.parametrize("policy", ["fcfs", "vllm-priority"])
+def test_a_group_of_a_batch_begins_when_the_one_before_has_ended(policy: str) -> None:
+    found = traffic(group=50)
+    engine, kv = fresh_engine(found, SMALL)
+    run_on(engine, kv, found, COST, SMALL, policy, Settings(), SLO)
+    first_s, last_s = (column(engine.requests, name)[: found.batch].reshape(-1, 50) for name in ("first_s", "last_s"))
+    begun = int(np.count_nonzero(first_s.any(axis=1)))
+    assert begun > 1
+    for group in range(1, begun):
+        assert first_s[group][first_s[group] > 0].min() > last_s[group - 1].max()
 
 
 def test_equal_input_gives_equal_runs() -> None:
