@@ -15,7 +15,7 @@ import numba
 import numpy as np
 
 from engine_ext.compiled import FOLDER
-from engine_ext.coserve.limit import NOT_PROFILED, step_limit
+from engine_ext.coserve.limit import NOT_PROFILED, step_limit, while_prompts_wait
 from engine_ext.coserve.predictor import REFIT, Load, longest_chunk, new_predictor, observe, predict, with_chunk
 from engine_ext.coserve.reserve import new_held, note_held, reserve
 from engine_ext.coserve.slo import SloClass, least_slack
@@ -154,6 +154,7 @@ def compile_coserve() -> None:
     times, generated = np.ones(1), np.ones(1, dtype=np.int64)
     slack_s = least_slack(bounds, 0.0, times, times, times, generated)
     limit_s = step_limit(bounds, NOT_PROFILED.numbers(), slack_s, predict(predictor, load), 1)
+    limit_s = while_prompts_wait(limit_s, slack_s, 10, 5)
     longest_chunk(predictor, with_chunk(load, 0, 5), reserve(held), limit_s, 100)
 
 

@@ -42,3 +42,13 @@ def step_limit(bounds: Bounds, profiled: Profiled, least_slack_s: float, alone_s
     # A step longer than the pace would be made good later, but a reader sees it.
     most = min(least_slack_s, bounds.tpot_s, bounds.tbt_s, profiled.limit_s, alone_s + profiled.price_s / online)
     return max(most, alone_s)
+
+
+@compiled
+def while_prompts_wait(alone_s: float, slack_s: float, rest: int, chunk: int) -> float:
+    """Return the most seconds of a step that leaves `rest` tokens of online prompts to further steps of `chunk` each.
+
+    `slack_s`: the least time until the first token of one of them is due. Half of it is spread over these steps, on top
+    of the `alone_s` seconds that each takes anyway.
+    """
+    return alone_s + max(0.0, slack_s) / (2 * (rest // max(chunk, 1) + 1))

@@ -88,8 +88,8 @@ class Measured:
 
     `violations`: the share of online requests that missed the class's TTFT or TPOT, or had not ended when the run was
     given up. `normalized_latency`: seconds from arrival to end per output token, as a mean over requests. `ended_s`:
-    the time of the last online token. `batch_ended`: requests of the batch that have ended by then or
-    later, with this many tokens in all.
+    the time of the last online token. `batch_ended`: requests of the batch that have ended, also after the arrivals,
+    with `batch_ended_tokens` in all.
     """
 
     policy: str
@@ -199,7 +199,7 @@ def _run_scan(
     count, generator = traffic.batch, np.random.default_rng(settings.seed)
     line = new_line(np.arange(count, dtype=np.int64), len(traffic.output))
     ours = _ours(traffic, model.numbers)
-    rules = Rules(slo.bounds, settings.profiled.numbers(), int(settings.chunk), True)
+    rules = Rules(slo.bounds, settings.profiled.numbers(), int(settings.chunk))
     groups = group_requests(traffic.tree, None)
     known = np.full(count, UNKNOWN)
     progress = Progress.at_first(traffic.caps, known, np.zeros(count, dtype=np.bool_))

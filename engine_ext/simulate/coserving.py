@@ -7,7 +7,7 @@ import numpy as np
 from engine_ext.arrays import Bools, Column
 from engine_ext.compiled import compiled
 from engine_ext.coserve.harvest import harvest
-from engine_ext.coserve.limit import NOT_PROFILED, Profiled, step_limit
+from engine_ext.coserve.limit import NOT_PROFILED, Profiled, step_limit, while_prompts_wait
 from engine_ext.coserve.predictor import Load, Predictor, longest_chunk, observe, predict, with_chunk
 from engine_ext.coserve.reserve import Held, note_held, reserve
 from engine_ext.coserve.slo import Bounds, deadline
@@ -35,15 +35,11 @@ PAGE = 128  # prompt tokens that an online request gets in any step, however lat
 
 
 class Rules(NamedTuple):
-    """Our settings: the online class's bounds, what was profiled, and the most prompt tokens of a step.
-
-    `keeps`: whether what is taken off the engine leaves its KV cache there while nobody needs it.
-    """
+    """Our settings: the online class's bounds, what was profiled, and the most prompt tokens of a step."""
 
     bounds: Bounds
     profiled: Profiled
     chunk: int
-    keeps: bool
 
 
 class Ours(NamedTuple):
@@ -79,7 +75,7 @@ def run_ours(
         steps += 1
         arrive(engine, line, first_online)
         _choose(engine, cache, heap, state, line, ours, rules, first_online)
-        load = run_step(engine, cache, heap, ours.predictor.model, True, rules.keeps)
+        load = run_step(engine, cache, heap, ours.predictor.model, True, True)
         if load.prompt_tokens + load.decoding == 0:
             before_s = totals.now_s
             if not wait(engine, line, first_online, until_s, np.inf):
@@ -115,9 +111,8 @@ def _choose(
     limit_s = step_limit(rules.bounds, NOT_PROFILED, slack_s, predict(predictor, load), totals.online_decoding)
     load, first_slack_s, rest = _online_prompts(engine, cache, heap, state, line, ours, rules, first_online, limit_s)
     alone_s, online = predict(predictor, load), totals.online_decoding + load.prompts
-    if rest > 0:  # prompts that this step does not end: each further step may be longer by a part of their slack
-        further = rest // rules.chunk + 1
-        slack_s = min(slack_s, alone_s + max(0.0, first_slack_s) / (2 * further))
+    if rest > 0:
+        slack_s = min(slack_s, while_prompts_wait(alone_s, first_slack_s, rest, rules.chunk))
     limit_s = step_limit(rules.bounds, rules.profiled, slack_s, alone_s, online)
     _batch(engine, cache, heap, state, line, ours, rules, load, limit_s)
 
@@ -165,7 +160,7 @@ def _online_prompts(
             request = next_online(line, first_online)
             if request == NOBODY:
                 break
-            if left <= 0 or not _make_room_for(engine, cache, heap, state, line, rules, request):
+            if left <= 0 or not _make_room_for(engine, cache, heap, state, request):
                 rest += int(requests[request].prompt)
                 slack_s = min(slack_s, _slack_of(engine, rules, request))
                 break
@@ -194,16 +189,14 @@ def _slack_of(engine: SharedEngine, rules: Rules, request: int) -> float:
 
 
 @compiled
-def _make_room_for(
-    engine: SharedEngine, cache: Cache, heap: Heap, state: State, line: Line, rules: Rules, request: int
-) -> bool:
+def _make_room_for(engine: SharedEngine, cache: Cache, heap: Heap, state: State, request: int) -> bool:
     """Return whether there is room for an online request, for which requests of the batch leave the engine."""
     while room(engine, cache) - needed(engine, cache, request) <= 0:
         those = victims(state)
         victim = int(those[0]) if len(those) > 0 else _last_prompt(engine)
         if victim == NOBODY:
             return False
-        take_off(engine, cache, heap, victim, rules.keeps)
+        take_off(engine, cache, heap, victim, True)
         engine.totals[0].preempted = 0
         retracted(state, victim, int(engine.requests[victim].generated))
     return True

@@ -37,9 +37,9 @@ class Rival(NamedTuple):
     request to be admitted, as SGLang's new token ratio; 0 for none, as in vLLM. `preempts`: whether an online prompt
     that finds no room takes requests of the batch off the engine; `keeps`: whether these keep their KV cache for as
     long as nobody needs it. `limit_s`: the seconds that a step with work of the batch may take; `idle_is_free`: not
-    where no online request is in it. `rate`: the most
-    requests of the batch admitted per second. `group`: how many of the batch's requests there are at a time, the next
-    when all of them have ended; 0 for all at once. `chunk_first`: a prompt that was begun comes before all others.
+    where no online request is in it. `rate`: the most requests of the batch admitted per second. `group`: how many of
+    the batch's requests there are at a time, the next when all of them have ended; 0 for all at once. `chunk_first`: a
+    prompt that was begun comes before all others.
     """
 
     online_first: bool
@@ -169,13 +169,20 @@ def _put_back(engine: SharedEngine, line: Line) -> None:
     """Let those wait again that the last step took off the engine."""
     totals, at = engine.totals[0], line.at
     for k in range(totals.preempted):
-        request = engine.preempted[k]
-        if engine.requests[request].online == 1:
-            line.online_again[at[ONLINE_AGAIN]] = request
-            at[ONLINE_AGAIN] += 1
-        else:
-            line.batch_again[at[BATCH_AGAIN]] = request
+        if engine.requests[engine.preempted[k]].online == 0:
+            line.batch_again[at[BATCH_AGAIN]] = engine.preempted[k]
             at[BATCH_AGAIN] += 1
+    put_back_online(engine, line)
+
+
+@compiled
+def put_back_online(engine: SharedEngine, line: Line) -> None:
+    """Let the online requests wait again that the last step took off the engine, and forget the others."""
+    totals, at = engine.totals[0], line.at
+    for k in range(totals.preempted):
+        if engine.requests[engine.preempted[k]].online == 1:
+            line.online_again[at[ONLINE_AGAIN]] = engine.preempted[k]
+            at[ONLINE_AGAIN] += 1
     totals.preempted = 0
 
 
@@ -346,15 +353,3 @@ def _all_to_come(engine: SharedEngine) -> float:
     for k in range(totals.prefilling):
         tokens += _to_come(engine, int(engine.prefilling[k]))
     return tokens
-
-
-@compiled
-def put_back_online(engine: SharedEngine, line: Line) -> None:
-    """Let the online requests wait again that the last step took off the engine."""
-    totals, at = engine.totals[0], line.at
-    for k in range(totals.preempted):
-        request = engine.preempted[k]
-        if engine.requests[request].online == 1:
-            line.online_again[at[ONLINE_AGAIN]] = request
-            at[ONLINE_AGAIN] += 1
-    totals.preempted = 0

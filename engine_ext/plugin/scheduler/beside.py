@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from engine_ext.coserve.limit import NOT_PROFILED, Profiled, step_limit
+from engine_ext.coserve.limit import NOT_PROFILED, Profiled, step_limit, while_prompts_wait
 from engine_ext.coserve.predictor import Load, Predictor, longest_chunk, new_predictor, observe, predict, with_chunk
 from engine_ext.coserve.reserve import Held, new_held, note_held, reserve
 from engine_ext.coserve.slo import Bounds, least_slack
@@ -139,9 +139,9 @@ class Beside:
         load = with_chunk(decodes, demand.before, online) if online else decodes
         alone_s, rest = float(predict(self.predictor, load)), demand.tokens - online
         slack_s = self.slack_s
-        if rest > 0:  # prompts that this step does not end: each further step may be longer by a part of their slack
+        if rest > 0:
             first_s = self._least_slack(demand.prompts, now) - running_s
-            slack_s = min(slack_s, alone_s + max(0.0, first_s) / (2 * (rest // max(online, 1) + 1)))
+            slack_s = min(slack_s, float(while_prompts_wait(alone_s, first_s, rest, online)))
         there = len(demand.decoding) + len(demand.prompts)
         self.limit_s = float(step_limit(self.bounds, self.profiled, slack_s, alone_s, there))
         ours = int(longest_chunk(self.predictor, load, before, self.limit_s, largest))
