@@ -1,7 +1,15 @@
 """Names the marks that a worker puts into a request's `custom_params`, which SGLang carries to the scheduler."""
 
+import logging
 import math
+from functools import lru_cache
 from typing import Any
+
+from engine_ext.errors import InputError
+from engine_ext.plan.memory import Profile
+
+log = logging.getLogger(__name__)
+PROFILES = 1024  # of lengths, that are kept parsed; requests of one profile share the object
 
 KIND = "batchweave_kind"  # requests of one kind are alike in more than their prompts, such as those of one batch
 UNTOLD = "batchweave_untold"  # beside KIND: the request ends at max_tokens, and the scheduler is not told
@@ -18,3 +26,19 @@ def marks(kind: str, due: float = math.inf, lengths: str = "") -> dict[str, Any]
     if lengths:
         given[LENGTHS] = lengths
     return given
+
+
+def due_of(custom_params: dict[str, Any]) -> float:
+    """Return when a request must have ended, or infinity."""
+    due = custom_params.get(DUE, math.inf)
+    return float(due) if isinstance(due, (int, float)) else math.inf
+
+
+@lru_cache(PROFILES)
+def profile_of(text: Any) -> Profile | None:
+    """Return the profile that a request came with; None if it has none, or one that another version wrote."""
+    try:
+        return Profile.parse(text) if text else None
+    except InputError as error:
+        log.warning("%s", error)
+        return None

@@ -6,14 +6,12 @@ ones that the scan admits. Requests without our mark are online requests: they s
 """
 
 import logging
-import math
 import sys
 from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from enum import IntEnum
-from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -23,11 +21,9 @@ from engine_ext.coserve.slo import SloClass
 from engine_ext.coserve.victims import victims
 from engine_ext.costs.cost import CostModel
 from engine_ext.costs.engine_model import Clock, EngineModel
-from engine_ext.errors import InputError
 from engine_ext.plan.buckets import LONGEST
 from engine_ext.plan.lengths import UNKNOWN
-from engine_ext.plan.memory import Profile
-from engine_ext.plugin.marks import DUE, KIND, LENGTHS, UNTOLD
+from engine_ext.plugin.marks import KIND, LENGTHS, UNTOLD, due_of, profile_of
 from engine_ext.plugin.options import Emulation, Overlap, handed_over
 from engine_ext.plugin.platform_entry import gpu_is_present
 from engine_ext.plugin.scheduler import emulated
@@ -48,7 +44,6 @@ SOON = 64  # steps for which running requests must find room beside pinned prefi
 LOOK_AGAIN = 16  # steps between two looks at the cache for the same request
 STEP_TOKENS = 8192  # the largest step if SGLang sets none
 MOST_PARKED = 3  # times that the prefill of one request is stopped for online requests
-PROFILES = 1024  # of lengths, that are kept parsed; requests of one profile share the object
 SWITCH_S = 0.0005  # after which a plan's thread leaves the interpreter to a step that waits for it
 
 
@@ -146,8 +141,8 @@ class Admission:
         kind = self.kinds.setdefault(alike, len(self.kinds))
         prompt = np.asarray(req.origin_input_ids, dtype=np.uint32)
         apart = self.overlap.mixes and bool(req.return_logprob)
-        profile = _profile(params.custom_params.get(LENGTHS))
-        self.scan.add(member.key, prompt, cap, known, kind, _due(params.custom_params), apart, profile)
+        profile = profile_of(params.custom_params.get(LENGTHS))
+        self.scan.add(member.key, prompt, cap, known, kind, due_of(params.custom_params), apart, profile)
 
     def take_back(self, rid: str, everything: bool) -> list[Any]:
         """Remove and return the waiting requests that an abort means: that of this id, or those that begin with it."""
@@ -366,21 +361,6 @@ def _lag(scheduler: Any, ranks: Ranks) -> int:
     """Return how many steps that were launched before still run when a step is decided, as far as the clock says."""
     lasts = gpu_is_present() and emulated.clock() is None  # else a step is over when its launch returns
     return int(lasts and scheduler.enable_overlap) + int(ranks.group is not None)
-
-
-def _due(custom_params: dict[str, Any]) -> float:
-    due = custom_params.get(DUE, math.inf)
-    return float(due) if isinstance(due, (int, float)) else math.inf
-
-
-@lru_cache(PROFILES)
-def _profile(text: Any) -> Profile | None:
-    """Return the profile that a request came with; None if it has none, or one that another version wrote."""
-    try:
-        return Profile.parse(text) if text else None
-    except InputError as error:
-        log.warning("%s", error)
-        return None
 
 
 def admission_of(scheduler: Any) -> Admission:
