@@ -11,6 +11,7 @@ from service.demo.model import ensure_demo_model
 from service.demo.prompts import corpus
 from tests.engine.test_real_scan import CHUNK, Real, Requests, growing, tokens_of
 
+SLOTS = 32  # that `Real` gives its engine
 LONG = 1_900  # tokens of a batch's prompt: four chunks
 
 
@@ -44,11 +45,12 @@ def run(
     mixed: bool,
     stream: Requests | None = None,
     held: int = 0,
+    running: int = 0,
 ) -> Any:
     """Run the batch; the online requests come one after the other while it runs. Returns both kinds of answers.
 
-    The first comes once the batch holds more than `held` tokens of the KV cache, and each other one after three more
-    of its requests were admitted.
+    Each comes once the batch holds `held` tokens of the KV cache and has `running` requests on the engine, and three
+    more of them were admitted than for the one before.
 
     `stream`: more of them, which come each a moment after the one before it.
     """
@@ -56,23 +58,24 @@ def run(
     async def main() -> Any:
         tuning = Tuning(policy, CHUNK, mixed=mixed)
         prompts, outputs = [ids for ids, _ in requests], [tokens for _, tokens in requests]
-        running = asyncio.create_task(real.engine.run(tuning, prompts, outputs))
+        batch_runs = asyncio.create_task(real.engine.run(tuning, prompts, outputs))
         answers: list[dict[str, Any]] = []
         for number, (ids, tokens) in enumerate(beside):
-            while not running.done():
+            while not batch_runs.done():
                 state = await real.engine.state()
-                if state["admitted"] >= 1 + 3 * number and state["kv_of_left"] + state["kv_of_right"] >= held:
+                is_full = state["kv_of_left"] + state["kv_of_right"] >= held and state["running"] >= running
+                if is_full and state["admitted"] >= 1 + 3 * number:
                     break
                 await asyncio.sleep(0.005)
             answers.append(await real.engine.ask(f"online-{number}", ids, tokens))
         streamed: list[asyncio.Task[Any]] = []
         for number, (ids, tokens) in enumerate(stream or []):
-            while (await real.engine.state())["admitted"] < 1 and not running.done():
+            while (await real.engine.state())["admitted"] < 1 and not batch_runs.done():
                 await asyncio.sleep(0.005)
             streamed.append(asyncio.create_task(real.engine.ask(f"stream-{number}", ids, tokens)))
             await asyncio.sleep(0.01)
         await asyncio.gather(*streamed)
-        found = await running
+        found = await batch_runs
         return found | {"online": answers}
 
     return real.loop.run_until_complete(asyncio.wait_for(main(), 250))
@@ -132,3 +135,16 @@ def test_a_batch_makes_room_for_online_requests(real: Real) -> None:
         assert ours["preempted"] > 0
         assert ours["online_most_steps"] <= 6
         assert (ours["waiting"], ours["running"], ours["kv_kept"]) == (0, 0, 0)
+
+
+def test_a_batch_gives_a_request_slot_up(real: Real) -> None:
+    """More short requests than the engine runs at once: an online one needs a slot, and not the KV cache."""
+    tokens = tokens_of(16)
+    requests: Requests = [(tokens(4), 100) for _ in range(64)]
+    short: Requests = [(tokens(8), 4) for _ in range(4)]
+    alone = run(real, "fcfs", requests, [], mixed=True)
+    ours = run(real, None, requests, short, mixed=True, running=SLOTS)
+    assert ours["answers"] == alone["answers"]
+    assert ours["preempted"] > 0
+    assert ours["online_most_steps"] <= 6
+    assert (ours["waiting"], ours["running"], ours["kv_kept"]) == (0, 0, 0)
