@@ -28,7 +28,7 @@ def enqueue(original: Callable[..., None], scheduler: Any, req: Any, *args: Any,
     """Move one of our requests from SGLang's queue to ours."""
     original(scheduler, req, *args, **kwargs)
     queue, ours = scheduler.waiting_queue, admission_of(scheduler)
-    if not is_ours(req):
+    if not is_ours(req) and ours.fallback is None:
         ours.online_runs = True
         ours.beside.arrived(req, ours.ranks.tick())
     if queue and queue[-1] is req and is_ours(req) and ours.fallback is None:

@@ -2,7 +2,7 @@
 
 The scan may compute only as many prompt tokens as the step's limit leaves (`coserve/limit.py`). The limit comes from
 the slack of the online requests in the step, and the predictor says how long a step takes. An engine that has seen no
-online request pays nothing for this.
+online request for an hour does not ask.
 """
 
 import math
@@ -18,7 +18,6 @@ from engine_ext.coserve.reserve import Held, new_held, note_held, reserve
 from engine_ext.coserve.slo import Bounds, least_slack
 from engine_ext.costs.engine_model import StepModel
 from engine_ext.plugin.scheduler.online import Demand, length
-from engine_ext.scan.decide import ANY_NUMBER
 
 PAGE = 128  # prompt tokens of any step with online prompts, however late others are, and of any without online requests
 LONGEST_STEP_S = 10.0  # a longer pause between two decisions was no step
@@ -86,8 +85,6 @@ class Beside:
 
     def pass_time(self, demand: Demand, now: float) -> None:
         """Note that the last step has ended, which tells how long such steps take and when its tokens came."""
-        if not self.is_needed:
-            return
         took, self._before = now - self._before, now
         if len(self._loads) > self.lag:
             load = self._loads.popleft()
@@ -128,8 +125,6 @@ class Beside:
 
         `decodes`: all that decode in it. `before`: the computed tokens of the batch's prompt that is next.
         """
-        if not self.is_needed:
-            return Allowed(demand.tokens, ANY_NUMBER)
         running_s = sum(float(predict(self.predictor, load)) for load in self._loads)
         self.slack_s = self._least_slack(demand.decoding, now) - running_s
         alone_s = float(predict(self.predictor, decodes))
