@@ -1,221 +1,273 @@
 """Compare schedulers for online requests beside a batch on the simulated engine; each row is one line of JSON.
 
-python -m benchmarks.colocate DATA hygen [--output docs/evaluation] [--processes 2] [--only h200,0.3]
+python -m benchmarks.colocate DATA SUITE [--output docs/evaluation] [--processes 2] [--only h200,0.3]
+python -m benchmarks.colocate DATA SUITE --table     # the rows that were written before, as tables
 
-Suite `hygen` (HyGen 5.2): Azure's conversations at 30% and 60% of what the engine can do of them alone, beside four
-kinds of batches. Each scheduler gets the settings with which it does most for the batch while one metric stays within a
-tolerance of online requests alone. `python -m benchmarks.colocate DATA hygen --table` prints the tables of
-docs/colocation.md from the rows.
+Each scheduler gets the settings with which it does most for the batch while online requests keep what a row says.
+hygen   HyGen 5.2: Azure's conversations at 30% and 60% of what the engine can do of them alone, beside four kinds of
+        batches. One metric stays within a tolerance of online requests alone, or an SLO in seconds is kept.
+bros    BROS VII: ShareGPT's lengths at 4, 8 and 12 requests a second, beside a batch in closed groups of 512.
+bursts  The busiest five minutes of the conversations three times as dense; Mooncake's prompts of up to 100,000 tokens.
+others  Traces, machines and seeds that were not used while the scheduler was made.
 """
 
 import argparse
-import csv
 import itertools
 import json
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ProcessPoolExecutor, as_completed
-from dataclasses import asdict, dataclass, replace
-from datetime import datetime
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from benchmarks import traces
-from benchmarks.traces import Row
-from engine_ext.arrays import Column, Floats
-from engine_ext.coserve.limit import Profiled
+from benchmarks import online_traffic, traces
+from benchmarks.online_traffic import Online, batch_rows, beside
 from engine_ext.coserve.slo import SloClass
 from engine_ext.costs.cost import CostModel
 from engine_ext.costs.engine_model import Clock, EngineModel
 from engine_ext.costs.hardware import Machine, hardware
 from engine_ext.costs.model_shape import preset
-from engine_ext.plan.buckets import LONGEST
-from engine_ext.plan.prompts import Prompts
-from engine_ext.simulate.arrivals import Arrivals, at_rate
-from engine_ext.simulate.colocate import OURS, Measured, Settings, Traffic, run
+from engine_ext.simulate.arrivals import Arrivals, at_rate, denser
+from engine_ext.simulate.colocate import BROS, ORACLE, OURS, Measured, Traffic
+from engine_ext.simulate.contest import Contest, Within, batch_alone, online_capacity, row_of
 
 METRICS = ("tbt_mean", "ttft_mean", "tbt_p99", "ttft_p99")
 TOLERANCES = (0.05, 0.1, 0.2, 0.5)
-CHUNKS = (256, 512, 1024, 2048)
-LIMITS = (1.0, 1.05, 1.1, 1.125, 1.15, 1.2, 1.3, 1.5, 2.0, 3.0, 5.0, 10.0)  # times the mean TBT of online alone
-PRICES = (0.05, 0.1, 0.2, 0.3, 0.5, 0.7, 1.0, 1.5, 2.0, 3.0, 5.0, 10.0)  # times the same
-RATES = tuple(np.geomspace(0.05, 50.0, 12).tolist())
-MACHINES = {"h200": ("llama-3-8b", "h200", 90.0), "a100": ("llama-2-7b", "a100-40gb", 300.0)}
-BATCHES = {"code": 12_000, "r1": 6_000, "mmlu": 60_000, "documents": 6_000}  # requests for both machines, never used up
-NO_SLO = SloClass()
-ENDLESS_S = 1e6
+SLO = SloClass(ttft_s=1.0, tpot_s=0.05)
+BROS_SLO = SloClass(ttft_s=0.4, tpot_s=0.2)
+FLOOD_S = 120.0  # of the trace, all at once, to see what the engine can do
+LIMITED = ("hygen", "hygen-recompute", "hygen-idle", "hygen-star", "vllm-priority", "priority")
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """A model on a machine, and for how long a run there lasts."""
+
+    model: str
+    gpu: str
+    duration_s: float
+    tp: int = 1
+
+    def engine(self) -> tuple[CostModel, EngineModel]:
+        cost = CostModel(preset(self.model), Machine(hardware(self.gpu), tp=self.tp))
+        return cost, EngineModel.of(cost, Clock.MIXED)
+
+
+MACHINES = {
+    "h200": Place("llama-3-8b", "h200", 90.0),
+    "a100": Place("llama-2-7b", "a100-40gb", 300.0),
+    "a100x2": Place("qwen-2.5-14b", "a100-40gb", 600.0, tp=2),
+    "h200-bursts": Place("llama-3-8b", "h200", 300.0),
+    "h100": Place("qwen-2.5-7b", "h100", 120.0),
+    "a100-70b": Place("llama-3-70b", "a100-80gb", 300.0, tp=8),
+}
 
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """One machine, online load and kind of batch. `load`: the share of what the engine can do of the online work."""
+    """One machine, online load and kind of batch.
+
+    `load`: the share of what the engine can do of the online work, or requests per second where a suite says so.
+    """
 
     suite: str
     machine: str
     load: float
     batch: str
+    online: str = "conversations"
     seed: int = 0
 
 
-def conversations(data: Path, longest: int) -> tuple[Floats, Column, Column]:
-    """Return Azure's conversations of up to `longest` tokens: arrival in seconds, prompt and output tokens."""
-    rows: list[tuple[float, int, int]] = []
-    with (data / "lengths" / "azure_conv_2023.csv").open() as file:
-        for line in csv.DictReader(file):
-            prompt, output = int(line["ContextTokens"]), int(line["GeneratedTokens"])
-            if prompt >= 1 and output >= 1 and prompt + output < longest:
-                rows.append((datetime.fromisoformat(line["TIMESTAMP"][:26]).timestamp(), prompt, output))
-    rows.sort()
-    arrives, prompt, output = (np.array(each) for each in zip(*rows, strict=True))
-    return arrives - arrives[0], prompt.astype(np.int64), output.astype(np.int64)
+@dataclass(frozen=True, slots=True)
+class Scene:
+    """What a case plays: the traffic on an engine, the batch alone on it, and the online load as a share."""
+
+    case: Case
+    cost: CostModel
+    model: EngineModel
+    traffic: Traffic
+    alone: Measured
+    share: float
+    requests: int
+
+    def contest(self, slo: SloClass) -> Contest:
+        return Contest(self.traffic, self.cost, self.model, slo)
+
+    def row(self, contest: Contest, best: Measured | None, policy: str, **said: Any) -> dict[str, Any]:
+        """Return a row for a policy's best run, with what the case and the caller say of it."""
+        if best is not None and best.batch_ended == self.requests:
+            raise ValueError(f"{self.case}: {policy} used the batch up; give it more requests")
+        row = row_of(self.case.suite, self.share, self.case.batch, contest.base, best, policy, self.alone)
+        found = {} if best is None else asdict(best)
+        settings = found.pop("settings", {})
+        profiled = settings.pop("profiled", contest.base.settings.profiled)._asdict()
+        finite = {name: value for name, value in {**profiled, **settings}.items() if math.isfinite(value)}
+        base = {name: getattr(contest.base, name) for name in (*METRICS, "violations", "normalized_latency")}
+        return {**asdict(self.case), **said, **row, **{k: v for k, v in found.items() if k not in row}, **finite} | {
+            "online_alone": base,
+            "load": self.share,
+        }
 
 
-def batch_rows(data: Path, name: str, seed: int, longest: int) -> list[Row]:
-    """Return the rows of a batch in random order, without those that no engine here can hold."""
-    count = BATCHES[name]
-    if name == "mmlu":
-        rows = traces.mmlu(data, count)
-    elif name == "documents":
-        rows = traces.documents(count // 6, 6, 5_000, seed)
-    else:
-        rows = traces.csv_trace(data, {"code": "azure_code_2023", "r1": "servegen_deepseek_r1"}[name], count, seed)
-    fits = [row for row in rows if sum(size for _, size in row.segments) + row.output_tokens < longest]
-    return [fits[place] for place in np.random.default_rng(seed).permutation(len(fits))]
+def scene(data: Path, case: Case) -> Scene:
+    """Make the traffic of a case whose load is a share of what the engine can do."""
+    place = MACHINES[case.machine]
+    cost, model = place.engine()
+    longest = min(traces.LONGEST, model.capacity // 3)
+    if case.online == "mooncake":
+        longest = min(131_072, model.capacity // 3)
+    online = _online(data, case, longest)
+    generator = np.random.default_rng(case.seed)
+    own_rate = len(online.arrives_s) / online.arrives_s[-1]
+    capacity = online_capacity(*online.at(at_rate(online.arrives_s, own_rate, FLOOD_S, generator)), cost, model)
+    rate = case.load * capacity
+    arrivals = at_rate(online.arrives_s, rate, place.duration_s, generator)
+    if case.suite == "bursts" and case.online == "conversations":
+        arrivals = _busiest(online, rate, place.duration_s, generator)
+    rows = batch_rows(data, case.batch, case.seed, min(longest, traces.LONGEST))
+    traffic = beside(rows, online, arrivals)
+    return Scene(case, cost, model, traffic, batch_alone(traffic, cost, model), arrivals.rate / capacity, len(rows))
 
 
-def traffic_of(rows: list[Row], arrivals: Arrivals, prompt: Column, output: Column) -> Traffic:
-    """Return the rows as a batch beside arrivals of the requests with these lengths; each has a prompt of its own."""
-    numbers = zip(arrivals.copy.tolist(), arrivals.number.tolist(), strict=True)
-    online = [[(f"online/{copy}/{number}", int(prompt[number]))] for copy, number in numbers]
-    outputs = np.concatenate([np.array([row.output_tokens for row in rows], dtype=np.int64), output[arrivals.number]])
-    prompts = Prompts.of_segments([*(row.segments for row in rows), *online])
-    return Traffic.of(prompts, outputs, np.full(len(rows), LONGEST), arrivals)
+def _online(data: Path, case: Case, longest: int) -> Online:
+    if case.online == "conversations":
+        return online_traffic.conversations(data, longest)
+    if case.online == "mooncake":
+        return online_traffic.mooncake(data, longest)
+    return online_traffic.poisson(data, case.online, longest, 10.0, 600.0, case.seed)
 
 
-def engine_of(machine: str) -> tuple[CostModel, EngineModel, float]:
-    model, gpu, duration_s = MACHINES[machine]
-    cost = CostModel(preset(model), Machine(hardware(gpu)))
-    return cost, EngineModel.of(cost, Clock.MIXED), duration_s
+def _busiest(online: Online, rate: float, duration_s: float, generator: np.random.Generator) -> Arrivals:
+    """Return the busiest window of the trace at this rate, with a minute in it that is three times as dense."""
+    whole = at_rate(online.arrives_s, rate, float(online.arrives_s[-1]), generator)
+    counts = np.searchsorted(whole.arrives_s, whole.arrives_s + duration_s) - np.arange(len(whole))
+    first = int(counts.argmax())
+    chosen = slice(first, first + int(counts[first]))
+    begin = whole.arrives_s[first]
+    window = Arrivals(whole.arrives_s[chosen] - begin, whole.number[chosen], whole.copy[chosen], duration_s)
+    return denser(window, duration_s / 2, duration_s / 2 + 60.0, 3, generator)
 
 
 def hygen(data: Path, case: Case) -> Iterator[dict[str, Any]]:
-    """Yield a row for each policy, metric and tolerance: its best run."""
-    cost, model, duration_s = engine_of(case.machine)
-    longest = min(traces.LONGEST, model.capacity // 3)
-    arrives, prompt, output = conversations(data, longest)
+    """Yield a row for each policy, metric and tolerance, and one for an SLO in seconds: its best run."""
+    here = scene(data, case)
+    contest = here.contest(SloClass())
+    for policy, metric, tolerance in itertools.product((*LIMITED, OURS), METRICS, TOLERANCES):
+        within = Within(most={metric: getattr(contest.base, metric) * (1 + tolerance)})
+        yield here.row(contest, contest.best(policy, within), policy, metric=metric, tolerance=tolerance)
+    yield from _in_time(here, SLO, 0.01, ("hygen", "hygen-idle", "vllm-priority", "priority", ORACLE, OURS))
+
+
+def bursts(data: Path, case: Case) -> Iterator[dict[str, Any]]:
+    """Yield a row for each policy: its best run with at most one more violation in a hundred than online alone."""
+    yield from _in_time(
+        scene(data, case), SLO, 0.01, ("hygen", "hygen-idle", "vllm-priority", "priority", ORACLE, OURS)
+    )
+
+
+def _in_time(here: Scene, slo: SloClass, more: float, policies: Iterable[str]) -> Iterator[dict[str, Any]]:
+    contest = here.contest(slo)
+    within = Within(violations=contest.base.violations + more)
+    for policy in policies:
+        yield here.row(contest, contest.best(policy, within), policy, metric="slo", tolerance=more)
+
+
+def bros(data: Path, case: Case) -> Iterator[dict[str, Any]]:
+    """Yield a row for every run: each policy at each setting. `load` is in requests per second."""
+    place = MACHINES[case.machine]
+    cost, model = place.engine()
+    longest = min(4096, model.capacity // 3)
+    online = online_traffic.poisson(data, "sharegpt", longest, case.load, place.duration_s, case.seed)
+    count = len(online.arrives_s)
+    arrivals = Arrivals(online.arrives_s, np.arange(count), np.zeros(count, dtype=np.int64), place.duration_s)
     rows = batch_rows(data, case.batch, case.seed, longest)
-
-    def measure(traffic: Traffic, policy: str, settings: Settings) -> Measured:
-        return run(traffic, cost, model, policy, settings, NO_SLO)
-
-    # What the engine can do of the online work: all of it comes at once.
-    generator = np.random.default_rng(case.seed)
-    whole = at_rate(arrives, len(arrives) / arrives[-1], duration_s, generator)
-    at_once = Arrivals(np.zeros(len(whole)), whole.number, whole.copy, ENDLESS_S)
-    flood = traffic_of([], at_once, prompt, output)
-    capacity = max(len(whole) / measure(flood, "online-only", Settings(chunk=chunk)).ended_s for chunk in CHUNKS)
-    rate = case.load * capacity
-    arrivals = at_rate(arrives, rate, duration_s, np.random.default_rng(case.seed))
-    traffic = traffic_of(rows, arrivals, prompt, output)
-    nobody = Arrivals(np.zeros(0), np.zeros(0, np.int64), np.zeros(0, np.int64), duration_s)
-    alone = measure(traffic_of(rows, nobody, prompt, output), OURS, Settings(chunk=max(CHUNKS)))
-    online = [measure(traffic, "online-only", Settings(chunk=chunk)) for chunk in CHUNKS]
-    base = min(online, key=lambda found: found.normalized_latency)
-    spare = alone.offline_tokens_per_s * (1 - rate / capacity)
-    runs = [measure(traffic, policy, settings) for policy, settings in _tries(base)]
-    if any(found.batch_ended == len(rows) for found in runs):
-        raise ValueError(f"{case}: a run used the batch up; give it more requests")
-    policies = list(dict.fromkeys(found.policy for found in runs))
-    for policy, metric, tolerance in itertools.product(policies, METRICS, TOLERANCES):
-        most = getattr(base, metric) * (1 + tolerance)
-        mine = [found for found in runs if found.policy == policy and found.violations <= base.violations]
-        kept = [found for found in mine if getattr(found, metric) <= most]
-        best = max(kept, key=lambda found: found.offline_tokens_per_s, default=None)
-        yield _row(case, base, best, policy, metric, tolerance, spare, len(rows))
+    traffic = beside(rows, online, arrivals, 512)
+    share = case.load / online_capacity(*online.at(arrivals), cost, model)
+    alone = batch_alone(traffic, cost, model)
+    here = Scene(case, cost, model, traffic, alone, share, len(rows))
+    contest = here.contest(BROS_SLO)
+    for policy in ("fcfs", "round-robin", "priority", "vllm-priority", BROS, OURS):
+        contest.best(policy, Within(violations=0.01))
+        if policy == OURS:
+            contest.best(policy, Within(most={"tbt_mean": 2 * contest.base.tbt_mean}))
+        for (name, _), found in list(contest.runs.items()):
+            if name == policy:
+                yield here.row(contest, found, policy, metric="every", tolerance=0.0, rate=case.load)
 
 
-def _tries(base: Measured) -> Iterator[tuple[str, Settings]]:
-    """Yield all that is tried: each policy with its own settings, at the chunk that suits online requests alone."""
-    at_best = Settings(chunk=base.settings.chunk)
-    for factor in LIMITS:
-        limit_s = factor * base.tbt_mean
-        for policy in ("hygen", "hygen-recompute", "hygen-idle"):
-            yield policy, replace(at_best, profiled=Profiled(limit_s))
-        yield OURS, replace(at_best, profiled=Profiled(limit_s))
-        yield OURS, replace(at_best, profiled=Profiled(limit_s, math.inf, limit_s))
-    for price in PRICES:
-        yield OURS, replace(at_best, profiled=Profiled(price_s=price * base.tbt_mean))
-    for rate in RATES:
-        yield "hygen-star", replace(at_best, rate=rate)
-    for chunk in CHUNKS:
-        yield "vllm-priority", Settings(chunk=chunk)
-        for reserved in (1.0, 0.3):
-            yield "priority", Settings(chunk=chunk, reserved=reserved)
-
-
-def _row(
-    case: Case,
-    base: Measured,
-    best: Measured | None,
-    policy: str,
-    metric: str,
-    tolerance: float,
-    spare: float,
-    requests: int,
-) -> dict[str, Any]:
-    """Return what is written of a policy's best run; nothing is done for the batch if no run keeps the tolerance."""
-    found = asdict(best if best is not None else replace(base, policy=policy, offline_tokens_per_s=0.0))
-    offline, online = found["offline_tokens_per_s"], base.online_tokens_per_s
-    settings = found.pop("settings")
-    profiled = {name: value for name, value in settings["profiled"]._asdict().items() if math.isfinite(value)}
-    found["rate"] = settings["rate"] if math.isfinite(settings["rate"]) else None
-    return {
-        **asdict(case),
-        "metric": metric,
-        "tolerance": tolerance,
-        "total_over_online": (online + offline) / online,
-        "share_of_spare": offline / spare,
-        "chunk": settings["chunk"],
-        **profiled,
-        **found,
-        "batch_requests": requests,
-        "online_alone": {name: getattr(base, name) for name in METRICS},
-    }
-
-
-SUITES = {"hygen": hygen}
-
-
-def cases_of(suite: str, only: Iterable[str]) -> list[Case]:
-    every = [Case(suite, machine, load, batch) for machine in MACHINES for load in (0.3, 0.6) for batch in BATCHES]
-    wanted = set(only)
-    return [case for case in every if wanted <= {case.machine, str(case.load), case.batch}]
+SUITES: Mapping[str, tuple[Callable[[Path, Case], Iterator[dict[str, Any]]], tuple[Case, ...]]] = {
+    "hygen": (
+        hygen,
+        tuple(
+            Case("hygen", machine, load, batch)
+            for machine, load, batch in itertools.product(
+                ("h200", "a100"), (0.3, 0.6), ("code", "r1", "mmlu", "documents")
+            )
+        ),
+    ),
+    "bros": (bros, tuple(Case("bros", "a100x2", rate, "uniform", "sharegpt") for rate in (4.0, 8.0, 12.0))),
+    "bursts": (
+        bursts,
+        tuple(
+            Case("bursts", "h200-bursts", 0.3, batch, online)
+            for batch, online in itertools.product(("code", "r1"), ("conversations", "mooncake"))
+        ),
+    ),
+    "others": (
+        bursts,
+        (
+            Case("others", "h100", 0.4, "chat", "lmsys_chat", 7),
+            Case("others", "h100", 0.7, "r1", "sharegpt", 8),
+            Case("others", "a100-70b", 0.3, "chat", "conversations", 9),
+            Case("others", "a100-70b", 0.5, "documents", "lmsys_chat", 10),
+        ),
+    ),
+}
 
 
 def run_case(data: Path, case: Case) -> list[dict[str, Any]]:
-    return list(SUITES[case.suite](data, case))
+    return list(SUITES[case.suite][0](data, case))
 
 
 def table(rows: list[dict[str, Any]]) -> Iterator[str]:
     """Yield the lines of a table for each machine and load: tokens of the batch per second, by policy."""
-    for machine, load in sorted({(row["machine"], row["load"]) for row in rows}):
-        here = [row for row in rows if (row["machine"], row["load"]) == (machine, load)]
-        policies = list(dict.fromkeys(row["policy"] for row in here))
-        yield f"\n{machine}, online load {load:.0%}\n"
-        yield f"| batch | within | {' | '.join(policies)} | total over online alone |"
-        yield f"|---|---|{'---|' * (len(policies) + 1)}"
-        for batch, metric, tolerance in itertools.product(BATCHES, METRICS, TOLERANCES):
-            found = {
-                row["policy"]: row
-                for row in here
-                if (row["batch"], row["metric"], row["tolerance"]) == (batch, metric, tolerance)
-            }
-            if found:
-                cells = " | ".join(f"{found[policy]['offline_tokens_per_s']:,.0f}" for policy in policies)
-                ratio = found[OURS]["total_over_online"]
-                yield f"| {batch} | {metric} +{tolerance:.0%} | {cells} | {ratio:.2f} |"
+    keys = list(dict.fromkeys((row["machine"], row["online"], row["seed"], round(row["load"], 2)) for row in rows))
+    for key in keys:
+        here = [row for row in rows if (row["machine"], row["online"], row["seed"], round(row["load"], 2)) == key]
+        yield f"\n{key[0]}, {key[1]}, online load {key[3]:.0%}\n"
+        yield from _runs(here) if here[0]["metric"] == "every" else _bests(here)
+
+
+def _bests(here: list[dict[str, Any]]) -> Iterator[str]:
+    policies = list(dict.fromkeys(row["policy"] for row in here))
+    yield f"| batch | within | {' | '.join(policies)} | total over online alone | share of the spare |"
+    yield f"|---|---|{'---|' * (len(policies) + 2)}"
+    for batch, metric, tolerance in dict.fromkeys((row["batch"], row["metric"], row["tolerance"]) for row in here):
+        found = {
+            row["policy"]: row
+            for row in here
+            if (row["batch"], row["metric"], row["tolerance"]) == (batch, metric, tolerance)
+        }
+        cells = " | ".join(
+            f"{found[policy]['offline_tokens_per_s']:,.0f}" if policy in found else "" for policy in policies
+        )
+        ours = found[OURS]
+        ratio, share = ours["total_over_online"], ours["share_of_spare"]
+        yield f"| {batch} | {metric} +{tolerance:.0%} | {cells} | {ratio:.2f} | {share:.2f} |"
+
+
+def _runs(here: list[dict[str, Any]]) -> Iterator[str]:
+    yield "| policy | chunk | limit s | ms per token | batch tokens/s | TTFT kept | TPOT kept |"
+    yield "|---|---|---|---|---|---|---|"
+    for row in sorted(here, key=lambda each: (each["policy"], each["normalized_latency"])):
+        limit = f"{row['limit_s']:.3f}" if row["limit_s"] else ""
+        yield (
+            f"| {row['policy']} | {row['chunk']} | {limit} | {1e3 * row['normalized_latency']:,.0f} "
+            f"| {row['offline_tokens_per_s']:,.0f} | {row['ttft_attained']:.3f} | {row['tpot_attained']:.3f} |"
+        )
 
 
 def main() -> None:
@@ -224,7 +276,7 @@ def main() -> None:
     parser.add_argument("suite", choices=SUITES)
     parser.add_argument("--output", type=Path, default=Path("docs/evaluation"))
     parser.add_argument("--processes", type=int, default=1)
-    parser.add_argument("--only", default="", help="machine, load or batch, separated by commas")
+    parser.add_argument("--only", default="", help="machine, load, batch or online trace, separated by commas")
     parser.add_argument("--table", action="store_true", help="print the rows that were written before")
     options = parser.parse_args()
     path = options.output / f"colocate-{options.suite}.jsonl"
@@ -232,7 +284,10 @@ def main() -> None:
         print("\n".join(table([json.loads(line) for line in path.read_text().splitlines()])))
         return
     options.output.mkdir(parents=True, exist_ok=True)
-    cases = cases_of(options.suite, (name for name in options.only.split(",") if name))
+    wanted = {name for name in options.only.split(",") if name}
+    cases = [
+        case for case in SUITES[options.suite][1] if wanted <= {case.machine, str(case.load), case.batch, case.online}
+    ]
     found: dict[Case, list[dict[str, Any]]] = {}
     with ProcessPoolExecutor(options.processes) as pool:
         under_way = {pool.submit(run_case, options.data, case): case for case in cases}
@@ -240,8 +295,9 @@ def main() -> None:
             case = under_way[done]
             found[case] = done.result()
             print(case, flush=True)
-    with path.open("w") as file:
-        file.writelines(json.dumps(row) + "\n" for case in cases for row in found[case])
+            # What is done stays, should a later case fail.
+            with path.open("w") as file:
+                file.writelines(json.dumps(row) + "\n" for each in cases for row in found.get(each, []))
 
 
 if __name__ == "__main__":

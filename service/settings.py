@@ -58,6 +58,10 @@ class Settings(BaseSettings):
     overlap: Literal["none", "mixed", "nano", "pdmux"] | None = Field(
         None, description="how prefill and decode share the GPU; default: as calibrated, or mixed chunks on a GPU"
     )
+    slo_file: Path | None = Field(
+        None,
+        description="what online requests must get beside batches, and how long steps may be: written by profile-slo",
+    )
     emulated_device: Literal["no answer is real"] | None = Field(
         None, description="load tests only: no model runs; BATCHWEAVE_GPU's cost model sets how long steps take"
     )

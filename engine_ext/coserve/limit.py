@@ -1,10 +1,12 @@
 """Says how long the next step may take, so that every online request gets its next token in time."""
 
 import math
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from engine_ext.compiled import compiled
 from engine_ext.coserve.slo import Bounds
+from engine_ext.errors import InputError
 
 GUARD = 0.25  # of the TTFT: the longest step while no online request is there, since one may come as it begins
 
@@ -27,6 +29,29 @@ class Profiled(NamedTuple):
 
 
 NOT_PROFILED = Profiled()
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """The same as `Profiled`, as people write it: None where nothing is limited."""
+
+    limit_s: float | None = None
+    price_s: float | None = None
+    idle_s: float | None = None
+
+    def __post_init__(self) -> None:
+        for field in ("limit_s", "price_s", "idle_s"):
+            value = getattr(self, field)
+            if value is not None and not 0 < value < math.inf:
+                raise InputError(f"the {field} of a profile must be a number of seconds above 0, not {value:g}")
+
+    @property
+    def profiled(self) -> Profiled:
+        limits = (self.limit_s, self.price_s, self.idle_s)
+        return Profiled(*(math.inf if each is None else float(each) for each in limits))
+
+
+NO_LIMITS = Limits()
 
 
 @compiled

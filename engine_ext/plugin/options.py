@@ -6,6 +6,7 @@ from enum import StrEnum
 
 import msgspec
 
+from engine_ext.coserve.limit import NO_LIMITS, Limits
 from engine_ext.coserve.slo import SloClass
 from engine_ext.costs.cost import CostModel
 from engine_ext.costs.hardware import Machine
@@ -49,10 +50,10 @@ class Options:
     """Everything that the scheduler process is told.
 
     `cost`: the cost model of the model on the machine that steps are planned for. `online`: how late the tokens of
-    online requests may be. `emulated`: a device replaces the
-    forward pass; its name is in every report and answer. `steps_file`: where the scheduler writes what each step did
-    and took, up to 100,000 steps. `retunes`: the engine's owner may change how it schedules between two runs, as
-    benchmarks do (`plugin/tuning.py`). `pulses`: memory into which the scheduler writes that it is alive
+    online requests may be. `limits`: how long steps may be beside them, where that was profiled. `emulated`: a device
+    replaces the forward pass; its name is in every report and answer. `steps_file`: where the scheduler writes what
+    each step did and took, up to 100,000 steps. `retunes`: the engine's owner may change how it schedules between two
+    runs, as benchmarks do (`plugin/tuning.py`). `pulses`: memory into which the scheduler writes that it is alive
     (`plugin/pulse.py`).
     """
 
@@ -64,6 +65,7 @@ class Options:
     steps_file: str | None = None
     pulses: str | None = None
     online: SloClass = ONLINE
+    limits: Limits = NO_LIMITS
 
     def hand_over(self) -> None:
         """Pass the options to all processes that this one starts from now on."""

@@ -15,7 +15,8 @@ class Tuning:
 
     `chunk` (chunked prefill size) and `ratio` (initial new token ratio) are SGLang's; the scan uses `chunk` as its
     largest step. `mixed`: decodes ride in prefill chunks. `clock`: the clock of an emulated device, which then decides
-    whether decodes ride. `ttft_s` and `tpot_s` bound the tokens of online requests.
+    whether decodes ride. `ttft_s` and `tpot_s` bound the tokens of online requests; `limit_s`, `price_s` and `idle_s`
+    the steps beside them, 0 for no limit.
     """
 
     policy: str | None = None
@@ -25,6 +26,9 @@ class Tuning:
     clock: Clock = Clock.MIXED
     ttft_s: float = 1.0
     tpot_s: float = 0.05
+    limit_s: float = 0.0
+    price_s: float = 0.0
+    idle_s: float = 0.0
 
     def numbers(self) -> dict[str, float]:
         values = {
@@ -35,5 +39,8 @@ class Tuning:
             "clock": int(self.clock),
             "ttft_s": self.ttft_s,
             "tpot_s": self.tpot_s,
+            "limit_s": self.limit_s,
+            "price_s": self.price_s,
+            "idle_s": self.idle_s,
         }
         return {MARK + name: value for name, value in values.items()}

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from types import MappingProxyType
 
 import numpy as np
+from numpy.lib.stride_tricks import sliding_window_view
 
 from engine_ext.arrays import Column, Floats, column
 from engine_ext.coserve.limit import NOT_PROFILED, Profiled
@@ -23,8 +24,9 @@ from engine_ext.scan.footprint import output_tokens
 from engine_ext.scan.replan import Progress, answers_before_next, plan_backlog
 from engine_ext.scan.state import State, StepCosts
 from engine_ext.simulate.arrivals import Arrivals
+from engine_ext.simulate.bros import new_packing, run_bros
 from engine_ext.simulate.cache import Cache, new_cache
-from engine_ext.simulate.coserving import Ours, Rules, progress_of, run_ours
+from engine_ext.simulate.coserving import AHEAD_S, Ours, Rules, progress_of, run_ours
 from engine_ext.simulate.rivals import Rival, new_line, run_rival
 from engine_ext.simulate.shared_engine import DONE, SharedEngine, new_shared_engine
 
@@ -138,8 +140,10 @@ def run_on(
     slo: SloClass,
 ) -> int:
     """Run one policy on this engine; return the batch's tokens until the last arrival. Raises InputError."""
-    if policy == OURS:
-        return _run_scan(traffic, cost, model, engine, cache, settings, slo)
+    if policy in (OURS, ORACLE):
+        return _run_scan(traffic, cost, model, engine, cache, settings, slo, policy == ORACLE)
+    if policy == BROS:
+        return _run_bros(traffic, model, engine, cache, settings, slo)
     if policy in RIVALS:
         return _run_rival(traffic, model, engine, cache, RIVALS[policy], settings)
     raise InputError(f"no policy {policy!r}; choose from {', '.join(POLICIES)}")
@@ -174,9 +178,19 @@ def _run_rival(
         float(settings.rate if rule.rated else 1e12),
         int(traffic.group),
         bool(rule.chunk_first),
+        bool(rule.alternates),
     )
     until_s = float(traffic.arrivals.duration_s)
     return int(run_rival(engine, cache, new_predictor(model.numbers), line, rival, traffic.batch, until_s))
+
+
+def _run_bros(
+    traffic: Traffic, model: EngineModel, engine: SharedEngine, cache: Cache, settings: Settings, slo: SloClass
+) -> int:
+    line = new_line(np.arange(traffic.batch, dtype=np.int64), len(traffic.output))
+    packing = new_packing(slo.bounds, int(settings.chunk), int(traffic.group))
+    until_s = float(traffic.arrivals.duration_s)
+    return int(run_bros(engine, cache, new_predictor(model.numbers), line, packing, traffic.batch, until_s))
 
 
 def _run_scan(
@@ -187,7 +201,9 @@ def _run_scan(
     cache: Cache,
     settings: Settings,
     slo: SloClass,
+    knows: bool,
 ) -> int:
+    """Run the dual scan; `knows`: it is told what nobody can know, to see what not knowing costs."""
     costs = StepCosts(
         model.gemm_s,
         model.read_s,
@@ -198,27 +214,48 @@ def _run_scan(
     )
     count, generator = traffic.batch, np.random.default_rng(settings.seed)
     line = new_line(np.arange(count, dtype=np.int64), len(traffic.output))
-    ours = _ours(traffic, model.numbers)
+    ours = _ours(traffic, model.numbers, _ahead(traffic, model) if knows else np.zeros(0, dtype=np.int64))
     rules = Rules(slo.bounds, settings.profiled.numbers(), int(settings.chunk))
     groups = group_requests(traffic.tree, None)
-    known = np.full(count, UNKNOWN)
-    progress = Progress.at_first(traffic.caps, known, np.zeros(count, dtype=np.bool_))
+    known = traffic.output[:count] if knows else np.full(count, UNKNOWN)
+    released = traffic.group or count
+    progress = Progress.at_first(traffic.caps, known.copy(), np.zeros(count, dtype=np.bool_))
     while True:
+        hidden = np.arange(count) >= released
+        # As if ended and of known length, so that nothing is learned from those that are not there yet.
+        progress = replace(progress, ended=progress.ended | hidden, known=np.where(hidden, 0, known))
         plan = plan_backlog(traffic.tree, groups, progress, cost, costs, generator)
         answers = answers_before_next(progress.learned)
         until_s = float(traffic.arrivals.duration_s)
-        if run_ours(engine, cache, plan.state, line, ours, rules, answers, until_s):
+        if run_ours(engine, cache, plan.state, line, ours, rules, answers, released < count, until_s):
             return int(ours.counted[0])
         progress = _go_on(progress, engine, plan.state)
+        if np.all(progress.ended[:released]):
+            released += traffic.group
 
 
-def _ours(traffic: Traffic, numbers: StepModel) -> Ours:
+def _ahead(traffic: Traffic, model: EngineModel) -> Column:
+    """Return what online requests alone will hold at most within a second, by steps of AHEAD_S."""
+    engine, cache = fresh_engine(traffic, model)
+    _run_rival(traffic, model, engine, cache, RIVALS["online-only"], Settings())
+    online = slice(traffic.batch, None)
+    begins = (column(engine.requests, "arrives_s")[online] / AHEAD_S).astype(np.int64)
+    ends = (column(engine.requests, "last_s")[online] / AHEAD_S).astype(np.int64) + 1
+    kv = (traffic.lengths + traffic.output)[online]
+    held = np.zeros(int(ends.max(initial=0)) + 2, dtype=np.int64)
+    np.add.at(held, begins, kv)
+    np.add.at(held, ends, -kv)
+    second = round(1.0 / AHEAD_S)
+    return sliding_window_view(np.pad(np.cumsum(held), (0, second - 1)), second).max(axis=1)
+
+
+def _ours(traffic: Traffic, numbers: StepModel, ahead: Column) -> Ours:
     def places() -> Column:
         return np.zeros(len(traffic.output), dtype=np.int64)
 
     rests, counted = np.zeros(len(traffic.output), dtype=np.bool_), np.full(1, -1, dtype=np.int64)
     held, decoded = new_held(numbers.capacity), np.zeros(1, dtype=np.int64)
-    return Ours(new_predictor(numbers), held, places(), places(), places(), rests, counted, decoded)
+    return Ours(new_predictor(numbers), held, places(), places(), places(), rests, counted, decoded, ahead)
 
 
 def _go_on(progress: Progress, engine: SharedEngine, state: State) -> Progress:
@@ -301,9 +338,12 @@ class Rule:
     idle_is_free: bool = False
     rated: bool = False
     chunk_first: bool = False
+    alternates: bool = False
 
 
+BROS = "bros"
 OURS = "batchweave"
+ORACLE = "oracle"  # ours, which knows every answer's length, and what online requests will hold in a second
 RIVALS: Mapping[str, Rule] = MappingProxyType(
     {
         "online-only": Rule(batch=False),
@@ -311,10 +351,11 @@ RIVALS: Mapping[str, Rule] = MappingProxyType(
         "priority": Rule(reserves=True, preempts=False, chunk_first=True),
         "vllm-priority": Rule(counts_decodes=True),
         "sarathi-offline": Rule(counts_decodes=True, keeps=True),
+        "round-robin": Rule(counts_decodes=True, preempts=False, alternates=True),
         "hygen-star": Rule(counts_decodes=True, keeps=True, rated=True),
         "hygen": Rule(limited=True, keeps=True, depth_first=True),
         "hygen-recompute": Rule(limited=True, depth_first=True),
         "hygen-idle": Rule(limited=True, keeps=True, depth_first=True, idle_is_free=True),
     }
 )
-POLICIES = (*RIVALS, OURS)
+POLICIES = (*RIVALS, BROS, ORACLE, OURS)

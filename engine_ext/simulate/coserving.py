@@ -31,6 +31,7 @@ from engine_ext.simulate.shared_engine import (
     take_off,
 )
 
+AHEAD_S = 0.1
 PAGE = 128  # prompt tokens that an online request gets in any step, however late the others are
 
 
@@ -46,7 +47,8 @@ class Ours(NamedTuple):
     """What our scheduler knows beside the scan's state; arrays that change in place.
 
     `kv`, `skipped`, `rests`, `batch`: by decode of the batch. `counted`: the batch's tokens when the arrivals end, -1
-    before. `decoded`: output tokens of each decode that the scan has not been told.
+    before. `decoded`: output tokens of each decode that the scan has not been told. `ahead`: the most KV tokens that
+    online requests will hold within a second, by steps of AHEAD_S; empty for a scheduler that cannot know.
     """
 
     predictor: Predictor
@@ -57,13 +59,25 @@ class Ours(NamedTuple):
     rests: Bools
     counted: Column
     decoded: Column
+    ahead: Column
 
 
 @compiled
 def run_ours(
-    engine: SharedEngine, cache: Cache, state: State, line: Line, ours: Ours, rules: Rules, answers: int, until_s: float
+    engine: SharedEngine,
+    cache: Cache,
+    state: State,
+    line: Line,
+    ours: Ours,
+    rules: Rules,
+    answers: int,
+    more: bool,
+    until_s: float,
 ) -> bool:
-    """Run until everything has ended, and return True, or until another plan is due."""
+    """Run until everything has ended, and return True, or until another plan is due.
+
+    `more`: whether the batch has requests that come when those of the plan have ended.
+    """
     heap, totals, requests = evictable_leaves(cache), engine.totals[0], engine.requests
     first_online = len(state.requests)
     online, steps = len(requests) - first_online, 0
@@ -71,6 +85,8 @@ def run_ours(
         if ours.counted[0] < 0 and totals.now_s >= until_s:
             ours.counted[0] = counted_tokens(engine, first_online)
         if is_outdated(waiting(state), has_drifted(state), steps, answers):
+            return False
+        if more and state.totals[0].running + waiting(state) == 0:
             return False
         steps += 1
         arrive(engine, line, first_online)
@@ -236,7 +252,7 @@ def _batch(
         kv += 0 if rests[k] else ours.kv[k]
     budget, admitted = decide(
         state,
-        cache.tokens[0].locked + reserve(ours.held),
+        cache.tokens[0].locked + _kept_free(ours, totals.online_held, totals.now_s),
         load.kv_tokens + kv,
         load.decoding + count - found.left_out,
         pending + load.prompt_tokens,
@@ -257,6 +273,14 @@ def _batch(
         if r.online == 0:
             r.take = min(left, r.left)
             left -= r.take
+
+
+@compiled
+def _kept_free(ours: Ours, held: int, now_s: float) -> int:
+    """Return the KV tokens to keep free for online requests, which hold so many now."""
+    if len(ours.ahead) == 0:
+        return reserve(ours.held)
+    return max(0, int(ours.ahead[min(int(now_s / AHEAD_S), len(ours.ahead) - 1)]) - held)
 
 
 @compiled

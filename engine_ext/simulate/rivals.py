@@ -26,6 +26,7 @@ from engine_ext.simulate.shared_engine import (
 )
 
 CLIP = 4096  # most output tokens that SGLang reserves for one request
+BOTH = -1  # whose step it is
 DRAIN = 2.0  # times the arrivals' duration, after which an online request that has not ended never will
 
 
@@ -39,7 +40,8 @@ class Rival(NamedTuple):
     long as nobody needs it. `limit_s`: the seconds that a step with work of the batch may take; `idle_is_free`: not
     where no online request is in it. `rate`: the most requests of the batch admitted per second. `group`: how many of
     the batch's requests there are at a time, the next when all of them have ended; 0 for all at once. `chunk_first`: a
-    prompt that was begun comes before all others.
+    prompt that was begun comes before all others. `alternates`: steps are for online requests and for the batch in
+    turns, while both have work.
     """
 
     online_first: bool
@@ -53,6 +55,7 @@ class Rival(NamedTuple):
     rate: float
     group: int
     chunk_first: bool
+    alternates: bool
 
 
 class Line(NamedTuple):
@@ -96,13 +99,13 @@ def run_rival(
         if counted < 0 and totals.now_s >= until_s:
             counted = counted_tokens(engine, batch)
         arrive(engine, line, batch)
-        _release(engine, line, rival.group)
+        release_group(engine, line, rival.group)
         _choose(engine, cache, heap, predictor, line, rival, batch)
         totals.preempted = 0
         load = run_step(engine, cache, heap, predictor.model, rival.online_first, rival.keeps)
         if load.prompt_tokens + load.decoding == 0 and not wait(engine, line, batch, until_s, rival.rate):
             break
-        _put_back(engine, line)
+        put_back(engine, line)
     return counted_tokens(engine, batch) if counted < 0 else counted
 
 
@@ -148,7 +151,7 @@ def arrive(engine: SharedEngine, line: Line, batch: int) -> None:
 
 
 @compiled
-def _release(engine: SharedEngine, line: Line, group: int) -> None:
+def release_group(engine: SharedEngine, line: Line, group: int) -> None:
     """Release the batch's next group once the one before has ended."""
     at = line.at
     if group == 0:
@@ -165,7 +168,7 @@ def _release(engine: SharedEngine, line: Line, group: int) -> None:
 
 
 @compiled
-def _put_back(engine: SharedEngine, line: Line) -> None:
+def put_back(engine: SharedEngine, line: Line) -> None:
     """Let those wait again that the last step took off the engine."""
     totals, at = engine.totals[0], line.at
     for k in range(totals.preempted):
@@ -195,7 +198,7 @@ def next_online(line: Line, batch: int) -> int:
 
 
 @compiled
-def _next_of_batch(line: Line) -> int:
+def next_of_batch(line: Line) -> int:
     at = line.at
     if at[BATCH_AGAIN] > 0:
         return int(line.batch_again[at[BATCH_AGAIN] - 1])
@@ -224,12 +227,16 @@ def _choose(
 ) -> None:
     """Say what the next step does."""
     totals, requests, limit_s = engine.totals[0], engine.requests, rival.limit_s
+    turn = _turn(engine, cache, line, batch) if rival.alternates else BOTH
+    _let_rest(engine, turn)
     left = rival.chunk - (totals.decoding if rival.counts_decodes else 0)
     load = Load(0, 0.0, 0, totals.online_decoding, totals.online_kv)
     if rival.chunk_first and totals.prefilling > 0:
         taken_now, load = _give(engine, int(engine.prefilling[0]), left, load)
         left -= taken_now
     for online in range(1, -1, -1):
+        if turn not in (online, BOTH):
+            continue
         if online == 0:
             is_idle = load.decoding + load.prompts == 0
             limit_s = np.inf if rival.idle_is_free and is_idle else rival.limit_s
@@ -254,9 +261,34 @@ def _choose(
 
 
 @compiled
+def _turn(engine: SharedEngine, cache: Cache, line: Line, batch: int) -> int:
+    """Return whose step this is where the classes take turns: 1 for online requests, 0 for the batch."""
+    totals, theirs, ours = engine.totals[0], 0, 0
+    for k in range(totals.prefilling):
+        theirs += engine.requests[engine.prefilling[k]].online
+    ours = totals.decoding + totals.prefilling - totals.online_decoding - theirs
+    theirs += totals.online_decoding
+    for online in range(2):
+        request = next_online(line, batch) if online == 1 else next_of_batch(line)
+        if request != NOBODY and room(engine, cache) - needed(engine, cache, request) > 0:
+            theirs, ours = theirs + online, ours + 1 - online
+    if theirs == 0 or ours == 0:
+        return BOTH
+    return int(totals.steps % 2)
+
+
+@compiled
+def _let_rest(engine: SharedEngine, turn: int) -> None:
+    """Let the decodes rest whose turn it is not."""
+    for k in range(engine.totals[0].decoding):
+        r = engine.requests[engine.decoding[k]]
+        r.rests = 0 if turn in (r.online, BOTH) else 1
+
+
+@compiled
 def _next(engine: SharedEngine, line: Line, rival: Rival, batch: int, online: int) -> int:
     """Return who is admitted next, of the one kind or, without `online_first`, of both by arrival."""
-    theirs, ours = next_online(line, batch), _next_of_batch(line)
+    theirs, ours = next_online(line, batch), next_of_batch(line)
     if ours != NOBODY and line.at[BATCH_AGAIN] == 0 and line.at[BATCH] >= rival.rate * engine.totals[0].now_s:
         ours = NOBODY
     if rival.online_first:
@@ -294,7 +326,6 @@ def _decodes_of_batch(engine: SharedEngine, predictor: Predictor, load: Load, li
         if r.online == 1:
             continue
         more = with_decodes(load, 1, int(r.prompt + r.generated))
-        r.rests = 0
         if limit_s < np.inf and predict(predictor, more) > limit_s:
             r.rests = 1
         else:
@@ -314,17 +345,17 @@ def _make_room_for(engine: SharedEngine, cache: Cache, heap: Heap, line: Line, r
     while room(engine, cache) - needed(engine, cache, request) <= 0:
         if not (is_online and rival.preempts):
             return False
-        victim = _latest_of_batch(engine)
+        victim = latest_of_batch(engine)
         if victim == NOBODY:
             return False
         totals.preempted = 0
         take_off(engine, cache, heap, victim, rival.keeps)
-        _put_back(engine, line)
+        put_back(engine, line)
     return True
 
 
 @compiled
-def _latest_of_batch(engine: SharedEngine) -> int:
+def latest_of_batch(engine: SharedEngine) -> int:
     totals, latest = engine.totals[0], NOBODY
     for k in range(totals.decoding):
         request = int(engine.decoding[k])

@@ -129,8 +129,11 @@ def room(engine: SharedEngine, cache: Cache) -> int:
 
 
 @compiled
-def admit(engine: SharedEngine, cache: Cache, heap: Heap, request: int) -> int:
-    """Admit a request for which there is room; return the prompt tokens that it has to compute."""
+def admit(engine: SharedEngine, cache: Cache, heap: Heap, request: int, has_copies: bool = False) -> int:
+    """Admit a request for which there is room; return the prompt tokens that it has to compute.
+
+    `has_copies`: what a request had computed when it was taken off comes back at no cost, wherever it is now.
+    """
     totals, r = engine.totals[0], engine.requests[request]
     is_kept = r.kept > 0 and cache.cached[r.leaf] and cache.extra[r.leaf] >= r.kept
     before = cache.tokens[0].locked
@@ -144,11 +147,13 @@ def admit(engine: SharedEngine, cache: Cache, heap: Heap, request: int) -> int:
     else:
         again = r.generated
     grow(cache, heap, again)
-    if r.counted > 0:
+    if r.counted > 0 and not has_copies:
         totals.recomputed += tokens + max(0, again - 1)
     r.held, r.kept = r.generated, 0
     end = float(r.prompt + r.generated)
     r.left, r.left_quadratic = max(1, tokens + again), quadratic + end**2 - (end - again) ** 2
+    if has_copies and r.generated > 0:
+        r.left, r.left_quadratic = 1, 0.0
     r.state, r.number, r.take = PREFILL, totals.admitted, 0
     totals.admitted += 1
     engine.prefilling[totals.prefilling] = request

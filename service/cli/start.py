@@ -13,6 +13,7 @@ from service.db.migrate import upgrade
 from service.db.private import keep_private
 from service.errors import CostsError, SettingsError
 from service.estimates.model_costs import FALLBACK, measured_overlap, planning_costs
+from service.estimates.slo_file import read_slo_file
 from service.settings import Settings, load_settings
 from service.terminal import fail
 
@@ -29,6 +30,8 @@ def settings_of(**overrides: Any) -> Settings:
         # Checked here: a worker would fail only after importing SGLang, and would be restarted again and again.
         planning_costs(FALLBACK, settings.gpu, 1)
         measured_overlap(settings.gpu)
+        if settings.slo_file is not None:
+            read_slo_file(settings.slo_file)
     except SettingsError as error:
         fail(str(error))
     except CostsError as error:

@@ -25,6 +25,7 @@ COMMANDS = {
     "calibrate": ("service.cli.calibrate:calibrate", "Measure what engine steps cost with this model on this machine."),
     "plan": ("service.cli.workloads:plan", "Plan a file without running it."),
     "simulate": ("service.cli.workloads:simulate", "Run a workload through a simulated engine."),
+    "profile-slo": ("service.cli.colocation:profile_slo", "Find how long a step may be with a batch in it."),
     "demo": ("service.cli.demo:demo", "Start the service, run a real batch through the official openai client."),
     "openapi": ("service.cli.demo:openapi", "Print the OpenAPI description of the HTTP API as YAML."),
 }

@@ -2,7 +2,7 @@
 
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -11,43 +11,34 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from engine_ext.costs.calibrate import Calibration
 from engine_ext.costs.cost import CostModel
-from engine_ext.costs.hardware import PRESETS as GPUS
-from engine_ext.costs.hardware import Machine
-from engine_ext.costs.model_shape import PRESETS as MODELS
 from engine_ext.errors import BatchweaveError
 from engine_ext.plan.window import Shape
-from service.errors import WorkloadError
-from service.estimates.model_costs import read_hardware, read_shape
-from service.requests.tokens import PromptTokens
+from service.cli.colocation import LoadOption, OfflineOption, OnlineOption, RelativeOption, SloOption, compare
+from service.cli.workload_files import (
+    DtypeOption,
+    GpuOption,
+    LengthsOption,
+    ModelOption,
+    check_paths,
+    console,
+    cost_model,
+    read_file,
+)
 from service.terminal import fail
 from service.workloads.forecast import ALL_POLICIES, ASSUMED_INTERFERENCE, Outcome, check_options, fit, forecast, row_of
 from service.workloads.race import draw_race
 from service.workloads.report import facts, plan_workload, with_sample, write_order
-from service.workloads.workload import Workload, read_lengths, read_workload
-
-console = Console(stderr=True, highlight=False, markup=False, soft_wrap=True)
 
 FileArgument = Annotated[Path, typer.Argument(help="A batch file (JSONL of requests) or a workload file.")]
-PICTURES = (".png", ".svg", ".pdf")
 
-ModelOption = Annotated[
-    str, typer.Option("--model", help=f"{', '.join(MODELS)}, a config.json, a model's folder, or a hub id.")
-]
-GpuOption = Annotated[str, typer.Option("--gpu", help=f"{', '.join(GPUS)}, or a calibration's .json file.")]
-LengthsOption = Annotated[
-    Path | None,
-    typer.Option(
-        "--lengths", help="File of true output lengths: lines with id and output_tokens, or a batch's output file."
-    ),
-]
 SampleOption = Annotated[
     float | None,
     typer.Option(
         "--sample", help="Assume that only this share of output lengths is known, sampled as the planner would."
     ),
 ]
-DtypeOption = Annotated[str, typer.Option("--dtype", help="Type of the weights: fp16, bf16, fp8.")]
 
 
 def plan(
@@ -79,9 +70,9 @@ def plan(
     - `batchweave plan trace.jsonl --gpu a100-80gb --sample 0.01 --plot plan.png --output order.jsonl`
     """
     try:
-        _check_paths((file, lengths), (output,), plot)
+        check_paths((file, lengths), (output,), plot)
         cost = cost_model(model, gpu, tp, dtype, kv_dtype)
-        workload = _read(file, model, lengths)
+        workload = read_file(file, model, lengths)
         if sample is not None:
             workload = with_sample(workload, sample, seed)
         planned = plan_workload(workload, cost, Shape(replicas=dp, keep_sharing=keep))
@@ -105,11 +96,20 @@ def plan(
 
 
 def simulate(
-    workload: Annotated[Path, typer.Option("--workload", help="A workload file, or a batch file with --lengths.")],
+    workload: Annotated[
+        Path | None, typer.Option("--workload", help="A workload file, or a batch file with --lengths.")
+    ] = None,
     model: ModelOption = "llama-3-8b",
     gpu: GpuOption = "h200",
     tp: Annotated[int, typer.Option("--tp", min=1, max=1024, help="GPUs that share one copy of the model.")] = 1,
-    policies: Annotated[str, typer.Option("--policies", help="Policies to run, separated by commas.")] = ALL_POLICIES,
+    policies: Annotated[
+        str | None, typer.Option("--policies", help=f"Policies to run, separated by commas. Default: {ALL_POLICIES}.")
+    ] = None,
+    online: OnlineOption = None,
+    offline: OfflineOption = None,
+    slo: SloOption = None,
+    relative: RelativeOption = None,
+    load: LoadOption = None,
     clock: Annotated[
         str, typer.Option("--clock", help="How GEMM and attention run: overlapped, mixed or sequential.")
     ] = "overlapped",
@@ -137,33 +137,53 @@ def simulate(
     - `batchweave simulate --workload trace.jsonl --gpu a100-80gb`
     - `batchweave simulate --workload trace.jsonl --policies dfs,random,batchweave --clock sequential --json`
     - `batchweave simulate --workload trace.jsonl --profile steps.jsonl --plot policies.png`
+
+    With `--online` and `--offline` in place of `--workload`, it compares schedulers for online requests beside a batch.
+    Each line of the online file then has `arrival_s`. Each scheduler gets the settings with which it does most for the
+    batch while the bounds are kept; SGLang's clock with mixed chunks is assumed. Examples:
+
+    - `batchweave simulate --online chat.jsonl --offline trace.jsonl --slo ttft=1,tpot=0.05,percentile=0.99`
+    - `batchweave simulate --online chat.jsonl --offline trace.jsonl --load 0.3 --relative mean_tbt=0.05 --json`
     """
-    names = [name.strip() for name in policies.split(",") if name.strip()]
-    outcomes: list[Outcome] = []
+    if workload is None:
+        if online is None or offline is None:
+            fail("give --workload FILE, or --online FILE and --offline FILE")
+        if plot is not None or profile is not None:
+            fail("--plot and --profile are for --workload only")
+        compare(online, offline, model, gpu, tp, policies, lengths, dtype, slo, relative, load, seed, as_json)
+        return
+    if online is not None or offline is not None:
+        fail("--workload is for a batch alone; give either it, or --online and --offline")
+    names = [name.strip() for name in (policies or ALL_POLICIES).split(",") if name.strip()]
     try:
         check_options(names, clock, profile_clock)
-        _check_paths((workload, lengths, profile), (), plot)
+        check_paths((workload, lengths, profile), (), plot)
         cost = cost_model(model, gpu, tp, dtype, dtype if dtype == "fp8" else "bf16")
-        given = _read(workload, model, lengths)
+        given = read_file(workload, model, lengths)
         calibration = fit(profile, profile_clock, interference) if profile is not None else None
-        for name, misfit in calibration.errors.items() if calibration is not None else ():
-            console.print(f"fit of {name}: off by {misfit.mean:.1%}, at most {misfit.largest:.0%}", style="dim")
-        for outcome in forecast(given, cost, names, clock, interference, sample, seed, calibration):
-            outcomes.append(outcome)
-            if not as_json:
-                console.print(f"{outcome.policy}: {outcome.seconds / 3600:.3f} h", style="dim")
+        running = forecast(given, cost, names, clock, interference, sample, seed, calibration)
+        outcomes = _race(running, calibration, as_json)
+        if plot is not None:
+            draw_race(outcomes, plot, f"{workload.name}: {model} on {gpu}, {clock}")
     except (BatchweaveError, OSError) as error:
         fail(str(error))
+
+
+def _race(running: Iterator[Outcome], calibration: Calibration | None, as_json: bool) -> list[Outcome]:
+    """Run the policies one after another, and print their rows."""
+    for name, misfit in calibration.errors.items() if calibration is not None else ():
+        console.print(f"fit of {name}: off by {misfit.mean:.1%}, at most {misfit.largest:.0%}", style="dim")
+    outcomes: list[Outcome] = []
+    for outcome in running:
+        outcomes.append(outcome)
+        if not as_json:
+            console.print(f"{outcome.policy}: {outcome.seconds / 3600:.3f} h", style="dim")
     rows = [row_of(outcome) for outcome in outcomes]
     if as_json:
         print(json.dumps(rows, indent=2, allow_nan=False))
     else:
         _out().print(_comparison(rows))
-    if plot is not None:
-        try:
-            draw_race(outcomes, plot, f"{workload.name}: {model} on {gpu}, {clock}")
-        except OSError as error:
-            fail(str(error))
+    return outcomes
 
 
 def _out() -> Console:
@@ -188,38 +208,6 @@ def _comparison(rows: list[dict[str, Any]]) -> Table:
             row["setting"],
         )
     return table
-
-
-def cost_model(model: str, gpu: str, tp: int, dtype: str, kv_dtype: str) -> CostModel:
-    """Return the cost model of a model on a machine. Raises CostsError, InputError."""
-    cost = CostModel(read_shape(model), Machine(read_hardware(gpu), tp=tp), dtype, kv_dtype)
-    cost.kv_capacity_tokens()
-    return cost
-
-
-def _check_paths(inputs: Sequence[Path | None], outputs: Sequence[Path | None], plot: Path | None) -> None:
-    """Refuse to write to an input file or to a folder that does not exist. Raises WorkloadError."""
-    if plot is not None and plot.suffix not in PICTURES:
-        raise WorkloadError(f"{plot}: the picture's name must end in one of {', '.join(PICTURES)}")
-    read = {each.resolve() for each in inputs if each is not None}
-    for path in (*outputs, plot):
-        if path is not None and path.resolve() in read:
-            raise WorkloadError(f"{path} is an input file; choose another file to write")
-        if path is not None and not path.resolve().parent.is_dir():
-            raise WorkloadError(f"{path.parent}: no such folder")
-
-
-def _read(file: Path, model: str, lengths: Path | None) -> Workload:
-    tokenizer = None
-    if model not in MODELS and (Path(model).is_dir() or not Path(model).exists()):
-        try:
-            tokenizer = PromptTokens.load(model)
-        except ValueError as error:
-            raise WorkloadError(f"--model {model}: its tokenizer or chat template cannot be read: {error}") from error
-    known = read_lengths(lengths) if lengths is not None else {}
-    if sys.stderr.isatty():
-        console.print(f"reading {file} …", style="dim")
-    return read_workload(file, tokenizer, known)
 
 
 def _table(found: dict[str, Any], cost: CostModel) -> Table:

@@ -7,6 +7,7 @@ import socket
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from typing import Any
 
 import structlog
@@ -18,6 +19,7 @@ from sqlalchemy.exc import SQLAlchemyError
 from service.db.sessions import Database
 from service.db.tables import Batch, BatchStatus, DrainedWorker
 from service.estimates.model_costs import measured_overlap, planning_costs
+from service.estimates.slo_file import read_slo_file
 from service.metrics.counters import LOOP_LAG, SLICES
 from service.metrics.engine import EngineMetrics
 from service.objects.storage import Storage
@@ -57,6 +59,9 @@ def make_engine(settings: Settings, say: Callable[[str], None] = lambda _: None)
         steps_file = str(settings.steps_file.resolve())
     emulated = Emulation.REAL if settings.emulated_device else None
     options = Options(cost, Scheduling(settings.scheduling), emulated=emulated, steps_file=steps_file)
+    if settings.slo_file is not None:
+        online, limits = read_slo_file(settings.slo_file)
+        options = replace(options, online=online, limits=limits)
     wanted = settings.overlap or measured_overlap(settings.gpu, settings.model_source)
     overlap = Overlap(wanted) if wanted else None
     say(

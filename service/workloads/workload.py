@@ -4,7 +4,7 @@ import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import msgspec
 import numpy as np
@@ -25,10 +25,11 @@ Kind = TypeVar("Kind")
 TOKENIZE_LINES = 1024
 MAX_LINE_BYTES = 32 * 1024 * 1024
 LATEST_S = 1e12  # a later deadline counts as none
+LAST_ARRIVAL_S = 7 * 86_400
 
 
 class WorkloadLine(msgspec.Struct, forbid_unknown_fields=True):
-    """One request of a workload file."""
+    """One request of a workload file; `arrival_s` and `class` matter where online requests run beside a batch."""
 
     segments: list[tuple[str | int, int]]
     output_tokens: int
@@ -36,6 +37,8 @@ class WorkloadLine(msgspec.Struct, forbid_unknown_fields=True):
     tenant: str | int | None = None
     deadline_s: float | None = None
     max_tokens: int | None = None
+    arrival_s: float | None = None
+    kind: Literal["online", "batch"] | None = msgspec.field(default=None, name="class")
 
 
 class _Answer(msgspec.Struct):
@@ -49,12 +52,17 @@ class _Answer(msgspec.Struct):
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """Requests in the order of the file. `outputs.known` holds the true output lengths that the file gives."""
+    """Requests in the order of the file. `outputs.known` holds the true output lengths that the file gives.
+
+    `arrives_s`: seconds of the file's arrivals, NaN where it says none. `classes`: "online", "batch", or None.
+    """
 
     ids: list[str]
     prompts: Prompts
     outputs: Outputs
     wishes: Wishes
+    arrives_s: NDArray[np.float64]
+    classes: list[str | None]
 
 
 @dataclass(slots=True)
@@ -65,10 +73,24 @@ class _Columns:
     known: list[int] = field(default_factory=list[int])
     tenant: list[int] = field(default_factory=list[int])
     deadlines: list[float] = field(default_factory=list[float])
+    arrives: list[float] = field(default_factory=list[float])
+    classes: list[str | None] = field(default_factory=list["str | None"])
     tenants: dict[str, int] = field(default_factory=dict[str, int])
     line_of_id: dict[str, int] = field(default_factory=dict[str, int])
 
-    def add(self, line: int, name: str, cap: int | None, known: int, tenant: str, deadline_s: float | None) -> None:
+    def add(
+        self,
+        line: int,
+        name: str,
+        cap: int | None,
+        known: int,
+        tenant: str = "",
+        deadline_s: float | None = None,
+        arrival_s: float | None = None,
+        kind: str | None = None,
+    ) -> None:
+        self.arrives.append(np.nan if arrival_s is None else arrival_s)
+        self.classes.append(kind)
         self.lines.append(line)
         self.ids.append(name)
         self.caps.append(LONGEST if cap is None else min(cap, LONGEST))
@@ -101,7 +123,8 @@ def read_workload(path: Path, tokenizer: PromptTokens | None, lengths: dict[str,
     caps, known = np.array(columns.caps, dtype=np.int64), np.array(columns.known, dtype=np.int64)
     wishes = Wishes(np.array(columns.deadlines), tenant, np.ones(len(columns.tenants)))
     kinds = tenant * (LONGEST + 1) + caps
-    return Workload(columns.ids, prompts, Outputs(np.maximum(caps, known), known, kinds), wishes)
+    outputs = Outputs(np.maximum(caps, known), known, kinds)
+    return Workload(columns.ids, prompts, outputs, wishes, np.array(columns.arrives), columns.classes)
 
 
 def read_lengths(path: Path) -> dict[str, int]:
@@ -143,7 +166,8 @@ def _read_segments(path: Path, lines: Iterator[tuple[int, bytes]], columns: _Col
             name = str(len(columns.ids) if line.id is None else line.id)
             _only_once(path, columns, number, name)
             tenant = "" if line.tenant is None else str(line.tenant)
-            columns.add(number, name, line.max_tokens, line.output_tokens, tenant, line.deadline_s)
+            wish = (tenant, line.deadline_s, line.arrival_s, line.kind)
+            columns.add(number, name, line.max_tokens, line.output_tokens, *wish)
             yield line.segments
 
     try:
@@ -165,9 +189,12 @@ def _check(path: Path, number: int, line: WorkloadLine) -> None:
         ("output_tokens", line.output_tokens, 0),
         ("max_tokens", line.max_tokens, 1),
         ("deadline_s", line.deadline_s, 0),
+        ("arrival_s", line.arrival_s, 0),
     ):
         if value is not None and not value >= least:
             raise WorkloadError(f"{path}, line {number}: {name} must be at least {least}, not {value}")
+    if line.arrival_s is not None and line.arrival_s > LAST_ARRIVAL_S:
+        raise WorkloadError(f"{path}, line {number}: arrival_s must be at most {LAST_ARRIVAL_S}, which is a week")
     if line.max_tokens is not None and line.max_tokens < line.output_tokens:
         raise WorkloadError(
             f"{path}, line {number}: output_tokens {line.output_tokens} is above max_tokens {line.max_tokens}"
@@ -205,7 +232,7 @@ def _read_batch(
         asked = asked_output(request.url, request.body)
         known = min(asked.most, LONGEST) if asked.exact else UNKNOWN
         _only_once(path, columns, number, request.custom_id)
-        columns.add(number, request.custom_id, asked.most or None, known, "", None)
+        columns.add(number, request.custom_id, asked.most or None, known)
         bodies.append(request.body)
         if len(bodies) == TOKENIZE_LINES:
             flush(checker.endpoint)

@@ -16,7 +16,7 @@ ROOMS = (
 )
 # The same of `engine_ext`; `compiled` makes machine code of all rooms, `arrays` is what it changes in place.
 ENGINE_ROOMS = ("errors", "arrays", "compiled", "costs", "plan", "scan", "coserve", "simulate", "warm_up", "plugin")
-KNOWN_TO_SERVICE = ("errors", "arrays", "warm_up", "costs", "plan")
+KNOWN_TO_SERVICE = ("errors", "arrays", "warm_up", "costs", "plan", "coserve")
 PURE = ("costs", "plan", "scan", "coserve", "simulate")
 PROCESSES = ("worker", "scheduler", "cpu")  # rooms of the plugin, by where a line runs; what is beside them crosses
 IO = {"asyncio", "io", "os", "pathlib", "random", "socket", "subprocess", "time", "datetime", "tempfile"}
@@ -63,6 +63,7 @@ def test_service_knows_plan_and_only_the_worker_knows_the_plugin() -> None:
                     "engine_ext.warm_up",
                     "engine_ext.costs",
                     "engine_ext.plan",
+                    "engine_ext.coserve",
                     *([also] if also else []),
                 )
                 assert starts(name, *allowed), f"{path} imports {name}"

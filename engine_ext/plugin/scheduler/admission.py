@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 from sglang.srt.managers.schedule_batch import FINISH_ABORT
 
+from engine_ext.coserve.limit import Limits
 from engine_ext.coserve.slo import SloClass
 from engine_ext.coserve.victims import victims
 from engine_ext.costs.cost import CostModel
@@ -110,7 +111,7 @@ class Admission:
     recent_ids: deque[str] = field(default_factory=lambda: deque(maxlen=RECENT))
 
     @classmethod
-    def of(cls, cost: CostModel, online: SloClass, scheduler: Any) -> "Admission":
+    def of(cls, cost: CostModel, online: SloClass, limits: Limits, scheduler: Any) -> "Admission":
         space, overlap = KVSpace.of(scheduler), overlap_of(scheduler)
         step_tokens = int(scheduler.chunked_prefill_size or STEP_TOKENS)
         costs = StepCosts.of(cost, space.capacity, step_tokens, bursts=not overlap.mixes)
@@ -121,7 +122,7 @@ class Admission:
         pins = Pins(scheduler.tree_cache, space.capacity)
         ranks = Ranks.of(scheduler)
         model = EngineModel.of_steps(cost, Clock.MIXED).numbers
-        beside = Beside.of(online.bounds, model, space.capacity, _lag(scheduler, ranks))
+        beside = Beside.of(online.bounds, limits.profiled, model, space.capacity, _lag(scheduler, ranks))
         return cls(scan, overlap, pins, ranks, space, beside, fallback)
 
     def add(self, req: Any) -> None:
@@ -369,8 +370,9 @@ def admission_of(scheduler: Any) -> Admission:
     if found is None:
         options = handed_over()
         assert options is not None
-        online = getattr(scheduler, "batchweave_online", options.online)  # a benchmark sets another
-        found = Admission.of(options.cost, online, scheduler)
+        # A benchmark sets others.
+        online, limits = getattr(scheduler, "batchweave_online", (options.online, options.limits))
+        found = Admission.of(options.cost, online, limits, scheduler)
         found.scan.cached = lambda key: cached_tokens(scheduler, found.by_key[key].req)
         scheduler.batchweave_admission = found
     return found

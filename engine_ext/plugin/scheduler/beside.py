@@ -55,7 +55,7 @@ class Beside:
     predictor: Predictor
     held: Held
     lag: int
-    profiled: Profiled = NOT_PROFILED
+    profiled: Profiled
     paces: dict[Any, Pace] = field(default_factory=dict[Any, Pace])
     limit_s: float = math.inf
     slack_s: float = math.inf
@@ -70,8 +70,8 @@ class Beside:
     is_needed: bool = False
 
     @classmethod
-    def of(cls, bounds: Bounds, model: StepModel, capacity: int, lag: int) -> "Beside":
-        return cls(bounds, new_predictor(model), new_held(capacity), lag)
+    def of(cls, bounds: Bounds, profiled: Profiled, model: StepModel, capacity: int, lag: int) -> "Beside":
+        return cls(bounds, new_predictor(model), new_held(capacity), lag, profiled)
 
     @property
     def kept_free(self) -> int:

@@ -11,6 +11,7 @@ from sglang.srt.environ import envs
 from sglang.srt.managers.io_struct import SetInternalStateReqOutput
 from sglang.srt.plugins.hook_registry import HookType
 
+from engine_ext.coserve.limit import Limits
 from engine_ext.coserve.slo import SloClass
 from engine_ext.costs.engine_model import Clock
 from engine_ext.plugin.options import Emulation, handed_over
@@ -39,7 +40,9 @@ def retune(original: Callable[..., Any], scheduler: Any, recv_req: Any) -> Any:
     tracker.reset()
     policy = scheduler.policy
     policy.policy = policy._validate_and_adjust_policy(POLICIES[int(given["policy"])], scheduler.tree_cache)
-    scheduler.batchweave_online = SloClass("benchmark", float(given["ttft_s"]), float(given["tpot_s"]))
+    slo = SloClass("benchmark", float(given["ttft_s"]), float(given["tpot_s"]))
+    limits = Limits(*(float(given[name]) or None for name in ("limit_s", "price_s", "idle_s")))
+    scheduler.batchweave_online = slo, limits
     scheduler.batchweave_admission = scheduler.batchweave_steps = None
     return SetInternalStateReqOutput(updated=True)
 

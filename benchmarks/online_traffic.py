@@ -1,0 +1,118 @@
+"""Makes online requests and a batch beside them from real lengths and arrival times, for the simulator."""
+
+import csv
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+
+import numpy as np
+
+from benchmarks import traces
+from benchmarks.traces import Row
+from engine_ext.arrays import Column, Floats
+from engine_ext.plan.buckets import LONGEST
+from engine_ext.plan.prompts import Prompts, Segment
+from engine_ext.simulate.arrivals import Arrivals
+from engine_ext.simulate.colocate import Traffic
+
+BATCHES = {"code": 12_000, "r1": 6_000, "mmlu": 60_000, "documents": 6_000, "chat": 30_000, "uniform": 30_000}
+FILES = {"code": "azure_code_2023", "r1": "servegen_deepseek_r1", "chat": "servegen_m_mid"}
+UNIFORM = (512, 1024), (32, 128)  # prompt and output tokens of BROS's batches (BROS table II)
+
+
+@dataclass(frozen=True, slots=True)
+class Online:
+    """The requests of a trace in order of arrival: `arrives_s` counts from its beginning.
+
+    `segments`: the prompt of each; a copy of the trace gets prompts of its own.
+    """
+
+    arrives_s: Floats
+    segments: Sequence[Sequence[Segment]]
+    output: Column
+
+    def at(self, arrivals: Arrivals) -> tuple[Prompts, Column]:
+        """Return prompts and output tokens of the requests that arrive."""
+        return Prompts.of_segments(self.named(arrivals)), self.output[arrivals.number]
+
+    def named(self, arrivals: Arrivals) -> list[list[Segment]]:
+        numbers = zip(arrivals.copy.tolist(), arrivals.number.tolist(), strict=True)
+        return [[(f"online/{copy}/{name}", size) for name, size in self.segments[number]] for copy, number in numbers]
+
+
+def conversations(data: Path, longest: int) -> Online:
+    """Return Azure's conversations of up to `longest` tokens, at their real times."""
+    rows: list[tuple[float, int, int]] = []
+    with (data / "lengths" / "azure_conv_2023.csv").open() as file:
+        for line in csv.DictReader(file):
+            prompt, output = int(line["ContextTokens"]), int(line["GeneratedTokens"])
+            if prompt >= 1 and output >= 1 and prompt + output < longest:
+                rows.append((datetime.fromisoformat(line["TIMESTAMP"][:26]).timestamp(), prompt, output))
+    return _unlike(sorted(rows))
+
+
+def poisson(data: Path, name: str, longest: int, rate: float, duration_s: float, seed: int) -> Online:
+    """Return requests with a file's lengths that come at random times, `rate` a second on average."""
+    generator = np.random.default_rng(seed)
+    times = np.cumsum(generator.exponential(1.0 / rate, int(2 * rate * duration_s) + 100))
+    times = times[times < duration_s]
+    rows = traces.csv_trace(data, name, 4 * len(times), seed)
+    fits = [row for row in rows if length(row) < longest][: len(times)]
+    return _unlike(
+        [
+            (float(time), length(row) - row.output_tokens, row.output_tokens)
+            for time, row in zip(times, fits, strict=True)
+        ]
+    )
+
+
+def mooncake(data: Path, longest: int) -> Online:
+    """Return Mooncake's synthetic trace with its times and shared prefixes; prompts go up to 100,000 tokens."""
+    with (data / "lengths" / "mooncake_synthetic.jsonl").open() as file:
+        times = [json.loads(line)["timestamp"] / 1000.0 for line in file]
+    rows = sorted(zip(times, traces.mooncake(data, len(times)), strict=True), key=lambda each: each[0])
+    rows = [(time, row) for time, row in rows if length(row) < longest]
+    arrives = np.array([time for time, _ in rows])
+    output = np.array([row.output_tokens for _, row in rows], dtype=np.int64)
+    return Online(arrives - arrives[0], [row.segments for _, row in rows], output)
+
+
+def _unlike(rows: list[tuple[float, int, int]]) -> Online:
+    """Return requests of these times, prompt and output tokens that have nothing in common."""
+    arrives, prompt, output = (np.array(each) for each in zip(*rows, strict=True))
+    segments = [[(number, int(tokens))] for number, tokens in enumerate(prompt)]
+    return Online(arrives - arrives[0], segments, output.astype(np.int64))
+
+
+def batch_rows(data: Path, name: str, seed: int, longest: int) -> list[Row]:
+    """Return the rows of a batch in random order, without those that no engine here can hold."""
+    count = BATCHES[name]
+    if name == "mmlu":
+        rows = traces.mmlu(data, count)
+    elif name == "documents":
+        rows = traces.documents(count // 6, 6, 5_000, seed)
+    elif name == "uniform":
+        generator, (prompt, output) = np.random.default_rng(seed), UNIFORM
+        sizes = zip(
+            generator.integers(*prompt, count).tolist(), generator.integers(*output, count).tolist(), strict=True
+        )
+        rows = [Row([(f"uniform/{number}", size)], tokens, name) for number, (size, tokens) in enumerate(sizes)]
+    else:
+        rows = traces.csv_trace(data, FILES[name], count, seed)
+    fits = [row for row in rows if length(row) < longest]
+    return [fits[place] for place in np.random.default_rng(seed).permutation(len(fits))]
+
+
+def length(row: Row) -> int:
+    """Return the row's prompt and output tokens."""
+    return sum(size for _, size in row.segments) + row.output_tokens
+
+
+def beside(rows: list[Row], online: Online, arrivals: Arrivals, group: int = 0) -> Traffic:
+    """Return the rows as a batch beside the online requests that arrive; `group`: see `Traffic`."""
+    outputs = np.array([row.output_tokens for row in rows], dtype=np.int64)
+    prompts = Prompts.of_segments([*(row.segments for row in rows), *online.named(arrivals)])
+    caps = np.full(len(rows), LONGEST)
+    return Traffic.of(prompts, np.concatenate([outputs, online.output[arrivals.number]]), caps, arrivals, group)

@@ -1,0 +1,179 @@
+"""Finds the settings with which each policy does most for a batch while online requests keep their bounds.
+
+A policy with one knob, such as a limit of a step, is set by bisection from gentle to harsh; one with few settings tries
+them all. Every policy is judged on the same traffic and the same engine, and against online requests alone.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+
+from engine_ext.arrays import Column
+from engine_ext.coserve.limit import Profiled
+from engine_ext.coserve.slo import SloClass
+from engine_ext.costs.cost import CostModel
+from engine_ext.costs.engine_model import EngineModel
+from engine_ext.plan.prompts import Prompts
+from engine_ext.simulate.arrivals import Arrivals
+from engine_ext.simulate.colocate import ORACLE, OURS, Measured, Settings, Traffic, run
+
+CHUNKS = (256, 512, 1024, 2048)
+RESERVED = (1.0, 0.3)  # SGLang's new token ratio
+PLACES = 48  # of a knob
+EXCESS = np.geomspace(0.01, 20.0, PLACES)  # of a limit over the mean TBT of online alone, as a share of it
+PRICES = np.geomspace(0.02, 20.0, PLACES)  # times the same TBT
+RATES = np.geomspace(0.05, 50.0, PLACES)  # requests of the batch per second
+ENDLESS_S = 1e6
+FIELDS = (
+    *("suite", "load", "offline", "policy", "online_tokens_per_s", "offline_tokens_per_s", "total_over_online"),
+    *("share_of_spare", "ttft_mean", "ttft_p99", "tbt_mean", "tbt_p99", "normalized_latency", "ttft_attained"),
+    *("tpot_attained", "violations", "preemptions", "recomputed_tokens", "restored_tokens", "limit_s"),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Within:
+    """What a run must keep.
+
+    `violations`: the largest share of online requests that may miss the class's bounds; where online requests alone
+    miss them more often, as often as they. `most`: the largest value of fields of `Measured`, in seconds.
+    """
+
+    violations: float = 0.0
+    most: Mapping[str, float] = field(default_factory=dict[str, float])
+
+    def is_kept(self, found: Measured, base: Measured) -> bool:
+        in_time = found.violations <= max(self.violations, base.violations)
+        return in_time and all(getattr(found, name) <= value for name, value in self.most.items())
+
+
+@dataclass(eq=False)
+class Contest:
+    """The runs of policies on one traffic. `base`: online requests alone, with the chunk size that suits them best."""
+
+    traffic: Traffic
+    cost: CostModel
+    model: EngineModel
+    slo: SloClass
+    runs: dict[tuple[str, Settings], Measured] = field(default_factory=dict[tuple[str, Settings], Measured])
+    base: Measured = field(init=False)
+
+    def __post_init__(self) -> None:
+        alone = [self.measure("online-only", Settings(chunk=chunk)) for chunk in CHUNKS]
+        self.base = min(alone, key=lambda found: (found.violations, found.normalized_latency))
+
+    def measure(self, policy: str, settings: Settings) -> Measured:
+        """Run a policy, or return what it gave before. Raises InputError, TooLarge."""
+        if (policy, settings) not in self.runs:
+            self.runs[policy, settings] = run(self.traffic, self.cost, self.model, policy, settings, self.slo)
+        return self.runs[policy, settings]
+
+    def best(self, policy: str, within: Within) -> Measured | None:
+        """Return the run that does most for the batch among those that keep the bounds; None if none does.
+
+        The oracle may ignore what it knows, so our runs are its runs too.
+        """
+        if policy == ORACLE:
+            self.best(OURS, within)
+        chunks = (self.base.settings.chunk,) if within.most else CHUNKS
+        knobs, settings = _choices(policy, chunks, self.base)
+        for each in settings:
+            self.measure(policy, each)
+        is_easy = policy in (OURS, ORACLE) and not within.most and self._kept(policy, within)
+        for knob in () if is_easy else knobs:  # bounds in seconds are what slack is for: no limit need be found
+            self._bisect(policy, knob, within)
+        return max(self._kept(policy, within), key=lambda found: found.offline_tokens_per_s, default=None)
+
+    def _kept(self, policy: str, within: Within) -> list[Measured]:
+        names = (OURS, ORACLE) if policy == ORACLE else (policy,)
+        return [found for (name, _), found in self.runs.items() if name in names and within.is_kept(found, self.base)]
+
+    def _bisect(self, policy: str, knob: list[Settings], within: Within) -> None:
+        """Look for the harshest setting that keeps the bounds; what is tried on the way is remembered."""
+        gentle, harsh = -1, len(knob)
+        known = [place for place, settings in enumerate(knob) if (policy, settings) in self.runs]
+        for place in known:  # what was tried for other bounds narrows the search for these
+            if within.is_kept(self.runs[policy, knob[place]], self.base):
+                gentle = place
+        harsh = min([place for place in known if place > gentle], default=harsh)
+        while harsh - gentle > 1:
+            place = (gentle + harsh) // 2
+            if within.is_kept(self.measure(policy, knob[place]), self.base):
+                gentle = place
+            else:
+                harsh = place
+
+
+def _choices(policy: str, chunks: tuple[int, ...], base: Measured) -> tuple[list[list[Settings]], list[Settings]]:
+    """Return a policy's knobs, each a list of settings from gentle to harsh, and the settings that are just tried."""
+    limits = [(1.0 + float(excess)) * base.tbt_mean for excess in EXCESS]
+    prices = [float(price) * base.tbt_mean for price in PRICES]
+    knobs, tried = list[list[Settings]](), list[Settings]()
+    for chunk in chunks:
+        plain = Settings(chunk=chunk)
+        by_limit = [replace(plain, profiled=Profiled(limit_s)) for limit_s in limits]
+        if policy in ("hygen", "hygen-recompute", "hygen-idle"):
+            knobs.append(by_limit)
+        elif policy == "hygen-star":
+            knobs.append([replace(plain, rate=float(rate)) for rate in RATES])
+        elif policy in (OURS, ORACLE):
+            tried.append(plain)
+            knobs.append(by_limit)
+            knobs.append([replace(plain, profiled=Profiled(limit_s, math.inf, limit_s)) for limit_s in limits])
+            knobs.append([replace(plain, profiled=Profiled(price_s=price_s)) for price_s in prices])
+    if policy == "priority":
+        tried += [Settings(chunk=chunk, reserved=reserved) for chunk in CHUNKS for reserved in RESERVED]
+    elif not knobs:
+        tried += [Settings(chunk=chunk) for chunk in CHUNKS]
+    return knobs, tried
+
+
+def online_capacity(prompts: Prompts, output: Column, cost: CostModel, model: EngineModel) -> float:
+    """Return how many such requests per second the engine can do alone: all of them come at once."""
+    count = len(output)
+    at_once = Arrivals(np.zeros(count), np.arange(count), np.zeros(count, dtype=np.int64), ENDLESS_S)
+    traffic = Traffic.of(prompts, output, np.zeros(0, dtype=np.int64), at_once)
+    found = (run(traffic, cost, model, "online-only", Settings(chunk=chunk), SloClass()) for chunk in CHUNKS)
+    return count / min(each.ended_s for each in found)
+
+
+def batch_alone(traffic: Traffic, cost: CostModel, model: EngineModel) -> Measured:
+    """Return our run of the batch with no online request."""
+    nobody = replace(traffic.arrivals, arrives_s=np.zeros(0), number=np.zeros(0, np.int64), copy=np.zeros(0, np.int64))
+    alone = replace(
+        traffic,
+        everything=traffic.tree,
+        lengths=traffic.lengths[: traffic.batch],
+        output=traffic.output[: traffic.batch],
+        arrivals=nobody,
+    )
+    return run(alone, cost, model, OURS, Settings(chunk=max(CHUNKS)), SloClass())
+
+
+def row_of(
+    suite: str, load: float, offline: str, base: Measured, best: Measured | None, policy: str, alone: Measured
+) -> dict[str, Any]:
+    """Return FIELDS of a policy's best run; nothing is done for the batch if no run keeps the bounds.
+
+    `load`: the share of what the engine can do of the online work. `alone`: the batch without online requests.
+    """
+    found = replace(base, offline_tokens_per_s=0.0) if best is None else best
+    limit_s = found.settings.profiled.limit_s
+    spare = alone.offline_tokens_per_s * max(0.0, 1.0 - load)
+    known: dict[str, Any] = {
+        "suite": suite,
+        "load": load,
+        "offline": offline,
+        "policy": policy,
+        "total_over_online": _ratio(base.online_tokens_per_s + found.offline_tokens_per_s, base.online_tokens_per_s),
+        "share_of_spare": _ratio(found.offline_tokens_per_s, spare),
+        "limit_s": limit_s if math.isfinite(limit_s) else None,
+    }
+    return {name: known[name] if name in known else getattr(found, name) for name in FIELDS}
+
+
+def _ratio(part: float, whole: float) -> float | None:
+    return part / whole if whole > 0 else None

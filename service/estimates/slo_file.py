@@ -1,0 +1,44 @@
+"""Reads the file in which `batchweave profile-slo` says what online requests must get, and how long steps may be."""
+
+from pathlib import Path
+
+import msgspec
+
+from engine_ext.coserve.limit import Limits
+from engine_ext.coserve.slo import SloClass
+from engine_ext.errors import InputError
+from service.errors import SettingsError
+
+MOST_BYTES = 65_536
+
+
+class _Bounds(msgspec.Struct, forbid_unknown_fields=True):
+    ttft_s: float | None = None
+    tpot_s: float | None = None
+    tbt_s: float | None = None
+    percentile: float = 0.99
+
+
+class _Limits(msgspec.Struct, forbid_unknown_fields=True):
+    limit_s: float | None = None
+    price_s: float | None = None
+    idle_s: float | None = None
+
+
+class _File(msgspec.Struct, forbid_unknown_fields=True):
+    slo: _Bounds
+    profiled: _Limits = msgspec.field(default_factory=_Limits)
+
+
+def read_slo_file(path: Path) -> tuple[SloClass, Limits]:
+    """Return the class of online requests, and the limits of steps beside them. Raises SettingsError."""
+    try:
+        with path.open("rb") as file:
+            found = msgspec.json.decode(file.read(MOST_BYTES), type=_File)
+        slo, limits = found.slo, found.profiled
+        return (
+            SloClass("default", slo.ttft_s, slo.tpot_s, slo.tbt_s, slo.percentile),
+            Limits(limits.limit_s, limits.price_s, limits.idle_s),
+        )
+    except (OSError, msgspec.DecodeError, UnicodeDecodeError, InputError) as error:
+        raise SettingsError(f"BATCHWEAVE_SLO_FILE: {path}: {error}") from error
