@@ -109,7 +109,7 @@ def test_a_burst_is_served_as_if_there_were_no_batch() -> None:
     assert ours.offline_tokens_per_s > 0
 
 
-@pytest.mark.parametrize("policy", ["fcfs", "vllm-priority"])
+@pytest.mark.parametrize("policy", ["fcfs", "vllm-priority", "bros", OURS])
 def test_a_group_of_a_batch_begins_when_the_one_before_has_ended(policy: str) -> None:
     found = traffic(group=50)
     engine, kv = fresh_engine(found, SMALL)

@@ -1,0 +1,127 @@
+"""`batchweave simulate --online` and `profile-slo`: rows for each policy, and one clear error for bad input."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from typer.testing import CliRunner, Result
+
+from engine_ext.simulate.contest import FIELDS
+from service.cli.table import command_line
+from service.errors import SettingsError
+from service.estimates.slo_file import read_slo_file
+
+
+def call(name: str, *arguments: object) -> Result:
+    return CliRunner().invoke(command_line(name), [name, *(str(each) for each in arguments)])
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> tuple[Path, Path]:
+    """One file with both classes, and one with a batch alone."""
+    generator = np.random.default_rng(0)
+    both, batch = tmp_path / "both.jsonl", tmp_path / "batch.jsonl"
+    chats: list[dict[str, Any]] = [
+        {
+            "segments": [["system", 50], [f"chat {k}", int(generator.integers(20, 900))]],
+            "output_tokens": int(generator.integers(2, 60)),
+            "arrival_s": float(time),
+            "class": "online",
+        }
+        for k, time in enumerate(generator.uniform(0, 10, 60))
+    ]
+    rows: list[dict[str, Any]] = [
+        {"segments": [[f"document {k % 20}", 400], [k, 300]], "output_tokens": 40, "class": "batch"}
+        for k in range(3000)
+    ]
+    both.write_text("".join(json.dumps(line) + "\n" for line in [*rows[:50], *chats]))
+    batch.write_text("".join(json.dumps(line) + "\n" for line in rows))
+    return both, batch
+
+
+def test_each_policy_gets_a_row(files: tuple[Path, Path]) -> None:
+    online, offline = files
+    said = ("--policies", "online-only,priority,batchweave", "--load", 0.2, "--json")
+    found = call("simulate", "--online", online, "--offline", offline, *said)
+    assert found.exit_code == 0, found.output
+    rows = json.loads(found.stdout)
+    assert [row["policy"] for row in rows] == ["online-only", "priority", "batchweave"]
+    assert all(tuple(row) == FIELDS for row in rows)
+    assert rows[0]["offline_tokens_per_s"] == 0
+    assert rows[2]["offline_tokens_per_s"] > 0
+    assert rows[2]["load"] == pytest.approx(0.2, rel=0.3)
+
+
+def test_a_profile_is_read_by_a_worker(files: tuple[Path, Path], tmp_path: Path) -> None:
+    online, offline = files
+    output = tmp_path / "slo.json"
+    said = ("--relative", "mean_tbt=0.2", "--slo", "ttft=1,tpot=0.05", "--output", output)
+    found = call("profile-slo", "--online", online, "--offline", offline, *said)
+    assert found.exit_code == 0, found.output
+    slo, limits = read_slo_file(output)
+    assert (slo.ttft_s, slo.tpot_s, slo.percentile) == (1.0, 0.05, 0.99)
+    assert limits.limit_s is not None or limits.price_s is not None
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("{", "truncated"),
+        ('{"slo": {"ttft": 1}}', "unknown field"),
+        ('{"slo": {"ttft_s": -1}}', "above 0"),
+        ('{"slo": {}, "profiled": {"limit_s": 0}}', "above 0"),
+    ],
+)
+def test_a_bad_slo_file_is_named(tmp_path: Path, text: str, problem: str) -> None:
+    path = tmp_path / "slo.json"
+    path.write_text(text)
+    with pytest.raises(SettingsError, match=problem) as error:
+        read_slo_file(path)
+    assert "BATCHWEAVE_SLO_FILE" in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "problem"),
+    [
+        ((), "--offline FILE"),
+        (("--policies", "none-such"), "choose from"),
+        (("--slo", "ttft=fast"), "not a number"),
+        (("--slo", "latency=1"), "no 'latency'"),
+        (("--slo", "percentile=0.9"), "at least one of"),
+        (("--slo", "ttft=-1"), "above 0"),
+        (("--relative", "mean_tbt=-0.1"), "below 0"),
+        (("--relative", "tbt=0.1"), "mean_tbt"),
+        (("--load", "0"), "--load"),
+        (("--plot", "x.png"), "--workload only"),
+    ],
+)
+def test_bad_options_are_named(files: tuple[Path, Path], arguments: tuple[str, ...], problem: str) -> None:
+    online, offline = files
+    given = ("--online", online, "--offline", offline) if arguments else ("--online", online)
+    found = call("simulate", *given, *arguments)
+    assert found.exit_code == 1
+    assert problem in found.output.replace("\n", " ")
+
+
+@pytest.mark.parametrize(
+    ("line", "problem"),
+    [
+        ({"segments": [["a", 5]], "output_tokens": 5}, "has no arrival_s"),
+        ({"segments": [["a", 5]], "output_tokens": 5, "arrival_s": 0}, "at once"),
+        ({"segments": [["a", 5]], "output_tokens": 5, "arrival_s": 1e9}, "a week"),
+        ({"segments": [["a", 5]], "output_tokens": 5, "arrival_s": -1}, "at least 0"),
+        ({"segments": [["a", 5]], "output_tokens": 5, "class": "batch"}, "no requests of the class"),
+        ({"segments": [["a", 5]], "output_tokens": 5, "class": "vip"}, "vip"),
+    ],
+)
+def test_bad_online_files_are_named(
+    files: tuple[Path, Path], tmp_path: Path, line: dict[str, Any], problem: str
+) -> None:
+    online = tmp_path / "online.jsonl"
+    online.write_text(json.dumps(line) + "\n")
+    found = call("simulate", "--online", online, "--offline", files[1])
+    assert found.exit_code == 1
+    assert problem in found.output.replace("\n", " ")
+    assert "online.jsonl" in found.output.replace("\n", "")
