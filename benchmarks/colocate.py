@@ -39,12 +39,12 @@ TOLERANCES = (0.05, 0.1, 0.2, 0.5)
 SLO = SloClass(ttft_s=1.0, tpot_s=0.05)
 BROS_SLO = SloClass(ttft_s=0.4, tpot_s=0.2)
 FLOOD_S = 120.0  # of the trace, all at once, to see what the engine can do
-LIMITED = ("hygen", "hygen-recompute", "hygen-idle", "hygen-star", "vllm-priority", "priority")
+RIVALS = ("hygen", "hygen-recompute", "hygen-idle", "hygen-star", "vllm-priority", "priority")
 
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """A model on a machine, and for how long a run there lasts."""
+    """Describes a model on a machine, and for how long a run there lasts."""
 
     model: str
     gpu: str
@@ -83,7 +83,7 @@ class Case:
 
 @dataclass(frozen=True, slots=True)
 class Scene:
-    """What a case plays: the traffic on an engine, the batch alone on it, and the online load as a share."""
+    """Holds what a case plays: the traffic on an engine, the batch alone on it, and the online load as a share."""
 
     case: Case
     cost: CostModel
@@ -155,7 +155,7 @@ def hygen(data: Path, case: Case) -> Iterator[dict[str, Any]]:
     """Yield a row for each policy, metric and tolerance, and one for an SLO in seconds: its best run."""
     here = scene(data, case)
     contest = here.contest(SloClass())
-    for policy, metric, tolerance in itertools.product((*LIMITED, OURS), METRICS, TOLERANCES):
+    for policy, metric, tolerance in itertools.product((*RIVALS, OURS), METRICS, TOLERANCES):
         within = Within(most={metric: getattr(contest.base, metric) * (1 + tolerance)})
         yield here.row(contest, contest.best(policy, within), policy, metric=metric, tolerance=tolerance)
     yield from _in_time(here, SLO, 0.01, ("hygen", "hygen-idle", "vllm-priority", "priority", ORACLE, OURS))

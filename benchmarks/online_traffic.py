@@ -24,7 +24,7 @@ UNIFORM = (512, 1024), (32, 128)  # prompt and output tokens of BROS's batches (
 
 @dataclass(frozen=True, slots=True)
 class Online:
-    """The requests of a trace in order of arrival: `arrives_s` counts from its beginning.
+    """Holds the requests of a trace in order of arrival: `arrives_s` counts from its beginning.
 
     `segments`: the prompt of each; a copy of the trace gets prompts of its own.
     """

@@ -33,7 +33,7 @@ NOT_PROFILED = Profiled()
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """The same as `Profiled`, as people write it: None where nothing is limited."""
+    """Holds what `Profiled` does where JSON must carry it, which has no infinity: None where nothing is limited."""
 
     limit_s: float | None = None
     price_s: float | None = None

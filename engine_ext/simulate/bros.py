@@ -34,9 +34,10 @@ MOST = 1 << 20
 
 
 class Packing(NamedTuple):
-    """What BROS is set to, and the requests that a step may have, int64 [1].
+    """Holds what BROS is set to, and how large a step may be now.
 
-    `chunk`: prompt tokens of a step. `group`: how many of the batch's requests there are at a time; 0 for all.
+    `chunk`: prompt tokens of a step. `group`: how many of the batch's requests there are at a time; 0 for all. `size`:
+    the most requests of the next step, int64 [1], changed in place.
     """
 
     bounds: Bounds
@@ -46,7 +47,7 @@ class Packing(NamedTuple):
 
 
 class Step(NamedTuple):
-    """A step that is being packed: its load, its requests, its prompt tokens, and how long it may take."""
+    """Describes a step that is being packed: its load, its requests, its prompt tokens, and how long it may take."""
 
     load: Load
     requests: int
@@ -95,33 +96,36 @@ def _pack(
         requests[engine.decoding[k]].rests = 1
     here = _on_engine(engine, 1)
     residual = _residual_s(engine, packing.bounds, here)
-    first = next_online(line, batch)
-    waiting_s = np.inf if first == NOBODY else _residual_of(engine, packing.bounds, first)
+    first, waiting_s = _first_waiting(engine, line, packing, batch)
     limit_s = waiting_s if waiting_s > 0 else np.inf
     for each in residual:
         limit_s = min(limit_s, each) if each > 0 else limit_s
     step, is_full, at = Step(Load(0, 0.0, 0, 0, 0), 0, 0, limit_s), False, 0
     order = np.argsort(residual, kind="mergesort")
     while not is_full:
-        first = next_online(line, batch)
-        waiting_s = np.inf if first == NOBODY else _residual_of(engine, packing.bounds, first)
-        if at < len(here) and (first == NOBODY or residual[order[at]] <= waiting_s):
+        is_waiting = first != NOBODY and (at == len(here) or waiting_s < residual[order[at]])
+        if is_waiting and (step.tokens >= packing.chunk or not _make_room_for(engine, cache, heap, line, first)):
+            is_waiting, first = False, NOBODY  # nobody who waits is admitted in this step any more
+        if is_waiting:
+            taken(engine, line, first)
+            admit(engine, cache, heap, first, True)
+            request = first
+            first, waiting_s = _first_waiting(engine, line, packing, batch)
+        elif at < len(here):
             request, at = int(here[order[at]]), at + 1
-        elif first != NOBODY:
-            if step.tokens >= packing.chunk or not _make_room_for(engine, cache, heap, line, first):
-                if at == len(here):
-                    break
-                request, at = int(here[order[at]]), at + 1
-            else:
-                taken(engine, line, first)
-                admit(engine, cache, heap, first, True)
-                request = first
         else:
             break
         step, is_full = _add(engine, predictor, packing, step, request)
     was_too_long = is_full and step.requests < packing.size[0]
     _pack_batch(engine, cache, heap, predictor, line, packing, step)
     packing.size[0] = BASE if was_too_long else min(MOST, 2 * packing.size[0])
+
+
+@compiled
+def _first_waiting(engine: SharedEngine, line: Line, packing: Packing, batch: int) -> tuple[int, float]:
+    """Return the online request that waits first, or NOBODY, and the seconds until its first token is due."""
+    first = next_online(line, batch)
+    return first, np.inf if first == NOBODY else _residual_of(engine, packing.bounds, first)
 
 
 @compiled

@@ -36,7 +36,7 @@ FIELDS = (
 
 @dataclass(frozen=True, slots=True)
 class Within:
-    """What a run must keep.
+    """Says what a run must keep.
 
     `violations`: the largest share of online requests that may miss the class's bounds; where online requests alone
     miss them more often, as often as they. `most`: the largest value of fields of `Measured`, in seconds.
@@ -52,7 +52,10 @@ class Within:
 
 @dataclass(eq=False)
 class Contest:
-    """The runs of policies on one traffic. `base`: online requests alone, with the chunk size that suits them best."""
+    """Runs policies on one traffic, and remembers what each setting gave.
+
+    `base`: the run of online requests alone, with the chunk size that suits them best.
+    """
 
     traffic: Traffic
     cost: CostModel

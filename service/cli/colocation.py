@@ -1,6 +1,7 @@
 """`batchweave simulate --online` and `profile-slo`: online requests beside a batch on a simulated engine."""
 
 import json
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -39,7 +40,8 @@ SloOption = Annotated[
     str | None,
     typer.Option(
         "--slo",
-        help="Bounds in seconds that this share of the online requests keeps: ttft=1,tpot=0.05,percentile=0.99.",
+        help="Bounds in seconds that this share of the online requests keeps: ttft=1,tpot=0.05,percentile=0.99. "
+        "These are the default where --relative is not given either.",
     ),
 ]
 RelativeOption = Annotated[
@@ -57,32 +59,46 @@ LoadOption = Annotated[
 TpOption = Annotated[int, typer.Option("--tp", min=1, max=1024, help="GPUs that share one copy of the model.")]
 
 
-def compare(
-    online: Path,
-    offline: Path,
-    model: str,
-    gpu: str,
-    tp: int,
-    policies: str | None,
-    lengths: Path | None,
-    dtype: str,
-    slo: str | None,
-    relative: str | None,
-    load: float | None,
-    seed: int,
-    as_json: bool,
-) -> None:
-    """Run the schedulers beside each other, and print a row for each."""
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """Holds what both commands are told: the files, the engine, the bounds, and the online load."""
+
+    online: Path
+    offline: Path
+    model: str
+    gpu: str
+    tp: int
+    lengths: Path | None
+    dtype: str
+    slo: str | None
+    relative: str | None
+    load: float | None
+    seed: int
+
+    def competition(self, output: Path | None = None) -> Competition:
+        """Read the files, and say what online requests get alone. Raises BatchweaveError, OSError."""
+        wanted = parse_wanted(self.slo, self.relative)
+        check_paths((self.online, self.offline, self.lengths), (output,), None)
+        cost = cost_model(self.model, self.gpu, self.tp, self.dtype, self.dtype if self.dtype == "fp8" else "bf16")
+        theirs = read_file(self.online, self.model, None)
+        ours = read_file(self.offline, self.model, self.lengths)
+        console.print("simulates; the first time it compiles, which takes one to two minutes", style="dim")
+        held = compete(theirs, self.online, ours, self.offline, cost, wanted, self.load, self.seed)
+        _say_load(held)
+        return held
+
+
+def compare(asked: Asked, policies: str | None, as_json: bool) -> None:
+    """Run the schedulers one after another, and print a row for each."""
     names = [name.strip() for name in (policies or ALL_POLICIES).split(",") if name.strip()]
     rows: list[dict[str, Any]] = []
     try:
         check_policies(names)
-        held = _compete(online, offline, model, gpu, tp, lengths, dtype, slo, relative, load, seed)
-        _say_load(held)
+        held = asked.competition()
         for name in names:
             best = held.best(name)
             rows.append(held.row(name, best))
-            console.print(f"{name}: {_outcome(held, rows[-1], best is None)}", style="dim")
+            console.print(f"{name}: {_outcome(rows[-1], best is None)}", style="dim")
             if held.has_used_up(best):
                 console.print(
                     f"{name} ran the whole batch before the last arrival; a longer batch would show more",
@@ -119,9 +135,8 @@ def profile_slo(
     - `batchweave profile-slo --online chat.jsonl --offline trace.jsonl --slo ttft=1,tpot=0.05,percentile=0.99`
     """
     try:
-        check_paths((online, offline, lengths), (output,), None)
-        held = _compete(online, offline, model, gpu, tp, lengths, dtype, slo, relative, load, seed)
-        _say_load(held)
+        asked = Asked(online, offline, model, gpu, tp, lengths, dtype, slo, relative, load, seed)
+        held = asked.competition(output)
         found = json.dumps(profile(held), indent=2, allow_nan=False)
         if output is not None:
             output.write_text(found + "\n")
@@ -129,26 +144,6 @@ def profile_slo(
     except (BatchweaveError, OSError) as error:
         fail(str(error))
     print(found)
-
-
-def _compete(
-    online: Path,
-    offline: Path,
-    model: str,
-    gpu: str,
-    tp: int,
-    lengths: Path | None,
-    dtype: str,
-    slo: str | None,
-    relative: str | None,
-    load: float | None,
-    seed: int,
-) -> Competition:
-    wanted = parse_wanted(slo, relative)
-    check_paths((online, offline, lengths), (), None)
-    cost = cost_model(model, gpu, tp, dtype, dtype if dtype == "fp8" else "bf16")
-    theirs, ours = read_file(online, model, None), read_file(offline, model, lengths)
-    return compete(theirs, online, ours, offline, cost, wanted, load, seed)
 
 
 def _say_load(held: Competition) -> None:
@@ -163,7 +158,7 @@ def _say_load(held: Competition) -> None:
         console.print("the engine cannot do all online requests; there is nothing to spare", style="yellow")
 
 
-def _outcome(held: Competition, row: dict[str, Any], is_none: bool) -> str:
+def _outcome(row: dict[str, Any], is_none: bool) -> str:
     if is_none:
         return "no setting keeps the bounds with a batch beside online requests"
     return f"{row['offline_tokens_per_s']:,.0f} tokens/s of the batch"

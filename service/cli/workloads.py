@@ -15,7 +15,7 @@ from engine_ext.costs.calibrate import Calibration
 from engine_ext.costs.cost import CostModel
 from engine_ext.errors import BatchweaveError
 from engine_ext.plan.window import Shape
-from service.cli.colocation import LoadOption, OfflineOption, OnlineOption, RelativeOption, SloOption, compare
+from service.cli.colocation import Asked, LoadOption, OfflineOption, OnlineOption, RelativeOption, SloOption, compare
 from service.cli.workload_files import (
     DtypeOption,
     GpuOption,
@@ -139,7 +139,8 @@ def simulate(
     - `batchweave simulate --workload trace.jsonl --profile steps.jsonl --plot policies.png`
 
     With `--online` and `--offline` in place of `--workload`, it compares schedulers for online requests beside a batch.
-    Each line of the online file then has `arrival_s`. Each scheduler gets the settings with which it does most for the
+    Each line of the online file then has `arrival_s`, its seconds from the first; where a file has requests of both
+    kinds, `class` says "online" or "batch". Each scheduler gets the settings with which it does most for the
     batch while the bounds are kept; SGLang's clock with mixed chunks is assumed. Examples:
 
     - `batchweave simulate --online chat.jsonl --offline trace.jsonl --slo ttft=1,tpot=0.05,percentile=0.99`
@@ -150,10 +151,11 @@ def simulate(
             fail("give --workload FILE, or --online FILE and --offline FILE")
         if plot is not None or profile is not None:
             fail("--plot and --profile are for --workload only")
-        compare(online, offline, model, gpu, tp, policies, lengths, dtype, slo, relative, load, seed, as_json)
+        asked = Asked(online, offline, model, gpu, tp, lengths, dtype, slo, relative, load, seed)
+        compare(asked, policies, as_json)
         return
-    if online is not None or offline is not None:
-        fail("--workload is for a batch alone; give either it, or --online and --offline")
+    if any(each is not None for each in (online, offline, slo, relative, load)):
+        fail("--workload is for a batch alone; --slo, --relative and --load go with --online and --offline")
     names = [name.strip() for name in (policies or ALL_POLICIES).split(",") if name.strip()]
     try:
         check_options(names, clock, profile_clock)

@@ -29,9 +29,9 @@ ALL_POLICIES = ",".join(POLICIES)
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """What online requests must keep: `slo` in seconds, and `relative`: by how much a metric may exceed online alone.
+    """Says what online requests must keep: `slo` in seconds, `relative` against online requests alone.
 
-    `relative` is by field of `Measured`, as a share.
+    `relative`: by which share a field of `Measured` may exceed that of online requests alone.
     """
 
     slo: SloClass
@@ -45,7 +45,10 @@ class Wanted:
 
 @dataclass(frozen=True, slots=True)
 class Competition:
-    """Online requests beside a batch on one engine. `load`: the share of what it can do of the online work alone."""
+    """Lets schedulers compete on one engine, with online requests beside a batch.
+
+    `load`: the online requests, as a share of what the engine can do of them alone.
+    """
 
     contest: Contest
     within: Within

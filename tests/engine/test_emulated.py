@@ -105,15 +105,15 @@ def test_the_scan_runs_in_sglang_as_the_simulator_says(emulated: Any, name: str,
     assert ours["virtual_s"] == pytest.approx(expected.seconds, rel=0.05)
 
 
-@pytest.mark.parametrize("tpot_s", [0.005, 0.05])
-def test_online_tokens_come_in_time_beside_a_batch(emulated: Any, tpot_s: float) -> None:
-    """The tight bound leaves the batch fewer prompt tokens in a step; the loose one is longer than any step here."""
+@pytest.mark.parametrize("bounds", [{"tpot_s": 0.005}, {"tpot_s": 0.05}, {"tpot_s": 0.05, "limit_s": 0.005}])
+def test_online_tokens_come_in_time_beside_a_batch(emulated: Any, bounds: dict[str, float]) -> None:
+    """Tight bounds leave the batch fewer prompt tokens in a step; the loose one is longer than any step here."""
     from engine_ext.plugin.tuning import Tuning
 
     prompts, outputs = workload("both ends")
 
     async def main() -> dict[str, Any]:
-        tuning = Tuning(chunk=CHUNK, clock=Clock.MIXED, tpot_s=tpot_s)
+        tuning = Tuning(chunk=CHUNK, clock=Clock.MIXED, **bounds)
         running = asyncio.create_task(emulated.run(tuning, prompts, outputs))
         while (await emulated.state())["waiting"] == 0:  # it begins when all of them wait
             await asyncio.sleep(0.001)
@@ -125,6 +125,6 @@ def test_online_tokens_come_in_time_beside_a_batch(emulated: Any, tpot_s: float)
 
     found = asyncio.get_event_loop().run_until_complete(main())
     assert (found["online_ended"], found["online_late"]) == (4, 0)
-    assert (found["limited_steps"] > 0) == (tpot_s == 0.005)
+    assert (found["limited_steps"] > 0) == (min(bounds.values()) == 0.005)
     assert found["online_tpot_s"] <= 0.005
     assert (found["waiting"], found["running"], found["kv_kept"]) == (0, 0, 0)
