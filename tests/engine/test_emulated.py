@@ -113,7 +113,7 @@ def test_online_tokens_come_in_time_beside_a_batch(emulated: Any, bounds: dict[s
     prompts, outputs = workload("both ends")
 
     async def main() -> dict[str, Any]:
-        tuning = Tuning(chunk=CHUNK, clock=Clock.MIXED, **bounds)
+        tuning = replace(Tuning(chunk=CHUNK, clock=Clock.MIXED), **bounds)
         running = asyncio.create_task(emulated.run(tuning, prompts, outputs))
         while (await emulated.state())["waiting"] == 0:  # it begins when all of them wait
             await asyncio.sleep(0.001)
