@@ -88,7 +88,7 @@ class Settings:
 class Measured:
     """The results of one run. Times are in seconds, tokens of the batch count once each, until the last arrival.
 
-    `violations`: the share of online requests that missed the class's TTFT or TPOT, or had not ended when the run was
+    `violations`: the share of online requests that missed one of the class's bounds, or had not ended when the run was
     given up. `normalized_latency`: seconds from arrival to end per output token, as a mean over requests. `ended_s`:
     the time of the last online token. `batch_ended`: requests of the batch that have ended, also after the arrivals,
     with `batch_ended_tokens` in all.
@@ -285,7 +285,8 @@ def _measured(
     tpot = np.where(generated > 1, (last - first) / np.maximum(generated - 1, 1), 0.0)
     gaps = engine.gaps[: totals.gaps]
     bounds = slo.bounds
-    late = (ttft > bounds.ttft_s) | (tpot > bounds.tpot_s) | ~ended
+    gap = column(engine.requests, "gap_s")[online]
+    late = (ttft > bounds.ttft_s) | (tpot > bounds.tpot_s) | (gap > bounds.tbt_s) | ~ended
     normalized = (np.where(ended, last, now) - arrives) / np.maximum(generated, 1)
     duration, count = traffic.arrivals.duration_s, max(1, len(arrives))
     over = column(engine.requests, "state")[: traffic.batch] == DONE

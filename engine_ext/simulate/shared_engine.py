@@ -26,7 +26,8 @@ class Request:
     `left`, `left_quadratic`: prompt tokens and quadratic work still to compute; `take`: prompt tokens of the next step.
     `held`: output tokens in the KV cache; `kept`: those left there when it was taken off. `counted`: tokens that count
     as throughput, each once. `number`: the order of admission. `place`: its index in `decoding`. `rests`: 1 if the next
-    step leaves it out; `skipped`: for how many steps running. `preempted`: how often it was taken off.
+    step leaves it out; `skipped`: for how many steps running. `preempted`: how often it was taken off. `gap_s`: the
+    longest time between two of its tokens.
     """
 
     leaf: int
@@ -48,6 +49,7 @@ class Request:
     arrives_s: float
     first_s: float
     last_s: float
+    gap_s: float
     left_quadratic: float
 
 
@@ -303,6 +305,7 @@ def _got_token(engine: SharedEngine, request: int) -> None:
     if r.online == 1 and r.generated > 0:
         engine.gaps[totals.gaps] = totals.now_s - r.last_s
         totals.gaps += 1
+        r.gap_s = max(r.gap_s, totals.now_s - r.last_s)
     if r.generated == 0:
         r.first_s = totals.now_s
     r.last_s = totals.now_s

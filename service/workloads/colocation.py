@@ -23,6 +23,7 @@ from service.workloads.workload import Workload
 
 METRICS = {"mean_ttft": "ttft_mean", "p99_ttft": "ttft_p99", "mean_tbt": "tbt_mean", "p99_tbt": "tbt_p99"}
 BOUNDS = ("ttft", "tpot", "tbt", "percentile")
+MOST_ARRIVALS = 1_000_000
 MOST_LOAD = 10.0  # of the engine's capacity: more online requests than ten engines can do tell nothing new
 ALL_POLICIES = ",".join(POLICIES)
 
@@ -151,6 +152,12 @@ def compete(
     if load is not None:
         if not 0 < load <= MOST_LOAD:
             raise WorkloadError(f"--load must be above 0 and at most {MOST_LOAD:g}, not {load:g}")
+        count = load * capacity * whole_s
+        if count > MOST_ARRIVALS:
+            raise WorkloadError(
+                f"--load {load:g} would take {count:,.0f} online requests, and {MOST_ARRIVALS:,} are the most; give a "
+                f"part of {online_file}, which lasts {whole_s:,.0f} s"
+            )
         arrivals = at_rate(times, load * capacity, whole_s, np.random.default_rng(seed))
         if len(arrivals) == 0:
             raise WorkloadError(f"--load {load:g} leaves no request of {online_file}; give a longer file or more load")

@@ -85,6 +85,16 @@ def test_ours_gives_the_batch_most_within_every_bound() -> None:
     assert ours.offline_tokens_per_s >= max(kept)
 
 
+def test_each_bound_is_judged_by_itself() -> None:
+    """More requests keep a bound on the mean of their gaps than the same bound on each gap."""
+    free = measure("vllm-priority", slo=SloClass())
+    bound_s = (free.tbt_mean + free.tbt_p99) / 2
+    mean, every = (measure("vllm-priority", slo=slo) for slo in (SloClass(tpot_s=bound_s), SloClass(tbt_s=bound_s)))
+    assert free.violations == 0
+    assert mean.violations < every.violations
+    assert measure("vllm-priority", slo=SloClass(ttft_s=1e-6)).violations == 1
+
+
 def test_a_limit_keeps_every_step_beside_online_requests_short() -> None:
     found, no_slo = traffic(batch=6000), SloClass()
     alone = run(found, COST, LARGE, "online-only", Settings(), no_slo)

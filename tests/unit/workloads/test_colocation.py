@@ -105,6 +105,16 @@ def test_bad_options_are_named(files: tuple[Path, Path], arguments: tuple[str, .
     assert problem in found.output.replace("\n", " ")
 
 
+def test_a_load_over_a_long_time_is_refused(files: tuple[Path, Path], tmp_path: Path) -> None:
+    """Two requests in six days would be repeated millions of times."""
+    online = tmp_path / "seldom.jsonl"
+    lines = [{"segments": [[k, 50]], "output_tokens": 5, "arrival_s": 500_000.0 * k} for k in range(2)]
+    online.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    found = call("simulate", "--online", online, "--offline", files[1], "--load", 0.3)
+    assert found.exit_code == 1
+    assert "are the most; give a part of" in found.output.replace("\n", " ")
+
+
 @pytest.mark.parametrize(
     ("line", "problem"),
     [
