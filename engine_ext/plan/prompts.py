@@ -73,6 +73,13 @@ class Prompts:
     def __getitem__(self, i: int) -> TokenIds:
         return self.tokens[self.starts[i] : self.starts[i + 1]]
 
+    def chosen(self, those: NDArray[np.int64]) -> "Prompts":
+        """Return the prompts at these places, in this order."""
+        counts = np.diff(self.starts)[those]
+        starts = np.concatenate([[0], np.cumsum(counts)]).astype(np.int64)
+        places = np.repeat(self.starts[those] - starts[:-1], counts) + np.arange(starts[-1])
+        return Prompts(self.tokens[places], starts, None if self.sizes is None else self.sizes[places])
+
     @property
     def lengths(self) -> NDArray[np.int64]:
         """Return the tokens of each prompt; int64 [prompts]."""

@@ -1,7 +1,7 @@
 """Runs the policies for online requests beside a batch, each on the same engine, and measures both sides."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 
@@ -69,18 +69,31 @@ class Traffic:
             group,
         )
 
+    def without_online(self) -> "Traffic":
+        """Return the batch alone."""
+        nobody = np.zeros(0, dtype=np.int64)
+        return replace(
+            self,
+            everything=self.tree,
+            lengths=self.lengths[: self.batch],
+            output=self.output[: self.batch],
+            arrivals=replace(self.arrivals, arrives_s=np.zeros(0), number=nobody, copy=nobody),
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class Settings:
     """What a policy is set to. `chunk`: the most prompt tokens of a step. `profiled`: the limits of a step.
 
     `rate`: requests of the batch per second, for policies that bound it. `reserved`: SGLang's new token ratio.
+    `most_decoding`: the most requests on an engine that only decodes, for policies that bound them.
     """
 
     chunk: int = 512
     profiled: Profiled = NOT_PROFILED
     rate: float = NO_LIMIT
     reserved: float = 0.5
+    most_decoding: float = NO_LIMIT
     seed: int = 0
 
 
@@ -117,16 +130,39 @@ class Measured:
     batch_ended_tokens: int
 
 
+@dataclass(frozen=True, slots=True)
+class Played:
+    """Holds what a policy did with some traffic.
+
+    `engines`: those that served it, which have the same requests. `counted`: the batch's tokens until the last arrival.
+    """
+
+    traffic: Traffic
+    engines: tuple[SharedEngine, ...]
+    counted: int
+
+
 def run(
     traffic: Traffic, cost: CostModel, model: EngineModel, policy: str, settings: Settings, slo: SloClass
 ) -> Measured:
     """Run one policy. Raises InputError for an unknown one, TooLarge for a request that no cache can hold."""
+    return measured(policy, settings, [play(traffic, cost, model, policy, settings, slo)], slo)
+
+
+def play(
+    traffic: Traffic, cost: CostModel, model: EngineModel, policy: str, settings: Settings, slo: SloClass
+) -> Played:
+    """Run one policy on an engine of its own. Raises InputError, TooLarge as `run` does."""
+    check_lengths(traffic, model)
+    engine, cache = fresh_engine(traffic, model)
+    return Played(traffic, (engine,), run_on(engine, cache, traffic, cost, model, policy, settings, slo))
+
+
+def check_lengths(traffic: Traffic, model: EngineModel) -> None:
+    """Raise TooLarge for a request that the KV cache cannot hold."""
     needed = traffic.lengths + traffic.output
     if len(needed) and int(needed.max()) >= model.capacity:
         raise TooLarge(int(needed.argmax()), int(needed.max()), model.capacity)
-    engine, cache = fresh_engine(traffic, model)
-    counted = run_on(engine, cache, traffic, cost, model, policy, settings, slo)
-    return _measured(policy, settings, traffic, engine, counted, slo)
 
 
 def run_on(
@@ -274,28 +310,33 @@ def _go_on(progress: Progress, engine: SharedEngine, state: State) -> Progress:
     )
 
 
-def _measured(
-    policy: str, settings: Settings, traffic: Traffic, engine: SharedEngine, counted: int, slo: SloClass
-) -> Measured:
-    totals, online = engine.totals[0], slice(traffic.batch, None)
-    arrives, first, last = (column(engine.requests, name)[online] for name in ("arrives_s", "first_s", "last_s"))
-    state, generated = column(engine.requests, "state")[online], column(engine.requests, "generated")[online]
-    ended, begun, now = state == DONE, generated > 0, float(totals.now_s)
+def measured(policy: str, settings: Settings, played: Sequence[Played], slo: SloClass) -> Measured:
+    """Return the results of a run, in which each part had engines and traffic of its own."""
+
+    def online(name: str) -> Floats:
+        parts = [column(each.engines[0].requests, name)[each.traffic.batch :] for each in played]
+        return np.concatenate(parts)
+
+    totals = [engine.totals[0] for each in played for engine in each.engines]
+    now = np.concatenate(
+        [np.full(len(each.traffic.arrivals), max(float(e.totals[0].now_s) for e in each.engines)) for each in played]
+    )
+    arrives, first, last, generated = online("arrives_s"), online("first_s"), online("last_s"), online("generated")
+    ended, begun = online("state") == DONE, generated > 0
     ttft = np.where(begun, first, now) - arrives
     tpot = np.where(generated > 1, (last - first) / np.maximum(generated - 1, 1), 0.0)
-    gaps = engine.gaps[: totals.gaps]
+    gaps = np.concatenate([engine.gaps[: engine.totals[0].gaps] for each in played for engine in each.engines])
     bounds = slo.bounds
-    gap = column(engine.requests, "gap_s")[online]
-    late = (ttft > bounds.ttft_s) | (tpot > bounds.tpot_s) | (gap > bounds.tbt_s) | ~ended
+    late = (ttft > bounds.ttft_s) | (tpot > bounds.tpot_s) | (online("gap_s") > bounds.tbt_s) | ~ended
     normalized = (np.where(ended, last, now) - arrives) / np.maximum(generated, 1)
-    duration, count = traffic.arrivals.duration_s, max(1, len(arrives))
-    over = column(engine.requests, "state")[: traffic.batch] == DONE
-    tokens = (traffic.lengths[online] + traffic.output[online])[ended]
+    duration, count = played[0].traffic.arrivals.duration_s, max(1, len(arrives))
+    tokens = np.concatenate([(each.traffic.lengths + each.traffic.output)[each.traffic.batch :] for each in played])
+    over = [column(each.engines[0].requests, "state")[: each.traffic.batch] == DONE for each in played]
     return Measured(
         policy=policy,
         settings=settings,
-        online_tokens_per_s=float(tokens.sum()) / duration,
-        offline_tokens_per_s=counted / duration,
+        online_tokens_per_s=float(tokens[ended].sum()) / duration,
+        offline_tokens_per_s=sum(each.counted for each in played) / duration,
         ttft_mean=_mean(ttft),
         ttft_p99=_quantile(ttft),
         tbt_mean=_mean(gaps),
@@ -304,15 +345,18 @@ def _measured(
         ttft_attained=float(np.count_nonzero(begun & (ttft <= bounds.ttft_s))) / count,
         tpot_attained=float(np.count_nonzero(ended & (tpot <= bounds.tpot_s))) / count,
         violations=float(np.count_nonzero(late)) / count,
-        preemptions=int(totals.preemptions),
-        recomputed_tokens=int(totals.recomputed),
-        restored_tokens=int(totals.restored),
-        left_out=int(totals.left_out),
-        steps=int(totals.steps),
-        busy=float(totals.busy_s / max(now, 1e-9)),
+        preemptions=sum(int(each.preemptions) for each in totals),
+        recomputed_tokens=sum(int(each.recomputed) for each in totals),
+        restored_tokens=sum(int(each.restored) for each in totals),
+        left_out=sum(int(each.left_out) for each in totals),
+        steps=sum(int(each.steps) for each in totals),
+        busy=float(np.mean([each.busy_s / max(each.now_s, 1e-9) for each in totals])),
         ended_s=float(last.max(initial=0.0)),
-        batch_ended=int(np.count_nonzero(over)),
-        batch_ended_tokens=int((traffic.lengths + traffic.output)[: traffic.batch][over].sum()),
+        batch_ended=sum(int(np.count_nonzero(each)) for each in over),
+        batch_ended_tokens=sum(
+            int((each.traffic.lengths + each.traffic.output)[: each.traffic.batch][done].sum())
+            for each, done in zip(played, over, strict=True)
+        ),
     )
 
 

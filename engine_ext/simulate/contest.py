@@ -19,6 +19,7 @@ from engine_ext.costs.engine_model import EngineModel
 from engine_ext.plan.prompts import Prompts
 from engine_ext.simulate.arrivals import Arrivals
 from engine_ext.simulate.colocate import ORACLE, OURS, Measured, Settings, Traffic, run
+from engine_ext.simulate.pair import POOLED, Pair, run_pair
 
 CHUNKS = (256, 512, 1024, 2048)
 RESERVED = (1.0, 0.3)  # SGLang's new token ratio
@@ -26,6 +27,7 @@ PLACES = 48  # of a knob
 EXCESS = np.geomspace(0.01, 20.0, PLACES)  # of a limit over the mean TBT of online alone, as a share of it
 PRICES = np.geomspace(0.02, 20.0, PLACES)  # times the same TBT
 RATES = np.geomspace(0.05, 50.0, PLACES)  # requests of the batch per second
+DECODING = np.unique(np.geomspace(8, 2048, PLACES).astype(int))  # requests of a strict engine's step
 ENDLESS_S = 1e6
 FIELDS = (
     *("suite", "load", "offline", "policy", "online_tokens_per_s", "offline_tokens_per_s", "total_over_online"),
@@ -57,7 +59,7 @@ class Contest:
     `base`: the run of online requests alone, with the chunk size that suits them best.
     """
 
-    traffic: Traffic
+    traffic: Traffic | Pair
     cost: CostModel
     model: EngineModel
     slo: SloClass
@@ -71,7 +73,9 @@ class Contest:
     def measure(self, policy: str, settings: Settings) -> Measured:
         """Run a policy, or return what it gave before. Raises InputError, TooLarge."""
         if (policy, settings) not in self.runs:
-            self.runs[policy, settings] = run(self.traffic, self.cost, self.model, policy, settings, self.slo)
+            self.runs[policy, settings] = run_on_engines(
+                self.traffic, self.cost, self.model, policy, settings, self.slo
+            )
         return self.runs[policy, settings]
 
     def best(self, policy: str, within: Within) -> Measured | None:
@@ -122,6 +126,8 @@ def _choices(policy: str, chunks: tuple[int, ...], base: Measured) -> tuple[list
             knobs.append(by_limit)
         elif policy == "hygen-star":
             knobs.append([replace(plain, rate=float(rate)) for rate in RATES])
+        elif policy in POOLED:
+            knobs += _of_pools(policy, chunk, by_limit)
         elif policy in (OURS, ORACLE):
             tried.append(plain)
             knobs.append(by_limit)
@@ -134,6 +140,16 @@ def _choices(policy: str, chunks: tuple[int, ...], base: Measured) -> tuple[list
     return knobs, tried
 
 
+def _of_pools(policy: str, chunk: int, by_limit: list[Settings]) -> list[list[Settings]]:
+    """Return the knobs of a policy for pools, with each part of the answers that may be reserved."""
+    for_all = [Settings(chunk=chunk, reserved=reserved) for reserved in RESERVED]
+    if policy == "ooco":
+        return [[replace(each, reserved=plain.reserved) for each in by_limit] for plain in for_all]
+    if policy == "online-priority":
+        return [[replace(plain, most_decoding=float(most)) for most in DECODING] for plain in for_all]
+    return [[replace(plain, rate=float(rate)) for rate in RATES] for plain in for_all]
+
+
 def online_capacity(prompts: Prompts, output: Column, cost: CostModel, model: EngineModel) -> float:
     """Return how many such requests per second the engine can do alone: all of them come at once."""
     count = len(output)
@@ -143,17 +159,18 @@ def online_capacity(prompts: Prompts, output: Column, cost: CostModel, model: En
     return count / min(each.ended_s for each in found)
 
 
-def batch_alone(traffic: Traffic, cost: CostModel, model: EngineModel) -> Measured:
+def batch_alone(traffic: Traffic | Pair, cost: CostModel, model: EngineModel) -> Measured:
     """Return our run of the batch with no online request."""
-    nobody = replace(traffic.arrivals, arrives_s=np.zeros(0), number=np.zeros(0, np.int64), copy=np.zeros(0, np.int64))
-    alone = replace(
-        traffic,
-        everything=traffic.tree,
-        lengths=traffic.lengths[: traffic.batch],
-        output=traffic.output[: traffic.batch],
-        arrivals=nobody,
-    )
-    return run(alone, cost, model, OURS, Settings(chunk=max(CHUNKS)), SloClass())
+    return run_on_engines(traffic.without_online(), cost, model, OURS, Settings(chunk=max(CHUNKS)), SloClass())
+
+
+def run_on_engines(
+    traffic: Traffic | Pair, cost: CostModel, model: EngineModel, policy: str, settings: Settings, slo: SloClass
+) -> Measured:
+    """Run one policy on an engine, or on two for a pair. Raises InputError, TooLarge."""
+    if isinstance(traffic, Pair):
+        return run_pair(traffic, cost, model, policy, settings, slo)
+    return run(traffic, cost, model, policy, settings, slo)
 
 
 def row_of(

@@ -100,7 +100,7 @@ def run_rival(
             counted = counted_tokens(engine, batch)
         arrive(engine, line, batch)
         release_group(engine, line, rival.group)
-        _choose(engine, cache, heap, predictor, line, rival, batch)
+        choose(engine, cache, heap, predictor, line, rival, batch)
         totals.preempted = 0
         load = run_step(engine, cache, heap, predictor.model, rival.online_first, rival.keeps)
         if load.prompt_tokens + load.decoding == 0 and not wait(engine, line, batch, until_s, rival.rate):
@@ -216,7 +216,7 @@ def taken(engine: SharedEngine, line: Line, request: int) -> None:
 
 
 @compiled
-def _choose(
+def choose(
     engine: SharedEngine,
     cache: Cache,
     heap: Heap,
@@ -337,14 +337,9 @@ def _decodes_of_batch(engine: SharedEngine, predictor: Predictor, load: Load, li
 def _make_room_for(engine: SharedEngine, cache: Cache, heap: Heap, line: Line, rival: Rival, request: int) -> bool:
     """Return whether there is room for the request; if the rules say so, the batch's latest make room for it."""
     totals, is_online = engine.totals[0], engine.requests[request].online == 1
-    if rival.reserved > 0.0:
-        own = _to_come(engine, request)
-        reserved = rival.reserved * _all_to_come(engine) + own
-        runs = totals.decoding + totals.prefilling > 0
-        return room(engine, cache) - needed(engine, cache, request) > (reserved if runs else 0.0)
+    if not (is_online and rival.preempts):
+        return fits(engine, cache, request, rival.reserved)
     while room(engine, cache) - needed(engine, cache, request) <= 0:
-        if not (is_online and rival.preempts):
-            return False
         victim = latest_of_batch(engine)
         if victim == NOBODY:
             return False
@@ -352,6 +347,15 @@ def _make_room_for(engine: SharedEngine, cache: Cache, heap: Heap, line: Line, r
         take_off(engine, cache, heap, victim, rival.keeps)
         put_back(engine, line)
     return True
+
+
+@compiled
+def fits(engine: SharedEngine, cache: Cache, request: int, reserved: float) -> bool:
+    """Return whether there is room for a request and, beside others, for the reserved part of the answers to come."""
+    totals, to_come = engine.totals[0], 0.0
+    if reserved > 0.0 and totals.decoding + totals.prefilling > 0:
+        to_come = reserved * _all_to_come(engine) + _to_come(engine, request)
+    return bool(room(engine, cache) - needed(engine, cache, request) > to_come)
 
 
 @compiled

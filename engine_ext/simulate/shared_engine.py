@@ -167,7 +167,18 @@ def admit(engine: SharedEngine, cache: Cache, heap: Heap, request: int, has_copi
 
 @compiled
 def take_off(engine: SharedEngine, cache: Cache, heap: Heap, request: int, keep: bool) -> None:
-    """Take a request off the engine; `keep`: whether its output tokens stay in the cache, for as long as they can."""
+    """Preempt a request; `keep`: whether its output tokens stay in the cache, for as long as they can."""
+    totals, r = engine.totals[0], engine.requests[request]
+    leave(engine, cache, heap, request, keep)
+    r.preempted += 1
+    totals.preemptions += 1
+    engine.preempted[totals.preempted] = request
+    totals.preempted += 1
+
+
+@compiled
+def leave(engine: SharedEngine, cache: Cache, heap: Heap, request: int, keep: bool) -> None:
+    """Take a request off the engine, so that it waits again; `keep` as in `take_off`."""
     totals, r = engine.totals[0], engine.requests[request]
     before = cache.tokens[0].locked
     if r.state == DECODE:
@@ -181,10 +192,6 @@ def take_off(engine: SharedEngine, cache: Cache, heap: Heap, request: int, keep:
     if r.online == 1:
         totals.online_held -= before - cache.tokens[0].locked
     r.state, r.take, r.held, r.rests = WAITS, 0, 0, 0
-    r.preempted += 1
-    totals.preemptions += 1
-    engine.preempted[totals.preempted] = request
-    totals.preempted += 1
 
 
 @compiled

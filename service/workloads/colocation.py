@@ -145,7 +145,7 @@ def compete(
     theirs, times = theirs[np.argsort(times, kind="stable")], np.sort(times) - times.min()
     if times[-1] <= 0:
         raise WorkloadError(f"{online_file}: all requests arrive at once; a simulation needs arrivals over some time")
-    prompts, output = _chosen(online.prompts, theirs), online.outputs.known[theirs]
+    prompts, output = online.prompts.chosen(theirs), online.outputs.known[theirs]
     capacity = online_capacity(prompts, np.maximum(output, 1), cost, model)
     whole_s = float(times[-1]) * len(times) / max(1, len(times) - 1)
     arrivals = Arrivals(times, np.arange(len(times)), np.zeros(len(times), dtype=np.int64), whole_s)
@@ -162,7 +162,7 @@ def compete(
         if len(arrivals) == 0:
             raise WorkloadError(f"--load {load:g} leaves no request of {online_file}; give a longer file or more load")
     traffic = Traffic.of(
-        _together(_chosen(offline.prompts, ours), prompts, arrivals),
+        _together(offline.prompts.chosen(ours), prompts, arrivals),
         np.maximum(np.concatenate([offline.outputs.known[ours], output[arrivals.number]]), 1),
         offline.outputs.caps[ours],
         arrivals,
@@ -193,18 +193,9 @@ def _check_lengths(file: Path, workload: Workload, those: NDArray[np.int64], mod
         raise WorkloadError(f"{file}: {workload.ids[int(those[worst])]!r}: {error}")
 
 
-def _chosen(prompts: Prompts, those: NDArray[np.int64]) -> Prompts:
-    """Return these prompts, in this order."""
-    counts = np.diff(prompts.starts)[those]
-    starts = np.concatenate([[0], np.cumsum(counts)]).astype(np.int64)
-    places = np.repeat(prompts.starts[those] - starts[:-1], counts) + np.arange(starts[-1])
-    sizes = None if prompts.sizes is None else prompts.sizes[places]
-    return Prompts(prompts.tokens[places], starts, sizes)
-
-
 def _together(batch: Prompts, online: Prompts, arrivals: Arrivals) -> Prompts:
     """Return the batch's prompts and then one for each arrival; what comes from another file or copy is unlike."""
-    arriving = _chosen(online, arrivals.number)
+    arriving = online.chosen(arrivals.number)
     own = int(online.tokens.max(initial=0)) + 1
     base = int(batch.tokens.max(initial=0)) + 1
     copies = np.repeat(arrivals.copy, np.diff(arriving.starts))
