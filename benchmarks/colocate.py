@@ -7,6 +7,7 @@ Each scheduler gets the settings with which it does most for the batch while onl
 hygen   HyGen 5.2: Azure's conversations at 30% and 60% of what the engine can do of them alone, beside four kinds of
         batches. One metric stays within a tolerance of online requests alone, or an SLO in seconds is kept.
 bros    BROS VII: ShareGPT's lengths at 4, 8 and 12 requests a second, beside a batch in closed groups of 512.
+ooco    OOCO 5.2: two engines, in pools or side by side, at the rate of online requests that the pools can just do.
 bursts  The busiest five minutes of the conversations three times as dense; Mooncake's prompts of up to 100,000 tokens.
 others  Traces, machines and seeds that were not used while the scheduler was made.
 """
@@ -24,19 +25,23 @@ from typing import Any
 import numpy as np
 
 from benchmarks import online_traffic, traces
-from benchmarks.online_traffic import Online, batch_rows, beside
+from benchmarks.online_traffic import Online, batch_rows, beside, pair_beside
+from benchmarks.traces import Row
 from engine_ext.coserve.slo import SloClass
 from engine_ext.costs.cost import CostModel
 from engine_ext.costs.engine_model import Clock, EngineModel
 from engine_ext.costs.hardware import Machine, hardware
 from engine_ext.costs.model_shape import preset
 from engine_ext.simulate.arrivals import Arrivals, at_rate, denser
-from engine_ext.simulate.colocate import BROS, ORACLE, OURS, Measured, Traffic
-from engine_ext.simulate.contest import Contest, Within, batch_alone, online_capacity, row_of
+from engine_ext.simulate.colocate import BROS, ORACLE, OURS, Measured, Settings, Traffic
+from engine_ext.simulate.contest import CHUNKS, Contest, Within, batch_alone, online_capacity, row_of
+from engine_ext.simulate.pair import ONLINE_PD, PAIR_POLICIES, Pair
 
 METRICS = ("tbt_mean", "ttft_mean", "tbt_p99", "ttft_p99")
 TOLERANCES = (0.05, 0.1, 0.2, 0.5)
 SLO = SloClass(ttft_s=1.0, tpot_s=0.05)
+OOCO_SLO = SloClass(ttft_s=2.0, tpot_s=0.05, percentile=0.97)
+OOCO_MISSED = 0.03
 BROS_SLO = SloClass(ttft_s=0.4, tpot_s=0.2)
 FLOOD_S = 120.0  # of the trace, all at once, to see what the engine can do
 RIVALS = ("hygen", "hygen-recompute", "hygen-idle", "hygen-star", "vllm-priority", "priority")
@@ -60,6 +65,7 @@ MACHINES = {
     "h200": Place("llama-3-8b", "h200", 90.0),
     "a100": Place("llama-2-7b", "a100-40gb", 300.0),
     "a100x2": Place("qwen-2.5-14b", "a100-40gb", 600.0, tp=2),
+    "a100s": Place("qwen-2.5-7b", "a100-80gb", 1200.0),
     "h200-bursts": Place("llama-3-8b", "h200", 300.0),
     "h100": Place("qwen-2.5-7b", "h100", 120.0),
     "a100-70b": Place("llama-3-70b", "a100-80gb", 300.0, tp=8),
@@ -88,7 +94,7 @@ class Scene:
     case: Case
     cost: CostModel
     model: EngineModel
-    traffic: Traffic
+    traffic: Traffic | Pair
     alone: Measured
     share: float
     requests: int
@@ -198,6 +204,36 @@ def bros(data: Path, case: Case) -> Iterator[dict[str, Any]]:
                 yield here.row(contest, found, policy, metric="every", tolerance=0.0, rate=case.load)
 
 
+def ooco(data: Path, case: Case) -> Iterator[dict[str, Any]]:
+    """Yield a row for each policy on two engines; `load` is a share of the pools' peak."""
+    place = MACHINES[case.machine]
+    cost, model = place.engine()
+    longest = min(traces.LONGEST, model.capacity // 3)
+    online = online_traffic.conversations(data, longest)
+    if case.online == "ooc":
+        online = online_traffic.lognormal(online.arrives_s, longest, online_traffic.OOC_ONLINE, case.seed)
+    rows = batch_rows(data, case.batch, case.seed, longest)
+
+    def at(rate: float, batch: list[Row]) -> Contest:
+        arrivals = at_rate(online.arrives_s, rate, place.duration_s, np.random.default_rng(case.seed))
+        return Contest(pair_beside(batch, online, arrivals), cost, model, OOCO_SLO)
+
+    least, most = 0.0, 64.0
+    while most - least > 0.25:
+        rate = (least + most) / 2
+        alone = at(rate, []).measure(ONLINE_PD, Settings(chunk=max(CHUNKS)))
+        least, most = (rate, most) if alone.violations <= OOCO_MISSED else (least, rate)
+    contest = at(case.load * least, rows)
+    traffic = contest.traffic
+    capacity = 2 * online_capacity(*online.at(traffic.arrivals), cost, model)
+    here = Scene(
+        case, cost, model, traffic, batch_alone(traffic, cost, model), traffic.arrivals.rate / capacity, len(rows)
+    )
+    for policy in PAIR_POLICIES:
+        best = contest.best(policy, Within(violations=OOCO_MISSED))
+        yield here.row(contest, best, policy, metric="slo", tolerance=OOCO_MISSED, rate=traffic.arrivals.rate)
+
+
 SUITES: Mapping[str, tuple[Callable[[Path, Case], Iterator[dict[str, Any]]], tuple[Case, ...]]] = {
     "hygen": (
         hygen,
@@ -209,6 +245,13 @@ SUITES: Mapping[str, tuple[Callable[[Path, Case], Iterator[dict[str, Any]]], tup
         ),
     ),
     "bros": (bros, tuple(Case("bros", "a100x2", rate, "uniform", "sharegpt") for rate in (4.0, 8.0, 12.0))),
+    "ooco": (
+        ooco,
+        tuple(
+            Case("ooco", "a100s", load, "ooc", online)
+            for online, load in itertools.product(("ooc", "conversations"), (1.0, 0.5))
+        ),
+    ),
     "bursts": (
         bursts,
         tuple(

@@ -16,9 +16,20 @@ from engine_ext.plan.buckets import LONGEST
 from engine_ext.plan.prompts import Prompts, Segment
 from engine_ext.simulate.arrivals import Arrivals
 from engine_ext.simulate.colocate import Traffic
+from engine_ext.simulate.pair import Pair
 
-BATCHES = {"code": 12_000, "r1": 6_000, "mmlu": 60_000, "documents": 6_000, "chat": 30_000, "uniform": 30_000}
+BATCHES = {
+    "code": 12_000,
+    "r1": 6_000,
+    "mmlu": 60_000,
+    "documents": 6_000,
+    "chat": 30_000,
+    "uniform": 30_000,
+    "ooc": 30_000,
+}
 FILES = {"code": "azure_code_2023", "r1": "servegen_deepseek_r1", "chat": "servegen_m_mid"}
+OOC_ONLINE, OOC_BATCH = (1892, 1062), (1200, 671)  # mean prompt and output tokens (OOCO table 5)
+SPREAD = 0.8  # standard deviation of the logarithm of lengths that only their means are known of: an assumption
 UNIFORM = (512, 1024), (32, 128)  # prompt and output tokens of BROS's batches (BROS table II)
 
 
@@ -86,6 +97,21 @@ def _unlike(rows: list[tuple[float, int, int]]) -> Online:
     return Online(arrives - arrives[0], segments, output.astype(np.int64))
 
 
+def lognormal(arrives_s: Floats, longest: int, means: tuple[int, int], seed: int) -> Online:
+    """Return SYNTHETIC requests at these times: lognormal prompt and output tokens of these means, cut at `longest`."""
+    prompt, output = lognormal_lengths(len(arrives_s), longest, means, seed)
+    return _unlike(list(zip(arrives_s.tolist(), prompt.tolist(), output.tolist(), strict=True)))
+
+
+def lognormal_lengths(count: int, longest: int, means: tuple[int, int], seed: int) -> tuple[Column, Column]:
+    """Return SYNTHETIC prompt and output tokens, lognormal with these means, each at most half of `longest`."""
+    generator = np.random.default_rng(seed)
+    prompt, output = (
+        np.clip(generator.lognormal(np.log(mean) - SPREAD**2 / 2, SPREAD, count), 1, longest // 2 - 1) for mean in means
+    )
+    return prompt.astype(np.int64), output.astype(np.int64)
+
+
 def batch_rows(data: Path, name: str, seed: int, longest: int) -> list[Row]:
     """Return the rows of a batch in random order, without those that no engine here can hold."""
     count = BATCHES[name]
@@ -95,14 +121,19 @@ def batch_rows(data: Path, name: str, seed: int, longest: int) -> list[Row]:
         rows = traces.documents(count // 6, 6, 5_000, seed)
     elif name == "uniform":
         generator, (prompt, output) = np.random.default_rng(seed), UNIFORM
-        sizes = zip(
-            generator.integers(*prompt, count).tolist(), generator.integers(*output, count).tolist(), strict=True
-        )
-        rows = [Row([(f"uniform/{number}", size)], tokens, name) for number, (size, tokens) in enumerate(sizes)]
+        rows = _plain(name, generator.integers(*prompt, count), generator.integers(*output, count))
+    elif name == "ooc":
+        rows = _plain(name, *lognormal_lengths(count, longest, OOC_BATCH, seed))
     else:
         rows = traces.csv_trace(data, FILES[name], count, seed)
     fits = [row for row in rows if length(row) < longest]
     return [fits[place] for place in np.random.default_rng(seed).permutation(len(fits))]
+
+
+def _plain(name: str, prompt: Column, output: Column) -> list[Row]:
+    """Return rows of these lengths that have nothing in common."""
+    sizes = enumerate(zip(prompt.tolist(), output.tolist(), strict=True))
+    return [Row([(f"{name}/{number}", size)], tokens, name) for number, (size, tokens) in sizes]
 
 
 def length(row: Row) -> int:
@@ -112,7 +143,17 @@ def length(row: Row) -> int:
 
 def beside(rows: list[Row], online: Online, arrivals: Arrivals, group: int = 0) -> Traffic:
     """Return the rows as a batch beside the online requests that arrive; `group`: see `Traffic`."""
+    prompts, output, caps = _together(rows, online, arrivals)
+    return Traffic.of(prompts, output, caps, arrivals, group)
+
+
+def pair_beside(rows: list[Row], online: Online, arrivals: Arrivals) -> Pair:
+    """Return the same for two engines."""
+    return Pair.of(*_together(rows, online, arrivals), arrivals)
+
+
+def _together(rows: list[Row], online: Online, arrivals: Arrivals) -> tuple[Prompts, Column, Column]:
+    """Return prompts and true outputs of the batch and then of the arrivals, and the batch's max_tokens."""
     outputs = np.array([row.output_tokens for row in rows], dtype=np.int64)
     prompts = Prompts.of_segments([*(row.segments for row in rows), *online.named(arrivals)])
-    caps = np.full(len(rows), LONGEST)
-    return Traffic.of(prompts, np.concatenate([outputs, online.output[arrivals.number]]), caps, arrivals, group)
+    return prompts, np.concatenate([outputs, online.output[arrivals.number]]), np.full(len(rows), LONGEST)

@@ -20,12 +20,13 @@ from service.cli.workload_files import (
 )
 from service.terminal import fail, print_table
 from service.workloads.colocation import (
-    ALL_POLICIES,
     METRICS,
+    POOLS,
     Competition,
-    check_policies,
     compete,
+    parse_pools,
     parse_wanted,
+    policies_of,
     profile,
 )
 
@@ -56,6 +57,14 @@ LoadOption = Annotated[
         "--load", help="Thin or repeat the arrivals until they are this share of what the engine can do of them alone."
     ),
 ]
+PoolsOption = Annotated[
+    str | None,
+    typer.Option(
+        "--pools",
+        help=f"Two engines: {POOLS}. base-pd, online-priority and ooco divide the work between them; the others run "
+        "side by side on both, with half of the requests each.",
+    ),
+]
 TpOption = Annotated[int, typer.Option("--tp", min=1, max=1024, help="GPUs that share one copy of the model.")]
 
 
@@ -74,6 +83,7 @@ class Asked:
     relative: str | None
     load: float | None
     seed: int
+    pools: str | None = None
 
     def competition(self, output: Path | None = None) -> Competition:
         """Read the files, and say what online requests get alone. Raises BatchweaveError, OSError."""
@@ -83,17 +93,17 @@ class Asked:
         theirs = read_file(self.online, self.model, None)
         ours = read_file(self.offline, self.model, self.lengths)
         console.print("simulates; the first time it compiles, which takes one to two minutes", style="dim")
-        held = compete(theirs, self.online, ours, self.offline, cost, wanted, self.load, self.seed)
+        pools = parse_pools(self.pools)
+        held = compete(theirs, self.online, ours, self.offline, cost, wanted, self.load, self.seed, pools)
         _say_load(held)
         return held
 
 
 def compare(asked: Asked, policies: str | None, as_json: bool) -> None:
     """Run the schedulers one after another, and print a row for each."""
-    names = [name.strip() for name in (policies or ALL_POLICIES).split(",") if name.strip()]
     rows: list[dict[str, Any]] = []
     try:
-        check_policies(names)
+        names = policies_of(policies, parse_pools(asked.pools))
         held = asked.competition()
         for name in names:
             best = held.best(name)
@@ -149,13 +159,13 @@ def profile_slo(
 def _say_load(held: Competition) -> None:
     base = held.contest.base
     console.print(
-        f"{len(held.contest.traffic.arrivals):,} online requests, {held.load:.0%} of what the engine can do of them; "
+        f"{len(held.contest.traffic.arrivals):,} online requests, {held.load:.0%} of what can be done of them; "
         f"alone: TTFT {base.ttft_mean:.3f} s (P99 {base.ttft_p99:.3f}), TBT {base.tbt_mean:.4f} s "
         f"(P99 {base.tbt_p99:.4f}), {base.violations:.1%} outside the SLO",
         style="dim",
     )
     if held.load > 1:
-        console.print("the engine cannot do all online requests; there is nothing to spare", style="yellow")
+        console.print("more online requests come than can be done; there is nothing to spare", style="yellow")
 
 
 def _outcome(row: dict[str, Any], is_none: bool) -> str:

@@ -15,7 +15,16 @@ from engine_ext.costs.calibrate import Calibration
 from engine_ext.costs.cost import CostModel
 from engine_ext.errors import BatchweaveError
 from engine_ext.plan.window import Shape
-from service.cli.colocation import Asked, LoadOption, OfflineOption, OnlineOption, RelativeOption, SloOption, compare
+from service.cli.colocation import (
+    Asked,
+    LoadOption,
+    OfflineOption,
+    OnlineOption,
+    PoolsOption,
+    RelativeOption,
+    SloOption,
+    compare,
+)
 from service.cli.workload_files import (
     DtypeOption,
     GpuOption,
@@ -110,6 +119,7 @@ def simulate(
     slo: SloOption = None,
     relative: RelativeOption = None,
     load: LoadOption = None,
+    pools: PoolsOption = None,
     clock: Annotated[
         str, typer.Option("--clock", help="How GEMM and attention run: overlapped, mixed or sequential.")
     ] = "overlapped",
@@ -145,17 +155,18 @@ def simulate(
 
     - `batchweave simulate --online chat.jsonl --offline trace.jsonl --slo ttft=1,tpot=0.05,percentile=0.99`
     - `batchweave simulate --online chat.jsonl --offline trace.jsonl --load 0.3 --relative mean_tbt=0.05 --json`
+    - `batchweave simulate --online chat.jsonl --offline trace.jsonl --pools strict:1,relaxed:1 --slo ttft=2,tpot=0.05`
     """
     if workload is None:
         if online is None or offline is None:
             fail("give --workload FILE, or --online FILE and --offline FILE")
         if plot is not None or profile is not None:
             fail("--plot and --profile are for --workload only")
-        asked = Asked(online, offline, model, gpu, tp, lengths, dtype, slo, relative, load, seed)
+        asked = Asked(online, offline, model, gpu, tp, lengths, dtype, slo, relative, load, seed, pools)
         compare(asked, policies, as_json)
         return
-    if any(each is not None for each in (online, offline, slo, relative, load)):
-        fail("--workload is for a batch alone; --slo, --relative and --load go with --online and --offline")
+    if any(each is not None for each in (online, offline, slo, relative, load, pools)):
+        fail("--workload is for a batch alone; --slo, --relative, --load and --pools go with --online and --offline")
     names = [name.strip() for name in (policies or ALL_POLICIES).split(",") if name.strip()]
     try:
         check_options(names, clock, profile_clock)

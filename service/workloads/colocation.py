@@ -18,6 +18,7 @@ from engine_ext.plan.prompts import Prompts
 from engine_ext.simulate.arrivals import Arrivals, at_rate
 from engine_ext.simulate.colocate import OURS, POLICIES, Measured, Traffic
 from engine_ext.simulate.contest import Contest, Within, batch_alone, online_capacity, row_of
+from engine_ext.simulate.pair import PAIR_POLICIES, POOLED, Pair
 from service.errors import WorkloadError
 from service.workloads.workload import Workload
 
@@ -25,7 +26,7 @@ METRICS = {"mean_ttft": "ttft_mean", "p99_ttft": "ttft_p99", "mean_tbt": "tbt_me
 BOUNDS = ("ttft", "tpot", "tbt", "percentile")
 MOST_ARRIVALS = 1_000_000
 MOST_LOAD = 10.0  # of the engine's capacity: more online requests than ten engines can do tell nothing new
-ALL_POLICIES = ",".join(POLICIES)
+POOLS = "strict:1,relaxed:1"
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,15 +72,32 @@ class Competition:
         return best is not None and best.batch_ended == self.batch_requests
 
 
-def check_policies(names: Sequence[str]) -> None:
-    """Check the names of policies. Raises WorkloadError for an unknown one."""
-    if not names:
-        raise WorkloadError(f"no policies are named; choose from {', '.join(POLICIES)}")
-    for name in names:
-        if name not in POLICIES:
+def policies_of(names: str | None, pools: bool) -> list[str]:
+    """Return the policies of a list separated by commas, or all that suit. Raises WorkloadError for an unknown one.
+
+    `pools`: whether there are two engines, on which those for one engine run side by side.
+    """
+    suiting = PAIR_POLICIES if pools else POLICIES
+    found = list(suiting) if names is None else [name.strip() for name in names.split(",") if name.strip()]
+    if not found:
+        raise WorkloadError(f"no policies are named; choose from {', '.join(suiting)}")
+    for name in found:
+        if name in POOLED and not pools:
+            raise WorkloadError(f"{name} is for two engines; give --pools {POOLS}")
+        if name not in (*suiting, *POLICIES):
             raise WorkloadError(
-                f"no policy {name!r} for online requests beside a batch; choose from {', '.join(POLICIES)}"
+                f"no policy {name!r} for online requests beside a batch; choose from {', '.join(suiting)}"
             )
+    return found
+
+
+def parse_pools(text: str | None) -> bool:
+    """Return whether two engines are wanted. Raises WorkloadError for other pools than one engine of each kind."""
+    if text is None:
+        return False
+    if sorted(part.strip() for part in text.split(",")) != sorted(POOLS.split(",")):
+        raise WorkloadError(f"--pools {text!r}: only one engine of each kind is simulated; give --pools {POOLS}")
+    return True
 
 
 def parse_wanted(slo: str | None, relative: str | None) -> Wanted:
@@ -127,11 +145,13 @@ def compete(
     wanted: Wanted,
     load: float | None,
     seed: int,
+    pools: bool = False,
 ) -> Competition:
     """Put online requests beside a batch. Raises WorkloadError.
 
     A file's requests of the other class are left out. `load`: thin or repeat the arrivals until online work is this
     share of what the engine can do of it; None leaves them as they are. Online prompts share nothing with the batch's.
+    `pools`: two engines are there, in pools or side by side.
     """
     model = EngineModel.of(cost, Clock.MIXED)
     theirs = _of_class(online, "online", online_file)
@@ -146,7 +166,8 @@ def compete(
     if times[-1] <= 0:
         raise WorkloadError(f"{online_file}: all requests arrive at once; a simulation needs arrivals over some time")
     prompts, output = online.prompts.chosen(theirs), online.outputs.known[theirs]
-    capacity = online_capacity(prompts, np.maximum(output, 1), cost, model)
+    engines = 2 if pools else 1
+    capacity = engines * online_capacity(prompts, np.maximum(output, 1), cost, model)
     whole_s = float(times[-1]) * len(times) / max(1, len(times) - 1)
     arrivals = Arrivals(times, np.arange(len(times)), np.zeros(len(times), dtype=np.int64), whole_s)
     if load is not None:
@@ -161,12 +182,10 @@ def compete(
         arrivals = at_rate(times, load * capacity, whole_s, np.random.default_rng(seed))
         if len(arrivals) == 0:
             raise WorkloadError(f"--load {load:g} leaves no request of {online_file}; give a longer file or more load")
-    traffic = Traffic.of(
-        _together(offline.prompts.chosen(ours), prompts, arrivals),
-        np.maximum(np.concatenate([offline.outputs.known[ours], output[arrivals.number]]), 1),
-        offline.outputs.caps[ours],
-        arrivals,
-    )
+    everything = _together(offline.prompts.chosen(ours), prompts, arrivals)
+    outputs = np.maximum(np.concatenate([offline.outputs.known[ours], output[arrivals.number]]), 1)
+    make = Pair.of if pools else Traffic.of
+    traffic = make(everything, outputs, offline.outputs.caps[ours], arrivals)
     contest = Contest(traffic, cost, model, wanted.slo)
     alone = batch_alone(traffic, cost, model)
     share = arrivals.rate / capacity

@@ -54,6 +54,17 @@ def test_each_policy_gets_a_row(files: tuple[Path, Path]) -> None:
     assert rows[2]["load"] == pytest.approx(0.2, rel=0.3)
 
 
+def test_two_engines_are_compared_in_pools_and_side_by_side(files: tuple[Path, Path]) -> None:
+    online, offline = files
+    said = ("--pools", "strict:1,relaxed:1", "--policies", "base-pd,ooco,batchweave,online-only", "--json")
+    found = call("simulate", "--online", online, "--offline", offline, *said)
+    assert found.exit_code == 0, found.output
+    rows = json.loads(found.stdout)
+    assert [row["policy"] for row in rows] == ["base-pd", "ooco", "batchweave", "online-only"]
+    assert all(tuple(row) == FIELDS for row in rows)
+    assert all(row["offline_tokens_per_s"] > 0 for row in rows[:3])
+
+
 def test_a_profile_is_read_by_a_worker(files: tuple[Path, Path], tmp_path: Path) -> None:
     online, offline = files
     output = tmp_path / "slo.json"
@@ -94,6 +105,8 @@ def test_a_bad_slo_file_is_named(tmp_path: Path, text: str, problem: str) -> Non
         (("--relative", "mean_tbt=-0.1"), "below 0"),
         (("--relative", "tbt=0.1"), "mean_tbt"),
         (("--load", "0"), "--load"),
+        (("--policies", "ooco"), "give --pools strict:1,relaxed:1"),
+        (("--pools", "strict:2"), "only one engine of each kind"),
         (("--plot", "x.png"), "--workload only"),
     ],
 )
