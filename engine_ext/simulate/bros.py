@@ -18,7 +18,6 @@ from engine_ext.simulate.rivals import (
     DRAIN,
     Line,
     arrive,
-    counted_tokens,
     latest_of_batch,
     next_of_batch,
     next_online,
@@ -27,7 +26,17 @@ from engine_ext.simulate.rivals import (
     taken,
     wait,
 )
-from engine_ext.simulate.shared_engine import DECODE, NOBODY, SharedEngine, admit, needed, room, run_step, take_off
+from engine_ext.simulate.shared_engine import (
+    DECODE,
+    NOBODY,
+    SharedEngine,
+    admit,
+    count_batch,
+    needed,
+    room,
+    run_step,
+    take_off,
+)
 
 BASE = 128  # requests of a step, at first and after a step that would have been too long
 MOST = 1 << 20
@@ -62,13 +71,12 @@ def new_packing(bounds: Bounds, chunk: int, group: int) -> Packing:
 @compiled
 def run_bros(
     engine: SharedEngine, cache: Cache, predictor: Predictor, line: Line, packing: Packing, batch: int, until_s: float
-) -> int:
-    """Run until `until_s`, and on until the online requests have ended; return the batch's tokens until then."""
-    heap, totals, counted = empty_heap(), engine.totals[0], -1
+) -> None:
+    """Run until `until_s`, and on until the online requests have ended."""
+    heap, totals = empty_heap(), engine.totals[0]
     online = len(engine.requests) - batch
     while totals.now_s < until_s or (totals.done < online and totals.now_s < DRAIN * until_s):
-        if counted < 0 and totals.now_s >= until_s:
-            counted = counted_tokens(engine, batch)
+        count_batch(engine, totals.now_s, until_s)
         arrive(engine, line, batch)
         release_group(engine, line, packing.group)
         _pack(engine, cache, heap, predictor, line, packing, batch)
@@ -77,7 +85,7 @@ def run_bros(
         if load.prompt_tokens + load.decoding == 0 and not wait(engine, line, batch, until_s, np.inf):
             break
         put_back(engine, line)
-    return counted_tokens(engine, batch) if counted < 0 else counted
+    count_batch(engine, np.inf, until_s)
 
 
 @compiled

@@ -99,8 +99,10 @@ class Settings:
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """The results of one run. Times are in seconds, tokens of the batch count once each, until the last arrival.
+    """The results of one run. Times are in seconds.
 
+    `offline_tokens_per_s`: tokens of the batch in the second half of the time of the arrivals, each once, however often
+    it is computed; in the first half the KV cache fills.
     `violations`: the share of online requests that missed one of the class's bounds, or had not ended when the run was
     given up. `normalized_latency`: seconds from arrival to end per output token, as a mean over requests. `ended_s`:
     the time of the last online token. `batch_ended`: requests of the batch that have ended, also after the arrivals,
@@ -132,14 +134,10 @@ class Measured:
 
 @dataclass(frozen=True, slots=True)
 class Played:
-    """Holds what a policy did with some traffic.
-
-    `engines`: those that served it, which have the same requests. `counted`: the batch's tokens until the last arrival.
-    """
+    """Holds what a policy did with some traffic; `engines`: those that served it, which have the same requests."""
 
     traffic: Traffic
     engines: tuple[SharedEngine, ...]
-    counted: int
 
 
 def run(
@@ -155,7 +153,8 @@ def play(
     """Run one policy on an engine of its own. Raises InputError, TooLarge as `run` does."""
     check_lengths(traffic, model)
     engine, cache = fresh_engine(traffic, model)
-    return Played(traffic, (engine,), run_on(engine, cache, traffic, cost, model, policy, settings, slo))
+    run_on(engine, cache, traffic, cost, model, policy, settings, slo)
+    return Played(traffic, (engine,))
 
 
 def check_lengths(traffic: Traffic, model: EngineModel) -> None:
@@ -174,15 +173,16 @@ def run_on(
     policy: str,
     settings: Settings,
     slo: SloClass,
-) -> int:
-    """Run one policy on this engine; return the batch's tokens until the last arrival. Raises InputError."""
+) -> None:
+    """Run one policy on this engine. Raises InputError for an unknown one."""
     if policy in (OURS, ORACLE):
-        return _run_scan(traffic, cost, model, engine, cache, settings, slo, policy == ORACLE)
-    if policy == BROS:
-        return _run_bros(traffic, model, engine, cache, settings, slo)
-    if policy in RIVALS:
-        return _run_rival(traffic, model, engine, cache, RIVALS[policy], settings)
-    raise InputError(f"no policy {policy!r}; choose from {', '.join(POLICIES)}")
+        _run_scan(traffic, cost, model, engine, cache, settings, slo, policy == ORACLE)
+    elif policy == BROS:
+        _run_bros(traffic, model, engine, cache, settings, slo)
+    elif policy in RIVALS:
+        _run_rival(traffic, model, engine, cache, RIVALS[policy], settings)
+    else:
+        raise InputError(f"no policy {policy!r}; choose from {', '.join(POLICIES)}")
 
 
 def fresh_engine(traffic: Traffic, model: EngineModel) -> tuple[SharedEngine, Cache]:
@@ -199,7 +199,7 @@ def fresh_engine(traffic: Traffic, model: EngineModel) -> tuple[SharedEngine, Ca
 
 def _run_rival(
     traffic: Traffic, model: EngineModel, engine: SharedEngine, cache: Cache, rule: "Rule", settings: Settings
-) -> int:
+) -> None:
     order = traffic.tree.order if rule.depth_first else np.arange(traffic.batch, dtype=np.int64)
     line = new_line(order if rule.batch else np.zeros(0, dtype=np.int64), len(traffic.output))
     rival = Rival(
@@ -217,16 +217,16 @@ def _run_rival(
         bool(rule.alternates),
     )
     until_s = float(traffic.arrivals.duration_s)
-    return int(run_rival(engine, cache, new_predictor(model.numbers), line, rival, traffic.batch, until_s))
+    run_rival(engine, cache, new_predictor(model.numbers), line, rival, traffic.batch, until_s)
 
 
 def _run_bros(
     traffic: Traffic, model: EngineModel, engine: SharedEngine, cache: Cache, settings: Settings, slo: SloClass
-) -> int:
+) -> None:
     line = new_line(np.arange(traffic.batch, dtype=np.int64), len(traffic.output))
     packing = new_packing(slo.bounds, int(settings.chunk), int(traffic.group))
     until_s = float(traffic.arrivals.duration_s)
-    return int(run_bros(engine, cache, new_predictor(model.numbers), line, packing, traffic.batch, until_s))
+    run_bros(engine, cache, new_predictor(model.numbers), line, packing, traffic.batch, until_s)
 
 
 def _run_scan(
@@ -238,7 +238,7 @@ def _run_scan(
     settings: Settings,
     slo: SloClass,
     knows: bool,
-) -> int:
+) -> None:
     """Run the dual scan; `knows`: it is told what nobody can know, to see what not knowing costs."""
     costs = StepCosts(
         model.gemm_s,
@@ -264,7 +264,7 @@ def _run_scan(
         answers = answers_before_next(progress.learned)
         until_s = float(traffic.arrivals.duration_s)
         if run_ours(engine, cache, plan.state, line, ours, rules, answers, released < count, until_s):
-            return int(ours.counted[0])
+            return
         progress = _go_on(progress, engine, plan.state)
         if np.all(progress.ended[:released]):
             released += traffic.group
@@ -289,9 +289,9 @@ def _ours(traffic: Traffic, numbers: StepModel, ahead: Column) -> Ours:
     def places() -> Column:
         return np.zeros(len(traffic.output), dtype=np.int64)
 
-    rests, counted = np.zeros(len(traffic.output), dtype=np.bool_), np.full(1, -1, dtype=np.int64)
+    rests = np.zeros(len(traffic.output), dtype=np.bool_)
     held, decoded = new_held(numbers.capacity), np.zeros(1, dtype=np.int64)
-    return Ours(new_predictor(numbers), held, places(), places(), places(), rests, counted, decoded, ahead)
+    return Ours(new_predictor(numbers), held, places(), places(), places(), rests, decoded, ahead)
 
 
 def _go_on(progress: Progress, engine: SharedEngine, state: State) -> Progress:
@@ -318,6 +318,7 @@ def measured(policy: str, settings: Settings, played: Sequence[Played], slo: Slo
         return np.concatenate(parts)
 
     totals = [engine.totals[0] for each in played for engine in each.engines]
+    firsts = [each.engines[0].totals[0] for each in played]
     now = np.concatenate(
         [np.full(len(each.traffic.arrivals), max(float(e.totals[0].now_s) for e in each.engines)) for each in played]
     )
@@ -336,7 +337,7 @@ def measured(policy: str, settings: Settings, played: Sequence[Played], slo: Slo
         policy=policy,
         settings=settings,
         online_tokens_per_s=float(tokens[ended].sum()) / duration,
-        offline_tokens_per_s=sum(each.counted for each in played) / duration,
+        offline_tokens_per_s=sum(int(each.at_end - each.at_half) for each in firsts) / (duration / 2),
         ttft_mean=_mean(ttft),
         ttft_p99=_quantile(ttft),
         tbt_mean=_mean(gaps),

@@ -18,13 +18,14 @@ from engine_ext.scan.replan import is_outdated
 from engine_ext.scan.state import State
 from engine_ext.scan.sweep import has_drifted, waiting
 from engine_ext.simulate.cache import Cache, Heap, evictable_leaves
-from engine_ext.simulate.rivals import DRAIN, Line, arrive, counted_tokens, next_online, put_back_online, taken, wait
+from engine_ext.simulate.rivals import DRAIN, Line, arrive, next_online, put_back_online, taken, wait
 from engine_ext.simulate.shared_engine import (
     DONE,
     NOBODY,
     PREFILL,
     SharedEngine,
     admit,
+    count_batch,
     needed,
     room,
     run_step,
@@ -46,9 +47,9 @@ class Rules(NamedTuple):
 class Ours(NamedTuple):
     """What our scheduler knows beside the scan's state; arrays that change in place.
 
-    `kv`, `skipped`, `rests`, `batch`: by decode of the batch. `counted`: the batch's tokens when the arrivals end, -1
-    before. `decoded`: output tokens of each decode that the scan has not been told. `ahead`: the most KV tokens that
-    online requests will hold within a second, by steps of AHEAD_S; empty for a scheduler that cannot know.
+    `kv`, `skipped`, `rests`, `batch`: by decode of the batch. `decoded`: output tokens of each decode that the scan has
+    not been told. `ahead`: the most KV tokens that online requests will hold within a second, by steps of AHEAD_S;
+    empty for a scheduler that cannot know.
     """
 
     predictor: Predictor
@@ -57,7 +58,6 @@ class Ours(NamedTuple):
     skipped: Column
     batch: Column
     rests: Bools
-    counted: Column
     decoded: Column
     ahead: Column
 
@@ -82,8 +82,7 @@ def run_ours(
     first_online = len(state.requests)
     online, steps = len(requests) - first_online, 0
     while totals.now_s < until_s or (totals.done < online and totals.now_s < DRAIN * until_s):
-        if ours.counted[0] < 0 and totals.now_s >= until_s:
-            ours.counted[0] = counted_tokens(engine, first_online)
+        count_batch(engine, totals.now_s, until_s)
         if is_outdated(waiting(state), has_drifted(state), steps, answers):
             return False
         if more and state.totals[0].running + waiting(state) == 0:
@@ -104,8 +103,7 @@ def run_ours(
         note_held(ours.held, totals.online_held, totals.last_step_s)
         answers -= _tell(engine, state, line)
         ours.decoded[0] = 1 if load.decoding > 0 else 0
-    if ours.counted[0] < 0:
-        ours.counted[0] = counted_tokens(engine, first_online)
+    count_batch(engine, np.inf, until_s)
     return True
 
 

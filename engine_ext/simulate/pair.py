@@ -118,8 +118,8 @@ def play_pools(
     )
     order = np.arange(traffic.batch if rule.batch else 0, dtype=np.int64)
     line, until_s = new_line(order, len(traffic.output)), float(traffic.arrivals.duration_s)
-    counted = run_pools(pools, new_predictor(model.numbers), line, rules, traffic.batch, until_s)
-    return Played(traffic, (relaxed, strict), int(counted)), (relaxed_cache, strict_cache)
+    run_pools(pools, new_predictor(model.numbers), line, rules, traffic.batch, until_s)
+    return Played(traffic, (relaxed, strict)), (relaxed_cache, strict_cache)
 
 
 @dataclass(frozen=True, slots=True)

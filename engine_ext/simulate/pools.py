@@ -22,7 +22,6 @@ from engine_ext.simulate.rivals import (
     Rival,
     arrive,
     choose,
-    counted_tokens,
     fits,
     latest_of_batch,
     next_of_batch,
@@ -33,6 +32,7 @@ from engine_ext.simulate.shared_engine import (
     NOBODY,
     SharedEngine,
     admit,
+    count_batch,
     leave,
     needed,
     room,
@@ -77,17 +77,16 @@ class Pools(NamedTuple):
 
 
 @compiled
-def run_pools(pools: Pools, predictor: Predictor, line: Line, rules: Pooling, batch: int, until_s: float) -> int:
-    """Run until `until_s`, and on until the online requests have ended; return the batch's tokens until then."""
+def run_pools(pools: Pools, predictor: Predictor, line: Line, rules: Pooling, batch: int, until_s: float) -> None:
+    """Run until `until_s`, and on until the online requests have ended."""
     relaxed, strict = pools.relaxed.totals[0], pools.strict.totals[0]
     prompts, decodes = empty_heap(), empty_heap()
-    online, counted = len(pools.relaxed.requests) - batch, -1
+    online = len(pools.relaxed.requests) - batch
     while True:
         now_s = min(relaxed.now_s, strict.now_s)
         if now_s >= until_s and (relaxed.done + strict.done >= online or now_s >= DRAIN * until_s):
             break
-        if counted < 0 and now_s >= until_s:
-            counted = counted_tokens(pools.relaxed, batch)
+        count_batch(pools.relaxed, now_s, until_s)
         _push(pools, prompts, decodes, line, rules)
         if relaxed.now_s <= strict.now_s:
             arrive(pools.relaxed, line, batch)
@@ -111,7 +110,7 @@ def run_pools(pools: Pools, predictor: Predictor, line: Line, rules: Pooling, ba
             put_back(pools.strict, line)
             if load.prompt_tokens + load.decoding == 0:
                 _wait_strict(pools)
-    return counted_tokens(pools.relaxed, batch) if counted < 0 else counted
+    count_batch(pools.relaxed, np.inf, until_s)
 
 
 @compiled

@@ -19,6 +19,7 @@ from engine_ext.simulate.shared_engine import (
     Request,
     SharedEngine,
     admit,
+    count_batch,
     needed,
     room,
     run_step,
@@ -88,16 +89,15 @@ def run_rival(
     rival: Rival,
     batch: int,
     until_s: float,
-) -> int:
-    """Run until `until_s`, and on until the online requests have ended; return the batch's tokens until then.
+) -> None:
+    """Run until `until_s`, and on until the online requests have ended.
 
-    Tokens count once, however often they are computed. `batch`: the requests of the batch, the first ones.
+    `batch`: the requests of the batch, the first ones.
     """
-    heap, totals, counted = empty_heap(), engine.totals[0], -1
+    heap, totals = empty_heap(), engine.totals[0]
     online = len(engine.requests) - batch
     while totals.now_s < until_s or (totals.done < online and totals.now_s < DRAIN * until_s):
-        if counted < 0 and totals.now_s >= until_s:
-            counted = counted_tokens(engine, batch)
+        count_batch(engine, totals.now_s, until_s)
         arrive(engine, line, batch)
         release_group(engine, line, rival.group)
         choose(engine, cache, heap, predictor, line, rival, batch)
@@ -106,7 +106,7 @@ def run_rival(
         if load.prompt_tokens + load.decoding == 0 and not wait(engine, line, batch, until_s, rival.rate):
             break
         put_back(engine, line)
-    return counted_tokens(engine, batch) if counted < 0 else counted
+    count_batch(engine, np.inf, until_s)
 
 
 @compiled
@@ -128,15 +128,6 @@ def wait(engine: SharedEngine, line: Line, batch: int, until_s: float, rate: flo
     else:
         return False
     return True
-
-
-@compiled
-def counted_tokens(engine: SharedEngine, batch: int) -> int:
-    """Return the tokens of the batch's requests so far, each once."""
-    tokens = 0
-    for request in range(batch):
-        tokens += engine.requests[request].counted
-    return tokens
 
 
 @compiled

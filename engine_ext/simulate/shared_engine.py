@@ -58,6 +58,7 @@ class Totals:
 
     `decoding`, `prefilling`: requests in these columns. `online_decoding`, `online_kv`: online requests that decode,
     and the KV tokens that they read. `online_held`: KV tokens of all online requests on the engine, prefixes included.
+    `at_half`, `at_end`: tokens of the batch that count when half of the time is over and when all is, -1 before.
     `gaps`: seconds between tokens of online requests that are written down. `done`: the online requests that have
     ended. `preempted`, `finished`, `prefilled`: what the last step or policy put into the columns of these names.
     """
@@ -78,6 +79,8 @@ class Totals:
     recomputed: int
     restored: int
     left_out: int
+    at_half: int
+    at_end: int
     now_s: float
     busy_s: float
     last_step_s: float
@@ -110,7 +113,30 @@ def new_shared_engine(leaf: Column, prompt: Column, output: Column, online: Bool
         return np.zeros(count, dtype=np.int64)
 
     totals = new_records(Totals, 1)
+    totals[0].at_half, totals[0].at_end = -1, -1
     return SharedEngine(requests, places(), places(), places(), places(), places(), gaps, totals)
+
+
+@compiled
+def count_batch(engine: SharedEngine, now_s: float, until_s: float) -> None:
+    """Note the tokens of the batch's requests, each once, when half of the time until `until_s` is over and at its end.
+
+    What is counted lies between: before, the KV cache fills, and who starts most requests would look best.
+    """
+    totals = engine.totals[0]
+    if totals.at_half < 0 and now_s >= until_s / 2:
+        totals.at_half = _tokens_of_batch(engine)
+    if totals.at_end < 0 and now_s >= until_s:
+        totals.at_end = _tokens_of_batch(engine)
+
+
+@compiled
+def _tokens_of_batch(engine: SharedEngine) -> int:
+    tokens = 0
+    for request in range(len(engine.requests)):
+        if engine.requests[request].online == 0:
+            tokens += engine.requests[request].counted
+    return tokens
 
 
 @compiled

@@ -12,7 +12,7 @@ from engine_ext.coserve.slo import SloClass
 from engine_ext.errors import InputError
 from engine_ext.plan.prompts import Prompts
 from engine_ext.simulate.arrivals import at_rate
-from engine_ext.simulate.colocate import OURS, Measured, Settings
+from engine_ext.simulate.colocate import OURS, Measured, Settings, run
 from engine_ext.simulate.contest import Contest, Within, batch_alone
 from engine_ext.simulate.pair import ONLINE_PD, POOLED, Pair, play_pools, run_pair
 from engine_ext.simulate.shared_engine import DECODE, DONE, PREFILL, SharedEngine
@@ -99,15 +99,22 @@ def test_equal_pairs_run_equally() -> None:
 
 
 def test_a_pair_is_set_like_a_single_engine() -> None:
-    """Ours beside ours does twice what one engine does, and each policy keeps what it must."""
+    """Each policy keeps what it must, and two engines side by side do what each does alone."""
     held = Contest(pair(6000), COST, LARGE, SLO)
     within = Within(violations=0.03)
     ours, pooled = held.best(OURS, within), held.best("ooco", within)
     assert ours is not None
     assert pooled is not None
     assert max(ours.violations, pooled.violations) <= max(0.03, held.base.violations)
-    alone = batch_alone(held.traffic, COST, LARGE)
-    assert 0 < ours.offline_tokens_per_s < alone.offline_tokens_per_s
+    halves = [run(half, COST, LARGE, OURS, ours.settings, SLO) for half in pair(6000).halves]
+    assert ours.offline_tokens_per_s == pytest.approx(sum(each.offline_tokens_per_s for each in halves))
+    assert ours.steps == sum(each.steps for each in halves)
+
+
+def test_a_batch_alone_on_two_engines_has_no_online_tokens() -> None:
+    alone = batch_alone(pair(6000), COST, LARGE)
+    assert alone.online_tokens_per_s == 0
+    assert alone.offline_tokens_per_s > 0
 
 
 def test_an_unknown_policy_is_refused() -> None:
