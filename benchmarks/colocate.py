@@ -16,7 +16,7 @@ import argparse
 import itertools
 import json
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -32,6 +32,7 @@ from engine_ext.costs.cost import CostModel
 from engine_ext.costs.engine_model import Clock, EngineModel
 from engine_ext.costs.hardware import Machine, hardware
 from engine_ext.costs.model_shape import preset
+from engine_ext.plan.prompts import Segment
 from engine_ext.simulate.arrivals import Arrivals, at_rate, denser
 from engine_ext.simulate.colocate import BROS, ORACLE, OURS, Measured, Settings, Traffic
 from engine_ext.simulate.contest import CHUNKS, Contest, Within, batch_alone, online_capacity, row_of
@@ -77,6 +78,7 @@ class Case:
     """One machine, online load and kind of batch.
 
     `load`: the share of what the engine can do of the online work, or requests per second where a suite says so.
+    `requests`: those of the batch; None for as many as no policy uses up.
     """
 
     suite: str
@@ -85,11 +87,15 @@ class Case:
     batch: str
     online: str = "conversations"
     seed: int = 0
+    requests: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Scene:
-    """Holds what a case plays: the traffic on an engine, the batch alone on it, and the online load as a share."""
+    """Holds what a case plays: the traffic on an engine, the batch alone on it, and the online load as a share.
+
+    `segments`: the prompts of the batch, then of the online requests.
+    """
 
     case: Case
     cost: CostModel
@@ -97,14 +103,14 @@ class Scene:
     traffic: Traffic | Pair
     alone: Measured
     share: float
-    requests: int
+    segments: Sequence[Sequence[Segment]]
 
     def contest(self, slo: SloClass) -> Contest:
         return Contest(self.traffic, self.cost, self.model, slo)
 
     def row(self, contest: Contest, best: Measured | None, policy: str, **said: Any) -> dict[str, Any]:
         """Return a row for a policy's best run, with what the case and the caller say of it."""
-        if best is not None and best.batch_ended == self.requests:
+        if best is not None and best.batch_ended == self.traffic.batch:
             raise ValueError(f"{self.case}: {policy} used the batch up; give it more requests")
         row = row_of(self.case.suite, self.share, self.case.batch, contest.base, best, policy, self.alone)
         found = {} if best is None else asdict(best)
@@ -133,9 +139,10 @@ def scene(data: Path, case: Case) -> Scene:
     arrivals = at_rate(online.arrives_s, rate, place.duration_s, generator)
     if case.suite == "bursts" and case.online == "conversations":
         arrivals = _busiest(online, rate, place.duration_s, generator)
-    rows = batch_rows(data, case.batch, case.seed, min(longest, traces.LONGEST))
+    rows = batch_rows(data, case.batch, case.seed, min(longest, traces.LONGEST), case.requests)
     traffic = beside(rows, online, arrivals)
-    return Scene(case, cost, model, traffic, batch_alone(traffic, cost, model), arrivals.rate / capacity, len(rows))
+    segments = [*(row.segments for row in rows), *online.named(arrivals)]
+    return Scene(case, cost, model, traffic, batch_alone(traffic, cost, model), arrivals.rate / capacity, segments)
 
 
 def _online(data: Path, case: Case, longest: int) -> Online:
@@ -193,7 +200,7 @@ def bros(data: Path, case: Case) -> Iterator[dict[str, Any]]:
     traffic = beside(rows, online, arrivals, 512)
     share = case.load / online_capacity(*online.at(arrivals), cost, model)
     alone = batch_alone(traffic, cost, model)
-    here = Scene(case, cost, model, traffic, alone, share, len(rows))
+    here = Scene(case, cost, model, traffic, alone, share, [])
     contest = here.contest(BROS_SLO)
     for policy in ("fcfs", "round-robin", "priority", "vllm-priority", BROS, OURS):
         contest.best(policy, Within(violations=0.01))
@@ -226,9 +233,7 @@ def ooco(data: Path, case: Case) -> Iterator[dict[str, Any]]:
     contest = at(case.load * least, rows)
     traffic = contest.traffic
     capacity = 2 * online_capacity(*online.at(traffic.arrivals), cost, model)
-    here = Scene(
-        case, cost, model, traffic, batch_alone(traffic, cost, model), traffic.arrivals.rate / capacity, len(rows)
-    )
+    here = Scene(case, cost, model, traffic, batch_alone(traffic, cost, model), traffic.arrivals.rate / capacity, [])
     for policy in PAIR_POLICIES:
         best = contest.best(policy, Within(violations=OOCO_MISSED))
         yield here.row(contest, best, policy, metric="slo", tolerance=OOCO_MISSED, rate=traffic.arrivals.rate)

@@ -15,6 +15,7 @@ import json
 import multiprocessing
 import sys
 import tempfile
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from queue import Empty
@@ -28,7 +29,7 @@ from engine_ext.costs.engine_model import Clock, EngineModel
 from engine_ext.costs.hardware import Machine, hardware
 from engine_ext.costs.model_shape import preset
 from engine_ext.plan.buckets import LONGEST
-from engine_ext.plan.prompts import Prompts
+from engine_ext.plan.prompts import Prompts, Segment
 from engine_ext.simulate.policies import Outcome, Work, prepare, simulate
 from service.demo.model import ensure_demo_model
 from service.demo.prompts import corpus
@@ -41,13 +42,13 @@ SCALE = 0.05
 TIMES = {"documents": 6.0}  # so that prefixes do not fit into the KV cache at the same scale
 
 
-def tokens_of(rows: list[mixes.Row]) -> list[list[int]]:
-    """Return token ids for the rows: equal segments get equal ids, different segments get different ids."""
+def tokens_of(segments: Iterable[Sequence[Segment]]) -> list[list[int]]:
+    """Return token ids of prompts: equal segments get equal ids, different segments get different ids."""
     generator, known = np.random.default_rng(0), dict[Any, list[int]]()
     prompts: list[list[int]] = []
-    for row in rows:
+    for each in segments:
         prompt: list[int] = []
-        for name, size in row.segments:
+        for name, size in each:
             if name not in known:
                 known[name] = generator.integers(*VOCABULARY, size).tolist()
             prompt += known[name]
@@ -78,7 +79,7 @@ def measure(given: argparse.Namespace, names: list[str], rows: "multiprocessing.
         engine = BenchEngine.emulated(model_path, cost, emulation=emulation)
         for name in names:
             mix = mixes.make(given.data, name, given.scale * TIMES.get(name, 1.0), 0)
-            ids, outputs = tokens_of(mix), [row.output_tokens for row in mix]
+            ids, outputs = tokens_of(row.segments for row in mix), [row.output_tokens for row in mix]
             prompts, lengths = Prompts.of_segments(row.segments for row in mix), np.array(outputs)
             caps = np.full(len(outputs), LONGEST)
             told = prepare(prompts, lengths, cost, caps, sample=1.0)

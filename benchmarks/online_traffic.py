@@ -112,9 +112,9 @@ def lognormal_lengths(count: int, longest: int, means: tuple[int, int], seed: in
     return prompt.astype(np.int64), output.astype(np.int64)
 
 
-def batch_rows(data: Path, name: str, seed: int, longest: int) -> list[Row]:
+def batch_rows(data: Path, name: str, seed: int, longest: int, requests: int | None = None) -> list[Row]:
     """Return the rows of a batch in random order, without those that no engine here can hold."""
-    count = BATCHES[name]
+    count = requests or BATCHES[name]
     if name == "mmlu":
         rows = traces.mmlu(data, count)
     elif name == "documents":

@@ -60,7 +60,7 @@ def read(data: Path, name: str, scale: float, cost: CostModel) -> Workload:
     prompts = Prompts.of_segments(row.segments for row in rows)
     caps = np.full(len(outputs), LONGEST)
     work = prepare(prompts, np.array(outputs), cost, caps, sample=1.0)
-    return Workload(tokens_of(rows), outputs, work, work.tree.order.tolist())
+    return Workload(tokens_of(row.segments for row in rows), outputs, work, work.tree.order.tolist())
 
 
 def _path(folder: Path, name: str) -> Path:

@@ -8,10 +8,11 @@ from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 from engine_ext.plugin.cpu import attention as attention_cpu
 from engine_ext.plugin.cpu import grammar as grammar_cpu
 from engine_ext.plugin.cpu import groups as groups_cpu
-from engine_ext.plugin.options import Overlap, Scheduling, handed_over
+from engine_ext.plugin.options import Emulation, Overlap, Scheduling, handed_over
 from engine_ext.plugin.platform_entry import gpu_is_present
 from engine_ext.plugin.scheduler import (
     admission_hooks,
+    arrivals,
     emulated,
     grammars,
     nano,
@@ -40,6 +41,8 @@ def hooks() -> list[tuple[str, Callable[..., Any], HookType]]:
         found += retune.HOOKS
     if options is not None and options.emulated:
         found += emulated.HOOKS
+        if options.emulated is Emulation.VIRTUAL:
+            found += arrivals.HOOKS
     if not gpu_is_present():
         found += [*attention_cpu.HOOKS, *grammar_cpu.HOOKS, *groups_cpu.HOOKS]
     return found

@@ -15,7 +15,8 @@ KIND = "batchweave_kind"  # requests of one kind are alike in more than their pr
 UNTOLD = "batchweave_untold"  # beside KIND: the request ends at max_tokens, and the scheduler is not told
 DUE = "batchweave_due"  # beside KIND: when it must have ended, by this host's time.monotonic
 LENGTHS = "batchweave_lengths"  # beside KIND: the profile of earlier answers to requests like it (plan/memory.py)
-RESERVED = frozenset({KIND, UNTOLD, DUE, LENGTHS})
+ARRIVES = "batchweave_arrives_s"  # without KIND: when an online request comes, on an emulated device's own clock
+RESERVED = frozenset({KIND, UNTOLD, DUE, LENGTHS, ARRIVES})
 
 
 def marks(kind: str, due: float = math.inf, lengths: str = "") -> dict[str, Any]:

@@ -8,7 +8,7 @@ from types import MappingProxyType
 import numpy as np
 from numpy.lib.stride_tricks import sliding_window_view
 
-from engine_ext.arrays import Column, Floats, column
+from engine_ext.arrays import Bools, Column, Floats, column
 from engine_ext.coserve.limit import NOT_PROFILED, Profiled
 from engine_ext.coserve.predictor import new_predictor
 from engine_ext.coserve.reserve import new_held
@@ -130,6 +130,41 @@ class Measured:
     ended_s: float
     batch_ended: int
     batch_ended_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Times:
+    """Says when online requests came and got their tokens, in seconds, by request; `now_s`: when the run ended for it.
+
+    `gap_s`: the longest time between two of its tokens; `gaps`: all times between two tokens.
+    """
+
+    now_s: Floats
+    arrives_s: Floats
+    first_s: Floats
+    last_s: Floats
+    generated: Column
+    ended: Bools
+    gap_s: Floats
+    gaps: Floats
+
+    def latencies(self, slo: SloClass) -> dict[str, float]:
+        """Return the fields of `Measured` that say what online requests got."""
+        begun, bounds, count = self.generated > 0, slo.bounds, max(1, len(self.arrives_s))
+        ttft = np.where(begun, self.first_s, self.now_s) - self.arrives_s
+        tpot = np.where(self.generated > 1, (self.last_s - self.first_s) / np.maximum(self.generated - 1, 1), 0.0)
+        late = (ttft > bounds.ttft_s) | (tpot > bounds.tpot_s) | (self.gap_s > bounds.tbt_s) | ~self.ended
+        whole_s = np.where(self.ended, self.last_s, self.now_s) - self.arrives_s
+        return {
+            "ttft_mean": _mean(ttft),
+            "ttft_p99": _quantile(ttft),
+            "tbt_mean": _mean(self.gaps),
+            "tbt_p99": _quantile(self.gaps),
+            "normalized_latency": _mean(whole_s / np.maximum(self.generated, 1)),
+            "ttft_attained": float(np.count_nonzero(begun & (ttft <= bounds.ttft_s))) / count,
+            "tpot_attained": float(np.count_nonzero(self.ended & (tpot <= bounds.tpot_s))) / count,
+            "violations": float(np.count_nonzero(late)) / count,
+        }
 
 
 @dataclass(frozen=True, slots=True)
@@ -319,40 +354,34 @@ def measured(policy: str, settings: Settings, played: Sequence[Played], slo: Slo
 
     totals = [engine.totals[0] for each in played for engine in each.engines]
     firsts = [each.engines[0].totals[0] for each in played]
-    now = np.concatenate(
-        [np.full(len(each.traffic.arrivals), max(float(e.totals[0].now_s) for e in each.engines)) for each in played]
+    now = [np.full(len(p.traffic.arrivals), max(float(e.totals[0].now_s) for e in p.engines)) for p in played]
+    tokens = [(p.traffic.lengths + p.traffic.output)[p.traffic.batch :] for p in played]
+    ended = online("state") == DONE
+    times = Times(
+        np.concatenate(now),
+        online("arrives_s"),
+        online("first_s"),
+        online("last_s"),
+        online("generated").astype(np.int64),
+        ended,
+        online("gap_s"),
+        np.concatenate([engine.gaps[: engine.totals[0].gaps] for each in played for engine in each.engines]),
     )
-    arrives, first, last, generated = online("arrives_s"), online("first_s"), online("last_s"), online("generated")
-    ended, begun = online("state") == DONE, generated > 0
-    ttft = np.where(begun, first, now) - arrives
-    tpot = np.where(generated > 1, (last - first) / np.maximum(generated - 1, 1), 0.0)
-    gaps = np.concatenate([engine.gaps[: engine.totals[0].gaps] for each in played for engine in each.engines])
-    bounds = slo.bounds
-    late = (ttft > bounds.ttft_s) | (tpot > bounds.tpot_s) | (online("gap_s") > bounds.tbt_s) | ~ended
-    normalized = (np.where(ended, last, now) - arrives) / np.maximum(generated, 1)
-    duration, count = played[0].traffic.arrivals.duration_s, max(1, len(arrives))
-    tokens = np.concatenate([(each.traffic.lengths + each.traffic.output)[each.traffic.batch :] for each in played])
+    duration = played[0].traffic.arrivals.duration_s
     over = [column(each.engines[0].requests, "state")[: each.traffic.batch] == DONE for each in played]
     return Measured(
         policy=policy,
         settings=settings,
-        online_tokens_per_s=float(tokens[ended].sum()) / duration,
+        online_tokens_per_s=float(np.concatenate(tokens)[ended].sum()) / duration,
         offline_tokens_per_s=sum(int(each.at_end - each.at_half) for each in firsts) / (duration / 2),
-        ttft_mean=_mean(ttft),
-        ttft_p99=_quantile(ttft),
-        tbt_mean=_mean(gaps),
-        tbt_p99=_quantile(gaps),
-        normalized_latency=_mean(normalized),
-        ttft_attained=float(np.count_nonzero(begun & (ttft <= bounds.ttft_s))) / count,
-        tpot_attained=float(np.count_nonzero(ended & (tpot <= bounds.tpot_s))) / count,
-        violations=float(np.count_nonzero(late)) / count,
+        **times.latencies(slo),
         preemptions=sum(int(each.preemptions) for each in totals),
         recomputed_tokens=sum(int(each.recomputed) for each in totals),
         restored_tokens=sum(int(each.restored) for each in totals),
         left_out=sum(int(each.left_out) for each in totals),
         steps=sum(int(each.steps) for each in totals),
         busy=float(np.mean([each.busy_s / max(each.now_s, 1e-9) for each in totals])),
-        ended_s=float(last.max(initial=0.0)),
+        ended_s=float(times.last_s.max(initial=0.0)),
         batch_ended=sum(int(np.count_nonzero(each)) for each in over),
         batch_ended_tokens=sum(
             int((each.traffic.lengths + each.traffic.output)[: each.traffic.batch][done].sum())

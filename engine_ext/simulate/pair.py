@@ -52,6 +52,14 @@ class Pair:
         return self.whole.batch
 
     @property
+    def lengths(self) -> Column:
+        return self.whole.lengths
+
+    @property
+    def output(self) -> Column:
+        return self.whole.output
+
+    @property
     def arrivals(self) -> Arrivals:
         return self.whole.arrivals
 

@@ -55,7 +55,7 @@ _device: Device | None = None
 
 def books() -> dict[str, Any]:
     """Return what this process's device has done; empty without a device."""
-    device = _device_here()
+    device = device_here()
     if device is None:
         return {}
     return {
@@ -70,13 +70,13 @@ def books() -> dict[str, Any]:
 
 def clock() -> Callable[[], float] | None:
     """Return the clock of a device whose steps take no real time; None for real time."""
-    device = _device_here()
+    device = device_here()
     return None if device is None or device.lasts else lambda: device.seconds
 
 
 def forward(original: Callable[..., Any], worker: Any, batch: Any, *args: Any, **kwargs: Any) -> Any:
     """Replace the forward pass: let the step pass on the device, and return the same token for every request."""
-    device = _device_here()
+    device = device_here()
     assert device is not None
     before = device.seconds
     device.run(batch)
@@ -96,7 +96,8 @@ def set_device(cost: CostModel, clock: Clock, lasts: bool) -> Device:
     return _device
 
 
-def _device_here() -> Device | None:
+def device_here() -> Device | None:
+    """Return this process's device; None where steps run as they are."""
     options = handed_over()
     if _device is None and options is not None and options.emulated is not None:
         clock = Clock.MIXED if options.overlap.mixes else Clock.SEQUENTIAL

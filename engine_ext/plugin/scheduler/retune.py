@@ -16,7 +16,8 @@ from engine_ext.coserve.slo import SloClass
 from engine_ext.costs.engine_model import Clock
 from engine_ext.plugin.options import Emulation, handed_over
 from engine_ext.plugin.scheduler import emulated
-from engine_ext.plugin.tuning import MARK, POLICIES
+from engine_ext.plugin.scheduler.arrivals import Arrivals
+from engine_ext.plugin.tuning import MARK, POLICIES, PRIORITY
 
 
 def retune(original: Callable[..., Any], scheduler: Any, recv_req: Any) -> Any:
@@ -39,12 +40,22 @@ def retune(original: Callable[..., Any], scheduler: Any, recv_req: Any) -> Any:
     tracker.decay = (tracker.init - tracker.min) / envs.SGLANG_NEW_TOKEN_RATIO_DECAY_STEPS.get()
     tracker.reset()
     policy = scheduler.policy
-    policy.policy = policy._validate_and_adjust_policy(POLICIES[int(given["policy"])], scheduler.tree_cache)
+    name = POLICIES[int(given["policy"])]
+    _set_priorities(scheduler, name == PRIORITY)
+    policy.policy = policy._validate_and_adjust_policy("fcfs" if name == PRIORITY else name, scheduler.tree_cache)
     slo = SloClass("benchmark", float(given["ttft_s"]), float(given["tpot_s"]))
     limits = Limits(*(float(given[name]) or None for name in ("limit_s", "price_s", "idle_s")))
     scheduler.batchweave_online = slo, limits
     scheduler.batchweave_admission = scheduler.batchweave_steps = None
+    scheduler.batchweave_arrivals = Arrivals(float(given["until_s"]))
     return SetInternalStateReqOutput(updated=True)
+
+
+def _set_priorities(scheduler: Any, wanted: bool) -> None:
+    """Do what --enable-priority-scheduling and --retraction-policy priority do, or undo it."""
+    scheduler.enable_priority_scheduling = scheduler.policy.enable_priority_scheduling = wanted
+    scheduler.enable_priority_preemption = wanted
+    scheduler.server_args.override("batchweave", retraction_policy="priority" if wanted else "length")
 
 
 HOOKS = [("sglang.srt.managers.scheduler.Scheduler.set_internal_state", retune, HookType.AROUND)]

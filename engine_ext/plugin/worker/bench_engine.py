@@ -6,7 +6,7 @@ import os
 import time
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from sglang.srt.entrypoints.engine import Engine
 from sglang.srt.managers.io_struct import ContinueGenerationReqInput, PauseGenerationReqInput, SetInternalStateReq
@@ -14,16 +14,25 @@ from sglang.srt.managers.io_struct import ContinueGenerationReqInput, PauseGener
 from engine_ext.costs.cost import CostModel
 from engine_ext.costs.engine_model import EngineModel
 from engine_ext.errors import EngineError, InputError
-from engine_ext.plugin.marks import KIND, UNTOLD
+from engine_ext.plugin.marks import ARRIVES, KIND, UNTOLD
 from engine_ext.plugin.options import Emulation, Options, Overlap
 from engine_ext.plugin.platform_entry import gpu_is_present
-from engine_ext.plugin.tuning import MOST_TOKENS, Tuning
+from engine_ext.plugin.tuning import MOST_TOKENS, PRIORITY, Tuning
 from engine_ext.plugin.worker import overlap
 from engine_ext.plugin.worker.calibration_load import measure_steps
 from engine_ext.plugin.worker.host import CPU_DEFAULTS
 
 CONTEXT = 1 << 18  # tokens
 RUNNING = 2048
+FIRST = 100  # priority of online requests, where the batch's is 0
+
+
+class Arriving(NamedTuple):
+    """An online request: when it comes, by the virtual clock, its token ids, and its output tokens."""
+
+    at_s: float
+    prompt: list[int]
+    output: int
 
 
 class BenchEngine:
@@ -107,8 +116,7 @@ class BenchEngine:
 
         Retractions are counted as SGLang does, with parked prefills.
         """
-        sampling = {"max_new_tokens": output, "ignore_eos": True, "temperature": 0}
-        found: Any = await self._engine.async_generate(input_ids=prompt, sampling_params=sampling, rid=rid)
+        found: Any = await self._generate(rid, prompt, output, None, {})
         return {"answer": found["output_ids"], "retractions": found["meta_info"].get("num_retractions", 0)}
 
     async def run(self, tuning: Tuning, prompts: Sequence[list[int]], outputs: Sequence[int]) -> dict[str, Any]:
@@ -117,25 +125,8 @@ class BenchEngine:
         SGLang's policies know the output lengths in advance, by max_tokens; the dual scan does not. All requests wait
         before the first step. Raises EngineError if SGLang does not accept the tuning.
         """
-        self._manager.auto_create_handle_loop()
-        if not (await self._manager.flush_cache(timeout_s=30)).success:
-            raise EngineError("SGLang did not empty its cache between two runs")
-        if not all(await self._manager.set_internal_state(SetInternalStateReq(server_args=tuning.numbers()))):
-            raise EngineError(f"SGLang did not accept {tuning}")
-        await self._manager._async_dispatch_to_scheduler(PauseGenerationReqInput(mode="in_place"))
-        ours = {"custom_params": {KIND: "run", UNTOLD: True}} if tuning.policy is None else {}
-
-        async def one(number: int) -> Any:
-            sampling = {"max_new_tokens": outputs[number], "ignore_eos": True, "temperature": 0, **ours}
-            return await self._engine.async_generate(
-                input_ids=prompts[number], sampling_params=sampling, rid=f"bench-{number}"
-            )
-
-        tasks: list[asyncio.Task[Any]] = []
-        for number in range(len(prompts)):
-            tasks.append(asyncio.create_task(one(number)))
-            if number % 64 == 0:
-                await asyncio.sleep(0)
+        await self._begin(tuning)
+        tasks = await self._send_batch(tuning, prompts, outputs)
         await self._until_waiting(len(prompts), tasks)
         started = time.perf_counter()
         await self._manager._async_dispatch_to_scheduler(ContinueGenerationReqInput())
@@ -150,6 +141,63 @@ class BenchEngine:
             "retractions": sum(meta.get("num_retractions", 0) for meta in metas),
         }
 
+    async def run_beside(
+        self, tuning: Tuning, prompts: Sequence[list[int]], outputs: Sequence[int], online: Sequence["Arriving"]
+    ) -> dict[str, Any]:
+        """Run a batch, as `run` does, beside online requests; return what each side got (`scheduler/arrivals.py`).
+
+        The device has a virtual clock; it ends when all online requests have, and `until_s` is over. What is left of
+        the batch is aborted then. Raises EngineError if the batch ends before.
+        """
+        await self._begin(tuning)
+        batch = await self._send_batch(tuning, prompts, outputs)
+        first = {"priority": FIRST} if tuning.policy == PRIORITY else {}
+        waited_for = [
+            asyncio.create_task(
+                self._generate(f"online-{number}", each.prompt, each.output, {ARRIVES: each.at_s}, first)
+            )
+            for number, each in enumerate(online)
+        ]
+        await self._until_waiting(len(prompts) + len(online), [*batch, *waited_for])
+        started = time.perf_counter()
+        await self._manager._async_dispatch_to_scheduler(ContinueGenerationReqInput())
+        await asyncio.gather(*waited_for)
+        while (state := await self.state())["virtual_s"] < tuning.until_s and batch:
+            if all(task.done() for task in batch):
+                raise EngineError("the batch ended before the arrivals; give it more requests")
+            await asyncio.sleep(0.1)
+        self._manager.abort_request(abort_all=True)
+        await asyncio.gather(*batch, return_exceptions=True)
+        return state | {"wall_s": time.perf_counter() - started}
+
+    async def _begin(self, tuning: Tuning) -> None:
+        """Set how the next run is scheduled, and let it wait until all requests are there."""
+        self._manager.auto_create_handle_loop()
+        if not (await self._manager.flush_cache(timeout_s=30)).success:
+            raise EngineError("SGLang did not empty its cache between two runs")
+        if not all(await self._manager.set_internal_state(SetInternalStateReq(server_args=tuning.numbers()))):
+            raise EngineError(f"SGLang did not accept {tuning}")
+        await self._manager._async_dispatch_to_scheduler(PauseGenerationReqInput(mode="in_place"))
+
+    async def _send_batch(
+        self, tuning: Tuning, prompts: Sequence[list[int]], outputs: Sequence[int]
+    ) -> list[asyncio.Task[Any]]:
+        ours = {KIND: "run", UNTOLD: True} if tuning.policy is None else None
+        last = {"priority": 0} if tuning.policy == PRIORITY else {}
+        tasks: list[asyncio.Task[Any]] = []
+        for number, prompt in enumerate(prompts):
+            asked = self._generate(f"bench-{number}", prompt, outputs[number], ours, last)
+            tasks.append(asyncio.create_task(asked))
+            if number % 64 == 0:
+                await asyncio.sleep(0)
+        return tasks
+
+    async def _generate(
+        self, rid: str, prompt: list[int], output: int, marks: dict[str, Any] | None, how: dict[str, Any]
+    ) -> Any:
+        sampling = {"max_new_tokens": output, "ignore_eos": True, "temperature": 0, "custom_params": marks}
+        return await self._engine.async_generate(input_ids=prompt, sampling_params=sampling, rid=rid, **how)
+
     async def _until_waiting(self, count: int, tasks: list[asyncio.Task[Any]]) -> None:
         """Wait until the scheduler has all requests; raises the error of a request that was refused."""
         while True:
@@ -158,7 +206,7 @@ class BenchEngine:
                 if task.done():
                     task.result()
             state = await self.state()
-            if state["queued"] + state.get("waiting", 0) >= count:
+            if state["queued"] + state.get("waiting", 0) + state.get("held", 0) >= count:
                 return
 
     def close(self) -> None:

@@ -1,0 +1,172 @@
+"""Run schedulers for online requests beside a batch in real SGLang on an emulated machine, beside the simulator.
+
+python -m benchmarks.colocate_emulated DATA [--suites hygen,bursts] [--output results/colocate.json]
+
+SGLang's scheduler, radix cache, KV accounting and retraction are real. A cost model replaces the forward pass, on its
+own clock, by which online requests arrive (plugin/scheduler/arrivals.py). Each policy has the setting with which it
+does most for the batch in the simulator while the bounds of its suite are kept; `simulated` in a row is what the
+simulator says of the same setting and the same requests. Nothing here was measured on a GPU.
+"""
+
+import argparse
+import asyncio
+import json
+import math
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from benchmarks.colocate import SLO, Case, Scene, scene
+from benchmarks.emulated import tokens_of
+from engine_ext.coserve.slo import SloClass
+from engine_ext.plan.buckets import LONGEST
+from engine_ext.plugin.tuning import PRIORITY, Tuning
+from engine_ext.plugin.worker.bench_engine import Arriving, BenchEngine
+from engine_ext.simulate.colocate import OURS, Measured, Times
+from engine_ext.simulate.contest import Within, row_of
+from service.demo.model import ensure_demo_model
+from service.demo.prompts import corpus
+
+POLICIES = ("online-only", PRIORITY, OURS)
+
+
+@dataclass(frozen=True, slots=True)
+class Suite:
+    """A case, and what its online requests must keep: an SLO in seconds, and by how much a metric may grow."""
+
+    case: Case
+    slo: SloClass
+    relative: Mapping[str, float]
+
+    def within(self, base: Measured) -> Within:
+        more = 0.01 if any(math.isfinite(bound) for bound in self.slo.bounds) else 0.0
+        most = {name: getattr(base, name) * (1 + share) for name, share in self.relative.items()}
+        return Within(base.violations + more, most)
+
+
+SUITES: Mapping[str, Suite] = {
+    "hygen": Suite(Case("hygen", "h200", 0.3, "code", requests=3000), SloClass(), {"tbt_mean": 0.1}),
+    "hygen-scarce": Suite(Case("hygen", "a100", 0.3, "r1", requests=1500), SloClass(), {"tbt_mean": 0.2}),
+    "slo": Suite(Case("hygen", "h200", 0.3, "r1", requests=3000), SLO, {}),
+    "bursts": Suite(Case("bursts", "h200-bursts", 0.3, "code", requests=8000), SLO, {}),
+    "others": Suite(Case("others", "h100", 0.4, "chat", "lmsys_chat", 7, requests=8000), SLO, {}),
+}
+
+
+def run_suite(data: Path, name: str, model_path: str, loop: asyncio.AbstractEventLoop) -> Iterator[dict[str, Any]]:
+    """Yield a row for each policy of a suite."""
+    suite = SUITES[name]
+    here = scene(data, suite.case)
+    contest = here.contest(suite.slo)
+    within = suite.within(contest.base)
+    best = {policy: contest.best(policy, within) for policy in (PRIORITY, OURS)}
+    best["online-only"] = contest.base
+    tokens, output = tokens_of(here.segments), here.traffic.output.tolist()
+    engine = BenchEngine.emulated(model_path, here.cost, here.model.capacity, LONGEST * 2)
+    base: Measured | None = None
+    for policy in POLICIES:
+        foreseen = best[policy]
+        if foreseen is None:
+            print(f"{name} {policy}: no setting keeps the bounds in the simulator", flush=True)
+            continue
+        started = time.monotonic()
+        found = loop.run_until_complete(_run(engine, here, suite.slo, policy, foreseen, tokens, output))
+        base = base or found
+        row = row_of(name, here.share, suite.case.batch, base, found, policy, here.alone)
+        row |= {"device": f"emulated {suite.case.machine}", "chunk": foreseen.settings.chunk}
+        row["simulated"] = row_of(name, here.share, suite.case.batch, contest.base, foreseen, policy, here.alone)
+        yield row | {"wall_s": time.monotonic() - started}
+    engine.close()
+
+
+async def _run(
+    engine: BenchEngine,
+    here: Scene,
+    slo: SloClass,
+    policy: str,
+    foreseen: Measured,
+    tokens: list[list[int]],
+    output: list[int],
+) -> Measured:
+    """Run a policy in SGLang with the setting of a simulated run."""
+    batch, settings, arrivals = here.traffic.batch, foreseen.settings, here.traffic.arrivals
+    limits = {name: value for name, value in settings.profiled._asdict().items() if math.isfinite(value)}
+    bounds = {"ttft_s": slo.ttft_s or NEVER_S, "tpot_s": slo.tpot_s or NEVER_S}
+    tuning = Tuning(
+        None if policy == OURS else policy if policy == PRIORITY else "fcfs",
+        chunk=settings.chunk,
+        ratio=settings.reserved,
+        until_s=arrivals.duration_s,
+        **bounds,
+        **limits,
+    )
+    online = [Arriving(float(at_s), tokens[batch + k], output[batch + k]) for k, at_s in enumerate(arrivals.arrives_s)]
+    alone = policy == "online-only"
+    found = await engine.run_beside(tuning, [] if alone else tokens[:batch], [] if alone else output[:batch], online)
+    return _measured(here, slo, policy, foreseen, found)
+
+
+NEVER_S = 1e6  # a bound that nothing misses
+
+
+def _measured(here: Scene, slo: SloClass, policy: str, foreseen: Measured, found: dict[str, Any]) -> Measured:
+    columns = {name: np.array(values) for name, values in found["online"].items()}
+    count = len(columns["arrives_s"])
+    times = Times(np.full(count, found["virtual_s"]), gaps=np.array(found["online_gaps"]), **columns)
+    batch, duration = here.traffic.batch, here.traffic.arrivals.duration_s
+    tokens = (here.traffic.lengths + here.traffic.output)[batch:][columns["ended"]].sum()
+    return Measured(
+        policy=policy,
+        settings=foreseen.settings,
+        online_tokens_per_s=float(tokens) / duration,
+        offline_tokens_per_s=max(0, found["batch_at_end"] - found["batch_at_half"]) / (duration / 2),
+        **times.latencies(slo),
+        preemptions=found.get("preempted", 0) + found.get("parked", 0),
+        recomputed_tokens=found.get("retracted_tokens", 0),
+        restored_tokens=0,
+        left_out=0,
+        steps=found["virtual_steps"],
+        busy=found["virtual_s"] and (found["virtual_compute_s"] + found["virtual_reads_s"]) / found["virtual_s"],
+        ended_s=float(times.last_s.max(initial=0.0)),
+        batch_ended=0,
+        batch_ended_tokens=0,
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("data", type=Path, help="folder with lengths/, text/ and tokenizers/")
+    parser.add_argument("--suites", default=",".join(SUITES))
+    parser.add_argument("--output", type=Path, default=Path("results/colocate.json"))
+    given = parser.parse_args()
+    names = given.suites.split(",")
+    if unknown := [name for name in names if name not in SUITES]:
+        sys.exit(f"no suite {unknown[0]!r}; choose from {', '.join(SUITES)}")
+    given.output.parent.mkdir(parents=True, exist_ok=True)
+    loop = asyncio.new_event_loop()
+    asyncio.set_event_loop(loop)
+    rows: list[dict[str, Any]] = []
+    with tempfile.TemporaryDirectory() as folder:
+        model_path = str(ensure_demo_model(Path(folder) / "model", corpus()))
+        for name in names:
+            for row in run_suite(given.data, name, model_path, loop):
+                rows.append(row)
+                given.output.write_text(json.dumps(rows, indent=1) + "\n")
+                print(_line(row), flush=True)
+
+
+def _line(row: dict[str, Any]) -> str:
+    parts = [f"{row['suite']} {row['policy']}, {row['device']}"]
+    for name in ("offline_tokens_per_s", "ttft_mean", "ttft_p99", "tbt_mean", "tbt_p99", "violations"):
+        parts.append(f"{name} {row[name]:,.4g} (simulated {row['simulated'][name]:,.4g})")
+    return ", ".join([*parts, f"{row['wall_s']:.0f} s"])
+
+
+if __name__ == "__main__":
+    main()
