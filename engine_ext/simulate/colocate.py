@@ -83,7 +83,7 @@ class Traffic:
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """What a policy is set to. `chunk`: the most prompt tokens of a step. `profiled`: the limits of a step.
+    """What a policy is set to. `chunk`: the most tokens of a step. `profiled`: the limits of a step.
 
     `rate`: requests of the batch per second, for policies that bound it. `reserved`: SGLang's new token ratio.
     `most_decoding`: the most requests on an engine that only decodes, for policies that bound them.
@@ -237,11 +237,12 @@ def _run_rival(
 ) -> None:
     order = traffic.tree.order if rule.depth_first else np.arange(traffic.batch, dtype=np.int64)
     line = new_line(order if rule.batch else np.zeros(0, dtype=np.int64), len(traffic.output))
+    reserved = float(settings.reserved if rule.reserves else 0.0)
     rival = Rival(
         bool(rule.online_first),
         int(settings.chunk),
         bool(rule.counts_decodes),
-        float(settings.reserved if rule.reserves else 0.0),
+        reserved,
         bool(rule.preempts),
         bool(rule.keeps),
         float(settings.profiled.limit_s if rule.limited else NO_LIMIT),
@@ -250,6 +251,7 @@ def _run_rival(
         int(traffic.group),
         bool(rule.chunk_first),
         bool(rule.alternates),
+        np.full(1, reserved),
     )
     until_s = float(traffic.arrivals.duration_s)
     run_rival(engine, cache, new_predictor(model.numbers), line, rival, traffic.batch, until_s)
@@ -422,8 +424,8 @@ ORACLE = "oracle"  # ours, which knows every answer's length, and what online re
 RIVALS: Mapping[str, Rule] = MappingProxyType(
     {
         "online-only": Rule(batch=False),
-        "fcfs": Rule(online_first=False, reserves=True, preempts=False, chunk_first=True),
-        "priority": Rule(reserves=True, preempts=False, chunk_first=True),
+        "fcfs": Rule(online_first=False, counts_decodes=True, reserves=True, preempts=False, chunk_first=True),
+        "priority": Rule(counts_decodes=True, reserves=True, preempts=False, chunk_first=True),
         "vllm-priority": Rule(counts_decodes=True),
         "sarathi-offline": Rule(counts_decodes=True, keeps=True),
         "round-robin": Rule(counts_decodes=True, preempts=False, alternates=True),

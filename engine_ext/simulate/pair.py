@@ -102,11 +102,12 @@ def play_pools(
     strict = strict._replace(requests=relaxed.requests)
     ready_s, saturated = np.zeros(len(traffic.output)), int(model.weights_s / model.gemm_s)
     pools = Pools(relaxed, relaxed_cache, strict, strict_cache, ready_s, saturated)
+    reserved = float(settings.reserved if rule.pulls else 0.0)
     prompts = Rival(
         online_first=bool(rule.online_first),
         chunk=int(settings.chunk),
         counts_decodes=False,
-        reserved=float(settings.reserved if rule.pulls else 0.0),
+        reserved=reserved,
         preempts=bool(rule.online_first),
         keeps=False,
         limit_s=float(0.0 if rule.online_first else np.inf),  # for the batch beside online prompts
@@ -115,6 +116,7 @@ def play_pools(
         group=0,
         chunk_first=False,
         alternates=False,
+        ratio=np.full(1, reserved),
     )
     rules = Pooling(
         prompts,

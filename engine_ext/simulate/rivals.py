@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from engine_ext.arrays import Column
+from engine_ext.arrays import Column, Floats
 from engine_ext.compiled import compiled
 from engine_ext.coserve.predictor import Load, Predictor, longest_chunk, predict, with_chunk, with_decodes
 from engine_ext.simulate.cache import Cache, Heap, empty_heap
@@ -25,6 +25,7 @@ from engine_ext.simulate.shared_engine import (
     run_step,
     take_off,
 )
+from engine_ext.simulate.stock import DECAY_STEPS, LEAST_RATIO, RETRACT_STEPS
 
 CLIP = 4096  # most output tokens that SGLang reserves for one request
 BOTH = -1  # whose step it is
@@ -42,7 +43,7 @@ class Rival(NamedTuple):
     where no online request is in it. `rate`: the most requests of the batch admitted per second. `group`: how many of
     the batch's requests there are at a time, the next when all of them have ended; 0 for all at once. `chunk_first`: a
     prompt that was begun comes before all others. `alternates`: steps are for online requests and for the batch in
-    turns, while both have work.
+    turns, while both have work. `ratio`: float64 [1], what `reserved` has become, changed in place.
     """
 
     online_first: bool
@@ -57,6 +58,7 @@ class Rival(NamedTuple):
     group: int
     chunk_first: bool
     alternates: bool
+    ratio: Floats
 
 
 class Line(NamedTuple):
@@ -105,8 +107,26 @@ def run_rival(
         load = run_step(engine, cache, heap, predictor.model, rival.online_first, rival.keeps)
         if load.prompt_tokens + load.decoding == 0 and not wait(engine, line, batch, until_s, rival.rate):
             break
+        if rival.reserved > 0.0:
+            _adapt(engine, rival, load.decoding)
         put_back(engine, line)
     count_batch(engine, np.inf, until_s)
+
+
+@compiled
+def _adapt(engine: SharedEngine, rival: Rival, decoded: int) -> None:
+    """Let the reserved part fall with every step of decodes, and rise after a retraction, as SGLang does."""
+    totals = engine.totals[0]
+    if totals.preempted > 0:
+        got, most = 0.0, 1.0
+        for k in range(totals.decoding):
+            r = engine.requests[engine.decoding[k]]
+            got += float(r.generated + RETRACT_STEPS)
+            most += float(r.output)
+        rival.ratio[0] = min(1.0, got / most)
+    elif decoded > 0:
+        falls = rival.reserved * (1.0 - LEAST_RATIO) / DECAY_STEPS
+        rival.ratio[0] = max(rival.ratio[0] - falls, rival.reserved * LEAST_RATIO)
 
 
 @compiled
@@ -329,7 +349,7 @@ def _make_room_for(engine: SharedEngine, cache: Cache, heap: Heap, line: Line, r
     """Return whether there is room for the request; if the rules say so, the batch's latest make room for it."""
     totals, is_online = engine.totals[0], engine.requests[request].online == 1
     if not (is_online and rival.preempts):
-        return fits(engine, cache, request, rival.reserved)
+        return fits(engine, cache, request, float(rival.ratio[0]))
     while room(engine, cache) - needed(engine, cache, request) <= 0:
         victim = latest_of_batch(engine)
         if victim == NOBODY:

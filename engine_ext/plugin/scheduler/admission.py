@@ -28,7 +28,7 @@ from engine_ext.plugin.marks import KIND, LENGTHS, UNTOLD, due_of, profile_of
 from engine_ext.plugin.options import Emulation, Overlap, handed_over
 from engine_ext.plugin.platform_entry import gpu_is_present
 from engine_ext.plugin.scheduler import emulated
-from engine_ext.plugin.scheduler.beside import Beside
+from engine_ext.plugin.scheduler.beside import PAGE, Beside
 from engine_ext.plugin.scheduler.fallback import reason_for_sglang
 from engine_ext.plugin.scheduler.kv_space import KVSpace
 from engine_ext.plugin.scheduler.online import NOBODY, Demand, cached_tokens, demand, is_ours, length
@@ -44,7 +44,8 @@ RECENT = 4096
 SOON = 64  # steps for which running requests must find room beside pinned prefixes
 LOOK_AGAIN = 16  # steps between two looks at the cache for the same request
 STEP_TOKENS = 8192  # the largest step if SGLang sets none
-MOST_PARKED = 3  # times that the prefill of one request is stopped for online requests
+MOST_PARKED = 3  # times that one request makes way for online requests with nothing gained since the last time
+GAIN = 256  # prompt tokens
 SWITCH_S = 0.0005  # after which a plan's thread leaves the interpreter to a step that waits for it
 
 
@@ -62,14 +63,18 @@ class Member:
     """One of our requests: SGLang's object and its key in the scan.
 
     `tokens`: output tokens when its prefill ended; with the next one SGLang puts the prompt into its cache.
-    `parked`: how often its prefill was stopped for online requests, or it was taken off the engine for them.
+    `computed`: prompt tokens that were computed when its prefill was last stopped for online requests. `stopped`: how
+    often that was with fewer than GAIN more than the time before. `taken_off`: how often it was taken off the engine
+    for them while it decoded.
     """
 
     req: Any
     key: int
     phase: Phase = Phase.WAITING
     tokens: int = 0
-    parked: int = 0
+    computed: int = 0
+    stopped: int = 0
+    taken_off: int = 0
 
 
 @dataclass(eq=False)
@@ -200,9 +205,12 @@ class Admission:
         return bool(gone)
 
     def most_prompt_tokens(self, scheduler: Any, decoding: int) -> int:
-        """Return the prompt tokens of the largest step, in which decodes take part of the room if they ride along."""
+        """Return the prompt tokens of the largest step, in which decodes take part of the room if they ride along.
+
+        However many decode, there is room for a few: else prompts would wait until decodes end.
+        """
         riding = decoding if self.overlap.mixes else 0
-        return max(int(scheduler.page_size), int(scheduler.chunked_prefill_size or STEP_TOKENS) - riding)
+        return max(int(scheduler.page_size), PAGE, int(scheduler.chunked_prefill_size or STEP_TOKENS) - riding)
 
     def demand(self, scheduler: Any, decoding: list[Any]) -> Demand:
         """Return what online requests need of the next step. Where there are none, this takes no time."""
@@ -222,14 +230,22 @@ class Admission:
         self.online_most_steps = max(self.online_most_steps, max(self.online.values(), default=0))
 
     def may_park(self, req: Any) -> bool:
-        """Return whether the prefill of one of our requests may be stopped: each request makes way only so often."""
-        return self.running[req].parked < MOST_PARKED
+        """Return whether the prefill of one of our requests may be stopped: without a gain, only so often.
 
-    def park(self, req: Any) -> None:
-        """Note that the chunked prefill of one of our requests was stopped: the request waits again, first in line."""
+        A prompt that gains GAIN tokens each time ends, however often it is stopped.
+        """
+        member = self.running[req]
+        return member.stopped < MOST_PARKED or len(req.prefix_indices) >= member.computed + GAIN
+
+    def park(self, req: Any, computed: int) -> None:
+        """Note that the chunked prefill of one of our requests was stopped: the request waits again, first in line.
+
+        `computed`: its prompt tokens that are computed.
+        """
         member = self._leave(req)
         self._computed(member)
-        member.phase, member.parked = Phase.WAITING, member.parked + 1
+        member.stopped += computed < member.computed + GAIN
+        member.phase, member.computed = Phase.WAITING, max(computed, member.computed)
         self.waiting[req.rid] = member
         self.parked += 1
         self.made_way.append(req)
@@ -248,14 +264,14 @@ class Admission:
         members = [self.by_key[key] for key in keys if key is not None]
         here = set(running.reqs)
         able = [m for m in members if m.req in here and not m.req.finished() and m.req.to_finish is None]
-        willing = [m.req for m in able if m.parked < MOST_PARKED and keeps_its_answer(m.req)]
+        willing = [m.req for m in able if m.taken_off < MOST_PARKED and keeps_its_answer(m.req)]
         return willing + [m.req for m in able if m.req not in set(willing)] if must else willing
 
     def take_off(self, reqs: list[Any]) -> None:
         """Note that these decoding requests were taken off the engine: they wait again, before all others."""
         for req in reqs:
             member = self._leave(req)
-            member.parked += 1
+            member.taken_off += 1
             self._wait_again(member)
         self.made_way += reqs
         self.preempted += len(reqs)
@@ -313,7 +329,7 @@ class Admission:
         prompts = len(batch.reqs) - len(batch.decoding_reqs or ())  # decodes that ride in it come last
         for req, cached in zip(batch.reqs[:prompts], batch.prefix_lens, strict=False):
             member = self.running.get(req)
-            if req is continued or req.output_ids or (member and member.parked):
+            if req is continued or req.output_ids or (member and member.computed):
                 continue
             self.recent_ids.append(req.rid)
             if is_ours(req):

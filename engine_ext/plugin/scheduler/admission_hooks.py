@@ -193,7 +193,8 @@ def _make_way(ours: Admission, scheduler: Any, budget: int, tokens: int, most: i
         return budget
     if not (ours.may_park(continued) and preemption.can_park(scheduler)):
         return min(beside, most)
-    ours.park(preemption.park(scheduler))
+    computed = len(continued.prefix_indices)
+    ours.park(preemption.park(scheduler), computed)
     return budget
 
 

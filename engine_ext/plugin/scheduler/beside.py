@@ -19,7 +19,7 @@ from engine_ext.coserve.slo import Bounds, least_slack
 from engine_ext.costs.engine_model import StepModel
 from engine_ext.plugin.scheduler.online import Demand, length
 
-PAGE = 128  # prompt tokens of any step with online prompts, however late others are, and of any without online requests
+PAGE = 128  # prompt tokens that any step has room for, with online prompts however late others are
 LONGEST_STEP_S = 10.0  # a longer pause between two decisions was no step
 FORGET_S = 3600.0  # without online requests, after which batches have the engine to themselves again
 
