@@ -91,7 +91,7 @@ def test_online_requests_are_in_the_next_step(real: Real, mixed: bool) -> None:
     assert ours["answers"] == alone["answers"]
     assert [found["answer"] for found in ours["online"]] == [found["answer"] for found in theirs["online"]]
     assert ours["online_admitted"] >= len(asked()) // 2  # the others came when the batch was over
-    # Hardly any waits at all; one may, beside a prompt that gained too little to make way again, or until there is room.
+    # Hardly any waits at all; one may, until there is room, or beside a prompt that gained too little to make way.
     assert ours["online_most_steps"] <= 6
     assert ours["parked"] > 0
     assert ours["admitted"] == len(batch()) + ours["retractions"]  # a parked prefill counts as one

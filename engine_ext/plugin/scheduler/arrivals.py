@@ -1,7 +1,7 @@
 """Lets online requests arrive at their times on an emulated device's own clock, and notes when their tokens come.
 
 A benchmark sends all requests before the first step. One that arrives later is held here, outside SGLang's queue, until
-the clock has its time; when nothing else is to be done, the clock goes on to the next arrival.
+the clock has its time; when nothing else is to be done, the clock moves to the next arrival.
 """
 
 from collections.abc import Callable
@@ -118,7 +118,7 @@ def report(scheduler: Any) -> dict[str, Any]:
 
 
 def receive(original: Callable[..., Any], scheduler: Any, received: list[Any]) -> Any:
-    """Process what has come by the device's clock; where nothing else is to be done, go on to the next arrival."""
+    """Process what has come by the device's clock; where nothing else is to be done, move to the next arrival."""
     ours, device = arrivals_of(scheduler), emulated.device_here()
     assert device is not None
     is_idle = ours.coming and not scheduler._engine_paused and scheduler.last_batch is None
