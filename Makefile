@@ -6,7 +6,7 @@ RUN := $(VENV)/bin
 UV_VERSION := 0.13.8
 DATA ?= ../shared/data
 
-.PHONY: install install-dev demo unit test check format lock openapi emulated chaos conformance screenshots gpu clean
+.PHONY: install install-dev demo unit test check format lock openapi emulated colocate chaos conformance screenshots gpu clean
 
 install: $(VENV)/.installed
 install-dev: $(VENV)/.installed-dev
@@ -51,6 +51,10 @@ openapi: install
 # With real lengths and prompts: make emulated DATA=folder, where folder has lengths/, text/ and tokenizers/
 emulated: install-dev
 	$(RUN)/python -m benchmarks.emulated $(DATA)
+
+# Online requests beside batches, in SGLang on emulated machines: make colocate DATA=folder, as above
+colocate: install-dev
+	$(RUN)/python -m benchmarks.colocate_emulated $(DATA)
 
 # Inject random faults into a running service; docs/reliability.md says what is checked. SEED=… chooses other faults
 N ?= 100
