@@ -34,9 +34,11 @@ from engine_ext.costs.hardware import Machine, hardware
 from engine_ext.costs.model_shape import preset
 from engine_ext.plan.prompts import Segment
 from engine_ext.simulate.arrivals import Arrivals, at_rate, denser
-from engine_ext.simulate.colocate import BROS, ORACLE, OURS, Measured, Settings, Traffic
+from engine_ext.simulate.colocate import BROS, ORACLE, OURS
 from engine_ext.simulate.contest import CHUNKS, Contest, Within, batch_alone, online_capacity, row_of
+from engine_ext.simulate.measured import Measured, Settings
 from engine_ext.simulate.pair import ONLINE_PD, PAIR_POLICIES, Pair
+from engine_ext.simulate.traffic import Traffic
 
 METRICS = ("tbt_mean", "ttft_mean", "tbt_p99", "ttft_p99")
 TOLERANCES = (0.05, 0.1, 0.2, 0.5)
@@ -75,7 +77,7 @@ MACHINES = {
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """One machine, online load and kind of batch.
+    """Names one machine, online load and kind of batch.
 
     `load`: the share of what the engine can do of the online work, or requests per second where a suite says so.
     `requests`: those of the batch; None for as many as no policy uses up.
@@ -94,7 +96,7 @@ class Case:
 class Scene:
     """Holds what a case plays: the traffic on an engine, the batch alone on it, and the online load as a share.
 
-    `segments`: the prompts of the batch, then of the online requests.
+    `segments`: the prompts of the batch, then of the online requests, for those who run it elsewhere too.
     """
 
     case: Case
@@ -103,7 +105,7 @@ class Scene:
     traffic: Traffic | Pair
     alone: Measured
     share: float
-    segments: Sequence[Sequence[Segment]]
+    segments: Sequence[Sequence[Segment]] = ()
 
     def contest(self, slo: SloClass) -> Contest:
         return Contest(self.traffic, self.cost, self.model, slo)
@@ -200,7 +202,7 @@ def bros(data: Path, case: Case) -> Iterator[dict[str, Any]]:
     traffic = beside(rows, online, arrivals, 512)
     share = case.load / online_capacity(*online.at(arrivals), cost, model)
     alone = batch_alone(traffic, cost, model)
-    here = Scene(case, cost, model, traffic, alone, share, [])
+    here = Scene(case, cost, model, traffic, alone, share)
     contest = here.contest(BROS_SLO)
     for policy in ("fcfs", "round-robin", "priority", "vllm-priority", BROS, OURS):
         contest.best(policy, Within(violations=0.01))
@@ -233,7 +235,7 @@ def ooco(data: Path, case: Case) -> Iterator[dict[str, Any]]:
     contest = at(case.load * least, rows)
     traffic = contest.traffic
     capacity = 2 * online_capacity(*online.at(traffic.arrivals), cost, model)
-    here = Scene(case, cost, model, traffic, batch_alone(traffic, cost, model), traffic.arrivals.rate / capacity, [])
+    here = Scene(case, cost, model, traffic, batch_alone(traffic, cost, model), traffic.arrivals.rate / capacity)
     for policy in PAIR_POLICIES:
         best = contest.best(policy, Within(violations=OOCO_MISSED))
         yield here.row(contest, best, policy, metric="slo", tolerance=OOCO_MISSED, rate=traffic.arrivals.rate)

@@ -28,8 +28,9 @@ from engine_ext.coserve.slo import SloClass
 from engine_ext.plan.buckets import LONGEST
 from engine_ext.plugin.tuning import PRIORITY, Tuning
 from engine_ext.plugin.worker.bench_engine import Arriving, BenchEngine
-from engine_ext.simulate.colocate import OURS, Measured, Times
+from engine_ext.simulate.colocate import OURS
 from engine_ext.simulate.contest import Within, row_of
+from engine_ext.simulate.measured import Measured, Times
 from service.demo.model import ensure_demo_model
 from service.demo.prompts import corpus
 
@@ -38,7 +39,7 @@ POLICIES = ("online-only", PRIORITY, OURS)
 
 @dataclass(frozen=True, slots=True)
 class Suite:
-    """A case, and what its online requests must keep: an SLO in seconds, and by how much a metric may grow."""
+    """Names a case, and what its online requests must keep: an SLO in seconds, and by how much a metric may grow."""
 
     case: Case
     slo: SloClass

@@ -15,8 +15,8 @@ from engine_ext.arrays import Column, Floats
 from engine_ext.plan.buckets import LONGEST
 from engine_ext.plan.prompts import Prompts, Segment
 from engine_ext.simulate.arrivals import Arrivals
-from engine_ext.simulate.colocate import Traffic
 from engine_ext.simulate.pair import Pair
+from engine_ext.simulate.traffic import Traffic
 
 BATCHES = {
     "code": 12_000,

@@ -14,11 +14,10 @@ from engine_ext.compiled import compiled
 from engine_ext.coserve.predictor import Load, Predictor, predict, with_chunk, with_decodes
 from engine_ext.coserve.slo import Bounds, deadline
 from engine_ext.simulate.cache import Cache, Heap, empty_heap
-from engine_ext.simulate.rivals import (
+from engine_ext.simulate.line import (
     DRAIN,
     Line,
     arrive,
-    latest_of_batch,
     next_of_batch,
     next_online,
     put_back,
@@ -26,6 +25,7 @@ from engine_ext.simulate.rivals import (
     taken,
     wait,
 )
+from engine_ext.simulate.rivals import make_room
 from engine_ext.simulate.shared_engine import (
     DECODE,
     NOBODY,
@@ -35,7 +35,6 @@ from engine_ext.simulate.shared_engine import (
     needed,
     room,
     run_step,
-    take_off,
 )
 
 BASE = 128  # requests of a step, at first and after a step that would have been too long
@@ -112,7 +111,7 @@ def _pack(
     order = np.argsort(residual, kind="mergesort")
     while not is_full:
         is_waiting = first != NOBODY and (at == len(here) or waiting_s < residual[order[at]])
-        if is_waiting and (step.tokens >= packing.chunk or not _make_room_for(engine, cache, heap, line, first)):
+        if is_waiting and (step.tokens >= packing.chunk or not make_room(engine, cache, heap, line, first, True)):
             is_waiting, first = False, NOBODY  # nobody who waits is admitted in this step any more
         if is_waiting:
             taken(engine, line, first)
@@ -212,16 +211,3 @@ def _residual_s(engine: SharedEngine, bounds: Bounds, those: Column) -> Floats:
 def _residual_of(engine: SharedEngine, bounds: Bounds, request: int) -> float:
     r = engine.requests[request]
     return float(deadline(bounds, r.arrives_s, r.first_s, r.last_s, r.generated) - engine.totals[0].now_s)
-
-
-@compiled
-def _make_room_for(engine: SharedEngine, cache: Cache, heap: Heap, line: Line, request: int) -> bool:
-    """Return whether there is room for an online request, for which the batch's latest leave the engine."""
-    while room(engine, cache) - needed(engine, cache, request) <= 0:
-        victim = latest_of_batch(engine)
-        if victim == NOBODY:
-            return False
-        engine.totals[0].preempted = 0
-        take_off(engine, cache, heap, victim, True)
-        put_back(engine, line)
-    return True

@@ -18,8 +18,10 @@ from engine_ext.costs.cost import CostModel
 from engine_ext.costs.engine_model import EngineModel
 from engine_ext.plan.prompts import Prompts
 from engine_ext.simulate.arrivals import Arrivals
-from engine_ext.simulate.colocate import ORACLE, OURS, Measured, Settings, Traffic, run
+from engine_ext.simulate.colocate import ORACLE, OURS, run
+from engine_ext.simulate.measured import Measured, Settings
 from engine_ext.simulate.pair import POOLED, Pair, run_pair
+from engine_ext.simulate.traffic import Traffic
 
 CHUNKS = (256, 512, 1024, 2048)
 RESERVED = (1.0, 0.3)  # SGLang's new token ratio

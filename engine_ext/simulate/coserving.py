@@ -18,7 +18,7 @@ from engine_ext.scan.replan import is_outdated
 from engine_ext.scan.state import State
 from engine_ext.scan.sweep import has_drifted, waiting
 from engine_ext.simulate.cache import Cache, Heap, evictable_leaves
-from engine_ext.simulate.rivals import DRAIN, Line, arrive, next_online, put_back_online, taken, wait
+from engine_ext.simulate.line import DRAIN, Line, arrive, next_online, put_back_online, taken, wait
 from engine_ext.simulate.shared_engine import (
     DONE,
     NOBODY,

@@ -14,19 +14,12 @@ from engine_ext.costs.engine_model import EngineModel
 from engine_ext.plan.prompts import Prompts
 from engine_ext.simulate.arrivals import Arrivals
 from engine_ext.simulate.cache import Cache
-from engine_ext.simulate.colocate import (
-    OURS,
-    Measured,
-    Played,
-    Settings,
-    Traffic,
-    check_lengths,
-    fresh_engine,
-    measured,
-    play,
-)
+from engine_ext.simulate.colocate import OURS, check_lengths, fresh_engine, play
+from engine_ext.simulate.line import new_line
+from engine_ext.simulate.measured import Measured, Played, Settings, measured
 from engine_ext.simulate.pools import Pooling, Pools, run_pools
-from engine_ext.simulate.rivals import Rival, new_line
+from engine_ext.simulate.rivals import Rival
+from engine_ext.simulate.traffic import Traffic
 
 BYTES_PER_S = 50e9  # of a link between two engines: 400 Gbit/s
 
@@ -134,7 +127,7 @@ def play_pools(
 
 @dataclass(frozen=True, slots=True)
 class PoolRule:
-    """What makes a policy for pools; see `Pooling`. `batch`: whether it runs the batch at all."""
+    """Says what makes a policy for pools; see `Pooling`. `batch`: whether it runs the batch at all."""
 
     batch: bool = True
     online_first: bool = True

@@ -14,20 +14,8 @@ from engine_ext.compiled import compiled
 from engine_ext.coserve.harvest import harvest
 from engine_ext.coserve.predictor import Load, Predictor, predict, with_decodes
 from engine_ext.simulate.cache import Cache, Heap, empty_heap
-from engine_ext.simulate.rivals import (
-    ARRIVED,
-    BATCH,
-    DRAIN,
-    Line,
-    Rival,
-    arrive,
-    choose,
-    fits,
-    latest_of_batch,
-    next_of_batch,
-    put_back,
-    release_group,
-)
+from engine_ext.simulate.line import ARRIVED, BATCH, DRAIN, Line, arrive, next_of_batch, put_back, release_group
+from engine_ext.simulate.rivals import Rival, choose, fits, latest_of_batch
 from engine_ext.simulate.shared_engine import (
     NOBODY,
     SharedEngine,
@@ -45,7 +33,7 @@ MOST_PULLED = 64  # requests that the strict engine takes over before a step
 
 
 class Pooling(NamedTuple):
-    """A policy's rules for the two engines; `prompts`: those of the relaxed engine.
+    """Holds a policy's rules for the two engines; `prompts`: those of the relaxed engine.
 
     `reserved`: the part of the answers to come for which the strict engine keeps room. `most`: the requests on it
     beyond which none of the batch is added. `limit_s`: the seconds of its steps, which decodes of the batch are left
@@ -62,7 +50,7 @@ class Pooling(NamedTuple):
 
 
 class Pools(NamedTuple):
-    """The two engines, which have the same `requests`, and their caches.
+    """Holds the two engines, which have the same `requests`, and their caches.
 
     `ready_s`: by request, when its KV cache is on the strict engine. `saturated`: the tokens of a step from which on it
     takes longer for more of them.

@@ -7,15 +7,26 @@ from typing import NamedTuple
 
 import numpy as np
 
-from engine_ext.arrays import Column, Floats
+from engine_ext.arrays import Floats
 from engine_ext.compiled import compiled
 from engine_ext.coserve.predictor import Load, Predictor, longest_chunk, predict, with_chunk, with_decodes
 from engine_ext.simulate.cache import Cache, Heap, empty_heap
+from engine_ext.simulate.line import (
+    BATCH,
+    BATCH_AGAIN,
+    DRAIN,
+    Line,
+    arrive,
+    next_of_batch,
+    next_online,
+    put_back,
+    release_group,
+    taken,
+    wait,
+)
 from engine_ext.simulate.shared_engine import (
-    DONE,
     NOBODY,
     PREFILL,
-    WAITS,
     Request,
     SharedEngine,
     admit,
@@ -29,7 +40,6 @@ from engine_ext.simulate.stock import DECAY_STEPS, LEAST_RATIO, RETRACT_STEPS
 
 CLIP = 4096  # most output tokens that SGLang reserves for one request
 BOTH = -1  # whose step it is
-DRAIN = 2.0  # times the arrivals' duration, after which an online request that has not ended never will
 
 
 class Rival(NamedTuple):
@@ -59,27 +69,6 @@ class Rival(NamedTuple):
     chunk_first: bool
     alternates: bool
     ratio: Floats
-
-
-class Line(NamedTuple):
-    """Who waits: online requests, those of the batch, and those taken off the engine, which go before the others.
-
-    `at`: how many online requests have arrived, how far they and the batch are taken, how many of either kind were
-    taken off, and how many of the batch were released.
-    """
-
-    order: Column
-    online_again: Column
-    batch_again: Column
-    at: Column
-
-
-ARRIVED, ONLINE, BATCH, ONLINE_AGAIN, BATCH_AGAIN, RELEASED = range(6)
-
-
-def new_line(order: Column, requests: int) -> Line:
-    """Return the line at the start; `order`: the batch's requests in the order in which they are taken."""
-    return Line(order.copy(), np.zeros(requests, np.int64), np.zeros(requests, np.int64), np.zeros(6, np.int64))
 
 
 @compiled
@@ -127,103 +116,6 @@ def _adapt(engine: SharedEngine, rival: Rival, decoded: int) -> None:
     elif decoded > 0:
         falls = rival.reserved * (1.0 - LEAST_RATIO) / DECAY_STEPS
         rival.ratio[0] = max(rival.ratio[0] - falls, rival.reserved * LEAST_RATIO)
-
-
-@compiled
-def wait(engine: SharedEngine, line: Line, batch: int, until_s: float, rate: float) -> bool:
-    """Let time pass until the next request may come, or until the end; return False if nothing can happen any more.
-
-    `rate`: how many of the batch's requests may begin per second.
-    """
-    totals, coming = engine.totals[0], batch + line.at[ARRIVED]
-    next_s = (line.at[BATCH] + 0.01) / rate if line.at[BATCH] < line.at[RELEASED] else np.inf
-    if totals.now_s < next_s < until_s:
-        if coming < len(engine.requests):
-            next_s = min(next_s, engine.requests[coming].arrives_s)
-        totals.now_s = max(totals.now_s, next_s)
-    elif coming < len(engine.requests):
-        totals.now_s = max(totals.now_s, engine.requests[coming].arrives_s)
-    elif totals.now_s < until_s:
-        totals.now_s = until_s
-    else:
-        return False
-    return True
-
-
-@compiled
-def arrive(engine: SharedEngine, line: Line, batch: int) -> None:
-    requests, at = engine.requests, line.at
-    while batch + at[ARRIVED] < len(requests):
-        r = requests[batch + at[ARRIVED]]
-        if r.arrives_s > engine.totals[0].now_s:
-            break
-        r.state = WAITS
-        at[ARRIVED] += 1
-
-
-@compiled
-def release_group(engine: SharedEngine, line: Line, group: int) -> None:
-    """Release the batch's next group once the one before has ended."""
-    at = line.at
-    if group == 0:
-        at[RELEASED] = len(line.order)
-        return
-    if at[BATCH] < at[RELEASED] or at[BATCH_AGAIN] > 0:
-        return
-    for place in range(max(0, at[RELEASED] - group), at[RELEASED]):
-        if engine.requests[line.order[place]].state != DONE:
-            return
-    for place in range(at[RELEASED], min(len(line.order), at[RELEASED] + group)):
-        engine.requests[line.order[place]].arrives_s = engine.totals[0].now_s
-    at[RELEASED] = min(len(line.order), at[RELEASED] + group)
-
-
-@compiled
-def put_back(engine: SharedEngine, line: Line) -> None:
-    """Let those wait again that the last step took off the engine."""
-    totals, at = engine.totals[0], line.at
-    for k in range(totals.preempted):
-        if engine.requests[engine.preempted[k]].online == 0:
-            line.batch_again[at[BATCH_AGAIN]] = engine.preempted[k]
-            at[BATCH_AGAIN] += 1
-    put_back_online(engine, line)
-
-
-@compiled
-def put_back_online(engine: SharedEngine, line: Line) -> None:
-    """Let the online requests wait again that the last step took off the engine, and forget the others."""
-    totals, at = engine.totals[0], line.at
-    for k in range(totals.preempted):
-        if engine.requests[engine.preempted[k]].online == 1:
-            line.online_again[at[ONLINE_AGAIN]] = engine.preempted[k]
-            at[ONLINE_AGAIN] += 1
-    totals.preempted = 0
-
-
-@compiled
-def next_online(line: Line, batch: int) -> int:
-    at = line.at
-    if at[ONLINE_AGAIN] > 0:
-        return int(line.online_again[at[ONLINE_AGAIN] - 1])
-    return int(batch + at[ONLINE]) if at[ONLINE] < at[ARRIVED] else NOBODY
-
-
-@compiled
-def next_of_batch(line: Line) -> int:
-    at = line.at
-    if at[BATCH_AGAIN] > 0:
-        return int(line.batch_again[at[BATCH_AGAIN] - 1])
-    return int(line.order[at[BATCH]]) if at[BATCH] < at[RELEASED] else NOBODY
-
-
-@compiled
-def taken(engine: SharedEngine, line: Line, request: int) -> None:
-    is_online, at = engine.requests[request].online == 1, line.at
-    again, first = (ONLINE_AGAIN, ONLINE) if is_online else (BATCH_AGAIN, BATCH)
-    if at[again] > 0:
-        at[again] -= 1
-    else:
-        at[first] += 1
 
 
 @compiled
@@ -347,15 +239,20 @@ def _decodes_of_batch(engine: SharedEngine, predictor: Predictor, load: Load, li
 @compiled
 def _make_room_for(engine: SharedEngine, cache: Cache, heap: Heap, line: Line, rival: Rival, request: int) -> bool:
     """Return whether there is room for the request; if the rules say so, the batch's latest make room for it."""
-    totals, is_online = engine.totals[0], engine.requests[request].online == 1
-    if not (is_online and rival.preempts):
-        return fits(engine, cache, request, float(rival.ratio[0]))
+    if engine.requests[request].online == 1 and rival.preempts:
+        return make_room(engine, cache, heap, line, request, rival.keeps)
+    return fits(engine, cache, request, float(rival.ratio[0]))
+
+
+@compiled
+def make_room(engine: SharedEngine, cache: Cache, heap: Heap, line: Line, request: int, keep: bool) -> bool:
+    """Return whether there is room for a request, for which the batch's latest leave the engine; see `take_off`."""
     while room(engine, cache) - needed(engine, cache, request) <= 0:
         victim = latest_of_batch(engine)
         if victim == NOBODY:
             return False
-        totals.preempted = 0
-        take_off(engine, cache, heap, victim, rival.keeps)
+        engine.totals[0].preempted = 0
+        take_off(engine, cache, heap, victim, keep)
         put_back(engine, line)
     return True
 

@@ -16,9 +16,11 @@ from engine_ext.errors import InputError, TooLarge
 from engine_ext.plan.lengths import UNKNOWN
 from engine_ext.plan.prompts import Prompts
 from engine_ext.simulate.arrivals import Arrivals, at_rate
-from engine_ext.simulate.colocate import OURS, POLICIES, Measured, Traffic
+from engine_ext.simulate.colocate import OURS, POLICIES
 from engine_ext.simulate.contest import Contest, Within, batch_alone, online_capacity, row_of
+from engine_ext.simulate.measured import Measured
 from engine_ext.simulate.pair import PAIR_POLICIES, POOLED, Pair
+from engine_ext.simulate.traffic import Traffic
 from service.errors import WorkloadError
 from service.workloads.workload import Workload
 
@@ -47,7 +49,7 @@ class Wanted:
 
 @dataclass(frozen=True, slots=True)
 class Competition:
-    """Lets schedulers compete on one engine, with online requests beside a batch.
+    """Lets schedulers compete on one engine or on two, with online requests beside a batch.
 
     `load`: the online requests, as a share of what the engine can do of them alone.
     """
@@ -57,7 +59,6 @@ class Competition:
     alone: Measured
     load: float
     batch: str
-    batch_requests: int
 
     def best(self, policy: str) -> Measured | None:
         """Return a policy's best run; None if it can do nothing for the batch while the bounds are kept."""
@@ -69,7 +70,7 @@ class Competition:
 
     def has_used_up(self, best: Measured | None) -> bool:
         """Return whether the batch ended before the online requests, so that it could have had more work."""
-        return best is not None and best.batch_ended == self.batch_requests
+        return best is not None and best.batch_ended == self.contest.traffic.batch
 
 
 def policies_of(names: str | None, pools: bool) -> list[str]:
@@ -189,7 +190,7 @@ def compete(
     contest = Contest(traffic, cost, model, wanted.slo)
     alone = batch_alone(traffic, cost, model)
     share = arrivals.rate / capacity
-    return Competition(contest, wanted.within(contest.base), alone, share, offline_file.name, len(ours))
+    return Competition(contest, wanted.within(contest.base), alone, share, offline_file.name)
 
 
 def _of_class(workload: Workload, kind: str, file: Path) -> NDArray[np.int64]:

@@ -11,7 +11,6 @@ from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from enum import IntEnum
 from typing import Any
 
 import numpy as np
@@ -31,6 +30,7 @@ from engine_ext.plugin.scheduler import emulated
 from engine_ext.plugin.scheduler.beside import PAGE, Beside
 from engine_ext.plugin.scheduler.fallback import reason_for_sglang
 from engine_ext.plugin.scheduler.kv_space import KVSpace
+from engine_ext.plugin.scheduler.member import GAIN, MOST_PARKED, Member, Phase
 from engine_ext.plugin.scheduler.online import NOBODY, Demand, cached_tokens, demand, is_ours, length
 from engine_ext.plugin.scheduler.pins import Pins
 from engine_ext.plugin.scheduler.preemption import keeps_its_answer
@@ -44,37 +44,7 @@ RECENT = 4096
 SOON = 64  # steps for which running requests must find room beside pinned prefixes
 LOOK_AGAIN = 16  # steps between two looks at the cache for the same request
 STEP_TOKENS = 8192  # the largest step if SGLang sets none
-MOST_PARKED = 3  # times that one request makes way for online requests with nothing gained since the last time
-GAIN = 256  # prompt tokens
 SWITCH_S = 0.0005  # after which a plan's thread leaves the interpreter to a step that waits for it
-
-
-class Phase(IntEnum):
-    """The progress of a request. A retracted request waits again."""
-
-    WAITING = 0
-    PREFILL = 1  # admitted; its prompt is being computed
-    STORING = 2  # the prompt is computed, and not yet in SGLang's radix cache
-    DECODE = 3
-
-
-@dataclass(slots=True, eq=False)
-class Member:
-    """One of our requests: SGLang's object and its key in the scan.
-
-    `tokens`: output tokens when its prefill ended; with the next one SGLang puts the prompt into its cache.
-    `computed`: prompt tokens that were computed when its prefill was last stopped for online requests. `stopped`: how
-    often that was with fewer than GAIN more than the time before. `taken_off`: how often it was taken off the engine
-    for them while it decoded.
-    """
-
-    req: Any
-    key: int
-    phase: Phase = Phase.WAITING
-    tokens: int = 0
-    computed: int = 0
-    stopped: int = 0
-    taken_off: int = 0
 
 
 @dataclass(eq=False)

@@ -15,10 +15,12 @@ from sglang.srt.plugins.hook_registry import HookType
 from engine_ext.plugin.marks import ARRIVES
 from engine_ext.plugin.scheduler import emulated
 
+NEVER = -1.0  # before any arrival
+
 
 @dataclass(slots=True)
 class Times:
-    """When an online request came, and its tokens, in seconds of the device's clock.
+    """Says when an online request came and got its tokens, in seconds of the device's clock.
 
     `gap_s` is the longest time between two of its tokens.
     """
@@ -33,7 +35,7 @@ class Times:
 
 @dataclass(eq=False)
 class Arrivals:
-    """The online requests of one run, and the batch's tokens beside them.
+    """Holds the online requests of one run, and counts the batch's tokens beside them.
 
     `until_s`: how long they arrive. `coming`: those held, by time. `times`: by online request. `gaps`: seconds between
     their tokens. `tokens`: those of the batch so far, each once, a prompt when it is computed; `at_half`, `at_end`: how
@@ -124,7 +126,8 @@ def receive(original: Callable[..., Any], scheduler: Any, received: list[Any]) -
     is_idle = ours.coming and not scheduler._engine_paused and scheduler.last_batch is None
     if is_idle and not received and scheduler.is_fully_idle():
         device.seconds = max(device.seconds, ours.coming[0][0])
-    return original(scheduler, ours.hold(received, -1.0 if scheduler._engine_paused else device.seconds))
+    # Nothing arrives before the run begins: the requests of time 0 would be admitted while others are still sent.
+    return original(scheduler, ours.hold(received, NEVER if scheduler._engine_paused else device.seconds))
 
 
 def stepped(_result: Any, scheduler: Any, batch: Any, *_args: Any, **_kwargs: Any) -> None:

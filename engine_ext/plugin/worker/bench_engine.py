@@ -28,7 +28,7 @@ FIRST = 100  # priority of online requests, where the batch's is 0
 
 
 class Arriving(NamedTuple):
-    """An online request: when it comes, by the virtual clock, its token ids, and its output tokens."""
+    """Describes an online request: when it comes, by the virtual clock, its token ids, and its output tokens."""
 
     at_s: float
     prompt: list[int]
@@ -142,7 +142,7 @@ class BenchEngine:
         }
 
     async def run_beside(
-        self, tuning: Tuning, prompts: Sequence[list[int]], outputs: Sequence[int], online: Sequence["Arriving"]
+        self, tuning: Tuning, prompts: Sequence[list[int]], outputs: Sequence[int], online: Sequence[Arriving]
     ) -> dict[str, Any]:
         """Run a batch, as `run` does, beside online requests; return what each side got (`scheduler/arrivals.py`).
 

@@ -16,8 +16,10 @@ from engine_ext.errors import InputError, TooLarge
 from engine_ext.plan.prompts import Prompts
 from engine_ext.simulate.arrivals import Arrivals, at_rate, denser
 from engine_ext.simulate.cache import Cache
-from engine_ext.simulate.colocate import OURS, POLICIES, Measured, Settings, Traffic, fresh_engine, run, run_on
+from engine_ext.simulate.colocate import OURS, POLICIES, fresh_engine, run, run_on
+from engine_ext.simulate.measured import Measured, Settings
 from engine_ext.simulate.shared_engine import DECODE, DONE, PREFILL, SharedEngine
+from engine_ext.simulate.traffic import Traffic
 
 COST = CostModel(preset("llama-3-8b"), Machine(hardware("h200")))
 LARGE = EngineModel.of(COST, Clock.MIXED)

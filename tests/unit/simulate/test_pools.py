@@ -12,8 +12,9 @@ from engine_ext.coserve.slo import SloClass
 from engine_ext.errors import InputError
 from engine_ext.plan.prompts import Prompts
 from engine_ext.simulate.arrivals import at_rate
-from engine_ext.simulate.colocate import OURS, Measured, Settings, run
+from engine_ext.simulate.colocate import OURS, run
 from engine_ext.simulate.contest import Contest, Within, batch_alone
+from engine_ext.simulate.measured import Measured, Settings
 from engine_ext.simulate.pair import ONLINE_PD, POOLED, Pair, play_pools, run_pair
 from engine_ext.simulate.shared_engine import DECODE, DONE, PREFILL, SharedEngine
 from tests.unit.simulate.test_colocate import COST, LARGE, SLO, SMALL
