@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from engine_ext.coserve.slo import SloClass
 from engine_ext.costs.cost import CostModel
 from engine_ext.costs.engine_model import Clock, EngineModel
 from engine_ext.costs.hardware import Machine, hardware
@@ -18,7 +19,12 @@ from engine_ext.costs.model_shape import preset
 from engine_ext.plan.buckets import LONGEST
 from engine_ext.plan.prompts import Prompts
 from engine_ext.plan.sample import SHARE
+from engine_ext.simulate.arrivals import Arrivals
+from engine_ext.simulate.colocate import OURS
+from engine_ext.simulate.colocate import run as run_simulated
+from engine_ext.simulate.measured import Settings, Times
 from engine_ext.simulate.policies import Search, Work, prepare, simulate
+from engine_ext.simulate.traffic import Traffic
 from service.demo.model import ensure_demo_model
 from service.demo.prompts import corpus
 
@@ -128,3 +134,49 @@ def test_online_tokens_come_in_time_beside_a_batch(emulated: Any, bounds: dict[s
     assert (found["limited_steps"] > 0) == (min(bounds.values()) == 0.005)
     assert found["online_tpot_s"] <= 0.005
     assert (found["waiting"], found["running"], found["kv_kept"]) == (0, 0, 0)
+
+
+def beside() -> Traffic:
+    """Four online requests a second for ten seconds, beside a batch that lasts longer."""
+    generator = np.random.default_rng(5)
+    times = np.sort(generator.uniform(0.0, 10.0, 40))
+    batch, online = [int(n) for n in generator.integers(100, 900, 800)], generator.integers(50, 700, len(times))
+    prompts = [[(f"batch {k}", size)] for k, size in enumerate(batch)]
+    prompts += [[(f"online {k}", int(size))] for k, size in enumerate(online)]
+    output = np.concatenate([generator.integers(20, 400, len(batch)), generator.integers(5, 80, len(times))])
+    arrivals = Arrivals(times, np.arange(len(times)), np.zeros(len(times), dtype=np.int64), 10.0)
+    return Traffic.of(Prompts.of_segments(prompts), output, np.full(len(batch), LONGEST), arrivals)
+
+
+@pytest.mark.parametrize(("policy", "named"), [("online-only", "fcfs"), ("priority", "priority"), (OURS, None)])
+def test_online_requests_arrive_by_the_clock_of_the_device(emulated: Any, policy: str, named: str | None) -> None:
+    """Both sides get what the simulator says, with requests that come before, during and after work of the batch."""
+    from engine_ext.plugin.tuning import Tuning
+    from engine_ext.plugin.worker.bench_engine import Arriving
+
+    found, generator = beside(), np.random.default_rng(6)
+    ids = [generator.integers(10, 900, int(length)).tolist() for length in found.lengths]
+    output, arrives_s = found.output.tolist(), found.arrivals.arrives_s.tolist()
+    count = 0 if policy == "online-only" else found.batch
+    online = [Arriving(at_s, ids[found.batch + k], output[found.batch + k]) for k, at_s in enumerate(arrives_s)]
+    tuning = Tuning(named, CHUNK, RATIO, until_s=10.0)
+    got = asyncio.get_event_loop().run_until_complete(
+        asyncio.wait_for(emulated.run_beside(tuning, ids[:count], output[:count], online), 200)
+    )
+    columns = {name: np.array(values) for name, values in got["online"].items()}
+    assert np.all(columns["ended"])
+    assert np.all(columns["first_s"] > columns["arrives_s"])
+    assert sorted(columns["arrives_s"].tolist()) == pytest.approx(arrives_s)
+    assert columns["generated"].sum() == sum(each.output for each in online)
+    times = Times(np.full(len(online), got["virtual_s"]), gaps=np.array(got["online_gaps"]), **columns)
+    model, slo = replace(EngineModel.of(COST, Clock.MIXED), capacity=CAPACITY), SloClass(ttft_s=1.0, tpot_s=0.05)
+    expected, here = (
+        run_simulated(found, COST, model, policy, Settings(CHUNK, reserved=RATIO), slo),
+        times.latencies(slo),
+    )
+    tokens = (got["batch_at_end"] - got["batch_at_half"]) / 5.0 if count else 0.0
+    print(f"{policy}: {tokens} tokens/s of the batch (simulated {expected.offline_tokens_per_s}), {here} ({expected})")
+    assert here["tbt_mean"] == pytest.approx(expected.tbt_mean, rel=0.05)
+    assert here["ttft_mean"] == pytest.approx(expected.ttft_mean, rel=0.3)
+    assert tokens == pytest.approx(expected.offline_tokens_per_s, rel=0.05)
+    assert got["held"] == 0
