@@ -56,7 +56,7 @@ SUITES: Mapping[str, Suite] = {
     "hygen-scarce": Suite(Case("hygen", "a100", 0.3, "r1", requests=1500), SloClass(), {"tbt_mean": 0.2}),
     "slo": Suite(Case("hygen", "h200", 0.3, "r1", requests=3000), SLO, {}),
     "bursts": Suite(Case("bursts", "h200-bursts", 0.3, "code", requests=8000), SLO, {}),
-    "others": Suite(Case("others", "h100", 0.4, "chat", "lmsys_chat", 7, requests=8000), SLO, {}),
+    "others": Suite(Case("others", "h100", 0.4, "chat", "lmsys_chat", 7, requests=16_000), SLO, {}),
 }
 
 
@@ -76,6 +76,8 @@ def run_suite(data: Path, name: str, model_path: str, loop: asyncio.AbstractEven
         if foreseen is None:
             print(f"{name} {policy}: no setting keeps the bounds in the simulator", flush=True)
             continue
+        if policy != "online-only" and foreseen.batch_ended == here.traffic.batch:
+            raise ValueError(f"{name}: {policy} used the batch up; give it more requests")
         started = time.monotonic()
         found = loop.run_until_complete(_run(engine, here, suite.slo, policy, foreseen, tokens, output))
         base = base or found
