@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 CHECK_S = 2.0
+STOOD_STILL_S = 3 * CHECK_S  # a check this late says that the machine was suspended, and the engine with it
 FIRST_STEPS = 10  # times the limit for the first step of a process, which may compile its kernels
 SPARE = 2.0  # the limit is at least this many times the longest turn seen
 SLOTS = 256  # ranks of one engine
@@ -116,6 +117,7 @@ class Watch:
     def __init__(self, pulses: Pulses, limit_s: float, busy_since: Callable[[], float | None]) -> None:
         self._pulses, self._limit_s, self._busy_since = pulses, limit_s, busy_since
         self._stopped = threading.Event()
+        self._resumed_at = 0.0
         self._thread = threading.Thread(target=self._run, name="watch", daemon=True)
 
     def start(self) -> None:
@@ -128,10 +130,18 @@ class Watch:
 
     @property
     def health(self) -> Health:
-        return Health.of(self._pulses.read(), self._busy_since(), time.monotonic(), self._limit_s)
+        busy_since = self._busy_since()
+        since = None if busy_since is None else max(busy_since, self._resumed_at)
+        return Health.of(self._pulses.read(), since, time.monotonic(), self._limit_s)
 
     def _run(self) -> None:
+        checked_at = time.monotonic()
         while not self._stopped.wait(CHECK_S):
+            now = time.monotonic()
+            if now - checked_at > STOOD_STILL_S:
+                log.warning("this process stood still for %.0f s; no time before counts as a hang", now - checked_at)
+                self._resumed_at = now
+            checked_at = now
             health = self.health
             if health.age_s > health.limit_s:
                 log.critical(

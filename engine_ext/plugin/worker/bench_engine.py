@@ -21,6 +21,7 @@ from engine_ext.plugin.tuning import MOST_TOKENS, PRIORITY, Tuning
 from engine_ext.plugin.worker import overlap
 from engine_ext.plugin.worker.calibration_load import measure_steps
 from engine_ext.plugin.worker.host import CPU_DEFAULTS
+from engine_ext.plugin.worker.shutdown import shut_down
 
 CONTEXT = 1 << 18  # tokens
 RUNNING = 2048
@@ -210,4 +211,4 @@ class BenchEngine:
                 return
 
     def close(self) -> None:
-        self._engine.shutdown()
+        shut_down(self._engine)

@@ -34,6 +34,7 @@ from engine_ext.plugin.worker.calibration_load import measure_steps, time_blend
 from engine_ext.plugin.worker.endpoints import Endpoints, Served
 from engine_ext.plugin.worker.forking import ForkingEngine
 from engine_ext.plugin.worker.marked import Told
+from engine_ext.plugin.worker.shutdown import shut_down
 
 STEP_LIMIT_S = 60.0
 # Fields that a batch line must not set: identity, place in the queue, and routing belong to the service.
@@ -298,7 +299,7 @@ class EngineHost:
 
     def close(self) -> None:
         self._watch.stop()
-        self._engine.shutdown()
+        shut_down(self._engine)
         self._pulses.close()
 
 

@@ -96,3 +96,38 @@ time.sleep(120)
             return
         time.sleep(0.02)
     raise AssertionError("the scheduler lives on")
+
+
+def test_time_in_which_the_machine_stood_still_is_no_hang() -> None:
+    """A suspended laptop, or a virtual machine that moves: worker and scheduler stop, and both go on."""
+    code = """
+import multiprocessing, os, sys, threading, time
+from pathlib import Path
+from engine_ext.plugin.pulse import Beating, Pulses, Watch
+pulses = Pulses()
+beating = Beating(pulses.path, 0, time.monotonic())
+
+def beat():
+    while True:
+        beating.turned(time.monotonic()); beating.stepped(time.monotonic())
+        for _ in range(20): time.sleep(0.1)  # a step, of which a part is left when the machine runs again
+
+since = time.monotonic()
+Watch(pulses, 4.0, lambda: since).start()
+threading.Thread(target=beat, daemon=True).start()
+while True:
+    print("alive", flush=True)
+    time.sleep(0.5)
+"""
+    process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    try:
+        assert process.stdout.readline() == "alive\n"
+        process.send_signal(signal.SIGSTOP)
+        time.sleep(10)  # more than the limit
+        process.send_signal(signal.SIGCONT)
+        for _ in range(10):  # checks of the watch among them
+            assert process.stdout.readline() == "alive\n"
+    finally:
+        process.kill()
+        process.wait()
