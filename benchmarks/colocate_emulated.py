@@ -26,7 +26,7 @@ from benchmarks.colocate import SLO, Case, Scene, scene
 from benchmarks.emulated import tokens_of
 from engine_ext.coserve.slo import SloClass
 from engine_ext.plan.buckets import LONGEST
-from engine_ext.plugin.tuning import PRIORITY, Tuning
+from engine_ext.plugin.tuning import MOST_TOKENS, PRIORITY, Tuning
 from engine_ext.plugin.worker.bench_engine import Arriving, BenchEngine
 from engine_ext.simulate.colocate import OURS
 from engine_ext.simulate.contest import Within, row_of
@@ -103,7 +103,8 @@ async def _run(
     bounds = {"ttft_s": slo.ttft_s or NEVER_S, "tpot_s": slo.tpot_s or NEVER_S}
     tuning = Tuning(
         None if policy == OURS else policy if policy == PRIORITY else "fcfs",
-        chunk=settings.chunk,
+        chunk=MOST_TOKENS if policy == OURS else settings.chunk,
+        prompt_tokens=settings.chunk if policy == OURS else 0,
         ratio=settings.reserved,
         until_s=arrivals.duration_s,
         **bounds,
@@ -128,7 +129,7 @@ def _measured(here: Scene, slo: SloClass, policy: str, foreseen: Measured, found
         policy=policy,
         settings=foreseen.settings,
         online_tokens_per_s=float(tokens) / duration,
-        offline_tokens_per_s=max(0, found["batch_at_end"] - found["batch_at_half"]) / (duration / 2),
+        offline_tokens_per_s=max(0.0, found["batch_at_end"]) / duration,
         **times.latencies(slo),
         preemptions=found.get("preempted", 0) + found.get("parked", 0),
         recomputed_tokens=found.get("retracted_tokens", 0),

@@ -33,13 +33,20 @@ NOT_PROFILED = Profiled()
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Holds what `Profiled` does where JSON must carry it, which has no infinity: None where nothing is limited."""
+    """Holds what `Profiled` does where JSON must carry it, which has no infinity: None where nothing is limited.
+
+    `prompt_tokens`: the most prompt tokens of a step while online requests come. Unlike SGLang's chunk it does not
+    shrink as more requests decode.
+    """
 
     limit_s: float | None = None
     price_s: float | None = None
     idle_s: float | None = None
+    prompt_tokens: int | None = None
 
     def __post_init__(self) -> None:
+        if self.prompt_tokens is not None and self.prompt_tokens < 1:
+            raise InputError(f"the prompt_tokens of a profile must be at least 1, not {self.prompt_tokens}")
         for field in ("limit_s", "price_s", "idle_s"):
             value = getattr(self, field)
             if value is not None and not 0 < value < math.inf:

@@ -16,8 +16,8 @@ class Tuning:
 
     `chunk` (chunked prefill size) and `ratio` (initial new token ratio) are SGLang's; the scan uses `chunk` as its
     largest step. `mixed`: decodes ride in prefill chunks. `clock`: the clock of an emulated device, which then decides
-    whether decodes ride. `ttft_s` and `tpot_s` bound the tokens of online requests; `limit_s`, `price_s` and `idle_s`
-    the steps beside them, 0 for no limit. `until_s`: for how long online requests arrive on a
+    whether decodes ride. `ttft_s` and `tpot_s` bound the tokens of online requests; `limit_s`, `price_s`, `idle_s`
+    and `prompt_tokens` the steps beside them, 0 for no limit. `until_s`: for how long online requests arrive on a
     virtual clock; 0 for none.
     """
 
@@ -31,6 +31,7 @@ class Tuning:
     limit_s: float = 0.0
     price_s: float = 0.0
     idle_s: float = 0.0
+    prompt_tokens: int = 0
     until_s: float = 0.0
 
     def numbers(self) -> dict[str, float]:
@@ -45,6 +46,7 @@ class Tuning:
             "limit_s": self.limit_s,
             "price_s": self.price_s,
             "idle_s": self.idle_s,
+            "prompt_tokens": self.prompt_tokens,
             "until_s": self.until_s,
         }
         return {MARK + name: value for name, value in values.items()}

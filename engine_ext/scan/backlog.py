@@ -24,6 +24,7 @@ from engine_ext.scan.events import (
     FINISHED,
     FORGOTTEN,
     KINDS,
+    LEFT_OUT,
     PREFILLED,
     PUT_BACK,
     RETRACTED,
@@ -42,7 +43,7 @@ LONGEST_WAIT_S = 1800.0  # for which requests that came later may go before it
 FREE, WAITS, RUNS, ENDED = range(4)
 
 AFTER = np.zeros(KINDS, dtype=np.int64)
-AFTER[[ADMITTED, PREFILLED]] = RUNS
+AFTER[[ADMITTED, PREFILLED, LEFT_OUT]] = RUNS
 AFTER[[RETRACTED, PUT_BACK, WITHDRAWN]] = WAITS
 AFTER[FINISHED] = ENDED
 AFTER[[DROPPED, TAKEN_BACK, FORGOTTEN]] = FREE
@@ -218,7 +219,7 @@ class Planner:
         kinds, numbers, values = events[events[:, 0] != TICK].T
         # The last of several events of a request is what counts: NumPy assigns them in their order.
         rows["status"][numbers] = AFTER[kinds]
-        rows["prefilled"][numbers] = kinds == PREFILLED
+        rows["prefilled"][numbers] = (kinds == PREFILLED) | (kinds == LEFT_OUT)
         counts = HAS_TOKENS[kinds]
         rows["tokens"][numbers[counts]] = values[counts]
         rows["tokens"][told.running.numbers] = told.running.tokens

@@ -19,11 +19,11 @@ def prefilled(state: State, request: int) -> None:
 
 
 @compiled
-def left_out(state: State, request: int) -> None:
-    """Note that a request that decodes got no token in the step that the next decision counts."""
+def left_out(state: State, request: int, steps: int) -> None:
+    """Note that a request that decodes got no token in so many steps that decisions counted, or that the next does."""
     if state.requests[request].started != NOT_STARTED:
-        state.requests[request].started += 1
-        state.totals[0].own_kv -= 1
+        state.requests[request].started += steps
+        state.totals[0].own_kv -= steps
 
 
 @compiled

@@ -14,6 +14,7 @@ from engine_ext.scan.books import (
     bring_forward,
     dropped,
     finished,
+    left_out,
     prefilled,
     put_back,
     retracted,
@@ -33,7 +34,8 @@ PUT_BACK = 6  # the engine did not take what was just admitted
 WITHDRAWN = 7  # the engine refused it again and again; it waits for another plan
 TAKEN_BACK = 8  # it waited, and will not run
 FORGOTTEN = 9  # nothing needs to be known of it any more; no state has to hear that
-KINDS = 10
+LEFT_OUT = 10  # it decodes again: steps in which others got a token and it got none
+KINDS = 11
 
 Event = tuple[int, int, int]  # what happened, to which request, and its value
 
@@ -69,6 +71,8 @@ def replay(state: State, events: NDArray[np.int64]) -> None:
             finished(state, request, value)
         elif kind == DROPPED:
             dropped(state, request, value)
+        elif kind == LEFT_OUT:
+            left_out(state, request, value)
         else:
             is_out[request] = False
             _wait(state, kind, request, value)

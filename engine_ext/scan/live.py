@@ -29,6 +29,7 @@ from engine_ext.scan.events import (
     DROPPED,
     FINISHED,
     FORGOTTEN,
+    LEFT_OUT,
     PREFILLED,
     PUT_BACK,
     RETRACTED,
@@ -201,6 +202,10 @@ class LiveScan:
     def stored(self, key: int) -> None:
         """Note that the prompt of a prefilled request is in the cache."""
         self._members[key].stored = True
+
+    def left_out(self, key: int, steps: int) -> None:
+        """Note that a request decodes again, which got no token in so many steps in which others did."""
+        self._note(LEFT_OUT, self._members[key], steps)
 
     def finished(self, key: int, tokens: int) -> None:
         member = self._members.remove(key)

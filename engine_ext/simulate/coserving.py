@@ -37,7 +37,7 @@ PAGE = 128  # prompt tokens that there is room for in any step, and that an onli
 
 
 class Rules(NamedTuple):
-    """Our settings: the online class's bounds, what was profiled, and the most tokens of a step."""
+    """Our settings: the online class's bounds, what was profiled, and the most prompt tokens of a step."""
 
     bounds: Bounds
     profiled: Profiled
@@ -126,16 +126,9 @@ def _choose(
     load, first_slack_s, rest = _online_prompts(engine, cache, heap, state, line, ours, rules, first_online, limit_s)
     alone_s, online = predict(predictor, load), totals.online_decoding + load.prompts
     if rest > 0:
-        chunk = _prompt_tokens(engine, rules)
-        slack_s = min(slack_s, while_prompts_wait(alone_s, first_slack_s, rest, chunk))
+        slack_s = min(slack_s, while_prompts_wait(alone_s, first_slack_s, rest, rules.chunk))
     limit_s = step_limit(rules.bounds, rules.profiled, slack_s, alone_s, online)
     _batch(engine, cache, heap, state, line, ours, rules, load, limit_s)
-
-
-@compiled
-def _prompt_tokens(engine: SharedEngine, rules: Rules) -> int:
-    """Return the prompt tokens of the largest step, in which decodes take part of the room."""
-    return max(PAGE, int(rules.chunk - engine.totals[0].decoding))
 
 
 @compiled
@@ -169,7 +162,7 @@ def _online_prompts(
     """
     totals, requests = engine.totals[0], engine.requests
     load = Load(0, 0.0, 0, totals.online_decoding, totals.online_kv)
-    left, slack_s, rest = _prompt_tokens(engine, rules), np.inf, 0
+    left, slack_s, rest = rules.chunk, np.inf, 0
     at = 0
     while True:
         if at < totals.prefilling:
@@ -248,7 +241,7 @@ def _batch(
     """Say what the step does for the batch: which decodes it leaves out, what it computes, which requests it admits."""
     totals, requests = engine.totals[0], engine.requests
     count, pending, before = _note_batch(engine, ours)
-    most = max(0, _prompt_tokens(engine, rules) - load.prompt_tokens)
+    most = max(0, rules.chunk - load.prompt_tokens)
     rests = ours.rests[:count]
     found = harvest(ours.predictor, load, ours.kv[:count], ours.skipped[:count], rests, limit_s, before, most)
     kv = 0
@@ -318,7 +311,7 @@ def _tell_left_out(engine: SharedEngine, state: State) -> None:
     for k in range(engine.totals[0].decoding):
         request = int(engine.decoding[k])
         if engine.requests[request].online == 0 and engine.requests[request].rests == 1:
-            left_out(state, request)
+            left_out(state, request, 1)
 
 
 @compiled

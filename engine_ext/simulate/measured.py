@@ -35,8 +35,8 @@ class Settings:
 class Measured:
     """Holds the results of one run. Times are in seconds.
 
-    `offline_tokens_per_s`: tokens of the batch in the second half of the time of the arrivals, each once, however often
-    it is computed; in the first half the KV cache fills.
+    `offline_tokens_per_s`: tokens of the batch, each once, however often it is computed. Prompt and answer of a
+    request count by the share of the answer that is there when the time of the arrivals is over.
     `violations`: the share of online requests that missed one of the class's bounds, or had not ended when the run was
     given up. `normalized_latency`: seconds from arrival to end per output token, as a mean over requests. `ended_s`:
     the time of the last online token. `batch_ended`: requests of the batch that have ended, also after the arrivals,
@@ -137,7 +137,7 @@ def measured(policy: str, settings: Settings, played: Sequence[Played], slo: Slo
         policy=policy,
         settings=settings,
         online_tokens_per_s=float(np.concatenate(tokens)[ended].sum()) / duration,
-        offline_tokens_per_s=sum(int(each.at_end - each.at_half) for each in firsts) / (duration / 2),
+        offline_tokens_per_s=sum(int(each.at_end) for each in firsts) / duration,
         **times.latencies(slo),
         preemptions=sum(int(each.preemptions) for each in totals),
         recomputed_tokens=sum(int(each.recomputed) for each in totals),

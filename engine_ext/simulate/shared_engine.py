@@ -24,10 +24,9 @@ class Request:
 
     `prompt`, `output`, `generated`: tokens. `online`: 1 if someone waits for it. `state`: one of COMES to DONE.
     `left`, `left_quadratic`: prompt tokens and quadratic work still to compute; `take`: prompt tokens of the next step.
-    `held`: output tokens in the KV cache; `kept`: those left there when it was taken off. `counted`: tokens that count
-    as throughput, each once. `number`: the order of admission. `place`: its index in `decoding`. `rests`: 1 if the next
-    step leaves it out; `skipped`: for how many steps running. `preempted`: how often it was taken off. `gap_s`: the
-    longest time between two of its tokens.
+    `held`: output tokens in the KV cache; `kept`: those left there when it was taken off. `number`: the order of
+    admission. `place`: its index in `decoding`. `rests`: 1 if the next step leaves it out; `skipped`: for how many
+    steps running. `preempted`: how often it was taken off. `gap_s`: the longest time between two of its tokens.
     """
 
     leaf: int
@@ -40,7 +39,6 @@ class Request:
     take: int
     held: int
     kept: int
-    counted: int
     number: int
     place: int
     rests: int
@@ -58,9 +56,9 @@ class Totals:
 
     `decoding`, `prefilling`: requests in these columns. `online_decoding`, `online_kv`: online requests that decode,
     and the KV tokens that they read. `online_held`: KV tokens of all online requests on the engine, prefixes included.
-    `at_half`, `at_end`: tokens of the batch that count when half of the time is over and when all is, -1 before.
-    `gaps`: seconds between tokens of online requests that are written down. `done`: the online requests that have
-    ended. `preempted`, `finished`, `prefilled`: what the last step or policy put into the columns of these names.
+    `at_end`: tokens of the batch that count when the time is over, -1 before. `gaps`: seconds between tokens of online
+    requests that are written down. `done`: the online requests that have ended. `preempted`, `finished`, `prefilled`:
+    what the last step or policy put into the columns of these names.
     """
 
     steps: int
@@ -79,7 +77,6 @@ class Totals:
     recomputed: int
     restored: int
     left_out: int
-    at_half: int
     at_end: int
     now_s: float
     busy_s: float
@@ -113,30 +110,24 @@ def new_shared_engine(leaf: Column, prompt: Column, output: Column, online: Bool
         return np.zeros(count, dtype=np.int64)
 
     totals = new_records(Totals, 1)
-    totals[0].at_half, totals[0].at_end = -1, -1
+    totals[0].at_end = -1
     return SharedEngine(requests, places(), places(), places(), places(), places(), gaps, totals)
 
 
 @compiled
 def count_batch(engine: SharedEngine, now_s: float, until_s: float) -> None:
-    """Note the tokens of the batch's requests, each once, when half of the time until `until_s` is over and at its end.
+    """Note how many tokens of the batch count when the time until `until_s` is over.
 
-    What is counted lies between: before, the KV cache fills, and who starts most requests would look best.
+    A request counts with its prompt by the share of its answer that is there: else who starts most would look best.
     """
     totals = engine.totals[0]
-    if totals.at_half < 0 and now_s >= until_s / 2:
-        totals.at_half = _tokens_of_batch(engine)
-    if totals.at_end < 0 and now_s >= until_s:
-        totals.at_end = _tokens_of_batch(engine)
-
-
-@compiled
-def _tokens_of_batch(engine: SharedEngine) -> int:
-    tokens = 0
+    if totals.at_end >= 0 or now_s < until_s:
+        return
+    totals.at_end = 0
     for request in range(len(engine.requests)):
-        if engine.requests[request].online == 0:
-            tokens += engine.requests[request].counted
-    return tokens
+        r = engine.requests[request]
+        if r.online == 0:
+            totals.at_end += (r.prompt + r.output) * r.generated // r.output
 
 
 @compiled
@@ -175,7 +166,7 @@ def admit(engine: SharedEngine, cache: Cache, heap: Heap, request: int, has_copi
     else:
         again = r.generated
     grow(cache, heap, again)
-    if r.counted > 0 and not has_copies:
+    if r.generated > 0 and not has_copies:
         totals.recomputed += tokens + max(0, again - 1)
     r.held, r.kept = r.generated, 0
     end = float(r.prompt + r.generated)
@@ -316,7 +307,6 @@ def _end_prompts(engine: SharedEngine, cache: Cache, heap: Heap) -> None:
             kept += 1
             continue
         make_ready(cache, r.leaf)
-        r.counted = max(r.counted, r.prompt)
         engine.prefilled[totals.prefilled] = request
         totals.prefilled += 1
         _got_token(engine, request)
@@ -343,7 +333,6 @@ def _got_token(engine: SharedEngine, request: int) -> None:
         r.first_s = totals.now_s
     r.last_s = totals.now_s
     r.generated += 1
-    r.counted = max(r.counted, r.prompt + r.generated)
 
 
 @compiled

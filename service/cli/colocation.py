@@ -111,8 +111,8 @@ def compare(asked: Asked, policies: str | None, as_json: bool) -> None:
             console.print(f"{name}: {_outcome(rows[-1], best is None)}", style="dim")
             if held.has_used_up(best):
                 console.print(
-                    f"{name} ended the whole batch before the last arrival, and only what it did in the second half "
-                    "of the time counts; give a longer batch",
+                    f"{name} ended the whole batch before the last arrival, so its figure says little; "
+                    "give a longer batch",
                     style="yellow",
                 )
     except (BatchweaveError, OSError) as error:

@@ -245,5 +245,8 @@ def profile(competition: Competition) -> dict[str, Any]:
     bounds = {"ttft_s": slo.ttft_s, "tpot_s": slo.tpot_s, "tbt_s": slo.tbt_s, "percentile": slo.percentile}
     return {
         "slo": {name: value for name, value in bounds.items() if value is not None},
-        "profiled": {name: value for name, value in limits.items() if math.isfinite(value)},
+        "profiled": {
+            "prompt_tokens": best.settings.chunk,
+            **{name: value for name, value in limits.items() if math.isfinite(value)},
+        },
     }

@@ -47,6 +47,7 @@ def run(
     stream: Requests | None = None,
     held: int = 0,
     running: int = 0,
+    limit_s: float = 0.0,
 ) -> Any:
     """Run the batch; the online requests come one after the other while it runs. Returns both kinds of answers.
 
@@ -57,7 +58,7 @@ def run(
     """
 
     async def main() -> Any:
-        tuning = Tuning(policy, CHUNK, mixed=mixed)
+        tuning = Tuning(policy, CHUNK, mixed=mixed, limit_s=limit_s)
         prompts, outputs = [ids for ids, _ in requests], [tokens for _, tokens in requests]
         batch_runs = asyncio.create_task(real.engine.run(tuning, prompts, outputs))
         answers: list[dict[str, Any]] = []
@@ -148,4 +149,45 @@ def test_a_batch_gives_a_request_slot_up(real: Real) -> None:
     assert ours["answers"] == alone["answers"]
     assert ours["preempted"] > 0
     assert ours["online_most_steps"] <= 6
+    assert (ours["waiting"], ours["running"], ours["kv_kept"]) == (0, 0, 0)
+
+
+@pytest.mark.parametrize("mixed", [True, False])
+def test_decodes_of_a_batch_rest_while_online_requests_decode(real: Real, mixed: bool) -> None:
+    """No step may be longer than online requests need alone, so the batch has what is left when they have ended."""
+    tokens = tokens_of(17)
+    requests: Requests = [(tokens(30), 60 + 10 * k) for k in range(12)]
+    online: Requests = [(tokens(20 if k != 3 else 700), 30) for k in range(6)]
+    alone = run(real, "fcfs", requests, [], mixed=False)
+    theirs = run(real, "fcfs", [], online, mixed=False)
+    ours = run(real, None, requests, online, mixed, running=4, limit_s=1e-5)
+    assert ours["answers"] == alone["answers"]
+    assert [found["answer"] for found in ours["online"]] == [found["answer"] for found in theirs["online"]]
+    assert ours["left_out"] > 100
+    assert (ours["waiting"], ours["running"], ours["kv_kept"]) == (0, 0, 0)
+
+
+def test_requests_that_rest_can_be_aborted(real: Real) -> None:
+    """They end, the others get their answers, and nothing of the KV cache is lost."""
+    tokens = tokens_of(18)
+    requests: Requests = [(tokens(30), 60 + 10 * k) for k in range(12)]
+    alone = run(real, "fcfs", requests, [], mixed=True)
+
+    async def main() -> Any:
+        tuning = Tuning(None, CHUNK, limit_s=1e-5)
+        batch_runs = asyncio.create_task(real.engine.run(tuning, [ids for ids, _ in requests], [n for _, n in requests]))
+        while (await real.engine.state())["running"] < len(requests):
+            await asyncio.sleep(0.005)
+        online = asyncio.create_task(real.engine.ask("online", tokens(20), 200))
+        while (await real.engine.state())["left_out"] == 0:
+            await asyncio.sleep(0.005)
+        for number in (2, 7, 8):
+            real.engine.abort(f"bench-{number}")
+        await online
+        return await batch_runs
+
+    ours = real.loop.run_until_complete(asyncio.wait_for(main(), 250))
+    lengths = [len(answer) for answer in ours["answers"]]
+    assert [k for k, (_, wanted) in enumerate(requests) if lengths[k] < wanted] == [2, 7, 8]
+    assert all(ours["answers"][k] == alone["answers"][k] for k in range(12) if k not in (2, 7, 8))
     assert (ours["waiting"], ours["running"], ours["kv_kept"]) == (0, 0, 0)

@@ -17,6 +17,7 @@ import numpy as np
 from sglang.srt.managers.schedule_batch import FINISH_ABORT
 
 from engine_ext.coserve.limit import Limits
+from engine_ext.coserve.predictor import Load
 from engine_ext.coserve.slo import SloClass
 from engine_ext.coserve.victims import victims
 from engine_ext.costs.cost import CostModel
@@ -27,7 +28,7 @@ from engine_ext.plugin.marks import KIND, LENGTHS, UNTOLD, due_of, profile_of
 from engine_ext.plugin.options import Emulation, Overlap, handed_over
 from engine_ext.plugin.platform_entry import gpu_is_present
 from engine_ext.plugin.scheduler import emulated
-from engine_ext.plugin.scheduler.beside import PAGE, Beside
+from engine_ext.plugin.scheduler.beside import PAGE, Beside, Decodes
 from engine_ext.plugin.scheduler.fallback import reason_for_sglang
 from engine_ext.plugin.scheduler.kv_space import KVSpace
 from engine_ext.plugin.scheduler.member import GAIN, MOST_PARKED, Member, Phase
@@ -74,6 +75,7 @@ class Admission:
     parked: int = 0  # chunked prefills that were stopped for online requests
     made_way: list[Any] = field(default_factory=list[Any])  # in this step
     preempted: int = 0  # decoding requests that were taken off the engine for them
+    resting: Any = None  # SGLang's batch of the decodes that the last step left out
     online: dict[Any, int] = field(default_factory=dict[Any, int])  # those that wait: how many steps went by
     online_runs: bool = True  # whether an online request may be among those that decode
     online_admitted: int = 0
@@ -97,7 +99,7 @@ class Admission:
         pins = Pins(scheduler.tree_cache, space.capacity)
         ranks = Ranks.of(scheduler)
         model = EngineModel.of_steps(cost, Clock.MIXED).numbers
-        beside = Beside.of(online.bounds, limits.profiled, model, space.capacity, _lag(scheduler, ranks))
+        beside = Beside.of(online.bounds, limits, model, space.capacity, _lag(scheduler, ranks))
         return cls(scan, overlap, pins, ranks, space, beside, fallback)
 
     def add(self, req: Any) -> None:
@@ -177,10 +179,15 @@ class Admission:
     def most_prompt_tokens(self, scheduler: Any, decoding: int) -> int:
         """Return the prompt tokens of the largest step, in which decodes take part of the room if they ride along.
 
-        However many decode, there is room for a few: else prompts would wait until decodes end.
+        However many decode, there is room for a few: else prompts would wait until decodes end. While online requests
+        come, a step may have fewer prompt tokens.
         """
         riding = decoding if self.overlap.mixes else 0
-        return max(int(scheduler.page_size), PAGE, int(scheduler.chunked_prefill_size or STEP_TOKENS) - riding)
+        fewest = max(int(scheduler.page_size), PAGE)
+        largest = max(fewest, int(scheduler.chunked_prefill_size or STEP_TOKENS) - riding)
+        if self.beside.prompt_tokens is None or not self.beside.is_needed:
+            return largest
+        return min(largest, max(fewest, self.beside.prompt_tokens))
 
     def demand(self, scheduler: Any, decoding: list[Any]) -> Demand:
         """Return what online requests need of the next step. Where there are none, this takes no time."""
@@ -245,6 +252,37 @@ class Admission:
             self._wait_again(member)
         self.made_way += reqs
         self.preempted += len(reqs)
+
+    def decodes(self, running: Any, may_rest: bool) -> tuple[Decodes, list[Any]]:
+        """Return what decodes, and the requests of batches that may be left out of a step."""
+        always, kv = list[int](), list[int]()
+        able = list[Any]()
+        for req in running.reqs:
+            if req.finished():
+                continue
+            if may_rest and req in self.running:
+                able.append(req)
+                kv.append(length(req))
+            else:
+                always.append(length(req))
+        skipped = np.array([self.running[req].skipped for req in able], dtype=np.int64)
+        load = Load(0, 0.0, 0, len(always), sum(always))
+        return Decodes(load, np.array(kv, dtype=np.int64), skipped), able
+
+    def note_left_out(self, resting: Sequence[Any], decoding: Sequence[Any]) -> None:
+        """Note which decodes of batches a step leaves out, and tell the scan for how long others had been.
+
+        Where nobody decodes, nobody is left out.
+        """
+        if decoding:
+            self.beside.left_out += len(resting)
+            for req in resting:
+                self.running[req].skipped += 1
+        for req in decoding:
+            member = self.running.get(req)
+            if member is not None and member.skipped:
+                self.scan.left_out(member.key, member.skipped)
+                member.skipped = 0
 
     def note_admitted(self, reqs: list[Any]) -> None:
         """Note that SGLang took these admissions."""
@@ -314,7 +352,9 @@ class Admission:
 
     def _leave(self, req: Any) -> Member:
         self.not_mixed -= bool(req.return_logprob)
-        return self.running.pop(req)
+        member = self.running.pop(req)
+        member.skipped = 0
+        return member
 
     def _retract(self, member: Member) -> None:
         self.retractions += 1

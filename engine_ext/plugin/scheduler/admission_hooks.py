@@ -1,4 +1,4 @@
-"""Brings the dual scan's admissions into SGLang's scheduler, by wrapping seven of its functions.
+"""Brings the dual scan's admissions into SGLang's scheduler, by wrapping eight of its functions.
 
 In each step, `admit` tells the scan what the KV cache really holds, shows SGLang the requests that the scan admits, in
 its order, and allows as many prompt tokens as the scan does. Online requests go before them (`online.py`).
@@ -8,11 +8,13 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 from sglang.srt.plugins.hook_registry import HookType
 
+from engine_ext.arrays import Bools
 from engine_ext.coserve.predictor import Load
 from engine_ext.plugin.options import Overlap
-from engine_ext.plugin.scheduler import online, preemption
+from engine_ext.plugin.scheduler import online, preemption, resting
 from engine_ext.plugin.scheduler.admission import Admission, admission_of
 from engine_ext.plugin.scheduler.beside import Allowed
 from engine_ext.plugin.scheduler.online import Demand, is_ours, length
@@ -20,6 +22,8 @@ from engine_ext.plugin.scheduler.step_load import load_of
 from engine_ext.scan.decide import ANY_NUMBER
 from engine_ext.scan.live import Step
 
+ROOM = 2  # tokens of each decode for which there must be room if some are left out; a step may still run
+NOBODY_RESTS: Bools = np.zeros(0, dtype=np.bool_)
 _SCHEDULER = "sglang.srt.managers.scheduler.Scheduler"
 _ADDER = "sglang.srt.managers.schedule_policy.PrefillAdder"
 
@@ -39,7 +43,8 @@ def enqueue(original: Callable[..., None], scheduler: Any, req: Any, *args: Any,
 
 def admit(original: Callable[..., Any], scheduler: Any, *args: Any, **kwargs: Any) -> Any:
     """Show SGLang the requests that the scan admits, in its order, and allow as many prompt tokens as it does."""
-    ours, running = admission_of(scheduler), kwargs["running_batch"]
+    ours = admission_of(scheduler)
+    kwargs["running_batch"] = running = _all_decodes(ours, kwargs["running_batch"])
     if ours.overlap is Overlap.PDMUX and scheduler._engine_paused:  # its loop would continue
         return None, running
     started, theirs_s = time.perf_counter(), 0.0
@@ -53,9 +58,18 @@ def admit(original: Callable[..., Any], scheduler: Any, *args: Any, **kwargs: An
 
     if not ours.waiting and not ours.running:
         return _without_batches(ours, scheduler, running, ask_sglang)
-    found = _step(ours, scheduler, running, ask_sglang)
+    batch, running_after = _step(ours, scheduler, running, ask_sglang)
+    if batch is None and running_after.is_empty():  # nothing else is done, so nobody rests for it
+        running_after = _all_decodes(ours, running_after)
     ours.note_time(time.perf_counter() - started - theirs_s)
-    return found
+    return batch, running_after
+
+
+def _all_decodes(ours: Admission, running: Any) -> Any:
+    """Return the batch of all that decodes, with those that the last step left out."""
+    if ours.resting is not None:
+        running, ours.resting = resting.join(running, ours.resting), None
+    return running
 
 
 def _without_batches(ours: Admission, scheduler: Any, running: Any, ask_sglang: Callable[[], Any]) -> Any:
@@ -88,18 +102,19 @@ def _step(ours: Admission, scheduler: Any, running: Any, ask_sglang: Callable[[]
         ours.store_all()
     if not ours.running:
         ours.pins.keep([], again=False)
-    step, budget = _decide(ours, scheduler, running)
+    step, budget, left_out = _decide(ours, scheduler, running)
     continued = scheduler.chunked_req
     if is_beside:  # they decode from here on; tokens decoded during their prefill were not theirs
         ours.prefilled(None)
     candidates = [ours.by_key[key].req for key in step.admitted]
-    ours.ranks.agree(budget, [req.rid for req in (*candidates, *ours.made_way)], ours.scan.is_ready)
+    ours.ranks.agree(budget, [req.rid for req in (*candidates, *ours.made_way, *left_out)], ours.scan.is_ready)
     ours.steps += 1
     ours.decoded = 0 if is_beside else 1
     if budget == 0 and not scheduler.waiting_queue and not scheduler.grammar_manager.has_waiting_grammars():
         ours.note_refused(candidates, first_blocks=False)
         ours.keep_prefixes(changed, ours.space.free)
         _note_launch(ours, None, running)
+        ours.note_left_out(left_out, running.reqs)
         return None, running
     if continued in ours.running:  # SGLang continues it in any case, and a prefill of no tokens would stop decoding
         budget = max(budget, scheduler.page_size)
@@ -130,26 +145,45 @@ def _step(ours: Admission, scheduler: Any, running: Any, ask_sglang: Callable[[]
         ours.decoded = int(batch.decoding_reqs is not None)
     ours.keep_prefixes(changed or batch is not None, ours.space.free)
     _note_launch(ours, batch, running_after)
+    ours.note_left_out(left_out, running_after.reqs if batch is None else batch.decoding_reqs or [])
     return batch, running_after
 
 
-def _decide(ours: Admission, scheduler: Any, running: Any) -> tuple[Step, int]:
-    """Decide the step, in which online requests go first; return the scan's decision and the prompt tokens of all."""
+def _decide(ours: Admission, scheduler: Any, running: Any) -> tuple[Step, int, list[Any]]:
+    """Decide the step, in which online requests go first.
+
+    Returns the scan's decision, the prompt tokens of all, and the decodes that are left out; they are not in `running`
+    any more.
+    """
     now, demand = ours.ranks.tick(), ours.demand(scheduler, running.reqs)
     continued, largest = scheduler.chunked_req, ours.most_prompt_tokens(scheduler, len(running.reqs))
-    allowed = Allowed(demand.tokens, ANY_NUMBER)
+    allowed, left_out = Allowed(demand.tokens, ANY_NUMBER, NOBODY_RESTS), list[Any]()
     if ours.beside.is_needed:
         ours.beside.pass_time(demand, now)
         before = len(continued.prefix_indices) if continued in ours.running else 0
-        allowed = ours.beside.allow(demand, _decodes(running), before, largest, now)
+        decodes, able = ours.decodes(running, _may_rest(ours, scheduler, running))
+        allowed = ours.beside.allow(demand, decodes, before, largest, now)
+        left_out = [able[place] for place in np.flatnonzero(allowed.rests)]
     ours.made_way.clear()
-    step = _ask_scan(ours, scheduler, running, demand, allowed)
+    step = _ask_scan(ours, scheduler, running, demand, allowed, left_out)
     budget = max(step.budget, allowed.online)
     if demand.waiting:
         budget = _make_way(ours, scheduler, budget, allowed.online, largest)
     if demand.prompts:
         _make_room(ours, scheduler, running, demand)
-    return step, budget
+    left_out = [req for req in left_out if req in ours.running]
+    if left_out:
+        ours.resting = resting.set_apart(running, set(left_out))
+    return step, budget, left_out
+
+
+def _may_rest(ours: Admission, scheduler: Any, running: Any) -> bool:
+    """Return whether decodes of batches may be left out of the step.
+
+    Where the KV cache might not do for all, SGLang has to see them: it retracts them, and not online requests.
+    """
+    needed = ROOM * scheduler.page_size * len(running.reqs)
+    return ours.overlap is not Overlap.PDMUX and ours.space.free >= needed and resting.can_rest(scheduler, running)
 
 
 def _decodes(running: Any) -> Load:
@@ -163,7 +197,9 @@ def _load(batch: Any) -> Load:
     return Load(load.prompt_tokens, load.quadratic, len(batch.reqs) - load.decoding, load.decoding, load.kv_tokens)
 
 
-def _ask_scan(ours: Admission, scheduler: Any, running: Any, demand: Demand, allowed: Allowed) -> Step:
+def _ask_scan(
+    ours: Admission, scheduler: Any, running: Any, demand: Demand, allowed: Allowed, left_out: list[Any]
+) -> Step:
     """Let the scan decide; to it, the prompts of online requests are admitted, and what they reserve is used."""
     continued = scheduler.chunked_req
     pending = online.uncomputed_tokens(continued) if continued in ours.running else 0
@@ -172,6 +208,8 @@ def _ask_scan(ours: Admission, scheduler: Any, running: Any, demand: Demand, all
     slots = max(0, scheduler.get_num_allocatable_reqs(decoding) - (continued is not None) - demand.waiting)
     used = ours.space.capacity - ours.space.free + pending + demand.kv + demand.reserved
     used += ours.beside.kept_free
+    decoding -= len(left_out)
+    reads -= sum(length(req) for req in left_out)
     bursts = not ours.overlap.mixes or ours.not_mixed > 0 or running.return_logprob
     ours.scan.set_bursts(bursts)
     pending += 0 if bursts else demand.tokens  # an online prompt is no reason for a whole step of ours
@@ -263,21 +301,31 @@ def _admits(adder: Any) -> bool:
 
 
 def abort(original: Callable[..., Any], scheduler: Any, recv_req: Any) -> Any:
-    """Show SGLang the waiting requests that an abort means; it takes them out itself."""
-    meant = admission_of(scheduler).take_back(recv_req.rid, recv_req.abort_all)
+    """Show SGLang the waiting requests that an abort means, and all that decode; it takes them out itself."""
+    ours = admission_of(scheduler)
+    scheduler.running_batch = _all_decodes(ours, scheduler.running_batch)
+    meant = ours.take_back(recv_req.rid, recv_req.abort_all)
     scheduler.waiting_queue = [*scheduler.waiting_queue, *meant]
     return original(scheduler, recv_req)
 
 
+def pause(original: Callable[..., Any], scheduler: Any, recv_req: Any) -> Any:
+    """Show SGLang all that decode: it may retract them."""
+    scheduler.running_batch = _all_decodes(admission_of(scheduler), scheduler.running_batch)
+    return original(scheduler, recv_req)
+
+
 def is_fully_idle(original: Callable[..., bool], scheduler: Any, *args: Any, **kwargs: Any) -> bool:
-    """Return whether SGLang is idle and none of our requests waits."""
-    return original(scheduler, *args, **kwargs) and not admission_of(scheduler).waiting
+    """Return whether SGLang is idle and none of our requests waits or rests."""
+    ours = admission_of(scheduler)
+    return original(scheduler, *args, **kwargs) and not ours.waiting and ours.resting is None
 
 
 HOOKS = [
     (f"{_SCHEDULER}._add_request_to_queue", enqueue, HookType.AROUND),
     (f"{_SCHEDULER}._get_new_batch_prefill_raw", admit, HookType.AROUND),
     (f"{_SCHEDULER}.abort_request", abort, HookType.AROUND),
+    (f"{_SCHEDULER}.pause_generation", pause, HookType.AROUND),
     (f"{_SCHEDULER}.is_fully_idle", is_fully_idle, HookType.AROUND),
     (f"{_ADDER}.__init__", reserve_for_online, HookType.AROUND),
     (f"{_ADDER}.add_one_req", add_one, HookType.AROUND),

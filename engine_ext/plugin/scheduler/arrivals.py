@@ -38,17 +38,16 @@ class Arrivals:
     """Holds the online requests of one run, and counts the batch's tokens beside them.
 
     `until_s`: how long they arrive. `coming`: those held, by time. `times`: by online request. `gaps`: seconds between
-    their tokens. `tokens`: those of the batch so far, each once, a prompt when it is computed; `at_half`, `at_end`: how
-    many there were when half of `until_s` was over and when all was, -1 before.
+    their tokens. `tokens`: those of the batch so far, a prompt by the share of the answer that is there, as the
+    simulator counts (`simulate/shared_engine.py`); `at_end`: how many there were when `until_s` was over, -1 before.
     """
 
     until_s: float = 0.0
     coming: list[tuple[float, int, Any]] = field(default_factory=list[tuple[float, int, Any]])
     times: dict[str, Times] = field(default_factory=dict[str, Times])
     gaps: list[float] = field(default_factory=list[float])
-    tokens: int = 0
-    at_half: int = -1
-    at_end: int = -1
+    tokens: float = 0.0
+    at_end: float = -1.0
     _seen: dict[str, int] = field(default_factory=dict[str, int])
     _held: int = 0
 
@@ -76,10 +75,9 @@ class Arrivals:
                 if generated > self.times[req.rid].generated:
                     self._got_token(self.times[req.rid], req, now)
             elif generated > (seen := self._seen.get(req.rid, 0)):
-                self.tokens += generated - seen + (0 if seen else len(req.origin_input_ids))
+                output = req.sampling_params.max_new_tokens
+                self.tokens += (generated - seen) * (len(req.origin_input_ids) + output) / output
                 self._seen[req.rid] = generated
-        if self.at_half < 0 and now >= self.until_s / 2:
-            self.at_half = self.tokens
         if self.at_end < 0 and now >= self.until_s:
             self.at_end = self.tokens
 
@@ -115,7 +113,7 @@ def report(scheduler: Any) -> dict[str, Any]:
         return {}
     times = list(ours.times.values())
     columns = {name: [getattr(each, name) for each in times] for name in Times.__slots__}
-    batch = {"batch_at_half": ours.at_half, "batch_at_end": ours.at_end, "batch_tokens": ours.tokens}
+    batch = {"batch_at_end": ours.at_end, "batch_tokens": ours.tokens}
     return {"held": len(ours.coming), "online": columns, "online_gaps": ours.gaps, **batch}
 
 

@@ -1,8 +1,8 @@
 """Bounds the steps of one scheduler beside online requests, so that each of their tokens comes in time.
 
-The scan may compute only as many prompt tokens as the step's limit leaves (`coserve/limit.py`). The limit comes from
-the slack of the online requests in the step, and the predictor says how long a step takes. An engine that has seen no
-online request for an hour does not ask.
+The scan may compute only as many prompt tokens as the step's limit leaves (`coserve/limit.py`), and decodes of batches
+that do not fit in it rest (`coserve/harvest.py`). The limit comes from the slack of the online requests in the step,
+and the predictor says how long a step takes. An engine that has seen no online request for an hour does not ask.
 """
 
 import math
@@ -12,7 +12,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from engine_ext.coserve.limit import NOT_PROFILED, Profiled, step_limit, while_prompts_wait
+from engine_ext.arrays import Bools, Column
+from engine_ext.coserve.harvest import harvest
+from engine_ext.coserve.limit import NOT_PROFILED, Limits, Profiled, step_limit, while_prompts_wait
 from engine_ext.coserve.predictor import Load, Predictor, longest_chunk, new_predictor, observe, predict, with_chunk
 from engine_ext.coserve.reserve import Held, new_held, note_held, reserve
 from engine_ext.coserve.slo import Bounds, least_slack
@@ -34,21 +36,37 @@ class Pace:
     generated: int = 0
 
 
+class Decodes(NamedTuple):
+    """What decodes: the `load` of those that are in any step, and the batches' decodes that may be left out of one.
+
+    `kv`: KV tokens that each of these reads; `skipped`: for how many steps running it was left out; int64.
+    """
+
+    load: Load
+    kv: Column
+    skipped: Column
+
+
 class Allowed(NamedTuple):
-    """The prompt tokens of the next step: the `online` ones among them, and `most` in all."""
+    """The prompt tokens of the next step: the `online` ones among them, and `most` in all.
+
+    `rests`: which of the decodes that may be left out are.
+    """
 
     online: int
     most: int
+    rests: Bools
 
 
 @dataclass(eq=False)
 class Beside:
     """The online requests of one scheduler, and how long its steps may be because of them.
 
-    `lag`: how many steps run that were launched before, when the next one is decided. `limit_s`, `slack_s`: those of
-    the last step. `limited`: steps in which the batches got fewer prompt tokens than a whole step has. `ended`: online
-    requests that have left; `late`: those of them that missed a bound. `ttft_s`, `tpot_s`: the longest so far.
-    `is_needed`: whether there was an online request in the last hour.
+    `lag`: how many steps run that were launched before, when the next one is decided. `prompt_tokens`: the most of a
+    step, if that was profiled. `limit_s`, `slack_s`: those of the last step. `limited`: steps in which the batches got
+    fewer prompt tokens than the step had room for. `left_out`: decodes that steps left out. `ended`: online requests
+    that have left; `late`: those of them that missed a bound. `ttft_s`, `tpot_s`: the longest so far. `is_needed`:
+    whether there was an online request in the last hour.
     """
 
     bounds: Bounds
@@ -56,10 +74,12 @@ class Beside:
     held: Held
     lag: int
     profiled: Profiled
+    prompt_tokens: int | None
     paces: dict[Any, Pace] = field(default_factory=dict[Any, Pace])
     limit_s: float = math.inf
     slack_s: float = math.inf
     limited: int = 0
+    left_out: int = 0
     ended: int = 0
     late: int = 0
     ttft_s: float = 0.0
@@ -70,8 +90,8 @@ class Beside:
     is_needed: bool = False
 
     @classmethod
-    def of(cls, bounds: Bounds, profiled: Profiled, model: StepModel, capacity: int, lag: int) -> "Beside":
-        return cls(bounds, new_predictor(model), new_held(capacity), lag, profiled)
+    def of(cls, bounds: Bounds, limits: Limits, model: StepModel, capacity: int, lag: int) -> "Beside":
+        return cls(bounds, new_predictor(model), new_held(capacity), lag, limits.profiled, limits.prompt_tokens)
 
     @property
     def kept_free(self) -> int:
@@ -120,18 +140,19 @@ class Beside:
         self._loads.clear()
         self._before = math.nan
 
-    def allow(self, demand: Demand, decodes: Load, before: int, largest: int, now: float) -> Allowed:
-        """Return the prompt tokens of the next step, of which the largest has `largest`.
+    def allow(self, demand: Demand, decodes: Decodes, before: int, largest: int, now: float) -> Allowed:
+        """Return the prompt tokens of the next step, and which decodes it leaves out.
 
-        `decodes`: all that decode in it. `before`: the computed tokens of the batch's prompt that is next.
+        `before`: the computed tokens of the batch's prompt that is next. `largest`: prompt tokens of the largest step.
         """
         running_s = sum(float(predict(self.predictor, load)) for load in self._loads)
         self.slack_s = self._least_slack(demand.decoding, now) - running_s
-        alone_s = float(predict(self.predictor, decodes))
+        load = decodes.load
+        alone_s = float(predict(self.predictor, load))
         limit_s = step_limit(self.bounds, NOT_PROFILED, self.slack_s, alone_s, len(demand.decoding))
-        online = longest_chunk(self.predictor, decodes, demand.before, limit_s, demand.tokens) if demand.tokens else 0
+        online = longest_chunk(self.predictor, load, demand.before, limit_s, demand.tokens) if demand.tokens else 0
         online = min(demand.tokens, max(online, PAGE))
-        load = with_chunk(decodes, demand.before, online) if online else decodes
+        load = with_chunk(load, demand.before, online) if online else load
         alone_s, rest = float(predict(self.predictor, load)), demand.tokens - online
         slack_s = self.slack_s
         if rest > 0:
@@ -139,11 +160,14 @@ class Beside:
             slack_s = min(slack_s, float(while_prompts_wait(alone_s, first_s, rest, online)))
         there = len(demand.decoding) + len(demand.prompts)
         self.limit_s = float(step_limit(self.bounds, self.profiled, slack_s, alone_s, there))
-        ours = int(longest_chunk(self.predictor, load, before, self.limit_s, largest))
+        rests, most = np.zeros(len(decodes.kv), dtype=np.bool_), max(0, largest - online)
+        found = harvest(self.predictor, load, decodes.kv, decodes.skipped, rests, self.limit_s, before, most)
+        ours = int(found.prompt_tokens)
         if there == 0:  # nobody waits for this step; a limit that no step can keep must not end the batches
             ours = max(ours, PAGE)
-        self.limited += ours < largest
-        return Allowed(online, online + ours)
+            rests &= not rests.all()
+        self.limited += ours < most
+        return Allowed(online, online + ours, rests)
 
     def _left(self, pace: Pace) -> None:
         """Note that a request has ended, or was aborted; its last token came with the step that has just ended."""

@@ -24,7 +24,7 @@ class Member:
     `tokens`: output tokens when its prefill ended; with the next one SGLang puts the prompt into its cache.
     `computed`: prompt tokens that were computed when its prefill was last stopped for online requests. `stopped`: how
     often that was with fewer than GAIN more than the time before. `taken_off`: how often it was taken off the engine
-    for them while it decoded.
+    for them while it decoded. `skipped`: steps running in which others decoded and it was left out.
     """
 
     req: Any
@@ -34,3 +34,4 @@ class Member:
     computed: int = 0
     stopped: int = 0
     taken_off: int = 0
+    skipped: int = 0

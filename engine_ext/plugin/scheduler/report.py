@@ -51,6 +51,7 @@ def _of_scan(ours: Admission) -> dict[str, Any]:
         "parked": ours.parked,
         "preempted": ours.preempted,
         "limited_steps": ours.beside.limited,
+        "left_out": ours.beside.left_out,
         "online_ended": ours.beside.ended,
         "online_late": ours.beside.late,
         "online_ttft_s": ours.beside.ttft_s,

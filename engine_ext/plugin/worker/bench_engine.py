@@ -210,5 +210,9 @@ class BenchEngine:
             if state["queued"] + state.get("waiting", 0) + state.get("held", 0) >= count:
                 return
 
+    def abort(self, rid: str) -> None:
+        """End the request with this id, or those whose ids begin with it."""
+        self._manager.abort_request(rid)
+
     def close(self) -> None:
         shut_down(self._engine)
