@@ -117,6 +117,7 @@ class Scene:
         row = row_of(self.case.suite, self.share, self.case.batch, contest.base, best, policy, self.alone)
         found = {} if best is None else asdict(best)
         settings = found.pop("settings", {})
+        settings.pop("seed", None)  # the case has one too
         profiled = settings.pop("profiled", contest.base.settings.profiled)._asdict()
         finite = {name: value for name, value in {**profiled, **settings}.items() if math.isfinite(value)}
         base = {name: getattr(contest.base, name) for name in (*METRICS, "violations", "normalized_latency")}

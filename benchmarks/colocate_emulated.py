@@ -30,7 +30,7 @@ from engine_ext.plugin.tuning import MOST_TOKENS, PRIORITY, Tuning
 from engine_ext.plugin.worker.bench_engine import Arriving, BenchEngine
 from engine_ext.simulate.colocate import OURS
 from engine_ext.simulate.contest import Within, row_of
-from engine_ext.simulate.measured import Measured, Times
+from engine_ext.simulate.measured import Measured, Times, tokens_done
 from service.demo.model import ensure_demo_model
 from service.demo.prompts import corpus
 
@@ -125,16 +125,17 @@ def _measured(here: Scene, slo: SloClass, policy: str, foreseen: Measured, found
     times = Times(np.full(count, found["virtual_s"]), gaps=np.array(found["online_gaps"]), **columns)
     batch, duration = here.traffic.batch, here.traffic.arrivals.duration_s
     tokens = (here.traffic.lengths + here.traffic.output)[batch:][columns["ended"]].sum()
+    lengths, output = here.traffic.lengths[:batch], here.traffic.output[:batch]
     return Measured(
         policy=policy,
         settings=foreseen.settings,
         online_tokens_per_s=float(tokens) / duration,
-        offline_tokens_per_s=max(0.0, found["batch_at_end"]) / duration,
+        offline_tokens_per_s=tokens_done(lengths, output, np.array(found["batch"]), here.model) / duration,
         **times.latencies(slo),
         preemptions=found.get("preempted", 0) + found.get("parked", 0),
         recomputed_tokens=found.get("retracted_tokens", 0),
         restored_tokens=0,
-        left_out=0,
+        left_out=found.get("left_out", 0),
         steps=found["virtual_steps"],
         busy=found["virtual_s"] and (found["virtual_compute_s"] + found["virtual_reads_s"]) / found["virtual_s"],
         ended_s=float(times.last_s.max(initial=0.0)),

@@ -60,7 +60,7 @@ class Settings(BaseSettings):
     )
     slo_file: Path | None = Field(
         None,
-        description="what online requests must get beside batches, and how long steps may be: written by profile-slo",
+        description="what online requests must get beside batches, and the limits of steps: written by profile-slo",
     )
     emulated_device: Literal["no answer is real"] | None = Field(
         None, description="load tests only: no model runs; BATCHWEAVE_GPU's cost model sets how long steps take"

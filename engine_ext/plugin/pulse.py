@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 CHECK_S = 2.0
-STOOD_STILL_S = 3 * CHECK_S  # a check this late says that the machine was suspended, and the engine with it
+STOOD_STILL_S = 3 * CHECK_S  # a check this late says that the machine stood still, and the engine with it
 FIRST_STEPS = 10  # times the limit for the first step of a process, which may compile its kernels
 SPARE = 2.0  # the limit is at least this many times the longest turn seen
 SLOTS = 256  # ranks of one engine

@@ -20,7 +20,7 @@ def prefilled(state: State, request: int) -> None:
 
 @compiled
 def left_out(state: State, request: int, steps: int) -> None:
-    """Note that a request that decodes got no token in so many steps that decisions counted, or that the next does."""
+    """Note that a decoding request got no token in this many counted steps; the next decision may count the last."""
     if state.requests[request].started != NOT_STARTED:
         state.requests[request].started += steps
         state.totals[0].own_kv -= steps

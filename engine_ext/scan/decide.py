@@ -279,9 +279,12 @@ def _budget(state: State, decoding_kv: int, decoding: int, pending: int) -> int:
     # This replaces C_L + C_R of BlendServe's Algorithm 3, which follow the root's constant density, not what remains.
     compute_s = _ratio(state, pending * token_s) * reads_s
     paced = (compute_s - decoding * costs.gemm_s) / token_s
-    tokens = decoding + max(paced, _riding(costs, token_s, reads_s, decoding))
+    riding = decoding + _riding(costs, token_s, reads_s, decoding)
+    tokens = max(decoding + paced, riding)
     if tokens >= 2 * ALIGNMENT:  # BlendServe A.2: multiples of 128 use the hardware better
         tokens = np.floor(tokens / ALIGNMENT + 0.5) * ALIGNMENT
+        if tokens < riding:  # else the step would read weights and compute nothing meanwhile
+            tokens += ALIGNMENT
     return int(max(0.0, min(tokens, most) - decoding))
 
 

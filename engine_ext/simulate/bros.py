@@ -31,8 +31,8 @@ from engine_ext.simulate.shared_engine import (
     NOBODY,
     SharedEngine,
     admit,
-    count_batch,
     needed,
+    note_generated,
     room,
     run_step,
 )
@@ -75,7 +75,7 @@ def run_bros(
     heap, totals = empty_heap(), engine.totals[0]
     online = len(engine.requests) - batch
     while totals.now_s < until_s or (totals.done < online and totals.now_s < DRAIN * until_s):
-        count_batch(engine, totals.now_s, until_s)
+        note_generated(engine, totals.now_s, until_s)
         arrive(engine, line, batch)
         release_group(engine, line, packing.group)
         _pack(engine, cache, heap, predictor, line, packing, batch)
@@ -84,7 +84,7 @@ def run_bros(
         if load.prompt_tokens + load.decoding == 0 and not wait(engine, line, batch, until_s, np.inf):
             break
         put_back(engine, line)
-    count_batch(engine, np.inf, until_s)
+    note_generated(engine, np.inf, until_s)
 
 
 @compiled

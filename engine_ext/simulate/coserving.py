@@ -25,8 +25,8 @@ from engine_ext.simulate.shared_engine import (
     PREFILL,
     SharedEngine,
     admit,
-    count_batch,
     needed,
+    note_generated,
     room,
     run_step,
     take_off,
@@ -82,7 +82,7 @@ def run_ours(
     first_online = len(state.requests)
     online, steps = len(requests) - first_online, 0
     while totals.now_s < until_s or (totals.done < online and totals.now_s < DRAIN * until_s):
-        count_batch(engine, totals.now_s, until_s)
+        note_generated(engine, totals.now_s, until_s)
         if is_outdated(waiting(state), has_drifted(state), steps, answers):
             return False
         if more and state.totals[0].running + waiting(state) == 0:
@@ -103,7 +103,7 @@ def run_ours(
         note_held(ours.held, totals.online_held, totals.last_step_s)
         answers -= _tell(engine, state, line)
         ours.decoded[0] = 1 if load.decoding > 0 else 0
-    count_batch(engine, np.inf, until_s)
+    note_generated(engine, np.inf, until_s)
     return True
 
 
@@ -244,7 +244,10 @@ def _batch(
     most = max(0, rules.chunk - load.prompt_tokens)
     rests = ours.rests[:count]
     found = harvest(ours.predictor, load, ours.kv[:count], ours.skipped[:count], rests, limit_s, before, most)
-    kv = 0
+    left_out, kv = found.left_out, 0
+    if left_out == count and load.prompts + load.decoding == 0:  # a limit that no step can keep must not end the batch
+        rests[:] = False
+        left_out = 0
     for k in range(count):
         requests[ours.batch[k]].rests = 1 if rests[k] else 0
         kv += 0 if rests[k] else ours.kv[k]
@@ -252,7 +255,7 @@ def _batch(
         state,
         cache.tokens[0].locked + _kept_free(ours, totals.online_held, totals.now_s),
         load.kv_tokens + kv,
-        load.decoding + count - found.left_out,
+        load.decoding + count - left_out,
         pending + load.prompt_tokens,
         int(ours.decoded[0]),
         len(requests),

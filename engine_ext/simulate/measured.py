@@ -9,6 +9,7 @@ import numpy as np
 from engine_ext.arrays import Bools, Column, Floats, column
 from engine_ext.coserve.limit import NOT_PROFILED, Profiled
 from engine_ext.coserve.slo import SloClass
+from engine_ext.costs.engine_model import EngineModel
 from engine_ext.simulate.shared_engine import DONE, SharedEngine
 from engine_ext.simulate.traffic import Traffic
 
@@ -17,8 +18,9 @@ NO_LIMIT = math.inf
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """Says what a policy is set to. `chunk`: the most tokens of a step. `profiled`: the limits of a step.
+    """Says what a policy is set to. `profiled`: the limits of a step.
 
+    `chunk`: the most prompt tokens of a step; for policies that count decodes as SGLang does, these are among them.
     `rate`: requests of the batch per second, for policies that bound it. `reserved`: SGLang's new token ratio.
     `most_decoding`: the most requests on an engine that only decodes, for policies that bound them.
     """
@@ -35,8 +37,8 @@ class Settings:
 class Measured:
     """Holds the results of one run. Times are in seconds.
 
-    `offline_tokens_per_s`: tokens of the batch, each once, however often it is computed. Prompt and answer of a
-    request count by the share of the answer that is there when the time of the arrivals is over.
+    `offline_tokens_per_s`: the batch's tokens, times the share of its work that is done when the time of the arrivals
+    is over (`tokens_done`), by this time.
     `violations`: the share of online requests that missed one of the class's bounds, or had not ended when the run was
     given up. `normalized_latency`: seconds from arrival to end per output token, as a mean over requests. `ended_s`:
     the time of the last online token. `batch_ended`: requests of the batch that have ended, also after the arrivals,
@@ -109,7 +111,25 @@ class Played:
     engines: tuple[SharedEngine, ...]
 
 
-def measured(policy: str, settings: Settings, played: Sequence[Played], slo: SloClass) -> Measured:
+def tokens_done(prompt: Column, output: Column, generated: Column, model: EngineModel) -> float:
+    """Return the batch's tokens, times the share of its work that is done: seconds of GEMM, attention and KV reads.
+
+    All columns are in tokens, by request of the batch; a prompt counts with the first token of its answer, and what was
+    computed again, or found in the cache, changes nothing. The tokens of what is done would not do: who takes prompts
+    with short answers first has many of them soon, and the long answers are still to come.
+    """
+    if len(prompt) == 0 or len(generated) == 0:
+        return 0.0
+
+    def work_s(tokens: Column) -> float:
+        gemm = model.gemm_s * (prompt + tokens) + model.quadratic_s * prompt.astype(float) ** 2
+        reads = model.read_s * (prompt * tokens + tokens**2 / 2)
+        return float(((gemm + reads) * (tokens > 0)).sum())
+
+    return float((prompt + output).sum()) * work_s(generated) / work_s(output)
+
+
+def measured(policy: str, settings: Settings, played: Sequence[Played], slo: SloClass, model: EngineModel) -> Measured:
     """Return the results of a run, in which each part had engines and traffic of its own."""
 
     def online(name: str) -> Floats:
@@ -117,7 +137,6 @@ def measured(policy: str, settings: Settings, played: Sequence[Played], slo: Slo
         return np.concatenate(parts)
 
     totals = [engine.totals[0] for each in played for engine in each.engines]
-    firsts = [each.engines[0].totals[0] for each in played]
     now = [np.full(len(p.traffic.arrivals), max(float(e.totals[0].now_s) for e in p.engines)) for p in played]
     tokens = [(p.traffic.lengths + p.traffic.output)[p.traffic.batch :] for p in played]
     ended = online("state") == DONE
@@ -137,7 +156,7 @@ def measured(policy: str, settings: Settings, played: Sequence[Played], slo: Slo
         policy=policy,
         settings=settings,
         online_tokens_per_s=float(np.concatenate(tokens)[ended].sum()) / duration,
-        offline_tokens_per_s=sum(int(each.at_end) for each in firsts) / duration,
+        offline_tokens_per_s=sum(_tokens_done(each, model) for each in played) / duration,
         **times.latencies(slo),
         preemptions=sum(int(each.preemptions) for each in totals),
         recomputed_tokens=sum(int(each.recomputed) for each in totals),
@@ -152,6 +171,13 @@ def measured(policy: str, settings: Settings, played: Sequence[Played], slo: Slo
             for each, done in zip(played, over, strict=True)
         ),
     )
+
+
+def _tokens_done(played: Played, model: EngineModel) -> float:
+    batch = slice(0, played.traffic.batch)
+    requests = played.engines[0].requests
+    prompt, output, counted = (column(requests, name)[batch] for name in ("prompt", "output", "counted"))
+    return tokens_done(prompt, output, counted, model)
 
 
 def _mean(values: Floats) -> float:

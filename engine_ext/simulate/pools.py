@@ -20,9 +20,9 @@ from engine_ext.simulate.shared_engine import (
     NOBODY,
     SharedEngine,
     admit,
-    count_batch,
     leave,
     needed,
+    note_generated,
     room,
     run_step,
     take_off,
@@ -74,7 +74,7 @@ def run_pools(pools: Pools, predictor: Predictor, line: Line, rules: Pooling, ba
         now_s = min(relaxed.now_s, strict.now_s)
         if now_s >= until_s and (relaxed.done + strict.done >= online or now_s >= DRAIN * until_s):
             break
-        count_batch(pools.relaxed, now_s, until_s)
+        note_generated(pools.relaxed, now_s, until_s)
         _push(pools, prompts, decodes, line, rules)
         if relaxed.now_s <= strict.now_s:
             arrive(pools.relaxed, line, batch)
@@ -98,7 +98,7 @@ def run_pools(pools: Pools, predictor: Predictor, line: Line, rules: Pooling, ba
             put_back(pools.strict, line)
             if load.prompt_tokens + load.decoding == 0:
                 _wait_strict(pools)
-    count_batch(pools.relaxed, np.inf, until_s)
+    note_generated(pools.relaxed, np.inf, until_s)
 
 
 @compiled

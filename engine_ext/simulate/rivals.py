@@ -30,8 +30,8 @@ from engine_ext.simulate.shared_engine import (
     Request,
     SharedEngine,
     admit,
-    count_batch,
     needed,
+    note_generated,
     room,
     run_step,
     take_off,
@@ -88,7 +88,7 @@ def run_rival(
     heap, totals = empty_heap(), engine.totals[0]
     online = len(engine.requests) - batch
     while totals.now_s < until_s or (totals.done < online and totals.now_s < DRAIN * until_s):
-        count_batch(engine, totals.now_s, until_s)
+        note_generated(engine, totals.now_s, until_s)
         arrive(engine, line, batch)
         release_group(engine, line, rival.group)
         choose(engine, cache, heap, predictor, line, rival, batch)
@@ -99,7 +99,7 @@ def run_rival(
         if rival.reserved > 0.0:
             _adapt(engine, rival, load.decoding)
         put_back(engine, line)
-    count_batch(engine, np.inf, until_s)
+    note_generated(engine, np.inf, until_s)
 
 
 @compiled

@@ -24,9 +24,10 @@ class Request:
 
     `prompt`, `output`, `generated`: tokens. `online`: 1 if someone waits for it. `state`: one of COMES to DONE.
     `left`, `left_quadratic`: prompt tokens and quadratic work still to compute; `take`: prompt tokens of the next step.
-    `held`: output tokens in the KV cache; `kept`: those left there when it was taken off. `number`: the order of
-    admission. `place`: its index in `decoding`. `rests`: 1 if the next step leaves it out; `skipped`: for how many
-    steps running. `preempted`: how often it was taken off. `gap_s`: the longest time between two of its tokens.
+    `held`: output tokens in the KV cache; `kept`: those left there when it was taken off. `counted`: output tokens when
+    the time was over. `number`: the order of admission. `place`: its index in `decoding`. `rests`: 1 if the next step
+    leaves it out; `skipped`: for how many steps running. `preempted`: how often it was taken off. `gap_s`: the longest
+    time between two of its tokens.
     """
 
     leaf: int
@@ -39,6 +40,7 @@ class Request:
     take: int
     held: int
     kept: int
+    counted: int
     number: int
     place: int
     rests: int
@@ -56,9 +58,9 @@ class Totals:
 
     `decoding`, `prefilling`: requests in these columns. `online_decoding`, `online_kv`: online requests that decode,
     and the KV tokens that they read. `online_held`: KV tokens of all online requests on the engine, prefixes included.
-    `at_end`: tokens of the batch that count when the time is over, -1 before. `gaps`: seconds between tokens of online
-    requests that are written down. `done`: the online requests that have ended. `preempted`, `finished`, `prefilled`:
-    what the last step or policy put into the columns of these names.
+    `is_over`: 1 when the time of the arrivals is. `gaps`: seconds between tokens of online requests that are written
+    down. `done`: the online requests that have ended. `preempted`, `finished`, `prefilled`: what the last step or
+    policy put into the columns of these names.
     """
 
     steps: int
@@ -77,7 +79,7 @@ class Totals:
     recomputed: int
     restored: int
     left_out: int
-    at_end: int
+    is_over: int
     now_s: float
     busy_s: float
     last_step_s: float
@@ -110,24 +112,20 @@ def new_shared_engine(leaf: Column, prompt: Column, output: Column, online: Bool
         return np.zeros(count, dtype=np.int64)
 
     totals = new_records(Totals, 1)
-    totals[0].at_end = -1
     return SharedEngine(requests, places(), places(), places(), places(), places(), gaps, totals)
 
 
 @compiled
-def count_batch(engine: SharedEngine, now_s: float, until_s: float) -> None:
-    """Note how many tokens of the batch count when the time until `until_s` is over.
+def note_generated(engine: SharedEngine, now_s: float, until_s: float) -> None:
+    """Note how many output tokens each request has when a step first ends after `until_s`.
 
-    A request counts with its prompt by the share of its answer that is there: else who starts most would look best.
+    Of two engines in pools, this is a step of the one that is behind.
     """
     totals = engine.totals[0]
-    if totals.at_end >= 0 or now_s < until_s:
-        return
-    totals.at_end = 0
-    for request in range(len(engine.requests)):
-        r = engine.requests[request]
-        if r.online == 0:
-            totals.at_end += (r.prompt + r.output) * r.generated // r.output
+    if totals.is_over == 0 and now_s >= until_s:
+        totals.is_over = 1
+        for request in range(len(engine.requests)):
+            engine.requests[request].counted = engine.requests[request].generated
 
 
 @compiled
@@ -232,7 +230,8 @@ def run_step(engine: SharedEngine, cache: Cache, heap: Heap, model: StepModel, o
     totals.busy_s += seconds
     totals.last_step_s = seconds
     totals.steps += 1
-    _decode(engine, cache, heap)
+    if decoding > 0:  # where nobody decodes, nobody is left out
+        _decode(engine, cache, heap)
     _end_prompts(engine, cache, heap)
     return load
 

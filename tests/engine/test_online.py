@@ -154,9 +154,12 @@ def test_a_batch_gives_a_request_slot_up(real: Real) -> None:
 
 @pytest.mark.parametrize("mixed", [True, False])
 def test_decodes_of_a_batch_rest_while_online_requests_decode(real: Real, mixed: bool) -> None:
-    """No step may be longer than online requests need alone, so the batch has what is left when they have ended."""
+    """No step may be longer than online requests need alone, so the batch has what is left when they have ended.
+
+    Then decodes that have rested ride beside a chunk of a long prompt at once.
+    """
     tokens = tokens_of(17)
-    requests: Requests = [(tokens(30), 60 + 10 * k) for k in range(12)]
+    requests: Requests = [(tokens(30), 60 + 10 * k) for k in range(12)] + [(tokens(LONG), 4) for _ in range(12)]
     online: Requests = [(tokens(20 if k != 3 else 700), 30) for k in range(6)]
     alone = run(real, "fcfs", requests, [], mixed=False)
     theirs = run(real, "fcfs", [], online, mixed=False)
@@ -175,7 +178,8 @@ def test_requests_that_rest_can_be_aborted(real: Real) -> None:
 
     async def main() -> Any:
         tuning = Tuning(None, CHUNK, limit_s=1e-5)
-        batch_runs = asyncio.create_task(real.engine.run(tuning, [ids for ids, _ in requests], [n for _, n in requests]))
+        prompts, outputs = [ids for ids, _ in requests], [wanted for _, wanted in requests]
+        batch_runs = asyncio.create_task(real.engine.run(tuning, prompts, outputs))
         while (await real.engine.state())["running"] < len(requests):
             await asyncio.sleep(0.005)
         online = asyncio.create_task(real.engine.ask("online", tokens(20), 200))

@@ -260,7 +260,7 @@ class Admission:
         for req in running.reqs:
             if req.finished():
                 continue
-            if may_rest and req in self.running:
+            if may_rest and req in self.running and req.to_finish is None:  # one that is aborted ends by decoding
                 able.append(req)
                 kv.append(length(req))
             else:

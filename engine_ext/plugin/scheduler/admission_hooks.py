@@ -1,4 +1,4 @@
-"""Brings the dual scan's admissions into SGLang's scheduler, by wrapping eight of its functions.
+"""Brings the dual scan's admissions into SGLang's scheduler, by wrapping functions of it.
 
 In each step, `admit` tells the scan what the KV cache really holds, shows SGLang the requests that the scan admits, in
 its order, and allows as many prompt tokens as the scan does. Online requests go before them (`online.py`).
@@ -41,10 +41,16 @@ def enqueue(original: Callable[..., None], scheduler: Any, req: Any, *args: Any,
         ours.note_time(time.perf_counter() - started, is_step=False)
 
 
+def begin_step(original: Callable[..., Any], scheduler: Any, *args: Any, **kwargs: Any) -> Any:
+    """Show SGLang all that decode, with those that the last step left out."""
+    if "running_batch" in kwargs:  # else it is no loop of an engine that the scan drives
+        kwargs["running_batch"] = _all_decodes(admission_of(scheduler), kwargs["running_batch"])
+    return original(scheduler, *args, **kwargs)
+
+
 def admit(original: Callable[..., Any], scheduler: Any, *args: Any, **kwargs: Any) -> Any:
     """Show SGLang the requests that the scan admits, in its order, and allow as many prompt tokens as it does."""
-    ours = admission_of(scheduler)
-    kwargs["running_batch"] = running = _all_decodes(ours, kwargs["running_batch"])
+    ours, running = admission_of(scheduler), kwargs["running_batch"]
     if ours.overlap is Overlap.PDMUX and scheduler._engine_paused:  # its loop would continue
         return None, running
     started, theirs_s = time.perf_counter(), 0.0
@@ -323,6 +329,7 @@ def is_fully_idle(original: Callable[..., bool], scheduler: Any, *args: Any, **k
 
 HOOKS = [
     (f"{_SCHEDULER}._add_request_to_queue", enqueue, HookType.AROUND),
+    (f"{_SCHEDULER}.get_next_batch_to_run", begin_step, HookType.AROUND),
     (f"{_SCHEDULER}._get_new_batch_prefill_raw", admit, HookType.AROUND),
     (f"{_SCHEDULER}.abort_request", abort, HookType.AROUND),
     (f"{_SCHEDULER}.pause_generation", pause, HookType.AROUND),
@@ -330,4 +337,5 @@ HOOKS = [
     (f"{_ADDER}.__init__", reserve_for_online, HookType.AROUND),
     (f"{_ADDER}.add_one_req", add_one, HookType.AROUND),
     *online.HOOKS,
+    *resting.HOOKS,
 ]

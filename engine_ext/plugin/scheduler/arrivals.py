@@ -38,17 +38,16 @@ class Arrivals:
     """Holds the online requests of one run, and counts the batch's tokens beside them.
 
     `until_s`: how long they arrive. `coming`: those held, by time. `times`: by online request. `gaps`: seconds between
-    their tokens. `tokens`: those of the batch so far, a prompt by the share of the answer that is there, as the
-    simulator counts (`simulate/shared_engine.py`); `at_end`: how many there were when `until_s` was over, -1 before.
+    their tokens. `generated`: output tokens of the batch's requests, by id, when a step first ends after `until_s`;
+    `is_over`: whether one has.
     """
 
     until_s: float = 0.0
     coming: list[tuple[float, int, Any]] = field(default_factory=list[tuple[float, int, Any]])
     times: dict[str, Times] = field(default_factory=dict[str, Times])
     gaps: list[float] = field(default_factory=list[float])
-    tokens: float = 0.0
-    at_end: float = -1.0
-    _seen: dict[str, int] = field(default_factory=dict[str, int])
+    generated: dict[str, int] = field(default_factory=dict[str, int])
+    is_over: bool = False
     _held: int = 0
 
     def hold(self, received: list[Any], now: float) -> list[Any]:
@@ -74,12 +73,9 @@ class Arrivals:
             if req.rid in self.times:
                 if generated > self.times[req.rid].generated:
                     self._got_token(self.times[req.rid], req, now)
-            elif generated > (seen := self._seen.get(req.rid, 0)):
-                output = req.sampling_params.max_new_tokens
-                self.tokens += (generated - seen) * (len(req.origin_input_ids) + output) / output
-                self._seen[req.rid] = generated
-        if self.at_end < 0 and now >= self.until_s:
-            self.at_end = self.tokens
+            elif not self.is_over:
+                self.generated[req.rid] = generated
+        self.is_over = now >= self.until_s
 
     def _got_token(self, times: Times, req: Any, now: float) -> None:
         if times.generated == 0:
@@ -107,14 +103,17 @@ def arrivals_of(scheduler: Any) -> Arrivals:
 
 
 def report(scheduler: Any) -> dict[str, Any]:
-    """Return what the online requests of this run got, by column, and the batch; empty where none were announced."""
+    """Return what the online requests of this run got, by column, and the batch; empty where none were announced.
+
+    What the batch got is told when all have arrived: it is long, and asked for often before.
+    """
     ours = arrivals_of(scheduler)
     if ours.until_s == 0:
         return {}
     times = list(ours.times.values())
     columns = {name: [getattr(each, name) for each in times] for name in Times.__slots__}
-    batch = {"batch_at_end": ours.at_end, "batch_tokens": ours.tokens}
-    return {"held": len(ours.coming), "online": columns, "online_gaps": ours.gaps, **batch}
+    batch = {} if ours.coming else ours.generated
+    return {"held": len(ours.coming), "online": columns, "online_gaps": ours.gaps, "batch": batch}
 
 
 def receive(original: Callable[..., Any], scheduler: Any, received: list[Any]) -> Any:

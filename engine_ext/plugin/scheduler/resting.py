@@ -1,20 +1,21 @@
 """Leaves decodes of batches out of one step, so that it ends in time for online requests (OOCO algorithm 2).
 
 SGLang decodes all that is in its running batch. Those left out are in a batch of their own while it decides a step and
-launches it, and come back before anybody looks again. Their KV cache and their request slots stay theirs.
+launches it, and come back before the next one. Their KV cache and their request slots stay theirs.
 """
 
 from copy import copy
 from typing import Any
 
 from sglang.srt.mem_cache.radix_cache import RadixCache
+from sglang.srt.plugins.hook_registry import HookType
 
 
 def can_rest(scheduler: Any, running: Any) -> bool:
     """Return whether a part of this batch can be left out of a step, and join it again, with nothing lost.
 
-    SGLang's penalties and processors of logits hold a state that two batches cannot share. Other caches, and batches
-    with images or drafts, have tensors of their own for what decodes.
+    SGLang's penalties and processors of logits hold a state that cannot be divided. Other caches, and batches with
+    images or drafts, have tensors of their own for what decodes. Adapters are counted by those that decode.
     """
     sampling = running.sampling_info
     if running.is_empty() or sampling is None or running.return_logprob or running.spec_info is not None:
@@ -22,16 +23,18 @@ def can_rest(scheduler: Any, running: Any) -> bool:
     has_state = sampling.penalizer_orchestrator.is_required or sampling.has_custom_logit_processor
     has_images = any(each is not None for each in running.multimodal_inputs or ())
     is_plain = type(scheduler.tree_cache) is RadixCache and not running.model_config.is_encoder_decoder
-    return is_plain and not (has_state or has_images)
+    return is_plain and not (has_state or has_images or scheduler.enable_lora)
 
 
 def set_apart(running: Any, reqs: set[Any]) -> Any:
     """Take these requests out of the batch that decodes, and return them as a batch of their own."""
     resting = copy(running)
     resting.sampling_info = copy(running.sampling_info)
-    places = [place for place, req in enumerate(running.reqs) if req in reqs]
-    resting.filter_batch(keep_indices=places)
+    resting.filter_batch(keep_indices=[place for place, req in enumerate(running.reqs) if req in reqs])
     running.filter_batch(keep_indices=[place for place, req in enumerate(running.reqs) if req not in reqs])
+    own = copy(running.sampling_info.penalizer_orchestrator)  # of no use yet, but the next request may need one
+    own.batch, own.penalizers = resting, {kind: kind(own) for kind in own.penalizers}
+    resting.sampling_info.penalizer_orchestrator = own
     return resting
 
 
@@ -42,3 +45,17 @@ def join(running: Any, resting: Any) -> Any:
         return resting
     running.merge_batch(resting)
     return running
+
+
+def correct_positions(_result: Any, batch: Any, running_batch: Any) -> None:
+    """Correct the positions of decodes that ride in a batch of prompts.
+
+    With the overlap schedule SGLang takes it that the last token of each is still being computed, which is not so for
+    one that rested in the step before.
+    """
+    if running_batch.seq_lens_cpu is not None:
+        riding = len(running_batch.reqs)
+        batch.prefix_lens[len(batch.prefix_lens) - riding :] = (running_batch.seq_lens_cpu - 1).tolist()
+
+
+HOOKS = [("sglang.srt.managers.schedule_batch.ScheduleBatch.mix_with_running", correct_positions, HookType.AFTER)]

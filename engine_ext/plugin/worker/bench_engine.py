@@ -147,8 +147,9 @@ class BenchEngine:
     ) -> dict[str, Any]:
         """Run a batch, as `run` does, beside online requests; return what each side got (`scheduler/arrivals.py`).
 
-        The device has a virtual clock; it ends when all online requests have, and `until_s` is over. What is left of
-        the batch is aborted then. Raises EngineError if the batch ends before.
+        `batch` holds the output tokens of the batch's requests, in their order, when `until_s` is over. The device has
+        a virtual clock; the run ends when all online requests have, and not before `until_s`. What is left of the batch
+        is aborted then. Raises EngineError if the batch ends before.
         """
         await self._begin(tuning)
         batch = await self._send_batch(tuning, prompts, outputs)
@@ -169,7 +170,8 @@ class BenchEngine:
             await asyncio.sleep(0.1)
         self._manager.abort_request(abort_all=True)
         await asyncio.gather(*batch, return_exceptions=True)
-        return state | {"wall_s": time.perf_counter() - started}
+        generated = [state["batch"].get(f"bench-{number}", 0) for number in range(len(prompts))]
+        return state | {"batch": generated, "wall_s": time.perf_counter() - started}
 
     async def _begin(self, tuning: Tuning) -> None:
         """Set how the next run is scheduled, and let it wait until all requests are there."""

@@ -99,11 +99,11 @@ time.sleep(120)
 
 
 def test_time_in_which_the_machine_stood_still_is_no_hang() -> None:
-    """A suspended laptop, or a virtual machine that moves: worker and scheduler stop, and both go on."""
+    """A frozen container or a paused virtual machine: worker and scheduler stop, and both run again."""
     code = """
 import multiprocessing, os, sys, threading, time
 from pathlib import Path
-from engine_ext.plugin.pulse import Beating, Pulses, Watch
+from engine_ext.plugin.pulse import Beating, Pulses
 pulses = Pulses()
 beating = Beating(pulses.path, 0, time.monotonic())
 

@@ -14,7 +14,8 @@ from engine_ext.plan.prompts import Prompts
 from engine_ext.plan.tree import build_tree
 from engine_ext.scan.decide import DualScan
 from engine_ext.scan.ends import fresh_tokens
-from engine_ext.scan.events import FINISHED, PREFILLED, RETRACTED
+from engine_ext.scan.events import FINISHED, LEFT_OUT, PREFILLED, RETRACTED
+from engine_ext.scan.footprint import output_tokens
 from engine_ext.scan.state import ALIGNMENT, Backlog, StepCosts
 from engine_ext.scan.sweep import end_sweep
 
@@ -187,11 +188,12 @@ def test_large_steps_are_multiples_of_the_alignment() -> None:
     assert all(size % ALIGNMENT == 0 for size in large)
 
 
-def test_small_steps_fill_the_time_of_reading_the_weights() -> None:
+@pytest.mark.parametrize(("weights", "tokens"), [(200, 200), (300, 3 * ALIGNMENT)])
+def test_small_steps_fill_the_time_of_reading_the_weights(weights: int, tokens: int) -> None:
     """There a tile more or less costs nothing, while tokens that are left out are lost."""
-    costs = COSTS._replace(weights_s=200 * COSTS.gemm_s)
+    costs = COSTS._replace(weights_s=weights * COSTS.gemm_s)
     scan = DualScan.of(backlog(np.array([5000, 10]), np.array([5, 20]), np.array([0]), np.array([1])), costs)
-    assert scan.decide(used_kv=20, decoding_kv=20, decoding=1, pending=1000).budget == 199
+    assert scan.decide(used_kv=20, decoding_kv=20, decoding=1, pending=1000).budget == tokens - 1
 
 
 @pytest.mark.parametrize(("decoding_kv", "tokens"), [(20, 200), (10_000, 256)])
@@ -345,6 +347,18 @@ def test_each_end_shares_with_the_one_before_it_there() -> None:
     prompts = Prompts.of([[1] * 100 + [n] for n in range(2, 8)])
     tree = build_tree(prompts)
     assert fresh_tokens(tree, prompts.lengths, np.arange(6), 3).tolist() == [101, 1, 1, 1, 1, 101]
+
+
+def test_a_request_that_was_left_out_has_fewer_tokens() -> None:
+    scan = DualScan.of(backlog(np.array([10]), np.array([50]), np.arange(0), np.array([0])), COSTS)
+    assert scan.decide(0, 0, 0, 0).admitted.tolist() == [0]
+    tell(scan, PREFILLED, 0)
+    for _ in range(5):
+        scan.decide(10, 10, 1, 0)
+    before, held = output_tokens(scan.state, np.array([0])), scan.state.totals[0].own_kv
+    tell(scan, LEFT_OUT, 0, 3)
+    assert output_tokens(scan.state, np.array([0])) == before - 3
+    assert scan.state.totals[0].own_kv == held - 3
 
 
 def test_a_retraction_is_counted_as_work_again() -> None:

@@ -17,7 +17,7 @@ from engine_ext.plan.prompts import Prompts
 from engine_ext.simulate.arrivals import Arrivals, at_rate, denser
 from engine_ext.simulate.cache import Cache
 from engine_ext.simulate.colocate import OURS, POLICIES, fresh_engine, run, run_on
-from engine_ext.simulate.measured import Measured, Settings
+from engine_ext.simulate.measured import Measured, Settings, tokens_done
 from engine_ext.simulate.shared_engine import DECODE, DONE, PREFILL, SharedEngine
 from engine_ext.simulate.traffic import Traffic
 
@@ -55,11 +55,28 @@ def test_no_token_is_lost_or_counted_twice(policy: str) -> None:
     ended = column(engine.requests, "state") == DONE
     assert np.all(generated[ended] == output[ended])
     assert np.all(generated <= output)
-    of_batch = (column(engine.requests, "prompt") + output) * generated // output
-    assert 0 <= engine.totals[0].at_end <= int(of_batch[: found.batch].sum())
+    counted = column(engine.requests, "counted")
+    assert np.all(counted <= generated)
+    assert (counted[: found.batch].sum() > 0) == (policy != "online-only")
     if policy != "fcfs":
         assert np.all(ended[found.batch :])
         assert engine.totals[0].gaps == int((output[found.batch :] - 1).sum())
+
+
+def test_a_batch_counts_by_the_work_that_is_done() -> None:
+    prompt, output = np.array([100, 100]), np.array([10, 1000])
+
+    def done(*generated: int) -> float:
+        return tokens_done(prompt, output, np.array(generated), SMALL)
+
+    def work_s(answer: int) -> float:
+        reads = SMALL.read_s * (100 * answer + answer**2 / 2)
+        return SMALL.gemm_s * (100 + answer) + SMALL.quadratic_s * 100**2 + reads
+
+    assert (done(0, 0), done(10, 1000)) == (0.0, 1210.0)
+    assert done(10, 0) == done(0, 10)  # the same tokens, whoever has more to come
+    assert done(0, 500) == pytest.approx(1210 * work_s(500) / (work_s(10) + work_s(1000)))
+    assert tokens_done(prompt, output, np.zeros(0, dtype=np.int64), SMALL) == 0.0
 
 
 def check(engine: SharedEngine, kv: Cache, capacity: int) -> None:

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner, Result
 
-from engine_ext.simulate.contest import FIELDS
+from engine_ext.simulate.contest import CHUNKS, FIELDS
 from service.cli.table import command_line
 from service.errors import SettingsError
 from service.estimates.slo_file import read_slo_file
@@ -74,6 +74,7 @@ def test_a_profile_is_read_by_a_worker(files: tuple[Path, Path], tmp_path: Path)
     slo, limits = read_slo_file(output)
     assert (slo.ttft_s, slo.tpot_s, slo.percentile) == (1.0, 0.05, 0.99)
     assert limits.limit_s is not None or limits.price_s is not None
+    assert limits.prompt_tokens in CHUNKS
 
 
 @pytest.mark.parametrize(
@@ -83,6 +84,7 @@ def test_a_profile_is_read_by_a_worker(files: tuple[Path, Path], tmp_path: Path)
         ('{"slo": {"ttft": 1}}', "unknown field"),
         ('{"slo": {"ttft_s": -1}}', "above 0"),
         ('{"slo": {}, "profiled": {"limit_s": 0}}', "above 0"),
+        ('{"slo": {}, "profiled": {"prompt_tokens": 0}}', "at least 1"),
     ],
 )
 def test_a_bad_slo_file_is_named(tmp_path: Path, text: str, problem: str) -> None:
