@@ -137,7 +137,7 @@ def profile_slo(
     load: LoadOption = None,
     seed: Annotated[int, typer.Option("--seed", min=0, help="Random seed of the arrivals that --load leaves.")] = 0,
 ) -> None:
-    """Find how long a step with a batch may be, and its prompt tokens, so that online requests keep their bounds.
+    """Find how long a step may be with a batch in it, so that online requests keep their bounds.
 
     Tries limits of a step on the simulated engine, with the arrivals of a file, and prints the ones with which the
     batch gets most. A worker keeps them if BATCHWEAVE_SLO_FILE names the output. Examples:

@@ -31,6 +31,7 @@ from service.demo.prompts import corpus
 COST = CostModel(preset("llama-3-8b"), Machine(hardware("h200")))
 CAPACITY = 60_000
 CHUNK, RATIO = 1024, 0.6
+DECODES = 256  # about as many run at once
 
 
 def workload(name: str) -> tuple[list[list[int]], list[int]]:
@@ -151,7 +152,7 @@ def beside() -> Traffic:
 @pytest.mark.parametrize(("policy", "named"), [("online-only", "fcfs"), ("priority", "priority"), (OURS, None)])
 def test_online_requests_arrive_by_the_clock_of_the_device(emulated: Any, policy: str, named: str | None) -> None:
     """Both sides get what the simulator says, with requests that come before, during and after work of the batch."""
-    from engine_ext.plugin.tuning import MOST_TOKENS, Tuning
+    from engine_ext.plugin.tuning import Tuning
     from engine_ext.plugin.worker.bench_engine import Arriving
 
     found, generator = beside(), np.random.default_rng(6)
@@ -161,7 +162,8 @@ def test_online_requests_arrive_by_the_clock_of_the_device(emulated: Any, policy
     online = [Arriving(at_s, ids[found.batch + k], output[found.batch + k]) for k, at_s in enumerate(arrives_s)]
     tuning = Tuning(named, CHUNK, RATIO, until_s=10.0)
     if policy == OURS:
-        tuning = Tuning(named, MOST_TOKENS, RATIO, until_s=10.0, prompt_tokens=CHUNK)
+        # Decodes take part of SGLang's chunk, and leave room for as many prompt tokens as the simulator has.
+        tuning = Tuning(named, CHUNK + DECODES, RATIO, until_s=10.0, prompt_tokens=CHUNK)
     got = asyncio.get_event_loop().run_until_complete(
         asyncio.wait_for(emulated.run_beside(tuning, ids[:count], output[:count], online), 200)
     )
