@@ -15,6 +15,7 @@ import numba
 import numpy as np
 
 from engine_ext.compiled import FOLDER
+from engine_ext.coserve.harvest import harvest
 from engine_ext.coserve.limit import NOT_PROFILED, step_limit, while_prompts_wait
 from engine_ext.coserve.predictor import REFIT, Load, longest_chunk, new_predictor, observe, predict, with_chunk
 from engine_ext.coserve.reserve import new_held, note_held, reserve
@@ -155,7 +156,10 @@ def compile_coserve() -> None:
     slack_s = least_slack(bounds, 0.0, times, times, times, generated)
     limit_s = step_limit(bounds, NOT_PROFILED.numbers(), slack_s, predict(predictor, load), 1)
     limit_s = while_prompts_wait(limit_s, slack_s, 10, 5)
-    longest_chunk(predictor, with_chunk(load, 0, 5), reserve(held), limit_s, 100)
+    beside = with_chunk(load, 0, 5)
+    longest_chunk(predictor, beside, reserve(held), limit_s, 100)
+    kv, skipped = np.full(2, 100, dtype=np.int64), np.zeros(2, dtype=np.int64)
+    harvest(predictor, beside, kv, skipped, np.zeros(2, dtype=np.bool_), limit_s, 0, 100)
 
 
 def compile_simulator() -> None:

@@ -1,5 +1,7 @@
 """Which batches can leave decodes out of a step; test_online.py shows that nobody's answer changes."""
 
+import subprocess
+import sys
 from types import SimpleNamespace
 from typing import Any
 
@@ -53,3 +55,52 @@ def test_positions_follow_the_tokens_in_the_kv_cache() -> None:
     batch = SimpleNamespace(prefix_lens=[0, 64, 30, 41])
     correct_positions(None, batch, SimpleNamespace(reqs=[object(), object()], seq_lens_cpu=torch.tensor([31, 41])))
     assert batch.prefix_lens == [0, 64, 30, 40]
+
+
+def test_no_step_beside_online_requests_compiles_anything() -> None:
+    """In a process of its own, for here other tests have compiled much already; a step would take seconds."""
+    code = """
+import sys
+import numpy as np
+from types import SimpleNamespace
+from engine_ext import warm_up
+from engine_ext.coserve.limit import Limits
+from engine_ext.coserve.predictor import Load
+from engine_ext.coserve.slo import SloClass
+from engine_ext.costs.cost import CostModel
+from engine_ext.costs.engine_model import Clock, EngineModel
+from engine_ext.costs.hardware import Machine, hardware
+from engine_ext.costs.model_shape import preset
+from engine_ext.plugin.scheduler.beside import Beside, Decodes
+from engine_ext.plugin.scheduler.online import NOBODY
+
+def compiled():
+    modules = [module for name, module in sys.modules.items() if name.startswith("engine_ext.")]
+    found = {id(each): each for module in modules for each in vars(module).values() if hasattr(each, "signatures")}
+    return sum(len(each.signatures) for each in found.values())
+
+class Req(SimpleNamespace):
+    __hash__ = object.__hash__
+
+warm_up.compile_coserve()
+before = compiled()
+model = EngineModel.of_steps(CostModel(preset("llama-3-8b"), Machine(hardware("h200"))), Clock.MIXED).numbers
+beside = Beside.of(SloClass(ttft_s=1.0, tpot_s=0.05).bounds, Limits(limit_s=0.005, prompt_tokens=256), model, 1000, 0)
+decodes, waits = (Req(origin_input_ids=[1] * 50, output_ids=[1] * tokens) for tokens in (5, 0))
+for step in range(80):
+    now = 0.01 * step
+    beside.arrived(decodes, now)
+    demand = NOBODY._replace(decoding=[decodes], prompts=[waits], waiting=1, tokens=300 * (step % 2))
+    beside.pass_time(demand, now)
+    kv, skipped = np.full(9, 90_000), np.zeros(9, dtype=np.int64)
+    allowed = beside.allow(demand, Decodes(Load(0, 0.0, 0, 1, 55), kv, skipped), 0, 256, now)
+    beside.launched(Load(100, 1e4, 1, 1, 55))
+    beside.kept_free
+print(before, compiled(), allowed.rests.sum())
+"""
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert ran.returncode == 0, ran.stderr
+    before, after, left_out = map(int, ran.stdout.split())
+    assert before > 5
+    assert after == before
+    assert left_out > 0

@@ -101,9 +101,8 @@ time.sleep(120)
 def test_time_in_which_the_machine_stood_still_is_no_hang() -> None:
     """A frozen container or a paused virtual machine: worker and scheduler stop, and both run again."""
     code = """
-import multiprocessing, os, sys, threading, time
-from pathlib import Path
-from engine_ext.plugin.pulse import Beating, Pulses
+import threading, time
+from engine_ext.plugin.pulse import Beating, Pulses, Watch
 pulses = Pulses()
 beating = Beating(pulses.path, 0, time.monotonic())
 

@@ -74,7 +74,7 @@ def test_a_batch_counts_by_the_work_that_is_done() -> None:
         return SMALL.gemm_s * (100 + answer) + SMALL.quadratic_s * 100**2 + reads
 
     assert (done(0, 0), done(10, 1000)) == (0.0, 1210.0)
-    assert done(10, 0) == done(0, 10)  # the same tokens, whoever has more to come
+    assert done(10, 0) == done(0, 10)  # the same tokens, though the second answer has more to come
     assert done(0, 500) == pytest.approx(1210 * work_s(500) / (work_s(10) + work_s(1000)))
     assert tokens_done(prompt, output, np.zeros(0, dtype=np.int64), SMALL) == 0.0
 
