@@ -20,8 +20,9 @@ from engine_ext.compiled import brief, compiled
 from engine_ext.scan.books import begin, bring_forward, skip_gone, take_in
 from engine_ext.scan.events import replay
 from engine_ext.scan.footprint import fits
-from engine_ext.scan.state import ALIGNMENT, LEFT, NO_REQUEST, RIGHT, Backlog, State, StepCosts, new_state
-from engine_ext.scan.sweep import HEADS, NOTHING_S, has_drifted, sweep, waiting
+from engine_ext.scan.pace import hurried_tokens, most_tokens, paced_tokens
+from engine_ext.scan.state import LEFT, NO_REQUEST, RIGHT, Backlog, State, StepCosts, new_state
+from engine_ext.scan.sweep import HEADS, has_drifted, sweep, waiting
 
 ANY_NUMBER = 1 << 30
 SOON = 32  # steps for whose output tokens there must always be room
@@ -154,9 +155,9 @@ def decide(
         budget = hurried = _burst(state, space, decoding, slots)
     else:
         # The right end fills the KV cache, and may hurry while the cache is not full; the left end keeps the pace.
-        budget = _budget(state, decoding_kv, decoding, pending)
-        longest = _most_tokens(state, decoding_kv * state.costs.read_s, decoding)
-        hurried = max(budget, min(longest, _hurry(state, decoding))) if right_waits else budget
+        budget = paced_tokens(state, decoding_kv, decoding, pending)
+        longest = most_tokens(state, decoding_kv * state.costs.read_s, decoding)
+        hurried = max(budget, min(longest, hurried_tokens(state, decoding))) if right_waits else budget
         if _is_the_tail(state):
             budget = hurried = longest
     budget, hurried = min(budget, most), min(hurried, most)
@@ -269,73 +270,6 @@ def _is_the_tail(state: State) -> bool:
 
 
 @compiled
-def _budget(state: State, decoding_kv: int, decoding: int, pending: int) -> int:
-    """Return how many prompt tokens keep the step's compute and reads in the ratio of the remaining work."""
-    costs, totals = state.costs, state.totals[0]
-    most = int(costs.most_tokens)
-    token_s, reads_s = _prompt_token_s(state), decoding_kv * costs.read_s
-    if decoding == 0 or totals.remaining_memory_s <= NOTHING_S:
-        return max(0, most - decoding)
-    # This replaces C_L + C_R of BlendServe's Algorithm 3, which follow the root's constant density, not what remains.
-    compute_s = _ratio(state, pending * token_s) * reads_s
-    paced = (compute_s - decoding * costs.gemm_s) / token_s
-    riding = decoding + _riding(costs, token_s, reads_s, decoding)
-    tokens = max(decoding + paced, riding)
-    if tokens >= 2 * ALIGNMENT:  # BlendServe A.2: multiples of 128 use the hardware better
-        tokens = np.floor(tokens / ALIGNMENT + 0.5) * ALIGNMENT
-        if tokens < riding:  # else the step would read weights and compute nothing meanwhile
-            tokens += ALIGNMENT
-    return int(max(0.0, min(tokens, most) - decoding))
-
-
-@compiled
-def _most_tokens(state: State, reads_s: float, decoding: int) -> int:
-    """Return how many prompt tokens compute no longer than the step reads anyway.
-
-    Once their GEMM takes as long as reading the weights, steps of any length compute equally many prompts a second. A
-    longer step starts no request earlier; it only gives all that decode fewer tokens in that time, and the last of them
-    end the run (docs/simulator.md, what made the difference).
-    """
-    costs, token_s = state.costs, _prompt_token_s(state)
-    if decoding == 0:
-        return int(costs.most_tokens)
-    tokens = max((reads_s - decoding * costs.gemm_s) / token_s, costs.weights_s / costs.gemm_s - decoding)
-    return int(max(0.0, min(tokens, costs.most_tokens - decoding)))
-
-
-@compiled
-def _ratio(state: State, pending_s: float) -> float:
-    """Return the ratio of compute to reads in the remaining work, at most 1.
-
-    Where compute is the larger part, all steps that compute at least as long as they read are equally good. A longer
-    step only makes decoding wait, so that it becomes known late which answers are long.
-    """
-    ratio = (state.totals[0].remaining_compute_s + pending_s) / state.totals[0].remaining_memory_s
-    return min(ratio, 1.0)
-
-
-@compiled
-def _riding(costs: StepCosts, token_s: float, reads_s: float, decoding: int) -> float:
-    """Return how many prompt tokens can hide their GEMM, and their attention too, behind reading the weights."""
-    weights_s, attention_s = costs.weights_s, token_s - costs.gemm_s
-    riding = weights_s / costs.gemm_s - decoding
-    if attention_s > 0:
-        riding = min(riding, (max(reads_s, 2 * weights_s) - weights_s) / attention_s)
-    return riding
-
-
-@compiled
-def _hurry(state: State, decoding: int) -> int:
-    """Return how many prompt tokens a step would need to keep the pace if the KV cache were full."""
-    costs, totals = state.costs, state.totals[0]
-    most = costs.most_tokens
-    if totals.remaining_memory_s > NOTHING_S:
-        seconds = _ratio(state, 0.0) * costs.capacity * costs.read_s
-        most = min(most, max(seconds / _prompt_token_s(state), ALIGNMENT))
-    return max(0, int(most / ALIGNMENT) * ALIGNMENT - decoding)
-
-
-@compiled
 def _burst(state: State, space: Space, decoding: int, slots: int) -> int:
     """Return a whole step of prompt tokens once there is room for enough of them, and 0 until then.
 
@@ -397,12 +331,3 @@ def _first_of(state: State, side: int) -> int:
     """Return the first request in this side's own queue, or NO_REQUEST."""
     queue = state.queues[side]
     return state.waiting[side, queue.first] if queue.first < queue.last else NO_REQUEST
-
-
-@compiled
-def _prompt_token_s(state: State) -> float:
-    """Return the seconds per prompt token, attention included: of pending prompts, or else of the next ones."""
-    work = state.totals[0].left_work
-    if state.totals[0].pending_tokens > 0:
-        work = state.totals[0].pending_work / state.totals[0].pending_tokens
-    return state.costs.gemm_s * work
