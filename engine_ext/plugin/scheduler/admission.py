@@ -17,7 +17,6 @@ import numpy as np
 from sglang.srt.managers.schedule_batch import FINISH_ABORT
 
 from engine_ext.coserve.limit import Limits
-from engine_ext.coserve.predictor import Load
 from engine_ext.coserve.slo import SloClass
 from engine_ext.coserve.victims import victims
 from engine_ext.costs.cost import CostModel
@@ -28,7 +27,7 @@ from engine_ext.plugin.marks import KIND, LENGTHS, UNTOLD, due_of, profile_of
 from engine_ext.plugin.options import Emulation, Overlap, handed_over
 from engine_ext.plugin.platform_entry import gpu_is_present
 from engine_ext.plugin.scheduler import emulated
-from engine_ext.plugin.scheduler.beside import PAGE, Beside, Decodes
+from engine_ext.plugin.scheduler.beside import PAGE, Beside
 from engine_ext.plugin.scheduler.fallback import reason_for_sglang
 from engine_ext.plugin.scheduler.kv_space import KVSpace
 from engine_ext.plugin.scheduler.member import GAIN, MOST_PARKED, Member, Phase
@@ -253,27 +252,13 @@ class Admission:
         self.made_way += reqs
         self.preempted += len(reqs)
 
-    def decodes(self, running: Any, may_rest: bool) -> tuple[Decodes, list[Any]]:
-        """Return what decodes, and the requests of batches that may be left out of a step."""
-        always, kv = list[int](), list[int]()
-        able = list[Any]()
-        for req in running.reqs:
-            if req.finished():
-                continue
-            if may_rest and req in self.running and req.to_finish is None:  # one that is aborted ends by decoding
-                able.append(req)
-                kv.append(length(req))
-            else:
-                always.append(length(req))
-        skipped = np.array([self.running[req].skipped for req in able], dtype=np.int64)
-        load = Load(0, 0.0, 0, len(always), sum(always))
-        return Decodes(load, np.array(kv, dtype=np.int64), skipped), able
-
     def note_left_out(self, resting: Sequence[Any], decoding: Sequence[Any]) -> None:
         """Note which decodes of batches a step leaves out, and tell the scan for how long others had been.
 
-        Where nobody decodes, nobody is left out.
+        Where nobody decodes, nobody is left out. Batches alone pay nothing for this.
         """
+        if not self.beside.is_needed:
+            return
         if decoding:
             self.beside.left_out += len(resting)
             for req in resting:

@@ -167,7 +167,7 @@ def _decide(ours: Admission, scheduler: Any, running: Any) -> tuple[Step, int, l
     if ours.beside.is_needed:
         ours.beside.pass_time(demand, now)
         before = len(continued.prefix_indices) if continued in ours.running else 0
-        decodes, able = ours.decodes(running, _may_rest(ours, scheduler, running))
+        decodes, able = resting.split(running, ours.running, _may_rest(ours, scheduler, running))
         allowed = ours.beside.allow(demand, decodes, before, largest, now)
         left_out = [able[place] for place in np.flatnonzero(allowed.rests)]
     ours.made_way.clear()

@@ -4,11 +4,18 @@ SGLang decodes all that is in its running batch. Those left out are in a batch o
 launches it, and come back before the next one. Their KV cache and their request slots stay theirs.
 """
 
+from collections.abc import Mapping
 from copy import copy
 from typing import Any
 
+import numpy as np
 from sglang.srt.mem_cache.radix_cache import RadixCache
 from sglang.srt.plugins.hook_registry import HookType
+
+from engine_ext.coserve.predictor import Load
+from engine_ext.plugin.scheduler.beside import Decodes
+from engine_ext.plugin.scheduler.member import Member
+from engine_ext.plugin.scheduler.online import length
 
 
 def can_rest(scheduler: Any, running: Any) -> bool:
@@ -24,6 +31,25 @@ def can_rest(scheduler: Any, running: Any) -> bool:
     has_images = any(each is not None for each in running.multimodal_inputs or ())
     is_plain = type(scheduler.tree_cache) is RadixCache and not running.model_config.is_encoder_decoder
     return is_plain and not (has_state or has_images or scheduler.enable_lora)
+
+
+def split(running: Any, members: Mapping[Any, Member], may_rest: bool) -> tuple[Decodes, list[Any]]:
+    """Return what decodes, divided by whether a step may leave it out, and the requests that it may.
+
+    `members`: the requests of batches. One that is aborted ends by decoding once more, so it may not rest.
+    """
+    able = list[Any]()
+    count = tokens = 0
+    for req in running.reqs:
+        if req.finished():
+            continue
+        if may_rest and req in members and req.to_finish is None:
+            able.append(req)
+        else:
+            count, tokens = count + 1, tokens + length(req)
+    kv = np.array([length(req) for req in able], dtype=np.int64)
+    skipped = np.array([members[req].skipped for req in able], dtype=np.int64)
+    return Decodes(Load(0, 0.0, 0, count, tokens), kv, skipped), able
 
 
 def set_apart(running: Any, reqs: set[Any]) -> Any:
