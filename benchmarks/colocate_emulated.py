@@ -125,12 +125,12 @@ def _measured(here: Scene, slo: SloClass, policy: str, foreseen: Measured, found
     times = Times(np.full(count, found["virtual_s"]), gaps=np.array(found["online_gaps"]), **columns)
     batch, duration = here.traffic.batch, here.traffic.arrivals.duration_s
     tokens = (here.traffic.lengths + here.traffic.output)[batch:][columns["ended"]].sum()
-    lengths, output = here.traffic.lengths[:batch], here.traffic.output[:batch]
+    done = tokens_done(here.traffic.tree, here.traffic.output[:batch], np.array(found["batch"]), here.cost)
     return Measured(
         policy=policy,
         settings=foreseen.settings,
         online_tokens_per_s=float(tokens) / duration,
-        offline_tokens_per_s=tokens_done(lengths, output, np.array(found["batch"]), here.model) / duration,
+        offline_tokens_per_s=done / duration,
         **times.latencies(slo),
         preemptions=found.get("preempted", 0) + found.get("parked", 0),
         recomputed_tokens=found.get("retracted_tokens", 0),

@@ -20,6 +20,7 @@ def choose_sample(
     generator: np.random.Generator,
     share: float = SHARE,
     ran: Column | None = None,
+    family: Column | None = None,
 ) -> Column:
     """Choose about `share` of the requests with unknown lengths, in the order in which to run them; int64.
 
@@ -27,7 +28,9 @@ def choose_sample(
     where it tells most (Neyman): to each group in proportion to its requests and to the spread of memory work that its
     outlook leaves open, but no group's sample may become most of its work. Call again with a better outlook to place a
     second half better than the first. `known` is int64 [prompts], output tokens, UNKNOWN or NOT_ASKED. `ran` is int64
-    [groups], requests that have begun, or whose like is known, and count as sampled.
+    [groups], requests that have begun, or whose like is known, and count as sampled. `family`: see families.py; int64
+    [prompts]. Members of a family are chosen together, because its prefix would have to be computed again for those
+    that come later.
     """
     if not 0 < share <= 1:
         raise InputError(f"the share to sample must be above 0 and at most 1, not {share}")
@@ -50,7 +53,7 @@ def choose_sample(
     new = new[np.lexsort((-size[new], groups.levels[new]))][: (total + 1) // 2]
     counts = np.maximum(_shared_out(total, most, size * spread, new) - ran, 0)
     # Take the first of each group in a random order; the first requests of groups not yet asked go to the front.
-    shuffled = generator.permutation(len(open_requests))
+    shuffled = _shuffled(open_requests if family is None else family[open_requests], generator)
     by_group = shuffled[np.argsort(of[shuffled], kind="stable")]
     starts = np.concatenate([[0], np.cumsum(waiting)])
     place = np.arange(len(by_group)) - starts[of[by_group]]
@@ -63,11 +66,18 @@ def choose_sample(
 
 
 def ask_sample(
-    groups: Groups, caps: Column, prompt_tokens: Floats, truth: Column, generator: np.random.Generator, share: float
+    groups: Groups,
+    caps: Column,
+    prompt_tokens: Floats,
+    truth: Column,
+    generator: np.random.Generator,
+    share: float,
+    family: Column | None = None,
 ) -> tuple[Column, Seen]:
     """Choose a sample in two halves, the second guided by the first's answers; return it and what was seen.
 
     `caps` is int64 [groups]. `truth` is int64 [prompts], the output of each request, below zero where it is not known.
+    `family`: see `choose_sample`.
     """
     if not 0 < share <= 1:
         raise InputError(f"the share to sample must be above 0 and at most 1, not {share}")
@@ -77,11 +87,23 @@ def ask_sample(
         outlook, left = look_ahead(seen, groups, caps), np.count_nonzero(settled == UNKNOWN)
         if wanted == len(chosen) or left == 0:
             continue
-        half = choose_sample(groups, outlook, prompt_tokens, settled, generator, (wanted - len(chosen)) / left)
+        part = (wanted - len(chosen)) / left
+        half = choose_sample(groups, outlook, prompt_tokens, settled, generator, part, family=family)
         settled[half] = truth[half]
         chosen = np.sort(np.concatenate([chosen, half]))
         seen = see(groups, chosen, truth[chosen], np.ones(len(chosen), dtype=np.bool_))
     return chosen, seen
+
+
+def _shuffled(family: Column, generator: np.random.Generator) -> Column:
+    """Return the places of all requests in a random order in which each family stands together; int64 [requests]."""
+    shuffled = generator.permutation(len(family))
+    place = np.empty_like(shuffled)
+    place[shuffled] = np.arange(len(shuffled))
+    _, number = np.unique(family, return_inverse=True)
+    first = np.full(len(shuffled), len(shuffled))
+    np.minimum.at(first, number, place)
+    return np.lexsort((place, first[number]))
 
 
 def _shared_out(total: int, size: Column, weight: Floats, new: Column) -> Column:

@@ -33,7 +33,7 @@ def run(
     traffic: Traffic, cost: CostModel, model: EngineModel, policy: str, settings: Settings, slo: SloClass
 ) -> Measured:
     """Run one policy. Raises InputError for an unknown one, TooLarge for a request that no cache can hold."""
-    return measured(policy, settings, [play(traffic, cost, model, policy, settings, slo)], slo, model)
+    return measured(policy, settings, [play(traffic, cost, model, policy, settings, slo)], slo, cost)
 
 
 def play(

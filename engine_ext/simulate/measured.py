@@ -9,7 +9,9 @@ import numpy as np
 from engine_ext.arrays import Bools, Column, Floats, column
 from engine_ext.coserve.limit import NOT_PROFILED, Profiled
 from engine_ext.coserve.slo import SloClass
-from engine_ext.costs.engine_model import EngineModel
+from engine_ext.costs.cost import CostModel
+from engine_ext.plan.resources import Requests, request_loads
+from engine_ext.plan.tree import PrefixTree
 from engine_ext.simulate.shared_engine import DONE, SharedEngine
 from engine_ext.simulate.traffic import Traffic
 
@@ -111,25 +113,27 @@ class Played:
     engines: tuple[SharedEngine, ...]
 
 
-def tokens_done(prompt: Column, output: Column, generated: Column, model: EngineModel) -> float:
+def tokens_done(tree: PrefixTree, output: Column, generated: Column, cost: CostModel) -> float:
     """Return the batch's tokens, times the share of its work that is done: seconds of GEMM, attention and KV reads.
 
-    All columns are in tokens, by request of the batch; a prompt counts with the first token of its answer, and what was
-    computed again, or found in the cache, changes nothing. The tokens of what is done would not do: who takes prompts
-    with short answers first has many of them soon, and the long answers are still to come.
+    `tree`: that of its prompts; `output`, `generated`: int64 [requests], tokens by request. A prompt counts with the
+    first token of its answer. Those who share a prefix count equal parts of it, so it counts once, however often it was
+    computed. The tokens of what is done would not do: who takes prompts with short answers first, or those that many
+    share, has many of them soon, and the rest is still to come.
     """
-    if len(prompt) == 0 or len(generated) == 0:
+    if len(output) == 0 or len(generated) == 0:
         return 0.0
+    prompt = np.empty(len(output), dtype=np.int64)
+    prompt[tree.order] = tree.end[tree.leaves]
 
     def work_s(tokens: Column) -> float:
-        gemm = model.gemm_s * (prompt + tokens) + model.quadratic_s * prompt.astype(float) ** 2
-        reads = model.read_s * (prompt * tokens + tokens**2 / 2)
-        return float(((gemm + reads) * (tokens > 0)).sum())
+        compute, memory = request_loads(tree, Requests.exact(prompt, tokens), cost)
+        return float((compute + memory)[tokens[tree.order] > 0].sum())
 
     return float((prompt + output).sum()) * work_s(generated) / work_s(output)
 
 
-def measured(policy: str, settings: Settings, played: Sequence[Played], slo: SloClass, model: EngineModel) -> Measured:
+def measured(policy: str, settings: Settings, played: Sequence[Played], slo: SloClass, cost: CostModel) -> Measured:
     """Return the results of a run, in which each part had engines and traffic of its own."""
 
     def online(name: str) -> Floats:
@@ -156,7 +160,7 @@ def measured(policy: str, settings: Settings, played: Sequence[Played], slo: Slo
         policy=policy,
         settings=settings,
         online_tokens_per_s=float(np.concatenate(tokens)[ended].sum()) / duration,
-        offline_tokens_per_s=sum(_tokens_done(each, model) for each in played) / duration,
+        offline_tokens_per_s=sum(_tokens_done(each, cost) for each in played) / duration,
         **times.latencies(slo),
         preemptions=sum(int(each.preemptions) for each in totals),
         recomputed_tokens=sum(int(each.recomputed) for each in totals),
@@ -173,11 +177,10 @@ def measured(policy: str, settings: Settings, played: Sequence[Played], slo: Slo
     )
 
 
-def _tokens_done(played: Played, model: EngineModel) -> float:
-    batch = slice(0, played.traffic.batch)
-    requests = played.engines[0].requests
-    prompt, output, counted = (column(requests, name)[batch] for name in ("prompt", "output", "counted"))
-    return tokens_done(prompt, output, counted, model)
+def _tokens_done(played: Played, cost: CostModel) -> float:
+    batch, requests = slice(0, played.traffic.batch), played.engines[0].requests
+    output, counted = (column(requests, name)[batch] for name in ("output", "counted"))
+    return tokens_done(played.traffic.tree, output, counted, cost)
 
 
 def _mean(values: Floats) -> float:

@@ -82,7 +82,7 @@ def run_pair(
         played = [play_pools(pair.whole, cost, model, POOLED[policy], settings)[0]]
     else:
         played = [play(half, cost, model, policy, settings, slo) for half in pair.halves]
-    return measured(policy, settings, played, slo, model)
+    return measured(policy, settings, played, slo, cost)
 
 
 def play_pools(

@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engine_ext.costs.cost import CostModel, Load
+from engine_ext.plan.families import families
 from engine_ext.plan.groups import group_requests
 from engine_ext.plan.lengths import UNKNOWN, group_caps
 from engine_ext.plan.prompts import Prompts
@@ -50,9 +51,10 @@ def compile_planner(cost: CostModel) -> None:
 def with_sample(workload: Workload, share: float, seed: int) -> Workload:
     """Return the workload as seen by a planner that knows only the lengths of a sample."""
     outputs, generator = workload.outputs, np.random.default_rng(seed)
-    groups = group_requests(build_tree(workload.prompts), outputs.kinds)
-    lengths = workload.prompts.lengths.astype(np.float64)
-    chosen, _ = ask_sample(groups, group_caps(groups, outputs.caps), lengths, outputs.known, generator, share)
+    tree, lengths = build_tree(workload.prompts), workload.prompts.lengths.astype(np.float64)
+    groups = group_requests(tree, outputs.kinds)
+    given = groups, group_caps(groups, outputs.caps), lengths, outputs.known, generator, share
+    chosen, _ = ask_sample(*given, families(tree))
     known = np.full_like(outputs.known, UNKNOWN)
     known[chosen] = outputs.known[chosen]
     return replace(

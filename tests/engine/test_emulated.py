@@ -178,8 +178,7 @@ def test_online_requests_arrive_by_the_clock_of_the_device(emulated: Any, policy
         run_simulated(found, COST, model, policy, Settings(CHUNK, reserved=RATIO), slo),
         times.latencies(slo),
     )
-    lengths, wanted = found.lengths[:count], found.output[:count]
-    tokens = tokens_done(lengths, wanted, np.array(got["batch"]), model) / 10.0
+    tokens = tokens_done(found.tree, found.output[:count], np.array(got["batch"]), COST) / 10.0
     print(f"{policy}: {tokens} tokens/s of the batch (simulated {expected.offline_tokens_per_s}), {here} ({expected})")
     assert here["tbt_mean"] == pytest.approx(expected.tbt_mean, rel=0.05)
     assert here["ttft_mean"] == pytest.approx(expected.ttft_mean, rel=0.3)

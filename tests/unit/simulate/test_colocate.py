@@ -14,6 +14,7 @@ from engine_ext.costs.hardware import Machine, hardware
 from engine_ext.costs.model_shape import preset
 from engine_ext.errors import InputError, TooLarge
 from engine_ext.plan.prompts import Prompts
+from engine_ext.plan.tree import PrefixTree, build_tree
 from engine_ext.simulate.arrivals import Arrivals, at_rate, denser
 from engine_ext.simulate.cache import Cache
 from engine_ext.simulate.colocate import OURS, POLICIES, fresh_engine, run, run_on
@@ -64,19 +65,31 @@ def test_no_token_is_lost_or_counted_twice(policy: str) -> None:
 
 
 def test_a_batch_counts_by_the_work_that_is_done() -> None:
-    prompt, output = np.array([100, 100]), np.array([10, 1000])
+    tree, output = tree_of([[1] * 100, [2] * 100]), np.array([10, 1000])
 
     def done(*generated: int) -> float:
-        return tokens_done(prompt, output, np.array(generated), SMALL)
+        return tokens_done(tree, output, np.array(generated), COST)
 
     def work_s(answer: int) -> float:
         reads = SMALL.read_s * (100 * answer + answer**2 / 2)
         return SMALL.gemm_s * (100 + answer) + SMALL.quadratic_s * 100**2 + reads
 
-    assert (done(0, 0), done(10, 1000)) == (0.0, 1210.0)
-    assert done(10, 0) == done(0, 10)  # the same tokens, though the second answer has more to come
+    assert (done(0, 0), done(10, 1000)) == (0.0, pytest.approx(1210.0))
+    assert done(10, 0) == pytest.approx(done(0, 10))  # the same tokens, though the second answer has more to come
     assert done(0, 500) == pytest.approx(1210 * work_s(500) / (work_s(10) + work_s(1000)))
-    assert tokens_done(prompt, output, np.zeros(0, dtype=np.int64), SMALL) == 0.0
+    assert tokens_done(tree, output, np.zeros(0, dtype=np.int64), COST) == 0.0
+
+
+def test_a_shared_prefix_counts_once() -> None:
+    output = np.array([1, 1, 1])
+    tree = tree_of([[1] * 1000 + [2], [1] * 1000 + [3], [4] * 1000 + [5]])
+    halves = [tokens_done(tree, output, np.array(generated), COST) for generated in ((1, 1, 0), (0, 0, 1))]
+    assert sum(halves) == pytest.approx(3006.0)
+    assert halves[0] == pytest.approx(halves[1], rel=0.01)  # two of them are about as much work as the third
+
+
+def tree_of(prompts: list[list[int]]) -> PrefixTree:
+    return build_tree(Prompts.of(prompts))
 
 
 def check(engine: SharedEngine, kv: Cache, capacity: int) -> None:
