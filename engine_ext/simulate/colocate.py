@@ -142,7 +142,7 @@ def _run_scan(
     count, generator = traffic.batch, np.random.default_rng(settings.seed)
     line = new_line(np.arange(count, dtype=np.int64), len(traffic.output))
     ours = _ours(traffic, model.numbers, _ahead(traffic, model) if knows else np.zeros(0, dtype=np.int64))
-    rules = Rules(slo.bounds, settings.profiled.numbers(), int(settings.chunk))
+    rules = Rules(slo.bounds, settings.profiled.numbers(), int(settings.chunk), model.numbers)
     groups = group_requests(traffic.tree, None)
     known = traffic.output[:count] if knows else np.full(count, UNKNOWN)
     released = traffic.group or count

@@ -24,6 +24,7 @@ from engine_ext.simulate.pair import POOLED, Pair, run_pair
 from engine_ext.simulate.traffic import Traffic
 
 CHUNKS = (256, 512, 1024, 2048)
+CHUNK_UNIT = 64
 RESERVED = (1.0, 0.3)  # SGLang's new token ratio
 PLACES = 48  # of a knob
 EXCESS = np.geomspace(0.01, 20.0, PLACES)  # of a limit over the mean TBT of online alone, as a share of it
@@ -87,7 +88,7 @@ class Contest:
         """
         if policy == ORACLE:
             self.best(OURS, within)
-        chunks = (self.base.settings.chunk,) if within.most else CHUNKS
+        chunks = self._relative_chunks() if within.most else CHUNKS
         knobs, settings = _choices(policy, chunks, self.base)
         for each in settings:
             self.measure(policy, each)
@@ -95,6 +96,15 @@ class Contest:
         for knob in () if is_easy else knobs:  # bounds in seconds are what slack is for: no limit need be found
             self._bisect(policy, knob, within)
         return max(self._kept(policy, within), key=lambda found: found.offline_tokens_per_s, default=None)
+
+    def _relative_chunks(self) -> tuple[int, ...]:
+        """Return the chunk size of the base, and the one whose GEMM hides behind reading the weights if it is smaller.
+
+        With the latter, a step with prompts takes hardly longer than one without.
+        """
+        base, riding = self.base.settings.chunk, int(self.model.weights_s / self.model.gemm_s)
+        hidden = riding // CHUNK_UNIT * CHUNK_UNIT
+        return (base, hidden) if 0 < hidden < base else (base,)
 
     def _kept(self, policy: str, within: Within) -> list[Measured]:
         names = (OURS, ORACLE) if policy == ORACLE else (policy,)
@@ -135,10 +145,11 @@ def _choices(policy: str, chunks: tuple[int, ...], base: Measured) -> tuple[list
             knobs.append(by_limit)
             knobs.append([replace(plain, profiled=Profiled(limit_s, math.inf, limit_s)) for limit_s in limits])
             knobs.append([replace(plain, profiled=Profiled(price_s=price_s)) for price_s in prices])
+    sizes = sorted({*chunks, *CHUNKS})
     if policy == "priority":
-        tried += [Settings(chunk=chunk, reserved=reserved) for chunk in CHUNKS for reserved in RESERVED]
+        tried += [Settings(chunk=chunk, reserved=reserved) for chunk in sizes for reserved in RESERVED]
     elif not knobs:
-        tried += [Settings(chunk=chunk) for chunk in CHUNKS]
+        tried += [Settings(chunk=chunk) for chunk in sizes]
     return knobs, tried
 
 

@@ -12,6 +12,7 @@ from engine_ext.coserve.predictor import Load, Predictor, longest_chunk, observe
 from engine_ext.coserve.reserve import Held, note_held, reserve
 from engine_ext.coserve.slo import Bounds, deadline
 from engine_ext.coserve.victims import victims
+from engine_ext.costs.engine_model import StepModel
 from engine_ext.scan.books import finished, left_out, prefilled, retracted
 from engine_ext.scan.decide import decide
 from engine_ext.scan.replan import is_outdated
@@ -37,11 +38,15 @@ PAGE = 128  # prompt tokens that there is room for in any step, and that an onli
 
 
 class Rules(NamedTuple):
-    """Our settings: the online class's bounds, what was profiled, and the most prompt tokens of a step."""
+    """Our settings: the online class's bounds, what was profiled, and the most prompt tokens of a step.
+
+    `model`: how long the engine's steps take; the predictor may believe otherwise.
+    """
 
     bounds: Bounds
     profiled: Profiled
     chunk: int
+    model: StepModel
 
 
 class Ours(NamedTuple):
@@ -90,7 +95,7 @@ def run_ours(
         steps += 1
         arrive(engine, line, first_online)
         _choose(engine, cache, heap, state, line, ours, rules, first_online)
-        load = run_step(engine, cache, heap, ours.predictor.model, True, True)
+        load = run_step(engine, cache, heap, rules.model, True, True)
         if load.prompt_tokens + load.decoding == 0:
             before_s = totals.now_s
             if not wait(engine, line, first_online, until_s, np.inf):

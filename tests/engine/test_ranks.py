@@ -84,3 +84,34 @@ def test_two_ranks_decide_the_same_while_requests_come_and_go(ranks: RealEngine)
     assert state["plans"] > 1
     cached = sum((body["usage"]["prompt_tokens_details"] or {}).get("cached_tokens", 0) for _, body in found)
     assert cached > 0.5 * sum(body["usage"]["prompt_tokens"] for _, body in found)
+
+
+def test_two_ranks_decide_the_same_beside_online_requests(ranks: RealEngine) -> None:
+    """What a step may do depends on the time until deadlines: a rank with a clock of its own would decide otherwise."""
+    engine: Any = ranks.host._engine
+
+    async def batch(number: int) -> int:
+        prompt = " ".join(f"word{number} {k}" for k in range(60 if number % 3 else 300))
+        body = {"model": NAME, "prompt": prompt, "max_tokens": 60 + number % 40, "ignore_eos": True}
+        return (await ranks.host.run(COMPLETIONS, body, f"beside-{number:03}", "beside")).status_code
+
+    async def online(number: int) -> int:
+        await asyncio.sleep(number / 5)
+        sampling = {"max_new_tokens": 20, "ignore_eos": True, "temperature": 0}
+        ids = [10 + (number * 31 + k) % 900 for k in range(50 if number % 4 else 700)]
+        found = await engine.async_generate(input_ids=ids, sampling_params=sampling)
+        return len(found["output_ids"])
+
+    async def run() -> tuple[list[int], list[int]]:
+        batches = asyncio.gather(*(batch(number) for number in range(40)))
+        answers = await asyncio.gather(*(online(number) for number in range(20)))
+        return await batches, list(answers)
+
+    [before] = ranks.do(ranks.host.scheduler_states())
+    statuses, lengths = ranks.do(run())
+    [state] = ranks.do(ranks.host.scheduler_states())
+
+    assert statuses == [200] * 40
+    assert lengths == [20] * 20
+    assert state["online_ended"] - before["online_ended"] == 20
+    assert state["limited_steps"] > before["limited_steps"]

@@ -174,6 +174,29 @@ def test_no_decode_is_left_out_for_ever() -> None:
     assert MOST_SKIPPED <= longest <= MOST_SKIPPED + 10
 
 
+def test_harvest_falls_at_once_and_comes_back_without_swinging() -> None:
+    """A burst of online requests leaves no time for twenty seconds; then there is time for half of the batch."""
+    predictor, kv = new_predictor(NUMBERS), np.full(20, 5_000, dtype=np.int64)
+    skipped, rests = np.zeros(20, dtype=np.int64), np.zeros(20, dtype=np.bool_)
+    online = Load(0, 0.0, 0, 40, 40_000)
+    alone_s = float(predict(predictor, online))
+    half_s = float(predict(predictor, with_decodes(online, 10, 50_000)))
+
+    def steps(count: int, limit_s: float) -> list[tuple[int, int]]:
+        found: list[tuple[int, int]] = []
+        for _ in range(count):
+            left_out, tokens = harvest(predictor, online, kv, skipped, rests, limit_s, 0, 512)
+            skipped[:] = np.where(rests, skipped + 1, 0)
+            found.append((left_out, tokens))
+        return found
+
+    before, burst, after, half = steps(20, 0.05), steps(200, alone_s), steps(20, 0.05), steps(500, half_s)
+    assert set(before) == set(after) == {(0, 512)}
+    assert set(burst) == {(20, 0)}
+    assert len(set(half)) == 1
+    assert 0 < half[0][0] < 20
+
+
 def test_a_reserve_grows_with_what_online_requests_hold_and_is_forgotten() -> None:
     held = new_held(100_000)
     assert reserve(held) == 0

@@ -7,6 +7,7 @@ import pytest
 
 from engine_ext.arrays import column
 from engine_ext.coserve.limit import Profiled
+from engine_ext.coserve.predictor import new_predictor
 from engine_ext.coserve.slo import SloClass
 from engine_ext.costs.cost import CostModel
 from engine_ext.costs.engine_model import Clock, EngineModel
@@ -15,6 +16,7 @@ from engine_ext.costs.model_shape import preset
 from engine_ext.errors import InputError, TooLarge
 from engine_ext.plan.prompts import Prompts
 from engine_ext.plan.tree import PrefixTree, build_tree
+from engine_ext.simulate import colocate
 from engine_ext.simulate.arrivals import Arrivals, at_rate, denser
 from engine_ext.simulate.cache import Cache
 from engine_ext.simulate.colocate import OURS, POLICIES, fresh_engine, run, run_on
@@ -26,6 +28,7 @@ COST = CostModel(preset("llama-3-8b"), Machine(hardware("h200")))
 LARGE = EngineModel.of(COST, Clock.MIXED)
 SMALL = EngineModel(LARGE.gemm_s, LARGE.read_s, LARGE.quadratic_s, LARGE.weights_s, 12_000, clock=Clock.MIXED)
 SLO = SloClass(ttft_s=1.0, tpot_s=0.02)
+TIMES = ("gemm_s", "read_s", "quadratic_s", "weights_s")
 
 
 @cache
@@ -149,6 +152,18 @@ def test_a_burst_is_served_as_if_there_were_no_batch() -> None:
     ours, alone = (run(burst, COST, LARGE, policy, Settings(), SLO) for policy in (OURS, "online-only"))
     assert ours.violations <= alone.violations + 0.01
     assert ours.offline_tokens_per_s > 0
+
+
+@pytest.mark.parametrize("factor", [0.8, 1.25])
+def test_a_wrong_cost_model_costs_harvest_and_no_slo(factor: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps take a fifth less, or a quarter more, than the cost model says, until the predictor has learned it."""
+    alone, right = measure("online-only"), measure(OURS)
+    believed = new_predictor(SMALL.numbers._replace(**{name: getattr(SMALL, name) * factor for name in TIMES}))
+    monkeypatch.setattr(colocate, "new_predictor", lambda _: believed)
+    found = measure(OURS)
+    assert believed.observed[0] > 100
+    assert found.violations <= alone.violations + 0.01
+    assert 0.8 * right.offline_tokens_per_s < found.offline_tokens_per_s < 1.1 * right.offline_tokens_per_s
 
 
 @pytest.mark.parametrize("policy", ["fcfs", "vllm-priority", "bros", OURS])
