@@ -2,7 +2,8 @@
 
 The scan may compute only as many prompt tokens as the step's limit leaves (`coserve/limit.py`), and decodes of batches
 that do not fit in it rest (`coserve/harvest.py`). The limit comes from the slack of the online requests in the step,
-and the predictor says how long a step takes. An engine that has seen no online request for an hour does not ask.
+and the predictor says how long a step takes. An engine that has seen no online request for an hour does not ask, nor
+does one that has yet to see the first, unless its limits were profiled: then online requests are expected.
 """
 
 import math
@@ -14,7 +15,7 @@ import numpy as np
 
 from engine_ext.arrays import Bools, Column
 from engine_ext.coserve.harvest import harvest
-from engine_ext.coserve.limit import NOT_PROFILED, Limits, Profiled, step_limit, while_prompts_wait
+from engine_ext.coserve.limit import NO_LIMITS, NOT_PROFILED, Limits, Profiled, step_limit, while_prompts_wait
 from engine_ext.coserve.predictor import Load, Predictor, longest_chunk, new_predictor, observe, predict, with_chunk
 from engine_ext.coserve.reserve import Held, new_held, note_held, reserve
 from engine_ext.coserve.slo import Bounds, least_slack
@@ -66,7 +67,7 @@ class Beside:
     step, if that was profiled. `limit_s`, `slack_s`: those of the last step. `limited`: steps in which the batches got
     fewer prompt tokens than the step had room for. `left_out`: decodes that steps left out. `ended`: online requests
     that have left; `late`: those of them that missed a bound. `ttft_s`, `tpot_s`: the longest so far. `is_needed`:
-    whether there was an online request in the last hour.
+    whether there was an online request in the last hour, or the engine began within it and expects some.
     """
 
     bounds: Bounds
@@ -91,7 +92,9 @@ class Beside:
 
     @classmethod
     def of(cls, bounds: Bounds, limits: Limits, model: StepModel, capacity: int, lag: int) -> "Beside":
-        return cls(bounds, new_predictor(model), new_held(capacity), lag, limits.profiled, limits.prompt_tokens)
+        beside = cls(bounds, new_predictor(model), new_held(capacity), lag, limits.profiled, limits.prompt_tokens)
+        beside.is_needed = limits != NO_LIMITS
+        return beside
 
     @property
     def kept_free(self) -> int:
@@ -115,7 +118,7 @@ class Beside:
             if req not in here:
                 self._left(pace)
         self.paces = here
-        self._seen_at = now if here else self._seen_at
+        self._seen_at = now if here or self._seen_at == -math.inf else self._seen_at
         self.is_needed = now - self._seen_at < FORGET_S
         for req in demand.decoding:
             pace, generated = self.paces[req], len(req.output_ids)
