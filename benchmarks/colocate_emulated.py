@@ -79,10 +79,11 @@ def run_suite(data: Path, name: str, model_path: str, loop: asyncio.AbstractEven
         if policy != "online-only" and foreseen.batch_ended == here.traffic.batch:
             raise ValueError(f"{name}: {policy} used the batch up; give it more requests")
         started = time.monotonic()
-        found = loop.run_until_complete(_run(engine, here, suite.slo, policy, foreseen, tokens, output))
+        state = loop.run_until_complete(_run(engine, here, suite.slo, policy, foreseen, tokens, output))
+        found = _measured(here, suite.slo, policy, foreseen, state)
         base = base or found
         row = row_of(name, here.share, suite.case.batch, base, found, policy, here.alone)
-        row |= {"device": f"emulated {suite.case.machine}", "chunk": foreseen.settings.chunk}
+        row |= {"device": f"emulated {suite.case.machine}", "chunk": foreseen.settings.chunk, **_deciding(state)}
         row["simulated"] = row_of(name, here.share, suite.case.batch, contest.base, foreseen, policy, here.alone)
         yield row | {"wall_s": time.monotonic() - started}
     engine.close()
@@ -96,8 +97,8 @@ async def _run(
     foreseen: Measured,
     tokens: list[list[int]],
     output: list[int],
-) -> Measured:
-    """Run a policy in SGLang with the setting of a simulated run."""
+) -> dict[str, Any]:
+    """Run a policy in SGLang with the setting of a simulated run; see `BenchEngine.run_beside`."""
     batch, settings, arrivals = here.traffic.batch, foreseen.settings, here.traffic.arrivals
     limits = {name: value for name, value in settings.profiled._asdict().items() if math.isfinite(value)}
     bounds = {"ttft_s": slo.ttft_s or NEVER_S, "tpot_s": slo.tpot_s or NEVER_S}
@@ -112,8 +113,13 @@ async def _run(
     )
     online = [Arriving(float(at_s), tokens[batch + k], output[batch + k]) for k, at_s in enumerate(arrivals.arrives_s)]
     alone = policy == "online-only"
-    found = await engine.run_beside(tuning, [] if alone else tokens[:batch], [] if alone else output[:batch], online)
-    return _measured(here, slo, policy, foreseen, found)
+    return await engine.run_beside(tuning, [] if alone else tokens[:batch], [] if alone else output[:batch], online)
+
+
+def _deciding(state: dict[str, Any]) -> dict[str, float]:
+    """Return how long the plugin took for a step; 0 where it decided none."""
+    mean_s = state.get("deciding_s", 0.0) / max(1, state.get("decisions", 0))
+    return {"deciding_mean_ms": 1e3 * mean_s, "deciding_p99_ms": 1e3 * state.get("deciding_p99_s", 0.0)}
 
 
 NEVER_S = 1e6  # a bound that nothing misses
@@ -170,6 +176,7 @@ def _line(row: dict[str, Any]) -> str:
     parts = [f"{row['suite']} {row['policy']}, {row['device']}"]
     for name in ("offline_tokens_per_s", "ttft_mean", "ttft_p99", "tbt_mean", "tbt_p99", "violations"):
         parts.append(f"{name} {row[name]:,.4g} (simulated {row['simulated'][name]:,.4g})")
+    parts.append(f"deciding {row['deciding_mean_ms']:.2f} ms, P99 {row['deciding_p99_ms']:.2f} ms")
     return ", ".join([*parts, f"{row['wall_s']:.0f} s"])
 
 
