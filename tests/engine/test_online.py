@@ -34,7 +34,10 @@ def asked() -> Requests:
 def real(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Generator[Real, None, None]:
     folder = tmp_path_factory.mktemp("online")
     model = ensure_demo_model(folder / "demo", corpus())
-    found = Real(model, folder / "steps.jsonl", {"disable_overlap_schedule": request.param})
+    with pytest.MonkeyPatch.context() as environment:
+        # After each step SGLang counts free, cached and held KV tokens, and the engine dies if any is lost.
+        environment.setenv("SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY", "1")
+        found = Real(model, folder / "steps.jsonl", {"disable_overlap_schedule": request.param})
     ANSWERS.clear()
     yield found
     found.engine.close()

@@ -180,6 +180,7 @@ def _decide(ours: Admission, scheduler: Any, running: Any) -> tuple[Step, int, l
     left_out = [req for req in left_out if req in ours.running]
     if left_out:
         ours.resting = resting.set_apart(running, set(left_out))
+        resting.HoldingKV.show_to(scheduler)
     return step, budget, left_out
 
 

@@ -4,8 +4,9 @@ SGLang decodes all that is in its running batch. Those left out are in a batch o
 launches it, and come back before the next one. Their KV cache and their request slots stay theirs.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from copy import copy
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -71,6 +72,30 @@ def join(running: Any, resting: Any) -> Any:
         return resting
     running.merge_batch(resting)
     return running
+
+
+class HoldingKV:
+    """Tells SGLang's check of the KV cache after each step who holds tokens beside the last step's requests.
+
+    It replaces the checker's view of the batch that decodes, of which some may rest. The check is off unless
+    SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY is set.
+    """
+
+    def __init__(self, scheduler: Any, ask_sglang: Callable[[], Any]) -> None:
+        self._scheduler, self._ask_sglang = scheduler, ask_sglang
+
+    def __call__(self) -> Any:
+        running, apart = self._ask_sglang(), self._scheduler.batchweave_admission.resting
+        if apart is None:
+            return running
+        is_last = running is None or running is self._scheduler.last_batch  # SGLang counts that one anyway
+        return SimpleNamespace(reqs=[*([] if is_last else running.reqs), *apart.reqs], is_empty=lambda: False)
+
+    @classmethod
+    def show_to(cls, scheduler: Any) -> None:
+        checker = scheduler.invariant_checker
+        if not isinstance(checker.get_running_batch, cls):
+            checker.get_running_batch = cls(scheduler, checker.get_running_batch)
 
 
 def correct_positions(_result: Any, batch: Any, running_batch: Any) -> None:
