@@ -12,6 +12,7 @@ import numpy as np
 from engine_ext.arrays import Bools, Column
 from engine_ext.compiled import compiled
 from engine_ext.coserve.predictor import Load, Predictor, longest_chunk, with_chunk, with_decodes, with_margin
+from engine_ext.costs.engine_model import StepModel
 
 MOST_SKIPPED = 32  # steps running that a decode may be left out; then it goes before all others
 AGE = 64  # KV tokens by which a decode moves forward for each step that it was left out
@@ -41,7 +42,7 @@ def harvest(
     tokens that it reads and for how many steps running it was left out. `before`: the computed tokens of the prompt
     that is next. `most`: the most prompt tokens that the step has room for.
     """
-    riding = min(most, riding_tokens(predictor, online.prompt_tokens + online.decoding + len(kv)))
+    riding = min(most, riding_tokens(predictor.model, online.prompt_tokens + online.decoding + len(kv)))
     beside = with_chunk(online, before, riding) if riding > 0 else online
     if with_margin(predictor, beside) > limit_s:
         riding = longest_chunk(predictor, online, before, limit_s, riding)
@@ -55,9 +56,8 @@ def harvest(
 
 
 @compiled
-def riding_tokens(predictor: Predictor, tokens: int) -> int:
+def riding_tokens(model: StepModel, tokens: int) -> int:
     """Return how many prompt tokens hide their GEMM behind reading the weights, beside `tokens` others."""
-    model = predictor.model
     return max(0, int(model.weights_s / model.gemm_s) - tokens) if model.clock != 2 else 0
 
 

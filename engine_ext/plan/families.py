@@ -5,24 +5,38 @@ import numpy as np
 from engine_ext.arrays import Column
 from engine_ext.plan.tree import PrefixTree
 
-LARGEST = 16  # prompts of a family; if more share a prefix, computing it once again costs each of them little
+LARGEST = 16  # prompts of a family; where more share a prefix, computing it once more matters little
 
 
-def families(tree: PrefixTree) -> Column:
+def find_families(tree: PrefixTree) -> Column:
     """Return the family of each prompt, as a number that only its members have; int64 [prompts], by prompt.
 
-    The members of a family together have at most half as many distinct tokens as they have tokens, beside what they
-    share with more than LARGEST prompts. Any other prompt is a family of its own.
+    A family is what is below a node with at most LARGEST prompts, of whose tokens the node's shared ones are half or
+    more; those shared with more than LARGEST prompts do not count. Of such nodes, one inside another, the highest makes
+    the family. Every other prompt is a family of its own.
     """
     size = tree.last - tree.first
-    is_top = (size > 1) & (size <= LARGEST) & ((tree.parent < 0) | (size[tree.parent] > LARGEST))
-    lengths = np.concatenate([[0], np.cumsum(tree.end[tree.leaves])])
-    distinct = np.concatenate([[0], np.cumsum(tree.end - tree.begin)])
-    tokens = lengths[tree.last] - lengths[tree.first] - tree.begin * size
-    top = np.flatnonzero(is_top & (2 * (distinct[tree.after] - distinct[:-1]) <= tokens))
-    by_place = np.arange(len(tree.order))
-    for node in top.tolist():
-        by_place[tree.first[node] : tree.last[node]] = tree.first[node]
+    is_small = size <= LARGEST
+    is_top = is_small & ((tree.parent < 0) | (size[tree.parent] > LARGEST))
+    # In preorder, the last top node before a node is the one above it.
+    top = np.maximum.accumulate(np.where(is_top, np.arange(len(tree)), 0))
+    common = tree.begin[top]
+    before = np.concatenate([[0], np.cumsum(tree.end[tree.leaves])])
+    tokens = before[tree.last] - before[tree.first] - common * size
+    found = np.flatnonzero(is_small & (size > 1) & (2 * (tree.end - common) * size >= tokens))
+    first, last = tree.first[found], tree.last[found]
+    is_outer = first >= np.concatenate([[0], np.maximum.accumulate(last)])[: len(found)]
+    by_place = _filled(len(tree.order), first[is_outer], last[is_outer])
     family = np.empty_like(by_place)
     family[tree.order] = by_place
     return family
+
+
+def _filled(count: int, first: Column, last: Column) -> Column:
+    """Return 0 to `count` - 1, but `first` in all of [`first`, `last`), which are apart and in order."""
+    edges = np.zeros(count + 1, dtype=np.int64)
+    edges[first] += 1
+    edges[last] -= 1
+    numbers = np.where(np.cumsum(edges)[:count] > 0, 0, np.arange(count))
+    numbers[first] = first
+    return np.maximum.accumulate(numbers)

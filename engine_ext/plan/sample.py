@@ -18,9 +18,9 @@ def choose_sample(
     prompt_tokens: Floats,
     known: Column,
     generator: np.random.Generator,
+    family: Column,
     share: float = SHARE,
     ran: Column | None = None,
-    family: Column | None = None,
 ) -> Column:
     """Choose about `share` of the requests with unknown lengths, in the order in which to run them; int64.
 
@@ -28,9 +28,9 @@ def choose_sample(
     where it tells most (Neyman): to each group in proportion to its requests and to the spread of memory work that its
     outlook leaves open, but no group's sample may become most of its work. Call again with a better outlook to place a
     second half better than the first. `known` is int64 [prompts], output tokens, UNKNOWN or NOT_ASKED. `ran` is int64
-    [groups], requests that have begun, or whose like is known, and count as sampled. `family`: see families.py; int64
-    [prompts]. Members of a family are chosen together, because its prefix would have to be computed again for those
-    that come later.
+    [groups], requests that have begun, or whose like is known, and count as sampled. `family` is int64 [prompts]
+    (families.py): its members are chosen and run together, because those that come later would have to compute its
+    prefix again.
     """
     if not 0 < share <= 1:
         raise InputError(f"the share to sample must be above 0 and at most 1, not {share}")
@@ -52,8 +52,8 @@ def choose_sample(
     # One request for each of hundreds of groups would leave nothing for the uncertain ones (docs/simulator.md).
     new = new[np.lexsort((-size[new], groups.levels[new]))][: (total + 1) // 2]
     counts = np.maximum(_shared_out(total, most, size * spread, new) - ran, 0)
-    # Take the first of each group in a random order; the first requests of groups not yet asked go to the front.
-    shuffled = _shuffled(open_requests if family is None else family[open_requests], generator)
+    # Take the first of each group in a random order of families; the first of each new group goes to the front.
+    shuffled = _shuffled(family[open_requests], generator)
     by_group = shuffled[np.argsort(of[shuffled], kind="stable")]
     starts = np.concatenate([[0], np.cumsum(waiting)])
     place = np.arange(len(by_group)) - starts[of[by_group]]
@@ -61,7 +61,7 @@ def choose_sample(
     alone = np.full(len(groups), len(groups))
     alone[new] = np.arange(len(new))
     first_of = np.where(place[place < counts[of[by_group]]] == 0, alone[of[chosen]], len(groups))
-    chosen = chosen[np.argsort(first_of, kind="stable")]
+    chosen = chosen[_together(family[open_requests[chosen]], first_of)]
     return open_requests[chosen[: max(0, total - int(ran.sum()))]]
 
 
@@ -71,8 +71,8 @@ def ask_sample(
     prompt_tokens: Floats,
     truth: Column,
     generator: np.random.Generator,
+    family: Column,
     share: float,
-    family: Column | None = None,
 ) -> tuple[Column, Seen]:
     """Choose a sample in two halves, the second guided by the first's answers; return it and what was seen.
 
@@ -88,7 +88,7 @@ def ask_sample(
         if wanted == len(chosen) or left == 0:
             continue
         part = (wanted - len(chosen)) / left
-        half = choose_sample(groups, outlook, prompt_tokens, settled, generator, part, family=family)
+        half = choose_sample(groups, outlook, prompt_tokens, settled, generator, family, part)
         settled[half] = truth[half]
         chosen = np.sort(np.concatenate([chosen, half]))
         seen = see(groups, chosen, truth[chosen], np.ones(len(chosen), dtype=np.bool_))
@@ -96,12 +96,22 @@ def ask_sample(
 
 
 def _shuffled(family: Column, generator: np.random.Generator) -> Column:
-    """Return the places of all requests in a random order in which each family stands together; int64 [requests]."""
-    shuffled = generator.permutation(len(family))
-    place = np.empty_like(shuffled)
-    place[shuffled] = np.arange(len(shuffled))
+    """Return requests in a random order in which each family stands together; int64 [requests].
+
+    A family comes first with the same chance as any other, however large it is: else large ones would fill the sample.
+    """
     _, number = np.unique(family, return_inverse=True)
-    first = np.full(len(shuffled), len(shuffled))
+    by_family = generator.permutation(int(number.max(initial=-1)) + 1)[number]
+    return np.lexsort((generator.permutation(len(family)), by_family))
+
+
+def _together(family: Column, rank: Column) -> Column:
+    """Return the order of these requests by rank, in which each family follows its first member; int64 [requests]."""
+    _, number = np.unique(family, return_inverse=True)
+    order = np.argsort(rank, kind="stable")
+    place = np.empty_like(order)
+    place[order] = np.arange(len(order))
+    first = np.full(len(order), len(order))
     np.minimum.at(first, number, place)
     return np.lexsort((place, first[number]))
 

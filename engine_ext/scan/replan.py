@@ -11,7 +11,7 @@ import numpy as np
 from engine_ext.arrays import Bools, Column
 from engine_ext.compiled import compiled
 from engine_ext.costs.cost import CostModel
-from engine_ext.plan.families import families
+from engine_ext.plan.families import find_families
 from engine_ext.plan.groups import Groups
 from engine_ext.plan.lengths import UNKNOWN, borrow, estimate, group_caps, look_ahead, see
 from engine_ext.plan.memory import Recall
@@ -117,7 +117,8 @@ def plan_backlog(
     # What earlier batches taught need not be asked again.
     ran = np.bincount(groups.of[told], minlength=len(groups)) + loans.by_group(len(groups)).astype(np.int64)
     # BlendServe 5.1: the sample costs nothing extra, because its answers are part of the output.
-    sample = choose_sample(groups, outlook, lengths.astype(np.float64), asked, generator, share, ran, families(tree))
+    family = find_families(tree)
+    sample = choose_sample(groups, outlook, lengths.astype(np.float64), asked, generator, family, share, ran)
     ends = two_ends(
         tree,
         Requests(lengths.astype(np.float64), estimates.mean, estimates.squares),

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from engine_ext.arrays import Column
+from engine_ext.coserve.harvest import riding_tokens
 from engine_ext.coserve.limit import Profiled
 from engine_ext.coserve.slo import SloClass
 from engine_ext.costs.cost import CostModel
@@ -24,7 +25,7 @@ from engine_ext.simulate.pair import POOLED, Pair, run_pair
 from engine_ext.simulate.traffic import Traffic
 
 CHUNKS = (256, 512, 1024, 2048)
-CHUNK_UNIT = 64
+CHUNK_UNIT = 64  # tokens of which that chunk size is a multiple
 RESERVED = (1.0, 0.3)  # SGLang's new token ratio
 PLACES = 48  # of a knob
 EXCESS = np.geomspace(0.01, 20.0, PLACES)  # of a limit over the mean TBT of online alone, as a share of it
@@ -70,7 +71,7 @@ class Contest:
     base: Measured = field(init=False)
 
     def __post_init__(self) -> None:
-        alone = [self.measure("online-only", Settings(chunk=chunk)) for chunk in CHUNKS]
+        alone = [self.measure("online-only", Settings(chunk=chunk)) for chunk in self.chunks]
         self.base = min(alone, key=lambda found: (found.violations, found.normalized_latency))
 
     def measure(self, policy: str, settings: Settings) -> Measured:
@@ -88,8 +89,8 @@ class Contest:
         """
         if policy == ORACLE:
             self.best(OURS, within)
-        chunks = self._relative_chunks() if within.most else CHUNKS
-        knobs, settings = _choices(policy, chunks, self.base)
+        chunks = (self.base.settings.chunk,) if within.most else self.chunks
+        knobs, settings = _choices(policy, chunks, self.chunks, self.base)
         for each in settings:
             self.measure(policy, each)
         is_easy = policy in (OURS, ORACLE) and not within.most and self._kept(policy, within)
@@ -97,14 +98,14 @@ class Contest:
             self._bisect(policy, knob, within)
         return max(self._kept(policy, within), key=lambda found: found.offline_tokens_per_s, default=None)
 
-    def _relative_chunks(self) -> tuple[int, ...]:
-        """Return the chunk size of the base, and the one whose GEMM hides behind reading the weights if it is smaller.
+    @property
+    def chunks(self) -> tuple[int, ...]:
+        """The chunk sizes to try: CHUNKS, and before them what hides its GEMM behind reading the weights, if smaller.
 
-        With the latter, a step with prompts takes hardly longer than one without.
+        With that one, a step with prompts takes hardly longer than one without.
         """
-        base, riding = self.base.settings.chunk, int(self.model.weights_s / self.model.gemm_s)
-        hidden = riding // CHUNK_UNIT * CHUNK_UNIT
-        return (base, hidden) if 0 < hidden < base else (base,)
+        hidden = int(riding_tokens(self.model.numbers, 0)) // CHUNK_UNIT * CHUNK_UNIT
+        return (hidden, *CHUNKS) if 0 < hidden < min(CHUNKS) else CHUNKS
 
     def _kept(self, policy: str, within: Within) -> list[Measured]:
         names = (OURS, ORACLE) if policy == ORACLE else (policy,)
@@ -126,8 +127,13 @@ class Contest:
                 harsh = place
 
 
-def _choices(policy: str, chunks: tuple[int, ...], base: Measured) -> tuple[list[list[Settings]], list[Settings]]:
-    """Return a policy's knobs, each a list of settings from gentle to harsh, and the settings that are just tried."""
+def _choices(
+    policy: str, chunks: tuple[int, ...], sizes: tuple[int, ...], base: Measured
+) -> tuple[list[list[Settings]], list[Settings]]:
+    """Return a policy's knobs, each a list of settings from gentle to harsh, and the settings that are just tried.
+
+    `chunks`: chunk sizes of each knob; `sizes`: those of a policy without one.
+    """
     limits = [(1.0 + float(excess)) * base.tbt_mean for excess in EXCESS]
     prices = [float(price) * base.tbt_mean for price in PRICES]
     knobs, tried = list[list[Settings]](), list[Settings]()
@@ -145,7 +151,6 @@ def _choices(policy: str, chunks: tuple[int, ...], base: Measured) -> tuple[list
             knobs.append(by_limit)
             knobs.append([replace(plain, profiled=Profiled(limit_s, math.inf, limit_s)) for limit_s in limits])
             knobs.append([replace(plain, profiled=Profiled(price_s=price_s)) for price_s in prices])
-    sizes = sorted({*chunks, *CHUNKS})
     if policy == "priority":
         tried += [Settings(chunk=chunk, reserved=reserved) for chunk in sizes for reserved in RESERVED]
     elif not knobs:

@@ -10,7 +10,7 @@ from engine_ext.arrays import Column, Floats, column
 from engine_ext.costs.cost import CostModel
 from engine_ext.costs.engine_model import Clock, EngineModel
 from engine_ext.errors import TooLarge
-from engine_ext.plan.families import families
+from engine_ext.plan.families import find_families
 from engine_ext.plan.groups import Groups, group_requests
 from engine_ext.plan.lengths import UNKNOWN, Estimates, estimate, group_caps, look_ahead
 from engine_ext.plan.memory import Recall
@@ -133,8 +133,8 @@ def prepare(
         )
     else:
         generator = np.random.default_rng(seed)
-        given = groups, by_group, lengths.astype(np.float64), output, generator, sample
-        chosen, seen = ask_sample(*given, families(tree))
+        family = find_families(tree)
+        chosen, seen = ask_sample(groups, by_group, lengths.astype(np.float64), output, generator, family, sample)
         known = np.full(len(prompts), UNKNOWN)
         known[chosen] = output[chosen]
         estimates = estimate(groups, look_ahead(seen, groups, by_group), caps, known)

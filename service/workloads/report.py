@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engine_ext.costs.cost import CostModel, Load
-from engine_ext.plan.families import families
+from engine_ext.plan.families import find_families
 from engine_ext.plan.groups import group_requests
 from engine_ext.plan.lengths import UNKNOWN, group_caps
 from engine_ext.plan.prompts import Prompts
@@ -53,8 +53,8 @@ def with_sample(workload: Workload, share: float, seed: int) -> Workload:
     outputs, generator = workload.outputs, np.random.default_rng(seed)
     tree, lengths = build_tree(workload.prompts), workload.prompts.lengths.astype(np.float64)
     groups = group_requests(tree, outputs.kinds)
-    given = groups, group_caps(groups, outputs.caps), lengths, outputs.known, generator, share
-    chosen, _ = ask_sample(*given, families(tree))
+    caps, family = group_caps(groups, outputs.caps), find_families(tree)
+    chosen, _ = ask_sample(groups, caps, lengths, outputs.known, generator, family, share)
     known = np.full_like(outputs.known, UNKNOWN)
     known[chosen] = outputs.known[chosen]
     return replace(

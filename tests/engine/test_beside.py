@@ -1,4 +1,4 @@
-"""When batches have the engine to themselves, and when online requests are expected."""
+"""Batches have the engine to themselves until online requests come or are expected."""
 
 import pytest
 
@@ -32,3 +32,16 @@ def test_any_other_engine_waits_for_the_first_one() -> None:
     for now, is_needed in ((7.1, True), (FORGET_S, True), (FORGET_S + 7.0, False)):
         beside.pass_time(NOBODY, now)
         assert beside.is_needed == is_needed
+
+
+def test_the_hour_begins_when_the_clock_has_told_a_time() -> None:
+    """Several ranks have no time before they agree on one, nor while online requests run alone."""
+    beside = Beside.of(BOUNDS, Limits(prompt_tokens=256), MODEL, 1000, 0)
+    for now in (0.0, 20_000.0, 20_001.0):
+        beside.pass_time(NOBODY, now)
+        assert beside.is_needed
+    beside.arrived(object(), 20_001.0)
+    beside.forget()
+    beside.pass_time(NOBODY, 30_000.0)
+    beside.pass_time(NOBODY, 30_000.1)
+    assert beside.is_needed

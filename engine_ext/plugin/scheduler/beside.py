@@ -2,8 +2,9 @@
 
 The scan may compute only as many prompt tokens as the step's limit leaves (`coserve/limit.py`), and decodes of batches
 that do not fit in it rest (`coserve/harvest.py`). The limit comes from the slack of the online requests in the step,
-and the predictor says how long a step takes. An engine that has seen no online request for an hour does not ask, nor
-does one that has yet to see the first, unless its limits were profiled: then online requests are expected.
+and the predictor says how long a step takes. Until the first online request, and from an hour after the last one,
+batches have the engine to themselves. With profiled limits an hour begins with the engine's first step, because online
+requests are expected.
 """
 
 import math
@@ -24,6 +25,7 @@ from engine_ext.plugin.scheduler.online import Demand, length
 
 PAGE = 128  # prompt tokens that any step has room for, with online prompts however late others are
 LONGEST_STEP_S = 10.0  # a longer pause between two decisions was no step
+UNTOLD_S = 0.0  # the time before the clock has told one, as with several ranks until they agree
 FORGET_S = 3600.0  # without online requests, after which batches have the engine to themselves again
 
 
@@ -67,7 +69,7 @@ class Beside:
     step, if that was profiled. `limit_s`, `slack_s`: those of the last step. `limited`: steps in which the batches got
     fewer prompt tokens than the step had room for. `left_out`: decodes that steps left out. `ended`: online requests
     that have left; `late`: those of them that missed a bound. `ttft_s`, `tpot_s`: the longest so far. `is_needed`:
-    whether there was an online request in the last hour, or the engine began within it and expects some.
+    whether steps are limited: for an hour after the last online request, and with profiled limits after the first step.
     """
 
     bounds: Bounds
@@ -87,14 +89,14 @@ class Beside:
     tpot_s: float = 0.0
     _loads: deque[Load] = field(default_factory=deque[Load])
     _before: float = math.nan
-    _seen_at: float = -math.inf
+    _seen_at: float = UNTOLD_S
     is_needed: bool = False
 
     @classmethod
     def of(cls, bounds: Bounds, limits: Limits, model: StepModel, capacity: int, lag: int) -> "Beside":
-        beside = cls(bounds, new_predictor(model), new_held(capacity), lag, limits.profiled, limits.prompt_tokens)
-        beside.is_needed = limits != NO_LIMITS
-        return beside
+        predictor, held = new_predictor(model), new_held(capacity)
+        profiled, most, expects = limits.profiled, limits.prompt_tokens, limits != NO_LIMITS
+        return cls(bounds, predictor, held, lag, profiled, most, is_needed=expects)
 
     @property
     def kept_free(self) -> int:
@@ -107,7 +109,10 @@ class Beside:
         self.paces.setdefault(req, Pace(now))
 
     def pass_time(self, demand: Demand, now: float) -> None:
-        """Note that the last step has ended, which tells how long such steps take and when its tokens came."""
+        """Note that the last step has ended, which tells how long such steps take and when its tokens came.
+
+        Only while `is_needed`.
+        """
         took, self._before = now - self._before, now
         if len(self._loads) > self.lag:
             load = self._loads.popleft()
@@ -118,7 +123,7 @@ class Beside:
             if req not in here:
                 self._left(pace)
         self.paces = here
-        self._seen_at = now if here or self._seen_at == -math.inf else self._seen_at
+        self._seen_at = now if here or self._seen_at == UNTOLD_S else self._seen_at
         self.is_needed = now - self._seen_at < FORGET_S
         for req in demand.decoding:
             pace, generated = self.paces[req], len(req.output_ids)
@@ -141,7 +146,7 @@ class Beside:
         """Forget all times, where the clock has not told them: requests count as on their pace when it does again."""
         self.paces.clear()
         self._loads.clear()
-        self._before = math.nan
+        self._before, self._seen_at = math.nan, UNTOLD_S
 
     def allow(self, demand: Demand, decodes: Decodes, before: int, largest: int, now: float) -> Allowed:
         """Return the prompt tokens of the next step, and which decodes it leaves out.

@@ -146,7 +146,7 @@ def test_a_step_with_harvest_keeps_its_limit(
     if found.left_out < len(kv) or found.prompt_tokens:
         assert with_margin(predictor, whole) <= limit_s + 1e-12
     if found.left_out:  # brute force: no other decode fits beside the prompt tokens that ride
-        riding = min(most, riding_tokens(predictor, online + len(kv)))
+        riding = min(most, riding_tokens(predictor.model, online + len(kv)))
         beside = with_chunk(load, 0, riding) if riding else load
         if with_margin(predictor, beside) <= limit_s:
             order = sorted(range(len(kv)), key=lambda k: _first(int(kv[k]), int(skipped[k])))
@@ -175,7 +175,7 @@ def test_no_decode_is_left_out_for_ever() -> None:
 
 
 def test_harvest_falls_at_once_and_comes_back_without_swinging() -> None:
-    """A burst of online requests leaves no time for twenty seconds; then there is time for half of the batch."""
+    """For 200 steps online requests leave no time; then there is time for half of the batch."""
     predictor, kv = new_predictor(NUMBERS), np.full(20, 5_000, dtype=np.int64)
     skipped, rests = np.zeros(20, dtype=np.int64), np.zeros(20, dtype=np.bool_)
     online = Load(0, 0.0, 0, 40, 40_000)

@@ -6,6 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine_ext.arrays import Column
+from engine_ext.plan.families import find_families
 from engine_ext.plan.groups import ALIKE, MOST_SMALL_TASKS, SMALLEST_TASK, UNLIKE, Groups, group_requests
 from engine_ext.plan.lengths import (
     BUCKETS,
@@ -215,7 +216,9 @@ def test_samples_are_of_the_size_asked_with_every_group(count: int, share: float
     nothing = see(groups, np.empty(0, np.int64), np.empty(0, np.int64), np.empty(0, np.bool_))
     outlook = look_ahead(nothing, groups, group_caps(groups, np.full(len(prompts), 4096)))
     known = np.where(np.arange(len(prompts)) % 5 == 0, 7, -1)
-    found = choose_sample(groups, outlook, prompts.lengths.astype(float), known, np.random.default_rng(seed), share)
+    found = choose_sample(
+        groups, outlook, prompts.lengths.astype(float), known, np.random.default_rng(seed), np.arange(len(known)), share
+    )
     open_requests = np.flatnonzero(known < 0)
     assert len(np.unique(found)) == len(found)
     assert np.all(known[found] < 0)
@@ -234,7 +237,8 @@ def test_both_halves_of_a_sample_are_the_share_asked_for(share: float) -> None:
     groups = group_requests(build_tree(prompts))
     truth = np.where(np.arange(len(prompts)) % 4 == 0, -1, 7)
     caps = group_caps(groups, np.full(len(prompts), 4096))
-    chosen, seen = ask_sample(groups, caps, prompts.lengths.astype(float), truth, np.random.default_rng(1), share)
+    family, generator = np.arange(len(truth)), np.random.default_rng(1)
+    chosen, seen = ask_sample(groups, caps, prompts.lengths.astype(float), truth, generator, family, share)
     assert len(np.unique(chosen)) == int(np.ceil(share * 300))
     assert np.all(truth[chosen] == 7)
     assert seen.ended[0].sum() == pytest.approx(len(chosen))
@@ -249,7 +253,8 @@ def test_samples_go_where_the_memory_work_is_uncertain() -> None:
         np.ones(8, np.bool_),
     )
     outlook = look_ahead(seen, groups, np.full(3, LONGEST))
-    found = choose_sample(groups, outlook, np.full(10_000, 500.0), np.full(10_000, -1), np.random.default_rng(0))
+    unknown, generator = np.full(10_000, -1), np.random.default_rng(0)
+    found = choose_sample(groups, outlook, np.full(10_000, 500.0), unknown, generator, np.arange(10_000))
     counts = np.bincount(groups.of[found], minlength=3)
     assert counts.sum() == 100
     assert counts[2] > 5 * counts[1] > 0
@@ -262,15 +267,42 @@ def test_those_that_ran_count_as_sampled_and_what_is_new_is_asked_first() -> Non
     nothing = look_ahead(Seen.nothing(4), groups, np.full(4, LONGEST))
     ran = np.array([0, 30, 0, 0])
     generator = np.random.default_rng(0)
-    found = choose_sample(groups, nothing, np.full(1000, 500.0), known, generator, 0.05, ran)
+    found = choose_sample(groups, nothing, np.full(1000, 500.0), known, generator, np.arange(1000), 0.05, ran)
     assert len(found) == 50 - 30
     assert groups.of[found[:2]].tolist() == [2, 3]
     ran = np.array([0, 60, 0, 0])
-    assert len(choose_sample(groups, nothing, np.full(1000, 500.0), known, generator, 0.05, ran)) == 0
+    assert len(choose_sample(groups, nothing, np.full(1000, 500.0), known, generator, np.arange(1000), 0.05, ran)) == 0
 
 
 @pytest.mark.parametrize("share", [0.0, -1.0, 1.5])
 def test_the_share_to_sample_is_a_share(share: float) -> None:
     outlook = outlook_of(np.array([1]))
     with pytest.raises(ValueError, match="share"):
-        choose_sample(alone(1), outlook, np.ones(1), np.array([-1]), np.random.default_rng(0), share)
+        choose_sample(alone(1), outlook, np.ones(1), np.array([-1]), np.random.default_rng(0), np.zeros(1, int), share)
+
+
+def test_a_sample_computes_few_documents_for_as_many_answers() -> None:
+    """Of two tasks, which are two groups, with six questions about each document."""
+    prompts = Prompts.of([[7 + n % 2] * 20 + [100 + n // 12] * 80 + [5000 + n] * 5 for n in range(3000)])
+    tree = build_tree(prompts)
+    groups, unknown = group_requests(tree), np.full(3000, -1)
+    outlook = look_ahead(Seen.nothing(len(groups)), groups, group_caps(groups, np.full(3000, LONGEST)))
+    lengths, generator = prompts.lengths.astype(float), np.random.default_rng(0)
+    found = choose_sample(groups, outlook, lengths, unknown, generator, find_families(tree), 0.02)
+    assert len(found) == 60
+    documents = found // 12 * 2 + found % 2
+    assert len(np.unique(documents)) <= 12
+    assert np.count_nonzero(np.diff(documents)) == len(np.unique(documents)) - 1  # each document's run together
+
+
+def test_large_families_are_not_chosen_more_often() -> None:
+    """Half of the requests of a group are alone, and half are in families of sixteen."""
+    groups = Groups.unlike(np.zeros(3200, dtype=np.int64), np.array([-1]))
+    outlook = look_ahead(Seen.nothing(1), groups, np.full(1, LONGEST))
+    family, unknown = np.concatenate([np.arange(1600), 1600 + np.arange(1600) // 16]), np.full(3200, -1)
+    lengths = np.full(3200, 100.0)
+    shares = [
+        np.mean(choose_sample(groups, outlook, lengths, unknown, np.random.default_rng(k), family, 0.05) >= 1600)
+        for k in range(100)
+    ]
+    assert 0.4 < np.mean(shares) < 0.6

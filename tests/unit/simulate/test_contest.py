@@ -14,7 +14,6 @@ def contest(slo: SloClass) -> Contest:
 
 
 def test_the_harshest_setting_that_keeps_a_bound_is_found() -> None:
-    """As found by trying every place of the knob."""
     held = contest(SloClass())
     within = Within(most={"tbt_p99": held.base.tbt_p99 * 1.3})
     best = held.best("hygen", within)
@@ -25,6 +24,14 @@ def test_the_harshest_setting_that_keeps_a_bound_is_found() -> None:
     again = len(held.runs)
     assert held.best("hygen", within) == best
     assert len(held.runs) == again
+
+
+def test_online_alone_may_have_the_chunk_that_hides_behind_the_weights() -> None:
+    held = contest(SloClass())
+    assert held.chunks == (192, 256, 512, 1024, 2048)
+    alone = [found for (policy, _), found in held.runs.items() if policy == "online-only"]
+    assert len(alone) == 5
+    assert held.base.normalized_latency == min(found.normalized_latency for found in alone)
 
 
 def test_what_breaks_a_bound_does_not_count() -> None:
