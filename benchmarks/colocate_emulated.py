@@ -5,7 +5,8 @@ python -m benchmarks.colocate_emulated DATA [--suites hygen,bursts] [--output re
 SGLang's scheduler, radix cache, KV accounting and retraction are real. A cost model replaces the forward pass, on its
 own clock, by which online requests arrive (plugin/scheduler/arrivals.py). Each policy has the setting with which it
 does most for the batch in the simulator while the bounds of its suite are kept; `simulated` in a row is what the
-simulator says of the same setting and the same requests. Nothing here was measured on a GPU.
+simulator says of the same setting and the same requests. Nothing here was measured on a GPU. `deciding_ms` is real
+time, so run nothing beside it.
 """
 
 import argparse
@@ -23,7 +24,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.colocate import SLO, Case, Scene, scene
-from benchmarks.emulated import tokens_of
+from benchmarks.emulated import deciding, tokens_of
 from engine_ext.coserve.slo import SloClass
 from engine_ext.plan.buckets import LONGEST
 from engine_ext.plugin.tuning import MOST_TOKENS, PRIORITY, Tuning
@@ -31,6 +32,7 @@ from engine_ext.plugin.worker.bench_engine import Arriving, BenchEngine
 from engine_ext.simulate.colocate import OURS
 from engine_ext.simulate.contest import Within, row_of
 from engine_ext.simulate.measured import Measured, Times, tokens_done
+from engine_ext.simulate.traffic import Traffic
 from service.demo.model import ensure_demo_model
 from service.demo.prompts import corpus
 
@@ -83,7 +85,7 @@ def run_suite(data: Path, name: str, model_path: str, loop: asyncio.AbstractEven
         found = _measured(here, suite.slo, policy, foreseen, state)
         base = base or found
         row = row_of(name, here.share, suite.case.batch, base, found, policy, here.alone)
-        row |= {"device": f"emulated {suite.case.machine}", "chunk": foreseen.settings.chunk, **_deciding(state)}
+        row |= {"device": f"emulated {suite.case.machine}", "chunk": foreseen.settings.chunk, **deciding(state)}
         row["simulated"] = row_of(name, here.share, suite.case.batch, contest.base, foreseen, policy, here.alone)
         yield row | {"wall_s": time.monotonic() - started}
     engine.close()
@@ -98,7 +100,7 @@ async def _run(
     tokens: list[list[int]],
     output: list[int],
 ) -> dict[str, Any]:
-    """Run a policy in SGLang with the setting of a simulated run; see `BenchEngine.run_beside`."""
+    """Run a policy in SGLang with the setting of a simulated run, and return the scheduler's state."""
     batch, settings, arrivals = here.traffic.batch, foreseen.settings, here.traffic.arrivals
     limits = {name: value for name, value in settings.profiled._asdict().items() if math.isfinite(value)}
     bounds = {"ttft_s": slo.ttft_s or NEVER_S, "tpot_s": slo.tpot_s or NEVER_S}
@@ -116,12 +118,6 @@ async def _run(
     return await engine.run_beside(tuning, [] if alone else tokens[:batch], [] if alone else output[:batch], online)
 
 
-def _deciding(state: dict[str, Any]) -> dict[str, float]:
-    """Return how long the plugin took for a step; 0 where it decided none."""
-    mean_s = state.get("deciding_s", 0.0) / max(1, state.get("decisions", 0))
-    return {"deciding_mean_ms": 1e3 * mean_s, "deciding_p99_ms": 1e3 * state.get("deciding_p99_s", 0.0)}
-
-
 NEVER_S = 1e6  # a bound that nothing misses
 
 
@@ -131,6 +127,7 @@ def _measured(here: Scene, slo: SloClass, policy: str, foreseen: Measured, found
     times = Times(np.full(count, found["virtual_s"]), gaps=np.array(found["online_gaps"]), **columns)
     batch, duration = here.traffic.batch, here.traffic.arrivals.duration_s
     tokens = (here.traffic.lengths + here.traffic.output)[batch:][columns["ended"]].sum()
+    assert isinstance(here.traffic, Traffic)
     done = tokens_done(here.traffic.tree, here.traffic.output[:batch], np.array(found["batch"]), here.cost)
     return Measured(
         policy=policy,
@@ -176,7 +173,7 @@ def _line(row: dict[str, Any]) -> str:
     parts = [f"{row['suite']} {row['policy']}, {row['device']}"]
     for name in ("offline_tokens_per_s", "ttft_mean", "ttft_p99", "tbt_mean", "tbt_p99", "violations"):
         parts.append(f"{name} {row[name]:,.4g} (simulated {row['simulated'][name]:,.4g})")
-    parts.append(f"deciding {row['deciding_mean_ms']:.2f} ms, P99 {row['deciding_p99_ms']:.2f} ms")
+    parts.append(f"deciding {row['deciding_ms']:.2f} ms, P99 {row['deciding_p99_ms']:.2f} ms")
     return ", ".join([*parts, f"{row['wall_s']:.0f} s"])
 
 

@@ -40,7 +40,7 @@ PAGE = 128  # prompt tokens that there is room for in any step, and that an onli
 class Rules(NamedTuple):
     """Our settings: the online class's bounds, what was profiled, and the most prompt tokens of a step.
 
-    `model`: how long the engine's steps take; the predictor may believe otherwise.
+    `model`: how long steps really take; what the predictor starts from may be wrong.
     """
 
     bounds: Bounds

@@ -1,7 +1,6 @@
 """Online requests beside a batch in real SGLang with a small KV cache: they go first, and nobody's answers change."""
 
 import asyncio
-import json
 from collections.abc import Generator
 from typing import Any
 
@@ -15,7 +14,6 @@ from tests.engine.test_real_scan import CHUNK, Real, Requests, growing, tokens_o
 
 SLOTS = 32  # that `Real` gives its engine
 LONG = 1_900  # tokens of a batch's prompt: four chunks
-ANSWERS: dict[str, list[list[int]]] = {}  # those of the engine that runs, by requests
 
 
 def batch() -> Requests:
@@ -38,18 +36,9 @@ def real(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
         # After each step SGLang counts free, cached and held KV tokens, and the engine dies if any is lost.
         environment.setenv("SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY", "1")
         found = Real(model, folder / "steps.jsonl", {"disable_overlap_schedule": request.param})
-    ANSWERS.clear()
     yield found
     found.engine.close()
     found.loop.close()
-
-
-def answers_alone(real: Real, requests: Requests) -> list[list[int]]:
-    """Return what SGLang alone answers to these requests, which it is asked once."""
-    key = json.dumps(requests)
-    if key not in ANSWERS:
-        ANSWERS[key] = run(real, "fcfs", requests, [], mixed=False)["answers"]
-    return ANSWERS[key]
 
 
 def run(
@@ -100,8 +89,8 @@ def run(
 @pytest.mark.parametrize("mixed", [True, False])
 def test_online_requests_are_in_the_next_step(real: Real, mixed: bool) -> None:
     """Each is in the first step that is decided after it came, if need be before the chunk of a batch's prompt."""
-    alone = answers_alone(real, batch())
-    theirs = answers_alone(real, asked())
+    alone = real.answers_alone(batch())
+    theirs = real.answers_alone(asked())
     ours = run(real, None, batch(), asked(), mixed)
     assert ours["answers"] == alone
     assert [found["answer"] for found in ours["online"]] == theirs
@@ -117,7 +106,7 @@ def test_a_batch_is_retracted_before_online_requests(real: Real) -> None:
     """Answers of the batch grow longer than any sample foretold, while young online answers run beside them."""
     tokens = tokens_of(13)
     young: Requests = [(tokens(30), 40) for _ in range(8)]
-    alone = answers_alone(real, growing())
+    alone = real.answers_alone(growing())
     ours = run(real, None, growing(), young, mixed=True)
     assert ours["answers"] == alone
     assert ours["retractions"] - ours["parked"] > 0
@@ -129,7 +118,7 @@ def test_a_request_is_parked_only_so_often(real: Real) -> None:
     """One prompt of ten chunks beside a stream of online requests: it gains each time, and is computed in the end."""
     tokens = tokens_of(14)
     requests: Requests = [(tokens(4_900), 4), *((tokens(20), 100) for _ in range(4))]
-    alone = answers_alone(real, requests)
+    alone = real.answers_alone(requests)
     ours = run(real, None, requests, [], mixed=True, stream=[(tokens(300), 1) for _ in range(20)])
     assert ours["answers"] == alone
     assert 0 < ours["parked"] <= MOST_PARKED + 4_900 // GAIN
@@ -141,8 +130,8 @@ def test_a_batch_makes_room_for_online_requests(real: Real) -> None:
     tokens = tokens_of(15)
     requests: Requests = [(tokens(60), 150) for _ in range(48)]
     large: Requests = [(tokens(5_500), 8)]
-    alone = answers_alone(real, requests)
-    theirs = answers_alone(real, large)
+    alone = real.answers_alone(requests)
+    theirs = real.answers_alone(large)
     for mixed in (True, False):
         ours = run(real, None, requests, large, mixed, held=1_500)
         assert ours["answers"] == alone
@@ -158,7 +147,7 @@ def test_a_batch_gives_a_request_slot_up(real: Real) -> None:
     tokens = tokens_of(16)
     requests: Requests = [(tokens(4), 100) for _ in range(64)]
     short: Requests = [(tokens(8), 4) for _ in range(4)]
-    alone = answers_alone(real, requests)
+    alone = real.answers_alone(requests)
     ours = run(real, None, requests, short, mixed=True, running=SLOTS)
     assert ours["answers"] == alone
     assert ours["preempted"] > 0
@@ -175,8 +164,8 @@ def test_decodes_of_a_batch_rest_while_online_requests_decode(real: Real, mixed:
     tokens = tokens_of(17)
     requests: Requests = [(tokens(30), 60 + 10 * k) for k in range(12)] + [(tokens(LONG), 4) for _ in range(6)]
     online: Requests = [(tokens(20 if k != 3 else 700), 30) for k in range(6)]
-    alone = answers_alone(real, requests)
-    theirs = answers_alone(real, online)
+    alone = real.answers_alone(requests)
+    theirs = real.answers_alone(online)
     ours = run(real, None, requests, online, mixed, running=4, limit_s=1e-5)
     assert ours["answers"] == alone
     assert [found["answer"] for found in ours["online"]] == theirs
@@ -188,7 +177,7 @@ def test_requests_that_rest_can_be_aborted(real: Real) -> None:
     """They end, the others get their answers, and nothing of the KV cache is lost."""
     tokens = tokens_of(18)
     requests: Requests = [(tokens(30), 60 + 10 * k) for k in range(12)]
-    alone = answers_alone(real, requests)
+    alone = real.answers_alone(requests)
 
     async def main() -> Any:
         tuning = Tuning(None, CHUNK, limit_s=1e-5)

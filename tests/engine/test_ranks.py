@@ -87,7 +87,7 @@ def test_two_ranks_decide_the_same_while_requests_come_and_go(ranks: RealEngine)
 
 
 def test_two_ranks_decide_the_same_beside_online_requests(ranks: RealEngine) -> None:
-    """What a step may do depends on the time until deadlines: a rank with a clock of its own would decide otherwise."""
+    """A step's limit depends on the time until deadlines: ranks with clocks of their own would differ, and hang."""
     engine: Any = ranks.host._engine
 
     async def batch(number: int) -> int:

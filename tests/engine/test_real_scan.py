@@ -64,6 +64,13 @@ class Real:
     def of_ours(self, workload: Any, mixed: bool) -> dict[str, Any]:
         return self._once(None, workload, mixed)
 
+    def answers_alone(self, requests: Requests) -> list[list[int]]:
+        """Return what SGLang alone answers to these requests; it is asked once."""
+        key = json.dumps(requests)
+        if key not in self._found:
+            self._found[key] = self.run("fcfs", requests, mixed=False)
+        return self._found[key]["answers"]
+
     def _once(self, policy: str | None, workload: Any, mixed: bool) -> dict[str, Any]:
         key = (policy, workload, mixed)
         if key not in self._found:

@@ -88,8 +88,9 @@ class HoldingKV:
         running, apart = self._ask_sglang(), self._scheduler.batchweave_admission.resting
         if apart is None:
             return running
-        is_last = running is None or running is self._scheduler.last_batch  # SGLang counts that one anyway
-        return SimpleNamespace(reqs=[*([] if is_last else running.reqs), *apart.reqs], is_empty=lambda: False)
+        if running is None or running is self._scheduler.last_batch:  # SGLang counts the last batch anyway
+            return apart
+        return SimpleNamespace(reqs=[*running.reqs, *apart.reqs], is_empty=lambda: False)
 
     @classmethod
     def show_to(cls, scheduler: Any) -> None:
