@@ -14,6 +14,7 @@ from sglang.srt.mem_cache.radix_cache import RadixCache
 from sglang.srt.plugins.hook_registry import HookType
 
 from engine_ext.coserve.predictor import Load
+from engine_ext.plugin.scheduler.admission import admission_of
 from engine_ext.plugin.scheduler.beside import Decodes
 from engine_ext.plugin.scheduler.member import Member
 from engine_ext.plugin.scheduler.online import length
@@ -85,7 +86,7 @@ class HoldingKV:
         self._scheduler, self._ask_sglang = scheduler, ask_sglang
 
     def __call__(self) -> Any:
-        running, apart = self._ask_sglang(), self._scheduler.batchweave_admission.resting
+        running, apart = self._ask_sglang(), admission_of(self._scheduler).resting
         if apart is None:
             return running
         if running is None or running is self._scheduler.last_batch:  # SGLang counts the last batch anyway
