@@ -35,8 +35,8 @@ NOT_PROFILED = Profiled()
 class Limits:
     """Holds what `Profiled` does where JSON must carry it, which has no infinity: None where nothing is limited.
 
-    `prompt_tokens`: the most prompt tokens of a step while online requests come. Unlike SGLang's chunk it does not
-    shrink as more requests decode.
+    `prompt_tokens`: the most prompt tokens of a step while online requests come or are expected. Unlike SGLang's chunk
+    it does not shrink as more requests decode.
     """
 
     limit_s: float | None = None

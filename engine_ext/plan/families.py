@@ -11,9 +11,9 @@ LARGEST = 16  # prompts of a family; where more share a prefix, computing it onc
 def find_families(tree: PrefixTree) -> Column:
     """Return the family of each prompt, as a number that only its members have; int64 [prompts], by prompt.
 
-    A family is what is below a node with at most LARGEST prompts, of whose tokens the node's shared ones are half or
-    more; those shared with more than LARGEST prompts do not count. Of such nodes, one inside another, the highest makes
-    the family. Every other prompt is a family of its own.
+    A family is the prompts below one node of the tree, at most LARGEST, that have at least half of their tokens in
+    common. Tokens that more than LARGEST prompts share do not count. Where such nodes are one below the other, the
+    highest makes the family. Every other prompt is a family of its own.
     """
     size = tree.last - tree.first
     is_small = size <= LARGEST
@@ -33,7 +33,10 @@ def find_families(tree: PrefixTree) -> Column:
 
 
 def _filled(count: int, first: Column, last: Column) -> Column:
-    """Return 0 to `count` - 1, but `first` in all of [`first`, `last`), which are apart and in order."""
+    """Return the numbers 0 to `count` - 1, in which each range [`first`, `last`) has its first number throughout.
+
+    The ranges are in order, and do not overlap.
+    """
     edges = np.zeros(count + 1, dtype=np.int64)
     edges[first] += 1
     edges[last] -= 1

@@ -59,8 +59,7 @@ def group_requests(tree: PrefixTree, kinds: Column | None = None) -> Groups:
     of, parent = _apart(of, parent)
     if kinds is not None:
         of, parent = _by_kind(of, parent, kinds, SMALLEST_TASK)
-    octave = np.empty(len(of), dtype=np.int64)
-    octave[tree.order] = np.log2(np.maximum(tree.end[tree.leaves], 1)).astype(np.int64)
+    octave = np.log2(np.maximum(tree.lengths, 1)).astype(np.int64)
     tasks = len(parent)
     of, parent = _by_kind(of, parent, octave, SMALLEST)
     return Groups(of, parent, np.where(np.arange(len(parent)) < tasks, UNLIKE, ALIKE))

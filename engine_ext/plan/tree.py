@@ -44,6 +44,13 @@ class PrefixTree:
         return np.flatnonzero(childless)[: len(self.order)]
 
     @property
+    def lengths(self) -> Column:
+        """Return the tokens of each prompt; int64 [prompts], by prompt."""
+        lengths = np.empty_like(self.order)
+        lengths[self.order] = self.end[self.leaves]
+        return lengths
+
+    @property
     def common(self) -> Column:
         """Return the tokens that each prompt shares with the one before it in the walk; int64 [prompts]."""
         common = np.zeros(len(self.order), dtype=np.int64)

@@ -101,8 +101,7 @@ def plan_backlog(
     `keep`: share of the possible prefix sharing that splits must keep.
     """
     tokens, ended, runs, known = progress.tokens, progress.ended, progress.runs, progress.known
-    lengths = np.empty(len(tokens), dtype=np.int64)
-    lengths[tree.order] = tree.end[tree.leaves]
+    lengths = tree.lengths
     told = np.flatnonzero(progress.sampled | (known == UNKNOWN) & (ended | (tokens > 0)))
     so_far = np.where(progress.sampled, known, tokens)
     # Answers that have not ended count as lower bounds on their lengths (docs/planner.md).

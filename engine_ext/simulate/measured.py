@@ -116,15 +116,14 @@ class Played:
 def tokens_done(tree: PrefixTree, output: Column, generated: Column, cost: CostModel) -> float:
     """Return the batch's tokens, times the share of its work that is done: seconds of GEMM, attention and KV reads.
 
-    `tree`: that of its prompts; `output`, `generated`: int64 [requests], tokens by request. A prompt counts with the
-    first token of its answer. Those who share a prefix count equal parts of it, so it counts once, however often it was
-    computed. The tokens of what is done would not do: who takes prompts with short answers first, or those that many
-    share, has many of them soon, and the rest is still to come.
+    `tree`: that of the batch's prompts. `output`, `generated`: int64 [requests], tokens by request. A prompt counts
+    with the first token of its answer. Requests that share a prefix have equal parts of its work, so it counts once,
+    however often it is computed. To count the tokens that are done would favour a scheduler that takes first what has
+    short answers, or what many share.
     """
     if len(output) == 0 or len(generated) == 0:
         return 0.0
-    prompt = np.empty(len(output), dtype=np.int64)
-    prompt[tree.order] = tree.end[tree.leaves]
+    prompt = tree.lengths
 
     def work_s(tokens: Column) -> float:
         compute, memory = request_loads(tree, Requests.exact(prompt, tokens), cost)

@@ -180,7 +180,7 @@ class Admission:
         """Return the prompt tokens of the largest step, in which decodes take part of the room if they ride along.
 
         However many decode, there is room for a few: else prompts would wait until decodes end. While online requests
-        come, a step may have fewer prompt tokens.
+        come or are expected, a step may have fewer prompt tokens.
         """
         riding = decoding if self.overlap.mixes else 0
         fewest = max(int(scheduler.page_size), PAGE)
