@@ -47,6 +47,7 @@ OOCO_SLO = SloClass(ttft_s=2.0, tpot_s=0.05, percentile=0.97)
 OOCO_MISSED = 0.03
 BROS_SLO = SloClass(ttft_s=0.4, tpot_s=0.2)
 FLOOD_S = 120.0  # of the trace, all at once, to see what the engine can do
+CLOSE = 0.005  # by which two schedulers count as equal
 RIVALS = ("hygen", "hygen-recompute", "hygen-idle", "hygen-star", "vllm-priority", "priority")
 
 
@@ -292,6 +293,31 @@ def table(rows: list[dict[str, Any]]) -> Iterator[str]:
         yield from _runs(here) if here[0]["metric"] == "every" else _bests(here)
 
 
+def standing(rows: list[dict[str, Any]]) -> Iterator[str]:
+    """Yield how often ours is behind the best rival by more than CLOSE, by machine and batch, and its mean over HyGen.
+
+    The mean is over the rows in which HyGen does anything for the batch.
+    """
+    done: dict[tuple[Any, ...], dict[str, float]] = {}
+    for row in rows:
+        place = row["machine"], row["batch"], round(row["load"], 2), row["online"], row["metric"], row["tolerance"]
+        done.setdefault(place, {})[row["policy"]] = row["offline_tokens_per_s"]
+    behind, over = dict[tuple[str, str], list[float]](), dict[str, list[float]]()
+    for (machine, batch, *_), found in done.items():
+        best = max(tokens for policy, tokens in found.items() if policy not in (OURS, ORACLE))
+        short = 1 - found[OURS] / best if best > 0 else 0.0
+        behind.setdefault((machine, batch), []).append(short)
+        if found.get("hygen", 0.0) > 0:
+            over.setdefault(machine, []).append(found[OURS] / found["hygen"])
+    every = [short for each in behind.values() for short in each]
+    yield f"\nours is behind by more than {CLOSE:.1%} in {sum(short > CLOSE for short in every)} of {len(every)} rows:"
+    for (machine, batch), shorts in behind.items():
+        count = sum(short > CLOSE for short in shorts)
+        yield f"  {machine}, {batch}: {count} of {len(shorts)}, by {max(0.0, max(shorts)):.1%} at most"
+    for machine, ratios in over.items():
+        yield f"  {machine}: {np.mean(ratios):.2f} times HyGen, {len(ratios)} rows"
+
+
 def _bests(here: list[dict[str, Any]]) -> Iterator[str]:
     policies = list(dict.fromkeys(row["policy"] for row in here))
     yield f"| batch | within | {' | '.join(policies)} | total over online alone | share of the spare |"
@@ -332,7 +358,10 @@ def main() -> None:
     options = parser.parse_args()
     path = options.output / f"colocate-{options.suite}.jsonl"
     if options.table:
-        print("\n".join(table([json.loads(line) for line in path.read_text().splitlines()])))
+        rows = [json.loads(line) for line in path.read_text().splitlines()]
+        print("\n".join(table(rows)))
+        if rows[0]["metric"] != "every":
+            print("\n".join(standing(rows)))
         return
     options.output.mkdir(parents=True, exist_ok=True)
     wanted = {name for name in options.only.split(",") if name}
