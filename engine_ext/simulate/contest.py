@@ -20,6 +20,7 @@ from engine_ext.costs.engine_model import EngineModel
 from engine_ext.plan.prompts import Prompts
 from engine_ext.simulate.arrivals import Arrivals
 from engine_ext.simulate.colocate import ORACLE, OURS, run
+from engine_ext.simulate.coserving import PAGE
 from engine_ext.simulate.measured import Measured, Settings
 from engine_ext.simulate.pair import POOLED, Pair, run_pair
 from engine_ext.simulate.traffic import Traffic
@@ -102,10 +103,10 @@ class Contest:
     def chunks(self) -> tuple[int, ...]:
         """The chunk sizes to try: CHUNKS, and before them what hides its GEMM behind reading the weights, if smaller.
 
-        With that one, a step with prompts takes hardly longer than one without.
+        With that one, a step with prompts takes hardly longer than one without. An engine has room for PAGE in any.
         """
         hidden = int(riding_tokens(self.model.numbers, 0)) // CHUNK_UNIT * CHUNK_UNIT
-        return (hidden, *CHUNKS) if 0 < hidden < min(CHUNKS) else CHUNKS
+        return (hidden, *CHUNKS) if PAGE <= hidden < min(CHUNKS) else CHUNKS
 
     def _kept(self, policy: str, within: Within) -> list[Measured]:
         names = (OURS, ORACLE) if policy == ORACLE else (policy,)
