@@ -154,7 +154,7 @@ def compile_coserve() -> None:
     bounds = SloClass(ttft_s=1.0).bounds
     times, generated = np.ones(1), np.ones(1, dtype=np.int64)
     slack_s = least_slack(bounds, 0.0, times, times, times, generated)
-    limit_s = step_limit(bounds, NOT_PROFILED.numbers(), slack_s, predict(predictor, load), 1)
+    limit_s = step_limit(bounds, NOT_PROFILED.numbers(), slack_s, predict(predictor, load), 1, False)
     limit_s = while_prompts_wait(limit_s, slack_s, 10, 5)
     beside = with_chunk(load, 0, 5)
     longest_chunk(predictor, beside, reserve(held), limit_s, 100)

@@ -16,16 +16,18 @@ class Profiled(NamedTuple):
 
     `limit_s`: the longest step with work of a batch, which bounds percentiles. `price_s`: how much longer a batch may
     make a step, divided by the online requests that wait for it, which bounds means: the same seconds delay fewer
-    tokens where few decode. `idle_s`: the longest step while no online request is on the engine.
+    tokens where few decode. `prompts_alone`: whether steps do nothing for batches while an online prompt waits or is
+    computed. A first token waits for all chunks of its prompt, and for the rest of one step before them; so it costs
+    least to leave the steps of the chunks alone, and the others may be longer.
     """
 
     limit_s: float = math.inf
     price_s: float = math.inf
-    idle_s: float = math.inf
+    prompts_alone: bool = False
 
     def numbers(self) -> "Profiled":
         """Return the same with one type per field, so that functions compile once."""
-        return Profiled(float(self.limit_s), float(self.price_s), float(self.idle_s))
+        return Profiled(float(self.limit_s), float(self.price_s), bool(self.prompts_alone))
 
 
 NOT_PROFILED = Profiled()
@@ -41,36 +43,41 @@ class Limits:
 
     limit_s: float | None = None
     price_s: float | None = None
-    idle_s: float | None = None
+    prompts_alone: bool = False
     prompt_tokens: int | None = None
 
     def __post_init__(self) -> None:
         if self.prompt_tokens is not None and self.prompt_tokens < 1:
             raise InputError(f"the prompt_tokens of a profile must be at least 1, not {self.prompt_tokens}")
-        for field in ("limit_s", "price_s", "idle_s"):
+        for field in ("limit_s", "price_s"):
             value = getattr(self, field)
             if value is not None and not 0 < value < math.inf:
                 raise InputError(f"the {field} of a profile must be a number of seconds above 0, not {value:g}")
 
     @property
     def profiled(self) -> Profiled:
-        limits = (self.limit_s, self.price_s, self.idle_s)
-        return Profiled(*(math.inf if each is None else float(each) for each in limits))
+        limit_s, price_s = (math.inf if each is None else float(each) for each in (self.limit_s, self.price_s))
+        return Profiled(limit_s, price_s, self.prompts_alone)
 
 
 NO_LIMITS = Limits()
 
 
 @compiled
-def step_limit(bounds: Bounds, profiled: Profiled, least_slack_s: float, alone_s: float, online: int) -> float:
+def step_limit(
+    bounds: Bounds, profiled: Profiled, least_slack_s: float, alone_s: float, online: int, prompts: bool
+) -> float:
     """Return the most seconds that a step may take.
 
     `least_slack_s`: the least time until the next token of a request in the step is due, less what still runs.
     `alone_s`: the seconds of the step with nothing of the batches in it; no limit is shorter, because leaving out
     decodes of online requests would only move the delay to them. `online`: how many online requests are in the step.
+    `prompts`: whether prompts of such are in it or wait.
     """
+    if prompts and profiled.prompts_alone:
+        return alone_s
     if online == 0:
-        return min(profiled.idle_s, GUARD * bounds.ttft_s)
+        return GUARD * bounds.ttft_s
     # A step longer than the pace would be made good later, but a reader sees it.
     most = min(least_slack_s, bounds.tpot_s, bounds.tbt_s, profiled.limit_s, alone_s + profiled.price_s / online)
     return max(most, alone_s)

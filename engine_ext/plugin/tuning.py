@@ -16,9 +16,9 @@ class Tuning:
 
     `chunk` (chunked prefill size) and `ratio` (initial new token ratio) are SGLang's; the scan uses `chunk` as its
     largest step. `mixed`: decodes ride in prefill chunks. `clock`: the clock of an emulated device, which then decides
-    whether decodes ride. `ttft_s` and `tpot_s` bound the tokens of online requests; `limit_s`, `price_s`, `idle_s`
-    and `prompt_tokens` the steps beside them, 0 for no limit. `until_s`: for how long online requests arrive on a
-    virtual clock; 0 for none.
+    whether decodes ride. `ttft_s` and `tpot_s` bound the tokens of online requests; `limit_s`, `price_s`,
+    `prompts_alone` and `prompt_tokens` the steps beside them, 0 for no limit. `until_s`: for how long online requests
+    arrive on a virtual clock; 0 for none.
     """
 
     policy: str | None = None
@@ -30,7 +30,7 @@ class Tuning:
     tpot_s: float = 0.05
     limit_s: float = 0.0
     price_s: float = 0.0
-    idle_s: float = 0.0
+    prompts_alone: bool = False
     prompt_tokens: int = 0
     until_s: float = 0.0
 
@@ -45,7 +45,7 @@ class Tuning:
             "tpot_s": self.tpot_s,
             "limit_s": self.limit_s,
             "price_s": self.price_s,
-            "idle_s": self.idle_s,
+            "prompts_alone": int(self.prompts_alone),
             "prompt_tokens": self.prompt_tokens,
             "until_s": self.until_s,
         }

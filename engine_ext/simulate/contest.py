@@ -90,8 +90,7 @@ class Contest:
         """
         if policy == ORACLE:
             self.best(OURS, within)
-        chunks = (self.base.settings.chunk,) if within.most else self.chunks
-        knobs, settings = _choices(policy, chunks, self.chunks, self.base)
+        knobs, settings = _choices(policy, self._knob_chunks if within.most else self.chunks, self.chunks, self.base)
         for each in settings:
             self.measure(policy, each)
         is_easy = policy in (OURS, ORACLE) and not within.most and self._kept(policy, within)
@@ -107,6 +106,15 @@ class Contest:
         """
         hidden = int(riding_tokens(self.model.numbers, 0)) // CHUNK_UNIT * CHUNK_UNIT
         return (hidden, *CHUNKS) if PAGE <= hidden < min(CHUNKS) else CHUNKS
+
+    @property
+    def _knob_chunks(self) -> tuple[int, ...]:
+        """The chunk sizes for which a knob is set under bounds against online alone: its own, and the next larger one.
+
+        A larger chunk delays every token more than such bounds allow, unless a limit cuts it down again.
+        """
+        place = self.chunks.index(self.base.settings.chunk)
+        return self.chunks[place : place + 2]
 
     def _kept(self, policy: str, within: Within) -> list[Measured]:
         names = (OURS, ORACLE) if policy == ORACLE else (policy,)
@@ -149,9 +157,11 @@ def _choices(
             knobs += _of_pools(policy, chunk, by_limit)
         elif policy in (OURS, ORACLE):
             tried.append(plain)
-            knobs.append(by_limit)
-            knobs.append([replace(plain, profiled=Profiled(limit_s, math.inf, limit_s)) for limit_s in limits])
-            knobs.append([replace(plain, profiled=Profiled(price_s=price_s)) for price_s in prices])
+            for alone in (False, True):
+                knobs.append([replace(plain, profiled=Profiled(limit_s, prompts_alone=alone)) for limit_s in limits])
+                knobs.append(
+                    [replace(plain, profiled=Profiled(price_s=price_s, prompts_alone=alone)) for price_s in prices]
+                )
     if policy == "priority":
         tried += [Settings(chunk=chunk, reserved=reserved) for chunk in sizes for reserved in RESERVED]
     elif not knobs:

@@ -127,12 +127,13 @@ def _choose(
     totals, predictor = engine.totals[0], ours.predictor
     load = Load(0, 0.0, 0, totals.online_decoding, totals.online_kv)
     slack_s = _least_slack(engine, rules.bounds)
-    limit_s = step_limit(rules.bounds, NOT_PROFILED, slack_s, predict(predictor, load), totals.online_decoding)
+    alone_s = predict(predictor, load)
+    limit_s = step_limit(rules.bounds, NOT_PROFILED, slack_s, alone_s, totals.online_decoding, False)
     load, first_slack_s, rest = _online_prompts(engine, cache, heap, state, line, ours, rules, first_online, limit_s)
     alone_s, online = predict(predictor, load), totals.online_decoding + load.prompts
     if rest > 0:
         slack_s = min(slack_s, while_prompts_wait(alone_s, first_slack_s, rest, rules.chunk))
-    limit_s = step_limit(rules.bounds, rules.profiled, slack_s, alone_s, online)
+    limit_s = step_limit(rules.bounds, rules.profiled, slack_s, alone_s, online, load.prompts > 0 or rest > 0)
     _batch(engine, cache, heap, state, line, ours, rules, load, limit_s)
 
 

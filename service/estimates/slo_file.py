@@ -22,7 +22,7 @@ class _Bounds(msgspec.Struct, forbid_unknown_fields=True):
 class _Limits(msgspec.Struct, forbid_unknown_fields=True):
     limit_s: float | None = None
     price_s: float | None = None
-    idle_s: float | None = None
+    prompts_alone: bool = False
     prompt_tokens: int | None = None
 
 
@@ -39,7 +39,7 @@ def read_slo_file(path: Path) -> tuple[SloClass, Limits]:
         slo, limits = found.slo, found.profiled
         return (
             SloClass("default", slo.ttft_s, slo.tpot_s, slo.tbt_s, slo.percentile),
-            Limits(limits.limit_s, limits.price_s, limits.idle_s, limits.prompt_tokens),
+            Limits(limits.limit_s, limits.price_s, limits.prompts_alone, limits.prompt_tokens),
         )
     except (OSError, msgspec.DecodeError, UnicodeDecodeError, InputError) as error:
         raise SettingsError(f"BATCHWEAVE_SLO_FILE: {path}: {error}") from error

@@ -1,16 +1,18 @@
 """Batches have the engine to themselves until online requests come or are expected."""
 
+import numpy as np
 import pytest
 
 pytest.importorskip("sglang")
 
 from engine_ext.coserve.limit import NO_LIMITS, Limits
+from engine_ext.coserve.predictor import Load
 from engine_ext.coserve.slo import SloClass
 from engine_ext.costs.cost import CostModel
 from engine_ext.costs.engine_model import Clock, EngineModel
 from engine_ext.costs.hardware import Machine, hardware
 from engine_ext.costs.model_shape import preset
-from engine_ext.plugin.scheduler.beside import FORGET_S, Beside
+from engine_ext.plugin.scheduler.beside import FORGET_S, Beside, Decodes
 from engine_ext.plugin.scheduler.online import NOBODY
 
 MODEL = EngineModel.of_steps(CostModel(preset("llama-3-8b"), Machine(hardware("h200"))), Clock.MIXED).numbers
@@ -45,3 +47,19 @@ def test_the_hour_begins_when_the_clock_has_told_a_time() -> None:
     beside.pass_time(NOBODY, 30_000.0)
     beside.pass_time(NOBODY, 30_000.1)
     assert beside.is_needed
+
+
+def test_steps_with_online_prompts_do_nothing_for_batches_where_the_profile_says_so() -> None:
+    decodes = Decodes(Load(0, 0.0, 0, 0, 0), np.full(3, 100), np.zeros(3, dtype=np.int64))
+    for alone in (False, True):
+        beside = Beside.of(BOUNDS, Limits(prompts_alone=alone), MODEL, 1000, 0)
+        req = object()
+        beside.arrived(req, 1.0)
+        arrived = NOBODY._replace(prompts=[req], waiting=1, tokens=500)
+        beside.pass_time(arrived, 1.0)
+        allowed = beside.allow(arrived, decodes, 0, 2048, 1.0)
+        assert allowed.online == 500
+        assert (allowed.most, int(allowed.rests.sum())) == ((500, 3) if alone else (2048, 0))
+        beside.pass_time(NOBODY, 1.1)
+        allowed = beside.allow(NOBODY, decodes, 0, 2048, 1.1)
+        assert (allowed.most, int(allowed.rests.sum())) == (2048, 0)

@@ -157,7 +157,7 @@ class Beside:
         self.slack_s = self._least_slack(demand.decoding, now) - running_s
         load = decodes.load
         alone_s = float(predict(self.predictor, load))
-        limit_s = step_limit(self.bounds, NOT_PROFILED, self.slack_s, alone_s, len(demand.decoding))
+        limit_s = step_limit(self.bounds, NOT_PROFILED, self.slack_s, alone_s, len(demand.decoding), False)
         online = longest_chunk(self.predictor, load, demand.before, limit_s, demand.tokens) if demand.tokens else 0
         online = min(demand.tokens, max(online, PAGE))
         load = with_chunk(load, demand.before, online) if online else load
@@ -167,7 +167,7 @@ class Beside:
             first_s = self._least_slack(demand.prompts, now) - running_s
             slack_s = min(slack_s, float(while_prompts_wait(alone_s, first_s, rest, online)))
         there = len(demand.decoding) + len(demand.prompts)
-        self.limit_s = float(step_limit(self.bounds, self.profiled, slack_s, alone_s, there))
+        self.limit_s = float(step_limit(self.bounds, self.profiled, slack_s, alone_s, there, bool(demand.prompts)))
         rests, most = np.zeros(len(decodes.kv), dtype=np.bool_), max(0, largest - online)
         found = harvest(self.predictor, load, decodes.kv, decodes.skipped, rests, self.limit_s, before, most)
         ours = int(found.prompt_tokens)

@@ -44,8 +44,8 @@ def retune(original: Callable[..., Any], scheduler: Any, recv_req: Any) -> Any:
     _set_priorities(scheduler, name == PRIORITY)
     policy.policy = policy._validate_and_adjust_policy("fcfs" if name == PRIORITY else name, scheduler.tree_cache)
     slo = SloClass("benchmark", float(given["ttft_s"]), float(given["tpot_s"]))
-    limit_s, price_s, idle_s = (float(given[name]) or None for name in ("limit_s", "price_s", "idle_s"))
-    limits = Limits(limit_s, price_s, idle_s, int(given["prompt_tokens"]) or None)
+    limit_s, price_s = (float(given[name]) or None for name in ("limit_s", "price_s"))
+    limits = Limits(limit_s, price_s, bool(given["prompts_alone"]), int(given["prompt_tokens"]) or None)
     scheduler.batchweave_online = slo, limits
     scheduler.batchweave_admission = scheduler.batchweave_steps = None
     scheduler.batchweave_arrivals = Arrivals(float(given["until_s"]))

@@ -118,13 +118,16 @@ def test_the_longest_chunk_is_the_longest(decoding: int, kv: int, before: int, s
 
 def test_the_limit_is_the_least_of_all_bounds_and_never_below_online_alone() -> None:
     bounds = SloClass(ttft_s=2.0, tpot_s=0.05).bounds
-    assert step_limit(bounds, NOT_PROFILED, 1.0, 0.01, 5) == 0.05
-    assert step_limit(bounds, NOT_PROFILED, 0.02, 0.01, 5) == 0.02
-    assert step_limit(bounds, NOT_PROFILED, -1.0, 0.01, 5) == 0.01
-    assert step_limit(bounds, Profiled(0.03).numbers(), 1.0, 0.01, 5) == 0.03
-    assert step_limit(bounds, Profiled(price_s=0.01).numbers(), 1.0, 0.01, 5) == pytest.approx(0.012)
-    assert step_limit(bounds, Profiled(0.03).numbers(), math.inf, 0.0, 0) == GUARD * 2.0
-    assert step_limit(bounds, Profiled(0.03, math.inf, 0.2).numbers(), math.inf, 0.0, 0) == 0.2
+    assert step_limit(bounds, NOT_PROFILED, 1.0, 0.01, 5, False) == 0.05
+    assert step_limit(bounds, NOT_PROFILED, 0.02, 0.01, 5, False) == 0.02
+    assert step_limit(bounds, NOT_PROFILED, -1.0, 0.01, 5, False) == 0.01
+    assert step_limit(bounds, Profiled(0.03).numbers(), 1.0, 0.01, 5, False) == 0.03
+    assert step_limit(bounds, Profiled(price_s=0.01).numbers(), 1.0, 0.01, 5, False) == pytest.approx(0.012)
+    assert step_limit(bounds, Profiled(0.03).numbers(), math.inf, 0.0, 0, False) == GUARD * 2.0
+    alone = Profiled(0.03, prompts_alone=True).numbers()
+    assert step_limit(bounds, alone, 1.0, 0.01, 5, True) == 0.01
+    assert step_limit(bounds, alone, math.inf, 0.0, 0, True) == 0.0
+    assert step_limit(bounds, alone, 1.0, 0.01, 5, False) == 0.03
 
 
 decodes = st.lists(st.tuples(st.integers(1, 20_000), st.integers(0, 2 * MOST_SKIPPED)), max_size=7)

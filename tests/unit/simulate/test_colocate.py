@@ -139,6 +139,15 @@ def test_a_limit_keeps_every_step_beside_online_requests_short() -> None:
     assert ours.offline_tokens_per_s > 0
 
 
+def test_first_tokens_come_soon_where_steps_with_online_prompts_leave_batches_out() -> None:
+    found, no_slo = traffic(batch=6000), SloClass()
+    alone = run(found, COST, LARGE, "online-only", Settings(), no_slo)
+    free = run(found, COST, LARGE, OURS, Settings(), no_slo)
+    ours = run(found, COST, LARGE, OURS, Settings(profiled=Profiled(prompts_alone=True)), no_slo)
+    assert ours.ttft_mean - alone.ttft_mean < (free.ttft_mean - alone.ttft_mean) / 2
+    assert ours.offline_tokens_per_s > 0.5 * free.offline_tokens_per_s
+
+
 def test_a_burst_is_served_as_if_there_were_no_batch() -> None:
     """Three seconds in which fifty times as many online requests come as before and after."""
     generator = np.random.default_rng(2)
