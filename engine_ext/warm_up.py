@@ -15,6 +15,7 @@ import numba
 import numpy as np
 
 from engine_ext.compiled import FOLDER
+from engine_ext.coserve.governor import Served, new_governor, note_served, note_step, trimmed
 from engine_ext.coserve.harvest import harvest
 from engine_ext.coserve.limit import NOT_PROFILED, step_limit, while_prompts_wait
 from engine_ext.coserve.predictor import REFIT, Load, longest_chunk, new_predictor, observe, predict, with_chunk
@@ -155,6 +156,10 @@ def compile_coserve() -> None:
     times, generated = np.ones(1), np.ones(1, dtype=np.int64)
     slack_s = least_slack(bounds, 0.0, times, times, times, generated)
     limit_s = step_limit(bounds, NOT_PROFILED.numbers(), slack_s, predict(predictor, load), 1, False)
+    governor = new_governor()
+    note_step(governor, 0.02, 0.01)
+    note_served(governor, bounds, 0.99, Served(0.0, 0.5, 0.1, 0.01, 0.001), 1.0)
+    limit_s = trimmed(governor, limit_s, 0.01)
     limit_s = while_prompts_wait(limit_s, slack_s, 10, 5)
     beside = with_chunk(load, 0, 5)
     longest_chunk(predictor, beside, reserve(held), limit_s, 100)

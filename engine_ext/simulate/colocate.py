@@ -8,6 +8,7 @@ import numpy as np
 from numpy.lib.stride_tricks import sliding_window_view
 
 from engine_ext.arrays import Column, column
+from engine_ext.coserve.governor import new_governor
 from engine_ext.coserve.predictor import new_predictor
 from engine_ext.coserve.reserve import new_held
 from engine_ext.coserve.slo import SloClass
@@ -142,7 +143,7 @@ def _run_scan(
     count, generator = traffic.batch, np.random.default_rng(settings.seed)
     line = new_line(np.arange(count, dtype=np.int64), len(traffic.output))
     ours = _ours(traffic, model.numbers, _ahead(traffic, model) if knows else np.zeros(0, dtype=np.int64))
-    rules = Rules(slo.bounds, settings.profiled.numbers(), int(settings.chunk), model.numbers)
+    rules = Rules(slo.bounds, slo.percentile, settings.profiled.numbers(), int(settings.chunk), model.numbers)
     groups = group_requests(traffic.tree, None)
     known = traffic.output[:count] if knows else np.full(count, UNKNOWN)
     released = traffic.group or count
@@ -182,7 +183,10 @@ def _ours(traffic: Traffic, numbers: StepModel, ahead: Column) -> Ours:
 
     rests = np.zeros(len(traffic.output), dtype=np.bool_)
     held, decoded = new_held(numbers.capacity), np.zeros(1, dtype=np.int64)
-    return Ours(new_predictor(numbers), held, places(), places(), places(), rests, decoded, ahead)
+    excess = np.zeros((2, len(traffic.output)))
+    return Ours(
+        new_predictor(numbers), new_governor(), held, places(), places(), places(), rests, decoded, excess, ahead
+    )
 
 
 def _go_on(progress: Progress, engine: SharedEngine, state: State) -> Progress:

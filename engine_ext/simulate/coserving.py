@@ -4,8 +4,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from engine_ext.arrays import Bools, Column
+from engine_ext.arrays import Bools, Column, Floats
 from engine_ext.compiled import compiled
+from engine_ext.coserve.governor import Governor, Served, note_served, note_step, trimmed
 from engine_ext.coserve.harvest import harvest
 from engine_ext.coserve.limit import NOT_PROFILED, Profiled, step_limit, while_prompts_wait
 from engine_ext.coserve.predictor import Load, Predictor, longest_chunk, observe, predict, with_chunk
@@ -19,7 +20,7 @@ from engine_ext.scan.replan import is_outdated
 from engine_ext.scan.state import State
 from engine_ext.scan.sweep import has_drifted, waiting
 from engine_ext.simulate.cache import Cache, Heap, evictable_leaves
-from engine_ext.simulate.line import DRAIN, Line, arrive, next_online, put_back_online, taken, wait
+from engine_ext.simulate.line import ARRIVED, DRAIN, Line, arrive, next_online, put_back_online, taken, wait
 from engine_ext.simulate.shared_engine import (
     DONE,
     NOBODY,
@@ -40,10 +41,12 @@ PAGE = 128  # prompt tokens that there is room for in any step, and that an onli
 class Rules(NamedTuple):
     """Our settings: the online class's bounds, what was profiled, and the most prompt tokens of a step.
 
-    `model`: how long steps really take; what the predictor starts from may be wrong.
+    `percentile`: the share of online requests that must keep the bounds. `model`: how long steps really take; what the
+    predictor starts from may be wrong.
     """
 
     bounds: Bounds
+    percentile: float
     profiled: Profiled
     chunk: int
     model: StepModel
@@ -53,17 +56,20 @@ class Ours(NamedTuple):
     """What our scheduler knows beside the scan's state; arrays that change in place.
 
     `kv`, `skipped`, `rests`, `batch`: by decode of the batch. `decoded`: output tokens of each decode that the scan has
-    not been told. `ahead`: the most KV tokens that online requests will hold within a second, by steps of AHEAD_S;
-    empty for a scheduler that cannot know.
+    not been told. `excess`: the seconds that batches had taken until each online request came, and until its first
+    token; float64 [2, requests]. `ahead`: the most KV tokens that online requests will hold within a second, by steps
+    of AHEAD_S; empty for a scheduler that cannot know.
     """
 
     predictor: Predictor
+    governor: Governor
     held: Held
     kv: Column
     skipped: Column
     batch: Column
     rests: Bools
     decoded: Column
+    excess: Floats
     ahead: Column
 
 
@@ -93,8 +99,10 @@ def run_ours(
         if more and state.totals[0].running + waiting(state) == 0:
             return False
         steps += 1
+        come = first_online + line.at[ARRIVED]
         arrive(engine, line, first_online)
-        _choose(engine, cache, heap, state, line, ours, rules, first_online)
+        ours.excess[0, come : first_online + line.at[ARRIVED]] = ours.governor.excess_s[0]
+        alone_s = _choose(engine, cache, heap, state, line, ours, rules, first_online)
         load = run_step(engine, cache, heap, rules.model, True, True)
         if load.prompt_tokens + load.decoding == 0:
             before_s = totals.now_s
@@ -105,6 +113,8 @@ def run_ours(
         if load.decoding > 0:
             _tell_left_out(engine, state)
         observe(ours.predictor, load, totals.last_step_s)
+        note_step(ours.governor, totals.last_step_s, alone_s)
+        _note_online(engine, ours, rules)
         note_held(ours.held, totals.online_held, totals.last_step_s)
         answers -= _tell(engine, state, line)
         ours.decoded[0] = 1 if load.decoding > 0 else 0
@@ -122,8 +132,11 @@ def _choose(
     ours: Ours,
     rules: Rules,
     first_online: int,
-) -> None:
-    """Say what the next step does: online requests first, then the batch within the step's limit."""
+) -> float:
+    """Say what the next step does: online requests first, then the batch within the step's limit.
+
+    Returns the seconds that it is expected to take without the batch.
+    """
     totals, predictor = engine.totals[0], ours.predictor
     load = Load(0, 0.0, 0, totals.online_decoding, totals.online_kv)
     slack_s = _least_slack(engine, rules.bounds)
@@ -134,7 +147,9 @@ def _choose(
     if rest > 0:
         slack_s = min(slack_s, while_prompts_wait(alone_s, first_slack_s, rest, rules.chunk))
     limit_s = step_limit(rules.bounds, rules.profiled, slack_s, alone_s, online, load.prompts > 0 or rest > 0)
+    limit_s = trimmed(ours.governor, limit_s, alone_s)
     _batch(engine, cache, heap, state, line, ours, rules, load, limit_s)
+    return float(alone_s)
 
 
 @compiled
@@ -341,6 +356,27 @@ def _tell(engine: SharedEngine, state: State, line: Line) -> int:
             finished(state, request, int(engine.requests[request].output))
             learned += state.requests[request].known < 0
     return learned
+
+
+@compiled
+def _note_online(engine: SharedEngine, ours: Ours, rules: Rules) -> None:
+    """Note how the step served online requests: who has got the first token, and who has ended."""
+    totals, excess_s = engine.totals[0], ours.governor.excess_s[0]
+    for k in range(totals.prefilled):
+        request = int(engine.prefilled[k])
+        if engine.requests[request].online == 1 and engine.requests[request].generated == 1:
+            ours.excess[1, request] = excess_s
+    for k in range(totals.finished):
+        request = int(engine.finished[k])
+        r = engine.requests[request]
+        if r.online == 1:
+            after = max(1, r.output - 1)
+            first_excess_s = ours.excess[1, request] - ours.excess[0, request]
+            tpot_excess_s = (excess_s - ours.excess[1, request]) / after
+            served = Served(
+                r.arrives_s, r.first_s - r.arrives_s, first_excess_s, (r.last_s - r.first_s) / after, tpot_excess_s
+            )
+            note_served(ours.governor, rules.bounds, rules.percentile, served, totals.now_s)
 
 
 @compiled

@@ -16,11 +16,11 @@ from engine_ext.plugin.scheduler.beside import FORGET_S, Beside, Decodes
 from engine_ext.plugin.scheduler.online import NOBODY
 
 MODEL = EngineModel.of_steps(CostModel(preset("llama-3-8b"), Machine(hardware("h200"))), Clock.MIXED).numbers
-BOUNDS = SloClass(ttft_s=1.0, tpot_s=0.05).bounds
+SLO = SloClass(ttft_s=1.0, tpot_s=0.05)
 
 
 def test_an_engine_with_profiled_limits_expects_online_requests_for_an_hour() -> None:
-    beside = Beside.of(BOUNDS, Limits(prompt_tokens=256), MODEL, 1000, 0)
+    beside = Beside.of(SLO, Limits(prompt_tokens=256), MODEL, 1000, 0)
     assert beside.is_needed
     for now, is_needed in ((5.0, True), (FORGET_S, True), (FORGET_S + 6.0, False)):
         beside.pass_time(NOBODY, now)
@@ -28,7 +28,7 @@ def test_an_engine_with_profiled_limits_expects_online_requests_for_an_hour() ->
 
 
 def test_any_other_engine_waits_for_the_first_one() -> None:
-    beside, req = Beside.of(BOUNDS, NO_LIMITS, MODEL, 1000, 0), object()
+    beside, req = Beside.of(SLO, NO_LIMITS, MODEL, 1000, 0), object()
     assert not beside.is_needed
     beside.arrived(req, 7.0)
     for now, is_needed in ((7.1, True), (FORGET_S, True), (FORGET_S + 7.0, False)):
@@ -38,7 +38,7 @@ def test_any_other_engine_waits_for_the_first_one() -> None:
 
 def test_the_hour_begins_when_the_clock_has_told_a_time() -> None:
     """Several ranks have no time before they agree on one, nor while online requests run alone."""
-    beside = Beside.of(BOUNDS, Limits(prompt_tokens=256), MODEL, 1000, 0)
+    beside = Beside.of(SLO, Limits(prompt_tokens=256), MODEL, 1000, 0)
     for now in (0.0, 20_000.0, 20_001.0):
         beside.pass_time(NOBODY, now)
         assert beside.is_needed
@@ -52,7 +52,7 @@ def test_the_hour_begins_when_the_clock_has_told_a_time() -> None:
 def test_steps_with_online_prompts_do_nothing_for_batches_where_the_profile_says_so() -> None:
     decodes = Decodes(Load(0, 0.0, 0, 0, 0), np.full(3, 100), np.zeros(3, dtype=np.int64))
     for alone in (False, True):
-        beside = Beside.of(BOUNDS, Limits(prompts_alone=alone), MODEL, 1000, 0)
+        beside = Beside.of(SLO, Limits(prompts_alone=alone), MODEL, 1000, 0)
         req = object()
         beside.arrived(req, 1.0)
         arrived = NOBODY._replace(prompts=[req], waiting=1, tokens=500)

@@ -98,7 +98,7 @@ class Admission:
         pins = Pins(scheduler.tree_cache, space.capacity)
         ranks = Ranks.of(scheduler)
         model = EngineModel.of_steps(cost, Clock.MIXED).numbers
-        beside = Beside.of(online.bounds, limits, model, space.capacity, _lag(scheduler, ranks))
+        beside = Beside.of(online, limits, model, space.capacity, _lag(scheduler, ranks))
         beside.is_needed &= fallback is None  # in such an engine a batch's requests look like online ones
         return cls(scan, overlap, pins, ranks, space, beside, fallback)
 

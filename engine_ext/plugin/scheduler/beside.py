@@ -15,11 +15,12 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from engine_ext.arrays import Bools, Column
+from engine_ext.coserve.governor import Governor, Served, new_governor, note_served, note_step, trimmed
 from engine_ext.coserve.harvest import harvest
 from engine_ext.coserve.limit import NO_LIMITS, NOT_PROFILED, Limits, Profiled, step_limit, while_prompts_wait
 from engine_ext.coserve.predictor import Load, Predictor, longest_chunk, new_predictor, observe, predict, with_chunk
 from engine_ext.coserve.reserve import Held, new_held, note_held, reserve
-from engine_ext.coserve.slo import Bounds, least_slack
+from engine_ext.coserve.slo import Bounds, SloClass, least_slack
 from engine_ext.costs.engine_model import StepModel
 from engine_ext.plugin.scheduler.online import Demand, length
 
@@ -31,12 +32,19 @@ FORGET_S = 3600.0  # without online requests, after which batches have the engin
 
 @dataclass(slots=True)
 class Pace:
-    """When the tokens of an online request came: seconds of the scheduler's clock."""
+    """When the tokens of an online request came: seconds of the scheduler's clock.
+
+    `came_excess_s`, `first_excess_s`, `last_excess_s`: the seconds that batches had taken until it came, and until its
+    first and its last token.
+    """
 
     arrived_s: float
+    came_excess_s: float
     first_s: float = 0.0
     last_s: float = 0.0
     generated: int = 0
+    first_excess_s: float = 0.0
+    last_excess_s: float = 0.0
 
 
 class Decodes(NamedTuple):
@@ -65,15 +73,18 @@ class Allowed(NamedTuple):
 class Beside:
     """The online requests of one scheduler, and how long its steps may be because of them.
 
-    `lag`: how many steps run that were launched before, when the next one is decided. `prompt_tokens`: the most of a
-    step, if that was profiled. `limit_s`, `slack_s`: those of the last step. `limited`: steps in which the batches got
-    fewer prompt tokens than the step had room for. `left_out`: decodes that steps left out. `ended`: online requests
-    that have left; `late`: those of them that missed a bound. `ttft_s`, `tpot_s`: the longest so far. `is_needed`:
-    whether steps are limited: for an hour after the last online request, and with profiled limits after the first step.
+    `percentile`: the share of online requests that must keep the bounds. `lag`: how many steps run that were launched
+    before, when the next one is decided. `prompt_tokens`: the most of a step, if that was profiled. `limit_s`,
+    `slack_s`: those of the last step. `limited`: steps in which the batches got fewer prompt tokens than the step had
+    room for. `left_out`: decodes that steps left out. `ended`: online requests that have left; `late`: those of them
+    that missed a bound. `ttft_s`, `tpot_s`: the longest so far. `is_needed`: whether steps are limited: for an hour
+    after the last online request, and with profiled limits after the first step.
     """
 
     bounds: Bounds
+    percentile: float
     predictor: Predictor
+    governor: Governor
     held: Held
     lag: int
     profiled: Profiled
@@ -87,16 +98,31 @@ class Beside:
     late: int = 0
     ttft_s: float = 0.0
     tpot_s: float = 0.0
-    _loads: deque[Load] = field(default_factory=deque[Load])
+    _launched: deque[tuple[Load, float]] = field(default_factory=deque[tuple[Load, float]])
+    _alone_s: float = math.inf
     _before: float = math.nan
     _seen_at: float = UNTOLD_S
     is_needed: bool = False
 
     @classmethod
-    def of(cls, bounds: Bounds, limits: Limits, model: StepModel, capacity: int, lag: int) -> "Beside":
-        predictor, held = new_predictor(model), new_held(capacity)
-        profiled, most, expects = limits.profiled, limits.prompt_tokens, limits != NO_LIMITS
-        return cls(bounds, predictor, held, lag, profiled, most, is_needed=expects)
+    def of(cls, slo: SloClass, limits: Limits, model: StepModel, capacity: int, lag: int) -> "Beside":
+        predictor, governor, held = new_predictor(model), new_governor(), new_held(capacity)
+        return cls(
+            slo.bounds,
+            slo.percentile,
+            predictor,
+            governor,
+            held,
+            lag,
+            limits.profiled.numbers(),
+            limits.prompt_tokens,
+            is_needed=limits != NO_LIMITS,
+        )
+
+    @property
+    def excess_s(self) -> float:
+        """The seconds by which batches have made steps longer so far."""
+        return float(self.governor.excess_s[0])
 
     @property
     def kept_free(self) -> int:
@@ -106,7 +132,7 @@ class Beside:
     def arrived(self, req: Any, now: float) -> None:
         """Note that an online request has come."""
         self.is_needed, self._seen_at = True, now
-        self.paces.setdefault(req, Pace(now))
+        self.paces.setdefault(req, self._pace(now))
 
     def pass_time(self, demand: Demand, now: float) -> None:
         """Note that the last step has ended, which tells how long such steps take and when its tokens came.
@@ -114,14 +140,15 @@ class Beside:
         Only while `is_needed`.
         """
         took, self._before = now - self._before, now
-        if len(self._loads) > self.lag:
-            load = self._loads.popleft()
+        if len(self._launched) > self.lag:
+            load, alone_s = self._launched.popleft()
             if 0 < took < LONGEST_STEP_S:
                 observe(self.predictor, load, took)
-        here = {req: self.paces.get(req) or Pace(now) for req in (*demand.decoding, *demand.prompts)}
+                note_step(self.governor, took, alone_s)
+        here = {req: self.paces.get(req) or self._pace(now) for req in (*demand.decoding, *demand.prompts)}
         for req, pace in self.paces.items():
             if req not in here:
-                self._left(pace)
+                self._left(pace, now)
         self.paces = here
         self._seen_at = now if here or self._seen_at == UNTOLD_S else self._seen_at
         self.is_needed = now - self._seen_at < FORGET_S
@@ -131,21 +158,23 @@ class Beside:
                 if pace.generated == 0:  # one whose first tokens nobody saw counts as on its pace
                     on_pace_s = self.bounds.tpot_s if generated > 1 and self.bounds.tpot_s < math.inf else 0.0
                     pace.first_s = now - (generated - 1) * on_pace_s
-                pace.last_s, pace.generated = now, generated
+                    pace.first_excess_s = self.excess_s
+                pace.last_s, pace.last_excess_s, pace.generated = now, self.excess_s, generated
         if 0 < took < LONGEST_STEP_S:
             note_held(self.held, _kv_tokens(demand.decoding), took)
 
     def launched(self, load: Load) -> None:
         """Note the step that runs now."""
         if load.prompt_tokens + load.decoding > 0:
-            self._loads.append(load)
+            self._launched.append((load, self._alone_s))
         else:
-            self._loads.clear()
+            self._launched.clear()
+        self._alone_s = math.inf
 
     def forget(self) -> None:
         """Forget all times, where the clock has not told them: requests count as on their pace when it does again."""
         self.paces.clear()
-        self._loads.clear()
+        self._launched.clear()
         self._before, self._seen_at = math.nan, UNTOLD_S
 
     def allow(self, demand: Demand, decodes: Decodes, before: int, largest: int, now: float) -> Allowed:
@@ -153,7 +182,7 @@ class Beside:
 
         `before`: the computed tokens of the batch's prompt that is next. `largest`: prompt tokens of the largest step.
         """
-        running_s = sum(float(predict(self.predictor, load)) for load in self._loads)
+        running_s = sum(float(predict(self.predictor, load)) for load, _ in self._launched)
         self.slack_s = self._least_slack(demand.decoding, now) - running_s
         load = decodes.load
         alone_s = float(predict(self.predictor, load))
@@ -167,7 +196,8 @@ class Beside:
             first_s = self._least_slack(demand.prompts, now) - running_s
             slack_s = min(slack_s, float(while_prompts_wait(alone_s, first_s, rest, online)))
         there = len(demand.decoding) + len(demand.prompts)
-        self.limit_s = float(step_limit(self.bounds, self.profiled, slack_s, alone_s, there, bool(demand.prompts)))
+        limit_s = step_limit(self.bounds, self.profiled, slack_s, alone_s, there, bool(demand.prompts))
+        self.limit_s, self._alone_s = float(trimmed(self.governor, limit_s, alone_s)), alone_s
         rests, most = np.zeros(len(decodes.kv), dtype=np.bool_), max(0, largest - online)
         found = harvest(self.predictor, load, decodes.kv, decodes.skipped, rests, self.limit_s, before, most)
         ours = int(found.prompt_tokens)
@@ -177,14 +207,20 @@ class Beside:
         self.limited += ours < most
         return Allowed(online, online + ours, rests)
 
-    def _left(self, pace: Pace) -> None:
+    def _pace(self, now: float) -> Pace:
+        return Pace(now, self.excess_s)
+
+    def _left(self, pace: Pace, now: float) -> None:
         """Note that a request has ended, or was aborted; its last token came with the step that has just ended."""
         self.ended += 1
         if pace.generated == 0:
             return
-        ttft_s, tpot_s = pace.first_s - pace.arrived_s, 0.0
-        if pace.generated > 1:
-            tpot_s = (pace.last_s - pace.first_s) / (pace.generated - 1)
+        ttft_s, after = pace.first_s - pace.arrived_s, max(1, pace.generated - 1)
+        tpot_s = (pace.last_s - pace.first_s) / after
+        first_excess_s = pace.first_excess_s - pace.came_excess_s
+        tpot_excess_s = (pace.last_excess_s - pace.first_excess_s) / after
+        served = Served(pace.arrived_s, ttft_s, first_excess_s, tpot_s, tpot_excess_s)
+        note_served(self.governor, self.bounds, self.percentile, served, now)
         self.ttft_s, self.tpot_s = max(self.ttft_s, ttft_s), max(self.tpot_s, tpot_s)
         self.late += ttft_s > self.bounds.ttft_s or tpot_s > self.bounds.tpot_s
 
