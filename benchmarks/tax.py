@@ -1,11 +1,13 @@
-"""Measure what batchweave's plugin costs an engine that it does not schedule: SGLang with it and without it.
+"""Measure what batchweave's plugin costs requests that are not its own: SGLang with it and without it.
 
-python -m benchmarks.tax [--rounds 8] [--requests 300]
+python -m benchmarks.tax [--rounds 8] [--requests 300]            # an engine that the plugin does not schedule
+python -m benchmarks.tax --scheduling dual-scan --clients 4       # online requests alone, on an engine with the scan
 
 Both engines run real SGLang with the demo's model on this machine at the same time, and take turns: the same requests
 go to one and then to the other, and which one is first alternates. One engine has the plugin, with
-BATCHWEAVE_SCHEDULING's `sglang`; the other has only what SGLang needs to run on a CPU. Prints the ratio of each round
-and their median.
+BATCHWEAVE_SCHEDULING's `sglang` or `dual-scan`; the other has only what SGLang needs to run on a CPU. Each client sends
+its next request when its last one has been answered. Prints the ratios of each round, and their medians: of a round's
+seconds, of the mean time to the first token, and of the mean time between tokens.
 """
 
 import argparse
@@ -14,8 +16,8 @@ import os
 import tempfile
 import time
 from pathlib import Path
-from statistics import median
-from typing import Any
+from statistics import mean, median
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -26,16 +28,24 @@ from service.demo.model import ensure_demo_model
 from service.demo.prompts import corpus
 
 
-def start(model: str, with_plugin: bool) -> Any:
-    """Start one engine; it passes its options to its scheduler through the environment."""
+class Took(NamedTuple):
+    """Seconds of a round, and the means of its requests' seconds to the first token and between tokens."""
+
+    round_s: float
+    ttft_s: float
+    tbt_s: float
+
+
+def start(model: str, scheduling: str | None) -> Any:
+    """Start one engine, with the plugin if it says how to schedule; the options go through the environment."""
     from sglang.srt.entrypoints.engine import Engine
 
     from engine_ext.plugin.options import VARIABLE, Options, Scheduling
     from engine_ext.plugin.worker.host import CPU_DEFAULTS
 
     os.environ.pop(VARIABLE, None)
-    if with_plugin:
-        Options(CostModel(preset("llama-3-8b"), Machine(hardware("h200"))), Scheduling.SGLANG).hand_over()
+    if scheduling is not None:
+        Options(CostModel(preset("llama-3-8b"), Machine(hardware("h200"))), Scheduling(scheduling)).hand_over()
     arguments = {
         **CPU_DEFAULTS,
         "model_path": model,
@@ -46,34 +56,45 @@ def start(model: str, with_plugin: bool) -> Any:
     return Engine(**arguments, skip_server_warmup=True)
 
 
-async def run(engine: Any, prompts: list[list[int]], outputs: list[int]) -> float:
-    started = time.perf_counter()
-    await asyncio.gather(
-        *(
-            engine.async_generate(
-                input_ids=prompt, sampling_params={"max_new_tokens": tokens, "ignore_eos": True, "temperature": 0}
-            )
-            for prompt, tokens in zip(prompts, outputs, strict=True)
-        )
-    )
-    return time.perf_counter() - started
+async def run(engine: Any, prompts: list[list[int]], outputs: list[int], clients: int) -> Took:
+    started, turns = time.perf_counter(), iter(zip(prompts, outputs, strict=True))
+    ttft, tbt = list[float](), list[float]()
+
+    async def client() -> None:
+        for prompt, tokens in turns:
+            sent, before, got = time.perf_counter(), 0.0, 0
+            sampling = {"max_new_tokens": tokens, "ignore_eos": True, "temperature": 0}
+            stream = await engine.async_generate(input_ids=prompt, sampling_params=sampling, stream=True)
+            async for chunk in stream:
+                now, has = time.perf_counter(), chunk["meta_info"]["completion_tokens"]
+                if got == 0:
+                    ttft.append(now - sent)
+                elif has > got:
+                    tbt.append((now - before) / (has - got))
+                before, got = now, has
+
+    await asyncio.gather(*(client() for _ in range(clients)))
+    return Took(time.perf_counter() - started, mean(ttft), mean(tbt))
 
 
-async def compare(engines: list[Any], rounds: int, requests: int) -> list[float]:
+async def compare(engines: list[Any], rounds: int, requests: int, clients: int) -> list[Took]:
+    """Return the ratios of each round: what it took with the plugin, over what it took without."""
     for engine in engines:
         engine.tokenizer_manager.auto_create_handle_loop()
-    generator, ratios = np.random.default_rng(0), list[float]()
+    generator, ratios = np.random.default_rng(0), list[Took]()
     for number in range(rounds + 1):
         prompts = [generator.integers(10, 900, size).tolist() for size in generator.integers(64, 256, requests)]
         outputs = generator.integers(8, 48, requests).tolist()
-        seconds = [0.0, 0.0]
+        took: dict[int, Took] = {}
         for which in (0, 1) if number % 2 else (1, 0):
-            seconds[which] = await run(engines[which], prompts, outputs)
+            took[which] = await run(engines[which], prompts, outputs, clients)
         if number == 0:
             continue  # the first round compiles and loads
-        ratios.append(seconds[1] / seconds[0])
+        ratios.append(Took(*(found / plain for found, plain in zip(took[1], took[0], strict=True))))
         print(
-            f"round {number}: without {seconds[0]:.2f} s, with {seconds[1]:.2f} s, ratio {ratios[-1]:.3f}", flush=True
+            f"round {number}: {took[0].round_s:.2f} s without, {took[1].round_s:.2f} s with; ratios: round "
+            f"{ratios[-1].round_s:.3f}, TTFT {ratios[-1].ttft_s:.3f}, TBT {ratios[-1].tbt_s:.3f}",
+            flush=True,
         )
     return ratios
 
@@ -82,13 +103,19 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=8)
     parser.add_argument("--requests", type=int, default=300)
+    parser.add_argument("--clients", type=int, default=300, help="requests in flight")
+    parser.add_argument("--scheduling", choices=("sglang", "dual-scan"), default="sglang")
     given = parser.parse_args()
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     with tempfile.TemporaryDirectory() as folder:
         model = str(ensure_demo_model(Path(folder) / "model", corpus()))
-        engines = [start(model, with_plugin) for with_plugin in (False, True)]
-        ratios = asyncio.get_event_loop().run_until_complete(compare(engines, given.rounds, given.requests))
-        print(f"with the plugin a round takes {median(ratios):.3f} times as long (median of {len(ratios)})")
+        engines = [start(model, scheduling) for scheduling in (None, given.scheduling)]
+        ratios = asyncio.get_event_loop().run_until_complete(
+            compare(engines, given.rounds, given.requests, given.clients)
+        )
+        print(f"medians of {len(ratios)} rounds, with the plugin over without:")
+        for name, values in zip(("round", "TTFT", "TBT"), zip(*ratios, strict=True), strict=True):
+            print(f"  {name} {median(values):.3f}")
         for engine in engines:
             engine.shutdown()
 
