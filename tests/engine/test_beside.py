@@ -63,3 +63,22 @@ def test_steps_with_online_prompts_do_nothing_for_batches_where_the_profile_says
         beside.pass_time(NOBODY, 1.1)
         allowed = beside.allow(NOBODY, decodes, 0, 2048, 1.1)
         assert (allowed.most, int(allowed.rests.sum())) == (2048, 0)
+
+
+def test_batches_go_on_while_an_online_prompt_waits_for_their_room() -> None:
+    """The prompt finds no room in the KV cache until decodes end that the step's limit leaves out."""
+    decodes = Decodes(Load(0, 0.0, 0, 0, 0), np.full(3, 100), np.zeros(3, dtype=np.int64))
+    beside, req = Beside.of(SLO, Limits(prompts_alone=True), MODEL, 1000, 0), object()
+    beside.arrived(req, 1.0)
+    waits = NOBODY._replace(prompts=[req], waiting=1, tokens=500)
+    left_out = list[int]()
+    for now in (1.0, 1.1, 1.2, 1.3):
+        beside.pass_time(waits, now)
+        rests = int(beside.allow(waits, decodes, 0, 2048, now).rests.sum())
+        beside.launched(Load(0, 0.0, 0, 3 - rests, 300 - 100 * rests))
+        left_out.append(rests)
+    assert left_out[0] == 3
+    assert max(left_out[1:]) < 3
+    beside.launched(Load(500, 250_000.0, 1, 0, 0))
+    beside.pass_time(waits, 1.4)
+    assert int(beside.allow(waits, decodes, 0, 2048, 1.4).rests.sum()) == 3

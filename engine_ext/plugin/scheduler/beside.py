@@ -100,6 +100,7 @@ class Beside:
     tpot_s: float = 0.0
     _launched: deque[tuple[Load, float]] = field(default_factory=deque[tuple[Load, float]])
     _alone_s: float = math.inf
+    _wait_in_vain: bool = False  # online prompts waited for the last step, which computed no prompt
     _before: float = math.nan
     _seen_at: float = UNTOLD_S
     is_needed: bool = False
@@ -165,6 +166,7 @@ class Beside:
 
     def launched(self, load: Load) -> None:
         """Note the step that runs now."""
+        self._wait_in_vain &= load.prompt_tokens == 0
         if load.prompt_tokens + load.decoding > 0:
             self._launched.append((load, self._alone_s))
         else:
@@ -201,7 +203,9 @@ class Beside:
         rests, most = np.zeros(len(decodes.kv), dtype=np.bool_), max(0, largest - online)
         found = harvest(self.predictor, load, decodes.kv, decodes.skipped, rests, self.limit_s, before, most)
         ours = int(found.prompt_tokens)
-        if there == 0:  # nobody waits for this step; a limit that no step can keep must not end the batches
+        is_theirs = bool(demand.decoding) or (bool(demand.prompts) and not self._wait_in_vain)
+        self._wait_in_vain = bool(demand.prompts)
+        if not is_theirs:  # a limit that no step can keep must not end the batches: they free what prompts wait for
             ours = max(ours, PAGE)
             rests &= not rests.all()
         self.limited += ours < most
