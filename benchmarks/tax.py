@@ -28,16 +28,16 @@ from service.demo.model import ensure_demo_model
 from service.demo.prompts import corpus
 
 
-class Took(NamedTuple):
-    """Seconds of a round, and the means of its requests' seconds to the first token and between tokens."""
+class Figures(NamedTuple):
+    """Holds a round's length and its requests' mean TTFT and TBT: in seconds, or over those of the other engine."""
 
-    round_s: float
-    ttft_s: float
-    tbt_s: float
+    round: float
+    ttft: float
+    tbt: float
 
 
 def start(model: str, scheduling: str | None) -> Any:
-    """Start one engine, with the plugin if it says how to schedule; the options go through the environment."""
+    """Start one engine, with the plugin if `scheduling` is given, which reads its options from the environment."""
     from sglang.srt.entrypoints.engine import Engine
 
     from engine_ext.plugin.options import VARIABLE, Options, Scheduling
@@ -56,44 +56,44 @@ def start(model: str, scheduling: str | None) -> Any:
     return Engine(**arguments, skip_server_warmup=True)
 
 
-async def run(engine: Any, prompts: list[list[int]], outputs: list[int], clients: int) -> Took:
+async def run(engine: Any, prompts: list[list[int]], outputs: list[int], clients: int) -> Figures:
     started, turns = time.perf_counter(), iter(zip(prompts, outputs, strict=True))
     ttft, tbt = list[float](), list[float]()
 
     async def client() -> None:
         for prompt, tokens in turns:
-            sent, before, got = time.perf_counter(), 0.0, 0
+            sent, last, tokens_so_far = time.perf_counter(), 0.0, 0
             sampling = {"max_new_tokens": tokens, "ignore_eos": True, "temperature": 0}
             stream = await engine.async_generate(input_ids=prompt, sampling_params=sampling, stream=True)
             async for chunk in stream:
-                now, has = time.perf_counter(), chunk["meta_info"]["completion_tokens"]
-                if got == 0:
+                now, got = time.perf_counter(), chunk["meta_info"]["completion_tokens"]
+                if tokens_so_far == 0:
                     ttft.append(now - sent)
-                elif has > got:
-                    tbt.append((now - before) / (has - got))
-                before, got = now, has
+                elif got > tokens_so_far:
+                    tbt.append((now - last) / (got - tokens_so_far))
+                last, tokens_so_far = now, got
 
     await asyncio.gather(*(client() for _ in range(clients)))
-    return Took(time.perf_counter() - started, mean(ttft), mean(tbt))
+    return Figures(time.perf_counter() - started, mean(ttft), mean(tbt))
 
 
-async def compare(engines: list[Any], rounds: int, requests: int, clients: int) -> list[Took]:
+async def compare(engines: list[Any], rounds: int, requests: int, clients: int) -> list[Figures]:
     """Return the ratios of each round: what it took with the plugin, over what it took without."""
     for engine in engines:
         engine.tokenizer_manager.auto_create_handle_loop()
-    generator, ratios = np.random.default_rng(0), list[Took]()
+    generator, ratios = np.random.default_rng(0), list[Figures]()
     for number in range(rounds + 1):
         prompts = [generator.integers(10, 900, size).tolist() for size in generator.integers(64, 256, requests)]
         outputs = generator.integers(8, 48, requests).tolist()
-        took: dict[int, Took] = {}
+        took: dict[int, Figures] = {}
         for which in (0, 1) if number % 2 else (1, 0):
             took[which] = await run(engines[which], prompts, outputs, clients)
         if number == 0:
             continue  # the first round compiles and loads
-        ratios.append(Took(*(found / plain for found, plain in zip(took[1], took[0], strict=True))))
+        ratios.append(Figures(*(found / plain for found, plain in zip(took[1], took[0], strict=True))))
         print(
-            f"round {number}: {took[0].round_s:.2f} s without, {took[1].round_s:.2f} s with; ratios: round "
-            f"{ratios[-1].round_s:.3f}, TTFT {ratios[-1].ttft_s:.3f}, TBT {ratios[-1].tbt_s:.3f}",
+            f"round {number}: {took[0].round:.2f} s without, {took[1].round:.2f} s with; ratios: round "
+            f"{ratios[-1].round:.3f}, TTFT {ratios[-1].ttft:.3f}, TBT {ratios[-1].tbt:.3f}",
             flush=True,
         )
     return ratios

@@ -15,10 +15,19 @@ import numba
 import numpy as np
 
 from engine_ext.compiled import FOLDER
-from engine_ext.coserve.governor import Served, new_governor, note_served, note_step, trimmed
+from engine_ext.coserve.governor import Moment, governed, is_late, new_governor, note_served, note_step, served
 from engine_ext.coserve.harvest import harvest
 from engine_ext.coserve.limit import NOT_PROFILED, step_limit, while_prompts_wait
-from engine_ext.coserve.predictor import REFIT, Load, longest_chunk, new_predictor, observe, predict, with_chunk
+from engine_ext.coserve.predictor import (
+    REFIT,
+    Load,
+    longest_chunk,
+    new_predictor,
+    observe,
+    predict,
+    with_chunk,
+    with_margin,
+)
 from engine_ext.coserve.reserve import new_held, note_held, reserve
 from engine_ext.coserve.slo import SloClass, least_slack
 from engine_ext.coserve.victims import victims
@@ -157,9 +166,11 @@ def compile_coserve() -> None:
     slack_s = least_slack(bounds, 0.0, times, times, times, generated)
     limit_s = step_limit(bounds, NOT_PROFILED.numbers(), slack_s, predict(predictor, load), 1, False)
     governor = new_governor()
-    note_step(governor, 0.02, 0.01)
-    note_served(governor, bounds, 0.99, Served(0.0, 0.5, 0.1, 0.01, 0.001), 1.0)
-    limit_s = trimmed(governor, limit_s, 0.01)
+    note_step(governor, 0.02, 0.01, 0.02)
+    found = served(Moment(0.0, 0.0), Moment(0.5, 0.1), Moment(0.6, 0.1), 10)
+    if not is_late(bounds, found.ttft_s, found.tpot_s):
+        note_served(governor, bounds, 0.99, found, 1.0)
+    limit_s = governed(governor, limit_s, with_margin(predictor, load))
     limit_s = while_prompts_wait(limit_s, slack_s, 10, 5)
     beside = with_chunk(load, 0, 5)
     longest_chunk(predictor, beside, reserve(held), limit_s, 100)

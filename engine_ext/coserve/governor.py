@@ -1,8 +1,8 @@
-"""Trims what batches may add to a step while the engine runs: down at once when they make requests late, up slowly.
+"""Cuts the batches' share of a step when they make online requests late: by half at once, and back up slowly.
 
-Limits come from predictions and from a profile, and either may be wrong about today's traffic or machine. What counts
-is which online requests have been late because of batches: those that the engine would have served late without them
-say nothing. BROS (algorithm 1) halves and doubles a number of requests in the same way; here it is a share of seconds.
+Limits come from predictions and from what was profiled, and either may be wrong about today's traffic or machine. A
+request counts only if batches made it late; one that would have been late anyway says nothing. BROS (algorithm 1)
+halves and doubles a number of requests in the same way; here it is a share of seconds.
 """
 
 from typing import NamedTuple
@@ -13,28 +13,35 @@ from engine_ext.arrays import Floats
 from engine_ext.compiled import compiled
 from engine_ext.coserve.slo import Bounds
 
-DOWN = 0.5  # what a late request leaves of the trim
-UP = 0.1  # by how much of itself the trim grows, while as many requests are in time as may hold one late one
-LEAST = 1 / 64  # of the trim
-SPARE = 2.0  # late requests that may come together, if enough before them were in time
+DOWN = 0.5  # what a cut leaves of the share
+UP = 0.1  # by how much of itself the share grows in 1 / (1 - percentile) requests that are in time
+LEAST = 1 / 16  # the smallest share
+SPARE = 2.0  # late requests that may come together after enough others were in time
 
 
 class Governor(NamedTuple):
-    """What is known of the batches' effect on online requests; float64 [1] each.
+    """Holds what the governor knows of the batches' effect on online requests; each field is float64 [1].
 
-    `trim`: the share of their part of a step that batches may use, from LEAST to 1. `credit`: how many late requests
-    the class still allows. `since_s`: when the trim fell last. `excess_s`: the seconds by which batches have made steps
-    longer so far, whether anybody waited or not.
+    `share`: the share of their part of a step that batches may use, from LEAST to 1. `credit`: how many more requests
+    may be late before the next cut. `cut_at_s`: when the last cut was. `excess_s`: the seconds by which batches have
+    made steps longer so far, whether or not anybody waited.
     """
 
-    trim: Floats
+    share: Floats
     credit: Floats
-    since_s: Floats
+    cut_at_s: Floats
     excess_s: Floats
 
 
+class Moment(NamedTuple):
+    """Holds a time in an online request's life, and the governor's `excess_s` then."""
+
+    at_s: float
+    excess_s: float
+
+
 class Served(NamedTuple):
-    """How an online request was served, in seconds, and how many of these seconds batches took.
+    """Says how long an online request took, and how many of these seconds batches caused (`excess`).
 
     `tpot_s`: per token after the first; 0 if there was none.
     """
@@ -51,33 +58,62 @@ def new_governor() -> Governor:
 
 
 @compiled
-def trimmed(governor: Governor, limit_s: float, alone_s: float) -> float:
-    """Return the most seconds of a step after the trim; `alone_s`: those that it takes with nothing of the batches."""
-    if governor.trim[0] == 1.0:
+def governed(governor: Governor, limit_s: float, alone_s: float) -> float:
+    """Return the most seconds of a step if batches use only their share; the online work alone takes `alone_s`."""
+    if governor.share[0] == 1.0 or limit_s <= alone_s:
         return limit_s
-    return alone_s + float(governor.trim[0]) * (limit_s - alone_s)
+    return alone_s + float(governor.share[0]) * (limit_s - alone_s)
 
 
 @compiled
-def note_step(governor: Governor, took_s: float, alone_s: float) -> None:
-    """Note a step that took so many seconds, and would take `alone_s` without the batches."""
-    governor.excess_s[0] += max(0.0, took_s - alone_s)
+def note_step(governor: Governor, took_s: float, alone_s: float, whole_s: float) -> None:
+    """Note a step that took `took_s`; it was expected to take `whole_s`, and `alone_s` without the batches' part.
+
+    What it took longer than expected is divided between both in the same ratio.
+    """
+    if whole_s > alone_s:
+        governor.excess_s[0] += took_s * (1.0 - alone_s / whole_s)
 
 
 @compiled
-def note_served(governor: Governor, bounds: Bounds, percentile: float, served: Served, now_s: float) -> None:
-    """Trim by a request that has ended; a late one that came before the last fall does not count against this trim."""
-    if served.ttft_s > bounds.ttft_s or served.tpot_s > bounds.tpot_s:
-        in_time_alone = served.ttft_s - served.ttft_excess_s <= bounds.ttft_s
-        in_time_alone &= served.tpot_s - served.tpot_excess_s <= bounds.tpot_s
-        if not in_time_alone or served.arrived_s < governor.since_s[0]:
-            return
-        governor.credit[0] -= 1.0
-        if governor.credit[0] < 0.0:
-            governor.credit[0] = 0.0
-            governor.trim[0] = max(LEAST, DOWN * governor.trim[0])
-            governor.since_s[0] = now_s
-        return
+def served(arrived: Moment, first: Moment, last: Moment, generated: int) -> Served:
+    """Return how a request of `generated` tokens was served, from its arrival, its first token and its last one."""
+    after = max(1, generated - 1)
+    return Served(
+        arrived.at_s,
+        first.at_s - arrived.at_s,
+        first.excess_s - arrived.excess_s,
+        (last.at_s - first.at_s) / after,
+        (last.excess_s - first.excess_s) / after,
+    )
+
+
+@compiled
+def is_late(bounds: Bounds, ttft_s: float, tpot_s: float) -> bool:
+    """Return whether a request missed its TTFT or its TPOT."""
+    return ttft_s > bounds.ttft_s or tpot_s > bounds.tpot_s
+
+
+@compiled
+def note_served(governor: Governor, bounds: Bounds, percentile: float, found: Served, now_s: float) -> None:
+    """Adjust the batches' share after an online request has ended.
+
+    A late request counts only if it would have been in time without the batches, and only if it arrived after the last
+    cut: earlier ones ran in part under the larger share. The longest gap between two tokens is not looked at: one long
+    step would make all requests in it late.
+    """
     may_be_late = 1.0 - percentile
-    governor.credit[0] = min(SPARE, governor.credit[0] + may_be_late / percentile)
-    governor.trim[0] = min(1.0, governor.trim[0] * (1.0 + UP * may_be_late))
+    if not is_late(bounds, found.ttft_s, found.tpot_s):
+        governor.credit[0] = min(SPARE, governor.credit[0] + may_be_late / percentile)
+        governor.share[0] = min(1.0, governor.share[0] * (1.0 + UP * may_be_late))
+        return
+    if is_late(bounds, found.ttft_s - found.ttft_excess_s, found.tpot_s - found.tpot_excess_s):
+        return
+    if found.arrived_s < governor.cut_at_s[0]:
+        return
+    if governor.credit[0] >= 1.0:
+        governor.credit[0] -= 1.0
+        return
+    governor.credit[0] = 0.0
+    governor.share[0] = max(LEAST, DOWN * governor.share[0])
+    governor.cut_at_s[0] = now_s

@@ -8,17 +8,18 @@ from engine_ext.compiled import compiled
 from engine_ext.coserve.slo import Bounds
 from engine_ext.errors import InputError
 
-GUARD = 0.25  # of the TTFT: the longest step while no online request is there, since one may come as it begins
+GUARD = 0.25  # of the TTFT: the longest step, since a request may come as it begins
+PAGE = 128  # prompt tokens that any step has room for, and that an online request gets, however late others are
 
 
 class Profiled(NamedTuple):
-    """What keeps the bounds that only many requests together have, found by trying; all in seconds.
+    """Holds what keeps the bounds that only many requests together have, found by trying.
 
-    `limit_s`: the longest step with work of a batch, which bounds percentiles. `price_s`: how much longer a batch may
-    make a step, divided by the online requests that wait for it, which bounds means: the same seconds delay fewer
-    tokens where few decode. `prompts_alone`: whether steps do nothing for batches while an online prompt waits or is
-    computed. A first token waits for all chunks of its prompt, and for the rest of one step before them; so it costs
-    least to leave the steps of the chunks alone, and the others may be longer.
+    `limit_s`: the longest step with work of a batch, in seconds, which bounds percentiles. `price_s`: how many seconds
+    longer a batch may make a step, divided by the online requests that wait for it, which bounds means: the same
+    seconds delay fewer tokens where few decode. `prompts_alone`: whether steps do nothing for batches while an online
+    prompt waits or is computed. A first token waits for every step of its prompt, but only for the rest of one step
+    before them, so leaving batches out of the prompt's steps shortens it most, and the others may be longer.
     """
 
     limit_s: float = math.inf
@@ -35,7 +36,7 @@ NOT_PROFILED = Profiled()
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Holds what `Profiled` does where JSON must carry it, which has no infinity: None where nothing is limited.
+    """Holds what was profiled where JSON must carry it, which has no infinity: None where nothing is limited.
 
     `prompt_tokens`: the most prompt tokens of a step while online requests come or are expected. Unlike SGLang's chunk
     it does not shrink as more requests decode.
@@ -65,22 +66,22 @@ NO_LIMITS = Limits()
 
 @compiled
 def step_limit(
-    bounds: Bounds, profiled: Profiled, least_slack_s: float, alone_s: float, online: int, prompts: bool
+    bounds: Bounds, profiled: Profiled, least_slack_s: float, alone_s: float, online: int, has_prompts: bool
 ) -> float:
     """Return the most seconds that a step may take.
 
     `least_slack_s`: the least time until the next token of a request in the step is due, less what still runs.
     `alone_s`: the seconds of the step with nothing of the batches in it; no limit is shorter, because leaving out
     decodes of online requests would only move the delay to them. `online`: how many online requests are in the step.
-    `prompts`: whether prompts of such are in it or wait.
+    `has_prompts`: whether an online prompt is in the step or waits.
     """
-    if prompts and profiled.prompts_alone:
+    if has_prompts and profiled.prompts_alone:
         return alone_s
     if online == 0:
         return GUARD * bounds.ttft_s
     # A step longer than the pace would be made good later, but a reader sees it.
-    most = min(least_slack_s, bounds.tpot_s, bounds.tbt_s, profiled.limit_s, alone_s + profiled.price_s / online)
-    return max(most, alone_s)
+    most = min(least_slack_s, GUARD * bounds.ttft_s, bounds.tpot_s, bounds.tbt_s, profiled.limit_s)
+    return max(min(most, alone_s + profiled.price_s / online), alone_s)
 
 
 @compiled

@@ -16,9 +16,9 @@ class Tuning:
 
     `chunk` (chunked prefill size) and `ratio` (initial new token ratio) are SGLang's; the scan uses `chunk` as its
     largest step. `mixed`: decodes ride in prefill chunks. `clock`: the clock of an emulated device, which then decides
-    whether decodes ride. `ttft_s` and `tpot_s` bound the tokens of online requests; `limit_s`, `price_s`,
-    `prompts_alone` and `prompt_tokens` the steps beside them, 0 for no limit. `until_s`: for how long online requests
-    arrive on a virtual clock; 0 for none.
+    whether decodes ride. `ttft_s` and `tpot_s` bound the tokens of online requests; `limit_s`, `price_s` and
+    `prompt_tokens` the steps beside them, 0 for no limit; `prompts_alone` leaves batches out of steps with online
+    prompts. `until_s`: for how long online requests arrive on a virtual clock; 0 for none.
     """
 
     policy: str | None = None

@@ -183,9 +183,19 @@ def _ours(traffic: Traffic, numbers: StepModel, ahead: Column) -> Ours:
 
     rests = np.zeros(len(traffic.output), dtype=np.bool_)
     held, decoded = new_held(numbers.capacity), np.zeros(1, dtype=np.int64)
-    excess = np.zeros((2, len(traffic.output)))
+    arrived, first = np.zeros((2, len(traffic.output)))
     return Ours(
-        new_predictor(numbers), new_governor(), held, places(), places(), places(), rests, decoded, excess, ahead
+        new_predictor(numbers),
+        new_governor(),
+        held,
+        places(),
+        places(),
+        places(),
+        rests,
+        decoded,
+        arrived,
+        first,
+        ahead,
     )
 
 

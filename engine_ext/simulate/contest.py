@@ -13,14 +13,13 @@ import numpy as np
 
 from engine_ext.arrays import Column
 from engine_ext.coserve.harvest import riding_tokens
-from engine_ext.coserve.limit import Profiled
+from engine_ext.coserve.limit import PAGE, Profiled
 from engine_ext.coserve.slo import SloClass
 from engine_ext.costs.cost import CostModel
 from engine_ext.costs.engine_model import EngineModel
 from engine_ext.plan.prompts import Prompts
 from engine_ext.simulate.arrivals import Arrivals
 from engine_ext.simulate.colocate import ORACLE, OURS, run
-from engine_ext.simulate.coserving import PAGE
 from engine_ext.simulate.measured import Measured, Settings
 from engine_ext.simulate.pair import POOLED, Pair, run_pair
 from engine_ext.simulate.traffic import Traffic
@@ -109,9 +108,9 @@ class Contest:
 
     @property
     def _knob_chunks(self) -> tuple[int, ...]:
-        """The chunk sizes for which a knob is set under bounds against online alone: its own, and the next larger one.
+        """The chunk sizes with which knobs are tried under bounds against online alone: the base's and the next one.
 
-        A larger chunk delays every token more than such bounds allow, unless a limit cuts it down again.
+        A still larger chunk delays every token more than such bounds allow, unless a limit cuts it down again.
         """
         place = self.chunks.index(self.base.settings.chunk)
         return self.chunks[place : place + 2]

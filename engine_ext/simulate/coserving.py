@@ -6,10 +6,10 @@ import numpy as np
 
 from engine_ext.arrays import Bools, Column, Floats
 from engine_ext.compiled import compiled
-from engine_ext.coserve.governor import Governor, Served, note_served, note_step, trimmed
+from engine_ext.coserve.governor import Governor, Moment, governed, note_served, note_step, served
 from engine_ext.coserve.harvest import harvest
-from engine_ext.coserve.limit import NOT_PROFILED, Profiled, step_limit, while_prompts_wait
-from engine_ext.coserve.predictor import Load, Predictor, longest_chunk, observe, predict, with_chunk
+from engine_ext.coserve.limit import NOT_PROFILED, PAGE, Profiled, step_limit, while_prompts_wait
+from engine_ext.coserve.predictor import Load, Predictor, longest_chunk, observe, predict, with_chunk, with_margin
 from engine_ext.coserve.reserve import Held, note_held, reserve
 from engine_ext.coserve.slo import Bounds, deadline
 from engine_ext.coserve.victims import victims
@@ -35,7 +35,6 @@ from engine_ext.simulate.shared_engine import (
 )
 
 AHEAD_S = 0.1
-PAGE = 128  # prompt tokens that there is room for in any step, and that an online request gets, however late others are
 
 
 class Rules(NamedTuple):
@@ -56,9 +55,9 @@ class Ours(NamedTuple):
     """What our scheduler knows beside the scan's state; arrays that change in place.
 
     `kv`, `skipped`, `rests`, `batch`: by decode of the batch. `decoded`: output tokens of each decode that the scan has
-    not been told. `excess`: the seconds that batches had taken until each online request came, and until its first
-    token; float64 [2, requests]. `ahead`: the most KV tokens that online requests will hold within a second, by steps
-    of AHEAD_S; empty for a scheduler that cannot know.
+    not been told. `arrived_excess_s`, `first_excess_s`: the seconds by which batches had made steps longer when each
+    online request came, and at its first token; float64 [requests]. `ahead`: the most KV tokens that online requests
+    will hold within a second, by steps of AHEAD_S; empty for a scheduler that cannot know.
     """
 
     predictor: Predictor
@@ -69,7 +68,8 @@ class Ours(NamedTuple):
     batch: Column
     rests: Bools
     decoded: Column
-    excess: Floats
+    arrived_excess_s: Floats
+    first_excess_s: Floats
     ahead: Column
 
 
@@ -91,7 +91,7 @@ def run_ours(
     """
     heap, totals, requests = evictable_leaves(cache), engine.totals[0], engine.requests
     first_online = len(state.requests)
-    online, steps = len(requests) - first_online, 0
+    online, steps, last_excess_s = len(requests) - first_online, 0, 0.0
     while totals.now_s < until_s or (totals.done < online and totals.now_s < DRAIN * until_s):
         note_generated(engine, totals.now_s, until_s)
         if is_outdated(waiting(state), has_drifted(state), steps, answers):
@@ -99,10 +99,13 @@ def run_ours(
         if more and state.totals[0].running + waiting(state) == 0:
             return False
         steps += 1
-        come = first_online + line.at[ARRIVED]
+        first_new = first_online + line.at[ARRIVED]
         arrive(engine, line, first_online)
-        ours.excess[0, come : first_online + line.at[ARRIVED]] = ours.governor.excess_s[0]
-        alone_s = _choose(engine, cache, heap, state, line, ours, rules, first_online)
+        for request in range(first_new, first_online + line.at[ARRIVED]):
+            late_s = min(totals.now_s - engine.requests[request].arrives_s, totals.last_step_s)
+            part = late_s / totals.last_step_s if totals.last_step_s > 0 else 0.0  # of the last step, which delays it
+            ours.arrived_excess_s[request] = ours.governor.excess_s[0] - part * last_excess_s
+        theirs = _choose(engine, cache, heap, state, line, ours, rules, first_online)
         load = run_step(engine, cache, heap, rules.model, True, True)
         if load.prompt_tokens + load.decoding == 0:
             before_s = totals.now_s
@@ -112,8 +115,10 @@ def run_ours(
             continue
         if load.decoding > 0:
             _tell_left_out(engine, state)
+        excess_s = ours.governor.excess_s[0]
+        note_step(ours.governor, totals.last_step_s, predict(ours.predictor, theirs), predict(ours.predictor, load))
+        last_excess_s = ours.governor.excess_s[0] - excess_s
         observe(ours.predictor, load, totals.last_step_s)
-        note_step(ours.governor, totals.last_step_s, alone_s)
         _note_online(engine, ours, rules)
         note_held(ours.held, totals.online_held, totals.last_step_s)
         answers -= _tell(engine, state, line)
@@ -132,10 +137,10 @@ def _choose(
     ours: Ours,
     rules: Rules,
     first_online: int,
-) -> float:
+) -> Load:
     """Say what the next step does: online requests first, then the batch within the step's limit.
 
-    Returns the seconds that it is expected to take without the batch.
+    Returns the online work of the step.
     """
     totals, predictor = engine.totals[0], ours.predictor
     load = Load(0, 0.0, 0, totals.online_decoding, totals.online_kv)
@@ -147,9 +152,9 @@ def _choose(
     if rest > 0:
         slack_s = min(slack_s, while_prompts_wait(alone_s, first_slack_s, rest, rules.chunk))
     limit_s = step_limit(rules.bounds, rules.profiled, slack_s, alone_s, online, load.prompts > 0 or rest > 0)
-    limit_s = trimmed(ours.governor, limit_s, alone_s)
+    limit_s = governed(ours.governor, limit_s, with_margin(predictor, load))
     _batch(engine, cache, heap, state, line, ours, rules, load, limit_s)
-    return float(alone_s)
+    return load
 
 
 @compiled
@@ -365,18 +370,15 @@ def _note_online(engine: SharedEngine, ours: Ours, rules: Rules) -> None:
     for k in range(totals.prefilled):
         request = int(engine.prefilled[k])
         if engine.requests[request].online == 1 and engine.requests[request].generated == 1:
-            ours.excess[1, request] = excess_s
+            ours.first_excess_s[request] = excess_s
     for k in range(totals.finished):
         request = int(engine.finished[k])
         r = engine.requests[request]
         if r.online == 1:
-            after = max(1, r.output - 1)
-            first_excess_s = ours.excess[1, request] - ours.excess[0, request]
-            tpot_excess_s = (excess_s - ours.excess[1, request]) / after
-            served = Served(
-                r.arrives_s, r.first_s - r.arrives_s, first_excess_s, (r.last_s - r.first_s) / after, tpot_excess_s
-            )
-            note_served(ours.governor, rules.bounds, rules.percentile, served, totals.now_s)
+            arrived = Moment(r.arrives_s, ours.arrived_excess_s[request])
+            first = Moment(r.first_s, ours.first_excess_s[request])
+            found = served(arrived, first, Moment(r.last_s, excess_s), r.output)
+            note_served(ours.governor, rules.bounds, rules.percentile, found, totals.now_s)
 
 
 @compiled

@@ -17,6 +17,12 @@ from engine_ext.plugin.scheduler.online import NOBODY
 
 MODEL = EngineModel.of_steps(CostModel(preset("llama-3-8b"), Machine(hardware("h200"))), Clock.MIXED).numbers
 SLO = SloClass(ttft_s=1.0, tpot_s=0.05)
+NOTHING = Load(0, 0.0, 0, 0, 0)
+
+
+class Req:
+    def __init__(self) -> None:
+        self.origin_input_ids, self.output_ids, self.finished_reason = [1] * 500, list[int](), None
 
 
 def test_an_engine_with_profiled_limits_expects_online_requests_for_an_hour() -> None:
@@ -28,7 +34,7 @@ def test_an_engine_with_profiled_limits_expects_online_requests_for_an_hour() ->
 
 
 def test_any_other_engine_waits_for_the_first_one() -> None:
-    beside, req = Beside.of(SLO, NO_LIMITS, MODEL, 1000, 0), object()
+    beside, req = Beside.of(SLO, NO_LIMITS, MODEL, 1000, 0), Req()
     assert not beside.is_needed
     beside.arrived(req, 7.0)
     for now, is_needed in ((7.1, True), (FORGET_S, True), (FORGET_S + 7.0, False)):
@@ -42,7 +48,7 @@ def test_the_hour_begins_when_the_clock_has_told_a_time() -> None:
     for now in (0.0, 20_000.0, 20_001.0):
         beside.pass_time(NOBODY, now)
         assert beside.is_needed
-    beside.arrived(object(), 20_001.0)
+    beside.arrived(Req(), 20_001.0)
     beside.forget()
     beside.pass_time(NOBODY, 30_000.0)
     beside.pass_time(NOBODY, 30_000.1)
@@ -50,10 +56,10 @@ def test_the_hour_begins_when_the_clock_has_told_a_time() -> None:
 
 
 def test_steps_with_online_prompts_do_nothing_for_batches_where_the_profile_says_so() -> None:
-    decodes = Decodes(Load(0, 0.0, 0, 0, 0), np.full(3, 100), np.zeros(3, dtype=np.int64))
+    decodes = Decodes(NOTHING, np.full(3, 100), np.zeros(3, dtype=np.int64))
     for alone in (False, True):
         beside = Beside.of(SLO, Limits(prompts_alone=alone), MODEL, 1000, 0)
-        req = object()
+        req = Req()
         beside.arrived(req, 1.0)
         arrived = NOBODY._replace(prompts=[req], waiting=1, tokens=500)
         beside.pass_time(arrived, 1.0)
@@ -67,18 +73,36 @@ def test_steps_with_online_prompts_do_nothing_for_batches_where_the_profile_says
 
 def test_batches_go_on_while_an_online_prompt_waits_for_their_room() -> None:
     """The prompt finds no room in the KV cache until decodes end that the step's limit leaves out."""
-    decodes = Decodes(Load(0, 0.0, 0, 0, 0), np.full(3, 100), np.zeros(3, dtype=np.int64))
-    beside, req = Beside.of(SLO, Limits(prompts_alone=True), MODEL, 1000, 0), object()
+    decodes = Decodes(NOTHING, np.full(3, 100), np.zeros(3, dtype=np.int64))
+    beside, req = Beside.of(SLO, Limits(prompts_alone=True), MODEL, 1000, 0), Req()
     beside.arrived(req, 1.0)
     waits = NOBODY._replace(prompts=[req], waiting=1, tokens=500)
     left_out = list[int]()
     for now in (1.0, 1.1, 1.2, 1.3):
         beside.pass_time(waits, now)
         rests = int(beside.allow(waits, decodes, 0, 2048, now).rests.sum())
-        beside.launched(Load(0, 0.0, 0, 3 - rests, 300 - 100 * rests))
+        beside.launched(Load(0, 0.0, 0, 3 - rests, 300 - 100 * rests), NOTHING)
         left_out.append(rests)
     assert left_out[0] == 3
     assert max(left_out[1:]) < 3
-    beside.launched(Load(500, 250_000.0, 1, 0, 0))
+    beside.launched(*2 * [Load(500, 250_000.0, 1, 0, 0)])
     beside.pass_time(waits, 1.4)
     assert int(beside.allow(waits, decodes, 0, 2048, 1.4).rests.sum()) == 3
+
+
+def test_batches_that_make_requests_late_lose_half_of_their_share() -> None:
+    nothing = Decodes(NOTHING, np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.int64))
+    beside = Beside.of(SLO, NO_LIMITS, MODEL, 100_000, 0)
+    for at in (10.0, 20.0, 30.0):
+        req = Req()
+        beside.arrived(req, at)
+        waits = NOBODY._replace(prompts=[req], waiting=1, tokens=500)
+        beside.pass_time(waits, at)
+        beside.allow(waits, nothing, 0, 2048, at)
+        beside.launched(Load(2048, 2048.0**2, 4, 0, 0), Load(500, 500.0**2, 1, 0, 0))
+        req.output_ids.append(1)
+        beside.pass_time(NOBODY._replace(decoding=[req]), at + 2.0)
+        beside.pass_time(NOBODY, at + 2.01)
+    assert beside.late == 3
+    assert 4.0 < beside.excess_s < 6.0  # about three quarters of 3 x 2 s
+    assert beside.governor.share[0] == 0.5

@@ -86,7 +86,7 @@ warm_up.compile_coserve()
 before = compiled()
 model = EngineModel.of_steps(CostModel(preset("llama-3-8b"), Machine(hardware("h200"))), Clock.MIXED).numbers
 beside = Beside.of(SloClass(ttft_s=1.0, tpot_s=0.05), Limits(limit_s=0.005, prompt_tokens=256), model, 1000, 0)
-decodes, waits = (Req(origin_input_ids=[1] * 50, output_ids=[1] * tokens) for tokens in (5, 0))
+decodes, waits = (Req(origin_input_ids=[1] * 50, output_ids=[1] * tokens, finished_reason=None) for tokens in (5, 0))
 for step in range(80):
     now = 0.01 * step
     beside.arrived(decodes, now)
@@ -94,8 +94,9 @@ for step in range(80):
     beside.pass_time(demand, now)
     kv, skipped = np.full(9, 90_000), np.zeros(9, dtype=np.int64)
     allowed = beside.allow(demand, Decodes(Load(0, 0.0, 0, 1, 55), kv, skipped), 0, 256, now)
-    beside.launched(Load(100, 1e4, 1, 1, 55))
+    beside.launched(Load(100, 1e4, 1, 1, 55), Load(0, 0.0, 0, 1, 55))
     beside.kept_free
+beside.pass_time(NOBODY, now + 0.01)
 print(before, compiled(), allowed.rests.sum())
 """
     ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)

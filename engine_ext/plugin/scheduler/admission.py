@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from sglang.srt.managers.schedule_batch import FINISH_ABORT
 
-from engine_ext.coserve.limit import Limits
+from engine_ext.coserve.limit import PAGE, Limits
 from engine_ext.coserve.slo import SloClass
 from engine_ext.coserve.victims import victims
 from engine_ext.costs.cost import CostModel
@@ -27,7 +27,7 @@ from engine_ext.plugin.marks import KIND, LENGTHS, UNTOLD, due_of, profile_of
 from engine_ext.plugin.options import Emulation, Overlap, handed_over
 from engine_ext.plugin.platform_entry import gpu_is_present
 from engine_ext.plugin.scheduler import emulated
-from engine_ext.plugin.scheduler.beside import PAGE, Beside
+from engine_ext.plugin.scheduler.beside import Beside
 from engine_ext.plugin.scheduler.fallback import reason_for_sglang
 from engine_ext.plugin.scheduler.kv_space import KVSpace
 from engine_ext.plugin.scheduler.member import GAIN, MOST_PARKED, Member, Phase

@@ -18,7 +18,6 @@ from engine_ext.plugin.scheduler import online, preemption, resting
 from engine_ext.plugin.scheduler.admission import Admission, admission_of
 from engine_ext.plugin.scheduler.beside import Allowed
 from engine_ext.plugin.scheduler.online import Demand, is_ours, length
-from engine_ext.plugin.scheduler.step_load import load_of
 from engine_ext.scan.decide import ANY_NUMBER
 from engine_ext.scan.live import Step
 
@@ -65,8 +64,6 @@ def admit(original: Callable[..., Any], scheduler: Any, *args: Any, **kwargs: An
     if not ours.waiting and not ours.running:
         return _without_batches(ours, scheduler, running, ask_sglang)
     batch, running_after = _step(ours, scheduler, running, ask_sglang)
-    if batch is None and running_after.is_empty():  # nothing else is done, so nobody rests for it
-        running_after = _all_decodes(ours, running_after)
     ours.note_time(time.perf_counter() - started - theirs_s)
     return batch, running_after
 
@@ -96,8 +93,15 @@ def _without_batches(ours: Admission, scheduler: Any, running: Any, ask_sglang: 
 
 def _note_launch(ours: Admission, batch: Any, running: Any) -> None:
     """Note the step that is launched now: a batch of prompts, or else all that decode."""
-    if ours.beside.is_needed:
-        ours.beside.launched(_decodes(running) if batch is None else _load(batch))
+    if not ours.beside.is_needed:
+        return
+    if batch is None:
+        reqs = [req for req in running.reqs if not req.finished()]
+        ours.beside.launched(_decodes(reqs), _decodes([req for req in reqs if not is_ours(req)]))
+    else:
+        everyone = np.ones(len(batch.reqs), dtype=np.bool_)
+        theirs = np.array([not is_ours(req) for req in batch.reqs], dtype=np.bool_)
+        ours.beside.launched(_load(batch, everyone), _load(batch, theirs))
 
 
 def _step(ours: Admission, scheduler: Any, running: Any, ask_sglang: Callable[[], Any]) -> Any:
@@ -119,9 +123,7 @@ def _step(ours: Admission, scheduler: Any, running: Any, ask_sglang: Callable[[]
     if budget == 0 and not scheduler.waiting_queue and not scheduler.grammar_manager.has_waiting_grammars():
         ours.note_refused(candidates, first_blocks=False)
         ours.keep_prefixes(changed, ours.space.free)
-        _note_launch(ours, None, running)
-        ours.note_left_out(left_out, running.reqs)
-        return None, running
+        return None, _note_step(ours, None, running, left_out)
     if continued in ours.running:  # SGLang continues it in any case, and a prefill of no tokens would stop decoding
         budget = max(budget, scheduler.page_size)
     chunk, others = scheduler.chunked_prefill_size, scheduler.waiting_queue
@@ -150,9 +152,16 @@ def _step(ours: Admission, scheduler: Any, running: Any, ask_sglang: Callable[[]
         ours.prefilled(scheduler.chunked_req)
         ours.decoded = int(batch.decoding_reqs is not None)
     ours.keep_prefixes(changed or batch is not None, ours.space.free)
-    _note_launch(ours, batch, running_after)
-    ours.note_left_out(left_out, running_after.reqs if batch is None else batch.decoding_reqs or [])
-    return batch, running_after
+    return batch, _note_step(ours, batch, running_after, left_out)
+
+
+def _note_step(ours: Admission, batch: Any, running: Any, left_out: list[Any]) -> Any:
+    """Note the step that is launched now, and return what decodes, with those who rest if nothing else is done."""
+    if batch is None and running.is_empty():
+        running, left_out = _all_decodes(ours, running), []
+    _note_launch(ours, batch, running)
+    ours.note_left_out(left_out, running.reqs if batch is None else batch.decoding_reqs or [])
+    return running
 
 
 def _decide(ours: Admission, scheduler: Any, running: Any) -> tuple[Step, int, list[Any]]:
@@ -193,15 +202,23 @@ def _may_rest(ours: Admission, scheduler: Any, running: Any) -> bool:
     return ours.overlap is not Overlap.PDMUX and ours.space.free >= needed and resting.can_rest(scheduler, running)
 
 
-def _decodes(running: Any) -> Load:
-    """Return the load of a step in which all of these decode and nothing else happens."""
-    lengths = [length(req) for req in running.reqs if not req.finished()]
-    return Load(0, 0.0, 0, len(lengths), sum(lengths))
+def _decodes(reqs: list[Any]) -> Load:
+    """Return the load of a step in which these decode and nothing else happens."""
+    return Load(0, 0.0, 0, len(reqs), sum(length(req) for req in reqs))
 
 
-def _load(batch: Any) -> Load:
-    load = load_of(batch)
-    return Load(load.prompt_tokens, load.quadratic, len(batch.reqs) - load.decoding, load.decoding, load.kv_tokens)
+def _load(batch: Any, those: Bools) -> Load:
+    """Return the load of a batch of prompts, in which decodes may ride, by those of its requests."""
+    decoding = len(batch.decoding_reqs or ())
+    prompts = len(batch.reqs) - decoding
+    begins, lengths = np.array(batch.prefix_lens, dtype=np.float64), np.array(batch.extend_lens)
+    is_prompt = those & (np.arange(len(those)) < prompts)
+    ends = begins[is_prompt] + lengths[is_prompt]
+    quadratic = float((ends**2 - begins[is_prompt] ** 2).sum())
+    rides = those & ~is_prompt
+    return Load(
+        int(lengths[is_prompt].sum()), quadratic, int(is_prompt.sum()), int(rides.sum()), int(begins[rides].sum())
+    )
 
 
 def _ask_scan(

@@ -2,9 +2,9 @@
 
 The scan may compute only as many prompt tokens as the step's limit leaves (`coserve/limit.py`), and decodes of batches
 that do not fit in it rest (`coserve/harvest.py`). The limit comes from the slack of the online requests in the step,
-and the predictor says how long a step takes. Until the first online request, and from an hour after the last one,
-batches have the engine to themselves. With profiled limits an hour begins with the engine's first step, because online
-requests are expected.
+and the predictor says how long a step takes. The governor lowers the limit when batches have made requests late. Until
+the first online request, and from an hour after the last one, batches have the engine to themselves. With profiled
+limits an hour begins with the engine's first step, because online requests are expected.
 """
 
 import math
@@ -13,18 +13,36 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import numpy as np
+from sglang.srt.managers.schedule_batch import FINISH_ABORT
 
 from engine_ext.arrays import Bools, Column
-from engine_ext.coserve.governor import Governor, Served, new_governor, note_served, note_step, trimmed
+from engine_ext.coserve.governor import (
+    Governor,
+    Moment,
+    governed,
+    is_late,
+    new_governor,
+    note_served,
+    note_step,
+    served,
+)
 from engine_ext.coserve.harvest import harvest
-from engine_ext.coserve.limit import NO_LIMITS, NOT_PROFILED, Limits, Profiled, step_limit, while_prompts_wait
-from engine_ext.coserve.predictor import Load, Predictor, longest_chunk, new_predictor, observe, predict, with_chunk
+from engine_ext.coserve.limit import NO_LIMITS, NOT_PROFILED, PAGE, Limits, Profiled, step_limit, while_prompts_wait
+from engine_ext.coserve.predictor import (
+    Load,
+    Predictor,
+    longest_chunk,
+    new_predictor,
+    observe,
+    predict,
+    with_chunk,
+    with_margin,
+)
 from engine_ext.coserve.reserve import Held, new_held, note_held, reserve
 from engine_ext.coserve.slo import Bounds, SloClass, least_slack
 from engine_ext.costs.engine_model import StepModel
 from engine_ext.plugin.scheduler.online import Demand, length
 
-PAGE = 128  # prompt tokens that any step has room for, with online prompts however late others are
 LONGEST_STEP_S = 10.0  # a longer pause between two decisions was no step
 UNTOLD_S = 0.0  # the time before the clock has told one, as with several ranks until they agree
 FORGET_S = 3600.0  # without online requests, after which batches have the engine to themselves again
@@ -32,14 +50,14 @@ FORGET_S = 3600.0  # without online requests, after which batches have the engin
 
 @dataclass(slots=True)
 class Pace:
-    """When the tokens of an online request came: seconds of the scheduler's clock.
+    """Holds when the tokens of an online request came, in seconds of the scheduler's clock.
 
-    `came_excess_s`, `first_excess_s`, `last_excess_s`: the seconds that batches had taken until it came, and until its
-    first and its last token.
+    `arrived_excess_s`, `first_excess_s`, `last_excess_s`: the seconds by which batches had made steps longer when it
+    came, and at its first and its last token.
     """
 
     arrived_s: float
-    came_excess_s: float
+    arrived_excess_s: float
     first_s: float = 0.0
     last_s: float = 0.0
     generated: int = 0
@@ -98,9 +116,9 @@ class Beside:
     late: int = 0
     ttft_s: float = 0.0
     tpot_s: float = 0.0
-    _launched: deque[tuple[Load, float]] = field(default_factory=deque[tuple[Load, float]])
-    _alone_s: float = math.inf
-    _wait_in_vain: bool = False  # online prompts waited for the last step, which computed no prompt
+    _launched: deque[tuple[Load, Load]] = field(default_factory=deque[tuple[Load, Load]])
+    _new: list[Pace] = field(default_factory=list[Pace])
+    _wait_in_vain: bool = False  # online prompts waited for the last step, which computed none of them
     _before: float = math.nan
     _seen_at: float = UNTOLD_S
     is_needed: bool = False
@@ -115,7 +133,7 @@ class Beside:
             governor,
             held,
             lag,
-            limits.profiled.numbers(),
+            limits.profiled,
             limits.prompt_tokens,
             is_needed=limits != NO_LIMITS,
         )
@@ -133,7 +151,9 @@ class Beside:
     def arrived(self, req: Any, now: float) -> None:
         """Note that an online request has come."""
         self.is_needed, self._seen_at = True, now
-        self.paces.setdefault(req, self._pace(now))
+        if req not in self.paces:
+            self.paces[req] = pace = self._pace(now)
+            self._new.append(pace)
 
     def pass_time(self, demand: Demand, now: float) -> None:
         """Note that the last step has ended, which tells how long such steps take and when its tokens came.
@@ -142,36 +162,33 @@ class Beside:
         """
         took, self._before = now - self._before, now
         if len(self._launched) > self.lag:
-            load, alone_s = self._launched.popleft()
+            load, theirs = self._launched.popleft()
             if 0 < took < LONGEST_STEP_S:
+                alone_s, whole_s = (float(predict(self.predictor, each)) for each in (theirs, load))
+                note_step(self.governor, took, alone_s, whole_s)
                 observe(self.predictor, load, took)
-                note_step(self.governor, took, alone_s)
+        for pace in self._new:  # they came when that step had ended
+            pace.arrived_excess_s = self.excess_s
+        self._new.clear()
         here = {req: self.paces.get(req) or self._pace(now) for req in (*demand.decoding, *demand.prompts)}
         for req, pace in self.paces.items():
             if req not in here:
-                self._left(pace, now)
+                self._left(req, pace, now)
         self.paces = here
         self._seen_at = now if here or self._seen_at == UNTOLD_S else self._seen_at
         self.is_needed = now - self._seen_at < FORGET_S
         for req in demand.decoding:
-            pace, generated = self.paces[req], len(req.output_ids)
-            if generated > pace.generated:
-                if pace.generated == 0:  # one whose first tokens nobody saw counts as on its pace
-                    on_pace_s = self.bounds.tpot_s if generated > 1 and self.bounds.tpot_s < math.inf else 0.0
-                    pace.first_s = now - (generated - 1) * on_pace_s
-                    pace.first_excess_s = self.excess_s
-                pace.last_s, pace.last_excess_s, pace.generated = now, self.excess_s, generated
+            self._note_tokens(req, self.paces[req], now)
         if 0 < took < LONGEST_STEP_S:
             note_held(self.held, _kv_tokens(demand.decoding), took)
 
-    def launched(self, load: Load) -> None:
-        """Note the step that runs now."""
-        self._wait_in_vain &= load.prompt_tokens == 0
+    def launched(self, load: Load, theirs: Load) -> None:
+        """Note the step that runs now, and the online requests' part of it."""
+        self._wait_in_vain &= theirs.prompt_tokens == 0
         if load.prompt_tokens + load.decoding > 0:
-            self._launched.append((load, self._alone_s))
+            self._launched.append((load, theirs))
         else:
             self._launched.clear()
-        self._alone_s = math.inf
 
     def forget(self) -> None:
         """Forget all times, where the clock has not told them: requests count as on their pace when it does again."""
@@ -193,40 +210,51 @@ class Beside:
         online = min(demand.tokens, max(online, PAGE))
         load = with_chunk(load, demand.before, online) if online else load
         alone_s, rest = float(predict(self.predictor, load)), demand.tokens - online
-        slack_s = self.slack_s
-        if rest > 0:
+        slack_s, waits = self.slack_s, bool(demand.prompts) and not self._wait_in_vain
+        self._wait_in_vain = bool(demand.prompts)
+        if rest > 0 and waits:
             first_s = self._least_slack(demand.prompts, now) - running_s
             slack_s = min(slack_s, float(while_prompts_wait(alone_s, first_s, rest, online)))
-        there = len(demand.decoding) + len(demand.prompts)
-        limit_s = step_limit(self.bounds, self.profiled, slack_s, alone_s, there, bool(demand.prompts))
-        self.limit_s, self._alone_s = float(trimmed(self.governor, limit_s, alone_s)), alone_s
+        # Prompts that find no room wait for batches to end, and not for the step.
+        there = len(demand.decoding) + (len(demand.prompts) if waits else 0)
+        limit_s = step_limit(self.bounds, self.profiled, slack_s, alone_s, there, waits)
+        self.limit_s = float(governed(self.governor, limit_s, with_margin(self.predictor, load)))
         rests, most = np.zeros(len(decodes.kv), dtype=np.bool_), max(0, largest - online)
         found = harvest(self.predictor, load, decodes.kv, decodes.skipped, rests, self.limit_s, before, most)
         ours = int(found.prompt_tokens)
-        is_theirs = bool(demand.decoding) or (bool(demand.prompts) and not self._wait_in_vain)
-        self._wait_in_vain = bool(demand.prompts)
-        if not is_theirs:  # a limit that no step can keep must not end the batches: they free what prompts wait for
+        if there == 0:  # nobody waits for this step; a limit that no step can keep must not end the batches
             ours = max(ours, PAGE)
             rests &= not rests.all()
         self.limited += ours < most
         return Allowed(online, online + ours, rests)
 
+    def _note_tokens(self, req: Any, pace: Pace, now: float) -> None:
+        """Note the tokens that a request has got since it was last looked at."""
+        generated = len(req.output_ids)
+        if generated > pace.generated:
+            if pace.generated == 0:  # one whose first tokens nobody saw counts as on its pace
+                on_pace_s = self.bounds.tpot_s if generated > 1 and self.bounds.tpot_s < math.inf else 0.0
+                pace.first_s = now - (generated - 1) * on_pace_s
+                pace.first_excess_s = self.excess_s
+            pace.last_s, pace.last_excess_s, pace.generated = now, self.excess_s, generated
+
     def _pace(self, now: float) -> Pace:
         return Pace(now, self.excess_s)
 
-    def _left(self, pace: Pace, now: float) -> None:
+    def _left(self, req: Any, pace: Pace, now: float) -> None:
         """Note that a request has ended, or was aborted; its last token came with the step that has just ended."""
         self.ended += 1
+        if isinstance(req.finished_reason, FINISH_ABORT):
+            return
+        self._note_tokens(req, pace, now)
         if pace.generated == 0:
             return
-        ttft_s, after = pace.first_s - pace.arrived_s, max(1, pace.generated - 1)
-        tpot_s = (pace.last_s - pace.first_s) / after
-        first_excess_s = pace.first_excess_s - pace.came_excess_s
-        tpot_excess_s = (pace.last_excess_s - pace.first_excess_s) / after
-        served = Served(pace.arrived_s, ttft_s, first_excess_s, tpot_s, tpot_excess_s)
-        note_served(self.governor, self.bounds, self.percentile, served, now)
-        self.ttft_s, self.tpot_s = max(self.ttft_s, ttft_s), max(self.tpot_s, tpot_s)
-        self.late += ttft_s > self.bounds.ttft_s or tpot_s > self.bounds.tpot_s
+        arrived = Moment(pace.arrived_s, pace.arrived_excess_s)
+        first, last = Moment(pace.first_s, pace.first_excess_s), Moment(pace.last_s, pace.last_excess_s)
+        found = served(arrived, first, last, pace.generated)
+        note_served(self.governor, self.bounds, self.percentile, found, now)
+        self.ttft_s, self.tpot_s = max(self.ttft_s, found.ttft_s), max(self.tpot_s, found.tpot_s)
+        self.late += is_late(self.bounds, found.ttft_s, found.tpot_s)
 
     def _least_slack(self, reqs: list[Any], now: float) -> float:
         """Return the least time until the next token of any of them is due."""

@@ -52,7 +52,7 @@ def _of_scan(ours: Admission) -> dict[str, Any]:
         "preempted": ours.preempted,
         "limited_steps": ours.beside.limited,
         "left_out": ours.beside.left_out,
-        "step_trim": float(ours.beside.governor.trim[0]),
+        "batches_share": float(ours.beside.governor.share[0]),
         "batches_excess_s": ours.beside.excess_s,
         "online_ended": ours.beside.ended,
         "online_late": ours.beside.late,

@@ -128,6 +128,8 @@ def test_the_limit_is_the_least_of_all_bounds_and_never_below_online_alone() -> 
     assert step_limit(bounds, alone, 1.0, 0.01, 5, True) == 0.01
     assert step_limit(bounds, alone, math.inf, 0.0, 0, True) == 0.0
     assert step_limit(bounds, alone, 1.0, 0.01, 5, False) == 0.03
+    no_pace = SloClass(ttft_s=2.0).bounds
+    assert step_limit(no_pace, NOT_PROFILED, math.inf, 0.01, 5, False) == GUARD * 2.0
 
 
 decodes = st.lists(st.tuples(st.integers(1, 20_000), st.integers(0, 2 * MOST_SKIPPED)), max_size=7)

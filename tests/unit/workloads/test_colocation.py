@@ -84,6 +84,8 @@ def test_a_profile_is_read_by_a_worker(files: tuple[Path, Path], tmp_path: Path)
         ('{"slo": {"ttft": 1}}', "unknown field"),
         ('{"slo": {"ttft_s": -1}}', "above 0"),
         ('{"slo": {}, "profiled": {"limit_s": 0}}', "above 0"),
+        ('{"slo": {}, "profiled": {"prompts_alone": "yes"}}', "bool"),
+        ('{"slo": {}, "profiled": {"idle_s": 1}}', "unknown field"),
         ('{"slo": {}, "profiled": {"prompt_tokens": 0}}', "at least 1"),
     ],
 )
