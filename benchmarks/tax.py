@@ -70,7 +70,7 @@ async def run(engine: Any, prompts: list[list[int]], outputs: list[int], clients
                 if tokens_so_far == 0:
                     ttft.append(now - sent)
                 elif got > tokens_so_far:
-                    tbt.append((now - last) / (got - tokens_so_far))
+                    tbt.extend([(now - last) / (got - tokens_so_far)] * (got - tokens_so_far))
                 last, tokens_so_far = now, got
 
     await asyncio.gather(*(client() for _ in range(clients)))

@@ -1,5 +1,7 @@
 """Batches have the engine to themselves until online requests come or are expected."""
 
+from collections import deque
+
 import numpy as np
 import pytest
 
@@ -106,3 +108,12 @@ def test_batches_that_make_requests_late_lose_half_of_their_share() -> None:
     assert beside.late == 3
     assert 4.0 < beside.excess_s < 6.0  # about three quarters of 3 x 2 s
     assert beside.governor.share[0] == 0.5
+
+
+def test_who_came_while_nobody_told_the_time_is_not_kept() -> None:
+    """Several ranks agree on no time while online requests run alone, however many come and go."""
+    beside = Beside.of(SLO, NO_LIMITS, MODEL, 1000, 0)
+    for _ in range(100):
+        beside.arrived(Req(), 7.0)
+        beside.forget()
+    assert sum(len(each) for each in vars(beside).values() if isinstance(each, (dict, list, deque))) == 0

@@ -8,11 +8,11 @@ import pytest
 
 pytest.importorskip("sglang")
 
+from engine_ext.coserve.predictor import Load
 from engine_ext.costs.cost import CostModel
 from engine_ext.costs.engine_model import Clock, EngineModel
 from engine_ext.costs.hardware import Machine, hardware
 from engine_ext.costs.model_shape import preset
-from engine_ext.plugin.scheduler.step_load import StepLoad
 from engine_ext.plugin.scheduler.steps import STRETCHES, Lane, StepBooks
 
 COST = CostModel(preset("llama-3-8b"), Machine(hardware("h200")))
@@ -21,11 +21,11 @@ MODEL = EngineModel.of_steps(COST, Clock.MIXED).numbers
 
 def test_a_step_that_was_launched_while_another_ran_takes_from_the_end_of_that() -> None:
     books = StepBooks(MODEL)
-    books.begin(StepLoad(100, 1e4, 0, 0), 10.0)
-    books.begin(StepLoad(0, 0.0, 4, 4000), 10.1)
+    books.begin(Load(100, 1e4, 1, 0, 0), 10.0)
+    books.begin(Load(0, 0.0, 0, 4, 4000), 10.1)
     books.end(10.5)
     books.end(10.7)
-    books.begin(StepLoad(0, 0.0, 4, 4004), 12.0)  # after a rest
+    books.begin(Load(0, 0.0, 0, 4, 4004), 12.0)  # after a rest
     books.end(12.25)
     found = books.report()
     assert found["engine_steps"] == 3
@@ -38,9 +38,9 @@ def test_a_step_that_was_launched_while_another_ran_takes_from_the_end_of_that()
 
 def test_a_prefill_beside_decodes_takes_no_time_twice(tmp_path: Path) -> None:
     books = StepBooks(MODEL, tmp_path / "steps.jsonl")
-    books.begin(StepLoad(1000, 1e6, 0, 0), 10.0, Lane.PREFILLS)
+    books.begin(Load(1000, 1e6, 1, 0, 0), 10.0, Lane.PREFILLS)
     for step in range(3):
-        books.begin(StepLoad(0, 0.0, 4, 4000), 10.0 + step)
+        books.begin(Load(0, 0.0, 0, 4, 4000), 10.0 + step)
         books.end(10.5 + step)
     assert (books.steps, books.report()["prompt_tokens"]) == (3, 0)
     books.end(13.0, Lane.PREFILLS)
@@ -59,7 +59,7 @@ def test_an_end_without_a_beginning_is_nobody_s_step() -> None:
 def test_the_series_stays_small_and_loses_nothing() -> None:
     books, count = StepBooks(MODEL), 5 * STRETCHES + 3
     for step in range(count):
-        books.begin(StepLoad(10, 100.0, 1, 50), float(step))
+        books.begin(Load(10, 100.0, 1, 1, 50), float(step))
         books.end(step + 0.5)
     found = books.report()
     assert len(found["series"]) <= STRETCHES + 1
@@ -73,7 +73,7 @@ def test_the_file_is_a_profile(tmp_path: Path) -> None:
     file = tmp_path / "steps.jsonl"
     books = StepBooks(MODEL, file)
     for step in range(40):
-        books.begin(StepLoad(10 * (step % 3), 100.0 * (step % 3), 1, 50), float(step))
+        books.begin(Load(10 * (step % 3), 100.0 * (step % 3), 1, 1, 50), float(step))
         books.end(step + 0.5)
     assert len(file.read_text().splitlines()) == 32
     books.flush()
@@ -84,7 +84,7 @@ def test_the_file_is_a_profile(tmp_path: Path) -> None:
 def test_a_file_that_cannot_be_written_stops_nobody(tmp_path: Path) -> None:
     books = StepBooks(MODEL, tmp_path / "nowhere" / "steps.jsonl")
     for step in range(40):
-        books.begin(StepLoad(10, 100.0, 1, 50), float(step))
+        books.begin(Load(10, 100.0, 1, 1, 50), float(step))
         books.end(step + 0.5)
     assert books.file is None
     assert books.report()["engine_steps"] == 40
@@ -95,9 +95,9 @@ def test_a_new_engine_begins_a_new_file(tmp_path: Path) -> None:
     for _ in range(2):
         books = StepBooks(MODEL, file)
         for step in range(40):
-            books.begin(StepLoad(10, 100.0, 1, 50), float(step))
+            books.begin(Load(10, 100.0, 1, 1, 50), float(step))
             books.end(step + 0.5)
-        books.begin(StepLoad(0, 0.0, 0, 0), 100.0)  # an idle rank's
+        books.begin(Load(0, 0.0, 0, 0, 0), 100.0)  # an idle rank's
         books.end(100.1)
         books.flush()
     assert len(file.read_text().splitlines()) == 40

@@ -18,6 +18,7 @@ from engine_ext.plugin.scheduler import online, preemption, resting
 from engine_ext.plugin.scheduler.admission import Admission, admission_of
 from engine_ext.plugin.scheduler.beside import Allowed
 from engine_ext.plugin.scheduler.online import Demand, is_ours, length
+from engine_ext.plugin.scheduler.step_load import load_of
 from engine_ext.scan.decide import ANY_NUMBER
 from engine_ext.scan.live import Step
 
@@ -99,9 +100,8 @@ def _note_launch(ours: Admission, batch: Any, running: Any) -> None:
         reqs = [req for req in running.reqs if not req.finished()]
         ours.beside.launched(_decodes(reqs), _decodes([req for req in reqs if not is_ours(req)]))
     else:
-        everyone = np.ones(len(batch.reqs), dtype=np.bool_)
         theirs = np.array([not is_ours(req) for req in batch.reqs], dtype=np.bool_)
-        ours.beside.launched(_load(batch, everyone), _load(batch, theirs))
+        ours.beside.launched(load_of(batch), load_of(batch, theirs))
 
 
 def _step(ours: Admission, scheduler: Any, running: Any, ask_sglang: Callable[[], Any]) -> Any:
@@ -205,20 +205,6 @@ def _may_rest(ours: Admission, scheduler: Any, running: Any) -> bool:
 def _decodes(reqs: list[Any]) -> Load:
     """Return the load of a step in which these decode and nothing else happens."""
     return Load(0, 0.0, 0, len(reqs), sum(length(req) for req in reqs))
-
-
-def _load(batch: Any, those: Bools) -> Load:
-    """Return the load of a batch of prompts, in which decodes may ride, by those of its requests."""
-    decoding = len(batch.decoding_reqs or ())
-    prompts = len(batch.reqs) - decoding
-    begins, lengths = np.array(batch.prefix_lens, dtype=np.float64), np.array(batch.extend_lens)
-    is_prompt = those & (np.arange(len(those)) < prompts)
-    ends = begins[is_prompt] + lengths[is_prompt]
-    quadratic = float((ends**2 - begins[is_prompt] ** 2).sum())
-    rides = those & ~is_prompt
-    return Load(
-        int(lengths[is_prompt].sum()), quadratic, int(is_prompt.sum()), int(rides.sum()), int(begins[rides].sum())
-    )
 
 
 def _ask_scan(

@@ -193,6 +193,7 @@ class Beside:
     def forget(self) -> None:
         """Forget all times, where the clock has not told them: requests count as on their pace when it does again."""
         self.paces.clear()
+        self._new.clear()
         self._launched.clear()
         self._before, self._seen_at = math.nan, UNTOLD_S
 

@@ -1,30 +1,31 @@
 """Works out what a batch of SGLang's makes the engine do in one step."""
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
+from engine_ext.arrays import Bools
+from engine_ext.coserve.predictor import Load
 
-class StepLoad(NamedTuple):
-    """The load of one step.
 
-    `quadratic`: the sum of end^2 - begin^2 over the prompt chunks. `kv_tokens`: KV tokens that the `decoding` requests
-    read.
+def load_of(batch: Any, those: Bools | None = None) -> Load:
+    """Return the load of a prefill batch, with or without decodes that ride in it, or of a decode batch.
+
+    `those`: whether each of the batch's requests counts, bool [requests]; None for all.
     """
-
-    prompt_tokens: int
-    quadratic: float
-    decoding: int
-    kv_tokens: int
-
-
-def load_of(batch: Any) -> StepLoad:
-    """Return the load of a prefill batch, with or without decodes that ride in it, or of a decode batch."""
+    if those is None:
+        those = np.ones(len(batch.reqs), dtype=np.bool_)
     if not batch.forward_mode.is_extend():  # a mixed batch counts as extend
-        return StepLoad(0, 0.0, len(batch.reqs), int(batch.seq_lens_cpu.sum()) if batch.reqs else 0)
-    decoding = len(batch.decoding_reqs or ())
-    prompts = len(batch.reqs) - decoding
+        reads = int(batch.seq_lens_cpu.numpy()[those].sum()) if batch.reqs else 0
+        return Load(0, 0.0, 0, int(those.sum()), reads)
+    is_prompt = those & (np.arange(len(those)) < len(batch.reqs) - len(batch.decoding_reqs or ()))
+    rides = those & ~is_prompt
     begins, lengths = np.array(batch.prefix_lens, dtype=np.float64), np.array(batch.extend_lens)
-    ends = begins[:prompts] + lengths[:prompts]
-    quadratic = float((ends**2 - begins[:prompts] ** 2).sum())
-    return StepLoad(int(lengths[:prompts].sum()), quadratic, decoding, int(begins[prompts:].sum()))
+    ends = begins[is_prompt] + lengths[is_prompt]
+    return Load(
+        prompt_tokens=int(lengths[is_prompt].sum()),
+        quadratic=float((ends**2 - begins[is_prompt] ** 2).sum()),
+        prompts=int(is_prompt.sum()),
+        decoding=int(rides.sum()),
+        kv_tokens=int(begins[rides].sum()),
+    )

@@ -14,11 +14,12 @@ import numpy as np
 from sglang.srt.plugins.hook_registry import HookType
 
 from engine_ext.arrays import Floats
+from engine_ext.coserve.predictor import Load
 from engine_ext.costs.engine_model import Clock, EngineModel, StepModel, compute_time, step_time
 from engine_ext.plugin.options import handed_over
 from engine_ext.plugin.platform_entry import gpu_is_present
 from engine_ext.plugin.scheduler import emulated, pulse_hooks
-from engine_ext.plugin.scheduler.step_load import StepLoad, load_of
+from engine_ext.plugin.scheduler.step_load import load_of
 
 log = logging.getLogger(__name__)
 STRETCHES = 256  # rows of the series; when all are full, each pair is merged into one
@@ -34,7 +35,7 @@ class Lane(IntEnum):
 
 
 class Begun(NamedTuple):
-    load: StepLoad
+    load: Load
     compute_s: float
     reads_s: float
     predicted_s: float
@@ -63,7 +64,7 @@ class StepBooks:
     _last_event: float = 0.0
     _lines: list[str] = field(default_factory=list[str])
 
-    def begin(self, load: StepLoad, now: float, lane: Lane = Lane.STEPS) -> None:
+    def begin(self, load: Load, now: float, lane: Lane = Lane.STEPS) -> None:
         compute = float(compute_time(self.model, load.prompt_tokens + load.decoding, load.quadratic))
         reads = load.kv_tokens * float(self.model.read_s)
         predicted = float(step_time(self.model, compute, reads))
@@ -139,7 +140,7 @@ class StepBooks:
             self._length //= 2
             self._every *= 2
 
-    def _write(self, load: StepLoad, seconds: float) -> None:
+    def _write(self, load: Load, seconds: float) -> None:
         if seconds <= 0 or load.prompt_tokens + load.decoding == 0:
             return
         row = {

@@ -19,7 +19,7 @@ def decoded(came_s: float, tpot_s: float, excess_s: float) -> Served:
 
 
 def test_a_prediction_that_is_too_short_makes_few_requests_late() -> None:
-    """What a batch adds to a step takes 1.6 times as long as predicted, and then only half as long again."""
+    """What a batch adds to a step takes 1.6 times as long as predicted, and from the middle on 0.8 times."""
     governor, late, shares = new_governor(), 0, list[float]()
     for k in range(20_000):
         factor = 1.6 if k < 10_000 else 0.8
