@@ -8,6 +8,7 @@ from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 from engine_ext.plugin.cpu import attention as attention_cpu
 from engine_ext.plugin.cpu import grammar as grammar_cpu
 from engine_ext.plugin.cpu import groups as groups_cpu
+from engine_ext.plugin.cpu import host_kv as host_kv_cpu
 from engine_ext.plugin.options import Emulation, Overlap, Scheduling, handed_over
 from engine_ext.plugin.platform_entry import gpu_is_present
 from engine_ext.plugin.scheduler import (
@@ -44,7 +45,7 @@ def hooks() -> list[tuple[str, Callable[..., Any], HookType]]:
         if options.emulated is Emulation.VIRTUAL:
             found += arrivals.HOOKS
     if not gpu_is_present():
-        found += [*attention_cpu.HOOKS, *grammar_cpu.HOOKS, *groups_cpu.HOOKS]
+        found += [*attention_cpu.HOOKS, *grammar_cpu.HOOKS, *groups_cpu.HOOKS, *host_kv_cpu.HOOKS]
     return found
 
 

@@ -35,6 +35,7 @@ from engine_ext.plugin.scheduler.online import NOBODY, Demand, cached_tokens, de
 from engine_ext.plugin.scheduler.pins import Pins
 from engine_ext.plugin.scheduler.preemption import keeps_its_answer
 from engine_ext.plugin.scheduler.ranks import Ranks
+from engine_ext.plugin.scheduler.reuse import Reuse
 from engine_ext.scan.backlog import AtOnce, Executor
 from engine_ext.scan.live import LiveScan
 from engine_ext.scan.state import StepCosts
@@ -68,8 +69,6 @@ class Admission:
     admitted: int = 0
     retractions: int = 0
     retracted_tokens: int = 0
-    cached_tokens: int = 0  # of prompts, when their prefill began for the first time
-    prompt_tokens: int = 0
     refused: int = 0  # admissions that SGLang did not take
     parked: int = 0  # chunked prefills that were stopped for online requests
     made_way: list[Any] = field(default_factory=list[Any])  # in this step
@@ -84,7 +83,7 @@ class Admission:
     deciding: deque[float] = field(default_factory=lambda: deque(maxlen=RECENT))  # seconds of the last steps
     not_mixed: int = 0  # running requests with which SGLang mixes no chunks
     cache_changed: bool = False
-    recent_ids: deque[str] = field(default_factory=lambda: deque(maxlen=RECENT))
+    reuse: Reuse = field(default_factory=Reuse)
 
     @classmethod
     def of(cls, cost: CostModel, online: SloClass, limits: Limits, scheduler: Any) -> "Admission":
@@ -315,20 +314,6 @@ class Admission:
             if member.phase is Phase.STORING and len(member.req.output_ids) > member.tokens:
                 self._computed(member)
                 self.scan.stored(member.key)
-
-    def note(self, batch: Any, continued: Any) -> None:
-        """Keep the ids of requests whose prefill begins with this batch; `continued` is in it with another chunk."""
-        if batch is None:
-            return
-        prompts = len(batch.reqs) - len(batch.decoding_reqs or ())  # decodes that ride in it come last
-        for req, cached in zip(batch.reqs[:prompts], batch.prefix_lens, strict=False):
-            member = self.running.get(req)
-            if req is continued or req.output_ids or (member and member.computed):
-                continue
-            self.recent_ids.append(req.rid)
-            if is_ours(req):
-                self.prompt_tokens += len(req.origin_input_ids)
-                self.cached_tokens += cached
 
     def note_time(self, seconds: float, is_step: bool = True) -> None:
         """Note how long the hooks took; `is_step`: in a step, and not beside it."""

@@ -14,7 +14,7 @@ from sglang.srt.plugins.hook_registry import HookType
 from engine_ext.arrays import Bools
 from engine_ext.coserve.predictor import Load
 from engine_ext.plugin.options import Overlap
-from engine_ext.plugin.scheduler import online, preemption, resting
+from engine_ext.plugin.scheduler import host_copies, online, preemption, resting
 from engine_ext.plugin.scheduler.admission import Admission, admission_of
 from engine_ext.plugin.scheduler.beside import Allowed
 from engine_ext.plugin.scheduler.online import Demand, is_ours, length
@@ -86,7 +86,7 @@ def _without_batches(ours: Admission, scheduler: Any, running: Any, ask_sglang: 
     else:  # the ranks agree on a time only in steps with batches
         ours.beside.forget()
     batch, running_after = ask_sglang()
-    ours.note(batch, continued)
+    ours.reuse.note(batch, continued, ours.running)
     _note_launch(ours, batch, running_after)
     ours.online_runs = True
     return batch, running_after
@@ -147,7 +147,7 @@ def _step(ours: Admission, scheduler: Any, running: Any, ask_sglang: Callable[[]
     first_blocks = not taken and not scheduler.waiting_queue  # else it is an online request that SGLang did not take
     ours.note_refused([req for req in candidates if req in left], first_blocks)
     ours.note_admitted(taken)
-    ours.note(batch, continued)
+    ours.reuse.note(batch, continued, ours.running)
     if batch is not None and not is_beside:
         ours.prefilled(scheduler.chunked_req)
         ours.decoded = int(batch.decoding_reqs is not None)
@@ -264,6 +264,8 @@ def _make_room(ours: Admission, scheduler: Any, running: Any, demand: Demand) ->
         slots = scheduler.get_num_allocatable_reqs(len(running.reqs) - len(gone)) - (continued is not None)
         return ours.space.free < wanted or (demand.waiting > 0 and slots < 1)
 
+    if is_short():
+        host_copies.finish(scheduler)
     if not is_short():
         return
     those = ours.victims(running, must)
@@ -273,6 +275,7 @@ def _make_room(ours: Admission, scheduler: Any, running: Any, demand: Demand) ->
         if not is_short():
             break
         preemption.release(scheduler, req)
+        host_copies.finish(scheduler)
         gone.append(req)
     preemption.leave(running, gone)
     ours.take_off(gone)

@@ -5,7 +5,9 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from sglang.srt.mem_cache.base_prefix_cache import MatchPrefixParams
-from sglang.srt.mem_cache.radix_cache import RadixCache, RadixKey
+from sglang.srt.mem_cache.radix_cache import RadixKey
+
+from engine_ext.plugin.scheduler import host_copies
 
 LEAST = 16  # tokens; shorter prefixes are not worth a pin
 MOST = 0.1  # share of the KV cache that one end may pin: pins without a bound would starve admission
@@ -21,7 +23,7 @@ class Pin(NamedTuple):
 class Pins:
     """The pins in one scheduler's radix cache, at most one per end. `capacity`: tokens of KV cache.
 
-    Nothing is pinned in caches other than SGLang's plain one, such as those of models with sliding windows, because
+    Nothing is pinned in caches other than SGLang's radix cache, such as those of models with sliding windows, because
     they lock in ways of their own.
     """
 
@@ -50,7 +52,7 @@ class Pins:
                 self.tree.dec_lock_ref(pin.node)
 
     def _pin(self, req: Any) -> None:
-        if type(self.tree) is not RadixCache:
+        if not host_copies.is_plain(self.tree):
             return
         found = self.tree.match_prefix(MatchPrefixParams(RadixKey(req.origin_input_ids, req.extra_key)))
         size = len(found.device_indices)

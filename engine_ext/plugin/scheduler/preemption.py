@@ -7,16 +7,17 @@ A request that comes again finds its KV cache there, unless somebody needed the 
 from typing import Any
 
 from sglang.srt.mem_cache.common import release_kv_cache
-from sglang.srt.mem_cache.radix_cache import RadixCache
+
+from engine_ext.plugin.scheduler import host_copies
 
 
 def can_park(scheduler: Any) -> bool:
     """Return whether the chunked prefill can be stopped where it is, without losing what it has computed.
 
-    SGLang attributes logprobs to prompts by their place in the step, and caches other than the plain one free what is
-    in use in ways of their own.
+    SGLang attributes logprobs to prompts by their place in the step, and caches other than the radix cache free what
+    is in use in ways of their own.
     """
-    return not scheduler.chunked_req.return_logprob and type(scheduler.tree_cache) is RadixCache
+    return not scheduler.chunked_req.return_logprob and host_copies.is_plain(scheduler.tree_cache)
 
 
 def park(scheduler: Any) -> Any:
@@ -26,6 +27,7 @@ def park(scheduler: Any) -> Any:
     result of its last chunk is still to come, which SGLang drops as that of a retracted request.
     """
     req, scheduler.chunked_req = scheduler.chunked_req, None
+    host_copies.follow_the_step(scheduler)
     release_kv_cache(req, scheduler.tree_cache)
     req.reset_for_retract()
     return req
@@ -33,7 +35,7 @@ def park(scheduler: Any) -> Any:
 
 def can_take_off(scheduler: Any) -> bool:
     """Return whether decoding requests can be taken off: other caches free what is in use in ways of their own."""
-    return type(scheduler.tree_cache) is RadixCache
+    return host_copies.is_plain(scheduler.tree_cache)
 
 
 def keeps_its_answer(req: Any) -> bool:
@@ -53,6 +55,7 @@ def release(scheduler: Any, req: Any) -> None:
     Then take it out of the batch (`leave`), and do not show it to SGLang again in the same step. With the overlap
     schedule its next token is still being computed; SGLang drops it as that of a retracted request.
     """
+    host_copies.follow_the_step(scheduler)
     release_kv_cache(req, scheduler.tree_cache)
     req.reset_for_retract()
 

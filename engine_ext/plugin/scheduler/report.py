@@ -50,6 +50,9 @@ def _of_scan(ours: Admission) -> dict[str, Any]:
         "retracted_tokens": ours.retracted_tokens,
         "parked": ours.parked,
         "preempted": ours.preempted,
+        "restored_tokens": ours.reuse.restored_tokens,
+        "host_tokens": ours.reuse.host_tokens,
+        "recomputed_tokens": ours.reuse.recomputed_tokens,
         "limited_steps": ours.beside.limited,
         "left_out": ours.beside.left_out,
         "batches_share": float(ours.beside.governor.share[0]),
@@ -61,8 +64,8 @@ def _of_scan(ours: Admission) -> dict[str, Any]:
         "kv_kept_for_online": ours.beside.kept_free,
         "online_admitted": ours.online_admitted,
         "online_most_steps": ours.online_most_steps,
-        "admitted_prompt_tokens": ours.prompt_tokens,
-        "admitted_cached_tokens": ours.cached_tokens,
+        "admitted_prompt_tokens": ours.reuse.prompt_tokens,
+        "admitted_cached_tokens": ours.reuse.cached_tokens,
         "expected_cached_tokens": ours.scan.expected_cached,
         "remaining_compute_s": compute_s,
         "remaining_memory_s": memory_s,
@@ -70,7 +73,7 @@ def _of_scan(ours: Admission) -> dict[str, Any]:
         "kv_kept": ours.pins.tokens,
         "kv_of_left": left_kv,
         "kv_of_right": right_kv,
-        "recent_ids": list(ours.recent_ids),
+        "recent_ids": list(ours.reuse.recent_ids),
     }
 
 

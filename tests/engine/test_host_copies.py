@@ -1,0 +1,37 @@
+"""Online requests beside a batch where SGLang copies KV cache to host memory: what was evicted comes back."""
+
+from collections.abc import Generator
+
+import pytest
+
+from service.demo.model import ensure_demo_model
+from service.demo.prompts import corpus
+from tests.engine.test_online import LONG, run
+from tests.engine.test_real_scan import Real, Requests, tokens_of
+
+
+@pytest.fixture(scope="module", params=[False, True], ids=["overlap schedule", "no overlap schedule"])
+def real(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Generator[Real, None, None]:
+    folder = tmp_path_factory.mktemp("copies")
+    model = ensure_demo_model(folder / "demo", corpus())
+    copies = {"enable_hierarchical_cache": True, "disable_overlap_schedule": request.param}
+    with pytest.MonkeyPatch.context() as environment:
+        environment.setenv("SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY", "1")
+        found = Real(model, folder / "steps.jsonl", copies)
+    yield found
+    found.engine.close()
+    found.loop.close()
+
+
+@pytest.mark.parametrize("mixed", [True, False])
+def test_what_was_overwritten_comes_back_from_the_host(real: Real, mixed: bool) -> None:
+    """Long prompts are parked and decodes taken off for online prompts that need most of the KV cache."""
+    tokens = tokens_of(21)
+    requests: Requests = [(tokens(60), 100) for _ in range(48)] + [(tokens(LONG), 4) for _ in range(3)]
+    online: Requests = [(tokens(5_500 if k < 2 else 40), 8) for k in range(4)]
+    answers = real.answers_alone(requests + online)
+    ours = run(real, None, requests, online, mixed, held=1_500)
+    assert ours["answers"] + [found["answer"] for found in ours["online"]] == answers
+    assert ours["preempted"] > 0
+    assert ours["host_tokens"] > 0
+    assert (ours["waiting"], ours["running"], ours["kv_kept"]) == (0, 0, 0)
