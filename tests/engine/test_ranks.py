@@ -19,6 +19,7 @@ from tests.engine.conftest import RealEngine, running_engine
 
 CORES = "|".join(str(sorted(os.sched_getaffinity(0))[rank % len(os.sched_getaffinity(0))]) for rank in range(2))
 PREFIXES, QUESTIONS = 6, 10
+STEPS = int(os.environ.get("RANK_STEPS", "1"))  # that two ranks take beside online requests, at least
 # Its costs are those of `running_engine`: ranks that plan with different ones decide differently.
 FOLLOWER = """
 import json, sys
@@ -87,7 +88,10 @@ def test_two_ranks_decide_the_same_while_requests_come_and_go(ranks: RealEngine)
 
 
 def test_two_ranks_decide_the_same_beside_online_requests(ranks: RealEngine) -> None:
-    """A step's limit depends on the time until deadlines: ranks with clocks of their own would differ, and hang."""
+    """A step's limit depends on the time until deadlines: ranks with clocks of their own would differ, and hang.
+
+    `RANK_STEPS=10000 pytest -n 0 --timeout 3600 tests/engine/test_ranks.py` goes on for as many steps.
+    """
     engine: Any = ranks.host._engine
 
     async def batch(number: int) -> int:
@@ -96,22 +100,24 @@ def test_two_ranks_decide_the_same_beside_online_requests(ranks: RealEngine) -> 
         return (await ranks.host.run(COMPLETIONS, body, f"beside-{number:03}", "beside")).status_code
 
     async def online(number: int) -> int:
-        await asyncio.sleep(number / 5)
+        await asyncio.sleep(number % 20 / 5)
         sampling = {"max_new_tokens": 20, "ignore_eos": True, "temperature": 0}
         ids = [10 + (number * 31 + k) % 900 for k in range(50 if number % 4 else 700)]
         found = await engine.async_generate(input_ids=ids, sampling_params=sampling)
         return len(found["output_ids"])
 
-    async def run() -> tuple[list[int], list[int]]:
-        batches = asyncio.gather(*(batch(number) for number in range(40)))
-        answers = await asyncio.gather(*(online(number) for number in range(20)))
+    async def run(turn: int) -> tuple[list[int], list[int]]:
+        batches = asyncio.gather(*(batch(40 * turn + number) for number in range(40)))
+        answers = await asyncio.gather(*(online(20 * turn + number) for number in range(20)))
         return await batches, list(answers)
 
     [before] = ranks.do(ranks.host.scheduler_states())
-    statuses, lengths = ranks.do(run())
-    [state] = ranks.do(ranks.host.scheduler_states())
-
-    assert statuses == [200] * 40
-    assert lengths == [20] * 20
-    assert state["online_ended"] - before["online_ended"] == 20
+    turns = steps = 0
+    state = before
+    while steps < STEPS:
+        assert ranks.do(run(turns)) == ([200] * 40, [20] * 20)
+        [state] = ranks.do(ranks.host.scheduler_states())
+        turns, steps = turns + 1, state["decisions"] - before["decisions"]
+    print(f"{steps} steps, {turns} times 40 requests of a batch and 20 online ones")
+    assert state["online_ended"] - before["online_ended"] == 20 * turns
     assert state["limited_steps"] > before["limited_steps"]
