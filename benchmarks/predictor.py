@@ -5,9 +5,9 @@ python -m benchmarks.predictor [--requests 1000] [--after 1000]
 Real SGLang runs a batch of the demo's model, SYNTHETIC prompts, with online requests beside it, and writes what each
 step did and how long it took. The cost model is fitted to the first `--after` steps, as `batchweave calibrate` does.
 Then all steps are shown to a new predictor one after the other, which says of each what it expects before it is told.
-Prints the error as a share of a step's time, over the steps after the first `--after`, and that of the best linear fit
-to these steps themselves, which nothing that foretells them can beat by much. Other work on the machine makes steps
-longer that nothing could foretell, so run nothing beside it.
+Prints the error as a share of a step's time, over the steps after the first `--after`, and for comparison that of the
+best linear fit to these steps in hindsight. Other work on the machine makes steps longer that nothing could foretell,
+so run nothing beside it.
 """
 
 import argparse
@@ -54,22 +54,22 @@ async def run(engine: BenchEngine, requests: int) -> None:
 
 
 def errors(steps: Mapping[str, Floats], after: int) -> tuple[Floats, Floats]:
-    """Return the errors as shares of what each step took, of predictions and of the best linear fit.
+    """Return the errors as features of what each step took, of predictions and of the best linear fit.
 
     `steps`: columns as in `Profile`. Both are float64 [steps - after].
     """
     fitted = calibrate(Profile(**{name: column[:after] for name, column in steps.items()}), Clock.SEQUENTIAL)
     predictor, expected = new_predictor(fitted.model(CAPACITY, Clock.SEQUENTIAL).numbers), list[float]()
-    prompts = steps["prefill_tokens"] > 0  # the file does not say how many
+    prompts = np.minimum(1, steps["prefill_tokens"])  # the file does not say how many
     columns = (steps["prefill_tokens"], steps["quadratic"], prompts, steps["decoding"], steps["kv_tokens"])
     for *numbers, seconds in zip(*columns, steps["seconds"], strict=True):
-        tokens, quadratic, some, decoding, kv = numbers
-        load = Load(int(tokens), float(quadratic), int(some), int(decoding), int(kv))
+        tokens, quadratic, count, decoding, kv = numbers
+        load = Load(int(tokens), float(quadratic), int(count), int(decoding), int(kv))
         expected.append(predict(predictor, load))
         observe(predictor, load, float(seconds))
     rest, seconds = slice(after, None), steps["seconds"]
-    shares = np.stack([np.ones(len(seconds)), *columns, columns[3] ** 2], axis=1)[rest] / seconds[rest, None]
-    best = shares @ np.linalg.lstsq(shares, np.ones(len(shares)), rcond=None)[0]
+    features = np.stack([np.ones(len(seconds)), *columns, columns[3] ** 2], axis=1)[rest] / seconds[rest, None]
+    best = features @ np.linalg.lstsq(features, np.ones(len(features)), rcond=None)[0]
     return np.array(expected)[rest] / seconds[rest] - 1.0, best - 1.0
 
 

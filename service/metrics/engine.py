@@ -28,7 +28,7 @@ COUNTERS = {
     "retractions": ("retractions", "Retractions of running requests, whose KV cache the engine took back"),
     "retracted_tokens": ("retracted_tokens", "KV cache tokens discarded by retractions"),
     "restored_tokens": ("restored_tokens", "Tokens that requests found in the KV cache when they came again"),
-    "host_tokens": ("restored_host_tokens", "Those of the restored tokens that were in host memory"),
+    "loaded_host_tokens": ("loaded_host_tokens", "KV cache tokens that came back from host memory"),
     "recomputed_tokens": ("recomputed_tokens", "Tokens that requests had to compute again when they came again"),
     "plans": ("plans", "Plans made of the engine's backlog"),
     "decisions": ("decisions", "Admission decisions made"),

@@ -154,6 +154,7 @@ def test_requests_with_logprobs_run_apart_and_let_the_others_mix(mixing: RealEng
         ({"spec_algorithm": SimpleNamespace(is_none=lambda: False)}, "speculative"),
         ({"disaggregation_mode": "prefill"}, "disaggregation"),
         ({"enable_hisparse": True}, "sparse"),
+        ({"enable_hicache_storage": True}, "storage"),
         ({"dllm_config": object()}, "diffusion"),
         ({}, None),
     ],
@@ -168,6 +169,7 @@ def test_what_falls_back_says_why(unusual: dict[str, Any], word: str | None) -> 
         "spec_algorithm": SimpleNamespace(is_none=lambda: True),
         "disaggregation_mode": DisaggregationMode.NULL,
         "enable_hisparse": False,
+        "enable_hicache_storage": False,
         "dllm_config": None,
     }
     reason = reason_for_sglang(SimpleNamespace(**ordinary | unusual))

@@ -10,7 +10,7 @@ _LAYOUTS = ("layer_first", "page_first")  # those in which SGLang has a view of 
 
 
 def create(original: Callable[..., None], pool: Any, *args: Any, **kwargs: Any) -> None:
-    """Create the pool in pageable memory; it is the device's own memory here."""
+    """Create the pool in pageable memory: on a CPU, host and device memory are the same."""
     original(pool, *args, **{**kwargs, "pin_memory": False})
     if pool.layout not in _LAYOUTS:
         raise ValueError(f"on a CPU --hicache-mem-layout is one of {', '.join(_LAYOUTS)}, not {pool.layout}")

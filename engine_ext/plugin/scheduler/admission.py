@@ -29,6 +29,7 @@ from engine_ext.plugin.platform_entry import gpu_is_present
 from engine_ext.plugin.scheduler import emulated
 from engine_ext.plugin.scheduler.beside import Beside
 from engine_ext.plugin.scheduler.fallback import reason_for_sglang
+from engine_ext.plugin.scheduler.host_copies import HostCopies
 from engine_ext.plugin.scheduler.kv_space import KVSpace
 from engine_ext.plugin.scheduler.member import GAIN, MOST_PARKED, Member, Phase
 from engine_ext.plugin.scheduler.online import NOBODY, Demand, cached_tokens, demand, is_ours, length
@@ -58,6 +59,7 @@ class Admission:
     ranks: Ranks
     space: KVSpace
     beside: Beside
+    copies: HostCopies
     fallback: str | None = None  # why SGLang's own policy schedules instead
     by_key: dict[int, Member] = field(default_factory=dict[int, Member])
     waiting: dict[str, Member] = field(default_factory=dict[str, Member])  # by rid
@@ -99,7 +101,7 @@ class Admission:
         model = EngineModel.of_steps(cost, Clock.MIXED).numbers
         beside = Beside.of(online, limits, model, space.capacity, _lag(scheduler, ranks))
         beside.is_needed &= fallback is None  # in such an engine a batch's requests look like online ones
-        return cls(scan, overlap, pins, ranks, space, beside, fallback)
+        return cls(scan, overlap, pins, ranks, space, beside, HostCopies(scheduler), fallback)
 
     def add(self, req: Any) -> None:
         """Add a request that waits now, for the first time or because it was retracted."""
@@ -248,6 +250,8 @@ class Admission:
         for req in reqs:
             member = self._leave(req)
             member.taken_off += 1
+            if not req.output_ids:  # its first token is still being computed
+                member.computed = len(req.origin_input_ids)
             self._wait_again(member)
         self.made_way += reqs
         self.preempted += len(reqs)
@@ -370,7 +374,7 @@ def admission_of(scheduler: Any) -> Admission:
         # A benchmark sets others.
         online, limits = getattr(scheduler, "batchweave_online", (options.online, options.limits))
         found = Admission.of(options.cost, online, limits, scheduler)
-        found.scan.cached = lambda key: cached_tokens(scheduler, found.by_key[key].req)
+        found.scan.cached = lambda key: cached_tokens(scheduler, found.by_key[key].req)[0]
         scheduler.batchweave_admission = found
     return found
 

@@ -105,6 +105,7 @@ def _note_launch(ours: Admission, batch: Any, running: Any) -> None:
 
 
 def _step(ours: Admission, scheduler: Any, running: Any, ask_sglang: Callable[[], Any]) -> Any:
+    ours.copies.begin_step()
     changed = ours.notice_ends(running.reqs, scheduler.chunked_req)
     ours.notice_stored()
     is_beside = ours.overlap is Overlap.PDMUX  # decodes continue during a prefill, and SGLang asks between prefills
@@ -242,7 +243,9 @@ def _make_way(ours: Admission, scheduler: Any, budget: int, tokens: int, most: i
     if not (ours.may_park(continued) and preemption.can_park(scheduler)):
         return min(beside, most)
     computed = len(continued.prefix_indices)
-    ours.park(preemption.park(scheduler), computed)
+    with ours.copies.following():
+        parked = preemption.park(scheduler)
+    ours.park(parked, computed)
     return budget
 
 
@@ -260,25 +263,27 @@ def _make_room(ours: Admission, scheduler: Any, running: Any, demand: Demand) ->
     wanted += online.uncomputed_tokens(continued) if continued in ours.running else 0
     gone: list[Any] = []
 
+    def free() -> int:
+        return ours.space.free + ours.copies.leaving_tokens
+
     def is_short() -> bool:
         slots = scheduler.get_num_allocatable_reqs(len(running.reqs) - len(gone)) - (continued is not None)
-        return ours.space.free < wanted or (demand.waiting > 0 and slots < 1)
+        return free() < wanted or (demand.waiting > 0 and slots < 1)
 
     if is_short():
-        host_copies.finish(scheduler)
-    if not is_short():
-        return
-    those = ours.victims(running, must)
-    if not must and ours.space.free + sum(length(req) for req in those) < wanted:
-        return  # nobody leaves for what would not help
-    for req in those:
-        if not is_short():
-            break
-        preemption.release(scheduler, req)
-        host_copies.finish(scheduler)
-        gone.append(req)
-    preemption.leave(running, gone)
-    ours.take_off(gone)
+        those = ours.victims(running, must)
+        if not must and free() + sum(length(req) for req in those) < wanted:
+            return  # nobody leaves for what would not help
+        for req in those:
+            if not is_short():
+                break
+            with ours.copies.following():
+                preemption.release(scheduler, req)
+            gone.append(req)
+        preemption.leave(running, gone)
+        ours.take_off(gone)
+    if must and ours.space.free < wanted:
+        ours.copies.finish()
 
 
 def reserve_for_online(original: Callable[..., None], adder: Any, *args: Any, **kwargs: Any) -> None:
@@ -343,6 +348,7 @@ HOOKS = [
     (f"{_SCHEDULER}.is_fully_idle", is_fully_idle, HookType.AROUND),
     (f"{_ADDER}.__init__", reserve_for_online, HookType.AROUND),
     (f"{_ADDER}.add_one_req", add_one, HookType.AROUND),
+    *host_copies.HOOKS,
     *online.HOOKS,
     *resting.HOOKS,
 ]

@@ -18,6 +18,8 @@ def reason_for_sglang(scheduler: Any) -> str | None:
         return "with disaggregation another engine prefills or decodes"
     if scheduler.enable_hisparse:
         return "with hierarchical sparse attention requests are staged between prefill and decode"
+    if scheduler.enable_hicache_storage:
+        return "with KV cache in storage SGLang fetches what it has for all requests that wait"
     if scheduler.dllm_config is not None:
         return "a diffusion language model does not decode token by token"
     return None

@@ -49,23 +49,24 @@ def demand(scheduler: Any, decoding: list[Any], most: int) -> Demand:
     """Return what online requests need; `decoding` are those that decode, `most` is the largest step in tokens."""
     waiting, continued = scheduler.waiting_queue, scheduler.chunked_req
     ratio, page = scheduler.new_token_ratio_tracker.current, scheduler.page_size
-    prompts, tokens, before, first = list(waiting), 0, 0, 0
+    prompts, tokens, kv, before, first = list(waiting), 0, 0, 0, 0
     reserved = int(sum(ratio * reservation(req) for req in decoding))
     if continued is not None and not is_ours(continued):
         prompts.insert(0, continued)
         tokens, before = uncomputed_tokens(continued), len(continued.prefix_indices)
+        kv = tokens
         reserved += reservation(continued)
-        first = tokens + reserved
+        first = kv + reserved
     for place, req in enumerate(waiting):
         if tokens >= most:
             break
-        cached = cached_tokens(scheduler, req) if place < LOOKED_UP else 0
-        rest = -(-max(1, length(req) - cached) // page) * page
-        tokens += rest
+        cached, on_host = cached_tokens(scheduler, req) if place < LOOKED_UP else (0, 0)
+        kv += -(-max(1, length(req) - cached) // page) * page
+        tokens += -(-max(1, length(req) - cached - on_host) // page) * page
         if place == 0:  # the cached part of its prompt is free now, and in use then
-            before, first = before or cached, cached + tokens + reserved + reservation(req)
+            before, first = before or cached + on_host, cached + kv + reserved + reservation(req)
         reserved += reservation(req)
-    return Demand(decoding, prompts, len(waiting), min(tokens, most), before, tokens, first, reserved)
+    return Demand(decoding, prompts, len(waiting), min(tokens, most), before, kv, first, reserved)
 
 
 def those_here(scheduler: Any, running: Any) -> Demand:
@@ -90,10 +91,10 @@ def reservation(req: Any) -> int:
     return min(max(0, req.sampling_params.max_new_tokens - len(req.output_ids)), CLIP_MAX_NEW_TOKENS)
 
 
-def cached_tokens(scheduler: Any, req: Any) -> int:
-    """Return how many tokens of the request's prompt are in SGLang's radix cache."""
-    key = RadixKey(req.origin_input_ids, req.extra_key)
-    return len(scheduler.tree_cache.match_prefix(MatchPrefixParams(key)).device_indices)
+def cached_tokens(scheduler: Any, req: Any) -> tuple[int, int]:
+    """Return how many tokens of the request's prompt are in SGLang's cache, and how many more of them on the host."""
+    found = scheduler.tree_cache.match_prefix(MatchPrefixParams(RadixKey(req.origin_input_ids, req.extra_key)))
+    return len(found.device_indices), found.host_hit_length
 
 
 def retraction_order(original: Any, reqs: list[Any], *args: Any, **kwargs: Any) -> list[int]:

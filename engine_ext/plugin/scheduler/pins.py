@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 from sglang.srt.mem_cache.base_prefix_cache import MatchPrefixParams
 from sglang.srt.mem_cache.radix_cache import RadixKey
 
-from engine_ext.plugin.scheduler import host_copies
+from engine_ext.plugin.scheduler.radix import is_radix_cache
 
 LEAST = 16  # tokens; shorter prefixes are not worth a pin
 MOST = 0.1  # share of the KV cache that one end may pin: pins without a bound would starve admission
@@ -52,7 +52,7 @@ class Pins:
                 self.tree.dec_lock_ref(pin.node)
 
     def _pin(self, req: Any) -> None:
-        if not host_copies.is_plain(self.tree):
+        if not is_radix_cache(self.tree):
             return
         found = self.tree.match_prefix(MatchPrefixParams(RadixKey(req.origin_input_ids, req.extra_key)))
         size = len(found.device_indices)

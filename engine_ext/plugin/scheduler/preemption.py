@@ -8,7 +8,7 @@ from typing import Any
 
 from sglang.srt.mem_cache.common import release_kv_cache
 
-from engine_ext.plugin.scheduler import host_copies
+from engine_ext.plugin.scheduler.radix import is_radix_cache
 
 
 def can_park(scheduler: Any) -> bool:
@@ -17,7 +17,7 @@ def can_park(scheduler: Any) -> bool:
     SGLang attributes logprobs to prompts by their place in the step, and caches other than the radix cache free what
     is in use in ways of their own.
     """
-    return not scheduler.chunked_req.return_logprob and host_copies.is_plain(scheduler.tree_cache)
+    return not scheduler.chunked_req.return_logprob and is_radix_cache(scheduler.tree_cache)
 
 
 def park(scheduler: Any) -> Any:
@@ -27,7 +27,6 @@ def park(scheduler: Any) -> Any:
     result of its last chunk is still to come, which SGLang drops as that of a retracted request.
     """
     req, scheduler.chunked_req = scheduler.chunked_req, None
-    host_copies.follow_the_step(scheduler)
     release_kv_cache(req, scheduler.tree_cache)
     req.reset_for_retract()
     return req
@@ -35,7 +34,7 @@ def park(scheduler: Any) -> Any:
 
 def can_take_off(scheduler: Any) -> bool:
     """Return whether decoding requests can be taken off: other caches free what is in use in ways of their own."""
-    return host_copies.is_plain(scheduler.tree_cache)
+    return is_radix_cache(scheduler.tree_cache)
 
 
 def keeps_its_answer(req: Any) -> bool:
@@ -55,7 +54,6 @@ def release(scheduler: Any, req: Any) -> None:
     Then take it out of the batch (`leave`), and do not show it to SGLang again in the same step. With the overlap
     schedule its next token is still being computed; SGLang drops it as that of a retracted request.
     """
-    host_copies.follow_the_step(scheduler)
     release_kv_cache(req, scheduler.tree_cache)
     req.reset_for_retract()
 

@@ -51,7 +51,7 @@ def _of_scan(ours: Admission) -> dict[str, Any]:
         "parked": ours.parked,
         "preempted": ours.preempted,
         "restored_tokens": ours.reuse.restored_tokens,
-        "host_tokens": ours.reuse.host_tokens,
+        "loaded_host_tokens": ours.copies.loaded_tokens,
         "recomputed_tokens": ours.reuse.recomputed_tokens,
         "limited_steps": ours.beside.limited,
         "left_out": ours.beside.left_out,

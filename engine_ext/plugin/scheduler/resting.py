@@ -13,11 +13,11 @@ import numpy as np
 from sglang.srt.plugins.hook_registry import HookType
 
 from engine_ext.coserve.predictor import Load
-from engine_ext.plugin.scheduler import host_copies
 from engine_ext.plugin.scheduler.admission import admission_of
 from engine_ext.plugin.scheduler.beside import Decodes
 from engine_ext.plugin.scheduler.member import Member
 from engine_ext.plugin.scheduler.online import length
+from engine_ext.plugin.scheduler.radix import is_radix_cache
 
 
 def can_rest(scheduler: Any, running: Any) -> bool:
@@ -31,7 +31,7 @@ def can_rest(scheduler: Any, running: Any) -> bool:
         return False
     has_state = sampling.penalizer_orchestrator.is_required or sampling.has_custom_logit_processor
     has_images = any(each is not None for each in running.multimodal_inputs or ())
-    is_plain = host_copies.is_plain(scheduler.tree_cache) and not running.model_config.is_encoder_decoder
+    is_plain = is_radix_cache(scheduler.tree_cache) and not running.model_config.is_encoder_decoder
     return is_plain and not (has_state or has_images or scheduler.enable_lora)
 
 

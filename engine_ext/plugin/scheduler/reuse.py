@@ -16,14 +16,13 @@ class Reuse:
     """Sums over the requests of batches.
 
     `prompt_tokens`, `cached_tokens`: of prompts at their first admission, and those of them that were in the cache.
-    `restored_tokens`: those that requests found which had been on the engine before, and `host_tokens` those of them
-    that were in host memory; `recomputed_tokens`: those that they did not find. `recent_ids`: whose prefill began.
+    `restored_tokens`, `recomputed_tokens`: those that requests which had been on the engine before found, and did not
+    find. `recent_ids`: whose prefill began.
     """
 
     prompt_tokens: int = 0
     cached_tokens: int = 0
     restored_tokens: int = 0
-    host_tokens: int = 0
     recomputed_tokens: int = 0
     recent_ids: deque[str] = field(default_factory=lambda: deque(maxlen=RECENT))
 
@@ -48,7 +47,6 @@ class Reuse:
                 self.cached_tokens += cached
             else:
                 self.restored_tokens += min(cached, before)
-                self.host_tokens += min(cached, before, req.host_hit_length)
                 self.recomputed_tokens += max(0, before - cached)
 
 
