@@ -4,10 +4,10 @@ python -m benchmarks.predictor [--requests 1000] [--after 1000]
 
 Real SGLang runs a batch of the demo's model, SYNTHETIC prompts, with online requests beside it, and writes what each
 step did and how long it took. The cost model is fitted to the first `--after` steps, as `batchweave calibrate` does.
-Then all steps are shown to a new predictor one after the other, which says of each what it expects before it is told.
-Prints the error as a share of a step's time, over the steps after the first `--after`, and for comparison that of the
-best linear fit to these steps in hindsight. Other work on the machine makes steps longer that nothing could foretell,
-so run nothing beside it.
+Then a new predictor goes through all steps: it predicts each, and learns from what the step really took. Prints the
+error as a share of a step's time, over the steps after the first `--after`, and for comparison that of the best linear
+fit to these steps in hindsight. Other work on the machine makes steps longer in ways that nothing can predict, so run
+nothing beside it.
 """
 
 import argparse
@@ -54,7 +54,7 @@ async def run(engine: BenchEngine, requests: int) -> None:
 
 
 def errors(steps: Mapping[str, Floats], after: int) -> tuple[Floats, Floats]:
-    """Return the errors as features of what each step took, of predictions and of the best linear fit.
+    """Return the errors of the predictions and of the best linear fit, as shares of what each step took.
 
     `steps`: columns as in `Profile`. Both are float64 [steps - after].
     """

@@ -2,8 +2,8 @@
 
 python -m benchmarks.prefix_order DATA
 
-First it counts the prompt tokens that have to be computed if a prompt shares only with the one before it, as HyGen's
-text says of its own order. Then it simulates each policy on an engine with SGLang's radix cache and mixed chunks, with
+First it counts the prompt tokens that have to be computed if a prompt shares only with the one before it, which is what
+HyGen assumes. Then it simulates each policy on an engine with SGLang's radix cache and mixed chunks, with
 the settings that suit it best. The documents are SYNTHETIC.
 """
 

@@ -15,9 +15,9 @@ from sglang.srt.plugins.hook_registry import HookType
 
 @dataclass(eq=False)
 class HostCopies:
-    """The copies of one scheduler's KV cache. Where there are none, nothing happens.
+    """Follows the copies of one scheduler's KV cache; does nothing where SGLang makes none.
 
-    Call each method on all ranks or on none: SGLang lets them agree on which copies are done.
+    Call `begin_step` and `finish` on all ranks or on none: SGLang lets the ranks agree on which copies are done.
     """
 
     scheduler: Any
@@ -55,7 +55,7 @@ class HostCopies:
 
     @property
     def leaving_tokens(self) -> int:
-        """The tokens that nobody uses any more but the copies of those who left."""
+        """The KV tokens that are in use only until the copies of those who left are done."""
         held = dict[int, int]()
         for copy in self._leaving:
             node = self.scheduler.tree_cache.ongoing_write_through[copy][0]
@@ -65,7 +65,7 @@ class HostCopies:
         return sum(held.values())
 
     def finish(self) -> None:
-        """Wait until all copies that have begun are done: as long as the step that runs, and they themselves, take."""
+        """Wait until all copies that have begun are done, and with them the step that runs."""
         if self.are_made:
             for copy in self.scheduler.tree_cache.cache_controller.ack_write_queue:
                 copy.finish_event.synchronize()

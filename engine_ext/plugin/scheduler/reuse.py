@@ -13,11 +13,11 @@ RECENT = 4096  # ids that are kept
 
 @dataclass(slots=True)
 class Reuse:
-    """Sums over the requests of batches.
+    """Holds the sums over the requests of batches.
 
-    `prompt_tokens`, `cached_tokens`: of prompts at their first admission, and those of them that were in the cache.
-    `restored_tokens`, `recomputed_tokens`: those that requests which had been on the engine before found, and did not
-    find. `recent_ids`: whose prefill began.
+    `prompt_tokens`: those of prompts at their first admission; `cached_tokens`: those of them that were in the cache.
+    Of what requests had computed when they left the engine, they found `restored_tokens` when they came again, and not
+    `recomputed_tokens`. `recent_ids`: the requests whose prefill began, those of online requests included.
     """
 
     prompt_tokens: int = 0
