@@ -12,6 +12,7 @@ import pytest
 
 from engine_ext.plan.prompts import Prompts
 from engine_ext.plan.window import Outputs, Shape, plan_window
+from engine_ext.plugin.marks import ARRIVES, KIND
 from engine_ext.plugin.worker.endpoints import Endpoints
 from service.demo.model import NAME
 from service.demo.prompts import CHAT, COMPLETIONS, requests
@@ -445,3 +446,76 @@ def test_rerank_with_a_models_own_template(engine: RealEngine, monkeypatch: pyte
             assert (await ask(engine, "/v1/rerank", {**body, **changes}))["status_code"] == 400, changes
 
     engine.do(run())
+
+
+async def stream(engine: RealEngine, endpoint: str, body: dict[str, Any], rid: str) -> list[dict[str, Any]]:
+    """The events of an online request."""
+    found = await engine.host.serve(endpoint, {**QUESTION, "stream": True, **body}, rid)
+    text = b"".join([event async for event in found]).decode()
+    *events, done = text.removesuffix("\n\n").split("\n\n")
+    assert done == "data: [DONE]"
+    return [json.loads(each.removeprefix("data: ")) for each in events]
+
+
+def test_an_online_request_has_the_answer_of_a_batch_streamed_or_whole(engine: RealEngine) -> None:
+    wanted = chat(engine)["choices"][0]["message"]["content"]
+    whole = engine.do(engine.host.serve(CHAT, QUESTION, "online-whole"))
+    assert json.loads(whole.body)["choices"][0]["message"]["content"] == wanted
+    body = {"stream_options": {"include_usage": True}}
+    *events, usage = engine.do(stream(engine, CHAT, body, "chatcmpl-online"))
+    assert "".join(each["choices"][0]["delta"]["content"] or "" for each in events[:-1]) == wanted
+    assert {each["id"] for each in events} == {"chatcmpl-online"}
+    assert (usage["choices"], usage["usage"]["completion_tokens"]) == ([], 8)
+    texts = engine.do(stream(engine, COMPLETIONS, {"prompt": ["one", "two"], "n": 2}, "cmpl-online"))
+    assert {each["choices"][0]["index"] for each in texts} == {0, 1, 2, 3}
+
+
+def test_an_online_request_passes_for_no_batch(engine: RealEngine) -> None:
+    before = state(engine)
+    params = {KIND: "a batch", ARRIVES: 1e9, "their own": 1}
+    engine.do(stream(engine, CHAT, {"custom_params": params, "priority": -5}, "online-marked"))
+    after = state(engine)
+    assert after["admitted"] == before["admitted"], "the scan admits requests of batches"
+    assert after["online_ended"] >= before["online_ended"]
+
+
+@pytest.mark.parametrize(
+    "bad", [{"temperature": "hot"}, {"temperature": 1e-9}, {"messages": 7}, {"max_tokens": 10**6}, {"n": 2**40}]
+)
+def test_a_bad_online_request_is_refused_before_its_stream(engine: RealEngine, bad: dict[str, Any]) -> None:
+    answer = engine.do(engine.host.serve(CHAT, {**QUESTION, "stream": True, **bad}, "online-bad"))
+    assert answer.status_code == 400
+    assert json.loads(answer.body)["error"]["message"]
+
+
+@pytest.mark.parametrize("more", [{}, {"n": 3}, {"prompt": ["one", "two"]}])
+def test_an_online_request_that_nobody_reads_ends(engine: RealEngine, more: dict[str, Any]) -> None:
+    endpoint = COMPLETIONS if "prompt" in more else CHAT
+
+    async def run() -> None:
+        body = {**QUESTION, "max_tokens": 4000, "ignore_eos": True, **more}
+        found = await engine.host.serve(endpoint, {**body, "stream": True}, "online-left")
+        events = aiter(found)
+        assert b"data: " in await anext(events)
+        await found.close()
+        await until_idle()
+        whole = asyncio.create_task(engine.host.serve(endpoint, body, "online-cancelled"))
+        steps = await steps_so_far()
+        while await steps_so_far() < steps + 5:
+            await asyncio.sleep(0.02)
+        whole.cancel()
+        await until_idle()
+
+    async def steps_so_far() -> int:
+        return (await engine.host.scheduler_states())[0]["engine_steps"]
+
+    async def until_idle() -> None:
+        async with asyncio.timeout(60):
+            steps = -1
+            while steps != (steps := await steps_so_far()):
+                await asyncio.sleep(0.5)
+
+    before = state(engine)["output_tokens"]
+    engine.do(run())
+    assert state(engine)["output_tokens"] - before < 4000, "each of both would have got as many"
+    assert engine.host.step_age_s == 0.0, "nothing counts as in flight"

@@ -7,13 +7,14 @@ import math
 import os
 import signal
 import time
-from collections.abc import AsyncIterator, Generator
+from collections.abc import AsyncGenerator, AsyncIterator, Generator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from fastapi import HTTPException
+from fastapi.responses import StreamingResponse
 from pydantic import BaseModel, ValidationError
 from sglang.srt.entrypoints.engine import Engine
 from sglang.srt.entrypoints.openai.protocol import ChatCompletionRequest, CompletionRequest
@@ -37,11 +38,13 @@ from engine_ext.plugin.worker.marked import Told
 from engine_ext.plugin.worker.shutdown import shut_down
 
 STEP_LIMIT_S = 60.0
-# Fields that a batch line must not set: identity, place in the queue, and routing belong to the service.
+# Fields that a request must not set: identity, place in the queue, and routing belong to the service.
 RESERVED_FIELDS = frozenset(
     {"rid", "request_id", "priority", "stream", "stream_options", "session_id", "session_params", "bootstrap_host"}
     | {"bootstrap_port", "bootstrap_room", "routed_dp_rank", "data_parallel_rank", "disagg_prefill_dp_rank"}
 )
+STREAM_FIELDS = frozenset({"stream", "stream_options"})  # of these, online requests may set
+ONLINE = ""  # the kind of online requests, which is no kind of a batch
 
 # SGLang's wheel on a CPU: bfloat16 GEMM gives each row the same bits whatever the batch around it (float32 does not,
 # below four rows). A single thread keeps it that way, and leaves the machine usable.
@@ -86,6 +89,21 @@ class Answer:
     status_code: int
     body: bytes
     aborted: bool = False
+
+
+class Stream:
+    """The server-sent events of one answer. Close it when nobody reads it any more."""
+
+    def __init__(self, first: bytes, rest: AsyncGenerator[Any, None]) -> None:
+        self._first, self._rest = first, rest
+
+    async def __aiter__(self) -> AsyncIterator[bytes]:
+        yield self._first
+        async for event in self._rest:
+            yield event
+
+    async def close(self) -> None:
+        await self._rest.aclose()
 
 
 class EngineHost:
@@ -211,11 +229,56 @@ class EngineHost:
         fields = {key: value for key, value in body.items() if key not in RESERVED_FIELDS}
         if endpoint in self._others:
             return await self._run_other(self._others[endpoint], fields, Told(rid, kind, due=due, lengths=lengths))
+        request = self._read(endpoint, fields, rid)
+        if isinstance(request, Answer):
+            return request
+        request.custom_params = (request.custom_params or {}) | marks(kind, due, lengths)
+        with self._in_flight(Told(rid, kind, guard.prompts_in(request))):
+            response: Any = await self._serving[endpoint][1].handle_request(request, None)  # type: ignore[arg-type]
+        return self._answer_of(response)
+
+    async def serve(self, endpoint: str, body: dict[str, Any], rid: str) -> "Answer | Stream":
+        """Answer an online request, which goes before the requests of batches.
+
+        Returns the answer once it is whole or, if the body asks for a stream, with its first token. A request ends
+        early when this call is cancelled or its stream is closed. It answers bad requests with 4xx.
+        """
+        fields = {key: value for key, value in body.items() if key not in RESERVED_FIELDS - STREAM_FIELDS}
+        request = self._read(endpoint, fields, rid)
+        if isinstance(request, Answer):
+            return request
+        events = self._events(self._serving[endpoint][1], request)
+        first = await anext(events)
+        if isinstance(first, Answer):
+            await events.aclose()
+            return first
+        return Stream(first, events)
+
+    async def _events(self, serving: OpenAIServingBase, request: Any) -> "AsyncGenerator[Answer | bytes, None]":
+        """Yield the answer as a whole, or its server-sent events; abort the request if nobody waits for the rest."""
+        has_ended = False
+        with self._in_flight(Told(request.rid, ONLINE, guard.prompts_in(request))):
+            try:
+                response: Any = await serving.handle_request(request, None)  # type: ignore[arg-type]
+                if not isinstance(response, StreamingResponse):
+                    has_ended = True
+                    yield self._answer_of(response)
+                    return
+                if self._emulated:
+                    yield f": {self._emulated}\n\n".encode()
+                async for event in response.body_iterator:
+                    yield event.encode() if isinstance(event, str) else bytes(event)
+                has_ended = True
+            finally:
+                if not has_ended:
+                    self.abort(request.rid)
+
+    def _read(self, endpoint: str, fields: dict[str, Any], rid: str) -> Any:
+        """Return SGLang's request, with an rid and without marks of ours, or the Answer that refuses it."""
         if endpoint not in self._serving:
             return Answer(400, _error_body(f"The model does not support {endpoint}.", "url"))
-        request_type, serving = self._serving[endpoint]
         try:
-            request: Any = request_type.model_validate(fields)
+            request: Any = self._serving[endpoint][0].model_validate(fields)
         except Exception as error:  # SGLang's own validators raise all kinds of errors on odd types
             return _refused(error)
         fault = guard.fault(request, self._vocab_size)
@@ -225,9 +288,10 @@ class EngineHost:
             return Answer(400, _error_body("An emulated device computes no logits.", None))
         request.rid = rid
         theirs = {key: value for key, value in (request.custom_params or {}).items() if key not in RESERVED}
-        request.custom_params = theirs | marks(kind, due, lengths)
-        with self._in_flight(Told(rid, kind, guard.prompts_in(request))):
-            response: Any = await serving.handle_request(request, None)  # type: ignore[arg-type]
+        request.custom_params = theirs or None
+        return request
+
+    def _answer_of(self, response: Any) -> Answer:
         if isinstance(response, BaseModel):
             choices = getattr(response, "choices", [])
             aborted = any(choice.finish_reason == "abort" for choice in choices)
