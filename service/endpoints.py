@@ -1,4 +1,4 @@
-"""The endpoints that a batch can call, with the fields that each one requires in a body."""
+"""The endpoints that requests can call, with the fields that each one requires in a body."""
 
 from dataclasses import dataclass
 
@@ -7,20 +7,23 @@ from dataclasses import dataclass
 class Endpoint:
     """Describes an endpoint: a body's `required` fields and the `id_prefix` of answers.
 
-    `generates` is true if the engine generates tokens one by one, false if it answers all at once.
+    `generates` is true if the engine generates tokens one by one, false if it answers all at once. `online` is true if
+    clients may also call it outside of batches.
     """
 
     required: tuple[str, ...]
     id_prefix: str
     generates: bool = True
+    online: bool = False
 
 
 BY_PATH = {
-    "/v1/chat/completions": Endpoint(("model", "messages"), "chatcmpl-"),
-    "/v1/completions": Endpoint(("model", "prompt"), "cmpl-"),
+    "/v1/chat/completions": Endpoint(("model", "messages"), "chatcmpl-", online=True),
+    "/v1/completions": Endpoint(("model", "prompt"), "cmpl-", online=True),
     "/v1/responses": Endpoint(("model", "input"), "resp_"),
     "/v1/embeddings": Endpoint(("model", "input"), "embd-", generates=False),
     "/v1/score": Endpoint(("model", "query", "items"), "score-", generates=False),
     "/v1/rerank": Endpoint(("model", "query", "documents"), "rerank-", generates=False),
 }
 ENDPOINTS = tuple(BY_PATH)
+ONLINE = tuple(path for path, endpoint in BY_PATH.items() if endpoint.online)

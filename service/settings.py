@@ -70,6 +70,12 @@ class Settings(BaseSettings):
         description="name of this worker in lists and logs; default: host and process id",
     )
 
+    online_host: str | None = Field(
+        None,
+        description="address of a worker on which the API reaches it with online requests; default: none, and loopback "
+        "with `up`",
+    )
+    online_port: int = Field(0, ge=0, le=65535, description="a worker's port for online requests; 0 takes a free one")
     metrics_host: str = Field("127.0.0.1", description="address on which planner and worker serve /metrics")
     metrics_port: Annotated[int, Field(ge=1, le=65534)] | None = Field(
         None,
@@ -191,6 +197,14 @@ def is_loopback(host: str) -> bool:
         return host == "localhost"
 
 
+def is_everywhere(host: str) -> bool:
+    """Return whether a host means all addresses of the machine, by which nobody else can reach it."""
+    try:
+        return ipaddress.ip_address(host).is_unspecified
+    except ValueError:
+        return not host
+
+
 def check_names() -> None:
     """Check the BATCHWEAVE_ variables. Raises SettingsError for an unknown one, and suggests the nearest name."""
     known = {variable(name) for name in Settings.model_fields} | NOT_SETTINGS
@@ -210,6 +224,8 @@ def load_settings(**overrides: Any) -> Settings:
                 f"BATCHWEAVE_AUTH: 'none' is only for loopback; anyone who reaches {settings.host} could use the API"
             )
             raise SettingsError(f"{message}. Unset it, and create a key: batchweave keys create")
+        if settings.online_host is not None and is_everywhere(settings.online_host):
+            raise SettingsError("BATCHWEAVE_ONLINE_HOST: name the one address by which the API reaches this worker")
         return settings
     except ValidationError as error:
         first = error.errors(include_url=False)[0]

@@ -158,7 +158,7 @@ def worker(model: ModelOption = None, model_name: NameOption = None) -> None:
         parts = (database, storage, redis, engine, settings, clock)
         starting.end()
         async with watched_loop():
-            await Worker(*parts, in_flight, metrics, engine.machine).run(stop)
+            await Worker(*parts, in_flight, metrics, engine.machine, online=engine).run(stop)
 
     try:
         asyncio.run(_role(settings, main))

@@ -30,6 +30,8 @@ from service.queue.leases import Lease, Leases
 from service.queue.progress import Heartbeat, Progress
 from service.queue.urgency import pools_of
 from service.settings import Settings
+from service.webhooks.secrets import deployment_token
+from service.worker.door import Door, OnlineEngine
 from service.worker.feed import Feed
 from service.worker.slice_run import Engine, SliceRun
 
@@ -73,6 +75,17 @@ def make_engine(settings: Settings, say: Callable[[str], None] = lambda _: None)
     return EngineHost(*args, options, overlap, settings.step_limit_s)
 
 
+def _door_of(engine: OnlineEngine | None, settings: Settings, against: Callable[[], str | None]) -> Door | None:
+    """Return the door for online requests, if the settings open one."""
+    if engine is None or settings.online_host is None:
+        return None
+    token = deployment_token(settings)
+    if token is None:
+        log.warning("no online requests: set BATCHWEAVE_SECRET_KEY to the same value for all roles")
+        return None
+    return Door(engine, token, settings.max_line_bytes, against)
+
+
 def possible_overlaps(settings: Settings) -> list[str]:
     """Return the ways to overlap prefill and decodes that this machine and model allow; the log explains the rest."""
     from engine_ext.plugin.options import Overlap
@@ -98,8 +111,12 @@ class Worker:
         in_flight_requests: int,
         metrics: EngineMetrics | None = None,
         machine: str = "",
+        online: OnlineEngine | None = None,
     ) -> None:
-        """Prepare a worker. `machine` describes what the engine runs on, for pages and the API."""
+        """Prepare a worker. `machine` describes what the engine runs on, for pages and the API.
+
+        `online`: the engine, if it answers online requests too.
+        """
         self._database = database
         self._storage = storage
         self._engine = engine
@@ -119,6 +136,9 @@ class Worker:
         self._tasks: set[asyncio.Task[None]] = set()
         self._clock = clock
         self._machine = machine
+        self._door = _door_of(online, settings, self._against_online)
+        self._address = ""
+        self._is_stopping = False
         self._started_at = int(clock())
         self._is_drained = False
         self._was_busy, self._looked_at = True, -math.inf
@@ -130,6 +150,9 @@ class Worker:
         left = await self._leases.give_back_leftovers()
         if left:
             log.info("gave back the slices of an earlier process with this name", slices=left)
+        if self._door is not None and self._settings.online_host is not None:
+            self._address = await self._door.open(self._settings.online_host, self._settings.online_port)
+            log.info("answers online requests", address=self._address)
         ended = asyncio.Event()
         others = [
             asyncio.create_task(self._repeat(self._renew, self._settings.lease_s / 3, ended)),
@@ -141,10 +164,12 @@ class Worker:
         ]
         try:
             await self._repeat(self._take_slice, 0.0, stop)
+            self._is_stopping = True
             for run in self._runs:
                 run.stop()
-            if self._tasks:
-                await asyncio.wait(self._tasks, timeout=min(self._settings.lease_s, DRAIN_S))
+            closes = [] if self._door is None else [asyncio.create_task(self._door.close(DRAIN_S))]
+            if self._tasks or closes:
+                await asyncio.wait([*self._tasks, *closes], timeout=min(self._settings.lease_s, DRAIN_S + LATE_S))
             # Tasks that can still end by themselves are not cancelled: a step cancelled in a transaction can keep its
             # lock, and before Python 3.12 `asyncio.wait_for`, which the Redis client uses, may lose the cancel.
             ended.set()
@@ -157,6 +182,15 @@ class Worker:
             if late:
                 await asyncio.wait(late, timeout=LATE_S)
         await self._give_back(held)
+
+    def _against_online(self) -> str | None:
+        """Return why the worker takes no online request now, or None."""
+        if self._is_stopping:
+            return "it stops"
+        if self._is_drained:
+            return "it is drained"
+        # Such a slice has killed a worker, and would take the online requests with it.
+        return "it tries a suspect slice" if any(run.lease.trial for run in self._runs) else None
 
     async def _give_back(self, held: Sequence[Lease]) -> None:
         """Give back slices that did not end in time: other workers take them at once, and no death is counted."""
@@ -234,7 +268,7 @@ class Worker:
         lease = run.lease
         structlog.contextvars.bind_contextvars(slice=lease.slice_id, epoch=lease.epoch)  # for this task and subtasks
         try:
-            while lease.trial and len(self._runs) > 1 and not run.stopping:  # other slices would die with it
+            while lease.trial and self._has_others() and not run.stopping:  # they would die with it
                 await asyncio.sleep(0.02)
             whole = await run.run()
             if whole:
@@ -253,6 +287,10 @@ class Worker:
                 await self._leases.give_back(lease)
         finally:
             self._runs.discard(run)
+
+    def _has_others(self) -> bool:
+        """Return whether the engine runs other slices or online requests."""
+        return len(self._runs) > 1 or (self._door is not None and self._door.in_flight > 0)
 
     def _let_go(self, outcome: str) -> None:
         SLICES.labels(self._settings.served_model, outcome).inc()
@@ -304,8 +342,9 @@ class Worker:
 
         This is a loop of its own, because an engine in a long step answers late.
         """
-        if self._runs or self._was_busy or time.monotonic() - self._looked_at > REST_LOOK_S:
-            self._was_busy, self._looked_at = bool(self._runs), time.monotonic()
+        is_busy = bool(self._runs) or (self._door is not None and self._door.in_flight > 0)
+        if is_busy or self._was_busy or time.monotonic() - self._looked_at > REST_LOOK_S:
+            self._was_busy, self._looked_at = is_busy, time.monotonic()
             self._metrics.take(await self._engine.scheduler_states(), time.monotonic())
 
     async def _measure_lag(self) -> None:
@@ -324,6 +363,7 @@ class Worker:
             "host": socket.gethostname(),
             "pid": os.getpid(),
             "machine": self._machine,
+            "online": self._address,
             "started_at": self._started_at,
             "seen_at": int(self._clock()),
             "step_age_s": round(self._engine.step_age_s, 1),

@@ -1,0 +1,128 @@
+"""Answers online requests on a port of the worker's own, which only the service's API may use.
+
+The paths are those of OpenAI's API. Clients never come here: the API knows their keys and quotas (`api/online.py`).
+"""
+
+import asyncio
+import hmac
+import re
+from collections.abc import AsyncIterator, Callable
+from typing import Any, Protocol, runtime_checkable
+
+import msgspec
+import structlog
+from aiohttp import web
+
+from service.endpoints import BY_PATH, ONLINE
+from service.worker.slice_run import EngineAnswer
+
+REQUEST_ID = "X-Request-Id"
+STALLED_S = 60.0  # for which the API may read nothing of a stream before the request is aborted
+MOST = 1024  # online requests at once; the API tries another worker, or tells the client to try later
+ENDS_S = 1.0  # for connections to close at a stop
+log = structlog.get_logger()
+_ID = re.compile(r"req_[0-9a-f]{32}")
+
+
+@runtime_checkable
+class Events(Protocol):
+    """The server-sent events of one answer, from the first token on."""
+
+    def __aiter__(self) -> AsyncIterator[bytes]: ...
+    async def close(self) -> None: ...
+
+
+class OnlineEngine(Protocol):
+    """The interface that the door needs of an engine; engine_ext.plugin.worker.host.EngineHost implements it."""
+
+    async def serve(self, endpoint: str, body: dict[str, Any], rid: str) -> EngineAnswer | Events: ...
+
+
+class Door:
+    """Serves one engine's online requests over HTTP.
+
+    `against`: returns why the worker takes no online request now, or None.
+    """
+
+    def __init__(self, engine: OnlineEngine, token: str, most_bytes: int, against: Callable[[], str | None]) -> None:
+        self._engine = engine
+        self._token = token.encode()
+        self._against = against
+        self._requests: set[asyncio.Task[Any]] = set()
+        app = web.Application(client_max_size=most_bytes)
+        app.add_routes([web.post(path, self._serve) for path in ONLINE])
+        # A handler is cancelled when its client hangs up, which aborts the request.
+        self._runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=ENDS_S)
+
+    @property
+    def in_flight(self) -> int:
+        return len(self._requests)
+
+    async def open(self, host: str, port: int) -> str:
+        """Listen, and return the URL by which the API reaches this worker."""
+        await self._runner.setup()
+        await web.TCPSite(self._runner, host, port).start()
+        address = self._runner.addresses[0]
+        name = f"[{host}]" if ":" in host else host
+        return f"http://{name}:{address[1]}"
+
+    async def close(self, within_s: float) -> None:
+        """Wait for the answers that are under way, and then end those that are not finished."""
+        if self._requests:
+            await asyncio.wait(self._requests, timeout=within_s)
+        for task in list(self._requests):
+            task.cancel()
+        await self._runner.cleanup()
+
+    async def _serve(self, request: web.Request) -> web.StreamResponse:
+        given = request.headers.get("Authorization", "").removeprefix("Bearer ").encode()
+        if not hmac.compare_digest(given, self._token):
+            return _refuse(401, "This port is for the service's own API.", "invalid_token")
+        reason = self._against() or ("it answers as many as it can" if self.in_flight >= MOST else None)
+        if reason is not None:
+            return _refuse(503, f"The worker takes no online request now: {reason}.", "overloaded")
+        task = asyncio.current_task()
+        assert task is not None
+        self._requests.add(task)
+        try:
+            return await self._answer(request)
+        finally:
+            self._requests.discard(task)
+
+    async def _answer(self, request: web.Request) -> web.StreamResponse:
+        request_id = request.headers.get(REQUEST_ID, "")
+        if not _ID.fullmatch(request_id):
+            return _refuse(400, f"{REQUEST_ID} is not a request id.", "invalid_request")
+        try:
+            body = msgspec.json.decode(await request.read(), type=dict[str, Any])
+        except msgspec.DecodeError as error:
+            return _refuse(400, f"The body is not valid: {error}.", "invalid_json")
+        with structlog.contextvars.bound_contextvars(request_id=request_id):
+            # The answer's id is the request's, so that the logs of the API and the worker can be joined.
+            rid = BY_PATH[request.path].id_prefix + request_id.removeprefix("req_")
+            found = await self._engine.serve(request.path, body, rid)
+            if isinstance(found, Events):
+                return await self._stream(request, found)
+            return web.Response(body=found.body, status=found.status_code, content_type="application/json")
+
+    async def _stream(self, request: web.Request, events: Events) -> web.StreamResponse:
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
+        try:
+            await response.prepare(request)
+            async for event in events:
+                async with asyncio.timeout(STALLED_S):
+                    await response.write(event)
+            await response.write_eof()
+        except TimeoutError:
+            log.warning("online request aborted: nobody read its stream", seconds=STALLED_S)
+            if request.transport is not None:
+                request.transport.abort()
+        finally:
+            await events.close()
+        return response
+
+
+def _refuse(status: int, message: str, code: str) -> web.Response:
+    kind = "server_error" if status >= 500 else "invalid_request_error"
+    error = {"error": {"message": message, "type": kind, "param": None, "code": code}}
+    return web.json_response(error, status=status)
