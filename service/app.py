@@ -14,10 +14,12 @@ from sqlalchemy.exc import DataError, DBAPIError, InterfaceError, OperationalErr
 from sqlalchemy.exc import TimeoutError as PoolTimeout
 from starlette.exceptions import HTTPException
 
-from service.api import batches, content, files, health, metrics, models, reference, uploads, webhooks, workers
+from service.api import batches, content, files, health, metrics, models, online, reference, uploads, webhooks, workers
 from service.api.bodies import explain
 from service.api.context import Context
 from service.api.edge import Edge
+from service.api.relay import Relay
+from service.api.routing import Routes
 from service.dashboard import add_dashboard, error_page, is_page, wrong_form
 from service.db.clock import SYNC_S, SharedClock
 from service.db.sessions import Database
@@ -30,7 +32,7 @@ from service.queue.bell import Bell
 from service.queue.connection import open_redis
 from service.queue.progress import Heartbeat, Progress
 from service.settings import Settings
-from service.webhooks.secrets import Seal, sealing_key
+from service.webhooks.secrets import Seal, deployment_token, sealing_key
 
 # Redis only adds detail to what the API shows, so a hanging Redis must not hold up a page.
 LOOK_S, LOOK_AGAIN_S = 1.0, 5.0
@@ -57,8 +59,12 @@ def create_app(settings: Settings, clock: Callable[[], float] | None = None) -> 
         serving_cache = ServingCache(database, Heartbeat(redis), History(redis), LOOK_POLLS * settings.poll_s)
         bell = Bell(redis, settings.poll_s)
         seal = Seal(sealing_key(settings))
-        app.state.context = Context(database, storage, redis, settings, now, early, progress, serving_cache, bell, seal)
+        relay = Relay(Routes(Heartbeat(redis)), deployment_token(settings))
+        app.state.context = Context(
+            database, storage, redis, settings, now, early, progress, serving_cache, bell, seal, relay
+        )
         yield
+        await relay.close()
         keeping.cancel()
         await asyncio.wait([keeping])
         await redis.aclose()
@@ -72,10 +78,10 @@ def create_app(settings: Settings, clock: Callable[[], float] | None = None) -> 
         docs_url=None,  # both would load scripts from another host
         redoc_url=None,
     )
-    for module in (reference, files, content, uploads, batches, models, webhooks, workers, health, metrics):
+    for module in (reference, files, content, uploads, batches, online, models, webhooks, workers, health, metrics):
         app.include_router(module.router)
     add_dashboard(app)
-    app.add_middleware(Edge, logs=settings.access_log)
+    app.add_middleware(Edge, logs=settings.access_log, most_online=settings.max_line_bytes)
     app.add_exception_handler(ApiError, _api_error)
     app.add_exception_handler(RequestValidationError, _validation_error)
     app.add_exception_handler(HTTPException, _http_error)

@@ -7,6 +7,7 @@ from typing import Annotated, cast
 from fastapi import Depends, Request
 from redis.asyncio import Redis
 
+from service.api.relay import Relay
 from service.db.sessions import Database
 from service.estimates.serving import ServingCache
 from service.objects.early_results import EarlyResults
@@ -29,6 +30,7 @@ class Context:
     serving_cache: ServingCache
     bell: Bell
     seal: Seal
+    relay: Relay
 
     @property
     def heartbeat(self) -> Heartbeat:

@@ -11,6 +11,7 @@ from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from service.endpoints import ONLINE
 from service.metrics.counters import HTTP
 from service.metrics.tracing import UNTRACED, HttpSpan
 
@@ -24,10 +25,11 @@ _STREAMED = re.compile(r"/v1/files|/v1/uploads/[^/]*/parts|/dashboard/files")  #
 
 
 class Edge:
-    def __init__(self, app: ASGIApp, logs: bool) -> None:
-        """Wrap `app`; `logs` turns on a log line for each request."""
+    def __init__(self, app: ASGIApp, logs: bool, most_online: int) -> None:
+        """Wrap `app`; `logs` turns on a log line for each request. `most_online`: bytes of an online request."""
         self._app = app
         self._logs = logs
+        self._most_online = most_online
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -61,8 +63,7 @@ class Edge:
             await send(message)
 
         with structlog.contextvars.bound_contextvars(request_id=request_id):
-            most = MAX_PARTS_BYTES if _COMPLETES.fullmatch(scope["path"]) else MAX_BODY_BYTES
-            bounded = receive if _STREAMED.fullmatch(scope["path"]) else _bounded(receive, most)
+            bounded = receive if _STREAMED.fullmatch(scope["path"]) else _bounded(receive, self._most(scope["path"]))
             try:
                 await self._app(scope, bounded, send_with_id)
             finally:
@@ -73,6 +74,12 @@ class Edge:
                     about = {"method": method, "route": route, "status": status, "ms": round(1000 * took_s, 1)}
                     log.info("request", **about, bytes=sent, key=scope["state"].get("key", ""))
                 span.end(route, status, request_id)
+
+    def _most(self, path: str) -> int:
+        """Return the most bytes of a body for this path."""
+        if path in ONLINE:
+            return self._most_online
+        return MAX_PARTS_BYTES if _COMPLETES.fullmatch(path) else MAX_BODY_BYTES
 
 
 def _head_fault(headers: Sequence[tuple[bytes, bytes]]) -> str | None:

@@ -76,6 +76,24 @@ def test_demo_batches_finish_and_their_books_agree(up: Up) -> None:
 LONG = {"role": "user", "content": "word " * 9000}
 
 
+def test_online_requests_are_answered_while_a_batch_runs(up: Up) -> None:
+    lines = long_lines("beside", 150)
+    batch_id = up.submit(lines)
+    up.until(lambda: up.done(batch_id) > 0, "the batch to run")
+    asked: Any = {"model": MODEL, "messages": lines[0]["body"]["messages"], "max_tokens": 8, "temperature": 0}
+    streamed = [
+        "".join(
+            chunk.choices[0].delta.content or "" for chunk in up.client.chat.completions.create(**asked, stream=True)
+        )
+        for _ in range(3)
+    ]
+    whole = up.client.chat.completions.create(**asked).choices[0].message.content
+    assert up.client.batches.retrieve(batch_id).status == "in_progress", "they did not wait for the batch"
+    assert set(streamed) == {whole}
+    batch = up.wait(batch_id)
+    assert set(up.lines(batch.output_file_id)) == {each["custom_id"] for each in lines}
+
+
 def test_responses_and_scores_run_as_batches(up: Up) -> None:
     bodies: dict[str, dict[str, Any]] = {
         "/v1/responses": {"input": "Name a colour.", "max_output_tokens": 4},

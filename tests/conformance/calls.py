@@ -3,6 +3,7 @@
 `python calls.py BASE_URL MODEL` prints one JSON line for each call: its name and why it failed, if it did.
 """
 
+import asyncio
 import base64
 import hashlib
 import hmac
@@ -151,6 +152,50 @@ class Calls:
         fresh = self.client.webhooks.rotate_secret(made.id, keep_old_secret_active_for_24_hours=True)
         assert fresh.signing_secret != made.signing_secret
         assert self.client.webhooks.delete(made.id).deleted
+
+    def online_chat(self) -> None:
+        found = self.client.chat.completions.create(**self._asked())
+        assert found.choices[0].message.role == "assistant"
+        assert found.usage.completion_tokens == 4
+        assert found._request_id
+
+    def online_chat_stream(self) -> None:
+        usage = {"stream": True, "stream_options": {"include_usage": True}}
+        *chunks, last = list(self.client.chat.completions.create(**self._asked(), **usage))
+        assert all(each.object == "chat.completion.chunk" for each in chunks)
+        assert chunks[-1].choices[0].finish_reason == "length"
+        assert last.usage.completion_tokens == 4
+
+    def online_completions(self) -> None:
+        asked = {"model": self.model, "prompt": ["One", "Two"], "max_tokens": 4}
+        assert len(self.client.completions.create(**asked).choices) == 2
+        text = [each.choices[0].index for each in self.client.completions.create(**asked, stream=True)]
+        assert set(text) == {0, 1}
+
+    def online_async(self) -> None:
+        async def ask() -> list[Any]:
+            async with openai.AsyncOpenAI(base_url=str(self.client.base_url), api_key="k") as client:
+                stream: Any = await client.chat.completions.create(**self._asked(), stream=True)
+                whole: Any = await client.chat.completions.create(**self._asked())
+                return [
+                    whole.choices[0].message.content,
+                    "".join([each.choices[0].delta.content or "" async for each in stream]),
+                ]
+
+        whole, streamed = asyncio.run(ask())
+        assert whole == streamed
+
+    def online_errors_are_typed(self) -> None:
+        create = self.client.chat.completions.create
+        unknown = failure(lambda: create(**{**self._asked(), "model": "unknown"}))
+        bad = failure(lambda: create(**{**self._asked(), "temperature": 1e-9}, stream=True))
+        assert isinstance(unknown, openai.NotFoundError)
+        assert isinstance(bad, openai.BadRequestError)
+        assert all(each.request_id for each in (unknown, bad))
+
+    def _asked(self) -> dict[str, Any]:
+        messages = [{"role": "user", "content": "Name a colour."}]
+        return {"model": self.model, "messages": messages, "max_tokens": 4, "temperature": 0}
 
     def files_delete(self) -> None:
         assert self.client.files.delete(self.batch.output_file_id).deleted

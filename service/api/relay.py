@@ -1,0 +1,153 @@
+"""Sends an online request to a worker, and hands its answer back as it comes."""
+
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+
+import aiohttp
+import structlog
+
+from service.api.routing import Routes, Target
+from service.errors import Unavailable
+
+CONNECT_S = 2.0
+TRIES = 4  # workers that are tried, the last ones only if those before did not even get the request
+RUNS = 2  # workers that may run the request
+PREFIX_BYTES = 1024  # of a prompt, by which it is routed
+STREAM = "text/event-stream"
+LOST = (aiohttp.ClientError, OSError, TimeoutError)  # how a connection to a worker fails
+END = b"\n\n"  # of a server-sent event
+log = structlog.get_logger()
+
+
+@dataclass(frozen=True, slots=True)
+class Relayed:
+    """A worker's answer: its status, and its body in pieces as they come; `streams` if these are server-sent events.
+
+    Reading the body raises ConnectionError if the worker is lost before its end.
+    """
+
+    status: int
+    streams: bool
+    body: AsyncIterator[bytes]
+
+
+class Relay:
+    """Sends online requests to workers. One for each process of the API."""
+
+    def __init__(self, routes: Routes, token: str | None) -> None:
+        self._routes = routes
+        self._token = token
+        self._session: aiohttp.ClientSession | None = None
+
+    async def close(self) -> None:
+        if self._session is not None:
+            await self._session.close()
+
+    @asynccontextmanager
+    async def ask(
+        self, path: str, model: str, prefix: bytes, body: bytes, request_id: str
+    ) -> AsyncGenerator[Relayed, None]:
+        """Send a request to a worker of its model, and to another one if it fails before its answer begins.
+
+        Leaving the block ends the request. Raises Unavailable if no worker answers.
+        """
+        if self._token is None:
+            raise NotShared()
+        failures: dict[Target, _NotAnswered] = {}
+        while len(failures) < TRIES and sum(each.ran for each in failures.values()) < RUNS:
+            targets = [each for each in await self._routes.targets(model, prefix) if each not in failures]
+            if not targets:
+                break
+            target = targets[0]
+            self._routes.load[target.name] += 1
+            try:
+                response = await self._post(target, path, body, request_id)
+                try:
+                    relayed = await _relayed(response)
+                    yield relayed
+                    return
+                finally:
+                    response.close()
+            except _NotAnswered as error:
+                failures[target] = error
+            finally:
+                self._routes.load[target.name] -= 1
+        if not failures:
+            message = f"No worker answers online requests for {model!r} now. Try again later, or send them as a batch."
+            raise Unavailable(message, code="no_worker")
+        reasons = {target.name: str(failure) for target, failure in failures.items()}
+        log.warning("no worker answered an online request", model=model, reasons=reasons)
+        raise Unavailable("All workers that could answer are busy or not responding. Try again.", code="overloaded")
+
+    async def _post(self, target: Target, path: str, body: bytes, request_id: str) -> aiohttp.ClientResponse:
+        """Return the worker's response. Raises _NotAnswered if there is none, or the worker takes no requests."""
+        if self._session is None:
+            # How many requests run is for the workers to say. Between two tokens there may be any time.
+            limits = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S)
+            self._session = aiohttp.ClientSession(timeout=limits, connector=aiohttp.TCPConnector(limit=0))
+        headers = {
+            "Authorization": f"Bearer {self._token}",
+            "Content-Type": "application/json",
+            "X-Request-Id": request_id,
+        }
+        try:
+            response = await self._session.post(
+                f"{target.url}{path}", data=body, headers=headers, allow_redirects=False
+            )
+        except LOST as error:
+            self._routes.avoid(target)
+            raise _NotAnswered(repr(error), ran=not isinstance(error, aiohttp.ClientConnectorError)) from error
+        if response.status in (401, 503):
+            response.close()
+            raise _NotAnswered(f"status {response.status}", ran=False)
+        return response
+
+
+class _NotAnswered(Exception):
+    """A worker did not begin to answer, so another one may. `ran`: whether it may have begun to compute."""
+
+    def __init__(self, message: str, ran: bool) -> None:
+        super().__init__(message)
+        self.ran = ran
+
+
+class NotShared(Unavailable):
+    """Raised when the API and its workers share no key; only an operator can change that."""
+
+    def __init__(self) -> None:
+        message = "Online requests need BATCHWEAVE_SECRET_KEY, set to the same value for the API and all workers."
+        super().__init__(message, code="online_not_configured")
+
+    @property
+    def headers(self) -> dict[str, str]:
+        return {"x-should-retry": "false"}
+
+
+async def _relayed(response: aiohttp.ClientResponse) -> Relayed:
+    """Return what to hand on: a stream as it comes, any other answer once it is whole. Raises _NotAnswered."""
+    if response.content_type == STREAM:
+        return Relayed(response.status, True, _pieces(response))
+    try:
+        whole = await response.read()
+    except LOST as error:
+        raise _NotAnswered(repr(error), ran=True) from error
+
+    async def at_once() -> AsyncIterator[bytes]:
+        yield whole
+
+    return Relayed(response.status, False, at_once())
+
+
+async def _pieces(response: aiohttp.ClientResponse) -> AsyncIterator[bytes]:
+    """Yield whole events only, so that what follows a lost one can be read."""
+    rest = b""
+    try:
+        async for piece in response.content.iter_any():
+            whole, end, rest = (rest + piece).rpartition(END)
+            if end:
+                yield whole + end
+    except LOST as error:
+        raise ConnectionError(repr(error)) from error
+    if rest:
+        raise ConnectionError("the stream ended within an event")

@@ -1,0 +1,85 @@
+"""Chooses the worker for an online request: one that likely has the prompt's beginning cached, if it is not too busy.
+
+Workers with a door say so in their heartbeats (`queue/progress.py`).
+"""
+
+import hashlib
+import math
+import time
+from collections import Counter
+from dataclasses import dataclass
+
+import structlog
+from redis.exceptions import RedisError
+
+from service.queue.progress import Heartbeat
+
+LOOK_S = 1.0  # between two looks at the heartbeats
+WITHOUT_REDIS_S = 30.0  # for which the last heartbeats count
+AVOIDED_S = 5.0  # for which a worker that did not answer is tried after all others
+MOST_OVER_MEAN = 1.25  # times the mean load, up to which a worker gets the requests that share its prefixes
+FEW = 4  # requests that any worker may have at once, whatever the mean
+log = structlog.get_logger()
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """A worker that takes online requests, by its name, and the URL of its door."""
+
+    name: str
+    url: str
+
+
+class Routes:
+    """Knows which workers take online requests for which model, and how many of them this process has sent to each."""
+
+    def __init__(self, heartbeat: Heartbeat) -> None:
+        self._heartbeat = heartbeat
+        self._by_model: dict[str, list[Target]] = {}
+        self._looked_at = self._heard_at = -math.inf
+        self._avoided_until: dict[Target, float] = {}
+        self.load: Counter[str] = Counter()
+
+    async def targets(self, model: str, prefix: bytes) -> list[Target]:
+        """Return the workers for a request, the best first. `prefix`: how its prompt begins."""
+        now = time.monotonic()
+        if now - self._looked_at >= LOOK_S:
+            self._looked_at = now
+            await self._look(now)
+        found = self._by_model.get(model, [])
+        return ordered(found, prefix, self.load, {each for each, until in self._avoided_until.items() if now < until})
+
+    def avoid(self, target: Target) -> None:
+        """Try this worker after all others for a while: it did not answer. If it is gone, its heartbeat soon is too."""
+        now = time.monotonic()
+        self._avoided_until = {each: until for each, until in self._avoided_until.items() if now < until}
+        self._avoided_until[target] = now + AVOIDED_S
+        self._looked_at = -math.inf
+
+    async def _look(self, now: float) -> None:
+        try:
+            alive = await self._heartbeat.alive()
+        except (RedisError, OSError) as error:
+            log.warning("workers unknown", error=repr(error))
+            if now - self._heard_at > WITHOUT_REDIS_S:
+                self._by_model = {}
+            return
+        self._heard_at, self._by_model = now, {}
+        for state in alive:
+            if state.get("online") and not state.get("drained"):
+                self._by_model.setdefault(state["model"], []).append(Target(state["name"], state["online"]))
+
+
+def ordered(targets: list[Target], prefix: bytes, load: Counter[str], avoided: set[Target]) -> list[Target]:
+    """Return the workers in the order in which to try them.
+
+    Equal prefixes go to the same worker (rendezvous hashing, so that few move when a worker comes or goes) unless it
+    has more than its share of the requests; then the next one in the prefix's order has it.
+    """
+    most = max(FEW, MOST_OVER_MEAN * sum(load[each.name] for each in targets) / max(1, len(targets)))
+
+    def rank(target: Target) -> tuple[bool, bool, bytes]:
+        digest = hashlib.blake2b(prefix + b"\0" + target.name.encode(), digest_size=8).digest()
+        return target in avoided, load[target.name] >= most, digest
+
+    return sorted(targets, key=rank)

@@ -1,0 +1,360 @@
+"""Online requests through the API and a worker's door, over real sockets; the engine behind the door is scripted.
+
+tests/engine/test_serving.py has the real engine.
+"""
+
+import asyncio
+import json
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import httpx
+import openai
+import pytest
+from sqlalchemy import delete
+
+from service.db.tables import DrainedWorker
+from service.queue.leases import Leases
+from service.queue.progress import Heartbeat
+from service.settings import Settings
+from service.webhooks.secrets import deployment_token
+from service.worker import door as doors
+from service.worker.door import Door
+from service.worker.loop import Worker
+from tests.conftest import Clock
+from tests.integration.house import House, ScriptedAnswer, ScriptedEngine, jsonl, line
+from tests.integration.serving import CHAT, serve
+
+MODEL = "test-model"
+PIECES = 5
+
+
+def event(number: int) -> bytes:
+    chunk = {
+        "id": "chatcmpl-1",
+        "object": "chat.completion.chunk",
+        "created": 1,
+        "model": MODEL,
+        "choices": [{"index": 0, "delta": {"content": f"{number} "}, "finish_reason": None}],
+    }
+    return f"data: {json.dumps(chunk)}\n\n".encode()
+
+
+@dataclass
+class ScriptedStream:
+    """Yields PIECES events, or as many as `stops_after`, where it waits until it is closed."""
+
+    stops_after: int | None
+    closed: asyncio.Event = field(default_factory=asyncio.Event)
+
+    async def __aiter__(self) -> AsyncIterator[bytes]:
+        for number in range(PIECES):
+            if number == self.stops_after:
+                await asyncio.Event().wait()
+            yield event(number)
+        yield b"data: [DONE]\n\n"
+
+    async def close(self) -> None:
+        self.closed.set()
+
+
+@dataclass
+class Teller:
+    """Stands in for an engine, where SGLang cannot be made to stop at a chosen moment."""
+
+    waits: bool = False  # and never begins to answer
+    stops_after: int | None = None
+    asked: list[str] = field(default_factory=list[str])  # rids
+    began: asyncio.Event = field(default_factory=asyncio.Event)
+    cancelled: asyncio.Event = field(default_factory=asyncio.Event)
+    streams: list[ScriptedStream] = field(default_factory=list[ScriptedStream])
+
+    async def serve(self, endpoint: str, body: dict[str, Any], rid: str) -> Any:
+        self.asked.append(rid)
+        self.began.set()
+        if self.waits:
+            try:
+                await asyncio.Event().wait()
+            finally:
+                self.cancelled.set()
+        if body.get("stream"):
+            self.streams.append(ScriptedStream(self.stops_after))
+            return self.streams[-1]
+        return ScriptedAnswer(200, json.dumps({"id": rid, "choices": []}).encode())
+
+
+@dataclass
+class Shop:
+    """An API, and doors to engines that its heartbeats name."""
+
+    house: House
+    settings: Settings
+    url: str
+    reason: str | None = None  # why no door takes requests
+
+    @asynccontextmanager
+    async def door(self, name: str, engine: Teller, token: str = "") -> AsyncGenerator[Door, None]:
+        ours = deployment_token(self.settings)
+        assert ours is not None
+        door = Door(engine, token or ours, self.settings.max_line_bytes, lambda: self.reason)
+        await self.beat(name, await door.open("127.0.0.1", 0))
+        try:
+            yield door
+        finally:
+            await door.close(0)
+
+    async def beat(self, name: str, url: str, **more: Any) -> None:
+        await Heartbeat(self.house.redis).beat(name, {"name": name, "model": MODEL, "online": url, **more})
+
+    def client(self, **more: Any) -> openai.AsyncOpenAI:
+        return openai.AsyncOpenAI(base_url=f"{self.url}/v1", api_key="k", max_retries=0, **more)
+
+    async def post(self, body: Any, path: str = CHAT, **more: Any) -> httpx.Response:
+        async with httpx.AsyncClient(base_url=self.url) as client:
+            return await client.post(path, **({"content": body} if isinstance(body, bytes) else {"json": body}), **more)
+
+    async def refuses(self) -> bool:
+        return (await self.post(asked())).status_code == 503
+
+    async def serves(self) -> bool:
+        return (await self.post(asked())).status_code == 200
+
+
+@pytest.fixture
+async def shop(house: House, settings: Settings, clock: Clock) -> AsyncGenerator[Shop, None]:
+    settings = settings.model_copy(update={"secret_key": "s" * 32})
+    with serve(settings, clock) as url:
+        yield Shop(house, settings, url)
+
+
+def asked(**more: Any) -> dict[str, Any]:
+    return {"model": MODEL, "messages": [{"role": "user", "content": "a private matter"}], **more}
+
+
+async def test_a_stream_and_a_whole_answer_come_through(shop: Shop) -> None:
+    engine = Teller()
+    async with shop.door("w", engine):
+        whole = await shop.post(asked())
+        assert whole.status_code == 200
+        assert whole.headers["content-type"] == "application/json"
+        assert whole.json()["id"] == whole.headers["x-request-id"].replace("req_", "chatcmpl-")
+        async with shop.client() as client:
+            stream = await client.chat.completions.create(**asked(stream=True))
+            got = [chunk.choices[0].delta.content async for chunk in stream]
+    assert got == [f"{number} " for number in range(PIECES)]
+    assert engine.streams[0].closed.is_set()
+
+
+async def test_a_client_that_hangs_up_ends_its_request(shop: Shop) -> None:
+    for engine in (Teller(waits=True), Teller(stops_after=2)):
+        async with shop.door("w", engine) as door:
+            task = asyncio.create_task(_read(shop, asked(stream=True)))
+            async with asyncio.timeout(30):
+                await engine.began.wait()
+                while engine.stops_after is not None and not engine.streams:
+                    await asyncio.sleep(0.01)
+                task.cancel()
+                await (engine.cancelled if engine.waits else engine.streams[0].closed).wait()
+                while door.in_flight:
+                    await asyncio.sleep(0.01)
+
+
+async def _read(shop: Shop, body: dict[str, Any]) -> None:
+    async with shop.client() as client:
+        async for _ in await client.chat.completions.create(**body):
+            pass
+
+
+async def test_a_worker_that_is_lost_before_its_answer_is_replaced(shop: Shop) -> None:
+    for stream in (False, True):
+        engines = {name: Teller(waits=True) for name in ("a", "b")}
+        async with shop.door("a", engines["a"]) as first, shop.door("b", engines["b"]) as second:
+            task = asyncio.create_task(shop.post(asked(stream=stream)))
+            async with asyncio.timeout(30):
+                while not any(engine.began.is_set() for engine in engines.values()):
+                    await asyncio.sleep(0.01)
+                lost, door = ("a", first) if engines["a"].began.is_set() else ("b", second)
+                for name in engines:
+                    engines[name].waits = name == lost
+                await door.close(0)
+                answer = await task
+        assert answer.status_code == 200
+        assert sum(len(engine.asked) for engine in engines.values()) == 2
+
+
+async def test_a_stream_whose_worker_is_lost_ends_with_an_error(shop: Shop) -> None:
+    engine = Teller(stops_after=2)
+    async with shop.door("w", engine) as door, shop.client() as client:
+        stream = await client.chat.completions.create(**asked(stream=True))
+        got = [(await anext(stream)).choices[0].delta.content for _ in range(2)]
+        await door.close(0)
+        with pytest.raises(openai.APIError, match="lost while it answered"):
+            await anext(stream)
+    assert got == ["0 ", "1 "]
+
+
+async def test_who_takes_no_requests_is_passed_over(shop: Shop) -> None:
+    nobody = await shop.post(asked())
+    assert (nobody.status_code, nobody.json()["error"]["code"]) == (503, "no_worker")
+    engine = Teller()
+    async with shop.door("w", engine):
+        await asyncio.sleep(1.1)  # after which the API looks again
+        shop.reason = "it is drained"
+        refused = await shop.post(asked())
+        assert (refused.status_code, refused.json()["error"]["code"]) == (503, "overloaded")
+        assert refused.headers["retry-after"]
+        shop.reason = None
+        assert (await shop.post(asked())).status_code == 200
+    assert len(engine.asked) == 1
+
+
+@asynccontextmanager
+async def at_work(shop: Shop, batches: ScriptedEngine, online: Teller) -> AsyncGenerator[None, None]:
+    """A worker with a door."""
+    settings = shop.settings.model_copy(update={"online_host": "127.0.0.1", "worker_name": "w"})
+    house, stop = shop.house, asyncio.Event()
+    parts = (house.database, house.storage, house.redis, batches, settings, house.clock, 100)
+    task = asyncio.create_task(Worker(*parts, online=online).run(stop))
+    await house.until(Heartbeat(house.redis).alive)
+    try:
+        yield
+    finally:
+        stop.set()
+        await task
+
+
+async def test_a_worker_takes_online_requests_until_it_is_drained_or_stops(shop: Shop) -> None:
+    async with at_work(shop, ScriptedEngine(), Teller()):
+        assert (await shop.post(asked())).status_code == 200
+        async with shop.house.database.write() as session:
+            session.add(DrainedWorker(name="w", since=0))
+        await shop.house.until(shop.refuses)
+        async with shop.house.database.write() as session:
+            await session.execute(delete(DrainedWorker))
+        await shop.house.until(shop.serves)
+    assert (await shop.post(asked())).status_code == 503
+
+
+async def test_a_suspect_slice_never_runs_beside_online_requests(shop: Shop) -> None:
+    house = shop.house
+    batch_id = await house.submit(jsonl(line(n) for n in range(4)))
+    await house.plan()
+    leases = Leases(house.database, "dead", "test-model", house.settings.lease_s)
+    for _ in range(3):  # deaths make it suspect
+        assert await leases.claim(1)
+        assert await house.expire_leases() == 1
+    await house.redis.flushall()  # so that no worker hears of it yet
+    batches, online = ScriptedEngine(hold=asyncio.Event()), Teller(stops_after=1)
+    async with at_work(shop, batches, online):
+        assert batches.hold is not None
+        task = asyncio.create_task(_read(shop, asked(stream=True)))
+        async with asyncio.timeout(30):
+            await online.began.wait()
+        await house.reconciler.run_once()
+        await house.until(shop.refuses)
+        await asyncio.sleep(0.2)
+        assert not batches.runs, "the slice waits for the stream to end"
+        task.cancel()
+
+        async def runs() -> bool:
+            return bool(batches.runs)
+
+        await house.until(runs)
+        assert (await shop.post(asked())).status_code == 503
+        batches.hold.set()
+        await house.until_ended(batch_id)
+        await house.until(shop.serves)
+
+
+async def test_a_door_is_for_the_service_alone(shop: Shop) -> None:
+    engine = Teller()
+    async with shop.door("w", engine, token="another"):
+        assert (await shop.post(asked())).status_code == 503
+        state = (await Heartbeat(shop.house.redis).alive())[0]
+        async with httpx.AsyncClient(base_url=state["online"]) as client:
+            for given in ("", "Bearer wrong", "Bearer é"):
+                headers = {b"Authorization": given.encode()}
+                assert (await client.post(CHAT, json=asked(), headers=headers)).status_code == 401
+    assert not engine.asked
+
+
+@pytest.mark.parametrize(
+    ("body", "path", "status", "code"),
+    [
+        (b"{", CHAT, 400, "invalid_json"),
+        (b"[1]", CHAT, 400, "invalid_json"),
+        (b'{"model": "\xff"}', CHAT, 400, "invalid_json"),
+        (b'{"a":' + b"[" * 300 + b"]" * 300 + b"}", CHAT, 400, "invalid_json"),
+        ({"messages": []}, CHAT, 400, "missing_required_parameter"),
+        ({"model": MODEL, "messages": []}, CHAT, 400, "missing_required_parameter"),
+        ({"model": MODEL}, "/v1/completions", 400, "missing_required_parameter"),
+        (asked(model=["x"]), CHAT, 400, "invalid_request"),
+        (asked(model="a\0b"), CHAT, 404, "model_not_found"),
+        (asked(model="unknown"), CHAT, 404, "model_not_found"),
+        (asked(n=1000), CHAT, 400, "invalid_request"),
+        (asked(regex="(a+)+"), CHAT, 400, "invalid_request"),
+        (b" " * (9 * 2**20), CHAT, 413, "body_too_large"),
+    ],
+)
+async def test_a_bad_request_is_refused_before_it_reaches_a_worker(
+    shop: Shop, body: Any, path: str, status: int, code: str
+) -> None:
+    engine = Teller()
+    async with shop.door("w", engine):
+        answer = await shop.post(body, path)
+        assert (answer.status_code, answer.json()["error"]["code"]) == (status, code)
+    assert not engine.asked
+
+
+async def test_online_requests_need_a_key_where_batches_do(shop: Shop, clock: Clock) -> None:
+    engine = Teller()
+    with serve(shop.settings.model_copy(update={"auth": "keys"}), clock) as url:
+        async with shop.door("w", engine), httpx.AsyncClient(base_url=url) as client:
+            for headers in ({}, {"Authorization": "Bearer bw-unknown"}):
+                assert (await client.post(CHAT, json=asked(), headers=headers)).status_code == 401
+    assert not engine.asked
+
+
+async def test_texts_are_in_no_log(shop: Shop, capfd: pytest.CaptureFixture[str]) -> None:
+    async with shop.door("w", Teller(stops_after=1)) as door:
+        task = asyncio.create_task(_read(shop, asked(stream=True)))
+        await asyncio.sleep(0.5)
+        await door.close(0)
+        with pytest.raises(openai.APIError):
+            await task
+    said = capfd.readouterr()
+    assert "lost while it answered" in said.out
+    assert "private" not in said.out + said.err
+
+
+async def test_a_stream_that_the_api_does_not_read_is_aborted(shop: Shop, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doors, "STALLED_S", 0.5)
+    engine = Teller()
+    monkeypatch.setattr("tests.integration.test_online.event", lambda number: b"data: " + b"x" * 2**22 + b"\n\n")
+    async with shop.door("w", engine) as door:
+        url = (await Heartbeat(shop.house.redis).alive())[0]["online"]
+        host, port = url.removeprefix("http://").split(":")
+        reader, writer = await asyncio.open_connection(host, int(port), limit=1024)
+        body = json.dumps(asked(stream=True)).encode()
+        token, number = deployment_token(shop.settings), "req_" + "0" * 32
+        head = f"POST {CHAT} HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {token}\r\nX-Request-Id: {number}\r\n"
+        writer.write(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
+        async with asyncio.timeout(30):
+            await engine.began.wait()
+            await engine.streams[0].closed.wait()
+            while door.in_flight:
+                await asyncio.sleep(0.01)
+        writer.close()
+        del reader
+
+
+async def test_a_service_whose_roles_share_no_key_says_so(house: House, settings: Settings, clock: Clock) -> None:
+    if settings.database.startswith("sqlite"):
+        pytest.skip("with SQLite they share a file")
+    settings = settings.model_copy(update={"secret_key": None})
+    with serve(settings, clock) as url:
+        answer = await Shop(house, settings, url).post(asked())
+    assert answer.json()["error"]["code"] == "online_not_configured"
+    assert answer.headers["x-should-retry"] == "false"
