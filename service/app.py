@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import AsyncGenerator, Callable
 from contextlib import asynccontextmanager
+from functools import partial
 from importlib.metadata import version
 
 import structlog
@@ -16,12 +17,15 @@ from starlette.exceptions import HTTPException
 
 from service.api import batches, content, files, health, metrics, models, online, reference, uploads, webhooks, workers
 from service.api.bodies import explain
+from service.api.caller import find_caller
 from service.api.context import Context
 from service.api.edge import Edge
 from service.api.relay import Relay
+from service.api.remembered import Remembered
 from service.api.routing import Routes
 from service.dashboard import add_dashboard, error_page, is_page, wrong_form
 from service.db.clock import SYNC_S, SharedClock
+from service.db.models import endpoints_of
 from service.db.sessions import Database
 from service.errors import ApiError, BadRequest, MethodNotAllowed, NotFound, PayloadTooLarge, Unavailable
 from service.estimates.serving import ServingCache
@@ -60,9 +64,10 @@ def create_app(settings: Settings, clock: Callable[[], float] | None = None) -> 
         bell = Bell(redis, settings.poll_s)
         seal = Seal(sealing_key(settings))
         relay = Relay(Routes(Heartbeat(redis)), deployment_token(settings))
-        app.state.context = Context(
-            database, storage, redis, settings, now, early, progress, serving_cache, bell, seal, relay
-        )
+        callers = Remembered(partial(find_caller, database, now))
+        endpoints = Remembered(partial(endpoints_of, database))
+        parts = (database, storage, redis, settings, now, early, progress, serving_cache, bell, seal)
+        app.state.context = Context(*parts, relay, callers, endpoints)
         yield
         await relay.close()
         keeping.cancel()

@@ -1,11 +1,13 @@
 """Identifies the caller: every /v1 route depends on it, and sees only what the caller's project owns."""
 
+from collections.abc import Callable
 from typing import Annotated
 
 from fastapi import Depends, Request
 from fastapi.security import HTTPAuthorizationCredentials, HTTPBearer
 
-from service.api.context import InContext
+from service.api.context import Context, InContext
+from service.db.sessions import Database
 from service.db.tables import Role
 from service.errors import Forbidden, Unauthorized
 from service.settings import is_loopback
@@ -37,24 +39,42 @@ def check_local(request: Request) -> None:
         raise Forbidden(message, code="not_local")
 
 
-async def _anyone(
-    request: Request, context: InContext, given: Annotated[HTTPAuthorizationCredentials | None, Depends(_bearer)]
-) -> Caller:
+async def find_caller(database: Database, clock: Callable[[], float], key: str | None) -> Caller | None:
+    """Return the caller with this API key, or the one that everyone is without keys; None if the key is not valid."""
+    async with database.read() as session:
+        return await (local_caller(session) if key is None else caller_of(session, key, clock()))
+
+
+Given = Annotated[HTTPAuthorizationCredentials | None, Depends(_bearer)]
+
+
+def _key_in(request: Request, context: Context, given: Given) -> str | None:
+    """Return the key of a call; None where the service requires none."""
     if not context.settings.needs_keys:
         check_local(request)
-    async with context.database.read() as session:
-        if not context.settings.needs_keys:
-            caller = await local_caller(session)
-        elif given is None:
-            raise Unauthorized("Send an API key: Authorization: Bearer bw-…", code="missing_api_key")
-        else:
-            found = await caller_of(session, given.credentials, context.clock())
-            if found is None:
-                raise Unauthorized("The API key is unknown, revoked or expired.", code="invalid_api_key")
-            caller = found
+        return None
+    if given is None:
+        raise Unauthorized("Send an API key: Authorization: Bearer bw-…", code="missing_api_key")
+    return given.credentials
+
+
+async def _known(request: Request, context: Context, caller: Caller | None) -> Caller:
+    """Count and name the request of a caller. Raises Unauthorized for a key that is not valid."""
+    if caller is None:
+        raise Unauthorized("The API key is unknown, revoked or expired.", code="invalid_api_key")
     request.state.key = caller.name or caller.actor
     await count_request(context.redis, caller.project, context.clock())
     return caller
+
+
+async def _anyone(request: Request, context: InContext, given: Given) -> Caller:
+    key = _key_in(request, context, given)
+    return await _known(request, context, await find_caller(context.database, context.clock, key))
+
+
+async def _online(request: Request, context: InContext, given: Given) -> Caller:
+    key = _key_in(request, context, given)
+    return await _caller(await _known(request, context, await context.callers.get(key)))
 
 
 async def _caller(caller: Annotated[Caller, Depends(_anyone)]) -> Caller:
@@ -65,6 +85,7 @@ async def _caller(caller: Annotated[Caller, Depends(_anyone)]) -> Caller:
 
 
 CalledBy = Annotated[Caller, Depends(_caller)]
+CalledOnline = Annotated[Caller, Depends(_online)]  # whom the database need not know this minute
 
 
 async def _admin(caller: CalledBy) -> Caller:

@@ -8,6 +8,7 @@ from fastapi import Depends, Request
 from redis.asyncio import Redis
 
 from service.api.relay import Relay
+from service.api.remembered import Remembered
 from service.db.sessions import Database
 from service.estimates.serving import ServingCache
 from service.objects.early_results import EarlyResults
@@ -15,6 +16,7 @@ from service.objects.storage import Storage
 from service.queue.bell import Bell
 from service.queue.progress import Heartbeat, Progress
 from service.settings import Settings
+from service.tenants.keys import Caller
 from service.webhooks.secrets import Seal
 
 
@@ -31,13 +33,15 @@ class Context:
     bell: Bell
     seal: Seal
     relay: Relay
+    callers: Remembered[str | None, Caller]  # by API key
+    endpoints: Remembered[str, list[str]]  # by model
 
     @property
     def heartbeat(self) -> Heartbeat:
         return Heartbeat(self.redis)
 
 
-def _context(request: Request) -> Context:
+async def _context(request: Request) -> Context:  # else FastAPI calls it in a thread
     return cast(Context, request.app.state.context)
 
 

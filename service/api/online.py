@@ -6,13 +6,11 @@ from typing import Any
 import msgspec
 import structlog
 from fastapi import APIRouter, Request, Response
-from sqlalchemy import select
 from starlette.types import Receive, Scope, Send
 
-from service.api.caller import CalledBy
+from service.api.caller import CalledOnline
 from service.api.context import InContext
 from service.api.relay import PREFIX_BYTES, STREAM, Relay
-from service.db.tables import Model
 from service.endpoints import BY_PATH, ONLINE
 from service.errors import ApiError, BadRequest, NotFound
 from service.requests.body_limits import body_faults
@@ -24,7 +22,7 @@ router = APIRouter(tags=["online"])
 log = structlog.get_logger()
 
 
-async def _answer(request: Request, context: InContext, _caller: CalledBy) -> Response:
+async def _answer(request: Request, context: InContext, _caller: CalledOnline) -> Response:
     """Answer at once, beside batches, on a worker of the model. Add `"stream": true` to get the tokens as they come."""
     path, raw = request.url.path, await request.body()
     check = (_checked, path, raw, context.settings.allow_patterns)
@@ -134,12 +132,9 @@ def _checked(path: str, raw: bytes, allow_patterns: bool) -> dict[str, Any]:
 
 
 async def _check_model(context: InContext, model: str, path: str) -> None:
-    if "\0" not in model:
-        async with context.database.read() as session:
-            row = (await session.scalars(select(Model).where(Model.name == model))).one_or_none()
-        if row is not None:
-            if row.endpoints and path not in row.endpoints:
-                message = f"The model {quoted(model)} does not support {path}."
-                raise BadRequest(message, code="unsupported_endpoint", param="model")
-            return
-    raise NotFound(f"This service has no model {quoted(model)}.", code="model_not_found", param="model")
+    served = None if "\0" in model else await context.endpoints.get(model)
+    if served is None:
+        raise NotFound(f"This service has no model {quoted(model)}.", code="model_not_found", param="model")
+    if served and path not in served:
+        message = f"The model {quoted(model)} does not support {path}."
+        raise BadRequest(message, code="unsupported_endpoint", param="model")

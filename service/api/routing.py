@@ -3,6 +3,7 @@
 Workers with a door say so in their heartbeats (`queue/progress.py`).
 """
 
+import asyncio
 import hashlib
 import math
 import time
@@ -35,6 +36,7 @@ class Routes:
 
     def __init__(self, heartbeat: Heartbeat) -> None:
         self._heartbeat = heartbeat
+        self._looking = asyncio.Lock()
         self._by_model: dict[str, list[Target]] = {}
         self._looked_at = self._heard_at = -math.inf
         self._avoided_until: dict[Target, float] = {}
@@ -42,10 +44,11 @@ class Routes:
 
     async def targets(self, model: str, prefix: bytes) -> list[Target]:
         """Return the workers for a request, the best first. `prefix`: how its prompt begins."""
+        async with self._looking:  # who comes during a look waits for what it finds
+            if time.monotonic() - self._looked_at >= LOOK_S:
+                await self._look()
+                self._looked_at = time.monotonic()
         now = time.monotonic()
-        if now - self._looked_at >= LOOK_S:
-            self._looked_at = now
-            await self._look(now)
         found = self._by_model.get(model, [])
         return ordered(found, prefix, self.load, {each for each, until in self._avoided_until.items() if now < until})
 
@@ -56,7 +59,8 @@ class Routes:
         self._avoided_until[target] = now + AVOIDED_S
         self._looked_at = -math.inf
 
-    async def _look(self, now: float) -> None:
+    async def _look(self) -> None:
+        now = time.monotonic()
         try:
             alive = await self._heartbeat.alive()
         except (RedisError, OSError) as error:

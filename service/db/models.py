@@ -1,8 +1,9 @@
-"""Writes the row of a model, for the planner and for each worker that serves it."""
+"""Writes and reads the row of a model, which the planner and each worker that serves it write."""
 
 import time
 from typing import Any
 
+from sqlalchemy import select
 from sqlalchemy.dialects import postgresql, sqlite
 
 from service.db.sessions import Database
@@ -34,3 +35,10 @@ async def register_model(
                 index_elements=["name"], set_={name: row[name] for name in told if row[name] is not None}
             )
         )
+
+
+async def endpoints_of(database: Database, name: str) -> list[str] | None:
+    """Return what a model of this name serves, no more than a worker has said; None if there is no such model."""
+    async with database.read() as session:
+        row = (await session.scalars(select(Model).where(Model.name == name))).one_or_none()
+    return None if row is None else row.endpoints or []

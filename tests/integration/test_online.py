@@ -13,12 +13,14 @@ from typing import Any
 import httpx
 import openai
 import pytest
-from sqlalchemy import delete
+from sqlalchemy import delete, update
 
-from service.db.tables import DrainedWorker
+from service.api import remembered
+from service.db.tables import DEFAULT_PROJECT, ApiKey, DrainedWorker, Role
 from service.queue.leases import Leases
 from service.queue.progress import Heartbeat
 from service.settings import Settings
+from service.tenants.keys import new_key
 from service.webhooks.secrets import deployment_token
 from service.worker import door as doors
 from service.worker.door import Door
@@ -145,6 +147,13 @@ async def test_a_stream_and_a_whole_answer_come_through(shop: Shop) -> None:
             got = [chunk.choices[0].delta.content async for chunk in stream]
     assert got == [f"{number} " for number in range(PIECES)]
     assert engine.streams[0].closed.is_set()
+
+
+async def test_requests_that_come_at_once_find_the_worker(shop: Shop) -> None:
+    """Those that came during the API's first look at the workers found none."""
+    async with shop.door("w", Teller()):
+        answers = await asyncio.gather(*(shop.post(asked()) for _ in range(8)))
+    assert [each.status_code for each in answers] == [200] * 8
 
 
 async def test_a_client_that_hangs_up_ends_its_request(shop: Shop) -> None:
@@ -315,6 +324,24 @@ async def test_online_requests_need_a_key_where_batches_do(shop: Shop, clock: Cl
             for headers in ({}, {"Authorization": "Bearer bw-unknown"}):
                 assert (await client.post(CHAT, json=asked(), headers=headers)).status_code == 401
     assert not engine.asked
+
+
+async def test_a_revoked_key_ends_within_a_minute(shop: Shop, clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
+    text, row = new_key(DEFAULT_PROJECT, "ana", Role.USER, 0, None)
+    async with shop.house.database.write() as session:
+        session.add(row)
+    with serve(shop.settings.model_copy(update={"auth": "keys"}), clock) as url:
+        async with shop.door("w", Teller()), httpx.AsyncClient(base_url=url) as client:
+            headers = {"Authorization": f"Bearer {text}"}
+            assert (await client.post(CHAT, json=asked(), headers=headers)).status_code == 200
+            async with shop.house.database.write() as session:
+                await session.execute(update(ApiKey).values(revoked_at=1))
+            monkeypatch.setattr(remembered, "AGAIN_S", 0.0)
+
+            async def is_refused() -> bool:
+                return (await client.post(CHAT, json=asked(), headers=headers)).status_code == 401
+
+            await shop.house.until(is_refused)
 
 
 async def test_texts_are_in_no_log(shop: Shop, capfd: pytest.CaptureFixture[str]) -> None:
