@@ -20,6 +20,7 @@ BatchweaveError (engine_ext/errors.py)
     ├── RangeNotSatisfiable 416    invalid_request_error
     ├── QuotaReached        429    rate_limit_error, with Retry-After
     ├── Unavailable         503    server_error, with Retry-After
+    │   └── NotRetried             that clients are told not to retry
     └── StorageFull         507    server_error; clients are told not to retry
 
 Clients retry 408, 409, 429 and 5xx, so a permanent error never uses one of those without `x-should-retry: false`.
@@ -176,3 +177,11 @@ class Unavailable(ApiError):
     @property
     def headers(self) -> dict[str, str]:
         return {"Retry-After": "2"}
+
+
+class NotRetried(Unavailable):
+    """Raised where a client's own retry would change nothing, or do harm."""
+
+    @property
+    def headers(self) -> dict[str, str]:
+        return {"x-should-retry": "false"}

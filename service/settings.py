@@ -72,8 +72,8 @@ class Settings(BaseSettings):
 
     online_host: str | None = Field(
         None,
-        description="address of a worker on which the API reaches it with online requests; default: none, and loopback "
-        "with `up`",
+        description="a worker's own address, on which it takes online requests and which the API must reach; "
+        "default: it takes none (`up`: loopback)",
     )
     online_port: int = Field(0, ge=0, le=65535, description="a worker's port for online requests; 0 takes a free one")
     metrics_host: str = Field("127.0.0.1", description="address on which planner and worker serve /metrics")
@@ -95,7 +95,10 @@ class Settings(BaseSettings):
     )
 
     secret_key: str | None = Field(
-        None, min_length=16, description="encrypts webhook secrets; the same for all roles. Default with SQLite: a file"
+        None,
+        min_length=16,
+        description="encrypts webhook secrets, and shows workers that an online request is the API's; the same for all "
+        "roles. Default with SQLite: a file",
     )
     webhook_private: bool = Field(False, description="allow webhooks to private addresses and without TLS")
 

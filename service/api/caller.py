@@ -85,7 +85,7 @@ async def _caller(caller: Annotated[Caller, Depends(_anyone)]) -> Caller:
 
 
 CalledBy = Annotated[Caller, Depends(_caller)]
-CalledOnline = Annotated[Caller, Depends(_online)]  # whom the database need not know this minute
+CalledOnline = Annotated[Caller, Depends(_online)]  # as the database knew the caller at most a minute ago
 
 
 async def _admin(caller: CalledBy) -> Caller:

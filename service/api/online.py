@@ -1,6 +1,8 @@
-"""/v1/chat/completions and /v1/completions for clients that wait: relayed to a worker, streamed or whole."""
+"""/v1/chat/completions and the like for clients that wait: relayed to a worker, streamed or whole."""
 
 import asyncio
+import time
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -12,24 +14,27 @@ from service.api.caller import CalledOnline
 from service.api.context import InContext
 from service.api.relay import PREFIX_BYTES, STREAM, Relay
 from service.endpoints import BY_PATH, ONLINE
-from service.errors import ApiError, BadRequest, NotFound
+from service.errors import ApiError, BadRequest, NotFound, Unavailable
+from service.metrics.counters import ONLINE_FIRST_TOKEN, ONLINE_REQUESTS
 from service.requests.body_limits import body_faults
-from service.requests.lines import MAX_BRACKETS, MAX_NESTING, nesting, quoted
+from service.requests.lines import nesting_fault, quoted
 
 LARGE_BYTES = 64 * 1024  # a larger body is checked in a thread, so that streams go on
-LOST = ApiError("The worker was lost while it answered. Send the request again.", code="worker_lost")
+LOST_CODE = "worker_lost"
+LOST = ApiError("The worker was lost while it answered. Send the request again.", code=LOST_CODE).body()
+CLIENT_LEFT = 499  # as in nginx: for the metrics, since nobody reads it
 router = APIRouter(tags=["online"])
 log = structlog.get_logger()
 
 
 async def _answer(request: Request, context: InContext, _caller: CalledOnline) -> Response:
-    """Answer at once, beside batches, on a worker of the model. Add `"stream": true` to get the tokens as they come."""
+    """Answer one request at once, while batches run."""
     path, raw = request.url.path, await request.body()
-    check = (_checked, path, raw, context.settings.allow_patterns)
-    body = await asyncio.to_thread(*check) if len(raw) > LARGE_BYTES else _checked(*check[1:])
+    check = partial(_checked, path, raw, context.settings.allow_patterns)
+    body = await asyncio.to_thread(check) if len(raw) > LARGE_BYTES else check()
     model: str = body["model"]
     await _check_model(context, model, path)
-    prompt = body["messages"] if "messages" in body else body["prompt"]
+    prompt = next(body[name] for name in ("messages", "prompt", "input") if name in BY_PATH[path].required)
     prefix = msgspec.json.encode(prompt)[:PREFIX_BYTES]
     return OnlineResponse(context.relay, path, model, prefix, raw, request.state.request_id)
 
@@ -44,31 +49,49 @@ class OnlineResponse(Response):
         super().__init__()
         self._relay = relay
         self._about = (path, model, prefix, raw, request_id)
+        self._is_started = False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        tasks = asyncio.create_task(self._send(send)), asyncio.create_task(_until_gone(receive))
+        sending, leaving = asyncio.create_task(self._send(send)), asyncio.create_task(_until_gone(receive))
         try:
-            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait({sending, leaving}, return_when=asyncio.FIRST_COMPLETED)
         finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.wait(tasks)
-        if not tasks[0].cancelled():
-            tasks[0].result()
+            sending.cancel()
+            leaving.cancel()
+            await asyncio.wait({sending, leaving})
+        model = self._about[1]
+        if sending.cancelled():
+            ONLINE_REQUESTS.labels(model, "client_left").inc()
+            if not self._is_started:  # nobody reads it; it says in the metrics that the service did not fail
+                await send({"type": "http.response.start", "status": CLIENT_LEFT, "headers": []})
+            return
+        error = sending.exception()
+        outcome = error.code if isinstance(error, Unavailable) else "failed" if error else sending.result()
+        ONLINE_REQUESTS.labels(model, outcome).inc()
+        if error is not None:
+            raise error
 
-    async def _send(self, send: Send) -> None:
+    async def _send(self, send: Send) -> str:
+        """Send the answer as it comes, and return what came of the request."""
+        began = time.perf_counter()
         async with self._relay.ask(*self._about) as relayed:
             kind = STREAM if relayed.streams else "application/json"
             headers = [(b"content-type", kind.encode()), (b"cache-control", b"no-cache"), (b"x-accel-buffering", b"no")]
+            self._is_started = True
             await send({"type": "http.response.start", "status": relayed.status, "headers": headers})
+            if relayed.streams:
+                ONLINE_FIRST_TOKEN.labels(self._about[1]).observe(time.perf_counter() - began)
+            outcome = "answered" if relayed.status < 400 else "refused" if relayed.status < 500 else "failed"
             try:
                 async for piece in relayed.body:
                     await send({"type": "http.response.body", "body": piece, "more_body": True})
             except ConnectionError as error:
+                outcome = LOST_CODE
                 log.warning("a worker was lost while it answered", error=str(error))
-                event = b"data: " + msgspec.json.encode(LOST.body()) + b"\n\n"
+                event = b"data: " + msgspec.json.encode(LOST) + b"\n\n"
                 await send({"type": "http.response.body", "body": event, "more_body": True})
             await send({"type": "http.response.body"})
+            return outcome
 
 
 async def _until_gone(receive: Receive) -> None:
@@ -78,16 +101,13 @@ async def _until_gone(receive: Receive) -> None:
 
 def _described(path: str) -> dict[str, Any]:
     """Return what openapi.yaml says of a path's body, which only the engine knows whole."""
-    prompts = {
-        "messages": {"type": "array", "items": {"type": "object"}, "minItems": 1},
-        "prompt": {"anyOf": [{"type": "string"}, {"type": "array", "items": {}}]},
-    }
+    text_or_list = {"anyOf": [{"type": "string"}, {"type": "array", "items": {}}]}
+    messages = {"type": "array", "items": {"type": "object"}, "minItems": 1}
+    prompts = {"messages": messages, "prompt": text_or_list, "input": text_or_list}
     required = BY_PATH[path].required
-    properties = {
-        "model": {"type": "string"},
-        "stream": {"type": "boolean", "description": "Whether to send the answer as server-sent events"},
-        **{name: prompts[name] for name in required if name in prompts},
-    }
+    properties = {"model": {"type": "string"}, **{name: prompts[name] for name in required if name in prompts}}
+    if BY_PATH[path].streams:
+        properties["stream"] = {"type": "boolean", "description": "Whether to send the answer as server-sent events"}
     schema = {
         "type": "object",
         "description": "As in OpenAI's API; see docs/api.md",
@@ -97,7 +117,14 @@ def _described(path: str) -> dict[str, Any]:
     return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}
 
 
-_STREAMED = {200: {"content": {"application/json": {"schema": {}}, STREAM: {"schema": {"type": "string"}}}}}
+def _answers(path: str) -> dict[int | str, dict[str, Any]]:
+    """Return what openapi.yaml says of a path's responses."""
+    content: dict[str, Any] = {"application/json": {"schema": {}}}
+    if BY_PATH[path].streams:
+        content[STREAM] = {"schema": {"type": "string"}}
+    return {200: {"content": content}, 503: {"description": "No worker answers: see docs/api.md"}}
+
+
 for each in ONLINE:
     name = each.removeprefix("/v1/")
     router.add_api_route(
@@ -107,16 +134,14 @@ for each in ONLINE:
         name=name,
         summary=f"Create {name.replace('/', ' ')}",
         openapi_extra=_described(each),
-        responses={**_STREAMED},
+        responses=_answers(each),
     )
 
 
 def _checked(path: str, raw: bytes, allow_patterns: bool) -> dict[str, Any]:
     """Return the body of a request that may go to an engine. Raises BadRequest."""
-    brackets, depth = nesting(raw)
-    if depth > MAX_NESTING or brackets > MAX_BRACKETS:
-        message = f"The body is nested more than {MAX_NESTING} levels deep, or has more than {MAX_BRACKETS} brackets."
-        raise BadRequest(message, code="invalid_json")
+    if reason := nesting_fault(raw):
+        raise BadRequest(f"The body {reason}.", code="invalid_json")
     try:
         body = msgspec.json.decode(raw, type=dict[str, Any])
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
@@ -126,6 +151,8 @@ def _checked(path: str, raw: bytes, allow_patterns: bool) -> dict[str, Any]:
             raise BadRequest(f"{name!r} is missing or empty.", code="missing_required_parameter", param=name)
     if not isinstance(body["model"], str):
         raise BadRequest("'model' must be a string.", code="invalid_request", param="model")
+    if body.get("stream") and not BY_PATH[path].streams:
+        raise BadRequest(f"{path} cannot stream yet: remove 'stream'.", code="streaming_unsupported", param="stream")
     for param, reason in body_faults(body, allow_patterns):
         raise BadRequest(f"{param!r} {reason}.", code="invalid_request", param=param)
     return body

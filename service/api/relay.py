@@ -1,14 +1,16 @@
 """Sends an online request to a worker, and hands its answer back as it comes."""
 
+import socket
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import aiohttp
 import structlog
 
 from service.api.routing import Routes, Target
-from service.errors import Unavailable
+from service.errors import NotRetried, Unavailable
 
 CONNECT_S = 2.0
 TRIES = 4  # workers that are tried, the last ones only if those before did not even get the request
@@ -16,6 +18,12 @@ RUNS = 2  # workers that may run the request
 PREFIX_BYTES = 1024  # of a prompt, by which it is routed
 STREAM = "text/event-stream"
 LOST = (aiohttp.ClientError, OSError, TimeoutError)  # how a connection to a worker fails
+KEEPALIVE = {
+    socket.TCP_KEEPIDLE: 10,
+    socket.TCP_KEEPINTVL: 5,
+    socket.TCP_KEEPCNT: 3,
+    socket.TCP_USER_TIMEOUT: 25_000,  # milliseconds, for what was sent
+}
 END = b"\n\n"  # of a server-sent event
 log = structlog.get_logger()
 
@@ -53,7 +61,8 @@ class Relay:
         Leaving the block ends the request. Raises Unavailable if no worker answers.
         """
         if self._token is None:
-            raise NotShared()
+            message = "Online requests need BATCHWEAVE_SECRET_KEY, set to the same value for the API and all workers."
+            raise NotRetried(message, code="online_not_configured")
         failures: dict[Target, _NotAnswered] = {}
         while len(failures) < TRIES and sum(each.ran for each in failures.values()) < RUNS:
             targets = [each for each in await self._routes.targets(model, prefix) if each not in failures]
@@ -74,18 +83,22 @@ class Relay:
             finally:
                 self._routes.load[target.name] -= 1
         if not failures:
-            message = f"No worker answers online requests for {model!r} now. Try again later, or send them as a batch."
+            message = f"No worker of {model!r} takes online requests now. Try again later, or send them as a batch."
             raise Unavailable(message, code="no_worker")
         reasons = {target.name: str(failure) for target, failure in failures.items()}
         log.warning("no worker answered an online request", model=model, reasons=reasons)
+        if sum(each.ran for each in failures.values()) >= RUNS:
+            message = f"{RUNS} workers were lost while they ran this request, which may be the reason."
+            raise NotRetried(message, code="worker_lost")
         raise Unavailable("All workers that could answer are busy or not responding. Try again.", code="overloaded")
 
     async def _post(self, target: Target, path: str, body: bytes, request_id: str) -> aiohttp.ClientResponse:
         """Return the worker's response. Raises _NotAnswered if there is none, or the worker takes no requests."""
         if self._session is None:
             # How many requests run is for the workers to say. Between two tokens there may be any time.
+            connector = aiohttp.TCPConnector(limit=0, socket_factory=_socket)
             limits = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S)
-            self._session = aiohttp.ClientSession(timeout=limits, connector=aiohttp.TCPConnector(limit=0))
+            self._session = aiohttp.ClientSession(timeout=limits, connector=connector)
         headers = {
             "Authorization": f"Bearer {self._token}",
             "Content-Type": "application/json",
@@ -98,7 +111,7 @@ class Relay:
         except LOST as error:
             self._routes.avoid(target)
             raise _NotAnswered(repr(error), ran=not isinstance(error, aiohttp.ClientConnectorError)) from error
-        if response.status in (401, 503):
+        if response.status in (401, 503) or response.content_type not in (STREAM, "application/json"):
             response.close()
             raise _NotAnswered(f"status {response.status}", ran=False)
         return response
@@ -112,16 +125,14 @@ class _NotAnswered(Exception):
         self.ran = ran
 
 
-class NotShared(Unavailable):
-    """Raised when the API and its workers share no key; only an operator can change that."""
-
-    def __init__(self) -> None:
-        message = "Online requests need BATCHWEAVE_SECRET_KEY, set to the same value for the API and all workers."
-        super().__init__(message, code="online_not_configured")
-
-    @property
-    def headers(self) -> dict[str, str]:
-        return {"x-should-retry": "false"}
+def _socket(address: Any) -> socket.socket:
+    """Return a socket that notices within half a minute that the other machine is gone."""
+    made = socket.socket(*address[:3])
+    made.setblocking(False)
+    made.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for option, value in KEEPALIVE.items():
+        made.setsockopt(socket.IPPROTO_TCP, option, value)
+    return made
 
 
 async def _relayed(response: aiohttp.ClientResponse) -> Relayed:

@@ -23,6 +23,7 @@ class WorkerObject(BaseModel):
     state: WorkerState
     slices: int
     requests: int
+    online_requests: int | None = None  # null: it takes none
     started_at: int
     seen_at: int
     starting_s: float | None = None  # how long its engine has been starting
@@ -47,6 +48,7 @@ class WorkerObject(BaseModel):
             step_age_s=state.get("step_age_s", 0.0),
             slices=state["slices"],
             requests=state["requests"],
+            online_requests=state.get("online_requests"),
             started_at=state.get("started_at", 0),
             seen_at=state.get("seen_at", 0),
             steps_per_second=state.get("steps_per_second"),
@@ -77,7 +79,7 @@ class WorkerObject(BaseModel):
 def _worker_state(state: dict[str, Any], is_drained: bool) -> WorkerState:
     if state.get("step_age_s", 0.0) > STALLED_S:
         return "stalled"
-    return "draining" if is_drained else "working" if state["slices"] else "idle"
+    return "draining" if is_drained else "working" if state["slices"] or state.get("online_requests") else "idle"
 
 
 class WorkerResumed(BaseModel):

@@ -25,7 +25,7 @@ from service.cli.start import (
 )
 from service.db.clock import SharedClock
 from service.db.sessions import Database
-from service.errors import CostsError
+from service.errors import CostsError, StartError
 from service.estimates.model_costs import check_model
 from service.metrics.counters import serve
 from service.metrics.tracing import send_traces
@@ -50,7 +50,6 @@ def up(
     - `batchweave up`
     - `batchweave up --model Qwen/Qwen2.5-7B-Instruct --data-dir /srv/batchweave --port 9000`
     """
-    from service.errors import StartError
     from service.up.supervisor import Supervisor
 
     settings = settings_of(model=model, model_name=model_name, data_dir=data_dir, host=host, port=port)
@@ -122,7 +121,12 @@ def planner(model: ModelOption = None, model_name: NameOption = None) -> None:
 
 
 def worker(model: ModelOption = None, model_name: NameOption = None) -> None:
-    """Run one worker, which leases slices and runs them on an engine; needs `pip install 'batchweave[engine]'`."""
+    """Run one worker, which runs slices on an engine; needs `pip install 'batchweave[engine]'`.
+
+    With BATCHWEAVE_ONLINE_HOST, its address, it also answers online requests. Example:
+
+    - `BATCHWEAVE_DATABASE_URL=postgresql://… BATCHWEAVE_ONLINE_HOST=10.0.0.7 batchweave worker --model …`
+    """
     from service.db.models import register_model
     from service.metrics.engine import EngineMetrics
     from service.queue.progress import Starting
@@ -162,6 +166,8 @@ def worker(model: ModelOption = None, model_name: NameOption = None) -> None:
 
     try:
         asyncio.run(_role(settings, main))
+    except StartError as error:
+        fail(str(error))
     finally:
         engine.close()
 

@@ -97,11 +97,8 @@ class LineChecker:
             raw.decode()
         except UnicodeDecodeError as error:
             raise Fault("invalid_encoding", f"The line is not UTF-8 at byte {error.start + 1}.") from error
-        brackets, depth = nesting(raw)
-        if depth > MAX_NESTING:
-            raise Fault("invalid_json_line", f"The line is nested more than {MAX_NESTING} levels deep.")
-        if brackets > MAX_BRACKETS:
-            raise Fault("invalid_json_line", f"The line has more than {MAX_BRACKETS} brackets outside its strings.")
+        if reason := nesting_fault(raw):
+            raise Fault("invalid_json_line", f"The line {reason}.")
         try:
             return _decoder.decode(raw)
         except (msgspec.DecodeError, RecursionError) as error:
@@ -141,6 +138,14 @@ class LineChecker:
             first = f"{quoted(self.model)} on line {self.model_line}"
             message = f"model {quoted(model)} differs from {first}: a batch can use only one model."
             yield Fault("model_mismatch", message, "body.model")
+
+
+def nesting_fault(raw: bytes) -> str | None:
+    """Return why JSON is too deep or has too many values to be parsed, or None."""
+    brackets, depth = nesting(raw)
+    if depth > MAX_NESTING:
+        return f"is nested more than {MAX_NESTING} levels deep"
+    return f"has more than {MAX_BRACKETS} brackets outside its strings" if brackets > MAX_BRACKETS else None
 
 
 def nesting(raw: bytes) -> tuple[int, int]:

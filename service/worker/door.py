@@ -19,6 +19,7 @@ from service.worker.slice_run import EngineAnswer
 REQUEST_ID = "X-Request-Id"
 STALLED_S = 60.0  # for which the API may read nothing of a stream before the request is aborted
 MOST = 1024  # online requests at once; the API tries another worker, or tells the client to try later
+FAILED = "The engine failed on this request."
 ENDS_S = 1.0  # for connections to close at a stop
 log = structlog.get_logger()
 _ID = re.compile(r"req_[0-9a-f]{32}")
@@ -100,16 +101,22 @@ class Door:
         with structlog.contextvars.bound_contextvars(request_id=request_id):
             # The answer's id is the request's, so that the logs of the API and the worker can be joined.
             rid = BY_PATH[request.path].id_prefix + request_id.removeprefix("req_")
-            found = await self._engine.serve(request.path, body, rid)
+            try:
+                found = await self._engine.serve(request.path, body, rid)
+            except Exception as error:  # its text may quote the prompt
+                log.error("the engine failed on an online request", error=type(error).__name__)
+                return _refuse(500, FAILED, "engine_failed")
             if isinstance(found, Events):
                 return await self._stream(request, found)
+            if found.aborted:
+                return _refuse(500, FAILED, "engine_failed")
             return web.Response(body=found.body, status=found.status_code, content_type="application/json")
 
     async def _stream(self, request: web.Request, events: Events) -> web.StreamResponse:
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
         try:
             await response.prepare(request)
-            async for event in events:
+            async for event in _until_failure(events):
                 async with asyncio.timeout(STALLED_S):
                     await response.write(event)
             await response.write_eof()
@@ -122,7 +129,20 @@ class Door:
         return response
 
 
+async def _until_failure(events: Events) -> AsyncIterator[bytes]:
+    """Yield the events, and one that says so if the engine fails."""
+    try:
+        async for event in events:
+            yield event
+    except Exception as error:
+        log.error("the engine failed on an online request", error=type(error).__name__)
+        yield b"data: " + msgspec.json.encode(_error(FAILED, "server_error", "engine_failed")) + b"\n\n"
+
+
+def _error(message: str, kind: str, code: str) -> dict[str, Any]:
+    return {"error": {"message": message, "type": kind, "param": None, "code": code}}
+
+
 def _refuse(status: int, message: str, code: str) -> web.Response:
     kind = "server_error" if status >= 500 else "invalid_request_error"
-    error = {"error": {"message": message, "type": kind, "param": None, "code": code}}
-    return web.json_response(error, status=status)
+    return web.json_response(_error(message, kind, code), status=status)

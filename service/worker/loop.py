@@ -18,6 +18,7 @@ from sqlalchemy.exc import SQLAlchemyError
 
 from service.db.sessions import Database
 from service.db.tables import Batch, BatchStatus, DrainedWorker
+from service.errors import StartError
 from service.estimates.model_costs import measured_overlap, planning_costs
 from service.estimates.slo_file import read_slo_file
 from service.metrics.counters import LOOP_LAG, SLICES
@@ -150,9 +151,7 @@ class Worker:
         left = await self._leases.give_back_leftovers()
         if left:
             log.info("gave back the slices of an earlier process with this name", slices=left)
-        if self._door is not None and self._settings.online_host is not None:
-            self._address = await self._door.open(self._settings.online_host, self._settings.online_port)
-            log.info("answers online requests", address=self._address)
+        await self._open_door()
         ended = asyncio.Event()
         others = [
             asyncio.create_task(self._repeat(self._renew, self._settings.lease_s / 3, ended)),
@@ -182,6 +181,19 @@ class Worker:
             if late:
                 await asyncio.wait(late, timeout=LATE_S)
         await self._give_back(held)
+
+    async def _open_door(self) -> None:
+        """Take online requests, if the settings say so. Raises StartError."""
+        host, port = self._settings.online_host, self._settings.online_port
+        if self._door is None or host is None:
+            log.info("takes no online requests; BATCHWEAVE_ONLINE_HOST says where it would")
+            return
+        try:
+            self._address = await self._door.open(host, port)
+        except OSError as error:
+            message = f"BATCHWEAVE_ONLINE_HOST {host}, BATCHWEAVE_ONLINE_PORT {port}: {error}"
+            raise StartError(f"{message}. Name an address of this machine and a free port.") from error
+        log.info("takes online requests", address=self._address)
 
     def _against_online(self) -> str | None:
         """Return why the worker takes no online request now, or None."""
@@ -364,6 +376,7 @@ class Worker:
             "pid": os.getpid(),
             "machine": self._machine,
             "online": self._address,
+            "online_requests": None if self._door is None else self._door.in_flight,
             "started_at": self._started_at,
             "seen_at": int(self._clock()),
             "step_age_s": round(self._engine.step_age_s, 1),

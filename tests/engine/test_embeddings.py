@@ -83,3 +83,21 @@ def test_an_aborted_embedding_is_no_answer(embedder: RealEngine) -> None:
         assert (await asyncio.wait_for(task, 60))["aborted"]
 
     embedder.do(run())
+
+
+def test_an_online_embedding_is_that_of_a_batch_and_ends_when_nobody_waits(embedder: RealEngine) -> None:
+    async def run() -> None:
+        body = {"model": NAME, "input": "The sea is blue."}
+        online = await embedder.host.serve("/v1/embeddings", body, "embd-online")
+        of_batch = await ask(embedder, "/v1/embeddings", {"input": "The sea is blue."})
+        assert json.loads(online.body)["data"] == of_batch["data"]
+        long = [f"{n} " + "word " * 2000 for n in range(60)]
+        task = asyncio.create_task(embedder.host.serve("/v1/embeddings", {**body, "input": long}, "embd-left"))
+        await asyncio.sleep(0.5)
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        assert task.cancelled()
+        assert embedder.host.step_age_s == 0.0, "nothing counts as in flight"
+        assert (await ask(embedder, "/v1/embeddings", {"input": "x"}))["status_code"] == 200
+
+    embedder.do(run())

@@ -1,12 +1,12 @@
 """Online requests through the API and a worker's door, over real sockets; the engine behind the door is scripted.
 
-tests/engine/test_serving.py has the real engine.
+tests/engine/test_sglang.py has the real engine.
 """
 
 import asyncio
 import json
 from collections.abc import AsyncGenerator, AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -67,6 +67,8 @@ class Teller:
     """Stands in for an engine, where SGLang cannot be made to stop at a chosen moment."""
 
     waits: bool = False  # and never begins to answer
+    fails: bool = False
+    aborts: bool = False
     stops_after: int | None = None
     asked: list[str] = field(default_factory=list[str])  # rids
     began: asyncio.Event = field(default_factory=asyncio.Event)
@@ -81,10 +83,12 @@ class Teller:
                 await asyncio.Event().wait()
             finally:
                 self.cancelled.set()
+        if self.fails:
+            raise RuntimeError(f"cannot serve {body}")
         if body.get("stream"):
             self.streams.append(ScriptedStream(self.stops_after))
             return self.streams[-1]
-        return ScriptedAnswer(200, json.dumps({"id": rid, "choices": []}).encode())
+        return ScriptedAnswer(200, json.dumps({"id": rid, "choices": []}).encode(), aborted=self.aborts)
 
 
 @dataclass
@@ -168,6 +172,11 @@ async def test_a_client_that_hangs_up_ends_its_request(shop: Shop) -> None:
                 await (engine.cancelled if engine.waits else engine.streams[0].closed).wait()
                 while door.in_flight:
                     await asyncio.sleep(0.01)
+    async with httpx.AsyncClient(base_url=shop.url) as client:
+        figures = (await client.get("/metrics")).text
+    left = f'batchweave_online_requests_total{{model="{MODEL}",outcome="client_left"}}'
+    assert left in figures
+    assert 'route="/v1/chat/completions",status="499"' in figures
 
 
 async def _read(shop: Shop, body: dict[str, Any]) -> None:
@@ -202,6 +211,36 @@ async def test_a_stream_whose_worker_is_lost_ends_with_an_error(shop: Shop) -> N
         with pytest.raises(openai.APIError, match="lost while it answered"):
             await anext(stream)
     assert got == ["0 ", "1 "]
+
+
+async def test_a_request_that_two_workers_did_not_survive_is_not_tried_again(shop: Shop) -> None:
+    engines = [Teller(waits=True) for _ in range(3)]
+    async with AsyncExitStack() as stack:
+        doors = [await stack.enter_async_context(shop.door(f"w{n}", each)) for n, each in enumerate(engines)]
+        task = asyncio.create_task(shop.post(asked()))
+        left = dict(zip(doors, engines, strict=True))
+        async with asyncio.timeout(30):
+            while not task.done():
+                for door, engine in list(left.items()):
+                    if engine.began.is_set():
+                        del left[door]
+                        await door.close(0)
+                await asyncio.sleep(0.01)
+    assert len(left) == 1, "two ran it"
+    answer = task.result()
+    assert (answer.status_code, answer.json()["error"]["code"]) == (503, "worker_lost")
+    assert answer.headers["x-should-retry"] == "false"
+
+
+@pytest.mark.parametrize("engine", [Teller(fails=True), Teller(aborts=True)])
+async def test_an_engine_that_fails_is_said_without_the_text(
+    shop: Shop, engine: Teller, capfd: pytest.CaptureFixture[str]
+) -> None:
+    async with shop.door("w", engine):
+        answer = await shop.post(asked())
+    assert (answer.status_code, answer.json()["error"]["code"]) == (500, "engine_failed")
+    said = capfd.readouterr()
+    assert "private" not in answer.text + said.out + said.err
 
 
 async def test_who_takes_no_requests_is_passed_over(shop: Shop) -> None:

@@ -123,7 +123,7 @@ class Endpoints:
             return "input", "must not be empty"
         for name in ("background", "stream", "previous_response_id"):
             if getattr(request, name, None):
-                return name, "not supported in a batch"
+                return name, "not supported"
         return None
 
     def _prompts_fault(self, name: str, items: Iterable[Any]) -> Fault | None:
@@ -179,9 +179,7 @@ def _plain(found: Any) -> dict[str, Any]:
 
 
 def _overridden(request: Any) -> Fault | None:
-    return next(
-        ((name, "not supported in a batch") for name in OVERRIDES if getattr(request, name, None) is not None), None
-    )
+    return next(((name, "not supported") for name in OVERRIDES if getattr(request, name, None) is not None), None)
 
 
 def _is_ids(item: Any) -> TypeGuard[list[int]]:

@@ -34,7 +34,7 @@ from engine_ext.plugin.worker import guard, overlap
 from engine_ext.plugin.worker.calibration_load import measure_steps, time_blend
 from engine_ext.plugin.worker.endpoints import Endpoints, Served
 from engine_ext.plugin.worker.forking import ForkingEngine
-from engine_ext.plugin.worker.marked import Told
+from engine_ext.plugin.worker.marked import ONLINE, Told
 from engine_ext.plugin.worker.shutdown import shut_down
 
 STEP_LIMIT_S = 60.0
@@ -44,7 +44,6 @@ RESERVED_FIELDS = frozenset(
     | {"bootstrap_port", "bootstrap_room", "routed_dp_rank", "data_parallel_rank", "disagg_prefill_dp_rank"}
 )
 STREAM_FIELDS = frozenset({"stream", "stream_options"})  # of these, online requests may set
-ONLINE = ""  # the kind of online requests, which is no kind of a batch
 
 # SGLang's wheel on a CPU: bfloat16 GEMM gives each row the same bits whatever the batch around it (float32 does not,
 # below four rows). A single thread keeps it that way, and leaves the machine usable.
@@ -244,6 +243,8 @@ class EngineHost:
         early when this call is cancelled or its stream is closed. It answers bad requests with 4xx.
         """
         fields = {key: value for key, value in body.items() if key not in RESERVED_FIELDS - STREAM_FIELDS}
+        if endpoint in self._others:
+            return await self._run_other(self._others[endpoint], fields, Told(rid, ONLINE))
         request = self._read(endpoint, fields, rid)
         if isinstance(request, Answer):
             return request
@@ -310,7 +311,7 @@ class EngineHost:
             fault = guard.fault(request, self._vocab_size) or endpoint.fault(request)
             if fault is not None:
                 return Answer(400, _error_body(f"{fault[0]}: {fault[1]}", fault[0]))
-            with self._in_flight(known):
+            with self._in_flight(known), self._aborting(known):
                 found = await endpoint.ask(request, known)
         except Exception as error:  # an error before SGLang has sent the request is the request's own fault
             if known.sent:
@@ -335,6 +336,15 @@ class EngineHost:
             del self._told[known.rid]
             if not self._told:
                 self._busy_since = None
+
+    @contextmanager
+    def _aborting(self, known: Told) -> Generator[None, None, None]:
+        """Abort the request if the task that waits for it in the block is cancelled."""
+        try:
+            yield
+        except asyncio.CancelledError:
+            self.abort(known.rid)
+            raise
 
     def measure_steps(self, steps: Path) -> AsyncIterator[str]:
         """Run steps of all kinds under SGLang's own scheduling, and yield a description before each part.

@@ -1,7 +1,7 @@
 """Wraps SGLang's tokenizer manager for those of its serving classes that neither name nor mark their requests.
 
-Each request gets an rid, by which it can be aborted, and the mark of its kind. What SGLang reports when it ends is
-kept.
+Each request gets an rid, by which it can be aborted, and the mark of its kind if it is a batch's. What SGLang reports
+when it ends is kept.
 """
 
 import math
@@ -18,7 +18,10 @@ from engine_ext.plugin.marks import marks
 
 @dataclass(slots=True)
 class Told:
-    """What is known of one request while it runs; SGLang splits it into `parts` requests (0: it runs as one)."""
+    """What is known of one request while it runs; SGLang splits it into `parts` requests (0: it runs as one).
+
+    `kind`: see `EngineHost.run`; ONLINE for an online request, which gets no mark.
+    """
 
     rid: str
     kind: str
@@ -32,6 +35,7 @@ class Told:
     lengths: str = ""
 
 
+ONLINE = ""  # the kind of online requests, which is no kind of a batch
 told: ContextVar[Told] = ContextVar("told")
 
 
@@ -51,11 +55,15 @@ class MarkedManager(TokenizerManagerScoreMixin):
         named = known.parts and isinstance(obj, EmbeddingReqInput)
         obj.rid = [f"{known.rid}_{part}" for part in range(known.parts)] if named else known.rid
         parameters: Any = obj.sampling_params or {}
-        obj.sampling_params = {**parameters, "custom_params": marks(known.kind, known.due, known.lengths)}
+        obj.sampling_params = {**parameters, "custom_params": _marks(known)}
         async for found in self._manager.generate_request(obj, request):
             for each in found if isinstance(found, list) else [found]:
                 _note(known, each["meta_info"])
             yield found
+
+
+def _marks(known: Told) -> dict[str, Any] | None:
+    return marks(known.kind, known.due, known.lengths) if known.kind else None
 
 
 def _note(known: Told, meta: dict[str, Any]) -> None:
