@@ -25,7 +25,7 @@ from service.api.remembered import Remembered
 from service.api.routing import Routes
 from service.dashboard import add_dashboard, error_page, is_page, wrong_form
 from service.db.clock import SYNC_S, SharedClock
-from service.db.models import endpoints_of
+from service.db.models import served_of
 from service.db.sessions import Database
 from service.errors import ApiError, BadRequest, MethodNotAllowed, NotFound, PayloadTooLarge, Unavailable
 from service.estimates.serving import ServingCache
@@ -65,9 +65,9 @@ def create_app(settings: Settings, clock: Callable[[], float] | None = None) -> 
         seal = Seal(sealing_key(settings))
         relay = Relay(Routes(Heartbeat(redis)), deployment_token(settings))
         callers = Remembered(partial(find_caller, database, now))
-        endpoints = Remembered(partial(endpoints_of, database))
+        served = Remembered(partial(served_of, database))
         parts = (database, storage, redis, settings, now, early, progress, serving_cache, bell, seal)
-        app.state.context = Context(*parts, relay, callers, endpoints)
+        app.state.context = Context(*parts, relay, callers, served)
         yield
         await relay.close()
         keeping.cancel()

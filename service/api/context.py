@@ -9,6 +9,7 @@ from redis.asyncio import Redis
 
 from service.api.relay import Relay
 from service.api.remembered import Remembered
+from service.db.models import Served
 from service.db.sessions import Database
 from service.estimates.serving import ServingCache
 from service.objects.early_results import EarlyResults
@@ -34,7 +35,7 @@ class Context:
     seal: Seal
     relay: Relay
     callers: Remembered[str | None, Caller]  # by API key
-    endpoints: Remembered[str, list[str]]  # by model
+    served: Remembered[str, Served]  # by model
 
     @property
     def heartbeat(self) -> Heartbeat:

@@ -3,11 +3,12 @@
 import asyncio
 import time
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import structlog
 from fastapi import APIRouter, Request, Response
+from starlette.requests import ClientDisconnect
 from starlette.types import Receive, Scope, Send
 
 from service.api.caller import CalledOnline
@@ -23,20 +24,31 @@ LARGE_BYTES = 64 * 1024  # a larger body is checked in a thread, so that streams
 LOST_CODE = "worker_lost"
 LOST = ApiError("The worker was lost while it answered. Send the request again.", code=LOST_CODE).body()
 CLIENT_LEFT = 499  # as in nginx: for the metrics, since nobody reads it
+MOST_TOKEN_BYTES = 64  # nearly all tokens are at most this long
+PROMPTS = ("messages", "prompt", "input")
 router = APIRouter(tags=["online"])
 log = structlog.get_logger()
 
 
 async def _answer(request: Request, context: InContext, _caller: CalledOnline) -> Response:
     """Answer one request at once, while batches run."""
-    path, raw = request.url.path, await request.body()
+    path = request.url.path
+    try:
+        raw = await request.body()
+    except ClientDisconnect:
+        return Response(status_code=CLIENT_LEFT)
     check = partial(_checked, path, raw, context.settings.allow_patterns)
-    body = await asyncio.to_thread(check) if len(raw) > LARGE_BYTES else check()
-    model: str = body["model"]
-    await _check_model(context, model, path)
-    prompt = next(body[name] for name in ("messages", "prompt", "input") if name in BY_PATH[path].required)
-    prefix = msgspec.json.encode(prompt)[:PREFIX_BYTES]
-    return OnlineResponse(context.relay, path, model, prefix, raw, request.state.request_id)
+    asked = await asyncio.to_thread(check) if len(raw) > LARGE_BYTES else check()
+    await _check_model(context, asked, path)
+    return OnlineResponse(context.relay, path, asked.model, asked.prefix, raw, request.state.request_id)
+
+
+class Asked(NamedTuple):
+    """What a body asks for: its model, how the prompt begins, and the bytes of its text without media."""
+
+    model: str
+    prefix: bytes
+    text_bytes: int
 
 
 class OnlineResponse(Response):
@@ -138,8 +150,8 @@ for each in ONLINE:
     )
 
 
-def _checked(path: str, raw: bytes, allow_patterns: bool) -> dict[str, Any]:
-    """Return the body of a request that may go to an engine. Raises BadRequest."""
+def _checked(path: str, raw: bytes, allow_patterns: bool) -> Asked:
+    """Check the body of a request before it goes to an engine. Raises BadRequest."""
     if reason := nesting_fault(raw):
         raise BadRequest(f"The body {reason}.", code="invalid_json")
     try:
@@ -155,13 +167,28 @@ def _checked(path: str, raw: bytes, allow_patterns: bool) -> dict[str, Any]:
         raise BadRequest(f"{path} cannot stream yet: remove 'stream'.", code="streaming_unsupported", param="stream")
     for param, reason in body_faults(body, allow_patterns):
         raise BadRequest(f"{param!r} {reason}.", code="invalid_request", param=param)
-    return body
+    prompt = next(body[name] for name in PROMPTS if name in BY_PATH[path].required)
+    begins = prompt[:PREFIX_BYTES].encode(errors="replace") if isinstance(prompt, str) else msgspec.json.encode(prompt)
+    return Asked(body["model"], begins[:PREFIX_BYTES], _text_bytes(prompt))
 
 
-async def _check_model(context: InContext, model: str, path: str) -> None:
-    served = None if "\0" in model else await context.endpoints.get(model)
+def _text_bytes(value: Any) -> int:
+    """Return the UTF-8 bytes of all text in a prompt, without media that it brings along."""
+    if isinstance(value, str):
+        return 0 if value.startswith("data:") else len(value.encode(errors="replace"))
+    parts = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    return sum(map(_text_bytes, parts))
+
+
+async def _check_model(context: InContext, asked: Asked, path: str) -> None:
+    model = asked.model
+    served = None if "\0" in model else await context.served.get(model)
     if served is None:
         raise NotFound(f"This service has no model {quoted(model)}.", code="model_not_found", param="model")
-    if served and path not in served:
+    if served.endpoints and path not in served.endpoints:
         message = f"The model {quoted(model)} does not support {path}."
         raise BadRequest(message, code="unsupported_endpoint", param="model")
+    # An engine tokenizes a prompt whole before it can say so, and all its streams would wait.
+    if served.context_length is not None and asked.text_bytes > MOST_TOKEN_BYTES * served.context_length:
+        message = f"The prompt is longer than the model's context of {served.context_length} tokens."
+        raise BadRequest(message, code="context_length_exceeded")

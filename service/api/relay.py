@@ -24,7 +24,9 @@ KEEPALIVE = {
     socket.TCP_KEEPCNT: 3,
     socket.TCP_USER_TIMEOUT: 25_000,  # milliseconds, for what was sent
 }
+UNREACHED = (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError)  # nothing was sent
 END = b"\n\n"  # of a server-sent event
+NO_KEY = "Online requests need BATCHWEAVE_SECRET_KEY, set to the same value for the API and all workers."
 log = structlog.get_logger()
 
 
@@ -61,8 +63,7 @@ class Relay:
         Leaving the block ends the request. Raises Unavailable if no worker answers.
         """
         if self._token is None:
-            message = "Online requests need BATCHWEAVE_SECRET_KEY, set to the same value for the API and all workers."
-            raise NotRetried(message, code="online_not_configured")
+            raise NotRetried(NO_KEY, code="online_not_configured")
         failures: dict[Target, _NotAnswered] = {}
         while len(failures) < TRIES and sum(each.ran for each in failures.values()) < RUNS:
             targets = [each for each in await self._routes.targets(model, prefix) if each not in failures]
@@ -87,6 +88,8 @@ class Relay:
             raise Unavailable(message, code="no_worker")
         reasons = {target.name: str(failure) for target, failure in failures.items()}
         log.warning("no worker answered an online request", model=model, reasons=reasons)
+        if all(each.status == 401 for each in failures.values()):
+            raise NotRetried(NO_KEY, code="online_not_configured")
         if sum(each.ran for each in failures.values()) >= RUNS:
             message = f"{RUNS} workers were lost while they ran this request, which may be the reason."
             raise NotRetried(message, code="worker_lost")
@@ -110,19 +113,22 @@ class Relay:
             )
         except LOST as error:
             self._routes.avoid(target)
-            raise _NotAnswered(repr(error), ran=not isinstance(error, aiohttp.ClientConnectorError)) from error
+            raise _NotAnswered(repr(error), ran=not isinstance(error, UNREACHED)) from error
         if response.status in (401, 503) or response.content_type not in (STREAM, "application/json"):
             response.close()
-            raise _NotAnswered(f"status {response.status}", ran=False)
+            raise _NotAnswered(f"status {response.status}", ran=False, status=response.status)
         return response
 
 
 class _NotAnswered(Exception):
-    """A worker did not begin to answer, so another one may. `ran`: whether it may have begun to compute."""
+    """A worker did not begin to answer, so another one may. `ran`: whether it may have begun to compute.
 
-    def __init__(self, message: str, ran: bool) -> None:
+    `status`: its HTTP status; 0 if there was none.
+    """
+
+    def __init__(self, message: str, ran: bool, status: int = 0) -> None:
         super().__init__(message)
-        self.ran = ran
+        self.ran, self.status = ran, status
 
 
 def _socket(address: Any) -> socket.socket:

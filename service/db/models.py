@@ -1,7 +1,7 @@
 """Writes and reads the row of a model, which the planner and each worker that serves it write."""
 
 import time
-from typing import Any
+from typing import Any, NamedTuple
 
 from sqlalchemy import select
 from sqlalchemy.dialects import postgresql, sqlite
@@ -37,8 +37,18 @@ async def register_model(
         )
 
 
-async def endpoints_of(database: Database, name: str) -> list[str] | None:
-    """Return what a model of this name serves, no more than a worker has said; None if there is no such model."""
+class Served(NamedTuple):
+    """What workers have said of a model: its endpoints, and how many tokens a prompt and its answer may have.
+
+    Nothing, and None, until one has.
+    """
+
+    endpoints: list[str]
+    context_length: int | None
+
+
+async def served_of(database: Database, name: str) -> Served | None:
+    """Return what is known of the model of this name; None if there is no such model."""
     async with database.read() as session:
         row = (await session.scalars(select(Model).where(Model.name == name))).one_or_none()
-    return None if row is None else row.endpoints or []
+    return None if row is None else Served(row.endpoints or [], row.context_length)

@@ -67,16 +67,20 @@ class Door:
         name = f"[{host}]" if ":" in host else host
         return f"http://{name}:{address[1]}"
 
+    def end_all(self) -> None:
+        """End the requests that are not answered: their streams are cut."""
+        for task in list(self._requests):
+            task.cancel()
+
     async def close(self, within_s: float) -> None:
         """Wait for the answers that are under way, and then end those that are not finished."""
         if self._requests:
             await asyncio.wait(self._requests, timeout=within_s)
-        for task in list(self._requests):
-            task.cancel()
+        self.end_all()
         await self._runner.cleanup()
 
     async def _serve(self, request: web.Request) -> web.StreamResponse:
-        given = request.headers.get("Authorization", "").removeprefix("Bearer ").encode()
+        given = request.headers.get("Authorization", "").removeprefix("Bearer ").encode(errors="surrogateescape")
         if not hmac.compare_digest(given, self._token):
             return _refuse(401, "This port is for the service's own API.", "invalid_token")
         reason = self._against() or ("it answers as many as it can" if self.in_flight >= MOST else None)

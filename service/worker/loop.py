@@ -32,7 +32,7 @@ from service.queue.progress import Heartbeat, Progress
 from service.queue.urgency import pools_of
 from service.settings import Settings
 from service.webhooks.secrets import deployment_token
-from service.worker.door import Door, OnlineEngine
+from service.worker.door import ENDS_S, Door, OnlineEngine
 from service.worker.feed import Feed
 from service.worker.slice_run import Engine, SliceRun
 
@@ -42,6 +42,7 @@ PEEK_S = 1.0  # between two looks at the next slice while there is no room for i
 LAG_EVERY_S = 0.25  # between two looks at how late the event loop is
 HORIZON_S = 900.0  # of work in flight that is enough
 REST_LOOK_S = 60.0  # between two looks at an idle engine
+TRIAL_WAITS_S = 300.0  # for which a suspect slice waits for online requests
 DRAIN_S = 4.0  # to write the remaining answers; container runtimes allow ten seconds for the whole stop
 LATE_S = 1.0  # for tasks that have not ended after the drain
 LOGGED = 64  # batches named in one log line
@@ -166,9 +167,10 @@ class Worker:
             self._is_stopping = True
             for run in self._runs:
                 run.stop()
-            closes = [] if self._door is None else [asyncio.create_task(self._door.close(DRAIN_S))]
+            closes = [] if self._door is None else [asyncio.create_task(self._door.close(DRAIN_S - ENDS_S))]
+            others += closes
             if self._tasks or closes:
-                await asyncio.wait([*self._tasks, *closes], timeout=min(self._settings.lease_s, DRAIN_S + LATE_S))
+                await asyncio.wait([*self._tasks, *closes], timeout=min(self._settings.lease_s, DRAIN_S))
             # Tasks that can still end by themselves are not cancelled: a step cancelled in a transaction can keep its
             # lock, and before Python 3.12 `asyncio.wait_for`, which the Redis client uses, may lose the cancel.
             ended.set()
@@ -280,7 +282,10 @@ class Worker:
         lease = run.lease
         structlog.contextvars.bind_contextvars(slice=lease.slice_id, epoch=lease.epoch)  # for this task and subtasks
         try:
+            waits_since = time.monotonic()
             while lease.trial and self._has_others() and not run.stopping:  # they would die with it
+                if self._door is not None and time.monotonic() - waits_since > TRIAL_WAITS_S:
+                    self._door.end_all()  # one that is never read to its end would hold up the worker
                 await asyncio.sleep(0.02)
             whole = await run.run()
             if whole:

@@ -526,3 +526,21 @@ def test_an_online_request_that_nobody_reads_ends(engine: RealEngine, more: dict
     engine.do(run())
     assert state(engine)["output_tokens"] - before < 4000, "each of both would have got as many"
     assert engine.host.step_age_s == 0.0, "nothing counts as in flight"
+
+
+def test_a_stream_that_is_read_slowly_is_no_hang(engine: RealEngine) -> None:
+    """Once the engine has answered, the client's time does not count: it was killed after a minute of it."""
+
+    async def run() -> None:
+        found = await engine.host.serve(CHAT, {**QUESTION, "max_tokens": 4, "stream": True}, "online-slow")
+        events = aiter(found)
+        await anext(events)
+        async with asyncio.timeout(30):
+            while engine.host.step_age_s > 0:
+                await asyncio.sleep(0.02)
+        await asyncio.sleep(0.2)
+        assert engine.host.step_age_s == 0.0
+        assert [event async for event in events][-1] == b"data: [DONE]\n\n"
+        await found.close()
+
+    engine.do(run())

@@ -16,7 +16,7 @@ import pytest
 from sqlalchemy import delete, update
 
 from service.api import remembered
-from service.db.tables import DEFAULT_PROJECT, ApiKey, DrainedWorker, Role
+from service.db.tables import DEFAULT_PROJECT, ApiKey, DrainedWorker, Model, Role
 from service.queue.leases import Leases
 from service.queue.progress import Heartbeat
 from service.settings import Settings
@@ -319,11 +319,15 @@ async def test_a_suspect_slice_never_runs_beside_online_requests(shop: Shop) -> 
 async def test_a_door_is_for_the_service_alone(shop: Shop) -> None:
     engine = Teller()
     async with shop.door("w", engine, token="another"):
-        assert (await shop.post(asked())).status_code == 503
+        refused = await shop.post(asked())
+        assert (refused.json()["error"]["code"], refused.headers["x-should-retry"]) == (
+            "online_not_configured",
+            "false",
+        )
         state = (await Heartbeat(shop.house.redis).alive())[0]
         async with httpx.AsyncClient(base_url=state["online"]) as client:
-            for given in ("", "Bearer wrong", "Bearer é"):
-                headers = {b"Authorization": given.encode()}
+            for given in (b"", b"Bearer wrong", "Bearer é".encode(), b"Bearer \xff"):
+                headers = {b"Authorization": given}
                 assert (await client.post(CHAT, json=asked(), headers=headers)).status_code == 401
     assert not engine.asked
 
@@ -354,6 +358,20 @@ async def test_a_bad_request_is_refused_before_it_reaches_a_worker(
         answer = await shop.post(body, path)
         assert (answer.status_code, answer.json()["error"]["code"]) == (status, code)
     assert not engine.asked
+
+
+async def test_a_prompt_that_no_context_holds_never_reaches_the_tokenizer(shop: Shop) -> None:
+    async with shop.house.database.write() as session:
+        await session.execute(update(Model).values(context_length=1000))
+    engine = Teller()
+    async with shop.door("w", engine):
+        long = [{"role": "user", "content": "x" * 64_100}]
+        answer = await shop.post(asked(messages=long))
+        assert (answer.status_code, answer.json()["error"]["code"]) == (400, "context_length_exceeded")
+        url = {"url": "data:image/png;base64," + "A" * 64_100}
+        image = [{"role": "user", "content": [{"type": "image_url", "image_url": url}]}]
+        assert (await shop.post(asked(messages=image))).status_code == 200
+    assert len(engine.asked) == 1
 
 
 async def test_online_requests_need_a_key_where_batches_do(shop: Shop, clock: Clock) -> None:

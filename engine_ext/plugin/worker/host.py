@@ -155,7 +155,7 @@ class EngineHost:
         self._manager: Any = self._engine.tokenizer_manager
         self._told: dict[str, Told] = {}  # the requests in flight, by rid
         self._busy_since: float | None = None  # since when any is in flight, by the monotonic clock
-        self._watch = Watch(self._pulses, step_limit_s, lambda: self._busy_since)
+        self._watch = Watch(self._pulses, step_limit_s, self._works_since)
         self._vocab_size = int(self._manager.model_config.vocab_size)
         manager, templates = self._manager, self._engine.template_manager
         self._serving: dict[str, tuple[type[BaseModel], OpenAIServingBase]] = {}
@@ -324,10 +324,17 @@ class EngineHost:
             return _failed(status if known.sent else 400, bytes(found.body))
         return Answer(200, json.dumps(endpoint.write(found, known), allow_nan=False).encode())
 
+    def _works_since(self) -> float | None:
+        """Return since when the engine has requests, by the monotonic clock; None if it has none.
+
+        A stream that is still being read may have ended in the engine.
+        """
+        return self._busy_since if self._manager.rid_to_state else None
+
     @contextmanager
     def _in_flight(self, known: Told) -> Generator[None, None, None]:
         """Count a request as in flight during the block."""
-        if not self._told:
+        if self._works_since() is None:
             self._busy_since = time.monotonic()
         self._told[known.rid] = known
         try:
