@@ -121,7 +121,7 @@ def planner(model: ModelOption = None, model_name: NameOption = None) -> None:
 
 
 def worker(model: ModelOption = None, model_name: NameOption = None) -> None:
-    """Run one worker, which runs slices on an engine; needs `pip install 'batchweave[engine]'`.
+    """Run one worker, which leases slices and runs them on an engine; needs `pip install 'batchweave[engine]'`.
 
     With BATCHWEAVE_ONLINE_HOST, its address, it also answers online requests. Example:
 

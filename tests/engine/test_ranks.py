@@ -62,9 +62,13 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> Generator[RealEngine, Non
 def test_two_ranks_decide_the_same_while_requests_come_and_go(ranks: RealEngine) -> None:
     """The scan learns lengths, holds what shares a prefix, retracts and plans again; a divergence would end both."""
 
+    is_planned = asyncio.Event()
+
     async def ask(number: int) -> tuple[int, dict[str, Any]]:
         prefix, question = number % PREFIXES, number // PREFIXES
-        await asyncio.sleep(question / 10)  # so that several plans are made
+        if question > 0:  # comes after the first plan, which may take long the first time: so another one is made
+            await is_planned.wait()
+            await asyncio.sleep(question / 10)
         body = {
             "model": NAME,
             "prompt": " ".join(f"part{prefix} {k}" for k in range(100)) + f" question {question}",
@@ -74,8 +78,14 @@ def test_two_ranks_decide_the_same_while_requests_come_and_go(ranks: RealEngine)
         answer = await ranks.host.run(COMPLETIONS, body, f"ranks-{number:03}", f"kind {number % 2}")
         return answer.status_code, json.loads(answer.body)
 
+    async def until_planned() -> None:
+        while (await ranks.host.scheduler_states())[0]["plans"] < 1:
+            await asyncio.sleep(0.05)
+        is_planned.set()
+
     async def run() -> list[tuple[int, dict[str, Any]]]:
-        return list(await asyncio.gather(*(ask(number) for number in range(PREFIXES * QUESTIONS))))
+        asked = [ask(number) for number in range(PREFIXES * QUESTIONS)]
+        return (await asyncio.gather(asyncio.gather(*asked), until_planned()))[0]
 
     found = ranks.do(run())
 
