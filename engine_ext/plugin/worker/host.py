@@ -9,13 +9,13 @@ import signal
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Generator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from fastapi import HTTPException
 from fastapi.responses import StreamingResponse
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel
 from sglang.srt.entrypoints.engine import Engine
 from sglang.srt.entrypoints.openai.protocol import ChatCompletionRequest, CompletionRequest
 from sglang.srt.entrypoints.openai.serving_base import OpenAIServingBase
@@ -31,6 +31,7 @@ from engine_ext.plugin.options import Options, Overlap, emulated_name
 from engine_ext.plugin.platform_entry import accelerator_memory, gpu_is_present, machine_name
 from engine_ext.plugin.pulse import Pulses, Watch
 from engine_ext.plugin.worker import guard, overlap
+from engine_ext.plugin.worker.answers import Answer, Stream, error_body, failed, refused
 from engine_ext.plugin.worker.calibration_load import measure_steps, time_blend
 from engine_ext.plugin.worker.endpoints import Endpoints, Served
 from engine_ext.plugin.worker.forking import ForkingEngine
@@ -79,30 +80,6 @@ class _Chat(_Reading, OpenAIServingChat):
 
 class _Completion(_Reading, OpenAIServingCompletion):
     pass
-
-
-@dataclass(frozen=True, slots=True)
-class Answer:
-    """SGLang's answer to one request: an HTTP status and a JSON body, or that the request was aborted."""
-
-    status_code: int
-    body: bytes
-    aborted: bool = False
-
-
-class Stream:
-    """The server-sent events of one answer. Close it when nobody reads it any more."""
-
-    def __init__(self, first: bytes, rest: AsyncGenerator[Any, None]) -> None:
-        self._first, self._rest = first, rest
-
-    async def __aiter__(self) -> AsyncIterator[bytes]:
-        yield self._first
-        async for event in self._rest:
-            yield event
-
-    async def close(self) -> None:
-        await self._rest.aclose()
 
 
 class EngineHost:
@@ -257,42 +234,37 @@ class EngineHost:
 
     async def _events(self, serving: OpenAIServingBase, request: Any) -> "AsyncGenerator[Answer | bytes, None]":
         """Yield the answer as a whole, or its server-sent events; abort the request if nobody waits for the rest."""
-        has_ended = False
-        with self._in_flight(Told(request.rid, ONLINE, guard.prompts_in(request))):
-            try:
-                response: Any = await serving.handle_request(request, None)  # type: ignore[arg-type]
-                if not isinstance(response, StreamingResponse):
-                    has_ended = True
-                    yield self._answer_of(response)
-                    return
-                if self._emulated:
-                    yield f": {self._emulated}\n\n".encode()
-                async for event in response.body_iterator:
-                    yield event.encode() if isinstance(event, str) else bytes(event)
-                has_ended = True
-            finally:
-                if not has_ended:
-                    self.abort(request.rid)
+        known = Told(request.rid, ONLINE, guard.prompts_in(request))
+        with self._in_flight(known), self._aborting(known):
+            response: Any = await serving.handle_request(request, None)  # type: ignore[arg-type]
+            if not isinstance(response, StreamingResponse):
+                yield self._answer_of(response)
+                return
+            if self._emulated:
+                yield f": {self._emulated}\n\n".encode()
+            async for event in response.body_iterator:
+                yield event.encode() if isinstance(event, str) else bytes(event)
 
     def _read(self, endpoint: str, fields: dict[str, Any], rid: str) -> Any:
         """Return SGLang's request, with an rid and without marks of ours, or the Answer that refuses it."""
         if endpoint not in self._serving:
-            return Answer(400, _error_body(f"The model does not support {endpoint}.", "url"))
+            return Answer(400, error_body(f"The model does not support {endpoint}.", "url"))
         try:
             request: Any = self._serving[endpoint][0].model_validate(fields)
         except Exception as error:  # SGLang's own validators raise all kinds of errors on odd types
-            return _refused(error)
+            return refused(error)
         fault = guard.fault(request, self._vocab_size)
         if fault is not None:
-            return Answer(400, _error_body(f"{fault[0]}: {fault[1]}", fault[0]))
+            return Answer(400, error_body(f"{fault[0]}: {fault[1]}", fault[0]))
         if self._emulated and (getattr(request, "logprobs", None) or getattr(request, "response_format", None)):
-            return Answer(400, _error_body("An emulated device computes no logits.", None))
+            return Answer(400, error_body("An emulated device computes no logits.", None))
         request.rid = rid
         theirs = {key: value for key, value in (request.custom_params or {}).items() if key not in RESERVED}
         request.custom_params = theirs or None
         return request
 
     def _answer_of(self, response: Any) -> Answer:
+        """Return what SGLang answered as a whole."""
         if isinstance(response, BaseModel):
             choices = getattr(response, "choices", [])
             aborted = any(choice.finish_reason == "abort" for choice in choices)
@@ -300,28 +272,28 @@ class EngineHost:
             if self._emulated:
                 answered = json.dumps(json.loads(answered) | {"device": self._emulated}).encode()
             return Answer(200, answered, aborted)
-        return _failed(response.status_code, bytes(response.body))
+        return failed(response.status_code, bytes(response.body))
 
     async def _run_other(self, endpoint: Served, fields: dict[str, Any], known: Told) -> Answer:
         try:
             request = endpoint.request_type.model_validate(fields)
         except Exception as error:
-            return _refused(error)
+            return refused(error)
         try:
             fault = guard.fault(request, self._vocab_size) or endpoint.fault(request)
             if fault is not None:
-                return Answer(400, _error_body(f"{fault[0]}: {fault[1]}", fault[0]))
+                return Answer(400, error_body(f"{fault[0]}: {fault[1]}", fault[0]))
             with self._in_flight(known), self._aborting(known):
                 found = await endpoint.ask(request, known)
         except Exception as error:  # an error before SGLang has sent the request is the request's own fault
             if known.sent:
                 raise
-            return Answer(400, _error_body(f"{type(error).__name__}: {error}", None))
+            return Answer(400, error_body(f"{type(error).__name__}: {error}", None))
         if known.aborted:  # SGLang answers it in many ways, even as if nothing had happened
             return Answer(200, b"{}", aborted=True)
         status = getattr(found, "status_code", 200)
         if status >= 400:
-            return _failed(status if known.sent else 400, bytes(found.body))
+            return failed(status if known.sent else 400, bytes(found.body))
         return Answer(200, json.dumps(endpoint.write(found, known), allow_nan=False).encode())
 
     def _works_since(self) -> float | None:
@@ -346,10 +318,10 @@ class EngineHost:
 
     @contextmanager
     def _aborting(self, known: Told) -> Generator[None, None, None]:
-        """Abort the request if the task that waits for it in the block is cancelled."""
+        """Abort the request unless the block comes to its end: nobody waits for it any more."""
         try:
             yield
-        except asyncio.CancelledError:
+        except BaseException:  # a cancelled task, or a stream that was closed
             self.abort(known.rid)
             raise
 
@@ -382,28 +354,3 @@ class EngineHost:
         self._watch.stop()
         shut_down(self._engine)
         self._pulses.close()
-
-
-def _refused(error: Exception) -> Answer:
-    if isinstance(error, RecursionError):
-        return Answer(400, _error_body("The body is nested too deeply.", None))
-    if not isinstance(error, ValidationError):
-        return Answer(400, _error_body(f"A field has the wrong type: {type(error).__name__}: {error}", None))
-    # A value that fits no branch of a union has an error for each branch: the longest path is the closest branch.
-    nearest = max(error.errors(include_url=False, include_input=False), key=lambda each: len(each["loc"]))
-    param = ".".join(str(part) for part in nearest["loc"] if isinstance(part, int) or part.isidentifier())
-    return Answer(400, _error_body(f"{nearest['msg']} ({param})", param))
-
-
-def _failed(status_code: int, body: bytes) -> Answer:
-    """Put SGLang's flat error object into OpenAI's envelope."""
-    found = json.loads(body)
-    error = found.get("error", found)
-    message = str(error["message"])
-    code = "invalid_request" if status_code < 500 else "server_error"
-    return Answer(status_code, _error_body(message, error.get("param"), code))
-
-
-def _error_body(message: str, param: str | None, code: str = "invalid_request") -> bytes:
-    kind = "server_error" if code == "server_error" else "invalid_request_error"
-    return json.dumps({"error": {"message": message, "type": kind, "param": param, "code": code}}).encode()

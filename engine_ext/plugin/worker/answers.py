@@ -1,0 +1,59 @@
+"""Holds what an engine answers: a status and a JSON body, or a stream; errors are in OpenAI's envelope."""
+
+import json
+from collections.abc import AsyncGenerator, AsyncIterator
+from dataclasses import dataclass
+from typing import Any
+
+from pydantic import ValidationError
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """SGLang's answer to one request: an HTTP status and a JSON body, or that the request was aborted."""
+
+    status_code: int
+    body: bytes
+    aborted: bool = False
+
+
+class Stream:
+    """Yields the server-sent events of one answer. Close it when nobody reads it any more."""
+
+    def __init__(self, first: bytes, rest: AsyncGenerator[Any, None]) -> None:
+        self._first, self._rest = first, rest
+
+    async def __aiter__(self) -> AsyncIterator[bytes]:
+        yield self._first
+        async for event in self._rest:
+            yield event
+
+    async def close(self) -> None:
+        await self._rest.aclose()
+
+
+def refused(error: Exception) -> Answer:
+    """Say what is wrong with a body that SGLang's models refuse."""
+    if isinstance(error, RecursionError):
+        return Answer(400, error_body("The body is nested too deeply.", None))
+    if not isinstance(error, ValidationError):
+        return Answer(400, error_body(f"A field has the wrong type: {type(error).__name__}: {error}", None))
+    # A value that fits no branch of a union has an error for each branch: the longest path is the closest branch.
+    nearest = max(error.errors(include_url=False, include_input=False), key=lambda each: len(each["loc"]))
+    param = ".".join(str(part) for part in nearest["loc"] if isinstance(part, int) or part.isidentifier())
+    return Answer(400, error_body(f"{nearest['msg']} ({param})", param))
+
+
+def failed(status_code: int, body: bytes) -> Answer:
+    """Put SGLang's flat error object into OpenAI's envelope."""
+    found = json.loads(body)
+    error = found.get("error", found)
+    message = str(error["message"])
+    code = "invalid_request" if status_code < 500 else "server_error"
+    return Answer(status_code, error_body(message, error.get("param"), code))
+
+
+def error_body(message: str, param: str | None, code: str = "invalid_request") -> bytes:
+    """Return an error in OpenAI's envelope."""
+    kind = "server_error" if code == "server_error" else "invalid_request_error"
+    return json.dumps({"error": {"message": message, "type": kind, "param": param, "code": code}}).encode()
