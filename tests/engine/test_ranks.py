@@ -61,7 +61,6 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> Generator[RealEngine, Non
 
 def test_two_ranks_decide_the_same_while_requests_come_and_go(ranks: RealEngine) -> None:
     """The scan learns lengths, holds what shares a prefix, retracts and plans again; a divergence would end both."""
-
     is_planned = asyncio.Event()
 
     async def ask(number: int) -> tuple[int, dict[str, Any]]:

@@ -17,6 +17,13 @@ def test_wrong_value_names_its_variable(monkeypatch: pytest.MonkeyPatch, name: s
         load_settings()
 
 
+@pytest.mark.parametrize("host", ["0.0.0.0", "::", ""])
+def test_a_worker_takes_online_requests_at_one_address(monkeypatch: pytest.MonkeyPatch, host: str) -> None:
+    monkeypatch.setenv("BATCHWEAVE_ONLINE_HOST", host)
+    with pytest.raises(SettingsError, match="BATCHWEAVE_ONLINE_HOST"):
+        load_settings()
+
+
 def test_argument_wins_over_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("BATCHWEAVE_PORT", "9000")
     assert load_settings().port == 9000
