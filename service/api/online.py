@@ -44,7 +44,7 @@ async def _answer(request: Request, context: InContext, _caller: CalledOnline) -
 
 
 class Asked(NamedTuple):
-    """What a body asks for: its model, how the prompt begins, and the bytes of its text without media."""
+    """Says what a body asks for: its model, how the prompt begins, and the bytes of its text without media."""
 
     model: str
     prefix: bytes
@@ -168,8 +168,8 @@ def _checked(path: str, raw: bytes, allow_patterns: bool) -> Asked:
     for param, reason in body_faults(body, allow_patterns):
         raise BadRequest(f"{param!r} {reason}.", code="invalid_request", param=param)
     prompt = next(body[name] for name in PROMPTS if name in BY_PATH[path].required)
-    begins = prompt[:PREFIX_BYTES].encode(errors="replace") if isinstance(prompt, str) else msgspec.json.encode(prompt)
-    return Asked(body["model"], begins[:PREFIX_BYTES], _text_bytes(prompt))
+    begins = prompt[:PREFIX_BYTES] if isinstance(prompt, str | list) else prompt  # a list may be of token ids
+    return Asked(body["model"], msgspec.json.encode(begins)[:PREFIX_BYTES], _text_bytes(prompt))
 
 
 def _text_bytes(value: Any) -> int:

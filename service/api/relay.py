@@ -2,7 +2,7 @@
 
 import socket
 from collections.abc import AsyncGenerator, AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, closing
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +17,7 @@ TRIES = 4  # workers that are tried, the last ones only if those before did not 
 RUNS = 2  # workers that may run the request
 PREFIX_BYTES = 1024  # of a prompt, by which it is routed
 STREAM = "text/event-stream"
-LOST = (aiohttp.ClientError, OSError, TimeoutError)  # how a connection to a worker fails
+CONNECTION_ERRORS = (aiohttp.ClientError, OSError, TimeoutError)
 KEEPALIVE = {
     socket.TCP_KEEPIDLE: 10,
     socket.TCP_KEEPINTVL: 5,
@@ -32,9 +32,10 @@ log = structlog.get_logger()
 
 @dataclass(frozen=True, slots=True)
 class Relayed:
-    """A worker's answer: its status, and its body in pieces as they come; `streams` if these are server-sent events.
+    """Holds a worker's answer: its status, and its body in pieces as they come.
 
-    Reading the body raises ConnectionError if the worker is lost before its end.
+    `streams`: whether these are server-sent events. Reading the body raises ConnectionError if the worker
+    is lost before its end.
     """
 
     status: int
@@ -43,7 +44,7 @@ class Relayed:
 
 
 class Relay:
-    """Sends online requests to workers. One for each process of the API."""
+    """Sends online requests to workers. Each process of the API has one."""
 
     def __init__(self, routes: Routes, token: str | None) -> None:
         self._routes = routes
@@ -70,19 +71,13 @@ class Relay:
             if not targets:
                 break
             target = targets[0]
-            self._routes.load[target.name] += 1
-            try:
-                response = await self._post(target, path, body, request_id)
+            with self._routes.sending(target):
                 try:
-                    relayed = await _relayed(response)
-                    yield relayed
-                    return
-                finally:
-                    response.close()
-            except _NotAnswered as error:
-                failures[target] = error
-            finally:
-                self._routes.load[target.name] -= 1
+                    with closing(await self._post(target, path, body, request_id)) as response:
+                        yield await _relayed(response)
+                        return
+                except _NotAnswered as error:
+                    failures[target] = error
         if not failures:
             message = f"No worker of {model!r} takes online requests now. Try again later, or send them as a batch."
             raise Unavailable(message, code="no_worker")
@@ -111,7 +106,7 @@ class Relay:
             response = await self._session.post(
                 f"{target.url}{path}", data=body, headers=headers, allow_redirects=False
             )
-        except LOST as error:
+        except CONNECTION_ERRORS as error:
             self._routes.avoid(target)
             raise _NotAnswered(repr(error), ran=not isinstance(error, UNREACHED)) from error
         if response.status in (401, 503) or response.content_type not in (STREAM, "application/json"):
@@ -147,7 +142,7 @@ async def _relayed(response: aiohttp.ClientResponse) -> Relayed:
         return Relayed(response.status, True, _pieces(response))
     try:
         whole = await response.read()
-    except LOST as error:
+    except CONNECTION_ERRORS as error:
         raise _NotAnswered(repr(error), ran=True) from error
 
     async def at_once() -> AsyncIterator[bytes]:
@@ -164,7 +159,7 @@ async def _pieces(response: aiohttp.ClientResponse) -> AsyncIterator[bytes]:
             whole, end, rest = (rest + piece).rpartition(END)
             if end:
                 yield whole + end
-    except LOST as error:
+    except CONNECTION_ERRORS as error:
         raise ConnectionError(repr(error)) from error
     if rest:
         raise ConnectionError("the stream ended within an event")

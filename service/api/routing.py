@@ -8,6 +8,8 @@ import hashlib
 import math
 import time
 from collections import Counter
+from collections.abc import Generator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import structlog
@@ -25,7 +27,7 @@ log = structlog.get_logger()
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """A worker that takes online requests, by its name, and the URL of its door."""
+    """Names a worker that takes online requests, and the URL of its door."""
 
     name: str
     url: str
@@ -58,6 +60,17 @@ class Routes:
         self._avoided_until = {each: until for each, until in self._avoided_until.items() if now < until}
         self._avoided_until[target] = now + AVOIDED_S
         self._looked_at = -math.inf
+
+    @contextmanager
+    def sending(self, target: Target) -> Generator[None, None, None]:
+        """Count a request to this worker during the block."""
+        self.load[target.name] += 1
+        try:
+            yield
+        finally:
+            self.load[target.name] -= 1
+            if not self.load[target.name]:
+                del self.load[target.name]  # names change at each start of a worker
 
     async def _look(self) -> None:
         now = time.monotonic()

@@ -38,9 +38,9 @@ async def register_model(
 
 
 class Served(NamedTuple):
-    """What workers have said of a model: its endpoints, and how many tokens a prompt and its answer may have.
+    """Says what workers have told of a model: its endpoints, and how many tokens a prompt and its answer may have.
 
-    Nothing, and None, until one has.
+    Until one has, `endpoints` is empty and `context_length` is None.
     """
 
     endpoints: list[str]

@@ -42,7 +42,7 @@ def sealing_key(settings: Settings) -> str | None:
 
 
 def deployment_token(settings: Settings) -> str | None:
-    """Return what only the processes of this service know, or None if they share no key (`sealing_key`)."""
+    """Return the token that only processes of this service can derive; None if they share no key (`sealing_key`)."""
     key = sealing_key(settings)
     return None if key is None else hmac.new(key.encode(), b"batchweave online requests", hashlib.sha256).hexdigest()
 

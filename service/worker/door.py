@@ -1,6 +1,6 @@
 """Answers online requests on a port of the worker's own, which only the service's API may use.
 
-The paths are those of OpenAI's API. Clients never come here: the API knows their keys and quotas (`api/online.py`).
+The paths are those of OpenAI's API. Clients never come here: the API knows their keys and limits (`api/online.py`).
 """
 
 import asyncio
@@ -27,7 +27,7 @@ _ID = re.compile(r"req_[0-9a-f]{32}")
 
 @runtime_checkable
 class Events(Protocol):
-    """The server-sent events of one answer, from the first token on."""
+    """Yields the server-sent events of one answer, from the first token on."""
 
     def __aiter__(self) -> AsyncIterator[bytes]: ...
     async def close(self) -> None: ...
