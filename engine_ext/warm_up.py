@@ -15,21 +15,12 @@ import numba
 import numpy as np
 
 from engine_ext.compiled import FOLDER
-from engine_ext.coserve.governor import Moment, governed, is_late, new_governor, note_served, note_step, served
-from engine_ext.coserve.harvest import harvest
-from engine_ext.coserve.limit import NOT_PROFILED, step_limit, while_prompts_wait
-from engine_ext.coserve.predictor import (
-    REFIT,
-    Load,
-    longest_chunk,
-    new_predictor,
-    observe,
-    predict,
-    with_chunk,
-    with_margin,
-)
+from engine_ext.coserve.governor import Moment, is_late, new_governor, note_served, served
+from engine_ext.coserve.limit import NOT_PROFILED
+from engine_ext.coserve.predictor import REFIT, Load, new_predictor, predict
 from engine_ext.coserve.reserve import new_held, note_held, reserve
 from engine_ext.coserve.slo import SloClass, least_slack
+from engine_ext.coserve.step import Batches, Online, choose, learn
 from engine_ext.coserve.victims import victims
 from engine_ext.costs.cost import CostModel
 from engine_ext.costs.engine_model import Clock, EngineModel, compute_time, step_time
@@ -156,26 +147,24 @@ def compile_scan() -> None:
 def compile_coserve() -> None:
     """Bound a few steps beside online requests."""
     cost = CostModel(preset("llama-3-8b"), Machine(hardware("h200")))
-    predictor, held = new_predictor(EngineModel.of_steps(cost, Clock.MIXED).numbers), new_held(1000)
+    predictor, held, governor = (
+        new_predictor(EngineModel.of_steps(cost, Clock.MIXED).numbers),
+        new_held(1000),
+        new_governor(),
+    )
     load = Load(10, 20.0, 1, 1, 100)
     for _ in range(REFIT):
-        observe(predictor, load, 0.01)
+        learn(predictor, governor, load, Load(0, 0.0, 0, 1, 100), 0.01)
     note_held(held, 10, 0.01)
     bounds = SloClass(ttft_s=1.0).bounds
     times, generated = np.ones(1), np.ones(1, dtype=np.int64)
-    slack_s = least_slack(bounds, 0.0, times, times, times, generated)
-    limit_s = step_limit(bounds, NOT_PROFILED.numbers(), slack_s, predict(predictor, load), 1, False)
-    governor = new_governor()
-    note_step(governor, 0.02, 0.01, 0.02)
+    slack_s = least_slack(bounds, 0.0, times, times, times, generated) - predict(predictor, load)
     found = served(Moment(0.0, 0.0), Moment(0.5, 0.1), Moment(0.6, 0.1), 10)
     if not is_late(bounds, found.ttft_s, found.tpot_s):
         note_served(governor, bounds, 0.99, found, 1.0)
-    limit_s = governed(governor, limit_s, with_margin(predictor, load))
-    limit_s = while_prompts_wait(limit_s, slack_s, 10, 5)
-    beside = with_chunk(load, 0, 5)
-    longest_chunk(predictor, beside, reserve(held), limit_s, 100)
-    kv, skipped = np.full(2, 100, dtype=np.int64), np.zeros(2, dtype=np.int64)
-    harvest(predictor, beside, kv, skipped, np.zeros(2, dtype=np.bool_), limit_s, 0, 100)
+    batches = Batches(np.full(2, 100, dtype=np.int64), np.zeros(2, dtype=np.int64), reserve(held))
+    needs, rests = Online(1, 1, 100, 0, slack_s, slack_s), np.zeros(2, dtype=np.bool_)
+    choose(predictor, governor, bounds, NOT_PROFILED.numbers(), load, needs, batches, 100, rests)
 
 
 def compile_simulator() -> None:

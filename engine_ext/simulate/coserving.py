@@ -6,12 +6,13 @@ import numpy as np
 
 from engine_ext.arrays import Bools, Column, Floats
 from engine_ext.compiled import compiled
-from engine_ext.coserve.governor import Governor, Moment, governed, note_served, note_step, served
+from engine_ext.coserve.governor import Governor, Moment, note_served, served
 from engine_ext.coserve.harvest import harvest
-from engine_ext.coserve.limit import NOT_PROFILED, PAGE, Profiled, step_limit, while_prompts_wait
-from engine_ext.coserve.predictor import Load, Predictor, longest_chunk, observe, predict, with_chunk, with_margin
+from engine_ext.coserve.limit import NOT_PROFILED, PAGE, Profiled, step_limit
+from engine_ext.coserve.predictor import Load, Predictor, longest_chunk, predict, with_chunk
 from engine_ext.coserve.reserve import Held, note_held, reserve
 from engine_ext.coserve.slo import Bounds, deadline
+from engine_ext.coserve.step import Delayed, batches_limit, learn
 from engine_ext.coserve.victims import victims
 from engine_ext.costs.engine_model import StepModel
 from engine_ext.scan.books import finished, left_out, prefilled, retracted
@@ -116,9 +117,8 @@ def run_ours(
         if load.decoding > 0:
             _tell_left_out(engine, state)
         excess_s = ours.governor.excess_s[0]
-        note_step(ours.governor, totals.last_step_s, predict(ours.predictor, theirs), predict(ours.predictor, load))
+        learn(ours.predictor, ours.governor, load, theirs, totals.last_step_s)
         last_excess_s = ours.governor.excess_s[0] - excess_s
-        observe(ours.predictor, load, totals.last_step_s)
         _note_online(engine, ours, rules)
         note_held(ours.held, totals.online_held, totals.last_step_s)
         answers -= _tell(engine, state, line)
@@ -148,11 +148,9 @@ def _choose(
     alone_s = predict(predictor, load)
     limit_s = step_limit(rules.bounds, NOT_PROFILED, slack_s, alone_s, totals.online_decoding, False)
     load, first_slack_s, rest = _online_prompts(engine, cache, heap, state, line, ours, rules, first_online, limit_s)
-    alone_s, online = predict(predictor, load), totals.online_decoding + load.prompts
-    if rest > 0:
-        slack_s = min(slack_s, while_prompts_wait(alone_s, first_slack_s, rest, rules.chunk))
-    limit_s = step_limit(rules.bounds, rules.profiled, slack_s, alone_s, online, load.prompts > 0 or rest > 0)
-    limit_s = governed(ours.governor, limit_s, with_margin(predictor, load))
+    online, has_prompts = totals.online_decoding + load.prompts, load.prompts > 0 or rest > 0
+    delayed = Delayed(online, has_prompts, slack_s, first_slack_s, rest, rules.chunk)
+    limit_s = batches_limit(predictor, ours.governor, rules.bounds, rules.profiled, load, delayed)
     _batch(engine, cache, heap, state, line, ours, rules, load, limit_s)
     return load
 

@@ -16,30 +16,12 @@ import numpy as np
 from sglang.srt.managers.schedule_batch import FINISH_ABORT
 
 from engine_ext.arrays import Bools, Column
-from engine_ext.coserve.governor import (
-    Governor,
-    Moment,
-    governed,
-    is_late,
-    new_governor,
-    note_served,
-    note_step,
-    served,
-)
-from engine_ext.coserve.harvest import harvest
-from engine_ext.coserve.limit import NO_LIMITS, NOT_PROFILED, PAGE, Limits, Profiled, step_limit, while_prompts_wait
-from engine_ext.coserve.predictor import (
-    Load,
-    Predictor,
-    longest_chunk,
-    new_predictor,
-    observe,
-    predict,
-    with_chunk,
-    with_margin,
-)
+from engine_ext.coserve.governor import Governor, Moment, is_late, new_governor, note_served, served
+from engine_ext.coserve.limit import NO_LIMITS, Limits, Profiled
+from engine_ext.coserve.predictor import Load, Predictor, new_predictor, predict
 from engine_ext.coserve.reserve import Held, new_held, note_held, reserve
 from engine_ext.coserve.slo import Bounds, SloClass, least_slack
+from engine_ext.coserve.step import Batches, Online, choose, learn
 from engine_ext.costs.engine_model import StepModel
 from engine_ext.plugin.scheduler.online import Demand, length
 
@@ -164,9 +146,7 @@ class Beside:
         if len(self._launched) > self.lag:
             load, theirs = self._launched.popleft()
             if 0 < took < LONGEST_STEP_S:
-                alone_s, whole_s = (float(predict(self.predictor, each)) for each in (theirs, load))
-                note_step(self.governor, took, alone_s, whole_s)
-                observe(self.predictor, load, took)
+                learn(self.predictor, self.governor, load, theirs, took)
         for pace in self._new:  # they came when that step had ended
             pace.arrived_excess_s = self.excess_s
         self._new.clear()
@@ -204,30 +184,18 @@ class Beside:
         """
         running_s = sum(float(predict(self.predictor, load)) for load, _ in self._launched)
         self.slack_s = self._least_slack(demand.decoding, now) - running_s
-        load = decodes.load
-        alone_s = float(predict(self.predictor, load))
-        limit_s = step_limit(self.bounds, NOT_PROFILED, self.slack_s, alone_s, len(demand.decoding), False)
-        online = longest_chunk(self.predictor, load, demand.before, limit_s, demand.tokens) if demand.tokens else 0
-        online = min(demand.tokens, max(online, PAGE))
-        load = with_chunk(load, demand.before, online) if online else load
-        alone_s, rest = float(predict(self.predictor, load)), demand.tokens - online
-        slack_s, waits = self.slack_s, bool(demand.prompts) and not self._wait_in_vain
-        self._wait_in_vain = bool(demand.prompts)
-        if rest > 0 and waits:
-            first_s = self._least_slack(demand.prompts, now) - running_s
-            slack_s = min(slack_s, float(while_prompts_wait(alone_s, first_s, rest, online)))
+        first_slack_s = self._least_slack(demand.prompts, now) - running_s
         # Prompts that find no room wait for batches to end, and not for the step.
-        there = len(demand.decoding) + (len(demand.prompts) if waits else 0)
-        limit_s = step_limit(self.bounds, self.profiled, slack_s, alone_s, there, waits)
-        self.limit_s = float(governed(self.governor, limit_s, with_margin(self.predictor, load)))
-        rests, most = np.zeros(len(decodes.kv), dtype=np.bool_), max(0, largest - online)
-        found = harvest(self.predictor, load, decodes.kv, decodes.skipped, rests, self.limit_s, before, most)
-        ours = int(found.prompt_tokens)
-        if there == 0:  # nobody waits for this step; a limit that no step can keep must not end the batches
-            ours = max(ours, PAGE)
-            rests &= not rests.all()
-        self.limited += ours < most
-        return Allowed(online, online + ours, rests)
+        waiting = 0 if self._wait_in_vain else len(demand.prompts)
+        self._wait_in_vain = bool(demand.prompts)
+        needs = Online(len(demand.decoding), waiting, demand.tokens, demand.before, self.slack_s, first_slack_s)
+        batches, rests = Batches(decodes.kv, decodes.skipped, before), np.zeros(len(decodes.kv), dtype=np.bool_)
+        found = choose(
+            self.predictor, self.governor, self.bounds, self.profiled, decodes.load, needs, batches, largest, rests
+        )
+        self.limit_s = found.limit_s
+        self.limited += found.batches < largest - found.online
+        return Allowed(found.online, found.online + found.batches, rests)
 
     def _note_tokens(self, req: Any, pace: Pace, now: float) -> None:
         """Note the tokens that a request has got since it was last looked at."""
