@@ -53,7 +53,10 @@ class Metronome:
     chunks: int
     every_s: float
 
-    async def serve(self, endpoint: str, body: dict[str, Any], rid: str) -> "Metronome":
+    def refusal(self, slo: str, size: int) -> str | None:
+        return None
+
+    async def serve(self, endpoint: str, body: dict[str, Any], rid: str, slo: str) -> "Metronome":
         return self
 
     async def __aiter__(self) -> AsyncIterator[bytes]:

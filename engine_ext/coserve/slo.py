@@ -1,6 +1,10 @@
-"""Says how late each token of an online request may be: classes of service levels, and the deadlines that they set."""
+"""Says how late each token of an online request may be: classes of service levels, and the deadlines that they set.
+
+The classes are OpenAI's service tiers. Requests of a stronger class go first; `flex` has no deadline.
+"""
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -19,6 +23,9 @@ class Bounds(NamedTuple):
     tbt_s: float
 
 
+PRIORITY, DEFAULT, FLEX = "priority", "default", "flex"
+
+
 @dataclass(frozen=True, slots=True)
 class SloClass:
     """The service level of a class of online requests; None where it sets no bound.
@@ -28,7 +35,7 @@ class SloClass:
     must keep all of them.
     """
 
-    name: str = "default"
+    name: str = DEFAULT
     ttft_s: float | None = None
     tpot_s: float | None = None
     tbt_s: float | None = None
@@ -43,8 +50,27 @@ class SloClass:
             raise InputError(f"the percentile of an SLO must be above 0 and below 1, such as 0.99: {self.percentile:g}")
 
     @property
+    def may_wait(self) -> bool:
+        """Whether requests of this class have no deadline, and batches go on beside them as if they were not there."""
+        return self.name == FLEX
+
+    @property
     def bounds(self) -> Bounds:
         return Bounds(*(math.inf if each is None else float(each) for each in (self.ttft_s, self.tpot_s, self.tbt_s)))
+
+
+SloClasses = tuple[SloClass, ...]  # the strongest first
+CLASSES = (
+    SloClass(PRIORITY, ttft_s=1.0, tpot_s=0.05),
+    SloClass(DEFAULT, ttft_s=1.0, tpot_s=0.05),
+    SloClass(FLEX),
+)
+
+
+def strictest(classes: Iterable[SloClass]) -> Bounds:
+    """Return the bounds that keep those of all these classes."""
+    columns = zip(*(each.bounds for each in classes), strict=True)
+    return Bounds(*map(min, columns))
 
 
 @compiled

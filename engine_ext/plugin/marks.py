@@ -5,6 +5,7 @@ import math
 from functools import lru_cache
 from typing import Any
 
+from engine_ext.coserve.slo import DEFAULT
 from engine_ext.errors import InputError
 from engine_ext.plan.memory import Profile
 
@@ -16,7 +17,8 @@ UNTOLD = "batchweave_untold"  # beside KIND: the request ends at max_tokens, and
 DUE = "batchweave_due"  # beside KIND: when it must have ended, by this host's time.monotonic
 LENGTHS = "batchweave_lengths"  # beside KIND: the profile of earlier answers to requests like it (plan/memory.py)
 ARRIVES = "batchweave_arrives_s"  # without KIND: when an online request comes, on an emulated device's own clock
-RESERVED = frozenset({KIND, UNTOLD, DUE, LENGTHS, ARRIVES})
+SLO = "batchweave_slo"  # without KIND: the class of an online request, if it is not the default one
+RESERVED = frozenset({KIND, UNTOLD, DUE, LENGTHS, ARRIVES, SLO})
 
 
 def marks(kind: str, due: float = math.inf, lengths: str = "") -> dict[str, Any]:
@@ -27,6 +29,17 @@ def marks(kind: str, due: float = math.inf, lengths: str = "") -> dict[str, Any]
     if lengths:
         given[LENGTHS] = lengths
     return given
+
+
+def online_marks(slo: str) -> dict[str, Any]:
+    """Return the marks of an online request of this class."""
+    return {} if slo == DEFAULT else {SLO: slo}
+
+
+def slo_of(req: Any) -> str:
+    """Return the class of an online request in the scheduler."""
+    given: Any = req.sampling_params.custom_params
+    return given.get(SLO, DEFAULT) if isinstance(given, dict) else DEFAULT
 
 
 def due_of(custom_params: dict[str, Any]) -> float:

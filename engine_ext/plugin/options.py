@@ -7,7 +7,7 @@ from enum import StrEnum
 import msgspec
 
 from engine_ext.coserve.limit import NO_LIMITS, Limits
-from engine_ext.coserve.slo import SloClass
+from engine_ext.coserve.slo import CLASSES, SloClasses
 from engine_ext.costs.cost import CostModel
 from engine_ext.costs.hardware import Machine
 
@@ -42,19 +42,16 @@ class Emulation(StrEnum):
     REAL = "real"  # each step lasts as long as it says, for tests of the service around it
 
 
-ONLINE = SloClass("default", ttft_s=1.0, tpot_s=0.05)
-
-
 @dataclass(frozen=True, slots=True)
 class Options:
     """Everything that the scheduler process is told.
 
     `cost`: the cost model of the model on the machine that steps are planned for. `online`: how late the tokens of
-    online requests may be. `limits`: how long steps may be beside them, where that was profiled. `emulated`: a device
-    replaces the forward pass; its name is in every report and answer. `steps_file`: where the scheduler writes what
-    each step did and took, up to 100,000 steps. `retunes`: the engine's owner may change how it schedules between two
-    runs, as benchmarks do (`plugin/tuning.py`). `pulses`: memory into which the scheduler writes that it is alive
-    (`plugin/pulse.py`).
+    online requests may be, by class; `sheds`: whether those that would be later are refused. `limits`: how long steps
+    may be beside them, where that was profiled. `emulated`: a device replaces the forward pass; its name is in every
+    report and answer. `steps_file`: where the scheduler writes what each step did and took, up to 100,000 steps.
+    `retunes`: the engine's owner may change how it schedules between two runs, as benchmarks do (`plugin/tuning.py`).
+    `pulses`: memory into which the scheduler writes that it is alive (`plugin/pulse.py`).
     """
 
     cost: CostModel
@@ -64,7 +61,8 @@ class Options:
     retunes: bool = False
     steps_file: str | None = None
     pulses: str | None = None
-    online: SloClass = ONLINE
+    online: SloClasses = CLASSES
+    sheds: bool = False
     limits: Limits = NO_LIMITS
 
     def hand_over(self) -> None:

@@ -24,6 +24,8 @@ FIRST_STEPS = 10  # times the limit for the first step of a process, which may c
 SPARE = 2.0  # the limit is at least this many times the longest turn seen
 SLOTS = 256  # ranks of one engine
 _FORM = struct.Struct("=dddqq")
+_FORESEEN = struct.Struct("=ddddd")
+_SLOT = _FORM.size + _FORESEEN.size
 log = logging.getLogger(__name__)
 
 
@@ -41,13 +43,28 @@ class Pulse(NamedTuple):
     pid: int
 
 
+class Foreseen(NamedTuple):
+    """What a new online request would meet in one scheduler.
+
+    `at_s`: when this was foreseen, by the machine's monotonic clock. `step_s`: seconds of a step in which nothing
+    happens but that online requests decode. `token_s`: seconds per prompt token while prompts wait. `priority_s`,
+    `default_s`: how long a prompt of this class would wait for its first step.
+    """
+
+    at_s: float
+    step_s: float
+    token_s: float
+    priority_s: float
+    default_s: float
+
+
 class Beating:
     """The scheduler's side: writes the pulse of this process into its slot."""
 
     def __init__(self, memory: Path, slot: int, now: float) -> None:
         with memory.open("r+b") as file:
-            self._memory = mmap.mmap(file.fileno(), SLOTS * _FORM.size)
-        self._at = slot % SLOTS * _FORM.size
+            self._memory = mmap.mmap(file.fileno(), SLOTS * _SLOT)
+        self._at = slot % SLOTS * _SLOT
         self._pulse = Pulse(now, now, 0.0, 0, os.getpid())
         self._write()
 
@@ -60,6 +77,9 @@ class Beating:
         self._pulse = self._pulse._replace(stepped_at=now, steps=self._pulse.steps + 1)
         self._write()
 
+    def foresaw(self, found: Foreseen) -> None:
+        _FORESEEN.pack_into(self._memory, self._at + _FORM.size, *found)
+
     def _write(self) -> None:
         _FORM.pack_into(self._memory, self._at, *self._pulse)
 
@@ -69,8 +89,8 @@ class Pulses:
 
     def __init__(self) -> None:
         self._file = os.memfd_create("batchweave-pulses")
-        os.truncate(self._file, SLOTS * _FORM.size)
-        self._memory = mmap.mmap(self._file, SLOTS * _FORM.size, prot=mmap.PROT_READ)
+        os.truncate(self._file, SLOTS * _SLOT)
+        self._memory = mmap.mmap(self._file, SLOTS * _SLOT, prot=mmap.PROT_READ)
 
     @property
     def path(self) -> Path:
@@ -79,8 +99,14 @@ class Pulses:
 
     def read(self) -> list[Pulse]:
         """Return the pulse of every scheduler that has started."""
-        found = (Pulse(*each) for each in _FORM.iter_unpack(self._memory))
+        found = (Pulse(*_FORM.unpack_from(self._memory, slot * _SLOT)) for slot in range(SLOTS))
         return [pulse for pulse in found if pulse.pid]
+
+    def foreseen(self) -> list[Foreseen]:
+        """Return what every scheduler foresees that has run steps beside online requests."""
+        slots = range(_FORM.size, SLOTS * _SLOT, _SLOT)
+        found = (Foreseen(*_FORESEEN.unpack_from(self._memory, slot)) for slot in slots)
+        return [each for each in found if each.at_s]
 
     def close(self) -> None:
         self._memory.close()

@@ -13,7 +13,8 @@ from starlette.types import Receive, Scope, Send
 
 from service.api.caller import CalledOnline
 from service.api.context import InContext
-from service.api.relay import PREFIX_BYTES, STREAM, Relay
+from service.api.relay import PREFIX_BYTES, STREAM, OnlineRequest, Relay
+from service.db.tables import Tier
 from service.endpoints import BY_PATH, ONLINE
 from service.errors import ApiError, BadRequest, NotFound, Unavailable
 from service.metrics.counters import ONLINE_FIRST_TOKEN, ONLINE_REQUESTS
@@ -23,14 +24,17 @@ from service.requests.lines import nesting_fault, quoted
 LARGE_BYTES = 64 * 1024  # a larger body is checked in a thread, so that streams go on
 LOST_CODE = "worker_lost"
 LOST = ApiError("The worker was lost while it answered. Send the request again.", code=LOST_CODE).body()
+TIER = "The class of the request: that of the key, or a weaker one. The answer says which it was."
 CLIENT_LEFT = 499  # as in nginx: for the metrics, since nobody reads it
 MOST_TOKEN_BYTES = 64  # nearly all tokens are at most this long
+AUTO = "auto"
+TIERS = (AUTO, *(each.value for each in Tier))
 PROMPTS = ("messages", "prompt", "input")
 router = APIRouter(tags=["online"])
 log = structlog.get_logger()
 
 
-async def _answer(request: Request, context: InContext, _caller: CalledOnline) -> Response:
+async def _answer(request: Request, context: InContext, caller: CalledOnline) -> Response:
     """Answer one request at once, while batches run."""
     path = request.url.path
     try:
@@ -40,13 +44,15 @@ async def _answer(request: Request, context: InContext, _caller: CalledOnline) -
     check = partial(_checked, path, raw, context.settings.allow_patterns)
     asked = await asyncio.to_thread(check) if len(raw) > LARGE_BYTES else check()
     await _check_model(context, asked, path)
-    return OnlineResponse(context.relay, path, asked.model, asked.prefix, raw, request.state.request_id)
+    online = OnlineRequest(path, asked.model, caller.tier(asked.tier), asked.prefix, raw, request.state.request_id)
+    return OnlineResponse(context.relay, online)
 
 
 class Asked(NamedTuple):
-    """Says what a body asks for: its model, how the prompt begins, and the bytes of its text without media."""
+    """Says what a body asks for: its model, its class, how the prompt begins, and its bytes of text without media."""
 
     model: str
+    tier: Tier | None
     prefix: bytes
     text_bytes: int
 
@@ -57,10 +63,10 @@ class OnlineResponse(Response):
     A client that does not read is cut off by `connections.py`.
     """
 
-    def __init__(self, relay: Relay, path: str, model: str, prefix: bytes, raw: bytes, request_id: str) -> None:
+    def __init__(self, relay: Relay, asked: OnlineRequest) -> None:
         super().__init__()
         self._relay = relay
-        self._about = (path, model, prefix, raw, request_id)
+        self._asked = asked
         self._is_started = False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -71,28 +77,28 @@ class OnlineResponse(Response):
             sending.cancel()
             leaving.cancel()
             await asyncio.wait({sending, leaving})
-        model = self._about[1]
+        labels = (self._asked.model, self._asked.tier)
         if sending.cancelled():
-            ONLINE_REQUESTS.labels(model, "client_left").inc()
+            ONLINE_REQUESTS.labels(*labels, "client_left").inc()
             if not self._is_started:  # nobody reads it; it says in the metrics that the service did not fail
                 await send({"type": "http.response.start", "status": CLIENT_LEFT, "headers": []})
             return
         error = sending.exception()
         outcome = error.code if isinstance(error, Unavailable) else "failed" if error else sending.result()
-        ONLINE_REQUESTS.labels(model, outcome).inc()
+        ONLINE_REQUESTS.labels(*labels, outcome).inc()
         if error is not None:
             raise error
 
     async def _send(self, send: Send) -> str:
         """Send the answer as it comes, and return what came of the request."""
         began = time.perf_counter()
-        async with self._relay.ask(*self._about) as relayed:
+        async with self._relay.ask(self._asked) as relayed:
             kind = STREAM if relayed.streams else "application/json"
             headers = [(b"content-type", kind.encode()), (b"cache-control", b"no-cache"), (b"x-accel-buffering", b"no")]
             self._is_started = True
             await send({"type": "http.response.start", "status": relayed.status, "headers": headers})
             if relayed.streams:
-                ONLINE_FIRST_TOKEN.labels(self._about[1]).observe(time.perf_counter() - began)
+                ONLINE_FIRST_TOKEN.labels(self._asked.model, self._asked.tier).observe(time.perf_counter() - began)
             outcome = "answered" if relayed.status < 400 else "refused" if relayed.status < 500 else "failed"
             try:
                 async for piece in relayed.body:
@@ -117,9 +123,14 @@ def _described(path: str) -> dict[str, Any]:
     messages = {"type": "array", "items": {"type": "object"}, "minItems": 1}
     prompts = {"messages": messages, "prompt": text_or_list, "input": text_or_list}
     required = BY_PATH[path].required
-    properties = {"model": {"type": "string"}, **{name: prompts[name] for name in required if name in prompts}}
+    properties: dict[str, Any] = {
+        "model": {"type": "string"},
+        **{name: prompts[name] for name in required if name in prompts},
+    }
     if BY_PATH[path].streams:
         properties["stream"] = {"type": "boolean", "description": "Whether to send the answer as server-sent events"}
+    if BY_PATH[path].generates:
+        properties["service_tier"] = {"type": "string", "enum": list(TIERS), "description": TIER}
     schema = {
         "type": "object",
         "description": "As in OpenAI's API; see docs/api.md",
@@ -165,11 +176,20 @@ def _checked(path: str, raw: bytes, allow_patterns: bool) -> Asked:
         raise BadRequest("'model' must be a string.", code="invalid_request", param="model")
     if body.get("stream") and not BY_PATH[path].streams:
         raise BadRequest(f"{path} cannot stream yet: remove 'stream'.", code="streaming_unsupported", param="stream")
+    tier = body.get("service_tier")
+    if tier not in (None, *TIERS):
+        message = f"'service_tier' must be one of {', '.join(TIERS)}."
+        raise BadRequest(message, code="invalid_request", param="service_tier")
     for param, reason in body_faults(body, allow_patterns):
         raise BadRequest(f"{param!r} {reason}.", code="invalid_request", param=param)
     prompt = next(body[name] for name in PROMPTS if name in BY_PATH[path].required)
     begins = prompt[:PREFIX_BYTES] if isinstance(prompt, str | list) else prompt  # a list may be of token ids
-    return Asked(body["model"], msgspec.json.encode(begins)[:PREFIX_BYTES], _text_bytes(prompt))
+    return Asked(
+        body["model"],
+        None if tier in (None, AUTO) else Tier(tier),
+        msgspec.json.encode(begins)[:PREFIX_BYTES],
+        _text_bytes(prompt),
+    )
 
 
 def _text_bytes(value: Any) -> int:

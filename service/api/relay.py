@@ -4,12 +4,13 @@ import socket
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import asynccontextmanager, closing
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import aiohttp
 import structlog
 
 from service.api.routing import Routes, Target
+from service.db.tables import Tier
 from service.errors import NotRetried, Unavailable
 
 CONNECT_S = 2.0
@@ -17,6 +18,7 @@ TRIES = 4  # workers that are tried, the last ones only if those before did not 
 RUNS = 2  # workers that may run the request
 PREFIX_BYTES = 1024  # of a prompt, by which it is routed
 STREAM = "text/event-stream"
+TIER = "X-Service-Tier"  # the request's class, for the worker
 CONNECTION_ERRORS = (aiohttp.ClientError, OSError, TimeoutError)
 KEEPALIVE = {
     socket.TCP_KEEPIDLE: 10,
@@ -28,6 +30,17 @@ UNREACHED = (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError)  # no
 END = b"\n\n"  # of a server-sent event
 NO_KEY = "Online requests need BATCHWEAVE_SECRET_KEY, set to the same value for the API and all workers."
 log = structlog.get_logger()
+
+
+class OnlineRequest(NamedTuple):
+    """Holds a checked request: its path, model and class, how its prompt begins, its body as it came, and its id."""
+
+    path: str
+    model: str
+    tier: Tier
+    prefix: bytes
+    body: bytes
+    id: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,24 +69,23 @@ class Relay:
             await self._session.close()
 
     @asynccontextmanager
-    async def ask(
-        self, path: str, model: str, prefix: bytes, body: bytes, request_id: str
-    ) -> AsyncGenerator[Relayed, None]:
+    async def ask(self, request: OnlineRequest) -> AsyncGenerator[Relayed, None]:
         """Send a request to a worker of its model, and to another one if it fails before its answer begins.
 
         Leaving the block ends the request. Raises Unavailable if no worker answers.
         """
         if self._token is None:
             raise NotRetried(NO_KEY, code="online_not_configured")
+        model = request.model
         failures: dict[Target, _NotAnswered] = {}
         while len(failures) < TRIES and sum(each.ran for each in failures.values()) < RUNS:
-            targets = [each for each in await self._routes.targets(model, prefix) if each not in failures]
+            targets = [each for each in await self._routes.targets(model, request.prefix) if each not in failures]
             if not targets:
                 break
             target = targets[0]
             with self._routes.sending(target):
                 try:
-                    with closing(await self._post(target, path, body, request_id)) as response:
+                    with closing(await self._post(target, request)) as response:
                         yield await _relayed(response)
                         return
                 except _NotAnswered as error:
@@ -90,7 +102,7 @@ class Relay:
             raise NotRetried(message, code="worker_lost")
         raise Unavailable("All workers that could answer are busy or not responding. Try again.", code="overloaded")
 
-    async def _post(self, target: Target, path: str, body: bytes, request_id: str) -> aiohttp.ClientResponse:
+    async def _post(self, target: Target, request: OnlineRequest) -> aiohttp.ClientResponse:
         """Return the worker's response. Raises _NotAnswered if there is none, or the worker takes no requests."""
         if self._session is None:
             # How many requests run is for the workers to say. Between two tokens there may be any time.
@@ -100,11 +112,12 @@ class Relay:
         headers = {
             "Authorization": f"Bearer {self._token}",
             "Content-Type": "application/json",
-            "X-Request-Id": request_id,
+            "X-Request-Id": request.id,
+            TIER: request.tier,
         }
         try:
             response = await self._session.post(
-                f"{target.url}{path}", data=body, headers=headers, allow_redirects=False
+                f"{target.url}{request.path}", data=request.body, headers=headers, allow_redirects=False
             )
         except CONNECTION_ERRORS as error:
             self._routes.avoid(target)

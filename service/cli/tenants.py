@@ -15,7 +15,7 @@ from sqlalchemy.ext.asyncio import AsyncSession
 from service.db.migrate import upgrade
 from service.db.private import keep_private
 from service.db.sessions import Database
-from service.db.tables import ApiKey, AuditEvent, Project, Role
+from service.db.tables import ApiKey, AuditEvent, Project, Role, Tier
 from service.errors import SettingsError, TenantError
 from service.settings import load_settings
 from service.tenants import changes
@@ -48,17 +48,22 @@ def create_key(
         int | None,
         typer.Option("--days", min=1, max=changes.LONGEST_DAYS, help="Days until the key expires; default: never."),
     ] = None,
+    tier: Annotated[
+        Tier | None,
+        typer.Option("--tier", help="The strongest class of its online requests; default: the project's."),
+    ] = None,
     as_json: JsonOption = False,
 ) -> None:
     """Create a key and print it. It is shown only this once. Examples:
 
     - `batchweave keys create --name ana`
     - `batchweave keys create --name ci --project evaluation --role admin --days 90`
+    - `batchweave keys create --name crawler --tier flex`
     """
 
     async def make(session: AsyncSession) -> tuple[str, str]:
         owner = await changes.find_project(session, project)
-        return await changes.create_key(session, owner, name, role, days, ACTOR, int(time.time()))
+        return await changes.create_key(session, owner, name, role, days, ACTOR, int(time.time()), tier)
 
     text, key_id = _run(make)
     if as_json:
@@ -77,10 +82,19 @@ def list_keys(as_json: JsonOption = False) -> None:
         return (await session.execute(query.order_by(Project.name, ApiKey.created_at))).all()
 
     rows = [
-        (key.id, key.name, project, key.role, _day(key.created_at), _day(key.expires_at), _day(key.revoked_at))
+        (
+            key.id,
+            key.name,
+            project,
+            key.role,
+            key.tier or "",
+            _day(key.created_at),
+            _day(key.expires_at),
+            _day(key.revoked_at),
+        )
         for key, project in _run(read)
     ]
-    _print(("id", "name", "project", "role", "created", "expires", "revoked"), rows, as_json)
+    _print(("id", "name", "project", "role", "tier", "created", "expires", "revoked"), rows, as_json)
 
 
 @keys.command("revoke")
@@ -129,6 +143,10 @@ def set_project(
     max_batches: Quota = None,
     max_bytes: Quota = None,
     max_requests_per_minute: Quota = None,
+    tier: Annotated[
+        Tier | None,
+        typer.Option(help="The strongest class that its online requests may have, as service_tier."),
+    ] = None,
     remembers_lengths: Annotated[
         bool | None,
         typer.Option(
@@ -142,6 +160,7 @@ def set_project(
 
     - `batchweave projects set evaluation --max-batches 20 --max-enqueued-tokens 50000000 --weight 2`
     - `batchweave projects set evaluation --forget-lengths`
+    - `batchweave projects set chat --tier priority`
     """
     given = {
         "weight": weight,
@@ -149,6 +168,7 @@ def set_project(
         "max_batches": max_batches,
         "max_bytes": max_bytes,
         "max_requests_per_minute": max_requests_per_minute,
+        "tier": tier,
         "remembers_lengths": remembers_lengths,
     }
     wanted = {key: None if value == UNLIMITED else value for key, value in given.items() if value is not None}
@@ -183,11 +203,16 @@ def list_projects(as_json: JsonOption = False) -> None:
                     each.max_requests_per_minute,
                 )
             ),
+            each.tier,
             "remembered" if each.remembers_lengths else "forgotten",
         )
         for each in _run(read)
     ]
-    _print(("project", "weight", "enqueued tokens", "batches", "bytes", "requests a minute", "lengths"), rows, as_json)
+    _print(
+        ("project", "weight", "enqueued tokens", "batches", "bytes", "requests a minute", "tier", "lengths"),
+        rows,
+        as_json,
+    )
 
 
 def show_audit(

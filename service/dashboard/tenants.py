@@ -12,7 +12,7 @@ from service.api.context import Context, InContext
 from service.dashboard.render import page
 from service.dashboard.sessions import ChangesAsOperator, LooksInAsOperator, Viewer
 from service.db.moves import LIVE
-from service.db.tables import ApiKey, Batch, Project, Role
+from service.db.tables import ApiKey, Batch, Project, Role, Tier
 from service.errors import NotFound, TenantError
 from service.tenants import changes
 
@@ -60,6 +60,7 @@ async def change_project(
     max_enqueued_tokens: Quota = None,
     max_bytes: Quota = None,
     max_requests_per_minute: Rate = None,
+    tier: Annotated[Tier | None, Form()] = None,
     remembers_lengths: Annotated[bool | None, Form()] = None,
 ) -> Response:
     """Change the weight and quotas. An empty field removes its quota; a field missing from the form changes nothing."""
@@ -69,10 +70,13 @@ async def change_project(
         "max_enqueued_tokens": max_enqueued_tokens,
         "max_bytes": max_bytes,
         "max_requests_per_minute": max_requests_per_minute,
+        "tier": tier,
         "remembers_lengths": remembers_lengths,
     }
     form = await request.form()
     wanted = {name: value for name, value in fields.items() if name in form}
+    if tier is None:  # an empty field; a project always has one
+        wanted.pop("tier", None)
     async with context.database.write() as session:
         project = await _project(session, project_id)
         await changes.change_project(session, project, wanted, viewer.caller.actor, int(context.clock()))

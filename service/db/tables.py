@@ -84,6 +84,14 @@ class Base(DeclarativeBase):
     pass
 
 
+class Tier(StrEnum):
+    """The classes of online requests, by OpenAI's service tiers; the strongest first."""
+
+    PRIORITY = "priority"
+    DEFAULT = "default"
+    FLEX = "flex"
+
+
 class Project(Base):
     """A project, which owns files and batches. Without a quota (null) only the deployment's limits apply."""
 
@@ -96,6 +104,7 @@ class Project(Base):
     max_batches: Mapped[int | None] = mapped_column(BigInteger)  # unfinished ones
     max_bytes: Mapped[int | None] = mapped_column(BigInteger)  # of files, pending uploads and indexes
     max_requests_per_minute: Mapped[int | None] = mapped_column(BigInteger)  # to the API
+    tier: Mapped[Tier] = mapped_column(String(16), default=Tier.DEFAULT, server_default=Tier.DEFAULT)  # the strongest
     remembers_lengths: Mapped[bool] = mapped_column(Boolean, default=True, server_default=true())
     created_at: Mapped[int] = mapped_column(BigInteger)
 
@@ -109,6 +118,7 @@ class ApiKey(Base):
     project_id: Mapped[str] = mapped_column(ForeignKey("projects.id"))
     name: Mapped[str] = mapped_column(String(128))
     role: Mapped[Role] = mapped_column(String(16))
+    tier: Mapped[Tier | None] = mapped_column(String(16))  # null: the project's
     digest: Mapped[str] = mapped_column(String(64), unique=True)
     created_at: Mapped[int] = mapped_column(BigInteger)
     expires_at: Mapped[int | None] = mapped_column(BigInteger)

@@ -5,7 +5,7 @@ from pathlib import Path
 import msgspec
 
 from engine_ext.coserve.limit import Limits
-from engine_ext.coserve.slo import SloClass
+from engine_ext.coserve.slo import DEFAULT, FLEX, PRIORITY, SloClass, SloClasses
 from engine_ext.errors import InputError
 from service.errors import SettingsError
 
@@ -28,18 +28,23 @@ class _Limits(msgspec.Struct, forbid_unknown_fields=True):
 
 class _File(msgspec.Struct, forbid_unknown_fields=True):
     slo: _Bounds
+    priority: _Bounds | None = None
     profiled: _Limits = msgspec.field(default_factory=_Limits)
 
 
-def read_slo_file(path: Path) -> tuple[SloClass, Limits]:
-    """Return the class of online requests, and the limits of steps beside them. Raises SettingsError."""
+def read_slo_file(path: Path) -> tuple[SloClasses, Limits]:
+    """Return the classes of online requests, and the limits of steps beside them. Raises SettingsError."""
     try:
         with path.open("rb") as file:
             found = msgspec.json.decode(file.read(MOST_BYTES), type=_File)
-        slo, limits = found.slo, found.profiled
+        limits = found.profiled
         return (
-            SloClass("default", slo.ttft_s, slo.tpot_s, slo.tbt_s, slo.percentile),
+            (_named(PRIORITY, found.priority or found.slo), _named(DEFAULT, found.slo), SloClass(FLEX)),
             Limits(limits.limit_s, limits.price_s, limits.prompts_alone, limits.prompt_tokens),
         )
     except (OSError, msgspec.DecodeError, UnicodeDecodeError, InputError) as error:
         raise SettingsError(f"BATCHWEAVE_SLO_FILE: {path}: {error}") from error
+
+
+def _named(name: str, bounds: _Bounds) -> SloClass:
+    return SloClass(name, bounds.ttft_s, bounds.tpot_s, bounds.tbt_s, bounds.percentile)

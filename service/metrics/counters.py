@@ -18,11 +18,13 @@ HTTP = Histogram(
     ("method", "route", "status"),
     buckets=QUICK_S,
 )
-ONLINE_REQUESTS = Counter("batchweave_online_requests", "Online requests, by what came of them", ("model", "outcome"))
+ONLINE_REQUESTS = Counter(
+    "batchweave_online_requests", "Online requests, by class and by what came of them", ("model", "tier", "outcome")
+)
 ONLINE_FIRST_TOKEN = Histogram(
     "batchweave_online_first_token_seconds",
     "Time from a checked online request to the first token of its stream",
-    ("model",),
+    ("model", "tier"),
     buckets=QUICK_S,
 )
 JOBS = Histogram(

@@ -11,7 +11,7 @@ from sqlalchemy.ext.asyncio import AsyncSession
 from service import ids
 from service.db.clock import DAY_S
 from service.db.moves import rows_changed
-from service.db.tables import ApiKey, Project, Role
+from service.db.tables import ApiKey, Project, Role, Tier
 from service.errors import TenantError
 from service.estimates.length_memory import forget
 from service.tenants import audit
@@ -59,13 +59,20 @@ async def change_project(
 
 
 async def create_key(
-    session: AsyncSession, project: Project, name: str, role: Role, days: int | None, actor: str, now: int
+    session: AsyncSession,
+    project: Project,
+    name: str,
+    role: Role,
+    days: int | None,
+    actor: str,
+    now: int,
+    tier: Tier | None = None,
 ) -> tuple[str, str]:
     """Return a new key's text, which is not stored, and its id; it expires after `days`. Raises TenantError."""
     _check_name(name)
-    text, row = new_key(project.id, name, role, now, now + days * DAY_S if days else None)
+    text, row = new_key(project.id, name, role, now, now + days * DAY_S if days else None, tier)
     session.add(row)
-    said = f"{name}: {role}, {f'{days} days' if days else 'never expires'}"
+    said = f"{name}: {role}, {f'{days} days' if days else 'never expires'}{f', tier {tier}' if tier else ''}"
     audit.note(session, Caller(project, actor, Role.ADMIN), "key.create", row.id, now, said)
     return text, row.id
 

@@ -8,7 +8,7 @@ from sqlalchemy import select
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from service import ids
-from service.db.tables import DEFAULT_PROJECT, ApiKey, Project, Role
+from service.db.tables import DEFAULT_PROJECT, ApiKey, Project, Role, Tier
 
 PREFIX = "bw-"
 
@@ -21,6 +21,12 @@ class Caller:
     actor: str
     role: Role
     name: str = ""  # of the key
+    key_tier: Tier | None = None
+
+    def tier(self, asked: Tier | None) -> Tier:
+        """Return the class of an online request: the key's or the project's, or a weaker one that it asks for."""
+        own = self.key_tier or Tier(self.project.tier)
+        return own if asked is None else max(own, asked, key=list(Tier).index)
 
     @property
     def administers(self) -> bool:
@@ -31,7 +37,9 @@ class Caller:
         return self.role is Role.OPERATOR
 
 
-def new_key(project_id: str, name: str, role: Role, now: int, expires_at: int | None) -> tuple[str, ApiKey]:
+def new_key(
+    project_id: str, name: str, role: Role, now: int, expires_at: int | None, tier: Tier | None = None
+) -> tuple[str, ApiKey]:
     """Return a new key's text, which is not stored, and its row."""
     text = f"{PREFIX}{secrets.token_urlsafe(32)}"
     row = ApiKey(
@@ -39,6 +47,7 @@ def new_key(project_id: str, name: str, role: Role, now: int, expires_at: int | 
         project_id=project_id,
         name=name,
         role=role,
+        tier=tier,
         digest=_digest(text),
         created_at=now,
         expires_at=expires_at,
@@ -57,7 +66,7 @@ async def caller_of(session: AsyncSession, text: str, now: float) -> Caller | No
     ).one_or_none()
     if found is None or (found[0].expires_at is not None and found[0].expires_at <= now):
         return None
-    return Caller(found[1], found[0].id, Role(found[0].role), found[0].name)
+    return Caller(found[1], found[0].id, Role(found[0].role), found[0].name, found[0].tier and Tier(found[0].tier))
 
 
 async def local_caller(session: AsyncSession) -> Caller:

@@ -13,10 +13,12 @@ import msgspec
 import structlog
 from aiohttp import web
 
+from service.db.tables import Tier
 from service.endpoints import BY_PATH, ONLINE
 from service.worker.slice_run import EngineAnswer
 
 REQUEST_ID = "X-Request-Id"
+TIER = "X-Service-Tier"
 STALLED_S = 60.0  # for which the API may read nothing of a stream before the request is aborted
 MOST = 1024  # online requests at once; the API tries another worker, or tells the client to try later
 FAILED = "The engine failed on this request."
@@ -36,7 +38,8 @@ class Events(Protocol):
 class OnlineEngine(Protocol):
     """The interface that the door needs of an engine; engine_ext.plugin.worker.host.EngineHost implements it."""
 
-    async def serve(self, endpoint: str, body: dict[str, Any], rid: str) -> EngineAnswer | Events: ...
+    def refusal(self, slo: str, size: int) -> str | None: ...
+    async def serve(self, endpoint: str, body: dict[str, Any], rid: str, slo: str) -> EngineAnswer | Events: ...
 
 
 class Door:
@@ -98,15 +101,22 @@ class Door:
         request_id = request.headers.get(REQUEST_ID, "")
         if not _ID.fullmatch(request_id):
             return _refuse(400, f"{REQUEST_ID} is not a request id.", "invalid_request")
+        raw, tier = await request.read(), request.headers.get(TIER, Tier.DEFAULT)
+        if tier not in list(Tier):
+            return _refuse(400, f"{TIER} is not a service tier.", "invalid_request")
+        if late := self._engine.refusal(tier, len(raw)):
+            return _refuse(
+                503, f"The worker refuses online requests that it would answer too late: {late}.", "overloaded"
+            )
         try:
-            body = msgspec.json.decode(await request.read(), type=dict[str, Any])
+            body = msgspec.json.decode(raw, type=dict[str, Any])
         except msgspec.DecodeError as error:
             return _refuse(400, f"The body is not valid: {error}.", "invalid_json")
         with structlog.contextvars.bound_contextvars(request_id=request_id):
             # The answer's id is the request's, so that the logs of the API and the worker can be joined.
             rid = BY_PATH[request.path].id_prefix + request_id.removeprefix("req_")
             try:
-                found = await self._engine.serve(request.path, body, rid)
+                found = await self._engine.serve(request.path, body, rid, tier)
             except Exception as error:  # its text may quote the prompt
                 log.error("the engine failed on an online request", error=type(error).__name__)
                 return _refuse(500, FAILED, "engine_failed")

@@ -65,7 +65,7 @@ def make_engine(settings: Settings, say: Callable[[str], None] = lambda _: None)
     options = Options(cost, Scheduling(settings.scheduling), emulated=emulated, steps_file=steps_file)
     if settings.slo_file is not None:
         online, limits = read_slo_file(settings.slo_file)
-        options = replace(options, online=online, limits=limits)
+        options = replace(options, online=online, sheds=True, limits=limits)
     wanted = settings.overlap or measured_overlap(settings.gpu, settings.model_source)
     overlap = Overlap(wanted) if wanted else None
     say(

@@ -85,7 +85,7 @@ class Req(SimpleNamespace):
 warm_up.compile_coserve()
 before = compiled()
 model = EngineModel.of_steps(CostModel(preset("llama-3-8b"), Machine(hardware("h200"))), Clock.MIXED).numbers
-beside = Beside.of(SloClass(ttft_s=1.0, tpot_s=0.05), Limits(limit_s=0.005, prompt_tokens=256), model, 1000, 0)
+beside = Beside.of((SloClass(ttft_s=1.0, tpot_s=0.05),), Limits(limit_s=0.005, prompt_tokens=256), model, 1000, 0)
 decodes, waits = (Req(origin_input_ids=[1] * 50, output_ids=[1] * tokens, finished_reason=None) for tokens in (5, 0))
 for step in range(80):
     now = 0.01 * step

@@ -62,12 +62,18 @@ class Teller:
     fails: bool = False
     aborts: bool = False
     stops_after: int | None = None
+    late: tuple[str, ...] = ()  # the classes that it refuses
+    tiers: list[str] = field(default_factory=list[str])
     asked: list[str] = field(default_factory=list[str])  # rids
     began: asyncio.Event = field(default_factory=asyncio.Event)
     cancelled: asyncio.Event = field(default_factory=asyncio.Event)
     streams: list[ScriptedStream] = field(default_factory=list[ScriptedStream])
 
-    async def serve(self, endpoint: str, body: dict[str, Any], rid: str) -> Any:
+    def refusal(self, slo: str, size: int) -> str | None:
+        return f"{slo} is late" if slo in self.late else None
+
+    async def serve(self, endpoint: str, body: dict[str, Any], rid: str, slo: str) -> Any:
+        self.tiers.append(slo)
         self.asked.append(rid)
         self.began.set()
         if self.waits:

@@ -15,7 +15,7 @@ import pytest
 from sqlalchemy import delete, update
 
 from service.api import remembered
-from service.db.tables import DEFAULT_PROJECT, ApiKey, DrainedWorker, Model, Role
+from service.db.tables import DEFAULT_PROJECT, ApiKey, DrainedWorker, Model, Project, Role, Tier
 from service.queue.leases import Leases
 from service.queue.progress import Heartbeat
 from service.settings import Settings
@@ -72,7 +72,7 @@ async def test_a_client_that_hangs_up_ends_its_request(shop: Shop) -> None:
                     await asyncio.sleep(0.01)
     async with httpx.AsyncClient(base_url=shop.url) as client:
         figures = (await client.get("/metrics")).text
-    left = f'batchweave_online_requests_total{{model="{MODEL}",outcome="client_left"}}'
+    left = f'batchweave_online_requests_total{{model="{MODEL}",outcome="client_left",tier="default"}}'
     assert left in figures
     assert 'route="/v1/chat/completions",status="499"' in figures
 
@@ -243,6 +243,8 @@ async def test_a_door_is_for_the_service_alone(shop: Shop) -> None:
         (asked(model=["x"]), CHAT, 400, "invalid_request"),
         (asked(model="a\0b"), CHAT, 404, "model_not_found"),
         (asked(model="unknown"), CHAT, 404, "model_not_found"),
+        (asked(service_tier="scale"), CHAT, 400, "invalid_request"),
+        (asked(service_tier=["flex"]), CHAT, 400, "invalid_request"),
         (asked(n=1000), CHAT, 400, "invalid_request"),
         (asked(regex="(a+)+"), CHAT, 400, "invalid_request"),
         (b" " * (9 * 2**20), CHAT, 413, "body_too_large"),
@@ -279,6 +281,36 @@ async def test_online_requests_need_a_key_where_batches_do(shop: Shop, clock: Cl
             for headers in ({}, {"Authorization": "Bearer bw-unknown"}):
                 assert (await client.post(CHAT, json=asked(), headers=headers)).status_code == 401
     assert not engine.asked
+
+
+async def test_a_request_has_the_class_of_its_key_or_a_weaker_one(shop: Shop, clock: Clock) -> None:
+    """A stronger one is not given, as with OpenAI; the answer says which it was."""
+    engine, keys = Teller(), {tier: new_key(DEFAULT_PROJECT, "ana", Role.USER, 0, None, tier) for tier in (None, *Tier)}
+    async with shop.house.database.write() as session:
+        session.add_all([row for _, row in keys.values()])
+        await session.execute(update(Project).values(tier=Tier.FLEX))
+    with serve(shop.settings.model_copy(update={"auth": "keys"}), clock) as url:
+        async with shop.door("w", engine), httpx.AsyncClient(base_url=url) as client:
+            for own, (text, _) in keys.items():
+                for given in (None, "auto", "priority", "default", "flex"):
+                    body = asked() if given is None else asked(service_tier=given)
+                    await client.post(CHAT, json=body, headers={"Authorization": f"Bearer {text}"})
+                strongest = own or Tier.FLEX
+                weaker = ["flex" if strongest is Tier.FLEX else "default", "flex"]
+                assert engine.tiers == [strongest, strongest, strongest, *weaker]
+                engine.tiers.clear()
+
+
+async def test_a_worker_that_would_be_late_is_passed_over(shop: Shop) -> None:
+    busy, idle = Teller(late=("default",)), Teller()
+    async with shop.door("busy", busy):
+        answer = await shop.post(asked())
+        assert (answer.status_code, answer.json()["error"]["code"]) == (503, "overloaded")
+        assert int(answer.headers["retry-after"]) > 0
+        assert (await shop.post(asked(service_tier="flex"))).status_code == 200
+        async with shop.door("idle", idle):
+            await shop.house.until(shop.serves)
+    assert busy.tiers == ["flex"]
 
 
 async def test_a_revoked_key_ends_within_a_minute(shop: Shop, clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:

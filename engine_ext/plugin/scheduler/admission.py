@@ -17,7 +17,7 @@ import numpy as np
 from sglang.srt.managers.schedule_batch import FINISH_ABORT
 
 from engine_ext.coserve.limit import PAGE, Limits
-from engine_ext.coserve.slo import SloClass
+from engine_ext.coserve.slo import SloClasses
 from engine_ext.coserve.victims import victims
 from engine_ext.costs.cost import CostModel
 from engine_ext.costs.engine_model import Clock, EngineModel
@@ -60,6 +60,7 @@ class Admission:
     space: KVSpace
     beside: Beside
     copies: HostCopies
+    foresees: bool = False  # whether the worker asks what online requests will meet
     fallback: str | None = None  # why SGLang's own policy schedules instead
     by_key: dict[int, Member] = field(default_factory=dict[int, Member])
     waiting: dict[str, Member] = field(default_factory=dict[str, Member])  # by rid
@@ -88,7 +89,7 @@ class Admission:
     reuse: Reuse = field(default_factory=Reuse)
 
     @classmethod
-    def of(cls, cost: CostModel, online: SloClass, limits: Limits, scheduler: Any) -> "Admission":
+    def of(cls, cost: CostModel, online: SloClasses, limits: Limits, scheduler: Any) -> "Admission":
         space, overlap = KVSpace.of(scheduler), overlap_of(scheduler)
         step_tokens = int(scheduler.chunked_prefill_size or STEP_TOKENS)
         costs = StepCosts.of(cost, space.capacity, step_tokens, bursts=not overlap.mixes)
@@ -101,7 +102,7 @@ class Admission:
         model = EngineModel.of_steps(cost, Clock.MIXED).numbers
         beside = Beside.of(online, limits, model, space.capacity, _lag(scheduler, ranks))
         beside.is_needed &= fallback is None  # in such an engine a batch's requests look like online ones
-        return cls(scan, overlap, pins, ranks, space, beside, HostCopies(scheduler), fallback)
+        return cls(scan, overlap, pins, ranks, space, beside, HostCopies(scheduler), fallback=fallback)
 
     def add(self, req: Any) -> None:
         """Add a request that waits now, for the first time or because it was retracted."""
@@ -375,6 +376,7 @@ def admission_of(scheduler: Any) -> Admission:
         online, limits = getattr(scheduler, "batchweave_online", (options.online, options.limits))
         found = Admission.of(options.cost, online, limits, scheduler)
         found.scan.cached = lambda key: cached_tokens(scheduler, found.by_key[key].req)[0]
+        found.foresees = options.sheds
         scheduler.batchweave_admission = found
     return found
 

@@ -14,7 +14,7 @@ from sglang.srt.plugins.hook_registry import HookType
 from engine_ext.arrays import Bools
 from engine_ext.coserve.predictor import Load
 from engine_ext.plugin.options import Overlap
-from engine_ext.plugin.scheduler import host_copies, online, preemption, resting
+from engine_ext.plugin.scheduler import foresight, host_copies, online, preemption, pulse_hooks, resting
 from engine_ext.plugin.scheduler.admission import Admission, admission_of
 from engine_ext.plugin.scheduler.beside import Allowed
 from engine_ext.plugin.scheduler.online import Demand, is_ours, length
@@ -33,6 +33,8 @@ def enqueue(original: Callable[..., None], scheduler: Any, req: Any, *args: Any,
     original(scheduler, req, *args, **kwargs)
     queue, ours = scheduler.waiting_queue, admission_of(scheduler)
     if not is_ours(req) and ours.fallback is None:
+        if queue and queue[-1] is req:
+            online.move_before_weaker(queue)
         ours.online_runs = True
         ours.beside.arrived(req, ours.ranks.tick())
     if queue and queue[-1] is req and is_ours(req) and ours.fallback is None:
@@ -63,10 +65,19 @@ def admit(original: Callable[..., Any], scheduler: Any, *args: Any, **kwargs: An
         return found
 
     if not ours.waiting and not ours.running:
-        return _without_batches(ours, scheduler, running, ask_sglang)
-    batch, running_after = _step(ours, scheduler, running, ask_sglang)
+        found = _without_batches(ours, scheduler, running, ask_sglang)
+        _foresee(ours, scheduler)
+        return found
+    found = _step(ours, scheduler, running, ask_sglang)
+    _foresee(ours, scheduler)
     ours.note_time(time.perf_counter() - started - theirs_s)
-    return batch, running_after
+    return found
+
+
+def _foresee(ours: Admission, scheduler: Any) -> None:
+    """Tell the worker what a new online request would meet, if it refuses those that would be late."""
+    if ours.foresees and ours.beside.is_needed:
+        pulse_hooks.foresaw(scheduler, foresight.foresee(ours, scheduler, ours.ranks.now))
 
 
 def _all_decodes(ours: Admission, running: Any) -> Any:

@@ -20,9 +20,10 @@ from engine_ext.coserve.governor import Governor, Moment, is_late, new_governor,
 from engine_ext.coserve.limit import NO_LIMITS, Limits, Profiled
 from engine_ext.coserve.predictor import Load, Predictor, new_predictor, predict
 from engine_ext.coserve.reserve import Held, new_held, note_held, reserve
-from engine_ext.coserve.slo import Bounds, SloClass, least_slack
+from engine_ext.coserve.slo import DEFAULT, Bounds, SloClass, SloClasses, least_slack, strictest
 from engine_ext.coserve.step import Batches, Online, choose, learn
 from engine_ext.costs.engine_model import StepModel
+from engine_ext.plugin.marks import slo_of
 from engine_ext.plugin.scheduler.online import Demand, length
 
 LONGEST_STEP_S = 10.0  # a longer pause between two decisions was no step
@@ -32,12 +33,13 @@ FORGET_S = 3600.0  # without online requests, after which batches have the engin
 
 @dataclass(slots=True)
 class Pace:
-    """Holds when the tokens of an online request came, in seconds of the scheduler's clock.
+    """Holds when the tokens of an online request of the class `slo` came, in seconds of the scheduler's clock.
 
     `arrived_excess_s`, `first_excess_s`, `last_excess_s`: the seconds by which batches had made steps longer when it
     came, and at its first and its last token.
     """
 
+    slo: SloClass
     arrived_s: float
     arrived_excess_s: float
     first_s: float = 0.0
@@ -73,16 +75,15 @@ class Allowed(NamedTuple):
 class Beside:
     """The online requests of one scheduler, and how long its steps may be because of them.
 
-    `percentile`: the share of online requests that must keep the bounds. `lag`: how many steps run that were launched
-    before, when the next one is decided. `prompt_tokens`: the most of a step, if that was profiled. `limit_s`,
-    `slack_s`: those of the last step. `limited`: steps in which the batches got fewer prompt tokens than the step had
-    room for. `left_out`: decodes that steps left out. `ended`: online requests that have left; `late`: those of them
-    that missed a bound. `ttft_s`, `tpot_s`: the longest so far. `is_needed`: whether steps are limited: for an hour
-    after the last online request, and with profiled limits after the first step.
+    `classes`: the strongest first; a request of an unknown class is of the default one. `lag`: how many steps run that
+    were launched before, when the next one is decided. `prompt_tokens`: the most of a step, if that was profiled.
+    `limit_s`, `slack_s`: those of the last step. `limited`: steps in which the batches got fewer prompt tokens than the
+    step had room for. `left_out`: decodes that steps left out. `ended`: online requests that have left; `late`: those
+    of them that missed a bound. `ttft_s`, `tpot_s`: the longest so far of those with deadlines. `is_needed`: whether
+    steps are limited: for an hour after the last online request, and with profiled limits after the first step.
     """
 
-    bounds: Bounds
-    percentile: float
+    classes: SloClasses
     predictor: Predictor
     governor: Governor
     held: Held
@@ -101,16 +102,16 @@ class Beside:
     _launched: deque[tuple[Load, Load]] = field(default_factory=deque[tuple[Load, Load]])
     _new: list[Pace] = field(default_factory=list[Pace])
     _wait_in_vain: bool = False  # online prompts waited for the last step, which computed none of them
+    _bounds_by_names: dict[frozenset[str], Bounds] = field(default_factory=dict[frozenset[str], Bounds])
     _before: float = math.nan
     _seen_at: float = UNTOLD_S
     is_needed: bool = False
 
     @classmethod
-    def of(cls, slo: SloClass, limits: Limits, model: StepModel, capacity: int, lag: int) -> "Beside":
+    def of(cls, classes: SloClasses, limits: Limits, model: StepModel, capacity: int, lag: int) -> "Beside":
         predictor, governor, held = new_predictor(model), new_governor(), new_held(capacity)
         return cls(
-            slo.bounds,
-            slo.percentile,
+            classes,
             predictor,
             governor,
             held,
@@ -134,7 +135,7 @@ class Beside:
         """Note that an online request has come."""
         self.is_needed, self._seen_at = True, now
         if req not in self.paces:
-            self.paces[req] = pace = self._pace(now)
+            self.paces[req] = pace = self._pace(req, now)
             self._new.append(pace)
 
     def pass_time(self, demand: Demand, now: float) -> None:
@@ -150,7 +151,7 @@ class Beside:
         for pace in self._new:  # they came when that step had ended
             pace.arrived_excess_s = self.excess_s
         self._new.clear()
-        here = {req: self.paces.get(req) or self._pace(now) for req in (*demand.decoding, *demand.prompts)}
+        here = {req: self.paces.get(req) or self._pace(req, now) for req in (*demand.decoding, *demand.prompts)}
         for req, pace in self.paces.items():
             if req not in here:
                 self._left(req, pace, now)
@@ -186,29 +187,58 @@ class Beside:
         self.slack_s = self._least_slack(demand.decoding, now) - running_s
         first_slack_s = self._least_slack(demand.prompts, now) - running_s
         # Prompts that find no room wait for batches to end, and not for the step.
-        waiting = 0 if self._wait_in_vain else len(demand.prompts)
+        decoding, prompts = self._with_deadlines(demand.decoding), self._with_deadlines(demand.prompts)
+        waiting = [] if self._wait_in_vain else prompts
         self._wait_in_vain = bool(demand.prompts)
-        needs = Online(len(demand.decoding), waiting, demand.tokens, demand.before, self.slack_s, first_slack_s)
+        needs = Online(len(decoding), len(waiting), demand.tokens, demand.before, self.slack_s, first_slack_s)
         batches, rests = Batches(decodes.kv, decodes.skipped, before), np.zeros(len(decodes.kv), dtype=np.bool_)
         found = choose(
-            self.predictor, self.governor, self.bounds, self.profiled, decodes.load, needs, batches, largest, rests
+            self.predictor,
+            self.governor,
+            self._bounds(decoding + waiting),
+            self.profiled,
+            decodes.load,
+            needs,
+            batches,
+            largest,
+            rests,
         )
         self.limit_s = found.limit_s
         self.limited += found.batches < largest - found.online
         return Allowed(found.online, found.online + found.batches, rests)
+
+    def _with_deadlines(self, reqs: list[Any]) -> list[SloClass]:
+        """Return the classes of those of these requests that have deadlines."""
+        return [slo for req in reqs if not (slo := self.paces[req].slo).may_wait]
+
+    def _bounds(self, here: list[SloClass]) -> Bounds:
+        """Return the bounds of a step with requests of these classes; as it begins, one of any class may come."""
+        names = frozenset(each.name for each in here)
+        if names not in self._bounds_by_names:
+            present = [each for each in self.classes if each.name in names]
+            longest_s = strictest(self.classes).ttft_s
+            self._bounds_by_names[names] = strictest(present or self.classes)._replace(ttft_s=longest_s)
+        return self._bounds_by_names[names]
 
     def _note_tokens(self, req: Any, pace: Pace, now: float) -> None:
         """Note the tokens that a request has got since it was last looked at."""
         generated = len(req.output_ids)
         if generated > pace.generated:
             if pace.generated == 0:  # one whose first tokens nobody saw counts as on its pace
-                on_pace_s = self.bounds.tpot_s if generated > 1 and self.bounds.tpot_s < math.inf else 0.0
+                on_pace_s = pace.slo.tpot_s or 0.0 if generated > 1 else 0.0
                 pace.first_s = now - (generated - 1) * on_pace_s
                 pace.first_excess_s = self.excess_s
             pace.last_s, pace.last_excess_s, pace.generated = now, self.excess_s, generated
 
-    def _pace(self, now: float) -> Pace:
-        return Pace(now, self.excess_s)
+    def _pace(self, req: Any, now: float) -> Pace:
+        return Pace(self._class_of(slo_of(req)), now, self.excess_s)
+
+    def _class_of(self, name: str) -> SloClass:
+        return next((each for each in self.classes if each.name == name), self._default)
+
+    @property
+    def _default(self) -> SloClass:
+        return next(each for each in self.classes if each.name == DEFAULT)
 
     def _left(self, req: Any, pace: Pace, now: float) -> None:
         """Note that a request has ended, or was aborted; its last token came with the step that has just ended."""
@@ -221,19 +251,29 @@ class Beside:
         arrived = Moment(pace.arrived_s, pace.arrived_excess_s)
         first, last = Moment(pace.first_s, pace.first_excess_s), Moment(pace.last_s, pace.last_excess_s)
         found = served(arrived, first, last, pace.generated)
-        note_served(self.governor, self.bounds, self.percentile, found, now)
+        if pace.slo.may_wait:
+            return
+        bounds = pace.slo.bounds
+        note_served(self.governor, bounds, pace.slo.percentile, found, now)
         self.ttft_s, self.tpot_s = max(self.ttft_s, found.ttft_s), max(self.tpot_s, found.tpot_s)
-        self.late += is_late(self.bounds, found.ttft_s, found.tpot_s)
+        self.late += is_late(bounds, found.ttft_s, found.tpot_s)
 
     def _least_slack(self, reqs: list[Any], now: float) -> float:
         """Return the least time until the next token of any of them is due."""
-        if not reqs:
-            return math.inf
         paces = [self.paces[req] for req in reqs]
+        classes = [each for each in self.classes if not each.may_wait] if paces else []
+        return min(
+            (self._slack_of(slo, [each for each in paces if each.slo is slo], now) for slo in classes), default=math.inf
+        )
+
+    @staticmethod
+    def _slack_of(slo: SloClass, paces: list[Pace], now: float) -> float:
+        if not paces:
+            return math.inf
         times = np.array([(pace.arrived_s, pace.first_s, pace.last_s) for pace in paces])
         generated = np.array([pace.generated for pace in paces], dtype=np.int64)
         arrived_s, first_s, last_s = np.ascontiguousarray(times.T)
-        return float(least_slack(self.bounds, now, arrived_s, first_s, last_s, generated))
+        return float(least_slack(slo.bounds, now, arrived_s, first_s, last_s, generated))
 
 
 def _kv_tokens(reqs: list[Any]) -> int:

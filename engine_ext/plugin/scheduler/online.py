@@ -11,8 +11,10 @@ from sglang.srt.mem_cache.base_prefix_cache import MatchPrefixParams
 from sglang.srt.mem_cache.radix_cache import RadixKey
 from sglang.srt.plugins.hook_registry import HookType
 
-from engine_ext.plugin.marks import KIND
+from engine_ext.coserve.slo import DEFAULT, FLEX, PRIORITY
+from engine_ext.plugin.marks import KIND, slo_of
 
+RANKS = {PRIORITY: 0, DEFAULT: 1, FLEX: 2}  # of classes in the queue
 LOOKED_UP = 64  # waiting requests of which the cached part is looked up in each step
 
 
@@ -43,6 +45,15 @@ def is_ours(req: Any) -> bool:
     """Return whether one of our workers marked the request."""
     params = req.sampling_params.custom_params
     return isinstance(params, dict) and KIND in params
+
+
+def move_before_weaker(queue: list[Any]) -> None:
+    """Move the last request of a queue before those of weaker classes; otherwise who comes first is first."""
+    req = queue[-1]
+    rank, place = RANKS.get(slo_of(req), RANKS[DEFAULT]), len(queue) - 1
+    while place > 0 and not is_ours(queue[place - 1]) and RANKS.get(slo_of(queue[place - 1]), RANKS[DEFAULT]) > rank:
+        place -= 1
+    queue.insert(place, queue.pop())
 
 
 def demand(scheduler: Any, decoding: list[Any], most: int) -> Demand:

@@ -8,7 +8,7 @@ from typing import Any
 from sglang.srt.plugins.hook_registry import HookType
 
 from engine_ext.plugin.options import handed_over
-from engine_ext.plugin.pulse import Beating
+from engine_ext.plugin.pulse import Beating, Foreseen
 
 IDLE_MS = 15_000
 
@@ -38,6 +38,13 @@ def stepped(scheduler: Any) -> None:
     mine = _beating(scheduler)
     if mine is not None:
         mine.stepped(time.monotonic())
+
+
+def foresaw(scheduler: Any, found: Foreseen) -> None:
+    """Tell the worker what a new online request would meet."""
+    mine = _beating(scheduler)
+    if mine is not None:
+        mine.foresaw(found)
 
 
 def maybe_sleep(original: Callable[..., None], sleeper: Any) -> None:

@@ -12,7 +12,7 @@ from sglang.srt.managers.io_struct import SetInternalStateReqOutput
 from sglang.srt.plugins.hook_registry import HookType
 
 from engine_ext.coserve.limit import Limits
-from engine_ext.coserve.slo import SloClass
+from engine_ext.coserve.slo import DEFAULT, SloClass
 from engine_ext.costs.engine_model import Clock
 from engine_ext.plugin.options import Emulation, handed_over
 from engine_ext.plugin.scheduler import emulated
@@ -43,10 +43,10 @@ def retune(original: Callable[..., Any], scheduler: Any, recv_req: Any) -> Any:
     name = POLICIES[int(given["policy"])]
     _set_priorities(scheduler, name == PRIORITY)
     policy.policy = policy._validate_and_adjust_policy("fcfs" if name == PRIORITY else name, scheduler.tree_cache)
-    slo = SloClass("benchmark", float(given["ttft_s"]), float(given["tpot_s"]))
+    slo = SloClass(DEFAULT, float(given["ttft_s"]), float(given["tpot_s"]))
     limit_s, price_s = (float(given[name]) or None for name in ("limit_s", "price_s"))
     limits = Limits(limit_s, price_s, bool(given["prompts_alone"]), int(given["prompt_tokens"]) or None)
-    scheduler.batchweave_online = slo, limits
+    scheduler.batchweave_online = (slo,), limits
     scheduler.batchweave_admission = scheduler.batchweave_steps = None
     scheduler.batchweave_arrivals = Arrivals(float(given["until_s"]))
     return SetInternalStateReqOutput(updated=True)

@@ -7,6 +7,8 @@ from typing import Any
 
 from pydantic import ValidationError
 
+DATA = b"data: "
+
 
 @dataclass(frozen=True, slots=True)
 class Answer:
@@ -30,6 +32,18 @@ class Stream:
 
     async def close(self) -> None:
         await self._rest.aclose()
+
+
+def with_tier(body: bytes, slo: str) -> bytes:
+    """Return a JSON object that also says which class the request had, as OpenAI's service_tier."""
+    return b'{"service_tier":"%s",' % slo.encode() + body[1:] if body[:1] == b"{" else body
+
+
+def event_with_tier(event: bytes, slo: str) -> bytes:
+    """Return a server-sent event whose object, if it has one, also says which class the request had."""
+    if not event.startswith(DATA) or event.startswith(b'data: {"error"'):
+        return event
+    return DATA + with_tier(event[len(DATA) :], slo)
 
 
 def refused(error: Exception) -> Answer:

@@ -167,6 +167,7 @@ class Endpoints:
             "output_tokens_details": {"reasoning_tokens": usage.get("reasoning_tokens") or 0},
             "total_tokens": (usage.get("prompt_tokens") or 0) + output,
         }
+        body["service_tier"] = known.slo
         if known.stopped_by_length:
             body |= {"status": "incomplete", "incomplete_details": {"reason": "max_output_tokens"}}
         return body

@@ -23,19 +23,21 @@ from sglang.srt.entrypoints.openai.serving_chat import OpenAIServingChat
 from sglang.srt.entrypoints.openai.serving_completions import OpenAIServingCompletion
 
 from engine_ext import warm_up
+from engine_ext.coserve.slo import DEFAULT
 from engine_ext.costs.cost import CostModel
 from engine_ext.errors import EngineStartError
 from engine_ext.plugin import hooks, json_log
-from engine_ext.plugin.marks import KIND, RESERVED, UNTOLD, marks
+from engine_ext.plugin.marks import KIND, RESERVED, UNTOLD, marks, online_marks
 from engine_ext.plugin.options import Options, Overlap, emulated_name
 from engine_ext.plugin.platform_entry import accelerator_memory, gpu_is_present, machine_name
 from engine_ext.plugin.pulse import Pulses, Watch
 from engine_ext.plugin.worker import guard, overlap
-from engine_ext.plugin.worker.answers import Answer, Stream, error_body, failed, refused
+from engine_ext.plugin.worker.answers import Answer, Stream, error_body, event_with_tier, failed, refused, with_tier
 from engine_ext.plugin.worker.calibration_load import measure_steps, time_blend
 from engine_ext.plugin.worker.endpoints import Endpoints, Served
 from engine_ext.plugin.worker.forking import ForkingEngine
 from engine_ext.plugin.worker.marked import ONLINE, Told
+from engine_ext.plugin.worker.shedding import Shedding
 from engine_ext.plugin.worker.shutdown import shut_down
 
 STEP_LIMIT_S = 60.0
@@ -135,6 +137,7 @@ class EngineHost:
         self._watch = Watch(self._pulses, step_limit_s, self._works_since)
         self._vocab_size = int(self._manager.model_config.vocab_size)
         manager, templates = self._manager, self._engine.template_manager
+        self._shedding = Shedding(self._pulses, options.online) if options.sheds else None
         self._serving: dict[str, tuple[type[BaseModel], OpenAIServingBase]] = {}
         if manager.is_generation:  # an embedding engine dies of these
             self._serving = {
@@ -213,37 +216,45 @@ class EngineHost:
             response: Any = await self._serving[endpoint][1].handle_request(request, None)  # type: ignore[arg-type]
         return self._answer_of(response)
 
-    async def serve(self, endpoint: str, body: dict[str, Any], rid: str) -> "Answer | Stream":
-        """Answer an online request, which goes before the requests of batches.
+    def refusal(self, slo: str, size: int) -> str | None:
+        """Return why an online request of this class and of so many bytes would be late; None if it may be served."""
+        return None if self._shedding is None else self._shedding.refusal(slo, size)
+
+    async def serve(self, endpoint: str, body: dict[str, Any], rid: str, slo: str = DEFAULT) -> "Answer | Stream":
+        """Answer an online request of the class `slo`, which goes before the requests of batches.
 
         Returns the answer once it is whole or, if the body asks for a stream, with its first token. A request ends
         early when this call is cancelled or its stream is closed. It answers bad requests with 4xx.
         """
         fields = {key: value for key, value in body.items() if key not in RESERVED_FIELDS - STREAM_FIELDS}
         if endpoint in self._others:
-            return await self._run_other(self._others[endpoint], fields, Told(rid, ONLINE))
+            return await self._run_other(self._others[endpoint], fields, Told(rid, ONLINE, slo=slo))
         request = self._read(endpoint, fields, rid)
         if isinstance(request, Answer):
             return request
-        events = self._events(self._serving[endpoint][1], request)
+        request.custom_params = (request.custom_params or {}) | online_marks(slo) or None
+        events = self._events(self._serving[endpoint][1], request, slo)
         first = await anext(events)
         if isinstance(first, Answer):
             await events.aclose()
             return first
         return Stream(first, events)
 
-    async def _events(self, serving: OpenAIServingBase, request: Any) -> "AsyncGenerator[Answer | bytes, None]":
+    async def _events(
+        self, serving: OpenAIServingBase, request: Any, slo: str
+    ) -> "AsyncGenerator[Answer | bytes, None]":
         """Yield the answer as a whole, or its server-sent events; abort the request if nobody waits for the rest."""
-        known = Told(request.rid, ONLINE, guard.prompts_in(request))
+        known = Told(request.rid, ONLINE, guard.prompts_in(request), slo=slo)
         with self._in_flight(known), self._aborting(known):
             response: Any = await serving.handle_request(request, None)  # type: ignore[arg-type]
             if not isinstance(response, StreamingResponse):
-                yield self._answer_of(response)
+                answer = self._answer_of(response)
+                yield replace(answer, body=with_tier(answer.body, slo)) if answer.status_code < 400 else answer
                 return
             if self._emulated:
                 yield f": {self._emulated}\n\n".encode()
             async for event in response.body_iterator:
-                yield event.encode() if isinstance(event, str) else bytes(event)
+                yield event_with_tier(event.encode() if isinstance(event, str) else bytes(event), slo)
 
     def _read(self, endpoint: str, fields: dict[str, Any], rid: str) -> Any:
         """Return SGLang's request, with an rid and without marks of ours, or the Answer that refuses it."""

@@ -13,14 +13,15 @@ from typing import Any
 from sglang.srt.managers.io_struct import EmbeddingReqInput
 from sglang.srt.managers.tokenizer_manager_score_mixin import TokenizerManagerScoreMixin
 
-from engine_ext.plugin.marks import marks
+from engine_ext.coserve.slo import DEFAULT
+from engine_ext.plugin.marks import marks, online_marks
 
 
 @dataclass(slots=True)
 class Told:
     """What is known of one request while it runs; SGLang splits it into `parts` requests (0: it runs as one).
 
-    `kind`: see `EngineHost.run`; ONLINE for an online request, which gets no mark.
+    `kind`: see `EngineHost.run`; ONLINE for an online request, of the class `slo`.
     """
 
     rid: str
@@ -33,6 +34,7 @@ class Told:
     cached_tokens: int = 0
     due: float = math.inf
     lengths: str = ""
+    slo: str = DEFAULT
 
 
 ONLINE = ""  # the kind of online requests, which is no kind of a batch
@@ -63,7 +65,8 @@ class MarkedManager(TokenizerManagerScoreMixin):
 
 
 def _marks(known: Told) -> dict[str, Any] | None:
-    return marks(known.kind, known.due, known.lengths) if known.kind else None
+    given = marks(known.kind, known.due, known.lengths) if known.kind else online_marks(known.slo)
+    return given or None
 
 
 def _note(known: Told, meta: dict[str, Any]) -> None:

@@ -25,10 +25,10 @@ def test_bounds_and_limits_arrive(monkeypatch: pytest.MonkeyPatch, online: SloCl
     monkeypatch.delenv(VARIABLE, raising=False)
     assert handed_over() is None
     monkeypatch.setenv(VARIABLE, "")  # which the test gives back at its end
-    options = Options(CostModel(preset("llama-3-8b"), Machine(hardware("h200"))), online=online, limits=limits)
+    options = Options(CostModel(preset("llama-3-8b"), Machine(hardware("h200"))), online=(online,), limits=limits)
     options.hand_over()
     found = handed_over()
     assert found is not None
     assert found == options
-    assert found.online.bounds == online.bounds
+    assert [each.bounds for each in found.online] == [online.bounds]
     assert found.limits.profiled == limits.profiled

@@ -71,7 +71,9 @@ def test_a_profile_is_read_by_a_worker(files: tuple[Path, Path], tmp_path: Path)
     said = ("--relative", "mean_tbt=0.05", "--slo", "ttft=1,tpot=0.05", "--output", output)
     found = call("profile-slo", "--online", online, "--offline", offline, *said)
     assert found.exit_code == 0, found.output
-    slo, limits = read_slo_file(output)
+    (priority, slo, flex), limits = read_slo_file(output)
+    assert (priority.name, slo.name, flex.name) == ("priority", "default", "flex")
+    assert (priority.bounds, flex.ttft_s) == (slo.bounds, None)
     assert (slo.ttft_s, slo.tpot_s, slo.percentile) == (1.0, 0.05, 0.99)
     assert limits.limit_s is not None or limits.price_s is not None
     assert limits.prompt_tokens in CHUNKS
