@@ -28,9 +28,9 @@ from service.db.migrate import upgrade
 from service.db.models import register_model
 from service.db.sessions import Database
 from service.queue.progress import Heartbeat
+from service.queue.trust import address_proof, deployment_token
 from service.settings import load_settings
 from service.up.embedded_redis import server_command
-from service.webhooks.secrets import deployment_token
 from service.worker.door import Door
 from tests.hostile.server import Role, running
 
@@ -102,9 +102,11 @@ async def run(api: Role, folder: Path, database_url: str, redis_url: str, given:
     await register_model(database, settings, 1000, [CHAT])
     token = deployment_token(settings)
     assert token is not None
-    door = Door(Metronome(given.chunks, given.every_ms / 1e3), token, 2**20, lambda: None)
+    door = Door(Metronome(given.chunks, given.every_ms / 1e3), "m", token, 2**20, lambda: None)
     url = await door.open("127.0.0.1", 0)
-    await Heartbeat(redis, 600).beat("w", {"name": "w", "model": "m", "online": url})
+    await Heartbeat(redis, 600).beat(
+        "w", {"name": "w", "model": "m", "online": url, "online_proof": address_proof(token, "w", "m", url)}
+    )
     direct = {"Authorization": f"Bearer {token}", "X-Request-Id": "req_" + "0" * 32}
     for target, headers in ((api.url, {}), (url, direct)):  # what is slow only once
         await measure(target, headers, 4, 0.0)

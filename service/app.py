@@ -35,8 +35,9 @@ from service.objects.storage import Storage
 from service.queue.bell import Bell
 from service.queue.connection import open_redis
 from service.queue.progress import Heartbeat, Progress
+from service.queue.trust import deployment_token
 from service.settings import Settings
-from service.webhooks.secrets import Seal, deployment_token, sealing_key
+from service.webhooks.secrets import Seal, sealing_key
 
 # Redis only adds detail to what the API shows, so a hanging Redis must not hold up a page.
 LOOK_S, LOOK_AGAIN_S = 1.0, 5.0
@@ -63,7 +64,8 @@ def create_app(settings: Settings, clock: Callable[[], float] | None = None) -> 
         serving_cache = ServingCache(database, Heartbeat(redis), History(redis), LOOK_POLLS * settings.poll_s)
         bell = Bell(redis, settings.poll_s)
         seal = Seal(sealing_key(settings))
-        relay = Relay(Routes(Heartbeat(redis)), deployment_token(settings))
+        token = deployment_token(settings)
+        relay = Relay(Routes(Heartbeat(redis), token), token)
         callers = Remembered(partial(find_caller, database, now))
         served = Remembered(partial(served_of, database))
         parts = (database, storage, redis, settings, now, early, progress, serving_cache, bell, seal)

@@ -90,13 +90,13 @@ class Relay:
                         return
                 except _NotAnswered as error:
                     failures[target] = error
+        if not failures and model in self._routes.unproven:
+            raise NotRetried(NO_KEY, code="online_not_configured")
         if not failures:
             message = f"No worker of {model!r} takes online requests now. Try again later, or send them as a batch."
             raise Unavailable(message, code="no_worker")
         reasons = {target.name: str(failure) for target, failure in failures.items()}
         log.warning("no worker answered an online request", model=model, reasons=reasons)
-        if all(each.status == 401 for each in failures.values()):
-            raise NotRetried(NO_KEY, code="online_not_configured")
         if sum(each.ran for each in failures.values()) >= RUNS:
             message = f"{RUNS} workers were lost while they ran this request, which may be the reason."
             raise NotRetried(message, code="worker_lost")
@@ -124,19 +124,16 @@ class Relay:
             raise _NotAnswered(repr(error), ran=not isinstance(error, UNREACHED)) from error
         if response.status in (401, 503) or response.content_type not in (STREAM, "application/json"):
             response.close()
-            raise _NotAnswered(f"status {response.status}", ran=False, status=response.status)
+            raise _NotAnswered(f"status {response.status}", ran=False)
         return response
 
 
 class _NotAnswered(Exception):
-    """A worker did not begin to answer, so another one may. `ran`: whether it may have begun to compute.
+    """A worker did not begin to answer, so another one may. `ran`: whether it may have begun to compute."""
 
-    `status`: its HTTP status; 0 if there was none.
-    """
-
-    def __init__(self, message: str, ran: bool, status: int = 0) -> None:
+    def __init__(self, message: str, ran: bool) -> None:
         super().__init__(message)
-        self.ran, self.status = ran, status
+        self.ran = ran
 
 
 def _socket(address: Any) -> socket.socket:

@@ -5,17 +5,20 @@ Workers with a door say so in their heartbeats (`queue/progress.py`).
 
 import asyncio
 import hashlib
+import hmac
 import math
 import time
 from collections import Counter
 from collections.abc import Generator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import structlog
 from redis.exceptions import RedisError
 
 from service.queue.progress import Heartbeat
+from service.queue.trust import address_proof
 
 LOOK_S = 1.0  # between two looks at the heartbeats
 WITHOUT_REDIS_S = 30.0  # for which the last heartbeats count
@@ -36,13 +39,15 @@ class Target:
 class Routes:
     """Knows which workers take online requests for which model, and how many of them this process has sent to each."""
 
-    def __init__(self, heartbeat: Heartbeat) -> None:
+    def __init__(self, heartbeat: Heartbeat, token: str | None) -> None:
         self._heartbeat = heartbeat
+        self._token = token
         self._looking = asyncio.Lock()
         self._by_model: dict[str, list[Target]] = {}
         self._looked_at = self._heard_at = -math.inf
         self._avoided_until: dict[Target, float] = {}
         self.load: Counter[str] = Counter()
+        self.unproven: set[str] = set()  # models with a worker that has another key
 
     async def targets(self, model: str, prefix: bytes) -> list[Target]:
         """Return the workers for a request, the best first. `prefix`: how its prompt begins."""
@@ -81,10 +86,24 @@ class Routes:
             if now - self._heard_at > WITHOUT_REDIS_S:
                 self._by_model = {}
             return
-        self._heard_at, self._by_model = now, {}
+        self._heard_at, self._by_model, self.unproven = now, {}, set()
         for state in alive:
-            if state.get("online") and not state.get("drained"):
+            if not state.get("online") or state.get("drained"):
+                continue
+            if self._is_proven(state):
                 self._by_model.setdefault(state["model"], []).append(Target(state["name"], state["online"]))
+            else:
+                self.unproven.add(state["model"])
+                log.warning(
+                    "a worker's address has no proof; its BATCHWEAVE_SECRET_KEY is another", worker=state["name"]
+                )
+
+    def _is_proven(self, state: dict[str, Any]) -> bool:
+        """Return whether a worker of this service named its address, and not another writer in Redis."""
+        if self._token is None:
+            return False
+        proof = address_proof(self._token, state["name"], state["model"], state["online"])
+        return hmac.compare_digest(proof.encode(), str(state.get("online_proof")).encode())
 
 
 def ordered(targets: list[Target], prefix: bytes, load: Counter[str], avoided: set[Target]) -> list[Target]:

@@ -1,11 +1,7 @@
-"""Seals signing secrets in the database, so that a copy of the database is not enough to sign in our name.
-
-The same key also proves to a worker that an online request comes from the service's own API.
-"""
+"""Seals signing secrets in the database, so that a copy of the database is not enough to sign in our name."""
 
 import base64
 import hashlib
-import hmac
 import os
 import secrets
 from pathlib import Path
@@ -39,12 +35,6 @@ def sealing_key(settings: Settings) -> str | None:
         made.write_text(secrets.token_urlsafe(32))
         _name_once(made, path)
     return path.read_text()
-
-
-def deployment_token(settings: Settings) -> str | None:
-    """Return the token that only processes of this service can derive; None if they share no key (`sealing_key`)."""
-    key = sealing_key(settings)
-    return None if key is None else hmac.new(key.encode(), b"batchweave online requests", hashlib.sha256).hexdigest()
 
 
 def _name_once(made: Path, path: Path) -> None:

@@ -48,9 +48,12 @@ class Door:
     `against`: returns why the worker takes no online request now, or None.
     """
 
-    def __init__(self, engine: OnlineEngine, token: str, most_bytes: int, against: Callable[[], str | None]) -> None:
+    def __init__(
+        self, engine: OnlineEngine, model: str, token: str, most_bytes: int, against: Callable[[], str | None]
+    ) -> None:
         self._engine = engine
-        self._token = token.encode()
+        self._model = model
+        self.token = token
         self._against = against
         self._requests: set[asyncio.Task[Any]] = set()
         app = web.Application(client_max_size=most_bytes)
@@ -84,7 +87,7 @@ class Door:
 
     async def _serve(self, request: web.Request) -> web.StreamResponse:
         given = request.headers.get("Authorization", "").removeprefix("Bearer ").encode(errors="surrogateescape")
-        if not hmac.compare_digest(given, self._token):
+        if not hmac.compare_digest(given, self.token.encode()):
             return _refuse(401, "This port is for the service's own API.", "invalid_token")
         reason = self._against() or ("it answers as many as it can" if self.in_flight >= MOST else None)
         if reason is not None:
@@ -112,6 +115,8 @@ class Door:
             body = msgspec.json.decode(raw, type=dict[str, Any])
         except msgspec.DecodeError as error:
             return _refuse(400, f"The body is not valid: {error}.", "invalid_json")
+        if body.get("model") != self._model:  # the API's list of workers may be older than this one
+            return _refuse(503, "The worker serves another model now.", "overloaded")
         with structlog.contextvars.bound_contextvars(request_id=request_id):
             # The answer's id is the request's, so that the logs of the API and the worker can be joined.
             rid = BY_PATH[request.path].id_prefix + request_id.removeprefix("req_")

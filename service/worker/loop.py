@@ -29,9 +29,9 @@ from service.queue.bell import Bell, Job
 from service.queue.counts import Counts
 from service.queue.leases import Lease, Leases
 from service.queue.progress import Heartbeat, Progress
+from service.queue.trust import address_proof, deployment_token
 from service.queue.urgency import pools_of
 from service.settings import Settings
-from service.webhooks.secrets import deployment_token
 from service.worker.door import ENDS_S, Door, OnlineEngine
 from service.worker.feed import Feed
 from service.worker.slice_run import Engine, SliceRun
@@ -85,7 +85,7 @@ def _door_of(engine: OnlineEngine | None, settings: Settings, against: Callable[
     if token is None:
         log.warning("no online requests: set BATCHWEAVE_SECRET_KEY to the same value for all roles")
         return None
-    return Door(engine, token, settings.max_line_bytes, against)
+    return Door(engine, settings.served_model, token, settings.max_line_bytes, against)
 
 
 def possible_overlaps(settings: Settings) -> list[str]:
@@ -139,7 +139,7 @@ class Worker:
         self._clock = clock
         self._machine = machine
         self._door = _door_of(online, settings, self._against_online)
-        self._address = ""
+        self._address = self._address_proof = ""
         self._is_stopping = False
         self._started_at = int(clock())
         self._is_drained = False
@@ -192,6 +192,8 @@ class Worker:
             return
         try:
             self._address = await self._door.open(host, port)
+            about = (self._settings.worker_name, self._settings.served_model, self._address)
+            self._address_proof = address_proof(self._door.token, *about)
         except OSError as error:
             message = f"BATCHWEAVE_ONLINE_HOST {host}, BATCHWEAVE_ONLINE_PORT {port}: {error}"
             raise StartError(f"{message}. Name an address of this machine and a free port.") from error
@@ -381,6 +383,7 @@ class Worker:
             "pid": os.getpid(),
             "machine": self._machine,
             "online": self._address,
+            "online_proof": self._address_proof,
             "online_requests": None if self._door is None else self._door.in_flight,
             "started_at": self._started_at,
             "seen_at": int(self._clock()),

@@ -30,14 +30,14 @@ class RealEngine:
 
 @contextmanager
 def running_engine(
-    model: Path, name: str, engine_args: dict[str, Any], scheduling: str = "dual-scan"
+    model: Path, name: str, engine_args: dict[str, Any], scheduling: str = "dual-scan", **more: Any
 ) -> Generator[RealEngine, None, None]:
     from engine_ext.plugin.options import Options, Scheduling
     from engine_ext.plugin.worker.host import EngineHost
 
     loop = asyncio.new_event_loop()
     asyncio.set_event_loop(loop)
-    options = Options(planning_costs(str(model), "h200", 1), Scheduling(scheduling))
+    options = Options(planning_costs(str(model), "h200", 1), Scheduling(scheduling), **more)
     host = EngineHost(str(model), name, engine_args, options)
     loop.run_until_complete(host.start())
     yield RealEngine(host, loop, model)

@@ -11,8 +11,8 @@ import httpx
 import openai
 
 from service.queue.progress import Heartbeat
+from service.queue.trust import address_proof, deployment_token
 from service.settings import Settings
-from service.webhooks.secrets import deployment_token
 from service.worker.door import Door
 from tests.integration.house import House, ScriptedAnswer
 from tests.integration.serving import CHAT
@@ -102,8 +102,9 @@ class Shop:
     async def door(self, name: str, engine: Teller, token: str = "") -> AsyncGenerator[Door, None]:
         ours = deployment_token(self.settings)
         assert ours is not None
-        door = Door(engine, token or ours, self.settings.max_line_bytes, lambda: self.reason)
-        await self.beat(name, await door.open("127.0.0.1", 0))
+        door = Door(engine, MODEL, token or ours, self.settings.max_line_bytes, lambda: self.reason)
+        address = await door.open("127.0.0.1", 0)
+        await self.beat(name, address, online_proof=address_proof(door.token, name, MODEL, address))
         try:
             yield door
         finally:

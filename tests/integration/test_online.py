@@ -18,9 +18,9 @@ from service.api import remembered
 from service.db.tables import DEFAULT_PROJECT, ApiKey, DrainedWorker, Model, Project, Role, Tier
 from service.queue.leases import Leases
 from service.queue.progress import Heartbeat
+from service.queue.trust import deployment_token
 from service.settings import Settings
 from service.tenants.keys import new_key
-from service.webhooks.secrets import deployment_token
 from service.worker import door as doors
 from service.worker.loop import Worker
 from tests.conftest import Clock
@@ -212,6 +212,23 @@ async def test_a_suspect_slice_never_runs_beside_online_requests(shop: Shop) -> 
         batches.hold.set()
         await house.until_ended(batch_id)
         await house.until(shop.serves)
+
+
+async def test_an_address_that_no_worker_named_gets_nothing(shop: Shop) -> None:
+    """A writer into Redis would get the token and the texts."""
+    engine = Teller()
+    async with shop.door("w", engine) as door:
+        state = (await Heartbeat(shop.house.redis).alive())[0]
+        for proof in (None, "", "é", state["online_proof"]):
+            await shop.beat("w", state["online"] + "/", online_proof=proof)
+            await shop.house.until(shop.refuses)
+        await shop.beat("w", state["online"], model="another", online_proof=state["online_proof"])
+        await shop.house.until(shop.refuses)
+        door_model = asked(model="another")
+        async with httpx.AsyncClient(base_url=state["online"]) as client:
+            headers = {"Authorization": f"Bearer {door.token}", "X-Request-Id": "req_" + "0" * 32}
+            assert (await client.post(CHAT, json=door_model, headers=headers)).status_code == 503
+    assert not engine.asked
 
 
 async def test_a_door_is_for_the_service_alone(shop: Shop) -> None:

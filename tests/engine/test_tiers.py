@@ -1,0 +1,89 @@
+"""Classes of online requests in real SGLang: who goes first, and who is refused before it waits in vain."""
+
+import asyncio
+import json
+import time
+from collections import Counter
+from collections.abc import Generator
+from typing import Any
+
+import pytest
+
+pytest.importorskip("sglang")
+
+from engine_ext.coserve.slo import DEFAULT, FLEX, PRIORITY, SloClass
+from service.demo.model import NAME, ensure_demo_model
+from service.demo.prompts import corpus
+from tests.engine.conftest import RealEngine, running_engine
+
+COMPLETIONS = "/v1/completions"
+LONG = 2_000  # tokens of a prompt
+CHUNK = 256
+CLASSES = (SloClass(PRIORITY, ttft_s=0.1), SloClass(DEFAULT, ttft_s=0.1), SloClass(FLEX))
+
+
+@pytest.fixture(scope="module")
+def engine(tmp_path_factory: pytest.TempPathFactory) -> Generator[RealEngine, None, None]:
+    model = ensure_demo_model(tmp_path_factory.mktemp("model") / "demo", corpus())
+    args = {"max_running_requests": 32, "chunked_prefill_size": CHUNK}
+    with running_engine(model, NAME, args, online=CLASSES, sheds=True) as running:
+        yield running
+
+
+async def ask(engine: RealEngine, number: int, slo: str) -> float:
+    """Return when the first token of a request with a long prompt of its own came."""
+    prompt = [10 + (number * 7919 + place * 31) % 200 for place in range(LONG)]
+    body = {"model": NAME, "prompt": prompt, "max_tokens": 2, "stream": True, "temperature": 0}
+    found = await engine.host.serve(COMPLETIONS, body, f"cmpl-{slo}-{number}", slo)
+    at, events = time.monotonic(), [event async for event in found]
+    await found.close()
+    told = {json.loads(event[6:]).get("service_tier") for event in events[:-1]}
+    assert told == {slo}
+    return at
+
+
+def test_stronger_classes_go_first_and_the_weakest_are_refused_first(engine: RealEngine) -> None:
+    """Each prompt is eight steps, so those that wait take longer than the bound of 0.1 s, and stronger ones overtake."""
+    refused = Counter[str]()
+    at = dict[str, list[float]]()
+
+    async def watch() -> None:
+        while True:
+            for slo in (PRIORITY, DEFAULT, FLEX):
+                refused[slo] += engine.host.refusal(slo, 0) is not None
+            await asyncio.sleep(0.001)
+
+    async def main() -> None:
+        assert engine.host.refusal(DEFAULT, 0) is None, "nothing is known before the first step"
+        watching = asyncio.create_task(watch())
+        waiting = {FLEX: [asyncio.create_task(ask(engine, k, FLEX)) for k in range(6)]}
+        await asyncio.sleep(0.05)
+        waiting[DEFAULT] = [asyncio.create_task(ask(engine, 10 + k, DEFAULT)) for k in range(6)]
+        await asyncio.sleep(0.05)
+        waiting[PRIORITY] = [asyncio.create_task(ask(engine, 20, PRIORITY))]
+        for slo, tasks in waiting.items():
+            at[slo] = await asyncio.gather(*tasks)
+        watching.cancel()
+        async with asyncio.timeout(30):
+            while engine.host.refusal(DEFAULT, 0) or engine.host.refusal(FLEX, 0):
+                await asyncio.sleep(0.02)
+
+    engine.do(main())
+    assert refused[FLEX] >= refused[DEFAULT] > 0
+    assert refused[DEFAULT] >= refused[PRIORITY]
+    assert at[PRIORITY][0] < sorted(at[DEFAULT])[-2], "it overtook those that came before it"
+    assert max(at[DEFAULT]) < max(at[FLEX])
+
+
+def test_a_whole_answer_says_its_class_too(engine: RealEngine) -> None:
+    async def main() -> Any:
+        chat = {"model": NAME, "messages": [{"role": "user", "content": "hi"}], "max_tokens": 2}
+        response = {"model": NAME, "input": "hi", "max_output_tokens": 2}
+        serve = engine.host.serve
+        return [
+            json.loads((await serve(endpoint, body, f"id-{slo}", slo)).body)["service_tier"]
+            for endpoint, body in (("/v1/chat/completions", chat), ("/v1/responses", response))
+            for slo in (FLEX, PRIORITY)
+        ]
+
+    assert engine.do(main()) == [FLEX, PRIORITY] * 2
