@@ -27,7 +27,7 @@ $(VENV)/.installed-dev: $(VENV)/.installed requirements/dev.txt
 	@touch $@
 
 demo: install
-	$(RUN)/batchweave demo $(if $(FILE),--file "$(FILE)") $(if $(KEEP),--keep)
+	$(RUN)/batchweave demo $(if $(FILE),--file "$(FILE)") $(if $(KEEP),--keep) $(if $(ONLINE),--online)
 
 # Fast: no SGLang, no PostgreSQL, no Redis
 unit: install-dev

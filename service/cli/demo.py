@@ -17,6 +17,9 @@ def demo(
         Path | None, typer.Option("--file", help="Your own JSONL file instead of the built-in ones.")
     ] = None,
     keep: Annotated[bool, typer.Option("--keep", help="Keep the service running until Ctrl-C.")] = False,
+    online: Annotated[
+        bool, typer.Option("--online", help="Stream answers too, and compare them alone and beside the batches.")
+    ] = False,
     model: ModelOption = None,
     data_dir: Annotated[Path, typer.Option("--data-dir", help="Folder for the service's data.")] = Path(".demo"),
     port: PortOption = None,
@@ -27,6 +30,7 @@ def demo(
 
     - `batchweave demo`
     - `batchweave demo --file requests.jsonl --keep`
+    - `batchweave demo --online`
     """
     from service.demo.run import run_demo
     from service.errors import DemoError
@@ -34,7 +38,7 @@ def demo(
     settings = settings_of(model=model, data_dir=data_dir, port=port)
     log_to(sys.stderr, logging.WARNING)
     try:
-        run_demo(settings, file, keep)
+        run_demo(settings, file, keep, online)
     except DemoError as error:
         fail(str(error))
 

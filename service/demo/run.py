@@ -19,6 +19,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+from service.demo import online
 from service.demo.prompts import requests
 from service.endpoints import ENDPOINTS
 from service.errors import DemoError
@@ -30,8 +31,11 @@ _http = httpx.Client(trust_env=False)  # shared by all polling; the service is o
 console = Console(highlight=False, markup=False)
 
 
-def run_demo(settings: Settings, file: Path | None, keep: bool) -> None:
-    """Start the service, run the batches, print the summary, and stop the service. Raises DemoError."""
+def run_demo(settings: Settings, file: Path | None, keep: bool, with_online: bool = False) -> None:
+    """Start the service, run the batches, print the summary, and stop the service. Raises DemoError.
+
+    `with_online`: a client streams answers before and while the batches run.
+    """
     inputs, model_name = _inputs(settings, file)
     port = settings.port if _is_free(settings.host, settings.port) else _free_port(settings.host)
     url = f"http://{settings.host}:{port}"
@@ -39,9 +43,13 @@ def run_demo(settings: Settings, file: Path | None, keep: bool) -> None:
         _wait_until_up(url, process, settings.data_dir)
         console.print(f"batchweave is up: API {url}/v1, docs {url}/docs")
         client = openai.OpenAI(base_url=f"{url}/v1", api_key="none-needed", max_retries=5)
+        streaming = _stream(url, model_name, process) if with_online else None
         batches = [_submit(client, path, endpoint) for endpoint, path in inputs.items()]
         engine_s, run_s, batches = _follow(client, url, process, batches)
         _summary(client, settings.data_dir / "results", batches, engine_s, run_s)
+        if streaming is not None:
+            before, client = streaming
+            console.print(online.table(before, client.stop()))
         console.print(f"API        {url}/v1\nAPI docs   {url}/docs")
         if keep:
             console.print("The service keeps running until Ctrl-C.")
@@ -161,6 +169,24 @@ def _follow(
     ended = time.monotonic()
     engine_up = engine_up or started
     return engine_up - started, ended - engine_up, batches
+
+
+def _stream(url: str, model: str, process: subprocess.Popen[bytes]) -> tuple[online.Streams, online.PacedClient]:
+    """Wait for the engine; return what streams see alone, and a client that goes on with them."""
+    _wait_for_engine(url, process)
+    console.print(f"a client streams answers for {online.ALONE_S:.0f} s, and then beside the batches")
+    before, client = online.alone(url, model), online.PacedClient(url, model)
+    client.start()
+    return before, client
+
+
+def _wait_for_engine(url: str, process: subprocess.Popen[bytes]) -> None:
+    with console.status("Starting the engine") as status:
+        while stage := _stage(url):
+            if process.poll() is not None:
+                raise DemoError("the service stopped too early; start the demo again to continue")
+            status.update(stage)
+            time.sleep(0.5)
 
 
 def _stage(url: str) -> str:

@@ -43,7 +43,7 @@ async def ask(engine: RealEngine, number: int, slo: str) -> float:
 
 
 def test_stronger_classes_go_first_and_the_weakest_are_refused_first(engine: RealEngine) -> None:
-    """Each prompt is eight steps, so those that wait take longer than the bound of 0.1 s, and stronger ones overtake."""
+    """Each prompt is eight steps, so those that wait take longer than the bound, and stronger ones overtake."""
     refused = Counter[str]()
     at = dict[str, list[float]]()
 
