@@ -13,11 +13,11 @@ from starlette.types import Receive, Scope, Send
 
 from service.api.caller import CalledOnline
 from service.api.context import InContext
-from service.api.relay import PREFIX_BYTES, STREAM, OnlineRequest, Relay
+from service.api.relay import END, PREFIX_BYTES, STREAM, OnlineRequest, Relay
 from service.db.tables import Tier
 from service.endpoints import BY_PATH, ONLINE
 from service.errors import ApiError, BadRequest, NotFound, Unavailable
-from service.metrics.counters import ONLINE_FIRST_TOKEN, ONLINE_REQUESTS
+from service.metrics.counters import ONLINE_FIRST_TOKEN, ONLINE_REQUESTS, ONLINE_TOKEN
 from service.requests.body_limits import body_faults
 from service.requests.lines import nesting_fault, quoted
 
@@ -38,7 +38,7 @@ async def _answer(request: Request, context: InContext, caller: CalledOnline) ->
     """Answer one request at once, while batches run."""
     path = request.url.path
     try:
-        raw = await request.body()
+        raw = b"".join([piece async for piece in request.stream()])  # `body` would keep it as long as the request
     except ClientDisconnect:
         return Response(status_code=CLIENT_LEFT)
     check = partial(_checked, path, raw, context.settings.allow_patterns)
@@ -97,12 +97,18 @@ class OnlineResponse(Response):
             headers = [(b"content-type", kind.encode()), (b"cache-control", b"no-cache"), (b"x-accel-buffering", b"no")]
             self._is_started = True
             await send({"type": "http.response.start", "status": relayed.status, "headers": headers})
+            labels = (self._asked.model, self._asked.tier)
+            self._asked = self._asked._replace(body=b"")  # a stream may take long
+            first, events = time.perf_counter(), 0
             if relayed.streams:
-                ONLINE_FIRST_TOKEN.labels(self._asked.model, self._asked.tier).observe(time.perf_counter() - began)
+                ONLINE_FIRST_TOKEN.labels(*labels).observe(first - began)
             outcome = "answered" if relayed.status < 400 else "refused" if relayed.status < 500 else "failed"
             try:
                 async for piece in relayed.body:
                     await send({"type": "http.response.body", "body": piece, "more_body": True})
+                    events += piece.count(END)
+                if relayed.streams and events > 1:
+                    ONLINE_TOKEN.labels(*labels).observe((time.perf_counter() - first) / (events - 1))
             except ConnectionError as error:
                 outcome = LOST_CODE
                 log.warning("a worker was lost while it answered", error=str(error))

@@ -86,6 +86,8 @@ class Relay:
             with self._routes.sending(target):
                 try:
                     with closing(await self._post(target, request)) as response:
+                        if response.content_type == STREAM:
+                            request = request._replace(body=b"")  # nobody gets it any more
                         yield await _relayed(response)
                         return
                 except _NotAnswered as error:

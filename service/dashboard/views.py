@@ -30,6 +30,7 @@ from service.db.moves import LIVE, TERMINAL
 from service.db.tables import AuditEvent, Batch, BatchStatus, File, Model, Project
 from service.endpoints import ENDPOINTS
 from service.errors import NotFound, Unavailable
+from service.jobs.historian import summed
 from service.metrics.history import History
 from service.queue.counts import Counts
 from service.settings import variable
@@ -39,6 +40,7 @@ MOST_ROWS = 2**53
 TICK_S = 2.0
 STREAM_S = 600.0  # then the browser reconnects, so that a session that has ended gets no more events
 STATIC = {"style.css", "dashboard.js", "htmx.min.js", "uPlot.iife.min.js", "uPlot.min.css"}
+BESIDE_ONLINE = ("online_s", "batches_excess_s", "preempted", "parked", "left_out")  # of an engine's state
 SECRETS = ("database_url", "redis_url", "storage_url", "engine_args", "otlp_endpoint", "secret_key")
 
 router = APIRouter(prefix="/dashboard", include_in_schema=False)
@@ -226,6 +228,26 @@ async def worker_list(
         state=state,
         model=model,
     )
+
+
+@router.get("/online")
+async def online_page(request: Request, context: InContext, viewer: LooksInAsOperator) -> Response:
+    """Show what online requests get beside batches, by worker and class, and what each costs the other."""
+    try:
+        states = await context.heartbeat.alive()
+    except (RedisError, OSError):
+        return page(request, "online.html", viewer, workers=None)
+    workers = [
+        {
+            **state,
+            "classes": [each for rank in state.get("engine") or [] for each in rank.get("online_classes", ())],
+            "total": summed([state]),
+            "counts": {name: sum(rank.get(name, 0) for rank in state.get("engine") or []) for name in BESIDE_ONLINE},
+        }
+        for state in states
+        if state.get("online")
+    ]
+    return page(request, "online.html", viewer, workers=workers)
 
 
 @router.get("/workers/{name:path}/steps.json")

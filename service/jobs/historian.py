@@ -14,7 +14,7 @@ from service.metrics.history import History
 from service.queue.progress import Heartbeat, Progress
 
 # Summed over workers and their ranks; named as in a heartbeat's engine state.
-GAUGES = ("running", "waiting", "kv_of_left", "kv_of_right", "kv_capacity")
+GAUGES = ("running", "waiting", "kv_of_left", "kv_of_right", "kv_capacity", "online_kv", "kv_kept_for_online")
 # Rates per second, summed over workers.
 RATES = (
     "input_tokens_per_second",
@@ -24,6 +24,8 @@ RATES = (
     "compute_per_second",
     "reads_per_second",
     "retractions_per_second",
+    "online_seconds_per_second",
+    "step_seconds_per_second",
 )
 MOST_BATCHES = 1000  # recorded individually
 _IN_PROGRESS = Batch.status == fixed(BatchStatus.IN_PROGRESS)
@@ -94,6 +96,7 @@ def summed(workers: list[dict[str, Any]]) -> dict[str, float]:
     point: dict[str, float] = {"workers": len(workers)}
     for name in GAUGES:
         point[name] = sum(rank.get(name, 0) for rank in ranks)
+    point["kv_of_batches"] = point["kv_of_left"] + point["kv_of_right"]
     for name in RATES:
         point[name] = round(sum(worker.get(name, 0.0) for worker in workers), 6)
     if admitted := point["admitted_prompt_tokens_per_second"]:

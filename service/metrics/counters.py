@@ -8,6 +8,7 @@ from prometheus_client import REGISTRY, Counter, Histogram, start_http_server
 
 from service.objects.shards import Usage
 
+TOKEN_S = (0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1.0, 5.0)
 QUICK_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
 LAG_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 1.0)
 LONG_S = (0.01, 0.05, 0.25, 1.0, 5.0, 15.0, 60.0, 300.0, 900.0, 3600.0)
@@ -26,6 +27,12 @@ ONLINE_FIRST_TOKEN = Histogram(
     "Time from a checked online request to the first token of its stream",
     ("model", "tier"),
     buckets=QUICK_S,
+)
+ONLINE_TOKEN = Histogram(
+    "batchweave_online_token_seconds",
+    "Mean time per chunk after the first of an online stream, TPOT as the API sees it",
+    ("model", "tier"),
+    buckets=TOKEN_S,
 )
 JOBS = Histogram(
     "batchweave_job_seconds", "Duration of planner-role job rounds that found work", ("name",), buckets=LONG_S

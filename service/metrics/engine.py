@@ -30,6 +30,12 @@ COUNTERS = {
     "restored_tokens": ("restored_tokens", "Tokens that requests found in the KV cache when they came again"),
     "loaded_host_tokens": ("loaded_host_tokens", "KV cache tokens that came back from host memory"),
     "recomputed_tokens": ("recomputed_tokens", "Tokens that requests had to compute again when they came again"),
+    "preempted": ("preemptions", "Decoding requests of batches that left the engine for online ones"),
+    "parked": ("parked_prefills", "Prefills of batches that were stopped for online requests"),
+    "left_out": ("left_out_decodes", "Decodes of batches that steps left out for online requests"),
+    "limited_steps": ("limited_steps", "Steps in which batches got fewer prompt tokens because of online requests"),
+    "online_s": ("online_seconds", "Time that steps would have taken without batches, while online requests come"),
+    "batches_excess_s": ("batches_seconds", "Time by which batches made steps longer, while online requests come"),
     "plans": ("plans", "Plans made of the engine's backlog"),
     "decisions": ("decisions", "Admission decisions made"),
     "deciding_s": ("deciding_seconds", "Time that admission decisions take; plans are made beside them"),
@@ -39,6 +45,10 @@ GAUGES = {
     "running": ("running_requests", "Requests in prefill or decode"),
     "kv_capacity": ("kv_capacity_tokens", "Capacity of the KV cache in tokens"),
     "kv_kept": ("kept_prefix_tokens", "KV cache tokens pinned for the request that each end of the scan admits next"),
+    "online_kv": ("online_kv_tokens", "KV cache tokens held by online requests"),
+    "kv_kept_for_online": ("kv_reserve_tokens", "KV cache tokens kept free for online requests"),
+    "batches_share": ("batches_share", "Share of their part of a step that batches may use beside online requests"),
+    "step_limit_s": ("step_limit_seconds", "The longest that the last step might take; 0: any time"),
     "remaining_compute_s": ("remaining_compute_seconds", "Expected compute time of all waiting and running requests"),
     "remaining_memory_s": (
         "remaining_kv_read_seconds",
@@ -46,7 +56,7 @@ GAUGES = {
     ),
 }
 SIDES = {"kv_of_left": "left", "kv_of_right": "right"}
-HEARTBEAT = (*COUNTERS, *GAUGES, *SIDES, "device", "series", "series_every")
+HEARTBEAT = (*COUNTERS, *GAUGES, *SIDES, "online_classes", "device", "series", "series_every")
 
 
 # Per-second rates in a heartbeat, with the fields that each one sums; the service's history adds up all workers.
@@ -60,6 +70,8 @@ RATES = {
     "compute_per_second": ("compute_s",),
     "reads_per_second": ("reads_s",),
     "retractions_per_second": ("retractions",),
+    "online_seconds_per_second": ("online_s",),
+    "step_seconds_per_second": ("step_s",),
 }
 
 
@@ -112,11 +124,30 @@ class EngineMetrics(Collector):
                 if field in state:
                     held.add_metric([*self._labels(rank, state), end], state[field])
         yield held
+        yield from self._of_classes()
         about = "Time since the last engine step while requests are in flight, otherwise 0"
         age = GaugeMetricFamily(PREFIX + "step_age_seconds", about, labels=LABELS)
         device = next((str(state["device"]) for state in self._states if state.get("device")), "real")
         age.add_metric([self._model, "all", device], self.step_age_s())
         yield age
+
+    def _of_classes(self) -> Iterable[Metric]:
+        """Yield how online requests of each class were served."""
+        labels = (*LABELS, "tier")
+        about = "Online requests that the engine has answered, by whether they kept the bounds of their class"
+        ended = CounterMetricFamily(PREFIX + "online_requests", about, labels=(*labels, "kept"))
+        about = "Seconds of the last thousand online requests: TTFT, and TPOT (mean time per token after the first)"
+        times = GaugeMetricFamily(PREFIX + "online_latency_seconds", about, labels=(*labels, "of", "quantile"))
+        for rank, state in enumerate(self._states):
+            for each in state.get("online_classes", ()):
+                named = [*self._labels(rank, state), each["tier"]]
+                ended.add_metric([*named, "true"], each["ended"] - each["late"])
+                ended.add_metric([*named, "false"], each["late"])
+                for of in ("ttft", "tpot"):
+                    for quantile, name in (("0.5", "p50"), ("0.99", "p99")):
+                        times.add_metric([*named, of, quantile], each[f"{of}_{name}_s"])
+        yield ended
+        yield times
 
     def _labels(self, rank: int, state: dict[str, Any]) -> list[str]:
         return [self._model, str(rank), str(state.get("device") or "real")]

@@ -9,7 +9,7 @@ from service.db.tables import DEFAULT_PROJECT, Project, Role
 from service.tenants.keys import new_key
 from tests.integration.house import House
 
-PAGES = ("", "/batches", "/new", "/files", "/workers", "/projects", "/audit", "/settings")
+PAGES = ("", "/batches", "/new", "/files", "/online", "/workers", "/projects", "/audit", "/settings")
 
 
 def csrf_of(html: str) -> str:

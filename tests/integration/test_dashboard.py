@@ -7,6 +7,8 @@ import httpx
 import pytest
 from sqlalchemy import update
 
+from engine_ext.coserve.slo import SloClass
+from engine_ext.plugin.scheduler.served import ServedClass
 from service.db.tables import Batch, BatchStatus
 from service.jobs.historian import Historian
 from service.metrics.history import MOST_SHOWN, History
@@ -84,6 +86,22 @@ async def test_workers_are_filtered(pages: httpx.AsyncClient, house: House) -> N
     assert "worker-a" not in (await pages.get("/workers?state=idle")).text
     assert "worker-a" not in (await pages.get("/workers?model=other")).text
     assert "No workers match these filters" in (await pages.get("/workers?state=draining")).text
+
+
+async def test_online_requests_are_shown_against_their_bounds(pages: httpx.AsyncClient, house: House) -> None:
+    assert "No worker takes online requests" in (await pages.get("/online")).text
+    state = {"name": "w", "model": "m", "slices": 0, "requests": 0, "online": "http://10.0.0.1:1", "online_requests": 3}
+    await Heartbeat(house.redis).beat("w", state)
+    assert "None has ended yet" in (await pages.get("/online")).text
+    found = ServedClass()
+    for ttft_s in (0.1, 0.2, 3.0):
+        found.note(ttft_s, 0.02, ttft_s > 1)
+    classes = [found.report(SloClass("default", ttft_s=1.0)), found.report(SloClass("<b>flex"))]
+    rank = {"online_classes": classes, "online_s": 4.0, "batches_excess_s": 1.0, "kv_capacity": 100, "online_kv": 25}
+    await Heartbeat(house.redis).beat("w", {**state, "engine": [rank], "online_seconds_per_second": 0.4})
+    text = re.sub(r"<[^>]*>", "", (await pages.get("/online")).text)
+    for shown in ("200 ms of 1,000 ms", "20 ms", "66.7%", "25.0%", "40.0%", "&lt;b&gt;flex"):
+        assert shown in text
 
 
 async def test_what_is_shown_is_escaped(pages: httpx.AsyncClient, house: House) -> None:

@@ -52,7 +52,7 @@ async def test_signing_in_needs_a_good_key_and_ends_with_it(guarded: httpx.Async
     entered = await sign_in(guarded, text)
     assert entered.url.path == "/dashboard/batches"
     assert guarded.cookies["batchweave_session"] != before
-    for page in ("/workers", "/projects", "/audit", "/settings"):  # for the role admin
+    for page in ("/online", "/workers", "/projects", "/audit", "/settings"):  # for the role admin
         assert (await guarded.get(page)).status_code == 403
     async with house.database.write() as session:
         await session.execute(update(ApiKey).where(ApiKey.id == key_id).values(revoked_at=1))

@@ -25,6 +25,7 @@ from engine_ext.coserve.step import Batches, Online, choose, learn
 from engine_ext.costs.engine_model import StepModel
 from engine_ext.plugin.marks import slo_of
 from engine_ext.plugin.scheduler.online import Demand, length
+from engine_ext.plugin.scheduler.served import ServedClass
 
 LONGEST_STEP_S = 10.0  # a longer pause between two decisions was no step
 UNTOLD_S = 0.0  # the time before the clock has told one, as with several ranks until they agree
@@ -79,8 +80,9 @@ class Beside:
     were launched before, when the next one is decided. `prompt_tokens`: the most of a step, if that was profiled.
     `limit_s`, `slack_s`: those of the last step. `limited`: steps in which the batches got fewer prompt tokens than the
     step had room for. `left_out`: decodes that steps left out. `ended`: online requests that have left; `late`: those
-    of them that missed a bound. `ttft_s`, `tpot_s`: the longest so far of those with deadlines. `is_needed`: whether
-    steps are limited: for an hour after the last online request, and with profiled limits after the first step.
+    of them that missed a bound. `ttft_s`, `tpot_s`: the longest so far of those with deadlines. `online_s`: the
+    seconds that steps would have taken without batches. `served`: by class. `is_needed`: whether steps are limited: for
+    an hour after the last online request, and with profiled limits after the first step.
     """
 
     classes: SloClasses
@@ -99,6 +101,8 @@ class Beside:
     late: int = 0
     ttft_s: float = 0.0
     tpot_s: float = 0.0
+    online_s: float = 0.0
+    served: dict[str, ServedClass] = field(default_factory=dict[str, ServedClass])
     _launched: deque[tuple[Load, Load]] = field(default_factory=deque[tuple[Load, Load]])
     _new: list[Pace] = field(default_factory=list[Pace])
     _wait_in_vain: bool = False  # online prompts waited for the last step, which computed none of them
@@ -147,7 +151,9 @@ class Beside:
         if len(self._launched) > self.lag:
             load, theirs = self._launched.popleft()
             if 0 < took < LONGEST_STEP_S:
+                before_s = self.excess_s
                 learn(self.predictor, self.governor, load, theirs, took)
+                self.online_s += took - (self.excess_s - before_s)
         for pace in self._new:  # they came when that step had ended
             pace.arrived_excess_s = self.excess_s
         self._new.clear()
@@ -251,12 +257,14 @@ class Beside:
         arrived = Moment(pace.arrived_s, pace.arrived_excess_s)
         first, last = Moment(pace.first_s, pace.first_excess_s), Moment(pace.last_s, pace.last_excess_s)
         found = served(arrived, first, last, pace.generated)
+        bounds = pace.slo.bounds
+        late = is_late(bounds, found.ttft_s, found.tpot_s)
+        self.served.setdefault(pace.slo.name, ServedClass()).note(found.ttft_s, found.tpot_s, late)
         if pace.slo.may_wait:
             return
-        bounds = pace.slo.bounds
         note_served(self.governor, bounds, pace.slo.percentile, found, now)
         self.ttft_s, self.tpot_s = max(self.ttft_s, found.ttft_s), max(self.tpot_s, found.tpot_s)
-        self.late += is_late(bounds, found.ttft_s, found.tpot_s)
+        self.late += late
 
     def _least_slack(self, reqs: list[Any], now: float) -> float:
         """Return the least time until the next token of any of them is due."""

@@ -1,5 +1,6 @@
 """Reports a scheduler process's figures to its worker, as a part of SGLang's internal state."""
 
+import math
 from typing import Any
 
 import numpy as np
@@ -61,6 +62,12 @@ def _of_scan(ours: Admission) -> dict[str, Any]:
         "online_late": ours.beside.late,
         "online_ttft_s": ours.beside.ttft_s,
         "online_tpot_s": ours.beside.tpot_s,
+        "online_s": ours.beside.online_s,
+        "online_kv": int(ours.beside.held.now[0]),
+        "online_classes": [
+            ours.beside.served[slo.name].report(slo) for slo in ours.beside.classes if slo.name in ours.beside.served
+        ],
+        "step_limit_s": ours.beside.limit_s if ours.beside.is_needed and ours.beside.limit_s < math.inf else 0.0,
         "kv_kept_for_online": ours.beside.kept_free,
         "online_admitted": ours.online_admitted,
         "online_most_steps": ours.online_most_steps,
