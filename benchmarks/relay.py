@@ -53,10 +53,10 @@ class Metronome:
     chunks: int
     every_s: float
 
-    def refusal(self, slo: str, size: int) -> str | None:
+    def refusal(self, slo: str) -> str | None:
         return None
 
-    async def serve(self, endpoint: str, body: dict[str, Any], rid: str, slo: str) -> "Metronome":
+    async def serve(self, endpoint: str, body: dict[str, Any], rid: str, slo: str, size: int) -> "Metronome":
         return self
 
     async def __aiter__(self) -> AsyncIterator[bytes]:

@@ -163,7 +163,7 @@ def compile_coserve() -> None:
     if not is_late(bounds, found.ttft_s, found.tpot_s):
         note_served(governor, bounds, 0.99, found, 1.0)
     batches = Batches(np.full(2, 100, dtype=np.int64), np.zeros(2, dtype=np.int64), reserve(held))
-    needs, rests = Online(1, 1, 100, 0, slack_s, slack_s), np.zeros(2, dtype=np.bool_)
+    needs, rests = Online(1, 1, 100, 100, 0, slack_s, slack_s), np.zeros(2, dtype=np.bool_)
     choose(predictor, governor, bounds, NOT_PROFILED.numbers(), load, needs, batches, 100, rests)
 
 

@@ -24,6 +24,7 @@ class Bounds(NamedTuple):
 
 
 PRIORITY, DEFAULT, FLEX = "priority", "default", "flex"
+NAMES = (PRIORITY, DEFAULT, FLEX)  # the strongest first
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +52,7 @@ class SloClass:
 
     @property
     def may_wait(self) -> bool:
-        """Whether requests of this class have no deadline, and batches go on beside them as if they were not there."""
+        """Whether requests of this class have no deadline: they go before batches, but set no limit to a step."""
         return self.name == FLEX
 
     @property

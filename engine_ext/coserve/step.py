@@ -1,6 +1,7 @@
 """Decides one step beside online requests, and learns from it: the rules of this package in one call each.
 
-The scheduler plugin calls these in every step; a call from Python costs about as much as what it computes.
+The scheduler plugin calls `choose` and `learn` in every step, where a call from Python costs about as much as what it
+computes. The simulator gives each online prompt its part as it admits it, and shares the rest.
 """
 
 from typing import NamedTuple
@@ -18,14 +19,16 @@ class Online(NamedTuple):
     """What online requests need of a step.
 
     `decoding`: how many of them decode. `prompts`: how many wait for this step with their prompts; 0 if these find no
-    room, for then they wait for batches to end. `tokens`: prompt tokens still to compute; `before`: computed tokens of
-    the first prompt. `slack_s`: the least time until the next token of one that decodes is due, less what still runs;
+    room, for then they wait for batches to end. Requests that may wait are not among these. `tokens`: prompt tokens
+    still to compute; `due_tokens`: those of prompts with deadlines; `before`: computed tokens of the first prompt.
+    `slack_s`: the least time until the next token of one that decodes is due, less what still runs;
     `first_slack_s`: until the first token of one of the prompts.
     """
 
     decoding: int
     prompts: int
     tokens: int
+    due_tokens: int
     before: int
     slack_s: float
     first_slack_s: float
@@ -94,7 +97,7 @@ def choose(
         needs.prompts > 0,
         needs.slack_s,
         needs.first_slack_s,
-        needs.tokens - online if needs.prompts > 0 else 0,
+        max(0, needs.due_tokens - online) if needs.prompts > 0 else 0,
         online,
     )
     limit_s = batches_limit(predictor, governor, bounds, profiled, load, delayed)

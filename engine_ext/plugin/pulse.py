@@ -2,7 +2,8 @@
 
 A scheduler that hangs may hold its interpreter's lock, for example in a regular expression, and then it answers no
 queries. So it writes when its loop turned, and when a step ended, into memory that it shares with the worker. The
-worker reads it from a thread.
+worker reads it from a thread. The same memory tells the worker what a new online request would meet; a read during a
+write costs at most one wrong guess.
 """
 
 import logging

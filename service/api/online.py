@@ -24,11 +24,10 @@ from service.requests.lines import nesting_fault, quoted
 LARGE_BYTES = 64 * 1024  # a larger body is checked in a thread, so that streams go on
 LOST_CODE = "worker_lost"
 LOST = ApiError("The worker was lost while it answered. Send the request again.", code=LOST_CODE).body()
-TIER = "The class of the request: that of the key, or a weaker one. The answer says which it was."
+TIER_TEXT = "The class of the request: that of the key, or a weaker one. The answer says which it was."
 CLIENT_LEFT = 499  # as in nginx: for the metrics, since nobody reads it
 MOST_TOKEN_BYTES = 64  # nearly all tokens are at most this long
-AUTO = "auto"
-TIERS = (AUTO, *(each.value for each in Tier))
+TIERS = ("auto", "scale", *(each.value for each in Tier))  # the first two are the key's, as if none were asked for
 PROMPTS = ("messages", "prompt", "input")
 router = APIRouter(tags=["online"])
 log = structlog.get_logger()
@@ -136,7 +135,7 @@ def _described(path: str) -> dict[str, Any]:
     if BY_PATH[path].streams:
         properties["stream"] = {"type": "boolean", "description": "Whether to send the answer as server-sent events"}
     if BY_PATH[path].generates:
-        properties["service_tier"] = {"type": "string", "enum": list(TIERS), "description": TIER}
+        properties["service_tier"] = {"type": "string", "enum": list(TIERS), "description": TIER_TEXT}
     schema = {
         "type": "object",
         "description": "As in OpenAI's API; see docs/api.md",
@@ -192,7 +191,7 @@ def _checked(path: str, raw: bytes, allow_patterns: bool) -> Asked:
     begins = prompt[:PREFIX_BYTES] if isinstance(prompt, str | list) else prompt  # a list may be of token ids
     return Asked(
         body["model"],
-        None if tier in (None, AUTO) else Tier(tier),
+        Tier(tier) if tier in list(Tier) else None,
         msgspec.json.encode(begins)[:PREFIX_BYTES],
         _text_bytes(prompt),
     )

@@ -28,7 +28,10 @@ KEEPALIVE = {
 }
 UNREACHED = (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError)  # nothing was sent
 END = b"\n\n"  # of a server-sent event
-NO_KEY = "Online requests need BATCHWEAVE_SECRET_KEY, set to the same value for the API and all workers."
+NO_KEY = (
+    "Online requests need BATCHWEAVE_SECRET_KEY, set to the same value for the API and all workers, and workers of the "
+    "API's version."
+)
 log = structlog.get_logger()
 
 
@@ -92,13 +95,14 @@ class Relay:
                         return
                 except _NotAnswered as error:
                     failures[target] = error
-        if not failures and model in self._routes.unproven:
+        if not failures and model in self._routes.without_proof:
             raise NotRetried(NO_KEY, code="online_not_configured")
         if not failures:
             message = f"No worker of {model!r} takes online requests now. Try again later, or send them as a batch."
             raise Unavailable(message, code="no_worker")
         reasons = {target.name: str(failure) for target, failure in failures.items()}
-        log.warning("no worker answered an online request", model=model, reasons=reasons)
+        if any(each.is_fault for each in failures.values()):  # a busy worker is none
+            log.warning("no worker answered an online request", model=model, reasons=reasons)
         if sum(each.ran for each in failures.values()) >= RUNS:
             message = f"{RUNS} workers were lost while they ran this request, which may be the reason."
             raise NotRetried(message, code="worker_lost")
@@ -126,16 +130,19 @@ class Relay:
             raise _NotAnswered(repr(error), ran=not isinstance(error, UNREACHED)) from error
         if response.status in (401, 503) or response.content_type not in (STREAM, "application/json"):
             response.close()
-            raise _NotAnswered(f"status {response.status}", ran=False)
+            raise _NotAnswered(f"status {response.status}", ran=False, is_fault=response.status != 503)
         return response
 
 
 class _NotAnswered(Exception):
-    """A worker did not begin to answer, so another one may. `ran`: whether it may have begun to compute."""
+    """A worker did not begin to answer, so another one may.
 
-    def __init__(self, message: str, ran: bool) -> None:
+    `ran`: whether it may have begun to compute. `is_fault`: whether it was not just busy.
+    """
+
+    def __init__(self, message: str, ran: bool, is_fault: bool = True) -> None:
         super().__init__(message)
-        self.ran = ran
+        self.ran, self.is_fault = ran, is_fault
 
 
 def _socket(address: Any) -> socket.socket:

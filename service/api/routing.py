@@ -47,7 +47,8 @@ class Routes:
         self._looked_at = self._heard_at = -math.inf
         self._avoided_until: dict[Target, float] = {}
         self.load: Counter[str] = Counter()
-        self.unproven: set[str] = set()  # models with a worker that has another key
+        self.without_proof: set[str] = set()  # models of workers that all have another key, or are of an older version
+        self._told: set[str] = set()
 
     async def targets(self, model: str, prefix: bytes) -> list[Target]:
         """Return the workers for a request, the best first. `prefix`: how its prompt begins."""
@@ -86,24 +87,28 @@ class Routes:
             if now - self._heard_at > WITHOUT_REDIS_S:
                 self._by_model = {}
             return
-        self._heard_at, self._by_model, self.unproven = now, {}, set()
+        self._heard_at, self._by_model = now, {}
+        proven, unproven = set[str](), dict[str, str]()  # models; workers and their models
         for state in alive:
-            if not state.get("online") or state.get("drained"):
+            if not all(isinstance(state.get(name), str) and state[name] for name in ("name", "model", "online")):
+                continue  # it takes no online requests
+            if not self._is_proven(state):
+                unproven[state["name"]] = state["model"]
                 continue
-            if self._is_proven(state):
+            proven.add(state["model"])
+            if not state.get("drained"):
                 self._by_model.setdefault(state["model"], []).append(Target(state["name"], state["online"]))
-            else:
-                self.unproven.add(state["model"])
-                log.warning(
-                    "a worker's address has no proof; its BATCHWEAVE_SECRET_KEY is another", worker=state["name"]
-                )
+        self.without_proof = set(unproven.values()) - proven
+        for name in unproven.keys() - self._told:
+            log.warning("a worker gives no proof of its address: start it with our BATCHWEAVE_SECRET_KEY", worker=name)
+        self._told = set(unproven)
 
     def _is_proven(self, state: dict[str, Any]) -> bool:
         """Return whether a worker of this service named its address, and not another writer in Redis."""
         if self._token is None:
             return False
         proof = address_proof(self._token, state["name"], state["model"], state["online"])
-        return hmac.compare_digest(proof.encode(), str(state.get("online_proof")).encode())
+        return hmac.compare_digest(proof.encode(), str(state.get("online_proof")).encode(errors="replace"))
 
 
 def ordered(targets: list[Target], prefix: bytes, load: Counter[str], avoided: set[Target]) -> list[Target]:

@@ -46,7 +46,7 @@ async def one_project(
 ) -> Response:
     async with context.database.read() as session:
         project = await _project(session, project_id)
-    return page(request, "project.html", viewer, project=project)
+    return page(request, "project.html", viewer, project=project, tiers=list(Tier))
 
 
 @router.post("/projects/{project_id}")

@@ -1,4 +1,4 @@
-"""Streams answers at a steady pace while the demo's batches run, and before, to show what the batches cost."""
+"""Streams answers at a steady pace, alone and then beside the demo's batches, to show what the batches cost."""
 
 import asyncio
 import threading
@@ -6,6 +6,7 @@ import time
 from dataclasses import dataclass, field
 from statistics import mean, median, quantiles
 
+import httpx
 import openai
 from rich.table import Table
 
@@ -64,14 +65,35 @@ class PacedClient:
                 now = time.perf_counter()
                 (self.seen.ttft_s if first else self.seen.tbt_s).append(now - (began if first else last))
                 first, last = False, now
-        except openai.OpenAIError:
+        except (openai.OpenAIError, httpx.HTTPError):
             self.seen.failed += 1
 
 
-def alone(url: str, model: str) -> Streams:
-    """Return what streams see while the engine does nothing else, once it has answered the first ones."""
-    _for_a_while(url, model, WARM_UP * PACE_S)
-    return _for_a_while(url, model, ALONE_S)
+@dataclass
+class Comparison:
+    """What streams saw alone, and the client that streams beside the batches."""
+
+    alone: Streams
+    beside: PacedClient
+
+    @classmethod
+    def begun(cls, url: str, model: str) -> "Comparison":
+        """Stream alone for a while, once the engine has answered the first requests, and go on in a thread."""
+        _for_a_while(url, model, WARM_UP * PACE_S)
+        alone, beside = _for_a_while(url, model, ALONE_S), PacedClient(url, model)
+        beside.start()
+        return cls(alone, beside)
+
+    def table(self) -> Table:
+        """Stop streaming, and compare."""
+        shown = Table(title="online requests, as their client saw them")
+        for column in ("", "requests", "failed", "TTFT median", "TTFT P99", "TBT mean", "TBT P99"):
+            shown.add_column(column, justify="right" if column else "left")
+        for name, seen in (("alone", self.alone), ("beside the batches", self.beside.stop())):
+            ttft, tbt = seen.ttft_s or [0.0], seen.tbt_s or [0.0]
+            times = (median(ttft), _p99(ttft), mean(tbt), _p99(tbt))
+            shown.add_row(name, f"{len(seen.ttft_s)}", f"{seen.failed}", *(f"{1000 * each:,.0f} ms" for each in times))
+        return shown
 
 
 def _for_a_while(url: str, model: str, seconds: float) -> Streams:
@@ -79,18 +101,6 @@ def _for_a_while(url: str, model: str, seconds: float) -> Streams:
     client.start()
     time.sleep(seconds)
     return client.stop()
-
-
-def table(before: Streams, beside: Streams) -> Table:
-    """Compare what the streams saw alone and beside the batches."""
-    shown = Table(title="online requests, as their client saw them")
-    for column in ("", "requests", "failed", "TTFT median", "TTFT P99", "TBT mean", "TBT P99"):
-        shown.add_column(column, justify="right" if column else "left")
-    for name, seen in (("alone", before), ("beside the batches", beside)):
-        ttft, tbt = seen.ttft_s or [0.0], seen.tbt_s or [0.0]
-        times = (median(ttft), _p99(ttft), mean(tbt), _p99(tbt))
-        shown.add_row(name, f"{len(seen.ttft_s)}", f"{seen.failed}", *(f"{1000 * each:,.0f} ms" for each in times))
-    return shown
 
 
 def _p99(values: list[float]) -> float:

@@ -43,13 +43,17 @@ def run_demo(settings: Settings, file: Path | None, keep: bool, with_online: boo
         _wait_until_up(url, process, settings.data_dir)
         console.print(f"batchweave is up: API {url}/v1, docs {url}/docs")
         client = openai.OpenAI(base_url=f"{url}/v1", api_key="none-needed", max_retries=5)
-        streaming = _stream(url, model_name, process) if with_online else None
+        waited_s, streaming = 0.0, None
+        if with_online:
+            waited_s = _wait_for_engine(url, process)
+            console.print(f"a client streams answers for {online.ALONE_S:.0f} s, and then beside the batches")
+            streaming = online.Comparison.begun(url, model_name)
         batches = [_submit(client, path, endpoint) for endpoint, path in inputs.items()]
         engine_s, run_s, batches = _follow(client, url, process, batches)
-        _summary(client, settings.data_dir / "results", batches, engine_s, run_s)
-        if streaming is not None:
-            before, client = streaming
-            console.print(online.table(before, client.stop()))
+        compared = streaming.table() if streaming is not None else None
+        _summary(client, settings.data_dir / "results", batches, waited_s + engine_s, run_s)
+        if compared is not None:
+            console.print(compared)
         console.print(f"API        {url}/v1\nAPI docs   {url}/docs")
         if keep:
             console.print("The service keeps running until Ctrl-C.")
@@ -171,22 +175,16 @@ def _follow(
     return engine_up - started, ended - engine_up, batches
 
 
-def _stream(url: str, model: str, process: subprocess.Popen[bytes]) -> tuple[online.Streams, online.PacedClient]:
-    """Wait for the engine; return what streams see alone, and a client that goes on with them."""
-    _wait_for_engine(url, process)
-    console.print(f"a client streams answers for {online.ALONE_S:.0f} s, and then beside the batches")
-    before, client = online.alone(url, model), online.PacedClient(url, model)
-    client.start()
-    return before, client
-
-
-def _wait_for_engine(url: str, process: subprocess.Popen[bytes]) -> None:
+def _wait_for_engine(url: str, process: subprocess.Popen[bytes]) -> float:
+    """Return how many seconds it took until the engine was up."""
+    began = time.monotonic()
     with console.status("Starting the engine") as status:
         while stage := _stage(url):
             if process.poll() is not None:
                 raise DemoError("the service stopped too early; start the demo again to continue")
             status.update(stage)
             time.sleep(0.5)
+    return time.monotonic() - began
 
 
 def _stage(url: str) -> str:

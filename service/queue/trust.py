@@ -20,4 +20,4 @@ def deployment_token(settings: Settings) -> str | None:
 def address_proof(token: str, worker: str, model: str, address: str) -> str:
     """Return what a worker's heartbeat says to show that the address is its own."""
     said = "\0".join((worker, model, address))
-    return hmac.new(token.encode(), said.encode(), hashlib.sha256).hexdigest()
+    return hmac.new(token.encode(), said.encode(errors="replace"), hashlib.sha256).hexdigest()

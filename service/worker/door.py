@@ -21,6 +21,7 @@ REQUEST_ID = "X-Request-Id"
 TIER = "X-Service-Tier"
 STALLED_S = 60.0  # for which the API may read nothing of a stream before the request is aborted
 MOST = 1024  # online requests at once; the API tries another worker, or tells the client to try later
+MOST_FLEX = MOST // 2  # of these if they are flex, so that others find room
 FAILED = "The engine failed on this request."
 ENDS_S = 1.0  # for connections to close at a stop
 log = structlog.get_logger()
@@ -38,8 +39,10 @@ class Events(Protocol):
 class OnlineEngine(Protocol):
     """The interface that the door needs of an engine; engine_ext.plugin.worker.host.EngineHost implements it."""
 
-    def refusal(self, slo: str, size: int) -> str | None: ...
-    async def serve(self, endpoint: str, body: dict[str, Any], rid: str, slo: str) -> EngineAnswer | Events: ...
+    def refusal(self, slo: str) -> str | None: ...
+    async def serve(
+        self, endpoint: str, body: dict[str, Any], rid: str, slo: str, size: int
+    ) -> EngineAnswer | Events: ...
 
 
 class Door:
@@ -89,39 +92,39 @@ class Door:
         given = request.headers.get("Authorization", "").removeprefix("Bearer ").encode(errors="surrogateescape")
         if not hmac.compare_digest(given, self.token.encode()):
             return _refuse(401, "This port is for the service's own API.", "invalid_token")
-        reason = self._against() or ("it answers as many as it can" if self.in_flight >= MOST else None)
+        tier = request.headers.get(TIER, Tier.DEFAULT)
+        most = MOST_FLEX if tier == Tier.FLEX else MOST
+        reason = self._against() or ("it answers as many as it can" if self.in_flight >= most else None)
         if reason is not None:
             return _refuse(503, f"The worker takes no online request now: {reason}.", "overloaded")
         task = asyncio.current_task()
         assert task is not None
         self._requests.add(task)
         try:
-            return await self._answer(request)
+            return await self._answer(request, tier)
         finally:
             self._requests.discard(task)
 
-    async def _answer(self, request: web.Request) -> web.StreamResponse:
+    async def _answer(self, request: web.Request, tier: str) -> web.StreamResponse:
         request_id = request.headers.get(REQUEST_ID, "")
         if not _ID.fullmatch(request_id):
             return _refuse(400, f"{REQUEST_ID} is not a request id.", "invalid_request")
-        raw, tier = await request.read(), request.headers.get(TIER, Tier.DEFAULT)
+        raw = await request.read()
         if tier not in list(Tier):
             return _refuse(400, f"{TIER} is not a service tier.", "invalid_request")
-        if late := self._engine.refusal(tier, len(raw)):
-            return _refuse(
-                503, f"The worker refuses online requests that it would answer too late: {late}.", "overloaded"
-            )
         try:
             body = msgspec.json.decode(raw, type=dict[str, Any])
         except msgspec.DecodeError as error:
             return _refuse(400, f"The body is not valid: {error}.", "invalid_json")
         if body.get("model") != self._model:  # the API's list of workers may be older than this one
             return _refuse(503, "The worker serves another model now.", "overloaded")
+        if late := self._engine.refusal(tier):
+            return _refuse(503, f"The worker refuses who would be answered too late: {late}.", "overloaded")
         with structlog.contextvars.bound_contextvars(request_id=request_id):
             # The answer's id is the request's, so that the logs of the API and the worker can be joined.
             rid = BY_PATH[request.path].id_prefix + request_id.removeprefix("req_")
             try:
-                found = await self._engine.serve(request.path, body, rid, tier)
+                found = await self._engine.serve(request.path, body, rid, tier, len(raw))
             except Exception as error:  # its text may quote the prompt
                 log.error("the engine failed on an online request", error=type(error).__name__)
                 return _refuse(500, FAILED, "engine_failed")

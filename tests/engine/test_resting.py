@@ -80,6 +80,7 @@ def compiled():
     return sum(len(each.signatures) for each in found.values())
 
 class Req(SimpleNamespace):
+    sampling_params = SimpleNamespace(custom_params=None)
     __hash__ = object.__hash__
 
 warm_up.compile_coserve()

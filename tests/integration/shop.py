@@ -69,10 +69,10 @@ class Teller:
     cancelled: asyncio.Event = field(default_factory=asyncio.Event)
     streams: list[ScriptedStream] = field(default_factory=list[ScriptedStream])
 
-    def refusal(self, slo: str, size: int) -> str | None:
+    def refusal(self, slo: str) -> str | None:
         return f"{slo} is late" if slo in self.late else None
 
-    async def serve(self, endpoint: str, body: dict[str, Any], rid: str, slo: str) -> Any:
+    async def serve(self, endpoint: str, body: dict[str, Any], rid: str, slo: str, size: int) -> Any:
         self.tiers.append(slo)
         self.asked.append(rid)
         self.began.set()

@@ -91,11 +91,12 @@ def test_keys_are_made_listed_and_revoked(tmp_path: Path) -> None:
     first = call("projects", "create", "evaluation", **here)
     assert (first.exit_code, "A new database" in first.stderr) == (0, True)
     assert "A new database" not in call("projects", "list", **here).stderr
-    made = call("keys", "create", "--name", "ana", "--project", "evaluation", "--days", "3", **here)
+    made = call("keys", "create", "--name", "ana", "--project", "evaluation", "--days", "3", "--tier", "flex", **here)
     assert (made.exit_code, made.stdout[:3]) == (0, "bw-")
     listed = call("keys", "list", **here).stdout
     assert "ana" in listed
     assert made.stdout.strip() not in listed
+    assert "flex" in listed
     key_id = next(word for word in listed.split() if word.startswith("key_"))
     assert call("keys", "revoke", key_id, **here).exit_code == 0
     again = call("keys", "revoke", key_id, **here)
@@ -111,8 +112,10 @@ def test_keys_are_made_listed_and_revoked(tmp_path: Path) -> None:
         "project.set",
     ]
     details = [each["detail"] for each in json.loads(call("audit", "--json", **here).stdout)]
-    assert details[:2] == ["evaluation", "ana: user, 3 days"]
+    assert details[:2] == ["evaluation", "ana: user, 3 days, tier flex"]
     assert details[-2:] == ["max_batches 2000", "max_batches none"]
+    assert "priority" in call("projects", "set", "evaluation", "--tier", "priority", **here).stdout
+    assert call("projects", "set", "evaluation", "--tier", "best", **here).exit_code == 2
     unreadable = call("keys", "create", "--name", "\udcff", **here)
     assert (unreadable.exit_code, "is not a valid name" in unreadable.stderr) == (1, True)
     unknown = call("keys", "create", "--name", "x", "--project", "nobody", **here)

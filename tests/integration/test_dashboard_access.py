@@ -159,6 +159,9 @@ async def test_projects_and_quotas_are_made_and_changed(pages: httpx.AsyncClient
     async with house.database.read() as session:
         project = (await session.scalars(select(Project).where(Project.name == "evaluation / co"))).one()
     assert (project.weight, project.max_batches, project.max_bytes) == (2.5, 7, None)
+    for tier in ("priority", ""):  # a field that a browser sends empty changes nothing
+        await pages.post(f"{path}?csrf={csrf}", data={"weight": "2.5", "tier": tier})
+        assert "<option selected>priority</option>" in (await pages.get(path)).text
     await pages.post(f"{path}?csrf={csrf}", data={"weight": "2.5"})  # of what a form has not, nothing is said
     assert 'value="7"' in (await pages.get(path)).text
     assert "weight 2.5, max_batches 7" in (await pages.get("/audit")).text

@@ -15,6 +15,7 @@ import pytest
 from sqlalchemy import delete, update
 
 from service.api import remembered
+from service.api.routing import Routes
 from service.db.tables import DEFAULT_PROJECT, ApiKey, DrainedWorker, Model, Project, Role, Tier
 from service.queue.leases import Leases
 from service.queue.progress import Heartbeat
@@ -219,11 +220,22 @@ async def test_an_address_that_no_worker_named_gets_nothing(shop: Shop) -> None:
     engine = Teller()
     async with shop.door("w", engine) as door:
         state = (await Heartbeat(shop.house.redis).alive())[0]
-        for proof in (None, "", "é", state["online_proof"]):
-            await shop.beat("w", state["online"] + "/", online_proof=proof)
-            await shop.house.until(shop.refuses)
-        await shop.beat("w", state["online"], model="another", online_proof=state["online_proof"])
-        await shop.house.until(shop.refuses)
+        assert await Routes(Heartbeat(shop.house.redis), door.token).targets(MODEL, b"")
+        for changed in (
+            {"online_proof": None},
+            {"online_proof": "é\ud800"},
+            {"online": state["online"] + "/"},
+            {"model": "another"},
+            {"name": "another"},
+        ):
+            await Heartbeat(shop.house.redis).beat("w", {**state, **changed})
+            routes = Routes(Heartbeat(shop.house.redis), door.token)  # a new one looks at once
+            for model in (MODEL, "another"):
+                assert await routes.targets(model, b"") == []
+            assert len(routes.without_proof) == 1
+        for broken in ({"online": 7}, {"model": None}, {"name": ["w"]}):
+            await Heartbeat(shop.house.redis).beat("w", {**state, **broken})
+            assert await Routes(Heartbeat(shop.house.redis), door.token).targets(MODEL, b"") == []
         door_model = asked(model="another")
         async with httpx.AsyncClient(base_url=state["online"]) as client:
             headers = {"Authorization": f"Bearer {door.token}", "X-Request-Id": "req_" + "0" * 32}
@@ -260,7 +272,7 @@ async def test_a_door_is_for_the_service_alone(shop: Shop) -> None:
         (asked(model=["x"]), CHAT, 400, "invalid_request"),
         (asked(model="a\0b"), CHAT, 404, "model_not_found"),
         (asked(model="unknown"), CHAT, 404, "model_not_found"),
-        (asked(service_tier="scale"), CHAT, 400, "invalid_request"),
+        (asked(service_tier="best"), CHAT, 400, "invalid_request"),
         (asked(service_tier=["flex"]), CHAT, 400, "invalid_request"),
         (asked(n=1000), CHAT, 400, "invalid_request"),
         (asked(regex="(a+)+"), CHAT, 400, "invalid_request"),

@@ -12,13 +12,12 @@ import numpy as np
 from sglang.srt.plugins.hook_registry import HookType
 
 from engine_ext.arrays import Bools
-from engine_ext.coserve.predictor import Load
 from engine_ext.plugin.options import Overlap
 from engine_ext.plugin.scheduler import foresight, host_copies, online, preemption, pulse_hooks, resting
 from engine_ext.plugin.scheduler.admission import Admission, admission_of
 from engine_ext.plugin.scheduler.beside import Allowed
 from engine_ext.plugin.scheduler.online import Demand, is_ours, length
-from engine_ext.plugin.scheduler.step_load import load_of
+from engine_ext.plugin.scheduler.step_load import load_of, load_of_decodes
 from engine_ext.scan.decide import ANY_NUMBER
 from engine_ext.scan.live import Step
 
@@ -66,18 +65,18 @@ def admit(original: Callable[..., Any], scheduler: Any, *args: Any, **kwargs: An
 
     if not ours.waiting and not ours.running:
         found = _without_batches(ours, scheduler, running, ask_sglang)
-        _foresee(ours, scheduler)
+        _foresee(ours, scheduler, found[1])
         return found
     found = _step(ours, scheduler, running, ask_sglang)
-    _foresee(ours, scheduler)
+    _foresee(ours, scheduler, found[1])
     ours.note_time(time.perf_counter() - started - theirs_s)
     return found
 
 
-def _foresee(ours: Admission, scheduler: Any) -> None:
+def _foresee(ours: Admission, scheduler: Any, running: Any) -> None:
     """Tell the worker what a new online request would meet, if it refuses those that would be late."""
-    if ours.foresees and ours.beside.is_needed:
-        pulse_hooks.foresaw(scheduler, foresight.foresee(ours, scheduler, ours.ranks.now))
+    if ours.foresees and ours.ranks.is_first:
+        pulse_hooks.foresaw(scheduler, foresight.foresee(ours, scheduler, running.reqs, ours.ranks.now))
 
 
 def _all_decodes(ours: Admission, running: Any) -> Any:
@@ -109,7 +108,8 @@ def _note_launch(ours: Admission, batch: Any, running: Any) -> None:
         return
     if batch is None:
         reqs = [req for req in running.reqs if not req.finished()]
-        ours.beside.launched(_decodes(reqs), _decodes([req for req in reqs if not is_ours(req)]))
+        theirs = [req for req in reqs if not is_ours(req)]
+        ours.beside.launched(load_of_decodes(reqs), load_of_decodes(theirs))
     else:
         theirs = np.array([not is_ours(req) for req in batch.reqs], dtype=np.bool_)
         ours.beside.launched(load_of(batch), load_of(batch, theirs))
@@ -152,7 +152,8 @@ def _step(ours: Admission, scheduler: Any, running: Any, ask_sglang: Callable[[]
         running.batchweave_admits = False
         scheduler.chunked_prefill_size = chunk
         left = {req for req in scheduler.waiting_queue if is_ours(req)}
-        scheduler.waiting_queue = [req for req in scheduler.waiting_queue if req not in left]
+        # SGLang has added those whose grammars are ready, behind ours.
+        scheduler.waiting_queue = sorted((req for req in scheduler.waiting_queue if req not in left), key=online.rank)
     if others:
         ours.note_online(others, scheduler.waiting_queue)
     taken = [req for req in candidates if req not in left]
@@ -212,11 +213,6 @@ def _may_rest(ours: Admission, scheduler: Any, running: Any) -> bool:
     """
     needed = ROOM * scheduler.page_size * len(running.reqs)
     return ours.overlap is not Overlap.PDMUX and ours.space.free >= needed and resting.can_rest(scheduler, running)
-
-
-def _decodes(reqs: list[Any]) -> Load:
-    """Return the load of a step in which these decode and nothing else happens."""
-    return Load(0, 0.0, 0, len(reqs), sum(length(req) for req in reqs))
 
 
 def _ask_scan(

@@ -196,7 +196,13 @@ class Beside:
         decoding, prompts = self._with_deadlines(demand.decoding), self._with_deadlines(demand.prompts)
         waiting = [] if self._wait_in_vain else prompts
         self._wait_in_vain = bool(demand.prompts)
-        needs = Online(len(decoding), len(waiting), demand.tokens, demand.before, self.slack_s, first_slack_s)
+        due_tokens = demand.tokens
+        if len(prompts) < len(demand.prompts):  # others may wait; nobody knows what of a prompt is cached
+            due_tokens = sum(length(req) for req in demand.prompts if not self.paces[req].slo.may_wait)
+            due_tokens = min(demand.tokens, due_tokens)
+        needs = Online(
+            len(decoding), len(waiting), demand.tokens, due_tokens, demand.before, self.slack_s, first_slack_s
+        )
         batches, rests = Batches(decodes.kv, decodes.skipped, before), np.zeros(len(decodes.kv), dtype=np.bool_)
         found = choose(
             self.predictor,
@@ -218,12 +224,15 @@ class Beside:
         return [slo for req in reqs if not (slo := self.paces[req].slo).may_wait]
 
     def _bounds(self, here: list[SloClass]) -> Bounds:
-        """Return the bounds of a step with requests of these classes; as it begins, one of any class may come."""
+        """Return the bounds of a step with requests of these classes.
+
+        Its TTFT is the shortest of all classes, because a request of any class may come while it runs.
+        """
         names = frozenset(each.name for each in here)
         if names not in self._bounds_by_names:
             present = [each for each in self.classes if each.name in names]
-            longest_s = strictest(self.classes).ttft_s
-            self._bounds_by_names[names] = strictest(present or self.classes)._replace(ttft_s=longest_s)
+            shortest_s = strictest(self.classes).ttft_s
+            self._bounds_by_names[names] = strictest(present or self.classes)._replace(ttft_s=shortest_s)
         return self._bounds_by_names[names]
 
     def _note_tokens(self, req: Any, pace: Pace, now: float) -> None:
@@ -231,7 +240,7 @@ class Beside:
         generated = len(req.output_ids)
         if generated > pace.generated:
             if pace.generated == 0:  # one whose first tokens nobody saw counts as on its pace
-                on_pace_s = pace.slo.tpot_s or 0.0 if generated > 1 else 0.0
+                on_pace_s = (pace.slo.tpot_s or 0.0) if generated > 1 else 0.0
                 pace.first_s = now - (generated - 1) * on_pace_s
                 pace.first_excess_s = self.excess_s
             pace.last_s, pace.last_excess_s, pace.generated = now, self.excess_s, generated

@@ -14,18 +14,24 @@ from engine_ext.plugin.marks import slo_of
 from engine_ext.plugin.pulse import Foreseen
 from engine_ext.plugin.scheduler.admission import Admission
 from engine_ext.plugin.scheduler.online import cached_tokens, length, uncomputed_tokens
+from engine_ext.plugin.scheduler.step_load import load_of_decodes
 
 LOOKED_UP = 8  # waiting prompts whose cached part is looked up; the others count as if as much of them were cached
 
 
-def foresee(ours: Admission, scheduler: Any, now: float) -> Foreseen:
-    """Return what a new online request would meet after the step that has just been decided, `now`."""
+def foresee(ours: Admission, scheduler: Any, running: list[Any], now: float) -> Foreseen:
+    """Return what a new online request would meet after the step that has just been decided, `now`.
+
+    `running`: all that decode.
+    """
     model, most = ours.beside.predictor, ours.most_prompt_tokens(scheduler, 0)
-    decoding = [req for req in ours.beside.paces if req.output_ids]
-    load = Load(0, 0.0, 0, len(decoding), sum(map(length, decoding)))
-    step_s = float(predict(model, load))
+    decoding = [req for req in running if req not in ours.running and not req.finished()] if ours.online_runs else []
+    load = load_of_decodes(decoding)
     full = Load(most, float(most) ** 2, 1, load.decoding, load.kv_tokens)
     token_s = float(predict(model, full)) / most
+    # Who waits will decode soon, so that a burst is seen before it does.
+    soon = [*decoding, *scheduler.waiting_queue][: scheduler.max_running_requests]
+    step_s = float(predict(model, load_of_decodes(soon)))
     waiting = list(takewhile(lambda req: slo_of(req) != FLEX, scheduler.waiting_queue))
     first = [req for req in waiting if slo_of(req) == PRIORITY]
     begun, share = _begun_tokens(ours, scheduler), _uncached_share(scheduler, waiting)
@@ -33,7 +39,8 @@ def foresee(ours: Admission, scheduler: Any, now: float) -> Foreseen:
     def wait_s(prompts: list[Any]) -> float:
         if not prompts and begun == 0:
             return 0.0
-        paces = (ours.beside.paces.get(req) for req in prompts)
+        # One that was retracted has lived for longer than it has waited.
+        paces = (ours.beside.paces.get(req) for req in prompts if not req.output_ids)
         oldest_s = max((now - pace.arrived_s for pace in paces if pace is not None), default=0.0)
         return max(oldest_s, token_s * (begun + share * sum(map(length, prompts))))
 

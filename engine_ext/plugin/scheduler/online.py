@@ -11,10 +11,10 @@ from sglang.srt.mem_cache.base_prefix_cache import MatchPrefixParams
 from sglang.srt.mem_cache.radix_cache import RadixKey
 from sglang.srt.plugins.hook_registry import HookType
 
-from engine_ext.coserve.slo import DEFAULT, FLEX, PRIORITY
+from engine_ext.coserve.slo import DEFAULT, NAMES
 from engine_ext.plugin.marks import KIND, slo_of
 
-RANKS = {PRIORITY: 0, DEFAULT: 1, FLEX: 2}  # of classes in the queue
+RANKS = {name: rank for rank, name in enumerate(NAMES)}  # of classes in the queue
 LOOKED_UP = 64  # waiting requests of which the cached part is looked up in each step
 
 
@@ -47,11 +47,15 @@ def is_ours(req: Any) -> bool:
     return isinstance(params, dict) and KIND in params
 
 
+def rank(req: Any) -> int:
+    """Return the place of an online request's class; 0 is the strongest."""
+    return RANKS.get(slo_of(req), RANKS[DEFAULT])
+
+
 def move_before_weaker(queue: list[Any]) -> None:
     """Move the last request of a queue before those of weaker classes; otherwise who comes first is first."""
-    req = queue[-1]
-    rank, place = RANKS.get(slo_of(req), RANKS[DEFAULT]), len(queue) - 1
-    while place > 0 and not is_ours(queue[place - 1]) and RANKS.get(slo_of(queue[place - 1]), RANKS[DEFAULT]) > rank:
+    own, place = rank(queue[-1]), len(queue) - 1
+    while place > 0 and not is_ours(queue[place - 1]) and rank(queue[place - 1]) > own:
         place -= 1
     queue.insert(place, queue.pop())
 
@@ -109,9 +113,9 @@ def cached_tokens(scheduler: Any, req: Any) -> tuple[int, int]:
 
 
 def retraction_order(original: Any, reqs: list[Any], *args: Any, **kwargs: Any) -> list[int]:
-    """Return the order in which SGLang keeps requests, with ours last: it retracts from the end."""
+    """Return the order in which SGLang keeps requests: stronger classes first, ours last. It retracts from the end."""
     order = original(reqs, *args, **kwargs)
-    return sorted(order, key=lambda index: is_ours(reqs[index]))
+    return sorted(order, key=lambda index: (is_ours(reqs[index]), rank(reqs[index])))
 
 
 HOOKS = [

@@ -6,6 +6,12 @@ import numpy as np
 
 from engine_ext.arrays import Bools
 from engine_ext.coserve.predictor import Load
+from engine_ext.plugin.scheduler.online import length
+
+
+def load_of_decodes(reqs: list[Any]) -> Load:
+    """Return the load of a step in which these decode and nothing else happens."""
+    return Load(0, 0.0, 0, len(reqs), sum(length(req) for req in reqs))
 
 
 def load_of(batch: Any, those: Bools | None = None) -> Load:

@@ -137,7 +137,9 @@ class EngineHost:
         self._watch = Watch(self._pulses, step_limit_s, self._works_since)
         self._vocab_size = int(self._manager.model_config.vocab_size)
         manager, templates = self._manager, self._engine.template_manager
-        self._shedding = Shedding(self._pulses, options.online) if options.sheds else None
+        self._shedding = None
+        if options.sheds:
+            self._shedding = Shedding(self._pulses, options.online, self.context_length)
         self._serving: dict[str, tuple[type[BaseModel], OpenAIServingBase]] = {}
         if manager.is_generation:  # an embedding engine dies of these
             self._serving = {
@@ -216,22 +218,26 @@ class EngineHost:
             response: Any = await self._serving[endpoint][1].handle_request(request, None)  # type: ignore[arg-type]
         return self._answer_of(response)
 
-    def refusal(self, slo: str, size: int) -> str | None:
-        """Return why an online request of this class and of so many bytes would be late; None if it may be served."""
-        return None if self._shedding is None else self._shedding.refusal(slo, size)
+    def refusal(self, slo: str) -> str | None:
+        """Return why an online request of this class would be late; None if it may be served."""
+        return None if self._shedding is None else self._shedding.refusal(slo)
 
-    async def serve(self, endpoint: str, body: dict[str, Any], rid: str, slo: str = DEFAULT) -> "Answer | Stream":
-        """Answer an online request of the class `slo`, which goes before the requests of batches.
+    async def serve(
+        self, endpoint: str, body: dict[str, Any], rid: str, slo: str = DEFAULT, size: int = 0
+    ) -> "Answer | Stream":
+        """Answer an online request of the class `slo` and of `size` bytes, which goes before the requests of batches.
 
         Returns the answer once it is whole or, if the body asks for a stream, with its first token. A request ends
         early when this call is cancelled or its stream is closed. It answers bad requests with 4xx.
         """
         fields = {key: value for key, value in body.items() if key not in RESERVED_FIELDS - STREAM_FIELDS}
-        if endpoint in self._others:
-            return await self._run_other(self._others[endpoint], fields, Told(rid, ONLINE, slo=slo))
-        request = self._read(endpoint, fields, rid)
+        request: Any = None if endpoint in self._others else self._read(endpoint, fields, rid)
         if isinstance(request, Answer):
             return request
+        if self._shedding is not None:
+            self._shedding.sent(slo, size)
+        if endpoint in self._others:
+            return await self._run_other(self._others[endpoint], fields, Told(rid, ONLINE, slo=slo))
         request.custom_params = (request.custom_params or {}) | online_marks(slo) or None
         events = self._events(self._serving[endpoint][1], request, slo)
         first = await anext(events)

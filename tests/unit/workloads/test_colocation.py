@@ -79,6 +79,13 @@ def test_a_profile_is_read_by_a_worker(files: tuple[Path, Path], tmp_path: Path)
     assert limits.prompt_tokens in CHUNKS
 
 
+def test_priority_may_have_bounds_of_its_own(tmp_path: Path) -> None:
+    path = tmp_path / "slo.json"
+    path.write_text('{"slo": {"ttft_s": 1, "tpot_s": 0.05}, "priority": {"ttft_s": 0.3, "tpot_s": 0.03}}')
+    (priority, slo, _), _ = read_slo_file(path)
+    assert (priority.ttft_s, priority.tpot_s, slo.ttft_s, slo.tpot_s) == (0.3, 0.03, 1.0, 0.05)
+
+
 @pytest.mark.parametrize(
     ("text", "problem"),
     [
