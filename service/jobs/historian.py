@@ -25,7 +25,7 @@ RATES = (
     "reads_per_second",
     "retractions_per_second",
     "online_seconds_per_second",
-    "step_seconds_per_second",
+    "batches_seconds_per_second",
 )
 MOST_BATCHES = 1000  # recorded individually
 _IN_PROGRESS = Batch.status == fixed(BatchStatus.IN_PROGRESS)

@@ -71,7 +71,7 @@ RATES = {
     "reads_per_second": ("reads_s",),
     "retractions_per_second": ("retractions",),
     "online_seconds_per_second": ("online_s",),
-    "step_seconds_per_second": ("step_s",),
+    "batches_seconds_per_second": ("batches_excess_s",),
 }
 
 
