@@ -87,6 +87,10 @@ class Up:
         children = psutil.Process(self.process.pid).children()
         return next(child for child in children if "worker" in child.cmdline())
 
+    def worker_state(self) -> dict[str, Any]:
+        """What the API says of the only worker."""
+        return httpx.get(f"{self.url}/v1/workers", timeout=10).json()["data"][0]
+
     def family(self) -> list[psutil.Process]:
         """Every process of the service, the supervisor first."""
         assert self.process is not None

@@ -1,11 +1,13 @@
 """What a user sees: two endpoints, every answer once, clear errors, and crashes that lose nothing. Real SGLang."""
 
+import asyncio
 import json
 import signal
 import sqlite3
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Generator
 from contextlib import closing
 from pathlib import Path
@@ -16,6 +18,7 @@ import psutil
 import pytest
 
 from service.demo.prompts import CHAT, COMPLETIONS, requests
+from tests.acceptance.crowd import FULL, Crowd
 from tests.acceptance.service import Up
 
 MODEL = "batchweave-demo"
@@ -90,6 +93,42 @@ def test_online_requests_are_answered_while_a_batch_runs(up: Up) -> None:
     whole = up.client.chat.completions.create(**asked).choices[0].message.content
     assert up.client.batches.retrieve(batch_id).status == "in_progress", "they did not wait for the batch"
     assert set(streamed) == {whole}
+    batch = up.wait(batch_id)
+    assert set(up.lines(batch.output_file_id)) == {each["custom_id"] for each in lines}
+
+
+def test_a_crowd_of_online_clients_harms_no_batch(up: Up) -> None:
+    """Many at once, many that leave, many choices: every stream ends, and so does all that nobody waits for."""
+    crowd = Crowd(up.url, MODEL)
+    lines = long_lines("crowd", 60)
+    batch_id = up.submit(lines)
+    assert asyncio.run(crowd.stream(200, 8)) == {FULL: 200}
+    assert asyncio.run(crowd.choices(64)) == (64, 64)
+    huge = {"model": MODEL, "messages": [{"role": "user", "content": "x" * (8 * 2**20 - 300)}]}
+    assert httpx.post(up.url + CHAT, json=huge, timeout=60).json()["error"]["code"] == "context_length_exceeded"
+    asyncio.run(crowd.hang_up(200))
+    up.until(lambda: up.worker_state()["online_requests"] == 0, "those who left to be forgotten")
+    batch = up.wait(batch_id)
+    assert set(up.lines(batch.output_file_id)) == {each["custom_id"] for each in lines}
+    up.until(lambda: up.worker_state()["state"] == "idle", "the engine to rest")
+
+
+def test_streams_of_a_killed_worker_end_with_an_error(up: Up) -> None:
+    lines = long_lines("killed", 60)
+    batch_id = up.submit(lines)
+
+    async def run() -> Counter[str]:
+        streams = asyncio.create_task(Crowd(up.url, MODEL).stream(20, 600))
+        async with asyncio.timeout(120):
+            while not up.worker_state()["online_requests"]:
+                await asyncio.sleep(0.1)
+        up.worker().send_signal(signal.SIGKILL)
+        return await streams
+
+    ended = asyncio.run(run())
+    assert ended.total() == 20
+    assert ended.keys() <= {FULL, "worker_lost", "no_worker", "overloaded"}
+    assert ended[FULL] < 20
     batch = up.wait(batch_id)
     assert set(up.lines(batch.output_file_id)) == {each["custom_id"] for each in lines}
 
