@@ -59,6 +59,7 @@ class Door:
         self.token = token
         self._against = against
         self._requests: set[asyncio.Task[Any]] = set()
+        self._ended: set[asyncio.Task[Any]] = set()  # those of them that the worker ends, and not their clients
         app = web.Application(client_max_size=most_bytes)
         app.add_routes([web.post(path, self._serve) for path in ONLINE])
         # A handler is cancelled when its client hangs up, which aborts the request.
@@ -77,8 +78,9 @@ class Door:
         return f"http://{name}:{address[1]}"
 
     def end_all(self) -> None:
-        """End the requests that are not answered: their streams are cut."""
+        """End the requests that are not answered: streams are cut, others refused, so that another worker has them."""
         for task in list(self._requests):
+            self._ended.add(task)
             task.cancel()
 
     async def close(self, within_s: float) -> None:
@@ -104,6 +106,7 @@ class Door:
             return await self._answer(request, tier)
         finally:
             self._requests.discard(task)
+            self._ended.discard(task)
 
     async def _answer(self, request: web.Request, tier: str) -> web.StreamResponse:
         request_id = request.headers.get(REQUEST_ID, "")
@@ -123,16 +126,27 @@ class Door:
         with structlog.contextvars.bound_contextvars(request_id=request_id):
             # The answer's id is the request's, so that the logs of the API and the worker can be joined.
             rid = BY_PATH[request.path].id_prefix + request_id.removeprefix("req_")
-            try:
-                found = await self._engine.serve(request.path, body, rid, tier, len(raw))
-            except Exception as error:  # its text may quote the prompt
-                log.error("the engine failed on an online request", error=type(error).__name__)
-                return _refuse(500, FAILED, "engine_failed")
-            if isinstance(found, Events):
-                return await self._stream(request, found)
-            if found.aborted:
-                return _refuse(500, FAILED, "engine_failed")
-            return web.Response(body=found.body, status=found.status_code, content_type="application/json")
+            found = await self._ask(request.path, body, rid, tier, len(raw))
+            return await self._stream(request, found) if isinstance(found, Events) else found
+
+    async def _ask(self, path: str, body: dict[str, Any], rid: str, tier: str, size: int) -> web.Response | Events:
+        """Return the engine's answer, or its events once the first has come."""
+        try:
+            found = await self._engine.serve(path, body, rid, tier, size)
+        except asyncio.CancelledError:
+            task = asyncio.current_task()
+            if task is None or task not in self._ended:  # the client has hung up
+                raise
+            task.uncancel()
+            return _refuse(503, "The worker stops, or tries a suspect slice.", "overloaded")
+        except Exception as error:  # its text may quote the prompt
+            log.error("the engine failed on an online request", error=type(error).__name__)
+            return _refuse(500, FAILED, "engine_failed")
+        if isinstance(found, Events):
+            return found
+        if found.aborted:
+            return _refuse(500, FAILED, "engine_failed")
+        return web.Response(body=found.body, status=found.status_code, content_type="application/json")
 
     async def _stream(self, request: web.Request, events: Events) -> web.StreamResponse:
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})

@@ -110,6 +110,16 @@ class Shop:
         finally:
             await door.close(0)
 
+    @staticmethod
+    async def lose(door: Door) -> None:
+        """Cut the connections of a door, as if its worker had died, and close it."""
+        server = door._runner.server  # pyright: ignore[reportPrivateUsage]
+        assert server is not None
+        for connection in server.connections:
+            if connection.transport is not None:
+                connection.transport.abort()
+        await door.close(0)
+
     async def beat(self, name: str, url: str, **more: Any) -> None:
         await Heartbeat(self.house.redis).beat(name, {"name": name, "model": MODEL, "online": url, **more})
 

@@ -95,7 +95,7 @@ async def test_a_worker_that_is_lost_before_its_answer_is_replaced(shop: Shop) -
                 lost, door = ("a", first) if engines["a"].began.is_set() else ("b", second)
                 for name in engines:
                     engines[name].waits = name == lost
-                await door.close(0)
+                await shop.lose(door)
                 answer = await task
         assert answer.status_code == 200
         assert sum(len(engine.asked) for engine in engines.values()) == 2
@@ -106,7 +106,7 @@ async def test_a_stream_whose_worker_is_lost_ends_with_an_error(shop: Shop) -> N
     async with shop.door("w", engine) as door, shop.client() as client:
         stream = await client.chat.completions.create(**asked(stream=True))
         got = [(await anext(stream)).choices[0].delta.content for _ in range(2)]
-        await door.close(0)
+        await shop.lose(door)
         with pytest.raises(openai.APIError, match="lost while it answered"):
             await anext(stream)
     assert got == ["0 ", "1 "]
@@ -123,12 +123,41 @@ async def test_a_request_that_two_workers_did_not_survive_is_not_tried_again(sho
                 for door, engine in list(left.items()):
                     if engine.began.is_set():
                         del left[door]
-                        await door.close(0)
+                        await shop.lose(door)
                 await asyncio.sleep(0.01)
     assert len(left) == 1, "two ran it"
     answer = task.result()
     assert (answer.status_code, answer.json()["error"]["code"]) == (503, "worker_lost")
     assert answer.headers["x-should-retry"] == "false"
+
+
+async def test_a_worker_that_stops_passes_its_requests_on(shop: Shop) -> None:
+    """However many stop, the request is not taken for what killed them; a stream that has begun is cut, and says so."""
+    async with AsyncExitStack() as stack:
+        left: dict[Any, Teller] = {}
+        for number in range(4):
+            engine = Teller(waits=True)
+            left[await stack.enter_async_context(shop.door(f"w{number}", engine))] = engine
+        task = asyncio.create_task(shop.post(asked()))
+        async with asyncio.timeout(30):
+            while len(left) > 1:
+                for door, engine in list(left.items()):
+                    if engine.began.is_set():
+                        del left[door]
+                        await door.close(0)
+                await asyncio.sleep(0.01)
+            [(last, engine)] = left.items()
+            await engine.began.wait()
+            last.end_all()
+            answer = await task
+    assert (answer.status_code, answer.json()["error"]["code"]) == (503, "overloaded")
+    assert "x-should-retry" not in answer.headers
+    async with shop.door("w", Teller(stops_after=1)) as door, shop.client() as client:
+        stream = await client.chat.completions.create(**asked(stream=True))
+        await anext(stream)
+        await door.close(0)
+        with pytest.raises(openai.APIError, match="lost while it answered"):
+            await anext(stream)
 
 
 @pytest.mark.parametrize("engine", [Teller(fails=True), Teller(aborts=True)])
