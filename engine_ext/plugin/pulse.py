@@ -47,9 +47,9 @@ class Pulse(NamedTuple):
 class Foreseen(NamedTuple):
     """What a new online request would meet in one scheduler.
 
-    `at_s`: when this was foreseen, by the machine's monotonic clock. `step_s`: seconds of a step in which nothing
-    happens but that online requests decode. `token_s`: seconds per prompt token while prompts wait. `priority_s`,
-    `default_s`: how long a prompt of this class would wait for its first step.
+    `at_s`: when this was foreseen, by the machine's monotonic clock. `step_s`: seconds of a step without batches in
+    which all online requests decode, also those that still wait. `token_s`: seconds per prompt token while prompts
+    wait. `priority_s`, `default_s`: how long a prompt of this class would wait for its first step.
     """
 
     at_s: float
@@ -104,7 +104,7 @@ class Pulses:
         return [pulse for pulse in found if pulse.pid]
 
     def foreseen(self) -> list[Foreseen]:
-        """Return what every scheduler foresees that has run steps beside online requests."""
+        """Return what each scheduler foresees that tells it; the first of several ranks does, after each step."""
         slots = range(_FORM.size, SLOTS * _SLOT, _SLOT)
         found = (Foreseen(*_FORESEEN.unpack_from(self._memory, slot)) for slot in slots)
         return [each for each in found if each.at_s]

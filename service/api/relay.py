@@ -12,13 +12,13 @@ import structlog
 from service.api.routing import Routes, Target
 from service.db.tables import Tier
 from service.errors import NotRetried, Unavailable
+from service.queue.trust import REQUEST_ID, TIER
 
 CONNECT_S = 2.0
 TRIES = 4  # workers that are tried, the last ones only if those before did not even get the request
 RUNS = 2  # workers that may run the request
 PREFIX_BYTES = 1024  # of a prompt, by which it is routed
 STREAM = "text/event-stream"
-TIER = "X-Service-Tier"  # the request's class, for the worker
 CONNECTION_ERRORS = (aiohttp.ClientError, OSError, TimeoutError)
 KEEPALIVE = {
     socket.TCP_KEEPIDLE: 10,
@@ -118,7 +118,7 @@ class Relay:
         headers = {
             "Authorization": f"Bearer {self._token}",
             "Content-Type": "application/json",
-            "X-Request-Id": request.id,
+            REQUEST_ID: request.id,
             TIER: request.tier,
         }
         try:

@@ -10,6 +10,9 @@ import hmac
 from service.settings import Settings
 from service.webhooks.secrets import sealing_key
 
+# What the API tells a worker of an online request, beside its body: its id, and its class.
+REQUEST_ID, TIER = "X-Request-Id", "X-Service-Tier"
+
 
 def deployment_token(settings: Settings) -> str | None:
     """Return the token that only processes of this service can derive; None if they share no key (`sealing_key`)."""

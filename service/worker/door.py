@@ -15,10 +15,9 @@ from aiohttp import web
 
 from service.db.tables import Tier
 from service.endpoints import BY_PATH, ONLINE
+from service.queue.trust import REQUEST_ID, TIER
 from service.worker.slice_run import EngineAnswer
 
-REQUEST_ID = "X-Request-Id"
-TIER = "X-Service-Tier"
 STALLED_S = 60.0  # for which the API may read nothing of a stream before the request is aborted
 MOST = 1024  # online requests at once; the API tries another worker, or tells the client to try later
 MOST_FLEX = MOST // 2  # of these if they are flex, so that others find room
@@ -122,7 +121,7 @@ class Door:
         if body.get("model") != self._model:  # the API's list of workers may be older than this one
             return _refuse(503, "The worker serves another model now.", "overloaded")
         if late := self._engine.refusal(tier):
-            return _refuse(503, f"The worker refuses who would be answered too late: {late}.", "overloaded")
+            return _refuse(503, f"The worker would answer too late: {late}.", "overloaded")
         with structlog.contextvars.bound_contextvars(request_id=request_id):
             # The answer's id is the request's, so that the logs of the API and the worker can be joined.
             rid = BY_PATH[request.path].id_prefix + request_id.removeprefix("req_")

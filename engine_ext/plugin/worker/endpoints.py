@@ -20,7 +20,7 @@ from sglang.srt.entrypoints.openai.serving_rerank import OpenAIServingRerank
 from sglang.srt.entrypoints.openai.serving_responses import OpenAIServingResponses
 from sglang.srt.entrypoints.openai.serving_score import OpenAIServingScore
 
-from engine_ext.plugin.worker.marked import MarkedManager, Told, told
+from engine_ext.plugin.worker.marked import ONLINE, MarkedManager, Told, told
 
 Fault = tuple[str, str]  # the field, and why it is refused
 # These fields replace tokens with vectors, whose results stay in the KV cache under those tokens.
@@ -167,7 +167,8 @@ class Endpoints:
             "output_tokens_details": {"reasoning_tokens": usage.get("reasoning_tokens") or 0},
             "total_tokens": (usage.get("prompt_tokens") or 0) + output,
         }
-        body["service_tier"] = known.slo
+        if known.kind == ONLINE:
+            body["service_tier"] = known.slo
         if known.stopped_by_length:
             body |= {"status": "incomplete", "incomplete_details": {"reason": "max_output_tokens"}}
         return body
