@@ -13,6 +13,7 @@ from service.worker import loop
 from tests.conftest import Clock
 from tests.integration.house import House, demo_tokenizer
 from tests.integration.serving import serve
+from tests.integration.shop import Shop
 
 
 @pytest.fixture(scope="session")
@@ -58,3 +59,10 @@ async def guarded(settings: Settings, clock: Clock) -> AsyncGenerator[httpx.Asyn
     with serve(settings.model_copy(update={"auth": "keys"}), clock) as url:
         async with httpx.AsyncClient(base_url=f"{url}/dashboard", follow_redirects=True) as client:
             yield client
+
+
+@pytest.fixture
+async def shop(house: House, settings: Settings, clock: Clock) -> AsyncGenerator[Shop, None]:
+    settings = settings.model_copy(update={"secret_key": "s" * 32})
+    with serve(settings, clock) as url:
+        yield Shop(house, settings, url)

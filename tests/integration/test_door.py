@@ -1,0 +1,93 @@
+"""A worker's door, and who may use it: the service's own API, at an address that the worker itself named."""
+
+import asyncio
+import json
+
+import httpx
+import pytest
+
+from service.api.routing import Routes
+from service.queue.progress import Heartbeat
+from service.queue.trust import deployment_token
+from service.settings import Settings
+from service.worker import door as doors
+from tests.conftest import Clock
+from tests.integration import shop as shops
+from tests.integration.house import House
+from tests.integration.serving import CHAT, serve
+from tests.integration.shop import MODEL, Shop, Teller, asked
+
+
+async def test_an_address_that_no_worker_named_gets_nothing(shop: Shop) -> None:
+    """A writer into Redis would get the token and the texts."""
+    engine = Teller()
+    async with shop.door("w", engine) as door:
+        state = (await Heartbeat(shop.house.redis).alive())[0]
+        assert await Routes(Heartbeat(shop.house.redis), door.token).targets(MODEL, b"")
+        for changed in (
+            {"online_proof": None},
+            {"online_proof": "é\ud800"},
+            {"online": state["online"] + "/"},
+            {"model": "another"},
+            {"name": "another"},
+        ):
+            await Heartbeat(shop.house.redis).beat("w", {**state, **changed})
+            routes = Routes(Heartbeat(shop.house.redis), door.token)  # a new one looks at once
+            for model in (MODEL, "another"):
+                assert await routes.targets(model, b"") == []
+            assert len(routes.without_proof) == 1
+        for broken in ({"online": 7}, {"model": None}, {"name": ["w"]}):
+            await Heartbeat(shop.house.redis).beat("w", {**state, **broken})
+            assert await Routes(Heartbeat(shop.house.redis), door.token).targets(MODEL, b"") == []
+        door_model = asked(model="another")
+        async with httpx.AsyncClient(base_url=state["online"]) as client:
+            headers = {"Authorization": f"Bearer {door.token}", "X-Request-Id": "req_" + "0" * 32}
+            assert (await client.post(CHAT, json=door_model, headers=headers)).status_code == 503
+    assert not engine.asked
+
+
+async def test_a_door_is_for_the_service_alone(shop: Shop) -> None:
+    engine = Teller()
+    async with shop.door("w", engine, token="another"):
+        refused = await shop.post(asked())
+        assert (refused.json()["error"]["code"], refused.headers["x-should-retry"]) == (
+            "online_not_configured",
+            "false",
+        )
+        state = (await Heartbeat(shop.house.redis).alive())[0]
+        async with httpx.AsyncClient(base_url=state["online"]) as client:
+            for given in (b"", b"Bearer wrong", "Bearer é".encode(), b"Bearer \xff"):
+                headers = {b"Authorization": given}
+                assert (await client.post(CHAT, json=asked(), headers=headers)).status_code == 401
+    assert not engine.asked
+
+
+async def test_a_stream_that_the_api_does_not_read_is_aborted(shop: Shop, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doors, "STALLED_S", 0.5)
+    engine = Teller()
+    monkeypatch.setattr(shops, "event", lambda number: b"data: " + b"x" * 2**22 + b"\n\n")
+    async with shop.door("w", engine) as door:
+        url = (await Heartbeat(shop.house.redis).alive())[0]["online"]
+        host, port = url.removeprefix("http://").split(":")
+        reader, writer = await asyncio.open_connection(host, int(port), limit=1024)
+        body = json.dumps(asked(stream=True)).encode()
+        token, number = deployment_token(shop.settings), "req_" + "0" * 32
+        head = f"POST {CHAT} HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {token}\r\nX-Request-Id: {number}\r\n"
+        writer.write(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
+        async with asyncio.timeout(30):
+            await engine.began.wait()
+            while not engine.streams or door.in_flight:
+                await asyncio.sleep(0.01)
+        assert engine.streams[0].closed.is_set(), "the request is aborted"
+        assert not reader.at_eof(), "nobody has read to the end"
+        writer.close()
+
+
+async def test_a_service_whose_roles_share_no_key_says_so(house: House, settings: Settings, clock: Clock) -> None:
+    if settings.database.startswith("sqlite"):
+        pytest.skip("with SQLite they share a file")
+    settings = settings.model_copy(update={"secret_key": None})
+    with serve(settings, clock) as url:
+        answer = await Shop(house, settings, url).post(asked())
+    assert answer.json()["error"]["code"] == "online_not_configured"
+    assert answer.headers["x-should-retry"] == "false"
