@@ -91,15 +91,20 @@ def test_online_requests_are_in_the_next_step(real: Real, mixed: bool) -> None:
     """Each is in the first step that is decided after it came, if need be before the chunk of a batch's prompt."""
     alone = real.answers_alone(batch())
     theirs = real.answers_alone(asked())
-    ours = run(real, None, batch(), asked(), mixed)
-    assert ours["answers"] == alone
-    assert [found["answer"] for found in ours["online"]] == theirs
-    assert ours["online_admitted"] >= len(asked()) // 2  # the others came when the batch was over
-    # Hardly any waits at all; one may, until there is room, or beside a prompt that gained too little to make way.
-    assert ours["online_most_steps"] <= 6
-    assert ours["parked"] > 0
-    assert ours["admitted"] == len(batch()) + ours["retractions"]  # a parked prefill counts as one
-    assert (ours["waiting"], ours["running"], ours["kv_kept"]) == (0, 0, 0)
+    parked = 0
+    for _ in range(8):  # whether one comes in the middle of a long prompt is chance
+        ours = run(real, None, batch(), asked(), mixed)
+        assert ours["answers"] == alone
+        assert [found["answer"] for found in ours["online"]] == theirs
+        assert ours["online_admitted"] >= len(asked()) // 2  # the others came when the batch was over
+        # Hardly any waits at all; one may, until there is room, or beside a prompt that gained too little to make way.
+        assert ours["online_most_steps"] <= 6
+        assert ours["admitted"] == len(batch()) + ours["retractions"]  # a parked prefill counts as one
+        assert (ours["waiting"], ours["running"], ours["kv_kept"]) == (0, 0, 0)
+        parked += ours["parked"]
+        if parked:
+            break
+    assert parked > 0
 
 
 def test_a_batch_is_retracted_before_online_requests(real: Real) -> None:
