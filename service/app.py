@@ -34,6 +34,7 @@ from service.objects.early_results import EarlyResults
 from service.objects.storage import Storage
 from service.queue.bell import Bell
 from service.queue.connection import open_redis
+from service.queue.losses import Losses
 from service.queue.progress import Heartbeat, Progress
 from service.queue.trust import deployment_token
 from service.settings import Settings
@@ -65,7 +66,7 @@ def create_app(settings: Settings, clock: Callable[[], float] | None = None) -> 
         bell = Bell(redis, settings.poll_s)
         seal = Seal(sealing_key(settings))
         token = deployment_token(settings)
-        relay = Relay(Routes(Heartbeat(redis), token), token)
+        relay = Relay(Routes(Heartbeat(redis), token), Losses(redis), token)
         callers = Remembered(partial(find_caller, database, now))
         served = Remembered(partial(served_of, database))
         parts = (database, storage, redis, settings, now, early, progress, serving_cache, bell, seal)

@@ -1,6 +1,7 @@
 """/v1/chat/completions and the like for clients that wait: relayed to a worker, streamed or whole."""
 
 import asyncio
+import hashlib
 import time
 from functools import partial
 from typing import Any, NamedTuple
@@ -25,6 +26,7 @@ LARGE_BYTES = 64 * 1024  # a larger body is checked in a thread, so that streams
 LOST_CODE = "worker_lost"
 LOST = ApiError("The worker was lost while it answered. Send the request again.", code=LOST_CODE).body()
 TIER_TEXT = "The class of the request: that of the key, or a weaker one. The answer says which it was."
+ERROR_EVENT = b'data: {"error"'
 CLIENT_LEFT = 499  # as in nginx: for the metrics, since nobody reads it
 MOST_TOKEN_BYTES = 64  # nearly all tokens are at most this long
 TIERS = ("auto", "scale", *(each.value for each in Tier))  # the first two are the key's, as if none were asked for
@@ -43,7 +45,10 @@ async def _answer(request: Request, context: InContext, caller: CalledOnline) ->
     check = partial(_checked, path, raw, context.settings.allow_patterns)
     asked = await asyncio.to_thread(check) if len(raw) > LARGE_BYTES else check()
     await _check_model(context, asked, path)
-    online = OnlineRequest(path, asked.model, caller.tier(asked.tier), asked.prefix, raw, request.state.request_id)
+    await context.relay.check(asked.digest)
+    online = OnlineRequest(
+        path, asked.model, caller.tier(asked.tier), asked.prefix, raw, asked.digest, request.state.request_id
+    )
     return OnlineResponse(context.relay, online)
 
 
@@ -53,6 +58,7 @@ class Asked(NamedTuple):
     model: str
     tier: Tier | None
     prefix: bytes
+    digest: str
     text_bytes: int
 
 
@@ -106,10 +112,13 @@ class OnlineResponse(Response):
                 async for piece in relayed.body:
                     await send({"type": "http.response.body", "body": piece, "more_body": True})
                     events += piece.count(END)
+                    if piece.rstrip().rpartition(END)[2].startswith(ERROR_EVENT):
+                        outcome = "failed"
                 if relayed.streams and events > 1:
                     ONLINE_TOKEN.labels(*labels).observe((time.perf_counter() - first) / (events - 1))
             except ConnectionError as error:
                 outcome = LOST_CODE
+                await self._relay.lost(self._asked)
                 log.warning("a worker was lost while it answered", error=str(error))
                 event = b"data: " + msgspec.json.encode(LOST) + b"\n\n"
                 await send({"type": "http.response.body", "body": event, "more_body": True})
@@ -193,6 +202,7 @@ def _checked(path: str, raw: bytes, allow_patterns: bool) -> Asked:
         body["model"],
         Tier(tier) if tier in list(Tier) else None,
         msgspec.json.encode(begins)[:PREFIX_BYTES],
+        hashlib.sha256(path.encode() + b"\0" + raw).hexdigest(),
         _text_bytes(prompt),
     )
 

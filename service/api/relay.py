@@ -11,7 +11,8 @@ import structlog
 
 from service.api.routing import Routes, Target
 from service.db.tables import Tier
-from service.errors import NotRetried, Unavailable
+from service.errors import BadRequest, NotRetried, Unavailable
+from service.queue.losses import LOSSES, Losses
 from service.queue.trust import REQUEST_ID, TIER
 
 CONNECT_S = 2.0
@@ -36,13 +37,17 @@ log = structlog.get_logger()
 
 
 class OnlineRequest(NamedTuple):
-    """Holds a checked request: its path, model and class, how its prompt begins, its body as it came, and its id."""
+    """Holds a checked request: its path, model and class, how its prompt begins, its body as it came, and its id.
+
+    `digest`: of the path and the body.
+    """
 
     path: str
     model: str
     tier: Tier
     prefix: bytes
     body: bytes
+    digest: str
     id: str
 
 
@@ -62,14 +67,25 @@ class Relayed:
 class Relay:
     """Sends online requests to workers. Each process of the API has one."""
 
-    def __init__(self, routes: Routes, token: str | None) -> None:
+    def __init__(self, routes: Routes, losses: Losses, token: str | None) -> None:
         self._routes = routes
+        self._losses = losses
         self._token = token
         self._session: aiohttp.ClientSession | None = None
 
     async def close(self) -> None:
         if self._session is not None:
             await self._session.close()
+
+    async def check(self, digest: str) -> None:
+        """Raise BadRequest for a request with which workers were lost."""
+        if await self._losses.refuses(digest):
+            message = f"{LOSSES} workers were lost while they ran this request, so it is refused for ten minutes."
+            raise BadRequest(message, code="request_kills_workers")
+
+    async def lost(self, request: OnlineRequest) -> None:
+        """Note that a worker was lost while it streamed the answer to this request."""
+        await self._losses.note(request.digest)
 
     @asynccontextmanager
     async def ask(self, request: OnlineRequest) -> AsyncGenerator[Relayed, None]:
@@ -95,18 +111,24 @@ class Relay:
                         return
                 except _NotAnswered as error:
                     failures[target] = error
+                    if error.ran:
+                        await self._losses.note(request.digest)
+        raise self._failure(model, failures)
+
+    def _failure(self, model: str, failures: "dict[Target, _NotAnswered]") -> Unavailable:
+        """Return what the client is told where none of the workers that were tried has answered."""
         if not failures and model in self._routes.without_proof:
-            raise NotRetried(NO_KEY, code="online_not_configured")
+            return NotRetried(NO_KEY, code="online_not_configured")
         if not failures:
             message = f"No worker of {model!r} takes online requests now. Try again later, or send them as a batch."
-            raise Unavailable(message, code="no_worker")
+            return Unavailable(message, code="no_worker")
         reasons = {target.name: str(failure) for target, failure in failures.items()}
         if any(each.is_fault for each in failures.values()):  # a busy worker is none
             log.warning("no worker answered an online request", model=model, reasons=reasons)
         if sum(each.ran for each in failures.values()) >= RUNS:
             message = f"{RUNS} workers were lost while they ran this request, which may be the reason."
-            raise NotRetried(message, code="worker_lost")
-        raise Unavailable("All workers that could answer are busy or not responding. Try again.", code="overloaded")
+            return NotRetried(message, code="worker_lost")
+        return Unavailable("All workers that could answer are busy or not responding. Try again.", code="overloaded")
 
     async def _post(self, target: Target, request: OnlineRequest) -> aiohttp.ClientResponse:
         """Return the worker's response. Raises _NotAnswered if there is none, or the worker takes no requests."""

@@ -36,9 +36,15 @@ def batch_history(batch_id: str) -> str:
     return f"batchweave:history:{batch_id}"
 
 
+def lost(digest: str) -> str:
+    """Return the key of the count of workers that were lost with this online request; it expires."""
+    return f"batchweave:lost:{digest}"
+
+
 HISTORY = "batchweave:history"  # list of points: what all workers together did
 PACES = "batchweave:paces"  # by model, how fast its workers answer, as JSON; it expires
 HISTORY_TURN = "batchweave:history-turn"  # exists while the current point is already taken
+REFUSED = "batchweave:refused"  # sorted set of digests of online requests that kill workers, by when that is forgotten
 WORKERS = "batchweave:workers"  # set of the names of workers that have or had a heartbeat
 BELL = "batchweave:bell"  # channel: names of jobs that have something to do
 GROUP = "workers"

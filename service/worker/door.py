@@ -22,6 +22,7 @@ STALLED_S = 60.0  # for which the API may read nothing of a stream before the re
 MOST = 1024  # online requests at once; the API tries another worker, or tells the client to try later
 MOST_FLEX = MOST // 2  # of these if they are flex, so that others find room
 FAILED = "The engine failed on this request."
+ENDED = "The worker stops, or tries a suspect slice. Send the request again."
 ENDS_S = 1.0  # for connections to close at a stop
 log = structlog.get_logger()
 _ID = re.compile(r"req_[0-9a-f]{32}")
@@ -77,7 +78,7 @@ class Door:
         return f"http://{name}:{address[1]}"
 
     def end_all(self) -> None:
-        """End the requests that are not answered: streams are cut, others refused, so that another worker has them."""
+        """End the requests that are not answered: streams by an error event, others so that another worker has them."""
         for task in list(self._requests):
             self._ended.add(task)
             task.cancel()
@@ -133,11 +134,8 @@ class Door:
         try:
             found = await self._engine.serve(path, body, rid, tier, size)
         except asyncio.CancelledError:
-            task = asyncio.current_task()
-            if task is None or task not in self._ended:  # the client has hung up
-                raise
-            task.uncancel()
-            return _refuse(503, "The worker stops, or tries a suspect slice.", "overloaded")
+            self._check_ended()
+            return _refuse(503, ENDED, "overloaded")
         except Exception as error:  # its text may quote the prompt
             log.error("the engine failed on an online request", error=type(error).__name__)
             return _refuse(500, FAILED, "engine_failed")
@@ -147,6 +145,13 @@ class Door:
             return _refuse(500, FAILED, "engine_failed")
         return web.Response(body=found.body, status=found.status_code, content_type="application/json")
 
+    def _check_ended(self) -> None:
+        """Go on after a cancellation that was the worker's. Raises CancelledError if the client has hung up."""
+        task = asyncio.current_task()
+        if task is None or task not in self._ended:
+            raise asyncio.CancelledError
+        task.uncancel()
+
     async def _stream(self, request: web.Request, events: Events) -> web.StreamResponse:
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
         try:
@@ -155,13 +160,32 @@ class Door:
                 async with asyncio.timeout(STALLED_S):
                     await response.write(event)
             await response.write_eof()
+        except asyncio.CancelledError:
+            self._check_ended()
+            await _end(request, response)
         except TimeoutError:
             log.warning("online request aborted: nobody read its stream", seconds=STALLED_S)
-            if request.transport is not None:
-                request.transport.abort()
+            _cut(request)
         finally:
             await events.close()
         return response
+
+
+async def _end(request: web.Request, response: web.StreamResponse) -> None:
+    """End a stream with an error; cut it if nobody reads it."""
+    try:
+        async with asyncio.timeout(ENDS_S / 2):
+            if not response.prepared:
+                await response.prepare(request)
+            await response.write(_event(ENDED, "worker_lost"))
+            await response.write_eof()
+    except TimeoutError:
+        _cut(request)
+
+
+def _cut(request: web.Request) -> None:
+    if request.transport is not None:
+        request.transport.abort()
 
 
 async def _until_failure(events: Events) -> AsyncIterator[bytes]:
@@ -171,7 +195,12 @@ async def _until_failure(events: Events) -> AsyncIterator[bytes]:
             yield event
     except Exception as error:
         log.error("the engine failed on an online request", error=type(error).__name__)
-        yield b"data: " + msgspec.json.encode(_error(FAILED, "server_error", "engine_failed")) + b"\n\n"
+        yield _event(FAILED, "engine_failed")
+
+
+def _event(message: str, code: str) -> bytes:
+    """Return the server-sent event that ends a stream with an error."""
+    return b"data: " + msgspec.json.encode(_error(message, "server_error", code)) + b"\n\n"
 
 
 def _error(message: str, kind: str, code: str) -> dict[str, Any]:

@@ -62,8 +62,12 @@ async def test_a_door_is_for_the_service_alone(shop: Shop) -> None:
     assert not engine.asked
 
 
-async def test_a_stream_that_the_api_does_not_read_is_aborted(shop: Shop, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(doors, "STALLED_S", 0.5)
+@pytest.mark.parametrize("stalled_s", [0.5, 60.0])
+async def test_a_stream_that_the_api_does_not_read_is_aborted(
+    shop: Shop, monkeypatch: pytest.MonkeyPatch, stalled_s: float
+) -> None:
+    """After a while, or at once when the worker ends its requests."""
+    monkeypatch.setattr(doors, "STALLED_S", stalled_s)
     engine = Teller()
     monkeypatch.setattr(shops, "event", lambda number: b"data: " + b"x" * 2**22 + b"\n\n")
     async with shop.door("w", engine) as door:
@@ -76,7 +80,12 @@ async def test_a_stream_that_the_api_does_not_read_is_aborted(shop: Shop, monkey
         writer.write(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
         async with asyncio.timeout(30):
             await engine.began.wait()
-            while not engine.streams or door.in_flight:
+            while not engine.streams:
+                await asyncio.sleep(0.01)
+            await asyncio.sleep(0.2)  # until its first event waits for the reader
+            if stalled_s > 30:
+                door.end_all()
+            while door.in_flight:
                 await asyncio.sleep(0.01)
         assert engine.streams[0].closed.is_set(), "the request is aborted"
         assert not reader.at_eof(), "nobody has read to the end"

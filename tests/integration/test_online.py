@@ -119,7 +119,7 @@ async def test_a_request_that_two_workers_did_not_survive_is_not_tried_again(sho
 
 
 async def test_a_worker_that_stops_passes_its_requests_on(shop: Shop) -> None:
-    """However many stop, the request is not taken for what killed them; a stream that has begun is cut, and says so."""
+    """However many stop, the request is not taken for what killed them; a stream that has begun ends with an error."""
     async with AsyncExitStack() as stack:
         left: dict[Any, Teller] = {}
         for number in range(4):
@@ -143,8 +143,35 @@ async def test_a_worker_that_stops_passes_its_requests_on(shop: Shop) -> None:
         stream = await client.chat.completions.create(**asked(stream=True))
         await anext(stream)
         await door.close(0)
-        with pytest.raises(openai.APIError, match="lost while it answered"):
+        with pytest.raises(openai.APIError, match="The worker stops"):
             await anext(stream)
+
+
+async def test_a_request_that_kills_workers_is_refused(shop: Shop) -> None:
+    """The first worker may have died of another one; others than this request are answered."""
+    killer, stream = asked(max_tokens=7), asked(stream=True)
+    for body in (killer, stream):
+        for loss in range(2):
+            engine = Teller(waits=body is killer, stops_after=1)
+            async with shop.door(f"w{loss}", engine) as door:
+                task = asyncio.create_task(shop.post(body, timeout=60))
+                async with asyncio.timeout(30):
+                    while not engine.asked or (body is stream and not engine.streams):
+                        await asyncio.sleep(0.01)
+                if body is stream:
+                    await asyncio.sleep(0.3)  # until its first event is on the way
+                await shop.lose(door)
+                await task
+    healthy = Teller()
+    async with shop.door("w", healthy):
+        for body in (killer, stream):
+
+            async def is_refused(body: Any = body) -> bool:
+                answer = await shop.post(body)
+                return answer.status_code == 400 and answer.json()["error"]["code"] == "request_kills_workers"
+
+            await shop.house.until(is_refused)
+        assert (await shop.post(asked(max_tokens=8))).status_code == 200
 
 
 @pytest.mark.parametrize("engine", [Teller(fails=True), Teller(aborts=True)])
@@ -336,7 +363,7 @@ async def test_texts_are_in_no_log(shop: Shop, capfd: pytest.CaptureFixture[str]
     async with shop.door("w", Teller(stops_after=1)) as door, shop.client() as client:
         stream = await client.chat.completions.create(**asked(stream=True))
         await anext(stream)
-        await door.close(0)
+        await shop.lose(door)
         with pytest.raises(openai.APIError):
             await anext(stream)
     said = capfd.readouterr()
