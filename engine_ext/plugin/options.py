@@ -3,6 +3,7 @@
 import os
 from dataclasses import dataclass
 from enum import StrEnum
+from functools import lru_cache
 
 import msgspec
 
@@ -73,7 +74,12 @@ class Options:
 def handed_over() -> Options | None:
     """Return the options that the parent passed, or None if batchweave did not start SGLang."""
     said = os.environ.get(VARIABLE)
-    return msgspec.json.decode(said, type=Options) if said else None
+    return _read(said) if said else None
+
+
+@lru_cache(maxsize=1)  # every step asks several times
+def _read(said: str) -> Options:
+    return msgspec.json.decode(said, type=Options)
 
 
 def emulated_name(machine: Machine) -> str:

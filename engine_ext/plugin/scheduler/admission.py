@@ -25,7 +25,6 @@ from engine_ext.plan.buckets import LONGEST
 from engine_ext.plan.lengths import UNKNOWN
 from engine_ext.plugin.marks import KIND, LENGTHS, UNTOLD, due_of, profile_of
 from engine_ext.plugin.options import Emulation, Overlap, handed_over
-from engine_ext.plugin.platform_entry import gpu_is_present
 from engine_ext.plugin.scheduler import emulated
 from engine_ext.plugin.scheduler.beside import Beside
 from engine_ext.plugin.scheduler.fallback import reason_for_sglang
@@ -362,8 +361,7 @@ def _executor() -> Executor:
 
 def _lag(scheduler: Any, ranks: Ranks) -> int:
     """Return how many steps that were launched before still run when a step is decided, as far as the clock says."""
-    lasts = gpu_is_present() and emulated.clock() is None  # else a step is over when its launch returns
-    return int(lasts and scheduler.enable_overlap) + int(ranks.group is not None)
+    return int(emulated.outlasts_launch() and scheduler.enable_overlap) + int(ranks.group is not None)
 
 
 def admission_of(scheduler: Any) -> Admission:

@@ -1,8 +1,9 @@
 """Emulates a device: SGLang's scheduler, radix cache and KV accounting run as they are, without a forward pass.
 
 Every step takes as long as the cost model says for the emulated machine, on a clock of its own or in real time, and
-every output token is the same. This shows how a policy would perform there, or how the service bears load. The device's
-name is in every report and in every answer.
+every output token is the same. This shows how a policy would perform there, or how the service bears load. In real time
+a step is launched and runs on while the scheduler goes on, as on a GPU. The device's name is in every report and in
+every answer.
 """
 
 import time
@@ -17,6 +18,7 @@ from sglang.srt.plugins.hook_registry import HookType
 from engine_ext.costs.cost import CostModel
 from engine_ext.costs.engine_model import Clock, EngineModel, compute_time, step_time
 from engine_ext.plugin.options import Emulation, emulated_name, handed_over
+from engine_ext.plugin.platform_entry import gpu_is_present
 from engine_ext.plugin.scheduler.step_load import load_of
 
 TOKEN = 5
@@ -33,6 +35,7 @@ class Device:
         self.seconds = 0.0
         self.compute_s = 0.0
         self.reads_s = 0.0
+        self.free_at = 0.0  # in real time, when the steps launched so far will have ended
 
     def run(self, batch: Any) -> None:
         """Let one step pass: a prefill batch, with or without decodes that ride in it, or a decode batch."""
@@ -75,18 +78,33 @@ def clock() -> Callable[[], float] | None:
 
 
 def forward(original: Callable[..., Any], worker: Any, batch: Any, *args: Any, **kwargs: Any) -> Any:
-    """Replace the forward pass: let the step pass on the device, and return the same token for every request."""
+    """Replace the forward pass: launch the step on the device, and return the same token for every request."""
     device = device_here()
     assert device is not None
     before = device.seconds
     device.run(batch)
-    if device.lasts:
-        time.sleep(device.seconds - before)
-    return GenerationBatchResult(
+    found: Any = GenerationBatchResult(
         logits_output=LogitsProcessorOutput(next_token_logits=None),
         next_token_ids=torch.full((len(batch.reqs),), TOKEN, dtype=torch.int64),
         can_run_cuda_graph=False,
     )
+    if device.lasts:
+        device.free_at = max(time.perf_counter(), device.free_at) + device.seconds - before
+        found.batchweave_ends_at = device.free_at
+    return found
+
+
+def wait_for(result: Any) -> None:
+    """Wait until the device has run the step of this result, as reading its tokens from a GPU does."""
+    ends_at = getattr(result, "batchweave_ends_at", None)
+    if ends_at is not None:
+        time.sleep(max(0.0, ends_at - time.perf_counter()))
+
+
+def outlasts_launch() -> bool:
+    """Return whether a step still runs when its launch has returned: on a GPU, or on a device in real time."""
+    device = device_here()
+    return gpu_is_present() if device is None else device.lasts
 
 
 def set_device(cost: CostModel, clock: Clock, lasts: bool) -> Device:
@@ -98,8 +116,8 @@ def set_device(cost: CostModel, clock: Clock, lasts: bool) -> Device:
 
 def device_here() -> Device | None:
     """Return this process's device; None where steps run as they are."""
-    options = handed_over()
-    if _device is None and options is not None and options.emulated is not None:
+    options = handed_over() if _device is None else None
+    if options is not None and options.emulated is not None:
         clock = Clock.MIXED if options.overlap.mixes else Clock.SEQUENTIAL
         return set_device(options.cost, clock, options.emulated is Emulation.REAL)
     return _device

@@ -17,7 +17,6 @@ from engine_ext.arrays import Floats
 from engine_ext.coserve.predictor import Load
 from engine_ext.costs.engine_model import Clock, EngineModel, StepModel, compute_time, step_time
 from engine_ext.plugin.options import handed_over
-from engine_ext.plugin.platform_entry import gpu_is_present
 from engine_ext.plugin.scheduler import emulated, pulse_hooks
 from engine_ext.plugin.scheduler.step_load import load_of
 
@@ -169,28 +168,28 @@ def books_of(scheduler: Any) -> StepBooks:
 
 
 def now() -> float:
-    """Return the seconds of the emulated device's clock if there is one, or of the real clock."""
-    virtual_s = emulated.books().get("virtual_s")
-    return time.perf_counter() if virtual_s is None else virtual_s
+    """Return the seconds of the device's virtual clock if there is one, or of the real clock."""
+    return (emulated.clock() or time.perf_counter)()
 
 
 def run_batch(original: Callable[..., Any], scheduler: Any, batch: Any, *args: Any, **kwargs: Any) -> Any:
-    """Note that a step begins. Without a GPU the step is over when this returns."""
+    """Note that a step begins, and that it ends where it is over when this returns."""
     books = books_of(scheduler)
     if not batch.forward_mode.is_split_prefill() or batch.split_index == 0:  # else it continues with more layers
         books.begin(load_of(batch), now(), lane_of(batch))
     found = original(scheduler, batch, *args, **kwargs)
-    if not gpu_is_present():
+    if not emulated.outlasts_launch():
         books.end(now())
     return found
 
 
-def process_batch_result(original: Callable[..., Any], scheduler: Any, batch: Any, *args: Any, **kwargs: Any) -> Any:
+def process_batch_result(original: Callable[..., Any], scheduler: Any, batch: Any, result: Any, *args: Any) -> Any:
     """Note that a step has ended. On a GPU it still ran while the next one was launched, and this waits for it."""
     lane = lane_of(batch)
-    found = original(scheduler, batch, *args, **kwargs)
+    emulated.wait_for(result)
+    found = original(scheduler, batch, result, *args)
     pulse_hooks.stepped(scheduler)
-    if gpu_is_present():
+    if emulated.outlasts_launch():
         books_of(scheduler).end(now(), lane)
     return found
 

@@ -34,16 +34,22 @@ class Stream:
         await self._rest.aclose()
 
 
-def with_tier(body: bytes, slo: str) -> bytes:
-    """Return a JSON object that also says which class the request had, as OpenAI's service_tier."""
-    return b'{"service_tier":"%s",' % slo.encode() + body[1:] if body[:1] == b"{" else body
+def facts(slo: str, device: str | None) -> bytes:
+    """Return what `with_facts` adds to an answer: its class, as OpenAI's service_tier, and an emulated device."""
+    found = {"service_tier": slo} | ({"device": device} if device else {})
+    return json.dumps(found, separators=(",", ":")).encode()[:-1] + b","
 
 
-def event_with_tier(event: bytes, slo: str) -> bytes:
-    """Return a server-sent event whose object, if it has one, also says which class the request had."""
+def with_facts(body: bytes, facts: bytes) -> bytes:
+    """Return a JSON object that also says what `facts` say."""
+    return facts + body[1:] if body[:1] == b"{" else body
+
+
+def event_with_facts(event: bytes, facts: bytes) -> bytes:
+    """Return a server-sent event whose object, if it has one, also says what `facts` say."""
     if not event.startswith(DATA) or event.startswith(b'data: {"error"'):
         return event
-    return DATA + with_tier(event[len(DATA) :], slo)
+    return DATA + with_facts(event[len(DATA) :], facts)
 
 
 def refused(error: Exception) -> Answer:

@@ -32,7 +32,16 @@ from engine_ext.plugin.options import Options, Overlap, emulated_name
 from engine_ext.plugin.platform_entry import accelerator_memory, gpu_is_present, machine_name
 from engine_ext.plugin.pulse import Pulses, Watch
 from engine_ext.plugin.worker import guard, overlap
-from engine_ext.plugin.worker.answers import Answer, Stream, error_body, event_with_tier, failed, refused, with_tier
+from engine_ext.plugin.worker.answers import (
+    Answer,
+    Stream,
+    error_body,
+    event_with_facts,
+    facts,
+    failed,
+    refused,
+    with_facts,
+)
 from engine_ext.plugin.worker.calibration_load import measure_steps, time_blend
 from engine_ext.plugin.worker.endpoints import Endpoints, Served
 from engine_ext.plugin.worker.forking import ForkingEngine
@@ -255,12 +264,12 @@ class EngineHost:
             response: Any = await serving.handle_request(request, None)  # type: ignore[arg-type]
             if not isinstance(response, StreamingResponse):
                 answer = self._answer_of(response)
-                yield replace(answer, body=with_tier(answer.body, slo)) if answer.status_code < 400 else answer
+                tier = facts(slo, None)
+                yield replace(answer, body=with_facts(answer.body, tier)) if answer.status_code < 400 else answer
                 return
-            if self._emulated:
-                yield f": {self._emulated}\n\n".encode()
+            known_facts = facts(slo, self._emulated)
             async for event in response.body_iterator:
-                yield event_with_tier(event.encode() if isinstance(event, str) else bytes(event), slo)
+                yield event_with_facts(event.encode() if isinstance(event, str) else bytes(event), known_facts)
 
     def _read(self, endpoint: str, fields: dict[str, Any], rid: str) -> Any:
         """Return SGLang's request, with an rid and without marks of ours, or the Answer that refuses it."""
