@@ -21,7 +21,7 @@ class Endpoint:
 BY_PATH = {
     "/v1/chat/completions": Endpoint(("model", "messages"), "chatcmpl-", online=True, streams=True),
     "/v1/completions": Endpoint(("model", "prompt"), "cmpl-", online=True, streams=True),
-    "/v1/responses": Endpoint(("model", "input"), "resp_", online=True),
+    "/v1/responses": Endpoint(("model", "input"), "resp_", online=True, streams=True),
     "/v1/embeddings": Endpoint(("model", "input"), "embd-", generates=False, online=True),
     "/v1/score": Endpoint(("model", "query", "items"), "score-", generates=False),
     "/v1/rerank": Endpoint(("model", "query", "documents"), "rerank-", generates=False),

@@ -172,6 +172,30 @@ class Calls:
         text = [each.choices[0].index for each in self.client.completions.create(**asked, stream=True)]
         assert set(text) == {0, 1}
 
+    def online_responses(self) -> None:
+        if not hasattr(self.client, "responses"):
+            raise NoSuchCall("this client has no calls for it")
+        asked = {"model": self.model, "input": "Name a colour.", "max_output_tokens": 4, "temperature": 0}
+        whole = self.client.responses.create(**asked)
+        assert (whole.status, whole.usage.output_tokens) == ("incomplete", 4)
+        first, *events, last = list(self.client.responses.create(**asked, stream=True))
+        assert (first.type, last.type) == ("response.created", "response.incomplete")
+        deltas = [each.delta for each in events if each.type == "response.output_text.delta"]
+        assert "".join(deltas) == whole.output_text
+        assert last.response.usage.output_tokens == 4
+
+    def online_service_tiers(self) -> None:
+        for asked, given in (("auto", "default"), ("default", "default"), ("flex", "flex"), ("priority", "default")):
+            body = {**self._asked(), "service_tier": asked}
+            assert self.client.chat.completions.create(**body).service_tier == given, asked
+            assert {each.service_tier for each in self.client.chat.completions.create(**body, stream=True)} == {given}
+
+    def online_tools(self) -> None:
+        function = {"name": "look", "parameters": {"type": "object", "properties": {"at": {"type": "string"}}}}
+        body = {**self._asked(), "tools": [{"type": "function", "function": function}], "tool_choice": "none"}
+        assert self.client.chat.completions.create(**body).choices[0].message.content
+        assert list(self.client.chat.completions.create(**body, stream=True))
+
     def online_async(self) -> None:
         async def ask() -> list[Any]:
             async with openai.AsyncOpenAI(base_url=str(self.client.base_url), api_key="k") as client:

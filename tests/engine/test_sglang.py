@@ -432,7 +432,7 @@ def test_rerank_with_a_models_own_template(engine: RealEngine, monkeypatch: pyte
     )
     monkeypatch.setattr(host._manager.tokenizer, "chat_template", template)
     served = Endpoints(host._manager, host._engine.template_manager, NAME).served
-    monkeypatch.setitem(host._others, "/v1/rerank", served["/v1/rerank"])
+    monkeypatch.setitem(host._others.served, "/v1/rerank", served["/v1/rerank"])
 
     async def run() -> None:
         body = {"query": "blue", "documents": ["The sea", "The grass", "Fire"], "top_n": 2}
@@ -475,7 +475,26 @@ def test_responses_are_answered_online(engine: RealEngine) -> None:
     before = state(engine)["admitted"]
     found = engine.do(engine.host.serve("/v1/responses", body, "resp_online"))
     assert (found.status_code, json.loads(found.body)["usage"]["output_tokens"]) == (200, 4)
+    events = engine.do(response_events(engine, body, "resp_stream"))
     assert state(engine)["admitted"] == before, "the scan admits requests of batches"
+    whole = json.loads(found.body)["output"][0]["content"][0]["text"]
+    assert "".join(each["delta"] for each in events if each["type"] == "response.output_text.delta") == whole
+    assert [each["sequence_number"] for each in events] == list(range(len(events)))
+    first, last = events[0]["response"], events[-1]["response"]
+    assert (events[0]["type"], events[-1]["type"]) == ("response.created", "response.incomplete")
+    assert (first["id"], first["service_tier"], first["model"]) == ("resp_stream", "default", NAME)
+    assert (last["id"], last["usage"], last["status"]) == ("resp_stream", json.loads(found.body)["usage"], "incomplete")
+    ended = engine.do(response_events(engine, {**body, "max_output_tokens": 400}, "resp_long"))[-1]
+    assert ended["type"] == (
+        "response.completed" if ended["response"]["status"] == "completed" else "response.incomplete"
+    )
+
+
+async def response_events(engine: RealEngine, body: dict[str, Any], rid: str) -> list[dict[str, Any]]:
+    """The events of a streamed response."""
+    found = await engine.host.serve("/v1/responses", {**body, "stream": True}, rid)
+    text = b"".join([event async for event in found]).decode()
+    return [json.loads(each.partition("\ndata: ")[2]) for each in text.removesuffix("\n\n").split("\n\n")]
 
 
 def test_an_online_request_passes_for_no_batch(engine: RealEngine) -> None:
@@ -495,9 +514,22 @@ def test_a_bad_online_request_is_refused_before_its_stream(engine: RealEngine, b
     assert json.loads(answer.body)["error"]["message"]
 
 
-@pytest.mark.parametrize("more", [{}, {"n": 3}, {"prompt": ["one", "two"]}])
+@pytest.mark.parametrize(
+    "bad", [{"temperature": "hot"}, {"input": [{}]}, {"max_output_tokens": 2**40}, {"input": "word " * 40_000}]
+)
+def test_a_bad_response_is_refused_before_its_stream(engine: RealEngine, bad: dict[str, Any]) -> None:
+    answer = engine.do(
+        engine.host.serve("/v1/responses", {"model": NAME, "input": "x", "stream": True, **bad}, "r-bad")
+    )
+    assert answer.status_code == 400
+    assert json.loads(answer.body)["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    "more", [{}, {"n": 3}, {"prompt": ["one", "two"]}, {"input": "one", "max_output_tokens": 4000}]
+)
 def test_an_online_request_that_nobody_reads_ends(engine: RealEngine, more: dict[str, Any]) -> None:
-    endpoint = COMPLETIONS if "prompt" in more else CHAT
+    endpoint = COMPLETIONS if "prompt" in more else "/v1/responses" if "input" in more else CHAT
 
     async def run() -> None:
         body = {**QUESTION, "max_tokens": 4000, "ignore_eos": True, **more}

@@ -4,7 +4,7 @@ Every refused request was seen to kill, hang or mislead a real engine, or would 
 """
 
 import json
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, TypeGuard
 
@@ -20,7 +20,9 @@ from sglang.srt.entrypoints.openai.serving_rerank import OpenAIServingRerank
 from sglang.srt.entrypoints.openai.serving_responses import OpenAIServingResponses
 from sglang.srt.entrypoints.openai.serving_score import OpenAIServingScore
 
+from engine_ext.plugin.worker.answers import Answer
 from engine_ext.plugin.worker.marked import ONLINE, MarkedManager, Told, told
+from engine_ext.plugin.worker.response_events import response_events
 
 Fault = tuple[str, str]  # the field, and why it is refused
 # These fields replace tokens with vectors, whose results stay in the KV cache under those tokens.
@@ -39,12 +41,16 @@ class _Responses(ResponsesRequest):
 
 @dataclass(frozen=True, slots=True)
 class Served:
-    """One endpoint: the model of its body, the check for faults, the function that answers, and the answer's writer."""
+    """One endpoint: the model of its body, the check for faults, the function that answers, and the answer's writer.
+
+    `events`: makes server-sent events of what `ask` returns for a stream, where the endpoint has such.
+    """
 
     request_type: type[BaseModel]
     fault: Callable[[Any], Fault | None]
     ask: Callable[[Any, Told], Awaitable[Any]]
     write: Callable[[Any, Told], dict[str, Any]]
+    events: "Callable[[Any, Told], AsyncGenerator[Answer | bytes, None]] | None" = None
 
 
 class Endpoints:
@@ -64,7 +70,11 @@ class Endpoints:
         if self._generates:
             responses = OpenAIServingResponses(marked, templates, enable_prompt_tokens_details=True)
             self.served["/v1/responses"] = Served(
-                _Responses, self._responses_fault, self._asker(responses.create_responses), self._write_response
+                _Responses,
+                self._responses_fault,
+                self._asker(responses.create_responses),
+                self._write_response,
+                self._response_events,
             )
         else:
             embedding = OpenAIServingEmbedding(marked, templates)
@@ -121,7 +131,7 @@ class Endpoints:
     def _responses_fault(self, request: Any) -> Fault | None:
         if not request.input:
             return "input", "must not be empty"
-        for name in ("background", "stream", "previous_response_id"):
+        for name in ("background", "previous_response_id"):
             if getattr(request, name, None):
                 return name, "not supported"
         return None
@@ -157,7 +167,7 @@ class Endpoints:
 
     def _write_response(self, found: Any, known: Told) -> dict[str, Any]:
         """Return the response with usage in this endpoint's terms; it is incomplete if the length limit ended it."""
-        body: dict[str, Any] = {**_plain(found), "model": self._model_name}
+        body = _plain(found)
         usage: dict[str, Any] = body.get("usage") or {}
         output = usage.get("completion_tokens") or 0
         body["usage"] = {
@@ -167,11 +177,19 @@ class Endpoints:
             "output_tokens_details": {"reasoning_tokens": usage.get("reasoning_tokens") or 0},
             "total_tokens": (usage.get("prompt_tokens") or 0) + output,
         }
+        return self._complete(body, known)
+
+    def _complete(self, body: dict[str, Any], known: Told) -> dict[str, Any]:
+        """Return a response with what SGLang does not know of it."""
+        body["model"] = self._model_name
         if known.kind == ONLINE:
             body["service_tier"] = known.slo
         if known.stopped_by_length:
             body |= {"status": "incomplete", "incomplete_details": {"reason": "max_output_tokens"}}
         return body
+
+    def _response_events(self, found: Any, known: Told) -> "AsyncGenerator[Answer | bytes, None]":
+        return response_events(found, known, lambda body: self._complete(body, known))
 
 
 def _plain(found: Any) -> dict[str, Any]:

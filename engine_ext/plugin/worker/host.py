@@ -43,9 +43,10 @@ from engine_ext.plugin.worker.answers import (
     with_facts,
 )
 from engine_ext.plugin.worker.calibration_load import measure_steps, time_blend
-from engine_ext.plugin.worker.endpoints import Endpoints, Served
+from engine_ext.plugin.worker.endpoints import Endpoints
 from engine_ext.plugin.worker.forking import ForkingEngine
 from engine_ext.plugin.worker.marked import ONLINE, Told
+from engine_ext.plugin.worker.other_calls import OtherCalls
 from engine_ext.plugin.worker.shedding import Shedding
 from engine_ext.plugin.worker.shutdown import shut_down
 
@@ -155,8 +156,8 @@ class EngineHost:
                 "/v1/chat/completions": (ChatCompletionRequest, _Chat(manager, templates)),
                 "/v1/completions": (CompletionRequest, _Completion(manager, templates)),
             }
-        others = {} if self._emulated else Endpoints(manager, templates, model_name).served
-        self._others: dict[str, Served] = others
+        served = {} if self._emulated else Endpoints(manager, templates, model_name).served
+        self._others = OtherCalls(served, self._vocab_size, self._in_flight)
 
     async def start(self) -> None:
         """Attach to the running loop, and check that the plugin is in every scheduler process."""
@@ -191,7 +192,7 @@ class EngineHost:
     @property
     def endpoints(self) -> list[str]:
         """The endpoints that the model serves."""
-        return [*self._serving, *self._others]
+        return [*self._serving, *self._others.served]
 
     @property
     def context_length(self) -> int:
@@ -217,8 +218,8 @@ class EngineHost:
         (plan/memory.py). It answers bad requests with 4xx, and never raises for them.
         """
         fields = {key: value for key, value in body.items() if key not in RESERVED_FIELDS}
-        if endpoint in self._others:
-            return await self._run_other(self._others[endpoint], fields, Told(rid, kind, due=due, lengths=lengths))
+        if endpoint in self._others.served:
+            return await self._others.run(endpoint, fields, Told(rid, kind, due=due, lengths=lengths))
         request = self._read(endpoint, fields, rid)
         if isinstance(request, Answer):
             return request
@@ -240,15 +241,16 @@ class EngineHost:
         early when this call is cancelled or its stream is closed. It answers bad requests with 4xx.
         """
         fields = {key: value for key, value in body.items() if key not in RESERVED_FIELDS - STREAM_FIELDS}
-        request: Any = None if endpoint in self._others else self._read(endpoint, fields, rid)
+        request: Any = None if endpoint in self._others.served else self._read(endpoint, fields, rid)
         if isinstance(request, Answer):
             return request
         if self._shedding is not None:
             self._shedding.sent(slo, size)
-        if endpoint in self._others:
-            return await self._run_other(self._others[endpoint], fields, Told(rid, ONLINE, slo=slo))
-        request.custom_params = (request.custom_params or {}) | online_marks(slo) or None
-        events = self._events(self._serving[endpoint][1], request, slo)
+        if endpoint in self._others.served:
+            events = self._others.events(endpoint, fields, Told(rid, ONLINE, slo=slo))
+        else:
+            request.custom_params = (request.custom_params or {}) | online_marks(slo) or None
+            events = self._events(self._serving[endpoint][1], request, slo)
         first = await anext(events)
         if isinstance(first, Answer):
             await events.aclose()
@@ -260,7 +262,7 @@ class EngineHost:
     ) -> "AsyncGenerator[Answer | bytes, None]":
         """Yield the answer as a whole, or its server-sent events; abort the request if nobody waits for the rest."""
         known = Told(request.rid, ONLINE, guard.prompts_in(request), slo=slo)
-        with self._in_flight(known), self._aborting(known):
+        with self._in_flight(known):
             response: Any = await serving.handle_request(request, None)  # type: ignore[arg-type]
             if not isinstance(response, StreamingResponse):
                 answer = self._answer_of(response)
@@ -300,28 +302,6 @@ class EngineHost:
             return Answer(200, answered, aborted)
         return failed(response.status_code, bytes(response.body))
 
-    async def _run_other(self, endpoint: Served, fields: dict[str, Any], known: Told) -> Answer:
-        try:
-            request = endpoint.request_type.model_validate(fields)
-        except Exception as error:
-            return refused(error)
-        try:
-            fault = guard.fault(request, self._vocab_size) or endpoint.fault(request)
-            if fault is not None:
-                return Answer(400, error_body(f"{fault[0]}: {fault[1]}", fault[0]))
-            with self._in_flight(known), self._aborting(known):
-                found = await endpoint.ask(request, known)
-        except Exception as error:  # an error before SGLang has sent the request is the request's own fault
-            if known.sent:
-                raise
-            return Answer(400, error_body(f"{type(error).__name__}: {error}", None))
-        if known.aborted:  # SGLang answers it in many ways, even as if nothing had happened
-            return Answer(200, b"{}", aborted=True)
-        status = getattr(found, "status_code", 200)
-        if status >= 400:
-            return failed(status if known.sent else 400, bytes(found.body))
-        return Answer(200, json.dumps(endpoint.write(found, known), allow_nan=False).encode())
-
     def _works_since(self) -> float | None:
         """Return since when the engine has requests, by the monotonic clock; None if it has none.
 
@@ -331,25 +311,19 @@ class EngineHost:
 
     @contextmanager
     def _in_flight(self, known: Told) -> Generator[None, None, None]:
-        """Count a request as in flight during the block."""
+        """Count a request as in flight during the block, and abort it unless that comes to its end."""
         if self._works_since() is None:
             self._busy_since = time.monotonic()
         self._told[known.rid] = known
         try:
             yield
+        except BaseException:  # a cancelled task, or a stream that was closed: nobody waits for it any more
+            self.abort(known.rid)
+            raise
         finally:
             del self._told[known.rid]
             if not self._told:
                 self._busy_since = None
-
-    @contextmanager
-    def _aborting(self, known: Told) -> Generator[None, None, None]:
-        """Abort the request unless the block comes to its end: nobody waits for it any more."""
-        try:
-            yield
-        except BaseException:  # a cancelled task, or a stream that was closed
-            self.abort(known.rid)
-            raise
 
     def measure_steps(self, steps: Path) -> AsyncIterator[str]:
         """Run steps of all kinds under SGLang's own scheduling, and yield a description before each part.

@@ -35,6 +35,7 @@ class Told:
     due: float = math.inf
     lengths: str = ""
     slo: str = DEFAULT
+    fault: str | None = None  # why SGLang refuses it
 
 
 ONLINE = ""  # the kind of online requests, which is no kind of a batch
@@ -58,10 +59,14 @@ class MarkedManager(TokenizerManagerScoreMixin):
         obj.rid = [f"{known.rid}_{part}" for part in range(known.parts)] if named else known.rid
         parameters: Any = obj.sampling_params or {}
         obj.sampling_params = {**parameters, "custom_params": _marks(known)}
-        async for found in self._manager.generate_request(obj, request):
-            for each in found if isinstance(found, list) else [found]:
-                _note(known, each["meta_info"])
-            yield found
+        try:
+            async for found in self._manager.generate_request(obj, request):
+                for each in found if isinstance(found, list) else [found]:
+                    _note(known, each["meta_info"])
+                yield found
+        except ValueError as error:
+            known.fault = str(error)
+            raise
 
 
 def _marks(known: Told) -> dict[str, Any] | None:
@@ -73,8 +78,9 @@ def _note(known: Told, meta: dict[str, Any]) -> None:
     reason = (meta.get("finish_reason") or {}).get("type")
     known.aborted |= reason == "abort"
     known.stopped_by_length |= reason == "length"
-    known.prompt_tokens += meta.get("prompt_tokens") or 0
-    known.cached_tokens += meta.get("cached_tokens") or 0
+    if reason is not None:  # a stream reports after each token
+        known.prompt_tokens += meta.get("prompt_tokens") or 0
+        known.cached_tokens += meta.get("cached_tokens") or 0
 
 
 def _parts(obj: Any) -> int:
