@@ -166,6 +166,9 @@ class BatchExtras(BaseModel):
         description="Estimated end as in `expected_at`, but after all work that engines already have, "
         "plus two standard errors"
     )
+    late_because: str | None = Field(
+        description="What makes it miss its deadline, if it would keep it without online requests"
+    )
     early_output_file_id: str | None = Field(
         description="Output file that is readable from the first answer on and only grows at its end"
     )
@@ -192,6 +195,7 @@ class BatchExtras(BaseModel):
             earliest_at=found.estimate.earliest_at,
             expected_at=found.estimate.expected_at,
             latest_at=found.estimate.latest_at,
+            late_because=found.late_because,
             early_output_file_id=early[0],
             early_error_file_id=early[1],
             failures=[Cause(**cause) for cause in batch.causes or []],

@@ -49,6 +49,7 @@ class Serving:
     """The workers, pace and queue of one model. `alive`: its live workers, including draining and stalled ones.
 
     `starting_s`: how long an engine has been starting, the longest if there are several; None if none is.
+    `online_share`: the part of the engines' time that online requests have taken recently, 0 to 1.
     """
 
     alive: int = 0
@@ -57,6 +58,7 @@ class Serving:
     starting_s: float | None = None
     pace: Pace = NO_PACE
     queue: DeadlineQueue = field(default_factory=DeadlineQueue)
+    online_share: float = 0.0
 
 
 async def serving_by_model(database: Database, heartbeat: Heartbeat, history: History) -> dict[str, Serving]:
@@ -75,6 +77,9 @@ async def serving_by_model(database: Database, heartbeat: Heartbeat, history: Hi
     workers = Counter(state["model"] for state in alive)
     draining = Counter(state["model"] for state in alive if state.get("name") in drained)
     stalled = Counter(state["model"] for state in alive if state.get("step_age_s", 0.0) > STALLED_S)
+    online_s: dict[str, float] = defaultdict(float)
+    for state in alive:
+        online_s[state["model"]] += min(1.0, state.get("online_seconds_per_second") or 0.0)
     since: dict[str, float] = {}
     for state in starting:
         since[state["model"]] = max(state["starting_s"], since.get(state["model"], 0.0))
@@ -87,7 +92,7 @@ async def serving_by_model(database: Database, heartbeat: Heartbeat, history: Hi
     return {
         model: Serving(
             *(workers[model], draining[model], stalled[model], since.get(model)),
-            *(paces.get(model, NO_PACE), queues[model]),
+            *(paces.get(model, NO_PACE), queues[model], online_s[model] / max(1, workers[model])),
         )
         for model in {*workers, *since, *queues}
     }

@@ -14,6 +14,7 @@ from service.objects.storage import ANSWERS_RESERVE, Room
 from service.queue.counts import Counts
 
 STANDARD_ERRORS = 2.0
+BUSY = 0.5  # part of the engines' time with which online requests are worth a word
 LEAST_ANSWERS = 1.0  # after decay; fewer are too few to predict when others come
 
 
@@ -58,11 +59,13 @@ class Standing:
     """Where a batch stands.
 
     `position`: batches of its model ahead of it; `waiting_for`: None while it runs and after it has ended.
+    `late_because`: what makes it miss its deadline, if that is online requests.
     """
 
     position: int | None = None
     waiting_for: str | None = None
     estimate: Estimate = Estimate()
+    late_because: str | None = None
 
 
 ENDED = Standing()
@@ -83,7 +86,8 @@ async def standing(
         running = await _runs(session, batch.id)
     model = serving.get(batch.model or "", Serving())
     position, _ = model.queue.before(batch.expires_at, batch.seq)
-    return Standing(position, _reason(batch, running, position, model), _estimate(batch, counts.answered, model, now))
+    estimate = _estimate(batch, counts.answered, model, now)
+    return Standing(position, _reason(batch, running, position, model), estimate, _late(batch, estimate, model, now))
 
 
 async def _runs(session: AsyncSession, batch_id: str) -> bool:
@@ -107,7 +111,21 @@ def _reason(batch: Batch, running: bool, position: int, model: Serving) -> str |
         return None
     if model.draining == model.alive:
         return f"a worker that serves {batch.model}: all live workers are draining, until one is resumed"
-    return f"{position} {'batch' if position == 1 else 'batches'} before it" if position else "room in an engine"
+    if position:
+        return f"{position} {'batch' if position == 1 else 'batches'} before it"
+    return f"room in an engine beside {_online(model)}" if model.online_share >= BUSY else "room in an engine"
+
+
+def _late(batch: Batch, estimate: Estimate, model: Serving, now: float) -> str | None:
+    """Return what makes a batch miss its deadline, if it would keep it without online requests."""
+    if estimate.expected_at is None or estimate.expected_at <= batch.expires_at:
+        return None
+    alone_s = (estimate.expected_at - now) * (1.0 - model.online_share)
+    return _online(model) if now + alone_s <= batch.expires_at else None
+
+
+def _online(model: Serving) -> str:
+    return f"online requests, which take {model.online_share:.0%} of the engines' time"
 
 
 def _estimate(batch: Batch, answered: int, model: Serving, now: float) -> Estimate:

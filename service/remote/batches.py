@@ -206,7 +206,8 @@ def _next(batch: Batch) -> str:
     waits = f"waiting for {about['waiting_for']}" if about.get("waiting_for") else ""
     known = about.get("expected_at") and not about.get("held")
     ends = f"ends in {duration(about['expected_at'] - time.time())}" if known else ""
-    return ", ".join(each for each in (waits, ends) if each)
+    late = f"too late because of {about['late_because']}" if about.get("late_because") else ""
+    return ", ".join(each for each in (waits, ends, late) if each)
 
 
 def _row(batch: Batch) -> tuple[str, ...]:

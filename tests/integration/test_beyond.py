@@ -9,8 +9,9 @@ from typing import Any
 import openai
 import pytest
 from openai.types import Batch
-from sqlalchemy import delete
+from sqlalchemy import delete, update
 
+from service.db.tables import Batch as BatchRow
 from service.db.tables import DrainedWorker
 from service.jobs.digest import CAUSES, Digest
 from service.jobs.historian import Historian
@@ -156,7 +157,8 @@ async def test_a_batch_says_what_it_waits_for_and_when_it_ends(
     assert found["prompt_tokens"] > 64
     assert found["expected_output_tokens"] > 0
     assert found["expected_gpu_seconds"] > 0
-    await Heartbeat(house.redis).beat("worker-a", {"name": "worker-a", "model": "test-model"})
+    state = {"name": "worker-a", "model": "test-model"}
+    await Heartbeat(house.redis).beat("worker-a", state)
     async with house.database.write() as session:
         session.add(DrainedWorker(name="worker-a", since=0))
     await asyncio.sleep(0.2)  # it is not looked up at each call
@@ -182,6 +184,13 @@ async def test_a_batch_says_what_it_waits_for_and_when_it_ends(
         assert await historian.run_once()
         batch = client.batches.retrieve(first)
         found, waiting = extras(batch), extras(client.batches.retrieve(third))
+        await Heartbeat(house.redis).beat("busy", {**state, "name": "busy", "online_seconds_per_second": 1.0})
+        async with house.database.write() as session:
+            await session.execute(update(BatchRow).where(BatchRow.id == first).values(expires_at=clock.now + 80))
+        await asyncio.sleep(0.2)
+        late, kept = (extras(client.batches.retrieve(each))["late_because"] for each in (first, third))
+    assert late == "online requests, which take 50% of the engines' time"  # in 100 s it ends, and alone in 50
+    assert (found["late_because"], kept) == (None, None)
     assert batch.usage is not None
     assert (batch.usage.input_tokens, batch.usage.output_tokens) == (32 * 10, 32 * 2)  # also while it runs
     assert (found["waiting_for"], found["queue_position"]) == (None, 0)

@@ -2,7 +2,7 @@
 
 Every step takes as long as the cost model says for the emulated machine, on a clock of its own or in real time, and
 every output token is the same. This shows how a policy would perform there, or how the service bears load. In real time
-a step is launched and runs on while the scheduler goes on, as on a GPU. The device's name is in every report and in
+a step still runs while the scheduler prepares the next one, as on a GPU. The device's name is in every report and in
 every answer.
 """
 
