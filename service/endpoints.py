@@ -1,6 +1,11 @@
 """The endpoints that requests can call, with the fields that each one requires in a body."""
 
 from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+DELTA = b"event: response.output_text.delta\n"
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,12 +21,20 @@ class Endpoint:
     generates: bool = True
     online: bool = False
     streams: bool = False
+    token_mark: bytes = b"\n\n"  # each token of a stream has one
+
+    def error_event(self, body: dict[str, Any]) -> bytes:
+        """Return the server-sent event that ends a stream with this error, which is in OpenAI's envelope."""
+        typed = self.token_mark.startswith(b"event: ")  # as responses have them
+        more = {"type": "error", **{name: body["error"][name] for name in ("code", "message", "param")}}
+        kind = b"event: error\n" if typed else b""
+        return kind + b"data: " + msgspec.json.encode({**body, **more} if typed else body) + b"\n\n"
 
 
 BY_PATH = {
     "/v1/chat/completions": Endpoint(("model", "messages"), "chatcmpl-", online=True, streams=True),
     "/v1/completions": Endpoint(("model", "prompt"), "cmpl-", online=True, streams=True),
-    "/v1/responses": Endpoint(("model", "input"), "resp_", online=True, streams=True),
+    "/v1/responses": Endpoint(("model", "input"), "resp_", online=True, streams=True, token_mark=DELTA),
     "/v1/embeddings": Endpoint(("model", "input"), "embd-", generates=False, online=True),
     "/v1/score": Endpoint(("model", "query", "items"), "score-", generates=False),
     "/v1/rerank": Endpoint(("model", "query", "documents"), "rerank-", generates=False),

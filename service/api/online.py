@@ -14,7 +14,7 @@ from starlette.types import Receive, Scope, Send
 
 from service.api.caller import CalledOnline
 from service.api.context import InContext
-from service.api.relay import END, PREFIX_BYTES, STREAM, OnlineRequest, Relay
+from service.api.relay import PREFIX_BYTES, STREAM, OnlineRequest, Relay
 from service.db.tables import Tier
 from service.endpoints import BY_PATH, ONLINE
 from service.errors import ApiError, BadRequest, NotFound, Unavailable
@@ -96,7 +96,7 @@ class OnlineResponse(Response):
 
     async def _send(self, send: Send) -> str:
         """Send the answer as it comes, and return what came of the request."""
-        began = time.perf_counter()
+        began, endpoint = time.perf_counter(), BY_PATH[self._asked.path]
         async with self._relay.ask(self._asked) as relayed:
             kind = STREAM if relayed.streams else "application/json"
             headers = [(b"content-type", kind.encode()), (b"cache-control", b"no-cache"), (b"x-accel-buffering", b"no")]
@@ -104,24 +104,22 @@ class OnlineResponse(Response):
             await send({"type": "http.response.start", "status": relayed.status, "headers": headers})
             labels = (self._asked.model, self._asked.tier)
             self._asked = self._asked._replace(body=b"")  # a stream may take long
-            first, events = time.perf_counter(), 0
+            first, tokens, mark = time.perf_counter(), 0, endpoint.token_mark
             if relayed.streams:
                 ONLINE_FIRST_TOKEN.labels(*labels).observe(first - began)
             outcome = "answered" if relayed.status < 400 else "refused" if relayed.status < 500 else "failed"
             try:
                 async for piece in relayed.body:
                     await send({"type": "http.response.body", "body": piece, "more_body": True})
-                    events += piece.count(END)
-                    if piece.rstrip().rpartition(END)[2].startswith(ERROR_EVENT):
-                        outcome = "failed"
-                if relayed.streams and events > 1:
-                    ONLINE_TOKEN.labels(*labels).observe((time.perf_counter() - first) / (events - 1))
+                    tokens += piece.count(mark)
+                    if ERROR_EVENT in piece:  # no text can contain it: JSON escapes quotes
+                        outcome = LOST_CODE if LOST_CODE.encode() in piece else "failed"
+                if relayed.streams and tokens > 1:
+                    ONLINE_TOKEN.labels(*labels).observe((time.perf_counter() - first) / (tokens - 1))
             except ConnectionError as error:
                 outcome = LOST_CODE
-                await self._relay.lost(self._asked)
                 log.warning("a worker was lost while it answered", error=str(error))
-                event = b"data: " + msgspec.json.encode(LOST) + b"\n\n"
-                await send({"type": "http.response.body", "body": event, "more_body": True})
+                await send({"type": "http.response.body", "body": endpoint.error_event(LOST), "more_body": True})
             await send({"type": "http.response.body"})
             return outcome
 

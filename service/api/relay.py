@@ -1,9 +1,12 @@
 """Sends an online request to a worker, and hands its answer back as it comes."""
 
+import asyncio
 import socket
-from collections.abc import AsyncGenerator, AsyncIterator
+import time
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import asynccontextmanager, closing
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import aiohttp
@@ -18,6 +21,7 @@ from service.queue.trust import REQUEST_ID, TIER
 CONNECT_S = 2.0
 TRIES = 4  # workers that are tried, the last ones only if those before did not even get the request
 RUNS = 2  # workers that may run the request
+BLOCKED_S = 30.0  # for which a client kept its stream waiting; beyond, the worker may have cut it for that
 PREFIX_BYTES = 1024  # of a prompt, by which it is routed
 STREAM = "text/event-stream"
 CONNECTION_ERRORS = (aiohttp.ClientError, OSError, TimeoutError)
@@ -74,6 +78,7 @@ class Relay:
         self._session: aiohttp.ClientSession | None = None
 
     async def close(self) -> None:
+        await self._losses.close()
         if self._session is not None:
             await self._session.close()
 
@@ -82,10 +87,6 @@ class Relay:
         if await self._losses.refuses(digest):
             message = f"{LOSSES} workers were lost while they ran this request, so it is refused for ten minutes."
             raise BadRequest(message, code="request_kills_workers")
-
-    async def lost(self, request: OnlineRequest) -> None:
-        """Note that a worker was lost while it streamed the answer to this request."""
-        await self._losses.note(request.digest)
 
     @asynccontextmanager
     async def ask(self, request: OnlineRequest) -> AsyncGenerator[Relayed, None]:
@@ -102,17 +103,21 @@ class Relay:
             if not targets:
                 break
             target = targets[0]
+            lost = partial(self._losses.lost, target.start, request.digest)
             with self._routes.sending(target):
                 try:
                     with closing(await self._post(target, request)) as response:
                         if response.content_type == STREAM:
                             request = request._replace(body=b"")  # nobody gets it any more
-                        yield await _relayed(response)
+                        yield await _relayed(response, lost)
                         return
+                except asyncio.CancelledError:  # the client has left
+                    self._losses.left(target.start, request.digest)
+                    raise
                 except _NotAnswered as error:
                     failures[target] = error
                     if error.ran:
-                        await self._losses.note(request.digest)
+                        lost()
         raise self._failure(model, failures)
 
     def _failure(self, model: str, failures: "dict[Target, _NotAnswered]") -> Unavailable:
@@ -177,10 +182,13 @@ def _socket(address: Any) -> socket.socket:
     return made
 
 
-async def _relayed(response: aiohttp.ClientResponse) -> Relayed:
-    """Return what to hand on: a stream as it comes, any other answer once it is whole. Raises _NotAnswered."""
+async def _relayed(response: aiohttp.ClientResponse, lost: Callable[[], None]) -> Relayed:
+    """Return what to hand on: a stream as it comes, any other answer once it is whole. Raises _NotAnswered.
+
+    `lost`: is called if the worker is lost while it streams.
+    """
     if response.content_type == STREAM:
-        return Relayed(response.status, True, _pieces(response))
+        return Relayed(response.status, True, _pieces(response, lost))
     try:
         whole = await response.read()
     except CONNECTION_ERRORS as error:
@@ -192,15 +200,19 @@ async def _relayed(response: aiohttp.ClientResponse) -> Relayed:
     return Relayed(response.status, False, at_once())
 
 
-async def _pieces(response: aiohttp.ClientResponse) -> AsyncIterator[bytes]:
-    """Yield whole events only, so that what follows a lost one can be read."""
-    rest = b""
+async def _pieces(response: aiohttp.ClientResponse, lost: Callable[[], None]) -> AsyncIterator[bytes]:
+    """Yield whole events only, so that what follows a lost one can be read. Raises ConnectionError."""
+    rest, blocked_s = b"", 0.0
     try:
         async for piece in response.content.iter_any():
             whole, end, rest = (rest + piece).rpartition(END)
             if end:
+                given_at = time.perf_counter()
                 yield whole + end
+                blocked_s += time.perf_counter() - given_at
     except CONNECTION_ERRORS as error:
+        if blocked_s < BLOCKED_S:
+            lost()
         raise ConnectionError(repr(error)) from error
     if rest:
         raise ConnectionError("the stream ended within an event")

@@ -30,10 +30,16 @@ log = structlog.get_logger()
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """Names a worker that takes online requests, and the URL of its door."""
+    """Names a worker that takes online requests, the URL of its door, and when it was started, in Unix seconds."""
 
     name: str
     url: str
+    started_at: int = 0
+
+    @property
+    def start(self) -> str:
+        """What names one start of the worker, whose name may be the same after the next one."""
+        return f"{self.name} {self.started_at}"
 
 
 class Routes:
@@ -97,7 +103,9 @@ class Routes:
                 continue
             proven.add(state["model"])
             if not state.get("drained"):
-                self._by_model.setdefault(state["model"], []).append(Target(state["name"], state["online"]))
+                started_at = state.get("started_at")
+                target = Target(state["name"], state["online"], started_at if isinstance(started_at, int) else 0)
+                self._by_model.setdefault(state["model"], []).append(target)
         self.without_proof = set(unproven.values()) - proven
         for name in unproven.keys() - self._told:
             log.warning("a worker gives no proof of its address: start it with our BATCHWEAVE_SECRET_KEY", worker=name)

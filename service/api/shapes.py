@@ -167,7 +167,7 @@ class BatchExtras(BaseModel):
         "plus two standard errors"
     )
     late_because: str | None = Field(
-        description="What makes it miss its deadline, if it would keep it without online requests"
+        description="Why the batch will miss its deadline, if only online requests make it late; otherwise null"
     )
     early_output_file_id: str | None = Field(
         description="Output file that is readable from the first answer on and only grows at its end"

@@ -79,7 +79,8 @@ async def serving_by_model(database: Database, heartbeat: Heartbeat, history: Hi
     stalled = Counter(state["model"] for state in alive if state.get("step_age_s", 0.0) > STALLED_S)
     online_s: dict[str, float] = defaultdict(float)
     for state in alive:
-        online_s[state["model"]] += min(1.0, state.get("online_seconds_per_second") or 0.0)
+        ranks = len(state.get("engine") or [0])  # the figures of data-parallel ranks are added up
+        online_s[state["model"]] += min(1.0, (state.get("online_seconds_per_second") or 0.0) / ranks)
     since: dict[str, float] = {}
     for state in starting:
         since[state["model"]] = max(state["starting_s"], since.get(state["model"], 0.0))

@@ -14,7 +14,7 @@ from service.objects.storage import ANSWERS_RESERVE, Room
 from service.queue.counts import Counts
 
 STANDARD_ERRORS = 2.0
-BUSY = 0.5  # part of the engines' time with which online requests are worth a word
+BUSY_SHARE = 0.5  # of the engines' time, from which a reason for waiting names online requests
 LEAST_ANSWERS = 1.0  # after decay; fewer are too few to predict when others come
 
 
@@ -59,7 +59,7 @@ class Standing:
     """Where a batch stands.
 
     `position`: batches of its model ahead of it; `waiting_for`: None while it runs and after it has ended.
-    `late_because`: what makes it miss its deadline, if that is online requests.
+    `late_because`: why it will miss its deadline, if only online requests make it late.
     """
 
     position: int | None = None
@@ -87,7 +87,9 @@ async def standing(
     model = serving.get(batch.model or "", Serving())
     position, _ = model.queue.before(batch.expires_at, batch.seq)
     estimate = _estimate(batch, counts.answered, model, now)
-    return Standing(position, _reason(batch, running, position, model), estimate, _late(batch, estimate, model, now))
+    return Standing(
+        position, waiting_for(batch, running, position, model), estimate, late_because(batch, estimate, model, now)
+    )
 
 
 async def _runs(session: AsyncSession, batch_id: str) -> bool:
@@ -96,7 +98,8 @@ async def _runs(session: AsyncSession, batch_id: str) -> bool:
     return (await session.scalars(select(SliceBatch.slice_id).where(leased).limit(1))).one_or_none() is not None
 
 
-def _reason(batch: Batch, running: bool, position: int, model: Serving) -> str | None:
+def waiting_for(batch: Batch, running: bool, position: int, model: Serving) -> str | None:
+    """Return what a batch in progress waits for; None if a worker runs it."""
     if batch.held:
         return "its start" if batch.preview else "the preview of its plan"
     if not batch.planned:
@@ -113,12 +116,12 @@ def _reason(batch: Batch, running: bool, position: int, model: Serving) -> str |
         return f"a worker that serves {batch.model}: all live workers are draining, until one is resumed"
     if position:
         return f"{position} {'batch' if position == 1 else 'batches'} before it"
-    return f"room in an engine beside {_online(model)}" if model.online_share >= BUSY else "room in an engine"
+    return f"room in an engine beside {_online(model)}" if model.online_share >= BUSY_SHARE else "room in an engine"
 
 
-def _late(batch: Batch, estimate: Estimate, model: Serving, now: float) -> str | None:
-    """Return what makes a batch miss its deadline, if it would keep it without online requests."""
-    if estimate.expected_at is None or estimate.expected_at <= batch.expires_at:
+def late_because(batch: Batch, estimate: Estimate, model: Serving, now: float) -> str | None:
+    """Return why a batch will miss its deadline, if it would meet it without online requests."""
+    if batch.held or estimate.expected_at is None or estimate.expected_at <= batch.expires_at:
         return None
     alone_s = (estimate.expected_at - now) * (1.0 - model.online_share)
     return _online(model) if now + alone_s <= batch.expires_at else None

@@ -37,14 +37,14 @@ def batch_history(batch_id: str) -> str:
 
 
 def lost(digest: str) -> str:
-    """Return the key of the count of workers that were lost with this online request; it expires."""
-    return f"batchweave:lost:{digest}"
+    """Return the key of the set of workers that were lost with this online request; it expires."""
+    return f"batchweave:{{losses}}:{digest}"
 
 
 HISTORY = "batchweave:history"  # list of points: what all workers together did
 PACES = "batchweave:paces"  # by model, how fast its workers answer, as JSON; it expires
 HISTORY_TURN = "batchweave:history-turn"  # exists while the current point is already taken
-REFUSED = "batchweave:refused"  # sorted set of digests of online requests that kill workers, by when that is forgotten
+REFUSED = "batchweave:{losses}:refused"  # sorted set of digests of requests that kill workers, by when that ends
 WORKERS = "batchweave:workers"  # set of the names of workers that have or had a heartbeat
 BELL = "batchweave:bell"  # channel: names of jobs that have something to do
 GROUP = "workers"

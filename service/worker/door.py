@@ -22,7 +22,7 @@ STALLED_S = 60.0  # for which the API may read nothing of a stream before the re
 MOST = 1024  # online requests at once; the API tries another worker, or tells the client to try later
 MOST_FLEX = MOST // 2  # of these if they are flex, so that others find room
 FAILED = "The engine failed on this request."
-ENDED = "The worker stops, or tries a suspect slice. Send the request again."
+ENDED = "The worker is stopping, or must run other requests alone. Send the request again."
 ENDS_S = 1.0  # for connections to close at a stop
 log = structlog.get_logger()
 _ID = re.compile(r"req_[0-9a-f]{32}")
@@ -79,7 +79,7 @@ class Door:
 
     def end_all(self) -> None:
         """End the requests that are not answered: streams by an error event, others so that another worker has them."""
-        for task in list(self._requests):
+        for task in self._requests - self._ended:
             self._ended.add(task)
             task.cancel()
 
@@ -104,6 +104,9 @@ class Door:
         self._requests.add(task)
         try:
             return await self._answer(request, tier)
+        except asyncio.CancelledError:
+            self._raise_if_client_left()
+            return _refuse(503, ENDED, "overloaded")
         finally:
             self._requests.discard(task)
             self._ended.discard(task)
@@ -133,9 +136,6 @@ class Door:
         """Return the engine's answer, or its events once the first has come."""
         try:
             found = await self._engine.serve(path, body, rid, tier, size)
-        except asyncio.CancelledError:
-            self._check_ended()
-            return _refuse(503, ENDED, "overloaded")
         except Exception as error:  # its text may quote the prompt
             log.error("the engine failed on an online request", error=type(error).__name__)
             return _refuse(500, FAILED, "engine_failed")
@@ -145,8 +145,8 @@ class Door:
             return _refuse(500, FAILED, "engine_failed")
         return web.Response(body=found.body, status=found.status_code, content_type="application/json")
 
-    def _check_ended(self) -> None:
-        """Go on after a cancellation that was the worker's. Raises CancelledError if the client has hung up."""
+    def _raise_if_client_left(self) -> None:
+        """Raise CancelledError unless the worker itself ended this request."""
         task = asyncio.current_task()
         if task is None or task not in self._ended:
             raise asyncio.CancelledError
@@ -156,12 +156,12 @@ class Door:
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
         try:
             await response.prepare(request)
-            async for event in _until_failure(events):
+            async for event in _until_failure(request.path, events):
                 async with asyncio.timeout(STALLED_S):
                     await response.write(event)
             await response.write_eof()
         except asyncio.CancelledError:
-            self._check_ended()
+            self._raise_if_client_left()
             await _end(request, response)
         except TimeoutError:
             log.warning("online request aborted: nobody read its stream", seconds=STALLED_S)
@@ -174,10 +174,10 @@ class Door:
 async def _end(request: web.Request, response: web.StreamResponse) -> None:
     """End a stream with an error; cut it if nobody reads it."""
     try:
-        async with asyncio.timeout(ENDS_S / 2):
+        async with asyncio.timeout(ENDS_S / 2):  # so that the connection still has time to close
             if not response.prepared:
                 await response.prepare(request)
-            await response.write(_event(ENDED, "worker_lost"))
+            await response.write(_event(request.path, ENDED, "worker_lost"))
             await response.write_eof()
     except TimeoutError:
         _cut(request)
@@ -188,19 +188,18 @@ def _cut(request: web.Request) -> None:
         request.transport.abort()
 
 
-async def _until_failure(events: Events) -> AsyncIterator[bytes]:
+async def _until_failure(path: str, events: Events) -> AsyncIterator[bytes]:
     """Yield the events, and one that says so if the engine fails."""
     try:
         async for event in events:
             yield event
     except Exception as error:
         log.error("the engine failed on an online request", error=type(error).__name__)
-        yield _event(FAILED, "engine_failed")
+        yield _event(path, FAILED, "engine_failed")
 
 
-def _event(message: str, code: str) -> bytes:
-    """Return the server-sent event that ends a stream with an error."""
-    return b"data: " + msgspec.json.encode(_error(message, "server_error", code)) + b"\n\n"
+def _event(path: str, message: str, code: str) -> bytes:
+    return BY_PATH[path].error_event(_error(message, "server_error", code))
 
 
 def _error(message: str, kind: str, code: str) -> dict[str, Any]:

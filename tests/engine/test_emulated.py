@@ -19,6 +19,8 @@ from engine_ext.costs.model_shape import preset
 from engine_ext.plan.buckets import LONGEST
 from engine_ext.plan.prompts import Prompts
 from engine_ext.plan.sample import SHARE
+from engine_ext.plugin.scheduler import emulated as devices
+from engine_ext.plugin.scheduler.emulated import Device
 from engine_ext.simulate.arrivals import Arrivals
 from engine_ext.simulate.colocate import OURS
 from engine_ext.simulate.colocate import run as run_simulated
@@ -184,3 +186,16 @@ def test_online_requests_arrive_by_the_clock_of_the_device(emulated: Any, policy
     assert here["ttft_mean"] == pytest.approx(expected.ttft_mean, rel=0.3)
     assert tokens == pytest.approx(expected.offline_tokens_per_s, rel=0.05)
     assert got["held"] == 0
+
+
+def test_steps_in_real_time_follow_each_other() -> None:
+    device = Device(COST, Clock.MIXED, lasts=True)
+    assert [device.launch(10.0, 0.5), device.launch(10.1, 0.5)] == [10.5, 11.0]  # the second waits for the first
+    assert device.launch(20.0, 0.5) == 20.5  # nothing was under way
+
+
+@pytest.mark.parametrize("lasts", [False, True])
+def test_a_step_outlasts_its_launch_in_real_time_alone(monkeypatch: pytest.MonkeyPatch, lasts: bool) -> None:
+    monkeypatch.setattr(devices, "_device", Device(COST, Clock.MIXED, lasts))
+    assert devices.outlasts_launch() is lasts
+    assert (devices.clock() is None) is lasts

@@ -153,6 +153,13 @@ class LoggedStream:
     async def close(self) -> None: ...
 
 
+def is_streamed(content: str, chunks: list[Any], to_the_end: bool) -> bool:
+    """Whether these are the pieces of a LoggedStream, or its first ones."""
+    said = [chunk["choices"][0]["delta"]["content"] for chunk in chunks]
+    wanted = [f"{content} {number}" for number in range(EVENTS)]
+    return said == (wanted if to_the_end else wanted[: len(said)])
+
+
 def api(config: Config) -> None:
     _prepare(config)
     settings = config.settings

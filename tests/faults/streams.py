@@ -7,46 +7,50 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
 import httpx
 import psutil
 
-from tests.faults.roles import EVENTS
-
 CHAT = "/v1/chat/completions"
 AT_ONCE = 6
 PAUSE_S = 0.05
-SILENT_S = 90.0  # longer than any fault lasts
+SILENT_S = 240.0  # longer than any fault lasts
 GONE_S = 10.0  # in which a killed process is gone
 WHOLE, FAILED, REFUSED, API_DIED = "whole", "ended by an error event", "refused", "cut when the API died"
 
 
 @dataclass
 class Streams:
-    """Streams from AT_ONCE clients, in a thread of its own, until it is stopped.
+    """Runs AT_ONCE clients that stream answers, in a thread of its own, until it is stopped.
 
-    `api`: returns the process id of the API, which alone may cut a stream, by dying.
+    `api`: returns the process id of the API, which alone may cut a stream, by dying. `is_right`: whether these chunks
+    answer what was asked, to the end if the last argument is true, and otherwise up to where they end.
     """
 
     url: str
+    model: str
     api: Callable[[], int | None]
+    is_right: Callable[[str, list[Any], bool], bool]
     seed: int
+    more: dict[str, Any] = field(default_factory=dict[str, Any])  # fields of each body
     ended: Counter[str] = field(default_factory=Counter[str])
     wrong: list[str] = field(default_factory=list[str])  # streams that ended as none may
     _stopped: threading.Event = field(default_factory=threading.Event)
-    _thread: threading.Thread | None = None
+    _executor: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, "streams"))
+    _running: "Future[None] | None" = None
 
     def start(self) -> None:
-        self._thread = threading.Thread(target=lambda: asyncio.run(self._run()), name="streams", daemon=True)
-        self._thread.start()
+        self._running = self._executor.submit(lambda: asyncio.run(self._run()))
 
     def stop(self) -> None:
-        """Ask for no more, and wait until all have ended."""
+        """Ask for no more, and wait until all have ended. Raises what the clients have raised."""
         self._stopped.set()
-        if self._thread is not None:
-            self._thread.join()
+        if self._running is not None:
+            self._running.result()
+        self._executor.shutdown()
 
     async def _run(self) -> None:
         limits = httpx.Limits(max_keepalive_connections=0)
@@ -57,10 +61,12 @@ class Streams:
         while not self._stopped.is_set():
             await asyncio.sleep(rng.random() * 2 * PAUSE_S)
             content, api = f"stream {rng.randrange(1 << 40)}", self.api()
-            body = {"model": "test-model", "messages": [{"role": "user", "content": content}], "stream": True}
+            messages = [{"role": "user", "content": content}]
+            body = {"model": self.model, "messages": messages, "stream": True, **self.more}
             lines = list[str]()
             try:
                 async with client.stream("POST", CHAT, json=body) as answer:
+                    api = self.api()
                     if answer.status_code != 200:
                         self._note_refusal(answer.status_code, await answer.aread())
                         continue
@@ -77,24 +83,30 @@ class Streams:
             self._note_end(content, lines)
 
     def _note_refusal(self, status: int, body: bytes) -> None:
-        """A request that is not begun gets OpenAI's error, and a status that says whether to try again."""
-        error: Any = json.loads(body).get("error", {})
-        if status in (500, 503) and error.get("code") and error.get("message"):
-            self.ended[f"{REFUSED}: {error['code']}"] += 1
+        """Note a request that did not begin: it must have OpenAI's error, and a 500 or 503."""
+        try:
+            error = json.loads(body)["error"]
+            is_right, said = status in (500, 503) and bool(error["message"]), f"{REFUSED}: {error['code']}"
+        except (ValueError, LookupError, TypeError) as fault:
+            is_right, said = False, repr(fault)
+        if is_right:
+            self.ended[said] += 1
         else:
-            self.wrong.append(f"{status}: {body!r:.300}")
+            self.wrong.append(f"{status}: {body!r:.300} {said}")
 
     def _note_end(self, content: str, lines: list[str]) -> None:
-        """What came is the beginning of the answer, and the last line says whether it is all of it."""
+        """Note how a stream ended: its last line says whether the answer is whole."""
         *pieces, last = [line.removeprefix("data: ") for line in lines] or [""]
-        said = [json.loads(piece)["choices"][0]["delta"]["content"] for piece in pieces]
-        wanted = [f"{content} {number}" for number in range(EVENTS)]
-        if last == "[DONE]" and said == wanted:
-            self.ended[WHOLE] += 1
-        elif last.startswith('{"error"') and said == wanted[: len(said)]:
-            self.ended[f"{FAILED}: {json.loads(last)['error']['code']}"] += 1
+        is_whole = last == "[DONE]"
+        try:
+            said = WHOLE if is_whole else f"{FAILED}: {json.loads(last)['error']['code']}"
+            is_right = self.is_right(content, [json.loads(piece) for piece in pieces], is_whole)
+        except (ValueError, LookupError, TypeError) as fault:
+            is_right, said = False, repr(fault)
+        if is_right:
+            self.ended[said] += 1
         else:
-            self.wrong.append(f"{len(lines)} lines for {content}, the last one {last!r:.200}")
+            self.wrong.append(f"{len(lines)} lines for {content}, the last one {last!r:.200}: {said}")
 
     async def _is_gone(self, pid: int | None) -> bool:
         """Return whether the process ends within GONE_S, or has ended."""

@@ -91,7 +91,8 @@ class Town:
             update={"port": port, "redis_url": f"unix://{self.folder}/redis/redis.sock"}
         )
         self.keep_alive()
-        self.streams = Streams(f"http://127.0.0.1:{port}", self._api, self.rng.randrange(1 << 30))
+        url, seed = f"http://127.0.0.1:{port}", self.rng.randrange(1 << 30)
+        self.streams = Streams(url, "test-model", self._api, roles.is_streamed, seed)
 
     def _api(self) -> int | None:
         return self._running["api"].pid

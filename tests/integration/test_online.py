@@ -4,6 +4,7 @@ tests/engine/test_sglang.py has the real engine.
 """
 
 import asyncio
+import json
 from collections.abc import AsyncGenerator
 from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any
@@ -99,6 +100,23 @@ async def test_a_stream_whose_worker_is_lost_ends_with_an_error(shop: Shop) -> N
     assert got == ["0 ", "1 "]
 
 
+async def test_a_lost_response_ends_with_an_error_of_its_own_form(shop: Shop) -> None:
+    """Its events have types, and clients look at these."""
+    body = {"model": MODEL, "input": "a private matter", "stream": True}
+    async with (
+        shop.door("w", Teller(stops_after=2)) as door,
+        httpx.AsyncClient(base_url=shop.url) as client,
+        client.stream("POST", "/v1/responses", json=body) as answer,
+    ):
+        lines = aiter(answer.aiter_lines())
+        await anext(lines)
+        await shop.lose(door)
+        *_, kind, data = [line async for line in lines if line]
+    error = json.loads(data.removeprefix("data: "))
+    assert (kind, error["type"], error["code"]) == ("event: error", "error", "worker_lost")
+    assert error["error"]["code"] == "worker_lost"
+
+
 async def test_a_request_that_two_workers_did_not_survive_is_not_tried_again(shop: Shop) -> None:
     engines = [Teller(waits=True) for _ in range(3)]
     async with AsyncExitStack() as stack:
@@ -143,34 +161,35 @@ async def test_a_worker_that_stops_passes_its_requests_on(shop: Shop) -> None:
         stream = await client.chat.completions.create(**asked(stream=True))
         await anext(stream)
         await door.close(0)
-        with pytest.raises(openai.APIError, match="The worker stops"):
+        with pytest.raises(openai.APIError, match="The worker is stopping"):
             await anext(stream)
 
 
-async def test_a_request_that_kills_workers_is_refused(shop: Shop) -> None:
-    """The first worker may have died of another one; others than this request are answered."""
-    killer, stream = asked(max_tokens=7), asked(stream=True)
-    for body in (killer, stream):
-        for loss in range(2):
-            engine = Teller(waits=body is killer, stops_after=1)
-            async with shop.door(f"w{loss}", engine) as door:
-                task = asyncio.create_task(shop.post(body, timeout=60))
-                async with asyncio.timeout(30):
-                    while not engine.asked or (body is stream and not engine.streams):
-                        await asyncio.sleep(0.01)
-                if body is stream:
-                    await asyncio.sleep(0.3)  # until its first event is on the way
+@pytest.mark.parametrize("streams", [False, True])
+async def test_a_request_that_kills_workers_is_refused(shop: Shop, streams: bool) -> None:
+    """Other requests are still answered."""
+    killer = asked(max_tokens=7, stream=streams)
+    for number in range(2):
+        engine = Teller(waits=not streams, stops_after=1)
+        async with shop.door(f"w{number}", engine) as door, httpx.AsyncClient(base_url=shop.url, timeout=60) as client:
+            if streams:
+                async with client.stream("POST", CHAT, json=killer) as answer:
+                    lines = aiter(answer.aiter_lines())
+                    await anext(lines)
+                    await shop.lose(door)
+                    assert "worker_lost" in [line async for line in lines if line][-1]
+            else:
+                task = asyncio.create_task(client.post(CHAT, json=killer))
+                await engine.began.wait()
                 await shop.lose(door)
                 await task
-    healthy = Teller()
-    async with shop.door("w", healthy):
-        for body in (killer, stream):
 
-            async def is_refused(body: Any = body) -> bool:
-                answer = await shop.post(body)
-                return answer.status_code == 400 and answer.json()["error"]["code"] == "request_kills_workers"
+    async def is_refused() -> bool:
+        answer = await shop.post(killer)
+        return answer.status_code == 400 and answer.json()["error"]["code"] == "request_kills_workers"
 
-            await shop.house.until(is_refused)
+    async with shop.door("w", Teller()):
+        await shop.house.until(is_refused)
         assert (await shop.post(asked(max_tokens=8))).status_code == 200
 
 

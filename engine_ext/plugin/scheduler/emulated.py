@@ -48,6 +48,11 @@ class Device:
         self.steps += 1
         self.prompt_tokens += load.prompt_tokens
 
+    def launch(self, now: float, seconds: float) -> float:
+        """Return when a step of so many seconds ends, after those that were launched before it."""
+        self.free_at = max(now, self.free_at) + seconds
+        return self.free_at
+
     @property
     def name(self) -> str:
         return f"{emulated_name(self.machine)}, {self.clock.name.lower()} clock"
@@ -89,8 +94,7 @@ def forward(original: Callable[..., Any], worker: Any, batch: Any, *args: Any, *
         can_run_cuda_graph=False,
     )
     if device.lasts:
-        device.free_at = max(time.perf_counter(), device.free_at) + device.seconds - before
-        found.batchweave_ends_at = device.free_at
+        found.batchweave_ends_at = device.launch(time.perf_counter(), device.seconds - before)
     return found
 
 
@@ -116,11 +120,13 @@ def set_device(cost: CostModel, clock: Clock, lasts: bool) -> Device:
 
 def device_here() -> Device | None:
     """Return this process's device; None where steps run as they are."""
-    options = handed_over() if _device is None else None
-    if options is not None and options.emulated is not None:
-        clock = Clock.MIXED if options.overlap.mixes else Clock.SEQUENTIAL
-        return set_device(options.cost, clock, options.emulated is Emulation.REAL)
-    return _device
+    if _device is not None:
+        return _device
+    options = handed_over()
+    if options is None or options.emulated is None:
+        return None
+    clock = Clock.MIXED if options.overlap.mixes else Clock.SEQUENTIAL
+    return set_device(options.cost, clock, options.emulated is Emulation.REAL)
 
 
 HOOKS = [("sglang.srt.managers.tp_worker.TpModelWorker.forward_batch_generation", forward, HookType.AROUND)]

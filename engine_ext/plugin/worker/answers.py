@@ -34,22 +34,23 @@ class Stream:
         await self._rest.aclose()
 
 
-def facts(slo: str, device: str | None) -> bytes:
-    """Return what `with_facts` adds to an answer: its class, as OpenAI's service_tier, and an emulated device."""
-    found = {"service_tier": slo} | ({"device": device} if device else {})
-    return json.dumps(found, separators=(",", ":")).encode()[:-1] + b","
+def added_fields(slo: str | None, device: str | None) -> bytes:
+    """Return what `with_fields` puts before an answer's own: its class, as OpenAI's service_tier, and the device."""
+    found = {"service_tier": slo, "device": device}
+    named = [f"{json.dumps(name)}:{json.dumps(value)}," for name, value in found.items() if value is not None]
+    return f"{{{''.join(named)}".encode()
 
 
-def with_facts(body: bytes, facts: bytes) -> bytes:
-    """Return a JSON object that also says what `facts` say."""
-    return facts + body[1:] if body[:1] == b"{" else body
+def with_fields(body: bytes, fields: bytes) -> bytes:
+    """Return a JSON object with these fields before its own."""
+    return fields + body[1:] if body[:1] == b"{" else body
 
 
-def event_with_facts(event: bytes, facts: bytes) -> bytes:
-    """Return a server-sent event whose object, if it has one, also says what `facts` say."""
+def event_with_fields(event: bytes, fields: bytes) -> bytes:
+    """Return a server-sent event whose object, if it has one, has these fields before its own."""
     if not event.startswith(DATA) or event.startswith(b'data: {"error"'):
         return event
-    return DATA + with_facts(event[len(DATA) :], facts)
+    return DATA + with_fields(event[len(DATA) :], fields)
 
 
 def refused(error: Exception) -> Answer:

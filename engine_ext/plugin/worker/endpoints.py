@@ -4,6 +4,7 @@ Every refused request was seen to kill, hang or mislead a real engine, or would 
 """
 
 import json
+import logging
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, TypeGuard
@@ -23,6 +24,9 @@ from sglang.srt.entrypoints.openai.serving_score import OpenAIServingScore
 from engine_ext.plugin.worker.answers import Answer
 from engine_ext.plugin.worker.marked import ONLINE, MarkedManager, Told, told
 from engine_ext.plugin.worker.response_events import response_events
+
+# It logs what clients got wrong with a traceback, which may quote an answer; the caller says what failed.
+logging.getLogger("sglang.srt.entrypoints.openai.serving_responses").setLevel(logging.CRITICAL)
 
 Fault = tuple[str, str]  # the field, and why it is refused
 # These fields replace tokens with vectors, whose results stay in the KV cache under those tokens.

@@ -2,7 +2,6 @@
 
 import asyncio
 import gc
-import json
 import math
 import os
 import signal
@@ -35,12 +34,12 @@ from engine_ext.plugin.worker import guard, overlap
 from engine_ext.plugin.worker.answers import (
     Answer,
     Stream,
+    added_fields,
     error_body,
-    event_with_facts,
-    facts,
+    event_with_fields,
     failed,
     refused,
-    with_facts,
+    with_fields,
 )
 from engine_ext.plugin.worker.calibration_load import measure_steps, time_blend
 from engine_ext.plugin.worker.endpoints import Endpoints
@@ -226,7 +225,7 @@ class EngineHost:
         request.custom_params = (request.custom_params or {}) | marks(kind, due, lengths)
         with self._in_flight(Told(rid, kind, guard.prompts_in(request))):
             response: Any = await self._serving[endpoint][1].handle_request(request, None)  # type: ignore[arg-type]
-        return self._answer_of(response)
+        return self._answer_of(response, added_fields(None, self._emulated))
 
     def refusal(self, slo: str) -> str | None:
         """Return why an online request of this class would be late; None if it may be served."""
@@ -264,14 +263,12 @@ class EngineHost:
         known = Told(request.rid, ONLINE, guard.prompts_in(request), slo=slo)
         with self._in_flight(known):
             response: Any = await serving.handle_request(request, None)  # type: ignore[arg-type]
+            fields = added_fields(slo, self._emulated)
             if not isinstance(response, StreamingResponse):
-                answer = self._answer_of(response)
-                tier = facts(slo, None)
-                yield replace(answer, body=with_facts(answer.body, tier)) if answer.status_code < 400 else answer
+                yield self._answer_of(response, fields)
                 return
-            known_facts = facts(slo, self._emulated)
             async for event in response.body_iterator:
-                yield event_with_facts(event.encode() if isinstance(event, str) else bytes(event), known_facts)
+                yield event_with_fields(event.encode() if isinstance(event, str) else bytes(event), fields)
 
     def _read(self, endpoint: str, fields: dict[str, Any], rid: str) -> Any:
         """Return SGLang's request, with an rid and without marks of ours, or the Answer that refuses it."""
@@ -291,15 +288,13 @@ class EngineHost:
         request.custom_params = theirs or None
         return request
 
-    def _answer_of(self, response: Any) -> Answer:
-        """Return what SGLang answered as a whole."""
+    @staticmethod
+    def _answer_of(response: Any, fields: bytes) -> Answer:
+        """Return what SGLang answered as a whole, with these fields."""
         if isinstance(response, BaseModel):
             choices = getattr(response, "choices", [])
             aborted = any(choice.finish_reason == "abort" for choice in choices)
-            answered = response.model_dump_json().encode()
-            if self._emulated:
-                answered = json.dumps(json.loads(answered) | {"device": self._emulated}).encode()
-            return Answer(200, answered, aborted)
+            return Answer(200, with_fields(response.model_dump_json().encode(), fields), aborted)
         return failed(response.status_code, bytes(response.body))
 
     def _works_since(self) -> float | None:
@@ -311,7 +306,7 @@ class EngineHost:
 
     @contextmanager
     def _in_flight(self, known: Told) -> Generator[None, None, None]:
-        """Count a request as in flight during the block, and abort it unless that comes to its end."""
+        """Count a request as in flight during the block, and abort it if the block raises."""
         if self._works_since() is None:
             self._busy_since = time.monotonic()
         self._told[known.rid] = known

@@ -4,10 +4,12 @@ Each request gets an rid, by which it can be aborted, and the mark of its kind i
 when it ends is kept.
 """
 
+import asyncio
 import math
 from collections.abc import AsyncIterator
 from contextvars import ContextVar
 from dataclasses import dataclass
+from http import HTTPStatus
 from typing import Any
 
 from sglang.srt.managers.io_struct import EmbeddingReqInput
@@ -36,6 +38,7 @@ class Told:
     lengths: str = ""
     slo: str = DEFAULT
     fault: str | None = None  # why SGLang refuses it
+    cancelled: bool = False  # the task was; SGLang may make an answer of that
 
 
 ONLINE = ""  # the kind of online requests, which is no kind of a batch
@@ -67,6 +70,9 @@ class MarkedManager(TokenizerManagerScoreMixin):
         except ValueError as error:
             known.fault = str(error)
             raise
+        except asyncio.CancelledError:
+            known.cancelled = True
+            raise
 
 
 def _marks(known: Told) -> dict[str, Any] | None:
@@ -75,8 +81,11 @@ def _marks(known: Told) -> dict[str, Any] | None:
 
 
 def _note(known: Told, meta: dict[str, Any]) -> None:
-    reason = (meta.get("finish_reason") or {}).get("type")
+    finish: dict[str, Any] = meta.get("finish_reason") or {}
+    reason = finish.get("type")
     known.aborted |= reason == "abort"
+    if reason == "abort" and finish.get("status_code") == HTTPStatus.BAD_REQUEST:
+        known.fault = str(finish.get("message"))
     known.stopped_by_length |= reason == "length"
     if reason is not None:  # a stream reports after each token
         known.prompt_tokens += meta.get("prompt_tokens") or 0

@@ -1,5 +1,6 @@
 """Answers calls of the endpoints that SGLang's completion classes do not serve (`endpoints.py`)."""
 
+import asyncio
 import json
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
 from contextlib import AbstractContextManager
@@ -16,7 +17,7 @@ from engine_ext.plugin.worker.marked import Told
 class OtherCalls:
     """Answers calls of the endpoints in `served`.
 
-    `in_flight`: counts a request as in flight, and aborts it unless its block comes to its end.
+    `in_flight`: counts a request as in flight during its block, and aborts it if that raises.
     """
 
     served: Mapping[str, Served]
@@ -33,9 +34,16 @@ class OtherCalls:
         if events is None or not isinstance(found, AsyncIterator):
             yield self._written(endpoint, found, known)
             return
-        with self.in_flight(known):
-            async for event in events(found, known):
-                yield event
+        has_begun = False
+        try:
+            with self.in_flight(known):
+                async for event in events(found, known):
+                    has_begun = True
+                    yield event
+        except Exception as error:
+            if has_begun or (known.sent and known.fault is None):
+                raise
+            yield Answer(400, error_body(known.fault or f"SGLang cannot stream this: {type(error).__name__}", None))
 
     async def _ask(self, endpoint: str, fields: dict[str, Any], known: Told) -> Any:
         """Return what SGLang answers, or the Answer that refuses the request."""
@@ -49,7 +57,10 @@ class OtherCalls:
             if fault is not None:
                 return Answer(400, error_body(f"{fault[0]}: {fault[1]}", fault[0]))
             with self.in_flight(known):
-                return await served.ask(request, known)
+                found = await served.ask(request, known)
+                if known.cancelled:
+                    raise asyncio.CancelledError
+                return found
         except Exception as error:  # an error before SGLang has sent the request is the request's own fault
             if known.sent:
                 raise

@@ -26,7 +26,7 @@ async def response_events(
     async for event in _in_context(found, known):
         kind, body = _read(event)
         if kind == FAILS or known.aborted:
-            if known.fault is None:
+            if known.fault is None or not held:  # too late to refuse it
                 raise RuntimeError("SGLang failed on a response")
             yield Answer(400, error_body(known.fault, None))
             return

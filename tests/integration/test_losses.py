@@ -1,0 +1,85 @@
+"""Online requests that kill workers, as all processes of the API remember them."""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import pytest
+from redis.asyncio import Redis
+
+from service.queue import keys, losses
+from service.queue.losses import Losses
+
+KILLER, VICTIM = "a" * 64, "b" * 64
+
+
+@pytest.fixture(autouse=True)
+def look_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(losses, "LOOK_S", 0.0)
+
+
+async def until(condition: Callable[[], Awaitable[Any]]) -> None:
+    async with asyncio.timeout(30):
+        while not await condition():
+            await asyncio.sleep(0.02)
+
+
+async def test_one_worker_blames_nobody_and_two_are_told_to_every_process(redis: Redis) -> None:
+    """However often it ran the request."""
+    one, other = Losses(redis), Losses(redis)
+    for _ in range(5):
+        for each in (KILLER, VICTIM):
+            one.lost("worker-a 1", each)
+    await until(lambda: redis.exists(keys.lost(VICTIM)))
+    assert not await one.refuses(KILLER)
+    other.lost("worker-a 2", KILLER)
+    await until(lambda: one.refuses(KILLER))
+    assert await other.refuses(KILLER)
+    assert not await one.refuses(VICTIM)
+
+
+async def test_who_hangs_up_is_remembered_for_a_while(redis: Redis, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An engine that hangs is killed when the client that asked may be gone."""
+    found = Losses(redis)
+    for worker in ("a", "b"):
+        found.left(worker, KILLER)
+        found.left("c", VICTIM)
+        found.lost(worker, "another")
+    await until(lambda: found.refuses(KILLER))
+    monkeypatch.setattr(losses, "LEFT_S", 0.0)
+    found.lost("c", "another")
+    found.lost("d", VICTIM)
+    await until(lambda: redis.exists(keys.lost(VICTIM)))
+    assert not await found.refuses(VICTIM)
+
+
+async def test_a_refusal_ends(redis: Redis) -> None:
+    found = Losses(redis, keep_s=1)
+    for worker in ("a", "b"):
+        found.lost(worker, KILLER)
+    await until(lambda: found.refuses(KILLER))
+
+    async def is_forgotten() -> bool:
+        return not await found.refuses(KILLER) and not await redis.exists(keys.lost(KILLER), keys.REFUSED)
+
+    await until(is_forgotten)
+
+
+async def test_only_the_latest_are_kept(redis: Redis, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(losses, "MOST_REFUSED", 3)
+    found = Losses(redis)
+    for number in range(5):
+        for worker in ("a", "b"):
+            found.lost(worker, f"{number}")
+        await until(lambda: redis.zscore(keys.REFUSED, f"{number}"))  # noqa: B023
+    assert await redis.zcard(keys.REFUSED) == 3
+
+
+async def test_without_redis_nobody_is_refused(tmp_path_factory: pytest.TempPathFactory) -> None:
+    away = Redis(unix_socket_path=str(tmp_path_factory.mktemp("no") / "redis.sock"))
+    found = Losses(away)
+    for worker in ("a", "b"):
+        found.lost(worker, KILLER)
+    assert not await found.refuses(KILLER)
+    await found.close()
+    await away.aclose()
