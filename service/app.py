@@ -20,6 +20,7 @@ from service.api.bodies import explain
 from service.api.caller import find_caller
 from service.api.context import Context
 from service.api.edge import Edge
+from service.api.held import Held
 from service.api.relay import Relay
 from service.api.remembered import Remembered
 from service.api.routing import Routes
@@ -70,7 +71,7 @@ def create_app(settings: Settings, clock: Callable[[], float] | None = None) -> 
         callers = Remembered(partial(find_caller, database, now))
         served = Remembered(partial(served_of, database))
         parts = (database, storage, redis, settings, now, early, progress, serving_cache, bell, seal)
-        app.state.context = Context(*parts, relay, callers, served)
+        app.state.context = Context(*parts, relay, Held(), callers, served)
         yield
         await relay.close()
         keeping.cancel()

@@ -7,6 +7,7 @@ from typing import Annotated, cast
 from fastapi import Depends, Request
 from redis.asyncio import Redis
 
+from service.api.held import Held
 from service.api.relay import Relay
 from service.api.remembered import Remembered
 from service.db.models import Served
@@ -34,6 +35,7 @@ class Context:
     bell: Bell
     seal: Seal
     relay: Relay
+    held: Held
     callers: Remembered[str | None, Caller]  # by API key
     served: Remembered[str, Served]  # by model
 

@@ -13,7 +13,8 @@ from starlette.requests import ClientDisconnect
 from starlette.types import Receive, Scope, Send
 
 from service.api.caller import CalledOnline
-from service.api.context import InContext
+from service.api.context import Context, InContext
+from service.api.held import HeldBody
 from service.api.relay import PREFIX_BYTES, STREAM, OnlineRequest, Relay
 from service.db.tables import Tier
 from service.endpoints import BY_PATH, ONLINE
@@ -21,6 +22,7 @@ from service.errors import ApiError, BadRequest, NotFound, Unavailable
 from service.metrics.counters import ONLINE_FIRST_TOKEN, ONLINE_REQUESTS, ONLINE_TOKEN
 from service.requests.body_limits import body_faults
 from service.requests.lines import nesting_fault, quoted
+from service.tenants.keys import Caller
 
 LARGE_BYTES = 64 * 1024  # a larger body is checked in a thread, so that streams go on
 LOST_CODE = "worker_lost"
@@ -37,19 +39,31 @@ log = structlog.get_logger()
 
 async def _answer(request: Request, context: InContext, caller: CalledOnline) -> Response:
     """Answer one request at once, while batches run."""
-    path = request.url.path
+    held = context.held.body(caller.project.id)
     try:
-        raw = b"".join([piece async for piece in request.stream()])  # `body` would keep it as long as the request
+        online = await _read(request, context, caller, held)
     except ClientDisconnect:
+        held.let_go()
         return Response(status_code=CLIENT_LEFT)
+    except BaseException:
+        held.let_go()
+        raise
+    return OnlineResponse(context.relay, online, held)
+
+
+async def _read(request: Request, context: Context, caller: Caller, held: HeldBody) -> OnlineRequest:
+    """Read and check a request. Raises ApiError."""
+    path, pieces = request.url.path, list[bytes]()
+    async for piece in request.stream():  # `body` would keep it as long as the request
+        held.add(len(piece))
+        pieces.append(piece)
+    raw = b"".join(pieces)
     check = partial(_checked, path, raw, context.settings.allow_patterns)
     asked = await asyncio.to_thread(check) if len(raw) > LARGE_BYTES else check()
     await _check_model(context, asked, path)
     await context.relay.check(asked.digest)
-    online = OnlineRequest(
-        path, asked.model, caller.tier(asked.tier), asked.prefix, raw, asked.digest, request.state.request_id
-    )
-    return OnlineResponse(context.relay, online)
+    tier = caller.tier(asked.tier)
+    return OnlineRequest(path, asked.model, tier, asked.prefix, raw, asked.digest, request.state.request_id)
 
 
 class Asked(NamedTuple):
@@ -68,10 +82,11 @@ class OnlineResponse(Response):
     A client that does not read is cut off by `connections.py`.
     """
 
-    def __init__(self, relay: Relay, asked: OnlineRequest) -> None:
+    def __init__(self, relay: Relay, asked: OnlineRequest, held: HeldBody) -> None:
         super().__init__()
         self._relay = relay
         self._asked = asked
+        self._held = held
         self._is_started = False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -82,6 +97,7 @@ class OnlineResponse(Response):
             sending.cancel()
             leaving.cancel()
             await asyncio.wait({sending, leaving})
+            self._held.let_go()
         labels = (self._asked.model, self._asked.tier)
         if sending.cancelled():
             ONLINE_REQUESTS.labels(*labels, "client_left").inc()
@@ -104,6 +120,7 @@ class OnlineResponse(Response):
             await send({"type": "http.response.start", "status": relayed.status, "headers": headers})
             labels = (self._asked.model, self._asked.tier)
             self._asked = self._asked._replace(body=b"")  # a stream may take long
+            self._held.let_go()
             first, tokens, mark = time.perf_counter(), 0, endpoint.token_mark
             if relayed.streams:
                 ONLINE_FIRST_TOKEN.labels(*labels).observe(first - began)

@@ -1,0 +1,52 @@
+"""Bounds the bytes of online requests' bodies that a process of the API holds."""
+
+from collections import Counter
+
+from service.errors import Unavailable
+
+SMALL_BYTES = 64 * 1024  # up to which a body is never refused for those of others
+MOST_BYTES = 512 * 1024 * 1024
+SHARE = 2  # one project may hold this fraction, 1 / SHARE, of MOST_BYTES
+
+
+class Held:
+    """Counts the bytes of large bodies, by project, until their answers begin."""
+
+    def __init__(self, most_bytes: int = MOST_BYTES) -> None:
+        self._most = most_bytes
+        self._of: Counter[str] = Counter()
+
+    def body(self, project_id: str) -> "HeldBody":
+        """Return the count of a body that will come."""
+        return HeldBody(self, project_id)
+
+    def move(self, project_id: str, more: int) -> None:
+        """Count bytes that come, or go if `more` is below 0. Raises Unavailable for more than may come now."""
+        is_full = self._of[project_id] + more > self._most // SHARE or self._of.total() + more > self._most
+        if more > 0 and is_full:
+            message = "The service holds as many large requests as it can. Try again when some are answered."
+            raise Unavailable(message, code="overloaded")
+        self._of[project_id] += more
+        if not self._of[project_id]:
+            del self._of[project_id]
+
+
+class HeldBody:
+    """Counts the bytes of one body while it comes."""
+
+    def __init__(self, held: Held, project_id: str) -> None:
+        self._held = held
+        self._project_id = project_id
+        self._bytes = self._counted = 0
+
+    def add(self, more: int) -> None:
+        """Count a piece. Raises Unavailable if there is no room for it."""
+        self._bytes += more
+        if self._bytes > SMALL_BYTES:
+            self._held.move(self._project_id, self._bytes - self._counted)
+            self._counted = self._bytes
+
+    def let_go(self) -> None:
+        """Count the body no more; a second call changes nothing."""
+        self._held.move(self._project_id, -self._counted)
+        self._counted = 0
