@@ -34,7 +34,7 @@ def main() -> None:
     parser.add_argument("--words", type=int, default=400, help="words of each prompt (default: 400)")
     given = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="batchweave-lag-") as name:
-        port, metrics_port = _free_port(), _free_port()
+        port, metrics_port = free_port(), free_port()
         command = [sys.executable, "-m", "service.cli", "up", "--data-dir", f"{name}/data", "--port", str(port)]
         variables = {
             "BATCHWEAVE_EMULATED_DEVICE": "no answer is real",
@@ -56,7 +56,7 @@ def main() -> None:
     _print({bound: after[bound] - before.get(bound, 0.0) for bound in after}, given.requests / seconds)
 
 
-def _free_port() -> int:
+def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return probe.getsockname()[1]

@@ -143,16 +143,16 @@ def length(row: Row) -> int:
 
 def beside(rows: list[Row], online: Online, arrivals: Arrivals, group: int = 0) -> Traffic:
     """Return the rows as a batch beside the online requests that arrive; `group`: see `Traffic`."""
-    prompts, output, caps = _together(rows, online, arrivals)
+    prompts, output, caps = together(rows, online, arrivals)
     return Traffic.of(prompts, output, caps, arrivals, group)
 
 
 def pair_beside(rows: list[Row], online: Online, arrivals: Arrivals) -> Pair:
     """Return the same for two engines."""
-    return Pair.of(*_together(rows, online, arrivals), arrivals)
+    return Pair.of(*together(rows, online, arrivals), arrivals)
 
 
-def _together(rows: list[Row], online: Online, arrivals: Arrivals) -> tuple[Prompts, Column, Column]:
+def together(rows: list[Row], online: Online, arrivals: Arrivals) -> tuple[Prompts, Column, Column]:
     """Return prompts and true outputs of the batch and then of the arrivals, and the batch's max_tokens."""
     outputs = np.array([row.output_tokens for row in rows], dtype=np.int64)
     prompts = Prompts.of_segments([*(row.segments for row in rows), *online.named(arrivals)])

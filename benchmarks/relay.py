@@ -10,18 +10,15 @@ engine runs, so the relay is all there is to measure.
 import argparse
 import asyncio
 import json
-import subprocess
 import tempfile
 import time
 from collections.abc import AsyncIterator
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import aiohttp
 import numpy as np
-import redis as sync_redis
 from redis.asyncio import Redis
 
 from service.db.migrate import upgrade
@@ -30,12 +27,10 @@ from service.db.sessions import Database
 from service.queue.progress import Heartbeat
 from service.queue.trust import address_proof, deployment_token
 from service.settings import load_settings
-from service.up.embedded_redis import server_command
 from service.worker.door import Door
-from tests.hostile.server import Role, running
+from tests.hostile.server import SECRET, Role, redis_server, running
 
 CHAT = "/v1/chat/completions"
-SECRET = "of these tests alone"  # as tests.hostile.server sets it
 CHUNK = {
     "id": "chatcmpl-" + "0" * 32,
     "object": "chat.completion.chunk",
@@ -43,6 +38,7 @@ CHUNK = {
     "model": "m",
     "choices": [{"index": 0, "delta": {"content": " token"}, "logprobs": None, "finish_reason": None}],
 }
+BODY = {"model": "m", "messages": [{"role": "user", "content": "x"}], "stream": True}
 EVENT = f"data: {json.dumps(CHUNK)}\n\n".encode()
 
 
@@ -69,11 +65,12 @@ class Metronome:
     async def close(self) -> None: ...
 
 
-async def read(session: aiohttp.ClientSession, url: str, headers: dict[str, str]) -> tuple[float, int]:
+async def read(
+    session: aiohttp.ClientSession, url: str, headers: dict[str, str], body: dict[str, Any]
+) -> tuple[float, int]:
     """Read one stream; return the seconds to its first token, and its tokens."""
-    body = {"model": "m", "messages": [{"role": "user", "content": "x"}], "stream": True}
     began, first_s, tokens = time.perf_counter(), 0.0, 0
-    async with session.post(url + CHAT, json=body, headers=headers) as response:
+    async with session.post(url, json=body, headers=headers) as response:
         response.raise_for_status()
         async for line in response.content:
             if line.startswith(b"data: "):
@@ -89,7 +86,7 @@ async def measure(url: str, headers: dict[str, str], streams: int, apart_s: floa
     async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as session:
         tasks: list[asyncio.Task[tuple[float, int]]] = []
         for _ in range(streams):
-            tasks.append(asyncio.create_task(read(session, url, headers)))
+            tasks.append(asyncio.create_task(read(session, url + CHAT, headers, BODY)))
             await asyncio.sleep(apart_s)
         found = await asyncio.gather(*tasks)
     return np.array([first for first, _ in found]), sum(tokens for _, tokens in found)
@@ -137,20 +134,10 @@ def main() -> None:
     given = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="batchweave-relay-") as name:
         folder = Path(name)
-        database_url, socket = f"sqlite:///{folder / 'test.db'}", folder / "redis.sock"
+        database_url = f"sqlite:///{folder / 'test.db'}"
         upgrade(load_settings(database_url=database_url).database)
-        server = subprocess.Popen(server_command(socket, folder), stdout=subprocess.DEVNULL)
-        try:
-            while True:
-                with suppress(sync_redis.RedisError):
-                    sync_redis.Redis(unix_socket_path=str(socket)).ping()
-                    break
-                time.sleep(0.05)
-            with running("api", folder, database_url, f"unix://{socket}") as api:
-                asyncio.run(run(api, folder, database_url, f"unix://{socket}", given))
-        finally:
-            server.terminate()
-            server.wait()
+        with redis_server(folder) as redis_url, running("api", folder, database_url, redis_url) as api:
+            asyncio.run(run(api, folder, database_url, redis_url, given))
 
 
 if __name__ == "__main__":
