@@ -157,7 +157,8 @@ def _database_error(request: Request, error: Exception) -> Response:
         return _answer(
             request, BadRequest("A value in the request cannot be stored or looked up.", code="invalid_request")
         )
-    if not (error.connection_invalidated or isinstance(error, OperationalError | InterfaceError)):
+    is_new = error.statement is None  # what a server says to a new connection, for example that it starts
+    if not (error.connection_invalidated or is_new or isinstance(error, OperationalError | InterfaceError)):
         return _unexpected_error(request, error)
     log.error("database failed", path=request.url.path, error=repr(error))
     return _answer(request, Unavailable("The database is not responding. Try again.", code="database_unavailable"))

@@ -19,7 +19,7 @@ AT_ONCE = 6
 PAUSE_S = 0.05
 SILENT_S = 240.0  # longer than any fault lasts
 GONE_S = 10.0  # in which a killed process is gone
-WHOLE, FAILED, REFUSED, API_DIED = "whole", "ended by an error event", "refused", "cut when the API died"
+WHOLE, FAILED, NOT_BEGUN, API_DIED = "whole", "ended by an error event", "not begun", "cut when the API died"
 
 
 @dataclass
@@ -83,10 +83,10 @@ class Streams:
             self._note_end(content, lines)
 
     def _note_refusal(self, status: int, body: bytes) -> None:
-        """Note a request that did not begin: it must have OpenAI's error, and a 500 or 503."""
+        """Note a request that did not begin: it must have OpenAI's error, and a 503."""
         try:
             error = json.loads(body)["error"]
-            is_right, said = status in (500, 503) and bool(error["message"]), f"{REFUSED}: {error['code']}"
+            is_right, said = status == 503 and bool(error["message"]), f"{NOT_BEGUN}: {error['code']}"
         except (ValueError, LookupError, TypeError) as fault:
             is_right, said = False, repr(fault)
         if is_right:
