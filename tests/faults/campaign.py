@@ -28,7 +28,7 @@ def campaign(town: Town, faults: int, requests: int, say: Callable[[str], None])
     Raises AssertionError.
     """
     number = 0
-    town.streams.start()
+    town.start_streams()
     while town.happened.total() < faults:
         killers = KILLERS if number % 2 else 0
         town.keep_alive()

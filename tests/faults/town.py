@@ -97,6 +97,14 @@ class Town:
     def _api(self) -> int | None:
         return self._running["api"].pid
 
+    def start_streams(self) -> None:
+        """Wait until a worker has registered its model, without which there is nothing to ask, and start them."""
+        until = time.monotonic() + BATCH_S
+        while "test-model" not in [each.id for each in self._until_heard(self.client.models.list)]:
+            assert time.monotonic() < until, f"no worker registered its model: {self._tail()}"
+            time.sleep(0.05)
+        self.streams.start()
+
     def judge_streams(self) -> None:
         """Every stream ended as it may, most that began are whole, and no worker holds one that nobody reads."""
         self.streams.stop()
