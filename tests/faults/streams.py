@@ -60,13 +60,13 @@ class Streams:
     async def _ask(self, client: httpx.AsyncClient, rng: random.Random) -> None:
         while not self._stopped.is_set():
             await asyncio.sleep(rng.random() * 2 * PAUSE_S)
-            content, api = f"stream {rng.randrange(1 << 40)}", self.api()
+            content, apis = f"stream {rng.randrange(1 << 40)}", {self.api()}
             messages = [{"role": "user", "content": content}]
             body = {"model": self.model, "messages": messages, "stream": True, **self.more}
             lines = list[str]()
             try:
                 async with client.stream("POST", CHAT, json=body) as answer:
-                    api = self.api()
+                    apis.add(self.api())  # one may have died before the request came, and the next one answered it
                     if answer.status_code != 200:
                         self._note_refusal(answer.status_code, await answer.aread())
                         continue
@@ -75,7 +75,7 @@ class Streams:
                 await asyncio.sleep(PAUSE_S)
                 continue
             except httpx.TransportError as error:
-                if await self._is_gone(api):
+                if await self._one_is_gone(apis):
                     self.ended[API_DIED] += 1
                 else:
                     self.wrong.append(f"{error!r} after {lines}")
@@ -108,14 +108,18 @@ class Streams:
         else:
             self.wrong.append(f"{len(lines)} lines for {content}, the last one {last!r:.200}: {said}")
 
-    async def _is_gone(self, pid: int | None) -> bool:
-        """Return whether the process ends within GONE_S, or has ended."""
+    async def _one_is_gone(self, pids: set[int | None]) -> bool:
+        """Return whether one of these processes has ended, or ends within GONE_S."""
         until = time.monotonic() + GONE_S
         while time.monotonic() < until:
-            try:
-                if pid is None or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE or self.api() != pid:
-                    return True
-            except psutil.NoSuchProcess:
+            if any(pid is None or not _lives(pid) for pid in pids) or self.api() not in pids:
                 return True
             await asyncio.sleep(0.1)
+        return False
+
+
+def _lives(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
         return False
