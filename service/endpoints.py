@@ -13,7 +13,8 @@ class Endpoint:
     """Describes an endpoint: a body's `required` fields and the `id_prefix` of answers.
 
     `generates` is true if the engine generates tokens one by one, false if it answers all at once. `online` is true if
-    clients may also call it outside of batches, and `streams` if they may ask for the tokens as they come.
+    clients may also call it outside of batches, and `streams` if they may ask for the tokens as they come. Each token
+    of a stream has one `token_mark`; `typed` is true if the stream's events name their types.
     """
 
     required: tuple[str, ...]
@@ -21,20 +22,21 @@ class Endpoint:
     generates: bool = True
     online: bool = False
     streams: bool = False
-    token_mark: bytes = b"\n\n"  # each token of a stream has one
+    token_mark: bytes = b"\n\n"
+    typed: bool = False
 
     def error_event(self, body: dict[str, Any]) -> bytes:
         """Return the server-sent event that ends a stream with this error, which is in OpenAI's envelope."""
-        typed = self.token_mark.startswith(b"event: ")  # as responses have them
-        more = {"type": "error", **{name: body["error"][name] for name in ("code", "message", "param")}}
-        kind = b"event: error\n" if typed else b""
-        return kind + b"data: " + msgspec.json.encode({**body, **more} if typed else body) + b"\n\n"
+        if not self.typed:
+            return b"data: " + msgspec.json.encode(body) + b"\n\n"
+        said = {name: body["error"][name] for name in ("code", "message", "param")}
+        return b"event: error\ndata: " + msgspec.json.encode({**body, "type": "error", **said}) + b"\n\n"
 
 
 BY_PATH = {
     "/v1/chat/completions": Endpoint(("model", "messages"), "chatcmpl-", online=True, streams=True),
     "/v1/completions": Endpoint(("model", "prompt"), "cmpl-", online=True, streams=True),
-    "/v1/responses": Endpoint(("model", "input"), "resp_", online=True, streams=True, token_mark=DELTA),
+    "/v1/responses": Endpoint(("model", "input"), "resp_", online=True, streams=True, token_mark=DELTA, typed=True),
     "/v1/embeddings": Endpoint(("model", "input"), "embd-", generates=False, online=True),
     "/v1/score": Endpoint(("model", "query", "items"), "score-", generates=False),
     "/v1/rerank": Endpoint(("model", "query", "documents"), "rerank-", generates=False),

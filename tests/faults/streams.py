@@ -89,10 +89,7 @@ class Streams:
             is_right, said = status == 503 and bool(error["message"]), f"{NOT_BEGUN}: {error['code']}"
         except (ValueError, LookupError, TypeError) as fault:
             is_right, said = False, repr(fault)
-        if is_right:
-            self.ended[said] += 1
-        else:
-            self.wrong.append(f"{status}: {body!r:.300} {said}")
+        self._count(is_right, said, f"{status}: {body!r:.300}")
 
     def _note_end(self, content: str, lines: list[str]) -> None:
         """Note how a stream ended: its last line says whether the answer is whole."""
@@ -103,10 +100,14 @@ class Streams:
             is_right = self.is_right(content, [json.loads(piece) for piece in pieces], is_whole)
         except (ValueError, LookupError, TypeError) as fault:
             is_right, said = False, repr(fault)
+        self._count(is_right, said, f"{len(lines)} lines for {content}, the last one {last!r:.200}")
+
+    def _count(self, is_right: bool, said: str, seen: str) -> None:
+        """Count how a request ended, or note what was seen of one that ended as none may."""
         if is_right:
             self.ended[said] += 1
         else:
-            self.wrong.append(f"{len(lines)} lines for {content}, the last one {last!r:.200}: {said}")
+            self.wrong.append(f"{seen}: {said}")
 
     async def _one_is_gone(self, pids: set[int | None]) -> bool:
         """Return whether one of these processes has ended, or ends within GONE_S."""

@@ -63,6 +63,7 @@ async def test_a_refusal_ends(redis: Redis) -> None:
         return not await found.refuses(KILLER) and not await redis.exists(keys.lost(KILLER), keys.REFUSED)
 
     await until(is_forgotten)
+    assert not await found.refuses(KILLER)
 
 
 async def test_only_the_latest_are_kept(redis: Redis, monkeypatch: pytest.MonkeyPatch) -> None:
