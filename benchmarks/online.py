@@ -20,245 +20,35 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Generator, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
-from functools import cached_property
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from statistics import mean
 from typing import Any
 from uuid import uuid4
 
 import aiohttp
-import httpx
 import numpy as np
 import openai
 import psutil
-from prometheus_client.parser import text_string_to_metric_families
 from redis.asyncio import Redis
 
-from benchmarks import online_traffic, relay
-from benchmarks.colocate import FLOOD_S, MACHINES
-from benchmarks.emulated import tokens_of
-from benchmarks.loop_lag import free_port
-from benchmarks.online_traffic import Online, batch_rows
-from benchmarks.traces import Row
-from engine_ext.arrays import Floats, column
+from benchmarks import relay
+from benchmarks.online_scene import Scene, scene
+from benchmarks.online_service import START_S, STOCK, Service, service
+from engine_ext.arrays import Floats
 from engine_ext.coserve.slo import SloClass
-from engine_ext.costs.cost import CostModel
-from engine_ext.costs.engine_model import Clock, EngineModel
-from engine_ext.costs.hardware import Machine
-from engine_ext.simulate.arrivals import Arrivals, at_rate
 from engine_ext.simulate.colocate import OURS
-from engine_ext.simulate.colocate import play as simulate
-from engine_ext.simulate.contest import online_capacity
 from engine_ext.simulate.line import DRAIN
-from engine_ext.simulate.measured import Settings, measured
-from engine_ext.simulate.shared_engine import DONE
-from engine_ext.simulate.traffic import Traffic
-from service.db.migrate import upgrade
-from service.demo.model import NAME, ensure_demo_model
-from service.demo.prompts import corpus
-from service.estimates.model_costs import planning_costs, read_hardware
+from service.demo.model import NAME
 from service.queue.progress import Heartbeat
 from service.queue.trust import deployment_token
 from service.settings import load_settings
-from tests.hostile.server import SECRET, Role, redis_server, running
+from tests.hostile.server import SECRET
 
 COMPLETIONS = "/v1/completions"
-CHUNK = 2048  # prompt tokens of a step
-LONGEST = 16_384  # tokens of a request; longer ones are left out
-RUNNING = 1024
-START_S = 600.0
-WARM_UP = 0.2  # of the arrivals' time
 FILE_REQUESTS = 4_000
 STREAMS, STREAM_TOKENS, ROUNDS, APART_S = 50, 64, 6, 0.05
-ALONE, STOCK = "online alone", "sglang"
+ALONE = "online alone"
 SIMULATED = {ALONE: "online-only", STOCK: "fcfs", OURS: OURS}  # what the simulator calls them
-
-
-@dataclass(frozen=True)
-class Scene:
-    """Holds the traffic of a run on `workers` machines like `cost`, all of them `slowed` times."""
-
-    cost: CostModel
-    model: EngineModel
-    online: Online
-    arrivals: Arrivals
-    rows: list[Row]
-    workers: int
-    slowed: float
-
-    @cached_property
-    def outputs(self) -> list[int]:
-        """The output tokens of the batch's requests."""
-        return [row.output_tokens for row in self.rows]
-
-    @cached_property
-    def prompts(self) -> tuple[list[list[int]], list[list[int]]]:
-        """The token ids of the batch's prompts, and of those of online requests."""
-        ids = tokens_of([*(row.segments for row in self.rows), *self.online.named(self.arrivals)])
-        return ids[: len(self.rows)], ids[len(self.rows) :]
-
-    @property
-    def duration_s(self) -> float:
-        return self.arrivals.duration_s * self.slowed
-
-    def slo(self, slowed: float) -> SloClass:
-        return SloClass(ttft_s=1.0 * slowed, tpot_s=0.05 * slowed)
-
-    def simulated(self, policy: str) -> dict[str, float]:
-        """Return what the simulator says of engines among which the online requests are dealt out in turn.
-
-        The batch's tokens are counted as those of the service: of answers that end while online requests come, without
-        the first part of that time, because these engines begin empty.
-        """
-        found = [self._simulated(policy, number) for number in range(self.workers)]
-        return {
-            "attained": 1.0 - mean(attained for attained, _ in found),
-            "batch_tokens_per_s": sum(tokens for _, tokens in found) / self.slowed,
-        }
-
-    def _simulated(self, policy: str, number: int) -> tuple[float, float]:
-        """Return the share of one engine's online requests that were late, and the batch's tokens per second."""
-        part = slice(number, None, self.workers)
-        all_of = self.arrivals
-        arrivals = Arrivals(all_of.arrives_s[part], all_of.number[part], all_of.copy[part], all_of.duration_s)
-        prompts, output, _ = online_traffic.together(self.rows, self.online, arrivals)
-        caps = np.array(self.outputs, dtype=np.int64)  # as max_tokens in the batch's file say
-        traffic, settings, slo = Traffic.of(prompts, output, caps, arrivals), Settings(chunk=CHUNK), self.slo(1.0)
-        played = simulate(traffic, self.cost, self.model, policy, settings, slo)
-        batch, requests = slice(0, traffic.batch), played.engines[0].requests
-        until_s, since_s = arrivals.duration_s, WARM_UP * arrivals.duration_s
-        last_s = np.where(column(requests, "state") == DONE, column(requests, "last_s"), np.inf)[batch]
-        ended = (last_s > since_s) & (last_s <= until_s)
-        tokens = (traffic.lengths + traffic.output)[batch][ended].sum()
-        late = measured(policy, settings, [played], slo, self.cost).violations
-        return late, float(tokens) / (until_s - since_s)
-
-
-def scene(given: argparse.Namespace) -> Scene:
-    """Return online requests at a share of what the workers can do of them, and a batch."""
-    place = MACHINES["h200"]
-    cost, model = place.engine()
-    online = online_traffic.conversations(given.data, LONGEST)
-    own_rate = len(online.arrives_s) / online.arrives_s[-1]
-    generator = np.random.default_rng(given.seed)
-    flood = at_rate(online.arrives_s, own_rate, FLOOD_S, generator)
-    rate = given.load * given.workers * online_capacity(*online.at(flood), cost, model)
-    arrivals = at_rate(online.arrives_s, rate, given.seconds / given.slowed, generator)
-    rows = batch_rows(given.data, given.batch, given.seed, LONGEST, given.requests)
-    return Scene(cost, model, online, arrivals, rows, given.workers, given.slowed)
-
-
-def stand_in(source: Path, wanted: CostModel, slowed: float) -> dict[str, Any]:
-    """Return hardware on which the model in `source` costs what `wanted` says, times `slowed`.
-
-    So a small model stands for a large one. Its links do not count, because it has one accelerator.
-    """
-    plain = Machine(read_hardware("h200"))
-    mine = CostModel(planning_costs(str(source), "h200", 1).shape, plain)
-    capacity = wanted.kv_capacity_tokens(0.9)
-    weights = mine.shape.weight_bytes(2)
-    flops = plain.flops("bf16") * mine.gemm_s_per_token / wanted.gemm_s_per_token / slowed
-    return {
-        "name": f"h200 slowed {slowed:g} times, as for {wanted.shape.name}",
-        "flops": {"bf16": flops},
-        "bandwidth": plain.bandwidth * mine.read_s_per_token / wanted.read_s_per_token / slowed,
-        "weight_bandwidth": plain.weight_bandwidth * mine.weights_s / wanted.weights_s / slowed,
-        "attention_flops": plain.attention_flops("bf16") * mine.quadratic_s / wanted.quadratic_s / slowed,
-        "memory_bytes": (weights + (capacity + 0.5) * mine.kv_bytes_per_token) / 0.9,
-    }
-
-
-def check(source: Path, described: Path, wanted: CostModel, slowed: float) -> None:
-    """Check that the emulated machine's steps take as long as they should."""
-    found = EngineModel.of(planning_costs(str(source), str(described), 1), Clock.MIXED)
-    model = EngineModel.of(wanted, Clock.MIXED)
-    for name in ("gemm_s", "read_s", "quadratic_s", "weights_s"):
-        assert np.isclose(getattr(found, name), getattr(model, name) * slowed), name
-    assert abs(found.capacity - model.capacity) <= 1
-
-
-@dataclass(frozen=True)
-class Service:
-    """Is a running service: its API and workers, and the ports on which the workers serve metrics."""
-
-    api: Role
-    workers: list[Role]
-    metrics_ports: list[int]
-    redis_url: str
-
-    def tokens(self) -> float:
-        """Return the prompt and output tokens of the answers of batches so far."""
-        return sum(self._read("batchweave_answer_tokens_total", kind=kind) for kind in ("input", "output"))
-
-    def lag(self) -> float:
-        """Return the share of looks at the workers' event loops at which they were at most 5 ms late."""
-        name = "batchweave_loop_lag_seconds_bucket"
-        return self._read(name, le="0.005") / max(1.0, self._read(name, le="+Inf"))
-
-    def cpu_s(self) -> float:
-        """Return the CPU seconds of API, workers and their engines so far."""
-        processes = [self.api.process, *(worker.process for worker in self.workers)]
-        every = [each for process in processes for each in (process, *process.children(recursive=True))]
-        return sum(sum(each.cpu_times()[:2]) for each in every)
-
-    def _read(self, name: str, **labels: str) -> float:
-        total = 0.0
-        for port in self.metrics_ports:
-            text = httpx.get(f"http://127.0.0.1:{port}/metrics", timeout=30).text
-            for family in text_string_to_metric_families(text):
-                for sample in family.samples:
-                    if sample.name == name and labels.items() <= sample.labels.items():
-                        total += sample.value
-        return total
-
-
-@contextmanager
-def service(here: Scene, scheduling: str, folder: Path) -> Generator[Service, None, None]:
-    """Start the service, and wait until its workers can be asked."""
-    source = ensure_demo_model(folder / "model", corpus())
-    described, slo = folder / "machine.json", folder / "slo.json"
-    described.write_text(json.dumps(stand_in(source, here.cost, here.slowed)))
-    check(source, described, here.cost, here.slowed)
-    bounds = here.slo(here.slowed)
-    slo.write_text(json.dumps({"slo": {"ttft_s": bounds.ttft_s, "tpot_s": bounds.tpot_s}}))
-    arguments = {
-        "max_total_tokens": here.model.capacity,
-        "max_running_requests": RUNNING,
-        "chunked_prefill_size": CHUNK,
-        "context_length": LONGEST,
-        "json_model_override_args": json.dumps({"max_position_embeddings": LONGEST}),
-    }
-    variables = {
-        "BATCHWEAVE_MODEL": str(source),
-        "BATCHWEAVE_MODEL_NAME": NAME,
-        "BATCHWEAVE_ENGINE_ARGS": json.dumps(arguments),
-        "BATCHWEAVE_EMULATED_DEVICE": "no answer is real",
-        "BATCHWEAVE_GPU": str(described),
-        "BATCHWEAVE_OVERLAP": "mixed",
-        "BATCHWEAVE_SCHEDULING": scheduling,
-        "BATCHWEAVE_ONLINE_HOST": "127.0.0.1",
-        "BATCHWEAVE_CONNECTIONS_PER_ADDRESS": "0",  # SGLang's client opens one for each request
-        **({} if scheduling == STOCK else {"BATCHWEAVE_SLO_FILE": str(slo)}),
-    }
-    database_url = f"sqlite:///{folder / 'batchweave.db'}"
-    upgrade(load_settings(database_url=database_url).database)
-    with ExitStack() as stack:
-        redis_url = stack.enter_context(redis_server(folder))
-        api = stack.enter_context(running("api", folder, database_url, redis_url, variables=variables))
-        stack.enter_context(running("planner", folder, database_url, redis_url, variables=variables))
-        ports, workers = [free_port() for _ in range(here.workers)], list[Role]()
-        for number, port in enumerate(ports):
-            own = {"BATCHWEAVE_WORKER_NAME": f"worker-{number}", "BATCHWEAVE_METRICS_PORT": str(port), **variables}
-            workers.append(stack.enter_context(running("worker", folder, database_url, redis_url, variables=own)))
-        deadline = time.monotonic() + START_S
-        while httpx.get(f"{api.url}/readyz", timeout=30).json().get("workers") != here.workers:
-            if time.monotonic() > deadline or any(each.process.status() == psutil.STATUS_ZOMBIE for each in workers):
-                raise SystemExit(f"the workers did not start:\n{workers[0].log.read_text()[-4000:]}")
-            time.sleep(0.5)
-        yield Service(api, workers, ports, redis_url)
 
 
 def start_batches(client: openai.OpenAI, here: Scene, folder: Path) -> list[str]:
@@ -335,8 +125,7 @@ def measure(here: Scene, name: str, running_service: Service, folder: Path) -> d
             raise SystemExit(f"the batch did not start: {client.batches.retrieve(ids[0])}")
         time.sleep(0.5)
     before, cpu_s, began = running_service.tokens(), running_service.cpu_s(), time.monotonic()
-    play_for = asyncio.run(_timed(here, url, running_service))
-    outputs, tokens, after_s = play_for
+    outputs, tokens, after_s = asyncio.run(_timed(here, url, running_service))
     row: dict[str, Any] = {"policy": name, **figures(outputs, here.slo(here.slowed))}
     if ids:
         if tokens > 0.95 * sum(here.outputs) + 0.95 * sum(map(len, here.prompts[0])):
