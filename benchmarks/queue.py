@@ -27,6 +27,7 @@ from service.jobs.planner import Planner
 from service.jobs.validator import Validator
 from service.metrics.queue import figures
 from service.objects.storage import Storage
+from service.queue.connection import open_redis
 from service.queue.leases import owners_of_expired, shorten_absurd
 from service.queue.urgency import Turns, waiting_models
 from service.settings import load_settings
@@ -69,7 +70,7 @@ async def measure(kind: str, url: str, folder: Path, pid: int | None, slices: in
         "estimates, every 2 s for all GETs": lambda: outlook(database),
         "reconciler": lambda: reconcile(database, now),
         "validator": Validator(database, storage, settings, time.time).run_once,
-        "planner": Planner(database, storage, settings, time.time).run_once,
+        "planner": Planner(database, storage, settings, time.time, open_redis("unix:///nowhere.sock")).run_once,
         "finalizer": Finalizer(database, storage, time.time).run_once,
         "expiry": Expiry(database, storage, time.time).run_once,
         "/metrics": lambda: scrape(database, now),

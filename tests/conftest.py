@@ -190,3 +190,11 @@ def settings(tmp_path: Path, database_url: str, redis_url: str) -> Settings:
 @pytest.fixture
 def storage(settings: Settings) -> Storage:
     return Storage.open(settings.storage)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any, error: object) -> None:
+    """Say how a process of pytest-xdist ended that died; a signal is negative."""
+    if error is not None:
+        with suppress(AttributeError, subprocess.TimeoutExpired):
+            print(f"\nthe process of {node.gateway.id} ended with {node.gateway._io.popen.wait(10)}", flush=True)

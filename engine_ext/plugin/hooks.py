@@ -23,6 +23,7 @@ from engine_ext.plugin.scheduler import (
     retune,
     sampling,
     steps,
+    withdrawals,
 )
 
 
@@ -36,6 +37,8 @@ def hooks() -> list[tuple[str, Callable[..., Any], HookType]]:
         found += admission_hooks.HOOKS
         if options.overlap is Overlap.PDMUX:
             found += pdmux.HOOKS
+    else:
+        found += withdrawals.HOOKS
     if options is not None and options.overlap is Overlap.NANO and not options.emulated:
         found += nano.HOOKS
     if options is not None and options.retunes:

@@ -134,7 +134,7 @@ def worker(model: ModelOption = None, model_name: NameOption = None) -> None:
     from service.db.models import register_model
     from service.metrics.engine import EngineMetrics
     from service.queue.progress import Starting
-    from service.worker.loop import Worker, make_engine
+    from service.worker.loop import IN_FLIGHT, Worker, make_engine
 
     settings = settings_of(model=model, model_name=model_name)
     log_to(sys.stdout)
@@ -162,7 +162,7 @@ def worker(model: ModelOption = None, model_name: NameOption = None) -> None:
         if settings.emulated_device is not None:
             structlog.get_logger().warning("the device is emulated: no answer is real", device=engine.device)
         structlog.get_logger().info("engine ready", model=settings.served_model, device=engine.device)
-        in_flight = 4 * await engine.max_running_requests()
+        in_flight = IN_FLIGHT * await engine.max_running_requests()
         parts = (database, storage, redis, engine, settings, clock)
         starting.end()
         async with watched_loop():

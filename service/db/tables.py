@@ -12,6 +12,7 @@ from sqlalchemy import (
     ForeignKey,
     Index,
     Integer,
+    LargeBinary,
     String,
     Text,
     false,
@@ -350,7 +351,11 @@ class Window(Base):
 
 
 class Slice(Base):
-    """A contiguous part of a window's order. A `ready` row is to be announced; Redis only holds hints."""
+    """A part of a window's order. A `ready` row is to be announced; Redis only holds hints.
+
+    A slice has the `count` requests from `first` on until its worker hands some over. Then `offsets` says which it has,
+    counted from `first`, as little-endian uint32.
+    """
 
     __tablename__ = "slices"
     __table_args__ = (_partial("ix_slices_leased", "lease_until", where="status = 'leased'"),)
@@ -360,6 +365,7 @@ class Slice(Base):
     model: Mapped[str] = mapped_column(String(512))
     first: Mapped[int] = mapped_column(BigInteger)  # first position in the window's order
     count: Mapped[int] = mapped_column(BigInteger)
+    offsets: Mapped[bytes | None] = mapped_column(LargeBinary)
     status: Mapped[SliceStatus] = mapped_column(String(16), default=SliceStatus.READY)
     owner: Mapped[str | None] = mapped_column(String(256))
     epoch: Mapped[int] = mapped_column(BigInteger, default=0)  # grows with each lease; an older one is refused

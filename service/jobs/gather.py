@@ -57,9 +57,9 @@ class Gathered:
         return Wishes(np.maximum(ends, 0.0)[batch], tenant[batch], np.array([weights[each] for each in projects]))
 
 
-async def plan_of(found: Gathered, cost: CostModel, now: float, settings: Settings) -> WindowPlan:
+async def plan_of(found: Gathered, cost: CostModel, now: float, slice_requests: int) -> WindowPlan:
     """Plan the gathered requests in a thread. The first plan waits until the planner's loops are compiled."""
-    shape = Shape(slice_requests=settings.slice_requests)
+    shape = Shape(slice_requests=slice_requests)
     await asyncio.to_thread(warm_up.ensure)
     return await asyncio.to_thread(plan_window, found.prompts, found.outputs, cost, found.wishes(now), shape)
 

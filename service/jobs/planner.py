@@ -5,6 +5,8 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 import structlog
+from redis.asyncio import Redis
+from redis.exceptions import RedisError
 from sqlalchemy import update
 
 from engine_ext.plan.window import WindowPlan
@@ -22,9 +24,12 @@ from service.metrics import tracing
 from service.objects.plan_artifact import Places, PlanArtifact, PlanHeader
 from service.objects.plan_picture import picture_of
 from service.objects.storage import Storage
+from service.queue.crew import CrewBoard
 from service.queue.urgency import urgent_at
 from service.settings import Settings
 
+SLICES_EACH = 8  # of a window for each of several workers, of LEAST requests at least
+LEAST = 16
 LOGGED = 64  # batches named in one log line
 log = structlog.get_logger()
 
@@ -48,8 +53,11 @@ def _expected(plan: WindowPlan, order: Places, spans: Sequence[Span]) -> list[li
 class Planner:
     """Plans windows of waiting requests, one model at a time."""
 
-    def __init__(self, database: Database, storage: Storage, settings: Settings, clock: Callable[[], float]) -> None:
+    def __init__(
+        self, database: Database, storage: Storage, settings: Settings, clock: Callable[[], float], redis: Redis
+    ) -> None:
         self._database = database
+        self._redis = redis
         self._storage = storage
         self._settings = settings
         self._clock = clock
@@ -89,7 +97,8 @@ class Planner:
         taken = before.slices if any(len(span.again) for span in found.spans) else ()
         cost = await self._costs.of(model)
         now = self._clock()
-        plan = await plan_of(found, cost, now, self._settings)
+        most = await self._slice_requests(model, len(found.places))
+        plan = await plan_of(found, cost, now, most)
         artifact = PlanArtifact(self._storage, ids.plan_id())
         header = PlanHeader(
             model=model,
@@ -125,6 +134,16 @@ class Planner:
             sharing_kept=round(plan.sharing_kept, 4),
             density=round(plan.load.density, 4),
         )
+
+    async def _slice_requests(self, model: str, requests: int) -> int:
+        """Return how many requests a slice of the window may have, so that each of the model's workers gets several."""
+        most = self._settings.slice_requests
+        try:
+            workers = len(await CrewBoard(self._redis, model).look())
+        except (RedisError, OSError) as error:
+            log.warning("plans for one worker, because Redis does not tell of others", error=repr(error))
+            workers = 1
+        return most if workers < 2 else min(most, max(LEAST, -(-requests // (SLICES_EACH * workers))))
 
     async def _commit(
         self,

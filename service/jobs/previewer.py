@@ -56,7 +56,7 @@ class Previewer:
         span = Span(batch.id, batch.project_id, 1.0, batch.index_id or "", 0, count, batch.expires_at)
         found = await gather(self._database, self._storage, self._settings, [span])
         cost = await self._costs.of(batch.model or "")
-        plan = await plan_of(found, cost, self._clock(), self._settings)
+        plan = await plan_of(found, cost, self._clock(), self._settings.slice_requests)
         seen = len(found.places)
         share = batch.total / seen
         preview = Preview(

@@ -13,7 +13,6 @@ from service.queue.leases import free_expired, owners_of_expired, shorten_absurd
 from service.queue.progress import Heartbeat
 from service.queue.urgency import Turns, waiting_models
 
-CLAIM_S = 5.0  # a worker claims an announced slice sooner than this, or has died; claims are fenced
 log = structlog.get_logger()
 
 
@@ -34,7 +33,6 @@ class Reconciler:
         added = 0
         for model in await waiting_models(self._database):
             announcements = Announcements(self._redis, model)
-            await announcements.take_back(int(min(CLAIM_S, self._lease_s) * 1000))
             wanted = await self._turns.most_urgent(self._database, model, self._clock(), MOST_ANNOUNCED)
             added += await announcements.announce(wanted)
         return added

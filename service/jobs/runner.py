@@ -43,7 +43,7 @@ async def run_jobs(database: Database, storage: Storage, redis: Redis, settings:
     # Some jobs run several loops to work on several batches at once, so that a large batch does not hold up small ones.
     jobs = [
         _Work(Job.VALIDATOR, Validator(database, storage, settings, clock).run_once, loops=3),
-        _Work(Job.PLANNER, Planner(database, storage, settings, clock).run_once, seldom_s=PLAN_S),
+        _Work(Job.PLANNER, Planner(database, storage, settings, clock, redis).run_once, seldom_s=PLAN_S),
         _Work(Job.PREVIEWER, Previewer(database, storage, settings, clock).run_once),
         _Work(
             Job.RECONCILER,

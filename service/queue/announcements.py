@@ -1,155 +1,139 @@
-"""Tells workers over a Redis stream which slices are ready. A message is only a hint: the lease in SQL decides."""
+"""Tells workers through Redis which slices are ready. An announcement is only a hint: the lease in SQL decides.
 
-from collections.abc import Sequence
+The first announced slice says which window's turn it is. Among this window's slices a worker prefers the one that
+follows a slice that it has, because neighbours share prefixes; without one it begins a stretch of its own.
+"""
+
+import math
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from redis.asyncio import Redis
-from redis.exceptions import ResponseError
 
 from service.queue import keys
 
-# A small limit leaves few unread entries to take out and add again when a more urgent slice has to go before them.
+# Announced slices are read with each look of a worker. More of them would not let workers keep longer stretches.
 MOST_ANNOUNCED = 64
+CLAIM_S = 5.0  # a worker claims a slice that it took sooner than this, or has died; claims are fenced
 
-# Sets `last` to the id of the entry that the group, ARGV[1], read last in the stream, KEYS[1].
-_LAST_READ = """
-local last = '0-0'
-if redis.call('EXISTS', KEYS[1]) == 1 then
-  for _, group in ipairs(redis.call('XINFO', 'GROUPS', KEYS[1])) do
-    local about = {}
-    for at = 1, #group, 2 do about[group[at]] = group[at + 1] end
-    if about['name'] == ARGV[1] then last = about['last-delivered-id'] end
+# KEYS: announced slices, those taken, wakes. ARGV: the most that are announced, milliseconds for a claim, and the ready
+# slices in their order. Replaces what is announced, without what was just taken. Returns how many slices are new.
+_ANNOUNCE = """
+local time = redis.call('TIME')
+local now, known = time[1] * 1000 + math.floor(time[2] / 1000), {}
+local taken = redis.call('HGETALL', KEYS[2])
+for at = 1, #taken, 2 do
+  if now - tonumber(taken[at + 1]) >= tonumber(ARGV[2]) then redis.call('HDEL', KEYS[2], taken[at])
+  else known[taken[at]] = 'taken' end
+end
+for _, each in ipairs(redis.call('LRANGE', KEYS[1], 0, -1)) do known[string.match(each, '%d+')] = 'announced' end
+redis.call('DEL', KEYS[1])
+local added, announced = 0, 0
+for at = 3, #ARGV do
+  local id = string.match(ARGV[at], '%d+')
+  if announced < tonumber(ARGV[1]) and known[id] ~= 'taken' then
+    redis.call('RPUSH', KEYS[1], ARGV[at])
+    announced = announced + 1
+    if not known[id] then added = added + 1 end
   end
 end
-"""
-
-# KEYS: stream, announced. ARGV: group, the most that may be announced, slice ids in their order. Adds to the stream the
-# slices that it lacks. A stream is first in, first out: from the first unread entry that is out of order, all unread
-# entries are taken out and added again in order. Returns how many slices were new.
-_ANNOUNCE = (
-    _LAST_READ
-    + """
-local unread, waits = redis.call('XRANGE', KEYS[1], '(' .. last, '+'), {}
-for _, message in ipairs(unread) do waits[message[2][2]] = true end
-local wanted, room = {}, tonumber(ARGV[2]) - redis.call('SCARD', KEYS[2]) + #unread
-for at = 3, #ARGV do
-  local id = ARGV[at]
-  if #wanted < room and (waits[id] or redis.call('SISMEMBER', KEYS[2], id) == 0) then wanted[#wanted + 1] = id end
-end
-local same = 0
-while unread[same + 1] and unread[same + 1][2][2] == wanted[same + 1] do same = same + 1 end
-for at = same + 1, #unread do
-  redis.call('XDEL', KEYS[1], unread[at][1])
-  redis.call('SREM', KEYS[2], unread[at][2][2])
-end
-local added = 0
-for at = same + 1, #wanted do
-  redis.call('SADD', KEYS[2], wanted[at])
-  redis.call('XADD', KEYS[1], '*', 'slice', wanted[at])
-  if not waits[wanted[at]] then added = added + 1 end
-end
+if added > 0 then redis.call('XADD', KEYS[3], 'MAXLEN', 1, '*', 'added', added) end
 return added
 """
-)
 
-# KEYS: stream. ARGV: group. Returns the slice that is read next, if any.
-_HEAD = (
-    _LAST_READ
-    + """
-local unread = redis.call('XRANGE', KEYS[1], '(' .. last, '+', 'COUNT', 1)
-return unread[1] and unread[1][2][2] or false
-"""
-)
-
-# KEYS: stream, announced. ARGV: group, message id, slice id. Removes a message from the stream.
-_TAKE_OUT = """
-redis.call('XACK', KEYS[1], ARGV[1], ARGV[2])
-redis.call('SREM', KEYS[2], ARGV[3])
-return redis.call('XDEL', KEYS[1], ARGV[2])
+# KEYS: announced slices, those taken, wakes. ARGV: the number of slices that this worker has, these, and those that
+# other workers have. Takes one slice and returns it, or returns the id of the last wake.
+_TAKE = """
+local all = redis.call('LRANGE', KEYS[1], 0, -1)
+if #all == 0 then
+  local last = redis.call('XREVRANGE', KEYS[3], '+', '-', 'COUNT', 1)
+  return {false, last[1] and last[1][1] or '0-0'}
+end
+local mine, theirs = {}, {}
+for at = 2, #ARGV do
+  if at <= tonumber(ARGV[1]) + 1 then mine[tonumber(ARGV[at])] = true else theirs[tonumber(ARGV[at])] = true end
+end
+local turn, runs, chosen = string.match(all[1], '%d+ %d+ (.+)'), {}, nil
+for at, each in ipairs(all) do
+  if string.match(each, '%d+ %d+ (.+)') == turn then
+    local id, run = tonumber(string.match(each, '%d+')), runs[#runs]
+    if mine[id - 1] and not chosen then chosen = at end
+    if run and run.last + 1 == id then
+      run.last, run.places[#run.places + 1] = id, at
+    else
+      runs[#runs + 1] = {first = id, last = id, places = {at}}
+    end
+  end
+end
+if not chosen then
+  chosen = 1
+  if next(theirs) then
+    local longest = runs[1]
+    for _, run in ipairs(runs) do if #run.places > #longest.places then longest = run end end
+    -- Another worker comes from before it: the two share it.
+    local begin = theirs[longest.first - 1] and math.floor(#longest.places / 2) + 1 or 1
+    chosen = longest.places[begin]
+  end
+end
+local id = string.match(all[chosen], '%d+')
+local time = redis.call('TIME')
+redis.call('LREM', KEYS[1], 1, all[chosen])
+redis.call('HSET', KEYS[2], id, time[1] * 1000 + math.floor(time[2] / 1000))
+return {id, false}
 """
 
 
 @dataclass(frozen=True, slots=True)
-class Announcement:
-    message_id: str
+class Ready:
+    """A slice to announce. Slices of one `window` and `pool` are in the order of their plan by their ids."""
+
     slice_id: int
+    requests: int
+    window_id: int
+    pool: int
+
+    def __str__(self) -> str:
+        return f"{self.slice_id} {self.requests} {self.window_id} {self.pool}"
 
 
 class Announcements:
-    """Writes and reads the stream of one model."""
+    """Writes and reads what is announced of one model."""
 
     def __init__(self, redis: Redis, model: str) -> None:
         self._redis = redis
-        self._keys = [keys.stream(model), keys.announced(model)]
+        self._wakes = keys.wakes(model)
+        self._keys = [keys.ready(model), keys.taken(model), self._wakes]
         self._announce = redis.register_script(_ANNOUNCE)
-        self._head = redis.register_script(_HEAD)
-        self._take_out = redis.register_script(_TAKE_OUT)
+        self._take = redis.register_script(_TAKE)
 
-    async def announce(self, slice_ids: Sequence[int]) -> int:
-        """Announce these slices in this order, as far as there is room, and take out all other unread ones.
-
-        Returns how many were new.
-        """
-        return int(await self._announce(keys=self._keys, args=[keys.GROUP, MOST_ANNOUNCED, *slice_ids]))
+    async def announce(self, ready: Sequence[Ready]) -> int:
+        """Announce these slices in this order, as far as there is room, and no others. Returns how many were new."""
+        wanted = [str(each) for each in ready]
+        return int(await self._announce(keys=self._keys, args=[MOST_ANNOUNCED, int(CLAIM_S * 1000), *wanted]))
 
     async def head(self) -> int | None:
-        """Return the slice that is announced next, without taking it."""
-        found = await self._head(keys=self._keys[:1], args=[keys.GROUP])
-        return int(found) if found else None
+        """Return the slice whose turn it is, without taking it."""
+        found: Any = await self._redis.lindex(self._keys[0], 0)  # pyright: ignore[reportGeneralTypeIssues]
+        return int(found.split()[0]) if found else None
 
-    async def next(self, consumer: str, block_ms: int) -> Announcement | None:
-        """Return the next announced slice, or None after `block_ms`; the caller takes it out when done with it."""
-        stream = self._keys[0]
-        try:
-            reply: Any = await self._redis.xreadgroup(keys.GROUP, consumer, {stream: ">"}, count=1, block=block_ms)
-        except ResponseError as error:
-            if "NOGROUP" not in str(error):
-                raise
-            await self._create_group()
-            return None
-        found = _messages(reply)
-        return found[0] if found else None
+    async def waiting(self) -> float:
+        """Return how many requests the announced slices have; infinity if there may be slices besides them."""
+        found: Any = await self._redis.lrange(self._keys[0], 0, -1)  # pyright: ignore[reportGeneralTypeIssues]
+        return math.inf if len(found) >= MOST_ANNOUNCED else sum(int(each.split()[1]) for each in found)
 
-    async def take_out(self, announcement: Announcement) -> None:
-        await self._take_out(keys=self._keys, args=[keys.GROUP, announcement.message_id, announcement.slice_id])
+    async def take(self, mine: Collection[int] = (), theirs: Collection[int] = (), block_ms: int = 0) -> int | None:
+        """Take the next slice for a worker that has the slices `mine`; return None if there is none for `block_ms`.
 
-    async def take_back(self, idle_ms: int) -> int:
-        """Take out messages that a worker read `idle_ms` ago before it died; ready slices are announced again."""
-        try:
-            reply: Any = await self._redis.xautoclaim(
-                self._keys[0], keys.GROUP, "reconciler", min_idle_time=idle_ms, start_id="0-0", count=1000
-            )
-        except ResponseError as error:
-            if "NOGROUP" not in str(error):
-                raise
-            return 0
-        stale = _parse(reply[1])
-        for announcement in stale:
-            await self.take_out(announcement)
-        return len(stale)
+        `theirs`: slices of other workers. The caller says `took` when it has claimed the slice.
+        """
+        args = [len(mine), *mine, *theirs]
+        slice_id, wake = await self._take(keys=self._keys, args=args)
+        if not slice_id and block_ms:
+            await self._redis.xread({self._wakes: wake}, count=1, block=block_ms)
+            slice_id, _ = await self._take(keys=self._keys, args=args)
+        return int(slice_id) if slice_id else None
 
-    async def _create_group(self) -> None:
-        try:
-            await self._redis.xgroup_create(self._keys[0], keys.GROUP, id="0", mkstream=True)
-        except ResponseError as error:
-            if "BUSYGROUP" not in str(error):
-                raise
-
-
-def _messages(reply: Any) -> list[Announcement]:
-    """Parse both shapes of XREADGROUP's reply: a list of pairs (RESP2) or a map (RESP3)."""
-    if not reply:
-        return []
-    if isinstance(reply, dict):
-        batches = next(iter(reply.values()))
-        return _parse(batches[0] if batches and isinstance(batches[0], list) else batches)
-    return _parse(reply[0][1])
-
-
-def _parse(messages: Any) -> list[Announcement]:
-    return [Announcement(_text(message_id), int(fields[b"slice"])) for message_id, fields in messages if fields]
-
-
-def _text(value: Any) -> str:
-    return value.decode() if isinstance(value, bytes) else str(value)
+    async def took(self, slice_id: int) -> None:
+        """Note that a slice that was taken is claimed; if it becomes ready again, it may be announced at once."""
+        await self._redis.hdel(self._keys[1], str(slice_id))  # pyright: ignore[reportGeneralTypeIssues]

@@ -1,14 +1,24 @@
 """Names every key in Redis. Redis can be wiped at any time: SQL is the truth, and the reconciler rebuilds the rest."""
 
 
-def stream(model: str) -> str:
-    """Return the key of a model's stream of slice ids; the braces keep a model's keys on one cluster node."""
-    return f"batchweave:{{{model}}}:slices"
+def ready(model: str) -> str:
+    """Return the key of a model's list of announced slices; the braces keep a model's keys on one cluster node."""
+    return f"batchweave:{{{model}}}:ready"
 
 
-def announced(model: str) -> str:
-    """Return the key of the set of slice ids that are in the stream."""
-    return f"batchweave:{{{model}}}:announced"
+def taken(model: str) -> str:
+    """Return the key of the hash from slices that workers took but have not claimed to when, in milliseconds."""
+    return f"batchweave:{{{model}}}:taken"
+
+
+def wakes(model: str) -> str:
+    """Return the key of the stream whose last entry says when slices were last announced; idle workers wait for it."""
+    return f"batchweave:{{{model}}}:wakes"
+
+
+def crew(model: str) -> str:
+    """Return the key of the hash from a model's workers to what each has in hand (`crew.py`)."""
+    return f"batchweave:{{{model}}}:crew"
 
 
 def progress(batch_id: str) -> str:
@@ -47,4 +57,3 @@ HISTORY_TURN = "batchweave:history-turn"  # exists while the current point is al
 REFUSED = "batchweave:{losses}:refused"  # sorted set of digests of requests that kill workers, by when that ends
 WORKERS = "batchweave:workers"  # set of the names of workers that have or had a heartbeat
 BELL = "batchweave:bell"  # channel: names of jobs that have something to do
-GROUP = "workers"

@@ -4,18 +4,21 @@ Leases live in SQL and not in Redis, so that wiping Redis cannot give a slice to
 database's clock, so that no host's clock can end them.
 """
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
 from sqlalchemy import ColumnElement, case, select, tuple_, update
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from service.db.clock import now_s
 from service.db.moves import rows_changed
 from service.db.sessions import Database
-from service.db.tables import Batch, Slice, SliceBatch, SliceStatus, fixed
+from service.db.tables import Batch, BatchStatus, Slice, SliceBatch, SliceStatus, fixed
 from service.queue.counts import Counts
+from service.queue.parts import Part, offsets_of, places_of
 from service.queue.urgency import urgent_at
 
 ABSURD_LEASES = 10  # a lease with more than so many lease times left was given by a wrong clock
@@ -37,7 +40,10 @@ class Trial:
 
 @dataclass(frozen=True, slots=True)
 class Lease:
-    """A claim on a slice, valid while the row still has this epoch; `trial` is set if the slice is suspect."""
+    """A claim on a slice, valid while the row still has this epoch; `trial` is set if the slice is suspect.
+
+    `first`, `count` and `offsets` say which requests it has (`parts.py`).
+    """
 
     slice_id: int
     epoch: int
@@ -45,6 +51,11 @@ class Lease:
     first: int
     count: int
     trial: Trial | None = None
+    offsets: bytes | None = None
+
+
+class BatchEnded(Exception):
+    """A batch was cancelled, or has expired, before its requests were handed over."""
 
 
 class Leases:
@@ -79,7 +90,7 @@ class Leases:
             await _move_shares(session, [slice_id], SliceStatus.LEASED)
         suspect = row.deaths >= DEATHS_TO_TRY
         trial = Trial(row.trial or row.count, row.trial_place, row.alone_deaths) if suspect else None
-        return Lease(row.id, row.epoch, row.window_id, row.first, row.count, trial)
+        return Lease(row.id, row.epoch, row.window_id, row.first, row.count, trial, row.offsets)
 
     async def begin_trial(self, lease: Lease, size: int, place: int) -> bool:
         """Record, before they run, the next `size` requests from `place` on; return False for a stale lease."""
@@ -140,6 +151,45 @@ class Leases:
                 return False
             await _move_shares(session, [lease.slice_id], SliceStatus.READY)
             return True
+
+    async def hand_over(self, lease: Lease, kept: NDArray[np.int64], given: Sequence[Part]) -> bool:
+        """Make slices of these parts of a slice, ready for other workers; return False for a stale lease.
+
+        `kept`: the places in the window's order that the slice keeps. Raises BatchEnded if a batch of a part no longer
+        runs.
+        """
+        async with self._database.write() as session:
+            mine = (Slice.id == lease.slice_id) & (Slice.epoch == lease.epoch) & (Slice.status == SliceStatus.LEASED)
+            row = (await session.scalars(select(Slice).where(mine).with_for_update())).one_or_none()
+            if row is None:
+                return False
+            row.offsets, row.count = offsets_of(row.first, kept), len(kept)
+            # With an epoch, as a lease would give it: the planner plans nothing again that was ever leased.
+            told = {"window_id": row.window_id, "model": row.model, "first": row.first, "epoch": 1}
+            new = [Slice(**told, count=len(each.places), offsets=offsets_of(row.first, each.places)) for each in given]
+            session.add_all(new)
+            await session.flush()
+            session.add_all(
+                SliceBatch(slice_id=slice_.id, batch_id=batch_id, total=total)
+                for slice_, part in zip(new, given, strict=True)
+                for batch_id, total in part.batches.items()
+            )
+            for batch_id in sorted({batch_id for part in given for batch_id in part.batches}):
+                shares = [part.batches[batch_id] for part in given if batch_id in part.batches]
+                share = (SliceBatch.slice_id == lease.slice_id) & (SliceBatch.batch_id == batch_id)
+                await session.execute(update(SliceBatch).where(share).values(total=SliceBatch.total - sum(shares)))
+                more = {"slices": Batch.slices + len(shares), "slices_left": Batch.slices_left + len(shares)}
+                runs = (Batch.id == batch_id) & (Batch.status == BatchStatus.IN_PROGRESS)
+                if rows_changed(await session.execute(update(Batch).where(runs).values(more))) != 1:
+                    raise BatchEnded(batch_id)
+            return True
+
+    async def places(self, lease: Lease) -> NDArray[np.int64] | None:
+        """Return the places in the window's order of the slice's requests; None for a stale lease."""
+        mine = (Slice.id == lease.slice_id) & (Slice.epoch == lease.epoch) & (Slice.status == SliceStatus.LEASED)
+        async with self._database.read() as session:
+            row = (await session.scalars(select(Slice).where(mine))).one_or_none()
+        return None if row is None else places_of(row.first, row.count, row.offsets)
 
     async def give_back_leftovers(self) -> int:
         """Free the slices that a worker of this name held when it died; call this at a worker's start."""

@@ -5,6 +5,7 @@ slices that share a prefix are next to each other. Projects take turns by weight
 no share from another.
 """
 
+import itertools
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -14,7 +15,8 @@ from sqlalchemy.ext.asyncio import AsyncSession
 
 from engine_ext.plan.pools import POOLS_S
 from service.db.sessions import Database
-from service.db.tables import Batch, BatchStatus, Model, Project, SliceBatch, SliceStatus, fixed
+from service.db.tables import Batch, BatchStatus, Model, Project, Slice, SliceBatch, SliceStatus, fixed
+from service.queue.announcements import Ready
 
 MOST_PROJECTS = 64  # considered in one round; the next round begins after them
 MOST_BATCHES = 32  # the most urgent ones of a project
@@ -58,13 +60,18 @@ class Turns:
     def __init__(self) -> None:
         self._last: dict[str, str] = {}  # by model, the last project of the previous round, if it did not reach all
 
-    async def most_urgent(self, database: Database, model: str, now: float, most: int) -> list[int]:
-        """Return the ids of the model's most urgent ready slices."""
+    async def most_urgent(self, database: Database, model: str, now: float, most: int) -> list[Ready]:
+        """Return the model's most urgent ready slices."""
         async with database.read() as session:
             weights = await self._projects(session, model)
-            ready = {project: await _of_project(session, model, project, now, most) for project in weights}
+            pools = {project: await _of_project(session, model, project, now, most) for project in weights}
             leased = await _leased(session, model)
-        return list(_woven({project: ids for project, ids in ready.items() if ids}, leased, weights, most))
+            ready = {project: list(found) for project, found in pools.items() if found}
+            chosen = list(_woven(ready, leased, weights, most))
+            columns = select(Slice.id, Slice.count, Slice.window_id).where(Slice.id.in_(chosen))
+            about = {slice_id: (count, window) for slice_id, count, window in await session.execute(columns)}
+        pool = {slice_id: number for found in pools.values() for slice_id, number in found.items()}
+        return [Ready(each, *about[each], pool[each]) for each in chosen if each in about]
 
     async def _projects(self, session: AsyncSession, model: str) -> dict[str, float]:
         """Return the weights of the projects that have slices left to do."""
@@ -78,7 +85,8 @@ class Turns:
         return {project: weight for project, weight in found}
 
 
-async def _of_project(session: AsyncSession, model: str, project_id: str, now: float, most: int) -> list[int]:
+async def _of_project(session: AsyncSession, model: str, project_id: str, now: float, most: int) -> dict[int, int]:
+    """Return the pools of the project's most urgent ready slices by their ids, in the order in which to run them."""
     some = exists().where(SliceBatch.batch_id == Batch.id, _IS_READY)
     batches = (
         select(Batch.id, Batch.urgent_at)
@@ -89,7 +97,7 @@ async def _of_project(session: AsyncSession, model: str, project_id: str, now: f
     pools: dict[int, list[str]] = defaultdict(list)
     for batch_id, urgent in await session.execute(batches):
         pools[_pool(urgent, now)].append(batch_id)
-    found: dict[int, None] = {}
+    found: dict[int, int] = {}
     for pool in sorted(pools):
         firsts = [
             select(SliceBatch.slice_id)
@@ -101,10 +109,10 @@ async def _of_project(session: AsyncSession, model: str, project_id: str, now: f
         ]
         every = union_all(*(select(each.c.slice_id) for each in firsts)).subquery()
         ids = select(every.c.slice_id).distinct().order_by(every.c.slice_id).limit(most)
-        found |= dict.fromkeys(await session.scalars(ids))
+        found |= {slice_id: pool for slice_id in await session.scalars(ids) if slice_id not in found}
         if len(found) >= most:
             break
-    return list(found)[:most]
+    return dict(itertools.islice(found.items(), most))
 
 
 async def _leased(session: AsyncSession, model: str) -> Counter[str]:

@@ -34,15 +34,18 @@ from service.queue.urgency import pools_of
 from service.settings import Settings
 from service.worker.door import ENDS_S, Door, OnlineEngine
 from service.worker.feed import Feed
+from service.worker.sharing import Sharing
 from service.worker.slice_run import Engine, SliceRun
 
 BEAT_S = 3.0
+EVEN_S = 1.0  # between two looks at what to hand over
 TAKE_MS = 1500  # a stop waits up to this long
 PEEK_S = 1.0  # between two looks at the next slice while there is no room for it
 LAG_EVERY_S = 0.25  # between two looks at how late the event loop is
 HORIZON_S = 900.0  # of work in flight that is enough
 REST_LOOK_S = 60.0  # between two looks at an idle engine
 TRIAL_WAITS_S = 300.0  # for which a suspect slice waits for online requests
+IN_FLIGHT = 4  # times the requests that an engine runs at once: what the scan needs for its blend
 DRAIN_S = 4.0  # to write the remaining answers; container runtimes allow ten seconds for the whole stop
 LATE_S = 1.0  # for tasks that have not ended after the drain
 LOGGED = 64  # batches named in one log line
@@ -126,6 +129,9 @@ class Worker:
         self._in_flight_requests = in_flight_requests
         self._leases = Leases(database, settings.worker_name, settings.served_model, settings.lease_s)
         self._announcements = Announcements(redis, settings.served_model)
+        # In flight are several times what the engine runs at once.
+        about = (settings.served_model, settings.worker_name, in_flight_requests // IN_FLIGHT)
+        self._sharing = Sharing(redis, self._announcements, *about)
         self._progress = Progress(redis)
         # The heartbeat must expire before the lease does. Otherwise a dead worker would look like one that is only cut
         # off from the database.
@@ -160,6 +166,7 @@ class Worker:
             asyncio.create_task(self._repeat(self._watch_drains, 5.0, ended)),
             asyncio.create_task(self._repeat(self._beat, self._beat_s, ended)),
             asyncio.create_task(self._repeat(self._look, 3.0, ended)),
+            asyncio.create_task(self._repeat(self._even_out, EVEN_S, ended)),
             asyncio.create_task(self._repeat(self._measure_lag, 0.0, ended)),
         ]
         try:
@@ -232,12 +239,13 @@ class Worker:
     async def _has_room(self) -> bool:
         """Return whether to take another slice: there is little in flight, or the next slice is more urgent.
 
-        In flight are as many requests as the scan needs for its blend, or half of these where they last for long. Only
-        what is as urgent as the next slice counts against it, because the engine lets it in before all others.
+        In flight are as many requests as the scan needs for its blend, or half of these where they last for long, and
+        no more than this worker's share. Only what is as urgent as the next slice counts against it, because the engine
+        lets it in before all others.
         """
         requests = sum(run.remaining for run in self._runs)
         lasts = self._metrics.remaining_s > HORIZON_S and 2 * requests >= self._in_flight_requests
-        if requests < self._in_flight_requests and not lasts:
+        if requests < self._in_flight_requests and not lasts and await self._sharing.may_take(self._runs):
             return True
         if time.monotonic() - self._peeked_at < PEEK_S:
             return False
@@ -247,8 +255,8 @@ class Worker:
             return False
         async with self._database.read() as session:
             pools = await pools_of(session, [head, *(run.lease.slice_id for run in self._runs)], self._clock())
-        before = [run.remaining for run in self._runs if pools.get(run.lease.slice_id, 0) <= pools.get(head, 0)]
-        return 2 * sum(before) < self._in_flight_requests
+        before = sum(run.remaining for run in self._runs if pools.get(run.lease.slice_id, 0) <= pools.get(head, 0))
+        return before < requests and 2 * before < self._in_flight_requests
 
     async def _take_slice(self) -> None:
         """Start one more slice if the engine has room for it."""
@@ -256,11 +264,12 @@ class Worker:
         if self._is_drained or on_trial or not await self._has_room():
             await asyncio.sleep(0.02)
             return
-        announcement = await self._announcements.next(self._settings.worker_name, block_ms=TAKE_MS)
-        if announcement is None:
+        mine = self._sharing.slices(self._runs)
+        slice_id = await self._announcements.take(mine, self._sharing.others, block_ms=TAKE_MS)
+        if slice_id is None:
             await asyncio.sleep(0.02)
             return
-        lease = await self._leases.claim(announcement.slice_id)
+        lease = await self._leases.claim(slice_id)
         if lease is not None:
             run = SliceRun(
                 lease,
@@ -270,14 +279,14 @@ class Worker:
                 self._settings,
                 self._clock,
                 self._state_progress,
-                self._leases.begin_trial,
+                self._leases,
                 self._feed,
             )
             self._runs.add(run)
             task = asyncio.create_task(self._run_slice(run))
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
-        await self._announcements.take_out(announcement)
+        await self._announcements.took(slice_id)
         await self._bell.ring(Job.RECONCILER)  # there is room for another announcement
 
     async def _run_slice(self, run: SliceRun) -> None:
@@ -306,6 +315,13 @@ class Worker:
                 await self._leases.give_back(lease)
         finally:
             self._runs.discard(run)
+            self._sharing.let_go(run)
+
+    async def _even_out(self) -> None:
+        if self._is_drained or self._is_stopping or any(run.lease.trial for run in self._runs):
+            await self._sharing.leave()
+        elif await self._sharing.even_out(self._runs):
+            await self._bell.ring(Job.RECONCILER)
 
     def _has_others(self) -> bool:
         """Return whether the engine runs other slices or online requests."""

@@ -1,37 +1,32 @@
-"""Runs one leased slice: reads its requests, skips those that are answered, runs the rest, keeps every answer."""
+"""Runs the requests of one leased slice that have no answer yet, and keeps every answer."""
 
 import asyncio
 import contextlib
 import secrets
-import time
 from collections.abc import Callable, Coroutine, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import msgspec
 import numpy as np
 import structlog
-from sqlalchemy import select
+from numpy.typing import NDArray
+from sqlalchemy.exc import SQLAlchemyError
 
 from service import ids
 from service.db.sessions import Database
-from service.db.tables import Batch, BatchStatus, SliceBatch, Window
 from service.endpoints import BY_PATH
-from service.estimates.length_memory import remembered
 from service.metrics import tracing
 from service.metrics.counters import RETRIES, SEGMENTS, count_answer, timed
-from service.objects.plan_artifact import PlanArtifact
-from service.objects.request_index import RequestIndex
 from service.objects.shards import Answer, Shard, Usage
-from service.objects.storage import Storage, file_key
+from service.objects.storage import Storage
 from service.queue.counts import Counts
-from service.queue.leases import ALONE_DEATHS_TO_REFUSE, Lease, Trial
+from service.queue.leases import ALONE_DEATHS_TO_REFUSE, BatchEnded, Lease, Leases, Trial
 from service.requests.body_limits import body_faults
-from service.requests.lines import RequestLine
 from service.settings import Settings
 from service.worker.answer_body import NO_USAGE, error_message, usage_of
 from service.worker.feed import Feed
+from service.worker.slice_requests import Request, divided, load
 
 KILLS = "The engine died each time it ran this request, even alone. The other requests continue without it."
 FLUSH_BYTES = 4 * 1024 * 1024
@@ -54,31 +49,10 @@ class Engine(Protocol):
         self, endpoint: str, body: dict[str, Any], rid: str, kind: str, due: float, lengths: str
     ) -> EngineAnswer: ...
     def abort(self, rid: str) -> None: ...
+    async def withdraw(self, rids: Sequence[str], most: int) -> None: ...
     @property
     def step_age_s(self) -> float: ...
     async def scheduler_states(self) -> list[dict[str, Any]]: ...
-
-
-@dataclass(frozen=True, slots=True)
-class Request:
-    """A request of the slice, ready to run.
-
-    `place`: its position in the window's plan. `due`: when its batch expires, by time.monotonic.
-    `lengths`: the profile of earlier answers to requests like it, or nothing.
-    """
-
-    batch_id: str
-    number: int
-    endpoint: str
-    custom_id: str
-    body: dict[str, Any]
-    place: int
-    due: float
-    lengths: str
-    request_id: str = field(default_factory=lambda: f"req_{secrets.token_hex(16)}")  # in its answer line and in the log
-
-
-_line_decoder = msgspec.json.Decoder(RequestLine)
 
 
 def _about(request: Request) -> AbstractContextManager[None]:
@@ -100,7 +74,7 @@ class SliceRun:
         settings: Settings,
         clock: Callable[[], float],
         on_progress: Callable[[int, dict[str, Counts]], Coroutine[Any, Any, None]],
-        begin_trial: Callable[[Lease, int, int], Coroutine[Any, Any, bool]],
+        leases: Leases,
         feed: Feed,
     ) -> None:
         self.lease = lease
@@ -110,9 +84,10 @@ class SliceRun:
         self._settings = settings
         self._clock = clock
         self._on_progress = on_progress
-        self._begin_trial = begin_trial
+        self._leases = leases
         self._feed = feed
         self._shard = Shard(storage, lease.slice_id)
+        self._places = np.empty(0, dtype=np.int64)  # of the slice's requests in the window's order
         self._segment = 0
         self._answers: list[Answer] = []
         self._writing: list[Answer] = []  # the current segment's; a retry of a failed write must write the same
@@ -121,10 +96,14 @@ class SliceRun:
         self._flushing = asyncio.Lock()
         self._all_ran = False
         self._in_flight: dict[str, Request] = {}
+        self._group: asyncio.TaskGroup | None = None  # of the requests that run now
+        self._asked_back: set[str] = set()  # rids that the engine may give back before they begin
+        self._given: list[Request] = []  # those that it has given back
         self._stopped_batches: set[str] = set()
         self._stopping = False
         self._counts: dict[str, Counts] = {}
         self.remaining = lease.count
+        self.answered = 0  # requests that are done with in this run
         self.batch_ids: set[str] = set()
 
     @property
@@ -138,7 +117,9 @@ class SliceRun:
 
     async def run(self) -> bool:
         """Run the slice. Returns True when every request of a live batch has its answer in the shard."""
-        requests = await self._load()
+        found = await load(self.lease, self._database, self._storage, self._clock)
+        requests, self._places = found.requests, found.places
+        self.batch_ids, self._counts = found.batch_ids, found.counts
         self.remaining = len(requests)
         about = {"slice": self.lease.slice_id, "epoch": self.lease.epoch, "requests": len(requests)}
         with tracing.stage("slice", sorted(self.batch_ids), worker=self._settings.worker_name, **about):
@@ -162,6 +143,7 @@ class SliceRun:
 
     async def _run_all(self, requests: Sequence[Request]) -> None:
         async with asyncio.TaskGroup() as group:
+            self._group = group
             for request in requests:
                 await self._feed.turn()
                 if self._stopping:
@@ -183,12 +165,62 @@ class SliceRun:
             await self._flush_to_the_end()  # before another request may kill this process
         while requests and not self._stopping:
             part, requests = requests[:size], requests[size:]
-            if not await self._begin_trial(self.lease, len(part), part[0].place):
+            if not await self._leases.begin_trial(self.lease, len(part), part[0].place):
                 self.stop()
                 break
             await self._run_all(part)
             await self._flush_to_the_end()  # a part that is answered must not run again with the next one
             size *= 2
+
+    async def hand_over(self, most: int, workers: int) -> int:
+        """Make up to `most` requests that have not begun ready for this many other workers; return how many."""
+        if self._group is None or self.lease.trial is not None or self._stopping or not self._in_flight:
+            return 0
+        # A task beside the requests, so that the slice does not end before it.
+        task = self._group.create_task(self._hand_over(self._group, most, workers))
+        await asyncio.wait([task])
+        return 0 if task.cancelled() else task.result()
+
+    async def _hand_over(self, group: asyncio.TaskGroup, most: int, workers: int) -> int:
+        self._asked_back = {
+            rid for rid, request in self._in_flight.items() if request.batch_id not in self._stopped_batches
+        }
+        last_first = sorted(self._asked_back, key=lambda rid: -self._in_flight[rid].place)
+        try:
+            await self._engine.withdraw(last_first, most)
+        except Exception:  # the boundary of this task: the requests go their way
+            log.exception("the engine gives nothing back")
+        given, self._given, self._asked_back = self._given, [], set()
+        if given and not self._stopping:
+            self._places = await self._keep_the_rest(given, workers)
+        here = set(self._places.tolist())
+        for request in given:
+            if request.place in here:
+                group.create_task(self._run_one(request))
+        handed = sum(request.place not in here for request in given)
+        self.remaining -= handed
+        return handed
+
+    async def _keep_the_rest(self, given: Sequence[Request], workers: int) -> NDArray[np.int64]:
+        """Make slices of the requests `given`; return the places of those that this slice has afterwards."""
+        kept, parts = divided(self._places, given, workers)
+        try:
+            if not await self._leases.hand_over(self.lease, kept, parts):
+                self.stop()
+            log.info("handed over", slice=self.lease.slice_id, requests=len(given), slices=len(parts))
+            return kept
+        except BatchEnded:
+            return self._places
+        except (SQLAlchemyError, OSError, TimeoutError) as error:  # the commit may have come through
+            log.warning("does not know what it handed over", slice=self.lease.slice_id, error=repr(error))
+        while not self._stopping:
+            with contextlib.suppress(SQLAlchemyError, OSError, TimeoutError):
+                places = await self._leases.places(self.lease)
+                if places is not None:
+                    return places
+                self.stop()
+            await asyncio.sleep(self._settings.flush_s)
+        return kept
 
     def stop(self) -> None:
         """Abort the unanswered requests, because the worker stops or the lease is lost."""
@@ -205,65 +237,12 @@ class SliceRun:
         for rid in rids:
             self._engine.abort(rid)
 
-    async def _load(self) -> list[Request]:
-        """Return the unanswered requests of batches that are still in progress, in the order of the plan."""
-        lease = self.lease
-        async with self._database.read() as session:
-            plan_id = (await session.scalars(select(Window.plan_id).where(Window.id == lease.window_id))).one()
-            mine = select(SliceBatch.batch_id).where(SliceBatch.slice_id == lease.slice_id)
-            rows = (await session.scalars(select(Batch).where(Batch.id.in_(mine)))).all()
-        live = {row.id: row for row in rows if row.status == BatchStatus.IN_PROGRESS}
-        self.batch_ids = {row.id for row in rows}
-        if not live:
-            return []
-        artifact = PlanArtifact(self._storage, plan_id)
-        header = await artifact.header()
-        places = await artifact.places(lease.first, lease.count)
-        answered = await self._resume()
-        requests: list[Request] = []
-        for member in np.unique(places["batch"]).tolist():
-            batch = live.get(header.batches[member])
-            if batch is None:
-                continue
-            positions = np.flatnonzero(places["batch"] == member)
-            positions = [p for p in positions.tolist() if (batch.id, int(places["request"][p])) not in answered]
-            requests.extend(await self._read(batch, positions, places["request"][positions]))
-        return sorted(requests, key=lambda request: request.place)
-
-    async def _resume(self) -> set[tuple[str, int]]:
-        """Return the requests that earlier leases of this slice answered, as (batch, number), and count them."""
-        answered: set[tuple[str, int]] = set()
-        async for answer in self._shard.answers():
-            key = (answer.batch_id, answer.request)
-            if key not in answered:
-                answered.add(key)
-                self._count(answer)
-        return answered
-
-    async def _read(self, batch: Batch, positions: list[int], numbers: Any) -> list[Request]:
-        index = RequestIndex(self._storage, batch.index_id or "")
-        records = await index.pick(numbers)
-        keys = await index.keys(numbers.tolist(), [1] * len(numbers))
-        async with self._database.read() as session:
-            profiles = await remembered(session, keys)
-        lines = await self._storage.read_ranges(
-            file_key(batch.input_file_id), records["offset"].tolist(), records["length"].tolist()
-        )
-        requests: list[Request] = []
-        due = time.monotonic() + batch.expires_at - self._clock()
-        for position, number, raw, (beginning, kind) in zip(
-            positions, numbers.tolist(), lines, keys.tolist(), strict=True
-        ):
-            line = _line_decoder.decode(raw)
-            place = self.lease.first + position
-            lengths = profiles.get(beginning) or profiles.get(kind) or ""
-            requests.append(Request(batch.id, number, line.url, line.custom_id, line.body, place, due, lengths))
-        return requests
-
     async def _run_one(self, request: Request) -> None:
         with _about(request):
             await self._run_attempts(request)
-        self.remaining -= 1
+        if request not in self._given:
+            self.remaining -= 1
+            self.answered += 1
 
     async def _run_attempts(self, request: Request) -> None:
         fault = next(body_faults(request.body, self._settings.allow_patterns), None)
@@ -275,7 +254,7 @@ class SliceRun:
             if self._given_up(request):
                 break
             failure = await self._attempt(request)
-            if failure is None or self._given_up(request):
+            if failure is None or self._given_up(request) or request in self._given:
                 break
             log.warning("engine failed on a request", attempt=attempt, error=failure)
             if attempt == self._settings.request_attempts:
@@ -297,6 +276,8 @@ class SliceRun:
                 request.endpoint, request.body, rid, request.batch_id, request.due, request.lengths
             )
             if answer.aborted:
+                if rid in self._asked_back and not self._given_up(request):
+                    self._given.append(request)
                 return "it aborted the request"
             if answer.status_code >= 500:
                 return error_message(answer.body)

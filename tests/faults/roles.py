@@ -12,7 +12,7 @@ import signal
 import threading
 import time
 import zlib
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Generator
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Generator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +21,7 @@ from typing import Any
 import structlog
 import uvicorn
 
+from benchmarks.paced import WITHDRAWN, PacedAnswer, Room
 from engine_ext.plugin.pulse import Beating, Pulses, Watch
 from service.app import create_app
 from service.db.models import register_model
@@ -38,12 +39,13 @@ from tests.integration.house import ScriptedAnswer
 KILLER = "kill the engine"
 REFUSED = "refuse this"
 EVENTS = 20  # of a stream
+AT_ONCE = 150  # requests that an engine runs, a quarter of what a worker holds
 STEP_LIMIT_S = 5.0  # more than a worker that is stopped for one and a half leases
 # Where a process of each role can be told to die, before or after it.
 POINTS = {
     "api": ("commit",),
     "planner": ("commit", "plan", "announce", "write"),
-    "worker": ("commit", "segment", "take_out", "write"),
+    "worker": ("commit", "segment", "took", "write"),
 }
 
 
@@ -68,6 +70,7 @@ class LoggedEngine:
         self._log = os.open(folder / name, os.O_CREAT | os.O_WRONLY | os.O_APPEND)
         self._hung = hung
         self._in_flight, self._busy_since = 0, None
+        self._room = Room(AT_ONCE)
         pulses = Pulses()
         self._beating = Beating(pulses.path, 0, time.monotonic())
         self._watch = Watch(pulses, STEP_LIMIT_S, lambda: self._busy_since)
@@ -83,9 +86,13 @@ class LoggedEngine:
 
     async def run(
         self, endpoint: str, body: dict[str, Any], rid: str, kind: str, due: float, lengths: str
-    ) -> ScriptedAnswer:
+    ) -> ScriptedAnswer | PacedAnswer:
         with self.working():
-            return await self._run(body["messages"][-1]["content"])
+            async with self._room.enter(rid) as runs:
+                return await self._run(body["messages"][-1]["content"]) if runs else WITHDRAWN
+
+    async def withdraw(self, rids: Sequence[str], most: int) -> None:
+        await self._room.withdraw(rids, most)
 
     @contextlib.contextmanager
     def working(self) -> Generator[None, None, None]:
@@ -259,7 +266,7 @@ def _arm(point: str, passes: int, folder: Path) -> None:
     around(Shard, "write", "segment")
     around(PlanArtifact, "write", "plan")
     around(Announcements, "announce", "announce")
-    around(Announcements, "take_out", "take_out")
+    around(Announcements, "took", "took")
     around(Storage, "put", "write")
     write = Database.write
 

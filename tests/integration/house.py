@@ -3,7 +3,7 @@
 import asyncio
 import json
 from collections import Counter
-from collections.abc import AsyncGenerator, Iterable
+from collections.abc import AsyncGenerator, Iterable, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -30,6 +30,7 @@ from service.queue.leases import free_expired, owners_of_expired
 from service.queue.progress import Progress
 from service.settings import Settings
 from service.worker.loop import Worker
+from service.worker.slice_run import Engine
 from tests.conftest import Clock
 
 CHAT = "/v1/chat/completions"
@@ -87,6 +88,9 @@ class ScriptedEngine:
         if rid in self._aborted:
             self._aborted[rid].set()
 
+    async def withdraw(self, rids: Sequence[str], most: int) -> None:
+        """All have begun."""
+
 
 def line(number: int, **changes: Any) -> dict[str, Any]:
     messages = [{"role": "system", "content": f"topic {number % 3}"}, {"role": "user", "content": f"request {number}"}]
@@ -134,7 +138,7 @@ class House:
 
     @property
     def planner(self) -> Planner:
-        return Planner(self.database, self.storage, self.settings, self.clock)
+        return Planner(self.database, self.storage, self.settings, self.clock, self.redis)
 
     @property
     def previewer(self) -> Previewer:
@@ -180,7 +184,7 @@ class House:
 
     @asynccontextmanager
     async def working(
-        self, engine: ScriptedEngine, name: str = "worker-a", in_flight: int = 1000
+        self, engine: Engine, name: str = "worker-a", in_flight: int = 1000
     ) -> AsyncGenerator[asyncio.Task[None], None]:
         """A worker in the background, stopped cleanly at the end of the block."""
         settings = self.settings.model_copy(update={"worker_name": name})

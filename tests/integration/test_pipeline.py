@@ -98,7 +98,7 @@ async def test_two_projects_share_a_window(house: House) -> None:
     settings = house.settings.model_copy(update={"window_requests": 40})
     await house.validator.run_once()
     await house.validator.run_once()
-    assert await Planner(house.database, house.storage, settings, house.clock).run_once()
+    assert await Planner(house.database, house.storage, settings, house.clock, house.redis).run_once()
     assert ((await house.batch(mine)).planned, (await house.batch(theirs)).planned) == (10, 30)
 
 

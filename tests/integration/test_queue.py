@@ -1,6 +1,7 @@
 """Announcements and leases, the pieces that several workers share."""
 
 import asyncio
+import math
 import random
 
 import pytest
@@ -9,7 +10,7 @@ from sqlalchemy import select, update
 
 from service.db.sessions import Database
 from service.db.tables import Slice, SliceStatus, Window
-from service.queue.announcements import Announcements
+from service.queue.announcements import Announcements, Ready
 from service.queue.connection import open_redis
 from service.queue.counts import Counts
 from service.queue.leases import Lease, Leases, free_expired, owners_of_expired
@@ -18,83 +19,98 @@ from service.queue.progress import Heartbeat, Progress
 LEASE_S = 36.0
 
 
+def ready(*slice_ids: int, window: int = 1, pool: int = 0) -> list[Ready]:
+    return [Ready(each, 10, window, pool) for each in slice_ids]
+
+
 async def test_slice_is_announced_once_and_in_order(redis: Redis) -> None:
     announcements = Announcements(redis, "m")
-    assert await announcements.announce([3, 1, 2]) == 3
-    assert await announcements.announce([3, 1, 2, 4]) == 1
-    await announcements.next("w", 1)  # makes the group
-    found = [await announcements.next("w", 1) for _ in range(5)]
-    assert [each.slice_id if each else None for each in found] == [3, 1, 2, 4, None]
+    assert await announcements.announce(ready(3, 1, 2)) == 3
+    assert await announcements.announce(ready(3, 1, 2, 4)) == 1
+    assert [await announcements.take() for _ in range(5)] == [3, 1, 2, 4, None]
 
 
-async def test_what_nobody_has_read_is_put_into_the_newest_order(redis: Redis) -> None:
+async def test_what_nobody_has_taken_is_put_into_the_newest_order(redis: Redis) -> None:
     announcements = Announcements(redis, "m")
-    assert await announcements.announce([1, 2, 3, 4]) == 4
-    await announcements.next("w", 1)
-    first = await announcements.next("w", 1)
-    assert first
-    assert await announcements.announce([9, 1, 4, 2]) == 1  # the first is read; the third is not ready any more
-    found = [await announcements.next("w", 1) for _ in range(4)]
-    assert [each.slice_id if each else None for each in (first, *found)] == [1, 9, 4, 2, None]
+    assert await announcements.announce(ready(1, 2, 3, 4)) == 4
+    assert await announcements.take() == 1
+    assert await announcements.announce(ready(9, 1, 4, 2)) == 1  # the first is taken; the third is not ready any more
+    assert [await announcements.take() for _ in range(4)] == [9, 4, 2, None]
 
 
 async def test_no_more_is_announced_than_there_is_room(redis: Redis, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("service.queue.announcements.MOST_ANNOUNCED", 3)
     announcements = Announcements(redis, "m")
-    assert await announcements.announce([1, 2, 3, 4]) == 3
-    await announcements.next("w", 1)
-    read = await announcements.next("w", 1)
-    assert read
-    assert await announcements.announce([7, 8, 2]) == 2
-    await announcements.take_out(read)
-    assert await announcements.announce([7, 8, 2]) == 1
-    found = [await announcements.next("w", 1) for _ in range(4)]
-    assert [each.slice_id if each else None for each in found] == [7, 8, 2, None]
+    assert await announcements.waiting() == 0
+    assert await announcements.announce(ready(1, 2, 3, 4)) == 3
+    assert await announcements.waiting() == math.inf, "there may be more"
+    assert await announcements.take() == 1
+    assert await announcements.waiting() == 20
+    assert await announcements.announce(ready(7, 1, 8, 2, 4)) == 2
+    assert [await announcements.take() for _ in range(4)] == [7, 8, 2, None]
 
 
-async def test_taken_slice_can_be_announced_again(redis: Redis) -> None:
+async def test_taken_slice_can_be_announced_again_once_it_was_claimed(redis: Redis) -> None:
     announcements = Announcements(redis, "m")
-    await announcements.announce([1])
-    await announcements.next("w", 1)
-    found = await announcements.next("w", 1)
-    assert found
-    assert await announcements.announce([1]) == 0
-    await announcements.take_out(found)
-    assert await announcements.announce([1]) == 1
+    await announcements.announce(ready(1))
+    assert await announcements.take() == 1
+    assert await announcements.announce(ready(1)) == 0
+    await announcements.took(1)
+    assert await announcements.announce(ready(1)) == 1
 
 
-async def test_message_of_a_dead_reader_is_taken_back(redis: Redis) -> None:
+async def test_what_a_worker_took_and_died_is_announced_again(redis: Redis, monkeypatch: pytest.MonkeyPatch) -> None:
     announcements = Announcements(redis, "m")
-    assert await announcements.take_back(0) == 0
-    await announcements.announce([1])
-    await announcements.next("dead", 1)
-    assert await announcements.next("dead", 1)
-    assert await announcements.next("alive", 1) is None
-    assert await announcements.take_back(60_000) == 0
-    assert await announcements.take_back(0) == 1
-    assert await announcements.announce([1]) == 1
-    found = await announcements.next("alive", 1)
-    assert found
-    assert found.slice_id == 1
+    await announcements.announce(ready(1))
+    assert await announcements.take() == 1
+    assert await announcements.announce(ready(1)) == 0
+    monkeypatch.setattr("service.queue.announcements.CLAIM_S", 0)
+    assert await announcements.announce(ready(1)) == 1
+    assert await announcements.take() == 1
 
 
-async def test_wiped_redis_is_an_empty_stream(redis: Redis) -> None:
+async def test_wiped_redis_announces_nothing(redis: Redis) -> None:
     announcements = Announcements(redis, "m")
-    await announcements.announce([1])
-    await announcements.next("w", 1)
+    await announcements.announce(ready(1))
     await redis.flushall()
-    assert await announcements.next("w", 1) is None
-    assert await announcements.announce([1]) == 1
-    found = await announcements.next("w", 1)
-    assert found
-    assert found.slice_id == 1
+    assert await announcements.take() is None
+    assert await announcements.announce(ready(1)) == 1
+    assert await announcements.take() == 1
 
 
-async def test_models_have_streams_of_their_own(redis: Redis) -> None:
-    await Announcements(redis, "a").announce([1])
-    other = Announcements(redis, "b")
-    assert await other.next("w", 1) is None
-    assert await other.next("w", 1) is None
+async def test_models_are_announced_apart(redis: Redis) -> None:
+    await Announcements(redis, "a").announce(ready(1))
+    assert await Announcements(redis, "b").take() is None
+
+
+async def test_an_idle_worker_wakes_when_slices_are_announced(redis: Redis) -> None:
+    announcements = Announcements(redis, "m")
+    await announcements.announce(ready(1))
+    await announcements.take()
+    waits = asyncio.create_task(announcements.take(block_ms=8_000))
+    await asyncio.sleep(0.05)
+    assert await announcements.announce(ready(2)) == 1
+    async with asyncio.timeout(7):
+        assert await waits == 2
+
+
+async def test_a_worker_takes_the_neighbours_of_its_slices(redis: Redis) -> None:
+    announcements = Announcements(redis, "m")
+    await announcements.announce(ready(1, 2, 3, 4, 5, 6, 7, 8))
+    first, second = [await announcements.take() or 0], [await announcements.take(theirs=[1]) or 0]
+    assert (first, second) == ([1], [5]), "the second worker begins in the middle of what the first comes to"
+    for _ in range(3):
+        first.append(await announcements.take(first, second) or 0)
+        second.append(await announcements.take(second, first) or 0)
+    assert (first, second) == ([1, 2, 3, 4], [5, 6, 7, 8])
+
+
+async def test_the_first_announced_slice_says_whose_turn_it_is(redis: Redis) -> None:
+    announcements = Announcements(redis, "m")
+    await announcements.announce([*ready(20, pool=0), *ready(11, window=2), *ready(21, pool=1), *ready(12, window=2)])
+    assert await announcements.take([11], [1]) == 20, "its neighbour is of another window"
+    assert await announcements.take([20], [1]) == 11
+    assert await announcements.take([11], [1]) == 21, "and of another pool"
 
 
 async def test_silent_worker_is_not_alive(redis: Redis) -> None:

@@ -39,13 +39,14 @@ async def one_life(house: House, leases: Leases, killers: frozenset[str]) -> tup
 
     async def no_progress(*_: Any) -> None: ...
 
-    async def begin_trial(lease: Lease, size: int, place: int) -> bool:
-        sizes.append(size)
-        return await leases.begin_trial(lease, size, place)
+    class Noted(Leases):
+        async def begin_trial(self, lease: Lease, size: int, place: int) -> bool:
+            sizes.append(size)
+            return await super().begin_trial(lease, size, place)
 
-    run = SliceRun(
-        lease, house.database, house.storage, engine, house.settings, house.clock, no_progress, begin_trial, Feed()
-    )
+    noted = Noted(house.database, "w", "test-model", house.settings.lease_s)
+    parts = (house.database, house.storage, engine, house.settings, house.clock, no_progress, noted, Feed())
+    run = SliceRun(lease, *parts)
     task, died = asyncio.create_task(run.run()), asyncio.create_task(dead.wait())
     await asyncio.wait([task, died], return_when=asyncio.FIRST_COMPLETED)
     if task.done():

@@ -24,7 +24,7 @@ async def slices_of(house: House, batch_id: str) -> list[int]:
 
 
 async def first(house: House, most: int = 1000) -> list[int]:
-    return await Turns().most_urgent(house.database, "test-model", house.clock(), most)
+    return [each.slice_id for each in await Turns().most_urgent(house.database, "test-model", house.clock(), most)]
 
 
 async def planned(house: House, window_s: int, count: int = 16, work_s: float = 0.0) -> tuple[str, list[int]]:

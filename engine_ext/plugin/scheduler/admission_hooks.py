@@ -13,7 +13,7 @@ from sglang.srt.plugins.hook_registry import HookType
 
 from engine_ext.arrays import Bools
 from engine_ext.plugin.options import Overlap
-from engine_ext.plugin.scheduler import foresight, host_copies, online, preemption, pulse_hooks, resting
+from engine_ext.plugin.scheduler import foresight, host_copies, online, preemption, pulse_hooks, resting, withdrawals
 from engine_ext.plugin.scheduler.admission import Admission, admission_of
 from engine_ext.plugin.scheduler.beside import Allowed
 from engine_ext.plugin.scheduler.online import Demand, is_ours, length
@@ -325,13 +325,17 @@ def _admits(adder: Any) -> bool:
     return getattr(adder.running_batch, "batchweave_admits", False)
 
 
-def abort(original: Callable[..., Any], scheduler: Any, recv_req: Any) -> Any:
+def abort(original: Callable[..., Any], scheduler: Any, recv_req: Any) -> None:
     """Show SGLang the waiting requests that an abort means, and all that decode; it takes them out itself."""
     ours = admission_of(scheduler)
     scheduler.running_batch = _all_decodes(ours, scheduler.running_batch)
-    meant = ours.take_back(recv_req.rid, recv_req.abort_all)
-    scheduler.waiting_queue = [*scheduler.waiting_queue, *meant]
-    return original(scheduler, recv_req)
+
+    def unbegun() -> dict[str, Any]:  # one that was parked has computed a part of its prompt
+        return {rid: member.req for rid, member in ours.waiting.items() if not member.computed}
+
+    for each in withdrawals.aborts_for(recv_req, unbegun):
+        scheduler.waiting_queue = [*scheduler.waiting_queue, *ours.take_back(each.rid, each.abort_all)]
+        original(scheduler, each)
 
 
 def pause(original: Callable[..., Any], scheduler: Any, recv_req: Any) -> Any:

@@ -6,7 +6,7 @@ import math
 import os
 import signal
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Generator
+from collections.abc import AsyncGenerator, AsyncIterator, Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -26,6 +26,7 @@ from engine_ext.coserve.slo import DEFAULT
 from engine_ext.costs.cost import CostModel
 from engine_ext.errors import EngineStartError
 from engine_ext.plugin import hooks, json_log
+from engine_ext.plugin.asked_back import ask_back
 from engine_ext.plugin.marks import KIND, RESERVED, UNTOLD, marks, online_marks
 from engine_ext.plugin.options import Options, Overlap, emulated_name
 from engine_ext.plugin.platform_entry import accelerator_memory, gpu_is_present, machine_name
@@ -344,6 +345,20 @@ class EngineHost:
         # SGLang runs each prompt of a list as a request of its own, with an rid of this form.
         for part in range(self._told[rid].parts if rid in self._told else 0):
             self._manager.abort_request(f"{rid}_{part}")
+
+    async def withdraw(self, rids: Sequence[str], most: int) -> None:
+        """Ask for up to `most` of these requests back that have not begun, the first ones first.
+
+        The `run` of each of them has returned, with `aborted` set, when this returns.
+        """
+        single = [rid for rid in rids if rid in self._told and not self._told[rid].parts]
+        if not single:
+            return
+        self._manager._dispatch_to_scheduler(ask_back(single, most))
+        await self._manager.get_internal_state()  # each scheduler answers it after the withdrawal
+        ended = {rid for rid in single if (state := self._manager.rid_to_state.get(rid)) is None or state.finished}
+        while any(rid in self._told for rid in ended):
+            await asyncio.sleep(0)
 
     def close(self) -> None:
         self._watch.stop()

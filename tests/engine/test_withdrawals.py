@@ -1,0 +1,73 @@
+"""Requests that have not begun come back from SGLang for another worker; the others go on."""
+
+import asyncio
+from collections.abc import Generator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+pytest.importorskip("sglang")
+
+from engine_ext.plugin.asked_back import ask_back
+from engine_ext.plugin.scheduler import withdrawals
+from service.demo.model import NAME, ensure_demo_model
+from service.demo.prompts import corpus
+from tests.engine.conftest import RealEngine, running_engine
+
+AT_ONCE = 4
+CHAT = "/v1/chat/completions"
+
+
+@pytest.fixture(scope="module")
+def narrow(tmp_path_factory: pytest.TempPathFactory) -> Generator[RealEngine, None, None]:
+    model = ensure_demo_model(tmp_path_factory.mktemp("model") / "demo", corpus())
+    with running_engine(model, NAME, {"max_running_requests": AT_ONCE}) as running:
+        yield running
+
+
+async def run_and_withdraw(engine: Any, most: int, **more: Any) -> tuple[list[str], list[Any]]:
+    """Which of 24 requests were asked back, and the answers of all, in their order."""
+    rids = [f"chatcmpl-{number:04}-{more.get('n', 1)}-{most}" for number in range(24)]
+    tasks: list[asyncio.Task[Any]] = []
+    for number, rid in enumerate(rids):
+        messages = [{"role": "user", "content": f"Tell me of the number {number}."}]
+        body = {"model": NAME, "messages": messages, "max_tokens": 48, "temperature": 0, "ignore_eos": True, **more}
+        tasks.append(asyncio.create_task(engine.run(CHAT, body, rid, "batch")))
+    async with asyncio.timeout(120):
+        while not any(state.get("running") for state in await engine.scheduler_states()):
+            await asyncio.sleep(0.02)
+        asked = rids[::-1]
+        await engine.withdraw(asked, most)
+        done = [task.done() and task.result().aborted for task in tasks]
+        answers = await asyncio.gather(*tasks)
+    assert [answer.aborted for answer in answers] == done, "all that come back have come back when it returns"
+    return [rid for rid, answer in zip(rids, answers, strict=True) if answer.aborted], answers
+
+
+def test_what_waits_comes_back_and_what_runs_goes_on(narrow: RealEngine) -> None:
+    back, answers = narrow.do(run_and_withdraw(narrow.host, 8))
+    assert len(back) == 8
+    assert sum(answer.status_code == 200 and not answer.aborted for answer in answers) == 16
+    back, answers = narrow.do(run_and_withdraw(narrow.host, 1000))
+    assert 1 <= len(back) <= 24 - 1
+    [state] = narrow.do(narrow.host.scheduler_states())
+    assert (state["waiting"], state["running"], state["queued"]) == (0, 0, 0)
+
+
+def test_requests_for_several_answers_stay(narrow: RealEngine) -> None:
+    back, answers = narrow.do(run_and_withdraw(narrow.host, 1000, n=2))
+    assert back == []
+    assert {answer.status_code for answer in answers} == {200}
+
+
+def test_only_what_has_no_output_is_given_back() -> None:
+    """Where SGLang's own policy schedules, a request that it retracted waits among those that never began."""
+    queue = [SimpleNamespace(rid=rid, output_ids=[7] if rid == "b" else []) for rid in "abc"]
+    aborted: list[Any] = []
+    scheduler = SimpleNamespace(waiting_queue=queue)
+    withdrawals.abort(lambda _, each: aborted.append(each.rid), scheduler, ask_back(["d", "c", "b", "a"], 2))
+    assert aborted == ["c", "a"]
+    ordinary = SimpleNamespace(rid="b", abort_message=None)
+    withdrawals.abort(lambda _, each: aborted.append(each.rid), scheduler, ordinary)
+    assert aborted == ["c", "a", "b"]
