@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import time
 from collections import Counter
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import asynccontextmanager
@@ -70,11 +71,15 @@ class Room:
 
 @dataclass
 class PacedEngine:
-    """Answers `at_once` requests at a time, each after `seconds(prompt)`; counts how often each prompt ran."""
+    """Answers `at_once` requests at a time, each after `seconds(prompt)`.
+
+    `runs` counts how often each prompt ran; `ends` has the times of the answers, by time.monotonic.
+    """
 
     at_once: int
     seconds: Callable[[str], float]
     runs: Counter[str] = field(default_factory=Counter[str])
+    ends: list[float] = field(default_factory=list[float])
 
     def __post_init__(self) -> None:
         self.room = Room(self.at_once)
@@ -88,6 +93,7 @@ class PacedEngine:
                 return WITHDRAWN
             self.runs[content] += 1
             await asyncio.sleep(self.seconds(content))
+            self.ends.append(time.monotonic())
         usage = {"prompt_tokens": 10, "completion_tokens": 2, "prompt_tokens_details": {"cached_tokens": 4}}
         answer = {"choices": [{"message": {"content": content}}], "usage": usage}
         return PacedAnswer(200, json.dumps(answer).encode())
