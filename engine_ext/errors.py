@@ -74,3 +74,7 @@ class RanksDiverged(EngineError):
             f"tokens); its requests will be run again. Please report this. Without the dual scan, "
             f"BATCHWEAVE_SCHEDULING=sglang, it cannot happen"
         )
+
+
+class EngineEnded(Exception):
+    """The engine of which this process runs a part has ended."""

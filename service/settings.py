@@ -9,7 +9,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, ValidationError
+from pydantic import AliasChoices, Field, ValidationError
 from pydantic_settings import BaseSettings, SettingsConfigDict
 from pydantic_settings import SettingsError as PydanticSettingsError
 
@@ -68,6 +68,33 @@ class Settings(BaseSettings):
     worker_name: str = Field(
         default_factory=lambda: f"{socket.gethostname()}-{os.getpid()}",
         description="name of this worker in lists and logs; default: host and process id",
+    )
+
+    # Of an engine that has several nodes. What starts them tells it in variables of its own: LeaderWorkerSet, Slurm's
+    # srun with one task a node, SkyPilot.
+    nodes: int = Field(
+        1,
+        ge=1,
+        le=256,
+        validation_alias=AliasChoices(
+            "BATCHWEAVE_NODES", "LWS_GROUP_SIZE", "SLURM_STEP_NUM_NODES", "SKYPILOT_NUM_NODES"
+        ),
+        description="number of machines that the engine has, each with a worker process; for LeaderWorkerSet, srun and "
+        "SkyPilot theirs; 1 keeps each machine's engine its own",
+    )
+    node_rank: int = Field(
+        0,
+        ge=0,
+        validation_alias=AliasChoices("BATCHWEAVE_NODE_RANK", "LWS_WORKER_INDEX", "SLURM_NODEID", "SKYPILOT_NODE_RANK"),
+        description="this machine's number among them; the first one, 0, leads",
+    )
+    leader: str | None = Field(
+        None,
+        validation_alias=AliasChoices(
+            "BATCHWEAVE_LEADER", "LWS_LEADER_ADDRESS", "SLURM_STEP_NODELIST", "SKYPILOT_NODE_IPS"
+        ),
+        description="address of the machine that leads, as the others reach it, or a list of all that begins with it; "
+        "host or host:port, by default port 20000",
     )
 
     online_host: str | None = Field(

@@ -19,6 +19,7 @@ class WorkerObject(BaseModel):
     object: Literal["worker"] = "worker"
     model: str
     host: str
+    followers: list[str] = []  # hosts of the other nodes of its engine
     machine: str  # its accelerators, or CPU; an emulated device says so
     state: WorkerState
     slices: int
@@ -43,6 +44,7 @@ class WorkerObject(BaseModel):
             id=state["name"],
             model=state["model"],
             host=state.get("host", ""),
+            followers=state.get("followers", []),
             machine=next((rank["device"] for rank in engine if rank.get("device")), state.get("machine", "")),
             state=_worker_state(state, is_drained),
             step_age_s=state.get("step_age_s", 0.0),

@@ -33,7 +33,7 @@ def calibrate(
     """
     from service.estimates.model_costs import read_shape
     from service.worker.calibration import calibrated, compare, measure
-    from service.worker.loop import make_engine, possible_overlaps
+    from service.worker.engine import make_engine, possible_overlaps
 
     settings = settings_of(model=model)
     log_to(sys.stderr, logging.WARNING)

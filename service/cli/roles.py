@@ -6,8 +6,8 @@ import logging
 import signal
 import socket
 import sys
-from collections.abc import Awaitable, Callable
-from contextlib import suppress
+from collections.abc import Awaitable, Callable, Generator
+from contextlib import contextmanager, suppress
 
 import structlog
 from prometheus_client import REGISTRY
@@ -127,19 +127,30 @@ def planner(model: ModelOption = None, model_name: NameOption = None) -> None:
 def worker(model: ModelOption = None, model_name: NameOption = None) -> None:
     """Run one worker, which leases slices and runs them on an engine; needs `pip install 'batchweave[engine]'`.
 
-    With BATCHWEAVE_ONLINE_HOST, its address, it also answers online requests. Example:
+    With BATCHWEAVE_ONLINE_HOST, its address, it also answers online requests. With BATCHWEAVE_NODES, _NODE_RANK and
+    _LEADER it is a part of an engine that several machines have together. Example:
 
     - `BATCHWEAVE_DATABASE_URL=postgresql://… BATCHWEAVE_ONLINE_HOST=10.0.0.7 batchweave worker --model …`
     """
     from service.db.models import register_model
     from service.metrics.engine import EngineMetrics
     from service.queue.progress import Starting
-    from service.worker.loop import IN_FLIGHT, Worker, make_engine
+    from service.worker.engine import make_engine
+    from service.worker.loop import IN_FLIGHT, Worker
+    from service.worker.nodes import Nodes, Peers, end_now, follow
 
     settings = settings_of(model=model, model_name=model_name)
     log_to(sys.stdout)
     open_database(settings)
     send_traces(settings.otlp_endpoint, "worker")
+    try:
+        nodes = Nodes.of(settings)
+    except StartError as error:
+        fail(str(error))
+    if nodes is not None and nodes.rank > 0:
+        with _needs_engine():
+            follow(settings, nodes, lambda: make_engine(settings))
+        return
     metrics = EngineMetrics(settings.served_model)
     REGISTRY.register(metrics)
     _serve_metrics(settings)
@@ -147,10 +158,12 @@ def worker(model: ModelOption = None, model_name: NameOption = None) -> None:
         settings.redis, settings.worker_name, {"model": settings.served_model, "host": socket.gethostname()}
     )
     starting.begin()
-    try:
+    peers, lost = None, list[int]()
+    if nodes is not None:
+        peers = Peers(settings.redis, settings.served_model, nodes, on_lost=lambda rank: end_now(1))
+        peers.start()
+    with _needs_engine():
         engine = make_engine(settings, starting.say)
-    except ModuleNotFoundError as error:
-        fail(f"The engine is not installed ({error.name} is missing): pip install 'batchweave[engine]'")
 
     async def main(database: Database, storage: Storage, redis: Redis, stop: asyncio.Event) -> None:
         await engine.start()
@@ -165,15 +178,39 @@ def worker(model: ModelOption = None, model_name: NameOption = None) -> None:
         in_flight = IN_FLIGHT * await engine.max_running_requests()
         parts = (database, storage, redis, engine, settings, clock)
         starting.end()
+        if peers is not None:
+            peers.on_lost = _stopping(asyncio.get_running_loop(), stop, lost)
         async with watched_loop():
-            await Worker(*parts, in_flight, metrics, engine.machine, online=engine).run(stop)
+            await Worker(*parts, in_flight, metrics, engine.machine, online=engine, peers=peers).run(stop)
 
     try:
         asyncio.run(_role(settings, main))
     except StartError as error:
         fail(str(error))
     finally:
+        if peers is not None:
+            peers.leave()
         engine.close()
+    if lost:
+        sys.exit(1)
+
+
+@contextmanager
+def _needs_engine() -> Generator[None]:
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        fail(f"The engine is not installed ({error.name} is missing): pip install 'batchweave[engine]'")
+
+
+def _stopping(loop: asyncio.AbstractEventLoop, stop: asyncio.Event, lost: list[int]) -> Callable[[int], None]:
+    """Return what stops a leader that has lost a node: it gives its slices back, and starts again with all nodes."""
+
+    def on_lost(rank: int) -> None:
+        lost.append(rank)
+        loop.call_soon_threadsafe(stop.set)
+
+    return on_lost
 
 
 def _serve_metrics(settings: Settings) -> None:

@@ -10,25 +10,9 @@ from typing import Any
 
 from redis.asyncio import Redis
 
-from service.queue import keys
+from service.queue import keys, roll
 
-SILENT_S = 15.0  # a worker that has written nothing for so long does not count
 LEAST = 8  # requests that are worth handing over
-
-# KEYS: the crew. ARGV: a worker, what it has in hand or nothing, and after how many milliseconds a silent one is left
-# out. Writes the worker's entry, and returns all others with what they have in hand.
-_LOOK = """
-local time = redis.call('TIME')
-local now, found = time[1] * 1000 + math.floor(time[2] / 1000), {}
-if ARGV[2] ~= '' then redis.call('HSET', KEYS[1], ARGV[1], now .. ' ' .. ARGV[2]) end
-local all = redis.call('HGETALL', KEYS[1])
-for at = 1, #all, 2 do
-  local seen, hand = string.match(all[at + 1], '(%d+) (.*)')
-  if now - tonumber(seen) > tonumber(ARGV[3]) then redis.call('HDEL', KEYS[1], all[at])
-  elseif all[at] ~= ARGV[1] then found[#found + 1] = hand end
-end
-return found
-"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,12 +83,12 @@ class CrewBoard:
     def __init__(self, redis: Redis, model: str) -> None:
         self._redis = redis
         self._key = keys.crew(model)
-        self._look = redis.register_script(_LOOK)
+        self._call = redis.register_script(roll.CALL)
 
     async def look(self, name: str = "", mine: Hand | None = None) -> tuple[Hand, ...]:
         """Write what the worker `name` has in hand, and return what all others have."""
-        args: list[Any] = [name, "" if mine is None else str(mine), int(SILENT_S * 1000)]
-        return tuple(Hand.parse(each) for each in await self._look(keys=[self._key], args=args))
+        found: Any = await self._call(keys=[self._key], args=roll.arguments(name, "" if mine is None else str(mine)))
+        return tuple(Hand.parse(each) for each in roll.members(found).values())
 
     async def leave(self, name: str) -> None:
         await self._redis.hdel(self._key, name)  # pyright: ignore[reportGeneralTypeIssues]

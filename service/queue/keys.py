@@ -17,8 +17,13 @@ def wakes(model: str) -> str:
 
 
 def crew(model: str) -> str:
-    """Return the key of the hash from a model's workers to what each has in hand (`crew.py`)."""
+    """Return the key of the roll of a model's workers, with what each has in hand (`crew.py`)."""
     return f"batchweave:{{{model}}}:crew"
+
+
+def nodes(engine: str) -> str:
+    """Return the key of the roll of the nodes of one engine (`roll.py`)."""
+    return f"batchweave:nodes:{engine}"
 
 
 def progress(batch_id: str) -> str:

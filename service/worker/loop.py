@@ -7,7 +7,6 @@ import socket
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import replace
 from typing import Any
 
 import structlog
@@ -19,8 +18,6 @@ from sqlalchemy.exc import SQLAlchemyError
 from service.db.sessions import Database
 from service.db.tables import Batch, BatchStatus, DrainedWorker
 from service.errors import StartError
-from service.estimates.model_costs import measured_overlap, planning_costs
-from service.estimates.slo_file import read_slo_file
 from service.metrics.counters import LOOP_LAG, SLICES
 from service.metrics.engine import EngineMetrics
 from service.objects.storage import Storage
@@ -34,6 +31,7 @@ from service.queue.urgency import pools_of
 from service.settings import Settings
 from service.worker.door import ENDS_S, Door, OnlineEngine
 from service.worker.feed import Feed
+from service.worker.nodes import Peers
 from service.worker.sharing import Sharing
 from service.worker.slice_run import Engine, SliceRun
 
@@ -52,34 +50,6 @@ LOGGED = 64  # batches named in one log line
 log = structlog.get_logger()
 
 
-def make_engine(settings: Settings, say: Callable[[str], None] = lambda _: None) -> Any:
-    """Create SGLang in this process. Call it in the main thread, before the event loop. `say` gets each stage."""
-    say("loads SGLang")
-    from engine_ext import warm_up
-    from engine_ext.plugin.options import Emulation, Options, Overlap, Scheduling
-    from engine_ext.plugin.worker.host import EngineHost
-
-    cost = planning_costs(settings.model_source, settings.gpu, settings.replica)
-    steps_file = None
-    if settings.steps_file is not None:
-        settings.steps_file.parent.mkdir(parents=True, exist_ok=True)
-        steps_file = str(settings.steps_file.resolve())
-    emulated = Emulation.REAL if settings.emulated_device else None
-    options = Options(cost, Scheduling(settings.scheduling), emulated=emulated, steps_file=steps_file)
-    if settings.slo_file is not None:
-        online, limits = read_slo_file(settings.slo_file)
-        options = replace(options, online=online, sheds=True, limits=limits)
-    wanted = settings.overlap or measured_overlap(settings.gpu, settings.model_source)
-    overlap = Overlap(wanted) if wanted else None
-    say(
-        "starts the engine"
-        if warm_up.is_done()
-        else "starts the engine and compiles the scan, which takes about a minute the first time"
-    )
-    args = (settings.model_source, settings.served_model, settings.engine_args)
-    return EngineHost(*args, options, overlap, settings.step_limit_s)
-
-
 def _door_of(engine: OnlineEngine | None, settings: Settings, against: Callable[[], str | None]) -> Door | None:
     """Return the door for online requests, if the settings open one."""
     if engine is None or settings.online_host is None:
@@ -89,17 +59,6 @@ def _door_of(engine: OnlineEngine | None, settings: Settings, against: Callable[
         log.warning("no online requests: set BATCHWEAVE_SECRET_KEY to the same value for all roles")
         return None
     return Door(engine, settings.served_model, token, settings.max_line_bytes, against)
-
-
-def possible_overlaps(settings: Settings) -> list[str]:
-    """Return the ways to overlap prefill and decodes that this machine and model allow; the log explains the rest."""
-    from engine_ext.plugin.options import Overlap
-    from engine_ext.plugin.platform_entry import gpu_is_present
-    from engine_ext.plugin.worker.overlap import choose
-
-    # Without a GPU nothing runs beside anything, so halves could only cost time.
-    ways = [each for each in Overlap if each is not Overlap.NANO or gpu_is_present()]
-    return [each.value for each in ways if choose(each, settings.model_source, settings.engine_args) is each]
 
 
 class Worker:
@@ -117,10 +76,11 @@ class Worker:
         metrics: EngineMetrics | None = None,
         machine: str = "",
         online: OnlineEngine | None = None,
+        peers: Peers | None = None,
     ) -> None:
         """Prepare a worker. `machine` describes what the engine runs on, for pages and the API.
 
-        `online`: the engine, if it answers online requests too.
+        `online`: the engine, if it answers online requests too. `peers`: the other nodes of the engine, if it has any.
         """
         self._database = database
         self._storage = storage
@@ -144,6 +104,7 @@ class Worker:
         self._tasks: set[asyncio.Task[None]] = set()
         self._clock = clock
         self._machine = machine
+        self._peers = peers
         self._door = _door_of(online, settings, self._against_online)
         self._address = self._address_proof = ""
         self._is_stopping = False
@@ -396,6 +357,7 @@ class Worker:
             "drained": self._is_drained,
             "requests": sum(run.remaining for run in self._runs),
             "host": socket.gethostname(),
+            "followers": [] if self._peers is None else self._peers.hosts,
             "pid": os.getpid(),
             "machine": self._machine,
             "online": self._address,

@@ -9,7 +9,7 @@ import json
 
 from service.estimates.model_costs import OVERLAPS, planning_costs
 from service.settings import load_settings
-from service.worker.loop import make_engine
+from service.worker.engine import make_engine
 
 BLEND_S = 15.0  # of compute, and as much of reads
 

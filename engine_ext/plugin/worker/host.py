@@ -24,7 +24,7 @@ from sglang.srt.entrypoints.openai.serving_completions import OpenAIServingCompl
 from engine_ext import warm_up
 from engine_ext.coserve.slo import DEFAULT
 from engine_ext.costs.cost import CostModel
-from engine_ext.errors import EngineStartError
+from engine_ext.errors import EngineEnded, EngineStartError
 from engine_ext.plugin import hooks, json_log
 from engine_ext.plugin.asked_back import ask_back
 from engine_ext.plugin.marks import KIND, RESERVED, UNTOLD, marks, online_marks
@@ -94,8 +94,16 @@ class _Completion(_Reading, OpenAIServingCompletion):
     pass
 
 
+def _a_core_each(ranks: int) -> str:
+    """Return SGLang's setting for so many ranks on this machine's cores; without it several ranks do not start."""
+    cores = sorted(os.sched_getaffinity(0))
+    return "|".join(str(cores[rank % len(cores)]) for rank in range(ranks))
+
+
 class EngineHost:
     """A worker's engine. Create it in the main thread before the event loop runs, then `await start()` in the loop.
+
+    On a node that is not its engine's first one, creating it takes until the engine ends, and raises EngineEnded.
 
     `wanted`: see `overlap.choose`. `step_limit_s`: if requests are in flight and no step ends for this long, the engine
     counts as hung, and is killed together with this process.
@@ -116,6 +124,8 @@ class EngineHost:
         replace(options, overlap=chosen, pulses=str(self._pulses.path)).hand_over()
         if not on_gpu:
             os.environ.setdefault("OMP_NUM_THREADS", "1")
+            if (ranks := int(engine_args.get("tp_size", 1))) > 1:
+                os.environ.setdefault("SGLANG_CPU_OMP_THREADS_BIND", _a_core_each(ranks))
             # Otherwise the first request with a penalty makes torch compile for a minute, while all others wait.
             os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
         os.environ.setdefault("SGLANG_GRAMMAR_MAX_POLL_ITERATIONS", GRAMMAR_TURNS)
@@ -139,6 +149,8 @@ class EngineHost:
             self._engine = Engine(**arguments) if on_gpu else ForkingEngine(**arguments)
         except (ValueError, RuntimeError) as error:  # what SGLang says of a model or an argument
             raise EngineStartError(str(error)) from error
+        if engine_args.get("node_rank"):  # SGLang waits in Engine() on every node but the first
+            raise EngineEnded
         if compiling is not None:
             compiling.wait()
         self._manager: Any = self._engine.tokenizer_manager

@@ -160,7 +160,7 @@ def test_what_the_engine_refuses_is_one_line(tmp_path: Path, monkeypatch: pytest
     def refuse(*_: object) -> None:
         raise EngineStartError("Model architectures ['X'] are not supported for now.")
 
-    monkeypatch.setattr("service.worker.loop.make_engine", refuse)
+    monkeypatch.setattr("service.worker.engine.make_engine", refuse)
     arguments = ["calibrate", "--model", "llama-3-8b", "--output", str(tmp_path / "machine.json")]
     found = CliRunner().invoke(command_line("calibrate"), arguments)
     assert (found.exit_code, found.stderr.splitlines()[-1]) == (

@@ -1,0 +1,51 @@
+"""Creates the engine of a worker as its settings say."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+from service.estimates.model_costs import measured_overlap, planning_costs
+from service.estimates.slo_file import read_slo_file
+from service.settings import Settings
+from service.worker.nodes import Nodes
+
+
+def make_engine(settings: Settings, say: Callable[[str], None] = lambda _: None) -> Any:
+    """Create SGLang in this process. Call it in the main thread, before the event loop. `say` gets each stage."""
+    say("loads SGLang")
+    from engine_ext import warm_up
+    from engine_ext.plugin.options import Emulation, Options, Overlap, Scheduling
+    from engine_ext.plugin.worker.host import EngineHost
+
+    cost = planning_costs(settings.model_source, settings.gpu, settings.replica)
+    steps_file = None
+    if settings.steps_file is not None:
+        settings.steps_file.parent.mkdir(parents=True, exist_ok=True)
+        steps_file = str(settings.steps_file.resolve())
+    emulated = Emulation.REAL if settings.emulated_device else None
+    options = Options(cost, Scheduling(settings.scheduling), emulated=emulated, steps_file=steps_file)
+    if settings.slo_file is not None:
+        online, limits = read_slo_file(settings.slo_file)
+        options = replace(options, online=online, sheds=True, limits=limits)
+    wanted = settings.overlap or measured_overlap(settings.gpu, settings.model_source)
+    overlap = Overlap(wanted) if wanted else None
+    say(
+        "starts the engine"
+        if warm_up.is_done()
+        else "starts the engine and compiles the scan, which takes about a minute the first time"
+    )
+    nodes = Nodes.of(settings)
+    arguments = {**settings.engine_args, **({} if nodes is None else nodes.engine_args)}
+    args = (settings.model_source, settings.served_model, arguments)
+    return EngineHost(*args, options, overlap, settings.step_limit_s)
+
+
+def possible_overlaps(settings: Settings) -> list[str]:
+    """Return the ways to overlap prefill and decodes that this machine and model allow; the log explains the rest."""
+    from engine_ext.plugin.options import Overlap
+    from engine_ext.plugin.platform_entry import gpu_is_present
+    from engine_ext.plugin.worker.overlap import choose
+
+    # Without a GPU nothing runs beside anything, so halves could only cost time.
+    ways = [each for each in Overlap if each is not Overlap.NANO or gpu_is_present()]
+    return [each.value for each in ways if choose(each, settings.model_source, settings.engine_args) is each]
