@@ -6,7 +6,7 @@ RUN := $(VENV)/bin
 UV_VERSION := 0.13.8
 DATA ?= ../shared/data
 
-.PHONY: install install-dev demo unit test check format lock openapi emulated colocate chaos conformance screenshots gpu clean
+.PHONY: install install-dev demo unit test check format lock openapi newest-sglang emulated colocate chaos conformance screenshots gpu clean
 
 install: $(VENV)/.installed
 install-dev: $(VENV)/.installed-dev
@@ -44,6 +44,10 @@ check: install-dev
 format: install-dev
 	$(RUN)/ruff check --fix .
 	$(RUN)/ruff format .
+
+# The newest SGLang that can be installed, or VERSION=…, with the engine's tests; in a folder of its own
+newest-sglang: install-dev
+	.ci/newest-sglang $(VERSION)
 
 openapi: install
 	$(RUN)/batchweave openapi > openapi.yaml

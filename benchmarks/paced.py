@@ -80,6 +80,7 @@ class PacedEngine:
     seconds: Callable[[str], float]
     runs: Counter[str] = field(default_factory=Counter[str])
     ends: list[float] = field(default_factory=list[float])
+    step_age_s: float = 0.0
 
     def __post_init__(self) -> None:
         self.room = Room(self.at_once)
@@ -97,8 +98,6 @@ class PacedEngine:
         usage = {"prompt_tokens": 10, "completion_tokens": 2, "prompt_tokens_details": {"cached_tokens": 4}}
         answer = {"choices": [{"message": {"content": content}}], "usage": usage}
         return PacedAnswer(200, json.dumps(answer).encode())
-
-    step_age_s: float = 0.0
 
     async def scheduler_states(self) -> list[dict[str, Any]]:
         return []

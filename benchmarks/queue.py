@@ -70,7 +70,9 @@ async def measure(kind: str, url: str, folder: Path, pid: int | None, slices: in
         "estimates, every 2 s for all GETs": lambda: outlook(database),
         "reconciler": lambda: reconcile(database, now),
         "validator": Validator(database, storage, settings, time.time).run_once,
-        "planner": Planner(database, storage, settings, time.time, open_redis("unix:///nowhere.sock")).run_once,
+        "planner": Planner(
+            database, storage, settings, time.time, open_redis("unix:///nowhere.sock")
+        ).run_once,  # one worker
         "finalizer": Finalizer(database, storage, time.time).run_once,
         "expiry": Expiry(database, storage, time.time).run_once,
         "/metrics": lambda: scrape(database, now),

@@ -70,8 +70,8 @@ class Settings(BaseSettings):
         description="name of this worker in lists and logs; default: host and process id",
     )
 
-    # Of an engine that has several nodes. What starts them tells it in variables of its own: LeaderWorkerSet, Slurm's
-    # srun with one task a node, SkyPilot.
+    # LeaderWorkerSet, Slurm's srun (one task a machine) and SkyPilot set variables of their own, which count where ours
+    # are not set.
     nodes: int = Field(
         1,
         ge=1,
@@ -79,22 +79,22 @@ class Settings(BaseSettings):
         validation_alias=AliasChoices(
             "BATCHWEAVE_NODES", "LWS_GROUP_SIZE", "SLURM_STEP_NUM_NODES", "SKYPILOT_NUM_NODES"
         ),
-        description="number of machines that the engine has, each with a worker process; for LeaderWorkerSet, srun and "
-        "SkyPilot theirs; 1 keeps each machine's engine its own",
+        description="machines that run one engine together; default: what LeaderWorkerSet, srun or SkyPilot says, else "
+        "1; set 1 to give each machine an engine of its own",
     )
     node_rank: int = Field(
         0,
         ge=0,
         validation_alias=AliasChoices("BATCHWEAVE_NODE_RANK", "LWS_WORKER_INDEX", "SLURM_NODEID", "SKYPILOT_NODE_RANK"),
-        description="this machine's number among them; the first one, 0, leads",
+        description="number of this machine among `nodes`, from 0; machine 0 leads",
     )
     leader: str | None = Field(
         None,
         validation_alias=AliasChoices(
             "BATCHWEAVE_LEADER", "LWS_LEADER_ADDRESS", "SLURM_STEP_NODELIST", "SKYPILOT_NODE_IPS"
         ),
-        description="address of the machine that leads, as the others reach it, or a list of all that begins with it; "
-        "host or host:port, by default port 20000",
+        description="address of machine 0 as the others reach it, host or host:port (default port 20000), or a list "
+        "that begins with it",
     )
 
     online_host: str | None = Field(
@@ -140,7 +140,15 @@ class Settings(BaseSettings):
     lease_s: float = Field(
         30.0, gt=0, le=3600, description="seconds after which a silent worker's slices go to other workers"
     )
-    slice_requests: int = Field(256, ge=1, le=100_000, description="requests of a slice")
+    sglang: str | None = Field(
+        None, description="version of SGLang that the engine may be started with although it was not tested"
+    )
+    slice_requests: int = Field(
+        256,
+        ge=1,
+        le=100_000,
+        description="most requests of a slice; the planner cuts smaller ones where several workers share a window",
+    )
     window_requests: int = Field(100_000, ge=1, description="most requests that are planned together")
     window_wait_s: float = Field(
         30.0, ge=0, description="most seconds that requests wait to be planned with others while engines have work"

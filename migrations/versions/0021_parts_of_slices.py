@@ -1,4 +1,4 @@
-"""Add which requests a slice has that has handed some over."""
+"""Record which requests a slice has, where its worker handed some over."""
 
 from alembic import op
 import sqlalchemy as sa
@@ -13,4 +13,7 @@ def upgrade() -> None:
 
 
 def downgrade() -> None:
+    left = op.get_bind().scalar(sa.text("SELECT count(*) FROM slices WHERE offsets IS NOT NULL AND status <> 'done'"))
+    if left:  # without offsets they would mean other requests
+        raise RuntimeError(f"{left} slices with handed-over requests are not done. Let their batches end first.")
     op.drop_column("slices", "offsets")

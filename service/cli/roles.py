@@ -35,6 +35,7 @@ from service.queue.connection import open_redis
 from service.settings import Settings
 from service.terminal import fail, said
 from service.up.loop_watch import watched_loop
+from service.worker.nodes import Nodes
 
 
 def up(
@@ -127,17 +128,15 @@ def planner(model: ModelOption = None, model_name: NameOption = None) -> None:
 def worker(model: ModelOption = None, model_name: NameOption = None) -> None:
     """Run one worker, which leases slices and runs them on an engine; needs `pip install 'batchweave[engine]'`.
 
-    With BATCHWEAVE_ONLINE_HOST, its address, it also answers online requests. With BATCHWEAVE_NODES, _NODE_RANK and
-    _LEADER it is a part of an engine that several machines have together. Example:
+    With BATCHWEAVE_ONLINE_HOST, its address, it also answers online requests. With BATCHWEAVE_NODES,
+    BATCHWEAVE_NODE_RANK and BATCHWEAVE_LEADER, several machines run one engine: number 0 leads, the others follow. Give
+    all of them the same model, BATCHWEAVE_GPU and BATCHWEAVE_ENGINE_ARGS. Examples:
 
     - `BATCHWEAVE_DATABASE_URL=postgresql://… BATCHWEAVE_ONLINE_HOST=10.0.0.7 batchweave worker --model …`
+    - `BATCHWEAVE_NODES=2 BATCHWEAVE_NODE_RANK=1 BATCHWEAVE_LEADER=10.0.0.7 … batchweave worker --model …`
     """
-    from service.db.models import register_model
-    from service.metrics.engine import EngineMetrics
-    from service.queue.progress import Starting
     from service.worker.engine import make_engine
-    from service.worker.loop import IN_FLIGHT, Worker
-    from service.worker.nodes import Nodes, Peers, end_now, follow
+    from service.worker.following import follow
 
     settings = settings_of(model=model, model_name=model_name)
     log_to(sys.stdout)
@@ -149,8 +148,20 @@ def worker(model: ModelOption = None, model_name: NameOption = None) -> None:
         fail(str(error))
     if nodes is not None and nodes.rank > 0:
         with _needs_engine():
-            follow(settings, nodes, lambda: make_engine(settings))
-        return
+            follow(settings, nodes, lambda on_fault: make_engine(settings, on_fault=on_fault))
+    else:
+        _lead(settings, nodes)
+
+
+def _lead(settings: Settings, nodes: Nodes | None) -> None:
+    """Run a worker, which leads the followers of its engine if that has several machines."""
+    from service.db.models import register_model
+    from service.metrics.engine import EngineMetrics
+    from service.queue.progress import Starting
+    from service.worker.engine import make_engine
+    from service.worker.following import Peers, end_now
+    from service.worker.loop import IN_FLIGHT, Worker
+
     metrics = EngineMetrics(settings.served_model)
     REGISTRY.register(metrics)
     _serve_metrics(settings)
@@ -160,7 +171,8 @@ def worker(model: ModelOption = None, model_name: NameOption = None) -> None:
     starting.begin()
     peers, lost = None, list[int]()
     if nodes is not None:
-        peers = Peers(settings.redis, settings.served_model, nodes, on_lost=lambda rank: end_now(1))
+        # SGLang blocks the main thread until the engine has started.
+        peers = Peers(settings.redis, settings.served_model, nodes, on_lost=lambda _: end_now(1))
         peers.start()
     with _needs_engine():
         engine = make_engine(settings, starting.say)
@@ -204,7 +216,7 @@ def _needs_engine() -> Generator[None]:
 
 
 def _stopping(loop: asyncio.AbstractEventLoop, stop: asyncio.Event, lost: list[int]) -> Callable[[int], None]:
-    """Return what stops a leader that has lost a node: it gives its slices back, and starts again with all nodes."""
+    """Return the leader's reaction to a lost node: the worker stops and gives its slices back; then it exits with 1."""
 
     def on_lost(rank: int) -> None:
         lost.append(rank)

@@ -28,8 +28,8 @@ from service.queue.crew import CrewBoard
 from service.queue.urgency import urgent_at
 from service.settings import Settings
 
-SLICES_EACH = 8  # of a window for each of several workers, of LEAST requests at least
-LEAST = 16
+SLICES_EACH = 8  # of a window for each worker, where there are several
+SMALLEST_SLICE = 16  # requests; smaller slices would only cost more leases
 LOGGED = 64  # batches named in one log line
 log = structlog.get_logger()
 
@@ -97,8 +97,8 @@ class Planner:
         taken = before.slices if any(len(span.again) for span in found.spans) else ()
         cost = await self._costs.of(model)
         now = self._clock()
-        most = await self._slice_requests(model, len(found.places))
-        plan = await plan_of(found, cost, now, most)
+        slice_requests = await self._slice_requests(model, len(found.places))
+        plan = await plan_of(found, cost, now, slice_requests)
         artifact = PlanArtifact(self._storage, ids.plan_id())
         header = PlanHeader(
             model=model,
@@ -143,7 +143,7 @@ class Planner:
         except (RedisError, OSError) as error:
             log.warning("plans for one worker, because Redis does not tell of others", error=repr(error))
             workers = 1
-        return most if workers < 2 else min(most, max(LEAST, -(-requests // (SLICES_EACH * workers))))
+        return most if workers < 2 else min(most, max(SMALLEST_SLICE, -(-requests // (SLICES_EACH * workers))))
 
     async def _commit(
         self,

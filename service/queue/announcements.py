@@ -1,7 +1,8 @@
 """Tells workers through Redis which slices are ready. An announcement is only a hint: the lease in SQL decides.
 
-The first announced slice says which window's turn it is. Among this window's slices a worker prefers the one that
-follows a slice that it has, because neighbours share prefixes; without one it begins a stretch of its own.
+The first announced slice says whose turn it is: which project's, and of which window and pool. Among these slices a
+worker prefers the one that follows a slice that it has, because neighbours share prefixes; without one it begins a
+stretch of its own.
 """
 
 import math
@@ -17,8 +18,9 @@ from service.queue import keys
 MOST_ANNOUNCED = 64
 CLAIM_S = 5.0  # a worker claims a slice that it took sooner than this, or has died; claims are fenced
 
-# KEYS: announced slices, those taken, wakes. ARGV: the most that are announced, milliseconds for a claim, and the ready
-# slices in their order. Replaces what is announced, without what was just taken. Returns how many slices are new.
+# KEYS: announced slices, those taken, wakes, whether there may be more. ARGV: the most that are announced, milliseconds
+# for a claim, and the ready slices in their order. Replaces what is announced, without what was just taken. Returns how
+# many slices are new.
 _ANNOUNCE = """
 local time = redis.call('TIME')
 local now, known = time[1] * 1000 + math.floor(time[2] / 1000), {}
@@ -38,6 +40,7 @@ for at = 3, #ARGV do
     if not known[id] then added = added + 1 end
   end
 end
+if #ARGV - 2 >= tonumber(ARGV[1]) then redis.call('SET', KEYS[4], 1) else redis.call('DEL', KEYS[4]) end
 if added > 0 then redis.call('XADD', KEYS[3], 'MAXLEN', 1, '*', 'added', added) end
 return added
 """
@@ -54,24 +57,24 @@ local mine, theirs = {}, {}
 for at = 2, #ARGV do
   if at <= tonumber(ARGV[1]) + 1 then mine[tonumber(ARGV[at])] = true else theirs[tonumber(ARGV[at])] = true end
 end
-local turn, runs, chosen = string.match(all[1], '%d+ %d+ (.+)'), {}, nil
+local turn, stretches, chosen = string.match(all[1], '%d+ %d+ (.+)'), {}, nil
 for at, each in ipairs(all) do
   if string.match(each, '%d+ %d+ (.+)') == turn then
-    local id, run = tonumber(string.match(each, '%d+')), runs[#runs]
+    local id, stretch = tonumber(string.match(each, '%d+')), stretches[#stretches]
     if mine[id - 1] and not chosen then chosen = at end
-    if run and run.last + 1 == id then
-      run.last, run.places[#run.places + 1] = id, at
+    if stretch and stretch.last + 1 == id then
+      stretch.last, stretch.places[#stretch.places + 1] = id, at
     else
-      runs[#runs + 1] = {first = id, last = id, places = {at}}
+      stretches[#stretches + 1] = {first = id, last = id, places = {at}}
     end
   end
 end
 if not chosen then
   chosen = 1
   if next(theirs) then
-    local longest = runs[1]
-    for _, run in ipairs(runs) do if #run.places > #longest.places then longest = run end end
-    -- Another worker comes from before it: the two share it.
+    local longest = stretches[1]
+    for _, each in ipairs(stretches) do if #each.places > #longest.places then longest = each end end
+    -- Another worker comes to it from before: begin in its middle.
     local begin = theirs[longest.first - 1] and math.floor(#longest.places / 2) + 1 or 1
     chosen = longest.places[begin]
   end
@@ -86,15 +89,19 @@ return {id, false}
 
 @dataclass(frozen=True, slots=True)
 class Ready:
-    """A slice to announce. Slices of one `window` and `pool` are in the order of their plan by their ids."""
+    """A slice to announce. `project_id`: the project whose turn it is; the slice may also hold requests of others.
+
+    The ids of a window's slices rise in the order of its plan, except those of slices that were handed over.
+    """
 
     slice_id: int
     requests: int
     window_id: int
     pool: int
+    project_id: str
 
     def __str__(self) -> str:
-        return f"{self.slice_id} {self.requests} {self.window_id} {self.pool}"
+        return f"{self.slice_id} {self.requests} {self.window_id} {self.pool} {self.project_id}"
 
 
 class Announcements:
@@ -103,7 +110,7 @@ class Announcements:
     def __init__(self, redis: Redis, model: str) -> None:
         self._redis = redis
         self._wakes = keys.wakes(model)
-        self._keys = [keys.ready(model), keys.taken(model), self._wakes]
+        self._keys = [keys.ready(model), keys.taken(model), self._wakes, keys.more(model)]
         self._announce = redis.register_script(_ANNOUNCE)
         self._take = redis.register_script(_TAKE)
 
@@ -119,21 +126,24 @@ class Announcements:
 
     async def waiting(self) -> float:
         """Return how many requests the announced slices have; infinity if there may be slices besides them."""
-        found: Any = await self._redis.lrange(self._keys[0], 0, -1)  # pyright: ignore[reportGeneralTypeIssues]
-        return math.inf if len(found) >= MOST_ANNOUNCED else sum(int(each.split()[1]) for each in found)
+        pipeline = self._redis.pipeline(transaction=True)
+        pipeline.lrange(self._keys[0], 0, -1)
+        pipeline.exists(self._keys[3])
+        found, more = await pipeline.execute()
+        return math.inf if more else sum(int(each.split()[1]) for each in found)
 
     async def take(self, mine: Collection[int] = (), theirs: Collection[int] = (), block_ms: int = 0) -> int | None:
         """Take the next slice for a worker that has the slices `mine`; return None if there is none for `block_ms`.
 
-        `theirs`: slices of other workers. The caller says `took` when it has claimed the slice.
+        `theirs`: slices of other workers. The caller says `forget_taken` after its claim.
         """
         args = [len(mine), *mine, *theirs]
-        slice_id, wake = await self._take(keys=self._keys, args=args)
+        slice_id, wake = await self._take(keys=self._keys[:3], args=args)
         if not slice_id and block_ms:
             await self._redis.xread({self._wakes: wake}, count=1, block=block_ms)
-            slice_id, _ = await self._take(keys=self._keys, args=args)
+            slice_id, _ = await self._take(keys=self._keys[:3], args=args)
         return int(slice_id) if slice_id else None
 
-    async def took(self, slice_id: int) -> None:
-        """Note that a slice that was taken is claimed; if it becomes ready again, it may be announced at once."""
+    async def forget_taken(self, slice_id: int) -> None:
+        """Forget that a slice was taken, once its claim succeeded or failed; if it is ready, it may be announced."""
         await self._redis.hdel(self._keys[1], str(slice_id))  # pyright: ignore[reportGeneralTypeIssues]

@@ -12,7 +12,7 @@ from redis.asyncio import Redis
 
 from service.queue import keys, roll
 
-LEAST = 8  # requests that are worth handing over
+LEAST = 8  # fewer requests are not worth handing over
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,7 +20,7 @@ class Hand:
     """What a worker has in hand.
 
     `requests`: those not answered yet. `pace`: answers per second while it is busy; 0 if it is not known. `full_at`:
-    the requests that its engine runs at once. `slices`: their ids, with the last ones that it has finished.
+    the requests that its engine runs at once. `slices`: the ids of its slices and of the last ones that it finished.
     """
 
     requests: int
@@ -29,9 +29,13 @@ class Hand:
     slices: tuple[int, ...] = ()
 
     @classmethod
-    def parse(cls, text: bytes) -> "Hand":
-        said = json.loads(text)
-        return cls(int(said[0]), float(said[1]), int(said[2]), tuple(int(each) for each in said[3]))
+    def parse(cls, text: bytes) -> "Hand | None":
+        """Read what `str` wrote; return None for the line of another version."""
+        try:
+            said = json.loads(text)
+            return cls(int(said[0]), float(said[1]), int(said[2]), tuple(int(each) for each in said[3]))
+        except (ValueError, TypeError, LookupError):
+            return None
 
     def __str__(self) -> str:
         return json.dumps([self.requests, self.pace, self.full_at, self.slices], separators=(",", ":"))
@@ -85,10 +89,10 @@ class CrewBoard:
         self._key = keys.crew(model)
         self._call = redis.register_script(roll.CALL)
 
-    async def look(self, name: str = "", mine: Hand | None = None) -> tuple[Hand, ...]:
-        """Write what the worker `name` has in hand, and return what all others have."""
+    async def look(self, name: str = "", mine: Hand | None = None) -> dict[str, Hand]:
+        """Write what the worker `name` has in hand, and return what each other one has."""
         found: Any = await self._call(keys=[self._key], args=roll.arguments(name, "" if mine is None else str(mine)))
-        return tuple(Hand.parse(each) for each in roll.members(found).values())
+        return {name: hand for name, line in roll.members(found).items() if (hand := Hand.parse(line)) is not None}
 
     async def leave(self, name: str) -> None:
         await self._redis.hdel(self._key, name)  # pyright: ignore[reportGeneralTypeIssues]

@@ -7,8 +7,13 @@ def ready(model: str) -> str:
 
 
 def taken(model: str) -> str:
-    """Return the key of the hash from slices that workers took but have not claimed to when, in milliseconds."""
+    """Return the key of the hash that says when, in milliseconds, each slice was taken that is not claimed yet."""
     return f"batchweave:{{{model}}}:taken"
+
+
+def more(model: str) -> str:
+    """Return the key that exists while there may be ready slices besides the announced ones."""
+    return f"batchweave:{{{model}}}:more"
 
 
 def wakes(model: str) -> str:

@@ -153,7 +153,7 @@ class Leases:
             return True
 
     async def hand_over(self, lease: Lease, kept: NDArray[np.int64], given: Sequence[Part]) -> bool:
-        """Make slices of these parts of a slice, ready for other workers; return False for a stale lease.
+        """Move these parts out of a slice into new ready slices; return False for a stale lease.
 
         `kept`: the places in the window's order that the slice keeps. Raises BatchEnded if a batch of a part no longer
         runs.
@@ -165,7 +165,13 @@ class Leases:
                 return False
             row.offsets, row.count = offsets_of(row.first, kept), len(kept)
             # With an epoch, as a lease would give it: the planner plans nothing again that was ever leased.
-            told = {"window_id": row.window_id, "model": row.model, "first": row.first, "epoch": 1}
+            told = {
+                "window_id": row.window_id,
+                "model": row.model,
+                "first": row.first,
+                "epoch": 1,
+                "deaths": row.deaths,
+            }
             new = [Slice(**told, count=len(each.places), offsets=offsets_of(row.first, each.places)) for each in given]
             session.add_all(new)
             await session.flush()
@@ -185,10 +191,13 @@ class Leases:
             return True
 
     async def places(self, lease: Lease) -> NDArray[np.int64] | None:
-        """Return the places in the window's order of the slice's requests; None for a stale lease."""
+        """Return the places in the window's order of the slice's requests; None for a stale lease.
+
+        It waits for a transaction that changes them, such as one whose end the caller does not know.
+        """
         mine = (Slice.id == lease.slice_id) & (Slice.epoch == lease.epoch) & (Slice.status == SliceStatus.LEASED)
-        async with self._database.read() as session:
-            row = (await session.scalars(select(Slice).where(mine))).one_or_none()
+        async with self._database.write() as session:
+            row = (await session.scalars(select(Slice).where(mine).with_for_update())).one_or_none()
         return None if row is None else places_of(row.first, row.count, row.offsets)
 
     async def give_back_leftovers(self) -> int:

@@ -1,4 +1,4 @@
-"""Names the requests of a slice: a contiguous part of its window's order, or what is left of one, or given of one."""
+"""Says which requests of a window's order a slice has: consecutive ones, until some are handed over."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ OFFSET = np.dtype("<u4")
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """Some requests of a slice: their places in the window's order, rising, and how many each batch has of them."""
+    """Requests that become a slice: their places in the window's order, rising, and their number by batch."""
 
     places: NDArray[np.int64]
     batches: dict[str, int]

@@ -67,11 +67,14 @@ class Turns:
             pools = {project: await _of_project(session, model, project, now, most) for project in weights}
             leased = await _leased(session, model)
             ready = {project: list(found) for project, found in pools.items() if found}
-            chosen = list(_woven(ready, leased, weights, most))
+            chosen = dict(_woven(ready, leased, weights, most))
             columns = select(Slice.id, Slice.count, Slice.window_id).where(Slice.id.in_(chosen))
             about = {slice_id: (count, window) for slice_id, count, window in await session.execute(columns)}
-        pool = {slice_id: number for found in pools.values() for slice_id, number in found.items()}
-        return [Ready(each, *about[each], pool[each]) for each in chosen if each in about]
+        return [
+            Ready(slice_id, *about[slice_id], pools[project][slice_id], project)
+            for slice_id, project in chosen.items()
+            if slice_id in about
+        ]
 
     async def _projects(self, session: AsyncSession, model: str) -> dict[str, float]:
         """Return the weights of the projects that have slices left to do."""
@@ -125,8 +128,11 @@ async def _leased(session: AsyncSession, model: str) -> Counter[str]:
 
 def _woven(
     ready: Mapping[str, Sequence[int]], leased: Mapping[str, int], weights: Mapping[str, float], most: int
-) -> Iterator[int]:
-    """Merge the slices of all projects: the project with the fewest leased slices for its weight comes next."""
+) -> Iterator[tuple[int, str]]:
+    """Merge the slices of all projects: the project with the fewest leased slices for its weight comes next.
+
+    Yields each slice with the project whose turn it is.
+    """
     has, given, told = Counter(leased), dict.fromkeys(ready, 0), set[int]()
     while len(told) < most and (left := [each for each in ready if given[each] < len(ready[each])]):
         project = min(left, key=lambda each: (has[each] + 1) / weights[each])
@@ -135,4 +141,4 @@ def _woven(
         has[project] += 1
         if slice_id not in told:
             told.add(slice_id)
-            yield slice_id
+            yield slice_id, project

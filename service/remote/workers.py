@@ -63,4 +63,13 @@ def _row(worker: dict[str, Any]) -> tuple[str, ...]:
         state = f"starting, {duration(worker['starting_s'])}"
     elif state == "stalled":
         state = f"stalled, {duration(worker['step_age_s'])}"
-    return (worker["id"], state, worker["model"], worker["host"], worker["machine"], *counts, *rates, seen)
+    return (
+        worker["id"],
+        state,
+        worker["model"],
+        " ".join([worker["host"], *worker.get("followers", [])]),
+        worker["machine"],
+        *counts,
+        *rates,
+        seen,
+    )

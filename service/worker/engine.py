@@ -10,10 +10,18 @@ from service.settings import Settings
 from service.worker.nodes import Nodes
 
 
-def make_engine(settings: Settings, say: Callable[[str], None] = lambda _: None) -> Any:
-    """Create SGLang in this process. Call it in the main thread, before the event loop. `say` gets each stage."""
+def make_engine(
+    settings: Settings, say: Callable[[str], None] = lambda _: None, on_fault: Callable[..., None] | None = None
+) -> Any:
+    """Create SGLang in this process. Call it in the main thread, before the event loop.
+
+    `say` gets each stage. `on_fault`: what to do when a rank fails, instead of ending this process at once.
+    """
     say("loads SGLang")
     from engine_ext import warm_up
+    from engine_ext.plugin import versions
+
+    versions.check(settings.sglang)
     from engine_ext.plugin.options import Emulation, Options, Overlap, Scheduling
     from engine_ext.plugin.worker.host import EngineHost
 
@@ -36,6 +44,8 @@ def make_engine(settings: Settings, say: Callable[[str], None] = lambda _: None)
     )
     nodes = Nodes.of(settings)
     arguments = {**settings.engine_args, **({} if nodes is None else nodes.engine_args)}
+    if on_fault is not None:
+        arguments["custom_sigquit_handler"] = on_fault
     args = (settings.model_source, settings.served_model, arguments)
     return EngineHost(*args, options, overlap, settings.step_limit_s)
 

@@ -31,7 +31,7 @@ from service.queue.urgency import pools_of
 from service.settings import Settings
 from service.worker.door import ENDS_S, Door, OnlineEngine
 from service.worker.feed import Feed
-from service.worker.nodes import Peers
+from service.worker.following import Peers
 from service.worker.sharing import Sharing
 from service.worker.slice_run import Engine, SliceRun
 
@@ -150,6 +150,8 @@ class Worker:
                 task.cancel()
             if late:
                 await asyncio.wait(late, timeout=LATE_S)
+        with suppress(RedisError, OSError):
+            await self._sharing.leave()
         await self._give_back(held)
 
     async def _open_door(self) -> None:
@@ -226,7 +228,7 @@ class Worker:
             await asyncio.sleep(0.02)
             return
         mine = self._sharing.slices(self._runs)
-        slice_id = await self._announcements.take(mine, self._sharing.others, block_ms=TAKE_MS)
+        slice_id = await self._announcements.take(mine, self._sharing.slices_of_others, block_ms=TAKE_MS)
         if slice_id is None:
             await asyncio.sleep(0.02)
             return
@@ -247,7 +249,7 @@ class Worker:
             task = asyncio.create_task(self._run_slice(run))
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
-        await self._announcements.took(slice_id)
+        await self._announcements.forget_taken(slice_id)
         await self._bell.ring(Job.RECONCILER)  # there is room for another announcement
 
     async def _run_slice(self, run: SliceRun) -> None:

@@ -9,16 +9,17 @@ from redis.asyncio import Redis
 
 from service.queue.announcements import Announcements
 from service.queue.crew import Crew, CrewBoard, Hand
+from service.queue.progress import Heartbeat
 from service.worker.slice_run import SliceRun
 
 LOOK_S = 0.5  # between two looks at the others while this worker has its share
-REST_S = 5.0  # between two looks of a worker that has nothing to do
-PACE_S = 60.0  # in which a pace forgets two thirds of what it knew
-SURE = 8  # answers from which a pace is known
+REST_S = 5.0  # between two looks of a worker that has nothing to do, or nothing to give
+RATE_S = 60.0  # in which a rate forgets two thirds of what it knew
+SURE = 8  # answers from which a rate is known
 RECENT = 16  # finished slices whose neighbours this worker prefers
 
 
-class Pace:
+class AnswerRate:
     """Averages answers per second over the time in which the worker had requests."""
 
     def __init__(self) -> None:
@@ -28,7 +29,7 @@ class Pace:
     def look(self, answered: int, is_busy: bool, now: float) -> None:
         if self._before is not None:
             at, before = self._before
-            keep = math.exp(-(now - at) / PACE_S)
+            keep = math.exp(-(now - at) / RATE_S)
             self._answers = keep * self._answers + answered - before
             self._seconds = keep * self._seconds + now - at
         self._before = (now, answered) if is_busy else None
@@ -44,11 +45,15 @@ class Sharing:
 
     def __init__(self, redis: Redis, announcements: Announcements, model: str, name: str, full_at: int) -> None:
         self._board = CrewBoard(redis, model)
+        self._heartbeat = Heartbeat(redis)
+        self._model = model
         self._announcements = announcements
         self._name = name
         self._full_at = full_at
         self._crew = Crew()
-        self._pace = Pace()
+        self._names: set[str] = set()
+        self._tries_at = -math.inf  # when to ask the engine again, after it had nothing to give
+        self._rate = AnswerRate()
         self._ended = 0  # answers in slices that are done with
         self._recent: deque[int] = deque(maxlen=RECENT)
         self._looked_at, self._told_idle, self._takes_part = -math.inf, False, False
@@ -63,7 +68,7 @@ class Sharing:
         return (*(run.lease.slice_id for run in runs), *self._recent)
 
     @property
-    def others(self) -> list[int]:
+    def slices_of_others(self) -> list[int]:
         """Return the slices of all other workers, as of the last look."""
         return [slice_id for hand in self._crew.others for slice_id in hand.slices]
 
@@ -80,10 +85,11 @@ class Sharing:
         """Tell the others what this worker has, and see what they have."""
         self._looked_at, self._told_idle = time.monotonic(), not runs
         answered = self._ended + sum(run.answered for run in runs)
-        self._pace.look(answered, bool(runs), self._looked_at)
+        self._rate.look(answered, bool(runs), self._looked_at)
         self._takes_part = True
-        others = await self._board.look(self._name, self._hand(runs))
-        self._crew = Crew(others, await self._announcements.waiting())
+        found = await self._board.look(self._name, self._hand(runs))
+        self._names = {self._name, *found}
+        self._crew = Crew(tuple(found.values()), await self._announcements.waiting())
 
     async def even_out(self, runs: Collection[SliceRun]) -> int:
         """Hand over what is beyond this worker's share to workers that run dry; return how many requests."""
@@ -91,11 +97,25 @@ class Sharing:
             return 0
         await self.look(runs)
         most, workers = self._crew.give(self._hand(runs))
+        if not most or time.monotonic() < self._tries_at or not await self._all_understand():
+            return 0
         handed = 0
         for run in sorted(runs, key=lambda run: -run.lease.slice_id):  # what came last has begun least
             if handed < most:
                 handed += await run.hand_over(most - handed, workers)
+        if not handed:
+            self._tries_at = time.monotonic() + REST_S
         return handed
+
+    async def _all_understand(self) -> bool:
+        """Return whether all workers of this model are in the crew.
+
+        One of an older version is not, and would take a slice that was handed over for another.
+        """
+        alive = await self._heartbeat.alive()
+        return all(
+            state["name"] in self._names or state.get("drained") for state in alive if state["model"] == self._model
+        )
 
     async def leave(self) -> None:
         """Take no part, because this worker takes no slices now."""
@@ -105,4 +125,4 @@ class Sharing:
 
     def _hand(self, runs: Collection[SliceRun]) -> Hand:
         remaining = sum(run.remaining for run in runs)
-        return Hand(remaining, round(self._pace.per_second, 3), self._full_at, self.slices(runs))
+        return Hand(remaining, round(self._rate.per_second, 3), self._full_at, self.slices(runs))

@@ -20,6 +20,7 @@ from service.objects.request_index import RequestIndex
 from service.objects.shards import Shard
 from service.objects.storage import Storage, file_key
 from service.queue.counts import Counts
+from service.queue.crew import LEAST
 from service.queue.leases import Lease
 from service.queue.parts import Part, places_of
 from service.requests.lines import RequestLine
@@ -126,9 +127,12 @@ async def _read(
 
 
 def divided(places: NDArray[np.int64], given: Sequence[Request], pieces: int) -> tuple[NDArray[np.int64], list[Part]]:
-    """Take the requests `given` out of a slice; return the places that it keeps, and at most so many equal parts."""
+    """Take the requests `given` out of a slice.
+
+    Returns the places that it keeps, and at most so many equal parts, none of them small.
+    """
     ordered = sorted(given, key=lambda request: request.place)
-    size = -(-len(ordered) // pieces)
+    size = max(LEAST, -(-len(ordered) // pieces))
     parts = [_part(ordered[first : first + size]) for first in range(0, len(ordered), size)]
     return np.setdiff1d(places, [request.place for request in given]), parts
 

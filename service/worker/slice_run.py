@@ -103,7 +103,7 @@ class SliceRun:
         self._stopping = False
         self._counts: dict[str, Counts] = {}
         self.remaining = lease.count
-        self.answered = 0  # requests that are done with in this run
+        self.answered = 0  # in this run
         self.batch_ids: set[str] = set()
 
     @property
@@ -173,7 +173,7 @@ class SliceRun:
             size *= 2
 
     async def hand_over(self, most: int, workers: int) -> int:
-        """Make up to `most` requests that have not begun ready for this many other workers; return how many."""
+        """Hand over up to `most` requests that have not begun, divided for this many workers; return how many went."""
         if self._group is None or self.lease.trial is not None or self._stopping or not self._in_flight:
             return 0
         # A task beside the requests, so that the slice does not end before it.
@@ -190,15 +190,17 @@ class SliceRun:
             await self._engine.withdraw(last_first, most)
         except Exception:  # the boundary of this task: the requests go their way
             log.exception("the engine gives nothing back")
-        given, self._given, self._asked_back = self._given, [], set()
-        if given and not self._stopping:
-            self._places = await self._keep_the_rest(given, workers)
+        back, self._given, self._asked_back = sorted(self._given, key=lambda each: -each.place), [], set()
+        # Each of several data-parallel ranks gives back as many as were asked for.
+        if back and not self._stopping:
+            self._places = await self._keep_the_rest(back[:most], workers)
         here = set(self._places.tolist())
-        for request in given:
-            if request.place in here:
-                group.create_task(self._run_one(request))
-        handed = sum(request.place not in here for request in given)
+        handed = sum(request.place not in here for request in back)
         self.remaining -= handed
+        for request in back:
+            if request.place in here:
+                await self._feed.turn()
+                group.create_task(self._run_one(request))
         return handed
 
     async def _keep_the_rest(self, given: Sequence[Request], workers: int) -> NDArray[np.int64]:
@@ -207,6 +209,7 @@ class SliceRun:
         try:
             if not await self._leases.hand_over(self.lease, kept, parts):
                 self.stop()
+                return self._places
             log.info("handed over", slice=self.lease.slice_id, requests=len(given), slices=len(parts))
             return kept
         except BatchEnded:
@@ -242,7 +245,6 @@ class SliceRun:
             await self._run_attempts(request)
         if request not in self._given:
             self.remaining -= 1
-            self.answered += 1
 
     async def _run_attempts(self, request: Request) -> None:
         fault = next(body_faults(request.body, self._settings.allow_patterns), None)
@@ -302,6 +304,7 @@ class SliceRun:
         usage: Usage | None = None,
     ) -> None:
         """Keep the request's answer line. A line with usage is a success."""
+        self.answered += 1
         line = {
             "id": ids.batch_request_id(),
             "custom_id": request.custom_id,

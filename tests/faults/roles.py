@@ -45,7 +45,7 @@ STEP_LIMIT_S = 5.0  # more than a worker that is stopped for one and a half leas
 POINTS = {
     "api": ("commit",),
     "planner": ("commit", "plan", "announce", "write"),
-    "worker": ("commit", "segment", "took", "write"),
+    "worker": ("commit", "segment", "forget_taken", "write"),
 }
 
 
@@ -266,7 +266,7 @@ def _arm(point: str, passes: int, folder: Path) -> None:
     around(Shard, "write", "segment")
     around(PlanArtifact, "write", "plan")
     around(Announcements, "announce", "announce")
-    around(Announcements, "took", "took")
+    around(Announcements, "forget_taken", "forget_taken")
     around(Storage, "put", "write")
     write = Database.write
 

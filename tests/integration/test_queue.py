@@ -19,8 +19,8 @@ from service.queue.progress import Heartbeat, Progress
 LEASE_S = 36.0
 
 
-def ready(*slice_ids: int, window: int = 1, pool: int = 0) -> list[Ready]:
-    return [Ready(each, 10, window, pool) for each in slice_ids]
+def ready(*slice_ids: int, window: int = 1, pool: int = 0, project: str = "p") -> list[Ready]:
+    return [Ready(each, 10, window, pool, project) for each in slice_ids]
 
 
 async def test_slice_is_announced_once_and_in_order(redis: Redis) -> None:
@@ -45,6 +45,8 @@ async def test_no_more_is_announced_than_there_is_room(redis: Redis, monkeypatch
     assert await announcements.announce(ready(1, 2, 3, 4)) == 3
     assert await announcements.waiting() == math.inf, "there may be more"
     assert await announcements.take() == 1
+    assert await announcements.waiting() == math.inf
+    assert await announcements.announce(ready(2, 3)) == 0
     assert await announcements.waiting() == 20
     assert await announcements.announce(ready(7, 1, 8, 2, 4)) == 2
     assert [await announcements.take() for _ in range(4)] == [7, 8, 2, None]
@@ -55,7 +57,7 @@ async def test_taken_slice_can_be_announced_again_once_it_was_claimed(redis: Red
     await announcements.announce(ready(1))
     assert await announcements.take() == 1
     assert await announcements.announce(ready(1)) == 0
-    await announcements.took(1)
+    await announcements.forget_taken(1)
     assert await announcements.announce(ready(1)) == 1
 
 
@@ -111,6 +113,9 @@ async def test_the_first_announced_slice_says_whose_turn_it_is(redis: Redis) -> 
     assert await announcements.take([11], [1]) == 20, "its neighbour is of another window"
     assert await announcements.take([20], [1]) == 11
     assert await announcements.take([11], [1]) == 21, "and of another pool"
+    await announcements.announce([*ready(30), *ready(12, 13, project="other")])
+    assert await announcements.take([11], [1]) == 30, "and of another project"
+    assert await announcements.take([11], [1]) == 12
 
 
 async def test_silent_worker_is_not_alive(redis: Redis) -> None:

@@ -10,8 +10,11 @@ from engine_ext.plan.pools import HOUR_S
 from service.db.moves import move_batch
 from service.db.tables import BatchStatus, Slice, SliceBatch, SliceStatus, Window
 from service.jobs import planner
+from service.jobs.planner import Planner
 from service.jobs.unleased import Unleased
 from service.objects.plan_artifact import PlanArtifact
+from service.queue.connection import open_redis
+from service.queue.crew import CrewBoard, Hand
 from service.queue.leases import Leases
 from service.settings import Settings
 from tests.integration.house import House, ScriptedEngine, jsonl, line
@@ -242,3 +245,28 @@ async def test_expectations_of_a_batch_count_each_request_once(house: House) -> 
     await house.plan()
     after = await house.batch(first)
     assert after.planned_output_tokens == before.planned_output_tokens
+
+
+@pytest.mark.parametrize(("workers", "slices"), [(0, [256, 256]), (1, [256, 256]), (2, [32] * 16), (30, [16] * 32)])
+async def test_each_of_several_workers_gets_several_slices(house: House, workers: int, slices: list[int]) -> None:
+    patient(house, slice_requests=256)
+    board = CrewBoard(house.redis, "test-model")
+    for number in range(workers):
+        await board.look(f"w{number}", Hand(0, 0.0, 16))
+    batch_id = await submit(house, 0, 512)
+    await house.plan()
+    async with house.database.read() as session:
+        counts = (await session.scalars(select(Slice.count).order_by(Slice.id))).all()
+    assert list(counts) == slices
+    await books_are_right(house, batch_id)
+
+
+async def test_a_window_is_planned_for_one_worker_without_redis(house: House) -> None:
+    patient(house, slice_requests=256)
+    await submit(house, 0, 512)
+    while await house.validator.run_once():
+        pass
+    nowhere = open_redis("unix:///nowhere.sock")
+    assert await Planner(house.database, house.storage, house.settings, house.clock, nowhere).run_once()
+    async with house.database.read() as session:
+        assert (await session.scalars(select(Slice.count))).all() == [256, 256]

@@ -43,3 +43,5 @@ def test_a_worker_alone_hands_nothing_over() -> None:
 def test_what_is_written_is_read() -> None:
     told = Hand(12, 1.5, 256, (3, 4, 9))
     assert Hand.parse(str(told).encode()) == told
+    assert Hand.parse(b"[1]") is None, "another version's"
+    assert Hand.parse(b"{}") is None

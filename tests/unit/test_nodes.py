@@ -40,6 +40,8 @@ OWN = {"BATCHWEAVE_NODES": "3", "BATCHWEAVE_NODE_RANK": "2", "BATCHWEAVE_LEADER"
         (SKYPILOT, Nodes(4, 3, "10.0.0.4:20000")),
         (SET, Nodes(2, 0, "set-0.set.default:20000")),
         (OWN, Nodes(3, 2, "first:29500")),
+        (OWN | {"BATCHWEAVE_LEADER": "[fd00::1]"}, Nodes(3, 2, "[fd00::1]:20000")),
+        (OWN | {"BATCHWEAVE_LEADER": "[fd00::1]:7"}, Nodes(3, 2, "[fd00::1]:7")),
         (SLURM | OWN, Nodes(3, 2, "first:29500")),
         (SLURM | {"BATCHWEAVE_NODES": "1"}, None),
     ],
@@ -56,6 +58,7 @@ def test_each_starter_is_understood(
     ("variables", "fault"),
     [
         ({"BATCHWEAVE_NODES": "2"}, "BATCHWEAVE_LEADER must be the address"),
+        ({"BATCHWEAVE_NODES": "2", "BATCHWEAVE_LEADER": "fd00::1"}, r"in brackets, as in \[fd00::1\]:20000"),
         ({"BATCHWEAVE_NODES": "2", "BATCHWEAVE_NODE_RANK": "2", "BATCHWEAVE_LEADER": "a"}, "numbered from 0 to 1"),
     ],
 )

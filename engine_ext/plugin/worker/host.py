@@ -103,7 +103,7 @@ def _a_core_each(ranks: int) -> str:
 class EngineHost:
     """A worker's engine. Create it in the main thread before the event loop runs, then `await start()` in the loop.
 
-    On a node that is not its engine's first one, creating it takes until the engine ends, and raises EngineEnded.
+    On a follower, the constructor blocks until the engine ends, and then raises EngineEnded.
 
     `wanted`: see `overlap.choose`. `step_limit_s`: if requests are in flight and no step ends for this long, the engine
     counts as hung, and is killed together with this process.
@@ -359,16 +359,18 @@ class EngineHost:
             self._manager.abort_request(f"{rid}_{part}")
 
     async def withdraw(self, rids: Sequence[str], most: int) -> None:
-        """Ask for up to `most` of these requests back that have not begun, the first ones first.
+        """Take up to `most` of these requests back, of those that have not begun, in this order.
 
-        The `run` of each of them has returned, with `aborted` set, when this returns.
+        Returns once `run` has returned, with `aborted` set, for each that came back.
         """
-        single = [rid for rid in rids if rid in self._told and not self._told[rid].parts]
-        if not single:
+        states, split = self._manager.rid_to_state, self._manager.logical_rid_to_child_rids
+        # Those that SGLang runs as several requests, as for `n`, stay; it forgets their own state while they run.
+        asked = {rid: states[rid] for rid in rids if rid in states and rid not in split and not self._told[rid].parts}
+        if not asked:
             return
-        self._manager._dispatch_to_scheduler(ask_back(single, most))
+        self._manager._dispatch_to_scheduler(ask_back(list(asked), most))
         await self._manager.get_internal_state()  # each scheduler answers it after the withdrawal
-        ended = {rid for rid in single if (state := self._manager.rid_to_state.get(rid)) is None or state.finished}
+        ended = {rid for rid, state in asked.items() if state.finished}
         while any(rid in self._told for rid in ended):
             await asyncio.sleep(0)
 
