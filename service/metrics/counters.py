@@ -42,6 +42,9 @@ VALIDATED = Counter("batchweave_validated_requests", "Requests in validated inpu
 BATCHES_ENDED = Counter("batchweave_batches_ended", "Batches that this process moved to a final state", ("status",))
 DELIVERIES = Counter("batchweave_webhook_deliveries", "Webhook delivery attempts", ("outcome",))
 LEASES_EXPIRED = Counter("batchweave_leases_expired", "Slices taken back from workers that did not renew their lease")
+HANDED_OVER = Counter(
+    "batchweave_handed_over_requests", "Requests that a worker handed over before they began, for others", ("model",)
+)
 SLICES = Counter("batchweave_slices_run", "Slices that workers stopped running", ("model", "outcome"))
 ANSWERS = Counter("batchweave_answers", "Answers written to object storage", ("model", "outcome"))
 TOKENS = Counter("batchweave_answer_tokens", "Tokens of answers written to object storage", ("model", "kind"))

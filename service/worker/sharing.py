@@ -14,6 +14,7 @@ from service.worker.slice_run import SliceRun
 
 LOOK_S = 0.5  # between two looks at the others while this worker has its share
 REST_S = 5.0  # between two looks of a worker that has nothing to do, or nothing to give
+AGAIN_S = 0.5  # the first pause after an engine had nothing to give; each further one is twice as long, up to REST_S
 RATE_S = 60.0  # in which a rate forgets two thirds of what it knew
 SURE = 8  # answers from which a rate is known
 RECENT = 16  # finished slices whose neighbours this worker prefers
@@ -52,7 +53,7 @@ class Sharing:
         self._full_at = full_at
         self._crew = Crew()
         self._names: set[str] = set()
-        self._tries_at = -math.inf  # when to ask the engine again, after it had nothing to give
+        self._tries_at, self._pause_s = -math.inf, 0.0  # when to ask the engine again, after it had nothing to give
         self._rate = AnswerRate()
         self._ended = 0  # answers in slices that are done with
         self._recent: deque[int] = deque(maxlen=RECENT)
@@ -103,8 +104,8 @@ class Sharing:
         for run in sorted(runs, key=lambda run: -run.lease.slice_id):  # what came last has begun least
             if handed < most:
                 handed += await run.hand_over(most - handed, workers)
-        if not handed:
-            self._tries_at = time.monotonic() + REST_S
+        self._pause_s = 0.0 if handed else min(2 * self._pause_s or AGAIN_S, REST_S)
+        self._tries_at = time.monotonic() + self._pause_s
         return handed
 
     async def _all_understand(self) -> bool:

@@ -17,7 +17,7 @@ from service import ids
 from service.db.sessions import Database
 from service.endpoints import BY_PATH
 from service.metrics import tracing
-from service.metrics.counters import RETRIES, SEGMENTS, count_answer, timed
+from service.metrics.counters import HANDED_OVER, RETRIES, SEGMENTS, count_answer, timed
 from service.objects.shards import Answer, Shard, Usage
 from service.objects.storage import Storage
 from service.queue.counts import Counts
@@ -196,6 +196,7 @@ class SliceRun:
             self._places = await self._keep_the_rest(back[:most], workers)
         here = set(self._places.tolist())
         handed = sum(request.place not in here for request in back)
+        HANDED_OVER.labels(self._settings.served_model).inc(handed)
         self.remaining -= handed
         for request in back:
             if request.place in here:

@@ -1,0 +1,158 @@
+"""The chart renders for clusters of every kind, and what it renders is what Kubernetes and its extensions accept."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import helm_python as helm
+import jsonschema
+import kubernetes_validate
+import pytest
+import yaml
+from kubernetes_validate.utils import SchemaNotFoundError
+from sqlalchemy import text
+
+from service.db.sessions import Database
+from service.db.tables import Batch, BatchStatus
+from service.settings import load_settings
+
+CHART = Path(__file__).parents[2] / "deploy" / "helm" / "batchweave"
+SCHEMAS = Path(__file__).parent / "schemas"
+VERSIONS = ("1.27", "1.37")
+SMALL = {
+    "name": "small",
+    "model": "Qwen/Qwen3-8B",
+    "gpu": "h100",
+    "gpusPerNode": 1,
+    "settings": {"BATCHWEAVE_LEASE_S": 20},
+}
+LARGE = {
+    "name": "large",
+    "model": "deepseek-ai/DeepSeek-V3",
+    "modelName": "it's large",
+    "nodes": 2,
+    "gpusPerNode": 8,
+    "replicas": 0,
+    "maxReplicas": 3,
+    "engineArgs": {"tp_size": 16},
+    "resources": {"requests": {"cpu": "8"}, "limits": {"memory": "900Gi"}},
+    "nodeSelector": {"gpu": "h200"},
+    "tolerations": [{"key": "nvidia.com/gpu", "operator": "Exists"}],
+}
+EVERYTHING = {
+    "models": [SMALL, LARGE],
+    "scaling": {"enabled": True},
+    "metrics": {"podMonitor": True},
+    "settings": {"BATCHWEAVE_WORKER_HOUR_PRICE": 2.5},
+    "image": {"tag": "1.2.3", "pullSecrets": [{"name": "registry"}]},
+}
+PLAIN = {"models": [SMALL, LARGE], "online": {"enabled": False}, "podDisruptionBudget": {"enabled": False}}
+
+
+def render(values: dict[str, Any]) -> list[dict[str, Any]]:
+    with helm.Chart.load(str(CHART)) as chart:
+        rendered = chart.render(values, name="bw", namespace="prod", is_install=True)
+    texts = [text for path, text in rendered.items() if path.endswith(".yaml")]
+    return [each for text in texts for each in yaml.safe_load_all(text) if each]
+
+
+def one(found: list[dict[str, Any]], kind: str, name: str) -> dict[str, Any]:
+    [each] = [each for each in found if (each["kind"], each["metadata"]["name"]) == (kind, name)]
+    return each
+
+
+def check(found: dict[str, Any], version: str) -> None:
+    """Check an object strictly; one of an extension by its schema, and the pods in it by those of Kubernetes."""
+    try:
+        kubernetes_validate.validate(found, version, strict=True)
+    except SchemaNotFoundError:
+        schema = SCHEMAS / f"{found['apiVersion'].replace('/', '_')}_{found['kind']}.json"
+        jsonschema.validate(found, json.loads(schema.read_text()))
+        if found["kind"] == "LeaderWorkerSet":
+            pod = found["spec"]["leaderWorkerTemplate"]["workerTemplate"]
+            selector = {"matchLabels": pod["metadata"]["labels"]}
+            spec = {"selector": selector, "template": pod}
+            deployment = {"apiVersion": "apps/v1", "kind": "Deployment", "metadata": {"name": "pod"}, "spec": spec}
+            kubernetes_validate.validate(deployment, version, strict=True)
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+@pytest.mark.parametrize("values", [{}, PLAIN, EVERYTHING], ids=["default", "plain", "everything"])
+def test_what_is_rendered_is_accepted(values: dict[str, Any], version: str) -> None:
+    found = render(values)
+    assert {each["kind"] for each in found} >= {"Deployment", "Service"}
+    for each in found:
+        check(each, version)
+
+
+def test_lint_finds_nothing() -> None:
+    report = helm.lint(str(CHART), EVERYTHING, strict=True, namespace="prod", kube_version="v1.30.0")
+    assert [each for each in report["messages"] if each["severity"] > 1] == []
+    assert report["errors"] == []
+
+
+@pytest.mark.parametrize(
+    ("values", "fault"),
+    [
+        ({"api": {"replica": 2}}, "replica"),
+        ({"models": [{"name": "Big_Model", "model": "m"}]}, "name"),
+        ({"models": [{"name": "m"}]}, "model"),
+        ({"planner": {"replicas": 0}}, "replicas"),
+    ],
+)
+def test_bad_values_are_refused_by_name(values: dict[str, Any], fault: str) -> None:
+    with pytest.raises(helm.HelmError, match=fault):
+        render(values)
+
+
+def pods(found: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    templates = [each["spec"]["template"] for each in found if each["kind"] == "Deployment"]
+    sets = [each["spec"]["leaderWorkerTemplate"] for each in found if each["kind"] == "LeaderWorkerSet"]
+    return [each["spec"] for each in (*templates, *(each["workerTemplate"] for each in sets))]
+
+
+def test_pods_keep_to_the_restricted_standard() -> None:
+    found = pods(render(EVERYTHING))
+    assert len(found) == 4
+    for pod in found:
+        assert pod["securityContext"]["runAsNonRoot"] is True
+        assert pod["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
+        assert pod["automountServiceAccountToken"] is False
+        for container in pod["containers"]:
+            assert container["securityContext"]["allowPrivilegeEscalation"] is False
+            assert container["securityContext"]["capabilities"] == {"drop": ["ALL"]}
+        assert {next(iter(set(each) - {"name"})) for each in pod["volumes"]} == {"emptyDir"}
+
+
+def test_every_variable_is_a_setting(monkeypatch: pytest.MonkeyPatch) -> None:
+    for pod in pods(render(EVERYTHING)):
+        for container in pod["containers"]:
+            with monkeypatch.context() as context:
+                for each in container["env"]:
+                    context.setenv(each["name"], each.get("value", "10.0.0.1"))
+                assert load_settings().worker_hour_price == 2.5  # and a misspelt one stops the start
+
+
+def test_an_engine_over_two_nodes_is_a_group_of_pods() -> None:
+    found = one(render(PLAIN), "LeaderWorkerSet", "bw-large")
+    template = found["spec"]["leaderWorkerTemplate"]
+    [container] = template["workerTemplate"]["spec"]["containers"]
+    assert (found["spec"]["replicas"], template["size"]) == (0, 2)
+    assert container["resources"]["limits"] == {"memory": "900Gi", "nvidia.com/gpu": 8}
+    assert {"name": "BATCHWEAVE_ENGINE_ARGS", "value": '{"tp_size":16}'} in container["env"]
+
+
+async def test_the_scaler_counts_the_seconds_of_work_that_are_left(database: Database) -> None:
+    """The query runs on PostgreSQL; SQLite has other names for its functions."""
+    if database.engine.dialect.name != "postgresql":
+        pytest.skip("KEDA asks PostgreSQL")
+    trigger = one(render(EVERYTHING), "ScaledObject", "bw-large")["spec"]["triggers"][0]
+    common = {"endpoint": "/v1/completions", "input_file_id": "f", "completion_window": "24h", "created_at": 0}
+    shared = {**common, "expires_at": 9, "model": "it's large", "total": 100, "planned": 50}
+    work = {"planned_compute_s": 10.0, "planned_memory_s": 30.0}
+    async with database.write() as session:
+        session.add(Batch(id="a", status=BatchStatus.IN_PROGRESS, completed=20, **shared, **work))
+        session.add(Batch(id="b", status=BatchStatus.COMPLETED, completed=100, **shared, **work))
+        session.add(Batch(id="c", status=BatchStatus.IN_PROGRESS, held=True, **shared, **work))
+    async with database.read() as session:
+        assert await session.scalar(text(trigger["metadata"]["query"])) == 30.0 * 80 / 50
