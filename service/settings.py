@@ -70,6 +70,11 @@ class Settings(BaseSettings):
         description="name of this worker in lists and logs; default: host and process id",
     )
 
+    notice_command: str | None = Field(
+        None,
+        description="command that a worker runs every 5 s; once it exits with 0, this machine is about to be taken "
+        "away, and the worker stops as by SIGTERM",
+    )
     # LeaderWorkerSet, Slurm's srun (one task a machine) and SkyPilot set variables of their own, which count where ours
     # are not set.
     nodes: int = Field(

@@ -27,7 +27,7 @@ from service.cli.start import (
 from service.db.clock import SharedClock
 from service.db.sessions import Database
 from service.errors import CostsError, StartError
-from service.estimates.model_costs import check_model
+from service.estimates.model_costs import check_model, told_machine
 from service.metrics.counters import serve
 from service.metrics.tracing import send_traces
 from service.objects.storage import Storage
@@ -35,6 +35,7 @@ from service.queue.connection import open_redis
 from service.settings import Settings
 from service.terminal import fail, said
 from service.up.loop_watch import watched_loop
+from service.worker import notice
 from service.worker.nodes import Nodes
 
 
@@ -144,17 +145,21 @@ def worker(model: ModelOption = None, model_name: NameOption = None) -> None:
     send_traces(settings.otlp_endpoint, "worker")
     try:
         nodes = Nodes.of(settings)
+        command = notice.words(settings.notice_command) if settings.notice_command is not None else []
     except StartError as error:
         fail(str(error))
     if nodes is not None and nodes.rank > 0:
         with _needs_engine():
             follow(settings, nodes, lambda on_fault: make_engine(settings, on_fault=on_fault))
     else:
-        _lead(settings, nodes)
+        _lead(settings, nodes, command)
 
 
-def _lead(settings: Settings, nodes: Nodes | None) -> None:
-    """Run a worker, which leads the followers of its engine if that has several machines."""
+def _lead(settings: Settings, nodes: Nodes | None, command: list[str]) -> None:
+    """Run a worker, which leads the followers of its engine if that has several machines.
+
+    `command`: tells when this machine is about to be taken away, if it is not empty.
+    """
     from service.db.models import register_model
     from service.metrics.engine import EngineMetrics
     from service.queue.progress import Starting
@@ -183,7 +188,8 @@ def _lead(settings: Settings, nodes: Nodes | None) -> None:
         _stop_on_signals(stop)  # again, because SGLang takes SIGTERM for itself
         clock = SharedClock(database)
         await clock.sync()
-        await register_model(database, settings, engine.context_length, engine.endpoints)
+        machine = told_machine(settings)
+        await register_model(database, settings, engine.context_length, engine.endpoints, machine)
         if settings.emulated_device is not None:
             structlog.get_logger().warning("the device is emulated: no answer is real", device=engine.device)
         structlog.get_logger().info("engine ready", model=settings.served_model, device=engine.device)
@@ -192,8 +198,11 @@ def _lead(settings: Settings, nodes: Nodes | None) -> None:
         starting.end()
         if peers is not None:
             peers.on_lost = _stopping(asyncio.get_running_loop(), stop, lost)
-        async with watched_loop():
-            await Worker(*parts, in_flight, metrics, engine.machine, online=engine, peers=peers).run(stop)
+        worker = Worker(*parts, in_flight, metrics, engine.machine, online=engine, peers=peers)
+        async with watched_loop(), asyncio.TaskGroup() as group:
+            if command:
+                group.create_task(notice.watch(command, stop))
+            await worker.run(stop)
 
     try:
         asyncio.run(_role(settings, main))

@@ -12,21 +12,26 @@ from service.settings import Settings
 
 
 async def register_model(
-    database: Database, settings: Settings, context_length: int | None, endpoints: list[str] | None = None
+    database: Database,
+    settings: Settings,
+    context_length: int | None,
+    endpoints: list[str] | None = None,
+    machine: dict[str, Any] | None = None,
 ) -> None:
     """Write the configured model's row; if it exists, update only the columns that the caller is the authority on.
 
-    `context_length`: tokens of prompt and answer together. `endpoints`: those that a worker's engine serves; the
-    planner passes none. The planner's source is the one that is stored, since the planner is the one that reads it.
+    `context_length`: tokens of prompt and answer together. `endpoints`: those that a worker's engine serves, and
+    `machine`: what it runs on (`told_machine`); the planner passes none. The planner's source is the one that is
+    stored, since the planner is the one that reads it.
     """
     row: dict[str, Any] = {
         "name": settings.served_model,
         "source": settings.model_source,
         "created_at": int(time.time()),
         "context_length": context_length,
-        **({} if endpoints is None else {"endpoints": endpoints}),
+        **({} if endpoints is None else {"endpoints": endpoints, "machine": machine}),
     }
-    told = ("source", "context_length") if endpoints is None else ("context_length", "endpoints")
+    told = ("source", "context_length") if endpoints is None else ("context_length", "endpoints", "machine")
     async with database.write() as session:
         insert = postgresql.insert if session.get_bind().dialect.name == "postgresql" else sqlite.insert
         statement = insert(Model).values(row)

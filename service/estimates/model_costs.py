@@ -22,14 +22,26 @@ LENGTHS = ("max_sequence_length", "seq_length", "max_seq_len", "model_max_length
 log = structlog.get_logger()
 
 
-def read_hardware(name: str) -> Hardware:
-    """Read the hardware from a preset or a calibration's .json file. Raises CostsError."""
+def told_machine(settings: Settings) -> dict[str, Any]:
+    """Return what a planner on another machine must know to plan for this worker's machine. Raises CostsError."""
+    gpu: Any = settings.gpu
+    if gpu.endswith(".json"):
+        described = _json(Path(gpu))
+        fields = ("name", "flops", "bandwidth", "memory_bytes", *hardware.MEASURED)
+        gpu = {field: described[field] for field in fields if field in described}
+    return {"gpu": gpu, "tp": settings.replica}
+
+
+def read_hardware(name: str | dict[str, Any]) -> Hardware:
+    """Read the hardware from a preset, a calibration's .json file or what is in one. Raises CostsError."""
     try:
+        if isinstance(name, dict):
+            return hardware.hardware_of(name)
         if name.endswith(".json"):
             return hardware.hardware_of(_json(Path(name)))
         return hardware.hardware(name)
     except (HardwareError, hardware.UnknownHardware) as error:
-        where = f"{name}: " if name.endswith(".json") else ""
+        where = f"{name}: " if isinstance(name, str) and name.endswith(".json") else ""
         hint = "" if where else ", or a calibration's .json file"
         raise CostsError(f"{where}{error}{hint}") from error
 
@@ -118,7 +130,7 @@ def check_model(settings: Settings) -> None:
         raise CostsError(f"--model {given}: {where}: {type(error).__name__}") from error
 
 
-def planning_costs(source: str, gpu: str, tp: int) -> CostModel:
+def planning_costs(source: str, gpu: str | dict[str, Any], tp: int) -> CostModel:
     """Return a model's costs for planning. A model whose config is unusable is planned with the costs of FALLBACK."""
     try:
         shape = read_shape(source)

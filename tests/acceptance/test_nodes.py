@@ -135,7 +135,7 @@ def site(folder: Path) -> Generator[Site]:
 def test_an_engine_on_two_nodes_answers_as_on_one_and_outlives_its_nodes(tmp_path: Path) -> None:
     with site(tmp_path) as here:
         leader, follower = here.nodes()
-        here.until(lambda: bool(here.workers()) and here.workers()[0]["state"] == "idle")
+        here.until(lambda: [each["state"] for each in here.workers()] == ["idle"])
         [worker] = here.workers()
         assert (worker["id"], worker["followers"]) == ("node-0", [socket.gethostname()])
         on_two = here.answers(here.submit("same"))
