@@ -10,10 +10,7 @@ import kubernetes_validate
 import pytest
 import yaml
 from kubernetes_validate.utils import SchemaNotFoundError
-from sqlalchemy import text
 
-from service.db.sessions import Database
-from service.db.tables import Batch, BatchStatus
 from service.settings import load_settings
 
 CHART = Path(__file__).parents[2] / "deploy" / "helm" / "batchweave"
@@ -140,19 +137,3 @@ def test_an_engine_over_two_nodes_is_a_group_of_pods() -> None:
     assert (found["spec"]["replicas"], template["size"]) == (0, 2)
     assert container["resources"]["limits"] == {"memory": "900Gi", "nvidia.com/gpu": 8}
     assert {"name": "BATCHWEAVE_ENGINE_ARGS", "value": '{"tp_size":16}'} in container["env"]
-
-
-async def test_the_scaler_counts_the_seconds_of_work_that_are_left(database: Database) -> None:
-    """The query runs on PostgreSQL; SQLite has other names for its functions."""
-    if database.engine.dialect.name != "postgresql":
-        pytest.skip("KEDA asks PostgreSQL")
-    trigger = one(render(EVERYTHING), "ScaledObject", "bw-large")["spec"]["triggers"][0]
-    common = {"endpoint": "/v1/completions", "input_file_id": "f", "completion_window": "24h", "created_at": 0}
-    shared = {**common, "expires_at": 9, "model": "it's large", "total": 100, "planned": 50}
-    work = {"planned_compute_s": 10.0, "planned_memory_s": 30.0}
-    async with database.write() as session:
-        session.add(Batch(id="a", status=BatchStatus.IN_PROGRESS, completed=20, **shared, **work))
-        session.add(Batch(id="b", status=BatchStatus.COMPLETED, completed=100, **shared, **work))
-        session.add(Batch(id="c", status=BatchStatus.IN_PROGRESS, held=True, **shared, **work))
-    async with database.read() as session:
-        assert await session.scalar(text(trigger["metadata"]["query"])) == 30.0 * 80 / 50
