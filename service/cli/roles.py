@@ -199,9 +199,7 @@ def _lead(settings: Settings, nodes: Nodes | None, command: list[str]) -> None:
         if peers is not None:
             peers.on_lost = _stopping(asyncio.get_running_loop(), stop, lost)
         worker = Worker(*parts, in_flight, metrics, engine.machine, online=engine, peers=peers)
-        async with watched_loop(), asyncio.TaskGroup() as group:
-            if command:
-                group.create_task(notice.watch(command, stop))
+        async with watched_loop(), notice.watched(command, stop):
             await worker.run(stop)
 
     try:

@@ -2,7 +2,8 @@
 
 import asyncio
 import shlex
-from contextlib import suppress
+from collections.abc import AsyncGenerator
+from contextlib import asynccontextmanager, suppress
 
 import structlog
 
@@ -22,6 +23,18 @@ def words(command: str) -> list[str]:
     if not found:
         raise StartError("BATCHWEAVE_NOTICE_COMMAND is empty. Name a command, or unset it.")
     return found
+
+
+@asynccontextmanager
+async def watched(command: list[str], stop: asyncio.Event) -> AsyncGenerator[None]:
+    """Watch for a notice during the block, if there is a command. What the block raises stays as it is."""
+    task = asyncio.create_task(watch(command, stop)) if command else None
+    try:
+        yield
+    finally:
+        if task is not None:
+            task.cancel()
+            await asyncio.wait([task])
 
 
 async def watch(command: list[str], stop: asyncio.Event) -> None:

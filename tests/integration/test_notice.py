@@ -40,6 +40,19 @@ async def test_a_command_that_hangs_or_fails_stops_nothing(monkeypatch: pytest.M
             await task
 
 
+@pytest.mark.parametrize("command", [[], ["false"]])
+async def test_a_fault_of_the_worker_is_told_as_it_is(command: list[str]) -> None:
+    """The command line shows a StartError as one line, and would not know it in a group of exceptions."""
+
+    async def work() -> None:
+        async with notice.watched(command, asyncio.Event()):
+            await asyncio.sleep(0.05)
+            raise StartError("a port that is taken")
+
+    with pytest.raises(StartError, match="a port that is taken"):
+        await work()
+
+
 @pytest.mark.parametrize("command", ["", "  ", "curl 'http://169.254.169.254"])
 def test_a_command_that_cannot_be_read_is_named(command: str) -> None:
     with pytest.raises(StartError, match="BATCHWEAVE_NOTICE_COMMAND"):
