@@ -19,5 +19,7 @@ async def test_the_scaler_counts_the_seconds_of_work_that_are_left(database: Dat
         session.add(Batch(id="a", status=BatchStatus.IN_PROGRESS, completed=20, **shared, **work))
         session.add(Batch(id="b", status=BatchStatus.COMPLETED, completed=100, **shared, **work))
         session.add(Batch(id="c", status=BatchStatus.IN_PROGRESS, held=True, **shared, **work))
+        session.add(Batch(id="d", status=BatchStatus.CANCELLING, **shared, **work))
+        session.add(Batch(id="e", status=BatchStatus.IN_PROGRESS, **{**shared, "total": 50_000, "planned": 0}))
     async with database.read() as session:
-        assert await session.scalar(text(trigger["metadata"]["query"])) == 30.0 * 80 / 50
+        assert await session.scalar(text(trigger["metadata"]["query"])) == 30.0 * 80 / 50 + 1
