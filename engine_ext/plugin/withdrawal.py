@@ -1,7 +1,7 @@
-"""Carries a worker's wish to have requests back that have not begun, as an abort of SGLang's.
+"""Writes and reads a withdrawal: a worker takes requests that have not begun out of its engine.
 
-So it goes the way of all aborts, and comes to every rank at the same place among the other messages. Its `rid` holds
-several ids, and its message says how many of them to give back at most.
+It is written as an abort of SGLang's, because every rank gets aborts at the same place among the other messages. Its
+`rid` holds several ids, and its message the most to give back.
 """
 
 from typing import Any
@@ -12,13 +12,13 @@ SEPARATOR = ","
 BEGINNING = "batchweave: withdraw "
 
 
-def ask_back(rids: list[str], most: int) -> AbortReq:
-    """Return the message that asks for up to `most` of these requests, the first ones first."""
+def withdrawal_of(rids: list[str], most: int) -> AbortReq:
+    """Return the message that withdraws up to `most` of these requests, the first ones first."""
     return AbortReq(rid=SEPARATOR.join(rids), abort_message=f"{BEGINNING}{most}")
 
 
-def asked_back(message: Any) -> tuple[list[str], int] | None:
-    """Return the requests that a message asks for, and how many of them at most; None if it is an ordinary abort."""
+def read_withdrawal(message: Any) -> tuple[list[str], int] | None:
+    """Return which requests a message withdraws, and how many of them at most; None if it is an ordinary abort."""
     said = message.abort_message or ""
     if not said.startswith(BEGINNING):
         return None

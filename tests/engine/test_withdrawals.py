@@ -9,8 +9,8 @@ import pytest
 
 pytest.importorskip("sglang")
 
-from engine_ext.plugin.asked_back import ask_back
 from engine_ext.plugin.scheduler import withdrawals
+from engine_ext.plugin.withdrawal import withdrawal_of
 from service.demo.model import NAME, ensure_demo_model
 from service.demo.prompts import corpus
 from tests.engine.conftest import RealEngine, running_engine
@@ -67,7 +67,7 @@ def test_only_what_has_no_output_is_given_back() -> None:
     queue = [SimpleNamespace(rid=rid, output_ids=[7] if rid == "b" else []) for rid in "abc"]
     aborted: list[Any] = []
     scheduler = SimpleNamespace(waiting_queue=queue)
-    withdrawals.abort(lambda _, each: aborted.append(each.rid), scheduler, ask_back(["d", "c", "b", "a"], 2))
+    withdrawals.abort(lambda _, each: aborted.append(each.rid), scheduler, withdrawal_of(["d", "c", "b", "a"], 2))
     assert aborted == ["c", "a"]
     ordinary = SimpleNamespace(rid="b", abort_message=None)
     withdrawals.abort(lambda _, each: aborted.append(each.rid), scheduler, ordinary)

@@ -26,11 +26,11 @@ from engine_ext.coserve.slo import DEFAULT
 from engine_ext.costs.cost import CostModel
 from engine_ext.errors import EngineEnded, EngineStartError
 from engine_ext.plugin import hooks, json_log
-from engine_ext.plugin.asked_back import ask_back
 from engine_ext.plugin.marks import KIND, RESERVED, UNTOLD, marks, online_marks
 from engine_ext.plugin.options import Options, Overlap, emulated_name
 from engine_ext.plugin.platform_entry import accelerator_memory, gpu_is_present, machine_name
 from engine_ext.plugin.pulse import Pulses, Watch
+from engine_ext.plugin.withdrawal import withdrawal_of
 from engine_ext.plugin.worker import guard, overlap
 from engine_ext.plugin.worker.answers import (
     Answer,
@@ -368,7 +368,7 @@ class EngineHost:
         asked = {rid: states[rid] for rid in rids if rid in states and rid not in split and not self._told[rid].parts}
         if not asked:
             return
-        self._manager._dispatch_to_scheduler(ask_back(list(asked), most))
+        self._manager._dispatch_to_scheduler(withdrawal_of(list(asked), most))
         await self._manager.get_internal_state()  # each scheduler answers it after the withdrawal
         ended = {rid for rid, state in asked.items() if state.finished}
         while any(rid in self._told for rid in ended):
