@@ -82,7 +82,7 @@ gpu: install-dev
 lock: $(UV)
 	$(UV) pip compile -q --universal --python-version 3.11 --generate-hashes --extra engine pyproject.toml -o requirements/engine.txt
 	$(UV) pip compile -q --universal --python-version 3.11 --generate-hashes -c requirements/engine.txt pyproject.toml -o requirements/server.txt
-	$(UV) pip compile -q --universal --python-version 3.11 --generate-hashes --extra engine --group dev -c requirements/engine.txt pyproject.toml -o requirements/dev.txt
+	$(UV) pip compile -q --universal --python-version 3.11 --generate-hashes --extra engine --extra fleet --group dev -c requirements/engine.txt pyproject.toml -o requirements/dev.txt
 
 clean:
 	rm -rf $(VENV) .pytest_cache .ruff_cache build dist

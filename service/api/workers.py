@@ -5,16 +5,13 @@ from typing import Annotated
 from fastapi import APIRouter, Path
 from pydantic import StringConstraints
 from redis.exceptions import RedisError
-from sqlalchemy import delete, select
-from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from service.api.caller import CalledByMonitor, CalledByOperator
 from service.api.context import Context, InContext
 from service.api.shapes import Page
 from service.api.worker_shapes import WorkerObject, WorkerResumed
-from service.db.moves import rows_changed
-from service.db.tables import DrainedWorker
+from service.db.drains import drain, drained_workers, resume
 from service.errors import NotFound, Unavailable
 from service.tenants import audit
 from service.tenants.keys import Caller
@@ -36,9 +33,7 @@ async def drain_worker(name: WorkerName, context: InContext, caller: CalledByOpe
     """Drain a worker: it finishes the slices it has and takes no new ones, even after a restart under the same name."""
     worker = await _find(context, name)
     async with context.database.write() as session:
-        insert = postgresql.insert if session.get_bind().dialect.name == "postgresql" else sqlite.insert
-        row = insert(DrainedWorker).values(name=name, since=int(context.clock()))
-        await session.execute(row.on_conflict_do_nothing())
+        await drain(session, name, context.clock())
         _note(session, caller, "worker.drain", name, context)
     return worker.model_copy(update={"state": "draining"})
 
@@ -48,8 +43,7 @@ async def resume_worker(name: WorkerName, context: InContext, caller: CalledByOp
     """Let a drained worker take slices again. If it is not alive, the next one of its name does not start drained."""
     alive = {worker.id: worker for worker in await alive_workers(context)}
     async with context.database.write() as session:
-        gone = rows_changed(await session.execute(delete(DrainedWorker).where(DrainedWorker.name == name)))
-        if name not in alive and not gone:
+        if not await resume(session, name) and name not in alive:
             raise NotFound(f"No worker named {name!r} is alive or drained.", param="name")
         _note(session, caller, "worker.resume", name, context)
     return WorkerResumed(id=name)
@@ -62,7 +56,7 @@ async def alive_workers(context: Context) -> list[WorkerObject]:
     except (RedisError, OSError) as error:
         raise Unavailable("The workers are unknown while Redis is not responding.", code="redis_unavailable") from error
     async with context.database.read() as session:
-        drained = set(await session.scalars(select(DrainedWorker.name)))
+        drained = await drained_workers(session)
     alive = [WorkerObject.of(state, state["name"] in drained) for state in states]
     return [*alive, *(WorkerObject.of_starting(state, context.clock()) for state in starting)]
 

@@ -3,10 +3,9 @@
 import asyncio
 import gc
 import logging
-import signal
 import socket
 import sys
-from collections.abc import Awaitable, Callable, Generator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager, suppress
 
 import structlog
@@ -22,16 +21,17 @@ from service.cli.start import (
     PortOption,
     log_to,
     open_database,
+    run_role,
+    serve_metrics,
     settings_of,
+    stop_on_signals,
 )
 from service.db.clock import SharedClock
 from service.db.sessions import Database
 from service.errors import CostsError, StartError
 from service.estimates.model_costs import check_model, told_machine
-from service.metrics.counters import serve
 from service.metrics.tracing import send_traces
 from service.objects.storage import Storage
-from service.queue.connection import open_redis
 from service.settings import Settings
 from service.terminal import fail, said
 from service.up.loop_watch import watched_loop
@@ -117,13 +117,13 @@ def planner(model: ModelOption = None, model_name: NameOption = None) -> None:
     log_to(sys.stdout)
     open_database(settings)
     send_traces(settings.otlp_endpoint, "planner")
-    _serve_metrics(settings)
+    serve_metrics(settings)
 
     async def main(database: Database, storage: Storage, redis: Redis, stop: asyncio.Event) -> None:
         async with watched_loop():
             await run_jobs(database, storage, redis, settings, stop)
 
-    asyncio.run(_role(settings, main))
+    asyncio.run(run_role(settings, main))
 
 
 def worker(model: ModelOption = None, model_name: NameOption = None) -> None:
@@ -169,7 +169,7 @@ def _lead(settings: Settings, nodes: Nodes | None, command: list[str]) -> None:
 
     metrics = EngineMetrics(settings.served_model)
     REGISTRY.register(metrics)
-    _serve_metrics(settings)
+    serve_metrics(settings)
     starting = Starting(
         settings.redis, settings.worker_name, {"model": settings.served_model, "host": socket.gethostname()}
     )
@@ -185,7 +185,7 @@ def _lead(settings: Settings, nodes: Nodes | None, command: list[str]) -> None:
     async def main(database: Database, storage: Storage, redis: Redis, stop: asyncio.Event) -> None:
         await engine.start()
         metrics.step_age_s = lambda: engine.step_age_s
-        _stop_on_signals(stop)  # again, because SGLang takes SIGTERM for itself
+        stop_on_signals(stop)  # again, because SGLang takes SIGTERM for itself
         clock = SharedClock(database)
         await clock.sync()
         machine = told_machine(settings)
@@ -203,7 +203,7 @@ def _lead(settings: Settings, nodes: Nodes | None, command: list[str]) -> None:
             await worker.run(stop)
 
     try:
-        asyncio.run(_role(settings, main))
+        asyncio.run(run_role(settings, main))
     except StartError as error:
         fail(str(error))
     finally:
@@ -230,30 +230,3 @@ def _stopping(loop: asyncio.AbstractEventLoop, stop: asyncio.Event, lost: list[i
         loop.call_soon_threadsafe(stop.set)
 
     return on_lost
-
-
-def _serve_metrics(settings: Settings) -> None:
-    if settings.metrics_port is not None:
-        try:
-            serve(settings.metrics_host, settings.metrics_port)
-        except OSError as error:
-            fail(f"BATCHWEAVE_METRICS_PORT {settings.metrics_port}: {error}")
-
-
-async def _role(settings: Settings, main: Callable[[Database, Storage, Redis, asyncio.Event], Awaitable[None]]) -> None:
-    """Open the parts, run `main` until SIGINT or SIGTERM, and close them."""
-    stop = asyncio.Event()
-    _stop_on_signals(stop)
-    database = Database(settings.database, settings.database_timeout_s)
-    redis = open_redis(settings.redis)
-    try:
-        await main(database, Storage.open(settings.storage), redis, stop)
-    finally:
-        await redis.aclose()
-        await database.close()
-
-
-def _stop_on_signals(stop: asyncio.Event) -> None:
-    loop = asyncio.get_running_loop()
-    for number in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(number, stop.set)

@@ -1,19 +1,27 @@
 """Start-up of the commands that run parts of the service: settings, logs, the database, one-line errors."""
 
+import asyncio
 import logging
+import signal
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Annotated, Any
 
 import structlog
 import typer
+from redis.asyncio import Redis
 from sqlalchemy import make_url
 from sqlalchemy.exc import SQLAlchemyError
 
 from service.db.migrate import upgrade
 from service.db.private import keep_private
+from service.db.sessions import Database
 from service.errors import CostsError, SettingsError
 from service.estimates.model_costs import FALLBACK, measured_overlap, planning_costs
 from service.estimates.slo_file import read_slo_file
+from service.metrics.counters import serve
+from service.objects.storage import Storage
+from service.queue.connection import open_redis
 from service.settings import Settings, load_settings
 from service.terminal import fail
 
@@ -76,3 +84,34 @@ def log_to(stream: Any, level: int = logging.INFO) -> None:
         )
     )
     logging.basicConfig(handlers=[handler], level=logging.WARNING, force=True)
+
+
+def serve_metrics(settings: Settings) -> None:
+    """Serve this process's metrics if the settings name a port for them."""
+    if settings.metrics_port is not None:
+        try:
+            serve(settings.metrics_host, settings.metrics_port)
+        except OSError as error:
+            fail(f"BATCHWEAVE_METRICS_PORT {settings.metrics_port}: {error}")
+
+
+async def run_role(
+    settings: Settings, main: Callable[[Database, Storage, Redis, asyncio.Event], Awaitable[None]]
+) -> None:
+    """Open the parts, run `main` until SIGINT or SIGTERM, and close them."""
+    stop = asyncio.Event()
+    stop_on_signals(stop)
+    database = Database(settings.database, settings.database_timeout_s)
+    redis = open_redis(settings.redis)
+    try:
+        await main(database, Storage.open(settings.storage), redis, stop)
+    finally:
+        await redis.aclose()
+        await database.close()
+
+
+def stop_on_signals(stop: asyncio.Event) -> None:
+    """Set `stop` at SIGINT and SIGTERM, whatever a library has made of them."""
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, stop.set)

@@ -22,6 +22,10 @@ COMMANDS = {
     "api": ("service.cli.roles:api", "Run only the HTTP API."),
     "planner": ("service.cli.roles:planner", "Run only the control-plane jobs."),
     "worker": ("service.cli.roles:worker", "Run one worker, which leases slices and runs them on an engine."),
+    "fleet": (
+        "service.cli.fleet:fleet",
+        "Keep engines of several models on a Ray cluster, as many as there is work for.",
+    ),
     "calibrate": ("service.cli.calibrate:calibrate", "Measure what engine steps cost with this model on this machine."),
     "plan": ("service.cli.workloads:plan", "Plan a file without running it."),
     "simulate": ("service.cli.workloads:simulate", "Run a workload through a simulated engine."),

@@ -21,7 +21,7 @@ async def register_model(
     """Write the configured model's row; if it exists, update only the columns that the caller is the authority on.
 
     `context_length`: tokens of prompt and answer together. `endpoints`: those that a worker's engine serves, and
-    `machine`: what it runs on (`told_machine`); the planner passes none. The planner's source is the one that is
+    `machine`: what it runs on (`told_machine`); the planner passes neither. The planner's source is the one that is
     stored, since the planner is the one that reads it.
     """
     row: dict[str, Any] = {
@@ -29,9 +29,10 @@ async def register_model(
         "source": settings.model_source,
         "created_at": int(time.time()),
         "context_length": context_length,
-        **({} if endpoints is None else {"endpoints": endpoints, "machine": machine}),
+        **({} if endpoints is None else {"endpoints": endpoints}),
+        **({} if machine is None else {"machine": machine}),
     }
-    told = ("source", "context_length") if endpoints is None else ("context_length", "endpoints", "machine")
+    told = [name for name in row if name not in ("name", "created_at", *(() if endpoints is None else ("source",)))]
     async with database.write() as session:
         insert = postgresql.insert if session.get_bind().dialect.name == "postgresql" else sqlite.insert
         statement = insert(Model).values(row)

@@ -172,6 +172,16 @@ class DrainedWorker(Base):
     since: Mapped[int] = mapped_column(BigInteger)
 
 
+class FleetTurn(Base):
+    """The one row that says which `batchweave fleet` may start and end engines, and until when."""
+
+    __tablename__ = "fleet_turn"
+
+    id: Mapped[int] = mapped_column(Integer, primary_key=True, autoincrement=False)
+    owner: Mapped[str] = mapped_column(String(256))
+    until: Mapped[float] = mapped_column(Float(53))
+
+
 class File(Base):
     __tablename__ = "files"
     __table_args__ = (_partial("ix_files_kept", "expires_at", where="deleted_at IS NULL"),)

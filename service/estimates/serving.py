@@ -12,8 +12,9 @@ from itertools import accumulate
 from redis.exceptions import RedisError
 from sqlalchemy import func, select
 
+from service.db.drains import drained_workers
 from service.db.sessions import Database
-from service.db.tables import Batch, BatchStatus, DrainedWorker, SliceBatch, SliceStatus, fixed
+from service.db.tables import Batch, BatchStatus, SliceBatch, SliceStatus, fixed
 from service.metrics.history import NO_PACE, History, Pace
 from service.queue.progress import STALLED_S, Heartbeat
 
@@ -71,7 +72,7 @@ async def serving_by_model(database: Database, heartbeat: Heartbeat, history: Hi
     except (RedisError, OSError):
         alive, starting, paces = [], [], {}
     async with database.read() as session:
-        drained = set(await session.scalars(select(DrainedWorker.name)))
+        drained = await drained_workers(session)
         leased = dict((await session.execute(_LEASED)).tuples().all())
         rows = (await session.execute(_QUEUE)).all()
     workers = Counter(state["model"] for state in alive)

@@ -4,7 +4,7 @@ from collections.abc import Generator
 from contextlib import contextmanager
 from time import perf_counter
 
-from prometheus_client import REGISTRY, Counter, Histogram, start_http_server
+from prometheus_client import REGISTRY, Counter, Gauge, Histogram, start_http_server
 
 from service.objects.shards import Usage
 
@@ -53,6 +53,8 @@ LOOP_LAG = Histogram(
     "batchweave_loop_lag_seconds", "How much later than due a worker's event loop ran a timer", buckets=LAG_S
 )
 SEGMENTS = Histogram("batchweave_segment_write_seconds", "Time to write a segment of answers", buckets=QUICK_S)
+FLEET_ENGINES = Gauge("batchweave_fleet_engines", "Engines of the fleet, by what they do", ("model", "phase"))
+FLEET_WANTED = Gauge("batchweave_fleet_wanted_engines", "Engines that the fleet should have for its work", ("model",))
 
 
 def count_answer(model: str, ok: bool, usage: Usage) -> None:

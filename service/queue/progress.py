@@ -92,6 +92,13 @@ class Heartbeat:
         pipeline.set(keys.worker(name), json.dumps(state), px=int(self._ttl_s * 1000))
         await pipeline.execute()
 
+    async def leave(self, name: str) -> None:
+        """Take a worker that stops from the list at once."""
+        pipeline = self._redis.pipeline(transaction=False)
+        pipeline.delete(keys.worker(name))
+        pipeline.srem(keys.WORKERS, name)
+        await pipeline.execute()
+
     async def beating(self, names: Collection[str]) -> set[str]:
         """Return those of these workers that are alive."""
         asked = list(names)

@@ -1,0 +1,197 @@
+"""Decides how many engines each model should have, from its work, its deadlines and the GPUs there are.
+
+All engines of all models share the GPUs. Over time they are one resource: what one model does not use, another does.
+So deadlines are looked at together, earliest first (EDF), and the batches that cannot all end in time are given up for
+now in the way that loses the fewest (Moore-Hodgson). GPUs are then given in this order:
+
+1. to the least number of engines of each model, and to busy engines that may not be taken yet;
+2. to models whose deadlines are tight: if they waited for one switch more, one would be missed;
+3. to engines that are busy;
+4. to models with deadlines, as many engines as these need;
+5. to models with more work, an engine for each `seconds_per_engine`;
+6. to engines that have been idle for a short time only.
+
+So a busy engine loses its GPUs only if a deadline is met by that.
+"""
+
+import heapq
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+
+LEAST_S = 1.0  # a job shorter than this counts as this long
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """What is left of a batch: `work_s` seconds of one engine, to be done before `due_at` in unix seconds."""
+
+    due_at: float
+    work_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Demand:
+    """A model's engines and work.
+
+    `gpus`: of one engine; `least` and `most`: numbers of engines; `starts_s`: seconds until a new one is ready.
+    `others`: engines that serve the model but are not the fleet's. Of the fleet's engines, `locked` are busy and may
+    not be taken yet, `busy` are busy or starting (with the locked ones), and `running` are all that are to stay.
+    `idle`: of the others, those that have been idle for so short a time that they may wait for work.
+    """
+
+    gpus: int
+    least: int = 0
+    most: int = 1
+    starts_s: float = 120.0
+    jobs: tuple[Job, ...] = ()
+    others: int = 0
+    locked: int = 0
+    busy: int = 0
+    idle: int = 0
+
+    @property
+    def running(self) -> int:
+        return self.busy + self.idle
+
+    def done_by(self, engines: int, seconds: float) -> float:
+        """Return the seconds of work that so many engines do in `seconds` from now; new ones have to start first."""
+        ready = self.others + min(engines, self.running)
+        new = max(0, engines - self.running)
+        return ready * max(0.0, seconds) + new * max(0.0, seconds - self.starts_s)
+
+
+@dataclass(frozen=True, slots=True)
+class _Item:
+    """A job of a model on GPUs that are shared: how many GPU-seconds of `size` are to be done until `due_at`."""
+
+    due_at: float
+    size: float
+    name: str
+    job: Job
+
+
+@dataclass(slots=True)
+class _Share:
+    """The GPUs that are given out so far."""
+
+    demands: Mapping[str, Demand]
+    free: int
+    given: dict[str, int] = field(default_factory=dict[str, int])
+
+    def give(self, name: str, engines: int) -> None:
+        """Give the model up to so many engines in all, as far as there are GPUs."""
+        demand, has = self.demands[name], self.given.get(name, 0)
+        more = min(min(engines, demand.most) - has, self.free // demand.gpus)
+        if more > 0:
+            self.given[name] = has + more
+            self.free -= more * demand.gpus
+
+
+def wanted(
+    demands: Mapping[str, Demand], gpus: int, now: float, seconds_per_engine: float, switch_s: float
+) -> dict[str, int]:
+    """Return how many engines of the fleet each model should have on `gpus` GPUs, which include those in use."""
+    feasible = in_time(demands, gpus, now)
+    tight = _tight(demands, feasible, gpus, now, switch_s)
+    needs = {name: needed(each, feasible[name], now) for name, each in demands.items()}
+    first_due = {name: jobs[0].due_at if jobs else math.inf for name, jobs in feasible.items()}
+    share = _Share(demands, gpus, dict.fromkeys(demands, 0))
+    for engines in (
+        {name: max(each.least, each.locked) for name, each in demands.items()},
+        {name: needs[name] for name in tight},
+        {name: each.busy for name, each in demands.items()},
+        needs,
+        {name: useful(each, seconds_per_engine) for name, each in demands.items()},
+        {name: each.running for name, each in demands.items()},
+    ):
+        for name in sorted(engines, key=lambda name: (first_due[name], name)):
+            share.give(name, engines[name])
+    return share.given
+
+
+def in_time(demands: Mapping[str, Demand], gpus: int, now: float) -> dict[str, list[Job]]:
+    """Return each model's jobs that can end in time, by deadline: all but as few as possible."""
+    together: list[_Item] = []
+    for name, demand in demands.items():
+        starts_s = 0.0 if demand.running or demand.others else demand.starts_s
+        alone = [_Item(job.due_at, max(job.work_s, LEAST_S), name, job) for job in demand.jobs]
+        for item in _on_time(alone, partial(demand.done_by, demand.most), now):
+            together.append(_Item(item.due_at - starts_s, item.size * demand.gpus, name, item.job))
+    kept = _on_time(together, lambda seconds: gpus * seconds, now)
+    found: dict[str, list[Job]] = {name: [] for name in demands}
+    for item in sorted(kept, key=lambda item: item.job.due_at):
+        found[item.name].append(item.job)
+    return found
+
+
+def _on_time(items: Iterable[_Item], done_by: Callable[[float], float], now: float) -> list[_Item]:
+    """Return as many of the items as can be on time: where one is late, the largest before it is left out.
+
+    `done_by`: what can be done in so many seconds. This is the algorithm of Moore and Hodgson (1968).
+    """
+    kept: list[tuple[float, int, _Item]] = []
+    total = 0.0
+    for number, item in enumerate(sorted(items, key=lambda item: item.due_at)):
+        heapq.heappush(kept, (-item.size, number, item))
+        total += item.size
+        if total > done_by(item.due_at - now):
+            total += heapq.heappop(kept)[0]
+    return [item for _, _, item in kept]
+
+
+def _tight(
+    demands: Mapping[str, Demand], feasible: Mapping[str, Sequence[Job]], gpus: int, now: float, switch_s: float
+) -> set[str]:
+    """Return the models that may miss a deadline if they wait for `switch_s` more.
+
+    For that time only engines that are busy now count, and only those of models with a deadline that is as early.
+    """
+    later = now + switch_s
+    alone = {
+        name for name, jobs in feasible.items() if not _ends_in_time(demands[name], jobs, demands[name].most, later)
+    }
+    items = sorted(
+        ((job.due_at, job.work_s * demands[name].gpus, name) for name, jobs in feasible.items() for job in jobs)
+    )
+    together, seen, work, busy = set[str](), set[str](), 0.0, 0
+    for due_at, gpu_s, name in items:
+        if name not in seen:
+            seen.add(name)
+            busy += demands[name].busy * demands[name].gpus
+        work += gpu_s
+        if work > gpus * (due_at - later) + busy * switch_s:
+            together = set(seen)
+    return alone | together
+
+
+def useful(demand: Demand, seconds_per_engine: float) -> int:
+    """Return how many engines of the fleet the model's whole work is worth."""
+    work_s = sum(max(job.work_s, LEAST_S) for job in demand.jobs)
+    return max(0, math.ceil(work_s / seconds_per_engine) - demand.others)
+
+
+def needed(demand: Demand, jobs: Sequence[Job], now: float) -> int:
+    """Return the smallest number of engines that ends all jobs in time, or the most that is allowed.
+
+    `jobs`: by deadline.
+    """
+    most = demand.most
+    low, high = 0, most
+    while low < high:
+        middle = (low + high) // 2
+        if _ends_in_time(demand, jobs, middle, now):
+            high = middle
+        else:
+            low = middle + 1
+    return low
+
+
+def _ends_in_time(demand: Demand, jobs: Sequence[Job], engines: int, now: float) -> bool:
+    before_s = 0.0
+    for job in jobs:
+        before_s += max(job.work_s, LEAST_S)
+        if before_s > demand.done_by(engines, job.due_at - now):
+            return False
+    return True

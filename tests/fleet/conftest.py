@@ -1,0 +1,37 @@
+from collections.abc import AsyncGenerator, Generator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from service.fleet.cluster import RayCluster
+from tests.fleet.town import Town, raylets, variables
+
+
+@pytest.fixture(scope="session")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Generator[Path]:
+    folder = tmp_path_factory.mktemp("town")
+    with variables(folder):
+        yield folder
+
+
+@pytest.fixture(scope="session")
+def machines(folder: Path) -> Generator[Any]:
+    """A Ray cluster with two machines of 8 GPUs each, which do not exist."""
+    with raylets([8, 8]) as cluster:
+        yield cluster
+
+
+@pytest.fixture
+def cluster(machines: Any) -> Generator[RayCluster]:
+    cluster = RayCluster(machines.address)
+    yield cluster
+    for engine in cluster.engines():
+        cluster.end(engine.id)
+    cluster.close()
+
+
+@pytest.fixture
+async def town(folder: Path) -> AsyncGenerator[Town]:
+    async with Town.open(folder) as town:
+        yield town

@@ -1,0 +1,191 @@
+"""A small town for fleets: raylets with GPUs that do not exist, the service's jobs, and workers that stand in."""
+
+import asyncio
+import json
+import os
+import sys
+import time
+from collections import Counter
+from collections.abc import AsyncGenerator, Generator, Sequence
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from redis.asyncio import Redis
+from sqlalchemy import select
+
+from service import ids
+from service.db.clock import SharedClock
+from service.db.migrate import upgrade
+from service.db.models import register_model
+from service.db.sessions import Database
+from service.db.tables import Batch, BatchStatus, File
+from service.demo.model import ensure_demo_model
+from service.demo.prompts import corpus
+from service.fleet.cluster import RayCluster
+from service.fleet.keeper import Keeper
+from service.fleet.spec import FleetSpec
+from service.jobs.runner import run_jobs
+from service.objects.storage import Storage, file_key
+from service.queue.bell import Bell, Job
+from service.queue.connection import open_redis
+from service.queue.progress import Heartbeat
+from service.settings import Settings, load_settings
+from tests.hostile.server import redis_server
+
+CHAT = "/v1/chat/completions"
+WORKER = (sys.executable, "-m", "tests.fleet.worker")
+MEMORY = 80 * 2**20  # bytes of a raylet's object store, which nobody uses
+# A machine that is gone is noticed after 3 s; by default after 18 s.
+NOTICES = {
+    "health_check_initial_delay_ms": 1000,
+    "health_check_period_ms": 500,
+    "health_check_timeout_ms": 1000,
+    "health_check_failure_threshold": 5,
+}
+LIMIT_S = 240.0  # for anything to happen, on a machine that is busy
+
+
+@contextmanager
+def raylets(gpus: Sequence[int]) -> Generator[Any]:
+    """Run a Ray cluster with a head without GPUs, and a machine for each of these numbers of them."""
+    import ray
+    from ray.cluster_utils import Cluster
+
+    head: dict[str, Any] = {"num_cpus": 1, "num_gpus": 0, "object_store_memory": MEMORY, "include_dashboard": False}
+    cluster = Cluster(initialize_head=True, head_node_args={**head, "_system_config": NOTICES})
+    try:
+        for each in gpus:
+            cluster.add_node(wait=False, num_cpus=1, num_gpus=each, object_store_memory=MEMORY)
+        cluster.wait_for_nodes(timeout=LIMIT_S)
+        yield cluster
+    finally:
+        ray.shutdown()
+        cluster.shutdown()
+
+
+@contextmanager
+def variables(folder: Path) -> Generator[None]:
+    """Set this process's variables as those with which `ray start` runs, so before the raylets start."""
+    ours = {
+        "BATCHWEAVE_DATA_DIR": str(folder),
+        "BATCHWEAVE_REDIS_URL": f"unix://{folder / 'redis.sock'}",
+        "RAY_AUTH_MODE": "disabled",
+        "RAY_USAGE_STATS_ENABLED": "0",
+        "PYTHONPATH": str(Path(__file__).parents[2]),
+    }
+    before = {name: os.environ.get(name) for name in ours}
+    os.environ.update(ours)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
+
+
+@dataclass
+class Town:
+    settings: Settings
+    database: Database
+    storage: Storage
+    redis: Redis
+    clock: SharedClock
+    source: str  # of all models
+    _tasks: list[asyncio.Task[Any]] = field(default_factory=list[asyncio.Task[Any]])
+
+    @classmethod
+    @asynccontextmanager
+    async def open(cls, folder: Path) -> AsyncGenerator["Town"]:
+        """Run Redis, the database and the jobs of the planner in `folder`, which `variables` names."""
+        with redis_server(folder):
+            source = str(ensure_demo_model(folder / "model", corpus()))
+            settings = load_settings(model=source)
+            await asyncio.to_thread(upgrade, settings.database)
+            database, redis = Database(settings.database), open_redis(settings.redis)
+            town = cls(settings, database, Storage.open(settings.storage), redis, SharedClock(database), source)
+            await town.clock.sync()
+            stop = asyncio.Event()
+            jobs = asyncio.create_task(run_jobs(database, town.storage, redis, settings, stop))
+            try:
+                yield town
+            finally:
+                stop.set()
+                await jobs
+                await redis.aclose()
+                await database.close()
+
+    def spec(self, **models: dict[str, Any]) -> FleetSpec:
+        """Return a fleet of these models, which takes engines away soon."""
+        given = [{"name": name, "model": self.source, **about} for name, about in models.items()]
+        return FleetSpec.model_validate({"models": given, "idle_s": 3.0, "switch_s": 5.0, "drain_s": 5.0})
+
+    async def keeper(self, cluster: RayCluster, spec: FleetSpec, owner: str = "one", **changes: Any) -> Keeper:
+        for each in spec.models:
+            own = load_settings(model=each.model, model_name=each.name)
+            await register_model(self.database, own, 8192, [CHAT], {"gpu": "h200", "tp": 1})
+        return Keeper(self.database, self.redis, cluster, spec, self.clock, owner, WORKER, look_s=1.0, **changes)
+
+    async def submit(self, model: str, requests: int, seconds: float, window_s: int = 24 * 3600) -> str:
+        """Create a batch whose requests take so long each."""
+        lines = [
+            {
+                "custom_id": str(number),
+                "method": "POST",
+                "url": CHAT,
+                "body": {
+                    "model": model,
+                    "max_tokens": 8,
+                    "messages": [{"role": "user", "content": f"{number},{seconds}"}],
+                },
+            }
+            for number in range(requests)
+        ]
+        data = b"".join(json.dumps(each).encode() + b"\n" for each in lines)
+        file_id, batch_id, now = ids.file_id(), ids.batch_id(), int(self.clock())
+        await self.storage.put(file_key(file_id), data)
+        file = File(id=file_id, purpose="batch", filename="in.jsonl", size_bytes=len(data), created_at=now)
+        batch = Batch(
+            id=batch_id,
+            status=BatchStatus.VALIDATING,
+            endpoint=CHAT,
+            input_file_id=file_id,
+            completion_window="24h",
+            created_at=now,
+            expires_at=now + window_s,
+        )
+        async with self.database.write() as session:
+            session.add_all([file, batch])
+        await Bell(self.redis, 1.0).ring(Job.VALIDATOR)
+        return batch_id
+
+    async def batch(self, batch_id: str) -> Batch:
+        async with self.database.read() as session:
+            return (await session.scalars(select(Batch).where(Batch.id == batch_id))).one()
+
+    async def answers(self, batch_id: str) -> list[str]:
+        """Return the custom ids in the batch's output file, sorted; fail if it has not completed."""
+        batch = await self.batch(batch_id)
+        assert batch.status == BatchStatus.COMPLETED, batch.status
+        assert batch.output_file_id is not None
+        data = await self.storage.read(file_key(batch.output_file_id))
+        return sorted((json.loads(line)["custom_id"] for line in data.splitlines()), key=int)
+
+    async def has_ended(self, batch_id: str) -> bool:
+        return (await self.batch(batch_id)).status == BatchStatus.COMPLETED
+
+    async def serving(self) -> Counter[str]:
+        """Count the live workers of each model."""
+        return Counter(state["model"] for state in await Heartbeat(self.redis).alive())
+
+
+async def until(what: str, holds: Any, limit_s: float = LIMIT_S) -> float:
+    """Wait until `await holds()` is true; return how long it took."""
+    started = time.monotonic()
+    while not await holds():
+        assert time.monotonic() - started < limit_s, f"not in {limit_s:.0f} s: {what}"
+        await asyncio.sleep(0.1)
+    return time.monotonic() - started

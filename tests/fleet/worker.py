@@ -1,0 +1,44 @@
+"""A real worker with an engine that stands in, as a process of its own: what a fleet of these tests starts.
+
+A prompt says how long its answer takes: "number, seconds". The variable TEST_FAULT makes it end at its start.
+"""
+
+import asyncio
+import os
+import sys
+
+from redis.asyncio import Redis
+
+from benchmarks.paced import PacedEngine
+from service.cli.start import log_to, run_role
+from service.db.clock import SharedClock
+from service.db.models import register_model
+from service.db.sessions import Database
+from service.objects.storage import Storage
+from service.settings import load_settings
+from service.worker.loop import Worker
+
+AT_ONCE = 8
+
+
+def main() -> None:
+    if os.environ.get("TEST_FAULT"):
+        sys.exit(3)
+    settings = load_settings()
+    log_to(sys.stderr)
+
+    async def follow(_database: Database, _storage: Storage, _redis: Redis, stop: asyncio.Event) -> None:
+        await stop.wait()
+
+    async def work(database: Database, storage: Storage, redis: Redis, stop: asyncio.Event) -> None:
+        clock = SharedClock(database)
+        await clock.sync()
+        await register_model(database, settings, 8192, ["/v1/chat/completions"], {"gpu": settings.gpu, "tp": 1})
+        engine = PacedEngine(AT_ONCE, lambda prompt: float(prompt.split(",")[1]))
+        await Worker(database, storage, redis, engine, settings, clock, 2 * AT_ONCE).run(stop)
+
+    asyncio.run(run_role(settings, work if settings.node_rank == 0 else follow))
+
+
+if __name__ == "__main__":
+    main()
