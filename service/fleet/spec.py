@@ -51,7 +51,11 @@ class ModelSpec(BaseModel):
                 raise ValueError(f"settings.{name}: the fleet sets it itself")
             if name.startswith("BATCHWEAVE_") and name not in known:
                 raise ValueError(f"settings.{name}: there is no such setting")
-        told = [self.engine_args.get(each, 1) for each in ("tp_size", "pp_size", "dp_size")]
+        sizes = ("tp_size", "pp_size", "dp_size")
+        told = [self.engine_args.get(each, 1) for each in sizes]
+        for size, given in zip(sizes, told, strict=True):
+            if not isinstance(given, int) or given < 1:
+                raise ValueError(f"engine_args.{size}: must be a whole number, 1 or more, not {given!r:.40}")
         if "tp_size" in self.engine_args and told[0] * told[1] * told[2] != self.all_gpus:
             raise ValueError(
                 f"engine_args: tp_size x pp_size x dp_size is {told[0] * told[1] * told[2]}, but the engine has "
@@ -94,9 +98,9 @@ class FleetSpec(BaseModel):
 
     models: list[ModelSpec] = Field(min_length=1, max_length=MOST_MODELS)
     seconds_per_engine: float = Field(
-        1800.0, gt=0, description="seconds of one engine's work for which one more engine is started"
+        3600.0, gt=0, description="seconds of one engine's work for which one more engine is started"
     )
-    idle_s: float = Field(300.0, ge=0, description="seconds without work after which an engine ends")
+    idle_s: float = Field(120.0, ge=0, description="seconds without work after which an engine ends")
     switch_s: float = Field(
         600.0, ge=0, description="seconds that a busy engine keeps its GPUs, whatever another model needs"
     )
