@@ -82,6 +82,7 @@ gpu: install-dev
 lock: $(UV)
 	$(UV) pip compile -q --universal --python-version 3.11 --generate-hashes --extra engine pyproject.toml -o requirements/engine.txt
 	$(UV) pip compile -q --universal --python-version 3.11 --generate-hashes -c requirements/engine.txt pyproject.toml -o requirements/server.txt
+	$(UV) pip compile -q --universal --python-version 3.11 --generate-hashes --extra engine --extra fleet -c requirements/engine.txt pyproject.toml -o requirements/fleet.txt
 	$(UV) pip compile -q --universal --python-version 3.11 --generate-hashes --extra engine --extra fleet --group dev -c requirements/engine.txt pyproject.toml -o requirements/dev.txt
 
 clean:

@@ -5,8 +5,10 @@ RUN apt-get update && apt-get install -y --no-install-recommends python3 python3
 ENV VIRTUAL_ENV=/opt/batchweave PATH=/opt/batchweave/bin:$PATH
 RUN python3 -m venv $VIRTUAL_ENV && pip install --no-cache-dir uv==0.13.8
 WORKDIR /src
-COPY requirements/engine.txt requirements/engine.txt
-RUN uv pip install --compile-bytecode --require-hashes -r requirements/engine.txt
+# engine, or fleet: the same with Ray
+ARG REQUIREMENTS=engine
+COPY requirements/$REQUIREMENTS.txt requirements/$REQUIREMENTS.txt
+RUN uv pip install --compile-bytecode --require-hashes -r requirements/$REQUIREMENTS.txt
 COPY . .
 RUN uv pip install --compile-bytecode --no-deps .
 # A new volume takes its owner from the image; the service's image uses the same user id.

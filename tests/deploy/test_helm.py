@@ -1,21 +1,16 @@
 """The chart renders for clusters of every kind, and what it renders is what Kubernetes and its extensions accept."""
 
-import json
 from pathlib import Path
 from typing import Any
 
 import helm_python as helm
-import jsonschema
-import kubernetes_validate
 import pytest
 import yaml
-from kubernetes_validate.utils import SchemaNotFoundError
 
 from service.settings import load_settings
+from tests.deploy.kubernetes import VERSIONS, check
 
 CHART = Path(__file__).parents[2] / "deploy" / "helm" / "batchweave"
-SCHEMAS = Path(__file__).parent / "schemas"
-VERSIONS = ("1.27", "1.37")
 SMALL = {
     "name": "small",
     "model": "Qwen/Qwen3-8B",
@@ -56,21 +51,6 @@ def render(values: dict[str, Any]) -> list[dict[str, Any]]:
 def one(found: list[dict[str, Any]], kind: str, name: str) -> dict[str, Any]:
     [each] = [each for each in found if (each["kind"], each["metadata"]["name"]) == (kind, name)]
     return each
-
-
-def check(found: dict[str, Any], version: str) -> None:
-    """Check an object strictly; one of an extension by its schema, and the pods in it by those of Kubernetes."""
-    try:
-        kubernetes_validate.validate(found, version, strict=True)
-    except SchemaNotFoundError:
-        schema = SCHEMAS / f"{found['apiVersion'].replace('/', '_')}_{found['kind']}.json"
-        jsonschema.validate(found, json.loads(schema.read_text()))
-        if found["kind"] == "LeaderWorkerSet":
-            pod = found["spec"]["leaderWorkerTemplate"]["workerTemplate"]
-            selector = {"matchLabels": pod["metadata"]["labels"]}
-            spec = {"selector": selector, "template": pod}
-            deployment = {"apiVersion": "apps/v1", "kind": "Deployment", "metadata": {"name": "pod"}, "spec": spec}
-            kubernetes_validate.validate(deployment, version, strict=True)
 
 
 @pytest.mark.parametrize("version", VERSIONS)

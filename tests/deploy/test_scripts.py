@@ -59,7 +59,7 @@ def test_a_slurm_job_stops_its_workers_and_queues_again_when_its_time_is_up(
     (tmp_path / "env").write_text("BATCHWEAVE_MODEL=m\n")
     stands_in = {
         "srun": '#!/usr/bin/env bash\ntrap "echo stopped >> log; exit 7" TERM\necho "$@" >> log; env >> variables\n'
-        + ("for _ in $(seq 600); do sleep 0.1; done" if asked else "exit 3"),
+        + ("for ((n = 0; n < 600; n++)); do sleep 0.1; done" if asked else "exit 3"),
         "scontrol": '#!/usr/bin/env bash\necho scontrol "$@" >> log\n',
     }
     for name, script in stands_in.items():

@@ -3,8 +3,6 @@
 import asyncio
 import os
 import signal
-from collections.abc import AsyncGenerator
-from contextlib import asynccontextmanager
 from typing import Any
 
 import psutil
@@ -13,22 +11,10 @@ import pytest
 from service.fleet import keeper as keeper_module
 from service.fleet.cluster import RayCluster
 from service.fleet.engines import Engine
-from service.fleet.keeper import Keeper
 from service.fleet.members import Phase
-from tests.fleet.town import MEMORY, Town, until
+from tests.fleet.town import MEMORY, Town, kept, until
 
 SHORT = 0.0005  # seconds of work by the cost model, of which these tests' requests have very little
-
-
-@asynccontextmanager
-async def kept(keeper: Keeper) -> AsyncGenerator[Keeper]:
-    stop = asyncio.Event()
-    task = asyncio.create_task(keeper.run(stop))
-    try:
-        yield keeper
-    finally:
-        stop.set()
-        await task
 
 
 async def test_engines_come_with_work_and_go_after_it(town: Town, cluster: RayCluster) -> None:
@@ -45,8 +31,8 @@ async def test_engines_come_with_work_and_go_after_it(town: Town, cluster: RayCl
         for batch in batches:
             await until("every batch ends", lambda batch=batch: town.has_ended(batch))
             assert await town.answers(batch) == [str(number) for number in range(64)]
-        await until("no engine is left", lambda: _is_true(not keeper.members))
-    await until("all GPUs are free", lambda: _is_true(sum(cluster.machines().values()) == 16))
+        await until("no engine is left", lambda: not keeper.members)
+    await until("all GPUs are free", lambda: sum(cluster.machines().values()) == 16)
 
 
 async def test_a_lost_machine_is_replaced_and_no_line_with_it(town: Town, cluster: RayCluster, machines: Any) -> None:
@@ -55,7 +41,7 @@ async def test_a_lost_machine_is_replaced_and_no_line_with_it(town: Town, cluste
     keeper = await town.keeper(cluster, spec)
     async with kept(keeper):
         batch = await town.submit("lost", 48, 3.0)
-        await until("it runs", lambda: _is_true([each.phase for each in keeper.members] == [Phase.BUSY]))
+        await until("it runs", lambda: [each.phase for each in keeper.members] == [Phase.BUSY])
         (first,) = keeper.members
         assert first.engine.nodes[0].machine == third.node_id  # the machine with the fewest free GPUs
         machines.remove_node(third, allow_graceful=False)
@@ -77,12 +63,12 @@ async def test_the_next_fleet_finds_the_engines(town: Town, cluster: RayCluster)
     first, second = [await town.keeper(cluster, spec, owner) for owner in ("first", "second")]
     async with kept(second):
         async with kept(first):
-            await until("one of them keeps the engines", lambda: _is_true(None not in (first.keeps, second.keeps)))
+            await until("one of them keeps the engines", lambda: None not in (first.keeps, second.keeps))
             assert sorted([bool(first.keeps), bool(second.keeps)]) == [False, True]
             batch = await town.submit("shared", 64, 2.0)
             await until("its engines serve", lambda: _serve(town, shared=3))
             before = {engine.id: engine.nodes[0].pid for engine in cluster.engines()}
-        await until("the other keeps them", lambda: _is_true(bool(second.keeps and second.members)))
+        await until("the other keeps them", lambda: bool(second.keeps and second.members))
         await until("the batch ends", lambda: town.has_ended(batch))
         after = {engine.id: engine.nodes[0].pid for engine in cluster.engines()}
         assert len(before) == 3
@@ -116,8 +102,8 @@ async def test_an_engine_that_does_not_start_frees_its_gpus(
     keeper = await town.keeper(cluster, spec.model_copy(update={"seconds_per_engine": SHORT}))
     async with kept(keeper):
         await town.submit("broken", 4, 0.1)
-        await until("it starts", lambda: _is_true(any(each.engine.model == "broken" for each in keeper.members)))
-        await until("it is given up", lambda: _is_true(keeper.targets["broken"] == 0))
+        await until("it starts", lambda: any(each.engine.model == "broken" for each in keeper.members))
+        await until("it is given up", lambda: keeper.targets["broken"] == 0)
         batch = await town.submit("sound", 64, 2.0)
         await until("another model has all GPUs", lambda: _serve(town, sound=2))
         await until("the batch ends", lambda: town.has_ended(batch))
@@ -127,7 +113,7 @@ async def test_machines_of_one_engine_know_each_other(town: Town, cluster: RayCl
     spec = town.spec(wide={"gpus": 8, "nodes": 2, "min": 1})
     keeper = await town.keeper(cluster, spec)
     async with kept(keeper):
-        await until("both machines run", lambda: _is_true(_pids(cluster.engines()) == 2))
+        await until("both machines run", lambda: _pids(cluster.engines()) == 2)
         (engine,) = cluster.engines()
         told = [psutil.Process(node.pid).environ() for node in sorted(engine.nodes, key=lambda node: node.rank)]
         assert [each["BATCHWEAVE_NODE_RANK"] for each in told] == ["0", "1"]
@@ -138,7 +124,7 @@ async def test_machines_of_one_engine_know_each_other(town: Town, cluster: RayCl
         assert "OMP_NUM_THREADS" not in told[0]
     spec = town.spec(wide={"gpus": 4, "nodes": 2, "min": 1})
     async with kept(await town.keeper(cluster, spec, "next")) as keeper:
-        await until("other settings, another engine", lambda: _is_true(_gpus(cluster.engines()) == [4, 4]))
+        await until("other settings, another engine", lambda: _gpus(cluster.engines()) == [4, 4])
     await keeper.end_all(asyncio.Event())
     assert cluster.engines() == []
 
@@ -157,12 +143,8 @@ async def test_an_actor_that_dies_leaves_no_process(town: Town, cluster: RayClus
         ]
         assert len(actors) == 1
         actors[0].kill()
-        await until("they end", lambda: _is_true(not worker.is_running() and not supervisor.is_running()))
-        await until("another one serves", lambda: _is_true(_pids(cluster.engines()) == 1))
-
-
-async def _is_true(value: bool) -> bool:
-    return value
+        await until("they end", lambda: not worker.is_running() and not supervisor.is_running())
+        await until("another one serves", lambda: _pids(cluster.engines()) == 1)
 
 
 async def _serve(town: Town, **engines: int) -> bool:

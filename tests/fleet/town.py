@@ -1,12 +1,13 @@
 """A small town for fleets: raylets with GPUs that do not exist, the service's jobs, and workers that stand in."""
 
 import asyncio
+import inspect
 import json
 import os
 import sys
 import time
 from collections import Counter
-from collections.abc import AsyncGenerator, Generator, Sequence
+from collections.abc import AsyncGenerator, Callable, Generator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -182,10 +183,24 @@ class Town:
         return Counter(state["model"] for state in await Heartbeat(self.redis).alive())
 
 
-async def until(what: str, holds: Any, limit_s: float = LIMIT_S) -> float:
-    """Wait until `await holds()` is true; return how long it took."""
+async def until(what: str, holds: Callable[[], Any], limit_s: float = LIMIT_S) -> float:
+    """Wait until `holds`, which may be asynchronous, returns something true; return how long it took."""
     started = time.monotonic()
-    while not await holds():
+    while True:
+        found = holds()
+        if await found if inspect.isawaitable(found) else found:
+            return time.monotonic() - started
         assert time.monotonic() - started < limit_s, f"not in {limit_s:.0f} s: {what}"
         await asyncio.sleep(0.1)
-    return time.monotonic() - started
+
+
+@asynccontextmanager
+async def kept(keeper: Keeper) -> AsyncGenerator[Keeper]:
+    """Let the fleet run until the end of the block; its engines stay."""
+    stop = asyncio.Event()
+    task = asyncio.create_task(keeper.run(stop))
+    try:
+        yield keeper
+    finally:
+        stop.set()
+        await task
