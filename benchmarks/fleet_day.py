@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from service.fleet.spec import FleetSpec
-from service.fleet.wanted import Demand, Job, wanted
+from service.fleet.wanted import Demand, Remainder, wanted
 
 STEP_S = 30.0
 DAY_S = 24 * 3600.0
@@ -101,7 +101,7 @@ class Fleet:
     def of(self, model: Model) -> list[Engine]:
         return [each for each in self.engines if each.model == model]
 
-    def jobs(self, model: Model) -> list[Batch]:
+    def left(self, model: Model) -> list[Batch]:
         return sorted((each for each in self.batches if each.model == model), key=lambda batch: batch.due_at)
 
 
@@ -117,14 +117,14 @@ def by_fleet(**changes: float) -> Way:
 def _by_fleet(fleet: Fleet, spec: FleetSpec) -> dict[str, int]:
     demands: dict[str, Demand] = {}
     for model in MODELS:
-        engines, jobs = fleet.of(model), fleet.jobs(model)
+        engines, jobs = fleet.of(model), fleet.left(model)
         busy = [each for each in engines if each.works or (each.ready_at > fleet.now and jobs)]
         idle = [each for each in engines if each not in busy and fleet.now - each.idle_since < spec.idle_s]
         demands[model.name] = Demand(
             gpus=model.gpus,
             most=fleet.gpus // model.gpus,
             starts_s=START_S,
-            jobs=tuple(Job(batch.due_at, batch.left_s) for batch in jobs),
+            remainders=tuple(Remainder(batch.due_at, batch.left_s) for batch in jobs),
             locked=sum(fleet.now - each.ready_at < spec.switch_s for each in busy),
             busy=len(busy),
             idle=len(idle),
@@ -157,7 +157,7 @@ def by_queue(target: int) -> Way:
         free = fleet.gpus - sum(each.model.gpus for each in fleet.engines)
         for model in MODELS:
             has = len(fleet.of(model))
-            asks = math.ceil(sum(batch.left for batch in fleet.jobs(model)) / target)
+            asks = math.ceil(sum(batch.left for batch in fleet.left(model)) / target)
             if asks >= has:
                 fleet.wanted_at[model.name] = fleet.now
                 more = min(asks - has, free // model.gpus)
@@ -210,7 +210,7 @@ def _work(fleet: Fleet, model: Model) -> None:
     """Let the ready engines of a model work for a step, on the batch that is due first."""
     ready = [each for each in fleet.of(model) if each.ready_at <= fleet.now]
     can_s = STEP_S * len(ready)
-    for batch in fleet.jobs(model):
+    for batch in fleet.left(model):
         does = min(batch.left_s, can_s)
         batch.left_s -= does
         can_s -= does

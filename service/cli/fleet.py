@@ -16,9 +16,10 @@ from service.cli.start import log_to, open_database, run_role, serve_metrics, se
 from service.db.clock import SharedClock
 from service.db.models import register_model
 from service.db.sessions import Database
-from service.errors import CostsError, StartError
+from service.errors import CostsError, ServiceError, StartError
 from service.estimates.model_costs import told_machine
 from service.fleet.keeper import Keeper
+from service.fleet.lease import namespace_of
 from service.fleet.spec import FleetSpec, read_fleet
 from service.objects.storage import Storage
 from service.settings import load_settings
@@ -57,30 +58,32 @@ def fleet(models: FileOption, address: AddressOption = "auto", down: DownOption 
     async def main(database: Database, _storage: Storage, redis: Redis, stop: asyncio.Event) -> None:
         clock = SharedClock(database)
         await clock.sync()
-        await _register(database, spec)
-        cluster = RayCluster(address)
+        cluster = RayCluster(address, await namespace_of(database))
         stop_on_signals(stop)  # again, because Ray takes SIGTERM for itself
         owner = f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(4)}"
         keeper = Keeper(database, redis, cluster, spec, clock, owner)
-        try:
-            await (keeper.end_all(stop) if down else keeper.run(stop))
-        finally:
+        if down:
+            await keeper.end_all(stop)
+        else:
+            await _register(database, spec)
+            await keeper.run(stop)
+        if keeper.holds_lease:
             left = [member.engine.id for member in keeper.members]
-            log.info("the fleet's engines work on; --down ends them" if left else "no engine is left", engines=left)
-            cluster.close()
+            log.info("the engines work on; --down ends them" if left else "no engine is left", engines=left)
 
     try:
         asyncio.run(run_role(settings, main))
-    except StartError as error:
+    except ServiceError as error:
         fail(str(error))
+    sys.stdout.flush()
+    os._exit(0)  # a call of Ray whose head is gone never returns, and its thread would be waited for
 
 
 async def _register(database: Database, spec: FleetSpec) -> None:
     """Write the models' rows, so that batches for them are accepted before their first engine has started."""
     for each in spec.models:
         gpu = each.settings.get("BATCHWEAVE_GPU")
-        args = {"tp_size": each.all_gpus, **each.engine_args}
-        own = load_settings(model=each.model or each.name, model_name=each.name, engine_args=args, gpu=gpu)
+        own = load_settings(model=each.model or each.name, model_name=each.name, engine_args=each.all_args, gpu=gpu)
         try:
             machine = told_machine(own)
         except CostsError as error:  # the calibration's file is on the machines only

@@ -21,8 +21,8 @@ async def register_model(
     """Write the configured model's row; if it exists, update only the columns that the caller is the authority on.
 
     `context_length`: tokens of prompt and answer together. `endpoints`: those that a worker's engine serves, and
-    `machine`: what it runs on (`told_machine`); the planner passes neither. The planner's source is the one that is
-    stored, since the planner is the one that reads it.
+    `machine`: what it runs on (`told_machine`). The planner passes neither, and a fleet a machine that counts
+    until a worker has told its own. The source of these two is the one that is stored, since the planner reads it.
     """
     row: dict[str, Any] = {
         "name": settings.served_model,
@@ -32,13 +32,13 @@ async def register_model(
         **({} if endpoints is None else {"endpoints": endpoints}),
         **({} if machine is None else {"machine": machine}),
     }
-    told = [name for name in row if name not in ("name", "created_at", *(() if endpoints is None else ("source",)))]
+    told = ("source", "context_length") if endpoints is None else ("context_length", "endpoints", "machine")
     async with database.write() as session:
         insert = postgresql.insert if session.get_bind().dialect.name == "postgresql" else sqlite.insert
         statement = insert(Model).values(row)
         await session.execute(
             statement.on_conflict_do_update(
-                index_elements=["name"], set_={name: row[name] for name in told if row[name] is not None}
+                index_elements=["name"], set_={name: row[name] for name in told if row.get(name) is not None}
             )
         )
 

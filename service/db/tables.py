@@ -172,12 +172,16 @@ class DrainedWorker(Base):
     since: Mapped[int] = mapped_column(BigInteger)
 
 
-class FleetTurn(Base):
-    """The one row that says which `batchweave fleet` may start and end engines, and until when."""
+class FleetOwner(Base):
+    """The one row that says which `batchweave fleet` may start and end engines, and until when.
 
-    __tablename__ = "fleet_turn"
+    `namespace`: what tells the engines of this service from those of others on one cluster.
+    """
+
+    __tablename__ = "fleet_owner"
 
     id: Mapped[int] = mapped_column(Integer, primary_key=True, autoincrement=False)
+    namespace: Mapped[str] = mapped_column(String(64))
     owner: Mapped[str] = mapped_column(String(256))
     until: Mapped[float] = mapped_column(Float(53))
 

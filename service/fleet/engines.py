@@ -1,23 +1,34 @@
 """Says what an engine of a fleet is, and what a cluster that runs engines must be able to do."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from service.fleet.node import NodeState
 
 
 class NotStarted(Exception):
-    """An engine cannot start; the message says why."""
+    """An engine cannot start; the message says why. `blame`: whether its machines should rest before another try."""
+
+    def __init__(self, message: str, blame: bool = True) -> None:
+        super().__init__(message)
+        self.blame = blame
 
 
 class Unreachable(OSError):
     """The cluster does not answer for now."""
 
 
+class Machine(NamedTuple):
+    """Counts the GPUs of a machine, and those of them that nobody has taken."""
+
+    gpus: int
+    free: int
+
+
 @dataclass(frozen=True, slots=True)
 class NewEngine:
-    """An engine to start on these `machines`, by id, with `gpus` on each, for a worker whose name begins with `name`.
+    """Describes an engine to start on these `machines`, by id, with `gpus` on each, for a worker named `name`.
 
     `digest`: of the entry in fleet.yaml; `variables`: of its workers; `command`: that runs one; `online`: whether the
     worker takes online requests on its machine's address.
@@ -35,7 +46,7 @@ class NewEngine:
 
 @dataclass(slots=True)
 class Engine:
-    """An engine as the cluster shows it. `nodes`: what its machines say; `lost`: one of them is gone."""
+    """Shows an engine. `nodes`: what its machines said last; `lost`: one of them is gone."""
 
     id: str
     nodes: list[NodeState] = field(default_factory=list[NodeState])
@@ -51,7 +62,7 @@ class Engine:
         return next((node.name for node in self.nodes if node.rank == 0), "")
 
     @property
-    def places(self) -> list[tuple[str, int]]:
+    def gpus_on(self) -> list[tuple[str, int]]:
         """The machines that it runs on, and how many GPUs it has on each."""
         return [(node.machine, node.gpus) for node in self.nodes]
 
@@ -60,18 +71,24 @@ class Engine:
         return next((node.digest for node in self.nodes), "")
 
     @property
-    def failures(self) -> int:
-        """How often in a row a worker of it has ended by itself soon after its start."""
-        return max((node.failures for node in self.nodes), default=0)
+    def exits(self) -> int:
+        """How often a worker of it has ended by itself."""
+        return max((node.exits for node in self.nodes), default=0)
+
+    @property
+    def is_half(self) -> bool:
+        """Whether a machine of it has no worker: the fleet that was starting it may have died."""
+        return any(not node.name for node in self.nodes)
 
     @property
     def ended(self) -> bool:
-        """Whether all its workers have stopped as they were asked to."""
+        """Whether nothing keeps the workers of it running."""
         return bool(self.nodes) and all(node.ended for node in self.nodes)
 
 
-def engine_id(model: str, number: int) -> str:
-    return f"{model}@{number}"
+def engine_id(model: str, token: str) -> str:
+    """Return an id; with a new `token` for each engine, none is ever taken for another one."""
+    return f"{model}@{token}"
 
 
 def model_of(engine: str) -> str:
@@ -81,16 +98,16 @@ def model_of(engine: str) -> str:
 class Cluster(Protocol):
     """Runs engines. Its methods block, and raise Unreachable."""
 
-    def tidy(self) -> None:
-        """Free the GPUs of engines of which a fleet that died had started no machine yet."""
+    def tidy(self, starting: Collection[str]) -> None:
+        """Free the GPUs of engines of which no machine is left or was started, except these that are starting."""
         ...
 
-    def machines(self) -> dict[str, int]:
-        """Return the GPUs of each machine, by its id, that nobody else has taken: free ones, and those of engines."""
+    def machines(self) -> dict[str, Machine]:
+        """Return the machines that are there, by id."""
         ...
 
     def engines(self) -> list[Engine]:
-        """Return all engines that a fleet has started here, also those of earlier fleets."""
+        """Return all engines that a fleet of this service has started here, also those of earlier fleets."""
         ...
 
     def start(self, new: NewEngine) -> None:
@@ -98,7 +115,7 @@ class Cluster(Protocol):
         ...
 
     def stop(self, engine: str) -> None:
-        """Ask an engine to stop; `engines` says when it has."""
+        """Ask an engine to stop, once or again; `engines` says when it has."""
         ...
 
     def end(self, engine: str) -> None:

@@ -5,12 +5,14 @@ process remembers beside that only delays a decision, so the next fleet goes on 
 """
 
 import asyncio
+import secrets
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from itertools import count
+from typing import Any, TypeVar
 
 import structlog
 from redis.asyncio import Redis
@@ -19,50 +21,35 @@ from sqlalchemy.exc import SQLAlchemyError
 
 from service.db.drains import drain, drained_workers, resume
 from service.db.sessions import Database
-from service.fleet.demand import Speeds, jobs_by_model
-from service.fleet.engines import Cluster, NewEngine, NotStarted, engine_id, model_of
+from service.fleet.demand import Speeds, work_by_model
+from service.fleet.engines import Cluster, Machine, NewEngine, NotStarted, engine_id, model_of
 from service.fleet.lease import FleetLease
 from service.fleet.members import Member, Members, Phase
 from service.fleet.node import STOP_S, WORKER
 from service.fleet.placement import make_room, most_engines, place
+from service.fleet.rests import Rests
 from service.fleet.spec import FleetSpec, ModelSpec
-from service.fleet.wanted import Demand, Job, wanted
+from service.fleet.wanted import Demand, Remainder, wanted
 from service.metrics.counters import FLEET_ENGINES, FLEET_WANTED
 from service.metrics.history import History
-from service.queue.progress import TTL_S, Heartbeat
+from service.queue.progress import STALLED_S, TTL_S, Heartbeat
 
 LOOK_S = 3.0
-MOST_FAILURES = 5  # exits in a row, after which an engine is taken away for a while
-FIRST_REST_S, LONGEST_REST_S = 60.0, 1800.0
+CALL_S = 60.0  # for a call of the cluster
+TIDY_S = 300.0
+MOST_FAILURES = 5  # exits of a worker since it was last ready, after which its engine is taken away
+LONGEST_START_S, STARTS = 1800.0, 10.0  # an engine that takes longer, and so many times as long as it should, hangs
 LOOKS_TO_TAKE = 2  # in a row must agree before an engine is taken away
 MOST_STARTS = 8  # at once
-ABANDONED_S = 60.0  # without a worker's name: the fleet that started it has died
+HALF_S = 150.0  # an engine that is started only in part is so because the fleet that was starting it has died
 KILLED_S = STOP_S + 15.0
 log = structlog.get_logger()
-
-
-@dataclass(slots=True)
-class Rest:
-    """How long no engine of a model is started, after some have failed."""
-
-    failures: int = 0
-    until: float = 0.0
-
-    def begin(self) -> float:
-        """Count a failure, and return the seconds to rest."""
-        self.failures += 1
-        rest_s = min(FIRST_REST_S * 2 ** (self.failures - 1), LONGEST_REST_S)
-        self.until = time.monotonic() + rest_s
-        return rest_s
-
-    @property
-    def lasts(self) -> bool:
-        return time.monotonic() < self.until
+T = TypeVar("T")
 
 
 @dataclass
 class Keeper:
-    """One fleet. `owner`: its name for the lease; `command`: what runs a worker."""
+    """Keeps one fleet. `owner`: its name for the lease; `command`: what runs a worker."""
 
     database: Database
     redis: Redis
@@ -78,31 +65,33 @@ class Keeper:
     def __post_init__(self) -> None:
         self._lease = FleetLease(self.database, self.owner)
         self._heartbeat, self._history = Heartbeat(self.redis), History(self.redis)
-        self._speeds, self._seen = Speeds(), Members()
+        self._speeds, self._seen, self._rests = Speeds(), Members(), Rests()
         self._starting: dict[str, tuple[NewEngine, asyncio.Task[None]]] = {}  # by engine
-        self._rests: dict[str, Rest] = {}
         self._too_many: Counter[str] = Counter()  # by model: looks in a row in which it had too many engines
         self._ended: dict[str, float] = {}  # workers that were ended, and when: a heartbeat outlives its worker
-        self.keeps: bool | None = None  # whether it holds the lease; None before the first look
+        self._tidied_at = float("-inf")
+        # Calls of a cluster whose head is gone may never return. They must not take the threads of anything else.
+        self._callers, self._starters = ThreadPoolExecutor(2), ThreadPoolExecutor(MOST_STARTS)
+        self.holds_lease: bool | None = None  # None before the first look
 
     async def run(self, stop: asyncio.Event) -> None:
         """Keep the fleet until `stop` is set. Its engines stay then: they work on, and the next fleet finds them."""
-        try:
-            while not stop.is_set():
-                await self._look_again()
-                with suppress(TimeoutError):
-                    async with asyncio.timeout(self.look_s):
-                        await stop.wait()
-        finally:
-            await self._leave()
+        await self._look_until(stop, lambda: False)
 
     async def end_all(self, stop: asyncio.Event) -> None:
         """Drain and end all engines of the fleet, or as many as have ended when `stop` is set."""
         self.spec = self.spec.model_copy(update={"models": []})
+        await self._look_until(stop, lambda: self.holds_lease is True and not self.members)
+
+    async def _look_until(self, stop: asyncio.Event, is_done: Callable[[], bool]) -> None:
         try:
             while not stop.is_set():
-                if await self._look_again() and self.keeps and not self.members:
-                    return
+                try:
+                    await self.look()
+                    if is_done():
+                        return
+                except (SQLAlchemyError, RedisError, OSError) as error:
+                    log.warning("this look ends early; the rest stays as it is", error=repr(error))
                 with suppress(TimeoutError):
                     async with asyncio.timeout(self.look_s):
                         await stop.wait()
@@ -110,98 +99,133 @@ class Keeper:
             await self._leave()
 
     async def look(self) -> None:
-        """Look at everything once, and change what must change. Raises what SQL and Redis raise."""
-        if not await self._take_turn():
+        """Look at everything once, and change what must change. Raises OSError and what SQL and Redis raise."""
+        if not await self._has_lease():
             return
-        engines, machines = await asyncio.to_thread(lambda: (self.cluster.engines(), self.cluster.machines()))
+        if time.monotonic() - self._tidied_at > TIDY_S:
+            starting = set(self._starting)
+            await self._call(lambda: self.cluster.tidy(starting))
+            self._tidied_at = time.monotonic()
+        engines, machines = await self._call(lambda: (self.cluster.engines(), self.cluster.machines()))
         alive = {str(state["name"]): state for state in await self._heartbeat.alive()}
         self._ended = {name: at for name, at in self._ended.items() if time.monotonic() - at < 2 * TTL_S}
-        jobs = await jobs_by_model(self.database)
         async with self.database.read() as session:
             drained = await drained_workers(session)
         self.members = self._seen.look(engines, alive, drained)
-        serving = Counter(str(state["model"]) for state in alive.values())
-        self._speeds.look(await self._history.model_paces(), serving, time.monotonic())
-        if not self._lease.held:  # reading took too long
-            return
-        ours = {each.engine.worker for each in self.members} | self._ended.keys()
-        others = Counter(str(state["model"]) for name, state in alive.items() if name not in ours)
         await self._end_gone()
-        self.targets = self._decide(jobs, others, machines)
+        usable, free = self._room(machines)
+        self.targets = await self._decide(alive, drained, usable)
         self._show()
         await self._take_away()
-        await self._start_missing(machines)
+        await self._start_missing(free)
 
-    async def _look_again(self) -> bool:
-        try:
-            await self.look()
-        except (SQLAlchemyError, RedisError, OSError) as error:
-            log.warning("cannot look; the engines stay as they are", error=repr(error))
-            return False
-        return True
+    async def _call(self, call: Callable[[], T]) -> T:
+        """Call the cluster in a thread. Raises TimeoutError, which is an OSError."""
+        async with asyncio.timeout(CALL_S):
+            return await asyncio.get_running_loop().run_in_executor(self._callers, call)
 
     async def _leave(self) -> None:
-        await asyncio.gather(*(task for _, task in self._starting.values()))
+        """Keep the lease until what is being started has started, and let it go."""
+        while self._starting:
+            with suppress(SQLAlchemyError, OSError):
+                await self._lease.renew()
+            await asyncio.wait([task for _, task in self._starting.values()], timeout=LOOK_S)
         with suppress(SQLAlchemyError, OSError):
             await self._lease.let_go()
+        for threads in (self._callers, self._starters):
+            threads.shutdown(wait=False, cancel_futures=True)
 
-    async def _take_turn(self) -> bool:
-        keeps = await self._lease.keep()
-        if keeps and not self.keeps:
-            await asyncio.to_thread(self.cluster.tidy)
+    async def _has_lease(self) -> bool:
+        holds = await self._lease.renew()
+        if holds and not self.holds_lease:
+            self._tidied_at = float("-inf")
             log.info("keeps the engines", models=[each.name for each in self.spec.models])
-        elif not keeps and self.keeps is not False:
+        elif not holds and self.holds_lease is not False:
             log.info("waits: another fleet keeps the engines of this database")
-        self.keeps = keeps
-        return keeps
+            FLEET_ENGINES.clear()
+            FLEET_WANTED.clear()
+        self.holds_lease = holds
+        return holds
 
     async def _end_gone(self) -> None:
-        """End engines that have stopped, or lost a machine, or fail again and again; stop those that are drained."""
+        """End engines that have ended, lost a machine, or fail again and again; stop those that are drained."""
         for member in [each for each in self.members if each.engine.id not in self._starting]:
-            engine, name = member.engine, member.engine.id
-            has_failed = member.phase == Phase.STARTING and engine.failures >= MOST_FAILURES
-            if engine.lost:
-                await self._end(member, "lost a machine")
-            elif member.asked_s is not None and (engine.ended or member.asked_s > KILLED_S):
-                await self._end(member, "has ended" if engine.ended else "did not stop in time")
-            elif not engine.worker and member.for_s > ABANDONED_S:
-                await self._end(member, "was not started whole")
-            elif has_failed:
-                rest_s = self._rests.setdefault(engine.model, Rest()).begin()
+            engine = member.engine
+            machines = [machine for machine, _ in engine.gpus_on]
+            if (why := _why_gone(member)) is not None:
+                await self._end(member, why)
+            elif self._fails(member):
+                rest_s = self._rests.begin(engine.model, machines)
+                about = {"engine": engine.id, "machines": machines, "rests_s": rest_s}
                 exits = {node.host: node.exit for node in engine.nodes}
-                log.error("an engine does not start; see its log in Ray's", engine=name, exits=exits, rests_s=rest_s)
+                log.error("an engine does not start; Ray's log of its actor says why", exits=exits, **about)
                 await self._end(member, "does not start")
-            elif member.phase == Phase.LEAVING and member.asked_s is None:
-                if not member.holds or member.for_s > self.spec.drain_s:
+            elif member.phase == Phase.LEAVING:
+                # One that was asked is asked again, in case it was not heard.
+                if member.asked_s is not None or not member.holds or member.for_s > self.spec.drain_s:
                     await self._stop(member)
-            elif member.phase in (Phase.BUSY, Phase.IDLE) and engine.model in self._rests:
-                del self._rests[engine.model]
+            elif member.phase != Phase.STARTING:
+                self._rests.end(engine.model, machines, member.age_s)
 
-    def _decide(
-        self, jobs: Mapping[str, Sequence[Job]], others: Mapping[str, int], machines: Mapping[str, int]
+    def _fails(self, member: Member) -> bool:
+        spec = self.spec.by_name.get(member.engine.model)
+        longest_s = max(LONGEST_START_S, STARTS * (spec.start_s if spec else 0.0))
+        return member.failures >= MOST_FAILURES or (member.phase == Phase.STARTING and member.for_s > longest_s)
+
+    def _room(self, machines: Mapping[str, Machine]) -> tuple[dict[str, int], Counter[str]]:
+        """Return by machine the GPUs that this fleet may use, and those of them that are free."""
+        ours = Counter[str]()
+        for member in self.members:
+            for machine, gpus in member.engine.gpus_on:
+                ours[machine] += gpus
+        seen = {each.engine.id for each in self.members}
+        for engine, (new, _) in self._starting.items():
+            if engine not in seen:
+                ours.update(dict.fromkeys(new.machines, new.gpus))
+        usable = {name: each.gpus - max(0, each.gpus - each.free - ours[name]) for name, each in machines.items()}
+        # The cluster may show a GPU as taken a little later, or for a little longer.
+        free = {name: max(0, min(each.free, usable[name] - ours[name])) for name, each in machines.items()}
+        return usable, Counter(free)
+
+    async def _decide(
+        self, alive: Mapping[str, Mapping[str, Any]], drained: set[str], usable: Mapping[str, int]
     ) -> dict[str, int]:
-        demands: dict[str, Demand] = {}
-        for spec in self.spec.models:
-            work = self._speeds.real(spec.name, jobs.get(spec.name, ()))
-            demands[spec.name] = self._demand(spec, work, others.get(spec.name, 0), machines)
-        gpus = sum(machines.values())
+        work = await work_by_model(self.database)
+        ours = {each.engine.worker for each in self.members} | self._ended.keys()
+        takes = [
+            state
+            for name, state in alive.items()
+            if name not in drained and float(state.get("step_age_s") or 0.0) <= STALLED_S
+        ]
+        others = Counter(str(state["model"]) for state in takes if state["name"] not in ours)
+        everyone = Counter(str(state["model"]) for state in alive.values())
+        busy = Counter(str(state["model"]) for state in takes if state["slices"])
+        paces = await self._history.model_paces()
+        all_busy = {model: count for model, count in everyone.items() if busy[model] == count}
+        self._speeds.look(paces, all_busy, time.monotonic())
+        demands = {
+            spec.name: self._demand(spec, self._speeds.real(spec.name, work.get(spec.name, ())), others, usable)
+            for spec in self.spec.models
+        }
+        gpus = sum(usable.values())
         return wanted(demands, gpus, self.clock(), self.spec.seconds_per_engine, self.spec.switch_s)
 
-    def _demand(self, spec: ModelSpec, jobs: tuple[Job, ...], others: int, machines: Mapping[str, int]) -> Demand:
-        staying = self._staying(spec)
+    def _demand(
+        self, spec: ModelSpec, remainders: tuple[Remainder, ...], others: Mapping[str, int], usable: Mapping[str, int]
+    ) -> Demand:
+        staying, unseen = self._staying(spec), len(self._unseen(spec))
         # One that starts will have work, if there is some.
-        busy = [each for each in staying if each.phase == Phase.BUSY or (each.phase == Phase.STARTING and jobs)]
+        busy = [each for each in staying if each.phase == Phase.BUSY or (each.phase == Phase.STARTING and remainders)]
         idle = [each for each in staying if each not in busy and each.for_s < self.spec.idle_s]
-        unseen = len(self._unseen(spec))
-        most = min(spec.max, most_engines(machines, spec.gpus, spec.nodes))
-        rests = spec.name in self._rests and self._rests[spec.name].lasts
+        resting = self._rests.machines(spec.name)
+        fit = most_engines({name: gpus for name, gpus in usable.items() if name not in resting}, spec.gpus, spec.nodes)
         return Demand(
             gpus=spec.all_gpus,
             least=spec.min,
-            most=min(most, len(staying) + unseen) if rests else most,
+            most=min(spec.max, max(fit, len(staying) + unseen)),
             starts_s=self._seen.starts_s.get(spec.name, spec.start_s),
-            jobs=jobs,
-            others=others,
+            remainders=remainders,
+            others=others.get(spec.name, 0),
             locked=sum(each.age_s < self.spec.switch_s for each in busy) + unseen,
             busy=len(busy) + unseen,
             idle=len(idle),
@@ -209,12 +233,18 @@ class Keeper:
 
     def _staying(self, spec: ModelSpec) -> list[Member]:
         mine = [each for each in self.members if each.engine.model == spec.name and each.phase != Phase.LEAVING]
-        return [each for each in mine if each.engine.digest == spec.digest]
+        return [each for each in mine if not self._is_outdated(each)]
 
     def _unseen(self, spec: ModelSpec) -> list[str]:
         """Return the model's engines that are starting and that the cluster did not show yet."""
         seen = {each.engine.id for each in self.members}
         return [each for each in self._starting if model_of(each) == spec.name and each not in seen]
+
+    def _is_outdated(self, member: Member) -> bool:
+        spec = self.spec.by_name.get(member.engine.model)
+        if spec is None:
+            return True
+        return bool(member.engine.digest) and member.engine.digest != self.spec.digest(spec)
 
     def _show(self) -> None:
         there = Counter((each.engine.model, each.phase) for each in self.members)
@@ -225,9 +255,8 @@ class Keeper:
 
     async def _take_away(self) -> None:
         for member in list(self.members):
-            spec = self.spec.by_name.get(member.engine.model)
-            is_outdated = spec is None or (member.engine.digest and member.engine.digest != spec.digest)
-            if is_outdated and member.phase != Phase.LEAVING and member.engine.id not in self._starting:
+            is_here = member.phase != Phase.LEAVING and member.engine.id not in self._starting
+            if is_here and self._is_outdated(member):
                 await self._drain(member, "not in fleet.yaml any more, or started with other settings")
         for spec in self.spec.models:
             staying = self._staying(spec)
@@ -239,83 +268,108 @@ class Keeper:
                     await self._drain(member, "no work for it" if member.phase == Phase.IDLE else "for another model")
 
     async def _drain(self, member: Member, why: str) -> None:
+        self._lease.check()
         log.info("takes an engine away", engine=member.engine.id, why=why, phase=str(member.phase))
-        self.members[self.members.index(member)] = replace(member, phase=Phase.LEAVING)
         if member.holds:
             async with self.database.write() as session:
                 await drain(session, member.engine.worker, self.clock())
         else:
             await self._stop(member)
+        self.members[self.members.index(member)] = replace(member, phase=Phase.LEAVING)
 
     async def _stop(self, member: Member) -> None:
+        self._lease.check()
+        await self._call(lambda: self.cluster.stop(member.engine.id))
         self._seen.asked_to_stop(member.engine.id)
-        await asyncio.to_thread(self.cluster.stop, member.engine.id)
 
     async def _end(self, member: Member, why: str) -> None:
+        self._lease.check()
         log.info("ends an engine", engine=member.engine.id, why=why)
-        await asyncio.to_thread(self.cluster.end, member.engine.id)
         async with self.database.write() as session:
-            await resume(session, member.engine.worker)  # or the next worker of this name would take nothing
+            await resume(session, member.engine.worker)  # no other worker will have this name
+        await self._call(lambda: self.cluster.end(member.engine.id))
         self._ended[member.engine.worker] = time.monotonic()
         self.members.remove(member)
 
-    async def _start_missing(self, machines: Mapping[str, int]) -> None:
+    async def _start_missing(self, free: Counter[str]) -> None:
         """Start engines, the largest first, or make room for them where there is too little on one machine."""
-        free = Counter(machines)
-        for member in self.members:
-            free.subtract(dict(member.engine.places))
-        seen = {each.engine.id for each in self.members}
-        for engine, (new, _) in self._starting.items():
-            if engine not in seen:
-                free.subtract(dict.fromkeys(new.machines, new.gpus))
         for spec in sorted(self.spec.models, key=lambda each: (-each.gpus, -each.nodes)):
             missing = self.targets[spec.name] - len(self._staying(spec)) - len(self._unseen(spec))
-            while missing > 0 and len(self._starting) < MOST_STARTS and self._lease.held:
-                places = place(free, spec.gpus, spec.nodes)
+            resting = self._rests.machines(spec.name)
+            while missing > 0 and len(self._starting) < MOST_STARTS:
+                places = place(
+                    {name: gpus for name, gpus in free.items() if name not in resting}, spec.gpus, spec.nodes
+                )
                 if places is None:
-                    await self._make_room(spec, free)
+                    for machine in await self._make_room(spec, free, resting):
+                        free[machine] = 0  # for this engine, once the others are gone
                     break
                 self._start(spec, places)
                 free.subtract(dict.fromkeys(places, spec.gpus))
                 missing -= 1
 
-    async def _make_room(self, spec: ModelSpec, free: Mapping[str, int]) -> None:
-        """Take away engines that stand in the way of a larger one, which then start elsewhere if there is room."""
+    async def _make_room(self, spec: ModelSpec, free: Mapping[str, int], resting: set[str]) -> list[str]:
+        """Take away engines that stand in the way of a larger one, which then start elsewhere if there is room.
+
+        Returns the machines that will have room.
+        """
         soon, movable = Counter(free), defaultdict[str, list[tuple[int, str]]](list)
         for member in self.members:
-            for machine, gpus in member.engine.places:
+            for machine, gpus in member.engine.gpus_on:
                 if member.phase == Phase.LEAVING:
                     soon[machine] += gpus
                 elif gpus < spec.gpus and (member.phase == Phase.IDLE or member.age_s > self.spec.switch_s):
                     movable[machine].append((gpus, member.engine.id))
-        for engine in make_room(soon, movable, spec.gpus, spec.nodes) or ():
-            member = next(each for each in self.members if each.engine.id == engine)
+        allowed = {name: gpus for name, gpus in soon.items() if name not in resting}
+        room = make_room(allowed, movable, spec.gpus, spec.nodes)
+        if room is None:
+            return []
+        for member in [each for each in self.members if each.engine.id in room.engines]:
             await self._drain(member, f"makes room for {spec.name} on its machine")
+        return room.machines
 
     def _start(self, spec: ModelSpec, machines: list[str]) -> None:
-        taken = {*self._starting, *(each.engine.id for each in self.members)}
-        number = next(each for each in count() if engine_id(spec.name, each) not in taken)
+        self._lease.check()
+        token = secrets.token_hex(4)
         new = NewEngine(
-            id=engine_id(spec.name, number),
-            digest=spec.digest,
+            id=engine_id(spec.name, token),
+            digest=self.spec.digest(spec),
             gpus=spec.gpus,
             machines=machines,
-            name=f"{spec.slug}-{number}",
+            name=f"{spec.slug}-{token}",
             variables=spec.variables,
             command=self.command,
             online=self.spec.online,
         )
-        self._starting[new.id] = (new, asyncio.create_task(self._start_one(spec.name, new)))
-
-    async def _start_one(self, model: str, new: NewEngine) -> None:
         log.info("starts an engine", engine=new.id, gpus=new.gpus, machines=len(new.machines))
+        self._seen.started(new.id)
+        started = asyncio.get_running_loop().run_in_executor(self._starters, self.cluster.start, new)
+        self._starting[new.id] = (new, asyncio.create_task(self._wait_for_start(new, started)))
+
+    async def _wait_for_start(self, new: NewEngine, started: Awaitable[None]) -> None:
         try:
-            await asyncio.to_thread(self.cluster.start, new)
+            await started
         except NotStarted as error:
-            rest_s = self._rests.setdefault(model, Rest()).begin()
+            rest_s = self._rests.begin(model_of(new.id), new.machines) if error.blame else 0.0
             log.error("an engine was not started", engine=new.id, why=str(error), rests_s=rest_s)
+        except OSError as error:  # what is left of it is tidied later
+            log.error("an engine was not started", engine=new.id, why=repr(error))
         finally:
             del self._starting[new.id]
+
+
+def _why_gone(member: Member) -> str | None:
+    """Return why nothing of this engine can be used any more; None if it can."""
+    engine = member.engine
+    if engine.lost:
+        return "lost a machine"
+    if engine.ended:
+        return "has ended"
+    if member.asked_s is not None and member.asked_s > KILLED_S:
+        return "did not stop in time"
+    if engine.nodes and engine.is_half and member.age_s > HALF_S:
+        return "was not started whole"
+    return None
 
 
 def _goes_first(member: Member) -> tuple[int, float]:

@@ -8,6 +8,8 @@ from typing import Any
 
 from service.fleet.engines import Engine
 
+UNSEEN_S = 600.0  # after which an engine that was started and never seen was none
+
 
 class Phase(StrEnum):
     STARTING = "starting"  # has no heartbeat
@@ -18,11 +20,11 @@ class Phase(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Member:
-    """An engine of the fleet.
+    """Says what an engine of the fleet does.
 
     `for_s`: how long it has been in its phase; `age_s`: how long since it became ready, or since it was first seen if
-    it is not; `holds`: slices and online requests that its worker has; `asked_s`: how long since it was asked to stop,
-    None if it was not.
+    it never was; `holds`: slices and online requests that its worker has; `failures`: how often its worker has ended
+    since it was last ready; `asked_s`: how long since it was asked to stop, None if it was not.
     """
 
     engine: Engine
@@ -30,17 +32,23 @@ class Member:
     for_s: float
     age_s: float
     holds: int = 0
+    failures: int = 0
     asked_s: float | None = None
 
 
 class Members:
-    """Remembers since when each engine has been in its phase."""
+    """Remembers what a look at the engines cannot show: since when they are what they are."""
 
     def __init__(self) -> None:
         self._phases: dict[str, tuple[Phase, float]] = {}
-        self._seen_at: dict[str, float] = {}  # when it was first seen, or became ready
+        self._since: dict[str, float] = {}  # when each became ready, or was first seen
+        self._exits: dict[str, int] = {}  # of each, when it was last ready, or first seen
         self._asked_at: dict[str, float] = {}
-        self.starts_s: dict[str, float] = {}  # by model: how long its last engine took to start
+        self._started_at: dict[str, float] = {}  # those that this fleet has started and that were not ready yet
+        self.starts_s: dict[str, float] = {}  # by model: how long the last engine that this fleet started took
+
+    def started(self, engine: str) -> None:
+        self._started_at[engine] = time.monotonic()
 
     def asked_to_stop(self, engine: str) -> None:
         self._asked_at.setdefault(engine, time.monotonic())
@@ -50,28 +58,37 @@ class Members:
     ) -> list[Member]:
         """Return the members. `alive`: heartbeats by worker; `drained`: names of workers."""
         now = time.monotonic()
+        found = [self._member(each, alive.get(each.worker), each.worker in drained, now) for each in engines]
         there = {engine.id for engine in engines}
-        for memory in (self._phases, self._seen_at, self._asked_at):
+        for memory in (self._phases, self._since, self._exits, self._asked_at):
             for engine in [each for each in memory if each not in there]:
                 del memory[engine]
-        return [self._member(each, alive.get(each.worker), each.worker in drained, now) for each in engines]
+        for engine, at in list(self._started_at.items()):
+            if engine not in there and now - at > UNSEEN_S:
+                del self._started_at[engine]
+        return found
 
     def _member(self, engine: Engine, beat: Mapping[str, Any] | None, is_drained: bool, now: float) -> Member:
-        seen_at = self._seen_at.setdefault(engine.id, now)
+        name = engine.id
+        self._since.setdefault(name, now)
+        self._exits.setdefault(name, engine.exits)
+        if beat is not None:
+            self._exits[name] = engine.exits
+            started_at = self._started_at.pop(name, None)
+            if started_at is not None:
+                self.starts_s[engine.model] = now - started_at
+                self._since[name] = now
         holds = 0 if beat is None else int(beat["slices"]) + int(beat.get("online_requests") or 0)
-        asked_at = self._asked_at.get(engine.id)
+        asked_at = self._asked_at.get(name)
         if asked_at is not None or is_drained:
             phase = Phase.LEAVING
         elif beat is None:
             phase = Phase.STARTING
         else:
             phase = Phase.BUSY if holds else Phase.IDLE
-        before, since = self._phases.get(engine.id, (None, now))
-        if phase != before:
-            since = now
-            if before == Phase.STARTING and beat is not None:
-                self.starts_s[engine.model] = now - seen_at
-                seen_at = self._seen_at[engine.id] = now
-        self._phases[engine.id] = (phase, since)
+        before, since = self._phases.get(name, (None, now))
+        since = since if phase == before else now
+        self._phases[name] = (phase, since)
+        failures = engine.exits - self._exits[name]
         asked_s = None if asked_at is None else now - asked_at
-        return Member(engine, phase, now - since, now - seen_at, holds, asked_s)
+        return Member(engine, phase, now - since, now - self._since[name], holds, failures, asked_s)

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Annotated, Any, Self
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, StringConstraints, ValidationError, model_validator
 
 from service.errors import StartError
 from service.settings import NOT_SETTINGS, Settings, variable
@@ -16,51 +16,66 @@ from service.settings import NOT_SETTINGS, Settings, variable
 MOST_BYTES = 1 << 20
 MOST_MODELS = 64
 MOST_ENGINES = 512
-# What the fleet itself tells each worker.
+MOST_ARGS = 1 << 16  # characters of an entry's engine_args
+# What the fleet itself tells each worker, and what must be the same for all.
 OURS = frozenset(
     f"BATCHWEAVE_{name}"
-    for name in ("MODEL", "MODEL_NAME", "ENGINE_ARGS", "WORKER_NAME", "NODES", "NODE_RANK", "LEADER", "ONLINE_HOST")
+    for name in (
+        *("MODEL", "MODEL_NAME", "ENGINE_ARGS", "WORKER_NAME", "NODES", "NODE_RANK", "LEADER", "ONLINE_HOST"),
+        *("DATABASE_URL", "REDIS_URL", "STORAGE_URL", "DATA_DIR"),
+    )
 )
-_SHAPE = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())
+_SHAPE = ConfigDict(frozen=True, extra="forbid", protected_namespaces=(), allow_inf_nan=False)
+Text = Annotated[str, StringConstraints(min_length=1, max_length=512, pattern=r"^[^\x00-\x1f\x7f]+$")]
+Seconds = Annotated[float, Field(ge=0, le=30 * 24 * 3600)]
 
 
 class ModelSpec(BaseModel):
-    """A model, and the engines that may serve it."""
+    """Describes a model, and the engines that may serve it."""
 
     model_config = _SHAPE
 
-    name: Annotated[str, Field(min_length=1, max_length=512, description="name that requests use")]
-    model: str | None = Field(None, min_length=1, description="hub id, or a path on every machine; default: the name")
-    gpus: int = Field(1, ge=1, le=64, description="GPUs of an engine on each of its machines")
-    nodes: int = Field(1, ge=1, le=256, description="machines that run one engine together")
-    min: int = Field(0, ge=0, le=MOST_ENGINES, description="engines that are kept without work")
-    max: int = Field(1, ge=1, le=MOST_ENGINES, description="most engines")
+    name: Annotated[Text, Field(description="name that requests use")]
+    model: Text | None = Field(None, description="hub id, or a path on every machine; default: the name")
+    gpus: int = Field(1, ge=1, le=64, strict=True, description="GPUs of an engine on each of its machines")
+    nodes: int = Field(1, ge=1, le=256, strict=True, description="machines that run one engine together")
+    min: int = Field(0, ge=0, le=MOST_ENGINES, strict=True, description="engines that are kept without work")
+    max: int = Field(1, ge=1, le=MOST_ENGINES, strict=True, description="most engines")
     engine_args: dict[str, Any] = Field(
         default_factory=dict, description="SGLang's server arguments; default tp_size: all GPUs of the engine"
     )
-    settings: dict[str, str] = Field(default_factory=dict, description="variables of this model's workers")
+    settings: dict[Text, Text] = Field(default_factory=dict, description="variables of this model's workers")
     start_s: float = Field(120.0, gt=0, le=7200, description="seconds that an engine takes to start, until measured")
 
     @model_validator(mode="after")
     def _check(self) -> Self:
         if self.min > self.max:
             raise ValueError(f"min ({self.min}) is more than max ({self.max})")
+        known = {variable(each) for each in Settings.model_fields} | NOT_SETTINGS
         for name in self.settings:
-            known = {variable(each) for each in Settings.model_fields} | NOT_SETTINGS
             if name in OURS:
-                raise ValueError(f"settings.{name}: the fleet sets it itself")
+                raise ValueError(f"settings.{name}: the fleet sets it itself, or it must be the same for all workers")
             if name.startswith("BATCHWEAVE_") and name not in known:
                 raise ValueError(f"settings.{name}: there is no such setting")
-        sizes = ("tp_size", "pp_size", "dp_size")
-        told = [self.engine_args.get(each, 1) for each in sizes]
-        for size, given in zip(sizes, told, strict=True):
-            if not isinstance(given, int) or given < 1:
+        for size in ("tp_size", "pp_size", "dp_size"):
+            given = self.engine_args.get(size, 1)
+            if type(given) is not int or given < 1:
                 raise ValueError(f"engine_args.{size}: must be a whole number, 1 or more, not {given!r:.40}")
-        if "tp_size" in self.engine_args and told[0] * told[1] * told[2] != self.all_gpus:
+        args = self.all_args
+        # With attention in data-parallel ranks these are a part of the tensor-parallel ones.
+        ranks = 1 if args.get("enable_dp_attention") else args.get("dp_size", 1)
+        told = args.get("tp_size", 1) * args.get("pp_size", 1) * ranks
+        if told != self.all_gpus:
             raise ValueError(
-                f"engine_args: tp_size x pp_size x dp_size is {told[0] * told[1] * told[2]}, but the engine has "
-                f"{self.all_gpus} GPUs (gpus x nodes)"
+                f"engine_args: tp_size x pp_size x dp_size is {told}, but the engine has {self.all_gpus} GPUs (gpus x "
+                "nodes)"
             )
+        try:
+            text = json.dumps(args)
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"engine_args: {error}") from error
+        if len(text) > MOST_ARGS:
+            raise ValueError(f"engine_args: longer than {MOST_ARGS} characters as JSON")
         return self
 
     @property
@@ -68,61 +83,77 @@ class ModelSpec(BaseModel):
         """The GPUs of one engine on all its machines."""
         return self.gpus * self.nodes
 
-    @cached_property
-    def slug(self) -> str:
-        """The name with only letters, digits, dots and dashes."""
-        return re.sub(r"[^A-Za-z0-9.]+", "-", self.name).strip("-") or "model"
+    @property
+    def all_args(self) -> dict[str, Any]:
+        """The engine's arguments, with those that follow from its GPUs."""
+        if self.all_gpus == 1 or "tp_size" in self.engine_args:
+            return self.engine_args
+        ranks = 1 if self.engine_args.get("enable_dp_attention") else self.engine_args.get("dp_size", 1)
+        rest = self.all_gpus // (self.engine_args.get("pp_size", 1) * ranks)
+        return {"tp_size": max(1, rest), **self.engine_args}
 
     @cached_property
-    def digest(self) -> str:
-        """Changes with all that an engine's start depends on."""
-        text = self.model_dump_json(exclude={"min", "max", "start_s"})
-        return hashlib.sha256(text.encode()).hexdigest()[:12]
+    def slug(self) -> str:
+        """What workers' names begin with: the name, shortened, with only letters, digits, dots and dashes."""
+        return re.sub(r"[^A-Za-z0-9.]+", "-", self.name).strip("-")[:200] or "model"
 
     @property
     def variables(self) -> dict[str, str]:
         """The variables of each worker of this model, apart from those that tell its engines and machines apart."""
-        args = {"tp_size": self.all_gpus, **self.engine_args} if self.all_gpus > 1 else self.engine_args
         return {
             **self.settings,
             "BATCHWEAVE_MODEL": self.model or self.name,
             "BATCHWEAVE_MODEL_NAME": self.name,
-            "BATCHWEAVE_ENGINE_ARGS": json.dumps(args),
+            "BATCHWEAVE_ENGINE_ARGS": json.dumps(self.all_args),
         }
 
 
 class FleetSpec(BaseModel):
-    """A whole fleet.yaml."""
+    """Holds a whole fleet.yaml."""
 
     model_config = _SHAPE
 
     models: list[ModelSpec] = Field(min_length=1, max_length=MOST_MODELS)
     seconds_per_engine: float = Field(
-        3600.0, gt=0, description="seconds of one engine's work for which one more engine is started"
+        3600.0,
+        ge=1e-6,
+        le=30 * 24 * 3600,
+        description="seconds of one engine's work for which one more engine is started",
     )
-    idle_s: float = Field(120.0, ge=0, description="seconds without work after which an engine ends")
-    switch_s: float = Field(
-        600.0, ge=0, description="seconds that a busy engine keeps its GPUs, whatever another model needs"
+    idle_s: Seconds = Field(120.0, description="seconds without work after which an engine ends")
+    switch_s: Seconds = Field(
+        600.0, description="seconds that a busy engine keeps its GPUs, whatever another model needs"
     )
-    drain_s: float = Field(
-        60.0, ge=0, description="seconds that an engine has to finish what it runs before the rest is given back"
+    drain_s: Seconds = Field(
+        60.0, description="seconds that an engine has to finish what it runs before the rest is given back"
     )
     online: bool = Field(False, description="whether the workers answer online requests too, each on its own address")
 
     @model_validator(mode="after")
     def _check(self) -> Self:
-        for what, values in (
-            ("name", [each.name for each in self.models]),
-            ("name without special characters", [each.slug for each in self.models]),
-        ):
-            twice = next((each for each in values if values.count(each) > 1), None)
-            if twice is not None:
-                raise ValueError(f"models: two have the {what} {twice!r}")
+        names = [each.name for each in self.models]
+        twice = next((each for each in names if names.count(each) > 1), None)
+        if twice is not None:
+            raise ValueError(f"models: two have the name {twice!r}")
         return self
+
+    def digest(self, model: ModelSpec) -> str:
+        """Return what changes with all that decides how the model's engines start."""
+        about = [model.gpus, model.nodes, model.variables, self.online]
+        return hashlib.sha256(json.dumps(about, sort_keys=True).encode()).hexdigest()[:12]
 
     @property
     def by_name(self) -> dict[str, ModelSpec]:
         return {each.name: each for each in self.models}
+
+
+class _Loader(yaml.SafeLoader):
+    """Reads YAML without aliases, which could stand for more than memory holds."""
+
+    def compose_node(self, parent: Any, index: Any) -> Any:
+        if self.check_event(yaml.AliasEvent):
+            raise yaml.MarkedYAMLError(problem="aliases are not supported", problem_mark=self.peek_event().start_mark)
+        return super().compose_node(parent, index)
 
 
 def read_fleet(path: Path) -> FleetSpec:
@@ -135,8 +166,8 @@ def read_fleet(path: Path) -> FleetSpec:
     if len(data) > MOST_BYTES:
         raise StartError(f"{path} is larger than {MOST_BYTES >> 20} MiB, so it cannot be a fleet's file.")
     try:
-        found = yaml.safe_load(data)
-    except yaml.YAMLError as error:
+        found = yaml.load(data, _Loader)  # noqa: S506 - it is a SafeLoader
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
         where = getattr(error, "problem_mark", None)
         line = f", line {where.line + 1}" if where is not None else ""
         raise StartError(f"{path}{line}: {getattr(error, 'problem', None) or 'not YAML'}") from error

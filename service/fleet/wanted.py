@@ -1,8 +1,8 @@
 """Decides how many engines each model should have, from its work, its deadlines and the GPUs there are.
 
 All engines of all models share the GPUs. Over time they are one resource: what one model does not use, another does.
-So deadlines are looked at together, earliest first (EDF), and the batches that cannot all end in time are given up for
-now in the way that loses the fewest (Moore-Hodgson). GPUs are then given in this order:
+So deadlines are looked at together, earliest first (EDF). Where batches cannot all end in time, some are given up for
+now: as few as possible (Moore-Hodgson), if GPUs could be divided at will. GPUs are then given in this order:
 
 1. to the least number of engines of each model, and to busy engines that may not be taken yet;
 2. to models whose deadlines are tight: if they waited for one switch more, one would be missed;
@@ -11,7 +11,7 @@ now in the way that loses the fewest (Moore-Hodgson). GPUs are then given in thi
 5. to models with more work, an engine for each `seconds_per_engine`;
 6. to engines that have been idle for a short time only.
 
-So a busy engine loses its GPUs only if a deadline is met by that.
+So a busy engine loses its GPUs only to the least number of engines of another model, or to a deadline.
 """
 
 import heapq
@@ -20,12 +20,12 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
-LEAST_S = 1.0  # a job shorter than this counts as this long
+LEAST_S = 1.0  # a remainder that is shorter counts as this long
 
 
 @dataclass(frozen=True, slots=True)
-class Job:
-    """What is left of a batch: `work_s` seconds of one engine, to be done before `due_at` in unix seconds."""
+class Remainder:
+    """Says what is left of a batch: `work_s` seconds of one engine, to be done before `due_at` in unix seconds."""
 
     due_at: float
     work_s: float
@@ -33,19 +33,19 @@ class Job:
 
 @dataclass(frozen=True, slots=True)
 class Demand:
-    """A model's engines and work.
+    """Describes a model's engines and work.
 
     `gpus`: of one engine; `least` and `most`: numbers of engines; `starts_s`: seconds until a new one is ready.
     `others`: engines that serve the model but are not the fleet's. Of the fleet's engines, `locked` are busy and may
     not be taken yet, `busy` are busy or starting (with the locked ones), and `running` are all that are to stay.
-    `idle`: of the others, those that have been idle for so short a time that they may wait for work.
+    `idle`: those of the rest that have been idle for so short a time that they may wait for work.
     """
 
     gpus: int
     least: int = 0
     most: int = 1
     starts_s: float = 120.0
-    jobs: tuple[Job, ...] = ()
+    remainders: tuple[Remainder, ...] = ()
     others: int = 0
     locked: int = 0
     busy: int = 0
@@ -64,17 +64,17 @@ class Demand:
 
 @dataclass(frozen=True, slots=True)
 class _Item:
-    """A job of a model on GPUs that are shared: how many GPU-seconds of `size` are to be done until `due_at`."""
+    """Puts a remainder on GPUs that are shared: how many GPU-seconds of `size` are to be done until `due_at`."""
 
     due_at: float
     size: float
     name: str
-    job: Job
+    remainder: Remainder
 
 
 @dataclass(slots=True)
 class _Share:
-    """The GPUs that are given out so far."""
+    """Keeps count of the GPUs that are given out."""
 
     demands: Mapping[str, Demand]
     free: int
@@ -96,7 +96,7 @@ def wanted(
     feasible = in_time(demands, gpus, now)
     tight = _tight(demands, feasible, gpus, now, switch_s)
     needs = {name: needed(each, feasible[name], now) for name, each in demands.items()}
-    first_due = {name: jobs[0].due_at if jobs else math.inf for name, jobs in feasible.items()}
+    first_due = {name: remainders[0].due_at if remainders else math.inf for name, remainders in feasible.items()}
     share = _Share(demands, gpus, dict.fromkeys(demands, 0))
     for engines in (
         {name: max(each.least, each.locked) for name, each in demands.items()},
@@ -111,18 +111,20 @@ def wanted(
     return share.given
 
 
-def in_time(demands: Mapping[str, Demand], gpus: int, now: float) -> dict[str, list[Job]]:
-    """Return each model's jobs that can end in time, by deadline: all but as few as possible."""
+def in_time(demands: Mapping[str, Demand], gpus: int, now: float) -> dict[str, list[Remainder]]:
+    """Return each model's remainders that can end in time, by deadline: all but as few as possible."""
     together: list[_Item] = []
     for name, demand in demands.items():
         starts_s = 0.0 if demand.running or demand.others else demand.starts_s
-        alone = [_Item(job.due_at, max(job.work_s, LEAST_S), name, job) for job in demand.jobs]
+        alone = [
+            _Item(remainder.due_at, max(remainder.work_s, LEAST_S), name, remainder) for remainder in demand.remainders
+        ]
         for item in _on_time(alone, partial(demand.done_by, demand.most), now):
-            together.append(_Item(item.due_at - starts_s, item.size * demand.gpus, name, item.job))
+            together.append(_Item(item.due_at - starts_s, item.size * demand.gpus, name, item.remainder))
     kept = _on_time(together, lambda seconds: gpus * seconds, now)
-    found: dict[str, list[Job]] = {name: [] for name in demands}
-    for item in sorted(kept, key=lambda item: item.job.due_at):
-        found[item.name].append(item.job)
+    found: dict[str, list[Remainder]] = {name: [] for name in demands}
+    for item in sorted(kept, key=lambda item: item.remainder.due_at):
+        found[item.name].append(item.remainder)
     return found
 
 
@@ -142,56 +144,56 @@ def _on_time(items: Iterable[_Item], done_by: Callable[[float], float], now: flo
 
 
 def _tight(
-    demands: Mapping[str, Demand], feasible: Mapping[str, Sequence[Job]], gpus: int, now: float, switch_s: float
+    demands: Mapping[str, Demand], feasible: Mapping[str, Sequence[Remainder]], gpus: int, now: float, switch_s: float
 ) -> set[str]:
     """Return the models that may miss a deadline if they wait for `switch_s` more.
 
     For that time only engines that are busy now count, and only those of models with a deadline that is as early.
     """
     later = now + switch_s
-    alone = {
-        name for name, jobs in feasible.items() if not _ends_in_time(demands[name], jobs, demands[name].most, later)
+    found = {
+        name for name, left in feasible.items() if not _ends_in_time(demands[name], left, demands[name].most, later)
     }
-    items = sorted(
-        ((job.due_at, job.work_s * demands[name].gpus, name) for name, jobs in feasible.items() for job in jobs)
-    )
-    together, seen, work, busy = set[str](), set[str](), 0.0, 0
-    for due_at, gpu_s, name in items:
+    items = sorted((each.due_at, max(each.work_s, LEAST_S), name) for name, left in feasible.items() for each in left)
+    seen, work, busy = set[str](), 0.0, 0
+    for due_at, work_s, name in items:
+        demand = demands[name]
         if name not in seen:
             seen.add(name)
-            busy += demands[name].busy * demands[name].gpus
-        work += gpu_s
-        if work > gpus * (due_at - later) + busy * switch_s:
-            together = set(seen)
-    return alone | together
+            busy += demand.busy * demand.gpus
+        work += work_s * demand.gpus
+        starts_s = 0.0 if demand.running or demand.others else demand.starts_s
+        if work > gpus * (due_at - starts_s - later) + busy * switch_s:
+            found |= seen
+    return found
 
 
 def useful(demand: Demand, seconds_per_engine: float) -> int:
     """Return how many engines of the fleet the model's whole work is worth."""
-    work_s = sum(max(job.work_s, LEAST_S) for job in demand.jobs)
+    work_s = sum(max(remainder.work_s, LEAST_S) for remainder in demand.remainders)
     return max(0, math.ceil(work_s / seconds_per_engine) - demand.others)
 
 
-def needed(demand: Demand, jobs: Sequence[Job], now: float) -> int:
-    """Return the smallest number of engines that ends all jobs in time, or the most that is allowed.
+def needed(demand: Demand, remainders: Sequence[Remainder], now: float) -> int:
+    """Return the smallest number of engines that ends all remainders in time, or the most that is allowed.
 
-    `jobs`: by deadline.
+    `remainders`: by deadline.
     """
     most = demand.most
     low, high = 0, most
     while low < high:
         middle = (low + high) // 2
-        if _ends_in_time(demand, jobs, middle, now):
+        if _ends_in_time(demand, remainders, middle, now):
             high = middle
         else:
             low = middle + 1
     return low
 
 
-def _ends_in_time(demand: Demand, jobs: Sequence[Job], engines: int, now: float) -> bool:
+def _ends_in_time(demand: Demand, remainders: Sequence[Remainder], engines: int, now: float) -> bool:
     before_s = 0.0
-    for job in jobs:
-        before_s += max(job.work_s, LEAST_S)
-        if before_s > demand.done_by(engines, job.due_at - now):
+    for remainder in remainders:
+        before_s += max(remainder.work_s, LEAST_S)
+        if before_s > demand.done_by(engines, remainder.due_at - now):
             return False
     return True

@@ -24,7 +24,7 @@ def machines(folder: Path) -> Generator[Any]:
 
 @pytest.fixture
 def cluster(machines: Any) -> Generator[RayCluster]:
-    cluster = RayCluster(machines.address)
+    cluster = RayCluster(machines.address, "batchweave-tests")
     yield cluster
     for engine in cluster.engines():
         cluster.end(engine.id)

@@ -14,46 +14,52 @@ from service.fleet.engines import Engine
 from service.fleet.members import Phase
 from tests.fleet.town import MEMORY, Town, kept, until
 
+pytestmark = pytest.mark.timeout(900)
 SHORT = 0.0005  # seconds of work by the cost model, of which these tests' requests have very little
+ALL = [str(number) for number in range(64)]
 
 
 async def test_engines_come_with_work_and_go_after_it(town: Town, cluster: RayCluster) -> None:
     """Sixteen GPUs, three models: one takes a whole machine, and the others share what is left."""
     spec = town.spec(a={"max": 8}, b={"gpus": 2, "max": 4}, c={"gpus": 8})
     keeper = await town.keeper(cluster, spec.model_copy(update={"seconds_per_engine": SHORT}))
+    town.hold()
     async with kept(keeper):
-        batches = [await town.submit(model, 64, 2.0) for model in "abc"]
-
-        async def all_serve() -> bool:
-            return dict(await town.serving()) == {"a": 6, "b": 1, "c": 1}
-
-        await until("six engines of a, one of b, one of c", all_serve)
+        batches = [await town.submit(model, 64, 0.5) for model in "abc"]
+        await until("six engines of a, one of b, one of c", lambda: _serve(town, a=6, b=1, c=1))
+        town.release()
         for batch in batches:
             await until("every batch ends", lambda batch=batch: town.has_ended(batch))
-            assert await town.answers(batch) == [str(number) for number in range(64)]
+            assert await town.answers(batch) == ALL
         await until("no engine is left", lambda: not keeper.members)
-    await until("all GPUs are free", lambda: sum(cluster.machines().values()) == 16)
+    await until("all GPUs are free", lambda: all(each.gpus == each.free for each in cluster.machines().values()))
 
 
 async def test_a_lost_machine_is_replaced_and_no_line_with_it(town: Town, cluster: RayCluster, machines: Any) -> None:
     third = machines.add_node(num_cpus=1, num_gpus=2, object_store_memory=MEMORY)
-    spec = town.spec(lost={"gpus": 2, "max": 1, "min": 1})
-    keeper = await town.keeper(cluster, spec)
-    async with kept(keeper):
-        batch = await town.submit("lost", 48, 3.0)
-        await until("it runs", lambda: [each.phase for each in keeper.members] == [Phase.BUSY])
-        (first,) = keeper.members
-        assert first.engine.nodes[0].machine == third.node_id  # the machine with the fewest free GPUs
-        machines.remove_node(third, allow_graceful=False)
+    machine = third.node_id
+    try:
+        await until("Ray sees the machine", lambda: machine in cluster.machines())
+        keeper = await town.keeper(cluster, town.spec(lost={"gpus": 2, "max": 1, "min": 1}))
+        async with kept(keeper):
+            batch = await town.submit("lost", 64, 1.0)
+            await until("it runs", lambda: [each.phase for each in keeper.members] == [Phase.BUSY])
+            (first,) = keeper.members
+            assert first.engine.gpus_on == [(machine, 2)]  # the machine with the fewest free GPUs
+            machines.remove_node(third, allow_graceful=False)
+            third = None
 
-        async def elsewhere() -> bool:
-            there = [each for each in keeper.members if each.phase == Phase.BUSY]
-            return len(there) == 1 and there[0].engine.worker != first.engine.worker
+            def is_elsewhere() -> bool:
+                there = [each for each in keeper.members if each.phase == Phase.BUSY]
+                return len(there) == 1 and there[0].engine.worker != first.engine.worker
 
-        await until("another machine runs it", elsewhere)
-        await until("the batch ends", lambda: town.has_ended(batch))
-        assert await town.answers(batch) == [str(number) for number in range(48)]
-    assert not psutil.pid_exists(first.engine.nodes[0].pid or 0), "its worker is left"
+            await until("another machine runs it", is_elsewhere)
+            await until("the batch ends", lambda: town.has_ended(batch))
+            assert await town.answers(batch) == ALL
+        await until("its worker has ended", lambda: not _runs(first.engine))
+    finally:
+        if third is not None:
+            machines.remove_node(third)
 
 
 async def test_the_next_fleet_finds_the_engines(town: Town, cluster: RayCluster) -> None:
@@ -61,35 +67,38 @@ async def test_the_next_fleet_finds_the_engines(town: Town, cluster: RayCluster)
     spec = town.spec(shared={"max": 3})
     spec = spec.model_copy(update={"seconds_per_engine": SHORT, "idle_s": 60.0})
     first, second = [await town.keeper(cluster, spec, owner) for owner in ("first", "second")]
-    async with kept(second):
-        async with kept(first):
-            await until("one of them keeps the engines", lambda: None not in (first.keeps, second.keeps))
-            assert sorted([bool(first.keeps), bool(second.keeps)]) == [False, True]
-            batch = await town.submit("shared", 64, 2.0)
-            await until("its engines serve", lambda: _serve(town, shared=3))
-            before = {engine.id: engine.nodes[0].pid for engine in cluster.engines()}
-        await until("the other keeps them", lambda: bool(second.keeps and second.members))
-        await until("the batch ends", lambda: town.has_ended(batch))
-        after = {engine.id: engine.nodes[0].pid for engine in cluster.engines()}
-        assert len(before) == 3
-        assert after == before
-    assert await town.answers(batch) == [str(number) for number in range(64)]
+    town.hold()
+    async with kept(first):
+        await until("the first keeps the engines", lambda: first.holds_lease)
+        batch = await town.submit("shared", 64, 0.5)
+        await until("they serve", lambda: _serve(town, shared=3))
+        before = {engine.id: engine.nodes[0].pid for engine in await _engines(cluster)}
+        waiting = kept(second)
+        await waiting.__aenter__()
+        await until("the second waits", lambda: second.holds_lease is False)
+    await until("the second keeps them", lambda: second.holds_lease and len(second.members) == 3)
+    assert {engine.id: engine.nodes[0].pid for engine in await _engines(cluster)} == before
+    assert not await town.has_ended(batch)
+    town.release()
+    await until("the batch ends", lambda: town.has_ended(batch))
+    assert await town.answers(batch) == ALL
+    await waiting.__aexit__(None, None, None)
 
 
 async def test_a_worker_that_dies_starts_again_in_its_place(town: Town, cluster: RayCluster) -> None:
-    spec = town.spec(mortal={"min": 1})
-    keeper = await town.keeper(cluster, spec)
+    keeper = await town.keeper(cluster, town.spec(mortal={"min": 1}))
     async with kept(keeper):
         await until("it serves", lambda: _serve(town, mortal=1))
-        (before,) = cluster.engines()
-        os.kill(before.nodes[0].pid or 0, signal.SIGKILL)
+        (before,) = await _engines(cluster)
+        assert before.nodes[0].pid is not None
+        os.kill(before.nodes[0].pid, signal.SIGKILL)
 
-        async def again() -> bool:
-            (now,) = cluster.engines()
-            return now.nodes[0].failures == 1 and now.nodes[0].pid not in (None, before.nodes[0].pid)
+        async def is_again() -> bool:
+            (now,) = await _engines(cluster)
+            return now.exits == 1 and now.nodes[0].pid not in (None, before.nodes[0].pid)
 
-        await until("it starts again", again)
-        (after,) = cluster.engines()
+        await until("it starts again", is_again)
+        (after,) = await _engines(cluster)
         assert after.worker == before.worker
         assert after.nodes[0].exit == -signal.SIGKILL
 
@@ -97,54 +106,74 @@ async def test_a_worker_that_dies_starts_again_in_its_place(town: Town, cluster:
 async def test_an_engine_that_does_not_start_frees_its_gpus(
     town: Town, cluster: RayCluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(keeper_module, "MOST_FAILURES", 3)  # the pauses between them grow
+    monkeypatch.setattr(keeper_module, "MOST_FAILURES", 2)  # the pauses between them grow
     spec = town.spec(broken={"gpus": 8, "max": 1, "settings": {"TEST_FAULT": "1"}}, sound={"gpus": 8, "max": 2})
     keeper = await town.keeper(cluster, spec.model_copy(update={"seconds_per_engine": SHORT}))
+    town.hold()
     async with kept(keeper):
         await town.submit("broken", 4, 0.1)
         await until("it starts", lambda: any(each.engine.model == "broken" for each in keeper.members))
-        await until("it is given up", lambda: keeper.targets["broken"] == 0)
-        batch = await town.submit("sound", 64, 2.0)
+        await until("no machine is left for it", lambda: keeper.targets.get("broken") == 0)
+        batch = await town.submit("sound", 64, 0.5)
         await until("another model has all GPUs", lambda: _serve(town, sound=2))
+        town.release()
         await until("the batch ends", lambda: town.has_ended(batch))
 
 
 async def test_machines_of_one_engine_know_each_other(town: Town, cluster: RayCluster) -> None:
-    spec = town.spec(wide={"gpus": 8, "nodes": 2, "min": 1})
-    keeper = await town.keeper(cluster, spec)
-    async with kept(keeper):
-        await until("both machines run", lambda: _pids(cluster.engines()) == 2)
-        (engine,) = cluster.engines()
+    async with kept(await town.keeper(cluster, town.spec(wide={"gpus": 8, "nodes": 2, "min": 1}))):
+        await until("both machines run", lambda: _run(cluster, [8, 8]))
+        (engine,) = await _engines(cluster)
         told = [psutil.Process(node.pid).environ() for node in sorted(engine.nodes, key=lambda node: node.rank)]
-        assert [each["BATCHWEAVE_NODE_RANK"] for each in told] == ["0", "1"]
-        assert {each["BATCHWEAVE_NODES"] for each in told} == {"2"}
-        assert len({each["BATCHWEAVE_LEADER"] for each in told}) == 1
-        assert [each["BATCHWEAVE_ENGINE_ARGS"] for each in told] == ['{"tp_size": 16}'] * 2
-        assert len({node.machine for node in engine.nodes}) == 2
-        assert "OMP_NUM_THREADS" not in told[0]
-    spec = town.spec(wide={"gpus": 4, "nodes": 2, "min": 1})
-    async with kept(await town.keeper(cluster, spec, "next")) as keeper:
-        await until("other settings, another engine", lambda: _gpus(cluster.engines()) == [4, 4])
-    await keeper.end_all(asyncio.Event())
-    assert cluster.engines() == []
+    assert [each["BATCHWEAVE_NODE_RANK"] for each in told] == ["0", "1"]
+    assert {each["BATCHWEAVE_NODES"] for each in told} == {"2"}
+    assert len({each["BATCHWEAVE_LEADER"] for each in told}) == 1
+    assert [each["BATCHWEAVE_ENGINE_ARGS"] for each in told] == ['{"tp_size": 16}'] * 2
+    assert len({machine for machine, _ in engine.gpus_on}) == 2
+    assert "OMP_NUM_THREADS" not in told[0]
+    keeper = await town.keeper(cluster, town.spec(wide={"gpus": 4, "nodes": 2, "min": 1}), "next")
+    async with kept(keeper):
+        await until("other settings, another engine", lambda: _run(cluster, [4, 4]))
+    await (await town.keeper(cluster, keeper.spec, "last")).end_all(asyncio.Event())
+    assert await _engines(cluster) == []
 
 
-async def test_an_actor_that_dies_leaves_no_process(town: Town, cluster: RayCluster) -> None:
-    spec = town.spec(orphan={"min": 1})
-    keeper = await town.keeper(cluster, spec)
+async def test_an_actor_that_dies_leaves_no_process(town: Town, cluster: RayCluster, machines: Any) -> None:
+    keeper = await town.keeper(cluster, town.spec(orphan={"min": 1}))
     async with kept(keeper):
         await until("it serves", lambda: _serve(town, orphan=1))
-        (engine,) = cluster.engines()
+        (engine,) = await _engines(cluster)
         worker = psutil.Process(engine.nodes[0].pid)
         supervisor = worker.parent()
         assert supervisor is not None
-        actors = [
-            each for each in psutil.process_iter(["cmdline"]) if "ray::Actor" in " ".join(each.info["cmdline"] or [])
-        ]
-        assert len(actors) == 1
-        actors[0].kill()
+        await until("there is one actor", lambda: len(_actors(machines)) == 1)
+        _actors(machines)[0].kill()
         await until("they end", lambda: not worker.is_running() and not supervisor.is_running())
-        await until("another one serves", lambda: _pids(cluster.engines()) == 1)
+        await until("another one serves", lambda: keeper.members and keeper.members[0].phase == Phase.IDLE)
+        assert keeper.members[0].engine.id != engine.id
+
+
+async def test_services_on_one_cluster_leave_each_other_alone(town: Town, cluster: RayCluster, machines: Any) -> None:
+    """A fleet ends engines that its file does not name, but only those of its own service."""
+    keeper = await town.keeper(cluster, town.spec(mine={"min": 1}))
+    async with kept(keeper):
+        await until("it serves", lambda: _serve(town, mine=1))
+    (engine,) = await _engines(cluster)
+    cluster.close()
+    other = RayCluster(machines.address, "batchweave-other")
+    assert other.engines() == []
+    other.tidy([])
+    other.end(engine.id)
+    other.close()
+    again = RayCluster(machines.address, "batchweave-tests")
+    assert [each.id for each in again.engines()] == [engine.id]
+    assert _runs(engine)
+    again.end(engine.id)
+    await until("it ends", lambda: not _runs(engine))
+
+
+async def _engines(cluster: RayCluster) -> list[Engine]:
+    return await asyncio.to_thread(cluster.engines)
 
 
 async def _serve(town: Town, **engines: int) -> bool:
@@ -152,9 +181,19 @@ async def _serve(town: Town, **engines: int) -> bool:
     return all(serving[model] == count for model, count in engines.items())
 
 
-def _pids(engines: list[Engine]) -> int:
-    return sum(node.pid is not None for engine in engines for node in engine.nodes)
+async def _run(cluster: RayCluster, gpus: list[int]) -> bool:
+    """Return whether one engine is there, whose machines have so many GPUs each and all run."""
+    engines = await _engines(cluster)
+    nodes = [node for engine in engines for node in engine.nodes]
+    return len(engines) == 1 and [node.gpus for node in nodes] == gpus and all(node.pid for node in nodes)
 
 
-def _gpus(engines: list[Engine]) -> list[int]:
-    return [node.gpus for engine in engines for node in engine.nodes]
+def _runs(engine: Engine) -> bool:
+    return any(node.pid is not None and psutil.pid_exists(node.pid) for node in engine.nodes)
+
+
+def _actors(machines: Any) -> list[psutil.Process]:
+    """Return the processes of actors of these machines."""
+    raylets = [psutil.Process(node.all_processes["raylet"][0].process.pid) for node in machines.list_all_nodes()]
+    children = [child for raylet in raylets for child in raylet.children()]
+    return [child for child in children if any("ray::Actor" in word for word in child.cmdline())]

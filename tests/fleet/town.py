@@ -26,6 +26,7 @@ from service.demo.model import ensure_demo_model
 from service.demo.prompts import corpus
 from service.fleet.cluster import RayCluster
 from service.fleet.keeper import Keeper
+from service.fleet.lease import namespace_of
 from service.fleet.spec import FleetSpec
 from service.jobs.runner import run_jobs
 from service.objects.storage import Storage, file_key
@@ -114,10 +115,18 @@ class Town:
             try:
                 yield town
             finally:
+                town.release()
                 stop.set()
                 await jobs
                 await redis.aclose()
                 await database.close()
+
+    def hold(self) -> None:
+        """Let no request begin on any engine, until `release`."""
+        (self.settings.data_dir / "hold").touch()
+
+    def release(self) -> None:
+        (self.settings.data_dir / "hold").unlink(missing_ok=True)
 
     def spec(self, **models: dict[str, Any]) -> FleetSpec:
         """Return a fleet of these models, which takes engines away soon."""
@@ -125,6 +134,7 @@ class Town:
         return FleetSpec.model_validate({"models": given, "idle_s": 3.0, "switch_s": 5.0, "drain_s": 5.0})
 
     async def keeper(self, cluster: RayCluster, spec: FleetSpec, owner: str = "one", **changes: Any) -> Keeper:
+        await namespace_of(self.database)
         for each in spec.models:
             own = load_settings(model=each.model, model_name=each.name)
             await register_model(self.database, own, 8192, [CHAT], {"gpu": "h200", "tp": 1})

@@ -1,15 +1,19 @@
 """A real worker with an engine that stands in, as a process of its own: what a fleet of these tests starts.
 
-A prompt says how long its answer takes: "number, seconds". The variable TEST_FAULT makes it end at its start.
+A prompt says how long its answer takes: "number,seconds". The variable TEST_FAULT makes it end at its start, and a file
+`hold` in the service's folder lets no request begin.
 """
 
 import asyncio
 import os
 import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 from redis.asyncio import Redis
 
-from benchmarks.paced import PacedEngine
+from benchmarks.paced import PacedAnswer, PacedEngine
 from service.cli.start import log_to, run_role
 from service.db.clock import SharedClock
 from service.db.models import register_model
@@ -19,6 +23,16 @@ from service.settings import load_settings
 from service.worker.loop import Worker
 
 AT_ONCE = 8
+
+
+@dataclass
+class HeldEngine(PacedEngine):
+    hold: Path = Path("hold")
+
+    async def run(self, *request: Any, **about: Any) -> PacedAnswer:
+        while self.hold.exists():
+            await asyncio.sleep(0.1)
+        return await super().run(*request, **about)
 
 
 def main() -> None:
@@ -34,7 +48,7 @@ def main() -> None:
         clock = SharedClock(database)
         await clock.sync()
         await register_model(database, settings, 8192, ["/v1/chat/completions"], {"gpu": settings.gpu, "tp": 1})
-        engine = PacedEngine(AT_ONCE, lambda prompt: float(prompt.split(",")[1]))
+        engine = HeldEngine(AT_ONCE, lambda prompt: float(prompt.split(",")[1]), hold=settings.data_dir / "hold")
         await Worker(database, storage, redis, engine, settings, clock, 2 * AT_ONCE).run(stop)
 
     asyncio.run(run_role(settings, work if settings.node_rank == 0 else follow))

@@ -22,8 +22,8 @@ def test_how_many_engines_fit() -> None:
 def test_room_is_made_on_the_machine_where_it_costs_least() -> None:
     free = {"a": 2, "b": 5}
     movable = {"a": [(2, "a1"), (4, "a2")], "b": [(1, "b1"), (2, "b2")]}
-    assert make_room(free, movable, 8, 1) == ["b1", "b2"]
-    assert make_room(free, movable, 6, 1) == ["b1"]
-    assert make_room(free, movable, 6, 2) == ["b1", "a1", "a2"]
+    assert make_room(free, movable, 8, 1) == (["b"], ["b1", "b2"])
+    assert make_room(free, movable, 6, 1) == (["b"], ["b1"])
+    assert make_room(free, movable, 6, 2) == (["b", "a"], ["b1", "a2"])  # four GPUs of a2 are enough
     assert make_room(free, movable, 9, 1) is None
-    assert make_room(free, {}, 5, 1) == []  # what leaves makes room already
+    assert make_room(free, {}, 5, 1) == (["b"], [])  # what leaves makes room already

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from service.errors import StartError
-from service.fleet.spec import MOST_BYTES, ModelSpec, read_fleet
+from service.fleet.spec import MOST_BYTES, FleetSpec, ModelSpec, read_fleet
 
 
 def fleet(tmp_path: Path, text: str) -> Path:
@@ -35,10 +35,16 @@ def model(**about: Any) -> ModelSpec:
     return ModelSpec.model_validate({"name": "a", **about})
 
 
+def digest(online: bool = False, **about: Any) -> str:
+    fleet = FleetSpec.model_validate({"models": [model(**about)], "online": online})
+    return fleet.digest(fleet.models[0])
+
+
 def test_only_what_an_engine_starts_with_changes_its_digest() -> None:
-    assert model(max=9, min=1, start_s=5.0).digest == model().digest
-    assert model(gpus=2).digest != model().digest
-    assert model(settings={"A": "1"}).digest != model().digest
+    assert digest(max=9, min=1, start_s=5.0) == digest(model="a") == digest()
+    assert digest(gpus=2) != digest()
+    assert digest(settings={"A": "1"}) != digest()
+    assert digest(online=True) != digest()
 
 
 @pytest.mark.parametrize(
@@ -50,7 +56,13 @@ def test_only_what_an_engine_starts_with_changes_its_digest() -> None:
         ("models:\n- {name: a, gpu: 1}", "models.0.gpu: Extra inputs are not permitted"),
         ("models:\n- {name: a, min: 2}", "models.0: min (2) is more than max (1)"),
         ("models:\n- {name: a}\n- {name: a}", "two have the name 'a'"),
-        ("models:\n- {name: a/b}\n- {name: a-b}", "two have the name without special characters 'a-b'"),
+        ("models:\n- {name: a}\n- &x {name: b}\n- *x", "line 4: aliases are not supported"),
+        ("models:\n- {name: a, gpus: true}", "models.0.gpus: Input should be a valid integer"),
+        ("models:\n- {name: a, gpus: 4, engine_args: {pp_size: 3}}", "is 3, but the engine has 4 GPUs"),
+        ("models:\n- {name: a, engine_args: {since: 2026-11-26}}", "engine_args: Object of type date"),
+        ('models:\n- {name: "a\\nb"}', "models.0.name: String should match pattern"),
+        ("models:\n- {name: a}\nseconds_per_engine: .inf", "seconds_per_engine: Input should be a finite number"),
+        ("models:\n- {name: a, settings: {BATCHWEAVE_REDIS_URL: x}}", "must be the same for all workers"),
         ("models:\n- {name: a, settings: {BATCHWEAVE_NODES: '2'}}", "settings.BATCHWEAVE_NODES: the fleet sets it"),
         ("models:\n- {name: a, settings: {BATCHWEAVE_GPUS: '2'}}", "settings.BATCHWEAVE_GPUS: there is no such"),
         ("models:\n- {name: a, gpus: 4, engine_args: {tp_size: 2}}", "is 2, but the engine has 4 GPUs"),
@@ -72,5 +84,15 @@ def test_files_that_are_none(tmp_path: Path) -> None:
         read_fleet(fleet(tmp_path, "#" * (MOST_BYTES + 1)))
 
 
-def test_two_ways_to_divide_gpus(tmp_path: Path) -> None:
-    assert model(gpus=8, engine_args={"tp_size": 2, "pp_size": 2, "dp_size": 2}).all_gpus == 8
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        ({}, {"tp_size": 8}),
+        ({"pp_size": 2}, {"tp_size": 4, "pp_size": 2}),
+        ({"dp_size": 4}, {"tp_size": 2, "dp_size": 4}),
+        ({"tp_size": 2, "pp_size": 2, "dp_size": 2}, {"tp_size": 2, "pp_size": 2, "dp_size": 2}),
+        ({"dp_size": 8, "enable_dp_attention": True}, {"tp_size": 8, "dp_size": 8, "enable_dp_attention": True}),
+    ],
+)
+def test_gpus_can_be_divided_in_many_ways(given: dict[str, Any], told: dict[str, Any]) -> None:
+    assert model(gpus=8, engine_args=given).all_args == told
