@@ -6,7 +6,6 @@ that has lost a machine is not what it was: the fleet ends what is left of it an
 """
 
 import logging
-import os
 import secrets
 import threading
 from collections.abc import Collection, Generator
@@ -57,7 +56,6 @@ class RayCluster:
 
         `namespace`: of the service, so that two of them on one cluster leave each other alone. Raises StartError.
         """
-        os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
         try:
             ray.init(address=address, namespace=namespace, log_to_driver=False, logging_level=logging.ERROR)
         except (ConnectionError, RuntimeError, ValueError, OSError, RayError) as error:

@@ -1,7 +1,7 @@
 """Keeps as many engines of each model as its batches need: starts, drains and ends them on a cluster.
 
 SQL and Redis say what there is to do and what workers do, and the cluster says which engines there are. What this
-process remembers beside that only delays a decision, so the next fleet goes on where this one ends.
+process remembers beside that only delays a decision, so the next fleet continues where this one ends.
 """
 
 import asyncio

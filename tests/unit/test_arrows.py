@@ -129,6 +129,7 @@ def test_only_settings_reads_the_environment() -> None:
             "settings.py",
             "supervisor.py",
             "table.py",
+            "node.py",
         ):  # they hand it on, to children and to the shell
             assert "os.environ" not in path.read_text(), path
             assert "getenv" not in path.read_text(), path

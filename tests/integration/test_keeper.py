@@ -1,0 +1,283 @@
+"""What a fleet does when engines, machines, other workers and leases are not what they should be."""
+
+import asyncio
+from collections.abc import AsyncGenerator, Callable, Collection
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import pytest
+from redis.asyncio import Redis
+from sqlalchemy import select, update
+
+from service.db.clock import now_s
+from service.db.drains import drain, drained_workers
+from service.db.sessions import Database
+from service.db.tables import Batch, BatchStatus, FleetOwner
+from service.fleet import keeper as keeper_module
+from service.fleet.engines import Engine, Machine, NewEngine, NotStarted, Unreachable
+from service.fleet.keeper import Keeper
+from service.fleet.lease import namespace_of
+from service.fleet.members import Phase
+from service.fleet.node import NodeState
+from service.fleet.spec import FleetSpec
+from service.queue.progress import Heartbeat
+from tests.conftest import Clock
+
+FAR = 24 * 3600
+
+
+@dataclass
+class StagedCluster:
+    """Stands in for Ray where the real one cannot be made to fail at a chosen moment."""
+
+    gpus: dict[str, int]
+    there: dict[str, Engine] = field(default_factory=dict[str, Engine])
+    broken: set[str] = field(default_factory=set[str])  # machines on which nothing starts
+    away: bool = False
+    started: list[NewEngine] = field(default_factory=list[NewEngine])
+    stopped: list[str] = field(default_factory=list[str])
+    ended: list[str] = field(default_factory=list[str])
+
+    def tidy(self, starting: Collection[str]) -> None:
+        self._check()
+
+    def machines(self) -> dict[str, Machine]:
+        self._check()
+        taken = dict.fromkeys(self.gpus, 0)
+        for engine in self.there.values():
+            for machine, gpus in engine.gpus_on:
+                taken[machine] += gpus
+        return {machine: Machine(gpus, gpus - taken[machine]) for machine, gpus in self.gpus.items()}
+
+    def engines(self) -> list[Engine]:
+        self._check()
+        return list(self.there.values())
+
+    def start(self, new: NewEngine) -> None:
+        self.started.append(new)
+        if self.broken & set(new.machines):
+            raise NotStarted("its disk is full")
+        nodes = [
+            NodeState(rank, len(new.machines), new.gpus, new.digest, new.name, machine, machine, pid=1)
+            for rank, machine in enumerate(new.machines)
+        ]
+        self.there[new.id] = Engine(new.id, nodes)
+
+    def stop(self, engine: str) -> None:
+        self.stopped.append(engine)
+
+    def end(self, engine: str) -> None:
+        self.ended.append(engine)
+        self.there.pop(engine, None)
+
+    def change(self, engine: str, **changes: Any) -> None:
+        found = self.there[engine]
+        self.there[engine] = Engine(engine, [replace(node, **changes) for node in found.nodes])
+
+    def _check(self) -> None:
+        if self.away:
+            raise Unreachable("Ray: no answer")
+
+
+@dataclass
+class Stage:
+    keeper: Keeper
+    cluster: StagedCluster
+    database: Database
+    heartbeat: Heartbeat
+    clock: Clock
+
+    async def look(self, times: int = 1) -> None:
+        for _ in range(times):
+            await self.keeper.look()
+            await asyncio.gather(*(task for _, task in self.keeper._starting.values()))  # pyright: ignore[reportPrivateUsage]
+
+    async def work(self, model: str, seconds: float, due_s: float = FAR) -> None:
+        """Leave a planned batch with so many seconds of work."""
+        async with self.database.write() as session:
+            row = Batch(
+                id=f"batch_{model}_{seconds}",
+                status=BatchStatus.IN_PROGRESS,
+                endpoint="/v1/chat/completions",
+                input_file_id="file_x",
+                completion_window="24h",
+                model=model,
+                total=10,
+                planned=10,
+                planned_compute_s=seconds,
+                created_at=int(self.clock()),
+                expires_at=int(self.clock() + due_s),
+            )
+            session.add(row)
+
+    async def beat(self, name: str, model: str, slices: int = 0, **about: Any) -> None:
+        await self.heartbeat.beat(name, {"name": name, "model": model, "slices": slices, **about})
+
+    async def beat_all(self, slices: int = 0) -> None:
+        for engine in self.cluster.there.values():
+            await self.beat(engine.worker, engine.model, slices)
+
+
+@pytest.fixture
+async def stage(database: Database, redis: Redis, clock: Clock) -> AsyncGenerator[Callable[..., Any]]:
+    keepers: list[Keeper] = []
+
+    async def build(gpus: dict[str, int], **models: dict[str, Any]) -> Stage:
+        await namespace_of(database)
+        spec = FleetSpec.model_validate({"models": [{"name": name, **about} for name, about in models.items()]})
+        cluster = StagedCluster(gpus)
+        keeper = Keeper(database, redis, cluster, spec, clock, f"fleet-{len(keepers)}")
+        keepers.append(keeper)
+        return Stage(keeper, cluster, database, Heartbeat(redis), clock)
+
+    yield build
+    for keeper in keepers:
+        keeper._callers.shutdown()  # pyright: ignore[reportPrivateUsage]
+        keeper._starters.shutdown()  # pyright: ignore[reportPrivateUsage]
+
+
+async def test_an_engine_that_nothing_keeps_running_is_replaced(stage: Any) -> None:
+    """As after a fleet that asked it to stop and was then stopped itself."""
+    here: Stage = await stage({"m": 8}, a={})
+    await here.work("a", 100.0)
+    await here.look()
+    (first,) = here.cluster.there
+    here.cluster.change(first, ended=True, pid=None)
+    await here.look(2)
+    assert here.cluster.ended == [first]
+    assert len(here.cluster.there) == 1
+
+
+async def test_a_machine_that_fails_rests_and_another_one_is_taken(stage: Any) -> None:
+    here: Stage = await stage({"bad": 4, "good": 8}, a={"max": 2})
+    here.cluster.broken = {"bad"}
+    await here.work("a", 7200.0)
+    await here.look(3)
+    assert [new.machines for new in here.cluster.started].count(["bad"]) <= 2  # at most those of the first look
+    assert {engine.gpus_on[0][0] for engine in here.cluster.there.values()} == {"good"}
+    assert len(here.cluster.there) == 2
+
+
+async def test_a_worker_that_ends_after_minutes_each_time_is_given_up(stage: Any) -> None:
+    here: Stage = await stage({"m": 8}, a={})
+    await here.work("a", 100.0)
+    await here.look(2)
+    (first,) = here.cluster.there
+    here.cluster.change(first, exits=keeper_module.MOST_FAILURES - 1)
+    await here.look()
+    assert here.cluster.ended == []
+    here.cluster.change(first, exits=keeper_module.MOST_FAILURES)
+    await here.look(2)
+    assert here.cluster.ended == [first]
+    assert here.cluster.there == {}, "its only machine rests"
+
+
+async def test_exits_before_it_was_ready_again_do_not_count(stage: Any) -> None:
+    here: Stage = await stage({"m": 8}, a={})
+    await here.work("a", 100.0)
+    await here.look(2)
+    (name,) = here.cluster.there
+    for exits in range(0, 3 * keeper_module.MOST_FAILURES, 2):
+        here.cluster.change(name, exits=exits)
+        await here.beat_all()
+        await here.look()
+    assert here.cluster.ended == []
+
+
+async def test_a_start_that_hangs_is_given_up(stage: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    here: Stage = await stage({"m": 8}, a={"start_s": 0.01})
+    await here.work("a", 100.0)
+    await here.look(2)
+    assert here.cluster.ended == []
+    monkeypatch.setattr(keeper_module, "LONGEST_START_S", 0.0)
+    await asyncio.sleep(0.2)
+    await here.look()
+    assert len(here.cluster.ended) == 1
+
+
+@pytest.mark.parametrize("fault", ["drained", "stalled", "none"])
+async def test_only_other_workers_that_take_slices_count(stage: Any, fault: str) -> None:
+    here: Stage = await stage({"m": 8}, a={})
+    await here.work("a", 100.0)
+    await here.beat("by-hand", "a", slices=1, step_age_s=120.0 if fault == "stalled" else 0.1)
+    if fault == "drained":
+        async with here.database.write() as session:
+            await drain(session, "by-hand", 1.0)
+    await here.look()
+    assert len(here.cluster.there) == (0 if fault == "none" else 1)
+
+
+async def test_a_large_engine_gets_its_machine_although_small_ones_want_it_back(stage: Any) -> None:
+    """Both machines have a small engine; one makes room, and does not start there again."""
+    here: Stage = await stage({"m": 8, "n": 8}, a={"gpus": 4}, b={"gpus": 4}, large={"gpus": 8})
+    here.cluster.gpus = {"m": 4, "n": 4}
+    await here.work("a", 100.0)
+    await here.work("b", 100.0)
+    await here.look(2)
+    here.cluster.gpus = {"m": 8, "n": 8}
+    await here.beat_all()
+    await here.work("large", 200.0)
+    await here.look()
+    (asked,) = here.cluster.stopped
+    here.cluster.change(asked, ended=True)
+    await here.look(2)
+    by_model = {engine.model: engine.gpus_on[0][0] for engine in here.cluster.there.values()}
+    assert set(by_model) == {"a", "b", "large"}
+    assert by_model["a"] == by_model["b"] != by_model["large"]
+
+
+async def test_a_cluster_that_does_not_answer_changes_nothing(stage: Any) -> None:
+    here: Stage = await stage({"m": 8}, a={})
+    await here.work("a", 100.0)
+    await here.look(2)
+    here.cluster.away = True
+    with pytest.raises(Unreachable):
+        await here.look()
+    here.cluster.away = False
+    await here.look()
+    assert (here.cluster.stopped, here.cluster.ended) == ([], [])
+
+
+async def test_a_fleet_without_the_lease_changes_nothing(stage: Any) -> None:
+    first: Stage = await stage({"m": 8}, a={})
+    second: Stage = await stage({"m": 8}, a={})
+    await first.work("a", 100.0)
+    await first.look()
+    await second.look()
+    assert (first.keeper.holds_lease, second.keeper.holds_lease) == (True, False)
+    assert second.cluster.started == []
+    async with first.database.write() as session:  # as if the first had slept for long
+        await session.execute(update(FleetOwner).values(until=now_s() - 1))
+    await second.look()
+    await first.look()
+    assert (first.keeper.holds_lease, second.keeper.holds_lease) == (False, True)
+    assert len(second.cluster.started) == 1
+
+
+async def test_a_busy_engine_that_must_go_is_drained_first(stage: Any) -> None:
+    here: Stage = await stage({"m": 8}, a={"min": 1})
+    await here.look(2)
+    (engine,) = here.cluster.there.values()
+    await here.beat(engine.worker, "a", slices=2)
+    here.keeper.spec = here.keeper.spec.model_copy(update={"models": []})
+    await here.look()
+    async with here.database.read() as session:
+        assert await drained_workers(session) == {engine.worker}
+    await here.look()
+    assert here.cluster.stopped == []
+    assert [member.phase for member in here.keeper.members] == [Phase.LEAVING]
+    await here.beat(engine.worker, "a", slices=0)
+    await here.look()
+    assert here.cluster.stopped == [engine.id]
+    here.cluster.change(engine.id, ended=True)
+    await here.look()
+    async with here.database.read() as session:
+        assert await drained_workers(session) == set()
+    assert here.cluster.there == {}
+
+
+async def test_each_database_has_its_own_namespace(database: Database) -> None:
+    name = await namespace_of(database)
+    assert name == await namespace_of(database)
+    async with database.read() as session:
+        assert (await session.scalars(select(FleetOwner.namespace))).all() == [name]
