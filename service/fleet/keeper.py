@@ -36,6 +36,7 @@ from service.queue.progress import STALLED_S, TTL_S, Heartbeat
 
 LOOK_S = 3.0
 CALL_S = 60.0  # for a call of the cluster
+LEAVE_S = 5.0  # for a look to end once the fleet is to stop
 TIDY_S = 300.0
 MOST_FAILURES = 5  # exits of a worker since it was last ready, after which its engine is taken away
 LONGEST_START_S, STARTS = 1800.0, 10.0  # an engine that takes longer, and so many times as long as it should, hangs
@@ -87,7 +88,7 @@ class Keeper:
         try:
             while not stop.is_set():
                 try:
-                    await self.look()
+                    await self._look_unless(stop)
                     if is_done():
                         return
                 except (SQLAlchemyError, RedisError, OSError) as error:
@@ -97,6 +98,18 @@ class Keeper:
                         await stop.wait()
         finally:
             await self._leave()
+
+    async def _look_unless(self, stop: asyncio.Event) -> None:
+        """Look, but end the look soon after `stop` is set: the cluster may not answer for a minute."""
+        look, stops = asyncio.create_task(self.look()), asyncio.create_task(stop.wait())
+        await asyncio.wait([look, stops], return_when=asyncio.FIRST_COMPLETED)
+        stops.cancel()
+        await asyncio.wait([look], timeout=LEAVE_S)
+        if look.done():
+            look.result()
+        else:
+            look.cancel()
+            await asyncio.wait([look])
 
     async def look(self) -> None:
         """Look at everything once, and change what must change. Raises OSError and what SQL and Redis raise."""
@@ -126,7 +139,8 @@ class Keeper:
 
     async def _leave(self) -> None:
         """Keep the lease until what is being started has started, and let it go."""
-        while self._starting:
+        until = time.monotonic() + HALF_S
+        while self._starting and time.monotonic() < until:
             with suppress(SQLAlchemyError, OSError):
                 await self._lease.renew()
             await asyncio.wait([task for _, task in self._starting.values()], timeout=LOOK_S)

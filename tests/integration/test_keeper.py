@@ -1,6 +1,7 @@
 """What a fleet does when engines, machines, other workers and leases are not what they should be."""
 
 import asyncio
+import threading
 from collections.abc import AsyncGenerator, Callable, Collection
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -236,6 +237,30 @@ async def test_a_cluster_that_does_not_answer_changes_nothing(stage: Any) -> Non
     here.cluster.away = False
     await here.look()
     assert (here.cluster.stopped, here.cluster.ended) == ([], [])
+
+
+async def test_a_fleet_stops_soon_although_its_cluster_never_answers(
+    stage: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(keeper_module, "LEAVE_S", 0.1)
+    here: Stage = await stage({"m": 8}, a={})
+    answers, asked = threading.Event(), threading.Event()
+
+    def engines() -> list[Engine]:
+        asked.set()
+        answers.wait()
+        return []
+
+    monkeypatch.setattr(here.cluster, "engines", engines)
+    stop = asyncio.Event()
+    task = asyncio.create_task(here.keeper.run(stop))
+    try:
+        assert await asyncio.to_thread(asked.wait, 60.0)
+        stop.set()
+        async with asyncio.timeout(30.0):
+            await task
+    finally:
+        answers.set()
 
 
 async def test_a_fleet_without_the_lease_changes_nothing(stage: Any) -> None:
