@@ -12,7 +12,7 @@ from service.fleet import keeper as keeper_module
 from service.fleet.cluster import RayCluster
 from service.fleet.engines import Engine
 from service.fleet.members import Phase
-from tests.fleet.town import MEMORY, Town, kept, until
+from tests.fleet.town import MEMORY, Town, actors_of, kept, until
 
 pytestmark = pytest.mark.timeout(900)
 SHORT = 0.0005  # seconds of work by the cost model, of which these tests' requests have very little
@@ -146,8 +146,8 @@ async def test_an_actor_that_dies_leaves_no_process(town: Town, cluster: RayClus
         worker = psutil.Process(engine.nodes[0].pid)
         supervisor = worker.parent()
         assert supervisor is not None
-        await until("there is one actor", lambda: len(_actors(machines)) == 1)
-        _actors(machines)[0].kill()
+        await until("there is one actor", lambda: len(actors_of(machines)) == 1)
+        actors_of(machines)[0].kill()
         await until("they end", lambda: not worker.is_running() and not supervisor.is_running())
         await until("another one serves", lambda: keeper.members and keeper.members[0].phase == Phase.IDLE)
         assert keeper.members[0].engine.id != engine.id
@@ -190,10 +190,3 @@ async def _run(cluster: RayCluster, gpus: list[int]) -> bool:
 
 def _runs(engine: Engine) -> bool:
     return any(node.pid is not None and psutil.pid_exists(node.pid) for node in engine.nodes)
-
-
-def _actors(machines: Any) -> list[psutil.Process]:
-    """Return the processes of actors of these machines."""
-    raylets = [psutil.Process(node.all_processes["raylet"][0].process.pid) for node in machines.list_all_nodes()]
-    children = [child for raylet in raylets for child in raylet.children()]
-    return [child for child in children if any("ray::Actor" in word for word in child.cmdline())]

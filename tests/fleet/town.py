@@ -8,11 +8,12 @@ import sys
 import time
 from collections import Counter
 from collections.abc import AsyncGenerator, Callable, Generator, Sequence
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import psutil
 from redis.asyncio import Redis
 from sqlalchemy import select
 
@@ -68,9 +69,10 @@ def raylets(gpus: Sequence[int]) -> Generator[Any]:
 
 
 @contextmanager
-def variables(folder: Path) -> Generator[None]:
+def variables(folder: Path, lease_s: float = 30.0) -> Generator[None]:
     """Set this process's variables as those with which `ray start` runs, so before the raylets start."""
     ours = {
+        "BATCHWEAVE_LEASE_S": str(lease_s),
         "BATCHWEAVE_DATA_DIR": str(folder),
         "BATCHWEAVE_REDIS_URL": f"unix://{folder / 'redis.sock'}",
         "RAY_AUTH_MODE": "disabled",
@@ -177,13 +179,19 @@ class Town:
         async with self.database.read() as session:
             return (await session.scalars(select(Batch).where(Batch.id == batch_id))).one()
 
-    async def answers(self, batch_id: str) -> list[str]:
-        """Return the custom ids in the batch's output file, sorted; fail if it has not completed."""
+    async def lines(self, batch_id: str) -> tuple[list[str], list[str]]:
+        """Return the custom ids in the output and in the error file of a batch; fail if it has not completed."""
         batch = await self.batch(batch_id)
         assert batch.status == BatchStatus.COMPLETED, batch.status
-        assert batch.output_file_id is not None
-        data = await self.storage.read(file_key(batch.output_file_id))
-        return sorted((json.loads(line)["custom_id"] for line in data.splitlines()), key=int)
+        found: list[list[str]] = []
+        for file_id in (batch.output_file_id, batch.error_file_id):
+            data = await self.storage.read(file_key(file_id)) if file_id else b""
+            found.append([json.loads(line)["custom_id"] for line in data.splitlines()])
+        return found[0], found[1]
+
+    async def answers(self, batch_id: str) -> list[str]:
+        """Return the custom ids in the batch's output file, sorted."""
+        return sorted((await self.lines(batch_id))[0], key=int)
 
     async def has_ended(self, batch_id: str) -> bool:
         return (await self.batch(batch_id)).status == BatchStatus.COMPLETED
@@ -191,6 +199,17 @@ class Town:
     async def serving(self) -> Counter[str]:
         """Count the live workers of each model."""
         return Counter(state["model"] for state in await Heartbeat(self.redis).alive())
+
+
+def actors_of(machines: Any) -> list[psutil.Process]:
+    """Return the processes of the engines' actors on these raylets."""
+    raylets = [psutil.Process(node.all_processes["raylet"][0].process.pid) for node in machines.list_all_nodes()]
+    found: list[psutil.Process] = []
+    for child in [child for raylet in raylets for child in raylet.children()]:
+        with suppress(psutil.NoSuchProcess):
+            if any("ray::Actor" in word for word in child.cmdline()):
+                found.append(child)
+    return found
 
 
 async def until(what: str, holds: Callable[[], Any], limit_s: float = LIMIT_S) -> float:
