@@ -102,13 +102,14 @@ class Keeper:
     async def _look_unless(self, stop: asyncio.Event) -> None:
         """Look, but end the look soon after `stop` is set: the cluster may not answer for a minute."""
         look, stops = asyncio.create_task(self.look()), asyncio.create_task(stop.wait())
-        await asyncio.wait([look, stops], return_when=asyncio.FIRST_COMPLETED)
-        stops.cancel()
-        await asyncio.wait([look], timeout=LEAVE_S)
-        if look.done():
-            look.result()
-        else:
-            look.cancel()
+        try:
+            await asyncio.wait([look, stops], return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait([look], timeout=LEAVE_S)
+            if look.done():
+                look.result()
+        finally:
+            stops.cancel()
+            look.cancel()  # if it is not done
             await asyncio.wait([look])
 
     async def look(self) -> None:

@@ -249,9 +249,9 @@ async def test_short_batches_count_for_the_pace_too(house: House) -> None:
         await house.plan()
         async with house.working(ScriptedEngine()):
             await house.until_ended(batch_id)
-        await house.redis.delete(keys.HISTORY_TURN)
-        house.clock.now += 600
-        await historian.run_once()
+            await house.redis.delete(keys.HISTORY_TURN)
+            house.clock.now += 600
+            await historian.run_once()
         assert (await History(house.redis).last())["answers_per_second"] == pytest.approx(0.05, abs=1e-4)
 
 
