@@ -6,7 +6,7 @@ RUN := $(VENV)/bin
 UV_VERSION := 0.13.8
 DATA ?= ../shared/data
 
-.PHONY: install install-dev demo unit test check format lock openapi newest-sglang emulated colocate chaos conformance screenshots gpu clean
+.PHONY: install install-dev demo unit test check format lock openapi settings newest-sglang emulated colocate chaos conformance screenshots gpu clean
 
 install: $(VENV)/.installed
 install-dev: $(VENV)/.installed-dev
@@ -51,6 +51,9 @@ newest-sglang: install-dev
 
 openapi: install
 	$(RUN)/batchweave openapi > openapi.yaml
+
+settings: install
+	$(RUN)/python -m service.cli.settings_page > docs/settings.md
 
 # With real lengths and prompts: make emulated DATA=folder, where folder has lengths/, text/ and tokenizers/
 emulated: install-dev

@@ -1,0 +1,17 @@
+"""The page of settings is what the settings say."""
+
+from pathlib import Path
+
+from service.cli.settings_page import page
+from service.settings import Settings
+
+PAGE = Path(__file__).parents[2] / "docs/settings.md"
+
+
+def test_the_page_is_current() -> None:
+    assert PAGE.read_text() == page(), "make settings"
+
+
+def test_every_setting_is_described() -> None:
+    for name, field in Settings.model_fields.items():
+        assert field.description, name
