@@ -10,7 +10,7 @@ from openai.types import Batch
 
 from service.errors import CommandError
 from service.remote.download import can_be_written, take
-from service.remote.follow import ENDED, extras, report
+from service.remote.follow import ENDED, extras, report, sentence
 from service.remote.preview import figures, start
 from service.remote.session import LOCAL_URL, NO_KEY, KeyOption, UrlOption, named, service_at
 from service.remote.submit import OutputOption, WaitOption, fetch, started, watch
@@ -114,7 +114,7 @@ def cancel_batch(
             print_json(batch)
             return
         said.print(
-            f"{batch.id} is {batch.status}. To get its results: batchweave batches wait {batch.id} --output FILE"
+            f"{batch.id} {sentence(batch)}. To get its results: batchweave batches wait {batch.id} --output FILE"
         )
 
 
@@ -171,10 +171,10 @@ def batch_results(
         if file_id is None:
             why = "no successful request" if batch.status in ENDED else "no results yet"
             more = f"see `batchweave batches show {batch_id}`"
-            raise CommandError(f"{batch_id} is {batch.status} and has {why}; {more}.")
+            raise CommandError(f"{batch_id} {sentence(batch)} and has {why}; {more}.")
         if output is not None:
             said.print(
-                f"results so far: {output} ({take(client, file_id, output):,} bytes); the batch is {batch.status}"
+                f"results so far: {output} ({take(client, file_id, output):,} bytes); the batch {sentence(batch)}"
             )
             if as_json:
                 print_json({"id": batch_id, "status": batch.status, "results": str(output)})

@@ -13,6 +13,17 @@ from service.remote.session import Exit
 from service.terminal import duration, said
 
 ENDED = ("completed", "failed", "expired", "cancelled")
+# What a batch did, or does, by its status.
+SENTENCES = {
+    "validating": "is being validated",
+    "in_progress": "is in progress",
+    "finalizing": "is writing its files",
+    "cancelling": "is being cancelled",
+    "completed": "completed",
+    "failed": "failed",
+    "expired": "expired",
+    "cancelled": "was cancelled",
+}
 AWAY = "the service is not responding; the batch continues"
 FIRST_POLL_S, LAST_POLL_S = 0.5, 5.0
 # Transient errors: the service restarts, its database is unavailable, the network is cut.
@@ -85,7 +96,7 @@ def _tell(state: str, last: str) -> str:
 
 def _state(batch: Batch) -> str:
     waiting_for = extras(batch).get("waiting_for")
-    return f"waiting for {waiting_for}" if waiting_for else batch.status
+    return f"waiting for {waiting_for}" if waiting_for else sentence(batch)
 
 
 def _more(batch: Batch, pace: TokenRate) -> str:
@@ -98,13 +109,18 @@ def _more(batch: Batch, pace: TokenRate) -> str:
     return ", ".join(parts)
 
 
+def sentence(batch: Batch) -> str:
+    """Return what the batch does or did, as in "batch_1 was cancelled"."""
+    return SENTENCES.get(batch.status, f"is {batch.status}")
+
+
 def report(batch: Batch) -> Exit:
     """Print how a batch ended, and return the exit code that says so to programs."""
     counts = batch.request_counts
     if counts is not None:
         took = (batch.completed_at or batch.cancelled_at or batch.expired_at or batch.failed_at or 0) - batch.created_at
         said.print(
-            f"{batch.id} is {batch.status} after {duration(took)}: "
+            f"{batch.id} {sentence(batch)} after {duration(took)}: "
             f"{counts.completed:,} of {counts.total:,} answered, {counts.failed:,} failed"
         )
     if batch.usage is not None and batch.usage.total_tokens:

@@ -215,7 +215,7 @@ async def test_a_batch_is_listed_shown_cancelled_and_retried(house: House, url: 
     assert (await run(url, "batches", "list", "--status", "failed", "--json"))[1] == "[]\n"
     assert (await run(url, "batches", "list", "--status", "bogus"))[0] == 2
     assert "run=12" in (await run(url, "batches", "show", batch_id))[1]
-    assert "is cancelling" in (await run(url, "batches", "cancel", batch_id))[2]
+    assert "is being cancelled" in (await run(url, "batches", "cancel", batch_id))[2]
     await house.until_ended(batch_id)
     assert (await run(url, "batches", "wait", batch_id))[0] == 4
     shown = (await run(url, "batches", "show", batch_id))[1]
