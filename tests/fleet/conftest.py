@@ -8,14 +8,15 @@ from service.fleet.cluster import RayCluster
 from tests.fleet.town import Town, raylets, variables
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Generator[Path]:
+    """The folder of a service, which this process's variables name; not for longer than the tests of one file."""
     folder = tmp_path_factory.mktemp("town")
     with variables(folder):
         yield folder
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def machines(folder: Path) -> Generator[Any]:
     """A Ray cluster with two machines of 8 GPUs each, which do not exist."""
     with raylets([8, 8]) as cluster:
