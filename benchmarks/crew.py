@@ -25,24 +25,23 @@ from sqlalchemy import select
 
 from benchmarks.paced import PacedEngine
 from engine_ext import warm_up
-from service import ids
 from service.db.migrate import upgrade
 from service.db.models import register_model
 from service.db.sessions import Database
-from service.db.tables import Batch, BatchStatus, File
+from service.db.tables import Batch, BatchStatus
 from service.demo.model import ensure_demo_model
 from service.demo.prompts import corpus
 from service.jobs.runner import run_jobs
-from service.objects.storage import Storage, file_key
+from service.objects.storage import Storage
 from service.queue.connection import open_redis
 from service.queue.crew import CrewBoard
 from service.settings import Settings, load_settings
 from service.worker.loop import IN_FLIGHT, Worker
+from tests.batches import CHAT, create_batch
 from tests.hostile.server import redis_server
 
 MODEL = "m"
 DATABASE = "queue.db"
-CHAT = "/v1/chat/completions"
 ALIKE = 20  # requests with a beginning in common
 BEGINNING = 1200  # characters
 
@@ -163,21 +162,7 @@ async def submit(database: Database, storage: Storage, settings: Settings, asked
         for number, each in enumerate(asked)
     )
     data = b"".join(json.dumps(each).encode() + b"\n" for each in lines)
-    file_id, batch_id, now = ids.file_id(), ids.batch_id(), int(time.time())
-    await storage.put(file_key(file_id), data)
-    file = File(id=file_id, purpose="batch", filename="in.jsonl", size_bytes=len(data), created_at=now)
-    batch = Batch(
-        id=batch_id,
-        status=BatchStatus.VALIDATING,
-        endpoint=CHAT,
-        input_file_id=file_id,
-        completion_window="24h",
-        created_at=now,
-        expires_at=now + 86400,
-    )
-    async with database.write() as session:
-        session.add_all([file, batch])
-    return batch_id
+    return await create_batch(database, storage, data, time.time())
 
 
 async def status_of(database: Database, batch_id: str) -> BatchStatus:

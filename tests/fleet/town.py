@@ -9,7 +9,7 @@ import time
 from collections import Counter
 from collections.abc import AsyncGenerator, Callable, Generator, Sequence
 from contextlib import asynccontextmanager, contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +17,11 @@ import psutil
 from redis.asyncio import Redis
 from sqlalchemy import select
 
-from service import ids
 from service.db.clock import SharedClock
 from service.db.migrate import upgrade
 from service.db.models import register_model
 from service.db.sessions import Database
-from service.db.tables import Batch, BatchStatus, File
+from service.db.tables import Batch, BatchStatus
 from service.demo.model import ensure_demo_model
 from service.demo.prompts import corpus
 from service.fleet.cluster import RayCluster
@@ -35,9 +34,9 @@ from service.queue.bell import Bell, Job
 from service.queue.connection import open_redis
 from service.queue.progress import Heartbeat
 from service.settings import Settings, load_settings
+from tests.batches import CHAT, create_batch
 from tests.hostile.server import redis_server
 
-CHAT = "/v1/chat/completions"
 WORKER = (sys.executable, "-m", "tests.fleet.worker")
 MEMORY = 80 * 2**20  # bytes of a raylet's object store, which nobody uses
 # A machine that is gone is noticed after 3 s; by default after 18 s.
@@ -99,7 +98,6 @@ class Town:
     redis: Redis
     clock: SharedClock
     source: str  # of all models
-    _tasks: list[asyncio.Task[Any]] = field(default_factory=list[asyncio.Task[Any]])
 
     @classmethod
     @asynccontextmanager
@@ -158,20 +156,7 @@ class Town:
             for number in range(requests)
         ]
         data = b"".join(json.dumps(each).encode() + b"\n" for each in lines)
-        file_id, batch_id, now = ids.file_id(), ids.batch_id(), int(self.clock())
-        await self.storage.put(file_key(file_id), data)
-        file = File(id=file_id, purpose="batch", filename="in.jsonl", size_bytes=len(data), created_at=now)
-        batch = Batch(
-            id=batch_id,
-            status=BatchStatus.VALIDATING,
-            endpoint=CHAT,
-            input_file_id=file_id,
-            completion_window="24h",
-            created_at=now,
-            expires_at=now + window_s,
-        )
-        async with self.database.write() as session:
-            session.add_all([file, batch])
+        batch_id = await create_batch(self.database, self.storage, data, self.clock(), window_s)
         await Bell(self.redis, 1.0).ring(Job.VALIDATOR)
         return batch_id
 

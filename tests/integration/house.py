@@ -13,9 +13,8 @@ from typing import Any
 from redis.asyncio import Redis
 from sqlalchemy import select, update
 
-from service import ids
 from service.db.sessions import Database
-from service.db.tables import Batch, BatchStatus, File, Model, Slice, SliceStatus
+from service.db.tables import Batch, BatchStatus, Model, Slice, SliceStatus
 from service.demo.model import ensure_demo_model
 from service.demo.prompts import corpus
 from service.jobs.expiry import Expiry
@@ -31,9 +30,8 @@ from service.queue.progress import Progress
 from service.settings import Settings
 from service.worker.loop import Worker
 from service.worker.slice_run import Engine
+from tests.batches import CHAT, create_batch
 from tests.conftest import Clock
-
-CHAT = "/v1/chat/completions"
 
 
 @dataclass(frozen=True)
@@ -157,22 +155,7 @@ class House:
         return Reconciler(self.database, self.redis, self.settings.lease_s, self.clock)
 
     async def submit(self, data: bytes, window_s: int = 86400) -> str:
-        file_id, batch_id, now = ids.file_id(), ids.batch_id(), int(self.clock())
-        await self.storage.put(file_key(file_id), data)
-        async with self.database.write() as session:
-            session.add(File(id=file_id, purpose="batch", filename="in.jsonl", size_bytes=len(data), created_at=now))
-            session.add(
-                Batch(
-                    id=batch_id,
-                    status=BatchStatus.VALIDATING,
-                    endpoint=CHAT,
-                    input_file_id=file_id,
-                    completion_window="24h",
-                    created_at=now,
-                    expires_at=now + window_s,
-                )
-            )
-        return batch_id
+        return await create_batch(self.database, self.storage, data, self.clock(), window_s)
 
     async def plan(self) -> None:
         """Everything from a new batch to announced slices."""
