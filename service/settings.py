@@ -272,7 +272,9 @@ def load_settings(**overrides: Any) -> Settings:
         return settings
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
-        raise SettingsError(f"{variable(str(first['loc'][0]))}: {first['msg']} (got {first.get('input')!r})") from error
+        name = str(first["loc"][0])
+        got = "" if name == "secret_key" else f" (got {first.get('input')!r})"  # the message goes into logs
+        raise SettingsError(f"{variable(name)}: {first['msg']}{got}") from error
     except PydanticSettingsError as error:  # its message names the field in quotes
         name = str(error).split('"')[1].upper()
         raise SettingsError(f"BATCHWEAVE_{name} is not valid JSON") from error

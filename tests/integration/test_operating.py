@@ -18,8 +18,9 @@ import structlog
 from sqlalchemy import update
 
 from service.api.plain_text import PlainText
-from service.db.tables import DEFAULT_PROJECT, BatchStatus, Model, OnLongLine, Project
+from service.db.tables import DEFAULT_PROJECT, BatchStatus, Model, OnLongLine
 from service.db.tables import Batch as BatchRow
+from service.db.tenant_tables import Project
 from service.errors import BadRequest, CostsError, PayloadTooLarge, SettingsError
 from service.estimates.model_costs import check_model, context_length_of
 from service.objects import storage as stores
@@ -246,6 +247,13 @@ def test_a_misspelt_variable_is_an_error_with_the_nearest_name(monkeypatch: pyte
     monkeypatch.setenv("BATCHWEAVE_MAX_LINE", "7")
     with pytest.raises(SettingsError, match=r"BATCHWEAVE_MAX_LINE .*BATCHWEAVE_MAX_LINES\?"):
         load_settings()
+
+
+def test_a_secret_is_not_in_the_error_about_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("BATCHWEAVE_SECRET_KEY", "too-short")
+    with pytest.raises(SettingsError, match="BATCHWEAVE_SECRET_KEY") as caught:
+        load_settings()
+    assert "too-short" not in str(caught.value)
 
 
 async def test_fields_that_do_not_fit_say_what_would(settings: Settings, clock: Clock) -> None:
