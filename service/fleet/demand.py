@@ -35,15 +35,15 @@ async def work_by_model(database: Database) -> dict[str, list[Remainder]]:
         if planned:
             planned_s[model] += max(compute_s, memory_s)
             planned_tokens[model] += tokens * planned / max(1, total)
-    left = defaultdict[str, list[Remainder]](list)
+    work = defaultdict[str, list[Remainder]](list)
     for model, expires_at, tokens, _, planned, compute_s, memory_s, count in rows:
         if planned:
             work_s = max(compute_s, memory_s) / planned * count
         else:
             work_s = planned_s[model] / planned_tokens[model] * tokens if planned_tokens[model] else LEAST_S
         if count > 0:
-            left[model].append(Remainder(float(expires_at), work_s))
-    return left
+            work[model].append(Remainder(float(expires_at), work_s))
+    return work
 
 
 @dataclass(slots=True)
@@ -67,7 +67,7 @@ class Speeds:
             if engines and now - since > STEADY_S and pace.work and pace.answers >= LEAST_ANSWERS:
                 self._known[model] = min(max(pace.work / engines, SLOWEST), FASTEST)
 
-    def real(self, model: str, left: Sequence[Remainder]) -> tuple[Remainder, ...]:
+    def real(self, model: str, work: Sequence[Remainder]) -> tuple[Remainder, ...]:
         """Return the remainders with the seconds that an engine takes in fact, if that is known."""
         speed = self._known.get(model, 1.0)
-        return tuple(Remainder(each.due_at, each.work_s / speed) for each in left)
+        return tuple(Remainder(each.due_at, each.work_s / speed) for each in work)

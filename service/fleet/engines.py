@@ -72,7 +72,7 @@ class Engine:
 
     @property
     def exits(self) -> int:
-        """How often a worker of it has ended by itself."""
+        """How often a worker of it has ended."""
         return max((node.exits for node in self.nodes), default=0)
 
     @property

@@ -312,15 +312,14 @@ class Keeper:
             missing = self.targets[spec.name] - len(self._staying(spec)) - len(self._unseen(spec))
             resting = self._rests.machines(spec.name)
             while missing > 0 and len(self._starting) < MOST_STARTS:
-                places = place(
-                    {name: gpus for name, gpus in free.items() if name not in resting}, spec.gpus, spec.nodes
-                )
-                if places is None:
+                allowed = {name: gpus for name, gpus in free.items() if name not in resting}
+                machines = place(allowed, spec.gpus, spec.nodes)
+                if machines is None:
                     for machine in await self._make_room(spec, free, resting):
                         free[machine] = 0  # for this engine, once the others are gone
                     break
-                self._start(spec, places)
-                free.subtract(dict.fromkeys(places, spec.gpus))
+                self._start(spec, machines)
+                free.subtract(dict.fromkeys(machines, spec.gpus))
                 missing -= 1
 
     async def _make_room(self, spec: ModelSpec, free: Mapping[str, int], resting: set[str]) -> list[str]:

@@ -11,7 +11,8 @@ now: as few as possible (Moore-Hodgson), if GPUs could be divided at will. GPUs 
 5. to models with more work, an engine for each `seconds_per_engine`;
 6. to engines that have been idle for a short time only.
 
-So a busy engine loses its GPUs only to the least number of engines of another model, or to a deadline.
+So a busy engine loses its GPUs only to the least number of engines of another model, or to a deadline. The keeper may
+also move it from a machine that a larger engine needs.
 """
 
 import heapq
@@ -152,9 +153,9 @@ def _tight(
     """
     later = now + switch_s
     found = {
-        name for name, left in feasible.items() if not _ends_in_time(demands[name], left, demands[name].most, later)
+        name for name, each in feasible.items() if not _ends_in_time(demands[name], each, demands[name].most, later)
     }
-    items = sorted((each.due_at, max(each.work_s, LEAST_S), name) for name, left in feasible.items() for each in left)
+    items = sorted((each.due_at, max(each.work_s, LEAST_S), name) for name, kept in feasible.items() for each in kept)
     seen, work, busy = set[str](), 0.0, 0
     for due_at, work_s, name in items:
         demand = demands[name]

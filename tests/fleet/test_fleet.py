@@ -116,8 +116,10 @@ async def test_an_engine_that_does_not_start_frees_its_gpus(
         await until("no machine is left for it", lambda: keeper.targets.get("broken") == 0)
         batch = await town.submit("sound", 64, 0.5)
         await until("another model has all GPUs", lambda: _serve(town, sound=2))
+        assert [each.engine.model for each in keeper.members] == ["sound", "sound"]
         town.release()
         await until("the batch ends", lambda: town.has_ended(batch))
+        assert await town.answers(batch) == ALL
 
 
 async def test_machines_of_one_engine_know_each_other(town: Town, cluster: RayCluster) -> None:
