@@ -5,16 +5,17 @@ import asyncio
 from alembic import context
 from sqlalchemy import Connection, text
 
+from service.db import tenant_tables
 from service.db.sessions import Database
-from service.db.tables import Base
 
+METADATA = tenant_tables.Base.metadata  # of all tables: those of `tables.py` come with it
 _LOCK = 0x62617463  # any number, the same in every process
 
 
 def migrate(connection: Connection) -> None:
     if connection.dialect.name == "postgresql":
         connection.execute(text("SELECT pg_advisory_xact_lock(:key)"), {"key": _LOCK})
-    context.configure(connection=connection, target_metadata=Base.metadata, render_as_batch=True)
+    context.configure(connection=connection, target_metadata=METADATA, render_as_batch=True)
     with context.begin_transaction():
         context.run_migrations()
 

@@ -8,7 +8,7 @@ from fastapi.security import HTTPAuthorizationCredentials, HTTPBearer
 
 from service.api.context import Context, InContext
 from service.db.sessions import Database
-from service.db.tables import Role
+from service.db.tenant_tables import Role
 from service.errors import Forbidden, Unauthorized
 from service.settings import is_loopback
 from service.tenants.keys import Caller, caller_of, local_caller

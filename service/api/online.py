@@ -16,7 +16,7 @@ from service.api.caller import CalledOnline
 from service.api.context import Context, InContext
 from service.api.held import HeldBody
 from service.api.relay import PREFIX_BYTES, STREAM, OnlineRequest, Relay
-from service.db.tables import Tier
+from service.db.tenant_tables import Tier
 from service.endpoints import BY_PATH, ONLINE
 from service.errors import ApiError, BadRequest, NotFound, Unavailable
 from service.metrics.counters import ONLINE_FIRST_TOKEN, ONLINE_REQUESTS, ONLINE_TOKEN

@@ -13,7 +13,7 @@ import aiohttp
 import structlog
 
 from service.api.routing import Routes, Target
-from service.db.tables import Tier
+from service.db.tenant_tables import Tier
 from service.errors import BadRequest, NotRetried, Unavailable
 from service.queue.losses import LOSSES, Losses
 from service.queue.trust import REQUEST_ID, TIER

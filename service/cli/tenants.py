@@ -15,7 +15,7 @@ from sqlalchemy.ext.asyncio import AsyncSession
 from service.db.migrate import upgrade
 from service.db.private import keep_private
 from service.db.sessions import Database
-from service.db.tables import ApiKey, AuditEvent, Project, Role, Tier
+from service.db.tenant_tables import ApiKey, AuditEvent, Project, Role, Tier
 from service.errors import SettingsError, TenantError
 from service.settings import load_settings
 from service.tenants import changes

@@ -10,7 +10,8 @@ from sqlalchemy import ColumnElement, select, true
 from service import ids
 from service.api.context import Context
 from service.dashboard.sessions import Viewer
-from service.db.tables import Batch, File, Project
+from service.db.tables import Batch, File
+from service.db.tenant_tables import Project
 from service.tenants.keys import Caller
 
 

@@ -12,7 +12,7 @@ from sqlalchemy.ext.asyncio import AsyncSession
 
 from service.api.caller import check_local
 from service.api.context import InContext
-from service.db.tables import ApiKey, DashboardSession, Project, Role
+from service.db.tenant_tables import ApiKey, DashboardSession, Project, Role
 from service.errors import Forbidden
 from service.tenants.keys import Caller, caller_of, local_caller
 from service.tenants.rate import count_request

@@ -12,7 +12,8 @@ from service.api.context import Context, InContext
 from service.dashboard.render import page
 from service.dashboard.sessions import ChangesAsOperator, LooksInAsOperator, Viewer
 from service.db.moves import LIVE
-from service.db.tables import ApiKey, Batch, Project, Role, Tier
+from service.db.tables import Batch
+from service.db.tenant_tables import ApiKey, Project, Role, Tier
 from service.errors import NotFound, TenantError
 from service.tenants import changes
 

@@ -27,7 +27,8 @@ from service.dashboard.schedule import drawing, stretches
 from service.dashboard.sessions import LooksIn, LooksInAsAdmin, LooksInAsOperator, Viewer
 from service.dashboard.standings import next_batches, standings
 from service.db.moves import LIVE, TERMINAL
-from service.db.tables import AuditEvent, Batch, BatchStatus, File, Model, Project
+from service.db.tables import Batch, BatchStatus, File, Model
+from service.db.tenant_tables import AuditEvent, Project
 from service.endpoints import ENDPOINTS
 from service.errors import NotFound, Unavailable
 from service.jobs.historian import summed

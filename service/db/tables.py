@@ -1,4 +1,8 @@
-"""Defines the tables. Times are unix seconds; a request is never a row: it is in the batch's index object."""
+"""Defines the tables of the work: files, batches, slices, webhooks, models, and who runs them.
+
+Times are unix seconds. A request is never a row: it is in the batch's index object. Projects and keys are in
+`tenant_tables.py`.
+"""
 
 from enum import StrEnum
 from typing import Any
@@ -18,7 +22,6 @@ from sqlalchemy import (
     false,
     literal,
     text,
-    true,
 )
 from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
 
@@ -74,56 +77,8 @@ class UploadStatus(StrEnum):
     EXPIRED = "expired"
 
 
-class Role(StrEnum):
-    USER = "user"  # may use files, uploads and batches of its project
-    ADMIN = "admin"  # may also use its webhooks
-    MONITOR = "monitor"  # may read metrics of the service and its workers, but nothing of any project
-    OPERATOR = "operator"  # may use workers, metrics and, in the dashboard, all projects, keys and quotas
-
-
 class Base(DeclarativeBase):
     pass
-
-
-class Tier(StrEnum):
-    """The classes of online requests, by OpenAI's service tiers; the strongest first."""
-
-    PRIORITY = "priority"
-    DEFAULT = "default"
-    FLEX = "flex"
-
-
-class Project(Base):
-    """A project, which owns files and batches. Without a quota (null) only the deployment's limits apply."""
-
-    __tablename__ = "projects"
-
-    id: Mapped[str] = mapped_column(String(64), primary_key=True)
-    name: Mapped[str] = mapped_column(String(128), unique=True)
-    weight: Mapped[float] = mapped_column(Float(53), default=1.0)  # share of the work, relative to waiting projects
-    max_enqueued_tokens: Mapped[int | None] = mapped_column(BigInteger)  # prompt tokens of unfinished batches
-    max_batches: Mapped[int | None] = mapped_column(BigInteger)  # unfinished ones
-    max_bytes: Mapped[int | None] = mapped_column(BigInteger)  # of files, pending uploads and indexes
-    max_requests_per_minute: Mapped[int | None] = mapped_column(BigInteger)  # to the API
-    tier: Mapped[Tier] = mapped_column(String(16), default=Tier.DEFAULT, server_default=Tier.DEFAULT)  # the strongest
-    remembers_lengths: Mapped[bool] = mapped_column(Boolean, default=True, server_default=true())
-    created_at: Mapped[int] = mapped_column(BigInteger)
-
-
-class ApiKey(Base):
-    """An API key: shown once, when it is created; only its digest is stored."""
-
-    __tablename__ = "api_keys"
-
-    id: Mapped[str] = mapped_column(String(64), primary_key=True)
-    project_id: Mapped[str] = mapped_column(ForeignKey("projects.id"))
-    name: Mapped[str] = mapped_column(String(128))
-    role: Mapped[Role] = mapped_column(String(16))
-    tier: Mapped[Tier | None] = mapped_column(String(16))  # null: the project's
-    digest: Mapped[str] = mapped_column(String(64), unique=True)
-    created_at: Mapped[int] = mapped_column(BigInteger)
-    expires_at: Mapped[int | None] = mapped_column(BigInteger)
-    revoked_at: Mapped[int | None] = mapped_column(BigInteger)
 
 
 class LengthProfile(Base):
@@ -137,30 +92,6 @@ class LengthProfile(Base):
     model: Mapped[str] = mapped_column(String(512))
     profile: Mapped[str] = mapped_column(Text)  # engine_ext.plan.memory.Profile.text
     seen_at: Mapped[int] = mapped_column(BigInteger)
-
-
-class AuditEvent(Base):
-    """A line of the audit log: who changed what. It is written in the transaction of the change."""
-
-    __tablename__ = "audit_events"
-
-    seq: Mapped[int] = mapped_column(RowId, primary_key=True)
-    at: Mapped[int] = mapped_column(BigInteger)
-    project_id: Mapped[str] = mapped_column(String(64), index=True)
-    actor: Mapped[str] = mapped_column(String(64))  # id of the key, or how the caller came without one
-    action: Mapped[str] = mapped_column(String(64))
-    object_id: Mapped[str] = mapped_column(String(64))
-    detail: Mapped[str] = mapped_column(String(512), default="", server_default="")  # what changed, in words
-
-
-class DashboardSession(Base):
-    """A browser session that was opened with a key and ends with it. `digest`: of the token in its cookie."""
-
-    __tablename__ = "dashboard_sessions"
-
-    digest: Mapped[str] = mapped_column(String(64), primary_key=True)
-    key_id: Mapped[str] = mapped_column(String(64))
-    expires_at: Mapped[int] = mapped_column(BigInteger)
 
 
 class DrainedWorker(Base):

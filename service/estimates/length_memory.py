@@ -13,7 +13,8 @@ from sqlalchemy.ext.asyncio import AsyncSession
 from engine_ext.errors import InputError
 from engine_ext.plan.memory import Keys, Profile, learn
 from service.db.sessions import Database
-from service.db.tables import Batch, LengthProfile, Project
+from service.db.tables import Batch, LengthProfile
+from service.db.tenant_tables import Project
 from service.objects.request_index import RequestIndex
 from service.objects.storage import Storage
 

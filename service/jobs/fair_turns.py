@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from sqlalchemy import ColumnElement, exists, select
 
 from service.db.sessions import Database
-from service.db.tables import Batch, Project
+from service.db.tables import Batch
+from service.db.tenant_tables import Project
 from service.jobs.desk import Desk
 
 MOST_KNOWN = 10_000

@@ -12,7 +12,8 @@ from sqlalchemy.ext.asyncio import AsyncSession
 
 from engine_ext.plan.pools import HOUR_S
 from service.db.sessions import Database
-from service.db.tables import Batch, BatchStatus, Project, SliceBatch, SliceStatus, fixed
+from service.db.tables import Batch, BatchStatus, SliceBatch, SliceStatus, fixed
+from service.db.tenant_tables import Project
 from service.jobs.fair_window import Span, fill
 from service.settings import Settings
 

@@ -9,7 +9,6 @@ from service.db.clock import DAY_S
 from service.db.moves import LIVE
 from service.db.sessions import Database
 from service.db.tables import (
-    AuditEvent,
     Batch,
     File,
     LengthProfile,
@@ -20,6 +19,7 @@ from service.db.tables import (
     WebhookDelivery,
     Window,
 )
+from service.db.tenant_tables import AuditEvent
 from service.objects.storage import Storage, file_key
 
 # An object that no row refers to yet may belong to a row that is about to be committed.

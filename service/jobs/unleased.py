@@ -10,7 +10,8 @@ from sqlalchemy.ext.asyncio import AsyncSession
 
 from service.db.moves import rows_changed
 from service.db.sessions import Database
-from service.db.tables import Batch, BatchStatus, Project, Slice, SliceBatch, SliceStatus, Window, fixed
+from service.db.tables import Batch, BatchStatus, Slice, SliceBatch, SliceStatus, Window, fixed
+from service.db.tenant_tables import Project
 from service.jobs.fair_window import Span
 from service.objects.plan_artifact import PlanArtifact
 from service.objects.storage import Storage

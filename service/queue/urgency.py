@@ -15,7 +15,8 @@ from sqlalchemy.ext.asyncio import AsyncSession
 
 from engine_ext.plan.pools import POOLS_S
 from service.db.sessions import Database
-from service.db.tables import Batch, BatchStatus, Model, Project, Slice, SliceBatch, SliceStatus, fixed
+from service.db.tables import Batch, BatchStatus, Model, Slice, SliceBatch, SliceStatus, fixed
+from service.db.tenant_tables import Project
 from service.queue.announcements import Ready
 
 MOST_PROJECTS = 64  # considered in one round; the next round begins after them

@@ -2,7 +2,7 @@
 
 from sqlalchemy.ext.asyncio import AsyncSession
 
-from service.db.tables import AuditEvent
+from service.db.tenant_tables import AuditEvent
 from service.tenants.keys import Caller
 
 

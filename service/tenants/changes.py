@@ -11,7 +11,7 @@ from sqlalchemy.ext.asyncio import AsyncSession
 from service import ids
 from service.db.clock import DAY_S
 from service.db.moves import rows_changed
-from service.db.tables import ApiKey, Project, Role, Tier
+from service.db.tenant_tables import ApiKey, Project, Role, Tier
 from service.errors import TenantError
 from service.estimates.length_memory import forget
 from service.tenants import audit

@@ -8,7 +8,8 @@ from sqlalchemy import select
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from service import ids
-from service.db.tables import DEFAULT_PROJECT, ApiKey, Project, Role, Tier
+from service.db.tables import DEFAULT_PROJECT
+from service.db.tenant_tables import ApiKey, Project, Role, Tier
 
 PREFIX = "bw-"
 

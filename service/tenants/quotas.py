@@ -4,7 +4,8 @@ from sqlalchemy import ColumnElement, func, select
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from service.db.moves import LIVE
-from service.db.tables import Batch, BatchStatus, File, Project, Upload, UploadStatus
+from service.db.tables import Batch, BatchStatus, File, Upload, UploadStatus
+from service.db.tenant_tables import Project
 from service.errors import PayloadTooLarge, QuotaReached
 
 BATCH_RETRY_S = 60  # when it is worth trying again

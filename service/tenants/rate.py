@@ -6,7 +6,7 @@ import structlog
 from redis.asyncio import Redis
 from redis.exceptions import RedisError
 
-from service.db.tables import Project
+from service.db.tenant_tables import Project
 from service.errors import QuotaReached
 from service.queue import keys
 

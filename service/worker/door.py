@@ -13,7 +13,7 @@ import msgspec
 import structlog
 from aiohttp import web
 
-from service.db.tables import Tier
+from service.db.tenant_tables import Tier
 from service.endpoints import BY_PATH, ONLINE
 from service.queue.trust import REQUEST_ID, TIER
 from service.worker.slice_run import EngineAnswer

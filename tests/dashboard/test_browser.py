@@ -9,7 +9,8 @@ import pytest
 from playwright.async_api import Page, expect
 
 from service.dashboard.views import TICK_S
-from service.db.tables import DEFAULT_PROJECT, Role
+from service.db.tables import DEFAULT_PROJECT
+from service.db.tenant_tables import Role
 from service.jobs.historian import Historian
 from service.settings import Settings
 from service.tenants.keys import new_key

@@ -5,7 +5,8 @@ import re
 import httpx
 
 from service.db.sessions import Database
-from service.db.tables import DEFAULT_PROJECT, Project, Role
+from service.db.tables import DEFAULT_PROJECT
+from service.db.tenant_tables import Project, Role
 from service.tenants.keys import new_key
 from tests.integration.house import House
 

@@ -18,7 +18,8 @@ from sqlalchemy import select, update
 from service.api import connections
 from service.api.plain_text import MOST_MEMBERS
 from service.dashboard import answers
-from service.db.tables import DEFAULT_PROJECT, Batch, BatchStatus, Project
+from service.db.tables import DEFAULT_PROJECT, Batch, BatchStatus
+from service.db.tenant_tables import Project
 from service.jobs.finalizer import _by_bytes  # pyright: ignore[reportPrivateUsage]
 from service.jobs.validator import GIVEN_UP, MOST_DEATHS, MOST_ERROR_BYTES
 from service.objects.storage import ANSWERS_RESERVE, Room, Storage

@@ -6,7 +6,8 @@ import httpx
 import pytest
 from sqlalchemy import select, update
 
-from service.db.tables import DEFAULT_PROJECT, ApiKey, AuditEvent, Project, Role
+from service.db.tables import DEFAULT_PROJECT
+from service.db.tenant_tables import ApiKey, AuditEvent, Project, Role
 from service.settings import Settings
 from tests.conftest import Clock
 from tests.integration.browsing import PAGES, csrf_of, key_of_another_project, make_key, sign_in

@@ -16,7 +16,8 @@ from service import ids
 from service.api import connections
 from service.api.connections import protocol
 from service.app import create_app
-from service.db.tables import DEFAULT_PROJECT, Batch, Project, WebhookDelivery, WebhookEndpoint
+from service.db.tables import DEFAULT_PROJECT, Batch, WebhookDelivery, WebhookEndpoint
+from service.db.tenant_tables import Project
 from service.jobs.fair_turns import FairTurns
 from service.jobs.webhooks import Webhooks
 from service.queue.leases import Leases

@@ -10,7 +10,8 @@ from sqlalchemy.ext.asyncio import AsyncSession
 from engine_ext.arrays import Column
 from engine_ext.plan.memory import FEWEST, Keys, Profile, learn
 from service.db.clock import DAY_S
-from service.db.tables import DEFAULT_PROJECT, Batch, LengthProfile, Project
+from service.db.tables import DEFAULT_PROJECT, Batch, LengthProfile
+from service.db.tenant_tables import Project
 from service.estimates import length_memory
 from service.jobs.sweeper import KEEP_LENGTHS_S
 from service.objects.request_index import RequestIndex

@@ -15,7 +15,8 @@ import pytest
 from sqlalchemy import delete, update
 
 from service.api import remembered
-from service.db.tables import DEFAULT_PROJECT, ApiKey, DrainedWorker, Model, Project, Role, Tier
+from service.db.tables import DEFAULT_PROJECT, DrainedWorker, Model
+from service.db.tenant_tables import ApiKey, Project, Role, Tier
 from service.queue.leases import Leases
 from service.queue.progress import Heartbeat
 from service.tenants.keys import new_key

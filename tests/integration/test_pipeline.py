@@ -8,7 +8,8 @@ import pytest
 from sqlalchemy import func, select, update
 
 from service.cli.start import log_to
-from service.db.tables import Batch, BatchStatus, Model, Project, Slice, Window
+from service.db.tables import Batch, BatchStatus, Model, Slice, Window
+from service.db.tenant_tables import Project
 from service.jobs.planner import Planner
 from service.objects.plan_artifact import PlanArtifact
 from service.objects.request_index import RequestIndex

@@ -11,7 +11,8 @@ import pytest
 from sqlalchemy import func, select
 from sqlalchemy.ext.asyncio import AsyncSession
 
-from service.db.tables import AuditEvent, BatchStatus, Model, Slice, SliceStatus, WebhookDelivery
+from service.db.tables import BatchStatus, Model, Slice, SliceStatus, WebhookDelivery
+from service.db.tenant_tables import AuditEvent
 from service.jobs.sweeper import KEEP_AUDIT_S, KEEP_DELIVERIES_S
 from service.objects.shards import Answer, Shard, Usage
 from service.objects.storage import CLOCK_KEY, file_key

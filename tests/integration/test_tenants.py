@@ -10,7 +10,8 @@ import pytest
 from sqlalchemy import select, update
 
 from service.db.sessions import Database
-from service.db.tables import DEFAULT_PROJECT, ApiKey, AuditEvent, Batch, BatchStatus, Project, Role
+from service.db.tables import DEFAULT_PROJECT, Batch, BatchStatus
+from service.db.tenant_tables import ApiKey, AuditEvent, Project, Role
 from service.errors import SettingsError
 from service.settings import Settings, load_settings
 from service.tenants.keys import new_key
