@@ -45,6 +45,7 @@ from engine_ext.scan.slowness import Slowness, step_s
 from engine_ext.scan.state import NO_REQUEST, State, StepCosts
 from engine_ext.scan.sweep import right_share
 from engine_ext.scan.twins import Twins
+from engine_ext.scan.untold import Untold
 
 REMEMBERED = 4096  # ended requests that are kept to estimate similar ones
 MOVES_HEADS = {PUT_BACK, RETRACTED, TAKEN_BACK, WITHDRAWN}
@@ -95,7 +96,7 @@ class LiveScan:
     _heads_moved: bool = False  # since then
     _added: list[Added] = field(default_factory=list[Added])
     _events: list[Event] = field(default_factory=list[Event])  # since the last plan was begun; requests by number
-    _untold: list[Event] = field(default_factory=list[Event])  # what the scan does not know yet
+    _untold: Untold = field(default_factory=Untold)  # what the scan does not know yet
     _new: int = 0  # waiting requests that the scan does not have
     _newest: int = 0  # those of them that the plan that is being made does not have either
     _begun: int = 0  # plans
@@ -298,12 +299,12 @@ class LiveScan:
         event = (kind, member.number, value)
         self._heads_moved |= kind in MOVES_HEADS
         self._events.append(event)
-        self._untold.append(event)
+        self._untold.add(event)
 
     def _tell(self) -> None:
         """Tell the scan what happened since it last decided."""
-        if self._scan is not None and self._plan is not None and self._untold:
-            self._scan.tell(table_of(self._untold, self._plan.places))
+        if self._scan is not None and self._plan is not None and self._untold.events:
+            self._scan.tell(table_of(self._untold.events, self._plan.places))
         self._untold.clear()
 
     def _wait_for_plan(self, member: Member) -> None:
@@ -379,13 +380,13 @@ class LiveScan:
         scan = self._scan
         assert scan is not None
         kept: list[int] = []
-        held: list[Member] = []
+        held: list[int] = []
         self._twins.step_begins()
         for place in places:
             side, member = int(scan.state.requests[place].side), self._at(place)
             assert member is not None
             if self._twins.has_to_wait(member, side, self.cached):
-                held.append(member)
+                held.append(member.number)
                 continue
             self._twins.admit(member, side)
             member.runs = True
@@ -394,8 +395,9 @@ class LiveScan:
                 self.expected_cached += self._shared(member)
             kept.append(member.key)
         # The scan has admitted them; a plan that is being made never hears of it.
-        self._untold += [(PUT_BACK, member.number, 0) for member in reversed(held)]
         if held:
+            assert self._plan is not None
+            self._untold.hold(self._plan.numbers[places].tolist(), held)
             self._heads_moved = True
             scan.come_soon()
         return kept
