@@ -1,4 +1,4 @@
-"""The network between a process and PostgreSQL: a relay that a test can freeze, or have lose what runs through it."""
+"""The network between a process and a server: a relay that a test can freeze, or have lose what runs through it."""
 
 import contextlib
 import socket
@@ -14,11 +14,11 @@ def socket_of(database_url: str) -> str:
 
 
 class Wire:
-    """Listens on loopback and passes all on to a socket of PostgreSQL."""
+    """Listens on an address of this machine and passes all on to a server's Unix socket."""
 
-    def __init__(self, postgres_socket: str) -> None:
-        self._postgres_socket = postgres_socket
-        self._listener = socket.create_server(("127.0.0.1", 0))
+    def __init__(self, server_socket: str, host: str = "127.0.0.1") -> None:
+        self._server_socket = server_socket
+        self._listener = socket.create_server((host, 0))
         self._flows = threading.Event()
         self._flows.set()
         self._lost: set[socket.socket] = set()
@@ -56,7 +56,7 @@ class Wire:
                 self._flows.wait()
                 there = socket.socket(socket.AF_UNIX)
                 try:
-                    there.connect(self._postgres_socket)
+                    there.connect(self._server_socket)
                 except OSError:  # the server is away: so the client hears
                     here.close()
                     continue

@@ -101,11 +101,11 @@ class Town:
 
     @classmethod
     @asynccontextmanager
-    async def open(cls, folder: Path) -> AsyncGenerator["Town"]:
-        """Run Redis, the database and the jobs of the planner in `folder`, which `variables` names."""
+    async def open(cls, folder: Path, **more: Any) -> AsyncGenerator["Town"]:
+        """Run Redis and the jobs of the planner in `folder`, which `variables` names; `more`: other settings."""
         with redis_server(folder):
             source = str(ensure_demo_model(folder / "model", corpus()))
-            settings = load_settings(model=source)
+            settings = load_settings(model=source, **more)
             await asyncio.to_thread(upgrade, settings.database)
             database, redis = Database(settings.database), open_redis(settings.redis)
             town = cls(settings, database, Storage.open(settings.storage), redis, SharedClock(database), source)

@@ -1,7 +1,7 @@
 """A real worker with an engine that stands in, as a process of its own: what a fleet of these tests starts.
 
-A prompt says how long its answer takes: "number,seconds". The variable TEST_FAULT makes it end at its start, and a file
-`hold` in the service's folder lets no request begin.
+A prompt says how long its answer takes: "number,seconds", and the variable TEST_SLOWNESS how many times as long here.
+TEST_FAULT makes it end at its start, and a file `hold` in the service's folder lets no request begin.
 """
 
 import asyncio
@@ -48,7 +48,10 @@ def main() -> None:
         clock = SharedClock(database)
         await clock.sync()
         await register_model(database, settings, 8192, ["/v1/chat/completions"], {"gpu": settings.gpu, "tp": 1})
-        engine = HeldEngine(AT_ONCE, lambda prompt: float(prompt.split(",")[1]), hold=settings.data_dir / "hold")
+        slowness = float(os.environ.get("TEST_SLOWNESS", "1"))
+        engine = HeldEngine(
+            AT_ONCE, lambda prompt: slowness * float(prompt.split(",")[1]), hold=settings.data_dir / "hold"
+        )
         await Worker(database, storage, redis, engine, settings, clock, 2 * AT_ONCE).run(stop)
 
     asyncio.run(run_role(settings, work if settings.node_rank == 0 else follow))
