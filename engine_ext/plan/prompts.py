@@ -1,5 +1,6 @@
 """Holds the prompts of a window as arrays, so that a million of them are a few objects."""
 
+import zlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -10,6 +11,18 @@ from engine_ext.errors import InputError, SegmentError
 
 TokenIds = NDArray[np.uint32]
 Segment = tuple[str | int, int]
+
+
+_NO_TOKEN = 1 << 31  # no vocabulary is so large
+
+
+def first_token(token: int, space: str) -> int:
+    """Return what stands for the first token of a prompt whose KV cache only those of the same space share.
+
+    `space`: such as the name of a LoRA adapter. With it in its place, prompts of different spaces have no prefix in
+    common, and those of one space have what they had.
+    """
+    return token ^ (zlib.crc32(space.encode()) | _NO_TOKEN)
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,6 +5,7 @@ from typing import Any
 
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
+from engine_ext.plugin.cpu import adapters as adapters_cpu
 from engine_ext.plugin.cpu import attention as attention_cpu
 from engine_ext.plugin.cpu import grammar as grammar_cpu
 from engine_ext.plugin.cpu import groups as groups_cpu
@@ -48,7 +49,8 @@ def hooks() -> list[tuple[str, Callable[..., Any], HookType]]:
         if options.emulated is Emulation.VIRTUAL:
             found += arrivals.HOOKS
     if not gpu_is_present():
-        found += [*attention_cpu.HOOKS, *grammar_cpu.HOOKS, *groups_cpu.HOOKS, *host_kv_cpu.HOOKS]
+        for module in (adapters_cpu, attention_cpu, grammar_cpu, groups_cpu, host_kv_cpu):
+            found += module.HOOKS
     return found
 
 

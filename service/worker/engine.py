@@ -6,7 +6,7 @@ from typing import Any
 
 from service.estimates.model_costs import measured_overlap, planning_costs
 from service.estimates.slo_file import read_slo_file
-from service.settings import Settings
+from service.settings import Settings, source_of
 from service.worker.nodes import Nodes
 
 
@@ -43,11 +43,21 @@ def make_engine(
         else "starts the engine and compiles the scan, which takes about a minute the first time"
     )
     nodes = Nodes.of(settings)
-    arguments = {**settings.engine_args, **({} if nodes is None else nodes.engine_args)}
+    arguments = with_adapters(settings, {**settings.engine_args, **({} if nodes is None else nodes.engine_args)})
     if on_fault is not None:
         arguments["custom_sigquit_handler"] = on_fault
     args = (settings.model_source, settings.served_model, arguments)
     return EngineHost(*args, options, overlap, settings.step_limit_s)
+
+
+def with_adapters(settings: Settings, arguments: dict[str, Any]) -> dict[str, Any]:
+    """Return SGLang's arguments with those that load the model's adapters, if it has any."""
+    if not settings.adapters:
+        return arguments
+    named = [
+        {"lora_name": name, "lora_path": source_of(given), "pinned": False} for name, given in settings.adapters.items()
+    ]
+    return {**arguments, "lora_paths": named}
 
 
 def possible_overlaps(settings: Settings) -> list[str]:

@@ -23,6 +23,7 @@ from engine_ext.costs.cost import CostModel
 from engine_ext.costs.engine_model import Clock, EngineModel
 from engine_ext.plan.buckets import LONGEST
 from engine_ext.plan.lengths import UNKNOWN
+from engine_ext.plan.prompts import first_token
 from engine_ext.plugin.marks import KIND, LENGTHS, UNTOLD, due_of, profile_of
 from engine_ext.plugin.options import Emulation, Overlap, handed_over
 from engine_ext.plugin.scheduler import emulated
@@ -118,7 +119,9 @@ class Admission:
         # One batch may hold several tasks, which often differ in max_tokens.
         alike = f"{params.custom_params[KIND]} {cap.bit_length()}"
         kind = self.kinds.setdefault(alike, len(self.kinds))
-        prompt = np.asarray(req.origin_input_ids, dtype=np.uint32)
+        prompt = np.array(req.origin_input_ids, dtype=np.uint32)
+        if req.extra_key and len(prompt):  # SGLang's name for what shares no cache with others, such as an adapter's
+            prompt[0] = first_token(int(prompt[0]), req.extra_key)
         apart = self.overlap.mixes and bool(req.return_logprob)
         profile = profile_of(params.custom_params.get(LENGTHS))
         self.scan.add(member.key, prompt, cap, known, kind, due_of(params.custom_params), apart, profile)

@@ -14,6 +14,7 @@ from sglang.srt.plugins.hook_registry import HookType
 from engine_ext.arrays import Bools
 from engine_ext.plugin.options import Overlap
 from engine_ext.plugin.scheduler import foresight, host_copies, online, preemption, pulse_hooks, resting, withdrawals
+from engine_ext.plugin.scheduler.adapters import waits_for_adapter
 from engine_ext.plugin.scheduler.admission import Admission, admission_of
 from engine_ext.plugin.scheduler.beside import Allowed
 from engine_ext.plugin.scheduler.online import Demand, is_ours, length
@@ -157,7 +158,8 @@ def _step(ours: Admission, scheduler: Any, running: Any, ask_sglang: Callable[[]
     if others:
         ours.note_online(others, scheduler.waiting_queue)
     taken = [req for req in candidates if req not in left]
-    first_blocks = not taken and not scheduler.waiting_queue  # else it is an online request that SGLang did not take
+    # Else it is an online request that SGLang did not take, or an adapter that has no place yet.
+    first_blocks = not (taken or scheduler.waiting_queue or waits_for_adapter(scheduler, candidates, running, batch))
     ours.note_refused([req for req in candidates if req in left], first_blocks)
     ours.note_admitted(taken)
     ours.reuse.note(batch, continued, ours.running)

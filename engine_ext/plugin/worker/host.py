@@ -64,6 +64,7 @@ CPU_DEFAULTS: dict[str, Any] = {
     "dtype": "bfloat16",
     "sampling_backend": "pytorch",
     "disable_cuda_graph": True,
+    "lora_backend": "torch_native",
     "max_total_tokens": 65536,
     "max_running_requests": 64,
     "chunked_prefill_size": 4096,

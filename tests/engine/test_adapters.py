@@ -1,0 +1,96 @@
+"""LoRA adapters in real SGLang under the dual scan: each answers as the model with its weights merged would."""
+
+import asyncio
+import json
+from collections.abc import Generator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from service.demo.model import NAME, ensure_demo_model
+from service.demo.prompts import corpus
+from service.settings import load_settings
+from service.worker.engine import with_adapters
+from tests.adapters import make_adapter, merged
+from tests.engine.conftest import RealEngine, running_engine
+
+SEEDS = {"a": 1, "b": 2, "c": 3}
+MODELS = [NAME, *(f"{NAME}:{each}" for each in SEEDS)]
+PROMPTS = [[0, 100 + 7 * n, 900, 41 + n, 77] for n in range(12)]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("adapters")
+
+
+@pytest.fixture(scope="module")
+def engine(folder: Path) -> Generator[RealEngine, None, None]:
+    """An engine with room for two of its four models at a time."""
+    model = ensure_demo_model(folder / "demo", corpus())
+    paths = {name: str(make_adapter(folder / name, seed)) for name, seed in SEEDS.items()}
+    settings = load_settings(model=str(model), adapters=paths)
+    arguments = with_adapters(settings, {"max_running_requests": 32, "max_loras_per_batch": 2})
+    with running_engine(model, NAME, arguments) as running:
+        yield running
+
+
+async def ask(engine: RealEngine, model: str, prompt: list[int], number: int, tokens: int = 1) -> dict[str, Any]:
+    body = {"model": model, "prompt": prompt, "max_tokens": tokens, "temperature": 0, "ignore_eos": True}
+    answer = await engine.host.run("/v1/completions", body, f"cmpl-{number:032x}", "kind")
+    assert answer.status_code == 200, answer.body
+    return json.loads(answer.body)
+
+
+def firsts(model: Path) -> list[str]:
+    """The first token that Transformers answers each prompt with."""
+    from tokenizers import Tokenizer
+
+    tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
+    network = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    with torch.no_grad():
+        found = network(torch.tensor(PROMPTS)).logits[:, -1].argmax(-1)
+    return [tokenizer.decode([token]) for token in found.tolist()]
+
+
+def test_an_adapter_answers_as_its_merged_weights_do(engine: RealEngine, folder: Path) -> None:
+    async def run(name: str) -> list[str]:
+        answers = [await ask(engine, f"{NAME}:{name}", prompt, n) for n, prompt in enumerate(PROMPTS)]
+        return [each["choices"][0]["text"] for each in answers]
+
+    base = firsts(engine.model)
+    for name, seed in SEEDS.items():
+        wanted = firsts(merged(engine.model, folder / f"merged-{name}", seed))
+        found = engine.do(run(name))
+        agreeing = sum(mine == theirs for mine, theirs in zip(found, wanted, strict=True))
+        assert agreeing >= 10, f"{found} of {name}, not {wanted}"  # bfloat16 may tip a near tie
+        assert sum(mine == theirs for mine, theirs in zip(found, base, strict=True)) < 6
+
+
+def test_more_adapters_than_fit_at_once_are_all_answered_and_share_no_cache(engine: RealEngine) -> None:
+    beginning = list(range(200, 456))
+
+    async def run() -> dict[str, list[dict[str, Any]]]:
+        asked = [(model, n) for n in range(8) for model in MODELS]
+        answers = await asyncio.gather(
+            *(ask(engine, model, [*beginning, 1000 + n], 100 * n + i, 6) for i, (model, n) in enumerate(asked))
+        )
+        found: dict[str, list[dict[str, Any]]] = {model: [] for model in MODELS}
+        for (model, _), answer in zip(asked, answers, strict=True):
+            found[model].append(answer)
+        return found
+
+    async def alone(model: str, n: int) -> str:
+        return (await ask(engine, model, [*beginning, 1000 + n], 10_000 + n, 6))["choices"][0]["text"]
+
+    found = engine.do(run())
+    texts = {model: [each["choices"][0]["text"] for each in answers] for model, answers in found.items()}
+    assert len({tuple(each) for each in texts.values()}) == len(MODELS), "each adapter has answers of its own"
+    for model, answers in found.items():
+        assert [engine.do(alone(model, n)) for n in range(8)] == texts[model]
+        cached = [(each["usage"]["prompt_tokens_details"] or {}).get("cached_tokens", 0) for each in answers]
+        # Once for each of the scan's ends at most, and not once for each request.
+        assert 1 <= sum(tokens < len(beginning) for tokens in cached) <= 2, f"{cached} of {model}"
