@@ -29,6 +29,7 @@ from service.metrics.queue import figures
 from service.objects.storage import Storage
 from service.queue.connection import open_redis
 from service.queue.leases import owners_of_expired, shorten_absurd
+from service.queue.progress import Heartbeat
 from service.queue.urgency import Turns, waiting_models
 from service.settings import load_settings
 from tests.conftest import new_postgres_database
@@ -65,14 +66,13 @@ async def measure(kind: str, url: str, folder: Path, pid: int | None, slices: in
     await fill(database, slices, batches, int(now))
     settings = load_settings(database_url=url, data_dir=folder / kind)
     storage = Storage.open(settings.storage)
+    redis = open_redis("unix:///nowhere.sock")  # the planner then plans for one worker
     looks: dict[str, Callable[[], Awaitable[object]]] = {
         "GET of a batch": lambda: get(database),
         "estimates, every 2 s for all GETs": lambda: outlook(database),
         "reconciler": lambda: reconcile(database, now),
-        "validator": Validator(database, storage, settings, time.time).run_once,
-        "planner": Planner(
-            database, storage, settings, time.time, open_redis("unix:///nowhere.sock")
-        ).run_once,  # one worker
+        "validator": Validator(database, storage, settings, time.time, Heartbeat(redis)).run_once,
+        "planner": Planner(database, storage, settings, time.time, redis).run_once,
         "finalizer": Finalizer(database, storage, time.time).run_once,
         "expiry": Expiry(database, storage, time.time).run_once,
         "/metrics": lambda: scrape(database, now),

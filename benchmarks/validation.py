@@ -24,6 +24,8 @@ from service.demo.model import ensure_demo_model
 from service.demo.prompts import corpus
 from service.jobs.validator import Validator
 from service.objects.storage import Storage, file_key
+from service.queue.connection import open_redis
+from service.queue.progress import Heartbeat
 from service.requests.lines import MAX_ERRORS, LineChecker
 from service.settings import Settings
 
@@ -86,7 +88,7 @@ async def validate(storage: Storage, settings: Settings, folder: Path, size: int
                 expires_at=1 << 40,
             )
         )
-    await Validator(database, storage, settings, time.time).run_once()
+    await Validator(database, storage, settings, time.time, Heartbeat(open_redis(settings.redis))).run_once()
     async with database.read() as session:
         batch = (await session.scalars(select(Batch))).one()
         assert batch.status == BatchStatus.IN_PROGRESS, batch.errors

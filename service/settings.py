@@ -9,13 +9,14 @@ from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import AliasChoices, Field, ValidationError
+from pydantic import AliasChoices, Field, StringConstraints, ValidationError
 from pydantic_settings import BaseSettings, SettingsConfigDict
 from pydantic_settings import SettingsError as PydanticSettingsError
 
 from service.errors import SettingsError
 
 DEMO_MODEL = "demo"
+AdapterName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9._-]{1,128}$")]
 # Variables of the command line, and one that a worker passes to its engine.
 NOT_SETTINGS = {"BATCHWEAVE_URL", "BATCHWEAVE_API_KEY", "BATCHWEAVE_SCHEDULER"}
 
@@ -50,6 +51,10 @@ class Settings(BaseSettings):
 
     model: str = Field(DEMO_MODEL, description="'demo', a local path, or a hub id")
     model_name: str | None = Field(None, description="name that requests use; default: the hub id or folder name")
+    adapters: dict[AdapterName, str] = Field(
+        default_factory=dict,
+        description='LoRA adapters of the model, as JSON: {"name": "folder or hub id"}; requests use "model:name"',
+    )
     engine_args: dict[str, Any] = Field(default_factory=dict, description="SGLang server arguments, as JSON")
     gpu: str = Field("h200", description="GPU that plans assume: a preset or a calibration's .json file")
     scheduling: Literal["dual-scan", "sglang"] = Field(
@@ -134,6 +139,10 @@ class Settings(BaseSettings):
     )
     webhook_private: bool = Field(False, description="allow webhooks to private addresses and without TLS")
 
+    unserved: Literal["wait", "refuse"] = Field(
+        "wait",
+        description="what becomes of a new batch if no worker serves its model or is starting: it waits, or fails",
+    )
     max_batches: int = Field(1000, ge=1, description="most unfinished batches of a project without its own quota")
     allow_patterns: bool = Field(
         False,
@@ -223,7 +232,17 @@ class Settings(BaseSettings):
         """The local path or hub id of the model's files."""
         if self.model == DEMO_MODEL:
             return str((self.data_dir / "demo-model").resolve())
-        return str(Path(self.model).resolve()) if Path(self.model).exists() else self.model
+        return source_of(self.model)
+
+    @cached_property
+    def served_models(self) -> list[str]:
+        """The names that requests use for the model and for each of its adapters."""
+        return [self.served_model, *(f"{self.served_model}:{each}" for each in self.adapters)]
+
+
+def source_of(given: str) -> str:
+    """Return a folder's whole path, and a hub id as it is."""
+    return str(Path(given).resolve()) if Path(given).exists() else given
 
 
 def variable(field: str) -> str:
@@ -257,6 +276,15 @@ def check_names() -> None:
             raise SettingsError(f"{name} is not a setting" + (f": did you mean {nearest[0]}?" if nearest else "."))
 
 
+def _check_model(settings: Settings) -> None:
+    """Check how requests name the model and its adapters. Raises SettingsError."""
+    if ":" in settings.served_model:
+        message = f"requests cannot name a model {settings.served_model!r}: what follows a colon names an adapter"
+        raise SettingsError(f"BATCHWEAVE_MODEL_NAME: {message}. Give the model another name.")
+    if "lora_paths" in settings.engine_args:
+        raise SettingsError("BATCHWEAVE_ENGINE_ARGS: lora_paths is not for here; set BATCHWEAVE_ADAPTERS instead.")
+
+
 def load_settings(**overrides: Any) -> Settings:
     """Read the settings; arguments that are not None override the environment. Raises SettingsError."""
     check_names()
@@ -269,6 +297,7 @@ def load_settings(**overrides: Any) -> Settings:
             raise SettingsError(f"{message}. Unset it, and create a key: batchweave keys create")
         if settings.online_host is not None and is_everywhere(settings.online_host):
             raise SettingsError("BATCHWEAVE_ONLINE_HOST: name the one address by which the API reaches this worker")
+        _check_model(settings)
         return settings
     except ValidationError as error:
         first = error.errors(include_url=False)[0]

@@ -16,6 +16,7 @@ from service.api.caller import CalledOnline
 from service.api.context import Context, InContext
 from service.api.held import HeldBody
 from service.api.relay import PREFIX_BYTES, STREAM, OnlineRequest, Relay
+from service.db.models import ModelName
 from service.db.tenant_tables import Tier
 from service.endpoints import BY_PATH, ONLINE
 from service.errors import ApiError, BadRequest, NotFound, Unavailable
@@ -63,7 +64,9 @@ async def _read(request: Request, context: Context, caller: Caller, held: HeldBo
     await _check_model(context, asked, path)
     await context.relay.check(asked.digest)
     tier = caller.tier(asked.tier)
-    return OnlineRequest(path, asked.model, tier, asked.prefix, raw, asked.digest, request.state.request_id)
+    return OnlineRequest(
+        path, ModelName.of(asked.model).base, tier, asked.prefix, raw, asked.digest, request.state.request_id
+    )
 
 
 class Asked(NamedTuple):

@@ -6,6 +6,7 @@ from typing import Any, Generic, Literal, TypeVar
 from pydantic import BaseModel, Field
 
 from service import ids
+from service.db.models import ModelName
 from service.db.tables import Batch, BatchStatus, File, OutputOrder, Upload, UploadStatus
 from service.estimates.preview import Preview
 from service.estimates.standing import Standing, work_of
@@ -232,7 +233,7 @@ class BatchObject(BaseModel):
         return cls(
             id=batch.id,
             endpoint=batch.endpoint,
-            model=batch.model,
+            model=None if batch.model is None else str(ModelName(batch.model, batch.adapter)),
             errors=BatchErrors(data=[BatchError(**error) for error in batch.errors]) if batch.errors else None,
             input_file_id=batch.input_file_id,
             completion_window=batch.completion_window,

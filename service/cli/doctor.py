@@ -77,6 +77,7 @@ async def _all(settings: Settings) -> list[Finding]:
         ("redis", _redis),
         ("storage", _storage),
         ("model", _model),
+        ("adapters", _adapters),
         ("gpu", _gpu),
     ]
     found: list[Finding] = []
@@ -179,6 +180,19 @@ async def _model(settings: Settings) -> Finding:
     except CostsError as error:
         return Finding("model", "wrong", str(error), "Give a folder, or a hub id that this machine can download.")
     return Finding("model", "ok", f"{source} on the hub, served as {settings.served_model}")
+
+
+async def _adapters(settings: Settings) -> Finding:
+    advice = 'Set BATCHWEAVE_ADAPTERS to JSON such as {"name": "folder or hub id"}.'
+    if not settings.adapters:
+        return Finding("adapters", "ok", "none")
+    for name, given in settings.adapters.items():
+        is_folder = Path(given).is_dir()
+        if is_folder and not (Path(given) / "adapter_config.json").exists():
+            return Finding("adapters", "wrong", f"{name}: {given} has no adapter_config.json", advice)
+        if not is_folder and (given.startswith((".", "/", "~")) or given.count("/") != 1):
+            return Finding("adapters", "wrong", f"{name}: {given} is neither a folder nor a hub id", advice)
+    return Finding("adapters", "ok", ", ".join(settings.served_models[1:]))
 
 
 async def _gpu(settings: Settings) -> Finding:

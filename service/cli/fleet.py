@@ -83,7 +83,13 @@ async def _register(database: Database, spec: FleetSpec) -> None:
     """Write the models' rows, so that batches for them are accepted before their first engine has started."""
     for each in spec.models:
         gpu = each.settings.get("BATCHWEAVE_GPU")
-        own = load_settings(model=each.model or each.name, model_name=each.name, engine_args=each.all_args, gpu=gpu)
+        own = load_settings(
+            model=each.model or each.name,
+            model_name=each.name,
+            adapters=each.adapters,
+            engine_args=each.all_args,
+            gpu=gpu,
+        )
         try:
             machine = told_machine(own)
         except CostsError as error:  # the calibration's file is on the machines only

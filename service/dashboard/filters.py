@@ -9,6 +9,7 @@ from fastapi import Query
 from sqlalchemy import ColumnElement, Select, String, cast, or_, select
 
 from service.db.clock import DAY_S
+from service.db.models import ModelName
 from service.db.tables import Batch, BatchStatus
 from service.db.tenant_tables import Project
 
@@ -37,7 +38,8 @@ class Filters:
         if self.status in tuple(BatchStatus):
             wanted.append(Batch.status == self.status)
         if self.model:
-            wanted.append(Batch.model == self.model)
+            base, adapter = ModelName.of(self.model)
+            wanted += [Batch.model == base, Batch.adapter == adapter]  # None becomes IS NULL
         if self.project:
             wanted.append(Batch.project_id.in_(select(Project.id).where(Project.name == self.project)))
         begin, end = _midnight(self.since), _midnight(self.until)

@@ -3,12 +3,27 @@
 import time
 from typing import Any, NamedTuple
 
-from sqlalchemy import select
+from sqlalchemy import delete, select
 from sqlalchemy.dialects import postgresql, sqlite
 
 from service.db.sessions import Database
 from service.db.tables import Model
 from service.settings import Settings
+
+
+class ModelName(NamedTuple):
+    """The model that a request names: `base`, whose workers run the request, and its `adapter`, if it names one."""
+
+    base: str
+    adapter: str | None
+
+    @classmethod
+    def of(cls, name: str) -> "ModelName":
+        base, _, adapter = name.partition(":")
+        return cls(base, adapter or None)
+
+    def __str__(self) -> str:
+        return self.base if self.adapter is None else f"{self.base}:{self.adapter}"
 
 
 async def register_model(
@@ -18,14 +33,13 @@ async def register_model(
     endpoints: list[str] | None = None,
     machine: dict[str, Any] | None = None,
 ) -> None:
-    """Write the configured model's row; if it exists, update only the columns that the caller is the authority on.
+    """Write the rows of the configured model and its adapters; the caller updates only what it is the authority on.
 
     `context_length`: tokens of prompt and answer together. `endpoints`: those that a worker's engine serves, and
     `machine`: what it runs on (`told_machine`). The planner passes neither, and a fleet a machine that counts
     until a worker has told its own. The source of these two is the one that is stored, since the planner reads it.
     """
-    row: dict[str, Any] = {
-        "name": settings.served_model,
+    about: dict[str, Any] = {
         "source": settings.model_source,
         "created_at": int(time.time()),
         "context_length": context_length,
@@ -33,14 +47,15 @@ async def register_model(
         **({} if machine is None else {"machine": machine}),
     }
     told = ("source", "context_length") if endpoints is None else ("context_length", "endpoints", "machine")
+    newer = {name: about[name] for name in told if about.get(name) is not None}
     async with database.write() as session:
         insert = postgresql.insert if session.get_bind().dialect.name == "postgresql" else sqlite.insert
-        statement = insert(Model).values(row)
-        await session.execute(
-            statement.on_conflict_do_update(
-                index_elements=["name"], set_={name: row[name] for name in told if row.get(name) is not None}
-            )
-        )
+        for name in settings.served_models:
+            statement = insert(Model).values({"name": name, **about})
+            await session.execute(statement.on_conflict_do_update(index_elements=["name"], set_=newer))
+        if endpoints is not None:  # the model's engines have no other adapters any more
+            adapters = Model.name.startswith(f"{settings.served_model}:", autoescape=True)
+            await session.execute(delete(Model).where(adapters, Model.name.not_in(settings.served_models)))
 
 
 class Served(NamedTuple):

@@ -200,7 +200,8 @@ class Batch(Base):
         String(16), default=OnLongLine.FAIL_FILE, server_default="fail_file"
     )
     retry_of: Mapped[str | None] = mapped_column(String(64))  # run only what failed in this batch of the same input
-    model: Mapped[str | None] = mapped_column(String(512))
+    model: Mapped[str | None] = mapped_column(String(512))  # the base model, whose workers run the batch
+    adapter: Mapped[str | None] = mapped_column(String(512))  # of that model, if the requests name one
     index_id: Mapped[str | None] = mapped_column(String(64))  # of the index that its validation wrote
     index_bytes: Mapped[int] = mapped_column(BigInteger, default=0, server_default="0")
     validating_until: Mapped[float | None] = mapped_column(Float(53))  # extended while validation runs

@@ -11,7 +11,7 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints, ValidationError, model_validator
 
 from service.errors import StartError
-from service.settings import NOT_SETTINGS, Settings, variable
+from service.settings import NOT_SETTINGS, AdapterName, Settings, variable
 
 MOST_BYTES = 1 << 20
 MOST_MODELS = 64
@@ -21,7 +21,17 @@ MOST_ARGS = 1 << 16  # characters of an entry's engine_args
 OURS = frozenset(
     f"BATCHWEAVE_{name}"
     for name in (
-        *("MODEL", "MODEL_NAME", "ENGINE_ARGS", "WORKER_NAME", "NODES", "NODE_RANK", "LEADER", "ONLINE_HOST"),
+        *(
+            "MODEL",
+            "MODEL_NAME",
+            "ADAPTERS",
+            "ENGINE_ARGS",
+            "WORKER_NAME",
+            "NODES",
+            "NODE_RANK",
+            "LEADER",
+            "ONLINE_HOST",
+        ),
         *("DATABASE_URL", "REDIS_URL", "STORAGE_URL", "DATA_DIR"),
     )
 )
@@ -41,11 +51,22 @@ class ModelSpec(BaseModel):
     nodes: int = Field(1, ge=1, le=256, strict=True, description="machines that run one engine together")
     min: int = Field(0, ge=0, le=MOST_ENGINES, strict=True, description="engines that are kept without work")
     max: int = Field(1, ge=1, le=MOST_ENGINES, strict=True, description="most engines")
+    adapters: dict[AdapterName, Text] = Field(
+        default_factory=dict, description="LoRA adapters by name: folders on every machine, or hub ids"
+    )
     engine_args: dict[str, Any] = Field(
         default_factory=dict, description="SGLang's server arguments; default tp_size: all GPUs of the engine"
     )
     settings: dict[Text, Text] = Field(default_factory=dict, description="variables of this model's workers")
     start_s: float = Field(120.0, gt=0, le=7200, description="seconds that an engine takes to start, until measured")
+
+    @model_validator(mode="after")
+    def _check_names(self) -> Self:
+        if ":" in self.name:
+            raise ValueError("name: must have no colon; what follows one names an adapter")
+        if "lora_paths" in self.engine_args:
+            raise ValueError("engine_args.lora_paths: list the adapters under adapters")
+        return self
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -104,6 +125,7 @@ class ModelSpec(BaseModel):
             **self.settings,
             "BATCHWEAVE_MODEL": self.model or self.name,
             "BATCHWEAVE_MODEL_NAME": self.name,
+            "BATCHWEAVE_ADAPTERS": json.dumps(self.adapters),
             "BATCHWEAVE_ENGINE_ARGS": json.dumps(self.all_args),
         }
 

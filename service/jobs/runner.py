@@ -26,6 +26,7 @@ from service.metrics.counters import JOB_FAILURES, JOBS
 from service.metrics.history import EVERY_S
 from service.objects.storage import Storage
 from service.queue.bell import SELDOM_S, Bell, Job
+from service.queue.progress import Heartbeat
 from service.settings import Settings
 
 SWEEP_S = 60.0
@@ -42,7 +43,7 @@ async def run_jobs(database: Database, storage: Storage, redis: Redis, settings:
     await register_model(database, settings, await asyncio.to_thread(context_length_of, settings))
     # Some jobs run several loops to work on several batches at once, so that a large batch does not hold up small ones.
     jobs = [
-        _Work(Job.VALIDATOR, Validator(database, storage, settings, clock).run_once, loops=3),
+        _Work(Job.VALIDATOR, Validator(database, storage, settings, clock, Heartbeat(redis)).run_once, loops=3),
         _Work(Job.PLANNER, Planner(database, storage, settings, clock, redis).run_once, seldom_s=PLAN_S),
         _Work(Job.PREVIEWER, Previewer(database, storage, settings, clock).run_once),
         _Work(

@@ -9,12 +9,14 @@ from dataclasses import dataclass
 from typing import Any
 
 import structlog
+from redis.exceptions import RedisError
 from sqlalchemy import case, select, update
 from sqlalchemy.exc import SQLAlchemyError
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from service import ids
 from service.db.clock import now_s
+from service.db.models import ModelName
 from service.db.moves import move_batch
 from service.db.sessions import Database
 from service.db.tables import Batch, BatchStatus, Model, OnLongLine, fixed
@@ -25,6 +27,7 @@ from service.metrics.counters import BATCHES_ENDED, VALIDATED
 from service.objects.request_index import RequestIndex
 from service.objects.request_output import asked_output
 from service.objects.storage import LineTooLong, Storage, Writer, file_key
+from service.queue.progress import Heartbeat
 from service.requests.lines import MAX_ERRORS, LineChecker, LineError, RequestLine, custom_id_of, duplicate, quoted
 from service.requests.tokens import PromptTokens
 from service.settings import Settings
@@ -100,9 +103,17 @@ class Bounded:
 class Validator:
     """Validates new batches, one per call."""
 
-    def __init__(self, database: Database, storage: Storage, settings: Settings, clock: Callable[[], float]) -> None:
+    def __init__(
+        self,
+        database: Database,
+        storage: Storage,
+        settings: Settings,
+        clock: Callable[[], float],
+        heartbeat: Heartbeat,
+    ) -> None:
         self._database = database
         self._storage = storage
+        self._heartbeat = heartbeat
         self._settings = settings
         self._clock = clock
         self._desk = FairDesk("validator", database, clock)
@@ -184,12 +195,14 @@ class Validator:
                 errors = told(checker.errors)
                 moved = await move_batch(session, batch.id, BatchStatus.FAILED, now=self._clock(), errors=errors)
             else:
+                name = ModelName.of(checker.model or "")
                 moved = await move_batch(
                     session,
                     batch.id,
                     BatchStatus.IN_PROGRESS,
                     now=self._clock(),
-                    model=checker.model,
+                    model=name.base,
+                    adapter=name.adapter,
                     total=checker.requests,
                     prompt_tokens=prompt_tokens,
                     index_id=index.index_id,
@@ -223,6 +236,7 @@ class Validator:
                     continue
                 if encoder is None and checker.requests == 1:
                     encoder, index.context_length = await self._tokenizer(checker)
+                    index.adapter = ModelName.of(checker.model or "").adapter
                 if encoder is not None:
                     asked = asked_output(batch.endpoint, request.body).packed
                     await index.add(encoder, Place(offset, len(raw), number, asked), request.body)
@@ -300,6 +314,14 @@ class Validator:
             )
             checker.add(LineError("token_limit_exceeded", message))
 
+    async def _is_served(self, name: str) -> bool:
+        """Return whether a worker serves the model or is starting; also where Redis, which knows, does not answer."""
+        try:
+            alive, starting = await self._heartbeat.everyone()
+        except (RedisError, OSError):
+            return True
+        return any(each["model"] == ModelName.of(name).base for each in (*alive, *starting))
+
     async def _tokenizer(self, checker: LineChecker) -> tuple[PromptTokens | None, int | None]:
         """Return the model's tokenizer and its context length, if known.
 
@@ -317,6 +339,10 @@ class Validator:
         if found.endpoints is not None and checker.endpoint not in found.endpoints:
             message = f"The model {quoted(name)} is not available for {checker.endpoint}. It is available for "
             checker.add(LineError("invalid_url", f"{message}{', '.join(found.endpoints)}.", checker.model_line, "url"))
+            return None, None
+        if self._settings.unserved == "refuse" and not await self._is_served(name):
+            message = f"No worker serves the model {quoted(name)} now. Create the batch again once one does."
+            checker.add(LineError("model_not_served", message, checker.model_line, "body.model"))
             return None, None
         key = (name, found.source)
         if key not in self._tokenizers:

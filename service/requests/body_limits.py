@@ -37,7 +37,7 @@ MOST_TYPES = 8
 PATTERNS = ("stop_regex", "regex", "ebnf")
 _REFUSED = {
     "custom_logit_processor": "it is code that the engine would run",
-    "lora_path": "adapters are not served",
+    "lora_path": "'model' names the adapter, as in 'model:adapter'",
     "return_hidden_states": "hidden states are not returned",
     "return_routed_experts": "routed experts are not returned",
     "routed_experts_start_len": "routed experts are not returned",

@@ -6,7 +6,7 @@ The paths are those of OpenAI's API. Clients never come here: the API knows thei
 import asyncio
 import hmac
 import re
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Collection
 from typing import Any, Protocol, runtime_checkable
 
 import msgspec
@@ -52,10 +52,15 @@ class Door:
     """
 
     def __init__(
-        self, engine: OnlineEngine, model: str, token: str, most_bytes: int, against: Callable[[], str | None]
+        self,
+        engine: OnlineEngine,
+        models: Collection[str],
+        token: str,
+        most_bytes: int,
+        against: Callable[[], str | None],
     ) -> None:
         self._engine = engine
-        self._model = model
+        self._models = models
         self.token = token
         self._against = against
         self._requests: set[asyncio.Task[Any]] = set()
@@ -122,7 +127,7 @@ class Door:
             body = msgspec.json.decode(raw, type=dict[str, Any])
         except msgspec.DecodeError as error:
             return _refuse(400, f"The body is not valid: {error}.", "invalid_json")
-        if body.get("model") != self._model:  # the API's list of workers may be older than this one
+        if body.get("model") not in self._models:  # the API's list of workers may be older than this one
             return _refuse(503, "The worker serves another model now.", "overloaded")
         if late := self._engine.refusal(tier):
             return _refuse(503, f"The worker would answer too late: {late}.", "overloaded")

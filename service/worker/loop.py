@@ -58,7 +58,7 @@ def _door_of(engine: OnlineEngine | None, settings: Settings, against: Callable[
     if token is None:
         log.warning("no online requests: set BATCHWEAVE_SECRET_KEY to the same value for all roles")
         return None
-    return Door(engine, settings.served_model, token, settings.max_line_bytes, against)
+    return Door(engine, settings.served_models, token, settings.max_line_bytes, against)
 
 
 class Worker:

@@ -26,7 +26,7 @@ from service.jobs.sweeper import Sweeper
 from service.jobs.validator import Validator
 from service.objects.storage import Storage, file_key
 from service.queue.leases import free_expired, owners_of_expired
-from service.queue.progress import Progress
+from service.queue.progress import Heartbeat, Progress
 from service.settings import Settings
 from service.worker.loop import Worker
 from service.worker.slice_run import Engine
@@ -132,7 +132,7 @@ class House:
 
     @property
     def validator(self) -> Validator:
-        return Validator(self.database, self.storage, self.settings, self.clock)
+        return Validator(self.database, self.storage, self.settings, self.clock, Heartbeat(self.redis))
 
     @property
     def planner(self) -> Planner:

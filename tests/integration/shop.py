@@ -17,6 +17,7 @@ from service.worker.door import Door
 from tests.integration.house import House, ScriptedAnswer
 from tests.integration.serving import CHAT
 
+ADAPTER = "test-model:sql"
 MODEL = "test-model"
 PIECES = 5
 
@@ -102,7 +103,7 @@ class Shop:
     async def door(self, name: str, engine: Teller, token: str = "") -> AsyncGenerator[Door, None]:
         ours = deployment_token(self.settings)
         assert ours is not None
-        door = Door(engine, MODEL, token or ours, self.settings.max_line_bytes, lambda: self.reason)
+        door = Door(engine, [MODEL, ADAPTER], token or ours, self.settings.max_line_bytes, lambda: self.reason)
         address = await door.open("127.0.0.1", 0)
         await self.beat(name, address, online_proof=address_proof(door.token, name, MODEL, address))
         try:

@@ -1,11 +1,13 @@
 """Settings name the variable that is wrong."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from service.errors import SettingsError
 from service.settings import load_settings
+from service.worker.engine import with_adapters
 
 
 @pytest.mark.parametrize(
@@ -22,6 +24,29 @@ def test_a_worker_takes_online_requests_at_one_address(monkeypatch: pytest.Monke
     monkeypatch.setenv("BATCHWEAVE_ONLINE_HOST", host)
     with pytest.raises(SettingsError, match="BATCHWEAVE_ONLINE_HOST"):
         load_settings()
+
+
+@pytest.mark.parametrize(
+    ("given", "variable"),
+    [
+        ({"model_name": "llama3:8b"}, "BATCHWEAVE_MODEL_NAME"),
+        ({"adapters": {"a:b": "x"}}, "BATCHWEAVE_ADAPTERS"),
+        ({"adapters": {"": "x"}}, "BATCHWEAVE_ADAPTERS"),
+        ({"engine_args": {"lora_paths": ["x"]}}, "BATCHWEAVE_ENGINE_ARGS"),
+    ],
+)
+def test_requests_can_name_the_model_and_its_adapters(given: dict[str, Any], variable: str) -> None:
+    with pytest.raises(SettingsError, match=variable):
+        load_settings(**given)
+
+
+def test_adapters_have_names_of_their_own_and_whole_paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "sql").mkdir()
+    monkeypatch.chdir(tmp_path)
+    settings = load_settings(model_name="m", adapters={"sql": "sql", "hub": "someone/lora"})
+    assert settings.served_models == ["m", "m:sql", "m:hub"]
+    paths = [each["lora_path"] for each in with_adapters(settings, {})["lora_paths"]]
+    assert paths == [str(tmp_path / "sql"), "someone/lora"]
 
 
 def test_argument_wins_over_environment(monkeypatch: pytest.MonkeyPatch) -> None:

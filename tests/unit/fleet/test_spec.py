@@ -17,14 +17,16 @@ def fleet(tmp_path: Path, text: str) -> Path:
 
 
 def test_a_model_is_told_all_its_gpus(tmp_path: Path) -> None:
-    text = (
-        "models:\n- {name: big, model: a/b, gpus: 8, nodes: 2, max: 3, settings: {NCCL_DEBUG: WARN}}\n- {name: small}"
-    )
+    text = """
+models:
+- {name: big, model: a/b, adapters: {sql: c/d}, gpus: 8, nodes: 2, max: 3, settings: {NCCL_DEBUG: WARN}}
+- {name: small}"""
     big, small = read_fleet(fleet(tmp_path, text)).models
     assert big.variables == {
         "NCCL_DEBUG": "WARN",
         "BATCHWEAVE_MODEL": "a/b",
         "BATCHWEAVE_MODEL_NAME": "big",
+        "BATCHWEAVE_ADAPTERS": '{"sql": "c/d"}',
         "BATCHWEAVE_ENGINE_ARGS": '{"tp_size": 16}',
     }
     assert json.loads(small.variables["BATCHWEAVE_ENGINE_ARGS"]) == {}
@@ -54,6 +56,9 @@ def test_only_what_an_engine_starts_with_changes_its_digest() -> None:
         ("- a", "must have `models:`"),
         ("models: []", "models: List should have at least 1 item"),
         ("models:\n- {name: a, gpu: 1}", "models.0.gpu: Extra inputs are not permitted"),
+        ("models:\n- {name: 'a:b'}", "name: must have no colon"),
+        ("models:\n- {name: a, engine_args: {lora_paths: [x]}}", "list the adapters under adapters"),
+        ("models:\n- {name: a, adapters: {'x:y': z}}", "should match pattern"),
         ("models:\n- {name: a, min: 2}", "models.0: min (2) is more than max (1)"),
         ("models:\n- {name: a}\n- {name: a}", "two have the name 'a'"),
         ("models:\n- {name: a}\n- &x {name: b}\n- *x", "line 4: aliases are not supported"),

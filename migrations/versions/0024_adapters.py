@@ -1,0 +1,16 @@
+"""Record which LoRA adapter a batch uses."""
+
+from alembic import op
+import sqlalchemy as sa
+
+
+revision = "0024"
+down_revision = "0023"
+
+
+def upgrade() -> None:
+    op.add_column("batches", sa.Column("adapter", sa.String(512)))
+
+
+def downgrade() -> None:
+    op.drop_column("batches", "adapter")
