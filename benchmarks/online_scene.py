@@ -29,16 +29,25 @@ WARM_UP = 0.2  # of the arrivals' time
 
 
 @dataclass(frozen=True)
-class Scene:
-    """Holds the traffic of a run on `workers` machines like `cost`, all of them `slowed` times."""
+class Machines:
+    """Describes `workers` machines with the costs of `cost` and `model`, all of them `slowed` times."""
 
     cost: CostModel
     model: EngineModel
+    workers: int
+    slowed: float
+
+    def slo(self, slowed: float) -> SloClass:
+        return SloClass(ttft_s=1.0 * slowed, tpot_s=0.05 * slowed)
+
+
+@dataclass(frozen=True)
+class Scene(Machines):
+    """Holds the traffic of a run on such machines."""
+
     online: Online
     arrivals: Arrivals
     rows: list[Row]
-    workers: int
-    slowed: float
 
     @cached_property
     def outputs(self) -> list[int]:
@@ -54,9 +63,6 @@ class Scene:
     @property
     def duration_s(self) -> float:
         return self.arrivals.duration_s * self.slowed
-
-    def slo(self, slowed: float) -> SloClass:
-        return SloClass(ttft_s=1.0 * slowed, tpot_s=0.05 * slowed)
 
     def simulated(self, policy: str) -> dict[str, float]:
         """Return what the simulator says of engines among which the online requests are dealt out in turn.
@@ -99,4 +105,4 @@ def scene(given: argparse.Namespace) -> Scene:
     rate = given.load * given.workers * online_capacity(*online.at(flood), cost, model)
     arrivals = at_rate(online.arrives_s, rate, given.seconds / given.slowed, generator)
     rows = batch_rows(given.data, given.batch, given.seed, LONGEST, given.requests)
-    return Scene(cost, model, online, arrivals, rows, given.workers, given.slowed)
+    return Scene(cost, model, given.workers, given.slowed, online, arrivals, rows)

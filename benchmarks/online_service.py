@@ -14,7 +14,7 @@ import psutil
 from prometheus_client.parser import text_string_to_metric_families
 
 from benchmarks.loop_lag import free_port
-from benchmarks.online_scene import CHUNK, LONGEST, Scene
+from benchmarks.online_scene import CHUNK, LONGEST, Machines
 from engine_ext.costs.cost import CostModel
 from engine_ext.costs.engine_model import Clock, EngineModel
 from engine_ext.costs.hardware import Machine
@@ -95,7 +95,7 @@ class Service:
 
 
 @contextmanager
-def service(here: Scene, scheduling: str, folder: Path) -> Generator[Service, None, None]:
+def service(here: Machines, scheduling: str, folder: Path) -> Generator[Service, None, None]:
     """Start the service, and wait until its workers can be asked."""
     source = ensure_demo_model(folder / "model", corpus())
     described, slo = folder / "machine.json", folder / "slo.json"

@@ -6,12 +6,21 @@ from collections.abc import Sequence
 from typing import Annotated, Any, NoReturn
 
 import typer
-from pydantic import BaseModel
 from rich.console import Console
 
 _CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f]")  # in user-chosen names, unsafe for a terminal
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON on standard output, for programs.")]
 said = Console(stderr=True, highlight=False, markup=False, soft_wrap=True)
+
+
+class Interrupted(SystemExit):
+    """Ends a command after Ctrl-C, when the user has been told what that means."""
+
+
+def interrupted(message: str) -> NoReturn:
+    """End the command after Ctrl-C with this line and exit code 130."""
+    said.print(message)
+    raise Interrupted(130)
 
 
 def fail(message: str) -> NoReturn:
@@ -21,8 +30,8 @@ def fail(message: str) -> NoReturn:
 
 
 def print_json(value: Any) -> None:
-    """Print plain values, models, or lists of them as JSON."""
-    print(json.dumps([_plain(each) for each in value] if isinstance(value, list) else _plain(value), indent=2))
+    """Print plain values as JSON."""
+    print(json.dumps(value, indent=2))
 
 
 def print_table(names: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
@@ -43,7 +52,3 @@ def duration(seconds: float) -> str:
             parts.append(f"{left // size} {unit}")
             left %= size
     return " ".join(parts[:2])
-
-
-def _plain(value: Any) -> Any:
-    return value.model_dump(mode="json") if isinstance(value, BaseModel) else value

@@ -54,9 +54,10 @@ def command_line(called: str) -> typer.Typer:
     return app
 
 
-def main() -> None:
+def command_of_this_line() -> typer.Typer:
+    """Return an app that is complete for the command that this process was called with."""
     line = next((os.environ[name].split() for name in COMPLETED if name in os.environ), sys.argv)
-    command_line(next((each for each in line[1:] if not each.startswith("-")), ""))()
+    return command_line(next((each for each in line[1:] if not each.startswith("-")), ""))
 
 
 def _add(app: typer.Typer, name: str, command: typer.Typer | Callable[..., Any]) -> None:

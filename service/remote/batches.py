@@ -3,16 +3,16 @@
 import sys
 import time
 from pathlib import Path
-from typing import Annotated, get_args
+from typing import Annotated
 
 import typer
-from openai.types import Batch
 
 from service.errors import CommandError
 from service.remote.download import can_be_written, take
-from service.remote.follow import ENDED, extras, report, sentence
+from service.remote.follow import ENDED, SENTENCES, extras, report, sentence
 from service.remote.preview import figures, start
 from service.remote.session import LOCAL_URL, NO_KEY, KeyOption, UrlOption, named, service_at
+from service.remote.shapes import Batch
 from service.remote.submit import OutputOption, WaitOption, fetch, started, watch
 from service.terminal import JsonOption, duration, print_json, print_table, said
 
@@ -22,13 +22,12 @@ BatchId = Annotated[
 ]
 LISTED = 20
 NOT_RUN = ("batch_expired", "batch_cancelled")
-STATUSES: tuple[str, ...] = get_args(Batch.model_fields["status"].annotation)
 
 
 def _known(wanted: list[str] | None) -> list[str] | None:
     for status in wanted or []:
-        if status not in STATUSES:
-            raise typer.BadParameter(f"must be one of {', '.join(STATUSES)}, not {status!r}")
+        if status not in SENTENCES:
+            raise typer.BadParameter(f"must be one of {', '.join(SENTENCES)}, not {status!r}")
     return wanted
 
 
@@ -46,13 +45,13 @@ def list_batches(
     """List your batches, newest first. Example: `batchweave batches list --status in_progress --status validating`"""
     found: list[Batch] = []
     with service_at(url, key) as client:
-        for batch in client.batches.list(limit=100):
+        for batch in map(Batch.of, client.every("/batches")):
             if not status or batch.status in status:
                 found.append(batch)
             if len(found) == count:
                 break
         if as_json:
-            print_json(found)
+            print_json([batch.raw for batch in found])
             return
         names = ("id", "status", "model", "answered", "failed", "age", "next")
         print_table(names, [_row(batch) for batch in found])
@@ -64,9 +63,9 @@ def show_batch(
 ) -> None:
     """Show one batch: its progress, what it is waiting for, and what failed."""
     with service_at(url, key) as client:
-        batch = client.batches.retrieve(batch_id)
+        batch = Batch.of(client.get(f"/batches/{batch_id}"))
         if as_json:
-            print_json(batch)
+            print_json(batch.raw)
             return
         _show(batch)
 
@@ -83,7 +82,7 @@ def wait_for_batch(
     with service_at(url, key) as client:
         batch, code = watch(client, batch_id, output)
         if as_json:
-            print_json(batch)
+            print_json(batch.raw)
     raise typer.Exit(code)
 
 
@@ -109,9 +108,9 @@ def cancel_batch(
 ) -> None:
     """Cancel a batch within seconds. Requests already answered keep their results."""
     with service_at(url, key) as client:
-        batch = client.batches.cancel(batch_id)
+        batch = Batch.of(client.post(f"/batches/{batch_id}/cancel"))
         if as_json:
-            print_json(batch)
+            print_json(batch.raw)
             return
         said.print(
             f"{batch.id} {sentence(batch)}. To get its results: batchweave batches wait {batch.id} --output FILE"
@@ -129,7 +128,7 @@ def retry_batch(
 ) -> None:
     """Rerun the unsuccessful requests of a finished batch as a new batch, and print its id."""
     with service_at(url, key) as client:
-        batch = client.post(f"/batches/{batch_id}/retry", cast_to=Batch)
+        batch = Batch.of(client.post(f"/batches/{batch_id}/retry"))
         said.print(f"the unsuccessful requests of {batch_id} run again as {batch.id}")
         code = started(client, batch, wait or output is not None, output, as_json)
     raise typer.Exit(code)
@@ -160,7 +159,7 @@ def batch_results(
             raise CommandError(
                 "--json says where files are, so it needs --output. Without both, results are JSON lines."
             )
-        batch = client.batches.retrieve(batch_id)
+        batch = Batch.of(client.get(f"/batches/{batch_id}"))
         if output is not None and batch.status in ENDED:
             found = fetch(client, batch, output)
             if as_json:
@@ -179,7 +178,7 @@ def batch_results(
             if as_json:
                 print_json({"id": batch_id, "status": batch.status, "results": str(output)})
             return
-        with client.files.with_streaming_response.content(file_id) as answer:
+        with client.content(file_id) as answer:
             for piece in answer.iter_bytes():
                 sys.stdout.buffer.write(piece)
 

@@ -8,9 +8,10 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import httpx
-import openai
 
 from service.errors import CommandError
+from service.remote.client import Away, Client
+from service.remote.shapes import File
 from service.terminal import fail
 
 ATTEMPTS = 8
@@ -35,14 +36,14 @@ def can_be_written(path: Path | None) -> Path | None:
     return target
 
 
-def download(client: openai.OpenAI, file_id: str, path: Path) -> int:
+def download(client: Client, file_id: str, path: Path) -> int:
     """Write a file to `path`, which appears only when complete; return its size. Raises CommandError and OSError."""
     with _part(path, file_id) as part:
         for attempt in range(ATTEMPTS):
             try:
                 _append(client, file_id, part)
                 break
-            except (httpx.TransportError, openai.APIConnectionError) as error:
+            except (httpx.TransportError, Away) as error:
                 if attempt == ATTEMPTS - 1:
                     again = "Run the same command again to resume it."
                     raise CommandError(f"The download of {file_id} was interrupted ({error!r}). {again}") from error
@@ -51,14 +52,15 @@ def download(client: openai.OpenAI, file_id: str, path: Path) -> int:
     return path.stat().st_size
 
 
-def take(client: openai.OpenAI, file_id: str, path: Path) -> int:
+def take(client: Client, file_id: str, path: Path) -> int:
     """Write the current content of a growing file to `path`, and return its size.
 
     `path` is replaced only once all of that content has arrived.
     """
     with _part(path, file_id) as part:
-        with client.files.with_streaming_response.content(file_id) as answer:
-            answer.stream_to_file(part)
+        with client.content(file_id) as answer, part.open("wb") as opened:
+            for piece in answer.iter_bytes():
+                opened.write(piece)
         os.replace(part, path)
     return path.stat().st_size
 
@@ -75,15 +77,15 @@ def _part(path: Path, file_id: str) -> Generator[Path, None, None]:
         yield part
 
 
-def _append(client: openai.OpenAI, file_id: str, part: Path) -> None:
+def _append(client: Client, file_id: str, part: Path) -> None:
     """Download the missing bytes. Files of the service never change, so the parts fit together."""
-    has, size = part.stat().st_size, client.files.retrieve(file_id).bytes
+    has, size = part.stat().st_size, File.of(client.get(f"/files/{file_id}")).bytes
     if has == size:
         return
     if has > size:
         has = 0
     asked = {"Range": f"bytes={has}-"} if has else {}
-    with client.files.with_streaming_response.content(file_id, extra_headers=asked) as answer:
+    with client.content(file_id, asked) as answer:
         goes_on = answer.headers.get("content-range", "").startswith(f"bytes {has}-")
         with part.open("r+b") as opened:
             opened.seek(has if goes_on else 0)

@@ -4,12 +4,11 @@ import time
 from pathlib import Path
 from typing import Annotated
 
-import openai
 import typer
-from openai.types import FileObject
 
 from service.remote.download import can_be_written, download
 from service.remote.session import LOCAL_URL, NO_KEY, KeyOption, UrlOption, named, service_at
+from service.remote.shapes import File
 from service.remote.upload import upload
 from service.terminal import JsonOption, duration, print_json, print_table, said
 
@@ -28,14 +27,14 @@ def list_files(
     key: KeyOption = NO_KEY,
 ) -> None:
     """List your files, newest first."""
-    found: list[FileObject] = []
+    found: list[File] = []
     with service_at(url, key) as client:
-        for file in client.files.list(limit=100, purpose=purpose or openai.omit):
+        for file in map(File.of, client.every("/files", purpose=purpose)):
             found.append(file)
             if len(found) == count:
                 break
         if as_json:
-            print_json(found)
+            print_json([file.raw for file in found])
             return
         print_table(("id", "purpose", "bytes", "age", "name"), [_row(file) for file in found])
 
@@ -46,9 +45,9 @@ def show_file(
 ) -> None:
     """Show one file, without its content."""
     with service_at(url, key) as client:
-        file = client.files.retrieve(file_id)
+        file = File.of(client.get(f"/files/{file_id}"))
         if as_json:
-            print_json(file)
+            print_json(file.raw)
             return
         print_table(("id", "purpose", "bytes", "age", "name"), [_row(file)])
 
@@ -64,7 +63,7 @@ def upload_file(
     with service_at(url, key) as client:
         uploaded = upload(client, file)
         if as_json:
-            print_json(uploaded)
+            print_json(uploaded.raw)
         else:
             print(uploaded.id)
 
@@ -92,12 +91,12 @@ def delete_file(
 ) -> None:
     """Delete a file permanently."""
     with service_at(url, key) as client:
-        deleted = client.files.delete(file_id)
+        deleted = client.delete(f"/files/{file_id}")
         if as_json:
             print_json(deleted)
             return
         said.print(f"{file_id} is deleted")
 
 
-def _row(file: FileObject) -> tuple[str, ...]:
+def _row(file: File) -> tuple[str, ...]:
     return file.id, file.purpose, f"{file.bytes:,}", duration(time.time() - file.created_at), file.filename

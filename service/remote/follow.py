@@ -5,11 +5,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-import openai
-from openai.types import Batch
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
+from service.remote.client import AnswerError, Away, Client
 from service.remote.session import Exit
+from service.remote.shapes import Batch
 from service.terminal import duration, said
 
 ENDED = ("completed", "failed", "expired", "cancelled")
@@ -26,8 +26,7 @@ SENTENCES = {
 }
 AWAY = "the service is not responding; the batch continues"
 FIRST_POLL_S, LAST_POLL_S = 0.5, 5.0
-# Transient errors: the service restarts, its database is unavailable, the network is cut.
-PASSING = (openai.APIConnectionError, openai.InternalServerError, openai.RateLimitError)
+ONCE_S = 30.0  # for which one look may take, while others follow
 
 
 @dataclass(slots=True)
@@ -48,15 +47,15 @@ class TokenRate:
 
 def extras(batch: Batch) -> dict[str, Any]:
     """Return the fields that a batch has beyond OpenAI's; empty for another service."""
-    return batch.model_dump().get("batchweave") or {}
+    return batch.batchweave or {}
 
 
-def follow(client: openai.OpenAI, batch_id: str, until: Callable[[Batch], bool] = lambda _: False) -> Batch:
+def follow(client: Client, batch_id: str, until: Callable[[Batch], bool] = lambda _: False) -> Batch:
     """Show a batch's progress until it finishes or `until` holds, as a bar or, without a terminal, as lines.
 
-    Raises openai errors. After the first reply it retries transient ones.
+    After the first reply it takes it that the service comes back: that it restarts, or the network is cut.
     """
-    batch = client.batches.retrieve(batch_id)
+    batch = Batch.of(client.get(f"/batches/{batch_id}"))
     columns = (
         SpinnerColumn(),
         TextColumn("{task.description}", markup=False),
@@ -65,7 +64,7 @@ def follow(client: openai.OpenAI, batch_id: str, until: Callable[[Batch], bool] 
         TimeElapsedColumn(),
         TextColumn("{task.fields[more]}", markup=False),
     )
-    pace, pause_s, once = TokenRate(), FIRST_POLL_S, client.with_options(max_retries=0, timeout=30.0)
+    pace, pause_s = TokenRate(), FIRST_POLL_S
     with Progress(*columns, console=said, transient=True) as bar:
         task, last = bar.add_task("waiting", total=None, more=""), ""
         while batch.status not in ENDED and not until(batch):
@@ -80,8 +79,11 @@ def follow(client: openai.OpenAI, batch_id: str, until: Callable[[Batch], bool] 
             time.sleep(pause_s)
             pause_s = min(pause_s * 1.1, LAST_POLL_S)
             try:
-                batch = once.batches.retrieve(batch_id)
-            except PASSING:
+                with client.trying_once(ONCE_S):
+                    batch = Batch.of(client.get(f"/batches/{batch_id}"))
+            except (AnswerError, Away) as error:
+                if isinstance(error, AnswerError) and not error.may_pass:
+                    raise
                 bar.update(task, description=AWAY)
                 last = _tell(AWAY, last)
     return batch

@@ -3,12 +3,12 @@
 import sys
 import time
 
-import openai
 import typer
-from openai.types import Batch
 
+from service.remote.client import Client
 from service.remote.follow import ENDED, extras, follow
-from service.terminal import duration, said
+from service.remote.shapes import Batch
+from service.terminal import duration, interrupted, said
 
 
 def can_ask() -> bool:
@@ -16,13 +16,13 @@ def can_ask() -> bool:
     return sys.stdin.isatty() and said.is_terminal
 
 
-def start(client: openai.OpenAI, batch_id: str) -> Batch:
-    batch = client.post(f"/batches/{batch_id}/start", cast_to=Batch)
+def start(client: Client, batch_id: str) -> Batch:
+    batch = Batch.of(client.post(f"/batches/{batch_id}/start"))
     said.print(f"{batch_id} is started")
     return batch
 
 
-def preview(client: openai.OpenAI, batch_id: str) -> tuple[Batch, bool]:
+def preview(client: Client, batch_id: str) -> tuple[Batch, bool]:
     """Show the expected time and cost of a held batch, and ask at a terminal whether to start it.
 
     Returns the batch, and whether it was started.
@@ -37,8 +37,7 @@ def preview(client: openai.OpenAI, batch_id: str) -> tuple[Batch, bool]:
         if can_ask() and typer.confirm("Start the batch?", err=True):
             return start(client, batch_id), True
     except typer.Abort:  # Ctrl-C, Ctrl-D
-        said.print(f"\n{held}")
-        raise KeyboardInterrupt from None
+        interrupted(f"\n{held}")
     said.print(held)
     return batch, False
 

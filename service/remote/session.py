@@ -4,13 +4,13 @@ import os
 from collections.abc import Generator
 from contextlib import contextmanager
 from enum import IntEnum
-from typing import Annotated, Any
+from typing import Annotated
 
 import httpx
-import openai
 import typer
 
 from service.errors import CommandError
+from service.remote.client import AnswerError, Away, Client, NotAService
 from service.terminal import fail
 
 UrlOption = Annotated[str, typer.Option("--url", envvar="BATCHWEAVE_URL", help="URL of the service.")]
@@ -40,7 +40,7 @@ def named(value: str) -> str:
     return value
 
 
-def connect(url: str, key: str) -> openai.OpenAI:
+def connect(url: str, key: str) -> Client:
     """Return a client of the service. Raises CommandError for an invalid URL or key."""
     base = url.rstrip("/")
     try:
@@ -51,40 +51,29 @@ def connect(url: str, key: str) -> openai.OpenAI:
         raise CommandError(f"{url!r} is not the URL of a service; write it as http://host:8080.")
     if not key.isascii() or not key.isprintable() or not key:
         raise CommandError("The API key is malformed: copy it exactly as `batchweave keys create` printed it.")
-    base = base if base.endswith("/v1") else f"{base}/v1"
-    return openai.OpenAI(base_url=base, api_key=key, max_retries=2, _strict_response_validation=True)
+    return Client(base if base.endswith("/v1") else f"{base}/v1", key)
 
 
 @contextmanager
-def service_at(url: str, key: str) -> Generator[openai.OpenAI, None, None]:
+def service_at(url: str, key: str) -> Generator[Client, None, None]:
     """Yield a client of the service; an error in the block ends the command with one line."""
     try:
         with connect(url, key) as client:
             yield client
     except CommandError as error:
         fail(str(error))
-    except openai.AuthenticationError as error:
-        fail(
-            f"{_message(error)} Pass a key with BATCHWEAVE_API_KEY or --api-key; `batchweave keys create` creates one."
-        )
-    except openai.APIConnectionError:
+    except AnswerError as error:
+        message = error.message or f"{error}: is this a batchweave service?"
+        key_help = " Pass a key with BATCHWEAVE_API_KEY or --api-key; `batchweave keys create` creates one."
+        fail(message + (key_help if error.status == 401 else ""))
+    except Away:
         fail(f"{url} is not responding. Is the service running? Set another URL with BATCHWEAVE_URL or --url.")
     except httpx.TransportError as error:
         fail(f"The connection to {url} was lost before the response was complete ({error!r}). Run the command again.")
-    except openai.APIStatusError as error:
-        fail(_message(error))
-    except openai.OpenAIError as error:
-        fail(f"{url} responds, but not like a batchweave service ({type(error).__name__}). Check the URL.")
+    except NotAService as error:
+        fail(f"{url} responds, but not like a batchweave service ({error}). Check the URL.")
     except BrokenPipeError:  # the reader of our output has closed it
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         raise typer.Exit(Exit.PIPE) from None
     except OSError as error:
         fail(f"{error.filename}: {error.strerror}" if error.filename else str(error))
-    except KeyboardInterrupt:
-        raise typer.Exit(Exit.INTERRUPTED) from None
-
-
-def _message(error: openai.APIStatusError) -> str:
-    body: Any = error.body
-    text = body.get("message") if isinstance(body, dict) else None
-    return str(text or f"{error.request.url} returned {error.status_code}: is this a batchweave service?")

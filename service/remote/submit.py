@@ -6,17 +6,17 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Any
 
-import openai
 import typer
-from openai.types import Batch
 
 from service.errors import CommandError
+from service.remote.client import AnswerError, Away, Client
 from service.remote.download import can_be_written, download
 from service.remote.follow import ENDED, extras, follow, report
 from service.remote.preview import can_ask, preview
 from service.remote.session import LOCAL_URL, NO_KEY, Exit, KeyOption, UrlOption, service_at
+from service.remote.shapes import Batch
 from service.remote.upload import upload
-from service.terminal import JsonOption, fail, print_json, said
+from service.terminal import JsonOption, fail, interrupted, print_json, said
 
 FIRST_LINE_BYTES = 16 * 1024 * 1024
 WaitOption = Annotated[bool, typer.Option("--wait", help="Show progress until the batch finishes.")]
@@ -67,20 +67,21 @@ def submit(
             "--preview asks before it starts the batch; without a terminal, leave out --wait and --output, or --preview"
         )
     with service_at(url, key) as client:
-        arguments: dict[str, Any] = {"completion_window": window, "metadata": _pairs(metadata or [])}
+        asked: dict[str, Any] = {"completion_window": window, "metadata": _pairs(metadata or [])}
         wishes = {**({"output_order": "input"} if in_order else {}), **({"hold": True} if show_plan else {})}
         if wishes:  # another service would not know them
-            arguments["extra_body"] = {"batchweave": wishes}
-        endpoint = endpoint or _endpoint_of(file)
+            asked["batchweave"] = wishes
+        asked["endpoint"] = endpoint or _endpoint_of(file)
         uploaded = upload(client, file)
         try:
-            batch = client.batches.create(input_file_id=uploaded.id, endpoint=endpoint, **arguments)  # pyright: ignore[reportArgumentType]
-        except openai.BadRequestError:
-            with suppress(openai.OpenAIError):  # the first error matters more
-                client.files.delete(uploaded.id)
+            batch = Batch.of(client.post("/batches", {**asked, "input_file_id": uploaded.id}))
+        except AnswerError as error:
+            if error.status == 400:
+                with suppress(AnswerError, Away):  # the first error matters more
+                    client.delete(f"/files/{uploaded.id}")
             raise
         if show_plan and not extras(batch).get("held"):
-            client.batches.cancel(batch.id)
+            client.post(f"/batches/{batch.id}/cancel")
             raise CommandError(f"this service cannot hold a batch, so {batch.id} is cancelled. Leave out --preview.")
         said.print(f"{file} ({uploaded.bytes:,} bytes) {'is held' if show_plan else 'runs'} as {batch.id}")
         runs = True
@@ -91,33 +92,32 @@ def submit(
     raise typer.Exit(code)
 
 
-def started(client: openai.OpenAI, batch: Batch, wait: bool, output: Path | None, as_json: bool) -> Exit:
+def started(client: Client, batch: Batch, wait: bool, output: Path | None, as_json: bool) -> Exit:
     """Watch a new batch if `wait` says so, then print it, and return the exit code."""
     code = Exit.DONE
     if wait:
         batch, code = watch(client, batch.id, output)
     if as_json:
-        print_json(batch)
+        print_json(batch.raw)
     else:
         print(batch.id)
     return code
 
 
-def watch(client: openai.OpenAI, batch_id: str, output: Path | None) -> tuple[Batch, Exit]:
+def watch(client: Client, batch_id: str, output: Path | None) -> tuple[Batch, Exit]:
     """Follow a batch until it finishes, print how it ended, and fetch its files."""
     try:
         batch = follow(client, batch_id)
     except KeyboardInterrupt:
         where = f" --output {output}" if output else ""
-        said.print(f"{batch_id} continues. To watch it again: batchweave batches wait {batch_id}{where}")
-        raise
+        interrupted(f"{batch_id} continues. To watch it again: batchweave batches wait {batch_id}{where}")
     code = report(batch)
     if output is not None:
         fetch(client, batch, output)
     return batch, code
 
 
-def fetch(client: openai.OpenAI, batch: Batch, output: Path) -> dict[str, str]:
+def fetch(client: Client, batch: Batch, output: Path) -> dict[str, str]:
     """Write a batch's results to `output` and its error lines beside it; return the path of each file written."""
     found: dict[str, str] = {}
     for kind, file_id, path in (

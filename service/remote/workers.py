@@ -18,7 +18,7 @@ Name = Annotated[str, typer.Argument(help="Name from `batchweave workers list`."
 def list_workers(as_json: JsonOption = False, url: UrlOption = LOCAL_URL, key: KeyOption = NO_KEY) -> None:
     """List the workers that are alive."""
     with service_at(url, key) as client:
-        found: Any = client.get("/workers", cast_to=object)
+        found: Any = client.get("/workers")
         if not isinstance(found, dict) or "data" not in found:
             raise CommandError(f"{url} lists no workers: is this a batchweave service?")
         if as_json:
@@ -34,7 +34,7 @@ def list_workers(as_json: JsonOption = False, url: UrlOption = LOCAL_URL, key: K
 def drain_worker(name: Name, as_json: JsonOption = False, url: UrlOption = LOCAL_URL, key: KeyOption = NO_KEY) -> None:
     """Drain a worker: it finishes its slices and takes no new ones, even after a restart under the same name."""
     with service_at(url, key) as client:
-        found: Any = client.post(f"/workers/{quote(name, safe='')}/drain", cast_to=object)
+        found: Any = client.post(f"/workers/{quote(name, safe='')}/drain")
         if as_json:
             print_json(found)
             return
@@ -45,7 +45,7 @@ def drain_worker(name: Name, as_json: JsonOption = False, url: UrlOption = LOCAL
 def resume_worker(name: Name, as_json: JsonOption = False, url: UrlOption = LOCAL_URL, key: KeyOption = NO_KEY) -> None:
     """Resume a drained worker: it takes slices again."""
     with service_at(url, key) as client:
-        found: Any = client.post(f"/workers/{quote(name, safe='')}/resume", cast_to=object)
+        found: Any = client.post(f"/workers/{quote(name, safe='')}/resume")
         if as_json:
             print_json(found)
             return

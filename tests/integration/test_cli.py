@@ -120,3 +120,31 @@ def test_keys_are_made_listed_and_revoked(tmp_path: Path) -> None:
     assert (unreadable.exit_code, "is not a valid name" in unreadable.stderr) == (1, True)
     unknown = call("keys", "create", "--name", "x", "--project", "nobody", **here)
     assert (unknown.exit_code, "there is no project 'nobody'" in unknown.stderr) == (1, True)
+
+
+def test_ctrl_c_during_imports_ends_with_one_line() -> None:
+    code = """
+import builtins, os, signal
+from service.cli.__main__ import main
+
+real = builtins.__import__
+
+def interrupted(name, *arguments, **more):
+    if name == "service.cli.table":
+        os.kill(os.getpid(), signal.SIGINT)
+    return real(name, *arguments, **more)
+
+builtins.__import__ = interrupted
+main()
+"""
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert (found.returncode, found.stdout, found.stderr) == (130, "", "interrupted\n")
+
+
+@pytest.mark.parametrize("command", ["submit", "batches", "files", "workers"])
+def test_remote_commands_import_little(command: str) -> None:
+    """What makes them slow to start: the official client, pydantic's models, the service's own parts."""
+    code = f"from service.cli.table import command_line; command_line({command!r}); import sys; print(*sys.modules)"
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    loaded = set(found.stdout.split())
+    assert not loaded & {"openai", "fastapi", "sqlalchemy", "redis", "numpy", "service.settings", "service.db"}

@@ -388,7 +388,7 @@ def test_what_a_role_writes_nobody_else_reads(tmp_path: Path) -> None:
     data = tmp_path / "data"
     data.mkdir(mode=0o755)
     (data / "batchweave.db").touch(mode=0o644)
-    code = "import os; os.umask(0o022); from service.cli.table import main; main()"
+    code = "import os; os.umask(0o022); from service.cli.__main__ import main; main()"
     environment = {**os.environ, "BATCHWEAVE_DATA_DIR": str(data)}
     command = [sys.executable, "-c", code, "projects", "list"]
     subprocess.run(command, check=True, capture_output=True, env=environment, timeout=120)

@@ -1,0 +1,155 @@
+"""Speaks HTTP to the service for the remote commands.
+
+It stands for the official client, whose import alone takes longer than a command may.
+"""
+
+import time
+from collections.abc import Generator, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, TypeVar
+from uuid import uuid4
+
+import httpx
+import msgspec
+
+TIMEOUT = httpx.Timeout(600.0, connect=10.0)
+TRIES = 3
+PAUSE_S = 0.5
+LONGEST_PAUSE_S = 60.0
+PASSING = (408, 409, 429)  # statuses worth another try, beside those of 500 and more
+Shape = TypeVar("Shape", bound=msgspec.Struct)
+
+
+class AnswerError(Exception):
+    """The service refuses a call: `status` and the message of its body, or, if that has none, `message` is empty."""
+
+    def __init__(self, response: httpx.Response) -> None:
+        self.status = response.status_code
+        self.url = str(response.request.url)
+        self.message = _message(response)
+        super().__init__(self.message or f"{self.url} returned {self.status}")
+
+    @property
+    def may_pass(self) -> bool:
+        return self.status in PASSING or self.status >= 500
+
+
+class NotAService(Exception):
+    """What answers is no such service: its answer has another form."""
+
+
+class Away(Exception):
+    """The service did not answer."""
+
+
+class Client:
+    """Calls the service, and tries again what may succeed then. Its methods raise AnswerError, NotAService and Away.
+
+    `url`: up to /v1. `tries`: how often a call is made at most.
+    """
+
+    def __init__(self, url: str, key: str, tries: int = TRIES) -> None:
+        # Reading certificates takes a tenth of a command's time. No redirect is followed, so http stays http.
+        verify = not url.startswith("http://")
+        headers = {"Authorization": f"Bearer {key}"}
+        self._http = httpx.Client(base_url=url, headers=headers, timeout=TIMEOUT, verify=verify)
+        self._tries = tries
+
+    def __enter__(self) -> "Client":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._http.close()
+
+    @contextmanager
+    def trying_once(self, timeout_s: float) -> Generator[None, None, None]:
+        """Make each call of the block once, and wait no longer for its answer."""
+        before, self._tries, self._http.timeout = (self._tries, self._http.timeout), 1, httpx.Timeout(timeout_s)
+        try:
+            yield
+        finally:
+            self._tries, self._http.timeout = before
+
+    def get(self, path: str, **params: Any) -> Any:
+        return self._call("GET", path, params={name: each for name, each in params.items() if each is not None})
+
+    def post(self, path: str, body: Any = None, files: Any = None, data: Mapping[str, str] | None = None) -> Any:
+        # A call that is made again because its answer was lost is recognized by its key.
+        return self._call("POST", path, json=body, files=files, data=data, headers={"Idempotency-Key": str(uuid4())})
+
+    def delete(self, path: str) -> Any:
+        return self._call("DELETE", path)
+
+    def every(self, path: str, **params: Any) -> Iterator[Any]:
+        """Yield the objects of a list, page by page."""
+        after: str | None = None
+        while True:
+            page = self.get(path, limit=100, after=after, **params)
+            if not isinstance(page, dict) or not isinstance(page.get("data"), list):
+                raise NotAService(path)
+            yield from page["data"]
+            if not page["data"] or not page.get("has_more"):
+                return
+            after = page["data"][-1]["id"]
+
+    @contextmanager
+    def content(self, file_id: str, headers: Mapping[str, str] | None = None) -> Generator[httpx.Response, None, None]:
+        """Stream a file; reading it raises httpx.TransportError if the connection is lost."""
+        path = f"/files/{file_id}/content"
+        try:
+            with self._http.stream("GET", path, headers=headers) as response:
+                if response.status_code >= 400:
+                    response.read()
+                    raise AnswerError(response)
+                yield response
+        except (httpx.ConnectError, httpx.ConnectTimeout) as error:
+            raise Away(repr(error)) from error
+
+    def _call(self, method: str, path: str, **how: Any) -> Any:
+        for left in reversed(range(self._tries)):
+            pause_s = PAUSE_S * 2 ** (self._tries - 1 - left)
+            try:
+                response = self._http.request(method, path, **how)
+            except httpx.TransportError as error:
+                if not left:
+                    raise Away(repr(error)) from error
+            else:
+                if response.status_code < 400:
+                    return _json(response)
+                error = AnswerError(response)
+                if not (left and error.may_pass and response.headers.get("x-should-retry") != "false"):
+                    raise error
+                pause_s = _asked_pause_s(response) or pause_s
+            time.sleep(pause_s)
+        raise AssertionError("the last try returns or raises")
+
+
+def shaped(told: Any, shape: type[Shape]) -> Shape:
+    """Return an answer as a shape. Raises NotAService."""
+    try:
+        return msgspec.convert(told, shape)
+    except msgspec.ValidationError as error:
+        raise NotAService(str(error)) from error
+
+
+def _json(response: httpx.Response) -> Any:
+    try:
+        return msgspec.json.decode(response.content)
+    except msgspec.DecodeError as error:
+        raise NotAService(f"{response.request.url} is not JSON") from error
+
+
+def _message(response: httpx.Response) -> str:
+    try:
+        body = msgspec.json.decode(response.content)
+        return str(body["error"]["message"])
+    except (msgspec.DecodeError, LookupError, TypeError):
+        return ""
+
+
+def _asked_pause_s(response: httpx.Response) -> float:
+    """Return the pause that the service asks for, or 0."""
+    try:
+        return min(float(response.headers.get("retry-after", 0)), LONGEST_PAUSE_S)
+    except ValueError:
+        return 0.0

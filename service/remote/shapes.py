@@ -1,0 +1,85 @@
+"""The objects of the API as far as the remote commands read them; `raw` is what the service said."""
+
+from typing import Any
+
+import msgspec
+
+from service.remote.client import shaped
+
+
+class RequestCounts(msgspec.Struct):
+    total: int
+    completed: int
+    failed: int
+
+
+class InputDetails(msgspec.Struct):
+    cached_tokens: int = 0
+
+
+class Usage(msgspec.Struct):
+    input_tokens: int
+    output_tokens: int
+    total_tokens: int
+    input_tokens_details: InputDetails = msgspec.field(default_factory=InputDetails)
+
+
+class FileError(msgspec.Struct):
+    """An error of an input file: of its line `line`, or of the whole file."""
+
+    code: str | None = None
+    message: str | None = None
+    line: int | None = None
+
+
+class FileErrors(msgspec.Struct):
+    data: list[FileError] | None = None
+
+
+class Batch(msgspec.Struct):
+    """A batch; times are in Unix seconds. `batchweave`: what it has beyond OpenAI's fields; None at another service."""
+
+    id: str
+    status: str
+    endpoint: str
+    input_file_id: str
+    created_at: int
+    model: str | None = None
+    errors: FileErrors | None = None
+    output_file_id: str | None = None
+    error_file_id: str | None = None
+    expires_at: int | None = None
+    completed_at: int | None = None
+    failed_at: int | None = None
+    expired_at: int | None = None
+    cancelled_at: int | None = None
+    request_counts: RequestCounts | None = None
+    usage: Usage | None = None
+    metadata: dict[str, str] | None = None
+    batchweave: dict[str, Any] | None = None
+    raw: dict[str, Any] = msgspec.field(default_factory=dict[str, Any], name="-")
+
+    @classmethod
+    def of(cls, told: Any) -> "Batch":
+        """Return the batch that the service described. Raises NotAService."""
+        batch = shaped(told, cls)
+        batch.raw = told
+        return batch
+
+
+class File(msgspec.Struct):
+    """A file; `created_at` is in Unix seconds."""
+
+    id: str
+    purpose: str
+    bytes: int
+    created_at: int
+    filename: str
+    raw: dict[str, Any] = msgspec.field(default_factory=dict[str, Any], name="-")
+
+    @classmethod
+    def of(cls, told: Any) -> "File":
+        """Return the file that the service described. Raises NotAService."""
+        file = shaped(told, cls)
+        file.raw = told
+        return file
