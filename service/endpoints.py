@@ -14,7 +14,8 @@ class Endpoint:
 
     `generates` is true if the engine generates tokens one by one, false if it answers all at once. `online` is true if
     clients may also call it outside of batches, and `streams` if they may ask for the tokens as they come. Each token
-    of a stream has one `token_mark`; `typed` is true if the stream's events name their types.
+    of a stream has one `token_mark`; `typed` is true if the stream's events name their types. `adapters` is true if
+    SGLang 0.5.17 applies a LoRA adapter that the model's name asks for; where it does not, it answers without a word.
     """
 
     required: tuple[str, ...]
@@ -24,6 +25,7 @@ class Endpoint:
     streams: bool = False
     token_mark: bytes = b"\n\n"
     typed: bool = False
+    adapters: bool = False
 
     def error_event(self, body: dict[str, Any]) -> bytes:
         """Return the server-sent event that ends a stream with this error, which is in OpenAI's envelope."""
@@ -34,10 +36,10 @@ class Endpoint:
 
 
 BY_PATH = {
-    "/v1/chat/completions": Endpoint(("model", "messages"), "chatcmpl-", online=True, streams=True),
-    "/v1/completions": Endpoint(("model", "prompt"), "cmpl-", online=True, streams=True),
+    "/v1/chat/completions": Endpoint(("model", "messages"), "chatcmpl-", online=True, streams=True, adapters=True),
+    "/v1/completions": Endpoint(("model", "prompt"), "cmpl-", online=True, streams=True, adapters=True),
     "/v1/responses": Endpoint(("model", "input"), "resp_", online=True, streams=True, token_mark=DELTA, typed=True),
-    "/v1/embeddings": Endpoint(("model", "input"), "embd-", generates=False, online=True),
+    "/v1/embeddings": Endpoint(("model", "input"), "embd-", generates=False, online=True, adapters=True),
     "/v1/score": Endpoint(("model", "query", "items"), "score-", generates=False),
     "/v1/rerank": Endpoint(("model", "query", "documents"), "rerank-", generates=False),
 }

@@ -14,6 +14,7 @@ from pydantic_settings import BaseSettings, SettingsConfigDict
 from pydantic_settings import SettingsError as PydanticSettingsError
 
 from service.errors import SettingsError
+from service.model_name import SEPARATOR, ModelName
 
 DEMO_MODEL = "demo"
 AdapterName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9._-]{1,128}$")]
@@ -50,8 +51,10 @@ class Settings(BaseSettings):
     )
 
     model: str = Field(DEMO_MODEL, description="'demo', a local path, or a hub id")
-    model_name: str | None = Field(None, description="name that requests use; default: the hub id or folder name")
-    adapters: dict[AdapterName, str] = Field(
+    model_name: str | None = Field(
+        None, description="name that requests use, without a colon; default: the hub id or folder name"
+    )
+    adapters: dict[AdapterName, Annotated[str, StringConstraints(min_length=1)]] = Field(
         default_factory=dict,
         description='LoRA adapters of the model, as JSON: {"name": "folder or hub id"}; requests use "model:name"',
     )
@@ -141,7 +144,7 @@ class Settings(BaseSettings):
 
     unserved: Literal["wait", "refuse"] = Field(
         "wait",
-        description="what becomes of a new batch if no worker serves its model or is starting: it waits, or fails",
+        description="whether the planner lets a batch wait or refuses it if no worker serves its model or starts to",
     )
     max_batches: int = Field(1000, ge=1, description="most unfinished batches of a project without its own quota")
     allow_patterns: bool = Field(
@@ -237,7 +240,7 @@ class Settings(BaseSettings):
     @cached_property
     def served_models(self) -> list[str]:
         """The names that requests use for the model and for each of its adapters."""
-        return [self.served_model, *(f"{self.served_model}:{each}" for each in self.adapters)]
+        return [str(ModelName(self.served_model, each)) for each in (None, *self.adapters)]
 
 
 def source_of(given: str) -> str:
@@ -278,7 +281,7 @@ def check_names() -> None:
 
 def _check_model(settings: Settings) -> None:
     """Check how requests name the model and its adapters. Raises SettingsError."""
-    if ":" in settings.served_model:
+    if SEPARATOR in settings.served_model:
         message = f"requests cannot name a model {settings.served_model!r}: what follows a colon names an adapter"
         raise SettingsError(f"BATCHWEAVE_MODEL_NAME: {message}. Give the model another name.")
     if "lora_paths" in settings.engine_args:

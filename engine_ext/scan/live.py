@@ -395,9 +395,10 @@ class LiveScan:
                 self.expected_cached += self._shared(member)
             kept.append(member.key)
         # The scan has admitted them; a plan that is being made never hears of it.
-        if held:
+        if places:
             assert self._plan is not None
             self._untold.hold(self._plan.numbers[places].tolist(), held)
+        if held:
             self._heads_moved = True
             scan.come_soon()
         return kept

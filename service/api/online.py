@@ -16,11 +16,11 @@ from service.api.caller import CalledOnline
 from service.api.context import Context, InContext
 from service.api.held import HeldBody
 from service.api.relay import PREFIX_BYTES, STREAM, OnlineRequest, Relay
-from service.db.models import ModelName
 from service.db.tenant_tables import Tier
 from service.endpoints import BY_PATH, ONLINE
 from service.errors import ApiError, BadRequest, NotFound, Unavailable
 from service.metrics.counters import ONLINE_FIRST_TOKEN, ONLINE_REQUESTS, ONLINE_TOKEN
+from service.model_name import ModelName
 from service.requests.body_limits import body_faults
 from service.requests.lines import nesting_fault, quoted
 from service.tenants.keys import Caller
@@ -219,7 +219,7 @@ def _checked(path: str, raw: bytes, allow_patterns: bool) -> Asked:
     return Asked(
         body["model"],
         Tier(tier) if tier in list(Tier) else None,
-        msgspec.json.encode(begins)[:PREFIX_BYTES],
+        msgspec.json.encode([ModelName.of(body["model"]).adapter, begins])[:PREFIX_BYTES],
         hashlib.sha256(path.encode() + b"\0" + raw).hexdigest(),
         _text_bytes(prompt),
     )

@@ -170,9 +170,8 @@ def _lead(settings: Settings, nodes: Nodes | None, command: list[str]) -> None:
     metrics = EngineMetrics(settings.served_model)
     REGISTRY.register(metrics)
     serve_metrics(settings)
-    starting = Starting(
-        settings.redis, settings.worker_name, {"model": settings.served_model, "host": socket.gethostname()}
-    )
+    about = {"model": settings.served_model, "models": settings.served_models, "host": socket.gethostname()}
+    starting = Starting(settings.redis, settings.worker_name, about)
     starting.begin()
     peers, lost = None, list[int]()
     if nodes is not None:

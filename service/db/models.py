@@ -3,27 +3,14 @@
 import time
 from typing import Any, NamedTuple
 
-from sqlalchemy import delete, select
+from sqlalchemy import delete, func, select
 from sqlalchemy.dialects import postgresql, sqlite
 
 from service.db.sessions import Database
 from service.db.tables import Model
+from service.endpoints import BY_PATH
+from service.model_name import SEPARATOR, ModelName
 from service.settings import Settings
-
-
-class ModelName(NamedTuple):
-    """The model that a request names: `base`, whose workers run the request, and its `adapter`, if it names one."""
-
-    base: str
-    adapter: str | None
-
-    @classmethod
-    def of(cls, name: str) -> "ModelName":
-        base, _, adapter = name.partition(":")
-        return cls(base, adapter or None)
-
-    def __str__(self) -> str:
-        return self.base if self.adapter is None else f"{self.base}:{self.adapter}"
 
 
 async def register_model(
@@ -32,12 +19,14 @@ async def register_model(
     context_length: int | None,
     endpoints: list[str] | None = None,
     machine: dict[str, Any] | None = None,
+    knows_adapters: bool = True,
 ) -> None:
     """Write the rows of the configured model and its adapters; the caller updates only what it is the authority on.
 
     `context_length`: tokens of prompt and answer together. `endpoints`: those that a worker's engine serves, and
     `machine`: what it runs on (`told_machine`). The planner passes neither, and a fleet a machine that counts
     until a worker has told its own. The source of these two is the one that is stored, since the planner reads it.
+    `knows_adapters`: whether the model has no other adapters than those of the settings.
     """
     about: dict[str, Any] = {
         "source": settings.model_source,
@@ -47,15 +36,19 @@ async def register_model(
         **({} if machine is None else {"machine": machine}),
     }
     told = ("source", "context_length") if endpoints is None else ("context_length", "endpoints", "machine")
-    newer = {name: about[name] for name in told if about.get(name) is not None}
+    begins = f"{settings.served_model}{SEPARATOR}"
     async with database.write() as session:
         insert = postgresql.insert if session.get_bind().dialect.name == "postgresql" else sqlite.insert
         for name in settings.served_models:
-            statement = insert(Model).values({"name": name, **about})
+            row = {"name": name, **about}
+            if endpoints is not None and ModelName.of(name).adapter:
+                row["endpoints"] = [each for each in endpoints if BY_PATH[each].adapters]
+            newer = {column: row[column] for column in told if row.get(column) is not None}
+            statement = insert(Model).values(row)
             await session.execute(statement.on_conflict_do_update(index_elements=["name"], set_=newer))
-        if endpoints is not None:  # the model's engines have no other adapters any more
-            adapters = Model.name.startswith(f"{settings.served_model}:", autoescape=True)
-            await session.execute(delete(Model).where(adapters, Model.name.not_in(settings.served_models)))
+        if knows_adapters:
+            are_adapters = func.substr(Model.name, 1, len(begins)) == begins  # LIKE knows no case in SQLite
+            await session.execute(delete(Model).where(are_adapters, Model.name.not_in(settings.served_models)))
 
 
 class Served(NamedTuple):

@@ -15,6 +15,7 @@ from engine_ext.plan.memory import Keys, Profile, learn
 from service.db.sessions import Database
 from service.db.tables import Batch, LengthProfile
 from service.db.tenant_tables import Project
+from service.model_name import ModelName
 from service.objects.request_index import RequestIndex
 from service.objects.storage import Storage
 
@@ -78,12 +79,13 @@ def _blocks(total: int) -> tuple[Sequence[int], Sequence[int]]:
 
 async def _keep(session: AsyncSession, batch: Batch, lessons: Mapping[int, Profile], now: int) -> None:
     """Add the lessons to the profiles. Of two batches that end together, the lessons of one may be lost."""
+    name = str(ModelName(batch.model or "", batch.adapter))
     known = profiles_of(await remembered(session, np.array(list(lessons))))
     rows = [
         {
             "key": key,
             "project_id": batch.project_id,
-            "model": batch.model or "",
+            "model": name,
             "profile": (known[key].plus(lessons[key], MOST_ANSWERS) if key in known else lessons[key]).text,
             "seen_at": now,
         }
@@ -93,7 +95,7 @@ async def _keep(session: AsyncSession, batch: Batch, lessons: Mapping[int, Profi
     adding = insert(LengthProfile)
     new = {"profile": adding.excluded.profile, "seen_at": adding.excluded.seen_at}
     await session.execute(adding.on_conflict_do_update(index_elements=["key"], set_=new), rows)
-    mine = (LengthProfile.project_id == batch.project_id) & (LengthProfile.model == batch.model)
+    mine = (LengthProfile.project_id == batch.project_id) & (LengthProfile.model == name)
     last = select(LengthProfile.key).where(mine).order_by(LengthProfile.seen_at.desc(), LengthProfile.key)
     await session.execute(delete(LengthProfile).where(mine, LengthProfile.key.not_in(last.limit(MOST_PROFILES))))
     log.info("lengths remembered", batch=batch.id, profiles=len(rows))

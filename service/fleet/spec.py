@@ -11,6 +11,7 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints, ValidationError, model_validator
 
 from service.errors import StartError
+from service.model_name import SEPARATOR
 from service.settings import NOT_SETTINGS, AdapterName, Settings, variable
 
 MOST_BYTES = 1 << 20
@@ -62,7 +63,7 @@ class ModelSpec(BaseModel):
 
     @model_validator(mode="after")
     def _check_names(self) -> Self:
-        if ":" in self.name:
+        if SEPARATOR in self.name:
             raise ValueError("name: must have no colon; what follows one names an adapter")
         if "lora_paths" in self.engine_args:
             raise ValueError("engine_args.lora_paths: list the adapters under adapters")
@@ -125,7 +126,7 @@ class ModelSpec(BaseModel):
             **self.settings,
             "BATCHWEAVE_MODEL": self.model or self.name,
             "BATCHWEAVE_MODEL_NAME": self.name,
-            "BATCHWEAVE_ADAPTERS": json.dumps(self.adapters),
+            **({"BATCHWEAVE_ADAPTERS": json.dumps(self.adapters)} if self.adapters else {}),
             "BATCHWEAVE_ENGINE_ARGS": json.dumps(self.all_args),
         }
 

@@ -40,7 +40,8 @@ async def run_jobs(database: Database, storage: Storage, redis: Redis, settings:
     """Run all jobs until `stop`. A job that fails is logged and tried again."""
     clock, bell = SharedClock(database), Bell(redis, settings.poll_s)
     await clock.sync()
-    await register_model(database, settings, await asyncio.to_thread(context_length_of, settings))
+    length = await asyncio.to_thread(context_length_of, settings)
+    await register_model(database, settings, length, knows_adapters=False)
     # Some jobs run several loops to work on several batches at once, so that a large batch does not hold up small ones.
     jobs = [
         _Work(Job.VALIDATOR, Validator(database, storage, settings, clock, Heartbeat(redis)).run_once, loops=3),

@@ -16,7 +16,6 @@ from sqlalchemy.ext.asyncio import AsyncSession
 
 from service import ids
 from service.db.clock import now_s
-from service.db.models import ModelName
 from service.db.moves import move_batch
 from service.db.sessions import Database
 from service.db.tables import Batch, BatchStatus, Model, OnLongLine, fixed
@@ -24,6 +23,7 @@ from service.jobs.fair_turns import FairDesk
 from service.jobs.index_writer import IndexWriter, Place
 from service.metrics import tracing
 from service.metrics.counters import BATCHES_ENDED, VALIDATED
+from service.model_name import ModelName
 from service.objects.request_index import RequestIndex
 from service.objects.request_output import asked_output
 from service.objects.storage import LineTooLong, Storage, Writer, file_key
@@ -117,7 +117,7 @@ class Validator:
         self._settings = settings
         self._clock = clock
         self._desk = FairDesk("validator", database, clock)
-        self._tokenizers: dict[tuple[str, str], PromptTokens] = {}
+        self._tokenizers: dict[str, PromptTokens] = {}  # by the source of a model, which its adapters share
 
     async def run_once(self) -> bool:
         """Validate one waiting batch. Returns whether it found one.
@@ -320,7 +320,8 @@ class Validator:
             alive, starting = await self._heartbeat.everyone()
         except (RedisError, OSError):
             return True
-        return any(each["model"] == ModelName.of(name).base for each in (*alive, *starting))
+        taking = [each for each in alive if not each.get("drained")]
+        return any(name in each.get("models", [each["model"]]) for each in (*taking, *starting))
 
     async def _tokenizer(self, checker: LineChecker) -> tuple[PromptTokens | None, int | None]:
         """Return the model's tokenizer and its context length, if known.
@@ -330,8 +331,9 @@ class Validator:
         name = checker.model or ""
         async with self._database.read() as session:
             known = (await session.scalars(select(Model).order_by(Model.name))).all()
-        found = next((model for model in known if model.name == name), None)
-        if found is None:
+        by_name = {model.name: model for model in known}
+        found, base = by_name.get(name), by_name.get(ModelName.of(name).base)
+        if found is None or base is None:
             names = ", ".join(model.name for model in known) or "none yet"
             message = f"The model {quoted(name)} does not exist here. Available models: {names}."
             checker.add(LineError("model_not_found", message, checker.model_line, "body.model"))
@@ -344,7 +346,6 @@ class Validator:
             message = f"No worker serves the model {quoted(name)} now. Create the batch again once one does."
             checker.add(LineError("model_not_served", message, checker.model_line, "body.model"))
             return None, None
-        key = (name, found.source)
-        if key not in self._tokenizers:
-            self._tokenizers[key] = await asyncio.to_thread(PromptTokens.load, found.source)
-        return self._tokenizers[key], found.context_length
+        if base.source not in self._tokenizers:
+            self._tokenizers[base.source] = await asyncio.to_thread(PromptTokens.load, base.source)
+        return self._tokenizers[base.source], found.context_length

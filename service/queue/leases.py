@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from sqlalchemy import ColumnElement, case, select, tuple_, update
+from sqlalchemy import ColumnElement, case, exists, select, tuple_, update
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from service.db.clock import now_s
@@ -59,23 +59,32 @@ class BatchEnded(Exception):
 
 
 class Leases:
-    def __init__(self, database: Database, owner: str, model: str, lease_s: float) -> None:
-        """Prepare the leases of the worker `owner`, which serves `model`, for `lease_s` seconds each."""
+    def __init__(
+        self, database: Database, owner: str, model: str, lease_s: float, adapters: Collection[str] = ()
+    ) -> None:
+        """Prepare the leases of the worker `owner`, which serves `model` and `adapters`, for `lease_s` seconds each."""
         self._database = database
         self._owner = owner
         self._model = model
         self._lease_s = lease_s
+        self._adapters = list(adapters)
 
     async def claim(self, slice_id: int) -> Lease | None:
-        """Lease the slice if it is ready and of this worker's model; return None if it is not.
+        """Lease the slice if it is ready and of this worker's model and adapters; return None if it is not.
 
         An announcement may be older than the database, whose ids then mean other slices.
         """
+        # An engine would answer a request for an adapter that it lacks with an error, and that answer would be final.
+        others = (
+            exists()
+            .where(SliceBatch.slice_id == slice_id, Batch.id == SliceBatch.batch_id)
+            .where(Batch.adapter.is_not(None), Batch.adapter.not_in(self._adapters))
+        )
         async with self._database.write() as session:
             row = (
                 await session.execute(
                     update(Slice)
-                    .where(Slice.id == slice_id, Slice.model == self._model, Slice.status == SliceStatus.READY)
+                    .where(Slice.id == slice_id, Slice.model == self._model, Slice.status == SliceStatus.READY, ~others)
                     .values(
                         status=SliceStatus.LEASED,
                         owner=self._owner,

@@ -57,7 +57,7 @@ def with_adapters(settings: Settings, arguments: dict[str, Any]) -> dict[str, An
     named = [
         {"lora_name": name, "lora_path": source_of(given), "pinned": False} for name, given in settings.adapters.items()
     ]
-    return {**arguments, "lora_paths": named}
+    return {**arguments, "enable_lora": True, "lora_paths": named}
 
 
 def possible_overlaps(settings: Settings) -> list[str]:
@@ -68,4 +68,5 @@ def possible_overlaps(settings: Settings) -> list[str]:
 
     # Without a GPU nothing runs beside anything, so halves could only cost time.
     ways = [each for each in Overlap if each is not Overlap.NANO or gpu_is_present()]
-    return [each.value for each in ways if choose(each, settings.model_source, settings.engine_args) is each]
+    arguments = with_adapters(settings, settings.engine_args)
+    return [each.value for each in ways if choose(each, settings.model_source, arguments) is each]

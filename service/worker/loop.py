@@ -87,7 +87,8 @@ class Worker:
         self._engine = engine
         self._settings = settings
         self._in_flight_requests = in_flight_requests
-        self._leases = Leases(database, settings.worker_name, settings.served_model, settings.lease_s)
+        model, adapters = settings.served_model, settings.adapters
+        self._leases = Leases(database, settings.worker_name, model, settings.lease_s, adapters)
         self._announcements = Announcements(redis, settings.served_model)
         # In flight are several times what the engine runs at once.
         about = (settings.served_model, settings.worker_name, in_flight_requests // IN_FLIGHT)
@@ -356,6 +357,7 @@ class Worker:
             "engine": self._metrics.summary,
             "name": self._settings.worker_name,
             "model": self._settings.served_model,
+            "models": self._settings.served_models,
             "slices": len(self._runs),
             "drained": self._is_drained,
             "requests": sum(run.remaining for run in self._runs),

@@ -168,6 +168,8 @@ async def test_a_worker_that_stops_passes_its_requests_on(shop: Shop) -> None:
             answer = await task
     assert (answer.status_code, answer.json()["error"]["code"]) == (503, "overloaded")
     assert "x-should-retry" not in answer.headers
+    for number in range(4):
+        await Heartbeat(shop.house.redis).leave(f"w{number}")
     async with shop.door("w", Teller(stops_after=1)) as door, shop.client() as client:
         stream = await client.chat.completions.create(**asked(stream=True))
         await anext(stream)

@@ -14,7 +14,7 @@ from sglang.srt.plugins.hook_registry import HookType
 from engine_ext.arrays import Bools
 from engine_ext.plugin.options import Overlap
 from engine_ext.plugin.scheduler import foresight, host_copies, online, preemption, pulse_hooks, resting, withdrawals
-from engine_ext.plugin.scheduler.adapters import waits_for_adapter
+from engine_ext.plugin.scheduler.adapters import held_back, waits_for_adapter
 from engine_ext.plugin.scheduler.admission import Admission, admission_of
 from engine_ext.plugin.scheduler.beside import Allowed
 from engine_ext.plugin.scheduler.online import Demand, is_ours, length
@@ -140,7 +140,8 @@ def _step(ours: Admission, scheduler: Any, running: Any, ask_sglang: Callable[[]
     if continued in ours.running:  # SGLang continues it in any case, and a prefill of no tokens would stop decoding
         budget = max(budget, scheduler.page_size)
     chunk, others = scheduler.chunked_prefill_size, scheduler.waiting_queue
-    scheduler.waiting_queue = [*others, *candidates]
+    held = held_back(scheduler, others, candidates, running)
+    scheduler.waiting_queue = [*others, *(req for req in candidates if req not in held)]
     page, riding = scheduler.page_size, len(running.reqs) if ours.overlap.mixes else 0
     if chunk is not None:  # else SGLang computes whole prompts: PD-multiplexing, and models that cannot do otherwise
         scheduler.chunked_prefill_size = -(-budget // page) * page + riding
@@ -152,14 +153,15 @@ def _step(ours: Admission, scheduler: Any, running: Any, ask_sglang: Callable[[]
     finally:
         running.batchweave_admits = False
         scheduler.chunked_prefill_size = chunk
-        left = {req for req in scheduler.waiting_queue if is_ours(req)}
+        left = {req for req in scheduler.waiting_queue if is_ours(req)} | held
         # SGLang has added those whose grammars are ready, behind ours.
         scheduler.waiting_queue = sorted((req for req in scheduler.waiting_queue if req not in left), key=online.rank)
     if others:
         ours.note_online(others, scheduler.waiting_queue)
     taken = [req for req in candidates if req not in left]
     # Else it is an online request that SGLang did not take, or an adapter that has no place yet.
-    first_blocks = not (taken or scheduler.waiting_queue or waits_for_adapter(scheduler, candidates, running, batch))
+    no_place = bool(held) or waits_for_adapter(scheduler, candidates, running, batch)
+    first_blocks = not (taken or scheduler.waiting_queue or no_place)
     ours.note_refused([req for req in candidates if req in left], first_blocks)
     ours.note_admitted(taken)
     ours.reuse.note(batch, continued, ours.running)

@@ -5,6 +5,8 @@ the value against a real engine. The checks read the request as parsed by SGLang
 "1000000" and 1000000.0 into numbers.
 """
 
+import hashlib
+import json
 import re
 from collections.abc import Callable
 from typing import Any
@@ -15,7 +17,21 @@ INT32_MAX = 2**31 - 1
 MOST_BIAS = 100.0  # as in OpenAI's API
 # Below these values a logit overflows, and the sampler fails on all requests of the step.
 LEAST_TEMPERATURE, LEAST_REPETITION_PENALTY = 1e-3, 1e-2
+SPACES = ("cache_salt", "extra_key")
 MEDIA = ("image_url", "video_url", "audio_url", "file_url", "url")
+
+
+def own_space(fields: dict[str, Any]) -> dict[str, Any]:
+    """Return a body's fields with a digest in place of the name of the cache that it wants to share with its like.
+
+    SGLang appends the id of a LoRA adapter to that name. As it came, it could be such an id, which follows from the
+    adapter's name and path: what the base model computes would be found by requests for the adapter.
+    """
+    given = [fields.get(name) for name in SPACES]
+    if all(each is None for each in given):
+        return fields
+    digest = hashlib.sha256(json.dumps(given).encode(errors="surrogatepass")).hexdigest()
+    return {**{name: each for name, each in fields.items() if name not in SPACES}, SPACES[0]: digest}
 
 
 def fault(request: Any, vocab_size: int) -> tuple[str, str] | None:

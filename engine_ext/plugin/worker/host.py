@@ -230,7 +230,7 @@ class EngineHost:
         `due`: when it must have ended, by time.monotonic. `lengths`: the profile of earlier answers to requests like it
         (plan/memory.py). It answers bad requests with 4xx, and never raises for them.
         """
-        fields = {key: value for key, value in body.items() if key not in RESERVED_FIELDS}
+        fields = guard.own_space({key: value for key, value in body.items() if key not in RESERVED_FIELDS})
         if endpoint in self._others.served:
             return await self._others.run(endpoint, fields, Told(rid, kind, due=due, lengths=lengths))
         request = self._read(endpoint, fields, rid)
@@ -253,7 +253,7 @@ class EngineHost:
         Returns the answer once it is whole or, if the body asks for a stream, with its first token. A request ends
         early when this call is cancelled or its stream is closed. It answers bad requests with 4xx.
         """
-        fields = {key: value for key, value in body.items() if key not in RESERVED_FIELDS - STREAM_FIELDS}
+        fields = guard.own_space({key: body[key] for key in body.keys() - (RESERVED_FIELDS - STREAM_FIELDS)})
         request: Any = None if endpoint in self._others.served else self._read(endpoint, fields, rid)
         if isinstance(request, Answer):
             return request

@@ -94,6 +94,8 @@ def _against_pdmux(model_path: str, given: Mapping[str, Any]) -> str | None:
         return "the engine's arguments ask for data-parallel attention"
     if given.get("disable_overlap_schedule") is False:
         return "the engine's arguments ask for the overlap schedule"
+    if given.get("enable_lora") or given.get("lora_paths"):  # a decode would overwrite whose weights a prefill uses
+        return "the engine's arguments ask for LoRA"
     if given.get("enable_hierarchical_cache"):  # SGLang does not wait for what it brings back
         return "the engine's arguments ask for copies of KV cache in host memory"
     return _against_green_contexts() or _against_split_prefill(model_path, given)
