@@ -1,10 +1,11 @@
-"""The endpoints that requests can call, with the fields that each one requires in a body."""
+"""What requests can call: endpoints, with the fields that each one requires in a body, and models by their names."""
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
+ADAPTER = ":"  # between a model's name and an adapter's
 DELTA = b"event: response.output_text.delta\n"
 
 
@@ -45,3 +46,18 @@ BY_PATH = {
 }
 ENDPOINTS = tuple(BY_PATH)
 ONLINE = tuple(path for path, endpoint in BY_PATH.items() if endpoint.online)
+
+
+class ModelName(NamedTuple):
+    """The model that a request names: `base`, whose workers run it, and its LoRA `adapter`, if it names one."""
+
+    base: str
+    adapter: str | None = None
+
+    @classmethod
+    def of(cls, name: str) -> "ModelName":
+        base, _, adapter = name.partition(ADAPTER)
+        return cls(base, adapter or None)
+
+    def __str__(self) -> str:
+        return self.base if self.adapter is None else f"{self.base}{ADAPTER}{self.adapter}"

@@ -13,8 +13,8 @@ from pydantic import AliasChoices, Field, StringConstraints, ValidationError
 from pydantic_settings import BaseSettings, SettingsConfigDict
 from pydantic_settings import SettingsError as PydanticSettingsError
 
+from service.endpoints import ADAPTER, ModelName
 from service.errors import SettingsError
-from service.model_name import SEPARATOR, ModelName
 
 DEMO_MODEL = "demo"
 AdapterName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9._-]{1,128}$")]
@@ -281,7 +281,7 @@ def check_names() -> None:
 
 def _check_model(settings: Settings) -> None:
     """Check how requests name the model and its adapters. Raises SettingsError."""
-    if SEPARATOR in settings.served_model:
+    if ADAPTER in settings.served_model:
         message = f"requests cannot name a model {settings.served_model!r}: what follows a colon names an adapter"
         raise SettingsError(f"BATCHWEAVE_MODEL_NAME: {message}. Give the model another name.")
     if "lora_paths" in settings.engine_args:

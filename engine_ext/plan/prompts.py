@@ -13,16 +13,15 @@ TokenIds = NDArray[np.uint32]
 Segment = tuple[str | int, int]
 
 
-_NO_TOKEN = 1 << 31  # no vocabulary is so large
+_BEYOND_VOCABULARY = 1 << 31
 
 
 def first_token(token: int, space: str) -> int:
-    """Return what stands for the first token of a prompt whose KV cache only those of the same space share.
+    """Return a number to replace a prompt's first token, so that prompts of different spaces share no prefix.
 
-    `space`: such as the name of a LoRA adapter. With it in its place, prompts of different spaces have no prefix in
-    common, and those of one space have what they had.
+    Those of one space share what they did. `space`: whose requests share a KV cache, such as a LoRA adapter's.
     """
-    return token ^ (zlib.crc32(space.encode()) | _NO_TOKEN)
+    return token ^ (zlib.crc32(space.encode()) | _BEYOND_VOCABULARY)
 
 
 @dataclass(frozen=True, slots=True)

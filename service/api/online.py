@@ -17,10 +17,9 @@ from service.api.context import Context, InContext
 from service.api.held import HeldBody
 from service.api.relay import PREFIX_BYTES, STREAM, OnlineRequest, Relay
 from service.db.tenant_tables import Tier
-from service.endpoints import BY_PATH, ONLINE
+from service.endpoints import BY_PATH, ONLINE, ModelName
 from service.errors import ApiError, BadRequest, NotFound, Unavailable
 from service.metrics.counters import ONLINE_FIRST_TOKEN, ONLINE_REQUESTS, ONLINE_TOKEN
-from service.model_name import ModelName
 from service.requests.body_limits import body_faults
 from service.requests.lines import nesting_fault, quoted
 from service.tenants.keys import Caller

@@ -7,9 +7,9 @@ from pydantic import BaseModel, Field
 
 from service import ids
 from service.db.tables import Batch, BatchStatus, File, OutputOrder, Upload, UploadStatus
+from service.endpoints import ModelName
 from service.estimates.preview import Preview
 from service.estimates.standing import Standing, work_of
-from service.model_name import ModelName
 from service.queue.counts import Counts
 
 Item = TypeVar("Item")

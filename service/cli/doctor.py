@@ -183,16 +183,17 @@ async def _model(settings: Settings) -> Finding:
 
 
 async def _adapters(settings: Settings) -> Finding:
-    advice = 'Set BATCHWEAVE_ADAPTERS to JSON such as {"name": "folder or hub id"}.'
-    if not settings.adapters:
-        return Finding("adapters", "ok", "none")
+    wrong: list[str] = []
     for name, given in settings.adapters.items():
         is_folder = Path(given).is_dir()
         if is_folder and not (Path(given) / "adapter_config.json").exists():
-            return Finding("adapters", "wrong", f"{name}: {given} has no adapter_config.json", advice)
+            wrong.append(f"{name}: {given} has no adapter_config.json")
         if not is_folder and (given.startswith((".", "/", "~")) or given.count("/") != 1):
-            return Finding("adapters", "wrong", f"{name}: {given} is neither a folder nor a hub id", advice)
-    return Finding("adapters", "ok", ", ".join(settings.served_models[1:]))
+            wrong.append(f"{name}: {given} is neither a folder nor a hub id")
+    if wrong:
+        advice = 'Set BATCHWEAVE_ADAPTERS to JSON such as {"name": "folder or hub id"}.'
+        return Finding("adapters", "wrong", "; ".join(wrong), advice)
+    return Finding("adapters", "ok", ", ".join(settings.served_models[1:]) or "none")
 
 
 async def _gpu(settings: Settings) -> Finding:

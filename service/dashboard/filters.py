@@ -11,7 +11,7 @@ from sqlalchemy import ColumnElement, Select, String, cast, or_, select
 from service.db.clock import DAY_S
 from service.db.tables import Batch, BatchStatus
 from service.db.tenant_tables import Project
-from service.model_name import ModelName
+from service.endpoints import ModelName
 
 NO_NUL = r"^[^\x00]*$"
 Day = Annotated[str, Query(pattern=r"^(\d{4}-\d{2}-\d{2})?$")]

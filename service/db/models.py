@@ -8,8 +8,7 @@ from sqlalchemy.dialects import postgresql, sqlite
 
 from service.db.sessions import Database
 from service.db.tables import Model
-from service.endpoints import BY_PATH
-from service.model_name import SEPARATOR, ModelName
+from service.endpoints import ADAPTER, BY_PATH, ModelName
 from service.settings import Settings
 
 
@@ -36,7 +35,7 @@ async def register_model(
         **({} if machine is None else {"machine": machine}),
     }
     told = ("source", "context_length") if endpoints is None else ("context_length", "endpoints", "machine")
-    begins = f"{settings.served_model}{SEPARATOR}"
+    begins = f"{settings.served_model}{ADAPTER}"
     async with database.write() as session:
         insert = postgresql.insert if session.get_bind().dialect.name == "postgresql" else sqlite.insert
         for name in settings.served_models:

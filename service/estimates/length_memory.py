@@ -15,7 +15,7 @@ from engine_ext.plan.memory import Keys, Profile, learn
 from service.db.sessions import Database
 from service.db.tables import Batch, LengthProfile
 from service.db.tenant_tables import Project
-from service.model_name import ModelName
+from service.endpoints import ModelName
 from service.objects.request_index import RequestIndex
 from service.objects.storage import Storage
 

@@ -10,8 +10,8 @@ from typing import Annotated, Any, Self
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints, ValidationError, model_validator
 
+from service.endpoints import ADAPTER
 from service.errors import StartError
-from service.model_name import SEPARATOR
 from service.settings import NOT_SETTINGS, AdapterName, Settings, variable
 
 MOST_BYTES = 1 << 20
@@ -63,7 +63,7 @@ class ModelSpec(BaseModel):
 
     @model_validator(mode="after")
     def _check_names(self) -> Self:
-        if SEPARATOR in self.name:
+        if ADAPTER in self.name:
             raise ValueError("name: must have no colon; what follows one names an adapter")
         if "lora_paths" in self.engine_args:
             raise ValueError("engine_args.lora_paths: list the adapters under adapters")

@@ -19,11 +19,11 @@ from service.db.clock import now_s
 from service.db.moves import move_batch
 from service.db.sessions import Database
 from service.db.tables import Batch, BatchStatus, Model, OnLongLine, fixed
+from service.endpoints import ModelName
 from service.jobs.fair_turns import FairDesk
 from service.jobs.index_writer import IndexWriter, Place
 from service.metrics import tracing
 from service.metrics.counters import BATCHES_ENDED, VALIDATED
-from service.model_name import ModelName
 from service.objects.request_index import RequestIndex
 from service.objects.request_output import asked_output
 from service.objects.storage import LineTooLong, Storage, Writer, file_key
@@ -326,7 +326,8 @@ class Validator:
     async def _tokenizer(self, checker: LineChecker) -> tuple[PromptTokens | None, int | None]:
         """Return the model's tokenizer and its context length, if known.
 
-        If no worker of this service serves the model, or not for this endpoint, note an error and return no tokenizer.
+        If this service does not know the model, or not for this endpoint, or refuses it because no worker serves it
+        now, note an error and return no tokenizer.
         """
         name = checker.model or ""
         async with self._database.read() as session:

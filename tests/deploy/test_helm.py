@@ -22,6 +22,7 @@ LARGE = {
     "name": "large",
     "model": "deepseek-ai/DeepSeek-V3",
     "modelName": "it's large",
+    "adapters": {"sql": "someone/sql-lora"},
     "nodes": 2,
     "gpusPerNode": 8,
     "replicas": 0,

@@ -14,7 +14,7 @@ from service.demo.model import NAME, ensure_demo_model
 from service.demo.prompts import corpus
 from service.settings import load_settings
 from service.worker.engine import with_adapters
-from tests.adapters import make_adapter, merged
+from tests.engine.adapters import make_adapter, merged
 from tests.engine.conftest import RealEngine, running_engine
 
 SEEDS = {"a": 1, "b": 2, "c": 3}
@@ -123,7 +123,7 @@ def test_a_client_cannot_write_into_the_cache_of_an_adapter(engine: RealEngine, 
     prompt = list(range(600, 700))
     adapter = LoRARef.deterministic_id("a", str((folder / "a").resolve()))
     for number, name in enumerate(("extra_key", "cache_salt")):
-        engine.do(ask(engine, NAME, prompt, 30_000 + number, **{name: adapter}))
+        engine.do(ask(engine, NAME, prompt, 30_000 + number, 1, **{name: adapter}))
     found = engine.do(ask(engine, f"{NAME}:a", prompt, 30_010))
     assert not (found["usage"]["prompt_tokens_details"] or {}).get("cached_tokens", 0)
     again = engine.do(ask(engine, f"{NAME}:a", prompt, 30_011))

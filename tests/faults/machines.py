@@ -12,16 +12,6 @@ from pathlib import Path
 MODULES = str(Path(__file__).parents[2])
 
 
-def may_be_made() -> bool:
-    """Whether this process may make network namespaces."""
-    try:
-        subprocess.run(["ip", "netns", "add", _name(99)], check=True, capture_output=True)
-    except (OSError, subprocess.CalledProcessError):
-        return False
-    subprocess.run(["ip", "netns", "delete", _name(99)], check=True)
-    return True
-
-
 def _name(number: int) -> str:
     return f"bw{os.getpid()}n{number}"  # cards have at most 15 characters
 
@@ -44,7 +34,8 @@ class Machine:
     def process(self, module: str, log: Path, **variables: str) -> Generator[subprocess.Popen[bytes]]:
         """Run a module of the tests on the machine, with no other BATCHWEAVE_ variables than these."""
         others = {name: each for name, each in os.environ.items() if not name.startswith("BATCHWEAVE_")}
-        command = ["ip", "netns", "exec", self.name, sys.executable, "-m", module]
+        dies_with_us = ["setpriv", "--pdeathsig", "KILL"]
+        command = [*dies_with_us, "ip", "netns", "exec", self.name, sys.executable, "-m", module]
         with log.open("wb") as output:
             running = subprocess.Popen(
                 command, env={**others, "PYTHONPATH": MODULES, **variables}, stdout=output, stderr=output
@@ -62,11 +53,14 @@ class Machine:
 
 @contextmanager
 def machines(count: int) -> Generator[list[Machine]]:
-    """Make machines for the block, in a part of 10.0.0.0/8 that is unlikely to be in use."""
+    """Make machines for the block, in a part of 10.0.0.0/8 that is unlikely to be in use.
+
+    Raises OSError and CalledProcessError where this process may not.
+    """
     made: list[Machine] = []
     try:
         for number in range(count):
-            net = ipaddress.ip_network(f"10.{213 + number}.{os.getpid() // 256 % 256}.{os.getpid() % 64 * 4}/30")
+            net = ipaddress.ip_network(f"10.{213 + number}.{os.getpid() // 64 % 256}.{os.getpid() % 64 * 4}/30")
             here, there = list(net.hosts())
             name = _name(number)
             _run(["ip", "netns", "add", name])
@@ -83,4 +77,4 @@ def machines(count: int) -> Generator[list[Machine]]:
 
 
 def _run(command: Sequence[str]) -> None:
-    subprocess.run(command, check=True)
+    subprocess.run(command, check=True, capture_output=True)

@@ -7,7 +7,7 @@ from sqlalchemy import select
 
 from service.db.models import register_model
 from service.db.tables import Batch, BatchStatus, Model, Slice, SliceBatch, Window
-from service.model_name import ModelName
+from service.endpoints import ModelName
 from service.objects.plan_artifact import PlanArtifact
 from service.objects.request_index import RequestIndex
 from service.queue.leases import Leases

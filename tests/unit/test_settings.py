@@ -35,7 +35,7 @@ def test_a_worker_takes_online_requests_at_one_address(monkeypatch: pytest.Monke
         ({"engine_args": {"lora_paths": ["x"]}}, "BATCHWEAVE_ENGINE_ARGS"),
     ],
 )
-def test_requests_can_name_the_model_and_its_adapters(given: dict[str, Any], variable: str) -> None:
+def test_a_name_that_requests_cannot_use_stops_the_start(given: dict[str, Any], variable: str) -> None:
     with pytest.raises(SettingsError, match=variable):
         load_settings(**given)
 

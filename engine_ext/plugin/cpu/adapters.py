@@ -11,7 +11,7 @@ _MANAGER = "sglang.srt.lora.lora_manager.LoRAManager"
 
 
 class Pageable(TorchFunctionMode):
-    """While it is entered, tensors are made in pageable memory, whatever PyTorch's functions are told."""
+    """Makes PyTorch ignore, inside its block, that a tensor is to be in pinned memory."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None

@@ -61,6 +61,9 @@ spec:
         {{- with $model.modelName }}
         - {name: BATCHWEAVE_MODEL_NAME, value: {{ . | quote }}}
         {{- end }}
+        {{- with $model.adapters }}
+        - {name: BATCHWEAVE_ADAPTERS, value: {{ toJson . | quote }}}
+        {{- end }}
         {{- with $model.gpu }}
         - {name: BATCHWEAVE_GPU, value: {{ . | quote }}}
         {{- end }}
