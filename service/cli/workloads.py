@@ -38,7 +38,14 @@ from service.cli.workload_files import (
 from service.terminal import fail
 from service.workloads.forecast import ALL_POLICIES, ASSUMED_INTERFERENCE, Outcome, check_options, fit, forecast, row_of
 from service.workloads.race import draw_race
-from service.workloads.report import facts, plan_workload, with_sample, write_order
+from service.workloads.report import facts, longest_answer_s, plan_workload, with_sample, write_order
+
+SMALL = 0.1  # of the whole time; with a longer longest answer, a file is too small to tell anything
+LEGEND = """ideal      the least time, if each shared prefix were computed once and all else overlapped, as a share
+bound      the same for steps that are mixed as this engine's clock allows: what a policy can reach
+sharing    of the prefix sharing that is possible, the part that this order kept
+retracted  requests that were taken off the engine for lack of KV cache, and went on later
+best at    the settings at which the policy was fastest, of those that were tried"""
 
 FileArgument = Annotated[Path, typer.Argument(help="A batch file (JSONL of requests) or a workload file.")]
 
@@ -175,15 +182,18 @@ def simulate(
         given = read_file(workload, model, lengths)
         calibration = fit(profile, profile_clock, interference) if profile is not None else None
         running = forecast(given, cost, names, clock, interference, sample, seed, calibration)
-        outcomes = _race(running, calibration, as_json)
+        longest = float(given.outputs.known.max(initial=0))
+        outcomes = _race(running, calibration, as_json, longest, cost)
         if plot is not None:
             draw_race(outcomes, plot, f"{workload.name}: {model} on {gpu}, {clock}")
     except (BatchweaveError, OSError) as error:
         fail(str(error))
 
 
-def _race(running: Iterator[Outcome], calibration: Calibration | None, as_json: bool) -> list[Outcome]:
-    """Run the policies one after another, and print their rows."""
+def _race(
+    running: Iterator[Outcome], calibration: Calibration | None, as_json: bool, tokens: float, cost: CostModel
+) -> list[Outcome]:
+    """Run the policies one after another, and print their rows. `tokens`: of the longest answer."""
     for name, misfit in calibration.errors.items() if calibration is not None else ():
         console.print(f"fit of {name}: off by {misfit.mean:.1%}, at most {misfit.largest:.0%}", style="dim")
     outcomes: list[Outcome] = []
@@ -196,6 +206,10 @@ def _race(running: Iterator[Outcome], calibration: Calibration | None, as_json: 
         print(json.dumps(rows, indent=2, allow_nan=False))
     else:
         _out().print(_comparison(rows))
+        _out().print(LEGEND, style="dim")
+        longest_s = longest_answer_s(tokens, cost)
+        if small := _too_small(longest_s, min(outcome.seconds for outcome in outcomes)):
+            _out().print(f"Too small: {small}.")
     return outcomes
 
 
@@ -225,20 +239,23 @@ def _comparison(rows: list[dict[str, Any]]) -> Table:
 
 def _table(found: dict[str, Any], cost: CostModel) -> Table:
     table = Table(show_header=False, box=None)
-    ends = [f"{found[key]:.3g}" if found[key] is not None else "no reads" for key in ("density_left", "density_right")]
-    density = f"{found['density']:.3f}" if found["density"] is not None else "no reads"
     ideal, sequential = _hours(found)
     gpus = found["accelerators"]
+    computed_s = (1 - found["sharing"]) * found["t_comp_s"]
     rows = [
         ("requests", f"{found['requests']:,}"),
-        ("prompt tokens", f"{found['prompt_tokens']:,}"),
-        ("expected output tokens", f"{found['output_tokens']:,}"),
-        ("sharing possible", f"{found['sharing']:.1%} of the compute, {found['prompt_sharing']:.1%} of prompt tokens"),
-        ("sharing kept", f"{found['sharing_kept']:.2%} of that"),
-        ("density", f"{density}, from {ends[0]} at the left end to {ends[1]} at the right"),
-        ("T_comp, T_mem", f"{found['t_comp_s']:,.1f} s without sharing, {found['t_mem_s']:,.1f} s"),
-        ("T_o", f"{found['t_ideal_s']:,.1f} s if everything is shared and overlapped"),
-        (f"on {gpus} x {cost.machine.hardware.name}", f"{_time(ideal)} overlapped, {_time(sequential)} if not"),
+        ("tokens", f"{found['prompt_tokens']:,} of prompts, {found['output_tokens']:,} of answers, as expected"),
+        (
+            "shared prefixes",
+            f"{found['prompt_sharing']:.1%} of the prompt tokens need not be computed again, which saves "
+            f"{found['sharing']:.1%} of all compute; this order keeps {found['sharing_kept']:.2%} of that",
+        ),
+        ("work", f"{computed_s:,.1f} s of compute (T_comp), {found['t_mem_s']:,.1f} s of reading the KV cache (T_mem)"),
+        ("density", _densities(found)),
+        (
+            f"on {gpus} x {cost.machine.hardware.name}",
+            f"{_time(ideal)} if compute and reads overlap wholly, {_time(sequential)} if not at all",
+        ),
         ("GPU time", f"{_time(ideal * gpus)} to {_time(sequential * gpus)}"),
     ]
     if "price_ideal" in found:
@@ -247,10 +264,31 @@ def _table(found: dict[str, Any], cost: CostModel) -> Table:
         rows.append(("late", f"{found['late_requests']:,} requests miss their deadline even if everything overlaps"))
     if found["too_long_requests"]:
         rows.append(("too long", f"{found['too_long_requests']:,} requests do not fit into the KV cache, even alone"))
+    if small := _too_small(found["longest_answer_s"], found["hours_ideal"] * 3600):
+        rows.append(("too small", small))
     rows.append(("planning", f"{found['planning_s']:.2f} s, {found['peak_rss_bytes'] / 1e6:,.0f} MB of memory at most"))
     for name, value in rows:
         table.add_row(Text(name), Text(value))
     return table
+
+
+def _densities(found: dict[str, Any]) -> str:
+    """Return what is said of compute per second of reads, over all requests and at the ends of the scan."""
+    if found["density"] is None:
+        return "no KV reads"
+    ends = [f"{found[key]:.3g}" if found[key] is not None else "no reads" for key in ("density_left", "density_right")]
+    whole = f"{found['density']:.3f} s of compute for each second of reads"
+    return f"{whole}; {ends[0]} where the scan begins on the left, {ends[1]} on the right"
+
+
+def _too_small(longest_s: float, whole_s: float) -> str:
+    """Return why the file is too small for its figures to tell anything; empty if it is not."""
+    if longest_s < SMALL * whole_s:
+        return ""
+    return (
+        f"the longest answer alone takes {longest_s:,.2f} s or more, so the engine is never full for long; these "
+        f"figures tell something from about {longest_s / max(whole_s, 1e-9) / SMALL:,.0f} times as many requests on"
+    )
 
 
 def _hours(found: dict[str, Any]) -> tuple[float, float]:

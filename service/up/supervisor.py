@@ -26,7 +26,7 @@ from service.demo.prompts import corpus
 from service.errors import StartError
 from service.objects.storage import Storage
 from service.queue import keys
-from service.settings import DEMO_MODEL, Settings
+from service.settings import DEMO_MODEL, Settings, is_everywhere
 from service.up.embedded_redis import server_command
 from service.up.log_files import rotate
 
@@ -171,9 +171,10 @@ class Supervisor:
                 part.changes["BATCHWEAVE_METRICS_PORT"] = str(settings.metrics_port + 1)
             part.start(environment)
             self._parts.append(part)
-        self.say(
-            f"API        http://{settings.host}:{settings.port}/v1  (docs: http://{settings.host}:{settings.port}/docs)"
-        )
+        host = "127.0.0.1" if is_everywhere(settings.host) else settings.host
+        url = f"http://[{host}]:{settings.port}" if ":" in host else f"http://{host}:{settings.port}"
+        self.say(f"Dashboard  {url}/dashboard")
+        self.say(f"API        {url}/v1   its reference: {url}/docs")
         self.say(f"Model      {settings.served_model}   from {settings.model_source}")
         self.say(f"Data       {folder}")
         self.say(f"Logs       {logs}")

@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engine_ext.costs.cost import CostModel, Load
+from engine_ext.costs.engine_model import Clock, EngineModel
 from engine_ext.plan.families import find_families
 from engine_ext.plan.groups import group_requests
 from engine_ext.plan.lengths import UNKNOWN, group_caps
@@ -68,6 +69,7 @@ def facts(planned: Planned, cost: CostModel, replicas: int, deadline_s: NDArray[
 
     Seconds are for all the work on one replica's machine, hours for the busiest replica. `late_requests` would miss
     their deadline even if everything overlapped; `too_long_requests` do not fit into the KV cache, even alone.
+    `longest_answer_s`: what the longest answer alone takes at least.
     """
     plan = planned.plan
     load, order = plan.load, plan.order
@@ -90,6 +92,7 @@ def facts(planned: Planned, cost: CostModel, replicas: int, deadline_s: NDArray[
         "t_mem_s": load.memory_s,
         "t_ideal_s": load.ideal_s,
         "t_sequential_s": load.practical_s(1.0),
+        "longest_answer_s": longest_answer_s(float(plan.estimates.mean.max(initial=0.0)), cost),
         "replicas": replicas,
         "accelerators": replicas * cost.machine.accelerators,
         "hours_ideal": max(each.ideal_s for each in busiest) / 3600,
@@ -99,6 +102,11 @@ def facts(planned: Planned, cost: CostModel, replicas: int, deadline_s: NDArray[
         "planning_s": planned.planning_s,
         "peak_rss_bytes": planned.peak_rss_bytes,
     }
+
+
+def longest_answer_s(tokens: float, cost: CostModel) -> float:
+    """Return the seconds that an answer of so many tokens takes at least: each step reads the model's weights."""
+    return tokens * EngineModel.of(cost, Clock.MIXED).weights_s
 
 
 def write_order(path: Path, workload: Workload, plan: WindowPlan) -> None:

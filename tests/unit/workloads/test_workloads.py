@@ -72,7 +72,7 @@ def test_order_and_picture_are_written(tmp_path: Path) -> None:
     order, picture = tmp_path / "order.jsonl", tmp_path / "plan.png"
     code, out, _ = plan(write(tmp_path / "w.jsonl", lines), "--dp", 2, "--output", order, "--plot", picture)
     assert code == 0
-    assert "sharing kept" in out
+    assert "shared prefixes" in out
     rows = [json.loads(line) for line in order.read_text().splitlines()]
     assert sorted(int(row["id"]) for row in rows) == list(range(50))
     assert [row["replica"] for row in rows] == sorted(row["replica"] for row in rows)
@@ -310,3 +310,13 @@ def test_a_tokenizer_that_cannot_be_read_is_said_in_one_line(tmp_path: Path) -> 
     code, _, err = plan(write(tmp_path / "b.jsonl", [batch_line(0, "hi")]), "--model", model)
     assert (code, err.count("\n")) == (1, 1)
     assert "chat template cannot be read" in err
+
+
+@pytest.mark.parametrize(("requests", "is_small"), [(3, True), (20_000, False)])
+def test_a_plan_says_when_its_file_is_too_small_to_tell(tmp_path: Path, requests: int, is_small: bool) -> None:
+    path = tmp_path / "workload.jsonl"
+    line = json.dumps({"segments": [["a", 900]], "output_tokens": 40})
+    path.write_text(f"{line}\n" * requests)
+    found = CliRunner().invoke(command_line("plan"), ["plan", str(path), "--gpu", "h100"])
+    assert found.exit_code == 0
+    assert ("too small" in found.stdout) == is_small
