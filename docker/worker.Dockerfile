@@ -1,5 +1,7 @@
 # Worker: SGLang and one engine on the GPUs that the container is given.
-FROM nvidia/cuda:13.0.1-devel-ubuntu24.04
+# With BASE=ubuntu:24.04 it runs on a CPU only.
+ARG BASE=nvidia/cuda:13.0.1-devel-ubuntu24.04
+FROM $BASE
 RUN apt-get update && apt-get install -y --no-install-recommends python3 python3-venv python3-dev \
     && rm -rf /var/lib/apt/lists/*
 ENV VIRTUAL_ENV=/opt/batchweave PATH=/opt/batchweave/bin:$PATH

@@ -3,6 +3,7 @@
 import json
 import re
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
 import typer
@@ -10,6 +11,7 @@ from rich.console import Console
 
 _CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f]")  # in user-chosen names, unsafe for a terminal
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON on standard output, for programs.")]
+DataDirOption = Annotated[Path | None, typer.Option("--data-dir", help="Folder for the service's data.")]
 said = Console(stderr=True, highlight=False, markup=False, soft_wrap=True)
 
 

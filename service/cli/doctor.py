@@ -20,7 +20,7 @@ from redis.exceptions import RedisError
 from sqlalchemy import inspect, make_url, text
 from sqlalchemy.ext.asyncio import AsyncSession
 
-from service.cli.start import DataDirOption, ModelOption, settings_of
+from service.cli.start import ModelOption, settings_of
 from service.db.migrate import newest
 from service.db.sessions import Database
 from service.errors import CostsError
@@ -28,7 +28,7 @@ from service.estimates.model_costs import check_model, planning_costs
 from service.objects.storage import Storage
 from service.queue.connection import open_redis
 from service.settings import DEMO_MODEL, Settings
-from service.terminal import said
+from service.terminal import DataDirOption, said
 
 CHECK_S = 10.0
 SKEW_S = 2.0  # between two clocks; leases last many times as long

@@ -14,7 +14,6 @@ from redis.asyncio import Redis
 from sqlalchemy.exc import SQLAlchemyError
 
 from service.cli.start import (
-    DataDirOption,
     HostOption,
     ModelOption,
     NameOption,
@@ -33,7 +32,7 @@ from service.estimates.model_costs import check_model, told_machine
 from service.metrics.tracing import send_traces
 from service.objects.storage import Storage
 from service.settings import Settings
-from service.terminal import fail, said
+from service.terminal import DataDirOption, fail, said
 from service.up.loop_watch import watched_loop
 from service.worker import notice
 from service.worker.nodes import Nodes

@@ -27,7 +27,6 @@ from service.terminal import fail
 
 ModelOption = Annotated[str | None, typer.Option("--model", help="'demo', a local path, or a hub id.")]
 NameOption = Annotated[str | None, typer.Option("--model-name", help="Name that requests use for the model.")]
-DataDirOption = Annotated[Path | None, typer.Option("--data-dir", help="Folder for the service's data.")]
 HostOption = Annotated[str | None, typer.Option("--host", help="Address that the API listens on.")]
 PortOption = Annotated[int | None, typer.Option("--port", help="Port of the API.")]
 

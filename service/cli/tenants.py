@@ -19,7 +19,7 @@ from service.db.tenant_tables import ApiKey, AuditEvent, Project, Role, Tier
 from service.errors import SettingsError, TenantError
 from service.settings import load_settings
 from service.tenants import changes
-from service.terminal import JsonOption, fail, print_json, print_table, said
+from service.terminal import DataDirOption, JsonOption, fail, print_json, print_table, said
 
 Result = TypeVar("Result")
 SHOWN = 200
@@ -53,6 +53,7 @@ def create_key(
         typer.Option("--tier", help="The strongest class of its online requests; default: the project's."),
     ] = None,
     as_json: JsonOption = False,
+    data_dir: DataDirOption = None,
 ) -> None:
     """Create a key and print it. It is shown only this once. Examples:
 
@@ -65,7 +66,7 @@ def create_key(
         owner = await changes.find_project(session, project)
         return await changes.create_key(session, owner, name, role, days, ACTOR, int(time.time()), tier)
 
-    text, key_id = _run(make)
+    text, key_id = _run(make, data_dir)
     if as_json:
         print_json({"id": key_id, "key": text, "project": project, "role": role})
         return
@@ -74,7 +75,7 @@ def create_key(
 
 
 @keys.command("list")
-def list_keys(as_json: JsonOption = False) -> None:
+def list_keys(as_json: JsonOption = False, data_dir: DataDirOption = None) -> None:
     """List all keys, without the keys themselves."""
 
     async def read(session: AsyncSession) -> Any:
@@ -92,7 +93,7 @@ def list_keys(as_json: JsonOption = False) -> None:
             _day(key.expires_at),
             _day(key.revoked_at),
         )
-        for key, project in _run(read)
+        for key, project in _run(read, data_dir)
     ]
     _print(("id", "name", "project", "role", "tier", "created", "expires", "revoked"), rows, as_json)
 
@@ -101,13 +102,14 @@ def list_keys(as_json: JsonOption = False) -> None:
 def revoke_key(
     key_id: Annotated[str, typer.Argument(help="Id from `batchweave keys list`: key_…")],
     as_json: JsonOption = False,
+    data_dir: DataDirOption = None,
 ) -> None:
     """Revoke a key: the API refuses it from now on."""
 
     async def revoke(session: AsyncSession) -> None:
         await changes.revoke_key(session, key_id, ACTOR, int(time.time()))
 
-    _run(revoke)
+    _run(revoke, data_dir)
     if as_json:
         print_json({"id": key_id, "revoked": True})
     else:
@@ -116,14 +118,16 @@ def revoke_key(
 
 @projects.command("create")
 def create_project(
-    name: Annotated[str, typer.Argument(help="Name of the new project.")], as_json: JsonOption = False
+    name: Annotated[str, typer.Argument(help="Name of the new project.")],
+    as_json: JsonOption = False,
+    data_dir: DataDirOption = None,
 ) -> None:
     """Create a project. Example: `batchweave projects create evaluation`"""
 
     async def make(session: AsyncSession) -> None:
         await changes.create_project(session, name, ACTOR, int(time.time()))
 
-    _run(make)
+    _run(make, data_dir)
     if as_json:
         print_json({"project": name})
     else:
@@ -155,6 +159,7 @@ def set_project(
         ),
     ] = None,
     as_json: JsonOption = False,
+    data_dir: DataDirOption = None,
 ) -> None:
     """Change a project's weight, quotas, and what it remembers. Options left out change nothing. Examples:
 
@@ -179,12 +184,12 @@ def set_project(
         project = await changes.find_project(session, name)
         await changes.change_project(session, project, wanted, ACTOR, int(time.time()))
 
-    _run(change)
+    _run(change, data_dir)
     list_projects(as_json)
 
 
 @projects.command("list")
-def list_projects(as_json: JsonOption = False) -> None:
+def list_projects(as_json: JsonOption = False, data_dir: DataDirOption = None) -> None:
     """List all projects with their weights and quotas."""
 
     async def read(session: AsyncSession) -> Any:
@@ -206,7 +211,7 @@ def list_projects(as_json: JsonOption = False) -> None:
             each.tier,
             "remembered" if each.remembers_lengths else "forgotten",
         )
-        for each in _run(read)
+        for each in _run(read, data_dir)
     ]
     _print(
         ("project", "weight", "enqueued tokens", "batches", "bytes", "requests a minute", "tier", "lengths"),
@@ -221,6 +226,7 @@ def show_audit(
         int, typer.Option("--count", min=1, max=100_000, help="How many of the newest changes to show.")
     ] = SHOWN,
     as_json: JsonOption = False,
+    data_dir: DataDirOption = None,
 ) -> None:
     """Show who changed what, newest last. Example: `batchweave audit --project evaluation --count 50`"""
 
@@ -232,12 +238,12 @@ def show_audit(
 
     rows = [
         (datetime.fromtimestamp(each.at, UTC).isoformat(), name, each.actor, each.action, each.object_id, each.detail)
-        for each, name in reversed(_run(read))
+        for each, name in reversed(_run(read, data_dir))
     ]
     _print(("time", "project", "by", "what", "object", "detail"), rows, as_json)
 
 
-def _run(work: Callable[[AsyncSession], Awaitable[Result]]) -> Result:
+def _run(work: Callable[[AsyncSession], Awaitable[Result]], data_dir: Path | None) -> Result:
     """Run `work` in one transaction on the configured database."""
 
     async def main(url: str) -> Result:
@@ -249,13 +255,13 @@ def _run(work: Callable[[AsyncSession], Awaitable[Result]]) -> Result:
             await database.close()
 
     try:
-        settings = load_settings()
+        settings = load_settings(data_dir=data_dir)
         keep_private(settings)
         settings.data_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
         place = make_url(settings.database)
         if place.get_backend_name() == "sqlite" and not Path(place.database or "").exists():
             said.print(
-                f"A new database is created: {place.database}. For a running service, set its BATCHWEAVE_DATA_DIR."
+                f"A new database is created: {place.database}. For a running service, name its folder by --data-dir."
             )
         upgrade(settings.database)
         return asyncio.run(main(settings.database))

@@ -1,5 +1,6 @@
 """docker/ cannot be built by the tests; what can be checked without an engine is."""
 
+import os
 import shutil
 import subprocess
 from pathlib import Path
@@ -47,3 +48,55 @@ def test_compose_file_is_accepted_by_docker() -> None:
     command = ["docker", "compose", "-f", str(DOCKER / "compose.yaml"), "config", "--quiet"]
     environment = {"POSTGRES_PASSWORD": "x", "MODEL": "m", "PATH": "/usr/bin:/bin:/usr/local/bin"}
     assert subprocess.run(command, env=environment, capture_output=True).returncode == 0
+
+
+STAND_IN = """#!/bin/sh
+echo "$@" >> "$LOG"
+case "$*" in *"$FAILS"*) exit 1;; esac
+"""
+
+
+@pytest.fixture
+def release(tmp_path: Path) -> Any:
+    """Runs docker/release in a repository of its own, with a docker that notes what it is told and fails when told."""
+    repository, tools = tmp_path / "repository", tmp_path / "tools"
+    shutil.copytree(DOCKER, repository / "docker")
+    shutil.copy(DOCKER.parent / "pyproject.toml", repository)
+    tools.mkdir()
+    (tools / "docker").write_text(STAND_IN)
+    (tools / "docker").chmod(0o755)
+    author = ("-c", "user.name=a", "-c", "user.email=a@example.org")
+    for words in (("init", "-q"), ("add", "."), (*author, "commit", "-qm", "all")):
+        subprocess.run(["git", *words], cwd=repository, check=True)
+
+    def run(*arguments: str, fails: str = "nothing") -> tuple[int, list[str], Path]:
+        log = tmp_path / "log"
+        log.unlink(missing_ok=True)
+        environment = {"PATH": f"{tools}:{os.environ['PATH']}", "LOG": str(log), "FAILS": fails}
+        found = subprocess.run(["docker/release", *arguments], cwd=repository, env=environment, capture_output=True)
+        return found.returncode, log.read_text().splitlines() if log.exists() else [], repository
+
+    return run
+
+
+def test_a_release_builds_and_tries_all_images_before_it_pushes_any(release: Any) -> None:
+    code, calls, _ = release("example.org/team", "--push")
+    kinds = [each.split()[0] for each in calls]
+    assert (code, kinds) == (0, ["build", "run"] * 4 + ["run"] + ["push"] * 4)
+    assert calls[8].endswith(" demo")
+    built = [each.split()[4] for each in calls if each.startswith("build")]
+    assert [each.split()[1] for each in calls if each.startswith("push")] == built
+    assert len(set(built)) == 4
+
+
+@pytest.mark.parametrize("fails", ["build --file docker/worker", "worker-fleet", "demo"])
+def test_a_release_with_an_image_that_does_not_work_pushes_nothing(release: Any, fails: str) -> None:
+    code, calls, _ = release("example.org/team", "--push", fails=fails)
+    assert code != 0
+    assert not [each for each in calls if each.startswith("push")]
+
+
+def test_a_release_is_of_a_commit(release: Any) -> None:
+    _, _, repository = release("example.org/team")
+    (repository / "new").touch()
+    assert release("example.org/team")[:2] == (1, [])
