@@ -6,7 +6,6 @@ the value against a real engine. The checks read the request as parsed by SGLang
 """
 
 import hashlib
-import json
 import re
 from collections.abc import Callable
 from typing import Any
@@ -22,16 +21,23 @@ MEDIA = ("image_url", "video_url", "audio_url", "file_url", "url")
 
 
 def own_space(fields: dict[str, Any]) -> dict[str, Any]:
-    """Return a body's fields with a digest in place of the name of the cache that it wants to share with its like.
+    """Return a body's fields with digests in place of the names of the caches that it wants to share with its like.
 
-    SGLang appends the id of a LoRA adapter to that name. As it came, it could be such an id, which follows from the
-    adapter's name and path: what the base model computes would be found by requests for the adapter.
+    SGLang joins these names and appends the id of a LoRA adapter. As they came, they could be such an id, which follows
+    from the adapter's name and path: what the base model computes would be found by requests for the adapter.
     """
-    given = [fields.get(name) for name in SPACES]
-    if all(each is None for each in given):
-        return fields
-    digest = hashlib.sha256(json.dumps(given).encode(errors="surrogatepass")).hexdigest()
-    return {**{name: each for name, each in fields.items() if name not in SPACES}, SPACES[0]: digest}
+    return fields | {name: _digest(name, fields[name]) for name in SPACES if name in fields}
+
+
+def _digest(name: str, given: Any) -> Any:
+    """Return the digest of a text, or of each text of a list; SGLang refuses what is neither."""
+    if isinstance(given, list):
+        return [_digest(name, each) for each in given]
+    return (
+        hashlib.sha256(f"{name} {given}".encode(errors="surrogatepass")).hexdigest()
+        if isinstance(given, str)
+        else given
+    )
 
 
 def fault(request: Any, vocab_size: int) -> tuple[str, str] | None:

@@ -92,10 +92,12 @@ def test_prompts_share_prefixes_within_an_adapter_and_with_no_other(
 
 def test_a_client_cannot_name_the_cache_of_an_adapter() -> None:
     adapter = "f" * 32
-    for given_fields in ({"extra_key": adapter}, {"cache_salt": "", "extra_key": adapter}, {"cache_salt": adapter}):
-        found = own_space({"model": "m", **given_fields})
-        assert found.keys() == {"model", "cache_salt"}
-        assert len(found["cache_salt"]) == 64
+    for named in ({"extra_key": adapter}, {"cache_salt": "", "extra_key": adapter}, {"cache_salt": adapter}):
+        found = own_space({"model": "m", **named})
+        assert found.keys() == {"model", *named}
+        assert {len(found[name]) for name in named} == {64}
     assert own_space({"extra_key": "x"}) == own_space({"extra_key": "x"}) != own_space({"extra_key": "y"})
-    assert own_space({"cache_salt": "x"}) != own_space({"extra_key": "x"})
-    assert own_space({"model": "m"}) == {"model": "m"}
+    assert own_space({"cache_salt": "x"})["cache_salt"] != own_space({"extra_key": "x"})["extra_key"]
+    assert [len(each) for each in own_space({"extra_key": ["x", adapter]})["extra_key"]] == [64, 64]
+    for other in ({"model": "m"}, {"extra_key": None}, {"cache_salt": 5}, {"extra_key": {"a": "b"}}):
+        assert own_space(other) == other
