@@ -15,8 +15,10 @@ $(UV):
 	@./.ci/bootstrap-uv "$(PYTHON)" "$(VENV)" "$(UV_VERSION)"
 
 $(VENV)/.installed: $(UV) requirements/engine.txt pyproject.toml
+	@echo "== 1 of 3: downloads about 9 GB, which takes longest, and installs it into $(VENV)"
 	VIRTUAL_ENV=$(VENV) $(UV) pip install --compile-bytecode --require-hashes -r requirements/engine.txt
 	VIRTUAL_ENV=$(VENV) $(UV) pip install --no-deps -e .
+	@echo "== 2 of 3: compiles the planner and the scan to machine code: one or two minutes, once"
 	$(RUN)/python -m compileall -q service engine_ext migrations
 	$(RUN)/python -m engine_ext.warm_up
 	@touch $@
@@ -27,6 +29,7 @@ $(VENV)/.installed-dev: $(VENV)/.installed requirements/dev.txt
 	@touch $@
 
 demo: install
+	@echo "== 3 of 3: starts the service and SGLang, 15 to 30 s on a CPU, and runs the requests"
 	$(RUN)/batchweave demo $(if $(FILE),--file "$(FILE)") $(if $(KEEP),--keep) $(if $(ONLINE),--online)
 
 # Fast: no SGLang, no PostgreSQL, no Redis
