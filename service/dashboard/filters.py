@@ -9,6 +9,7 @@ from fastapi import Query
 from sqlalchemy import ColumnElement, Select, String, cast, or_, select
 
 from service.db.clock import DAY_S
+from service.db.models import asks_for
 from service.db.tables import Batch, BatchStatus
 from service.db.tenant_tables import Project
 from service.endpoints import ModelName
@@ -38,8 +39,7 @@ class Filters:
         if self.status in tuple(BatchStatus):
             wanted.append(Batch.status == self.status)
         if self.model:
-            base, adapter = ModelName.of(self.model)
-            wanted += [Batch.model == base, Batch.adapter == adapter]  # None becomes IS NULL
+            wanted.append(asks_for(ModelName.of(self.model)))
         if self.project:
             wanted.append(Batch.project_id.in_(select(Project.id).where(Project.name == self.project)))
         begin, end = _midnight(self.since), _midnight(self.until)

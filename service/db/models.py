@@ -3,13 +3,18 @@
 import time
 from typing import Any, NamedTuple
 
-from sqlalchemy import delete, func, select
+from sqlalchemy import ColumnElement, delete, func, select
 from sqlalchemy.dialects import postgresql, sqlite
 
 from service.db.sessions import Database
-from service.db.tables import Model
+from service.db.tables import Batch, Model
 from service.endpoints import ADAPTER, BY_PATH, ModelName
 from service.settings import Settings
+
+
+def asks_for(name: ModelName) -> ColumnElement[bool]:
+    """Return the condition that a batch's requests name this model and adapter, or no adapter."""
+    return (Batch.model == name.base) & (Batch.adapter == name.adapter)  # None becomes IS NULL
 
 
 async def register_model(

@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from engine_ext.plan.prompts import first_token
 from service.objects.request_index import KEYS, RECORD
 from service.objects.request_output import EXACT, MOST_TOKENS, asked_output
 from service.objects.storage import Writer
@@ -51,7 +50,6 @@ class IndexWriter:
     keys: Writer
     project_id: str
     context_length: int | None = None
-    adapter: str | None = None  # whose prompts share no KV cache with those of others
     fails_lines: bool = False  # leave a request that is too long to the engine, which fails only that request
     _places: list[Place] = field(default_factory=list[Place])
     _bodies: list[dict[str, Any]] = field(default_factory=list[dict[str, Any]])
@@ -91,8 +89,6 @@ class IndexWriter:
             self._judge_length(place.line, body, prompt)
         if not self.checker.errors:
             ids = [prompt.ids for prompt in prompts]
-            if self.adapter is not None:
-                ids = [[first_token(each[0], self.adapter), *each[1:]] if len(each) else each for each in ids]
             self.prompt_tokens = await _append(self.records, self.tokens, places, ids, self.prompt_tokens)
             await self._write_keys(places, bodies, ids)
 

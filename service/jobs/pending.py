@@ -1,4 +1,4 @@
-"""Finds the requests that are to be planned now, by model.
+"""Finds the requests that are to be planned now, by model and adapter: adapters share no prefix with each other.
 
 Requests that are planned together share more prefixes and balance each other better, so those of a model wait for
 others to come, as long as engines have enough to do and no deadline is near.
@@ -11,9 +11,11 @@ from sqlalchemy import exists, func, select
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from engine_ext.plan.pools import HOUR_S
+from service.db.models import asks_for
 from service.db.sessions import Database
 from service.db.tables import Batch, BatchStatus, SliceBatch, SliceStatus, fixed
 from service.db.tenant_tables import Project
+from service.endpoints import ModelName
 from service.jobs.fair_window import Span, fill
 from service.settings import Settings
 
@@ -22,29 +24,30 @@ URGENT_S = HOUR_S  # requests that expire sooner are planned at once
 
 
 async def pending(database: Database, settings: Settings, now: float) -> dict[str, list[Span]]:
-    """Return the unplanned requests by model, earliest deadline first, at most one window of each.
+    """Return the unplanned requests by the name of their model, earliest deadline first, at most one window of each.
 
     It looks at MOST_BATCHES batches of a project at most; the others come with a later window. Models whose requests
     had better wait are left out.
     """
     async with database.read() as session:
         rows = await _unplanned(session)
-        models = {row.model for row in rows}
-        supplied = {model for model in models if await _has_ready(session, model)}
-    waiting: dict[str, list[Any]] = {}
+        names = {ModelName(row.model, row.adapter) for row in rows}
+        supplied = {name for name in names if await _has_ready(session, name)}
+    waiting: dict[ModelName, list[Any]] = {}
     for row in rows:
-        waiting.setdefault(row.model, []).append(row)
+        waiting.setdefault(ModelName(row.model, row.adapter), []).append(row)
     return {
-        model: fill([_span(row) for row in found], settings.window_requests)
-        for model, found in waiting.items()
-        if model not in supplied or _is_due(found, settings, now)
+        str(name): fill([_span(row) for row in found], settings.window_requests)
+        for name, found in waiting.items()
+        if name not in supplied or _is_due(found, settings, now)
     }
 
 
 async def _unplanned(session: AsyncSession) -> Sequence[Any]:
-    place = func.row_number().over(partition_by=(Batch.model, Batch.project_id), order_by=(Batch.expires_at, Batch.seq))
+    named = (Batch.model, Batch.adapter)
+    place = func.row_number().over(partition_by=(*named, Batch.project_id), order_by=(Batch.expires_at, Batch.seq))
     unplanned = (Batch.status == fixed(BatchStatus.IN_PROGRESS)) & (Batch.planned < Batch.total)
-    columns = (Batch.id, Batch.model, Batch.project_id, Batch.index_id, Batch.planned, Batch.expires_at, Batch.seq)
+    columns = (Batch.id, *named, Batch.project_id, Batch.index_id, Batch.planned, Batch.expires_at, Batch.seq)
     told = (Batch.in_progress_at, (Batch.total - Batch.planned).label("left"), place.label("place"))
     first = select(*columns, *told).where(unplanned, ~Batch.held).subquery()
     query = (
@@ -56,11 +59,11 @@ async def _unplanned(session: AsyncSession) -> Sequence[Any]:
     return (await session.execute(query)).all()
 
 
-async def _has_ready(session: AsyncSession, model: str) -> bool:
-    """Return whether the model has slices that no engine holds yet."""
+async def _has_ready(session: AsyncSession, name: ModelName) -> bool:
+    """Return whether the model has, with this adapter, slices that no engine holds yet."""
     ready = exists().where(SliceBatch.batch_id == Batch.id, SliceBatch.status == fixed(SliceStatus.READY))
     runs = (Batch.status == fixed(BatchStatus.IN_PROGRESS)) & (Batch.slices_left > fixed(0))
-    return bool(await session.scalar(select(exists().where(Batch.model == model, runs, ready))))
+    return bool(await session.scalar(select(exists().where(asks_for(name), runs, ready))))
 
 
 def _is_due(rows: Sequence[Any], settings: Settings, now: float) -> bool:

@@ -14,6 +14,7 @@ from service import ids
 from service.db.moves import rows_changed
 from service.db.sessions import Database
 from service.db.tables import Batch, BatchStatus, Slice, SliceBatch, Window
+from service.endpoints import ModelName
 from service.jobs.costs import Costs
 from service.jobs.desk import Desk
 from service.jobs.fair_window import Span
@@ -51,7 +52,7 @@ def _expected(plan: WindowPlan, order: Places, spans: Sequence[Span]) -> list[li
 
 
 class Planner:
-    """Plans windows of waiting requests, one model at a time."""
+    """Plans windows of waiting requests, of one model and adapter at a time."""
 
     def __init__(
         self, database: Database, storage: Storage, settings: Settings, clock: Callable[[], float], redis: Redis
@@ -67,32 +68,32 @@ class Planner:
     async def run_once(self) -> bool:
         """Plan one window for a model whose requests are due. Returns whether it found one."""
         found = await pending(self._database, self._settings, self._clock())
-        async with self._desk.take(found) as model:
-            if model is not None:
-                with tracing.stage("plan", (span.batch_id for span in found[model]), model=model):
+        async with self._desk.take(found) as name:
+            if name is not None:
+                with tracing.stage("plan", (span.batch_id for span in found[name]), model=name):
                     try:
-                        await self.plan(model, found[model])
+                        await self.plan(ModelName.of(name), found[name])
                     except Leased:  # workers may lease faster than plans are made, and new requests must not wait
-                        await self._plan_new(model, found[model])
+                        await self._plan_new(ModelName.of(name), found[name])
                     except PlanOutdated as error:
-                        log.info("plan abandoned", model=model, reason=str(error))
-        return model is not None
+                        log.info("plan abandoned", model=name, reason=str(error))
+        return name is not None
 
-    async def _plan_new(self, model: str, wanted: list[Span]) -> None:
+    async def _plan_new(self, name: ModelName, wanted: list[Span]) -> None:
         """Plan only what is new."""
         try:
-            await self.plan(model, wanted, again=False)
+            await self.plan(name, wanted, again=False)
         except PlanOutdated as error:
-            log.info("plan abandoned", model=model, reason=str(error))
+            log.info("plan abandoned", model=str(name), reason=str(error))
 
-    async def plan(self, model: str, wanted: list[Span], again: bool = True) -> None:
+    async def plan(self, name: ModelName, wanted: list[Span], again: bool = True) -> None:
         """Plan these requests, or as many as fit into a window's tokens, and commit. Raises PlanOutdated, Leased.
 
         With `again`, requests that no worker ever had are planned again with them, unless they are many more.
         """
-        new = sum(span.count for span in wanted)
+        model, new = name.base, sum(span.count for span in wanted)
         most = min(MOST_AGAIN * new, self._settings.window_requests - new)
-        before = await unleased(self._database, self._storage, model, most) if again else NONE
+        before = await unleased(self._database, self._storage, name, most) if again else NONE
         found = await gather(self._database, self._storage, self._settings, with_again(wanted, before.spans))
         taken = before.slices if any(len(span.again) for span in found.spans) else ()
         cost = await self._costs.of(model)
@@ -124,7 +125,7 @@ class Planner:
             raise
         log.info(
             "planned",
-            model=model,
+            model=str(name),
             batches=header.batches[:LOGGED],
             requests=len(found.places),
             again=sum(len(span.again) for span in found.spans),

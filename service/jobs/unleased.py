@@ -8,10 +8,12 @@ import numpy as np
 from sqlalchemy import delete, func, select, update
 from sqlalchemy.ext.asyncio import AsyncSession
 
+from service.db.models import asks_for
 from service.db.moves import rows_changed
 from service.db.sessions import Database
 from service.db.tables import Batch, BatchStatus, Slice, SliceBatch, SliceStatus, Window, fixed
 from service.db.tenant_tables import Project
+from service.endpoints import ModelName
 from service.jobs.fair_window import Span
 from service.objects.plan_artifact import PlanArtifact
 from service.objects.storage import Storage
@@ -37,12 +39,15 @@ class Unleased:
 NONE = Unleased((), ())
 
 
-async def unleased(database: Database, storage: Storage, model: str, most: int) -> Unleased:
-    """Return the model's slices that no worker ever leased, or none of them if they have more than `most` requests."""
+async def unleased(database: Database, storage: Storage, name: ModelName, most: int) -> Unleased:
+    """Return the slices of this model and adapter that no worker ever leased.
+
+    Returns none of them if they have more than `most` requests.
+    """
     ready = (
         select(SliceBatch.slice_id)
         .join(Batch, Batch.id == SliceBatch.batch_id)
-        .where(Batch.model == model, _RUNS, SliceBatch.status == fixed(SliceStatus.READY))
+        .where(asks_for(name), _RUNS, SliceBatch.status == fixed(SliceStatus.READY))
         .distinct()
         .limit(most + 1)
     )

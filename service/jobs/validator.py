@@ -236,7 +236,6 @@ class Validator:
                     continue
                 if encoder is None and checker.requests == 1:
                     encoder, index.context_length = await self._tokenizer(checker)
-                    index.adapter = ModelName.of(checker.model or "").adapter
                 if encoder is not None:
                     asked = asked_output(batch.endpoint, request.body).packed
                     await index.add(encoder, Place(offset, len(raw), number, asked), request.body)

@@ -45,17 +45,23 @@ if added > 0 then redis.call('XADD', KEYS[3], 'MAXLEN', 1, '*', 'added', added) 
 return added
 """
 
-# KEYS: announced slices, those taken, wakes. ARGV: the number of slices that this worker has, these, and those that
-# other workers have. Takes one slice and returns it, or returns the id of the last wake.
+# KEYS: announced slices, those taken, wakes. ARGV: how many slices and how many adapters this worker has, these slices,
+# these adapters, and the slices that other workers have. Takes one slice and returns it, or returns the id of the last
+# wake. Slices for adapters that the worker lacks are not there for it.
 _TAKE = """
-local all = redis.call('LRANGE', KEYS[1], 0, -1)
+local mine, theirs, served, all = {}, {}, {[''] = true}, {}
+local adapters, others = tonumber(ARGV[1]) + 3, tonumber(ARGV[1]) + tonumber(ARGV[2]) + 3
+for at = 3, #ARGV do
+  if at < adapters then mine[tonumber(ARGV[at])] = true
+  elseif at < others then served[ARGV[at]] = true
+  else theirs[tonumber(ARGV[at])] = true end
+end
+for _, each in ipairs(redis.call('LRANGE', KEYS[1], 0, -1)) do
+  if served[string.match(each, '[^ ]*$')] then all[#all + 1] = each end
+end
 if #all == 0 then
   local last = redis.call('XREVRANGE', KEYS[3], '+', '-', 'COUNT', 1)
   return {false, last[1] and last[1][1] or '0-0'}
-end
-local mine, theirs = {}, {}
-for at = 2, #ARGV do
-  if at <= tonumber(ARGV[1]) + 1 then mine[tonumber(ARGV[at])] = true else theirs[tonumber(ARGV[at])] = true end
 end
 local turn, stretches, chosen = string.match(all[1], '%d+ %d+ (.+)'), {}, nil
 for at, each in ipairs(all) do
@@ -89,7 +95,9 @@ return {id, false}
 
 @dataclass(frozen=True, slots=True)
 class Ready:
-    """A slice to announce. `project_id`: the project whose turn it is; the slice may also hold requests of others.
+    """A slice to announce, all of whose requests are for one adapter, or for none: ''.
+
+    `project_id`: the project whose turn it is; the slice may also hold requests of others.
 
     The ids of a window's slices rise in the order of its plan, except those of slices that were handed over.
     """
@@ -99,16 +107,18 @@ class Ready:
     window_id: int
     pool: int
     project_id: str
+    adapter: str = ""
 
     def __str__(self) -> str:
-        return f"{self.slice_id} {self.requests} {self.window_id} {self.pool} {self.project_id}"
+        return f"{self.slice_id} {self.requests} {self.window_id} {self.pool} {self.project_id} {self.adapter}"
 
 
 class Announcements:
-    """Writes and reads what is announced of one model."""
+    """Writes what is announced of one model, and reads it for a worker with these adapters."""
 
-    def __init__(self, redis: Redis, model: str) -> None:
+    def __init__(self, redis: Redis, model: str, adapters: Collection[str] = ()) -> None:
         self._redis = redis
+        self._adapters = list(adapters)
         self._wakes = keys.wakes(model)
         self._keys = [keys.ready(model), keys.taken(model), self._wakes, keys.more(model)]
         self._announce = redis.register_script(_ANNOUNCE)
@@ -121,8 +131,8 @@ class Announcements:
 
     async def head(self) -> int | None:
         """Return the slice whose turn it is, without taking it."""
-        found: Any = await self._redis.lindex(self._keys[0], 0)  # pyright: ignore[reportGeneralTypeIssues]
-        return int(found.split()[0]) if found else None
+        found: Any = await self._redis.lrange(self._keys[0], 0, -1)  # pyright: ignore[reportGeneralTypeIssues]
+        return next((int(each.split()[0]) for each in found if self._serves(each)), None)
 
     async def waiting(self) -> float:
         """Return how many requests the announced slices have; infinity if there may be slices besides them."""
@@ -130,19 +140,22 @@ class Announcements:
         pipeline.lrange(self._keys[0], 0, -1)
         pipeline.exists(self._keys[3])
         found, more = await pipeline.execute()
-        return math.inf if more else sum(int(each.split()[1]) for each in found)
+        return math.inf if more else sum(int(each.split()[1]) for each in found if self._serves(each))
 
     async def take(self, mine: Collection[int] = (), theirs: Collection[int] = (), block_ms: int = 0) -> int | None:
         """Take the next slice for a worker that has the slices `mine`; return None if there is none for `block_ms`.
 
         `theirs`: slices of other workers. The caller says `forget_taken` after its claim.
         """
-        args = [len(mine), *mine, *theirs]
+        args = [len(mine), len(self._adapters), *mine, *self._adapters, *theirs]
         slice_id, wake = await self._take(keys=self._keys[:3], args=args)
         if not slice_id and block_ms:
             await self._redis.xread({self._wakes: wake}, count=1, block=block_ms)
             slice_id, _ = await self._take(keys=self._keys[:3], args=args)
         return int(slice_id) if slice_id else None
+
+    def _serves(self, announced: bytes) -> bool:
+        return announced.decode().rpartition(" ")[2] in ("", *self._adapters)
 
     async def forget_taken(self, slice_id: int) -> None:
         """Forget that a slice was taken, once its claim succeeded or failed; if it is ready, it may be announced."""

@@ -17,12 +17,15 @@ from engine_ext.plan.pools import POOLS_S
 from service.db.sessions import Database
 from service.db.tables import Batch, BatchStatus, Model, Slice, SliceBatch, SliceStatus, fixed
 from service.db.tenant_tables import Project
+from service.endpoints import ADAPTER
 from service.queue.announcements import Ready
 
 MOST_PROJECTS = 64  # considered in one round; the next round begins after them
 MOST_BATCHES = 32  # the most urgent ones of a project
 
 _RUNS = (Batch.status == fixed(BatchStatus.IN_PROGRESS)) & (Batch.slices_left > fixed(0))
+# Nobody runs requests for an adapter that was taken out, and they must not keep others from being announced.
+_IS_KNOWN = Batch.adapter.is_(None) | exists().where(Model.name == Batch.model + ADAPTER + Batch.adapter)
 _IS_READY = SliceBatch.status == fixed(SliceStatus.READY)
 
 
@@ -69,10 +72,13 @@ class Turns:
             leased = await _leased(session, model)
             ready = {project: list(found) for project, found in pools.items() if found}
             chosen = dict(_woven(ready, leased, weights, most))
-            columns = select(Slice.id, Slice.count, Slice.window_id).where(Slice.id.in_(chosen))
-            about = {slice_id: (count, window) for slice_id, count, window in await session.execute(columns)}
+            adapter = select(func.max(Batch.adapter)).where(
+                Batch.id == SliceBatch.batch_id, SliceBatch.slice_id == Slice.id
+            )
+            columns = select(Slice.id, Slice.count, Slice.window_id, adapter.scalar_subquery())
+            about = {row[0]: row[1:] for row in await session.execute(columns.where(Slice.id.in_(chosen)))}
         return [
-            Ready(slice_id, *about[slice_id], pools[project][slice_id], project)
+            Ready(slice_id, *about[slice_id][:2], pools[project][slice_id], project, about[slice_id][2] or "")
             for slice_id, project in chosen.items()
             if slice_id in about
         ]
@@ -94,7 +100,7 @@ async def _of_project(session: AsyncSession, model: str, project_id: str, now: f
     some = exists().where(SliceBatch.batch_id == Batch.id, _IS_READY)
     batches = (
         select(Batch.id, Batch.urgent_at)
-        .where(Batch.model == model, Batch.project_id == project_id, _RUNS, some)
+        .where(Batch.model == model, Batch.project_id == project_id, _RUNS, _IS_KNOWN, some)
         .order_by(Batch.urgent_at)
         .limit(MOST_BATCHES)
     )

@@ -89,7 +89,7 @@ class Worker:
         self._in_flight_requests = in_flight_requests
         model, adapters = settings.served_model, settings.adapters
         self._leases = Leases(database, settings.worker_name, model, settings.lease_s, adapters)
-        self._announcements = Announcements(redis, settings.served_model)
+        self._announcements = Announcements(redis, model, adapters)
         # In flight are several times what the engine runs at once.
         about = (settings.served_model, settings.worker_name, in_flight_requests // IN_FLIGHT)
         self._sharing = Sharing(redis, self._announcements, *about)

@@ -1,15 +1,13 @@
-"""Batches for LoRA adapters: they run with their base model's, and share no prefix with others."""
+"""Batches for LoRA adapters: they run on the workers of their base model, in windows of their own."""
 
-from itertools import pairwise
-
-import numpy as np
-from sqlalchemy import select
+import pytest
+from sqlalchemy import delete, select
 
 from service.db.models import register_model
-from service.db.tables import Batch, BatchStatus, Model, Slice, SliceBatch, Window
+from service.db.tables import BatchStatus, Model, SliceBatch, Window
 from service.endpoints import ModelName
 from service.objects.plan_artifact import PlanArtifact
-from service.objects.request_index import RequestIndex
+from service.queue.announcements import Announcements
 from service.queue.leases import Leases
 from service.queue.progress import Heartbeat
 from tests.batches import CHAT
@@ -21,21 +19,12 @@ def asking(model: str) -> bytes:
     return jsonl({**each, "body": {**each["body"], "model": model}} for each in lines)
 
 
-async def last_plan(house: House) -> tuple[str, list[str]]:
-    """The model and the batches of the last window."""
+async def windows(house: House) -> list[tuple[str, list[str]]]:
+    """The model and the batches of each window."""
     async with house.database.read() as session:
-        plan_id = (await session.scalars(select(Window.plan_id).order_by(Window.id.desc()).limit(1))).one()
-    header = await PlanArtifact(house.storage, plan_id).header()
-    return header.model, header.batches
-
-
-async def tokens(house: House, batch: Batch) -> list[list[int]]:
-    """The prompts of a batch as its plan has them."""
-    index = RequestIndex(house.storage, batch.index_id or "")
-    records = await index.read(0, batch.total)
-    flat = (await index.token_ids(records)).tolist()
-    ends = np.cumsum(records["tokens"]).tolist()
-    return [flat[begin:end] for begin, end in pairwise([0, *ends])]
+        plan_ids = (await session.scalars(select(Window.plan_id).order_by(Window.id))).all()
+    headers = [await PlanArtifact(house.storage, each).header() for each in plan_ids]
+    return [(each.model, each.batches) for each in headers]
 
 
 async def names(house: House) -> list[str]:
@@ -50,43 +39,62 @@ async def with_adapters(house: House, *adapters: str) -> None:
     await register_model(house.database, settings, None, [CHAT, "/v1/responses"])
 
 
-async def test_adapters_share_windows_and_workers_but_no_prefix(house: House) -> None:
+@pytest.fixture
+async def adapters(house: House) -> None:
+    """Two of the model."""
     async with house.database.write() as session:
         source = (await session.scalars(select(Model.source))).one()
         session.add_all(Model(name=f"test-model:{each}", source=source, created_at=0) for each in ("sql", "poem"))
+
+
+@pytest.mark.usefixtures("adapters")
+async def test_adapters_share_workers_but_no_window(house: House) -> None:
     asked = ["test-model", "test-model:sql", "test-model:poem", "test-model:sql"]
-    ids = [await house.submit(asking(each)) for each in asked]
+    base, sql, poem, again = ids = [await house.submit(asking(each)) for each in asked]
     await house.plan()
-    assert await last_plan(house) == ("test-model", ids)
+    assert sorted(await windows(house)) == sorted(
+        [("test-model", [base]), ("test-model", [poem]), ("test-model", [sql, again])]
+    )
     house.settings = house.settings.model_copy(update={"adapters": {"sql": "x", "poem": "y"}})
     async with house.working(ScriptedEngine()):
         batches = await house.until_ended(*ids)
     assert [str(ModelName(each.model or "", each.adapter)) for each in batches] == asked
     assert [len((await house.results(each))[0]) for each in batches] == [12] * 4
-    base, sql, poem, again = [await tokens(house, each) for each in batches]
-    assert sql == again
-    for prompts in zip(base, sql, poem, strict=True):
-        assert len({prompt[0] for prompt in prompts}) == 3
-        assert len({tuple(prompt[1:]) for prompt in prompts}) == 1
 
 
+@pytest.mark.usefixtures("adapters")
 async def test_a_worker_that_lacks_an_adapter_leaves_its_requests_to_others(house: House) -> None:
-    """Its engine would fail them for good."""
-    async with house.database.write() as session:
-        source = (await session.scalars(select(Model.source))).one()
-        session.add_all(Model(name=f"test-model:{each}", source=source, created_at=0) for each in ("sql", "poem"))
-    for each in ("test-model", "test-model:sql"):
-        await house.submit(asking(each))
+    """Its engine would fail them for good. They hold up nobody: not even the slices that come after them."""
+    poem = await house.submit(asking("test-model:poem"), window_s=7200)
+    base, sql = [await house.submit(asking(each)) for each in ("test-model", "test-model:sql")]
+    await house.plan()
+    house.settings = house.settings.model_copy(update={"adapters": {"sql": "x"}})
+    async with house.working(ScriptedEngine(), "worker-b"):
+        await house.until_ended(base, sql)
+        waiting = Announcements(house.redis, "test-model", ["sql"])
+        assert (await waiting.head(), await waiting.waiting()) == (None, 0)
+    assert await Announcements(house.redis, "test-model", ["poem"]).waiting() == 12
+    async with house.database.read() as session:
+        theirs = (await session.scalars(select(SliceBatch.slice_id).where(SliceBatch.batch_id == poem))).all()
+    leases = Leases(house.database, "w", "test-model", 30, ["sql"])
+    assert [await leases.claim(each) for each in theirs] == [None] * len(theirs)  # by an old announcement
+    house.settings = house.settings.model_copy(update={"adapters": {"poem": "x"}})
+    async with house.working(ScriptedEngine(), "worker-c"):
+        [ended] = await house.until_ended(poem)
+    assert ended.completed == 12
+
+
+@pytest.mark.usefixtures("adapters")
+async def test_what_nobody_can_run_is_not_announced(house: House) -> None:
     poem = await house.submit(asking("test-model:poem"))
     await house.plan()
-    async with house.database.read() as session:
-        slices = set((await session.scalars(select(Slice.id))).all())
-        others = set((await session.scalars(select(SliceBatch.slice_id).where(SliceBatch.batch_id == poem))).all())
-    leases = Leases(house.database, "w", "test-model", 30, ["sql"])
-    claimed = {each for each in slices if await leases.claim(each) is not None}
-    assert claimed == slices - others
-    assert claimed
-    assert others
+    announced = Announcements(house.redis, "test-model", ["poem"])
+    assert await announced.head() is not None
+    async with house.database.write() as session:
+        await session.execute(delete(Model).where(Model.name == "test-model:poem"))
+    await house.reconciler.run_once()
+    assert await announced.head() is None
+    assert (await house.batch(poem)).status == BatchStatus.IN_PROGRESS
 
 
 async def test_the_worker_that_started_last_says_which_adapters_there_are(house: House) -> None:
