@@ -11,8 +11,6 @@ from engine_ext.errors import InputError, SegmentError
 
 TokenIds = NDArray[np.uint32]
 Segment = tuple[str | int, int]
-
-
 _BEYOND_VOCABULARY = 1 << 31
 
 

@@ -43,6 +43,7 @@ from engine_ext.scan.members import Member, Members
 from engine_ext.scan.replan import FEWEST, PATIENCE, answers_before_next, is_outdated
 from engine_ext.scan.slowness import Slowness, step_s
 from engine_ext.scan.state import NO_REQUEST, State, StepCosts
+from engine_ext.scan.step import NOTHING, Step
 from engine_ext.scan.sweep import right_share
 from engine_ext.scan.twins import Twins
 from engine_ext.scan.untold import Untold
@@ -53,19 +54,6 @@ MOST_EVENTS = 1 << 15  # since a plan was begun; then another one takes note of 
 MOST_REFUSED = 3  # times that the engine may refuse the request that an end admits first
 
 
-@dataclass(frozen=True, slots=True)
-class Step:
-    """The decision for one step.
-
-    `budget`: prompt tokens to compute, those of requests in prefill first. `admitted`: keys of the requests to admit,
-    in this order.
-    """
-
-    budget: int
-    admitted: list[int]
-
-
-NOTHING = Step(0, [])
 _NOWHERE: Column = np.zeros(0, dtype=np.int64)
 
 

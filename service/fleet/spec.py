@@ -22,17 +22,8 @@ MOST_ARGS = 1 << 16  # characters of an entry's engine_args
 OURS = frozenset(
     f"BATCHWEAVE_{name}"
     for name in (
-        *(
-            "MODEL",
-            "MODEL_NAME",
-            "ADAPTERS",
-            "ENGINE_ARGS",
-            "WORKER_NAME",
-            "NODES",
-            "NODE_RANK",
-            "LEADER",
-            "ONLINE_HOST",
-        ),
+        *("MODEL", "MODEL_NAME", "ADAPTERS", "ENGINE_ARGS", "WORKER_NAME"),
+        *("NODES", "NODE_RANK", "LEADER", "ONLINE_HOST"),
         *("DATABASE_URL", "REDIS_URL", "STORAGE_URL", "DATA_DIR"),
     )
 )

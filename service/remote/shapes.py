@@ -1,10 +1,23 @@
 """The objects of the API as far as the remote commands read them; `raw` is what the service said."""
 
-from typing import Any
+from typing import Any, Self
 
 import msgspec
 
 from service.remote.client import shaped
+
+
+class Told(msgspec.Struct, kw_only=True):
+    """An object as the service described it. `raw` is no field of it; its name here is one that no service uses."""
+
+    raw: dict[str, Any] = msgspec.field(default_factory=dict[str, Any], name="-")
+
+    @classmethod
+    def of(cls, told: Any) -> Self:
+        """Return what the service described. Raises NotAService."""
+        found = shaped(told, cls)
+        found.raw = told
+        return found
 
 
 class RequestCounts(msgspec.Struct):
@@ -36,7 +49,7 @@ class FileErrors(msgspec.Struct):
     data: list[FileError] | None = None
 
 
-class Batch(msgspec.Struct):
+class Batch(Told, kw_only=True):
     """A batch; times are in Unix seconds. `batchweave`: what it has beyond OpenAI's fields; None at another service."""
 
     id: str
@@ -57,17 +70,9 @@ class Batch(msgspec.Struct):
     usage: Usage | None = None
     metadata: dict[str, str] | None = None
     batchweave: dict[str, Any] | None = None
-    raw: dict[str, Any] = msgspec.field(default_factory=dict[str, Any], name="-")
-
-    @classmethod
-    def of(cls, told: Any) -> "Batch":
-        """Return the batch that the service described. Raises NotAService."""
-        batch = shaped(told, cls)
-        batch.raw = told
-        return batch
 
 
-class File(msgspec.Struct):
+class File(Told, kw_only=True):
     """A file; `created_at` is in Unix seconds."""
 
     id: str
@@ -75,11 +80,3 @@ class File(msgspec.Struct):
     bytes: int
     created_at: int
     filename: str
-    raw: dict[str, Any] = msgspec.field(default_factory=dict[str, Any], name="-")
-
-    @classmethod
-    def of(cls, told: Any) -> "File":
-        """Return the file that the service described. Raises NotAService."""
-        file = shaped(told, cls)
-        file.raw = told
-        return file

@@ -31,7 +31,8 @@ def upload(client: Client, path: Path) -> File:
             while part := opened.read(PART_BYTES):
                 parts.append(_id(client.post(f"/uploads/{begun}/parts", files={"data": ("part", part)})))
                 bar.advance(task, len(part))
-    return File.of(client.post(f"/uploads/{begun}/complete", {"part_ids": parts}).get("file"))
+    done = client.post(f"/uploads/{begun}/complete", {"part_ids": parts})
+    return File.of(done.get("file") if isinstance(done, dict) else done)
 
 
 def _id(told: Any) -> str:

@@ -12,6 +12,7 @@ from service.queue.leases import Leases
 from service.queue.progress import Heartbeat
 from tests.batches import CHAT
 from tests.integration.house import House, ScriptedEngine, jsonl, line
+from tests.integration.shop import ADAPTER, Shop, Teller, asked
 
 
 def asking(model: str) -> bytes:
@@ -130,3 +131,13 @@ async def test_a_batch_for_a_model_that_nobody_serves_waits_or_is_refused(house:
     waits = await house.submit(asking("test-model"))
     await house.plan()
     assert [(await house.batch(each)).status for each in (taken, waits)] == [BatchStatus.IN_PROGRESS] * 2
+
+
+async def test_an_adapter_is_asked_for_by_its_name(shop: Shop) -> None:
+    engine = Teller()
+    async with shop.door("w", engine):
+        assert (await shop.post({**asked(), "model": ADAPTER})).status_code == 404
+        async with shop.house.database.write() as session:
+            session.add(Model(name=ADAPTER, source="x", created_at=0))
+        assert (await shop.post({**asked(), "model": ADAPTER})).status_code == 200
+    assert len(engine.asked) == 1

@@ -24,7 +24,7 @@ from service.worker.loop import Worker
 from tests.conftest import Clock
 from tests.integration.house import ScriptedEngine, jsonl, line
 from tests.integration.serving import CHAT, serve
-from tests.integration.shop import ADAPTER, MODEL, PIECES, Shop, Teller, asked
+from tests.integration.shop import MODEL, PIECES, Shop, Teller, asked
 
 
 async def test_a_stream_and_a_whole_answer_come_through(shop: Shop) -> None:
@@ -71,16 +71,6 @@ async def _read(shop: Shop, body: dict[str, Any]) -> None:
     async with shop.client() as client:
         async for _ in await client.chat.completions.create(**body):
             pass
-
-
-async def test_an_adapter_is_asked_for_by_its_name(shop: Shop) -> None:
-    engine = Teller()
-    async with shop.door("w", engine):
-        assert (await shop.post({**asked(), "model": ADAPTER})).status_code == 404
-        async with shop.house.database.write() as session:
-            session.add(Model(name=ADAPTER, source="x", created_at=0))
-        assert (await shop.post({**asked(), "model": ADAPTER})).status_code == 200
-    assert len(engine.asked) == 1
 
 
 async def test_a_worker_that_is_lost_before_its_answer_is_replaced(shop: Shop) -> None:

@@ -9,11 +9,10 @@ import subprocess
 import sys
 import threading
 from contextlib import nullcontext, suppress
-from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
 
@@ -22,7 +21,6 @@ from service.errors import CommandError
 from service.queue.progress import Heartbeat
 from service.remote import submit as submits
 from service.remote import upload as uploads
-from service.remote.client import AnswerError, Client
 from service.remote.download import download
 from service.remote.session import connect
 from service.settings import Settings
@@ -372,55 +370,6 @@ async def test_a_service_that_is_not_there_is_said_in_a_line() -> None:
     code, _, said = await run("http://127.0.0.1:9", "batches", "list")
     assert (code, said.count("\n")) == (1, 1)
     assert "http://127.0.0.1:9 is not responding" in said
-
-
-class Failing(BaseHTTPRequestHandler):
-    """Answers each request with the next of `answers`: a status and headers; 0 closes the connection."""
-
-    answers: ClassVar[list[tuple[int, dict[str, str]]]] = []
-    seen: ClassVar[list[str | None]] = []  # the idempotency keys that came
-
-    def do_POST(self) -> None:
-        self.rfile.read(int(self.headers.get("Content-Length", 0)))
-        self.seen.append(self.headers.get("Idempotency-Key"))
-        status, headers = self.answers.pop(0)
-        if not status:
-            self.close_connection = True
-            return
-        self.send_response(status)
-        for name, value in {"Content-Type": "application/json", **headers}.items():
-            self.send_header(name, value)
-        self.end_headers()
-        self.wfile.write(b'{"error": {"message": "told so"}}')
-
-    def log_message(self, format: str, *args: Any) -> None:
-        """Say nothing."""
-
-
-@pytest.mark.parametrize(
-    ("answers", "tries"),
-    [
-        ([(503, {}), (0, {}), (200, {})], 3),
-        ([(429, {"Retry-After": "0.1"}), (200, {})], 2),
-        ([(503, {"x-should-retry": "false"}), (200, {})], 1),
-        ([(400, {}), (200, {})], 1),
-        ([(500, {})] * 4, 3),
-    ],
-)
-def test_what_may_pass_is_tried_again_under_the_same_key(answers: list[tuple[int, dict[str, str]]], tries: int) -> None:
-    Failing.answers, Failing.seen = list(answers), []
-    with ThreadingHTTPServer(("127.0.0.1", 0), Failing) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        with connect(f"http://127.0.0.1:{server.server_port}", "k") as client:
-            outcome = client.post if answers[tries - 1][0] == 200 else partial(_refused, client)
-            outcome("/batches", {})
-        server.shutdown()
-    assert (len(Failing.seen), len(set(Failing.seen))) == (tries, 1)
-
-
-def _refused(client: Client, path: str, body: Any) -> None:
-    with pytest.raises(AnswerError, match="told so"):
-        client.post(path, body)
 
 
 async def test_ctrl_c_while_the_service_does_not_answer_ends_with_one_line() -> None:

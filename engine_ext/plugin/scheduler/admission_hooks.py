@@ -20,7 +20,7 @@ from engine_ext.plugin.scheduler.beside import Allowed
 from engine_ext.plugin.scheduler.online import Demand, is_ours, length
 from engine_ext.plugin.scheduler.step_load import load_of, load_of_decodes
 from engine_ext.scan.decide import ANY_NUMBER
-from engine_ext.scan.live import Step
+from engine_ext.scan.step import Step
 
 ROOM = 2  # tokens of each decode for which there must be room if some are left out; a step may still run
 NOBODY_RESTS: Bools = np.zeros(0, dtype=np.bool_)

@@ -1,4 +1,4 @@
-"""Who makes way for whom where SGLang has no place for another adapter, and what tells adapters' prompts apart."""
+"""Which adapter makes way where SGLang has no place for another, and what tells adapters apart."""
 
 from dataclasses import dataclass
 from types import SimpleNamespace
