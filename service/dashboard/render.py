@@ -8,7 +8,7 @@ from fastapi import Request, Response
 from fastapi.responses import HTMLResponse
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
-from service.dashboard.sessions import Viewer, browser_of
+from service.dashboard.sessions import Viewer
 from service.terminal import duration
 
 ROOT = Path(__file__).parent
@@ -53,15 +53,12 @@ _environment.filters.update(duration=span, size=size, number=number, moment=mome
 
 
 def page(request: Request, name: str, viewer: Viewer | None, status_code: int = 200, **values: Any) -> Response:
-    browser, context = viewer.browser if viewer else browser_of(request), request.app.state.context
+    context = request.app.state.context
     html = _environment.get_template(name).render(
         viewer=viewer,
-        csrf=browser.csrf,
         path=request.url.path,
         now=context.clock(),
         room=context.storage.room,
         **values,
     )
-    response = HTMLResponse(html.encode(errors="replace"), status_code=status_code, headers=HEADERS)
-    browser.keep(request, response)
-    return response
+    return HTMLResponse(html.encode(errors="replace"), status_code=status_code, headers=HEADERS)

@@ -1,12 +1,12 @@
-"""Identifies viewers by a session cookie instead of a key, and forms by a token that no other site can know."""
+"""Identifies viewers by a session cookie instead of a key, and refuses forms that other sites send."""
 
 import hashlib
-import hmac
 import secrets
 from dataclasses import dataclass
 from typing import Annotated
+from urllib.parse import urlsplit
 
-from fastapi import Depends, Query, Request, Response
+from fastapi import Depends, Request, Response
 from sqlalchemy import delete, select
 from sqlalchemy.ext.asyncio import AsyncSession
 
@@ -26,27 +26,9 @@ class SignInNeeded(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class Browser:
-    """A browser. `token`: what its session cookie holds, or will hold."""
-
-    token: str
-    is_new: bool
-
-    @property
-    def csrf(self) -> str:
-        return hashlib.sha256(f"csrf:{self.token}".encode()).hexdigest()
-
-    def keep(self, request: Request, response: Response) -> None:
-        """Set the session cookie if the browser has none."""
-        if self.is_new:
-            set_cookie(request, response, self.token)
-
-
-@dataclass(frozen=True, slots=True)
 class Viewer:
     caller: Caller
-    browser: Browser
-    signed_in: bool  # with a key, and so can sign out
+    token: str | None  # of its session; None if the service requires no keys
 
     @property
     def is_admin(self) -> bool:
@@ -57,40 +39,33 @@ class Viewer:
         return self.caller.operates
 
 
-def browser_of(request: Request) -> Browser:
-    token = request.cookies.get(COOKIE, "")
-    return Browser(token or secrets.token_urlsafe(32), not token)
-
-
 async def viewer_of(request: Request, context: InContext) -> Viewer:
     """Return the viewer who sent this request.
 
     Raises SignInNeeded, or Forbidden if the service requires no keys and the address is not local.
     """
-    browser = browser_of(request)
     if not context.settings.needs_keys:
         check_local(request)
         async with context.database.read() as session:
             local = await local_caller(session)
         await count_request(context.redis, local.project, context.clock())
-        return Viewer(local, browser, False)
+        return Viewer(local, None)
+    token = request.cookies.get(COOKIE, "")
     async with context.database.read() as session:
-        caller = await _signed_in(session, browser.token, int(context.clock()))
+        caller = await _signed_in(session, token, int(context.clock()))
     if caller is None:
         raise SignInNeeded
     request.state.key = caller.name
     await count_request(context.redis, caller.project, context.clock())
-    return Viewer(caller, browser, True)
+    return Viewer(caller, token)
 
 
 LooksIn = Annotated[Viewer, Depends(viewer_of)]
 
 
-async def changer_of(
-    request: Request, context: InContext, viewer: LooksIn, csrf: Annotated[str, Query(max_length=64)] = ""
-) -> Viewer:
+async def changer_of(request: Request, viewer: LooksIn) -> Viewer:
     """Return the viewer if the form comes from one of our own pages. Raises Forbidden if it does not."""
-    check_form(request, viewer.browser, csrf)
+    check_form(request)
     return viewer
 
 
@@ -122,10 +97,19 @@ async def changing_operator_of(viewer: Changes) -> Viewer:
 ChangesAsOperator = Annotated[Viewer, Depends(changing_operator_of)]
 
 
-def check_form(request: Request, browser: Browser, csrf: str) -> None:
-    other_site = request.headers.get("sec-fetch-site", "same-origin") not in ("same-origin", "none")
-    if browser.is_new or other_site or not hmac.compare_digest(csrf.encode(), browser.csrf.encode()):
-        raise Forbidden("This form does not belong to this browser's session. Reload the page.", code="csrf")
+def check_form(request: Request) -> None:
+    """Refuse a form that no page of ours has sent.
+
+    Every browser names the page's origin in a header that no script can set, so a form needs no secret of its own
+    (docs/decisions.md). Over plain HTTP from another machine browsers send `Origin` alone.
+    """
+    site = request.headers.get("sec-fetch-site")
+    origin = urlsplit(request.headers.get("origin", ""))
+    is_ours = site in ("same-origin", "none") if site else origin.netloc == request.headers.get("host")
+    if not is_ours:
+        raise Forbidden(
+            "This form was not sent by a page of this service. Reload the page, and try again.", code="csrf"
+        )
 
 
 async def sign_in(session: AsyncSession, key: str, now: int) -> str | None:
@@ -146,8 +130,7 @@ async def sign_out(session: AsyncSession, token: str) -> None:
 def set_cookie(request: Request, response: Response, token: str) -> None:
     """Set the session cookie.
 
-    SameSite=Lax: a link from another site opens the page signed in; a form on another site is sent without the cookie,
-    and does not have our token either.
+    SameSite=Lax: a link from another site opens the page signed in; a form on another site is sent without the cookie.
     """
     secure = request.url.scheme == "https"
     response.set_cookie(

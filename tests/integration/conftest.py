@@ -11,6 +11,7 @@ from service.objects.storage import Storage
 from service.settings import Settings
 from service.worker import loop
 from tests.conftest import Clock
+from tests.integration.browsing import OWN_PAGE
 from tests.integration.house import House, demo_tokenizer
 from tests.integration.serving import serve
 from tests.integration.shop import Shop
@@ -49,7 +50,7 @@ async def house(
 @pytest.fixture
 async def pages(settings: Settings, clock: Clock) -> AsyncGenerator[httpx.AsyncClient, None]:
     with serve(settings, clock) as url:
-        async with httpx.AsyncClient(base_url=f"{url}/dashboard", follow_redirects=True) as client:
+        async with httpx.AsyncClient(base_url=f"{url}/dashboard", follow_redirects=True, headers=OWN_PAGE) as client:
             yield client
 
 
@@ -57,7 +58,7 @@ async def pages(settings: Settings, clock: Clock) -> AsyncGenerator[httpx.AsyncC
 async def guarded(settings: Settings, clock: Clock) -> AsyncGenerator[httpx.AsyncClient, None]:
     """One that asks for keys."""
     with serve(settings.model_copy(update={"auth": "keys"}), clock) as url:
-        async with httpx.AsyncClient(base_url=f"{url}/dashboard", follow_redirects=True) as client:
+        async with httpx.AsyncClient(base_url=f"{url}/dashboard", follow_redirects=True, headers=OWN_PAGE) as client:
             yield client
 
 

@@ -18,7 +18,7 @@ from service.queue.counts import Counts
 from service.queue.leases import Leases
 from service.queue.progress import Heartbeat
 from tests.conftest import Clock
-from tests.integration.browsing import PAGES, csrf_of
+from tests.integration.browsing import PAGES
 from tests.integration.house import House, ScriptedEngine, completed_are, jsonl, line, set_status
 
 
@@ -33,13 +33,12 @@ async def test_pages_show_an_empty_service_and_let_nothing_else_in(pages: httpx.
 
 
 async def test_a_file_is_uploaded_run_looked_at_and_retried(pages: httpx.AsyncClient, house: House) -> None:
-    csrf = csrf_of((await pages.get("/new")).text)
     data = jsonl(line(n) for n in range(20))
-    upload = await pages.post(f"/files?csrf={csrf}", data={"purpose": "batch"}, files={"file": ("in.jsonl", data)})
+    upload = await pages.post("/files", data={"purpose": "batch"}, files={"file": ("in.jsonl", data)})
     assert "in.jsonl" in upload.text
     file_id = upload.url.params["file"]
     form = {"file": file_id, "endpoint": "/v1/chat/completions", "window": "24h", "order": "any"}
-    created = await pages.post(f"/batches?csrf={csrf}", data=form)
+    created = await pages.post("/batches", data=form)
     batch_id = created.url.path.rsplit("/", 1)[1]
     assert "waiting for validation" in created.text
     await house.plan()
@@ -63,9 +62,9 @@ async def test_a_file_is_uploaded_run_looked_at_and_retried(pages: httpx.AsyncCl
     assert (await pages.get(f"/batches/{batch_id}/request", params={"custom_id": "nobody"})).status_code == 200
     assert batch_id in (await pages.get("/batches", params={"status": "completed", "text": batch_id[:12]})).text
     assert batch_id not in (await pages.get("/batches", params={"status": "failed"})).text
-    retried = await pages.post(f"/batches/{batch_id}/retry?csrf={csrf}")
+    retried = await pages.post(f"/batches/{batch_id}/retry")
     assert retried.url.path != f"/dashboard/batches/{batch_id}"
-    assert "cancelling" in (await pages.post(f"{retried.url.path.removeprefix('/dashboard')}/cancel?csrf={csrf}")).text
+    assert "cancelling" in (await pages.post(f"{retried.url.path.removeprefix('/dashboard')}/cancel")).text
 
 
 async def test_errors_of_a_file_are_shown_by_line(pages: httpx.AsyncClient, house: House) -> None:
@@ -117,11 +116,10 @@ async def test_what_is_shown_is_escaped(pages: httpx.AsyncClient, house: House) 
 
 @pytest.mark.parametrize("data", [b"{" * 1_000_000, b"x" * 5_000_000, b"7\n", b'{"url": 7}\n', b"\xff\n"])
 async def test_files_that_are_none_are_no_fault_of_ours(pages: httpx.AsyncClient, data: bytes) -> None:
-    csrf = csrf_of((await pages.get("/new")).text)
-    shown = await pages.post(f"/files?csrf={csrf}", data={"purpose": "batch"}, files={"file": ("in.jsonl", data)})
+    shown = await pages.post("/files", data={"purpose": "batch"}, files={"file": ("in.jsonl", data)})
     assert (shown.status_code, "Start the batch" in shown.text) == (200, True)
     form = {"file": shown.url.params["file"], "endpoint": "/v1/completions", "window": "24h"}
-    batch = await pages.post(f"/batches?csrf={csrf}", data=form)
+    batch = await pages.post("/batches", data=form)
     assert (await pages.get(f"{batch.url.path.removeprefix('/dashboard')}/request?custom_id=a")).status_code == 200
 
 
@@ -201,16 +199,14 @@ async def test_batches_are_filtered(pages: httpx.AsyncClient, house: House, cloc
     for wrong in ({"since": "yesterday"}, {"text": "\0"}, {"model": "\0"}, {"project": "\0"}):
         assert (await pages.get("/batches", params=wrong)).status_code == 400
     for path in ("/projects/%00", "/keys/%00/revoke"):
-        csrf = csrf_of((await pages.get("/new")).text)
-        assert (await pages.post(f"{path}?csrf={csrf}", data={"weight": 1})).status_code == 400
+        assert (await pages.post(path, data={"weight": 1})).status_code == 400
 
 
 async def test_a_plan_is_shown_before_the_start(pages: httpx.AsyncClient, house: House) -> None:
-    csrf = csrf_of((await pages.get("/new")).text)
     data = jsonl(line(n) for n in range(20))
-    upload = await pages.post(f"/files?csrf={csrf}", data={"purpose": "batch"}, files={"file": ("in.jsonl", data)})
+    upload = await pages.post("/files", data={"purpose": "batch"}, files={"file": ("in.jsonl", data)})
     form = {"file": upload.url.params["file"], "endpoint": "/v1/chat/completions", "window": "24h", "hold": "true"}
-    created = await pages.post(f"/batches?csrf={csrf}", data=form)
+    created = await pages.post("/batches", data=form)
     path = created.url.path.removeprefix("/dashboard")
     assert "planning the batch" in created.text
     await house.plan()
@@ -219,7 +215,7 @@ async def test_a_plan_is_shown_before_the_start(pages: httpx.AsyncClient, house:
     assert "waiting for its start" in held
     assert re.search(r"Held until started</dt><dd>1<", overview := (await pages.get("")).text)
     assert path not in overview  # among those that run, and come next
-    started = await pages.post(f"{path}/start?csrf={csrf}")
+    started = await pages.post(f"{path}/start")
     assert "Before it starts" not in started.text
     await house.plan()
     assert "3 slices in the order of the plan" in (await pages.get(path)).text

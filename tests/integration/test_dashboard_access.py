@@ -10,7 +10,7 @@ from service.db.tables import DEFAULT_PROJECT
 from service.db.tenant_tables import ApiKey, AuditEvent, Project, Role
 from service.settings import Settings
 from tests.conftest import Clock
-from tests.integration.browsing import PAGES, csrf_of, key_of_another_project, make_key, sign_in
+from tests.integration.browsing import PAGES, key_of_another_project, make_key, sign_in
 from tests.integration.house import House, jsonl, line
 from tests.integration.serving import serve
 
@@ -21,26 +21,29 @@ async def test_a_part_of_a_page_says_where_to_sign_in(guarded: httpx.AsyncClient
 
 
 async def test_forms_count_as_requests(pages: httpx.AsyncClient, house: House) -> None:
-    csrf = csrf_of((await pages.get("/new")).text)
     async with house.database.write() as session:
         await session.execute(update(Project).values(max_requests_per_minute=1))
-    assert (await pages.post(f"/batches/batch_x/cancel?csrf={csrf}")).status_code == 404
-    answer = await pages.post(f"/batches/batch_x/cancel?csrf={csrf}")
+    assert (await pages.post("/batches/batch_x/cancel")).status_code == 404
+    answer = await pages.post("/batches/batch_x/cancel")
     assert answer.status_code == 429
     assert "<h1>" in answer.text
 
 
 async def test_forms_of_other_sites_do_nothing(pages: httpx.AsyncClient, house: House) -> None:
     batch_id = await house.submit(jsonl([line(1)]))
-    csrf = csrf_of((await pages.get(f"/batches/{batch_id}")).text)
-    path = f"/batches/{batch_id}/cancel"
-    assert (await pages.post(path)).status_code == 403
-    assert (await pages.post(f"{path}?csrf={'0' * 64}")).status_code == 403
-    other = {"Sec-Fetch-Site": "cross-site"}
-    assert (await pages.post(f"{path}?csrf={csrf}", headers=other)).status_code == 403
-    pages.cookies.clear()
-    assert (await pages.post(f"{path}?csrf={csrf}")).status_code == 403
+    path, own = f"/batches/{batch_id}/cancel", f"http://{pages.base_url.netloc.decode()}"
+    del pages.headers["Sec-Fetch-Site"]
+    for headers in (
+        {},
+        {"Sec-Fetch-Site": "cross-site"},
+        {"Sec-Fetch-Site": "same-site", "Origin": own},
+        {"Origin": "null"},
+        {"Origin": "https://evil.example"},
+    ):
+        assert (await pages.post(path, headers=headers)).status_code == 403, headers
     assert (await house.batch(batch_id)).status == "validating"
+    assert (await pages.post(path, headers={"Origin": own})).status_code == 200  # over HTTP, browsers say no more
+    assert (await house.batch(batch_id)).status == "cancelling"
 
 
 async def test_signing_in_needs_a_good_key_and_ends_with_it(guarded: httpx.AsyncClient, house: House) -> None:
@@ -49,10 +52,9 @@ async def test_signing_in_needs_a_good_key_and_ends_with_it(guarded: httpx.Async
         assert (await guarded.get(page)).url.path == "/dashboard/sign-in"
     refused = await sign_in(guarded, "bw-wrong")
     assert (refused.status_code, "unknown, revoked" in refused.text) == (401, True)
-    before = guarded.cookies["batchweave_session"]
+    assert "batchweave_session" not in guarded.cookies
     entered = await sign_in(guarded, text)
     assert entered.url.path == "/dashboard/batches"
-    assert guarded.cookies["batchweave_session"] != before
     for page in ("/online", "/workers", "/projects", "/audit", "/settings"):  # for the role admin
         assert (await guarded.get(page)).status_code == 403
     async with house.database.write() as session:
@@ -64,17 +66,13 @@ async def test_the_cookie_cannot_be_read_by_scripts_and_signing_out_ends_it(
     guarded: httpx.AsyncClient, house: House
 ) -> None:
     text, _ = await make_key(house.database, Role.OPERATOR)
-    csrf = csrf_of((await guarded.get("/sign-in")).text)
-    answer = await guarded.post(
-        f"/sign-in?csrf={csrf}", data={"key": text, "back": "https://evil.example"}, follow_redirects=False
-    )
+    answer = await guarded.post("/sign-in", data={"key": text, "back": "https://evil.example"}, follow_redirects=False)
     assert answer.headers["location"] == "/dashboard"
     cookie = answer.headers["set-cookie"].lower()
     assert "httponly" in cookie
     assert "samesite=lax" in cookie
     token = guarded.cookies["batchweave_session"]
-    page = (await guarded.get("/settings")).text
-    await guarded.post(f"/sign-out?csrf={csrf_of(page)}")
+    await guarded.post("/sign-out")
     guarded.cookies.set("batchweave_session", token)
     assert (await guarded.get("/settings")).url.path == "/dashboard/sign-in"
 
@@ -94,7 +92,6 @@ async def test_another_projects_batch_is_not_there(guarded: httpx.AsyncClient, h
     batch_id = await house.submit(jsonl([line(1)]))
     file_id = (await house.batch(batch_id)).input_file_id
     entered = await sign_in(guarded, await key_of_another_project(house, role))
-    csrf = csrf_of(entered.text)
     for path in (
         f"/batches/{batch_id}",
         f"/batches/{batch_id}/points.json",
@@ -104,7 +101,7 @@ async def test_another_projects_batch_is_not_there(guarded: httpx.AsyncClient, h
     ):
         assert (await guarded.get(path)).status_code == 404
     for path in (f"/batches/{batch_id}/cancel", f"/batches/{batch_id}/start", f"/files/{file_id}/delete"):
-        assert (await guarded.post(f"{path}?csrf={csrf}")).status_code == 404
+        assert (await guarded.post(path)).status_code == 404
     for path in ("/batches", "/batches?project=default", "/files", ""):
         shown = (await guarded.get(path)).text
         assert batch_id not in shown
@@ -113,7 +110,7 @@ async def test_another_projects_batch_is_not_there(guarded: httpx.AsyncClient, h
         session.add(AuditEvent(at=0, project_id=DEFAULT_PROJECT, actor="cli", action="a.secret", object_id="x"))
     assert "a.secret" not in (await guarded.get("/audit")).text
     for path in ("/projects", "/projects/proj_x", "/keys", "/keys/key_x/revoke"):
-        assert (await guarded.post(f"{path}?csrf={csrf}", data={"name": "x", "weight": 1})).status_code == 403
+        assert (await guarded.post(path, data={"name": "x", "weight": 1})).status_code == 403
 
 
 async def test_all_of_the_audit_log_can_be_seen(pages: httpx.AsyncClient, house: House) -> None:
@@ -132,12 +129,12 @@ async def test_all_of_the_audit_log_can_be_seen(pages: httpx.AsyncClient, house:
 async def test_an_operator_sees_every_project_and_acts_there(guarded: httpx.AsyncClient, house: House) -> None:
     batch_id = await house.submit(jsonl([line(1)]))
     file_id = (await house.batch(batch_id)).input_file_id
-    csrf = csrf_of((await sign_in(guarded, await key_of_another_project(house, Role.OPERATOR))).text)
+    await sign_in(guarded, await key_of_another_project(house, Role.OPERATOR))
     assert batch_id in (await guarded.get("/batches", params={"project": "default"})).text
     assert batch_id not in (await guarded.get("/batches", params={"project": "other"})).text
     assert "request 1" in (await guarded.get(f"/files/{file_id}/content")).text
     assert file_id in (await guarded.get("/files")).text
-    assert "cancelling" in (await guarded.post(f"/batches/{batch_id}/cancel?csrf={csrf}")).text
+    assert "cancelling" in (await guarded.post(f"/batches/{batch_id}/cancel")).text
     async with house.database.read() as session:
         event = (await session.scalars(select(AuditEvent).where(AuditEvent.object_id == batch_id))).one()
         key = (await session.scalars(select(ApiKey))).one()
@@ -145,25 +142,24 @@ async def test_an_operator_sees_every_project_and_acts_there(guarded: httpx.Asyn
 
 
 async def test_projects_and_quotas_are_made_and_changed(pages: httpx.AsyncClient, house: House) -> None:
-    csrf = csrf_of((await pages.get("/projects")).text)
-    made = await pages.post(f"/projects?csrf={csrf}", data={"name": "evaluation / co"})
+    made = await pages.post("/projects", data={"name": "evaluation / co"})
     assert "evaluation / co" in made.text
-    again = await pages.post(f"/projects?csrf={csrf}", data={"name": "evaluation / co"})
+    again = await pages.post("/projects", data={"name": "evaluation / co"})
     assert "there is already a project" in again.text
     async with house.database.read() as session:
         project = (await session.scalars(select(Project).where(Project.name == "evaluation / co"))).one()
     path = f"/projects/{project.id}"
     assert "no limit" in (await pages.get(path)).text
-    saved = await pages.post(f"{path}?csrf={csrf}", data={"weight": "2.5", "max_batches": "7", "max_bytes": ""})
+    saved = await pages.post(path, data={"weight": "2.5", "max_batches": "7", "max_bytes": ""})
     assert saved.status_code == 200
     assert 'value="7"' in (await pages.get(path)).text
     async with house.database.read() as session:
         project = (await session.scalars(select(Project).where(Project.name == "evaluation / co"))).one()
     assert (project.weight, project.max_batches, project.max_bytes) == (2.5, 7, None)
     for tier in ("priority", ""):  # a field that a browser sends empty changes nothing
-        await pages.post(f"{path}?csrf={csrf}", data={"weight": "2.5", "tier": tier})
+        await pages.post(path, data={"weight": "2.5", "tier": tier})
         assert "<option selected>priority</option>" in (await pages.get(path)).text
-    await pages.post(f"{path}?csrf={csrf}", data={"weight": "2.5"})  # of what a form has not, nothing is said
+    await pages.post(path, data={"weight": "2.5"})  # of what a form has not, nothing is said
     assert 'value="7"' in (await pages.get(path)).text
     assert "weight 2.5, max_batches 7" in (await pages.get("/audit")).text
     for wrong in (
@@ -173,16 +169,16 @@ async def test_projects_and_quotas_are_made_and_changed(pages: httpx.AsyncClient
         {"weight": "1", "max_requests_per_minute": "0"},
         {"weight": "1", "max_bytes": "9" * 30},
     ):
-        assert (await pages.post(f"{path}?csrf={csrf}", data=wrong)).status_code == 400
+        assert (await pages.post(path, data=wrong)).status_code == 400
     assert (await pages.get("/projects/nobody")).status_code == 404
-    assert "is not a valid name" in (await pages.post(f"/projects?csrf={csrf}", data={"name": "a\tb"})).text
+    assert "is not a valid name" in (await pages.post("/projects", data={"name": "a\tb"})).text
 
 
 async def test_a_key_is_shown_once_and_revoked(guarded: httpx.AsyncClient, house: House) -> None:
     text, _ = await make_key(house.database, Role.OPERATOR)
-    csrf = csrf_of((await sign_in(guarded, text)).text)
+    await sign_in(guarded, text)
     form = {"name": "bob", "project": DEFAULT_PROJECT, "role": "user", "days": "2"}
-    shown = (await guarded.post(f"/keys?csrf={csrf}", data=form)).text
+    shown = (await guarded.post("/keys", data=form)).text
     found = re.search(r"bw-[\w-]{43}", shown)
     assert found
     assert found[0] not in (await guarded.get("/projects")).text
@@ -192,15 +188,14 @@ async def test_a_key_is_shown_once_and_revoked(guarded: httpx.AsyncClient, house
     server = str(guarded.base_url).removesuffix("/dashboard/")
     async with httpx.AsyncClient(base_url=server, headers={"Authorization": f"Bearer {found[0]}"}) as client:
         assert (await client.get("/v1/batches")).status_code == 200
-        await guarded.post(f"/keys/{key.id}/revoke?csrf={csrf}")
+        await guarded.post(f"/keys/{key.id}/revoke")
         assert (await client.get("/v1/batches")).status_code == 401
-    assert "is already revoked" in (await guarded.post(f"/keys/{key.id}/revoke?csrf={csrf}")).text
-    assert (await guarded.post(f"/keys?csrf={csrf}", data={**form, "project": "nobody"})).status_code == 404
+    assert "is already revoked" in (await guarded.post(f"/keys/{key.id}/revoke")).text
+    assert (await guarded.post("/keys", data={**form, "project": "nobody"})).status_code == 404
 
 
 async def test_no_key_is_made_where_none_is_asked_for(pages: httpx.AsyncClient, house: House) -> None:
-    csrf = csrf_of((await pages.get("/projects")).text)
     form = {"name": "eve", "project": DEFAULT_PROJECT, "role": "operator"}
-    assert "requires no API keys" in (await pages.post(f"/keys?csrf={csrf}", data=form)).text
+    assert "requires no API keys" in (await pages.post("/keys", data=form)).text
     async with house.database.read() as session:
         assert (await session.scalars(select(ApiKey))).all() == []
