@@ -8,22 +8,26 @@ from typing import Any
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
-from service.settings import Settings, variable
+from service.settings import Settings, grouped, variable
 
 HEAD = """# Settings
 
 Written by `make settings` from `service/settings.py`; do not edit. Every setting is a variable; a misspelt one that
 begins with `BATCHWEAVE_` stops the start. Where no default stands, the description says what happens without one.
 `batchweave` commands for a running service read `BATCHWEAVE_URL` and `BATCHWEAVE_API_KEY` instead (docs/cli.md).
-
-| variable | default | meaning |
-|---|---|---|"""
+"""
+TABLE = """| variable | default | meaning |
+|---|---|---|
+"""
 
 
 def page() -> str:
     """Return the page as Markdown."""
-    rows = [_row(name, field) for name, field in Settings.model_fields.items()]
-    return "\n".join([HEAD, *rows]) + "\n"
+    groups = [
+        f"\n## {heading}\n{TABLE}" + "".join(f"{_row(name, Settings.model_fields[name])}\n" for name in names)
+        for heading, names in grouped().items()
+    ]
+    return HEAD + "".join(groups)
 
 
 def _row(name: str, field: FieldInfo) -> str:

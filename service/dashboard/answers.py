@@ -19,6 +19,7 @@ from service.objects.storage import file_key
 SHOWN = 50
 MOST_BYTES = 64 * 1024 * 1024
 MOST_OF_FIRST, MOST_OF_PARSED, MOST_OF_LINE = 1024 * 1024, 256 * 1024, 16 * 1024 * 1024
+MOST_OF_TEXT = 300  # bytes shown of a line with an error
 MOST_CHARACTERS = 20_000  # shown of one request or answer
 
 _searches: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()  # by project
@@ -77,6 +78,23 @@ async def request_of(context: Context, batch: Batch, custom_id: str) -> tuple[st
     return asked, answer or await _one(batch, _results(context, batch, False), custom_id)
 
 
+async def lines_of(context: Context, batch: Batch, numbers: set[int]) -> dict[int, str]:
+    """Return the beginnings of these lines of the input file by number, from 1 on, as far as they are in bounds."""
+    found: dict[int, str] = {}
+    number = 0
+
+    def look(raw: bytes) -> bool:
+        nonlocal number
+        number += 1
+        if number in numbers:
+            found[number] = raw[:MOST_OF_TEXT].decode(errors="replace")
+        return len(found) == len(numbers)
+
+    if numbers:
+        await _look_through(batch, context.storage.stream(file_key(batch.input_file_id)), look, blank=True)
+    return found
+
+
 async def first_url(context: Context, file: File) -> str | None:
     """Return the `url` of the request on a file's first line; None if the line is too long or not a request."""
     with suppress(FileNotFoundError, msgspec.DecodeError, RecursionError):
@@ -123,10 +141,13 @@ async def _one(batch: Batch, parts: AsyncIterator[bytes], custom_id: str) -> str
     return found
 
 
-async def _look_through(batch: Batch, parts: AsyncIterator[bytes], look: Callable[[bytes], bool]) -> bool:
+async def _look_through(
+    batch: Batch, parts: AsyncIterator[bytes], look: Callable[[bytes], bool], blank: bool = False
+) -> bool:
     """Pass each line to `look` until it has seen enough. Return whether it saw all lines, within the bounds on reading.
 
-    `look` runs in a thread, one per project at a time, since a file may have a million lines to parse.
+    `look` runs in a thread, one per project at a time, since a file may have a million lines to parse. It gets
+    blank lines only if they are wanted.
     """
     read, rest = 0, b""
     lock = _searches.setdefault(batch.project_id, asyncio.Lock())
@@ -134,18 +155,18 @@ async def _look_through(batch: Batch, parts: AsyncIterator[bytes], look: Callabl
         async with lock:
             async for part in parts:
                 read += len(part)
-                whole, _, rest = (rest + part).rpartition(b"\n")
-                if await asyncio.to_thread(_look_at, whole, look):
+                whole, cut, rest = (rest + part).rpartition(b"\n")
+                if cut and await asyncio.to_thread(_look_at, whole, look, blank):
                     return False
                 if read > MOST_BYTES or len(rest) > MOST_OF_LINE:
                     return False
-            return not await asyncio.to_thread(_look_at, rest, look)
+            return not await asyncio.to_thread(_look_at, rest, look, blank)
     return True
 
 
-def _look_at(text: bytes, look: Callable[[bytes], bool]) -> bool:
+def _look_at(text: bytes, look: Callable[[bytes], bool], blank: bool) -> bool:
     """Return whether `look` has seen enough after one of these lines."""
-    return any(look(line) for line in text.split(b"\n") if line and not line.isspace())
+    return any(look(line) for line in text.split(b"\n") if blank or not (line == b"" or line.isspace()))
 
 
 async def _results(context: Context, batch: Batch, is_output: bool) -> AsyncIterator[bytes]:

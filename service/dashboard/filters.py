@@ -8,9 +8,10 @@ from typing import Annotated, Any
 from fastapi import Query
 from sqlalchemy import ColumnElement, Select, String, cast, or_, select
 
+from service.dashboard.standings import GROUPS
 from service.db.clock import DAY_S
 from service.db.models import asks_for
-from service.db.tables import Batch, BatchStatus
+from service.db.tables import Batch, File
 from service.db.tenant_tables import Project
 from service.endpoints import ModelName
 
@@ -22,7 +23,7 @@ Day = Annotated[str, Query(pattern=r"^(\d{4}-\d{2}-\d{2})?$")]
 class Filters:
     """The chosen filters. Empty ones are ignored. Days are days of creation in UTC, and both are included."""
 
-    status: Annotated[str, Query(max_length=20)] = ""
+    state: Annotated[str, Query(max_length=20)] = ""  # a key of GROUPS
     model: Annotated[str, Query(max_length=512, pattern=NO_NUL)] = ""
     project: Annotated[str, Query(max_length=128, pattern=NO_NUL)] = ""
     since: Day = ""
@@ -36,8 +37,8 @@ class Filters:
     def of(self, query: Select[Any]) -> Select[Any]:
         """Return the query restricted by these filters."""
         wanted: list[ColumnElement[bool]] = []
-        if self.status in tuple(BatchStatus):
-            wanted.append(Batch.status == self.status)
+        if self.state in GROUPS:
+            wanted.append(GROUPS[self.state])
         if self.model:
             wanted.append(asks_for(ModelName.of(self.model)))
         if self.project:
@@ -50,7 +51,8 @@ class Filters:
         if self.text:
             ids = (place.contains(self.text, autoescape=True) for place in (Batch.id, Batch.input_file_id))
             metadata = cast(Batch.custom_metadata, String)  # JSON, in which non-ASCII letters are escaped
-            wanted.append(or_(*ids, metadata.icontains(json.dumps(self.text)[1:-1], autoescape=True)))
+            named = Batch.input_file_id.in_(select(File.id).where(File.filename.icontains(self.text, autoescape=True)))
+            wanted.append(or_(*ids, named, metadata.icontains(json.dumps(self.text)[1:-1], autoescape=True)))
         return query.where(*wanted)
 
 

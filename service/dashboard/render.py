@@ -46,10 +46,16 @@ def share(value: float | None) -> str:
     return "-" if value is None else f"{value:.1%}"
 
 
+def short(name: str) -> str:
+    """Return the beginning of an ID, enough to tell it from others on a page."""
+    head, mark, bits = name.partition("_" if "_" in name else "-")
+    return f"{head}{mark}{bits[:6]}…" if len(bits) > 8 else name
+
+
 _environment = Environment(
     loader=FileSystemLoader(ROOT / "templates"), autoescape=True, undefined=StrictUndefined, trim_blocks=True
 )
-_environment.filters.update(duration=span, size=size, number=number, moment=moment, share=share)
+_environment.filters.update(duration=span, size=size, number=number, moment=moment, share=share, short=short)
 
 
 def page(request: Request, name: str, viewer: Viewer | None, status_code: int = 200, **values: Any) -> Response:

@@ -1,13 +1,15 @@
 """Reads a batch's slices in plan order, and the prefix tree of its current planning window, for the batch's page."""
 
+from collections import Counter
 from dataclasses import dataclass
+from typing import Any
 
 from sqlalchemy import func, select
 
 from service.db.sessions import Database
 from service.db.tables import Slice, SliceBatch, SliceStatus, Window, fixed
 from service.objects.plan_artifact import PlanArtifact
-from service.objects.plan_picture import PlanPicture
+from service.objects.plan_picture import Box, PlanPicture
 from service.objects.storage import Storage
 
 MOST_SLICES = 2000
@@ -51,6 +53,16 @@ async def stretches(database: Database, batch_id: str) -> list[Stretch]:
     return found
 
 
+def holders(slices: list[Stretch]) -> list[tuple[str, int, int]]:
+    """Return the workers that run slices now, with how many slices and requests of the batch each has."""
+    running = [each for each in slices if each.status == SliceStatus.LEASED and each.owner]
+    counts, requests = Counter[str](), Counter[str]()
+    for each in running:
+        counts[each.owner or ""] += 1
+        requests[each.owner or ""] += each.requests
+    return [(name, counts[name], requests[name]) for name in sorted(counts)]
+
+
 def _state(each: Slice, share: SliceBatch) -> str:
     """Return the slice's state, or "not_run" if it is done but none of it ran.
 
@@ -73,17 +85,24 @@ class Drawing:
     slices: int
     begun: int
 
+    def text(self, box: Box, project: str | None) -> str:
+        """Return what the requests of this box share, if the project has one of them; None stands for an operator."""
+        is_seen = project is None or project in {self.picture.projects[each] for each in box.owners}
+        return box.text if is_seen else ""
+
 
 async def drawing(database: Database, storage: Storage, batch_id: str) -> Drawing | None:
-    """Return the drawing of the batch's first unfinished window, or of its last; None if its picture is gone."""
+    """Return the drawing of the window that the batch runs in, or of its last one; None if its picture is gone."""
     async with database.read() as session:
         mine = select(SliceBatch.slice_id).where(SliceBatch.batch_id == batch_id)
-        firsts = [
+        wanted = [
             select(mine.where(SliceBatch.status == fixed(status)).order_by(SliceBatch.slice_id).limit(1).subquery())
             for status in (SliceStatus.READY, SliceStatus.LEASED)
         ]
-        unfinished = [each for each in [await session.scalar(first) for first in firsts] if each is not None]
-        slice_id = min(unfinished, default=await session.scalar(mine.order_by(SliceBatch.slice_id.desc()).limit(1)))
+        wanted.append(mine.order_by(SliceBatch.slice_id.desc()).limit(1))
+        slice_id = None
+        for each in wanted:  # what waits was planned last, and maybe with requests of an older window
+            slice_id = slice_id or await session.scalar(each)
         found = (await session.scalars(select(Slice).where(Slice.id == slice_id))).one_or_none()
         if found is None:
             return None
@@ -101,3 +120,11 @@ async def drawing(database: Database, storage: Storage, batch_id: str) -> Drawin
         return None
     left, right = picture.reach[begun - 1] if begun else (0.0, 0.0)
     return Drawing(picture, left, right, slices, begun)
+
+
+async def progress_of(database: Database, storage: Storage, batch_id: str) -> dict[str, Any]:
+    """Return how far the scan has come in the batch's window, as `drawing` has it; empty without a picture."""
+    found = await drawing(database, storage, batch_id)
+    if found is None:
+        return {}
+    return {"left": found.left, "right": found.right, "slices": found.slices, "begun": found.begun}

@@ -1,9 +1,9 @@
-"""Counts the running, waiting, held and finished batches for the overview."""
+"""The states by which pages group batches, and how many batches are in each."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from sqlalchemy import ColumnElement, case, func, select
+from sqlalchemy import ColumnElement, func, literal, select
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from service.db.clock import DAY_S
@@ -11,17 +11,27 @@ from service.db.moves import LIVE
 from service.db.tables import Batch, BatchStatus, SliceBatch, SliceStatus, fixed
 
 SHOWN = 10
+MOST_COUNTED = 1000  # of the ended ones, so that a count does not get slower over the years
 # A worker holds a lease on part of the batch, or its files are being written.
-_RUNS = Batch.status.in_((BatchStatus.FINALIZING, BatchStatus.CANCELLING)) | (
+RUNS = Batch.status.in_((BatchStatus.FINALIZING, BatchStatus.CANCELLING)) | (
     (Batch.status == BatchStatus.IN_PROGRESS)
     & Batch.id.in_(select(SliceBatch.batch_id).where(SliceBatch.status == fixed(SliceStatus.LEASED)))
 )
 _WAITS = Batch.status.in_(LIVE) & ~Batch.held
+_FAILED = (BatchStatus.FAILED, BatchStatus.EXPIRED)
+GROUPS: dict[str, ColumnElement[bool]] = {
+    "running": _WAITS & RUNS,
+    "waiting": _WAITS & ~RUNS,
+    "held": Batch.status.in_(LIVE) & Batch.held.is_(True),
+    "completed": Batch.status == BatchStatus.COMPLETED,
+    "failed": Batch.status.in_(_FAILED),
+    "cancelled": Batch.status == BatchStatus.CANCELLED,
+}
 
 
 @dataclass(frozen=True, slots=True)
 class Standings:
-    """The numbers of batches by state.
+    """The numbers of batches by group, those of `completed` and `failed` in the last day.
 
     `oldest_at`: when the oldest running or waiting batch was created, in unix seconds.
     """
@@ -29,34 +39,40 @@ class Standings:
     running: int
     waiting: int
     held: int
+    completed: int
+    failed: int
     oldest_at: int | None
-    completed: int  # in the last day
-    failed: int  # or expired, in the last day
 
 
 async def standings(session: AsyncSession, mine: ColumnElement[bool], now: float) -> Standings:
-    """Count batches by state. Finished ones count for a day, so that the page does not get slower over the years."""
+    """Count batches by group. Finished ones count for a day, so that the page does not get slower over the years."""
+    lately = Batch.ended_at >= int(now) - DAY_S
+    counts = [
+        select(func.count())
+        .select_from(Batch)
+        .where(mine, condition, *([lately] if name in ("completed", "failed") else []))
+        for name, condition in GROUPS.items()
+        if name != "cancelled"
+    ]
+    oldest = select(func.min(Batch.created_at)).where(mine, _WAITS)
+    row = (await session.execute(select(*(each.scalar_subquery() for each in (*counts, oldest))))).one()
+    return Standings(*row)
 
-    def number(of: ColumnElement[bool]) -> ColumnElement[int]:
-        return func.count(case((of, 1)))
 
-    ended_badly = Batch.status.in_((BatchStatus.FAILED, BatchStatus.EXPIRED))
-    live = select(
-        number(_WAITS & _RUNS),
-        number(_WAITS & ~_RUNS),
-        number(Batch.held.is_(True)),
-        func.min(case((_WAITS, Batch.created_at))),
-    ).where(mine, Batch.status.in_(LIVE))
-    ended = select(number(Batch.status == BatchStatus.COMPLETED), number(ended_badly)).where(
-        mine, Batch.ended_at >= int(now) - DAY_S
-    )
-    return Standings(*(await session.execute(live)).one(), *(await session.execute(ended)).one())
+async def group_counts(session: AsyncSession, mine: ColumnElement[bool]) -> dict[str, int]:
+    """Return how many batches each group has, counted up to MOST_COUNTED."""
+    capped = [
+        select(func.count()).select_from(select(literal(1)).where(mine, each).limit(MOST_COUNTED).subquery())
+        for each in GROUPS.values()
+    ]
+    row = (await session.execute(select(*(each.scalar_subquery() for each in capped)))).one()
+    return dict(zip(GROUPS, row, strict=True))
 
 
 async def next_batches(session: AsyncSession, mine: ColumnElement[bool]) -> Sequence[Batch]:
     """Return the running batches, then the waiting ones, each by deadline; at most `SHOWN` in total."""
     found = list[Batch]()
-    for which in (_WAITS & _RUNS, _WAITS & ~_RUNS):
+    for which in (GROUPS["running"], GROUPS["waiting"]):
         query = select(Batch).where(mine, which).order_by(Batch.expires_at, Batch.seq).limit(SHOWN - len(found))
         found += (await session.scalars(query)).all()
     return found

@@ -1,192 +1,43 @@
 """The dashboard's read-only pages. Nothing in this module changes state."""
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
-from typing import Annotated, Any, get_args
-from urllib.parse import urlencode
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from typing import Annotated, get_args
 
-from fastapi import APIRouter, Depends, Query, Request, Response
+from fastapi import APIRouter, Query, Request, Response
 from fastapi.responses import FileResponse, JSONResponse
 from redis.exceptions import RedisError
-from sqlalchemy import select
-from sqlalchemy.ext.asyncio import AsyncSession
+from sqlalchemy import func, select, true
 from sse_starlette.sse import EventSourceResponse
 
-from service.api import batches, content, files
+from service.api import content
 from service.api.bodies import ObjectId
-from service.api.context import Context, InContext
+from service.api.context import InContext
 from service.api.pages import page_rows
-from service.api.shapes import BatchObject
-from service.api.worker_shapes import WorkerObject, WorkerState
-from service.api.workers import WorkerName, alive_workers
-from service.dashboard.answers import Found, first_url, request_of, search
-from service.dashboard.filters import Filters
-from service.dashboard.reach import as_owner, project_seen, seen_by
+from service.api.worker_shapes import WorkerState
+from service.api.workers import WorkerName
+from service.dashboard.charts import RANGES, ranged
+from service.dashboard.overview import known_workers, on_cpus
+from service.dashboard.reach import as_owner, project_seen
 from service.dashboard.render import HEADERS, ROOT, page
-from service.dashboard.schedule import drawing, stretches
-from service.dashboard.sessions import LooksIn, LooksInAsAdmin, LooksInAsOperator, Viewer
-from service.dashboard.standings import next_batches, standings
-from service.db.moves import LIVE, TERMINAL
-from service.db.tables import Batch, BatchStatus, File, Model
+from service.dashboard.sessions import LooksIn, LooksInAsAdmin, LooksInAsOperator
+from service.dashboard.shown import project_names
+from service.db.tables import File
 from service.db.tenant_tables import AuditEvent, Project
-from service.endpoints import ENDPOINTS
-from service.errors import NotFound, Unavailable
+from service.errors import NotFound
 from service.jobs.historian import summed
-from service.metrics.history import History
-from service.queue.counts import Counts
-from service.settings import variable
+from service.settings import Settings, grouped, variable
 
 LISTED = 50
 MOST_ROWS = 2**53
 TICK_S = 2.0
 STREAM_S = 600.0  # then the browser reconnects, so that a session that has ended gets no more events
-STATIC = {"style.css", "dashboard.js", "htmx.min.js", "uPlot.iife.min.js", "uPlot.min.css"}
+STATIC = {path.name for path in (ROOT / "static").iterdir()} - {"README.md"}
 BESIDE_ONLINE = ("online_s", "batches_excess_s", "preempted", "parked", "left_out")  # of an engine's state
 SECRETS = ("database_url", "redis_url", "storage_url", "engine_args", "otlp_endpoint", "secret_key")
 
 router = APIRouter(prefix="/dashboard", include_in_schema=False)
-
-
-@router.get("")
-async def overview(request: Request, context: InContext, viewer: LooksIn) -> Response:
-    mine = seen_by(viewer)
-    async with context.database.read() as session:
-        counts = await standings(session, mine, context.clock())
-        rows = await next_batches(session, mine)
-        projects = await _project_names(session) if viewer.is_operator else {}
-    serving = await context.serving_cache.serving()
-    return page(
-        request,
-        "overview.html",
-        viewer,
-        counts=counts,
-        batches=await _shapes(context, rows),
-        paces=await _paces(context, rows),
-        owners=_owners(rows, projects),
-        last=await History(context.redis).last() if viewer.is_operator else {},
-        workers=await _workers(context) if viewer.is_operator else [],
-        serving=sum(each.alive - each.draining for each in serving.values()),
-        starting=max((each.starting_s for each in serving.values() if each.starting_s is not None), default=None),
-    )
-
-
-@router.get("/overview.json")
-async def overview_points(context: InContext, _viewer: LooksInAsOperator) -> Response:
-    return JSONResponse(await History(context.redis).points(), headers=HEADERS)
-
-
-@router.get("/batches")
-async def batch_list(
-    request: Request,
-    context: InContext,
-    viewer: LooksIn,
-    filters: Annotated[Filters, Depends()],
-    after: ObjectId | None = None,
-) -> Response:
-    query = filters.of(select(Batch))
-    async with context.database.read() as session:
-        rows = await page_rows(session, Batch, query, project_seen(viewer), after=after, limit=LISTED)
-        models = (await session.scalars(select(Model.name).order_by(Model.name))).all()
-        projects = await _project_names(session) if viewer.is_operator else {}
-    found = await _shapes(context, rows[:LISTED])
-    return page(
-        request,
-        "batches.html",
-        viewer,
-        batches=found,
-        paces=await _paces(context, rows[:LISTED]),
-        models=models,
-        projects=projects,
-        owners=_owners(rows, projects),
-        statuses=list(BatchStatus),
-        filters=filters,
-        more=urlencode({**filters.chosen, "after": found[-1].id}) if len(rows) > LISTED else None,
-    )
-
-
-@router.get("/batches/{batch_id}")
-async def one_batch(
-    request: Request,
-    context: InContext,
-    viewer: LooksIn,
-    batch_id: ObjectId,
-    kind: Annotated[str, Query(pattern="^(output|errors)$")] = "output",
-    text: Annotated[str, Query(max_length=256)] = "",
-) -> Response:
-    row = await _batch(context, viewer, batch_id)
-    batch = await batches.shape(context, row)
-    # A live refresh replaces only the live part of the page, and the list of requests is not in it.
-    found = Found([], True) if "hx-request" in request.headers else await search(context, row, kind, text)
-    timeline = [
-        (name, getattr(batch, f"{name}_at"))
-        for name in (
-            "created",
-            "in_progress",
-            "finalizing",
-            "completed",
-            "failed",
-            "expired",
-            "cancelling",
-            "cancelled",
-        )
-        if getattr(batch, f"{name}_at")
-    ]
-    return page(
-        request,
-        "batch.html",
-        viewer,
-        batch=batch,
-        paces=await _paces(context, [row]),
-        timeline=sorted(timeline, key=lambda each: each[1]),
-        slices=await stretches(context.database, batch_id),
-        drawn=await drawing(context.database, context.storage, batch_id),
-        found=found,
-        kind=kind,
-        text=text,
-        can_cancel=batch.status in ("validating", "in_progress"),
-        can_retry=batch.status not in LIVE and batch.error_file_id is not None,
-    )
-
-
-@router.get("/batches/{batch_id}/points.json")
-async def batch_points(context: InContext, viewer: LooksIn, batch_id: ObjectId) -> Response:
-    batch = await _batch(context, viewer, batch_id)
-    points = await History(context.redis).batch_points(batch_id)
-    if batch.status in TERMINAL and batch.in_progress_at is not None:  # give even a short one a first and a last point
-        counts = Counts.of_row(batch)
-        ended_at = max(filter(None, (batch.completed_at, batch.cancelled_at, batch.expired_at, batch.in_progress_at)))
-        begun = [batch.in_progress_at, 0, 0, 0, 0]
-        end = [ended_at, counts.completed, counts.failed, counts.input_tokens, counts.output_tokens]
-        points = [begun, *(each for each in points if begun[0] < each[0] < ended_at)]
-        if batch.status != BatchStatus.COMPLETED:  # the unanswered get their lines at the end, all at once
-            points.append([ended_at, *points[-1][1:]])
-        points.append(end)
-    return JSONResponse(points, headers=HEADERS)
-
-
-@router.get("/batches/{batch_id}/request")
-async def one_request(
-    request: Request,
-    context: InContext,
-    viewer: LooksIn,
-    batch_id: ObjectId,
-    custom_id: Annotated[str, Query(max_length=4096)],
-) -> Response:
-    asked, answer = await request_of(context, await _batch(context, viewer, batch_id), custom_id)
-    return page(request, "request.html", viewer, batch_id=batch_id, custom_id=custom_id, asked=asked, answer=answer)
-
-
-@router.get("/new")
-async def new_batch(
-    request: Request, context: InContext, viewer: LooksIn, file: ObjectId | None = None, problem: str = ""
-) -> Response:
-    uploaded, endpoint = None, ENDPOINTS[0]
-    if file is not None:
-        uploaded = await files.find_file(context, await as_owner(context, viewer, file), file)
-        endpoint = await _endpoint_of(context, uploaded)
-    return page(
-        request, "new.html", viewer, file=uploaded, endpoint=endpoint, endpoints=ENDPOINTS, problem=problem[:500]
-    )
 
 
 @router.get("/files")
@@ -194,9 +45,12 @@ async def file_list(request: Request, context: InContext, viewer: LooksIn, after
     kept = select(File).where(File.deleted_at.is_(None))
     async with context.database.read() as session:
         rows = await page_rows(session, File, kept, project_seen(viewer), after=after, limit=LISTED)
-        projects = await _project_names(session) if viewer.is_operator else {}
+        projects = await project_names(session) if viewer.is_operator else {}
+        sums = select(func.count().label("count"), func.coalesce(func.sum(File.size_bytes), 0).label("size_bytes"))
+        mine = true() if viewer.is_operator else File.project_id == viewer.caller.project.id
+        total = (await session.execute(sums.where(File.deleted_at.is_(None), mine))).one()
     more = rows[LISTED - 1].id if len(rows) > LISTED else None
-    return page(request, "files.html", viewer, files=rows[:LISTED], more=more, projects=projects)
+    return page(request, "files.html", viewer, files=rows[:LISTED], more=more, projects=projects, total=total)
 
 
 @router.get("/files/{file_id}/content")
@@ -215,7 +69,7 @@ async def worker_list(
     state: Annotated[str, Query(max_length=16)] = "",
     model: Annotated[str, Query(max_length=512)] = "",
 ) -> Response:
-    found = await _workers(context)
+    found = await known_workers(context)
     models = sorted({worker.model for worker in found or []})
     if found is not None:
         found = [each for each in found if state in ("", each.state) and model in ("", each.model)]
@@ -228,16 +82,19 @@ async def worker_list(
         models=models,
         state=state,
         model=model,
+        cpus=on_cpus(found or []),
     )
 
 
 @router.get("/online")
-async def online_page(request: Request, context: InContext, viewer: LooksInAsOperator) -> Response:
+async def online_page(
+    request: Request, context: InContext, viewer: LooksInAsOperator, range: Annotated[str, Query(max_length=8)] = ""
+) -> Response:
     """Show what online requests get beside batches, by worker and class, and what each costs the other."""
     try:
         states = await context.heartbeat.alive()
     except (RedisError, OSError):
-        return page(request, "online.html", viewer, workers=None)
+        return page(request, "online.html", viewer, workers=None, range=ranged(range), ranges=list(RANGES))
     workers = [
         {
             **state,
@@ -248,14 +105,14 @@ async def online_page(request: Request, context: InContext, viewer: LooksInAsOpe
         for state in states
         if state.get("online")
     ]
-    return page(request, "online.html", viewer, workers=workers)
+    return page(request, "online.html", viewer, workers=workers, range=ranged(range), ranges=list(RANGES))
 
 
 @router.get("/workers/{name:path}/steps.json")
 async def worker_steps(context: InContext, _viewer: LooksInAsOperator, name: WorkerName) -> Response:
     """Return the points of the chart of a worker's steps, from its first rank.
 
-    Each point covers several steps: the first step's number, then seconds per step of compute, of KV reads and in all.
+    Each point covers several steps: the first step's number, then ms per step of compute, of KV reads and in all.
     """
     try:
         alive = await context.heartbeat.alive()
@@ -263,8 +120,8 @@ async def worker_steps(context: InContext, _viewer: LooksInAsOperator, name: Wor
         alive = []
     rank = next((each["engine"][0] for each in alive if each["name"] == name and each.get("engine")), {})
     every, series = rank.get("series_every", 1), rank.get("series", [])[:-1]  # the last one is not complete yet
-    points = [[n * every, row[2] / every, row[3] / every, row[0] / every] for n, row in enumerate(series)]
-    return JSONResponse(points, headers=HEADERS)
+    points = [[n * every, *(1000 * row[at] / every for at in (2, 3, 0))] for n, row in enumerate(series)]
+    return JSONResponse({"points": points}, headers=HEADERS)
 
 
 @router.get("/audit")
@@ -284,15 +141,29 @@ async def audit_log(
     return page(request, "audit.html", viewer, events=rows[:LISTED], more=more)
 
 
+@dataclass(frozen=True, slots=True)
+class SettingShown:
+    variable: str
+    value: str
+    default: str
+    is_changed: bool
+    about: str
+
+
 @router.get("/settings")
 async def running_settings(request: Request, context: InContext, viewer: LooksInAsOperator) -> Response:
-    shown: list[tuple[str, str, str]] = []
-    for name, about in type(context.settings).model_fields.items():
-        value: Any = getattr(context.settings, name)
-        if name in SECRETS and value:
-            value = "set (hidden)"
-        shown.append((variable(name), "" if value is None else str(value), about.description or ""))
-    return page(request, "settings.html", viewer, settings=shown)
+    groups = {heading: [_setting(context.settings, name) for name in names] for heading, names in grouped().items()}
+    every = [each for group in groups.values() for each in group]
+    changed = sum(each.is_changed for each in every)
+    return page(request, "settings.html", viewer, groups=groups, changed=changed, number=len(every))
+
+
+def _setting(settings: Settings, name: str) -> SettingShown:
+    about, value = Settings.model_fields[name], getattr(settings, name)
+    default = about.get_default(call_default_factory=True)
+    shown = "set (hidden)" if name in SECRETS and value else "" if value is None else str(value)
+    told = "" if default is None else str(default)
+    return SettingShown(variable(name), shown, told, value != default, about.description or "")
 
 
 @router.get("/events")
@@ -314,45 +185,3 @@ async def static(name: str) -> Response:
     return FileResponse(
         ROOT / "static" / name, headers={"Cache-Control": "max-age=3600", "X-Content-Type-Options": "nosniff"}
     )
-
-
-async def _batch(context: Context, viewer: Viewer, batch_id: str) -> Batch:
-    caller = await as_owner(context, viewer, batch_id)
-    async with context.database.read() as session:
-        return await batches.find_batch(session, caller, batch_id)
-
-
-async def _shapes(context: Context, rows: Sequence[Batch]) -> list[BatchObject]:
-    return [await batches.shape(context, row) for row in rows]
-
-
-async def _paces(context: Context, rows: Sequence[Batch]) -> dict[str, float]:
-    """Return tokens per second by batch ID, for the batches that have not ended."""
-    return await History(context.redis).paces([row.id for row in rows if row.status in LIVE], context.clock())
-
-
-def _owners(rows: Sequence[Batch], projects: dict[str, str]) -> dict[str, str]:
-    """Return the project name of each batch, by batch ID; empty if the viewer sees only one project."""
-    return {row.id: projects[row.project_id] for row in rows if projects}
-
-
-async def _project_names(session: AsyncSession) -> dict[str, str]:
-    """Return the names of all projects by ID, sorted by name."""
-    return {key: name for key, name in await session.execute(select(Project.id, Project.name).order_by(Project.name))}
-
-
-async def _workers(context: Context) -> list[WorkerObject] | None:
-    """Return the workers that are alive; None if Redis, which alone knows them, is unavailable."""
-    try:
-        return await alive_workers(context)
-    except Unavailable:
-        return None
-
-
-async def _endpoint_of(context: Context, file: File) -> str:
-    """Return the endpoint that the file's first line names.
-
-    If the line names none of ours, return our first endpoint: the validation will report the error.
-    """
-    url = await first_url(context, file)
-    return url if url in ENDPOINTS else ENDPOINTS[0]

@@ -7,26 +7,27 @@ import numpy as np
 import structlog
 from redis.asyncio import Redis
 from redis.exceptions import RedisError
-from sqlalchemy import update
+from sqlalchemy import select, update
 
 from engine_ext.plan.window import WindowPlan
 from service import ids
 from service.db.moves import rows_changed
 from service.db.sessions import Database
-from service.db.tables import Batch, BatchStatus, Slice, SliceBatch, Window
+from service.db.tables import Batch, BatchStatus, Model, Slice, SliceBatch, Window
 from service.endpoints import ModelName
 from service.jobs.costs import Costs
 from service.jobs.desk import Desk
 from service.jobs.fair_window import Span
-from service.jobs.gather import gather, plan_of
+from service.jobs.gather import Gathered, gather, plan_of
 from service.jobs.pending import pending
 from service.jobs.unleased import MOST_AGAIN, NONE, Leased, hold, take_back, unleased, with_again
 from service.metrics import tracing
 from service.objects.plan_artifact import Places, PlanArtifact, PlanHeader
-from service.objects.plan_picture import picture_of
+from service.objects.plan_picture import Content, picture_of
 from service.objects.storage import Storage
 from service.queue.crew import CrewBoard
 from service.queue.urgency import urgent_at
+from service.requests.tokens import prompt_tokens
 from service.settings import Settings
 
 SLICES_EACH = 8  # of a window for each worker, where there are several
@@ -49,6 +50,10 @@ def _expected(plan: WindowPlan, order: Places, spans: Sequence[Span]) -> list[li
     columns = (plan.compute_s, plan.memory_s, plan.estimates.mean)
     sums = [np.bincount(batch, weights=each[plan.order] * is_new, minlength=len(spans)) for each in columns]
     return np.stack(sums, axis=1).tolist()
+
+
+def _no_texts(prompts: list[list[int]]) -> list[str]:
+    return [""] * len(prompts)
 
 
 class Planner:
@@ -116,7 +121,8 @@ class Planner:
             created_at=int(now),
         )
         order = found.places[plan.order]
-        await artifact.write(header, order, await asyncio.to_thread(picture_of, plan))
+        content = await self._content(model, found)
+        await artifact.write(header, order, await asyncio.to_thread(picture_of, plan, content))
         try:
             await self._commit(model, found.spans, taken, artifact.plan_id, plan, order, int(now))
         except (PlanOutdated, Leased):
@@ -135,6 +141,19 @@ class Planner:
             sharing_kept=round(plan.sharing_kept, 4),
             density=round(plan.load.density, 4),
         )
+
+    async def _content(self, model: str, found: Gathered) -> Content:
+        """Return what the window's requests say and whose they are. Texts are for people: without them, plans go on."""
+        projects = list(dict.fromkeys(span.project_id for span in found.spans))
+        owners = np.array([projects.index(span.project_id) for span in found.spans], dtype=np.int64)
+        try:
+            async with self._database.read() as session:
+                source = (await session.scalars(select(Model.source).where(Model.name == model))).one()
+            decode = (await asyncio.to_thread(prompt_tokens, source)).decode
+        except Exception as error:  # a tokenizer is somebody else's file, and may be gone or broken in any way
+            log.warning("pictures of plans show no texts", model=model, error=repr(error))
+            decode = _no_texts
+        return Content(found.prompts, projects, owners[found.places["batch"]], decode)
 
     async def _slice_requests(self, model: str, requests: int) -> int:
         """Return how many requests a slice of the window may have, so that each of the model's workers gets several."""

@@ -28,7 +28,7 @@ CHUNK = 500  # names per query
 KEEP_DELIVERIES_S = 30 * DAY_S  # webhook deliveries that were delivered or abandoned
 KEEP_AUDIT_S = 400 * DAY_S
 KEEP_LENGTHS_S = 90 * DAY_S  # profiles of answers' lengths to which no batch has added since
-KEEP_SLICES_S = DAY_S  # of finished batches, so that people can see how a batch ran
+KEEP_SLICES_S = DAY_S  # and plans, of finished batches, so that people can see how a batch ran
 WINDOWS = 20  # deleted per round
 log = structlog.get_logger()
 
@@ -115,6 +115,7 @@ class Sweeper:
         return set(by_name), {name for name, status in by_name.items() if status in LIVE}
 
     async def _plans(self, names: list[str]) -> tuple[set[str], set[str]]:
+        lately = Batch.status.in_(LIVE) | (Batch.ended_at >= self._clock() - KEEP_SLICES_S)
         async with self._database.read() as session:
             known = await session.scalars(select(Window.plan_id).where(Window.plan_id.in_(names)))
             needed = await session.scalars(
@@ -122,7 +123,7 @@ class Sweeper:
                 .join(Slice, Slice.window_id == Window.id)
                 .join(SliceBatch, SliceBatch.slice_id == Slice.id)
                 .join(Batch, Batch.id == SliceBatch.batch_id)
-                .where(Window.plan_id.in_(names), Batch.status.in_(LIVE))
+                .where(Window.plan_id.in_(names), lately)
             )
             return set(known), set(needed)
 

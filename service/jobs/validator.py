@@ -29,7 +29,7 @@ from service.objects.request_output import asked_output
 from service.objects.storage import LineTooLong, Storage, Writer, file_key
 from service.queue.progress import Heartbeat
 from service.requests.lines import MAX_ERRORS, LineChecker, LineError, RequestLine, custom_id_of, duplicate, quoted
-from service.requests.tokens import PromptTokens
+from service.requests.tokens import PromptTokens, prompt_tokens
 from service.settings import Settings
 from service.tenants.quotas import enqueued_tokens, hold, room_for_bytes
 
@@ -117,7 +117,6 @@ class Validator:
         self._settings = settings
         self._clock = clock
         self._desk = FairDesk("validator", database, clock)
-        self._tokenizers: dict[str, PromptTokens] = {}  # by the source of a model, which its adapters share
 
     async def run_once(self) -> bool:
         """Validate one waiting batch. Returns whether it found one.
@@ -346,6 +345,4 @@ class Validator:
             message = f"No worker serves the model {quoted(name)} now. Create the batch again once one does."
             checker.add(LineError("model_not_served", message, checker.model_line, "body.model"))
             return None, None
-        if base.source not in self._tokenizers:
-            self._tokenizers[base.source] = await asyncio.to_thread(PromptTokens.load, base.source)
-        return self._tokenizers[base.source], found.context_length
+        return await asyncio.to_thread(prompt_tokens, base.source), found.context_length

@@ -14,7 +14,9 @@ from service.queue.counts import Counts
 EVERY_S = 10
 MOST_SHOWN = 600
 KEPT = 24 * 3600 // EVERY_S
-KEEP_S = 2 * 24 * 3600
+LONG_EVERY_S = 120  # of the points that are kept for a week
+LONG_KEPT = 7 * 24 * 3600 // LONG_EVERY_S
+KEEP_S = 8 * 24 * 3600
 MOST_OF_BATCH = 2 * MOST_SHOWN
 PACE_POINTS = 7  # a minute
 REST_S = 60
@@ -46,10 +48,13 @@ class History:
         return bool(await self._redis.set(keys.HISTORY_TURN, 1, nx=True, px=EVERY_S * 1000 - 500))
 
     async def note(self, point: dict[str, Any]) -> None:
+        """Add a point to the last day, and one of twelve to the last week."""
         pipeline = self._redis.pipeline(transaction=False)
-        pipeline.rpush(keys.HISTORY, json.dumps(point))
-        pipeline.ltrim(keys.HISTORY, -KEPT, -1)
-        pipeline.expire(keys.HISTORY, KEEP_S)
+        for key, kept in ((keys.HISTORY, KEPT), (keys.LONG_HISTORY, LONG_KEPT)):
+            if key == keys.HISTORY or point["at"] % LONG_EVERY_S < EVERY_S:
+                pipeline.rpush(key, json.dumps(point))
+                pipeline.ltrim(key, -kept, -1)
+                pipeline.expire(key, KEEP_S)
         await pipeline.execute()
 
     async def note_batch(self, batch_id: str, at: int, counts: Counts) -> None:
@@ -104,17 +109,20 @@ class History:
             return {}
         return json.loads(found) if found else {}
 
-    async def points(self) -> list[Any]:
-        return await self._read(keys.HISTORY)
+    async def points(self, span_s: int, now: float) -> list[Any]:
+        """Return the points of the last `span_s` seconds, of at most seven days."""
+        every_s, key = (EVERY_S, keys.HISTORY) if span_s <= KEPT * EVERY_S else (LONG_EVERY_S, keys.LONG_HISTORY)
+        points = await self._read(key, -(-span_s // every_s))
+        return [point for point in points if point["at"] >= now - span_s]
 
     async def batch_points(self, batch_id: str) -> list[Any]:
         """Return the batch's points, each: time, completed, failed, prompt tokens, output tokens."""
         return await self._read(keys.batch_history(batch_id))
 
-    async def _read(self, key: str) -> list[Any]:
-        """Return the points, thinned evenly but always with the newest; empty if Redis is unavailable."""
+    async def _read(self, key: str, most: int = 0) -> list[Any]:
+        """Return the last `most` points (0: all), thinned evenly but with the newest; empty if Redis is unavailable."""
         try:
-            found: Any = await self._redis.lrange(key, 0, -1)  # pyright: ignore[reportGeneralTypeIssues]
+            found: Any = await self._redis.lrange(key, -most, -1)  # pyright: ignore[reportGeneralTypeIssues]
         except (RedisError, OSError):
             return []
         step = max(1, -(-len(found) // MOST_SHOWN))

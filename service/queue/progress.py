@@ -21,6 +21,7 @@ from service.queue.counts import Counts
 
 log = structlog.get_logger()
 KEEP_S = 7 * 24 * 3600
+MOST_DEATHS = 50
 TTL_S = 15.0
 SAY_S = 3.0
 STALLED_S = 30.0  # a worker counts as stalled after so long without an engine step while requests are in flight
@@ -105,6 +106,20 @@ class Heartbeat:
         values: list[Any] = await self._redis.mget([keys.worker(name) for name in asked]) if asked else []
         return {name for name, value in zip(asked, values, strict=True) if value}
 
+    async def _forget(self, name: str) -> None:
+        """Take a silent worker from the list, and note its death once, whoever notices it first."""
+        if await self._redis.srem(keys.WORKERS, name):
+            pipeline = self._redis.pipeline(transaction=False)
+            at, _ = await self._redis.time()
+            pipeline.rpush(keys.DEATHS, json.dumps([at, name]))
+            pipeline.ltrim(keys.DEATHS, -MOST_DEATHS, -1)
+            await pipeline.execute()
+
+    async def deaths(self) -> list[tuple[int, str]]:
+        """Return when the last workers fell silent without saying so, and their names, the newest last."""
+        found: Any = await self._redis.lrange(keys.DEATHS, 0, -1)  # pyright: ignore[reportGeneralTypeIssues]
+        return [(at, name) for at, name in map(json.loads, found)]
+
     async def alive(self) -> list[dict[str, Any]]:
         return (await self.everyone())[0]
 
@@ -115,8 +130,8 @@ class Heartbeat:
         values: list[Any] = await self._redis.mget(asked) if asked else []
         alive, starting = values[: len(names)], values[len(names) :]
         silent = [name for name, *both in zip(names, alive, starting, strict=True) if not any(both)]
-        if silent:
-            await self._redis.srem(keys.WORKERS, *silent)
+        for name in silent:
+            await self._forget(name.decode())
         begins = [json.loads(later) for now, later in zip(alive, starting, strict=True) if later and not now]
         return [json.loads(value) for value in alive if value], begins
 
@@ -150,5 +165,7 @@ class Starting:
                 self._redis.set(keys.starting(self._name), said, px=int(5 * SAY_S * 1000))
             self._ended.wait(SAY_S)
         with suppress(RedisError, OSError):
+            if not self._redis.exists(keys.worker(self._name)):  # or its next look would take it for dead
+                self._redis.srem(keys.WORKERS, self._name)
             self._redis.delete(keys.starting(self._name))
             self._redis.close()

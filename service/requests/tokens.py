@@ -8,6 +8,7 @@ import json
 from array import array
 from collections.abc import Sequence
 from datetime import datetime
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
@@ -97,6 +98,12 @@ class PromptTokens:
             for found, ids, text in zip(encoded, given, texts, strict=True)
         ]
 
+    def decode(self, prompts: list[list[int]]) -> list[str]:
+        """Return the texts of these token ids; where no tokenizer is known, they are bytes."""
+        if self._tokenizer is None:
+            return [bytes(each for each in ids if each < 256).decode(errors="replace") for ids in prompts]
+        return self._tokenizer.decode_batch(prompts, skip_special_tokens=False)
+
     def _in_pieces(self, text: Text) -> Prompt:
         """Return approximately the text's tokens: they may differ at the cuts, and be a few more than there are."""
         assert self._tokenizer is not None
@@ -127,6 +134,12 @@ class PromptTokens:
             except Exception:  # a template is the model's own program, and may fail in any way
                 log.debug("chat template failed", exc_info=True)
         return Text(_as_text(messages), False)
+
+
+@lru_cache(maxsize=8)
+def prompt_tokens(source: str) -> PromptTokens:
+    """Return what a model makes of prompts, by its source; models that were used lately are not loaded again."""
+    return PromptTokens.load(source)
 
 
 def _environment() -> ImmutableSandboxedEnvironment:

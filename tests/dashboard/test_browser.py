@@ -23,8 +23,11 @@ pytestmark = pytest.mark.skipif(CHROMIUM is None and not IN_CI, reason=INSTALL)
 PAGES = ("", "/batches", "/new", "/files", "/workers", "/projects", "/audit", "/settings")
 
 # What has the focus, by its place among all that can have it, and whether it looks so.
-REACHED = """() => {
-  const all = [...document.querySelectorAll('a[href], button, input:not([type=hidden]), select')];
+ALL = """[...document.querySelectorAll('a[href], button:enabled, input:not([type=hidden]), select, textarea')]
+  .filter((each) => each.checkVisibility())"""
+REACHED = (
+    """() => {
+  const all = %s;
   const here = document.activeElement;
   const style = getComputedStyle(here);
   return all.includes(here) && {
@@ -32,6 +35,8 @@ REACHED = """() => {
     seen: style.outlineStyle !== 'none' && here.getClientRects().length > 0,
   };
 }"""
+    % ALL
+)
 
 
 @pytest.fixture
@@ -71,8 +76,10 @@ async def jobs(house: House, clock: Clock) -> AsyncGenerator[None, None]:
 async def upload(page: Page, lines: int, then: str = "Start the batch") -> None:
     await page.goto("/dashboard/new")
     data = jsonl(line(n) for n in range(lines))
-    await page.get_by_label("File").set_input_files({"name": "in.jsonl", "mimeType": "text/plain", "buffer": data})
-    await page.get_by_role("button", name="Upload").click()
+    await page.get_by_label("JSONL file").set_input_files(
+        {"name": "in.jsonl", "mimeType": "text/plain", "buffer": data}
+    )
+    await expect(page.get_by_text(f"The first {lines} lines look right: test-model")).to_be_visible()
     await page.get_by_role("button", name=then).click()
     await page.wait_for_url("**/dashboard/batches/batch_*")
 
@@ -86,10 +93,10 @@ async def test_from_upload_to_download(page: Page, house: House, clock: Clock) -
         await expect(page.get_by_text("10 of 20")).to_be_visible(timeout=60_000)
         assert engine.hold is not None
         engine.hold.set()
-        await expect(page.locator(".state.completed").first).to_be_visible(timeout=60_000)
+        await expect(page.locator(".headline .completed")).to_be_visible(timeout=60_000)
         assert await page.evaluate("document.body.dataset.mark") == "same document"
     async with page.expect_download() as download:
-        await page.get_by_role("link", name="Results", exact=True).click()
+        await page.get_by_role("link", name="Download results", exact=True).click()
     lines = (await (await download.value).path()).read_text().splitlines()
     assert len({json.loads(each)["custom_id"] for each in lines}) == 19
     await page.get_by_role("button", name="Retry failed requests").click()
@@ -101,7 +108,7 @@ async def test_time_and_cost_are_shown_before_the_start(page: Page, house: House
     async with jobs(house, clock), house.working(ScriptedEngine()):
         await upload(page, 20, then="Show time and cost first")
         await expect(page.get_by_text("of them shared")).to_be_visible(timeout=60_000)
-        await expect(page.get_by_text("waiting for its start")).to_be_visible()
+        await expect(page.get_by_text("Held: it runs once you start it")).to_be_visible()
         await page.get_by_role("button", name="Start the batch").click()
         await expect(page.locator(".state.completed").first).to_be_visible(timeout=60_000)
 
@@ -142,9 +149,7 @@ async def make_and_revoke(page: Page) -> None:
 async def test_everything_is_reached_by_keyboard(page: Page, house: House, path: str) -> None:
     await house.submit(jsonl([line(1)]))
     await page.goto(f"/dashboard{path}")
-    wanted = await page.evaluate(
-        "[...document.querySelectorAll('a[href], button, input:not([type=hidden]), select')].length"
-    )
+    wanted = await page.evaluate(f"({ALL}).length")
     reached: set[str] = set()
     for _ in range(4 * wanted):  # a date has fields of its own
         await page.keyboard.press("Tab")
@@ -160,16 +165,17 @@ async def test_the_keyboard_skips_to_the_content_and_signs_nobody_out(page: Page
     await page.keyboard.press("Tab")
     await page.keyboard.press("Enter")
     await page.keyboard.press("Tab")
-    assert await page.evaluate("document.activeElement.name") == "status"
+    assert await page.evaluate("document.activeElement.name") == "text"
+    assert await page.evaluate("document.activeElement.closest('main') !== null")
 
 
 async def test_a_live_page_keeps_the_focus_and_what_is_marked(page: Page, house: House) -> None:
     batch_id = await house.submit(jsonl([line(1)]))
     await page.goto("/dashboard/batches")
-    await page.get_by_role("link", name=batch_id).focus()
+    await page.get_by_role("link", name="in.jsonl").focus()
     await page.evaluate("document.querySelector('#live').dataset.old = 'yes'")
     await expect(page.locator("#live[data-old]")).to_have_count(0, timeout=60_000)  # swapped
-    await expect(page.get_by_role("link", name=batch_id)).to_be_focused()
+    await expect(page.get_by_role("link", name="in.jsonl")).to_be_focused()
     await page.evaluate("""() => {
       document.querySelector('#live').dataset.old = 'yes';
       getSelection().selectAllChildren(document.querySelector('#live tbody'));
@@ -266,5 +272,5 @@ async def test_pages_can_be_read_without_scripts(url: str, house: House) -> None
     await house.plan()
     async with browser_page(url, scripts=False) as (page, _):
         await page.goto("/dashboard")
-        await page.get_by_role("link", name=batch_id).click()
+        await page.get_by_role("link", name="in.jsonl").click()
         await expect(page.get_by_text("0 of 30")).to_be_visible()

@@ -1,5 +1,6 @@
 """The dashboard's pages and forms over HTTP, without a browser; tests/dashboard looks at them in one."""
 
+import json
 import re
 from typing import Any
 
@@ -38,30 +39,44 @@ async def test_a_file_is_uploaded_run_looked_at_and_retried(pages: httpx.AsyncCl
     assert "in.jsonl" in upload.text
     file_id = upload.url.params["file"]
     form = {"file": file_id, "endpoint": "/v1/chat/completions", "window": "24h", "order": "any"}
+    refused = await pages.post("/batches", data={**form, "metadata": "team"})
+    assert "write &#39;team&#39; as key: value" in refused.text
+    refused = await pages.post("/batches", data={**form, "metadata": f"{'k' * 65}: v"})
+    assert "Metadata: " in refused.text
+    form |= {"name": "Labels, November", "metadata": "team: evals\n\nrun: 7: b"}
     created = await pages.post("/batches", data=form)
     batch_id = created.url.path.rsplit("/", 1)[1]
-    assert "waiting for validation" in created.text
+    assert "Checking the file before anything runs" in created.text
+    assert re.search(r"<h1[^>]*>Labels, November</h1>", created.text)
+    assert (await house.batch(batch_id)).custom_metadata == {"name": "Labels, November", "team": "evals", "run": "7: b"}
     await house.plan()
     async with house.working(ScriptedEngine(statuses={"request 3": [400]})):
         await house.until(lambda: completed_are(house, batch_id, 19))
         house.clock.now += 5  # what is readable early is looked for every few seconds
         running = (await pages.get(f"/batches/{batch_id}")).text
         assert "20 of 20" in running
-        assert 'class="tree"' in running
-        assert "/request?custom_id=id-7" in running  # its answers too
-        assert "3 of 3 slices" in running
+        schedule = (await pages.get(f"/batches/{batch_id}/schedule")).text
+        assert 'class="tree"' in schedule
+        assert re.search(r'data-text="[^"]*request', schedule)  # what is shared, in words
+        assert re.search(r">3</span> of 3 slices", schedule)
+        assert (await pages.get(f"/batches/{batch_id}/scan.json")).json()["begun"] == 3
+        assert "/request?custom_id=id-7" in (await pages.get(f"/batches/{batch_id}/requests")).text
         await house.until_ended(batch_id)
-    page = (await pages.get(f"/batches/{batch_id}")).text
-    assert "completed" in page
-    assert page.count('<rect class="done"') == 3
-    assert "id-3" in page  # in the digest of failures
-    search = (await pages.get(f"/batches/{batch_id}", params={"text": "id-1"})).text
+    assert re.search(r"Completed in .*: 19 answers, 1 failed", (await pages.get(f"/batches/{batch_id}")).text)
+    kept = (await pages.get(f"/batches/{batch_id}/schedule")).text
+    assert kept.count('<rect class="done"') == 3
+    assert 'class="tree"' in kept  # after its end too
+    assert "id-3" in (await pages.get(f"/batches/{batch_id}/errors")).text  # in the digest of failures
+    files = (await pages.get(f"/batches/{batch_id}/files")).text
+    assert [files.count(f'data-label="What">{each}<') for each in ("Input", "Results", "Errors")] == [1, 1, 1]
+    search = (await pages.get(f"/batches/{batch_id}/requests", params={"text": "id-1"})).text
     assert search.count(">id-1") == 11  # 1, 10 to 19
     one = (await pages.get(f"/batches/{batch_id}/request", params={"custom_id": "id-7"})).text
     assert one.count("request 7") == 2  # asked, and echoed
     assert (await pages.get(f"/batches/{batch_id}/request", params={"custom_id": "nobody"})).status_code == 200
-    assert batch_id in (await pages.get("/batches", params={"status": "completed", "text": batch_id[:12]})).text
-    assert batch_id not in (await pages.get("/batches", params={"status": "failed"})).text
+    assert batch_id in (await pages.get("/batches", params={"state": "completed", "text": batch_id[:12]})).text
+    assert batch_id in (await pages.get("/batches", params={"text": "IN.jsonl"})).text  # its file's name
+    assert batch_id not in (await pages.get("/batches", params={"state": "failed"})).text
     retried = await pages.post(f"/batches/{batch_id}/retry")
     assert retried.url.path != f"/dashboard/batches/{batch_id}"
     assert "cancelling" in (await pages.post(f"{retried.url.path.removeprefix('/dashboard')}/cancel")).text
@@ -70,10 +85,23 @@ async def test_a_file_is_uploaded_run_looked_at_and_retried(pages: httpx.AsyncCl
 async def test_errors_of_a_file_are_shown_by_line(pages: httpx.AsyncClient, house: House) -> None:
     batch_id = await house.submit(jsonl([line(1), line(1, url="/v1/nowhere"), line(1)]))
     await house.plan()
-    text = (await pages.get(f"/batches/{batch_id}")).text
-    assert "The file has errors" in text
-    assert '<td class="nums">2</td>' in text
-    assert '<td class="nums">3</td>' in text
+    assert "The file has errors" in (await pages.get(f"/batches/{batch_id}")).text
+    text = (await pages.get(f"/batches/{batch_id}/errors")).text
+    assert re.findall(r'data-label="Line">(\d+)<', text) == ["2", "2", "3"]  # a wrong endpoint, and not the batch's
+    assert "/v1/nowhere" in text  # the text of the line
+    assert re.search(r"<b class=\"nums\">1</b> <code>duplicate_custom_id</code>", text)
+    told = (await pages.get(f"/batches/{batch_id}/errors.jsonl")).text.splitlines()
+    assert [json.loads(each)["line"] for each in told] == [2, 2, 3]
+
+
+async def test_lines_with_errors_are_found_behind_blank_ones(pages: httpx.AsyncClient, house: House) -> None:
+    data = jsonl([line(1)]) + b"\n\n" + b'{"custom_id": "four"}\n' + b"not JSON"
+    batch_id = await house.submit(data)
+    await house.plan()
+    text = (await pages.get(f"/batches/{batch_id}/errors")).text
+    assert re.findall(r'data-label="Line">(\d+)<', text)[-1] == "5"
+    assert "{&#34;custom_id&#34;: &#34;four&#34;}" in text
+    assert "<code>not JSON</code>" in text
 
 
 async def test_workers_are_filtered(pages: httpx.AsyncClient, house: House) -> None:
@@ -111,7 +139,7 @@ async def test_what_is_shown_is_escaped(pages: httpx.AsyncClient, house: House) 
     for path in (f"/batches/{batch_id}", f"/batches/{batch_id}/request?custom_id=<script>", "/batches?text=<script>"):
         text = (await pages.get(path)).text
         assert "<script>" not in text
-    assert "&lt;script&gt;alert(1)" in (await pages.get(f"/batches/{batch_id}?kind=errors")).text
+    assert "&lt;script&gt;alert(1)" in (await pages.get(f"/batches/{batch_id}/requests?kind=errors")).text
 
 
 @pytest.mark.parametrize("data", [b"{" * 1_000_000, b"x" * 5_000_000, b"7\n", b'{"url": 7}\n', b"\xff\n"])
@@ -129,8 +157,8 @@ async def test_a_line_without_a_name_is_shown(pages: httpx.AsyncClient, house: H
     await house.storage.delete(file_key((await house.batch(batch_id)).input_file_id))  # behind our back
     await set_status(house, batch_id, BatchStatus.CANCELLING)
     await house.until_ended(batch_id)
-    shown = await pages.get(f"/batches/{batch_id}?kind=errors")
-    assert (shown.status_code, shown.text.count("batch_cancelled")) == (200, 3 + 1)  # and the digest
+    shown = await pages.get(f"/batches/{batch_id}/requests?kind=errors")
+    assert (shown.status_code, shown.text.count("batch_cancelled")) == (200, 3)
     assert "0 of 3" in shown.text
     assert "3 not run" in shown.text
     assert "failed</b>" not in shown.text
@@ -145,9 +173,45 @@ async def test_history_is_noted_once_in_ten_seconds(pages: httpx.AsyncClient, ho
     historian = Historian(house.database, house.redis, clock)
     assert await historian.run_once()
     assert not await historian.run_once()
-    [point] = (await pages.get("/overview.json")).json()
+    [point] = (await pages.get("/overview.json")).json()["points"]
     assert (point["unfinished"], point["running"], point["input_tokens_per_second"]) == (20, 5, 5.0)
-    assert (await pages.get(f"/batches/{batch_id}/points.json")).json() == [[int(clock.now), 0, 0, 0, 0]]
+    assert (await pages.get(f"/batches/{batch_id}/points.json")).json()["points"] == [[int(clock.now), 0, 0, 0, 0]]
+
+
+async def test_a_week_is_kept_with_fewer_points(pages: httpx.AsyncClient, house: House, clock: Clock) -> None:
+    history, now = History(house.redis), int(clock.now)
+    for at in range(now - 2 * 24 * 3600, now + 1, 600):
+        await history.note({"at": at, "kv_capacity": 200, "kv_of_left": 50, "reads_per_second": 0.25})
+    spans = {
+        name: [point["at"] for point in (await pages.get(f"/overview.json?range={name}")).json()["points"]]
+        for name in ("15m", "1h", "24h", "7d", "nonsense")
+    }
+    assert [len(spans[name]) for name in ("15m", "1h", "24h", "nonsense")] == [2, 7, 145, 7]
+    assert len(spans["7d"]) == 2 * 144 + (now % 120 < 10)
+    assert all(at >= now - 3600 for at in spans["1h"])
+    [point, *_] = (await pages.get("/overview.json?range=1h")).json()["points"]
+    assert (point["kv_left"], point["reads"], point["cached"]) == (25.0, 25.0, None)
+
+
+async def test_a_worker_that_falls_silent_is_told_of_once(pages: httpx.AsyncClient, house: House) -> None:
+    heart = Heartbeat(house.redis)
+    state = {"model": "test-model", "slices": 0, "requests": 0, "machine": "the CPU of a", "started_at": 0}
+    for name in ("left", "died", "alive"):
+        await heart.beat(name, {**state, "name": name})
+    await heart.leave("left")
+    await house.redis.delete(keys.worker("died"))  # as if its time had passed
+    for _ in range(2):
+        assert [each["name"] for each in await heart.alive()] == ["alive"]
+    [(at, name)] = await heart.deaths()
+    assert name == "died"
+    house.clock.now = at + 60
+    told = (await pages.get("")).text
+    assert "Died in the last hour: died 1 min ago." in told
+    assert "No figure: the cost model describes a GPU" in told
+    marks = (await pages.get("/overview.json")).json()["marks"]
+    assert [(mark["kind"], mark["text"]) for mark in marks] == [("death", "died died")]
+    house.clock.now = at + 2 * 3600
+    assert "Died in the last hour" not in (await pages.get("")).text
 
 
 async def test_a_batchs_history_is_thinned_and_has_its_end(house: House) -> None:
@@ -193,8 +257,9 @@ async def test_batches_are_filtered(pages: httpx.AsyncClient, house: House, cloc
     assert await shown(text="größe") == {early}
     assert await shown(text=late[:16]) == {late}
     assert await shown(text="%") == set()
-    assert await shown(model="test-model", status="in_progress") == {early, late}
-    assert await shown(status="failed") == set()
+    assert await shown(model="test-model", state="waiting") == {early, late}
+    assert await shown(state="running") == set()
+    assert await shown(state="failed") == set()
     assert await shown(until="9999-12-31") == {early, late}
     for wrong in ({"since": "yesterday"}, {"text": "\0"}, {"model": "\0"}, {"project": "\0"}):
         assert (await pages.get("/batches", params=wrong)).status_code == 400
@@ -212,13 +277,13 @@ async def test_a_plan_is_shown_before_the_start(pages: httpx.AsyncClient, house:
     await house.plan()
     held = (await pages.get(path)).text
     assert "% of them shared" in held
-    assert "waiting for its start" in held
+    assert "Held: it runs once you start it" in held
     assert re.search(r"Held until started</dt><dd>1<", overview := (await pages.get("")).text)
     assert path not in overview  # among those that run, and come next
     started = await pages.post(f"{path}/start")
     assert "Before it starts" not in started.text
     await house.plan()
-    assert "3 slices in the order of the plan" in (await pages.get(path)).text
+    assert "3 slices in the order of the plan" in (await pages.get(f"{path}/schedule")).text
 
 
 async def test_the_time_until_all_is_done_is_by_the_pace_of_answers(pages: httpx.AsyncClient, house: House) -> None:
@@ -232,7 +297,7 @@ async def test_the_time_until_all_is_done_is_by_the_pace_of_answers(pages: httpx
     await house.redis.delete(keys.HISTORY_TURN)  # as if its time had passed
     house.clock.now += 600
     await historian.run_once()
-    point = (await pages.get("/overview.json")).json()[-1]
+    point = (await pages.get("/overview.json")).json()["points"][-1]
     assert (point["unfinished"], round(point["answers_per_second"], 3)) == (40, 0.1)
     assert "6 min 40 s" in (await pages.get("")).text
 
@@ -272,5 +337,5 @@ async def test_steps_of_a_worker_are_drawn_per_step(pages: httpx.AsyncClient, ho
     await Heartbeat(house.redis).beat("w/1", state)
     path = re.search(r'data-points="/dashboard([^"]+)"', (await pages.get("/workers")).text)
     assert path
-    assert (await pages.get(path[1])).json() == [[0, 1.0, 0.5, 2.0], [4, 0.5, 0.25, 1.0]]
-    assert (await pages.get("/workers/nobody/steps.json")).json() == []
+    assert (await pages.get(path[1])).json()["points"] == [[0, 1000.0, 500.0, 2000.0], [4, 500.0, 250.0, 1000.0]]
+    assert (await pages.get("/workers/nobody/steps.json")).json() == {"points": []}

@@ -48,7 +48,7 @@ async def test_forms_of_other_sites_do_nothing(pages: httpx.AsyncClient, house: 
 
 async def test_signing_in_needs_a_good_key_and_ends_with_it(guarded: httpx.AsyncClient, house: House) -> None:
     text, key_id = await make_key(house.database, Role.USER)
-    for page in (*PAGES, "/overview.json", "/events"):
+    for page in (*PAGES, "/overview.json", "/events", "/batches/batch_x/requests", "/batches/batch_x/scan.json"):
         assert (await guarded.get(page)).url.path == "/dashboard/sign-in"
     refused = await sign_in(guarded, "bw-wrong")
     assert (refused.status_code, "unknown, revoked" in refused.text) == (401, True)
@@ -91,10 +91,11 @@ async def test_settings_hide_secrets(settings: Settings, clock: Clock, house: Ho
 async def test_another_projects_batch_is_not_there(guarded: httpx.AsyncClient, house: House, role: Role) -> None:
     batch_id = await house.submit(jsonl([line(1)]))
     file_id = (await house.batch(batch_id)).input_file_id
-    entered = await sign_in(guarded, await key_of_another_project(house, role))
+    await sign_in(guarded, await key_of_another_project(house, role))
     for path in (
         f"/batches/{batch_id}",
-        f"/batches/{batch_id}/points.json",
+        *(f"/batches/{batch_id}/{tab}" for tab in ("requests", "errors", "schedule", "files")),
+        *(f"/batches/{batch_id}/{name}" for name in ("points.json", "scan.json", "errors.jsonl")),
         f"/batches/{batch_id}/request?custom_id=a",
         f"/files/{file_id}/content",
         f"/new?file={file_id}",

@@ -1,40 +1,9 @@
-// Keeps a page up to date: draws its charts, and makes htmx refetch its live part at each tick from the service.
+// Keeps a page up to date, whose live part htmx refetches at each tick from the service, and makes it usable by keyboard.
 "use strict";
 
-const COLORS = ["--leased", "--tight", "--soft", "--good"];
-const EVERY_MS = 10000;
+const WATCH_MS = 5000;
 const REACHED = "a[href], button, summary, [tabindex]"; // what the keyboard can reach in the live part
-
-function color(name) {
-  return getComputedStyle(document.documentElement).getPropertyValue(name).trim();
-}
-
-// Points are objects with named fields, or lists; the time is the field `at`, or the first item of the list.
-function columns(points, names) {
-  const at = (point, name) => (point[name] == null ? null : Number(point[name]));
-  return [points.map((p) => at(p, Array.isArray(p) ? 0 : "at")), ...names.map((n) => points.map((p) => at(p, n)))];
-}
-
-function draw(element, points) {
-  const series = element.dataset.series.split(",").map((each) => each.split(":"));
-  const data = columns(points, series.map(([name]) => name));
-  if (element.chart) {
-    element.chart.setData(data);
-    return;
-  }
-  const isTime = element.dataset.x !== "steps";
-  const moment = (at) => new Date(1000 * at).toISOString().slice(5, 16).replace("T", " "); // UTC, as on all pages
-  const times = (chart, ticks) => ticks.map((at) => moment(at).slice(chart.data[0].at(-1) - chart.data[0][0] > 86400 ? 0 : 6));
-  const axis = { stroke: color("--soft"), grid: { stroke: color("--line") }, ticks: { stroke: color("--line") } };
-  const short = (value) => (value === null ? "-" : Intl.NumberFormat("en", { notation: "compact", maximumSignificantDigits: 3 }).format(value));
-  element.chart = new uPlot({
-    width: element.clientWidth,
-    height: 190,
-    scales: { x: { time: isTime, range: (_, low, high) => (low === high ? [low - 60, high + 60] : [low, high]) }, y: { range: (_, low, high) => [0, high > 0 ? high * 1.05 : 1] } },
-    axes: [isTime ? { ...axis, values: times } : axis, { ...axis, size: 72, values: (_, ticks) => ticks.map(short) }],
-    series: [isTime ? { value: (_, at) => (at === null ? "-" : `${moment(at)} UTC`) } : {}, ...series.map(([, label], n) => ({ label, stroke: color(COLORS[n]), width: 1.5, value: (_, v) => short(v) }))],
-  }, data, element);
-}
+const GO = { o: "/dashboard", b: "/dashboard/batches", f: "/dashboard/files", w: "/dashboard/workers" };
 
 // A browser opens at most six connections to a host, so a hidden page closes its own.
 let ticks = null;
@@ -47,6 +16,7 @@ function listen() {
   if (document.hidden || ticks) return;
   ticks = new EventSource("/dashboard/events");
   ticks.addEventListener("tick", () => {
+    followScan();
     for (const live of document.querySelectorAll('[hx-trigger="tick"]')) if (!isMarked(live)) htmx.trigger(live, "tick");
   });
 }
@@ -58,7 +28,7 @@ function watch() {
     silent = document.hidden || ticks?.readyState === EventSource.OPEN ? 0 : silent + 1;
     document.getElementById("away").hidden = silent < 2;
     listen();
-  }, EVERY_MS / 2);
+  }, WATCH_MS);
 }
 
 // Text that is being selected must not disappear under the mouse.
@@ -87,28 +57,121 @@ function keepState() {
   });
 }
 
-async function refresh(group) {
-  if (document.hidden) return;
-  const answer = await fetch(group.dataset.points, { headers: { Accept: "application/json" } });
+// Moves both ends of the scan over the picture of the prefix tree, which itself does not change.
+async function followScan() {
+  const plot = document.querySelector("[data-scan]:not([data-ended])");
+  if (!plot) return;
+  const answer = await fetch(plot.dataset.scan, { headers: { Accept: "application/json" } });
   if (!answer.ok || answer.redirected) return;
-  const points = await answer.json();
-  for (const element of group.querySelectorAll(".chart")) draw(element, points);
+  const { left = 0, right = 0, begun = 0 } = await answer.json();
+  plot.querySelector(".left").setAttribute("width", 1000 * left);
+  plot.querySelector(".right").setAttribute("x", 1000 - 1000 * right);
+  plot.querySelector(".right").setAttribute("width", 1000 * right);
+  for (const each of document.querySelectorAll(".begun")) each.textContent = begun;
+}
+
+// Says what lies under the mouse in the picture of the prefix tree.
+function readTree() {
+  const plot = document.querySelector(".plot");
+  const read = plot?.querySelector(".read");
+  plot?.addEventListener("mousemove", (event) => {
+    // What the scan has taken lies above the boxes, and is not what one wants to read.
+    const box = document.elementsFromPoint(event.clientX, event.clientY).find((each) => each.dataset?.requests);
+    read.hidden = !box;
+    for (const each of plot.querySelectorAll(".here")) each.classList.remove("here");
+    if (!box) return;
+    box.classList.add("here");
+    const { requests, begin, end, out, text } = box.dataset;
+    const what = requests === "1" ? `1 request, tokens ${begin} to ${end}` : `${Number(requests).toLocaleString("en")} requests share tokens ${begin} to ${end}`;
+    read.replaceChildren(`${what}; about ${out} tokens of answer each. `);
+    if (text) read.append(Object.assign(document.createElement("q"), { textContent: text }));
+  });
+}
+
+function copyIds() {
+  const offer = () => {
+    for (const button of document.querySelectorAll("[data-copy][hidden]")) button.hidden = !navigator.clipboard;
+  };
+  offer();
+  document.addEventListener("htmx:afterSettle", offer);
+  document.addEventListener("click", async ({ target }) => {
+    const button = target.closest("[data-copy]");
+    if (!button) return;
+    await navigator.clipboard.writeText(button.dataset.copy);
+    button.textContent = "copied";
+    setTimeout(() => { button.textContent = "copy"; }, 1500);
+  });
+}
+
+// The form's fields apply as they change; the address has them, so a page can be kept and passed on.
+function applyFilters() {
+  for (const form of document.querySelectorAll("form[data-auto]")) {
+    form.addEventListener("change", () => form.requestSubmit());
+    form.addEventListener("formdata", ({ formData }) => {
+      for (const [name, value] of [...formData]) if (!value) formData.delete(name);
+    });
+  }
+}
+
+function switchTheme() {
+  const button = document.querySelector("[data-theme-switch]");
+  if (!button) return;
+  const root = document.documentElement;
+  const all = ["system", "light", "dark"];
+  const say = () => { button.textContent = { system: "Auto", light: "Light", dark: "Dark" }[root.dataset.theme ?? "system"]; };
+  button.hidden = false;
+  button.setAttribute("aria-label", "Colour theme");
+  say();
+  button.addEventListener("click", () => {
+    const next = all[(all.indexOf(root.dataset.theme ?? "system") + 1) % all.length];
+    if (next === "system") delete root.dataset.theme;
+    else root.dataset.theme = next;
+    localStorage.setItem("theme", next);
+    say();
+    document.dispatchEvent(new Event("themechange"));
+  });
+}
+
+function isTyping(target) {
+  return target.closest("input, textarea, select, dialog") || target.isContentEditable;
+}
+
+function step(by) {
+  const rows = [...document.querySelectorAll("tbody tr")].filter((row) => row.querySelector("a[href]"));
+  const at = rows.findIndex((row) => row.contains(document.activeElement));
+  rows[at < 0 ? (by > 0 ? 0 : rows.length - 1) : Math.min(Math.max(at + by, 0), rows.length - 1)]?.querySelector("a[href]").focus();
+}
+
+function useKeys() {
+  const keys = document.getElementById("keys");
+  if (!keys) return;
+  const opener = document.querySelector("[data-keys]");
+  opener.hidden = false;
+  opener.addEventListener("click", () => keys.showModal());
+  let before = "";
+  document.addEventListener("keydown", (event) => {
+    if (event.ctrlKey || event.metaKey || event.altKey || isTyping(event.target)) return;
+    const goes = before === "g" ? GO[event.key] : event.key === "n" ? "/dashboard/new" : undefined;
+    before = event.key;
+    if (goes) location.href = goes;
+    else if (event.key === "/") document.querySelector(".search input").focus();
+    else if (event.key === "?") keys.showModal();
+    else if (event.key === "j" || event.key === "k") step(event.key === "j" ? 1 : -1);
+    else return;
+    event.preventDefault();
+  });
 }
 
 document.addEventListener("DOMContentLoaded", () => {
+  useKeys();
+  switchTheme();
+  copyIds();
+  applyFilters();
+  readTree();
   if (document.querySelector('[hx-trigger="tick"]')) {
     listen();
     document.addEventListener("visibilitychange", listen);
     watch();
     keepState();
-  }
-  for (const group of document.querySelectorAll("[data-points]")) {
-    const again = () => refresh(group).catch(() => undefined); // the service may be unavailable for a while
-    again();
-    setInterval(again, EVERY_MS);
-    document.addEventListener("visibilitychange", again);
-    new ResizeObserver(() => {
-      for (const element of group.querySelectorAll(".chart")) element.chart?.setSize({ width: element.clientWidth, height: 190 });
-    }).observe(group);
   }
 });

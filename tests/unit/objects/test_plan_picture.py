@@ -8,7 +8,7 @@ from engine_ext.costs.hardware import Machine, hardware
 from engine_ext.costs.model_shape import preset
 from engine_ext.plan.prompts import Prompts
 from engine_ext.plan.window import Outputs, Shape, plan_window
-from service.objects.plan_picture import MOST_BOXES, picture_of
+from service.objects.plan_picture import MOST_BOXES, TEXT_TOKENS, Content, picture_of
 
 COST = CostModel(preset("llama-3-8b"), Machine(hardware("a100-80gb")))
 
@@ -17,9 +17,15 @@ def prompts(topics: int, each: int) -> Prompts:
     return Prompts.of([[t] * 100 + [1000 + t * each + n] * 50 for t in range(topics) for n in range(each)])
 
 
+def content(of: Prompts, owner: list[int] | None = None) -> Content:
+    """Texts are the token ids themselves."""
+    owners = np.zeros(len(of), dtype=np.int64) if owner is None else np.array(owner)
+    return Content(of, ["proj_a", "proj_b"], owners, lambda ids: [" ".join(map(str, each)) for each in ids])
+
+
 def test_a_window_of_two_topics() -> None:
     outputs = Outputs.of_known(np.array([1] * 10 + [4000] * 10))  # the first heavy in compute, the second in memory
-    drawn = picture_of(plan_window(prompts(2, 10), outputs, COST, shape=Shape(1, 5)))
+    drawn = picture_of(plan_window(prompts(2, 10), outputs, COST, shape=Shape(1, 5)), content(prompts(2, 10)))
     assert (drawn.requests, drawn.depth) == (20, 150)
     topics = [box for box in drawn.boxes if box.begin == 0]
     assert sorted((box.left, box.width, box.end) for box in topics) == [(0.0, 0.5, 100), (0.5, 0.5, 100)]
@@ -33,6 +39,19 @@ def test_a_window_of_two_topics() -> None:
 
 
 def test_a_large_window_is_drawn_by_its_widest_nodes() -> None:
-    drawn = picture_of(plan_window(prompts(40, 100), Outputs.of_known(np.full(4000, 20)), COST))
+    plan = plan_window(prompts(40, 100), Outputs.of_known(np.full(4000, 20)), COST)
+    drawn = picture_of(plan, content(prompts(40, 100)))
     assert len(drawn.boxes) <= MOST_BOXES
     assert len([box for box in drawn.boxes if box.begin == 0]) == 40
+
+
+def test_boxes_say_what_is_shared_and_whose_requests_are_in_them() -> None:
+    outputs = Outputs.of_known(np.array([1] * 10 + [4000] * 10))
+    owner = [0] * 10 + [0, 1] * 5
+    drawn = picture_of(plan_window(prompts(2, 10), outputs, COST), content(prompts(2, 10), owner))
+    first, second = sorted((box for box in drawn.boxes if box.begin == 0), key=lambda box: box.left)
+    assert first.text == " ".join(["0"] * TEXT_TOKENS)
+    assert (first.owners, second.owners) == ((0,), (0, 1))
+    assert (first.output_tokens, second.output_tokens) == (1, 4000)
+    [leaf] = [box for box in drawn.boxes if box.text.startswith("1013 ")]
+    assert (leaf.begin, leaf.owners) == (100, (1,))

@@ -1,0 +1,244 @@
+"""The pages of batches: the list, one batch in five tabs, one request, and the form for a new batch."""
+
+from collections import Counter
+from typing import Annotated, Any, Literal
+from urllib.parse import urlencode
+
+from fastapi import APIRouter, Depends, Path, Query, Request, Response
+from fastapi.responses import JSONResponse
+from sqlalchemy import select
+
+from service.api import batches, files
+from service.api.bodies import ObjectId
+from service.api.context import Context, InContext
+from service.api.pages import page_rows
+from service.api.shapes import BatchError
+from service.dashboard.answers import first_url, lines_of, request_of, search
+from service.dashboard.filters import Filters
+from service.dashboard.reach import as_owner, project_seen, seen_by
+from service.dashboard.render import HEADERS, page
+from service.dashboard.schedule import drawing, holders, progress_of, stretches
+from service.dashboard.sessions import LooksIn, Viewer
+from service.dashboard.shown import Shown, project_names, shown
+from service.dashboard.standings import GROUPS, MOST_COUNTED, group_counts
+from service.db.moves import TERMINAL
+from service.db.tables import Batch, BatchStatus, File, Model
+from service.endpoints import ENDPOINTS
+from service.metrics.history import History
+from service.queue.counts import Counts
+
+LISTED = 50
+LINES_SHOWN = 200  # of the errors of a file
+TABS = {"": "Overview", "requests": "Requests", "errors": "Errors", "schedule": "Schedule", "files": "Files"}
+TABS_OF_LIST = {
+    "": "All",
+    "running": "Running",
+    "waiting": "Waiting",
+    "held": "Held",
+    "completed": "Completed",
+    "failed": "Failed or expired",
+    "cancelled": "Cancelled",
+}
+WINDOWS = {"1h": "1 hour", "6h": "6 hours", "24h": "24 hours", "3d": "3 days", "7d": "7 days"}
+
+router = APIRouter(prefix="/dashboard", include_in_schema=False)
+Tab = Annotated[Literal["requests", "errors", "schedule", "files"], Path()]
+
+
+@router.get("/batches")
+async def batch_list(
+    request: Request,
+    context: InContext,
+    viewer: LooksIn,
+    filters: Annotated[Filters, Depends()],
+    after: ObjectId | None = None,
+) -> Response:
+    query = filters.of(select(Batch))
+    async with context.database.read() as session:
+        rows = await page_rows(session, Batch, query, project_seen(viewer), after=after, limit=LISTED)
+        counts = await group_counts(session, seen_by(viewer))
+        models = (await session.scalars(select(Model.name).order_by(Model.name))).all()
+        projects = await project_names(session) if viewer.is_operator else {}
+    chosen = {name: value for name, value in filters.chosen.items() if name != "state"}
+    return page(
+        request,
+        "batches.html",
+        viewer,
+        batches=await shown(context, rows[:LISTED], projects),
+        models=models,
+        projects=projects,
+        filters=filters,
+        counts={name: f"{MOST_COUNTED - 1}+" if count == MOST_COUNTED else count for name, count in counts.items()},
+        tabs={name: urlencode({**chosen, **({"state": name} if name else {})}) for name in ("", *GROUPS)},
+        words=TABS_OF_LIST,
+        more=urlencode({**filters.chosen, "after": rows[LISTED - 1].id}) if len(rows) > LISTED else None,
+    )
+
+
+@router.get("/batches/{batch_id}")
+async def one_batch(request: Request, context: InContext, viewer: LooksIn, batch_id: ObjectId) -> Response:
+    row = await _batch(context, viewer, batch_id)
+    each = await _shown(context, viewer, row)
+    points = await History(context.redis).batch_points(batch_id)
+    first_answer_at = next((at for at, completed, failed, *_ in points if completed + failed), None)
+    return page(
+        request,
+        "batch_overview.html",
+        viewer,
+        **_head(each, ""),
+        stages=each.stages(first_answer_at, context.clock()),
+    )
+
+
+@router.get("/batches/{batch_id}/points.json")
+async def batch_points(context: InContext, viewer: LooksIn, batch_id: ObjectId) -> Response:
+    batch = await _batch(context, viewer, batch_id)
+    points = await History(context.redis).batch_points(batch_id)
+    if batch.status in TERMINAL and batch.in_progress_at is not None:  # give even a short one a first and a last point
+        counts = Counts.of_row(batch)
+        ended_at = max(filter(None, (batch.completed_at, batch.cancelled_at, batch.expired_at, batch.in_progress_at)))
+        begun = [batch.in_progress_at, 0, 0, 0, 0]
+        end = [ended_at, counts.completed, counts.failed, counts.input_tokens, counts.output_tokens]
+        points = [begun, *(each for each in points if begun[0] < each[0] < ended_at)]
+        if batch.status != BatchStatus.COMPLETED:  # the unanswered get their lines at the end, all at once
+            points.append([ended_at, *points[-1][1:]])
+        points.append(end)
+    return JSONResponse({"points": points}, headers=HEADERS)
+
+
+@router.get("/batches/{batch_id}/scan.json")
+async def batch_scan(context: InContext, viewer: LooksIn, batch_id: ObjectId) -> Response:
+    """Return how far the scan of the batch's window has come from both ends, for the picture of its tree."""
+    await _batch(context, viewer, batch_id)
+    return JSONResponse(await progress_of(context.database, context.storage, batch_id), headers=HEADERS)
+
+
+@router.get("/batches/{batch_id}/errors.jsonl")
+async def file_errors(context: InContext, viewer: LooksIn, batch_id: ObjectId) -> Response:
+    """Return all errors of the batch's input file, one a line, to download."""
+    errors = (await _batch(context, viewer, batch_id)).errors or []
+    lines = "".join(BatchError(**error).model_dump_json() + "\n" for error in errors)
+    name = f'attachment; filename="{batch_id}-errors.jsonl"'
+    return Response(lines, media_type="application/jsonl", headers={**HEADERS, "Content-Disposition": name})
+
+
+@router.get("/batches/{batch_id}/request")
+async def one_request(
+    request: Request,
+    context: InContext,
+    viewer: LooksIn,
+    batch_id: ObjectId,
+    custom_id: Annotated[str, Query(max_length=4096)],
+) -> Response:
+    row = await _batch(context, viewer, batch_id)
+    asked, answer = await request_of(context, row, custom_id)
+    each = await _shown(context, viewer, row)
+    return page(request, "request.html", viewer, each=each, custom_id=custom_id, asked=asked, answer=answer)
+
+
+@router.get("/batches/{batch_id}/{tab}")
+async def batch_tab(
+    request: Request,
+    context: InContext,
+    viewer: LooksIn,
+    batch_id: ObjectId,
+    tab: Tab,
+    kind: Annotated[str, Query(pattern="^(output|errors)$")] = "output",
+    text: Annotated[str, Query(max_length=256)] = "",
+) -> Response:
+    row = await _batch(context, viewer, batch_id)
+    each = await _shown(context, viewer, row)
+    values: dict[str, Any] = {}
+    if tab == "requests":
+        values = {"kind": kind, "text": text, "found": await search(context, row, kind, text)}
+    elif tab == "errors":
+        values = await _errors(context, row, each)
+    elif tab == "schedule":
+        slices = await stretches(context.database, batch_id)
+        values = {"slices": slices, "holders": holders(slices), "project": project_seen(viewer)}
+        # A live refresh replaces the slices alone, and the picture moves by itself.
+        is_part = "hx-request" in request.headers
+        values["drawn"] = None if is_part else await drawing(context.database, context.storage, batch_id)
+    else:
+        values = {"files": await _files_of(context, row)}
+    return page(request, f"batch_{tab}.html", viewer, **_head(each, tab), **values)
+
+
+@router.get("/new")
+async def new_batch(
+    request: Request, context: InContext, viewer: LooksIn, file: ObjectId | None = None, problem: str = ""
+) -> Response:
+    uploaded, endpoint = None, ENDPOINTS[0]
+    if file is not None:
+        uploaded = await files.find_file(context, await as_owner(context, viewer, file), file)
+        endpoint = await _endpoint_of(context, uploaded)
+    async with context.database.read() as session:
+        models = (await session.scalars(select(Model.name).order_by(Model.name))).all()
+    return page(
+        request,
+        "new.html",
+        viewer,
+        file=uploaded,
+        endpoint=endpoint,
+        endpoints=ENDPOINTS,
+        models=models,
+        windows=WINDOWS,
+        most_bytes=context.settings.max_file_bytes,
+        problem=problem[:500],
+    )
+
+
+def _head(each: Shown, tab: str) -> dict[str, Any]:
+    batch = each.batch
+    return {
+        "each": each,
+        "tab": tab,
+        "tabs": TABS,
+        "can_cancel": batch.status in ("validating", "in_progress"),
+        "can_retry": not each.is_live and batch.error_file_id is not None,
+    }
+
+
+async def _batch(context: Context, viewer: Viewer, batch_id: str) -> Batch:
+    caller = await as_owner(context, viewer, batch_id)
+    async with context.database.read() as session:
+        return await batches.find_batch(session, caller, batch_id)
+
+
+async def _shown(context: Context, viewer: Viewer, row: Batch) -> Shown:
+    projects = dict[str, str]()
+    if viewer.is_operator:
+        async with context.database.read() as session:
+            projects = await project_names(session)
+    return (await shown(context, [row], projects))[0]
+
+
+async def _errors(context: Context, row: Batch, each: Shown) -> dict[str, Any]:
+    """Return the errors of the batch's file with the text of their lines, and how many there are of each code."""
+    errors = each.batch.errors.data if each.batch.errors else []
+    first = errors[:LINES_SHOWN]
+    texts = await lines_of(context, row, {error.line for error in first if error.line is not None})
+    return {
+        "errors": first,
+        "texts": texts,
+        "total": len(errors),
+        "codes": Counter(error.code for error in errors).most_common(),
+    }
+
+
+async def _files_of(context: Context, row: Batch) -> list[tuple[str, File]]:
+    """Return the batch's files by what they are to it; deleted and expired ones are left out."""
+    wanted = {"Input": row.input_file_id, "Results": row.output_file_id, "Errors": row.error_file_id}
+    kept = select(File).where(File.id.in_([each for each in wanted.values() if each]), File.deleted_at.is_(None))
+    async with context.database.read() as session:
+        found = {file.id: file for file in await session.scalars(kept)}
+    return [(name, found[file_id]) for name, file_id in wanted.items() if file_id in found]
+
+
+async def _endpoint_of(context: Context, file: File) -> str:
+    """Return the endpoint that the file's first line names.
+
+    If the line names none of ours, return our first endpoint: the validation will report the error.
+    """
+    url = await first_url(context, file)
+    return url if url in ENDPOINTS else ENDPOINTS[0]

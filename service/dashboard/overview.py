@@ -1,0 +1,135 @@
+"""The overview: is all well, what waits, how fast it goes, and which deadlines come next."""
+
+from dataclasses import dataclass
+from typing import Annotated
+
+from fastapi import APIRouter, Query, Request, Response
+from fastapi.responses import JSONResponse
+from redis.exceptions import RedisError
+
+from service.api.context import Context, InContext
+from service.api.worker_shapes import WorkerObject
+from service.api.workers import alive_workers
+from service.dashboard.charts import RANGES, charted, marks, ranged
+from service.dashboard.reach import seen_by
+from service.dashboard.render import HEADERS, page, span
+from service.dashboard.sessions import LooksIn, LooksInAsOperator
+from service.dashboard.shown import Shown, project_names, shown
+from service.dashboard.standings import next_batches, standings
+from service.errors import Unavailable
+from service.metrics.history import History
+
+RECENTLY_S = 3600  # for how long a worker's death is told
+CPU = "the CPU of"  # begins the name of a machine without accelerators
+NAMED = 3  # batches and workers in one notice
+
+router = APIRouter(prefix="/dashboard", include_in_schema=False)
+Range = Annotated[str, Query(max_length=8)]
+
+
+@dataclass(frozen=True, slots=True)
+class Notice:
+    """Something that needs care, or an explanation of a wait. `is_bad`: somebody should act."""
+
+    text: str
+    is_bad: bool
+    link: str | None = None
+
+
+@router.get("")
+async def overview(request: Request, context: InContext, viewer: LooksIn, range: Range = "") -> Response:
+    now = context.clock()
+    async with context.database.read() as session:
+        counts = await standings(session, seen_by(viewer), now)
+        rows = await next_batches(session, seen_by(viewer))
+        projects = await project_names(session) if viewer.is_operator else {}
+    batches = await shown(context, rows, projects)
+    workers = await known_workers(context) if viewer.is_operator else []
+    notices = await _notices(context, batches, workers, viewer.is_operator)
+    return page(
+        request,
+        "overview.html",
+        viewer,
+        counts=counts,
+        batches=batches,
+        last=await History(context.redis).last() if viewer.is_operator else {},
+        workers=workers,
+        notices=notices,
+        range=ranged(range),
+        ranges=list(RANGES),
+        only_cpus=bool(workers) and len(on_cpus(workers)) == len(workers),
+    )
+
+
+@router.get("/overview.json")
+async def overview_points(context: InContext, _viewer: LooksInAsOperator, range: Range = "") -> Response:
+    """Return the points and the marks of the overview's charts, and the stretch of time that they cover."""
+    now, span_s = context.clock(), RANGES[ranged(range)]
+    try:
+        told = marks(await context.heartbeat.deaths(), await context.heartbeat.alive(), now - span_s)
+    except (RedisError, OSError):
+        told = []
+    points = charted(await History(context.redis).points(span_s, now))
+    return JSONResponse({"from": now - span_s, "to": now, "points": points, "marks": told}, headers=HEADERS)
+
+
+async def known_workers(context: Context) -> list[WorkerObject] | None:
+    """Return the workers that are alive; None if Redis, which alone knows them, is unavailable."""
+    try:
+        return await alive_workers(context)
+    except Unavailable:
+        return None
+
+
+def on_cpus(workers: list[WorkerObject]) -> set[str]:
+    """Return the workers that run on CPUs, which the cost model of a GPU says nothing about."""
+    return {worker.id for worker in workers if worker.machine.startswith(CPU)}
+
+
+async def _notices(
+    context: Context, batches: list[Shown], workers: list[WorkerObject] | None, is_operator: bool
+) -> list[Notice]:
+    now, found = context.clock(), list[Notice]()
+    if workers is None:
+        lost = "Nothing is lost; work continues when Redis is back."
+        found.append(Notice(f"Redis is not responding, so it is not known which workers are alive. {lost}", True))
+    for worker in workers or []:
+        if worker.state == "stalled":
+            why = f"its engine has not finished a step for {span(worker.step_age_s)} while requests wait"
+            found.append(Notice(f"{worker.id} is stalled: {why}. It restarts automatically.", True))
+        if "emulated" in worker.machine:
+            found.append(Notice(f"{worker.id}: {worker.machine}. None of its answers are real.", True))
+    if is_operator and workers is not None:
+        found += await _deaths(context, now)
+    late = [each for each in batches if (slack := each.slack(now)) and slack[0] == "late"]
+    if late:
+        names = ", ".join(each.name[:60] for each in late[:NAMED]) + (" and more" if len(late) > NAMED else "")
+        found.append(Notice(f"Expected to miss the deadline: {names}.", True, "/dashboard/batches?state=running"))
+    if workers is not None:
+        found += await _serving(context)
+    return found
+
+
+async def _serving(context: Context) -> list[Notice]:
+    serving = (await context.serving_cache.serving()).values()
+    if sum(each.alive - each.draining for each in serving):
+        return []
+    starting = max((each.starting_s for each in serving if each.starting_s is not None), default=None)
+    if starting is not None:
+        return [Notice(f"A worker has been starting for {span(starting)}. Batches wait until it is ready.", False)]
+    way = "Start one with `batchweave worker`, or resume one. Batches wait until then."
+    return [Notice(f"No worker is taking work: none is alive, or all are draining. {way}", True, "/dashboard/workers")]
+
+
+async def _deaths(context: Context, now: float) -> list[Notice]:
+    try:
+        deaths = [(at, name) for at, name in await context.heartbeat.deaths() if now - at < RECENTLY_S]
+    except (RedisError, OSError):
+        return []
+    if not deaths:
+        return []
+    told = ", ".join(f"{name} {span(now - at)} ago" for at, name in deaths[-NAMED:][::-1])
+    more = f" and {len(deaths) - NAMED} more" if len(deaths) > NAMED else ""
+    return [
+        Notice(f"Died in the last hour: {told}{more}. Other workers take over what it had.", True, "/dashboard/workers")
+    ]

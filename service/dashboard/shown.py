@@ -1,0 +1,204 @@
+"""A batch as pages show it: its name, one word for its state, and what there is to say about it."""
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from sqlalchemy import select
+from sqlalchemy.ext.asyncio import AsyncSession
+
+from service.api import batches
+from service.api.context import Context
+from service.api.shapes import BatchObject
+from service.dashboard.standings import RUNS
+from service.db.clock import DAY_S
+from service.db.moves import LIVE
+from service.db.tables import Batch, BatchStatus, File
+from service.db.tenant_tables import Project
+from service.metrics.history import History
+from service.terminal import duration
+
+NAME = "name"  # key of the metadata that names a batch
+# The one word that all pages use for a state; `waiting`, `held` and `running` are parts of the API's in_progress.
+WORDS = {
+    "validating": "Checking",
+    "waiting": "Waiting",
+    "held": "Held",
+    "running": "Running",
+    "finalizing": "Writing results",
+    "completed": "Completed",
+    "failed": "Failed",
+    "expired": "Expired",
+    "cancelling": "Cancelling",
+    "cancelled": "Cancelled",
+}
+NOT_RUN = ("batch_expired", "batch_cancelled")
+TIGHT_S = 1800
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """A stretch of a batch's life. `left` and `width` are shares of the whole; `seconds` is how long it took."""
+
+    name: str
+    key: str
+    begin: float
+    seconds: float
+    left: float
+    width: float
+    is_open: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Shown:
+    """A batch with what pages say about it.
+
+    `state`: a key of WORDS. `project`: None if the viewer sees only one. `pace`: tokens per second over the last
+    minute, None if nothing came.
+    """
+
+    batch: BatchObject
+    name: str
+    state: str
+    project: str | None
+    pace: float | None
+
+    @property
+    def word(self) -> str:
+        return WORDS[self.state]
+
+    @property
+    def is_live(self) -> bool:
+        return self.batch.status in LIVE
+
+    @property
+    def total(self) -> int:
+        return self.batch.request_counts.total
+
+    @property
+    def not_run(self) -> int:
+        """Return how many requests got no answer because the batch was cancelled or expired first."""
+        return sum(cause.count for cause in self.batch.batchweave.failures if cause.code in NOT_RUN)
+
+    @property
+    def failed(self) -> int:
+        return self.batch.request_counts.failed - self.not_run
+
+    @property
+    def done(self) -> int:
+        return self.batch.request_counts.completed + self.failed
+
+    @property
+    def ended_at(self) -> int | None:
+        batch = self.batch
+        return batch.completed_at or batch.failed_at or batch.expired_at or batch.cancelled_at
+
+    def headline(self, now: float) -> str:
+        """Return where the batch stands, in one sentence without a full stop."""
+        about, answered = self.batch.batchweave, f"{self.done:,} of {self.total:,}"
+        match self.state:
+            case "validating":
+                return "Checking the file before anything runs"
+            case "held":
+                return "Held: it runs once you start it"
+            case "waiting":
+                what = f"Waiting for {about.waiting_for}" if about.waiting_for else "Waiting"
+                return what + (f", {answered} answered" if self.done else "") + self._end(now)
+            case "running":
+                return f"Running, {answered}{self._end(now)}"
+            case "finalizing":
+                return f"Writing the result files, {answered} answered"
+            case "completed":
+                took = duration((self.ended_at or now) - self.batch.created_at)
+                failed = f", {self.failed:,} failed" if self.failed else ""
+                return f"Completed in {took}: {self.batch.request_counts.completed:,} answers{failed}"
+            case "failed":
+                count = len(self.batch.errors.data) if self.batch.errors else 0
+                return f"Failed: the file has {count:,} {'error' if count == 1 else 'errors'}, and nothing ran"
+            case "cancelling":
+                return f"Cancelling, {answered} answered"
+            case _:
+                return f"{self.word} with {answered} answered"
+
+    def _end(self, now: float) -> str:
+        at = self.batch.batchweave.expected_at
+        return "" if at is None else f", done about {clock_time(at, now)}"
+
+    def slack(self, now: float) -> tuple[str, float] | None:
+        """Return how it stands against its deadline (good, tight or late) and the seconds left; None if unknown."""
+        batch = self.batch
+        if batch.status not in ("validating", "in_progress") or batch.batchweave.held or not batch.expires_at:
+            return None
+        left = batch.expires_at - now
+        expected = (batch.batchweave.expected_at or batch.batchweave.earliest_at or now) - now
+        return ("late" if left < expected else "tight" if left < max(2 * expected, TIGHT_S) else "good"), left
+
+    def stages(self, first_answer_at: float | None, now: float) -> list[Stage]:
+        """Return the batch's life as stretches of one line. The last one is open while the batch lives."""
+        batch, end = self.batch, self.ended_at
+        marks: list[tuple[str, str, float | None]] = [
+            ("checked", "checked", batch.created_at),
+            ("waited", "waited", batch.in_progress_at),
+            ("answered", "answered", first_answer_at),
+            ("cancelled", "written", batch.cancelling_at),
+            ("results written", "written", batch.finalizing_at),
+        ]
+        begun = [(name, key, at) for name, key, at in marks if at is not None]
+        begun.sort(key=lambda each: each[2])
+        last = max(end if end is not None else now, begun[-1][2])
+        whole = max(last - batch.created_at, 1e-9)
+        ends = [at for _, _, at in begun[1:]] + [last]
+        return [
+            Stage(
+                name,
+                key,
+                at,
+                until - at,
+                (at - batch.created_at) / whole,
+                (until - at) / whole,
+                end is None and until is last,
+            )
+            for (name, key, at), until in zip(begun, ends, strict=True)
+        ]
+
+
+def clock_time(at: float, now: float) -> str:
+    """Format a time near `now` in UTC: "22:19 UTC", or "27 Nov 22:19 UTC" on another day."""
+    is_today = int(at) // DAY_S == int(now) // DAY_S
+    return time.strftime("%H:%M UTC" if is_today else "%-d %b %H:%M UTC", time.gmtime(at))
+
+
+async def shown(context: Context, rows: Sequence[Batch], projects: dict[str, str]) -> list[Shown]:
+    """Return these batches as pages show them. `projects`: names by ID, empty if the viewer sees only one."""
+    async with context.database.read() as session:
+        names, running = await _names(session, rows), await _running(session, rows)
+    paces = await History(context.redis).paces([row.id for row in rows if row.status in LIVE], context.clock())
+    found = list[Shown]()
+    for row in rows:
+        name = (row.custom_metadata or {}).get(NAME) or names.get(row.input_file_id) or row.id
+        state = _state(row, row.id in running)
+        batch = await batches.shape(context, row)
+        found.append(Shown(batch, name, state, projects.get(row.project_id), paces.get(row.id)))
+    return found
+
+
+async def project_names(session: AsyncSession) -> dict[str, str]:
+    """Return the names of all projects by ID, sorted by name."""
+    return {key: name for key, name in await session.execute(select(Project.id, Project.name).order_by(Project.name))}
+
+
+async def _names(session: AsyncSession, rows: Sequence[Batch]) -> dict[str, str]:
+    """Return the names of the batches' input files, by the file's ID; deleted files have theirs too."""
+    wanted = select(File.id, File.filename).where(File.id.in_({row.input_file_id for row in rows}))
+    return {file_id: name for file_id, name in await session.execute(wanted)}
+
+
+async def _running(session: AsyncSession, rows: Sequence[Batch]) -> set[str]:
+    live = [row.id for row in rows if row.status == BatchStatus.IN_PROGRESS]
+    return set(await session.scalars(select(Batch.id).where(Batch.id.in_(live), RUNS))) if live else set()
+
+
+def _state(row: Batch, is_running: bool) -> str:
+    if row.status != BatchStatus.IN_PROGRESS:
+        return "held" if row.held and row.status in LIVE else str(row.status)
+    return "held" if row.held else "running" if is_running else "waiting"

@@ -1,0 +1,133 @@
+"""What pages say of a batch: its headline, its life in stretches, and how it stands against its deadline."""
+
+from typing import Any
+
+import pytest
+
+from service.api.shapes import BatchObject
+from service.dashboard.render import short
+from service.dashboard.schedule import Drawing
+from service.dashboard.shown import Shown, clock_time
+from service.objects.plan_picture import Box, PlanPicture
+
+NOW = 1_700_000_000.0  # 2023-11-14, 22:13 UTC
+ABOUT: dict[str, Any] = dict.fromkeys(
+    [
+        "retry_of",
+        "queue_position",
+        "waiting_for",
+        "preview",
+        "expected_output_tokens",
+        "expected_gpu_seconds",
+        "expected_cost",
+        "earliest_at",
+        "expected_at",
+        "latest_at",
+        "late_because",
+        "early_output_file_id",
+        "early_error_file_id",
+    ]
+) | {"output_order": "any", "held": False, "prompt_tokens": 0, "failures": []}
+
+
+def batch(state: str, *, about: dict[str, Any] | None = None, counts: tuple[int, int] = (411, 0), **more: Any) -> Shown:
+    """A batch of 2,000 requests that was created 100 s ago and is due in an hour."""
+    statuses = {"waiting": "in_progress", "held": "in_progress", "running": "in_progress"}
+    times = dict.fromkeys(
+        f"{name}_at"
+        for name in ["in_progress", "finalizing", "completed", "failed", "expired", "cancelling", "cancelled"]
+    )
+    told = {
+        "id": "batch_x",
+        "endpoint": "/v1/completions",
+        "model": "m",
+        "errors": None,
+        "input_file_id": "file-x",
+        "completion_window": "24h",
+        "status": statuses.get(state, state),
+        "output_file_id": None,
+        "error_file_id": None,
+        "created_at": int(NOW) - 100,
+        "expires_at": int(NOW) + 3600,
+        "request_counts": {"total": 2000, "completed": counts[0], "failed": counts[1]},
+        "usage": None,
+        "metadata": None,
+        "batchweave": ABOUT | (about or {}),
+    }
+    return Shown(BatchObject.model_validate(times | told | more), "name", state, None, None)
+
+
+@pytest.mark.parametrize(
+    ("shown", "said"),
+    [
+        (batch("running", about={"expected_at": int(NOW) + 360}), "Running, 411 of 2,000, done about 22:19 UTC"),
+        (batch("running"), "Running, 411 of 2,000"),
+        (batch("waiting", about={"waiting_for": "planning"}, counts=(0, 0)), "Waiting for planning"),
+        (batch("held", counts=(0, 0)), "Held: it runs once you start it"),
+        (
+            batch("completed", counts=(1988, 12), completed_at=int(NOW)),
+            "Completed in 1 min 40 s: 1,988 answers, 12 failed",
+        ),
+        (
+            batch("failed", errors={"data": [{"code": "c", "line": 1, "message": "m", "param": None}]}),
+            "Failed: the file has 1 error, and nothing ran",
+        ),
+        (
+            batch(
+                "expired",
+                counts=(411, 1589),
+                about={
+                    "failures": [
+                        {"status_code": None, "code": "batch_expired", "message": "m", "count": 1589, "custom_ids": []}
+                    ]
+                },
+            ),
+            "Expired with 411 of 2,000 answered",
+        ),
+    ],
+)
+def test_one_sentence_says_where_a_batch_stands(shown: Shown, said: str) -> None:
+    assert shown.headline(NOW) == said
+
+
+def test_the_stretches_of_a_life_cover_all_of_it() -> None:
+    begun = int(NOW) - 100
+    times: dict[str, Any] = {"in_progress_at": begun + 10, "finalizing_at": begun + 90, "completed_at": begun + 100}
+    stages = batch("completed", **times).stages(begun + 30, NOW + 500)
+    assert [(stage.name, stage.seconds) for stage in stages] == [
+        ("checked", 10),
+        ("waited", 20),
+        ("answered", 60),
+        ("results written", 10),
+    ]
+    assert sum(stage.width for stage in stages) == pytest.approx(1)
+    assert not any(stage.is_open for stage in stages)
+    *_, last = batch("running", in_progress_at=begun + 10).stages(None, NOW)
+    assert (last.name, last.seconds, last.is_open) == ("waited", 90, True)
+
+
+def test_a_deadline_is_good_tight_or_late() -> None:
+    def against(expected_s: int) -> str:
+        found = batch("running", about={"expected_at": int(NOW) + expected_s}).slack(NOW)
+        assert found
+        return found[0]
+
+    assert [against(each) for each in (60, 3000, 4000)] == ["good", "tight", "late"]
+    assert batch("held", about={"held": True}).slack(NOW) is None
+    assert batch("completed").slack(NOW) is None
+
+
+def test_times_and_ids_are_short() -> None:
+    assert clock_time(NOW + 360, NOW) == "22:19 UTC"
+    assert clock_time(NOW + 24 * 3600, NOW) == "15 Nov 22:13 UTC"
+    assert short("batch_" + "0123456789abcdef" * 2) == "batch_012345…"
+    assert short("file-" + "0123456789abcdef" * 2) == "file-012345…"
+    assert short("batch_x") == "batch_x"
+
+
+def test_only_those_whose_requests_are_in_a_box_read_what_they_share() -> None:
+    mine, others = Box(0, 0.5, 0, 9, 0, 1, "a secret of both", (0, 1)), Box(0.5, 0.5, 0, 9, 0, 1, "a secret", (1,))
+    drawn = Drawing(PlanPicture(2, 9, [mine, others], [], ["proj_a", "proj_b"]), 0, 0, 1, 0)
+    assert [drawn.text(box, "proj_a") for box in (mine, others)] == ["a secret of both", ""]
+    assert [drawn.text(box, None) for box in (mine, others)] == ["a secret of both", "a secret"]
+    assert drawn.text(others, "proj_c") == ""
