@@ -111,7 +111,8 @@ class Shown:
             case "completed":
                 took = duration((self.ended_at or now) - self.batch.created_at)
                 failed = f", {self.failed:,} failed" if self.failed else ""
-                return f"Completed in {took}: {self.batch.request_counts.completed:,} answers{failed}"
+                answers = self.batch.request_counts.completed
+                return f"Completed in {took}: {answers:,} {'answer' if answers == 1 else 'answers'}{failed}"
             case "failed":
                 count = len(self.batch.errors.data) if self.batch.errors else 0
                 return f"Failed: the file has {count:,} {'error' if count == 1 else 'errors'}, and nothing ran"
