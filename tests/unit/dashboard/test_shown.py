@@ -11,32 +11,24 @@ from service.dashboard.shown import Shown, clock_time
 from service.objects.plan_picture import Box, PlanPicture
 
 NOW = 1_700_000_000.0  # 2023-11-14, 22:13 UTC
-ABOUT: dict[str, Any] = dict.fromkeys(
-    [
-        "retry_of",
-        "queue_position",
-        "waiting_for",
-        "preview",
-        "expected_output_tokens",
-        "expected_gpu_seconds",
-        "expected_cost",
-        "earliest_at",
-        "expected_at",
-        "latest_at",
-        "late_because",
-        "early_output_file_id",
-        "early_error_file_id",
-    ]
-) | {"output_order": "any", "held": False, "prompt_tokens": 0, "failures": []}
+ABSENT = (
+    *("retry_of", "queue_position", "waiting_for", "preview", "expected_output_tokens", "expected_gpu_seconds"),
+    *("expected_cost", "earliest_at", "expected_at", "latest_at", "late_because"),
+    *("early_output_file_id", "early_error_file_id"),
+)
+TIMES = ("in_progress", "finalizing", "completed", "failed", "expired", "cancelling", "cancelled")
+ABOUT: dict[str, Any] = dict.fromkeys(ABSENT) | {
+    "output_order": "any",
+    "held": False,
+    "prompt_tokens": 0,
+    "failures": [],
+}
 
 
 def batch(state: str, *, about: dict[str, Any] | None = None, counts: tuple[int, int] = (411, 0), **more: Any) -> Shown:
     """A batch of 2,000 requests that was created 100 s ago and is due in an hour."""
     statuses = {"waiting": "in_progress", "held": "in_progress", "running": "in_progress"}
-    times = dict.fromkeys(
-        f"{name}_at"
-        for name in ["in_progress", "finalizing", "completed", "failed", "expired", "cancelling", "cancelled"]
-    )
+    times = dict.fromkeys(f"{name}_at" for name in TIMES)
     told = {
         "id": "batch_x",
         "endpoint": "/v1/completions",
