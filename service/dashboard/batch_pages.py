@@ -17,7 +17,7 @@ from service.dashboard.answers import first_url, lines_of, request_of, search
 from service.dashboard.filters import Filters
 from service.dashboard.reach import as_owner, project_seen, seen_by
 from service.dashboard.render import HEADERS, page
-from service.dashboard.schedule import drawing, holders, progress_of, stretches
+from service.dashboard.schedule import boxes_of, holders, scan_of, stretches
 from service.dashboard.sessions import LooksIn, Viewer
 from service.dashboard.shown import Shown, project_names, shown
 from service.dashboard.standings import GROUPS, MOST_COUNTED, group_counts
@@ -54,12 +54,12 @@ async def batch_list(
     after: ObjectId | None = None,
 ) -> Response:
     query = filters.of(select(Batch))
+    chosen = {name: value for name, value in filters.chosen.items() if name != "state"}
     async with context.database.read() as session:
         rows = await page_rows(session, Batch, query, project_seen(viewer), after=after, limit=LISTED)
-        counts = await group_counts(session, seen_by(viewer))
+        counts = await group_counts(session, seen_by(viewer)) if not chosen else {}
         models = (await session.scalars(select(Model.name).order_by(Model.name))).all()
         projects = await project_names(session) if viewer.is_operator else {}
-    chosen = {name: value for name, value in filters.chosen.items() if name != "state"}
     return page(
         request,
         "batches.html",
@@ -85,7 +85,7 @@ async def one_batch(request: Request, context: InContext, viewer: LooksIn, batch
         request,
         "batch_overview.html",
         viewer,
-        **_head(each, ""),
+        **_head(request, each, ""),
         stages=each.stages(first_answer_at, context.clock()),
     )
 
@@ -104,13 +104,6 @@ async def batch_points(context: InContext, viewer: LooksIn, batch_id: ObjectId) 
             points.append([ended_at, *points[-1][1:]])
         points.append(end)
     return JSONResponse({"points": points}, headers=HEADERS)
-
-
-@router.get("/batches/{batch_id}/scan.json")
-async def batch_scan(context: InContext, viewer: LooksIn, batch_id: ObjectId) -> Response:
-    """Return how far the scan of the batch's window has come from both ends, for the picture of its tree."""
-    await _batch(context, viewer, batch_id)
-    return JSONResponse(await progress_of(context.database, context.storage, batch_id), headers=HEADERS)
 
 
 @router.get("/batches/{batch_id}/errors.jsonl")
@@ -148,20 +141,22 @@ async def batch_tab(
 ) -> Response:
     row = await _batch(context, viewer, batch_id)
     each = await _shown(context, viewer, row)
+    is_part = _is_part(request)
     values: dict[str, Any] = {}
-    if tab == "requests":
+    if is_part and tab != "schedule":
+        pass  # all of it stands below the live part
+    elif tab == "requests":
         values = {"kind": kind, "text": text, "found": await search(context, row, kind, text)}
     elif tab == "errors":
         values = await _errors(context, row, each)
-    elif tab == "schedule":
-        slices = await stretches(context.database, batch_id)
-        values = {"slices": slices, "holders": holders(slices), "project": project_seen(viewer)}
-        # A live refresh replaces the slices alone, and the picture moves by itself.
-        is_part = "hx-request" in request.headers
-        values["drawn"] = None if is_part else await drawing(context.database, context.storage, batch_id)
-    else:
+    elif tab == "files":
         values = {"files": await _files_of(context, row)}
-    return page(request, f"batch_{tab}.html", viewer, **_head(each, tab), **values)
+    else:
+        slices = await stretches(context.database, batch_id)
+        values = {"slices": slices, "holders": holders(slices), "scan": await scan_of(context, batch_id)}
+        if not is_part:
+            values["boxes"] = await boxes_of(context, values["scan"], project_seen(viewer))
+    return page(request, f"batch_{tab}.html", viewer, **_head(request, each, tab), **values)
 
 
 @router.get("/new")
@@ -188,9 +183,15 @@ async def new_batch(
     )
 
 
-def _head(each: Shown, tab: str) -> dict[str, Any]:
+def _is_part(request: Request) -> bool:
+    """Return whether an open page asks again, and will replace its live part alone."""
+    return "hx-request" in request.headers
+
+
+def _head(request: Request, each: Shown, tab: str) -> dict[str, Any]:
     batch = each.batch
     return {
+        "is_part": _is_part(request),
         "each": each,
         "tab": tab,
         "tabs": TABS,
@@ -227,7 +228,7 @@ async def _errors(context: Context, row: Batch, each: Shown) -> dict[str, Any]:
 
 
 async def _files_of(context: Context, row: Batch) -> list[tuple[str, File]]:
-    """Return the batch's files by what they are to it; deleted and expired ones are left out."""
+    """Return the batch's files by what they are to it, without those that are deleted."""
     wanted = {"Input": row.input_file_id, "Results": row.output_file_id, "Errors": row.error_file_id}
     kept = select(File).where(File.id.in_([each for each in wanted.values() if each]), File.deleted_at.is_(None))
     async with context.database.read() as session:

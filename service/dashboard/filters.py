@@ -6,7 +6,7 @@ from datetime import UTC, datetime
 from typing import Annotated, Any
 
 from fastapi import Query
-from sqlalchemy import ColumnElement, Select, String, cast, or_, select
+from sqlalchemy import ColumnElement, Select, String, cast, exists, or_, select
 
 from service.dashboard.standings import GROUPS
 from service.db.clock import DAY_S
@@ -51,7 +51,8 @@ class Filters:
         if self.text:
             ids = (place.contains(self.text, autoescape=True) for place in (Batch.id, Batch.input_file_id))
             metadata = cast(Batch.custom_metadata, String)  # JSON, in which non-ASCII letters are escaped
-            named = Batch.input_file_id.in_(select(File.id).where(File.filename.icontains(self.text, autoescape=True)))
+            file = File.filename.icontains(self.text, autoescape=True)
+            named = exists().where(File.id == Batch.input_file_id, file).correlate(Batch)  # one look for each batch
             wanted.append(or_(*ids, named, metadata.icontains(json.dumps(self.text)[1:-1], autoescape=True)))
         return query.where(*wanted)
 

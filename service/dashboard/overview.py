@@ -15,7 +15,7 @@ from service.dashboard.reach import seen_by
 from service.dashboard.render import HEADERS, page, span
 from service.dashboard.sessions import LooksIn, LooksInAsOperator
 from service.dashboard.shown import Shown, project_names, shown
-from service.dashboard.standings import next_batches, standings
+from service.dashboard.standings import due_batches, next_batches, standings
 from service.errors import Unavailable
 from service.metrics.history import History
 
@@ -42,16 +42,20 @@ async def overview(request: Request, context: InContext, viewer: LooksIn, range:
     async with context.database.read() as session:
         counts = await standings(session, seen_by(viewer), now)
         rows = await next_batches(session, seen_by(viewer))
+        due = await due_batches(session, seen_by(viewer))
         projects = await project_names(session) if viewer.is_operator else {}
-    batches = await shown(context, rows, projects)
+    every = {row.id: row for row in (*rows, *due)}
+    found = {each.batch.id: each for each in await shown(context, list(every.values()), projects)}
+    batches, due = [found[row.id] for row in rows], [found[row.id] for row in due]
     workers = await known_workers(context) if viewer.is_operator else []
-    notices = await _notices(context, batches, workers, viewer.is_operator)
+    notices = await _notices(context, due, workers, viewer.is_operator)
     return page(
         request,
         "overview.html",
         viewer,
         counts=counts,
         batches=batches,
+        due=due,
         last=await History(context.redis).last() if viewer.is_operator else {},
         workers=workers,
         notices=notices,
@@ -66,15 +70,16 @@ async def overview_points(context: InContext, _viewer: LooksInAsOperator, range:
     """Return the points and the marks of the overview's charts, and the stretch of time that they cover."""
     now, span_s = context.clock(), RANGES[ranged(range)]
     try:
-        told = marks(await context.heartbeat.deaths(), await context.heartbeat.alive(), now - span_s)
+        alive = await context.heartbeat.alive()
     except (RedisError, OSError):
-        told = []
+        alive = []
+    told = marks(await known_deaths(context), alive, now - span_s)
     points = charted(await History(context.redis).points(span_s, now))
     return JSONResponse({"from": now - span_s, "to": now, "points": points, "marks": told}, headers=HEADERS)
 
 
 async def known_workers(context: Context) -> list[WorkerObject] | None:
-    """Return the workers that are alive; None if Redis, which alone knows them, is unavailable."""
+    """Return the workers that are alive or starting; None if Redis, which alone knows them, is unavailable."""
     try:
         return await alive_workers(context)
     except Unavailable:
@@ -86,8 +91,16 @@ def on_cpus(workers: list[WorkerObject]) -> set[str]:
     return {worker.id for worker in workers if worker.machine.startswith(CPU)}
 
 
+async def known_deaths(context: Context) -> list[tuple[int, str]]:
+    """Return when workers fell silent, and their names, the newest first; empty if Redis is unavailable."""
+    try:
+        return (await context.heartbeat.deaths())[::-1]
+    except (RedisError, OSError):
+        return []
+
+
 async def _notices(
-    context: Context, batches: list[Shown], workers: list[WorkerObject] | None, is_operator: bool
+    context: Context, due: list[Shown], workers: list[WorkerObject] | None, is_operator: bool
 ) -> list[Notice]:
     now, found = context.clock(), list[Notice]()
     if workers is None:
@@ -99,37 +112,42 @@ async def _notices(
             found.append(Notice(f"{worker.id} is stalled: {why}. It restarts automatically.", True))
         if "emulated" in worker.machine:
             found.append(Notice(f"{worker.id}: {worker.machine}. None of its answers are real.", True))
+    serving = await _serving(context, is_operator) if workers is not None else []
+    found += serving
     if is_operator and workers is not None:
-        found += await _deaths(context, now)
-    late = [each for each in batches if (slack := each.slack(now)) and slack[0] == "late"]
+        found += await _deaths(context, now, bool(serving))
+    late = [each for each in due if (slack := each.slack(now)) and slack[0] == "late"]
     if late:
         names = ", ".join(each.name[:60] for each in late[:NAMED]) + (" and more" if len(late) > NAMED else "")
-        found.append(Notice(f"Expected to miss the deadline: {names}.", True, "/dashboard/batches?state=running"))
-    if workers is not None:
-        found += await _serving(context)
+        found.append(Notice(f"Expected to miss the deadline: {names}.", True, "/dashboard/batches"))
     return found
 
 
-async def _serving(context: Context) -> list[Notice]:
+async def _serving(context: Context, is_operator: bool) -> list[Notice]:
     serving = (await context.serving_cache.serving()).values()
-    if sum(each.alive - each.draining for each in serving):
+    alive = sum(each.alive for each in serving)
+    if alive > sum(each.draining for each in serving):
         return []
     starting = max((each.starting_s for each in serving if each.starting_s is not None), default=None)
     if starting is not None:
         return [Notice(f"A worker has been starting for {span(starting)}. Batches wait until it is ready.", False)]
-    way = "Start one with `batchweave worker`, or resume one. Batches wait until then."
-    return [Notice(f"No worker is taking work: none is alive, or all are draining. {way}", True, "/dashboard/workers")]
+    if not is_operator:
+        return [Notice("No worker is taking work now. Batches wait until one does.", True)]
+    if alive:
+        text = "All workers are draining, so nothing new runs. Resume one, or start another."
+    else:
+        text = "No worker is alive, so nothing runs and no online request is answered. Nothing is lost."
+    return [
+        Notice(f"{text} docs/operate.md says what to do under: When something is wrong.", True, "/dashboard/workers")
+    ]
 
 
-async def _deaths(context: Context, now: float) -> list[Notice]:
-    try:
-        deaths = [(at, name) for at, name in await context.heartbeat.deaths() if now - at < RECENTLY_S]
-    except (RedisError, OSError):
-        return []
+async def _deaths(context: Context, now: float, nobody_serves: bool) -> list[Notice]:
+    deaths = [(at, name) for at, name in await known_deaths(context) if now - at < RECENTLY_S]
     if not deaths:
         return []
-    told = ", ".join(f"{name} {span(now - at)} ago" for at, name in deaths[-NAMED:][::-1])
+    told = ", ".join(f"{name} {span(now - at)} ago" for at, name in deaths[:NAMED])
     more = f" and {len(deaths) - NAMED} more" if len(deaths) > NAMED else ""
-    return [
-        Notice(f"Died in the last hour: {told}{more}. Other workers take over what it had.", True, "/dashboard/workers")
-    ]
+    text = f"Workers that fell silent in the last hour: {told}{more}."
+    text += " What they had waits for another." if nobody_serves else " What they had goes to others."
+    return [Notice(text, True, "/dashboard/workers")]

@@ -1,11 +1,12 @@
 """Reads a batch's slices in plan order, and the prefix tree of its current planning window, for the batch's page."""
 
-from collections import Counter
+from collections import Counter, OrderedDict
 from dataclasses import dataclass
-from typing import Any
 
+from msgspec import structs
 from sqlalchemy import func, select
 
+from service.api.context import Context
 from service.db.sessions import Database
 from service.db.tables import Slice, SliceBatch, SliceStatus, Window, fixed
 from service.objects.plan_artifact import PlanArtifact
@@ -13,6 +14,7 @@ from service.objects.plan_picture import Box, PlanPicture
 from service.objects.storage import Storage
 
 MOST_SLICES = 2000
+MOST_REACHES = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,27 +75,22 @@ def _state(each: Slice, share: SliceBatch) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class Drawing:
-    """The prefix tree of a planning window, and the progress of its scan.
+class Scan:
+    """How far the scan of a planning window has come.
 
-    `left`, `right`: how far the scan has come from each end, as shares of the width.
+    `left`, `right`: the shares of the width taken from each end. `plan_id` names the window's plan.
     """
 
-    picture: PlanPicture
+    plan_id: str
     left: float
     right: float
     slices: int
     begun: int
 
-    def text(self, box: Box, project: str | None) -> str:
-        """Return what the requests of this box share, if the project has one of them; None stands for an operator."""
-        is_seen = project is None or project in {self.picture.projects[each] for each in box.owners}
-        return box.text if is_seen else ""
 
-
-async def drawing(database: Database, storage: Storage, batch_id: str) -> Drawing | None:
-    """Return the drawing of the window that the batch runs in, or of its last one; None if its picture is gone."""
-    async with database.read() as session:
+async def scan_of(context: Context, batch_id: str) -> Scan | None:
+    """Return the scan of the window that the batch runs in, or of its last one; None if its picture is gone."""
+    async with context.database.read() as session:
         mine = select(SliceBatch.slice_id).where(SliceBatch.batch_id == batch_id)
         wanted = [
             select(mine.where(SliceBatch.status == fixed(status)).order_by(SliceBatch.slice_id).limit(1).subquery())
@@ -114,17 +111,54 @@ async def drawing(database: Database, storage: Storage, batch_id: str) -> Drawin
                 select(func.count()).select_from(Slice).where(whole, Slice.status != SliceStatus.READY)
             )
         ).one()
-    try:
-        picture = await PlanArtifact(storage, plan_id).picture()
-    except FileNotFoundError:
+    reach = await _reach(context.storage, plan_id)
+    if reach is None:
         return None
-    left, right = picture.reach[begun - 1] if begun else (0.0, 0.0)
-    return Drawing(picture, left, right, slices, begun)
+    left, right = reach[min(begun, len(reach)) - 1] if begun and reach else (0.0, 0.0)
+    return Scan(plan_id, left, right, slices, begun)
 
 
-async def progress_of(database: Database, storage: Storage, batch_id: str) -> dict[str, Any]:
-    """Return how far the scan has come in the batch's window, as `drawing` has it; empty without a picture."""
-    found = await drawing(database, storage, batch_id)
-    if found is None:
-        return {}
-    return {"left": found.left, "right": found.right, "slices": found.slices, "begun": found.begun}
+@dataclass(frozen=True, slots=True)
+class Boxes:
+    """What one viewer may see of a window's prefix tree."""
+
+    requests: int
+    depth: int
+    shown: list[Box]
+
+
+async def boxes_of(context: Context, scan: Scan | None, project: str | None) -> Boxes | None:
+    """Return the boxes of the window's tree that the project may see; None stands for an operator, who sees all."""
+    if scan is None:
+        return None
+    picture = await PlanArtifact(context.storage, scan.plan_id).picture()
+    return Boxes(picture.requests, picture.depth, picture.boxes if project is None else own(picture, project))
+
+
+def own(picture: PlanPicture, project: str) -> list[Box]:
+    """Return the boxes with a request of the project, as wide as its own requests.
+
+    Anything else would tell what others ask: a guess at a prefix would show whether somebody shares it.
+    """
+    found = list[Box]()
+    for box in picture.boxes:
+        mine = sum(count for owner, count in box.owners if picture.projects[owner] == project)
+        if mine:
+            told = box.output_tokens if len(box.owners) == 1 else 0
+            found.append(structs.replace(box, width=mine / picture.requests, output_tokens=told))
+    return found
+
+
+_reaches: OrderedDict[str, list[tuple[float, float]]] = OrderedDict()  # by plan, which never changes
+
+
+async def _reach(storage: Storage, plan_id: str) -> list[tuple[float, float]] | None:
+    """Return how far the scan has come after each slice, without reading the picture at each look at a live page."""
+    if plan_id not in _reaches:
+        try:
+            _reaches[plan_id] = (await PlanArtifact(storage, plan_id).picture()).reach
+        except FileNotFoundError:
+            return None
+        while len(_reaches) > MOST_REACHES:
+            _reaches.popitem(last=False)
+    return _reaches[plan_id]

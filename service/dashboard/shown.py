@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from sqlalchemy import select
 from sqlalchemy.ext.asyncio import AsyncSession
@@ -139,7 +139,7 @@ class Shown:
         batch, end = self.batch, self.ended_at
         marks: list[tuple[str, str, float | None]] = [
             ("checked", "checked", batch.created_at),
-            ("waited", "waited", batch.in_progress_at),
+            (*self._began(first_answer_at), batch.in_progress_at),
             ("answered", "answered", first_answer_at),
             ("cancelled", "written", batch.cancelling_at),
             ("results written", "written", batch.finalizing_at),
@@ -149,18 +149,17 @@ class Shown:
         last = max(end if end is not None else now, begun[-1][2])
         whole = max(last - batch.created_at, 1e-9)
         ends = [at for _, _, at in begun[1:]] + [last]
-        return [
-            Stage(
-                name,
-                key,
-                at,
-                until - at,
-                (at - batch.created_at) / whole,
-                (until - at) / whole,
-                end is None and until is last,
-            )
+        found = [
+            Stage(name, key, at, until - at, (at - batch.created_at) / whole, (until - at) / whole, False)
             for (name, key, at), until in zip(begun, ends, strict=True)
         ]
+        if end is None:
+            found[-1] = replace(found[-1], is_open=True)
+        return found
+
+    def _began(self, first_answer_at: float | None) -> tuple[str, str]:
+        """Return the name and key of the stretch after the check; when the first answer came may be unknown."""
+        return ("waited", "waited") if first_answer_at or not self.done else ("waited and answered", "answered")
 
 
 def clock_time(at: float, now: float) -> str:

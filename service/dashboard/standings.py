@@ -11,13 +11,15 @@ from service.db.moves import LIVE
 from service.db.tables import Batch, BatchStatus, SliceBatch, SliceStatus, fixed
 
 SHOWN = 10
-MOST_COUNTED = 1000  # of the ended ones, so that a count does not get slower over the years
+ENDED = ("completed", "failed")  # groups that are counted over the last day
+MOST_COUNTED = 1000  # of a group, so that a count does not get slower over the years
 # A worker holds a lease on part of the batch, or its files are being written.
 RUNS = Batch.status.in_((BatchStatus.FINALIZING, BatchStatus.CANCELLING)) | (
     (Batch.status == BatchStatus.IN_PROGRESS)
     & Batch.id.in_(select(SliceBatch.batch_id).where(SliceBatch.status == fixed(SliceStatus.LEASED)))
 )
 _WAITS = Batch.status.in_(LIVE) & ~Batch.held
+_DUE = (BatchStatus.VALIDATING, BatchStatus.IN_PROGRESS)
 _FAILED = (BatchStatus.FAILED, BatchStatus.EXPIRED)
 GROUPS: dict[str, ColumnElement[bool]] = {
     "running": _WAITS & RUNS,
@@ -47,16 +49,13 @@ class Standings:
 async def standings(session: AsyncSession, mine: ColumnElement[bool], now: float) -> Standings:
     """Count batches by group. Finished ones count for a day, so that the page does not get slower over the years."""
     lately = Batch.ended_at >= int(now) - DAY_S
-    counts = [
-        select(func.count())
-        .select_from(Batch)
-        .where(mine, condition, *([lately] if name in ("completed", "failed") else []))
-        for name, condition in GROUPS.items()
-        if name != "cancelled"
-    ]
-    oldest = select(func.min(Batch.created_at)).where(mine, _WAITS)
-    row = (await session.execute(select(*(each.scalar_subquery() for each in (*counts, oldest))))).one()
-    return Standings(*row)
+    counts = {
+        name: select(func.count()).select_from(Batch).where(mine, GROUPS[name], *([lately] if name in ENDED else []))
+        for name in ("running", "waiting", "held", *ENDED)
+    }
+    counts["oldest_at"] = select(func.min(Batch.created_at)).where(mine, _WAITS)
+    columns = (each.scalar_subquery().label(name) for name, each in counts.items())
+    return Standings(**(await session.execute(select(*columns))).mappings().one())
 
 
 async def group_counts(session: AsyncSession, mine: ColumnElement[bool]) -> dict[str, int]:
@@ -76,3 +75,9 @@ async def next_batches(session: AsyncSession, mine: ColumnElement[bool]) -> Sequ
         query = select(Batch).where(mine, which).order_by(Batch.expires_at, Batch.seq).limit(SHOWN - len(found))
         found += (await session.scalars(query)).all()
     return found
+
+
+async def due_batches(session: AsyncSession, mine: ColumnElement[bool]) -> Sequence[Batch]:
+    """Return the batches whose deadlines come next, whether they run or wait; at most `SHOWN`."""
+    query = select(Batch).where(mine, _WAITS, Batch.status.in_(_DUE))
+    return (await session.scalars(query.order_by(Batch.expires_at, Batch.seq).limit(SHOWN))).all()

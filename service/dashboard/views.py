@@ -18,7 +18,7 @@ from service.api.pages import page_rows
 from service.api.worker_shapes import WorkerState
 from service.api.workers import WorkerName
 from service.dashboard.charts import RANGES, ranged
-from service.dashboard.overview import known_workers, on_cpus
+from service.dashboard.overview import known_deaths, known_workers, on_cpus
 from service.dashboard.reach import as_owner, project_seen
 from service.dashboard.render import HEADERS, ROOT, page
 from service.dashboard.sessions import LooksIn, LooksInAsAdmin, LooksInAsOperator
@@ -83,6 +83,7 @@ async def worker_list(
         state=state,
         model=model,
         cpus=on_cpus(found or []),
+        deaths=await known_deaths(context),
     )
 
 

@@ -33,6 +33,7 @@ from service.settings import Settings
 SLICES_EACH = 8  # of a window for each worker, where there are several
 SMALLEST_SLICE = 16  # requests; smaller slices would only cost more leases
 LOGGED = 64  # batches named in one log line
+_without_texts: set[str] = set()  # sources of models whose tokenizer failed; until the process ends
 log = structlog.get_logger()
 
 
@@ -52,8 +53,23 @@ def _expected(plan: WindowPlan, order: Places, spans: Sequence[Span]) -> list[li
     return np.stack(sums, axis=1).tolist()
 
 
-def _no_texts(prompts: list[list[int]]) -> list[str]:
-    return [""] * len(prompts)
+def _texts_of(source: str) -> Callable[[list[list[int]]], list[str]]:
+    """Return what makes texts of token ids for people: no plan fails for their sake.
+
+    A tokenizer is somebody else's file, and may be gone or broken in any way.
+    """
+
+    def decode(prompts: list[list[int]]) -> list[str]:
+        if source in _without_texts:
+            return [""] * len(prompts)
+        try:
+            return prompt_tokens(source).decode(prompts)
+        except Exception as error:
+            _without_texts.add(source)
+            log.warning("pictures of plans show no texts", source=source, error=repr(error))
+            return [""] * len(prompts)
+
+    return decode
 
 
 class Planner:
@@ -143,17 +159,12 @@ class Planner:
         )
 
     async def _content(self, model: str, found: Gathered) -> Content:
-        """Return what the window's requests say and whose they are. Texts are for people: without them, plans go on."""
+        """Return what the window's requests say and whose they are, for the plan's picture."""
         projects = list(dict.fromkeys(span.project_id for span in found.spans))
         owners = np.array([projects.index(span.project_id) for span in found.spans], dtype=np.int64)
-        try:
-            async with self._database.read() as session:
-                source = (await session.scalars(select(Model.source).where(Model.name == model))).one()
-            decode = (await asyncio.to_thread(prompt_tokens, source)).decode
-        except Exception as error:  # a tokenizer is somebody else's file, and may be gone or broken in any way
-            log.warning("pictures of plans show no texts", model=model, error=repr(error))
-            decode = _no_texts
-        return Content(found.prompts, projects, owners[found.places["batch"]], decode)
+        async with self._database.read() as session:
+            source = (await session.scalars(select(Model.source).where(Model.name == model))).one_or_none()
+        return Content(found.prompts, projects, owners[found.places["batch"]], _texts_of(source or ""))
 
     async def _slice_requests(self, model: str, requests: int) -> int:
         """Return how many requests a slice of the window may have, so that each of the model's workers gets several."""

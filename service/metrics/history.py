@@ -1,4 +1,4 @@
-"""Keeps the service's history of the last day for the dashboard, as points in Redis that may be lost."""
+"""Keeps the service's history of the last week for the dashboard, as points in Redis that may be lost."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -45,13 +45,16 @@ class History:
 
     async def is_due(self) -> bool:
         """Return whether this process should take the next point: one process does, every EVERY_S seconds."""
-        return bool(await self._redis.set(keys.HISTORY_TURN, 1, nx=True, px=EVERY_S * 1000 - 500))
+        return await self._is_turn(keys.HISTORY_TURN, EVERY_S)
+
+    async def _is_turn(self, key: str, every_s: int) -> bool:
+        return bool(await self._redis.set(key, 1, nx=True, px=every_s * 1000 - 500))
 
     async def note(self, point: dict[str, Any]) -> None:
         """Add a point to the last day, and one of twelve to the last week."""
         pipeline = self._redis.pipeline(transaction=False)
         for key, kept in ((keys.HISTORY, KEPT), (keys.LONG_HISTORY, LONG_KEPT)):
-            if key == keys.HISTORY or point["at"] % LONG_EVERY_S < EVERY_S:
+            if key == keys.HISTORY or await self._is_turn(keys.LONG_HISTORY_TURN, LONG_EVERY_S):
                 pipeline.rpush(key, json.dumps(point))
                 pipeline.ltrim(key, -kept, -1)
                 pipeline.expire(key, KEEP_S)

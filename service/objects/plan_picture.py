@@ -34,7 +34,8 @@ class Box(msgspec.Struct, frozen=True, array_like=True):
 
     `left`, `width`: its requests, as shares of the whole width; `begin`, `end`: its tokens, by depth; `density`: its
     density relative to the window's, as log10. `output_tokens`: expected of one of its requests. `text`: how its tokens
-    begin, which only the projects whose requests are in it may see (`owners`, places in the picture's `projects`).
+    begin, which only the projects whose requests are in it may see. `owners`: those projects, as places in the
+    picture's `projects`, each with the number of its requests.
     """
 
     left: float
@@ -44,7 +45,7 @@ class Box(msgspec.Struct, frozen=True, array_like=True):
     density: float
     output_tokens: int = 0
     text: str = ""
-    owners: tuple[int, ...] = ()
+    owners: tuple[tuple[int, int], ...] = ()
 
 
 class PlanPicture(msgspec.Struct, frozen=True):
@@ -81,7 +82,7 @@ def picture_of(plan: WindowPlan, content: Content) -> PlanPicture:
             round(value, 2),
             round((expected[last] - expected[first]) / (last - first)),
             text,
-            tuple(np.unique(content.owner[tree.order[first:last]]).tolist()),
+            _owners(content.owner[tree.order[first:last]]),
         )
         for first, last, begin, end, value, text in zip(
             tree.first[chosen].tolist(),
@@ -97,6 +98,11 @@ def picture_of(plan: WindowPlan, content: Content) -> PlanPicture:
     ends = [each.first + each.count for each in plan.slices]
     reach = [(round((end - int(right[end])) / count, 5), round(int(right[end]) / count, 5)) for end in ends]
     return PlanPicture(count, max((box.end for box in boxes), default=1), boxes, reach, content.projects)
+
+
+def _owners(of: NDArray[np.int64]) -> tuple[tuple[int, int], ...]:
+    projects, counts = np.unique(of, return_counts=True)
+    return tuple(zip(projects.tolist(), counts.tolist(), strict=True))
 
 
 def _tokens(prompts: Prompts, tree: PrefixTree, node: int) -> list[int]:

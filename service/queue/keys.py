@@ -65,6 +65,7 @@ HISTORY = "batchweave:history"  # list of points: what all workers together did
 LONG_HISTORY = "batchweave:history-week"  # the same of a week, with fewer points
 DEATHS = "batchweave:deaths"  # list of workers that fell silent, as JSON with the time; the newest are kept
 PACES = "batchweave:paces"  # by model, how fast its workers answer, as JSON; it expires
+LONG_HISTORY_TURN = "batchweave:history-week-turn"
 HISTORY_TURN = "batchweave:history-turn"  # exists while the current point is already taken
 REFUSED = "batchweave:{losses}:refused"  # sorted set of digests of requests that kill workers, by when that ends
 WORKERS = "batchweave:workers"  # set of the names of workers that have or had a heartbeat

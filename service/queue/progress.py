@@ -22,6 +22,7 @@ from service.queue.counts import Counts
 log = structlog.get_logger()
 KEEP_S = 7 * 24 * 3600
 MOST_DEATHS = 50
+REDIS_YOUNG_S = 60
 TTL_S = 15.0
 SAY_S = 3.0
 STALLED_S = 30.0  # a worker counts as stalled after so long without an engine step while requests are in flight
@@ -89,15 +90,15 @@ class Heartbeat:
 
     async def beat(self, name: str, state: dict[str, Any]) -> None:
         pipeline = self._redis.pipeline(transaction=False)
-        pipeline.sadd(keys.WORKERS, name)
         pipeline.set(keys.worker(name), json.dumps(state), px=int(self._ttl_s * 1000))
+        pipeline.sadd(keys.WORKERS, name)  # after the state, or it would look dead
         await pipeline.execute()
 
     async def leave(self, name: str) -> None:
         """Take a worker that stops from the list at once."""
         pipeline = self._redis.pipeline(transaction=False)
+        pipeline.srem(keys.WORKERS, name)  # before the state, or it would look dead
         pipeline.delete(keys.worker(name))
-        pipeline.srem(keys.WORKERS, name)
         await pipeline.execute()
 
     async def beating(self, names: Collection[str]) -> set[str]:
@@ -107,7 +108,10 @@ class Heartbeat:
         return {name for name, value in zip(asked, values, strict=True) if value}
 
     async def _forget(self, name: str) -> None:
-        """Take a silent worker from the list, and note its death once, whoever notices it first."""
+        """Take a silent worker from the list, and note its death once, by the first look that finds it silent."""
+        about = await self._redis.info("server")
+        if about["uptime_in_seconds"] < REDIS_YOUNG_S:
+            return  # what beat while Redis was away has yet to come back
         if await self._redis.srem(keys.WORKERS, name):
             pipeline = self._redis.pipeline(transaction=False)
             at, _ = await self._redis.time()
@@ -161,8 +165,8 @@ class Starting:
             about = {"name": self._name, "stage": self.stage, "starting_s": round(monotonic() - self._since)}
             said = json.dumps({**self._state, **about})
             with suppress(RedisError, OSError):
-                self._redis.sadd(keys.WORKERS, self._name)
                 self._redis.set(keys.starting(self._name), said, px=int(5 * SAY_S * 1000))
+                self._redis.sadd(keys.WORKERS, self._name)
             self._ended.wait(SAY_S)
         with suppress(RedisError, OSError):
             if not self._redis.exists(keys.worker(self._name)):  # or its next look would take it for dead

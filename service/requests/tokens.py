@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from datetime import datetime
 from functools import lru_cache
 from pathlib import Path
+from threading import Lock
 from typing import Any, NamedTuple, NoReturn
 
 import jinja2
@@ -136,10 +137,14 @@ class PromptTokens:
         return Text(_as_text(messages), False)
 
 
-@lru_cache(maxsize=8)
 def prompt_tokens(source: str) -> PromptTokens:
     """Return what a model makes of prompts, by its source; models that were used lately are not loaded again."""
-    return PromptTokens.load(source)
+    with _loading:
+        return _loaded(source)
+
+
+_loading = Lock()  # or two threads would load the same one
+_loaded = lru_cache(maxsize=8)(PromptTokens.load)
 
 
 def _environment() -> ImmutableSandboxedEnvironment:

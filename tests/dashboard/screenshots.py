@@ -15,11 +15,12 @@ from tests.dashboard.browser import CHROMIUM, INSTALL, browser_page
 
 FOLDER = Path("results/screenshots")  # the four of README.md are copied to docs/screenshots by hand
 COPIES = 25
+NAMES = ("Support tickets, sample", "Stories to continue")
 SETTLE_S = 2.5  # for charts, and a first tick
 
 
 async def take(up: Up, pages: dict[str, str]) -> None:
-    for width in (390, 1920):
+    for width in (390, 1440, 1920):
         for theme in ("light", "dark"):
             async with browser_page(up.url, width, theme) as (page, complaints):
                 for name, path in pages.items():
@@ -52,23 +53,27 @@ def main() -> None:
         up.start()
         try:
             up.until_engine()
-            done = [up.submit(lines, endpoint) for endpoint, lines in requests(MODEL).items()]
+            done = [
+                up.submit(lines, endpoint, metadata={"name": name})
+                for name, (endpoint, lines) in zip(NAMES, requests(MODEL).items(), strict=True)
+            ]
             for batch_id in done:
                 up.wait(batch_id)
             bad = up.submit(b'{"custom_id": "a"}\n{"custom_id": "b", "method": "GET", "url": "/v1/x", "body": {}}\n')
             up.wait(bad)
             held = up.submit(requests(MODEL)[CHAT], extra_body={"batchweave": {"hold": True}})
-            running = up.submit(much_of(requests(MODEL)[CHAT]))
+            running = up.submit(much_of(requests(MODEL)[CHAT]), metadata={"name": "Ticket labels, November"})
             up.until(lambda: up.done(running) >= 600, "answers")
             moving = {
                 "running": f"/dashboard/batches/{running}",
                 "overview": "/dashboard",
                 "batches": "/dashboard/batches",
+                "schedule": f"/dashboard/batches/{running}/schedule",
             }
             asyncio.run(take(up, moving))
             pages = {
                 "completed": f"/dashboard/batches/{done[0]}",
-                "errors": f"/dashboard/batches/{bad}",
+                "errors": f"/dashboard/batches/{bad}/errors",
                 "held": f"/dashboard/batches/{held}",
                 "new": "/dashboard/new",
                 "files": "/dashboard/files",

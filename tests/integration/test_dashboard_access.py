@@ -29,26 +29,32 @@ async def test_forms_count_as_requests(pages: httpx.AsyncClient, house: House) -
     assert "<h1>" in answer.text
 
 
-async def test_forms_of_other_sites_do_nothing(pages: httpx.AsyncClient, house: House) -> None:
+async def test_forms_of_other_sites_do_nothing(guarded: httpx.AsyncClient, house: House) -> None:
+    text, _ = await make_key(house.database, Role.USER)
+    await sign_in(guarded, text)
     batch_id = await house.submit(jsonl([line(1)]))
-    path, own = f"/batches/{batch_id}/cancel", f"http://{pages.base_url.netloc.decode()}"
-    del pages.headers["Sec-Fetch-Site"]
+    path, own = f"/batches/{batch_id}/cancel", f"http://{guarded.base_url.netloc.decode()}"
+    del guarded.headers["Sec-Fetch-Site"]
     for headers in (
         {},
         {"Sec-Fetch-Site": "cross-site"},
         {"Sec-Fetch-Site": "same-site", "Origin": own},
         {"Origin": "null"},
         {"Origin": "https://evil.example"},
+        {"Origin": f"{own}.evil.example"},
+        {"Origin": "http://["},
     ):
-        assert (await pages.post(path, headers=headers)).status_code == 403, headers
+        for form in (path, "/sign-in"):
+            refused = await guarded.post(form, headers=headers, data={"key": text})
+            assert (refused.status_code, "not sent by a page of this service" in refused.text) == (403, True), headers
     assert (await house.batch(batch_id)).status == "validating"
-    assert (await pages.post(path, headers={"Origin": own})).status_code == 200  # over HTTP, browsers say no more
+    assert (await guarded.post(path, headers={"Origin": own})).status_code == 200  # over HTTP, browsers say no more
     assert (await house.batch(batch_id)).status == "cancelling"
 
 
 async def test_signing_in_needs_a_good_key_and_ends_with_it(guarded: httpx.AsyncClient, house: House) -> None:
     text, key_id = await make_key(house.database, Role.USER)
-    for page in (*PAGES, "/overview.json", "/events", "/batches/batch_x/requests", "/batches/batch_x/scan.json"):
+    for page in (*PAGES, "/overview.json", "/events", "/batches/batch_x/requests"):
         assert (await guarded.get(page)).url.path == "/dashboard/sign-in"
     refused = await sign_in(guarded, "bw-wrong")
     assert (refused.status_code, "unknown, revoked" in refused.text) == (401, True)
@@ -95,7 +101,7 @@ async def test_another_projects_batch_is_not_there(guarded: httpx.AsyncClient, h
     for path in (
         f"/batches/{batch_id}",
         *(f"/batches/{batch_id}/{tab}" for tab in ("requests", "errors", "schedule", "files")),
-        *(f"/batches/{batch_id}/{name}" for name in ("points.json", "scan.json", "errors.jsonl")),
+        *(f"/batches/{batch_id}/{name}" for name in ("points.json", "errors.jsonl")),
         f"/batches/{batch_id}/request?custom_id=a",
         f"/files/{file_id}/content",
         f"/new?file={file_id}",

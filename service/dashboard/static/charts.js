@@ -14,6 +14,14 @@ function color(name) {
   return found;
 }
 
+// A stretch without points is a gap, not a line from its beginning to its end.
+function withGaps(points) {
+  const at = (point) => (Array.isArray(point) ? point[0] : point.at);
+  const steps = points.slice(1).map((point, n) => at(point) - at(points[n])).sort((a, b) => a - b);
+  const usual = steps[Math.floor(steps.length / 2)] ?? 0;
+  return points.flatMap((point, n) => (n && at(point) - at(points[n - 1]) > 4 * usual + 5 ? [{ at: at(points[n - 1]) + 1 }, point] : [point]));
+}
+
 // Points are objects with named fields, or lists; the time is the field `at`, or the first item of the list.
 function columns(points, names) {
   const at = (point, name) => (point[name] == null ? null : Number(point[name]));
@@ -28,9 +36,11 @@ function told(value, unit) {
   return unit === "requests" || unit === "tokens" ? compact.format(value) : `${compact.format(value)}${gap}${unit}`;
 }
 
-// Times are UTC, as on all pages; the day stands in front where the axis covers more than one.
-function moment(at, days) {
+// Times are UTC, as on all pages; the axis has seconds where it covers minutes, and the day where it covers several.
+function moment(at, span) {
   const iso = new Date(1000 * at).toISOString();
+  if (span < 600) return iso.slice(11, 19);
+  const days = span > 86400;
   return days ? iso.slice(5, 16).replace("T", " ") : iso.slice(11, 16);
 }
 
@@ -58,7 +68,8 @@ function drawMarks(marks) {
 function draw(element, found) {
   const { points, marks = [] } = found;
   const series = element.dataset.series.split(",").map((each) => each.split(":"));
-  const data = columns(points, series.map(([name]) => name));
+  const isOfService = found.from !== undefined; // a batch that rests has no points, and its counts stay
+  const data = columns(isOfService ? withGaps(points) : points, series.map(([name]) => name));
   const unit = element.dataset.unit ?? "";
   const isEmpty = !data.slice(1).some((column) => column.some((value) => value != null));
   element.classList.toggle("empty", isEmpty);
@@ -80,8 +91,8 @@ function draw(element, found) {
   const axis = { stroke: color("--soft"), grid: { stroke: color("--line"), width: 1 }, ticks: { stroke: color("--line"), width: 1 }, font: "12px system-ui" };
   const wide = (low, high) => (low === high ? [low - 60, high + 60] : [low, high]);
   const times = (chart, ticks) => {
-    const days = chart.scales.x.max - chart.scales.x.min > 86400;
-    return ticks.map((at) => moment(at, days));
+    const span = chart.scales.x.max - chart.scales.x.min;
+    return ticks.map((at) => moment(at, span));
   };
   const isWhole = unit === "requests" || unit === "tokens";
   element.chart = new uPlot({
@@ -97,14 +108,14 @@ function draw(element, found) {
     ],
     cursor: { sync: { key: "time" } },
     series: [
-      isTime ? { label: "UTC", value: (_, at) => (at == null ? "now" : moment(at, true)) } : { label: "step" },
+      isTime ? { label: "UTC", value: (_, at) => (at == null ? "now" : moment(at, Infinity)) } : { label: "step" },
       ...series.map(([, label], n) => ({
         label,
         stroke: color(COLORS[n]),
         width: 1.75,
         spanGaps: false,
         // With no cursor over the chart, the legend shows the value of now.
-        value: (chart, value, at, index) => told(index == null ? chart.data[at].findLast((each) => each != null) : value, unit),
+        value: (chart, value, at, index) => told(index == null ? chart.data[at].at(-1) : value, unit),
       })),
     ],
     plugins: [drawMarks(marks)],

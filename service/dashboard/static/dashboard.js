@@ -4,6 +4,7 @@
 const WATCH_MS = 5000;
 const REACHED = "a[href], button, summary, [tabindex]"; // what the keyboard can reach in the live part
 const GO = { o: "/dashboard", b: "/dashboard/batches", f: "/dashboard/files", w: "/dashboard/workers" };
+const PAIR_MS = 1500; // between `g` and the key after it
 
 // A browser opens at most six connections to a host, so a hidden page closes its own.
 let ticks = null;
@@ -16,7 +17,6 @@ function listen() {
   if (document.hidden || ticks) return;
   ticks = new EventSource("/dashboard/events");
   ticks.addEventListener("tick", () => {
-    followScan();
     for (const live of document.querySelectorAll('[hx-trigger="tick"]')) if (!isMarked(live)) htmx.trigger(live, "tick");
   });
 }
@@ -57,17 +57,21 @@ function keepState() {
   });
 }
 
-// Moves both ends of the scan over the picture of the prefix tree, which itself does not change.
-async function followScan() {
-  const plot = document.querySelector("[data-scan]:not([data-ended])");
-  if (!plot) return;
-  const answer = await fetch(plot.dataset.scan, { headers: { Accept: "application/json" } });
-  if (!answer.ok || answer.redirected) return;
-  const { left = 0, right = 0, begun = 0 } = await answer.json();
+// Moves both ends of the scan over the picture of the prefix tree, by the figures in the page's live part.
+function followScan() {
+  const [plot, scan] = [document.querySelector(".plot"), document.querySelector("[data-scan]")];
+  if (!scan) return;
+  const { scan: plan, left, right, begun } = scan.dataset;
+  if (!plot || plot.dataset.plan !== plan) { // planned, or planned again, since the page was loaded
+    const newer = document.querySelector("[data-newer]");
+    if (newer) newer.hidden = false;
+    else if (!document.querySelector("[data-plan]")) location.reload();
+    return;
+  }
   plot.querySelector(".left").setAttribute("width", 1000 * left);
   plot.querySelector(".right").setAttribute("x", 1000 - 1000 * right);
   plot.querySelector(".right").setAttribute("width", 1000 * right);
-  for (const each of document.querySelectorAll(".begun")) each.textContent = begun;
+  document.querySelector(".begun").textContent = begun;
 }
 
 // Says what lies under the mouse in the picture of the prefix tree.
@@ -83,7 +87,7 @@ function readTree() {
     box.classList.add("here");
     const { requests, begin, end, out, text } = box.dataset;
     const what = requests === "1" ? `1 request, tokens ${begin} to ${end}` : `${Number(requests).toLocaleString("en")} requests share tokens ${begin} to ${end}`;
-    read.replaceChildren(`${what}; about ${out} tokens of answer each. `);
+    read.replaceChildren(out ? `${what}; about ${out} tokens of answer each. ` : `${what}. `);
     if (text) read.append(Object.assign(document.createElement("q"), { textContent: text }));
   });
 }
@@ -118,9 +122,8 @@ function switchTheme() {
   if (!button) return;
   const root = document.documentElement;
   const all = ["system", "light", "dark"];
-  const say = () => { button.textContent = { system: "Auto", light: "Light", dark: "Dark" }[root.dataset.theme ?? "system"]; };
+  const say = () => { button.textContent = { system: "Theme: auto", light: "Theme: light", dark: "Theme: dark" }[root.dataset.theme ?? "system"]; };
   button.hidden = false;
-  button.setAttribute("aria-label", "Colour theme");
   say();
   button.addEventListener("click", () => {
     const next = all[(all.indexOf(root.dataset.theme ?? "system") + 1) % all.length];
@@ -148,12 +151,13 @@ function useKeys() {
   const opener = document.querySelector("[data-keys]");
   opener.hidden = false;
   opener.addEventListener("click", () => keys.showModal());
-  let before = "";
+  let before = { key: "", at: 0 };
   document.addEventListener("keydown", (event) => {
     if (event.ctrlKey || event.metaKey || event.altKey || isTyping(event.target)) return;
-    const goes = before === "g" ? GO[event.key] : event.key === "n" ? "/dashboard/new" : undefined;
-    before = event.key;
-    if (goes) location.href = goes;
+    const isPair = before.key === "g" && event.timeStamp - before.at < PAIR_MS;
+    const goes = isPair ? GO[event.key] : event.key === "n" ? "/dashboard/new" : undefined;
+    before = { key: event.key, at: event.timeStamp };
+    if (goes && document.querySelector(`header a[href="${goes}"]`)) location.href = goes;
     else if (event.key === "/") document.querySelector(".search input").focus();
     else if (event.key === "?") keys.showModal();
     else if (event.key === "j" || event.key === "k") step(event.key === "j" ? 1 : -1);
@@ -168,6 +172,7 @@ document.addEventListener("DOMContentLoaded", () => {
   copyIds();
   applyFilters();
   readTree();
+  document.addEventListener("htmx:afterSettle", followScan);
   if (document.querySelector('[hx-trigger="tick"]')) {
     listen();
     document.addEventListener("visibilitychange", listen);

@@ -7,7 +7,7 @@ const SHOWN = 3;
 function parse(text, isWhole) {
   const lines = text.split("\n");
   if (!isWhole) lines.pop(); // cut off
-  const found = { requests: [], problems: [], blank: 0 };
+  const found = { requests: [], problems: [] };
   lines.forEach((line, at) => {
     if (!line.trim()) return;
     try {
@@ -22,7 +22,7 @@ function parse(text, isWhole) {
   return found;
 }
 
-function checks(found, models, endpoints) {
+function checks(found, isWhole, models, endpoints) {
   const said = found.problems.slice(0, SHOWN).map((text) => ["bad", text]);
   const each = (values) => [...new Set(values)];
   const urls = each(found.requests.map((request) => request.url));
@@ -35,7 +35,10 @@ function checks(found, models, endpoints) {
   if (named.length === 1 && !models.includes(named[0])) {
     said.push(["bad", `The model ${named[0]} does not exist here. Available: ${models.join(", ") || "none yet"}.`]);
   }
-  if (!found.requests.length) said.push(["bad", "No request was found at the beginning of the file."]);
+  if (!found.requests.length && !said.length) {
+    said.push(isWhole ? ["bad", "The file has no request."] : ["", "Its first line is too long to look at here. The service checks it."]);
+    return said;
+  }
   if (!said.length) said.push(["good", `The first ${found.requests.length.toLocaleString("en")} lines look right: ${named[0]}, ${urls[0]}. The service checks every line before anything runs.`]);
   return said;
 }
@@ -59,8 +62,9 @@ function upload(form, progress) {
     };
     request.onerror = () => reject(new Error("The upload was cut off. Try again."));
     request.onload = () => {
-      const query = new URL(request.responseURL).searchParams;
-      if (query.get("file")) resolve(query.get("file"));
+      const { pathname, searchParams: query } = new URL(request.responseURL);
+      if (pathname.endsWith("/sign-in")) reject(new Error("Your session has ended. Sign in again."));
+      else if (query.get("file")) resolve(query.get("file"));
       else reject(new Error(query.get("problem") ?? "The upload failed."));
     };
     request.send(new FormData(form)); // with its hidden fields first, as the service needs them
@@ -79,12 +83,14 @@ document.addEventListener("DOMContentLoaded", () => {
     const [file] = input.files;
     if (!file) return;
     create.elements.file.value = "";
+    root.querySelector("[data-lines]").replaceChildren();
     chosen.hidden = false;
     chosen.textContent = `${file.name}, ${(file.size / 1048576).toFixed(1)} MiB`;
     create.elements.name.placeholder = file.name;
-    for (const button of create.querySelectorAll("button")) button.disabled = false;
+    const isTooLarge = file.size > Number(root.dataset.most);
+    for (const button of create.querySelectorAll("button")) button.disabled = isTooLarge;
     hint.textContent = "Nothing runs until the whole file has been uploaded and checked; errors are listed by line.";
-    if (file.size > Number(root.dataset.most)) {
+    if (isTooLarge) {
       show(said, [["bad", `The file is larger than ${(Number(root.dataset.most) / 1048576).toFixed(0)} MiB. Split it into several batches.`]]);
       return;
     }
@@ -96,7 +102,7 @@ document.addEventListener("DOMContentLoaded", () => {
     const found = parse(new TextDecoder().decode(head), file.size <= LOOKED_AT);
     const url = found.requests[0]?.url;
     if (endpoints.includes(url)) create.elements.endpoint.value = url;
-    show(said, checks(found, models, endpoints));
+    show(said, checks(found, file.size <= LOOKED_AT, models, endpoints));
     const lines = document.createElement("pre");
     lines.tabIndex = 0;
     lines.textContent = found.requests.slice(0, SHOWN).map((each) => JSON.stringify(each).slice(0, 400)).join("\n");
@@ -118,13 +124,14 @@ document.addEventListener("DOMContentLoaded", () => {
     if (create.elements.file.value) return;
     event.preventDefault();
     const held = event.submitter?.name === "hold";
-    const buttons = create.querySelectorAll("button");
-    for (const button of buttons) button.disabled = true;
+    const fields = [input, ...create.querySelectorAll("button")];
+    const sent = upload(form, root.querySelector("[data-sent]")); // before its field is disabled, and so left out
+    for (const field of fields) field.disabled = true;
     try {
-      create.elements.file.value = await upload(form, root.querySelector("[data-sent]"));
+      create.elements.file.value = await sent;
     } catch (error) {
       show(said, [["bad", error.message]]);
-      for (const button of buttons) button.disabled = false;
+      for (const field of fields) field.disabled = false;
       return;
     }
     if (held) {

@@ -6,7 +6,7 @@ import pytest
 
 from service.api.shapes import BatchObject
 from service.dashboard.render import short
-from service.dashboard.schedule import Drawing
+from service.dashboard.schedule import own
 from service.dashboard.shown import Shown, clock_time
 from service.objects.plan_picture import Box, PlanPicture
 
@@ -95,7 +95,9 @@ def test_the_stretches_of_a_life_cover_all_of_it() -> None:
     assert sum(stage.width for stage in stages) == pytest.approx(1)
     assert not any(stage.is_open for stage in stages)
     *_, last = batch("running", in_progress_at=begun + 10).stages(None, NOW)
-    assert (last.name, last.seconds, last.is_open) == ("waited", 90, True)
+    assert (last.name, last.seconds, last.is_open) == ("waited and answered", 90, True)
+    *_, last = batch("waiting", counts=(0, 0), in_progress_at=begun + 10).stages(None, NOW)
+    assert (last.name, last.is_open) == ("waited", True)
 
 
 def test_a_deadline_is_good_tight_or_late() -> None:
@@ -117,9 +119,11 @@ def test_times_and_ids_are_short() -> None:
     assert short("batch_x") == "batch_x"
 
 
-def test_only_those_whose_requests_are_in_a_box_read_what_they_share() -> None:
-    mine, others = Box(0, 0.5, 0, 9, 0, 1, "a secret of both", (0, 1)), Box(0.5, 0.5, 0, 9, 0, 1, "a secret", (1,))
-    drawn = Drawing(PlanPicture(2, 9, [mine, others], [], ["proj_a", "proj_b"]), 0, 0, 1, 0)
-    assert [drawn.text(box, "proj_a") for box in (mine, others)] == ["a secret of both", ""]
-    assert [drawn.text(box, None) for box in (mine, others)] == ["a secret of both", "a secret"]
-    assert drawn.text(others, "proj_c") == ""
+def test_a_project_sees_of_a_tree_what_its_own_requests_are_in() -> None:
+    shared = Box(0, 0.75, 0, 9, 0, 40, "said by both", ((0, 1), (1, 2)))
+    theirs, mine = Box(0, 0.5, 9, 12, 0, 50, "a secret", ((1, 2),)), Box(0.75, 0.25, 0, 9, 0, 7, "mine", ((0, 1),))
+    picture = PlanPicture(4, 12, [shared, theirs, mine], [], ["proj_a", "proj_b"])
+    seen = own(picture, "proj_a")
+    assert [(box.text, box.width, box.output_tokens) for box in seen] == [("said by both", 0.25, 0), ("mine", 0.25, 7)]
+    assert [box.text for box in own(picture, "proj_b")] == ["said by both", "a secret"]
+    assert own(picture, "proj_c") == []

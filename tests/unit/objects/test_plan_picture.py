@@ -51,7 +51,7 @@ def test_boxes_say_what_is_shared_and_whose_requests_are_in_them() -> None:
     drawn = picture_of(plan_window(prompts(2, 10), outputs, COST), content(prompts(2, 10), owner))
     first, second = sorted((box for box in drawn.boxes if box.begin == 0), key=lambda box: box.left)
     assert first.text == " ".join(["0"] * TEXT_TOKENS)
-    assert (first.owners, second.owners) == ((0,), (0, 1))
+    assert (first.owners, second.owners) == (((0, 10),), ((0, 5), (1, 5)))
     assert (first.output_tokens, second.output_tokens) == (1, 4000)
     [leaf] = [box for box in drawn.boxes if box.text.startswith("1013 ")]
-    assert (leaf.begin, leaf.owners) == (100, (1,))
+    assert (leaf.begin, leaf.owners) == (100, ((1, 1),))
