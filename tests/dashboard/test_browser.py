@@ -270,10 +270,105 @@ async def test_pages_can_be_used_by_everyone(url: str, house: House, clock: Cloc
         assert complaints == []
 
 
+async def test_a_wrong_file_is_told_before_it_is_sent(page: Page) -> None:
+    sent: list[str] = []
+    page.on("request", lambda request: sent.append(request.url) if request.method == "POST" else None)
+    await page.goto("/dashboard/new")
+    wrong = jsonl([line(1), line(1), line(2, body={"model": "gpt-9"})]) + b"{oops\n"
+    chosen = page.get_by_label("JSONL file")
+    await chosen.set_input_files(FilePayload(name="in.jsonl", mimeType="text/plain", buffer=wrong))
+    for said in ("Line 4 is not JSON: {oops", "A custom_id comes twice", "several models: test-model, gpt-9"):
+        await expect(page.get_by_text(said)).to_be_visible()
+    await chosen.set_input_files(FilePayload(name="in.jsonl", mimeType="text/plain", buffer=b""))
+    await expect(page.get_by_text("The file has no request.")).to_be_visible()
+    await expect(page.get_by_text("A custom_id comes twice")).to_be_hidden()
+    assert sent == []
+
+
+async def test_a_file_is_dropped_and_named(page: Page, house: House) -> None:
+    await page.goto("/dashboard/new")
+    data = json.dumps(jsonl([line(1, url="/v1/completions", body={"model": "test-model", "prompt": "a"})]).decode())
+    await page.evaluate(f"""() => {{
+      const dropped = new DataTransfer();
+      dropped.items.add(new File([{data}], 'poems.jsonl'));
+      document.querySelector('.drop').dispatchEvent(new DragEvent('drop', {{dataTransfer: dropped, bubbles: true}}));
+    }}""")
+    await expect(page.get_by_text("The first 1 lines look right")).to_be_visible()
+    await expect(page.get_by_label("Endpoint")).to_have_value("/v1/completions")  # as its first line says
+    await page.get_by_label("Metadata").fill("team: evals")
+    await page.get_by_role("button", name="Start the batch").click()
+    await expect(page.get_by_role("heading", level=1)).to_have_text("poems.jsonl")
+    batch = await house.batch(page.url.rpartition("/")[2])
+    assert (batch.endpoint, batch.custom_metadata) == ("/v1/completions", {"team": "evals"})
+
+
+async def test_the_keyboard_goes_everywhere(page: Page, house: House) -> None:
+    for _ in range(2):
+        await house.submit(jsonl([line(1)]))
+    await page.goto("/dashboard")
+    await page.keyboard.type("gb")
+    await page.wait_for_url("**/dashboard/batches")
+    here = "document.activeElement.closest('tbody tr')?.rowIndex"
+    for key, row in (("j", 1), ("j", 2), ("j", 2), ("k", 1)):
+        await page.keyboard.type(key)
+        await page.wait_for_function(f"{here} === {row}")
+    await page.keyboard.press("Enter")
+    await page.wait_for_url("**/dashboard/batches/batch_*")
+    await page.keyboard.type("?")
+    await expect(page.get_by_role("dialog")).to_be_visible()
+    await page.keyboard.press("Escape")
+    await page.keyboard.type("/")
+    await page.keyboard.type("g b?n")  # a text now
+    await expect(page.get_by_role("dialog")).to_be_hidden()
+    await page.keyboard.press("Enter")
+    await page.wait_for_url("**/dashboard/batches?text=g+b%3Fn")
+
+
+async def test_filters_apply_as_they_change_and_stay_in_the_address(page: Page, house: House) -> None:
+    await house.submit(jsonl([line(1)]))
+    await page.goto("/dashboard/batches?state=waiting")
+    await page.get_by_label("Model").select_option("test-model")
+    await page.wait_for_url("**/dashboard/batches?state=waiting&model=test-model")
+    await expect(page.get_by_label("Model")).to_have_value("test-model")
+
+
+async def test_a_theme_is_chosen_by_hand_and_kept(page: Page) -> None:
+    await page.goto("/dashboard")
+    ground = "getComputedStyle(document.body).backgroundColor"
+    light = await page.evaluate(ground)
+    await page.get_by_role("button", name="Theme: auto").click()
+    await page.get_by_role("button", name="Theme: light").click()
+    assert await page.evaluate(ground) != light
+    await page.goto("/dashboard/batches")
+    await expect(page.get_by_role("button", name="Theme: dark")).to_be_visible()
+    assert await page.evaluate(ground) != light
+
+
+async def test_the_picture_of_the_schedule_moves_and_says_what_is_shared(
+    page: Page, house: House, clock: Clock
+) -> None:
+    engine = ScriptedEngine(hold=asyncio.Event(), hold_after=10)
+    batch_id = await house.submit(jsonl(line(n) for n in range(30)))
+    await house.plan()
+    await page.goto(f"/dashboard/batches/{batch_id}/schedule")
+    await page.locator(".tree rect[data-text]").first.hover()
+    await expect(page.locator(".read")).to_contain_text("30 requests share tokens 0 to")
+    await expect(page.locator(".read q")).not_to_be_empty()
+    assert float(await page.locator(".tree .left").get_attribute("width") or 1) == 0
+    await page.evaluate("document.body.dataset.mark = 'same document'")
+    async with jobs(house, clock), house.working(engine):
+        await expect(page.locator(".begun")).not_to_have_text("0", timeout=60_000)
+        assert float(await page.locator(".tree .left").get_attribute("width") or 0) > 0
+        assert await page.evaluate("document.body.dataset.mark") == "same document"
+        assert engine.hold is not None
+        engine.hold.set()
+        await house.until_ended(batch_id)
+
+
 async def test_pages_can_be_read_without_scripts(url: str, house: House) -> None:
     await house.submit(jsonl(line(n) for n in range(30)))
     await house.plan()
     async with browser_page(url, scripts=False) as (page, _):
         await page.goto("/dashboard")
-        await page.get_by_role("link", name="in.jsonl").click()
-        await expect(page.get_by_text("0 of 30")).to_be_visible()
+        await page.get_by_role("region", name="Batches").get_by_role("link", name="in.jsonl").click()
+        await expect(page.get_by_role("img", name="0 of 30 answered")).to_be_visible()

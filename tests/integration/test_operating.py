@@ -339,7 +339,7 @@ async def test_a_worker_that_stalls_or_starts_is_said_to(house: House, settings:
         assert "none has finished a step" in waits
         pages = [httpx.get(f"{url}/dashboard{path}").text for path in ("", "/workers")]
         assert "w is stalled" in pages[0]
-        assert 'Starting</span> <span class="quiet">for 0 s: loads SGLang' in pages[1]
+        assert ">Starting</span>" in pages[1]
         starting.end()
         async with asyncio.timeout(30):
             while len(httpx.get(f"{url}/v1/workers").json()["data"]) > 1:

@@ -49,7 +49,7 @@ function keepState() {
     open = [...target.querySelectorAll("details[open] > summary")].map(name);
     focus = target.contains(here) ? { like: name(here), at: alike(name(here)).indexOf(here) } : null;
   });
-  document.addEventListener("htmx:afterSettle", () => {
+  document.addEventListener("htmx:afterSwap", () => {
     for (const each of document.querySelectorAll("details > summary")) each.parentElement.open ||= open.includes(name(each));
     open = [];
     if (focus) alike(focus.like)[focus.at]?.focus({ preventScroll: true });
