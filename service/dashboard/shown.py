@@ -53,7 +53,7 @@ class Stage:
 class Shown:
     """A batch with what pages say about it.
 
-    `state`: a key of WORDS. `project`: None if the viewer sees only one. `pace`: tokens per second over the last
+    `state`: a key of WORDS. `project`: None if the viewer sees only one. `pace`: answer tokens per second over the last
     minute, None if nothing came.
     """
 

@@ -79,7 +79,7 @@ class History:
         await pipeline.execute()
 
     async def paces(self, batch_ids: Sequence[str], now: float) -> dict[str, float]:
-        """Return input and output tokens per second by batch, over its last points; omit batches idle for a minute."""
+        """Return answer tokens per second by batch, over its last points; omit batches idle for a minute."""
         pipeline = self._redis.pipeline(transaction=False)
         for batch_id in batch_ids:
             pipeline.lrange(keys.batch_history(batch_id), -PACE_POINTS, -1)
@@ -92,7 +92,7 @@ class History:
             points = [json.loads(each) for each in raw]
             if len(points) > 1 and now - points[-1][0] <= REST_S:
                 first, last = points[0], points[-1]
-                paces[batch_id] = (last[3] + last[4] - first[3] - first[4]) / max(1, last[0] - first[0])
+                paces[batch_id] = (last[4] - first[4]) / max(1, last[0] - first[0])
         return paces
 
     async def note_paces(self, paces: Mapping[str, Pace]) -> None:

@@ -6,6 +6,7 @@ reports what is wrong with it.
 
 import json
 from array import array
+from collections import defaultdict
 from collections.abc import Sequence
 from datetime import datetime
 from functools import lru_cache
@@ -139,11 +140,11 @@ class PromptTokens:
 
 def prompt_tokens(source: str) -> PromptTokens:
     """Return what a model makes of prompts, by its source; models that were used lately are not loaded again."""
-    with _loading:
+    with _loading[source]:  # or two threads would load the same one
         return _loaded(source)
 
 
-_loading = Lock()  # or two threads would load the same one
+_loading: defaultdict[str, Lock] = defaultdict(Lock)
 _loaded = lru_cache(maxsize=8)(PromptTokens.load)
 
 

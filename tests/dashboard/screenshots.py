@@ -27,7 +27,7 @@ async def take(up: Up, pages: dict[str, str]) -> None:
                     await page.goto(path)
                     await asyncio.sleep(SETTLE_S)
                     target = FOLDER / f"{name}-{width}-{theme}.png"
-                    await page.screenshot(path=target, full_page=width == 390)
+                    await page.screenshot(path=target, full_page=width < 1920)
                     print(target)
                 assert complaints == [], complaints
 

@@ -317,7 +317,9 @@ async def test_the_keyboard_goes_everywhere(page: Page, house: House) -> None:
     await page.keyboard.type("?")
     await expect(page.get_by_role("dialog")).to_be_visible()
     await page.keyboard.press("Escape")
+    await expect(page.get_by_role("dialog")).to_be_hidden()
     await page.keyboard.type("/")
+    await expect(page.get_by_role("searchbox")).to_be_focused()
     await page.keyboard.type("g b?n")  # a text now
     await expect(page.get_by_role("dialog")).to_be_hidden()
     await page.keyboard.press("Enter")
@@ -349,8 +351,10 @@ async def test_the_picture_of_the_schedule_moves_and_says_what_is_shared(
 ) -> None:
     engine = ScriptedEngine(hold=asyncio.Event(), hold_after=10)
     batch_id = await house.submit(jsonl(line(n) for n in range(30)))
-    await house.plan()
     await page.goto(f"/dashboard/batches/{batch_id}/schedule")
+    await expect(page.get_by_text("The batch is not planned yet")).to_be_visible()
+    await house.plan()
+    await expect(page.locator(".tree")).to_be_visible(timeout=60_000)
     await page.locator(".tree rect[data-text]").first.hover()
     await expect(page.locator(".read")).to_contain_text("30 requests share tokens 0 to")
     await expect(page.locator(".read q")).not_to_be_empty()

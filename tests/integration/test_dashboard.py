@@ -12,6 +12,7 @@ from engine_ext.coserve.slo import SloClass
 from engine_ext.plugin.scheduler.served import ServedClass
 from service.dashboard import batch_pages
 from service.db.tables import Batch, BatchStatus
+from service.jobs import planner
 from service.jobs.historian import Historian
 from service.metrics.history import MOST_SHOWN, History
 from service.objects.storage import file_key
@@ -193,6 +194,21 @@ async def test_a_week_is_kept_with_fewer_points(pages: httpx.AsyncClient, house:
     assert (point["kv_left"], point["reads"], point["cached"]) == (25.0, 25.0, None)
 
 
+async def test_a_tokenizer_that_fails_stops_no_plan(
+    pages: httpx.AsyncClient, house: House, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(source: str) -> None:
+        raise OSError(f"{source} is gone")
+
+    batch_id = await house.submit(jsonl(line(n) for n in range(20)))
+    monkeypatch.setattr(planner, "prompt_tokens", broken)
+    monkeypatch.setattr(planner, "_without_texts", set[str]())
+    await house.plan()
+    shown = (await pages.get(f"/batches/{batch_id}/schedule")).text
+    assert 'data-text=""' in shown
+    assert not re.search(r'data-text="[^"]', shown)
+
+
 async def test_a_live_refresh_reads_no_results(
     pages: httpx.AsyncClient, house: House, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -352,7 +368,7 @@ async def test_the_pace_of_a_batch_is_of_its_last_minute(pages: httpx.AsyncClien
     await house.plan()
     history, now = History(house.redis), int(house.clock.now)
     for at in range(20):
-        counts = Counts(completed=at, input_tokens=100 * at if at < 10 else 10 * at + 900)
+        counts = Counts(completed=at, input_tokens=9 * at, output_tokens=100 * at if at < 10 else 10 * at + 900)
         await history.note_batch(batch_id, now - 190 + 10 * at, counts)
     assert await history.paces([batch_id, "batch_x"], now) == {batch_id: 1.0}
     assert re.search(r"the last minute</dt><dd>\s*1\s*</dd>", (await pages.get(f"/batches/{batch_id}")).text)

@@ -65,7 +65,7 @@ function followScan() {
   if (!plot || plot.dataset.plan !== plan) { // planned, or planned again, since the page was loaded
     const newer = document.querySelector("[data-newer]");
     if (newer) newer.hidden = false;
-    else if (!document.querySelector("[data-plan]")) location.reload();
+    else if (document.querySelector("[data-unplanned]")) location.reload();
     return;
   }
   plot.querySelector(".left").setAttribute("width", 1000 * left);
@@ -97,7 +97,7 @@ function copyIds() {
     for (const button of document.querySelectorAll("[data-copy][hidden]")) button.hidden = !navigator.clipboard;
   };
   offer();
-  document.addEventListener("htmx:afterSettle", offer);
+  document.addEventListener("htmx:afterSwap", offer);
   document.addEventListener("click", async ({ target }) => {
     const button = target.closest("[data-copy]");
     if (!button) return;
