@@ -249,7 +249,7 @@ def source_of(given: str) -> str:
 
 
 # The first setting under each heading of the lists of settings (docs/settings.md, the dashboard).
-_HEADINGS = {
+HEADINGS = {
     "data_dir": "Storage",
     "host": "API",
     "model": "Model and engine",
@@ -267,7 +267,7 @@ def grouped() -> dict[str, list[str]]:
     groups: dict[str, list[str]] = {}
     heading = ""
     for name in Settings.model_fields:
-        heading = _HEADINGS.get(name, heading)
+        heading = HEADINGS.get(name, heading)
         groups.setdefault(heading, []).append(name)
     return groups
 

@@ -131,7 +131,10 @@ async def boxes_of(context: Context, scan: Scan | None, project: str | None) -> 
     """Return the boxes of the window's tree that the project may see; None stands for an operator, who sees all."""
     if scan is None:
         return None
-    picture = await PlanArtifact(context.storage, scan.plan_id).picture()
+    try:
+        picture = await PlanArtifact(context.storage, scan.plan_id).picture()
+    except FileNotFoundError:  # deleted since its reach was read
+        return None
     return Boxes(picture.requests, picture.depth, picture.boxes if project is None else own(picture, project))
 
 

@@ -114,7 +114,10 @@ class Shown:
                 answers = self.batch.request_counts.completed
                 return f"Completed in {took}: {answers:,} {'answer' if answers == 1 else 'answers'}{failed}"
             case "failed":
-                count = len(self.batch.errors.data) if self.batch.errors else 0
+                errors = self.batch.errors.data if self.batch.errors else []
+                if [error.code for error in errors] == ["model_not_served"]:  # the file may be right
+                    return "Failed: no worker serves its model, and nothing ran"
+                count = len(errors)
                 return f"Failed: the file has {count:,} {'error' if count == 1 else 'errors'}, and nothing ran"
             case "cancelling":
                 return f"Cancelling, {answered} answered"

@@ -52,12 +52,14 @@ class History:
 
     async def note(self, point: dict[str, Any]) -> None:
         """Add a point to the last day, and one of twelve to the last week."""
+        lists = [(keys.HISTORY, KEPT)]
+        if await self._is_turn(keys.LONG_HISTORY_TURN, LONG_EVERY_S):
+            lists.append((keys.LONG_HISTORY, LONG_KEPT))
         pipeline = self._redis.pipeline(transaction=False)
-        for key, kept in ((keys.HISTORY, KEPT), (keys.LONG_HISTORY, LONG_KEPT)):
-            if key == keys.HISTORY or await self._is_turn(keys.LONG_HISTORY_TURN, LONG_EVERY_S):
-                pipeline.rpush(key, json.dumps(point))
-                pipeline.ltrim(key, -kept, -1)
-                pipeline.expire(key, KEEP_S)
+        for key, kept in lists:
+            pipeline.rpush(key, json.dumps(point))
+            pipeline.ltrim(key, -kept, -1)
+            pipeline.expire(key, KEEP_S)
         await pipeline.execute()
 
     async def note_batch(self, batch_id: str, at: int, counts: Counts) -> None:

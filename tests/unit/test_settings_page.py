@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from service.cli.settings_page import page
-from service.settings import Settings
+from service.settings import HEADINGS, Settings, grouped
 
 PAGE = Path(__file__).parents[2] / "docs/settings.md"
 
@@ -15,3 +15,11 @@ def test_the_page_is_current() -> None:
 def test_every_setting_is_described() -> None:
     for name, field in Settings.model_fields.items():
         assert field.description, name
+
+
+def test_headings_are_in_the_order_of_the_settings() -> None:
+    groups = grouped()
+    assert [name for names in groups.values() for name in names] == list(Settings.model_fields)
+    assert all(len(names) > 1 for names in groups.values())
+    assert "" not in groups
+    assert len(groups) == len(HEADINGS)

@@ -65,6 +65,10 @@ def batch(state: str, *, about: dict[str, Any] | None = None, counts: tuple[int,
             "Failed: the file has 1 error, and nothing ran",
         ),
         (
+            batch("failed", errors={"data": [{"code": "model_not_served", "line": 1, "message": "m", "param": None}]}),
+            "Failed: no worker serves its model, and nothing ran",
+        ),
+        (
             batch(
                 "expired",
                 counts=(411, 1589),
