@@ -11,6 +11,7 @@ from service.cli.start import log_to
 from service.db.tables import Batch, BatchStatus, Model, Slice, Window
 from service.db.tenant_tables import Project
 from service.jobs.planner import Planner
+from service.jobs.sweeper import KEEP_SLICES_S
 from service.objects.plan_artifact import PlanArtifact
 from service.objects.request_index import RequestIndex
 from service.objects.storage import CLOCK_KEY
@@ -207,9 +208,15 @@ async def test_ended_batch_leaves_only_its_files_in_storage(house: House) -> Non
     await house.plan()
     async with house.working(ScriptedEngine(statuses={"request 1": [400]})):
         [batch] = await house.until_ended(batch_id)
-    files = [batch.input_file_id, batch.output_file_id, batch.error_file_id]
+    ids = [batch.input_file_id, batch.output_file_id, batch.error_file_id]
+    files = sorted([*(f"files/{each}" for each in ids), CLOCK_KEY])
     await house.sweeper.run_once()
-    assert await house.storage.keys("") == sorted([*(f"files/{each}" for each in files), CLOCK_KEY])
+    left = await house.storage.keys("")
+    assert [key for key in left if not key.startswith("plans/")] == files
+    assert len(left) == len(files) + 3  # the plan, for people to see how the batch ran
+    house.clock.now += KEEP_SLICES_S + 1
+    await house.sweeper.run_once()
+    assert await house.storage.keys("") == files
     assert await house.redis.keys("batchweave:progress:*") == []
 
 
