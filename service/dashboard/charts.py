@@ -40,7 +40,7 @@ def _derived(point: dict[str, Any]) -> dict[str, float | None]:
 
 def marks(deaths: list[tuple[int, str]], states: list[dict[str, Any]], since: float) -> list[dict[str, Any]]:
     """Return what a chart marks: workers that fell silent, and those alive that have started since then."""
-    found = [{"at": at, "kind": "death", "text": f"{name} died"} for at, name in deaths if at >= since]
+    found = [{"at": at, "kind": "death", "text": f"{name} fell silent"} for at, name in deaths if at >= since]
     found += [
         {"at": state["started_at"], "kind": "start", "text": f"{state['name']} started"}
         for state in states

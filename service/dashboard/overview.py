@@ -137,9 +137,7 @@ async def _serving(context: Context, is_operator: bool) -> list[Notice]:
         text = "All workers are draining, so nothing new runs. Resume one, or start another."
     else:
         text = "No worker is alive, so nothing runs and no online request is answered. Nothing is lost."
-    return [
-        Notice(f"{text} docs/operate.md says what to do under: When something is wrong.", True, "/dashboard/workers")
-    ]
+    return [Notice(f'{text} See "When something is wrong" in docs/operate.md.', True, "/dashboard/workers")]
 
 
 async def _deaths(context: Context, now: float, nobody_serves: bool) -> list[Notice]:
@@ -149,5 +147,5 @@ async def _deaths(context: Context, now: float, nobody_serves: bool) -> list[Not
     told = ", ".join(f"{name} {span(now - at)} ago" for at, name in deaths[:NAMED])
     more = f" and {len(deaths) - NAMED} more" if len(deaths) > NAMED else ""
     text = f"Workers that fell silent in the last hour: {told}{more}."
-    text += " What they had waits for another." if nobody_serves else " What they had goes to others."
+    text += " Their work waits for another." if nobody_serves else " Their work goes to others."
     return [Notice(text, True, "/dashboard/workers")]

@@ -10,7 +10,7 @@ from service.api.context import Context
 from service.db.sessions import Database
 from service.db.tables import Slice, SliceBatch, SliceStatus, Window, fixed
 from service.objects.plan_artifact import PlanArtifact
-from service.objects.plan_picture import Box, PlanPicture
+from service.objects.plan_picture import TEXT_TOKENS, Box, PlanPicture
 from service.objects.storage import Storage
 
 MOST_SLICES = 2000
@@ -135,21 +135,40 @@ async def boxes_of(context: Context, scan: Scan | None, project: str | None) -> 
         picture = await PlanArtifact(context.storage, scan.plan_id).picture()
     except FileNotFoundError:  # deleted since its reach was read
         return None
-    return Boxes(picture.requests, picture.depth, picture.boxes if project is None else own(picture, project))
+    boxes = picture.boxes if project is None else own(picture, project)
+    return Boxes(picture.requests, max((box.end for box in boxes), default=1), boxes)
 
 
 def own(picture: PlanPicture, project: str) -> list[Box]:
-    """Return the boxes with a request of the project, as wide as its own requests.
+    """Return the tree as if it had the project's requests alone: boxes as wide as those, and no cut that others cause.
 
-    Anything else would tell what others ask: a guess at a prefix would show whether somebody shares it.
+    Anything else would tell what others ask: a guess at a prefix would show whether somebody shares it, and how far.
     """
     found = list[Box]()
-    for box in picture.boxes:
+    above: list[tuple[int, Box]] = []  # places of found boxes, and what they are in the tree of all projects
+    for box in picture.boxes:  # parents before their children
         mine = sum(count for owner, count in box.owners if picture.projects[owner] == project)
-        if mine:
-            told = box.output_tokens if len(box.owners) == 1 else 0
-            found.append(structs.replace(box, width=mine / picture.requests, output_tokens=told))
+        if not mine:
+            continue
+        while above and not _holds(above[-1][1], box):
+            above.pop()
+        told = box if len(box.owners) == 1 else structs.replace(box, density=0.0, output_tokens=0)
+        told = structs.replace(told, width=mine / picture.requests)
+        before = found[above[-1][0]] if above else None
+        if before is not None and before.width == told.width:  # only others' requests part here
+            is_short = before.end - before.begin < TEXT_TOKENS
+            text = before.text + told.text if is_short else before.text
+            found[above[-1][0]] = structs.replace(told, begin=before.begin, text=text)
+            above[-1] = (above[-1][0], box)
+        else:
+            above.append((len(found), box))
+            found.append(told)
     return found
+
+
+def _holds(above: Box, box: Box) -> bool:
+    """Return whether the requests of `box` go on from where `above` ends."""
+    return above.end == box.begin and above.left <= box.left < above.left + above.width
 
 
 _reaches: OrderedDict[str, list[tuple[float, float]]] = OrderedDict()  # by plan, which never changes

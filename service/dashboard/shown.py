@@ -32,8 +32,8 @@ WORDS = {
     "cancelling": "Cancelling",
     "cancelled": "Cancelled",
 }
-NOT_RUN = ("batch_expired", "batch_cancelled")
-TIGHT_S = 1800
+NOT_RUN = ("batch_expired", "batch_cancelled")  # codes of requests that were left when the batch ended
+TIGHT_S = 1800  # before the deadline, from which it is near in any case
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,7 @@ from typing import Any
 import structlog
 from redis import Redis as SyncRedis
 from redis.asyncio import Redis
-from redis.exceptions import RedisError
+from redis.exceptions import RedisError, ResponseError
 from sqlalchemy import select
 
 from service.db.sessions import Database
@@ -109,8 +109,11 @@ class Heartbeat:
 
     async def _forget(self, name: str) -> None:
         """Take a silent worker from the list, and note its death once, by the first look that finds it silent."""
-        about = await self._redis.info("server")
-        if about["uptime_in_seconds"] < REDIS_YOUNG_S:
+        try:
+            about = await self._redis.info("server")
+        except ResponseError:  # some hosted servers do not say
+            about = {}
+        if about.get("uptime_in_seconds", REDIS_YOUNG_S) < REDIS_YOUNG_S:
             return  # what beat while Redis was away has yet to come back
         if await self._redis.srem(keys.WORKERS, name):
             pipeline = self._redis.pipeline(transaction=False)

@@ -293,7 +293,7 @@ async def test_a_file_is_dropped_and_named(page: Page, house: House) -> None:
       dropped.items.add(new File([{data}], 'poems.jsonl'));
       document.querySelector('.drop').dispatchEvent(new DragEvent('drop', {{dataTransfer: dropped, bubbles: true}}));
     }}""")
-    await expect(page.get_by_text("The first 1 lines look right")).to_be_visible()
+    await expect(page.get_by_text("The first line looks right")).to_be_visible()
     await expect(page.get_by_label("Endpoint")).to_have_value("/v1/completions")  # as its first line says
     await page.get_by_label("Metadata").fill("team: evals")
     await page.get_by_role("button", name="Start the batch").click()

@@ -245,7 +245,7 @@ async def test_a_worker_that_falls_silent_is_told_of_once(
     assert "Workers that fell silent in the last hour: died 1 min ago." in told
     assert "No figure: the cost model describes a GPU" in told
     marks = (await pages.get("/overview.json")).json()["marks"]
-    assert [(mark["kind"], mark["text"]) for mark in marks] == [("death", "died died")]
+    assert [(mark["kind"], mark["text"]) for mark in marks] == [("death", "died fell silent")]
     house.clock.now = at + 2 * 3600
     assert "fell silent in the last hour" not in (await pages.get("")).text
 

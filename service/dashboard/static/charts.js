@@ -4,6 +4,7 @@
 const COLORS = ["--one", "--two", "--three", "--four"];
 const EVERY_MS = 10000;
 const HEIGHT = 200;
+const LISTED = 6; // marks in words
 
 // A custom property may be a function of the theme, which a canvas cannot read; a real element resolves it.
 function color(name) {
@@ -40,8 +41,7 @@ function told(value, unit) {
 function moment(at, span) {
   const iso = new Date(1000 * at).toISOString();
   if (span < 600) return iso.slice(11, 19);
-  const days = span > 86400;
-  return days ? iso.slice(5, 16).replace("T", " ") : iso.slice(11, 16);
+  return span > 86400 ? iso.slice(5, 16).replace("T", " ") : iso.slice(11, 16);
 }
 
 function drawMarks(marks) {
@@ -81,8 +81,7 @@ function draw(element, found) {
   }
   if (!element.chart) element.textContent = "";
   const isTime = element.dataset.x !== "steps";
-  const span = found.from ? [found.from, found.to] : null;
-  element.span = span;
+  element.span = isOfService ? [found.from, found.to] : null;
   if (element.chart) {
     element.chart.marks = marks;
     element.chart.setData(data);
@@ -122,7 +121,7 @@ function draw(element, found) {
   }, data, element);
 }
 
-let newest = []; // points of the page's charts, for its small ones, which its live part brings anew
+let newest = []; // points of the page's charts, for its small ones, which each refresh of the live part empties
 
 function drawSparks() {
   for (const spark of document.querySelectorAll("[data-spark]")) {
@@ -141,6 +140,8 @@ async function refresh(group) {
   for (const element of group.querySelectorAll(".chart")) draw(element, found);
   newest = found.points;
   drawSparks();
+  const said = (found.marks ?? []).slice(-LISTED).map(({ at, text }) => `${moment(at, found.to - found.from)} ${text}`);
+  for (const each of document.querySelectorAll("[data-marks]")) each.textContent = said.join(", ");
 }
 
 // A theme has other colours, and a chart keeps those that it was drawn with.

@@ -39,7 +39,8 @@ function checks(found, isWhole, models, endpoints) {
     said.push(isWhole ? ["bad", "The file has no request."] : ["", "Its first line is too long to look at here. The service checks it."]);
     return said;
   }
-  if (!said.length) said.push(["good", `The first ${found.requests.length.toLocaleString("en")} lines look right: ${named[0]}, ${urls[0]}. The service checks every line before anything runs.`]);
+  const looked = found.requests.length === 1 ? "The first line looks" : `The first ${found.requests.length.toLocaleString("en")} lines look`;
+  if (!said.length) said.push(["good", `${looked} right: ${named[0]}, ${urls[0]}. The service checks every line before anything runs.`]);
   return said;
 }
 

@@ -129,5 +129,29 @@ def test_a_project_sees_of_a_tree_what_its_own_requests_are_in() -> None:
     picture = PlanPicture(4, 12, [shared, theirs, mine], [], ["proj_a", "proj_b"])
     seen = own(picture, "proj_a")
     assert [(box.text, box.width, box.output_tokens) for box in seen] == [("said by both", 0.25, 0), ("mine", 0.25, 7)]
-    assert [box.text for box in own(picture, "proj_b")] == ["said by both", "a secret"]
+    assert [box.text for box in own(picture, "proj_b")] == ["said by botha secret"]
     assert own(picture, "proj_c") == []
+
+
+def test_a_guess_at_a_prefix_looks_the_same_whether_others_share_it_or_not() -> None:
+    """Two requests of a project part at depth 20; another project shares 6 tokens with both, and more with one."""
+    ours, theirs = ((0, 2),), ((0, 2), (1, 2))
+    first, second = ((0, 1),), ((0, 1),)
+    apart = [Box(0, 1, 0, 20, 0, 5, "ab", ours), Box(0, 0.5, 20, 30, 0, 5, "c", first)]
+    apart.append(Box(0.5, 0.5, 20, 25, 0, 5, "d", second))
+    alone = PlanPicture(2, 30, apart, [], ["proj_a"])
+    shared = [
+        Box(0, 1, 0, 6, 1.0, 9, "a", theirs),
+        Box(0, 0.75, 6, 20, 1.0, 9, "b", ((0, 2), (1, 1))),
+        Box(0, 0.5, 20, 24, 1.0, 9, "c", ((0, 1), (1, 1))),
+        Box(0, 0.25, 24, 30, 0, 5, "", first),
+        Box(0.25, 0.25, 24, 99, 0, 9, "theirs", ((1, 1),)),
+        Box(0.5, 0.25, 20, 25, 0, 5, "d", second),
+        Box(0.75, 0.25, 6, 99, 0, 9, "theirs", ((1, 1),)),
+    ]
+    beside = PlanPicture(4, 99, shared, [], ["proj_a", "proj_b"])
+
+    def looks(picture: PlanPicture) -> list[tuple[int, int, float, str]]:
+        return [(box.begin, box.end, box.width * picture.requests, box.text) for box in own(picture, "proj_a")]
+
+    assert looks(beside) == looks(alone) == [(0, 20, 2, "ab"), (20, 30, 1, "c"), (20, 25, 1, "d")]
