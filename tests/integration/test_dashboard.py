@@ -6,6 +6,7 @@ from typing import Any
 
 import httpx
 import pytest
+from redis.exceptions import ResponseError
 from sqlalchemy import update
 
 from engine_ext.coserve.slo import SloClass
@@ -259,6 +260,21 @@ async def test_a_redis_that_was_away_makes_no_deaths(house: House, monkeypatch: 
     assert await heart.deaths() == []
     await heart.beat("w", {"name": "w"})
     assert await heart.alive() == [{"name": "w"}]
+
+
+async def test_a_redis_that_does_not_say_its_age_still_tells_who_lives(
+    house: House, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def refused(*_: Any) -> None:
+        raise ResponseError("unknown command 'INFO'")
+
+    heart = Heartbeat(house.redis)
+    for name in ("died", "alive"):
+        await heart.beat(name, {"name": name})
+    await house.redis.delete(keys.worker("died"))
+    monkeypatch.setattr(house.redis, "info", refused)
+    assert await heart.alive() == [{"name": "alive"}]
+    assert [name for _, name in await heart.deaths()] == ["died"]
 
 
 async def test_a_batchs_history_is_thinned_and_has_its_end(house: House) -> None:
