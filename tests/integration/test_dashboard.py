@@ -6,7 +6,6 @@ from typing import Any
 
 import httpx
 import pytest
-from redis.exceptions import ResponseError
 from sqlalchemy import update
 
 from engine_ext.coserve.slo import SloClass
@@ -14,12 +13,7 @@ from engine_ext.plugin.scheduler.served import ServedClass
 from service.dashboard import batch_pages
 from service.db.tables import Batch, BatchStatus
 from service.jobs import planner
-from service.jobs.historian import Historian
-from service.metrics.history import MOST_SHOWN, History
 from service.objects.storage import file_key
-from service.queue import keys, progress
-from service.queue.counts import Counts
-from service.queue.leases import Leases
 from service.queue.progress import Heartbeat
 from tests.conftest import Clock
 from tests.integration.browsing import PAGES
@@ -166,35 +160,6 @@ async def test_a_line_without_a_name_is_shown(pages: httpx.AsyncClient, house: H
     assert "failed</b>" not in shown.text
 
 
-async def test_history_is_noted_once_in_ten_seconds(pages: httpx.AsyncClient, house: House, clock: Clock) -> None:
-    batch_id = await house.submit(jsonl(line(n) for n in range(20)))
-    await house.plan()
-    state = {"name": "w", "model": "m", "input_tokens_per_second": 5.0, "engine": [{"running": 2}, {"running": 3}]}
-    await Heartbeat(house.redis).beat("w", state)
-    assert await Leases(house.database, "w", "test-model", 30).claim(1)
-    historian = Historian(house.database, house.redis, clock)
-    assert await historian.run_once()
-    assert not await historian.run_once()
-    [point] = (await pages.get("/overview.json")).json()["points"]
-    assert (point["unfinished"], point["running"], point["input_tokens_per_second"]) == (20, 5, 5.0)
-    assert (await pages.get(f"/batches/{batch_id}/points.json")).json()["points"] == [[int(clock.now), 0, 0, 0, 0]]
-
-
-async def test_a_week_is_kept_with_fewer_points(pages: httpx.AsyncClient, house: House, clock: Clock) -> None:
-    history, now = History(house.redis), int(clock.now)
-    for at in range(now - 2 * 24 * 3600, now + 1, 600):
-        await history.note({"at": at, "kv_capacity": 200, "kv_of_left": 50, "reads_per_second": 0.25})
-    spans = {
-        name: [point["at"] for point in (await pages.get(f"/overview.json?range={name}")).json()["points"]]
-        for name in ("15m", "1h", "24h", "7d", "nonsense")
-    }
-    assert [len(spans[name]) for name in ("15m", "1h", "24h", "nonsense")] == [2, 7, 145, 7]
-    assert spans["7d"] == [spans["7d"][0]]  # all came within one turn of two minutes
-    assert all(at >= now - 3600 for at in spans["1h"])
-    [point, *_] = (await pages.get("/overview.json?range=1h")).json()["points"]
-    assert (point["kv_left"], point["reads"], point["cached"]) == (25.0, 25.0, None)
-
-
 async def test_a_tokenizer_that_fails_stops_no_plan(
     pages: httpx.AsyncClient, house: House, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -224,76 +189,6 @@ async def test_a_live_refresh_reads_no_results(
     for tab in ("requests", "errors", "files", "schedule"):
         answer = await pages.get(f"/batches/{batch_id}/{tab}", headers={"HX-Request": "true"})
         assert (answer.status_code, "Failed: the file has" in answer.text) == (200, True)
-
-
-async def test_a_worker_that_falls_silent_is_told_of_once(
-    pages: httpx.AsyncClient, house: House, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(progress, "REDIS_YOUNG_S", 0)
-    heart = Heartbeat(house.redis)
-    state = {"model": "test-model", "slices": 0, "requests": 0, "machine": "the CPU of a", "started_at": 0}
-    for name in ("left", "died", "alive"):
-        await heart.beat(name, {**state, "name": name})
-    await heart.leave("left")
-    await house.redis.delete(keys.worker("died"))  # as if its time had passed
-    for _ in range(2):
-        assert [each["name"] for each in await heart.alive()] == ["alive"]
-    [(at, name)] = await heart.deaths()
-    assert name == "died"
-    house.clock.now = at + 60
-    assert "died</b>" in (await pages.get("/workers")).text
-    told = (await pages.get("")).text
-    assert "Workers that fell silent in the last hour: died 1 min ago." in told
-    assert "No figure: the cost model describes a GPU" in told
-    marks = (await pages.get("/overview.json")).json()["marks"]
-    assert [(mark["kind"], mark["text"]) for mark in marks] == [("death", "died fell silent")]
-    house.clock.now = at + 2 * 3600
-    assert "fell silent in the last hour" not in (await pages.get("")).text
-
-
-async def test_a_redis_that_was_away_makes_no_deaths(house: House, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(progress, "REDIS_YOUNG_S", 10**9)
-    heart = Heartbeat(house.redis)
-    await heart.beat("w", {"name": "w"})
-    await house.redis.delete(keys.worker("w"))
-    assert await heart.alive() == []
-    assert await heart.deaths() == []
-    await heart.beat("w", {"name": "w"})
-    assert await heart.alive() == [{"name": "w"}]
-
-
-async def test_a_redis_that_does_not_say_its_age_still_tells_who_lives(
-    house: House, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    async def refused(*_: Any) -> None:
-        raise ResponseError("unknown command 'INFO'")
-
-    heart = Heartbeat(house.redis)
-    for name in ("died", "alive"):
-        await heart.beat(name, {"name": name})
-    await house.redis.delete(keys.worker("died"))
-    monkeypatch.setattr(house.redis, "info", refused)
-    assert await heart.alive() == [{"name": "alive"}]
-    assert [name for _, name in await heart.deaths()] == ["died"]
-
-
-async def test_a_batchs_history_is_thinned_and_has_its_end(house: House) -> None:
-    history = History(house.redis)
-    for at in range(3000):
-        await history.note_batch("batch_x", at, Counts(completed=at // 2))  # every second one tells nothing new
-    points = await history.batch_points("batch_x")
-    assert len(points) <= MOST_SHOWN
-    assert points[-1][:2] == [2998, 1499]
-    assert [point[1] for point in points] == sorted({point[1] for point in points})
-    stored: Any = await house.redis.llen("batchweave:history:batch_x")  # pyright: ignore[reportGeneralTypeIssues]
-    assert stored <= 2 * MOST_SHOWN
-
-
-async def test_a_rest_is_drawn_as_one(house: House) -> None:
-    history = History(house.redis)
-    for at, answers in ((0, 1), (10, 2), (20, 2), (100, 3)):
-        await history.note_batch("batch_x", at, Counts(completed=answers))
-    assert [point[:2] for point in await history.batch_points("batch_x")] == [[0, 1], [10, 2], [90, 2], [100, 3]]
 
 
 async def test_batches_are_filtered(pages: httpx.AsyncClient, house: House, clock: Clock) -> None:
@@ -347,48 +242,6 @@ async def test_a_plan_is_shown_before_the_start(pages: httpx.AsyncClient, house:
     assert "Before it starts" not in started.text
     await house.plan()
     assert "3 slices in the order of the plan" in (await pages.get(f"{path}/schedule")).text
-
-
-async def test_the_time_until_all_is_done_is_by_the_pace_of_answers(pages: httpx.AsyncClient, house: House) -> None:
-    batch_id = await house.submit(jsonl(line(n) for n in range(100)))
-    await house.plan()
-    await Heartbeat(house.redis).beat("w", {"name": "w", "model": "test-model", "slices": 0, "requests": 0})
-    historian = Historian(house.database, house.redis, house.clock)
-    assert await Leases(house.database, "w", "test-model", 30).claim(1)
-    await historian.run_once()
-    await house.progress.state(1, {batch_id: Counts(completed=60)})
-    await house.redis.delete(keys.HISTORY_TURN)  # as if its time had passed
-    house.clock.now += 600
-    await historian.run_once()
-    point = (await pages.get("/overview.json")).json()["points"][-1]
-    assert (point["unfinished"], round(point["answers_per_second"], 3)) == (40, 0.1)
-    assert "6 min 40 s" in (await pages.get("")).text
-
-
-async def test_short_batches_count_for_the_pace_too(house: House) -> None:
-    historian = Historian(house.database, house.redis, house.clock)
-    await historian.run_once()
-    for _ in range(2):
-        batch_id = await house.submit(jsonl(line(n) for n in range(30)))
-        await house.plan()
-        async with house.working(ScriptedEngine()):
-            await house.until_ended(batch_id)
-            await house.redis.delete(keys.HISTORY_TURN)
-            house.clock.now += 600
-            await historian.run_once()
-        assert (await History(house.redis).last())["answers_per_second"] == pytest.approx(0.05, abs=1e-4)
-
-
-async def test_the_pace_of_a_batch_is_of_its_last_minute(pages: httpx.AsyncClient, house: House) -> None:
-    batch_id = await house.submit(jsonl(line(n) for n in range(100)))
-    await house.plan()
-    history, now = History(house.redis), int(house.clock.now)
-    for at in range(20):
-        counts = Counts(completed=at, input_tokens=9 * at, output_tokens=100 * at if at < 10 else 10 * at + 900)
-        await history.note_batch(batch_id, now - 190 + 10 * at, counts)
-    assert await history.paces([batch_id, "batch_x"], now) == {batch_id: 1.0}
-    assert re.search(r"the last minute</dt><dd>\s*1\s*</dd>", (await pages.get(f"/batches/{batch_id}")).text)
-    assert await history.paces([batch_id], now + 61) == {}
 
 
 async def test_steps_of_a_worker_are_drawn_per_step(pages: httpx.AsyncClient, house: House) -> None:
