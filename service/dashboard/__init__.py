@@ -5,7 +5,7 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import RedirectResponse
 
 from service.api.bodies import explain
-from service.dashboard import actions, batch_pages, overview, tenants, views
+from service.dashboard import actions, batch_pages, new_batch, overview, tenants, views
 from service.dashboard.render import page
 from service.dashboard.sessions import SignInNeeded
 from service.errors import ApiError
@@ -17,6 +17,7 @@ def add_dashboard(app: FastAPI) -> None:
     app.include_router(actions.router)
     app.include_router(overview.router)
     app.include_router(batch_pages.router)
+    app.include_router(new_batch.router)
     app.include_router(views.router)
     app.include_router(tenants.router)
     app.add_exception_handler(SignInNeeded, _sign_in)

@@ -5,10 +5,9 @@ from urllib.parse import quote, urlencode
 
 from fastapi import APIRouter, Form, Query, Request, Response
 from fastapi.responses import RedirectResponse
-from pydantic import ValidationError
 
 from service.api import batches, files, workers
-from service.api.bodies import CreateBatch, CreateExtras, ObjectId, explain
+from service.api.bodies import ObjectId
 from service.api.context import InContext
 from service.api.idempotency import Again
 from service.dashboard.reach import as_owner
@@ -23,9 +22,7 @@ from service.dashboard.sessions import (
     sign_out,
     viewer_of,
 )
-from service.dashboard.shown import NAME
-from service.db.tables import OutputOrder
-from service.errors import ApiError, BadRequest
+from service.errors import ApiError
 
 router = APIRouter(prefix="/dashboard", include_in_schema=False)
 SHORT = 2048
@@ -75,47 +72,6 @@ async def upload(request: Request, context: InContext, viewer: Changes) -> Respo
     except ApiError as error:
         return _to("/dashboard/new", problem=error.message)
     return _to("/dashboard/new", file=file.id)
-
-
-@router.post("/batches")
-async def create(
-    context: InContext,
-    viewer: Changes,
-    file: Annotated[ObjectId, Form()],
-    endpoint: Annotated[str, Form(max_length=64)],
-    window: Annotated[str, Form(pattern=r"^[1-9][0-9]{0,3}[mhd]$")],
-    order: Annotated[OutputOrder, Form()] = OutputOrder.ANY,
-    hold: Annotated[bool, Form()] = False,
-    name: Annotated[str, Form(max_length=SHORT)] = "",
-    metadata: Annotated[str, Form(max_length=16 * SHORT)] = "",
-) -> Response:
-    wishes = CreateExtras(output_order=order, hold=hold)
-    try:
-        body = CreateBatch(
-            input_file_id=file,
-            endpoint=endpoint,
-            completion_window=window,
-            metadata=_metadata(name, metadata),
-            batchweave=wishes,
-        )
-        batch = await batches.create_batch(body, context, await as_owner(context, viewer, file), Again())
-    except ApiError as error:
-        return _to("/dashboard/new", file=file, problem=error.message)
-    except ValidationError as error:
-        return _to("/dashboard/new", file=file, problem=f"Metadata: {explain(error.errors()[0])}")
-    return _to(f"/dashboard/batches/{batch.id}")
-
-
-def _metadata(name: str, text: str) -> dict[str, str] | None:
-    """Return the batch's name and the pairs written one per line as "key: value". Raises BadRequest."""
-    found = {NAME: name.strip()} if name.strip() else {}
-    for line in text.splitlines():
-        key, mark, value = line.partition(":")
-        if line.strip() and not (mark and key.strip()):
-            raise BadRequest(f"Metadata: write {line.strip()[:64]!r} as key: value.", param="metadata")
-        if line.strip():
-            found[key.strip()] = value.strip()
-    return found or None
 
 
 @router.post("/batches/{batch_id}/start")

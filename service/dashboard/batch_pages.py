@@ -1,4 +1,4 @@
-"""The pages of batches: the list, one batch in five tabs, one request, and the form for a new batch."""
+"""The pages of batches: the list, one batch in five tabs, and one request."""
 
 from collections import Counter
 from typing import Annotated, Any, Literal
@@ -8,12 +8,12 @@ from fastapi import APIRouter, Depends, Path, Query, Request, Response
 from fastapi.responses import JSONResponse
 from sqlalchemy import select
 
-from service.api import batches, files
+from service.api import batches
 from service.api.bodies import ObjectId
 from service.api.context import Context, InContext
 from service.api.pages import page_rows
 from service.api.shapes import BatchError
-from service.dashboard.answers import first_url, lines_of, request_of, search
+from service.dashboard.answers import lines_of, request_of, search
 from service.dashboard.filters import Filters
 from service.dashboard.reach import as_owner, project_seen, seen_by
 from service.dashboard.render import HEADERS, page
@@ -23,7 +23,6 @@ from service.dashboard.shown import Shown, project_names, shown
 from service.dashboard.standings import GROUPS, MOST_COUNTED, group_counts
 from service.db.moves import TERMINAL
 from service.db.tables import Batch, BatchStatus, File, Model
-from service.endpoints import ENDPOINTS
 from service.metrics.history import History
 from service.queue.counts import Counts
 
@@ -39,7 +38,6 @@ TABS_OF_LIST = {
     "failed": "Failed or expired",
     "cancelled": "Cancelled",
 }
-WINDOWS = {"1h": "1 hour", "6h": "6 hours", "24h": "24 hours", "3d": "3 days", "7d": "7 days"}
 
 router = APIRouter(prefix="/dashboard", include_in_schema=False)
 Tab = Annotated[Literal["requests", "errors", "schedule", "files"], Path()]
@@ -159,30 +157,6 @@ async def batch_tab(
     return page(request, f"batch_{tab}.html", viewer, **_head(request, each, tab), **values)
 
 
-@router.get("/new")
-async def new_batch(
-    request: Request, context: InContext, viewer: LooksIn, file: ObjectId | None = None, problem: str = ""
-) -> Response:
-    uploaded, endpoint = None, ENDPOINTS[0]
-    if file is not None:
-        uploaded = await files.find_file(context, await as_owner(context, viewer, file), file)
-        endpoint = await _endpoint_of(context, uploaded)
-    async with context.database.read() as session:
-        models = (await session.scalars(select(Model.name).order_by(Model.name))).all()
-    return page(
-        request,
-        "new.html",
-        viewer,
-        file=uploaded,
-        endpoint=endpoint,
-        endpoints=ENDPOINTS,
-        models=models,
-        windows=WINDOWS,
-        most_bytes=context.settings.max_file_bytes,
-        problem=problem[:500],
-    )
-
-
 def _is_part(request: Request) -> bool:
     """Return whether an open page asks again, and will replace its live part alone."""
     return "hx-request" in request.headers
@@ -234,12 +208,3 @@ async def _files_of(context: Context, row: Batch) -> list[tuple[str, File]]:
     async with context.database.read() as session:
         found = {file.id: file for file in await session.scalars(kept)}
     return [(name, found[file_id]) for name, file_id in wanted.items() if file_id in found]
-
-
-async def _endpoint_of(context: Context, file: File) -> str:
-    """Return the endpoint that the file's first line names.
-
-    If the line names none of ours, return our first endpoint: the validation will report the error.
-    """
-    url = await first_url(context, file)
-    return url if url in ENDPOINTS else ENDPOINTS[0]

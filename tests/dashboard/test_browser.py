@@ -326,6 +326,24 @@ async def test_the_keyboard_goes_everywhere(page: Page, house: House) -> None:
     await page.wait_for_url("**/dashboard/batches?text=g+b%3Fn")
 
 
+async def test_single_keys_can_be_switched_off(page: Page) -> None:
+    """As WCAG 2.1.4 asks: what speech input types must not move the page."""
+    dialog = page.get_by_role("dialog")
+    await page.goto("/dashboard")
+    await page.get_by_role("button", name="Keyboard shortcuts").click()
+    await dialog.get_by_label("These keys work on every page").uncheck()
+    await dialog.get_by_role("button", name="Close").click()
+    await page.reload()
+    await page.keyboard.type("?/gb")
+    await expect(dialog).to_be_hidden()
+    await expect(page.get_by_role("searchbox")).not_to_be_focused()
+    await page.get_by_role("button", name="Keyboard shortcuts").click()
+    await dialog.get_by_label("These keys work on every page").check()
+    await page.keyboard.press("Escape")
+    await page.keyboard.type("gb")
+    await page.wait_for_url("**/dashboard/batches")
+
+
 async def test_filters_apply_as_they_change_and_stay_in_the_address(page: Page, house: House) -> None:
     await house.submit(jsonl([line(1)]))
     await page.goto("/dashboard/batches?state=waiting")

@@ -36,8 +36,11 @@ async def test_a_file_is_uploaded_run_looked_at_and_retried(pages: httpx.AsyncCl
     assert "in.jsonl" in upload.text
     file_id = upload.url.params["file"]
     form = {"file": file_id, "endpoint": "/v1/chat/completions", "window": "24h", "order": "any"}
-    refused = await pages.post("/batches", data={**form, "metadata": "team"})
-    assert "write &#39;team&#39; as key: value" in refused.text
+    given = {**form, "window": "6h", "order": "input", "name": "Labels <1>", "metadata": "team"}
+    refused = await pages.post("/batches", data=given)
+    assert (refused.status_code, "write &#39;team&#39; as key: value" in refused.text) == (400, True)
+    kept = ('"6h" selected', '"input" selected', 'value="Labels &lt;1&gt;"', ">team</textarea>", "in.jsonl", file_id)
+    assert [each for each in kept if each not in refused.text] == []
     refused = await pages.post("/batches", data={**form, "metadata": f"{'k' * 65}: v"})
     assert "Metadata: " in refused.text
     form |= {"name": "Labels, November", "metadata": "team: evals\n\nrun: 7: b"}

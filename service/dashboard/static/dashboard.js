@@ -151,9 +151,12 @@ function useKeys() {
   const opener = document.querySelector("[data-keys]");
   opener.hidden = false;
   opener.addEventListener("click", () => keys.showModal());
+  const single = keys.querySelector("[data-single]"); // speech input and screen readers may press them by accident
+  single.checked = localStorage.getItem("keys") !== "off";
+  single.addEventListener("change", () => localStorage.setItem("keys", single.checked ? "on" : "off"));
   let before = { key: "", at: 0 };
   document.addEventListener("keydown", (event) => {
-    if (event.ctrlKey || event.metaKey || event.altKey || isTyping(event.target)) return;
+    if (!single.checked || event.ctrlKey || event.metaKey || event.altKey || isTyping(event.target)) return;
     const isPair = before.key === "g" && event.timeStamp - before.at < PAIR_MS;
     const goes = isPair ? GO[event.key] : event.key === "n" ? "/dashboard/new" : undefined;
     before = { key: event.key, at: event.timeStamp };
