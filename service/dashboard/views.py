@@ -30,6 +30,7 @@ from service.jobs.historian import summed
 from service.settings import Settings, grouped, variable
 
 LISTED = 50
+MOST_SUMMED = 10_000  # files whose sizes are added up at each look at their page
 MOST_ROWS = 2**53
 TICK_S = 2.0
 STREAM_S = 600.0  # then the browser reconnects, so that a session that has ended gets no more events
@@ -46,11 +47,13 @@ async def file_list(request: Request, context: InContext, viewer: LooksIn, after
     async with context.database.read() as session:
         rows = await page_rows(session, File, kept, project_seen(viewer), after=after, limit=LISTED)
         projects = await project_names(session) if viewer.is_operator else {}
-        sums = select(func.count().label("count"), func.coalesce(func.sum(File.size_bytes), 0).label("size_bytes"))
         mine = true() if viewer.is_operator else File.project_id == viewer.caller.project.id
-        total = (await session.execute(sums.where(File.deleted_at.is_(None), mine))).one()
+        some = select(File.size_bytes).where(File.deleted_at.is_(None), mine).limit(MOST_SUMMED + 1).subquery()
+        sums = select(func.count().label("count"), func.coalesce(func.sum(some.c.size_bytes), 0).label("size_bytes"))
+        total = (await session.execute(sums)).one()
     more = rows[LISTED - 1].id if len(rows) > LISTED else None
-    return page(request, "files.html", viewer, files=rows[:LISTED], more=more, projects=projects, total=total)
+    shown = {"files": rows[:LISTED], "more": more, "projects": projects, "total": total, "most": MOST_SUMMED}
+    return page(request, "files.html", viewer, **shown)
 
 
 @router.get("/files/{file_id}/content")

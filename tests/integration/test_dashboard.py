@@ -10,7 +10,7 @@ from sqlalchemy import update
 
 from engine_ext.coserve.slo import SloClass
 from engine_ext.plugin.scheduler.served import ServedClass
-from service.dashboard import batch_pages
+from service.dashboard import batch_pages, views
 from service.db.tables import Batch, BatchStatus
 from service.jobs import planner
 from service.objects.storage import file_key
@@ -139,6 +139,13 @@ async def test_what_is_shown_is_escaped(pages: httpx.AsyncClient, house: House) 
         text = (await pages.get(path)).text
         assert "<script>" not in text
     assert "&lt;script&gt;alert(1)" in (await pages.get(f"/batches/{batch_id}/requests?kind=errors")).text
+
+
+async def test_files_are_added_up_to_a_bound(pages: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(views, "MOST_SUMMED", 2)
+    for number, said in ((1, "1 file, 4 bytes in all"), (2, "2 files, 8 bytes in all"), (3, "More than 2 files")):
+        await pages.post("/files", data={"purpose": "batch"}, files={"file": (f"{number}.jsonl", b"abc\n")})
+        assert said in (await pages.get("/files")).text
 
 
 @pytest.mark.parametrize("data", [b"{" * 1_000_000, b"x" * 5_000_000, b"7\n", b'{"url": 7}\n', b"\xff\n"])
