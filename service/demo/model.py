@@ -1,4 +1,7 @@
-"""Creates the demo model on first use: a tiny Llama with a fixed seed and its own tokenizer. Its answers are noise."""
+"""Creates the demo model on first use: a tiny Llama with a fixed seed and its own tokenizer.
+
+Its answers are noise, and end by themselves as a real model's do: most after some tens of tokens, a few never.
+"""
 
 import json
 import os
@@ -13,10 +16,12 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 NAME = "batchweave-demo"
 SEED = 20261121
+EOS_SEED, EOS_SPREAD = 1, 1.9  # how far EOS logits spread, times that of others: it wins every 50 tokens
 VOCAB = 4096
 HIDDEN, LAYERS, HEADS, KV_HEADS, FFN = 128, 2, 4, 2, 256
 CONTEXT = 8192
 
+BOS_ID, EOS_ID = 0, 1
 BOS, EOS, SYSTEM, USER, ASSISTANT = "<|begin|>", "<|end|>", "<|system|>", "<|user|>", "<|assistant|>"
 CHAT_TEMPLATE = (
     "{{ '<|begin|>' }}{% for message in messages %}"
@@ -83,8 +88,8 @@ def _config() -> dict[str, object]:
         "rope_theta": 10000.0,
         "hidden_act": "silu",
         "tie_word_embeddings": False,
-        "bos_token_id": 0,
-        "eos_token_id": 1,
+        "bos_token_id": BOS_ID,
+        "eos_token_id": EOS_ID,
         "torch_dtype": "bfloat16",
     }
 
@@ -110,5 +115,9 @@ def _weights() -> dict[str, NDArray[np.float32]]:
         tensors[f"{at}.mlp.up_proj.weight"] = normal(FFN, HIDDEN)
         tensors[f"{at}.mlp.down_proj.weight"] = normal(HIDDEN, FFN)
     tensors["model.norm.weight"] = np.ones(HIDDEN, np.float32)
-    tensors["lm_head.weight"] = normal(VOCAB, HIDDEN)
+    head = normal(VOCAB, HIDDEN)
+    # With its own seed, chosen because no answer to the demo's requests is empty.
+    row = np.random.default_rng(EOS_SEED).normal(0.0, EOS_SPREAD * 1.5 / np.sqrt(HIDDEN), HIDDEN)
+    head[EOS_ID] = row.astype(np.float32)
+    tensors["lm_head.weight"] = head
     return tensors
