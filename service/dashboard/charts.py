@@ -2,8 +2,11 @@
 
 from typing import Any
 
+from service.queue.progress import Event
+
 RANGES = {"15m": 900, "1h": 3600, "6h": 6 * 3600, "24h": 24 * 3600, "7d": 7 * 24 * 3600}
 RANGE = "1h"
+WORDS = {"start": "became ready", "stop": "stopped in order", "death": "fell silent"}  # of what happens to a worker
 # Shares of the KV cache's capacity, by the point's name of the tokens.
 _OF_KV = {
     "kv_left": "kv_of_left",
@@ -38,12 +41,11 @@ def _derived(point: dict[str, Any]) -> dict[str, float | None]:
     return found
 
 
-def marks(deaths: list[tuple[int, str]], states: list[dict[str, Any]], since: float) -> list[dict[str, Any]]:
-    """Return what a chart marks: workers that fell silent, and those alive that have started since then."""
-    found = [{"at": at, "kind": "death", "text": f"{name} fell silent"} for at, name in deaths if at >= since]
-    found += [
-        {"at": state["started_at"], "kind": "start", "text": f"{state['name']} started"}
-        for state in states
-        if state.get("started_at", 0) >= since
+def marks(events: list[Event], since: float) -> list[dict[str, Any]]:
+    """Return what a chart marks: what happened to workers since then, the oldest first."""
+    told = [
+        {"at": each.at, "kind": each.kind, "text": f"{each.name} {WORDS[each.kind]}"}
+        for each in events
+        if each.at >= since
     ]
-    return sorted(found, key=lambda each: each["at"])
+    return sorted(told, key=lambda each: each["at"])

@@ -18,6 +18,7 @@ from service.dashboard.shown import Shown, project_names, shown
 from service.dashboard.standings import due_batches, next_batches, standings
 from service.errors import Unavailable
 from service.metrics.history import History
+from service.queue.progress import Event
 
 RECENTLY_S = 3600  # for how long a worker's death is told
 CPU = "the CPU of"  # begins the name of a machine without accelerators
@@ -69,11 +70,7 @@ async def overview(request: Request, context: InContext, viewer: LooksIn, range:
 async def overview_points(context: InContext, _viewer: LooksInAsOperator, range: Range = "") -> Response:
     """Return the points and the marks of the overview's charts, and the stretch of time that they cover."""
     now, span_s = context.clock(), RANGES[ranged(range)]
-    try:
-        alive = await context.heartbeat.alive()
-    except (RedisError, OSError):
-        alive = []
-    told = marks(await known_deaths(context), alive, now - span_s)
+    told = marks(await known_events(context), now - span_s)
     points = charted(await History(context.redis).points(span_s, now))
     return JSONResponse({"from": now - span_s, "to": now, "points": points, "marks": told}, headers=HEADERS)
 
@@ -91,10 +88,10 @@ def on_cpus(workers: list[WorkerObject]) -> set[str]:
     return {worker.id for worker in workers if worker.machine.startswith(CPU)}
 
 
-async def known_deaths(context: Context) -> list[tuple[int, str]]:
-    """Return when workers fell silent, and their names, the newest first; empty if Redis is unavailable."""
+async def known_events(context: Context) -> list[Event]:
+    """Return what happened to workers, the newest first; empty if Redis is unavailable."""
     try:
-        return (await context.heartbeat.deaths())[::-1]
+        return (await context.heartbeat.events())[::-1]
     except (RedisError, OSError):
         return []
 
@@ -141,7 +138,8 @@ async def _serving(context: Context, is_operator: bool) -> list[Notice]:
 
 
 async def _deaths(context: Context, now: float, nobody_serves: bool) -> list[Notice]:
-    deaths = [(at, name) for at, name in await known_deaths(context) if now - at < RECENTLY_S]
+    events = await known_events(context)
+    deaths = [(each.at, each.name) for each in events if each.kind == "death" and now - each.at < RECENTLY_S]
     if not deaths:
         return []
     told = ", ".join(f"{name} {span(now - at)} ago" for at, name in deaths[:NAMED])

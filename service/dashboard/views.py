@@ -17,8 +17,8 @@ from service.api.context import InContext
 from service.api.pages import page_rows
 from service.api.worker_shapes import WorkerState
 from service.api.workers import WorkerName
-from service.dashboard.charts import RANGES, ranged
-from service.dashboard.overview import known_deaths, known_workers, on_cpus
+from service.dashboard.charts import RANGES, WORDS, ranged
+from service.dashboard.overview import known_events, known_workers, on_cpus
 from service.dashboard.reach import as_owner, project_seen
 from service.dashboard.render import HEADERS, ROOT, page
 from service.dashboard.sessions import LooksIn, LooksInAsAdmin, LooksInAsOperator
@@ -30,6 +30,7 @@ from service.jobs.historian import summed
 from service.settings import Settings, grouped, variable
 
 LISTED = 50
+EVENTS = 20  # of workers
 MOST_SUMMED = 10_000  # files whose sizes are added up at each look at their page
 MOST_ROWS = 2**53
 TICK_S = 2.0
@@ -52,8 +53,16 @@ async def file_list(request: Request, context: InContext, viewer: LooksIn, after
         sums = select(func.count().label("count"), func.coalesce(func.sum(some.c.size_bytes), 0).label("size_bytes"))
         total = (await session.execute(sums)).one()
     more = rows[LISTED - 1].id if len(rows) > LISTED else None
-    shown = {"files": rows[:LISTED], "more": more, "projects": projects, "total": total, "most": MOST_SUMMED}
-    return page(request, "files.html", viewer, **shown)
+    return page(
+        request,
+        "files.html",
+        viewer,
+        files=rows[:LISTED],
+        more=more,
+        projects=projects,
+        total=total,
+        most=MOST_SUMMED,
+    )
 
 
 @router.get("/files/{file_id}/content")
@@ -86,7 +95,8 @@ async def worker_list(
         state=state,
         model=model,
         cpus=on_cpus(found or []),
-        deaths=await known_deaths(context),
+        events=(await known_events(context))[:EVENTS],
+        words=WORDS,
     )
 
 

@@ -63,7 +63,7 @@ def lost(digest: str) -> str:
 
 HISTORY = "batchweave:history"  # list of points: what all workers together did
 LONG_HISTORY = "batchweave:history-week"  # the same of a week, with fewer points
-DEATHS = "batchweave:deaths"  # list of workers that fell silent, as JSON with the time; the newest are kept
+WORKER_EVENTS = "batchweave:worker-events"  # list of what happened to workers, as JSON; the newest are kept
 PACES = "batchweave:paces"  # by model, how fast its workers answer, as JSON; it expires
 LONG_HISTORY_TURN = "batchweave:history-week-turn"
 HISTORY_TURN = "batchweave:history-turn"  # exists while the current point is already taken

@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterable
 from contextlib import suppress
 from dataclasses import fields
 from time import monotonic
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
 import structlog
 from redis import Redis as SyncRedis
@@ -21,7 +21,7 @@ from service.queue.counts import Counts
 
 log = structlog.get_logger()
 KEEP_S = 7 * 24 * 3600
-MOST_DEATHS = 50
+MOST_EVENTS = 200
 REDIS_YOUNG_S = 60
 TTL_S = 15.0
 SAY_S = 3.0
@@ -81,18 +81,30 @@ class Progress:
         return {int(slice_id): Counts.parse(text.decode()) for slice_id, text in stated.items()}
 
 
+class Event(NamedTuple):
+    """What happened to a worker, and when: its first heartbeat, its end in order, or the first look that missed it."""
+
+    at: int
+    kind: Literal["start", "stop", "death"]
+    name: str
+
+
 class Heartbeat:
     """Tracks which workers are alive and their state; a worker that is silent for `ttl_s` leaves the list."""
 
     def __init__(self, redis: Redis, ttl_s: float = TTL_S) -> None:
         self._redis = redis
         self._ttl_s = ttl_s
+        self._begun = set[str]()
 
     async def beat(self, name: str, state: dict[str, Any]) -> None:
         pipeline = self._redis.pipeline(transaction=False)
         pipeline.set(keys.worker(name), json.dumps(state), px=int(self._ttl_s * 1000))
         pipeline.sadd(keys.WORKERS, name)  # after the state, or it would look dead
         await pipeline.execute()
+        if name not in self._begun:
+            self._begun.add(name)
+            await self._note("start", name)
 
     async def leave(self, name: str) -> None:
         """Take a worker that stops from the list at once."""
@@ -100,6 +112,7 @@ class Heartbeat:
         pipeline.srem(keys.WORKERS, name)  # before the state, or it would look dead
         pipeline.delete(keys.worker(name))
         await pipeline.execute()
+        await self._note("stop", name)
 
     async def beating(self, names: Collection[str]) -> set[str]:
         """Return those of these workers that are alive."""
@@ -116,16 +129,19 @@ class Heartbeat:
         if about.get("uptime_in_seconds", REDIS_YOUNG_S) < REDIS_YOUNG_S:
             return  # what beat while Redis was away has yet to come back
         if await self._redis.srem(keys.WORKERS, name):
-            pipeline = self._redis.pipeline(transaction=False)
-            at, _ = await self._redis.time()
-            pipeline.rpush(keys.DEATHS, json.dumps([at, name]))
-            pipeline.ltrim(keys.DEATHS, -MOST_DEATHS, -1)
-            await pipeline.execute()
+            await self._note("death", name)
 
-    async def deaths(self) -> list[tuple[int, str]]:
-        """Return when the last workers fell silent without saying so, and their names, the newest last."""
-        found: Any = await self._redis.lrange(keys.DEATHS, 0, -1)  # pyright: ignore[reportGeneralTypeIssues]
-        return [(at, name) for at, name in map(json.loads, found)]
+    async def _note(self, kind: str, name: str) -> None:
+        at, _ = await self._redis.time()
+        pipeline = self._redis.pipeline(transaction=False)
+        pipeline.rpush(keys.WORKER_EVENTS, json.dumps([at, kind, name]))
+        pipeline.ltrim(keys.WORKER_EVENTS, -MOST_EVENTS, -1)
+        await pipeline.execute()
+
+    async def events(self) -> list[Event]:
+        """Return what happened to workers, the newest last."""
+        found: Any = await self._redis.lrange(keys.WORKER_EVENTS, 0, -1)  # pyright: ignore[reportGeneralTypeIssues]
+        return [Event(*json.loads(each)) for each in found]
 
     async def alive(self) -> list[dict[str, Any]]:
         return (await self.everyone())[0]

@@ -58,15 +58,22 @@ async def test_a_worker_that_falls_silent_is_told_of_once(
     await house.redis.delete(keys.worker("died"))  # as if its time had passed
     for _ in range(2):
         assert [each["name"] for each in await heart.alive()] == ["alive"]
-    [(at, name)] = await heart.deaths()
-    assert name == "died"
+    events = await heart.events()
+    begun = [("start", "left"), ("start", "died"), ("start", "alive")]
+    assert [each[1:] for each in events] == [*begun, ("stop", "left"), ("death", "died")]
+    at = events[-1].at
     house.clock.now = at + 60
-    assert "died</b>" in (await pages.get("/workers")).text
+    page = (await pages.get("/workers")).text
+    assert [words in page for words in ("alive</b> became ready", "left</b> stopped in order")] == [True, True]
+    assert "died</b> fell silent" in page
     told = (await pages.get("")).text
     assert "Workers that fell silent in the last hour: died 1 min ago." in told
     assert "No figure: the cost model describes a GPU" in told
     marks = (await pages.get("/overview.json")).json()["marks"]
-    assert [(mark["kind"], mark["text"]) for mark in marks] == [("death", "died fell silent")]
+    assert {("death", "died fell silent"), ("start", "died became ready")} <= {
+        (each["kind"], each["text"]) for each in marks
+    }
+    assert len(marks) == 5
     house.clock.now = at + 2 * 3600
     assert "fell silent in the last hour" not in (await pages.get("")).text
 
@@ -77,7 +84,7 @@ async def test_a_redis_that_was_away_makes_no_deaths(house: House, monkeypatch: 
     await heart.beat("w", {"name": "w"})
     await house.redis.delete(keys.worker("w"))
     assert await heart.alive() == []
-    assert await heart.deaths() == []
+    assert [each.kind for each in await heart.events()] == ["start"]
     await heart.beat("w", {"name": "w"})
     assert await heart.alive() == [{"name": "w"}]
 
@@ -94,7 +101,7 @@ async def test_a_redis_that_does_not_say_its_age_still_tells_who_lives(
     await house.redis.delete(keys.worker("died"))
     monkeypatch.setattr(house.redis, "info", refused)
     assert await heart.alive() == [{"name": "alive"}]
-    assert [name for _, name in await heart.deaths()] == ["died"]
+    assert [each.name for each in await heart.events() if each.kind == "death"] == ["died"]
 
 
 async def test_a_batchs_history_is_thinned_and_has_its_end(house: House) -> None:

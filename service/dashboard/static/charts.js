@@ -52,7 +52,7 @@ function drawMarks(marks) {
           const x = Math.round(chart.valToPos(at, "x", true));
           if (x < chart.bbox.left || x > chart.bbox.left + chart.bbox.width) continue;
           chart.ctx.save();
-          chart.ctx.strokeStyle = color(kind === "death" ? "--bad" : "--good");
+          chart.ctx.strokeStyle = color({ start: "--good", stop: "--soft", death: "--bad" }[kind]);
           chart.ctx.setLineDash(kind === "death" ? [] : [4, 4]);
           chart.ctx.beginPath();
           chart.ctx.moveTo(x, chart.bbox.top);
