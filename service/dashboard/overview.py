@@ -1,7 +1,7 @@
 """The overview: is all well, what waits, how fast it goes, and which deadlines come next."""
 
 from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, Any
 
 from fastapi import APIRouter, Query, Request, Response
 from fastapi.responses import JSONResponse
@@ -20,6 +20,7 @@ from service.errors import Unavailable
 from service.metrics.history import History
 from service.queue.progress import Event
 
+SILENT_S = 60  # planners note what all workers do every ten seconds
 RECENTLY_S = 3600  # for how long a worker's death is told
 CPU = "the CPU of"  # begins the name of a machine without accelerators
 NAMED = 3  # batches and workers in one notice
@@ -49,7 +50,11 @@ async def overview(request: Request, context: InContext, viewer: LooksIn, range:
     found = {each.batch.id: each for each in await shown(context, list(every.values()), projects)}
     batches, due = [found[row.id] for row in rows], [found[row.id] for row in due]
     workers = await known_workers(context) if viewer.is_operator else []
+    last = await History(context.redis).last() if viewer.is_operator else {}
     notices = await _notices(context, due, workers, viewer.is_operator)
+    if last and now - last["at"] > SILENT_S:
+        notices.append(_planner_silent(now - last["at"]))
+        last = {}  # the present is not known
     return page(
         request,
         "overview.html",
@@ -57,7 +62,7 @@ async def overview(request: Request, context: InContext, viewer: LooksIn, range:
         counts=counts,
         batches=batches,
         due=due,
-        last=await History(context.redis).last() if viewer.is_operator else {},
+        last=last,
         workers=workers,
         notices=notices,
         range=ranged(range),
@@ -94,6 +99,12 @@ async def known_events(context: Context) -> list[Event]:
         return (await context.heartbeat.events())[::-1]
     except (RedisError, OSError):
         return []
+
+
+def _planner_silent(silent_s: float) -> Notice:
+    text = f"No planner has reported for {span(silent_s)}, so new batches are neither checked nor planned, and those "
+    text += 'that are all answered do not complete. Nothing is lost. See "When something is wrong" in docs/operate.md.'
+    return Notice(text, True)
 
 
 async def _notices(

@@ -78,6 +78,15 @@ async def test_a_worker_that_falls_silent_is_told_of_once(
     assert "fell silent in the last hour" not in (await pages.get("")).text
 
 
+async def test_a_planner_that_reports_no_more_is_missed(pages: httpx.AsyncClient, house: House) -> None:
+    assert "No planner" not in (await pages.get("")).text  # before the first point, nothing is known
+    await Historian(house.database, house.redis, house.clock).run_once()
+    for seconds, is_missed in ((50, False), (50, True)):
+        house.clock.now += seconds
+        assert ("No planner has reported for 1 min 40 s" in (await pages.get("")).text) == is_missed
+    assert "No planner" not in (await pages.get("/batches")).text
+
+
 async def test_a_redis_that_was_away_makes_no_deaths(house: House, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(progress, "REDIS_YOUNG_S", 10**9)
     heart = Heartbeat(house.redis)
