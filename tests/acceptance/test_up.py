@@ -49,7 +49,7 @@ def long_lines(prefix: str, count: int) -> list[dict[str, Any]]:
 def test_demo_batches_finish_and_their_books_agree(up: Up) -> None:
     ids = {endpoint: up.submit(lines, endpoint, metadata={"kind": "demo"}) for endpoint, lines in DEMO.items()}
     assert sum(len(lines) for lines in DEMO.values()) >= 200
-    cached = 0
+    cached, reasons = 0, Counter[str]()
     for endpoint, batch_id in ids.items():
         batch = up.wait(batch_id)
         assert (batch.status, batch.model, batch.endpoint) == ("completed", MODEL, endpoint)
@@ -58,6 +58,7 @@ def test_demo_batches_finish_and_their_books_agree(up: Up) -> None:
         assert set(lines) == {each["custom_id"] for each in DEMO[endpoint]}
         bodies = [each["response"]["body"] for each in lines.values()]
         assert {each["response"]["status_code"] for each in lines.values()} == {200}
+        reasons.update(choice["finish_reason"] for body in bodies for choice in body["choices"])
         counts, usage = batch.request_counts, batch.usage
         assert counts is not None
         assert usage is not None
@@ -72,6 +73,8 @@ def test_demo_batches_finish_and_their_books_agree(up: Up) -> None:
         assert batch.in_progress_at is not None
         assert batch.created_at <= batch.in_progress_at <= batch.completed_at
     assert cached > 0
+    assert reasons.keys() == {"stop", "length"}  # as of a real model: most long answers end by themselves
+    assert reasons["stop"] >= 60
     story = up.lines(up.client.batches.retrieve(ids[COMPLETIONS]).output_file_id)["story-1"]
     assert story["response"]["body"]["object"] == "text_completion"
 
