@@ -102,7 +102,12 @@ def _react(client: openai.OpenAI, folder: Path) -> None:
 
 def _submit(client: openai.OpenAI, folder: Path, requests: int, max_tokens: int) -> float:
     """Create a batch of this many requests, and return when it was sent, by the monotonic clock."""
-    body = {"model": NAME, "messages": [{"role": "user", "content": "Hi"}], "max_tokens": max_tokens}
+    body = {
+        "model": NAME,
+        "messages": [{"role": "user", "content": "Hi"}],
+        "max_tokens": max_tokens,
+        "ignore_eos": True,
+    }
     lines = [{"custom_id": str(n), "method": "POST", "url": CHAT, "body": body} for n in range(requests)]
     path = folder / "in.jsonl"
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))

@@ -1,7 +1,7 @@
 """The overview: is all well, what waits, how fast it goes, and which deadlines come next."""
 
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Annotated
 
 from fastapi import APIRouter, Query, Request, Response
 from fastapi.responses import JSONResponse
