@@ -78,13 +78,13 @@ async def one_batch(request: Request, context: InContext, viewer: LooksIn, batch
     row = await _batch(context, viewer, batch_id)
     each = await _shown(context, viewer, row)
     points = await History(context.redis).batch_points(batch_id)
-    first_answer_at = next((at for at, completed, failed, *_ in points if completed + failed), None)
+    answered_at = [at for at, completed, failed, *_ in points if completed + failed] or [None]
     return page(
         request,
         "batch_overview.html",
         viewer,
         **_head(request, each, ""),
-        stages=each.stages(first_answer_at, context.clock()),
+        stages=each.stages(answered_at[0], answered_at[-1], context.clock()),
     )
 
 

@@ -137,13 +137,14 @@ class Shown:
         expected = (batch.batchweave.expected_at or batch.batchweave.earliest_at or now) - now
         return ("late" if left < expected else "tight" if left < max(2 * expected, TIGHT_S) else "good"), left
 
-    def stages(self, first_answer_at: float | None, now: float) -> list[Stage]:
+    def stages(self, first_answer_at: float | None, last_answer_at: float | None, now: float) -> list[Stage]:
         """Return the batch's life as stretches of one line. The last one is open while the batch lives."""
         batch, end = self.batch, self.ended_at
         marks: list[tuple[str, str, float | None]] = [
             ("checked", "checked", batch.created_at),
             (*self._began(first_answer_at), batch.in_progress_at),
             ("answered", "answered", first_answer_at),
+            ("waits again", "waited", last_answer_at if self.state == "waiting" else None),  # its worker died, or left
             ("cancelled", "written", batch.cancelling_at),
             ("results written", "written", batch.finalizing_at),
         ]
