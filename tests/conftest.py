@@ -25,6 +25,7 @@ from service.db.sessions import Database
 from service.objects.storage import Storage
 from service.settings import Settings, load_settings
 from service.up.embedded_redis import server_command
+from tests.faults.machines import Machine, machines
 
 # The first call of a compiled function takes as long as compiling it.
 hypothesis_settings.register_profile("untimed", deadline=None)
@@ -198,3 +199,19 @@ def pytest_testnodedown(node: Any, error: object) -> None:
     if error is not None:
         with suppress(AttributeError, subprocess.TimeoutExpired):
             print(f"\nthe process of {node.gateway.id} ended with {node.gateway._io.popen.wait(10)}", flush=True)
+
+
+@pytest.fixture
+def postgres_url(postgres: Any, newest_postgres: str) -> str:
+    """The URL of a new database of PostgreSQL."""
+    return new_postgres_database(postgres, newest_postgres)
+
+
+@pytest.fixture
+def two_machines() -> Generator[list[Machine]]:
+    """Two machines; only root may make them."""
+    try:
+        with machines(2) as made:
+            yield made
+    except (OSError, subprocess.CalledProcessError) as error:
+        pytest.skip(f"this process may not make network namespaces: {error}")

@@ -18,10 +18,14 @@ def _name(number: int) -> str:
 
 @dataclass(frozen=True)
 class Machine:
-    """A machine that reaches this one at `here`, by a cable whose end here is the card `name`."""
+    """A machine that reaches this one by a cable, from its address `there` to `here`, which the card `name` has.
+
+    It reaches all other addresses of this machine too, as long as the cable is whole.
+    """
 
     name: str
     here: str
+    there: str
 
     def cut(self) -> None:
         """Pull the cable: what is sent either way is lost, and nobody is told."""
@@ -31,11 +35,11 @@ class Machine:
         subprocess.run(["ip", "link", "set", self.name, "up"], check=True)
 
     @contextmanager
-    def process(self, module: str, log: Path, **variables: str) -> Generator[subprocess.Popen[bytes]]:
-        """Run a module of the tests on the machine, with no other BATCHWEAVE_ variables than these."""
+    def process(self, module: str, log: Path, *words: str, **variables: str) -> Generator[subprocess.Popen[bytes]]:
+        """Run a module with these arguments on the machine, and with no other BATCHWEAVE_ variables than these."""
         others = {name: each for name, each in os.environ.items() if not name.startswith("BATCHWEAVE_")}
         dies_with_us = ["setpriv", "--pdeathsig", "KILL"]
-        command = [*dies_with_us, "ip", "netns", "exec", self.name, sys.executable, "-m", module]
+        command = [*dies_with_us, "ip", "netns", "exec", self.name, sys.executable, "-m", module, *words]
         with log.open("wb") as output:
             running = subprocess.Popen(
                 command, env={**others, "PYTHONPATH": MODULES, **variables}, stdout=output, stderr=output
@@ -64,11 +68,12 @@ def machines(count: int) -> Generator[list[Machine]]:
             here, there = list(net.hosts())
             name = _name(number)
             _run(["ip", "netns", "add", name])
-            made.append(Machine(name, str(here)))
+            made.append(Machine(name, str(here), str(there)))
             _run(["ip", "link", "add", name, "type", "veth", "peer", "name", "cable", "netns", name])
             _run(["ip", "address", "add", f"{here}/30", "dev", name])
             _run(["ip", "link", "set", name, "up"])
-            for words in (f"address add {there}/30 dev cable", "link set cable up", "link set lo up"):
+            address, route = f"address add {there}/30 dev cable", f"route add default via {here}"
+            for words in (address, "link set cable up", "link set lo up", route):
                 _run(["ip", "-netns", name, *words.split()])
         yield made
     finally:

