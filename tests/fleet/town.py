@@ -50,12 +50,15 @@ LIMIT_S = 240.0  # for anything to happen, on a machine that is busy
 
 
 @contextmanager
-def raylets(gpus: Sequence[int]) -> Generator[Any]:
-    """Run a Ray cluster with a head without GPUs, and a machine for each of these numbers of them."""
+def raylets(gpus: Sequence[int], **head: Any) -> Generator[Any]:
+    """Run a Ray cluster with a head without GPUs, and a machine for each of these numbers of them.
+
+    `head`: more arguments of the head.
+    """
     import ray
     from ray.cluster_utils import Cluster
 
-    head: dict[str, Any] = {"num_cpus": 1, "num_gpus": 0, "object_store_memory": MEMORY, "include_dashboard": False}
+    head |= {"num_cpus": 1, "num_gpus": 0, "object_store_memory": MEMORY, "include_dashboard": False}
     cluster = Cluster(initialize_head=True, head_node_args={**head, "_system_config": NOTICES})
     try:
         for each in gpus:
@@ -68,7 +71,7 @@ def raylets(gpus: Sequence[int]) -> Generator[Any]:
 
 
 @contextmanager
-def variables(folder: Path, lease_s: float = 30.0) -> Generator[None]:
+def variables(folder: Path, lease_s: float = 30.0, **more: str) -> Generator[None]:
     """Set this process's variables as those with which `ray start` runs, so before the raylets start."""
     ours = {
         "BATCHWEAVE_LEASE_S": str(lease_s),
@@ -77,6 +80,7 @@ def variables(folder: Path, lease_s: float = 30.0) -> Generator[None]:
         "RAY_AUTH_MODE": "disabled",
         "RAY_USAGE_STATS_ENABLED": "0",
         "PYTHONPATH": str(Path(__file__).parents[2]),
+        **more,
     }
     before = {name: os.environ.get(name) for name in ours}
     os.environ.update(ours)
