@@ -6,7 +6,7 @@ from service.queue.progress import Event
 
 RANGES = {"15m": 900, "1h": 3600, "6h": 6 * 3600, "24h": 24 * 3600, "7d": 7 * 24 * 3600}
 RANGE = "1h"
-WORDS = {"start": "became ready", "stop": "stopped in order", "death": "fell silent"}  # of what happens to a worker
+WORDS = {"start": "became ready", "stop": "shut down cleanly", "death": "fell silent", "back": "was heard again"}
 # Shares of the KV cache's capacity, by the point's name of the tokens.
 _OF_KV = {
     "kv_left": "kv_of_left",

@@ -19,11 +19,10 @@ from service.dashboard.sessions import Changes, LooksIn, Viewer
 from service.dashboard.shown import NAME
 from service.db.tables import Model, OutputOrder
 from service.endpoints import ENDPOINTS
-from service.errors import ApiError, BadRequest
+from service.errors import ApiError, BadRequest, NotFound
 
 WINDOWS = {"1h": "1 hour", "6h": "6 hours", "24h": "24 hours", "3d": "3 days", "7d": "7 days"}
 ORDERS = {OutputOrder.ANY: "as completed, readable at once", OutputOrder.INPUT: "in the order of the file"}
-SHORT = 2048
 
 router = APIRouter(prefix="/dashboard", include_in_schema=False)
 
@@ -67,8 +66,8 @@ async def create(
     window: Annotated[str, Form(pattern=r"^[1-9][0-9]{0,3}[mhd]$")],
     order: Annotated[OutputOrder, Form()] = OutputOrder.ANY,
     hold: Annotated[bool, Form()] = False,
-    name: Annotated[str, Form(max_length=SHORT)] = "",
-    metadata: Annotated[str, Form(max_length=16 * SHORT)] = "",
+    name: Annotated[str, Form(max_length=512)] = "",
+    metadata: Annotated[str, Form(max_length=10_000)] = "",
 ) -> Response:
     """Create the batch and show it; if it is refused, show the form again with all that it had."""
     fields = Fields(endpoint, window, order, name, metadata)
@@ -100,8 +99,13 @@ async def _page(
 ) -> Response:
     uploaded, url = None, None
     if file is not None:
-        uploaded = await files.find_file(context, await as_owner(context, viewer, file), file)
-        url = await first_url(context, uploaded) if fields is None else None
+        try:
+            uploaded = await files.find_file(context, await as_owner(context, viewer, file), file)
+        except NotFound:
+            if fields is None:
+                raise
+        else:
+            url = await first_url(context, uploaded) if fields is None else None
     if fields is None:  # a line that names no endpoint of ours is an error of the file, which its validation reports
         fields = Fields(url if url in ENDPOINTS else ENDPOINTS[0])
     async with context.database.read() as session:

@@ -102,8 +102,8 @@ async def known_events(context: Context) -> list[Event]:
 
 
 def _planner_silent(silent_s: float) -> Notice:
-    text = f"No planner has reported for {span(silent_s)}, so new batches are neither checked nor planned, and those "
-    text += 'that are all answered do not complete. Nothing is lost. See "When something is wrong" in docs/operate.md.'
+    text = f"No planner has reported for {span(silent_s)}, so new batches may be neither checked nor planned, and "
+    text += 'answered ones not completed. Nothing is lost. See "When something is wrong" in docs/operate.md.'
     return Notice(text, True)
 
 

@@ -144,7 +144,11 @@ class Shown:
             ("checked", "checked", batch.created_at),
             (*self._began(first_answer_at), batch.in_progress_at),
             ("answered", "answered", first_answer_at),
-            ("waits again", "waited", last_answer_at if self.state == "waiting" else None),  # its worker died, or left
+            (
+                "waits again",
+                "waited",
+                last_answer_at if self.state == "waiting" else None,
+            ),  # its worker died, or others come first
             ("cancelled", "written", batch.cancelling_at),
             ("results written", "written", batch.finalizing_at),
         ]

@@ -3,12 +3,12 @@
 import asyncio
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
-from typing import Annotated, get_args
+from typing import Annotated, Any, get_args
 
 from fastapi import APIRouter, Query, Request, Response
 from fastapi.responses import FileResponse, JSONResponse
 from redis.exceptions import RedisError
-from sqlalchemy import func, select, true
+from sqlalchemy import ColumnElement, Select, case, func, select, true
 from sse_starlette.sse import EventSourceResponse
 
 from service.api import content
@@ -30,8 +30,7 @@ from service.jobs.historian import summed
 from service.settings import Settings, grouped, variable
 
 LISTED = 50
-EVENTS = 20  # of workers
-MOST_SUMMED = 10_000  # files whose sizes are added up at each look at their page
+MOST_SUMMED = 10_000  # files, deleted ones too, that a look at their page adds up
 MOST_ROWS = 2**53
 TICK_S = 2.0
 STREAM_S = 600.0  # then the browser reconnects, so that a session that has ended gets no more events
@@ -49,9 +48,7 @@ async def file_list(request: Request, context: InContext, viewer: LooksIn, after
         rows = await page_rows(session, File, kept, project_seen(viewer), after=after, limit=LISTED)
         projects = await project_names(session) if viewer.is_operator else {}
         mine = true() if viewer.is_operator else File.project_id == viewer.caller.project.id
-        some = select(File.size_bytes).where(File.deleted_at.is_(None), mine).limit(MOST_SUMMED + 1).subquery()
-        sums = select(func.count().label("count"), func.coalesce(func.sum(some.c.size_bytes), 0).label("size_bytes"))
-        total = (await session.execute(sums)).one()
+        total = (await session.execute(_sizes(mine))).one()
     more = rows[LISTED - 1].id if len(rows) > LISTED else None
     return page(
         request,
@@ -63,6 +60,18 @@ async def file_list(request: Request, context: InContext, viewer: LooksIn, after
         total=total,
         most=MOST_SUMMED,
     )
+
+
+def _sizes(mine: ColumnElement[bool]) -> Select[int, int, Any]:
+    """Return a query for how many of the newest files it has looked at, those that are kept, and their bytes."""
+    newest = select(File.size_bytes, File.deleted_at).where(mine).order_by(File.seq.desc()).limit(MOST_SUMMED)
+    some = newest.subquery()
+    kept = case((some.c.deleted_at.is_(None), some.c.size_bytes))
+    return select(
+        func.count().label("seen"),
+        func.count(kept).label("count"),
+        func.coalesce(func.sum(kept), 0).label("size_bytes"),
+    ).select_from(some)
 
 
 @router.get("/files/{file_id}/content")
@@ -95,7 +104,7 @@ async def worker_list(
         state=state,
         model=model,
         cpus=on_cpus(found or []),
-        events=(await known_events(context))[:EVENTS],
+        events=await known_events(context),
         words=WORDS,
     )
 

@@ -15,8 +15,9 @@ from safetensors.numpy import save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 NAME = "batchweave-demo"
+EDITION = 2  # of what is made here; a folder with an older one is made again
 SEED = 20261121
-EOS_SEED, EOS_SPREAD = 1, 1.9  # how far EOS logits spread, times that of others: it wins every 50 tokens
+EOS_SEED, EOS_SPREAD = 1, 1.9  # how far EOS logits spread, times that of others: it wins about once in 50 tokens
 VOCAB = 4096
 HIDDEN, LAYERS, HEADS, KV_HEADS, FFN = 128, 2, 4, 2, 256
 CONTEXT = 8192
@@ -32,7 +33,8 @@ CHAT_TEMPLATE = (
 
 def ensure_demo_model(folder: Path, corpus: Iterable[str]) -> Path:
     """Create the model in `folder`, if it is not there, and return its path. The same corpus gives the same files."""
-    if (folder / "config.json").exists():
+    config = folder / "config.json"
+    if config.exists() and json.loads(config.read_text()).get("batchweave_demo") == EDITION:
         return folder
     making = folder.with_name(f"{folder.name}.{os.getpid()}.part")
     making.mkdir(parents=True)
@@ -76,6 +78,7 @@ def _config() -> dict[str, object]:
     return {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
+        "batchweave_demo": EDITION,
         "vocab_size": VOCAB,
         "hidden_size": HIDDEN,
         "intermediate_size": FFN,

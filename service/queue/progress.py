@@ -21,7 +21,7 @@ from service.queue.counts import Counts
 
 log = structlog.get_logger()
 KEEP_S = 7 * 24 * 3600
-MOST_EVENTS = 200
+MOST_EVENTS = 200  # of workers that start and stop; and as many of those that fell silent
 REDIS_YOUNG_S = 60
 TTL_S = 15.0
 SAY_S = 3.0
@@ -82,10 +82,14 @@ class Progress:
 
 
 class Event(NamedTuple):
-    """What happened to a worker, and when: its first heartbeat, its end in order, or the first look that missed it."""
+    """What happened to a worker, and when.
+
+    `start`: its first heartbeat; `stop`: its clean end; `death`: the first look that missed it; `back`: its next
+    heartbeat after that. A worker that dies and starts again before a look misses it has two starts.
+    """
 
     at: int
-    kind: Literal["start", "stop", "death"]
+    kind: Literal["start", "stop", "death", "back"]
     name: str
 
 
@@ -101,10 +105,12 @@ class Heartbeat:
         pipeline = self._redis.pipeline(transaction=False)
         pipeline.set(keys.worker(name), json.dumps(state), px=int(self._ttl_s * 1000))
         pipeline.sadd(keys.WORKERS, name)  # after the state, or it would look dead
-        await pipeline.execute()
+        _, is_new = await pipeline.execute()
         if name not in self._begun:
-            self._begun.add(name)
             await self._note("start", name)
+            self._begun.add(name)
+        elif is_new:
+            await self._note("back", name)
 
     async def leave(self, name: str) -> None:
         """Take a worker that stops from the list at once."""
@@ -112,7 +118,9 @@ class Heartbeat:
         pipeline.srem(keys.WORKERS, name)  # before the state, or it would look dead
         pipeline.delete(keys.worker(name))
         await pipeline.execute()
-        await self._note("stop", name)
+        if name in self._begun:
+            self._begun.remove(name)
+            await self._note("stop", name)
 
     async def beating(self, names: Collection[str]) -> set[str]:
         """Return those of these workers that are alive."""
@@ -133,15 +141,19 @@ class Heartbeat:
 
     async def _note(self, kind: str, name: str) -> None:
         at, _ = await self._redis.time()
+        key = keys.WORKER_DEATHS if kind == "death" else keys.WORKER_EVENTS  # many starts must not push out a death
         pipeline = self._redis.pipeline(transaction=False)
-        pipeline.rpush(keys.WORKER_EVENTS, json.dumps([at, kind, name]))
-        pipeline.ltrim(keys.WORKER_EVENTS, -MOST_EVENTS, -1)
+        pipeline.rpush(key, json.dumps([at, kind, name]))
+        pipeline.ltrim(key, -MOST_EVENTS, -1)
         await pipeline.execute()
 
     async def events(self) -> list[Event]:
         """Return what happened to workers, the newest last."""
-        found: Any = await self._redis.lrange(keys.WORKER_EVENTS, 0, -1)  # pyright: ignore[reportGeneralTypeIssues]
-        return [Event(*json.loads(each)) for each in found]
+        pipeline = self._redis.pipeline(transaction=False)
+        for key in (keys.WORKER_EVENTS, keys.WORKER_DEATHS):
+            pipeline.lrange(key, 0, -1)
+        found: list[list[bytes]] = await pipeline.execute()
+        return sorted((Event(*json.loads(each)) for every in found for each in every), key=lambda event: event.at)
 
     async def alive(self) -> list[dict[str, Any]]:
         return (await self.everyone())[0]

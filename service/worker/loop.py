@@ -153,6 +153,7 @@ class Worker:
                 await asyncio.wait(late, timeout=LATE_S)
         with suppress(RedisError, OSError):
             await self._sharing.leave()
+        with suppress(RedisError, OSError):
             await self._heartbeat.leave(self._settings.worker_name)
         await self._give_back(held)
 

@@ -74,7 +74,7 @@ def test_demo_batches_finish_and_their_books_agree(up: Up) -> None:
         assert batch.created_at <= batch.in_progress_at <= batch.completed_at
     assert cached > 0
     assert reasons.keys() == {"stop", "length"}  # as of a real model: most long answers end by themselves
-    assert reasons["stop"] >= 60
+    assert reasons["stop"] >= 20
     story = up.lines(up.client.batches.retrieve(ids[COMPLETIONS]).output_file_id)["story-1"]
     assert story["response"]["body"]["object"] == "text_completion"
 
@@ -110,7 +110,7 @@ def test_a_crowd_of_online_clients_harms_no_batch(up: Up) -> None:
     ended = asyncio.run(crowd.stream(200, 8))
     assert ended.total() == 200
     assert ended.keys() <= {FULL, "overloaded"}  # a machine under load refuses those that would be late
-    assert ended[FULL] > 0
+    assert ended[FULL] >= 20
     assert asyncio.run(crowd.choices(64)) == (64, 64)
     huge = {"model": MODEL, "messages": [{"role": "user", "content": "x" * (8 * 2**20 - 300)}]}
     assert httpx.post(up.url + CHAT, json=huge, timeout=60).json()["error"]["code"] == "context_length_exceeded"

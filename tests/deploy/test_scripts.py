@@ -78,6 +78,23 @@ def test_a_slurm_job_stops_its_workers_and_queues_again_when_its_time_is_up(
     assert "BATCHWEAVE_MODEL=m" in (tmp_path / "variables").read_text()
 
 
+@pytest.mark.parametrize("path", SBATCH, ids=lambda path: path.name)
+def test_a_slurm_job_that_is_stopped_before_it_began_queues_again(path: Path, tmp_path: Path) -> None:
+    """While it reads its settings: srun is started, and told to end at once."""
+    (tmp_path / "env").write_text("kill -TERM $$\n")
+    stands_in = {
+        "srun": 'trap "exit 7" TERM\nfor ((n = 0; n < 600; n++)); do sleep 0.1; done',
+        "scontrol": "echo $@ >> log",
+    }
+    for name, script in stands_in.items():
+        (tmp_path / name).write_text(f"#!/usr/bin/env bash\n{script}\n")
+        (tmp_path / name).chmod(0o755)
+    variables = {"PATH": f"{tmp_path}:/usr/bin:/bin", "BATCHWEAVE_ENV": str(tmp_path / "env"), "SLURM_JOB_ID": "12"}
+    ended = subprocess.run(["bash", path], cwd=tmp_path, env=variables, capture_output=True, text=True, timeout=60)
+    assert (ended.returncode in (7, 143), ended.stderr) == (True, "")  # 143: before srun could say otherwise
+    assert (tmp_path / "log").read_text() == "requeue 12\n"
+
+
 @pytest.mark.parametrize("path", UNITS, ids=lambda path: path.name)
 def test_systemd_understands_the_units(path: Path) -> None:
     if not shutil.which("systemd-analyze"):

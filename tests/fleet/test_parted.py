@@ -22,6 +22,7 @@ REQUESTS = 96
 def join(machine: Machine, address: str, log: Path) -> ExitStack:
     """Let the machine join the Ray cluster with one GPU that does not exist, until the stack is closed."""
     ours = {name: value for name, value in os.environ.items() if name.startswith("BATCHWEAVE_")}
+    ours["RAY_gcs_rpc_server_reconnect_timeout_s"] = "86400"  # as docs/fleet.md says
     words = f"start --address={address} --node-ip-address={machine.there} --block --num-cpus=1 --num-gpus=1"
     stack = ExitStack()
     stack.enter_context(

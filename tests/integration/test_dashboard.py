@@ -43,6 +43,8 @@ async def test_a_file_is_uploaded_run_looked_at_and_retried(pages: httpx.AsyncCl
     assert [each for each in kept if each not in refused.text] == []
     refused = await pages.post("/batches", data={**form, "metadata": f"{'k' * 65}: v"})
     assert "Metadata: " in refused.text
+    refused = await pages.post("/batches", data={**given, "file": "file-gone"})
+    assert (refused.status_code, ">team</textarea>" in refused.text) == (400, True)
     form |= {"name": "Labels, November", "metadata": "team: evals\n\nrun: 7: b"}
     created = await pages.post("/batches", data=form)
     batch_id = created.url.path.rsplit("/", 1)[1]
@@ -142,8 +144,12 @@ async def test_what_is_shown_is_escaped(pages: httpx.AsyncClient, house: House) 
 
 
 async def test_files_are_added_up_to_a_bound(pages: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(views, "MOST_SUMMED", 2)
-    for number, said in ((1, "1 file, 4 bytes in all"), (2, "2 files, 8 bytes in all"), (3, "More than 2 files")):
+    monkeypatch.setattr(views, "MOST_SUMMED", 3)
+    for number, said in (
+        (1, "1 file, 4 bytes in all"),
+        (2, "2 files, 8 bytes in all"),
+        (3, "Of the newest 3 files 3 are kept, 12 bytes"),
+    ):
         await pages.post("/files", data={"purpose": "batch"}, files={"file": (f"{number}.jsonl", b"abc\n")})
         assert said in (await pages.get("/files")).text
 

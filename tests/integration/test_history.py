@@ -5,6 +5,7 @@ from typing import Any
 
 import httpx
 import pytest
+from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import ResponseError
 
 from service.jobs.historian import Historian
@@ -64,7 +65,7 @@ async def test_a_worker_that_falls_silent_is_told_of_once(
     at = events[-1].at
     house.clock.now = at + 60
     page = (await pages.get("/workers")).text
-    assert [words in page for words in ("alive</b> became ready", "left</b> stopped in order")] == [True, True]
+    assert [words in page for words in ("alive</b> became ready", "left</b> shut down cleanly")] == [True, True]
     assert "died</b> fell silent" in page
     told = (await pages.get("")).text
     assert "Workers that fell silent in the last hour: died 1 min ago." in told
@@ -76,6 +77,36 @@ async def test_a_worker_that_falls_silent_is_told_of_once(
     assert len(marks) == 5
     house.clock.now = at + 2 * 3600
     assert "fell silent in the last hour" not in (await pages.get("")).text
+    await heart.beat("died", {**state, "name": "died"})
+    assert "died</b> was heard again" in (await pages.get("/workers")).text
+
+
+async def test_many_starts_do_not_push_out_a_death(house: House, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(progress, "REDIS_YOUNG_S", 0)
+    monkeypatch.setattr(progress, "MOST_EVENTS", 3)
+    await Heartbeat(house.redis).beat("died", {})
+    await house.redis.delete(keys.worker("died"))
+    await Heartbeat(house.redis).alive()
+    for number in range(5):
+        await Heartbeat(house.redis).beat(f"w{number}", {})
+    found = await Heartbeat(house.redis).events()
+    assert sorted(each[1:] for each in found) == [("death", "died"), *(("start", f"w{n}") for n in (2, 3, 4))]
+
+
+async def test_a_start_that_could_not_be_noted_is_noted_later(house: House, monkeypatch: pytest.MonkeyPatch) -> None:
+    heart = Heartbeat(house.redis)
+    await heart.leave("never-began")
+    with monkeypatch.context() as broken:
+        broken.setattr(house.redis, "time", _lost)
+        with pytest.raises(RedisConnectionError):
+            await heart.beat("w", {"name": "w"})
+    assert await heart.alive() == [{"name": "w"}]
+    await heart.beat("w", {"name": "w"})
+    assert [each[1:] for each in await heart.events()] == [("start", "w")]
+
+
+async def _lost() -> None:
+    raise RedisConnectionError("cut")
 
 
 async def test_a_planner_that_reports_no_more_is_missed(pages: httpx.AsyncClient, house: House) -> None:

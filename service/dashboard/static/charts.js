@@ -52,8 +52,8 @@ function drawMarks(marks) {
           const x = Math.round(chart.valToPos(at, "x", true));
           if (x < chart.bbox.left || x > chart.bbox.left + chart.bbox.width) continue;
           chart.ctx.save();
-          chart.ctx.strokeStyle = color({ start: "--good", stop: "--soft", death: "--bad" }[kind]);
-          chart.ctx.setLineDash(kind === "death" ? [] : [4, 4]);
+          chart.ctx.strokeStyle = color({ stop: "--soft", death: "--bad" }[kind] ?? "--good");
+          chart.ctx.setLineDash({ stop: [1, 4], death: [] }[kind] ?? [6, 4]);
           chart.ctx.beginPath();
           chart.ctx.moveTo(x, chart.bbox.top);
           chart.ctx.lineTo(x, chart.bbox.top + chart.bbox.height);

@@ -117,6 +117,15 @@ function applyFilters() {
   }
 }
 
+// A browser may forbid storage; then a choice holds for the page.
+function kept(name) {
+  try { return localStorage.getItem(name); } catch { return null; }
+}
+
+function keep(name, value) {
+  try { localStorage.setItem(name, value); } catch { /* as said above */ }
+}
+
 function switchTheme() {
   const button = document.querySelector("[data-theme-switch]");
   if (!button) return;
@@ -129,7 +138,7 @@ function switchTheme() {
     const next = all[(all.indexOf(root.dataset.theme ?? "system") + 1) % all.length];
     if (next === "system") delete root.dataset.theme;
     else root.dataset.theme = next;
-    localStorage.setItem("theme", next);
+    keep("theme", next);
     say();
     document.dispatchEvent(new Event("themechange"));
   });
@@ -151,9 +160,9 @@ function useKeys() {
   const opener = document.querySelector("[data-keys]");
   opener.hidden = false;
   opener.addEventListener("click", () => keys.showModal());
-  const single = keys.querySelector("[data-single]"); // speech input and screen readers may press them by accident
-  single.checked = localStorage.getItem("keys") !== "off";
-  single.addEventListener("change", () => localStorage.setItem("keys", single.checked ? "on" : "off"));
+  const single = keys.querySelector("[data-single]"); // speech input may press them by accident
+  single.checked = kept("keys") !== "off";
+  single.addEventListener("change", () => keep("keys", single.checked ? "on" : "off"));
   let before = { key: "", at: 0 };
   document.addEventListener("keydown", (event) => {
     if (!single.checked || event.ctrlKey || event.metaKey || event.altKey || isTyping(event.target)) return;

@@ -21,6 +21,9 @@ def test_demo_model_is_made_the_same_twice(tmp_path: Path) -> None:
     before = (first / "config.json").stat().st_mtime_ns
     assert ensure_demo_model(first, corpus()) == first
     assert (first / "config.json").stat().st_mtime_ns == before
+    older = json.loads((first / "config.json").read_text()) | {"batchweave_demo": 1}
+    (first / "config.json").write_text(json.dumps(older))
+    assert digests(ensure_demo_model(first, corpus())) == digests(second)  # made again
 
 
 def test_demo_file_has_three_kinds_that_pass_validation() -> None:
