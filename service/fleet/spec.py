@@ -136,7 +136,7 @@ class FleetSpec(BaseModel):
     )
     idle_s: Seconds = Field(120.0, description="seconds without work after which an engine ends")
     switch_s: Seconds = Field(
-        600.0, description="seconds that a busy engine keeps its GPUs, whatever another model needs"
+        1800.0, description="seconds that a busy engine keeps its GPUs, whatever another model needs"
     )
     drain_s: Seconds = Field(
         60.0, description="seconds that an engine has to finish what it runs before the rest is given back"
