@@ -4,7 +4,7 @@ import os
 import sys
 from collections.abc import Callable
 from importlib import import_module
-from typing import Any
+from typing import Annotated, Any
 
 import typer
 
@@ -44,6 +44,7 @@ def command_line(called: str) -> typer.Typer:
         rich_markup_mode="markdown",
         pretty_exceptions_enable=False,
         help="Offline batch inference on SGLang behind an OpenAI-style Batch API.",
+        callback=_main,
     )
     for name, (place, text) in COMMANDS.items():
         if name == called:
@@ -65,6 +66,21 @@ def _add(app: typer.Typer, name: str, command: typer.Typer | Callable[..., Any])
         app.add_typer(command, name=name)
     else:
         app.command(name)(command)
+
+
+def _say_version(wanted: bool) -> None:
+    if wanted:
+        from importlib.metadata import version
+
+        print(f"batchweave {version('batchweave')}")
+        raise typer.Exit
+
+
+def _main(
+    _version: Annotated[
+        bool, typer.Option("--version", callback=_say_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None: ...
 
 
 def _nothing() -> None:

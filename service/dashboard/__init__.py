@@ -20,7 +20,12 @@ def add_dashboard(app: FastAPI) -> None:
     app.include_router(new_batch.router)
     app.include_router(views.router)
     app.include_router(tenants.router)
+    app.add_api_route("/", _to_dashboard, include_in_schema=False)
     app.add_exception_handler(SignInNeeded, _sign_in)
+
+
+def _to_dashboard() -> Response:
+    return RedirectResponse(PREFIX)
 
 
 def error_page(request: Request, error: ApiError) -> Response:

@@ -54,10 +54,11 @@ def run_demo(settings: Settings, file: Path | None, keep: bool, with_online: boo
         _summary(client, settings.data_dir / "results", batches, waited_s + engine_s, run_s)
         if compared is not None:
             console.print(compared)
-        console.print(f"API        {url}/v1\nAPI docs   {url}/docs")
         if keep:
+            console.print(f"dashboard  {url}/dashboard\nAPI        {url}/v1\nAPI docs   {url}/docs")
             console.print("The service keeps running until Ctrl-C.")
             _wait_for_interrupt(process)
+    console.print("Next: `batchweave up --data-dir ./data` runs one that stays, with a dashboard; README.md has more.")
     if any(batch.status != "completed" for batch in batches):
         raise DemoError("not every batch completed; the table above says why")
 

@@ -9,7 +9,7 @@ import typer
 
 from service.errors import CommandError
 from service.remote.download import can_be_written, take
-from service.remote.follow import ENDED, SENTENCES, extras, report, sentence
+from service.remote.follow import ENDED, SENTENCES, extras, refusal, report, sentence
 from service.remote.preview import figures, start
 from service.remote.session import LOCAL_URL, NO_KEY, KeyOption, UrlOption, named, service_at
 from service.remote.shapes import Batch
@@ -168,9 +168,9 @@ def batch_results(
         so_far = None if batch.status in ENDED else extras(batch).get("early_output_file_id")
         file_id = batch.output_file_id or so_far
         if file_id is None:
-            why = "no successful request" if batch.status in ENDED else "no results yet"
-            more = f"see `batchweave batches show {batch_id}`"
-            raise CommandError(f"{batch_id} {sentence(batch)} and has {why}; {more}.")
+            why = refusal(batch) or ("no successful request" if batch.status in ENDED else "no results yet")
+            more = f"`batchweave batches show {batch_id}` says more"
+            raise CommandError(f"{batch_id} {sentence(batch)}, {why}; {more}.")
         if output is not None:
             said.print(
                 f"results so far: {output} ({take(client, file_id, output):,} bytes); the batch {sentence(batch)}"
@@ -197,11 +197,8 @@ def _answered(batch: Batch) -> tuple[str, str]:
 def _next(batch: Batch) -> str:
     """Return what a batch is waiting for and when it is expected to finish."""
     about = extras(batch)
-    if batch.errors and batch.errors.data:
-        found = len(batch.errors.data)
-        return f"its file has {found:,} {'error' if found == 1 else 'errors'}"
     if batch.status in ENDED:
-        return ""
+        return refusal(batch) or ""
     waits = f"waiting for {about['waiting_for']}" if about.get("waiting_for") else ""
     known = about.get("expected_at") and not about.get("held")
     ends = f"ends in {duration(about['expected_at'] - time.time())}" if known else ""

@@ -116,15 +116,24 @@ def sentence(batch: Batch) -> str:
     return SENTENCES.get(batch.status, f"is {batch.status}")
 
 
+def refusal(batch: Batch) -> str | None:
+    """Return what to do about a batch that was refused before anything ran; None for any other."""
+    errors = (batch.errors.data if batch.errors else None) or []
+    if batch.status != "failed" or not errors:
+        return None
+    if [error.code for error in errors] == ["model_not_served"]:  # the file may be right
+        return "no worker serves its model, and nothing ran"
+    count = f"{len(errors):,} {'error' if len(errors) == 1 else 'errors'}"
+    return f"its file has {count}, and nothing ran. Correct the file and submit it again"
+
+
 def report(batch: Batch) -> Exit:
     """Print how a batch ended, and return the exit code that says so to programs."""
     counts = batch.request_counts
     if counts is not None:
         took = (batch.completed_at or batch.cancelled_at or batch.expired_at or batch.failed_at or 0) - batch.created_at
-        said.print(
-            f"{batch.id} {sentence(batch)} after {duration(took)}: "
-            f"{counts.completed:,} of {counts.total:,} answered, {counts.failed:,} failed"
-        )
+        how = f"{counts.completed:,} of {counts.total:,} answered, {counts.failed:,} failed"
+        said.print(f"{batch.id} {sentence(batch)} after {duration(took)}: {refusal(batch) or how}")
     if batch.usage is not None and batch.usage.total_tokens:
         usage = batch.usage
         said.print(

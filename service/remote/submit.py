@@ -2,6 +2,7 @@
 
 import json
 import re
+from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Any
@@ -14,10 +15,11 @@ from service.remote.download import can_be_written, download
 from service.remote.follow import ENDED, extras, follow, report
 from service.remote.preview import can_ask, preview
 from service.remote.session import LOCAL_URL, NO_KEY, Exit, KeyOption, UrlOption, service_at
-from service.remote.shapes import Batch
+from service.remote.shapes import Batch, File
 from service.remote.upload import upload
 from service.terminal import JsonOption, fail, interrupted, print_json, said
 
+_ID = re.compile(r"file-\w+")
 FIRST_LINE_BYTES = 16 * 1024 * 1024
 WaitOption = Annotated[bool, typer.Option("--wait", help="Show progress until the batch finishes.")]
 OutputOption = Annotated[
@@ -36,7 +38,10 @@ def _window(value: str) -> str:
 
 
 def submit(
-    file: Annotated[Path, typer.Argument(help="JSONL file with one request per line.")],
+    file: Annotated[
+        Path,
+        typer.Argument(help="JSONL file with one request per line, or the id of one from `batchweave files upload`."),
+    ],
     wait: WaitOption = False,
     output: OutputOption = None,
     endpoint: Annotated[
@@ -45,6 +50,10 @@ def submit(
     window: Annotated[str, typer.Option("--window", callback=_window, help="Completion window: 30m, 24h, 7d.")] = "24h",
     metadata: Annotated[list[str] | None, typer.Option("--metadata", help="name=value; repeatable.")] = None,
     in_order: Annotated[bool, typer.Option("--in-order", help="Results in input order.")] = False,
+    long_alone: Annotated[
+        bool,
+        typer.Option("--long-lines-fail-alone", help="Do not refuse the file for requests that the model cannot hold."),
+    ] = False,
     show_plan: Annotated[
         bool, typer.Option("--preview", help="Show time and cost first; hold the batch until you start it.")
     ] = False,
@@ -68,15 +77,18 @@ def submit(
         )
     with service_at(url, key) as client:
         asked: dict[str, Any] = {"completion_window": window, "metadata": _pairs(metadata or [])}
-        wishes = {**({"output_order": "input"} if in_order else {}), **({"hold": True} if show_plan else {})}
+        wishes: dict[str, Any] = {"output_order": "input"} if in_order else {}
+        wishes |= {"on_long_line": "fail_line"} if long_alone else {}
+        wishes |= {"hold": True} if show_plan else {}
         if wishes:  # another service would not know them
             asked["batchweave"] = wishes
-        asked["endpoint"] = endpoint or _endpoint_of(file)
-        uploaded = upload(client, file)
+        is_there = _ID.fullmatch(str(file)) is not None and not file.exists()
+        asked["endpoint"] = endpoint or (_endpoint_there(client, str(file)) if is_there else _endpoint_of(file))
+        uploaded = File.of(client.get(f"/files/{file}")) if is_there else upload(client, file)
         try:
             batch = Batch.of(client.post("/batches", {**asked, "input_file_id": uploaded.id}))
         except AnswerError as error:
-            if error.status == 400:
+            if error.status == 400 and not is_there:
                 with suppress(AnswerError, Away):  # the first error matters more
                     client.delete(f"/files/{uploaded.id}")
             raise
@@ -127,6 +139,8 @@ def fetch(client: Client, batch: Batch, output: Path) -> dict[str, str]:
         if file_id:
             said.print(f"{kind}: {path} ({download(client, file_id, path):,} bytes)")
             found[kind] = str(path)
+        elif path.exists():
+            said.print(f"no {kind}: {path} is from an earlier run, and left as it is", style="yellow")
         elif kind == "results":
             said.print(f"no results: {batch.id} has no successful request")
     return found
@@ -134,15 +148,22 @@ def fetch(client: Client, batch: Batch, output: Path) -> dict[str, str]:
 
 def _endpoint_of(path: Path) -> str:
     with path.open("rb") as opened:
-        for line in iter(lambda: opened.readline(FIRST_LINE_BYTES), b""):
-            if line.strip():
-                try:
-                    return str(json.loads(line.decode("utf-8-sig"))["url"])
-                except (ValueError, KeyError, TypeError) as error:
-                    raise CommandError(
-                        f'{path}: its first line is not a request with a "url"; see docs/api.md.'
-                    ) from error
-    raise CommandError(f"{path} is empty: it needs one request per line.")
+        return _first_url(iter(lambda: opened.readline(FIRST_LINE_BYTES), b""), str(path))
+
+
+def _endpoint_there(client: Client, file_id: str) -> str:
+    with client.content(file_id) as answer:
+        return _first_url((line.encode() for line in answer.iter_lines()), file_id)
+
+
+def _first_url(lines: Iterable[bytes], name: str) -> str:
+    for line in lines:
+        if line.strip():
+            try:
+                return str(json.loads(line.decode("utf-8-sig"))["url"])
+            except (ValueError, KeyError, TypeError) as error:
+                raise CommandError(f'{name}: its first line is not a request with a "url"; see docs/api.md.') from error
+    raise CommandError(f"{name} is empty: it needs one request per line.")
 
 
 def _pairs(given: list[str]) -> dict[str, str] | None:

@@ -305,3 +305,5 @@ class Supervisor:
                 part.ask_to_stop()
             for part in parts:
                 part.end(STOP_S)
+        if self._parts:
+            self.say("Stopped.")

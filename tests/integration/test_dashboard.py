@@ -271,3 +271,9 @@ async def test_steps_of_a_worker_are_drawn_per_step(pages: httpx.AsyncClient, ho
     assert path
     assert (await pages.get(path[1])).json()["points"] == [[0, 1000.0, 500.0, 2000.0], [4, 500.0, 250.0, 1000.0]]
     assert (await pages.get("/workers/nobody/steps.json")).json() == {"points": []}
+
+
+async def test_the_root_leads_to_the_dashboard(pages: httpx.AsyncClient, house: House) -> None:
+    root = str(pages.base_url).removesuffix("dashboard/").removesuffix("/dashboard")
+    answer = await pages.get(f"{root.rstrip('/')}/", follow_redirects=False)
+    assert (answer.status_code, answer.headers["location"]) == (307, "/dashboard")

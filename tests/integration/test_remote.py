@@ -102,6 +102,34 @@ async def test_all_is_well_is_zero_and_a_bad_file_four(house: House, url: str, t
     code, _, said = await run_beside_the_jobs(house, ScriptedEngine(), url, "submit", path, "--wait")
     assert code == 4
     assert "line 2" in said
+    assert "its file has 1 error, and nothing ran. Correct the file and submit it again" in said
+
+
+async def test_files_of_an_earlier_run_are_named(house: House, url: str, tmp_path: Path) -> None:
+    """They stay, because nobody asked to delete them, and a script must not take them for this run's."""
+    output, errors = tmp_path / "out.jsonl", tmp_path / "out.errors.jsonl"
+    output.write_text("old\n")
+    errors.write_text("old\n")
+    bad = write(tmp_path, [line(1), line(1)])
+    _, _, said = await run_beside_the_jobs(house, ScriptedEngine(), url, "submit", bad, "-o", output)
+    for path in (output, errors):
+        assert f"{path} is from an earlier run" in said.replace("\n", "")
+    good = write(tmp_path, [line(n) for n in range(4)])
+    _, _, said = await run_beside_the_jobs(house, ScriptedEngine(), url, "submit", good, "-o", output)
+    assert f"{errors} is from an earlier run" in said.replace("\n", "")
+    assert (output.read_text() != "old\n", errors.read_text()) == (True, "old\n")
+
+
+async def test_an_uploaded_file_is_submitted_by_its_id(house: House, url: str, tmp_path: Path) -> None:
+    code, printed, _ = await run(url, "files", "upload", write(tmp_path, [line(n) for n in range(4)]))
+    file_id = printed.strip()
+    again = ("submit", file_id, "--wait", "--long-lines-fail-alone")
+    for _ in range(2):
+        code, printed, _ = await run_beside_the_jobs(house, ScriptedEngine(), url, *again)
+        batch = await house.batch(printed.strip())
+        assert (code, batch.input_file_id, batch.on_long_line) == (0, file_id, "fail_line")
+    code, _, said = await run(url, "submit", "file-gone")
+    assert (code, "`batchweave files list` lists yours" in said.replace("\n", " ")) == (1, True)
 
 
 async def test_ctrl_c_ends_the_command_and_not_the_batch(house: House, url: str, tmp_path: Path) -> None:
@@ -286,7 +314,7 @@ async def test_results_can_be_piped_into_what_reads_a_part_of_them(house: House,
     async with house.working(ScriptedEngine()):
         await house.until_ended(batch_id)
     code, _, said = await run(url, "batches", "results", await bad_batch(house))
-    assert (code, "no successful request" in said) == (1, True)
+    assert (code, "nothing ran" in said) == (1, True)
     command = start(url, "batches", "results", batch_id)
     assert command.stdout is not None
     first = await asyncio.to_thread(command.stdout.readline)
