@@ -58,7 +58,7 @@ def run_demo(settings: Settings, file: Path | None, keep: bool, with_online: boo
             console.print(f"dashboard  {url}/dashboard\nAPI        {url}/v1\nAPI docs   {url}/docs")
             console.print("The service keeps running until Ctrl-C.")
             _wait_for_interrupt(process)
-    console.print("Next: `batchweave up --data-dir ./data` runs one that stays, with a dashboard; README.md has more.")
+    console.print(f"Next: `{sys.argv[0]} up --data-dir ./data` runs one that stays. README.md says how to use it.")
     if any(batch.status != "completed" for batch in batches):
         raise DemoError("not every batch completed; the table above says why")
 
