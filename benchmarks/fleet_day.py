@@ -6,7 +6,7 @@ after it is taken away busy. Days follow each other, and a batch ends with its w
 
 - fleet:    what `batchweave fleet` decides (service/fleet/wanted.py), every 30 s, with its default settings;
             `patient` with an engine for each 12 hours of work and not one, away after 30 s without work, and for at
-            least an hour while it is busy. Its estimates of work are wrong, by a factor between 0.5 and 2 for each batch
+            least an hour while it is busy. Its estimates of work are wrong, by a factor of up to two for each batch
 - fixed:    each model has its own GPUs all day, divided by the work of the days, which nobody knows before
 - queue:    as KEDA scales: an engine of a model for each so many requests that wait, as many as it does in so many
             seconds, if there are GPUs free; models take turns to come first. An engine goes after a cooldown
