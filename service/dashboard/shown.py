@@ -144,11 +144,8 @@ class Shown:
             ("checked", "checked", batch.created_at),
             (*self._began(first_answer_at), batch.in_progress_at),
             ("answered", "answered", first_answer_at),
-            (
-                "waits again",
-                "waited",
-                last_answer_at if self.state == "waiting" else None,
-            ),  # its worker died, or others come first
+            # Its worker died, or others come first.
+            ("waits again", "waited", last_answer_at if self.state == "waiting" else None),
             ("cancelled", "written", batch.cancelling_at),
             ("results written", "written", batch.finalizing_at),
         ]
