@@ -21,6 +21,7 @@ BatchId = Annotated[
     str, typer.Argument(help="Id printed by `batchweave submit`: batch_…", metavar="ID", callback=named)
 ]
 LISTED = 20
+NAME_SHOWN = 60  # characters
 NOT_RUN = ("batch_expired", "batch_cancelled")
 
 
@@ -53,7 +54,7 @@ def list_batches(
         if as_json:
             print_json([batch.raw for batch in found])
             return
-        names = ("id", "status", "model", "answered", "failed", "age", "next")
+        names = ("id", "status", "model", "answered", "failed", "age", "next", "name")
         print_table(names, [_row(batch) for batch in found])
 
 
@@ -208,7 +209,8 @@ def _next(batch: Batch) -> str:
 
 def _row(batch: Batch) -> tuple[str, ...]:
     age = duration(time.time() - batch.created_at)
-    return (batch.id, batch.status, batch.model or "", *_answered(batch), age, _next(batch))
+    name = (batch.metadata or {}).get("name", "")[:NAME_SHOWN]  # as the dashboard names a batch
+    return (batch.id, batch.status, batch.model or "", *_answered(batch), age, _next(batch), name)
 
 
 def _show(batch: Batch) -> None:

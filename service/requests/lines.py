@@ -185,9 +185,11 @@ def _explain(raw: bytes, error: Exception) -> Fault:
         return Fault("invalid_json_line", f"The line is not valid JSON: {error}.")
     if not isinstance(found, dict):
         return Fault("invalid_json_line", "The line is not a JSON object.")
-    for name in ("custom_id", "method", "url", "body"):
-        if name not in found:
-            return Fault("missing_required_parameter", f"'{name}' is missing.", name)
+    if missing := [name for name in ("custom_id", "method", "url", "body") if name not in found]:
+        names = " and ".join(f"'{name}'" for name in missing)
+        return Fault(
+            "missing_required_parameter", f"{names} {'is' if len(missing) == 1 else 'are'} missing.", missing[0]
+        )
     for name, kind in (("custom_id", str), ("method", str), ("url", str), ("body", dict)):
         if not isinstance(found[name], kind):
             wanted = "an object" if kind is dict else "a string"

@@ -228,12 +228,13 @@ async def test_whoever_sits_at_the_terminal_is_asked(
 
 async def test_a_batch_is_listed_shown_cancelled_and_retried(house: House, url: str, tmp_path: Path) -> None:
     path = write(tmp_path, [line(n) for n in range(4)])
-    batch_id = (await run(url, "submit", path, "--metadata", "run=12"))[1].strip()
+    batch_id = (await run(url, "submit", path, "--metadata", "run=12", "--metadata", "name=Labels"))[1].strip()
     await house.plan()
     code, printed, _ = await run(url, "batches", "list", "--status", "in_progress")
     assert code == 0
     assert batch_id in printed
     assert "0 of 4" in printed
+    assert printed.splitlines()[1].endswith("  Labels")
     assert (await run(url, "batches", "list", "--status", "failed", "--json"))[1] == "[]\n"
     assert (await run(url, "batches", "list", "--status", "bogus"))[0] == 2
     assert "run=12" in (await run(url, "batches", "show", batch_id))[1]

@@ -40,6 +40,7 @@ def without(name: str) -> bytes:
         (b'{"custom_id": "\xff"}', "invalid_encoding", None),
         (without("custom_id"), "missing_required_parameter", "custom_id"),
         (without("method"), "missing_required_parameter", "method"),
+        (b"{}", "missing_required_parameter", "custom_id"),
         (without("url"), "missing_required_parameter", "url"),
         (without("body"), "missing_required_parameter", "body"),
         (raw(custom_id=""), "missing_required_parameter", "custom_id"),
@@ -61,6 +62,12 @@ def test_fault_is_coded(text: bytes, code: str, param: str | None) -> None:
     [error] = checker.errors
     assert (error.code, error.line, error.param) == (code, 5, param)
     assert error.message
+
+
+def test_all_fields_that_are_missing_are_named() -> None:
+    checker = LineChecker(CHAT)
+    checker.check(1, b'{"custom_id": "a", "body": {}}')
+    assert [error.message for error in checker.errors] == ["'method' and 'url' are missing."]
 
 
 def test_what_comes_twice_is_suspected() -> None:
