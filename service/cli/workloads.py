@@ -208,8 +208,9 @@ def _race(
         _out().print(_comparison(rows))
         _out().print(LEGEND, style="dim")
         longest_s = longest_answer_s(tokens, cost)
-        if small := _too_small(longest_s, min(outcome.seconds for outcome in outcomes)):
-            _out().print(f"Too small: {small}.")
+        if (more := _small_by(longest_s, min(outcome.seconds for outcome in outcomes))) is not None:
+            small = f"Too small: the longest answer alone takes {_time(longest_s / 3600)}, over a tenth of all, so the "
+            _out().print(f"{small}engine is not full for much of the time. Take {more:,.0f} times as many requests.")
     return outcomes
 
 
@@ -246,26 +247,36 @@ def _table(found: dict[str, Any], cost: CostModel) -> Table:
         ("requests", f"{found['requests']:,}"),
         ("tokens", f"{found['prompt_tokens']:,} of prompts, {found['output_tokens']:,} of answers, as expected"),
         (
-            "shared prefixes",
-            f"{found['prompt_sharing']:.1%} of the prompt tokens need not be computed again, which saves "
-            f"{found['sharing']:.1%} of all compute; this order keeps {found['sharing_kept']:.2%} of that",
-        ),
-        ("work", f"{computed_s:,.1f} s of compute (T_comp), {found['t_mem_s']:,.1f} s of reading the KV cache (T_mem)"),
-        ("density", _densities(found)),
-        (
             f"on {gpus} x {cost.machine.hardware.name}",
-            f"{_time(ideal)} if compute and reads overlap wholly, {_time(sequential)} if not at all",
+            f"{_time(ideal)} if compute and KV reads overlap wholly, {_time(sequential)} if not at all",
         ),
         ("GPU time", f"{_time(ideal * gpus)} to {_time(sequential * gpus)}"),
     ]
     if "price_ideal" in found:
         rows.append(("price", f"{found['price_ideal']:,.2f} to {found['price_sequential']:,.2f}"))
+    if (more := _small_by(found["longest_answer_s"], found["hours_ideal"] * 3600)) is not None:
+        small = (
+            f"{_time(found['longest_answer_s'] / 3600)} is what the longest answer takes alone, over a tenth of all: "
+        )
+        small += "the engine is not full for much of the time, so these figures are too low. From about "
+        rows.append(("too small", f"{small}{found['requests'] * more:,.0f} such requests on they can be trusted"))
     if found["late_requests"]:
         rows.append(("late", f"{found['late_requests']:,} requests miss their deadline even if everything overlaps"))
     if found["too_long_requests"]:
         rows.append(("too long", f"{found['too_long_requests']:,} requests do not fit into the KV cache, even alone"))
-    if small := _too_small(found["longest_answer_s"], found["hours_ideal"] * 3600):
-        rows.append(("too small", small))
+    rows += [
+        (
+            "shared prefixes",
+            f"{found['prompt_sharing']:.1%} of the prompt tokens need not be computed again, which saves "
+            f"{found['sharing']:.1%} of all compute; this order keeps {found['sharing_kept']:.2%} of that",
+        ),
+        (
+            "work",
+            f"{_time(computed_s / 3600)} of compute (T_comp), {_time(found['t_mem_s'] / 3600)} of reading the KV cache "
+            "(T_mem)",
+        ),
+        ("density", _densities(found)),
+    ]
     rows.append(("planning", f"{found['planning_s']:.2f} s, {found['peak_rss_bytes'] / 1e6:,.0f} MB of memory at most"))
     for name, value in rows:
         table.add_row(Text(name), Text(value))
@@ -273,22 +284,17 @@ def _table(found: dict[str, Any], cost: CostModel) -> Table:
 
 
 def _densities(found: dict[str, Any]) -> str:
-    """Return what is said of compute per second of reads, over all requests and at the ends of the scan."""
+    """Return what is said of compute per second of KV reads, over all requests and at the ends of the scan."""
     if found["density"] is None:
         return "no KV reads"
     ends = [f"{found[key]:.3g}" if found[key] is not None else "no reads" for key in ("density_left", "density_right")]
-    whole = f"{found['density']:.3f} s of compute for each second of reads"
-    return f"{whole}; {ends[0]} where the scan begins on the left, {ends[1]} on the right"
+    whole = f"{found['density']:.3g} s of compute for each second of KV reads"
+    return f"{whole}; {ends[0]} at the end of the order that is heavy on compute, {ends[1]} at the other"
 
 
-def _too_small(longest_s: float, whole_s: float) -> str:
-    """Return why the file is too small for its figures to tell anything; empty if it is not."""
-    if longest_s < SMALL * whole_s:
-        return ""
-    return (
-        f"the longest answer alone takes {longest_s:,.2f} s or more, so the engine is never full for long; these "
-        f"figures tell something from about {longest_s / max(whole_s, 1e-9) / SMALL:,.0f} times as many requests on"
-    )
+def _small_by(longest_s: float, whole_s: float) -> float | None:
+    """Return how many times as many requests a file needs for its figures to be trusted; None if it has enough."""
+    return None if longest_s < SMALL * whole_s else longest_s / max(whole_s, 1e-9) / SMALL
 
 
 def _hours(found: dict[str, Any]) -> tuple[float, float]:
@@ -296,4 +302,9 @@ def _hours(found: dict[str, Any]) -> tuple[float, float]:
 
 
 def _time(hours: float) -> str:
-    return f"{hours:,.2f} h" if hours >= 1 else f"{hours * 60:.1f} min" if hours >= 1 / 60 else f"{hours * 3600:.2f} s"
+    """Format a time in the unit that people read, down to milliseconds."""
+    if hours >= 1:
+        return f"{hours:,.2f} h"
+    if hours >= 1 / 60:
+        return f"{hours * 60:.1f} min"
+    return f"{hours * 3600:.2f} s" if hours >= 1 / 3600 else f"{hours * 3.6e6:.3g} ms"
