@@ -7,9 +7,7 @@ import signal
 import socket
 import subprocess
 import sys
-import threading
 from contextlib import nullcontext, suppress
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -25,6 +23,7 @@ from service.remote.download import download
 from service.remote.session import connect
 from service.settings import Settings
 from tests.conftest import Clock
+from tests.integration.command import run, start
 from tests.integration.house import House, ScriptedEngine, jsonl, line
 from tests.integration.serving import serve
 
@@ -33,22 +32,6 @@ from tests.integration.serving import serve
 def database_url(sqlite_url: str) -> str:
     """One database is enough: the commands see the API alone."""
     return sqlite_url
-
-
-def start(url: str, *arguments: object) -> subprocess.Popen[str]:
-    command = [sys.executable, "-m", "service.cli", *(str(each) for each in arguments)]
-    environment = {**os.environ, "BATCHWEAVE_URL": url, "COLUMNS": "200"}
-    return subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment, start_new_session=True
-    )
-
-
-async def run(url: str, *arguments: object) -> tuple[int, str, str]:
-    """Exit code, standard output and standard error of a command; the jobs go on meanwhile."""
-    process = start(url, *arguments)
-    output, errors = await asyncio.to_thread(process.communicate, None, 60)
-    assert "Traceback" not in errors
-    return process.returncode, output, errors
 
 
 def write(tmp_path: Path, lines: list[dict[str, Any]]) -> Path:
@@ -354,59 +337,3 @@ async def test_a_drained_worker_takes_nothing_until_it_is_resumed(house: House, 
         await house.until_ended(batch_id)
     code, _, said = await run(url, "workers", "drain", "worker-z")
     assert (code, "worker-z" in said) == (1, True)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "problem"),
-    [
-        (("batches", "show", "batch_none"), "No such Batch object: batch_none"),
-        (("submit", "/nowhere/in.jsonl"), "/nowhere/in.jsonl: No such file"),
-        (("submit", "/dev/null"), "is empty"),
-        (("submit", __file__), 'not a request with a "url"'),
-        (("submit", __file__, "-o", "/"), "/ is not a regular file"),
-        (("submit", __file__, "-o", "/nowhere/out.jsonl"), "cannot write to /nowhere"),
-        (("batches", "list", "--api-key", "bw-\u2026"), "The API key is malformed"),
-        (("batches", "list", "--url", "http://[::1"), "is not the URL of a service"),
-    ],
-)
-async def test_what_cannot_be_done_is_said_in_a_line(url: str, arguments: tuple[str, ...], problem: str) -> None:
-    code, printed, said = await run(url, *arguments)
-    assert (code, printed, said.count("\n")) == (1, "", 1)
-    assert problem in said
-
-
-@pytest.mark.parametrize("command", [("batches", "list"), ("batches", "show", "b"), ("workers", "list")])
-async def test_something_else_at_the_url_is_said_in_a_line(command: tuple[str, ...]) -> None:
-    class Page(BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            self.send_response(200)
-            self.send_header("Content-Type", "text/html")
-            self.end_headers()
-            self.wfile.write(b"<p>Welcome</p>")
-
-        def log_message(self, format: str, *args: Any) -> None:
-            """Say nothing."""
-
-    with ThreadingHTTPServer(("127.0.0.1", 0), Page) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        code, _, said = await run(f"http://127.0.0.1:{server.server_port}", *command)
-        server.shutdown()
-    assert (code, said.count("\n")) == (1, 1)
-    assert "batchweave service" in said
-
-
-async def test_a_service_that_is_not_there_is_said_in_a_line() -> None:
-    code, _, said = await run("http://127.0.0.1:9", "batches", "list")
-    assert (code, said.count("\n")) == (1, 1)
-    assert "http://127.0.0.1:9 is not responding" in said
-
-
-async def test_ctrl_c_while_the_service_does_not_answer_ends_with_one_line() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as silent:
-        command = start(f"http://127.0.0.1:{silent.getsockname()[1]}", "files", "list")
-        connection, _ = await asyncio.to_thread(silent.accept)
-        await asyncio.to_thread(connection.recv, 1)  # the request is there
-        command.send_signal(signal.SIGINT)
-        printed, said = await asyncio.to_thread(command.communicate, None, 60)
-        connection.close()
-    assert (command.returncode, printed, said) == (130, "", "interrupted\n")
