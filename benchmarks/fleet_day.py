@@ -5,8 +5,9 @@ among all engines of its model, the earliest deadline first. An engine takes 120
 after it is taken away busy. Days follow each other, and a batch ends with its window, as in the service. Three ways:
 
 - fleet:    what `batchweave fleet` decides (service/fleet/wanted.py), every 30 s, with its default settings;
-            `patient` with an engine for each 12 hours of work and not one, away after 30 s without work, and for at
-            least an hour while it is busy. Its estimates of work are wrong, by a factor of up to two for each batch
+            `10 min` where a busy engine keeps its GPUs for 10 minutes and not 30; `patient` with an engine for each
+            12 hours of work and not one, away after 30 s without work, and for at least an hour while it is busy.
+            Its estimates of work are wrong, by a factor of up to two for each batch
 - fixed:    each model has its own GPUs all day, divided by the work of the days, which nobody knows before
 - queue:    as KEDA scales: an engine of a model for each so many requests that wait, as many as it does in so many
             seconds, if there are GPUs free; models take turns to come first. An engine goes after a cooldown
@@ -258,6 +259,7 @@ def main() -> None:
     given = parser.parse_args()
     ways: dict[str, Way] = {
         "fleet": by_fleet(),
+        "fleet, 10 min": by_fleet(switch_s=600.0),
         "fleet, patient": by_fleet(seconds_per_engine=43_200.0, idle_s=30.0, switch_s=3600.0),
         "fixed": fixed({model.name: model.share for model in MODELS}),
         **{f"queue {each} s, {cool} s": by_queue(each, cool) for each in TARGETS_S for cool in COOLDOWNS_S},
