@@ -64,10 +64,9 @@ def service_at(url: str, key: str) -> Generator[Client, None, None]:
         fail(str(error))
     except AnswerError as error:
         message = error.message or f"{error}: is this a batchweave service?"
-        if error.status == 404 and "Batch object" in message:
-            message = f"{message.rstrip('.')}. `batchweave batches list` lists yours."
-        if error.status == 404 and message.startswith("No such File object"):
-            message = f"{message.rstrip('.')}. `batchweave files list` lists yours."
+        for kind, command in (("Batch", "batches"), ("File", "files")):
+            if message.startswith(f"No such {kind} object"):
+                message = f"{message.rstrip('.')}. `batchweave {command} list` lists yours."
         key_help = " Pass a key with BATCHWEAVE_API_KEY or --api-key; `batchweave keys create` creates one."
         fail(message + (key_help if error.status == 401 else ""))
     except Away:

@@ -82,13 +82,13 @@ def submit(
         wishes |= {"hold": True} if show_plan else {}
         if wishes:  # another service would not know them
             asked["batchweave"] = wishes
-        is_there = _ID.fullmatch(str(file)) is not None and not file.exists()
-        asked["endpoint"] = endpoint or (_endpoint_there(client, str(file)) if is_there else _endpoint_of(file))
-        uploaded = File.of(client.get(f"/files/{file}")) if is_there else upload(client, file)
+        is_uploaded = _ID.fullmatch(str(file)) is not None and not file.exists()
+        asked["endpoint"] = endpoint or (_uploaded_endpoint(client, str(file)) if is_uploaded else _endpoint_of(file))
+        uploaded = File.of(client.get(f"/files/{file}")) if is_uploaded else upload(client, file)
         try:
             batch = Batch.of(client.post("/batches", {**asked, "input_file_id": uploaded.id}))
         except AnswerError as error:
-            if error.status == 400 and not is_there:
+            if error.status == 400 and not is_uploaded:
                 with suppress(AnswerError, Away):  # the first error matters more
                     client.delete(f"/files/{uploaded.id}")
             raise
@@ -151,8 +151,8 @@ def _endpoint_of(path: Path) -> str:
         return _first_url(iter(lambda: opened.readline(FIRST_LINE_BYTES), b""), str(path))
 
 
-def _endpoint_there(client: Client, file_id: str) -> str:
-    with client.content(file_id) as answer:
+def _uploaded_endpoint(client: Client, file_id: str) -> str:
+    with client.content(file_id, {"Range": f"bytes=0-{FIRST_LINE_BYTES - 1}"}) as answer:
         return _first_url((line.encode() for line in answer.iter_lines()), file_id)
 
 
