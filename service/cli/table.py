@@ -80,7 +80,8 @@ def _main(
     _version: Annotated[
         bool, typer.Option("--version", callback=_say_version, is_eager=True, help="Print the version.")
     ] = False,
-) -> None: ...
+) -> None:
+    """Take the options that stand before any command."""
 
 
 def _nothing() -> None:

@@ -209,8 +209,7 @@ def _race(
         _out().print(LEGEND, style="dim")
         longest_s = longest_answer_s(tokens, cost)
         if (more := _small_by(longest_s, min(outcome.seconds for outcome in outcomes))) is not None:
-            small = f"Too small: the longest answer alone takes {_time(longest_s / 3600)}, over a tenth of all, so the "
-            _out().print(f"{small}engine is not full for much of the time. Take {more:,.0f} times as many requests.")
+            _out().print(f"Too small: {_not_full(longest_s)}. Take {more:,.0f} times as many requests.")
     return outcomes
 
 
@@ -255,11 +254,9 @@ def _table(found: dict[str, Any], cost: CostModel) -> Table:
     if "price_ideal" in found:
         rows.append(("price", f"{found['price_ideal']:,.2f} to {found['price_sequential']:,.2f}"))
     if (more := _small_by(found["longest_answer_s"], found["hours_ideal"] * 3600)) is not None:
-        small = (
-            f"{_time(found['longest_answer_s'] / 3600)} is what the longest answer takes alone, over a tenth of all: "
-        )
-        small += "the engine is not full for much of the time, so these figures are too low. From about "
-        rows.append(("too small", f"{small}{found['requests'] * more:,.0f} such requests on they can be trusted"))
+        enough = f"{found['requests'] * more:,.0f} such requests"
+        low = f"these figures are too low. They can be trusted from about {enough} on"
+        rows.append(("too small", f"{_not_full(found['longest_answer_s'])}, and {low}"))
     if found["late_requests"]:
         rows.append(("late", f"{found['late_requests']:,} requests miss their deadline even if everything overlaps"))
     if found["too_long_requests"]:
@@ -295,6 +292,11 @@ def _densities(found: dict[str, Any]) -> str:
 def _small_by(longest_s: float, whole_s: float) -> float | None:
     """Return how many times as many requests a file needs for its figures to be trusted; None if it has enough."""
     return None if longest_s < SMALL * whole_s else longest_s / max(whole_s, 1e-9) / SMALL
+
+
+def _not_full(longest_s: float) -> str:
+    alone = f"the longest answer takes {_time(longest_s / 3600)} alone, over a tenth of the whole time"
+    return f"{alone}, so the engine is not full for much of it"
 
 
 def _hours(found: dict[str, Any]) -> tuple[float, float]:
