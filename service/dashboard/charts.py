@@ -6,7 +6,7 @@ from service.queue.progress import Event
 
 RANGES = {"15m": 900, "1h": 3600, "6h": 6 * 3600, "24h": 24 * 3600, "7d": 7 * 24 * 3600}
 RANGE = "1h"
-WORDS = {"start": "became ready", "stop": "shut down cleanly", "death": "fell silent", "back": "was heard again"}
+EVENT_WORDS = {"start": "became ready", "stop": "shut down cleanly", "death": "fell silent", "back": "was heard again"}
 # Shares of the KV cache's capacity, by the point's name of the tokens.
 _OF_KV = {
     "kv_left": "kv_of_left",
@@ -44,7 +44,7 @@ def _derived(point: dict[str, Any]) -> dict[str, float | None]:
 def marks(events: list[Event], since: float) -> list[dict[str, Any]]:
     """Return what a chart marks: what happened to workers since then, the oldest first."""
     told = [
-        {"at": each.at, "kind": each.kind, "text": f"{each.name} {WORDS[each.kind]}"}
+        {"at": each.at, "kind": each.kind, "text": f"{each.name} {EVENT_WORDS[each.kind]}"}
         for each in events
         if each.at >= since
     ]

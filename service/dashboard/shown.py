@@ -138,7 +138,10 @@ class Shown:
         return ("late" if left < expected else "tight" if left < max(2 * expected, TIGHT_S) else "good"), left
 
     def stages(self, first_answer_at: float | None, last_answer_at: float | None, now: float) -> list[Stage]:
-        """Return the batch's life as stretches of one line. The last one is open while the batch lives."""
+        """Return the batch's life as stretches of one line. The last one is open while the batch lives.
+
+        `first_answer_at` and `last_answer_at`: by its points of progress; None where there are none.
+        """
         batch, end = self.batch, self.ended_at
         marks: list[tuple[str, str, float | None]] = [
             ("checked", "checked", batch.created_at),

@@ -17,7 +17,7 @@ from service.api.context import InContext
 from service.api.pages import page_rows
 from service.api.worker_shapes import WorkerState
 from service.api.workers import WorkerName
-from service.dashboard.charts import RANGES, WORDS, ranged
+from service.dashboard.charts import EVENT_WORDS, RANGES, ranged
 from service.dashboard.overview import known_events, known_workers, on_cpus
 from service.dashboard.reach import as_owner, project_seen
 from service.dashboard.render import HEADERS, ROOT, page
@@ -105,7 +105,7 @@ async def worker_list(
         model=model,
         cpus=on_cpus(found or []),
         events=await known_events(context),
-        words=WORDS,
+        words=EVENT_WORDS,
     )
 
 

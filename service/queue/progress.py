@@ -99,7 +99,7 @@ class Heartbeat:
     def __init__(self, redis: Redis, ttl_s: float = TTL_S) -> None:
         self._redis = redis
         self._ttl_s = ttl_s
-        self._begun = set[str]()
+        self._begun = set[str]()  # workers whose start this process has noted
 
     async def beat(self, name: str, state: dict[str, Any]) -> None:
         pipeline = self._redis.pipeline(transaction=False)
