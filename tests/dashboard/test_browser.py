@@ -23,33 +23,6 @@ from tests.integration.serving import serve
 pytestmark = pytest.mark.skipif(CHROMIUM is None and not IN_CI, reason=INSTALL)
 PAGES = ("", "/batches", "/new", "/files", "/workers", "/online", "/projects", "/audit", "/settings")
 
-# What has the focus, by its place among all that can have it, and whether it looks so.
-ALL = """[...document.querySelectorAll('a[href], button:enabled, input:not([type=hidden]), select, textarea')]
-  .filter((each) => each.checkVisibility())"""
-REACHED = f"""() => {{
-  const all = {ALL};
-  const here = document.activeElement;
-  const style = getComputedStyle(here);
-  return all.includes(here) && {{
-    name: `${{all.indexOf(here)}} ${{here.textContent || here.name}}`,
-    seen: style.outlineStyle !== 'none' && here.getClientRects().length > 0,
-  }};
-}}"""
-
-
-@pytest.fixture
-def database_url(sqlite_url: str) -> str:
-    """One database is enough: pages see the API's functions alone."""
-    return sqlite_url
-
-
-@pytest.fixture
-async def page(url: str) -> AsyncGenerator[Page, None]:
-    """Fails the test at its end when the console said anything or another host was asked."""
-    async with browser_page(url) as (page, complaints):
-        yield page
-        assert complaints == []
-
 
 @asynccontextmanager
 async def jobs(house: House, clock: Clock) -> AsyncGenerator[None, None]:
@@ -140,30 +113,6 @@ async def make_and_revoke(page: Page) -> None:
     await page.get_by_role("link", name="Back to projects and keys").click()
     await page.get_by_role("button", name="Revoke bob").click()
     await expect(page.get_by_role("row", name="bob")).not_to_contain_text("Revoke")
-
-
-@pytest.mark.parametrize("path", ["", "/batches", "/new", "/projects"])
-async def test_everything_is_reached_by_keyboard(page: Page, house: House, path: str) -> None:
-    await house.submit(jsonl([line(1)]))
-    await page.goto(f"/dashboard{path}")
-    wanted = await page.evaluate(f"({ALL}).length")
-    reached: set[str] = set()
-    for _ in range(4 * wanted):  # a date has fields of its own
-        await page.keyboard.press("Tab")
-        found = await page.evaluate(REACHED)
-        if found:
-            assert found["seen"], f"nothing shows that {found['name']} has the focus"
-            reached.add(found["name"])
-    assert len(reached) == wanted
-
-
-async def test_the_keyboard_skips_to_the_content_and_signs_nobody_out(page: Page) -> None:
-    await page.goto("/dashboard/batches")
-    await page.keyboard.press("Tab")
-    await page.keyboard.press("Enter")
-    await page.keyboard.press("Tab")
-    assert await page.evaluate("document.activeElement.name") == "text"
-    assert await page.evaluate("document.activeElement.closest('main') !== null")
 
 
 async def test_a_live_page_keeps_the_focus_and_what_is_marked(page: Page, house: House) -> None:
@@ -300,50 +249,6 @@ async def test_a_file_is_dropped_and_named(page: Page, house: House) -> None:
     await expect(page.get_by_role("heading", level=1)).to_have_text("poems.jsonl")
     batch = await house.batch(page.url.rpartition("/")[2])
     assert (batch.endpoint, batch.custom_metadata) == ("/v1/completions", {"team": "evals"})
-
-
-async def test_the_keyboard_goes_everywhere(page: Page, house: House) -> None:
-    for _ in range(2):
-        await house.submit(jsonl([line(1)]))
-    await page.goto("/dashboard")
-    await page.keyboard.type("gb")
-    await page.wait_for_url("**/dashboard/batches")
-    here = "document.activeElement.closest('tbody tr')?.rowIndex"
-    for key, row in (("j", 1), ("j", 2), ("j", 2), ("k", 1)):
-        await page.keyboard.type(key)
-        await page.wait_for_function(f"{here} === {row}")
-    await page.keyboard.press("Enter")
-    await page.wait_for_url("**/dashboard/batches/batch_*")
-    await page.keyboard.type("?")
-    await expect(page.get_by_role("dialog")).to_be_visible()
-    await page.keyboard.press("Escape")
-    await expect(page.get_by_role("dialog")).to_be_hidden()
-    await page.keyboard.type("/")
-    await expect(page.get_by_role("searchbox")).to_be_focused()
-    await page.keyboard.type("g b?n")  # a text now
-    await expect(page.get_by_role("dialog")).to_be_hidden()
-    await page.keyboard.press("Enter")
-    await page.wait_for_url("**/dashboard/batches?text=g+b%3Fn")
-
-
-async def test_single_keys_can_be_switched_off(page: Page) -> None:
-    """As WCAG 2.1.4 asks: what speech input types must not move the page."""
-    dialog = page.get_by_role("dialog")
-    await page.goto("/dashboard")
-    await page.get_by_role("button", name="Keyboard shortcuts").click()
-    await dialog.get_by_label("Use these single-key shortcuts").uncheck()
-    await dialog.get_by_role("button", name="Close").click()
-    await page.reload()
-    await page.keyboard.type("?/gbjn")
-    await expect(dialog).to_be_hidden()
-    await page.wait_for_timeout(500)  # for a navigation that must not come
-    assert page.url.endswith("/dashboard")
-    await expect(page.get_by_role("searchbox")).not_to_be_focused()
-    await page.get_by_role("button", name="Keyboard shortcuts").click()
-    await dialog.get_by_label("Use these single-key shortcuts").check()
-    await page.keyboard.press("Escape")
-    await page.keyboard.type("gb")
-    await page.wait_for_url("**/dashboard/batches")
 
 
 async def test_filters_apply_as_they_change_and_stay_in_the_address(page: Page, house: House) -> None:

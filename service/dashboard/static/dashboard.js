@@ -144,8 +144,10 @@ function switchTheme() {
   });
 }
 
+// A dialog that was just closed keeps the focus until the next frame.
 function isTyping(target) {
-  return target.closest("input, textarea, select, dialog") || target.isContentEditable;
+  const dialog = target.closest("dialog");
+  return dialog ? dialog.open : target.closest("input, textarea, select") || target.isContentEditable;
 }
 
 function step(by) {
