@@ -108,7 +108,7 @@ def api(host: HostOption = None, port: PortOption = None) -> None:
 
 def planner(model: ModelOption = None, model_name: NameOption = None) -> None:
     """Run only the control-plane jobs: validator, planner, previewer, reconciler, finalizer, expiry, webhooks,
-    historian, sweeper.
+    historian, sweeper, lost sessions.
     """
     from service.jobs.runner import run_jobs
 

@@ -7,6 +7,7 @@ from typing import Any
 from sqlalchemy import Connection, event, text
 from sqlalchemy.ext.asyncio import AsyncEngine, AsyncSession, create_async_engine
 
+APPLICATION = "batchweave"  # the name of our sessions in pg_stat_activity
 _WRITE = "batchweave_write"
 
 
@@ -16,16 +17,15 @@ class Database:
     def __init__(self, url: str, timeout_s: float = 30.0) -> None:
         """`timeout_s`: a server that is silent for so long counts as gone, and the transaction raises TimeoutError."""
         is_sqlite = url.startswith("sqlite")
-        waits = {} if is_sqlite else {"timeout": timeout_s, "command_timeout": timeout_s}
+        waits = {"timeout": timeout_s, "command_timeout": timeout_s}
+        arguments = {} if is_sqlite else {**waits, "server_settings": {"application_name": APPLICATION}}
         self.engine = create_async_engine(
-            url, pool_pre_ping=not is_sqlite, hide_parameters=True, connect_args=waits, pool_timeout=timeout_s
+            url, pool_pre_ping=not is_sqlite, hide_parameters=True, connect_args=arguments, pool_timeout=timeout_s
         )
         self._writing = self.engine.execution_options(**{_WRITE: True})
         if is_sqlite:
             event.listen(self.engine.sync_engine, "connect", _configure_sqlite)
             event.listen(self.engine.sync_engine, "begin", _begin_sqlite)
-        else:
-            event.listen(self.engine.sync_engine, "connect", _configure_postgres)
 
     @asynccontextmanager
     async def read(self) -> AsyncGenerator[AsyncSession, None]:
@@ -62,14 +62,6 @@ def _configure_sqlite(connection: Any, _record: Any) -> None:
     for pragma in ("journal_mode=WAL", "synchronous=FULL", "busy_timeout=30000", "foreign_keys=ON"):
         cursor.execute(f"PRAGMA {pragma}")
     cursor.close()
-
-
-def _configure_postgres(connection: Any, _record: Any) -> None:
-    """Limit idle transactions: a client that the network cuts off inside one must not hold its locks for hours."""
-    cursor = connection.cursor()
-    cursor.execute("SET idle_in_transaction_session_timeout = '60s'")
-    cursor.close()
-    connection.commit()  # or the first rollback undoes the setting
 
 
 def _begin_sqlite(connection: Connection) -> None:

@@ -4,12 +4,14 @@ import asyncio
 import contextlib
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
+from functools import partial
 from time import perf_counter
 
 import structlog
 from redis.asyncio import Redis
 
 from service.db.clock import SYNC_S, SharedClock
+from service.db.lost_sessions import LOST_S, end_lost_sessions
 from service.db.models import register_model
 from service.db.sessions import Database
 from service.estimates.model_costs import context_length_of
@@ -58,6 +60,8 @@ async def run_jobs(database: Database, storage: Storage, redis: Redis, settings:
         _Work(Job.WEBHOOKS, Webhooks(database, settings, clock).run_once, seldom_s=10.0, loops=4),
         _Work(Job.HISTORIAN, Historian(database, redis, clock).run_once, seldom_s=EVERY_S),
         _Work(Job.SWEEPER, Sweeper(database, storage, clock).run_once, seldom_s=SWEEP_S),
+        # By itself, because the locks that it frees may hold up all others.
+        _Work(Job.LOST_SESSIONS, partial(end_lost_sessions, database), seldom_s=LOST_S / 2),
     ]
     async with asyncio.TaskGroup() as group:
         tasks = [group.create_task(bell.listen(stop)), group.create_task(_keep_time(clock, stop))]
@@ -93,7 +97,7 @@ _AFTER = {
     Job.EXPIRY: (Job.FINALIZER, Job.WEBHOOKS),
 }
 # One round of these jobs does all there is to do.
-_WHOLE = {Job.RECONCILER, Job.EXPIRY, Job.HISTORIAN, Job.SWEEPER}
+_WHOLE = {Job.RECONCILER, Job.EXPIRY, Job.HISTORIAN, Job.SWEEPER, Job.LOST_SESSIONS}
 
 
 async def _repeat(work: _Work, bell: Bell, stop: asyncio.Event, is_first: bool) -> None:

@@ -30,6 +30,7 @@ class Job(StrEnum):
     WEBHOOKS = "webhooks"
     HISTORIAN = "historian"
     SWEEPER = "sweeper"
+    LOST_SESSIONS = "lost-sessions"
 
 
 class Bell:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 MODULES = str(Path(__file__).parents[2])
+SHOWN = 4000  # characters of a process's log
 
 
 def _name(number: int) -> str:
@@ -53,6 +54,7 @@ class Machine:
             except subprocess.TimeoutExpired:
                 running.kill()
                 running.wait()
+            print(log.name, log.read_text(errors="replace")[-SHOWN:])  # pytest shows it where a test fails
 
 
 @contextmanager
