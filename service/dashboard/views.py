@@ -8,13 +8,13 @@ from typing import Annotated, Any, get_args
 from fastapi import APIRouter, Query, Request, Response
 from fastapi.responses import FileResponse, JSONResponse
 from redis.exceptions import RedisError
-from sqlalchemy import ColumnElement, Select, case, func, select, true
+from sqlalchemy import Select, case, func, select
 from sse_starlette.sse import EventSourceResponse
 
 from service.api import content
 from service.api.bodies import ObjectId
 from service.api.context import InContext
-from service.api.pages import page_rows
+from service.api.pages import page_rows, rows_of
 from service.api.worker_shapes import WorkerState
 from service.api.workers import WorkerName
 from service.dashboard.charts import EVENT_WORDS, RANGES, ranged
@@ -47,8 +47,7 @@ async def file_list(request: Request, context: InContext, viewer: LooksIn, after
     async with context.database.read() as session:
         rows = await page_rows(session, File, kept, project_seen(viewer), after=after, limit=LISTED)
         projects = await project_names(session) if viewer.is_operator else {}
-        mine = true() if viewer.is_operator else File.project_id == viewer.caller.project.id
-        total = (await session.execute(_sizes(mine))).one()
+        total = (await session.execute(_sizes(None if viewer.is_operator else viewer.caller.project.id))).one()
     more = rows[LISTED - 1].id if len(rows) > LISTED else None
     return page(
         request,
@@ -62,10 +61,11 @@ async def file_list(request: Request, context: InContext, viewer: LooksIn, after
     )
 
 
-def _sizes(mine: ColumnElement[bool]) -> Select[int, int, Any]:
+def _sizes(project_id: str | None) -> Select[int, int, Any]:
     """Return a query for how many of the newest files it has looked at, those that are kept, and their bytes."""
-    newest = select(File.size_bytes, File.deleted_at).where(mine).order_by(File.seq.desc()).limit(MOST_SUMMED)
-    some = newest.subquery()
+    mine, place = rows_of(File, project_id)
+    newest = select(File.size_bytes, File.deleted_at).where(mine).order_by(*(each.desc() for each in place))
+    some = newest.limit(MOST_SUMMED).subquery()
     kept = case((some.c.deleted_at.is_(None), some.c.size_bytes))
     return select(
         func.count().label("seen"),

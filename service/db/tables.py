@@ -119,13 +119,14 @@ class FleetOwner(Base):
 
 class File(Base):
     __tablename__ = "files"
-    __table_args__ = (_partial("ix_files_kept", "expires_at", where="deleted_at IS NULL"),)
+    __table_args__ = (
+        Index("ix_files_listed", "project_id", "seq"),
+        _partial("ix_files_kept", "expires_at", where="deleted_at IS NULL"),
+    )
 
     seq: Mapped[int] = mapped_column(RowId, primary_key=True)
     id: Mapped[str] = mapped_column(String(64), unique=True)
-    project_id: Mapped[str] = mapped_column(
-        String(64), index=True, default=DEFAULT_PROJECT, server_default=DEFAULT_PROJECT
-    )
+    project_id: Mapped[str] = mapped_column(String(64), default=DEFAULT_PROJECT, server_default=DEFAULT_PROJECT)
     purpose: Mapped[str] = mapped_column(String(32))
     filename: Mapped[str] = mapped_column(String(1024))
     size_bytes: Mapped[int] = mapped_column(BigInteger)
@@ -165,6 +166,7 @@ class Batch(Base):
     __table_args__ = (
         Index("ix_batches_status", "status"),
         Index("ix_batches_project", "project_id", "status"),
+        Index("ix_batches_listed", "project_id", "seq"),
         Index("ix_batches_idempotency_key", "project_id", "idempotency_key", unique=True),
         Index("ix_batches_asked", "asked"),
         Index("ix_batches_ended", "ended_at"),

@@ -1,0 +1,45 @@
+"""What a page of a list costs does not grow with what others have."""
+
+from typing import Any
+
+import pytest
+from sqlalchemy import insert, select, text
+from sqlalchemy.ext.asyncio import AsyncSession
+
+from service.api.pages import page_rows
+from service.db.sessions import Database
+from service.db.tables import Batch, BatchStatus, File
+
+OURS, THEIRS, PAGE = 800, 8_000, 20
+A_FILE = {"purpose": "batch", "filename": "f", "size_bytes": 1, "created_at": 0}
+A_BATCH = {
+    **{"status": BatchStatus.COMPLETED, "endpoint": "/v1/completions", "input_file_id": "f"},
+    **{"completion_window": "24h", "created_at": 0, "expires_at": 9},
+}
+
+
+@pytest.mark.parametrize(("table", "row"), [(File, A_FILE), (Batch, A_BATCH)])
+async def test_a_page_of_a_project_that_was_busy_long_ago(
+    database: Database, table: type[File] | type[Batch], row: dict[str, Any]
+) -> None:
+    if database.engine.dialect.name != "postgresql":
+        pytest.skip("each index of SQLite has the row's number at its end")
+    async with database.write() as session:
+        for project, count in (("ours", OURS), ("theirs", THEIRS)):
+            rows = [{**row, "id": f"{project}-{number}", "project_id": project} for number in range(count)]
+            await session.execute(insert(table), rows)
+        await session.execute(text("ANALYZE"))
+
+    async def rows_read(session: AsyncSession) -> int:
+        """Return how many rows this session has read."""
+        counts = "SELECT seq_tup_read + idx_tup_fetch FROM pg_stat_xact_user_tables WHERE relname = :name"
+        return await session.scalar(text(counts), {"name": table.__tablename__}) or 0
+
+    middle = OURS // 2
+    for after, first in ((None, OURS - 1), (f"ours-{middle}", middle - 1)):
+        async with database.read() as session:
+            before = await rows_read(session)
+            found = await page_rows(session, table, select(table), "ours", after=after, limit=PAGE)
+            read = await rows_read(session) - before
+        assert [each.id for each in found] == [f"ours-{first - number}" for number in range(PAGE + 1)]
+        assert read == len(found) + (after is not None)  # whose place is looked up
