@@ -52,9 +52,12 @@ async def overview(request: Request, context: InContext, viewer: LooksIn, range:
     workers = await known_workers(context) if viewer.is_operator else []
     last = await History(context.redis).last() if viewer.is_operator else {}
     notices = await _notices(context, due, workers, viewer.is_operator)
-    if last and now - last["at"] > SILENT_S:
-        notices.append(_planner_silent(now - last["at"]))
-        last = {}  # the present is not known
+    if viewer.is_operator and workers is not None:
+        # One that has never reported is missed once a batch waits for it.
+        heard_at = last["at"] if last else min((row.created_at for row in rows), default=now)
+        if now - heard_at > SILENT_S:
+            notices.append(_planner_silent(now - heard_at))
+            last = {}  # the present is not known
     return page(
         request,
         "overview.html",

@@ -110,12 +110,22 @@ async def _lost() -> None:
 
 
 async def test_a_planner_that_reports_no_more_is_missed(pages: httpx.AsyncClient, house: House) -> None:
-    assert "No planner" not in (await pages.get("")).text  # before the first point, nothing is known
     await Historian(house.database, house.redis, house.clock).run_once()
     for seconds, is_missed in ((50, False), (50, True)):
         house.clock.now += seconds
         assert ("No planner has reported for 1 min 40 s" in (await pages.get("")).text) == is_missed
     assert "No planner" not in (await pages.get("/batches")).text
+
+
+async def test_a_planner_that_never_reported_is_missed_once_a_batch_waits(
+    pages: httpx.AsyncClient, house: House
+) -> None:
+    house.clock.now += 1000
+    assert "No planner" not in (await pages.get("")).text
+    await house.submit(jsonl([line(1)]))
+    for seconds, is_missed in ((50, False), (50, True)):
+        house.clock.now += seconds
+        assert ("No planner has reported for 1 min 40 s" in (await pages.get("")).text) == is_missed
 
 
 async def test_a_redis_that_was_away_makes_no_deaths(house: House, monkeypatch: pytest.MonkeyPatch) -> None:
