@@ -53,7 +53,7 @@ class Fields:
 async def new_batch(
     request: Request, context: InContext, viewer: LooksIn, file: ObjectId | None = None, problem: str = ""
 ) -> Response:
-    return await _page(request, context, viewer, file, problem)
+    return await _page(request, context, viewer, file, None, BadRequest(problem) if problem else None)
 
 
 @router.post("/batches")
@@ -81,10 +81,10 @@ async def create(
         )
         batch = await batches.create_batch(body, context, await as_owner(context, viewer, file), Again())
     except ApiError as error:
-        return await _page(request, context, viewer, file, error.message, fields, error.status_code)
+        return await _page(request, context, viewer, file, fields, error)
     except ValidationError as error:
-        problem = f"Metadata: {explain(error.errors()[0])}"
-        return await _page(request, context, viewer, file, problem, fields, BadRequest.status_code)
+        problem = BadRequest(f"Metadata: {explain(error.errors()[0])}", param="metadata")
+        return await _page(request, context, viewer, file, fields, problem)
     return RedirectResponse(f"/dashboard/batches/{batch.id}", status_code=303)
 
 
@@ -93,10 +93,11 @@ async def _page(
     context: Context,
     viewer: Viewer,
     file: str | None,
-    problem: str,
-    fields: Fields | None = None,
-    status_code: int = 200,
+    fields: Fields | None,
+    problem: ApiError | None,
 ) -> Response:
+    """Show the form with what is wrong, if anything is; with None for `fields`, as it is at first."""
+    status_code = 200 if fields is None or problem is None else problem.status_code
     uploaded, url = None, None
     if file is not None:
         try:
@@ -122,5 +123,6 @@ async def _page(
         windows=WINDOWS,
         orders=ORDERS,
         most_bytes=context.settings.max_file_bytes,
-        problem=problem[:500],
+        problem=problem.message[:500] if problem is not None else "",
+        wrong=problem.param if problem is not None else None,
     )

@@ -41,6 +41,7 @@ async def test_a_file_is_uploaded_run_looked_at_and_retried(pages: httpx.AsyncCl
     assert (refused.status_code, "write &#39;team&#39; as key: value" in refused.text) == (400, True)
     kept = ('"6h" selected', '"input" selected', 'value="Labels &lt;1&gt;"', ">team</textarea>", "in.jsonl", file_id)
     assert [each for each in kept if each not in refused.text] == []
+    assert 'aria-invalid="true" aria-describedby="problem">team</textarea>' in refused.text
     refused = await pages.post("/batches", data={**form, "metadata": f"{'k' * 65}: v"})
     assert "Metadata: " in refused.text
     refused = await pages.post("/batches", data={**given, "file": "file-gone"})
