@@ -14,6 +14,7 @@ COMMANDS = {
     "submit": ("service.remote.submit:submit", "Upload a file, run it as a batch, and print the batch's id."),
     "batches": ("service.remote.batches:app", "List, watch, start, cancel and retry batches, and fetch their results."),
     "files": ("service.remote.files:app", "List, upload, download and delete files: batch inputs and results."),
+    "models": ("service.remote.models:models", "List the models that requests can name."),
     "workers": ("service.remote.workers:app", "List workers, drain them and resume them."),
     "doctor": ("service.cli.doctor:doctor", "Check that this machine has everything the service needs."),
     "keys": ("service.cli.tenants:keys", "Create, list and revoke API keys."),

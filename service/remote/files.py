@@ -1,7 +1,7 @@
 """`batchweave files …`: list, upload, download and delete batch inputs and results."""
 
 import time
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Annotated
 
 import typer
@@ -10,7 +10,7 @@ from service.remote.download import can_be_written, download
 from service.remote.session import LOCAL_URL, NO_KEY, KeyOption, UrlOption, named, service_at
 from service.remote.shapes import File
 from service.remote.upload import upload
-from service.terminal import JsonOption, duration, print_json, print_table, said
+from service.terminal import JsonOption, duration, fail, print_json, print_table, said
 
 app = typer.Typer(no_args_is_help=True, help="List, upload, download and delete files: batch inputs and results.")
 FileId = Annotated[str, typer.Argument(help="Id of a file: file-…", metavar="ID", callback=named)]
@@ -71,13 +71,21 @@ def upload_file(
 @app.command("download")
 def download_file(
     file_id: FileId,
-    output: Annotated[Path, typer.Option("--output", "-o", help="File to write.", callback=can_be_written)],
+    output: Annotated[
+        Path | None,
+        typer.Option(
+            *("--output", "-o"),
+            help="File to write; default: a new one here, of the file's own name.",
+            callback=can_be_written,
+        ),
+    ] = None,
     as_json: JsonOption = False,
     url: UrlOption = LOCAL_URL,
     key: KeyOption = NO_KEY,
 ) -> None:
     """Download a file. If it is interrupted, run the command again to resume."""
     with service_at(url, key) as client:
+        output = output or _new_file(File.of(client.get(f"/files/{file_id}")))
         size = download(client, file_id, output)
         if as_json:
             print_json({"file": str(output), "bytes": size})
@@ -96,6 +104,14 @@ def delete_file(
             print_json(deleted)
             return
         said.print(f"{file_id} is deleted")
+
+
+def _new_file(file: File) -> Path:
+    """Return where a file goes by its own name. Ends the command if there is such a file, or none can be written."""
+    name = PurePath(file.filename).name  # the service's word: it must not leave this folder
+    if not name or name.startswith(".") or not name.isprintable() or Path(name).exists():
+        fail(f"{file.id} is named {file.filename[:200]!r}, which is taken here or no good name; use --output FILE.")
+    return can_be_written(Path(name)) or Path(name)
 
 
 def _row(file: File) -> tuple[str, ...]:

@@ -4,19 +4,20 @@ import asyncio
 import os
 import subprocess
 import sys
+from pathlib import Path
+from typing import Any
 
 
-def start(url: str, *arguments: object) -> subprocess.Popen[str]:
+def start(url: str, *arguments: object, folder: Path | None = None) -> subprocess.Popen[str]:
     command = [sys.executable, "-m", "service.cli", *(str(each) for each in arguments)]
     environment = {**os.environ, "BATCHWEAVE_URL": url, "COLUMNS": "200"}
-    return subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment, start_new_session=True
-    )
+    pipes: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    return subprocess.Popen(command, **pipes, text=True, env=environment, cwd=folder, start_new_session=True)
 
 
-async def run(url: str, *arguments: object) -> tuple[int, str, str]:
-    """Exit code, standard output and standard error of a command; the jobs run beside it."""
-    process = start(url, *arguments)
+async def run(url: str, *arguments: object, folder: Path | None = None) -> tuple[int, str, str]:
+    """Exit code, standard output and standard error of a command in `folder`; the jobs run beside it."""
+    process = start(url, *arguments, folder=folder)
     output, errors = await asyncio.to_thread(process.communicate, None, 60)
     assert "Traceback" not in errors
     return process.returncode, output, errors

@@ -13,8 +13,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from sqlalchemy import delete, update
 
-from service.db.tables import BatchStatus
+from service.db.tables import BatchStatus, File, Model
 from service.errors import CommandError
 from service.queue.progress import Heartbeat
 from service.remote import submit as submits
@@ -271,6 +272,34 @@ async def test_a_download_goes_on_where_it_broke_off(house: House, url: str, tmp
     assert (await run(url, "files", "delete", file_id))[0] == 0
     code, _, said = await run(url, "files", "show", file_id)
     assert (code, "No such File object" in said) == (1, True)
+
+
+async def test_a_download_without_a_name_takes_the_files_own(house: House, url: str, tmp_path: Path) -> None:
+    path = write(tmp_path, [line(1)])
+    file_id = (await run(url, "files", "upload", path))[1].strip()
+    here = tmp_path / "here"
+    here.mkdir()
+    for name in ("in.jsonl", "/tmp/../in/2.jsonl"):
+        async with house.database.write() as session:
+            await session.execute(update(File).values(filename=name))
+        assert (await run(url, "files", "download", file_id, folder=here))[0] == 0
+        assert (here / Path(name).name).read_bytes() == path.read_bytes()
+    for name in ("in.jsonl", ".bashrc", "..", "\x1b[2J"):
+        async with house.database.write() as session:
+            await session.execute(update(File).values(filename=name))
+        code, _, said = await run(url, "files", "download", file_id, folder=here)
+        assert (code, "use --output FILE" in said) == (1, True)
+    assert sorted(each.name for each in here.iterdir()) == ["2.jsonl", "in.jsonl"]
+
+
+async def test_models_are_listed_by_name(house: House, url: str) -> None:
+    code, found, _ = await run(url, "models")
+    assert (code, "test-model" in found) == (0, True)
+    assert json.loads((await run(url, "models", "--json"))[1])[0]["id"] == "test-model"
+    async with house.database.write() as session:
+        await session.execute(delete(Model))
+    code, _, said = await run(url, "models")
+    assert (code, "No model is known yet" in said) == (0, True)
 
 
 @pytest.mark.parametrize(("option", "code"), [(("--window", "5x"), 2), (("--endpoint", "/v1/foo"), 1)])
