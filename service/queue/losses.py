@@ -44,8 +44,7 @@ class Losses:
     A request may run on a worker several times at once, and counts once there.
     """
 
-    def __init__(self, redis: Redis, keep_s: int = KEEP_S) -> None:
-        self._keep_s = keep_s
+    def __init__(self, redis: Redis) -> None:
         self._note = redis.register_script(_NOTE)
         self._all_refused = redis.register_script(_REFUSED)
         self._refused: set[str] = set()
@@ -77,7 +76,7 @@ class Losses:
         try:
             while self._unwritten:
                 worker, digest = self._unwritten.pop()
-                args = [digest, self._keep_s, LOSSES, MOST_REFUSED, worker]
+                args = [digest, KEEP_S, LOSSES, MOST_REFUSED, worker]
                 if await self._note(keys=[keys.lost(digest), keys.REFUSED], args=args):
                     log.error("workers were lost with an online request, which is refused now", digest=digest)
         except (RedisError, OSError) as error:
@@ -94,6 +93,6 @@ class Losses:
                 self._refused, self._heard_at = {each.decode() for each in found}, now
             except (RedisError, OSError) as error:
                 log.warning("requests that kill workers are unknown", error=repr(error))
-        if now - self._heard_at > self._keep_s:
+        if now - self._heard_at > KEEP_S:
             self._refused = set()
         return digest in self._refused

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -124,10 +125,11 @@ class Up:
     def answers_on_disk(self) -> dict[str, str]:
         """Line ids by custom_id of every answer that shards hold now: what must never run again."""
         found: dict[str, str] = {}
-        for path in (self.folder / "objects" / "shards").rglob("*"):
-            if path.is_file() and "#" not in path.name:
-                for raw in path.read_bytes().split(b"\n"):
-                    if raw:
-                        line = json.loads(raw)[4]
+        for folder, _, names in os.walk(
+            self.folder / "objects" / "shards"
+        ):  # those of ended batches may go, as it walks
+            for path in (Path(folder) / name for name in names if "#" not in name):
+                with suppress(FileNotFoundError):
+                    for line in (json.loads(raw)[4] for raw in path.read_bytes().split(b"\n") if raw):
                         found[line["custom_id"]] = line["id"]
         return found

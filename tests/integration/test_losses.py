@@ -54,15 +54,16 @@ async def test_who_hangs_up_is_remembered_for_a_while(redis: Redis, monkeypatch:
 
 
 async def test_a_refusal_ends(redis: Redis) -> None:
-    found = Losses(redis, keep_s=1)
+    found = Losses(redis)
     for worker in ("a", "b"):
         found.lost(worker, KILLER)
     await until(lambda: found.refuses(KILLER))
-
-    async def is_forgotten() -> bool:
-        return not await found.refuses(KILLER) and not await redis.exists(keys.lost(KILLER), keys.REFUSED)
-
-    await until(is_forgotten)
+    for key in (keys.lost(KILLER), keys.REFUSED):
+        assert 0 < await redis.ttl(key) <= losses.KEEP_S
+    now, _ = await redis.time()
+    until_s: Any = await redis.zscore(keys.REFUSED, KILLER)
+    assert 0 < until_s - now <= losses.KEEP_S
+    await redis.zadd(keys.REFUSED, {KILLER: now})
     assert not await found.refuses(KILLER)
 
 
