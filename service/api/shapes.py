@@ -120,6 +120,14 @@ class Cause(BaseModel):
     custom_ids: list[str]
 
 
+class UnknownParameter(BaseModel):
+    """A parameter of request bodies that no engine knows; `lines` have it, and they run as if they had not."""
+
+    name: str
+    lines: int
+    similar: str | None = Field(description="The known parameter with the most similar name, if one is close")
+
+
 class PlanPreview(BaseModel):
     """What a held batch would need if nothing else ran. A long batch is judged by its first `requests` requests."""
 
@@ -174,6 +182,9 @@ class BatchExtras(BaseModel):
         description="Output file that is readable from the first answer on and only grows at its end"
     )
     early_error_file_id: str | None
+    unknown_parameters: list[UnknownParameter] = Field(
+        description="What is ignored because no engine knows it, once the file is checked"
+    )
     failures: list[Cause] = Field(description="Causes of the failed requests, once the batch is finished")
 
     @classmethod
@@ -199,6 +210,7 @@ class BatchExtras(BaseModel):
             late_because=found.late_because,
             early_output_file_id=early[0],
             early_error_file_id=early[1],
+            unknown_parameters=[UnknownParameter(**each) for each in batch.unknown_parameters or []],
             failures=[Cause(**cause) for cause in batch.causes or []],
         )
 

@@ -210,6 +210,7 @@ class Batch(Base):
     validation_deaths: Mapped[int] = mapped_column(Integer, default=0, server_default="0")  # of its validators
     errors: Mapped[list[dict[str, Any]] | None] = mapped_column(JSON)
     causes: Mapped[list[dict[str, Any]] | None] = mapped_column(JSON)  # why requests failed, the most frequent first
+    unknown_parameters: Mapped[list[dict[str, Any]] | None] = mapped_column(JSON(none_as_null=True))
     output_file_id: Mapped[str | None] = mapped_column(String(64))
     error_file_id: Mapped[str | None] = mapped_column(String(64))
 

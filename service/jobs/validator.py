@@ -29,6 +29,7 @@ from service.objects.request_output import asked_output
 from service.objects.storage import LineTooLong, Storage, Writer, file_key
 from service.queue.progress import Heartbeat
 from service.requests.lines import MAX_ERRORS, LineChecker, LineError, RequestLine, custom_id_of, duplicate, quoted
+from service.requests.parameters import Unknown
 from service.requests.tokens import PromptTokens, prompt_tokens
 from service.settings import Settings
 from service.tenants.quotas import enqueued_tokens, hold, room_for_bytes
@@ -64,9 +65,16 @@ def told(errors: Sequence[LineError]) -> list[dict[str, Any]]:
     return shapes
 
 
-async def _checked(checker: LineChecker, number: int, raw: bytes) -> RequestLine | None:
-    """Check a line with LineChecker.check; a large one in a thread, so that other tasks can run."""
-    return await asyncio.to_thread(checker.check, number, raw) if len(raw) > LARGE_LINE else checker.check(number, raw)
+async def _checked(checker: LineChecker, unknown: Unknown, number: int, raw: bytes) -> RequestLine | None:
+    """Check a line and count its unknown parameters; of a large line in a thread, so that other tasks can run."""
+
+    def check() -> RequestLine | None:
+        request = checker.check(number, raw)
+        if request is not None:
+            unknown.see(request.body)
+        return request
+
+    return await asyncio.to_thread(check) if len(raw) > LARGE_LINE else check()
 
 
 class Breath:
@@ -162,7 +170,7 @@ class Validator:
         Returns the number of its requests.
         """
         checker, prompt_tokens = LineChecker(batch.endpoint, allow_patterns=self._settings.allow_patterns), 0
-        index, size = RequestIndex(self._storage, ids.index_id()), 0
+        index, size, unknown = RequestIndex(self._storage, ids.index_id()), 0, Unknown(batch.endpoint)
         try:
             checker.only = await self._wanted(batch)
             async with (
@@ -174,7 +182,7 @@ class Validator:
                 if batch.validation_deaths > MOST_DEATHS:
                     checker.add(LineError("server_error", GIVEN_UP))
                 else:
-                    prompt_tokens = await self._read(batch, checker, *parts)
+                    prompt_tokens = await self._read(batch, checker, unknown, *parts)
                 size = sum(part.size_bytes for part in parts)
             await self._find_repeats(batch, checker)
         except FileNotFoundError:
@@ -206,6 +214,7 @@ class Validator:
                     prompt_tokens=prompt_tokens,
                     index_id=index.index_id,
                     index_bytes=size,
+                    unknown_parameters=unknown.shapes() or None,
                 )
         if checker.errors or not moved:
             await self._storage.delete_all(index.folder)
@@ -216,7 +225,9 @@ class Validator:
         log.info("validated", batch=batch.id, requests=checker.requests, errors=len(checker.errors), still_wanted=moved)
         return checker.requests
 
-    async def _read(self, batch: Batch, checker: LineChecker, records: Writer, tokens: Writer, keys: Writer) -> int:
+    async def _read(
+        self, batch: Batch, checker: LineChecker, unknown: Unknown, records: Writer, tokens: Writer, keys: Writer
+    ) -> int:
         """Check every line. Returns the number of tokens in all prompts. Raises FileNotFoundError."""
         encoder: PromptTokens | None = None
         index, number = IndexWriter(checker, batch.endpoint, records, tokens, keys, batch.project_id), 0
@@ -228,7 +239,7 @@ class Validator:
                 await breath.draw()
                 if number == 1 and raw.startswith(BYTE_ORDER_MARK):
                     offset, raw = len(BYTE_ORDER_MARK), raw.removeprefix(BYTE_ORDER_MARK)
-                request = await _checked(checker, number, raw)
+                request = await _checked(checker, unknown, number, raw)
                 if self._is_enough(checker, number):
                     break
                 if request is None:

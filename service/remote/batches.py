@@ -9,7 +9,7 @@ import typer
 
 from service.errors import CommandError
 from service.remote.download import can_be_written, take
-from service.remote.follow import ENDED, SENTENCES, extras, refusal, report, sentence
+from service.remote.follow import ENDED, SENTENCES, extras, refusal, report, sentence, warnings
 from service.remote.preview import figures, start
 from service.remote.session import LOCAL_URL, NO_KEY, KeyOption, UrlOption, named, service_at
 from service.remote.shapes import Batch
@@ -235,6 +235,8 @@ def _show(batch: Batch) -> None:
         ("metadata", " ".join(f"{name}={value}" for name, value in (batch.metadata or {}).items())),
     ]
     print_table((batch.id, ""), [row for row in rows if row[1]])
+    for each in warnings(batch):
+        said.print(each)
     if _ended(batch):
         report(batch)
 

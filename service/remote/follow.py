@@ -66,8 +66,9 @@ def follow(client: Client, batch_id: str, until: Callable[[Batch], bool] = lambd
     )
     pace, pause_s = TokenRate(), FIRST_POLL_S
     with Progress(*columns, console=said, transient=True) as bar:
-        task, last = bar.add_task("waiting", total=None, more=""), ""
+        task, last, is_told = bar.add_task("waiting", total=None, more=""), "", False
         while batch.status not in ENDED and not until(batch):
+            is_told = _warn(batch, is_told)
             counts = batch.request_counts
             if counts is not None:
                 done = counts.completed + counts.failed
@@ -86,6 +87,7 @@ def follow(client: Client, batch_id: str, until: Callable[[Batch], bool] = lambd
                     raise
                 bar.update(task, description=AWAY)
                 last = _tell(AWAY, last)
+    _warn(batch, is_told)
     return batch
 
 
@@ -94,6 +96,24 @@ def _tell(state: str, last: str) -> str:
     if state != last and not said.is_terminal:
         said.print(state)
     return state
+
+
+def _warn(batch: Batch, is_told: bool) -> bool:
+    """Print the batch's warnings once they are known; return whether they have been printed."""
+    found = [] if is_told else warnings(batch)
+    for each in found:
+        said.print(each)
+    return is_told or bool(found)
+
+
+def warnings(batch: Batch) -> list[str]:
+    """Return a sentence for each parameter of the batch's requests that no engine knows."""
+    found: list[str] = []
+    for each in extras(batch).get("unknown_parameters") or []:
+        lines = f"{each['lines']:,} {'line' if each['lines'] == 1 else 'lines'}"
+        meant = f" Is {each['similar']!r} meant?" if each["similar"] else ""
+        found.append(f"warning: no engine knows the parameter {each['name']!r} of {lines}, so it is ignored.{meant}")
+    return found
 
 
 def _state(batch: Batch) -> str:

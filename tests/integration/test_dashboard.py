@@ -144,6 +144,15 @@ async def test_what_is_shown_is_escaped(pages: httpx.AsyncClient, house: House) 
     assert "&lt;script&gt;alert(1)" in (await pages.get(f"/batches/{batch_id}/requests?kind=errors")).text
 
 
+async def test_parameters_that_no_engine_knows_are_named(pages: httpx.AsyncClient, house: House) -> None:
+    batch_id = await house.submit(jsonl([line(1, body={**line(1)["body"], "maxtokens": 5, "<b>": 1})]))
+    await house.plan()
+    text = (await pages.get(f"/batches/{batch_id}")).text
+    assert "1 request has the parameter <code>maxtokens</code>, which is ignored" in text
+    assert "Is <code>max_tokens</code> meant?" in text
+    assert "<code>&lt;b&gt;</code>" in text
+
+
 async def test_files_are_added_up_to_a_bound(pages: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(views, "MOST_SUMMED", 3)
     for number, said in (

@@ -89,6 +89,18 @@ async def test_all_is_well_is_zero_and_a_bad_file_four(house: House, url: str, t
     assert "its file has 1 error, and nothing ran. Correct the file and submit it again" in said
 
 
+async def test_a_misspelt_parameter_is_named_once(house: House, url: str, tmp_path: Path) -> None:
+    right = line(1)["body"]
+    lines = [line(n, body={**right, "maxtokens": 5} if n < 3 else right) for n in range(5)]
+    engine = ScriptedEngine()
+    code, printed, said = await run_beside_the_jobs(house, engine, url, "submit", write(tmp_path, lines), "--wait")
+    warning = "warning: no engine knows the parameter 'maxtokens' of 3 lines, so it is ignored. Is 'max_tokens' meant?"
+    assert (code, said.count(warning)) == (0, 1)
+    assert warning in (await run(url, "batches", "show", printed.strip()))[2]
+    about = json.loads((await run(url, "batches", "show", printed.strip(), "--json"))[1])["batchweave"]
+    assert about["unknown_parameters"] == [{"name": "maxtokens", "lines": 3, "similar": "max_tokens"}]
+
+
 async def test_files_of_an_earlier_run_are_named(house: House, url: str, tmp_path: Path) -> None:
     """They stay, because nobody asked to delete them, and a script must not take them for this run's."""
     output, errors = tmp_path / "out.jsonl", tmp_path / "out.errors.jsonl"

@@ -1,0 +1,73 @@
+"""Knows which parameters of a body SGLang 0.5.17 reads. It ignores all others, such as a misspelt one, silently."""
+
+from collections import Counter
+from difflib import get_close_matches
+from typing import Any
+
+MOST_NAMES, MOST_CHARACTERS = 16, 64  # of what is remembered of a file
+CLOSE = 0.8  # from 0 to 1, how similar a name must be to be what was meant
+
+
+def _names(text: str) -> frozenset[str]:
+    return frozenset(text.split())
+
+
+_SAMPLING = _names(
+    "cache_salt extra_key frequency_penalty min_p model presence_penalty priority repetition_penalty session_id stop "
+    "stream temperature top_k top_p user"
+)
+_GENERATING = _SAMPLING | _names(
+    "bootstrap_host bootstrap_port bootstrap_room custom_logit_processor custom_params data_parallel_rank "
+    "disagg_prefill_dp_rank ebnf ignore_eos images_config logit_bias logprobs lora_path max_tokens min_tokens n "
+    "no_stop_trim regex response_format return_cached_tokens_details return_hidden_states return_routed_experts "
+    "return_token_ids rid routed_dp_rank routed_experts_start_len seed session_params skip_special_tokens stop_regex "
+    "stop_token_ids stream_options"
+)
+KNOWN = {
+    "/v1/chat/completions": _GENERATING
+    | _names(
+        "chat_template_kwargs continue_final_message input_ids max_completion_tokens max_dynamic_patch messages "
+        "min_dynamic_patch parallel_tool_calls reasoning reasoning_effort return_meta_info return_prompt_token_ids "
+        "separate_reasoning stream_reasoning task tool_choice tools top_logprobs use_audio_in_video"
+    ),
+    "/v1/completions": _GENERATING | _names("best_of custom_labels echo json_schema prompt suffix"),
+    "/v1/responses": _SAMPLING
+    | _names(
+        "background include input instructions max_output_tokens max_tool_calls metadata parallel_tool_calls "
+        "previous_response_id reasoning request_id service_tier store tool_choice tools top_logprobs truncation"
+    ),
+    "/v1/embeddings": _names(
+        "dimensions embed_override_token_id embed_overrides encoding_format input lora_path model priority rid user"
+    ),
+    "/v1/score": _names(
+        "apply_softmax embed_override_token_id item_embed_overrides item_first items label_token_ids model query "
+        "query_embed_overrides return_pooled_hidden_states"
+    ),
+    "/v1/rerank": _names("documents instruct model query return_documents top_n"),
+}
+
+
+class Unknown:
+    """Counts the lines of a file that have a parameter which the endpoint's engine does not know, by its name."""
+
+    def __init__(self, endpoint: str) -> None:
+        self._known = KNOWN[endpoint]
+        self._lines = Counter[str]()
+
+    def see(self, body: dict[str, Any]) -> None:
+        """Count the line with this body, for no more than MOST_NAMES unknown parameters."""
+        for name in body.keys() - self._known:
+            short = name[:MOST_CHARACTERS]
+            if short in self._lines or len(self._lines) < MOST_NAMES:
+                self._lines[short] += 1
+
+    def shapes(self) -> list[dict[str, Any]]:
+        """Return name, number of lines and the most similar known name of each, the most frequent first."""
+        return [
+            {
+                "name": name if name.isprintable() else repr(name)[1:-1],
+                "lines": lines,
+                "similar": next(iter(get_close_matches(name, self._known, 1, CLOSE)), None),
+            }
+            for name, lines in self._lines.most_common()
+        ]

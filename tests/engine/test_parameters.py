@@ -1,0 +1,23 @@
+"""What service/requests/parameters.py knows is what SGLang's server reads."""
+
+import pytest
+
+from service.requests.parameters import KNOWN
+
+protocol = pytest.importorskip("sglang.srt.entrypoints.openai.protocol")
+TYPES = {
+    "/v1/chat/completions": "ChatCompletionRequest",
+    "/v1/completions": "CompletionRequest",
+    "/v1/responses": "ResponsesRequest",
+    "/v1/embeddings": "EmbeddingRequest",
+    "/v1/score": "ScoringRequest",
+    "/v1/rerank": "V1RerankReqInput",
+}
+# SGLang turns the first into reasoning_effort; the second is read by this service, which asks for it everywhere.
+BESIDES = {"/v1/chat/completions": {"reasoning"}, "/v1/rerank": {"model"}}
+
+
+@pytest.mark.parametrize("path", KNOWN)
+def test_the_names_are_those_of_sglang(path: str) -> None:
+    fields = getattr(protocol, TYPES[path]).model_fields
+    assert {each.alias or name for name, each in fields.items()} | BESIDES.get(path, set()) == KNOWN[path]
