@@ -231,6 +231,9 @@ async def test_a_wrong_file_is_told_before_it_is_sent(page: Page) -> None:
     await chosen.set_input_files(FilePayload(name="in.jsonl", mimeType="text/plain", buffer=b""))
     await expect(page.get_by_text("The file has no request.")).to_be_visible()
     await expect(page.get_by_text("A custom_id comes twice")).to_be_hidden()
+    misspelt = jsonl([line(1, body={**line(1)["body"], "maxtokens": 5})])
+    await chosen.set_input_files(FilePayload(name="in.jsonl", mimeType="text/plain", buffer=misspelt))
+    await expect(page.get_by_text("No engine knows the parameter maxtokens, so it is ignored.")).to_be_visible()
     assert sent == []
 
 
