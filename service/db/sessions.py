@@ -26,6 +26,8 @@ class Database:
         if is_sqlite:
             event.listen(self.engine.sync_engine, "connect", _configure_sqlite)
             event.listen(self.engine.sync_engine, "begin", _begin_sqlite)
+        else:
+            event.listen(self.engine.sync_engine, "connect", _configure_postgres)
 
     @asynccontextmanager
     async def read(self) -> AsyncGenerator[AsyncSession, None]:
@@ -62,6 +64,17 @@ def _configure_sqlite(connection: Any, _record: Any) -> None:
     for pragma in ("journal_mode=WAL", "synchronous=FULL", "busy_timeout=30000", "foreign_keys=ON"):
         cursor.execute(f"PRAGMA {pragma}")
     cursor.close()
+
+
+def _configure_postgres(connection: Any, _record: Any) -> None:
+    """Limit idle transactions: a client that the network cuts off inside one must not hold its locks for hours.
+
+    `lost_sessions.py` ends those that are cut off inside a statement.
+    """
+    cursor = connection.cursor()
+    cursor.execute("SET idle_in_transaction_session_timeout = '60s'")
+    cursor.close()
+    connection.commit()  # or the first rollback undoes the setting
 
 
 def _begin_sqlite(connection: Connection) -> None:

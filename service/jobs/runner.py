@@ -44,6 +44,7 @@ async def run_jobs(database: Database, storage: Storage, redis: Redis, settings:
     await clock.sync()
     length = await asyncio.to_thread(context_length_of, settings)
     await register_model(database, settings, length, knows_adapters=False)
+    lost_s = max(LOST_S, 2 * settings.database_timeout_s)  # after which a client has given up
     # Some jobs run several loops to work on several batches at once, so that a large batch does not hold up small ones.
     jobs = [
         _Work(Job.VALIDATOR, Validator(database, storage, settings, clock, Heartbeat(redis)).run_once, loops=3),
@@ -60,8 +61,8 @@ async def run_jobs(database: Database, storage: Storage, redis: Redis, settings:
         _Work(Job.WEBHOOKS, Webhooks(database, settings, clock).run_once, seldom_s=10.0, loops=4),
         _Work(Job.HISTORIAN, Historian(database, redis, clock).run_once, seldom_s=EVERY_S),
         _Work(Job.SWEEPER, Sweeper(database, storage, clock).run_once, seldom_s=SWEEP_S),
-        # By itself, because the locks that it frees may hold up all others.
-        _Work(Job.LOST_SESSIONS, partial(end_lost_sessions, database), seldom_s=LOST_S / 2),
+        # In a loop of its own, because the locks that it frees hold up other jobs.
+        _Work(Job.LOST_SESSIONS, partial(end_lost_sessions, database, lost_s), seldom_s=lost_s / 2),
     ]
     async with asyncio.TaskGroup() as group:
         tasks = [group.create_task(bell.listen(stop)), group.create_task(_keep_time(clock, stop))]

@@ -25,7 +25,7 @@ from tests.hostile.server import redis_server, running
 
 pytest.importorskip("sglang")
 
-REQUESTS = 60
+REQUESTS = 36
 ARGUMENTS = {"tp_size": 2, "max_total_tokens": 20_000, "max_running_requests": 8}
 
 
@@ -73,7 +73,7 @@ class Site:
                 "body": {
                     "model": NAME,
                     "prompt": f"{salt} part {number % 5} " * 12 + f"question {number}",
-                    "max_tokens": 20 + number % 30,
+                    "max_tokens": 10 + number % 15,
                     "temperature": 0,
                     "ignore_eos": True,
                 },
@@ -121,7 +121,7 @@ def site(folder: Path) -> Generator[Site]:
             "BATCHWEAVE_DATABASE_URL": database_url,
             "BATCHWEAVE_REDIS_URL": redis_url,
             "BATCHWEAVE_DATA_DIR": str(folder / "data"),
-            "BATCHWEAVE_SLICE_REQUESTS": "20",
+            "BATCHWEAVE_SLICE_REQUESTS": "12",
         }
         api = stack.enter_context(running("api", folder, database_url, redis_url, variables=variables))
         stack.enter_context(running("planner", folder, database_url, redis_url, variables=variables))

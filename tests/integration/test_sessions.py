@@ -5,10 +5,13 @@ from typing import Any
 
 import httpx
 import pytest
+from redis.asyncio import Redis
 from sqlalchemy import make_url, text
 
 from service.db.lost_sessions import end_lost_sessions
 from service.db.sessions import Database
+from service.jobs import runner
+from service.objects.storage import Storage
 from service.settings import Settings
 from tests.conftest import Clock
 from tests.integration.serving import serve
@@ -25,6 +28,11 @@ async def test_a_client_that_is_gone_loses_its_locks(database: Database, inside_
             return bool(await session.scalar(text("SELECT pg_try_advisory_xact_lock(7)")))
 
     lost, idle = await database.engine.raw_connection(), await database.engine.raw_connection()
+    foreign = await database.engine.raw_connection()
+    stranger: Any = foreign.driver_connection
+    await stranger.execute("SET application_name = 'psql'")
+    await stranger.execute("BEGIN")
+    await stranger.prepare("SELECT 2")
     client: Any = lost.driver_connection
     await client.execute("BEGIN")
     await client.execute("SELECT pg_advisory_xact_lock(7)")
@@ -38,8 +46,30 @@ async def test_a_client_that_is_gone_loses_its_locks(database: Database, inside_
             await asyncio.sleep(0.05)
     client = idle.driver_connection
     assert await client.fetchval("SELECT 1") == 1
+    assert await stranger.fetchval("SELECT 1") == 1
+    for each in (lost, idle, foreign):
+        each.invalidate()
+
+
+async def test_the_planner_looks_for_lost_sessions(
+    database: Database, storage: Storage, redis: Redis, settings: Settings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if database.engine.dialect.name != "postgresql":
+        pytest.skip("SQLite has no clients that are elsewhere")
+    monkeypatch.setattr(runner, "LOST_S", 0.1)
+    lost = await database.engine.raw_connection()
+    client: Any = lost.driver_connection
+    await client.execute("BEGIN")
+    await client.prepare("SELECT 2")
+    stop = asyncio.Event()
+    hasty = settings.model_copy(update={"database_timeout_s": 0.05})
+    jobs = asyncio.create_task(runner.run_jobs(database, storage, redis, hasty, stop))
+    async with asyncio.timeout(60):
+        while not client.is_closed():
+            await asyncio.sleep(0.05)
+    stop.set()
+    await jobs
     lost.invalidate()
-    idle.close()
 
 
 async def test_a_server_that_refuses_a_connection_counts_as_away(settings: Settings, clock: Clock) -> None:
