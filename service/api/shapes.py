@@ -183,7 +183,8 @@ class BatchExtras(BaseModel):
     )
     early_error_file_id: str | None
     unknown_parameters: list[UnknownParameter] = Field(
-        description="What is ignored because no engine knows it, once the file is checked"
+        description="What is ignored because no engine knows it, once the file is checked; at most 16, "
+        "those first that may be mistakes"
     )
     failures: list[Cause] = Field(description="Causes of the failed requests, once the batch is finished")
 

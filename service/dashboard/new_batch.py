@@ -20,7 +20,7 @@ from service.dashboard.shown import NAME
 from service.db.tables import Model, OutputOrder
 from service.endpoints import ENDPOINTS
 from service.errors import ApiError, BadRequest, NotFound
-from service.requests.parameters import KNOWN
+from service.requests.parameters import noticed
 
 WINDOWS = {"1h": "1 hour", "6h": "6 hours", "24h": "24 hours", "3d": "3 days", "7d": "7 days"}
 ORDERS = {OutputOrder.ANY: "as completed, readable at once", OutputOrder.INPUT: "in the order of the file"}
@@ -120,11 +120,11 @@ async def _page(
         file=uploaded,
         fields=fields,
         endpoints=ENDPOINTS,
-        known={path: sorted(names) for path, names in KNOWN.items()},
+        noticed={path: sorted(noticed(path)) for path in ENDPOINTS},
         models=models,
         windows=WINDOWS,
         orders=ORDERS,
         most_bytes=context.settings.max_file_bytes,
         problem=problem.message[:500] if problem is not None else "",
-        wrong=problem.param if problem is not None else None,
+        wrong_field=problem.param if problem is not None else None,
     )

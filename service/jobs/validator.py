@@ -71,7 +71,7 @@ async def _checked(checker: LineChecker, unknown: Unknown, number: int, raw: byt
     def check() -> RequestLine | None:
         request = checker.check(number, raw)
         if request is not None:
-            unknown.see(request.body)
+            unknown.count(request.body)
         return request
 
     return await asyncio.to_thread(check) if len(raw) > LARGE_LINE else check()

@@ -111,8 +111,8 @@ def warnings(batch: Batch) -> list[str]:
     found: list[str] = []
     for each in extras(batch).get("unknown_parameters") or []:
         lines = f"{each['lines']:,} {'line' if each['lines'] == 1 else 'lines'}"
-        meant = f" Is {each['similar']!r} meant?" if each["similar"] else ""
-        found.append(f"warning: no engine knows the parameter {each['name']!r} of {lines}, so it is ignored.{meant}")
+        meant = f" Is '{each['similar']}' meant?" if each["similar"] else ""
+        found.append(f"warning: no engine knows the parameter '{each['name']}' of {lines}, so it is ignored.{meant}")
     return found
 
 

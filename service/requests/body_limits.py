@@ -43,6 +43,7 @@ _REFUSED = {
     "routed_experts_start_len": "routed experts are not returned",
     "input_embeds": "prompts must be text or token ids",
 }
+REFUSED = frozenset({*PATTERNS, *_REFUSED, "chat_template"})  # with a value; see PATTERNS
 # Arguments for rendering the chat template; a request that sets these replaces the template or runs another.
 _TEMPLATE_NAMES = frozenset(
     {"chat_template", "tokenize", "tools", "messages", "conversation", "documents", "padding", "truncation"}

@@ -1,10 +1,13 @@
-"""Knows which parameters of a body SGLang 0.5.17 reads. It ignores all others, such as a misspelt one, silently."""
+"""Knows which parameters of a body SGLang 0.5.17 accepts. It ignores all others, such as a misspelt one, silently."""
 
 from collections import Counter
 from difflib import get_close_matches
 from typing import Any
 
-MOST_NAMES, MOST_CHARACTERS = 16, 64  # of what is remembered of a file
+from service.requests.body_limits import REFUSED
+
+MOST_NAMES, MOST_CHARACTERS = 64, 64  # of what is remembered of a file
+MOST_TOLD = 16
 CLOSE = 0.8  # from 0 to 1, how similar a name must be to be what was meant
 
 
@@ -16,12 +19,19 @@ _SAMPLING = _names(
     "cache_salt extra_key frequency_penalty min_p model presence_penalty priority repetition_penalty session_id stop "
     "stream temperature top_k top_p user"
 )
-_GENERATING = _SAMPLING | _names(
-    "bootstrap_host bootstrap_port bootstrap_room custom_logit_processor custom_params data_parallel_rank "
-    "disagg_prefill_dp_rank ebnf ignore_eos images_config logit_bias logprobs lora_path max_tokens min_tokens n "
-    "no_stop_trim regex response_format return_cached_tokens_details return_hidden_states return_routed_experts "
-    "return_token_ids rid routed_dp_rank routed_experts_start_len seed session_params skip_special_tokens stop_regex "
-    "stop_token_ids stream_options"
+# For those who run engines, not for those who write requests.
+_INTERNAL = _names(
+    "bootstrap_host bootstrap_port bootstrap_room custom_params data_parallel_rank disagg_prefill_dp_rank rid "
+    "routed_dp_rank session_params"
+)
+_GENERATING = (
+    _SAMPLING
+    | _INTERNAL
+    | _names(
+        "custom_logit_processor ebnf ignore_eos images_config logit_bias logprobs lora_path max_tokens min_tokens n "
+        "no_stop_trim regex response_format return_cached_tokens_details return_hidden_states return_routed_experts "
+        "return_token_ids routed_experts_start_len seed skip_special_tokens stop_regex stop_token_ids stream_options"
+    )
 )
 KNOWN = {
     "/v1/chat/completions": _GENERATING
@@ -47,27 +57,36 @@ KNOWN = {
 }
 
 
+def noticed(endpoint: str) -> frozenset[str]:
+    """Return the parameters that are not ignored: an engine knows them, or this service refuses them."""
+    return KNOWN[endpoint] | REFUSED
+
+
 class Unknown:
-    """Counts the lines of a file that have a parameter which the endpoint's engine does not know, by its name."""
+    """Counts the lines of a file that have parameters which are ignored, by their names."""
 
     def __init__(self, endpoint: str) -> None:
-        self._known = KNOWN[endpoint]
+        self._noticed = noticed(endpoint)
+        self._meant = sorted(KNOWN[endpoint] - REFUSED - _INTERNAL)
         self._lines = Counter[str]()
 
-    def see(self, body: dict[str, Any]) -> None:
-        """Count the line with this body, for no more than MOST_NAMES unknown parameters."""
-        for name in body.keys() - self._known:
-            short = name[:MOST_CHARACTERS]
-            if short in self._lines or len(self._lines) < MOST_NAMES:
-                self._lines[short] += 1
+    def count(self, body: dict[str, Any]) -> None:
+        """Count the line with this body; of the whole file, no more than MOST_NAMES names."""
+        for name in dict.fromkeys(name[:MOST_CHARACTERS] for name in body if name not in self._noticed):
+            if name in self._lines or len(self._lines) < MOST_NAMES:
+                self._lines[name] += 1
 
     def shapes(self) -> list[dict[str, Any]]:
-        """Return name, number of lines and the most similar known name of each, the most frequent first."""
-        return [
+        """Return name, number of lines and the most similar known name of up to MOST_TOLD names.
+
+        Those that are similar to a known one come first, then the most frequent ones.
+        """
+        found = [
             {
                 "name": name if name.isprintable() else repr(name)[1:-1],
                 "lines": lines,
-                "similar": next(iter(get_close_matches(name, self._known, 1, CLOSE)), None),
+                "similar": next(iter(get_close_matches(name, self._meant, 1, CLOSE)), None),
             }
             for name, lines in self._lines.most_common()
         ]
+        return sorted(found, key=lambda each: each["similar"] is None)[:MOST_TOLD]

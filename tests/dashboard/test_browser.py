@@ -231,8 +231,16 @@ async def test_a_wrong_file_is_told_before_it_is_sent(page: Page) -> None:
     await chosen.set_input_files(FilePayload(name="in.jsonl", mimeType="text/plain", buffer=b""))
     await expect(page.get_by_text("The file has no request.")).to_be_visible()
     await expect(page.get_by_text("A custom_id comes twice")).to_be_hidden()
-    misspelt = jsonl([line(1, body={**line(1)["body"], "maxtokens": 5})])
+    for odd, said in (
+        (line(1, url="constructor"), "The endpoint constructor does not exist here."),
+        (line(1, url=["/v1/completions"]), "The endpoint /v1/completions does not exist here."),
+        (line(1, body="abc"), "The body of line 1 is no object."),
+    ):
+        await chosen.set_input_files(FilePayload(name="in.jsonl", mimeType="text/plain", buffer=jsonl([odd])))
+        await expect(page.get_by_text(said)).to_be_visible()
+    misspelt = jsonl([line(1, body={**line(1)["body"], "maxtokens": 5, "regex": "a"})])  # the service refuses the other
     await chosen.set_input_files(FilePayload(name="in.jsonl", mimeType="text/plain", buffer=misspelt))
+    await expect(page.get_by_text("No engine knows the parameter")).to_have_count(1)
     await expect(page.get_by_text("No engine knows the parameter maxtokens, so it is ignored.")).to_be_visible()
     assert sent == []
 

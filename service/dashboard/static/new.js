@@ -14,6 +14,7 @@ function parse(text, isWhole) {
       const request = JSON.parse(line);
       const lacks = ["custom_id", "method", "url", "body"].filter((name) => request?.[name] === undefined);
       if (lacks.length) found.problems.push(`Line ${at + 1} has no ${lacks.join(", ")}.`);
+      else if (typeof request.body !== "object" || request.body === null) found.problems.push(`The body of line ${at + 1} is no object.`);
       else found.requests.push(request);
     } catch (error) {
       found.problems.push(`Line ${at + 1} is not JSON: ${line.slice(0, 80)}`);
@@ -22,8 +23,8 @@ function parse(text, isWhole) {
   return found;
 }
 
-// `known`: by endpoint, the parameters that engines know.
-function checks(found, isWhole, models, known) {
+// `noticed`: by endpoint, the parameters that are not ignored.
+function checks(found, isWhole, models, noticed) {
   const said = found.problems.slice(0, SHOWN).map((text) => ["bad", text]);
   const each = (values) => [...new Set(values)];
   const urls = each(found.requests.map((request) => request.url));
@@ -31,13 +32,13 @@ function checks(found, isWhole, models, known) {
   const ids = found.requests.map((request) => request.custom_id);
   if (each(ids).length < ids.length) said.push(["bad", "A custom_id comes twice; each must be unique in the file."]);
   if (urls.length > 1) said.push(["bad", `The lines name several endpoints: ${urls.slice(0, 4).join(", ")}. A batch has one.`]);
-  if (urls.length === 1 && !(urls[0] in known)) said.push(["bad", `The endpoint ${urls[0]} does not exist here.`]);
+  if (urls.length === 1 && !noticed.has(urls[0])) said.push(["bad", `The endpoint ${urls[0]} does not exist here.`]);
   if (named.length > 1) said.push(["bad", `The lines name several models: ${named.slice(0, 4).join(", ")}. A batch has one.`]);
   if (named.length === 1 && !models.includes(named[0])) {
     said.push(["bad", `The model ${named[0]} does not exist here. Available: ${models.join(", ") || "none yet"}.`]);
   }
-  const ignored = found.requests.flatMap(({ url, body }) => Object.keys(body ?? {}).filter((name) => url in known && !known[url].includes(name)));
-  const notes = each(ignored).slice(0, SHOWN).map((name) => ["", `No engine knows the parameter ${name.slice(0, 64)}, so it is ignored.`]);
+  const ignored = each(found.requests.flatMap(({ url, body }) => Object.keys(body).filter((name) => noticed.get(url)?.includes(name) === false)));
+  const notes = ignored.slice(0, SHOWN).map((name) => ["", `No engine knows the parameter ${name.slice(0, 64)}, so it is ignored.`]);
   if (!found.requests.length && !said.length) {
     said.push(isWhole ? ["bad", "The file has no request."] : ["", "Its first line is too long to look at here. The service checks it."]);
     return said;
@@ -79,7 +80,7 @@ document.addEventListener("DOMContentLoaded", () => {
   const root = document.querySelector("[data-new]");
   const [form, create] = [root.querySelector("[data-upload]"), root.querySelector("[data-create]")];
   const [chosen, said, hint] = ["chosen", "checks", "hint"].map((name) => root.querySelector(`[data-${name}]`));
-  const [models, known] = [JSON.parse(root.dataset.models), JSON.parse(root.dataset.known)];
+  const [models, noticed] = [JSON.parse(root.dataset.models), new Map(Object.entries(JSON.parse(root.dataset.noticed)))];
   const input = form.querySelector("input[type=file]");
   const drop = root.querySelector(".drop");
 
@@ -105,8 +106,8 @@ document.addEventListener("DOMContentLoaded", () => {
     }
     const found = parse(new TextDecoder().decode(head), file.size <= LOOKED_AT);
     const url = found.requests[0]?.url;
-    if (url in known) create.elements.endpoint.value = url;
-    show(said, checks(found, file.size <= LOOKED_AT, models, known));
+    if (noticed.has(url)) create.elements.endpoint.value = url;
+    show(said, checks(found, file.size <= LOOKED_AT, models, noticed));
     const lines = document.createElement("pre");
     lines.tabIndex = 0;
     lines.textContent = found.requests.slice(0, SHOWN).map((each) => JSON.stringify(each).slice(0, 400)).join("\n");

@@ -3,7 +3,8 @@
 import pytest
 
 from service.endpoints import BY_PATH
-from service.requests.parameters import KNOWN, MOST_CHARACTERS, MOST_NAMES, Unknown
+from service.requests.body_limits import REFUSED
+from service.requests.parameters import KNOWN, MOST_CHARACTERS, MOST_TOLD, Unknown
 
 CHAT = "/v1/chat/completions"
 
@@ -17,8 +18,8 @@ def test_each_endpoint_knows_at_least_what_it_requires() -> None:
 def test_unknown_names_are_counted_by_line_with_what_may_be_meant() -> None:
     unknown = Unknown(CHAT)
     for _ in range(3):
-        unknown.see({"model": "m", "messages": [], "maxtokens": 5, "reasoning": {"effort": "low"}})
-    unknown.see({"model": "m", "messages": [], "service_tier": "flex"})
+        unknown.count({"model": "m", "messages": [], "maxtokens": 5, "reasoning": {"effort": "low"}})
+    unknown.count({"model": "m", "messages": [], "service_tier": "flex"})
     assert unknown.shapes() == [
         {"name": "maxtokens", "lines": 3, "similar": "max_tokens"},
         {"name": "service_tier", "lines": 1, "similar": None},
@@ -27,23 +28,40 @@ def test_unknown_names_are_counted_by_line_with_what_may_be_meant() -> None:
 
 def test_a_parameter_of_another_endpoint_is_unknown() -> None:
     unknown = Unknown("/v1/responses")
-    unknown.see({"model": "m", "input": "", "max_tokens": 5})
+    unknown.count({"model": "m", "input": "", "max_tokens": 5})
     assert [each["name"] for each in unknown.shapes()] == ["max_tokens"]
 
 
 @pytest.mark.parametrize("name", ["x" * 1000, "\x00\x1b[2J", "é\u202e"])
 def test_names_are_cut_and_can_be_printed(name: str) -> None:
     unknown = Unknown(CHAT)
-    unknown.see({name: 1})
+    unknown.count({name: 1})
     [found] = unknown.shapes()
     assert found["name"].isprintable()
     assert len(found["name"]) <= 6 * MOST_CHARACTERS
 
 
-def test_a_file_of_many_names_is_remembered_in_part() -> None:
+def test_long_names_that_begin_alike_are_one() -> None:
+    unknown = Unknown(CHAT)
+    unknown.count({"x" * 64 + "a": 1, "x" * 64 + "b": 1})
+    assert [(each["name"], each["lines"]) for each in unknown.shapes()] == [("x" * 64, 1)]
+
+
+def test_of_many_names_those_are_told_that_may_be_mistakes() -> None:
     unknown = Unknown(CHAT)
     for number in range(1000):
-        unknown.see({f"name{number}": 1, "often": 1})
+        unknown.count({**{f"own_{each}": 1 for each in range(20)}, "maxtokens": 5, f"other{number}": 1})
     found = unknown.shapes()
-    assert len(found) == MOST_NAMES
-    assert (found[0]["name"], found[0]["lines"]) == ("often", 1000)
+    assert (found[0]["name"], found[0]["lines"], len(found)) == ("maxtokens", 1000, MOST_TOLD)
+    assert {each["name"] for each in found[1:]} <= {f"own_{each}" for each in range(20)}
+
+
+def test_what_this_service_refuses_is_neither_ignored_nor_suggested() -> None:
+    unknown = Unknown("/v1/responses")
+    unknown.count(dict.fromkeys(REFUSED))
+    assert unknown.shapes() == []
+    for name in (*REFUSED, "bootstrap_host", "rid"):
+        for path in KNOWN:
+            unknown = Unknown(path)
+            unknown.count({f"{name}s": 1})
+            assert [each["similar"] in {*REFUSED, "bootstrap_host", "rid"} for each in unknown.shapes()] == [False]
