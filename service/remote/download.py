@@ -36,8 +36,11 @@ def can_be_written(path: Path | None) -> Path | None:
     return target
 
 
-def download(client: Client, file_id: str, path: Path) -> int:
-    """Write a file to `path`, which appears only when complete; return its size. Raises CommandError and OSError."""
+def download(client: Client, file_id: str, path: Path, is_new: bool = False) -> int:
+    """Write a file to `path`, which appears only when complete; return its size. Raises CommandError and OSError.
+
+    With `is_new`, it replaces no file.
+    """
     with _part(path, file_id) as part:
         for attempt in range(ATTEMPTS):
             try:
@@ -48,6 +51,11 @@ def download(client: Client, file_id: str, path: Path) -> int:
                     again = "Run the same command again to resume it."
                     raise CommandError(f"The download of {file_id} was interrupted ({error!r}). {again}") from error
                 time.sleep(PAUSE_S * 2**attempt)
+        if is_new:
+            try:
+                path.touch(exist_ok=False)
+            except FileExistsError as error:
+                raise CommandError(f"{path} exists now; run the command again with --output FILE.") from error
         os.replace(part, path)
     return path.stat().st_size
 

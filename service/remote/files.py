@@ -1,5 +1,6 @@
 """`batchweave files …`: list, upload, download and delete batch inputs and results."""
 
+import os
 import time
 from pathlib import Path, PurePath
 from typing import Annotated
@@ -13,6 +14,7 @@ from service.remote.upload import upload
 from service.terminal import JsonOption, duration, fail, print_json, print_table, said
 
 app = typer.Typer(no_args_is_help=True, help="List, upload, download and delete files: batch inputs and results.")
+MOST_NAME = 120  # characters, with room for what is added while it is downloaded
 FileId = Annotated[str, typer.Argument(help="Id of a file: file-…", metavar="ID", callback=named)]
 
 
@@ -85,12 +87,12 @@ def download_file(
 ) -> None:
     """Download a file. If it is interrupted, run the command again to resume."""
     with service_at(url, key) as client:
-        output = output or _new_file(File.of(client.get(f"/files/{file_id}")))
-        size = download(client, file_id, output)
+        path = output or _new_file(File.of(client.get(f"/files/{file_id}")))
+        size = download(client, file_id, path, is_new=output is None)
         if as_json:
-            print_json({"file": str(output), "bytes": size})
+            print_json({"file": str(path), "bytes": size})
             return
-        said.print(f"{output} ({size:,} bytes)")
+        said.print(f"{path} ({size:,} bytes)")
 
 
 @app.command("delete")
@@ -109,9 +111,13 @@ def delete_file(
 def _new_file(file: File) -> Path:
     """Return where a file goes by its own name. Ends the command if there is such a file, or none can be written."""
     name = PurePath(file.filename).name  # the service's word: it must not leave this folder
-    if not name or name.startswith(".") or not name.isprintable() or Path(name).exists():
-        fail(f"{file.id} is named {file.filename[:200]!r}, which is taken here or no good name; use --output FILE.")
-    return can_be_written(Path(name)) or Path(name)
+    if not name.isprintable() or name.startswith((".", "-")) or not 0 < len(name) <= MOST_NAME:
+        fail(f"{file.id} is named {file.filename[:100]!r}, which is no good name here; use --output FILE.")
+    if os.path.lexists(name):
+        fail(f"{name} exists here; use --output FILE, which replaces a file.")
+    if not os.access(".", os.W_OK | os.X_OK):
+        fail("cannot write to this folder; use --output FILE.")
+    return Path(name)
 
 
 def _row(file: File) -> tuple[str, ...]:

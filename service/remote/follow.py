@@ -50,9 +50,12 @@ def extras(batch: Batch) -> dict[str, Any]:
     return batch.batchweave or {}
 
 
-def follow(client: Client, batch_id: str, until: Callable[[Batch], bool] = lambda _: False) -> Batch:
+def follow(
+    client: Client, batch_id: str, until: Callable[[Batch], bool] = lambda _: False, is_warned: bool = False
+) -> Batch:
     """Show a batch's progress until it finishes or `until` holds, as a bar or, without a terminal, as lines.
 
+    `is_warned`: its warnings have been printed before.
     After the first reply it takes it that the service comes back: that it restarts, or the network is cut.
     """
     batch = Batch.of(client.get(f"/batches/{batch_id}"))
@@ -66,9 +69,9 @@ def follow(client: Client, batch_id: str, until: Callable[[Batch], bool] = lambd
     )
     pace, pause_s = TokenRate(), FIRST_POLL_S
     with Progress(*columns, console=said, transient=True) as bar:
-        task, last, is_told = bar.add_task("waiting", total=None, more=""), "", False
+        task, last = bar.add_task("waiting", total=None, more=""), ""
         while batch.status not in ENDED and not until(batch):
-            is_told = _warn(batch, is_told)
+            is_warned = _warn(batch, is_warned)
             counts = batch.request_counts
             if counts is not None:
                 done = counts.completed + counts.failed
@@ -87,7 +90,7 @@ def follow(client: Client, batch_id: str, until: Callable[[Batch], bool] = lambd
                     raise
                 bar.update(task, description=AWAY)
                 last = _tell(AWAY, last)
-    _warn(batch, is_told)
+    _warn(batch, is_warned)
     return batch
 
 
@@ -98,12 +101,12 @@ def _tell(state: str, last: str) -> str:
     return state
 
 
-def _warn(batch: Batch, is_told: bool) -> bool:
+def _warn(batch: Batch, is_warned: bool) -> bool:
     """Print the batch's warnings once they are known; return whether they have been printed."""
-    found = [] if is_told else warnings(batch)
+    found = [] if is_warned else warnings(batch)
     for each in found:
         said.print(each)
-    return is_told or bool(found)
+    return is_warned or bool(found)
 
 
 def warnings(batch: Batch) -> list[str]:

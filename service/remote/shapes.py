@@ -20,6 +20,11 @@ class Told(msgspec.Struct, kw_only=True):
         return found
 
 
+class Model(Told, kw_only=True):
+    id: str
+    created: int
+
+
 class RequestCounts(msgspec.Struct):
     total: int
     completed: int

@@ -100,15 +100,17 @@ def submit(
         if show_plan:
             batch, runs = preview(client, batch.id)
         watched = runs and (wait or output is not None)
-        code = started(client, batch, watched or batch.status in ENDED, output, as_json)
+        code = started(client, batch, watched or batch.status in ENDED, output, as_json, is_warned=show_plan)
     raise typer.Exit(code)
 
 
-def started(client: Client, batch: Batch, wait: bool, output: Path | None, as_json: bool) -> Exit:
-    """Watch a new batch if `wait` says so, then print it, and return the exit code."""
+def started(
+    client: Client, batch: Batch, wait: bool, output: Path | None, as_json: bool, is_warned: bool = False
+) -> Exit:
+    """Watch a new batch if `wait` says so, then print it, and return the exit code; `is_warned` as in `follow`."""
     code = Exit.DONE
     if wait:
-        batch, code = watch(client, batch.id, output)
+        batch, code = watch(client, batch.id, output, is_warned)
     if as_json:
         print_json(batch.raw)
     else:
@@ -116,10 +118,10 @@ def started(client: Client, batch: Batch, wait: bool, output: Path | None, as_js
     return code
 
 
-def watch(client: Client, batch_id: str, output: Path | None) -> tuple[Batch, Exit]:
-    """Follow a batch until it finishes, print how it ended, and fetch its files."""
+def watch(client: Client, batch_id: str, output: Path | None, is_warned: bool = False) -> tuple[Batch, Exit]:
+    """Follow a batch until it finishes, print how it ended, and fetch its files; `is_warned` as in `follow`."""
     try:
-        batch = follow(client, batch_id)
+        batch = follow(client, batch_id, is_warned=is_warned)
     except KeyboardInterrupt:
         where = f" --output {output}" if output else ""
         interrupted(f"{batch_id} continues. To watch it again: batchweave batches wait {batch_id}{where}")

@@ -296,12 +296,15 @@ async def test_a_download_without_a_name_takes_the_files_own(house: House, url: 
             await session.execute(update(File).values(filename=name))
         assert (await run(url, "files", "download", file_id, folder=here))[0] == 0
         assert (here / Path(name).name).read_bytes() == path.read_bytes()
-    for name in ("in.jsonl", ".bashrc", "..", "\x1b[2J"):
+    (here / "link").symlink_to(tmp_path / "elsewhere")
+    for name in ("in.jsonl", "link", ".bashrc", "-x", "..", "\x1b[2J", 150 * "x", 400 * "x"):
         async with house.database.write() as session:
             await session.execute(update(File).values(filename=name))
         code, _, said = await run(url, "files", "download", file_id, folder=here)
         assert (code, "use --output FILE" in said) == (1, True)
-    assert sorted(each.name for each in here.iterdir()) == ["2.jsonl", "in.jsonl"]
+    assert sorted(each.name for each in here.iterdir()) == ["2.jsonl", "in.jsonl", "link"]
+    with connect(url, "none") as client, pytest.raises(CommandError, match="exists now"):
+        await asyncio.to_thread(download, client, file_id, here / "in.jsonl", is_new=True)
 
 
 async def test_models_are_listed_by_name(house: House, url: str) -> None:
