@@ -15,7 +15,7 @@ from service.dashboard.reach import seen_by
 from service.dashboard.render import HEADERS, page, span
 from service.dashboard.sessions import LooksIn, LooksInAsOperator
 from service.dashboard.shown import Shown, project_names, shown
-from service.dashboard.standings import due_batches, next_batches, standings
+from service.dashboard.standings import due_batches, next_batches, standings, unchecked_since
 from service.errors import Unavailable
 from service.metrics.history import History
 from service.queue.progress import Event
@@ -46,6 +46,7 @@ async def overview(request: Request, context: InContext, viewer: LooksIn, range:
         rows = await next_batches(session, seen_by(viewer))
         due = await due_batches(session, seen_by(viewer))
         projects = await project_names(session) if viewer.is_operator else {}
+        waits_since = await unchecked_since(session) if viewer.is_operator else None
     every = {row.id: row for row in (*rows, *due)}
     found = {each.batch.id: each for each in await shown(context, list(every.values()), projects)}
     batches, due = [found[row.id] for row in rows], [found[row.id] for row in due]
@@ -53,11 +54,11 @@ async def overview(request: Request, context: InContext, viewer: LooksIn, range:
     last = await History(context.redis).last() if viewer.is_operator else {}
     notices = await _notices(context, due, workers, viewer.is_operator)
     if viewer.is_operator and workers is not None:
-        # One that has never reported is missed once a batch waits for it.
-        heard_at = last["at"] if last else min((row.created_at for row in rows), default=now)
-        if now - heard_at > SILENT_S:
-            notices.append(_planner_silent(now - heard_at))
+        if last and now - last["at"] > SILENT_S:
+            notices.append(_planner_silent(f"No planner has reported for {span(now - last['at'])}"))
             last = {}  # the present is not known
+        elif not last and waits_since is not None and now - waits_since > SILENT_S:
+            notices.append(_planner_silent(f"A batch has waited to be checked for {span(now - waits_since)}"))
     return page(
         request,
         "overview.html",
@@ -104,8 +105,8 @@ async def known_events(context: Context) -> list[Event]:
         return []
 
 
-def _planner_silent(silent_s: float) -> Notice:
-    text = f"No planner has reported for {span(silent_s)}, so new batches may be neither checked nor planned, and "
+def _planner_silent(seen: str) -> Notice:
+    text = f"{seen}: it seems that no planner runs. Until one does, new batches are neither checked nor planned, and "
     text += 'answered ones not completed. Nothing is lost. See "When something is wrong" in docs/operate.md.'
     return Notice(text, True)
 

@@ -81,3 +81,9 @@ async def due_batches(session: AsyncSession, mine: ColumnElement[bool]) -> Seque
     """Return the batches whose deadlines come next, whether they run or wait; at most `SHOWN`."""
     query = select(Batch).where(mine, _WAITS, Batch.status.in_(_DUE))
     return (await session.scalars(query.order_by(Batch.expires_at, Batch.seq).limit(SHOWN))).all()
+
+
+async def unchecked_since(session: AsyncSession) -> int | None:
+    """Return when the oldest batch was created whose file no planner has checked; None if there is none."""
+    waits = Batch.status == fixed(BatchStatus.VALIDATING)
+    return await session.scalar(select(func.min(Batch.created_at)).where(waits))

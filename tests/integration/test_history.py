@@ -125,7 +125,9 @@ async def test_a_planner_that_never_reported_is_missed_once_a_batch_waits(
     await house.submit(jsonl([line(1)]))
     for seconds, is_missed in ((50, False), (50, True)):
         house.clock.now += seconds
-        assert ("No planner has reported for 1 min 40 s" in (await pages.get("")).text) == is_missed
+        assert ("A batch has waited to be checked for 1 min 40 s" in (await pages.get("")).text) == is_missed
+    await house.plan()
+    assert "no planner runs" not in (await pages.get("")).text  # though Redis has forgotten what it said
 
 
 async def test_a_redis_that_was_away_makes_no_deaths(house: House, monkeypatch: pytest.MonkeyPatch) -> None:
