@@ -13,7 +13,7 @@ Order = Literal["asc", "desc"]
 Listed = type[File] | type[Batch] | type[WebhookEndpoint]
 
 
-def rows_of(table: Listed, project_id: str | None) -> tuple[ColumnElement[bool], list[InstrumentedAttribute[Any]]]:
+def listed(table: Listed, project_id: str | None) -> tuple[ColumnElement[bool], list[InstrumentedAttribute[Any]]]:
     """Return the condition for the project's rows, all rows with None, and the columns by which to order them."""
     if project_id is None:
         return true(), [table.seq]
@@ -36,7 +36,7 @@ async def page_rows(
 
     Raises BadRequest if `after` does not exist.
     """
-    mine, place = rows_of(table, project_id)
+    mine, place = listed(table, project_id)
     query = query.where(mine)
     if after is not None:
         cursor = (await session.execute(select(table.seq).where(table.id == after, mine))).scalar_one_or_none()

@@ -23,6 +23,7 @@ from service.dashboard.shown import Shown, project_names, shown
 from service.dashboard.standings import GROUPS, MOST_COUNTED, group_counts
 from service.db.moves import TERMINAL
 from service.db.tables import Batch, BatchStatus, File, Model
+from service.db.tenant_tables import Project
 from service.metrics.history import History
 from service.queue.counts import Counts
 
@@ -53,8 +54,11 @@ async def batch_list(
 ) -> Response:
     query = filters.of(select(Batch))
     chosen = {name: value for name, value in filters.chosen.items() if name != "state"}
+    project_id = project_seen(viewer)
     async with context.database.read() as session:
-        rows = await page_rows(session, Batch, query, project_seen(viewer), after=after, limit=LISTED)
+        if project_id is None and filters.project:  # none has the id ""
+            project_id = await session.scalar(select(Project.id).where(Project.name == filters.project)) or ""
+        rows = await page_rows(session, Batch, query, project_id, after=after, limit=LISTED)
         counts = await group_counts(session, seen_by(viewer)) if not chosen else {}
         models = (await session.scalars(select(Model.name).order_by(Model.name))).all()
         projects = await project_names(session) if viewer.is_operator else {}

@@ -14,7 +14,7 @@ from sse_starlette.sse import EventSourceResponse
 from service.api import content
 from service.api.bodies import ObjectId
 from service.api.context import InContext
-from service.api.pages import page_rows, rows_of
+from service.api.pages import listed, page_rows
 from service.api.worker_shapes import WorkerState
 from service.api.workers import WorkerName
 from service.dashboard.charts import EVENT_WORDS, RANGES, ranged
@@ -47,7 +47,7 @@ async def file_list(request: Request, context: InContext, viewer: LooksIn, after
     async with context.database.read() as session:
         rows = await page_rows(session, File, kept, project_seen(viewer), after=after, limit=LISTED)
         projects = await project_names(session) if viewer.is_operator else {}
-        total = (await session.execute(_sizes(None if viewer.is_operator else viewer.caller.project.id))).one()
+        total = (await session.execute(_sizes(project_seen(viewer)))).one()
     more = rows[LISTED - 1].id if len(rows) > LISTED else None
     return page(
         request,
@@ -63,7 +63,7 @@ async def file_list(request: Request, context: InContext, viewer: LooksIn, after
 
 def _sizes(project_id: str | None) -> Select[int, int, Any]:
     """Return a query for how many of the newest files it has looked at, those that are kept, and their bytes."""
-    mine, place = rows_of(File, project_id)
+    mine, place = listed(File, project_id)
     newest = select(File.size_bytes, File.deleted_at).where(mine).order_by(*(each.desc() for each in place))
     some = newest.limit(MOST_SUMMED).subquery()
     kept = case((some.c.deleted_at.is_(None), some.c.size_bytes))
