@@ -21,6 +21,7 @@ ABOUT: dict[str, Any] = dict.fromkeys(ABSENT) | {
     "output_order": "any",
     "held": False,
     "prompt_tokens": 0,
+    "unknown_parameters": [],
     "failures": [],
 }
 
