@@ -17,6 +17,18 @@ from tests.conftest import Clock
 from tests.integration.serving import serve
 
 
+async def test_a_client_that_is_gone_holds_its_locks_for_a_minute(database: Database) -> None:
+    """PostgreSQL sees to that itself, where the client is gone between two statements."""
+    if database.engine.dialect.name != "postgresql":
+        pytest.skip("SQLite has no clients that are elsewhere")
+    for _ in range(3):
+        async with database.write() as session:
+            await session.execute(text("SELECT 1"))
+            await session.rollback()
+    async with database.read() as session:
+        assert await session.scalar(text("SHOW idle_in_transaction_session_timeout")) == "1min"
+
+
 @pytest.mark.parametrize("inside_a_statement", [True, False])
 async def test_a_client_that_is_gone_loses_its_locks(database: Database, inside_a_statement: bool) -> None:
     """Also one that was cut off between the two messages with which asyncpg runs a statement for the first time."""
@@ -67,6 +79,7 @@ async def test_the_planner_looks_for_lost_sessions(
     async with asyncio.timeout(60):
         while not client.is_closed():
             await asyncio.sleep(0.05)
+    assert client.is_closed(), "the planner ended it"
     stop.set()
     await jobs
     lost.invalidate()
