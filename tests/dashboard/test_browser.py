@@ -232,6 +232,7 @@ async def test_a_wrong_file_is_told_before_it_is_sent(page: Page) -> None:
     await expect(page.get_by_text("The file has no request.")).to_be_visible()
     await expect(page.get_by_text("A custom_id comes twice")).to_be_hidden()
     for odd, said in (
+        (line(1, body=["abc"]), "The body of line 1 is no object."),
         (line(1, url="constructor"), "The endpoint constructor does not exist here."),
         (line(1, url=["/v1/completions"]), "The endpoint /v1/completions does not exist here."),
         (line(1, body="abc"), "The body of line 1 is no object."),

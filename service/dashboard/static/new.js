@@ -14,7 +14,7 @@ function parse(text, isWhole) {
       const request = JSON.parse(line);
       const lacks = ["custom_id", "method", "url", "body"].filter((name) => request?.[name] === undefined);
       if (lacks.length) found.problems.push(`Line ${at + 1} has no ${lacks.join(", ")}.`);
-      else if (typeof request.body !== "object" || request.body === null) found.problems.push(`The body of line ${at + 1} is no object.`);
+      else if (typeof request.body !== "object" || request.body === null || Array.isArray(request.body)) found.problems.push(`The body of line ${at + 1} is no object.`);
       else found.requests.push(request);
     } catch (error) {
       found.problems.push(`Line ${at + 1} is not JSON: ${line.slice(0, 80)}`);
