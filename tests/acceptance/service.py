@@ -125,9 +125,7 @@ class Up:
     def answers_on_disk(self) -> dict[str, str]:
         """Line ids by custom_id of every answer that shards hold now: what must never run again."""
         found: dict[str, str] = {}
-        for folder, _, names in os.walk(
-            self.folder / "objects" / "shards"
-        ):  # those of ended batches may go, as it walks
+        for folder, _, names in os.walk(self.folder / "objects" / "shards"):  # a folder of an ended batch may go
             for path in (Path(folder) / name for name in names if "#" not in name):
                 with suppress(FileNotFoundError):
                     for line in (json.loads(raw)[4] for raw in path.read_bytes().split(b"\n") if raw):
