@@ -65,43 +65,27 @@ def postgres(tmp_path_factory: pytest.TempPathFactory) -> Generator[Any, None, N
     server.cleanup()
 
 
-@dataclass
-class RedisServer:
-    """Started when asked for, and again where it is gone: an SGLang that ends kills all children of its process."""
-
-    folder: Path
-    _process: subprocess.Popen[bytes] | None = None
-
-    @property
-    def url(self) -> str:
-        socket = self.folder / "redis.sock"
-        if self._process is None or self._process.poll() is not None:
-            self._process = subprocess.Popen(server_command(socket, self.folder), stdout=subprocess.DEVNULL)
-            client = sync_redis.Redis(unix_socket_path=str(socket))
-            for _ in range(200):
-                with suppress(sync_redis.ConnectionError):
-                    client.ping()
-                    break
-                time.sleep(0.05)
-        return f"unix://{socket}"
-
-    def stop(self) -> None:
-        if self._process is not None:
-            self._process.terminate()
-            self._process.wait(10)
-
-
 @pytest.fixture(scope="session")
-def redis_server(tmp_path_factory: pytest.TempPathFactory) -> Generator[RedisServer, None, None]:
-    server = RedisServer(tmp_path_factory.mktemp("redis"))
-    yield server
-    server.stop()
+def redis_socket(tmp_path_factory: pytest.TempPathFactory) -> Generator[str, None, None]:
+    """The URL of a Redis for all tests of this process."""
+    folder = tmp_path_factory.mktemp("redis")
+    socket = folder / "redis.sock"
+    process = subprocess.Popen(server_command(socket, folder), stdout=subprocess.DEVNULL)
+    client = sync_redis.Redis(unix_socket_path=str(socket))
+    for _ in range(600):
+        with suppress(sync_redis.ConnectionError):
+            client.ping()
+            break
+        time.sleep(0.05)
+    yield f"unix://{socket}"
+    process.terminate()
+    process.wait(10)
 
 
 @pytest.fixture
-def redis_url(redis_server: RedisServer) -> str:
-    sync_redis.Redis.from_url(redis_server.url).flushall()
-    return redis_server.url
+def redis_url(redis_socket: str) -> str:
+    sync_redis.Redis.from_url(redis_socket).flushall()
+    return redis_socket
 
 
 @pytest.fixture

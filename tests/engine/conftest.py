@@ -1,56 +1,95 @@
-"""One SGLang for a module of tests. Its close() ends every child of this process, so nothing else may run beside it."""
+"""Real SGLang for tests, each engine in a process of its own: one that dies fails the tests that use it."""
 
-import asyncio
-from collections.abc import Coroutine, Generator
+from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from benchmarks.engine_process import EngineProcess
 from service.demo.model import NAME, ensure_demo_model
 from service.demo.prompts import corpus
 from service.estimates.model_costs import planning_costs
 
-Result = TypeVar("Result")
+if TYPE_CHECKING:
+    from engine_ext.plugin.options import Overlap
+    from engine_ext.plugin.worker.bench_engine import BenchEngine
+    from engine_ext.plugin.worker.host import EngineHost
 
 
-@dataclass(frozen=True)
-class RealEngine:
-    """An EngineHost and the event loop that it lives in."""
+def _make_host(
+    model: str, engine_args: dict[str, Any], more: dict[str, Any], before: Callable[[], None] | None
+) -> "EngineHost":
+    from engine_ext.plugin.options import Options
+    from engine_ext.plugin.worker.host import EngineHost
 
-    host: Any
-    loop: asyncio.AbstractEventLoop
-    model: Path
+    if before is not None:
+        before()
+    return EngineHost(model, NAME, engine_args, Options(planning_costs(model, "h200", 1), **more))
 
-    def do(self, coroutine: Coroutine[Any, Any, Result]) -> Result:
-        return self.loop.run_until_complete(coroutine)
+
+async def _start(host: "EngineHost") -> None:
+    await host.start()
 
 
 @contextmanager
 def running_engine(
-    model: Path, name: str, engine_args: dict[str, Any], scheduling: str = "dual-scan", **more: Any
-) -> Generator[RealEngine, None, None]:
-    from engine_ext.plugin.options import Options, Scheduling
-    from engine_ext.plugin.worker.host import EngineHost
+    model: Path,
+    engine_args: dict[str, Any],
+    log: Path,
+    environment: Mapping[str, str] | None = None,
+    before: Callable[[], None] | None = None,
+    **more: Any,
+) -> Generator["EngineProcess[Any]", None, None]:
+    """Run an EngineHost until the end of the block. `before` runs in its process first; `more` are its options."""
+    engine = EngineProcess(partial(_make_host, str(model), engine_args, more, before), log, environment)
+    try:
+        engine.do(_start)
+        yield engine
+    finally:
+        engine.close()
 
-    loop = asyncio.new_event_loop()
-    asyncio.set_event_loop(loop)
-    options = Options(planning_costs(str(model), "h200", 1), Scheduling(scheduling), **more)
-    host = EngineHost(str(model), name, engine_args, options)
-    loop.run_until_complete(host.start())
-    yield RealEngine(host, loop, model)
-    host.close()
-    tasks = asyncio.all_tasks(loop)
-    for task in tasks:
-        task.cancel()
-    loop.run_until_complete(asyncio.gather(*tasks, return_exceptions=True))
-    loop.close()
+
+def _make_bench(model: str, overlap: "Overlap", arguments: dict[str, Any], steps_file: str | None) -> "BenchEngine":
+    from engine_ext.plugin.worker.bench_engine import BenchEngine
+    from engine_ext.plugin.worker.host import CPU_DEFAULTS
+
+    return BenchEngine.real(model, planning_costs(model, "h200", 1), overlap, CPU_DEFAULTS | arguments, steps_file)
+
+
+@contextmanager
+def running_bench(
+    model: Path,
+    overlap: "Overlap",
+    arguments: dict[str, Any],
+    log: Path,
+    environment: Mapping[str, str] | None = None,
+    steps_file: Path | None = None,
+) -> Generator["EngineProcess[BenchEngine]", None, None]:
+    """Run a BenchEngine until the end of the block."""
+    steps = str(steps_file) if steps_file else None
+    engine = EngineProcess(partial(_make_bench, str(model), overlap, arguments, steps), log, environment)
+    try:
+        yield engine
+    finally:
+        engine.close()
+
+
+@pytest.fixture(scope="session")
+def demo(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of the demo's model."""
+    return ensure_demo_model(tmp_path_factory.mktemp("model") / "demo", corpus())
 
 
 @pytest.fixture(scope="module")
-def engine(tmp_path_factory: pytest.TempPathFactory) -> Generator[RealEngine, None, None]:
-    model = ensure_demo_model(tmp_path_factory.mktemp("model") / "demo", corpus())
-    with running_engine(model, NAME, {"max_running_requests": 32}) as running:
+def log(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where the engines of a module log."""
+    return tmp_path_factory.mktemp("log") / "engine.log"
+
+
+@pytest.fixture(scope="module")
+def engine(demo: Path, log: Path) -> "Generator[EngineProcess[Any], None, None]":
+    with running_engine(demo, {"max_running_requests": 32}, log) as running:
         yield running

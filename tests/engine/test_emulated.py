@@ -5,12 +5,16 @@ Three kinds of work: prompts beside long answers, documents that do not all fit 
 
 import asyncio
 from collections.abc import Generator
+from contextlib import closing
 from dataclasses import replace
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
+from benchmarks.engine_process import EngineProcess
 from engine_ext.coserve.slo import SloClass
 from engine_ext.costs.cost import CostModel
 from engine_ext.costs.engine_model import Clock, EngineModel
@@ -21,15 +25,16 @@ from engine_ext.plan.prompts import Prompts
 from engine_ext.plan.sample import SHARE
 from engine_ext.plugin.scheduler import emulated as devices
 from engine_ext.plugin.scheduler.emulated import Device
+from engine_ext.plugin.tuning import Tuning
+from engine_ext.plugin.worker.bench_engine import Arriving, BenchEngine
 from engine_ext.simulate.arrivals import Arrivals
 from engine_ext.simulate.colocate import OURS
 from engine_ext.simulate.colocate import run as run_simulated
 from engine_ext.simulate.measured import Settings, Times, tokens_done
 from engine_ext.simulate.policies import Search, Work, prepare, simulate
 from engine_ext.simulate.traffic import Traffic
-from service.demo.model import ensure_demo_model
-from service.demo.prompts import corpus
 
+Emulated = EngineProcess[BenchEngine]
 COST = CostModel(preset("llama-3-8b"), Machine(hardware("h200")))
 CAPACITY = 60_000
 CHUNK, RATIO = 1024, 0.6
@@ -58,23 +63,16 @@ def workload(name: str) -> tuple[list[list[int]], list[int]]:
 
 
 @pytest.fixture(scope="module")
-def emulated(tmp_path_factory: pytest.TempPathFactory) -> Generator[Any, None, None]:
-    from engine_ext.plugin.worker.bench_engine import BenchEngine
-
-    loop = asyncio.new_event_loop()
-    asyncio.set_event_loop(loop)
-    model = ensure_demo_model(tmp_path_factory.mktemp("model") / "demo", corpus())
-    engine = BenchEngine.emulated(str(model), COST, CAPACITY, context=1 << 14)
-    yield engine
-    engine.close()
-    loop.close()
+def emulated(demo: Path, log: Path) -> Generator[Emulated, None, None]:
+    with closing(EngineProcess(partial(BenchEngine.emulated, str(demo), COST, CAPACITY, 1 << 14), log)) as engine:
+        yield engine
 
 
-def run(engine: Any, policy: str | None, clock: Clock, prompts: list[list[int]], outputs: list[int]) -> dict[str, Any]:
-    from engine_ext.plugin.tuning import Tuning
-
+def run(
+    engine: Emulated, policy: str | None, clock: Clock, prompts: list[list[int]], outputs: list[int]
+) -> dict[str, Any]:
     tuning = Tuning(policy, CHUNK, RATIO, clock=clock) if policy else Tuning(clock=clock)
-    return asyncio.get_event_loop().run_until_complete(engine.run(tuning, prompts, outputs))
+    return engine.do(BenchEngine.run, tuning, prompts, outputs)
 
 
 def work_of(prompts: list[list[int]], outputs: list[int], sample: float) -> Work:
@@ -85,7 +83,7 @@ def work_of(prompts: list[list[int]], outputs: list[int], sample: float) -> Work
 
 @pytest.mark.parametrize("clock", list(Clock))
 @pytest.mark.parametrize("name", ["both ends", "documents", "one prefix"])
-def test_the_scan_runs_in_sglang_as_the_simulator_says(emulated: Any, name: str, clock: Clock) -> None:
+def test_the_scan_runs_in_sglang_as_the_simulator_says(emulated: Emulated, name: str, clock: Clock) -> None:
     prompts, outputs = workload(name)
     told, untold = (work_of(prompts, outputs, share) for share in (1.0, SHARE))
     model = replace(EngineModel.of(COST, clock), capacity=CAPACITY)
@@ -115,24 +113,22 @@ def test_the_scan_runs_in_sglang_as_the_simulator_says(emulated: Any, name: str,
 
 
 @pytest.mark.parametrize("bounds", [{"tpot_s": 0.005}, {"tpot_s": 0.05}, {"tpot_s": 0.05, "limit_s": 0.005}])
-def test_online_tokens_come_in_time_beside_a_batch(emulated: Any, bounds: dict[str, float]) -> None:
+def test_online_tokens_come_in_time_beside_a_batch(emulated: Emulated, bounds: dict[str, float]) -> None:
     """Tight bounds leave the batch fewer prompt tokens in a step; the loose one is longer than any step here."""
-    from engine_ext.plugin.tuning import Tuning
-
     prompts, outputs = workload("both ends")
 
-    async def main() -> dict[str, Any]:
+    async def main(engine: BenchEngine) -> dict[str, Any]:
         tuning = replace(Tuning(chunk=CHUNK, clock=Clock.MIXED), **bounds)
-        running = asyncio.create_task(emulated.run(tuning, prompts, outputs))
-        while (await emulated.state())["waiting"] == 0:  # it begins when all of them wait
+        running = asyncio.create_task(engine.run(tuning, prompts, outputs))
+        while (await engine.state())["waiting"] == 0:  # it begins when all of them wait
             await asyncio.sleep(0.001)
-        asked = [emulated.ask(f"online-{number}", [7] * 40, 200) for number in range(4)]
+        asked = [engine.ask(f"online-{number}", [7] * 40, 200) for number in range(4)]
         answers = await asyncio.gather(*asked)
         assert [len(found["answer"]) for found in answers] == [200] * 4
         await running
-        return await emulated.state()
+        return await engine.state()
 
-    found = asyncio.get_event_loop().run_until_complete(main())
+    found = emulated.do(main)
     assert (found["online_ended"], found["online_late"]) == (4, 0)
     assert (found["limited_steps"] > 0) == (min(bounds.values()) == 0.005)
     assert found["online_tpot_s"] <= 0.005
@@ -152,11 +148,8 @@ def beside() -> Traffic:
 
 
 @pytest.mark.parametrize(("policy", "named"), [("online-only", "fcfs"), ("priority", "priority"), (OURS, None)])
-def test_online_requests_arrive_by_the_clock_of_the_device(emulated: Any, policy: str, named: str | None) -> None:
+def test_online_requests_arrive_by_the_clock_of_the_device(emulated: Emulated, policy: str, named: str | None) -> None:
     """Both sides get what the simulator says, with requests that come before, during and after work of the batch."""
-    from engine_ext.plugin.tuning import Tuning
-    from engine_ext.plugin.worker.bench_engine import Arriving
-
     found, generator = beside(), np.random.default_rng(6)
     ids = [generator.integers(10, 900, int(length)).tolist() for length in found.lengths]
     output, arrives_s = found.output.tolist(), found.arrivals.arrives_s.tolist()
@@ -166,9 +159,7 @@ def test_online_requests_arrive_by_the_clock_of_the_device(emulated: Any, policy
     if policy == OURS:
         # Decodes take part of SGLang's chunk, and leave room for as many prompt tokens as the simulator has.
         tuning = Tuning(named, CHUNK + DECODES, RATIO, until_s=10.0, prompt_tokens=CHUNK)
-    got = asyncio.get_event_loop().run_until_complete(
-        asyncio.wait_for(emulated.run_beside(tuning, ids[:count], output[:count], online), 200)
-    )
+    got = emulated.do(BenchEngine.run_beside, tuning, ids[:count], output[:count], online)
     columns = {name: np.array(values) for name, values in got["online"].items()}
     assert np.all(columns["ended"])
     assert np.all(columns["first_s"] > columns["arrives_s"])

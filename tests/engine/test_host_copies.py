@@ -1,26 +1,19 @@
 """Online requests beside a batch where SGLang copies KV cache to host memory: what was evicted comes back."""
 
 from collections.abc import Generator
+from pathlib import Path
 
 import pytest
 
-from service.demo.model import ensure_demo_model
-from service.demo.prompts import corpus
-from tests.engine.test_online import LONG, run
-from tests.engine.test_real_scan import Real, Requests, tokens_of
+from tests.engine.test_online import LONG, STRICT, run
+from tests.engine.test_real_scan import Real, Requests, running_real, tokens_of
 
 
 @pytest.fixture(scope="module", params=[False, True], ids=["overlap schedule", "no overlap schedule"])
-def real(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Generator[Real, None, None]:
-    folder = tmp_path_factory.mktemp("copies")
-    model = ensure_demo_model(folder / "demo", corpus())
+def real(request: pytest.FixtureRequest, demo: Path, log: Path) -> Generator[Real, None, None]:
     copies = {"enable_hierarchical_cache": True, "disable_overlap_schedule": request.param}
-    with pytest.MonkeyPatch.context() as environment:
-        environment.setenv("SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY", "1")
-        found = Real(model, folder / "steps.jsonl", copies)
-    yield found
-    found.engine.close()
-    found.loop.close()
+    with running_real(demo, log, copies, STRICT) as found:
+        yield found
 
 
 @pytest.mark.parametrize("mixed", [True, False])

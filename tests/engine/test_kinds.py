@@ -14,66 +14,47 @@ from typing import Any
 
 import pytest
 
-from service.demo.model import NAME, ensure_demo_model
-from service.demo.prompts import COMPLETIONS, corpus
-from service.estimates.model_costs import planning_costs
+from benchmarks.engine_process import EngineProcess
+from engine_ext.plugin.options import Overlap
+from engine_ext.plugin.tuning import Tuning
+from engine_ext.plugin.worker.host import EngineHost
+from service.demo.model import NAME
+from service.demo.prompts import COMPLETIONS
 from tests.engine import windows
-from tests.engine.conftest import RealEngine, running_engine
-from tests.engine.test_real_scan import CAPACITY, CHUNK, Requests, both_ends, documents
+from tests.engine.conftest import running_bench, running_engine
+from tests.engine.test_real_scan import CAPACITY, CHUNK, Requests, both_ends, documents, run_watched
 
 WAIT_S = 240
 
 
-@pytest.fixture(scope="module")
-def demo(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return ensure_demo_model(tmp_path_factory.mktemp("model") / "demo", corpus())
-
-
 @contextmanager
-def bench(model: Path, arguments: dict[str, Any]) -> Generator[Any, None, None]:
+def bench(model: Path, arguments: dict[str, Any], log: Path) -> Generator[Any, None, None]:
     """An engine that runs requests under SGLang's fcfs or under the scan, and returns the run's figures."""
-    from engine_ext.plugin.options import Overlap
-    from engine_ext.plugin.tuning import Tuning
-    from engine_ext.plugin.worker.bench_engine import BenchEngine
-    from engine_ext.plugin.worker.host import CPU_DEFAULTS
-
     small = {"max_total_tokens": CAPACITY, "chunked_prefill_size": CHUNK, "max_running_requests": 16}
-    loop = asyncio.new_event_loop()
-    asyncio.set_event_loop(loop)
-    costs = planning_costs(str(model), "h200", 1)
-    engine = BenchEngine.real(str(model), costs, Overlap.NONE, CPU_DEFAULTS | small | arguments)
+    with running_bench(model, Overlap.NONE, small | arguments, log) as engine:
 
-    def run(policy: str | None, requests: Requests) -> dict[str, Any]:
-        async def main() -> dict[str, Any]:
-            async with asyncio.timeout(WAIT_S):
-                prompts, outputs = [ids for ids, _ in requests], [tokens for _, tokens in requests]
-                return await engine.run(Tuning(policy, CHUNK), prompts, outputs)
+        def run(policy: str | None, requests: Requests) -> dict[str, Any]:
+            return engine.do(run_watched, Tuning(policy, CHUNK), requests)[0]
 
-        return loop.run_until_complete(main())
-
-    try:
         yield run
-    finally:
-        engine.close()
-        loop.close()
 
 
 async def ask_all(
-    engine: RealEngine, numbers: range, more: Callable[[int], dict[str, Any]], ended: list[int] | None = None
-) -> list[dict[str, Any]]:
-    """Ask all at once, return the answers in the order of their numbers, and add to `ended` as they end."""
+    host: Any, numbers: range, more: Callable[[int], dict[str, Any]]
+) -> tuple[list[dict[str, Any]], list[int]]:
+    """Ask all at once; return the answers in the order of their numbers, and the numbers in that of their ends."""
+    ended: list[int] = []
 
     async def ask(number: int) -> dict[str, Any]:
         prompt = f"question {number} " + "about this " * 60
         body = {"model": NAME, "prompt": prompt, "max_tokens": 30, "ignore_eos": True, "temperature": 0}
-        answer = await engine.host.run(COMPLETIONS, body | more(number), f"kinds-{number:03}", "kind")
+        answer = await host.run(COMPLETIONS, body | more(number), f"kinds-{number:03}", "kind")
         assert answer.status_code == 200
-        if ended is not None:
-            ended.append(number)
+        ended.append(number)
         return dict(json.loads(answer.body))
 
     async with asyncio.timeout(WAIT_S):
-        return list(await asyncio.gather(*(ask(number) for number in numbers)))
+        return list(await asyncio.gather(*(ask(number) for number in numbers))), ended
 
 
 def few(requests: Requests) -> Requests:
@@ -83,11 +64,11 @@ def few(requests: Requests) -> Requests:
 @pytest.mark.parametrize(
     "arguments", [{"chunked_prefill_size": -1, "mem_fraction_static": 0.5}, {"disable_radix_cache": True}]
 )
-def test_whole_prompts_and_no_prefix_cache(demo: Path, arguments: dict[str, Any]) -> None:
+def test_whole_prompts_and_no_prefix_cache(demo: Path, log: Path, arguments: dict[str, Any]) -> None:
     """SGLang turns chunked prefill off for some models, and for some the prefix cache too."""
     requests = few([*both_ends(), *documents()])
 
-    with bench(demo, arguments) as run:
+    with bench(demo, arguments, log) as run:
         theirs, ours = run("fcfs", requests), run(None, requests)
 
     assert ours["answers"] == theirs["answers"]
@@ -95,34 +76,33 @@ def test_whole_prompts_and_no_prefix_cache(demo: Path, arguments: dict[str, Any]
     assert ours["admitted"] == len(requests) + ours["retractions"]
 
 
-def test_pipeline_parallelism_falls_back_to_sglang(demo: Path) -> None:
+def test_pipeline_parallelism_falls_back_to_sglang(demo: Path, log: Path) -> None:
     small = {"max_total_tokens": CAPACITY, "max_running_requests": 16, "chunked_prefill_size": 256}
 
-    with running_engine(demo, NAME, small | {"pp_size": 2}) as engine:
-        ours = engine.do(ask_all(engine, range(24), lambda number: {}))
-        [state, *_] = engine.do(engine.host.scheduler_states())
-    with running_engine(demo, NAME, small) as engine:
-        theirs = engine.do(ask_all(engine, range(24), lambda number: {}))
+    with running_engine(demo, small | {"pp_size": 2}, log) as engine:
+        ours, _ = engine.do(ask_all, range(24), lambda number: {})
+        [state, *_] = engine.do(EngineHost.scheduler_states)
+    with running_engine(demo, small, log) as engine:
+        theirs, _ = engine.do(ask_all, range(24), lambda number: {})
 
     assert [answer["choices"] for answer in ours] == [answer["choices"] for answer in theirs]
     assert state["scheduling"] == "sglang"
     assert "decisions" not in state
 
 
-def test_sliding_windows_have_a_pool_of_their_own(demo: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sliding_windows_have_a_pool_of_their_own(demo: Path, tmp_path: Path, log: Path) -> None:
     """Both pools, SGLang's radix cache for them and the scan; each answer is the one that a request gets alone."""
     model = tmp_path / "windows"
     shutil.copytree(demo, model)
     config = json.loads((model / "config.json").read_text())
     config |= {"is_hybrid_swa": True, "hybrid_layer_pattern": [1, 0], "sliding_window": windows.WINDOW}
     (model / "config.json").write_text(json.dumps(config))
-    windows.install(monkeypatch)
     # From 0.4 downwards SGLang retracts, and then a few answers differ on this patched CPU, by its own policy too.
     arguments = {"max_total_tokens": CAPACITY, "max_running_requests": 32, "swa_full_tokens_ratio": 0.6}
-    with running_engine(model, NAME, arguments) as engine:
-        together = engine.do(ask_all(engine, range(60), lambda number: {}))
-        alone = [engine.do(ask_all(engine, range(k, k + 1), lambda number: {}))[0] for k in range(0, 60, 4)]
-        [state] = engine.do(engine.host.scheduler_states())
+    with running_engine(model, arguments, log, before=windows.install) as engine:
+        together, _ = engine.do(ask_all, range(60), lambda number: {})
+        alone = [engine.do(ask_all, range(k, k + 1), lambda number: {})[0][0] for k in range(0, 60, 4)]
+        [state] = engine.do(EngineHost.scheduler_states)
 
     assert [answer["choices"][0]["text"] for answer in together[::4]] == [each["choices"][0]["text"] for each in alone]
     assert state["scheduling"] == "dual-scan"
@@ -130,17 +110,15 @@ def test_sliding_windows_have_a_pool_of_their_own(demo: Path, tmp_path: Path, mo
 
 
 @pytest.fixture(scope="module")
-def mixing(demo: Path) -> Generator[RealEngine, None, None]:
+def mixing(demo: Path, log: Path) -> Generator[EngineProcess[Any], None, None]:
     arguments = {"enable_mixed_chunk": True, "max_total_tokens": CAPACITY, "max_running_requests": 16}
-    with running_engine(demo, NAME, arguments | {"chunked_prefill_size": 256}) as engine:
+    with running_engine(demo, arguments | {"chunked_prefill_size": 256}, log) as engine:
         yield engine
 
 
-def test_requests_with_logprobs_run_apart_and_let_the_others_mix(mixing: RealEngine) -> None:
+def test_requests_with_logprobs_run_apart_and_let_the_others_mix(mixing: EngineProcess[Any]) -> None:
     """SGLang mixes no chunks while one of them runs; decodes must not stand still for each small chunk then."""
-    ended: list[int] = []
-
-    found = mixing.do(ask_all(mixing, range(80), lambda number: {} if number % 2 else {"logprobs": 1}, ended))
+    found, ended = mixing.do(ask_all, range(80), lambda number: {} if number % 2 else {"logprobs": 1})
 
     assert all(bool(answer["choices"][0]["logprobs"]) == (number % 2 == 0) for number, answer in enumerate(found))
     # Those without come first, but for what began before all had come.

@@ -1,6 +1,5 @@
 """Steps in two halves: where a step is cut, how the halves take turns, and that no answer changes."""
 
-import asyncio
 import json
 import shutil
 from collections.abc import Generator
@@ -23,11 +22,8 @@ from engine_ext.plugin.scheduler import nano
 from engine_ext.plugin.tuning import Tuning
 from engine_ext.plugin.worker import overlap
 from engine_ext.plugin.worker.bench_engine import BenchEngine
-from engine_ext.plugin.worker.host import CPU_DEFAULTS
-from service.demo.model import ensure_demo_model
-from service.demo.prompts import corpus
-from service.estimates.model_costs import planning_costs
-from tests.engine.test_real_scan import CAPACITY, CHUNK, Requests, both_ends, documents, giant
+from tests.engine.conftest import running_bench
+from tests.engine.test_real_scan import CAPACITY, CHUNK, Requests, both_ends, documents, giant, run_watched
 
 COST = CostModel(preset("llama-3-8b"), Machine(hardware("h200")))
 
@@ -134,11 +130,6 @@ def test_what_halves_cannot_go_with(demo: Path, given: dict[str, Any], word: str
     assert overlap.choose(Overlap.NANO, str(demo), {}) is Overlap.NANO
 
 
-@pytest.fixture(scope="module")
-def demo(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return ensure_demo_model(tmp_path_factory.mktemp("model") / "demo", corpus())
-
-
 @pytest.fixture(params=["llama", "qwen2", "qwen3"])
 def model(request: pytest.FixtureRequest, demo: Path, tmp_path: Path) -> Path:
     """The demo's Llama, and the same weights as a Qwen 2 with biases and a Qwen 3 with norms of queries and keys."""
@@ -171,27 +162,16 @@ def as_qwen(demo: Path, folder: Path, kind: str) -> Path:
 
 
 @pytest.fixture
-def run(model: Path) -> Generator[Any, None, None]:
+def run(model: Path, log: Path) -> Generator[Any, None, None]:
     """An engine with halves that runs requests, in chunks mixed with decodes or not."""
     small = {"max_total_tokens": CAPACITY, "chunked_prefill_size": CHUNK, "max_running_requests": 32}
-    loop = asyncio.new_event_loop()
-    asyncio.set_event_loop(loop)
-    engine = BenchEngine.real(str(model), planning_costs(str(model), "h200", 1), Overlap.NANO, CPU_DEFAULTS | small)
+    with running_bench(model, Overlap.NANO, small, log) as engine:
 
-    def of(requests: Requests, mixed: bool) -> dict[str, Any]:
-        async def main() -> dict[str, Any]:
-            async with asyncio.timeout(240):
-                prompts, outputs = [ids for ids, _ in requests], [tokens for _, tokens in requests]
-                found = await engine.run(Tuning(None if mixed else "fcfs", CHUNK, mixed=mixed), prompts, outputs)
-                return found | {"state": await engine.state()}
+        def of(requests: Requests, mixed: bool) -> dict[str, Any]:
+            found, _ = engine.do(run_watched, Tuning(None if mixed else "fcfs", CHUNK, mixed=mixed), requests)
+            return found | {"state": engine.do(BenchEngine.state)}
 
-        return loop.run_until_complete(main())
-
-    try:
         yield of
-    finally:
-        engine.close()
-        loop.close()
 
 
 def test_answers_are_those_of_whole_steps(run: Any, model: Path) -> None:

@@ -1,18 +1,20 @@
 """Online requests beside a batch in real SGLang with a small KV cache: they go first, and nobody's answers change."""
 
 import asyncio
-from collections.abc import Generator
+from collections.abc import Callable, Coroutine, Generator
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from engine_ext.plugin.scheduler.admission import GAIN, MOST_PARKED
 from engine_ext.plugin.tuning import Tuning
-from service.demo.model import ensure_demo_model
-from service.demo.prompts import corpus
-from tests.engine.test_real_scan import CHUNK, Real, Requests, growing, tokens_of
+from engine_ext.plugin.worker.bench_engine import BenchEngine
+from tests.engine.test_real_scan import CHUNK, Real, Requests, growing, prompts_and_outputs, running_real, tokens_of
 
 SLOTS = 32  # that `Real` gives its engine
+# After each step SGLang counts free, cached and held KV tokens, and the engine dies if any is lost.
+STRICT = {"SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY": "1"}
 LONG = 1_900  # tokens of a batch's prompt: four chunks
 
 
@@ -29,16 +31,13 @@ def asked() -> Requests:
 
 
 @pytest.fixture(scope="module", params=[False, True], ids=["overlap schedule", "no overlap schedule"])
-def real(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Generator[Real, None, None]:
-    folder = tmp_path_factory.mktemp("online")
-    model = ensure_demo_model(folder / "demo", corpus())
-    with pytest.MonkeyPatch.context() as environment:
-        # After each step SGLang counts free, cached and held KV tokens, and the engine dies if any is lost.
-        environment.setenv("SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY", "1")
-        found = Real(model, folder / "steps.jsonl", {"disable_overlap_schedule": request.param})
-    yield found
-    found.engine.close()
-    found.loop.close()
+def real(request: pytest.FixtureRequest, demo: Path, log: Path) -> Generator[Real, None, None]:
+    with running_real(demo, log, {"disable_overlap_schedule": request.param}, STRICT) as found:
+        yield found
+
+
+async def within(engine: BenchEngine, main: Callable[[BenchEngine], Coroutine[Any, Any, Any]]) -> Any:
+    return await asyncio.wait_for(main(engine), 250)
 
 
 def run(
@@ -60,30 +59,29 @@ def run(
     `stream`: more of them, which come each a moment after the one before it.
     """
 
-    async def main() -> Any:
+    async def main(engine: BenchEngine) -> Any:
         tuning = Tuning(policy, CHUNK, mixed=mixed, limit_s=limit_s)
-        prompts, outputs = [ids for ids, _ in requests], [tokens for _, tokens in requests]
-        batch_runs = asyncio.create_task(real.engine.run(tuning, prompts, outputs))
+        batch_runs = asyncio.create_task(engine.run(tuning, *prompts_and_outputs(requests)))
         answers: list[dict[str, Any]] = []
         for number, (ids, tokens) in enumerate(beside):
             while not batch_runs.done():
-                state = await real.engine.state()
+                state = await engine.state()
                 is_full = state["kv_of_left"] + state["kv_of_right"] >= held and state["running"] >= running
                 if is_full and state["admitted"] >= 1 + 3 * number:
                     break
                 await asyncio.sleep(0.005)
-            answers.append(await real.engine.ask(f"online-{number}", ids, tokens))
+            answers.append(await engine.ask(f"online-{number}", ids, tokens))
         streamed: list[asyncio.Task[Any]] = []
         for number, (ids, tokens) in enumerate(stream or []):
-            while (await real.engine.state())["admitted"] < 1 and not batch_runs.done():
+            while (await engine.state())["admitted"] < 1 and not batch_runs.done():
                 await asyncio.sleep(0.005)
-            streamed.append(asyncio.create_task(real.engine.ask(f"stream-{number}", ids, tokens)))
+            streamed.append(asyncio.create_task(engine.ask(f"stream-{number}", ids, tokens)))
             await asyncio.sleep(0.01)
         await asyncio.gather(*streamed)
         found = await batch_runs
         return found | {"online": answers}
 
-    return real.loop.run_until_complete(asyncio.wait_for(main(), 250))
+    return real.engine.do(within, main)
 
 
 @pytest.mark.parametrize("mixed", [True, False])
@@ -184,21 +182,20 @@ def test_requests_that_rest_can_be_aborted(real: Real) -> None:
     requests: Requests = [(tokens(30), 60 + 10 * k) for k in range(12)]
     alone = real.answers_alone(requests)
 
-    async def main() -> Any:
+    async def main(engine: BenchEngine) -> Any:
         tuning = Tuning(None, CHUNK, limit_s=1e-5)
-        prompts, outputs = [ids for ids, _ in requests], [wanted for _, wanted in requests]
-        batch_runs = asyncio.create_task(real.engine.run(tuning, prompts, outputs))
-        while (await real.engine.state())["running"] < len(requests):
+        batch_runs = asyncio.create_task(engine.run(tuning, *prompts_and_outputs(requests)))
+        while (await engine.state())["running"] < len(requests):
             await asyncio.sleep(0.005)
-        online = asyncio.create_task(real.engine.ask("online", tokens(20), 200))
-        while (await real.engine.state())["left_out"] == 0:
+        online = asyncio.create_task(engine.ask("online", tokens(20), 200))
+        while (await engine.state())["left_out"] == 0:
             await asyncio.sleep(0.005)
         for number in (2, 7, 8):
-            real.engine.abort(f"bench-{number}")
+            engine.abort(f"bench-{number}")
         await online
         return await batch_runs
 
-    ours = real.loop.run_until_complete(asyncio.wait_for(main(), 250))
+    ours = real.engine.do(within, main)
     lengths = [len(answer) for answer in ours["answers"]]
     assert [k for k, (_, wanted) in enumerate(requests) if lengths[k] < wanted] == [2, 7, 8]
     assert all(ours["answers"][k] == alone[k] for k in range(12) if k not in (2, 7, 8))

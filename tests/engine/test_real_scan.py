@@ -6,56 +6,58 @@ Every workload has fixed lengths, and SGLang's own fcfs answers it first: token 
 import asyncio
 import json
 from collections.abc import Generator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from service.demo.model import ensure_demo_model
-from service.demo.prompts import corpus
-from service.estimates.model_costs import planning_costs
+from benchmarks.engine_process import EngineProcess
+from engine_ext.plugin.options import Overlap
+from engine_ext.plugin.tuning import Tuning
+from engine_ext.plugin.worker.bench_engine import BenchEngine
+from tests.engine.conftest import running_bench
 
 CAPACITY = 6_000
 CHUNK = 512
 Requests = list[tuple[list[int], int]]
 
 
+async def run_watched(
+    engine: BenchEngine, tuning: Tuning, requests: Requests
+) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """Return the figures of a run, and the scheduler's states while it went on."""
+    seen: list[dict[str, Any]] = []
+
+    async def watch() -> None:
+        while True:
+            await asyncio.sleep(0.05)
+            seen.append(await engine.state())
+
+    async with asyncio.timeout(200):
+        watching = asyncio.create_task(watch())
+        try:
+            return await engine.run(tuning, *prompts_and_outputs(requests)), seen
+        finally:
+            watching.cancel()
+
+
+def prompts_and_outputs(requests: Requests) -> tuple[list[list[int]], list[int]]:
+    return [ids for ids, _ in requests], [tokens for _, tokens in requests]
+
+
 class Real:
-    """One engine for all tests, and what its steps did."""
+    """One engine for all tests of a module, what its steps did, and what it has answered."""
 
-    def __init__(self, model: Path, steps: Path, arguments: dict[str, Any] | None = None) -> None:
-        from engine_ext.plugin.options import Overlap
-        from engine_ext.plugin.worker.bench_engine import BenchEngine
-        from engine_ext.plugin.worker.host import CPU_DEFAULTS
-
-        small = {"max_total_tokens": CAPACITY, "chunked_prefill_size": CHUNK, "max_running_requests": 32}
-        costs = planning_costs(str(model), "h200", 1)
-        self.steps = steps
+    def __init__(self, engine: EngineProcess[BenchEngine], steps: Path) -> None:
+        self.engine, self._steps = engine, steps
         self._found: dict[Any, dict[str, Any]] = {}
-        self.loop = asyncio.new_event_loop()
-        asyncio.set_event_loop(self.loop)
-        self.engine = BenchEngine.real(
-            str(model), costs, Overlap.MIXED, {**CPU_DEFAULTS, **small, **(arguments or {})}, str(steps)
-        )
 
     def run(self, policy: str | None, requests: Requests, mixed: bool) -> dict[str, Any]:
-        from engine_ext.plugin.tuning import Tuning
-
-        async def main() -> dict[str, Any]:
-            self.steps.unlink(missing_ok=True)
-            async with asyncio.timeout(200):
-                tuning = Tuning(policy, CHUNK, mixed=mixed)
-                watching = asyncio.create_task(self._watch(seen))
-                try:
-                    prompts, outputs = [ids for ids, _ in requests], [tokens for _, tokens in requests]
-                    return await self.engine.run(tuning, prompts, outputs)
-                finally:
-                    watching.cancel()
-
-        seen: list[dict[str, Any]] = []
-        found = self.loop.run_until_complete(main())
-        steps = [json.loads(line) for line in self.steps.read_text().splitlines()]
+        self._steps.unlink(missing_ok=True)
+        found, seen = self.engine.do(run_watched, Tuning(policy, CHUNK, mixed=mixed), requests)
+        steps = [json.loads(line) for line in self._steps.read_text().splitlines()]
         return found | {"seen": seen, "steps": steps, "order": [int(rid.split("-")[1]) for rid in found["recent_ids"]]}
 
     def of_sglang(self, workload: Any) -> dict[str, Any]:
@@ -77,19 +79,21 @@ class Real:
             self._found[key] = self.run(policy, workload(), mixed)
         return self._found[key]
 
-    async def _watch(self, seen: list[dict[str, Any]]) -> None:
-        while True:
-            await asyncio.sleep(0.05)
-            seen.append(await self.engine.state())
+
+@contextmanager
+def running_real(
+    model: Path, log: Path, arguments: dict[str, Any] | None = None, environment: dict[str, str] | None = None
+) -> Generator[Real, None, None]:
+    steps = log.with_name("steps.jsonl")
+    small = {"max_total_tokens": CAPACITY, "chunked_prefill_size": CHUNK, "max_running_requests": 32}
+    with running_bench(model, Overlap.MIXED, small | (arguments or {}), log, environment, steps) as engine:
+        yield Real(engine, steps)
 
 
 @pytest.fixture(scope="module")
-def real(tmp_path_factory: pytest.TempPathFactory) -> Generator[Real, None, None]:
-    folder = tmp_path_factory.mktemp("real")
-    found = Real(ensure_demo_model(folder / "demo", corpus()), folder / "steps.jsonl")
-    yield found
-    found.engine.close()
-    found.loop.close()
+def real(demo: Path, log: Path) -> Generator[Real, None, None]:
+    with running_real(demo, log) as found:
+        yield found
 
 
 def shuffled(requests: Requests) -> Requests:

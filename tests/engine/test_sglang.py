@@ -4,21 +4,25 @@ import asyncio
 import json
 import random
 import time
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import psutil
 import pytest
 
+from benchmarks.engine_process import EngineProcess
+from engine_ext.errors import EngineStartError
 from engine_ext.plan.prompts import Prompts
 from engine_ext.plan.window import Outputs, Shape, plan_window
+from engine_ext.plugin import hooks
 from engine_ext.plugin.marks import ARRIVES, KIND
 from engine_ext.plugin.worker.endpoints import Endpoints
+from engine_ext.plugin.worker.host import EngineHost
 from service.demo.model import NAME
 from service.demo.prompts import CHAT, COMPLETIONS, requests
 from service.estimates.model_costs import planning_costs
 from service.requests.tokens import PromptTokens
-from tests.engine.conftest import RealEngine
 
 VOCABULARY = 4096
 QUESTION: dict[str, Any] = {
@@ -29,34 +33,37 @@ QUESTION: dict[str, Any] = {
 }
 
 
-async def ask(engine: RealEngine, endpoint: str, body: dict[str, Any], kind: str = "test") -> Any:
+async def ask(host: Any, endpoint: str, body: dict[str, Any], kind: str = "test") -> Any:
     """The answer's JSON body, with its status under `status_code`."""
-    answer = await engine.host.run(endpoint, {"model": NAME, **body}, f"test-{random.getrandbits(64):016x}", kind)
+    answer = await host.run(endpoint, {"model": NAME, **body}, f"test-{random.getrandbits(64):016x}", kind)
     return {"status_code": answer.status_code, "aborted": answer.aborted, **json.loads(answer.body)}
 
 
-def chat(engine: RealEngine, **changes: Any) -> Any:
-    return engine.do(ask(engine, CHAT, {**QUESTION, **changes}))
+async def serve(host: Any, endpoint: str, body: dict[str, Any], rid: str) -> Any:
+    return await host.serve(endpoint, body, rid)
 
 
-def state(engine: RealEngine) -> Any:
-    [found] = engine.do(engine.host.scheduler_states())
+def chat(engine: EngineProcess[Any], **changes: Any) -> Any:
+    return engine.do(ask, CHAT, {**QUESTION, **changes})
+
+
+def state(engine: EngineProcess[Any]) -> Any:
+    [found] = engine.do(EngineHost.scheduler_states)
     return found
 
 
-async def until_admitted(engine: RealEngine, count: int) -> None:
+async def until_admitted(host: Any, count: int) -> None:
     async with asyncio.timeout(60):
-        while (await engine.host.scheduler_states())[0]["admitted"] < count:
+        while (await host.scheduler_states())[0]["admitted"] < count:
             await asyncio.sleep(0.02)
 
 
-def test_plugin_is_in_the_scheduler_process(engine: RealEngine) -> None:
+def test_plugin_is_in_the_scheduler_process(engine: EngineProcess[Any]) -> None:
     assert "sglang.srt.managers.scheduler.Scheduler._get_new_batch_prefill_raw" in state(engine)["hooks"]
 
 
-def test_an_idle_engine_leaves_the_processor_to_others(engine: RealEngine) -> None:
-    # Of engines that other tests had, dead processes may be left.
-    children = [each for each in psutil.Process().children(recursive=True) if each.status() != psutil.STATUS_ZOMBIE]
+def test_an_idle_engine_leaves_the_processor_to_others(engine: EngineProcess[Any]) -> None:
+    children = psutil.Process(engine.pid).children(recursive=True)
     schedulers = [each for each in children if "sglang::scheduler" in " ".join(each.cmdline())]
     assert schedulers
     state(engine)
@@ -66,77 +73,76 @@ def test_an_idle_engine_leaves_the_processor_to_others(engine: RealEngine) -> No
     assert max(sum(each.cpu_times()[:2]) - at for each, at in zip(schedulers, before, strict=True)) < 1
 
 
-def test_start_is_refused_when_a_hook_is_missing(engine: RealEngine, monkeypatch: pytest.MonkeyPatch) -> None:
-    from engine_ext.errors import EngineStartError
-    from engine_ext.plugin import hooks
+def test_start_is_refused_when_a_hook_is_missing(engine: EngineProcess[Any]) -> None:
+    async def start_again(host: Any) -> None:
+        real = hooks.hooks()
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(hooks, "hooks", lambda: [*real, ("sglang.srt.not_hooked", print, None)])
+            await host.start()
 
-    real = hooks.hooks()
-    monkeypatch.setattr(hooks, "hooks", lambda: [*real, ("sglang.srt.not_hooked", print, None)])
     with pytest.raises(EngineStartError, match="not_hooked"):
-        engine.do(engine.host.start())
+        engine.do(start_again)
 
 
-def test_both_ends_of_what_waits_are_admitted_at_once(engine: RealEngine) -> None:
+def test_both_ends_of_what_waits_are_admitted_at_once(engine: EngineProcess[Any]) -> None:
     """Long answers to short prompts arrive behind all the long prompts with short answers, and run beside them."""
     text = [" ".join(f"word{n} {k}" for k in range(120)) for n in range(60)]
 
-    async def run() -> list[str]:
+    async def run(host: Any) -> list[str]:
         asked = [{"prompt": text[n], "max_tokens": 2} for n in range(60)]
         asked += [{"prompt": f"Go on {n}", "max_tokens": 200} for n in range(40)]
-        before = (await engine.host.scheduler_states())[0]["admitted"]
+        before = (await host.scheduler_states())[0]["admitted"]
         tasks = [
-            asyncio.create_task(
-                engine.host.run(COMPLETIONS, {**QUESTION, **body, "ignore_eos": True}, f"ends-{n:03}", "test")
-            )
+            asyncio.create_task(host.run(COMPLETIONS, {**QUESTION, **body, "ignore_eos": True}, f"ends-{n:03}", "test"))
             for n, body in enumerate(asked)
         ]
         answers = await asyncio.gather(*tasks)
         assert all(answer.status_code == 200 for answer in answers)
-        [found] = await engine.host.scheduler_states()
+        [found] = await host.scheduler_states()
         assert found["admitted"] - before == len(asked) + found["retractions"]
         return list(dict.fromkeys(rid for rid in found["recent_ids"] if rid.startswith("ends-")))
 
-    order = [int(rid.removeprefix("ends-")) for rid in engine.do(run())]
+    order = [int(rid.removeprefix("ends-")) for rid in engine.do(run)]
     assert sorted(order) == list(range(100))
     half = order.index([n for n in order if n < 60][30])
     assert sum(n >= 60 for n in order[:half]) >= 10
 
 
 @pytest.mark.parametrize("words", [1, 60])
-def test_a_short_window_is_answered_before_a_long_one(engine: RealEngine, words: int) -> None:
+def test_a_short_window_is_answered_before_a_long_one(engine: EngineProcess[Any], words: int) -> None:
     """Five lines of ten minutes come while hundreds of a day wait: the next plan lets them in."""
     long = "You are a careful clerk. " * 12
 
-    async def run() -> tuple[int, list[int]]:
+    async def run(host: Any) -> tuple[int, list[int]]:
         def body(text: str, tokens: int) -> dict[str, Any]:
             return {**QUESTION, "messages": [{"role": "user", "content": text}], "max_tokens": tokens}
 
         now = time.monotonic()
         patient = [
-            asyncio.create_task(engine.host.run(CHAT, body(f"{long} {n}", 24), f"day-{n:03}", "day", now + 86_400))
+            asyncio.create_task(host.run(CHAT, body(f"{long} {n}", 24), f"day-{n:03}", "day", now + 86_400))
             for n in range(400)
         ]
         async with asyncio.timeout(120):
             while sum(task.done() for task in patient) < 20:
                 await asyncio.sleep(0.02)
         hurried = [
-            engine.host.run(CHAT, body("hi " * words, 4), f"soon-{n}", "soon", time.monotonic() + 600) for n in range(5)
+            host.run(CHAT, body("hi " * words, 4), f"soon-{n}", "soon", time.monotonic() + 600) for n in range(5)
         ]
         answers = await asyncio.gather(*hurried)
         still = sum(not task.done() for task in patient)
         for n, task in enumerate(patient):
             if not task.done():
-                engine.host.abort(f"day-{n:03}")
+                host.abort(f"day-{n:03}")
         await asyncio.gather(*patient)
         return still, [answer.status_code for answer in answers]
 
-    still, statuses = engine.do(run())
+    still, statuses = engine.do(run)
 
     assert statuses == [200] * 5
     assert still > 200
 
 
-def test_answers_are_the_same_in_any_order(engine: RealEngine) -> None:
+def test_answers_are_the_same_in_any_order(engine: EngineProcess[Any], demo: Path) -> None:
     """Temperature 0, token by token: in the plan's order, in that of submission, and at random, from an empty cache.
 
     On a CPU this holds because every kernel is batch-invariant as we run it: bfloat16 GEMM on one thread gives a row
@@ -144,50 +150,50 @@ def test_answers_are_the_same_in_any_order(engine: RealEngine) -> None:
     float64 (engine_ext/plugin/cpu/attention.py). Without the latter 35 of 200 answers differed.
     """
     lines = [line for each in requests("batchweave-demo").values() for line in each]
-    tokens = PromptTokens.load(str(engine.model))
+    tokens = PromptTokens.load(str(demo))
     ids = [tokens.encode(line["url"], [line["body"]])[0].ids for line in lines]
-    costs = planning_costs(str(engine.model), "h200", 1)
+    costs = planning_costs(str(demo), "h200", 1)
     outputs = Outputs.of_known(np.full(len(ids), 64))
     planned = plan_window(Prompts.of(ids), outputs, costs, shape=Shape(slice_requests=64)).order.tolist()
     shuffled = random.Random(5).sample(range(len(lines)), len(lines))
 
-    async def run(order: list[int]) -> tuple[list[Any], int]:
-        await engine.host._manager.flush_cache()
+    async def run(host: Any, order: list[int]) -> tuple[list[Any], int]:
+        await host._manager.flush_cache()
         bodies = [{**line["body"], "return_token_ids": True} for line in lines]
-        found = await asyncio.gather(*(ask(engine, lines[n]["url"], bodies[n]) for n in order))
+        found = await asyncio.gather(*(ask(host, lines[n]["url"], bodies[n]) for n in order))
         answers = [each for _, each in sorted(zip(order, found, strict=True), key=lambda pair: pair[0])]
         cached = sum((each["usage"]["prompt_tokens_details"] or {}).get("cached_tokens", 0) for each in answers)
         return [each["choices"][0]["token_ids"] for each in answers], cached
 
-    in_plan, cached = engine.do(run(planned))
-    submitted, _ = engine.do(run(list(range(len(lines)))))
-    at_random, _ = engine.do(run(shuffled))
+    in_plan, cached = engine.do(run, planned)
+    submitted, _ = engine.do(run, list(range(len(lines))))
+    at_random, _ = engine.do(run, shuffled)
     assert cached > 0
     assert all(in_plan)
     assert in_plan == submitted
     assert in_plan == at_random
 
 
-def test_planner_counts_the_tokens_that_sglang_counts(engine: RealEngine) -> None:
-    tokens = PromptTokens.load(str(engine.model))
+def test_planner_counts_the_tokens_that_sglang_counts(engine: EngineProcess[Any], demo: Path) -> None:
+    tokens = PromptTokens.load(str(demo))
     for endpoint in (CHAT, COMPLETIONS):
         bodies = [{**line["body"], "max_tokens": 1} for line in requests("batchweave-demo")[endpoint][::9]]
         mine = [len(each.ids) for each in tokens.encode(endpoint, bodies)]
 
-        async def run(endpoint: str = endpoint, bodies: Any = bodies) -> list[Any]:
-            return await asyncio.gather(*(ask(engine, endpoint, body) for body in bodies))
+        async def run(host: Any, endpoint: str = endpoint, bodies: Any = bodies) -> list[Any]:
+            return await asyncio.gather(*(ask(host, endpoint, body) for body in bodies))
 
-        assert mine == [each["usage"]["prompt_tokens"] for each in engine.do(run())]
+        assert mine == [each["usage"]["prompt_tokens"] for each in engine.do(run)]
 
 
-def test_shared_prefix_is_read_from_the_cache(engine: RealEngine) -> None:
+def test_shared_prefix_is_read_from_the_cache(engine: EngineProcess[Any]) -> None:
     chat(engine)
     again = chat(engine)
     usage = again["usage"]
     assert usage["prompt_tokens_details"]["cached_tokens"] >= usage["prompt_tokens"] - 1
 
 
-def test_response_format_holds_on_a_cpu(engine: RealEngine) -> None:
+def test_response_format_holds_on_a_cpu(engine: EngineProcess[Any]) -> None:
     schema = {
         "type": "object",
         "properties": {"ok": {"type": "boolean"}, "colour": {"enum": ["red", "blue"]}},
@@ -212,47 +218,49 @@ def test_response_format_holds_on_a_cpu(engine: RealEngine) -> None:
 )
 @pytest.mark.parametrize("temperature", [0, 1])
 def test_a_grammar_that_nothing_satisfies_or_takes_long_ends_its_own_request(
-    engine: RealEngine, schema: dict[str, Any], why: str, temperature: float
+    engine: EngineProcess[Any], schema: dict[str, Any], why: str, temperature: float
 ) -> None:
     """Without a token that may come the sampler failed on all requests of the step, and the engine died."""
     form = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
     body = {**QUESTION, "temperature": temperature, "max_tokens": 200}
 
-    async def beside() -> Any:
-        wanted = [ask(engine, CHAT, {**body, "response_format": form}, "odd"), ask(engine, CHAT, body, "good")]
+    async def beside(host: Any) -> Any:
+        wanted = [ask(host, CHAT, {**body, "response_format": form}, "odd"), ask(host, CHAT, body, "good")]
         return await asyncio.gather(*wanted)
 
-    odd, good = engine.do(beside())
+    odd, good = engine.do(beside)
     assert odd["status_code"] == 400, odd
     assert why in odd["error"]["message"]
     assert good["choices"][0]["finish_reason"] in ("stop", "length")
 
 
-def test_a_grammar_and_a_least_length_that_contradict_each_other_end_their_own_request(engine: RealEngine) -> None:
+def test_a_grammar_and_a_least_length_that_contradict_each_other_end_their_own_request(
+    engine: EngineProcess[Any],
+) -> None:
     form = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"const": 1}}}
     body = {**QUESTION, "max_tokens": 16, "temperature": 1}
 
-    async def beside() -> Any:
-        odd = ask(engine, CHAT, {**body, "min_tokens": 16, "response_format": form}, "odd")
-        return await asyncio.gather(odd, ask(engine, CHAT, body, "good"))
+    async def beside(host: Any) -> Any:
+        odd = ask(host, CHAT, {**body, "min_tokens": 16, "response_format": form}, "odd")
+        return await asyncio.gather(odd, ask(host, CHAT, body, "good"))
 
-    odd, good = engine.do(beside())
+    odd, good = engine.do(beside)
     assert (odd["status_code"], good["status_code"]) == (400, 200), odd
     assert "min_tokens" in odd["error"]["message"]
 
 
-def test_scores_and_chats_share_a_step(engine: RealEngine) -> None:
+def test_scores_and_chats_share_a_step(engine: EngineProcess[Any]) -> None:
     """One of each in a prefill killed the scheduler."""
     score = {"query": "a", "items": ["b"], "label_token_ids": [5, 6]}
 
-    async def beside() -> Any:
-        scores = [ask(engine, "/v1/score", score) for _ in range(4)]
-        return await asyncio.gather(*scores, *(ask(engine, CHAT, {**QUESTION, "max_tokens": 16}) for _ in range(4)))
+    async def beside(host: Any) -> Any:
+        scores = [ask(host, "/v1/score", score) for _ in range(4)]
+        return await asyncio.gather(*scores, *(ask(host, CHAT, {**QUESTION, "max_tokens": 16}) for _ in range(4)))
 
-    assert [each["status_code"] for each in engine.do(beside())] == [200] * 8
+    assert [each["status_code"] for each in engine.do(beside)] == [200] * 8
 
 
-def test_sampling_fields_mean_what_they_mean_in_sglang(engine: RealEngine) -> None:
+def test_sampling_fields_mean_what_they_mean_in_sglang(engine: EngineProcess[Any]) -> None:
     two = chat(engine, n=2, temperature=1.0, seed=7)
     assert [choice["index"] for choice in two["choices"]] == [0, 1]
     probed = chat(engine, logprobs=True, top_logprobs=2)
@@ -307,15 +315,15 @@ def test_sampling_fields_mean_what_they_mean_in_sglang(engine: RealEngine) -> No
     ],
 )
 def test_bad_request_is_4xx_in_the_envelope_and_harms_nobody(
-    engine: RealEngine, endpoint: str, changes: dict[str, Any]
+    engine: EngineProcess[Any], endpoint: str, changes: dict[str, Any]
 ) -> None:
-    found = engine.do(ask(engine, endpoint, {**QUESTION, **changes}))
+    found = engine.do(ask, endpoint, {**QUESTION, **changes})
     assert 400 <= found["status_code"] < 500, found
     assert set(found["error"]) == {"message", "type", "param", "code"}
     assert chat(engine)["status_code"] == 200
 
 
-def test_fields_of_the_service_are_not_a_clients_to_set(engine: RealEngine) -> None:
+def test_fields_of_the_service_are_not_a_clients_to_set(engine: EngineProcess[Any]) -> None:
     found = chat(
         engine,
         rid="mine",
@@ -329,50 +337,50 @@ def test_fields_of_the_service_are_not_a_clients_to_set(engine: RealEngine) -> N
 
 
 @pytest.mark.parametrize("lengths", ["[[0,300,900]]", "a format of another version"])
-def test_profiles_of_lengths_change_no_answer(engine: RealEngine, lengths: str) -> None:
+def test_profiles_of_lengths_change_no_answer(engine: EngineProcess[Any], lengths: str) -> None:
     answers = [
-        engine.do(engine.host.run(CHAT, QUESTION, f"test-lengths-{number}", "test", lengths=given)).body
+        engine.do(EngineHost.run, CHAT, QUESTION, f"test-lengths-{number}", "test", lengths=given).body
         for number, given in enumerate(("", lengths))
     ]
     first, second = (json.loads(answer)["choices"] for answer in answers)
     assert first == second
 
 
-def test_abort_ends_every_prompt_of_a_list(engine: RealEngine) -> None:
+def test_abort_ends_every_prompt_of_a_list(engine: EngineProcess[Any]) -> None:
     before = state(engine)["admitted"]
 
-    async def run() -> Any:
+    async def run(host: Any) -> Any:
         body = {**QUESTION, "prompt": ["one", "two", "three"], "max_tokens": 4000, "ignore_eos": True}
-        task = asyncio.create_task(engine.host.run(COMPLETIONS, body, "list-1.", "test"))
-        await until_admitted(engine, before + 3)
-        engine.host.abort("list-1.")
+        task = asyncio.create_task(host.run(COMPLETIONS, body, "list-1.", "test"))
+        await until_admitted(host, before + 3)
+        host.abort("list-1.")
         async with asyncio.timeout(20):
             return await task
 
-    assert engine.do(run()).aborted
+    assert engine.do(run).aborted
 
 
-def test_abort_ends_a_running_and_a_waiting_request(engine: RealEngine) -> None:
+def test_abort_ends_a_running_and_a_waiting_request(engine: EngineProcess[Any]) -> None:
     before = state(engine)["admitted"]
 
-    async def run() -> list[Any]:
+    async def run(host: Any) -> list[Any]:
         body = {**QUESTION, "max_tokens": 4000, "ignore_eos": True}
-        tasks = [asyncio.create_task(engine.host.run(CHAT, body, f"abort-{n:03}.", "test")) for n in range(40)]
-        await until_admitted(engine, before + 10)  # the KV pool holds about sixteen such requests
+        tasks = [asyncio.create_task(host.run(CHAT, body, f"abort-{n:03}.", "test")) for n in range(40)]
+        await until_admitted(host, before + 10)  # the KV pool holds about sixteen such requests
         for n in range(40):
-            engine.host.abort(f"abort-{n:03}.")
+            host.abort(f"abort-{n:03}.")
         async with asyncio.timeout(30):
             return await asyncio.gather(*tasks)
 
-    assert all(answer.aborted for answer in engine.do(run()))
+    assert all(answer.aborted for answer in engine.do(run))
     assert chat(engine)["status_code"] == 200
     assert state(engine)["waiting"] == 0
 
 
-def test_responses(engine: RealEngine) -> None:
-    async def run() -> None:
+def test_responses(engine: EngineProcess[Any]) -> None:
+    async def run(host: Any) -> None:
         found = await ask(
-            engine,
+            host,
             "/v1/responses",
             {"input": "Name a colour.", "instructions": "Be brief.", "max_output_tokens": 5, "temperature": 0},
         )
@@ -383,7 +391,7 @@ def test_responses(engine: RealEngine) -> None:
         assert usage["output_tokens"] == 5
         assert usage["total_tokens"] == usage["input_tokens"] + 5
         messages = [{"role": "user", "content": [{"type": "input_text", "text": "Name a colour."}]}]
-        assert (await ask(engine, "/v1/responses", {"model": NAME, "input": messages, "max_output_tokens": 1}))[
+        assert (await ask(host, "/v1/responses", {"model": NAME, "input": messages, "max_output_tokens": 1}))[
             "status_code"
         ] == 200
         for refused in (
@@ -396,17 +404,17 @@ def test_responses(engine: RealEngine) -> None:
             {"input": [{}]},
             {"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "http://10.0.0.1/x"}]}]},
         ):
-            found = await ask(engine, "/v1/responses", refused)
+            found = await ask(host, "/v1/responses", refused)
             assert (found["status_code"], bool(found["error"]["message"])) == (400, True), refused
 
-    engine.do(run())
+    engine.do(run)
 
 
-def test_score(engine: RealEngine) -> None:
+def test_score(engine: EngineProcess[Any]) -> None:
     body = {"query": "Is it blue?", "items": ["The sea", "The grass", "Fire"], "label_token_ids": [5, 6]}
 
-    async def run() -> None:
-        found = await ask(engine, "/v1/score", {**body, "apply_softmax": True})
+    async def run(host: Any) -> None:
+        found = await ask(host, "/v1/score", {**body, "apply_softmax": True})
         assert (found["status_code"], len(found["scores"]), found["model"]) == (200, 3, NAME)
         assert all(sum(each) == pytest.approx(1) for each in found["scores"])
         assert found["usage"]["prompt_tokens"] > 9
@@ -417,65 +425,68 @@ def test_score(engine: RealEngine) -> None:
             {"query": [5], "items": [[VOCABULARY]]},
             {"item_embed_overrides": [[[0.0] * 3]]},
         ):
-            refused = await ask(engine, "/v1/score", {**body, **changes})
+            refused = await ask(host, "/v1/score", {**body, **changes})
             assert refused["status_code"] == 400, changes
 
-    engine.do(run())
+    engine.do(run)
 
 
-def test_rerank_with_a_models_own_template(engine: RealEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rerank_with_a_models_own_template(engine: EngineProcess[Any]) -> None:
     """The template is what says that a model reranks; the demo's does not, so a reranker's stands in."""
-    host = engine.host
-    assert "/v1/rerank" not in host.endpoints
     template = (
         'The answer can only be "yes" or "no". {{ messages[0]["content"] }} | {{ messages[1]["content"] }} Answer:'
     )
-    monkeypatch.setattr(host._manager.tokenizer, "chat_template", template)
-    served = Endpoints(host._manager, host._engine.template_manager, NAME).served
-    monkeypatch.setitem(host._others.served, "/v1/rerank", served["/v1/rerank"])
 
-    async def run() -> None:
+    async def run(host: Any) -> None:
+        assert "/v1/rerank" not in host.endpoints
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(host._manager.tokenizer, "chat_template", template)
+            served = Endpoints(host._manager, host._engine.template_manager, NAME).served
+            patch.setitem(host._others.served, "/v1/rerank", served["/v1/rerank"])
+            await rerank(host)
+
+    async def rerank(host: Any) -> None:
         body = {"query": "blue", "documents": ["The sea", "The grass", "Fire"], "top_n": 2}
-        found = await ask(engine, "/v1/rerank", body)
+        found = await ask(host, "/v1/rerank", body)
         assert (found["status_code"], found["object"], found["model"]) == (200, "rerank", NAME)
         assert len(found["results"]) == 2
         assert found["results"][0]["score"] >= found["results"][1]["score"]
         assert set(found["results"][0]) == {"score", "document", "index"}
         assert found["usage"]["prompt_tokens"] > 30
         for changes in ({"documents": []}, {"query": ""}, {"documents": [[{"type": "text", "text": "x"}]]}):
-            assert (await ask(engine, "/v1/rerank", {**body, **changes}))["status_code"] == 400, changes
+            assert (await ask(host, "/v1/rerank", {**body, **changes}))["status_code"] == 400, changes
 
-    engine.do(run())
+    engine.do(run)
 
 
-async def stream(engine: RealEngine, endpoint: str, body: dict[str, Any], rid: str) -> list[dict[str, Any]]:
+async def stream(host: Any, endpoint: str, body: dict[str, Any], rid: str) -> list[dict[str, Any]]:
     """The events of an online request."""
-    found = await engine.host.serve(endpoint, {**QUESTION, "stream": True, **body}, rid)
+    found = await host.serve(endpoint, {**QUESTION, "stream": True, **body}, rid)
     text = b"".join([event async for event in found]).decode()
     *events, done = text.removesuffix("\n\n").split("\n\n")
     assert done == "data: [DONE]"
     return [json.loads(each.removeprefix("data: ")) for each in events]
 
 
-def test_an_online_request_has_the_answer_of_a_batch_streamed_or_whole(engine: RealEngine) -> None:
+def test_an_online_request_has_the_answer_of_a_batch_streamed_or_whole(engine: EngineProcess[Any]) -> None:
     wanted = chat(engine)["choices"][0]["message"]["content"]
-    whole = engine.do(engine.host.serve(CHAT, QUESTION, "online-whole"))
+    whole = engine.do(serve, CHAT, QUESTION, "online-whole")
     assert json.loads(whole.body)["choices"][0]["message"]["content"] == wanted
     body = {"stream_options": {"include_usage": True}}
-    *events, usage = engine.do(stream(engine, CHAT, body, "chatcmpl-online"))
+    *events, usage = engine.do(stream, CHAT, body, "chatcmpl-online")
     assert "".join(each["choices"][0]["delta"]["content"] or "" for each in events[:-1]) == wanted
     assert {each["id"] for each in events} == {"chatcmpl-online"}
     assert (usage["choices"], usage["usage"]["completion_tokens"]) == ([], 8)
-    texts = engine.do(stream(engine, COMPLETIONS, {"prompt": ["one", "two"], "n": 2}, "cmpl-online"))
+    texts = engine.do(stream, COMPLETIONS, {"prompt": ["one", "two"], "n": 2}, "cmpl-online")
     assert {each["choices"][0]["index"] for each in texts} == {0, 1, 2, 3}
 
 
-def test_responses_are_answered_online(engine: RealEngine) -> None:
+def test_responses_are_answered_online(engine: EngineProcess[Any]) -> None:
     body = {"model": NAME, "input": "Name a colour.", "max_output_tokens": 4, "temperature": 0}
     before = state(engine)["admitted"]
-    found = engine.do(engine.host.serve("/v1/responses", body, "resp_online"))
+    found = engine.do(serve, "/v1/responses", body, "resp_online")
     assert (found.status_code, json.loads(found.body)["usage"]["output_tokens"]) == (200, 4)
-    events = engine.do(response_events(engine, body, "resp_stream"))
+    events = engine.do(response_events, body, "resp_stream")
     assert state(engine)["admitted"] == before, "the scan admits requests of batches"
     whole = json.loads(found.body)["output"][0]["content"][0]["text"]
     assert "".join(each["delta"] for each in events if each["type"] == "response.output_text.delta") == whole
@@ -484,23 +495,23 @@ def test_responses_are_answered_online(engine: RealEngine) -> None:
     assert (events[0]["type"], events[-1]["type"]) == ("response.created", "response.incomplete")
     assert (first["id"], first["service_tier"], first["model"]) == ("resp_stream", "default", NAME)
     assert (last["id"], last["usage"], last["status"]) == ("resp_stream", json.loads(found.body)["usage"], "incomplete")
-    ended = engine.do(response_events(engine, {**body, "max_output_tokens": 400}, "resp_long"))[-1]
+    ended = engine.do(response_events, {**body, "max_output_tokens": 400}, "resp_long")[-1]
     assert ended["type"] == (
         "response.completed" if ended["response"]["status"] == "completed" else "response.incomplete"
     )
 
 
-async def response_events(engine: RealEngine, body: dict[str, Any], rid: str) -> list[dict[str, Any]]:
+async def response_events(host: Any, body: dict[str, Any], rid: str) -> list[dict[str, Any]]:
     """The events of a streamed response."""
-    found = await engine.host.serve("/v1/responses", {**body, "stream": True}, rid)
+    found = await host.serve("/v1/responses", {**body, "stream": True}, rid)
     text = b"".join([event async for event in found]).decode()
     return [json.loads(each.partition("\ndata: ")[2]) for each in text.removesuffix("\n\n").split("\n\n")]
 
 
-def test_an_online_request_passes_for_no_batch(engine: RealEngine) -> None:
+def test_an_online_request_passes_for_no_batch(engine: EngineProcess[Any]) -> None:
     before = state(engine)
     params = {KIND: "a batch", ARRIVES: 1e9, "their own": 1}
-    engine.do(stream(engine, CHAT, {"custom_params": params, "priority": -5}, "online-marked"))
+    engine.do(stream, CHAT, {"custom_params": params, "priority": -5}, "online-marked")
     after = state(engine)
     assert after["admitted"] == before["admitted"], "the scan admits requests of batches"
 
@@ -508,8 +519,8 @@ def test_an_online_request_passes_for_no_batch(engine: RealEngine) -> None:
 @pytest.mark.parametrize(
     "bad", [{"temperature": "hot"}, {"temperature": 1e-9}, {"messages": 7}, {"max_tokens": 10**6}, {"n": 2**40}]
 )
-def test_a_bad_online_request_is_refused_before_its_stream(engine: RealEngine, bad: dict[str, Any]) -> None:
-    answer = engine.do(engine.host.serve(CHAT, {**QUESTION, "stream": True, **bad}, "online-bad"))
+def test_a_bad_online_request_is_refused_before_its_stream(engine: EngineProcess[Any], bad: dict[str, Any]) -> None:
+    answer = engine.do(serve, CHAT, {**QUESTION, "stream": True, **bad}, "online-bad")
     assert answer.status_code == 400
     assert json.loads(answer.body)["error"]["message"]
 
@@ -517,10 +528,8 @@ def test_a_bad_online_request_is_refused_before_its_stream(engine: RealEngine, b
 @pytest.mark.parametrize(
     "bad", [{"temperature": "hot"}, {"input": [{}]}, {"max_output_tokens": 2**40}, {"input": "word " * 40_000}]
 )
-def test_a_bad_response_is_refused_before_its_stream(engine: RealEngine, bad: dict[str, Any]) -> None:
-    answer = engine.do(
-        engine.host.serve("/v1/responses", {"model": NAME, "input": "x", "stream": True, **bad}, "r-bad")
-    )
+def test_a_bad_response_is_refused_before_its_stream(engine: EngineProcess[Any], bad: dict[str, Any]) -> None:
+    answer = engine.do(serve, "/v1/responses", {"model": NAME, "input": "x", "stream": True, **bad}, "r-bad")
     assert answer.status_code == 400
     assert json.loads(answer.body)["error"]["message"]
 
@@ -528,53 +537,53 @@ def test_a_bad_response_is_refused_before_its_stream(engine: RealEngine, bad: di
 @pytest.mark.parametrize(
     "more", [{}, {"n": 3}, {"prompt": ["one", "two"]}, {"input": "one", "max_output_tokens": 4000}]
 )
-def test_an_online_request_that_nobody_reads_ends(engine: RealEngine, more: dict[str, Any]) -> None:
+def test_an_online_request_that_nobody_reads_ends(engine: EngineProcess[Any], more: dict[str, Any]) -> None:
     endpoint = COMPLETIONS if "prompt" in more else "/v1/responses" if "input" in more else CHAT
 
-    async def run() -> None:
+    async def run(host: Any) -> None:
         body = {**QUESTION, "max_tokens": 4000, "ignore_eos": True, **more}
-        found = await engine.host.serve(endpoint, {**body, "stream": True}, "online-left")
+        found = await host.serve(endpoint, {**body, "stream": True}, "online-left")
         events = aiter(found)
         assert b"data: " in await anext(events)
         await found.close()
-        await until_idle()
-        whole = asyncio.create_task(engine.host.serve(endpoint, body, "online-cancelled"))
-        steps = await steps_so_far()
-        while await steps_so_far() < steps + 5:
+        await until_idle(host)
+        whole = asyncio.create_task(host.serve(endpoint, body, "online-cancelled"))
+        steps = await steps_so_far(host)
+        while await steps_so_far(host) < steps + 5:
             await asyncio.sleep(0.02)
         whole.cancel()
-        await until_idle()
+        await until_idle(host)
         with pytest.raises(asyncio.CancelledError):  # an answer would be taken for the engine's
             await whole
+        assert host.step_age_s == 0.0, "nothing counts as in flight"
 
-    async def steps_so_far() -> int:
-        return (await engine.host.scheduler_states())[0]["engine_steps"]
+    async def steps_so_far(host: Any) -> int:
+        return (await host.scheduler_states())[0]["engine_steps"]
 
-    async def until_idle() -> None:
+    async def until_idle(host: Any) -> None:
         async with asyncio.timeout(60):
             steps = -1
-            while steps != (steps := await steps_so_far()):
+            while steps != (steps := await steps_so_far(host)):
                 await asyncio.sleep(0.5)
 
     before = state(engine)["output_tokens"]
-    engine.do(run())
+    engine.do(run)
     assert state(engine)["output_tokens"] - before < 4000, "each of both would have got as many"
-    assert engine.host.step_age_s == 0.0, "nothing counts as in flight"
 
 
-def test_a_stream_that_is_read_slowly_is_no_hang(engine: RealEngine) -> None:
+def test_a_stream_that_is_read_slowly_is_no_hang(engine: EngineProcess[Any]) -> None:
     """Once the engine has answered, the client's time does not count: it was killed after a minute of it."""
 
-    async def run() -> None:
-        found = await engine.host.serve(CHAT, {**QUESTION, "max_tokens": 4, "stream": True}, "online-slow")
+    async def run(host: Any) -> None:
+        found = await host.serve(CHAT, {**QUESTION, "max_tokens": 4, "stream": True}, "online-slow")
         events = aiter(found)
         await anext(events)
         async with asyncio.timeout(30):
-            while engine.host.step_age_s > 0:
+            while host.step_age_s > 0:
                 await asyncio.sleep(0.02)
         await asyncio.sleep(0.2)
-        assert engine.host.step_age_s == 0.0
+        assert host.step_age_s == 0.0
         assert [event async for event in events][-1] == b"data: [DONE]\n\n"
         await found.close()
 
-    engine.do(run())
+    engine.do(run)

@@ -12,15 +12,14 @@ from typing import Any
 import numpy as np
 import pytest
 
+from benchmarks.engine_process import EngineProcess
 from engine_ext.costs.engine_model import Clock, EngineModel
 from engine_ext.plan.prompts import Prompts
 from engine_ext.plan.tree import build_tree
 from engine_ext.simulate.cache import new_cache
 from engine_ext.simulate.engine import new_engine
 from engine_ext.simulate.stock import run_stock
-from service.demo.model import NAME, ensure_demo_model
-from service.demo.prompts import corpus
-from tests.engine.conftest import RealEngine, running_engine
+from tests.engine.conftest import running_engine
 
 CAPACITY = 3000  # tokens of KV cache
 CHUNK = 4096
@@ -54,8 +53,7 @@ def workload(name: str) -> Requests:
 
 
 @pytest.fixture(scope="module", params=["fcfs", "lpm"])
-def stock(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Generator[Any, None, None]:
-    model = ensure_demo_model(Path(tmp_path_factory.mktemp("model")) / "demo", corpus())
+def stock(request: pytest.FixtureRequest, demo: Path, log: Path) -> Generator[Any, None, None]:
     options = {
         "max_total_tokens": CAPACITY,
         "schedule_policy": request.param,
@@ -63,15 +61,15 @@ def stock(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
         "max_running_requests": 256,
         "chunked_prefill_size": CHUNK,
     }
-    with running_engine(model, NAME, options) as engine:
+    with running_engine(demo, options, log) as engine:
         yield engine, request.param
 
 
 @pytest.mark.parametrize("name", ["prefixes", "documents", "answers"])
-def test_simulator_admits_caches_and_retracts_like_sglang(stock: tuple[RealEngine, str], name: str) -> None:
+def test_simulator_admits_caches_and_retracts_like_sglang(stock: tuple[EngineProcess[Any], str], name: str) -> None:
     engine, policy = stock
     requests = workload(name)
-    real, simulated = engine.do(run_for_real(engine, requests, name)), simulate(requests, policy)
+    real, simulated = engine.do(run_for_real, requests, name), simulate(requests, policy)
     places = np.argsort(real.order) - np.argsort(simulated.order)
     print(
         f"{policy} {name}: {np.count_nonzero(places)} of {len(places)} places differ (most {np.abs(places).max()}), "
@@ -86,18 +84,16 @@ def test_simulator_admits_caches_and_retracts_like_sglang(stock: tuple[RealEngin
     assert simulated.retractions == pytest.approx(real.retractions, rel=0.1, abs=2)
 
 
-async def run_for_real(engine: RealEngine, requests: Requests, name: str) -> Run:
+async def run_for_real(host: Any, requests: Requests, name: str) -> Run:
     """All requests wait before the first step, as in a batch."""
     from sglang.srt.managers.io_struct import ContinueGenerationReqInput, PauseGenerationReqInput
 
-    manager = engine.host._manager
+    manager = host._manager
     await manager.flush_cache()
 
     async def one(number: int, ids: list[int], output: int) -> dict[str, Any]:
         sampling = {"max_new_tokens": output, "ignore_eos": True, "temperature": 0}
-        answer = await engine.host._engine.async_generate(
-            input_ids=ids, sampling_params=sampling, rid=f"{name}-{number}"
-        )
+        answer = await host._engine.async_generate(input_ids=ids, sampling_params=sampling, rid=f"{name}-{number}")
         assert answer["meta_info"]["completion_tokens"] == output
         return answer["meta_info"]
 
@@ -110,7 +106,7 @@ async def run_for_real(engine: RealEngine, requests: Requests, name: str) -> Run
     await asyncio.sleep(1)
     await manager._async_dispatch_to_scheduler(ContinueGenerationReqInput())
     metas = await asyncio.gather(*tasks)
-    [found] = await engine.host.scheduler_states()
+    [found] = await host.scheduler_states()
     order = [int(rid.removeprefix(f"{name}-")) for rid in found["recent_ids"] if rid.startswith(f"{name}-")]
     return Run(
         list(dict.fromkeys(order)),

@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Generator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,55 +10,55 @@ import pytest
 
 pytest.importorskip("sglang")
 
+from benchmarks.engine_process import EngineProcess
 from engine_ext.plugin.scheduler import withdrawals
 from engine_ext.plugin.withdrawal import withdrawal_of
-from service.demo.model import NAME, ensure_demo_model
-from service.demo.prompts import corpus
-from tests.engine.conftest import RealEngine, running_engine
+from engine_ext.plugin.worker.host import EngineHost
+from service.demo.model import NAME
+from tests.engine.conftest import running_engine
 
 AT_ONCE = 4
 CHAT = "/v1/chat/completions"
 
 
 @pytest.fixture(scope="module")
-def narrow(tmp_path_factory: pytest.TempPathFactory) -> Generator[RealEngine, None, None]:
-    model = ensure_demo_model(tmp_path_factory.mktemp("model") / "demo", corpus())
-    with running_engine(model, NAME, {"max_running_requests": AT_ONCE}) as running:
+def narrow(demo: Path, log: Path) -> Generator[EngineProcess[Any], None, None]:
+    with running_engine(demo, {"max_running_requests": AT_ONCE}, log) as running:
         yield running
 
 
-async def run_and_withdraw(engine: Any, most: int, **more: Any) -> tuple[list[bool], list[Any]]:
+async def run_and_withdraw(host: Any, most: int, **more: Any) -> tuple[list[bool], list[Any]]:
     """Which of 24 requests had come back when the withdrawal ended, and the answers of all, in their order."""
     rids = [f"chatcmpl-{number:04}-{more.get('n', 1)}-{most}" for number in range(24)]
     tasks: list[asyncio.Task[Any]] = []
     for number, rid in enumerate(rids):
         messages = [{"role": "user", "content": f"Tell me of the number {number}."}]
         body = {"model": NAME, "messages": messages, "max_tokens": 48, "temperature": 0, "ignore_eos": True, **more}
-        tasks.append(asyncio.create_task(engine.run(CHAT, body, rid, "batch")))
+        tasks.append(asyncio.create_task(host.run(CHAT, body, rid, "batch")))
     async with asyncio.timeout(120):
-        while not any(state.get("running") for state in await engine.scheduler_states()):
+        while not any(state.get("running") for state in await host.scheduler_states()):
             await asyncio.sleep(0.02)
         asked = rids[::-1]
-        await engine.withdraw(asked, most)
+        await host.withdraw(asked, most)
         done = [task.done() and task.result().aborted for task in tasks]
         answers = await asyncio.gather(*tasks)
     return done, answers
 
 
-def test_what_waits_comes_back_and_what_runs_goes_on(narrow: RealEngine) -> None:
-    back, answers = narrow.do(run_and_withdraw(narrow.host, 8))
+def test_what_waits_comes_back_and_what_runs_goes_on(narrow: EngineProcess[Any]) -> None:
+    back, answers = narrow.do(run_and_withdraw, 8)
     assert sum(back) == 8
     assert back == [answer.aborted for answer in answers]
     assert {answer.status_code for answer in answers if not answer.aborted} == {200}
-    back, answers = narrow.do(run_and_withdraw(narrow.host, 1000))
+    back, answers = narrow.do(run_and_withdraw, 1000)
     assert back == [answer.aborted for answer in answers]
     assert 24 - 3 * AT_ONCE <= sum(back) <= 24 - AT_ONCE, "all but those that run, and as many that ended meanwhile"
-    [state] = narrow.do(narrow.host.scheduler_states())
+    [state] = narrow.do(EngineHost.scheduler_states)
     assert (state["waiting"], state["running"], state["queued"]) == (0, 0, 0)
 
 
-def test_requests_for_several_answers_stay(narrow: RealEngine) -> None:
-    back, answers = narrow.do(run_and_withdraw(narrow.host, 1000, n=2))
+def test_requests_for_several_answers_stay(narrow: EngineProcess[Any]) -> None:
+    back, answers = narrow.do(run_and_withdraw, 1000, n=2)
     assert not any(back)
     assert {answer.status_code for answer in answers} == {200}
 

@@ -7,8 +7,6 @@ the tokens. On a GPU neither is so.
 from collections.abc import Callable
 from typing import Any
 
-import pytest
-
 WINDOW = 64
 
 
@@ -39,14 +37,14 @@ class _Places:
         return self._in_windows[self._table[at].long()]
 
 
-def install(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Patch this process before an engine starts; the scheduler is forked from it."""
+def install() -> None:
+    """Patch the process of an engine before it starts; the scheduler is forked from it."""
     from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
     from sglang.srt.mem_cache import kv_cache_configurator
 
-    monkeypatch.setattr(kv_cache_configurator, "current_platform", _AsIfInside(kv_cache_configurator.current_platform))
+    kv_cache_configurator.current_platform = _AsIfInside(kv_cache_configurator.current_platform)  # type: ignore[assignment]
     for name in ("forward_extend", "forward_decode"):
-        monkeypatch.setattr(TorchNativeAttnBackend, name, _in_windows(getattr(TorchNativeAttnBackend, name)))
+        setattr(TorchNativeAttnBackend, name, _in_windows(getattr(TorchNativeAttnBackend, name)))
 
 
 def _in_windows(forward: Callable[..., Any]) -> Callable[..., Any]:

@@ -20,6 +20,7 @@ from engine_ext.plugin.platform_entry import gpu_is_present
 from engine_ext.plugin.tuning import MOST_TOKENS, PRIORITY, Tuning
 from engine_ext.plugin.worker import overlap
 from engine_ext.plugin.worker.calibration_load import measure_steps
+from engine_ext.plugin.worker.forking import ForkingEngine
 from engine_ext.plugin.worker.host import CPU_DEFAULTS
 from engine_ext.plugin.worker.shutdown import shut_down
 
@@ -44,18 +45,11 @@ class BenchEngine:
 
     def __init__(self, model_path: str, options: Options, arguments: dict[str, Any]) -> None:
         options.hand_over()
-        if not gpu_is_present():
+        on_gpu = gpu_is_present()
+        if not on_gpu:
             os.environ.setdefault("OMP_NUM_THREADS", "1")
-        self._engine = Engine(
-            model_path=model_path,
-            **{
-                "skip_tokenizer_init": True,
-                "skip_server_warmup": True,
-                "sleep_on_idle": True,
-                "log_level": "error",
-                **arguments,
-            },
-        )
+        ours = {"skip_tokenizer_init": True, "skip_server_warmup": True, "sleep_on_idle": True, "log_level": "error"}
+        self._engine = (Engine if on_gpu else ForkingEngine)(model_path=model_path, **{**ours, **arguments})
         self._manager: Any = self._engine.tokenizer_manager
 
     @classmethod
