@@ -19,30 +19,30 @@ import structlog
 from engine_ext import warm_up
 from service.fleet.cluster import RayCluster
 from service.fleet.members import Phase
-from tests.fleet.town import MEMORY, Town, kept, raylets, until, variables
+from tests.fleet.deployment import MEMORY, Deployment, kept, raylets, until, variables
 
 SHORT = 0.0005  # seconds of work for an engine: these requests have little by the cost model
 
 
 async def measure(folder: Path, machines: Any) -> None:
-    async with Town.open(folder) as town:
+    async with Deployment.open(folder) as deployment:
         cluster = RayCluster(machines.address, "batchweave-benchmark")
-        spec = town.spec(a={"max": 8}, b={"gpus": 2, "max": 4}, c={"gpus": 8})
+        spec = deployment.spec(a={"max": 8}, b={"gpus": 2, "max": 4}, c={"gpus": 8})
         spec = spec.model_copy(update={"seconds_per_engine": SHORT})
-        async with kept(await town.keeper(cluster, spec)) as keeper:
+        async with kept(await deployment.keeper(cluster, spec)) as keeper:
             await until("the fleet keeps the engines", lambda: keeper.holds_lease)
-            batches = [await town.submit(model, 64, 2.0) for model in "abc"]
+            batches = [await deployment.submit(model, 64, 2.0) for model in "abc"]
             target = {"a": 6, "b": 1, "c": 1}
-            took = await until("the right engines", lambda: serves(town, target))
+            took = await until("the right engines", lambda: serves(deployment, target))
             print(f"{took:5.1f} s from the submits to the engines: 6 x 1, 1 x 2 and 1 x 8 GPUs", flush=True)
             for batch in batches:
-                await until("a batch ends", lambda batch=batch: town.has_ended(batch))
+                await until("a batch ends", lambda batch=batch: deployment.has_ended(batch))
             took = await until("no engine", lambda: not keeper.members)
             print(
                 f"{took:5.1f} s from the end of the last batch to no engine, with idle_s {spec.idle_s:.0f}", flush=True
             )
             third = machines.add_node(num_cpus=1, num_gpus=1, object_store_memory=MEMORY)
-            await town.submit("a", 8 * 16, 5.0)
+            await deployment.submit("a", 8 * 16, 5.0)
             await until("it runs", lambda: any(each.phase == Phase.BUSY for each in keeper.members))
             lost = next(each for each in keeper.members if each.engine.gpus_on[0][0] == third.node_id)
             machines.remove_node(third, allow_graceful=False)
@@ -63,8 +63,8 @@ async def measure(folder: Path, machines: Any) -> None:
         cluster.close()
 
 
-async def serves(town: Town, target: dict[str, int]) -> bool:
-    return dict(await town.serving()) == target
+async def serves(deployment: Deployment, target: dict[str, int]) -> bool:
+    return dict(await deployment.serving()) == target
 
 
 def main() -> None:

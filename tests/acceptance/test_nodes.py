@@ -30,7 +30,7 @@ ARGUMENTS = {"tp_size": 2, "max_total_tokens": 20_000, "max_running_requests": 8
 
 
 @dataclass
-class Site:
+class Deployment:
     """A service without workers, in which the test starts those it wants."""
 
     folder: Path
@@ -108,7 +108,8 @@ class Site:
 
 
 @contextmanager
-def site(folder: Path) -> Generator[Site]:
+def open_deployment(folder: Path) -> Generator[Deployment]:
+    """Run Redis, the API and the planner until the end of the block."""
     database_url = f"sqlite:///{folder / 'batchweave.db'}"
     upgrade(load_settings(database_url=database_url).database)
     with ExitStack() as stack:
@@ -126,30 +127,30 @@ def site(folder: Path) -> Generator[Site]:
         api = stack.enter_context(running("api", folder, database_url, redis_url, variables=variables))
         stack.enter_context(running("planner", folder, database_url, redis_url, variables=variables))
         client = stack.enter_context(openai.OpenAI(base_url=f"{api.url}/v1", api_key="none"))
-        found = Site(folder, variables, client)
+        found = Deployment(folder, variables, client)
         stack.callback(found.stop_all)
         yield found
 
 
 @pytest.mark.timeout(900)
 def test_an_engine_on_two_nodes_answers_as_on_one_and_outlives_its_nodes(tmp_path: Path) -> None:
-    with site(tmp_path) as here:
-        leader, follower = here.nodes()
-        here.until(lambda: [each["state"] for each in here.workers()] == ["idle"])
-        [worker] = here.workers()
+    with open_deployment(tmp_path) as deployment:
+        leader, follower = deployment.nodes()
+        deployment.until(lambda: [each["state"] for each in deployment.workers()] == ["idle"])
+        [worker] = deployment.workers()
         assert (worker["id"], worker["followers"]) == ("node-0", [socket.gethostname()])
-        on_two = here.answers(here.submit("same"))
+        on_two = deployment.answers(deployment.submit("same"))
 
-        batch_id = here.submit("killed")
-        here.until(lambda: here.client.batches.retrieve(batch_id).request_counts.completed > 0)  # type: ignore[union-attr]
+        batch_id = deployment.submit("killed")
+        deployment.until(lambda: deployment.client.batches.retrieve(batch_id).request_counts.completed > 0)  # type: ignore[union-attr]
         os.killpg(follower.pid, signal.SIGKILL)
         leader.wait(120)
-        leader, follower = here.nodes()  # as Kubernetes starts the group again
-        here.answers(batch_id)
+        leader, follower = deployment.nodes()  # as Kubernetes starts the group again
+        deployment.answers(batch_id)
 
         leader.terminate()
         assert leader.wait(60) == 0
         assert follower.wait(60) == 0, "it ends with its leader"
 
-        here.start("alone")
-        assert here.answers(here.submit("same")) == on_two
+        deployment.start("alone")
+        assert deployment.answers(deployment.submit("same")) == on_two

@@ -6,9 +6,9 @@ import pytest
 from playwright.async_api import Page
 
 from tests.dashboard.browser import browser_page
-from tests.integration.conftest import house, tokenizer, url
+from tests.integration.conftest import harness, tokenizer, url
 
-__all__ = ["house", "tokenizer", "url"]
+__all__ = ["harness", "tokenizer", "url"]
 
 
 @pytest.fixture

@@ -17,7 +17,7 @@ from service.settings import Settings
 from service.tenants.keys import new_key
 from tests.conftest import Clock
 from tests.dashboard.browser import CHROMIUM, IN_CI, INSTALL, browser_page, faults_of_access
-from tests.integration.house import House, ScriptedEngine, jsonl, line
+from tests.integration.harness import Harness, ScriptedEngine, jsonl, line
 from tests.integration.serving import serve
 
 pytestmark = pytest.mark.skipif(CHROMIUM is None and not IN_CI, reason=INSTALL)
@@ -25,14 +25,14 @@ PAGES = ("", "/batches", "/new", "/files", "/workers", "/online", "/projects", "
 
 
 @asynccontextmanager
-async def jobs(house: House, clock: Clock) -> AsyncGenerator[None, None]:
+async def jobs(harness: Harness, clock: Clock) -> AsyncGenerator[None, None]:
     """The planner role beside the block."""
-    historian, stop = Historian(house.database, house.redis, clock), asyncio.Event()
+    historian, stop = Historian(harness.database, harness.redis, clock), asyncio.Event()
 
     async def run() -> None:
         while not stop.is_set():
-            await house.plan()
-            await house.finalizer.run_once()
+            await harness.plan()
+            await harness.finalizer.run_once()
             await historian.run_once()
             await asyncio.sleep(0.05)
 
@@ -54,9 +54,9 @@ async def upload(page: Page, lines: int, then: str = "Start the batch") -> None:
     await page.wait_for_url("**/dashboard/batches/batch_*")
 
 
-async def test_from_upload_to_download(page: Page, house: House, clock: Clock) -> None:
+async def test_from_upload_to_download(page: Page, harness: Harness, clock: Clock) -> None:
     engine = ScriptedEngine(statuses={"request 3": [400]}, hold=asyncio.Event(), hold_after=10)
-    async with jobs(house, clock), house.working(engine):
+    async with jobs(harness, clock), harness.working(engine):
         await upload(page, 20)
         # Seen to move without a reload: the mark stays only in a document that is not loaded again.
         await page.evaluate("document.body.dataset.mark = 'same document'")
@@ -70,12 +70,12 @@ async def test_from_upload_to_download(page: Page, house: House, clock: Clock) -
     lines = (await (await download.value).path()).read_text().splitlines()
     assert len({json.loads(each)["custom_id"] for each in lines}) == 19
     await page.get_by_role("button", name="Retry failed requests").click()
-    async with jobs(house, clock), house.working(ScriptedEngine()):
+    async with jobs(harness, clock), harness.working(ScriptedEngine()):
         await expect(page.get_by_text("Completed in", exact=False)).to_be_visible(timeout=60_000)
 
 
-async def test_time_and_cost_are_shown_before_the_start(page: Page, house: House, clock: Clock) -> None:
-    async with jobs(house, clock), house.working(ScriptedEngine()):
+async def test_time_and_cost_are_shown_before_the_start(page: Page, harness: Harness, clock: Clock) -> None:
+    async with jobs(harness, clock), harness.working(ScriptedEngine()):
         await upload(page, 20, then="Show time and cost first")
         await expect(page.get_by_text("of them shared")).to_be_visible(timeout=60_000)
         await expect(page.get_by_text("Held: it runs once you start it")).to_be_visible()
@@ -93,9 +93,9 @@ async def test_a_project_is_made_and_limited(page: Page) -> None:
     await expect(page.get_by_role("row", name="evaluation")).to_contain_text("7")
 
 
-async def test_a_key_is_made_and_revoked(settings: Settings, clock: Clock, house: House) -> None:
+async def test_a_key_is_made_and_revoked(settings: Settings, clock: Clock, harness: Harness) -> None:
     text, row = new_key(DEFAULT_PROJECT, "ana", Role.OPERATOR, 0, None)
-    async with house.database.write() as session:
+    async with harness.database.write() as session:
         session.add(row)
     with serve(settings.model_copy(update={"auth": "keys"}), clock) as url:
         async with browser_page(url) as (page, complaints):
@@ -115,8 +115,8 @@ async def make_and_revoke(page: Page) -> None:
     await expect(page.get_by_role("row", name="bob")).not_to_contain_text("Revoke")
 
 
-async def test_a_live_page_keeps_the_focus_and_what_is_marked(page: Page, house: House) -> None:
-    batch_id = await house.submit(jsonl([line(1)]))
+async def test_a_live_page_keeps_the_focus_and_what_is_marked(page: Page, harness: Harness) -> None:
+    batch_id = await harness.submit(jsonl([line(1)]))
     await page.goto("/dashboard/batches")
     await page.get_by_role("link", name="in.jsonl").focus()
     await page.evaluate("document.querySelector('#live').dataset.old = 'yes'")
@@ -126,7 +126,7 @@ async def test_a_live_page_keeps_the_focus_and_what_is_marked(page: Page, house:
       document.querySelector('#live').dataset.old = 'yes';
       getSelection().selectAllChildren(document.querySelector('#live tbody'));
     }""")
-    await house.submit(jsonl([line(1)]))
+    await harness.submit(jsonl([line(1)]))
     await asyncio.sleep(2 * TICK_S)
     assert batch_id[:12] in await page.evaluate("getSelection().toString()")
     await expect(page.locator("#live[data-old]")).to_have_count(1)  # not swapped
@@ -134,8 +134,8 @@ async def test_a_live_page_keeps_the_focus_and_what_is_marked(page: Page, house:
     await expect(page.locator("#live tbody tr")).to_have_count(2, timeout=60_000)
 
 
-async def test_a_page_that_nobody_looks_at_asks_for_nothing(page: Page, house: House) -> None:
-    await History(house.redis).note({"at": int(house.clock.now), "running": 1})
+async def test_a_page_that_nobody_looks_at_asks_for_nothing(page: Page, harness: Harness) -> None:
+    await History(harness.redis).note({"at": int(harness.clock.now), "running": 1})
     asked: list[str] = []
     page.on("request", lambda request: asked.append(request.url))
     await page.goto("/dashboard")
@@ -146,7 +146,7 @@ async def test_a_page_that_nobody_looks_at_asks_for_nothing(page: Page, house: H
           document.dispatchEvent(new Event('visibilitychange'));
         }""")
     asked.clear()
-    await house.submit(jsonl([line(1)]))
+    await harness.submit(jsonl([line(1)]))
     await asyncio.sleep(2 * TICK_S)
     assert asked == []
     await page.evaluate("delete document.hidden; document.dispatchEvent(new Event('visibilitychange'))")
@@ -167,8 +167,8 @@ async def test_a_page_says_that_the_service_is_away(settings: Settings, clock: C
                 await expect(page.get_by_text(said)).to_be_hidden(timeout=60_000)
 
 
-async def test_a_batch_is_cancelled(page: Page, house: House, clock: Clock) -> None:
-    async with jobs(house, clock):
+async def test_a_batch_is_cancelled(page: Page, harness: Harness, clock: Clock) -> None:
+    async with jobs(harness, clock):
         await upload(page, 4)
         button = page.get_by_role("button", name="Cancel permanently")
         while not await button.is_visible():  # on a slow machine a click may fall between two states of the page
@@ -179,9 +179,9 @@ async def test_a_batch_is_cancelled(page: Page, house: House, clock: Clock) -> N
         await expect(page.locator(".headline .cancelled")).to_be_visible(timeout=60_000)
 
 
-async def test_signing_in(settings: Settings, clock: Clock, house: House) -> None:
+async def test_signing_in(settings: Settings, clock: Clock, harness: Harness) -> None:
     text, row = new_key(DEFAULT_PROJECT, "ana", Role.ADMIN, 0, None)
-    async with house.database.write() as session:
+    async with harness.database.write() as session:
         session.add(row)
     with serve(settings.model_copy(update={"auth": "keys"}), clock) as url:
         async with browser_page(url) as (page, _):
@@ -197,14 +197,14 @@ async def test_signing_in(settings: Settings, clock: Clock, house: House) -> Non
 
 
 @pytest.mark.parametrize(("width", "theme"), [(390, "dark"), (1920, "light")])
-async def test_pages_can_be_used_by_everyone(url: str, house: House, clock: Clock, width: int, theme: str) -> None:
-    batch_id = await house.submit(jsonl(line(n) for n in range(30)))
-    await house.plan()
-    async with house.working(ScriptedEngine(statuses={"request 3": [400]})):
-        await house.until_ended(batch_id)
-    await house.submit(jsonl(line(n) for n in range(30)))
-    await house.plan()
-    await Historian(house.database, house.redis, clock).run_once()
+async def test_pages_can_be_used_by_everyone(url: str, harness: Harness, clock: Clock, width: int, theme: str) -> None:
+    batch_id = await harness.submit(jsonl(line(n) for n in range(30)))
+    await harness.plan()
+    async with harness.working(ScriptedEngine(statuses={"request 3": [400]})):
+        await harness.until_ended(batch_id)
+    await harness.submit(jsonl(line(n) for n in range(30)))
+    await harness.plan()
+    await Historian(harness.database, harness.redis, clock).run_once()
     async with browser_page(url, width, theme) as (page, complaints):
         tabs = ("", "/requests", "/errors", "/schedule", "/files")
         for path in (
@@ -246,7 +246,7 @@ async def test_a_wrong_file_is_told_before_it_is_sent(page: Page) -> None:
     assert sent == []
 
 
-async def test_a_file_is_dropped_and_named(page: Page, house: House) -> None:
+async def test_a_file_is_dropped_and_named(page: Page, harness: Harness) -> None:
     await page.goto("/dashboard/new")
     data = json.dumps(jsonl([line(1, url="/v1/completions", body={"model": "test-model", "prompt": "a"})]).decode())
     await page.evaluate(f"""() => {{
@@ -259,12 +259,12 @@ async def test_a_file_is_dropped_and_named(page: Page, house: House) -> None:
     await page.get_by_label("Metadata").fill("team: evals")
     await page.get_by_role("button", name="Start the batch").click()
     await expect(page.get_by_role("heading", level=1)).to_have_text("poems.jsonl")
-    batch = await house.batch(page.url.rpartition("/")[2])
+    batch = await harness.batch(page.url.rpartition("/")[2])
     assert (batch.endpoint, batch.custom_metadata) == ("/v1/completions", {"team": "evals"})
 
 
-async def test_filters_apply_as_they_change_and_stay_in_the_address(page: Page, house: House) -> None:
-    await house.submit(jsonl([line(1)]))
+async def test_filters_apply_as_they_change_and_stay_in_the_address(page: Page, harness: Harness) -> None:
+    await harness.submit(jsonl([line(1)]))
     await page.goto("/dashboard/batches?state=waiting")
     await page.get_by_label("Model").select_option("test-model")
     await page.wait_for_url("**/dashboard/batches?state=waiting&model=test-model")
@@ -284,31 +284,31 @@ async def test_a_theme_is_chosen_by_hand_and_kept(page: Page) -> None:
 
 
 async def test_the_picture_of_the_schedule_moves_and_says_what_is_shared(
-    page: Page, house: House, clock: Clock
+    page: Page, harness: Harness, clock: Clock
 ) -> None:
     engine = ScriptedEngine(hold=asyncio.Event(), hold_after=10)
-    batch_id = await house.submit(jsonl(line(n) for n in range(30)))
+    batch_id = await harness.submit(jsonl(line(n) for n in range(30)))
     await page.goto(f"/dashboard/batches/{batch_id}/schedule")
     await expect(page.get_by_text("The batch is not planned yet")).to_be_visible()
-    await house.plan()
+    await harness.plan()
     await expect(page.locator(".tree")).to_be_visible(timeout=60_000)
     await page.locator(".tree rect[data-text]").first.hover()
     await expect(page.locator(".read")).to_contain_text("30 requests share tokens 0 to")
     await expect(page.locator(".read q")).not_to_be_empty()
     assert float(await page.locator(".tree .left").get_attribute("width") or 1) == 0
     await page.evaluate("document.body.dataset.mark = 'same document'")
-    async with jobs(house, clock), house.working(engine):
+    async with jobs(harness, clock), harness.working(engine):
         await expect(page.locator(".begun")).not_to_have_text("0", timeout=60_000)
         assert float(await page.locator(".tree .left").get_attribute("width") or 0) > 0
         assert await page.evaluate("document.body.dataset.mark") == "same document"
         assert engine.hold is not None
         engine.hold.set()
-        await house.until_ended(batch_id)
+        await harness.until_ended(batch_id)
 
 
-async def test_pages_can_be_read_without_scripts(url: str, house: House) -> None:
-    await house.submit(jsonl(line(n) for n in range(30)))
-    await house.plan()
+async def test_pages_can_be_read_without_scripts(url: str, harness: Harness) -> None:
+    await harness.submit(jsonl(line(n) for n in range(30)))
+    await harness.plan()
     async with browser_page(url, scripts=False) as (page, _):
         await page.goto("/dashboard")
         await page.get_by_role("region", name="Batches").get_by_role("link", name="in.jsonl").click()

@@ -4,7 +4,7 @@ import pytest
 from playwright.async_api import Page, expect
 
 from tests.dashboard.browser import CHROMIUM, IN_CI, INSTALL
-from tests.integration.house import House, jsonl, line
+from tests.integration.harness import Harness, jsonl, line
 
 pytestmark = pytest.mark.skipif(CHROMIUM is None and not IN_CI, reason=INSTALL)
 
@@ -23,8 +23,8 @@ REACHED = f"""() => {{
 
 
 @pytest.mark.parametrize("path", ["", "/batches", "/new", "/projects"])
-async def test_everything_is_reached_by_keyboard(page: Page, house: House, path: str) -> None:
-    await house.submit(jsonl([line(1)]))
+async def test_everything_is_reached_by_keyboard(page: Page, harness: Harness, path: str) -> None:
+    await harness.submit(jsonl([line(1)]))
     await page.goto(f"/dashboard{path}")
     wanted = await page.evaluate(f"({ALL}).length")
     reached: set[str] = set()
@@ -46,9 +46,9 @@ async def test_the_keyboard_skips_to_the_content_and_signs_nobody_out(page: Page
     assert await page.evaluate("document.activeElement.closest('main') !== null")
 
 
-async def test_the_keyboard_goes_everywhere(page: Page, house: House) -> None:
+async def test_the_keyboard_goes_everywhere(page: Page, harness: Harness) -> None:
     for _ in range(2):
-        await house.submit(jsonl([line(1)]))
+        await harness.submit(jsonl([line(1)]))
     await page.goto("/dashboard")
     await page.keyboard.type("gb")
     await page.wait_for_url("**/dashboard/batches")

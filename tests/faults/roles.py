@@ -34,7 +34,7 @@ from service.queue.announcements import Announcements
 from service.queue.connection import open_redis
 from service.settings import Settings
 from service.worker.loop import Worker
-from tests.integration.house import ScriptedAnswer
+from tests.integration.harness import ScriptedAnswer
 
 KILLER = "kill the engine"
 REFUSED = "refuse this"

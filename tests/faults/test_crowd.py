@@ -16,9 +16,9 @@ from service.db.migrate import upgrade
 from service.settings import load_settings
 from tests.conftest import new_postgres_database
 from tests.faults import roles
+from tests.faults.deployment import CHAT, ENDED, forkserver
 from tests.faults.roles import Config
-from tests.faults.town import CHAT, ENDED, forkserver
-from tests.integration.house import demo_tokenizer
+from tests.integration.harness import demo_tokenizer
 
 CLIENTS, BATCHES = 50, 3
 

@@ -10,8 +10,8 @@ import httpx
 import pytest
 
 from service.settings import Settings
-from tests.faults.test_kills import town_settings
-from tests.faults.town import Town
+from tests.faults.deployment import Deployment
+from tests.faults.test_kills import deployment_settings
 
 MIB = 1024 * 1024
 
@@ -41,27 +41,27 @@ def fill(disk: Path) -> Path:
 
 
 @pytest.fixture
-def town(small_disk: Path, settings: Settings, tmp_path: Path) -> Generator[Town, None, None]:
-    made = Town(tmp_path / "town", town_settings(settings, tmp_path), random.Random(3))
+def deployment(small_disk: Path, settings: Settings, tmp_path: Path) -> Generator[Deployment, None, None]:
+    made = Deployment(tmp_path / "run", deployment_settings(settings, tmp_path), random.Random(3))
     made.folder.mkdir()
     made.start()
     yield made
     made.stop()
 
 
-def test_nothing_is_lost_on_a_full_disk(town: Town, small_disk: Path) -> None:
-    batch_id, contents = town.submit(2000, 0, 20)
+def test_nothing_is_lost_on_a_full_disk(deployment: Deployment, small_disk: Path) -> None:
+    batch_id, contents = deployment.submit(2000, 0, 20)
     while not any(small_disk.glob("shards/*/*")):
         time.sleep(0.01)
     ballast = fill(small_disk)
     time.sleep(3)
-    assert not town.done(batch_id)
+    assert not deployment.done(batch_id)
     upload = httpx.post(
-        f"http://127.0.0.1:{town.settings.port}/v1/files",
+        f"http://127.0.0.1:{deployment.settings.port}/v1/files",
         data={"purpose": "batch"},
         files={"file": b"{}\n" * MIB},
         timeout=30,
     )
     assert (upload.status_code, upload.json()["error"]["code"]) == (507, "insufficient_storage")
     ballast.unlink()
-    town.judge(town.wait(batch_id), contents)
+    deployment.judge(deployment.wait(batch_id), contents)

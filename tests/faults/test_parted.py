@@ -12,7 +12,7 @@ from service.db.tables import Slice, SliceStatus
 from service.queue.progress import Heartbeat
 from tests.faults.machines import Machine
 from tests.faults.wire import reached
-from tests.fleet.town import Town, until, variables
+from tests.fleet.deployment import Deployment, until, variables
 
 LEASE_S = 3.0
 REQUESTS = 96
@@ -26,17 +26,17 @@ async def held(database: Database, owner: str | None = None) -> dict[int, str]:
         return {slice_id: name for slice_id, name in found.tuples() if name and owner in (None, name)}
 
 
-async def first_epochs(town: Town, slices: Collection[int]) -> set[str]:
+async def first_epochs(deployment: Deployment, slices: Collection[int]) -> set[str]:
     """What has been written for these slices under their first leases."""
     return {
         key
-        for key in await town.storage.keys("shards")
+        for key in await deployment.storage.keys("shards")
         if int(key.split("/")[1]) in slices and key.rsplit("/", 1)[1].startswith(f"{1:08d}-")
     }
 
 
-async def alive(town: Town) -> set[str]:
-    return {each["name"] for each in await Heartbeat(town.redis).alive()}
+async def alive(deployment: Deployment) -> set[str]:
+    return {each["name"] for each in await Heartbeat(deployment.redis).alive()}
 
 
 @pytest.mark.timeout(900)
@@ -46,40 +46,43 @@ async def test_a_machine_that_was_cut_off_writes_nothing_that_counts(
     """It is cut off from SQL and Redis. Its answers still reach the storage, as they may where only a part is cut."""
     async with AsyncExitStack() as stack:
         stack.enter_context(variables(tmp_path, LEASE_S))
-        town = await stack.enter_async_context(Town.open(tmp_path, database_url=postgres_url, model_name=MODEL))
+        deployment = await stack.enter_async_context(
+            Deployment.open(tmp_path, database_url=postgres_url, model_name=MODEL)
+        )
         for name, machine in zip("ab", two_machines, strict=True):
             told = {
                 "BATCHWEAVE_DATA_DIR": str(tmp_path),
-                "BATCHWEAVE_MODEL": town.source,
+                "BATCHWEAVE_MODEL": deployment.source,
                 "BATCHWEAVE_MODEL_NAME": MODEL,
                 "BATCHWEAVE_WORKER_NAME": name,
                 "BATCHWEAVE_LEASE_S": str(LEASE_S),
                 "BATCHWEAVE_DATABASE_TIMEOUT_S": "5",
                 "TEST_SLOWNESS": "6" if name == "a" else "1",
-                **reached(machine.here, stack, postgres_url, town.settings.redis.removeprefix("unix://")),
+                **reached(machine.here, stack, postgres_url, deployment.settings.redis.removeprefix("unix://")),
             }
             stack.enter_context(machine.process("tests.fleet.worker", tmp_path / f"log-{name}", **told))
-        await until("both live", lambda: _is(alive(town), {"a", "b"}))
+        await until("both live", lambda: _is(alive(deployment), {"a", "b"}))
 
-        batch_id = await town.submit(MODEL, REQUESTS, 1.5)
-        await until("both work", lambda: _has(held(town.database), {"a", "b"}))
-        mine = await held(town.database, "a")
-        await until("a has answered some of its requests", lambda: first_epochs(town, mine))
+        batch_id = await deployment.submit(MODEL, REQUESTS, 1.5)
+        await until("both work", lambda: _has(held(deployment.database), {"a", "b"}))
+        mine = await held(deployment.database, "a")
+        await until("a has answered some of its requests", lambda: first_epochs(deployment, mine))
         two_machines[0].cut()
-        await until("b has all", lambda: _has(held(town.database), {"b"}))
-        before = await first_epochs(town, mine)
-        await until("the batch is answered", lambda: town.has_ended(batch_id))
-        assert await town.answers(batch_id) == [str(each) for each in range(REQUESTS)]
-        await until("a is silent", lambda: _is(alive(town), {"b"}))
-        await until("a has written what nobody reads", lambda: _grown(first_epochs(town, mine), before))
+        await until("b has all", lambda: _has(held(deployment.database), {"b"}))
+        before = await first_epochs(deployment, mine)
+        await until("the batch is answered", lambda: deployment.has_ended(batch_id))
+        assert await deployment.answers(batch_id) == [str(each) for each in range(REQUESTS)]
+        await until("a is silent", lambda: _is(alive(deployment), {"b"}))
+        await until("a has written what nobody reads", lambda: _grown(first_epochs(deployment, mine), before))
 
         two_machines[0].mend()
-        await until("a is back", lambda: _is(alive(town), {"a", "b"}))
-        again = await town.submit(MODEL, REQUESTS, 1.5)  # long, because after many failures a looks every 10 s only
-        await until("a works again", lambda: held(town.database, "a"))
-        await until("the second batch is answered", lambda: town.has_ended(again))
+        await until("a is back", lambda: _is(alive(deployment), {"a", "b"}))
+        # They are long, because after many failures a looks every 10 s only.
+        again = await deployment.submit(MODEL, REQUESTS, 1.5)
+        await until("a works again", lambda: held(deployment.database, "a"))
+        await until("the second batch is answered", lambda: deployment.has_ended(again))
         for each in (batch_id, again):
-            assert await town.answers(each) == [str(number) for number in range(REQUESTS)]
+            assert await deployment.answers(each) == [str(number) for number in range(REQUESTS)]
 
 
 async def _is(found: Awaitable[set[str]], wanted: set[str]) -> bool:

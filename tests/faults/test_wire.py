@@ -13,8 +13,8 @@ from sqlalchemy import make_url
 from service.db.migrate import upgrade
 from service.settings import Settings, load_settings
 from tests.conftest import Clock, new_postgres_database
-from tests.faults.test_kills import town_settings
-from tests.faults.town import Town
+from tests.faults.deployment import Deployment
+from tests.faults.test_kills import deployment_settings
 from tests.faults.wire import Wire, socket_of
 from tests.integration.serving import serve
 
@@ -24,7 +24,8 @@ def wired(tmp_path: Path, postgres: Any, redis_url: str) -> Settings:
     url = new_postgres_database(postgres)
     upgrade(url)
     settings = load_settings(data_dir=tmp_path / "data", database_url=url, redis_url=redis_url, model_name="test-model")
-    return town_settings(settings, tmp_path).model_copy(update={"database_timeout_s": 10.0})  # what a lost wire costs
+    # A lost wire costs this timeout.
+    return deployment_settings(settings, tmp_path).model_copy(update={"database_timeout_s": 10.0})
 
 
 @pytest.fixture
@@ -35,8 +36,8 @@ def wire(wired: Settings) -> Generator[Wire, None, None]:
 
 
 @pytest.fixture
-def town(tmp_path: Path, wired: Settings, wire: Wire, postgres: Any) -> Generator[Town, None, None]:
-    made = Town(tmp_path / "town", wired, random.Random(7), postgres, wire)
+def deployment(tmp_path: Path, wired: Settings, wire: Wire, postgres: Any) -> Generator[Deployment, None, None]:
+    made = Deployment(tmp_path / "run", wired, random.Random(7), postgres, wire)
     made.folder.mkdir()
     made.start()
     yield made
@@ -44,10 +45,10 @@ def town(tmp_path: Path, wired: Settings, wire: Wire, postgres: Any) -> Generato
 
 
 @pytest.mark.parametrize("fault", ["lost", "frozen"])
-def test_workers_that_hear_nothing_of_the_database_come_back(town: Town, wire: Wire, fault: str) -> None:
+def test_workers_that_hear_nothing_of_the_database_come_back(deployment: Deployment, wire: Wire, fault: str) -> None:
     """For ever or for some seconds: their slices go to others, and then they work again."""
     for _ in range(2):
-        batch_id, contents = town.submit(2000, 0, 20)
+        batch_id, contents = deployment.submit(2000, 0, 20)
         until = time.monotonic() + 30
         while not wire.connections and time.monotonic() < until:
             time.sleep(0.05)
@@ -57,9 +58,9 @@ def test_workers_that_hear_nothing_of_the_database_come_back(town: Town, wire: W
             wire.lose()
         else:
             wire.freeze()
-            time.sleep(2 * town.settings.lease_s)
+            time.sleep(2 * deployment.settings.lease_s)
             wire.thaw()
-        town.judge(town.wait(batch_id), contents)
+        deployment.judge(deployment.wait(batch_id), contents)
 
 
 def test_api_says_that_the_database_is_silent(wired: Settings, wire: Wire, clock: Clock) -> None:

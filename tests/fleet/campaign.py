@@ -22,7 +22,7 @@ from engine_ext import warm_up
 from service.db.drains import drain
 from service.fleet.cluster import RayCluster
 from service.fleet.keeper import Keeper
-from tests.fleet.town import MEMORY, Town, raylets, until, variables
+from tests.fleet.deployment import MEMORY, Deployment, raylets, until, variables
 
 MODELS: dict[str, dict[str, Any]] = {"a": {"max": 4}, "b": {"gpus": 2, "max": 2}}
 SHORT = 0.0005  # seconds of work by the cost model, of which these requests have very little
@@ -37,8 +37,8 @@ KINDS = {"worker": 4, "supervisor": 2, "actor": 2, "sleep": 3, "drain": 2, "flee
 class Campaign:
     """Keeps a fleet and its batches, and lets things happen to them."""
 
-    def __init__(self, town: Town, machines: Any, cluster: RayCluster, rng: random.Random) -> None:
-        self.town, self.machines, self.cluster, self.rng = town, machines, cluster, rng
+    def __init__(self, deployment: Deployment, machines: Any, cluster: RayCluster, rng: random.Random) -> None:
+        self.deployment, self.machines, self.cluster, self.rng = deployment, machines, cluster, rng
         self.happened: Counter[str] = Counter()
         self.ran: set[int] = set()  # pids of workers and supervisors
         self.answered = self.refused = 0
@@ -53,28 +53,28 @@ class Campaign:
         if self._kept is not None and self._keeper is not None:
             self._kept.cancel()
             await asyncio.wait([self._kept])
-        spec = self.town.spec(**MODELS).model_copy(update={"seconds_per_engine": SHORT, "idle_s": 60.0})
-        self._keeper = await self.town.keeper(self.cluster, spec, f"fleet-{self.rng.random()}")
+        spec = self.deployment.spec(**MODELS).model_copy(update={"seconds_per_engine": SHORT, "idle_s": 60.0})
+        self._keeper = await self.deployment.keeper(self.cluster, spec, f"fleet-{self.rng.random()}")
         self._kept = asyncio.create_task(self._keeper.run(self._stop))
 
     async def keep_busy(self, requests: int) -> None:
         """Judge the batches that have ended, and let each model have one."""
         for batch_id in list(self._batches):
-            if await self.town.has_ended(batch_id):
+            if await self.deployment.has_ended(batch_id):
                 await self.judge(batch_id)
-        running = {(await self.town.batch(each)).model for each in self._batches}
+        running = {(await self.deployment.batch(each)).model for each in self._batches}
         for model in MODELS.keys() - running:
-            batch_id = await self.town.submit(model, requests, 0.5)
+            batch_id = await self.deployment.submit(model, requests, 0.5)
             self._batches[batch_id] = requests
             await until("it is validated", lambda each=batch_id: self._is_validated(each))
 
     async def _is_validated(self, batch_id: str) -> bool:
-        return (await self.town.batch(batch_id)).model is not None
+        return (await self.deployment.batch(batch_id)).model is not None
 
     async def judge(self, batch_id: str) -> None:
         """Fail unless each request of an ended batch has exactly one line."""
         requests = self._batches.pop(batch_id)
-        answered, refused = await self.town.lines(batch_id)
+        answered, refused = await self.deployment.lines(batch_id)
         assert sorted(map(int, [*answered, *refused])) == list(range(requests)), f"{batch_id}: lost or doubled lines"
         self.answered += len(answered)
         self.refused += len(refused)
@@ -140,8 +140,8 @@ class Campaign:
         workers = await self.workers()
         if not workers:
             return False
-        async with self.town.database.write() as session:
-            await drain(session, self.rng.choice(workers)[0], self.town.clock())
+        async with self.deployment.database.write() as session:
+            await drain(session, self.rng.choice(workers)[0], self.deployment.clock())
         return True
 
     async def _fleet(self) -> bool:
@@ -159,14 +159,14 @@ class Campaign:
     async def finish(self) -> None:
         """Wait for all batches, end the fleet, and fail if a process is left."""
         for batch_id in list(self._batches):
-            await until("the last batches end", lambda each=batch_id: self.town.has_ended(each), LIMIT_S)
+            await until("the last batches end", lambda each=batch_id: self.deployment.has_ended(each), LIMIT_S)
             await self.judge(batch_id)
         self._stop.set()
         assert self._kept is not None
         await self._kept
         await self.workers()
         assert self._keeper is not None
-        last = await self.town.keeper(self.cluster, self._keeper.spec, "last")
+        last = await self.deployment.keeper(self.cluster, self._keeper.spec, "last")
         await last.end_all(asyncio.Event())
         await until("no process is left", lambda: not any(_is_worker(pid) for pid in self.ran))
 
@@ -195,9 +195,9 @@ def _is_worker(pid: int) -> bool:
 
 async def campaign(folder: Path, machines: Any, faults: int, seed: int, requests: int) -> Campaign:
     """Let so many faults happen; raises AssertionError if a line is lost or doubled, or a process is left."""
-    async with Town.open(folder) as town:
+    async with Deployment.open(folder) as deployment:
         cluster = RayCluster(machines.address, "batchweave-tests")
-        found = Campaign(town, machines, cluster, random.Random(seed))
+        found = Campaign(deployment, machines, cluster, random.Random(seed))
         await found.next_fleet()
         while found.happened.total() < faults:
             await found.keep_busy(requests)

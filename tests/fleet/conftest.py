@@ -5,13 +5,13 @@ from typing import Any
 import pytest
 
 from service.fleet.cluster import RayCluster
-from tests.fleet.town import Town, raylets, variables
+from tests.fleet.deployment import Deployment, raylets, variables
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Generator[Path]:
     """The folder of a service, which this process's variables name; not for longer than the tests of one file."""
-    folder = tmp_path_factory.mktemp("town")
+    folder = tmp_path_factory.mktemp("fleet")
     with variables(folder):
         yield folder
 
@@ -33,6 +33,7 @@ def cluster(machines: Any) -> Generator[RayCluster]:
 
 
 @pytest.fixture
-async def town(folder: Path) -> AsyncGenerator[Town]:
-    async with Town.open(folder) as town:
-        yield town
+async def deployment(folder: Path) -> AsyncGenerator[Deployment]:
+    """A service whose planner runs until the end of the test."""
+    async with Deployment.open(folder) as deployment:
+        yield deployment

@@ -12,7 +12,7 @@ from service.fleet.keeper import Keeper
 from service.fleet.members import Phase
 from tests.faults.machines import Machine
 from tests.faults.wire import reached
-from tests.fleet.town import MEMORY, Town, kept, raylets, until, variables
+from tests.fleet.deployment import MEMORY, Deployment, kept, raylets, until, variables
 
 pytestmark = pytest.mark.timeout(900)
 LEASE_S = 4.0
@@ -39,7 +39,7 @@ async def test_a_machine_that_was_cut_off_is_replaced_and_comes_back(
     async with AsyncExitStack() as stack:
         addresses = reached(second.here, stack, postgres_url, str(tmp_path / "redis.sock"))
         stack.enter_context(variables(tmp_path, LEASE_S, **addresses))
-        town = await stack.enter_async_context(Town.open(tmp_path))
+        deployment = await stack.enter_async_context(Deployment.open(tmp_path))
         ray = stack.enter_context(raylets([], node_ip_address=second.here))
         cluster = RayCluster(ray.address, "batchweave-parted")
         stack.callback(cluster.close)
@@ -48,11 +48,11 @@ async def test_a_machine_that_was_cut_off_is_replaced_and_comes_back(
         stack.callback(joined.close)
         await until("the first machine is there", lambda: len(cluster.machines()) == 1)
         keeper = await stack.enter_async_context(
-            kept(await town.keeper(cluster, town.spec(a={"max": 1}, b={"max": 1})))
+            kept(await deployment.keeper(cluster, deployment.spec(a={"max": 1}, b={"max": 1})))
         )
-        batches = [await town.submit("a", REQUESTS, 1.5)]
+        batches = [await deployment.submit("a", REQUESTS, 1.5)]
         await until("it runs", lambda: places(keeper) == {"a"})
-        await until("it has answered some", lambda: town.storage.keys("shards"))
+        await until("it has answered some", lambda: deployment.storage.keys("shards"))
         (lost,) = keeper.members
         worker = psutil.Process(lost.engine.nodes[0].pid)
         stack.enter_context(join(second, ray.address, tmp_path / "log-second"))
@@ -61,18 +61,18 @@ async def test_a_machine_that_was_cut_off_is_replaced_and_comes_back(
         first.cut()
         await until("another machine runs it", lambda: runs_elsewhere(keeper, lost.engine.id))
         assert worker.is_running()
-        await until("the batch ends", lambda: town.has_ended(batches[0]))
+        await until("the batch ends", lambda: deployment.has_ended(batches[0]))
         first.mend()
         await until("the worker that was cut off ends", lambda: not worker.is_running())
         joined.close()
 
         stack.callback(join(first, ray.address, tmp_path / "log-again").close)
         await until("the machine is back", lambda: len(cluster.machines()) == 2)
-        batches += [await town.submit(model, REQUESTS, 1.0) for model in "ab"]
+        batches += [await deployment.submit(model, REQUESTS, 1.0) for model in "ab"]
         await until("both machines run", lambda: places(keeper) == {"a", "b"})
         for each in batches:
-            await until("every batch ends", lambda each=each: town.has_ended(each))
-            assert await town.answers(each) == [str(number) for number in range(REQUESTS)]
+            await until("every batch ends", lambda each=each: deployment.has_ended(each))
+            assert await deployment.answers(each) == [str(number) for number in range(REQUESTS)]
         await until("no engine is left", lambda: not keeper.members)
 
 

@@ -8,33 +8,37 @@ from typing import Any
 import psutil
 import pytest
 
-from tests.conftest import RedisServer, new_postgres_database
+from tests.conftest import new_postgres_database
 from tests.hostile.server import Role, running
-from tests.integration.house import demo_tokenizer
+from tests.integration.harness import demo_tokenizer
 
 
 @dataclass(frozen=True)
-class Place:
+class Deployment:
+    """The folder, the database and the Redis that the API and the planner share."""
+
     folder: Path
     database_url: str
     redis_url: str
 
 
 @pytest.fixture(scope="package")
-def place(tmp_path_factory: pytest.TempPathFactory, postgres: Any, redis_server: RedisServer) -> Place:
-    return Place(tmp_path_factory.mktemp("hostile"), new_postgres_database(postgres), redis_server.url)
+def deployment(tmp_path_factory: pytest.TempPathFactory, postgres: Any, redis_socket: str) -> Deployment:
+    return Deployment(tmp_path_factory.mktemp("hostile"), new_postgres_database(postgres), redis_socket)
 
 
 @pytest.fixture(scope="package")
-def one_api(place: Place) -> Generator[Role, None, None]:
-    with running("api", place.folder, place.database_url, place.redis_url) as found:
+def one_api(deployment: Deployment) -> Generator[Role, None, None]:
+    with running("api", deployment.folder, deployment.database_url, deployment.redis_url) as found:
         yield found
 
 
 @pytest.fixture(scope="package")
-def one_planner(place: Place, one_api: Role) -> Generator[Role, None, None]:
-    model = demo_tokenizer(place.folder / "model")
-    with running("planner", place.folder, place.database_url, place.redis_url, "--model", str(model)) as found:
+def one_planner(deployment: Deployment, one_api: Role) -> Generator[Role, None, None]:
+    model = demo_tokenizer(deployment.folder / "model")
+    with running(
+        "planner", deployment.folder, deployment.database_url, deployment.redis_url, "--model", str(model)
+    ) as found:
         yield found
 
 

@@ -101,7 +101,7 @@ def running(
         family = [found.process, *found.process.children(recursive=True)] if process.poll() is None else []
         process.terminate()
         try:
-            status = process.wait(20)
+            status = process.wait(120)
         finally:
             for each in family:
                 with suppress(psutil.NoSuchProcess):

@@ -12,9 +12,9 @@ from service.settings import Settings
 from service.worker import loop
 from tests.conftest import Clock
 from tests.integration.browsing import OWN_PAGE
-from tests.integration.house import House, demo_tokenizer
+from tests.integration.harness import Harness, demo_tokenizer
+from tests.integration.online_harness import OnlineHarness
 from tests.integration.serving import serve
-from tests.integration.shop import Shop
 
 
 @pytest.fixture(scope="session")
@@ -41,10 +41,11 @@ def url(settings: Settings, clock: Clock) -> Generator[str, None, None]:
 
 
 @pytest.fixture
-async def house(
+async def harness(
     database: Database, storage: Storage, redis: Redis, settings: Settings, clock: Clock, tokenizer: Path
-) -> House:
-    return await House.build(database, storage, redis, settings, clock, tokenizer)
+) -> Harness:
+    """The service's jobs on real parts, which a test runs step by step."""
+    return await Harness.build(database, storage, redis, settings, clock, tokenizer)
 
 
 @pytest.fixture
@@ -63,7 +64,8 @@ async def guarded(settings: Settings, clock: Clock) -> AsyncGenerator[httpx.Asyn
 
 
 @pytest.fixture
-async def shop(house: House, settings: Settings, clock: Clock) -> AsyncGenerator[Shop, None]:
+async def online(harness: Harness, settings: Settings, clock: Clock) -> AsyncGenerator[OnlineHarness, None]:
+    """An API over HTTP and the doors of workers, for online requests."""
     settings = settings.model_copy(update={"secret_key": "s" * 32})
     with serve(settings, clock) as url:
-        yield Shop(house, settings, url)
+        yield OnlineHarness(harness, settings, url)

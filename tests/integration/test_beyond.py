@@ -20,7 +20,7 @@ from service.queue import keys
 from service.queue.progress import Heartbeat
 from service.settings import Settings
 from tests.conftest import Clock
-from tests.integration.house import House, ScriptedEngine, jsonl, line
+from tests.integration.harness import Harness, ScriptedEngine, jsonl, line
 from tests.integration.serving import CHAT, serve
 
 
@@ -44,8 +44,8 @@ def retry(client: openai.OpenAI, batch_id: str, **headers: str) -> Batch:
     return client.post(f"/batches/{batch_id}/retry", cast_to=Batch, options={"headers": headers})
 
 
-async def answered_are(house: House, batch_id: str, wanted: int) -> bool:
-    counts = await house.progress.counts(house.database, batch_id)
+async def answered_are(harness: Harness, batch_id: str, wanted: int) -> bool:
+    counts = await harness.progress.counts(harness.database, batch_id)
     return counts.completed + counts.failed == wanted
 
 
@@ -53,44 +53,44 @@ async def has_begun(engine: ScriptedEngine, requests: int) -> bool:
     return sum(engine.runs.values()) >= requests
 
 
-async def run(house: House, engine: ScriptedEngine, *batch_ids: str) -> None:
-    await house.plan()
-    async with house.working(engine):
-        await house.until_ended(*batch_ids)
+async def run(harness: Harness, engine: ScriptedEngine, *batch_ids: str) -> None:
+    await harness.plan()
+    async with harness.working(engine):
+        await harness.until_ended(*batch_ids)
 
 
 @pytest.mark.parametrize("failing", [0, 3])
-async def test_output_in_the_order_of_the_input(house: House, client: openai.OpenAI, failing: int) -> None:
+async def test_output_in_the_order_of_the_input(harness: Harness, client: openai.OpenAI, failing: int) -> None:
     numbers = list(range(60))
     random.Random(1).shuffle(numbers)
     statuses = {f"request {n}": [400] for n in numbers if failing and n % failing == 0}
     batch_id = create(client, [line(n) for n in numbers], output_order="input")
-    await run(house, ScriptedEngine(statuses=statuses), batch_id)
-    batch = await house.batch(batch_id)
+    await run(harness, ScriptedEngine(statuses=statuses), batch_id)
+    batch = await harness.batch(batch_id)
     found: list[list[str]] = []
     for file_id in (batch.output_file_id, batch.error_file_id):
-        raw = (await house.storage.read(file_key(file_id))).splitlines() if file_id else []
+        raw = (await harness.storage.read(file_key(file_id))).splitlines() if file_id else []
         found.append([json.loads(each)["custom_id"] for each in raw])
     assert found[0] == [f"id-{n}" for n in numbers if f"request {n}" not in statuses]
     assert found[1] == [f"id-{n}" for n in numbers if f"request {n}" in statuses]
-    await house.results(batch)
+    await harness.results(batch)
 
 
-async def test_what_was_cancelled_is_retried_and_nothing_else(house: House, client: openai.OpenAI) -> None:
+async def test_what_was_cancelled_is_retried_and_nothing_else(harness: Harness, client: openai.OpenAI) -> None:
     batch_id = create(client, [line(n) for n in range(30)], output_order="input")
-    await house.plan()
+    await harness.plan()
     engine = ScriptedEngine(hold=asyncio.Event(), hold_after=12, statuses={"request 2": [400]})
-    async with house.working(engine):
-        await house.until(lambda: answered_are(house, batch_id, 12))
+    async with harness.working(engine):
+        await harness.until(lambda: answered_are(harness, batch_id, 12))
         await asyncio.to_thread(client.batches.cancel, batch_id)  # the worker may be in a transaction meanwhile
-        [batch] = await house.until_ended(batch_id)
-    output, errors = await house.results(batch)
+        [batch] = await harness.until_ended(batch_id)
+    output, errors = await harness.results(batch)
     assert len(output) + len(errors) == 30
     again = retry(client, batch_id)
     assert (again.input_file_id, extras(again)["retry_of"]) == (batch.input_file_id, batch_id)
     second = ScriptedEngine()
-    await run(house, second, again.id)
-    repeated, failed = await house.results(await house.batch(again.id))
+    await run(harness, second, again.id)
+    repeated, failed = await harness.results(await harness.batch(again.id))
     assert (set(repeated), failed) == (set(errors), {})
     assert set(second.runs) == {f"request {custom_id[3:]}" for custom_id in errors}
     with pytest.raises(openai.BadRequestError) as caught:
@@ -98,29 +98,29 @@ async def test_what_was_cancelled_is_retried_and_nothing_else(house: House, clie
     assert caught.value.code == "nothing_to_retry"
 
 
-async def test_a_retry_that_is_tried_again_is_one_batch(house: House, client: openai.OpenAI) -> None:
+async def test_a_retry_that_is_tried_again_is_one_batch(harness: Harness, client: openai.OpenAI) -> None:
     batch_id = create(client, [line(n) for n in range(3)])
     with pytest.raises(openai.BadRequestError) as caught:
         retry(client, batch_id)
     assert caught.value.code == "batch_not_ended"
-    await run(house, ScriptedEngine(statuses={"request 1": [400]}), batch_id)
+    await run(harness, ScriptedEngine(statuses={"request 1": [400]}), batch_id)
     first = retry(client, batch_id)
     assert retry(client, batch_id, **{"x-stainless-retry-count": "1"}).id == first.id
     assert retry(client, batch_id).id != first.id
-    client.files.delete((await house.batch(batch_id)).error_file_id or "")
+    client.files.delete((await harness.batch(batch_id)).error_file_id or "")
     with pytest.raises(openai.BadRequestError) as gone:
         retry(client, batch_id)
     assert gone.value.code == "file_not_found"
-    await house.plan()
-    batch = await house.batch(first.id)
+    await harness.plan()
+    batch = await harness.batch(first.id)
     assert batch.status == "failed"
     assert batch_id in (batch.errors or [{}])[0]["message"]
 
 
-async def test_failures_are_grouped_by_cause(house: House, client: openai.OpenAI) -> None:
+async def test_failures_are_grouped_by_cause(harness: Harness, client: openai.OpenAI) -> None:
     batch_id = create(client, [line(n) for n in range(20)])
     statuses = {f"request {n}": [400] for n in range(7)} | {f"request {n}": [500] * 3 for n in (8, 9)}
-    await run(house, ScriptedEngine(statuses=statuses), batch_id)
+    await run(harness, ScriptedEngine(statuses=statuses), batch_id)
     found = extras(client.batches.retrieve(batch_id))["failures"]
     assert [(each["count"], each["status_code"], each["code"]) for each in found] == [
         (7, 400, "x"),
@@ -143,14 +143,14 @@ def test_a_digest_is_bounded_and_takes_any_error() -> None:
 
 @pytest.mark.usefixtures("windows_apart")
 async def test_a_batch_says_what_it_waits_for_and_when_it_ends(
-    house: House, client: openai.OpenAI, clock: Clock
+    harness: Harness, client: openai.OpenAI, clock: Clock
 ) -> None:
     first, second = (create(client, [line(n) for n in range(64)]) for _ in range(2))
     assert extras(client.batches.retrieve(first))["waiting_for"] == "validation"
-    await house.validator.run_once()
-    await house.validator.run_once()
+    await harness.validator.run_once()
+    await harness.validator.run_once()
     assert extras(client.batches.retrieve(first))["waiting_for"] == "planning"
-    await house.plan()
+    await harness.plan()
     found = extras(client.batches.retrieve(second))
     assert found["waiting_for"].startswith("a worker that serves test-model")
     assert (found["queue_position"], found["expected_at"]) == (1, None)
@@ -158,34 +158,34 @@ async def test_a_batch_says_what_it_waits_for_and_when_it_ends(
     assert found["expected_output_tokens"] > 0
     assert found["expected_gpu_seconds"] > 0
     state = {"name": "worker-a", "model": "test-model"}
-    await Heartbeat(house.redis).beat("worker-a", state)
-    async with house.database.write() as session:
+    await Heartbeat(harness.redis).beat("worker-a", state)
+    async with harness.database.write() as session:
         session.add(DrainedWorker(name="worker-a", since=0))
     await asyncio.sleep(0.2)  # it is not looked up at each call
     assert "all live workers are draining" in extras(client.batches.retrieve(second))["waiting_for"]
-    async with house.database.write() as session:
+    async with harness.database.write() as session:
         await session.execute(delete(DrainedWorker))
     await asyncio.sleep(0.2)
     found = extras(client.batches.retrieve(second))
     assert found["waiting_for"] == "1 batch before it"
     assert found["earliest_at"] >= clock.now
     client.batches.cancel(second)
-    await house.until_ended(second)
+    await harness.until_ended(second)
     third = create(client, [line(n) for n in range(64)])
-    await house.plan()
+    await harness.plan()
     engine = ScriptedEngine(hold=asyncio.Event(), hold_after=32)
-    historian = Historian(house.database, house.redis, clock)
+    historian = Historian(harness.database, harness.redis, clock)
     assert await historian.run_once()
-    async with house.working(engine, in_flight=128):
-        await house.until(lambda: answered_are(house, first, 32))
-        await house.until(lambda: has_begun(engine, 33))  # so that a slice is held, not only about to be finished
+    async with harness.working(engine, in_flight=128):
+        await harness.until(lambda: answered_are(harness, first, 32))
+        await harness.until(lambda: has_begun(engine, 33))  # so that a slice is held, not only about to be finished
         clock.now += 100
-        await house.redis.delete(keys.HISTORY_TURN)  # as if its time had passed
+        await harness.redis.delete(keys.HISTORY_TURN)  # as if its time had passed
         assert await historian.run_once()
         batch = client.batches.retrieve(first)
         found, waiting = extras(batch), extras(client.batches.retrieve(third))
-        await Heartbeat(house.redis).beat("busy", {**state, "name": "busy", "online_seconds_per_second": 1.0})
-        async with house.database.write() as session:
+        await Heartbeat(harness.redis).beat("busy", {**state, "name": "busy", "online_seconds_per_second": 1.0})
+        async with harness.database.write() as session:
             await session.execute(update(BatchRow).where(BatchRow.id == first).values(expires_at=clock.now + 80))
         await asyncio.sleep(0.2)
         late, kept = (extras(client.batches.retrieve(each))["late_because"] for each in (first, third))

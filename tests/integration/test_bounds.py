@@ -26,7 +26,7 @@ from service.objects.storage import ANSWERS_RESERVE, Room, Storage
 from service.requests.lines import LineChecker
 from service.settings import Settings
 from tests.conftest import Clock
-from tests.integration.house import House, jsonl, line, set_status
+from tests.integration.harness import Harness, jsonl, line, set_status
 from tests.integration.serving import serve
 from tests.integration.test_fairness import OTHER, add_project, is_closed, serving, submit
 
@@ -38,42 +38,42 @@ def upload(url: str, data: bytes) -> httpx.Response:
     return httpx.post(f"{url}/v1/files", data=FORM, files={"file": ("in.jsonl", data)}, timeout=60)
 
 
-async def change(house: House, batch_id: str, **values: Any) -> None:
-    async with house.database.write() as session:
+async def change(harness: Harness, batch_id: str, **values: Any) -> None:
+    async with harness.database.write() as session:
         await session.execute(update(Batch).where(Batch.id == batch_id).values(values))
 
 
-async def test_many_endings_of_one_project_hold_up_no_other(house: House) -> None:
-    await add_project(house)
-    many = [await submit(house, OTHER, 86400) for _ in range(6)]
-    mine = await submit(house, DEFAULT_PROJECT, 86400)
-    await house.plan()
+async def test_many_endings_of_one_project_hold_up_no_other(harness: Harness) -> None:
+    await add_project(harness)
+    many = [await submit(harness, OTHER, 86400) for _ in range(6)]
+    mine = await submit(harness, DEFAULT_PROJECT, 86400)
+    await harness.plan()
     for each in (*many, mine):
-        await set_status(house, each, BatchStatus.CANCELLING)
+        await set_status(harness, each, BatchStatus.CANCELLING)
     for _ in range(2):
-        assert await house.finalizer.run_once()
-    assert (await house.batch(mine)).status == BatchStatus.CANCELLED
+        assert await harness.finalizer.run_once()
+    assert (await harness.batch(mine)).status == BatchStatus.CANCELLED
 
 
-async def test_many_previews_of_one_project_hold_up_no_other(house: House) -> None:
-    await add_project(house)
-    batches = [await submit(house, OTHER, 86400) for _ in range(6)]
-    batches.append(await submit(house, DEFAULT_PROJECT, 86400))
+async def test_many_previews_of_one_project_hold_up_no_other(harness: Harness) -> None:
+    await add_project(harness)
+    batches = [await submit(harness, OTHER, 86400) for _ in range(6)]
+    batches.append(await submit(harness, DEFAULT_PROJECT, 86400))
     for each in batches:
-        await change(house, each, held=True)
-    while await house.validator.run_once():
+        await change(harness, each, held=True)
+    while await harness.validator.run_once():
         pass
-    previewer = house.previewer
+    previewer = harness.previewer
     for _ in range(2):
         assert await previewer.run_once()
-    assert (await house.batch(batches[-1])).preview
+    assert (await harness.batch(batches[-1])).preview
 
 
-async def test_errors_of_a_file_are_told_within_bounds(house: House, settings: Settings, clock: Clock) -> None:
+async def test_errors_of_a_file_are_told_within_bounds(harness: Harness, settings: Settings, clock: Clock) -> None:
     bad = {"custom_id": "", "method": "G" * 100, "url": "/" + "u" * 100, "body": {"model": "test-model"}}
-    batch_id = await house.submit(jsonl(bad for _ in range(1000)))
-    await house.plan()
-    batch = await house.batch(batch_id)
+    batch_id = await harness.submit(jsonl(bad for _ in range(1000)))
+    await harness.plan()
+    batch = await harness.batch(batch_id)
     assert batch.status == BatchStatus.FAILED
     assert len(json.dumps(batch.errors)) < MOST_ERROR_BYTES + 1000
     with serve(settings, clock) as url:
@@ -84,7 +84,7 @@ async def test_errors_of_a_file_are_told_within_bounds(house: House, settings: S
 
 
 async def test_files_that_fail_again_and_again_are_refused(
-    house: House, settings: Settings, clock: Clock, monkeypatch: pytest.MonkeyPatch
+    harness: Harness, settings: Settings, clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("service.tenants.quotas.LEAST_FAILED", 2)
     with serve(settings.model_copy(update={"max_batches": 2}), clock) as url:
@@ -92,7 +92,7 @@ async def test_files_that_fail_again_and_again_are_refused(
         wanted = {"input_file_id": file_id, "endpoint": "/v1/chat/completions", "completion_window": "24h"}
         for _ in range(2):
             assert httpx.post(f"{url}/v1/batches", json=wanted).status_code == 200
-            await house.plan()
+            await harness.plan()
         refused = httpx.post(f"{url}/v1/batches", json=wanted)
         assert (refused.status_code, refused.json()["error"]["code"]) == (429, "failed_batches_quota")
         clock.now += 3601
@@ -100,78 +100,78 @@ async def test_files_that_fail_again_and_again_are_refused(
 
 
 async def test_an_index_leaves_the_reserve_of_the_disk_alone(
-    house: House, settings: Settings, clock: Clock, monkeypatch: pytest.MonkeyPatch
+    harness: Harness, settings: Settings, clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    batch_id = await house.submit(jsonl(line(n) for n in range(9)))
+    batch_id = await harness.submit(jsonl(line(n) for n in range(9)))
     room = Room(1500, 2048)
     assert room.free_bytes > room.reserve_bytes * ANSWERS_RESERVE
     monkeypatch.setattr(Storage, "room", property(lambda _: room))
-    validator = house.validator
+    validator = harness.validator
     await validator.run_once()
-    assert (await house.batch(batch_id)).validating_until is None  # it ended, and did not die
+    assert (await harness.batch(batch_id)).validating_until is None  # it ended, and did not die
     with serve(settings, clock) as url:
         shown = httpx.get(f"{url}/v1/batches/{batch_id}").json()
         assert (shown["status"], shown["batchweave"]["waiting_for"][:4]) == ("validating", "room")
         wanted = {"input_file_id": shown["input_file_id"], "endpoint": shown["endpoint"], "completion_window": "24h"}
         assert httpx.post(f"{url}/v1/batches", json=wanted).status_code == 507
         monkeypatch.setattr(Storage, "room", property(lambda _: Room(10**9, 2048)))
-        house.clock.now += 60
+        harness.clock.now += 60
         await validator.run_once()
-        assert (await house.batch(batch_id)).index_bytes > 0
+        assert (await harness.batch(batch_id)).index_bytes > 0
         wanted["completion_window"] = "31d"
         refused = httpx.post(f"{url}/v1/batches", json=wanted).json()["error"]
     assert (refused["code"], refused["param"]) == ("invalid_completion_window", "completion_window")
 
 
-async def test_indexes_count_for_the_quota_of_bytes(house: House) -> None:
-    async with house.database.write() as session:
+async def test_indexes_count_for_the_quota_of_bytes(harness: Harness) -> None:
+    async with harness.database.write() as session:
         await session.execute(update(Project).where(Project.id == DEFAULT_PROJECT).values(max_bytes=6000))
-    fits = await house.submit(jsonl(line(n) for n in range(2)))
-    await house.plan()
-    assert (await house.batch(fits)).status == BatchStatus.IN_PROGRESS
-    too_large = await house.submit(jsonl(line(n) for n in range(30)))
-    await house.plan()
-    batch = await house.batch(too_large)
+    fits = await harness.submit(jsonl(line(n) for n in range(2)))
+    await harness.plan()
+    assert (await harness.batch(fits)).status == BatchStatus.IN_PROGRESS
+    too_large = await harness.submit(jsonl(line(n) for n in range(30)))
+    await harness.plan()
+    batch = await harness.batch(too_large)
     assert batch.errors is not None
     assert batch.errors[0]["code"] == "bytes_quota"
 
 
-async def test_a_file_that_no_process_survives_is_given_up(house: House) -> None:
-    batch_id = await house.submit(jsonl([line(1)]))
-    other = await house.submit(jsonl([line(1)]))
-    await change(house, batch_id, validation_deaths=MOST_DEATHS, validating_until=1.0)
-    validator = house.validator
+async def test_a_file_that_no_process_survives_is_given_up(harness: Harness) -> None:
+    batch_id = await harness.submit(jsonl([line(1)]))
+    other = await harness.submit(jsonl([line(1)]))
+    await change(harness, batch_id, validation_deaths=MOST_DEATHS, validating_until=1.0)
+    validator = harness.validator
     assert await validator.run_once()
-    assert (await house.batch(other)).status == BatchStatus.IN_PROGRESS  # those that nobody died of come first
+    assert (await harness.batch(other)).status == BatchStatus.IN_PROGRESS  # those that nobody died of come first
     assert await validator.run_once()
-    batch = await house.batch(batch_id)
+    batch = await harness.batch(batch_id)
     assert batch.errors is not None
     assert (batch.status, batch.errors[0]["message"]) == (BatchStatus.FAILED, GIVEN_UP)
 
 
-async def test_many_who_validate_one_batch_are_no_deaths(house: House) -> None:
-    batch_id = await house.submit(jsonl(line(n) for n in range(200)))
-    assert any(await asyncio.gather(*(house.validator.run_once() for _ in range(MOST_DEATHS + 2))))
-    batch = await house.batch(batch_id)
+async def test_many_who_validate_one_batch_are_no_deaths(harness: Harness) -> None:
+    batch_id = await harness.submit(jsonl(line(n) for n in range(200)))
+    assert any(await asyncio.gather(*(harness.validator.run_once() for _ in range(MOST_DEATHS + 2))))
+    batch = await harness.batch(batch_id)
     assert (batch.status, batch.validation_deaths) == (BatchStatus.IN_PROGRESS, 0)
 
 
-async def test_what_processes_died_of_is_read_alone(house: House) -> None:
-    suspect, other = [await house.submit(jsonl(line(n) for n in range(200))) for _ in range(2)]
-    await change(house, suspect, validation_deaths=2)
-    validator = house.validator
+async def test_what_processes_died_of_is_read_alone(harness: Harness) -> None:
+    suspect, other = [await harness.submit(jsonl(line(n) for n in range(200))) for _ in range(2)]
+    await change(harness, suspect, validation_deaths=2)
+    validator = harness.validator
     assert sorted(await asyncio.gather(validator.run_once(), validator.run_once())) == [False, True]
-    assert (await house.batch(other)).status == BatchStatus.IN_PROGRESS
+    assert (await harness.batch(other)).status == BatchStatus.IN_PROGRESS
     assert await validator.run_once()
-    assert (await house.batch(suspect)).status == BatchStatus.IN_PROGRESS
+    assert (await harness.batch(suspect)).status == BatchStatus.IN_PROGRESS
 
 
 async def test_a_file_is_read_no_further_once_its_batch_is_cancelled(
-    house: House, monkeypatch: pytest.MonkeyPatch
+    harness: Harness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("service.jobs.validator.BREATH_S", 0.0)
     monkeypatch.setattr("service.jobs.validator.LOOK_S", 0.0)
-    batch_id = await house.submit(jsonl(line(n) for n in range(2000)))
+    batch_id = await harness.submit(jsonl(line(n) for n in range(2000)))
     checks, real = 0, LineChecker.check
 
     def check(checker: LineChecker, number: int, raw: bytes) -> Any:
@@ -183,12 +183,12 @@ async def test_a_file_is_read_no_further_once_its_batch_is_cancelled(
         return checks > 0
 
     monkeypatch.setattr(LineChecker, "check", check)
-    validating = asyncio.create_task(house.validator.run_once())
-    await house.until(has_begun)
-    await set_status(house, batch_id, BatchStatus.CANCELLING)
+    validating = asyncio.create_task(harness.validator.run_once())
+    await harness.until(has_begun)
+    await set_status(harness, batch_id, BatchStatus.CANCELLING)
     assert await validating
     assert checks < 2000
-    [batch] = await house.until_ended(batch_id)
+    [batch] = await harness.until_ended(batch_id)
     assert batch.status == BatchStatus.CANCELLED
 
 
@@ -214,7 +214,7 @@ def test_a_line_of_brackets_is_no_object_for_long() -> None:
 
 
 async def test_a_file_of_nothing_is_not_read_to_its_end(
-    house: House, pages: httpx.AsyncClient, settings: Settings, clock: Clock, monkeypatch: pytest.MonkeyPatch
+    harness: Harness, pages: httpx.AsyncClient, settings: Settings, clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Blank lines were skipped without bound, in the event loop: a page took minutes, and everybody waited."""
     with serve(settings, clock) as url:
@@ -224,12 +224,12 @@ async def test_a_file_of_nothing_is_not_read_to_its_end(
     monkeypatch.setattr(Storage, "stream", None)  # it reads one range
     assert (await pages.get("/new", params={"file": file_id})).status_code == 200
     assert not threads
-    assert house
+    assert harness
 
 
-async def test_a_search_parses_in_a_thread(pages: httpx.AsyncClient, house: House, settings: Settings) -> None:
-    batch_id = await house.submit(jsonl(line(n) for n in range(3)))
-    async with house.database.read() as session:
+async def test_a_search_parses_in_a_thread(pages: httpx.AsyncClient, harness: Harness, settings: Settings) -> None:
+    batch_id = await harness.submit(jsonl(line(n) for n in range(3)))
+    async with harness.database.read() as session:
         batch = (await session.scalars(select(Batch).where(Batch.id == batch_id))).one()
     seen: list[tuple[bytes, int]] = []
 
@@ -256,8 +256,8 @@ def post_upload(url: str, data: bytes, times: int = 1) -> httpx.Response:
     return httpx.post(f"{url}/v1/uploads/{upload_id}/complete", json=wanted, timeout=60)
 
 
-async def test_what_a_part_unpacks_to_counts_for_the_quota(house: House, settings: Settings, clock: Clock) -> None:
-    async with house.database.write() as session:
+async def test_what_a_part_unpacks_to_counts_for_the_quota(harness: Harness, settings: Settings, clock: Clock) -> None:
+    async with harness.database.write() as session:
         await session.execute(update(Project).where(Project.id == DEFAULT_PROJECT).values(max_bytes=100_000))
     with serve(settings, clock) as url:
         fits = await asyncio.to_thread(post_upload, url, gzip.compress(b"{}\n" * 20_000))

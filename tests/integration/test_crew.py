@@ -13,7 +13,7 @@ from benchmarks.paced import PacedEngine
 from service.db.tables import Batch, BatchStatus, Slice, SliceBatch
 from service.queue.crew import CrewBoard
 from service.queue.leases import Leases
-from tests.integration.house import House, jsonl, line
+from tests.integration.harness import Harness, jsonl, line
 
 AT_ONCE = 16  # a quarter of IN_FLIGHT, as a worker assumes
 IN_FLIGHT = 64  # all requests of most tests
@@ -33,116 +33,116 @@ def each_once(*engines: PacedEngine) -> bool:
 
 
 @asynccontextmanager
-async def crew(house: House, *engines: PacedEngine) -> AsyncGenerator[None]:
+async def crew(harness: Harness, *engines: PacedEngine) -> AsyncGenerator[None]:
     async with AsyncExitStack() as stack:
         for number, engine in enumerate(engines):
-            await stack.enter_async_context(house.working(engine, f"w{number}", IN_FLIGHT))
+            await stack.enter_async_context(harness.working(engine, f"w{number}", IN_FLIGHT))
         yield
 
 
-async def both_are_there(house: House) -> bool:
-    return len(await CrewBoard(house.redis, "test-model").look()) == 2
+async def both_are_there(harness: Harness) -> bool:
+    return len(await CrewBoard(harness.redis, "test-model").look()) == 2
 
 
-async def test_a_batch_that_one_worker_could_hold_is_divided(house: House) -> None:
+async def test_a_batch_that_one_worker_could_hold_is_divided(harness: Harness) -> None:
     engines = paced(), paced()
-    async with crew(house, *engines):
-        await house.until(lambda: both_are_there(house))
-        batch_id = await house.submit(jsonl(line(n) for n in range(64)))
-        await house.plan()
-        [batch] = await house.until_ended(batch_id)
+    async with crew(harness, *engines):
+        await harness.until(lambda: both_are_there(harness))
+        batch_id = await harness.submit(jsonl(line(n) for n in range(64)))
+        await harness.plan()
+        [batch] = await harness.until_ended(batch_id)
     assert each_once(*engines)
     assert min(answered(*engines)) >= 16
-    assert len((await house.results(batch))[0]) == 64
+    assert len((await harness.results(batch))[0]) == 64
 
 
-async def test_the_slower_worker_gets_less(house: House) -> None:
+async def test_the_slower_worker_gets_less(harness: Harness) -> None:
     engines = paced(0.02), paced(2.0)  # far apart, because a busy machine makes both slower
-    async with crew(house, *engines):
-        batch_id = await house.submit(jsonl(line(n) for n in range(400)))
-        await house.plan()
-        await house.until_ended(batch_id)
+    async with crew(harness, *engines):
+        batch_id = await harness.submit(jsonl(line(n) for n in range(400)))
+        await harness.plan()
+        await harness.until_ended(batch_id)
     fast, slow = answered(*engines)
     assert each_once(*engines)
     assert fast + slow == 400
     assert slow < fast
 
 
-async def are_leased(house: House, slices: int) -> bool:
-    await house.reconciler.run_once()
-    async with house.database.read() as session:
+async def are_leased(harness: Harness, slices: int) -> bool:
+    await harness.reconciler.run_once()
+    async with harness.database.read() as session:
         return len((await session.scalars(select(Slice).where(Slice.status == "leased"))).all()) >= slices
 
 
-async def has_slices(house: House, worker: str) -> bool:
-    await house.reconciler.run_once()
-    async with house.database.read() as session:
+async def has_slices(harness: Harness, worker: str) -> bool:
+    await harness.reconciler.run_once()
+    async with harness.database.read() as session:
         return bool(
             (await session.scalars(select(Slice).where(Slice.owner == worker, Slice.offsets.is_not(None)))).all()
         )
 
 
-async def test_a_worker_that_comes_late_is_handed_what_has_not_begun(house: House) -> None:
+async def test_a_worker_that_comes_late_is_handed_what_has_not_begun(harness: Harness) -> None:
     engines = paced(1.0), paced(0.01)
-    batch_id = await house.submit(jsonl(line(n) for n in range(64)))
-    await house.plan()
-    async with house.working(engines[0], "w0", IN_FLIGHT):
-        await house.until(lambda: are_leased(house, SLICES))  # all there is
-        async with house.working(engines[1], "w1", IN_FLIGHT):
-            [batch] = await house.until_ended(batch_id)
+    batch_id = await harness.submit(jsonl(line(n) for n in range(64)))
+    await harness.plan()
+    async with harness.working(engines[0], "w0", IN_FLIGHT):
+        await harness.until(lambda: are_leased(harness, SLICES))  # all there is
+        async with harness.working(engines[1], "w1", IN_FLIGHT):
+            [batch] = await harness.until_ended(batch_id)
     assert each_once(*engines)
     assert answered(*engines)[1] >= 20
-    assert len((await house.results(batch))[0]) == 64
-    async with house.database.read() as session:
+    assert len((await harness.results(batch))[0]) == 64
+    async with harness.database.read() as session:
         parts = (await session.scalars(select(Slice).where(Slice.offsets.is_not(None)))).all()
         totals = (await session.scalars(select(SliceBatch.total))).all()
     assert len(parts) >= 2, "what was given, and what was kept"
     assert (sum(totals), batch.slices_left) == (64, 0)
 
 
-async def test_what_was_handed_over_is_given_back_whole(house: House) -> None:
+async def test_what_was_handed_over_is_given_back_whole(harness: Harness) -> None:
     """The worker that has it stops, and the third one runs the rest of it."""
     engines = paced(60.0), paced(60.0), paced(0.01)
-    batch_id = await house.submit(jsonl(line(n) for n in range(64)))
-    await house.plan()
-    async with house.working(engines[0], "w0", IN_FLIGHT):
-        await house.until(lambda: are_leased(house, SLICES))
-        async with house.working(engines[1], "w1", IN_FLIGHT):
-            await house.until(lambda: has_slices(house, "w1"))
-    async with house.working(engines[2], "w2", IN_FLIGHT):
-        [batch] = await house.until_ended(batch_id)
+    batch_id = await harness.submit(jsonl(line(n) for n in range(64)))
+    await harness.plan()
+    async with harness.working(engines[0], "w0", IN_FLIGHT):
+        await harness.until(lambda: are_leased(harness, SLICES))
+        async with harness.working(engines[1], "w1", IN_FLIGHT):
+            await harness.until(lambda: has_slices(harness, "w1"))
+    async with harness.working(engines[2], "w2", IN_FLIGHT):
+        [batch] = await harness.until_ended(batch_id)
     assert engines[2].runs.total() == 64
-    assert len((await house.results(batch))[0]) == 64
+    assert len((await harness.results(batch))[0]) == 64
 
 
-async def test_a_batch_that_ends_is_not_handed_over(house: House) -> None:
+async def test_a_batch_that_ends_is_not_handed_over(harness: Harness) -> None:
     engines = paced(0.5), paced(0.01)
-    batch_id = await house.submit(jsonl(line(n) for n in range(64)))
-    await house.plan()
+    batch_id = await harness.submit(jsonl(line(n) for n in range(64)))
+    await harness.plan()
     original = Leases.hand_over
 
     async def ends_before(self: Leases, *arguments: object) -> bool:
-        async with house.database.write() as session:
+        async with harness.database.write() as session:
             await session.execute(update(Batch).values(status=BatchStatus.CANCELLING))
         return await original(self, *arguments)  # type: ignore[arg-type]
 
     with patch.object(Leases, "hand_over", ends_before):
-        async with house.working(engines[0], "w0", IN_FLIGHT):
-            await house.until(lambda: are_leased(house, SLICES))
-            async with house.working(engines[1], "w1", IN_FLIGHT):
-                [batch] = await house.until_ended(batch_id)
+        async with harness.working(engines[0], "w0", IN_FLIGHT):
+            await harness.until(lambda: are_leased(harness, SLICES))
+            async with harness.working(engines[1], "w1", IN_FLIGHT):
+                [batch] = await harness.until_ended(batch_id)
     assert batch.status == BatchStatus.CANCELLED
     assert engines[1].runs.total() == 0
-    async with house.database.read() as session:
+    async with harness.database.read() as session:
         assert not (await session.scalars(select(Slice).where(Slice.offsets.is_not(None)))).all()
 
 
 @pytest.mark.parametrize("commits", [True, False])
-async def test_a_hand_over_that_is_in_doubt_runs_each_request_once(house: House, commits: bool) -> None:
+async def test_a_hand_over_that_is_in_doubt_runs_each_request_once(harness: Harness, commits: bool) -> None:
     """The connection is lost at the commit, before or after the database has made it."""
     engines = paced(0.5), paced(0.01)
-    batch_id = await house.submit(jsonl(line(n) for n in range(64)))
-    await house.plan()
+    batch_id = await harness.submit(jsonl(line(n) for n in range(64)))
+    await harness.plan()
     original, times = Leases.hand_over, Counter[str]()
 
     async def loses_the_answer(self: Leases, *arguments: object) -> bool:
@@ -154,10 +154,10 @@ async def test_a_hand_over_that_is_in_doubt_runs_each_request_once(house: House,
         return await original(self, *arguments)  # type: ignore[arg-type]
 
     with patch.object(Leases, "hand_over", loses_the_answer):
-        async with house.working(engines[0], "w0", IN_FLIGHT):
-            await house.until(lambda: are_leased(house, SLICES))
-            async with house.working(engines[1], "w1", IN_FLIGHT):
-                [batch] = await house.until_ended(batch_id)
+        async with harness.working(engines[0], "w0", IN_FLIGHT):
+            await harness.until(lambda: are_leased(harness, SLICES))
+            async with harness.working(engines[1], "w1", IN_FLIGHT):
+                [batch] = await harness.until_ended(batch_id)
     assert times["asked"]
     assert each_once(*engines)
-    assert len((await house.results(batch))[0]) == 64
+    assert len((await harness.results(batch))[0]) == 64

@@ -17,7 +17,7 @@ from service.objects.storage import file_key
 from service.queue.progress import Heartbeat
 from tests.conftest import Clock
 from tests.integration.browsing import PAGES
-from tests.integration.house import House, ScriptedEngine, completed_are, jsonl, line, set_status
+from tests.integration.harness import Harness, ScriptedEngine, completed_are, jsonl, line, set_status
 
 
 @pytest.mark.parametrize("page", PAGES)
@@ -30,7 +30,7 @@ async def test_pages_show_an_empty_service_and_let_nothing_else_in(pages: httpx.
     assert not re.search(r"<script>|style=|\son\w+=|https?://(?!www\.w3\.org)", answer.text)
 
 
-async def test_a_file_is_uploaded_run_looked_at_and_retried(pages: httpx.AsyncClient, house: House) -> None:
+async def test_a_file_is_uploaded_run_looked_at_and_retried(pages: httpx.AsyncClient, harness: Harness) -> None:
     data = jsonl(line(n) for n in range(20))
     upload = await pages.post("/files", data={"purpose": "batch"}, files={"file": ("in.jsonl", data)})
     assert "in.jsonl" in upload.text
@@ -51,11 +51,15 @@ async def test_a_file_is_uploaded_run_looked_at_and_retried(pages: httpx.AsyncCl
     batch_id = created.url.path.rsplit("/", 1)[1]
     assert "Checking the file before anything runs" in created.text
     assert re.search(r"<h1[^>]*>Labels, November</h1>", created.text)
-    assert (await house.batch(batch_id)).custom_metadata == {"name": "Labels, November", "team": "evals", "run": "7: b"}
-    await house.plan()
-    async with house.working(ScriptedEngine(statuses={"request 3": [400]})):
-        await house.until(lambda: completed_are(house, batch_id, 19))
-        house.clock.now += 5  # what is readable early is looked for every few seconds
+    assert (await harness.batch(batch_id)).custom_metadata == {
+        "name": "Labels, November",
+        "team": "evals",
+        "run": "7: b",
+    }
+    await harness.plan()
+    async with harness.working(ScriptedEngine(statuses={"request 3": [400]})):
+        await harness.until(lambda: completed_are(harness, batch_id, 19))
+        harness.clock.now += 5  # what is readable early is looked for every few seconds
         running = (await pages.get(f"/batches/{batch_id}")).text
         assert "20 of 20" in running
         schedule = (await pages.get(f"/batches/{batch_id}/schedule")).text
@@ -63,7 +67,7 @@ async def test_a_file_is_uploaded_run_looked_at_and_retried(pages: httpx.AsyncCl
         assert re.search(r'data-text="[^"]*request', schedule)  # what is shared, in words
         assert 'data-begun="3"' in schedule
         assert "/request?custom_id=id-7" in (await pages.get(f"/batches/{batch_id}/requests")).text
-        await house.until_ended(batch_id)
+        await harness.until_ended(batch_id)
     assert re.search(r"Completed in .*: 19 answers, 1 failed", (await pages.get(f"/batches/{batch_id}")).text)
     kept = (await pages.get(f"/batches/{batch_id}/schedule")).text
     assert kept.count('<rect class="done"') == 3
@@ -84,9 +88,9 @@ async def test_a_file_is_uploaded_run_looked_at_and_retried(pages: httpx.AsyncCl
     assert "cancelling" in (await pages.post(f"{retried.url.path.removeprefix('/dashboard')}/cancel")).text
 
 
-async def test_errors_of_a_file_are_shown_by_line(pages: httpx.AsyncClient, house: House) -> None:
-    batch_id = await house.submit(jsonl([line(1), line(1, url="/v1/nowhere"), line(1)]))
-    await house.plan()
+async def test_errors_of_a_file_are_shown_by_line(pages: httpx.AsyncClient, harness: Harness) -> None:
+    batch_id = await harness.submit(jsonl([line(1), line(1, url="/v1/nowhere"), line(1)]))
+    await harness.plan()
     assert "Failed: the file has 3 errors, and nothing ran" in (await pages.get(f"/batches/{batch_id}")).text
     text = (await pages.get(f"/batches/{batch_id}/errors")).text
     assert re.findall(r'data-label="Line">(\d+)<', text) == ["2", "2", "3"]  # a wrong endpoint, and not the batch's
@@ -96,20 +100,20 @@ async def test_errors_of_a_file_are_shown_by_line(pages: httpx.AsyncClient, hous
     assert [json.loads(each)["line"] for each in told] == [2, 2, 3]
 
 
-async def test_lines_with_errors_are_found_behind_blank_ones(pages: httpx.AsyncClient, house: House) -> None:
+async def test_lines_with_errors_are_found_behind_blank_ones(pages: httpx.AsyncClient, harness: Harness) -> None:
     data = jsonl([line(1)]) + b"\n\n" + b'{"custom_id": "four"}\n' + b"not JSON"
-    batch_id = await house.submit(data)
-    await house.plan()
+    batch_id = await harness.submit(data)
+    await harness.plan()
     text = (await pages.get(f"/batches/{batch_id}/errors")).text
     assert re.findall(r'data-label="Line">(\d+)<', text)[-1] == "5"
     assert "{&#34;custom_id&#34;: &#34;four&#34;}" in text
     assert "<code>not JSON</code>" in text
 
 
-async def test_workers_are_filtered(pages: httpx.AsyncClient, house: House) -> None:
+async def test_workers_are_filtered(pages: httpx.AsyncClient, harness: Harness) -> None:
     for name, slices in (("worker-a", 2), ("worker-b", 0)):
         state = {"name": name, "model": "m", "slices": slices, "requests": 0}
-        await Heartbeat(house.redis).beat(name, state)
+        await Heartbeat(harness.redis).beat(name, state)
     assert 'name">worker-a<' in (await pages.get("/workers?state=working&model=m")).text
     assert 'name">worker-b<' not in (await pages.get("/workers?state=working")).text
     assert 'name">worker-a<' not in (await pages.get("/workers?state=idle")).text
@@ -117,36 +121,36 @@ async def test_workers_are_filtered(pages: httpx.AsyncClient, house: House) -> N
     assert "No workers match these filters" in (await pages.get("/workers?state=draining")).text
 
 
-async def test_online_requests_are_shown_against_their_bounds(pages: httpx.AsyncClient, house: House) -> None:
+async def test_online_requests_are_shown_against_their_bounds(pages: httpx.AsyncClient, harness: Harness) -> None:
     assert "No worker that is alive takes online requests" in (await pages.get("/online")).text
     state = {"name": "w", "model": "m", "slices": 0, "requests": 0, "online": "http://10.0.0.1:1", "online_requests": 3}
-    await Heartbeat(house.redis).beat("w", state)
+    await Heartbeat(harness.redis).beat("w", state)
     assert "None has ended yet" in (await pages.get("/online")).text
     found = ServedClass()
     for ttft_s in (0.1, 0.2, 3.0):
         found.note(ttft_s, 0.02, ttft_s > 1)
     classes = [found.report(SloClass("default", ttft_s=1.0)), found.report(SloClass("<b>flex"))]
     rank = {"online_classes": classes, "online_s": 4.0, "batches_excess_s": 1.0, "kv_capacity": 100, "online_kv": 25}
-    await Heartbeat(house.redis).beat("w", {**state, "engine": [rank], "online_seconds_per_second": 0.4})
+    await Heartbeat(harness.redis).beat("w", {**state, "engine": [rank], "online_seconds_per_second": 0.4})
     text = re.sub(r"<[^>]*>", "", (await pages.get("/online")).text)
     for shown in ("200 ms of 1,000 ms", "20 ms", "66.7%", "25.0%", "40.0%", "&lt;b&gt;flex"):
         assert shown in text
 
 
-async def test_what_is_shown_is_escaped(pages: httpx.AsyncClient, house: House) -> None:
-    batch_id = await house.submit(jsonl([line(1, custom_id="<script>alert(1)</script>")]))
-    await house.plan()
-    async with house.working(ScriptedEngine(statuses={"request 1": [400]})):
-        await house.until_ended(batch_id)
+async def test_what_is_shown_is_escaped(pages: httpx.AsyncClient, harness: Harness) -> None:
+    batch_id = await harness.submit(jsonl([line(1, custom_id="<script>alert(1)</script>")]))
+    await harness.plan()
+    async with harness.working(ScriptedEngine(statuses={"request 1": [400]})):
+        await harness.until_ended(batch_id)
     for path in (f"/batches/{batch_id}", f"/batches/{batch_id}/request?custom_id=<script>", "/batches?text=<script>"):
         text = (await pages.get(path)).text
         assert "<script>" not in text
     assert "&lt;script&gt;alert(1)" in (await pages.get(f"/batches/{batch_id}/requests?kind=errors")).text
 
 
-async def test_parameters_that_no_engine_knows_are_named(pages: httpx.AsyncClient, house: House) -> None:
-    batch_id = await house.submit(jsonl([line(1, body={**line(1)["body"], "maxtokens": 5, "<b>": 1})]))
-    await house.plan()
+async def test_parameters_that_no_engine_knows_are_named(pages: httpx.AsyncClient, harness: Harness) -> None:
+    batch_id = await harness.submit(jsonl([line(1, body={**line(1)["body"], "maxtokens": 5, "<b>": 1})]))
+    await harness.plan()
     text = (await pages.get(f"/batches/{batch_id}")).text
     assert "1 request has the parameter <code>maxtokens</code>, which is ignored" in text
     assert "Is <code>max_tokens</code> meant?" in text
@@ -173,12 +177,12 @@ async def test_files_that_are_none_are_no_fault_of_ours(pages: httpx.AsyncClient
     assert (await pages.get(f"{batch.url.path.removeprefix('/dashboard')}/request?custom_id=a")).status_code == 200
 
 
-async def test_a_line_without_a_name_is_shown(pages: httpx.AsyncClient, house: House) -> None:
-    batch_id = await house.submit(jsonl(line(n) for n in range(3)))
-    await house.plan()
-    await house.storage.delete(file_key((await house.batch(batch_id)).input_file_id))  # behind our back
-    await set_status(house, batch_id, BatchStatus.CANCELLING)
-    await house.until_ended(batch_id)
+async def test_a_line_without_a_name_is_shown(pages: httpx.AsyncClient, harness: Harness) -> None:
+    batch_id = await harness.submit(jsonl(line(n) for n in range(3)))
+    await harness.plan()
+    await harness.storage.delete(file_key((await harness.batch(batch_id)).input_file_id))  # behind our back
+    await set_status(harness, batch_id, BatchStatus.CANCELLING)
+    await harness.until_ended(batch_id)
     shown = await pages.get(f"/batches/{batch_id}/requests?kind=errors")
     assert (shown.status_code, shown.text.count("batch_cancelled")) == (200, 3)
     assert "0 of 3" in shown.text
@@ -187,25 +191,25 @@ async def test_a_line_without_a_name_is_shown(pages: httpx.AsyncClient, house: H
 
 
 async def test_a_tokenizer_that_fails_stops_no_plan(
-    pages: httpx.AsyncClient, house: House, monkeypatch: pytest.MonkeyPatch
+    pages: httpx.AsyncClient, harness: Harness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def broken(source: str) -> None:
         raise OSError(f"{source} is gone")
 
-    batch_id = await house.submit(jsonl(line(n) for n in range(20)))
+    batch_id = await harness.submit(jsonl(line(n) for n in range(20)))
     monkeypatch.setattr(planner, "prompt_tokens", broken)
     monkeypatch.setattr(planner, "_without_texts", set[str]())
-    await house.plan()
+    await harness.plan()
     shown = (await pages.get(f"/batches/{batch_id}/schedule")).text
     assert 'data-text=""' in shown
     assert not re.search(r'data-text="[^"]', shown)
 
 
 async def test_a_live_refresh_reads_no_results(
-    pages: httpx.AsyncClient, house: House, monkeypatch: pytest.MonkeyPatch
+    pages: httpx.AsyncClient, harness: Harness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    batch_id = await house.submit(jsonl([line(1), line(1)]))
-    await house.plan()
+    batch_id = await harness.submit(jsonl([line(1), line(1)]))
+    await harness.plan()
 
     def reads(*_: Any, **__: Any) -> None:
         raise AssertionError("a part of the page that is replaced every two seconds reads a file")
@@ -217,16 +221,16 @@ async def test_a_live_refresh_reads_no_results(
         assert (answer.status_code, "Failed: the file has" in answer.text) == (200, True)
 
 
-async def test_batches_are_filtered(pages: httpx.AsyncClient, house: House, clock: Clock) -> None:
+async def test_batches_are_filtered(pages: httpx.AsyncClient, harness: Harness, clock: Clock) -> None:
     clock.now = 1_700_000_000.0  # 2023-11-14, 22:13 UTC
-    early = await house.submit(jsonl([line(1)]))
-    async with house.database.write() as session:
+    early = await harness.submit(jsonl([line(1)]))
+    async with harness.database.write() as session:
         await session.execute(
             update(Batch).where(Batch.id == early).values(custom_metadata={"run": "twelve", "Größe": "ß"})
         )
     clock.now += 7200
-    late = await house.submit(jsonl([line(1)]))
-    await house.plan()
+    late = await harness.submit(jsonl([line(1)]))
+    await harness.plan()
 
     async def shown(**filters: str) -> set[str]:
         text = (await pages.get("/batches", params=filters)).text
@@ -251,14 +255,14 @@ async def test_batches_are_filtered(pages: httpx.AsyncClient, house: House, cloc
         assert (await pages.post(path, data={"weight": 1})).status_code == 400
 
 
-async def test_a_plan_is_shown_before_the_start(pages: httpx.AsyncClient, house: House) -> None:
+async def test_a_plan_is_shown_before_the_start(pages: httpx.AsyncClient, harness: Harness) -> None:
     data = jsonl(line(n) for n in range(20))
     upload = await pages.post("/files", data={"purpose": "batch"}, files={"file": ("in.jsonl", data)})
     form = {"file": upload.url.params["file"], "endpoint": "/v1/chat/completions", "window": "24h", "hold": "true"}
     created = await pages.post("/batches", data=form)
     path = created.url.path.removeprefix("/dashboard")
     assert "planning the batch" in created.text
-    await house.plan()
+    await harness.plan()
     held = (await pages.get(path)).text
     assert "% of them shared" in held
     assert "Held: it runs once you start it" in held
@@ -266,24 +270,24 @@ async def test_a_plan_is_shown_before_the_start(pages: httpx.AsyncClient, house:
     assert path not in overview  # among those that run, and come next
     started = await pages.post(f"{path}/start")
     assert "Before it starts" not in started.text
-    await house.plan()
+    await harness.plan()
     assert "3 slices in the order of the plan" in (await pages.get(f"{path}/schedule")).text
 
 
-async def test_steps_of_a_worker_are_drawn_per_step(pages: httpx.AsyncClient, house: House) -> None:
+async def test_steps_of_a_worker_are_drawn_per_step(pages: httpx.AsyncClient, harness: Harness) -> None:
     rank = {
         "series_every": 4,
         "series": [[8.0, 7.0, 4.0, 2.0, 9, 9], [4.0, 3.0, 2.0, 1.0, 9, 9], [1.0, 1.0, 1.0, 1.0, 1, 1]],
     }
     state = {"name": "w/1", "model": "m", "slices": 0, "requests": 0, "steps_per_second": 1.0, "engine": [rank]}
-    await Heartbeat(house.redis).beat("w/1", state)
+    await Heartbeat(harness.redis).beat("w/1", state)
     path = re.search(r'data-points="/dashboard([^"]+)"', (await pages.get("/workers")).text)
     assert path
     assert (await pages.get(path[1])).json()["points"] == [[0, 1000.0, 500.0, 2000.0], [4, 500.0, 250.0, 1000.0]]
     assert (await pages.get("/workers/nobody/steps.json")).json() == {"points": []}
 
 
-async def test_the_root_leads_to_the_dashboard(pages: httpx.AsyncClient, house: House) -> None:
+async def test_the_root_leads_to_the_dashboard(pages: httpx.AsyncClient, harness: Harness) -> None:
     root = str(pages.base_url).removesuffix("dashboard/").removesuffix("/dashboard")
     answer = await pages.get(f"{root.rstrip('/')}/", follow_redirects=False)
     assert (answer.status_code, answer.headers["location"]) == (307, "/dashboard")

@@ -12,18 +12,18 @@ from service.queue.trust import deployment_token
 from service.settings import Settings
 from service.worker import door as doors
 from tests.conftest import Clock
-from tests.integration import shop as shops
-from tests.integration.house import House
+from tests.integration import online_harness
+from tests.integration.harness import Harness
+from tests.integration.online_harness import MODEL, OnlineHarness, ScriptedOnlineEngine, asked
 from tests.integration.serving import CHAT, serve
-from tests.integration.shop import MODEL, Shop, Teller, asked
 
 
-async def test_an_address_that_no_worker_named_gets_nothing(shop: Shop) -> None:
+async def test_an_address_that_no_worker_named_gets_nothing(online: OnlineHarness) -> None:
     """A writer into Redis would get the token and the texts."""
-    engine = Teller()
-    async with shop.door("w", engine) as door:
-        state = (await Heartbeat(shop.house.redis).alive())[0]
-        assert await Routes(Heartbeat(shop.house.redis), door.token).targets(MODEL, b"")
+    engine = ScriptedOnlineEngine()
+    async with online.door("w", engine) as door:
+        state = (await Heartbeat(online.harness.redis).alive())[0]
+        assert await Routes(Heartbeat(online.harness.redis), door.token).targets(MODEL, b"")
         for changed in (
             {"online_proof": None},
             {"online_proof": "é\ud800"},
@@ -31,14 +31,14 @@ async def test_an_address_that_no_worker_named_gets_nothing(shop: Shop) -> None:
             {"model": "another"},
             {"name": "another"},
         ):
-            await Heartbeat(shop.house.redis).beat("w", {**state, **changed})
-            routes = Routes(Heartbeat(shop.house.redis), door.token)  # a new one looks at once
+            await Heartbeat(online.harness.redis).beat("w", {**state, **changed})
+            routes = Routes(Heartbeat(online.harness.redis), door.token)  # a new one looks at once
             for model in (MODEL, "another"):
                 assert await routes.targets(model, b"") == []
             assert len(routes.without_proof) == 1
         for broken in ({"online": 7}, {"model": None}, {"name": ["w"]}):
-            await Heartbeat(shop.house.redis).beat("w", {**state, **broken})
-            assert await Routes(Heartbeat(shop.house.redis), door.token).targets(MODEL, b"") == []
+            await Heartbeat(online.harness.redis).beat("w", {**state, **broken})
+            assert await Routes(Heartbeat(online.harness.redis), door.token).targets(MODEL, b"") == []
         door_model = asked(model="another")
         async with httpx.AsyncClient(base_url=state["online"]) as client:
             headers = {"Authorization": f"Bearer {door.token}", "X-Request-Id": "req_" + "0" * 32}
@@ -46,15 +46,15 @@ async def test_an_address_that_no_worker_named_gets_nothing(shop: Shop) -> None:
     assert not engine.asked
 
 
-async def test_a_door_is_for_the_service_alone(shop: Shop) -> None:
-    engine = Teller()
-    async with shop.door("w", engine, token="another"):
-        refused = await shop.post(asked())
+async def test_a_door_is_for_the_service_alone(online: OnlineHarness) -> None:
+    engine = ScriptedOnlineEngine()
+    async with online.door("w", engine, token="another"):
+        refused = await online.post(asked())
         assert (refused.json()["error"]["code"], refused.headers["x-should-retry"]) == (
             "online_not_configured",
             "false",
         )
-        state = (await Heartbeat(shop.house.redis).alive())[0]
+        state = (await Heartbeat(online.harness.redis).alive())[0]
         async with httpx.AsyncClient(base_url=state["online"]) as client:
             for given in (b"", b"Bearer wrong", "Bearer é".encode(), b"Bearer \xff"):
                 headers = {b"Authorization": given}
@@ -64,18 +64,18 @@ async def test_a_door_is_for_the_service_alone(shop: Shop) -> None:
 
 @pytest.mark.parametrize("worker_stops", [False, True])
 async def test_a_stream_that_the_api_does_not_read_is_aborted(
-    shop: Shop, monkeypatch: pytest.MonkeyPatch, worker_stops: bool
+    online: OnlineHarness, monkeypatch: pytest.MonkeyPatch, worker_stops: bool
 ) -> None:
     """After a while, or at once when the worker ends its requests."""
     monkeypatch.setattr(doors, "STALLED_S", 3600.0 if worker_stops else 0.5)
-    engine = Teller()
-    monkeypatch.setattr(shops, "event", lambda number: b"data: " + b"x" * 2**22 + b"\n\n")
-    async with shop.door("w", engine) as door:
-        url = (await Heartbeat(shop.house.redis).alive())[0]["online"]
+    engine = ScriptedOnlineEngine()
+    monkeypatch.setattr(online_harness, "event", lambda number: b"data: " + b"x" * 2**22 + b"\n\n")
+    async with online.door("w", engine) as door:
+        url = (await Heartbeat(online.harness.redis).alive())[0]["online"]
         host, port = url.removeprefix("http://").split(":")
         reader, writer = await asyncio.open_connection(host, int(port), limit=1024)
         body = json.dumps(asked(stream=True)).encode()
-        token, number = deployment_token(shop.settings), "req_" + "0" * 32
+        token, number = deployment_token(online.settings), "req_" + "0" * 32
         head = f"POST {CHAT} HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {token}\r\nX-Request-Id: {number}\r\n"
         writer.write(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
         async with asyncio.timeout(30):
@@ -92,11 +92,11 @@ async def test_a_stream_that_the_api_does_not_read_is_aborted(
         writer.close()
 
 
-async def test_a_service_whose_roles_share_no_key_says_so(house: House, settings: Settings, clock: Clock) -> None:
+async def test_a_service_whose_roles_share_no_key_says_so(harness: Harness, settings: Settings, clock: Clock) -> None:
     if settings.database.startswith("sqlite"):
         pytest.skip("with SQLite they share a file")
     settings = settings.model_copy(update={"secret_key": None})
     with serve(settings, clock) as url:
-        answer = await Shop(house, settings, url).post(asked())
+        answer = await OnlineHarness(harness, settings, url).post(asked())
     assert answer.json()["error"]["code"] == "online_not_configured"
     assert answer.headers["x-should-retry"] == "false"

@@ -18,7 +18,7 @@ from service.objects.shards import Answer, Shard, Usage
 from service.objects.storage import Storage, file_key
 from service.settings import Settings
 from tests.conftest import Clock
-from tests.integration.house import House, ScriptedEngine, completed_are, jsonl, line, set_status
+from tests.integration.harness import Harness, ScriptedEngine, completed_are, jsonl, line, set_status
 from tests.integration.serving import CHAT, serve
 
 TOTAL = 60
@@ -65,18 +65,18 @@ class Gate(ScriptedEngine):
             self.room.release()
 
 
-async def test_what_was_read_early_begins_the_files(house: House, client: openai.OpenAI, clock: Clock) -> None:
+async def test_what_was_read_early_begins_the_files(harness: Harness, client: openai.OpenAI, clock: Clock) -> None:
     batch_id = create(client)
     output_id, errors_id = early(client, batch_id)
     nothing = await get(client, output_id)
     assert (nothing.status_code, nothing.content) == (200, b"")
-    await house.plan()
+    await harness.plan()
     engine = Gate(statuses={f"request {n}": [400] for n in range(0, TOTAL, 4)})
     seen, failed = b"", b""
-    async with house.working(engine, in_flight=8):
+    async with harness.working(engine, in_flight=8):
         for done in range(10, TOTAL, 10):
             engine.open(10)
-            await house.until(lambda done=done: answered(house, batch_id, done))
+            await harness.until(lambda done=done: answered(harness, batch_id, done))
             clock.now += EVERY_S
             more = await get(client, output_id, len(seen))
             assert more.status_code == 206
@@ -90,8 +90,8 @@ async def test_what_was_read_early_begins_the_files(house: House, client: openai
         assert (none.status_code, none.headers["content-range"]) == (416, f"bytes */{len(seen)}")
         assert none.headers["batchweave-growing"] == "yes"
         engine.open(TOTAL)
-        [batch] = await house.until_ended(batch_id)
-    await house.results(batch)
+        [batch] = await harness.until_ended(batch_id)
+    await harness.results(batch)
     output = client.files.content(batch.output_file_id or "").content
     assert output.startswith(seen)
     assert len(output) > len(seen)
@@ -100,19 +100,19 @@ async def test_what_was_read_early_begins_the_files(house: House, client: openai
     assert (await get(client, output_id, 10)).content == output[10:]
     end = await get(client, output_id, len(output))
     assert (end.status_code, end.headers["etag"]) == (416, f'"{batch.output_file_id}"')
-    async with house.database.read() as session:
+    async with harness.database.read() as session:
         assert await session.scalar(select(func.count()).select_from(EarlyRun)) == 0
 
 
-async def test_request_answered_twice_is_read_once(house: House, client: openai.OpenAI, clock: Clock) -> None:
+async def test_request_answered_twice_is_read_once(harness: Harness, client: openai.OpenAI, clock: Clock) -> None:
     """A worker that lost its lease may write on beside the next one, also segments that come before those read."""
     batch_id = create(client, 6)
     output_id, _ = early(client, batch_id)
-    await house.plan()
-    async with house.database.write() as session:
+    await harness.plan()
+    async with harness.database.write() as session:
         [piece] = (await session.scalars(select(Slice))).all()
         piece.epoch = 2
-    shard = Shard(house.storage, piece.id)
+    shard = Shard(harness.storage, piece.id)
 
     async def write(epoch: int, number: int, *requests: int) -> bytes:
         answers = [answer(batch_id, request, f"{epoch}.{number}") for request in requests]
@@ -129,41 +129,41 @@ async def test_request_answered_twice_is_read_once(house: House, client: openai.
     assert third.startswith(second)
     assert names(third)[3:] == ["id-3 2.2"]
     await shard.write(2, 3, [answer(batch_id, request, "2.3") for request in (3, 4, 5)])
-    await set_status(house, batch_id, BatchStatus.FINALIZING)
+    await set_status(harness, batch_id, BatchStatus.FINALIZING)
     clock.now += EVERY_S
     assert (await get(client, output_id)).content == third
-    [batch] = await house.until_ended(batch_id)
-    output = await house.storage.read(file_key(batch.output_file_id or ""))
+    [batch] = await harness.until_ended(batch_id)
+    output = await harness.storage.read(file_key(batch.output_file_id or ""))
     assert output.startswith(third)
     assert names(output)[4:] == ["id-4 2.3", "id-5 2.3"]
 
 
-async def test_readers_side_by_side_agree(house: House, client: openai.OpenAI, clock: Clock) -> None:
+async def test_readers_side_by_side_agree(harness: Harness, client: openai.OpenAI, clock: Clock) -> None:
     batch_id = create(client)
-    await house.plan()
+    await harness.plan()
     engine = Gate()
-    others = [EarlyResults(house.database, house.storage, clock) for _ in range(4)]
-    async with house.working(engine, in_flight=8):
+    others = [EarlyResults(harness.database, harness.storage, clock) for _ in range(4)]
+    async with harness.working(engine, in_flight=8):
         for done in range(12, TOTAL, 12):
             engine.open(12)
-            await house.until(lambda done=done: completed_are(house, batch_id, done))
+            await harness.until(lambda done=done: completed_are(harness, batch_id, done))
             clock.now += EVERY_S
             await asyncio.gather(*(each.refresh(batch_id) for each in others))
         seen = (await get(client, early(client, batch_id)[0])).content
         assert len(names(seen)) == len(set(names(seen))) == 48
         engine.open(TOTAL)
-        [batch] = await house.until_ended(batch_id)
-    await house.results(batch)
-    assert (await house.storage.read(file_key(batch.output_file_id or ""))).startswith(seen)
+        [batch] = await harness.until_ended(batch_id)
+    await harness.results(batch)
+    assert (await harness.storage.read(file_key(batch.output_file_id or ""))).startswith(seen)
 
 
 async def test_a_write_of_unknown_outcome_moves_nothing(
-    house: House, client: openai.OpenAI, clock: Clock, monkeypatch: pytest.MonkeyPatch
+    harness: Harness, client: openai.OpenAI, clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The segment is there although its write failed, and more is answered before the next try."""
     batch_id = create(client, 30)
     output_id, _ = early(client, batch_id)
-    await house.plan()
+    await harness.plan()
     put, fails = Storage.put, asyncio.Event()
 
     async def put_and_fail(storage: Storage, key: str, data: bytes) -> None:
@@ -174,50 +174,50 @@ async def test_a_write_of_unknown_outcome_moves_nothing(
     monkeypatch.setattr(Storage, "put", put_and_fail)
     engine = Gate()
     fails.set()
-    async with house.working(engine, in_flight=8):
+    async with harness.working(engine, in_flight=8):
         engine.open(3)
-        await house.until(lambda: answers_in_shards(house, 1))
+        await harness.until(lambda: answers_in_shards(harness, 1))
         clock.now += EVERY_S
         seen = (await get(client, output_id)).content
         engine.open(5)
         await asyncio.sleep(0.2)
         fails.clear()
         engine.open(4)
-        await house.until(lambda: completed_are(house, batch_id, 12))
+        await harness.until(lambda: completed_are(harness, batch_id, 12))
         clock.now += EVERY_S
         seen += (await get(client, output_id, len(seen))).content
         assert len(names(seen)) == len(set(names(seen))) == 12
         engine.open(30)
-        [batch] = await house.until_ended(batch_id)
+        [batch] = await harness.until_ended(batch_id)
     assert seen
-    await house.results(batch)
-    assert (await house.storage.read(file_key(batch.output_file_id or ""))).startswith(seen)
+    await harness.results(batch)
+    assert (await harness.storage.read(file_key(batch.output_file_id or ""))).startswith(seen)
 
 
-async def test_a_lost_segment_costs_its_own_answers_only(house: House, client: openai.OpenAI) -> None:
+async def test_a_lost_segment_costs_its_own_answers_only(harness: Harness, client: openai.OpenAI) -> None:
     batch_id = create(client, 16)
     output_id, _ = early(client, batch_id)
-    await house.plan()
-    async with house.working(ScriptedEngine()):
-        await house.until(lambda: completed_are(house, batch_id, 16))
+    await harness.plan()
+    async with harness.working(ScriptedEngine()):
+        await harness.until(lambda: completed_are(harness, batch_id, 16))
     assert len((await get(client, output_id)).content.splitlines()) == 16
-    [key, *_] = await house.storage.keys("shards")
-    await house.storage.delete(key)
-    [batch] = await house.until_ended(batch_id)
-    output, errors = await house.results(batch)
+    [key, *_] = await harness.storage.keys("shards")
+    await harness.storage.delete(key)
+    [batch] = await harness.until_ended(batch_id)
+    output, errors = await harness.results(batch)
     assert len(output) + len(errors) == 16
     assert {each["error"]["code"] for each in errors.values()} == {"server_error"}
 
 
-async def answers_in_shards(house: House, least: int) -> bool:
-    return len(await house.storage.keys("shards")) >= least
+async def answers_in_shards(harness: Harness, least: int) -> bool:
+    return len(await harness.storage.keys("shards")) >= least
 
 
-async def test_early_results_are_their_projects_and_no_other_ids(house: House, client: openai.OpenAI) -> None:
+async def test_early_results_are_their_projects_and_no_other_ids(harness: Harness, client: openai.OpenAI) -> None:
     batch_id = create(client)
     for file_id in (ids.early_file_ids(ids.batch_id())[0], early(client, batch_id)[0] + "x"):
         assert (await get(client, file_id)).status_code == 404
-    async with house.database.write() as session:
+    async with harness.database.write() as session:
         await session.execute(update(Batch).where(Batch.id == batch_id).values(project_id="proj_other"))
     assert (await get(client, ids.early_file_ids(batch_id)[0])).status_code == 404
     ordered = create(client, output_order="input")
@@ -226,8 +226,8 @@ async def test_early_results_are_their_projects_and_no_other_ids(house: House, c
     assert (found.status_code, found.json()["error"]["code"]) == (400, "batch_not_ended")
 
 
-async def answered(house: House, batch_id: str, wanted: int) -> bool:
-    counts = await house.progress.counts(house.database, batch_id)
+async def answered(harness: Harness, batch_id: str, wanted: int) -> bool:
+    counts = await harness.progress.counts(harness.database, batch_id)
     return counts.completed + counts.failed == wanted
 
 

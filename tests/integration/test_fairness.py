@@ -24,59 +24,59 @@ from service.queue.leases import Leases
 from service.queue.urgency import Turns
 from service.settings import Settings
 from tests.conftest import Clock
-from tests.integration.house import House, jsonl, line
+from tests.integration.harness import Harness, jsonl, line
 
 OTHER = "proj_other"
 
 
-async def add_project(house: House, weight: float = 1.0) -> None:
-    async with house.database.write() as session:
+async def add_project(harness: Harness, weight: float = 1.0) -> None:
+    async with harness.database.write() as session:
         session.add(Project(id=OTHER, name="other", weight=weight, created_at=0))
 
 
-async def submit(house: House, project_id: str, window_s: int, count: int = 8) -> str:
-    batch_id = await house.submit(jsonl(line(n) for n in range(count)), window_s)
-    async with house.database.write() as session:
+async def submit(harness: Harness, project_id: str, window_s: int, count: int = 8) -> str:
+    batch_id = await harness.submit(jsonl(line(n) for n in range(count)), window_s)
+    async with harness.database.write() as session:
         await session.execute(update(Batch).where(Batch.id == batch_id).values(project_id=project_id))
     return batch_id
 
 
-async def test_short_windows_do_not_go_first_for_ever(house: House, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_short_windows_do_not_go_first_for_ever(harness: Harness, monkeypatch: pytest.MonkeyPatch) -> None:
     """A project that says one minute for each of its batches is validated in turns with one that says a day."""
     monkeypatch.setattr("service.jobs.validator.REQUESTS_PER_S", 0.0)  # turns by lines alone, whatever the machine does
-    await add_project(house)
+    await add_project(harness)
     for _ in range(6):
-        await submit(house, OTHER, 60)
-    patient = [await submit(house, DEFAULT_PROJECT, 86400) for _ in range(3)]
-    validator = house.validator
+        await submit(harness, OTHER, 60)
+    patient = [await submit(harness, DEFAULT_PROJECT, 86400) for _ in range(3)]
+    validator = harness.validator
     for _ in range(6):
         assert await validator.run_once()
-    assert [(await house.batch(each)).status for each in patient] == ["in_progress"] * 3
+    assert [(await harness.batch(each)).status for each in patient] == ["in_progress"] * 3
 
 
 @pytest.mark.usefixtures("windows_apart")
-async def test_urgent_slices_of_one_project_leave_others_their_share(house: House) -> None:
-    await add_project(house, weight=3.0)
-    await submit(house, DEFAULT_PROJECT, 86400, 80)
-    await house.plan()
-    await submit(house, OTHER, 600, 80)
-    await house.plan()
-    owners = {each: owner for each, owner in await slice_owners(house)}
+async def test_urgent_slices_of_one_project_leave_others_their_share(harness: Harness) -> None:
+    await add_project(harness, weight=3.0)
+    await submit(harness, DEFAULT_PROJECT, 86400, 80)
+    await harness.plan()
+    await submit(harness, OTHER, 600, 80)
+    await harness.plan()
+    owners = {each: owner for each, owner in await slice_owners(harness)}
     turns = Turns()
-    first = [each.slice_id for each in await turns.most_urgent(house.database, "test-model", house.clock(), 8)]
+    first = [each.slice_id for each in await turns.most_urgent(harness.database, "test-model", harness.clock(), 8)]
     assert [owners[each] for each in first].count(OTHER) == 6  # by weight, three to one
-    leases = Leases(house.database, "w", "test-model", 30)
+    leases = Leases(harness.database, "w", "test-model", 30)
     for each in [each for each in first if owners[each] == OTHER][:6]:
         assert await leases.claim(each)
-    after = await turns.most_urgent(house.database, "test-model", house.clock(), 2)
+    after = await turns.most_urgent(harness.database, "test-model", harness.clock(), 2)
     assert [owners[each.slice_id] for each in after] == [DEFAULT_PROJECT] * 2  # the other has its share in the engines
 
 
-async def slice_owners(house: House) -> Any:
+async def slice_owners(harness: Harness) -> Any:
     from service.db.tables import SliceBatch
 
     query = select(SliceBatch.slice_id, Batch.project_id).join(Batch, Batch.id == SliceBatch.batch_id)
-    async with house.database.read() as session:
+    async with harness.database.read() as session:
         return (await session.execute(query)).all()
 
 
@@ -97,7 +97,7 @@ def test_turns_are_by_weight_and_nobody_saves_them_up() -> None:
         assert turns.order({"a": 1.0, "b": 1.0}) == ["b"]
 
 
-async def test_a_project_without_a_quota_has_the_default(house: House, settings: Settings, clock: Clock) -> None:
+async def test_a_project_without_a_quota_has_the_default(harness: Harness, settings: Settings, clock: Clock) -> None:
     limited = settings.model_copy(update={"max_batches": 2})
     with serving(limited, clock) as (port, _):
         client = openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="k", max_retries=0)
@@ -117,7 +117,7 @@ async def test_a_project_without_a_quota_has_the_default(house: House, settings:
 
 
 async def test_dead_endpoints_of_one_project_hold_up_no_other(
-    house: House, settings: Settings, monkeypatch: pytest.MonkeyPatch
+    harness: Harness, settings: Settings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Twenty endpoints that never answer took every loop for a minute; now two at a time are asked."""
     under_way: list[str] = []
@@ -133,13 +133,13 @@ async def test_dead_endpoints_of_one_project_hold_up_no_other(
         return 200
 
     monkeypatch.setattr("service.jobs.webhooks.deliver", hanging)
-    await add_project(house)
-    now = house.clock()
-    async with house.database.write() as session:
+    await add_project(harness)
+    now = harness.clock()
+    async with harness.database.write() as session:
         for number in range(20):
             add_endpoint(session, f"dead-{number}", OTHER, now)
         add_endpoint(session, "good", DEFAULT_PROJECT, now)
-    job = Webhooks(house.database, settings, house.clock)
+    job = Webhooks(harness.database, settings, harness.clock)
     loops = [asyncio.create_task(job.run_once()) for _ in range(4)]
     async with asyncio.timeout(30):
         while "https://good/" not in under_way:
@@ -162,20 +162,20 @@ def add_endpoint(session: Any, name: str, project_id: str, now: float) -> None:
 
 
 async def test_an_endpoint_that_fails_rests_and_says_so(
-    house: House, settings: Settings, monkeypatch: pytest.MonkeyPatch
+    harness: Harness, settings: Settings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def failing(*_: Any) -> int:
         return 500
 
     monkeypatch.setattr("service.jobs.webhooks.deliver", failing)
-    async with house.database.write() as session:
-        add_endpoint(session, "bad", DEFAULT_PROJECT, house.clock())
-    job, asked = Webhooks(house.database, settings, house.clock), 0
+    async with harness.database.write() as session:
+        add_endpoint(session, "bad", DEFAULT_PROJECT, harness.clock())
+    job, asked = Webhooks(harness.database, settings, harness.clock), 0
     for _ in range(40):
         asked += await job.run_once()
-        house.clock.now += 30
+        harness.clock.now += 30
     assert asked < 12  # of 120 and more, had each delivery a pace of its own
-    async with house.database.read() as session:
+    async with harness.database.read() as session:
         found = (await session.scalars(select(WebhookEndpoint))).one()
     assert (found.failures, found.last_result) == (asked, "status 500")
     assert found.rests_until is not None

@@ -13,7 +13,7 @@ from service.db.tables import Slice
 from service.jobs.expiry import Expiry
 from service.settings import Settings
 from tests.conftest import Clock
-from tests.integration.house import House, ScriptedEngine, jsonl, line
+from tests.integration.harness import Harness, ScriptedEngine, jsonl, line
 from tests.integration.serving import CHAT, serve
 
 DAY_S = 86400
@@ -43,17 +43,17 @@ def seen(client: openai.OpenAI, batch_id: str) -> dict[str, Any]:
     return extras(client.batches.retrieve(batch_id))
 
 
-async def slices(house: House) -> int:
-    async with house.database.read() as session:
+async def slices(harness: Harness) -> int:
+    async with harness.database.read() as session:
         return (await session.execute(select(func.count()).select_from(Slice))).scalar_one()
 
 
-async def test_time_and_cost_are_seen_before_it_starts(house: House, client: openai.OpenAI, clock: Clock) -> None:
+async def test_time_and_cost_are_seen_before_it_starts(harness: Harness, client: openai.OpenAI, clock: Clock) -> None:
     batch_id = hold(client, jsonl(line(n) for n in range(30)))
     assert seen(client, batch_id)["waiting_for"] == "validation"
-    await house.plan()
+    await harness.plan()
     found = seen(client, batch_id)
-    assert (found["held"], found["waiting_for"], await slices(house)) == (True, "its start", 0)
+    assert (found["held"], found["waiting_for"], await slices(harness)) == (True, "its start", 0)
     plan = found["preview"]
     assert plan["requests"] == 30
     assert 0 < plan["prompt_sharing"] < 1  # three topics, each in ten requests
@@ -65,32 +65,32 @@ async def test_time_and_cost_are_seen_before_it_starts(house: House, client: ope
     assert not extras(started)["held"]
     assert started.expires_at == int(clock.now) + DAY_S
     assert started.in_progress_at == int(clock.now)
-    await house.plan()
+    await harness.plan()
     planned = seen(client, batch_id)
     assert planned["expected_gpu_seconds"] == pytest.approx(found["expected_gpu_seconds"])
     assert planned["expected_output_tokens"] == found["expected_output_tokens"]
-    async with house.working(ScriptedEngine()):
-        [batch] = await house.until_ended(batch_id)
-    output, errors = await house.results(batch)
+    async with harness.working(ScriptedEngine()):
+        [batch] = await harness.until_ended(batch_id)
+    output, errors = await harness.results(batch)
     assert (len(output), errors) == (30, {})
 
 
-async def test_a_start_that_comes_early_or_twice_is_a_start(house: House, client: openai.OpenAI) -> None:
+async def test_a_start_that_comes_early_or_twice_is_a_start(harness: Harness, client: openai.OpenAI) -> None:
     batch_id = hold(client, jsonl(line(n) for n in range(4)))
     assert start(client, batch_id).in_progress_at is None
     start(client, batch_id)
-    await house.plan()
-    assert await slices(house) == 1
+    await harness.plan()
+    assert await slices(harness) == 1
     assert start(client, batch_id).status == "in_progress"
 
 
-async def test_what_has_ended_cannot_be_started(house: House, client: openai.OpenAI) -> None:
+async def test_what_has_ended_cannot_be_started(harness: Harness, client: openai.OpenAI) -> None:
     cancelled = hold(client, jsonl(line(n) for n in range(4)))
-    await house.plan()
+    await harness.plan()
     client.batches.cancel(cancelled)
     wrong = hold(client, b"{}\n")
-    await house.plan()
-    [batch] = await house.until_ended(cancelled)
+    await harness.plan()
+    [batch] = await harness.until_ended(cancelled)
     assert batch.failed == 4
     for batch_id in (cancelled, wrong):
         assert not seen(client, batch_id)["held"]
@@ -99,32 +99,32 @@ async def test_what_has_ended_cannot_be_started(house: House, client: openai.Ope
         assert caught.value.code == "batch_not_startable"
 
 
-async def test_one_that_nobody_starts_expires(house: House, client: openai.OpenAI, clock: Clock) -> None:
+async def test_one_that_nobody_starts_expires(harness: Harness, client: openai.OpenAI, clock: Clock) -> None:
     batch_id = hold(client, jsonl(line(n) for n in range(4)))
-    await house.plan()
+    await harness.plan()
     clock.now += DAY_S + 1
-    await house.expiry.run_once()
-    [batch] = await house.until_ended(batch_id)
-    _, errors = await house.results(batch)
+    await harness.expiry.run_once()
+    [batch] = await harness.until_ended(batch_id)
+    _, errors = await harness.results(batch)
     assert {each["error"]["code"] for each in errors.values()} == {"batch_expired"}
-    assert await slices(house) == 0
+    assert await slices(harness) == 0
 
 
 async def test_a_batch_larger_than_a_window_is_judged_by_its_first_requests(
-    house: House, client: openai.OpenAI
+    harness: Harness, client: openai.OpenAI
 ) -> None:
-    house.settings = house.settings.model_copy(update={"window_requests": 10})
+    harness.settings = harness.settings.model_copy(update={"window_requests": 10})
     whole = hold(client, jsonl(line(n) for n in range(10)))
     long = hold(client, jsonl(line(n % 10, custom_id=f"id-{n}") for n in range(40)))
-    await house.plan()
+    await harness.plan()
     found, part = seen(client, long), seen(client, whole)
     assert found["preview"]["requests"] == 10
     assert found["expected_gpu_seconds"] == pytest.approx(4 * part["expected_gpu_seconds"], abs=4e-6)
 
 
-async def test_a_start_while_it_expires_is_a_start(house: House, client: openai.OpenAI, clock: Clock) -> None:
+async def test_a_start_while_it_expires_is_a_start(harness: Harness, client: openai.OpenAI, clock: Clock) -> None:
     batch_id = hold(client, jsonl(line(n) for n in range(4)))
-    await house.plan()
+    await harness.plan()
     clock.now += DAY_S + 1
 
     class Slow(Expiry):
@@ -136,15 +136,15 @@ async def test_a_start_while_it_expires_is_a_start(house: House, client: openai.
             await asyncio.to_thread(start, client, batch_id)
             return found
 
-    await Slow(house.database, house.storage, clock).run_once()
-    assert (await house.batch(batch_id)).status == "in_progress"
-    await house.plan()
-    async with house.working(ScriptedEngine()):
-        [batch] = await house.until_ended(batch_id)
+    await Slow(harness.database, harness.storage, clock).run_once()
+    assert (await harness.batch(batch_id)).status == "in_progress"
+    await harness.plan()
+    async with harness.working(ScriptedEngine()):
+        [batch] = await harness.until_ended(batch_id)
     assert (batch.status, batch.completed) == ("completed", 4)
 
 
-async def test_one_that_is_cancelled_is_held_no_more(house: House, client: openai.OpenAI) -> None:
+async def test_one_that_is_cancelled_is_held_no_more(harness: Harness, client: openai.OpenAI) -> None:
     batch_id = hold(client, jsonl(line(n) for n in range(4)))
-    await house.plan()
+    await harness.plan()
     assert not extras(client.batches.cancel(batch_id))["held"]

@@ -15,16 +15,16 @@ from service.queue.counts import Counts
 from service.queue.leases import Leases
 from service.queue.progress import Heartbeat
 from tests.conftest import Clock
-from tests.integration.house import House, ScriptedEngine, jsonl, line
+from tests.integration.harness import Harness, ScriptedEngine, jsonl, line
 
 
-async def test_history_is_noted_once_in_ten_seconds(pages: httpx.AsyncClient, house: House, clock: Clock) -> None:
-    batch_id = await house.submit(jsonl(line(n) for n in range(20)))
-    await house.plan()
+async def test_history_is_noted_once_in_ten_seconds(pages: httpx.AsyncClient, harness: Harness, clock: Clock) -> None:
+    batch_id = await harness.submit(jsonl(line(n) for n in range(20)))
+    await harness.plan()
     state = {"name": "w", "model": "m", "input_tokens_per_second": 5.0, "engine": [{"running": 2}, {"running": 3}]}
-    await Heartbeat(house.redis).beat("w", state)
-    assert await Leases(house.database, "w", "test-model", 30).claim(1)
-    historian = Historian(house.database, house.redis, clock)
+    await Heartbeat(harness.redis).beat("w", state)
+    assert await Leases(harness.database, "w", "test-model", 30).claim(1)
+    historian = Historian(harness.database, harness.redis, clock)
     assert await historian.run_once()
     assert not await historian.run_once()
     [point] = (await pages.get("/overview.json")).json()["points"]
@@ -32,8 +32,8 @@ async def test_history_is_noted_once_in_ten_seconds(pages: httpx.AsyncClient, ho
     assert (await pages.get(f"/batches/{batch_id}/points.json")).json()["points"] == [[int(clock.now), 0, 0, 0, 0]]
 
 
-async def test_a_week_is_kept_with_fewer_points(pages: httpx.AsyncClient, house: House, clock: Clock) -> None:
-    history, now = History(house.redis), int(clock.now)
+async def test_a_week_is_kept_with_fewer_points(pages: httpx.AsyncClient, harness: Harness, clock: Clock) -> None:
+    history, now = History(harness.redis), int(clock.now)
     for at in range(now - 2 * 24 * 3600, now + 1, 600):
         await history.note({"at": at, "kv_capacity": 200, "kv_of_left": 50, "reads_per_second": 0.25})
     spans = {
@@ -48,22 +48,22 @@ async def test_a_week_is_kept_with_fewer_points(pages: httpx.AsyncClient, house:
 
 
 async def test_a_worker_that_falls_silent_is_told_of_once(
-    pages: httpx.AsyncClient, house: House, monkeypatch: pytest.MonkeyPatch
+    pages: httpx.AsyncClient, harness: Harness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(progress, "REDIS_YOUNG_S", 0)
-    heart = Heartbeat(house.redis)
+    heart = Heartbeat(harness.redis)
     state = {"model": "test-model", "slices": 0, "requests": 0, "machine": "the CPU of a", "started_at": 0}
     for name in ("left", "died", "alive"):
         await heart.beat(name, {**state, "name": name})
     await heart.leave("left")
-    await house.redis.delete(keys.worker("died"))  # as if its time had passed
+    await harness.redis.delete(keys.worker("died"))  # as if its time had passed
     for _ in range(2):
         assert [each["name"] for each in await heart.alive()] == ["alive"]
     events = await heart.events()
     begun = [("start", "left"), ("start", "died"), ("start", "alive")]
     assert [each[1:] for each in events] == [*begun, ("stop", "left"), ("death", "died")]
     at = events[-1].at
-    house.clock.now = at + 60
+    harness.clock.now = at + 60
     page = (await pages.get("/workers")).text
     assert [words in page for words in ("alive</b> became ready", "left</b> shut down cleanly")] == [True, True]
     assert "died</b> fell silent" in page
@@ -75,29 +75,31 @@ async def test_a_worker_that_falls_silent_is_told_of_once(
         (each["kind"], each["text"]) for each in marks
     }
     assert len(marks) == 5
-    house.clock.now = at + 2 * 3600
+    harness.clock.now = at + 2 * 3600
     assert "fell silent in the last hour" not in (await pages.get("")).text
     await heart.beat("died", {**state, "name": "died"})
     assert "died</b> was heard again" in (await pages.get("/workers")).text
 
 
-async def test_many_starts_do_not_push_out_a_death(house: House, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_many_starts_do_not_push_out_a_death(harness: Harness, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(progress, "REDIS_YOUNG_S", 0)
     monkeypatch.setattr(progress, "MOST_EVENTS", 3)
-    await Heartbeat(house.redis).beat("died", {})
-    await house.redis.delete(keys.worker("died"))
-    await Heartbeat(house.redis).alive()
+    await Heartbeat(harness.redis).beat("died", {})
+    await harness.redis.delete(keys.worker("died"))
+    await Heartbeat(harness.redis).alive()
     for number in range(5):
-        await Heartbeat(house.redis).beat(f"w{number}", {})
-    found = await Heartbeat(house.redis).events()
+        await Heartbeat(harness.redis).beat(f"w{number}", {})
+    found = await Heartbeat(harness.redis).events()
     assert sorted(each[1:] for each in found) == [("death", "died"), *(("start", f"w{n}") for n in (2, 3, 4))]
 
 
-async def test_a_start_that_could_not_be_noted_is_noted_later(house: House, monkeypatch: pytest.MonkeyPatch) -> None:
-    heart = Heartbeat(house.redis)
+async def test_a_start_that_could_not_be_noted_is_noted_later(
+    harness: Harness, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    heart = Heartbeat(harness.redis)
     await heart.leave("never-began")
     with monkeypatch.context() as broken:
-        broken.setattr(house.redis, "time", _lost)
+        broken.setattr(harness.redis, "time", _lost)
         with pytest.raises(RedisConnectionError):
             await heart.beat("w", {"name": "w"})
     assert await heart.alive() == [{"name": "w"}]
@@ -109,32 +111,32 @@ async def _lost() -> None:
     raise RedisConnectionError("cut")
 
 
-async def test_a_planner_that_reports_no_more_is_missed(pages: httpx.AsyncClient, house: House) -> None:
-    await Historian(house.database, house.redis, house.clock).run_once()
+async def test_a_planner_that_reports_no_more_is_missed(pages: httpx.AsyncClient, harness: Harness) -> None:
+    await Historian(harness.database, harness.redis, harness.clock).run_once()
     for seconds, is_missed in ((50, False), (50, True)):
-        house.clock.now += seconds
+        harness.clock.now += seconds
         assert ("No planner has reported for 1 min 40 s" in (await pages.get("")).text) == is_missed
     assert "No planner" not in (await pages.get("/batches")).text
 
 
 async def test_a_planner_that_never_reported_is_missed_once_a_batch_waits(
-    pages: httpx.AsyncClient, house: House
+    pages: httpx.AsyncClient, harness: Harness
 ) -> None:
-    house.clock.now += 1000
+    harness.clock.now += 1000
     assert "No planner" not in (await pages.get("")).text
-    await house.submit(jsonl([line(1)]))
+    await harness.submit(jsonl([line(1)]))
     for seconds, is_missed in ((50, False), (50, True)):
-        house.clock.now += seconds
+        harness.clock.now += seconds
         assert ("A batch has waited to be checked for 1 min 40 s" in (await pages.get("")).text) == is_missed
-    await house.plan()
+    await harness.plan()
     assert "no planner runs" not in (await pages.get("")).text  # though Redis has forgotten what it said
 
 
-async def test_a_redis_that_was_away_makes_no_deaths(house: House, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_redis_that_was_away_makes_no_deaths(harness: Harness, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(progress, "REDIS_YOUNG_S", 10**9)
-    heart = Heartbeat(house.redis)
+    heart = Heartbeat(harness.redis)
     await heart.beat("w", {"name": "w"})
-    await house.redis.delete(keys.worker("w"))
+    await harness.redis.delete(keys.worker("w"))
     assert await heart.alive() == []
     assert [each.kind for each in await heart.events()] == ["start"]
     await heart.beat("w", {"name": "w"})
@@ -142,73 +144,73 @@ async def test_a_redis_that_was_away_makes_no_deaths(house: House, monkeypatch: 
 
 
 async def test_a_redis_that_does_not_say_its_age_still_tells_who_lives(
-    house: House, monkeypatch: pytest.MonkeyPatch
+    harness: Harness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def refused(*_: Any) -> None:
         raise ResponseError("unknown command 'INFO'")
 
-    heart = Heartbeat(house.redis)
+    heart = Heartbeat(harness.redis)
     for name in ("died", "alive"):
         await heart.beat(name, {"name": name})
-    await house.redis.delete(keys.worker("died"))
-    monkeypatch.setattr(house.redis, "info", refused)
+    await harness.redis.delete(keys.worker("died"))
+    monkeypatch.setattr(harness.redis, "info", refused)
     assert await heart.alive() == [{"name": "alive"}]
     assert [each.name for each in await heart.events() if each.kind == "death"] == ["died"]
 
 
-async def test_a_batchs_history_is_thinned_and_has_its_end(house: House) -> None:
-    history = History(house.redis)
+async def test_a_batchs_history_is_thinned_and_has_its_end(harness: Harness) -> None:
+    history = History(harness.redis)
     for at in range(3000):
         await history.note_batch("batch_x", at, Counts(completed=at // 2))  # every second one tells nothing new
     points = await history.batch_points("batch_x")
     assert len(points) <= MOST_SHOWN
     assert points[-1][:2] == [2998, 1499]
     assert [point[1] for point in points] == sorted({point[1] for point in points})
-    stored: Any = await house.redis.llen("batchweave:history:batch_x")  # pyright: ignore[reportGeneralTypeIssues]
+    stored: Any = await harness.redis.llen("batchweave:history:batch_x")  # pyright: ignore[reportGeneralTypeIssues]
     assert stored <= 2 * MOST_SHOWN
 
 
-async def test_a_rest_is_drawn_as_one(house: House) -> None:
-    history = History(house.redis)
+async def test_a_rest_is_drawn_as_one(harness: Harness) -> None:
+    history = History(harness.redis)
     for at, answers in ((0, 1), (10, 2), (20, 2), (100, 3)):
         await history.note_batch("batch_x", at, Counts(completed=answers))
     assert [point[:2] for point in await history.batch_points("batch_x")] == [[0, 1], [10, 2], [90, 2], [100, 3]]
 
 
-async def test_the_time_until_all_is_done_is_by_the_pace_of_answers(pages: httpx.AsyncClient, house: House) -> None:
-    batch_id = await house.submit(jsonl(line(n) for n in range(100)))
-    await house.plan()
-    await Heartbeat(house.redis).beat("w", {"name": "w", "model": "test-model", "slices": 0, "requests": 0})
-    historian = Historian(house.database, house.redis, house.clock)
-    assert await Leases(house.database, "w", "test-model", 30).claim(1)
+async def test_the_time_until_all_is_done_is_by_the_pace_of_answers(pages: httpx.AsyncClient, harness: Harness) -> None:
+    batch_id = await harness.submit(jsonl(line(n) for n in range(100)))
+    await harness.plan()
+    await Heartbeat(harness.redis).beat("w", {"name": "w", "model": "test-model", "slices": 0, "requests": 0})
+    historian = Historian(harness.database, harness.redis, harness.clock)
+    assert await Leases(harness.database, "w", "test-model", 30).claim(1)
     await historian.run_once()
-    await house.progress.state(1, {batch_id: Counts(completed=60)})
-    await house.redis.delete(keys.HISTORY_TURN)  # as if its time had passed
-    house.clock.now += 600
+    await harness.progress.state(1, {batch_id: Counts(completed=60)})
+    await harness.redis.delete(keys.HISTORY_TURN)  # as if its time had passed
+    harness.clock.now += 600
     await historian.run_once()
     point = (await pages.get("/overview.json")).json()["points"][-1]
     assert (point["unfinished"], round(point["answers_per_second"], 3)) == (40, 0.1)
     assert "6 min 40 s" in (await pages.get("")).text
 
 
-async def test_short_batches_count_for_the_pace_too(house: House) -> None:
-    historian = Historian(house.database, house.redis, house.clock)
+async def test_short_batches_count_for_the_pace_too(harness: Harness) -> None:
+    historian = Historian(harness.database, harness.redis, harness.clock)
     await historian.run_once()
     for _ in range(2):
-        batch_id = await house.submit(jsonl(line(n) for n in range(30)))
-        await house.plan()
-        async with house.working(ScriptedEngine()):
-            await house.until_ended(batch_id)
-            await house.redis.delete(keys.HISTORY_TURN)
-            house.clock.now += 600
+        batch_id = await harness.submit(jsonl(line(n) for n in range(30)))
+        await harness.plan()
+        async with harness.working(ScriptedEngine()):
+            await harness.until_ended(batch_id)
+            await harness.redis.delete(keys.HISTORY_TURN)
+            harness.clock.now += 600
             await historian.run_once()
-        assert (await History(house.redis).last())["answers_per_second"] == pytest.approx(0.05, abs=1e-4)
+        assert (await History(harness.redis).last())["answers_per_second"] == pytest.approx(0.05, abs=1e-4)
 
 
-async def test_the_pace_of_a_batch_is_of_its_last_minute(pages: httpx.AsyncClient, house: House) -> None:
-    batch_id = await house.submit(jsonl(line(n) for n in range(100)))
-    await house.plan()
-    history, now = History(house.redis), int(house.clock.now)
+async def test_the_pace_of_a_batch_is_of_its_last_minute(pages: httpx.AsyncClient, harness: Harness) -> None:
+    batch_id = await harness.submit(jsonl(line(n) for n in range(100)))
+    await harness.plan()
+    history, now = History(harness.redis), int(harness.clock.now)
     for at in range(20):
         counts = Counts(completed=at, input_tokens=9 * at, output_tokens=100 * at if at < 10 else 10 * at + 900)
         await history.note_batch(batch_id, now - 190 + 10 * at, counts)

@@ -28,7 +28,7 @@ FAR = 24 * 3600
 
 
 @dataclass
-class StagedCluster:
+class ScriptedCluster:
     """Stands in for Ray where the real one cannot be made to fail at a chosen moment."""
 
     gpus: dict[str, int]
@@ -81,9 +81,11 @@ class StagedCluster:
 
 
 @dataclass
-class Stage:
+class FleetHarness:
+    """A fleet whose cluster is scripted, and what a test does to it and to its database."""
+
     keeper: Keeper
-    cluster: StagedCluster
+    cluster: ScriptedCluster
     database: Database
     heartbeat: Heartbeat
     clock: Clock
@@ -120,16 +122,17 @@ class Stage:
 
 
 @pytest.fixture
-async def stage(database: Database, redis: Redis, clock: Clock) -> AsyncGenerator[Callable[..., Any]]:
+async def build_fleet(database: Database, redis: Redis, clock: Clock) -> AsyncGenerator[Callable[..., Any]]:
+    """A function that makes a FleetHarness of the GPUs of each machine and the settings of each model."""
     keepers: list[Keeper] = []
 
-    async def build(gpus: dict[str, int], **models: dict[str, Any]) -> Stage:
+    async def build(gpus: dict[str, int], **models: dict[str, Any]) -> FleetHarness:
         await namespace_of(database)
         spec = FleetSpec.model_validate({"models": [{"name": name, **about} for name, about in models.items()]})
-        cluster = StagedCluster(gpus)
+        cluster = ScriptedCluster(gpus)
         keeper = Keeper(database, redis, cluster, spec, clock, f"fleet-{len(keepers)}")
         keepers.append(keeper)
-        return Stage(keeper, cluster, database, Heartbeat(redis), clock)
+        return FleetHarness(keeper, cluster, database, Heartbeat(redis), clock)
 
     yield build
     for keeper in keepers:
@@ -137,113 +140,113 @@ async def stage(database: Database, redis: Redis, clock: Clock) -> AsyncGenerato
         keeper._starters.shutdown()  # pyright: ignore[reportPrivateUsage]
 
 
-async def test_an_engine_that_nothing_keeps_running_is_replaced(stage: Any) -> None:
+async def test_an_engine_that_nothing_keeps_running_is_replaced(build_fleet: Any) -> None:
     """As after a fleet that asked it to stop and was then stopped itself."""
-    here: Stage = await stage({"m": 8}, a={})
-    await here.work("a", 100.0)
-    await here.look()
-    (first,) = here.cluster.there
-    here.cluster.change(first, ended=True, pid=None)
-    await here.look(2)
-    assert here.cluster.ended == [first]
-    assert len(here.cluster.there) == 1
+    fleet: FleetHarness = await build_fleet({"m": 8}, a={})
+    await fleet.work("a", 100.0)
+    await fleet.look()
+    (first,) = fleet.cluster.there
+    fleet.cluster.change(first, ended=True, pid=None)
+    await fleet.look(2)
+    assert fleet.cluster.ended == [first]
+    assert len(fleet.cluster.there) == 1
 
 
-async def test_a_machine_that_fails_rests_and_another_one_is_taken(stage: Any) -> None:
-    here: Stage = await stage({"bad": 4, "good": 8}, a={"max": 2})
-    here.cluster.broken = {"bad"}
-    await here.work("a", 7200.0)
-    await here.look(3)
-    assert [new.machines for new in here.cluster.started].count(["bad"]) <= 2  # at most those of the first look
-    assert {engine.gpus_on[0][0] for engine in here.cluster.there.values()} == {"good"}
-    assert len(here.cluster.there) == 2
+async def test_a_machine_that_fails_rests_and_another_one_is_taken(build_fleet: Any) -> None:
+    fleet: FleetHarness = await build_fleet({"bad": 4, "good": 8}, a={"max": 2})
+    fleet.cluster.broken = {"bad"}
+    await fleet.work("a", 7200.0)
+    await fleet.look(3)
+    assert [new.machines for new in fleet.cluster.started].count(["bad"]) <= 2  # at most those of the first look
+    assert {engine.gpus_on[0][0] for engine in fleet.cluster.there.values()} == {"good"}
+    assert len(fleet.cluster.there) == 2
 
 
-async def test_a_worker_that_ends_after_minutes_each_time_is_given_up(stage: Any) -> None:
-    here: Stage = await stage({"m": 8}, a={})
-    await here.work("a", 100.0)
-    await here.look(2)
-    (first,) = here.cluster.there
-    here.cluster.change(first, exits=keeper_module.MOST_FAILURES - 1)
-    await here.look()
-    assert here.cluster.ended == []
-    here.cluster.change(first, exits=keeper_module.MOST_FAILURES)
-    await here.look(2)
-    assert here.cluster.ended == [first]
-    assert here.cluster.there == {}, "its only machine rests"
+async def test_a_worker_that_ends_after_minutes_each_time_is_given_up(build_fleet: Any) -> None:
+    fleet: FleetHarness = await build_fleet({"m": 8}, a={})
+    await fleet.work("a", 100.0)
+    await fleet.look(2)
+    (first,) = fleet.cluster.there
+    fleet.cluster.change(first, exits=keeper_module.MOST_FAILURES - 1)
+    await fleet.look()
+    assert fleet.cluster.ended == []
+    fleet.cluster.change(first, exits=keeper_module.MOST_FAILURES)
+    await fleet.look(2)
+    assert fleet.cluster.ended == [first]
+    assert fleet.cluster.there == {}, "its only machine rests"
 
 
-async def test_exits_before_it_was_ready_again_do_not_count(stage: Any) -> None:
-    here: Stage = await stage({"m": 8}, a={})
-    await here.work("a", 100.0)
-    await here.look(2)
-    (name,) = here.cluster.there
+async def test_exits_before_it_was_ready_again_do_not_count(build_fleet: Any) -> None:
+    fleet: FleetHarness = await build_fleet({"m": 8}, a={})
+    await fleet.work("a", 100.0)
+    await fleet.look(2)
+    (name,) = fleet.cluster.there
     for exits in range(0, 3 * keeper_module.MOST_FAILURES, 2):
-        here.cluster.change(name, exits=exits)
-        await here.beat_all()
-        await here.look()
-    assert here.cluster.ended == []
+        fleet.cluster.change(name, exits=exits)
+        await fleet.beat_all()
+        await fleet.look()
+    assert fleet.cluster.ended == []
 
 
-async def test_a_start_that_hangs_is_given_up(stage: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    here: Stage = await stage({"m": 8}, a={"start_s": 0.01})
-    await here.work("a", 100.0)
-    await here.look(2)
-    assert here.cluster.ended == []
+async def test_a_start_that_hangs_is_given_up(build_fleet: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    fleet: FleetHarness = await build_fleet({"m": 8}, a={"start_s": 0.01})
+    await fleet.work("a", 100.0)
+    await fleet.look(2)
+    assert fleet.cluster.ended == []
     monkeypatch.setattr(keeper_module, "LONGEST_START_S", 0.0)
     await asyncio.sleep(0.2)
-    await here.look()
-    assert len(here.cluster.ended) == 1
+    await fleet.look()
+    assert len(fleet.cluster.ended) == 1
 
 
 @pytest.mark.parametrize("fault", ["drained", "stalled", "none"])
-async def test_only_other_workers_that_take_slices_count(stage: Any, fault: str) -> None:
-    here: Stage = await stage({"m": 8}, a={})
-    await here.work("a", 100.0)
-    await here.beat("by-hand", "a", slices=1, step_age_s=120.0 if fault == "stalled" else 0.1)
+async def test_only_other_workers_that_take_slices_count(build_fleet: Any, fault: str) -> None:
+    fleet: FleetHarness = await build_fleet({"m": 8}, a={})
+    await fleet.work("a", 100.0)
+    await fleet.beat("by-hand", "a", slices=1, step_age_s=120.0 if fault == "stalled" else 0.1)
     if fault == "drained":
-        async with here.database.write() as session:
+        async with fleet.database.write() as session:
             await drain(session, "by-hand", 1.0)
-    await here.look()
-    assert len(here.cluster.there) == (0 if fault == "none" else 1)
+    await fleet.look()
+    assert len(fleet.cluster.there) == (0 if fault == "none" else 1)
 
 
-async def test_a_large_engine_gets_its_machine_although_small_ones_want_it_back(stage: Any) -> None:
+async def test_a_large_engine_gets_its_machine_although_small_ones_want_it_back(build_fleet: Any) -> None:
     """Both machines have a small engine; one makes room, and does not start there again."""
-    here: Stage = await stage({"m": 8, "n": 8}, a={"gpus": 4}, b={"gpus": 4}, large={"gpus": 8})
-    here.cluster.gpus = {"m": 4, "n": 4}
-    await here.work("a", 100.0)
-    await here.work("b", 100.0)
-    await here.look(2)
-    here.cluster.gpus = {"m": 8, "n": 8}
-    await here.beat_all()
-    await here.work("large", 200.0)
-    await here.look()
-    (asked,) = here.cluster.stopped
-    here.cluster.change(asked, ended=True)
-    await here.look(2)
-    by_model = {engine.model: engine.gpus_on[0][0] for engine in here.cluster.there.values()}
+    fleet: FleetHarness = await build_fleet({"m": 8, "n": 8}, a={"gpus": 4}, b={"gpus": 4}, large={"gpus": 8})
+    fleet.cluster.gpus = {"m": 4, "n": 4}
+    await fleet.work("a", 100.0)
+    await fleet.work("b", 100.0)
+    await fleet.look(2)
+    fleet.cluster.gpus = {"m": 8, "n": 8}
+    await fleet.beat_all()
+    await fleet.work("large", 200.0)
+    await fleet.look()
+    (asked,) = fleet.cluster.stopped
+    fleet.cluster.change(asked, ended=True)
+    await fleet.look(2)
+    by_model = {engine.model: engine.gpus_on[0][0] for engine in fleet.cluster.there.values()}
     assert set(by_model) == {"a", "b", "large"}
     assert by_model["a"] == by_model["b"] != by_model["large"]
 
 
-async def test_a_cluster_that_does_not_answer_changes_nothing(stage: Any) -> None:
-    here: Stage = await stage({"m": 8}, a={})
-    await here.work("a", 100.0)
-    await here.look(2)
-    here.cluster.away = True
+async def test_a_cluster_that_does_not_answer_changes_nothing(build_fleet: Any) -> None:
+    fleet: FleetHarness = await build_fleet({"m": 8}, a={})
+    await fleet.work("a", 100.0)
+    await fleet.look(2)
+    fleet.cluster.away = True
     with pytest.raises(Unreachable):
-        await here.look()
-    here.cluster.away = False
-    await here.look()
-    assert (here.cluster.stopped, here.cluster.ended) == ([], [])
+        await fleet.look()
+    fleet.cluster.away = False
+    await fleet.look()
+    assert (fleet.cluster.stopped, fleet.cluster.ended) == ([], [])
 
 
 async def test_a_fleet_stops_soon_although_its_cluster_never_answers(
-    stage: Any, monkeypatch: pytest.MonkeyPatch
+    build_fleet: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(keeper_module, "LEAVE_S", 0.1)
-    here: Stage = await stage({"m": 8}, a={})
+    fleet: FleetHarness = await build_fleet({"m": 8}, a={})
     answers, asked = threading.Event(), threading.Event()
 
     def engines() -> list[Engine]:
@@ -251,9 +254,9 @@ async def test_a_fleet_stops_soon_although_its_cluster_never_answers(
         answers.wait()
         return []
 
-    monkeypatch.setattr(here.cluster, "engines", engines)
+    monkeypatch.setattr(fleet.cluster, "engines", engines)
     stop = asyncio.Event()
-    task = asyncio.create_task(here.keeper.run(stop))
+    task = asyncio.create_task(fleet.keeper.run(stop))
     try:
         assert await asyncio.to_thread(asked.wait, 60.0)
         stop.set()
@@ -263,9 +266,9 @@ async def test_a_fleet_stops_soon_although_its_cluster_never_answers(
         answers.set()
 
 
-async def test_a_fleet_without_the_lease_changes_nothing(stage: Any) -> None:
-    first: Stage = await stage({"m": 8}, a={})
-    second: Stage = await stage({"m": 8}, a={})
+async def test_a_fleet_without_the_lease_changes_nothing(build_fleet: Any) -> None:
+    first: FleetHarness = await build_fleet({"m": 8}, a={})
+    second: FleetHarness = await build_fleet({"m": 8}, a={})
     await first.work("a", 100.0)
     await first.look()
     await second.look()
@@ -279,26 +282,26 @@ async def test_a_fleet_without_the_lease_changes_nothing(stage: Any) -> None:
     assert len(second.cluster.started) == 1
 
 
-async def test_a_busy_engine_that_must_go_is_drained_first(stage: Any) -> None:
-    here: Stage = await stage({"m": 8}, a={"min": 1})
-    await here.look(2)
-    (engine,) = here.cluster.there.values()
-    await here.beat(engine.worker, "a", slices=2)
-    here.keeper.spec = here.keeper.spec.model_copy(update={"models": []})
-    await here.look()
-    async with here.database.read() as session:
+async def test_a_busy_engine_that_must_go_is_drained_first(build_fleet: Any) -> None:
+    fleet: FleetHarness = await build_fleet({"m": 8}, a={"min": 1})
+    await fleet.look(2)
+    (engine,) = fleet.cluster.there.values()
+    await fleet.beat(engine.worker, "a", slices=2)
+    fleet.keeper.spec = fleet.keeper.spec.model_copy(update={"models": []})
+    await fleet.look()
+    async with fleet.database.read() as session:
         assert await drained_workers(session) == {engine.worker}
-    await here.look()
-    assert here.cluster.stopped == []
-    assert [member.phase for member in here.keeper.members] == [Phase.LEAVING]
-    await here.beat(engine.worker, "a", slices=0)
-    await here.look()
-    assert here.cluster.stopped == [engine.id]
-    here.cluster.change(engine.id, ended=True)
-    await here.look()
-    async with here.database.read() as session:
+    await fleet.look()
+    assert fleet.cluster.stopped == []
+    assert [member.phase for member in fleet.keeper.members] == [Phase.LEAVING]
+    await fleet.beat(engine.worker, "a", slices=0)
+    await fleet.look()
+    assert fleet.cluster.stopped == [engine.id]
+    fleet.cluster.change(engine.id, ended=True)
+    await fleet.look()
+    async with fleet.database.read() as session:
         assert await drained_workers(session) == set()
-    assert here.cluster.there == {}
+    assert fleet.cluster.there == {}
 
 
 async def test_each_database_has_its_own_namespace(database: Database) -> None:

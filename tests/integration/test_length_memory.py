@@ -16,7 +16,7 @@ from service.estimates import length_memory
 from service.jobs.sweeper import KEEP_LENGTHS_S
 from service.objects.request_index import RequestIndex
 from service.tenants.changes import change_project
-from tests.integration.house import House, ScriptedEngine, jsonl, line
+from tests.integration.harness import Harness, ScriptedEngine, jsonl, line
 
 REQUESTS = 3 * FEWEST + 6
 
@@ -30,126 +30,126 @@ def asked(first: int = 0, topic: str = "answer the question", **changes: object)
     return jsonl(lines)
 
 
-async def ran(house: House, data: bytes, engine: ScriptedEngine | None = None) -> Batch:
-    batch_id = await house.submit(data)
-    await house.plan()
-    async with house.working(engine or ScriptedEngine()):
-        [batch] = await house.until_ended(batch_id)
+async def ran(harness: Harness, data: bytes, engine: ScriptedEngine | None = None) -> Batch:
+    batch_id = await harness.submit(data)
+    await harness.plan()
+    async with harness.working(engine or ScriptedEngine()):
+        [batch] = await harness.until_ended(batch_id)
     return batch
 
 
-async def profiles(house: House) -> list[Profile]:
-    async with house.database.read() as session:
+async def profiles(harness: Harness) -> list[Profile]:
+    async with harness.database.read() as session:
         return [Profile.parse(text) for text in await session.scalars(select(LengthProfile.profile))]
 
 
-async def test_later_batches_are_planned_by_the_lengths_of_earlier_answers(house: House) -> None:
-    first = await ran(house, asked())
+async def test_later_batches_are_planned_by_the_lengths_of_earlier_answers(harness: Harness) -> None:
+    first = await ran(harness, asked())
     assert first.planned_output_tokens / REQUESTS > 50
-    [profile] = await profiles(house)
+    [profile] = await profiles(harness)
     assert profile.answers == REQUESTS
     engine = ScriptedEngine()
-    second = await ran(house, asked(1000), engine)
+    second = await ran(harness, asked(1000), engine)
     assert second.planned_output_tokens / REQUESTS == pytest.approx(2, rel=0.2)  # as many as the engine answers with
     assert second.planned_memory_s < first.planned_memory_s
     assert {Profile.parse(text).answers for text in engine.lengths.values()} == {REQUESTS}
-    [profile] = await profiles(house)
+    [profile] = await profiles(harness)
     assert profile.answers == 2 * REQUESTS
 
 
-async def test_previews_are_made_with_what_is_remembered(house: House) -> None:
-    await ran(house, asked())
-    batch_id = await house.submit(asked(1000))
-    async with house.database.write() as session:
+async def test_previews_are_made_with_what_is_remembered(harness: Harness) -> None:
+    await ran(harness, asked())
+    batch_id = await harness.submit(asked(1000))
+    async with harness.database.write() as session:
         await session.execute(update(Batch).where(Batch.id == batch_id).values(held=True))
-    await house.plan()
-    preview = (await house.batch(batch_id)).preview
+    await harness.plan()
+    preview = (await harness.batch(batch_id)).preview
     assert preview is not None
     assert preview["output_tokens"] / REQUESTS == pytest.approx(2, rel=0.2)
 
 
-async def test_another_task_limit_or_project_is_not_expected_to_answer_alike(house: House) -> None:
-    await ran(house, asked())
+async def test_another_task_limit_or_project_is_not_expected_to_answer_alike(harness: Harness) -> None:
+    await ran(harness, asked())
     others = asked(topic="write an essay about the question"), asked(max_tokens=4000), asked(reasoning_effort="high")
     for data in others:
-        batch = await ran(house, data)
+        batch = await ran(harness, data)
         assert batch.planned_output_tokens / REQUESTS > 50
-    async with house.database.write() as session:
+    async with harness.database.write() as session:
         session.add(Project(id="proj_other", name="other", created_at=0))
-    batch_id = await house.submit(asked(1000))
-    async with house.database.write() as session:
+    batch_id = await harness.submit(asked(1000))
+    async with harness.database.write() as session:
         await session.execute(update(Batch).where(Batch.id == batch_id).values(project_id="proj_other"))
-    await house.plan()
-    assert (await house.batch(batch_id)).planned_output_tokens / REQUESTS > 50
+    await harness.plan()
+    assert (await harness.batch(batch_id)).planned_output_tokens / REQUESTS > 50
 
 
-async def test_requests_without_a_common_beginning_are_known_by_their_kind(house: House) -> None:
+async def test_requests_without_a_common_beginning_are_known_by_their_kind(harness: Harness) -> None:
     def alone(number: int) -> dict[str, object]:
         return line(
             number, body={"model": "test-model", "messages": [{"role": "user", "content": f"{number} word " * 40}]}
         )
 
-    await ran(house, jsonl(alone(number) for number in range(REQUESTS)))
-    second = await ran(house, jsonl(alone(number) for number in range(1000, 1000 + REQUESTS)))
+    await ran(harness, jsonl(alone(number) for number in range(REQUESTS)))
+    second = await ran(harness, jsonl(alone(number) for number in range(1000, 1000 + REQUESTS)))
     assert second.planned_output_tokens / REQUESTS == pytest.approx(2, rel=0.2)
 
 
-async def test_a_batch_that_ends_early_teaches_nothing(house: House) -> None:
-    batch_id = await house.submit(asked())
-    await house.plan()
-    async with house.working(ScriptedEngine()):
-        async with house.database.write() as session:
+async def test_a_batch_that_ends_early_teaches_nothing(harness: Harness) -> None:
+    batch_id = await harness.submit(asked())
+    await harness.plan()
+    async with harness.working(ScriptedEngine()):
+        async with harness.database.write() as session:
             await session.execute(update(Batch).where(Batch.id == batch_id).values(expires_at=1))
-        await house.expiry.run_once()
-        [batch] = await house.until_ended(batch_id)
+        await harness.expiry.run_once()
+        [batch] = await harness.until_ended(batch_id)
     assert batch.status == "expired"
-    assert await profiles(house) == []
+    assert await profiles(harness) == []
 
 
-async def test_failed_requests_and_several_answers_teach_nothing(house: House) -> None:
+async def test_failed_requests_and_several_answers_teach_nothing(harness: Harness) -> None:
     engine = ScriptedEngine(statuses={f"request {number}": [400] for number in range(REQUESTS)})
-    await ran(house, asked(), engine)
-    await ran(house, asked(n=2))
-    await ran(house, asked(max_tokens=5, ignore_eos=True))
-    assert await profiles(house) == []
+    await ran(harness, asked(), engine)
+    await ran(harness, asked(n=2))
+    await ran(harness, asked(max_tokens=5, ignore_eos=True))
+    assert await profiles(harness) == []
 
 
-async def test_a_project_that_does_not_want_it_is_forgotten_and_stays_so(house: House) -> None:
-    await ran(house, asked())
-    async with house.database.write() as session:
+async def test_a_project_that_does_not_want_it_is_forgotten_and_stays_so(harness: Harness) -> None:
+    await ran(harness, asked())
+    async with harness.database.write() as session:
         project = (await session.scalars(select(Project).where(Project.id == DEFAULT_PROJECT))).one()
         await change_project(session, project, {"remembers_lengths": False}, "cli", 1)
-    assert await profiles(house) == []
-    second = await ran(house, asked(1000))
+    assert await profiles(harness) == []
+    second = await ran(harness, asked(1000))
     assert second.planned_output_tokens / REQUESTS > 50
-    assert await profiles(house) == []
+    assert await profiles(harness) == []
 
 
-async def test_an_index_without_keys_runs_as_before(house: House) -> None:
-    batch_id = await house.submit(asked())
-    while await house.validator.run_once():
+async def test_an_index_without_keys_runs_as_before(harness: Harness) -> None:
+    batch_id = await harness.submit(asked())
+    while await harness.validator.run_once():
         pass
-    await house.storage.delete(RequestIndex(house.storage, (await house.batch(batch_id)).index_id or "").keys_key)
-    await house.plan()
-    async with house.working(ScriptedEngine()):
-        [batch] = await house.until_ended(batch_id)
+    await harness.storage.delete(RequestIndex(harness.storage, (await harness.batch(batch_id)).index_id or "").keys_key)
+    await harness.plan()
+    async with harness.working(ScriptedEngine()):
+        [batch] = await harness.until_ended(batch_id)
     assert (batch.completed, batch.failed) == (REQUESTS, 0)
-    assert await profiles(house) == []
+    assert await profiles(harness) == []
 
 
-async def test_a_profile_that_cannot_be_read_is_as_good_as_none(house: House) -> None:
-    await ran(house, asked())
-    async with house.database.write() as session:
+async def test_a_profile_that_cannot_be_read_is_as_good_as_none(harness: Harness) -> None:
+    await ran(harness, asked())
+    async with harness.database.write() as session:
         await session.execute(update(LengthProfile).values(profile="of another version"))
-    second = await ran(house, asked(1000))
+    second = await ran(harness, asked(1000))
     assert (second.status, second.completed) == ("completed", REQUESTS)
     assert second.planned_output_tokens / REQUESTS > 50
-    [profile] = await profiles(house)
+    [profile] = await profiles(harness)
     assert profile.answers == REQUESTS
 
 
 async def test_a_project_that_is_forgotten_while_it_learns_stays_forgotten(
-    house: House, monkeypatch: pytest.MonkeyPatch
+    harness: Harness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whether the lesson or the wish to forget comes first."""
     learned, loop = asyncio.Event(), asyncio.get_running_loop()
@@ -160,43 +160,43 @@ async def test_a_project_that_is_forgotten_while_it_learns_stays_forgotten(
 
     async def forget() -> None:
         await learned.wait()
-        async with house.database.write() as session:
+        async with harness.database.write() as session:
             project = (await session.scalars(select(Project).where(Project.id == DEFAULT_PROJECT))).one()
             await change_project(session, project, {"remembers_lengths": False}, "cli", 1)
 
     monkeypatch.setattr(length_memory, "learn", and_tell)
-    await asyncio.gather(forget(), ran(house, asked()))
-    assert await profiles(house) == []
+    await asyncio.gather(forget(), ran(harness, asked()))
+    assert await profiles(harness) == []
 
 
-async def test_what_is_kept_is_bounded_and_ends_with_age(house: House, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_what_is_kept_is_bounded_and_ends_with_age(harness: Harness, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(length_memory, "MOST_PROFILES", 2)
     for number in range(4):
-        house.clock.now += 60
-        await ran(house, asked(topic=f"topic {number}"))
-    async with house.database.read() as session:
+        harness.clock.now += 60
+        await ran(harness, asked(topic=f"topic {number}"))
+    async with harness.database.read() as session:
         seen = list(await session.scalars(select(LengthProfile.seen_at).order_by(LengthProfile.seen_at)))
     assert len(seen) == 2
     assert seen[1] - seen[0] >= 60  # the last two
-    house.clock.now += KEEP_LENGTHS_S + DAY_S
-    await house.sweeper.run_once()
-    async with house.database.read() as session:
+    harness.clock.now += KEEP_LENGTHS_S + DAY_S
+    await harness.sweeper.run_once()
+    async with harness.database.read() as session:
         assert await session.scalar(select(func.count()).select_from(LengthProfile)) == 0
 
 
-async def test_a_lesson_that_cannot_be_kept_costs_no_answer(house: House, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_lesson_that_cannot_be_kept_costs_no_answer(harness: Harness, monkeypatch: pytest.MonkeyPatch) -> None:
     async def fails(session: AsyncSession, *_: object) -> None:
         raise OSError("the database is away")
 
     monkeypatch.setattr(length_memory, "_keep", fails)
-    batch = await ran(house, asked())
+    batch = await ran(harness, asked())
     assert (batch.status, batch.completed) == ("completed", REQUESTS)
 
 
-async def test_a_large_batch_is_learned_from_blocks_of_it(house: House, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_large_batch_is_learned_from_blocks_of_it(harness: Harness, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(length_memory, "BLOCK", 4)
     monkeypatch.setattr(length_memory, "BLOCKS", 3)
-    await ran(house, asked())
-    [profile] = await profiles(house)
+    await ran(harness, asked())
+    [profile] = await profiles(harness)
     assert profile.answers == 12
     assert json.loads(profile.text) == [[0, 12.0, 24.0]]

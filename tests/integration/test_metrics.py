@@ -8,7 +8,7 @@ from service.db.sessions import Database
 from service.queue.progress import Heartbeat
 from service.settings import Settings
 from tests.conftest import Clock
-from tests.integration.house import House, ScriptedEngine, jsonl, line
+from tests.integration.harness import Harness, ScriptedEngine, jsonl, line
 from tests.integration.serving import serve
 
 
@@ -21,11 +21,13 @@ def samples(text: str) -> dict[tuple[str, tuple[str, ...]], float]:
     }
 
 
-async def test_the_api_says_what_waits_and_how_long_it_answers(house: House, settings: Settings, clock: Clock) -> None:
-    await house.submit(jsonl(line(n) for n in range(20)), window_s=3600)
-    await house.plan()
-    await house.submit(jsonl(line(n) for n in range(4)))
-    await Heartbeat(house.redis).beat("worker-a", {"name": "worker-a", "model": "test-model"})
+async def test_the_api_says_what_waits_and_how_long_it_answers(
+    harness: Harness, settings: Settings, clock: Clock
+) -> None:
+    await harness.submit(jsonl(line(n) for n in range(20)), window_s=3600)
+    await harness.plan()
+    await harness.submit(jsonl(line(n) for n in range(4)))
+    await Heartbeat(harness.redis).beat("worker-a", {"name": "worker-a", "model": "test-model"})
     clock.now += 60
     with serve(settings, clock) as url:
         async with httpx.AsyncClient(base_url=url) as client:
@@ -52,15 +54,15 @@ def test_metrics_are_for_operators(settings: Settings, clock: Clock) -> None:
         assert httpx.get(f"{url}/metrics").status_code == 401
 
 
-async def test_a_worker_counts_durable_answers_and_their_tokens(house: House, database: Database) -> None:
+async def test_a_worker_counts_durable_answers_and_their_tokens(harness: Harness, database: Database) -> None:
     def now() -> dict[tuple[str, tuple[str, ...]], float]:
         return samples(generate_latest(REGISTRY).decode())
 
     before = now()
-    batch_id = await house.submit(jsonl(line(n) for n in range(12)))
-    await house.plan()
-    async with house.working(ScriptedEngine(statuses={"request 3": [500], "request 4": [400]})):
-        await house.until_ended(batch_id)
+    batch_id = await harness.submit(jsonl(line(n) for n in range(12)))
+    await harness.plan()
+    async with harness.working(ScriptedEngine(statuses={"request 3": [500], "request 4": [400]})):
+        await harness.until_ended(batch_id)
     after = now()
 
     def more(name: str, *labels: str) -> float:

@@ -29,7 +29,7 @@ from service.queue.progress import Heartbeat, Starting
 from service.requests.lines import MAX_NESTING, LineChecker
 from service.settings import Settings, load_settings
 from tests.conftest import Clock
-from tests.integration.house import CHAT, House, ScriptedEngine, completed_are, jsonl, line, set_status
+from tests.integration.harness import CHAT, Harness, ScriptedEngine, completed_are, jsonl, line, set_status
 from tests.integration.serving import serve
 
 FORM = {"purpose": "batch"}
@@ -46,7 +46,7 @@ def upload(url: str, data: bytes, **headers: str) -> httpx.Response:
 
 @pytest.mark.usefixtures("short_of_room")
 async def test_a_disk_that_is_nearly_full_refuses_uploads_and_nothing_else(
-    house: House, settings: Settings, clock: Clock, monkeypatch: pytest.MonkeyPatch
+    harness: Harness, settings: Settings, clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with serve(settings, clock) as url:
         refused = await asyncio.to_thread(upload, url, jsonl([line(1)]))
@@ -58,25 +58,27 @@ async def test_a_disk_that_is_nearly_full_refuses_uploads_and_nothing_else(
         assert "The disk is nearly full" in httpx.get(f"{url}/dashboard").text
         assert "batchweave_storage_free_bytes 1024.0" in httpx.get(f"{url}/metrics").text
         monkeypatch.setattr(Storage, "room", property(lambda _: Room(100, 2048)))
-        batch_id = await house.submit(jsonl([line(1)]))
+        batch_id = await harness.submit(jsonl([line(1)]))
         shown = httpx.get(f"{url}/v1/batches/{batch_id}").json()["batchweave"]["waiting_for"]
         assert "room on the service's disk" in shown
         assert (await asyncio.to_thread(httpx.post, f"{url}/v1/batches/{batch_id}/cancel")).status_code == 200
-        [batch] = await house.until_ended(batch_id)
+        [batch] = await harness.until_ended(batch_id)
         assert batch.status == BatchStatus.CANCELLED
         file_id = batch.input_file_id
         assert (await asyncio.to_thread(httpx.delete, f"{url}/v1/files/{file_id}")).status_code == 200
 
 
-async def test_answers_wait_while_the_rest_of_the_disk_is_kept(house: House, monkeypatch: pytest.MonkeyPatch) -> None:
-    batch_id = await house.submit(jsonl(line(n) for n in range(9)))
-    await house.plan()
+async def test_answers_wait_while_the_rest_of_the_disk_is_kept(
+    harness: Harness, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    batch_id = await harness.submit(jsonl(line(n) for n in range(9)))
+    await harness.plan()
     monkeypatch.setattr(Storage, "room", property(lambda _: Room(100, 2048)))
-    async with house.working(ScriptedEngine()):
+    async with harness.working(ScriptedEngine()):
         await asyncio.sleep(0.3)
-        assert not await house.storage.keys("shards")
+        assert not await harness.storage.keys("shards")
         monkeypatch.setattr(Storage, "room", property(lambda _: Room(10**9, 2048)))
-        [batch] = await house.until_ended(batch_id)
+        [batch] = await harness.until_ended(batch_id)
     assert (batch.completed, batch.failed) == (9, 0)
 
 
@@ -138,10 +140,10 @@ async def test_text_is_the_same_however_it_is_cut() -> None:
 
 
 async def test_bytes_of_an_upload_are_judged_while_they_stream(
-    house: House, settings: Settings, clock: Clock, monkeypatch: pytest.MonkeyPatch
+    harness: Harness, settings: Settings, clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A body without a length was written to the disk whole before the project's quota was looked at."""
-    async with house.database.write() as session:
+    async with harness.database.write() as session:
         await session.execute(update(Project).where(Project.id == DEFAULT_PROJECT).values(max_bytes=10_000))
     written = 0
 
@@ -176,30 +178,32 @@ class LateAborts(ScriptedEngine):
         self.hold.set()
 
 
-async def test_what_was_counted_stays_when_a_batch_is_cancelled(house: House, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_what_was_counted_stays_when_a_batch_is_cancelled(
+    harness: Harness, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Workers answer for a moment after a cancel; the files were written from what there was before."""
     monkeypatch.setattr("service.jobs.finalizer.SETTLE_S", 60.0)
-    batch_id = await house.submit(jsonl(line(n) for n in range(64)))
-    await house.plan()
-    async with house.working(LateAborts(hold=asyncio.Event(), hold_after=20)):
-        await house.until(lambda: completed_are(house, batch_id, 20))
-        await set_status(house, batch_id, BatchStatus.CANCELLING)
-        while (batch := await house.batch(batch_id)).status != BatchStatus.CANCELLED:
-            await house.finalizer.run_once()
+    batch_id = await harness.submit(jsonl(line(n) for n in range(64)))
+    await harness.plan()
+    async with harness.working(LateAborts(hold=asyncio.Event(), hold_after=20)):
+        await harness.until(lambda: completed_are(harness, batch_id, 20))
+        await set_status(harness, batch_id, BatchStatus.CANCELLING)
+        while (batch := await harness.batch(batch_id)).status != BatchStatus.CANCELLED:
+            await harness.finalizer.run_once()
             await asyncio.sleep(0.01)
     assert batch.completed > 20  # slices that no worker had taken yet stay as they are
 
 
 @pytest.mark.parametrize("wish", list(OnLongLine))
-async def test_a_line_that_is_too_long_fails_its_file_or_itself(house: House, wish: OnLongLine) -> None:
-    async with house.database.write() as session:
+async def test_a_line_that_is_too_long_fails_its_file_or_itself(harness: Harness, wish: OnLongLine) -> None:
+    async with harness.database.write() as session:
         await session.execute(update(Model).values(context_length=100))
     too_long = line(1, body={"model": "test-model", "messages": [{"role": "user", "content": "x"}], "max_tokens": 500})
-    batch_id = await house.submit(jsonl([line(0), too_long]))
-    async with house.database.write() as session:
+    batch_id = await harness.submit(jsonl([line(0), too_long]))
+    async with harness.database.write() as session:
         await session.execute(update(BatchRow).where(BatchRow.id == batch_id).values(on_long_line=wish))
-    await house.validator.run_once()
-    batch = await house.batch(batch_id)
+    await harness.validator.run_once()
+    batch = await harness.batch(batch_id)
     if wish is OnLongLine.FAIL_LINE:
         assert (batch.status, batch.total) == (BatchStatus.IN_PROGRESS, 2)
         return
@@ -277,29 +281,29 @@ def test_all_faults_of_a_line_are_named() -> None:
 
 
 @pytest.mark.parametrize("depth", [MAX_NESTING, 968, 969, 970, 100_000])
-async def test_nesting_at_the_parsers_edge_is_refused_with_its_line(house: House, depth: int) -> None:
+async def test_nesting_at_the_parsers_edge_is_refused_with_its_line(harness: Harness, depth: int) -> None:
     """Between the depths at which several readers give up a batch once passed validation and never ended."""
     deep = (
         f'{{"custom_id": "a", "method": "POST", "url": "{CHAT}", "metadata": {"[" * depth}{"]" * depth}, "body": {{}}}}'
     )
-    batch_id = await house.submit(jsonl([line(0)]) + deep.encode() + b"\n")
-    await house.validator.run_once()
-    batch = await house.batch(batch_id)
+    batch_id = await harness.submit(jsonl([line(0)]) + deep.encode() + b"\n")
+    await harness.validator.run_once()
+    batch = await harness.batch(batch_id)
     assert batch.errors is not None
     assert (batch.errors[0]["line"], batch.errors[0]["code"]) == (2, "invalid_json_line")
     assert "nested" in batch.errors[0]["message"]
 
 
-async def test_no_line_keeps_a_batch_from_ending(house: House, monkeypatch: pytest.MonkeyPatch) -> None:
-    batch_id = await house.submit(jsonl(line(n) for n in range(3)))
-    await house.plan()
+async def test_no_line_keeps_a_batch_from_ending(harness: Harness, monkeypatch: pytest.MonkeyPatch) -> None:
+    batch_id = await harness.submit(jsonl(line(n) for n in range(3)))
+    await harness.plan()
 
     def cannot(_: bytes) -> str:
         raise RecursionError
 
     monkeypatch.setattr("service.jobs.finalizer.custom_id_of", cannot)
-    await set_status(house, batch_id, BatchStatus.CANCELLING)
-    [batch] = await house.until_ended(batch_id)
+    await set_status(harness, batch_id, BatchStatus.CANCELLING)
+    [batch] = await harness.until_ended(batch_id)
     assert (batch.status, batch.failed) == (BatchStatus.CANCELLED, 3)
 
 
@@ -320,14 +324,14 @@ def test_brackets_in_strings_are_no_nesting() -> None:
     assert checker.check(1, json.dumps(line(1, body={"model": "m", "messages": messages})).encode())
 
 
-async def test_a_worker_that_stalls_or_starts_is_said_to(house: House, settings: Settings, clock: Clock) -> None:
+async def test_a_worker_that_stalls_or_starts_is_said_to(harness: Harness, settings: Settings, clock: Clock) -> None:
     state = {"name": "w", "model": "test-model", "slices": 1, "requests": 9, "step_age_s": 40.0}
-    await Heartbeat(house.redis).beat("w", state)
+    await Heartbeat(harness.redis).beat("w", state)
     starting = Starting(settings.redis, "new", {"model": "test-model", "host": "h"})
     starting.begin()
     starting.say("loads SGLang")
-    batch_id = await house.submit(jsonl([line(1)]))
-    await house.plan()
+    batch_id = await harness.submit(jsonl([line(1)]))
+    await harness.plan()
     with serve(settings, clock) as url:
         async with asyncio.timeout(30):
             while len(found := httpx.get(f"{url}/v1/workers").json()["data"]) < 2:
@@ -344,7 +348,7 @@ async def test_a_worker_that_stalls_or_starts_is_said_to(house: House, settings:
         async with asyncio.timeout(30):
             while len(httpx.get(f"{url}/v1/workers").json()["data"]) > 1:
                 await asyncio.sleep(0.05)
-        await house.redis.delete("batchweave:worker:w")
+        await harness.redis.delete("batchweave:worker:w")
         assert "none is alive" in httpx.get(f"{url}/v1/batches/{batch_id}").json()["batchweave"]["waiting_for"]
 
 

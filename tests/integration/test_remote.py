@@ -25,7 +25,7 @@ from service.remote.session import connect
 from service.settings import Settings
 from tests.conftest import Clock
 from tests.integration.command import run, start
-from tests.integration.house import House, ScriptedEngine, jsonl, line
+from tests.integration.harness import Harness, ScriptedEngine, jsonl, line
 from tests.integration.serving import serve
 
 
@@ -41,33 +41,33 @@ def write(tmp_path: Path, lines: list[dict[str, Any]]) -> Path:
     return path
 
 
-async def bad_batch(house: House) -> str:
+async def bad_batch(harness: Harness) -> str:
     """One whose file has errors."""
-    batch_id = await house.submit(b"[]\n")
-    await house.plan()
+    batch_id = await harness.submit(b"[]\n")
+    await harness.plan()
     return batch_id
 
 
-async def knows_that_it_is_drained(house: House) -> bool:
-    return (await Heartbeat(house.redis).alive())[0].get("drained", False)
+async def knows_that_it_is_drained(harness: Harness) -> bool:
+    return (await Heartbeat(harness.redis).alive())[0].get("drained", False)
 
 
 async def run_beside_the_jobs(
-    house: House, engine: ScriptedEngine, url: str, *arguments: object
+    harness: Harness, engine: ScriptedEngine, url: str, *arguments: object
 ) -> tuple[int, str, str]:
-    async with house.working(engine):
+    async with harness.working(engine):
         command = asyncio.create_task(run(url, *arguments))
         while not command.done():
-            await house.plan()
-            await house.finalizer.run_once()
+            await harness.plan()
+            await harness.finalizer.run_once()
             await asyncio.sleep(0.02)
         return await command
 
 
-async def test_submit_waits_and_writes_results_and_errors(house: House, url: str, tmp_path: Path) -> None:
+async def test_submit_waits_and_writes_results_and_errors(harness: Harness, url: str, tmp_path: Path) -> None:
     engine = ScriptedEngine(statuses={"request 3": [400]})
     path, output = write(tmp_path, [line(n) for n in range(20)]), tmp_path / "out.jsonl"
-    code, printed, said = await run_beside_the_jobs(house, engine, url, "submit", path, "-o", output, "--json")
+    code, printed, said = await run_beside_the_jobs(harness, engine, url, "submit", path, "-o", output, "--json")
     batch = json.loads(printed)
     assert (code, batch["status"], batch["request_counts"]["failed"]) == (3, "completed", 1)
     assert {json.loads(each)["custom_id"] for each in output.open()} == {f"id-{n}" for n in range(20) if n != 3}
@@ -77,23 +77,23 @@ async def test_submit_waits_and_writes_results_and_errors(house: House, url: str
     assert "tokens: 190 in" in said
 
 
-async def test_all_is_well_is_zero_and_a_bad_file_four(house: House, url: str, tmp_path: Path) -> None:
+async def test_all_is_well_is_zero_and_a_bad_file_four(harness: Harness, url: str, tmp_path: Path) -> None:
     path = write(tmp_path, [line(n) for n in range(4)])
-    code, printed, _ = await run_beside_the_jobs(house, ScriptedEngine(), url, "submit", path, "--wait")
+    code, printed, _ = await run_beside_the_jobs(harness, ScriptedEngine(), url, "submit", path, "--wait")
     assert code == 0
     assert printed.startswith("batch_")
     path = write(tmp_path, [line(1), line(1)])
-    code, _, said = await run_beside_the_jobs(house, ScriptedEngine(), url, "submit", path, "--wait")
+    code, _, said = await run_beside_the_jobs(harness, ScriptedEngine(), url, "submit", path, "--wait")
     assert code == 4
     assert "line 2" in said
     assert "its file has 1 error, and nothing ran. Correct the file and submit it again" in said
 
 
-async def test_a_misspelt_parameter_is_named_once(house: House, url: str, tmp_path: Path) -> None:
+async def test_a_misspelt_parameter_is_named_once(harness: Harness, url: str, tmp_path: Path) -> None:
     right = line(1)["body"]
     lines = [line(n, body={**right, "maxtokens": 5} if n < 3 else right) for n in range(5)]
     engine = ScriptedEngine()
-    code, printed, said = await run_beside_the_jobs(house, engine, url, "submit", write(tmp_path, lines), "--wait")
+    code, printed, said = await run_beside_the_jobs(harness, engine, url, "submit", write(tmp_path, lines), "--wait")
     warning = "warning: no engine knows the parameter 'maxtokens' of 3 lines, so it is ignored. Is 'max_tokens' meant?"
     assert (code, said.count(warning)) == (0, 1)
     assert warning in (await run(url, "batches", "show", printed.strip()))[2]
@@ -101,34 +101,34 @@ async def test_a_misspelt_parameter_is_named_once(house: House, url: str, tmp_pa
     assert about["unknown_parameters"] == [{"name": "maxtokens", "lines": 3, "similar": "max_tokens"}]
 
 
-async def test_files_of_an_earlier_run_are_named(house: House, url: str, tmp_path: Path) -> None:
+async def test_files_of_an_earlier_run_are_named(harness: Harness, url: str, tmp_path: Path) -> None:
     """They stay, because nobody asked to delete them, and a script must not take them for this run's."""
     output, errors = tmp_path / "out.jsonl", tmp_path / "out.errors.jsonl"
     output.write_text("old\n")
     errors.write_text("old\n")
     bad = write(tmp_path, [line(1), line(1)])
-    _, _, said = await run_beside_the_jobs(house, ScriptedEngine(), url, "submit", bad, "-o", output)
+    _, _, said = await run_beside_the_jobs(harness, ScriptedEngine(), url, "submit", bad, "-o", output)
     for path in (output, errors):
         assert f"{path} is from an earlier run" in said.replace("\n", "")
     good = write(tmp_path, [line(n) for n in range(4)])
-    _, _, said = await run_beside_the_jobs(house, ScriptedEngine(), url, "submit", good, "-o", output)
+    _, _, said = await run_beside_the_jobs(harness, ScriptedEngine(), url, "submit", good, "-o", output)
     assert f"{errors} is from an earlier run" in said.replace("\n", "")
     assert (output.read_text() != "old\n", errors.read_text()) == (True, "old\n")
 
 
-async def test_an_uploaded_file_is_submitted_by_its_id(house: House, url: str, tmp_path: Path) -> None:
+async def test_an_uploaded_file_is_submitted_by_its_id(harness: Harness, url: str, tmp_path: Path) -> None:
     code, printed, _ = await run(url, "files", "upload", write(tmp_path, [line(n) for n in range(4)]))
     file_id = printed.strip()
     again = ("submit", file_id, "--wait", "--long-lines-fail-alone")
     for _ in range(2):
-        code, printed, _ = await run_beside_the_jobs(house, ScriptedEngine(), url, *again)
-        batch = await house.batch(printed.strip())
+        code, printed, _ = await run_beside_the_jobs(harness, ScriptedEngine(), url, *again)
+        batch = await harness.batch(printed.strip())
         assert (code, batch.input_file_id, batch.on_long_line) == (0, file_id, "fail_line")
     code, _, said = await run(url, "submit", "file-gone")
     assert (code, "`batchweave files list` lists yours" in said.replace("\n", " ")) == (1, True)
 
 
-async def test_ctrl_c_ends_the_command_and_not_the_batch(house: House, url: str, tmp_path: Path) -> None:
+async def test_ctrl_c_ends_the_command_and_not_the_batch(harness: Harness, url: str, tmp_path: Path) -> None:
     command = start(url, "submit", write(tmp_path, [line(1)]), "--wait")
     assert command.stderr is not None
     batch_id = (await asyncio.to_thread(command.stderr.readline)).split()[-1]
@@ -138,25 +138,25 @@ async def test_ctrl_c_ends_the_command_and_not_the_batch(house: House, url: str,
     assert command.returncode == 130
     assert f"batchweave batches wait {batch_id}" in said
     assert "Traceback" not in said
-    assert (await house.batch(batch_id)).status == BatchStatus.VALIDATING
+    assert (await harness.batch(batch_id)).status == BatchStatus.VALIDATING
 
 
-async def test_a_plan_is_shown_before_the_batch_is_started(house: House, url: str, tmp_path: Path) -> None:
+async def test_a_plan_is_shown_before_the_batch_is_started(harness: Harness, url: str, tmp_path: Path) -> None:
     path = write(tmp_path, [line(n) for n in range(4)])
-    code, printed, said = await run_beside_the_jobs(house, ScriptedEngine(), url, "submit", path, "--preview")
+    code, printed, said = await run_beside_the_jobs(harness, ScriptedEngine(), url, "submit", path, "--preview")
     batch_id = printed.strip()
     assert (code, f"batchweave batches start {batch_id}" in said) == (0, True)
     assert "expected engine time" in said
     assert "of them shared" in said
-    assert (await house.batch(batch_id)).held
-    code, printed, _ = await run_beside_the_jobs(house, ScriptedEngine(), url, "batches", "start", batch_id, "--wait")
+    assert (await harness.batch(batch_id)).held
+    code, printed, _ = await run_beside_the_jobs(harness, ScriptedEngine(), url, "batches", "start", batch_id, "--wait")
     assert (code, printed.strip()) == (0, batch_id)
-    assert (await house.batch(batch_id)).status == BatchStatus.COMPLETED
+    assert (await harness.batch(batch_id)).status == BatchStatus.COMPLETED
 
 
-async def test_a_preview_of_a_bad_file_says_what_is_wrong(house: House, url: str, tmp_path: Path) -> None:
+async def test_a_preview_of_a_bad_file_says_what_is_wrong(harness: Harness, url: str, tmp_path: Path) -> None:
     path = write(tmp_path, [line(1), line(1)])
-    code, _, said = await run_beside_the_jobs(house, ScriptedEngine(), url, "submit", path, "--preview")
+    code, _, said = await run_beside_the_jobs(harness, ScriptedEngine(), url, "submit", path, "--preview")
     assert (code, "line 2" in said) == (4, True)
 
 
@@ -189,7 +189,7 @@ async def test_a_path_that_no_file_can_have_is_refused_at_once(url: str, tmp_pat
 
 @pytest.mark.parametrize(("answer", "status"), [(b"y\n", "completed"), (b"n\n", "in_progress")])
 async def test_whoever_sits_at_the_terminal_is_asked(
-    house: House, url: str, tmp_path: Path, answer: bytes, status: str
+    harness: Harness, url: str, tmp_path: Path, answer: bytes, status: str
 ) -> None:
     keyboard, terminal = os.openpty()
     os.write(keyboard, answer)
@@ -205,27 +205,27 @@ async def test_whoever_sits_at_the_terminal_is_asked(
         stdout=subprocess.PIPE,
     )
     reader = asyncio.create_task(process.communicate())
-    async with house.working(ScriptedEngine()):
+    async with harness.working(ScriptedEngine()):
         os.set_blocking(keyboard, False)
         async with asyncio.timeout(60):
             while not reader.done():
-                await house.plan()
-                await house.finalizer.run_once()
+                await harness.plan()
+                await harness.finalizer.run_once()
                 await asyncio.sleep(0.02)
                 with suppress(BlockingIOError):
                     os.read(keyboard, 65536)  # a terminal that nobody reads holds the command up
     assert process.returncode == 0
     batch_id = reader.result()[0].decode().strip()
-    assert (await house.batch(batch_id)).status == status
+    assert (await harness.batch(batch_id)).status == status
     assert output.exists() == (status == "completed")
     os.close(terminal)
     os.close(keyboard)
 
 
-async def test_a_batch_is_listed_shown_cancelled_and_retried(house: House, url: str, tmp_path: Path) -> None:
+async def test_a_batch_is_listed_shown_cancelled_and_retried(harness: Harness, url: str, tmp_path: Path) -> None:
     path = write(tmp_path, [line(n) for n in range(4)])
     batch_id = (await run(url, "submit", path, "--metadata", "run=12", "--metadata", "name=Labels"))[1].strip()
-    await house.plan()
+    await harness.plan()
     code, printed, _ = await run(url, "batches", "list", "--status", "in_progress")
     assert code == 0
     assert batch_id in printed
@@ -235,12 +235,12 @@ async def test_a_batch_is_listed_shown_cancelled_and_retried(house: House, url: 
     assert (await run(url, "batches", "list", "--status", "bogus"))[0] == 2
     assert "run=12" in (await run(url, "batches", "show", batch_id))[1]
     assert "is being cancelled" in (await run(url, "batches", "cancel", batch_id))[2]
-    await house.until_ended(batch_id)
+    await harness.until_ended(batch_id)
     assert (await run(url, "batches", "wait", batch_id))[0] == 4
     shown = (await run(url, "batches", "show", batch_id))[1]
     assert ("0 of 4" in shown, "4 not run" in shown, "output file" in shown) == (True, True, False)
     code, printed, said = await run_beside_the_jobs(
-        house, ScriptedEngine(), url, "batches", "retry", batch_id, "--wait"
+        harness, ScriptedEngine(), url, "batches", "retry", batch_id, "--wait"
     )
     assert (code, "4 of 4 answered" in said) == (0, True)
     code, printed, _ = await run(url, "batches", "results", printed.strip())
@@ -253,8 +253,8 @@ async def test_a_batch_is_listed_shown_cancelled_and_retried(house: House, url: 
     assert Path(told["errors"]).read_bytes().count(b"\n") == 4
 
 
-async def test_waiting_survives_a_service_that_restarts(house: House, settings: Settings, clock: Clock) -> None:
-    batch_id = await house.submit(jsonl(line(n) for n in range(4)))
+async def test_waiting_survives_a_service_that_restarts(harness: Harness, settings: Settings, clock: Clock) -> None:
+    batch_id = await harness.submit(jsonl(line(n) for n in range(4)))
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -264,15 +264,15 @@ async def test_waiting_survives_a_service_that_restarts(house: House, settings: 
         assert command.stderr is not None
         assert "waiting for validation" in await asyncio.to_thread(command.stderr.readline)
     assert "is not responding" in await asyncio.to_thread(command.stderr.readline)
-    await house.plan()
-    async with house.working(ScriptedEngine()):
-        await house.until_ended(batch_id)
+    await harness.plan()
+    async with harness.working(ScriptedEngine()):
+        await harness.until_ended(batch_id)
     with serve(settings, clock, port):
         _, said = await asyncio.to_thread(command.communicate, None, 60)
     assert (command.returncode, "4 of 4 answered" in said) == (0, True)
 
 
-async def test_a_download_goes_on_where_it_broke_off(house: House, url: str, tmp_path: Path) -> None:
+async def test_a_download_goes_on_where_it_broke_off(harness: Harness, url: str, tmp_path: Path) -> None:
     path = write(tmp_path, [line(n) for n in range(50)])
     file_id = (await run(url, "files", "upload", path))[1].strip()
     whole, output = path.read_bytes(), tmp_path / "copy.jsonl"
@@ -286,19 +286,19 @@ async def test_a_download_goes_on_where_it_broke_off(house: House, url: str, tmp
     assert (code, "No such File object" in said) == (1, True)
 
 
-async def test_a_download_without_a_name_takes_the_files_own(house: House, url: str, tmp_path: Path) -> None:
+async def test_a_download_without_a_name_takes_the_files_own(harness: Harness, url: str, tmp_path: Path) -> None:
     path = write(tmp_path, [line(1)])
     file_id = (await run(url, "files", "upload", path))[1].strip()
     here = tmp_path / "here"
     here.mkdir()
     for name in ("in.jsonl", "/tmp/../in/2.jsonl"):
-        async with house.database.write() as session:
+        async with harness.database.write() as session:
             await session.execute(update(File).values(filename=name))
         assert (await run(url, "files", "download", file_id, folder=here))[0] == 0
         assert (here / Path(name).name).read_bytes() == path.read_bytes()
     (here / "link").symlink_to(tmp_path / "elsewhere")
     for name in ("in.jsonl", "link", ".bashrc", "-x", "..", "\x1b[2J", 150 * "x", 400 * "x"):
-        async with house.database.write() as session:
+        async with harness.database.write() as session:
             await session.execute(update(File).values(filename=name))
         code, _, said = await run(url, "files", "download", file_id, folder=here)
         assert (code, "use --output FILE" in said) == (1, True)
@@ -307,11 +307,11 @@ async def test_a_download_without_a_name_takes_the_files_own(house: House, url: 
         await asyncio.to_thread(download, client, file_id, here / "in.jsonl", is_new=True)
 
 
-async def test_models_are_listed_by_name(house: House, url: str) -> None:
+async def test_models_are_listed_by_name(harness: Harness, url: str) -> None:
     code, found, _ = await run(url, "models")
     assert (code, "test-model" in found) == (0, True)
     assert json.loads((await run(url, "models", "--json"))[1])[0]["id"] == "test-model"
-    async with house.database.write() as session:
+    async with harness.database.write() as session:
         await session.execute(delete(Model))
     code, _, said = await run(url, "models")
     assert (code, "No model is known yet" in said) == (0, True)
@@ -335,13 +335,13 @@ async def test_what_is_left_of_another_download_does_no_harm(url: str, tmp_path:
     assert (tmp_path / "copy.jsonl").read_bytes() == path.read_bytes()
 
 
-async def test_results_can_be_piped_into_what_reads_a_part_of_them(house: House, url: str, tmp_path: Path) -> None:
+async def test_results_can_be_piped_into_what_reads_a_part_of_them(harness: Harness, url: str, tmp_path: Path) -> None:
     body = {"model": "test-model", "messages": [{"role": "user", "content": "x" * 4000}]}
-    batch_id = await house.submit(jsonl(line(n, body=body) for n in range(200)))
-    await house.plan()
-    async with house.working(ScriptedEngine()):
-        await house.until_ended(batch_id)
-    code, _, said = await run(url, "batches", "results", await bad_batch(house))
+    batch_id = await harness.submit(jsonl(line(n, body=body) for n in range(200)))
+    await harness.plan()
+    async with harness.working(ScriptedEngine()):
+        await harness.until_ended(batch_id)
+    code, _, said = await run(url, "batches", "results", await bad_batch(harness))
     assert (code, "nothing ran" in said) == (1, True)
     command = start(url, "batches", "results", batch_id)
     assert command.stdout is not None
@@ -354,7 +354,7 @@ async def test_results_can_be_piped_into_what_reads_a_part_of_them(house: House,
 
 
 async def test_a_large_file_goes_in_parts(
-    house: House, url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    harness: Harness, url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(uploads, "PART_BYTES", 1000)
     path = write(tmp_path, [line(n) for n in range(50)])
@@ -365,19 +365,19 @@ async def test_a_large_file_goes_in_parts(
     assert (tmp_path / "copy.jsonl").read_bytes() == path.read_bytes()
 
 
-async def test_a_drained_worker_takes_nothing_until_it_is_resumed(house: House, url: str) -> None:
+async def test_a_drained_worker_takes_nothing_until_it_is_resumed(harness: Harness, url: str) -> None:
     engine = ScriptedEngine()
-    async with house.working(engine, "worker-a"):
-        await house.until(Heartbeat(house.redis).alive)
+    async with harness.working(engine, "worker-a"):
+        await harness.until(Heartbeat(harness.redis).alive)
         assert (await run(url, "workers", "drain", "worker-a"))[0] == 0
-        await house.until(lambda: knows_that_it_is_drained(house))
-        batch_id = await house.submit(jsonl(line(n) for n in range(4)))
-        await house.plan()
+        await harness.until(lambda: knows_that_it_is_drained(harness))
+        batch_id = await harness.submit(jsonl(line(n) for n in range(4)))
+        await harness.plan()
         await asyncio.sleep(1.0)  # an undrained worker has taken it in a hundredth of that
         assert not engine.runs
         [found] = json.loads((await run(url, "workers", "list", "--json"))[1])
         assert (found["id"], found["state"], found["slices"]) == ("worker-a", "draining", 0)
         assert (await run(url, "workers", "resume", "worker-a"))[0] == 0
-        await house.until_ended(batch_id)
+        await harness.until_ended(batch_id)
     code, _, said = await run(url, "workers", "drain", "worker-z")
     assert (code, "worker-z" in said) == (1, True)

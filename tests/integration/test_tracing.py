@@ -20,7 +20,7 @@ from service.metrics import tracing
 from service.metrics.tracing import Traces, send_traces
 from service.settings import Settings
 from tests.conftest import Clock
-from tests.integration.house import House, ScriptedEngine, jsonl, line
+from tests.integration.harness import Harness, ScriptedEngine, jsonl, line
 from tests.integration.serving import serve
 
 
@@ -69,13 +69,13 @@ def values(span: Span) -> dict[str, str | int]:
     return {each.key: each.value.string_value or each.value.int_value for each in span.attributes}
 
 
-async def test_a_batch_is_one_trace_whose_id_is_its_own(house: House, traced: tuple[Traces, list[Span]]) -> None:
+async def test_a_batch_is_one_trace_whose_id_is_its_own(harness: Harness, traced: tuple[Traces, list[Span]]) -> None:
     traces, spans = traced
-    batch_id = await house.submit(jsonl(line(n) for n in range(12)))
-    other = await house.submit(b"[]\n")
-    await house.plan()
-    async with house.working(ScriptedEngine()):
-        await house.until_ended(batch_id)
+    batch_id = await harness.submit(jsonl(line(n) for n in range(12)))
+    other = await harness.submit(b"[]\n")
+    await harness.plan()
+    async with harness.working(ScriptedEngine()):
+        await harness.until_ended(batch_id)
     traces.flush()
     mine = [span for span in spans if span.trace_id.hex() == batch_id.removeprefix("batch_")]
     slices = sum(span.name == "slice" for span in mine)
@@ -105,7 +105,7 @@ def test_a_request_joins_its_callers_trace(settings: Settings, clock: Clock, tra
     assert values(span)["batchweave.request"] == found.headers["x-request-id"]
 
 
-async def test_a_collector_that_is_away_changes_nothing(house: House, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_collector_that_is_away_changes_nothing(harness: Harness, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_TIMEOUT", "1")
     asked: list[str] = []
 
@@ -117,33 +117,33 @@ async def test_a_collector_that_is_away_changes_nothing(house: House, monkeypatc
     with serving(Refusing) as url:
         traces = send_traces(url, "test")
         assert traces is not None
-        batch_id = await house.submit(jsonl(line(n) for n in range(4)))
-        await house.plan()
-        async with house.working(ScriptedEngine()):
+        batch_id = await harness.submit(jsonl(line(n) for n in range(4)))
+        await harness.plan()
+        async with harness.working(ScriptedEngine()):
             await asyncio.to_thread(traces.flush)
-            [batch] = await house.until_ended(batch_id)
+            [batch] = await harness.until_ended(batch_id)
         send_traces(None, "test")
     assert asked
     assert (batch.status, batch.completed) == ("completed", 4)
 
 
 async def test_other_stages_are_in_the_batchs_trace(
-    house: House, clock: Clock, traced: tuple[Traces, list[Span]]
+    harness: Harness, clock: Clock, traced: tuple[Traces, list[Span]]
 ) -> None:
     traces, spans = traced
-    held, late = await house.submit(jsonl([line(1)])), await house.submit(jsonl([line(1)]), window_s=10)
-    async with house.database.write() as session:
+    held, late = await harness.submit(jsonl([line(1)])), await harness.submit(jsonl([line(1)]), window_s=10)
+    async with harness.database.write() as session:
         await session.execute(update(Batch).where(Batch.id == held).values(held=True))
     clock.now += 60
-    await house.expiry.run_once()
-    await house.plan()
+    await harness.expiry.run_once()
+    await harness.plan()
     traces.flush()
     names = {each: [span.name for span in spans if values(span)["batchweave.batch"] == each] for each in (held, late)}
     assert names == {held: ["validate", "preview"], late: ["batch"]}
 
 
 async def test_a_webhook_is_in_the_batchs_trace(
-    house: House, settings: Settings, clock: Clock, traced: tuple[Traces, list[Span]]
+    harness: Harness, settings: Settings, clock: Clock, traced: tuple[Traces, list[Span]]
 ) -> None:
     traces, spans = traced
 
@@ -156,9 +156,9 @@ async def test_a_webhook_is_in_the_batchs_trace(
         wanted = {"name": "x", "url": receiver, "event_types": ["batch.failed"]}
         async with httpx.AsyncClient() as client:
             assert (await client.post(f"{url}/v1/webhook_endpoints", json=wanted)).status_code == 200
-        batch_id = await house.submit(b"[]\n")
-        await house.plan()
-        assert await Webhooks(house.database, settings, clock).run_once()
+        batch_id = await harness.submit(b"[]\n")
+        await harness.plan()
+        assert await Webhooks(harness.database, settings, clock).run_once()
     traces.flush()
     [span] = [span for span in spans if span.name == "webhook"]
     assert span.trace_id.hex() == batch_id.removeprefix("batch_")

@@ -7,7 +7,7 @@ from typing import Any
 from service.queue.leases import Lease, Leases
 from service.worker.feed import Feed
 from service.worker.slice_run import SliceRun
-from tests.integration.house import House, ScriptedAnswer, ScriptedEngine, jsonl, line
+from tests.integration.harness import Harness, ScriptedAnswer, ScriptedEngine, jsonl, line
 
 SIZE = 8
 
@@ -28,7 +28,7 @@ class MortalEngine(ScriptedEngine):
         return await super().run(endpoint, body, rid, kind, due, lengths)
 
 
-async def one_life(house: House, leases: Leases, killers: frozenset[str]) -> tuple[list[int], bool]:
+async def one_life(harness: Harness, leases: Leases, killers: frozenset[str]) -> tuple[list[int], bool]:
     """Run the slice until the engine dies of it or it is done: sizes of its trials, and whether it is done."""
     dead = asyncio.Event()
     engine = MortalEngine(hold=dead, hold_after=10**6)
@@ -44,8 +44,8 @@ async def one_life(house: House, leases: Leases, killers: frozenset[str]) -> tup
             sizes.append(size)
             return await super().begin_trial(lease, size, place)
 
-    noted = Noted(house.database, "w", "test-model", house.settings.lease_s)
-    parts = (house.database, house.storage, engine, house.settings, house.clock, no_progress, noted, Feed())
+    noted = Noted(harness.database, "w", "test-model", harness.settings.lease_s)
+    parts = (harness.database, harness.storage, engine, harness.settings, harness.clock, no_progress, noted, Feed())
     run = SliceRun(lease, *parts)
     task, died = asyncio.create_task(run.run()), asyncio.create_task(dead.wait())
     await asyncio.wait([task, died], return_when=asyncio.FIRST_COMPLETED)
@@ -56,56 +56,56 @@ async def one_life(house: House, leases: Leases, killers: frozenset[str]) -> tup
     await asyncio.sleep(0.05)  # what is answered is written; then the process ends
     task.cancel()
     await asyncio.gather(task, return_exceptions=True)
-    assert await house.expire_leases() == 1
+    assert await harness.expire_leases() == 1
     return sizes, False
 
 
-async def test_a_killer_is_found_by_halving_and_the_rest_is_answered(house: House) -> None:
-    batch_id = await house.submit(jsonl(line(n) for n in range(SIZE)))
-    await house.plan()
-    leases = Leases(house.database, "w", "test-model", house.settings.lease_s)
+async def test_a_killer_is_found_by_halving_and_the_rest_is_answered(harness: Harness) -> None:
+    batch_id = await harness.submit(jsonl(line(n) for n in range(SIZE)))
+    await harness.plan()
+    leases = Leases(harness.database, "w", "test-model", harness.settings.lease_s)
     lives = list[list[int]]()
     done = False
     while not done:
-        sizes, done = await one_life(house, leases, frozenset({"request 5"}))
+        sizes, done = await one_life(harness, leases, frozenset({"request 5"}))
         lives.append(sizes)
         assert len(lives) < 20
     assert lives[:2] == [[], []]  # two deaths may be chance
     assert len(lives[2]) == 1  # then all that is left of it is tried, alone
     assert all(sizes[0] <= max(before[-1] // 2, 1) for before, sizes in itertools.pairwise(lives[2:-1]))
     assert [sizes[-1] for sizes in lives[-3:-1]] == [1, 1]  # alone in the engine at two deaths
-    [batch] = await house.until_ended(batch_id)
-    output, errors = await house.results(batch)
+    [batch] = await harness.until_ended(batch_id)
+    output, errors = await harness.results(batch)
     assert set(errors) == {"id-5"}
     assert "died" in errors["id-5"]["error"]["message"]
     assert len(output) == SIZE - 1
 
 
-async def test_two_killers_side_by_side_are_both_found(house: House) -> None:
+async def test_two_killers_side_by_side_are_both_found(harness: Harness) -> None:
     """The line of the first must be kept before the second kills the process."""
-    house.settings = house.settings.model_copy(update={"flush_s": 30.0})
-    batch_id = await house.submit(jsonl(line(n) for n in range(4)))
-    await house.plan()
-    leases = Leases(house.database, "w", "test-model", house.settings.lease_s)
+    harness.settings = harness.settings.model_copy(update={"flush_s": 30.0})
+    batch_id = await harness.submit(jsonl(line(n) for n in range(4)))
+    await harness.plan()
+    leases = Leases(harness.database, "w", "test-model", harness.settings.lease_s)
     lives = 1
-    while not (await one_life(house, leases, frozenset({"request 0", "request 1", "request 2", "request 3"})))[1]:
+    while not (await one_life(harness, leases, frozenset({"request 0", "request 1", "request 2", "request 3"})))[1]:
         lives += 1
         assert lives < 40
-    [batch] = await house.until_ended(batch_id)
-    assert len((await house.results(batch))[1]) == 4
+    [batch] = await harness.until_ended(batch_id)
+    assert len((await harness.results(batch))[1]) == 4
 
 
-async def test_a_slice_that_only_waited_is_not_blamed(house: House) -> None:
-    await house.submit(jsonl(line(n) for n in range(SIZE)))
-    await house.plan()
-    leases = Leases(house.database, "w", "test-model", house.settings.lease_s)
+async def test_a_slice_that_only_waited_is_not_blamed(harness: Harness) -> None:
+    await harness.submit(jsonl(line(n) for n in range(SIZE)))
+    await harness.plan()
+    leases = Leases(harness.database, "w", "test-model", harness.settings.lease_s)
 
     async def die(begins: bool) -> Lease:
         lease = await leases.claim(1)
         assert lease is not None
         if begins:
             assert await leases.begin_trial(lease, 1, 0)
-        await house.expire_leases()
+        await harness.expire_leases()
         return lease
 
     for begins in (False, False, True, False, False):
@@ -115,13 +115,13 @@ async def test_a_slice_that_only_waited_is_not_blamed(house: House) -> None:
     assert (last.trial.size, last.trial.alone_deaths) == (1, 1)
 
 
-async def test_deaths_that_no_request_causes_cost_nobody_an_answer(house: House) -> None:
-    batch_id = await house.submit(jsonl(line(n) for n in range(SIZE)))
-    await house.plan()
-    leases = Leases(house.database, "w", "test-model", house.settings.lease_s)
+async def test_deaths_that_no_request_causes_cost_nobody_an_answer(harness: Harness) -> None:
+    batch_id = await harness.submit(jsonl(line(n) for n in range(SIZE)))
+    await harness.plan()
+    leases = Leases(harness.database, "w", "test-model", harness.settings.lease_s)
     for _ in range(3):
         assert await leases.claim(1)
-        assert await house.expire_leases() == 1
-    assert await one_life(house, leases, frozenset()) == ([SIZE], True)
-    [batch] = await house.until_ended(batch_id)
-    assert len((await house.results(batch))[0]) == SIZE
+        assert await harness.expire_leases() == 1
+    assert await one_life(harness, leases, frozenset()) == ([SIZE], True)
+    [batch] = await harness.until_ended(batch_id)
+    assert len((await harness.results(batch))[0]) == SIZE

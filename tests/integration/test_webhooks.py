@@ -18,7 +18,7 @@ from service.settings import Settings
 from service.webhooks.delivery import Reach, Unreachable, deliver
 from service.webhooks.signature import signed_headers
 from tests.conftest import Clock
-from tests.integration.house import House, ScriptedEngine, jsonl, line
+from tests.integration.harness import Harness, ScriptedEngine, jsonl, line
 from tests.integration.serving import serve
 
 
@@ -74,24 +74,24 @@ def create(api: httpx.Client, url: str, *types: str) -> dict[str, Any]:
     return answer.json()
 
 
-async def end(house: House) -> str:
-    batch_id = await house.submit(jsonl([line(0)]))
-    await house.plan()
-    async with house.working(ScriptedEngine()):
-        await house.until_ended(batch_id)
+async def end(harness: Harness) -> str:
+    batch_id = await harness.submit(jsonl([line(0)]))
+    await harness.plan()
+    async with harness.working(ScriptedEngine()):
+        await harness.until_ended(batch_id)
     return batch_id
 
 
 async def test_the_client_unwraps_what_comes(
-    house: House, api: httpx.Client, receiver: Receiver, open_settings: Settings, monkeypatch: pytest.MonkeyPatch
+    harness: Harness, api: httpx.Client, receiver: Receiver, open_settings: Settings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made = create(api, receiver.url)
-    batch_id = await end(house)
-    job = Webhooks(house.database, open_settings, house.clock)
+    batch_id = await end(harness)
+    job = Webhooks(harness.database, open_settings, harness.clock)
     assert await job.run_once()
     assert not await job.run_once()
     [(headers, body)] = receiver.got
-    monkeypatch.setattr("time.time", house.clock)
+    monkeypatch.setattr("time.time", harness.clock)
     client = openai.OpenAI(api_key="k", webhook_secret=made["signing_secret"])
     event = client.webhooks.unwrap(body, headers)
     said = event.model_dump()
@@ -103,10 +103,10 @@ async def test_the_client_unwraps_what_comes(
 
 
 async def test_only_wanted_events_of_the_own_project_come(
-    house: House, api: httpx.Client, receiver: Receiver, open_settings: Settings
+    harness: Harness, api: httpx.Client, receiver: Receiver, open_settings: Settings
 ) -> None:
     create(api, receiver.url, "batch.cancelled")
-    async with house.database.write() as session:
+    async with harness.database.write() as session:
         session.add(
             WebhookEndpoint(
                 id="theirs",
@@ -119,31 +119,31 @@ async def test_only_wanted_events_of_the_own_project_come(
                 updated_at=0,
             )
         )
-    await end(house)
-    cancelled = await house.submit(jsonl([line(0)]))
-    async with house.database.write() as session:
+    await end(harness)
+    cancelled = await harness.submit(jsonl([line(0)]))
+    async with harness.database.write() as session:
         assert await move_batch(session, cancelled, BatchStatus.CANCELLING, now=1)
         assert await move_batch(session, cancelled, BatchStatus.CANCELLED, now=1)
         assert not await move_batch(session, cancelled, BatchStatus.CANCELLED, now=1)
-    async with house.database.read() as session:
+    async with harness.database.read() as session:
         rows = (await session.scalars(select(WebhookDelivery))).all()
     assert [(row.type, row.batch_id) for row in rows] == [("batch.cancelled", cancelled)]
 
 
 async def test_a_failure_is_tried_again_with_growing_pauses_and_a_fresh_signature(
-    house: House, api: httpx.Client, receiver: Receiver, open_settings: Settings
+    harness: Harness, api: httpx.Client, receiver: Receiver, open_settings: Settings
 ) -> None:
     create(api, receiver.url)
     receiver.statuses = [500, 302, 404]
-    await end(house)
-    job = Webhooks(house.database, open_settings, house.clock)
+    await end(harness)
+    job = Webhooks(harness.database, open_settings, harness.clock)
     for pause_s in (5, 10, 20):
         assert await job.run_once()
-        house.clock.now += pause_s - 1
+        harness.clock.now += pause_s - 1
         assert not await job.run_once()
-        house.clock.now += 1
+        harness.clock.now += 1
     assert await job.run_once()
-    house.clock.now += 10_000
+    harness.clock.now += 10_000
     assert not await job.run_once()
     assert len(receiver.got) == 4
     assert len({headers["webhook-id"] for headers, _ in receiver.got}) == 1
@@ -151,30 +151,30 @@ async def test_a_failure_is_tried_again_with_growing_pauses_and_a_fresh_signatur
 
 
 async def test_a_dead_receiver_is_tried_one_delivery_at_a_time(
-    house: House, api: httpx.Client, receiver: Receiver, open_settings: Settings
+    harness: Harness, api: httpx.Client, receiver: Receiver, open_settings: Settings
 ) -> None:
     create(api, receiver.url)
     receiver.statuses = [500]
     for _ in range(3):
-        await end(house)
-    job = Webhooks(house.database, open_settings, house.clock)
+        await end(harness)
+    job = Webhooks(harness.database, open_settings, harness.clock)
     assert await job.run_once()
     assert not await job.run_once()
-    house.clock.now += 5
+    harness.clock.now += 5
     assert [await job.run_once() for _ in range(4)] == [True, True, True, False]
     assert len(receiver.got) == 4
 
 
 async def test_after_three_days_it_is_given_up(
-    house: House, api: httpx.Client, receiver: Receiver, open_settings: Settings
+    harness: Harness, api: httpx.Client, receiver: Receiver, open_settings: Settings
 ) -> None:
     create(api, receiver.url)
     receiver.statuses = [500] * 500
-    await end(house)
-    job, started = Webhooks(house.database, open_settings, house.clock), house.clock.now
-    while house.clock.now < started + GIVE_UP_S + 7200:
+    await end(harness)
+    job, started = Webhooks(harness.database, open_settings, harness.clock), harness.clock.now
+    while harness.clock.now < started + GIVE_UP_S + 7200:
         await job.run_once()
-        house.clock.now += 600
+        harness.clock.now += 600
     assert not await job.run_once()
     assert 70 < len(receiver.got) < 100
 

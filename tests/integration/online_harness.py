@@ -1,4 +1,4 @@
-"""An API, and workers' doors before engines that a test scripts."""
+"""A harness for online requests: an API, and workers' doors before engines whose answers a test scripts."""
 
 import asyncio
 import json
@@ -14,7 +14,7 @@ from service.queue.progress import Heartbeat
 from service.queue.trust import address_proof, deployment_token
 from service.settings import Settings
 from service.worker.door import Door
-from tests.integration.house import House, ScriptedAnswer
+from tests.integration.harness import Harness, ScriptedAnswer
 from tests.integration.serving import CHAT
 
 ADAPTER = "test-model:sql"
@@ -56,8 +56,8 @@ class ScriptedStream:
 
 
 @dataclass
-class Teller:
-    """Stands in for an engine, where SGLang cannot be made to stop at a chosen moment."""
+class ScriptedOnlineEngine:
+    """Stands in for an engine that answers online requests, where SGLang cannot be made to stop at a chosen moment."""
 
     waits: bool = False  # and never begins to answer
     fails: bool = False
@@ -91,16 +91,16 @@ class Teller:
 
 
 @dataclass
-class Shop:
-    """An API, and doors to engines that its heartbeats name."""
+class OnlineHarness:
+    """An API that is running, and the doors of workers, which it finds by the heartbeats that this class writes."""
 
-    house: House
+    harness: Harness
     settings: Settings
     url: str
     reason: str | None = None  # why no door takes requests
 
     @asynccontextmanager
-    async def door(self, name: str, engine: Teller, token: str = "") -> AsyncGenerator[Door, None]:
+    async def door(self, name: str, engine: ScriptedOnlineEngine, token: str = "") -> AsyncGenerator[Door, None]:
         ours = deployment_token(self.settings)
         assert ours is not None
         door = Door(engine, [MODEL, ADAPTER], token or ours, self.settings.max_line_bytes, lambda: self.reason)
@@ -122,7 +122,7 @@ class Shop:
         await door.close(0)
 
     async def beat(self, name: str, url: str, **more: Any) -> None:
-        await Heartbeat(self.house.redis).beat(name, {"name": name, "model": MODEL, "online": url, **more})
+        await Heartbeat(self.harness.redis).beat(name, {"name": name, "model": MODEL, "online": url, **more})
 
     def client(self, **more: Any) -> openai.AsyncOpenAI:
         return openai.AsyncOpenAI(base_url=f"{self.url}/v1", api_key="k", max_retries=0, **more)

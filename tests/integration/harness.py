@@ -1,4 +1,4 @@
-"""The service's jobs on real parts, driven step by step, with an engine whose faults a test can choose."""
+"""A harness that runs the service's jobs on real parts step by step, and an engine whose faults a test can choose."""
 
 import asyncio
 import json
@@ -101,7 +101,9 @@ def jsonl(lines: Iterable[dict[str, Any]]) -> bytes:
 
 
 @dataclass
-class House:
+class Harness:
+    """The service's jobs on a real database, store and Redis; a test runs each of them when it chooses to."""
+
     database: Database
     storage: Storage
     redis: Redis
@@ -111,7 +113,7 @@ class House:
     @classmethod
     async def build(
         cls, database: Database, storage: Storage, redis: Redis, settings: Settings, clock: Clock, tokenizer: Path
-    ) -> "House":
+    ) -> "Harness":
         async with database.write() as session:
             session.add(Model(name="test-model", source=str(tokenizer), created_at=0))
         return cls(database, storage, redis, settings, clock)
@@ -225,16 +227,16 @@ def demo_tokenizer(folder: Path) -> Path:
     return ensure_demo_model(folder, corpus())
 
 
-async def all_slices_done(house: House) -> bool:
-    async with house.database.read() as session:
+async def all_slices_done(harness: Harness) -> bool:
+    async with harness.database.read() as session:
         return not (await session.scalars(select(Slice).where(Slice.status != SliceStatus.DONE))).all()
 
 
-async def completed_are(house: House, batch_id: str, wanted: int) -> bool:
-    return (await house.progress.counts(house.database, batch_id)).completed == wanted
+async def completed_are(harness: Harness, batch_id: str, wanted: int) -> bool:
+    return (await harness.progress.counts(harness.database, batch_id)).completed == wanted
 
 
-async def set_status(house: House, batch_id: str, status: BatchStatus) -> None:
+async def set_status(harness: Harness, batch_id: str, status: BatchStatus) -> None:
     """As if the API or a job had just moved the batch."""
-    async with house.database.write() as session:
+    async with harness.database.write() as session:
         await session.execute(update(Batch).where(Batch.id == batch_id).values(status=status))
