@@ -5,10 +5,11 @@ import tempfile
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, ClassVar, ParamSpec, TypeVar
 from zlib import crc32
 
 import numba
+from numba.core.caching import CompileResultCacheImpl, FunctionCache, UserProvidedCacheLocator
 
 Args = ParamSpec("Args")
 Result = TypeVar("Result")
@@ -51,14 +52,44 @@ def brief(function: Callable[Args, Result]) -> Callable[Args, Result]:
     return _compiled(function, nogil=False)
 
 
+class _Locator(UserProvidedCacheLocator):
+    """Finds machine code by the sources' checksum and the function's room, whatever folder the sources lie in.
+
+    Numba's own locators name that folder, so that each clone would compile again, and check only whether the function's
+    own file has changed, not the files of the functions and constants that are compiled into it.
+    """
+
+    def __init__(self, py_func: Any, py_file: str) -> None:
+        self._py_file, self._lineno = py_file, py_func.__code__.co_firstlineno
+
+    def get_cache_path(self) -> str:
+        return str(FOLDER / Path(self._py_file).parent.name)
+
+    def get_source_stamp(self) -> Any:
+        return SOURCES
+
+    @classmethod
+    def from_function(cls, py_func: Any, py_file: str) -> "_Locator | None":
+        found = cls(py_func, py_file)
+        try:
+            found.ensure_cache_path()
+        except OSError:  # this user may not write there
+            return None
+        return found
+
+
+class _Impl(CompileResultCacheImpl):
+    _locator_classes: ClassVar = [_Locator]
+
+
+class _Cache(FunctionCache):
+    _impl_class = _Impl
+
+
 def _compiled(function: Callable[Args, Result], nogil: bool) -> Callable[Args, Result]:
-    try:
-        dispatcher: Any = numba.njit(cache=True, nogil=nogil, no_cfunc_wrapper=True)(function)
-    except RuntimeError:  # this user may write to no folder
-        return numba.njit(nogil=nogil, no_cfunc_wrapper=True)(function)
-    # A private attribute of numba's, which a test watches. Numba itself checks only whether the function's own file has
-    # changed, not the files of the functions and constants that it compiles into it.
-    dispatcher._cache._cache_file._source_stamp = SOURCES
+    dispatcher: Any = numba.njit(nogil=nogil, no_cfunc_wrapper=True)(function)
+    with suppress(RuntimeError):  # there is no locator; every process compiles for itself
+        dispatcher._cache = _Cache(function)  # a private attribute of numba's, which a test watches
     return dispatcher
 
 
@@ -81,4 +112,3 @@ def _folder_of_sources() -> Path:
 
 SOURCES = _stamp_of_sources()
 FOLDER = _folder_of_sources()
-numba.config.CACHE_DIR = str(FOLDER)  # type: ignore[attr-defined]

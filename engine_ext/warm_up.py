@@ -18,7 +18,7 @@ from engine_ext.compiled import FOLDER
 from engine_ext.coserve.governor import Moment, is_late, new_governor, note_served, served
 from engine_ext.coserve.limit import NOT_PROFILED
 from engine_ext.coserve.predictor import REFIT, Load, new_predictor, predict
-from engine_ext.coserve.reserve import new_held, note_held, reserve
+from engine_ext.coserve.reserve import new_online_kv, note_online_kv, reserve
 from engine_ext.coserve.slo import SloClass, least_slack
 from engine_ext.coserve.step import Batches, Online, choose, learn
 from engine_ext.coserve.victims import victims
@@ -82,9 +82,9 @@ def main() -> None:
 
 
 def _mark() -> Path:
-    """Return the file that exists once everything is compiled for this place and this interpreter."""
-    where = crc32("\0".join((str(Path(__file__).parent), sys.version, numba.__version__)).encode())
-    return FOLDER / f"compiled-{where:08x}"
+    """Return the file that exists once everything is compiled for this interpreter."""
+    what = crc32("\0".join((sys.version, numba.__version__)).encode())
+    return FOLDER / f"compiled-{what:08x}"
 
 
 def forget_old_sources() -> None:
@@ -149,13 +149,13 @@ def compile_coserve() -> None:
     cost = CostModel(preset("llama-3-8b"), Machine(hardware("h200")))
     predictor, held, governor = (
         new_predictor(EngineModel.of_steps(cost, Clock.MIXED).numbers),
-        new_held(1000),
+        new_online_kv(1000),
         new_governor(),
     )
     load = Load(10, 20.0, 1, 1, 100)
     for _ in range(REFIT):
         learn(predictor, governor, load, Load(0, 0.0, 0, 1, 100), 0.01)
-    note_held(held, 10, 0.01)
+    note_online_kv(held, 10, 0.01)
     bounds = SloClass(ttft_s=1.0).bounds
     times, generated = np.ones(1), np.ones(1, dtype=np.int64)
     slack_s = least_slack(bounds, 0.0, times, times, times, generated) - predict(predictor, load)
