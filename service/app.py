@@ -17,10 +17,10 @@ from starlette.exceptions import HTTPException
 
 from service.api import batches, content, files, health, metrics, models, online, reference, uploads, webhooks, workers
 from service.api.bodies import explain
+from service.api.body_bytes import BodyBytes
 from service.api.caller import find_caller
 from service.api.context import Context
 from service.api.edge import Edge
-from service.api.held import Held
 from service.api.relay import Relay
 from service.api.remembered import Remembered
 from service.api.routing import Routes
@@ -71,7 +71,7 @@ def create_app(settings: Settings, clock: Callable[[], float] | None = None) -> 
         callers = Remembered(partial(find_caller, database, now))
         served = Remembered(partial(served_of, database))
         parts = (database, storage, redis, settings, now, early, progress, serving_cache, bell, seal)
-        app.state.context = Context(*parts, relay, Held(), callers, served)
+        app.state.context = Context(*parts, relay, BodyBytes(), callers, served)
         yield
         await relay.close()
         keeping.cancel()

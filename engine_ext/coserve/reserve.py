@@ -15,7 +15,7 @@ SELDOM = 1e-3  # of the time: online requests that were there for less are forgo
 QUANTILE = 0.95  # of the time, in which they held no more
 
 
-class Held(NamedTuple):
+class OnlineKv(NamedTuple):
     """How long online requests have held how much of the KV cache: seconds by share, float64 [BINS]."""
 
     seconds: Floats
@@ -23,14 +23,14 @@ class Held(NamedTuple):
     now: Column
 
 
-def new_held(capacity: int) -> Held:
+def new_online_kv(capacity: int) -> OnlineKv:
     seconds = np.zeros(BINS)
     seconds[0] = BEFORE_S
-    return Held(seconds, int(capacity), np.zeros(1, dtype=np.int64))
+    return OnlineKv(seconds, int(capacity), np.zeros(1, dtype=np.int64))
 
 
 @compiled
-def note_held(held: Held, kv_tokens: int, seconds: float) -> None:
+def note_online_kv(held: OnlineKv, kv_tokens: int, seconds: float) -> None:
     """Note that online requests have held so many KV tokens for so many seconds."""
     held.seconds[:] *= np.exp(-seconds / MEMORY_S)
     # Bin 0 is for an engine without online requests.
@@ -39,7 +39,7 @@ def note_held(held: Held, kv_tokens: int, seconds: float) -> None:
 
 
 @compiled
-def reserve(held: Held) -> int:
+def reserve(held: OnlineKv) -> int:
     """Return the KV tokens to keep free for online requests, beside what they hold now; 0 where there were none."""
     total, so_far, at = held.seconds.sum(), 0.0, 0
     if total - held.seconds[0] < SELDOM * total:

@@ -20,7 +20,7 @@ class Slice:
 def partition(work: Floats, ends: Column, replicas: int) -> tuple[Column, Column]:
     """Cut a blended order into one part per replica.
 
-    `work` is float64, seconds by place in the order; `ends` is as in Blend. Every stretch of the order has about the
+    `work` is float64, seconds by place in the order; `ends` is as in Blend. Every part of the order has about the
     window's density, so equal work means equal compute and equal memory reads. Each tier of urgency is cut on its own,
     so that all replicas run the urgent requests first. Returns int64 [requests], the places in the order, replica by
     replica, and int64 [replicas + 1], where each replica's places begin.
@@ -29,15 +29,15 @@ def partition(work: Floats, ends: Column, replicas: int) -> tuple[Column, Column
         raise InputError(f"there must be at least one replica, not {replicas}")
     sums = np.concatenate([[0.0], np.cumsum(work)])
     owner = np.zeros(len(work), dtype=np.int64)
-    held = np.zeros(replicas)  # work given to each so far
+    given = np.zeros(replicas)  # work of each so far
     for first, last in itertools.pairwise([0, *ends.tolist()]):
         # Each replica gets what it lacks of an equal part of all work so far, so that rounding does not add up.
-        wanted = np.maximum(sums[last] / replicas - held, 0.0)
+        wanted = np.maximum(sums[last] / replicas - given, 0.0)
         goals = sums[first] + np.cumsum(wanted)[:-1] * (sums[last] - sums[first]) / max(float(wanted.sum()), 1e-300)
         cuts = np.maximum.accumulate(first + _nearest(sums[first : last + 1], goals))
-        # Stretches lose sharing only along the paths where they are cut, which is negligible (section 5.5).
+        # Parts lose sharing only along the paths where they are cut, which is negligible (section 5.5).
         owner[first:last] = np.searchsorted(cuts, np.arange(first, last), side="right")
-        held += np.diff(sums[[first, *cuts.tolist(), last]])
+        given += np.diff(sums[[first, *cuts.tolist(), last]])
     places = np.argsort(owner, kind="stable")
     begins = np.searchsorted(owner[places], np.arange(replicas + 1))
     return places, begins

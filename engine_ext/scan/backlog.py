@@ -28,9 +28,9 @@ from engine_ext.scan.events import (
     PREFILLED,
     PUT_BACK,
     RETRACTED,
+    SET_ASIDE,
     TAKEN_BACK,
     TICK,
-    WITHDRAWN,
     Event,
 )
 from engine_ext.scan.footprint import output_tokens
@@ -44,7 +44,7 @@ FREE, WAITS, RUNS, ENDED = range(4)
 
 AFTER = np.zeros(KINDS, dtype=np.int64)
 AFTER[[ADMITTED, PREFILLED, LEFT_OUT]] = RUNS
-AFTER[[RETRACTED, PUT_BACK, WITHDRAWN]] = WAITS
+AFTER[[RETRACTED, PUT_BACK, SET_ASIDE]] = WAITS
 AFTER[FINISHED] = ENDED
 AFTER[[DROPPED, TAKEN_BACK, FORGOTTEN]] = FREE
 HAS_TOKENS = np.isin(np.arange(KINDS), [FINISHED, DROPPED, RETRACTED])

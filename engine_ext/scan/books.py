@@ -79,7 +79,7 @@ def begin(state: State, running: Column, sides: Column, computed: NDArray[np.boo
 
 
 @compiled
-def withdraw(state: State, request: int) -> None:
+def set_aside(state: State, request: int) -> None:
     """Take out a request that was just admitted and that the engine refuses again and again; another plan adds it."""
     _remove(state, request, state.requests[request].counted)
 

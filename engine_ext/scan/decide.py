@@ -94,7 +94,7 @@ class DualScan:
         replay(self.state, events)
 
     def come_soon(self) -> None:
-        """Let the next step admit the requests that were just held, however few they are."""
+        """Let the next step admit the requests that were just held back, however few they are."""
         self.state.totals[0].soon = 1
 
     @property

@@ -18,8 +18,8 @@ from engine_ext.scan.books import (
     prefilled,
     put_back,
     retracted,
+    set_aside,
     take_back,
-    withdraw,
 )
 from engine_ext.scan.state import State
 
@@ -31,7 +31,7 @@ FINISHED = 3  # output tokens
 DROPPED = 4  # output tokens
 RETRACTED = 5  # output tokens
 PUT_BACK = 6  # the engine did not take what was just admitted
-WITHDRAWN = 7  # the engine refused it again and again; it waits for another plan
+SET_ASIDE = 7  # the engine refused it again and again; it waits for another plan
 TAKEN_BACK = 8  # it waited, and will not run
 FORGOTTEN = 9  # nothing needs to be known of it any more; no state has to hear that
 LEFT_OUT = 10  # it decodes again: steps in which others got a token and it got none
@@ -85,8 +85,8 @@ def _wait(state: State, kind: int, request: int, tokens: int) -> None:
         retracted(state, request, tokens)
     elif kind == PUT_BACK:
         put_back(state, request)
-    elif kind == WITHDRAWN:
-        withdraw(state, request)
+    elif kind == SET_ASIDE:
+        set_aside(state, request)
     elif kind == TAKEN_BACK:
         take_back(state, request)
 

@@ -36,10 +36,10 @@ def add_footprint(state: State, table: Records[Footprint], request: int, sign: f
         holds = chances[k]
         if holds == 0.0:
             break
-        held = own + SPAN[k]
-        kv = sign * holds * held
+        tokens_then = own + SPAN[k]
+        kv = sign * holds * tokens_then
         table[k].kv += kv
-        table[k].variance += kv * (1 - holds) * held
+        table[k].variance += kv * (1 - holds) * tokens_then
         table[k].right_kv += right * kv
         # A wrong estimate is wrong for all requests of the group alike, so doubt adds up linearly, unlike the spread.
         table[k].doubt += doubt * kv

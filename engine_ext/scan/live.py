@@ -33,9 +33,9 @@ from engine_ext.scan.events import (
     PREFILLED,
     PUT_BACK,
     RETRACTED,
+    SET_ASIDE,
     TAKEN_BACK,
     TICK,
-    WITHDRAWN,
     Event,
     table_of,
 )
@@ -49,7 +49,7 @@ from engine_ext.scan.twins import Twins
 from engine_ext.scan.untold import Untold
 
 REMEMBERED = 4096  # ended requests that are kept to estimate similar ones
-MOVES_HEADS = {PUT_BACK, RETRACTED, TAKEN_BACK, WITHDRAWN}
+MOVES_HEADS = {PUT_BACK, RETRACTED, TAKEN_BACK, SET_ASIDE}
 MOST_EVENTS = 1 << 15  # since a plan was begun; then another one takes note of them
 MOST_REFUSED = 3  # times that the engine may refuse the request that an end admits first
 
@@ -233,7 +233,7 @@ class LiveScan:
             self._note(PUT_BACK, member)
             return
         member.refused = 0
-        self._note(WITHDRAWN, member)
+        self._note(SET_ASIDE, member)
         self._tell()
         assert self._plan is not None
         self._plan.places[member.number] = -1
@@ -353,7 +353,7 @@ class LiveScan:
         self._plan, self._scan, self._making, self._found = plan, self._with_costs(plan.state), None, None
         self._scan.tell(table_of(self._events, plan.places))
         for kind, number, _ in self._events:
-            if kind == WITHDRAWN:
+            if kind == SET_ASIDE:
                 plan.places[number] = -1
         self._look_again, self._needed = plan.look_again, answers_before_next(plan.learned)
         self._new, self._decisions = self._newest, 0
@@ -361,20 +361,20 @@ class LiveScan:
         self.plans += 1
 
     def _without_twins(self, places: list[int]) -> list[int]:
-        """Return the keys to admit now, and hold the requests whose prefix is still being computed for another one.
+        """Return the keys to admit now, without the requests whose prefix is still being computed for another one.
 
-        A held request comes when the prefix is in the cache.
+        These come when the prefix is in the cache.
         """
         scan = self._scan
         assert scan is not None
         kept: list[int] = []
-        held: list[int] = []
+        later: list[int] = []
         self._twins.step_begins()
         for place in places:
             side, member = int(scan.state.requests[place].side), self._at(place)
             assert member is not None
             if self._twins.has_to_wait(member, side, self.cached):
-                held.append(member.number)
+                later.append(member.number)
                 continue
             self._twins.admit(member, side)
             member.runs = True
@@ -385,8 +385,8 @@ class LiveScan:
         # The scan has admitted them; a plan that is being made never hears of it.
         if places:
             assert self._plan is not None
-            self._untold.hold(self._plan.numbers[places].tolist(), held)
-        if held:
+            self._untold.hold(self._plan.numbers[places].tolist(), later)
+        if later:
             self._heads_moved = True
             scan.come_soon()
         return kept

@@ -229,11 +229,11 @@ def make_free(cache: Cache, heap: Heap, tokens: int) -> None:
         if cache.used[node] > time:  # it was touched since
             heappush(heap, (int(cache.used[node]), node))
             continue
-        held = cache.size[node] + cache.extra[node]
+        tokens = cache.size[node] + cache.extra[node]
         cache.extra[node] = 0
         cache.cached[node], cache.ready[node] = False, False
-        cache.tokens[0].evictable -= held
-        cache.tokens[0].free += held
+        cache.tokens[0].evictable -= tokens
+        cache.tokens[0].free += tokens
         parent = cache.parent[node]
         cache.children[parent] -= 1
         if parent != 0 and cache.users[parent] == 0 and cache.children[parent] == 0:

@@ -10,7 +10,7 @@ from numpy.lib.stride_tricks import sliding_window_view
 from engine_ext.arrays import Column, column
 from engine_ext.coserve.governor import new_governor
 from engine_ext.coserve.predictor import new_predictor
-from engine_ext.coserve.reserve import new_held
+from engine_ext.coserve.reserve import new_online_kv
 from engine_ext.coserve.slo import SloClass
 from engine_ext.costs.cost import CostModel
 from engine_ext.costs.engine_model import Clock, EngineModel, StepModel
@@ -170,11 +170,11 @@ def _ahead(traffic: Traffic, model: EngineModel) -> Column:
     begins = (column(engine.requests, "arrives_s")[online] / AHEAD_S).astype(np.int64)
     ends = (column(engine.requests, "last_s")[online] / AHEAD_S).astype(np.int64) + 1
     kv = (traffic.lengths + traffic.output)[online]
-    held = np.zeros(int(ends.max(initial=0)) + 2, dtype=np.int64)
-    np.add.at(held, begins, kv)
-    np.add.at(held, ends, -kv)
+    change = np.zeros(int(ends.max(initial=0)) + 2, dtype=np.int64)
+    np.add.at(change, begins, kv)
+    np.add.at(change, ends, -kv)
     second = round(1.0 / AHEAD_S)
-    return sliding_window_view(np.pad(np.cumsum(held), (0, second - 1)), second).max(axis=1)
+    return sliding_window_view(np.pad(np.cumsum(change), (0, second - 1)), second).max(axis=1)
 
 
 def _ours(traffic: Traffic, numbers: StepModel, ahead: Column) -> Ours:
@@ -182,7 +182,7 @@ def _ours(traffic: Traffic, numbers: StepModel, ahead: Column) -> Ours:
         return np.zeros(len(traffic.output), dtype=np.int64)
 
     rests = np.zeros(len(traffic.output), dtype=np.bool_)
-    held, decoded = new_held(numbers.capacity), np.zeros(1, dtype=np.int64)
+    held, decoded = new_online_kv(numbers.capacity), np.zeros(1, dtype=np.int64)
     arrived, first = np.zeros((2, len(traffic.output)))
     return Ours(
         new_predictor(numbers),

@@ -10,7 +10,7 @@ from engine_ext.coserve.governor import Governor, Moment, note_served, served
 from engine_ext.coserve.harvest import harvest
 from engine_ext.coserve.limit import NOT_PROFILED, PAGE, Profiled, step_limit
 from engine_ext.coserve.predictor import Load, Predictor, longest_chunk, predict, with_chunk
-from engine_ext.coserve.reserve import Held, note_held, reserve
+from engine_ext.coserve.reserve import OnlineKv, note_online_kv, reserve
 from engine_ext.coserve.slo import Bounds, deadline
 from engine_ext.coserve.step import Delayed, batches_limit, learn
 from engine_ext.coserve.victims import victims
@@ -63,7 +63,7 @@ class Ours(NamedTuple):
 
     predictor: Predictor
     governor: Governor
-    held: Held
+    held: OnlineKv
     kv: Column
     skipped: Column
     batch: Column
@@ -112,7 +112,7 @@ def run_ours(
             before_s = totals.now_s
             if not wait(engine, line, first_online, until_s, np.inf):
                 break
-            note_held(ours.held, totals.online_held, totals.now_s - before_s)
+            note_online_kv(ours.held, totals.online_locked, totals.now_s - before_s)
             continue
         if load.decoding > 0:
             _tell_left_out(engine, state)
@@ -120,7 +120,7 @@ def run_ours(
         learn(ours.predictor, ours.governor, load, theirs, totals.last_step_s)
         last_excess_s = ours.governor.excess_s[0] - excess_s
         _note_online(engine, ours, rules)
-        note_held(ours.held, totals.online_held, totals.last_step_s)
+        note_online_kv(ours.held, totals.online_locked, totals.last_step_s)
         answers -= _tell(engine, state, line)
         ours.decoded[0] = 1 if load.decoding > 0 else 0
     note_generated(engine, np.inf, until_s)
@@ -277,7 +277,7 @@ def _batch(
         kv += 0 if rests[k] else ours.kv[k]
     budget, admitted = decide(
         state,
-        cache.tokens[0].locked + _kept_free(ours, totals.online_held, totals.now_s),
+        cache.tokens[0].locked + _kept_free(ours, totals.online_locked, totals.now_s),
         load.kv_tokens + kv,
         load.decoding + count - left_out,
         pending + load.prompt_tokens,
@@ -301,11 +301,11 @@ def _batch(
 
 
 @compiled
-def _kept_free(ours: Ours, held: int, now_s: float) -> int:
-    """Return the KV tokens to keep free for online requests, which hold so many now."""
+def _kept_free(ours: Ours, locked: int, now_s: float) -> int:
+    """Return the KV tokens to keep free for online requests, which have locked so many now."""
     if len(ours.ahead) == 0:
         return reserve(ours.held)
-    return max(0, int(ours.ahead[min(int(now_s / AHEAD_S), len(ours.ahead) - 1)]) - held)
+    return max(0, int(ours.ahead[min(int(now_s / AHEAD_S), len(ours.ahead) - 1)]) - locked)
 
 
 @compiled

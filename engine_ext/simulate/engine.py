@@ -11,7 +11,7 @@ from engine_ext.costs.engine_model import StepModel, compute_time, step_time
 from engine_ext.simulate.cache import Cache, Heap, empty_heap, grow, lock, make_ready, release, stash, twice, unlocked
 
 SERIES = 1 << 16  # rows of a run's series; when all are full, every two become one
-WAITS, PREFILL, DECODE, DONE, TAKEN_BACK = range(5)
+WAITS, PREFILL, DECODE, DONE, RETRACTED = range(5)
 
 
 class EngineTotals:
@@ -52,11 +52,11 @@ class Engine(NamedTuple):
     """Holds the state of the engine by request.
 
     `leaf` is that of the request's prompt; `prompt` and `output` are its tokens, `generated` those so far; `state` is
-    one of WAITS to TAKEN_BACK. `left` and `left_quadratic` are the prompt tokens and quadratic work still to compute;
+    one of WAITS to RETRACTED. `left` and `left_quadratic` are the prompt tokens and quadratic work still to compute;
     `place` is the index in `decoding`, `ends` the decode step at which it ends, and `twice` the tokens that it
     computes although another request does too; `ended_s` is when it ended. `queue` holds requests in prefill, first
     come, first served; `prefilled`, `finished` and `retracted` hold those of the last step. `totals` is one record.
-    `series` has the seconds, compute and reads of stretches of steps.
+    `series` has the seconds, compute and reads of intervals of steps.
     """
 
     leaf: Column
@@ -110,9 +110,9 @@ def new_engine(leaf: Column, prompt: Column, output: Column) -> Engine:
 
 
 def series_of(engine: Engine) -> Floats:
-    """Return seconds, compute and reads of all stretches of steps so far; float64 [stretches, 3].
+    """Return seconds, compute and reads of all intervals of steps so far; float64 [intervals, 3].
 
-    The last stretch is shorter than the others.
+    The last interval is shorter than the others.
     """
     totals = engine.totals[0]
     since = [totals.since_seconds, totals.since_compute_s, totals.since_reads_s]
@@ -148,7 +148,7 @@ def admit(engine: Engine, cache: Cache, heap: Heap, model: StepModel, request: i
     if more > 0 and grow(cache, heap, more):
         engine.twice[request] = more
         tokens, quadratic = tokens + more, quadratic + more_quadratic
-    if engine.state[request] == TAKEN_BACK:
+    if engine.state[request] == RETRACTED:
         totals.recomputed += tokens + generated
     else:
         cache.tokens[0].computed += tokens
@@ -269,7 +269,7 @@ def _make_room_to_decode(engine: Engine, cache: Cache, heap: Heap) -> int:
         engine.generated[least] = engine.output[least] - (engine.ends[least] - totals.decodes)
         totals.decoding_kv -= engine.prompt[least] + engine.generated[least]
         release(cache, heap, engine.leaf[least], engine.generated[least], False)
-        engine.state[least] = TAKEN_BACK
+        engine.state[least] = RETRACTED
         engine.retracted[totals.retracted] = least
         totals.retracted += 1
         totals.retractions += 1

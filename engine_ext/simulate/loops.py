@@ -23,7 +23,7 @@ class PaperBlend(NamedTuple):
     """Holds BlendServe's scan: the `sample`, which runs first, and the `scan` from left to right.
 
     `again` holds retracted requests. By request: `expected` output, seconds of `compute` and `memory` reads, `fresh`
-    prompt tokens, the `side` it was taken from. By side: KV tokens `held`, prefill tokens `owed`, requests that
+    prompt tokens, the `side` it was taken from. By side: `kv` tokens in use, prefill tokens `owed`, requests that
     `decode`; `split` is [[M_L, C_L], [M_R, C_R]]. `at` says how far sample, left end and right end are taken, and how
     many requests `again` holds.
     """
@@ -36,7 +36,7 @@ class PaperBlend(NamedTuple):
     memory: Floats
     fresh: Column
     side: Column
-    held: Column
+    kv: Column
     owed: Floats
     decode: Column
     split: Floats
@@ -87,15 +87,15 @@ def run_blendserve(engine: Engine, cache: Cache, model: StepModel, blend: PaperB
         decoded = step(engine, cache, heap, ends, model, chunk)
         for k in range(totals.retracted):  # before the others decoded
             request = engine.retracted[k]
-            blend.held[blend.side[request]] -= engine.prompt[request] + engine.generated[request]
+            blend.kv[blend.side[request]] -= engine.prompt[request] + engine.generated[request]
             blend.decode[blend.side[request]] -= 1
             blend.again[blend.at[3]] = request
             blend.at[3] += 1
         for side in range(2):
-            blend.held[side] += decoded * blend.decode[side]
+            blend.kv[side] += decoded * blend.decode[side]
         for k in range(totals.finished):
             request = engine.finished[k]
-            blend.held[blend.side[request]] -= engine.prompt[request] + engine.output[request]
+            blend.kv[blend.side[request]] -= engine.prompt[request] + engine.output[request]
             blend.decode[blend.side[request]] -= 1
             done += 1
         for k in range(totals.prefilled):
@@ -118,12 +118,12 @@ def _admit_side(
             return
         if room_for(cache, int(engine.leaf[request])) - engine.generated[request] < totals.decoding + 1:
             return
-        full = blend.owed[side] <= 0 or blend.held[side] + size > blend.split[side, 0]
+        full = blend.owed[side] <= 0 or blend.kv[side] + size > blend.split[side, 0]
         if whence in (1, 2) and full and not alone:
             return
         at[whence] += 1 if whence < 2 else -1
         blend.side[request] = side
-        blend.held[side] += size
+        blend.kv[side] += size
         blend.owed[side] -= admit(engine, cache, heap, model, int(request))
 
 

@@ -298,7 +298,7 @@ def by_weight(work: Work, seed: int) -> Column:
     tree = work.tree
     weight = (tree.last - tree.first).astype(np.float64)
     key = -weight
-    top = np.flatnonzero(tree.parent == 0)  # they cover the order, each a stretch of it
+    top = np.flatnonzero(tree.parent == 0)  # they cover the order, each a consecutive part of it
     key[top] = np.minimum.reduceat(tree.order, tree.first[top])
     children = np.lexsort((key[1:], tree.parent[1:])) + 1
     return walk_in_order(tree, children).order

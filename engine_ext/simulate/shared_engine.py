@@ -57,7 +57,7 @@ class Totals:
     """Counts what the engine has done, and who is on it.
 
     `decoding`, `prefilling`: requests in these columns. `online_decoding`, `online_kv`: online requests that decode,
-    and the KV tokens that they read. `online_held`: KV tokens of all online requests on the engine, prefixes included.
+    and the KV tokens that they read. `online_locked`: KV tokens of all online requests on the engine, with prefixes.
     `is_over`: 1 when the time of the arrivals is. `gaps`: seconds between tokens of online requests that are written
     down. `done`: the online requests that have ended. `preempted`, `finished`, `prefilled`: what the last step or
     policy put into the columns of these names.
@@ -68,7 +68,7 @@ class Totals:
     prefilling: int
     online_decoding: int
     online_kv: int
-    online_held: int
+    online_locked: int
     gaps: int
     done: int
     admitted: int
@@ -176,7 +176,7 @@ def admit(engine: SharedEngine, cache: Cache, heap: Heap, request: int, has_copi
     engine.prefilling[totals.prefilling] = request
     totals.prefilling += 1
     if r.online == 1:
-        totals.online_held += cache.tokens[0].locked - before
+        totals.online_locked += cache.tokens[0].locked - before
     return int(r.left)
 
 
@@ -205,7 +205,7 @@ def leave(engine: SharedEngine, cache: Cache, heap: Heap, request: int, keep: bo
         release(cache, heap, r.leaf, r.held, False)
         _abandon(cache, heap, r.leaf)
     if r.online == 1:
-        totals.online_held -= before - cache.tokens[0].locked
+        totals.online_locked -= before - cache.tokens[0].locked
     r.state, r.take, r.held, r.rests = WAITS, 0, 0, 0
 
 
@@ -286,7 +286,7 @@ def _decode(engine: SharedEngine, cache: Cache, heap: Heap) -> None:
         r.skipped = 0
         if r.online == 1:
             totals.online_kv += 1
-            totals.online_held += 1
+            totals.online_locked += 1
         _got_token(engine, request)
         if r.generated == r.output:
             _stop_decoding(engine, request)
@@ -340,7 +340,7 @@ def _end(engine: SharedEngine, cache: Cache, heap: Heap, request: int) -> None:
     before = cache.tokens[0].locked
     release(cache, heap, r.leaf, r.held, True)
     if r.online == 1:
-        totals.online_held -= before - cache.tokens[0].locked
+        totals.online_locked -= before - cache.tokens[0].locked
         totals.done += 1
     r.state, r.held = DONE, 0
     engine.finished[totals.finished] = request
@@ -375,10 +375,10 @@ def _abandon(cache: Cache, heap: Heap, leaf: int) -> None:
     node = leaf
     while node != 0 and not cache.ready[node] and cache.users[node] == 0 and cache.children[node] == 0:
         cache.cached[node] = False
-        held = cache.size[node] + cache.extra[node]
+        tokens = cache.size[node] + cache.extra[node]
         cache.extra[node] = 0
-        cache.tokens[0].evictable -= held
-        cache.tokens[0].free += held
+        cache.tokens[0].evictable -= tokens
+        cache.tokens[0].free += tokens
         node = cache.parent[node]
         cache.children[node] -= 1
     if node != 0 and cache.users[node] == 0 and cache.children[node] == 0:

@@ -7,7 +7,7 @@ from typing import Annotated, cast
 from fastapi import Depends, Request
 from redis.asyncio import Redis
 
-from service.api.held import Held
+from service.api.body_bytes import BodyBytes
 from service.api.relay import Relay
 from service.api.remembered import Remembered
 from service.db.models import Served
@@ -35,7 +35,7 @@ class Context:
     bell: Bell
     seal: Seal
     relay: Relay
-    held: Held
+    body_bytes: BodyBytes
     callers: Remembered[str | None, Caller]  # by API key
     served: Remembered[str, Served]  # by model
 

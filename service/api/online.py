@@ -12,9 +12,9 @@ from fastapi import APIRouter, Request, Response
 from starlette.requests import ClientDisconnect
 from starlette.types import Receive, Scope, Send
 
+from service.api.body_bytes import CountedBody
 from service.api.caller import CalledOnline
 from service.api.context import Context, InContext
-from service.api.held import HeldBody
 from service.api.relay import PREFIX_BYTES, STREAM, OnlineRequest, Relay
 from service.db.tenant_tables import Tier
 from service.endpoints import BY_PATH, ONLINE, ModelName
@@ -39,23 +39,23 @@ log = structlog.get_logger()
 
 async def _answer(request: Request, context: InContext, caller: CalledOnline) -> Response:
     """Answer one request at once, while batches run."""
-    held = context.held.body(caller.project.id)
+    counted = context.body_bytes.body(caller.project.id)
     try:
-        online = await _read(request, context, caller, held)
+        online = await _read(request, context, caller, counted)
     except ClientDisconnect:
-        held.let_go()
+        counted.let_go()
         return Response(status_code=CLIENT_LEFT)
     except BaseException:
-        held.let_go()
+        counted.let_go()
         raise
-    return OnlineResponse(context.relay, online, held)
+    return OnlineResponse(context.relay, online, counted)
 
 
-async def _read(request: Request, context: Context, caller: Caller, held: HeldBody) -> OnlineRequest:
+async def _read(request: Request, context: Context, caller: Caller, counted: CountedBody) -> OnlineRequest:
     """Read and check a request. Raises ApiError."""
     path, pieces = request.url.path, list[bytes]()
     async for piece in request.stream():  # `body` would keep it as long as the request
-        held.add(len(piece))
+        counted.add(len(piece))
         pieces.append(piece)
     raw = b"".join(pieces)
     check = partial(_checked, path, raw, context.settings.allow_patterns)
@@ -84,11 +84,11 @@ class OnlineResponse(Response):
     A client that does not read is cut off by `connections.py`.
     """
 
-    def __init__(self, relay: Relay, asked: OnlineRequest, held: HeldBody) -> None:
+    def __init__(self, relay: Relay, asked: OnlineRequest, counted: CountedBody) -> None:
         super().__init__()
         self._relay = relay
         self._asked = asked
-        self._held = held
+        self._counted = counted
         self._is_started = False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -99,7 +99,7 @@ class OnlineResponse(Response):
             sending.cancel()
             leaving.cancel()
             await asyncio.wait({sending, leaving})
-            self._held.let_go()
+            self._counted.let_go()
         labels = (self._asked.model, self._asked.tier)
         if sending.cancelled():
             ONLINE_REQUESTS.labels(*labels, "client_left").inc()
@@ -122,7 +122,7 @@ class OnlineResponse(Response):
             await send({"type": "http.response.start", "status": relayed.status, "headers": headers})
             labels = (self._asked.model, self._asked.tier)
             self._asked = self._asked._replace(body=b"")  # a stream may take long
-            self._held.let_go()
+            self._counted.let_go()
             first, tokens, mark = time.perf_counter(), 0, endpoint.token_mark
             if relayed.streams:
                 ONLINE_FIRST_TOKEN.labels(*labels).observe(first - began)

@@ -89,8 +89,8 @@ async def create_part(upload_id: ObjectId, request: Request, context: InContext,
     try:
         async with context.database.write() as session:
             # Locked, so that parts that arrive at the same time are all counted.
-            held = select(Upload).where(Upload.id == upload_id).with_for_update()
-            _check_pending((await session.scalars(held)).one(), now)
+            locked = select(Upload).where(Upload.id == upload_id).with_for_update()
+            _check_pending((await session.scalars(locked)).one(), now)
             sizes = select(func.count(), func.coalesce(func.sum(UploadPart.size_bytes), 0))
             count, before = (await session.execute(sizes.where(UploadPart.upload_id == upload_id))).one()
             if count >= MAX_PARTS:

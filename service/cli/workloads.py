@@ -36,7 +36,8 @@ from service.cli.workload_files import (
     read_file,
 )
 from service.terminal import fail
-from service.workloads.forecast import ALL_POLICIES, ASSUMED_INTERFERENCE, Outcome, check_options, fit, forecast, row_of
+from service.workloads.fitting import ASSUMED_INTERFERENCE, fit
+from service.workloads.forecast import ALL_POLICIES, Outcome, check_options, forecast, row_of
 from service.workloads.race import draw_race
 from service.workloads.report import facts, longest_answer_s, plan_workload, with_sample, write_order
 

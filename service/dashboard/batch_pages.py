@@ -17,7 +17,7 @@ from service.dashboard.answers import lines_of, request_of, search
 from service.dashboard.filters import Filters
 from service.dashboard.reach import as_owner, project_seen, seen_by
 from service.dashboard.render import HEADERS, page
-from service.dashboard.schedule import boxes_of, holders, scan_of, stretches
+from service.dashboard.schedule import boxes_of, holders, scan_of, slice_bars
 from service.dashboard.sessions import LooksIn, Viewer
 from service.dashboard.shown import Shown, project_names, shown
 from service.dashboard.standings import GROUPS, MOST_COUNTED, group_counts
@@ -154,7 +154,7 @@ async def batch_tab(
     elif tab == "files":
         values = {"files": await _files_of(context, row)}
     else:
-        slices = await stretches(context.database, batch_id)
+        slices = await slice_bars(context.database, batch_id)
         values = {"slices": slices, "holders": holders(slices), "scan": await scan_of(context, batch_id)}
         if not is_part:
             values["boxes"] = await boxes_of(context, values["scan"], project_seen(viewer))

@@ -1,4 +1,4 @@
-"""The points of the charts: for a stretch of time that the page's address names, in the units that pages show."""
+"""The points of the charts: for a period that the page's address names, in the units that pages show."""
 
 from typing import Any
 

@@ -77,7 +77,7 @@ async def overview(request: Request, context: InContext, viewer: LooksIn, range:
 
 @router.get("/overview.json")
 async def overview_points(context: InContext, _viewer: LooksInAsOperator, range: Range = "") -> Response:
-    """Return the points and the marks of the overview's charts, and the stretch of time that they cover."""
+    """Return the points and the marks of the overview's charts, and the period that they cover."""
     now, span_s = context.clock(), RANGES[ranged(range)]
     told = marks(await known_events(context), now - span_s)
     points = charted(await History(context.redis).points(span_s, now))

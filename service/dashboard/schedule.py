@@ -18,7 +18,7 @@ MOST_REACHES = 64
 
 
 @dataclass(frozen=True, slots=True)
-class Stretch:
+class SliceBar:
     """A slice: the part of the batch's width that it takes, and its state."""
 
     slice_id: int
@@ -30,7 +30,7 @@ class Stretch:
     deaths: int
 
 
-async def stretches(database: Database, batch_id: str) -> list[Stretch]:
+async def slice_bars(database: Database, batch_id: str) -> list[SliceBar]:
     """Return the batch's slices in plan order, at most `MOST_SLICES`; empty before the batch is planned."""
     async with database.read() as session:
         rows = (
@@ -43,11 +43,11 @@ async def stretches(database: Database, batch_id: str) -> list[Stretch]:
             )
         ).all()
     whole = sum(share.total for _, share in rows)
-    found: list[Stretch] = []
+    found: list[SliceBar] = []
     done = 0
     for each, share in rows:
         found.append(
-            Stretch(
+            SliceBar(
                 each.id, done / whole, share.total / whole, _state(each, share), each.owner, share.total, each.deaths
             )
         )
@@ -55,7 +55,7 @@ async def stretches(database: Database, batch_id: str) -> list[Stretch]:
     return found
 
 
-def holders(slices: list[Stretch]) -> list[tuple[str, int, int]]:
+def holders(slices: list[SliceBar]) -> list[tuple[str, int, int]]:
     """Return the workers that run slices now, with how many slices and requests of the batch each has."""
     running = [each for each in slices if each.status == SliceStatus.LEASED and each.owner]
     counts, requests = Counter[str](), Counter[str]()

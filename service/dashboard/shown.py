@@ -38,7 +38,7 @@ TIGHT_S = 1800  # before the deadline, from which it is near in any case
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """A stretch of a batch's life. `left` and `width` are shares of the whole; `seconds` is how long it took."""
+    """A stage of a batch's life. `left` and `width` are shares of the whole; `seconds` is how long it took."""
 
     name: str
     key: str
@@ -138,7 +138,7 @@ class Shown:
         return ("late" if left < expected else "tight" if left < max(2 * expected, TIGHT_S) else "good"), left
 
     def stages(self, first_answer_at: float | None, last_answer_at: float | None, now: float) -> list[Stage]:
-        """Return the batch's life as stretches of one line. The last one is open while the batch lives.
+        """Return the batch's life as stages of one line. The last one is open while the batch lives.
 
         `first_answer_at` and `last_answer_at`: by its points of progress; None where there are none.
         """
@@ -166,7 +166,7 @@ class Shown:
         return found
 
     def _began(self, first_answer_at: float | None) -> tuple[str, str]:
-        """Return the name and key of the stretch after the check; when the first answer came may be unknown."""
+        """Return the name and key of the stage after the check; when the first answer came may be unknown."""
         return ("waited", "waited") if first_answer_at or not self.done else ("waited and answered", "answered")
 
 

@@ -59,9 +59,9 @@ async def remember(database: Database, storage: Storage, batch: Batch, tokens: N
     lessons = await asyncio.to_thread(learn, keys[answered], lengths[answered].astype(np.int64), MOST_PROFILES)
     if lessons:
         async with database.write() as session:
-            # Held, so that a project that is to be forgotten meanwhile stays so.
-            held = select(Project.remembers_lengths).where(Project.id == batch.project_id).with_for_update()
-            if await session.scalar(held):
+            # Locked, so that a project that is to be forgotten meanwhile stays so.
+            locked = select(Project.remembers_lengths).where(Project.id == batch.project_id).with_for_update()
+            if await session.scalar(locked):
                 await _keep(session, batch, lessons, int(now))
 
 

@@ -30,7 +30,8 @@ RATES = (
 MOST_BATCHES = 1000  # recorded individually
 _IN_PROGRESS = Batch.status == fixed(BatchStatus.IN_PROGRESS)
 _LEASED = exists().where(SliceBatch.batch_id == Batch.id, SliceBatch.status == fixed(SliceStatus.LEASED))
-_RUNS = Batch.status.in_([BatchStatus.FINALIZING, BatchStatus.CANCELLING]) | (
+# Batches that have begun to run, or whose end is under way.
+_IS_UNDER_WAY = Batch.status.in_([BatchStatus.FINALIZING, BatchStatus.CANCELLING]) | (
     _IN_PROGRESS & (_LEASED | (Batch.completed + Batch.failed > 0))
 )
 _UNFINISHED = select(func.coalesce(func.sum(Batch.total - Batch.completed - Batch.failed), 0)).where(
@@ -55,7 +56,7 @@ class Historian:
             return False
         now = int(self._clock())
         async with self._database.read() as session:
-            running = (await session.scalars(select(Batch).where(_RUNS).limit(MOST_BATCHES))).all()
+            running = (await session.scalars(select(Batch).where(_IS_UNDER_WAY).limit(MOST_BATCHES))).all()
             unfinished = int((await session.execute(_UNFINISHED)).scalar_one())
             ended = await self._ended(session)
         answered = {batch.id: _answers(batch) for batch in ended}

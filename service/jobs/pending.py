@@ -17,6 +17,7 @@ from service.db.tables import Batch, BatchStatus, SliceBatch, SliceStatus, fixed
 from service.db.tenant_tables import Project
 from service.endpoints import ModelName
 from service.jobs.fair_window import Span, fill
+from service.queue.urgency import HAS_SLICES_LEFT
 from service.settings import Settings
 
 MOST_BATCHES = 1000  # of a project in one window
@@ -62,8 +63,7 @@ async def _unplanned(session: AsyncSession) -> Sequence[Any]:
 async def _has_ready(session: AsyncSession, name: ModelName) -> bool:
     """Return whether the model has, with this adapter, slices that no engine holds yet."""
     ready = exists().where(SliceBatch.batch_id == Batch.id, SliceBatch.status == fixed(SliceStatus.READY))
-    runs = (Batch.status == fixed(BatchStatus.IN_PROGRESS)) & (Batch.slices_left > fixed(0))
-    return bool(await session.scalar(select(exists().where(asks_for(name), runs, ready))))
+    return bool(await session.scalar(select(exists().where(asks_for(name), HAS_SLICES_LEFT, ready))))
 
 
 def _is_due(rows: Sequence[Any], settings: Settings, now: float) -> bool:

@@ -11,12 +11,13 @@ from sqlalchemy.ext.asyncio import AsyncSession
 from service.db.models import asks_for
 from service.db.moves import rows_changed
 from service.db.sessions import Database
-from service.db.tables import Batch, BatchStatus, Slice, SliceBatch, SliceStatus, Window, fixed
+from service.db.tables import Batch, Slice, SliceBatch, SliceStatus, Window, fixed
 from service.db.tenant_tables import Project
 from service.endpoints import ModelName
 from service.jobs.fair_window import Span
 from service.objects.plan_artifact import PlanArtifact
 from service.objects.storage import Storage
+from service.queue.urgency import HAS_SLICES_LEFT
 
 MOST_NAMED = 5000  # slices in one statement
 MOST_BATCHES = 500  # whose rows one commit may hold for their new slices
@@ -47,7 +48,7 @@ async def unleased(database: Database, storage: Storage, name: ModelName, most: 
     ready = (
         select(SliceBatch.slice_id)
         .join(Batch, Batch.id == SliceBatch.batch_id)
-        .where(asks_for(name), _RUNS, SliceBatch.status == fixed(SliceStatus.READY))
+        .where(asks_for(name), HAS_SLICES_LEFT, SliceBatch.status == fixed(SliceStatus.READY))
         .distinct()
         .limit(most + 1)
     )
@@ -118,7 +119,7 @@ async def _spans(database: Database, requests: dict[str, list[int]]) -> list[Spa
     """Return a span for each of these batches that still runs."""
     columns = (Batch.id, Batch.project_id, Batch.index_id, Batch.planned, Batch.expires_at, Project.weight)
     wanted = select(*columns).join(Project, Project.id == Batch.project_id)
-    found = wanted.where(Batch.id.in_(requests), _RUNS).order_by(Batch.expires_at, Batch.seq)
+    found = wanted.where(Batch.id.in_(requests), HAS_SLICES_LEFT).order_by(Batch.expires_at, Batch.seq)
     async with database.read() as session:
         rows = (await session.execute(found)).all()
     return [
@@ -128,6 +129,3 @@ async def _spans(database: Database, requests: dict[str, list[int]]) -> list[Spa
         )
         for row in rows
     ]
-
-
-_RUNS = (Batch.status == fixed(BatchStatus.IN_PROGRESS)) & (Batch.slices_left > fixed(0))

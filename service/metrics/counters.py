@@ -41,7 +41,7 @@ JOB_FAILURES = Counter("batchweave_job_failures", "Job rounds that failed and ar
 VALIDATED = Counter("batchweave_validated_requests", "Requests in validated input files")
 BATCHES_ENDED = Counter("batchweave_batches_ended", "Batches that this process moved to a final state", ("status",))
 DELIVERIES = Counter("batchweave_webhook_deliveries", "Webhook delivery attempts", ("outcome",))
-LEASES_EXPIRED = Counter("batchweave_leases_expired", "Slices taken back from workers that did not renew their lease")
+LEASES_EXPIRED = Counter("batchweave_leases_expired", "Slices freed because their workers did not renew their lease")
 HANDED_OVER = Counter(
     "batchweave_handed_over_requests", "Requests that a worker handed over before they began, for others", ("model",)
 )

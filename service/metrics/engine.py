@@ -118,12 +118,12 @@ class EngineMetrics(Collector):
                         family.add_metric(self._labels(rank, state), state[field])
                 yield family
         about = "KV cache tokens held by the requests of each end of the scan"
-        held = GaugeMetricFamily(PREFIX + "kv_tokens", about, labels=(*LABELS, "end"))
+        by_end = GaugeMetricFamily(PREFIX + "kv_tokens", about, labels=(*LABELS, "end"))
         for rank, state in enumerate(self._states):
             for field, end in SIDES.items():
                 if field in state:
-                    held.add_metric([*self._labels(rank, state), end], state[field])
-        yield held
+                    by_end.add_metric([*self._labels(rank, state), end], state[field])
+        yield by_end
         yield from self._of_classes()
         about = "Time since the last engine step while requests are in flight, otherwise 0"
         age = GaugeMetricFamily(PREFIX + "step_age_seconds", about, labels=LABELS)

@@ -118,17 +118,17 @@ class Leases:
 
     async def renew(self, leases: Iterable[Lease]) -> set[Lease]:
         """Extend these leases; return those that this worker still holds."""
-        held = {(lease.slice_id, lease.epoch): lease for lease in leases}
-        if not held:
+        by_epoch = {(lease.slice_id, lease.epoch): lease for lease in leases}
+        if not by_epoch:
             return set()
         async with self._database.write() as session:
             rows = await session.execute(
                 update(Slice)
-                .where(tuple_(Slice.id, Slice.epoch).in_(held), Slice.status == SliceStatus.LEASED)
+                .where(tuple_(Slice.id, Slice.epoch).in_(by_epoch), Slice.status == SliceStatus.LEASED)
                 .values(lease_until=now_s() + self._lease_s)
                 .returning(Slice.id, Slice.epoch)
             )
-            return {held[slice_id, epoch] for slice_id, epoch in rows}
+            return {by_epoch[slice_id, epoch] for slice_id, epoch in rows}
 
     async def finish(self, lease: Lease, counts: dict[str, Counts]) -> bool:
         """Mark the slice done with its counts by batch; for a stale lease change nothing and return False."""
@@ -145,7 +145,7 @@ class Leases:
                 share = (SliceBatch.slice_id == lease.slice_id) & (SliceBatch.batch_id == batch_id)
                 said = {"completed": count.completed, "failed": count.failed}
                 await session.execute(update(SliceBatch).where(share).values(said))
-                await session.execute(update(Batch).where(Batch.id == batch_id, _RUNS).values(_added(count)))
+                await session.execute(update(Batch).where(Batch.id == batch_id, _TAKES_COUNTS).values(_added(count)))
             return True
 
     async def give_back(self, lease: Lease) -> bool:
@@ -216,7 +216,7 @@ class Leases:
 
 
 # A finished batch takes no more counts: its finalizer has set the final ones.
-_RUNS = Batch.status.in_(["in_progress", "finalizing", "cancelling"])
+_TAKES_COUNTS = Batch.status.in_(["in_progress", "finalizing", "cancelling"])
 
 
 def _added(count: Counts) -> dict[Any, Any]:

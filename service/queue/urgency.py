@@ -23,7 +23,8 @@ from service.queue.announcements import Ready
 MOST_PROJECTS = 64  # considered in one round; the next round begins after them
 MOST_BATCHES = 32  # the most urgent ones of a project
 
-_RUNS = (Batch.status == fixed(BatchStatus.IN_PROGRESS)) & (Batch.slices_left > fixed(0))
+# Batches that run, of which not all planned slices are done.
+HAS_SLICES_LEFT = (Batch.status == fixed(BatchStatus.IN_PROGRESS)) & (Batch.slices_left > fixed(0))
 # Nobody runs requests for an adapter that was taken out, and they must not keep others from being announced.
 _IS_KNOWN = Batch.adapter.is_(None) | exists().where(Model.name == Batch.model + ADAPTER + Batch.adapter)
 _IS_READY = SliceBatch.status == fixed(SliceStatus.READY)
@@ -54,7 +55,7 @@ def _pool(urgent_at: float | None, now: float) -> int:
 async def waiting_models(database: Database) -> Sequence[str]:
     """Return the models of running batches that have slices left to do."""
     async with database.read() as session:
-        some = exists().where(Batch.model == Model.name, _RUNS)
+        some = exists().where(Batch.model == Model.name, HAS_SLICES_LEFT)
         return (await session.scalars(select(Model.name).where(some))).all()
 
 
@@ -85,7 +86,7 @@ class Turns:
 
     async def _projects(self, session: AsyncSession, model: str) -> dict[str, float]:
         """Return the weights of the projects that have slices left to do."""
-        waits = exists().where(Batch.project_id == Project.id, Batch.model == model, _RUNS)
+        waits = exists().where(Batch.project_id == Project.id, Batch.model == model, HAS_SLICES_LEFT)
         after = self._last.get(model, "")
         query = select(Project.id, Project.weight).where(waits).order_by(Project.id).limit(MOST_PROJECTS)
         found = (await session.execute(query.where(Project.id > after))).all()
@@ -100,7 +101,7 @@ async def _of_project(session: AsyncSession, model: str, project_id: str, now: f
     some = exists().where(SliceBatch.batch_id == Batch.id, _IS_READY)
     batches = (
         select(Batch.id, Batch.urgent_at)
-        .where(Batch.model == model, Batch.project_id == project_id, _RUNS, _IS_KNOWN, some)
+        .where(Batch.model == model, Batch.project_id == project_id, HAS_SLICES_LEFT, _IS_KNOWN, some)
         .order_by(Batch.urgent_at)
         .limit(MOST_BATCHES)
     )

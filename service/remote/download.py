@@ -77,9 +77,9 @@ def take(client: Client, file_id: str, path: Path) -> int:
 def _part(path: Path, file_id: str) -> Generator[Path, None, None]:
     """Lock the part of the file downloaded so far, and yield its path. Raises CommandError."""
     part = path.with_name(f"{path.name}.{file_id}.part")
-    with part.open("ab") as held:
+    with part.open("ab") as opened:
         try:
-            fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
             raise CommandError(f"{part} is being written by another run of this command.") from error
         yield part

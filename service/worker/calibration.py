@@ -10,12 +10,13 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from engine_ext.costs.calibrate import Calibration
 from engine_ext.costs.cost import CostModel
 from engine_ext.costs.hardware import MEASURED, Machine
 from service.errors import CalibrationError
 from service.estimates.model_costs import read_hardware, read_shape
 from service.settings import Settings
-from service.workloads.forecast import ASSUMED_INTERFERENCE, Calibration, as_measured, fit
+from service.workloads.fitting import ASSUMED_INTERFERENCE, as_measured, fit
 
 TOO_LONG = 3
 TRIAL_S = 1800  # limit for the engine's start and its load together

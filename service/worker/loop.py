@@ -145,7 +145,7 @@ class Worker:
             ended.set()
             await asyncio.wait(others, timeout=LATE_S)
         finally:
-            held = [run.lease for run in self._runs]
+            unfinished = [run.lease for run in self._runs]
             late = [task for task in (*others, *self._tasks) if not task.done()]
             for task in late:
                 task.cancel()
@@ -155,7 +155,7 @@ class Worker:
             await self._sharing.leave()
         with suppress(RedisError, OSError):
             await self._heartbeat.leave(self._settings.worker_name)
-        await self._give_back(held)
+        await self._give_back(unfinished)
 
     async def _open_door(self) -> None:
         """Take online requests, if the settings say so. Raises StartError."""
@@ -181,11 +181,11 @@ class Worker:
         # Such a slice has killed a worker, and would take the online requests with it.
         return "it tries a suspect slice" if any(run.lease.trial for run in self._runs) else None
 
-    async def _give_back(self, held: Sequence[Lease]) -> None:
+    async def _give_back(self, leases: Sequence[Lease]) -> None:
         """Give back slices that did not end in time: other workers take them at once, and no death is counted."""
         with suppress(SQLAlchemyError, OSError, TimeoutError):
             async with asyncio.timeout(LATE_S):
-                for lease in held:
+                for lease in leases:
                     await self._leases.give_back(lease)
 
     async def _repeat(self, step: Callable[[], Any], pause_s: float, stop: asyncio.Event) -> None:
@@ -318,13 +318,13 @@ class Worker:
 
     async def _watch_batches(self) -> None:
         """Stop the requests of batches that were cancelled or have expired."""
-        held = {batch_id for run in self._runs for batch_id in run.batch_ids}
-        if not held:
+        running = {batch_id for run in self._runs for batch_id in run.batch_ids}
+        if not running:
             return
         async with self._database.read() as session:
             ended = (
                 await session.scalars(
-                    select(Batch.id).where(Batch.id.in_(held), Batch.status != BatchStatus.IN_PROGRESS)
+                    select(Batch.id).where(Batch.id.in_(running), Batch.status != BatchStatus.IN_PROGRESS)
                 )
             ).all()
         for run in list(self._runs):

@@ -51,7 +51,7 @@ def _draw_tree(figure: Figure, axes: Any, plan: WindowPlan, norm: LogNorm) -> No
 
 
 def _draw_scan(axes: Any, plan: WindowPlan, root: float) -> None:
-    """Draw the density of all requests so far, and of each stretch by side, in order of execution."""
+    """Draw the density of all requests so far, and of each interval by side, in order of execution."""
     compute, memory = plan.compute_s[plan.order], plan.memory_s[plan.order]
     edges = np.unique(np.linspace(0, len(plan.order), BINS + 1).astype(int))
     for side, color, name in ((False, "tab:red", "left end"), (True, "tab:blue", "right end")):

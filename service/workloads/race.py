@@ -34,7 +34,7 @@ def draw_race(outcomes: Sequence[Outcome], path: Path, title: str) -> None:
 def draw_shares(axes: Any, series: NDArray[np.float64]) -> None:
     """Draw the share of time that compute and memory reads take.
 
-    `series` has a row for each stretch of steps: seconds, compute and reads, [stretches, 3].
+    `series` has a row for each interval of steps: seconds, compute and reads, [intervals, 3].
     """
     ends = np.cumsum(series[:, 0])
     edges = np.linspace(0, ends[-1] if len(ends) else 0.0, POINTS + 1)

@@ -13,7 +13,7 @@ from engine_ext.costs.cost import CostModel
 from engine_ext.costs.engine_model import Clock, EngineModel
 from engine_ext.costs.hardware import Machine, hardware
 from engine_ext.costs.model_shape import preset
-from engine_ext.plugin.scheduler.steps import STRETCHES, Lane, StepBooks
+from engine_ext.plugin.scheduler.steps import INTERVALS, Lane, StepBooks
 
 COST = CostModel(preset("llama-3-8b"), Machine(hardware("h200")))
 MODEL = EngineModel.of_steps(COST, Clock.MIXED).numbers
@@ -57,12 +57,12 @@ def test_an_end_without_a_beginning_is_nobody_s_step() -> None:
 
 
 def test_the_series_stays_small_and_loses_nothing() -> None:
-    books, count = StepBooks(MODEL), 5 * STRETCHES + 3
+    books, count = StepBooks(MODEL), 5 * INTERVALS + 3
     for step in range(count):
         books.begin(Load(10, 100.0, 1, 1, 50), float(step))
         books.end(step + 0.5)
     found = books.report()
-    assert len(found["series"]) <= STRETCHES + 1
+    assert len(found["series"]) <= INTERVALS + 1
     assert np.array(found["series"])[:, 4].sum() == found["prompt_tokens"] == 10 * count
     assert found["step_s"] == pytest.approx(0.5 * count)
 

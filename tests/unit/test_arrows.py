@@ -1,4 +1,4 @@
-"""The rooms of the house, and who may know whom."""
+"""The rooms of `service` and `engine_ext`, which are their packages and single files, and who may import whom."""
 
 import ast
 from graphlib import TopologicalSorter
@@ -16,7 +16,6 @@ ROOMS = (
 )
 # The same of `engine_ext`; `compiled` makes machine code of all rooms, `arrays` is what it changes in place.
 ENGINE_ROOMS = ("errors", "arrays", "compiled", "costs", "plan", "scan", "coserve", "simulate", "warm_up", "plugin")
-KNOWN_TO_SERVICE = ("errors", "arrays", "warm_up", "costs", "plan", "coserve")
 PURE = ("costs", "plan", "scan", "coserve", "simulate")
 PROCESSES = ("worker", "scheduler", "cpu")  # rooms of the plugin, by where a line runs; what is beside them crosses
 IO = {"asyncio", "io", "os", "pathlib", "random", "socket", "subprocess", "time", "datetime", "tempfile"}

@@ -140,8 +140,8 @@ def _step(ours: Admission, scheduler: Any, running: Any, ask_sglang: Callable[[]
     if continued in ours.running:  # SGLang continues it in any case, and a prefill of no tokens would stop decoding
         budget = max(budget, scheduler.page_size)
     chunk, others = scheduler.chunked_prefill_size, scheduler.waiting_queue
-    held = held_back(scheduler, others, candidates, running)
-    scheduler.waiting_queue = [*others, *(req for req in candidates if req not in held)]
+    must_wait = held_back(scheduler, others, candidates, running)
+    scheduler.waiting_queue = [*others, *(req for req in candidates if req not in must_wait)]
     page, riding = scheduler.page_size, len(running.reqs) if ours.overlap.mixes else 0
     if chunk is not None:  # else SGLang computes whole prompts: PD-multiplexing, and models that cannot do otherwise
         scheduler.chunked_prefill_size = -(-budget // page) * page + riding
@@ -153,14 +153,14 @@ def _step(ours: Admission, scheduler: Any, running: Any, ask_sglang: Callable[[]
     finally:
         running.batchweave_admits = False
         scheduler.chunked_prefill_size = chunk
-        left = {req for req in scheduler.waiting_queue if is_ours(req)} | held
+        left = {req for req in scheduler.waiting_queue if is_ours(req)} | must_wait
         # SGLang has added those whose grammars are ready, behind ours.
         scheduler.waiting_queue = sorted((req for req in scheduler.waiting_queue if req not in left), key=online.rank)
     if others:
         ours.note_online(others, scheduler.waiting_queue)
     taken = [req for req in candidates if req not in left]
     # Else it is an online request that SGLang did not take, or an adapter that has no place yet.
-    no_place = bool(held) or waits_for_adapter(scheduler, candidates, running, batch)
+    no_place = bool(must_wait) or waits_for_adapter(scheduler, candidates, running, batch)
     first_blocks = not (taken or scheduler.waiting_queue or no_place)
     ours.note_refused([req for req in candidates if req in left], first_blocks)
     ours.note_admitted(taken)

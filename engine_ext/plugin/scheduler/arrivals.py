@@ -1,6 +1,6 @@
 """Lets online requests arrive at their times on an emulated device's own clock, and notes when their tokens come.
 
-A benchmark sends all requests before the first step. One that arrives later is held here, outside SGLang's queue, until
+A benchmark sends all requests before the first step. One that arrives later waits here, outside SGLang's queue, until
 the clock has its time; when nothing else is to be done, the clock moves to the next arrival.
 """
 
@@ -37,9 +37,9 @@ class Times:
 class Arrivals:
     """Holds the online requests of one run, and counts the batch's tokens beside them.
 
-    `until_s`: how long they arrive. `coming`: those held, by time. `times`: by online request. `gaps`: seconds between
-    their tokens. `generated`: output tokens of the batch's requests, by id, when a step first ends after `until_s`;
-    `is_over`: whether one has.
+    `until_s`: how long they arrive. `coming`: those that have yet to arrive, by time. `times`: by online request.
+    `gaps`: seconds between their tokens. `generated`: output tokens of the batch's requests, by id, when a step first
+    ends after `until_s`; `is_over`: whether one has.
     """
 
     until_s: float = 0.0
@@ -48,7 +48,7 @@ class Arrivals:
     gaps: list[float] = field(default_factory=list[float])
     generated: dict[str, int] = field(default_factory=dict[str, int])
     is_over: bool = False
-    _held: int = 0
+    _received: int = 0
 
     def hold(self, received: list[Any], now: float) -> list[Any]:
         """Hold what comes later, and return what is to be processed now, with those whose time has come."""
@@ -59,8 +59,8 @@ class Arrivals:
                 others.append(each)
                 continue
             self.times[each.rid] = Times(arrives_s)
-            heappush(self.coming, (arrives_s, self._held, each))
-            self._held += 1
+            heappush(self.coming, (arrives_s, self._received, each))
+            self._received += 1
         due: list[Any] = []
         while self.coming and self.coming[0][0] <= now:
             due.append(heappop(self.coming)[2])

@@ -19,7 +19,7 @@ from engine_ext.arrays import Bools, Column
 from engine_ext.coserve.governor import Governor, Moment, is_late, new_governor, note_served, served
 from engine_ext.coserve.limit import NO_LIMITS, Limits, Profiled
 from engine_ext.coserve.predictor import Load, Predictor, new_predictor, predict
-from engine_ext.coserve.reserve import Held, new_held, note_held, reserve
+from engine_ext.coserve.reserve import OnlineKv, new_online_kv, note_online_kv, reserve
 from engine_ext.coserve.slo import DEFAULT, Bounds, SloClass, SloClasses, least_slack, strictest
 from engine_ext.coserve.step import Batches, Online, choose, learn
 from engine_ext.costs.engine_model import StepModel
@@ -88,7 +88,7 @@ class Beside:
     classes: SloClasses
     predictor: Predictor
     governor: Governor
-    held: Held
+    held: OnlineKv
     lag: int
     profiled: Profiled
     prompt_tokens: int | None
@@ -113,7 +113,7 @@ class Beside:
 
     @classmethod
     def of(cls, classes: SloClasses, limits: Limits, model: StepModel, capacity: int, lag: int) -> "Beside":
-        predictor, governor, held = new_predictor(model), new_governor(), new_held(capacity)
+        predictor, governor, held = new_predictor(model), new_governor(), new_online_kv(capacity)
         return cls(
             classes,
             predictor,
@@ -167,7 +167,7 @@ class Beside:
         for req in demand.decoding:
             self._note_tokens(req, self.paces[req], now)
         if 0 < took < LONGEST_STEP_S:
-            note_held(self.held, _kv_tokens(demand.decoding), took)
+            note_online_kv(self.held, _kv_tokens(demand.decoding), took)
 
     def launched(self, load: Load, theirs: Load) -> None:
         """Note the step that runs now, and the online requests' part of it."""

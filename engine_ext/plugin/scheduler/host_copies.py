@@ -56,13 +56,13 @@ class HostCopies:
     @property
     def leaving_tokens(self) -> int:
         """The KV tokens that are in use only until the copies of those who left are done."""
-        held = dict[int, int]()
+        sizes = dict[int, int]()
         for copy in self._leaving:
             node = self.scheduler.tree_cache.ongoing_write_through[copy][0]
             while node.parent is not None and node.lock_ref == 1:
-                held[node.id] = len(node.key)
+                sizes[node.id] = len(node.key)
                 node = node.parent
-        return sum(held.values())
+        return sum(sizes.values())
 
     def finish(self) -> None:
         """Wait until all copies that have begun are done, and with them the step that runs."""

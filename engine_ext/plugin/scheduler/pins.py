@@ -30,12 +30,12 @@ class Pins:
     tree: Any
     capacity: int
     _wanted: list[Any] = field(default_factory=list[Any])
-    _held: list[Pin] = field(default_factory=list[Pin])
+    _pins: list[Pin] = field(default_factory=list[Pin])
 
     @property
     def tokens(self) -> int:
         """The number of pinned tokens; a prefix that both ends share counts once."""
-        return sum({id(pin.node): pin.size for pin in self._held}.values())
+        return sum({id(pin.node): pin.size for pin in self._pins}.values())
 
     def keep(self, wanted: list[Any], again: bool) -> None:
         """Pin what is cached for these requests, and release all other pins.
@@ -44,7 +44,7 @@ class Pins:
         """
         if not again and len(wanted) == len(self._wanted) and all(map(operator.is_, wanted, self._wanted)):
             return
-        before, self._held, self._wanted = self._held, [], wanted
+        before, self._pins, self._wanted = self._pins, [], wanted
         for req in wanted:
             self._pin(req)
         for pin in before:  # last, so that a prefix that stays pinned is never free in between
@@ -58,4 +58,4 @@ class Pins:
         size = len(found.device_indices)
         if LEAST <= size <= MOST * self.capacity:
             self.tree.inc_lock_ref(found.last_device_node)
-            self._held.append(Pin(size, found.last_device_node, self.tree.root_node))
+            self._pins.append(Pin(size, found.last_device_node, self.tree.root_node))

@@ -21,7 +21,7 @@ from engine_ext.plugin.scheduler import emulated, pulse_hooks
 from engine_ext.plugin.scheduler.step_load import load_of
 
 log = logging.getLogger(__name__)
-STRETCHES = 256  # rows of the series; when all are full, each pair is merged into one
+INTERVALS = 256  # rows of the series, each an interval of steps; when all are full, each pair is merged into one
 WRITTEN_AT_ONCE = 32
 MOST_WRITTEN = 100_000  # steps in one file
 
@@ -44,7 +44,7 @@ class Begun(NamedTuple):
 class StepBooks:
     """The steps of one scheduler. `model`: predicts how long they take.
 
-    `series`: float64 [stretches, 6], one row per stretch of steps: seconds, predicted seconds, seconds of compute and
+    `series`: float64 [intervals, 6], one row per interval of steps: seconds, predicted seconds, seconds of compute and
     of KV reads by the cost model, prompt tokens, and output tokens. `file`: where each step is written too, in the
     format that `batchweave simulate --profile` reads.
     """
@@ -53,7 +53,7 @@ class StepBooks:
     file: Path | None = None
     totals: Floats = field(default_factory=lambda: np.zeros(6))
     steps: int = 0
-    _series: Floats = field(default_factory=lambda: np.zeros((STRETCHES, 6)))
+    _series: Floats = field(default_factory=lambda: np.zeros((INTERVALS, 6)))
     _length: int = 0
     _every: int = 1
     _since: Floats = field(default_factory=lambda: np.zeros(6))
@@ -134,8 +134,8 @@ class StepBooks:
         self.totals += self._since
         self._since[:] = 0.0
         self._length += 1
-        if self._length == STRETCHES:
-            self._series[: STRETCHES // 2] = self._series[0::2] + self._series[1::2]
+        if self._length == INTERVALS:
+            self._series[: INTERVALS // 2] = self._series[0::2] + self._series[1::2]
             self._length //= 2
             self._every *= 2
 

@@ -360,7 +360,7 @@ class EngineHost:
             self._manager.abort_request(f"{rid}_{part}")
 
     async def withdraw(self, rids: Sequence[str], most: int) -> None:
-        """Take up to `most` of these requests back, of those that have not begun, in this order.
+        """Take up to `most` of these requests out of the engine, of those that have not begun, in this order.
 
         Returns once `run` has returned, with `aborted` set, for each that came back.
         """

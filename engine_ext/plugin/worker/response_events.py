@@ -22,11 +22,11 @@ async def response_events(
 
     `write`: completes the response object that some events hold. Raises RuntimeError if the engine failed.
     """
-    held = b""
+    first_events = b""
     async for event in _in_context(found, known):
         kind, body = _read(event)
         if kind == FAILS or known.aborted:
-            if known.fault is None or not held:  # too late to refuse it
+            if known.fault is None or not first_events:  # too late to refuse it
                 raise RuntimeError("SGLang failed on a response")
             yield Answer(400, error_body(known.fault, None))
             return
@@ -38,10 +38,10 @@ async def response_events(
                 kind = body["type"] = "response.incomplete"
             written = b"event: %s\n%s%s\n\n" % (kind.encode(), DATA, json.dumps(body, allow_nan=False).encode())
         if kind in BEGINS:
-            held += written
+            first_events += written
         else:
-            yield held + written
-            held = b""
+            yield first_events + written
+            first_events = b""
 
 
 async def _in_context(found: AsyncIterator[str], known: Told) -> AsyncIterator[str]:

@@ -15,7 +15,7 @@ function color(name) {
   return found;
 }
 
-// A stretch without points is a gap, not a line from its beginning to its end.
+// A time without points is a gap, not a line from its beginning to its end.
 function withGaps(points) {
   const at = (point) => (Array.isArray(point) ? point[0] : point.at);
   const steps = points.slice(1).map((point, n) => at(point) - at(points[n])).sort((a, b) => a - b);

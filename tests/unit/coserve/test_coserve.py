@@ -20,7 +20,7 @@ from engine_ext.coserve.predictor import (
     with_decodes,
     with_margin,
 )
-from engine_ext.coserve.reserve import new_held, note_held, reserve
+from engine_ext.coserve.reserve import new_online_kv, note_online_kv, reserve
 from engine_ext.coserve.slo import SloClass, deadline, least_slack
 from engine_ext.costs.cost import CostModel
 from engine_ext.costs.engine_model import Clock, EngineModel
@@ -203,16 +203,16 @@ def test_harvest_falls_at_once_and_comes_back_without_swinging() -> None:
 
 
 def test_a_reserve_grows_with_what_online_requests_hold_and_is_forgotten() -> None:
-    held = new_held(100_000)
+    held = new_online_kv(100_000)
     assert reserve(held) == 0
-    note_held(held, 50_000, 0.1)
+    note_online_kv(held, 50_000, 0.1)
     assert reserve(held) == 0  # a single request
     for _ in range(600):
-        note_held(held, 30_000, 1.0)
-    note_held(held, 0, 1.0)
+        note_online_kv(held, 30_000, 1.0)
+    note_online_kv(held, 0, 1.0)
     assert 28_000 <= reserve(held) <= 32_000  # those that are gone may come back
-    note_held(held, 30_000, 1.0)
+    note_online_kv(held, 30_000, 1.0)
     assert reserve(held) == 2_000
     for _ in range(40_000):
-        note_held(held, 0, 1.0)
+        note_online_kv(held, 0, 1.0)
     assert reserve(held) == 0

@@ -1,4 +1,4 @@
-"""Bounds the bytes of online requests' bodies that a process of the API holds."""
+"""Bounds the bytes of online requests' bodies that a process of the API has in memory."""
 
 from collections import Counter
 
@@ -6,19 +6,19 @@ from service.errors import Unavailable
 
 SMALL_BYTES = 64 * 1024  # up to which a body is never refused for those of others
 MOST_BYTES = 512 * 1024 * 1024
-SHARE = 2  # one project may hold this fraction, 1 / SHARE, of MOST_BYTES
+SHARE = 2  # one project may have this fraction, 1 / SHARE, of MOST_BYTES
 
 
-class Held:
+class BodyBytes:
     """Counts the bytes of large bodies, by project, until their answers begin."""
 
     def __init__(self, most_bytes: int = MOST_BYTES) -> None:
         self._most = most_bytes
         self._of: Counter[str] = Counter()
 
-    def body(self, project_id: str) -> "HeldBody":
+    def body(self, project_id: str) -> "CountedBody":
         """Return the count of a body that will come."""
-        return HeldBody(self, project_id)
+        return CountedBody(self, project_id)
 
     def move(self, project_id: str, more: int) -> None:
         """Count bytes that come, or go if `more` is below 0. Raises Unavailable for more than may come now."""
@@ -31,22 +31,22 @@ class Held:
             del self._of[project_id]
 
 
-class HeldBody:
+class CountedBody:
     """Counts the bytes of one body while it comes."""
 
-    def __init__(self, held: Held, project_id: str) -> None:
-        self._held = held
+    def __init__(self, body_bytes: BodyBytes, project_id: str) -> None:
+        self._all = body_bytes
         self._project_id = project_id
-        self._bytes = self._counted = 0
+        self._come = self._counted = 0
 
     def add(self, more: int) -> None:
         """Count a piece. Raises Unavailable if there is no room for it."""
-        self._bytes += more
-        if self._bytes > SMALL_BYTES:
-            self._held.move(self._project_id, self._bytes - self._counted)
-            self._counted = self._bytes
+        self._come += more
+        if self._come > SMALL_BYTES:
+            self._all.move(self._project_id, self._come - self._counted)
+            self._counted = self._come
 
     def let_go(self) -> None:
         """Count the body no more; a second call changes nothing."""
-        self._held.move(self._project_id, -self._counted)
+        self._all.move(self._project_id, -self._counted)
         self._counted = 0
