@@ -6,7 +6,7 @@ RUN := $(VENV)/bin
 UV_VERSION := 0.13.8
 DATA ?= ../shared/data
 
-.PHONY: install install-dev demo unit test check format lock openapi settings newest-sglang emulated colocate chaos conformance screenshots gpu clean
+.PHONY: install install-dev demo unit test test-all check format lock openapi settings newest-sglang emulated colocate chaos conformance screenshots gpu clean
 
 install: $(VENV)/.installed
 install-dev: $(VENV)/.installed-dev
@@ -34,10 +34,19 @@ demo: install
 
 # Fast: no SGLang, no PostgreSQL, no Redis
 unit: install-dev
-	$(RUN)/pytest tests/unit
+	$(RUN)/pytest -m "not slow" tests/unit
 
+# Everything but the slow tests; those of engines and of the whole service first, then, four files at a time, the others
+ENGINES := tests/acceptance tests/engine tests/faults tests/fleet
+OTHERS := tests/unit tests/integration tests/hostile tests/dashboard tests/deploy
 test: install-dev
-	$(RUN)/pytest
+	$(RUN)/pytest -m "not slow" $(ENGINES)
+	$(RUN)/pytest -m "not slow" -n 4 $(OTHERS)
+
+# Everything
+test-all: test
+	$(RUN)/pytest -m slow $(ENGINES)
+	$(RUN)/pytest -m slow -n 4 $(OTHERS)
 
 check: install-dev
 	$(RUN)/ruff check .

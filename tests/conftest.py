@@ -95,7 +95,17 @@ async def redis(redis_url: str) -> AsyncGenerator[Redis, None]:
     await client.aclose()
 
 
-@pytest.fixture(params=["sqlite", "postgresql"])
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Run tests of a database on SQLite and on PostgreSQL.
+
+    On PostgreSQL they are slow tests, unless they are marked as tests of what the dialects do differently.
+    """
+    for name in {"database_url", "empty_database_url"}.intersection(metafunc.fixturenames):
+        marks = () if metafunc.definition.get_closest_marker("dialects") else (pytest.mark.slow,)
+        metafunc.parametrize(name, ["sqlite", pytest.param("postgresql", marks=marks)], indirect=True)
+
+
+@pytest.fixture
 def empty_database_url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
     """A database without tables, by its SQLAlchemy URL."""
     if request.param == "sqlite":
@@ -141,7 +151,7 @@ def sqlite_url(tmp_path: Path, newest_schema: Path) -> str:
     return f"sqlite+aiosqlite:///{tmp_path / 'test.db'}"
 
 
-@pytest.fixture(params=["sqlite", "postgresql"])
+@pytest.fixture
 def database_url(request: pytest.FixtureRequest) -> str:
     """A database at the newest schema."""
     if request.param == "sqlite":

@@ -132,6 +132,7 @@ def open_deployment(folder: Path) -> Generator[Deployment]:
         yield found
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_an_engine_on_two_nodes_answers_as_on_one_and_outlives_its_nodes(tmp_path: Path) -> None:
     with open_deployment(tmp_path) as deployment:

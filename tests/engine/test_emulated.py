@@ -147,6 +147,7 @@ def beside() -> Traffic:
     return Traffic.of(Prompts.of_segments(prompts), output, np.full(len(batch), LONGEST), arrivals)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("policy", "named"), [("online-only", "fcfs"), ("priority", "priority"), (OURS, None)])
 def test_online_requests_arrive_by_the_clock_of_the_device(emulated: Emulated, policy: str, named: str | None) -> None:
     """Both sides get what the simulator says, with requests that come before, during and after work of the batch."""

@@ -9,7 +9,9 @@ from tests.engine.test_online import LONG, STRICT, run
 from tests.engine.test_real_scan import Real, Requests, running_real, tokens_of
 
 
-@pytest.fixture(scope="module", params=[False, True], ids=["overlap schedule", "no overlap schedule"])
+@pytest.fixture(
+    scope="module", params=[False, pytest.param(True, marks=pytest.mark.slow)], ids=["overlap", "no overlap"]
+)
 def real(request: pytest.FixtureRequest, demo: Path, log: Path) -> Generator[Real, None, None]:
     copies = {"enable_hierarchical_cache": True, "disable_overlap_schedule": request.param}
     with running_real(demo, log, copies, STRICT) as found:

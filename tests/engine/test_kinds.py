@@ -62,7 +62,11 @@ def few(requests: Requests) -> Requests:
 
 
 @pytest.mark.parametrize(
-    "arguments", [{"chunked_prefill_size": -1, "mem_fraction_static": 0.5}, {"disable_radix_cache": True}]
+    "arguments",
+    [
+        {"chunked_prefill_size": -1, "mem_fraction_static": 0.5},
+        pytest.param({"disable_radix_cache": True}, marks=pytest.mark.slow),
+    ],
 )
 def test_whole_prompts_and_no_prefix_cache(demo: Path, log: Path, arguments: dict[str, Any]) -> None:
     """SGLang turns chunked prefill off for some models, and for some the prefix cache too."""
@@ -76,6 +80,7 @@ def test_whole_prompts_and_no_prefix_cache(demo: Path, log: Path, arguments: dic
     assert ours["admitted"] == len(requests) + ours["retractions"]
 
 
+@pytest.mark.slow
 def test_pipeline_parallelism_falls_back_to_sglang(demo: Path, log: Path) -> None:
     small = {"max_total_tokens": CAPACITY, "max_running_requests": 16, "chunked_prefill_size": 256}
 

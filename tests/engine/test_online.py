@@ -30,7 +30,9 @@ def asked() -> Requests:
     return [(tokens(40 if k != 5 else 700), 12) for k in range(8)]
 
 
-@pytest.fixture(scope="module", params=[False, True], ids=["overlap schedule", "no overlap schedule"])
+@pytest.fixture(
+    scope="module", params=[False, pytest.param(True, marks=pytest.mark.slow)], ids=["overlap", "no overlap"]
+)
 def real(request: pytest.FixtureRequest, demo: Path, log: Path) -> Generator[Real, None, None]:
     with running_real(demo, log, {"disable_overlap_schedule": request.param}, STRICT) as found:
         yield found

@@ -97,6 +97,7 @@ def test_two_ranks_decide_the_same_while_requests_come_and_go(ranks: EngineProce
     assert cached > 0.5 * sum(body["usage"]["prompt_tokens"] for _, body in found)
 
 
+@pytest.mark.slow
 def test_two_ranks_decide_the_same_beside_online_requests(ranks: EngineProcess[Any]) -> None:
     """A step's limit depends on the time until deadlines: ranks with clocks of their own would differ, and hang.
 

@@ -52,7 +52,7 @@ def workload(name: str) -> Requests:
     return [(tokens(between(20, 80)), between(60, 400)) for _ in range(50)]  # long answers
 
 
-@pytest.fixture(scope="module", params=["fcfs", "lpm"])
+@pytest.fixture(scope="module", params=["fcfs", pytest.param("lpm", marks=pytest.mark.slow)])
 def stock(request: pytest.FixtureRequest, demo: Path, log: Path) -> Generator[Any, None, None]:
     options = {
         "max_total_tokens": CAPACITY,

@@ -14,6 +14,8 @@ from service.queue.leases import Leases
 from service.queue.progress import Heartbeat
 from tests.integration.harness import Harness, ScriptedEngine, jsonl, line
 
+pytestmark = pytest.mark.dialects
+
 HOUR_S = 3600.0
 
 

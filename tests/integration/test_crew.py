@@ -15,6 +15,8 @@ from service.queue.crew import CrewBoard
 from service.queue.leases import Leases
 from tests.integration.harness import Harness, jsonl, line
 
+pytestmark = pytest.mark.dialects
+
 AT_ONCE = 16  # a quarter of IN_FLIGHT, as a worker assumes
 IN_FLIGHT = 64  # all requests of most tests
 SLICES = 8

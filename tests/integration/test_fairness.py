@@ -26,6 +26,8 @@ from service.settings import Settings
 from tests.conftest import Clock
 from tests.integration.harness import Harness, jsonl, line
 
+pytestmark = pytest.mark.dialects
+
 OTHER = "proj_other"
 
 

@@ -18,6 +18,8 @@ from service.objects.request_index import RequestIndex
 from service.tenants.changes import change_project
 from tests.integration.harness import Harness, ScriptedEngine, jsonl, line
 
+pytestmark = pytest.mark.dialects
+
 REQUESTS = 3 * FEWEST + 6
 
 

@@ -2,6 +2,7 @@
 
 import asyncio
 
+import pytest
 from alembic import command
 from alembic.autogenerate import compare_metadata
 from alembic.migration import MigrationContext
@@ -10,6 +11,8 @@ from sqlalchemy import Connection, inspect
 from service.db.migrate import config, upgrade
 from service.db.sessions import Database
 from service.db.tables import Base
+
+pytestmark = pytest.mark.dialects
 
 
 def look(url: str, at: object) -> object:

@@ -8,6 +8,8 @@ from service.db.sessions import Database
 from service.db.tables import Batch, BatchStatus
 from tests.conftest import Clock
 
+pytestmark = pytest.mark.dialects
+
 
 def test_moves_are_those_of_the_contract() -> None:
     assert set(BATCH_MOVES) == set(BatchStatus)

@@ -16,6 +16,8 @@ from service.queue.counts import Counts
 from service.queue.leases import Lease, Leases, free_expired, owners_of_expired
 from service.queue.progress import Heartbeat, Progress
 
+pytestmark = pytest.mark.dialects
+
 LEASE_S = 36.0
 
 

@@ -11,6 +11,7 @@ import pytest
 from sqlalchemy import func, select
 from sqlalchemy.ext.asyncio import AsyncSession
 
+from engine_ext.plugin.worker.answers import Answer as EngineAnswer
 from service.db.tables import BatchStatus, Model, Slice, SliceStatus, WebhookDelivery
 from service.db.tenant_tables import AuditEvent
 from service.jobs.sweeper import KEEP_AUDIT_S, KEEP_DELIVERIES_S
@@ -19,7 +20,6 @@ from service.objects.storage import CLOCK_KEY, file_key
 from service.queue.leases import Leases
 from tests.integration.harness import (
     Harness,
-    ScriptedAnswer,
     ScriptedEngine,
     all_slices_done,
     completed_are,
@@ -27,6 +27,8 @@ from tests.integration.harness import (
     line,
     set_status,
 )
+
+pytestmark = pytest.mark.dialects
 
 
 async def test_dead_worker_is_followed_and_nothing_answered_runs_again(harness: Harness) -> None:
@@ -234,7 +236,7 @@ async def test_request_that_raises_is_an_error_line_of_its_own(
 
     async def raising(
         endpoint: str, body: dict[str, Any], rid: str, kind: str, due: float, lengths: str
-    ) -> ScriptedAnswer:
+    ) -> EngineAnswer:
         if body["messages"][-1]["content"] == "request 4":
             raise RecursionError("too deep")
         return await run(endpoint, body, rid, kind, due, lengths)

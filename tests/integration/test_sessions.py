@@ -16,6 +16,8 @@ from service.settings import Settings
 from tests.conftest import Clock
 from tests.integration.serving import serve
 
+pytestmark = pytest.mark.dialects
+
 
 async def test_a_client_that_is_gone_holds_its_locks_for_a_minute(database: Database) -> None:
     """PostgreSQL sees to that itself, where the client is gone between two statements."""

@@ -4,10 +4,15 @@ import asyncio
 import itertools
 from typing import Any
 
+import pytest
+
+from engine_ext.plugin.worker.answers import Answer
 from service.queue.leases import Lease, Leases
 from service.worker.feed import Feed
 from service.worker.slice_run import SliceRun
-from tests.integration.harness import Harness, ScriptedAnswer, ScriptedEngine, jsonl, line
+from tests.integration.harness import Harness, ScriptedEngine, jsonl, line
+
+pytestmark = pytest.mark.dialects
 
 SIZE = 8
 
@@ -17,9 +22,7 @@ class MortalEngine(ScriptedEngine):
 
     killers: frozenset[str] = frozenset()
 
-    async def run(
-        self, endpoint: str, body: dict[str, Any], rid: str, kind: str, due: float, lengths: str
-    ) -> ScriptedAnswer:
+    async def run(self, endpoint: str, body: dict[str, Any], rid: str, kind: str, due: float, lengths: str) -> Answer:
         if body["messages"][-1]["content"] in self.killers:
             assert self.hold is not None
             self.hold.set()

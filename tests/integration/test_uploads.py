@@ -18,6 +18,8 @@ from service.settings import Settings
 from tests.conftest import Clock
 from tests.integration.serving import serve
 
+pytestmark = pytest.mark.dialects
+
 SIZE = 300_000
 DATA = os.urandom(SIZE)
 

@@ -14,6 +14,8 @@ from service.queue.leases import Leases
 from service.queue.urgency import Turns, urgent_at
 from tests.integration.harness import Harness, ScriptedEngine, jsonl, line
 
+pytestmark = pytest.mark.dialects
+
 DAY_S = 24 * 3600
 
 

@@ -19,6 +19,8 @@ from service.queue.leases import Leases
 from service.settings import Settings
 from tests.integration.harness import Harness, ScriptedEngine, jsonl, line
 
+pytestmark = pytest.mark.dialects
+
 DAY_S = 24 * 3600
 WAIT_S = 30
 

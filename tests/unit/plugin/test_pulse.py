@@ -8,6 +8,8 @@ import sys
 import time
 from pathlib import Path
 
+import pytest
+
 from engine_ext.plugin.pulse import FIRST_STEPS, Beating, Health, Pulse, Pulses
 
 LIMIT_S = 60.0
@@ -98,6 +100,7 @@ time.sleep(120)
     raise AssertionError("the scheduler lives on")
 
 
+@pytest.mark.slow
 def test_time_in_which_the_machine_stood_still_is_no_hang() -> None:
     """A frozen container or a paused virtual machine: worker and scheduler stop, and both run again."""
     code = """

@@ -45,7 +45,9 @@ def measure(policy: str, model: EngineModel = SMALL, slo: SloClass = SLO, **sett
     return run(traffic(), COST, model, policy, Settings(**settings), slo)  # pyright: ignore[reportArgumentType]
 
 
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize(
+    "policy", [each if each == OURS else pytest.param(each, marks=pytest.mark.slow) for each in POLICIES]
+)
 def test_no_token_is_lost_or_counted_twice(policy: str) -> None:
     """With a small KV cache and a tight limit, through preemption and retraction."""
     found = traffic()

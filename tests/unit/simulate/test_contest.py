@@ -8,6 +8,8 @@ from engine_ext.simulate.colocate import ORACLE, OURS
 from engine_ext.simulate.contest import FIELDS, PLACES, Contest, Within, batch_alone, online_capacity, row_of
 from tests.unit.simulate.test_colocate import COST, LARGE, SLO, traffic
 
+pytestmark = pytest.mark.slow
+
 
 def contest(slo: SloClass) -> Contest:
     return Contest(traffic(batch=6000), COST, LARGE, slo)

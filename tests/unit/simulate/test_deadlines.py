@@ -12,6 +12,8 @@ from engine_ext.plan.prompts import Prompts
 from engine_ext.simulate.policies import Work, fresh_engine, prepare, run_scan
 from engine_ext.simulate.stock import run_stock
 
+pytestmark = pytest.mark.slow
+
 COST = CostModel(preset("llama-3-8b"), Machine(hardware("a100-80gb")))
 MODEL = EngineModel.of(COST)
 BATCHES = 8

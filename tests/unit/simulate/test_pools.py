@@ -19,6 +19,8 @@ from engine_ext.simulate.pair import ONLINE_PD, POOLED, Pair, play_pools, run_pa
 from engine_ext.simulate.shared_engine import DECODE, DONE, PREFILL, SharedEngine
 from tests.unit.simulate.test_colocate import COST, LARGE, SLO, SMALL
 
+pytestmark = pytest.mark.slow  # rivals on two engines; compiling them takes half a minute
+
 
 @cache
 def pair(batch: int = 600, rate: float = 8.0) -> Pair:

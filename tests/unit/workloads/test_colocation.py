@@ -13,6 +13,8 @@ from service.cli.table import command_line
 from service.errors import SettingsError
 from service.estimates.slo_file import read_slo_file
 
+pytestmark = pytest.mark.slow
+
 
 def call(name: str, *arguments: object) -> Result:
     return CliRunner().invoke(command_line(name), [name, *(str(each) for each in arguments)])

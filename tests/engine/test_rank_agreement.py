@@ -33,7 +33,7 @@ def _run_rank(rank: int, meeting: str, decisions: list[Decision], said: Any) -> 
 
 
 def test_ranks_share_a_clock_and_run_no_step_about_which_they_differ(tmp_path: Path) -> None:
-    context = multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("fork")  # so that each need not import torch again
     said = context.Queue()
     told = ([*SAME, *([SAME[0]] * len(OTHERS))], [*SAME, *OTHERS])
     ranks = [
