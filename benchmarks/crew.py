@@ -132,7 +132,7 @@ async def measure(folder: Path, asked: Sequence[str], engines: Sequence[PacedEng
         tasks = [asyncio.create_task(run_jobs(database, storage, redis, settings, stop))]
         for number, engine in enumerate(engines):
             own = settings.model_copy(update={"worker_name": f"worker-{number}"})
-            parts = (database, storage, redis, engine, own, time.time, IN_FLIGHT * engine.at_once)
+            parts = (database, storage, redis, engine, own, time.time, IN_FLIGHT * engine.script.at_once)
             tasks.append(asyncio.create_task(Worker(*parts).run(stop)))
         while len(await CrewBoard(redis, MODEL).look()) < len(engines):
             await asyncio.sleep(0.1)

@@ -58,6 +58,10 @@ class Settings(BaseSettings):
         default_factory=dict,
         description='LoRA adapters of the model, as JSON: {"name": "folder or hub id"}; requests use "model:name"',
     )
+    engine: Literal["sglang", "scripted"] = Field(
+        "sglang", description="what answers: SGLang, or rules without a model, for tests of what uses this service"
+    )
+    script: Path | None = Field(None, description="JSON file with a scripted engine's rules; default: it echoes")
     engine_args: dict[str, Any] = Field(default_factory=dict, description="SGLang server arguments, as JSON")
     gpu: str = Field("h200", description="GPU that plans assume: a preset or a calibration's .json file")
     scheduling: Literal["dual-scan", "sglang"] = Field(

@@ -14,10 +14,12 @@ from redis.asyncio import Redis
 from sqlalchemy.exc import SQLAlchemyError
 
 from service.cli.start import (
+    EngineOption,
     HostOption,
     ModelOption,
     NameOption,
     PortOption,
+    ScriptOption,
     log_to,
     open_database,
     run_role,
@@ -36,6 +38,7 @@ from service.terminal import DataDirOption, fail, said
 from service.up.loop_watch import watched_loop
 from service.worker import notice
 from service.worker.nodes import Nodes
+from service.worker.script import read_script
 
 
 def up(
@@ -44,20 +47,26 @@ def up(
     data_dir: DataDirOption = None,
     host: HostOption = None,
     port: PortOption = None,
+    engine: EngineOption = None,
+    script: ScriptOption = None,
 ) -> None:
     """Run the whole service in the foreground: Redis, API, planner, worker.
 
     Examples:
 
     - `batchweave up`
+    - `batchweave up --engine scripted`
     - `batchweave up --model Qwen/Qwen2.5-7B-Instruct --data-dir /srv/batchweave --port 9000`
     """
     from service.up.supervisor import Supervisor
 
-    settings = settings_of(model=model, model_name=model_name, data_dir=data_dir, host=host, port=port)
+    settings = settings_of(
+        model=model, model_name=model_name, data_dir=data_dir, host=host, port=port, engine=engine, script=script
+    )
     log_to(sys.stderr, logging.WARNING)
     try:
         check_model(settings)
+        read_script(settings.script)
         Supervisor(settings, say=said.print).run()
     except (StartError, CostsError, OSError, SQLAlchemyError) as error:
         fail(f"{type(error).__name__}: {error}" if isinstance(error, SQLAlchemyError) else str(error))
@@ -125,7 +134,12 @@ def planner(model: ModelOption = None, model_name: NameOption = None) -> None:
     asyncio.run(run_role(settings, main))
 
 
-def worker(model: ModelOption = None, model_name: NameOption = None) -> None:
+def worker(
+    model: ModelOption = None,
+    model_name: NameOption = None,
+    engine: EngineOption = None,
+    script: ScriptOption = None,
+) -> None:
     """Run one worker, which leases slices and runs them on an engine; needs `pip install 'batchweave[engine]'`.
 
     With BATCHWEAVE_ONLINE_HOST, its address, it also answers online requests. With BATCHWEAVE_NODES,
@@ -138,7 +152,7 @@ def worker(model: ModelOption = None, model_name: NameOption = None) -> None:
     from service.worker.engine import make_engine
     from service.worker.following import follow
 
-    settings = settings_of(model=model, model_name=model_name)
+    settings = settings_of(model=model, model_name=model_name, engine=engine, script=script)
     log_to(sys.stdout)
     open_database(settings)
     send_traces(settings.otlp_endpoint, "worker")
@@ -177,8 +191,11 @@ def _lead(settings: Settings, nodes: Nodes | None, command: list[str]) -> None:
         # SGLang blocks the main thread until the engine has started.
         peers = Peers(settings.redis, settings.served_model, nodes, on_lost=lambda _: end_now(1))
         peers.start()
-    with _needs_engine():
-        engine = make_engine(settings, starting.say)
+    try:
+        with _needs_engine():
+            engine = make_engine(settings, starting.say)
+    except StartError as error:
+        fail(str(error))
 
     async def main(database: Database, storage: Storage, redis: Redis, stop: asyncio.Event) -> None:
         await engine.start()
@@ -188,8 +205,8 @@ def _lead(settings: Settings, nodes: Nodes | None, command: list[str]) -> None:
         await clock.sync()
         machine = told_machine(settings)
         await register_model(database, settings, engine.context_length, engine.endpoints, machine)
-        if settings.emulated_device is not None:
-            structlog.get_logger().warning("the device is emulated: no answer is real", device=engine.device)
+        if settings.emulated_device is not None or settings.engine == "scripted":
+            structlog.get_logger().warning("no model runs: no answer is real", device=engine.device)
         structlog.get_logger().info("engine ready", model=settings.served_model, device=engine.device)
         in_flight = IN_FLIGHT * await engine.max_running_requests()
         parts = (database, storage, redis, engine, settings, clock)

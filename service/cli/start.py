@@ -27,6 +27,12 @@ from service.terminal import fail
 
 ModelOption = Annotated[str | None, typer.Option("--model", help="'demo', a local path, or a hub id.")]
 NameOption = Annotated[str | None, typer.Option("--model-name", help="Name that requests use for the model.")]
+EngineOption = Annotated[
+    str | None, typer.Option("--engine", help="'sglang', or 'scripted': answers by rules, without a model.")
+]
+ScriptOption = Annotated[
+    Path | None, typer.Option("--script", help="JSON file with a scripted engine's rules (docs/api.md).")
+]
 HostOption = Annotated[str | None, typer.Option("--host", help="Address that the API listens on.")]
 PortOption = Annotated[int | None, typer.Option("--port", help="Port of the API.")]
 

@@ -194,10 +194,13 @@ class Supervisor:
             "PORT": str(settings.port),
             "MODEL": settings.model if settings.model == DEMO_MODEL else settings.model_source,
             "MODEL_NAME": settings.served_model,
+            "ENGINE": settings.engine,
             "WORKER_NAME": self.worker_name,
             "NODES": "1",  # whatever srun or others say: each `up` is a service of its own
             "ONLINE_HOST": settings.online_host or "127.0.0.1",
         }
+        if settings.script is not None:
+            ours["SCRIPT"] = str(settings.script.resolve())
         return {**os.environ, **{f"BATCHWEAVE_{name}": value for name, value in ours.items()}}
 
     @property

@@ -8,15 +8,20 @@ from service.estimates.model_costs import measured_overlap, planning_costs
 from service.estimates.slo_file import read_slo_file
 from service.settings import Settings, source_of
 from service.worker.nodes import Nodes
+from service.worker.script import read_script
+from service.worker.scripted import ScriptedEngine
 
 
 def make_engine(
     settings: Settings, say: Callable[[str], None] = lambda _: None, on_fault: Callable[..., None] | None = None
 ) -> Any:
-    """Create SGLang in this process. Call it in the main thread, before the event loop.
+    """Create the engine in this process. Call it in the main thread, before the event loop.
 
-    `say` gets each stage. `on_fault`: what to do when a rank fails, instead of ending this process at once.
+    `say` gets each stage. `on_fault`: what to do when a rank fails, instead of ending this process at once. Raises
+    StartError.
     """
+    if settings.engine == "scripted":
+        return ScriptedEngine(read_script(settings.script))
     say("loads SGLang")
     from engine_ext import warm_up
     from engine_ext.plugin import versions

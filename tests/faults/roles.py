@@ -21,8 +21,8 @@ from typing import Any
 import structlog
 import uvicorn
 
-from benchmarks.paced import WITHDRAWN, PacedAnswer, Room
 from engine_ext.plugin.pulse import Beating, Pulses, Watch
+from engine_ext.plugin.worker.answers import Answer
 from service.app import create_app
 from service.db.models import register_model
 from service.db.sessions import Database
@@ -34,7 +34,8 @@ from service.queue.announcements import Announcements
 from service.queue.connection import open_redis
 from service.settings import Settings
 from service.worker.loop import Worker
-from tests.integration.harness import ScriptedAnswer
+from service.worker.scripted import ABORTED
+from service.worker.slots import Slots
 
 KILLER = "kill the engine"
 REFUSED = "refuse this"
@@ -70,7 +71,7 @@ class LoggedEngine:
         self._log = os.open(folder / name, os.O_CREAT | os.O_WRONLY | os.O_APPEND)
         self._hung = hung
         self._in_flight, self._busy_since = 0, None
-        self._room = Room(AT_ONCE)
+        self._slots = Slots(AT_ONCE)
         pulses = Pulses()
         self._beating = Beating(pulses.path, 0, time.monotonic())
         self._watch = Watch(pulses, STEP_LIMIT_S, lambda: self._busy_since)
@@ -84,15 +85,13 @@ class LoggedEngine:
                 self._beating.stepped(time.monotonic())
             time.sleep(0.1)
 
-    async def run(
-        self, endpoint: str, body: dict[str, Any], rid: str, kind: str, due: float, lengths: str
-    ) -> ScriptedAnswer | PacedAnswer:
+    async def run(self, endpoint: str, body: dict[str, Any], rid: str, kind: str, due: float, lengths: str) -> Answer:
         with self.working():
-            async with self._room.enter(rid) as runs:
-                return await self._run(body["messages"][-1]["content"]) if runs else WITHDRAWN
+            async with self._slots.enter(rid) as runs:
+                return await self._run(body["messages"][-1]["content"]) if runs else ABORTED
 
     async def withdraw(self, rids: Sequence[str], most: int) -> None:
-        await self._room.withdraw(rids, most)
+        await self._slots.withdraw(rids, most)
 
     @contextlib.contextmanager
     def working(self) -> Generator[None, None, None]:
@@ -119,17 +118,17 @@ class LoggedEngine:
         while self._hung.exists():
             await asyncio.sleep(0.05)
 
-    async def _run(self, content: str) -> ScriptedAnswer:
+    async def _run(self, content: str) -> Answer:
         os.write(self._log, f"{content}\n".encode())
         await self.wait(0.002 + zlib.crc32(content.encode()) % 20 / 1000)
         if KILLER in content:
             os.kill(os.getpid(), signal.SIGKILL)
         if REFUSED in content:
             error = {"error": {"message": "no", "type": "invalid_request_error", "param": None, "code": "refused"}}
-            return ScriptedAnswer(400, json.dumps(error).encode())
+            return Answer(400, json.dumps(error).encode())
         usage = {"prompt_tokens": 10, "completion_tokens": 2, "prompt_tokens_details": {"cached_tokens": 4}}
         answer = {"choices": [{"message": {"content": content}}], "usage": usage}
-        return ScriptedAnswer(200, json.dumps(answer).encode())
+        return Answer(200, json.dumps(answer).encode())
 
     @property
     def step_age_s(self) -> float:

@@ -7,13 +7,14 @@ TEST_FAULT makes it end at its start, and a file `hold` in the service's folder 
 import asyncio
 import os
 import sys
-from dataclasses import dataclass
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from redis.asyncio import Redis
 
-from benchmarks.paced import PacedAnswer, PacedEngine
+from benchmarks.paced import PacedEngine
+from engine_ext.plugin.worker.answers import Answer
 from service.cli.start import log_to, run_role
 from service.db.clock import SharedClock
 from service.db.models import register_model
@@ -25,12 +26,15 @@ from service.worker.loop import Worker
 AT_ONCE = 8
 
 
-@dataclass
 class HeldEngine(PacedEngine):
-    hold: Path = Path("hold")
+    """Lets no request begin while the file `hold` is there."""
 
-    async def run(self, *request: Any, **about: Any) -> PacedAnswer:
-        while self.hold.exists():
+    def __init__(self, seconds: Callable[[str], float], hold: Path) -> None:
+        super().__init__(AT_ONCE, seconds)
+        self._hold = hold
+
+    async def run(self, *request: Any, **about: Any) -> Answer:
+        while self._hold.exists():
             await asyncio.sleep(0.1)
         return await super().run(*request, **about)
 
@@ -49,9 +53,8 @@ def main() -> None:
         await clock.sync()
         await register_model(database, settings, 8192, ["/v1/chat/completions"], {"gpu": settings.gpu, "tp": 1})
         slowness = float(os.environ.get("TEST_SLOWNESS", "1"))
-        engine = HeldEngine(
-            AT_ONCE, lambda prompt: slowness * float(prompt.split(",")[1]), hold=settings.data_dir / "hold"
-        )
+        hold = settings.data_dir / "hold"
+        engine = HeldEngine(lambda prompt: slowness * float(prompt.split(",")[1]), hold)
         await Worker(database, storage, redis, engine, settings, clock, 2 * AT_ONCE).run(stop)
 
     asyncio.run(run_role(settings, work if settings.node_rank == 0 else follow))

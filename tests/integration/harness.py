@@ -3,9 +3,9 @@
 import asyncio
 import json
 from collections import Counter
-from collections.abc import AsyncGenerator, Iterable, Sequence
+from collections.abc import AsyncGenerator, Iterable
 from contextlib import asynccontextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -13,6 +13,7 @@ from typing import Any
 from redis.asyncio import Redis
 from sqlalchemy import select, update
 
+from engine_ext.plugin.worker.answers import Answer
 from service.db.sessions import Database
 from service.db.tables import Batch, BatchStatus, Model, Slice, SliceStatus
 from service.demo.model import ensure_demo_model
@@ -28,66 +29,48 @@ from service.objects.storage import Storage, file_key
 from service.queue.leases import free_expired, owners_of_expired
 from service.queue.progress import Heartbeat, Progress
 from service.settings import Settings
+from service.worker import scripted
 from service.worker.loop import Worker
+from service.worker.script import Rule, Script
 from service.worker.slice_run import Engine
 from tests.batches import CHAT, create_batch
 from tests.conftest import Clock
 
 
-@dataclass(frozen=True)
-class ScriptedAnswer:
-    status_code: int
-    body: bytes
-    aborted: bool = False
+class ScriptedEngine(scripted.ScriptedEngine):
+    """The scripted engine that the service ships, which also counts what it is asked and waits for a test."""
 
+    def __init__(
+        self, statuses: dict[str, list[int]] | None = None, hold: asyncio.Event | None = None, hold_after: int = 0
+    ) -> None:
+        """`statuses`: by content, one for each attempt. Requests from the `hold_after`-th on wait for `hold`."""
+        given = (statuses or {}).items()
+        rules = [Rule(prompt=content, status=status, times=1) for content, each in given for status in each]
+        super().__init__(Script(tuple(rules), at_once=4096))
+        self.hold, self.hold_after = hold, hold_after
+        self.runs = Counter[str]()
+        # By content, in the order in which they came.
+        self.kinds: dict[str, str] = {}
+        # By content: the profile that it came with.
+        self.lengths: dict[str, str] = {}
 
-@dataclass
-class ScriptedEngine:
-    """Echoes prompts; stands in where SGLang cannot be made to hang, fail or answer at a chosen moment."""
-
-    statuses: dict[str, list[int]] = field(default_factory=dict[str, list[int]])  # by content, one for each attempt
-    hold: asyncio.Event | None = None  # requests from the `hold_after`-th on wait for it
-    hold_after: int = 0
-    runs: Counter[str] = field(default_factory=Counter[str])
-    kinds: dict[str, str] = field(default_factory=dict[str, str])  # by content, in the order in which they came
-    lengths: dict[str, str] = field(default_factory=dict[str, str])  # by content: the profile that it came with
-    _aborted: dict[str, asyncio.Event] = field(default_factory=dict[str, asyncio.Event])
-
-    async def run(
-        self, endpoint: str, body: dict[str, Any], rid: str, kind: str, due: float, lengths: str
-    ) -> ScriptedAnswer:
+    async def run(self, endpoint: str, body: dict[str, Any], rid: str, kind: str, due: float, lengths: str) -> Answer:
         content = body["messages"][-1]["content"]
         self.runs[content] += 1
         self.kinds[content], self.lengths[content] = kind, lengths
-        statuses = self.statuses.get(content)
-        status = statuses.pop(0) if statuses else 200
-        if self.hold is not None and sum(self.runs.values()) > self.hold_after:
-            aborted = self._aborted[rid] = asyncio.Event()
-            waits = [asyncio.create_task(self.hold.wait()), asyncio.create_task(aborted.wait())]
+        answer = await super().run(endpoint, body, rid, kind, due, lengths)
+        if answer.aborted or answer.status_code != 200:
+            return answer
+        usage = {"prompt_tokens": 10, "completion_tokens": 2, "prompt_tokens_details": {"cached_tokens": 4}}
+        return Answer(200, json.dumps({**json.loads(answer.body), "usage": usage}).encode())
+
+    async def pause(self, rule: Rule, seconds: float, aborted: asyncio.Event) -> bool:
+        if self.hold is not None and self.runs.total() > self.hold_after:
+            waits = [asyncio.create_task(each.wait()) for each in (self.hold, aborted)]
             await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
             for wait in waits:
                 wait.cancel()
-            if aborted.is_set():
-                return ScriptedAnswer(200, b'{"choices":[{"finish_reason":"abort"}]}', aborted=True)
-        await asyncio.sleep(0)
-        if status != 200:
-            error = {"error": {"message": "no", "type": "x", "param": None, "code": "x"}}
-            return ScriptedAnswer(status, json.dumps(error).encode())
-        usage = {"prompt_tokens": 10, "completion_tokens": 2, "prompt_tokens_details": {"cached_tokens": 4}}
-        answer = {"choices": [{"message": {"content": content}}], "usage": usage}
-        return ScriptedAnswer(200, json.dumps(answer).encode())
-
-    step_age_s: float = 0.0
-
-    async def scheduler_states(self) -> list[dict[str, Any]]:
-        return []
-
-    def abort(self, rid: str) -> None:
-        if rid in self._aborted:
-            self._aborted[rid].set()
-
-    async def withdraw(self, rids: Sequence[str], most: int) -> None:
-        """All have begun."""
+        return aborted.is_set() or await super().pause(rule, seconds, aborted)
 
 
 def line(number: int, **changes: Any) -> dict[str, Any]:

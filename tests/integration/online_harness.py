@@ -10,11 +10,12 @@ from typing import Any
 import httpx
 import openai
 
+from engine_ext.plugin.worker.answers import Answer
 from service.queue.progress import Heartbeat
 from service.queue.trust import address_proof, deployment_token
 from service.settings import Settings
 from service.worker.door import Door
-from tests.integration.harness import Harness, ScriptedAnswer
+from tests.integration.harness import Harness
 from tests.integration.serving import CHAT
 
 ADAPTER = "test-model:sql"
@@ -87,7 +88,7 @@ class ScriptedOnlineEngine:
         if body.get("stream"):
             self.streams.append(ScriptedStream(self.stops_after))
             return self.streams[-1]
-        return ScriptedAnswer(200, json.dumps({"id": rid, "choices": []}).encode(), aborted=self.aborts)
+        return Answer(200, json.dumps({"id": rid, "choices": []}).encode(), aborted=self.aborts)
 
 
 @dataclass

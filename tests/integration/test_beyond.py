@@ -123,7 +123,7 @@ async def test_failures_are_grouped_by_cause(harness: Harness, client: openai.Op
     await run(harness, ScriptedEngine(statuses=statuses), batch_id)
     found = extras(client.batches.retrieve(batch_id))["failures"]
     assert [(each["count"], each["status_code"], each["code"]) for each in found] == [
-        (7, 400, "x"),
+        (7, 400, "invalid_request"),
         (2, None, "server_error"),
     ]
     assert set(found[1]["custom_ids"]) == {"id-8", "id-9"}

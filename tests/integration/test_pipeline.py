@@ -129,7 +129,7 @@ async def test_refused_request_is_one_error_line(harness: Harness) -> None:
     assert batch.status == BatchStatus.COMPLETED
     assert len(output) == 9
     assert errors["id-3"]["response"]["status_code"] == 400
-    assert errors["id-3"]["response"]["body"]["error"]["message"] == "no"
+    assert errors["id-3"]["response"]["body"]["error"]["message"] == "The script answers this request with 400."
     assert errors["id-3"]["error"] is None
 
 
@@ -145,7 +145,7 @@ async def test_engine_fault_is_tried_again_and_then_said(harness: Harness) -> No
     assert errors["id-4"]["response"] is None
     assert errors["id-4"]["error"] == {
         "code": "server_error",
-        "message": "The engine failed to answer this request in 3 attempts: no",
+        "message": "The engine failed to answer this request in 3 attempts: The script answers this request with 500.",
     }
 
 

@@ -1,0 +1,143 @@
+"""The scripted engine: which rule counts, and what its answers look like to OpenAI's client."""
+
+import asyncio
+import base64
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from openai.types import Completion, CreateEmbeddingResponse
+from openai.types.chat import ChatCompletion, ChatCompletionChunk
+from openai.types.responses import Response
+
+from engine_ext.plugin.worker.answers import Answer
+from service.errors import StartError
+from service.worker.script import Rule, Script, read_script
+from service.worker.scripted import ScriptedEngine
+
+CHAT, COMPLETIONS, RESPONSES, EMBEDDINGS = ScriptedEngine.endpoints
+
+
+def chat(content: Any, **more: Any) -> dict[str, Any]:
+    return {"model": "m", "messages": [{"role": "user", "content": content}], **more}
+
+
+async def run(engine: ScriptedEngine, endpoint: str, body: dict[str, Any], rid: str = "id-1") -> Answer:
+    return await engine.run(endpoint, body, rid, "kind", 0.0, "")
+
+
+async def said(engine: ScriptedEngine, content: Any, **more: Any) -> tuple[int, str, str]:
+    answer = await run(engine, CHAT, chat(content, **more))
+    if answer.status_code != 200:
+        return answer.status_code, "", ""
+    choice = ChatCompletion.model_validate_json(answer.body).choices[0]
+    return answer.status_code, choice.message.content or "", choice.finish_reason
+
+
+async def test_the_first_rule_that_fits_counts() -> None:
+    rules = (
+        Rule(prompt="flaky*", status=503, times=2),
+        Rule(prompt="bad*", status=400),
+        Rule(prompt="label *", answer="{model} says {prompt}", finish_reason="content_filter"),
+    )
+    engine = ScriptedEngine(Script(rules))
+    assert [(await said(engine, "flaky 1"))[0] for _ in range(3)] == [503, 503, 200]
+    assert (await said(engine, "flaky 2"))[0] == 503, "each prompt has attempts of its own"
+    assert await said(engine, "bad one") == (400, "", "")
+    assert await said(engine, "label {model}") == (200, "m says label {model}", "content_filter")
+    assert await said(engine, [{"type": "text", "text": "echoed"}]) == (200, "echoed", "stop")
+    assert await said(engine, "one two three", max_tokens=2) == (200, "one two", "length")
+
+
+async def test_answers_are_those_that_the_client_knows() -> None:
+    engine = ScriptedEngine()
+    texts = await run(engine, COMPLETIONS, {"model": "m", "prompt": ["a b", "c"], "n": 2})
+    found = Completion.model_validate_json(texts.body)
+    assert [choice.text for choice in found.choices] == ["a b", "a b", "c", "c"]
+    assert found.usage is not None
+    assert (found.usage.prompt_tokens, found.usage.completion_tokens) == (3, 6)
+    answer = await run(engine, RESPONSES, {"model": "m", "input": "a b c", "max_output_tokens": 2})
+    response = Response.model_validate_json(answer.body)
+    assert (response.output_text, response.status) == ("a b", "incomplete")
+    floats = await run(engine, EMBEDDINGS, {"model": "m", "input": ["a", "b"], "dimensions": 3})
+    rows = CreateEmbeddingResponse.model_validate_json(floats.body).data
+    assert [len(row.embedding) for row in rows] == [3, 3]
+    assert rows[0].embedding != rows[1].embedding
+    packed = json.loads(
+        (await run(engine, EMBEDDINGS, {"input": "a", "dimensions": 3, "encoding_format": "base64"})).body
+    )
+    vector = np.frombuffer(base64.b64decode(packed["data"][0]["embedding"]), dtype=np.float32)
+    np.testing.assert_allclose(vector, rows[0].embedding, rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "body"),
+    [
+        ("/v1/score", {"query": "x", "items": []}),
+        (CHAT, {"messages": []}),
+        (CHAT, {"messages": ["x"]}),
+        (COMPLETIONS, {"prompt": []}),
+        (EMBEDDINGS, {"input": None, "dimensions": "many"}),
+        (COMPLETIONS, {"prompt": "x", "n": "two"}),
+    ],
+)
+async def test_what_cannot_be_read_is_refused(endpoint: str, body: dict[str, Any]) -> None:
+    engine = ScriptedEngine()
+    assert (await run(engine, endpoint, body)).status_code == 400
+    served = await engine.serve(endpoint, body, "id-1", "default")
+    assert isinstance(served, Answer)
+    assert served.status_code == 400
+
+
+async def events_of(engine: ScriptedEngine, endpoint: str, body: dict[str, Any]) -> list[str]:
+    stream: Any = await engine.serve(endpoint, {**body, "stream": True}, "id-1", "flex")
+    text = b"".join([event async for event in stream]).decode()
+    return text.removesuffix("\n\n").split("\n\n")
+
+
+async def test_streams_have_an_event_for_each_word() -> None:
+    engine = ScriptedEngine(Script((Rule(delay_s=0.01),)))
+    *chunks, done = await events_of(engine, CHAT, chat("a b c", stream_options={"include_usage": True}))
+    parsed = [ChatCompletionChunk.model_validate_json(chunk.removeprefix("data: ")) for chunk in chunks]
+    assert done == "data: [DONE]"
+    assert "".join(each.choices[0].delta.content or "" for each in parsed[:-1]) == "a b c"
+    assert (parsed[-2].choices[0].finish_reason, parsed[-1].choices) == ("stop", [])
+    assert {each.service_tier for each in parsed} == {"flex"}
+    typed = await events_of(engine, RESPONSES, {"model": "m", "input": "a b"})
+    bodies = [json.loads(each.partition("data: ")[2]) for each in typed]
+    assert [each["type"].rpartition(".")[2] for each in bodies] == ["created", "delta", "delta", "completed"]
+    assert Response.model_validate(bodies[-1]["response"]).output_text == "a b"
+
+
+async def test_requests_wait_for_a_slot_and_end_when_they_are_aborted_or_withdrawn() -> None:
+    engine = ScriptedEngine(Script((Rule(fault="hang"),), at_once=2))
+    tasks = [asyncio.create_task(run(engine, CHAT, chat("x"), f"id-{number}")) for number in range(4)]
+    await asyncio.sleep(0.01)
+    await engine.withdraw(["id-0", "id-2", "id-3"], 1)
+    await asyncio.sleep(0.01)
+    assert [task.done() for task in tasks] == [False, False, True, False]
+    for number in (0, 1, 3):
+        engine.abort(f"id-{number}")
+    answers = await asyncio.wait_for(asyncio.gather(*tasks), 10)
+    assert all(answer.aborted for answer in answers)
+
+
+@pytest.mark.parametrize(
+    ("text", "named"),
+    [
+        ("{", r"rules\.json"),
+        ('{"rules": [{"statsu": 500}]}', "statsu"),
+        ('{"rules": [{"delay_s": -1}]}', "delay_s"),
+        ('{"rules": [{"status": 20}]}', "status"),
+        ('{"at_once": 0}', "at_once"),
+    ],
+)
+def test_a_script_that_cannot_be_used_names_its_file_and_field(tmp_path: Path, text: str, named: str) -> None:
+    file = tmp_path / "rules.json"
+    file.write_text(text)
+    with pytest.raises(StartError, match=named):
+        read_script(file)
+    with pytest.raises(StartError, match=r"missing\.json"):
+        read_script(tmp_path / "missing.json")
