@@ -95,17 +95,16 @@ async def redis(redis_url: str) -> AsyncGenerator[Redis, None]:
     await client.aclose()
 
 
-def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """Run tests of a database on SQLite and on PostgreSQL.
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Tests on PostgreSQL are slow ones, unless they are marked as tests of what the dialects do differently."""
+    for item in items:
+        given = item.callspec.params.values() if isinstance(item, pytest.Function) and hasattr(item, "callspec") else ()
+        if "postgresql" in given and item.get_closest_marker("dialects") is None:
+            item.add_marker(pytest.mark.slow)
 
-    On PostgreSQL they are slow tests, unless they are marked as tests of what the dialects do differently.
-    """
-    for name in {"database_url", "empty_database_url"}.intersection(metafunc.fixturenames):
-        marks = () if metafunc.definition.get_closest_marker("dialects") else (pytest.mark.slow,)
-        metafunc.parametrize(name, ["sqlite", pytest.param("postgresql", marks=marks)], indirect=True)
 
-
-@pytest.fixture
+@pytest.fixture(params=["sqlite", "postgresql"])
 def empty_database_url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
     """A database without tables, by its SQLAlchemy URL."""
     if request.param == "sqlite":
@@ -151,7 +150,7 @@ def sqlite_url(tmp_path: Path, newest_schema: Path) -> str:
     return f"sqlite+aiosqlite:///{tmp_path / 'test.db'}"
 
 
-@pytest.fixture
+@pytest.fixture(params=["sqlite", "postgresql"])
 def database_url(request: pytest.FixtureRequest) -> str:
     """A database at the newest schema."""
     if request.param == "sqlite":

@@ -121,6 +121,7 @@ def test_a_crowd_of_online_clients_harms_no_batch(up: Up) -> None:
     up.until(lambda: up.worker_state()["state"] == "idle", "the engine to rest")
 
 
+@pytest.mark.slow
 def test_streams_of_a_killed_worker_end_with_an_error(up: Up) -> None:
     lines = long_lines("killed", 60)
     batch_id = up.submit(lines)
@@ -295,6 +296,7 @@ def test_worker_killed_in_the_middle_loses_nothing(up: Up) -> None:
     assert_whole(up, batch_id, "worker", 400, before)
 
 
+@pytest.mark.slow
 def test_everything_killed_and_started_again_goes_on(up: Up) -> None:
     batch_id = up.submit(long_lines("all", 400))
     up.until(lambda: up.done(batch_id) >= 40, "some answers")

@@ -71,6 +71,7 @@ class Crowd:
 
 
 @pytest.mark.timeout(280)
+@pytest.mark.slow
 def test_a_crowd_loses_nothing(tmp_path: Path, postgres: Any, redis_url: str) -> None:
     url = new_postgres_database(postgres)
     upgrade(url)

@@ -45,6 +45,7 @@ def deployment(tmp_path: Path, wired: Settings, wire: Wire, postgres: Any) -> Ge
 
 
 @pytest.mark.parametrize("fault", ["lost", "frozen"])
+@pytest.mark.slow
 def test_workers_that_hear_nothing_of_the_database_come_back(deployment: Deployment, wire: Wire, fault: str) -> None:
     """For ever or for some seconds: their slices go to others, and then they work again."""
     for _ in range(2):

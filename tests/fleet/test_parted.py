@@ -31,6 +31,7 @@ def join(machine: Machine, address: str, log: Path) -> ExitStack:
     return stack
 
 
+@pytest.mark.slow
 async def test_a_machine_that_was_cut_off_is_replaced_and_comes_back(
     tmp_path: Path, postgres_url: str, two_machines: list[Machine]
 ) -> None:
