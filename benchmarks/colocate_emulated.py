@@ -10,14 +10,15 @@ time, so run nothing beside it.
 """
 
 import argparse
-import asyncio
 import json
 import math
 import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping
+from contextlib import closing
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ import numpy as np
 
 from benchmarks.colocate import SLO, Case, Scene, scene
 from benchmarks.emulated import deciding, tokens_of
+from benchmarks.engine_process import EngineProcess
 from engine_ext.coserve.slo import SloClass
 from engine_ext.plan.buckets import LONGEST
 from engine_ext.plugin.tuning import MOST_TOKENS, PRIORITY, Tuning
@@ -62,7 +64,7 @@ SUITES: Mapping[str, Suite] = {
 }
 
 
-def run_suite(data: Path, name: str, model_path: str, loop: asyncio.AbstractEventLoop) -> Iterator[dict[str, Any]]:
+def run_suite(data: Path, name: str, model_path: str) -> Iterator[dict[str, Any]]:
     """Yield a row for each policy of a suite."""
     suite = SUITES[name]
     here = scene(data, suite.case)
@@ -71,28 +73,28 @@ def run_suite(data: Path, name: str, model_path: str, loop: asyncio.AbstractEven
     best = {policy: contest.best(policy, within) for policy in (PRIORITY, OURS)}
     best["online-only"] = contest.base
     tokens, output = tokens_of(here.segments), here.traffic.output.tolist()
-    engine = BenchEngine.emulated(model_path, here.cost, here.model.capacity, LONGEST * 2)
-    base: Measured | None = None
-    for policy in POLICIES:
-        foreseen = best[policy]
-        if foreseen is None:
-            print(f"{name} {policy}: no setting keeps the bounds in the simulator", flush=True)
-            continue
-        if policy != "online-only" and foreseen.batch_ended == here.traffic.batch:
-            raise ValueError(f"{name}: {policy} used the batch up; give it more requests")
-        started = time.monotonic()
-        state = loop.run_until_complete(_run(engine, here, suite.slo, policy, foreseen, tokens, output))
-        found = _measured(here, suite.slo, policy, foreseen, state)
-        base = base or found
-        row = row_of(name, here.share, suite.case.batch, base, found, policy, here.alone)
-        row |= {"device": f"emulated {suite.case.machine}", "chunk": foreseen.settings.chunk, **deciding(state)}
-        row["simulated"] = row_of(name, here.share, suite.case.batch, contest.base, foreseen, policy, here.alone)
-        yield row | {"wall_s": time.monotonic() - started}
-    engine.close()
+    make = partial(BenchEngine.emulated, model_path, here.cost, here.model.capacity, LONGEST * 2)
+    with closing(EngineProcess(make, Path(model_path).with_name(f"{name}.log"))) as engine:
+        base: Measured | None = None
+        for policy in POLICIES:
+            foreseen = best[policy]
+            if foreseen is None:
+                print(f"{name} {policy}: no setting keeps the bounds in the simulator", flush=True)
+                continue
+            if policy != "online-only" and foreseen.batch_ended == here.traffic.batch:
+                raise ValueError(f"{name}: {policy} used the batch up; give it more requests")
+            started = time.monotonic()
+            state = _run(engine, here, suite.slo, policy, foreseen, tokens, output)
+            found = _measured(here, suite.slo, policy, foreseen, state)
+            base = base or found
+            row = row_of(name, here.share, suite.case.batch, base, found, policy, here.alone)
+            row |= {"device": f"emulated {suite.case.machine}", "chunk": foreseen.settings.chunk, **deciding(state)}
+            row["simulated"] = row_of(name, here.share, suite.case.batch, contest.base, foreseen, policy, here.alone)
+            yield row | {"wall_s": time.monotonic() - started}
 
 
-async def _run(
-    engine: BenchEngine,
+def _run(
+    engine: EngineProcess[BenchEngine],
     here: Scene,
     slo: SloClass,
     policy: str,
@@ -115,7 +117,8 @@ async def _run(
     )
     online = [Arriving(float(at_s), tokens[batch + k], output[batch + k]) for k, at_s in enumerate(arrivals.arrives_s)]
     alone = policy == "online-only"
-    return await engine.run_beside(tuning, [] if alone else tokens[:batch], [] if alone else output[:batch], online)
+    prompts, outputs = ([], []) if alone else (tokens[:batch], output[:batch])
+    return engine.do(BenchEngine.run_beside, tuning, prompts, outputs, online)
 
 
 NEVER_S = 1e6  # a bound that nothing misses
@@ -157,13 +160,11 @@ def main() -> None:
     if unknown := [name for name in names if name not in SUITES]:
         sys.exit(f"no suite {unknown[0]!r}; choose from {', '.join(SUITES)}")
     given.output.parent.mkdir(parents=True, exist_ok=True)
-    loop = asyncio.new_event_loop()
-    asyncio.set_event_loop(loop)
     rows: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as folder:
         model_path = str(ensure_demo_model(Path(folder) / "model", corpus()))
         for name in names:
-            for row in run_suite(given.data, name, model_path, loop):
+            for row in run_suite(given.data, name, model_path):
                 rows.append(row)
                 given.output.write_text(json.dumps(rows, indent=1) + "\n")
                 print(_line(row), flush=True)
