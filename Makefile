@@ -36,17 +36,23 @@ demo: install
 unit: install-dev
 	$(RUN)/pytest -m "not slow" tests/unit
 
-# Everything but the slow tests; those of engines and of the whole service first, then, four files at a time, the others
+# Engines and the whole service are tested two files at a time; the others wait more than they compute. `make -k` runs
+# the next part also after one that failed.
 ENGINES := tests/acceptance tests/engine tests/faults tests/fleet
 OTHERS := tests/unit tests/integration tests/hostile tests/dashboard tests/deploy
-test: install-dev
-	$(RUN)/pytest -m "not slow" $(ENGINES)
+.PHONY: test-engines test-others slow-engines slow-others
+test: test-others test-engines
+test-others: install-dev
 	$(RUN)/pytest -m "not slow" -n 4 $(OTHERS)
+test-engines: install-dev
+	$(RUN)/pytest -m "not slow" $(ENGINES)
 
 # Everything
-test-all: test
-	$(RUN)/pytest -m slow $(ENGINES)
+test-all: test slow-others slow-engines
+slow-others: install-dev
 	$(RUN)/pytest -m slow -n 4 $(OTHERS)
+slow-engines: install-dev
+	$(RUN)/pytest -m slow $(ENGINES)
 
 check: install-dev
 	$(RUN)/ruff check .

@@ -16,7 +16,6 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -74,7 +73,7 @@ def run_suite(data: Path, name: str, model_path: str) -> Iterator[dict[str, Any]
     best["online-only"] = contest.base
     tokens, output = tokens_of(here.segments), here.traffic.output.tolist()
     make = partial(BenchEngine.emulated, model_path, here.cost, here.model.capacity, LONGEST * 2)
-    with closing(EngineProcess(make, Path(model_path).with_name(f"{name}.log"))) as engine:
+    with EngineProcess(make, Path(model_path).with_name(f"{name}.log")) as engine:
         base: Measured | None = None
         for policy in POLICIES:
             foreseen = best[policy]

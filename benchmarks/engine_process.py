@@ -17,7 +17,7 @@ from collections.abc import Callable, Coroutine, Mapping
 from contextlib import suppress
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from typing import Any, Concatenate, Generic, ParamSpec, Protocol, TypeVar
+from typing import Any, Concatenate, Generic, ParamSpec, Protocol, Self, TypeVar
 
 import cloudpickle
 
@@ -47,22 +47,28 @@ class EngineProcess(Generic[E]):
     def __init__(self, make: Callable[[], E], log: Path, environment: Mapping[str, str] | None = None) -> None:
         """Start the process, and return when `make` has returned the engine there.
 
-        `log` gets what the engine's processes print. Raises what `make` raises, and EngineDied.
+        `log` gets what the engine's processes print. `environment`: more variables for them, which are set when SGLang
+        has been imported. Raises what `make` raises, and EngineDied.
         """
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(IMPORTED)
-        self._log, self._failure = log, ""
+        self._log, self._failure, self._is_ended = log, "", False
         self._ours, theirs = context.Pipe()
-        self._process = context.Process(
-            target=_serve, args=(theirs, os.getpid(), str(log), dict(environment or {})), name="engine"
-        )
+        variables = {**os.environ, **(environment or {})}
+        self._process = context.Process(target=_serve, args=(theirs, os.getpid(), str(log), variables), name="engine")
         self._process.start()
         theirs.close()
         try:
             self._call(make)
         except BaseException:
-            self.close()
+            self._end(0)
             raise
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
     @property
     def pid(self) -> int:
@@ -78,11 +84,14 @@ class EngineProcess(Generic[E]):
         return self._call(function, *args, **kwargs)
 
     def close(self) -> None:
-        """End the engine and all its processes."""
+        """End the engine and all its processes. Raises EngineDied if its own end fails or takes longer than CLOSE_S."""
+        if self._failure or self._is_ended:
+            return
         with suppress(OSError):
             self._ours.close()
-        self._process.join(CLOSE_S)
-        self._kill()
+        self._end(CLOSE_S)
+        if self._process.exitcode:
+            raise EngineDied(self._death())
 
     def _call(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         call = cloudpickle.dumps((function, args, kwargs))
@@ -92,11 +101,10 @@ class EngineProcess(Generic[E]):
             answer = self._ask(call)
         except BaseException:  # Ctrl-C or a test's time limit: the answer would be taken for that of the next call
             self._failure = "the engine was ended, because a call of it was interrupted"
-            self._kill()
+            self._end(0)
             raise
         if answer is None:
-            self._process.join(CLOSE_S)
-            self._kill()
+            self._end(CLOSE_S)
             self._failure = self._death()
             raise EngineDied(self._failure)
         error, value = cloudpickle.loads(answer)
@@ -108,15 +116,20 @@ class EngineProcess(Generic[E]):
         """Return the answer to a call; None if the process has ended."""
         try:
             self._ours.send_bytes(call)
-            wait([self._ours, self._process.sentinel])  # children of the process hold the pipe too, and may outlive it
+            wait([self._ours, self._process.sentinel])
             return self._ours.recv_bytes() if self._ours.poll() else None
         except (EOFError, OSError):
             return None
 
-    def _kill(self) -> None:
-        """Kill what is left of the process and its descendants, which are in its session."""
-        with suppress(ProcessLookupError):
+    def _end(self, patience_s: float) -> None:
+        """Wait so long for the process to end; then kill what is left of it and its descendants, in its session."""
+        if self._is_ended:  # another session may have its number by now
+            return
+        self._is_ended = True
+        self._process.join(patience_s)
+        with suppress(ProcessLookupError):  # it has no session yet, or nothing is left of it
             os.killpg(self.pid, signal.SIGKILL)
+        self._process.kill()
         self._process.join()
 
     def _death(self) -> str:
@@ -129,9 +142,13 @@ class EngineProcess(Generic[E]):
 def _serve(pipe: Connection, owner: int, log: str, environment: dict[str, str]) -> None:
     """Make an engine, and answer calls until the pipe is closed."""
     os.setsid()
+    os.register_at_fork(after_in_child=pipe.close)  # or a part of the engine that outlives this process keeps it open
+    for number in (signal.SIGINT, signal.SIGQUIT):  # which a shell ignores for what it starts in the background
+        signal.signal(number, signal.SIG_DFL)
     file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     for standard in (1, 2):
         os.dup2(file, standard)
+    os.environ.clear()
     os.environ.update(environment)
     threading.Thread(target=_end_with, args=(owner,), daemon=True).start()
     loop = asyncio.new_event_loop()
@@ -141,12 +158,19 @@ def _serve(pipe: Connection, owner: int, log: str, environment: dict[str, str]) 
         engine = make()
     except Exception as error:
         pipe.send_bytes(_as_bytes(error))
-    else:
-        pipe.send_bytes(cloudpickle.dumps((None, None)))
+        os._exit(0)  # an ordinary end would wait for processes that are left of the engine
+    pipe.send_bytes(cloudpickle.dumps((None, None)))
+    code = 1
+    try:
         loop.run_until_complete(_answer(pipe, engine))
         engine.close()
-    sys.stdout.flush()
-    os._exit(0)  # an ordinary end would wait for processes that are left of the engine
+        code = 0
+    except Exception:
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
 
 
 async def _answer(pipe: Connection, engine: Any) -> None:
@@ -168,13 +192,13 @@ async def _answer(pipe: Connection, engine: Any) -> None:
 
 def _as_bytes(error: BaseException) -> bytes:
     """Return an error to be raised in the process that asked, where its traceback is a note of it."""
-    told = "".join(traceback.format_exception(error))
+    described = "".join(traceback.format_exception(error))
     try:
-        error.add_note(f"In the engine's process:\n{told}")
+        error.add_note(f"In the engine's process:\n{described}")
         answer = cloudpickle.dumps((error, None))
         cloudpickle.loads(answer)
     except Exception:  # some errors cannot be made from their parts
-        answer = cloudpickle.dumps((RuntimeError(told), None))
+        answer = cloudpickle.dumps((RuntimeError(described), None))
     return answer
 
 

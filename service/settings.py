@@ -312,6 +312,15 @@ def _check_model(settings: Settings) -> None:
     if ADAPTER in settings.served_model:
         message = f"requests cannot name a model {settings.served_model!r}: what follows a colon names an adapter"
         raise SettingsError(f"BATCHWEAVE_MODEL_NAME: {message}. Give the model another name.")
+    if settings.script is not None and settings.engine != "scripted":
+        raise SettingsError(
+            "BATCHWEAVE_SCRIPT is for a scripted engine: set BATCHWEAVE_ENGINE=scripted (--engine scripted) too."
+        )
+    if settings.engine == "scripted" and (settings.nodes > 1 or settings.emulated_device is not None):
+        raise SettingsError(
+            "BATCHWEAVE_ENGINE: a scripted engine has one machine and no device; unset BATCHWEAVE_NODES and "
+            "BATCHWEAVE_EMULATED_DEVICE."
+        )
     if "lora_paths" in settings.engine_args:
         raise SettingsError("BATCHWEAVE_ENGINE_ARGS: lora_paths is not for here; set BATCHWEAVE_ADAPTERS instead.")
 

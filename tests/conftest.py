@@ -66,26 +66,29 @@ def postgres(tmp_path_factory: pytest.TempPathFactory) -> Generator[Any, None, N
 
 
 @pytest.fixture(scope="session")
-def redis_socket(tmp_path_factory: pytest.TempPathFactory) -> Generator[str, None, None]:
+def redis_server_url(tmp_path_factory: pytest.TempPathFactory) -> Generator[str, None, None]:
     """The URL of a Redis for all tests of this process."""
     folder = tmp_path_factory.mktemp("redis")
     socket = folder / "redis.sock"
     process = subprocess.Popen(server_command(socket, folder), stdout=subprocess.DEVNULL)
     client = sync_redis.Redis(unix_socket_path=str(socket))
-    for _ in range(600):
-        with suppress(sync_redis.ConnectionError):
+    deadline = time.monotonic() + 60
+    while True:
+        try:
             client.ping()
             break
-        time.sleep(0.05)
+        except sync_redis.ConnectionError:
+            assert time.monotonic() < deadline, "Redis did not start"
+            time.sleep(0.05)
     yield f"unix://{socket}"
     process.terminate()
     process.wait(10)
 
 
 @pytest.fixture
-def redis_url(redis_socket: str) -> str:
-    sync_redis.Redis.from_url(redis_socket).flushall()
-    return redis_socket
+def redis_url(redis_server_url: str) -> str:
+    sync_redis.Redis.from_url(redis_server_url).flushall()
+    return redis_server_url
 
 
 @pytest.fixture

@@ -140,7 +140,8 @@ def worker(
     engine: EngineOption = None,
     script: ScriptOption = None,
 ) -> None:
-    """Run one worker, which leases slices and runs them on an engine; needs `pip install 'batchweave[engine]'`.
+    """Run one worker, which leases slices and runs them on an engine: SGLang (`pip install 'batchweave[engine]'`), or
+    rules with `--engine scripted`.
 
     With BATCHWEAVE_ONLINE_HOST, its address, it also answers online requests. With BATCHWEAVE_NODES,
     BATCHWEAVE_NODE_RANK and BATCHWEAVE_LEADER, several machines run one engine: number 0 leads, the others follow. Give

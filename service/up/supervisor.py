@@ -176,6 +176,8 @@ class Supervisor:
         self.say(f"Dashboard  {url}/dashboard")
         self.say(f"API        {url}/v1   its reference: {url}/docs")
         self.say(f"Model      {settings.served_model}   from {settings.model_source}")
+        if settings.engine == "scripted":
+            self.say("Engine     scripted: rules answer, no model runs")
         self.say(f"Data       {folder}")
         self.say(f"Logs       {logs}")
         if settings.needs_keys:

@@ -13,7 +13,7 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 from engine_ext.plugin.worker.answers import Answer, Stream, added_fields, error_body, with_fields
-from service.worker.script import Rule, Script
+from service.worker.script import Rule, Rules, Script
 from service.worker.scripted_bodies import ENDPOINTS, events, prompts_of, whole, words_of
 from service.worker.slots import Slots
 
@@ -30,12 +30,18 @@ class ScriptedEngine:
 
     def __init__(self, script: Script | None = None) -> None:
         self.script = script or Script()
+        self._rules = Rules(self.script)
         self._slots = Slots(self.script.at_once)
         self._aborts: dict[str, asyncio.Event] = {}  # of the requests in flight, by rid
 
     @property
     def context_length(self) -> int:
         return self.script.context_length
+
+    @property
+    def running(self) -> int:
+        """How many requests have a slot."""
+        return self._slots.running
 
     async def start(self) -> None:
         """There is nothing to start."""
@@ -53,15 +59,19 @@ class ScriptedEngine:
         async with self._runs(rid) as aborted:
             if aborted is None:
                 return ABORTED
-            prompts = _read(endpoint, body)
-            if isinstance(prompts, Answer):
-                return prompts
-            rule = self.rule_for(prompts[0])
+            found = self._read(endpoint, body)
+            if isinstance(found, Answer):
+                return found
+            prompts, rule = found
             if await self.pause(rule, rule.delay_s, aborted):
                 return ABORTED
             if rule.status >= 400:
                 return _error(rule.status)
-            return _whole(endpoint, body, rid, prompts, rule)
+            try:
+                answer = whole(endpoint, body, rid, [_answer(rule, prompt, body) for prompt in prompts])
+            except (TypeError, ValueError, AttributeError) as error:
+                return _refused(f"A field has the wrong type: {error}")
+            return Answer(200, with_fields(json.dumps(answer).encode(), added_fields(None, self.device)))
 
     def refusal(self, slo: str) -> str | None:
         return None
@@ -70,28 +80,52 @@ class ScriptedEngine:
         if not body.get("stream"):
             answer = await self.run(endpoint, body, rid, "online", math.inf, "")
             return Answer(answer.status_code, with_fields(answer.body, added_fields(slo, None)), answer.aborted)
-        prompts = _read(endpoint, body)
-        if isinstance(prompts, Answer):
-            return prompts
-        rule, prompt = self.rule_for(prompts[0]), prompts[0]
-        if rule.status >= 400:
-            return _error(rule.status)
-        answered = self._events(endpoint, body, rid, prompt, rule, slo)
-        return Stream(await anext(answered), answered)
+        answered = self._events(endpoint, body, rid, slo)
+        first = await anext(answered)
+        if isinstance(first, Answer):
+            await answered.aclose()
+            return first
+        return Stream(first, answered)
 
-    async def _events(
-        self, endpoint: str, body: dict[str, Any], rid: str, prompt: str, rule: Rule, slo: str
-    ) -> AsyncGenerator[bytes]:
+    async def _events(self, endpoint: str, body: dict[str, Any], rid: str, slo: str) -> AsyncGenerator[Answer | bytes]:
+        """Yield the events of a stream, or the Answer that refuses it."""
         async with self._runs(rid) as aborted:
-            words, reason = _answer(rule, prompt, body)
-            for event in events(endpoint, body, rid, words, reason, slo):
-                if aborted is None or await self.pause(rule, rule.delay_s / max(1, len(words)), aborted):
+            if aborted is None:
+                raise RuntimeError("the request was aborted")
+            found = self._read(endpoint, body)
+            if isinstance(found, Answer):
+                yield found
+                return
+            prompts, rule = found
+            if rule.status >= 400:
+                await self.pause(rule, rule.delay_s, aborted)
+                yield _error(rule.status)
+                return
+            try:
+                answers = [_answer(rule, prompt, body) for prompt in prompts]
+                said = list(events(endpoint, body, rid, answers, slo, self.device))
+            except (TypeError, ValueError, AttributeError) as error:
+                yield _refused(f"A field has the wrong type: {error}")
+                return
+            words = sum(is_word for _, is_word in said)
+            for event, is_word in said:
+                if is_word and await self.pause(rule, rule.delay_s / words, aborted):
                     raise RuntimeError("the request was aborted")
                 yield event
 
+    def _read(self, endpoint: str, body: dict[str, Any]) -> tuple[list[str], Rule] | Answer:
+        """Return the prompts of a request and the rule that is for it, or the Answer that refuses it."""
+        if endpoint not in ENDPOINTS:
+            return _refused(f"A scripted engine does not answer {endpoint}.", "url")
+        try:
+            prompts = prompts_of(endpoint, body)
+        except (KeyError, IndexError, TypeError, AttributeError):
+            return _refused("The prompt cannot be read.")
+        return (prompts, self.rule_for(prompts[0])) if prompts else _refused("There is no prompt.")
+
     def rule_for(self, prompt: str) -> Rule:
         """Return the rule for the next attempt at a prompt."""
-        return self.script.rule_for(prompt)
+        return self._rules.rule_for(prompt)
 
     async def pause(self, rule: Rule, seconds: float, aborted: asyncio.Event) -> bool:
         """Wait, and commit the rule's fault; return whether the request was aborted."""
@@ -123,23 +157,8 @@ class ScriptedEngine:
             del self._aborts[rid]
 
 
-def _read(endpoint: str, body: dict[str, Any]) -> list[str] | Answer:
-    """Return the prompts of a request, one at least, or the Answer that refuses it."""
-    if endpoint not in ENDPOINTS:
-        return Answer(400, error_body(f"A scripted engine does not answer {endpoint}.", "url"))
-    try:
-        found = prompts_of(endpoint, body)
-    except (KeyError, IndexError, TypeError, AttributeError):
-        return Answer(400, error_body("The prompt cannot be read.", None))
-    return found or Answer(400, error_body("There is no prompt.", None))
-
-
-def _whole(endpoint: str, body: dict[str, Any], rid: str, prompts: list[str], rule: Rule) -> Answer:
-    answers = [_answer(rule, prompt, body) for prompt in prompts]
-    try:
-        return Answer(200, json.dumps(whole(endpoint, body, rid, answers)).encode())
-    except (TypeError, ValueError) as error:
-        return Answer(400, error_body(f"A field has the wrong type: {error}", None))
+def _refused(message: str, param: str | None = None) -> Answer:
+    return Answer(400, error_body(message, param))
 
 
 def _answer(rule: Rule, prompt: str, body: dict[str, Any]) -> tuple[list[str], str]:

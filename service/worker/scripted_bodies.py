@@ -91,6 +91,7 @@ def _response(body: dict[str, Any], rid: str, text: str, reason: str, tokens: in
     part = {"type": "output_text", "text": text, "annotations": []}
     message = {"type": "message", "id": f"msg_{rid}", "role": "assistant", "status": "completed", "content": [part]}
     is_whole = reason == "stop"
+    because = {"length": "max_output_tokens"}.get(reason, reason)
     usage = {
         "input_tokens": tokens,
         "input_tokens_details": {"cached_tokens": 0},
@@ -104,7 +105,7 @@ def _response(body: dict[str, Any], rid: str, text: str, reason: str, tokens: in
         "created_at": int(time.time()),
         "model": body.get("model"),
         "status": "completed" if is_whole else "incomplete",
-        "incomplete_details": None if is_whole else {"reason": "max_output_tokens"},
+        "incomplete_details": None if is_whole else {"reason": because},
         "error": None,
         "tools": [],
         "tool_choice": "auto",
@@ -123,36 +124,36 @@ def _vector(text: str, body: dict[str, Any]) -> list[float] | str:
     return base64.b64encode(found.tobytes()).decode() if body.get("encoding_format") == "base64" else found.tolist()
 
 
-def events(endpoint: str, body: dict[str, Any], rid: str, words: list[str], reason: str, tier: str) -> Iterator[bytes]:
-    """Yield the server-sent events of an answer, one for each word, and those around them."""
+def events(
+    endpoint: str, body: dict[str, Any], rid: str, answers: list[tuple[list[str], str]], tier: str, device: str
+) -> Iterator[tuple[bytes, bool]]:
+    """Yield the server-sent events of an answer, and whether each brings a word. `answers`: as in `whole`."""
+    about = {"service_tier": tier, "device": device}
     if endpoint == RESPONSES:
-        yield from _response_events(body, rid, words, reason, tier)
+        [(words, reason)] = answers
+        yield from _response_events(body, rid, words, reason, about)
         return
-    about = {
-        "service_tier": tier,
-        "id": rid,
-        "object": "chat.completion.chunk" if endpoint == CHAT else "text_completion",
-        "created": int(time.time()),
-        "model": body.get("model"),
-    }
+    about |= {"id": rid, "object": "chat.completion.chunk" if endpoint == CHAT else "text_completion"}
+    about |= {"created": int(time.time()), "model": body.get("model")}
 
-    def chunk(text: str | None, ends: str | None) -> bytes:
-        said: dict[str, Any] = {"delta": {} if text is None else {"role": "assistant", "content": text}}
-        choice = {"index": 0, **(said if endpoint == CHAT else {"text": text or ""}), "finish_reason": ends}
-        return _event({**about, "choices": [choice]})
+    def chunk(index: int, text: str | None, ends: str | None) -> bytes:
+        delta = {} if text is None else {"role": "assistant", "content": text}
+        choice = {"index": index, **({"delta": delta} if endpoint == CHAT else {"text": text or ""})}
+        return _event({**about, "choices": [{**choice, "finish_reason": ends}]})
 
-    for number, word in enumerate(words):
-        yield chunk(f" {word}" if number else word, None)
-    yield chunk(None, reason)
+    for index, (words, reason) in enumerate(each for each in answers for _ in range(choices_of(body))):
+        for number, word in enumerate(words):
+            yield chunk(index, f" {word}" if number else word, None), True
+        yield chunk(index, None, reason), False
     if (body.get("stream_options") or {}).get("include_usage"):
-        tokens = sum(len(prompt.split(" ")) for prompt in prompts_of(endpoint, body))
-        yield _event({**about, "choices": [], "usage": _usage(tokens, len(words))})
-    yield b"data: [DONE]\n\n"
+        yield _event({**about, "choices": [], "usage": whole(endpoint, body, rid, answers)["usage"]}), False
+    yield b"data: [DONE]\n\n", False
 
 
-def _response_events(body: dict[str, Any], rid: str, words: list[str], reason: str, tier: str) -> Iterator[bytes]:
-    tokens = sum(len(prompt.split(" ")) for prompt in prompts_of(RESPONSES, body))
-    last = {"service_tier": tier, **_response(body, rid, " ".join(words), reason, tokens, len(words))}
+def _response_events(
+    body: dict[str, Any], rid: str, words: list[str], reason: str, about: dict[str, Any]
+) -> Iterator[tuple[bytes, bool]]:
+    last = {**about, **whole(RESPONSES, body, rid, [(words, reason)])}
     first = {**last, "status": "in_progress", "incomplete_details": None, "output": [], "usage": None}
     where = {"item_id": f"msg_{rid}", "output_index": 0, "content_index": 0}
     said: list[tuple[str, dict[str, Any]]] = [("response.created", {"response": first})]
@@ -160,7 +161,8 @@ def _response_events(body: dict[str, Any], rid: str, words: list[str], reason: s
         said.append(("response.output_text.delta", {**where, "delta": f" {word}" if number else word}))
     said.append((f"response.{last['status']}", {"response": last}))
     for number, (kind, fields) in enumerate(said):
-        yield f"event: {kind}\n".encode() + _event({"type": kind, "sequence_number": number, **fields})
+        event = _event({"type": kind, "sequence_number": number, **fields})
+        yield f"event: {kind}\n".encode() + event, kind.endswith("delta")
 
 
 def _event(fields: dict[str, Any]) -> bytes:

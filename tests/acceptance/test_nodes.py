@@ -151,7 +151,7 @@ def test_an_engine_on_two_nodes_answers_as_on_one_and_outlives_its_nodes(tmp_pat
         assert leader.wait(60) == 0
         assert follower.wait(60) == 0, "it ends with its leader"
 
-    with running_engine(tmp_path / "model", {**ARGUMENTS, "tp_size": 1}, tmp_path / "alone.log") as alone:
+    with running_engine(tmp_path / "model", ARGUMENTS, tmp_path / "alone.log") as alone:
         assert alone.do(answers_alone, [each["body"] for each in lines("same")]) == list(on_two.values())
 
 

@@ -1,4 +1,4 @@
-"""`batchweave up --engine scripted` as a user starts it who has no SGLang: the real service, answered by rules."""
+"""`batchweave up --engine scripted` as a user without SGLang starts it: the real service, answered by rules."""
 
 import json
 from collections.abc import Generator

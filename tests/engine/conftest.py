@@ -44,12 +44,10 @@ def running_engine(
     **more: Any,
 ) -> Generator["EngineProcess[Any]", None, None]:
     """Run an EngineHost until the end of the block. `before` runs in its process first; `more` are its options."""
-    engine = EngineProcess(partial(_make_host, str(model), engine_args, more, before), log, environment)
-    try:
+    make = partial(_make_host, str(model), engine_args, more, before)
+    with EngineProcess(make, log, environment) as engine:
         engine.do(_start)
         yield engine
-    finally:
-        engine.close()
 
 
 def _make_bench(model: str, overlap: "Overlap", arguments: dict[str, Any], steps_file: str | None) -> "BenchEngine":
@@ -70,11 +68,9 @@ def running_bench(
 ) -> Generator["EngineProcess[BenchEngine]", None, None]:
     """Run a BenchEngine until the end of the block."""
     steps = str(steps_file) if steps_file else None
-    engine = EngineProcess(partial(_make_bench, str(model), overlap, arguments, steps), log, environment)
-    try:
+    make = partial(_make_bench, str(model), overlap, arguments, steps)
+    with EngineProcess(make, log, environment) as engine:
         yield engine
-    finally:
-        engine.close()
 
 
 @pytest.fixture(scope="session")
@@ -93,3 +89,13 @@ def log(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def engine(demo: Path, log: Path) -> "Generator[EngineProcess[Any], None, None]":
     with running_engine(demo, {"max_running_requests": 32}, log) as running:
         yield running
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """Show the end of the engine's log with the failure of a test."""
+    report = yield
+    log = getattr(item, "funcargs", {}).get("log")
+    if report.failed and isinstance(log, Path) and log.exists():
+        report.sections.append((f"End of {log}", log.read_text(errors="replace")[-4000:]))
+    return report

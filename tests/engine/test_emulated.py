@@ -5,7 +5,6 @@ Three kinds of work: prompts beside long answers, documents that do not all fit 
 
 import asyncio
 from collections.abc import Generator
-from contextlib import closing
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -64,7 +63,7 @@ def workload(name: str) -> tuple[list[list[int]], list[int]]:
 
 @pytest.fixture(scope="module")
 def emulated(demo: Path, log: Path) -> Generator[Emulated, None, None]:
-    with closing(EngineProcess(partial(BenchEngine.emulated, str(demo), COST, CAPACITY, 1 << 14), log)) as engine:
+    with EngineProcess(partial(BenchEngine.emulated, str(demo), COST, CAPACITY, 1 << 14), log) as engine:
         yield engine
 
 

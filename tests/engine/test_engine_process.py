@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Generator
 from contextlib import suppress
 from pathlib import Path
@@ -83,6 +84,16 @@ def test_an_error_comes_back_and_the_engine_goes_on(start: Start) -> None:
     assert engine.do(Holder.count) == 2
 
 
+def test_an_engine_whose_end_fails_is_no_success(tmp_path: Path) -> None:
+    class Fails(Holder):
+        def close(self) -> None:
+            raise ValueError("cannot end")
+
+    engine = EngineProcess(lambda: Fails(tmp_path), tmp_path / "engine.log")
+    with pytest.raises(EngineDied, match=r"with exit code 1(?s:.*)cannot end"):
+        engine.close()
+
+
 def test_an_engine_that_cannot_start_says_why(tmp_path: Path) -> None:
     def make() -> Holder:
         raise ValueError("no such model")
@@ -109,13 +120,13 @@ def test_a_call_that_is_interrupted_ends_the_engine(start: Start) -> None:
     def interrupt(*_: object) -> None:
         raise KeyboardInterrupt
 
-    engine, before = start(), signal.signal(signal.SIGALRM, interrupt)
-    signal.setitimer(signal.ITIMER_REAL, 0.5)
+    engine, before = start(), signal.signal(signal.SIGUSR1, interrupt)
+    threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGUSR1)).start()
     try:
         with pytest.raises(KeyboardInterrupt):
             engine.do(sleep)
     finally:
-        signal.signal(signal.SIGALRM, before)
+        signal.signal(signal.SIGUSR1, before)
     with pytest.raises(EngineDied, match="interrupted"):
         engine.do(Holder.count)
 

@@ -9,15 +9,14 @@ from tests.engine.test_online import LONG, STRICT, run
 from tests.engine.test_real_scan import Real, Requests, running_real, tokens_of
 
 
-@pytest.fixture(
-    scope="module", params=[False, pytest.param(True, marks=pytest.mark.slow)], ids=["overlap", "no overlap"]
-)
+@pytest.fixture(scope="module", params=[False, True], ids=["overlap", "no overlap"])
 def real(request: pytest.FixtureRequest, demo: Path, log: Path) -> Generator[Real, None, None]:
     copies = {"enable_hierarchical_cache": True, "disable_overlap_schedule": request.param}
     with running_real(demo, log, copies, STRICT) as found:
         yield found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mixed", [True, False])
 def test_what_was_overwritten_comes_back_from_the_host(real: Real, mixed: bool) -> None:
     """Long prompts are parked and decodes taken off for online prompts that need most of the KV cache."""

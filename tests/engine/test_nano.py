@@ -130,7 +130,7 @@ def test_what_halves_cannot_go_with(demo: Path, given: dict[str, Any], word: str
     assert overlap.choose(Overlap.NANO, str(demo), {}) is Overlap.NANO
 
 
-@pytest.fixture(params=["llama", *(pytest.param(name, marks=pytest.mark.slow) for name in ("qwen2", "qwen3"))])
+@pytest.fixture(params=["llama", "qwen2", "qwen3"])
 def model(request: pytest.FixtureRequest, demo: Path, tmp_path: Path) -> Path:
     """The demo's Llama, and the same weights as a Qwen 2 with biases and a Qwen 3 with norms of queries and keys."""
     return demo if request.param == "llama" else as_qwen(demo, tmp_path / request.param, request.param)
@@ -174,6 +174,7 @@ def run(model: Path, log: Path) -> Generator[Any, None, None]:
         yield of
 
 
+@pytest.mark.slow
 def test_answers_are_those_of_whole_steps(run: Any, model: Path) -> None:
     """Qwen's layers differ from Llama's, and what is scheduled does not: one workload is enough for them."""
     config, split = json.loads((model / "config.json").read_text()), 0

@@ -60,6 +60,7 @@ def ranks(demo: Path, log: Path) -> Generator[EngineProcess[Any], None, None]:
         yield engine
 
 
+@pytest.mark.slow
 def test_two_ranks_decide_the_same_while_requests_come_and_go(ranks: EngineProcess[Any]) -> None:
     """The scan learns lengths, holds what shares a prefix, retracts and plans again; a divergence would end both."""
 

@@ -23,8 +23,8 @@ class Deployment:
 
 
 @pytest.fixture(scope="package")
-def deployment(tmp_path_factory: pytest.TempPathFactory, postgres: Any, redis_socket: str) -> Deployment:
-    return Deployment(tmp_path_factory.mktemp("hostile"), new_postgres_database(postgres), redis_socket)
+def deployment(tmp_path_factory: pytest.TempPathFactory, postgres: Any, redis_server_url: str) -> Deployment:
+    return Deployment(tmp_path_factory.mktemp("hostile"), new_postgres_database(postgres), redis_server_url)
 
 
 @pytest.fixture(scope="package")

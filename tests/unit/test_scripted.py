@@ -14,7 +14,7 @@ from openai.types.responses import Response
 
 from engine_ext.plugin.worker.answers import Answer
 from service.errors import StartError
-from service.worker.script import Rule, Script, read_script
+from service.worker.script import Rule, Script, matches, read_script
 from service.worker.scripted import ScriptedEngine
 
 CHAT, COMPLETIONS, RESPONSES, EMBEDDINGS = ScriptedEngine.endpoints
@@ -61,6 +61,9 @@ async def test_answers_are_those_that_the_client_knows() -> None:
     answer = await run(engine, RESPONSES, {"model": "m", "input": "a b c", "max_output_tokens": 2})
     response = Response.model_validate_json(answer.body)
     assert (response.output_text, response.status) == ("a b", "incomplete")
+    filtered = ScriptedEngine(Script((Rule(finish_reason="content_filter"),)))
+    details = json.loads((await run(filtered, RESPONSES, {"input": "a"})).body)["incomplete_details"]
+    assert details == {"reason": "content_filter"}
     floats = await run(engine, EMBEDDINGS, {"model": "m", "input": ["a", "b"], "dimensions": 3})
     rows = CreateEmbeddingResponse.model_validate_json(floats.body).data
     assert [len(row.embedding) for row in rows] == [3, 3]
@@ -97,6 +100,47 @@ async def events_of(engine: ScriptedEngine, endpoint: str, body: dict[str, Any])
     return text.removesuffix("\n\n").split("\n\n")
 
 
+class Paused(ScriptedEngine):
+    """Notes how long it would wait."""
+
+    waited_s = 0.0
+
+    async def pause(self, rule: Rule, seconds: float, aborted: asyncio.Event) -> bool:
+        self.waited_s += seconds
+        return False
+
+
+async def test_a_stream_takes_as_long_as_its_rule_says_and_has_all_choices() -> None:
+    engine = Paused(Script((Rule(prompt="bad*", status=503, delay_s=3.0), Rule(delay_s=2.0))))
+    events = await events_of(engine, COMPLETIONS, {"model": "m", "prompt": ["a b", "c"], "n": 2})
+    chunks = [json.loads(event.removeprefix("data: ")) for event in events[:-1]]
+    texts = [
+        "".join(each["choices"][0]["text"] for each in chunks if each["choices"][0]["index"] == k) for k in range(4)
+    ]
+    assert texts == ["a b", "a b", "c", "c"]
+    assert engine.waited_s == pytest.approx(2.0)
+    refused = await engine.serve(COMPLETIONS, {"prompt": "bad one", "stream": True}, "id-2", "flex")
+    assert isinstance(refused, Answer)
+    assert (refused.status_code, engine.waited_s) == (503, pytest.approx(5.0))
+
+
+@pytest.mark.parametrize(
+    ("pattern", "text", "fits"),
+    [
+        ("*", "", True),
+        ("a*", "a\nb", True),
+        ("[INST] hi*", "[INST] hi x", True),
+        ("what?", "whatX", False),
+        ("a*b*c", "abbc", True),
+        ("a*b*c", "acb", False),
+        ("ab*ba", "aba", False),
+        ("**x**", "yxz", True),
+    ],
+)
+def test_a_star_stands_for_any_text_and_nothing_else_is_special(pattern: str, text: str, fits: bool) -> None:
+    assert matches(pattern, text) == fits
+
+
 async def test_streams_have_an_event_for_each_word() -> None:
     engine = ScriptedEngine(Script((Rule(delay_s=0.01),)))
     *chunks, done = await events_of(engine, CHAT, chat("a b c", stream_options={"include_usage": True}))
@@ -114,9 +158,10 @@ async def test_streams_have_an_event_for_each_word() -> None:
 async def test_requests_wait_for_a_slot_and_end_when_they_are_aborted_or_withdrawn() -> None:
     engine = ScriptedEngine(Script((Rule(fault="hang"),), at_once=2))
     tasks = [asyncio.create_task(run(engine, CHAT, chat("x"), f"id-{number}")) for number in range(4)]
-    await asyncio.sleep(0.01)
+    while engine.running < 2:
+        await asyncio.sleep(0)
     await engine.withdraw(["id-0", "id-2", "id-3"], 1)
-    await asyncio.sleep(0.01)
+    await asyncio.wait_for(asyncio.shield(tasks[2]), 10)
     assert [task.done() for task in tasks] == [False, False, True, False]
     for number in (0, 1, 3):
         engine.abort(f"id-{number}")
@@ -132,6 +177,8 @@ async def test_requests_wait_for_a_slot_and_end_when_they_are_aborted_or_withdra
         ('{"rules": [{"delay_s": -1}]}', "delay_s"),
         ('{"rules": [{"status": 20}]}', "status"),
         ('{"at_once": 0}', "at_once"),
+        ('{"rules": [{"status": 302}]}', "302"),
+        ('{"rules": [{"fault": "die", "times": 1}]}', "times"),
     ],
 )
 def test_a_script_that_cannot_be_used_names_its_file_and_field(tmp_path: Path, text: str, named: str) -> None:

@@ -81,3 +81,17 @@ def test_model_is_served_under_a_name(tmp_path: Path) -> None:
     assert load_settings(model="org/model-7b").served_model == "org/model-7b"
     assert load_settings(model=str(tmp_path / "tiny")).served_model == "tiny"
     assert load_settings(model="org/model-7b", model_name="m").served_model == "m"
+
+
+@pytest.mark.parametrize(
+    ("given", "named"),
+    [
+        ({"script": "rules.json"}, "BATCHWEAVE_SCRIPT"),
+        ({"engine": "scripted", "BATCHWEAVE_NODES": 2}, "BATCHWEAVE_ENGINE"),
+        ({"engine": "scripted", "emulated_device": "no answer is real"}, "BATCHWEAVE_ENGINE"),
+        ({"engine": "vllm"}, "BATCHWEAVE_ENGINE"),
+    ],
+)
+def test_a_scripted_engine_is_asked_for_and_stands_alone(given: dict[str, Any], named: str) -> None:
+    with pytest.raises(SettingsError, match=named):
+        load_settings(**given)

@@ -24,6 +24,8 @@ from engine_ext.simulate.measured import Measured, Settings, tokens_done
 from engine_ext.simulate.shared_engine import DECODE, DONE, PREFILL, SharedEngine
 from engine_ext.simulate.traffic import Traffic
 
+pytestmark = pytest.mark.slow  # compiling the rivals' loops takes a minute
+
 COST = CostModel(preset("llama-3-8b"), Machine(hardware("h200")))
 LARGE = EngineModel.of(COST, Clock.MIXED)
 SMALL = EngineModel(LARGE.gemm_s, LARGE.read_s, LARGE.quadratic_s, LARGE.weights_s, 12_000, clock=Clock.MIXED)
@@ -45,9 +47,7 @@ def measure(policy: str, model: EngineModel = SMALL, slo: SloClass = SLO, **sett
     return run(traffic(), COST, model, policy, Settings(**settings), slo)  # pyright: ignore[reportArgumentType]
 
 
-@pytest.mark.parametrize(
-    "policy", [each if each == OURS else pytest.param(each, marks=pytest.mark.slow) for each in POLICIES]
-)
+@pytest.mark.parametrize("policy", POLICIES)
 def test_no_token_is_lost_or_counted_twice(policy: str) -> None:
     """With a small KV cache and a tight limit, through preemption and retraction."""
     found = traffic()

@@ -139,7 +139,7 @@ def test_reads_that_cost_nothing_divide_nothing() -> None:
 
 
 def test_what_is_computed_again_is_not_lost_sharing() -> None:
-    """Expectations far too low: many are taken back, and compute their own prompts again."""
+    """Expectations far too low: many are retracted, and compute their own prompts again."""
     work = work_of([[(n, 100)] for n in range(60)], [600] * 60)
     engine_model = model(capacity=8_000)
     engine, cache = fresh(work, engine_model)

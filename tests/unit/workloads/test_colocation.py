@@ -13,8 +13,6 @@ from service.cli.table import command_line
 from service.errors import SettingsError
 from service.estimates.slo_file import read_slo_file
 
-pytestmark = pytest.mark.slow
-
 
 def call(name: str, *arguments: object) -> Result:
     return CliRunner().invoke(command_line(name), [name, *(str(each) for each in arguments)])
@@ -43,6 +41,7 @@ def files(tmp_path: Path) -> tuple[Path, Path]:
     return both, batch
 
 
+@pytest.mark.slow
 def test_each_policy_gets_a_row(files: tuple[Path, Path]) -> None:
     online, offline = files
     said = ("--policies", "online-only,priority,batchweave", "--load", 0.2, "--json")
@@ -56,6 +55,7 @@ def test_each_policy_gets_a_row(files: tuple[Path, Path]) -> None:
     assert rows[2]["load"] == pytest.approx(0.2, rel=0.3)
 
 
+@pytest.mark.slow
 def test_two_engines_are_compared_in_pools_and_side_by_side(files: tuple[Path, Path]) -> None:
     online, offline = files
     said = ("--pools", "strict:1,relaxed:1", "--policies", "base-pd,ooco,batchweave,online-only", "--json")
@@ -67,6 +67,7 @@ def test_two_engines_are_compared_in_pools_and_side_by_side(files: tuple[Path, P
     assert all(row["offline_tokens_per_s"] > 0 for row in rows[:3])
 
 
+@pytest.mark.slow
 def test_a_profile_is_read_by_a_worker(files: tuple[Path, Path], tmp_path: Path) -> None:
     online, offline = files
     output = tmp_path / "slo.json"
