@@ -41,7 +41,7 @@ class Script(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     rules: tuple[Rule, ...] = ()
     # How many requests run at once; the others wait.
     at_once: Annotated[int, msgspec.Meta(ge=1, le=4096)] = 64
-    # The most tokens that a prompt and its answer may have together, by the model's tokenizer.
+    # The most tokens of a batch's prompt, by the model's tokenizer; online requests are not counted.
     context_length: Annotated[int, msgspec.Meta(ge=1)] = 131_072
 
 
@@ -87,15 +87,17 @@ def _check(script: Script) -> None:
     """Raises ValueError for what msgspec cannot see."""
     for number, rule in enumerate(script.rules):
         if 200 < rule.status < 400:
-            raise ValueError(f"status of rule {number} is {rule.status}: say 200, or an error from 400 on")
+            raise ValueError(f"$.rules[{number}].status is {rule.status}: say 200, or an error from 400 on")
         if rule.fault == "die" and rule.times is not None:
-            raise ValueError(f"rule {number} has times and the fault die: a worker that died has counted nothing")
+            raise ValueError(f"$.rules[{number}] has times and the fault die: a worker that died has counted nothing")
 
 
 def read_script(path: Path | None) -> Script:
     """Read a script, or return that which echoes. Raises StartError, which names the file and the field."""
     if path is None:
         return Script()
+    if path.exists() and not path.is_file():
+        raise StartError(f"BATCHWEAVE_SCRIPT {path} is not a file; each start of a worker reads it again")
     try:
         with path.open("rb") as file:
             raw = file.read(MOST_BYTES + 1)

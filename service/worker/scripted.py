@@ -12,11 +12,15 @@ from collections.abc import AsyncGenerator, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
+from engine_ext.coserve.slo import DEFAULT, FLEX, PRIORITY
 from engine_ext.plugin.worker.answers import Answer, Stream, added_fields, error_body, with_fields
 from service.worker.script import Rule, Rules, Script
-from service.worker.scripted_bodies import ENDPOINTS, events, prompts_of, whole, words_of
+from service.worker.scripted_bodies import EMBEDDINGS, ENDPOINTS, choices_of, events, prompts_of, whole, words_of
 from service.worker.slots import Slots
 
+RANKS = {f"online {slo}": rank for rank, slo in enumerate((PRIORITY, DEFAULT, FLEX))}
+BATCH = len(RANKS)  # the rank of batches' requests, which come after all online ones
+LARGE = 10_000  # characters of prompts, from which on an answer is made in a thread
 ABORTED = Answer(200, b'{"choices":[{"finish_reason":"abort"}]}', aborted=True)
 
 
@@ -56,7 +60,7 @@ class ScriptedEngine:
         return []
 
     async def run(self, endpoint: str, body: dict[str, Any], rid: str, kind: str, due: float, lengths: str) -> Answer:
-        async with self._runs(rid) as aborted:
+        async with self._runs(rid, RANKS.get(kind, BATCH)) as aborted:
             if aborted is None:
                 return ABORTED
             found = self._read(endpoint, body)
@@ -67,18 +71,24 @@ class ScriptedEngine:
                 return ABORTED
             if rule.status >= 400:
                 return _error(rule.status)
-            try:
-                answer = whole(endpoint, body, rid, [_answer(rule, prompt, body) for prompt in prompts])
-            except (TypeError, ValueError, AttributeError) as error:
-                return _refused(f"A field has the wrong type: {error}")
-            return Answer(200, with_fields(json.dumps(answer).encode(), added_fields(None, self.device)))
+            if endpoint == EMBEDDINGS or body.get("n") or sum(map(len, prompts)) > LARGE:
+                # It takes up to seconds, in which the worker would miss its heartbeats.
+                return await asyncio.to_thread(self._whole, endpoint, body, rid, prompts, rule)
+            return self._whole(endpoint, body, rid, prompts, rule)
+
+    def _whole(self, endpoint: str, body: dict[str, Any], rid: str, prompts: list[str], rule: Rule) -> Answer:
+        try:
+            answer = whole(endpoint, body, rid, [_answer(rule, prompt, body) for prompt in prompts])
+        except (TypeError, ValueError, AttributeError) as error:
+            return _refused(f"A field has the wrong type: {error}")
+        return Answer(200, with_fields(json.dumps(answer).encode(), added_fields(None, self.device)))
 
     def refusal(self, slo: str) -> str | None:
         return None
 
     async def serve(self, endpoint: str, body: dict[str, Any], rid: str, slo: str, size: int = 0) -> Answer | Stream:
         if not body.get("stream"):
-            answer = await self.run(endpoint, body, rid, "online", math.inf, "")
+            answer = await self.run(endpoint, body, rid, f"online {slo}", math.inf, "")
             return Answer(answer.status_code, with_fields(answer.body, added_fields(slo, None)), answer.aborted)
         answered = self._events(endpoint, body, rid, slo)
         first = await anext(answered)
@@ -89,7 +99,7 @@ class ScriptedEngine:
 
     async def _events(self, endpoint: str, body: dict[str, Any], rid: str, slo: str) -> AsyncGenerator[Answer | bytes]:
         """Yield the events of a stream, or the Answer that refuses it."""
-        async with self._runs(rid) as aborted:
+        async with self._runs(rid, RANKS.get(f"online {slo}", BATCH)) as aborted:
             if aborted is None:
                 raise RuntimeError("the request was aborted")
             found = self._read(endpoint, body)
@@ -103,12 +113,14 @@ class ScriptedEngine:
                 return
             try:
                 answers = [_answer(rule, prompt, body) for prompt in prompts]
-                said = list(events(endpoint, body, rid, answers, slo, self.device))
+                words = choices_of(body) * sum(len(each) for each, _ in answers)
+                (body.get("stream_options") or {}).get("include_usage")
             except (TypeError, ValueError, AttributeError) as error:
                 yield _refused(f"A field has the wrong type: {error}")
                 return
-            words = sum(is_word for _, is_word in said)
-            for event, is_word in said:
+            if not words and await self.pause(rule, rule.delay_s, aborted):
+                raise RuntimeError("the request was aborted")
+            for event, is_word in events(endpoint, body, rid, answers, slo, self.device):
                 if is_word and await self.pause(rule, rule.delay_s / words, aborted):
                     raise RuntimeError("the request was aborted")
                 yield event
@@ -147,11 +159,11 @@ class ScriptedEngine:
         await self._slots.withdraw(rids, most)
 
     @asynccontextmanager
-    async def _runs(self, rid: str) -> AsyncGenerator[asyncio.Event | None]:
+    async def _runs(self, rid: str, rank: int) -> AsyncGenerator[asyncio.Event | None]:
         """Wait for a slot; yields an event that is set when the request is aborted, or None if it was withdrawn."""
         aborted = self._aborts[rid] = asyncio.Event()
         try:
-            async with self._slots.enter(rid) as runs:
+            async with self._slots.enter(rid, rank) as runs:
                 yield aborted if runs else None
         finally:
             del self._aborts[rid]

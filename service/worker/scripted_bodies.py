@@ -28,23 +28,30 @@ def prompts_of(endpoint: str, body: dict[str, Any]) -> list[str]:
         return [_text(body["messages"][-1].get("content"))]
     given = body["prompt"] if endpoint == COMPLETIONS else body["input"]
     if endpoint == RESPONSES:
-        return [_text(given[-1].get("content")) if isinstance(given, list) else str(given)]
+        last = given[-1] if isinstance(given, list) else {"content": given}
+        return [_text(last.get("output", last.get("content")))]
     is_list = isinstance(given, list) and not (given and isinstance(given[0], int))
     return [_text(each) for each in given] if is_list else [_text(given)]
 
 
 def _text(content: Any) -> str:
     """Return the text of a message's content, which may be a list of parts, or of a list of token ids."""
+    if content is None:
+        return ""
     if isinstance(content, list) and all(isinstance(part, dict) for part in content):
-        return " ".join(str(part.get("text", "")) for part in content)
+        return " ".join(str(part["text"]) for part in content if "text" in part)
     return content if isinstance(content, str) else json.dumps(content)
 
 
 def words_of(template: str, prompt: str, body: dict[str, Any]) -> tuple[list[str], str]:
     """Return the words of an answer, a word being a token, and why it ends: `stop`, or `length` if it is cut off."""
     values = {"prompt": prompt, "model": str(body.get("model", ""))}
-    words = re.sub(r"\{(prompt|model)\}", lambda found: values[found[1]], template).split(" ")
-    most = next((body[name] for name in LIMITS if isinstance(body.get(name), int)), len(words))
+    text = re.sub(r"\{(prompt|model)\}", lambda found: values[found[1]], template)
+    stop = body.get("stop") or []
+    for each in [stop] if isinstance(stop, str) else stop:
+        text = text.partition(each)[0] if each else text
+    words = text.split(" ")
+    most = next((int(body[name]) for name in LIMITS if body.get(name) is not None), len(words))
     return (words, "stop") if len(words) <= most else (words[:most], "length")
 
 
@@ -89,8 +96,9 @@ def _usage(tokens: int, written: int) -> dict[str, Any]:
 
 def _response(body: dict[str, Any], rid: str, text: str, reason: str, tokens: int, written: int) -> dict[str, Any]:
     part = {"type": "output_text", "text": text, "annotations": []}
-    message = {"type": "message", "id": f"msg_{rid}", "role": "assistant", "status": "completed", "content": [part]}
     is_whole = reason == "stop"
+    status = "completed" if is_whole else "incomplete"
+    message = {"type": "message", "id": f"msg_{rid}", "role": "assistant", "status": status, "content": [part]}
     because = {"length": "max_output_tokens"}.get(reason, reason)
     usage = {
         "input_tokens": tokens,
@@ -104,7 +112,7 @@ def _response(body: dict[str, Any], rid: str, text: str, reason: str, tokens: in
         "object": "response",
         "created_at": int(time.time()),
         "model": body.get("model"),
-        "status": "completed" if is_whole else "incomplete",
+        "status": status,
         "incomplete_details": None if is_whole else {"reason": because},
         "error": None,
         "tools": [],
@@ -136,14 +144,14 @@ def events(
     about |= {"id": rid, "object": "chat.completion.chunk" if endpoint == CHAT else "text_completion"}
     about |= {"created": int(time.time()), "model": body.get("model")}
 
-    def chunk(index: int, text: str | None, ends: str | None) -> bytes:
-        delta = {} if text is None else {"role": "assistant", "content": text}
+    def chunk(index: int, text: str | None, ends: str | None, is_first: bool = False) -> bytes:
+        delta = {} if text is None else {**({"role": "assistant"} if is_first else {}), "content": text}
         choice = {"index": index, **({"delta": delta} if endpoint == CHAT else {"text": text or ""})}
         return _event({**about, "choices": [{**choice, "finish_reason": ends}]})
 
     for index, (words, reason) in enumerate(each for each in answers for _ in range(choices_of(body))):
         for number, word in enumerate(words):
-            yield chunk(index, f" {word}" if number else word, None), True
+            yield chunk(index, f" {word}" if number else word, None, number == 0), True
         yield chunk(index, None, reason), False
     if (body.get("stream_options") or {}).get("include_usage"):
         yield _event({**about, "choices": [], "usage": whole(endpoint, body, rid, answers)["usage"]}), False
@@ -155,10 +163,18 @@ def _response_events(
 ) -> Iterator[tuple[bytes, bool]]:
     last = {**about, **whole(RESPONSES, body, rid, [(words, reason)])}
     first = {**last, "status": "in_progress", "incomplete_details": None, "output": [], "usage": None}
-    where = {"item_id": f"msg_{rid}", "output_index": 0, "content_index": 0}
+    [item] = last["output"]
+    [part] = item["content"]
+    place, where = {"output_index": 0}, {"item_id": item["id"], "output_index": 0, "content_index": 0}
+    begun = {**item, "status": "in_progress", "content": []}
     said: list[tuple[str, dict[str, Any]]] = [("response.created", {"response": first})]
+    said.append(("response.output_item.added", {**place, "item": begun}))
+    said.append(("response.content_part.added", {**where, "part": {**part, "text": ""}}))
     for number, word in enumerate(words):
-        said.append(("response.output_text.delta", {**where, "delta": f" {word}" if number else word}))
+        said.append(("response.output_text.delta", {**where, "delta": f" {word}" if number else word, "logprobs": []}))
+    said.append(("response.output_text.done", {**where, "text": part["text"], "logprobs": []}))
+    said.append(("response.content_part.done", {**where, "part": part}))
+    said.append(("response.output_item.done", {**place, "item": item}))
     said.append((f"response.{last['status']}", {"response": last}))
     for number, (kind, fields) in enumerate(said):
         event = _event({"type": kind, "sequence_number": number, **fields})

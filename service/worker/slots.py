@@ -8,17 +8,29 @@ from dataclasses import dataclass, field
 
 @dataclass
 class Slots:
-    """Lets `at_once` requests run; the others wait, and can be withdrawn."""
+    """Lets `at_once` requests run; the others wait, those of a lower rank first, and can be withdrawn."""
 
     at_once: int
     running: int = 0
     _waiting: dict[str, asyncio.Event] = field(default_factory=dict[str, asyncio.Event])
+    # Those that wait, in their order, by rank.
+    _queues: dict[int, dict[str, None]] = field(default_factory=dict[int, dict[str, None]])
 
     @asynccontextmanager
-    async def enter(self, rid: str) -> AsyncGenerator[bool]:
+    async def enter(self, rid: str, rank: int = 0) -> AsyncGenerator[bool]:
         """Wait for a slot; yields False for a request that was withdrawn."""
         self._waiting[rid] = event = asyncio.Event()
-        self._let_in()
+        queue = self._queues.setdefault(rank, {})
+        queue[rid] = None
+        self._admit()
+        try:
+            async with self._admitted(rid, event) as runs:
+                yield runs
+        finally:
+            queue.pop(rid, None)
+
+    @asynccontextmanager
+    async def _admitted(self, rid: str, event: asyncio.Event) -> AsyncGenerator[bool]:
         try:
             await event.wait()
         except asyncio.CancelledError:
@@ -46,11 +58,16 @@ class Slots:
         if rid in self._waiting:
             self._waiting[rid].set()
 
-    def _let_in(self) -> None:
-        for rid in list(self._waiting)[: self.at_once - self.running]:
-            self.running += 1
-            self._waiting.pop(rid).set()
+    def _admit(self) -> None:
+        for rank in sorted(self._queues):
+            queue = self._queues[rank]
+            while queue and self.running < self.at_once:
+                rid = next(iter(queue))
+                del queue[rid]
+                if rid in self._waiting:
+                    self.running += 1
+                    self._waiting.pop(rid).set()
 
     def _leave(self) -> None:
         self.running -= 1
-        self._let_in()
+        self._admit()

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from openai.lib.streaming.chat import ChatCompletionStreamState
 from openai.types import Completion, CreateEmbeddingResponse
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 from openai.types.responses import Response
@@ -49,6 +50,8 @@ async def test_the_first_rule_that_fits_counts() -> None:
     assert await said(engine, "label {model}") == (200, "m says label {model}", "content_filter")
     assert await said(engine, [{"type": "text", "text": "echoed"}]) == (200, "echoed", "stop")
     assert await said(engine, "one two three", max_tokens=2) == (200, "one two", "length")
+    assert await said(engine, "one STOP two", stop=["STOP"]) == (200, "one ", "stop")
+    assert await said(engine, None) == (200, "", "stop")
 
 
 async def test_answers_are_those_that_the_client_knows() -> None:
@@ -151,8 +154,52 @@ async def test_streams_have_an_event_for_each_word() -> None:
     assert {each.service_tier for each in parsed} == {"flex"}
     typed = await events_of(engine, RESPONSES, {"model": "m", "input": "a b"})
     bodies = [json.loads(each.partition("data: ")[2]) for each in typed]
-    assert [each["type"].rpartition(".")[2] for each in bodies] == ["created", "delta", "delta", "completed"]
+    assert "".join(each["delta"] for each in bodies if each["type"].endswith("delta")) == "a b"
     assert Response.model_validate(bodies[-1]["response"]).output_text == "a b"
+
+
+async def test_the_clients_own_stream_helpers_understand_the_events() -> None:
+    """They build the answer up from its events, each of which has its place."""
+    engine = ScriptedEngine()
+    chunks = [
+        ChatCompletionChunk.model_validate_json(event.removeprefix("data: "))
+        for event in (await events_of(engine, CHAT, chat("a b c")))[:-1]
+    ]
+    chat_state = ChatCompletionStreamState()
+    for chunk in chunks:
+        chat_state.handle_chunk(chunk)
+    message = chat_state.get_final_completion().choices[0].message
+    assert (message.role, message.content) == ("assistant", "a b c")
+    kinds = [
+        json.loads(event.partition("data: ")[2])["type"] for event in await events_of(engine, RESPONSES, {"input": "a"})
+    ]
+    assert kinds == [
+        *("response.created", "response.output_item.added", "response.content_part.added"),
+        *("response.output_text.delta", "response.output_text.done", "response.content_part.done"),
+        *("response.output_item.done", "response.completed"),
+    ]
+
+
+async def test_online_requests_overtake_those_of_batches() -> None:
+    engine = ScriptedEngine(Script((Rule(prompt="first", fault="hang"),), at_once=1))
+    first = asyncio.create_task(run(engine, CHAT, chat("first"), "id-0"))
+    while not engine.running:
+        await asyncio.sleep(0)
+    ended: list[str] = []
+
+    async def ask(name: str, slo: str | None) -> None:
+        if slo is None:
+            await run(engine, CHAT, chat(name), name)
+        else:
+            await engine.serve(CHAT, chat(name), name, slo)
+        ended.append(name)
+
+    asked = [("batch", None), ("flex", "flex"), ("default", "default"), ("priority", "priority")]
+    tasks = [asyncio.create_task(ask(*each)) for each in asked]
+    await asyncio.sleep(0)
+    engine.abort("id-0")
+    await asyncio.wait_for(asyncio.gather(first, *tasks), 10)
+    assert ended == ["priority", "default", "flex", "batch"]
 
 
 async def test_requests_wait_for_a_slot_and_end_when_they_are_aborted_or_withdrawn() -> None:
