@@ -74,6 +74,7 @@ async def test_from_upload_to_download(page: Page, harness: Harness, clock: Cloc
         await expect(page.get_by_text("Completed in", exact=False)).to_be_visible(timeout=60_000)
 
 
+@pytest.mark.slow
 async def test_time_and_cost_are_shown_before_the_start(page: Page, harness: Harness, clock: Clock) -> None:
     async with jobs(harness, clock), harness.working(ScriptedEngine()):
         await upload(page, 20, then="Show time and cost first")
@@ -115,6 +116,7 @@ async def make_and_revoke(page: Page) -> None:
     await expect(page.get_by_role("row", name="bob")).not_to_contain_text("Revoke")
 
 
+@pytest.mark.slow
 async def test_a_live_page_keeps_the_focus_and_what_is_marked(page: Page, harness: Harness) -> None:
     batch_id = await harness.submit(jsonl([line(1)]))
     await page.goto("/dashboard/batches")
@@ -134,6 +136,7 @@ async def test_a_live_page_keeps_the_focus_and_what_is_marked(page: Page, harnes
     await expect(page.locator("#live tbody tr")).to_have_count(2, timeout=60_000)
 
 
+@pytest.mark.slow
 async def test_a_page_that_nobody_looks_at_asks_for_nothing(page: Page, harness: Harness) -> None:
     await History(harness.redis).note({"at": int(harness.clock.now), "running": 1})
     asked: list[str] = []
@@ -153,6 +156,7 @@ async def test_a_page_that_nobody_looks_at_asks_for_nothing(page: Page, harness:
     await expect(page.get_by_role("row", name="in.jsonl")).to_have_count(1, timeout=60_000)
 
 
+@pytest.mark.slow
 async def test_a_page_says_that_the_service_is_away(settings: Settings, clock: Clock) -> None:
     said = "The service is not responding"
     with ExitStack() as first:
@@ -197,6 +201,7 @@ async def test_signing_in(settings: Settings, clock: Clock, harness: Harness) ->
 
 
 @pytest.mark.parametrize(("width", "theme"), [(390, "dark"), (1920, "light")])
+@pytest.mark.slow
 async def test_pages_can_be_used_by_everyone(url: str, harness: Harness, clock: Clock, width: int, theme: str) -> None:
     batch_id = await harness.submit(jsonl(line(n) for n in range(30)))
     await harness.plan()
@@ -283,6 +288,7 @@ async def test_a_theme_is_chosen_by_hand_and_kept(page: Page) -> None:
     assert await page.evaluate(ground) != light
 
 
+@pytest.mark.slow
 async def test_the_picture_of_the_schedule_moves_and_says_what_is_shared(
     page: Page, harness: Harness, clock: Clock
 ) -> None:
@@ -306,6 +312,7 @@ async def test_the_picture_of_the_schedule_moves_and_says_what_is_shared(
         await harness.until_ended(batch_id)
 
 
+@pytest.mark.slow
 async def test_pages_can_be_read_without_scripts(url: str, harness: Harness) -> None:
     await harness.submit(jsonl(line(n) for n in range(30)))
     await harness.plan()

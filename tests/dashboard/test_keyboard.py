@@ -23,6 +23,7 @@ REACHED = f"""() => {{
 
 
 @pytest.mark.parametrize("path", ["", "/batches", "/new", "/projects"])
+@pytest.mark.slow
 async def test_everything_is_reached_by_keyboard(page: Page, harness: Harness, path: str) -> None:
     await harness.submit(jsonl([line(1)]))
     await page.goto(f"/dashboard{path}")

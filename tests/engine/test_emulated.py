@@ -81,7 +81,7 @@ def work_of(prompts: list[list[int]], outputs: list[int], sample: float) -> Work
 
 
 @pytest.mark.parametrize("clock", list(Clock))
-@pytest.mark.parametrize("name", ["both ends", "documents", "one prefix"])
+@pytest.mark.parametrize("name", ["both ends", pytest.param("documents", marks=pytest.mark.slow), "one prefix"])
 def test_the_scan_runs_in_sglang_as_the_simulator_says(emulated: Emulated, name: str, clock: Clock) -> None:
     prompts, outputs = workload(name)
     told, untold = (work_of(prompts, outputs, share) for share in (1.0, SHARE))

@@ -86,7 +86,7 @@ def run(
     return real.engine.do(within, main)
 
 
-@pytest.mark.parametrize("mixed", [True, False])
+@pytest.mark.parametrize("mixed", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_online_requests_are_in_the_next_step(real: Real, mixed: bool) -> None:
     """Each is in the first step that is decided after it came, if need be before the chunk of a batch's prompt."""
     alone = real.answers_alone(batch())
@@ -119,6 +119,7 @@ def test_a_batch_is_retracted_before_online_requests(real: Real) -> None:
     assert (ours["waiting"], ours["running"], ours["kv_kept"]) == (0, 0, 0)
 
 
+@pytest.mark.slow
 def test_a_request_is_parked_only_so_often(real: Real) -> None:
     """One prompt of ten chunks beside a stream of online requests: it gains each time, and is computed in the end."""
     tokens = tokens_of(14)
@@ -160,7 +161,7 @@ def test_a_batch_gives_a_request_slot_up(real: Real) -> None:
     assert (ours["waiting"], ours["running"], ours["kv_kept"]) == (0, 0, 0)
 
 
-@pytest.mark.parametrize("mixed", [True, False])
+@pytest.mark.parametrize("mixed", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_decodes_of_a_batch_rest_while_online_requests_decode(real: Real, mixed: bool) -> None:
     """No step may be longer than online requests need alone, so the batch has what is left when they have ended.
 

@@ -134,7 +134,7 @@ def giant() -> Requests:
 
 
 @pytest.mark.parametrize("mixed", [True, False])
-@pytest.mark.parametrize("workload", [both_ends, documents, growing, giant])
+@pytest.mark.parametrize("workload", [both_ends, documents, growing, pytest.param(giant, marks=pytest.mark.slow)])
 def test_answers_are_those_of_sglang_alone(real: Real, workload: Any, mixed: bool) -> None:
     requests = workload()
     theirs, ours = real.of_sglang(workload), real.of_ours(workload, mixed)

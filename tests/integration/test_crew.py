@@ -102,6 +102,7 @@ async def test_a_worker_that_comes_late_is_handed_what_has_not_begun(harness: Ha
     assert (sum(totals), batch.slices_left) == (64, 0)
 
 
+@pytest.mark.slow
 async def test_what_was_handed_over_is_given_back_whole(harness: Harness) -> None:
     """The worker that has it stops, and the third one runs the rest of it."""
     engines = paced(60.0), paced(60.0), paced(0.01)

@@ -242,6 +242,7 @@ async def at_work(
         await task
 
 
+@pytest.mark.slow
 async def test_a_worker_takes_online_requests_until_it_is_drained_or_stops(online: OnlineHarness) -> None:
     async with at_work(online, ScriptedEngine(), ScriptedOnlineEngine()):
         assert (await online.post(asked())).status_code == 200

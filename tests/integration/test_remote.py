@@ -73,7 +73,7 @@ async def test_submit_waits_and_writes_results_and_errors(harness: Harness, url:
     assert {json.loads(each)["custom_id"] for each in output.open()} == {f"id-{n}" for n in range(20) if n != 3}
     [error] = (tmp_path / "out.errors.jsonl").read_text().splitlines()
     assert json.loads(error)["custom_id"] == "id-3"
-    assert "1 failed: no (for example id-3)" in said
+    assert "1 failed: The script answers this request with 400. (for example id-3)" in said
     assert "tokens: 190 in" in said
 
 
@@ -222,6 +222,7 @@ async def test_whoever_sits_at_the_terminal_is_asked(
     os.close(keyboard)
 
 
+@pytest.mark.slow
 async def test_a_batch_is_listed_shown_cancelled_and_retried(harness: Harness, url: str, tmp_path: Path) -> None:
     path = write(tmp_path, [line(n) for n in range(4)])
     batch_id = (await run(url, "submit", path, "--metadata", "run=12", "--metadata", "name=Labels"))[1].strip()
@@ -286,6 +287,7 @@ async def test_a_download_goes_on_where_it_broke_off(harness: Harness, url: str,
     assert (code, "No such File object" in said) == (1, True)
 
 
+@pytest.mark.slow
 async def test_a_download_without_a_name_takes_the_files_own(harness: Harness, url: str, tmp_path: Path) -> None:
     path = write(tmp_path, [line(1)])
     file_id = (await run(url, "files", "upload", path))[1].strip()
@@ -365,6 +367,7 @@ async def test_a_large_file_goes_in_parts(
     assert (tmp_path / "copy.jsonl").read_bytes() == path.read_bytes()
 
 
+@pytest.mark.slow
 async def test_a_drained_worker_takes_nothing_until_it_is_resumed(harness: Harness, url: str) -> None:
     engine = ScriptedEngine()
     async with harness.working(engine, "worker-a"):

@@ -165,6 +165,7 @@ async def test_a_dead_receiver_is_tried_one_delivery_at_a_time(
     assert len(receiver.got) == 4
 
 
+@pytest.mark.slow
 async def test_after_three_days_it_is_given_up(
     harness: Harness, api: httpx.Client, receiver: Receiver, open_settings: Settings
 ) -> None:
