@@ -148,8 +148,10 @@ def _serve(pipe: Connection, owner: int, log: str, environment: dict[str, str]) 
     file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     for standard in (1, 2):
         os.dup2(file, standard)
-    os.environ.clear()
-    os.environ.update(environment)
+    for name in os.environ.keys() - environment.keys():
+        del os.environ[name]
+    # Only what differs: SGLang's names of processes are written where the first environment lies.
+    os.environ.update({name: value for name, value in environment.items() if os.environ.get(name) != value})
     threading.Thread(target=_end_with, args=(owner,), daemon=True).start()
     loop = asyncio.new_event_loop()
     asyncio.set_event_loop(loop)

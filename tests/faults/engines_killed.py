@@ -20,6 +20,7 @@ from pathlib import Path
 
 import psutil
 
+SCHEDULER = "sglang::sched"  # the kernel keeps 15 characters of a name
 SHARE = 0.5  # of the engines that are seen
 LIFE_S = 25.0  # an engine is killed so many seconds after its start at the most
 NAMED = re.compile(r"the engine of process (\d+) died")
@@ -31,7 +32,7 @@ def engines(root: psutil.Process) -> dict[int, psutil.Process]:
     for each in root.children(recursive=True):
         with suppress(psutil.Error, ProcessLookupError):
             parent = each.parent()
-            if each.name() == "sglang::scheduler" and parent is not None and os.getsid(parent.pid) == parent.pid:
+            if each.name().startswith(SCHEDULER) and parent is not None and os.getsid(parent.pid) == parent.pid:
                 found[parent.pid] = parent
     return found
 
@@ -41,7 +42,7 @@ def kill(holder: psutil.Process, rng: random.Random) -> str | None:
     victims = {"holder": holder}
     with suppress(psutil.Error, StopIteration):
         children = holder.children()
-        victims["scheduler"] = next(each for each in children if each.name() == "sglang::scheduler")
+        victims["scheduler"] = next(each for each in children if each.name().startswith(SCHEDULER))
     name = rng.choice(sorted(victims))
     try:
         victims[name].kill()
