@@ -36,7 +36,7 @@ async def run_and_withdraw(host: Any, most: int, **more: Any) -> tuple[list[bool
         body = {"model": NAME, "messages": messages, "max_tokens": 48, "temperature": 0, "ignore_eos": True, **more}
         tasks.append(asyncio.create_task(host.run(CHAT, body, rid, "batch")))
     async with asyncio.timeout(120):
-        while not any(state.get("running") for state in await host.scheduler_states()):
+        while sum(state.get("running", 0) for state in await host.scheduler_states()) < AT_ONCE:
             await asyncio.sleep(0.02)
         asked = rids[::-1]
         await host.withdraw(asked, most)
