@@ -1,6 +1,7 @@
 """Real parts for the tests: SQLite and PostgreSQL, Redis, a folder of objects, and a clock that stands still."""
 
 import asyncio
+import gc
 import shutil
 import signal
 import subprocess
@@ -8,6 +9,7 @@ import time
 from collections.abc import AsyncGenerator, Generator
 from contextlib import suppress
 from dataclasses import dataclass
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
@@ -96,6 +98,21 @@ async def redis(redis_url: str) -> AsyncGenerator[Redis, None]:
     client = Redis.from_url(redis_url)
     yield client
     await client.aclose()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(
+    item: pytest.Item, call: pytest.CallInfo[None]
+) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """Show what each asyncio task waits for where a test ran into its time limit."""
+    report = yield
+    if report.failed and call.excinfo is not None and "from pytest-timeout" in str(call.excinfo.value):
+        shown = StringIO()
+        for each in gc.get_objects():
+            if isinstance(each, asyncio.Task) and not each.done():
+                each.print_stack(file=shown)
+        report.sections.append(("Tasks", shown.getvalue()))
+    return report
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -23,6 +23,7 @@ from service.db.drains import drain
 from service.fleet.cluster import RayCluster
 from service.fleet.keeper import Keeper
 from tests.fleet.deployment import MEMORY, Deployment, raylets, until, variables
+from tests.waiting import kill
 
 MODELS: dict[str, dict[str, Any]] = {"a": {"max": 4}, "b": {"gpus": 2, "max": 2}}
 SHORT = 0.0005  # seconds of work by the cost model, of which these requests have very little
@@ -51,8 +52,7 @@ class Campaign:
     async def next_fleet(self) -> None:
         """Let the fleet die in the middle of whatever it does, and start another one."""
         if self._kept is not None and self._keeper is not None:
-            self._kept.cancel()
-            await asyncio.wait([self._kept])
+            await kill(self._kept)
         spec = self.deployment.spec(**MODELS).model_copy(update={"seconds_per_engine": SHORT, "idle_s": 60.0})
         self._keeper = await self.deployment.keeper(self.cluster, spec, f"fleet-{self.rng.random()}")
         self._kept = asyncio.create_task(self._keeper.run(self._stop))

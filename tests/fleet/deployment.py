@@ -1,11 +1,9 @@
 """A deployment for fleet tests: raylets with GPUs that do not exist, the service's jobs, and workers that stand in."""
 
 import asyncio
-import inspect
 import json
 import os
 import sys
-import time
 from collections import Counter
 from collections.abc import AsyncGenerator, Callable, Generator, Sequence
 from contextlib import asynccontextmanager, contextmanager, suppress
@@ -34,6 +32,7 @@ from service.queue.bell import Bell, Job
 from service.queue.connection import open_redis
 from service.queue.progress import Heartbeat
 from service.settings import Settings, load_settings
+from tests import waiting
 from tests.batches import CHAT, create_batch
 from tests.hostile.server import redis_server
 
@@ -204,14 +203,7 @@ def actors_of(machines: Any) -> list[psutil.Process]:
 
 
 async def until(what: str, holds: Callable[[], Any], limit_s: float = LIMIT_S) -> float:
-    """Wait until `holds`, which may be asynchronous, returns something true; return how long it took."""
-    started = time.monotonic()
-    while True:
-        found = holds()
-        if await found if inspect.isawaitable(found) else found:
-            return time.monotonic() - started
-        assert time.monotonic() - started < limit_s, f"not in {limit_s:.0f} s: {what}"
-        await asyncio.sleep(0.1)
+    return await waiting.until(holds, what, limit_s, every_s=0.1)
 
 
 @asynccontextmanager

@@ -35,6 +35,7 @@ from service.worker.script import Rule, Script
 from service.worker.slice_run import Engine
 from tests.batches import CHAT, create_batch
 from tests.conftest import Clock
+from tests.waiting import until
 
 
 class ScriptedEngine(scripted.ScriptedEngine):
@@ -163,7 +164,7 @@ class Harness:
             yield task
         finally:
             stop.set()
-            with suppress(asyncio.CancelledError):  # a test's way to kill it
+            with suppress(asyncio.CancelledError):  # `kill` was a test's way to end it
                 await task
 
     async def batch(self, batch_id: str) -> Batch:
@@ -171,19 +172,15 @@ class Harness:
             return (await session.scalars(select(Batch).where(Batch.id == batch_id))).one()
 
     async def until_ended(self, *batch_ids: str) -> list[Batch]:
-        async with asyncio.timeout(60):
-            while True:
-                await self.reconciler.run_once()
-                await self.finalizer.run_once()
-                found = [await self.batch(batch_id) for batch_id in batch_ids]
-                if all(each.status in ("completed", "cancelled", "expired", "failed") for each in found):
-                    return found
-                await asyncio.sleep(0.01)
+        async def have_ended() -> bool:
+            await self.reconciler.run_once()
+            await self.finalizer.run_once()
+            found[:] = [await self.batch(batch_id) for batch_id in batch_ids]
+            return all(each.status in ("completed", "cancelled", "expired", "failed") for each in found)
 
-    async def until(self, condition: Any) -> None:
-        async with asyncio.timeout(30):
-            while not await condition():
-                await asyncio.sleep(0.01)
+        found: list[Batch] = []
+        await until(have_ended)
+        return found
 
     async def lines(self, file_id: str | None) -> dict[str, dict[str, Any]]:
         """A result file by custom_id; a custom_id that comes twice fails the test."""

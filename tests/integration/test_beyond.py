@@ -22,6 +22,7 @@ from service.settings import Settings
 from tests.conftest import Clock
 from tests.integration.harness import Harness, ScriptedEngine, jsonl, line
 from tests.integration.serving import CHAT, serve
+from tests.waiting import until
 
 
 @pytest.fixture
@@ -81,7 +82,7 @@ async def test_what_was_cancelled_is_retried_and_nothing_else(harness: Harness, 
     await harness.plan()
     engine = ScriptedEngine(hold=asyncio.Event(), hold_after=12, statuses={"request 2": [400]})
     async with harness.working(engine):
-        await harness.until(lambda: answered_are(harness, batch_id, 12))
+        await until(lambda: answered_are(harness, batch_id, 12))
         await asyncio.to_thread(client.batches.cancel, batch_id)  # the worker may be in a transaction meanwhile
         [batch] = await harness.until_ended(batch_id)
     output, errors = await harness.results(batch)
@@ -177,8 +178,8 @@ async def test_a_batch_says_what_it_waits_for_and_when_it_ends(
     historian = Historian(harness.database, harness.redis, clock)
     assert await historian.run_once()
     async with harness.working(engine, in_flight=128):
-        await harness.until(lambda: answered_are(harness, first, 32))
-        await harness.until(lambda: has_begun(engine, 33))  # so that a slice is held, not only about to be finished
+        await until(lambda: answered_are(harness, first, 32))
+        await until(lambda: has_begun(engine, 33))  # so that a slice is held, not only about to be finished
         clock.now += 100
         await harness.redis.delete(keys.HISTORY_TURN)  # as if its time had passed
         assert await historian.run_once()

@@ -29,6 +29,7 @@ from tests.conftest import Clock
 from tests.integration.harness import Harness, jsonl, line, set_status
 from tests.integration.serving import serve
 from tests.integration.test_fairness import OTHER, add_project, is_closed, serving, submit
+from tests.waiting import until
 
 FORM = {"purpose": "batch"}
 EMPTY_MEMBER = gzip.compress(b"")
@@ -184,7 +185,7 @@ async def test_a_file_is_read_no_further_once_its_batch_is_cancelled(
 
     monkeypatch.setattr(LineChecker, "check", check)
     validating = asyncio.create_task(harness.validator.run_once())
-    await harness.until(has_begun)
+    await until(has_begun)
     await set_status(harness, batch_id, BatchStatus.CANCELLING)
     assert await validating
     assert checks < 2000

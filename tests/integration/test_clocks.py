@@ -13,6 +13,7 @@ from service.jobs.reconciler import Reconciler
 from service.queue.leases import Leases
 from service.queue.progress import Heartbeat
 from tests.integration.harness import Harness, ScriptedEngine, jsonl, line
+from tests.waiting import until
 
 pytestmark = pytest.mark.dialects
 
@@ -34,7 +35,7 @@ async def test_wrong_clocks_end_no_lease(harness: Harness, shift_s: float, monke
     harness.clock.now = now + shift_s
     engine = ScriptedEngine(hold=asyncio.Event())
     async with harness.working(engine):
-        await harness.until(lambda: all_are_leased(harness))
+        await until(lambda: all_are_leased(harness))
         harness.clock.now = now - shift_s  # the planner's, against the worker's
         for _ in range(5):
             await harness.reconciler.run_once()

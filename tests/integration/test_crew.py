@@ -14,6 +14,7 @@ from service.db.tables import Batch, BatchStatus, Slice, SliceBatch
 from service.queue.crew import CrewBoard
 from service.queue.leases import Leases
 from tests.integration.harness import Harness, jsonl, line
+from tests.waiting import until
 
 pytestmark = pytest.mark.dialects
 
@@ -49,7 +50,7 @@ async def both_are_there(harness: Harness) -> bool:
 async def test_a_batch_that_one_worker_could_hold_is_divided(harness: Harness) -> None:
     engines = paced(), paced()
     async with crew(harness, *engines):
-        await harness.until(lambda: both_are_there(harness))
+        await until(lambda: both_are_there(harness))
         batch_id = await harness.submit(jsonl(line(n) for n in range(64)))
         await harness.plan()
         [batch] = await harness.until_ended(batch_id)
@@ -89,7 +90,7 @@ async def test_a_worker_that_comes_late_is_handed_what_has_not_begun(harness: Ha
     batch_id = await harness.submit(jsonl(line(n) for n in range(64)))
     await harness.plan()
     async with harness.working(engines[0], "w0", IN_FLIGHT):
-        await harness.until(lambda: are_leased(harness, SLICES))  # all there is
+        await until(lambda: are_leased(harness, SLICES))  # all there is
         async with harness.working(engines[1], "w1", IN_FLIGHT):
             [batch] = await harness.until_ended(batch_id)
     assert each_once(*engines)
@@ -109,9 +110,9 @@ async def test_what_was_handed_over_is_given_back_whole(harness: Harness) -> Non
     batch_id = await harness.submit(jsonl(line(n) for n in range(64)))
     await harness.plan()
     async with harness.working(engines[0], "w0", IN_FLIGHT):
-        await harness.until(lambda: are_leased(harness, SLICES))
+        await until(lambda: are_leased(harness, SLICES))
         async with harness.working(engines[1], "w1", IN_FLIGHT):
-            await harness.until(lambda: has_slices(harness, "w1"))
+            await until(lambda: has_slices(harness, "w1"))
     async with harness.working(engines[2], "w2", IN_FLIGHT):
         [batch] = await harness.until_ended(batch_id)
     assert engines[2].runs.total() == 64
@@ -131,7 +132,7 @@ async def test_a_batch_that_ends_is_not_handed_over(harness: Harness) -> None:
 
     with patch.object(Leases, "hand_over", ends_before):
         async with harness.working(engines[0], "w0", IN_FLIGHT):
-            await harness.until(lambda: are_leased(harness, SLICES))
+            await until(lambda: are_leased(harness, SLICES))
             async with harness.working(engines[1], "w1", IN_FLIGHT):
                 [batch] = await harness.until_ended(batch_id)
     assert batch.status == BatchStatus.CANCELLED
@@ -158,7 +159,7 @@ async def test_a_hand_over_that_is_in_doubt_runs_each_request_once(harness: Harn
 
     with patch.object(Leases, "hand_over", loses_the_answer):
         async with harness.working(engines[0], "w0", IN_FLIGHT):
-            await harness.until(lambda: are_leased(harness, SLICES))
+            await until(lambda: are_leased(harness, SLICES))
             async with harness.working(engines[1], "w1", IN_FLIGHT):
                 [batch] = await harness.until_ended(batch_id)
     assert times["asked"]

@@ -18,6 +18,7 @@ from service.queue.progress import Heartbeat
 from tests.conftest import Clock
 from tests.integration.browsing import PAGES
 from tests.integration.harness import Harness, ScriptedEngine, completed_are, jsonl, line, set_status
+from tests.waiting import until
 
 
 @pytest.mark.parametrize("page", PAGES)
@@ -58,7 +59,7 @@ async def test_a_file_is_uploaded_run_looked_at_and_retried(pages: httpx.AsyncCl
     }
     await harness.plan()
     async with harness.working(ScriptedEngine(statuses={"request 3": [400]})):
-        await harness.until(lambda: completed_are(harness, batch_id, 19))
+        await until(lambda: completed_are(harness, batch_id, 19))
         harness.clock.now += 5  # what is readable early is looked for every few seconds
         running = (await pages.get(f"/batches/{batch_id}")).text
         assert "20 of 20" in running

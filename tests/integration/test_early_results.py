@@ -20,6 +20,7 @@ from service.settings import Settings
 from tests.conftest import Clock
 from tests.integration.harness import Harness, ScriptedEngine, completed_are, jsonl, line, set_status
 from tests.integration.serving import CHAT, serve
+from tests.waiting import until
 
 TOTAL = 60
 
@@ -76,7 +77,7 @@ async def test_what_was_read_early_begins_the_files(harness: Harness, client: op
     async with harness.working(engine, in_flight=8):
         for done in range(10, TOTAL, 10):
             engine.open(10)
-            await harness.until(lambda done=done: answered(harness, batch_id, done))
+            await until(lambda done=done: answered(harness, batch_id, done))
             clock.now += EVERY_S
             more = await get(client, output_id, len(seen))
             assert more.status_code == 206
@@ -146,7 +147,7 @@ async def test_readers_side_by_side_agree(harness: Harness, client: openai.OpenA
     async with harness.working(engine, in_flight=8):
         for done in range(12, TOTAL, 12):
             engine.open(12)
-            await harness.until(lambda done=done: completed_are(harness, batch_id, done))
+            await until(lambda done=done: completed_are(harness, batch_id, done))
             clock.now += EVERY_S
             await asyncio.gather(*(each.refresh(batch_id) for each in others))
         seen = (await get(client, early(client, batch_id)[0])).content
@@ -176,14 +177,14 @@ async def test_a_write_of_unknown_outcome_moves_nothing(
     fails.set()
     async with harness.working(engine, in_flight=8):
         engine.open(3)
-        await harness.until(lambda: answers_in_shards(harness, 1))
+        await until(lambda: answers_in_shards(harness, 1))
         clock.now += EVERY_S
         seen = (await get(client, output_id)).content
         engine.open(5)
         await asyncio.sleep(0.2)
         fails.clear()
         engine.open(4)
-        await harness.until(lambda: completed_are(harness, batch_id, 12))
+        await until(lambda: completed_are(harness, batch_id, 12))
         clock.now += EVERY_S
         seen += (await get(client, output_id, len(seen))).content
         assert len(names(seen)) == len(set(names(seen))) == 12
@@ -199,7 +200,7 @@ async def test_a_lost_segment_costs_its_own_answers_only(harness: Harness, clien
     output_id, _ = early(client, batch_id)
     await harness.plan()
     async with harness.working(ScriptedEngine()):
-        await harness.until(lambda: completed_are(harness, batch_id, 16))
+        await until(lambda: completed_are(harness, batch_id, 16))
     assert len((await get(client, output_id)).content.splitlines()) == 16
     [key, *_] = await harness.storage.keys("shards")
     await harness.storage.delete(key)

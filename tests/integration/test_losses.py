@@ -1,7 +1,5 @@
 """Online requests that kill workers, as all processes of the API remember them."""
 
-import asyncio
-from collections.abc import Awaitable, Callable
 from typing import Any
 
 import pytest
@@ -9,6 +7,7 @@ from redis.asyncio import Redis
 
 from service.queue import keys, losses
 from service.queue.losses import Losses
+from tests.waiting import until
 
 KILLER, VICTIM = "a" * 64, "b" * 64
 
@@ -16,12 +15,6 @@ KILLER, VICTIM = "a" * 64, "b" * 64
 @pytest.fixture(autouse=True)
 def look_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(losses, "LOOK_S", 0.0)
-
-
-async def until(condition: Callable[[], Awaitable[Any]]) -> None:
-    async with asyncio.timeout(30):
-        while not await condition():
-            await asyncio.sleep(0.02)
 
 
 async def test_one_worker_blames_nobody_and_two_are_told_to_every_process(redis: Redis) -> None:

@@ -25,6 +25,7 @@ from tests.conftest import Clock
 from tests.integration.harness import ScriptedEngine, jsonl, line
 from tests.integration.online_harness import MODEL, PIECES, OnlineHarness, ScriptedOnlineEngine, asked
 from tests.integration.serving import CHAT, serve
+from tests.waiting import until
 
 
 async def test_a_stream_and_a_whole_answer_come_through(online: OnlineHarness) -> None:
@@ -195,7 +196,7 @@ async def test_a_request_that_kills_workers_is_refused(online: OnlineHarness, st
         return answer.status_code == 400 and answer.json()["error"]["code"] == "request_kills_workers"
 
     async with online.door("w", ScriptedOnlineEngine()):
-        await online.harness.until(is_refused)
+        await until(is_refused)
         assert (await online.post(asked(max_tokens=8))).status_code == 200
 
 
@@ -234,7 +235,7 @@ async def at_work(
     harness, stop = online.harness, asyncio.Event()
     parts = (harness.database, harness.storage, harness.redis, batches, settings, harness.clock, 100)
     task = asyncio.create_task(Worker(*parts, online=online_engine).run(stop))
-    await harness.until(Heartbeat(harness.redis).alive)
+    await until(Heartbeat(harness.redis).alive)
     try:
         yield
     finally:
@@ -248,10 +249,10 @@ async def test_a_worker_takes_online_requests_until_it_is_drained_or_stops(onlin
         assert (await online.post(asked())).status_code == 200
         async with online.harness.database.write() as session:
             session.add(DrainedWorker(name="w", since=0))
-        await online.harness.until(online.refuses)
+        await until(online.refuses)
         async with online.harness.database.write() as session:
             await session.execute(delete(DrainedWorker))
-        await online.harness.until(online.serves)
+        await until(online.serves)
     assert (await online.post(asked())).status_code == 503
 
 
@@ -271,7 +272,7 @@ async def test_a_suspect_slice_never_runs_beside_online_requests(online: OnlineH
         async with asyncio.timeout(30):
             await online_engine.began.wait()
         await harness.reconciler.run_once()
-        await harness.until(online.refuses)
+        await until(online.refuses)
         await asyncio.sleep(0.2)
         assert not batches.runs, "the slice waits for the stream to end"
         task.cancel()
@@ -279,11 +280,11 @@ async def test_a_suspect_slice_never_runs_beside_online_requests(online: OnlineH
         async def runs() -> bool:
             return bool(batches.runs)
 
-        await harness.until(runs)
+        await until(runs)
         assert (await online.post(asked())).status_code == 503
         batches.hold.set()
         await harness.until_ended(batch_id)
-        await harness.until(online.serves)
+        await until(online.serves)
 
 
 @pytest.mark.parametrize(
@@ -368,7 +369,7 @@ async def test_a_worker_that_would_be_late_is_passed_over(online: OnlineHarness)
         assert int(answer.headers["retry-after"]) > 0
         assert (await online.post(asked(service_tier="flex"))).status_code == 200
         async with online.door("idle", idle):
-            await online.harness.until(online.serves)
+            await until(online.serves)
     assert busy.tiers == ["flex"]
 
 
@@ -389,7 +390,7 @@ async def test_a_revoked_key_ends_within_a_minute(
             async def is_refused() -> bool:
                 return (await client.post(CHAT, json=asked(), headers=headers)).status_code == 401
 
-            await online.harness.until(is_refused)
+            await until(is_refused)
 
 
 async def test_texts_are_in_no_log(online: OnlineHarness, capfd: pytest.CaptureFixture[str]) -> None:

@@ -31,6 +31,7 @@ from service.settings import Settings, load_settings
 from tests.conftest import Clock
 from tests.integration.harness import CHAT, Harness, ScriptedEngine, completed_are, jsonl, line, set_status
 from tests.integration.serving import serve
+from tests.waiting import until
 
 FORM = {"purpose": "batch"}
 
@@ -186,7 +187,7 @@ async def test_what_was_counted_stays_when_a_batch_is_cancelled(
     batch_id = await harness.submit(jsonl(line(n) for n in range(64)))
     await harness.plan()
     async with harness.working(LateAborts(hold=asyncio.Event(), hold_after=20)):
-        await harness.until(lambda: completed_are(harness, batch_id, 20))
+        await until(lambda: completed_are(harness, batch_id, 20))
         await set_status(harness, batch_id, BatchStatus.CANCELLING)
         while (batch := await harness.batch(batch_id)).status != BatchStatus.CANCELLED:
             await harness.finalizer.run_once()

@@ -24,6 +24,7 @@ from tests.integration.harness import (
     line,
     set_status,
 )
+from tests.waiting import until
 
 
 async def test_every_request_gets_its_own_answer(harness: Harness) -> None:
@@ -72,7 +73,7 @@ async def test_later_window_comes_behind_an_earlier_one(harness: Harness) -> Non
         await harness.submit(jsonl(line(n) for n in range(start, start + 10)))
         await harness.plan()
     async with harness.working(engine, in_flight=1):  # slice by slice, since those side by side may overtake each other
-        await harness.until(lambda: all_slices_done(harness))
+        await until(lambda: all_slices_done(harness))
     assert [int(content.split()[-1]) // 10 for content in engine.kinds] == [0] * 10 + [1] * 10
 
 
@@ -161,10 +162,10 @@ async def test_cancel_keeps_finished_answers_and_codes_the_rest(harness: Harness
     batch_id = await harness.submit(jsonl(line(n) for n in range(20)))
     await harness.plan()
     async with harness.working(ScriptedEngine(hold=asyncio.Event(), hold_after=7)):
-        await harness.until(lambda: completed_are(harness, batch_id, 7))
+        await until(lambda: completed_are(harness, batch_id, 7))
         await set_status(harness, batch_id, BatchStatus.CANCELLING)
         [batch] = await harness.until_ended(batch_id)
-        await harness.until(lambda: all_slices_done(harness))  # the worker lets go of what nobody wants
+        await until(lambda: all_slices_done(harness))  # the worker lets go of what nobody wants
     output, errors = await harness.results(batch)
     assert (batch.status, len(output), len(errors)) == (BatchStatus.CANCELLED, 7, 13)
     assert {each["error"]["code"] for each in errors.values()} == {"batch_cancelled"}
@@ -189,7 +190,7 @@ async def test_expired_batch_keeps_finished_answers(harness: Harness) -> None:
     batch_id = await harness.submit(jsonl(line(n) for n in range(20)), window_s=600)
     await harness.plan()
     async with harness.working(ScriptedEngine(hold=asyncio.Event(), hold_after=7)):
-        await harness.until(lambda: completed_are(harness, batch_id, 7))
+        await until(lambda: completed_are(harness, batch_id, 7))
         assert await harness.expiry.run_once() == 0
         harness.clock.now += 601
         assert await harness.expiry.run_once() == 1

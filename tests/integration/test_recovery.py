@@ -27,6 +27,7 @@ from tests.integration.harness import (
     line,
     set_status,
 )
+from tests.waiting import kill, until
 
 pytestmark = pytest.mark.dialects
 
@@ -36,10 +37,9 @@ async def test_dead_worker_is_followed_and_nothing_answered_runs_again(harness: 
     await harness.plan()
     first = ScriptedEngine(hold=asyncio.Event(), hold_after=13)
     async with harness.working(first, "worker-a") as task:
-        await harness.until(lambda: completed_are(harness, batch_id, 13))
-        await harness.until(lambda: nothing_is_ready(harness))
-        task.cancel()  # a death: no drain, no lease given back
-        await asyncio.gather(task, return_exceptions=True)
+        await until(lambda: completed_are(harness, batch_id, 13))
+        await until(lambda: nothing_is_ready(harness))
+        await kill(task)  # no drain, no lease given back
     second = ScriptedEngine()
     async with harness.working(second, "worker-b"):
         await harness.reconciler.run_once()
@@ -63,7 +63,7 @@ async def test_clean_stop_gives_slices_back_at_once(harness: Harness) -> None:
     await harness.plan()
     first = ScriptedEngine(hold=asyncio.Event(), hold_after=13)
     async with harness.working(first, "worker-a"):
-        await harness.until(lambda: completed_are(harness, batch_id, 13))
+        await until(lambda: completed_are(harness, batch_id, 13))
     async with harness.database.read() as session:
         leased = (await session.scalars(select(Slice).where(Slice.status == SliceStatus.LEASED))).all()
     assert not leased
@@ -93,7 +93,7 @@ async def test_redis_wiped_in_the_middle_loses_nothing(harness: Harness) -> None
     hold = asyncio.Event()
     engine = ScriptedEngine(hold=hold, hold_after=5)
     async with harness.working(engine, in_flight=16):
-        await harness.until(lambda: completed_are(harness, batch_id, 5))
+        await until(lambda: completed_are(harness, batch_id, 5))
         await harness.redis.flushall()
         hold.set()
         [batch] = await harness.until_ended(batch_id)
@@ -126,7 +126,7 @@ async def test_answers_of_two_epochs_count_once(harness: Harness) -> None:
     batch_id = await harness.submit(jsonl(line(n) for n in range(3)))
     await harness.plan()
     async with harness.working(ScriptedEngine()):
-        await harness.until(lambda: all_slices_done(harness))
+        await until(lambda: all_slices_done(harness))
     shard = Shard(harness.storage, 1)
     found = [each async for each in shard.answers()]
     await shard.write(9, 0, [replace_usage(each) for each in found])
@@ -139,7 +139,7 @@ async def test_two_finalizers_end_a_batch_once(harness: Harness) -> None:
     batch_id = await harness.submit(jsonl(line(n) for n in range(9)))
     await harness.plan()
     async with harness.working(ScriptedEngine()):
-        await harness.until(lambda: all_slices_done(harness))
+        await until(lambda: all_slices_done(harness))
     await set_status(harness, batch_id, BatchStatus.FINALIZING)
     before = await harness.batch(batch_id)
     await asyncio.gather(*(harness.finalizer.finalize(before) for _ in range(4)))
@@ -211,7 +211,7 @@ async def test_slice_claimed_for_ended_batches_is_done_at_once(harness: Harness)
     await harness.sweeper.run_once()
     engine = ScriptedEngine()
     async with harness.working(engine):
-        await harness.until(lambda: all_slices_done(harness))
+        await until(lambda: all_slices_done(harness))
     assert not engine.runs
 
 
@@ -270,7 +270,7 @@ async def test_commit_of_unknown_outcome_deletes_nothing(harness: Harness, monke
     batch_id = await harness.submit(jsonl(line(n) for n in range(3)))
     await harness.plan()
     async with harness.working(ScriptedEngine()):
-        await harness.until(lambda: all_slices_done(harness))
+        await until(lambda: all_slices_done(harness))
     await set_status(harness, batch_id, BatchStatus.FINALIZING)
     before, finalizer = await harness.batch(batch_id), harness.finalizer
     write = harness.database.write

@@ -27,6 +27,7 @@ from tests.conftest import Clock
 from tests.integration.command import run, start
 from tests.integration.harness import Harness, ScriptedEngine, jsonl, line
 from tests.integration.serving import serve
+from tests.waiting import until
 
 
 @pytest.fixture
@@ -207,13 +208,15 @@ async def test_whoever_sits_at_the_terminal_is_asked(
     reader = asyncio.create_task(process.communicate())
     async with harness.working(ScriptedEngine()):
         os.set_blocking(keyboard, False)
-        async with asyncio.timeout(60):
-            while not reader.done():
-                await harness.plan()
-                await harness.finalizer.run_once()
-                await asyncio.sleep(0.02)
-                with suppress(BlockingIOError):
-                    os.read(keyboard, 65536)  # a terminal that nobody reads holds the command up
+
+        async def has_ended() -> bool:
+            await harness.plan()
+            await harness.finalizer.run_once()
+            with suppress(BlockingIOError):
+                os.read(keyboard, 65536)  # a terminal that nobody reads holds the command up
+            return reader.done()
+
+        await until(has_ended)
     assert process.returncode == 0
     batch_id = reader.result()[0].decode().strip()
     assert (await harness.batch(batch_id)).status == status
@@ -371,9 +374,9 @@ async def test_a_large_file_goes_in_parts(
 async def test_a_drained_worker_takes_nothing_until_it_is_resumed(harness: Harness, url: str) -> None:
     engine = ScriptedEngine()
     async with harness.working(engine, "worker-a"):
-        await harness.until(Heartbeat(harness.redis).alive)
+        await until(Heartbeat(harness.redis).alive)
         assert (await run(url, "workers", "drain", "worker-a"))[0] == 0
-        await harness.until(lambda: knows_that_it_is_drained(harness))
+        await until(lambda: knows_that_it_is_drained(harness))
         batch_id = await harness.submit(jsonl(line(n) for n in range(4)))
         await harness.plan()
         await asyncio.sleep(1.0)  # an undrained worker has taken it in a hundredth of that

@@ -11,6 +11,7 @@ from service.queue.leases import Lease, Leases
 from service.worker.feed import Feed
 from service.worker.slice_run import SliceRun
 from tests.integration.harness import Harness, ScriptedEngine, jsonl, line
+from tests.waiting import kill
 
 pytestmark = pytest.mark.dialects
 
@@ -57,8 +58,7 @@ async def one_life(harness: Harness, leases: Leases, killers: frozenset[str]) ->
         assert await leases.finish(lease, run.counts)
         return sizes, True
     await asyncio.sleep(0.05)  # what is answered is written; then the process ends
-    task.cancel()
-    await asyncio.gather(task, return_exceptions=True)
+    await kill(task)
     assert await harness.expire_leases() == 1
     return sizes, False
 

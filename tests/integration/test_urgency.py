@@ -13,6 +13,7 @@ from service.queue.counts import Counts
 from service.queue.leases import Leases
 from service.queue.urgency import Turns, urgent_at
 from tests.integration.harness import Harness, ScriptedEngine, jsonl, line
+from tests.waiting import until
 
 pytestmark = pytest.mark.dialects
 
@@ -96,11 +97,11 @@ async def test_an_urgent_slice_is_leased_while_the_engine_is_full(harness: Harne
     day = [await harness.submit(jsonl(line(n) for n in range(64)), DAY_S)]
     await harness.plan()
     async with harness.working(engine, in_flight=16):
-        await harness.until(lambda: are_in_flight(harness, engine, 16))
+        await until(lambda: are_in_flight(harness, engine, 16))
         soon = await harness.submit(jsonl(line(1000 + n) for n in range(4)), 600)
         await harness.plan()
 
-        await harness.until(lambda: are_in_flight(harness, engine, 4, first=1000))
+        await until(lambda: are_in_flight(harness, engine, 4, first=1000))
 
         assert sum(engine.runs.values()) < 64
         release.set()
@@ -114,7 +115,7 @@ async def test_slices_as_urgent_as_those_in_flight_wait_for_room(harness: Harnes
     batch = await harness.submit(jsonl(line(n) for n in range(64)), 600)
     await harness.plan()
     async with harness.working(engine, in_flight=16):
-        await harness.until(lambda: are_in_flight(harness, engine, 16))
+        await until(lambda: are_in_flight(harness, engine, 16))
         await asyncio.sleep(2.5)  # two looks at the next slice
 
         assert len(engine.runs) < 40
