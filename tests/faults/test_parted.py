@@ -78,9 +78,10 @@ async def test_a_machine_that_was_cut_off_writes_nothing_that_counts(
 
         two_machines[0].mend()
         await until("a is back", lambda: _is(alive(deployment), {"a", "b"}))
-        # They are long, because after many failures a looks every 10 s only.
-        again = await deployment.submit(MODEL, REQUESTS, 1.5)
+        deployment.hold()  # after many failures a looks every 10 s only, and b would answer all
+        again = await deployment.submit(MODEL, REQUESTS, 0.1)
         await until("a works again", lambda: held(deployment.database, "a"))
+        deployment.release()
         await until("the second batch is answered", lambda: deployment.has_ended(again))
         for each in (batch_id, again):
             assert await deployment.answers(each) == [str(number) for number in range(REQUESTS)]

@@ -51,9 +51,10 @@ async def test_a_machine_that_was_cut_off_is_replaced_and_comes_back(
         keeper = await stack.enter_async_context(
             kept(await deployment.keeper(cluster, deployment.spec(a={"max": 1}, b={"max": 1})))
         )
-        batches = [await deployment.submit("a", REQUESTS, 1.5)]
+        batches = [await deployment.submit("a", REQUESTS, 0.2)]
         await until("it runs", lambda: places(keeper) == {"a"})
         await until("it has answered some", lambda: deployment.storage.keys("shards"))
+        deployment.hold()  # so that the batch does not end before the machines are there
         (lost,) = keeper.members
         worker = psutil.Process(lost.engine.nodes[0].pid)
         stack.enter_context(join(second, ray.address, tmp_path / "log-second"))
@@ -62,6 +63,7 @@ async def test_a_machine_that_was_cut_off_is_replaced_and_comes_back(
         first.cut()
         await until("another machine runs it", lambda: runs_elsewhere(keeper, lost.engine.id))
         assert worker.is_running()
+        deployment.release()
         await until("the batch ends", lambda: deployment.has_ended(batches[0]))
         first.mend()
         await until("the worker that was cut off ends", lambda: not worker.is_running())
@@ -69,8 +71,10 @@ async def test_a_machine_that_was_cut_off_is_replaced_and_comes_back(
 
         stack.callback(join(first, ray.address, tmp_path / "log-again").close)
         await until("the machine is back", lambda: len(cluster.machines()) == 2)
-        batches += [await deployment.submit(model, REQUESTS, 1.0) for model in "ab"]
+        deployment.hold()
+        batches += [await deployment.submit(model, REQUESTS, 0.2) for model in "ab"]
         await until("both machines run", lambda: places(keeper) == {"a", "b"})
+        deployment.release()
         for each in batches:
             await until("every batch ends", lambda each=each: deployment.has_ended(each))
             assert await deployment.answers(each) == [str(number) for number in range(REQUESTS)]
