@@ -26,6 +26,14 @@ async def until(
         await asyncio.sleep(every_s)
 
 
+async def first_of(*events: asyncio.Event) -> None:
+    """Wait until one of the events is set."""
+    waits = [asyncio.create_task(each.wait()) for each in events]
+    await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+    for each in waits:
+        each.cancel()
+
+
 async def kill(task: asyncio.Task[Any]) -> None:
     """End a task as a death of its process would: without its own end."""
     while not task.done():

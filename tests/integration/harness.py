@@ -35,7 +35,7 @@ from service.worker.script import Rule, Script
 from service.worker.slice_run import Engine
 from tests.batches import CHAT, create_batch
 from tests.conftest import Clock
-from tests.waiting import until
+from tests.waiting import first_of, until
 
 
 class ScriptedEngine(scripted.ScriptedEngine):
@@ -67,10 +67,7 @@ class ScriptedEngine(scripted.ScriptedEngine):
 
     async def pause(self, rule: Rule, seconds: float, aborted: asyncio.Event) -> bool:
         if self.hold is not None and self.runs.total() > self.hold_after:
-            waits = [asyncio.create_task(each.wait()) for each in (self.hold, aborted)]
-            await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
-            for wait in waits:
-                wait.cancel()
+            await first_of(self.hold, aborted)
         return aborted.is_set() or await super().pause(rule, seconds, aborted)
 
 

@@ -1,5 +1,6 @@
 """Several workers of one model divide what is left by how fast each is, and every request runs once."""
 
+import asyncio
 from collections import Counter
 from collections.abc import AsyncGenerator
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -13,8 +14,9 @@ from benchmarks.paced import PacedEngine
 from service.db.tables import Batch, BatchStatus, Slice, SliceBatch
 from service.queue.crew import CrewBoard
 from service.queue.leases import Leases
+from service.worker.script import Rule
 from tests.integration.harness import Harness, jsonl, line
-from tests.waiting import until
+from tests.waiting import first_of, until
 
 pytestmark = pytest.mark.dialects
 
@@ -25,6 +27,18 @@ SLICES = 8
 
 def paced(seconds: float = 0.05) -> PacedEngine:
     return PacedEngine(AT_ONCE, lambda _: seconds)
+
+
+class HeldEngine(PacedEngine):
+    """Ends no request until a test lets it, so that it has what it took for as long as the machine needs."""
+
+    def __init__(self) -> None:
+        super().__init__(AT_ONCE, lambda _: 0.05)
+        self.released = asyncio.Event()
+
+    async def pause(self, rule: Rule, seconds: float, aborted: asyncio.Event) -> bool:
+        await first_of(self.released, aborted)
+        return await super().pause(rule, seconds, aborted)
 
 
 def answered(*engines: PacedEngine) -> list[int]:
@@ -85,16 +99,22 @@ async def has_slices(harness: Harness, worker: str) -> bool:
         )
 
 
+async def has_run(harness: Harness, engine: PacedEngine, requests: int) -> bool:
+    await harness.reconciler.run_once()
+    return engine.runs.total() >= requests
+
+
 async def test_a_worker_that_comes_late_is_handed_what_has_not_begun(harness: Harness) -> None:
-    engines = paced(1.0), paced(0.01)
+    engines = HeldEngine(), paced(0.01)
     batch_id = await harness.submit(jsonl(line(n) for n in range(64)))
     await harness.plan()
     async with harness.working(engines[0], "w0", IN_FLIGHT):
         await until(lambda: are_leased(harness, SLICES))  # all there is
         async with harness.working(engines[1], "w1", IN_FLIGHT):
+            await until(lambda: has_run(harness, engines[1], 20))
+            engines[0].released.set()
             [batch] = await harness.until_ended(batch_id)
     assert each_once(*engines)
-    assert answered(*engines)[1] >= 20
     assert len((await harness.results(batch))[0]) == 64
     async with harness.database.read() as session:
         parts = (await session.scalars(select(Slice).where(Slice.offsets.is_not(None)))).all()
@@ -120,7 +140,7 @@ async def test_what_was_handed_over_is_given_back_whole(harness: Harness) -> Non
 
 
 async def test_a_batch_that_ends_is_not_handed_over(harness: Harness) -> None:
-    engines = paced(0.5), paced(0.01)
+    engines = HeldEngine(), paced(0.01)
     batch_id = await harness.submit(jsonl(line(n) for n in range(64)))
     await harness.plan()
     original = Leases.hand_over
@@ -144,7 +164,7 @@ async def test_a_batch_that_ends_is_not_handed_over(harness: Harness) -> None:
 @pytest.mark.parametrize("commits", [True, False])
 async def test_a_hand_over_that_is_in_doubt_runs_each_request_once(harness: Harness, commits: bool) -> None:
     """The connection is lost at the commit, before or after the database has made it."""
-    engines = paced(0.5), paced(0.01)
+    engines = HeldEngine(), paced(0.01)
     batch_id = await harness.submit(jsonl(line(n) for n in range(64)))
     await harness.plan()
     original, times = Leases.hand_over, Counter[str]()
@@ -161,7 +181,8 @@ async def test_a_hand_over_that_is_in_doubt_runs_each_request_once(harness: Harn
         async with harness.working(engines[0], "w0", IN_FLIGHT):
             await until(lambda: are_leased(harness, SLICES))
             async with harness.working(engines[1], "w1", IN_FLIGHT):
+                await until(lambda: times["asked"])
+                engines[0].released.set()
                 [batch] = await harness.until_ended(batch_id)
-    assert times["asked"]
     assert each_once(*engines)
     assert len((await harness.results(batch))[0]) == 64
