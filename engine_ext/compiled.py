@@ -1,5 +1,6 @@
 """Compiles loops over arrays to machine code."""
 
+import fcntl
 import os
 import tempfile
 from collections.abc import Callable
@@ -84,6 +85,12 @@ class _Impl(CompileResultCacheImpl):
 
 class _Cache(FunctionCache):
     _impl_class = _Impl
+
+    def save_overload(self, sig: Any, data: Any) -> None:
+        """Save machine code, one process at a time: numba would let two signatures have one file."""
+        with suppress(OSError), (FOLDER / "saves").open("w") as lock:  # on a full disk too, each compiles for itself
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            super().save_overload(sig, data)
 
 
 def _compiled(function: Callable[Args, Result], nogil: bool) -> Callable[Args, Result]:

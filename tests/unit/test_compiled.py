@@ -56,6 +56,46 @@ def test_a_copy_in_another_folder_finds_what_was_compiled(tmp_path: Path) -> Non
     assert len(written[0]) == 2
 
 
+# Waits for the other process before it saves, and reads the index slowly. Numba alone gives both signatures one file.
+SAVES = """
+import sys, time
+from pathlib import Path
+import numpy as np
+from numba.core.caching import IndexDataCacheFile
+from engine_ext import compiled
+from engine_ext.plan.buckets import bucket_of
+
+save, load = compiled._Cache.save_overload, IndexDataCacheFile._load_index
+
+def save_together(*given):
+    Path(sys.argv[1]).touch()
+    end = time.monotonic() + 60
+    while time.monotonic() < end and len(list(Path().glob("int*"))) < 2:
+        time.sleep(0.01)
+    save(*given)
+
+def load_slowly(index):
+    found = load(index)
+    time.sleep(0.5)
+    return found
+
+compiled._Cache.save_overload, IndexDataCacheFile._load_index = save_together, load_slowly
+print(bucket_of(getattr(np, sys.argv[1])(20)))
+"""
+
+
+def test_two_processes_that_compile_at_once_do_not_mix_their_code(tmp_path: Path) -> None:
+    cache = tmp_path / "cache"
+    fresh = {**os.environ, "PYTHONPATH": str(ENGINE_EXT.parent), "NUMBA_CACHE_DIR": str(cache)}
+    processes = [
+        subprocess.Popen([sys.executable, "-c", SAVES, kind], cwd=tmp_path, env=fresh, stdout=subprocess.PIPE)
+        for kind in ("int32", "int64")
+    ]
+    assert len({each.communicate()[0] for each in processes}) == 1
+    assert [each.returncode for each in processes] == [0, 0]
+    assert len(list(cache.rglob("*.nbc"))) == 2
+
+
 def test_a_class_that_is_gone_does_no_harm(tmp_path: Path) -> None:
     """Numba's index names the classes of arguments, and cannot be read where one has another name since."""
     package = tmp_path / "engine_ext"
