@@ -6,10 +6,11 @@ RUN := $(VENV)/bin
 UV_VERSION := 0.13.8
 DATA ?= ../shared/data
 
-.PHONY: install install-dev demo unit test test-all check format lock openapi settings newest-sglang emulated colocate chaos conformance screenshots gpu clean
+.PHONY: install install-dev compiled demo unit test test-all slow check format lock openapi settings newest-sglang emulated colocate chaos conformance screenshots gpu clean
 
-install: $(VENV)/.installed
-install-dev: $(VENV)/.installed-dev
+install: $(VENV)/.installed $(VENV)/.compiled
+install-dev: $(VENV)/.installed-dev $(VENV)/.compiled
+compiled: $(VENV)/.compiled-simulator
 
 $(UV):
 	@./.ci/bootstrap-uv "$(PYTHON)" "$(VENV)" "$(UV_VERSION)"
@@ -18,13 +19,21 @@ $(VENV)/.installed: $(UV) requirements/engine.txt pyproject.toml
 	@echo "== 1 of 3: downloads about 9 GB, which takes longest, and installs it into $(VENV)"
 	VIRTUAL_ENV=$(VENV) $(UV) pip install --compile-bytecode --require-hashes -r requirements/engine.txt
 	VIRTUAL_ENV=$(VENV) $(UV) pip install --no-deps -e .
-	@echo "== 2 of 3: compiles the planner and the scan to machine code: one or two minutes, once"
 	$(RUN)/python -m compileall -q service engine_ext migrations
-	$(RUN)/python -m engine_ext.warm_up
 	@touch $@
 
 $(VENV)/.installed-dev: $(VENV)/.installed requirements/dev.txt
 	VIRTUAL_ENV=$(VENV) $(UV) pip install --compile-bytecode --require-hashes -r requirements/dev.txt
+	@touch $@
+
+LOOPS := $(wildcard engine_ext/*.py engine_ext/*/*.py)
+$(VENV)/.compiled: $(VENV)/.installed $(LOOPS)
+	@echo "== 2 of 3: compiles the planner and the scan to machine code: one or two minutes, once"
+	$(RUN)/python -m engine_ext.warm_up
+	@touch $@
+
+# For tests: one process compiles what several would compile at once
+$(VENV)/.compiled-simulator: $(VENV)/.compiled
 	$(RUN)/python -m engine_ext.warm_up simulator
 	@touch $@
 
@@ -33,33 +42,22 @@ demo: install
 	$(RUN)/batchweave demo $(if $(FILE),--file "$(FILE)") $(if $(KEEP),--keep) $(if $(ONLINE),--online)
 
 # Fast: no SGLang, no PostgreSQL, no Redis
-unit: install-dev
+unit: $(VENV)/.installed-dev compiled
 	$(RUN)/pytest -m "not slow" tests/unit
 
-# Engines and the whole service are tested two files at a time; the others wait more than they compute. `make -k` runs
-# the next part also after one that failed.
-ENGINES := tests/acceptance tests/engine tests/faults tests/fleet
-OTHERS := tests/unit tests/integration tests/hostile tests/dashboard tests/deploy
-.PHONY: test-engines test-others slow-engines slow-others
-test: test-others test-engines
-test-others: install-dev
-	$(RUN)/pytest -m "not slow" -n 4 $(OTHERS)
-test-engines: install-dev
-	$(RUN)/pytest -m "not slow" $(ENGINES)
+# Four files at a time, because many tests wait more than they compute. `make -k` runs the slow ones also if one failed.
+test: $(VENV)/.installed-dev compiled
+	$(RUN)/pytest -n 4 -m "not slow"
+slow: $(VENV)/.installed-dev compiled
+	$(RUN)/pytest -n 4 -m slow
+test-all: test slow
 
-# Everything
-test-all: test slow-others slow-engines
-slow-others: install-dev
-	$(RUN)/pytest -m slow -n 4 $(OTHERS)
-slow-engines: install-dev
-	$(RUN)/pytest -m slow $(ENGINES)
-
-check: install-dev
+check: $(VENV)/.installed-dev
 	$(RUN)/ruff check .
 	$(RUN)/ruff format --check .
 	$(RUN)/pyright
 
-format: install-dev
+format: $(VENV)/.installed-dev
 	$(RUN)/ruff check --fix .
 	$(RUN)/ruff format .
 

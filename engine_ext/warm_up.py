@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from zlib import crc32
 
@@ -33,7 +34,12 @@ from engine_ext.plan.window import Outputs, Shape, plan_window
 from engine_ext.scan.live import LiveScan
 from engine_ext.scan.replan import FEWEST
 from engine_ext.scan.state import StepCosts
+from engine_ext.simulate.arrivals import at_rate
+from engine_ext.simulate.colocate import POLICIES, run
+from engine_ext.simulate.measured import Settings
+from engine_ext.simulate.pair import POOLED, Pair, run_pair
 from engine_ext.simulate.policies import prepare, simulate
+from engine_ext.simulate.traffic import Traffic
 
 FORGET_S = 30 * 24 * 3600
 
@@ -176,6 +182,14 @@ def compile_simulator() -> None:
     cost = CostModel(preset("llama-3-8b"), Machine(hardware("h200")))
     for policy in ("fcfs", "blendserve", "batchweave"):
         simulate(prepare(prompts, np.full(count, 8, dtype=np.int64), cost, caps), model, policy)
+    arrivals = at_rate(np.arange(4.0), 1.0, 4.0, np.random.default_rng(0))
+    both = Prompts.of_segments([[(f"{k}", 16)] for k in range(count + len(arrivals))])
+    answers = np.full(count + len(arrivals), 8, dtype=np.int64)
+    beside = replace(model, clock=Clock.MIXED)
+    for policy in POLICIES:
+        run(Traffic.of(both, answers, caps, arrivals), cost, beside, policy, Settings(), SloClass())
+    for policy in POOLED:
+        run_pair(Pair.of(both, answers, caps, arrivals), cost, beside, policy, Settings(), SloClass())
 
 
 if __name__ == "__main__":
