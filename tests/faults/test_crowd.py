@@ -20,7 +20,7 @@ from tests.faults.deployment import CHAT, ENDED, forkserver
 from tests.faults.roles import Config
 from tests.integration.harness import demo_tokenizer
 
-CLIENTS, BATCHES = 50, 3
+CLIENTS, BATCHES = 50, 2
 
 
 @dataclass

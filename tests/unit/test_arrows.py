@@ -1,6 +1,8 @@
 """The rooms of `service` and `engine_ext`, which are their packages and single files, and who may import whom."""
 
 import ast
+import subprocess
+import sys
 from graphlib import TopologicalSorter
 from pathlib import Path
 
@@ -132,3 +134,22 @@ def test_only_settings_reads_the_environment() -> None:
         ):  # they hand it on, to children and to the shell
             assert "os.environ" not in path.read_text(), path
             assert "getenv" not in path.read_text(), path
+
+
+def loaded_after(program: str, *packages: str) -> set[str]:
+    """Return which of these packages a program that another interpreter runs has loaded at its end."""
+    names = f"print(*(name for name in {packages} if name in sys.modules))"
+    command = [sys.executable, "-c", f"import sys\n{program}\n{names}"]
+    ran = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True)
+    return set(ran.stdout.splitlines()[-1].split())
+
+
+@pytest.mark.slow
+def test_unit_tests_load_no_engine() -> None:
+    collect = "import pytest\npytest.main(['--collect-only', '-qq', '-n', '0', '-p', 'no:cacheprovider', 'tests/unit'])"
+    assert loaded_after(collect, "pytest", "sglang", "torch", "transformers", "ray") == {"pytest"}
+
+
+def test_a_worker_loads_no_simulator() -> None:
+    modules = ", ".join(f"service.worker.{file.stem}" for file in sources("service/worker"))
+    assert not loaded_after(f"import {modules}", "engine_ext.simulate", "sglang", "ray")
