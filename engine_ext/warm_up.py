@@ -182,7 +182,7 @@ def compile_simulator() -> None:
     cost = CostModel(preset("llama-3-8b"), Machine(hardware("h200")))
     for policy in ("fcfs", "blendserve", "batchweave"):
         simulate(prepare(prompts, np.full(count, 8, dtype=np.int64), cost, caps), model, policy)
-    arrivals = at_rate(np.arange(4.0), 1.0, 4.0, np.random.default_rng(0))
+    arrivals = at_rate(np.arange(4, dtype=np.float64), 1.0, 4.0, np.random.default_rng(0))
     both = Prompts.of_segments([[(f"{k}", 16)] for k in range(count + len(arrivals))])
     answers = np.full(count + len(arrivals), 8, dtype=np.int64)
     beside = replace(model, clock=Clock.MIXED)

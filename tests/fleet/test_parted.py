@@ -51,7 +51,7 @@ async def test_a_machine_that_was_cut_off_is_replaced_and_comes_back(
         keeper = await stack.enter_async_context(
             kept(await deployment.keeper(cluster, deployment.spec(a={"max": 1}, b={"max": 1})))
         )
-        batches = [await deployment.submit("a", REQUESTS, 0.2)]
+        batches = [await deployment.submit("a", REQUESTS, 1.0)]  # twelve seconds, of which the hold needs one
         await until("it runs", lambda: places(keeper) == {"a"})
         await until("it has answered some", lambda: deployment.storage.keys("shards"))
         deployment.hold()  # so that the batch does not end before the machines are there

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
+from sglang.srt.mem_cache.pool_host import base
 from sglang.srt.plugins.hook_registry import HookType
 
 _POOL = "sglang.srt.mem_cache.pool_host.mha.MHATokenToKVPoolHost"
@@ -10,7 +11,11 @@ _LAYOUTS = ("layer_first", "page_first")  # those in which SGLang has a view of 
 
 
 def create(original: Callable[..., None], pool: Any, *args: Any, **kwargs: Any) -> None:
-    """Create the pool in pageable memory: on a CPU, host and device memory are the same."""
+    """Create the pool in pageable memory: on a CPU, host and device memory are the same.
+
+    SGLang would leave 10 GB of the host's memory free, which is more than a small or a busy machine has.
+    """
+    base.HICACHE_HOST_MEMORY_RESERVE_BYTES = 0
     original(pool, *args, **{**kwargs, "pin_memory": False})
     if pool.layout not in _LAYOUTS:
         raise ValueError(f"on a CPU --hicache-mem-layout is one of {', '.join(_LAYOUTS)}, not {pool.layout}")
