@@ -45,11 +45,11 @@ demo: install
 unit: $(VENV)/.installed-dev compiled
 	$(RUN)/pytest -m "not slow" tests/unit
 
-# Four files at a time, because many tests wait more than they compute. `make -k` runs the slow ones also if one failed.
+# Three files at a time, because many tests wait more than they compute. `make -k` runs the slow ones also if one failed.
 test: $(VENV)/.installed-dev compiled
-	$(RUN)/pytest -n 4 -m "not slow"
+	$(RUN)/pytest -n 3 -m "not slow"
 slow: $(VENV)/.installed-dev compiled
-	$(RUN)/pytest -n 4 -m slow
+	$(RUN)/pytest -n 3 -m slow
 test-all: test slow
 
 check: $(VENV)/.installed-dev

@@ -146,6 +146,7 @@ engine.do(stay)
 """
 
 
+@pytest.mark.slow
 def test_an_engine_ends_with_the_process_that_started_it(tmp_path: Path) -> None:
     """Also when that one is killed while the engine works for it."""
     owner = subprocess.Popen([sys.executable, "-c", OWNER, str(tmp_path)], stdout=subprocess.PIPE, text=True)

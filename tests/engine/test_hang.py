@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import psutil
+import pytest
 
 from service.demo.model import ensure_demo_model
 from service.demo.prompts import corpus
@@ -32,6 +33,7 @@ asyncio.run(main())
 """
 
 
+@pytest.mark.slow
 def test_an_engine_that_hangs_is_killed_with_its_worker(tmp_path: Path) -> None:
     model = ensure_demo_model(tmp_path / "demo", corpus())
     command = [sys.executable, "-c", CODE, str(model)]

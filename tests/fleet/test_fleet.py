@@ -14,12 +14,11 @@ from service.fleet.engines import Engine
 from service.fleet.members import Phase
 from tests.fleet.deployment import MEMORY, Deployment, actors_of, kept, until
 
-pytestmark = pytest.mark.timeout(900)
+pytestmark = [pytest.mark.timeout(900), pytest.mark.slow]
 SHORT = 0.0005  # seconds of work by the cost model, of which these tests' requests have very little
 ALL = [str(number) for number in range(64)]
 
 
-@pytest.mark.slow
 async def test_engines_come_with_work_and_go_after_it(deployment: Deployment, cluster: RayCluster) -> None:
     """Sixteen GPUs, three models: one takes a whole machine, and the others share what is left."""
     spec = deployment.spec(a={"max": 8}, b={"gpus": 2, "max": 4}, c={"gpus": 8})
@@ -36,7 +35,6 @@ async def test_engines_come_with_work_and_go_after_it(deployment: Deployment, cl
     await until("all GPUs are free", lambda: all(each.gpus == each.free for each in cluster.machines().values()))
 
 
-@pytest.mark.slow
 async def test_a_lost_machine_is_replaced_and_no_line_with_it(
     deployment: Deployment, cluster: RayCluster, machines: Any
 ) -> None:
@@ -107,7 +105,6 @@ async def test_a_worker_that_dies_starts_again_in_its_place(deployment: Deployme
         assert after.nodes[0].exit == -signal.SIGKILL
 
 
-@pytest.mark.slow
 async def test_an_engine_that_does_not_start_frees_its_gpus(
     deployment: Deployment, cluster: RayCluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -127,7 +124,6 @@ async def test_an_engine_that_does_not_start_frees_its_gpus(
         assert await deployment.answers(batch) == ALL
 
 
-@pytest.mark.slow
 async def test_machines_of_one_engine_know_each_other(deployment: Deployment, cluster: RayCluster) -> None:
     async with kept(await deployment.keeper(cluster, deployment.spec(wide={"gpus": 8, "nodes": 2, "min": 1}))):
         await until("both machines run", lambda: _run(cluster, [8, 8]))
