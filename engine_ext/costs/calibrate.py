@@ -31,6 +31,7 @@ OPERATORS: Mapping[str, tuple[int, ...]] = {
 
 FEWEST_STEPS = 12
 FEWEST_OF_OPERATOR = 3
+ALIKE = 0.1  # of the logarithm of KV tokens, within which steps count as alike
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -139,8 +140,25 @@ class Calibration:
         )
 
 
+def typical(profile: Profile) -> tuple[Profile, NDArray[np.intp]]:
+    """Merge steps with the same tokens and nearly as much KV cache into one with the median of their seconds.
+
+    Single steps are late or early on a real clock, and the fit's relative errors would let a few that look too short
+    rule it. Returns also the row of `profile` that stands for each step.
+    """
+    kv = np.rint(np.log(np.maximum(profile.kv_tokens, 1.0)) / ALIKE).astype(np.int64)
+    keys = np.column_stack([profile.prefill_tokens, profile.quadratic, profile.decoding, kv])
+    _, group = np.unique(keys, axis=0, return_inverse=True)
+    order = np.lexsort((profile.seconds, group))
+    counts = np.bincount(group)
+    rows = np.sort(order[np.cumsum(counts) - counts + counts // 2])
+    columns = {each.name: getattr(profile, each.name) for each in dataclasses.fields(profile)}
+    merged = {name: None if column is None else column[rows] for name, column in columns.items()}
+    return Profile(**merged), rows  # pyright: ignore[reportArgumentType]
+
+
 def calibrate(profile: Profile, clock: Clock, interference: float = INTERFERENCE) -> Calibration:
-    """Fit the model to steps of an engine that runs by this clock, by least squares of relative errors.
+    """Fit the model to typical steps of an engine of this clock, by least squares of relative errors.
 
     Operators that were measured alone fix their parameters first; the other parameters, the overhead and the
     interference come from whole steps. Without overlap no step shows the interference, so the given value is kept.
@@ -149,6 +167,7 @@ def calibrate(profile: Profile, clock: Clock, interference: float = INTERFERENCE
     if not 0 <= interference <= 1:
         raise InputError(f"interference must be from 0 to 1, not {interference}")
     _at_least(FEWEST_STEPS, len(profile.seconds), "seconds")
+    profile, stand_for = typical(profile)
     overlapped = clock is Clock.OVERLAPPED
     fitted = np.zeros(len(PARAMETERS))
     fitted[HIDDEN] = interference
@@ -170,17 +189,18 @@ def calibrate(profile: Profile, clock: Clock, interference: float = INTERFERENCE
         weights_s=float(fitted[WEIGHTS]),
         overhead_s=float(fitted[OVERHEAD]),
         interference=float(fitted[HIDDEN]),
-        errors=_errors(profile, fitted, overlapped),
+        errors=_errors(profile, stand_for, fitted, overlapped),
     )
 
 
-def _errors(profile: Profile, fitted: Floats, overlapped: bool) -> dict[str, Misfit]:
+def _errors(profile: Profile, named: NDArray[np.intp], fitted: Floats, overlapped: bool) -> dict[str, Misfit]:
+    """Return the errors by kind of step; `named`: the row of the whole profile for each row of this one."""
     found: dict[str, Misfit] = {}
     for name in OPERATORS:
         steps, rows = profile.operator(name)
         if len(rows):
             alone = np.where(np.arange(len(fitted)) == OVERHEAD, 0.0, fitted)
-            found[name] = _misfit(relative(steps, alone, overlapped=False), rows)
+            found[name] = _misfit(relative(steps, alone, overlapped=False), named[rows])
     off = relative(profile.steps, fitted, overlapped)
     prefills, decodes = profile.prefill_tokens > 0, profile.decoding > 0
     kinds = {
@@ -191,7 +211,7 @@ def _errors(profile: Profile, fitted: Floats, overlapped: bool) -> dict[str, Mis
     }
     for kind, chosen in kinds.items():
         if np.any(chosen):
-            found[kind] = _misfit(off[chosen], np.flatnonzero(chosen))
+            found[kind] = _misfit(off[chosen], named[chosen])
     return found
 
 

@@ -99,10 +99,14 @@ def forward(original: Callable[..., Any], worker: Any, batch: Any, *args: Any, *
 
 
 def wait_for(result: Any) -> None:
-    """Wait until the device has run the step of this result, as reading its tokens from a GPU does."""
+    """Wait until the device has run the step of this result, as SGLang does before it reads the result's tokens."""
     ends_at = getattr(result, "batchweave_ends_at", None)
     if ends_at is not None:
         time.sleep(max(0.0, ends_at - time.perf_counter()))
+    elif getattr(result, "copy_done", None) is not None:
+        result.copy_done.synchronize()
+    elif gpu_is_present():  # without the overlap schedule
+        torch.cuda.current_stream().synchronize()
 
 
 def outlasts_launch() -> bool:

@@ -184,13 +184,15 @@ def run_batch(original: Callable[..., Any], scheduler: Any, batch: Any, *args: A
 
 
 def process_batch_result(original: Callable[..., Any], scheduler: Any, batch: Any, result: Any, *args: Any) -> Any:
-    """Note that a step has ended. On a GPU it still ran while the next one was launched, and this waits for it."""
-    lane = lane_of(batch)
-    emulated.wait_for(result)
+    """Note that a step has ended. On a GPU it still ran while the next one was launched, and this waits for it.
+
+    The time is taken before SGLang handles the results, which takes milliseconds in which the next step already runs.
+    """
+    if emulated.outlasts_launch():
+        emulated.wait_for(result)
+        books_of(scheduler).end(now(), lane_of(batch))
     found = original(scheduler, batch, result, *args)
     pulse_hooks.stepped(scheduler)
-    if emulated.outlasts_launch():
-        books_of(scheduler).end(now(), lane)
     return found
 
 
