@@ -29,6 +29,7 @@ from service.objects.storage import Storage
 from service.queue.connection import open_redis
 from service.settings import DEMO_MODEL, Settings
 from service.terminal import DataDirOption, said
+from service.worker import compilers
 
 CHECK_S = 10.0
 SKEW_S = 2.0  # between two clocks; leases last many times as long
@@ -209,6 +210,10 @@ async def _gpu(settings: Settings) -> Finding:
         return Finding(
             "gpu", "note", f"{names}, but SGLang is not installed", "Install it: pip install 'batchweave[engine]'"
         )
+    missing = compilers.show()
+    if missing:
+        todo = "SGLang compiles kernels at a worker's start: install them, or put them on PATH."
+        return Finding("gpu", "wrong", f"{names}, but there is no {', '.join(missing)}", todo)
     todo = "" if settings.gpu.endswith(".json") else "Measured costs improve plans: batchweave calibrate."
     return Finding("gpu", "ok", f"{names}; plans assume {settings.gpu}", todo)
 

@@ -7,6 +7,7 @@ from typing import Any
 from service.estimates.model_costs import measured_overlap, planning_costs
 from service.estimates.slo_file import read_slo_file
 from service.settings import Settings, source_of
+from service.worker import compilers
 from service.worker.nodes import Nodes
 from service.worker.script import read_script
 from service.worker.scripted import ScriptedEngine
@@ -27,6 +28,7 @@ def make_engine(
     from engine_ext.plugin import versions
 
     versions.check(settings.sglang)
+    compilers.show()
     from engine_ext.plugin.options import Emulation, Options, Overlap, Scheduling
     from engine_ext.plugin.worker.host import EngineHost
 
@@ -63,6 +65,16 @@ def with_adapters(settings: Settings, arguments: dict[str, Any]) -> dict[str, An
         {"lora_name": name, "lora_path": source_of(given), "pinned": False} for name, given in settings.adapters.items()
     ]
     return {**arguments, "enable_lora": True, "lora_paths": named}
+
+
+def overlap_to_measure(settings: Settings) -> str:
+    """Return the overlap under which a calibration measures: mixed chunks where they are possible, for their steps.
+
+    Not on a CPU, where SGLang's attention computes the prefixes of a mixed step again.
+    """
+    from engine_ext.plugin.platform_entry import gpu_is_present
+
+    return "mixed" if gpu_is_present() and "mixed" in possible_overlaps(settings) else "none"
 
 
 def possible_overlaps(settings: Settings) -> list[str]:

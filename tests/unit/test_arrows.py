@@ -131,6 +131,7 @@ def test_only_settings_reads_the_environment() -> None:
             "supervisor.py",
             "table.py",
             "node.py",
+            "compilers.py",
         ):  # they hand it on, to children and to the shell
             assert "os.environ" not in path.read_text(), path
             assert "getenv" not in path.read_text(), path
