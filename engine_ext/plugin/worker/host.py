@@ -31,7 +31,7 @@ from engine_ext.plugin.options import Options, Overlap, emulated_name
 from engine_ext.plugin.platform_entry import accelerator_memory, gpu_is_present, machine_name
 from engine_ext.plugin.pulse import Pulses, Watch
 from engine_ext.plugin.withdrawal import withdrawal_of
-from engine_ext.plugin.worker import guard, overlap
+from engine_ext.plugin.worker import guard, kernels, overlap
 from engine_ext.plugin.worker.answers import (
     Answer,
     Stream,
@@ -183,6 +183,8 @@ class EngineHost:
             missing = wanted - set(state["hooks"])
             if missing:
                 raise EngineStartError(f"SGLang started without these batchweave hooks: {sorted(missing)}")
+        if gpu_is_present() and not self._emulated and self._manager.is_generation:
+            await kernels.ask_for_each(self._engine)
         self._watch.start()
         # All that is loaded now stays. A full collection that looks through it stops a process for a third of a second.
         gc.collect()
