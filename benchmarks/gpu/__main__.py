@@ -57,7 +57,7 @@ def main() -> None:
     for attention in given.attention.split(","):
         if not options.calibration_path(given, attention).exists() and not run_engine("calibrate", given, attention):
             went_well = False
-            continue
+            print("not calibrated: the scan and the bounds take the datasheet's costs, and rows say so", flush=True)
         for overlap in (Overlap.MIXED, Overlap.NANO, Overlap.PDMUX):
             if not any(options.RUNS[policy].overlap is overlap for _, policy in options.missing(given, attention)):
                 continue

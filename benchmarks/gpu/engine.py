@@ -23,6 +23,7 @@ from engine_ext.plugin.platform_entry import accelerator_memory, gpu_is_present,
 from engine_ext.plugin.tuning import Tuning
 from engine_ext.plugin.worker.bench_engine import BenchEngine
 from engine_ext.plugin.worker.host import CPU_DEFAULTS
+from engine_ext.plugin.worker.overlap import against
 from service.estimates.model_costs import read_hardware, read_shape
 from service.settings import load_settings
 from service.worker.calibration import calibrated
@@ -52,7 +53,10 @@ def calibrate(given: Namespace, model: Path) -> None:
     output = options.calibration_path(given, given.attention)
     steps = output.with_suffix(".steps.jsonl")
     cost = CostModel(read_shape(str(model)), Machine(read_hardware(given.gpu)))
-    engine = BenchEngine.real(str(model), cost, Overlap.NONE, arguments(given), str(steps))
+    # Not on a CPU, where SGLang's attention computes the prefixes of a mixed step again.
+    mixes = gpu_is_present() and against(Overlap.MIXED, str(model), arguments(given)) is None
+    wanted = Overlap.MIXED if mixes else Overlap.NONE
+    engine = BenchEngine.real(str(model), cost, wanted, arguments(given), str(steps))
 
     async def main() -> None:
         async for part in engine.measure_steps(steps):
@@ -68,9 +72,9 @@ def calibrate(given: Namespace, model: Path) -> None:
 
 def compare(given: Namespace, model: Path, overlap: Overlap) -> None:
     """Do all runs of this engine that have no row yet, until the time is up."""
-    cost = CostModel(
-        read_shape(str(model)), Machine(read_hardware(str(options.calibration_path(given, given.attention))))
-    )
+    calibration = options.calibration_path(given, given.attention)
+    known = str(calibration) if calibration.exists() else given.gpu
+    cost = CostModel(read_shape(str(model)), Machine(read_hardware(known)))
     missing = [
         (mix, policy)
         for mix, policy in options.missing(given, given.attention)
@@ -107,6 +111,7 @@ def compare(given: Namespace, model: Path, overlap: Overlap) -> None:
                 "mix": mix,
                 "policy": policy,
                 **options.identity(given, given.attention),
+                "calibrated": calibration.exists(),
                 "date": datetime.now(UTC).isoformat(timespec="seconds"),
                 "requests": len(workload.prompts),
                 "seconds": found["wall_s"],

@@ -37,6 +37,8 @@ class Tuning:
     def numbers(self) -> dict[str, float]:
         values = {
             "policy": POLICIES.index(self.policy or "fcfs"),
+            # SGLang runs as it is: watching its requests as online ones takes up to milliseconds of each step.
+            "alone": int(self.policy is not None and not self.until_s),
             "chunk": self.chunk,
             "ratio": self.ratio,
             "mixed": int(self.mixed),

@@ -33,7 +33,7 @@ def calibrate(
     """
     from service.estimates.model_costs import read_shape
     from service.worker.calibration import calibrated, compare, measure
-    from service.worker.engine import make_engine, possible_overlaps
+    from service.worker.engine import make_engine, overlap_to_measure, possible_overlaps
 
     settings = settings_of(model=model)
     log_to(sys.stderr, logging.WARNING)
@@ -47,7 +47,8 @@ def calibrate(
         if steps is None:
             steps = output.with_suffix(".steps.jsonl")
             said.print("starting the engine")
-            engine = make_engine(settings.model_copy(update={"steps_file": steps, "overlap": "none"}))
+            told = {"steps_file": steps, "overlap": overlap_to_measure(settings)}
+            engine = make_engine(settings.model_copy(update=told))
             measured_on, memory_bytes = engine.machine, engine.memory_bytes
             try:
                 measure(engine, steps, said.print)

@@ -90,6 +90,7 @@ def test_the_scan_runs_in_sglang_as_the_simulator_says(emulated: Emulated, name:
     theirs = run(emulated, "fcfs", clock, prompts, outputs)
     search = Search(chunks=(CHUNK,), ratios=(RATIO,))
     expected = simulate(untold, model, "batchweave")
+    assert (theirs["scheduling"], ours["scheduling"]) == ("sglang", "dual-scan")  # nothing of ours slows it down
     expected_theirs = simulate(told, replace(model, computes_twice=True), "fcfs", search=search)
     total = sum(len(prompt) for prompt in prompts)
     possible = total - told.tree.distinct_tokens

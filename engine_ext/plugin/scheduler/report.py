@@ -9,6 +9,7 @@ from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 from engine_ext.plugin.options import Scheduling, handed_over
 from engine_ext.plugin.scheduler import arrivals, emulated, nano
 from engine_ext.plugin.scheduler.admission import Admission, admission_of, overlap_of
+from engine_ext.plugin.scheduler.fallback import is_alone
 from engine_ext.plugin.scheduler.steps import books_of
 
 
@@ -26,7 +27,7 @@ def report(result: Any, scheduler: Any, *_args: Any, **_kwargs: Any) -> Any:
         "kv_capacity": int(scheduler.max_total_num_tokens),
         "queued": len(scheduler.waiting_queue),
     }
-    if scheduling is Scheduling.DUAL_SCAN:
+    if scheduling is Scheduling.DUAL_SCAN or is_alone(scheduler):
         found |= _of_scan(admission_of(scheduler))
     if options:
         found |= books_of(scheduler).report()

@@ -48,6 +48,7 @@ def retune(original: Callable[..., Any], scheduler: Any, recv_req: Any) -> Any:
     limits = Limits(limit_s, price_s, bool(given["prompts_alone"]), int(given["prompt_tokens"]) or None)
     scheduler.batchweave_online = (slo,), limits
     scheduler.batchweave_admission = scheduler.batchweave_steps = None
+    scheduler.batchweave_alone = bool(given["alone"])
     scheduler.batchweave_arrivals = Arrivals(float(given["until_s"]))
     return SetInternalStateReqOutput(updated=True)
 

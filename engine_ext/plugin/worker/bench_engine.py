@@ -5,6 +5,7 @@ import json
 import os
 import time
 from collections.abc import AsyncIterator, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -30,11 +31,24 @@ FIRST = 100  # priority of online requests, where the batch's is 0
 
 
 class Arriving(NamedTuple):
-    """Describes an online request: when it comes, by the virtual clock, its token ids, and its output tokens."""
+    """Describes an online request: when it comes, its token ids, and its output tokens."""
 
     at_s: float
     prompt: list[int]
     output: int
+
+
+class Streamed(NamedTuple):
+    """Says when an online request came and got its tokens, in seconds since the run began, by its client's clock.
+
+    `gap_s` is the longest time between two of its tokens.
+    """
+
+    arrives_s: float
+    first_s: float
+    last_s: float
+    generated: int
+    gap_s: float
 
 
 class BenchEngine:
@@ -141,9 +155,9 @@ class BenchEngine:
     ) -> dict[str, Any]:
         """Run a batch, as `run` does, beside online requests; return what each side got (`scheduler/arrivals.py`).
 
-        `batch` holds the output tokens of the batch's requests, in their order, when `until_s` is over. The device has
-        a virtual clock; the run ends when all online requests have, and not before `until_s`. What is left of the batch
-        is aborted then. Raises EngineError if the batch ends before.
+        They come by the device's virtual clock. `batch` holds the output tokens of the batch's requests, in their
+        order, when `until_s` is over. The run ends when all online requests have, and not before `until_s`. What is
+        left of the batch is aborted then. Raises EngineError if the batch ends before.
         """
         await self._begin(tuning)
         batch = await self._send_batch(tuning, prompts, outputs)
@@ -166,6 +180,46 @@ class BenchEngine:
         await asyncio.gather(*batch, return_exceptions=True)
         generated = [state["batch"].get(f"bench-{number}", 0) for number in range(len(prompts))]
         return state | {"batch": generated, "wall_s": time.perf_counter() - started}
+
+    async def run_live(
+        self,
+        tuning: Tuning,
+        prompts: Sequence[list[int]],
+        outputs: Sequence[int],
+        online: Sequence[Arriving],
+        seconds: float,
+    ) -> dict[str, Any]:
+        """Run a batch in real time, for so many seconds at least, beside online requests that are streamed to clients.
+
+        Returns the scheduler's figures with `online`, one Streamed for each request, and `batch_tokens`: the output
+        tokens of the batch that decodes brought until then. What is left of the batch is aborted. Raises EngineError if
+        the batch ends before.
+        """
+        await self._begin(tuning)
+        batch = await self._send_batch(tuning, prompts, outputs)
+        first = {"priority": FIRST} if tuning.policy == PRIORITY else {}
+        await self._until_waiting(len(prompts), batch)
+        began = time.perf_counter()
+        await self._manager._async_dispatch_to_scheduler(ContinueGenerationReqInput())
+        streams = [self._stream(f"online-{number}", each, began, first) for number, each in enumerate(online)]
+        streamed = await asyncio.gather(*streams)
+        await asyncio.sleep(began + seconds - time.perf_counter())
+        if batch and all(task.done() for task in batch):
+            raise EngineError("the batch ended before its time; give it more requests")
+        found = await self.state()
+        wall_s = time.perf_counter() - began
+        self._manager.abort_request(abort_all=True)
+        await asyncio.gather(*batch, return_exceptions=True)
+        batch_tokens = found["output_tokens"] - sum(each.generated - 1 for each in streamed)
+        return found | {"online": streamed, "batch_tokens": batch_tokens, "wall_s": wall_s}
+
+    async def _stream(self, rid: str, online: Arriving, began: float, how: dict[str, Any]) -> Streamed:
+        await asyncio.sleep(began + online.at_s - time.perf_counter())
+        arrives_s, times = time.perf_counter() - began, list[float]()
+        async for _ in await self._generate(rid, online.prompt, online.output, None, {**how, "stream": True}):
+            times.append(time.perf_counter() - began)
+        gap_s = max((after - before for before, after in pairwise(times)), default=0.0)
+        return Streamed(arrives_s, times[0], times[-1], online.output, gap_s)
 
     async def _begin(self, tuning: Tuning) -> None:
         """Set how the next run is scheduled, and let it wait until all requests are there."""
