@@ -9,12 +9,10 @@ import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 from redis.asyncio import Redis
 
 from benchmarks.paced import PacedEngine
-from engine_ext.plugin.worker.answers import Answer
 from service.cli.start import log_to, run_role
 from service.db.clock import SharedClock
 from service.db.models import register_model
@@ -22,6 +20,7 @@ from service.db.sessions import Database
 from service.objects.storage import Storage
 from service.settings import load_settings
 from service.worker.loop import Worker
+from service.worker.script import Rule
 
 AT_ONCE = 8
 
@@ -33,10 +32,10 @@ class HeldEngine(PacedEngine):
         super().__init__(AT_ONCE, seconds)
         self._hold = hold
 
-    async def run(self, *request: Any, **about: Any) -> Answer:
-        while self._hold.exists():
+    async def pause(self, rule: Rule, seconds: float, aborted: asyncio.Event) -> bool:
+        while self._hold.exists() and not aborted.is_set():
             await asyncio.sleep(0.1)
-        return await super().run(*request, **about)
+        return await super().pause(rule, seconds, aborted)
 
 
 def main() -> None:
