@@ -23,7 +23,7 @@ from engine_ext.plugin.platform_entry import accelerator_memory, gpu_is_present,
 from engine_ext.plugin.tuning import Tuning
 from engine_ext.plugin.worker.bench_engine import BenchEngine
 from engine_ext.plugin.worker.host import CPU_DEFAULTS
-from engine_ext.plugin.worker.overlap import against
+from engine_ext.plugin.worker.overlap import choose
 from service.estimates.model_costs import read_hardware, read_shape
 from service.settings import load_settings
 from service.worker.calibration import calibrated
@@ -53,9 +53,7 @@ def calibrate(given: Namespace, model: Path) -> None:
     output = options.calibration_path(given, given.attention)
     steps = output.with_suffix(".steps.jsonl")
     cost = CostModel(read_shape(str(model)), Machine(read_hardware(given.gpu)))
-    # Not on a CPU, where SGLang's attention computes the prefixes of a mixed step again.
-    mixes = gpu_is_present() and against(Overlap.MIXED, str(model), arguments(given)) is None
-    wanted = Overlap.MIXED if mixes else Overlap.NONE
+    wanted = choose(None, str(model), arguments(given))  # mixed chunks on a GPU, so that there are mixed steps
     engine = BenchEngine.real(str(model), cost, wanted, arguments(given), str(steps))
 
     async def main() -> None:

@@ -210,7 +210,7 @@ async def _gpu(settings: Settings) -> Finding:
         return Finding(
             "gpu", "note", f"{names}, but SGLang is not installed", "Install it: pip install 'batchweave[engine]'"
         )
-    missing = compilers.show()
+    missing = compilers.put_on_path()
     if missing:
         todo = "SGLang compiles kernels at a worker's start: install them, or put them on PATH."
         return Finding("gpu", "wrong", f"{names}, but there is no {', '.join(missing)}", todo)

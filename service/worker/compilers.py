@@ -20,7 +20,9 @@ def _folders() -> list[Path]:
     return [Path(sys.executable).parent, *(nvcc.parent for each in of_cuda for nvcc in sorted(each.glob("*/bin/nvcc")))]
 
 
-def show(environment: MutableMapping[str, str] = os.environ, folders: Callable[[], list[Path]] = _folders) -> list[str]:
+def put_on_path(
+    environment: MutableMapping[str, str] = os.environ, folders: Callable[[], list[Path]] = _folders
+) -> list[str]:
     """Put on PATH, behind all else, what it lacks and this environment has; return the names of those that are missing.
 
     CUDA_HOME is set with nvcc, unless it is set already.

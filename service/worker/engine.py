@@ -28,7 +28,7 @@ def make_engine(
     from engine_ext.plugin import versions
 
     versions.check(settings.sglang)
-    compilers.show()
+    compilers.put_on_path()
     from engine_ext.plugin.options import Emulation, Options, Overlap, Scheduling
     from engine_ext.plugin.worker.host import EngineHost
 
@@ -68,13 +68,10 @@ def with_adapters(settings: Settings, arguments: dict[str, Any]) -> dict[str, An
 
 
 def overlap_to_measure(settings: Settings) -> str:
-    """Return the overlap under which a calibration measures: mixed chunks where they are possible, for their steps.
+    """Return the overlap under which a calibration measures: mixed chunks on a GPU, so that it has mixed steps."""
+    from engine_ext.plugin.worker.overlap import choose
 
-    Not on a CPU, where SGLang's attention computes the prefixes of a mixed step again.
-    """
-    from engine_ext.plugin.platform_entry import gpu_is_present
-
-    return "mixed" if gpu_is_present() and "mixed" in possible_overlaps(settings) else "none"
+    return choose(None, settings.model_source, with_adapters(settings, settings.engine_args)).value
 
 
 def possible_overlaps(settings: Settings) -> list[str]:
