@@ -58,11 +58,7 @@ class Real:
         self._steps.unlink(missing_ok=True)
         found, seen = self.engine.do(run_watched, Tuning(policy, CHUNK, mixed=mixed), requests)
         steps = [json.loads(line) for line in self._steps.read_text().splitlines()]
-        return found | {
-            "seen": seen,
-            "steps": steps,
-            "order": [int(rid.split("-")[1]) for rid in found["recent_ids"]],
-        }
+        return found | {"seen": seen, "steps": steps, "order": [int(rid.split("-")[1]) for rid in found["recent_ids"]]}
 
     def of_sglang(self, workload: Any) -> dict[str, Any]:
         return self._once("fcfs", workload, mixed=False)

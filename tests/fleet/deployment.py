@@ -203,6 +203,7 @@ def actors_of(machines: Any) -> list[psutil.Process]:
 
 
 async def until(what: str, holds: Callable[[], Any], limit_s: float = LIMIT_S) -> float:
+    """Wait as `waiting.until` does, and look ten times a second only: Ray's processes need the machine."""
     return await waiting.until(holds, what, limit_s, every_s=0.1)
 
 

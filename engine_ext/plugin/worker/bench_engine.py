@@ -216,10 +216,12 @@ class BenchEngine:
     async def _stream(self, rid: str, online: Arriving, began: float, how: dict[str, Any]) -> Streamed:
         await asyncio.sleep(began + online.at_s - time.perf_counter())
         arrives_s, times = time.perf_counter() - began, list[float]()
-        async for _ in await self._generate(rid, online.prompt, online.output, None, {**how, "stream": True}):
+        generated = 0
+        async for chunk in await self._generate(rid, online.prompt, online.output, None, {**how, "stream": True}):
             times.append(time.perf_counter() - began)
+            generated = int(chunk["meta_info"]["completion_tokens"])
         gap_s = max((after - before for before, after in pairwise(times)), default=0.0)
-        return Streamed(arrives_s, times[0], times[-1], online.output, gap_s)
+        return Streamed(arrives_s, times[0], times[-1], generated, gap_s)
 
     async def _begin(self, tuning: Tuning) -> None:
         """Set how the next run is scheduled, and let it wait until all requests are there."""
