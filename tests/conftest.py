@@ -7,7 +7,6 @@ import signal
 import subprocess
 import time
 from collections.abc import AsyncGenerator, Generator
-from contextlib import suppress
 from dataclasses import dataclass
 from io import StringIO
 from pathlib import Path
@@ -28,6 +27,8 @@ from service.objects.storage import Storage
 from service.settings import Settings, load_settings
 from service.up.embedded_redis import server_command
 from tests.faults.machines import Machine, machines
+from tests.scheduling import pytest_testnodedown as pytest_testnodedown  # hooks, which pytest finds here
+from tests.scheduling import pytest_xdist_make_scheduler as pytest_xdist_make_scheduler
 
 # The first call of a compiled function takes as long as compiling it.
 hypothesis_settings.register_profile("untimed", deadline=None)
@@ -204,14 +205,6 @@ def settings(tmp_path: Path, database_url: str, redis_url: str) -> Settings:
 @pytest.fixture
 def storage(settings: Settings) -> Storage:
     return Storage.open(settings.storage)
-
-
-@pytest.hookimpl(optionalhook=True)
-def pytest_testnodedown(node: Any, error: object) -> None:
-    """Say how a process of pytest-xdist ended that died; a signal is negative."""
-    if error is not None:
-        with suppress(AttributeError, subprocess.TimeoutExpired):
-            print(f"\nthe process of {node.gateway.id} ended with {node.gateway._io.popen.wait(10)}", flush=True)
 
 
 @pytest.fixture
