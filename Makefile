@@ -93,9 +93,10 @@ conformance: install-dev
 screenshots: install-dev
 	$(RUN)/python -m tests.dashboard.screenshots
 
-# Run on a machine with a GPU; docs/gpu.md says how to do so without a network
+# Compare with SGLang on this machine's GPU: DATA=folder, or FILE=requests.jsonl MODEL=model [PRICE=dollars an hour].
+# docs/gpu.md has more, and how to do so without a network
 gpu: install-dev
-	$(RUN)/python -m benchmarks.gpu $(DATA)
+	$(RUN)/python -m benchmarks.gpu $(if $(FILE),--file "$(FILE)" --model "$(MODEL)" $(if $(PRICE),--price $(PRICE)),$(DATA))
 
 # No uv.lock: it would record the hosts of one person's package registry.
 lock: $(UV)

@@ -8,7 +8,6 @@ an engine's start.
 import asyncio
 import multiprocessing
 import os
-import select
 import signal
 import sys
 import threading
@@ -20,6 +19,8 @@ from pathlib import Path
 from typing import Any, Concatenate, Generic, ParamSpec, Protocol, Self, TypeVar
 
 import cloudpickle
+
+from benchmarks.owner import end_with
 
 CLOSE_S = 60.0  # for an engine's own end, after which it is killed
 TAIL = 4000  # characters of a log that an error shows
@@ -152,7 +153,7 @@ def _serve(pipe: Connection, owner: int, log: str, environment: dict[str, str]) 
         del os.environ[name]
     # Only what differs: SGLang's names of processes are written where the first environment lies.
     os.environ.update({name: value for name, value in environment.items() if os.environ.get(name) != value})
-    threading.Thread(target=_end_with, args=(owner,), daemon=True).start()
+    threading.Thread(target=end_with, args=(owner,), daemon=True).start()
     loop = asyncio.new_event_loop()
     asyncio.set_event_loop(loop)
     make, _, _ = cloudpickle.loads(pipe.recv_bytes())
@@ -202,12 +203,3 @@ def _as_bytes(error: BaseException) -> bytes:
     except Exception:  # some errors cannot be made from their parts
         answer = cloudpickle.dumps((RuntimeError(described), None))
     return answer
-
-
-def _end_with(owner: int) -> None:
-    """Kill this session when the process that started it ends, however it ends."""
-    with suppress(ProcessLookupError):
-        watched = select.poll()
-        watched.register(os.pidfd_open(owner), select.POLLIN)
-        watched.poll()
-    os.killpg(0, signal.SIGKILL)

@@ -25,7 +25,7 @@ from engine_ext.costs.engine_model import Clock
 from engine_ext.plugin.options import Overlap
 from engine_ext.plugin.tuning import Tuning
 from engine_ext.plugin.worker.bench_engine import BenchEngine
-from engine_ext.plugin.worker.host import CPU_DEFAULTS
+from engine_ext.plugin.worker.cpu_defaults import CPU_DEFAULTS
 from service.demo.model import ensure_demo_model
 from service.demo.prompts import corpus
 from service.estimates.model_costs import planning_costs

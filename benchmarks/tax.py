@@ -41,7 +41,7 @@ def start(model: str, scheduling: str | None) -> Any:
     from sglang.srt.entrypoints.engine import Engine
 
     from engine_ext.plugin.options import VARIABLE, Options, Scheduling
-    from engine_ext.plugin.worker.host import CPU_DEFAULTS
+    from engine_ext.plugin.worker.cpu_defaults import CPU_DEFAULTS
 
     os.environ.pop(VARIABLE, None)
     if scheduling is not None:

@@ -42,7 +42,7 @@ def draw(rows: list[dict[str, Any]], beside: Path) -> list[Path]:
 def name_of(row: dict[str, Any]) -> str:
     """Return the name of a row's comparison; rows of the same name may be compared."""
     more = json.dumps(row["engine_args"]) if row["engine_args"] else ""
-    words = [row["mix"], f"x{row['scale']:g}", row["model"], row["attention"], row["machine"], more]
+    words = [row["mix"], Path(row["model"]).name, row["attention"], row["machine"], more]
     return re.sub(r"[^A-Za-z0-9.]+", "-", " ".join(words)).strip("-")
 
 
@@ -50,31 +50,20 @@ def table(rows: list[dict[str, Any]]) -> str:
     """Return a Markdown table; its last column compares with SGLang's fastest policy on the workload."""
     best: dict[str, float] = {}
     for row in rows:
-        if not row["policy"].startswith("batchweave"):
-            best[name_of(row)] = min(best.get(name_of(row), row["seconds"]), row["seconds"])
+        if row["complete"] and not row["policy"].startswith("batchweave"):
+            best[name_of(row)] = max(best.get(name_of(row), 0.0), row["tokens_per_s"])
     lines = [
-        "| workload | policy | seconds | tokens/s | of the bound | sharing | retracted | over SGLang's best |",
-        "|---|---|---|---|---|---|---|---|",
+        "| workload | policy | seconds | tokens/s | output/s | of the bound | sharing | $/M tokens | over SGLang |",
+        "|---|---|---|---|---|---|---|---|---|",
     ]
-    for row in sorted(rows, key=lambda row: (name_of(row), row["seconds"])):
-        theirs = best.get(name_of(row))
-        gain = "" if theirs is None else f"{theirs / row['seconds']:.2f}"
+    for row in sorted(rows, key=lambda row: (name_of(row), -row["tokens_per_s"])):
+        theirs, share, dollars = best.get(name_of(row)), row["share_of_practical"], row["dollars_per_million"]
+        is_whole = row["complete"]
         lines.append(
-            f"| {name_of(row)} | {row['policy']} | {row['seconds']:.1f} "
-            f"| {row['tokens_per_s']:,.0f} | {row['share_of_practical']:.3f} | {row['sharing']:.3f} "
-            f"| {row['retractions']} | {gain} |"
+            f"| {name_of(row)} | {row['policy']} | {row['seconds']:.1f}{'' if is_whole else ', not complete'} "
+            f"| {row['tokens_per_s']:,.0f} | {row['output_tokens_per_s']:,.0f} "
+            f"| {'' if share is None else f'{share:.3f}'} | {row['sharing']:.3f} "
+            f"| {'' if dollars is None else f'{dollars:.4f}'} "
+            f"| {'' if theirs is None or not is_whole else format(row['tokens_per_s'] / theirs, '.2f')} |"
         )
     return "\n".join(lines)
-
-
-def read(path: Path) -> list[dict[str, Any]]:
-    """Return the rows, without a last one that was cut off; its run is repeated."""
-    rows: list[dict[str, Any]] = []
-    lines = path.read_text().splitlines() if path.exists() else []
-    for number, line in enumerate(lines, 1):
-        try:
-            rows.append(json.loads(line))
-        except ValueError:
-            if number < len(lines):
-                raise SystemExit(f"{path}, line {number}: not valid JSON; delete the line") from None
-    return rows

@@ -52,6 +52,7 @@ class Options:
     may be beside them, where that was profiled. `emulated`: a device replaces the forward pass; its name is in every
     report and answer. `steps_file`: where the scheduler writes what each step did and took, up to 100,000 steps.
     `retunes`: the engine's owner may change how it schedules between two runs, as benchmarks do (`plugin/tuning.py`).
+    `sm_margin`: the SMs that the attention of nano-batches leaves to the GEMM beside it, where FA3 computes it.
     `pulses`: memory into which the scheduler writes that it is alive (`plugin/pulse.py`).
     """
 
@@ -62,6 +63,7 @@ class Options:
     retunes: bool = False
     steps_file: str | None = None
     pulses: str | None = None
+    sm_margin: int = 0
     online: SloClasses = CLASSES
     sheds: bool = False
     limits: Limits = NO_LIMITS

@@ -3,11 +3,13 @@
 from dataclasses import dataclass
 
 from engine_ext.costs.engine_model import Clock
+from engine_ext.costs.hardware import MEASURED, Hardware
 
 PRIORITY = "priority"  # fcfs with --enable-priority-scheduling
 POLICIES = ("fcfs", "lpm", "dfs-weight", PRIORITY)
 MOST_TOKENS = 8192  # in one step
 MARK = "batchweave_"
+FLOPS = "flops_"
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,7 +20,8 @@ class Tuning:
     largest step. `mixed`: decodes ride in prefill chunks. `clock`: the clock of an emulated device, which then decides
     whether decodes ride. `ttft_s` and `tpot_s` bound the tokens of online requests; `limit_s`, `price_s` and
     `prompt_tokens` the steps beside them, 0 for no limit; `prompts_alone` leaves batches out of steps with online
-    prompts. `until_s`: for how long online requests arrive on a virtual clock; 0 for none.
+    prompts. `until_s`: for how long online requests arrive on a virtual clock; 0 for none. `measured`: by whose costs
+    to plan; None for those of the run before.
     """
 
     policy: str | None = None
@@ -33,9 +36,10 @@ class Tuning:
     prompts_alone: bool = False
     prompt_tokens: int = 0
     until_s: float = 0.0
+    measured: Hardware | None = None
 
     def numbers(self) -> dict[str, float]:
-        values = {
+        values: dict[str, float] = {
             "policy": POLICIES.index(self.policy or "fcfs"),
             # SGLang runs as it is: watching its requests as online ones takes up to milliseconds of each step.
             "alone": int(self.policy is not None and not self.until_s),
@@ -51,4 +55,7 @@ class Tuning:
             "prompt_tokens": self.prompt_tokens,
             "until_s": self.until_s,
         }
+        if self.measured is not None:
+            values |= {name: getattr(self.measured, name) or 0.0 for name in ("bandwidth", *MEASURED)}
+            values |= {FLOPS + dtype: flops for dtype, flops in self.measured.flops.items()}
         return {MARK + name: value for name, value in values.items()}

@@ -52,7 +52,7 @@ def running_engine(
 
 def _make_bench(model: str, overlap: "Overlap", arguments: dict[str, Any], steps_file: str | None) -> "BenchEngine":
     from engine_ext.plugin.worker.bench_engine import BenchEngine
-    from engine_ext.plugin.worker.host import CPU_DEFAULTS
+    from engine_ext.plugin.worker.cpu_defaults import CPU_DEFAULTS
 
     return BenchEngine.real(model, planning_costs(model, "h200", 1), overlap, CPU_DEFAULTS | arguments, steps_file)
 

@@ -17,7 +17,7 @@ from engine_ext.costs.model_shape import preset
 from engine_ext.plugin.options import Emulation, Options, Overlap
 from engine_ext.plugin.tuning import PRIORITY, Tuning
 from engine_ext.plugin.worker.bench_engine import Arriving, BenchEngine
-from engine_ext.plugin.worker.host import CPU_DEFAULTS
+from engine_ext.plugin.worker.cpu_defaults import CPU_DEFAULTS
 from service.workloads.fitting import fit
 
 SLOWER = 3.0  # than an H100: this CPU also does what a GPU's host does on cores of its own

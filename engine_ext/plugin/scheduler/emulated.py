@@ -28,7 +28,7 @@ class Device:
     """The clock of one scheduler process, and what it has computed."""
 
     def __init__(self, cost: CostModel, clock: Clock, lasts: bool) -> None:
-        self.machine, self.clock, self.lasts = cost.machine, clock, lasts
+        self.cost, self.clock, self.lasts = cost, clock, lasts
         self.model = EngineModel.of(cost, clock).numbers
         self.steps = 0
         self.prompt_tokens = 0
@@ -55,7 +55,7 @@ class Device:
 
     @property
     def name(self) -> str:
-        return f"{emulated_name(self.machine)}, {self.clock.name.lower()} clock"
+        return f"{emulated_name(self.cost.machine)}, {self.clock.name.lower()} clock"
 
 
 _device: Device | None = None

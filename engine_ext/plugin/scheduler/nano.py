@@ -6,10 +6,12 @@ stream, and the other half has its turn. This was seen to give equal answers on 
 """
 
 import logging
-from collections.abc import Callable, Sequence
+import sys
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager
 from contextvars import copy_context
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import partial, wraps
 from typing import Any
 
 import numpy as np
@@ -64,12 +66,36 @@ class HalfBackend:
         gemms = torch.cuda.current_stream()
         self.stream.wait_stream(gemms)
         # What the attention allocates is used again only by a later one, which waits for the GEMMs before it.
-        with torch.cuda.stream(self.stream):
+        with torch.cuda.stream(self.stream), _leaving_sms():
             found = self.backend.forward(*args, **kwargs)
         done = self.stream.record_event()
         _give_turn()
         gemms.wait_event(done)
         return found
+
+
+_margin = 0  # SMs that FA3 leaves free, in the attention of a half only
+
+
+@contextmanager
+def _leaving_sms() -> Generator[None]:
+    global _margin
+    options = handed_over()
+    _margin = options.sm_margin if options else 0
+    try:
+        yield
+    finally:
+        _margin = 0
+
+
+def _with_margin(attention: Callable[..., Any]) -> Callable[..., Any]:
+    """Pass `sm_margin` to FA3, whose persistent blocks would fill every SM, so that no GEMM could run beside them."""
+
+    @wraps(attention)
+    def found(*args: Any, **kwargs: Any) -> Any:
+        return attention(*args, **kwargs, sm_margin=_margin) if _margin else attention(*args, **kwargs)
+
+    return found
 
 
 def _give_turn() -> None:
@@ -113,6 +139,12 @@ def prepare(result: Any, runner: Any, *_args: Any, **_kwargs: Any) -> Any:
     """Give the model an attention backend for each half, because a backend knows one batch at a time."""
     stream = torch.cuda.Stream() if torch.cuda.is_available() and runner.device == "cuda" else None
     backends = [HalfBackend(runner._get_attention_backend(), stream) for _ in range(2)]
+    options = handed_over()
+    if options is not None and options.sm_margin:
+        module = sys.modules[type(backends[0].backend).__module__]  # which calls FA3 by these names
+        for name in ("flash_attn_with_kvcache", "flash_attn_varlen_func"):
+            if hasattr(module, name):
+                setattr(module, name, _with_margin(getattr(module, name)))
     runner.model.model.batchweave_halves = backends
     return result
 

@@ -4,7 +4,8 @@ Only an engine that was started with `Options.retunes` accepts this: benchmarks 
 engine. SGLang's set_internal_state carries the values, which must be numbers.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 from sglang.srt.environ import envs
@@ -13,11 +14,13 @@ from sglang.srt.plugins.hook_registry import HookType
 
 from engine_ext.coserve.limit import Limits
 from engine_ext.coserve.slo import DEFAULT, SloClass
+from engine_ext.costs.cost import CostModel
 from engine_ext.costs.engine_model import Clock
-from engine_ext.plugin.options import Emulation, handed_over
+from engine_ext.costs.hardware import MEASURED
+from engine_ext.plugin.options import handed_over
 from engine_ext.plugin.scheduler import emulated
 from engine_ext.plugin.scheduler.arrivals import Arrivals
-from engine_ext.plugin.tuning import MARK, POLICIES, PRIORITY
+from engine_ext.plugin.tuning import FLOPS, MARK, POLICIES, PRIORITY
 
 
 def retune(original: Callable[..., Any], scheduler: Any, recv_req: Any) -> Any:
@@ -27,10 +30,13 @@ def retune(original: Callable[..., Any], scheduler: Any, recv_req: Any) -> Any:
         return original(scheduler, recv_req)
     options = handed_over()
     assert options is not None
+    device = emulated.device_here()
+    if "bandwidth" in given:
+        replace(options, cost=_measured(options.cost, given)).hand_over()
     scheduler.is_mixed_chunk = bool(given["mixed"])
-    if options.emulated:
+    if device is not None:
         clock = Clock(int(given["clock"]))
-        emulated.set_device(options.cost, clock, options.emulated is Emulation.REAL)
+        emulated.set_device(device.cost, clock, device.lasts)
         scheduler.is_mixed_chunk = clock is not Clock.SEQUENTIAL
     if scheduler.chunked_prefill_size is not None:  # else it computes whole prompts, and may be unable to do otherwise
         scheduler.chunked_prefill_size = int(given["chunk"])
@@ -51,6 +57,14 @@ def retune(original: Callable[..., Any], scheduler: Any, recv_req: Any) -> Any:
     scheduler.batchweave_alone = bool(given["alone"])
     scheduler.batchweave_arrivals = Arrivals(float(given["until_s"]))
     return SetInternalStateReqOutput(updated=True)
+
+
+def _measured(cost: CostModel, given: Mapping[str, float]) -> CostModel:
+    """Return the model with the costs of `Tuning.measured`."""
+    flops = {name.removeprefix(FLOPS): value for name, value in given.items() if name.startswith(FLOPS)}
+    rates = {name: given[name] or None for name in MEASURED}
+    hardware = replace(cost.machine.hardware, flops=flops, bandwidth=given["bandwidth"], link_bandwidth=None, **rates)
+    return replace(cost, machine=replace(cost.machine, hardware=hardware))
 
 
 def _set_priorities(scheduler: Any, wanted: bool) -> None:

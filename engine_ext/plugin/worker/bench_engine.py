@@ -4,9 +4,10 @@ import asyncio
 import json
 import os
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from sglang.srt.entrypoints.engine import Engine
@@ -21,13 +22,14 @@ from engine_ext.plugin.platform_entry import gpu_is_present
 from engine_ext.plugin.tuning import MOST_TOKENS, PRIORITY, Tuning
 from engine_ext.plugin.worker import overlap
 from engine_ext.plugin.worker.calibration_load import measure_steps
+from engine_ext.plugin.worker.cpu_defaults import CPU_DEFAULTS
 from engine_ext.plugin.worker.forking import ForkingEngine
-from engine_ext.plugin.worker.host import CPU_DEFAULTS
 from engine_ext.plugin.worker.shutdown import shut_down
 
 CONTEXT = 1 << 18  # tokens
 RUNNING = 2048
 FIRST = 100  # priority of online requests, where the batch's is 0
+NOTHING: Mapping[str, Any] = MappingProxyType({})
 
 
 class Arriving(NamedTuple):
@@ -97,7 +99,13 @@ class BenchEngine:
 
     @classmethod
     def real(
-        cls, model_path: str, cost: CostModel, wanted: Overlap, arguments: dict[str, Any], steps_file: str | None = None
+        cls,
+        model_path: str,
+        cost: CostModel,
+        wanted: Overlap,
+        arguments: dict[str, Any],
+        steps_file: str | None = None,
+        sm_margin: int = 0,
     ) -> "BenchEngine":
         """Start an engine on this machine; one with mixed chunks can also run without them.
 
@@ -106,14 +114,20 @@ class BenchEngine:
         reason = overlap.against(wanted, model_path, arguments)
         if reason is not None:
             raise InputError(f"overlap {wanted.value!r} is not possible here: {reason}")
-        options = Options(cost, overlap=wanted, retunes=True, steps_file=steps_file)
+        options = Options(cost, overlap=wanted, retunes=True, steps_file=steps_file, sm_margin=sm_margin)
         ours = {"max_running_requests": RUNNING, "max_prefill_tokens": MOST_TOKENS + RUNNING}
         return cls(model_path, options, {**ours, **overlap.ARGUMENTS[wanted], **arguments})
 
-    def measure_steps(self, steps: Path) -> AsyncIterator[str]:
+    def measure_steps(self, steps: Path, longest: int | None = None) -> AsyncIterator[str]:
         """See EngineHost.measure_steps; `steps` is the file that the engine was started with."""
         self._manager.auto_create_handle_loop()
-        return measure_steps(self._engine, steps)
+        return measure_steps(self._engine, steps, longest)
+
+    async def retune(self, tuning: Tuning) -> None:
+        """Set how requests are scheduled from now on. Raises EngineError if SGLang does not accept the tuning."""
+        self._manager.auto_create_handle_loop()
+        if not all(await self._manager.set_internal_state(SetInternalStateReq(server_args=tuning.numbers()))):
+            raise EngineError(f"SGLang did not accept {tuning}")
 
     async def state(self) -> dict[str, Any]:
         """Return batchweave's part of the scheduler's state."""
@@ -128,25 +142,41 @@ class BenchEngine:
         found: Any = await self._generate(rid, prompt, output, None, {})
         return {"answer": found["output_ids"], "retractions": found["meta_info"].get("num_retractions", 0)}
 
-    async def run(self, tuning: Tuning, prompts: Sequence[list[int]], outputs: Sequence[int]) -> dict[str, Any]:
+    async def run(
+        self,
+        tuning: Tuning,
+        prompts: Sequence[list[int]],
+        outputs: Sequence[int],
+        within_s: float | None = None,
+        **more: Any,
+    ) -> dict[str, Any]:
         """Run all requests, given in this order; return the run's figures, `wall_s`, and the token ids of `answers`.
 
         SGLang's policies know the output lengths in advance, by max_tokens; the dual scan does not. All requests wait
-        before the first step. Raises EngineError if SGLang does not accept the tuning.
+        before the first step. What has not ended `within_s` seconds after it is aborted, and has no answer; then the
+        run is not `complete`. `more`: arguments of SGLang's async_generate for each request; `sampling` has more of its
+        sampling parameters. Raises EngineError if SGLang does not accept the tuning.
         """
         await self._begin(tuning)
-        tasks = await self._send_batch(tuning, prompts, outputs)
+        tasks = await self._send_batch(tuning, prompts, outputs, more)
         await self._until_waiting(len(prompts), tasks)
         started = time.perf_counter()
         await self._manager._async_dispatch_to_scheduler(ContinueGenerationReqInput())
-        answers = await asyncio.gather(*tasks)
+        _, late = await asyncio.wait(tasks, timeout=within_s)
         wall_s = time.perf_counter() - started
-        metas = [answer["meta_info"] for answer in answers]
-        return await self.state() | {
+        found = await self.state()
+        if late:
+            self._manager.abort_request(abort_all=True)
+            await asyncio.wait(late)
+        answers = [{} if task in late else task.result() for task in tasks]
+        metas = [answer.get("meta_info", {}) for answer in answers]
+        return found | {
+            "complete": not late,
+            "metas": metas,
             "wall_s": wall_s,
-            "answers": [answer["output_ids"] for answer in answers],
-            "cached": [meta["cached_tokens"] for meta in metas],
-            "cached_tokens": sum(meta["cached_tokens"] for meta in metas),
+            "answers": [answer.get("output_ids", []) for answer in answers],
+            "cached": [meta.get("cached_tokens", 0) for meta in metas],
+            "cached_tokens": sum(meta.get("cached_tokens", 0) for meta in metas),
             "retractions": sum(meta.get("num_retractions", 0) for meta in metas),
         }
 
@@ -228,15 +258,14 @@ class BenchEngine:
         self._manager.auto_create_handle_loop()
         if not (await self._manager.flush_cache(timeout_s=30)).success:
             raise EngineError("SGLang did not empty its cache between two runs")
-        if not all(await self._manager.set_internal_state(SetInternalStateReq(server_args=tuning.numbers()))):
-            raise EngineError(f"SGLang did not accept {tuning}")
+        await self.retune(tuning)
         await self._manager._async_dispatch_to_scheduler(PauseGenerationReqInput(mode="in_place"))
 
     async def _send_batch(
-        self, tuning: Tuning, prompts: Sequence[list[int]], outputs: Sequence[int]
+        self, tuning: Tuning, prompts: Sequence[list[int]], outputs: Sequence[int], more: Mapping[str, Any] = NOTHING
     ) -> list[asyncio.Task[Any]]:
         ours = {KIND: "run", UNTOLD: True} if tuning.policy is None else None
-        last = {"priority": 0} if tuning.policy == PRIORITY else {}
+        last = {**more, **({"priority": 0} if tuning.policy == PRIORITY else {})}
         tasks: list[asyncio.Task[Any]] = []
         for number, prompt in enumerate(prompts):
             asked = self._generate(f"bench-{number}", prompt, outputs[number], ours, last)
@@ -249,6 +278,8 @@ class BenchEngine:
         self, rid: str, prompt: list[int], output: int, marks: dict[str, Any] | None, how: dict[str, Any]
     ) -> Any:
         sampling = {"max_new_tokens": output, "ignore_eos": True, "temperature": 0, "custom_params": marks}
+        how = dict(how)
+        sampling |= how.pop("sampling", {})
         return await self._engine.async_generate(input_ids=prompt, sampling_params=sampling, rid=rid, **how)
 
     async def _until_waiting(self, count: int, tasks: list[asyncio.Task[Any]]) -> None:
@@ -265,6 +296,11 @@ class BenchEngine:
     def abort(self, rid: str) -> None:
         """End the request with this id, or those whose ids begin with it."""
         self._manager.abort_request(rid)
+
+    async def abort_all(self) -> None:
+        """End all requests, after a run that was given up; a run that still waited to begin is let go."""
+        await self._manager._async_dispatch_to_scheduler(ContinueGenerationReqInput())
+        self._manager.abort_request(abort_all=True)
 
     def close(self) -> None:
         shut_down(self._engine)

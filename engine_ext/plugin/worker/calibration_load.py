@@ -6,7 +6,7 @@ A second load, with as much compute as reads, shows which way of overlapping pro
 import asyncio
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -34,17 +34,20 @@ class Limits:
     vocabulary: int
 
 
-async def measure_steps(engine: Any, steps: Path) -> AsyncIterator[str]:
+async def measure_steps(engine: Any, steps: Path, longest: int | None = None) -> AsyncIterator[str]:
     """Run `run_load` on an SGLang Engine of this process, whose options name the file `steps`.
 
-    At the end the file holds the steps that count.
+    At the end the file holds the steps that count. `longest`: tokens of the longest request, where long ones take too
+    much time.
     """
 
     async def run(ids: list[int], tokens: int) -> None:
         await _answer(engine, ids, tokens)
 
     parts = 0
-    async for part in run_load(run, await _limits(engine)):
+    limits = await _limits(engine)
+    limits = replace(limits, context=min(limits.context, longest or limits.context))
+    async for part in run_load(run, limits):
         parts += 1
         if parts == 2:  # the steps before this were compiling and loading
             await engine.tokenizer_manager.get_internal_state()  # which writes the buffered steps

@@ -43,6 +43,7 @@ from engine_ext.plugin.worker.answers import (
     with_fields,
 )
 from engine_ext.plugin.worker.calibration_load import measure_steps, time_blend
+from engine_ext.plugin.worker.cpu_defaults import CPU_DEFAULTS
 from engine_ext.plugin.worker.endpoints import Endpoints
 from engine_ext.plugin.worker.forking import ForkingEngine
 from engine_ext.plugin.worker.marked import ONLINE, Told
@@ -57,19 +58,6 @@ RESERVED_FIELDS = frozenset(
     | {"bootstrap_port", "bootstrap_room", "routed_dp_rank", "data_parallel_rank", "disagg_prefill_dp_rank"}
 )
 STREAM_FIELDS = frozenset({"stream", "stream_options"})  # of these, online requests may set
-
-# SGLang's wheel on a CPU: bfloat16 GEMM gives each row the same bits whatever the batch around it (float32 does not,
-# below four rows). A single thread keeps it that way, and leaves the machine usable.
-CPU_DEFAULTS: dict[str, Any] = {
-    "dtype": "bfloat16",
-    "sampling_backend": "pytorch",
-    "disable_cuda_graph": True,
-    "lora_backend": "torch_native",
-    "max_total_tokens": 65536,
-    "max_running_requests": 64,
-    "chunked_prefill_size": 4096,
-}
-
 
 # For how many turns of its loop, 5 ms each when idle, the scheduler waits for a grammar; SGLang's default is 10,000.
 GRAMMAR_TURNS = "6000"

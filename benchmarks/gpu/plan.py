@@ -1,0 +1,94 @@
+"""Says which stages a comparison on a GPU has, in which order, and how long each may take."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+
+from engine_ext.plugin.options import Overlap
+from engine_ext.plugin.tuning import Tuning
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """How one policy runs.
+
+    `overlap`: of the engine; an engine with mixed chunks also runs policies without them. `is_sorted`: requests are
+    sent sorted depth first.
+    """
+
+    tuning: Tuning
+    overlap: Overlap = Overlap.MIXED
+    is_sorted: bool = False
+
+
+RUNS = {
+    "fcfs": Run(Tuning("fcfs", mixed=False)),  # SGLang as it comes
+    "lpm": Run(Tuning("lpm", mixed=False)),
+    "dfs-weight": Run(Tuning("dfs-weight", mixed=False)),
+    "dfs-2048": Run(Tuning("fcfs", chunk=2048, mixed=False), is_sorted=True),
+    "dfs-8192": Run(Tuning("fcfs", mixed=False), is_sorted=True),
+    "dfs-2048-mixed": Run(Tuning("fcfs", chunk=2048), is_sorted=True),
+    "dfs-8192-mixed": Run(Tuning("fcfs"), is_sorted=True),
+    "batchweave-none": Run(Tuning(mixed=False)),
+    "batchweave-mixed": Run(Tuning()),
+    "batchweave-nano": Run(Tuning(), Overlap.NANO),
+    "batchweave-pdmux": Run(Tuning(mixed=False), Overlap.PDMUX),
+}
+
+
+class Group(StrEnum):
+    """What the stages of one process share."""
+
+    PROBE = "probe"  # no engine
+    MIXED = "mixed"  # one engine, whose scheduling changes from stage to stage
+    NANO = "nano"
+    PDMUX = "pdmux"
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """One step of the plan. `limit_s`: when it is given up; `least_s`: it does not begin with less time left.
+
+    A stage with a `mix` runs that workload by a policy of RUNS, and has a row.
+    """
+
+    name: str
+    group: Group
+    limit_s: float
+    least_s: float
+    mix: str | None = None
+    policy: str | None = None
+
+
+ENGINE, ANOTHER = "engine", "another "  # the latter where the process before has died
+ALONE, OURS, PRIORITY = "online alone", "online batchweave", "online priority"
+QUARTER = (("documents", ("batchweave-mixed", "dfs-8192")), ("h200-1", ("fcfs", "batchweave-mixed", "dfs-8192-mixed")))
+OF_A_FILE = (("file", ("fcfs", "dfs-8192", "dfs-8192-mixed", "batchweave-mixed")),)
+Rows = Sequence[tuple[str, Sequence[str]]]  # policies by mix
+
+
+def stages(rows: Rows, seconds: float, with_online: bool, overlaps: str | None) -> list[Stage]:
+    """Return the plan: what shows most for its time comes first.
+
+    `seconds`: what a row is expected to take at the bound. `overlaps`: the mix that runs with nano-batches and with
+    PD-multiplexing too.
+    """
+    found = [
+        Stage("machine", Group.PROBE, 60, 5),
+        Stage("kernels", Group.PROBE, 30, 5),
+        Stage("overlap", Group.PROBE, 45, 10),
+        Stage(ENGINE, Group.MIXED, 180, 40),
+        Stage("smoke", Group.MIXED, 60, 15),
+        Stage("calibrate", Group.MIXED, 120, 30),
+    ]
+    found += [row(mix, policy, seconds) for mix, policies in rows for policy in policies]
+    if with_online:
+        found += [Stage(name, Group.MIXED, 2.5 * seconds + 20, seconds + 5) for name in (ALONE, OURS, PRIORITY)]
+    if overlaps is not None:
+        for group in (Group.NANO, Group.PDMUX):
+            found += [Stage(f"{group} {ENGINE}", group, 180, 40), row(overlaps, f"batchweave-{group}", seconds)]
+    return found
+
+
+def row(mix: str, policy: str, seconds: float) -> Stage:
+    return Stage(f"{mix} {policy}", Group(RUNS[policy].overlap), 3 * seconds + 20, seconds / 2 + 5, mix, policy)
