@@ -48,8 +48,9 @@ unit: $(VENV)/.installed-dev compiled
 # Three files at a time, because many tests wait more than they compute. `make -k` runs the slow ones also if one failed.
 test: $(VENV)/.installed-dev compiled
 	$(RUN)/pytest -n 3 -m "not slow"
+# A fourth, because that which runs Ray's runs nothing else (tests/scheduling.py).
 slow: $(VENV)/.installed-dev compiled
-	$(RUN)/pytest -n 3 -m slow
+	$(RUN)/pytest -n 4 -m slow
 test-all: test slow
 
 check: $(VENV)/.installed-dev

@@ -26,6 +26,7 @@ from service.db.sessions import Database
 from service.objects.storage import Storage
 from service.settings import Settings, load_settings
 from service.up.embedded_redis import server_command
+from tests import crashes
 from tests.faults.machines import Machine, machines
 from tests.scheduling import pytest_testnodedown as pytest_testnodedown  # hooks, which pytest finds here
 from tests.scheduling import pytest_xdist_make_scheduler as pytest_xdist_make_scheduler
@@ -33,6 +34,7 @@ from tests.scheduling import pytest_xdist_make_scheduler as pytest_xdist_make_sc
 # The first call of a compiled function takes as long as compiling it.
 hypothesis_settings.register_profile("untimed", deadline=None)
 hypothesis_settings.load_profile("untimed")
+crashes.install()
 # A shell that starts the tests in the background lets them ignore Ctrl-C, and every command under test inherits that.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 

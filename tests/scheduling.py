@@ -11,11 +11,14 @@ import pytest
 from xdist.scheduler import LoadFileScheduling
 from xdist.workermanage import WorkerController
 
+# Ray's shutdown leaves threads behind, and after it a segmentation fault ends the process without a word.
+# Processes died so in tests that ran long after Ray's.
+ALONE = "tests/fleet/"
 LEAST = 2  # tests that a process has: it starts one only when it knows the next
 
 
 class FileScheduling(LoadFileScheduling):
-    """Runs each file in one process, in the order of collection."""
+    """Runs each file in one process, in the order of collection; a process that runs those of ALONE runs no others."""
 
     def remove_node(self, node: WorkerController) -> str | None:
         """Take back the tests that a process has not run, less the one in which it died, which this returns."""
@@ -35,11 +38,33 @@ class FileScheduling(LoadFileScheduling):
             self._reschedule(other)
         return crashed
 
+    def _assign_work_unit(self, node: WorkerController) -> None:
+        file = self._next_for(node)
+        assert file is not None
+        self.workqueue.move_to_end(file, last=False)
+        super()._assign_work_unit(node)
+
+    def _next_for(self, node: WorkerController) -> str | None:
+        """Return the first file that this process may run."""
+        had = {file.startswith(ALONE) for file in self.assigned_work[node]}
+        others = [each for each in self.assigned_work if each is not node]
+        is_taken = any(file.startswith(ALONE) for each in others for file in self.assigned_work[each])
+        may_be_alone = True in had or (not had and not is_taken) or not others
+        may_be_other = True not in had or not others
+        wanted = [file for file in self.workqueue if (may_be_alone if file.startswith(ALONE) else may_be_other)]
+        # The first process without work begins with them, since they take long.
+        return (
+            min(wanted, key=lambda file: not file.startswith(ALONE)) if wanted and not had else next(iter(wanted), None)
+        )
+
     def _reschedule(self, node: WorkerController) -> None:
-        while not node.shutting_down and self.workqueue and self._pending_of(self.assigned_work[node]) < LEAST:
-            self._assign_work_unit(node)
-        if not self.workqueue:
-            node.shutdown()
+        if node not in self.registered_collections:  # it is starting
+            return
+        while not node.shutting_down and self._pending_of(self.assigned_work[node]) < LEAST:
+            if self._next_for(node) is None:
+                node.shutdown()
+            else:
+                self._assign_work_unit(node)
 
 
 @pytest.hookimpl(optionalhook=True)
