@@ -24,15 +24,13 @@ def main() -> None:
     options = parser.parse_args()
     folder = Folder(options.output)
     if options.follow:
-        follow.follow(folder, options.follow_s)
-        if options.copy_to is not None:
-            follow.copy(folder, options.copy_to)
+        follow.follow(folder, options.follow_s, options.copy_to)
         return
     asked = given.read(parser, options)
     before = folder.asked
     if before is not None and before != asked:
         parser.error(f"{options.output} has another comparison; name another folder with --output")
-    if follow.alive(folder):
+    if follow.is_taken(folder):
         parser.error(f"a process works in {options.output}; watch it with --follow")
     folder.keep(asked)
     follow.mark(folder)

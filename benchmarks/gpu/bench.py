@@ -13,7 +13,7 @@ import numpy as np
 
 from benchmarks.gpu import workloads
 from benchmarks.gpu.agreement import compare
-from benchmarks.gpu.plan import ALONE, OURS, PRIORITY, RUNS, Group, Stage
+from benchmarks.gpu.plan import ALONE, ENGINE, OURS, PRIORITY, RUNS, Group, Stage
 from benchmarks.gpu.records import CALIBRATION, OVERLAP, STEPS, Asked, Folder
 from benchmarks.gpu.shapes import CONTEXT, SHAPES, model_folder
 from engine_ext import warm_up
@@ -116,13 +116,16 @@ class Bench:
 
     async def _disturbed(self, prompts: list[list[int]], outputs: list[int]) -> dict[str, Any]:
         running = asyncio.create_task(self.engine.run(Tuning(chunk=512, limit_s=1e-5), prompts, outputs))
-        for number in range(2 * LONG):
-            while not running.done() and (await self.engine.state()).get("admitted", 0) < 1 + 3 * number:
-                await asyncio.sleep(0.005)
-            if running.done():
-                break
-            await self.engine.ask(f"online-{number}", prompts[number][:300], 16)
-        return await running
+        try:
+            for number in range(2 * LONG):
+                while not running.done() and (await self.engine.state()).get("admitted", 0) < 1 + 3 * number:
+                    await asyncio.sleep(0.005)
+                if running.done():
+                    break
+                await self.engine.ask(f"online-{number}", prompts[number][:300], 16)
+            return await running
+        finally:
+            running.cancel()
 
     async def _calibrate(self) -> dict[str, Any]:
         """Measure steps on this engine, and plan by them from now on."""
@@ -268,12 +271,15 @@ class Bench:
             found["chunked_prefill_size"] = MOST_TOKENS
         if attention := self._attention:
             found["attention_backend"] = attention
+        if gpu_is_present() and self._group is Group.MIXED and "failed" in self._folder.ended.get(ENGINE, {}):
+            found["disable_prefill_cuda_graph"] = True
+            found.pop("cuda_graph_bs_prefill", None)
         return found | self._asked.engine_args
 
     @property
     def _attention(self) -> str:
         """SGLang's attention backend; empty for its default, which is FA3 on Hopper."""
-        is_off = "failed" in self._folder.ended.get("kernels", {})
+        is_off = any("failed" in self._folder.ended.get(stage, {}) for stage in ("kernels", ENGINE))
         return self._asked.attention or ("triton" if is_off and gpu_is_present() else "")
 
     def _pdmux_config(self) -> Path:

@@ -19,8 +19,11 @@ AS_THEY_ARE = (STAGES, ROWS, CALIBRATION, OVERLAP, ASKED)
 LOG, MEASURED, TRITON = "logs.tar.xz", f"{STEPS}.xz", "triton-cache.tar.xz"
 
 
-def follow(folder: Folder, seconds: float) -> None:
-    """Print each stage as it begins and ends, until its process has ended or the time is over."""
+def follow(folder: Folder, seconds: float, to: Path | None = None) -> None:
+    """Print each stage as it begins and ends, until its process has ended or the time is over.
+
+    `to`: where the files are copied; the small ones after each stage too, in case this process is killed.
+    """
     began = time.monotonic()
     ends, shown = began + seconds, 0
     while True:
@@ -29,11 +32,15 @@ def follow(folder: Folder, seconds: float) -> None:
         stages = folder.stages
         for stage in stages[shown:]:
             print(described(stage), flush=True)
+        if to is not None and len(stages) > shown:
+            _copy_small(folder, to)
         shown = len(stages)
         if not is_alive or time.monotonic() > ends:
-            print("it has ended" if not is_alive else "it goes on; follow it again", flush=True)
-            return
+            print("it has ended" if not is_alive else "it runs on; follow it again", flush=True)
+            break
         time.sleep(LOOKS_S)
+    if to is not None:
+        copy(folder, to)
 
 
 def alive(folder: Folder) -> bool:
@@ -47,7 +54,14 @@ def alive(folder: Folder) -> bool:
 
 def mark(folder: Folder) -> None:
     """Let this process be the one that the folder names."""
-    (folder.path / PID).write_text(str(os.getpid()))
+    part = folder.path / f"{PID}.part"
+    part.write_text(str(os.getpid()))
+    part.replace(folder.path / PID)
+
+
+def is_taken(folder: Folder) -> bool:
+    """Return whether another process works in the folder."""
+    return alive(folder) and (folder.path / PID).read_text() != str(os.getpid())
 
 
 def described(stage: dict[str, Any]) -> str:
@@ -60,10 +74,7 @@ def described(stage: dict[str, Any]) -> str:
 
 def copy(folder: Folder, to: Path) -> None:
     """Copy at most eight files, each below 16 MiB; say which one was too large."""
-    to.mkdir(parents=True, exist_ok=True)
-    for name in AS_THEY_ARE:
-        if (folder.path / name).exists():
-            shutil.copyfile(folder.path / name, to / name)
+    _copy_small(folder, to)
     measured = folder.path / f"measured-{STEPS}"
     if measured.exists():
         (to / MEASURED).write_bytes(lzma.compress(measured.read_bytes(), preset=3))
@@ -72,12 +83,22 @@ def copy(folder: Folder, to: Path) -> None:
             archive.add(log, log.name)
     cache = os.environ.get("TRITON_CACHE_DIR")
     if cache and Path(cache).is_dir():  # the next machine need not compile what this one has
-        with tarfile.open(to / TRITON, "w:xz", preset=1) as archive:
-            archive.add(cache, ".")
+        try:
+            with tarfile.open(to / TRITON, "w:xz", preset=1) as archive:
+                archive.add(cache, ".")
+        except OSError:  # a file of it was renamed meanwhile
+            (to / TRITON).unlink(missing_ok=True)
     for file in sorted(to.iterdir()):
         if file.stat().st_size > MOST_BYTES:
             print(f"{file.name} has {file.stat().st_size >> 20} MiB and stays behind", flush=True)
             file.unlink()
+
+
+def _copy_small(folder: Folder, to: Path) -> None:
+    to.mkdir(parents=True, exist_ok=True)
+    for name in AS_THEY_ARE:
+        if (folder.path / name).exists():
+            shutil.copyfile(folder.path / name, to / name)
 
 
 def summary(folder: Folder) -> str:

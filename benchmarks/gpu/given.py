@@ -3,6 +3,7 @@
 import argparse
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 from benchmarks.gpu.plan import OF_A_FILE, QUARTER, RUNS, Group, Stage, row, stages
@@ -56,7 +57,7 @@ def read(given_to: argparse.ArgumentParser, given: argparse.Namespace) -> Asked:
         rows = [(mix, policies or of_plan.get(mix, rows[-1][1])) for mix in mixes]
     elif policies:
         rows = [(mix, policies) for mix, _ in rows]
-    return Asked(
+    asked = Asked(
         data=str(given.data.resolve()) if given.data else "",
         model=given.model,
         gpu="h100" if given.emulated else given.gpu or ("h100" if "H100" in machine_name() else "h200"),
@@ -69,6 +70,11 @@ def read(given_to: argparse.ArgumentParser, given: argparse.Namespace) -> Asked:
         only=[name.strip() for name in given.stages.split(",") if name.strip()],
         engine_args=given.engine_args,
     )
+    known = [stage.name for stage in plan_of(replace(asked, only=[]))]
+    for name in asked.only:
+        if name not in known:
+            given_to.error(f"--stages: unknown {name!r}; must be one of {', '.join(known)}")
+    return asked
 
 
 def plan_of(asked: Asked) -> list[Stage]:
@@ -85,7 +91,10 @@ def plan_of(asked: Asked) -> list[Stage]:
             found += [row(mix, name, asked.seconds) for mix, name in chosen]
     if asked.file is not None:
         found = [stage for stage in found if stage.group is not Group.PROBE and stage.name != "smoke"]
-    return [stage for stage in found if not asked.only or stage.name in asked.only or stage.name.endswith("engine")]
+    if not asked.only:
+        return found
+    groups = {stage.group for stage in found if stage.name in asked.only}
+    return [stage for stage in found if stage.name in asked.only or (stage.is_start and stage.group in groups)]
 
 
 def _problems(given: argparse.Namespace) -> Iterator[str]:

@@ -17,6 +17,8 @@ from benchmarks.gpu.records import ENDS, Folder
 GRACE_S = 5.0  # for a stage that keeps its own limit
 LOOKS_S = 0.2
 STARTS_S = 90.0  # for a process to begin its first stage: it imports SGLang
+CLOSES_S = 30.0  # between two stages, and to end after the last one
+KILL_S = 10.0
 TIME_IS_UP = "the time is up"
 FAILURES = 2  # to start a group's process or its engine, after which its stages are given up
 
@@ -26,9 +28,7 @@ def run(plan: Sequence[Stage], folder: Folder, ends: float) -> None:
     for group in Group:
         failures = 0
         while left := left_of(plan, folder, group):
-            starts_s = next(
-                (stage.least_s for stage in plan if stage.name.endswith(ENGINE) and stage.group is group), 0
-            )
+            starts_s = next((stage.least_s for stage in plan if stage.is_start and stage.group is group), 0)
             if time.monotonic() + max(starts_s, left[0].least_s) > ends:
                 break
             before = len(folder.stages)
@@ -54,7 +54,7 @@ def left_of(plan: Sequence[Stage], folder: Folder, group: Group) -> list[Stage]:
 
 
 def command(group: Group, folder: Folder, ends: float) -> list[str]:
-    return [sys.executable, "-m", "benchmarks.gpu.stages", group, str(folder.path), str(ends)]
+    return [sys.executable, "-m", "benchmarks.gpu.stages", group, str(folder.path), str(ends), str(os.getpid())]
 
 
 def _run_group(group: Group, folder: Folder, ends: float, before: int) -> None:
@@ -69,12 +69,20 @@ def _run_group(group: Group, folder: Folder, ends: float, before: int) -> None:
     try:
         reason = _watch(process, folder, ends, before)
     finally:
-        with suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
+        _end(process)
     if (stage := folder.under_way(before)) is not None:
         how = reason or f"its process ended with {process.returncode}; see {group}.log"
         folder.ends(stage["stage"], stage["at"], failed=how, **({"cut": True} if reason == TIME_IS_UP else {}))
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """Kill what the process started, and wait for the GPU's memory; not for what hangs inside the driver."""
+    until = time.monotonic() + KILL_S
+    with suppress(ProcessLookupError):
+        while time.monotonic() < until:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.poll()
+            time.sleep(LOOKS_S)
 
 
 def _watch(process: subprocess.Popen[bytes], folder: Folder, ends: float, before: int) -> str | None:
@@ -85,7 +93,8 @@ def _watch(process: subprocess.Popen[bytes], folder: Folder, ends: float, before
         if now > ends:
             return TIME_IS_UP
         if stage is None:
-            if now - idle_since > STARTS_S:
+            has_begun = len(folder.stages) > before
+            if now - idle_since > (CLOSES_S if has_begun else STARTS_S):
                 return None
         else:
             idle_since = now

@@ -59,6 +59,11 @@ class Stage:
     mix: str | None = None
     policy: str | None = None
 
+    @property
+    def is_start(self) -> bool:
+        """Whether the engine of the group starts in it."""
+        return self.name.endswith(ENGINE)
+
 
 ENGINE, ANOTHER = "engine", "another "  # the latter where the process before has died
 ALONE, OURS, PRIORITY = "online alone", "online batchweave", "online priority"
@@ -77,7 +82,7 @@ def stages(rows: Rows, seconds: float, with_online: bool, overlaps: str | None) 
         Stage("machine", Group.PROBE, 60, 5),
         Stage("kernels", Group.PROBE, 30, 5),
         Stage("overlap", Group.PROBE, 45, 10),
-        Stage(ENGINE, Group.MIXED, 180, 40),
+        Stage(ENGINE, Group.MIXED, 150, 40),
         Stage("smoke", Group.MIXED, 60, 15),
         Stage("calibrate", Group.MIXED, 120, 30),
     ]

@@ -1,4 +1,4 @@
-"""Run the stages of one group in this process: `python -m benchmarks.gpu.stages GROUP FOLDER ENDS`.
+"""Run the stages of one group in this process: `python -m benchmarks.gpu.stages GROUP FOLDER ENDS OWNER`.
 
 `benchmarks.gpu` starts it, and kills it if it hangs.
 """
@@ -15,15 +15,16 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.gpu import probe
-from benchmarks.gpu.bench import Bench
 from benchmarks.gpu.given import plan_of
-from benchmarks.gpu.plan import ANOTHER, ENGINE, Group, Stage
+from benchmarks.gpu.plan import ANOTHER, Group, Stage
 from benchmarks.gpu.records import Folder
 from benchmarks.owner import end_with
 
+ANSWERS_S = 10.0  # for an engine to say how it is
+
 
 def main() -> None:
-    threading.Thread(target=end_with, args=(os.getppid(),), daemon=True).start()
+    threading.Thread(target=end_with, args=(int(sys.argv[4]),), daemon=True).start()
     group, folder, ends = Group(sys.argv[1]), Folder(Path(sys.argv[2])), float(sys.argv[3])
     asked = folder.asked
     assert asked is not None
@@ -33,8 +34,10 @@ def main() -> None:
         for stage in stages:
             _sync(stage, folder, ends, lambda stage=stage: probe.STAGES[stage.name](folder))
         return
+    from benchmarks.gpu.bench import Bench  # the probes need no SGLang
+
     bench = Bench(asked, folder, group)
-    if not stages[0].name.endswith(ENGINE):  # the process before has died, and its engine with it
+    if not stages[0].is_start:  # the process before has died, and its engine with it
         first = next(each for each in plan_of(asked) if each.group is group)
         stages.insert(0, replace(first, name=f"{ANOTHER}{first.name}"))
     if not _sync(stages[0], folder, ends, bench.start):
@@ -42,6 +45,11 @@ def main() -> None:
     loop = asyncio.get_event_loop()  # SGLang's, which it makes at its start
     for stage in stages[1:]:
         loop.run_until_complete(_async(stage, folder, ends, lambda ends, stage=stage: bench.do(stage, ends)))
+        try:
+            loop.run_until_complete(asyncio.wait_for(bench.engine.state(), ANSWERS_S))
+        except Exception:  # it hangs; another process starts another engine for the stages that are left
+            traceback.print_exc()
+            os._exit(1)
     bench.close()
 
 

@@ -1,5 +1,6 @@
 """Unpack what `benchmarks.gpu.pack` made: `python unpack.py PACK FOLDER`. It needs nothing but Python."""
 
+import compileall
 import hashlib
 import json
 import lzma
@@ -14,7 +15,7 @@ DONE = "unpacked"
 
 
 def unpack(pack: Path, folder: Path) -> None:
-    """Check the sums, and fill FOLDER/site, for PYTHONPATH, and FOLDER/jit, for TVM_FFI_CACHE_DIR."""
+    """Check the sums, and fill FOLDER/site, for PYTHONPATH, FOLDER/jit, for TVM_FFI_CACHE_DIR, and FOLDER/work."""
     for line in (pack / "sums").read_text().splitlines():
         digest, name = line.split("  ", 1)
         if hashlib.sha256((pack / name).read_bytes()).hexdigest() != digest:
@@ -27,7 +28,13 @@ def unpack(pack: Path, folder: Path) -> None:
         unthin(pack / "fa3.thin.xz", site / "sgl_kernel" / "flash_ops.abi3.so")
     if (pack / "jit").exists():
         shutil.copytree(pack / "jit", folder / "jit", dirs_exist_ok=True)
-    (folder / DONE).touch()
+    shutil.copytree(pack / "work", folder / "work", dirs_exist_ok=True)
+    compileall.compile_dir(site, quiet=2, workers=0)
+    (folder / DONE).write_text(_digest(pack))
+
+
+def _digest(pack: Path) -> str:
+    return hashlib.sha256((pack / "sums").read_bytes()).hexdigest()
 
 
 def extract(archive: Path, site: Path) -> None:
@@ -54,5 +61,7 @@ def unthin(thin: Path, library: Path) -> None:
 
 
 if __name__ == "__main__":
-    if not (Path(sys.argv[2]) / DONE).exists():
-        unpack(Path(sys.argv[1]), Path(sys.argv[2]))
+    source, target = Path(sys.argv[1]), Path(sys.argv[2])
+    done = target / DONE
+    if not done.exists() or done.read_text() != _digest(source):
+        unpack(source, target)

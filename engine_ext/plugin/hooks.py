@@ -17,6 +17,7 @@ from engine_ext.plugin.scheduler import (
     arrivals,
     emulated,
     grammars,
+    lively_weights,
     nano,
     pdmux,
     pulse_hooks,
@@ -43,7 +44,7 @@ def hooks() -> list[tuple[str, Callable[..., Any], HookType]]:
     if options is not None and options.overlap is Overlap.NANO and not options.emulated:
         found += nano.HOOKS
     if options is not None and options.retunes:
-        found += retune.HOOKS
+        found += [*retune.HOOKS, *([] if options.emulated else lively_weights.HOOKS)]
     if options is not None and options.emulated:
         found += emulated.HOOKS
         if options.emulated is Emulation.VIRTUAL:

@@ -28,6 +28,7 @@ from engine_ext.plugin.worker.shutdown import shut_down
 
 CONTEXT = 1 << 18  # tokens
 RUNNING = 2048
+ABORTED_S = 2.0  # for requests that were aborted to say so
 FIRST = 100  # priority of online requests, where the batch's is 0
 NOTHING: Mapping[str, Any] = MappingProxyType({})
 
@@ -167,7 +168,7 @@ class BenchEngine:
         found = await self.state()
         if late:
             self._manager.abort_request(abort_all=True)
-            await asyncio.wait(late)
+            await asyncio.wait(late, timeout=ABORTED_S)
         answers = [{} if task in late else task.result() for task in tasks]
         metas = [answer.get("meta_info", {}) for answer in answers]
         return found | {

@@ -111,6 +111,7 @@ def test_small_families_stay_together_and_large_ones_are_thinned() -> None:
         ([".", "--model", "m"], "--model must be llama-3-8b or tiny"),
         ([".", "--emulated", "3", "--mixes", "m"], "--mixes: unknown 'm'"),
         ([".", "--emulated", "3", "--policies", "p"], "--policies: unknown 'p'"),
+        ([".", "--emulated", "3", "--stages", "smke"], "--stages: unknown 'smke'"),
         ([".", "--emulated", "3", "--seconds", "0"], "--seconds must be above 0"),
         ([".", "--emulated", "3", "--engine-args", "[]"], "--engine-args must be a JSON object"),
     ],
@@ -144,3 +145,4 @@ def test_the_plan_has_what_was_asked_for() -> None:
     policies = ("fcfs", "dfs-8192", "dfs-8192-mixed", "batchweave-mixed")
     assert own == ["engine", "calibrate", *(f"file {name}" for name in policies)]
     assert plan_of(".", "--emulated", "3", "--stages", "smoke") == ["engine", "smoke"]
+    assert plan_of(".", "--emulated", "3", "--stages", "machine") == ["machine"]
