@@ -61,7 +61,7 @@ def mark(folder: Folder) -> None:
 
 def is_taken(folder: Folder) -> bool:
     """Return whether another process works in the folder."""
-    return alive(folder) and (folder.path / PID).read_text() != str(os.getpid())
+    return alive(folder) and int((folder.path / PID).read_text()) != os.getpid()
 
 
 def described(stage: dict[str, Any]) -> str:

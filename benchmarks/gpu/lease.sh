@@ -5,7 +5,7 @@
 # to continue it.
 # Everything lies in $LEASE, /tmp/lease by default; PYTHON names the interpreter.
 set -eu
-began=$(date +%s) pack=$(cd "$1" && pwd) output=$2 seconds=$3
+began=$(date +%s) pack=$(cd "$1" && pwd) output=$2 seconds=${3%.*}
 shift 3
 cd "$(dirname "$0")/../.."
 lease=${LEASE:-/tmp/lease} python=${PYTHON:-python3}

@@ -31,7 +31,7 @@ NEED_CUDA = ("kernels", "overlap")
 MOST_FILES = 8
 LATE_S = 10.0
 CUT_S = 52.0  # the time that is too short: an engine starts, and some stages run
-LIMIT_S = 900.0  # for anything to happen
+LIMIT_S = 900  # for anything to happen
 
 
 class Rehearsal:
@@ -45,7 +45,7 @@ class Rehearsal:
             shutil.copy(file, target)
         self.records = Folder(self._lease / "results")
 
-    def begin(self, seconds: float, minutes: float) -> "subprocess.Popen[bytes]":
+    def begin(self, seconds: int, minutes: float) -> "subprocess.Popen[bytes]":
         """Start or continue the comparison for so many minutes, and follow it for so many seconds."""
         command = [*self._command, str(seconds), *self._options, "--minutes", str(minutes)]
         return subprocess.Popen(command, cwd=self._tree, env=self._environment)
@@ -61,7 +61,7 @@ class Rehearsal:
     def pid(self) -> str:
         """The id of the process that works there, or did."""
         file = self.records.path / PID
-        return file.read_text() if file.exists() else ""
+        return file.read_text().strip() if file.exists() else ""
 
     def is_alive(self) -> bool:
         return any(True for _ in self._processes())
