@@ -267,8 +267,8 @@ class Bench:
                 found |= {**SPLIT_GRAPHS, "pdmux_config_path": str(self._pdmux_config())}
                 del found["cuda_graph_bs_prefill"]  # it computes whole prompts
         else:
-            found |= {**CPU_DEFAULTS, "max_total_tokens": CPU_TOKENS, "context_length": CPU_TOKENS}
-            found["chunked_prefill_size"] = MOST_TOKENS
+            found |= {**CPU_DEFAULTS, "max_total_tokens": CPU_TOKENS, "chunked_prefill_size": MOST_TOKENS}
+            found |= {"context_length": CPU_TOKENS} if is_dummy else {}
         if attention := self._attention:
             found["attention_backend"] = attention
         if gpu_is_present() and self._group is Group.MIXED and "failed" in self._folder.ended.get(ENGINE, {}):
