@@ -36,11 +36,12 @@ def main() -> None:
     follow.mark(folder)
     plan = given.plan_of(asked)
     warm_up.begin()  # it compiles while the first stages run; an engine waits for it
-    lease.run(plan, folder, time.monotonic() + 60 * options.minutes)
+    ends = time.monotonic() + 60 * options.minutes
+    lease.run(plan, folder, ends)
     ended = folder.ended
     for stage in plan:
         print(follow.described(ended[stage.name]) if stage.name in ended else f"{stage.name}: not run", flush=True)
-    print(follow.summary(folder), flush=True)
+    print(follow.summary(folder, draws=time.monotonic() < ends), flush=True)
     sys.exit(0 if all("failed" not in ended.get(stage.name, {"failed": ""}) for stage in plan) else 1)
 
 

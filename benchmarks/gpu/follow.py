@@ -101,6 +101,8 @@ def _copy_small(folder: Folder, to: Path) -> None:
             shutil.copyfile(folder.path / name, to / name)
 
 
-def summary(folder: Folder) -> str:
+def summary(folder: Folder, draws: bool) -> str:
+    """Return the table of the rows, and the paths of their pictures if there is time to draw them."""
     rows = folder.rows
-    return "\n".join([pictures.table(rows), *map(str, pictures.draw(rows, folder.path / ROWS))]) if rows else "no rows"
+    drawn = pictures.draw(rows, folder.path / ROWS) if draws else []
+    return "\n".join([pictures.table(rows), *map(str, drawn)]) if rows else "no rows"

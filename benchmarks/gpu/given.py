@@ -13,6 +13,7 @@ from benchmarks.mixes import MIXES
 from engine_ext.plugin.platform_entry import gpu_is_present, machine_name
 
 SECONDS = 40.0
+BUSY = 4.0
 
 
 def parser(description: str | None) -> argparse.ArgumentParser:
@@ -91,6 +92,8 @@ def plan_of(asked: Asked) -> list[Stage]:
             found += [row(mix, name, asked.seconds) for mix, name in chosen]
     if asked.file is not None:
         found = [stage for stage in found if stage.group is not Group.PROBE and stage.name != "smoke"]
+    if asked.slower:  # on a CPU that may be busy
+        found = [replace(stage, limit_s=BUSY * stage.limit_s) for stage in found]
     if not asked.only:
         return found
     groups = {stage.group for stage in found if stage.name in asked.only}

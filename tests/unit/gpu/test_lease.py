@@ -31,7 +31,7 @@ for name in "abc":
 
 
 def run(
-    folder: Folder, monkeypatch: pytest.MonkeyPatch, in_stage: str, seconds: float = 60.0, grace_s: float = 0.5
+    folder: Folder, monkeypatch: pytest.MonkeyPatch, in_stage: str, seconds: float = 60.0, grace_s: float = 3.0
 ) -> None:
     """Run the plan with processes that do this in each stage, whose name is `name`."""
     program = PROGRAM.format(in_stage)
