@@ -17,7 +17,7 @@ class _Stack(ctypes.Structure):
 
 
 def install() -> None:
-    """Give every thread that starts from now on a stack for its signals (sigaltstack)."""
+    """Give each thread that starts from now on, and runs a target, a stack for its signals (sigaltstack)."""
     libc, begin = ctypes.CDLL(None), threading.Thread.run
 
     def run(self: threading.Thread) -> None:

@@ -49,13 +49,12 @@ class FileScheduling(LoadFileScheduling):
         had = {file.startswith(ALONE) for file in self.assigned_work[node]}
         others = [each for each in self.assigned_work if each is not node]
         is_taken = any(file.startswith(ALONE) for each in others for file in self.assigned_work[each])
-        may_be_alone = True in had or (not had and not is_taken) or not others
-        may_be_other = True not in had or not others
+        may_be_alone = not others or True in had or not (had or is_taken)
+        may_be_other = not others or True not in had
         wanted = [file for file in self.workqueue if (may_be_alone if file.startswith(ALONE) else may_be_other)]
-        # The first process without work begins with them, since they take long.
-        return (
-            min(wanted, key=lambda file: not file.startswith(ALONE)) if wanted and not had else next(iter(wanted), None)
-        )
+        if not had:  # those of ALONE come first: they take long
+            wanted.sort(key=lambda file: not file.startswith(ALONE))
+        return wanted[0] if wanted else None
 
     def _reschedule(self, node: WorkerController) -> None:
         if node not in self.registered_collections:  # it is starting
@@ -68,8 +67,8 @@ class FileScheduling(LoadFileScheduling):
 
 
 @pytest.hookimpl(optionalhook=True)
-def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> FileScheduling:
-    return FileScheduling(config, log)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> FileScheduling | None:
+    return FileScheduling(config, log) if config.option.dist == "loadfile" else None
 
 
 @pytest.hookimpl(optionalhook=True)

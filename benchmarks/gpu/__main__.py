@@ -1,9 +1,9 @@
-"""Compare SGLang as it comes, SGLang at its best settings and batchweave, side by side on this machine's GPU.
+"""Compare SGLang's fcfs, SGLang at settings for batches and batchweave, side by side on this machine's GPU.
 
 python -m benchmarks.gpu DATA                     # real lengths and prefixes, dummy weights of Llama-3-8B's shape
 python -m benchmarks.gpu --file requests.jsonl --model /models/llama --price 2.5       # your requests and your model
 python -m benchmarks.gpu DATA --mixes lmsys-r1 --policies lpm,batchweave-mixed         # other runs
-python -m benchmarks.gpu DATA --emulated 10 --seconds 4                                # a rehearsal without a GPU
+python -m benchmarks.gpu DATA --emulated 3 --seconds 4                                 # a rehearsal without a GPU
 python -m benchmarks.gpu --follow --output results/gpu                                 # watch one that runs already
 
 The stages say what the machine can do, check answers, measure what steps cost, run each policy, and send online
@@ -15,6 +15,7 @@ import sys
 import time
 
 from benchmarks.gpu import follow, given, lease
+from benchmarks.gpu.plan import plan_of
 from benchmarks.gpu.records import Folder
 from engine_ext import warm_up
 
@@ -34,7 +35,7 @@ def main() -> None:
         parser.error(f"a process works in {options.output}; watch it with --follow")
     folder.keep(asked)
     follow.mark(folder)
-    plan = given.plan_of(asked)
+    plan = plan_of(asked)
     warm_up.begin()  # it compiles while the first stages run; an engine waits for it
     ends = time.monotonic() + 60 * options.minutes
     lease.run(plan, folder, ends)

@@ -4,7 +4,7 @@ import asyncio
 import json
 import time
 from collections.abc import Callable, Coroutine, Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, ClassVar
@@ -18,17 +18,20 @@ from benchmarks.gpu.records import CALIBRATION, OVERLAP, STEPS, Asked, Folder
 from benchmarks.gpu.shapes import CONTEXT, SHAPES, model_folder
 from engine_ext import warm_up
 from engine_ext.costs.cost import CostModel
-from engine_ext.costs.engine_model import EngineModel
+from engine_ext.costs.engine_model import Clock, EngineModel
 from engine_ext.costs.hardware import Hardware, Machine
+from engine_ext.costs.model_shape import ModelShape
+from engine_ext.errors import EngineError
 from engine_ext.plugin.options import Emulation, Options, Overlap
-from engine_ext.plugin.platform_entry import gpu_is_present, machine_name
+from engine_ext.plugin.platform_entry import accelerator_memory, gpu_is_present, machine_name
 from engine_ext.plugin.tuning import MOST_TOKENS, Tuning
 from engine_ext.plugin.tuning import PRIORITY as BY_PRIORITY
 from engine_ext.plugin.worker import overlap as overlaps
 from engine_ext.plugin.worker.bench_engine import RUNNING, Arriving, BenchEngine, Streamed
 from engine_ext.plugin.worker.cpu_defaults import CPU_DEFAULTS
 from service.estimates.model_costs import read_hardware, read_shape
-from service.workloads.fitting import ASSUMED_INTERFERENCE, as_measured, fit
+from service.settings import load_settings
+from service.worker.calibration import calibrated
 
 CLOSING_S = 4.0  # for a row of a run that is cut off
 LONGEST = 8192  # tokens of a request in the calibration, which would take a minute longer with 16,384
@@ -37,8 +40,8 @@ ONLINE_CAP = 256  # tokens of an online answer
 WARM_UP = 128  # requests, and tokens of their answers
 AGREE = 56  # requests whose answers are compared, besides LONG ones
 LONG = 8
-# Graphs for these sizes take 8 to 10 s, where SGLang's own lists take 25 to 40 s (calculated). Ends are the largest
-# batch that runs, so that none runs without a graph.
+# Graphs for these sizes take 8 to 10 s, where SGLang's own lists take 25 to 40 s (calculated). The last ones are the
+# largest batch and the largest chunk, so that no step runs without a graph.
 GRAPHS = {
     "cuda_graph_bs_decode": [1, 2, 4, 8, 16, 32, 64, 96, 128, 192, 256, 320, 384, 448, 512, 640, 768, 1024],
     "cuda_graph_bs_prefill": [128, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096, 6144, 8192],
@@ -98,13 +101,13 @@ class Bench:
 
     async def _smoke(self) -> dict[str, Any]:
         """Compare answers: SGLang's, ours, and ours with prompts parked and decodes resting beside online requests."""
-        found = self._workload("h200-1")
+        found = self._workload(self._asked.rows[-1][0])
         prompts = [prompt[:600] for prompt in found.prompts[:AGREE]]
         prompts += [(prompt * 3000)[:3000] for prompt in found.prompts[:LONG]]
         outputs = [64] * AGREE + [8] * LONG
         outputs = outputs[: len(prompts)]
         asks = {} if self._asked.slower else {"return_logprob": True, "top_logprobs_num": 2}
-        theirs = await self.engine.run(Tuning("fcfs", mixed=False), prompts, outputs, **asks)
+        theirs = await self.engine.run(RUNS["fcfs"].tuning, prompts, outputs, **asks)
         ours = await self.engine.run(Tuning(), prompts, outputs)
         disturbed = await self._disturbed(prompts, outputs)
         counted = {"parked", "left_out", "preempted", "retractions"}
@@ -131,15 +134,12 @@ class Bench:
         """Measure steps on this engine, and plan by them from now on."""
         steps = self._folder.path / STEPS
         await self.engine.retune(Tuning())
-        parts = 0
-        async for _ in self.engine.measure_steps(steps, LONGEST // 4 if self._asked.slower else LONGEST):
-            parts += 1
-        calibration = fit(steps, "mixed", ASSUMED_INTERFERENCE)
+        async for part in self.engine.measure_steps(steps, LONGEST // 4 if self._asked.slower else LONGEST):
+            print(f"calibration: {part}", flush=True)
+        settings = load_settings(model=self._shape_of, gpu=self._asked.gpu, engine_args=self._asked.engine_args)
+        output = self._folder.path / CALIBRATION
+        calibration = calibrated(settings, steps, output, machine_name(), accelerator_memory())
         steps.rename(self._folder.path / f"measured-{STEPS}")
-        cost = CostModel(self._shape, Machine(self._started_with))
-        hardware = as_measured(cost, calibration).machine.hardware
-        described = {**asdict(hardware), "calibration": {**asdict(calibration), "machine": machine_name()}}
-        (self._folder.path / CALIBRATION).write_text(json.dumps(described, indent=1))
         self._loaded.clear()
         fitted = {name: getattr(calibration, name) for name in ("gemm_s", "read_s", "weights_s", "overhead_s")}
         return fitted | {"misfit": {name: round(each.mean, 4) for name, each in calibration.errors.items()}}
@@ -148,7 +148,8 @@ class Bench:
         assert stage.mix is not None
         assert stage.policy is not None
         workload, run, cost = self._workload(stage.mix), RUNS[stage.policy], self._cost()
-        tuning = replace(run.tuning, measured=cost.machine.hardware)
+        clock = Clock.MIXED if run.tuning.mixed else Clock.SEQUENTIAL  # of an emulated device
+        tuning = replace(run.tuning, measured=cost.machine.hardware, clock=clock)
         more: dict[str, Any] = {"sampling": {"ignore_eos": False}} if self._asked.file else {}
         if stage.policy not in self._warm:  # what compiles at the first use must not count in any run
             self._warm.add(stage.policy)
@@ -158,6 +159,9 @@ class Bench:
         order = workload.sorted_order if run.is_sorted else range(len(workload.prompts))
         prompts, outputs = [workload.prompts[k] for k in order], [workload.outputs[k] for k in order]
         found = await self.engine.run(tuning, prompts, outputs, within_s=ends - time.monotonic(), **more)
+        expected = Overlap(self._group) if run.tuning.mixed or self._group is Group.PDMUX else Overlap.NONE
+        if found["overlap"] != expected:
+            raise EngineError(f"it ran with overlap {found['overlap']}, not {expected}")
         got = [meta.get("completion_tokens", 0) for meta in found["metas"]]
         prompt_tokens = sum(len(prompt) for prompt, tokens in zip(prompts, got, strict=True) if tokens)
         seconds, done = found["wall_s"], sum(tokens > 0 for tokens in got)
@@ -200,7 +204,7 @@ class Bench:
     async def _online(self, tuning: Tuning, has_batch: bool) -> dict[str, Any]:
         """Send online requests in real time at a share of the machine's work, alone or beside a batch."""
         seconds, cost = self._asked.seconds, self._cost()
-        workload = self._workload("h200-1")
+        workload = self._workload(self._asked.rows[-1][0])
         work_s = workloads.bound_s(workload.work, cost) / len(workload.prompts)
         generator = np.random.default_rng(0)
         gaps = generator.exponential(work_s / ONLINE_SHARE, int(2 * seconds * ONLINE_SHARE / work_s) + 1)
@@ -236,8 +240,13 @@ class Bench:
         return self._loaded[mix]
 
     @property
-    def _shape(self) -> Any:
-        return read_shape("llama-3-8b" if self._asked.slower else str(self._model))
+    def _shape_of(self) -> str:
+        """The model whose steps count; an emulated device runs another."""
+        return "llama-3-8b" if self._asked.slower else str(self._model)
+
+    @property
+    def _shape(self) -> ModelShape:
+        return read_shape(self._shape_of)
 
     def _hardware(self) -> Hardware:
         """Return the datasheet's machine, or the emulated one."""

@@ -1,19 +1,19 @@
-"""The command line of a comparison, and the plan that it asks for."""
+"""The command line of a comparison."""
 
 import argparse
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from benchmarks.gpu.plan import OF_A_FILE, QUARTER, RUNS, Group, Stage, row, stages
+from benchmarks.gpu.plan import ROWS, ROWS_OF_A_FILE, RUNS, plan_of
 from benchmarks.gpu.records import Asked
 from benchmarks.gpu.shapes import SHAPES
 from benchmarks.mixes import MIXES
 from engine_ext.plugin.platform_entry import gpu_is_present, machine_name
 
 SECONDS = 40.0
-BUSY = 4.0
+NEED_A_GPU = ("batchweave-nano", "batchweave-pdmux")  # streams, which an emulated device does not have
 
 
 def parser(description: str | None) -> argparse.ArgumentParser:
@@ -50,20 +50,21 @@ def read(given_to: argparse.ArgumentParser, given: argparse.Namespace) -> Asked:
     """Return what was asked for; ends the process with a clear error if it makes no sense."""
     for problem in _problems(given):
         given_to.error(problem)
-    rows = OF_A_FILE if given.file else QUARTER
+    rows: dict[str, Sequence[str]] = dict(ROWS_OF_A_FILE if given.file else ROWS)
     mixes = _names(given_to, "mixes", given.mixes, MIXES)
     policies = _names(given_to, "policies", given.policies, RUNS)
-    if mixes:
-        of_plan = dict(rows)
-        rows = [(mix, policies or of_plan.get(mix, rows[-1][1])) for mix in mixes]
-    elif policies:
-        rows = [(mix, policies) for mix, _ in rows]
+    if given.emulated and (missing := [name for name in policies if name in NEED_A_GPU]):
+        given_to.error(f"--policies: {missing[0]!r} needs a GPU, and --emulated has none")
+    rows = {mix: policies or rows.get(mix, rows["file" if given.file else "h200-1"]) for mix in mixes or rows}
+    if given.emulated:
+        rows = {mix: [name for name in names if name not in NEED_A_GPU] for mix, names in rows.items()}
     asked = Asked(
         data=str(given.data.resolve()) if given.data else "",
         model=given.model,
         gpu="h100" if given.emulated else given.gpu or ("h100" if "H100" in machine_name() else "h200"),
         slower=given.emulated,
-        rows=[(mix, list(names)) for mix, names in rows],
+        rows=[(mix, list(names)) for mix, names in rows.items()],
+        has_online=not (given.file or mixes or policies),
         seconds=given.seconds,
         attention=given.attention,
         file=str(given.file.resolve()) if given.file else None,
@@ -76,28 +77,6 @@ def read(given_to: argparse.ArgumentParser, given: argparse.Namespace) -> Asked:
         if name not in known:
             given_to.error(f"--stages: unknown {name!r}; must be one of {', '.join(known)}")
     return asked
-
-
-def plan_of(asked: Asked) -> list[Stage]:
-    """Return the stages that were asked for. Runs of nano-batches and PD-multiplexing follow their own engines."""
-    usual = [(mix, [name for name in names if RUNS[name].overlap == Group.MIXED]) for mix, names in asked.rows]
-    of_plan = asked.file is None and usual == [(mix, list(names)) for mix, names in QUARTER]
-    found = stages(
-        usual, asked.seconds, with_online=of_plan, overlaps="h200-1" if of_plan and not asked.slower else None
-    )
-    for group in (Group.NANO, Group.PDMUX):
-        chosen = [(mix, name) for mix, names in asked.rows for name in names if RUNS[name].overlap == group]
-        if chosen:
-            found.append(Stage(f"{group} engine", group, 180, 40))
-            found += [row(mix, name, asked.seconds) for mix, name in chosen]
-    if asked.file is not None:
-        found = [stage for stage in found if stage.group is not Group.PROBE and stage.name != "smoke"]
-    if asked.slower:  # on a CPU that may be busy
-        found = [replace(stage, limit_s=BUSY * stage.limit_s) for stage in found]
-    if not asked.only:
-        return found
-    groups = {stage.group for stage in found if stage.name in asked.only}
-    return [stage for stage in found if stage.name in asked.only or (stage.is_start and stage.group in groups)]
 
 
 def _problems(given: argparse.Namespace) -> Iterator[str]:
@@ -117,12 +96,11 @@ def _problems(given: argparse.Namespace) -> Iterator[str]:
         if not getattr(given, name) > 0:
             yield f"--{name} must be above 0"
     if not gpu_is_present() and not given.emulated and given.model == "llama-3-8b":
-        yield "there is no GPU here; --emulated 10 rehearses on an emulated one, --model tiny on this CPU"
+        yield "there is no GPU here; --emulated 3 rehearses on an emulated one, --model tiny on this CPU"
 
 
-def _names(given_to: argparse.ArgumentParser, option: str, given: str | None, known: object) -> list[str]:
+def _names(given_to: argparse.ArgumentParser, option: str, given: str | None, known: Mapping[str, object]) -> list[str]:
     names = [name.strip() for name in (given or "").split(",") if name.strip()]
-    assert isinstance(known, dict)
     for name in names:
         if name not in known:
             given_to.error(f"--{option}: unknown {name!r}; must be one of {', '.join(known)}")

@@ -22,7 +22,7 @@ from multiprocessing.pool import ThreadPool
 from pathlib import Path
 
 from benchmarks.gpu import workloads
-from benchmarks.gpu.plan import QUARTER
+from benchmarks.gpu.plan import ROWS
 
 ROOT = Path(__file__).parents[2]
 PYTHON, PLATFORM = "3.12", "x86_64-manylinux_2_34"
@@ -154,7 +154,7 @@ def main() -> None:
     if given.kernels:
         shutil.copyfile(given.kernels / "fa3.thin.xz", given.output / "fa3.thin.xz")
         shutil.copytree(given.kernels / "jit", given.output / "jit", copy_function=shutil.copyfile)
-    workloads.write(given.data, [mix for mix, _ in QUARTER], given.output / "work")
+    workloads.write(given.data, [mix for mix, _ in ROWS], given.output / "work")
     write_sums(given.output)
     pack, own = mib_of([path for path in given.output.rglob("*") if path.is_file()]), mib_of(repository())
     print(f"{pack:.1f} MiB in {given.output}, and {own:.1f} MiB of the repository; at most {MOST_MIB} together")

@@ -1,9 +1,9 @@
 """Says which stages a comparison on a GPU has, in which order, and how long each may take."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 
+from benchmarks.gpu.records import Asked
 from engine_ext.plugin.options import Overlap
 from engine_ext.plugin.tuning import Tuning
 
@@ -22,7 +22,7 @@ class Run:
 
 
 RUNS = {
-    "fcfs": Run(Tuning("fcfs", mixed=False)),  # SGLang as it comes
+    "fcfs": Run(Tuning("fcfs", mixed=False)),  # SGLang's defaults
     "lpm": Run(Tuning("lpm", mixed=False)),
     "dfs-weight": Run(Tuning("dfs-weight", mixed=False)),
     "dfs-2048": Run(Tuning("fcfs", chunk=2048, mixed=False), is_sorted=True),
@@ -67,33 +67,41 @@ class Stage:
 
 ENGINE, ANOTHER = "engine", "another "  # the latter where the process before has died
 ALONE, OURS, PRIORITY = "online alone", "online batchweave", "online priority"
-QUARTER = (("documents", ("batchweave-mixed", "dfs-8192")), ("h200-1", ("fcfs", "batchweave-mixed", "dfs-8192-mixed")))
-OF_A_FILE = (("file", ("fcfs", "dfs-8192", "dfs-8192-mixed", "batchweave-mixed")),)
-Rows = Sequence[tuple[str, Sequence[str]]]  # policies by mix
+ROWS = (  # policies by mix
+    ("documents", ("batchweave-mixed", "dfs-8192")),
+    ("h200-1", ("fcfs", "batchweave-mixed", "dfs-8192-mixed", "batchweave-nano", "batchweave-pdmux")),
+)
+ROWS_OF_A_FILE = (("file", ("fcfs", "dfs-8192", "dfs-8192-mixed", "batchweave-mixed")),)
+BUSY = 4.0  # times as long are limits where a CPU emulates the device, because it may be busy
 
 
-def stages(rows: Rows, seconds: float, with_online: bool, overlaps: str | None) -> list[Stage]:
-    """Return the plan: what shows most for its time comes first.
-
-    `seconds`: what a row is expected to take at the bound. `overlaps`: the mix that runs with nano-batches and with
-    PD-multiplexing too.
-    """
-    found = [
-        Stage("machine", Group.PROBE, 60, 5),
-        Stage("kernels", Group.PROBE, 30, 5),
-        Stage("overlap", Group.PROBE, 45, 10),
-        Stage(ENGINE, Group.MIXED, 150, 40),
-        Stage("smoke", Group.MIXED, 60, 15),
-        Stage("calibrate", Group.MIXED, 120, 30),
-    ]
-    found += [row(mix, policy, seconds) for mix, policies in rows for policy in policies]
-    if with_online:
+def plan_of(asked: Asked) -> list[Stage]:
+    """Return the stages that were asked for; what shows most for its time comes first."""
+    seconds, found = asked.seconds, list[Stage]()
+    if asked.file is None:
+        found += [
+            Stage("machine", Group.PROBE, 60, 5),
+            Stage("kernels", Group.PROBE, 30, 5),
+            Stage("overlap", Group.PROBE, 45, 10),
+        ]
+    found.append(Stage(ENGINE, Group.MIXED, 150, 40))
+    if asked.file is None:
+        found.append(Stage("smoke", Group.MIXED, 60, 15))
+    found.append(Stage("calibrate", Group.MIXED, 120, 30))
+    rows = [_row(mix, policy, seconds) for mix, policies in asked.rows for policy in policies]
+    found += [row for row in rows if row.group is Group.MIXED]
+    if asked.has_online:
         found += [Stage(name, Group.MIXED, 2.5 * seconds + 20, seconds + 5) for name in (ALONE, OURS, PRIORITY)]
-    if overlaps is not None:
-        for group in (Group.NANO, Group.PDMUX):
-            found += [Stage(f"{group} {ENGINE}", group, 180, 40), row(overlaps, f"batchweave-{group}", seconds)]
-    return found
+    for group in (Group.NANO, Group.PDMUX):
+        own = [row for row in rows if row.group is group]
+        found += [Stage(f"{group} {ENGINE}", group, 180, 40), *own] if own else []
+    if asked.slower:
+        found = [replace(stage, limit_s=BUSY * stage.limit_s) for stage in found]
+    if not asked.only:
+        return found
+    groups = {stage.group for stage in found if stage.name in asked.only}
+    return [stage for stage in found if stage.name in asked.only or (stage.is_start and stage.group in groups)]
 
 
-def row(mix: str, policy: str, seconds: float) -> Stage:
+def _row(mix: str, policy: str, seconds: float) -> Stage:
     return Stage(f"{mix} {policy}", Group(RUNS[policy].overlap), 3 * seconds + 20, seconds / 2 + 5, mix, policy)

@@ -23,8 +23,8 @@ BEGINS, ENDS = "begins", "ends"
 class Asked:
     """What a comparison runs; the same for all its processes, and for the command that continues it.
 
-    `slower`: emulate an H100 that is so many times slower; 0 for this machine. `seconds`: what a row should take at the
-    bound. `attention`: SGLang's backend; empty for its default.
+    `slower`: emulate an H100 that is so many times slower; 0 for this machine. `rows`: the policies of each mix.
+    `seconds`: what a row should take at the bound. `attention`: SGLang's backend; empty for its default.
     """
 
     data: str
@@ -32,6 +32,7 @@ class Asked:
     gpu: str
     slower: float
     rows: list[tuple[str, list[str]]]
+    has_online: bool
     seconds: float
     attention: str = ""
     file: str | None = None

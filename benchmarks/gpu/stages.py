@@ -15,8 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.gpu import probe
-from benchmarks.gpu.given import plan_of
-from benchmarks.gpu.plan import ANOTHER, Group, Stage
+from benchmarks.gpu.plan import ANOTHER, Group, Stage, plan_of
 from benchmarks.gpu.records import Folder
 from benchmarks.owner import end_with
 

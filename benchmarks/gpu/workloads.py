@@ -101,7 +101,8 @@ def read(data: Path, name: str, cost: CostModel, seconds: float, more: int = 0) 
 def of_file(path: Path, source: str, cost: CostModel, seconds: float) -> Workload:
     """Return the first requests of a user's file, as many as take so many seconds at the bound.
 
-    How long their answers are is known only when they have ended, so `max_tokens` counts here, or DEFAULT_TOKENS.
+    Of a request only the prompt and `max_tokens` (or DEFAULT_TOKENS) count, since how long its answer gets is known
+    only when it has ended. Raises ValueError, which names the line.
     """
     from service.objects.request_output import asked_output
     from service.requests.tokens import PromptTokens

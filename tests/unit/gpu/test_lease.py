@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.gpu import given, lease
+from benchmarks.gpu import plan as plans
 from benchmarks.gpu.agreement import compare
 from benchmarks.gpu.plan import Group, Stage
 from benchmarks.gpu.records import STAGES, Folder
@@ -111,6 +112,7 @@ def test_small_families_stay_together_and_large_ones_are_thinned() -> None:
         ([".", "--model", "m"], "--model must be llama-3-8b or tiny"),
         ([".", "--emulated", "3", "--mixes", "m"], "--mixes: unknown 'm'"),
         ([".", "--emulated", "3", "--policies", "p"], "--policies: unknown 'p'"),
+        ([".", "--emulated", "3", "--policies", "batchweave-nano"], "--policies: 'batchweave-nano' needs a GPU"),
         ([".", "--emulated", "3", "--stages", "smke"], "--stages: unknown 'smke'"),
         ([".", "--emulated", "3", "--seconds", "0"], "--seconds must be above 0"),
         ([".", "--emulated", "3", "--engine-args", "[]"], "--engine-args must be a JSON object"),
@@ -125,7 +127,7 @@ def test_what_makes_no_sense_is_said(arguments: list[str], said: str, capsys: py
 
 def plan_of(*arguments: str) -> list[str]:
     parser: argparse.ArgumentParser = given.parser(None)
-    return [stage.name for stage in given.plan_of(given.read(parser, parser.parse_args(arguments)))]
+    return [stage.name for stage in plans.plan_of(given.read(parser, parser.parse_args(arguments)))]
 
 
 def test_the_same_command_continues(tmp_path: Path) -> None:
@@ -139,7 +141,7 @@ def test_the_plan_has_what_was_asked_for() -> None:
     whole = plan_of(".", "--emulated", "3")
     assert whole[:7] == ["machine", "kernels", "overlap", "engine", "smoke", "calibrate", "documents batchweave-mixed"]
     assert whole[-1] == "online priority", "an emulated device has no streams"
-    others = plan_of(".", "--emulated", "3", "--mixes", "mmlu", "--policies", "lpm,batchweave-nano")
+    others = plan_of(".", "--model", "tiny", "--mixes", "mmlu", "--policies", "lpm,batchweave-nano")
     assert others[6:] == ["mmlu lpm", "nano engine", "mmlu batchweave-nano"]
     own = plan_of("--file", __file__, "--model", "m", "--emulated", "3")
     policies = ("fcfs", "dfs-8192", "dfs-8192-mixed", "batchweave-mixed")
