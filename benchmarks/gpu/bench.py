@@ -170,7 +170,7 @@ class Bench:
             "mix": stage.mix,
             "policy": stage.policy,
             "complete": found["complete"],
-            "machine": found.get("device") or machine_name(),
+            "machine": (found.get("device") or machine_name()).partition(",")[0],  # not an emulated device's clock
             "model": self._asked.model,
             "attention": self._attention,
             "engine_args": self._asked.engine_args,
