@@ -32,9 +32,10 @@ from engine_ext.plugin.scheduler.fallback import reason_for_sglang
 from engine_ext.plugin.scheduler.host_copies import HostCopies
 from engine_ext.plugin.scheduler.kv_space import KVSpace
 from engine_ext.plugin.scheduler.member import GAIN, MOST_PARKED, Member, Phase
-from engine_ext.plugin.scheduler.online import NOBODY, Demand, cached_tokens, demand, is_ours, length
+from engine_ext.plugin.scheduler.online import NOBODY, Demand, demand, is_ours, length
 from engine_ext.plugin.scheduler.pins import Pins
 from engine_ext.plugin.scheduler.preemption import keeps_its_answer
+from engine_ext.plugin.scheduler.radix import cached_tokens
 from engine_ext.plugin.scheduler.ranks import Ranks
 from engine_ext.plugin.scheduler.reuse import Reuse
 from engine_ext.scan.backlog import AtOnce, Executor
@@ -376,7 +377,7 @@ def admission_of(scheduler: Any) -> Admission:
         # A benchmark sets others.
         online, limits = getattr(scheduler, "batchweave_online", (options.online, options.limits))
         found = Admission.of(options.cost, online, limits, scheduler)
-        found.scan.cached = lambda key: cached_tokens(scheduler, found.by_key[key].req)[0]
+        found.scan.cached = lambda key: cached_tokens(scheduler.tree_cache, found.by_key[key].req)[0]
         found.foresees = options.sheds
         scheduler.batchweave_admission = found
     return found

@@ -13,7 +13,8 @@ from engine_ext.coserve.slo import FLEX, PRIORITY
 from engine_ext.plugin.marks import slo_of
 from engine_ext.plugin.pulse import Foreseen
 from engine_ext.plugin.scheduler.admission import Admission
-from engine_ext.plugin.scheduler.online import cached_tokens, length, uncomputed_tokens
+from engine_ext.plugin.scheduler.online import length, uncomputed_tokens
+from engine_ext.plugin.scheduler.radix import cached_tokens
 from engine_ext.plugin.scheduler.step_load import load_of_decodes
 
 LOOKED_UP = 8  # waiting prompts whose cached part is looked up; the others count as if as much of them were cached
@@ -56,5 +57,5 @@ def _begun_tokens(ours: Admission, scheduler: Any) -> int:
 def _uncached_share(scheduler: Any, waiting: list[Any]) -> float:
     looked_up = waiting[:LOOKED_UP]
     tokens = sum(map(length, looked_up))
-    cached = sum(sum(cached_tokens(scheduler, req)) for req in looked_up)
+    cached = sum(sum(cached_tokens(scheduler.tree_cache, req)) for req in looked_up)
     return 1.0 - cached / tokens if tokens else 1.0

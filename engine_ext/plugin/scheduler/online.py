@@ -7,12 +7,11 @@ and a batch's request is retracted before any of them.
 from typing import Any, NamedTuple
 
 from sglang.srt.managers.schedule_policy import CLIP_MAX_NEW_TOKENS
-from sglang.srt.mem_cache.base_prefix_cache import MatchPrefixParams
-from sglang.srt.mem_cache.radix_cache import RadixKey
 from sglang.srt.plugins.hook_registry import HookType
 
 from engine_ext.coserve.slo import DEFAULT, NAMES
 from engine_ext.plugin.marks import KIND, slo_of
+from engine_ext.plugin.scheduler.radix import cached_tokens
 
 RANKS = {name: rank for rank, name in enumerate(NAMES)}  # of classes in the queue
 LOOKED_UP = 64  # waiting requests of which the cached part is looked up in each step
@@ -75,7 +74,7 @@ def demand(scheduler: Any, decoding: list[Any], most: int) -> Demand:
     for place, req in enumerate(waiting):
         if tokens >= most:
             break
-        cached, on_host = cached_tokens(scheduler, req) if place < LOOKED_UP else (0, 0)
+        cached, on_host = cached_tokens(scheduler.tree_cache, req) if place < LOOKED_UP else (0, 0)
         kv += -(-max(1, length(req) - cached) // page) * page
         tokens += -(-max(1, length(req) - cached - on_host) // page) * page
         if place == 0:  # the cached part of its prompt is free now, and in use then
@@ -104,12 +103,6 @@ def uncomputed_tokens(continued: Any) -> int:
 def reservation(req: Any) -> int:
     """Return the KV tokens that SGLang reserves for the rest of an answer, before its new token ratio."""
     return min(max(0, req.sampling_params.max_new_tokens - len(req.output_ids)), CLIP_MAX_NEW_TOKENS)
-
-
-def cached_tokens(scheduler: Any, req: Any) -> tuple[int, int]:
-    """Return how many tokens of the request's prompt are in SGLang's cache, and how many more of them on the host."""
-    found = scheduler.tree_cache.match_prefix(MatchPrefixParams(RadixKey(req.origin_input_ids, req.extra_key)))
-    return len(found.device_indices), found.host_hit_length
 
 
 def retraction_order(original: Any, reqs: list[Any], *args: Any, **kwargs: Any) -> list[int]:

@@ -1,9 +1,11 @@
-"""Says which of SGLang's caches keep what a request had computed when it leaves the engine."""
+"""Says which of SGLang's caches keep what a request had computed when it leaves the engine, and how much they hold."""
 
+import time
 from typing import Any
 
+from sglang.srt.mem_cache.base_prefix_cache import MatchPrefixParams
 from sglang.srt.mem_cache.hiradix_cache import HiRadixCache
-from sglang.srt.mem_cache.radix_cache import RadixCache
+from sglang.srt.mem_cache.radix_cache import RadixCache, RadixKey
 
 
 def is_radix_cache(tree: Any) -> bool:
@@ -12,3 +14,34 @@ def is_radix_cache(tree: Any) -> bool:
     Other caches, such as those of models with sliding windows, lock and free what is in use in ways of their own.
     """
     return type(tree) is RadixCache or type(tree) is HiRadixCache
+
+
+def cached_tokens(tree: Any, req: Any) -> tuple[int, int]:
+    """Return how many tokens of the request's prompt are in SGLang's cache, and how many more of them on the host.
+
+    SGLang's own look-up joins the places of these tokens on the device: a kernel for each request that waits, in each
+    step. Their number is known on the host. As in SGLang, a look-up makes what it finds the last that is evicted.
+    """
+    key = RadixKey(req.origin_input_ids, req.extra_key)
+    if not is_radix_cache(tree):
+        found = tree.match_prefix(MatchPrefixParams(key))
+        return len(found.device_indices), found.host_hit_length
+    if tree.disable:
+        return 0, 0
+    key, _ = key.maybe_to_bigram_view(tree.is_eagle)
+    key, node, on_device, on_host = key.page_aligned(tree.page_size), tree.root_node, 0, 0
+    node.last_access_time = now = time.monotonic()
+    while len(key):
+        node = node.children.get(key.child_key(tree.page_size))
+        if node is None:
+            break
+        node.last_access_time = now
+        size = node.key.match(key, page_size=tree.page_size)
+        if node.evicted:
+            on_host += size
+        else:
+            on_device += size
+        if size < len(node.key):
+            break
+        key = key[size:]
+    return on_device, on_host
