@@ -1,6 +1,9 @@
 """Where a worker finds the programs that compile kernels for a GPU."""
 
+import sys
 from pathlib import Path
+
+import pytest
 
 from service.worker.compilers import NEEDED, put_on_path
 
@@ -34,3 +37,15 @@ def test_what_is_nowhere_is_named(tmp_path: Path) -> None:
     found = programs(tmp_path / "bin", "ninja")
     assert put_on_path(environment, lambda: [found]) == ["nvcc", "g++"]
     assert environment == {"CUDA_HOME": "/opt/cuda", "PATH": str(found)}
+
+
+def test_a_linker_finds_the_library_that_pip_brought(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "prefix", str(tmp_path / "environment"))
+    of_cuda = programs(tmp_path / "cu13" / "bin", *NEEDED)
+    library = programs(tmp_path / "cu13" / "lib", "libcudart.so.13") / "libcudart.so.13"
+    for _ in range(2):  # the second worker finds the link
+        environment = {"LIBRARY_PATH": "/opt/lib"}
+        assert put_on_path(environment, lambda: [of_cuda]) == []
+        folder, kept = environment["LIBRARY_PATH"].split(":")
+        assert kept == "/opt/lib"
+        assert (Path(folder) / "libcudart.so").resolve() == library
