@@ -19,6 +19,9 @@ USER batchweave
 WORKDIR /home/batchweave
 # Compile the planner and the scan to machine code in the user's cache, so that no start waits for it.
 RUN python3 -m engine_ext.warm_up
+# Compute capabilities of the GPUs for which kernels are compiled here, not at a worker's first start; none on a CPU.
+ARG GPUS=9.0
+RUN if command -v nvcc; then for gpu in $GPUS; do python3 -m engine_ext.plugin.build_kernels "$gpu" || exit 1; done; fi
 RUN mkdir -p .cache/huggingface
 ENTRYPOINT ["batchweave"]
 CMD ["worker"]
