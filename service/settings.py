@@ -144,6 +144,11 @@ class Settings(BaseSettings):
         description="encrypts webhook secrets, and shows workers that an online request is the API's; the same for all "
         "roles. Default with SQLite: a file",
     )
+    newest_backup: Path | None = Field(
+        None,
+        description="file that your backup of the database touches when it begins: the planner keeps what batches "
+        "that ended since have in object storage, and a day's at least",
+    )
     webhook_private: bool = Field(False, description="allow webhooks to private addresses and without TLS")
 
     unserved: Literal["wait", "refuse"] = Field(

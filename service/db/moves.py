@@ -10,11 +10,12 @@ from service.db.webhook_events import note_event
 
 S = BatchStatus
 
-# An expiring batch passes through finalizing, because its finished lines are written to files first.
+# An expiring batch passes through finalizing, because its finished lines are written to files first. A batch whose
+# answers were lost with their storage runs again what is missing.
 BATCH_MOVES: dict[BatchStatus, frozenset[BatchStatus]] = {
     S.VALIDATING: frozenset({S.IN_PROGRESS, S.FAILED, S.CANCELLING, S.EXPIRED}),
     S.IN_PROGRESS: frozenset({S.FINALIZING, S.CANCELLING}),
-    S.FINALIZING: frozenset({S.COMPLETED, S.EXPIRED}),
+    S.FINALIZING: frozenset({S.COMPLETED, S.EXPIRED, S.IN_PROGRESS}),
     S.CANCELLING: frozenset({S.CANCELLED}),
     S.COMPLETED: frozenset(),
     S.FAILED: frozenset(),
@@ -48,7 +49,7 @@ async def move_batch(
     result = await session.execute(
         update(Batch)
         .where(Batch.id == batch_id, Batch.status.in_(allowed), true() if only_if is None else only_if)
-        .values(status=to, **{f"{to}_at": int(now)}, **values)
+        .values({"status": to, f"{to}_at": int(now), **values})
     )
     moved = rows_changed(result) == 1
     if moved and to in TERMINAL:

@@ -183,6 +183,7 @@ class Batch(Base):
             where="status = 'in_progress' AND slices_left > 0",
         ),
         _partial("ix_batches_done", "seq", where="status = 'in_progress' AND slices_left = 0 AND planned = total"),
+        _partial("ix_batches_without_index", "seq", where="status = 'in_progress' AND index_id IS NULL"),
         _partial("ix_batches_closing", "expires_at", where="status IN ('validating', 'in_progress')"),
     )
 
@@ -319,6 +320,9 @@ class Slice(Base):
     owner: Mapped[str | None] = mapped_column(String(256))
     epoch: Mapped[int] = mapped_column(BigInteger, default=0)  # grows with each lease; an older one is refused
     lease_until: Mapped[float | None] = mapped_column(Float(53))
+    # How many segments its shard has, as pairs of an epoch and a number, None where an owner never said; epochs without
+    # segments are left out, but for the last one (`objects/shards.py`).
+    segments: Mapped[list[list[int | None]] | None] = mapped_column(JSON(none_as_null=True))
     # `deaths`: leases that ended because the worker died. From the second on the slice runs alone, `trial` requests at
     # a time, from `trial_place` on, in the lease `trial_epoch`. `alone_deaths`: deaths with one request alone in the
     # engine, which has therefore caused them.

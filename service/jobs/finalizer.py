@@ -2,7 +2,7 @@
 
 import time
 from collections import OrderedDict, defaultdict
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -31,19 +31,18 @@ from service.db.tables import (
     fixed,
 )
 from service.estimates.length_memory import remember
+from service.jobs.again import EndedElsewhere, run_again
 from service.jobs.digest import Digest
 from service.jobs.fair_turns import FairDesk
+from service.jobs.input_names import names_of
 from service.jobs.input_order import InputOrder
 from service.metrics import tracing
 from service.metrics.counters import BATCHES_ENDED
 from service.objects.early_results import RUNS_AT_ONCE, answers_of, early_runs, run_sizes
-from service.objects.request_index import Records, RequestIndex
-from service.objects.shards import Answer, Shard
-from service.objects.storage import Storage, Writer, file_key
+from service.objects.shards import Answer, Shard, told
+from service.objects.storage import LATE_S, Storage, Writer, file_key
 from service.queue.counts import Counts
-from service.requests.lines import custom_id_of
 
-READ_REQUESTS, READ_BYTES = 1000, 16 * 1024 * 1024
 ROUND = 64  # batches fetched per query
 SETTLE_S = 3.0  # a worker notices within 1 s that a batch has ended, and writes its answers 0.5 s later
 REMEMBERED = 10_000
@@ -55,8 +54,16 @@ log = structlog.get_logger()
 _ENDS = Batch.status.in_([BatchStatus.FINALIZING, BatchStatus.CANCELLING])
 
 
-class EndedElsewhere(Exception):
-    """Another finalizer finished the batch first, or it was cancelled. The other's rows stand, ours roll back."""
+class AnswersLate(Exception):
+    """Segments that a worker wrote are not there yet. They may come, as their store may be late."""
+
+
+class AnswersLost(Exception):
+    """Requests have no answer though their slices are done, and they can run again."""
+
+    def __init__(self, missing: NDArray[np.int64], counts: Counts) -> None:
+        super().__init__(f"{len(missing)} answers")
+        self.missing, self.counts = missing, counts
 
 
 @dataclass(slots=True)
@@ -105,6 +112,7 @@ class Finalizer:
         self._clock = clock
         self._desk = FairDesk("finalizer", database, clock)
         self._since: OrderedDict[str, float] = OrderedDict()  # by batch: first seen ending while leased
+        self._late: dict[str, tuple[float, list[str]]] = {}  # by batch: segments that were not there, and since when
 
     async def run_once(self) -> bool:
         """Finish one batch that can be finished. Returns whether it found one. Projects take turns by weight."""
@@ -151,7 +159,26 @@ class Finalizer:
                     await move_batch(session, batch_id, BatchStatus.FINALIZING, now=self._clock())
 
     async def finalize(self, batch: Batch) -> None:
-        """Write the files from the shards and commit. Safe to repeat: a lost race leaves nothing behind."""
+        """Write the files from the shards and commit. Safe to repeat: a lost race leaves nothing behind.
+
+        What has no answer, though its slice is done, runs again. Raises AnswersLate.
+        """
+        await self._await_late(batch)
+        try:
+            await self._write_files(batch)
+        except AnswersLost as lost:
+            await run_again(self._database, self._storage, batch, lost.missing, lost.counts, self._clock)
+        self._late.pop(batch.id, None)
+
+    async def _await_late(self, batch: Batch) -> None:
+        """Raise AnswersLate while segments that were not there are still not there, and may come."""
+        since, keys = self._late.get(batch.id, (0.0, []))
+        if self._clock() < since + LATE_S:
+            for key in keys:
+                if not await self._storage.has(key):
+                    raise AnswersLate(key)
+
+    async def _write_files(self, batch: Batch) -> None:
         async with AsyncExitStack() as stack:
             output = ResultFile(self._storage, stack, "output")
             errors = ResultFile(self._storage, stack, "error")
@@ -169,16 +196,17 @@ class Finalizer:
                 else:
                     in_order.add(request, line, ok)
 
-            async for answer in self._answers(batch):
+            gone: list[str] = []
+            async for answer in self._answers(batch, gone):
                 if answered[answer.request]:
                     continue
                 answered[answer.request], tokens[answer.request] = 1, min(answer.usage.output, LONGEST)
                 counts += Counts.of(answer)
                 await keep(answer.request, bytes(answer.line), answer.ok)
-            missing = batch.total - sum(answered)
-            ending, reason = self._ending(batch, missing)
-            async for request, line in self._unanswered(batch, answered, reason):
-                await keep(request, line, False)
+            missing = np.flatnonzero(np.frombuffer(answered, dtype=np.uint8) == 0)
+            ending, reason = await self._ending(batch, missing, counts, gone)
+            async for request, name in names_of(self._database, self._storage, batch, missing):
+                await keep(request, _no_answer(name, reason), False)
             for line, ok in in_order.lines() if in_order else ():
                 await (output if ok else errors).add(line)
         if await self._commit(batch, ending, output, errors, counts, digest):
@@ -193,22 +221,40 @@ class Finalizer:
         except Exception:  # the batch has ended; a lesson that is lost costs nobody an answer
             log.exception("lengths not remembered", batch=batch.id)
 
-    def _ending(self, batch: Batch, missing: int) -> tuple[BatchStatus, tuple[str, str]]:
+    async def _ending(
+        self, batch: Batch, missing: NDArray[np.int64], counts: Counts, gone: list[str]
+    ) -> tuple[BatchStatus, tuple[str, str]]:
+        """Return how the batch ends, and what its requests without an answer are told.
+
+        `gone`: the keys of segments that are not there. Raises AnswersLate, AnswersLost.
+        """
+        if len(missing) and gone:
+            since, _ = self._late.setdefault(batch.id, (self._clock(), gone))
+            if self._clock() < since + LATE_S:
+                raise AnswersLate(f"{len(gone)} segments of {batch.id}")
         if batch.status == BatchStatus.CANCELLING:
             return BatchStatus.CANCELLED, CANCELLED
-        if missing and batch.expires_at <= self._clock():
+        if len(missing) and batch.expires_at <= self._clock():
             return BatchStatus.EXPIRED, EXPIRED
-        if missing:
-            log.error("answers are missing", batch=batch.id, missing=missing)
+        if len(missing):
+            if await self._storage.has(file_key(batch.input_file_id)):
+                raise AnswersLost(missing, counts)
+            log.error("answers are missing, and the input file too", batch=batch.id, missing=len(missing))
         return BatchStatus.COMPLETED, LOST
 
-    async def _answers(self, batch: Batch) -> AsyncIterator[Answer]:
-        """Yield all answers, those that were readable while the batch ran first. A request may come twice."""
+    async def _answers(self, batch: Batch, gone: list[str]) -> AsyncIterator[Answer]:
+        """Yield all answers, those that were readable while the batch ran first. A request may come twice.
+
+        `gone`: gets the keys of segments that are not there.
+        """
         async with self._database.read() as session:
             early = len(await run_sizes(session, batch.id))
             slices = (
-                await session.scalars(
-                    select(SliceBatch.slice_id).where(SliceBatch.batch_id == batch.id).order_by(SliceBatch.slice_id)
+                await session.execute(
+                    select(Slice.id, Slice.segments, Slice.epoch)
+                    .join(SliceBatch, SliceBatch.slice_id == Slice.id)
+                    .where(SliceBatch.batch_id == batch.id)
+                    .order_by(Slice.id)
                 )
             ).all()
         read: dict[int, set[str]] = defaultdict(set)
@@ -217,52 +263,14 @@ class Finalizer:
                 runs = await early_runs(session, batch.id, first, RUNS_AT_ONCE)
             for run in runs:
                 read[run.slice_id].update(run.segments)
-                try:
-                    async for answer in answers_of(self._storage, run):
-                        yield answer
-                except FileNotFoundError:  # the service did not delete it; its requests end without an answer
-                    log.exception("segment is missing", batch=batch.id, slice=run.slice_id)
-        for slice_id in slices:
+                async for answer in answers_of(self._storage, run, gone):
+                    yield answer
+        for slice_id, said, epoch in slices:
             shard = Shard(self._storage, slice_id)
-            rest = [name for name in await shard.segments() if name not in read[slice_id]]
-            async for answer in shard.answers(rest):
+            rest = await shard.names(told(said, epoch), read[slice_id])
+            async for answer in shard.answers(rest, gone=gone):
                 if answer.batch_id == batch.id:
                     yield answer
-
-    async def _unanswered(
-        self, batch: Batch, answered: bytearray, reason: tuple[str, str]
-    ) -> AsyncIterator[tuple[int, bytes]]:
-        """Yield the number and error line of each unanswered request. The custom_ids come from the input file."""
-        code, message = reason
-        index = RequestIndex(self._storage, batch.index_id or "")
-        for first in range(0, batch.total, READ_REQUESTS):
-            count = min(READ_REQUESTS, batch.total - first)
-            if all(answered[first : first + count]):
-                continue
-            numbers = [first + at for at, done in enumerate(answered[first : first + count]) if not done]
-            records = (await index.read(first, count))[[number - first for number in numbers]]
-            for number, name in zip(numbers, await self._names(batch, records), strict=True):
-                line = {
-                    "id": ids.batch_request_id(),
-                    "custom_id": name,
-                    "response": None,
-                    "error": {"code": code, "message": message},
-                }
-                yield number, msgspec.json.encode(line)
-
-    async def _names(self, batch: Batch, records: Records) -> Sequence[str | None]:
-        """Return the records' custom_ids; all None if the input file is missing, so that the batch can still finish."""
-        names: list[str | None] = []
-        offsets, lengths = records["offset"].tolist(), records["length"].tolist()
-        try:
-            for first, after in _by_bytes(lengths, READ_BYTES):
-                key = file_key(batch.input_file_id)
-                lines = await self._storage.read_ranges(key, offsets[first:after], lengths[first:after])
-                names += map(_name_of, lines)
-        except FileNotFoundError:
-            log.exception("input file is missing", batch=batch.id, file=batch.input_file_id)
-            return [None] * len(records)
-        return names
 
     async def _commit(
         self,
@@ -303,25 +311,10 @@ class Finalizer:
         return True
 
 
-def _by_bytes(lengths: Sequence[int], most: int) -> Iterator[tuple[int, int]]:
-    """Yield ranges [first, after) of at most `most` bytes each; a larger item is a range by itself."""
-    first = size = 0
-    for at, length in enumerate(lengths):
-        if size + length > most and at > first:
-            yield first, at
-            first, size = at, 0
-        size += length
-    if lengths:
-        yield first, len(lengths)
-
-
-def _name_of(line: bytes) -> str | None:
-    """Return the line's custom_id; None for an unreadable line, which must not keep its batch from finishing."""
-    try:
-        return custom_id_of(line)
-    except (msgspec.DecodeError, RecursionError):
-        log.exception("cannot read a line of the input file")
-        return None
+def _no_answer(name: str | None, reason: tuple[str, str]) -> bytes:
+    """Return the error line of a request without an answer."""
+    error = {"code": reason[0], "message": reason[1]}
+    return msgspec.json.encode({"id": ids.batch_request_id(), "custom_id": name, "response": None, "error": error})
 
 
 async def _let_slices_go(session: AsyncSession, batch_id: str) -> None:

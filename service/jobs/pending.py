@@ -50,7 +50,7 @@ async def _unplanned(session: AsyncSession) -> Sequence[Any]:
     unplanned = (Batch.status == fixed(BatchStatus.IN_PROGRESS)) & (Batch.planned < Batch.total)
     columns = (Batch.id, *named, Batch.project_id, Batch.index_id, Batch.planned, Batch.expires_at, Batch.seq)
     told = (Batch.in_progress_at, (Batch.total - Batch.planned).label("left"), place.label("place"))
-    first = select(*columns, *told).where(unplanned, ~Batch.held).subquery()
+    first = select(*columns, *told).where(unplanned, ~Batch.held, Batch.index_id.is_not(None)).subquery()
     query = (
         select(first, Project.weight)
         .join(Project, Project.id == first.c.project_id)

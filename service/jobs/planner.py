@@ -24,6 +24,7 @@ from service.jobs.unleased import MOST_AGAIN, NONE, Leased, hold, take_back, unl
 from service.metrics import tracing
 from service.objects.plan_artifact import Places, PlanArtifact, PlanHeader
 from service.objects.plan_picture import Content, picture_of
+from service.objects.request_index import IndexGone, forget_index
 from service.objects.storage import Storage
 from service.queue.crew import CrewBoard
 from service.queue.urgency import urgent_at
@@ -98,6 +99,9 @@ class Planner:
                         await self._plan_new(ModelName.of(name), found[name])
                     except PlanOutdated as error:
                         log.info("plan abandoned", model=name, reason=str(error))
+                    except IndexGone as gone:  # the next round plans the other batches
+                        await forget_index(self._database, gone, self._clock())
+                        raise
         return name is not None
 
     async def _plan_new(self, name: ModelName, wanted: list[Span]) -> None:

@@ -13,12 +13,13 @@ from service.jobs.fair_turns import FairDesk
 from service.jobs.fair_window import Span
 from service.jobs.gather import gather, plan_of
 from service.metrics import tracing
+from service.objects.request_index import IndexGone, forget_index
 from service.objects.storage import Storage
 from service.settings import Settings
 
 log = structlog.get_logger()
 
-_WAITS = (Batch.status == BatchStatus.IN_PROGRESS) & Batch.held & Batch.preview.is_(None)
+_WAITS = (Batch.status == BatchStatus.IN_PROGRESS) & Batch.held & Batch.preview.is_(None) & Batch.index_id.is_not(None)
 
 
 class Previewer:
@@ -54,7 +55,11 @@ class Previewer:
             batch = (await session.scalars(select(Batch).where(Batch.id == batch_id))).one()
         count = min(batch.total, self._settings.window_requests)
         span = Span(batch.id, batch.project_id, 1.0, batch.index_id or "", 0, count, batch.expires_at)
-        found = await gather(self._database, self._storage, self._settings, [span])
+        try:
+            found = await gather(self._database, self._storage, self._settings, [span])
+        except IndexGone as gone:
+            await forget_index(self._database, gone, self._clock())
+            raise
         cost = await self._costs.of(batch.model or "")
         plan = await plan_of(found, cost, self._clock(), self._settings.slice_requests)
         seen = len(found.places)

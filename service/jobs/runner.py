@@ -60,7 +60,7 @@ async def run_jobs(database: Database, storage: Storage, redis: Redis, settings:
         _Work(Job.EXPIRY, Expiry(database, storage, clock).run_once, seldom_s=EXPIRY_S),
         _Work(Job.WEBHOOKS, Webhooks(database, settings, clock).run_once, seldom_s=10.0, loops=4),
         _Work(Job.HISTORIAN, Historian(database, redis, clock).run_once, seldom_s=EVERY_S),
-        _Work(Job.SWEEPER, Sweeper(database, storage, clock).run_once, seldom_s=SWEEP_S),
+        _Work(Job.SWEEPER, Sweeper(database, storage, clock, settings.newest_backup).run_once, seldom_s=SWEEP_S),
         # In a loop of its own, because the locks that it frees hold up other jobs.
         _Work(Job.LOST_SESSIONS, partial(end_lost_sessions, database, lost_s), seldom_s=lost_s / 2),
     ]

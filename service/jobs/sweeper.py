@@ -1,9 +1,10 @@
 """The sweeper: deletes objects that no batch needs any more, leftovers of crashes, and old database records."""
 
 from collections.abc import Callable
+from pathlib import Path
 
 import structlog
-from sqlalchemy import delete, exists, false, func, select
+from sqlalchemy import ColumnElement, delete, exists, false, func, select
 
 from service.db.clock import DAY_S
 from service.db.moves import LIVE
@@ -22,28 +23,44 @@ from service.db.tables import (
 from service.db.tenant_tables import AuditEvent
 from service.objects.storage import Storage, file_key
 
-# An object that no row refers to yet may belong to a row that is about to be committed.
-YOUNG_S = 3600.0
+YOUNG_S = 3600.0  # a file that was deleted is kept so long, for those who download it
+# What ended batches leave is kept for a day: people look at how a batch ran, and a database that loses its last
+# commits, by a failover or from a backup, may have to end batches once more. So is an object that no row refers to: its
+# row may be about to be committed, or may come back.
+KEEP_S = DAY_S
 CHUNK = 500  # names per query
 KEEP_DELIVERIES_S = 30 * DAY_S  # webhook deliveries that were delivered or abandoned
 KEEP_AUDIT_S = 400 * DAY_S
 KEEP_LENGTHS_S = 90 * DAY_S  # profiles of answers' lengths to which no batch has added since
-KEEP_SLICES_S = DAY_S  # and plans, of finished batches, so that people can see how a batch ran
 WINDOWS = 20  # deleted per round
 log = structlog.get_logger()
 
 
 class Sweeper:
-    """Deletes what the service no longer needs, from object storage and from the database."""
+    """Deletes what the service no longer needs, from object storage and from the database.
 
-    def __init__(self, database: Database, storage: Storage, clock: Callable[[], float]) -> None:
+    `newest_backup`: a file as old as the newest backup of the database; what ended after it is kept.
+    """
+
+    def __init__(
+        self, database: Database, storage: Storage, clock: Callable[[], float], newest_backup: Path | None = None
+    ) -> None:
         self._database = database
         self._storage = storage
         self._clock = clock
+        self._newest_backup = newest_backup
+        self._since = 0.0  # batches that ended since then keep what they have
 
     async def run_once(self) -> bool:
         """Sweep object storage and the database once. Returns whether it deleted any objects."""
+        try:
+            backup = float("inf") if self._newest_backup is None else self._newest_backup.stat().st_mtime
+        except OSError as error:
+            log.warning("sweeps nothing: BATCHWEAVE_NEWEST_BACKUP names no file", error=repr(error))
+            return False
         swept, store_now = 0, await self._storage.now()
+        self._since = min(self._clock() - KEEP_S, backup)
+        young = min(store_now - KEEP_S, backup)
         judges = {"shards": self._shards, "indexes": self._indexes, "plans": self._plans, "uploads": self._uploads}
         for prefix, judge in judges.items():
             names = await self._storage.folders(prefix)
@@ -51,8 +68,8 @@ class Sweeper:
                 chunk = names[at : at + CHUNK]
                 known, needed = await judge(chunk)
                 for name in set(chunk) - needed:
-                    swept += await self._sweep(f"{prefix}/{name}", name in known, store_now)
-        swept += await self._files(store_now)
+                    swept += await self._sweep(f"{prefix}/{name}", name in known, young)
+        swept += await self._files(store_now, young)
         swept += await self._storage.delete_staged(store_now - YOUNG_S)
         await self._records()
         await self._slices()
@@ -70,11 +87,11 @@ class Sweeper:
             await session.execute(delete(LengthProfile).where(LengthProfile.seen_at < now - KEEP_LENGTHS_S))
 
     async def _slices(self) -> None:
-        """Delete the windows, with their slices, whose batches all finished more than KEEP_SLICES_S ago."""
-        long_ago = Batch.ended_at < self._clock() - KEEP_SLICES_S
+        """Delete the windows, with their slices, whose batches all ended long ago."""
+        long_ago = Batch.ended_at < self._since
         of_window = SliceBatch.slice_id.in_(select(Slice.id).where(Slice.window_id == Window.id))
         wanted = exists().where(of_window, Batch.id == SliceBatch.batch_id, ~func.coalesce(long_ago, false()))
-        oldest = select(Window.id).where(Window.created_at < self._clock() - KEEP_SLICES_S).order_by(Window.id)
+        oldest = select(Window.id).where(Window.created_at < self._since).order_by(Window.id)
         async with self._database.read() as session:
             windows = (await session.scalars(oldest.where(~wanted).limit(WINDOWS))).all()
         for window_id in windows:
@@ -84,38 +101,38 @@ class Sweeper:
                 await session.execute(delete(Slice).where(Slice.window_id == window_id))
                 await session.execute(delete(Window).where(Window.id == window_id))
 
-    async def _sweep(self, folder: str, known: bool, store_now: float) -> bool:
-        """Delete a folder that is not needed. Returns whether it did.
+    def _lately(self) -> ColumnElement[bool]:
+        """Return the condition that a batch needs what it has in object storage."""
+        return Batch.status.in_(LIVE) | (Batch.ended_at >= self._since)
 
-        A folder that no row refers to is kept while it is young: its row may not be committed yet.
-        """
+    async def _sweep(self, folder: str, known: bool, young: float) -> bool:
+        """Delete a folder that is not needed. Returns whether it did. One that no row refers to must be old."""
         if not known:
             newest = max((await self._storage.modified(folder)).values(), default=0.0)
-            if newest > store_now - YOUNG_S:
+            if newest > young:
                 return False
         await self._storage.delete_all(folder)
         return True
 
     async def _shards(self, names: list[str]) -> tuple[set[str], set[str]]:
-        """Return the names that rows refer to and those that live batches need. The other kinds do the same."""
+        """Return the names that rows refer to and those that batches need. The other kinds do the same."""
         ids = [int(name) for name in names if name.isdigit()]
         async with self._database.read() as session:
             known = await session.scalars(select(Slice.id).where(Slice.id.in_(ids)))
             needed = await session.scalars(
                 select(SliceBatch.slice_id)
                 .join(Batch, Batch.id == SliceBatch.batch_id)
-                .where(SliceBatch.slice_id.in_(ids), Batch.status.in_(LIVE))
+                .where(SliceBatch.slice_id.in_(ids), self._lately())
             )
             return {str(each) for each in known}, {str(each) for each in needed}
 
     async def _indexes(self, names: list[str]) -> tuple[set[str], set[str]]:
         async with self._database.read() as session:
-            rows = await session.execute(select(Batch.index_id, Batch.status).where(Batch.index_id.in_(names)))
-            by_name = {str(index_id): status for index_id, status in rows}
-        return set(by_name), {name for name, status in by_name.items() if status in LIVE}
+            known = await session.scalars(select(Batch.index_id).where(Batch.index_id.in_(names)))
+            needed = await session.scalars(select(Batch.index_id).where(Batch.index_id.in_(names), self._lately()))
+            return {str(each) for each in known}, {str(each) for each in needed}
 
     async def _plans(self, names: list[str]) -> tuple[set[str], set[str]]:
-        lately = Batch.status.in_(LIVE) | (Batch.ended_at >= self._clock() - KEEP_SLICES_S)
         async with self._database.read() as session:
             known = await session.scalars(select(Window.plan_id).where(Window.plan_id.in_(names)))
             needed = await session.scalars(
@@ -123,7 +140,7 @@ class Sweeper:
                 .join(Slice, Slice.window_id == Window.id)
                 .join(SliceBatch, SliceBatch.slice_id == Slice.id)
                 .join(Batch, Batch.id == SliceBatch.batch_id)
-                .where(Window.plan_id.in_(names), lately)
+                .where(Window.plan_id.in_(names), self._lately())
             )
             return set(known), set(needed)
 
@@ -133,16 +150,17 @@ class Sweeper:
             by_name = {str(upload_id): status for upload_id, status in rows}
         return set(by_name), {name for name, status in by_name.items() if status == UploadStatus.PENDING}
 
-    async def _files(self, store_now: float) -> int:
-        """Delete files whose row was never committed or is marked deleted. Returns how many."""
-        modified = await self._storage.modified("files")
-        old = [key.rsplit("/", 1)[-1] for key, at in modified.items() if at <= store_now - YOUNG_S]
+    async def _files(self, store_now: float, young: float) -> int:
+        """Delete files whose row is marked deleted, or was never committed. Returns how many."""
+        modified = {key.rsplit("/", 1)[-1]: at for key, at in (await self._storage.modified("files")).items()}
+        old = [file_id for file_id, at in modified.items() if at <= store_now - YOUNG_S]
         swept = 0
         for at in range(0, len(old), CHUNK):
             chunk = old[at : at + CHUNK]
             async with self._database.read() as session:
-                kept = set(await session.scalars(select(File.id).where(File.id.in_(chunk), File.deleted_at.is_(None))))
-            for file_id in set(chunk) - kept:
+                rows = await session.execute(select(File.id, File.deleted_at).where(File.id.in_(chunk)))
+            deleted = {str(file_id): deleted_at is not None for file_id, deleted_at in rows}
+            for file_id in (each for each in chunk if deleted.get(each, modified[each] <= young)):
                 await self._storage.delete(file_key(file_id))
                 swept += 1
         return swept

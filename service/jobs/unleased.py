@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
+import structlog
 from sqlalchemy import delete, func, select, update
 from sqlalchemy.ext.asyncio import AsyncSession
 
@@ -37,6 +38,8 @@ class Unleased:
     spans: Sequence[Span]
 
 
+log = structlog.get_logger()
+
 NONE = Unleased((), ())
 
 
@@ -65,15 +68,23 @@ async def unleased(database: Database, storage: Storage, name: ModelName, most: 
     requests: dict[str, list[int]] = {}
     for plan_id in dict.fromkeys(row.plan_id for row in rows):
         artifact = PlanArtifact(storage, plan_id)
-        header = await artifact.header()
-        order = await artifact.places(0, header.requests)
+        try:
+            header = await artifact.header()
+            order = await artifact.places(0, header.requests)
+        except FileNotFoundError:  # a worker that leases them will find out
+            log.exception("the plan is gone", plan=plan_id)
+            rows = [row for row in rows if row.plan_id != plan_id]
+            continue
         for row in rows:
             if row.plan_id == plan_id:
                 for batch, request in order[row.first : row.first + row.count].tolist():
                     requests.setdefault(header.batches[batch], []).append(request)
     if len(requests) > MOST_BATCHES:
         return NONE
-    return Unleased([row.id for row in rows], await _spans(database, requests))
+    spans = await _spans(database, requests)
+    if not all(span.index_id for span in spans):  # an index was lost; its batch cannot be planned now
+        return NONE
+    return Unleased([row.id for row in rows], spans)
 
 
 def with_again(wanted: Sequence[Span], before: Sequence[Span]) -> list[Span]:

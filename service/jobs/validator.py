@@ -20,21 +20,31 @@ from service.db.moves import move_batch
 from service.db.sessions import Database
 from service.db.tables import Batch, BatchStatus, Model, OnLongLine, fixed
 from service.endpoints import ModelName
+from service.jobs.desk import Desk
 from service.jobs.fair_turns import FairDesk
 from service.jobs.index_writer import IndexWriter, Place
+from service.jobs.input_names import retried
 from service.metrics import tracing
 from service.metrics.counters import BATCHES_ENDED, VALIDATED
 from service.objects.request_index import RequestIndex
 from service.objects.request_output import asked_output
 from service.objects.storage import LineTooLong, Storage, Writer, file_key
 from service.queue.progress import Heartbeat
-from service.requests.lines import MAX_ERRORS, LineChecker, LineError, RequestLine, custom_id_of, duplicate, quoted
+from service.requests.lines import (
+    BYTE_ORDER_MARK,
+    MAX_ERRORS,
+    LineChecker,
+    LineError,
+    RequestLine,
+    custom_id_of,
+    duplicate,
+    quoted,
+)
 from service.requests.parameters import Unknown
 from service.requests.tokens import PromptTokens, prompt_tokens
 from service.settings import Settings
 from service.tenants.quotas import enqueued_tokens, hold, room_for_bytes
 
-MAX_ERROR_LINE_BYTES = 64 * 1024 * 1024
 LOOK_S = 2.0  # between two checks whether a batch is still wanted
 AT_WORK_S = 60.0  # after this long without a sign of life, a validating process counts as dead
 DEATHS_TO_SUSPECT, MOST_DEATHS = 2, 8
@@ -43,7 +53,6 @@ LARGE_LINE = 64 * 1024  # bytes; longer lines are checked in a thread
 GIVEN_UP = "The service died each time it read this file. Split the file to find the lines that it cannot read."
 MOST_ERROR_BYTES = 32 * 1024  # of the errors that a batch lists
 BREATH_S = 0.02  # how long one file is read before other tasks get their turn
-BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 log = structlog.get_logger()
 
 _WAITS = Batch.status == fixed(BatchStatus.VALIDATING)
@@ -125,12 +134,18 @@ class Validator:
         self._settings = settings
         self._clock = clock
         self._desk = FairDesk("validator", database, clock)
+        self._desk_again = Desk("validator", clock)
 
     async def run_once(self) -> bool:
         """Validate one waiting batch. Returns whether it found one.
 
-        Projects take turns by weight; within a project the earliest deadline comes first.
+        Projects take turns by weight; within a project the earliest deadline comes first. Running batches whose index
+        was lost come before them.
         """
+        async with self._desk_again.take(await self._without_index()) as batch_id:
+            if batch_id is not None:
+                await self._index_again(batch_id)
+                return True
         async with self._desk.take(_WAITS, self._first) as taken:
             if taken is not None:
                 with tracing.stage("validate", [taken.batch_id]):
@@ -169,21 +184,13 @@ class Validator:
 
         Returns the number of its requests.
         """
-        checker, prompt_tokens = LineChecker(batch.endpoint, allow_patterns=self._settings.allow_patterns), 0
-        index, size, unknown = RequestIndex(self._storage, ids.index_id()), 0, Unknown(batch.endpoint)
+        checker, unknown = self._checker(batch), Unknown(batch.endpoint)
+        index, size, prompt_tokens = RequestIndex(self._storage, ids.index_id()), 0, 0
         try:
-            checker.only = await self._wanted(batch)
-            async with (
-                self._storage.writer(index.records_key) as to_records,
-                self._storage.writer(index.tokens_key) as to_tokens,
-                self._storage.writer(index.keys_key) as to_keys,
-            ):
-                parts = [Bounded(self._storage, to) for to in (to_records, to_tokens, to_keys)]
-                if batch.validation_deaths > MOST_DEATHS:
-                    checker.add(LineError("server_error", GIVEN_UP))
-                else:
-                    prompt_tokens = await self._read(batch, checker, unknown, *parts)
-                size = sum(part.size_bytes for part in parts)
+            if batch.validation_deaths > MOST_DEATHS:
+                checker.add(LineError("server_error", GIVEN_UP))
+            else:
+                size, prompt_tokens = await self._write_index(batch, checker, unknown, index)
             await self._find_repeats(batch, checker)
         except FileNotFoundError:
             message = f"The input file {batch.input_file_id} was deleted before the batch was validated."
@@ -225,6 +232,56 @@ class Validator:
         log.info("validated", batch=batch.id, requests=checker.requests, errors=len(checker.errors), still_wanted=moved)
         return checker.requests
 
+    def _checker(self, batch: Batch) -> LineChecker:
+        return LineChecker(batch.endpoint, allow_patterns=self._settings.allow_patterns)
+
+    async def _write_index(
+        self, batch: Batch, checker: LineChecker, unknown: Unknown, index: RequestIndex
+    ) -> tuple[int, int]:
+        """Check the batch's lines and write their index; return its size in bytes and the tokens of all prompts.
+
+        Raises FileNotFoundError, NotWanted.
+        """
+        checker.only = await retried(self._database, self._storage, batch)
+        async with (
+            self._storage.writer(index.records_key) as to_records,
+            self._storage.writer(index.tokens_key) as to_tokens,
+            self._storage.writer(index.keys_key) as to_keys,
+        ):
+            parts = [Bounded(self._storage, to) for to in (to_records, to_tokens, to_keys)]
+            prompt_tokens = await self._read(batch, checker, unknown, *parts)
+            return sum(part.size_bytes for part in parts), prompt_tokens
+
+    async def _without_index(self) -> Sequence[str]:
+        """Return running batches whose index was lost."""
+        lost = (Batch.status == fixed(BatchStatus.IN_PROGRESS)) & Batch.index_id.is_(None)
+        async with self._database.read() as session:
+            return (await session.scalars(select(Batch.id).where(lost).limit(self._desk_again.enough))).all()
+
+    async def _index_again(self, batch_id: str) -> None:
+        """Write the index of a running batch again. Its requests keep their numbers, as its file is the same."""
+        async with self._database.read() as session:
+            batch = (await session.scalars(select(Batch).where(Batch.id == batch_id))).one()
+        checker, index = self._checker(batch), RequestIndex(self._storage, ids.index_id())
+        values: dict[str, Any] = {}
+        try:
+            size, _ = await self._write_index(batch, checker, Unknown(batch.endpoint), index)
+            if checker.errors or checker.requests != batch.total:
+                await self._storage.delete_all(index.folder)
+                raise OSError(f"the file of {batch.id} is not the one that was validated")
+            values = {"index_id": index.index_id, "index_bytes": size}
+        except NotWanted:
+            return
+        except FileNotFoundError:
+            log.exception("an index and its file are lost", batch=batch.id)
+        is_lost = (Batch.status == BatchStatus.IN_PROGRESS) & Batch.index_id.is_(None)
+        async with self._database.write() as session:
+            if values:
+                await session.execute(update(Batch).where(Batch.id == batch.id, is_lost).values(values))
+            else:  # what has no answer gets a line that says so
+                await move_batch(session, batch.id, BatchStatus.FINALIZING, now=self._clock(), only_if=is_lost)
+        log.warning("an index was lost and is written again", batch=batch.id, requests=checker.requests)
+
     async def _read(
         self, batch: Batch, checker: LineChecker, unknown: Unknown, records: Writer, tokens: Writer, keys: Writer
     ) -> int:
@@ -257,8 +314,8 @@ class Validator:
         return index.prompt_tokens
 
     async def _check_wanted(self, batch: Batch) -> None:
-        """Note that this process is still validating. Raises NotWanted if the batch is no longer being validated."""
-        if (await self._note(batch.id, validating_until=now_s() + AT_WORK_S)).status != BatchStatus.VALIDATING:
+        """Note that this process is still validating. Raises NotWanted if the batch has another state since."""
+        if (await self._note(batch.id, validating_until=now_s() + AT_WORK_S)).status != batch.status:
             raise NotWanted(batch.id)
 
     def _is_enough(self, checker: LineChecker, number: int) -> bool:
@@ -291,15 +348,6 @@ class Validator:
 
     def _lines(self, batch: Batch) -> AsyncIterator[tuple[int, bytes]]:
         return self._storage.lines(file_key(batch.input_file_id), self._settings.max_line_bytes)
-
-    async def _wanted(self, batch: Batch) -> frozenset[str] | None:
-        """Return the custom_ids that a retry repeats, from the original's error file. Raises FileNotFoundError."""
-        if batch.retry_of is None:
-            return None
-        async with self._database.read() as session:
-            source = await session.scalar(select(Batch.error_file_id).where(Batch.id == batch.retry_of))
-        lines = self._storage.lines(file_key(source or ""), MAX_ERROR_LINE_BYTES)
-        return frozenset([custom_id_of(line) async for _, line in lines])
 
     async def _judge_quota(
         self, session: AsyncSession, batch: Batch, checker: LineChecker, tokens: int, index_bytes: int

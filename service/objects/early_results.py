@@ -17,7 +17,7 @@ from sqlalchemy.ext.asyncio import AsyncSession
 
 from service.db.sessions import Database
 from service.db.tables import Batch, BatchStatus, EarlyRun, Slice, SliceBatch, SliceStatus
-from service.objects.shards import Answer, Shard
+from service.objects.shards import Answer, Shard, Told, told
 from service.objects.storage import Storage
 
 EVERY_S = 1.0  # between two looks at one batch, however many readers ask
@@ -52,13 +52,13 @@ async def early_runs(session: AsyncSession, batch_id: str, first: int, count: in
     return (await session.scalars(select(EarlyRun).where(mine).order_by(EarlyRun.number))).all()
 
 
-async def answers_of(storage: Storage, run: EarlyRun) -> AsyncIterator[Answer]:
+async def answers_of(storage: Storage, run: EarlyRun, gone: list[str] | None = None) -> AsyncIterator[Answer]:
     """Yield the run's answers that no earlier run has, with one segment in memory at a time.
 
-    Raises FileNotFoundError when a segment is gone.
+    `gone`: gets the keys of segments that are not there; without it they raise FileNotFoundError.
     """
     had = set(run.repeats)
-    async for answer in Shard(storage, run.slice_id).answers(run.segments, at_once=1):
+    async for answer in Shard(storage, run.slice_id).answers(run.segments, at_once=1, gone=gone):
         if answer.batch_id == run.batch_id and answer.request not in had:
             had.add(answer.request)
             yield answer
@@ -129,50 +129,58 @@ class EarlyResults:
             before = await session.scalar(select(func.count()).where(EarlyRun.batch_id == batch_id)) or 0
             begun = (
                 await session.execute(
-                    select(Slice.id, Slice.status)
+                    select(Slice.id, Slice.status, Slice.segments, Slice.epoch)
                     .join(SliceBatch, SliceBatch.slice_id == Slice.id)
                     .where(SliceBatch.batch_id == batch_id, Slice.epoch > 0)
                     .order_by(Slice.id)
                 )
             ).all()
         found, complete, size, until = list[EarlyRun](), set[int](), 0, time.monotonic() + MOST_S
-        for slice_id, status in begun:
+        for slice_id, status, said, epoch in begun:
             if slice_id in known.complete:
                 continue
             if size > MOST_BYTES or time.monotonic() > until:
                 break
-            run = await self._new_run(batch_id, before + len(found), slice_id)
+            gone: list[str] = []
+            run = await self._new_run(batch_id, before + len(found), slice_id, told(said, epoch), gone)
             if run is not None:
                 found.append(run)
                 size += run.output_bytes + run.error_bytes
-            if status == SliceStatus.DONE:
+            if status == SliceStatus.DONE and not gone:
                 (known.complete if run is None else complete).add(slice_id)
         if found and await self._commit(batch_id, before, found):
             known.complete |= complete
         return before + len(found)
 
-    async def _new_run(self, batch_id: str, number: int, slice_id: int) -> EarlyRun | None:
-        """Return a run of the slice's segments that no earlier run has; None if there are none."""
+    async def _new_run(
+        self, batch_id: str, number: int, slice_id: int, epochs: Told, gone: list[str]
+    ) -> EarlyRun | None:
+        """Return a run of the slice's segments that no earlier run has; None if there are none.
+
+        `gone`: gets the keys of those that are not there yet.
+        """
         shard = Shard(self._storage, slice_id)
         async with self._database.read() as session:
             mine = (EarlyRun.batch_id == batch_id) & (EarlyRun.slice_id == slice_id)
             read = {name for names in await session.scalars(select(EarlyRun.segments).where(mine)) for name in names}
-        segments = [name for name in await shard.segments() if name not in read]
+        segments = await shard.names(epochs, read)
         if not segments:
             return None
         repeats: list[int] = []
         if len({name.split("-")[0] for name in (*read, *segments)}) > 1:  # one epoch answers each request once
-            async for answer in shard.answers(sorted(read), at_once=1):
+            async for answer in shard.answers(sorted(read), at_once=1, gone=[]):
                 if answer.batch_id == batch_id:
                     repeats.append(answer.request)
         run = EarlyRun(batch_id=batch_id, number=number, slice_id=slice_id, segments=segments, repeats=repeats)
         run.output_bytes = run.error_bytes = 0
-        async for answer in answers_of(self._storage, run):
+        async for answer in answers_of(self._storage, run, gone):
             if answer.ok:
                 run.output_bytes += len(bytes(answer.line)) + 1
             else:
                 run.error_bytes += len(bytes(answer.line)) + 1
-        return run
+        missing = {key.rsplit("/", 1)[-1] for key in gone}
+        run.segments = [name for name in segments if name not in missing]
+        return run if run.segments else None
 
     async def _commit(self, batch_id: str, before: int, found: list[EarlyRun]) -> bool:
         """Commit the runs. Returns False if another process was first or the batch is ending.

@@ -49,16 +49,17 @@ class PlanArtifact:
     def folder(self) -> str:
         return f"plans/{self.plan_id}"
 
-    async def write(self, header: PlanHeader, order: Places, picture: PlanPicture) -> None:
+    async def write(self, header: PlanHeader, order: Places, picture: PlanPicture | None) -> None:
         await self.storage.put(f"{self.folder}/order", order.tobytes())
-        await self.storage.put(f"{self.folder}/picture.json", msgspec.json.encode(picture))
+        if picture is not None:
+            await self.storage.put(f"{self.folder}/picture.json", msgspec.json.encode(picture))
         await self.storage.put(f"{self.folder}/plan.json", msgspec.json.format(msgspec.json.encode(header)))
 
     async def header(self) -> PlanHeader:
         return msgspec.json.decode(await self.storage.read(f"{self.folder}/plan.json"), type=PlanHeader)
 
     async def picture(self) -> PlanPicture:
-        """Return the plan's picture. Raises FileNotFoundError if the plan is gone or predates pictures."""
+        """Return the plan's picture. Raises FileNotFoundError if the plan is gone or has none."""
         return msgspec.json.decode(await self.storage.read(f"{self.folder}/picture.json"), type=PlanPicture)
 
     async def places(self, first: int, count: int) -> Places:

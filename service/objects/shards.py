@@ -1,12 +1,15 @@
 """A slice's result shard: segments of answers, each written in one atomic step, so that no segment is ever torn.
 
 Object stores cannot append. Every half second a worker writes its new answers as a new segment, named by its lease's
-epoch and a number; the answers in a segment are final. When two epochs answered the same request, the earlier segment
-counts.
+epoch and a number that counts from 0; the answers in a segment are final. When two epochs answered the same request,
+the earlier segment counts.
+
+Listings of many stores are late, so nothing is found by one: the slice's row says how many segments each epoch has, and
+where an owner never said it, because it died or still runs, they are asked for by name.
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Collection, Sequence
 from dataclasses import dataclass
 
 import msgspec
@@ -15,6 +18,10 @@ import structlog
 from service.objects.storage import ANSWERS_RESERVE, Storage
 
 READ_SEGMENTS = 16  # at once
+AHEAD = 4  # segments that are asked for at once; so many in a row that are not there are the end
+
+Said = Sequence[Sequence[int | None]] | None  # Slice.segments: pairs of an epoch and its segments, in order
+Told = list[tuple[int, int | None]]  # each epoch that may have segments, and how many; None: nobody said
 log = structlog.get_logger()
 
 
@@ -40,6 +47,17 @@ class Answer(msgspec.Struct, frozen=True, array_like=True):
 _decoder = msgspec.json.Decoder(Answer)
 
 
+def told(said: Said, epoch: int) -> Told:
+    """Return what is known of the segments of a slice at this epoch.
+
+    The last pair that was said has the epoch up to which all was said. Epochs after it, and all of a slice of an older
+    version of this service, may have segments of which nobody said anything.
+    """
+    pairs = [(int(each or 0), count) for each, count in said or ()]
+    last = pairs[-1][0] if pairs else 0
+    return [*(pair for pair in pairs if pair[1] != 0), *((each, None) for each in range(last + 1, epoch + 1))]
+
+
 @dataclass(frozen=True, slots=True)
 class Shard:
     """The shard of one slice in object storage."""
@@ -54,24 +72,52 @@ class Shard:
     async def write(self, epoch: int, number: int, answers: list[Answer]) -> None:
         data = msgspec.json.Encoder().encode_lines(answers)
         self.storage.check_room(len(data), ANSWERS_RESERVE)
-        await self.storage.put(f"{self.folder}/{epoch:08d}-{number:08d}", data)
+        await self.storage.put(self._key(_name(epoch, number)), data)
 
-    async def segments(self) -> list[str]:
-        """Return the names of the segments, earliest epoch first."""
-        return [key.rsplit("/", 1)[-1] for key in await self.storage.keys(self.folder)]
+    def _key(self, name: str) -> str:
+        return f"{self.folder}/{name}"
+
+    async def names(self, told: Told, read: Collection[str] = ()) -> list[str]:
+        """Return the names of these epochs' segments, earliest epoch first, without those that are already `read`."""
+        found: list[str] = []
+        for epoch, count in told:
+            if count is None:
+                found += await self._asked_for(epoch, read)
+            else:
+                found += [name for number in range(count) if (name := _name(epoch, number)) not in read]
+        return found
+
+    async def _asked_for(self, epoch: int, read: Collection[str]) -> list[str]:
+        """Return the segments of an epoch of which nobody said how many it has."""
+        found, missing, number = list[str](), 0, 0
+        while _name(epoch, number) in read:
+            number += 1
+        while missing < AHEAD:
+            names = [_name(epoch, number + more) for more in range(AHEAD)]
+            for name, is_there in zip(names, await asyncio.gather(*map(self._has, names)), strict=True):
+                missing = 0 if is_there else missing + 1
+                if is_there and name not in read:
+                    found.append(name)
+            number += AHEAD
+        return found
+
+    async def _has(self, name: str) -> bool:
+        return await self.storage.has(self._key(name))
 
     async def answers(
-        self, segments: Sequence[str] | None = None, at_once: int = READ_SEGMENTS
+        self, names: Sequence[str], at_once: int = READ_SEGMENTS, gone: list[str] | None = None
     ) -> AsyncIterator[Answer]:
-        """Yield every answer, or those of these segments, in order. A request may come twice.
+        """Yield the answers of these segments, in order. A request may come twice.
 
-        `at_once`: how many segments are held in memory. Raises FileNotFoundError for a segment that is gone.
+        `at_once`: how many segments are held in memory. The keys of segments that are not there are added to `gone`;
+        without it they raise FileNotFoundError.
         """
-        names = await self.segments() if segments is None else segments
-        keys = [f"{self.folder}/{name}" for name in names]
+        keys = [self._key(name) for name in names]
         for at in range(0, len(keys), at_once):
             chunk = keys[at : at + at_once]
-            for key, segment in zip(chunk, await asyncio.gather(*map(self.storage.read, chunk)), strict=True):
+            for key, segment in zip(
+                chunk, await asyncio.gather(*(self._read(each, gone) for each in chunk)), strict=True
+            ):
                 for line in segment.split(b"\n"):
                     if line:
                         try:
@@ -79,3 +125,24 @@ class Shard:
                         except msgspec.DecodeError:
                             # A power cut tore it before it was synced, so its answers were never counted.
                             log.exception("segment is damaged", key=key)
+
+    async def _read(self, key: str, gone: list[str] | None) -> bytes:
+        try:
+            return await self.storage.read(key)
+        except FileNotFoundError:
+            if gone is None:
+                raise
+            gone.append(key)
+            return b""
+
+
+def _name(epoch: int, number: int) -> str:
+    return f"{epoch:08d}-{number:08d}"
+
+
+def segments_of(names: Sequence[str], epochs: Sequence[int]) -> Told:
+    """Return how many segments each of these epochs has if it has those of these names."""
+    counts = dict.fromkeys(epochs, 0)
+    for epoch, number in (map(int, name.split("-")) for name in names):
+        counts[epoch] = max(counts[epoch], number + 1)
+    return list(counts.items())

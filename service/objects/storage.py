@@ -17,6 +17,7 @@ READ_BYTES = 1024 * 1024
 RESERVE, MOST_RESERVE = 0.1, 1024**3  # part of a disk that uploads and their indexes may not use
 ANSWERS_RESERVE = 0.5  # part of the reserve that answers may not use either
 CLOCK_KEY = "health/clock"
+LATE_S = 120.0  # how long an object that was written may stay unseen, on stores that replicate or cache
 
 
 def file_key(file_id: str) -> str:
@@ -110,6 +111,14 @@ class Storage:
     async def read(self, key: str) -> bytes:
         """Return the whole object. Raises FileNotFoundError."""
         return bytes(await (await self._store.get_async(key)).bytes_async())
+
+    async def has(self, key: str) -> bool:
+        """Return whether the object is there."""
+        try:
+            await self._store.head_async(key)
+        except FileNotFoundError:
+            return False
+        return True
 
     async def read_range(self, key: str, start: int, length: int) -> bytes:
         if length == 0:

@@ -17,6 +17,7 @@ from service.db.clock import now_s
 from service.db.moves import rows_changed
 from service.db.sessions import Database
 from service.db.tables import Batch, BatchStatus, Slice, SliceBatch, SliceStatus, fixed
+from service.objects.shards import Told, told
 from service.queue.counts import Counts
 from service.queue.parts import Part, offsets_of, places_of
 from service.queue.urgency import urgent_at
@@ -42,7 +43,8 @@ class Trial:
 class Lease:
     """A claim on a slice, valid while the row still has this epoch; `trial` is set if the slice is suspect.
 
-    `first`, `count` and `offsets` say which requests it has (`parts.py`).
+    `first`, `count` and `offsets` say which requests it has (`parts.py`). `before`: what is known of the segments of
+    earlier leases.
     """
 
     slice_id: int
@@ -52,6 +54,7 @@ class Lease:
     count: int
     trial: Trial | None = None
     offsets: bytes | None = None
+    before: tuple[tuple[int, int | None], ...] = ()
 
 
 class BatchEnded(Exception):
@@ -99,14 +102,23 @@ class Leases:
             await _move_shares(session, [slice_id], SliceStatus.LEASED)
         suspect = row.deaths >= DEATHS_TO_TRY
         trial = Trial(row.trial or row.count, row.trial_place, row.alone_deaths) if suspect else None
-        return Lease(row.id, row.epoch, row.window_id, row.first, row.count, trial, row.offsets)
+        before = tuple(told(row.segments, row.epoch - 1))
+        return Lease(row.id, row.epoch, row.window_id, row.first, row.count, trial, row.offsets, before)
+
+    def _holds(self, lease: Lease) -> ColumnElement[bool]:
+        """Return the condition that this worker still holds the lease.
+
+        A database that lost its last commits, as after a failover, may have given the same epoch to another worker.
+        """
+        mine = (Slice.id == lease.slice_id) & (Slice.epoch == lease.epoch) & (Slice.owner == self._owner)
+        return mine & (Slice.status == SliceStatus.LEASED)
 
     async def begin_trial(self, lease: Lease, size: int, place: int) -> bool:
         """Record, before they run, the next `size` requests from `place` on; return False for a stale lease."""
         async with self._database.write() as session:
             result = await session.execute(
                 update(Slice)
-                .where(Slice.id == lease.slice_id, Slice.epoch == lease.epoch, Slice.status == SliceStatus.LEASED)
+                .where(self._holds(lease))
                 .values(
                     trial=size,
                     trial_place=place,
@@ -121,22 +133,26 @@ class Leases:
         by_epoch = {(lease.slice_id, lease.epoch): lease for lease in leases}
         if not by_epoch:
             return set()
+        mine = tuple_(Slice.id, Slice.epoch).in_(by_epoch) & (Slice.owner == self._owner)
         async with self._database.write() as session:
             rows = await session.execute(
                 update(Slice)
-                .where(tuple_(Slice.id, Slice.epoch).in_(by_epoch), Slice.status == SliceStatus.LEASED)
+                .where(mine, Slice.status == SliceStatus.LEASED)
                 .values(lease_until=now_s() + self._lease_s)
                 .returning(Slice.id, Slice.epoch)
             )
             return {by_epoch[slice_id, epoch] for slice_id, epoch in rows}
 
-    async def finish(self, lease: Lease, counts: dict[str, Counts]) -> bool:
-        """Mark the slice done with its counts by batch; for a stale lease change nothing and return False."""
+    async def finish(self, lease: Lease, counts: dict[str, Counts], segments: Told) -> bool:
+        """Mark the slice done with its counts by batch, and note how many segments each epoch has.
+
+        For a stale lease change nothing and return False.
+        """
         async with self._database.write() as session:
             result = await session.execute(
                 update(Slice)
-                .where(Slice.id == lease.slice_id, Slice.epoch == lease.epoch, Slice.status == SliceStatus.LEASED)
-                .values(status=SliceStatus.DONE, owner=None, lease_until=None)
+                .where(self._holds(lease))
+                .values(status=SliceStatus.DONE, owner=None, lease_until=None, segments=_said(segments, lease.epoch))
             )
             if rows_changed(result) != 1:
                 return False
@@ -148,13 +164,11 @@ class Leases:
                 await session.execute(update(Batch).where(Batch.id == batch_id, _TAKES_COUNTS).values(_added(count)))
             return True
 
-    async def give_back(self, lease: Lease) -> bool:
-        """Make the slice ready again; return False for a stale lease."""
+    async def give_back(self, lease: Lease, segments: Told) -> bool:
+        """Make the slice ready again, with what is known of its segments; return False for a stale lease."""
         async with self._database.write() as session:
             result = await session.execute(
-                update(Slice)
-                .where(Slice.id == lease.slice_id, Slice.epoch == lease.epoch, Slice.status == SliceStatus.LEASED)
-                .values(_ready())
+                update(Slice).where(self._holds(lease)).values({**_ready(), "segments": _said(segments, lease.epoch)})
             )
             if rows_changed(result) != 1:
                 return False
@@ -168,8 +182,7 @@ class Leases:
         runs.
         """
         async with self._database.write() as session:
-            mine = (Slice.id == lease.slice_id) & (Slice.epoch == lease.epoch) & (Slice.status == SliceStatus.LEASED)
-            row = (await session.scalars(select(Slice).where(mine).with_for_update())).one_or_none()
+            row = (await session.scalars(select(Slice).where(self._holds(lease)).with_for_update())).one_or_none()
             if row is None:
                 return False
             row.offsets, row.count = offsets_of(row.first, kept), len(kept)
@@ -179,6 +192,7 @@ class Leases:
                 "model": row.model,
                 "first": row.first,
                 "epoch": 1,
+                "segments": _said([], 1),
                 "deaths": row.deaths,
             }
             new = [Slice(**told, count=len(each.places), offsets=offsets_of(row.first, each.places)) for each in given]
@@ -204,9 +218,8 @@ class Leases:
 
         It waits for a transaction that changes them, such as one whose end the caller does not know.
         """
-        mine = (Slice.id == lease.slice_id) & (Slice.epoch == lease.epoch) & (Slice.status == SliceStatus.LEASED)
         async with self._database.write() as session:
-            row = (await session.scalars(select(Slice).where(mine).with_for_update())).one_or_none()
+            row = (await session.scalars(select(Slice).where(self._holds(lease)).with_for_update())).one_or_none()
         return None if row is None else places_of(row.first, row.count, row.offsets)
 
     async def give_back_leftovers(self) -> int:
@@ -224,6 +237,12 @@ def _added(count: Counts) -> dict[Any, Any]:
     more = {name: getattr(Batch, name) + value for name, value in asdict(count).items() if value}
     rest = Batch.planned - Batch.completed - Batch.failed - count.answered
     return {**more, "slices_left": Batch.slices_left - 1, "urgent_at": urgent_at(rest)}
+
+
+def _said(segments: Told, epoch: int) -> list[list[int | None]]:
+    """Return what Slice.segments says once this is known of all epochs up to this one."""
+    own = dict(segments).get(epoch, 0)
+    return [*([each, count] for each, count in segments if count != 0 and each != epoch), [epoch, own]]
 
 
 def _ready() -> dict[Any, Any]:

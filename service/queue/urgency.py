@@ -26,7 +26,8 @@ MOST_BATCHES = 32  # the most urgent ones of a project
 # Batches that run, of which not all planned slices are done.
 HAS_SLICES_LEFT = (Batch.status == fixed(BatchStatus.IN_PROGRESS)) & (Batch.slices_left > fixed(0))
 # Nobody runs requests for an adapter that was taken out, and they must not keep others from being announced.
-_IS_KNOWN = Batch.adapter.is_(None) | exists().where(Model.name == Batch.model + ADAPTER + Batch.adapter)
+_HAS_ADAPTER = Batch.adapter.is_(None) | exists().where(Model.name == Batch.model + ADAPTER + Batch.adapter)
+_IS_KNOWN = _HAS_ADAPTER & Batch.index_id.is_not(None)  # a batch whose index was lost gets a new one first
 _IS_READY = SliceBatch.status == fixed(SliceStatus.READY)
 
 

@@ -1,4 +1,4 @@
-"""Finds custom_ids that occur twice in a file, in constant memory.
+"""Finds custom_ids that occur twice in a file, in constant memory, and holds many of them in little.
 
 A set of ten million names would take a gigabyte. Instead, hashes, which go to a temporary file once there are many,
 tell which lines may repeat a name. The batch's file is then read again for the names on these lines only, so that a
@@ -7,7 +7,8 @@ hash collision never fails it.
 
 import tempfile
 from array import array
-from collections.abc import Iterator
+from collections.abc import AsyncIterable, Iterator
+from hashlib import blake2b
 
 import numpy as np
 from numpy.typing import NDArray
@@ -73,3 +74,30 @@ def _repeats(rows: Rows) -> Rows:
     first = firsts[which]
     repeats = np.flatnonzero(first != np.arange(len(rows)))
     return np.stack([rows[repeats, 1], rows[first[repeats], 1]], axis=1)
+
+
+class Names:
+    """A set of custom_ids in eight bytes each; of 10^7 others, one in a million such sets would hold one by chance."""
+
+    def __init__(self, digests: "array[int]") -> None:
+        self._digests = np.unique(np.frombuffer(digests, dtype=np.uint64))
+
+    @classmethod
+    async def of(cls, names: AsyncIterable[str]) -> "Names":
+        digests = array("Q")
+        async for name in names:
+            digests.append(_digest(name))
+        return cls(digests)
+
+    def __len__(self) -> int:
+        return len(self._digests)
+
+    def __contains__(self, name: str) -> bool:
+        digest = np.uint64(_digest(name))
+        at = int(np.searchsorted(self._digests, digest))
+        return at < len(self._digests) and bool(self._digests[at] == digest)
+
+
+def _digest(name: str) -> int:
+    """Return the same number in every process."""
+    return int.from_bytes(blake2b(name.encode(), digest_size=8).digest())

@@ -9,8 +9,9 @@ import numpy as np
 
 from service.endpoints import BY_PATH, ENDPOINTS
 from service.requests.body_limits import body_faults
-from service.requests.custom_ids import CustomIds
+from service.requests.custom_ids import CustomIds, Names
 
+BYTE_ORDER_MARK = b"\xef\xbb\xbf"  # that some programs write before the first line
 MAX_ERRORS = 1000
 MAX_CUSTOM_ID = 512
 MAX_NESTING = 200  # well below the depths at which the various parsers give up
@@ -61,7 +62,7 @@ class LineChecker:
     """
 
     endpoint: str
-    only: frozenset[str] | None = None  # custom_ids that are wanted from the file; None is all
+    only: Names | None = None  # custom_ids that are wanted from the file; None is all
     allow_patterns: bool = False  # see body_limits.PATTERNS
     model: str | None = None  # the first model that a line names
     model_line: int = 0

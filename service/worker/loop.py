@@ -24,7 +24,7 @@ from service.objects.storage import Storage
 from service.queue.announcements import Announcements
 from service.queue.bell import Bell, Job
 from service.queue.counts import Counts
-from service.queue.leases import Lease, Leases
+from service.queue.leases import Leases
 from service.queue.progress import Heartbeat, Progress
 from service.queue.trust import address_proof, deployment_token
 from service.queue.urgency import pools_of
@@ -145,7 +145,7 @@ class Worker:
             ended.set()
             await asyncio.wait(others, timeout=LATE_S)
         finally:
-            unfinished = [run.lease for run in self._runs]
+            unfinished = list(self._runs)
             late = [task for task in (*others, *self._tasks) if not task.done()]
             for task in late:
                 task.cancel()
@@ -181,12 +181,12 @@ class Worker:
         # Such a slice has killed a worker, and would take the online requests with it.
         return "it tries a suspect slice" if any(run.lease.trial for run in self._runs) else None
 
-    async def _give_back(self, leases: Sequence[Lease]) -> None:
+    async def _give_back(self, runs: Sequence[SliceRun]) -> None:
         """Give back slices that did not end in time: other workers take them at once, and no death is counted."""
         with suppress(SQLAlchemyError, OSError, TimeoutError):
             async with asyncio.timeout(LATE_S):
-                for lease in leases:
-                    await self._leases.give_back(lease)
+                for run in runs:
+                    await self._leases.give_back(run.lease, run.segments)
 
     async def _repeat(self, step: Callable[[], Any], pause_s: float, stop: asyncio.Event) -> None:
         failures = 0
@@ -266,10 +266,10 @@ class Worker:
                 await asyncio.sleep(0.02)
             whole = await run.run()
             if whole:
-                kept = await self._leases.finish(lease, run.counts)
+                kept = await self._leases.finish(lease, run.counts, run.segments)
                 await self._forget_progress(run)
             else:
-                kept = await self._leases.give_back(lease)
+                kept = await self._leases.give_back(lease, run.segments)
             await self._bell.ring(Job.FINALIZER if whole else Job.RECONCILER)
             self._let_go("lost" if not kept else "finished" if whole else "given back")
             log.info("slice", batches=sorted(run.batch_ids)[:LOGGED], finished=whole, lease_kept=kept)
@@ -278,7 +278,7 @@ class Worker:
             log.exception("slice failed")
             await asyncio.sleep(1.0)  # a slice that always fails must not spin
             with suppress(SQLAlchemyError):  # otherwise the lease expires by itself
-                await self._leases.give_back(lease)
+                await self._leases.give_back(lease, run.segments)
         finally:
             self._runs.discard(run)
             self._sharing.let_go(run)

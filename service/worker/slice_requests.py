@@ -9,16 +9,17 @@ from typing import Any
 
 import msgspec
 import numpy as np
+import structlog
 from numpy.typing import NDArray
 from sqlalchemy import select
 
 from service.db.sessions import Database
 from service.db.tables import Batch, BatchStatus, SliceBatch, Window
 from service.estimates.length_memory import remembered
-from service.objects.plan_artifact import PlanArtifact
-from service.objects.request_index import RequestIndex
-from service.objects.shards import Shard
-from service.objects.storage import Storage, file_key
+from service.objects.plan_artifact import Places, PlanArtifact, PlanHeader
+from service.objects.request_index import IndexGone, RequestIndex, forget_index
+from service.objects.shards import Shard, Told, segments_of
+from service.objects.storage import LATE_S, Storage, file_key
 from service.queue.counts import Counts
 from service.queue.crew import LEAST
 from service.queue.leases import Lease
@@ -50,33 +51,42 @@ class Loaded:
     """The unanswered requests of a slice's live batches, in the order of the plan.
 
     `places`: int64 [requests of the slice], the positions of all its requests in the window's plan. `counts`: its
-    durable answers by batch.
+    durable answers by batch. `segments`: how many segments the slice's earlier leases wrote.
     """
 
     requests: list[Request]
     places: NDArray[np.int64]
     batch_ids: set[str]
     counts: dict[str, Counts]
+    segments: Told
 
 
+log = structlog.get_logger()
 _line_decoder = msgspec.json.Decoder(RequestLine)
 
 
 async def load(lease: Lease, database: Database, storage: Storage, clock: Callable[[], float]) -> Loaded:
     """Read what is left to do of a slice."""
     async with database.read() as session:
-        plan_id = (await session.scalars(select(Window.plan_id).where(Window.id == lease.window_id))).one()
+        window = (await session.scalars(select(Window).where(Window.id == lease.window_id))).one()
         mine = select(SliceBatch.batch_id).where(SliceBatch.slice_id == lease.slice_id)
         rows = (await session.scalars(select(Batch).where(Batch.id.in_(mine)))).all()
     live = {row.id: row for row in rows if row.status == BatchStatus.IN_PROGRESS}
-    found = Loaded([], places_of(lease.first, lease.count, lease.offsets), {row.id for row in rows}, {})
+    shard = Shard(storage, lease.slice_id)
+    names = await shard.names(list(lease.before))
+    before = segments_of(names, [epoch for epoch, _ in lease.before])
+    found = Loaded([], places_of(lease.first, lease.count, lease.offsets), {row.id for row in rows}, {}, before)
     if not live or not len(found.places):
         return found
-    artifact = PlanArtifact(storage, plan_id)
-    header = await artifact.header()
-    order = await artifact.places(lease.first, int(found.places[-1]) - lease.first + 1)
-    wanted = order[found.places - lease.first]
-    answered = await _resume(Shard(storage, lease.slice_id), found.counts)
+    answered = await _resume(shard, names, found.counts)
+    try:
+        header, wanted = await _planned(PlanArtifact(storage, window.plan_id), lease.first, found.places)
+    except FileNotFoundError:
+        if clock() < window.created_at + LATE_S:
+            raise
+        # Nobody knows any more what this slice should run: the finalizer finds it out, and it runs again.
+        log.exception("the plan is gone", window=window.id, slice=lease.slice_id)
+        return found
     for member in np.unique(wanted["batch"]).tolist():
         batch = live.get(header.batches[member])
         if batch is None:
@@ -86,18 +96,26 @@ async def load(lease: Lease, database: Database, storage: Storage, clock: Callab
             for at in np.flatnonzero(wanted["batch"] == member).tolist()
             if (batch.id, int(wanted["request"][at])) not in answered
         ]
-        due = time.monotonic() + batch.expires_at - clock()
         found.requests.extend(
-            await _read(database, storage, batch, due, wanted["request"][chosen], found.places[chosen])
+            await _read(database, storage, batch, clock(), wanted["request"][chosen], found.places[chosen])
         )
     found.requests.sort(key=lambda request: request.place)
     return found
 
 
-async def _resume(shard: Shard, counts: dict[str, Counts]) -> set[tuple[str, int]]:
-    """Return the requests that earlier leases of this slice answered, as (batch, number), and count them."""
+async def _planned(plan: PlanArtifact, first: int, places: NDArray[np.int64]) -> tuple[PlanHeader, Places]:
+    header = await plan.header()
+    order = await plan.places(first, int(places[-1]) - first + 1)
+    return header, order[places - first]
+
+
+async def _resume(shard: Shard, names: Sequence[str], counts: dict[str, Counts]) -> set[tuple[str, int]]:
+    """Return the requests that earlier leases of this slice answered, as (batch, number), and count them.
+
+    What was in a segment that is gone runs again.
+    """
     answered: set[tuple[str, int]] = set()
-    async for answer in shard.answers():
+    async for answer in shard.answers(names, gone=[]):
         key = (answer.batch_id, answer.request)
         if key not in answered:
             answered.add(key)
@@ -106,17 +124,27 @@ async def _resume(shard: Shard, counts: dict[str, Counts]) -> set[tuple[str, int
 
 
 async def _read(
-    database: Database, storage: Storage, batch: Batch, due: float, numbers: NDArray[Any], places: NDArray[np.int64]
+    database: Database, storage: Storage, batch: Batch, now: float, numbers: NDArray[Any], places: NDArray[np.int64]
 ) -> list[Request]:
     index = RequestIndex(storage, batch.index_id or "")
-    records = await index.pick(numbers)
+    try:
+        records = await index.pick(numbers)
+    except IndexGone as gone:
+        await forget_index(database, gone, now)
+        raise
     keys = await index.keys(numbers.tolist(), [1] * len(numbers))
     async with database.read() as session:
         profiles = await remembered(session, keys)
-    lines = await storage.read_ranges(
-        file_key(batch.input_file_id), records["offset"].tolist(), records["length"].tolist()
-    )
-    requests: list[Request] = []
+    try:
+        lines = await storage.read_ranges(
+            file_key(batch.input_file_id), records["offset"].tolist(), records["length"].tolist()
+        )
+    except FileNotFoundError:
+        if now < (batch.in_progress_at or 0) + LATE_S:
+            raise
+        log.exception("the input file is gone", batch=batch.id, file=batch.input_file_id)
+        return []  # the finalizer says that its requests have no answer; others of the slice run
+    requests, due = list[Request](), time.monotonic() + batch.expires_at - now
     for place, number, raw, (beginning, kind) in zip(
         places.tolist(), numbers.tolist(), lines, keys.tolist(), strict=True
     ):

@@ -18,7 +18,7 @@ from service.db.sessions import Database
 from service.endpoints import BY_PATH
 from service.metrics import tracing
 from service.metrics.counters import HANDED_OVER, RETRIES, SEGMENTS, count_answer, timed
-from service.objects.shards import Answer, Shard, Usage
+from service.objects.shards import Answer, Shard, Told, Usage
 from service.objects.storage import Storage
 from service.queue.counts import Counts
 from service.queue.leases import ALONE_DEATHS_TO_REFUSE, BatchEnded, Lease, Leases, Trial
@@ -88,7 +88,8 @@ class SliceRun:
         self._feed = feed
         self._shard = Shard(storage, lease.slice_id)
         self._places = np.empty(0, dtype=np.int64)  # of the slice's requests in the window's order
-        self._segment = 0
+        self._segment = 0  # the number of the next one
+        self._before: Told = list(lease.before)  # how many segments earlier leases wrote
         self._answers: list[Answer] = []
         self._writing: list[Answer] = []  # the current segment's; a retry of a failed write must write the same
         self._answers_bytes = 0
@@ -112,13 +113,18 @@ class SliceRun:
         return {each: self._counts.get(each, Counts()) for each in self.batch_ids}
 
     @property
+    def segments(self) -> Told:
+        """Return how many segments each lease of the slice has written; None while one may have been written."""
+        return [*self._before, (self.lease.epoch, None if self._writing else self._segment)]
+
+    @property
     def stopping(self) -> bool:
         return self._stopping
 
     async def run(self) -> bool:
         """Run the slice. Returns True when every request of a live batch has its answer in the shard."""
         found = await load(self.lease, self._database, self._storage, self._clock)
-        requests, self._places = found.requests, found.places
+        requests, self._places, self._before = found.requests, found.places, found.segments
         self.batch_ids, self._counts = found.batch_ids, found.counts
         self.remaining = len(requests)
         about = {"slice": self.lease.slice_id, "epoch": self.lease.epoch, "requests": len(requests)}

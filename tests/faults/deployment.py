@@ -43,6 +43,7 @@ WITH_REDIS = ("redis", "flushall", "redis without its log")
 WITH_WIRE = ("wire lost", "wire frozen")  # what is connected hears nothing any more, or for longer than a lease
 WITH_POSTGRES = ("postgres", "cut")  # cut: every connection to it ends
 ODD = ("hang", "engine hangs", "full", "slow", "clock ahead", "clock back")
+STORE = ("lose", "unavailable", "back")  # bad_world.py
 BATCH_S = 120.0
 QUIET_S = 30.0  # in which workers have no online request any more, once nobody asks
 FAST: dict[str, Any] = {  # settings with which faults follow each other quickly
@@ -84,6 +85,7 @@ class Deployment:
     early_reads: int = 0  # batches whose output was read in part while they ran
     _read_early: dict[str, bytes] = field(default_factory=dict[str, bytes])
     _runs_when_kept: dict[str, int] = field(default_factory=dict[str, int])
+    _lost_before: int = 0  # objects and commits that were lost before this batch
 
     def start(self) -> None:
         (self.folder / "redis").mkdir(parents=True)
@@ -160,7 +162,7 @@ class Deployment:
     def fault(self) -> str:
         """Have one thing go wrong; its name."""
         kinds = [*DIRECT, *DIRECT, *WITH_REDIS, *ODD, *["point"] * 6, *(WITH_POSTGRES if self.postgres else ())]
-        kinds += WITH_WIRE if self.wire else ()
+        kinds += [*(WITH_WIRE if self.wire else ()), *STORE]
         kind = self.rng.choice(kinds)
         name = self.rng.choice(["planner", "worker-a", "worker-b", "api"])
         if kind == "point":
@@ -204,7 +206,9 @@ class Deployment:
             kind = self._pause(self.rng.choice(["worker-a", "worker-b"]))
         elif kind == "engine hangs":
             kind = self._hang_engine(self.rng.choice(["worker-a", "worker-b"]))
-        elif kind in ("full", "slow"):
+        elif kind in ("lose", "back"):
+            (self.folder / kind).touch()  # until it happens to somebody
+        elif kind in ("full", "slow", "unavailable"):
             flag = self.folder / kind
             flag.write_text(self.rng.choice(["0.2", "5"]))
             time.sleep(0.5)
@@ -245,6 +249,10 @@ class Deployment:
         return Counter(path.name.split("-")[1] for path in self.folder.glob("died-*"))
 
     @property
+    def _lost(self) -> int:
+        return len([*self.folder.glob("lose-*"), *self.folder.glob("back-*")])
+
+    @property
     def kept(self) -> int:
         """Answers that were in a shard at some fault."""
         return len(self._runs_when_kept)
@@ -254,7 +262,7 @@ class Deployment:
 
     def submit(self, requests: int, killers: int, refused: int) -> tuple[str, dict[str, str]]:
         """A new batch, and what its requests say by custom_id."""
-        mark = self.rng.randrange(1 << 40)
+        mark, self._lost_before = self.rng.randrange(1 << 40), self._lost
         contents = {f"id-{n}": f"{mark} request {n}" for n in range(requests)}
         odd = self.rng.sample(sorted(contents), killers + refused)
         for custom_id in odd[:killers]:
@@ -314,7 +322,8 @@ class Deployment:
         output, errors = self._lines(batch.output_file_id), self._lines(batch.error_file_id)
         early = self._read_early.pop(batch.id, b"")
         whole = self.client.files.content(batch.output_file_id or "").content
-        assert whole.startswith(early), "what was read early has changed"
+        lost = self._lost > self._lost_before  # what was lost may have been read, and runs again
+        assert lost or whole.startswith(early), "what was read early has changed"
         self.early_reads += bool(early)
         by_id = Counter(line["custom_id"] for line in [*output, *errors])
         assert by_id == Counter(contents.keys())
@@ -329,6 +338,9 @@ class Deployment:
         assert (usage.input_tokens, usage.output_tokens) == (10 * len(output), 2 * len(output))
         assert usage.input_tokens_details.cached_tokens == 4 * len(output)
         runs = self._runs()
+        if lost:
+            kept = self._runs_when_kept.keys() & set(contents.values())
+            self._runs_when_kept.update({each: runs[each] for each in kept})
         again = {content: runs[content] for content, seen in self._runs_when_kept.items() if runs[content] != seen}
         assert not again, f"answered before a fault, and run again after it: {again}"
 

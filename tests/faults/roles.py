@@ -36,6 +36,7 @@ from service.settings import Settings
 from service.worker.loop import Worker
 from service.worker.scripted import ABORTED
 from service.worker.slots import Slots
+from tests.faults.bad_world import worsen
 
 KILLER = "kill the engine"
 REFUSED = "refuse this"
@@ -228,6 +229,7 @@ def _prepare(config: Config) -> None:
         await put(self, key, data)
 
     Storage.put = limited_put  # type: ignore[method-assign]
+    worsen(config.folder, undoes=config.settings.worker_name != "api")
     if config.dies_at is not None:
         _arm(*config.dies_at, config.folder)
 

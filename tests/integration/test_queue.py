@@ -174,10 +174,10 @@ async def test_leases_hold_under_random_moves(database: Database) -> None:
     holders: dict[int, tuple[int, float]] = {}  # slice -> epoch and end of the live lease
     finished: set[int] = set()
     deaths = dict.fromkeys(slice_ids, 0)
-    issued: list[Lease] = []
+    issued: list[tuple[Leases, Lease]] = []
     for _ in range(250):
         worker, slice_id = rng.choice(workers), rng.choice(slice_ids)
-        lease = rng.choice(issued) if issued else None
+        owner, lease = rng.choice(issued) if issued else (worker, None)
         move = rng.choice(["claim", "claim", "renew", "finish", "give_back", "wait", "free"])
         if move == "claim":
             free = slice_id not in finished and slice_id not in holders
@@ -188,7 +188,7 @@ async def test_leases_hold_under_random_moves(database: Database) -> None:
                 epochs[slice_id] += 1
                 assert got.epoch == epochs[slice_id]
                 holders[slice_id] = (got.epoch, now + LEASE_S)
-                issued.append(got)
+                issued.append((worker, got))
         elif move == "wait":
             passed = rng.choice([10.0, 20.0, 50.0])  # far from a lease's length in any sum, for this takes time too
             await pass_time(database, passed)
@@ -201,16 +201,17 @@ async def test_leases_hold_under_random_moves(database: Database) -> None:
                 del holders[key]
         elif lease is not None:
             live = holders.get(lease.slice_id, (0, 0.0))[0] == lease.epoch and lease.slice_id not in finished
+            live = live and worker is owner
             if move == "renew":
                 assert await worker.renew([lease]) == ({lease} if live else set())
                 if live:
                     holders[lease.slice_id] = (lease.epoch, now + LEASE_S)
             elif move == "give_back":
-                assert await worker.give_back(lease) == live
+                assert await worker.give_back(lease, []) == live
                 if live:
                     del holders[lease.slice_id]
             elif rng.random() < 0.2:
-                assert await worker.finish(lease, {}) == live
+                assert await worker.finish(lease, {}, []) == live
                 if live:
                     finished.add(lease.slice_id)
                     del holders[lease.slice_id]

@@ -8,13 +8,13 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
-from sqlalchemy import func, select
+from sqlalchemy import func, select, update
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from engine_ext.plugin.worker.answers import Answer as EngineAnswer
 from service.db.tables import BatchStatus, Model, Slice, SliceStatus, WebhookDelivery
 from service.db.tenant_tables import AuditEvent
-from service.jobs.sweeper import KEEP_AUDIT_S, KEEP_DELIVERIES_S
+from service.jobs.sweeper import KEEP_AUDIT_S, KEEP_DELIVERIES_S, KEEP_S
 from service.objects.shards import Answer, Shard, Usage
 from service.objects.storage import CLOCK_KEY, file_key
 from service.queue.leases import Leases
@@ -114,11 +114,11 @@ async def test_stale_worker_cannot_finish_or_renew_a_slice(harness: Harness) -> 
     assert fresh
     assert fresh.epoch == stale.epoch + 1
     assert await slow.renew([stale]) == set()
-    assert not await slow.finish(stale, {})
-    assert not await slow.give_back(stale)
+    assert not await slow.finish(stale, {}, [])
+    assert not await slow.give_back(stale, [])
     assert await quick.renew([fresh, stale]) == {fresh}
-    assert await quick.finish(fresh, {})
-    assert not await quick.finish(fresh, {})
+    assert await quick.finish(fresh, {}, [])
+    assert not await quick.finish(fresh, {}, [])
     assert await slow.claim(1) is None
 
 
@@ -128,8 +128,10 @@ async def test_answers_of_two_epochs_count_once(harness: Harness) -> None:
     async with harness.working(ScriptedEngine()):
         await until(lambda: all_slices_done(harness))
     shard = Shard(harness.storage, 1)
-    found = [each async for each in shard.answers()]
-    await shard.write(9, 0, [replace_usage(each) for each in found])
+    found = [each async for each in shard.answers(await shard.names([(1, None)]))]
+    await shard.write(2, 0, [replace_usage(each) for each in found])
+    async with harness.database.write() as session:  # as if another worker had run it after the first one
+        await session.execute(update(Slice).where(Slice.id == 1).values(epoch=2, segments=[[1, 1], [2, 1]]))
     [batch] = await harness.until_ended(batch_id)
     output, _ = await harness.results(batch)
     assert len(output) == 3
@@ -293,7 +295,9 @@ async def test_commit_of_unknown_outcome_deletes_nothing(harness: Harness, monke
 async def test_damaged_segment_costs_only_its_own_answers(harness: Harness) -> None:
     batch_id = await harness.submit(jsonl(line(n) for n in range(8)))
     await harness.plan()
-    await harness.storage.put("shards/1/00000000-00000000", b'["batch_x",1,tr')
+    await harness.storage.put("shards/1/00000001-00000000", b'["batch_x",1,tr')
+    async with harness.database.write() as session:  # a power cut ended the first lease
+        await session.execute(update(Slice).where(Slice.id == 1).values(epoch=1))
     engine = ScriptedEngine()
     async with harness.working(engine):
         [batch] = await harness.until_ended(batch_id)
@@ -311,14 +315,14 @@ async def test_sweeper_deletes_what_a_crash_left_and_nothing_young(
     staged.write_bytes(b"half of it")
     needed = await harness.storage.keys("")
     # A host's clock that is wrong makes nothing old: the store dates its objects.
-    harness.clock.now = time.time() + 7200
+    harness.clock.now = time.time() + 2 * KEEP_S
     assert not await harness.sweeper.run_once()
     assert set(await harness.storage.keys("")) == {*needed, CLOCK_KEY}
     assert staged.exists()
     store_now = harness.storage.now
 
     async def later() -> float:
-        return await store_now() + 3601
+        return await store_now() + KEEP_S + 1
 
     monkeypatch.setattr(harness.storage, "now", later)
     assert await harness.sweeper.run_once()

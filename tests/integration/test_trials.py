@@ -55,7 +55,7 @@ async def one_life(harness: Harness, leases: Leases, killers: frozenset[str]) ->
     await asyncio.wait([task, died], return_when=asyncio.FIRST_COMPLETED)
     if task.done():
         died.cancel()
-        assert await leases.finish(lease, run.counts)
+        assert await leases.finish(lease, run.counts, run.segments)
         return sizes, True
     await asyncio.sleep(0.05)  # what is answered is written; then the process ends
     await kill(task)

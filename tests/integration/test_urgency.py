@@ -60,7 +60,7 @@ async def test_work_that_remains_takes_slack_away(harness: Harness) -> None:
     leases = Leases(harness.database, "w", "test-model", 30)  # half of it is done
     lease = await leases.claim(much[0])
     assert lease is not None
-    assert await leases.finish(lease, {batch_id: Counts(completed=8)})
+    assert await leases.finish(lease, {batch_id: Counts(completed=8)}, [])
     assert await first(harness) == [*two_hours, *much[1:]]
     async with harness.database.write() as session:
         await session.execute(update(Batch).where(Batch.id == batch_id).values(status="cancelled"))
