@@ -26,7 +26,9 @@ class PacedEngine(ScriptedEngine):
         self.runs[prompt] += 1
         return Rule(delay_s=self._seconds(prompt))
 
-    async def run(self, endpoint: str, body: dict[str, Any], rid: str, kind: str, due: float, lengths: str) -> Answer:
+    async def run(
+        self, endpoint: str, body: dict[str, Any], rid: str, kind: str, due: float, lengths: str, project: str
+    ) -> Answer:
         answer = await super().run(endpoint, body, rid, kind, due, lengths)
         if not answer.aborted:
             self.ends.append(time.monotonic())

@@ -52,7 +52,9 @@ class Metronome:
     def refusal(self, slo: str) -> str | None:
         return None
 
-    async def serve(self, endpoint: str, body: dict[str, Any], rid: str, slo: str, size: int) -> "Metronome":
+    async def serve(
+        self, endpoint: str, body: dict[str, Any], rid: str, slo: str, size: int, project: str
+    ) -> "Metronome":
         return self
 
     async def __aiter__(self) -> AsyncIterator[bytes]:

@@ -151,6 +151,11 @@ class Settings(BaseSettings):
     )
     webhook_private: bool = Field(False, description="allow webhooks to private addresses and without TLS")
 
+    shared_cache: bool = Field(
+        False,
+        description="whether projects find each other's prefixes in the KV cache, for projects that trust each other; "
+        "the same for all roles",
+    )
     unserved: Literal["wait", "refuse"] = Field(
         "wait",
         description="whether the planner lets a batch wait or refuses it if no worker serves its model or starts to",
@@ -328,6 +333,11 @@ def _check_model(settings: Settings) -> None:
         )
     if "lora_paths" in settings.engine_args:
         raise SettingsError("BATCHWEAVE_ENGINE_ARGS: lora_paths is not for here; set BATCHWEAVE_ADAPTERS instead.")
+    if "hicache_storage_backend" in settings.engine_args and (settings.adapters or not settings.shared_cache):
+        raise SettingsError(
+            "BATCHWEAVE_ENGINE_ARGS: SGLang's storage for the KV cache tells neither projects nor adapters apart. "
+            "Unset hicache_storage_backend, or set BATCHWEAVE_SHARED_CACHE=true and no adapters."
+        )
 
 
 def load_settings(**overrides: Any) -> Settings:

@@ -90,6 +90,16 @@ class Prompts:
         places = np.repeat(self.starts[those] - starts[:-1], counts) + np.arange(starts[-1])
         return Prompts(self.tokens[places], starts, None if self.sizes is None else self.sizes[places])
 
+    def kept_apart(self, spaces: Sequence[str], of: NDArray[np.int64]) -> "Prompts":
+        """Return the prompts so that those of different spaces share no prefix; prompt i is of `spaces[of[i]]`.
+
+        Their first tokens are no token ids any more (`first_token`).
+        """
+        masks = np.array([first_token(0, each) for each in spaces], dtype=np.uint32)
+        tokens, some = self.tokens.copy(), np.diff(self.starts) > 0
+        tokens[self.starts[:-1][some]] ^= masks[of[some]]
+        return Prompts(tokens, self.starts, self.sizes)
+
     @property
     def lengths(self) -> NDArray[np.int64]:
         """Return the tokens of each prompt; int64 [prompts]."""

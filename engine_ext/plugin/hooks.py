@@ -24,6 +24,7 @@ from engine_ext.plugin.scheduler import (
     report,
     retune,
     sampling,
+    spaces,
     steps,
     withdrawals,
 )
@@ -35,6 +36,7 @@ def hooks() -> list[tuple[str, Callable[..., Any], HookType]]:
     found = [*report.HOOKS]
     if options is not None:
         found += [*steps.HOOKS, *pulse_hooks.HOOKS, *grammars.HOOKS, *sampling.HOOKS]
+        found += spaces.SHARED if options.shares_cache else spaces.APART
     if options is not None and options.scheduling is Scheduling.DUAL_SCAN:
         found += admission_hooks.HOOKS
         if options.overlap is Overlap.PDMUX:

@@ -18,12 +18,13 @@ DUE = "batchweave_due"  # beside KIND: when it must have ended, by this host's t
 LENGTHS = "batchweave_lengths"  # beside KIND: the profile of earlier answers to requests like it (plan/memory.py)
 ARRIVES = "batchweave_arrives_s"  # without KIND: when an online request comes, on an emulated device's own clock
 SLO = "batchweave_slo"  # without KIND: the class of an online request, if it is not the default one
-RESERVED = frozenset({KIND, UNTOLD, DUE, LENGTHS, ARRIVES, SLO})
+PROJECT = "batchweave_project"  # whose request it is; without it, it shares the cache with all that have none
+RESERVED = frozenset({KIND, UNTOLD, DUE, LENGTHS, ARRIVES, SLO, PROJECT})
 
 
-def marks(kind: str, due: float = math.inf, lengths: str = "") -> dict[str, Any]:
-    """Return the marks of a request of this kind, with its deadline and profile if it has them."""
-    given: dict[str, Any] = {KIND: kind}
+def marks(kind: str, due: float = math.inf, lengths: str = "", project: str = "") -> dict[str, Any]:
+    """Return the marks of a request of this kind, with its deadline, profile and project if it has them."""
+    given: dict[str, Any] = {KIND: kind, **({PROJECT: project} if project else {})}
     if not math.isinf(due):
         given[DUE] = due
     if lengths:
@@ -31,9 +32,15 @@ def marks(kind: str, due: float = math.inf, lengths: str = "") -> dict[str, Any]
     return given
 
 
-def online_marks(slo: str) -> dict[str, Any]:
-    """Return the marks of an online request of this class."""
-    return {} if slo == DEFAULT else {SLO: slo}
+def online_marks(slo: str, project: str = "") -> dict[str, Any]:
+    """Return the marks of an online request of this class and project."""
+    return {**({} if slo == DEFAULT else {SLO: slo}), **({PROJECT: project} if project else {})}
+
+
+def project_of(req: Any) -> str:
+    """Return whose request it is in the scheduler; "" if nobody said."""
+    given: Any = req.sampling_params.custom_params
+    return str(given.get(PROJECT, "")) if isinstance(given, dict) else ""
 
 
 def slo_of(req: Any) -> str:

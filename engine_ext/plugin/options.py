@@ -53,7 +53,8 @@ class Options:
     report and answer. `steps_file`: where the scheduler writes what each step did and took, up to 100,000 steps.
     `retunes`: the engine's owner may change how it schedules between two runs, as benchmarks do (`plugin/tuning.py`).
     `sm_margin`: the SMs that the attention of nano-batches leaves to the GEMM beside it, where FA3 computes it.
-    `pulses`: memory into which the scheduler writes that it is alive (`plugin/pulse.py`).
+    `pulses`: memory into which the scheduler writes that it is alive (`plugin/pulse.py`). `shares_cache`: whether
+    projects find each other's prefixes in the KV cache.
     """
 
     cost: CostModel
@@ -64,6 +65,7 @@ class Options:
     steps_file: str | None = None
     pulses: str | None = None
     sm_margin: int = 0
+    shares_cache: bool = False
     online: SloClasses = CLASSES
     sheds: bool = False
     limits: Limits = NO_LIMITS

@@ -22,6 +22,7 @@ from service.errors import ApiError, BadRequest, NotFound, Unavailable
 from service.metrics.counters import ONLINE_FIRST_TOKEN, ONLINE_REQUESTS, ONLINE_TOKEN
 from service.requests.body_limits import body_faults
 from service.requests.lines import nesting_fault, quoted
+from service.settings import Settings
 from service.tenants.keys import Caller
 
 LARGE_BYTES = 64 * 1024  # a larger body is checked in a thread, so that streams go on
@@ -58,14 +59,14 @@ async def _read(request: Request, context: Context, caller: Caller, counted: Cou
         counted.add(len(piece))
         pieces.append(piece)
     raw = b"".join(pieces)
-    check = partial(_checked, path, raw, context.settings.allow_patterns)
+    project = caller.project.id
+    check = partial(_checked, project, path, raw, context.settings)
     asked = await asyncio.to_thread(check) if len(raw) > LARGE_BYTES else check()
     await _check_model(context, asked, path)
     await context.relay.check(asked.digest)
     tier = caller.tier(asked.tier)
-    return OnlineRequest(
-        path, ModelName.of(asked.model).base, tier, asked.prefix, raw, asked.digest, request.state.request_id
-    )
+    name = ModelName.of(asked.model).base
+    return OnlineRequest(path, name, tier, asked.prefix, raw, asked.digest, request.state.request_id, project)
 
 
 class Asked(NamedTuple):
@@ -192,8 +193,8 @@ for each in ONLINE:
     )
 
 
-def _checked(path: str, raw: bytes, allow_patterns: bool) -> Asked:
-    """Check the body of a request before it goes to an engine. Raises BadRequest."""
+def _checked(project: str, path: str, raw: bytes, settings: Settings) -> Asked:
+    """Check the body of a project's request before it goes to an engine. Raises BadRequest."""
     if reason := nesting_fault(raw):
         raise BadRequest(f"The body {reason}.", code="invalid_json")
     try:
@@ -211,15 +212,16 @@ def _checked(path: str, raw: bytes, allow_patterns: bool) -> Asked:
     if tier not in (None, *TIERS):
         message = f"'service_tier' must be one of {', '.join(TIERS)}."
         raise BadRequest(message, code="invalid_request", param="service_tier")
-    for param, reason in body_faults(body, allow_patterns):
+    for param, reason in body_faults(body, settings.allow_patterns):
         raise BadRequest(f"{param!r} {reason}.", code="invalid_request", param=param)
-    prompt = next(body[name] for name in PROMPTS if name in BY_PATH[path].required)
+    space, name = "" if settings.shared_cache else project, ModelName.of(body["model"])
+    prompt = next(body[each] for each in PROMPTS if each in BY_PATH[path].required)
     begins = prompt[:PREFIX_BYTES] if isinstance(prompt, str | list) else prompt  # a list may be of token ids
     return Asked(
         body["model"],
         Tier(tier) if tier in list(Tier) else None,
-        msgspec.json.encode([ModelName.of(body["model"]).adapter, begins])[:PREFIX_BYTES],
-        hashlib.sha256(path.encode() + b"\0" + raw).hexdigest(),
+        msgspec.json.encode([space, name.adapter, begins])[:PREFIX_BYTES],
+        hashlib.sha256(b"\0".join((project.encode(), path.encode(), raw))).hexdigest(),
         _text_bytes(prompt),
     )
 

@@ -16,7 +16,7 @@ from service.api.routing import Routes, Target
 from service.db.tenant_tables import Tier
 from service.errors import BadRequest, NotRetried, Unavailable
 from service.queue.losses import LOSSES, Losses
-from service.queue.trust import REQUEST_ID, TIER
+from service.queue.trust import PROJECT, REQUEST_ID, TIER
 
 CONNECT_S = 2.0
 TRIES = 4  # workers that are tried, the last ones only if those before did not even get the request
@@ -43,7 +43,7 @@ log = structlog.get_logger()
 class OnlineRequest(NamedTuple):
     """Holds a checked request: its path, model and class, how its prompt begins, its body as it came, and its id.
 
-    `digest`: of the path and the body.
+    `digest`: of the project, the path and the body.
     """
 
     path: str
@@ -53,6 +53,7 @@ class OnlineRequest(NamedTuple):
     body: bytes
     digest: str
     id: str
+    project: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,6 +148,7 @@ class Relay:
             "Content-Type": "application/json",
             REQUEST_ID: request.id,
             TIER: request.tier,
+            PROJECT: request.project,
         }
         try:
             response = await self._session.post(

@@ -37,6 +37,13 @@ class Gathered:
     recall: Recall | None
 
     @property
+    def projects(self) -> tuple[list[str], NDArray[np.int64]]:
+        """Return the projects of the window, and whose each request is: int64 [requests], places in the list."""
+        found = list(dict.fromkeys(span.project_id for span in self.spans))
+        owners = np.array([found.index(span.project_id) for span in self.spans], dtype=np.int64)
+        return found, owners[self.places["batch"]]
+
+    @property
     def outputs(self) -> Outputs:
         """Return what is known of the answers' lengths.
 
@@ -50,18 +57,21 @@ class Gathered:
 
     def wishes(self, now: float) -> Wishes:
         ends = np.array([span.expires_at - now for span in self.spans], dtype=np.float64)
-        projects = list(dict.fromkeys(span.project_id for span in self.spans))
         weights = {span.project_id: span.weight for span in self.spans}
-        tenant = np.array([projects.index(span.project_id) for span in self.spans], dtype=np.int64)
-        batch = self.places["batch"]
-        return Wishes(np.maximum(ends, 0.0)[batch], tenant[batch], np.array([weights[each] for each in projects]))
+        projects, tenant = self.projects
+        ends = np.maximum(ends, 0.0)[self.places["batch"]]
+        return Wishes(ends, tenant, np.array([weights[each] for each in projects]))
 
 
-async def plan_of(found: Gathered, cost: CostModel, now: float, slice_requests: int) -> WindowPlan:
-    """Plan the gathered requests in a thread. The first plan waits until the planner's loops are compiled."""
-    shape = Shape(slice_requests=slice_requests)
+async def plan_of(found: Gathered, cost: CostModel, now: float, slice_requests: int, shared_cache: bool) -> WindowPlan:
+    """Plan the gathered requests in a thread. The first plan waits until the planner's loops are compiled.
+
+    `shared_cache`: whether projects find each other's prefixes in the engine's cache.
+    """
+    shape, (projects, owners) = Shape(slice_requests=slice_requests), found.projects
+    prompts = found.prompts if shared_cache or len(projects) == 1 else found.prompts.kept_apart(projects, owners)
     await asyncio.to_thread(warm_up.ensure)
-    return await asyncio.to_thread(plan_window, found.prompts, found.outputs, cost, found.wishes(now), shape)
+    return await asyncio.to_thread(plan_window, prompts, found.outputs, cost, found.wishes(now), shape)
 
 
 async def gather(database: Database, storage: Storage, settings: Settings, wanted: list[Span]) -> Gathered:

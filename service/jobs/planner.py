@@ -124,7 +124,7 @@ class Planner:
         cost = await self._costs.of(model)
         now = self._clock()
         slice_requests = await self._slice_requests(model, len(found.places))
-        plan = await plan_of(found, cost, now, slice_requests)
+        plan = await plan_of(found, cost, now, slice_requests, self._settings.shared_cache)
         artifact = PlanArtifact(self._storage, ids.plan_id())
         header = PlanHeader(
             model=model,
@@ -164,11 +164,10 @@ class Planner:
 
     async def _content(self, model: str, found: Gathered) -> Content:
         """Return what the window's requests say and whose they are, for the plan's picture."""
-        projects = list(dict.fromkeys(span.project_id for span in found.spans))
-        owners = np.array([projects.index(span.project_id) for span in found.spans], dtype=np.int64)
+        projects, owners = found.projects
         async with self._database.read() as session:
             source = (await session.scalars(select(Model.source).where(Model.name == model))).one_or_none()
-        return Content(found.prompts, projects, owners[found.places["batch"]], _texts_of(source or ""))
+        return Content(found.prompts, projects, owners, _texts_of(source or ""))
 
     async def _slice_requests(self, model: str, requests: int) -> int:
         """Return how many requests a slice of the window may have, so that each of the model's workers gets several."""

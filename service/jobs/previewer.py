@@ -61,7 +61,7 @@ class Previewer:
             await forget_index(self._database, gone, self._clock())
             raise
         cost = await self._costs.of(batch.model or "")
-        plan = await plan_of(found, cost, self._clock(), self._settings.slice_requests)
+        plan = await plan_of(found, cost, self._clock(), self._settings.slice_requests, self._settings.shared_cache)
         seen = len(found.places)
         share = batch.total / seen
         preview = Preview(

@@ -10,8 +10,8 @@ import hmac
 from service.settings import Settings
 from service.webhooks.secrets import sealing_key
 
-# What the API tells a worker of an online request, beside its body: its id, and its class.
-REQUEST_ID, TIER = "X-Request-Id", "X-Service-Tier"
+# What the API tells a worker of an online request, beside its body: its id, its class, and whose it is.
+REQUEST_ID, TIER, PROJECT = "X-Request-Id", "X-Service-Tier", "X-Project"
 
 
 def deployment_token(settings: Settings) -> str | None:

@@ -15,7 +15,7 @@ from aiohttp import web
 
 from service.db.tenant_tables import Tier
 from service.endpoints import BY_PATH, ONLINE
-from service.queue.trust import REQUEST_ID, TIER
+from service.queue.trust import PROJECT, REQUEST_ID, TIER
 from service.worker.slice_run import EngineAnswer
 
 STALLED_S = 60.0  # for which the API may read nothing of a stream before the request is aborted
@@ -41,7 +41,7 @@ class OnlineEngine(Protocol):
 
     def refusal(self, slo: str) -> str | None: ...
     async def serve(
-        self, endpoint: str, body: dict[str, Any], rid: str, slo: str, size: int
+        self, endpoint: str, body: dict[str, Any], rid: str, slo: str, size: int, project: str
     ) -> EngineAnswer | Events: ...
 
 
@@ -134,13 +134,15 @@ class Door:
         with structlog.contextvars.bound_contextvars(request_id=request_id):
             # The answer's id is the request's, so that the logs of the API and the worker can be joined.
             rid = BY_PATH[request.path].id_prefix + request_id.removeprefix("req_")
-            found = await self._ask(request.path, body, rid, tier, len(raw))
+            # Of an API of before, which names no project, each request is somebody else's.
+            about = (rid, tier, len(raw), request.headers.get(PROJECT) or request_id)
+            found = await self._ask(request.path, body, about)
             return await self._stream(request, found) if isinstance(found, Events) else found
 
-    async def _ask(self, path: str, body: dict[str, Any], rid: str, tier: str, size: int) -> web.Response | Events:
+    async def _ask(self, path: str, body: dict[str, Any], about: tuple[str, str, int, str]) -> web.Response | Events:
         """Return the engine's answer, or its events once the first has come."""
         try:
-            found = await self._engine.serve(path, body, rid, tier, size)
+            found = await self._engine.serve(path, body, *about)
         except Exception as error:  # its text may quote the prompt
             log.error("the engine failed on an online request", error=type(error).__name__)
             return _refuse(500, FAILED, "engine_failed")

@@ -39,6 +39,7 @@ def make_engine(
         steps_file = str(settings.steps_file.resolve())
     emulated = Emulation.REAL if settings.emulated_device else None
     options = Options(cost, Scheduling(settings.scheduling), emulated=emulated, steps_file=steps_file)
+    options = replace(options, shares_cache=settings.shared_cache)
     if settings.slo_file is not None:
         online, limits = read_slo_file(settings.slo_file)
         options = replace(options, online=online, sheds=True, limits=limits)

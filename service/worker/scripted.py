@@ -59,7 +59,9 @@ class ScriptedEngine:
     async def scheduler_states(self) -> list[dict[str, Any]]:
         return []
 
-    async def run(self, endpoint: str, body: dict[str, Any], rid: str, kind: str, due: float, lengths: str) -> Answer:
+    async def run(
+        self, endpoint: str, body: dict[str, Any], rid: str, kind: str, due: float, lengths: str, project: str
+    ) -> Answer:
         async with self._runs(rid, RANKS.get(kind, BATCH)) as aborted:
             if aborted is None:
                 return ABORTED
@@ -86,9 +88,11 @@ class ScriptedEngine:
     def refusal(self, slo: str) -> str | None:
         return None
 
-    async def serve(self, endpoint: str, body: dict[str, Any], rid: str, slo: str, size: int = 0) -> Answer | Stream:
+    async def serve(
+        self, endpoint: str, body: dict[str, Any], rid: str, slo: str, size: int = 0, project: str = ""
+    ) -> Answer | Stream:
         if not body.get("stream"):
-            answer = await self.run(endpoint, body, rid, f"online {slo}", math.inf, "")
+            answer = await self.run(endpoint, body, rid, f"online {slo}", math.inf, "", project)
             return Answer(answer.status_code, with_fields(answer.body, added_fields(slo, None)), answer.aborted)
         answered = self._events(endpoint, body, rid, slo)
         first = await anext(answered)

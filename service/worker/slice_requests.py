@@ -43,6 +43,7 @@ class Request:
     place: int
     due: float
     lengths: str
+    project_id: str
     request_id: str = field(default_factory=lambda: f"req_{secrets.token_hex(16)}")  # in its answer line and in the log
 
 
@@ -150,7 +151,9 @@ async def _read(
     ):
         line = _line_decoder.decode(raw)
         lengths = profiles.get(beginning) or profiles.get(kind) or ""
-        requests.append(Request(batch.id, number, line.url, line.custom_id, line.body, place, due, lengths))
+        requests.append(
+            Request(batch.id, number, line.url, line.custom_id, line.body, place, due, lengths, batch.project_id)
+        )
     return requests
 
 

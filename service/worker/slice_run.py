@@ -46,7 +46,7 @@ class Engine(Protocol):
     """The interface that a worker needs of an engine; engine_ext.plugin.worker.host.EngineHost implements it."""
 
     async def run(
-        self, endpoint: str, body: dict[str, Any], rid: str, kind: str, due: float, lengths: str
+        self, endpoint: str, body: dict[str, Any], rid: str, kind: str, due: float, lengths: str, project: str
     ) -> EngineAnswer: ...
     def abort(self, rid: str) -> None: ...
     async def withdraw(self, rids: Sequence[str], most: int) -> None: ...
@@ -281,9 +281,8 @@ class SliceRun:
         rid = f"{BY_PATH[request.endpoint].id_prefix}{secrets.token_hex(16)}"
         self._in_flight[rid] = request
         try:
-            answer = await self._engine.run(
-                request.endpoint, request.body, rid, request.batch_id, request.due, request.lengths
-            )
+            about = (request.batch_id, request.due, request.lengths, request.project_id)
+            answer = await self._engine.run(request.endpoint, request.body, rid, *about)
             if answer.aborted:
                 if rid in self._asked_back and not self._given_up(request):
                     self._given.append(request)

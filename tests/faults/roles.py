@@ -86,7 +86,9 @@ class LoggedEngine:
                 self._beating.stepped(time.monotonic())
             time.sleep(0.1)
 
-    async def run(self, endpoint: str, body: dict[str, Any], rid: str, kind: str, due: float, lengths: str) -> Answer:
+    async def run(
+        self, endpoint: str, body: dict[str, Any], rid: str, kind: str, due: float, lengths: str, project: str
+    ) -> Answer:
         with self.working():
             async with self._slots.enter(rid) as runs:
                 return await self._run(body["messages"][-1]["content"]) if runs else ABORTED
@@ -110,7 +112,9 @@ class LoggedEngine:
     def refusal(self, slo: str) -> str | None:
         return None
 
-    async def serve(self, endpoint: str, body: dict[str, Any], rid: str, slo: str, size: int) -> "LoggedStream":
+    async def serve(
+        self, endpoint: str, body: dict[str, Any], rid: str, slo: str, size: int, project: str
+    ) -> "LoggedStream":
         return LoggedStream(self, body["messages"][-1]["content"])
 
     async def wait(self, seconds: float) -> None:

@@ -55,11 +55,13 @@ class ScriptedEngine(scripted.ScriptedEngine):
         # By content: the profile that it came with.
         self.lengths: dict[str, str] = {}
 
-    async def run(self, endpoint: str, body: dict[str, Any], rid: str, kind: str, due: float, lengths: str) -> Answer:
+    async def run(
+        self, endpoint: str, body: dict[str, Any], rid: str, kind: str, due: float, lengths: str, project: str
+    ) -> Answer:
         content = body["messages"][-1]["content"]
         self.runs[content] += 1
         self.kinds[content], self.lengths[content] = kind, lengths
-        answer = await super().run(endpoint, body, rid, kind, due, lengths)
+        answer = await super().run(endpoint, body, rid, kind, due, lengths, project)
         if answer.aborted or answer.status_code != 200:
             return answer
         usage = {"prompt_tokens": 10, "completion_tokens": 2, "prompt_tokens_details": {"cached_tokens": 4}}

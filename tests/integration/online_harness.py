@@ -74,7 +74,7 @@ class ScriptedOnlineEngine:
     def refusal(self, slo: str) -> str | None:
         return f"{slo} is late" if slo in self.late else None
 
-    async def serve(self, endpoint: str, body: dict[str, Any], rid: str, slo: str, size: int) -> Any:
+    async def serve(self, endpoint: str, body: dict[str, Any], rid: str, slo: str, size: int, project: str) -> Any:
         self.tiers.append(slo)
         self.asked.append(rid)
         self.began.set()

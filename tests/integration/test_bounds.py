@@ -20,7 +20,6 @@ from service.api.plain_text import MOST_MEMBERS
 from service.dashboard import answers
 from service.db.tables import DEFAULT_PROJECT, Batch, BatchStatus
 from service.db.tenant_tables import Project
-from service.jobs.finalizer import _by_bytes  # pyright: ignore[reportPrivateUsage]
 from service.jobs.validator import GIVEN_UP, MOST_DEATHS, MOST_ERROR_BYTES
 from service.objects.storage import ANSWERS_RESERVE, Room, Storage
 from service.requests.lines import LineChecker
@@ -350,8 +349,3 @@ def test_a_process_whose_loop_hangs_ends_and_says_where() -> None:
     assert found.returncode == 1
     assert "Timeout" in found.stderr
     assert "main" in found.stderr
-
-
-def test_input_lines_are_read_some_bytes_at_a_time() -> None:
-    assert list(_by_bytes([5, 5, 20, 1, 9], 10)) == [(0, 2), (2, 3), (3, 5)]
-    assert list(_by_bytes([], 10)) == []

@@ -57,9 +57,11 @@ class Gate(ScriptedEngine):
         super().__init__(**kinds)
         self.room = asyncio.Semaphore(0)
 
-    async def run(self, endpoint: str, body: dict[str, Any], rid: str, kind: str, due: float, lengths: str) -> Any:
+    async def run(
+        self, endpoint: str, body: dict[str, Any], rid: str, kind: str, due: float, lengths: str, project: str
+    ) -> Any:
         await self.room.acquire()
-        return await super().run(endpoint, body, rid, kind, due, lengths)
+        return await super().run(endpoint, body, rid, kind, due, lengths, project)
 
     def open(self, count: int) -> None:
         for _ in range(count):

@@ -10,16 +10,17 @@ from typing import Any
 import openai
 import pytest
 import uvicorn
-from sqlalchemy import select, update
+from sqlalchemy import delete, select, update
 
 from service import ids
 from service.api import connections
 from service.api.connections import protocol
 from service.app import create_app
-from service.db.tables import DEFAULT_PROJECT, Batch, WebhookDelivery, WebhookEndpoint
+from service.db.tables import DEFAULT_PROJECT, Batch, Slice, SliceBatch, WebhookDelivery, WebhookEndpoint, Window
 from service.db.tenant_tables import Project
 from service.jobs.fair_turns import FairTurns
 from service.jobs.webhooks import Webhooks
+from service.objects.plan_artifact import PlanArtifact
 from service.queue.leases import Leases
 from service.queue.urgency import Turns
 from service.settings import Settings
@@ -237,3 +238,29 @@ async def test_an_address_has_its_share_of_connections(settings: Settings, clock
         assert (await asyncio.to_thread(other.recv, 12)).endswith(b"200")
         for each in (*held, other):
             each.close()
+
+
+async def test_projects_plan_with_their_own_prefixes_unless_they_share_a_cache(harness: Harness) -> None:
+    """As the engine's cache does: what a plan expects of another project's prefix would not come."""
+    await add_project(harness)
+
+    async def sharing(*projects: str) -> tuple[float, str]:
+        for project in projects:
+            await submit(harness, project, 86400, 24)
+        await harness.plan()
+        [folder] = await harness.storage.folders("plans")
+        artifact = PlanArtifact(harness.storage, folder)
+        header, picture = await artifact.header(), await artifact.picture()
+        async with harness.database.write() as session:
+            for table in (SliceBatch, Slice, Window, Batch):
+                await session.execute(delete(table))
+        await artifact.delete()
+        return header.sharing, str(picture)
+
+    alone, _ = await sharing(DEFAULT_PROJECT)
+    apart, picture = await sharing(DEFAULT_PROJECT, OTHER)
+    harness.settings = harness.settings.model_copy(update={"shared_cache": True})
+    together, _ = await sharing(DEFAULT_PROJECT, OTHER)
+    assert apart == pytest.approx(alone, rel=0.01)
+    assert together > 1.2 * alone
+    assert "topic" in picture  # its texts are those of the prompts

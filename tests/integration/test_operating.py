@@ -302,7 +302,7 @@ async def test_no_line_keeps_a_batch_from_ending(harness: Harness, monkeypatch: 
     def cannot(_: bytes) -> str:
         raise RecursionError
 
-    monkeypatch.setattr("service.jobs.finalizer.custom_id_of", cannot)
+    monkeypatch.setattr("service.jobs.input_names.custom_id_of", cannot)
     await set_status(harness, batch_id, BatchStatus.CANCELLING)
     [batch] = await harness.until_ended(batch_id)
     assert (batch.status, batch.failed) == (BatchStatus.CANCELLED, 3)

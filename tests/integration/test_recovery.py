@@ -237,11 +237,11 @@ async def test_request_that_raises_is_an_error_line_of_its_own(
     run = engine.run
 
     async def raising(
-        endpoint: str, body: dict[str, Any], rid: str, kind: str, due: float, lengths: str
+        endpoint: str, body: dict[str, Any], rid: str, kind: str, due: float, lengths: str, project: str
     ) -> EngineAnswer:
         if body["messages"][-1]["content"] == "request 4":
             raise RecursionError("too deep")
-        return await run(endpoint, body, rid, kind, due, lengths)
+        return await run(endpoint, body, rid, kind, due, lengths, project)
 
     monkeypatch.setattr(engine, "run", raising)
     async with harness.working(engine):

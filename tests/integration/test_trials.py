@@ -23,13 +23,15 @@ class MortalEngine(ScriptedEngine):
 
     killers: frozenset[str] = frozenset()
 
-    async def run(self, endpoint: str, body: dict[str, Any], rid: str, kind: str, due: float, lengths: str) -> Answer:
+    async def run(
+        self, endpoint: str, body: dict[str, Any], rid: str, kind: str, due: float, lengths: str, project: str
+    ) -> Answer:
         if body["messages"][-1]["content"] in self.killers:
             assert self.hold is not None
             self.hold.set()
         if self.hold is not None and self.hold.is_set():
             await asyncio.Event().wait()
-        return await super().run(endpoint, body, rid, kind, due, lengths)
+        return await super().run(endpoint, body, rid, kind, due, lengths, project)
 
 
 async def one_life(harness: Harness, leases: Leases, killers: frozenset[str]) -> tuple[list[int], bool]:

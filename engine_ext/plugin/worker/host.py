@@ -213,20 +213,28 @@ class EngineHost:
         return sum(int(state["effective_max_running_requests_per_dp"]) for state in states)
 
     async def run(
-        self, endpoint: str, body: dict[str, Any], rid: str, kind: str, due: float = math.inf, lengths: str = ""
+        self,
+        endpoint: str,
+        body: dict[str, Any],
+        rid: str,
+        kind: str,
+        due: float = math.inf,
+        lengths: str = "",
+        project: str = "",
     ) -> Answer:
         """Run one request; requests of one `kind` are alike, such as those of one batch.
 
         `due`: when it must have ended, by time.monotonic. `lengths`: the profile of earlier answers to requests like it
-        (plan/memory.py). It answers bad requests with 4xx, and never raises for them.
+        (plan/memory.py). `project`: whose request it is, with whose others alone it shares the KV cache. It answers bad
+        requests with 4xx, and never raises for them.
         """
         fields = guard.own_space({key: value for key, value in body.items() if key not in RESERVED_FIELDS})
         if endpoint in self._others.served:
-            return await self._others.run(endpoint, fields, Told(rid, kind, due=due, lengths=lengths))
+            return await self._others.run(endpoint, fields, Told(rid, kind, due=due, lengths=lengths, project=project))
         request = self._read(endpoint, fields, rid)
         if isinstance(request, Answer):
             return request
-        request.custom_params = (request.custom_params or {}) | marks(kind, due, lengths)
+        request.custom_params = (request.custom_params or {}) | marks(kind, due, lengths, project)
         with self._in_flight(Told(rid, kind, guard.prompts_in(request))):
             response: Any = await self._serving[endpoint][1].handle_request(request, None)  # type: ignore[arg-type]
         return self._answer_of(response, added_fields(None, self._emulated))
@@ -236,7 +244,7 @@ class EngineHost:
         return None if self._shedding is None else self._shedding.refusal(slo)
 
     async def serve(
-        self, endpoint: str, body: dict[str, Any], rid: str, slo: str = DEFAULT, size: int = 0
+        self, endpoint: str, body: dict[str, Any], rid: str, slo: str = DEFAULT, size: int = 0, project: str = ""
     ) -> "Answer | Stream":
         """Answer an online request of the class `slo` and of `size` bytes, which goes before the requests of batches.
 
@@ -250,9 +258,9 @@ class EngineHost:
         if self._shedding is not None:
             self._shedding.sent(slo, size)
         if endpoint in self._others.served:
-            events = self._others.events(endpoint, fields, Told(rid, ONLINE, slo=slo))
+            events = self._others.events(endpoint, fields, Told(rid, ONLINE, slo=slo, project=project))
         else:
-            request.custom_params = (request.custom_params or {}) | online_marks(slo) or None
+            request.custom_params = (request.custom_params or {}) | online_marks(slo, project) or None
             events = self._events(self._serving[endpoint][1], request, slo)
         first = await anext(events)
         if isinstance(first, Answer):

@@ -23,7 +23,7 @@ from engine_ext.plugin.marks import marks, online_marks
 class Told:
     """What is known of one request while it runs; SGLang splits it into `parts` requests (0: it runs as one).
 
-    `kind`: see `EngineHost.run`; ONLINE for an online request, of the class `slo`.
+    `kind`: see `EngineHost.run`; ONLINE for an online request, of the class `slo`. `project`: whose request it is.
     """
 
     rid: str
@@ -37,6 +37,7 @@ class Told:
     due: float = math.inf
     lengths: str = ""
     slo: str = DEFAULT
+    project: str = ""
     fault: str | None = None  # why SGLang refuses it
     cancelled: bool = False  # the task was; SGLang may make an answer of that
 
@@ -76,8 +77,9 @@ class MarkedManager(TokenizerManagerScoreMixin):
 
 
 def _marks(known: Told) -> dict[str, Any] | None:
-    given = marks(known.kind, known.due, known.lengths) if known.kind else online_marks(known.slo)
-    return given or None
+    if known.kind:
+        return marks(known.kind, known.due, known.lengths, known.project)
+    return online_marks(known.slo, known.project) or None
 
 
 def _note(known: Told, meta: dict[str, Any]) -> None:
