@@ -190,6 +190,11 @@ def _formats(body: dict[str, Any], allow_patterns: bool) -> Iterator[BodyFault]:
             yield BodyFault("response_format", "must not be a structural tag, which contains patterns")
         elif reason := schema_risk(wanted):
             yield BodyFault("response_format", reason)
+    text = body.get("text")
+    of_text = text.get("format") if isinstance(text, dict) else None
+    if isinstance(of_text, dict) and (reason := schema_risk(of_text)):
+        yield BodyFault("text", reason)
+    wanted = wanted or of_text
     is_free = wanted is None or (isinstance(wanted, dict) and wanted.get("type") == "text")
     is_bound = not is_free or body.get("tool_choice") not in (None, "auto", "none")
     if is_bound and body.get("min_tokens"):

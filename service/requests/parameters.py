@@ -36,15 +36,17 @@ _GENERATING = (
 KNOWN = {
     "/v1/chat/completions": _GENERATING
     | _names(
-        "chat_template_kwargs continue_final_message input_ids max_completion_tokens max_dynamic_patch messages "
-        "min_dynamic_patch parallel_tool_calls reasoning reasoning_effort return_meta_info return_prompt_token_ids "
-        "separate_reasoning stream_reasoning task tool_choice tools top_logprobs use_audio_in_video"
+        "audio chat_template_kwargs continue_final_message functions input_ids max_completion_tokens max_dynamic_patch "
+        "messages min_dynamic_patch modalities parallel_tool_calls reasoning reasoning_effort return_meta_info "
+        "return_prompt_token_ids separate_reasoning stream_reasoning task tool_choice tools top_logprobs "
+        "use_audio_in_video web_search_options"
     ),
     "/v1/completions": _GENERATING | _names("best_of custom_labels echo json_schema prompt suffix"),
     "/v1/responses": _SAMPLING
     | _names(
-        "background include input instructions max_output_tokens max_tool_calls metadata parallel_tool_calls "
-        "previous_response_id reasoning request_id service_tier store tool_choice tools top_logprobs truncation"
+        "background conversation include input instructions max_output_tokens max_tool_calls metadata "
+        "parallel_tool_calls previous_response_id prompt reasoning request_id service_tier store text tool_choice "
+        "tools top_logprobs truncation"
     ),
     "/v1/embeddings": _names(
         "dimensions embed_override_token_id embed_overrides encoding_format input lora_path model priority rid user"

@@ -102,7 +102,7 @@ def _response(body: dict[str, Any], rid: str, text: str, reason: str, tokens: in
     because = {"length": "max_output_tokens"}.get(reason, reason)
     usage = {
         "input_tokens": tokens,
-        "input_tokens_details": {"cached_tokens": 0},
+        "input_tokens_details": {"cached_tokens": 0, "cache_write_tokens": 0},
         "output_tokens": written,
         "output_tokens_details": {"reasoning_tokens": 0},
         "total_tokens": tokens + written,

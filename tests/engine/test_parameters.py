@@ -13,8 +13,12 @@ TYPES = {
     "/v1/score": "ScoringRequest",
     "/v1/rerank": "V1RerankReqInput",
 }
-# SGLang turns the first into reasoning_effort; the second is read by this service, which asks for it everywhere.
-BESIDES = {"/v1/chat/completions": {"reasoning"}, "/v1/rerank": {"model"}}
+# What this service reads itself, or refuses; SGLang turns `reasoning` into reasoning_effort.
+BESIDES = {
+    "/v1/chat/completions": {"reasoning", "audio", "functions", "modalities", "web_search_options"},
+    "/v1/responses": {"text", "conversation", "prompt"},
+    "/v1/rerank": {"model"},
+}
 
 
 @pytest.mark.parametrize("path", KNOWN)

@@ -7,9 +7,9 @@ import json
 import logging
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable
 from dataclasses import dataclass
-from typing import Any, TypeGuard
+from typing import Any, Literal, TypeGuard
 
-from pydantic import BaseModel
+from pydantic import BaseModel, Field, model_validator
 from sglang.srt.entrypoints.openai.protocol import (
     EmbeddingRequest,
     ResponsesRequest,
@@ -35,9 +35,46 @@ MOST_TOKEN_BYTES = 64  # nearly all tokens are at most this long
 SPARE_TOKENS = 8  # tokens that a tokenizer may add to a text
 
 
+class _Format(BaseModel):
+    """How a response's text must look. SGLang knows this only of chats."""
+
+    type: Literal["text", "json_object", "json_schema"] = "text"
+    name: str | None = None
+    schema_: dict[str, Any] | None = Field(None, alias="schema")
+    strict: bool | None = None
+
+    @model_validator(mode="after")
+    def _has_its_schema(self) -> "_Format":
+        if self.type == "json_schema" and self.schema_ is None:
+            raise ValueError("text.format.schema is missing")
+        return self
+
+
+class _Text(BaseModel):
+    format: _Format | None = None
+    verbosity: str | None = None
+
+
 class _Responses(ResponsesRequest):
-    def to_sampling_params(self, *arguments: Any, **named: Any) -> dict[str, Any]:
-        parameters = super().to_sampling_params(*arguments, **named)
+    # SGLang's types lack what its own answers contain.
+    input: str | list[dict[str, Any]]  # pyright: ignore[reportIncompatibleVariableOverride]
+    text: _Text | None = None
+
+    def to_sampling_params(
+        self,
+        default_max_tokens: int,
+        default_params: dict[str, Any] | None = None,
+        stop: Any = None,
+        tool_call_constraint: Any = None,
+    ) -> dict[str, Any]:
+        wanted = self.text.format if self.text is not None else None
+        is_bound = wanted is not None and wanted.type != "text"
+        if is_bound and self.tools and self.tool_choice == "required":
+            raise ValueError("text.format cannot restrict an answer that must be a call: tool_choice is required")
+        constraint = None if is_bound else tool_call_constraint
+        parameters = super().to_sampling_params(default_max_tokens, default_params, stop, constraint)
+        if is_bound and wanted is not None:
+            parameters["json_schema"] = json.dumps(wanted.schema_ or {"type": "object"})
         if self.max_output_tokens is not None:
             parameters["max_new_tokens"] += 2  # SGLang 0.5.17 subtracts two from the requested number
         return parameters
@@ -102,6 +139,7 @@ class Endpoints:
             if isinstance(request, _Responses):
                 request.request_id = known.rid
                 request.store = request.background = False  # SGLang never removes what it stores
+                known.text = request.text.model_dump(by_alias=True, exclude_none=True) if request.text else None
             before = told.set(known)
             try:
                 return await serve(request, None)
@@ -135,9 +173,6 @@ class Endpoints:
     def _responses_fault(self, request: Any) -> Fault | None:
         if not request.input:
             return "input", "must not be empty"
-        for name in ("background", "previous_response_id"):
-            if getattr(request, name, None):
-                return name, "not supported"
         return None
 
     def _prompts_fault(self, name: str, items: Iterable[Any]) -> Fault | None:
@@ -186,6 +221,10 @@ class Endpoints:
     def _complete(self, body: dict[str, Any], known: Told) -> dict[str, Any]:
         """Return a response with what SGLang does not know of it."""
         body["model"] = self._model_name
+        if usage := body.get("usage"):  # newer clients ask for it; what a cache keeps costs nothing here
+            usage.setdefault("input_tokens_details", {}).setdefault("cache_write_tokens", 0)
+        if known.text is not None:
+            body["text"] = {"format": {"type": "text"}, **known.text}
         if known.kind == ONLINE:
             body["service_tier"] = known.slo
         if known.stopped_by_length:

@@ -72,6 +72,10 @@ def _is_int32(value: Any, _vocab_size: int) -> bool:
     return abs(value) <= INT32_MAX
 
 
+def _is_length(value: Any, _vocab_size: int) -> bool:
+    return 1 <= value <= INT32_MAX
+
+
 def _are_biases(value: Any, _vocab_size: int) -> bool:
     return all(abs(each) <= MOST_BIAS for each in value.values())
 
@@ -120,7 +124,7 @@ _CHECKS: tuple[tuple[tuple[str, ...], Callable[[Any, int], bool], str], ...] = (
     (("prompt", "input_ids", "stop_token_ids"), _ids_in_vocabulary, "a token id is outside the model's vocabulary"),
     (("logprobs", "top_logprobs"), _at_most_vocabulary, "must not exceed the size of the vocabulary"),
     (("top_k", "min_tokens", "n"), _is_int32, "must fit into 32 bits"),
-    (("max_tokens", "max_completion_tokens", "max_output_tokens"), _is_int32, "must fit into 32 bits"),
+    (("max_tokens", "max_completion_tokens", "max_output_tokens"), _is_length, f"must be from 1 to {INT32_MAX}"),
     (("logit_bias",), _are_biases, f"must be between -{MOST_BIAS:.0f} and {MOST_BIAS:.0f}"),
     (("temperature",), _is_temperature, f"must be 0, or between {LEAST_TEMPERATURE} and {MOST_BIAS:.0f}"),
     (("repetition_penalty",), _is_repetition_penalty, f"must be at least {LEAST_REPETITION_PENALTY}"),

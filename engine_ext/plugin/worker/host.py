@@ -42,6 +42,7 @@ from engine_ext.plugin.worker.answers import (
     refused,
     with_fields,
 )
+from engine_ext.plugin.worker.bodies import plain, unserved
 from engine_ext.plugin.worker.calibration_load import measure_steps, time_blend
 from engine_ext.plugin.worker.cpu_defaults import CPU_DEFAULTS
 from engine_ext.plugin.worker.endpoints import Endpoints
@@ -228,7 +229,9 @@ class EngineHost:
         (plan/memory.py). `project`: whose request it is, with whose others alone it shares the KV cache. It answers bad
         requests with 4xx, and never raises for them.
         """
-        fields = guard.own_space({key: value for key, value in body.items() if key not in RESERVED_FIELDS})
+        fields = plain(endpoint, {key: value for key, value in body.items() if key not in RESERVED_FIELDS})
+        if fault := unserved(endpoint, fields):
+            return Answer(400, error_body(f"{fault[0]}: {fault[1]}", fault[0]))
         if endpoint in self._others.served:
             return await self._others.run(endpoint, fields, Told(rid, kind, due=due, lengths=lengths, project=project))
         request = self._read(endpoint, fields, rid)
@@ -251,7 +254,9 @@ class EngineHost:
         Returns the answer once it is whole or, if the body asks for a stream, with its first token. A request ends
         early when this call is cancelled or its stream is closed. It answers bad requests with 4xx.
         """
-        fields = guard.own_space({key: body[key] for key in body.keys() - (RESERVED_FIELDS - STREAM_FIELDS)})
+        fields = plain(endpoint, {key: body[key] for key in body.keys() - (RESERVED_FIELDS - STREAM_FIELDS)})
+        if fault := unserved(endpoint, fields):
+            return Answer(400, error_body(f"{fault[0]}: {fault[1]}", fault[0]))
         request: Any = None if endpoint in self._others.served else self._read(endpoint, fields, rid)
         if isinstance(request, Answer):
             return request

@@ -38,6 +38,7 @@ class Told:
     lengths: str = ""
     slo: str = DEFAULT
     project: str = ""
+    text: dict[str, Any] | None = None  # how a response's text must look, which its answer repeats
     fault: str | None = None  # why SGLang refuses it
     cancelled: bool = False  # the task was; SGLang may make an answer of that
 
