@@ -29,7 +29,7 @@ class PacedEngine(ScriptedEngine):
     async def run(
         self, endpoint: str, body: dict[str, Any], rid: str, kind: str, due: float, lengths: str, project: str
     ) -> Answer:
-        answer = await super().run(endpoint, body, rid, kind, due, lengths)
+        answer = await super().run(endpoint, body, rid, kind, due, lengths, project)
         if not answer.aborted:
             self.ends.append(time.monotonic())
         return answer

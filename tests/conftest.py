@@ -5,6 +5,7 @@ import gc
 import shutil
 import signal
 import subprocess
+import tempfile
 import time
 from collections.abc import AsyncGenerator, Generator
 from dataclasses import dataclass
@@ -61,8 +62,9 @@ def clock() -> Clock:
 
 
 @pytest.fixture(scope="session")
-def postgres(tmp_path_factory: pytest.TempPathFactory) -> Generator[Any, None, None]:
-    server = get_server(tmp_path_factory.mktemp("postgres"), cleanup_mode="delete")
+def postgres() -> Generator[Any, None, None]:
+    # Not in pytest's own folder: each pytest that starts closes that to others, and as root the server is another user.
+    server = get_server(tempfile.mkdtemp(prefix="batchweave-postgres-"), cleanup_mode="delete")
     for setting in ("fsync", "full_page_writes", "synchronous_commit"):  # the machine that runs tests may lose them
         server.psql(f"ALTER SYSTEM SET {setting} = off")
     server.psql("SELECT pg_reload_conf()")

@@ -22,9 +22,9 @@ from typing import NamedTuple
 CHECK_S = 2.0
 STOOD_STILL_S = 3 * CHECK_S  # a check this late says that the machine stood still, and the engine with it
 FIRST_STEPS = 10  # times the limit for the first step of a process, which may compile its kernels
-SPARE = 2.0  # the limit is at least this many times the longest turn seen
+SPARE = 2.0  # the limit is at least this many times the longest turn with a step, and what a step should take
 SLOTS = 256  # ranks of one engine
-_FORM = struct.Struct("=dddqq")
+_FORM = struct.Struct("=ddddqq")
 _FORESEEN = struct.Struct("=ddddd")
 _SLOT = _FORM.size + _FORESEEN.size
 log = logging.getLogger(__name__)
@@ -33,13 +33,14 @@ log = logging.getLogger(__name__)
 class Pulse(NamedTuple):
     """The pulse of one scheduler process, by the machine's monotonic clock.
 
-    It holds when the loop last turned, when the last step ended, the longest turn so far in seconds, the number of
-    steps, and the process id.
+    It holds when the loop last turned, when the last step ended, the longest turn with a step so far in seconds, how
+    long the step that began last should take, the number of steps, and the process id.
     """
 
     turned_at: float
     stepped_at: float
     longest_s: float
+    expected_s: float
     steps: int
     pid: int
 
@@ -66,12 +67,20 @@ class Beating:
         with memory.open("r+b") as file:
             self._memory = mmap.mmap(file.fileno(), SLOTS * _SLOT)
         self._at = slot % SLOTS * _SLOT
-        self._pulse = Pulse(now, now, 0.0, 0, os.getpid())
+        self._pulse = Pulse(now, now, 0.0, 0.0, 0, os.getpid())
+        self._steps = 0  # at the last turn
         self._write()
 
     def turned(self, now: float) -> None:
         before = self._pulse
-        self._pulse = before._replace(turned_at=now, longest_s=max(before.longest_s, now - before.turned_at))
+        turn_s = now - before.turned_at if before.steps > self._steps else 0.0  # an idle turn waits for requests
+        self._steps = before.steps
+        self._pulse = before._replace(turned_at=now, longest_s=max(before.longest_s, turn_s))
+        self._write()
+
+    def expects(self, seconds: float) -> None:
+        """Note how long the step that begins now should take."""
+        self._pulse = self._pulse._replace(expected_s=seconds)
         self._write()
 
     def stepped(self, now: float) -> None:
@@ -128,7 +137,7 @@ class Health:
     @classmethod
     def of(cls, found: Sequence[Pulse], busy_since: float | None, now: float, limit_s: float) -> "Health":
         """Judge these pulses. `busy_since`: since when any request has been in flight; None while there is none."""
-        longest_s = max((each.longest_s for each in found), default=0.0)
+        longest_s = max((max(each.longest_s, each.expected_s) for each in found), default=0.0)
         most_s = FIRST_STEPS * limit_s
         limit_s = min(max(limit_s, SPARE * longest_s), most_s) if any(each.steps for each in found) else most_s
         if busy_since is None or not found:

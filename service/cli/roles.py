@@ -200,6 +200,9 @@ def _lead(settings: Settings, nodes: Nodes | None, command: list[str]) -> None:
 
     async def main(database: Database, storage: Storage, redis: Redis, stop: asyncio.Event) -> None:
         await engine.start()
+        if settings.engine == "sglang":
+            starting.say("tries its largest step")
+            await engine.try_largest_step()
         metrics.step_age_s = lambda: engine.step_age_s
         stop_on_signals(stop)  # again, because SGLang takes SIGTERM for itself
         clock = SharedClock(database)

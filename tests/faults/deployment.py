@@ -308,10 +308,12 @@ class Deployment:
                 self._read_early[batch_id] = seen + found.content
 
     def wait(self, batch_id: str) -> Batch:
-        deadline = time.monotonic() + BATCH_S
+        deadline, seen = time.monotonic() + BATCH_S, 0
         while not self.done(batch_id):
             self.keep_alive()
             self.read_early(batch_id)
+            if len(self._read_early[batch_id]) > seen:  # a busy machine takes longer, but answers come
+                deadline, seen = time.monotonic() + BATCH_S, len(self._read_early[batch_id])
             assert time.monotonic() < deadline, f"{batch_id} did not end: {self._tail()}"
             time.sleep(0.05)
         return self.client.batches.retrieve(batch_id)

@@ -3,7 +3,9 @@
 Needs what a PostgreSQL brings beside the server (pg_dump, pg_basebackup), which the wheel for tests has.
 """
 
+import shutil
 import subprocess
+import tempfile
 from collections.abc import Callable, Generator
 from pathlib import Path
 from typing import Any
@@ -74,12 +76,13 @@ class Servers:
 
 
 @pytest.fixture
-def servers(tmp_path: Path) -> Generator[Servers, None, None]:
-    for folder in (tmp_path, *tmp_path.parents[:2]):
-        folder.chmod(0o755)
-    found = Servers(tmp_path)
+def servers() -> Generator[Servers, None, None]:
+    folder = Path(tempfile.mkdtemp(prefix="batchweave-postgres-"))  # see `postgres` in tests/conftest.py
+    folder.chmod(0o755)
+    found = Servers(folder)
     yield found
     found.stop()
+    shutil.rmtree(folder)
 
 
 @pytest.fixture

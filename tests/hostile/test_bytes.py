@@ -10,6 +10,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tests.hostile.server import Role
+from tests.waiting import LIMIT_S
 
 MIB = 1024 * 1024
 # The API's process is watched over all examples of a test, which is what is meant.
@@ -48,7 +49,7 @@ PIECES = st.sampled_from(
 
 def speak(api: Role, sent: bytes) -> bytes:
     """What comes back until the API closes the connection, or has nothing to say for a moment."""
-    with socket.create_connection(("127.0.0.1", api.port), timeout=10) as connection:
+    with socket.create_connection(("127.0.0.1", api.port), timeout=LIMIT_S) as connection:
         try:
             connection.sendall(sent)
             with suppress(OSError):  # "not connected", if the API has cut the connection already

@@ -1,5 +1,6 @@
 from collections.abc import AsyncGenerator, Generator
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -15,6 +16,9 @@ from tests.integration.browsing import OWN_PAGE
 from tests.integration.harness import Harness, demo_tokenizer
 from tests.integration.online_harness import OnlineHarness
 from tests.integration.serving import serve
+from tests.waiting import LIMIT_S
+
+PAGES: dict[str, Any] = {"follow_redirects": True, "headers": OWN_PAGE, "timeout": LIMIT_S}
 
 
 @pytest.fixture(scope="session")
@@ -51,7 +55,7 @@ async def harness(
 @pytest.fixture
 async def pages(settings: Settings, clock: Clock) -> AsyncGenerator[httpx.AsyncClient, None]:
     with serve(settings, clock) as url:
-        async with httpx.AsyncClient(base_url=f"{url}/dashboard", follow_redirects=True, headers=OWN_PAGE) as client:
+        async with httpx.AsyncClient(base_url=f"{url}/dashboard", **PAGES) as client:
             yield client
 
 
@@ -59,7 +63,7 @@ async def pages(settings: Settings, clock: Clock) -> AsyncGenerator[httpx.AsyncC
 async def guarded(settings: Settings, clock: Clock) -> AsyncGenerator[httpx.AsyncClient, None]:
     """One that asks for keys."""
     with serve(settings.model_copy(update={"auth": "keys"}), clock) as url:
-        async with httpx.AsyncClient(base_url=f"{url}/dashboard", follow_redirects=True, headers=OWN_PAGE) as client:
+        async with httpx.AsyncClient(base_url=f"{url}/dashboard", **PAGES) as client:
             yield client
 
 

@@ -17,6 +17,7 @@ from service.settings import Settings
 from service.worker.door import Door
 from tests.integration.harness import Harness
 from tests.integration.serving import CHAT
+from tests.waiting import LIMIT_S
 
 ADAPTER = "test-model:sql"
 MODEL = "test-model"
@@ -129,7 +130,7 @@ class OnlineHarness:
         return openai.AsyncOpenAI(base_url=f"{self.url}/v1", api_key="k", max_retries=0, **more)
 
     async def post(self, body: Any, path: str = CHAT, **more: Any) -> httpx.Response:
-        async with httpx.AsyncClient(base_url=self.url) as client:
+        async with httpx.AsyncClient(base_url=self.url, timeout=LIMIT_S) as client:
             return await client.post(path, **({"content": body} if isinstance(body, bytes) else {"json": body}), **more)
 
     async def refuses(self) -> bool:

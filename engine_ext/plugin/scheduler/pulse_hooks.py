@@ -33,6 +33,13 @@ def process_input_requests(original: Callable[..., Any], scheduler: Any, *args: 
     return original(scheduler, *args, **kwargs)
 
 
+def expects(scheduler: Any, seconds: float) -> None:
+    """Note how long the step that begins now should take."""
+    mine = _beating(scheduler)
+    if mine is not None:
+        mine.expects(seconds)
+
+
 def stepped(scheduler: Any) -> None:
     """Note that a step has ended."""
     mine = _beating(scheduler)

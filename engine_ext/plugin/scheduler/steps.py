@@ -24,6 +24,7 @@ log = logging.getLogger(__name__)
 INTERVALS = 256  # rows of the series, each an interval of steps; when all are full, each pair is merged into one
 WRITTEN_AT_ONCE = 32
 MOST_WRITTEN = 100_000  # steps in one file
+TELLING = 64  # prompt tokens of a step whose time says how fast the device is
 
 
 class Lane(IntEnum):
@@ -46,13 +47,15 @@ class StepBooks:
 
     `series`: float64 [intervals, 6], one row per interval of steps: seconds, predicted seconds, seconds of compute and
     of KV reads by the cost model, prompt tokens, and output tokens. `file`: where each step is written too, in the
-    format that `batchweave simulate --profile` reads.
+    format that `batchweave simulate --profile` reads. `slowness`: the most seconds that a step with prompts took for
+    each second that was predicted.
     """
 
     model: StepModel
     file: Path | None = None
     totals: Floats = field(default_factory=lambda: np.zeros(6))
     steps: int = 0
+    slowness: float = 1.0
     _series: Floats = field(default_factory=lambda: np.zeros((INTERVALS, 6)))
     _length: int = 0
     _every: int = 1
@@ -63,12 +66,14 @@ class StepBooks:
     _last_event: float = 0.0
     _lines: list[str] = field(default_factory=list[str])
 
-    def begin(self, load: Load, now: float, lane: Lane = Lane.STEPS) -> None:
+    def begin(self, load: Load, now: float, lane: Lane = Lane.STEPS) -> float:
+        """Note that a step begins; return how many seconds it should take, by the slowest steps so far."""
         compute = float(compute_time(self.model, load.prompt_tokens + load.decoding, load.quadratic))
         reads = load.kv_tokens * float(self.model.read_s)
         predicted = float(step_time(self.model, compute, reads))
         self._pass(now)
         self._under_way[lane].append(Begun(load, compute, reads, predicted))
+        return self.slowness * predicted
 
     def end(self, now: float, lane: Lane = Lane.STEPS) -> None:
         """Note that the earliest step under way has ended. A step is launched while the one before it still runs.
@@ -82,6 +87,8 @@ class StepBooks:
         load, compute, reads, predicted = self._under_way[lane].popleft()
         seconds, self._busy = self._busy, 0.0
         self.steps += 1
+        if load.prompt_tokens >= TELLING:
+            self.slowness = max(self.slowness, seconds / predicted)
         self._since += (seconds, predicted, compute, reads, load.prompt_tokens, load.decoding)
         if self.steps % self._every == 0:
             self._keep()
@@ -176,7 +183,7 @@ def run_batch(original: Callable[..., Any], scheduler: Any, batch: Any, *args: A
     """Note that a step begins, and that it ends where it is over when this returns."""
     books = books_of(scheduler)
     if not batch.forward_mode.is_split_prefill() or batch.split_index == 0:  # else it continues with more layers
-        books.begin(load_of(batch), now(), lane_of(batch))
+        pulse_hooks.expects(scheduler, books.begin(load_of(batch), now(), lane_of(batch)))
     found = original(scheduler, batch, *args, **kwargs)
     if not emulated.outlasts_launch():
         books.end(now())

@@ -1,5 +1,6 @@
 """Server arguments for SGLang on a CPU."""
 
+import time
 from typing import Any
 
 # SGLang's wheel on a CPU: bfloat16 GEMM gives each row the same bits whatever the batch around it (float32 does not,
@@ -13,3 +14,30 @@ CPU_DEFAULTS: dict[str, Any] = {
     "max_running_requests": 64,
     "chunked_prefill_size": 4096,
 }
+
+MOST_STEP_S = 1.5  # for the prompts of one step, in which nobody else gets a token
+LEAST_CHUNK = 64  # tokens
+_SIDE, _ROWS = 2048, 256  # of the matrices by which the CPU is measured
+
+
+def chunk_for(parameters: float) -> int:
+    """Return the prompt tokens that a model with so many active parameters computes on this CPU in MOST_STEP_S.
+
+    It is a power of two, and at most the chunk of CPU_DEFAULTS.
+    """
+    import torch
+
+    weights, rows = (torch.ones(size, _SIDE, dtype=torch.bfloat16) for size in (_SIDE, _ROWS))
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # as the engine's
+    try:
+        torch.nn.functional.linear(rows, weights)
+        began = time.perf_counter()
+        torch.nn.functional.linear(rows, weights)
+        seconds = time.perf_counter() - began
+    finally:
+        torch.set_num_threads(threads)
+    flops = 2 * _ROWS * _SIDE * _SIDE / max(seconds, 1e-9)
+    tokens = MOST_STEP_S * flops / max(1.0, 2 * parameters)
+    most = int(CPU_DEFAULTS["chunked_prefill_size"])
+    return max(LEAST_CHUNK, min(most, 1 << int(tokens).bit_length() - 1)) if tokens >= 1 else LEAST_CHUNK

@@ -44,7 +44,7 @@ from engine_ext.plugin.worker.answers import (
 )
 from engine_ext.plugin.worker.bodies import plain, unserved
 from engine_ext.plugin.worker.calibration_load import measure_steps, time_blend
-from engine_ext.plugin.worker.cpu_defaults import CPU_DEFAULTS
+from engine_ext.plugin.worker.cpu_defaults import CPU_DEFAULTS, chunk_for
 from engine_ext.plugin.worker.endpoints import Endpoints
 from engine_ext.plugin.worker.forking import ForkingEngine
 from engine_ext.plugin.worker.marked import ONLINE, Told
@@ -131,7 +131,7 @@ class EngineHost:
             "skip_server_warmup": True,
             "sleep_on_idle": True,  # otherwise it keeps a core busy even when it is idle
             "log_level": "warning",
-            **({} if on_gpu else CPU_DEFAULTS),
+            **({} if on_gpu else CPU_DEFAULTS | self._chunk(options)),
             **overlap.ARGUMENTS[chosen],
             **engine_args,
         }
@@ -178,6 +178,24 @@ class EngineHost:
         # All that is loaded now stays. A full collection that looks through it stops a process for a third of a second.
         gc.collect()
         await self._manager.freeze_gc()  # in the scheduler and the detokenizer too
+
+    def _chunk(self, options: Options) -> dict[str, Any]:
+        """Return how many prompt tokens a step has on this CPU; an emulated device is as fast as it says."""
+        if self._emulated:
+            return {}
+        return {"chunked_prefill_size": chunk_for(options.cost.shape.active_parameters)}
+
+    async def try_largest_step(self) -> None:
+        """Compute one prompt as long as a step may be, so that the watch knows how long that takes.
+
+        On a GPU its kernels are compiled by it.
+        """
+        if self._emulated or not self._manager.is_generation:
+            return
+        chunk = int(self._manager.server_args.chunked_prefill_size or 0)
+        room = min(self.context_length, int(self._manager.max_req_input_len)) - 2
+        await kernels.ask_for_prompt(self._engine, min(chunk, room) if chunk > 0 else room, self._vocab_size)
+        await self._manager.flush_cache()
 
     @property
     def step_age_s(self) -> float:

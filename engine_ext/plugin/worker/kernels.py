@@ -31,11 +31,17 @@ async def ask_for_each(engine: Any) -> list[str]:
     return refused
 
 
+async def ask_for_prompt(engine: Any, tokens: int, vocab_size: int) -> None:
+    """Run one request with a prompt of so many tokens."""
+    ids = [each % vocab_size for each in range(1, max(1, tokens) + 1)]
+    await _runs(engine, "a long prompt", {"max_new_tokens": 1}, {"input_ids": ids})
+
+
 async def _runs(engine: Any, kind: str, sampling: dict[str, Any], more: dict[str, Any]) -> bool:
     # As a batch's requests: after online ones, batches would leave room for more of them for an hour.
     sampling = {**sampling, "custom_params": {KIND: "kernels"}}
     try:
-        answer = await engine.async_generate(input_ids=list(range(1, 9)), sampling_params=sampling, **more)
+        answer = await engine.async_generate(**{"input_ids": list(range(1, 9)), "sampling_params": sampling, **more})
     except ValueError as error:  # what this engine cannot do, such as schemas without a grammar backend
         log.warning("the engine refuses requests with %s: %s", kind, error)
         return False

@@ -15,8 +15,10 @@ from engine_ext.plugin.pulse import FIRST_STEPS, Beating, Health, Pulse, Pulses
 LIMIT_S = 60.0
 
 
-def pulse(turned_at: float, stepped_at: float, longest_s: float = 0.1, steps: int = 5) -> Pulse:
-    return Pulse(turned_at, stepped_at, longest_s, steps, 1)
+def pulse(
+    turned_at: float, stepped_at: float, longest_s: float = 0.1, steps: int = 5, expected_s: float = 0.1
+) -> Pulse:
+    return Pulse(turned_at, stepped_at, longest_s, expected_s, steps, 1)
 
 
 def age(*found: Pulse, busy_since: float | None = 0.0, now: float = 100.0) -> float:
@@ -43,14 +45,18 @@ def test_a_loop_that_does_not_turn_or_turns_for_nothing_hangs() -> None:
 def test_the_limit_is_above_what_was_seen_and_generous_to_the_first_step() -> None:
     assert limit(pulse(1, 1)) == LIMIT_S
     assert limit(pulse(1, 1, longest_s=50.0)) == 100.0
+    assert limit(pulse(1, 1, expected_s=50.0)) == 100.0
     assert limit(pulse(1, 1, longest_s=5000.0)) == FIRST_STEPS * LIMIT_S
     assert limit(pulse(1, 1, steps=0)) == FIRST_STEPS * LIMIT_S
 
 
 def _beat(path: str) -> None:
     beating = Beating(Path(path), 3, 10.0)
-    beating.turned(12.5)
-    beating.stepped(13.0)
+    beating.turned(22.5)  # it was idle
+    beating.stepped(23.0)
+    beating.turned(25.0)
+    beating.expects(7.0)
+    beating.stepped(26.0)
 
 
 def test_another_process_is_read_through_shared_memory() -> None:
@@ -60,7 +66,7 @@ def test_another_process_is_read_through_shared_memory() -> None:
     process.start()
     process.join()
     [found] = pulses.read()
-    assert found == Pulse(12.5, 13.0, 2.5, 1, process.pid or 0)
+    assert found == Pulse(25.0, 26.0, 2.5, 7.0, 2, process.pid or 0)
     pulses.close()
 
 
