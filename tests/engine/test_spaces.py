@@ -97,15 +97,14 @@ def test_a_shared_cache_tells_a_project_only_of_its_own(shared: EngineProcess[An
     async def look(host: Any) -> tuple[list[int], int]:
         ids = prompt(2)
         found = [await ask(host, project, number, ids) for number, project in enumerate("aabb")]
-        chat = {"model": NAME, "messages": [{"role": "user", "content": "word " * 200}], "max_tokens": 100}
+        chat: dict[str, Any] = {"model": NAME, "messages": [{"role": "user", "content": "word " * 200}], "max_tokens": 100}
         first = json.loads((await host.serve(CHAT, chat, f"chatcmpl-{9:032x}", project="a")).body)
         answer = first["choices"][0]["message"]
         turns = [*chat["messages"], answer, {"role": "user", "content": "more"}]
         second = await host.serve(CHAT, {**chat, "messages": turns}, f"chatcmpl-{10:032x}", project="a")
         return found, cached(second.body) - first["usage"]["prompt_tokens"]
 
-    found: Any = shared.do(look)
-    (a, a_again, b, b_again), of_answer = found
+    (a, a_again, b, b_again), of_answer = shared.do(look)
     assert (a, b) == (0, 0)
     assert 299 > min(a_again, b_again) >= 299 - BLOCK
     assert of_answer > -2 * BLOCK
