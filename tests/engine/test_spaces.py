@@ -97,7 +97,11 @@ def test_a_shared_cache_tells_a_project_only_of_its_own(shared: EngineProcess[An
     async def look(host: Any) -> tuple[list[int], int]:
         ids = prompt(2)
         found = [await ask(host, project, number, ids) for number, project in enumerate("aabb")]
-        chat: dict[str, Any] = {"model": NAME, "messages": [{"role": "user", "content": "word " * 200}], "max_tokens": 100}
+        chat: dict[str, Any] = {
+            "model": NAME,
+            "messages": [{"role": "user", "content": "word " * 200}],
+            "max_tokens": 100,
+        }
         first = json.loads((await host.serve(CHAT, chat, f"chatcmpl-{9:032x}", project="a")).body)
         answer = first["choices"][0]["message"]
         turns = [*chat["messages"], answer, {"role": "user", "content": "more"}]
