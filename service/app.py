@@ -130,6 +130,9 @@ def _validation_error(request: Request, error: Exception) -> Response:
     if is_page(request):
         return wrong_form(request, error)
     first = error.errors()[0]
+    if first["loc"] == ("body",) and "json" not in request.headers.get("content-type", ""):
+        message = "Send the body as JSON, with the header Content-Type: application/json."
+        return _answer(request, BadRequest(message, code="invalid_json"))
     if first["type"] == "json_invalid":
         return _answer(request, BadRequest("The body is not valid JSON.", code="invalid_json"))
     param = ".".join(str(part) for part in first["loc"][1:]) or None
@@ -142,7 +145,11 @@ def _validation_error(request: Request, error: Exception) -> Response:
 def _http_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     if error.status_code == 404:
-        return _answer(request, NotFound(f"No such path: {request.method} {request.url.path}", code="unknown_url"))
+        path = request.url.path
+        message, paths = f"No such path: {request.method} {path}", request.app.openapi()["paths"]
+        meant = next((each for each in (f"/v1{path}", path.removeprefix("/v1")) if each in paths), None)
+        message += f". Did you mean {meant}?" if meant else ""
+        return _answer(request, NotFound(message, code="unknown_url"))
     if error.status_code == 405:
         message = f"The method {request.method} is not allowed on this path."
         return _answer(request, MethodNotAllowed(message, code="method_not_allowed"))

@@ -14,11 +14,15 @@ ObjectId = Annotated[str, StringConstraints(max_length=64, pattern=r"^[A-Za-z0-9
 
 
 class ExpiresAfter(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+
     anchor: Literal["created_at"]
     seconds: Annotated[int, Field(ge=3600, le=2592000)]
 
 
 class CreateUpload(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+
     bytes: Annotated[int, Field(ge=0, le=8 * 1024**3)]
     filename: Annotated[str, StringConstraints(min_length=1, max_length=1024)]
     mime_type: Annotated[str, StringConstraints(max_length=256)]
@@ -27,6 +31,8 @@ class CreateUpload(BaseModel):
 
 
 class CompleteUpload(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+
     part_ids: Annotated[list[ObjectId], Field(max_length=10_000)]
     md5: Annotated[str, StringConstraints(pattern=r"^[0-9a-fA-F]{32}$")] | None = None
 
@@ -94,13 +100,22 @@ class TestWebhook(BaseModel):
     event_type: EventType
 
 
+ALL_FIELDS = sorted({*ExpiresAfter.model_fields, *CreateUpload.model_fields, *CompleteUpload.model_fields})
+
+
 def explain(error: Mapping[str, Any]) -> str:
     """Return pydantic's error for a field in words that say what would be valid."""
     field = str(error["loc"][-1])
     if error["type"] == "string_pattern_mismatch" and field in ("completion_window", "window"):
         return f"must be a whole number of minutes, hours or days, such as 24h, 30m, 7d, not {error['input']!r:.40}"
     if error["type"] == "extra_forbidden":
-        nearest = get_close_matches(field, CreateExtras.model_fields, 1)
-        hint = f"did you mean {nearest[0]!r}?" if nearest else f"the fields are {', '.join(CreateExtras.model_fields)}."
-        return f"unknown field; {hint}"
+        known = CreateExtras.model_fields if "batchweave" in error["loc"] else ALL_FIELDS
+        nearest = get_close_matches(field, known, 1)
+        return "unknown field" + (f"; did you mean {nearest[0]!r}?" if nearest else "")
+    if error["type"] == "missing":
+        return "is missing" + (": write 24h, 30m or 7d" if field == "completion_window" else "")
+    if error["type"] in ("string_pattern_mismatch", "string_too_short") and error.get("input") == "":
+        return "is empty"
+    if error["type"] == "string_pattern_mismatch":
+        return f"has characters that it cannot have: {error['input']!r:.60}"
     return str(error["msg"])

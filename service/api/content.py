@@ -4,6 +4,7 @@ import re
 from collections.abc import AsyncIterator
 from contextlib import suppress
 from dataclasses import dataclass
+from urllib.parse import quote
 
 from fastapi import APIRouter, Request, Response
 from fastapi.responses import StreamingResponse
@@ -38,7 +39,7 @@ async def get_content(file_id: ObjectId, request: Request, context: InContext, c
 
 def _whole(file: File, request: Request, context: Context) -> Response:
     # A file never changes, so its id is its version.
-    headers = {"Accept-Ranges": "bytes", "ETag": f'"{file.id}"'}
+    headers = {"Accept-Ranges": "bytes", "ETag": f'"{file.id}"', "Content-Disposition": attachment(file.filename)}
     if request.headers.get("if-none-match") in ("*", headers["ETag"]):
         return Response(status_code=304, headers=headers)
     wanted = request.headers.get("range")
@@ -70,9 +71,16 @@ async def _early_content(
         "Accept-Ranges": "bytes",
         "Cache-Control": "no-store",
         GROWING: "yes" if batch.status in LIVE else "no",
+        "Content-Disposition": attachment(f"{batch_id}_{'output' if is_output else 'error'}.jsonl"),
     }
     span = _Span.of(request.headers.get("range"), size, headers)
     return _answer(_growing(context, batch_id, sizes, is_output, span), span, "*", headers)
+
+
+def attachment(name: str) -> str:
+    """Return the header that lets a browser or `curl -OJ` save a file under its name (RFC 6266)."""
+    plain = re.sub(r"[^A-Za-z0-9._ -]", "_", name)
+    return f"attachment; filename=\"{plain}\"; filename*=UTF-8''{quote(name, safe='')}"
 
 
 async def answered_so_far(context: Context, batch_id: str, is_output: bool) -> AsyncIterator[bytes]:

@@ -59,7 +59,8 @@ class Edge:
             sent += len(message.get("body", b""))
             if message["type"] == "http.response.start":
                 status = message["status"]
-                message["headers"] = [*message.get("headers", []), (b"x-request-id", request_id.encode())]
+                added = ((b"x-request-id", request_id.encode()), (b"x-content-type-options", b"nosniff"))
+                message["headers"] = [*message.get("headers", []), *added]
             await send(message)
 
         with structlog.contextvars.bound_contextvars(request_id=request_id):

@@ -27,15 +27,12 @@ FORM_OVERHEAD_BYTES = 1024 * 1024
 
 router = APIRouter(prefix="/v1/files", tags=["files"])
 
-_FORM = form_body(
-    ["purpose", "file"],
-    {
-        "purpose": {"type": "string", "enum": ["batch"]},
-        "file": {"type": "string", "format": "binary"},
-        "expires_after[anchor]": {"type": "string", "enum": ["created_at"]},
-        "expires_after[seconds]": {"type": "integer", "minimum": 3600, "maximum": 2592000},
-    },
-)
+_FIELDS = {
+    "purpose": {"type": "string", "enum": ["batch"]},
+    "expires_after[anchor]": {"type": "string", "enum": ["created_at"]},
+    "expires_after[seconds]": {"type": "integer", "minimum": 3600, "maximum": 2592000},
+}
+_FORM = form_body(["purpose", "file"], {**_FIELDS, "file": {"type": "string", "format": "binary"}})
 
 
 @router.post("", openapi_extra=_FORM)
@@ -50,12 +47,16 @@ async def create_file(request: Request, context: InContext, caller: CalledBy) ->
     async with context.database.read() as session:  # so that it is not refused only after all of it has arrived
         await check_bytes(session, caller.project, announced)
         left = await room_for_bytes(session, caller.project)
-    reader = FormReader(request.headers.get("content-type", ""), limit if left is None else min(limit, left))
+    most = limit if left is None else min(limit, left)
+    reader = FormReader(request.headers.get("content-type", ""), most, fields=_FIELDS)
     file_id = ids.file_id()
     try:
         async with context.storage.writer(file_key(file_id)) as writer:
             text = PlainText(watched(context, writer.write), limit)
             form = await reader.read(request.stream(), text.write)
+            if form.filename is None:
+                message = "The form has no part named 'file'."
+                raise BadRequest(message, code="missing_required_parameter", param="file")
             await text.end()
             form.size_bytes = text.size_bytes
             file = _file_row(file_id, caller, form, int(context.clock()))
@@ -97,8 +98,6 @@ def watched(context: Context, write: Sink) -> Sink:
 
 def _file_row(file_id: str, caller: Caller, form: Form, now: int) -> File:
     """Return the row of an uploaded file. Raises BadRequest if a field is missing or wrong."""
-    if form.filename is None:
-        raise BadRequest("The form has no part named 'file'.", code="missing_required_parameter", param="file")
     if "purpose" not in form.fields:
         raise BadRequest("The form has no field 'purpose'.", code="missing_required_parameter", param="purpose")
     if form.fields["purpose"] != "batch":
@@ -116,7 +115,7 @@ def _file_row(file_id: str, caller: Caller, form: Form, now: int) -> File:
         id=file_id,
         project_id=caller.project.id,
         purpose="batch",
-        filename=form.filename.replace("\x00", "")[:1024],
+        filename=(form.filename or "").replace("\x00", "")[:1024],
         size_bytes=form.size_bytes,
         created_at=now,
         expires_at=now + keep_s,

@@ -1,6 +1,6 @@
 """Reads multipart/form-data as it arrives: passes the file's bytes on at once, and limits the size of all else."""
 
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,6 +12,7 @@ from service.errors import BadRequest, PayloadTooLarge
 MAX_FIELD_BYTES = 4 * 1024  # for each field that is not the file
 MAX_HEADER_BYTES = 8 * 1024
 MAX_PARTS = 16
+MAX_NAME = 100  # characters of a name that an error repeats
 
 
 @dataclass(slots=True)
@@ -28,14 +29,17 @@ def form_body(required: list[str], properties: dict[str, Any]) -> dict[str, Any]
 
 
 class FormReader:
-    """Feeds a form's bytes through the parser; the part named `field` streams to `sink`."""
+    """Feeds a form's bytes through the parser; the part named `field` streams to `sink`. `fields`: those beside it."""
 
-    def __init__(self, content_type: str, max_file_bytes: int, field: str = "file") -> None:
+    def __init__(
+        self, content_type: str, max_file_bytes: int, field: str = "file", fields: Collection[str] = ()
+    ) -> None:
         kind, options = parse_options_header(content_type)
         if kind != b"multipart/form-data" or not options.get(b"boundary"):
             raise BadRequest(f"Send the data as multipart/form-data, in a part named '{field}'.")
         self.form = Form()
         self._field = field
+        self._fields = fields
         self._max_file_bytes = max_file_bytes
         self._header: tuple[bytearray, bytearray] = (bytearray(), bytearray())
         self._disposition = b""
@@ -100,6 +104,14 @@ class FormReader:
             if self.form.filename is not None:
                 raise BadRequest(f"The form has two parts named '{self._field}'.", param=self._field)
             self.form.filename = options.get(b"filename", b"").decode(errors="replace") or "upload.jsonl"
+        elif self._name not in self._fields:
+            name = self._name[:MAX_NAME]
+            message = f"Unknown field {name!r}: the fields are {', '.join((*self._fields, self._field))}."
+            if b"filename" in options:
+                message = f"The file must be in a part named {self._field!r}, not {name!r}."
+            raise BadRequest(message, code="unknown_parameter", param=name)
+        elif self._name in self.form.fields:
+            raise BadRequest(f"The form has the field {self._name!r} twice.", param=self._name)
 
     def _part_data(self, data: bytes, start: int, end: int) -> None:
         if self._is_file:

@@ -76,10 +76,7 @@ def _sizes(project_id: str | None) -> Select[int, int, Any]:
 
 @router.get("/files/{file_id}/content")
 async def file_content(request: Request, context: InContext, viewer: LooksIn, file_id: ObjectId) -> Response:
-    answer = await content.get_content(file_id, request, context, await as_owner(context, viewer, file_id))
-    answer.headers["Content-Disposition"] = f'attachment; filename="{file_id}.jsonl"'
-    answer.headers["X-Content-Type-Options"] = "nosniff"
-    return answer
+    return await content.get_content(file_id, request, context, await as_owner(context, viewer, file_id))
 
 
 @router.get("/workers")
@@ -205,6 +202,4 @@ async def events(viewer: LooksIn) -> Response:
 async def static(name: str) -> Response:
     if name not in STATIC:
         raise NotFound(f"No such file: {name[:64]}")
-    return FileResponse(
-        ROOT / "static" / name, headers={"Cache-Control": "max-age=3600", "X-Content-Type-Options": "nosniff"}
-    )
+    return FileResponse(ROOT / "static" / name, headers={"Cache-Control": "max-age=3600"})

@@ -15,6 +15,8 @@ from service.settings import Settings, load_settings
 from tests.conftest import Clock
 from tests.integration.serving import CHAT, serve
 
+UPLOAD = {"bytes": 1, "filename": "a", "mime_type": "text/jsonl", "purpose": "batch"}
+
 
 @pytest.fixture
 def url(settings: Settings, clock: Clock) -> Generator[str, None, None]:
@@ -305,3 +307,37 @@ def test_a_failure_of_ours_says_nothing_but_its_request_id(settings: Settings) -
     assert (found.status_code, found.json()["error"]["code"]) == (500, "internal_error")
     assert found.headers["x-request-id"].startswith("req_")
     assert "secret" not in found.text
+
+
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        (
+            {"url": "/v1/files", "data": {"purpose": "batch", "expires_after": "{}"}, "files": {"file": b"x"}},
+            "Unknown field 'expires_after'",
+        ),
+        (
+            {"url": "/v1/files", "data": {"purpose": "batch"}, "files": {"upload": b"x"}},
+            "The file must be in a part named 'file', not 'upload'.",
+        ),
+        ({"url": "/v1/batches", "content": b"{}"}, "Content-Type: application/json"),
+        ({"url": "/v1/batches", "json": {"input_file_id": "", "endpoint": CHAT}}, "input_file_id: is empty"),
+        ({"url": "/v1/batches", "json": {"input_file_id": "file-x", "endpoint": CHAT}}, "is missing: write 24h"),
+        ({"url": "/v1/uploads", "json": {**UPLOAD, "expires_afterr": 1}}, "did you mean 'expires_after'?"),
+        ({"url": "/chat/completions", "json": {}}, "Did you mean /v1/chat/completions?"),
+        ({"url": "/v1/v1/batches", "json": {}}, "Did you mean /v1/batches?"),
+    ],
+)
+def test_what_is_wrong_is_said_in_words(url: str, call: dict[str, Any], words: str) -> None:
+    found = httpx.post(url + call["url"], **{name: value for name, value in call.items() if name != "url"})
+    assert found.status_code in (400, 404)
+    assert words in found.text
+    assert found.headers.get_list("x-content-type-options") == ["nosniff"]
+
+
+def test_a_download_has_the_name_of_its_file(client: openai.OpenAI) -> None:
+    file = client.files.create(file=('a "b"\r\nX: ü.jsonl', BytesIO(b"{}\n")), purpose="batch")
+    found = client.files.with_raw_response.content(file.id)
+    disposition = found.headers["content-disposition"]
+    assert disposition.startswith('attachment; filename="a _22b_22_0D')  # the client escapes what a form cannot hold
+    assert "%C3%BC.jsonl" in disposition

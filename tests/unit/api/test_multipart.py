@@ -31,7 +31,7 @@ async def read(data: bytes, cut: int, max_file_bytes: int = 1000) -> tuple[Form,
         for at in range(0, len(data), cut):
             yield data[at : at + cut]
 
-    return await FormReader(TYPE, max_file_bytes).read(chunks(), sink), b"".join(sunk)
+    return await FormReader(TYPE, max_file_bytes, fields=("purpose",)).read(chunks(), sink), b"".join(sunk)
 
 
 @given(st.binary(max_size=300).filter(lambda data: b"\r\n--xyz" not in data), st.integers(1, 64))
@@ -75,3 +75,18 @@ async def test_any_bytes_are_a_form_or_a_bad_request(data: bytes) -> None:
 def test_other_content_types_are_refused(content_type: str) -> None:
     with pytest.raises(BadRequest, match="multipart/form-data"):
         FormReader(content_type, 10)
+
+
+@pytest.mark.parametrize(
+    ("part", "words"),
+    [
+        (b'name="expires_after"', "Unknown field 'expires_after': the fields are purpose, file."),
+        (b'name="upload"; filename="in.jsonl"', "The file must be in a part named 'file', not 'upload'."),
+        (b'name="purpose"', "The form has the field 'purpose' twice."),
+    ],
+)
+async def test_what_would_be_ignored_is_refused(part: bytes, words: str) -> None:
+    more = b"--xyz\r\nContent-Disposition: form-data; " + part + b"\r\n\r\nx\r\n--xyz--\r\n"
+    with pytest.raises(BadRequest) as caught:
+        await read(form(b"x").removesuffix(b"--xyz--\r\n") + more, 7)
+    assert caught.value.message == words
