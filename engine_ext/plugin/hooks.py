@@ -18,6 +18,7 @@ from engine_ext.plugin.scheduler import (
     emulated,
     grammars,
     lively_weights,
+    loopback,
     nano,
     pdmux,
     pulse_hooks,
@@ -33,7 +34,7 @@ from engine_ext.plugin.scheduler import (
 def hooks() -> list[tuple[str, Callable[..., Any], HookType]]:
     """Return every hook that this machine and these options need, as (target, function, kind)."""
     options = handed_over()
-    found = [*report.HOOKS]
+    found = [*report.HOOKS, *loopback.HOOKS]
     if options is not None:
         found += [*steps.HOOKS, *pulse_hooks.HOOKS, *grammars.HOOKS, *sampling.HOOKS]
         found += spaces.SHARED if options.shares_cache else spaces.APART

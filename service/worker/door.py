@@ -11,7 +11,7 @@ from typing import Any, Protocol, runtime_checkable
 
 import msgspec
 import structlog
-from aiohttp import web
+from aiohttp import web, web_response
 
 from service.db.tenant_tables import Tier
 from service.endpoints import BY_PATH, ONLINE
@@ -23,7 +23,10 @@ MOST = 1024  # online requests at once; the API tries another worker, or tells t
 MOST_FLEX = MOST // 2  # of these if they are flex, so that others find room
 FAILED = "The engine failed on this request."
 ENDED = "The worker is stopping, or must run other requests alone. Send the request again."
+SILENT_S = 30.0  # for which a connection may say nothing between requests: longer than the API keeps an idle one
 ENDS_S = 1.0  # for connections to close at a stop
+# No versions of what is behind it, also where the head of a request is no head.
+web_response.SERVER_SOFTWARE = "batchweave"  # pyright: ignore[reportPrivateImportUsage]
 log = structlog.get_logger()
 _ID = re.compile(r"req_[0-9a-f]{32}")
 
@@ -68,7 +71,13 @@ class Door:
         app = web.Application(client_max_size=most_bytes)
         app.add_routes([web.post(path, self._serve) for path in ONLINE])
         # A handler is cancelled when its client hangs up, which aborts the request.
-        self._runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=ENDS_S)
+        self._runner = web.AppRunner(
+            app,
+            handler_cancellation=True,
+            access_log=None,
+            shutdown_timeout=ENDS_S,
+            keepalive_timeout=SILENT_S,  # also for a head that is never whole
+        )
 
     @property
     def in_flight(self) -> int:
@@ -120,7 +129,11 @@ class Door:
         request_id = request.headers.get(REQUEST_ID, "")
         if not _ID.fullmatch(request_id):
             return _refuse(400, f"{REQUEST_ID} is not a request id.", "invalid_request")
-        raw = await request.read()
+        try:
+            async with asyncio.timeout(STALLED_S):
+                raw = await request.read()
+        except TimeoutError:
+            return _refuse(400, "The body did not come to its end.", "incomplete_body")
         if tier not in list(Tier):
             return _refuse(400, f"{TIER} is not a service tier.", "invalid_request")
         try:

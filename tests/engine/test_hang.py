@@ -52,3 +52,26 @@ def test_an_engine_that_hangs_is_killed_with_its_worker(tmp_path: Path) -> None:
     finally:
         if process.poll() is None:
             os.killpg(process.pid, signal.SIGKILL)
+
+
+@pytest.mark.slow
+def test_a_detokenizer_that_dies_ends_the_worker_soon(tmp_path: Path) -> None:
+    """SGLang looks for a minute into what is left of its processes before it says so, unless it is told not to."""
+    model = ensure_demo_model(tmp_path / "demo", corpus())
+    code = CODE.partition("    bad =")[0] + "    await asyncio.sleep(600)\n\nasyncio.run(main())\n"
+    process = subprocess.Popen(
+        [sys.executable, "-c", code, str(model)], stdout=subprocess.PIPE, text=True, start_new_session=True
+    )
+    assert process.stdout is not None
+    try:
+        said = ""
+        while "answered" not in said:
+            said = process.stdout.readline()
+            assert said, "the engine did not start"
+        children = psutil.Process(process.pid).children(recursive=True)
+        [detokenizer] = [each for each in children if "detokenizer" in " ".join(each.cmdline())]
+        detokenizer.kill()
+        assert process.wait(50) != 0
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)

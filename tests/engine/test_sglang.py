@@ -587,3 +587,10 @@ def test_a_stream_that_is_read_slowly_is_no_hang(engine: EngineProcess[Any]) -> 
         await found.close()
 
     engine.do(run)
+
+
+def test_an_engine_of_one_machine_listens_on_loopback_alone(engine: EngineProcess[Any]) -> None:
+    family = [psutil.Process(engine.pid), *psutil.Process(engine.pid).children(recursive=True)]
+    listening = [each for one in family for each in one.net_connections("tcp") if each.status == psutil.CONN_LISTEN]
+    assert listening
+    assert {each.laddr.ip for each in listening} <= {"127.0.0.1", "::1"}

@@ -16,6 +16,7 @@ from tests.integration import online_harness
 from tests.integration.harness import Harness
 from tests.integration.online_harness import MODEL, OnlineHarness, ScriptedOnlineEngine, asked
 from tests.integration.serving import CHAT, serve
+from tests.waiting import LIMIT_S
 
 
 async def test_an_address_that_no_worker_named_gets_nothing(online: OnlineHarness) -> None:
@@ -100,3 +101,30 @@ async def test_a_service_whose_roles_share_no_key_says_so(harness: Harness, sett
         answer = await OnlineHarness(harness, settings, url).post(asked())
     assert answer.json()["error"]["code"] == "online_not_configured"
     assert answer.headers["x-should-retry"] == "false"
+
+
+async def test_half_a_head_is_not_waited_for(online: OnlineHarness, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doors, "SILENT_S", 0.2)
+    async with online.door("w", ScriptedOnlineEngine()):
+        url = httpx.URL((await Heartbeat(online.harness.redis).alive())[0]["online"])
+        for sent, said in (
+            (b"POST /v1/chat/completions HTTP/1.1\r\nHos", b""),
+            (b"no head\r\n\r\n", b"Server: batchweave\r\n"),
+        ):
+            reader, writer = await asyncio.open_connection(url.host, url.port)
+            writer.write(sent)
+            async with asyncio.timeout(LIMIT_S):
+                assert said in await reader.read()
+            writer.close()
+
+
+async def test_half_a_body_is_not_waited_for(online: OnlineHarness, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doors, "STALLED_S", 0.2)
+    async with online.door("w", ScriptedOnlineEngine()) as door:
+        url = httpx.URL((await Heartbeat(online.harness.redis).alive())[0]["online"])
+        reader, writer = await asyncio.open_connection(url.host, url.port)
+        head = f"POST {CHAT} HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {door.token}\r\nContent-Length: 10\r\n"
+        writer.write(f"{head}X-Request-Id: req_{'0' * 32}\r\n\r\n{{".encode())
+        async with asyncio.timeout(LIMIT_S):
+            assert (await reader.readline()).startswith(b"HTTP/1.1 400")
+        writer.close()

@@ -64,6 +64,10 @@ STREAM_FIELDS = frozenset({"stream", "stream_options"})  # of these, online requ
 GRAMMAR_TURNS = "6000"
 
 
+# What SGLang does for a minute, inside its event loop, before it says that one of its processes has died.
+DUMPS = ("SGLANG_PYSPY_DUMP_BEFORE_CRASH", "SGLANG_CUDA_COREDUMP_BEFORE_CRASH")
+
+
 class _Reading(OpenAIServingBase):
     """Reports what SGLang cannot parse as the request's own, permanent fault; SGLang answers some of it with 500."""
 
@@ -119,6 +123,10 @@ class EngineHost:
             # Otherwise the first request with a penalty makes torch compile for a minute, while all others wait.
             os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
         os.environ.setdefault("SGLANG_GRAMMAR_MAX_POLL_ITERATIONS", GRAMMAR_TURNS)
+        for name in DUMPS:
+            os.environ.setdefault(name, "false")
+        if int(engine_args.get("nnodes", 1)) == 1:  # else they talk to other machines
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
         json_log.configure()
         self._emulated = emulated_name(options.cost.machine) if options.emulated else None
         self.device = self._emulated or ("gpu" if on_gpu else "cpu")
