@@ -144,7 +144,8 @@ class Keeper:
         while self._starting and time.monotonic() < until:
             with suppress(SQLAlchemyError, OSError):
                 await self._lease.renew()
-            await asyncio.wait([task for _, task in self._starting.values()], timeout=LOOK_S)
+            if starting := [task for _, task in self._starting.values()]:  # the last one may have started meanwhile
+                await asyncio.wait(starting, timeout=LOOK_S)
         with suppress(SQLAlchemyError, OSError):
             await self._lease.let_go()
         for threads in (self._callers, self._starters):

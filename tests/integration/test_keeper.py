@@ -309,3 +309,17 @@ async def test_each_database_has_its_own_namespace(database: Database) -> None:
     assert name == await namespace_of(database)
     async with database.read() as session:
         assert (await session.scalars(select(FleetOwner.namespace))).all() == [name]
+
+
+async def test_a_fleet_leaves_when_the_last_start_ends_while_it_renews(
+    build_fleet: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keeper: Any = (await build_fleet({"m": 8}, a={})).keeper
+    keeper._starting["engine"] = (None, asyncio.create_task(asyncio.sleep(0)))
+
+    async def renew() -> bool:
+        keeper._starting.clear()  # as a start does at its end
+        return True
+
+    monkeypatch.setattr(keeper._lease, "renew", renew)
+    await keeper._leave()
