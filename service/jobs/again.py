@@ -77,7 +77,7 @@ async def run_again(
                 in_progress_at=batch.in_progress_at,
                 finalizing_at=None,
                 slices=Batch.slices + len(slices),
-                slices_left=len(slices),
+                slices_left=Batch.slices_left + len(slices),
                 urgent_at=urgent_at(literal(len(numbers))),
                 **asdict(counts),
             )

@@ -150,13 +150,14 @@ class Finalizer:
             (Batch.status == fixed(BatchStatus.IN_PROGRESS))
             & (Batch.slices_left == fixed(0))
             & (Batch.planned == Batch.total)
+            & Batch.index_id.is_not(None)  # one that was lost is written again first, for what must run again
         )
         async with self._database.read() as session:
             finished = (await session.scalars(select(Batch.id).where(is_done).order_by(Batch.seq).limit(ROUND))).all()
         if finished:
             async with self._database.write() as session:
                 for batch_id in finished:
-                    await move_batch(session, batch_id, BatchStatus.FINALIZING, now=self._clock())
+                    await move_batch(session, batch_id, BatchStatus.FINALIZING, now=self._clock(), only_if=is_done)
 
     async def finalize(self, batch: Batch) -> None:
         """Write the files from the shards and commit. Safe to repeat: a lost race leaves nothing behind.
@@ -166,8 +167,9 @@ class Finalizer:
         await self._await_late(batch)
         try:
             await self._write_files(batch)
-        except AnswersLost as lost:
+        except AnswersLost as lost:  # what was waited for once is not waited for again
             await run_again(self._database, self._storage, batch, lost.missing, lost.counts, self._clock)
+            return
         self._late.pop(batch.id, None)
 
     async def _await_late(self, batch: Batch) -> None:
@@ -237,7 +239,8 @@ class Finalizer:
         if len(missing) and batch.expires_at <= self._clock():
             return BatchStatus.EXPIRED, EXPIRED
         if len(missing):
-            if await self._storage.has(file_key(batch.input_file_id)):
+            # Without an index nobody could plan or run them.
+            if batch.index_id is not None and await self._storage.has(file_key(batch.input_file_id)):
                 raise AnswersLost(missing, counts)
             log.error("answers are missing, and the input file too", batch=batch.id, missing=len(missing))
         return BatchStatus.COMPLETED, LOST

@@ -129,7 +129,9 @@ class Sweeper:
     async def _indexes(self, names: list[str]) -> tuple[set[str], set[str]]:
         async with self._database.read() as session:
             known = await session.scalars(select(Batch.index_id).where(Batch.index_id.in_(names)))
-            needed = await session.scalars(select(Batch.index_id).where(Batch.index_id.in_(names), self._lately()))
+            # An index can be written again from the file, and holds the prompts: it goes with its batch.
+            live = Batch.index_id.in_(names) & Batch.status.in_(LIVE)
+            needed = await session.scalars(select(Batch.index_id).where(live))
             return {str(each) for each in known}, {str(each) for each in needed}
 
     async def _plans(self, names: list[str]) -> tuple[set[str], set[str]]:

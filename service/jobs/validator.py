@@ -215,6 +215,7 @@ class Validator:
                     batch.id,
                     BatchStatus.IN_PROGRESS,
                     now=self._clock(),
+                    only_if=Batch.status == BatchStatus.VALIDATING,
                     model=name.base,
                     adapter=name.adapter,
                     total=checker.requests,

@@ -72,7 +72,8 @@ async def load(lease: Lease, database: Database, storage: Storage, clock: Callab
         window = (await session.scalars(select(Window).where(Window.id == lease.window_id))).one()
         mine = select(SliceBatch.batch_id).where(SliceBatch.slice_id == lease.slice_id)
         rows = (await session.scalars(select(Batch).where(Batch.id.in_(mine)))).all()
-    live = {row.id: row for row in rows if row.status == BatchStatus.IN_PROGRESS}
+    # What belongs to a batch without an index, which was lost, runs again once it has one.
+    live = {row.id: row for row in rows if row.status == BatchStatus.IN_PROGRESS and row.index_id is not None}
     shard = Shard(storage, lease.slice_id)
     names = await shard.names(list(lease.before))
     before = segments_of(names, [epoch for epoch, _ in lease.before])
