@@ -317,6 +317,10 @@ def check_names() -> None:
             raise SettingsError(f"{name} is not a setting" + (f": did you mean {nearest[0]}?" if nearest else "."))
 
 
+# SGLang's caches and their stores that know pages by their tokens alone.
+CACHES = ("hicache_storage_backend", "enable_lmcache", "enable_flexkv", "radix_cache_backend")
+
+
 def _check_model(settings: Settings) -> None:
     """Check how requests name the model and its adapters. Raises SettingsError."""
     if ADAPTER in settings.served_model:
@@ -333,10 +337,11 @@ def _check_model(settings: Settings) -> None:
         )
     if "lora_paths" in settings.engine_args:
         raise SettingsError("BATCHWEAVE_ENGINE_ARGS: lora_paths is not for here; set BATCHWEAVE_ADAPTERS instead.")
-    if "hicache_storage_backend" in settings.engine_args and (settings.adapters or not settings.shared_cache):
+    others = [name for name in CACHES if settings.engine_args.get(name)]
+    if others and (settings.adapters or not settings.shared_cache):
         raise SettingsError(
-            "BATCHWEAVE_ENGINE_ARGS: SGLang's storage for the KV cache tells neither projects nor adapters apart. "
-            "Unset hicache_storage_backend, or set BATCHWEAVE_SHARED_CACHE=true and no adapters."
+            f"BATCHWEAVE_ENGINE_ARGS: the cache of {others[0]} tells neither projects nor adapters apart. Unset it, or "
+            "set BATCHWEAVE_SHARED_CACHE=true and no adapters."
         )
 
 

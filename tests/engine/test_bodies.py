@@ -46,6 +46,7 @@ def history(arguments: Any) -> list[dict[str, Any]]:
         (CHAT, {"messages": history("")}),
         (CHAT, {"messages": history('{"city": "Os')}),
         (CHAT, {"messages": history("[1, 2]")}),
+        (CHAT, {"messages": history('{"a": NaN}')}),
         (CHAT, {"messages": history({"city": "Oslo"})}),
         (
             CHAT,
@@ -106,7 +107,8 @@ def test_the_format_of_a_response_holds(engine: EngineProcess[Any], wanted: dict
             {"input": [IMAGE]},
             "input.0.output",
         ),
-        (CHAT, {"messages": HELLO, "web_search_options": {}, "functions": [{"name": "f"}]}, "functions"),
+        (CHAT, {"messages": HELLO, "functions": [{"name": "f"}]}, "functions"),
+        (CHAT, {"messages": HELLO, "web_search_options": {}}, "web_search_options"),
         (CHAT, {"messages": HELLO, "modalities": ["text", "audio"]}, "modalities"),
         (CHAT, {"messages": HELLO, "max_tokens": 0}, "max_tokens"),
     ],

@@ -82,3 +82,5 @@ def test_what_is_looked_up_is_evicted_last() -> None:
     assert older.last_access_time < newer.last_access_time
     cached_tokens(tree, Req(array("q", [0] * 5)))
     assert older.last_access_time > newer.last_access_time
+    cached_tokens(tree, Req(array("q", [1] * 5)), touches=False)  # the first rank alone foresees
+    assert older.last_access_time > newer.last_access_time

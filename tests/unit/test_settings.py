@@ -34,6 +34,7 @@ def test_a_worker_takes_online_requests_at_one_address(monkeypatch: pytest.Monke
         ({"adapters": {"": "x"}}, "BATCHWEAVE_ADAPTERS"),
         ({"engine_args": {"lora_paths": ["x"]}}, "BATCHWEAVE_ENGINE_ARGS"),
         ({"engine_args": {"hicache_storage_backend": "file"}}, "BATCHWEAVE_SHARED_CACHE"),
+        ({"engine_args": {"enable_lmcache": True}}, "enable_lmcache"),
     ],
 )
 def test_a_name_that_requests_cannot_use_stops_the_start(given: dict[str, Any], variable: str) -> None:

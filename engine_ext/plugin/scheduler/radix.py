@@ -16,26 +16,32 @@ def is_radix_cache(tree: Any) -> bool:
     return type(tree) is RadixCache or type(tree) is HiRadixCache
 
 
-def cached_tokens(tree: Any, req: Any) -> tuple[int, int]:
+def cached_tokens(tree: Any, req: Any, touches: bool = True) -> tuple[int, int]:
     """Return how many tokens of the request's prompt are in SGLang's cache, and how many more of them on the host.
 
     SGLang's own look-up joins the places of these tokens on the device: a kernel for each request that waits, in each
-    step. Their number is known on the host. As in SGLang, a look-up makes what it finds the last that is evicted.
+    step. Their number is known on the host. As in SGLang, a look-up makes what it finds the last that is evicted, but
+    not one that some ranks do not make (`touches`): ranks must evict alike.
     """
     key = RadixKey(req.origin_input_ids, req.extra_key)
     if not is_radix_cache(tree):
+        if not touches:
+            return 0, 0
         found = tree.match_prefix(MatchPrefixParams(key))
         return len(found.device_indices), found.host_hit_length
     if tree.disable:
         return 0, 0
     key, _ = key.maybe_to_bigram_view(tree.is_eagle)
     key, node, on_device, on_host = key.page_aligned(tree.page_size), tree.root_node, 0, 0
-    node.last_access_time = now = time.monotonic()
+    now = time.monotonic()
+    if touches:
+        node.last_access_time = now
     while len(key):
         node = node.children.get(key.child_key(tree.page_size))
         if node is None:
             break
-        node.last_access_time = now
+        if touches:
+            node.last_access_time = now
         size = node.key.match(key, page_size=tree.page_size)
         if node.evicted:
             on_host += size

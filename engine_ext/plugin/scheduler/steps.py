@@ -24,6 +24,7 @@ log = logging.getLogger(__name__)
 INTERVALS = 256  # rows of the series, each an interval of steps; when all are full, each pair is merged into one
 WRITTEN_AT_ONCE = 32
 MOST_WRITTEN = 100_000  # steps in one file
+FORGETS = 0.99  # of the slowest step, with each later one: a machine that stood still once stays slow no longer
 TELLING = 64  # prompt tokens of a step whose time says how fast the device is
 
 
@@ -47,8 +48,8 @@ class StepBooks:
 
     `series`: float64 [intervals, 6], one row per interval of steps: seconds, predicted seconds, seconds of compute and
     of KV reads by the cost model, prompt tokens, and output tokens. `file`: where each step is written too, in the
-    format that `batchweave simulate --profile` reads. `slowness`: the most seconds that a step with prompts took for
-    each second that was predicted.
+    format that `batchweave simulate --profile` reads. `slowness`: the most seconds that a step with prompts lately took
+    for each second that was predicted.
     """
 
     model: StepModel
@@ -88,7 +89,7 @@ class StepBooks:
         seconds, self._busy = self._busy, 0.0
         self.steps += 1
         if load.prompt_tokens >= TELLING:
-            self.slowness = max(self.slowness, seconds / predicted)
+            self.slowness = max(seconds / predicted, FORGETS * self.slowness)
         self._since += (seconds, predicted, compute, reads, load.prompt_tokens, load.decoding)
         if self.steps % self._every == 0:
             self._keep()

@@ -3,6 +3,8 @@
 import json
 from typing import Any
 
+import orjson
+
 from engine_ext.plugin.worker import guard
 
 Fault = tuple[str, str]  # the field, and why it is refused
@@ -43,7 +45,7 @@ def plain(endpoint: str, fields: dict[str, Any]) -> dict[str, Any]:
 def unserved(endpoint: str, fields: dict[str, Any]) -> Fault | None:
     """Return the first field of a plain body that would be ignored though the answer depends on it, and why."""
     for name in ELSEWHERE.get(endpoint, ()):
-        if fields.get(name):
+        if fields.get(name) not in (None, False, "", []):
             return name, "not supported"
     if endpoint == CHAT and any(each != "text" for each in _list(fields.get("modalities"))):
         return "modalities", "only 'text' is supported"
@@ -98,8 +100,8 @@ def _arguments(given: Any) -> Any:
     """Return a call's arguments as the text of an object: templates iterate over them."""
     if isinstance(given, str):
         try:
-            is_object = isinstance(json.loads(given), dict)
-        except (ValueError, RecursionError):
+            is_object = isinstance(orjson.loads(given), dict)  # as SGLang reads it
+        except ValueError:
             is_object = False
         if is_object:
             return given

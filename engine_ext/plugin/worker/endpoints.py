@@ -69,10 +69,11 @@ class _Responses(ResponsesRequest):
     ) -> dict[str, Any]:
         wanted = self.text.format if self.text is not None else None
         is_bound = wanted is not None and wanted.type != "text"
-        if is_bound and self.tools and self.tool_choice == "required":
-            raise ValueError("text.format cannot restrict an answer that must be a call: tool_choice is required")
-        constraint = None if is_bound else tool_call_constraint
-        parameters = super().to_sampling_params(default_max_tokens, default_params, stop, constraint)
+        if is_bound and self.tools and self.tool_choice != "none":
+            raise ValueError(
+                "text.format would keep the answer from being a call: set tool_choice to none, or no tools"
+            )
+        parameters = super().to_sampling_params(default_max_tokens, default_params, stop, tool_call_constraint)
         if is_bound and wanted is not None:
             parameters["json_schema"] = json.dumps(wanted.schema_ or {"type": "object"})
         if self.max_output_tokens is not None:

@@ -139,7 +139,7 @@ class EngineHost:
             "skip_server_warmup": True,
             "sleep_on_idle": True,  # otherwise it keeps a core busy even when it is idle
             "log_level": "warning",
-            **({} if on_gpu else CPU_DEFAULTS | self._chunk(options)),
+            **({} if on_gpu else CPU_DEFAULTS | self._chunk(options, engine_args)),
             **overlap.ARGUMENTS[chosen],
             **engine_args,
         }
@@ -187,11 +187,15 @@ class EngineHost:
         gc.collect()
         await self._manager.freeze_gc()  # in the scheduler and the detokenizer too
 
-    def _chunk(self, options: Options) -> dict[str, Any]:
-        """Return how many prompt tokens a step has on this CPU; an emulated device is as fast as it says."""
-        if self._emulated:
+    def _chunk(self, options: Options, engine_args: dict[str, Any]) -> dict[str, Any]:
+        """Return how many prompt tokens a step has on this CPU.
+
+        An emulated device is as fast as it says, and machines that run one engine together must agree.
+        """
+        if self._emulated or int(engine_args.get("nnodes", 1)) > 1:
             return {}
-        return {"chunked_prefill_size": chunk_for(options.cost.shape.active_parameters)}
+        page = int(engine_args.get("page_size") or 1)
+        return {"chunked_prefill_size": -(-chunk_for(options.cost.shape.active_parameters) // page) * page}
 
     async def try_largest_step(self) -> None:
         """Compute one prompt as long as a step may be, so that the watch knows how long that takes.
@@ -200,8 +204,9 @@ class EngineHost:
         """
         if self._emulated or not self._manager.is_generation:
             return
-        chunk = int(self._manager.server_args.chunked_prefill_size or 0)
-        room = min(self.context_length, int(self._manager.max_req_input_len)) - 2
+        told = self._manager.server_args
+        chunk = int(told.chunked_prefill_size or 0)
+        room = min(self.context_length, int(self._manager.max_req_input_len), int(told.max_prefill_tokens)) - 2
         await kernels.ask_for_prompt(self._engine, min(chunk, room) if chunk > 0 else room, self._vocab_size)
         await self._manager.flush_cache()
 
