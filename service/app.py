@@ -28,6 +28,7 @@ from service.dashboard import add_dashboard, error_page, is_page, wrong_form
 from service.db.clock import SYNC_S, SharedClock
 from service.db.models import served_of
 from service.db.sessions import Database
+from service.endpoints import ONLINE
 from service.errors import ApiError, BadRequest, MethodNotAllowed, NotFound, PayloadTooLarge, Unavailable
 from service.estimates.serving import ServingCache
 from service.metrics.history import History
@@ -44,6 +45,7 @@ from service.webhooks.secrets import Seal, sealing_key
 # Redis only adds detail to what the API shows, so a hanging Redis must not hold up a page.
 LOOK_S, LOOK_AGAIN_S = 1.0, 5.0
 LOOK_POLLS = 8  # maximum age of its view of the other batches, in the service's polls
+MEANT = (*ONLINE, "/v1/files", "/v1/batches", "/v1/uploads", "/v1/models")  # what clients ask for below another base
 log = structlog.get_logger()
 
 
@@ -146,8 +148,8 @@ def _http_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     if error.status_code == 404:
         path = request.url.path
-        message, paths = f"No such path: {request.method} {path}", request.app.openapi()["paths"]
-        meant = next((each for each in (f"/v1{path}", path.removeprefix("/v1")) if each in paths), None)
+        message = f"No such path: {request.method} {path}"
+        meant = next((each for each in (f"/v1{path}", path.removeprefix("/v1")) if each in MEANT), None)
         message += f". Did you mean {meant}?" if meant else ""
         return _answer(request, NotFound(message, code="unknown_url"))
     if error.status_code == 405:

@@ -100,7 +100,7 @@ class TestWebhook(BaseModel):
     event_type: EventType
 
 
-ALL_FIELDS = sorted({*ExpiresAfter.model_fields, *CreateUpload.model_fields, *CompleteUpload.model_fields})
+UPLOAD_FIELDS = sorted({*ExpiresAfter.model_fields, *CreateUpload.model_fields, *CompleteUpload.model_fields})
 
 
 def explain(error: Mapping[str, Any]) -> str:
@@ -109,13 +109,15 @@ def explain(error: Mapping[str, Any]) -> str:
     if error["type"] == "string_pattern_mismatch" and field in ("completion_window", "window"):
         return f"must be a whole number of minutes, hours or days, such as 24h, 30m, 7d, not {error['input']!r:.40}"
     if error["type"] == "extra_forbidden":
-        known = CreateExtras.model_fields if "batchweave" in error["loc"] else ALL_FIELDS
-        nearest = get_close_matches(field, known, 1)
-        return "unknown field" + (f"; did you mean {nearest[0]!r}?" if nearest else "")
+        is_ours = "batchweave" in error["loc"]
+        nearest = get_close_matches(field, CreateExtras.model_fields if is_ours else UPLOAD_FIELDS, 1)
+        if nearest:
+            return f"unknown field; did you mean {nearest[0]!r}?"
+        return f"unknown field; the fields are {', '.join(CreateExtras.model_fields)}." if is_ours else "unknown field"
     if error["type"] == "missing":
         return "is missing" + (": write 24h, 30m or 7d" if field == "completion_window" else "")
     if error["type"] in ("string_pattern_mismatch", "string_too_short") and error.get("input") == "":
         return "is empty"
     if error["type"] == "string_pattern_mismatch":
-        return f"has characters that it cannot have: {error['input']!r:.60}"
+        return f"is not valid: {error['input']!r:.60}"
     return str(error["msg"])

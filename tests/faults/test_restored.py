@@ -70,7 +70,7 @@ class Servers:
             each.cleanup()
 
     def _give(self, folder: Path) -> None:
-        """To the user as whom the servers run."""
+        """Give a folder to the user of the servers, which do not run as root."""
         if self.main.system_user:
             subprocess.run(["chown", "-R", self.main.system_user, folder], check=True)
 

@@ -321,5 +321,12 @@ async def test_a_fleet_leaves_when_the_last_start_ends_while_it_renews(
         keeper._starting.clear()  # as a start does at its end
         return True
 
+    let_go = asyncio.Event()
+
+    async def leave() -> None:
+        let_go.set()
+
     monkeypatch.setattr(keeper._lease, "renew", renew)
+    monkeypatch.setattr(keeper._lease, "let_go", leave)
     await keeper._leave()
+    assert let_go.is_set()

@@ -165,6 +165,22 @@ async def test_a_lost_index_is_written_again(harness: Harness, planned: bool) ->
     assert (await harness.batch(batch_id)).index_id not in (None, index_id)
 
 
+async def test_a_batch_without_its_index_holds_up_no_neighbour(harness: Harness) -> None:
+    """In a slice of both: the neighbour ends at once, and what was left out runs once there is an index again."""
+    one, other = [await harness.submit(jsonl(line(n) for n in range(LINES))) for _ in range(2)]
+    await harness.plan()
+    async with harness.database.write() as session:
+        await session.execute(update(Batch).where(Batch.id == one).values(index_id=None))
+    async with harness.working(ScriptedEngine()):
+        [ended] = await harness.until_ended(other)
+        assert ended.completed == LINES
+        assert (await harness.batch(one)).status == BatchStatus.IN_PROGRESS
+        await harness.validator.run_once()
+        [late] = await harness.until_ended(one)
+    output, errors = await harness.results(late)
+    assert (len(output), errors) == (LINES, {})
+
+
 async def test_a_lost_input_file_ends_with_a_line_for_each_request(harness: Harness) -> None:
     batch_id = await submitted(harness)
     await lose(harness, "files")
