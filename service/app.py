@@ -57,7 +57,7 @@ def create_app(settings: Settings, clock: Callable[[], float] | None = None) -> 
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncGenerator[None, None]:
-        database = Database(settings.database, settings.database_timeout_s)
+        database = Database(settings.database, settings.database_timeout_s, connections=settings.database_connections)
         redis = open_redis(settings.redis, LOOK_S)
         storage = Storage.open(settings.storage)
         shared = SharedClock(database)

@@ -35,6 +35,14 @@ class Settings(BaseSettings):
     database_timeout_s: float = Field(
         30.0, gt=0, description="seconds of silence before the database counts as unavailable"
     )
+    database_connections: int = Field(
+        4, ge=1, description="most connections of one process to the database; PostgreSQL's default is 100 for all"
+    )
+    keep_days: int = Field(
+        90,
+        ge=1,
+        description="days after which rows of deleted files, and of ended batches without files, are deleted",
+    )
     redis_url: str | None = Field(None, description="redis://… or unix://…; default: the embedded server's socket")
     storage_url: str | None = Field(None, description="file:///…, s3://…, gs://…, az://…; default: data_dir/objects")
 

@@ -1,6 +1,6 @@
 """/v1/batches: create, get, list, retry, start, cancel. The API only writes a row; the planner role does the rest."""
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Annotated
 
 from fastapi import APIRouter, Query
@@ -14,12 +14,15 @@ from service.api.context import Context, InContext
 from service.api.files import check_room
 from service.api.idempotency import Again, TriedAgain, digest
 from service.api.pages import page_rows
-from service.api.shapes import BatchObject, Page
-from service.db.moves import STARTABLE, TERMINAL, move_batch, rows_changed
+from service.api.shapes import BatchDeleted, BatchObject, Page
+from service.db.deletions import forget_batch
+from service.db.moves import LIVE, STARTABLE, TERMINAL, move_batch, rows_changed
 from service.db.tables import FILE_KEEP_S, Batch, BatchStatus, File, OnLongLine
 from service.endpoints import ENDPOINTS
 from service.errors import BadRequest, NotFound
-from service.estimates.standing import ENDED, standing
+from service.estimates.standing import running, standing
+from service.objects.request_index import RequestIndex
+from service.objects.storage import file_key
 from service.queue.bell import Job
 from service.queue.counts import Counts
 from service.tenants import audit
@@ -113,11 +116,7 @@ async def list_batches(
 ) -> Page[BatchObject]:
     async with context.database.read() as session:
         rows = await page_rows(session, Batch, select(Batch), caller.project.id, after=after, limit=limit)
-    found = [await shape(context, row) for row in rows]
-    for batch in found:
-        if batch.errors:
-            del batch.errors.data[LISTED_ERRORS:]
-    return Page[BatchObject].of(found, limit)
+    return Page[BatchObject].of(await shapes(context, rows, LISTED_ERRORS), limit)
 
 
 @router.get("/{batch_id}")
@@ -207,6 +206,23 @@ async def cancel_batch(batch_id: ObjectId, context: InContext, caller: CalledBy)
     return await shape(context, batch)
 
 
+@router.delete("/{batch_id}")
+async def delete_batch(batch_id: ObjectId, context: InContext, caller: CalledBy) -> BatchDeleted:
+    """Delete a batch that has ended, with its result files. Its input file stays."""
+    async with context.database.write() as session:
+        batch = await find_batch(session, caller, batch_id)
+        if batch.status not in TERMINAL:
+            message = f"The batch is {batch.status}: it can be deleted once it has ended. Cancel it first."
+            raise BadRequest(message, code="batch_not_ended", param="id")
+        files = await forget_batch(session, batch, context.clock())
+        audit.note(session, caller, "batch.delete", batch_id, context.clock())
+    for file_id in files:
+        await context.storage.delete(file_key(file_id))
+    if batch.index_id is not None:
+        await context.storage.delete_all(RequestIndex(context.storage, batch.index_id).folder)
+    return BatchDeleted(id=batch_id)
+
+
 async def find_batch(session: AsyncSession, caller: Caller, batch_id: str) -> Batch:
     """Return the caller's batch with this id, read afresh. Raises NotFound."""
     mine = (Batch.id == batch_id) & (Batch.project_id == caller.project.id)
@@ -228,10 +244,19 @@ def _is_kept(now: int) -> ColumnElement[bool]:
 
 async def shape(context: Context, batch: Batch) -> BatchObject:
     """Return the batch as clients see it, with the counts of its answers so far."""
-    if batch.status in TERMINAL:
-        return BatchObject.of(batch, Counts.of_row(batch), ENDED, context.settings.worker_hour_price)
-    counts = await context.progress.counts(context.database, batch.id)
-    found = await standing(
-        context.database, batch, counts, await context.serving_cache.serving(), context.storage.room, context.clock()
-    )
-    return BatchObject.of(batch, counts, found, context.settings.worker_hour_price)
+    return (await shapes(context, [batch]))[0]
+
+
+async def shapes(context: Context, batches: Sequence[Batch], most_errors: int | None = None) -> list[BatchObject]:
+    """Return the batches as clients see them, each with its first `most_errors` errors."""
+    live = [batch.id for batch in batches if batch.status in LIVE]
+    counts = await context.progress.counts_of(context.database, live) if live else {}
+    serving = await context.serving_cache.serving() if live else {}
+    async with context.database.read() as session:
+        runs = await running(session, live)
+    found: list[BatchObject] = []
+    for batch in batches:
+        answered = counts.get(batch.id) or Counts.of_row(batch)
+        about = standing(batch, batch.id in runs, answered, serving, context.storage.room, context.clock())
+        found.append(BatchObject.of(batch, answered, about, context.settings.worker_hour_price, most_errors))
+    return found

@@ -23,7 +23,7 @@ class ExpiresAfter(BaseModel):
 class CreateUpload(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
-    bytes: Annotated[int, Field(ge=0, le=8 * 1024**3)]
+    bytes: Annotated[int, Field(ge=0, le=5 * 1024**4)]
     filename: Annotated[str, StringConstraints(min_length=1, max_length=1024)]
     mime_type: Annotated[str, StringConstraints(max_length=256)]
     purpose: Literal["batch"]

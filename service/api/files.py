@@ -4,7 +4,7 @@ import re
 from typing import Annotated
 
 from fastapi import APIRouter, Query, Request
-from sqlalchemy import select, update
+from sqlalchemy import select
 from starlette.requests import ClientDisconnect
 
 from service import ids
@@ -15,6 +15,7 @@ from service.api.multipart import Form, FormReader, form_body
 from service.api.pages import Order, page_rows
 from service.api.plain_text import PlainText, Sink
 from service.api.shapes import FileDeleted, FileObject, Page
+from service.db.deletions import forget_file
 from service.db.moves import LIVE
 from service.db.tables import FILE_KEEP_S, Batch, File
 from service.errors import ApiError, BadRequest, NotFound, PayloadTooLarge, StorageFull
@@ -51,7 +52,7 @@ async def create_file(request: Request, context: InContext, caller: CalledBy) ->
     reader = FormReader(request.headers.get("content-type", ""), most, fields=_FIELDS)
     file_id = ids.file_id()
     try:
-        async with context.storage.writer(file_key(file_id)) as writer:
+        async with context.storage.writer(file_key(file_id), limit) as writer:
             text = PlainText(watched(context, writer.write), limit)
             form = await reader.read(request.stream(), text.write)
             if form.filename is None:
@@ -157,7 +158,7 @@ async def delete_file(file_id: ObjectId, context: InContext, caller: CalledBy) -
         if using is not None:
             message = f"The file is the input of {using}, which is not finished. Cancel that batch first."
             raise BadRequest(message, code="file_in_use", param="file_id")
-        await session.execute(update(File).where(File.id == file.id).values(deleted_at=int(context.clock())))
+        await forget_file(session, File.project_id == file.project_id, file.id, context.clock())
         audit.note(session, caller, "file.delete", file.id, context.clock())
     await context.storage.delete(file_key(file.id))
     return FileDeleted(id=file.id)

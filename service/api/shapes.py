@@ -76,6 +76,12 @@ class FileDeleted(BaseModel):
     deleted: Literal[True] = True
 
 
+class BatchDeleted(BaseModel):
+    id: str
+    object: Literal["batch"] = "batch"
+    deleted: Literal[True] = True
+
+
 class BatchError(BaseModel):
     code: str
     line: int | None
@@ -242,12 +248,15 @@ class BatchObject(BaseModel):
     batchweave: BatchExtras
 
     @classmethod
-    def of(cls, batch: Batch, counts: Counts, found: Standing, hour_price: float | None) -> "BatchObject":
+    def of(
+        cls, batch: Batch, counts: Counts, found: Standing, hour_price: float | None, most_errors: int | None = None
+    ) -> "BatchObject":
+        errors = (batch.errors or [])[:most_errors]
         return cls(
             id=batch.id,
             endpoint=batch.endpoint,
             model=None if batch.model is None else str(ModelName(batch.model, batch.adapter)),
-            errors=BatchErrors(data=[BatchError(**error) for error in batch.errors]) if batch.errors else None,
+            errors=BatchErrors(data=[BatchError(**error) for error in errors]) if errors else None,
             input_file_id=batch.input_file_id,
             completion_window=batch.completion_window,
             status=BatchStatus(batch.status),

@@ -35,8 +35,9 @@ router = APIRouter(prefix="/v1/uploads", tags=["uploads"])
 @router.post("")
 async def create_upload(body: CreateUpload, context: InContext, caller: CalledBy) -> UploadObject:
     """Start an upload. All its parts and its completion must arrive within one hour."""
-    if body.bytes > context.settings.max_file_bytes:
-        message = f"A file can have at most {context.settings.max_file_bytes} bytes."
+    most = min(context.settings.max_file_bytes, MAX_PARTS * PART_BYTES)
+    if body.bytes > most:
+        message = f"A file can have at most {most} bytes."
         raise PayloadTooLarge(message, code="file_too_large", param="bytes")
     check_room(context, body.bytes)
     now = int(context.clock())
@@ -218,7 +219,7 @@ async def _join(context: Context, upload: Upload, body: CompleteUpload, key: str
     Raises BadRequest if the MD5 differs, FileNotFoundError if a part is gone.
     """
     digest = hashlib.md5(usedforsecurity=False)
-    async with context.storage.writer(key) as writer:
+    async with context.storage.writer(key, most) as writer:
         text = PlainText(watched(context, writer.write), most)
         for part_id in body.part_ids:
             async for chunk in context.storage.stream(part_key(upload.id, part_id)):

@@ -106,7 +106,7 @@ async def run_role(
     """Open the parts, run `main` until SIGINT or SIGTERM, and close them."""
     stop = asyncio.Event()
     stop_on_signals(stop)
-    database = Database(settings.database, settings.database_timeout_s)
+    database = Database(settings.database, settings.database_timeout_s, connections=settings.database_connections)
     redis = open_redis(settings.redis)
     try:
         await main(database, Storage.open(settings.storage), redis, stop)

@@ -22,7 +22,7 @@ from service.dashboard.sessions import LooksIn, Viewer
 from service.dashboard.shown import Shown, project_names, shown
 from service.dashboard.standings import GROUPS, MOST_COUNTED, group_counts
 from service.db.moves import TERMINAL
-from service.db.tables import Batch, BatchStatus, File, Model
+from service.db.tables import Batch, File, Model
 from service.db.tenant_tables import Project
 from service.metrics.history import History
 from service.queue.counts import Counts
@@ -102,8 +102,6 @@ async def batch_points(context: InContext, viewer: LooksIn, batch_id: ObjectId) 
         begun = [batch.in_progress_at, 0, 0, 0, 0]
         end = [ended_at, counts.completed, counts.failed, counts.input_tokens, counts.output_tokens]
         points = [begun, *(each for each in points if begun[0] < each[0] < ended_at)]
-        if batch.status != BatchStatus.COMPLETED:  # the unanswered get their lines at the end, all at once
-            points.append([ended_at, *points[-1][1:]])
         points.append(end)
     return JSONResponse({"points": points}, headers=HEADERS)
 

@@ -47,9 +47,7 @@ async def slice_bars(database: Database, batch_id: str) -> list[SliceBar]:
     done = 0
     for each, share in rows:
         found.append(
-            SliceBar(
-                each.id, done / whole, share.total / whole, _state(each, share), each.owner, share.total, each.deaths
-            )
+            SliceBar(each.id, done / whole, share.total / whole, _state(share), each.owner, share.total, each.deaths)
         )
         done += share.total
     return found
@@ -65,23 +63,25 @@ def holders(slices: list[SliceBar]) -> list[tuple[str, int, int]]:
     return [(name, counts[name], requests[name]) for name in sorted(counts)]
 
 
-def _state(each: Slice, share: SliceBatch) -> str:
-    """Return the slice's state, or "not_run" if it is done but none of it ran.
+def _state(share: SliceBatch) -> str:
+    """Return the state of the batch's share of a slice, or "not_run" if it is done but none of it ran.
 
     That is so when the batch expired or was cancelled first.
     """
-    is_empty = each.status == SliceStatus.DONE and not share.completed and not share.failed
-    return "not_run" if is_empty else str(each.status)
+    is_empty = share.status == SliceStatus.DONE and not share.completed and not share.failed
+    return "not_run" if is_empty else str(share.status)
 
 
 @dataclass(frozen=True, slots=True)
 class Scan:
     """How far the scan of a planning window has come.
 
-    `left`, `right`: the shares of the width taken from each end. `plan_id` names the window's plan.
+    `left`, `right`: the shares of the width taken from each end. `plan_id` names the window's plan; `has_texts`:
+    whether its picture may show texts of requests.
     """
 
     plan_id: str
+    has_texts: bool
     left: float
     right: float
     slices: int
@@ -103,7 +103,8 @@ async def scan_of(context: Context, batch_id: str) -> Scan | None:
         found = (await session.scalars(select(Slice).where(Slice.id == slice_id))).one_or_none()
         if found is None:
             return None
-        plan_id = (await session.scalars(select(Window.plan_id).where(Window.id == found.window_id))).one()
+        about = select(Window.plan_id, Window.texts).where(Window.id == found.window_id)
+        plan_id, has_texts = (await session.execute(about)).one()
         whole = Slice.window_id == found.window_id
         slices = (await session.scalars(select(func.count()).select_from(Slice).where(whole))).one()
         begun = (
@@ -115,7 +116,7 @@ async def scan_of(context: Context, batch_id: str) -> Scan | None:
     if reach is None:
         return None
     left, right = reach[min(begun, len(reach)) - 1] if begun and reach else (0.0, 0.0)
-    return Scan(plan_id, left, right, slices, begun)
+    return Scan(plan_id, bool(has_texts), left, right, slices, begun)
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,9 +133,14 @@ async def boxes_of(context: Context, scan: Scan | None, project: str | None) -> 
     if scan is None:
         return None
     try:
-        picture = await PlanArtifact(context.storage, scan.plan_id).picture()
+        artifact = PlanArtifact(context.storage, scan.plan_id)
+        picture, texts = await artifact.picture(), await artifact.texts() if scan.has_texts else []
     except FileNotFoundError:  # deleted since its reach was read
         return None
+    if texts or not scan.has_texts:
+        texts += [""] * (len(picture.boxes) - len(texts))
+        named = [structs.replace(box, text=text) for box, text in zip(picture.boxes, texts, strict=True)]
+        picture = structs.replace(picture, boxes=named)
     boxes = picture.boxes if project is None else own(picture, project)
     return Boxes(picture.requests, max((box.end for box in boxes), default=1), boxes)
 

@@ -32,7 +32,6 @@ WORDS = {
     "cancelling": "Cancelling",
     "cancelled": "Cancelled",
 }
-NOT_RUN = ("batch_expired", "batch_cancelled")  # codes of requests that were left when the batch ended
 TIGHT_S = 1800  # before the deadline, from which it is near in any case
 
 
@@ -78,11 +77,11 @@ class Shown:
     @property
     def not_run(self) -> int:
         """Return how many requests got no answer because the batch was cancelled or expired first."""
-        return sum(cause.count for cause in self.batch.batchweave.failures if cause.code in NOT_RUN)
+        return 0 if self.is_live else self.total - self.done
 
     @property
     def failed(self) -> int:
-        return self.batch.request_counts.failed - self.not_run
+        return self.batch.request_counts.failed
 
     @property
     def done(self) -> int:
@@ -182,10 +181,9 @@ async def shown(context: Context, rows: Sequence[Batch], projects: dict[str, str
         names, running = await _names(session, rows), await _running(session, rows)
     paces = await History(context.redis).paces([row.id for row in rows if row.status in LIVE], context.clock())
     found = list[Shown]()
-    for row in rows:
+    for row, batch in zip(rows, await batches.shapes(context, rows), strict=True):
         name = (row.custom_metadata or {}).get(NAME) or names.get(row.input_file_id) or row.id
         state = _state(row, row.id in running)
-        batch = await batches.shape(context, row)
         found.append(Shown(batch, name, state, projects.get(row.project_id), paces.get(row.id)))
     return found
 

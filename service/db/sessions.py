@@ -8,22 +8,33 @@ from sqlalchemy import Connection, event, text
 from sqlalchemy.ext.asyncio import AsyncEngine, AsyncSession, create_async_engine
 
 APPLICATION = "batchweave"  # the name of our sessions in pg_stat_activity
+CONNECTIONS = 4
 _WRITE = "batchweave_write"
 
 
 class Database:
     """Opens transactions: `read()` and `write()`. On SQLite a write locks at its start, so it never deadlocks."""
 
-    def __init__(self, url: str, timeout_s: float = 30.0, statement_s: float | None = None) -> None:
-        """`timeout_s`: a server that is silent for so long counts as gone, and the transaction raises TimeoutError.
+    def __init__(
+        self, url: str, timeout_s: float = 30.0, statement_s: float | None = None, connections: int = CONNECTIONS
+    ) -> None:
+        """Allow `connections` at one time; others wait for one.
 
+        `timeout_s`: a server that is silent for so long counts as gone, and the transaction raises TimeoutError.
         `statement_s`: for how long a server that is connected may be silent, if it is not `timeout_s`.
         """
         is_sqlite = url.startswith("sqlite")
         waits = {"timeout": timeout_s, "command_timeout": timeout_s if statement_s is None else statement_s}
         arguments = {} if is_sqlite else {**waits, "server_settings": {"application_name": APPLICATION}}
         self.engine = create_async_engine(
-            url, pool_pre_ping=not is_sqlite, hide_parameters=True, connect_args=arguments, pool_timeout=timeout_s
+            url,
+            pool_pre_ping=not is_sqlite,
+            pool_size=connections,
+            max_overflow=0,
+            pool_use_lifo=True,
+            pool_timeout=timeout_s,
+            hide_parameters=True,
+            connect_args=arguments,
         )
         self._writing = self.engine.execution_options(**{_WRITE: True})
         if is_sqlite:

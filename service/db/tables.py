@@ -22,6 +22,7 @@ from sqlalchemy import (
     false,
     literal,
     text,
+    true,
 )
 from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
 
@@ -122,6 +123,7 @@ class File(Base):
     __table_args__ = (
         Index("ix_files_listed", "project_id", "seq"),
         _partial("ix_files_kept", "expires_at", where="deleted_at IS NULL"),
+        _partial("ix_files_deleted", "deleted_at", where="deleted_at IS NOT NULL"),
     )
 
     seq: Mapped[int] = mapped_column(RowId, primary_key=True)
@@ -169,6 +171,7 @@ class Batch(Base):
         Index("ix_batches_listed", "project_id", "seq"),
         Index("ix_batches_idempotency_key", "project_id", "idempotency_key", unique=True),
         Index("ix_batches_asked", "asked"),
+        Index("ix_batches_error_file", "error_file_id"),
         Index("ix_batches_ended", "ended_at"),
         # Indexes for what the planner role polls for; none of them grows with finished batches.
         _partial("ix_batches_validating", "project_id", "expires_at", "seq", where="status = 'validating'"),
@@ -297,6 +300,8 @@ class Window(Base):
     id: Mapped[int] = mapped_column(RowId, primary_key=True)
     model: Mapped[str] = mapped_column(String(512))
     plan_id: Mapped[str] = mapped_column(String(64), unique=True)
+    # Whether its picture may show texts of requests; false: these are to be deleted, null: they are.
+    texts: Mapped[bool | None] = mapped_column(Boolean, default=True, server_default=true())
     created_at: Mapped[int] = mapped_column(BigInteger)
 
 
@@ -334,9 +339,10 @@ class Slice(Base):
 
 
 class SliceBatch(Base):
-    """A batch's share of a slice; the counts are set when the slice is done.
+    """A batch's share of a slice; the counts are set when it is done.
 
-    `status` is a copy of the slice's status, so that a batch's ready slices are found without reading the others.
+    `status` is that of the slice, so that a batch's ready slices are found without reading the others; a share is done
+    once its own requests are answered.
     """
 
     __tablename__ = "slice_batches"

@@ -1,12 +1,13 @@
 """A batch's position, what it waits for, and its estimated end: what clients see under `batchweave`."""
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from sqlalchemy import select
 from sqlalchemy.ext.asyncio import AsyncSession
 
-from service.db.sessions import Database
+from service.db.moves import TERMINAL
 from service.db.tables import Batch, BatchStatus, SliceBatch, SliceStatus, fixed
 from service.estimates.preview import Preview
 from service.estimates.serving import Serving
@@ -71,10 +72,12 @@ class Standing:
 ENDED = Standing()
 
 
-async def standing(
-    database: Database, batch: Batch, counts: Counts, serving: dict[str, Serving], room: Room | None, now: float
+def standing(
+    batch: Batch, is_running: bool, counts: Counts, serving: dict[str, Serving], room: Room | None, now: float
 ) -> Standing:
-    """Return the standing of a batch that has not ended."""
+    """Return the standing of a batch; `is_running`: whether it is one of `running`."""
+    if batch.status in TERMINAL:
+        return ENDED
     is_waiting = batch.status == BatchStatus.VALIDATING
     if room is not None and room.free_bytes < room.reserve_bytes * (1.0 if is_waiting else ANSWERS_RESERVE):
         return Standing(waiting_for=f"room on the service's disk: only {room.free_bytes // 2**20} MiB are free")
@@ -82,20 +85,18 @@ async def standing(
         return Standing(waiting_for="validation")
     if batch.status != BatchStatus.IN_PROGRESS:
         return Standing(waiting_for="its result files to be written")
-    async with database.read() as session:
-        running = await _runs(session, batch.id)
     model = serving.get(batch.model or "", Serving())
     position, _ = model.queue.before(batch.expires_at, batch.seq)
     estimate = _estimate(batch, counts.answered, model, now)
     return Standing(
-        position, waiting_for(batch, running, position, model), estimate, late_because(batch, estimate, model, now)
+        position, waiting_for(batch, is_running, position, model), estimate, late_because(batch, estimate, model, now)
     )
 
 
-async def _runs(session: AsyncSession, batch_id: str) -> bool:
-    """Return whether a worker holds a slice of the batch."""
-    leased = (SliceBatch.batch_id == batch_id) & (SliceBatch.status == fixed(SliceStatus.LEASED))
-    return (await session.scalars(select(SliceBatch.slice_id).where(leased).limit(1))).one_or_none() is not None
+async def running(session: AsyncSession, batch_ids: Sequence[str]) -> set[str]:
+    """Return those of these batches of which a worker holds a slice."""
+    leased = SliceBatch.batch_id.in_(batch_ids) & (SliceBatch.status == fixed(SliceStatus.LEASED))
+    return set(await session.scalars(select(SliceBatch.batch_id).where(leased).distinct())) if batch_ids else set()
 
 
 def waiting_for(batch: Batch, running: bool, position: int, model: Serving) -> str | None:

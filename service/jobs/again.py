@@ -58,7 +58,7 @@ async def run_again(
         created_at=int(now),
     )
     artifact = PlanArtifact(storage, ids.plan_id())
-    await artifact.write(header, order, None)
+    await artifact.write(header, order)
     try:
         async with database.write() as session:
             window = Window(model=model, plan_id=artifact.plan_id, created_at=int(now))

@@ -6,6 +6,7 @@ from typing import Any
 import structlog
 from sqlalchemy import exists, select, text, update
 
+from service.db.deletions import forget_file
 from service.db.moves import LIVE, move_batch, rows_changed
 from service.db.sessions import Database
 from service.db.tables import Batch, BatchStatus, File, Upload, UploadStatus
@@ -82,8 +83,8 @@ class Expiry:
             gone = (await session.scalars(late)).all()
         for file_id in gone:
             async with self._database.write() as session:
-                still = (File.id == file_id) & ~in_use  # a batch may have been created with it since the query
-                gone_now = await session.execute(update(File).where(still).values(deleted_at=int(now)))
-            if rows_changed(gone_now):
+                # A batch may have been created with it since the query.
+                gone_now = await forget_file(session, ~in_use, file_id, now)
+            if gone_now:
                 await self._storage.delete(file_key(file_id))
         return len(gone)

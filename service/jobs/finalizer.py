@@ -46,6 +46,8 @@ from service.queue.counts import Counts
 ROUND = 64  # batches fetched per query
 SETTLE_S = 3.0  # a worker notices within 1 s that a batch has ended, and writes its answers 0.5 s later
 REMEMBERED = 10_000
+LINE_BYTES = 16 * 1024  # of a line of a large batch, on average, as far as it is known before the lines are read
+LARGER = 16  # the factor to a file's expected size if the lines turn out to be longer
 EXPIRED = ("batch_expired", "This request could not be executed before the completion window expired.")
 CANCELLED = ("batch_cancelled", "This request was not executed because the batch was cancelled.")
 LOST = ("server_error", "The service has no answer for this request. Submit it again.")
@@ -56,6 +58,10 @@ _ENDS = Batch.status.in_([BatchStatus.FINALIZING, BatchStatus.CANCELLING])
 
 class AnswersLate(Exception):
     """Segments that a worker wrote are not there yet. They may come, as their store may be late."""
+
+
+class FileTooLarge(Exception):
+    """A result file has more bytes than its writer was told."""
 
 
 class AnswersLost(Exception):
@@ -73,6 +79,7 @@ class ResultFile:
     storage: Storage
     stack: AsyncExitStack
     kind: str
+    most: int  # bytes that it may have, if it is large
     id: str = field(default_factory=ids.file_id)
     size_bytes: int = 0
     lines: int = 0
@@ -80,9 +87,11 @@ class ResultFile:
 
     async def add(self, line: bytes) -> None:
         if self._writer is None:
-            self._writer = await self.stack.enter_async_context(self.storage.writer(file_key(self.id)))
-        await self._writer.write(line + b"\n")
+            self._writer = await self.stack.enter_async_context(self.storage.writer(file_key(self.id), self.most))
         self.size_bytes += len(line) + 1
+        if self.size_bytes > self.storage.largest(self.most):
+            raise FileTooLarge(self.id)
+        await self._writer.write(line + b"\n")
         self.lines += 1
 
     def row(self, batch: Batch, now: int) -> File:
@@ -112,7 +121,8 @@ class Finalizer:
         self._clock = clock
         self._desk = FairDesk("finalizer", database, clock)
         self._since: OrderedDict[str, float] = OrderedDict()  # by batch: first seen ending while leased
-        self._late: dict[str, tuple[float, list[str]]] = {}  # by batch: segments that were not there, and since when
+        # By batch: segments that were not there, and since when; none if nobody has said yet which ones there are.
+        self._late: dict[str, tuple[float, list[str]]] = {}
 
     async def run_once(self) -> bool:
         """Finish one batch that can be finished. Returns whether it found one. Projects take turns by weight."""
@@ -165,8 +175,14 @@ class Finalizer:
         What has no answer, though its slice is done, runs again. Raises AnswersLate.
         """
         await self._await_late(batch)
+        most, is_written = batch.total * LINE_BYTES, False
         try:
-            await self._write_files(batch)
+            while not is_written:
+                try:
+                    await self._write_files(batch, most)
+                    is_written = True
+                except FileTooLarge:  # its parts were too small
+                    most *= LARGER
         except AnswersLost as lost:  # what was waited for once is not waited for again
             await run_again(self._database, self._storage, batch, lost.missing, lost.counts, self._clock)
             return
@@ -176,14 +192,15 @@ class Finalizer:
         """Raise AnswersLate while segments that were not there are still not there, and may come."""
         since, keys = self._late.get(batch.id, (0.0, []))
         if self._clock() < since + LATE_S:
-            for key in keys:
-                if not await self._storage.has(key):
+            for key in keys or [""]:
+                if not key or not await self._storage.has(key):
                     raise AnswersLate(key)
 
-    async def _write_files(self, batch: Batch) -> None:
+    async def _write_files(self, batch: Batch, most: int) -> None:
+        """Write and commit the result files, each of at most `most` bytes if it is large. Raises FileTooLarge."""
         async with AsyncExitStack() as stack:
-            output = ResultFile(self._storage, stack, "output")
-            errors = ResultFile(self._storage, stack, "error")
+            output = ResultFile(self._storage, stack, "output", most)
+            errors = ResultFile(self._storage, stack, "error", most)
             in_order = None
             if batch.output_order == OutputOrder.INPUT:
                 in_order = stack.enter_context(InputOrder(batch.total))
@@ -198,15 +215,17 @@ class Finalizer:
                 else:
                     in_order.add(request, line, ok)
 
-            gone: list[str] = []
-            async for answer in self._answers(batch, gone):
+            gone, unsaid = list[str](), set[int]()
+            async for answer in self._answers(batch, gone, unsaid):
                 if answered[answer.request]:
                     continue
                 answered[answer.request], tokens[answer.request] = 1, min(answer.usage.output, LONGEST)
                 counts += Counts.of(answer)
                 await keep(answer.request, bytes(answer.line), answer.ok)
             missing = np.flatnonzero(np.frombuffer(answered, dtype=np.uint8) == 0)
-            ending, reason = await self._ending(batch, missing, counts, gone)
+            ending, reason = await self._ending(batch, missing, counts, gone, unsaid)
+            # What has no answer when a batch ends early was not run.
+            counts += Counts(failed=len(missing) if ending == BatchStatus.COMPLETED else 0)
             async for request, name in names_of(self._database, self._storage, batch, missing):
                 await keep(request, _no_answer(name, reason), False)
             for line, ok in in_order.lines() if in_order else ():
@@ -224,16 +243,18 @@ class Finalizer:
             log.exception("lengths not remembered", batch=batch.id)
 
     async def _ending(
-        self, batch: Batch, missing: NDArray[np.int64], counts: Counts, gone: list[str]
+        self, batch: Batch, missing: NDArray[np.int64], counts: Counts, gone: list[str], unsaid: set[int]
     ) -> tuple[BatchStatus, tuple[str, str]]:
         """Return how the batch ends, and what its requests without an answer are told.
 
-        `gone`: the keys of segments that are not there. Raises AnswersLate, AnswersLost.
+        `gone`: the keys of segments that are not there. `unsaid`: slices that still run, with answers of this batch in
+        segments that nobody has counted yet. Raises AnswersLate, AnswersLost.
         """
-        if len(missing) and gone:
+        runs = batch.status == BatchStatus.FINALIZING and batch.expires_at > self._clock()
+        if len(missing) and (gone or (unsaid and runs)):
             since, _ = self._late.setdefault(batch.id, (self._clock(), gone))
             if self._clock() < since + LATE_S:
-                raise AnswersLate(f"{len(gone)} segments of {batch.id}")
+                raise AnswersLate(f"{len(gone)} segments of {batch.id}, and those of the slices {sorted(unsaid)}")
         if batch.status == BatchStatus.CANCELLING:
             return BatchStatus.CANCELLED, CANCELLED
         if len(missing) and batch.expires_at <= self._clock():
@@ -245,10 +266,11 @@ class Finalizer:
             log.error("answers are missing, and the input file too", batch=batch.id, missing=len(missing))
         return BatchStatus.COMPLETED, LOST
 
-    async def _answers(self, batch: Batch, gone: list[str]) -> AsyncIterator[Answer]:
+    async def _answers(self, batch: Batch, gone: list[str], unsaid: set[int]) -> AsyncIterator[Answer]:
         """Yield all answers, those that were readable while the batch ran first. A request may come twice.
 
-        `gone`: gets the keys of segments that are not there.
+        `gone`: gets the keys of segments that are not there. `unsaid`: gets the slices with leases of which nobody has
+        said how many segments they have.
         """
         async with self._database.read() as session:
             early = len(await run_sizes(session, batch.id))
@@ -269,8 +291,10 @@ class Finalizer:
                 async for answer in answers_of(self._storage, run, gone):
                     yield answer
         for slice_id, said, epoch in slices:
-            shard = Shard(self._storage, slice_id)
-            rest = await shard.names(told(said, epoch), read[slice_id])
+            shard, known = Shard(self._storage, slice_id), told(said, epoch)
+            if any(count is None for _, count in known):
+                unsaid.add(slice_id)
+            rest = await shard.names(known, read[slice_id])
             async for answer in shard.answers(rest, gone=gone):
                 if answer.batch_id == batch.id:
                     yield answer
@@ -286,12 +310,7 @@ class Finalizer:
     ) -> bool:
         """End the batch. Returns whether it was this process that did."""
         now = self._clock()
-        values: dict[str, Any] = {
-            **asdict(counts),
-            "completed": output.lines,
-            "failed": errors.lines,  # includes requests without an answer
-            "causes": digest.causes or None,
-        }
+        values: dict[str, Any] = {**asdict(counts), "causes": digest.causes or None}
         try:
             async with self._database.write() as session:
                 # Slices before batches, as workers lock them when they finish a slice.
@@ -310,7 +329,7 @@ class Finalizer:
             return False
         BATCHES_ENDED.labels(ending.value).inc()
         tracing.batch_ended(batch.id, ending, batch.created_at, now)
-        log.info("ended", batch=batch.id, status=ending, completed=output.lines, failed=errors.lines)
+        log.info("ended", batch=batch.id, status=ending, **asdict(counts))
         return True
 
 

@@ -17,7 +17,7 @@ from engine_ext.plan.window import Outputs, Shape, WindowPlan, plan_window
 from service.db.sessions import Database
 from service.estimates.length_memory import profiles_of, remembered
 from service.jobs.fair_window import Span, fitting
-from service.objects.plan_artifact import PLACE, Places
+from service.objects.plan_artifact import LINE, PLACE, Lines, Places
 from service.objects.request_index import Records, RequestIndex
 from service.objects.request_output import EXACT, MOST_TOKENS
 from service.objects.storage import Storage
@@ -26,12 +26,13 @@ from service.settings import Settings
 
 @dataclass(frozen=True, slots=True)
 class Gathered:
-    """The requests of a window: their places, prompts and requested outputs (AskedOutput.packed).
+    """The requests of a window: their places, lines, prompts and requested outputs (AskedOutput.packed).
 
     `recall`: what earlier batches say of the lengths of their answers."""
 
     spans: list[Span]
     places: Places
+    lines: Lines
     prompts: Prompts
     asked: NDArray[np.int64]
     recall: Recall | None
@@ -114,10 +115,11 @@ async def gather(database: Database, storage: Storage, settings: Settings, wante
     known_by = np.concatenate(keys)
     async with database.read() as session:
         profiles = profiles_of(await remembered(session, known_by))
-    prompts = Prompts(np.concatenate(tokens), starts)
-    return Gathered(
-        spans, np.concatenate(places), prompts, records["asked"].astype(np.int64), recall(known_by, profiles)
-    )
+    lines = np.empty(len(records), dtype=LINE)
+    lines["offset"], lines["length"] = records["offset"], records["length"]
+    lines["beginning"], lines["kind"] = known_by[:, 0], known_by[:, 1]
+    prompts, asked = Prompts(np.concatenate(tokens), starts), records["asked"].astype(np.int64)
+    return Gathered(spans, np.concatenate(places), lines, prompts, asked, recall(known_by, profiles))
 
 
 def _index(storage: Storage, span: Span) -> RequestIndex:

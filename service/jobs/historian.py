@@ -11,6 +11,7 @@ from service.db.sessions import Database
 from service.db.tables import Batch, BatchStatus, SliceBatch, SliceStatus, fixed
 from service.estimates.paces import Paces
 from service.metrics.history import History
+from service.queue.counts import Counts
 from service.queue.progress import Heartbeat, Progress
 
 # Summed over workers and their ranks; named as in a heartbeat's engine state.
@@ -59,10 +60,11 @@ class Historian:
             running = (await session.scalars(select(Batch).where(_IS_UNDER_WAY).limit(MOST_BATCHES))).all()
             unfinished = int((await session.execute(_UNFINISHED)).scalar_one())
             ended = await self._ended(session)
-        answered = {batch.id: _answers(batch) for batch in ended}
+        answered = {batch.id: batch.completed + batch.failed for batch in ended}
         alive = await self._heartbeat.alive()
+        told = await self._progress.counts_of(self._database, [batch.id for batch in running])
         for batch in running:
-            counts = await self._progress.counts(self._database, batch.id)
+            counts = told.get(batch.id, Counts())
             answered[batch.id] = counts.answered
             if batch.status == BatchStatus.IN_PROGRESS:
                 unfinished -= max(counts.answered - batch.completed - batch.failed, 0)
@@ -81,14 +83,6 @@ class Historian:
             return []
         ended = select(Batch).where(Batch.ended_at >= self._paces.looked_at, Batch.status != BatchStatus.FAILED)
         return (await session.scalars(ended.limit(MOST_BATCHES))).all()
-
-
-def _answers(batch: Batch) -> int:
-    """Return how many answers an ended batch has.
-
-    In a batch that did not complete, the failed count includes requests without an answer, so it is left out.
-    """
-    return batch.completed + (batch.failed if batch.status == BatchStatus.COMPLETED else 0)
 
 
 def summed(workers: list[dict[str, Any]]) -> dict[str, float]:

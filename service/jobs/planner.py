@@ -19,7 +19,7 @@ from service.jobs.costs import Costs
 from service.jobs.desk import Desk
 from service.jobs.fair_window import Span
 from service.jobs.gather import Gathered, gather, plan_of
-from service.jobs.pending import pending
+from service.jobs.pending import due, unplanned
 from service.jobs.unleased import MOST_AGAIN, NONE, Leased, hold, take_back, unleased, with_again
 from service.metrics import tracing
 from service.objects.plan_artifact import Places, PlanArtifact, PlanHeader
@@ -89,14 +89,16 @@ class Planner:
 
     async def run_once(self) -> bool:
         """Plan one window for a model whose requests are due. Returns whether it found one."""
-        found = await pending(self._database, self._settings, self._clock())
-        async with self._desk.take(found) as name:
+        async with self._desk.take(await due(self._database, self._settings, self._clock())) as name:
             if name is not None:
-                with tracing.stage("plan", (span.batch_id for span in found[name]), model=name):
+                spans = await unplanned(self._database, self._settings, ModelName.of(name))
+                if not spans:  # their batches have just ended
+                    return True
+                with tracing.stage("plan", (span.batch_id for span in spans), model=name):
                     try:
-                        await self.plan(ModelName.of(name), found[name])
+                        await self.plan(ModelName.of(name), spans)
                     except Leased:  # workers may lease faster than plans are made, and new requests must not wait
-                        await self._plan_new(ModelName.of(name), found[name])
+                        await self._plan_new(ModelName.of(name), spans)
                     except PlanOutdated as error:
                         log.info("plan abandoned", model=name, reason=str(error))
                     except IndexGone as gone:  # the next round plans the other batches
@@ -142,7 +144,8 @@ class Planner:
         )
         order = found.places[plan.order]
         content = await self._content(model, found)
-        await artifact.write(header, order, await asyncio.to_thread(picture_of, plan, content))
+        picture, texts = await asyncio.to_thread(picture_of, plan, content)
+        await artifact.write(header, order, found.lines[plan.order], picture, texts)
         try:
             await self._commit(model, found.spans, taken, artifact.plan_id, plan, order, int(now))
         except (PlanOutdated, Leased):

@@ -10,7 +10,7 @@ from time import perf_counter
 import structlog
 from redis.asyncio import Redis
 
-from service.db.clock import SYNC_S, SharedClock
+from service.db.clock import DAY_S, SYNC_S, SharedClock
 from service.db.lost_sessions import LOST_S, end_lost_sessions
 from service.db.models import register_model
 from service.db.sessions import Database
@@ -44,6 +44,7 @@ async def run_jobs(database: Database, storage: Storage, redis: Redis, settings:
     await clock.sync()
     length = await asyncio.to_thread(context_length_of, settings)
     await register_model(database, settings, length, knows_adapters=False)
+    spare = Database(settings.database, settings.database_timeout_s, connections=1)
     lost_s = max(LOST_S, 2 * settings.database_timeout_s)  # after which a client has given up
     # Some jobs run several loops to work on several batches at once, so that a large batch does not hold up small ones.
     jobs = [
@@ -60,20 +61,27 @@ async def run_jobs(database: Database, storage: Storage, redis: Redis, settings:
         _Work(Job.EXPIRY, Expiry(database, storage, clock).run_once, seldom_s=EXPIRY_S),
         _Work(Job.WEBHOOKS, Webhooks(database, settings, clock).run_once, seldom_s=10.0, loops=4),
         _Work(Job.HISTORIAN, Historian(database, redis, clock).run_once, seldom_s=EVERY_S),
-        _Work(Job.SWEEPER, Sweeper(database, storage, clock, settings.newest_backup).run_once, seldom_s=SWEEP_S),
-        # In a loop of its own, because the locks that it frees hold up other jobs.
-        _Work(Job.LOST_SESSIONS, partial(end_lost_sessions, database, lost_s), seldom_s=lost_s / 2),
+        _Work(
+            Job.SWEEPER,
+            Sweeper(database, storage, clock, settings.newest_backup, settings.keep_days * DAY_S).run_once,
+            seldom_s=SWEEP_S,
+        ),
+        # In a loop and with a connection of its own, because the locks that it frees hold up other jobs.
+        _Work(Job.LOST_SESSIONS, partial(end_lost_sessions, spare, lost_s), seldom_s=lost_s / 2),
     ]
-    async with asyncio.TaskGroup() as group:
-        tasks = [group.create_task(bell.listen(stop)), group.create_task(_keep_time(clock, stop))]
-        for work in jobs:
-            for number in range(work.loops):
-                tasks.append(group.create_task(_repeat(work, bell, stop, is_first=number == 0)))
-        await stop.wait()
-        # Work that takes minutes, such as validating a large file, is restarted by the next process.
-        await asyncio.wait(tasks, timeout=STOP_S)
-        for task in tasks:
-            task.cancel()
+    try:
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(bell.listen(stop)), group.create_task(_keep_time(clock, stop))]
+            for work in jobs:
+                for number in range(work.loops):
+                    tasks.append(group.create_task(_repeat(work, bell, stop, is_first=number == 0)))
+            await stop.wait()
+            # Work that takes minutes, such as validating a large file, is restarted by the next process.
+            await asyncio.wait(tasks, timeout=STOP_S)
+            for task in tasks:
+                task.cancel()
+    finally:
+        await spare.close()
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,10 +4,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 import structlog
-from sqlalchemy import ColumnElement, delete, exists, false, func, select
+from sqlalchemy import ColumnElement, delete, exists, false, func, select, update
 
 from service.db.clock import DAY_S
-from service.db.moves import LIVE
+from service.db.moves import LIVE, rows_changed
 from service.db.sessions import Database
 from service.db.tables import (
     Batch,
@@ -16,11 +16,14 @@ from service.db.tables import (
     Slice,
     SliceBatch,
     Upload,
+    UploadPart,
     UploadStatus,
     WebhookDelivery,
+    WebhookEndpoint,
     Window,
 )
 from service.db.tenant_tables import AuditEvent
+from service.objects.plan_artifact import PlanArtifact
 from service.objects.storage import Storage, file_key
 
 YOUNG_S = 3600.0  # a file that was deleted is kept so long, for those who download it
@@ -28,6 +31,7 @@ YOUNG_S = 3600.0  # a file that was deleted is kept so long, for those who downl
 # commits, by a failover or from a backup, may have to end batches once more. So is an object that no row refers to: its
 # row may be about to be committed, or may come back.
 KEEP_S = DAY_S
+KEEP_ROWS_S = 90 * DAY_S
 CHUNK = 500  # names per query
 KEEP_DELIVERIES_S = 30 * DAY_S  # webhook deliveries that were delivered or abandoned
 KEEP_AUDIT_S = 400 * DAY_S
@@ -35,16 +39,26 @@ KEEP_LENGTHS_S = 90 * DAY_S  # profiles of answers' lengths to which no batch ha
 WINDOWS = 20  # deleted per round
 log = structlog.get_logger()
 
+_KEPT = File.deleted_at.is_(None)
+_HAS_RESULTS = exists().where(File.id.in_([Batch.output_file_id, Batch.error_file_id]), _KEPT)
+
 
 class Sweeper:
     """Deletes what the service no longer needs, from object storage and from the database.
 
-    `newest_backup`: a file as old as the newest backup of the database; what ended after it is kept.
+    `newest_backup`: a file as old as the newest backup of the database; what ended after it is kept. `keep_rows_s`:
+    after this time the rows of what was deleted are deleted too, and of batches that ended and have no more files.
     """
 
     def __init__(
-        self, database: Database, storage: Storage, clock: Callable[[], float], newest_backup: Path | None = None
+        self,
+        database: Database,
+        storage: Storage,
+        clock: Callable[[], float],
+        newest_backup: Path | None = None,
+        keep_rows_s: float = KEEP_ROWS_S,
     ) -> None:
+        self._keep_rows_s = keep_rows_s
         self._database = database
         self._storage = storage
         self._clock = clock
@@ -71,7 +85,9 @@ class Sweeper:
                     swept += await self._sweep(f"{prefix}/{name}", name in known, young)
         swept += await self._files(store_now, young)
         swept += await self._storage.delete_staged(store_now - YOUNG_S)
+        await self._texts()
         await self._records()
+        await self._rows()
         await self._slices()
         if swept:
             log.info("swept", folders=swept)
@@ -85,6 +101,35 @@ class Sweeper:
             await session.execute(delete(WebhookDelivery).where(ended))
             await session.execute(delete(AuditEvent).where(AuditEvent.at < now - KEEP_AUDIT_S))
             await session.execute(delete(LengthProfile).where(LengthProfile.seen_at < now - KEEP_LENGTHS_S))
+
+    async def _texts(self) -> None:
+        """Delete the texts in pictures of plans with requests of a deleted file or batch."""
+        async with self._database.read() as session:
+            wanted = select(Window.id, Window.plan_id).where(Window.texts.is_(False)).limit(CHUNK)
+            found = (await session.execute(wanted)).all()
+        for window_id, plan_id in found:
+            await PlanArtifact(self._storage, plan_id).delete_texts()
+            async with self._database.write() as session:
+                await session.execute(update(Window).where(Window.id == window_id).values(texts=None))
+
+    async def _rows(self) -> None:
+        """Delete rows of batches without files that ended long ago, and of what was deleted long ago."""
+        before = int(self._clock() - self._keep_rows_s)
+        for table, which in (
+            (Batch, (Batch.ended_at < before) & ~_HAS_RESULTS),
+            (File, File.deleted_at < before),
+            (WebhookEndpoint, WebhookEndpoint.deleted_at < before),
+        ):
+            deleted = CHUNK
+            while deleted == CHUNK:
+                some = select(table.seq).where(which).order_by(table.seq).limit(CHUNK)
+                async with self._database.write() as session:
+                    deleted = rows_changed(await session.execute(delete(table).where(table.seq.in_(some))))
+        old_upload = (Upload.status != UploadStatus.PENDING) & (Upload.created_at < before)
+        async with self._database.write() as session:
+            parts = UploadPart.upload_id.in_(select(Upload.id).where(old_upload))
+            await session.execute(delete(UploadPart).where(parts))
+            await session.execute(delete(Upload).where(old_upload))
 
     async def _slices(self) -> None:
         """Delete the windows, with their slices, whose batches all ended long ago."""
@@ -122,7 +167,10 @@ class Sweeper:
             needed = await session.scalars(
                 select(SliceBatch.slice_id)
                 .join(Batch, Batch.id == SliceBatch.batch_id)
-                .where(SliceBatch.slice_id.in_(ids), self._lately())
+                .where(
+                    SliceBatch.slice_id.in_(ids),
+                    Batch.status.in_(LIVE) | ((Batch.ended_at >= self._since) & _HAS_RESULTS),
+                )
             )
             return {str(each) for each in known}, {str(each) for each in needed}
 

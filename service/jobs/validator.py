@@ -18,7 +18,7 @@ from service import ids
 from service.db.clock import now_s
 from service.db.moves import move_batch
 from service.db.sessions import Database
-from service.db.tables import Batch, BatchStatus, Model, OnLongLine, fixed
+from service.db.tables import Batch, BatchStatus, File, Model, OnLongLine, fixed
 from service.endpoints import ModelName
 from service.jobs.desk import Desk
 from service.jobs.fair_turns import FairDesk
@@ -26,7 +26,7 @@ from service.jobs.index_writer import IndexWriter, Place
 from service.jobs.input_names import retried
 from service.metrics import tracing
 from service.metrics.counters import BATCHES_ENDED, VALIDATED
-from service.objects.request_index import RequestIndex
+from service.objects.request_index import KEYS_BYTES, RECORD, RequestIndex
 from service.objects.request_output import asked_output
 from service.objects.storage import LineTooLong, Storage, Writer, file_key
 from service.queue.progress import Heartbeat
@@ -52,6 +52,8 @@ REQUESTS_PER_S = 2000.0  # work that each second of a turn adds, because lines m
 LARGE_LINE = 64 * 1024  # bytes; longer lines are checked in a thread
 GIVEN_UP = "The service died each time it read this file. Split the file to find the lines that it cannot read."
 MOST_ERROR_BYTES = 32 * 1024  # of the errors that a batch lists
+LEAST_LINE = 64  # bytes of the shortest line with a request, about
+TEMPLATE_TOKENS = 256  # of a chat's template, beside one token for each byte of the text
 BREATH_S = 0.02  # how long one file is read before other tasks get their turn
 log = structlog.get_logger()
 
@@ -244,10 +246,15 @@ class Validator:
         Raises FileNotFoundError, NotWanted.
         """
         checker.only = await retried(self._database, self._storage, batch)
+        async with self._database.read() as session:
+            found = await session.scalars(select(File.size_bytes).where(File.id == batch.input_file_id))
+        size = found.one()
+        lines = min(size // LEAST_LINE, self._settings.max_lines)
+        most_tokens = size + lines * TEMPLATE_TOKENS
         async with (
-            self._storage.writer(index.records_key) as to_records,
-            self._storage.writer(index.tokens_key) as to_tokens,
-            self._storage.writer(index.keys_key) as to_keys,
+            self._storage.writer(index.records_key, lines * RECORD.itemsize) as to_records,
+            self._storage.writer(index.tokens_key, most_tokens * 4) as to_tokens,
+            self._storage.writer(index.keys_key, lines * KEYS_BYTES) as to_keys,
         ):
             parts = [Bounded(self._storage, to) for to in (to_records, to_tokens, to_keys)]
             prompt_tokens = await self._read(batch, checker, unknown, *parts)

@@ -34,7 +34,8 @@ class Box(msgspec.Struct, frozen=True, array_like=True):
 
     `left`, `width`: its requests, as shares of the whole width; `begin`, `end`: its tokens, by depth; `density`: its
     density relative to the window's, as log10. `output_tokens`: expected of one of its requests. `text`: how its tokens
-    begin, which only the projects whose requests are in it may see. `owners`: those projects, as places in the
+    begin, which only the projects whose requests are in it may see; it is stored apart, to be deleted with the input
+    files. `owners`: those projects, as places in the
     picture's `projects`, each with the number of its requests.
     """
 
@@ -62,8 +63,8 @@ class PlanPicture(msgspec.Struct, frozen=True):
     projects: list[str] = []
 
 
-def picture_of(plan: WindowPlan, content: Content) -> PlanPicture:
-    """Return the picture of a plan."""
+def picture_of(plan: WindowPlan, content: Content) -> tuple[PlanPicture, list[str]]:
+    """Return the picture of a plan without texts, and the texts of its boxes."""
     tree, count = plan.scan.tree, len(plan.order)
     width = tree.last - tree.first
     seen = np.flatnonzero((tree.end > tree.begin) & (width * 2 * MOST_BOXES >= count))
@@ -81,23 +82,22 @@ def picture_of(plan: WindowPlan, content: Content) -> PlanPicture:
             end,
             round(value, 2),
             round((expected[last] - expected[first]) / (last - first)),
-            text,
-            _owners(content.owner[tree.order[first:last]]),
+            owners=_owners(content.owner[tree.order[first:last]]),
         )
-        for first, last, begin, end, value, text in zip(
+        for first, last, begin, end, value in zip(
             tree.first[chosen].tolist(),
             tree.last[chosen].tolist(),
             tree.begin[chosen].tolist(),
             tree.end[chosen].tolist(),
             density.tolist(),
-            texts,
             strict=True,
         )
     ]
     right = np.concatenate([[0], np.cumsum(plan.right)])
     ends = [each.first + each.count for each in plan.slices]
     reach = [(round((end - int(right[end])) / count, 5), round(int(right[end]) / count, 5)) for end in ends]
-    return PlanPicture(count, max((box.end for box in boxes), default=1), boxes, reach, content.projects)
+    depth = max((box.end for box in boxes), default=1)
+    return PlanPicture(count, depth, boxes, reach, content.projects), texts
 
 
 def _owners(of: NDArray[np.int64]) -> tuple[tuple[int, int], ...]:

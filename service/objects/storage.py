@@ -2,6 +2,7 @@
 
 import asyncio
 import errno
+import math
 import os
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import asynccontextmanager, suppress
@@ -9,10 +10,13 @@ from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 from urllib.parse import unquote, urlparse
 
+import numpy as np
 import obstore
 from obstore.store import LocalStore, ObjectStore, from_url
 
-PART_BYTES = 5 * 1024 * 1024
+PART_BYTES = 5 * 1024 * 1024  # the smallest that stores take
+MOST_PARTS = 10_000  # of one object, in stores of the S3 class
+SPARE = 0.25  # of what is wanted, that may be read besides, to read more of it by one request
 READ_BYTES = 1024 * 1024
 RESERVE, MOST_RESERVE = 0.1, 1024**3  # part of a disk that uploads and their indexes may not use
 ANSWERS_RESERVE = 0.5  # part of the reserve that answers may not use either
@@ -82,10 +86,14 @@ class Storage:
         return cls(LocalStore(folder, automatic_cleanup=True), folder)
 
     @asynccontextmanager
-    async def writer(self, key: str) -> AsyncGenerator[Writer, None]:
-        """Yield a writer that streams an object. The object exists after the block, unless the block raises."""
+    async def writer(self, key: str, most: int = 0) -> AsyncGenerator[Writer, None]:
+        """Yield a writer that streams an object of at most `largest(most)` bytes.
+
+        The object exists after the block, unless the block raises.
+        """
         # Not put_async with a generator: obstore 0.12 can abort the interpreter at its exit after one.
-        writer = obstore.open_writer_async(self._store, key, buffer_size=PART_BYTES, max_concurrency=2)
+        size = self._part_bytes(most)
+        writer = obstore.open_writer_async(self._store, key, buffer_size=size, max_concurrency=2)
         try:
             try:
                 yield writer
@@ -98,6 +106,13 @@ class Storage:
                 for staged in (self._folder / key).parent.glob(f"{key.rsplit('/', 1)[-1]}#*"):
                     staged.unlink(missing_ok=True)
             raise
+
+    def largest(self, most: int) -> float:
+        """Return how many bytes an object can have whose writer was told `most`: 48 GiB at least."""
+        return math.inf if self._folder is not None else MOST_PARTS * self._part_bytes(most)
+
+    def _part_bytes(self, most: int) -> int:
+        return PART_BYTES if self._folder is not None else max(PART_BYTES, -(-most // MOST_PARTS))
 
     async def put(self, key: str, data: bytes) -> None:
         """Write a small object in one atomic step; it is on disk when this returns."""
@@ -128,7 +143,9 @@ class Storage:
     async def read_ranges(self, key: str, starts: Sequence[int], lengths: Sequence[int]) -> list[bytes]:
         if not starts:
             return []
-        return [bytes(part) for part in await self._store.get_ranges_async(key, starts=starts, lengths=lengths)]
+        gap = widest_gap(starts, lengths)
+        parts = await self._store.get_ranges_async(key, starts=starts, lengths=lengths, coalesce=gap)
+        return [bytes(part) for part in parts]
 
     async def stream(self, key: str, start: int = 0, end: int | None = None) -> AsyncIterator[bytes]:
         """Yield the object's bytes [start, end) in chunks. Raises FileNotFoundError before the first chunk."""
@@ -200,6 +217,21 @@ class Storage:
         """Raise when the store cannot be reached."""
         async for _ in self._store.list("health", chunk_size=1):
             return
+
+
+def widest_gap(starts: Sequence[int], lengths: Sequence[int]) -> int:
+    """Return the gap between ranges up to which they are read as one, so that no more than `SPARE` is read besides.
+
+    A store of the S3 class is paid by the request, and by the byte.
+    """
+    order = np.argsort(np.array(starts, dtype=np.int64), kind="stable")
+    begin, size = np.array(starts, dtype=np.int64)[order], np.array(lengths, dtype=np.int64)[order]
+    gaps = np.sort(np.maximum(begin[1:] - np.maximum.accumulate(begin + size)[:-1], 0))
+    fits = np.searchsorted(np.cumsum(gaps), SPARE * size.sum(), side="right")  # the gaps before it
+    # All gaps of one width are read, or none.
+    if fits < len(gaps):
+        fits = np.searchsorted(gaps, gaps[fits], side="left")
+    return int(gaps[fits - 1]) if fits else 0
 
 
 def _delete_staged(folder: Path, before: float) -> int:

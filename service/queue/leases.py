@@ -156,12 +156,20 @@ class Leases:
             )
             if rows_changed(result) != 1:
                 return False
-            await _move_shares(session, [lease.slice_id], SliceStatus.DONE)
-            for batch_id, count in sorted(counts.items()):  # in a fixed order, or two workers could deadlock
-                share = (SliceBatch.slice_id == lease.slice_id) & (SliceBatch.batch_id == batch_id)
-                said = {"completed": count.completed, "failed": count.failed}
-                await session.execute(update(SliceBatch).where(share).values(said))
-                await session.execute(update(Batch).where(Batch.id == batch_id, _TAKES_COUNTS).values(_added(count)))
+            await _end_shares(session, lease.slice_id, counts)
+            await _move_shares(session, [lease.slice_id], SliceStatus.DONE)  # those of batches that are deleted
+            return True
+
+    async def finish_shares(self, lease: Lease, counts: dict[str, Counts]) -> bool:
+        """Mark these batches' shares of the slice done, while it has others; return False for a stale lease.
+
+        A batch whose requests are all answered does not wait for those of others.
+        """
+        async with self._database.write() as session:
+            held = select(Slice.id).where(self._holds(lease)).with_for_update()
+            if (await session.scalars(held)).one_or_none() is None:
+                return False
+            await _end_shares(session, lease.slice_id, counts)
             return True
 
     async def give_back(self, lease: Lease, segments: Told) -> bool:
@@ -250,8 +258,19 @@ def _ready() -> dict[Any, Any]:
 
 
 async def _move_shares(session: AsyncSession, slice_ids: Iterable[int], to: SliceStatus) -> None:
-    """Set the status of these slices' shares of batches to that of the slices."""
-    await session.execute(update(SliceBatch).where(SliceBatch.slice_id.in_(list(slice_ids))).values(status=to))
+    """Set the status of these slices' shares of batches to that of the slices; what is done stays so."""
+    mine = SliceBatch.slice_id.in_(list(slice_ids)) & (SliceBatch.status != SliceStatus.DONE)
+    await session.execute(update(SliceBatch).where(mine).values(status=to))
+
+
+async def _end_shares(session: AsyncSession, slice_id: int, counts: dict[str, Counts]) -> None:
+    """Mark these shares of a slice done, and count their answers, each share once."""
+    for batch_id, count in sorted(counts.items()):  # in a fixed order, or two workers could deadlock
+        share = (SliceBatch.slice_id == slice_id) & (SliceBatch.batch_id == batch_id)
+        said = {"status": SliceStatus.DONE, "completed": count.completed, "failed": count.failed}
+        left = share & (SliceBatch.status != SliceStatus.DONE)
+        if rows_changed(await session.execute(update(SliceBatch).where(left).values(said))):
+            await session.execute(update(Batch).where(Batch.id == batch_id, _TAKES_COUNTS).values(_added(count)))
 
 
 async def _free(session: AsyncSession, which: ColumnElement[bool], values: dict[Any, Any]) -> int:

@@ -2,7 +2,7 @@
 
 import json
 import threading
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import fields
 from time import monotonic
@@ -12,7 +12,7 @@ import structlog
 from redis import Redis as SyncRedis
 from redis.asyncio import Redis
 from redis.exceptions import RedisError, ResponseError
-from sqlalchemy import select
+from sqlalchemy import null, select
 
 from service.db.sessions import Database
 from service.db.tables import Batch, SliceBatch, SliceStatus
@@ -55,30 +55,46 @@ class Progress:
         await pipeline.execute()
 
     async def counts(self, database: Database, batch_id: str) -> Counts:
-        """Return what is answered so far: done slices from the batch's row, running ones from Redis if it answers.
+        """Return what is answered so far of the batch."""
+        return (await self.counts_of(database, [batch_id])).get(batch_id, Counts())
+
+    async def counts_of(self, database: Database, batch_ids: Sequence[str]) -> dict[str, Counts]:
+        """Return what is answered so far: done slices from the batches' rows, running ones from Redis if it answers.
 
         One statement reads both which slices are done and their counts, so that none is missing or counted twice.
         """
-        live = await self._live(batch_id)
-        runs = (
-            (SliceBatch.batch_id == Batch.id) & SliceBatch.slice_id.in_(live) & (SliceBatch.status != SliceStatus.DONE)
-        )
-        columns = (getattr(Batch, each.name) for each in fields(Counts))
-        query = select(SliceBatch.slice_id, *columns).select_from(Batch).outerjoin(SliceBatch, runs)
+        live = await self._live(batch_ids)
+        slices = SliceBatch.slice_id.in_({slice_id for _, slice_id in live})
+        runs = slices & (SliceBatch.batch_id == Batch.id) & (SliceBatch.status != SliceStatus.DONE)
+        columns = [getattr(Batch, each.name) for each in fields(Counts)]
+        query = select(Batch.id, SliceBatch.slice_id if live else null(), *columns).where(Batch.id.in_(batch_ids))
+        if live:
+            query = query.outerjoin(SliceBatch, runs)
         async with database.read() as session:
-            rows: list[Any] = list((await session.execute(query.where(Batch.id == batch_id))).all())
-        counts = Counts(*list(rows[0])[1:]) if rows else Counts()
-        return sum((live[row[0]] for row in rows if row[0] is not None), counts)
+            rows: Sequence[Any] = (await session.execute(query)).all()
+        found: dict[str, Counts] = {}
+        for batch_id, slice_id, *counts in rows:
+            more = Counts() if slice_id is None else live.get((batch_id, slice_id), Counts())
+            found[batch_id] = found.get(batch_id, Counts(*counts)) + more
+        return found
 
-    async def _live(self, batch_id: str) -> dict[int, Counts]:
-        if monotonic() < self._away_until:
+    async def _live(self, batch_ids: Sequence[str]) -> dict[tuple[str, int], Counts]:
+        """Return what Redis says of the running slices, by batch and slice."""
+        if not batch_ids or monotonic() < self._away_until:
             return {}
+        pipeline = self._redis.pipeline(transaction=False)
+        for batch_id in batch_ids:
+            pipeline.hgetall(keys.progress(batch_id))
         try:
-            stated: Any = await self._redis.hgetall(keys.progress(batch_id))
+            stated: list[dict[bytes, bytes]] = await pipeline.execute()
         except (RedisError, OSError):
             self._away_until = monotonic() + self._asks_again_s
             return {}
-        return {int(slice_id): Counts.parse(text.decode()) for slice_id, text in stated.items()}
+        return {
+            (batch_id, int(slice_id)): Counts.parse(text.decode())
+            for batch_id, slices in zip(batch_ids, stated, strict=True)
+            for slice_id, text in slices.items()
+        }
 
 
 class Event(NamedTuple):

@@ -5,13 +5,13 @@ slices that share a prefix are next to each other. Projects take turns by weight
 no share from another.
 """
 
-import itertools
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from sqlalchemy import ColumnElement, case, exists, func, select, union_all
+from sqlalchemy import ColumnElement, Select, case, exists, func, select
 from sqlalchemy.ext.asyncio import AsyncSession
+from sqlalchemy.orm import aliased
 
 from engine_ext.plan.pools import POOLS_S
 from service.db.sessions import Database
@@ -22,12 +22,27 @@ from service.queue.announcements import Ready
 
 MOST_PROJECTS = 64  # considered in one round; the next round begins after them
 MOST_BATCHES = 32  # the most urgent ones of a project
+LEAST_SLICES = 4  # of each of these batches, where many projects take turns
+LAST = (1 << 63) - 1  # above every id
 
-# Batches that run, of which not all planned slices are done.
-HAS_SLICES_LEFT = (Batch.status == fixed(BatchStatus.IN_PROGRESS)) & (Batch.slices_left > fixed(0))
-# Nobody runs requests for an adapter that was taken out, and they must not keep others from being announced.
-_HAS_ADAPTER = Batch.adapter.is_(None) | exists().where(Model.name == Batch.model + ADAPTER + Batch.adapter)
-_IS_KNOWN = _HAS_ADAPTER & Batch.index_id.is_not(None)  # a batch whose index was lost gets a new one first
+
+def _has_slices_left(batch: type[Batch]) -> ColumnElement[bool]:
+    """Return whether it runs, and not all of its planned slices are done."""
+    return (batch.status == fixed(BatchStatus.IN_PROGRESS)) & (batch.slices_left > fixed(0))
+
+
+HAS_SLICES_LEFT = _has_slices_left(Batch)
+
+
+def _is_known(batch: type[Batch]) -> ColumnElement[bool]:
+    """Return whether workers can run it: one whose index was lost gets a new one first.
+
+    Nobody runs requests for an adapter that was taken out, and they must not keep others from being announced.
+    """
+    has_adapter = batch.adapter.is_(None) | exists().where(Model.name == batch.model + ADAPTER + batch.adapter)
+    return has_adapter & batch.index_id.is_not(None)
+
+
 _IS_READY = SliceBatch.status == fixed(SliceStatus.READY)
 
 
@@ -70,20 +85,21 @@ class Turns:
         """Return the model's most urgent ready slices."""
         async with database.read() as session:
             weights = await self._projects(session, model)
-            pools = {project: await _of_project(session, model, project, now, most) for project in weights}
+            each = min(most, max(LEAST_SLICES, 2 * most // max(1, len(weights))))
+            rows = (await session.execute(_first_slices(model, list(weights), each))).all()
             leased = await _leased(session, model)
-            ready = {project: list(found) for project, found in pools.items() if found}
-            chosen = dict(_woven(ready, leased, weights, most))
-            adapter = select(func.max(Batch.adapter)).where(
-                Batch.id == SliceBatch.batch_id, SliceBatch.slice_id == Slice.id
-            )
-            columns = select(Slice.id, Slice.count, Slice.window_id, adapter.scalar_subquery())
-            about = {row[0]: row[1:] for row in await session.execute(columns.where(Slice.id.in_(chosen)))}
-        return [
-            Ready(slice_id, *about[slice_id][:2], pools[project][slice_id], project, about[slice_id][2] or "")
-            for slice_id, project in chosen.items()
-            if slice_id in about
-        ]
+        found: dict[str, dict[int, Ready]] = defaultdict(dict)
+        for project, urgent, adapter, slice_id, count, window_id in rows:
+            ready = Ready(slice_id, count, window_id, _pool(urgent, now), project, adapter or "")
+            before = found[project].get(slice_id)  # of another batch of the project
+            if before is None or ready.pool < before.pool:
+                found[project][slice_id] = ready
+        # Pool by pool, in the order of the plans.
+        in_order = {
+            project: sorted(slices, key=lambda slice_id: (slices[slice_id].pool, slice_id))[:most]
+            for project, slices in found.items()
+        }
+        return [found[project][slice_id] for slice_id, project in _woven(in_order, leased, weights, most)]
 
     async def _projects(self, session: AsyncSession, model: str) -> dict[str, float]:
         """Return the weights of the projects that have slices left to do."""
@@ -97,34 +113,42 @@ class Turns:
         return {project: weight for project, weight in found}
 
 
-async def _of_project(session: AsyncSession, model: str, project_id: str, now: float, most: int) -> dict[int, int]:
-    """Return the pools of the project's most urgent ready slices by their ids, in the order in which to run them."""
-    some = exists().where(SliceBatch.batch_id == Batch.id, _IS_READY)
-    batches = (
-        select(Batch.id, Batch.urgent_at)
-        .where(Batch.model == model, Batch.project_id == project_id, HAS_SLICES_LEFT, _IS_KNOWN, some)
-        .order_by(Batch.urgent_at)
-        .limit(MOST_BATCHES)
+def _first_slices(
+    model: str, projects: Sequence[str], most: int
+) -> Select[str, float | None, str | None, int, int, int]:
+    """Select the first ready slices of the most urgent batches of each project, of each batch at most `most`.
+
+    Each bound is that of the last row that is wanted, so that no more rows are read, however many wait.
+    """
+    other, ready, also = aliased(Batch), aliased(SliceBatch), aliased(SliceBatch)
+    has_ready = exists().where(also.batch_id == other.id, also.status == fixed(SliceStatus.READY))
+    last_batch = (
+        select(other.urgent_at)
+        .where(other.model == model, other.project_id == Project.id)
+        .where(_has_slices_left(other), _is_known(other), has_ready)
+        .order_by(other.urgent_at)
+        .offset(MOST_BATCHES - 1)
+        .limit(1)
+        .scalar_subquery()
     )
-    pools: dict[int, list[str]] = defaultdict(list)
-    for batch_id, urgent in await session.execute(batches):
-        pools[_pool(urgent, now)].append(batch_id)
-    found: dict[int, int] = {}
-    for pool in sorted(pools):
-        firsts = [
-            select(SliceBatch.slice_id)
-            .where(SliceBatch.batch_id == batch_id, _IS_READY)
-            .order_by(SliceBatch.slice_id)
-            .limit(most)
-            .subquery()
-            for batch_id in pools[pool]
-        ]
-        every = union_all(*(select(each.c.slice_id) for each in firsts)).subquery()
-        ids = select(every.c.slice_id).distinct().order_by(every.c.slice_id).limit(most)
-        found |= {slice_id: pool for slice_id in await session.scalars(ids) if slice_id not in found}
-        if len(found) >= most:
-            break
-    return dict(itertools.islice(found.items(), most))
+    last_slice = (
+        select(ready.slice_id)
+        .where(ready.batch_id == Batch.id, ready.status == fixed(SliceStatus.READY))
+        .order_by(ready.slice_id)
+        .offset(most - 1)
+        .limit(1)
+        .scalar_subquery()
+    )
+    is_urgent = (Batch.project_id == Project.id) & (Batch.urgent_at <= func.coalesce(last_batch, 1e300))
+    is_first = (SliceBatch.batch_id == Batch.id) & _IS_READY & (SliceBatch.slice_id <= func.coalesce(last_slice, LAST))
+    return (
+        select(Project.id, Batch.urgent_at, Batch.adapter, Slice.id, Slice.count, Slice.window_id)
+        .select_from(Project)
+        .join(Batch, (Batch.model == model) & is_urgent & HAS_SLICES_LEFT & _is_known(Batch))
+        .join(SliceBatch, is_first)
+        .join(Slice, Slice.id == SliceBatch.slice_id)
+        .where(Project.id.in_(projects))
+    )
 
 
 async def _leased(session: AsyncSession, model: str) -> Counter[str]:

@@ -22,7 +22,6 @@ BatchId = Annotated[
 ]
 LISTED = 20
 NAME_SHOWN = 60  # characters
-NOT_RUN = ("batch_expired", "batch_cancelled")
 
 
 def _known(wanted: list[str] | None) -> list[str] | None:
@@ -118,6 +117,19 @@ def cancel_batch(
         )
 
 
+@app.command("delete")
+def delete_batch(
+    batch_id: BatchId, as_json: JsonOption = False, url: UrlOption = LOCAL_URL, key: KeyOption = NO_KEY
+) -> None:
+    """Delete a batch that has ended, and its result files, permanently. Its input file stays."""
+    with service_at(url, key) as client:
+        deleted = client.delete(f"/batches/{batch_id}")
+        if as_json:
+            print_json(deleted)
+            return
+        said.print(f"{batch_id} is deleted")
+
+
 @app.command("retry")
 def retry_batch(
     batch_id: BatchId,
@@ -189,10 +201,9 @@ def _answered(batch: Batch) -> tuple[str, str]:
     counts = batch.request_counts
     if counts is None or not counts.total:
         return "", ""
-    not_run = sum(each["count"] for each in extras(batch).get("failures", []) if each["code"] in NOT_RUN)
-    failed = counts.failed - not_run
-    told = [f"{failed:,}" if failed else "", f"{not_run:,} not run" if not_run else ""]
-    return f"{counts.completed + failed:,} of {counts.total:,}", ", ".join(each for each in told if each)
+    not_run = counts.not_run if _ended(batch) else 0
+    told = [f"{counts.failed:,}" if counts.failed else "", f"{not_run:,} not run" if not_run else ""]
+    return f"{counts.completed + counts.failed:,} of {counts.total:,}", ", ".join(each for each in told if each)
 
 
 def _next(batch: Batch) -> str:

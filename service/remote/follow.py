@@ -156,6 +156,7 @@ def report(batch: Batch) -> Exit:
     if counts is not None:
         took = (batch.completed_at or batch.cancelled_at or batch.expired_at or batch.failed_at or 0) - batch.created_at
         how = f"{counts.completed:,} of {counts.total:,} answered, {counts.failed:,} failed"
+        how += f", {counts.not_run:,} not run" if counts.not_run else ""
         said.print(f"{batch.id} {sentence(batch)} after {duration(took)}: {refusal(batch) or how}")
     if batch.usage is not None and batch.usage.total_tokens:
         usage = batch.usage

@@ -30,6 +30,11 @@ class RequestCounts(msgspec.Struct):
     completed: int
     failed: int
 
+    @property
+    def not_run(self) -> int:
+        """Return how many requests of a batch that has ended got no answer."""
+        return self.total - self.completed - self.failed
+
 
 class InputDetails(msgspec.Struct):
     cached_tokens: int = 0

@@ -11,6 +11,7 @@ from service.remote.shapes import File
 from service.terminal import said
 
 PART_BYTES = 16 * 1024 * 1024
+MOST_PARTS = 10_000  # that the service takes
 
 
 def upload(client: Client, path: Path) -> File:
@@ -28,7 +29,7 @@ def upload(client: Client, path: Path) -> File:
         columns = (TextColumn("upload"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
         with Progress(*columns, console=said, transient=True) as bar:
             task = bar.add_task("upload", total=size)
-            while part := opened.read(PART_BYTES):
+            while part := opened.read(max(PART_BYTES, -(-size // MOST_PARTS))):
                 parts.append(_id(client.post(f"/uploads/{begun}/parts", files={"data": ("part", part)})))
                 bar.advance(task, len(part))
     done = client.post(f"/uploads/{begun}/complete", {"part_ids": parts})

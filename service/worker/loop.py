@@ -125,6 +125,7 @@ class Worker:
         others = [
             asyncio.create_task(self._repeat(self._renew, self._settings.lease_s / 3, ended)),
             asyncio.create_task(self._repeat(self._watch_batches, 1.0, ended)),
+            asyncio.create_task(self._repeat(self._end_shares, 1.0, ended)),
             asyncio.create_task(self._repeat(self._watch_drains, 5.0, ended)),
             asyncio.create_task(self._repeat(self._beat, self._beat_s, ended)),
             asyncio.create_task(self._repeat(self._look, 3.0, ended)),
@@ -330,6 +331,18 @@ class Worker:
         for run in list(self._runs):
             for batch_id in run.batch_ids.intersection(ended):
                 run.stop_batch(batch_id)
+
+    async def _end_shares(self) -> None:
+        """Let batches go whose requests of a slice are all answered, while it runs those of others."""
+        for run in list(self._runs):
+            done = {} if run.stopping else run.answered_batches
+            if not done:
+                continue
+            if await self._leases.finish_shares(run.lease, done):
+                run.let_go(done)
+                await self._bell.ring(Job.FINALIZER)
+            elif run in self._runs:
+                run.stop()
 
     async def _watch_drains(self) -> None:
         async with self._database.read() as session:

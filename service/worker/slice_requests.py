@@ -3,9 +3,9 @@
 import secrets
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
@@ -16,7 +16,7 @@ from sqlalchemy import select
 from service.db.sessions import Database
 from service.db.tables import Batch, BatchStatus, SliceBatch, Window
 from service.estimates.length_memory import remembered
-from service.objects.plan_artifact import Places, PlanArtifact, PlanHeader
+from service.objects.plan_artifact import LINE, Lines, Places, PlanArtifact
 from service.objects.request_index import IndexGone, RequestIndex, forget_index
 from service.objects.shards import Shard, Told, segments_of
 from service.objects.storage import LATE_S, Storage, file_key
@@ -82,33 +82,47 @@ async def load(lease: Lease, database: Database, storage: Storage, clock: Callab
         return found
     answered = await _resume(shard, names, found.counts)
     try:
-        header, wanted = await _planned(PlanArtifact(storage, window.plan_id), lease.first, found.places)
+        plan = await _planned(PlanArtifact(storage, window.plan_id), lease.first, found.places)
     except FileNotFoundError:
         if clock() < window.created_at + LATE_S:
             raise
         # Nobody knows any more what this slice should run: the finalizer finds it out, and it runs again.
         log.exception("the plan is gone", window=window.id, slice=lease.slice_id)
         return found
-    for member in np.unique(wanted["batch"]).tolist():
-        batch = live.get(header.batches[member])
-        if batch is None:
-            continue
-        chosen = [
-            at
-            for at in np.flatnonzero(wanted["batch"] == member).tolist()
-            if (batch.id, int(wanted["request"][at])) not in answered
-        ]
-        found.requests.extend(
-            await _read(database, storage, batch, clock(), wanted["request"][chosen], found.places[chosen])
-        )
+    chosen: dict[str, list[int]] = {}  # by batch: which of the slice's places are left to do
+    for at, (member, number) in enumerate(plan.wanted.tolist()):
+        batch_id = plan.batches[member]
+        if batch_id in live and (batch_id, number) not in answered:
+            chosen.setdefault(batch_id, []).append(at)
+    parts = [(live[batch_id], plan.wanted["request"][mine], mine) for batch_id, mine in chosen.items()]
+    lines = plan.lines
+    if lines is None:
+        lines = np.zeros(len(plan.wanted), dtype=LINE)
+        for batch, numbers, mine in parts:
+            lines[mine] = await _indexed(database, storage, batch, numbers, clock())
+    async with database.read() as session:
+        profiles = await remembered(session, np.stack([lines["beginning"], lines["kind"]], axis=1))
+    for batch, numbers, mine in parts:
+        found.requests.extend(await _read(storage, batch, clock(), numbers, found.places[mine], lines[mine], profiles))
     found.requests.sort(key=lambda request: request.place)
     return found
 
 
-async def _planned(plan: PlanArtifact, first: int, places: NDArray[np.int64]) -> tuple[PlanHeader, Places]:
-    header = await plan.header()
-    order = await plan.places(first, int(places[-1]) - first + 1)
-    return header, order[places - first]
+class _Plan(NamedTuple):
+    """A slice's part of its plan. `lines`: None if the plan does not have them."""
+
+    batches: list[str]
+    wanted: Places
+    lines: Lines | None
+
+
+async def _planned(plan: PlanArtifact, first: int, places: NDArray[np.int64]) -> _Plan:
+    batches, count = await plan.batches(), int(places[-1]) - first + 1
+    wanted = (await plan.places(first, count))[places - first]
+    try:
+        return _Plan(batches, wanted, (await plan.lines(first, count))[places - first])
+    except FileNotFoundError:  # it is of an older version, or of requests that run again
+        return _Plan(batches, wanted, None)
 
 
 async def _resume(shard: Shard, names: Sequence[str], counts: dict[str, Counts]) -> set[tuple[str, int]]:
@@ -125,31 +139,42 @@ async def _resume(shard: Shard, names: Sequence[str], counts: dict[str, Counts])
     return answered
 
 
-async def _read(
-    database: Database, storage: Storage, batch: Batch, now: float, numbers: NDArray[Any], places: NDArray[np.int64]
-) -> list[Request]:
-    index = RequestIndex(storage, batch.index_id or "")
+async def _indexed(
+    database: Database, storage: Storage, batch: Batch, numbers: NDArray[Any], now: float
+) -> NDArray[np.void]:
+    """Return the lines of these requests by the batch's index."""
+    index, lines = RequestIndex(storage, batch.index_id or ""), np.empty(len(numbers), dtype=LINE)
     try:
         records = await index.pick(numbers)
     except IndexGone as gone:
         await forget_index(database, gone, now)
         raise
+    lines["offset"], lines["length"] = records["offset"], records["length"]
     keys = await index.keys(numbers.tolist(), [1] * len(numbers))
-    async with database.read() as session:
-        profiles = await remembered(session, keys)
+    lines["beginning"], lines["kind"] = keys[:, 0], keys[:, 1]
+    return lines
+
+
+async def _read(
+    storage: Storage,
+    batch: Batch,
+    now: float,
+    numbers: NDArray[Any],
+    places: NDArray[np.int64],
+    lines: Lines,
+    profiles: Mapping[int, str],
+) -> list[Request]:
     try:
-        lines = await storage.read_ranges(
-            file_key(batch.input_file_id), records["offset"].tolist(), records["length"].tolist()
-        )
+        key = file_key(batch.input_file_id)
+        texts = await storage.read_ranges(key, lines["offset"].tolist(), lines["length"].tolist())
     except FileNotFoundError:
         if now < (batch.in_progress_at or 0) + LATE_S:
             raise
         log.exception("the input file is gone", batch=batch.id, file=batch.input_file_id)
         return []  # the finalizer says that its requests have no answer; others of the slice run
     requests, due = list[Request](), time.monotonic() + batch.expires_at - now
-    for place, number, raw, (beginning, kind) in zip(
-        places.tolist(), numbers.tolist(), lines, keys.tolist(), strict=True
-    ):
+    keys = zip(lines["beginning"].tolist(), lines["kind"].tolist(), strict=True)
+    for place, number, raw, (beginning, kind) in zip(places.tolist(), numbers.tolist(), texts, keys, strict=True):
         line = _line_decoder.decode(raw)
         lengths = profiles.get(beginning) or profiles.get(kind) or ""
         requests.append(

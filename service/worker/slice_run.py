@@ -3,7 +3,8 @@
 import asyncio
 import contextlib
 import secrets
-from collections.abc import Callable, Coroutine, Sequence
+from collections import Counter
+from collections.abc import Callable, Coroutine, Iterable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
@@ -103,6 +104,8 @@ class SliceRun:
         self._stopped_batches: set[str] = set()
         self._stopping = False
         self._counts: dict[str, Counts] = {}
+        self._left = Counter[str]()  # by batch: requests without a durable answer
+        self._let_go = set[str]()  # batches whose share of the slice is done
         self.remaining = lease.count
         self.answered = 0  # in this run
         self.batch_ids: set[str] = set()
@@ -121,12 +124,24 @@ class SliceRun:
     def stopping(self) -> bool:
         return self._stopping
 
+    @property
+    def answered_batches(self) -> dict[str, Counts]:
+        """Return the counts of the batches that have all their answers, while others of the slice have not."""
+        held = self.batch_ids - self._let_go
+        done = {each for each in held if not self._left[each]}
+        return {each: self.counts[each] for each in done} if done < held else {}
+
+    def let_go(self, batch_ids: Iterable[str]) -> None:
+        """Note that these batches' shares are done."""
+        self._let_go.update(batch_ids)
+
     async def run(self) -> bool:
         """Run the slice. Returns True when every request of a live batch has its answer in the shard."""
         found = await load(self.lease, self._database, self._storage, self._clock)
         requests, self._places, self._before = found.requests, found.places, found.segments
         self.batch_ids, self._counts = found.batch_ids, found.counts
         self.remaining = len(requests)
+        self._left.update(request.batch_id for request in requests)
         about = {"slice": self.lease.slice_id, "epoch": self.lease.epoch, "requests": len(requests)}
         with tracing.stage("slice", sorted(self.batch_ids), worker=self._settings.worker_name, **about):
             await self._run(requests)
@@ -204,6 +219,7 @@ class SliceRun:
         handed = sum(request.place not in here for request in back)
         HANDED_OVER.labels(self._settings.served_model).inc(handed)
         self.remaining -= handed
+        self._left.subtract(request.batch_id for request in back if request.place not in here)
         for request in back:
             if request.place in here:
                 await self._feed.turn()
@@ -351,6 +367,7 @@ class SliceRun:
             self._segment += 1
             for answer in written:
                 self._count(answer)
+                self._left[answer.batch_id] -= 1
                 count_answer(self._settings.served_model, answer.ok, answer.usage)
             await self._on_progress(self.lease.slice_id, self.counts)
         return True

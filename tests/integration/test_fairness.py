@@ -250,17 +250,17 @@ async def test_projects_plan_with_their_own_prefixes_unless_they_share_a_cache(h
         await harness.plan()
         [folder] = await harness.storage.folders("plans")
         artifact = PlanArtifact(harness.storage, folder)
-        header, picture = await artifact.header(), await artifact.picture()
+        header, texts = await artifact.header(), await artifact.texts()
         async with harness.database.write() as session:
             for table in (SliceBatch, Slice, Window, Batch):
                 await session.execute(delete(table))
         await artifact.delete()
-        return header.sharing, str(picture)
+        return header.sharing, str(texts)
 
     alone, _ = await sharing(DEFAULT_PROJECT)
-    apart, picture = await sharing(DEFAULT_PROJECT, OTHER)
+    apart, texts = await sharing(DEFAULT_PROJECT, OTHER)
     harness.settings = harness.settings.model_copy(update={"shared_cache": True})
     together, _ = await sharing(DEFAULT_PROJECT, OTHER)
     assert apart == pytest.approx(alone, rel=0.01)
     assert together > 1.2 * alone
-    assert "topic" in picture  # its texts are those of the prompts
+    assert "topic" in texts  # those of the prompts

@@ -255,6 +255,8 @@ async def test_a_batch_is_listed_shown_cancelled_and_retried(harness: Harness, u
     told = json.loads((await run(url, "batches", "results", batch_id, "--json", "--output", output))[1])
     assert told == {"id": batch_id, "status": "cancelled", "errors": str(tmp_path / "out.errors.jsonl")}
     assert Path(told["errors"]).read_bytes().count(b"\n") == 4
+    assert f"{batch_id} is deleted" in (await run(url, "batches", "delete", batch_id))[2]
+    assert (await run(url, "batches", "show", batch_id))[0] == 1
 
 
 async def test_waiting_survives_a_service_that_restarts(harness: Harness, settings: Settings, clock: Clock) -> None:

@@ -72,7 +72,7 @@ def batch(state: str, *, about: dict[str, Any] | None = None, counts: tuple[int,
         (
             batch(
                 "expired",
-                counts=(411, 1589),
+                counts=(411, 0),
                 about={
                     "failures": [
                         {"status_code": None, "code": "batch_expired", "message": "m", "count": 1589, "custom_ids": []}

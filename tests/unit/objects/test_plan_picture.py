@@ -25,7 +25,7 @@ def content(of: Prompts, owner: list[int] | None = None) -> Content:
 
 def test_a_window_of_two_topics() -> None:
     outputs = Outputs.of_known(np.array([1] * 10 + [4000] * 10))  # the first heavy in compute, the second in memory
-    drawn = picture_of(plan_window(prompts(2, 10), outputs, COST, shape=Shape(1, 5)), content(prompts(2, 10)))
+    drawn, _ = picture_of(plan_window(prompts(2, 10), outputs, COST, shape=Shape(1, 5)), content(prompts(2, 10)))
     assert (drawn.requests, drawn.depth) == (20, 150)
     topics = [box for box in drawn.boxes if box.begin == 0]
     assert sorted((box.left, box.width, box.end) for box in topics) == [(0.0, 0.5, 100), (0.5, 0.5, 100)]
@@ -40,7 +40,7 @@ def test_a_window_of_two_topics() -> None:
 
 def test_a_large_window_is_drawn_by_its_widest_nodes() -> None:
     plan = plan_window(prompts(40, 100), Outputs.of_known(np.full(4000, 20)), COST)
-    drawn = picture_of(plan, content(prompts(40, 100)))
+    drawn, _ = picture_of(plan, content(prompts(40, 100)))
     assert len(drawn.boxes) <= MOST_BOXES
     assert len([box for box in drawn.boxes if box.begin == 0]) == 40
 
@@ -48,10 +48,10 @@ def test_a_large_window_is_drawn_by_its_widest_nodes() -> None:
 def test_boxes_say_what_is_shared_and_whose_requests_are_in_them() -> None:
     outputs = Outputs.of_known(np.array([1] * 10 + [4000] * 10))
     owner = [0] * 10 + [0, 1] * 5
-    drawn = picture_of(plan_window(prompts(2, 10), outputs, COST), content(prompts(2, 10), owner))
+    drawn, texts = picture_of(plan_window(prompts(2, 10), outputs, COST), content(prompts(2, 10), owner))
     first, second = sorted((box for box in drawn.boxes if box.begin == 0), key=lambda box: box.left)
-    assert first.text == " ".join(["0"] * TEXT_TOKENS)
+    assert texts[drawn.boxes.index(first)] == " ".join(["0"] * TEXT_TOKENS)
     assert (first.owners, second.owners) == (((0, 10),), ((0, 5), (1, 5)))
     assert (first.output_tokens, second.output_tokens) == (1, 4000)
-    [leaf] = [box for box in drawn.boxes if box.text.startswith("1013 ")]
+    [leaf] = [box for box, text in zip(drawn.boxes, texts, strict=True) if text.startswith("1013 ")]
     assert (leaf.begin, leaf.owners) == (100, ((1, 1),))
