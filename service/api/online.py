@@ -31,7 +31,6 @@ LOST = ApiError("The worker was lost while it answered. Send the request again."
 TIER_TEXT = "The class of the request: that of the key, or a weaker one. The answer says which it was."
 ERROR_EVENT = b'data: {"error"'
 CLIENT_LEFT = 499  # as in nginx: for the metrics, since nobody reads it
-MOST_TOKEN_BYTES = 64  # nearly all tokens are at most this long
 TIERS = ("auto", "scale", *(each.value for each in Tier))  # the first two are the key's, as if none were asked for
 PROMPTS = ("messages", "prompt", "input")
 router = APIRouter(tags=["online"])
@@ -70,13 +69,12 @@ async def _read(request: Request, context: Context, caller: Caller, counted: Cou
 
 
 class Asked(NamedTuple):
-    """Says what a body asks for: its model, its class, how the prompt begins, and its bytes of text without media."""
+    """Says what a body asks for: its model, its class, how the prompt begins, and a digest of all of it."""
 
     model: str
     tier: Tier | None
     prefix: bytes
     digest: str
-    text_bytes: int
 
 
 class OnlineResponse(Response):
@@ -222,16 +220,7 @@ def _checked(project: str, path: str, raw: bytes, settings: Settings) -> Asked:
         Tier(tier) if tier in list(Tier) else None,
         msgspec.json.encode([space, name.adapter, begins])[:PREFIX_BYTES],
         hashlib.sha256(b"\0".join((project.encode(), path.encode(), raw))).hexdigest(),
-        _text_bytes(prompt),
     )
-
-
-def _text_bytes(value: Any) -> int:
-    """Return the UTF-8 bytes of all text in a prompt, without media that it brings along."""
-    if isinstance(value, str):
-        return 0 if value.startswith("data:") else len(value.encode(errors="replace"))
-    parts = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
-    return sum(map(_text_bytes, parts))
 
 
 async def _check_model(context: InContext, asked: Asked, path: str) -> None:
@@ -242,7 +231,3 @@ async def _check_model(context: InContext, asked: Asked, path: str) -> None:
     if served.endpoints and path not in served.endpoints:
         message = f"The model {quoted(model)} does not support {path}."
         raise BadRequest(message, code="unsupported_endpoint", param="model")
-    # An engine tokenizes a prompt whole before it can say so, and all its streams would wait.
-    if served.context_length is not None and asked.text_bytes > MOST_TOKEN_BYTES * served.context_length:
-        message = f"The prompt is longer than the model's context of {served.context_length} tokens."
-        raise BadRequest(message, code="context_length_exceeded")

@@ -15,7 +15,7 @@ import pytest
 from sqlalchemy import delete, update
 
 from service.api import remembered
-from service.db.tables import DEFAULT_PROJECT, DrainedWorker, Model
+from service.db.tables import DEFAULT_PROJECT, DrainedWorker
 from service.db.tenant_tables import ApiKey, Project, Role, Tier
 from service.queue.leases import Leases
 from service.queue.progress import Heartbeat
@@ -315,20 +315,6 @@ async def test_a_bad_request_is_refused_before_it_reaches_a_worker(
         answer = await online.post(body, path)
         assert (answer.status_code, answer.json()["error"]["code"]) == (status, code)
     assert not engine.asked
-
-
-async def test_a_prompt_that_no_context_holds_never_reaches_the_tokenizer(online: OnlineHarness) -> None:
-    async with online.harness.database.write() as session:
-        await session.execute(update(Model).values(context_length=1000))
-    engine = ScriptedOnlineEngine()
-    async with online.door("w", engine):
-        long = [{"role": "user", "content": "x" * 64_100}]
-        answer = await online.post(asked(messages=long))
-        assert (answer.status_code, answer.json()["error"]["code"]) == (400, "context_length_exceeded")
-        url = {"url": "data:image/png;base64," + "A" * 64_100}
-        image = [{"role": "user", "content": [{"type": "image_url", "image_url": url}]}]
-        assert (await online.post(asked(messages=image))).status_code == 200
-    assert len(engine.asked) == 1
 
 
 async def test_online_requests_need_a_key_where_batches_do(online: OnlineHarness, clock: Clock) -> None:

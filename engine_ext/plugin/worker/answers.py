@@ -7,6 +7,8 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from engine_ext.plugin.worker.refusals import code_and_param
+
 DATA = b"data: "
 
 
@@ -65,13 +67,13 @@ def refused(error: Exception) -> Answer:
     return Answer(400, error_body(f"{nearest['msg']} ({param})", param))
 
 
-def failed(status_code: int, body: bytes) -> Answer:
-    """Put SGLang's flat error object into OpenAI's envelope."""
+def failed(status_code: int, body: bytes, fields: dict[str, Any]) -> Answer:
+    """Put SGLang's flat error object, for a request with these fields, into OpenAI's envelope."""
     found = json.loads(body)
     error = found.get("error", found)
     message = str(error["message"])
-    code = "invalid_request" if status_code < 500 else "server_error"
-    return Answer(status_code, error_body(message, error.get("param"), code))
+    code, param = code_and_param(message, fields) if status_code < 500 else ("server_error", None)
+    return Answer(status_code, error_body(message, error.get("param") or param, code))
 
 
 def error_body(message: str, param: str | None, code: str = "invalid_request") -> bytes:

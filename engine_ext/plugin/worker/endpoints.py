@@ -3,10 +3,12 @@
 Every refused request was seen to kill, hang or mislead a real engine, or would leave state that a batch must not leave.
 """
 
+import asyncio
 import json
 import logging
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal, TypeGuard
 
 from pydantic import BaseModel, Field, model_validator
@@ -22,8 +24,10 @@ from sglang.srt.entrypoints.openai.serving_responses import OpenAIServingRespons
 from sglang.srt.entrypoints.openai.serving_score import OpenAIServingScore
 
 from engine_ext.plugin.worker.answers import Answer
+from engine_ext.plugin.worker.aside import LARGE, aside
 from engine_ext.plugin.worker.marked import ONLINE, MarkedManager, Told, told
 from engine_ext.plugin.worker.response_events import response_events
+from engine_ext.plugin.worker.text_size import MOST_TOKEN_BYTES, text_size
 
 # It logs what clients got wrong with a traceback, which may quote an answer; the caller says what failed.
 logging.getLogger("sglang.srt.entrypoints.openai.serving_responses").setLevel(logging.CRITICAL)
@@ -31,7 +35,6 @@ logging.getLogger("sglang.srt.entrypoints.openai.serving_responses").setLevel(lo
 Fault = tuple[str, str]  # the field, and why it is refused
 # These fields replace tokens with vectors, whose results stay in the KV cache under those tokens.
 OVERRIDES = ("embed_override_token_id", "embed_overrides", "query_embed_overrides", "item_embed_overrides")
-MOST_TOKEN_BYTES = 64  # nearly all tokens are at most this long
 SPARE_TOKENS = 8  # tokens that a tokenizer may add to a text
 
 
@@ -81,6 +84,15 @@ class _Responses(ResponsesRequest):
         return parameters
 
 
+class _Responding(OpenAIServingResponses):
+    async def _make_request(self, request: Any, prev_response: Any, tokenizer: Any) -> Any:
+        make = partial(super()._make_request, request, prev_response, tokenizer)
+        given = {"input": request.input, "instructions": request.instructions}
+        if text_size("/v1/responses", given).total <= LARGE:
+            return await make()
+        return await aside(lambda: asyncio.run(make()), True)
+
+
 @dataclass(frozen=True, slots=True)
 class Served:
     """One endpoint: the model of its body, the check for faults, the function that answers, and the answer's writer.
@@ -110,7 +122,7 @@ class Endpoints:
         marked: Any = self._manager
         self.served: dict[str, Served] = {}
         if self._generates:
-            responses = OpenAIServingResponses(marked, templates, enable_prompt_tokens_details=True)
+            responses = _Responding(marked, templates, enable_prompt_tokens_details=True)
             self.served["/v1/responses"] = Served(
                 _Responses,
                 self._responses_fault,

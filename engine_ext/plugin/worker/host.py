@@ -12,14 +12,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from fastapi import HTTPException
 from fastapi.responses import StreamingResponse
 from pydantic import BaseModel
 from sglang.srt.entrypoints.engine import Engine
 from sglang.srt.entrypoints.openai.protocol import ChatCompletionRequest, CompletionRequest
-from sglang.srt.entrypoints.openai.serving_base import OpenAIServingBase
-from sglang.srt.entrypoints.openai.serving_chat import OpenAIServingChat
-from sglang.srt.entrypoints.openai.serving_completions import OpenAIServingCompletion
 
 from engine_ext import warm_up
 from engine_ext.coserve.slo import DEFAULT
@@ -49,8 +45,10 @@ from engine_ext.plugin.worker.endpoints import Endpoints
 from engine_ext.plugin.worker.forking import ForkingEngine
 from engine_ext.plugin.worker.marked import ONLINE, Told
 from engine_ext.plugin.worker.other_calls import OtherCalls
+from engine_ext.plugin.worker.serving import Chat, Completion, Serving, Written, beside_the_loop
 from engine_ext.plugin.worker.shedding import Shedding
 from engine_ext.plugin.worker.shutdown import shut_down
+from engine_ext.plugin.worker.text_size import MOST_TOKEN_BYTES, TextSize, text_size
 
 STEP_LIMIT_S = 60.0
 # Fields that a request must not set: identity, place in the queue, and routing belong to the service.
@@ -66,26 +64,6 @@ GRAMMAR_TURNS = "6000"
 
 # What SGLang does for a minute, inside its event loop, before it says that one of its processes has died.
 DUMPS = ("SGLANG_PYSPY_DUMP_BEFORE_CRASH", "SGLANG_CUDA_COREDUMP_BEFORE_CRASH")
-
-
-class _Reading(OpenAIServingBase):
-    """Reports what SGLang cannot parse as the request's own, permanent fault; SGLang answers some of it with 500."""
-
-    def _convert_to_internal_request(self, request: Any, raw_request: Any = None) -> Any:
-        try:
-            return super()._convert_to_internal_request(request, raw_request)  # type: ignore[safe-super]
-        except (ValueError, HTTPException):
-            raise
-        except Exception as error:
-            raise ValueError(f"{type(error).__name__}: {error}") from error
-
-
-class _Chat(_Reading, OpenAIServingChat):
-    pass
-
-
-class _Completion(_Reading, OpenAIServingCompletion):
-    pass
 
 
 def _a_core_each(ranks: int) -> str:
@@ -157,14 +135,15 @@ class EngineHost:
         self._watch = Watch(self._pulses, step_limit_s, self._works_since)
         self._vocab_size = int(self._manager.model_config.vocab_size)
         manager, templates = self._manager, self._engine.template_manager
+        beside_the_loop(manager)
         self._shedding = None
         if options.sheds:
             self._shedding = Shedding(self._pulses, options.online, self.context_length)
-        self._serving: dict[str, tuple[type[BaseModel], OpenAIServingBase]] = {}
+        self._serving: dict[str, tuple[type[BaseModel], Serving]] = {}
         if manager.is_generation:  # an embedding engine dies of these
             self._serving = {
-                "/v1/chat/completions": (ChatCompletionRequest, _Chat(manager, templates)),
-                "/v1/completions": (CompletionRequest, _Completion(manager, templates)),
+                "/v1/chat/completions": (ChatCompletionRequest, Chat(manager, templates)),
+                "/v1/completions": (CompletionRequest, Completion(manager, templates)),
             }
         served = {} if self._emulated else Endpoints(manager, templates, model_name).served
         self._others = OtherCalls(served, self._vocab_size, self._in_flight)
@@ -261,8 +240,9 @@ class EngineHost:
         requests with 4xx, and never raises for them.
         """
         fields = plain(endpoint, {key: value for key, value in body.items() if key not in RESERVED_FIELDS})
-        if fault := unserved(endpoint, fields):
-            return Answer(400, error_body(f"{fault[0]}: {fault[1]}", fault[0]))
+        size = text_size(endpoint, fields)
+        if (refusal := self._refused(endpoint, fields, size, size.longest)) is not None:
+            return refusal
         if endpoint in self._others.served:
             return await self._others.run(endpoint, fields, Told(rid, kind, due=due, lengths=lengths, project=project))
         request = self._read(endpoint, fields, rid)
@@ -270,8 +250,8 @@ class EngineHost:
             return request
         request.custom_params = (request.custom_params or {}) | marks(kind, due, lengths, project)
         with self._in_flight(Told(rid, kind, guard.prompts_in(request))):
-            response: Any = await self._serving[endpoint][1].handle_request(request, None)  # type: ignore[arg-type]
-        return self._answer_of(response, added_fields(None, self._emulated))
+            response: Any = await self._serving[endpoint][1].answer(request, size.total)
+        return self._answer_of(response, added_fields(None, self._emulated), fields)
 
     def refusal(self, slo: str) -> str | None:
         """Return why an online request of this class would be late; None if it may be served."""
@@ -286,8 +266,10 @@ class EngineHost:
         early when this call is cancelled or its stream is closed. It answers bad requests with 4xx.
         """
         fields = plain(endpoint, {key: body[key] for key in body.keys() - (RESERVED_FIELDS - STREAM_FIELDS)})
-        if fault := unserved(endpoint, fields):
-            return Answer(400, error_body(f"{fault[0]}: {fault[1]}", fault[0]))
+        text = text_size(endpoint, fields)
+        # Also of several prompts: online requests are short.
+        if (refusal := self._refused(endpoint, fields, text, text.total)) is not None:
+            return refusal
         request: Any = None if endpoint in self._others.served else self._read(endpoint, fields, rid)
         if isinstance(request, Answer):
             return request
@@ -297,7 +279,7 @@ class EngineHost:
             events = self._others.events(endpoint, fields, Told(rid, ONLINE, slo=slo, project=project))
         else:
             request.custom_params = (request.custom_params or {}) | online_marks(slo, project) or None
-            events = self._events(self._serving[endpoint][1], request, slo)
+            events = self._events(self._serving[endpoint][1], request, slo, fields, text.total)
         first = await anext(events)
         if isinstance(first, Answer):
             await events.aclose()
@@ -305,18 +287,27 @@ class EngineHost:
         return Stream(first, events)
 
     async def _events(
-        self, serving: OpenAIServingBase, request: Any, slo: str
+        self, serving: Serving, request: Any, slo: str, body: dict[str, Any], text_bytes: int
     ) -> "AsyncGenerator[Answer | bytes, None]":
         """Yield the answer as a whole, or its server-sent events; abort the request if nobody waits for the rest."""
         known = Told(request.rid, ONLINE, guard.prompts_in(request), slo=slo)
         with self._in_flight(known):
-            response: Any = await serving.handle_request(request, None)  # type: ignore[arg-type]
+            response: Any = await serving.answer(request, text_bytes)
             fields = added_fields(slo, self._emulated)
             if not isinstance(response, StreamingResponse):
-                yield self._answer_of(response, fields)
+                yield self._answer_of(response, fields, body)
                 return
             async for event in response.body_iterator:
                 yield event_with_fields(event.encode() if isinstance(event, str) else bytes(event), fields)
+
+    def _refused(self, endpoint: str, fields: dict[str, Any], size: TextSize, text_bytes: int) -> Answer | None:
+        """Return the refusal of a body that SGLang would answer otherwise, or make millions of tokens of."""
+        if fault := unserved(endpoint, fields):
+            return Answer(400, error_body(f"{fault[0]}: {fault[1]}", fault[0]))
+        if text_bytes > MOST_TOKEN_BYTES * self.context_length:
+            message = f"The request is longer than the model's context length of {self.context_length} tokens."
+            return Answer(400, error_body(message, size.field, "context_length_exceeded"))
+        return None
 
     def _read(self, endpoint: str, fields: dict[str, Any], rid: str) -> Any:
         """Return SGLang's request, with an rid and without marks of ours, or the Answer that refuses it."""
@@ -337,13 +328,11 @@ class EngineHost:
         return request
 
     @staticmethod
-    def _answer_of(response: Any, fields: bytes) -> Answer:
-        """Return what SGLang answered as a whole, with these fields."""
-        if isinstance(response, BaseModel):
-            choices = getattr(response, "choices", [])
-            aborted = any(choice.finish_reason == "abort" for choice in choices)
-            return Answer(200, with_fields(response.model_dump_json().encode(), fields), aborted)
-        return failed(response.status_code, bytes(response.body))
+    def _answer_of(response: Any, fields: bytes, body: dict[str, Any]) -> Answer:
+        """Return what SGLang answered to a body as a whole, with these fields."""
+        if isinstance(response, Written):
+            return Answer(200, with_fields(response.body, fields), response.aborted)
+        return failed(response.status_code, bytes(response.body), body)
 
     def _works_since(self) -> float | None:
         """Return since when the engine has requests, by the monotonic clock; None if it has none.

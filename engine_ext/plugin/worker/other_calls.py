@@ -11,6 +11,7 @@ from engine_ext.plugin.worker import guard
 from engine_ext.plugin.worker.answers import Answer, error_body, failed, refused
 from engine_ext.plugin.worker.endpoints import Served
 from engine_ext.plugin.worker.marked import Told
+from engine_ext.plugin.worker.refusals import code_and_param
 
 
 @dataclass(frozen=True)
@@ -26,13 +27,13 @@ class OtherCalls:
 
     async def run(self, endpoint: str, fields: dict[str, Any], known: Told) -> Answer:
         """Return the whole answer."""
-        return self._written(endpoint, await self._ask(endpoint, fields, known), known)
+        return self._written(endpoint, fields, await self._ask(endpoint, fields, known), known)
 
     async def events(self, endpoint: str, fields: dict[str, Any], known: Told) -> AsyncGenerator[Answer | bytes, None]:
         """Yield the answer as a whole, or its server-sent events where the endpoint has such and they are asked for."""
         found, events = await self._ask(endpoint, fields, known), self.served[endpoint].events
         if events is None or not isinstance(found, AsyncIterator):
-            yield self._written(endpoint, found, known)
+            yield self._written(endpoint, fields, found, known)
             return
         has_begun = False
         try:
@@ -64,9 +65,10 @@ class OtherCalls:
         except Exception as error:  # an error before SGLang has sent the request is the request's own fault
             if known.sent:
                 raise
-            return Answer(400, error_body(f"{type(error).__name__}: {error}", None))
+            code, param = code_and_param(str(error), fields)
+            return Answer(400, error_body(f"{type(error).__name__}: {error}", param, code))
 
-    def _written(self, endpoint: str, found: Any, known: Told) -> Answer:
+    def _written(self, endpoint: str, fields: dict[str, Any], found: Any, known: Told) -> Answer:
         """Return what SGLang answered as a whole."""
         if isinstance(found, Answer):
             return found
@@ -74,6 +76,6 @@ class OtherCalls:
             return Answer(200, b"{}", aborted=True)
         status = getattr(found, "status_code", 200)
         if status >= 400:
-            return failed(status if known.sent else 400, bytes(found.body))
+            return failed(status if known.sent else 400, bytes(found.body), fields)
         body = self.served[endpoint].write(found, known)
         return Answer(200, json.dumps(body, allow_nan=False).encode())

@@ -1,0 +1,145 @@
+"""SGLang's serving of chats and completions, with long work beside the event loop (`aside.py`)."""
+
+import asyncio
+import time
+from collections.abc import Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+from fastapi import HTTPException
+from pydantic import BaseModel
+from sglang.srt.entrypoints.openai.protocol import ChoiceLogprobs
+from sglang.srt.entrypoints.openai.serving_base import OpenAIServingBase
+from sglang.srt.entrypoints.openai.serving_chat import OpenAIServingChat
+from sglang.srt.entrypoints.openai.serving_completions import OpenAIServingCompletion
+
+from engine_ext.plugin.worker.aside import LARGE, aside
+from engine_ext.plugin.worker.logprobs import logprobs_of, with_logprobs
+
+MANY_LOGPROBS = 2000  # log probabilities that take some 15 ms to write
+
+
+class Written(NamedTuple):
+    """An answer in JSON; `aborted`: whether the request was."""
+
+    body: bytes
+    aborted: bool
+
+
+class Serving(OpenAIServingBase):
+    """Converts long bodies, and builds long answers, in a thread.
+
+    What SGLang cannot parse is the request's own, permanent fault; SGLang answers some of it with 500.
+    """
+
+    def __init__(self, manager: Any, templates: Any) -> None:
+        super().__init__(manager, templates)  # pyright: ignore[reportCallIssue]
+        self._converted: dict[str, Any] = {}  # by rid
+
+    async def answer(self, request: Any, text_bytes: int) -> Any:
+        """Answer a request with so much text."""
+        try:
+            if text_bytes > LARGE:
+                self._converted[request.rid] = await aside(partial(self._convert, request, None), True)
+            return await self.handle_request(request, None)  # type: ignore[arg-type]
+        finally:
+            self._converted.pop(request.rid, None)
+
+    def _convert(self, request: Any, raw_request: Any) -> Any:
+        """Return SGLang's request, or the error that refuses it."""
+        try:
+            return super()._convert_to_internal_request(request, raw_request)  # type: ignore[safe-super]
+        except (ValueError, HTTPException) as error:
+            return error
+        except Exception as error:
+            return ValueError(f"{type(error).__name__}: {error}")
+
+    def _convert_to_internal_request(self, request: Any, raw_request: Any = None) -> Any:
+        found = self._converted.get(request.rid) or self._convert(request, raw_request)
+        if isinstance(found, Exception):
+            raise found
+        return found
+
+    async def _handle_non_streaming_request(self, adapted_request: Any, request: Any, raw_request: Any) -> Any:
+        try:
+            found = await self.tokenizer_manager.generate_request(adapted_request, raw_request).__anext__()
+        except ValueError as error:
+            return self.create_error_response(str(error))
+        answers = found if isinstance(found, list) else [found]
+        return await aside(partial(self._write, request, answers), _logprobs(answers) > MANY_LOGPROBS)
+
+    def _write(self, request: Any, answers: list[Any]) -> "Written | Any":
+        """Return the answer in JSON, or SGLang's error response."""
+        found = self._build(request, answers, int(time.time()))
+        if not isinstance(found, BaseModel):
+            return found
+        choices: list[Any] = getattr(found, "choices", [])
+        aborted = any(choice.finish_reason == "abort" for choice in choices)
+        return Written(self._json(found, request, answers), aborted)
+
+    def _build(self, request: Any, answers: list[Any], created: int) -> Any:
+        raise NotImplementedError
+
+    def _json(self, found: BaseModel, request: Any, answers: list[Any]) -> bytes:
+        return found.model_dump_json().encode()
+
+
+class Chat(Serving, OpenAIServingChat):
+    def _build(self, request: Any, answers: list[Any], created: int) -> Any:
+        return self._build_chat_response(request, answers, created)
+
+    def _process_response_logprobs(self, ret_item: Any) -> ChoiceLogprobs:
+        return ChoiceLogprobs(content=[])  # `_json` puts them in
+
+    def _json(self, found: BaseModel, request: Any, answers: list[Any]) -> bytes:
+        body = super()._json(found, request, answers)
+        return with_logprobs(body, list(map(logprobs_of, answers))) if request.logprobs else body
+
+
+class Completion(Serving, OpenAIServingCompletion):
+    def _build(self, request: Any, answers: list[Any], created: int) -> Any:
+        return self._build_completion_response(request, answers, created)
+
+
+def _logprobs(answers: list[Any]) -> int:
+    """Return how many log probabilities the answers have."""
+    names = ("input_token_logprobs", "output_token_logprobs", "input_top_logprobs", "output_top_logprobs")
+    parts = [each["meta_info"].get(name) or [] for each in answers for name in names]
+    return sum(len(part) * (len(part[-1] or ()) if part else 0) for part in parts)
+
+
+class TokenTexts:
+    """Remembers the texts of tokens, each of which SGLang would decode again for each log probability."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+        self._texts: dict[int, str] = {}
+
+    def __call__(
+        self, token_logprobs_val: Sequence[float], token_logprobs_idx: Sequence[int], decode_to_text: bool
+    ) -> list[tuple[float, int, str | None]]:
+        """Do what TokenizerManager.detokenize_logprob_tokens does."""
+        known = self._texts
+        if not decode_to_text:
+            return [(value, each, None) for value, each in zip(token_logprobs_val, token_logprobs_idx, strict=False)]
+        new = [each for each in dict.fromkeys(token_logprobs_idx) if each not in known]
+        if new:
+            known.update(zip(new, self._tokenizer.batch_decode([[each] for each in new]), strict=True))
+        return [(value, each, known[each]) for value, each in zip(token_logprobs_val, token_logprobs_idx, strict=False)]
+
+
+def beside_the_loop(manager: Any) -> None:
+    """Let SGLang's tokenizer manager tokenize long texts in the thread, and decode each token's text once."""
+    if manager.tokenizer is None:
+        return
+    manager.detokenize_logprob_tokens = TokenTexts(manager.tokenizer)
+    tokenize = manager._tokenize_texts
+
+    async def tokenize_texts(texts: Any, is_cross_encoder: bool = False) -> Any:
+        each = [texts] if isinstance(texts, str) else texts
+        size = sum(len(part) for item in each for part in ([item] if isinstance(item, str) else item))
+        if size <= LARGE:
+            return await tokenize(texts, is_cross_encoder)
+        return await aside(lambda: asyncio.run(tokenize(texts, is_cross_encoder)), True)
+
+    manager._tokenize_texts = tokenize_texts

@@ -1,0 +1,50 @@
+"""Counts the text of a request that the engine would make tokens of, before it does."""
+
+from typing import Any, NamedTuple
+
+from engine_ext.plugin.worker.guard import MEDIA
+
+MOST_TOKEN_BYTES = 64  # nearly all tokens are at most this long
+# All that a prompt or a chat template may contain; the first one that is there is the prompt.
+FIELDS = ("messages", "prompt", "input", "items", "documents", "query", "instructions", "tools", "chat_template_kwargs")
+IDS = ("prompt", "input", "items", "query", "input_ids")  # may be token ids
+CHOSEN = {"/v1/completions": "prompt", "/v1/embeddings": "input", "/v1/score": "items", "/v1/rerank": "documents"}
+
+
+class TextSize(NamedTuple):
+    """The bytes of all texts, those of the longest prompt of them, and the field that has most of these."""
+
+    total: int
+    longest: int
+    field: str
+
+
+def text_size(endpoint: str, fields: dict[str, Any]) -> TextSize:
+    """Count the text of a body; a token id counts as the longest token.
+
+    Each text of a list is a prompt of its own at the endpoints that take several, beside what all of them share.
+    """
+    sizes = {name: _bytes(fields[name], name in IDS) for name in (*FIELDS, "input_ids") if name in fields}
+    total, several = sum(sizes.values()), CHOSEN.get(endpoint, "")
+    given = fields.get(several)
+    if isinstance(given, list) and given and not isinstance(given[0], int):
+        sizes[several] = max(_bytes(each, several in IDS) for each in given)
+    return TextSize(total, sum(sizes.values()), max(sizes, key=lambda name: sizes[name], default=""))
+
+
+def _bytes(value: Any, has_ids: bool) -> int:
+    """Return the bytes of all text in a value, without media that it brings along."""
+    count, left = 0, [("", value)]
+    while left:
+        key, each = left.pop()
+        if isinstance(each, str):
+            is_media = key in MEDIA and each.startswith("data:")
+            count += 0 if is_media else len(each) if each.isascii() else len(each.encode(errors="replace"))
+        elif isinstance(each, dict):
+            count += sum(map(len, each))
+            left += each.items()
+        elif isinstance(each, list):
+            left += [("", item) for item in each]
+        else:
+            count += MOST_TOKEN_BYTES if has_ids and isinstance(each, int) else 8
+    return count

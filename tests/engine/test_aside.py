@@ -1,0 +1,128 @@
+"""Long work of one request is done beside the event loop, and says what SGLang says; needs SGLang, no engine."""
+
+import asyncio
+import json
+import threading
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from sglang.srt.entrypoints.openai.protocol import (
+    ChatCompletionResponse,
+    ChatCompletionResponseChoice,
+    ChatMessage,
+    ChoiceLogprobs,
+    UsageInfo,
+)
+from sglang.srt.entrypoints.openai.serving_chat import OpenAIServingChat
+from sglang.srt.managers.tokenizer_manager import TokenizerManager
+
+from engine_ext.plugin.worker.aside import LARGE, aside
+from engine_ext.plugin.worker.logprobs import logprobs_of, with_logprobs
+from engine_ext.plugin.worker.refusals import code_and_param
+from engine_ext.plugin.worker.serving import TokenTexts, beside_the_loop
+from engine_ext.plugin.worker.text_size import MOST_TOKEN_BYTES, text_size
+
+TEXTS = ["a", '"logprobs":{"content":[]}', " ü", "\ufffd", "\u2028", "\n", "a"]
+TOO_LONG = "context_length_exceeded prompt"
+CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+
+
+def answer(tops: list[Any]) -> dict[str, Any]:
+    tokens = [(-0.5 * at, at, text) for at, text in enumerate(TEXTS)]
+    meta = {"output_token_logprobs": tokens, "finish_reason": {"type": "length"}}
+    return {"meta_info": {**meta, "output_top_logprobs": tops} if tops else meta, "text": "".join(TEXTS)}
+
+
+def response(logprobs: list[Any]) -> ChatCompletionResponse:
+    message = ChatMessage(role="assistant", content='"logprobs":{"content":[]}')
+    choices = [
+        ChatCompletionResponseChoice(index=at, message=message, logprobs=each, finish_reason="length")
+        for at, each in enumerate(logprobs)
+    ]
+    return ChatCompletionResponse(id="a", created=1, model="m", choices=choices, usage=UsageInfo())
+
+
+@pytest.mark.parametrize("tops", [[], [[(-1.5, 3, "x"), (float("-inf"), 4, "y"), (-1e-7, 5, "x")]] * len(TEXTS)])
+def test_log_probabilities_are_written_as_sglang_writes_them(tops: list[Any]) -> None:
+    answers, serving = [answer(tops), answer(tops)], OpenAIServingChat.__new__(OpenAIServingChat)
+    wanted = response([serving._process_response_logprobs(each) for each in answers]).model_dump_json()
+    body = response([ChoiceLogprobs(content=[]) for _ in answers]).model_dump_json().encode()
+    assert json.loads(with_logprobs(body, [logprobs_of(each) for each in answers])) == json.loads(wanted)
+
+
+def test_the_text_of_a_token_is_decoded_once() -> None:
+    asked: list[list[list[int]]] = []
+
+    def batch_decode(ids: list[list[int]]) -> list[str]:
+        asked.append(ids)
+        return [f"t{each}" for [each] in ids]
+
+    manager = SimpleNamespace(tokenizer=SimpleNamespace(batch_decode=batch_decode))
+    texts = TokenTexts(manager.tokenizer)
+    for ids in ([1, 2, 1], [2, 3]):
+        wanted = TokenizerManager.detokenize_logprob_tokens(manager, [0.1] * len(ids), ids, True)  # type: ignore[arg-type]
+        asked.pop()
+        assert texts([0.1] * len(ids), ids, True) == wanted
+    assert asked == [[[1], [2]], [[3]]]
+    assert texts([0.1], [9], False) == [(0.1, 9, None)]
+
+
+async def test_long_texts_are_tokenized_in_a_thread() -> None:
+    threads: list[int] = []
+
+    async def tokenize(texts: Any, is_cross_encoder: bool = False) -> Any:
+        threads.append(threading.get_ident())
+        return [len(texts)], is_cross_encoder
+
+    manager = SimpleNamespace(tokenizer=SimpleNamespace(), _tokenize_texts=tokenize)
+    beside_the_loop(manager)
+    assert await manager._tokenize_texts("short") == ([5], False)
+    assert await manager._tokenize_texts([["a" * LARGE, "b"]], True) == ([1], True)
+    assert await manager._tokenize_texts(["a" * LARGE, "b"]) == ([2], False)
+    assert [each == threading.get_ident() for each in threads] == [True, False, False]
+
+
+async def test_the_loop_answers_while_long_work_is_done() -> None:
+    done = threading.Event()
+    work = asyncio.create_task(aside(lambda: done.wait(60), True))
+    await asyncio.sleep(0)
+    done.set()  # by the loop, which the work does not hold up
+    assert await work
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "body", "size"),
+    [
+        (CHAT, {"messages": [{"role": "user", "content": "é" * 50}]}, (100 + 15, 115, "messages")),
+        (CHAT, {"messages": "", "tools": [{"x": "y" * 90}], "chat_template_kwargs": {"k": "v"}}, (93, 93, "tools")),
+        ("/v1/responses", {"input": "a", "instructions": "b" * 9}, (10, 10, "instructions")),
+        (COMPLETIONS, {"prompt": ["a" * 10, "b" * 30]}, (40, 30, "prompt")),
+        (COMPLETIONS, {"prompt": [1, 2, 3]}, (3 * MOST_TOKEN_BYTES, 3 * MOST_TOKEN_BYTES, "prompt")),
+        (COMPLETIONS, {"prompt": [[1], [2, 3]]}, (3 * MOST_TOKEN_BYTES, 2 * MOST_TOKEN_BYTES, "prompt")),
+        ("/v1/rerank", {"query": "q", "documents": ["a" * 3, "b" * 5]}, (9, 6, "documents")),
+        (CHAT, {"messages": [{"url": "data:" + "a" * 99, "x": "data:" + "b" * 9}]}, (18, 18, "messages")),
+    ],
+)
+def test_all_text_that_becomes_tokens_is_counted(endpoint: str, body: dict[str, Any], size: tuple[Any, ...]) -> None:
+    assert text_size(endpoint, body) == size
+
+
+@pytest.mark.parametrize(
+    ("message", "found"),
+    [
+        (
+            "The input (9 tokens) is longer than the model's context length (5 tokens).",
+            "context_length_exceeded prompt",
+        ),
+        (
+            "Requested token count exceeds the model's maximum context length of 5 tokens.",
+            "context_length_exceeded prompt",
+        ),
+        ("top_p must be in (0, 1], got 2.", "invalid_request top_p"),
+        ("min_p must be in [0, 1], got 2.", "invalid_request None"),  # not in the body
+        ("Something else.", "invalid_request None"),
+    ],
+)
+def test_what_sglang_refuses_names_its_field(message: str, found: str) -> None:
+    assert "{} {}".format(*code_and_param(message, {"prompt": "a", "top_p": 2})) == found
