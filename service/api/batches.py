@@ -61,7 +61,7 @@ async def create_batch(body: CreateBatch, context: InContext, caller: CalledBy, 
 
     asked = body.model_dump()
     # Left out at their defaults, as before these options existed, so that a retry across an upgrade is recognized.
-    for name, default in (("hold", False), ("on_long_line", OnLongLine.FAIL_FILE)):
+    for name, default in (("hold", False), ("on_long_line", OnLongLine.FAIL_LINE)):
         if asked["batchweave"][name] == default:
             del asked["batchweave"][name]
     return await shape(context, await _add_once(context, caller, again, "batch.create", digest(asked), make))

@@ -50,10 +50,10 @@ class CreateExtras(BaseModel):
     on_long_line: Annotated[
         OnLongLine,
         Field(
-            description="What fails if a request is longer than the model's context: the whole file, before it runs, "
-            "or only that request's line"
+            description="What fails if a request is longer than the model's context: only that request's line, or the "
+            "whole file, before it runs"
         ),
-    ] = OnLongLine.FAIL_FILE
+    ] = OnLongLine.FAIL_LINE
     hold: Annotated[
         bool,
         Field(description="Validate the batch and preview its plan, but run nothing until POST /v1/batches/{id}/start"),

@@ -61,8 +61,8 @@ class OutputOrder(StrEnum):
 class OnLongLine(StrEnum):
     """Says what happens to a file with a request that is longer than the model's context."""
 
-    FAIL_FILE = "fail_file"  # nothing runs, as in OpenAI's API
-    FAIL_LINE = "fail_line"  # only that request fails
+    FAIL_LINE = "fail_line"  # only that request fails, as in OpenAI's API
+    FAIL_FILE = "fail_file"  # nothing runs
 
 
 class SliceStatus(StrEnum):
@@ -203,7 +203,7 @@ class Batch(Base):
     asked: Mapped[str | None] = mapped_column(String(64))  # digest of the request body that created it
     output_order: Mapped[OutputOrder] = mapped_column(String(8), default=OutputOrder.ANY, server_default="any")
     on_long_line: Mapped[OnLongLine] = mapped_column(
-        String(16), default=OnLongLine.FAIL_FILE, server_default="fail_file"
+        String(16), default=OnLongLine.FAIL_LINE, server_default="fail_file"
     )
     retry_of: Mapped[str | None] = mapped_column(String(64))  # run only what failed in this batch of the same input
     model: Mapped[str | None] = mapped_column(String(512))  # the base model, whose workers run the batch

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from service.objects.request_index import KEYS, RECORD
-from service.objects.request_output import EXACT, MOST_TOKENS, asked_output
+from service.objects.request_output import EXACT, MOST_TOKENS, AskedOutput, asked_output
 from service.objects.storage import Writer
 from service.requests.likeness import keys_of
 from service.requests.lines import MAX_ERRORS, LineChecker, LineError
@@ -50,7 +50,7 @@ class IndexWriter:
     keys: Writer
     project_id: str
     context_length: int | None = None
-    fails_lines: bool = False  # leave a request that is too long to the engine, which fails only that request
+    fails_lines: bool = True  # leave a request that is too long to the engine, which fails only that request
     _places: list[Place] = field(default_factory=list[Place])
     _bodies: list[dict[str, Any]] = field(default_factory=list[dict[str, Any]])
     _bytes: int = 0
@@ -75,7 +75,7 @@ class IndexWriter:
         await self._write()
         places, bodies, self._places, self._bodies, self._bytes = self._places, self._bodies, [], [], 0
         errors = len(self.checker.errors)
-        if bodies and errors < MAX_ERRORS and not (errors and self.context_length is None):
+        if bodies and errors < MAX_ERRORS and not (errors and (self.fails_lines or self.context_length is None)):
             work = asyncio.ensure_future(asyncio.to_thread(encoder.encode, self.endpoint, bodies))
             self._ahead = _Ahead(places, bodies, work)
 
@@ -85,10 +85,13 @@ class IndexWriter:
         places, bodies, work = self._ahead
         self._ahead = None
         prompts = await work
-        for place, body, prompt in zip(places, bodies, prompts, strict=True):
-            self._judge_length(place.line, body, prompt)
+        ids = [prompt.ids for prompt in prompts]
+        for at, (place, body, prompt) in enumerate(zip(places, bodies, prompts, strict=True)):
+            if self._is_too_long(body, prompt):
+                self._report(place.line, body, prompt)
+                # The engine refuses it at once, so it is planned as if it were nothing.
+                places[at], ids[at] = place._replace(asked=AskedOutput(1, True).packed), ids[at][:1]
         if not self.checker.errors:
-            ids = [prompt.ids for prompt in prompts]
             self.prompt_tokens = await _append(self.records, self.tokens, places, ids, self.prompt_tokens)
             await self._write_keys(places, bodies, ids)
 
@@ -102,19 +105,25 @@ class IndexWriter:
         ]
         await self.keys.write(np.array(found, dtype=KEYS).tobytes())
 
-    def _judge_length(self, line: int, body: dict[str, Any], prompt: Prompt) -> None:
-        """Report a request that the engine would refuse as too long.
+    def _is_too_long(self, body: dict[str, Any], prompt: Prompt) -> bool:
+        """Return whether the engine would refuse a request as too long.
 
         A prompt whose token count is only estimated is judged by its lower bound; the engine decides the rest.
         """
-        answer = max(asked_output(self.endpoint, body).most, 1)
         fewest = len(prompt.ids) if prompt.is_exact else prompt.fewest
-        if self.context_length is None or self.fails_lines or fewest + answer <= self.context_length:
+        return self.context_length is not None and fewest + self._answer(body) > self.context_length
+
+    def _answer(self, body: dict[str, Any]) -> int:
+        return max(asked_output(self.endpoint, body).most, 1)
+
+    def _report(self, line: int, body: dict[str, Any], prompt: Prompt) -> None:
+        """Report a request that is too long, if it fails the file."""
+        if self.fails_lines:
             return
         message = (
-            f"The prompt has {len(prompt.ids)} tokens. With {answer} for the answer, the request exceeds the model's "
-            f"context length of {self.context_length} tokens. Shorten the prompt, lower max_tokens, or create the "
-            "batch with 'on_long_line': 'fail_line' to run its other requests."
+            f"The prompt has {len(prompt.ids)} tokens. With {self._answer(body)} for the answer, the request exceeds "
+            f"the model's context length of {self.context_length} tokens. Shorten the prompt, lower max_tokens, or "
+            "create the batch without 'on_long_line': 'fail_file' to run its other requests."
         )
         self.checker.add(LineError("context_length_exceeded", message, line, "body"))
 

@@ -50,9 +50,9 @@ def submit(
     window: Annotated[str, typer.Option("--window", callback=_window, help="Completion window: 30m, 24h, 7d.")] = "24h",
     metadata: Annotated[list[str] | None, typer.Option("--metadata", help="name=value; repeatable.")] = None,
     in_order: Annotated[bool, typer.Option("--in-order", help="Results in input order.")] = False,
-    long_alone: Annotated[
+    fails_file: Annotated[
         bool,
-        typer.Option("--long-lines-fail-alone", help="Do not refuse the file for requests that the model cannot hold."),
+        typer.Option("--long-lines-fail-file", help="Run nothing if the model cannot hold one of the requests."),
     ] = False,
     show_plan: Annotated[
         bool, typer.Option("--preview", help="Show time and cost first; hold the batch until you start it.")
@@ -78,7 +78,7 @@ def submit(
     with service_at(url, key) as client:
         asked: dict[str, Any] = {"completion_window": window, "metadata": _pairs(metadata or [])}
         wishes: dict[str, Any] = {"output_order": "input"} if in_order else {}
-        wishes |= {"on_long_line": "fail_line"} if long_alone else {}
+        wishes |= {"on_long_line": "fail_file"} if fails_file else {}
         wishes |= {"hold": True} if show_plan else {}
         if wishes:  # another service would not know them
             asked["batchweave"] = wishes

@@ -182,7 +182,6 @@ def test_a_batch_for_what_its_model_cannot_do_fails_at_once(up: Up) -> None:
         (json.dumps({**line("a"), "url": COMPLETIONS}).encode(), "url_mismatch", 1),
         (b"\n", "empty_file", None),
         (json.dumps(line("a", model="gpt-unknown")).encode(), "model_not_found", 1),
-        (json.dumps(line("a", messages=[LONG])).encode(), "context_length_exceeded", 1),
     ],
 )
 def test_bad_file_fails_with_code_and_line(up: Up, data: bytes, code: str, number: int | None) -> None:
@@ -195,16 +194,22 @@ def test_bad_file_fails_with_code_and_line(up: Up, data: bytes, code: str, numbe
 
 
 def test_request_that_sglang_refuses_is_one_error_line(up: Up) -> None:
-    lines = [line("good-1"), line("bad", temperature=-3), line("odd", top_p=7)]
+    lines = [line("good-1"), line("bad", temperature=-3), line("odd", top_p=7), line("long", messages=[LONG])]
     batch = up.wait(up.submit([*lines, line("good-2")]))
     assert batch.status == "completed"
     assert set(up.lines(batch.output_file_id)) == {"good-1", "good-2"}
     errors = up.lines(batch.error_file_id)
-    assert {key: each["response"]["status_code"] for key, each in errors.items()} == {"bad": 400, "odd": 400}
-    assert "temperature" in errors["bad"]["response"]["body"]["error"]["message"]
+    assert {each["response"]["status_code"] for each in errors.values()} == {400}
+    told = {key: each["response"]["body"]["error"] for key, each in errors.items()}
+    assert {key: (each["code"], each["param"]) for key, each in told.items()} == {
+        "bad": ("invalid_request", "temperature"),
+        "odd": ("invalid_request", "top_p"),
+        "long": ("context_length_exceeded", "messages"),
+    }
+    assert "temperature" in told["bad"]["message"]
     counts = batch.request_counts
     assert counts is not None
-    assert (counts.total, counts.completed, counts.failed) == (4, 2, 2)
+    assert (counts.total, counts.completed, counts.failed) == (5, 2, 3)
 
 
 def test_token_ids_outside_the_vocabulary_do_not_kill_the_engine(up: Up) -> None:

@@ -46,7 +46,8 @@ def response(logprobs: list[Any]) -> ChatCompletionResponse:
 @pytest.mark.parametrize("tops", [[], [[(-1.5, 3, "x"), (float("-inf"), 4, "y"), (-1e-7, 5, "x")]] * len(TEXTS)])
 def test_log_probabilities_are_written_as_sglang_writes_them(tops: list[Any]) -> None:
     answers, serving = [answer(tops), answer(tops)], OpenAIServingChat.__new__(OpenAIServingChat)
-    wanted = response([serving._process_response_logprobs(each) for each in answers]).model_dump_json()
+    theirs = [serving._process_response_logprobs(each) for each in answers]  # pyright: ignore[reportPrivateUsage]
+    wanted = response(theirs).model_dump_json()
     body = response([ChoiceLogprobs(content=[]) for _ in answers]).model_dump_json().encode()
     assert json.loads(with_logprobs(body, [logprobs_of(each) for each in answers])) == json.loads(wanted)
 

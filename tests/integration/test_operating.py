@@ -210,7 +210,7 @@ async def test_a_line_that_is_too_long_fails_its_file_or_itself(harness: Harness
         return
     assert batch.errors is not None
     assert (batch.status, batch.errors[0]["code"]) == (BatchStatus.FAILED, "context_length_exceeded")
-    assert "fail_line" in batch.errors[0]["message"]
+    assert "fail_file" in batch.errors[0]["message"]
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ import pytest
 from sqlalchemy import func, select, update
 
 from service.cli.start import log_to
-from service.db.tables import Batch, BatchStatus, Model, Slice, Window
+from service.db.tables import Batch, BatchStatus, Model, OnLongLine, Slice, Window
 from service.db.tenant_tables import Project
 from service.jobs.planner import Planner
 from service.jobs.sweeper import KEEP_S
@@ -275,6 +275,7 @@ async def test_what_exceeds_the_context_is_refused_with_its_lines(harness: Harne
     fits = {**line(3)["body"], "max_tokens": 50}
     bodies = [line(0), line(1, body=long), line(2, body=asks), line(3, body=fits), line(4, method="GET")]
     batch = await harness.submit(jsonl(bodies))
+    await fails_as_a_file(harness, batch)
     await harness.validator.run_once()
     found = await harness.batch(batch)
     assert found.status == BatchStatus.FAILED
@@ -286,11 +287,30 @@ async def test_what_exceeds_the_context_is_refused_with_its_lines(harness: Harne
     assert "200 tokens" in (found.errors or [])[0]["message"]
     gigantic = {"model": "test-model", "messages": [{"role": "user", "content": "word " * 200_000}]}
     batch = await harness.submit(jsonl([line(1, body=gigantic)]))
+    await fails_as_a_file(harness, batch)
     await harness.validator.run_once()
     assert [each["code"] for each in (await harness.batch(batch)).errors or []] == ["context_length_exceeded"]
     good = await harness.submit(jsonl([line(0), line(3, body=fits)]))
     await harness.validator.run_once()
     assert (await harness.batch(good)).status == BatchStatus.IN_PROGRESS
+
+
+async def fails_as_a_file(harness: Harness, batch_id: str) -> None:
+    async with harness.database.write() as session:
+        await session.execute(update(Batch).where(Batch.id == batch_id).values(on_long_line=OnLongLine.FAIL_FILE))
+
+
+async def test_a_request_that_is_too_long_is_planned_as_if_it_were_nothing(harness: Harness) -> None:
+    async with harness.database.write() as session:
+        await session.execute(update(Model).values(context_length=200))
+    long = {"model": "test-model", "messages": [{"role": "user", "content": "word " * 100_000}], "max_tokens": 9}
+    batch_id = await harness.submit(jsonl([line(0), line(1, body=long), line(2)]))
+    await harness.plan()
+    batch = await harness.batch(batch_id)
+    assert (batch.status, batch.planned) == (BatchStatus.IN_PROGRESS, 3)
+    assert batch.prompt_tokens < 200
+    async with harness.working(ScriptedEngine()):
+        await harness.until_ended(batch_id)
 
 
 async def test_too_many_lines_are_refused(harness: Harness) -> None:

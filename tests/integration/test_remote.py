@@ -120,11 +120,11 @@ async def test_files_of_an_earlier_run_are_named(harness: Harness, url: str, tmp
 async def test_an_uploaded_file_is_submitted_by_its_id(harness: Harness, url: str, tmp_path: Path) -> None:
     code, printed, _ = await run(url, "files", "upload", write(tmp_path, [line(n) for n in range(4)]))
     file_id = printed.strip()
-    again = ("submit", file_id, "--wait", "--long-lines-fail-alone")
+    again = ("submit", file_id, "--wait", "--long-lines-fail-file")
     for _ in range(2):
         code, printed, _ = await run_beside_the_jobs(harness, ScriptedEngine(), url, *again)
         batch = await harness.batch(printed.strip())
-        assert (code, batch.input_file_id, batch.on_long_line) == (0, file_id, "fail_line")
+        assert (code, batch.input_file_id, batch.on_long_line) == (0, file_id, "fail_file")
     code, _, said = await run(url, "submit", "file-gone")
     assert (code, "`batchweave files list` lists yours" in said.replace("\n", " ")) == (1, True)
 
