@@ -60,6 +60,7 @@ async def create_file(request: Request, context: InContext, caller: CalledBy) ->
                 raise BadRequest(message, code="missing_required_parameter", param="file")
             await text.end()
             form.size_bytes = text.size_bytes
+            form.filename = text.named(form.filename)
             file = _file_row(file_id, caller, form, int(context.clock()))
     except ClientDisconnect as error:
         raise BadRequest("The upload was cut off.") from error

@@ -5,9 +5,9 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 from service.errors import BadRequest, PayloadTooLarge
+from service.requests.files import BYTE_ORDER_MARK, GZIP
 
 Sink = Callable[[bytes], Awaitable[object]]
-GZIP = b"\x1f\x8b"
 UTF_16 = (b"\xff\xfe", b"\xfe\xff")
 HEAD_BYTES = 4  # enough to recognize the kind of file
 STEP_BYTES = 1024 * 1024  # unpacked at a time
@@ -24,6 +24,11 @@ class PlainText:
         self._gzip: Any = None  # a decompressor, which has no public name
         self._members = self._member_began = 0
         self.size_bytes = 0
+        self._begin: bytes | None = b""  # of the text, until it is long enough to have a byte order mark
+
+    def named(self, name: str) -> str:
+        """Return the name of the file for its text, which is stored unpacked."""
+        return name if self._gzip is None else name.removesuffix(".gz")
 
     async def write(self, data: bytes) -> None:
         """Add bytes of the file. Raises BadRequest if it cannot be JSONL, PayloadTooLarge if its text is too large."""
@@ -38,6 +43,8 @@ class PlainText:
         """End the file. Raises BadRequest if it is empty or incomplete."""
         if not self._is_known:
             await self._pass(self._look())
+        if self._begin:
+            await self._start()
         if self._gzip is not None and not self._gzip.eof:
             raise BadRequest("The gzip file is cut off.", code="invalid_file", param="file")
         if not self.size_bytes:
@@ -47,7 +54,7 @@ class PlainText:
         self._is_known, head = True, self._head
         if head[:2] in UTF_16:
             raise BadRequest("The file is UTF-16. Save it as UTF-8.", code="invalid_file", param="file")
-        if head.removeprefix(b"\xef\xbb\xbf").lstrip()[:1] == b"[":
+        if head.removeprefix(BYTE_ORDER_MARK).lstrip()[:1] == b"[":
             message = "The file is a JSON array. A batch file has one request per line, without brackets around them."
             raise BadRequest(message, code="invalid_file", param="file")
         if head[:2] == GZIP:
@@ -73,7 +80,17 @@ class PlainText:
                     message = f"The gzip file has more than {MOST_MEMBERS} tiny members. Compress it as one."
                     raise BadRequest(message, code="invalid_file", param="file")
 
+    async def _start(self) -> None:
+        """Hand on how the text begins, without a byte order mark."""
+        begin, self._begin = self._begin or b"", None
+        await self._hand_on(begin.removeprefix(BYTE_ORDER_MARK))
+
     async def _hand_on(self, text: bytes) -> None:
+        if self._begin is not None:
+            self._begin += text
+            if len(self._begin) >= len(BYTE_ORDER_MARK):
+                await self._start()
+            return
         self.size_bytes += len(text)
         if self.size_bytes > self._most:
             message = f"The file is larger than {self._most} bytes. Split it."

@@ -131,7 +131,8 @@ async def complete_upload(
     limit = context.settings.max_file_bytes
     most = limit if room is None else min(limit, room + upload.size_bytes)
     try:
-        file.size_bytes = await _join(context, upload, body, file_key(file.id), most)
+        text = await _join(context, upload, body, file_key(file.id), most)
+        file.size_bytes, file.filename = text.size_bytes, text.named(file.filename)
     except FileNotFoundError as error:  # another call has just completed or cancelled it
         upload, stored = await _find(context, caller, upload_id)
         if upload.status == UploadStatus.COMPLETED:
@@ -213,8 +214,8 @@ def _too_many(found: int, most: int) -> BadRequest:
     return BadRequest(message, code="too_many_bytes", param="data")
 
 
-async def _join(context: Context, upload: Upload, body: CompleteUpload, key: str, most: int) -> int:
-    """Join the parts into the file's object, of at most `most` bytes, and return its size.
+async def _join(context: Context, upload: Upload, body: CompleteUpload, key: str, most: int) -> PlainText:
+    """Join the parts into the file's object, of at most `most` bytes, and return its text.
 
     Raises BadRequest if the MD5 differs, FileNotFoundError if a part is gone.
     """
@@ -229,7 +230,7 @@ async def _join(context: Context, upload: Upload, body: CompleteUpload, key: str
         if body.md5 is not None and body.md5.lower() != digest.hexdigest():
             message = f"The file's MD5 is {digest.hexdigest()}, not {body.md5}. Send the parts again."
             raise BadRequest(message, code="md5_mismatch", param="md5")
-    return text.size_bytes
+    return text
 
 
 async def _move(session: AsyncSession, caller: Caller, upload_id: str, to: UploadStatus, **values: str) -> bool:

@@ -15,6 +15,7 @@ from service.api.context import Context
 from service.db.moves import LIVE
 from service.db.tables import Batch, File, OutputOrder
 from service.objects.storage import file_key
+from service.requests.files import BYTE_ORDER_MARK
 
 SHOWN = 50
 MOST_BYTES = 64 * 1024 * 1024
@@ -99,7 +100,7 @@ async def first_url(context: Context, file: File) -> str | None:
     """Return the `url` of the request on a file's first line; None if the line is too long or not a request."""
     with suppress(FileNotFoundError, msgspec.DecodeError, RecursionError):
         head = await context.storage.read_range(file_key(file.id), 0, min(file.size_bytes, MOST_OF_FIRST))
-        return _url.decode(head.lstrip().partition(b"\n")[0]).url
+        return _url.decode(head.removeprefix(BYTE_ORDER_MARK).lstrip().partition(b"\n")[0]).url
     return None
 
 

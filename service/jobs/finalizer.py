@@ -7,7 +7,6 @@ from contextlib import AsyncExitStack
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-import msgspec
 import numpy as np
 import structlog
 from numpy.typing import NDArray
@@ -39,6 +38,7 @@ from service.jobs.input_order import InputOrder
 from service.metrics import tracing
 from service.metrics.counters import BATCHES_ENDED
 from service.objects.early_results import RUNS_AT_ONCE, answers_of, early_runs, run_sizes
+from service.objects.json_lines import line_of
 from service.objects.shards import Answer, Shard, told
 from service.objects.storage import LATE_S, Storage, Writer, file_key
 from service.queue.counts import Counts
@@ -336,7 +336,7 @@ class Finalizer:
 def _no_answer(name: str | None, reason: tuple[str, str]) -> bytes:
     """Return the error line of a request without an answer."""
     error = {"code": reason[0], "message": reason[1]}
-    return msgspec.json.encode({"id": ids.batch_request_id(), "custom_id": name, "response": None, "error": error})
+    return line_of({"id": ids.batch_request_id(), "custom_id": name, "response": None, "error": error})
 
 
 async def _let_slices_go(session: AsyncSession, batch_id: str) -> None:

@@ -12,7 +12,8 @@ from service.db.sessions import Database
 from service.db.tables import Batch
 from service.objects.storage import Storage, file_key
 from service.requests.custom_ids import Names
-from service.requests.lines import BYTE_ORDER_MARK, custom_id_of
+from service.requests.files import BYTE_ORDER_MARK
+from service.requests.lines import custom_id_of
 
 MOST_LINE_BYTES = 1 << 31  # of files that were validated, and of error files
 log = structlog.get_logger()

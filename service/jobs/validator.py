@@ -30,8 +30,8 @@ from service.objects.request_index import KEYS_BYTES, RECORD, RequestIndex
 from service.objects.request_output import asked_output
 from service.objects.storage import LineTooLong, Storage, Writer, file_key
 from service.queue.progress import Heartbeat
+from service.requests.files import BYTE_ORDER_MARK
 from service.requests.lines import (
-    BYTE_ORDER_MARK,
     MAX_ERRORS,
     LineChecker,
     LineError,

@@ -1,7 +1,9 @@
 """`batchweave submit`: uploads a file, runs it as a batch, and fetches the results."""
 
+import gzip
 import json
 import re
+import zlib
 from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
@@ -17,6 +19,7 @@ from service.remote.preview import can_ask, preview
 from service.remote.session import LOCAL_URL, NO_KEY, Exit, KeyOption, UrlOption, service_at
 from service.remote.shapes import Batch, File
 from service.remote.upload import upload
+from service.requests.files import opened
 from service.terminal import JsonOption, fail, interrupted, print_json, said
 
 _ID = re.compile(r"file-\w+")
@@ -149,13 +152,16 @@ def fetch(client: Client, batch: Batch, output: Path) -> dict[str, str]:
 
 
 def _endpoint_of(path: Path) -> str:
-    with path.open("rb") as opened:
-        return _first_url(iter(lambda: opened.readline(FIRST_LINE_BYTES), b""), str(path))
+    try:
+        with opened(path) as file:
+            return _first_url(iter(lambda: file.readline(FIRST_LINE_BYTES), b""), str(path))
+    except (EOFError, gzip.BadGzipFile, zlib.error) as error:
+        raise CommandError(f"{path}: the gzip file is damaged: {error}") from error
 
 
 def _uploaded_endpoint(client: Client, file_id: str) -> str:
     with client.content(file_id, {"Range": f"bytes=0-{FIRST_LINE_BYTES - 1}"}) as answer:
-        return _first_url((line.encode() for line in answer.iter_lines()), file_id)
+        return _first_url(b"".join(answer.iter_bytes()).split(b"\n"), file_id)
 
 
 def _first_url(lines: Iterable[bytes], name: str) -> str:

@@ -11,7 +11,6 @@ from service.endpoints import BY_PATH, ENDPOINTS
 from service.requests.body_limits import body_faults
 from service.requests.custom_ids import CustomIds, Names
 
-BYTE_ORDER_MARK = b"\xef\xbb\xbf"  # that some programs write before the first line
 MAX_ERRORS = 1000
 MAX_CUSTOM_ID = 512
 MAX_NESTING = 200  # well below the depths at which the various parsers give up

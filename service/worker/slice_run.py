@@ -19,6 +19,7 @@ from service.db.sessions import Database
 from service.endpoints import BY_PATH
 from service.metrics import tracing
 from service.metrics.counters import HANDED_OVER, RETRIES, SEGMENTS, count_answer, timed
+from service.objects.json_lines import line_of
 from service.objects.shards import Answer, Shard, Told, Usage
 from service.objects.storage import Storage
 from service.queue.counts import Counts
@@ -333,7 +334,7 @@ class SliceRun:
             "response": response,
             "error": error,
         }
-        encoded = msgspec.json.encode(line)
+        encoded = line_of(line)
         answer = Answer(request.batch_id, request.number, usage is not None, usage or NO_USAGE, msgspec.Raw(encoded))
         self._answers.append(answer)
         self._answers_bytes += len(encoded)

@@ -1,6 +1,7 @@
 """Reads the requests to plan: a batch file, or a workload file that describes a trace without its text."""
 
 import itertools
+import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,6 +19,7 @@ from engine_ext.plan.prompts import Prompts, Segment
 from engine_ext.plan.window import Outputs
 from service.errors import WorkloadError
 from service.objects.request_output import asked_output
+from service.requests.files import opened
 from service.requests.lines import LineChecker, quoted
 from service.requests.tokens import PromptTokens, token_ids
 
@@ -254,7 +256,7 @@ def _by_bytes(endpoint: str, body: dict[str, Any]) -> NDArray[np.uint32]:
 def lines_of(path: Path, most_bytes: int = MAX_LINE_BYTES) -> Iterator[tuple[int, bytes]]:
     """Yield non-blank lines with their 1-based numbers. Raises WorkloadError for a line that is too long."""
     try:
-        with path.open("rb") as file:
+        with opened(path) as file:
             number = 0
             while raw := file.readline(most_bytes + 1):
                 number += 1
@@ -262,8 +264,10 @@ def lines_of(path: Path, most_bytes: int = MAX_LINE_BYTES) -> Iterator[tuple[int
                     raise WorkloadError(f"{path}, line {number}: the line is longer than {most_bytes} bytes")
                 if raw.strip():
                     yield number, raw
+    except (EOFError, zlib.error) as error:
+        raise WorkloadError(f"{path}: the gzip file is damaged: {error}") from error
     except OSError as error:
-        raise WorkloadError(f"{path}: {error.strerror}") from error
+        raise WorkloadError(f"{path}: {error.strerror or error}") from error
 
 
 def _decode(path: Path, number: int, raw: bytes, kind: type[Kind]) -> Kind:

@@ -119,9 +119,9 @@ def test_remote_commands_know_no_other_room() -> None:
     for path in sources("service/remote"):
         for name in imports(path):
             ours = starts(name, "service", "engine_ext")
-            assert not ours or starts(name, "service.remote", "service.terminal", "service.errors"), (
-                f"{path} imports {name}"
-            )
+            assert not ours or starts(
+                name, "service.remote", "service.terminal", "service.errors", "service.requests.files"
+            ), f"{path} imports {name}"
 
 
 def test_only_settings_reads_the_environment() -> None:
