@@ -14,11 +14,13 @@ BATCHES = sa.table(
 
 
 def upgrade() -> None:
+    op.add_column("batches", sa.Column("deleted_at", sa.BigInteger()))
     op.add_column("windows", sa.Column("texts", sa.Boolean(), server_default=sa.true()))
     op.create_index("ix_batches_error_file", "batches", ["error_file_id"])
     deleted = sa.text("deleted_at IS NOT NULL")
     op.create_index("ix_files_deleted", "files", ["deleted_at"], sqlite_where=deleted, postgresql_where=deleted)
     _move_not_run(-1)
+    _forget_what_was_deleted()
 
 
 def downgrade() -> None:
@@ -26,6 +28,7 @@ def downgrade() -> None:
     op.drop_index("ix_files_deleted", "files")
     op.drop_index("ix_batches_error_file", "batches")
     op.drop_column("windows", "texts")
+    op.drop_column("batches", "deleted_at")
 
 
 def _move_not_run(sign: int) -> None:
@@ -37,3 +40,18 @@ def _move_not_run(sign: int) -> None:
         if count:
             more = {"failed": BATCHES.c.failed + sign * count}
             connection.execute(sa.update(BATCHES).where(BATCHES.c.seq == seq).values(more))
+
+
+def _forget_what_was_deleted() -> None:
+    """Take out what files said that were deleted before."""
+    gone = "(SELECT id FROM files WHERE deleted_at IS NOT NULL)"
+    shares = "FROM slices JOIN slice_batches ON slice_batches.slice_id = slices.id"
+    batches = f"JOIN batches ON batches.id = slice_batches.batch_id WHERE batches.input_file_id IN {gone}"
+    for statement in (
+        "UPDATE files SET filename = '' WHERE deleted_at IS NOT NULL",
+        f"UPDATE uploads SET filename = '' WHERE file_id IN {gone}",
+        f"UPDATE batches SET errors = NULL, unknown_parameters = NULL WHERE input_file_id IN {gone}",
+        f"UPDATE batches SET causes = NULL WHERE error_file_id IN {gone}",
+        f"UPDATE windows SET texts = false WHERE id IN (SELECT slices.window_id {shares} {batches})",
+    ):
+        op.execute(statement)

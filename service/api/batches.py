@@ -11,7 +11,7 @@ from service import ids
 from service.api.bodies import CreateBatch, ObjectId
 from service.api.caller import CalledBy
 from service.api.context import Context, InContext
-from service.api.files import check_room
+from service.api.files import check_no_retry, check_room
 from service.api.idempotency import Again, TriedAgain, digest
 from service.api.pages import page_rows
 from service.api.shapes import BatchDeleted, BatchObject, Page
@@ -93,7 +93,7 @@ async def _add_once(
     If an earlier attempt of the same request, recognized by its digest `asked`, created a batch, return that batch.
     """
     now = int(context.clock())
-    async with context.database.write() as session:
+    async with context.database.write(caller.project.id) as session:
         project = await hold(session, caller.project.id)  # so that the second of two concurrent attempts sees the first
         found = await again.find(session, project.id, asked, now)
         if found is not None:
@@ -115,7 +115,8 @@ async def list_batches(
     context: InContext, caller: CalledBy, after: ObjectId | None = None, limit: Annotated[int, Query(ge=1, le=100)] = 20
 ) -> Page[BatchObject]:
     async with context.database.read() as session:
-        rows = await page_rows(session, Batch, select(Batch), caller.project.id, after=after, limit=limit)
+        kept = select(Batch).where(Batch.deleted_at.is_(None))
+        rows = await page_rows(session, Batch, kept, caller.project.id, after=after, limit=limit)
     return Page[BatchObject].of(await shapes(context, rows, LISTED_ERRORS), limit)
 
 
@@ -209,11 +210,13 @@ async def cancel_batch(batch_id: ObjectId, context: InContext, caller: CalledBy)
 @router.delete("/{batch_id}")
 async def delete_batch(batch_id: ObjectId, context: InContext, caller: CalledBy) -> BatchDeleted:
     """Delete a batch that has ended, with its result files. Its input file stays."""
-    async with context.database.write() as session:
+    async with context.database.write(caller.project.id) as session:
+        await hold(session, caller.project.id)
         batch = await find_batch(session, caller, batch_id)
         if batch.status not in TERMINAL:
             message = f"The batch is {batch.status}: it can be deleted once it has ended. Cancel it first."
             raise BadRequest(message, code="batch_not_ended", param="id")
+        await check_no_retry(session, Batch.retry_of == batch.id)
         files = await forget_batch(session, batch, context.clock())
         audit.note(session, caller, "batch.delete", batch_id, context.clock())
     for file_id in files:
@@ -225,7 +228,7 @@ async def delete_batch(batch_id: ObjectId, context: InContext, caller: CalledBy)
 
 async def find_batch(session: AsyncSession, caller: Caller, batch_id: str) -> Batch:
     """Return the caller's batch with this id, read afresh. Raises NotFound."""
-    mine = (Batch.id == batch_id) & (Batch.project_id == caller.project.id)
+    mine = (Batch.id == batch_id) & (Batch.project_id == caller.project.id) & Batch.deleted_at.is_(None)
     wanted = select(Batch).where(mine).execution_options(populate_existing=True)
     batch = (await session.scalars(wanted)).one_or_none()
     if batch is None:

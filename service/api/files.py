@@ -4,7 +4,8 @@ import re
 from typing import Annotated
 
 from fastapi import APIRouter, Query, Request
-from sqlalchemy import select
+from sqlalchemy import ColumnElement, select
+from sqlalchemy.ext.asyncio import AsyncSession
 from starlette.requests import ClientDisconnect
 
 from service import ids
@@ -13,7 +14,7 @@ from service.api.caller import CalledBy
 from service.api.context import Context, InContext
 from service.api.multipart import Form, FormReader, form_body
 from service.api.pages import Order, page_rows
-from service.api.plain_text import PlainText, Sink
+from service.api.plain_text import MOST_UNPACKED, PlainText, Sink
 from service.api.shapes import FileDeleted, FileObject, Page
 from service.db.deletions import forget_file
 from service.db.moves import LIVE
@@ -52,7 +53,8 @@ async def create_file(request: Request, context: InContext, caller: CalledBy) ->
     reader = FormReader(request.headers.get("content-type", ""), most, fields=_FIELDS)
     file_id = ids.file_id()
     try:
-        async with context.storage.writer(file_key(file_id), limit) as writer:
+        expected = min(limit, MOST_UNPACKED * announced) if announced else limit
+        async with context.storage.writer(file_key(file_id), expected) as writer:
             text = PlainText(watched(context, writer.write), limit)
             form = await reader.read(request.stream(), text.write)
             if form.filename is None:
@@ -69,7 +71,7 @@ async def create_file(request: Request, context: InContext, caller: CalledBy) ->
             await check_bytes(session, caller.project, reader.form.size_bytes)  # the quota may be the reason
         raise
     try:
-        async with context.database.write() as session:
+        async with context.database.write(caller.project.id) as session:
             await check_bytes(session, await hold(session, caller.project.id), file.size_bytes)
             session.add(file)
             audit.note(session, caller, "file.create", file.id, context.clock())
@@ -149,7 +151,7 @@ async def get_file(file_id: ObjectId, context: InContext, caller: CalledBy) -> F
 @router.delete("/{file_id}")
 async def delete_file(file_id: ObjectId, context: InContext, caller: CalledBy) -> FileDeleted:
     file = await find_file(context, caller, file_id)
-    async with context.database.write() as session:
+    async with context.database.write(caller.project.id) as session:
         await hold(session, caller.project.id)  # so that no new batch starts to use the file
         using = (
             await session.scalars(
@@ -159,10 +161,20 @@ async def delete_file(file_id: ObjectId, context: InContext, caller: CalledBy) -
         if using is not None:
             message = f"The file is the input of {using}, which is not finished. Cancel that batch first."
             raise BadRequest(message, code="file_in_use", param="file_id")
+        sources = select(Batch.id).where(Batch.error_file_id == file.id)
+        await check_no_retry(session, Batch.retry_of.in_(sources))
         await forget_file(session, File.project_id == file.project_id, file.id, context.clock())
         audit.note(session, caller, "file.delete", file.id, context.clock())
     await context.storage.delete(file_key(file.id))
     return FileDeleted(id=file.id)
+
+
+async def check_no_retry(session: AsyncSession, which: ColumnElement[bool]) -> None:
+    """Raise BadRequest if one of these batches is a retry that runs: it takes names from its source's error file."""
+    runs = select(Batch.id).where(which, Batch.status.in_(LIVE)).limit(1)
+    if (using := (await session.scalars(runs)).one_or_none()) is not None:
+        message = f"{using} retries what failed in it, and is not finished. Cancel that batch first."
+        raise BadRequest(message, code="file_in_use", param="id")
 
 
 async def find_file(context: Context, caller: Caller, file_id: str) -> File:

@@ -8,6 +8,7 @@ from service.errors import BadRequest, PayloadTooLarge
 from service.requests.files import BYTE_ORDER_MARK, GZIP
 
 Sink = Callable[[bytes], Awaitable[object]]
+MOST_UNPACKED = 64  # times as long as it was packed a file of requests may be, as far as its parts in a store know
 UTF_16 = (b"\xff\xfe", b"\xfe\xff")
 HEAD_BYTES = 4  # enough to recognize the kind of file
 STEP_BYTES = 1024 * 1024  # unpacked at a time

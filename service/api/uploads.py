@@ -14,7 +14,7 @@ from service.api.caller import CalledBy
 from service.api.context import Context, InContext
 from service.api.files import check_room, watched
 from service.api.multipart import FormReader, form_body
-from service.api.plain_text import PlainText
+from service.api.plain_text import MOST_UNPACKED, PlainText
 from service.api.shapes import UploadObject, UploadPartObject
 from service.db.moves import rows_changed
 from service.db.tables import FILE_KEEP_S, File, Upload, UploadPart, UploadStatus
@@ -52,7 +52,7 @@ async def create_upload(body: CreateUpload, context: InContext, caller: CalledBy
         created_at=now,
         expires_at=now + UPLOAD_S,
     )
-    async with context.database.write() as session:
+    async with context.database.write(caller.project.id) as session:
         await check_bytes(session, await hold(session, caller.project.id), body.bytes)
         session.add(upload)
         audit.note(session, caller, "upload.create", upload.id, now)
@@ -139,7 +139,7 @@ async def complete_upload(
             return UploadObject.of(upload, stored)
         raise BadRequest("The upload is no longer pending.", code="upload_not_pending") from error
     try:
-        async with context.database.write() as session:
+        async with context.database.write(upload.project_id) as session:
             project = await hold(session, upload.project_id)
             won = await _move(session, caller, upload_id, UploadStatus.COMPLETED, file_id=file.id)
             if won:
@@ -220,7 +220,7 @@ async def _join(context: Context, upload: Upload, body: CompleteUpload, key: str
     Raises BadRequest if the MD5 differs, FileNotFoundError if a part is gone.
     """
     digest = hashlib.md5(usedforsecurity=False)
-    async with context.storage.writer(key, most) as writer:
+    async with context.storage.writer(key, min(most, MOST_UNPACKED * upload.size_bytes)) as writer:
         text = PlainText(watched(context, writer.write), most)
         for part_id in body.part_ids:
             async for chunk in context.storage.stream(part_key(upload.id, part_id)):

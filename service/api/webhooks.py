@@ -52,7 +52,7 @@ async def create_webhook(body: CreateWebhook, context: InContext, caller: Called
         created_at=now,
         updated_at=now,
     )
-    async with context.database.write() as session:
+    async with context.database.write(caller.project.id) as session:
         await hold(session, caller.project.id)  # so that of two concurrent creates, one counts the other
         mine = (WebhookEndpoint.project_id == caller.project.id) & WebhookEndpoint.deleted_at.is_(None)
         count = select(func.count()).select_from(WebhookEndpoint).where(mine)

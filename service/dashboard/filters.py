@@ -36,7 +36,7 @@ class Filters:
 
     def of(self, query: Select[Any]) -> Select[Any]:
         """Return the query restricted by these filters."""
-        wanted: list[ColumnElement[bool]] = []
+        wanted: list[ColumnElement[bool]] = [Batch.deleted_at.is_(None)]
         if self.state in GROUPS:
             wanted.append(GROUPS[self.state])
         if self.model:

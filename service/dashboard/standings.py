@@ -19,6 +19,7 @@ RUNS = Batch.status.in_((BatchStatus.FINALIZING, BatchStatus.CANCELLING)) | (
     & Batch.id.in_(select(SliceBatch.batch_id).where(SliceBatch.status == fixed(SliceStatus.LEASED)))
 )
 _WAITS = Batch.status.in_(LIVE) & ~Batch.held
+_KEPT = Batch.deleted_at.is_(None)
 _DUE = (BatchStatus.VALIDATING, BatchStatus.IN_PROGRESS)
 _FAILED = (BatchStatus.FAILED, BatchStatus.EXPIRED)
 GROUPS: dict[str, ColumnElement[bool]] = {
@@ -50,7 +51,9 @@ async def standings(session: AsyncSession, mine: ColumnElement[bool], now: float
     """Count batches by group. Finished ones count for a day, so that the page does not get slower over the years."""
     lately = Batch.ended_at >= int(now) - DAY_S
     counts = {
-        name: select(func.count()).select_from(Batch).where(mine, GROUPS[name], *([lately] if name in ENDED else []))
+        name: select(func.count())
+        .select_from(Batch)
+        .where(mine, _KEPT, GROUPS[name], *([lately] if name in ENDED else []))
         for name in ("running", "waiting", "held", *ENDED)
     }
     counts["oldest_at"] = select(func.min(Batch.created_at)).where(mine, _WAITS)
@@ -61,7 +64,7 @@ async def standings(session: AsyncSession, mine: ColumnElement[bool], now: float
 async def group_counts(session: AsyncSession, mine: ColumnElement[bool]) -> dict[str, int]:
     """Return how many batches each group has, counted up to MOST_COUNTED."""
     capped = [
-        select(func.count()).select_from(select(literal(1)).where(mine, each).limit(MOST_COUNTED).subquery())
+        select(func.count()).select_from(select(literal(1)).where(mine, _KEPT, each).limit(MOST_COUNTED).subquery())
         for each in GROUPS.values()
     ]
     row = (await session.execute(select(*(each.scalar_subquery() for each in capped)))).one()

@@ -1,8 +1,10 @@
 """Opens sessions on SQLite or PostgreSQL through one code path."""
 
+import asyncio
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
 from typing import Any
+from weakref import WeakValueDictionary
 
 from sqlalchemy import Connection, event, text
 from sqlalchemy.ext.asyncio import AsyncEngine, AsyncSession, create_async_engine
@@ -36,6 +38,7 @@ class Database:
             hide_parameters=True,
             connect_args=arguments,
         )
+        self._turns: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()  # by project
         self._writing = self.engine.execution_options(**{_WRITE: True})
         if is_sqlite:
             event.listen(self.engine.sync_engine, "connect", _configure_sqlite)
@@ -49,8 +52,13 @@ class Database:
             yield session
 
     @asynccontextmanager
-    async def write(self) -> AsyncGenerator[AsyncSession, None]:
-        async with self._session(self._writing) as session:
+    async def write(self, project_id: str | None = None) -> AsyncGenerator[AsyncSession, None]:
+        """Open a transaction that writes. `project_id`: the project whose row it locks (`tenants/quotas.py`).
+
+        Those of one project wait for each other before they have a connection: others need it meanwhile.
+        """
+        turn = asyncio.Lock() if project_id is None else self._turns.setdefault(project_id, asyncio.Lock())
+        async with turn, self._session(self._writing) as session:
             yield session
 
     @asynccontextmanager

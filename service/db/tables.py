@@ -205,6 +205,7 @@ class Batch(Base):
     on_long_line: Mapped[OnLongLine] = mapped_column(
         String(16), default=OnLongLine.FAIL_LINE, server_default="fail_file"
     )
+    deleted_at: Mapped[int | None] = mapped_column(BigInteger)  # only after it has ended; the row stays for a while
     retry_of: Mapped[str | None] = mapped_column(String(64))  # run only what failed in this batch of the same input
     model: Mapped[str | None] = mapped_column(String(512))  # the base model, whose workers run the batch
     adapter: Mapped[str | None] = mapped_column(String(512))  # of that model, if the requests name one

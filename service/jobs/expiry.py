@@ -5,6 +5,7 @@ from typing import Any
 
 import structlog
 from sqlalchemy import exists, select, text, update
+from sqlalchemy.orm import aliased
 
 from service.db.deletions import forget_file
 from service.db.moves import LIVE, move_batch, rows_changed
@@ -13,6 +14,7 @@ from service.db.tables import Batch, BatchStatus, File, Upload, UploadStatus
 from service.metrics import tracing
 from service.metrics.counters import BATCHES_ENDED
 from service.objects.storage import Storage, file_key
+from service.tenants.quotas import hold
 
 ROUND = 1000  # rows fetched per query
 log = structlog.get_logger()
@@ -78,11 +80,23 @@ class Expiry:
         A crash in between leaves an object that no row names, never a file without its bytes.
         """
         in_use = exists().where(Batch.input_file_id == File.id, Batch.status.in_(LIVE))
-        late = select(File.id).where(File.expires_at <= now, File.deleted_at.is_(None), ~in_use).limit(ROUND)
+        # With a retry that runs, it is an error file of which the retry takes names.
+        source, retry = aliased(Batch), aliased(Batch)
+        in_use |= (
+            exists()
+            .where(source.error_file_id == File.id, retry.retry_of == source.id, retry.status.in_(LIVE))
+            .correlate(File)
+        )
+        late = (
+            select(File.id, File.project_id)
+            .where(File.expires_at <= now, File.deleted_at.is_(None), ~in_use)
+            .limit(ROUND)
+        )
         async with self._database.read() as session:
-            gone = (await session.scalars(late)).all()
-        for file_id in gone:
-            async with self._database.write() as session:
+            gone = (await session.execute(late)).all()
+        for file_id, project_id in gone:
+            async with self._database.write(project_id) as session:
+                await hold(session, project_id)
                 # A batch may have been created with it since the query.
                 gone_now = await forget_file(session, ~in_use, file_id, now)
             if gone_now:

@@ -26,8 +26,8 @@ _UNPLANNED = _IS_INDEXED & (Batch.planned < Batch.total)
 _LEFT, _EXPIRES = func.sum(Batch.total - Batch.planned), func.min(Batch.expires_at)
 
 
-async def due(database: Database, settings: Settings, now: float) -> list[str]:
-    """Return the names of the models with requests that are to be planned now, earliest deadline first.
+async def due(database: Database, settings: Settings, now: float) -> dict[str, ModelName]:
+    """Return the models with requests that are to be planned now by their names, earliest deadline first.
 
     Models whose requests had better wait for others are left out.
     """
@@ -37,14 +37,14 @@ async def due(database: Database, settings: Settings, now: float) -> list[str]:
         .group_by(Batch.model, Batch.adapter)
         .order_by(_EXPIRES)
     )
-    found: list[str] = []
+    found: dict[str, ModelName] = {}
     async with database.read() as session:
         for model, adapter, left, began_at, expires_at in (await session.execute(query)).all():
             name = ModelName(model or "", adapter)
             waits = left < settings.window_requests and expires_at > now + URGENT_S
             if waits and (began_at or 0) + settings.window_wait_s > now and await _has_ready(session, name):
                 continue
-            found.append(str(name))
+            found[str(name)] = name
     return found
 
 

@@ -89,16 +89,17 @@ class Planner:
 
     async def run_once(self) -> bool:
         """Plan one window for a model whose requests are due. Returns whether it found one."""
-        async with self._desk.take(await due(self._database, self._settings, self._clock())) as name:
+        models = await due(self._database, self._settings, self._clock())
+        async with self._desk.take(models) as name:
             if name is not None:
-                spans = await unplanned(self._database, self._settings, ModelName.of(name))
+                spans = await unplanned(self._database, self._settings, models[name])
                 if not spans:  # their batches have just ended
                     return True
                 with tracing.stage("plan", (span.batch_id for span in spans), model=name):
                     try:
-                        await self.plan(ModelName.of(name), spans)
+                        await self.plan(models[name], spans)
                     except Leased:  # workers may lease faster than plans are made, and new requests must not wait
-                        await self._plan_new(ModelName.of(name), spans)
+                        await self._plan_new(models[name], spans)
                     except PlanOutdated as error:
                         log.info("plan abandoned", model=name, reason=str(error))
                     except IndexGone as gone:  # the next round plans the other batches

@@ -67,6 +67,7 @@ class Sweeper:
 
     async def run_once(self) -> bool:
         """Sweep object storage and the database once. Returns whether it deleted any objects."""
+        await self._texts()
         try:
             backup = float("inf") if self._newest_backup is None else self._newest_backup.stat().st_mtime
         except OSError as error:
@@ -85,7 +86,6 @@ class Sweeper:
                     swept += await self._sweep(f"{prefix}/{name}", name in known, young)
         swept += await self._files(store_now, young)
         swept += await self._storage.delete_staged(store_now - YOUNG_S)
-        await self._texts()
         await self._records()
         await self._rows()
         await self._slices()
@@ -108,7 +108,11 @@ class Sweeper:
             wanted = select(Window.id, Window.plan_id).where(Window.texts.is_(False)).limit(CHUNK)
             found = (await session.execute(wanted)).all()
         for window_id, plan_id in found:
-            await PlanArtifact(self._storage, plan_id).delete_texts()
+            try:
+                await PlanArtifact(self._storage, plan_id).delete_texts()
+            except OSError:  # the next round tries it again
+                log.exception("texts not deleted", plan=plan_id)
+                continue
             async with self._database.write() as session:
                 await session.execute(update(Window).where(Window.id == window_id).values(texts=None))
 
@@ -116,7 +120,7 @@ class Sweeper:
         """Delete rows of batches without files that ended long ago, and of what was deleted long ago."""
         before = int(self._clock() - self._keep_rows_s)
         for table, which in (
-            (Batch, (Batch.ended_at < before) & ~_HAS_RESULTS),
+            (Batch, (Batch.deleted_at < before) | ((Batch.ended_at < before) & ~_HAS_RESULTS)),
             (File, File.deleted_at < before),
             (WebhookEndpoint, WebhookEndpoint.deleted_at < before),
         ):

@@ -9,6 +9,7 @@ import structlog
 from sqlalchemy import delete, func, select, update
 from sqlalchemy.ext.asyncio import AsyncSession
 
+from service.db.deletions import forget_texts_of
 from service.db.models import asks_for
 from service.db.moves import rows_changed
 from service.db.sessions import Database
@@ -100,6 +101,8 @@ async def hold(session: AsyncSession, slice_ids: Sequence[int], spans: Sequence[
     Raises Leased if a worker has leased one of the slices since, or another planner has taken it back.
     """
     mine = Slice.id.in_(slice_ids)
+    # A batch that has no share left in a window would not find its texts there; the new plan has them too.
+    await forget_texts_of(session, Window.id.in_(select(Slice.window_id).where(mine)))
     locked = select(Slice.id).where(mine, Slice.status == SliceStatus.READY, Slice.epoch == 0).order_by(Slice.id)
     if len((await session.scalars(locked.with_for_update())).all()) != len(slice_ids):
         raise Leased("a slice that was to be planned again has been leased")

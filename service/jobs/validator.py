@@ -204,7 +204,7 @@ class Validator:
             return 0
         if not checker.requests and not checker.errors:
             checker.add(LineError("empty_file", "The input file has no requests."))
-        async with self._database.write() as session:
+        async with self._database.write(batch.project_id) as session:
             if not checker.errors:
                 await self._judge_quota(session, batch, checker, prompt_tokens, size)
             if checker.errors:

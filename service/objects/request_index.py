@@ -24,6 +24,8 @@ RECORD = np.dtype(
 KEYS = np.dtype("<i8")
 KEYS_BYTES = 2 * KEYS.itemsize  # of one request
 
+GAP_BYTES = 64 * 1024  # between parts of an index that are read as one: an index is small, and each request costs
+
 Records = NDArray[np.void]
 
 
@@ -81,7 +83,7 @@ class RequestIndex:
 
     async def _read(self, key: str, starts: Sequence[int], lengths: Sequence[int]) -> list[bytes]:
         try:
-            return await self.storage.read_ranges(key, starts, lengths)
+            return await self.storage.read_ranges(key, starts, lengths, GAP_BYTES)
         except FileNotFoundError as error:
             raise IndexGone(self.index_id) from error
 
@@ -89,7 +91,7 @@ class RequestIndex:
         """Return the keys of these runs of requests; int64 [requests, 2], zeros where there are none."""
         starts, sizes = [first * KEYS_BYTES for first in firsts], [count * KEYS_BYTES for count in counts]
         try:
-            parts = await self.storage.read_ranges(self.keys_key, starts, sizes)
+            parts = await self.storage.read_ranges(self.keys_key, starts, sizes, GAP_BYTES)
         except FileNotFoundError:
             return np.zeros((sum(counts), 2), dtype=np.int64)
         return np.frombuffer(b"".join(parts), dtype=KEYS).reshape(-1, 2)

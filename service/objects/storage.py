@@ -140,10 +140,11 @@ class Storage:
             return b""
         return bytes(await self._store.get_range_async(key, start=start, length=length))
 
-    async def read_ranges(self, key: str, starts: Sequence[int], lengths: Sequence[int]) -> list[bytes]:
+    async def read_ranges(self, key: str, starts: Sequence[int], lengths: Sequence[int], gap: int = 0) -> list[bytes]:
+        """Return these ranges of an object; those at most `gap` bytes apart are read as one in any case."""
         if not starts:
             return []
-        gap = widest_gap(starts, lengths)
+        gap = max(gap, widest_gap(starts, lengths))
         parts = await self._store.get_ranges_async(key, starts=starts, lengths=lengths, coalesce=gap)
         return [bytes(part) for part in parts]
 

@@ -5,8 +5,10 @@ slices that share a prefix are next to each other. Projects take turns by weight
 no share from another.
 """
 
+import math
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from sqlalchemy import ColumnElement, Select, case, exists, func, select
@@ -22,7 +24,7 @@ from service.queue.announcements import Ready
 
 MOST_PROJECTS = 64  # considered in one round; the next round begins after them
 MOST_BATCHES = 32  # the most urgent ones of a project
-LEAST_SLICES = 4  # of each of these batches, where many projects take turns
+LEAST_SLICES = 4  # that are read of each of these batches first
 LAST = (1 << 63) - 1  # above every id
 
 
@@ -41,9 +43,6 @@ def _is_known(batch: type[Batch]) -> ColumnElement[bool]:
     """
     has_adapter = batch.adapter.is_(None) | exists().where(Model.name == batch.model + ADAPTER + batch.adapter)
     return has_adapter & batch.index_id.is_not(None)
-
-
-_IS_READY = SliceBatch.status == fixed(SliceStatus.READY)
 
 
 def urgent_at(left: ColumnElement[Any]) -> ColumnElement[Any]:
@@ -84,22 +83,16 @@ class Turns:
     async def most_urgent(self, database: Database, model: str, now: float, most: int) -> list[Ready]:
         """Return the model's most urgent ready slices."""
         async with database.read() as session:
-            weights = await self._projects(session, model)
-            each = min(most, max(LEAST_SLICES, 2 * most // max(1, len(weights))))
-            rows = (await session.execute(_first_slices(model, list(weights), each))).all()
-            leased = await _leased(session, model)
-        found: dict[str, dict[int, Ready]] = defaultdict(dict)
-        for project, urgent, adapter, slice_id, count, window_id in rows:
-            ready = Ready(slice_id, count, window_id, _pool(urgent, now), project, adapter or "")
-            before = found[project].get(slice_id)  # of another batch of the project
-            if before is None or ready.pool < before.pool:
-                found[project][slice_id] = ready
-        # Pool by pool, in the order of the plans.
-        in_order = {
-            project: sorted(slices, key=lambda slice_id: (slices[slice_id].pool, slice_id))[:most]
-            for project, slices in found.items()
-        }
-        return [found[project][slice_id] for slice_id, project in _woven(in_order, leased, weights, most)]
+            weights, leased = await self._projects(session, model), await _leased(session, model)
+            found = await _ready_of(session, model, list(weights), now, LEAST_SLICES)
+            chosen = list(_woven({each: list(ready.slices) for each, ready in found.items()}, leased, weights, most))
+            taken = Counter(project for _, project in chosen)
+            # Those that may take more than what was read of them is the right order of.
+            short = [each for each, ready in found.items() if taken[each] >= min(ready.exact, most)]
+            if short:
+                found |= await _ready_of(session, model, short, now, most)
+                chosen = _woven({each: list(ready.slices) for each, ready in found.items()}, leased, weights, most)
+        return [found[project].slices[slice_id] for slice_id, project in chosen]
 
     async def _projects(self, session: AsyncSession, model: str) -> dict[str, float]:
         """Return the weights of the projects that have slices left to do."""
@@ -113,42 +106,86 @@ class Turns:
         return {project: weight for project, weight in found}
 
 
+@dataclass(frozen=True, slots=True)
+class _ReadyOf:
+    """The ready slices of a project by their ids, pool by pool, in the order of the plans.
+
+    `exact`: how many of them are certainly the first ones; after these, a batch may have more than were read.
+    """
+
+    slices: dict[int, Ready]
+    exact: float
+
+
+async def _ready_of(
+    session: AsyncSession, model: str, projects: Sequence[str], now: float, most: int
+) -> dict[str, _ReadyOf]:
+    """Return the ready slices of these projects: of each of their most urgent batches, at most `most`."""
+    read: dict[str, dict[int, Ready]] = defaultdict(dict)
+    last: dict[tuple[str, str], list[int]] = defaultdict(list)
+    for project, batch_id, urgent, adapter, slice_id, count, window_id in (
+        await session.execute(_first_slices(model, projects, most))
+    ).all():
+        last[project, batch_id].append(slice_id)
+        ready = Ready(slice_id, count, window_id, _pool(urgent, now), project, adapter or "")
+        before = read[project].get(slice_id)  # of another batch of the project
+        if before is None or ready.pool < before.pool:
+            read[project][slice_id] = ready
+    found: dict[str, _ReadyOf] = {}
+    for project, slices in read.items():
+        in_order = sorted(slices, key=lambda slice_id: (slices[slice_id].pool, slice_id))
+        full = {max(ids) for (of, _), ids in last.items() if of == project and len(ids) == most}
+        exact = min((at + 1 for at, slice_id in enumerate(in_order) if slice_id in full), default=math.inf)
+        found[project] = _ReadyOf({slice_id: slices[slice_id] for slice_id in in_order}, exact)
+    return found
+
+
 def _first_slices(
     model: str, projects: Sequence[str], most: int
-) -> Select[str, float | None, str | None, int, int, int]:
+) -> Select[str, str, float | None, str | None, int, int, int]:
     """Select the first ready slices of the most urgent batches of each project, of each batch at most `most`.
 
-    Each bound is that of the last row that is wanted, so that no more rows are read, however many wait.
+    Each bound is that of the last row that is wanted, so that the rows that wait are not read.
     """
-    other, ready, also = aliased(Batch), aliased(SliceBatch), aliased(SliceBatch)
-    has_ready = exists().where(also.batch_id == other.id, also.status == fixed(SliceStatus.READY))
+    other, ready = aliased(Batch), aliased(SliceBatch)
     last_batch = (
         select(other.urgent_at)
-        .where(other.model == model, other.project_id == Project.id)
-        .where(_has_slices_left(other), _is_known(other), has_ready)
+        .where(other.project_id == Project.id, _is_announced(other, model))
         .order_by(other.urgent_at)
         .offset(MOST_BATCHES - 1)
         .limit(1)
         .scalar_subquery()
     )
+    is_urgent = (Batch.project_id == Project.id) & (Batch.urgent_at <= func.coalesce(last_batch, 1e300))
+    place = func.row_number().over(partition_by=Batch.project_id, order_by=(Batch.urgent_at, Batch.seq))
+    columns = (Project.id.label("project"), Batch.id, Batch.urgent_at, Batch.adapter, place.label("place"))
+    first = (
+        select(*columns).join(Batch, is_urgent & _is_announced(Batch, model)).where(Project.id.in_(projects)).subquery()
+    )
     last_slice = (
         select(ready.slice_id)
-        .where(ready.batch_id == Batch.id, ready.status == fixed(SliceStatus.READY))
+        .where(ready.batch_id == first.c.id, ready.status == fixed(SliceStatus.READY))
         .order_by(ready.slice_id)
         .offset(most - 1)
         .limit(1)
         .scalar_subquery()
     )
-    is_urgent = (Batch.project_id == Project.id) & (Batch.urgent_at <= func.coalesce(last_batch, 1e300))
-    is_first = (SliceBatch.batch_id == Batch.id) & _IS_READY & (SliceBatch.slice_id <= func.coalesce(last_slice, LAST))
+    mine = (SliceBatch.batch_id == first.c.id) & (SliceBatch.status == fixed(SliceStatus.READY))
+    is_first = mine & (SliceBatch.slice_id <= func.coalesce(last_slice, LAST))
     return (
-        select(Project.id, Batch.urgent_at, Batch.adapter, Slice.id, Slice.count, Slice.window_id)
-        .select_from(Project)
-        .join(Batch, (Batch.model == model) & is_urgent & HAS_SLICES_LEFT & _is_known(Batch))
+        select(first.c.project, first.c.id, first.c.urgent_at, first.c.adapter, Slice.id, Slice.count, Slice.window_id)
+        .select_from(first)
         .join(SliceBatch, is_first)
         .join(Slice, Slice.id == SliceBatch.slice_id)
-        .where(Project.id.in_(projects))
+        .where(first.c.place <= MOST_BATCHES)
     )
+
+
+def _is_announced(batch: type[Batch], model: str) -> ColumnElement[bool]:
+    """Return whether it is of the model, and workers can run a slice of it now."""
+    ready = aliased(SliceBatch)
+    has_ready = exists().where(ready.batch_id == batch.id, ready.status == fixed(SliceStatus.READY))
+    return (batch.model == model) & _has_slices_left(batch) & _is_known(batch) & has_ready
 
 
 async def _leased(session: AsyncSession, model: str) -> Counter[str]:

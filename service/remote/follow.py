@@ -139,6 +139,9 @@ def sentence(batch: Batch) -> str:
     return SENTENCES.get(batch.status, f"is {batch.status}")
 
 
+NOT_RUN = ("batch_expired", "batch_cancelled")  # codes of requests that the end of a batch left
+
+
 def refusal(batch: Batch) -> str | None:
     """Return what to do about a batch that was refused before anything ran; None for any other."""
     errors = (batch.errors.data if batch.errors else None) or []
@@ -169,7 +172,8 @@ def report(batch: Batch) -> Exit:
         said.print(f"{where}: {error.message} ({error.code})", style="red")
     for cause in extras(batch).get("failures") or []:
         names = ", ".join(cause["custom_ids"])
-        said.print(f"{cause['count']:,} failed: {cause['message']} (for example {names})", style="red")
+        how = "not run" if cause["code"] in NOT_RUN else "failed"
+        said.print(f"{cause['count']:,} {how}: {cause['message']} (for example {names})", style="red")
     if batch.status != "completed":
         return Exit.NOT_COMPLETED
     return Exit.SOME_FAILED if counts is not None and counts.failed else Exit.DONE

@@ -5,14 +5,16 @@ from collections.abc import Generator
 import httpx
 import openai
 import pytest
-from sqlalchemy import text
+from sqlalchemy import text, true
 
+from service.db.deletions import forget_file
 from service.db.tables import Base
 from service.settings import Settings
 from tests.batches import CHAT
 from tests.conftest import Clock
 from tests.integration.harness import Harness, ScriptedEngine, jsonl, line
 from tests.integration.serving import serve
+from tests.integration.test_statements import statements
 
 pytestmark = pytest.mark.dialects
 
@@ -115,3 +117,40 @@ async def test_rows_of_long_ago_are_deleted(harness: Harness, client: openai.Ope
         for table in ("batches", "files", "windows", "slices", "slice_batches"):
             assert not (await session.execute(text(f"SELECT count(*) FROM {table}"))).scalar_one(), table
     assert not await harness.storage.keys("files")
+
+
+async def test_batches_may_be_deleted_while_they_are_listed(harness: Harness, client: openai.OpenAI, url: str) -> None:
+    file = client.files.create(file=("a.jsonl", jsonl([line(1)])), purpose="batch")
+    for _ in range(5):
+        made = client.batches.create(input_file_id=file.id, endpoint=CHAT, completion_window="24h")
+        client.batches.cancel(made.id)
+    while await harness.finalizer.run_once():
+        pass
+    async with httpx.AsyncClient(base_url=f"{url}/v1") as http:
+        for each in client.batches.list(limit=2):
+            assert (await http.delete(f"/batches/{each.id}")).status_code == 200
+    assert not client.batches.list().data
+
+
+async def test_what_a_retry_needs_is_not_deleted(harness: Harness, client: openai.OpenAI, url: str) -> None:
+    batch = await ran(harness, client)
+    async with httpx.AsyncClient(base_url=f"{url}/v1") as http:
+        retry = (await http.post(f"/batches/{batch.id}/retry")).json()["id"]
+        for path in (f"/batches/{batch.id}", f"/files/{batch.error_file_id}"):
+            assert (await http.delete(path)).json()["error"]["code"] == "file_in_use"
+        client.batches.cancel(retry)
+        await harness.until_ended(retry)
+        assert (await http.delete(f"/batches/{batch.id}")).status_code == 200
+
+
+async def test_a_file_of_many_batches_is_deleted_by_few_statements(harness: Harness, client: openai.OpenAI) -> None:
+    file = client.files.create(file=("a.jsonl", jsonl([line(1)])), purpose="batch")
+    for _ in range(30):
+        made = client.batches.create(input_file_id=file.id, endpoint=CHAT, completion_window="24h")
+        client.batches.cancel(made.id)
+    while await harness.finalizer.run_once():
+        pass
+    async with harness.database.write() as session:
+        with statements(harness.database) as found:
+            assert await forget_file(session, true(), file.id, 1.0)
+    assert len(found) < 12, found

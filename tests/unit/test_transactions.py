@@ -9,7 +9,7 @@ ROOT = Path(__file__).parents[2] / "service"
 def writes(node: ast.AST) -> bool:
     """Whether this is `async with ….write() as session`."""
     return isinstance(node, ast.AsyncWith) and any(
-        ast.unparse(item.context_expr).endswith(".write()")
+        ".write(" in ast.unparse(item.context_expr)
         and item.optional_vars is not None
         and ast.unparse(item.optional_vars) == "session"
         for item in node.items
