@@ -19,7 +19,8 @@ LENGTHS = "batchweave_lengths"  # beside KIND: the profile of earlier answers to
 ARRIVES = "batchweave_arrives_s"  # without KIND: when an online request comes, on an emulated device's own clock
 SLO = "batchweave_slo"  # without KIND: the class of an online request, if it is not the default one
 PROJECT = "batchweave_project"  # whose request it is; without it, it shares the cache with all that have none
-RESERVED = frozenset({KIND, UNTOLD, DUE, LENGTHS, ARRIVES, SLO, PROJECT})
+WEIGHT = "batchweave_weight"  # beside PROJECT: its share beside other projects, if it is not 1
+RESERVED = frozenset({KIND, UNTOLD, DUE, LENGTHS, ARRIVES, SLO, PROJECT, WEIGHT})
 
 
 def marks(kind: str, due: float = math.inf, lengths: str = "", project: str = "") -> dict[str, Any]:
@@ -32,9 +33,17 @@ def marks(kind: str, due: float = math.inf, lengths: str = "", project: str = ""
     return given
 
 
-def online_marks(slo: str, project: str = "") -> dict[str, Any]:
-    """Return the marks of an online request of this class and project."""
-    return {**({} if slo == DEFAULT else {SLO: slo}), **({PROJECT: project} if project else {})}
+def online_marks(slo: str, project: str = "", weight: float = 1.0) -> dict[str, Any]:
+    """Return the marks of an online request of this class and project, which has this weight."""
+    found: dict[str, Any] = {} if slo == DEFAULT else {SLO: slo}
+    return found | ({PROJECT: project} if project else {}) | ({WEIGHT: weight} if weight != 1.0 else {})
+
+
+def weight_of(req: Any) -> float:
+    """Return the weight of the project of an online request in the scheduler."""
+    given: Any = req.sampling_params.custom_params
+    weight = given.get(WEIGHT, 1.0) if isinstance(given, dict) else 1.0
+    return float(weight) if isinstance(weight, int | float) and weight > 0 else 1.0
 
 
 def project_of(req: Any) -> str:

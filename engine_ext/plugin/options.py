@@ -54,7 +54,8 @@ class Options:
     `retunes`: the engine's owner may change how it schedules between two runs, as benchmarks do (`plugin/tuning.py`).
     `sm_margin`: the SMs that the attention of nano-batches leaves to the GEMM beside it, where FA3 computes it.
     `pulses`: memory into which the scheduler writes that it is alive (`plugin/pulse.py`). `shares_cache`: whether
-    projects find each other's prefixes in the KV cache.
+    projects find each other's prefixes in the KV cache. `least_share`: the part of the engine's time that batches get
+    in any case, whatever online requests need.
     """
 
     cost: CostModel
@@ -69,6 +70,7 @@ class Options:
     online: SloClasses = CLASSES
     sheds: bool = False
     limits: Limits = NO_LIMITS
+    least_share: float = 0.0
 
     def hand_over(self) -> None:
         """Pass the options to all processes that this one starts from now on."""

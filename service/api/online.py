@@ -65,7 +65,9 @@ async def _read(request: Request, context: Context, caller: Caller, counted: Cou
     await context.relay.check(asked.digest)
     tier = caller.tier(asked.tier)
     name = ModelName.of(asked.model).base
-    return OnlineRequest(path, name, tier, asked.prefix, raw, asked.digest, request.state.request_id, project)
+    return OnlineRequest(
+        path, name, tier, asked.prefix, raw, asked.digest, request.state.request_id, project, caller.project.weight
+    )
 
 
 class Asked(NamedTuple):

@@ -16,7 +16,7 @@ from service.api.routing import Routes, Target
 from service.db.tenant_tables import Tier
 from service.errors import BadRequest, NotRetried, Unavailable
 from service.queue.losses import LOSSES, Losses
-from service.queue.trust import PROJECT, REQUEST_ID, TIER
+from service.queue.trust import PROJECT, REQUEST_ID, TIER, WEIGHT
 
 CONNECT_S = 2.0
 TRIES = 4  # workers that are tried, the last ones only if those before did not even get the request
@@ -54,6 +54,7 @@ class OnlineRequest(NamedTuple):
     digest: str
     id: str
     project: str
+    weight: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,6 +150,7 @@ class Relay:
             REQUEST_ID: request.id,
             TIER: request.tier,
             PROJECT: request.project,
+            WEIGHT: f"{request.weight:.9f}",
         }
         try:
             response = await self._session.post(

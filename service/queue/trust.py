@@ -11,7 +11,7 @@ from service.settings import Settings
 from service.webhooks.secrets import sealing_key
 
 # What the API tells a worker of an online request, beside its body: its id, its class, and whose it is.
-REQUEST_ID, TIER, PROJECT = "X-Request-Id", "X-Service-Tier", "X-Project"
+REQUEST_ID, TIER, PROJECT, WEIGHT = "X-Request-Id", "X-Service-Tier", "X-Project", "X-Project-Weight"
 
 
 def deployment_token(settings: Settings) -> str | None:

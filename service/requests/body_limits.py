@@ -6,6 +6,7 @@ to be answered wrongly (docs/reliability.md). The bodies are as the client sent 
 
 import re
 from collections.abc import Iterator
+from enum import Enum
 from typing import Any, NamedTuple
 
 from service.requests.patterns import risk
@@ -49,6 +50,8 @@ _TEMPLATE_NAMES = frozenset(
     {"chat_template", "tokenize", "tools", "messages", "conversation", "documents", "padding", "truncation"}
     | {"max_length", "tokenizer_kwargs", "continue_final_message", "add_generation_prompt"}
 )
+_MAPS = frozenset({"properties", "patternProperties", "$defs", "definitions", "dependentSchemas"})
+_DATA = frozenset({"examples", "default", "const", "enum"})
 _CHOICES = ("anyOf", "oneOf", "allOf")
 _NUMBERS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")
 _LENGTHS = {"pattern": str, "minLength": int, "maxLength": int}
@@ -85,7 +88,7 @@ def _counts(body: dict[str, Any]) -> Iterator[BodyFault]:
             yield BodyFault(name, f"must be a whole number from 1 to {MOST_CHOICES}")
     if body.get("seed") is not None and not _is_whole(body["seed"], -(2**63), 2**63 - 1):
         yield BodyFault("seed", "must be a 64-bit integer")
-    answers = _choices(body)
+    answers = choices(body)
     if answers > MOST_PROMPTS:
         yield BodyFault("prompt", f"asks for {answers} answers; at most {MOST_PROMPTS} are allowed in one request")
     labels = body.get("label_token_ids")
@@ -97,7 +100,7 @@ def _counts(body: dict[str, Any]) -> Iterator[BodyFault]:
             yield BodyFault(name, f"has {len(given)} parts; at most {MOST_TEXTS} are allowed in one request")
 
 
-def _choices(body: dict[str, Any]) -> int:
+def choices(body: dict[str, Any]) -> int:
     """Return how many answers a request asks for, over all its prompts."""
     prompt = body.get("prompt")
     prompts = len(prompt) if isinstance(prompt, list) and prompt and not isinstance(prompt[0], int) else 1
@@ -138,7 +141,7 @@ def _logits(body: dict[str, Any]) -> Iterator[BodyFault]:
         else:
             most = max(most, int(value))
     answers = max((int(value) for value in asked.values() if _is_whole(value, 0, 2**31 - 1)), default=UNSAID_TOKENS)
-    tokens = (answers + _echoed(body)) * _choices(body)
+    tokens = (answers + _echoed(body)) * choices(body)
     if most * tokens > MOST_LOGPROB_CELLS:
         name = "top_logprobs" if body.get("top_logprobs") else "logprobs"
         yield BodyFault(name, f"asks for {most} for each of {tokens} tokens; at most {MOST_LOGPROB_CELLS:,} in total")
@@ -204,24 +207,29 @@ def _formats(body: dict[str, Any], allow_patterns: bool) -> Iterator[BodyFault]:
         yield BodyFault("json_schema", "is not allowed: use response_format")
 
 
-def schema_risk(schema: Any) -> str | None:
-    """Return why a JSON schema is refused, or None: its grammar would take minutes, gigabytes, or seconds per token."""
-    depth, left = 0, [(schema, 1)]
+def schema_risk(schema: Any, has_data: bool = True) -> str | None:
+    """Return why a JSON schema is refused, or None: its grammar would take minutes, gigabytes, or seconds per token.
+
+    `has_data`: examples and the like are no schemas. Where a reference leads to one, all is judged as if it were.
+    """
+    depth, left = 0, [(schema, 1, _Role.SCHEMA)]
     counts: dict[str, int] = dict.fromkeys(("characters", "properties", "numbers", "lengths", "ways"), 0)
     different = set[Any]()
     while left:
-        value, at = left.pop()
+        value, at, role = left.pop()
         depth = max(depth, at)
         if depth > SCHEMA_DEPTH:
             return f"has a schema whose JSON is nested more than {SCHEMA_DEPTH} levels deep"
         if isinstance(value, dict):
-            if reason := _object_risk(value, counts, different):
+            if has_data and _refers_to_data(value.get("$ref")):
+                return schema_risk(schema, has_data=False)
+            if role is _Role.SCHEMA and (reason := _object_risk(value, counts, different)):
                 return reason
             counts["characters"] += sum(map(len, value)) + 4 * len(value)
-            left += [(each, at + 1) for each in value.values()]
+            left += [(each, at + 1, role.of(name) if has_data else role) for name, each in value.items()]
         elif isinstance(value, list):
             counts["characters"] += 2 * len(value)
-            left += [(each, at + 1) for each in value[:SCHEMA_CHARACTERS]]
+            left += [(each, at + 1, role) for each in value[:SCHEMA_CHARACTERS]]
         else:
             counts["characters"] += len(value) if isinstance(value, str) else 8
         if counts["characters"] > SCHEMA_CHARACTERS:
@@ -234,6 +242,22 @@ def schema_risk(schema: Any) -> str | None:
         if counts[name] > most:
             return f"has a schema with {counts[name]} {about}; at most {most} are allowed"
     return None
+
+
+class _Role(Enum):
+    """What a value of a schema is: a schema, a map of schemas by any names, or data."""
+
+    SCHEMA, MAP, DATA = range(3)
+
+    def of(self, name: str) -> "_Role":
+        """Return what this key's value is."""
+        if self is not _Role.SCHEMA:
+            return _Role.SCHEMA if self is _Role.MAP else _Role.DATA
+        return _Role.MAP if name in _MAPS else _Role.DATA if name in _DATA else _Role.SCHEMA
+
+
+def _refers_to_data(ref: Any) -> bool:
+    return isinstance(ref, str) and ("%" in ref or "~" in ref or not _DATA.isdisjoint(ref.split("/")))
 
 
 def _object_risk(value: dict[str, Any], counts: dict[str, int], different: set[Any]) -> str | None:
@@ -255,7 +279,7 @@ def _object_risk(value: dict[str, Any], counts: dict[str, int], different: set[A
     if any(isinstance(value.get(each), int) for each in ("minLength", "maxLength")):
         different.add((str(value.get("minLength")), str(value.get("maxLength"))))
     texts = (value.get("pattern"), value.get("format"), *(named if isinstance(named, dict) else ()))
-    different.update(str(each) for each in texts if each)
+    different.update(each for each in texts if each and isinstance(each, str))
     if len(different) > MOST_DIFFERENT_LENGTHS:
         return f"has a schema with more than {MOST_DIFFERENT_LENGTHS} different patterns and length bounds"
     counted = any(value.get(each) is not None for each in ("minProperties", "maxProperties"))

@@ -120,7 +120,8 @@ class LineChecker:
 
     def _judge_body(self, number: int, body: dict[str, Any]) -> Iterator[Fault]:
         for name in BY_PATH[self.endpoint].required:
-            if not body.get(name):
+            # An empty prompt fails its line, when it runs.
+            if body.get(name) is None or (name == "model" and not body[name]):
                 yield Fault("missing_required_parameter", f"'body.{name}' is missing or empty.", f"body.{name}")
         if body.get("stream"):
             yield Fault("streaming_unsupported", "A batch cannot stream: remove 'stream'.", "body.stream")

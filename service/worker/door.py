@@ -6,6 +6,7 @@ The paths are those of OpenAI's API. Clients never come here: the API knows thei
 import asyncio
 import hmac
 import re
+from collections import Counter
 from collections.abc import AsyncIterator, Callable, Collection
 from typing import Any, Protocol, runtime_checkable
 
@@ -15,11 +16,13 @@ from aiohttp import web, web_response
 
 from service.db.tenant_tables import Tier
 from service.endpoints import BY_PATH, ONLINE
-from service.queue.trust import PROJECT, REQUEST_ID, TIER
+from service.queue.trust import PROJECT, REQUEST_ID, TIER, WEIGHT
+from service.requests.body_limits import choices
 from service.worker.slice_run import EngineAnswer
 
 STALLED_S = 60.0  # for which the API may read nothing of a stream before the request is aborted
-MOST = 1024  # online requests at once; the API tries another worker, or tells the client to try later
+MOST = 1024  # online requests at once, and their choices; the API tries another worker, or tells the client to wait
+MOST_OF_PROJECT = MOST * 7 // 8  # of these choices
 MOST_FLEX = MOST // 2  # of these if they are flex, so that others find room
 FAILED = "The engine failed on this request."
 ENDED = "The worker is stopping, or must run other requests alone. Send the request again."
@@ -44,7 +47,7 @@ class OnlineEngine(Protocol):
 
     def refusal(self, slo: str) -> str | None: ...
     async def serve(
-        self, endpoint: str, body: dict[str, Any], rid: str, slo: str, size: int, project: str
+        self, endpoint: str, body: dict[str, Any], rid: str, slo: str, size: int, project: str, weight: float
     ) -> EngineAnswer | Events: ...
 
 
@@ -68,6 +71,7 @@ class Door:
         self._against = against
         self._requests: set[asyncio.Task[Any]] = set()
         self._ended: set[asyncio.Task[Any]] = set()  # those of them that the worker ends, and not their clients
+        self._choices = Counter[str]()  # of the requests that the engine has, by project
         app = web.Application(client_max_size=most_bytes)
         app.add_routes([web.post(path, self._serve) for path in ONLINE])
         # A handler is cancelled when its client hangs up, which aborts the request.
@@ -144,15 +148,31 @@ class Door:
             return _refuse(503, "The worker serves another model now.", "overloaded")
         if late := self._engine.refusal(tier):
             return _refuse(503, f"The worker would answer too late: {late}.", "overloaded")
+        # Of an API of before, which names no project, each request is somebody else's.
+        project, count = request.headers.get(PROJECT) or request_id, choices(body)
+        if self._choices[project] + count > MOST_OF_PROJECT or self._choices.total() + count > MOST:
+            return _refuse(503, "The worker takes no online request now: it answers as many as it can.", "overloaded")
+        self._choices[project] += count
+        try:
+            return await self._answer_body(request, body, (tier, len(raw), project, _weight(request)))
+        finally:
+            self._choices[project] -= count
+            if not self._choices[project]:
+                del self._choices[project]
+
+    async def _answer_body(
+        self, request: web.Request, body: dict[str, Any], about: tuple[str, int, str, float]
+    ) -> web.StreamResponse:
+        request_id = request.headers[REQUEST_ID]
         with structlog.contextvars.bound_contextvars(request_id=request_id):
             # The answer's id is the request's, so that the logs of the API and the worker can be joined.
             rid = BY_PATH[request.path].id_prefix + request_id.removeprefix("req_")
-            # Of an API of before, which names no project, each request is somebody else's.
-            about = (rid, tier, len(raw), request.headers.get(PROJECT) or request_id)
-            found = await self._ask(request.path, body, about)
+            found = await self._ask(request.path, body, (rid, *about))
             return await self._stream(request, found) if isinstance(found, Events) else found
 
-    async def _ask(self, path: str, body: dict[str, Any], about: tuple[str, str, int, str]) -> web.Response | Events:
+    async def _ask(
+        self, path: str, body: dict[str, Any], about: tuple[str, str, int, str, float]
+    ) -> web.Response | Events:
         """Return the engine's answer, or its events once the first has come."""
         try:
             found = await self._engine.serve(path, body, *about)
@@ -189,6 +209,12 @@ class Door:
         finally:
             await events.close()
         return response
+
+
+def _weight(request: web.Request) -> float:
+    """Return the project's weight; 1 if an API of before does not tell it."""
+    given = request.headers.get(WEIGHT, "")
+    return float(given) if re.fullmatch(r"[0-9]{1,9}\.[0-9]{1,9}", given) and float(given) > 0 else 1.0
 
 
 async def _end(request: web.Request, response: web.StreamResponse) -> None:

@@ -12,6 +12,8 @@ from service.worker.nodes import Nodes
 from service.worker.script import read_script
 from service.worker.scripted import ScriptedEngine
 
+LEAST_SHARE = 1 / 8  # of the engine's time, for batches beside online requests of which no SLO is known
+
 
 def make_engine(
     settings: Settings, say: Callable[[str], None] = lambda _: None, on_fault: Callable[..., None] | None = None
@@ -43,6 +45,8 @@ def make_engine(
     if settings.slo_file is not None:
         online, limits = read_slo_file(settings.slo_file)
         options = replace(options, online=online, sheds=True, limits=limits)
+    else:  # nobody has said what online requests must get
+        options = replace(options, least_share=LEAST_SHARE)
     wanted = settings.overlap or measured_overlap(settings.gpu, settings.model_source)
     overlap = Overlap(wanted) if wanted else None
     say(

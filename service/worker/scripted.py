@@ -89,7 +89,14 @@ class ScriptedEngine:
         return None
 
     async def serve(
-        self, endpoint: str, body: dict[str, Any], rid: str, slo: str, size: int = 0, project: str = ""
+        self,
+        endpoint: str,
+        body: dict[str, Any],
+        rid: str,
+        slo: str,
+        size: int = 0,
+        project: str = "",
+        weight: float = 1.0,
     ) -> Answer | Stream:
         if not body.get("stream"):
             answer = await self.run(endpoint, body, rid, f"online {slo}", math.inf, "", project)

@@ -17,7 +17,8 @@ from engine_ext.costs.hardware import Machine, hardware
 from engine_ext.costs.model_shape import preset
 from engine_ext.plugin.marks import KIND, online_marks
 from engine_ext.plugin.scheduler.beside import FORGET_S, Beside, Decodes
-from engine_ext.plugin.scheduler.online import NOBODY, move_before_weaker
+from engine_ext.plugin.scheduler.online import NOBODY
+from engine_ext.plugin.scheduler.turns import Turns
 
 MODEL = EngineModel.of_steps(CostModel(preset("llama-3-8b"), Machine(hardware("h200"))), Clock.MIXED).numbers
 SLO = SloClass(ttft_s=1.0, tpot_s=0.05)
@@ -152,15 +153,15 @@ def test_each_class_has_its_own_deadlines() -> None:
 
 
 def test_stronger_classes_go_first_and_who_comes_first_is_first() -> None:
-    queue = list[Req]()
+    queue, turns = list[Req](), Turns()
     for number, slo in enumerate((FLEX, DEFAULT, PRIORITY, DEFAULT, FLEX, PRIORITY)):
         queue.append(Req(slo))
         queue[-1].origin_input_ids = [number]
-        move_before_weaker(queue)
+        turns.came(queue)
     assert [req.origin_input_ids[0] for req in queue] == [2, 5, 1, 3, 0, 4]
     ours = Req()
     ours.sampling_params.custom_params = {KIND: "a batch"}
     queue.append(ours)
     queue.append(Req(PRIORITY))
-    move_before_weaker(queue)
+    turns.came(queue)
     assert queue[-2] is ours

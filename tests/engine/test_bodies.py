@@ -111,6 +111,9 @@ def test_the_format_of_a_response_holds(engine: EngineProcess[Any], wanted: dict
         (CHAT, {"messages": HELLO, "web_search_options": {}}, "web_search_options"),
         (CHAT, {"messages": HELLO, "modalities": ["text", "audio"]}, "modalities"),
         (CHAT, {"messages": HELLO, "max_tokens": 0}, "max_tokens"),
+        (CHAT, {"messages": []}, "messages"),
+        (COMPLETIONS, {"prompt": ""}, "prompt"),
+        (RESPONSES, {"input": []}, "input"),
     ],
 )
 def test_what_would_be_left_out_is_refused(

@@ -113,7 +113,7 @@ class LoggedEngine:
         return None
 
     async def serve(
-        self, endpoint: str, body: dict[str, Any], rid: str, slo: str, size: int, project: str
+        self, endpoint: str, body: dict[str, Any], rid: str, slo: str, size: int, project: str, weight: float
     ) -> "LoggedStream":
         return LoggedStream(self, body["messages"][-1]["content"])
 

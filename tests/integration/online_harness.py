@@ -75,7 +75,9 @@ class ScriptedOnlineEngine:
     def refusal(self, slo: str) -> str | None:
         return f"{slo} is late" if slo in self.late else None
 
-    async def serve(self, endpoint: str, body: dict[str, Any], rid: str, slo: str, size: int, project: str) -> Any:
+    async def serve(
+        self, endpoint: str, body: dict[str, Any], rid: str, slo: str, size: int, project: str, weight: float
+    ) -> Any:
         self.tiers.append(slo)
         self.asked.append(rid)
         self.began.set()

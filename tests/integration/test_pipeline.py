@@ -295,6 +295,14 @@ async def test_what_exceeds_the_context_is_refused_with_its_lines(harness: Harne
     assert (await harness.batch(good)).status == BatchStatus.IN_PROGRESS
 
 
+async def test_empty_prompts_are_planned_beside_others(harness: Harness) -> None:
+    empty = [line(n, body={"model": "test-model", "messages": given}) for n, given in enumerate(("", []))]
+    batch_id = await harness.submit(jsonl([*empty, line(2)]))
+    await harness.plan()
+    batch = await harness.batch(batch_id)
+    assert (batch.status, batch.planned) == (BatchStatus.IN_PROGRESS, 3)
+
+
 async def fails_as_a_file(harness: Harness, batch_id: str) -> None:
     async with harness.database.write() as session:
         await session.execute(update(Batch).where(Batch.id == batch_id).values(on_long_line=OnLongLine.FAIL_FILE))

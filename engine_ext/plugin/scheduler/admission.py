@@ -38,6 +38,7 @@ from engine_ext.plugin.scheduler.preemption import keeps_its_answer
 from engine_ext.plugin.scheduler.radix import cached_tokens
 from engine_ext.plugin.scheduler.ranks import Ranks
 from engine_ext.plugin.scheduler.reuse import Reuse
+from engine_ext.plugin.scheduler.turns import Turns
 from engine_ext.scan.backlog import AtOnce, Executor
 from engine_ext.scan.live import LiveScan
 from engine_ext.scan.state import StepCosts
@@ -88,9 +89,12 @@ class Admission:
     not_mixed: int = 0  # running requests with which SGLang mixes no chunks
     cache_changed: bool = False
     reuse: Reuse = field(default_factory=Reuse)
+    turns: Turns = field(default_factory=Turns)
 
     @classmethod
-    def of(cls, cost: CostModel, online: SloClasses, limits: Limits, scheduler: Any) -> "Admission":
+    def of(
+        cls, cost: CostModel, online: SloClasses, limits: Limits, scheduler: Any, least_share: float = 0.0
+    ) -> "Admission":
         space, overlap = KVSpace.of(scheduler), overlap_of(scheduler)
         step_tokens = int(scheduler.chunked_prefill_size or STEP_TOKENS)
         costs = StepCosts.of(cost, space.capacity, step_tokens, bursts=not overlap.mixes)
@@ -102,6 +106,7 @@ class Admission:
         ranks = Ranks.of(scheduler)
         model = EngineModel.of_steps(cost, Clock.MIXED).numbers
         beside = Beside.of(online, limits, model, space.capacity, _lag(scheduler, ranks))
+        beside.least_share = least_share
         beside.is_needed &= fallback is None  # in such an engine a batch's requests look like online ones
         return cls(scan, overlap, pins, ranks, space, beside, HostCopies(scheduler), fallback=fallback)
 
@@ -203,6 +208,13 @@ class Admission:
         theirs = [req for req in decoding if req not in self.running]
         self.online_runs = bool(scheduler.waiting_queue or is_chunked or theirs)
         return demand(scheduler, theirs, self.most_prompt_tokens(scheduler, len(decoding)))
+
+    def hold_back(self, scheduler: Any, decoding: list[Any]) -> list[Any]:
+        """Hold back the online requests that must leave room for those of others, and for batches."""
+        if self.fallback is not None:
+            return []
+        batches_wait = self.beside.least_share > 0 and bool(self.waiting)
+        return self.turns.hold_back(scheduler, decoding, self.space.capacity, batches_wait)
 
     def note_online(self, before: list[Any], after: list[Any]) -> None:
         """Note which online requests SGLang took in this step, of those that waited `before` it."""
@@ -376,7 +388,7 @@ def admission_of(scheduler: Any) -> Admission:
         assert options is not None
         # A benchmark sets others.
         online, limits = getattr(scheduler, "batchweave_online", (options.online, options.limits))
-        found = Admission.of(options.cost, online, limits, scheduler)
+        found = Admission.of(options.cost, online, limits, scheduler, options.least_share)
         found.scan.cached = lambda key: cached_tokens(scheduler.tree_cache, found.by_key[key].req)[0]
         found.foresees = options.sheds
         scheduler.batchweave_admission = found

@@ -13,7 +13,16 @@ from sglang.srt.plugins.hook_registry import HookType
 
 from engine_ext.arrays import Bools
 from engine_ext.plugin.options import Overlap
-from engine_ext.plugin.scheduler import foresight, host_copies, online, preemption, pulse_hooks, resting, withdrawals
+from engine_ext.plugin.scheduler import (
+    foresight,
+    host_copies,
+    online,
+    preemption,
+    pulse_hooks,
+    resting,
+    turns,
+    withdrawals,
+)
 from engine_ext.plugin.scheduler.adapters import held_back, waits_for_adapter
 from engine_ext.plugin.scheduler.admission import Admission, admission_of
 from engine_ext.plugin.scheduler.beside import Allowed
@@ -34,7 +43,7 @@ def enqueue(original: Callable[..., None], scheduler: Any, req: Any, *args: Any,
     queue, ours = scheduler.waiting_queue, admission_of(scheduler)
     if not is_ours(req) and ours.fallback is None:
         if queue and queue[-1] is req:
-            online.move_before_weaker(queue)
+            ours.turns.came(queue)
         ours.online_runs = True
         ours.beside.arrived(req, ours.ranks.tick())
     if queue and queue[-1] is req and is_ours(req) and ours.fallback is None:
@@ -64,13 +73,17 @@ def admit(original: Callable[..., Any], scheduler: Any, *args: Any, **kwargs: An
         theirs_s = time.perf_counter() - asked
         return found
 
-    if not ours.waiting and not ours.running:
-        found = _without_batches(ours, scheduler, running, ask_sglang)
-        _foresee(ours, scheduler, found[1])
-        return found
-    found = _step(ours, scheduler, running, ask_sglang)
+    held, has_batches = ours.hold_back(scheduler, running.reqs), bool(ours.waiting or ours.running)
+    before = scheduler.waiting_queue
+    try:
+        step = _step if has_batches else _without_batches
+        found = step(ours, scheduler, running, ask_sglang)
+    finally:
+        if ours.fallback is None:
+            ours.turns.show(scheduler, before, held)
     _foresee(ours, scheduler, found[1])
-    ours.note_time(time.perf_counter() - started - theirs_s)
+    if has_batches:
+        ours.note_time(time.perf_counter() - started - theirs_s)
     return found
 
 
@@ -155,7 +168,7 @@ def _step(ours: Admission, scheduler: Any, running: Any, ask_sglang: Callable[[]
         scheduler.chunked_prefill_size = chunk
         left = {req for req in scheduler.waiting_queue if is_ours(req)} | must_wait
         # SGLang has added those whose grammars are ready, behind ours.
-        scheduler.waiting_queue = sorted((req for req in scheduler.waiting_queue if req not in left), key=online.rank)
+        scheduler.waiting_queue = sorted((req for req in scheduler.waiting_queue if req not in left), key=turns.order)
     if others:
         ours.note_online(others, scheduler.waiting_queue)
     taken = [req for req in candidates if req not in left]

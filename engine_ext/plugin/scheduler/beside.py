@@ -29,6 +29,8 @@ from engine_ext.plugin.scheduler.served import ServedClass
 
 LONGEST_STEP_S = 10.0  # a longer pause between two decisions was no step
 UNTOLD_S = 0.0  # the time before the clock has told one, as with several ranks until they agree
+CHUNKS = 8  # in the largest step; batches get one at a time of what they are owed
+MOST_OWED_S = 10.0
 FORGET_S = 3600.0  # without online requests, after which batches have the engine to themselves again
 
 
@@ -82,7 +84,8 @@ class Beside:
     step had room for. `left_out`: decodes that steps left out. `ended`: online requests that have left; `late`: those
     of them that missed a bound. `ttft_s`, `tpot_s`: the longest so far of those with deadlines. `online_s`: the
     seconds that steps would have taken without batches. `served`: by class. `is_needed`: whether steps are limited: for
-    an hour after the last online request, and with profiled limits after the first step.
+    an hour after the last online request, and with profiled limits after the first step. `least_share`: the part of the
+    time that batches get in any case.
     """
 
     classes: SloClasses
@@ -110,6 +113,8 @@ class Beside:
     _before: float = math.nan
     _seen_at: float = UNTOLD_S
     is_needed: bool = False
+    least_share: float = 0.0
+    _owed_s: float = 0.0  # of that part
 
     @classmethod
     def of(cls, classes: SloClasses, limits: Limits, model: StepModel, capacity: int, lag: int) -> "Beside":
@@ -154,6 +159,7 @@ class Beside:
                 before_s = self.excess_s
                 learn(self.predictor, self.governor, load, theirs, took)
                 self.online_s += took - (self.excess_s - before_s)
+                self._owed_s = min(self._owed_s + self.least_share * took, MOST_OWED_S)
         for pace in self._new:  # they came when that step had ended
             pace.arrived_excess_s = self.excess_s
         self._new.clear()
@@ -217,7 +223,24 @@ class Beside:
         )
         self.limit_s = found.limit_s
         self.limited += found.batches < largest - found.online
+        if self._owes(found.batches, before, largest):
+            return Allowed(found.online, found.online + max(found.batches, largest // CHUNKS), np.zeros_like(rests))
         return Allowed(found.online, found.online + found.batches, rests)
+
+    def _owes(self, batches: int, before: int, largest: int) -> bool:
+        """Return whether batches get a chunk in this step though online requests leave them fewer prompt tokens.
+
+        That is so once their least part of the time would pay for it.
+        """
+        chunk = largest // CHUNKS
+        if batches >= chunk or self.least_share == 0:
+            self._owed_s = 0.0
+            return False
+        cost_s = float(predict(self.predictor, Load(chunk, float(chunk) * (chunk + 2 * before), 1, 0, 0)))
+        if self._owed_s < cost_s:
+            return False
+        self._owed_s -= cost_s
+        return True
 
     def _with_deadlines(self, reqs: list[Any]) -> list[SloClass]:
         """Return the classes of those of these requests that have deadlines."""

@@ -51,14 +51,6 @@ def rank(req: Any) -> int:
     return RANKS.get(slo_of(req), RANKS[DEFAULT])
 
 
-def move_before_weaker(queue: list[Any]) -> None:
-    """Move the last request of a queue before those of weaker classes; otherwise who comes first is first."""
-    own, place = rank(queue[-1]), len(queue) - 1
-    while place > 0 and not is_ours(queue[place - 1]) and rank(queue[place - 1]) > own:
-        place -= 1
-    queue.insert(place, queue.pop())
-
-
 def demand(scheduler: Any, decoding: list[Any], most: int) -> Demand:
     """Return what online requests need; `decoding` are those that decode, `most` is the largest step in tokens."""
     waiting, continued = scheduler.waiting_queue, scheduler.chunked_req

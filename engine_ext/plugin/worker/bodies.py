@@ -9,6 +9,7 @@ from engine_ext.plugin.worker import guard
 
 Fault = tuple[str, str]  # the field, and why it is refused
 TEXTS = ("input_text", "output_text", "text", "refusal")  # parts that are text; the last one under its own name
+PROMPTS = ("messages", "prompt", "input", "query", "items", "documents")
 RESPONSES, CHAT = "/v1/responses", "/v1/chat/completions"
 # What only OpenAI's own servers have: an answer without it would be another one.
 ELSEWHERE = {
@@ -43,7 +44,13 @@ def plain(endpoint: str, fields: dict[str, Any]) -> dict[str, Any]:
 
 
 def unserved(endpoint: str, fields: dict[str, Any]) -> Fault | None:
-    """Return the first field of a plain body that would be ignored though the answer depends on it, and why."""
+    """Return the first field of a plain body that is empty, or would be ignored though the answer depends on it.
+
+    The reason comes with it.
+    """
+    for name in PROMPTS:
+        if fields.get(name) in ("", []):
+            return name, "must not be empty"
     for name in ELSEWHERE.get(endpoint, ()):
         if fields.get(name) not in (None, False, "", []):
             return name, "not supported"

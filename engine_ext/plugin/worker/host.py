@@ -258,7 +258,14 @@ class EngineHost:
         return None if self._shedding is None else self._shedding.refusal(slo)
 
     async def serve(
-        self, endpoint: str, body: dict[str, Any], rid: str, slo: str = DEFAULT, size: int = 0, project: str = ""
+        self,
+        endpoint: str,
+        body: dict[str, Any],
+        rid: str,
+        slo: str = DEFAULT,
+        size: int = 0,
+        project: str = "",
+        weight: float = 1.0,
     ) -> "Answer | Stream":
         """Answer an online request of the class `slo` and of `size` bytes, which goes before the requests of batches.
 
@@ -276,9 +283,9 @@ class EngineHost:
         if self._shedding is not None:
             self._shedding.sent(slo, size)
         if endpoint in self._others.served:
-            events = self._others.events(endpoint, fields, Told(rid, ONLINE, slo=slo, project=project))
+            events = self._others.events(endpoint, fields, Told(rid, ONLINE, slo=slo, project=project, weight=weight))
         else:
-            request.custom_params = (request.custom_params or {}) | online_marks(slo, project) or None
+            request.custom_params = (request.custom_params or {}) | online_marks(slo, project, weight) or None
             events = self._events(self._serving[endpoint][1], request, slo, fields, text.total)
         first = await anext(events)
         if isinstance(first, Answer):

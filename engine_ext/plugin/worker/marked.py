@@ -38,6 +38,7 @@ class Told:
     lengths: str = ""
     slo: str = DEFAULT
     project: str = ""
+    weight: float = 1.0  # of the project of an online request
     text: dict[str, Any] | None = None  # how a response's text must look, which its answer repeats
     fault: str | None = None  # why SGLang refuses it
     cancelled: bool = False  # the task was; SGLang may make an answer of that
@@ -80,7 +81,7 @@ class MarkedManager(TokenizerManagerScoreMixin):
 def _marks(known: Told) -> dict[str, Any] | None:
     if known.kind:
         return marks(known.kind, known.due, known.lengths, known.project)
-    return online_marks(known.slo, known.project) or None
+    return online_marks(known.slo, known.project, known.weight) or None
 
 
 def _note(known: Told, meta: dict[str, Any]) -> None:

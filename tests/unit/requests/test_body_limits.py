@@ -134,3 +134,41 @@ def test_a_pattern_whose_rounds_cannot_be_told_apart_is_refused(pattern: str) ->
 )
 def test_a_pattern_whose_rounds_are_marked_passes(pattern: str) -> None:
     assert risk(pattern) is None
+
+
+STRING = {"type": "string"}
+FORMATS: list[Any] = [{"format": f"f{n}"} for n in range(12)]
+SLOW = {"type": "string", "pattern": "(a|aa)+b"}
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {
+            "type": "object",
+            "properties": {
+                f"a{n}": {"type": "object", "properties": {"format": STRING | {"title": str(n)}}} for n in range(12)
+            },
+        },
+        {"type": "object", "properties": {"a": {**STRING, "examples": FORMATS, "default": SLOW, "enum": [SLOW]}}},
+        {"type": "object", "properties": {"pattern": STRING, "minLength": {"type": "integer"}}},
+    ],
+)
+def test_keywords_count_only_where_a_schema_has_them(schema: Any) -> None:
+    assert not list(body_faults(formatted(schema)))
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"type": "object", "properties": {"default": SLOW}},
+        {"type": "object", "properties": {"properties": {"type": "object", "properties": {"examples": SLOW}}}},
+        {"$ref": "#/examples/0", "examples": [SLOW]},
+        {"anyOf": [{"$ref": "#/%65xamples/0"}], "examples": [SLOW]},
+        {"$defs": {"enum": SLOW}, "$ref": "#/$defs/enum"},
+        {"patternProperties": {"(a|aa)+b": STRING}},
+        {"type": "object", "additionalProperties": SLOW},
+    ],
+)
+def test_no_place_hides_a_schema(schema: Any) -> None:
+    assert [fault.param for fault in body_faults(formatted(schema))] == ["response_format"]

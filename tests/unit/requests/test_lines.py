@@ -64,6 +64,11 @@ def test_fault_is_coded(text: bytes, code: str, param: str | None) -> None:
     assert error.message
 
 
+@pytest.mark.parametrize("empty", ["", []])
+def test_an_empty_prompt_is_left_to_its_line(empty: Any) -> None:
+    assert LineChecker(CHAT).check(1, raw(body={"model": "m", "messages": empty})) is not None
+
+
 def test_all_fields_that_are_missing_are_named() -> None:
     checker = LineChecker(CHAT)
     checker.check(1, b'{"custom_id": "a", "body": {}}')

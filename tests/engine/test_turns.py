@@ -1,0 +1,166 @@
+"""Projects take turns online, and leave room for others; needs SGLang's names, but no engine."""
+
+import asyncio
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from engine_ext.coserve.limit import NO_LIMITS
+from engine_ext.coserve.predictor import Load
+from engine_ext.coserve.slo import CLASSES, DEFAULT, FLEX, PRIORITY
+from engine_ext.plugin.marks import marks, online_marks
+from engine_ext.plugin.scheduler.beside import Beside, Decodes
+from engine_ext.plugin.scheduler.online import NOBODY
+from engine_ext.plugin.scheduler.turns import Turns
+from service.demo.model import NAME
+from tests.engine.conftest import running_engine
+from tests.engine.test_beside import MODEL
+
+SLOTS, CAPACITY = 16, 16_000
+
+
+class Req:
+    def __init__(self, project: str, number: int, slo: str = DEFAULT, weight: float = 1.0, tokens: int = 10) -> None:
+        self.name, self.origin_input_ids, self.output_ids = f"{project}{number}", [1] * tokens, list[int]()
+        self.sampling_params = SimpleNamespace(custom_params=online_marks(slo, project, weight))
+
+
+def came(turns: Turns, queue: list[Any], *reqs: Req) -> None:
+    for req in reqs:
+        queue.append(req)
+        turns.came(queue)
+
+
+def names(reqs: list[Any]) -> list[str]:
+    return [req.name for req in reqs]
+
+
+def test_projects_take_turns_by_weight_in_their_class() -> None:
+    turns, queue = Turns(), list[Any]()
+    came(
+        turns,
+        queue,
+        *(Req("a", n) for n in range(4)),
+        Req("b", 0),
+        Req("b", 1),
+        *(Req("c", n, weight=2) for n in range(3)),
+    )
+    assert names(queue) == ["c0", "a0", "b0", "c1", "c2", "a1", "b1", "a2", "a3"]
+    came(turns, queue, Req("a", 9, PRIORITY), Req("d", 0, FLEX))
+    assert names(queue)[0] == "a9"
+    assert names(queue)[-1] == "d0"
+
+
+def test_who_was_idle_has_saved_up_no_turns_and_who_is_retracted_keeps_its_own() -> None:
+    turns, queue = Turns(), list[Any]()
+    scheduler = SimpleNamespace(waiting_queue=queue)
+    came(turns, queue, *(Req("a", n) for n in range(6)))
+    before, taken = list(queue), queue[:4]
+    scheduler.waiting_queue = queue[4:]
+    turns.show(scheduler, before, [])
+    came(turns, scheduler.waiting_queue, Req("b", 0), Req("b", 1), Req("b", 2))
+    assert names(scheduler.waiting_queue) == ["a4", "b0", "a5", "b1", "b2"]
+    came(turns, scheduler.waiting_queue, taken[3])
+    assert names(scheduler.waiting_queue)[0] == "a3"
+
+
+@pytest.mark.parametrize(
+    ("several", "batches_wait", "shown"), [(False, False, 20), (True, False, 14), (False, True, 14)]
+)
+def test_a_project_leaves_slots_to_others_and_all_leave_some_to_batches(
+    several: bool, batches_wait: bool, shown: int
+) -> None:
+    turns, queue = Turns(), list[Any]()
+    came(turns, queue, *(Req("a", n) for n in range(20)))
+    scheduler = SimpleNamespace(waiting_queue=queue, chunked_req=None, max_running_requests=SLOTS)
+    if several:
+        turns.came([Req("b", 0)])
+    before = list(queue)
+    held = turns.hold_back(scheduler, [], CAPACITY, batches_wait)
+    assert len(scheduler.waiting_queue) == shown
+    assert len(held) == 20 - shown
+    scheduler.waiting_queue = scheduler.waiting_queue[3:]
+    turns.show(scheduler, before, held)
+    assert scheduler.waiting_queue == before[3:]
+    decoding: list[Any] = before[:14]
+    scheduler.waiting_queue = [Req("a", 30), Req("b", 1)]
+    for req in scheduler.waiting_queue:
+        req.batchweave_turn = 1.0  # type: ignore[attr-defined]
+    held = turns.hold_back(scheduler, decoding, CAPACITY, batches_wait)
+    assert (
+        names(held) == {(False, False): [], (True, False): ["a30"], (False, True): ["a30", "b1"]}[several, batches_wait]
+    )
+
+
+def test_a_project_leaves_kv_cache_to_others_unless_it_has_nothing_running() -> None:
+    turns, queue = Turns(), list[Any]()
+    came(turns, queue, Req("a", 0, tokens=CAPACITY), Req("a", 1, tokens=100), Req("b", 0, tokens=100))
+    scheduler = SimpleNamespace(waiting_queue=queue, chunked_req=None, max_running_requests=SLOTS)
+    assert names(turns.hold_back(scheduler, [], CAPACITY, False)) == ["a1"]
+
+
+def test_requests_of_batches_are_none_of_a_projects() -> None:
+    turns, ours = Turns(), Req("a", 0)
+    ours.sampling_params.custom_params = marks("kind", project="a")
+    queue: list[Any] = [ours]
+    came(turns, queue, Req("a", 1, PRIORITY))
+    assert queue[0] is ours
+
+
+def test_batches_get_their_least_share_of_the_time_where_no_slo_is_known() -> None:
+    class Late(Req):
+        finished_reason = None
+
+    got = {}
+    for share in (0.0, 1 / 8):
+        beside, req = Beside.of(CLASSES, NO_LIMITS, MODEL, 100_000, 0), Late("a", 0)
+        beside.least_share = share
+        beside.arrived(req, 0.0)
+        decodes = Decodes(Load(0, 0.0, 0, 1, 10), np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.int64))
+        needs, got[share], now = NOBODY._replace(prompts=[req], waiting=1, tokens=2048, kv=2048), 0, 0.0
+        for step in range(400):  # its first token is due since long
+            now = 10.0 + 0.05 * step
+            beside.pass_time(needs, now)
+            allowed = beside.allow(needs, decodes, 0, 2048, now)
+            got[share] += allowed.most - allowed.online
+            beside.launched(Load(allowed.most, 0.0, 1, 1, 10), Load(allowed.online, 0.0, 1, 1, 10))
+    assert got[0.0] == 0
+    assert got[1 / 8] >= 20 * 256
+
+
+async def ask(host: Any, project: str, number: int, **body: Any) -> float:
+    """Return how long the answer took."""
+    asked = {"model": NAME, "messages": [{"role": "user", "content": f"{project} {number}"}], "temperature": 0, **body}
+    began = time.monotonic()
+    answer = await host.serve("/v1/chat/completions", asked, f"chatcmpl-{project}{number}", project=project)
+    assert answer.status_code == 200, answer.body
+    return time.monotonic() - began
+
+
+@pytest.mark.parametrize("flood", [{"max_tokens": 600}, {"max_tokens": 600, "n": 40}], ids=["many", "choices"])
+def test_a_flood_of_one_project_stops_neither_others_nor_batches(demo: Path, log: Path, flood: dict[str, Any]) -> None:
+    """One project asks for five times what the engine runs at once; another one, and a batch, are answered before."""
+
+    async def main(host: Any) -> list[float]:
+        await ask(host, "b", 0, max_tokens=1)
+        count = 80 // flood.get("n", 1)
+        theirs = [asyncio.create_task(ask(host, "a", n, ignore_eos=True, **flood)) for n in range(count)]
+        async with asyncio.timeout(60):
+            while not (await host.scheduler_states())[0]["online_kv"]:
+                await asyncio.sleep(0.05)
+        body = {"model": NAME, "messages": [{"role": "user", "content": "c"}], "max_tokens": 4}
+        batch = [asyncio.create_task(host.run("/v1/chat/completions", body, f"of-batch-{n}", "k")) for n in range(3)]
+        took = [await ask(host, "b", n, max_tokens=4) for n in range(1, 4)]
+        assert {answer.status_code for answer in await asyncio.gather(*batch)} == {200}
+        assert not all(task.done() for task in theirs), "the flood was over before"
+        for task in theirs:
+            task.cancel()
+        await asyncio.gather(*theirs, return_exceptions=True)
+        return took
+
+    with running_engine(demo, {"max_running_requests": 16}, log, least_share=1 / 8) as engine:
+        assert max(engine.do(main)) < 30
