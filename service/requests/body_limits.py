@@ -130,7 +130,7 @@ def _logits(body: dict[str, Any]) -> Iterator[BodyFault]:
     asked = {name: body[name] for name in _OUTPUT_FIELDS if body.get(name) is not None}
     for name, value in asked.items():
         if not _is_whole(value, 0, 2**31 - 1):
-            yield BodyFault(name, "must be a whole number")
+            yield BodyFault(name, f"must be a whole number from 0 to {2**31 - 1}")
     most = 0
     for name in ("logprobs", "top_logprobs"):
         value = body.get(name)

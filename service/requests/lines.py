@@ -1,5 +1,6 @@
 """Checks the lines of a batch file: finds every fault that needs no engine, with its line and OpenAI's error code."""
 
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -10,6 +11,7 @@ import numpy as np
 from service.endpoints import BY_PATH, ENDPOINTS
 from service.requests.body_limits import body_faults
 from service.requests.custom_ids import CustomIds, Names
+from service.requests.files import BYTE_ORDER_MARK
 
 MAX_ERRORS = 1000
 MAX_CUSTOM_ID = 512
@@ -42,6 +44,10 @@ class _CustomId(msgspec.Struct):
 
 
 _decoder = msgspec.json.Decoder(RequestLine)
+# The first half of a pair without the second one, or the second without the first.
+_SURROGATE = re.compile(
+    rb"\\u[dD][89abAB][0-9a-fA-F]{2}(?!\\u[dD][c-fC-F])|(?<!\\u[dD][89abAB][0-9a-fA-F]{2})\\u[dD][c-fC-F]"
+)
 _custom_id = msgspec.json.Decoder(_CustomId)
 
 
@@ -178,12 +184,23 @@ def quoted(text: str) -> str:
     return repr(text if len(text) <= 100 else f"{text[:100]}…")
 
 
+def _in_words(raw: bytes, error: Exception) -> str:
+    """Say what the parser means."""
+    if raw.startswith(BYTE_ORDER_MARK):
+        return "it begins with a byte order mark, as if files were joined; only the first line may have one"
+    if _SURROGATE.search(raw):
+        return "it has half of a surrogate pair, such as \\ud83d without the second half"
+    if raw.strip() in (b"{", b"["):
+        return "it ends after its first bracket; a request must be on one line"
+    return str(error)
+
+
 def _explain(raw: bytes, error: Exception) -> Fault:
     """Explain why a line is not a request: a field is missing or has the wrong type, or the JSON is invalid."""
     try:
         found = msgspec.json.decode(raw)
     except (msgspec.DecodeError, RecursionError):
-        return Fault("invalid_json_line", f"The line is not valid JSON: {error}.")
+        return Fault("invalid_json_line", f"The line is not valid JSON: {_in_words(raw, error)}.")
     if not isinstance(found, dict):
         return Fault("invalid_json_line", "The line is not a JSON object.")
     if missing := [name for name in ("custom_id", "method", "url", "body") if name not in found]:

@@ -7,7 +7,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from pydantic import ValidationError
 from sglang.srt.entrypoints.openai.protocol import (
+    ChatCompletionRequest,
     ChatCompletionResponse,
     ChatCompletionResponseChoice,
     ChatMessage,
@@ -17,13 +19,15 @@ from sglang.srt.entrypoints.openai.protocol import (
 from sglang.srt.entrypoints.openai.serving_chat import OpenAIServingChat
 from sglang.srt.managers.tokenizer_manager import TokenizerManager
 
+from engine_ext.plugin.worker.answers import refused
 from engine_ext.plugin.worker.aside import LARGE, aside
 from engine_ext.plugin.worker.logprobs import logprobs_of, with_logprobs
-from engine_ext.plugin.worker.refusals import code_and_param
+from engine_ext.plugin.worker.refusals import code_and_param, in_short
 from engine_ext.plugin.worker.serving import TokenTexts, beside_the_loop
 from engine_ext.plugin.worker.text_size import MOST_TOKEN_BYTES, text_size
 
 TEXTS = ["a", '"logprobs":{"content":[]}', " ü", "\ufffd", "\u2028", "\n", "a"]
+HELLO = {"role": "user", "content": "Hello"}
 TOO_LONG = "context_length_exceeded prompt"
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 
@@ -127,3 +131,43 @@ def test_all_text_that_becomes_tokens_is_counted(endpoint: str, body: dict[str, 
 )
 def test_what_sglang_refuses_names_its_field(message: str, found: str) -> None:
     assert "{} {}".format(*code_and_param(message, {"prompt": "a", "top_p": 2})) == found
+
+
+PLACES = {
+    "messages must be a list of messages.": "hello",
+    "messages.0 must be an object with a role and a content.": ["hello"],
+    "messages.1.role must be one of 'system', 'developer', 'user', 'assistant' or 'tool'.": [HELLO, {"role": "human"}],
+    "messages.0.content is missing.": [{"role": "user"}],
+    "messages.0.content must be text, or a list of parts.": [{"role": "user", "content": 5}],
+    "messages.0.content.1.image_url must be an object with a url.": [
+        {"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "image_url", "image_url": "data:x"}]}
+    ],
+    "messages.0.content.0.type must be one of 'text', 'image_url', 'video_url' or 'audio_url'.": [
+        {"role": "user", "content": [{"type": "input_audio"}]}
+    ],
+}
+
+
+@pytest.mark.parametrize(("message", "messages"), PLACES.items())
+def test_a_wrong_message_is_named_by_its_place(message: str, messages: Any) -> None:
+    fields = {"model": "m", "messages": messages}
+    with pytest.raises(Exception) as caught:  # noqa: PT011
+        ChatCompletionRequest.model_validate(fields)
+    found = json.loads(refused(caught.value, fields).body)["error"]
+    assert found["message"] == message
+    assert message.startswith(found["param"])
+
+
+def test_what_is_wrong_elsewhere_is_named_too_and_a_dump_is_cut() -> None:
+    fields: dict[str, Any] = {"model": "m", "messages": [HELLO], "response_format": "json"}
+    found = json.loads(refused(AttributeError("'str' object has no attribute 'get'"), fields).body)["error"]
+    assert (found["message"], found["param"]) == ("response_format must be an object.", "response_format")
+    fields = {"model": "m", "messages": [HELLO], "temperature": "hot"}
+    with pytest.raises(ValidationError) as caught:
+        ChatCompletionRequest.model_validate(fields)
+    found = json.loads(refused(caught.value, fields).body)["error"]
+    assert (found["param"], found["message"].split(":")[0]) == ("temperature", "temperature")
+    dump = str(caught.value) + "x" * 5000
+    assert len(in_short(dump, {"input": "x"})) < 400
+    assert in_short(dump, {"input": [{"role": "human"}]}).startswith("input.0.role must be one of")
+    assert code_and_param("input.0.role must be one of", {"input": []}) == ("invalid_request", "input.0.role")

@@ -7,7 +7,8 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from engine_ext.plugin.worker.refusals import code_and_param
+from engine_ext.plugin.worker.messages import fault_of
+from engine_ext.plugin.worker.refusals import code_and_param, in_short
 
 DATA = b"data: "
 
@@ -55,23 +56,25 @@ def event_with_fields(event: bytes, fields: bytes) -> bytes:
     return DATA + with_fields(event[len(DATA) :], fields)
 
 
-def refused(error: Exception) -> Answer:
-    """Say what is wrong with a body that SGLang's models refuse."""
+def refused(error: Exception, fields: dict[str, Any]) -> Answer:
+    """Say what is wrong with a body with these fields that SGLang's models refuse."""
     if isinstance(error, RecursionError):
         return Answer(400, error_body("The body is nested too deeply.", None))
+    if fault := fault_of(fields):
+        return Answer(400, error_body(f"{fault[0]} {fault[1]}.", fault[0]))
     if not isinstance(error, ValidationError):
-        return Answer(400, error_body(f"A field has the wrong type: {type(error).__name__}: {error}", None))
+        return Answer(400, error_body("A field has the wrong type.", None))
     # A value that fits no branch of a union has an error for each branch: the longest path is the closest branch.
     nearest = max(error.errors(include_url=False, include_input=False), key=lambda each: len(each["loc"]))
-    param = ".".join(str(part) for part in nearest["loc"] if isinstance(part, int) or part.isidentifier())
-    return Answer(400, error_body(f"{nearest['msg']} ({param})", param))
+    param = ".".join(str(part) for part in nearest["loc"] if isinstance(part, int) or part[:1].islower())
+    return Answer(400, error_body(f"{param}: {nearest['msg'].removeprefix('Value error, ')}", param))
 
 
 def failed(status_code: int, body: bytes, fields: dict[str, Any]) -> Answer:
     """Put SGLang's flat error object, for a request with these fields, into OpenAI's envelope."""
     found = json.loads(body)
     error = found.get("error", found)
-    message = str(error["message"])
+    message = in_short(str(error["message"]), fields)
     code, param = code_and_param(message, fields) if status_code < 500 else ("server_error", None)
     return Answer(status_code, error_body(message, error.get("param") or param, code))
 

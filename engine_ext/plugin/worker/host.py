@@ -323,7 +323,7 @@ class EngineHost:
         try:
             request: Any = self._serving[endpoint][0].model_validate(fields)
         except Exception as error:  # SGLang's own validators raise all kinds of errors on odd types
-            return refused(error)
+            return refused(error, fields)
         fault = guard.fault(request, self._vocab_size)
         if fault is not None:
             return Answer(400, error_body(f"{fault[0]}: {fault[1]}", fault[0]))

@@ -11,7 +11,7 @@ from engine_ext.plugin.worker import guard
 from engine_ext.plugin.worker.answers import Answer, error_body, failed, refused
 from engine_ext.plugin.worker.endpoints import Served
 from engine_ext.plugin.worker.marked import Told
-from engine_ext.plugin.worker.refusals import code_and_param
+from engine_ext.plugin.worker.refusals import code_and_param, in_short
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ class OtherCalls:
         try:
             request = served.request_type.model_validate(fields)
         except Exception as error:
-            return refused(error)
+            return refused(error, fields)
         try:
             fault = guard.fault(request, self.vocab_size) or served.fault(request)
             if fault is not None:
@@ -65,8 +65,9 @@ class OtherCalls:
         except Exception as error:  # an error before SGLang has sent the request is the request's own fault
             if known.sent:
                 raise
-            code, param = code_and_param(str(error), fields)
-            return Answer(400, error_body(f"{type(error).__name__}: {error}", param, code))
+            message = in_short(str(error), fields)
+            code, param = code_and_param(message, fields)
+            return Answer(400, error_body(message, param, code))
 
     def _written(self, endpoint: str, fields: dict[str, Any], found: Any, known: Told) -> Answer:
         """Return what SGLang answered as a whole."""

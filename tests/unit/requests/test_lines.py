@@ -134,3 +134,19 @@ def test_any_body_is_judged_without_a_crash(value: Any) -> None:
     checker.check(1, json.dumps({**line(), "body": value}).encode())
     checker.check(2, json.dumps({**line(), "body": {"model": value, "messages": value, "stream": value}}).encode())
     assert checker.requests + len({error.line for error in checker.errors}) == 2
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        (b"{", "on one line"),
+        (b"\xef\xbb\xbf" + raw(), "byte order mark"),
+        (raw(custom_id="?").replace(b"?", rb"\ud83d!"), "surrogate"),
+        (raw(custom_id="?").replace(b"?", rb"\ude00"), "surrogate"),
+        (raw(custom_id="?").replace(b"?", rb"\ud83d\ude00") + b"}", "malformed"),
+    ],
+)
+def test_what_is_no_json_is_said_in_words(line: bytes, words: str) -> None:
+    checker = LineChecker(CHAT)
+    assert checker.check(2, line) is None
+    assert words in checker.errors[0].message
