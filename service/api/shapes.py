@@ -127,11 +127,12 @@ class Cause(BaseModel):
 
 
 class UnknownParameter(BaseModel):
-    """A parameter of request bodies that no engine knows; `lines` have it, and they run as if they had not."""
+    """A parameter of request bodies that is ignored; `lines` have it, and they run as if they had not."""
 
     name: str
     lines: int
     similar: str | None = Field(description="The known parameter with the most similar name, if one is close")
+    why: str | None = Field(None, description="Why it has no effect, if the engine knows it")
 
 
 class PlanPreview(BaseModel):

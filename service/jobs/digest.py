@@ -9,6 +9,7 @@ import msgspec
 CAUSES = 50
 SAMPLES = 3
 MESSAGE_CHARACTERS = 500
+READ_CHARACTERS = 4000  # of a message, in which what varies is left out before it is cut
 _VARIABLE = re.compile(r"'[^']*'|\"[^\"]*\"|\d+")
 
 
@@ -51,8 +52,9 @@ class Digest:
         status = response.status_code if response else None
         error = (response.body.error if response else found.error) or _Error()
         code = None if error.code is None else str(error.code)[:64]
-        message = str(error.message or "")[:MESSAGE_CHARACTERS]
-        key: tuple[Any, ...] = (status, code, _VARIABLE.sub("…", message))
+        text = str(error.message or "")[:READ_CHARACTERS]
+        message, alike = text[:MESSAGE_CHARACTERS], _VARIABLE.sub("…", text)[:MESSAGE_CHARACTERS]
+        key: tuple[Any, ...] = (status, code, alike)
         if key not in self._causes and len(self._causes) >= CAUSES:
             key, status, code, message = ("others",), None, "others", "Other causes."
         cause = self._causes.setdefault(

@@ -186,7 +186,7 @@ class Validator:
 
         Returns the number of its requests.
         """
-        checker, unknown = self._checker(batch), Unknown(batch.endpoint)
+        checker, unknown = self._checker(batch), self._unknown(batch)
         index, size, prompt_tokens = RequestIndex(self._storage, ids.index_id()), 0, 0
         try:
             if batch.validation_deaths > MOST_DEATHS:
@@ -235,6 +235,9 @@ class Validator:
         log.info("validated", batch=batch.id, requests=checker.requests, errors=len(checker.errors), still_wanted=moved)
         return checker.requests
 
+    def _unknown(self, batch: Batch) -> Unknown:
+        return Unknown(batch.endpoint, bool(self._settings.engine_args.get("enable_deterministic_inference")))
+
     def _checker(self, batch: Batch) -> LineChecker:
         return LineChecker(batch.endpoint, allow_patterns=self._settings.allow_patterns)
 
@@ -273,7 +276,7 @@ class Validator:
         checker, index = self._checker(batch), RequestIndex(self._storage, ids.index_id())
         values: dict[str, Any] = {}
         try:
-            size, _ = await self._write_index(batch, checker, Unknown(batch.endpoint), index)
+            size, _ = await self._write_index(batch, checker, self._unknown(batch), index)
             if checker.errors or checker.requests != batch.total:
                 await self._storage.delete_all(index.folder)
                 raise OSError(f"the file of {batch.id} is not the one that was validated")

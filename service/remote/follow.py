@@ -110,12 +110,17 @@ def _warn(batch: Batch, is_warned: bool) -> bool:
 
 
 def warnings(batch: Batch) -> list[str]:
-    """Return a sentence for each parameter of the batch's requests that no engine knows."""
+    """Return a sentence for each parameter of the batch's requests that is ignored."""
     found: list[str] = []
     for each in extras(batch).get("unknown_parameters") or []:
         lines = f"{each['lines']:,} {'line' if each['lines'] == 1 else 'lines'}"
         meant = f" Is '{each['similar']}' meant?" if each["similar"] else ""
-        found.append(f"warning: no engine knows the parameter '{each['name']}' of {lines}, so it is ignored.{meant}")
+        if why := each.get("why"):
+            found.append(f"warning: the parameter '{each['name']}' of {lines} has no effect: {why}.")
+        else:
+            found.append(
+                f"warning: no engine knows the parameter '{each['name']}' of {lines}, so it is ignored.{meant}"
+            )
     return found
 
 

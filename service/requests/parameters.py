@@ -1,6 +1,7 @@
 """Knows which parameters of a body SGLang 0.5.17 accepts. It ignores all others, such as a misspelt one, silently."""
 
 from collections import Counter
+from collections.abc import Iterator
 from difflib import get_close_matches
 from typing import Any
 
@@ -64,31 +65,63 @@ def noticed(endpoint: str) -> frozenset[str]:
     return KNOWN[endpoint] | REFUSED
 
 
+def without_effect(endpoint: str, body: dict[str, Any], keeps_seeds: bool) -> Iterator[tuple[str, str]]:
+    """Yield the parameters that SGLang reads, and that change nothing, each with the reason.
+
+    `keeps_seeds`: whether the engine's inference is deterministic.
+    """
+    chat, generates = endpoint == "/v1/chat/completions", endpoint in ("/v1/chat/completions", "/v1/completions")
+    if generates and body.get("seed") is not None and not keeps_seeds:
+        yield "seed", "the engine has no deterministic inference"
+    if endpoint == "/v1/completions" and body.get("best_of") not in (None, 1, body.get("n")):
+        yield "best_of", "all answers of n are returned"
+    if endpoint == "/v1/completions" and body.get("suffix"):
+        yield "suffix", "text is only added at the end"
+    if chat and body.get("top_logprobs") and not body.get("logprobs"):
+        yield "top_logprobs", "it needs logprobs: true"
+    if endpoint == "/v1/responses" and (body.get("top_logprobs") or "message.output_text.logprobs" in _included(body)):
+        yield "top_logprobs", "this endpoint returns no log probabilities; /v1/chat/completions does"
+
+
+def _included(body: dict[str, Any]) -> list[Any]:
+    given = body.get("include")
+    return given if isinstance(given, list) else []
+
+
 class Unknown:
     """Counts the lines of a file that have parameters which are ignored, by their names."""
 
-    def __init__(self, endpoint: str) -> None:
+    def __init__(self, endpoint: str, keeps_seeds: bool = False) -> None:
+        self._endpoint, self._keeps_seeds = endpoint, keeps_seeds
+        self._why: dict[str, str] = {}  # by the name of a parameter that has no effect
         self._noticed = noticed(endpoint)
         self._meant = sorted(KNOWN[endpoint] - REFUSED - _INTERNAL)
         self._lines = Counter[str]()
 
     def count(self, body: dict[str, Any]) -> None:
         """Count the line with this body; of the whole file, no more than MOST_NAMES names."""
-        for name in dict.fromkeys(name[:MOST_CHARACTERS] for name in body if name not in self._noticed):
+        idle = dict(without_effect(self._endpoint, body, self._keeps_seeds))
+        self._why |= idle
+        unknown = (name[:MOST_CHARACTERS] for name in body if name not in self._noticed)
+        for name in dict.fromkeys([*idle, *unknown]):
             if name in self._lines or len(self._lines) < MOST_NAMES:
                 self._lines[name] += 1
 
     def shapes(self) -> list[dict[str, Any]]:
-        """Return name, number of lines and the most similar known name of up to MOST_TOLD names.
+        """Return up to MOST_TOLD names, each with its number of lines and the most similar known name, or the reason.
 
-        Those that are similar to a known one come first, then the most frequent ones.
+        Those that are similar to a known one or have no effect come first, then the most frequent ones.
         """
         found = [
             {
                 "name": name if name.isprintable() else repr(name)[1:-1],
                 "lines": lines,
-                "similar": next(iter(get_close_matches(name, self._meant, 1, CLOSE)), None),
+                "similar": None if name in self._why else self._similar(name),
+                **({"why": self._why[name]} if name in self._why else {}),
             }
             for name, lines in self._lines.most_common()
         ]
-        return sorted(found, key=lambda each: each["similar"] is None)[:MOST_TOLD]
+        return sorted(found, key=lambda each: each["similar"] is None and "why" not in each)[:MOST_TOLD]
+
+    def _similar(self, name: str) -> str | None:
+        return next(iter(get_close_matches(name, self._meant, 1, CLOSE)), None)

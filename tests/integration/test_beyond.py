@@ -131,6 +131,14 @@ async def test_failures_are_grouped_by_cause(harness: Harness, client: openai.Op
     assert len(found[0]["custom_ids"]) == 3
 
 
+def test_equal_errors_are_one_cause_whatever_varies_in_a_long_message() -> None:
+    digest = Digest()
+    for n in range(5):
+        message = f"after {10**n} s: " + "the engine says the same of each of them " * 20
+        digest.add(json.dumps({"custom_id": str(n), "error": {"code": "c", "message": message}}).encode())
+    assert [cause["count"] for cause in digest.causes] == [5]
+
+
 def test_a_digest_is_bounded_and_takes_any_error() -> None:
     digest = Digest()
     for n in range(1000):

@@ -65,3 +65,31 @@ def test_what_this_service_refuses_is_neither_ignored_nor_suggested() -> None:
             unknown = Unknown(path)
             unknown.count({f"{name}s": 1})
             assert [each["similar"] in {*REFUSED, "bootstrap_host", "rid"} for each in unknown.shapes()] == [False]
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "body", "name"),
+    [
+        (CHAT, {"seed": 7}, "seed"),
+        (CHAT, {"top_logprobs": 5}, "top_logprobs"),
+        (CHAT, {"top_logprobs": 5, "logprobs": True}, None),
+        (CHAT, {"seed": None}, None),
+        ("/v1/completions", {"best_of": 4}, "best_of"),
+        ("/v1/completions", {"best_of": 2, "n": 2}, None),
+        ("/v1/completions", {"suffix": "x"}, "suffix"),
+        ("/v1/responses", {"include": ["message.output_text.logprobs"]}, "top_logprobs"),
+        ("/v1/responses", {"include": "odd"}, None),
+    ],
+)
+def test_what_has_no_effect_is_told_with_the_reason(endpoint: str, body: dict[str, object], name: str | None) -> None:
+    unknown = Unknown(endpoint)
+    unknown.count(body)
+    unknown.count(body)
+    found = unknown.shapes()
+    assert [(each["name"], each["lines"], bool(each["why"])) for each in found] == ([(name, 2, True)] if name else [])
+
+
+def test_seeds_are_kept_by_deterministic_inference() -> None:
+    unknown = Unknown(CHAT, keeps_seeds=True)
+    unknown.count({"seed": 7})
+    assert unknown.shapes() == []
