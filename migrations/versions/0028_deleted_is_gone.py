@@ -15,6 +15,7 @@ BATCHES = sa.table(
 
 def upgrade() -> None:
     op.add_column("batches", sa.Column("deleted_at", sa.BigInteger()))
+    op.add_column("batches", sa.Column("unknown_fields", sa.JSON()))
     op.add_column("windows", sa.Column("texts", sa.Boolean(), server_default=sa.true()))
     op.create_index("ix_batches_error_file", "batches", ["error_file_id"])
     deleted = sa.text("deleted_at IS NOT NULL")
@@ -28,6 +29,7 @@ def downgrade() -> None:
     op.drop_index("ix_files_deleted", "files")
     op.drop_index("ix_batches_error_file", "batches")
     op.drop_column("windows", "texts")
+    op.drop_column("batches", "unknown_fields")
     op.drop_column("batches", "deleted_at")
 
 

@@ -57,9 +57,10 @@ async def create_batch(body: CreateBatch, context: InContext, caller: CalledBy, 
             output_order=body.batchweave.output_order,
             on_long_line=body.batchweave.on_long_line,
             held=body.batchweave.hold,
+            unknown_fields=body.unknown_fields or None,
         )
 
-    asked = body.model_dump()
+    asked = body.model_dump(include=set(CreateBatch.model_fields))
     # Left out at their defaults, as before these options existed, so that a retry across an upgrade is recognized.
     for name, default in (("hold", False), ("on_long_line", OnLongLine.FAIL_LINE)):
         if asked["batchweave"][name] == default:

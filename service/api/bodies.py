@@ -37,6 +37,7 @@ class CompleteUpload(BaseModel):
     md5: Annotated[str, StringConstraints(pattern=r"^[0-9a-fA-F]{32}$")] | None = None
 
 
+MOST_UNKNOWN, MOST_NAME = 16, 64  # fields that are named, and characters of each
 MetadataKey = Annotated[str, StringConstraints(max_length=64)]
 MetadataValue = Annotated[str, StringConstraints(max_length=512)]
 
@@ -61,7 +62,7 @@ class CreateExtras(BaseModel):
 
 
 class CreateBatch(BaseModel):
-    model_config = ConfigDict(extra="ignore")
+    model_config = ConfigDict(extra="allow")  # other clients send fields of their own; the batch names them
 
     input_file_id: ObjectId
     endpoint: str
@@ -73,6 +74,13 @@ class CreateBatch(BaseModel):
     metadata: Annotated[dict[MetadataKey, MetadataValue], Field(max_length=16)] | None = None
     output_expires_after: ExpiresAfter | None = None
     batchweave: CreateExtras = CreateExtras()
+
+    @property
+    def unknown_fields(self) -> list[dict[str, str | None]]:
+        """Return the names of the fields that are ignored, each with the most similar name that is known."""
+        known = [*CreateBatch.model_fields, *CreateExtras.model_fields]
+        names = [name[:MOST_NAME] for name in (self.model_extra or {}) if name.isprintable()][:MOST_UNKNOWN]
+        return [{"name": name, "similar": next(iter(get_close_matches(name, known, 1)), None)} for name in names]
 
 
 EventTypeList = Annotated[list[EventType], Field(min_length=1, max_length=16)]

@@ -135,6 +135,13 @@ class UnknownParameter(BaseModel):
     why: str | None = Field(None, description="Why it has no effect, if the engine knows it")
 
 
+class UnknownField(BaseModel):
+    """A field of the create that was ignored."""
+
+    name: str
+    similar: str | None = Field(description="The known field with the most similar name, if one is close")
+
+
 class PlanPreview(BaseModel):
     """What a held batch would need if nothing else ran. A long batch is judged by its first `requests` requests."""
 
@@ -193,6 +200,7 @@ class BatchExtras(BaseModel):
         description="What is ignored because no engine knows it, once the file is checked; at most 16, "
         "those first that may be mistakes"
     )
+    unknown_fields: list[UnknownField] = Field(description="Fields of the create that were ignored; at most 16")
     failures: list[Cause] = Field(description="Causes of the failed requests, once the batch is finished")
 
     @classmethod
@@ -219,6 +227,7 @@ class BatchExtras(BaseModel):
             early_output_file_id=early[0],
             early_error_file_id=early[1],
             unknown_parameters=[UnknownParameter(**each) for each in batch.unknown_parameters or []],
+            unknown_fields=[UnknownField(**each) for each in batch.unknown_fields or []],
             failures=[Cause(**cause) for cause in batch.causes or []],
         )
 

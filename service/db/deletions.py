@@ -43,6 +43,7 @@ async def forget_batch(session: AsyncSession, batch: Batch, now: float) -> list[
     found = [each for each in files if await forget_file(session, File.project_id == batch.project_id, each, now)]
     await _forget_texts(session, Batch.id == batch.id)
     left = {"custom_metadata": null(), "errors": null(), "causes": null(), "unknown_parameters": null()}
+    left |= {"unknown_fields": null()}
     await session.execute(update(Batch).where(Batch.id == batch.id).values(deleted_at=int(now), **left))
     return found
 

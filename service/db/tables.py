@@ -216,6 +216,7 @@ class Batch(Base):
     errors: Mapped[list[dict[str, Any]] | None] = mapped_column(JSON)
     causes: Mapped[list[dict[str, Any]] | None] = mapped_column(JSON)  # why requests failed, the most frequent first
     unknown_parameters: Mapped[list[dict[str, Any]] | None] = mapped_column(JSON(none_as_null=True))
+    unknown_fields: Mapped[list[dict[str, Any]] | None] = mapped_column(JSON(none_as_null=True))  # of its create
     output_file_id: Mapped[str | None] = mapped_column(String(64))
     error_file_id: Mapped[str | None] = mapped_column(String(64))
 

@@ -112,6 +112,9 @@ def _warn(batch: Batch, is_warned: bool) -> bool:
 def warnings(batch: Batch) -> list[str]:
     """Return a sentence for each parameter of the batch's requests that is ignored."""
     found: list[str] = []
+    for each in extras(batch).get("unknown_fields") or []:
+        meant = f" Is '{each['similar']}' meant?" if each["similar"] else ""
+        found.append(f"warning: the field '{each['name']}' of the create was ignored.{meant}")
     for each in extras(batch).get("unknown_parameters") or []:
         lines = f"{each['lines']:,} {'line' if each['lines'] == 1 else 'lines'}"
         meant = f" Is '{each['similar']}' meant?" if each["similar"] else ""

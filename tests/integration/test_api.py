@@ -68,6 +68,17 @@ def test_file_has_every_field_and_comes_back_whole(client: openai.OpenAI, clock:
         client.files.content(made.id)
 
 
+def test_fields_of_a_create_that_are_ignored_are_named(client: openai.OpenAI, url: str) -> None:
+    fields = {"metdata": {"a": "b"}, "custom_llm_provider": "x"}
+    made = create(client, extra_body=fields)
+    found = client.batches.retrieve(made.id).model_dump()["batchweave"]["unknown_fields"]
+    assert found == [{"name": "metdata", "similar": "metadata"}, {"name": "custom_llm_provider", "similar": None}]
+    many = create(client, extra_body={f"x{n}" * 100: n for n in range(100)})
+    told = many.model_dump()["batchweave"]["unknown_fields"]
+    assert (len(told), {len(each["name"]) for each in told}) == (16, {64})
+    assert create(client).model_dump()["batchweave"]["unknown_fields"] == []
+
+
 def test_a_create_that_is_tried_again_is_the_first_one(client: openai.OpenAI, clock: Clock) -> None:
     file = upload(client)
 

@@ -99,7 +99,7 @@ async def test_a_misspelt_parameter_is_named_once(harness: Harness, url: str, tm
     assert (code, said.count(warning)) == (0, 1)
     assert warning in (await run(url, "batches", "show", printed.strip()))[2]
     about = json.loads((await run(url, "batches", "show", printed.strip(), "--json"))[1])["batchweave"]
-    assert about["unknown_parameters"] == [{"name": "maxtokens", "lines": 3, "similar": "max_tokens"}]
+    assert about["unknown_parameters"] == [{"name": "maxtokens", "lines": 3, "similar": "max_tokens", "why": None}]
 
 
 async def test_files_of_an_earlier_run_are_named(harness: Harness, url: str, tmp_path: Path) -> None:
