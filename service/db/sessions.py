@@ -55,7 +55,7 @@ class Database:
     async def write(self, project_id: str | None = None) -> AsyncGenerator[AsyncSession, None]:
         """Open a transaction that writes. `project_id`: the project whose row it locks (`tenants/quotas.py`).
 
-        Those of one project wait for each other before they have a connection: others need it meanwhile.
+        Those of one project wait for each other before they have a connection: others need it.
         """
         turn = asyncio.Lock() if project_id is None else self._turns.setdefault(project_id, asyncio.Lock())
         async with turn, self._session(self._writing) as session:

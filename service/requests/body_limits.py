@@ -52,6 +52,7 @@ _TEMPLATE_NAMES = frozenset(
 )
 _MAPS = frozenset({"properties", "patternProperties", "$defs", "definitions", "dependentSchemas"})
 _DATA = frozenset({"examples", "default", "const", "enum"})
+_TO_DEFINITION = re.compile(r"#(/(\$defs|definitions)/[^/%~]+)?")
 _CHOICES = ("anyOf", "oneOf", "allOf")
 _NUMBERS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")
 _LENGTHS = {"pattern": str, "minLength": int, "maxLength": int}
@@ -210,7 +211,7 @@ def _formats(body: dict[str, Any], allow_patterns: bool) -> Iterator[BodyFault]:
 def schema_risk(schema: Any, has_data: bool = True) -> str | None:
     """Return why a JSON schema is refused, or None: its grammar would take minutes, gigabytes, or seconds per token.
 
-    `has_data`: examples and the like are no schemas. Where a reference leads to one, all is judged as if it were.
+    `has_data`: examples and the like are no schemas. Where a reference may lead to one, all is judged as if it were.
     """
     depth, left = 0, [(schema, 1, _Role.SCHEMA)]
     counts: dict[str, int] = dict.fromkeys(("characters", "properties", "numbers", "lengths", "ways"), 0)
@@ -221,7 +222,7 @@ def schema_risk(schema: Any, has_data: bool = True) -> str | None:
         if depth > SCHEMA_DEPTH:
             return f"has a schema whose JSON is nested more than {SCHEMA_DEPTH} levels deep"
         if isinstance(value, dict):
-            if has_data and _refers_to_data(value.get("$ref")):
+            if has_data and _leads_elsewhere(value.get("$ref")):
                 return schema_risk(schema, has_data=False)
             if role is _Role.SCHEMA and (reason := _object_risk(value, counts, different)):
                 return reason
@@ -256,8 +257,9 @@ class _Role(Enum):
         return _Role.MAP if name in _MAPS else _Role.DATA if name in _DATA else _Role.SCHEMA
 
 
-def _refers_to_data(ref: Any) -> bool:
-    return isinstance(ref, str) and ("%" in ref or "~" in ref or not _DATA.isdisjoint(ref.split("/")))
+def _leads_elsewhere(ref: Any) -> bool:
+    """Return whether a reference leads to anything but a definition, such as to data or to a map of definitions."""
+    return isinstance(ref, str) and not _TO_DEFINITION.fullmatch(ref)
 
 
 def _object_risk(value: dict[str, Any], counts: dict[str, int], different: set[Any]) -> str | None:

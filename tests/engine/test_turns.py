@@ -21,12 +21,16 @@ from tests.engine.conftest import running_engine
 from tests.engine.test_beside import MODEL
 
 SLOTS, CAPACITY = 16, 16_000
+RATIO = SimpleNamespace(current=0.5)
 
 
 class Req:
-    def __init__(self, project: str, number: int, slo: str = DEFAULT, weight: float = 1.0, tokens: int = 10) -> None:
+    def __init__(
+        self, project: str, number: int, slo: str = DEFAULT, weight: float = 1.0, tokens: int = 10, answer: int = 10
+    ) -> None:
         self.name, self.origin_input_ids, self.output_ids = f"{project}{number}", [1] * tokens, list[int]()
-        self.sampling_params = SimpleNamespace(custom_params=online_marks(slo, project, weight))
+        marked = online_marks(slo, project, weight)
+        self.sampling_params = SimpleNamespace(custom_params=marked, max_new_tokens=answer)
 
 
 def came(turns: Turns, queue: list[Any], *reqs: Req) -> None:
@@ -76,7 +80,9 @@ def test_a_project_leaves_slots_to_others_and_all_leave_some_to_batches(
 ) -> None:
     turns, queue = Turns(), list[Any]()
     came(turns, queue, *(Req("a", n) for n in range(20)))
-    scheduler = SimpleNamespace(waiting_queue=queue, chunked_req=None, max_running_requests=SLOTS)
+    scheduler = SimpleNamespace(
+        waiting_queue=queue, chunked_req=None, max_running_requests=SLOTS, new_token_ratio_tracker=RATIO
+    )
     if several:
         turns.came([Req("b", 0)])
     before = list(queue)
@@ -98,9 +104,35 @@ def test_a_project_leaves_slots_to_others_and_all_leave_some_to_batches(
 
 def test_a_project_leaves_kv_cache_to_others_unless_it_has_nothing_running() -> None:
     turns, queue = Turns(), list[Any]()
-    came(turns, queue, Req("a", 0, tokens=CAPACITY), Req("a", 1, tokens=100), Req("b", 0, tokens=100))
-    scheduler = SimpleNamespace(waiting_queue=queue, chunked_req=None, max_running_requests=SLOTS)
-    assert names(turns.hold_back(scheduler, [], CAPACITY, False)) == ["a1"]
+    large: dict[str, Any] = {"answer": 4000}
+    came(turns, queue, *(Req("a", n, **large) for n in range(9)), Req("a", 9, answer=1), Req("b", 0, answer=100_000))
+    scheduler: Any = SimpleNamespace(
+        waiting_queue=queue, chunked_req=None, max_running_requests=SLOTS, new_token_ratio_tracker=RATIO
+    )
+    assert names(turns.hold_back(scheduler, [], CAPACITY, False)) == ["a7", "a8", "a9"]
+    assert "b0" in names(scheduler.waiting_queue)
+
+
+def test_choices_that_share_a_prompt_are_not_held_back_for_it() -> None:
+    turns, queue = Turns(), list[Any]()
+    came(turns, queue, *(Req("a", n, tokens=10_000) for n in range(10)), Req("b", 0))
+    scheduler: Any = SimpleNamespace(
+        waiting_queue=queue, chunked_req=None, max_running_requests=SLOTS, new_token_ratio_tracker=RATIO
+    )
+    assert not turns.hold_back(scheduler, [], CAPACITY, False)
+
+
+def test_turns_of_classes_are_apart_and_never_go_back() -> None:
+    turns, queue = Turns(), list[Any]()
+    came(turns, queue, *(Req("a", n, FLEX) for n in range(100)), *(Req("b", n) for n in range(6)), Req("a", 200))
+    assert names(queue)[:3] == ["b0", "a200", "b1"]
+    scheduler: Any = SimpleNamespace(waiting_queue=[each for each in queue if each.name != "b5"])
+    turns.show(scheduler, queue, [])
+    before = scheduler.waiting_queue
+    scheduler.waiting_queue = [each for each in before if each.name != "a0"]
+    turns.show(scheduler, before, [])
+    came(turns, scheduler.waiting_queue, Req("d", 0))
+    assert names(scheduler.waiting_queue).index("d0") == 6
 
 
 def test_requests_of_batches_are_none_of_a_projects() -> None:

@@ -108,14 +108,16 @@ async def test_a_retry_that_is_tried_again_is_one_batch(harness: Harness, client
     first = retry(client, batch_id)
     assert retry(client, batch_id, **{"x-stainless-retry-count": "1"}).id == first.id
     assert retry(client, batch_id).id != first.id
-    client.files.delete((await harness.batch(batch_id)).error_file_id or "")
-    with pytest.raises(openai.BadRequestError) as gone:
-        retry(client, batch_id)
-    assert gone.value.code == "file_not_found"
+    error_file = (await harness.batch(batch_id)).error_file_id or ""
+    await harness.storage.delete(file_key(error_file))
     await harness.plan()
     batch = await harness.batch(first.id)
     assert batch.status == "failed"
     assert batch_id in (batch.errors or [{}])[0]["message"]
+    client.files.delete(error_file)
+    with pytest.raises(openai.BadRequestError) as gone:
+        retry(client, batch_id)
+    assert gone.value.code == "file_not_found"
 
 
 async def test_failures_are_grouped_by_cause(harness: Harness, client: openai.OpenAI) -> None:

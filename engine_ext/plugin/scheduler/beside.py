@@ -178,6 +178,9 @@ class Beside:
     def launched(self, load: Load, theirs: Load) -> None:
         """Note the step that runs now, and the online requests' part of it."""
         self._wait_in_vain &= theirs.prompt_tokens == 0
+        if self.least_share:
+            paid_s = float(predict(self.predictor, load)) - float(predict(self.predictor, theirs))
+            self._owed_s = max(0.0, self._owed_s - max(0.0, paid_s))
         if load.prompt_tokens + load.decoding > 0:
             self._launched.append((load, theirs))
         else:
@@ -234,13 +237,9 @@ class Beside:
         """
         chunk = largest // CHUNKS
         if batches >= chunk or self.least_share == 0:
-            self._owed_s = 0.0
             return False
         cost_s = float(predict(self.predictor, Load(chunk, float(chunk) * (chunk + 2 * before), 1, 0, 0)))
-        if self._owed_s < cost_s:
-            return False
-        self._owed_s -= cost_s
-        return True
+        return self._owed_s >= cost_s  # `launched` notes what they get
 
     def _with_deadlines(self, reqs: list[Any]) -> list[SloClass]:
         """Return the classes of those of these requests that have deadlines."""

@@ -5,15 +5,15 @@ project has its turn one after the one before, divided by the project's weight, 
 All ranks see the same requests in the same order, and no clock decides.
 """
 
-from collections import Counter, OrderedDict
+from collections import Counter, OrderedDict, defaultdict
 from dataclasses import dataclass, field
 from typing import Any
 
 from engine_ext.plugin.marks import project_of, weight_of
-from engine_ext.plugin.scheduler.online import is_ours, length, rank
+from engine_ext.plugin.scheduler.online import is_ours, rank, reservation
 
 LEFT = 8  # of so many request slots, and of so much KV cache, one part is left to others
-LATELY = 10_000  # online requests, among which one of another project is a reason to leave it room
+LATELY = 1000  # online requests, among which one of another project is a reason to leave it room
 SHOWN = 256  # waiting requests that a step may look at
 KNOWN = 10_000  # projects
 
@@ -27,8 +27,9 @@ def order(req: Any) -> tuple[int, float]:
 class Turns:
     """Whose turn it is in one scheduler."""
 
-    _now: float = 0.0  # the turn of the last request that was admitted
-    _last: dict[str, float] = field(default_factory=dict[str, float])  # by project
+    # By class: the latest turn of a request that was admitted, and by project that of its last request.
+    _now: defaultdict[int, float] = field(default_factory=lambda: defaultdict(float))
+    _last: dict[tuple[int, str], float] = field(default_factory=dict[tuple[int, str], float])
     _came: int = 0
     _lately: OrderedDict[str, int] = field(default_factory=OrderedDict[str, int])  # the number of its last request
 
@@ -42,10 +43,11 @@ class Turns:
             self._lately.move_to_end(project)
             if self._lately[next(iter(self._lately))] <= self._came - LATELY:
                 self._lately.popitem(last=False)
-            req.batchweave_turn = max(self._now, self._last.get(project, 0.0)) + 1.0 / weight_of(req)
+            of, key = rank(req), (rank(req), project)
+            req.batchweave_turn = max(self._now[of], self._last.get(key, 0.0)) + 1.0 / weight_of(req)
             if len(self._last) >= KNOWN:
-                self._last = {each: turn for each, turn in self._last.items() if turn > self._now}
-            self._last[project] = req.batchweave_turn
+                self._last = {each: turn for each, turn in self._last.items() if turn > self._now[each[0]]}
+            self._last[key] = req.batchweave_turn
         place = len(queue) - 1
         while place > 0 and not is_ours(queue[place - 1]) and order(queue[place - 1]) > order(req):
             place -= 1
@@ -63,28 +65,37 @@ class Turns:
             return []
         continued = scheduler.chunked_req
         theirs = [req for req in (*decoding, *([] if continued is None else [continued])) if not is_ours(req)]
+        ratio = float(scheduler.new_token_ratio_tracker.current)
         slots, kv = Counter(map(project_of, theirs)), Counter[str]()
         for req in theirs:
-            kv[project_of(req)] += length(req)
-        total, most = len(theirs), int(scheduler.max_running_requests) * (LEFT - 1) // LEFT
-        most, most_kv = max(1, most), capacity * (LEFT - 1) // LEFT
-        shown, held = list[Any](), list[Any]()
+            kv[project_of(req)] += _held(req, ratio)
+        most = max(1, int(scheduler.max_running_requests) * (LEFT - 1) // LEFT)
+        most_kv = capacity * (LEFT - 1) // LEFT
+        shown, held, full = list[Any](), list[Any](), set[str]()
         for req in queue:
-            project, tokens = project_of(req), length(req)
-            is_full = slots[project] >= most or (slots[project] > 0 and kv[project] + tokens > most_kv)
-            if (several and is_full) or (batches_wait and total >= most) or len(shown) >= SHOWN:
+            project, tokens = project_of(req), int(ratio * reservation(req))
+            if several and (slots[project] >= most or (slots[project] and kv[project] + tokens > most_kv)):
+                full.add(project)  # also for its later ones, which would overtake this one
+            has_no_room = slots.total() >= most or (slots.total() and kv.total() + tokens > most_kv)
+            if project in full or (batches_wait and has_no_room) or len(shown) >= SHOWN:
                 held.append(req)
                 continue
             shown.append(req)
             slots[project] += 1
             kv[project] += tokens
-            total += 1
         scheduler.waiting_queue = shown
         return held
 
     def show(self, scheduler: Any, before: list[Any], held: list[Any]) -> None:
         """Put back what was held back, after a step before which `before` waited."""
         here = set(scheduler.waiting_queue)
-        self._now = max((order(req)[1] for req in before if req not in here), default=self._now)
+        for of, turn in (order(req) for req in before if req not in here):
+            self._now[of] = max(self._now[of], turn)
         if held:
             scheduler.waiting_queue = sorted([*scheduler.waiting_queue, *held], key=order)
+
+
+def _held(req: Any, ratio: float) -> int:
+    """Return the KV tokens that a request holds alone, and those that SGLang reserves for the rest of its answer."""
+    own = len(req.origin_input_ids) - int(getattr(req, "cached_tokens", 0)) + len(req.output_ids)
+    return max(0, own) + int(ratio * reservation(req))

@@ -35,6 +35,7 @@ logging.getLogger("sglang.srt.entrypoints.openai.serving_responses").setLevel(lo
 Fault = tuple[str, str]  # the field, and why it is refused
 # These fields replace tokens with vectors, whose results stay in the KV cache under those tokens.
 OVERRIDES = ("embed_override_token_id", "embed_overrides", "query_embed_overrides", "item_embed_overrides")
+MOST_JOINED = 8 * 1024 * 1024  # characters, or token ids, of a query with all that it is joined with
 SPARE_TOKENS = 8  # tokens that a tokenizer may add to a text
 
 
@@ -172,6 +173,8 @@ class Endpoints:
         items = request.items if isinstance(request.items, list) else [request.items]
         if self._generates and not request.label_token_ids:
             return "label_token_ids", "must name at least one token to compare"
+        if len(request.query) * len(items) > MOST_JOINED:
+            return "items", f"the query and all items joined with it have more than {MOST_JOINED} characters"
         # SGLang joins the query with each item.
         pairs = [_joined(request.query, each) for each in items]
         return _overridden(request) or self._prompts_fault("items", [request.query, *items, *pairs])
@@ -180,6 +183,8 @@ class Endpoints:
         for name, items in (("query", [request.query]), ("documents", request.documents)):
             if not all(isinstance(each, str) for each in items):
                 return name, "must be text"
+        if len(request.query) * len(request.documents) > MOST_JOINED:
+            return "documents", f"the query and all documents joined with it have more than {MOST_JOINED} characters"
         longest = max(request.documents, key=len, default="")
         return self._prompts_fault("documents", [f"{request.query}{longest}"] if longest else [])
 

@@ -38,6 +38,7 @@ from engine_ext.plugin.worker.answers import (
     refused,
     with_fields,
 )
+from engine_ext.plugin.worker.aside import is_online
 from engine_ext.plugin.worker.bodies import plain, unserved
 from engine_ext.plugin.worker.calibration_load import measure_steps, time_blend
 from engine_ext.plugin.worker.cpu_defaults import CPU_DEFAULTS, chunk_for
@@ -239,9 +240,10 @@ class EngineHost:
         (plan/memory.py). `project`: whose request it is, with whose others alone it shares the KV cache. It answers bad
         requests with 4xx, and never raises for them.
         """
+        is_online.set(False)
         fields = plain(endpoint, {key: value for key, value in body.items() if key not in RESERVED_FIELDS})
         size = text_size(endpoint, fields)
-        if (refusal := self._refused(endpoint, fields, size, size.longest)) is not None:
+        if (refusal := self._refused(endpoint, fields, size)) is not None:
             return refusal
         if endpoint in self._others.served:
             return await self._others.run(endpoint, fields, Told(rid, kind, due=due, lengths=lengths, project=project))
@@ -274,8 +276,7 @@ class EngineHost:
         """
         fields = plain(endpoint, {key: body[key] for key in body.keys() - (RESERVED_FIELDS - STREAM_FIELDS)})
         text = text_size(endpoint, fields)
-        # Also of several prompts: online requests are short.
-        if (refusal := self._refused(endpoint, fields, text, text.total)) is not None:
+        if (refusal := self._refused(endpoint, fields, text)) is not None:
             return refusal
         request: Any = None if endpoint in self._others.served else self._read(endpoint, fields, rid)
         if isinstance(request, Answer):
@@ -307,11 +308,11 @@ class EngineHost:
             async for event in response.body_iterator:
                 yield event_with_fields(event.encode() if isinstance(event, str) else bytes(event), fields)
 
-    def _refused(self, endpoint: str, fields: dict[str, Any], size: TextSize, text_bytes: int) -> Answer | None:
+    def _refused(self, endpoint: str, fields: dict[str, Any], size: TextSize) -> Answer | None:
         """Return the refusal of a body that SGLang would answer otherwise, or make millions of tokens of."""
         if fault := unserved(endpoint, fields):
             return Answer(400, error_body(f"{fault[0]}: {fault[1]}", fault[0]))
-        if text_bytes > MOST_TOKEN_BYTES * self.context_length:
+        if size.longest > MOST_TOKEN_BYTES * self.context_length:
             message = f"The request is longer than the model's context length of {self.context_length} tokens."
             return Answer(400, error_body(message, size.field, "context_length_exceeded"))
         return None

@@ -5,13 +5,16 @@ import json
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from engine_ext.plugin.worker import guard
 from engine_ext.plugin.worker.answers import Answer, error_body, failed, refused
+from engine_ext.plugin.worker.aside import LARGE, aside
 from engine_ext.plugin.worker.endpoints import Served
 from engine_ext.plugin.worker.marked import Told
 from engine_ext.plugin.worker.refusals import code_and_param, in_short
+from engine_ext.plugin.worker.text_size import text_size
 
 
 @dataclass(frozen=True)
@@ -54,7 +57,8 @@ class OtherCalls:
         except Exception as error:
             return refused(error, fields)
         try:
-            fault = guard.fault(request, self.vocab_size) or served.fault(request)
+            is_large = text_size(endpoint, fields).total > LARGE
+            fault = guard.fault(request, self.vocab_size) or await aside(partial(served.fault, request), is_large)
             if fault is not None:
                 return Answer(400, error_body(f"{fault[0]}: {fault[1]}", fault[0]))
             with self.in_flight(known):
