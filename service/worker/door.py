@@ -151,8 +151,8 @@ class Door:
         # Of an API of before, which names no project, each request is somebody else's.
         project, count = request.headers.get(PROJECT) or request_id, choices(body)
         mine, all_ = self._choices[project], self._choices.total()
-        # One request alone may have more, so that it has its turn at all.
-        if (all_ > mine and mine + count > MOST_OF_PROJECT) or (all_ and all_ + count > MOST):
+        # A project's only request may have more, so that it runs at all.
+        if all_ >= MOST or (mine and (mine + count > MOST_OF_PROJECT or all_ + count > MOST)):
             return _refuse(503, "The worker takes no online request now: it answers as many as it can.", "overloaded")
         self._choices[project] += count
         try:

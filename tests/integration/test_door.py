@@ -16,7 +16,7 @@ from tests.integration import online_harness
 from tests.integration.harness import Harness
 from tests.integration.online_harness import MODEL, OnlineHarness, ScriptedOnlineEngine, asked
 from tests.integration.serving import CHAT, serve
-from tests.waiting import LIMIT_S
+from tests.waiting import LIMIT_S, until
 
 
 async def test_an_address_that_no_worker_named_gets_nothing(online: OnlineHarness) -> None:
@@ -128,3 +128,36 @@ async def test_half_a_body_is_not_waited_for(online: OnlineHarness, monkeypatch:
         async with asyncio.timeout(LIMIT_S):
             assert (await reader.readline()).startswith(b"HTTP/1.1 400")
         writer.close()
+
+
+async def test_choices_are_counted_and_a_project_leaves_some_to_others(online: OnlineHarness) -> None:
+    engine = ScriptedOnlineEngine(waits=True)
+    async with online.door("w", engine) as door:
+        url = (await Heartbeat(online.harness.redis).alive())[0]["online"]
+
+        async def post(project: str, count: int) -> int:
+            number = f"req_{len(engine.asked):032x}"
+            headers = {"Authorization": f"Bearer {door.token}", "X-Request-Id": number, "X-Project": project}
+            async with httpx.AsyncClient(base_url=url, timeout=LIMIT_S) as client:
+                return (await client.post(CHAT, json=asked(n=count), headers=headers)).status_code
+
+        waiting = list[asyncio.Task[int]]()
+
+        async def take(project: str, count: int) -> None:
+            before = len(engine.asked)
+            waiting.append(asyncio.create_task(post(project, count)))
+            await until(lambda: len(engine.asked) > before)
+
+        for _ in range(7):
+            await take("a", 128)
+        assert await post("a", 1) == 503
+        await take("b", 128)  # others have room
+        assert await post("c", 1) == 503, "the door is full"
+        for task in waiting:
+            task.cancel()
+        await asyncio.gather(*waiting, return_exceptions=True)
+        await until(lambda: not door.in_flight)
+        waiting.clear()
+        await take("a", 1000)  # one that has more than a project may hold, and nothing else
+        waiting[0].cancel()
+        await asyncio.gather(*waiting, return_exceptions=True)

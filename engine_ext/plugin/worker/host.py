@@ -278,6 +278,12 @@ class EngineHost:
         text = text_size(endpoint, fields)
         if (refusal := self._refused(endpoint, fields, text)) is not None:
             return refusal
+        most = MOST_TOKEN_BYTES * self.context_length
+        if text.total > most:  # of many prompts, for which all others would wait
+            message = (
+                f"An online request may have {most} bytes of text, not {text.total}. Send it in parts, or in a batch."
+            )
+            return Answer(400, error_body(message, text.field))
         request: Any = None if endpoint in self._others.served else self._read(endpoint, fields, rid)
         if isinstance(request, Answer):
             return request

@@ -4,7 +4,7 @@ from typing import Any, NamedTuple
 
 from engine_ext.plugin.worker.guard import MEDIA
 
-MOST_TOKEN_BYTES = 64  # nearly all tokens are at most this long
+MOST_TOKEN_BYTES, TOKEN_BYTES = 64, 4  # nearly all tokens are at most so long, and as long as this on average
 # All that a prompt or a chat template may contain; the first one that is there is the prompt.
 FIELDS = ("messages", "prompt", "input", "items", "documents", "query", "instructions", "tools", "chat_template_kwargs")
 IDS = ("prompt", "input", "items", "query", "input_ids")  # may be token ids
@@ -20,20 +20,23 @@ class TextSize(NamedTuple):
 
 
 def text_size(endpoint: str, fields: dict[str, Any]) -> TextSize:
-    """Count the text of a body; a token id counts as the longest token.
+    """Count the text of a body. A token id counts as a usual token, and in the longest prompt as the longest one.
 
     Each text of a list is a prompt of its own at the endpoints that take several, beside what all of them share.
     """
-    sizes = {name: _bytes(fields[name], name in IDS) for name in (*FIELDS, "input_ids") if name in fields}
-    total, several = sum(sizes.values()), CHOSEN.get(endpoint, "")
-    given = fields.get(several)
-    if isinstance(given, list) and given and not isinstance(given[0], int):
-        sizes[several] = max(_bytes(each, several in IDS) for each in given)
+    names = [name for name in (*FIELDS, "input_ids") if name in fields]
+    total = sum(_bytes(fields[name], TOKEN_BYTES if name in IDS else 0) for name in names)
+    several = CHOSEN.get(endpoint, "")
+    sizes: dict[str, int] = {}
+    for name in names:
+        given, id_bytes = fields[name], MOST_TOKEN_BYTES if name in IDS else 0
+        is_list = name == several and isinstance(given, list) and given and not isinstance(given[0], int)
+        sizes[name] = max(_bytes(each, id_bytes) for each in given) if is_list else _bytes(given, id_bytes)
     return TextSize(total, sum(sizes.values()), max(sizes, key=lambda name: sizes[name], default=""))
 
 
-def _bytes(value: Any, has_ids: bool) -> int:
-    """Return the bytes of all text in a value, without media that it brings along."""
+def _bytes(value: Any, id_bytes: int) -> int:
+    """Return the bytes of all text in a value, without media that it brings along; `id_bytes`: those of a token id."""
     count, left = 0, [("", value)]
     while left:
         key, each = left.pop()
@@ -46,5 +49,5 @@ def _bytes(value: Any, has_ids: bool) -> int:
         elif isinstance(each, list):
             left += [("", item) for item in each]
         else:
-            count += MOST_TOKEN_BYTES if has_ids and isinstance(each, int) else 8
+            count += id_bytes or TOKEN_BYTES
     return count
