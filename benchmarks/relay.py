@@ -53,7 +53,7 @@ class Metronome:
         return None
 
     async def serve(
-        self, endpoint: str, body: dict[str, Any], rid: str, slo: str, size: int, project: str
+        self, endpoint: str, body: dict[str, Any], rid: str, slo: str, size: int, project: str, weight: float
     ) -> "Metronome":
         return self
 
