@@ -66,8 +66,8 @@ def _lose(folder: Path) -> None:
             await put(self, key, data)
 
     @asynccontextmanager
-    async def losing_writer(self: Storage, key: str) -> AsyncGenerator[Any, None]:
-        async with writer(self, key) as to:
+    async def losing_writer(self: Storage, key: str, most: int = 0) -> AsyncGenerator[Any, None]:
+        async with writer(self, key, most) as to:
             yield to
         if key.startswith(LOSES) and _taken(folder, "lose"):
             await self.delete(key)

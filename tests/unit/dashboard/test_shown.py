@@ -22,6 +22,7 @@ ABOUT: dict[str, Any] = dict.fromkeys(ABSENT) | {
     "held": False,
     "prompt_tokens": 0,
     "unknown_parameters": [],
+    "unknown_fields": [],
     "failures": [],
 }
 
