@@ -66,8 +66,8 @@ def _lose(folder: Path) -> None:
             await put(self, key, data)
 
     @asynccontextmanager
-    async def losing_writer(self: Storage, key: str, most: int = 0) -> AsyncGenerator[Any, None]:
-        async with writer(self, key, most) as to:
+    async def losing_writer(self: Storage, key: str, *given: Any) -> AsyncGenerator[Any, None]:
+        async with writer(self, key, *given) as to:
             yield to
         if key.startswith(LOSES) and _taken(folder, "lose"):
             await self.delete(key)
@@ -107,8 +107,8 @@ def _undo(folder: Path) -> None:
     write = Database.write
 
     @asynccontextmanager
-    async def undoing(self: Database) -> AsyncGenerator[Any, None]:
-        async with write(self) as session:
+    async def undoing(self: Database, *given: Any) -> AsyncGenerator[Any, None]:
+        async with write(self, *given) as session:
             yield session
             if _taken(folder, "back"):
                 with contextlib.suppress(Exception):

@@ -276,8 +276,8 @@ def _arm(point: str, passes: int, folder: Path) -> None:
     write = Database.write
 
     @asynccontextmanager
-    async def wrapped_write(self: Database) -> AsyncGenerator[Any, None]:
-        async with write(self) as session:
+    async def wrapped_write(self: Database, *given: Any) -> AsyncGenerator[Any, None]:
+        async with write(self, *given) as session:
             yield session
             pass_by("before commit")
         pass_by("after commit")
