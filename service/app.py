@@ -26,7 +26,7 @@ from service.api.remembered import Remembered
 from service.api.routing import Routes
 from service.dashboard import add_dashboard, error_page, is_page, wrong_form
 from service.db.clock import SYNC_S, SharedClock
-from service.db.models import served_of
+from service.db.models import endpoints_of
 from service.db.sessions import Database
 from service.endpoints import ONLINE
 from service.errors import ApiError, BadRequest, MethodNotAllowed, NotFound, PayloadTooLarge, Unavailable
@@ -71,9 +71,9 @@ def create_app(settings: Settings, clock: Callable[[], float] | None = None) -> 
         token = deployment_token(settings)
         relay = Relay(Routes(Heartbeat(redis), token), Losses(redis), token)
         callers = Remembered(partial(find_caller, database, now))
-        served = Remembered(partial(served_of, database))
+        endpoints = Remembered(partial(endpoints_of, database))
         parts = (database, storage, redis, settings, now, early, progress, serving_cache, bell, seal)
-        app.state.context = Context(*parts, relay, BodyBytes(), callers, served)
+        app.state.context = Context(*parts, relay, BodyBytes(), callers, endpoints)
         yield
         await relay.close()
         keeping.cancel()

@@ -217,7 +217,7 @@ async def delete_batch(batch_id: ObjectId, context: InContext, caller: CalledBy)
         if batch.status not in TERMINAL:
             message = f"The batch is {batch.status}: it can be deleted once it has ended. Cancel it first."
             raise BadRequest(message, code="batch_not_ended", param="id")
-        await check_no_retry(session, Batch.retry_of == batch.id)
+        await check_no_retry(session, (Batch.input_file_id == batch.input_file_id) & (Batch.retry_of == batch.id))
         files = await forget_batch(session, batch, context.clock())
         audit.note(session, caller, "batch.delete", batch_id, context.clock())
     for file_id in files:

@@ -10,7 +10,6 @@ from redis.asyncio import Redis
 from service.api.body_bytes import BodyBytes
 from service.api.relay import Relay
 from service.api.remembered import Remembered
-from service.db.models import Served
 from service.db.sessions import Database
 from service.estimates.serving import ServingCache
 from service.objects.early_results import EarlyResults
@@ -37,7 +36,7 @@ class Context:
     relay: Relay
     body_bytes: BodyBytes
     callers: Remembered[str | None, Caller]  # by API key
-    served: Remembered[str, Served]  # by model
+    endpoints: Remembered[str, list[str]]  # by model
 
     @property
     def heartbeat(self) -> Heartbeat:

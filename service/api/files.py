@@ -4,8 +4,9 @@ import re
 from typing import Annotated
 
 from fastapi import APIRouter, Query, Request
-from sqlalchemy import ColumnElement, select
+from sqlalchemy import ColumnElement, exists, select
 from sqlalchemy.ext.asyncio import AsyncSession
+from sqlalchemy.orm import aliased
 from starlette.requests import ClientDisconnect
 
 from service import ids
@@ -161,8 +162,9 @@ async def delete_file(file_id: ObjectId, context: InContext, caller: CalledBy) -
         if using is not None:
             message = f"The file is the input of {using}, which is not finished. Cancel that batch first."
             raise BadRequest(message, code="file_in_use", param="file_id")
-        sources = select(Batch.id).where(Batch.error_file_id == file.id)
-        await check_no_retry(session, Batch.retry_of.in_(sources))
+        source = aliased(Batch)  # of which it is the error file; a retry has the same input
+        is_retry = (Batch.retry_of == source.id) & (Batch.input_file_id == source.input_file_id)
+        await check_no_retry(session, exists().where(source.error_file_id == file.id, is_retry).correlate(Batch))
         await forget_file(session, File.project_id == file.project_id, file.id, context.clock())
         audit.note(session, caller, "file.delete", file.id, context.clock())
     await context.storage.delete(file_key(file.id))

@@ -227,9 +227,9 @@ def _checked(project: str, path: str, raw: bytes, settings: Settings) -> Asked:
 
 async def _check_model(context: InContext, asked: Asked, path: str) -> None:
     model = asked.model
-    served = None if "\0" in model else await context.served.get(model)
-    if served is None:
+    endpoints = None if "\0" in model else await context.endpoints.get(model)
+    if endpoints is None:
         raise NotFound(f"This service has no model {quoted(model)}.", code="model_not_found", param="model")
-    if served.endpoints and path not in served.endpoints:
+    if endpoints and path not in endpoints:
         message = f"The model {quoted(model)} does not support {path}."
         raise BadRequest(message, code="unsupported_endpoint", param="model")

@@ -1,7 +1,7 @@
 """Writes and reads the row of a model, which the planner and each worker that serves it write."""
 
 import time
-from typing import Any, NamedTuple
+from typing import Any
 
 from sqlalchemy import ColumnElement, delete, func, select
 from sqlalchemy.dialects import postgresql, sqlite
@@ -55,18 +55,8 @@ async def register_model(
             await session.execute(delete(Model).where(are_adapters, Model.name.not_in(settings.served_models)))
 
 
-class Served(NamedTuple):
-    """Says what workers have told of a model: its endpoints, and how many tokens a prompt and its answer may have.
-
-    Until one has, `endpoints` is empty and `context_length` is None.
-    """
-
-    endpoints: list[str]
-    context_length: int | None
-
-
-async def served_of(database: Database, name: str) -> Served | None:
-    """Return what is known of the model of this name; None if there is no such model."""
+async def endpoints_of(database: Database, name: str) -> list[str] | None:
+    """Return the endpoints that workers serve the model on, none until one has told; None if there is no such model."""
     async with database.read() as session:
         row = (await session.scalars(select(Model).where(Model.name == name))).one_or_none()
-    return None if row is None else Served(row.endpoints or [], row.context_length)
+    return None if row is None else row.endpoints or []

@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncGenerator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, nullcontext
 from typing import Any
 from weakref import WeakValueDictionary
 
@@ -57,7 +57,7 @@ class Database:
 
         Those of one project wait for each other before they have a connection: others need it.
         """
-        turn = asyncio.Lock() if project_id is None else self._turns.setdefault(project_id, asyncio.Lock())
+        turn = nullcontext() if project_id is None else self._turns.setdefault(project_id, asyncio.Lock())
         async with turn, self._session(self._writing) as session:
             yield session
 

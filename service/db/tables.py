@@ -149,7 +149,7 @@ class Upload(Base):
     size_bytes: Mapped[int] = mapped_column(BigInteger)  # as announced; the parts must add up to it
     keep_s: Mapped[int] = mapped_column(BigInteger)  # how long the file is kept once it is complete
     status: Mapped[UploadStatus] = mapped_column(String(16), index=True)
-    file_id: Mapped[str | None] = mapped_column(String(64))
+    file_id: Mapped[str | None] = mapped_column(String(64), index=True)
     created_at: Mapped[int] = mapped_column(BigInteger)
     expires_at: Mapped[int] = mapped_column(BigInteger)
 

@@ -84,7 +84,8 @@ class Expiry:
         source, retry = aliased(Batch), aliased(Batch)
         in_use |= (
             exists()
-            .where(source.error_file_id == File.id, retry.retry_of == source.id, retry.status.in_(LIVE))
+            .where(source.error_file_id == File.id, retry.input_file_id == source.input_file_id)
+            .where(retry.retry_of == source.id, retry.status.in_(LIVE))
             .correlate(File)
         )
         late = (

@@ -192,8 +192,10 @@ class Finalizer:
         """Raise AnswersLate while segments that were not there are still not there, and may come."""
         since, keys = self._late.get(batch.id, (0.0, []))
         if self._clock() < since + LATE_S:
-            for key in keys or [""]:
-                if not key or not await self._storage.has(key):
+            if not keys:
+                raise AnswersLate("segments that nobody has counted yet")
+            for key in keys:
+                if not await self._storage.has(key):
                     raise AnswersLate(key)
 
     async def _write_files(self, batch: Batch, most: int) -> None:

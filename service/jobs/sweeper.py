@@ -120,7 +120,7 @@ class Sweeper:
         """Delete rows of batches without files that ended long ago, and of what was deleted long ago."""
         before = int(self._clock() - self._keep_rows_s)
         for table, which in (
-            (Batch, (Batch.deleted_at < before) | ((Batch.ended_at < before) & ~_HAS_RESULTS)),
+            (Batch, (Batch.ended_at < before) & ~_HAS_RESULTS),  # deleted ones have none
             (File, File.deleted_at < before),
             (WebhookEndpoint, WebhookEndpoint.deleted_at < before),
         ):

@@ -1,4 +1,4 @@
-"""A batch ends when its own requests are answered, whoever shares its slices."""
+"""A batch ends when its own requests are answered, though others share its slices."""
 
 import asyncio
 from typing import Any

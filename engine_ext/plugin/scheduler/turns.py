@@ -72,12 +72,15 @@ class Turns:
         most = max(1, int(scheduler.max_running_requests) * (LEFT - 1) // LEFT)
         most_kv = capacity * (LEFT - 1) // LEFT
         shown, held, full = list[Any](), list[Any](), set[str]()
-        for req in queue:
+        for place, req in enumerate(queue):
+            if len(shown) >= SHOWN:
+                held += queue[place:]
+                break
             project, tokens = project_of(req), int(ratio * reservation(req))
             if several and (slots[project] >= most or (slots[project] and kv[project] + tokens > most_kv)):
                 full.add(project)  # also for its later ones, which would overtake this one
             has_no_room = slots.total() >= most or (slots.total() and kv.total() + tokens > most_kv)
-            if project in full or (batches_wait and has_no_room) or len(shown) >= SHOWN:
+            if project in full or (batches_wait and has_no_room):
                 held.append(req)
                 continue
             shown.append(req)

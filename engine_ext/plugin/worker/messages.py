@@ -11,7 +11,7 @@ Fault = tuple[str, str]  # the field, and what is wrong
 
 
 def fault_of(fields: dict[str, Any]) -> Fault | None:
-    """Return the first fault of a body's shape; None if there is none that this knows."""
+    """Return the first fault of a body's shape, or None if this knows of no fault."""
     if "messages" in fields and (fault := fault_in("messages", fields["messages"])):
         return fault
     for names, kind, what in ((OBJECTS, dict, "an object"), (LISTS, list, "a list")):
@@ -22,7 +22,7 @@ def fault_of(fields: dict[str, Any]) -> Fault | None:
 
 
 def fault_in(name: str, messages: Any) -> Fault | None:
-    """Return the first fault in the messages of the field `name`; None if there is none that this knows."""
+    """Return the first fault in the messages of the field `name`, or None if this knows of no fault."""
     if not isinstance(messages, list):
         return name, "must be a list of messages"
     return next((fault for at, each in enumerate(messages) if (fault := _message(f"{name}.{at}", each))), None)

@@ -2,6 +2,7 @@
 
 import asyncio
 import time
+from abc import abstractmethod
 from collections.abc import Sequence
 from functools import partial
 from typing import Any, NamedTuple
@@ -77,8 +78,9 @@ class Serving(OpenAIServingBase):
         aborted = any(choice.finish_reason == "abort" for choice in choices)
         return Written(self._json(found, request, answers), aborted)
 
+    @abstractmethod
     def _build(self, request: Any, answers: list[Any], created: int) -> Any:
-        raise NotImplementedError
+        """Return SGLang's response, or its error response."""
 
     def _json(self, found: BaseModel, request: Any, answers: list[Any]) -> bytes:
         return found.model_dump_json().encode()
