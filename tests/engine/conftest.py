@@ -1,9 +1,11 @@
 """Real SGLang for tests, each engine in a process of its own: one that dies fails the tests that use it."""
 
+import asyncio
 from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
+from threading import Event
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -48,6 +50,24 @@ def running_engine(
     with EngineProcess(make, log, environment) as engine:
         engine.do(_start)
         yield engine
+
+
+@contextmanager
+def held_aside() -> Generator[None, None, None]:
+    """In an engine's event loop: let no long work of a batch's request begin until the end of the block."""
+    from engine_ext.plugin.worker.aside import aside, is_online
+
+    async def hold() -> None:
+        is_online.set(False)
+        await aside(gate.wait, is_large=True)
+
+    gate = Event()
+    holder = asyncio.ensure_future(hold())
+    try:
+        yield
+    finally:
+        gate.set()
+        del holder  # which kept it from the collector
 
 
 def _make_bench(model: str, overlap: "Overlap", arguments: dict[str, Any], steps_file: str | None) -> "BenchEngine":

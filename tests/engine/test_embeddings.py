@@ -13,7 +13,7 @@ import pytest
 
 from benchmarks.engine_process import EngineProcess
 from service.demo.model import NAME
-from tests.engine.conftest import running_engine
+from tests.engine.conftest import held_aside, running_engine
 
 VOCABULARY = 4096
 
@@ -75,8 +75,16 @@ def test_an_aborted_embedding_is_no_answer(embedder: EngineProcess[Any]) -> None
     async def run(host: Any) -> None:
         long = [f"{n} " + "word " * 2000 for n in range(60)]
         task = asyncio.create_task(ask(host, "/v1/embeddings", {"input": long}, rid="gone"))
-        await asyncio.sleep(0.5)
+        async with asyncio.timeout(60):
+            while "gone_59" not in host._manager.rid_to_state:
+                await asyncio.sleep(0.01)
         host.abort("gone")
+        assert (await asyncio.wait_for(task, 60))["aborted"]
+        with held_aside():
+            task = asyncio.create_task(ask(host, "/v1/embeddings", {"input": long}, rid="unsent"))
+            await asyncio.sleep(0.1)
+            assert not task.done()
+            host.abort("unsent")
         assert (await asyncio.wait_for(task, 60))["aborted"]
 
     embedder.do(run)

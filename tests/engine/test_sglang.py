@@ -23,6 +23,7 @@ from service.demo.model import NAME
 from service.demo.prompts import CHAT, COMPLETIONS, requests
 from service.estimates.model_costs import planning_costs
 from service.requests.tokens import PromptTokens
+from tests.engine.conftest import held_aside
 
 VOCABULARY = 4096
 QUESTION: dict[str, Any] = {
@@ -375,6 +376,32 @@ def test_abort_ends_a_running_and_a_waiting_request(engine: EngineProcess[Any]) 
     assert all(answer.aborted for answer in engine.do(run))
     assert chat(engine)["status_code"] == 200
     assert state(engine)["waiting"] == 0
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "body"),
+    [
+        (CHAT, {"messages": [{"role": "user", "content": "word " * 40_000}]}),
+        (COMPLETIONS, {"prompt": ["word " * 500 for _ in range(60)], "max_tokens": 1}),
+        ("/v1/responses", {"input": "word " * 40_000}),
+        ("/v1/score", {"query": "is", "items": ["word " * 500 for _ in range(60)], "label_token_ids": [5, 6]}),
+    ],
+)
+def test_abort_ends_a_request_whose_text_is_being_converted(
+    engine: EngineProcess[Any], endpoint: str, body: dict[str, Any]
+) -> None:
+    async def run(host: Any) -> Any:
+        with held_aside():
+            task = asyncio.create_task(host.run(endpoint, {"model": NAME, **body}, "long-1.", "test"))
+            await asyncio.sleep(0.1)
+            assert not task.done()
+            host.abort("long-1.")
+        async with asyncio.timeout(60):
+            return await task
+
+    before = state(engine)["admitted"]
+    assert engine.do(run).aborted
+    assert state(engine)["admitted"] == before
 
 
 def test_responses(engine: EngineProcess[Any]) -> None:

@@ -22,6 +22,9 @@ class Answer:
     aborted: bool = False
 
 
+ABORTED = Answer(200, b"{}", aborted=True)
+
+
 class Stream:
     """Yields the server-sent events of one answer. Close it when nobody reads it any more."""
 

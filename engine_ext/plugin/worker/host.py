@@ -5,9 +5,7 @@ import gc
 import math
 import os
 import signal
-import time
-from collections.abc import AsyncGenerator, AsyncIterator, Generator, Sequence
-from contextlib import contextmanager
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -26,9 +24,9 @@ from engine_ext.plugin.marks import KIND, RESERVED, UNTOLD, marks, online_marks
 from engine_ext.plugin.options import Options, Overlap, emulated_name
 from engine_ext.plugin.platform_entry import accelerator_memory, gpu_is_present, machine_name
 from engine_ext.plugin.pulse import Pulses, Watch
-from engine_ext.plugin.withdrawal import withdrawal_of
 from engine_ext.plugin.worker import guard, kernels, overlap
 from engine_ext.plugin.worker.answers import (
+    ABORTED,
     Answer,
     Stream,
     added_fields,
@@ -44,6 +42,7 @@ from engine_ext.plugin.worker.calibration_load import measure_steps, time_blend
 from engine_ext.plugin.worker.cpu_defaults import CPU_DEFAULTS, chunk_for
 from engine_ext.plugin.worker.endpoints import Endpoints
 from engine_ext.plugin.worker.forking import ForkingEngine
+from engine_ext.plugin.worker.in_flight import InFlight
 from engine_ext.plugin.worker.marked import ONLINE, Told
 from engine_ext.plugin.worker.other_calls import OtherCalls
 from engine_ext.plugin.worker.serving import Chat, Completion, Serving, Written, beside_the_loop
@@ -131,9 +130,8 @@ class EngineHost:
         if compiling is not None:
             compiling.wait()
         self._manager: Any = self._engine.tokenizer_manager
-        self._told: dict[str, Told] = {}  # the requests in flight, by rid
-        self._busy_since: float | None = None  # since when any is in flight, by the monotonic clock
-        self._watch = Watch(self._pulses, step_limit_s, self._works_since)
+        self._in_flight = InFlight(self._manager)
+        self._watch = Watch(self._pulses, step_limit_s, self._in_flight.works_since)
         self._vocab_size = int(self._manager.model_config.vocab_size)
         manager, templates = self._manager, self._engine.template_manager
         beside_the_loop(manager)
@@ -147,7 +145,7 @@ class EngineHost:
                 "/v1/completions": (CompletionRequest, Completion(manager, templates)),
             }
         served = {} if self._emulated else Endpoints(manager, templates, model_name).served
-        self._others = OtherCalls(served, self._vocab_size, self._in_flight)
+        self._others = OtherCalls(served, self._vocab_size, self._in_flight.counted)
 
     async def start(self) -> None:
         """Attach to the running loop, and check that the plugin is in every scheduler process."""
@@ -251,9 +249,10 @@ class EngineHost:
         if isinstance(request, Answer):
             return request
         request.custom_params = (request.custom_params or {}) | marks(kind, due, lengths, project)
-        with self._in_flight(Told(rid, kind, guard.prompts_in(request))):
-            response: Any = await self._serving[endpoint][1].answer(request, size.total)
-        return self._answer_of(response, added_fields(None, self._emulated), fields)
+        known = Told(rid, kind, guard.prompts_in(request))
+        with self._in_flight.counted(known):
+            response: Any = await self._serving[endpoint][1].answer(request, size.total, known)
+        return self._answer_of(response, added_fields(None, self._emulated), fields, known)
 
     def refusal(self, slo: str) -> str | None:
         """Return why an online request of this class would be late; None if it may be served."""
@@ -305,11 +304,11 @@ class EngineHost:
     ) -> "AsyncGenerator[Answer | bytes, None]":
         """Yield the answer as a whole, or its server-sent events; abort the request if nobody waits for the rest."""
         known = Told(request.rid, ONLINE, guard.prompts_in(request), slo=slo)
-        with self._in_flight(known):
-            response: Any = await serving.answer(request, text_bytes)
+        with self._in_flight.counted(known):
+            response: Any = await serving.answer(request, text_bytes, known)
             fields = added_fields(slo, self._emulated)
             if not isinstance(response, StreamingResponse):
-                yield self._answer_of(response, fields, body)
+                yield self._answer_of(response, fields, body, known)
                 return
             async for event in response.body_iterator:
                 yield event_with_fields(event.encode() if isinstance(event, str) else bytes(event), fields)
@@ -342,34 +341,13 @@ class EngineHost:
         return request
 
     @staticmethod
-    def _answer_of(response: Any, fields: bytes, body: dict[str, Any]) -> Answer:
+    def _answer_of(response: Any, fields: bytes, body: dict[str, Any], known: Told) -> Answer:
         """Return what SGLang answered to a body as a whole, with these fields."""
+        if known.aborted:
+            return ABORTED
         if isinstance(response, Written):
             return Answer(200, with_fields(response.body, fields), response.aborted)
         return failed(response.status_code, bytes(response.body), body)
-
-    def _works_since(self) -> float | None:
-        """Return since when the engine has requests, by the monotonic clock; None if it has none.
-
-        A stream that is still being read may have ended in the engine.
-        """
-        return self._busy_since if self._manager.rid_to_state else None
-
-    @contextmanager
-    def _in_flight(self, known: Told) -> Generator[None, None, None]:
-        """Count a request as in flight during the block, and abort it if the block raises."""
-        if self._works_since() is None:
-            self._busy_since = time.monotonic()
-        self._told[known.rid] = known
-        try:
-            yield
-        except BaseException:  # a cancelled task, or a stream that was closed: nobody waits for it any more
-            self.abort(known.rid)
-            raise
-        finally:
-            del self._told[known.rid]
-            if not self._told:
-                self._busy_since = None
 
     def measure_steps(self, steps: Path) -> AsyncIterator[str]:
         """Run steps of all kinds under SGLang's own scheduling, and yield a description before each part.
@@ -391,26 +369,14 @@ class EngineHost:
 
     def abort(self, rid: str) -> None:
         """End a request that waits or runs; its `run` returns soon, with `aborted` set."""
-        self._manager.abort_request(rid)
-        # SGLang runs each prompt of a list as a request of its own, with an rid of this form.
-        for part in range(self._told[rid].parts if rid in self._told else 0):
-            self._manager.abort_request(f"{rid}_{part}")
+        self._in_flight.abort(rid)
 
     async def withdraw(self, rids: Sequence[str], most: int) -> None:
         """Take up to `most` of these requests out of the engine, of those that have not begun, in this order.
 
         Returns once `run` has returned, with `aborted` set, for each that came back.
         """
-        states, split = self._manager.rid_to_state, self._manager.logical_rid_to_child_rids
-        # Those that SGLang runs as several requests, as for `n`, stay; it forgets their own state while they run.
-        asked = {rid: states[rid] for rid in rids if rid in states and rid not in split and not self._told[rid].parts}
-        if not asked:
-            return
-        self._manager._dispatch_to_scheduler(withdrawal_of(list(asked), most))
-        await self._manager.get_internal_state()  # each scheduler answers it after the withdrawal
-        ended = {rid for rid, state in asked.items() if state.finished}
-        while any(rid in self._told for rid in ended):
-            await asyncio.sleep(0)
+        await self._in_flight.withdraw(rids, most)
 
     def close(self) -> None:
         self._watch.stop()

@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any
 
 from engine_ext.plugin.worker import guard
-from engine_ext.plugin.worker.answers import Answer, error_body, failed, refused
+from engine_ext.plugin.worker.answers import ABORTED, Answer, error_body, failed, refused
 from engine_ext.plugin.worker.aside import LARGE, aside
 from engine_ext.plugin.worker.endpoints import Served
 from engine_ext.plugin.worker.marked import Told
@@ -58,15 +58,19 @@ class OtherCalls:
             return refused(error, fields)
         try:
             is_large = text_size(endpoint, fields).total > LARGE
-            fault = guard.fault(request, self.vocab_size) or await aside(partial(served.fault, request), is_large)
-            if fault is not None:
-                return Answer(400, error_body(f"{fault[0]}: {fault[1]}", fault[0]))
             with self.in_flight(known):
+                fault = guard.fault(request, self.vocab_size) or await aside(partial(served.fault, request), is_large)
+                if fault is not None:
+                    return Answer(400, error_body(f"{fault[0]}: {fault[1]}", fault[0]))
+                if known.aborted:
+                    return ABORTED
                 found = await served.ask(request, known)
                 if known.cancelled:
                     raise asyncio.CancelledError
                 return found
         except Exception as error:  # an error before SGLang has sent the request is the request's own fault
+            if known.aborted:
+                return ABORTED
             if known.sent:
                 raise
             message = in_short(str(error), fields)
@@ -78,7 +82,7 @@ class OtherCalls:
         if isinstance(found, Answer):
             return found
         if known.aborted:  # SGLang answers it in many ways, even as if nothing had happened
-            return Answer(200, b"{}", aborted=True)
+            return ABORTED
         status = getattr(found, "status_code", 200)
         if status >= 400:
             return failed(status if known.sent else 400, bytes(found.body), fields)

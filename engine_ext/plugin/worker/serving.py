@@ -16,6 +16,7 @@ from sglang.srt.entrypoints.openai.serving_completions import OpenAIServingCompl
 
 from engine_ext.plugin.worker.aside import LARGE, aside
 from engine_ext.plugin.worker.logprobs import logprobs_of, with_logprobs
+from engine_ext.plugin.worker.marked import Told
 
 MANY_LOGPROBS = 2000  # log probabilities that take some 15 ms to write
 
@@ -37,11 +38,13 @@ class Serving(OpenAIServingBase):
         super().__init__(manager, templates)  # pyright: ignore[reportCallIssue]
         self._converted: dict[str, Any] = {}  # by rid
 
-    async def answer(self, request: Any, text_bytes: int) -> Any:
-        """Answer a request with so much text."""
+    async def answer(self, request: Any, text_bytes: int, known: Told) -> Any:
+        """Answer a request with so much text; returns anything if it was aborted."""
         try:
             if text_bytes > LARGE:
                 self._converted[request.rid] = await aside(partial(self._convert, request, None), True)
+            if known.aborted:
+                return None
             return await self.handle_request(request, None)  # type: ignore[arg-type]
         finally:
             self._converted.pop(request.rid, None)
