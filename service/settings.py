@@ -71,6 +71,18 @@ class Settings(BaseSettings):
     )
     script: Path | None = Field(None, description="JSON file with a scripted engine's rules; default: it echoes")
     engine_args: dict[str, Any] = Field(default_factory=dict, description="SGLang server arguments, as JSON")
+    tool_parser: str = Field(
+        "auto",
+        min_length=1,
+        description="what finds tool calls in answers: one of SGLang's tool-call parsers, 'auto' (by the model's chat "
+        "template) or 'none' (calls stay text)",
+    )
+    reasoning_parser: str = Field(
+        "auto",
+        min_length=1,
+        description="what finds a model's thoughts in answers: one of SGLang's reasoning parsers, 'auto' (by the "
+        "model's chat template) or 'none' (thoughts stay in the text)",
+    )
     gpu: str = Field("h200", description="GPU that plans assume: a preset or a calibration's .json file")
     scheduling: Literal["dual-scan", "sglang"] = Field(
         "dual-scan", description="what admits requests to the engine: batchweave's dual scan or SGLang's policy"
@@ -326,6 +338,12 @@ def check_names() -> None:
 
 
 # SGLang's caches and their stores that know pages by their tokens alone.
+# Arguments of SGLang's that have settings.
+OWN_ARGUMENTS = {
+    "lora_paths": "BATCHWEAVE_ADAPTERS",
+    "reasoning_parser": "BATCHWEAVE_REASONING_PARSER",
+    "tool_call_parser": "BATCHWEAVE_TOOL_PARSER",
+}
 CACHES = ("hicache_storage_backend", "enable_lmcache", "enable_flexkv", "radix_cache_backend")
 
 
@@ -343,8 +361,9 @@ def _check_model(settings: Settings) -> None:
             "BATCHWEAVE_ENGINE: a scripted engine has one machine and no device; unset BATCHWEAVE_NODES and "
             "BATCHWEAVE_EMULATED_DEVICE."
         )
-    if "lora_paths" in settings.engine_args:
-        raise SettingsError("BATCHWEAVE_ENGINE_ARGS: lora_paths is not for here; set BATCHWEAVE_ADAPTERS instead.")
+    for name, instead in OWN_ARGUMENTS.items():
+        if name in settings.engine_args:
+            raise SettingsError(f"BATCHWEAVE_ENGINE_ARGS: {name} is not for here; set {instead} instead.")
     others = [name for name in CACHES if settings.engine_args.get(name)]
     if others and (settings.adapters or not settings.shared_cache):
         raise SettingsError(

@@ -127,12 +127,12 @@ class Cause(BaseModel):
 
 
 class UnknownParameter(BaseModel):
-    """A parameter of request bodies that is ignored; `lines` have it, and they run as if they had not."""
+    """A parameter of the bodies of `lines` that is ignored, or does not do all that it says; the lines run anyway."""
 
     name: str
     lines: int
     similar: str | None = Field(description="The known parameter with the most similar name, if one is close")
-    why: str | None = Field(None, description="Why it has no effect, if the engine knows it")
+    why: str | None = Field(None, description="Why it does not do what it says, if the engine knows it")
 
 
 class UnknownField(BaseModel):
@@ -197,8 +197,8 @@ class BatchExtras(BaseModel):
     )
     early_error_file_id: str | None
     unknown_parameters: list[UnknownParameter] = Field(
-        description="What is ignored because no engine knows it, once the file is checked; at most 16, "
-        "those first that may be mistakes"
+        description="What is ignored because no engine knows it, or does not do what it says, such as a keyword of "
+        "a schema that no grammar enforces; once the file is checked; at most 16, those first that may be mistakes"
     )
     unknown_fields: list[UnknownField] = Field(description="Fields of the create that were ignored; at most 16")
     failures: list[Cause] = Field(description="Causes of the failed requests, once the batch is finished")

@@ -32,6 +32,7 @@ from service.terminal import DataDirOption, said
 from service.worker import compilers
 
 CHECK_S = 10.0
+LIMITS_S = {"parsers": 60.0}  # it loads SGLang
 SKEW_S = 2.0  # between two clocks; leases last many times as long
 MARKS = {"ok": "green", "note": "yellow", "wrong": "red"}
 
@@ -79,15 +80,17 @@ async def _all(settings: Settings) -> list[Finding]:
         ("storage", _storage),
         ("model", _model),
         ("adapters", _adapters),
+        ("parsers", _parsers),
         ("gpu", _gpu),
     ]
     found: list[Finding] = []
     for part, check in checks:
+        limit_s = LIMITS_S.get(part, CHECK_S)
         try:
-            async with asyncio.timeout(CHECK_S):
+            async with asyncio.timeout(limit_s):
                 found.append(await check(settings))
         except TimeoutError:
-            found.append(Finding(part, "wrong", f"no answer in {CHECK_S:.0f} s", f"Is it up? Check {_where(part)}."))
+            found.append(Finding(part, "wrong", f"no answer in {limit_s:.0f} s", f"Is it up? Check {_where(part)}."))
         except Exception as error:  # a library may raise anything; its own message says most
             why = (str(getattr(error, "orig", None) or error).splitlines() or [type(error).__name__])[0]
             found.append(Finding(part, "wrong", why, f"Check {_where(part)}."))
@@ -95,7 +98,12 @@ async def _all(settings: Settings) -> list[Finding]:
 
 
 def _where(part: str) -> str:
-    named = {"gpu": "BATCHWEAVE_GPU", "model": "--model or BATCHWEAVE_MODEL", "versions": "the installation"}
+    named = {
+        "parsers": "BATCHWEAVE_TOOL_PARSER and BATCHWEAVE_REASONING_PARSER",
+        "gpu": "BATCHWEAVE_GPU",
+        "model": "--model or BATCHWEAVE_MODEL",
+        "versions": "the installation",
+    }
     return named.get(part, f"BATCHWEAVE_{part.upper()}_URL")
 
 
@@ -195,6 +203,19 @@ async def _adapters(settings: Settings) -> Finding:
         advice = 'Set BATCHWEAVE_ADAPTERS to JSON such as {"name": "folder or hub id"}.'
         return Finding("adapters", "wrong", "; ".join(wrong), advice)
     return Finding("adapters", "ok", ", ".join(settings.served_models[1:]) or "none")
+
+
+async def _parsers(settings: Settings) -> Finding:
+    """Find what will find tool calls and thoughts in the model's answers."""
+    if settings.engine == "scripted" or importlib.util.find_spec("sglang") is None:
+        return Finding("parsers", "ok", "only a worker with SGLang needs them")
+    from service.worker.engine import parsers_of
+
+    tools, thoughts = await asyncio.to_thread(parsers_of, settings)
+    what = f"tool calls: {tools or 'none, they stay text'}; thoughts: {thoughts or 'none, they stay in the text'}"
+    asked = "auto" in (settings.tool_parser, settings.reasoning_parser) and settings.model != DEMO_MODEL
+    todo = "The chat template names none. If the model makes them, set BATCHWEAVE_TOOL_PARSER (…_REASONING_PARSER)."
+    return Finding("parsers", "ok", what, todo if asked and not (tools and thoughts) else "")
 
 
 async def _gpu(settings: Settings) -> Finding:

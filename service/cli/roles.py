@@ -208,7 +208,7 @@ def _lead(settings: Settings, nodes: Nodes | None, command: list[str]) -> None:
         clock = SharedClock(database)
         await clock.sync()
         machine = told_machine(settings)
-        await register_model(database, settings, engine.context_length, engine.endpoints, machine)
+        await register_model(database, settings, engine.context_length, engine.endpoints, machine, engine.tool_parser)
         if settings.emulated_device is not None or settings.engine == "scripted":
             structlog.get_logger().warning("no model runs: no answer is real", device=engine.device)
         structlog.get_logger().info("engine ready", model=settings.served_model, device=engine.device)

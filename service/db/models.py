@@ -23,14 +23,16 @@ async def register_model(
     context_length: int | None,
     endpoints: list[str] | None = None,
     machine: dict[str, Any] | None = None,
+    tool_parser: str | None = None,
     knows_adapters: bool = True,
 ) -> None:
     """Write the rows of the configured model and its adapters; the caller updates only what it is the authority on.
 
-    `context_length`: tokens of prompt and answer together. `endpoints`: those that a worker's engine serves, and
-    `machine`: what it runs on (`told_machine`). The planner passes neither, and a fleet a machine that counts
-    until a worker has told its own. The source of these two is the one that is stored, since the planner reads it.
-    `knows_adapters`: whether the model has no other adapters than those of the settings.
+    `context_length`: tokens of prompt and answer together. `endpoints`: those that a worker's engine serves, `machine`:
+    what it runs on (`told_machine`), `tool_parser`: what finds tool calls in its answers. The planner passes none of
+    these, and a fleet a machine that counts until a worker has told its own. The source of these two is the one that is
+    stored, since the planner reads it. `knows_adapters`: whether the model has no other adapters than those of the
+    settings.
     """
     about: dict[str, Any] = {
         "source": settings.model_source,
@@ -38,8 +40,11 @@ async def register_model(
         "context_length": context_length,
         **({} if endpoints is None else {"endpoints": endpoints}),
         **({} if machine is None else {"machine": machine}),
+        **({} if tool_parser is None else {"tool_parser": tool_parser}),
     }
-    told = ("source", "context_length") if endpoints is None else ("context_length", "endpoints", "machine")
+    told = (
+        ("source", "context_length") if endpoints is None else ("context_length", "endpoints", "machine", "tool_parser")
+    )
     begins = f"{settings.served_model}{ADAPTER}"
     async with database.write() as session:
         insert = postgresql.insert if session.get_bind().dialect.name == "postgresql" else sqlite.insert

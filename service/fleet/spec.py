@@ -12,7 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field, StringConstraints, Validation
 
 from service.endpoints import ADAPTER
 from service.errors import StartError
-from service.settings import NOT_SETTINGS, AdapterName, Settings, variable
+from service.settings import NOT_SETTINGS, OWN_ARGUMENTS, AdapterName, Settings, variable
 
 MOST_BYTES = 1 << 20
 MOST_MODELS = 64
@@ -58,6 +58,8 @@ class ModelSpec(BaseModel):
             raise ValueError("name: must have no colon; what follows one names an adapter")
         if "lora_paths" in self.engine_args:
             raise ValueError("engine_args.lora_paths: list the adapters under adapters")
+        if others := sorted(OWN_ARGUMENTS.keys() & self.engine_args.keys()):
+            raise ValueError(f"engine_args.{others[0]}: set {OWN_ARGUMENTS[others[0]]} under settings")
         return self
 
     @model_validator(mode="after")

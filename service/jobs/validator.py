@@ -313,7 +313,7 @@ class Validator:
                 if request is None:
                     continue
                 if encoder is None and checker.requests == 1:
-                    encoder, index.context_length = await self._tokenizer(checker)
+                    encoder, index.context_length = await self._tokenizer(checker, unknown)
                 if encoder is not None:
                     asked = asked_output(batch.endpoint, request.body).packed
                     await index.add(encoder, Place(offset, len(raw), number, asked), request.body)
@@ -391,7 +391,7 @@ class Validator:
         taking = [each for each in alive if not each.get("drained")]
         return any(name in each.get("models", [each["model"]]) for each in (*taking, *starting))
 
-    async def _tokenizer(self, checker: LineChecker) -> tuple[PromptTokens | None, int | None]:
+    async def _tokenizer(self, checker: LineChecker, unknown: Unknown) -> tuple[PromptTokens | None, int | None]:
         """Return the model's tokenizer and its context length, if known.
 
         If this service does not know the model, or not for this endpoint, or refuses it because no worker serves it
@@ -415,4 +415,5 @@ class Validator:
             message = f"No worker serves the model {quoted(name)} now. Create the batch again once one does."
             checker.add(LineError("model_not_served", message, checker.model_line, "body.model"))
             return None, None
+        unknown.finds_calls = found.tool_parser != ""
         return await asyncio.to_thread(prompt_tokens, base.source), found.context_length

@@ -119,7 +119,7 @@ def warnings(batch: Batch) -> list[str]:
         lines = f"{each['lines']:,} {'line' if each['lines'] == 1 else 'lines'}"
         meant = f" Is '{each['similar']}' meant?" if each["similar"] else ""
         if why := each.get("why"):
-            found.append(f"warning: the parameter '{each['name']}' of {lines} has no effect: {why}.")
+            found.append(f"warning: '{each['name']}' of {lines} does not do what it says: {why}.")
         else:
             found.append(
                 f"warning: no engine knows the parameter '{each['name']}' of {lines}, so it is ignored.{meant}"

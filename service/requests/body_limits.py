@@ -6,10 +6,10 @@ to be answered wrongly (docs/reliability.md). The bodies are as the client sent 
 
 import re
 from collections.abc import Iterator
-from enum import Enum
 from typing import Any, NamedTuple
 
 from service.requests.patterns import risk
+from service.requests.schemas import Role
 
 MOST_CHOICES = 128
 MOST_PROMPTS = 1000
@@ -50,8 +50,6 @@ _TEMPLATE_NAMES = frozenset(
     {"chat_template", "tokenize", "tools", "messages", "conversation", "documents", "padding", "truncation"}
     | {"max_length", "tokenizer_kwargs", "continue_final_message", "add_generation_prompt"}
 )
-_MAPS = frozenset({"properties", "patternProperties", "$defs", "definitions", "dependentSchemas"})
-_DATA = frozenset({"examples", "default", "const", "enum"})
 _TO_DEFINITION = re.compile(r"#(/(\$defs|definitions)/[^/%~]+)?")
 _CHOICES = ("anyOf", "oneOf", "allOf")
 _NUMBERS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")
@@ -213,7 +211,7 @@ def schema_risk(schema: Any, has_data: bool = True) -> str | None:
 
     `has_data`: examples and the like are no schemas. Where a reference may lead to one, all is judged as if it were.
     """
-    depth, left = 0, [(schema, 1, _Role.SCHEMA)]
+    depth, left = 0, [(schema, 1, Role.SCHEMA)]
     counts: dict[str, int] = dict.fromkeys(("characters", "properties", "numbers", "lengths", "ways"), 0)
     different = set[Any]()
     while left:
@@ -224,7 +222,7 @@ def schema_risk(schema: Any, has_data: bool = True) -> str | None:
         if isinstance(value, dict):
             if has_data and _leads_elsewhere(value.get("$ref")):
                 return schema_risk(schema, has_data=False)
-            if role is _Role.SCHEMA and (reason := _object_risk(value, counts, different)):
+            if role is Role.SCHEMA and (reason := _object_risk(value, counts, different)):
                 return reason
             counts["characters"] += sum(map(len, value)) + 4 * len(value)
             left += [(each, at + 1, role.of(name) if has_data else role) for name, each in value.items()]
@@ -243,18 +241,6 @@ def schema_risk(schema: Any, has_data: bool = True) -> str | None:
         if counts[name] > most:
             return f"has a schema with {counts[name]} {about}; at most {most} are allowed"
     return None
-
-
-class _Role(Enum):
-    """What a value of a schema is: a schema, a map of schemas by any names, or data."""
-
-    SCHEMA, MAP, DATA = range(3)
-
-    def of(self, name: str) -> "_Role":
-        """Return what this key's value is."""
-        if self is not _Role.SCHEMA:
-            return _Role.SCHEMA if self is _Role.MAP else _Role.DATA
-        return _Role.MAP if name in _MAPS else _Role.DATA if name in _DATA else _Role.SCHEMA
 
 
 def _leads_elsewhere(ref: Any) -> bool:

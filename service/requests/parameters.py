@@ -6,6 +6,7 @@ from difflib import get_close_matches
 from typing import Any
 
 from service.requests.body_limits import REFUSED
+from service.requests.schemas import unenforced
 
 MOST_NAMES, MOST_CHARACTERS = 64, 64  # of what is remembered of a file
 MOST_TOLD = 16
@@ -65,10 +66,12 @@ def noticed(endpoint: str) -> frozenset[str]:
     return KNOWN[endpoint] | REFUSED
 
 
-def without_effect(endpoint: str, body: dict[str, Any], keeps_seeds: bool) -> Iterator[tuple[str, str]]:
-    """Yield the parameters that SGLang reads, and that change nothing, each with the reason.
+def without_effect(
+    endpoint: str, body: dict[str, Any], keeps_seeds: bool, finds_calls: bool
+) -> Iterator[tuple[str, str]]:
+    """Yield the parameters that SGLang reads, and that do not do what they say, each with the reason.
 
-    `keeps_seeds`: whether the engine's inference is deterministic.
+    `keeps_seeds`: whether the engine's inference is deterministic. `finds_calls`: whether it finds tool calls.
     """
     chat, generates = endpoint == "/v1/chat/completions", endpoint in ("/v1/chat/completions", "/v1/completions")
     if generates and body.get("seed") is not None and not keeps_seeds:
@@ -81,6 +84,8 @@ def without_effect(endpoint: str, body: dict[str, Any], keeps_seeds: bool) -> It
         yield "top_logprobs", "it needs logprobs: true"
     if endpoint == "/v1/responses" and (body.get("top_logprobs") or "message.output_text.logprobs" in _included(body)):
         yield "top_logprobs", "this endpoint returns no log probabilities; /v1/chat/completions does"
+    if body.get("tools") and body.get("tool_choice") != "none" and not finds_calls:
+        yield "tools", "no worker of the model finds tool calls in answers: they are text (BATCHWEAVE_TOOL_PARSER)"
 
 
 def _included(body: dict[str, Any]) -> list[Any]:
@@ -88,24 +93,51 @@ def _included(body: dict[str, Any]) -> list[Any]:
     return given if isinstance(given, list) else []
 
 
+def _grammars(body: dict[str, Any]) -> Iterator[tuple[str, Any]]:
+    """Yield the schemas that bind an answer, each with the parameter that has it."""
+    wanted = body.get("response_format")
+    if isinstance(wanted, dict) and isinstance(given := wanted.get("json_schema"), dict):
+        yield "response_format", given.get("schema")
+    text = body.get("text")
+    if isinstance(text, dict) and isinstance(given := text.get("format"), dict):
+        yield "text.format", given.get("schema")
+    tools = body.get("tools")
+    for tool in tools if isinstance(tools, list) else ():
+        function = tool.get("function", tool) if isinstance(tool, dict) else None
+        if isinstance(function, dict) and function.get("strict"):  # SGLang binds no other call's arguments
+            yield "tools", function.get("parameters")
+
+
 class Unknown:
-    """Counts the lines of a file that have parameters which are ignored, by their names."""
+    """Counts the lines of a file that have parameters which are ignored, by their names.
+
+    `finds_calls`, which may be set once the model is known: whether its workers find tool calls in answers.
+    """
 
     def __init__(self, endpoint: str, keeps_seeds: bool = False) -> None:
+        self.finds_calls = True
         self._endpoint, self._keeps_seeds = endpoint, keeps_seeds
         self._why: dict[str, str] = {}  # by the name of a parameter that has no effect
         self._noticed = noticed(endpoint)
         self._meant = sorted(KNOWN[endpoint] - REFUSED - _INTERNAL)
         self._lines = Counter[str]()
+        self._last: tuple[list[tuple[str, Any]], dict[str, str]] = [], {}  # most lines have the schema of the last
 
     def count(self, body: dict[str, Any]) -> None:
         """Count the line with this body; of the whole file, no more than MOST_NAMES names."""
-        idle = dict(without_effect(self._endpoint, body, self._keeps_seeds))
+        idle = dict(without_effect(self._endpoint, body, self._keeps_seeds, False)) | self._unenforced(body)
         self._why |= idle
         unknown = (name[:MOST_CHARACTERS] for name in body if name not in self._noticed)
         for name in dict.fromkeys([*idle, *unknown]):
             if name in self._lines or len(self._lines) < MOST_NAMES:
                 self._lines[name] += 1
+
+    def _unenforced(self, body: dict[str, Any]) -> dict[str, str]:
+        grammars = list(_grammars(body))
+        if grammars != self._last[0]:
+            found = {f"{name}.{each}": why for name, schema in grammars for each, why in unenforced(schema).items()}
+            self._last = grammars, found
+        return self._last[1]
 
     def shapes(self) -> list[dict[str, Any]]:
         """Return up to MOST_TOLD names, each with its number of lines and the most similar known name, or the reason.
@@ -120,6 +152,7 @@ class Unknown:
                 **({"why": self._why[name]} if name in self._why else {}),
             }
             for name, lines in self._lines.most_common()
+            if name != "tools" or not self.finds_calls
         ]
         return sorted(found, key=lambda each: each["similar"] is None and "why" not in each)[:MOST_TOLD]
 

@@ -55,11 +55,25 @@ def make_engine(
         else "starts the engine and compiles the scan, which takes about a minute the first time"
     )
     nodes = Nodes.of(settings)
-    arguments = with_adapters(settings, {**settings.engine_args, **({} if nodes is None else nodes.engine_args)})
+    arguments = {**settings.engine_args, **_parsers(settings), **({} if nodes is None else nodes.engine_args)}
+    arguments = with_adapters(settings, arguments)
     if on_fault is not None:
         arguments["custom_sigquit_handler"] = on_fault
     args = (settings.model_source, settings.served_model, arguments)
     return EngineHost(*args, options, overlap, settings.step_limit_s)
+
+
+def _parsers(settings: Settings) -> dict[str, Any]:
+    """Return SGLang's arguments that name its parsers."""
+    named = {"reasoning_parser": settings.reasoning_parser, "tool_call_parser": settings.tool_parser}
+    return {argument: name for argument, name in named.items() if name != "none"}
+
+
+def parsers_of(settings: Settings) -> tuple[str | None, str | None]:
+    """Return what finds tool calls and thoughts in the model's answers; None for nothing. Raises EngineStartError."""
+    from engine_ext.plugin.worker import parsers
+
+    return parsers.chosen(settings.model_source, {**settings.engine_args, **_parsers(settings)})
 
 
 def with_adapters(settings: Settings, arguments: dict[str, Any]) -> dict[str, Any]:

@@ -39,6 +39,10 @@ class ScriptedEngine:
         self._aborts: dict[str, asyncio.Event] = {}  # of the requests in flight, by rid
 
     @property
+    def tool_parser(self) -> None:
+        """Nothing is known of its tool calls: rules write the answers."""
+
+    @property
     def context_length(self) -> int:
         return self.script.context_length
 

@@ -21,7 +21,7 @@ def test_a_fresh_machine_is_fine(tmp_path: Path) -> None:
     folder = tmp_path / "with a space"
     code, found = doctor(BATCHWEAVE_DATA_DIR=str(folder))
     assert code == 0
-    assert set(found) == {"versions", "database", "redis", "storage", "model", "adapters", "gpu"}
+    assert set(found) == {"versions", "database", "redis", "storage", "model", "adapters", "parsers", "gpu"}
     assert {each["state"] for each in found.values()} <= {"ok", "note"}
     assert str(folder) in found["storage"]["what"]
     assert not folder.exists()
@@ -47,9 +47,11 @@ def test_what_is_away_is_named_with_what_to_do(tmp_path: Path) -> None:
         BATCHWEAVE_REDIS_URL="redis://127.0.0.1:1",
         BATCHWEAVE_MODEL=str(tmp_path),
         BATCHWEAVE_ADAPTERS=json.dumps({"sql": str(tmp_path / "missing")}),
+        BATCHWEAVE_TOOL_PARSER="hermit",
     )
     assert code == 1
-    for part in ("database", "redis", "model", "adapters"):
+    for part in ("database", "redis", "model", "adapters", "parsers"):
         assert found[part]["state"] == "wrong"
         assert found[part]["todo"]
+    assert "has no tool_call_parser 'hermit'. It has" in found["parsers"]["what"]
     assert "secret" not in json.dumps(found)

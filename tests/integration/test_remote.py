@@ -102,6 +102,15 @@ async def test_a_misspelt_parameter_is_named_once(harness: Harness, url: str, tm
     assert about["unknown_parameters"] == [{"name": "maxtokens", "lines": 3, "similar": "max_tokens", "why": None}]
 
 
+async def test_tools_are_told_where_no_worker_finds_calls(harness: Harness, url: str, tmp_path: Path) -> None:
+    async with harness.database.write() as session:
+        await session.execute(update(Model).values(tool_parser=""))
+    tools = [{"type": "function", "function": {"name": "get_weather"}}]
+    path = write(tmp_path, [line(n, body={**line(n)["body"], "tools": tools}) for n in range(3)])
+    code, _, said = await run_beside_the_jobs(harness, ScriptedEngine(), url, "submit", path, "--wait")
+    assert (code, said.count("warning: 'tools' of 3 lines does not do what it says: no worker of the model")) == (0, 1)
+
+
 async def test_files_of_an_earlier_run_are_named(harness: Harness, url: str, tmp_path: Path) -> None:
     """They stay, because nobody asked to delete them, and a script must not take them for this run's."""
     output, errors = tmp_path / "out.jsonl", tmp_path / "out.errors.jsonl"

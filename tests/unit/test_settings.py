@@ -33,6 +33,7 @@ def test_a_worker_takes_online_requests_at_one_address(monkeypatch: pytest.Monke
         ({"adapters": {"a:b": "x"}}, "BATCHWEAVE_ADAPTERS"),
         ({"adapters": {"": "x"}}, "BATCHWEAVE_ADAPTERS"),
         ({"engine_args": {"lora_paths": ["x"]}}, "BATCHWEAVE_ENGINE_ARGS"),
+        ({"engine_args": {"tool_call_parser": "qwen"}}, "BATCHWEAVE_TOOL_PARSER"),
         ({"engine_args": {"hicache_storage_backend": "file"}}, "BATCHWEAVE_SHARED_CACHE"),
         ({"engine_args": {"enable_lmcache": True}}, "enable_lmcache"),
     ],

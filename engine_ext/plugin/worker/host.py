@@ -24,7 +24,7 @@ from engine_ext.plugin.marks import KIND, RESERVED, UNTOLD, marks, online_marks
 from engine_ext.plugin.options import Options, Overlap, emulated_name
 from engine_ext.plugin.platform_entry import accelerator_memory, gpu_is_present, machine_name
 from engine_ext.plugin.pulse import Pulses, Watch
-from engine_ext.plugin.worker import guard, kernels, overlap
+from engine_ext.plugin.worker import guard, kernels, overlap, parsers
 from engine_ext.plugin.worker.answers import (
     ABORTED,
     Answer,
@@ -121,6 +121,7 @@ class EngineHost:
             **overlap.ARGUMENTS[chosen],
             **engine_args,
         }
+        parsers.check(arguments)
         try:
             self._engine = Engine(**arguments) if on_gpu else ForkingEngine(**arguments)
         except (ValueError, RuntimeError) as error:  # what SGLang says of a model or an argument
@@ -206,6 +207,11 @@ class EngineHost:
     def endpoints(self) -> list[str]:
         """The endpoints that the model serves."""
         return [*self._serving, *self._others.served]
+
+    @property
+    def tool_parser(self) -> str:
+        """What finds tool calls in answers; empty if nothing does."""
+        return self._manager.server_args.tool_call_parser or ""
 
     @property
     def context_length(self) -> int:

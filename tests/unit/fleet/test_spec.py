@@ -58,6 +58,7 @@ def test_only_what_an_engine_starts_with_changes_its_digest() -> None:
         ("models:\n- {name: a, gpu: 1}", "models.0.gpu: Extra inputs are not permitted"),
         ("models:\n- {name: 'a:b'}", "name: must have no colon"),
         ("models:\n- {name: a, engine_args: {lora_paths: [x]}}", "list the adapters under adapters"),
+        ("models:\n- {name: a, engine_args: {tool_call_parser: x}}", "BATCHWEAVE_TOOL_PARSER under settings"),
         ("models:\n- {name: a, adapters: {'x:y': z}}", "should match pattern"),
         ("models:\n- {name: a, min: 2}", "models.0: min (2) is more than max (1)"),
         ("models:\n- {name: a}\n- {name: a}", "two have the name 'a'"),

@@ -5,6 +5,7 @@ import pytest
 from service.endpoints import BY_PATH
 from service.requests.body_limits import REFUSED
 from service.requests.parameters import KNOWN, MOST_CHARACTERS, MOST_TOLD, Unknown
+from service.requests.schemas import IGNORED
 
 CHAT = "/v1/chat/completions"
 
@@ -87,6 +88,35 @@ def test_what_has_no_effect_is_told_with_the_reason(endpoint: str, body: dict[st
     unknown.count(body)
     found = unknown.shapes()
     assert [(each["name"], each["lines"], bool(each["why"])) for each in found] == ([(name, 2, True)] if name else [])
+
+
+def test_what_no_grammar_enforces_is_told_once() -> None:
+    schema = {"type": "object", "properties": {"not": {"type": "integer", "multipleOf": 5}}}
+    function = {"name": "x", "parameters": schema}
+    for path, body, names in (
+        (CHAT, {"response_format": {"type": "json_schema", "json_schema": {"schema": schema}}}, ["response_format"]),
+        (CHAT, {"tools": [{"type": "function", "function": {**function, "strict": True}}]}, ["tools"]),
+        (CHAT, {"tools": [{"type": "function", "function": function}]}, []),
+        (CHAT, {"response_format": {"type": "json_object"}, "tools": "x"}, []),
+        ("/v1/responses", {"text": {"format": {"type": "json_schema", "schema": schema}}}, ["text.format"]),
+        ("/v1/responses", {"tools": [{"type": "function", **function, "strict": True}]}, ["tools"]),
+    ):
+        unknown = Unknown(path)
+        for _ in range(3):
+            unknown.count(body)
+        unknown.count({})
+        told = [(each["name"], each["lines"], each["why"]) for each in unknown.shapes()]
+        assert told == [(f"{name}.multipleOf", 3, IGNORED) for name in names]
+
+
+def test_tools_are_told_if_nothing_finds_their_calls() -> None:
+    unknown = Unknown(CHAT)
+    unknown.count({"tools": [{"type": "function", "function": {"name": "x"}}]})
+    unknown.count({"tools": [{"type": "function", "function": {"name": "x"}}], "tool_choice": "none"})
+    unknown.count({"tools": []})
+    assert unknown.shapes() == []
+    unknown.finds_calls = False
+    assert [(each["name"], each["lines"]) for each in unknown.shapes()] == [("tools", 1)]
 
 
 def test_seeds_are_kept_by_deterministic_inference() -> None:

@@ -1,0 +1,102 @@
+"""Knows where a JSON schema has schemas, and what of them SGLang's grammars do not enforce.
+
+The second was found by trial with xgrammar 0.2.1, which SGLang 0.5.17 uses, as tests/engine/test_schemas.py repeats.
+"""
+
+from collections.abc import Iterator
+from enum import Enum
+from typing import Any
+
+IGNORED = "the grammar does not enforce it"
+ROUGH = "the grammar enforces it only roughly, so that some numbers outside are accepted"
+EXACT = 100  # a grammar is exact if both bounds of a whole number lie within this of 0
+
+_MAPS = frozenset({"properties", "patternProperties", "$defs", "definitions", "dependentSchemas"})
+_DATA = frozenset({"examples", "default", "const", "enum"})
+_NEVER = (
+    *("contains", "contentEncoding", "contentMediaType", "contentSchema", "dependencies", "dependentRequired"),
+    *("dependentSchemas", "$dynamicRef", "if", "multipleOf", "not", "uniqueItems"),
+)
+_NUMBERS = ("exclusiveMaximum", "exclusiveMinimum", "maximum", "minimum")
+_LENGTHS = ("maxLength", "minLength")
+_STRINGS = ("format", *_LENGTHS, "pattern")
+_ARRAYS, _OBJECTS = ("maxItems", "minItems"), ("maxProperties", "minProperties", "required")
+_SHAPES = frozenset({"additionalProperties", "items", "patternProperties", "prefixItems", "properties"})
+_UNTYPED = (*_NUMBERS, *_STRINGS, *_ARRAYS, *_OBJECTS, "patternProperties", "propertyNames")
+_FORMATS = (
+    *("date", "date-time", "duration", "email", "hostname", "ipv4", "ipv6", "json-pointer", "relative-json-pointer"),
+    *("time", "uri", "uri-reference", "uri-template", "uuid"),
+)
+_INSTEAD = ("$ref", "allOf", "anyOf", "oneOf")  # beside which only `type` is heard, if anything
+
+
+class Role(Enum):
+    """What a value of a schema is: a schema, a map of schemas by any names, or data."""
+
+    SCHEMA, MAP, DATA = range(3)
+
+    def of(self, name: str) -> "Role":
+        """Return what this key's value is."""
+        if self is not Role.SCHEMA:
+            return Role.SCHEMA if self is Role.MAP else Role.DATA
+        return Role.MAP if name in _MAPS else Role.DATA if name in _DATA else Role.SCHEMA
+
+
+def unenforced(schema: Any) -> dict[str, str]:
+    """Return the keywords of a schema that answers may break, each with IGNORED or ROUGH."""
+    found: dict[str, str] = {}
+    left = [(schema, Role.SCHEMA)]
+    while left:
+        value, role = left.pop()
+        if isinstance(value, dict):
+            if role is Role.SCHEMA:
+                found |= dict(_of_one(value))
+                if isinstance(names := value.get("propertyNames"), dict):
+                    value = {**value, "propertyNames": {"type": "string", **names}}
+            left += [(each, role.of(name)) for name, each in value.items()]
+        elif isinstance(value, list):
+            left += [(each, role) for each in value]
+    return found
+
+
+def _of_one(schema: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    """Yield the keywords of one object of a schema, without those inside it."""
+    has = {name for name, value in schema.items() if value not in (None, False, [], {})}
+    yield from ((name, IGNORED) for name in _NEVER if name in has)
+    if "enum" in has or "const" in schema:  # the values say it
+        return
+    among = schema.get("allOf")
+    if isinstance(among, list) and len(among) > 1:
+        yield "allOf", IGNORED
+    if not has.isdisjoint(_INSTEAD):
+        yield from ((name, IGNORED) for name in (*_UNTYPED, *_SHAPES) if name in has)
+        return
+    if schema.get("type") is None and has.isdisjoint(_SHAPES - {"patternProperties"}):
+        yield from ((name, IGNORED) for name in _UNTYPED if name in has)
+        return
+    needed, names = schema.get("required"), schema.get("properties")
+    if isinstance(needed, list) and any(each not in (names or ()) for each in needed):
+        yield "required", IGNORED
+    yield from _of_texts(schema, has)
+    bounds = [schema[name] for name in _NUMBERS if name in schema]
+    if bounds and not (_is_whole(schema.get("type")) and len(bounds) == 2 and all(map(_is_small, bounds))):
+        yield from ((name, ROUGH) for name in _NUMBERS if name in schema)
+
+
+def _of_texts(schema: dict[str, Any], has: set[str]) -> Iterator[tuple[str, str]]:
+    """Yield the keywords of texts that another one hides: a format hides a pattern, and both hide lengths."""
+    is_known = schema.get("format") in _FORMATS
+    if "format" in has and not is_known:
+        yield "format", IGNORED
+    if is_known and "pattern" in has:
+        yield "pattern", IGNORED
+    if is_known or "pattern" in has:
+        yield from ((name, IGNORED) for name in _LENGTHS if name in has)
+
+
+def _is_whole(kind: Any) -> bool:
+    return kind == "integer" or (isinstance(kind, list) and "integer" in kind and "number" not in kind)
+
+
+def _is_small(bound: Any) -> bool:
+    return isinstance(bound, int | float) and abs(bound) <= EXACT
