@@ -11,8 +11,11 @@ import random
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Coroutine
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any
 
 import psutil
@@ -38,8 +41,11 @@ KINDS = {"worker": 4, "supervisor": 2, "actor": 2, "sleep": 3, "drain": 2, "flee
 class Campaign:
     """Keeps a fleet and its batches, and lets things happen to them."""
 
-    def __init__(self, deployment: Deployment, machines: Any, cluster: RayCluster, rng: random.Random) -> None:
+    def __init__(
+        self, deployment: Deployment, machines: Any, cluster: RayCluster, rng: random.Random, in_main: "InMain"
+    ) -> None:
         self.deployment, self.machines, self.cluster, self.rng = deployment, machines, cluster, rng
+        self._in_main = in_main
         self.happened: Counter[str] = Counter()
         self.ran: set[int] = set()  # pids of workers and supervisors
         self.answered = self.refused = 0
@@ -153,7 +159,8 @@ class Campaign:
         node = self.rng.choice(sorted(self.machines.worker_nodes, key=lambda node: node.node_id))
         gpus = int(node._ray_params.num_gpus)
         await asyncio.to_thread(self.machines.remove_node, node, False)
-        self.machines.add_node(num_cpus=1, num_gpus=gpus, object_store_memory=MEMORY)  # only in the main thread
+        like_it = partial(self.machines.add_node, num_cpus=1, num_gpus=gpus, object_store_memory=MEMORY)
+        await self._in_main.run(like_it)
         return True
 
     async def finish(self) -> None:
@@ -169,6 +176,39 @@ class Campaign:
         last = await self.deployment.keeper(self.cluster, self._keeper.spec, "last")
         await last.end_all(asyncio.Event())
         await until("no process is left", lambda: not any(_is_worker(pid) for pid in self.ran))
+
+
+class InMain:
+    """Runs functions in the main thread, where Ray handles signals, while an event loop runs in another.
+
+    A raylet takes up to half a minute to start on a busy machine, for which the jobs of the loop's service must not
+    stand still: they hold the database's lock.
+    """
+
+    def __init__(self) -> None:
+        self._calls = SimpleQueue[Callable[[], None] | None]()
+
+    async def run(self, function: Callable[[], Any]) -> Any:
+        """Return what the function returns in the main thread."""
+        ended = Future[Any]()
+
+        def call() -> None:
+            try:
+                ended.set_result(function())
+            except Exception as error:
+                ended.set_exception(error)
+
+        self._calls.put(call)
+        return await asyncio.wrap_future(ended)
+
+    def beside(self, main: Coroutine[Any, Any, Campaign]) -> Campaign:
+        """Return what a coroutine returns that runs in another thread."""
+        with ThreadPoolExecutor(1) as thread:
+            ran = thread.submit(asyncio.run, main)
+            ran.add_done_callback(lambda _: self._calls.put(None))
+            while (call := self._calls.get()) is not None:
+                call()
+            return ran.result()
 
 
 async def _slept(worker: psutil.Process) -> None:
@@ -193,11 +233,11 @@ def _is_worker(pid: int) -> bool:
         return False
 
 
-async def campaign(folder: Path, machines: Any, faults: int, seed: int, requests: int) -> Campaign:
+async def campaign(folder: Path, machines: Any, faults: int, seed: int, requests: int, in_main: InMain) -> Campaign:
     """Let so many faults happen; raises AssertionError if a line is lost or doubled, or a process is left."""
     async with Deployment.open(folder) as deployment:
         cluster = RayCluster(machines.address, "batchweave-tests")
-        found = Campaign(deployment, machines, cluster, random.Random(seed))
+        found = Campaign(deployment, machines, cluster, random.Random(seed), in_main)
         await found.next_fleet()
         while found.happened.total() < faults:
             await found.keep_busy(requests)
@@ -223,7 +263,8 @@ def main() -> None:
         variables(Path(name), LEASE_S),
         raylets(MACHINES) as machines,
     ):
-        found = asyncio.run(campaign(Path(name), machines, given.faults, given.seed, given.requests))
+        in_main = InMain()
+        found = in_main.beside(campaign(Path(name), machines, given.faults, given.seed, given.requests, in_main))
     print(
         f"{time.monotonic() - started:.0f} s; faults: {dict(found.happened)}; {found.answered} requests answered, "
         f"{found.refused} refused because workers died with them; none lost, none twice, no process left"
