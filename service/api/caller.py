@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from typing import Annotated
 
+import structlog
 from fastapi import Depends, Request
 from fastapi.security import HTTPAuthorizationCredentials, HTTPBearer
 
@@ -10,11 +11,13 @@ from service.api.context import Context, InContext
 from service.db.sessions import Database
 from service.db.tenant_tables import Role
 from service.errors import Forbidden, Unauthorized
+from service.metrics.counters import REFUSED_KEYS
 from service.settings import is_loopback
 from service.tenants.keys import Caller, caller_of, local_caller
 from service.tenants.rate import count_request
 
 INSUFFICIENT = "insufficient_permissions"
+log = structlog.get_logger()
 _bearer = HTTPBearer(auto_error=False, description="An API key created with `batchweave keys create`.")
 
 
@@ -58,9 +61,16 @@ def _key_in(request: Request, context: Context, given: Given) -> str | None:
     return given.credentials
 
 
+def note_refused_key(request: Request, where: str) -> None:
+    """Count and log a key that is not valid, with the address that sent it."""
+    REFUSED_KEYS.labels(where).inc()
+    log.warning("a key was refused", where=where, address=request.client.host if request.client else "")
+
+
 async def _known(request: Request, context: Context, caller: Caller | None) -> Caller:
     """Count and name the request of a caller. Raises Unauthorized for a key that is not valid."""
     if caller is None:
+        note_refused_key(request, "api")
         raise Unauthorized("The API key is unknown, revoked or expired.", code="invalid_api_key")
     request.state.key = caller.name or caller.actor
     await count_request(context.redis, caller.project, context.clock())

@@ -8,6 +8,7 @@ from fastapi.responses import RedirectResponse
 
 from service.api import batches, files, workers
 from service.api.bodies import ObjectId
+from service.api.caller import note_refused_key
 from service.api.context import InContext
 from service.api.idempotency import Again
 from service.dashboard.reach import as_owner
@@ -50,6 +51,7 @@ async def sign_in_form(
     async with context.database.write() as session:
         token = await sign_in(session, key, int(context.clock()))
     if token is None:
+        note_refused_key(request, "sign-in")
         problem = "This key is unknown, revoked or has expired. Create one with `batchweave keys create`."
         return page(request, "sign_in.html", None, status_code=401, back=_own(back), problem=problem)
     response = _to(_own(back))
@@ -61,7 +63,7 @@ async def sign_in_form(
 async def sign_out_form(request: Request, context: InContext, viewer: Changes) -> Response:
     if viewer.token is not None:
         async with context.database.write() as session:
-            await sign_out(session, viewer.token)
+            await sign_out(session, viewer, context.clock())
     return _to("/dashboard/sign-in")
 
 

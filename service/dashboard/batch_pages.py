@@ -15,7 +15,7 @@ from service.api.pages import page_rows
 from service.api.shapes import BatchError
 from service.dashboard.answers import lines_of, request_of, search
 from service.dashboard.filters import Filters
-from service.dashboard.reach import as_owner, project_seen, seen_by
+from service.dashboard.reach import as_owner, note_read, project_seen, seen_by
 from service.dashboard.render import HEADERS, page
 from service.dashboard.schedule import boxes_of, holders, scan_of, slice_bars
 from service.dashboard.sessions import LooksIn, Viewer
@@ -123,7 +123,7 @@ async def one_request(
     batch_id: ObjectId,
     custom_id: Annotated[str, Query(max_length=4096)],
 ) -> Response:
-    row = await _batch(context, viewer, batch_id)
+    row = await _batch(context, viewer, batch_id, reads_texts=True)
     asked, answer = await request_of(context, row, custom_id)
     each = await _shown(context, viewer, row)
     return page(request, "request.html", viewer, each=each, custom_id=custom_id, asked=asked, answer=answer)
@@ -139,9 +139,9 @@ async def batch_tab(
     kind: Annotated[str, Query(pattern="^(output|errors)$")] = "output",
     text: Annotated[str, Query(max_length=256)] = "",
 ) -> Response:
-    row = await _batch(context, viewer, batch_id)
-    each = await _shown(context, viewer, row)
     is_part = _is_part(request)
+    row = await _batch(context, viewer, batch_id, reads_texts=tab in ("requests", "schedule") and not is_part)
+    each = await _shown(context, viewer, row)
     values: dict[str, Any] = {}
     if is_part and tab != "schedule":
         pass  # all of it stands below the live part
@@ -176,10 +176,13 @@ def _head(request: Request, each: Shown, tab: str) -> dict[str, Any]:
     }
 
 
-async def _batch(context: Context, viewer: Viewer, batch_id: str) -> Batch:
+async def _batch(context: Context, viewer: Viewer, batch_id: str, reads_texts: bool = False) -> Batch:
     caller = await as_owner(context, viewer, batch_id)
     async with context.database.read() as session:
-        return await batches.find_batch(session, caller, batch_id)
+        found = await batches.find_batch(session, caller, batch_id)
+    if reads_texts:
+        await note_read(context, viewer, caller, batch_id)
+    return found
 
 
 async def _shown(context: Context, viewer: Viewer, row: Batch) -> Shown:

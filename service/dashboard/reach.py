@@ -12,6 +12,7 @@ from service.api.context import Context
 from service.dashboard.sessions import Viewer
 from service.db.tables import Batch, File
 from service.db.tenant_tables import Project
+from service.tenants import audit
 from service.tenants.keys import Caller
 
 
@@ -39,3 +40,10 @@ async def as_owner(context: Context, viewer: Viewer, object_id: str) -> Caller:
     async with context.database.read() as session:
         project = (await session.scalars(select(Project).where(Project.id.in_(owner)))).one_or_none()
     return replace(viewer.caller, project=project) if project else viewer.caller
+
+
+async def note_read(context: Context, viewer: Viewer, owner: Caller, object_id: str) -> None:
+    """Record in the owner's audit log that an operator of another project reads texts of its requests."""
+    if owner.project.id != viewer.caller.project.id:
+        async with context.database.write() as session:
+            audit.note(session, owner, "texts.read", object_id, context.clock())

@@ -13,6 +13,7 @@ from service.api.caller import check_local
 from service.api.context import InContext
 from service.db.tenant_tables import ApiKey, DashboardSession, Project, Role
 from service.errors import Forbidden
+from service.tenants import audit
 from service.tenants.keys import Caller, caller_of, local_caller
 from service.tenants.rate import count_request
 
@@ -119,11 +120,13 @@ async def sign_in(session: AsyncSession, key: str, now: int) -> str | None:
     token = secrets.token_urlsafe(32)
     await session.execute(delete(DashboardSession).where(DashboardSession.expires_at <= now))
     session.add(DashboardSession(digest=_digest(token), key_id=caller.actor, expires_at=now + SESSION_S))
+    audit.note(session, caller, "session.sign_in", caller.actor, now)
     return token
 
 
-async def sign_out(session: AsyncSession, token: str) -> None:
-    await session.execute(delete(DashboardSession).where(DashboardSession.digest == _digest(token)))
+async def sign_out(session: AsyncSession, viewer: Viewer, now: float) -> None:
+    audit.note(session, viewer.caller, "session.sign_out", viewer.caller.actor, now)
+    await session.execute(delete(DashboardSession).where(DashboardSession.digest == _digest(viewer.token or "")))
 
 
 def set_cookie(request: Request, response: Response, token: str) -> None:

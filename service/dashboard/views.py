@@ -19,7 +19,7 @@ from service.api.worker_shapes import WorkerState
 from service.api.workers import WorkerName
 from service.dashboard.charts import EVENT_WORDS, RANGES, ranged
 from service.dashboard.overview import known_events, known_workers, on_cpus
-from service.dashboard.reach import as_owner, project_seen
+from service.dashboard.reach import as_owner, note_read, project_seen
 from service.dashboard.render import HEADERS, ROOT, page
 from service.dashboard.sessions import LooksIn, LooksInAsAdmin, LooksInAsOperator
 from service.dashboard.shown import project_names
@@ -76,7 +76,10 @@ def _sizes(project_id: str | None) -> Select[int, int, Any]:
 
 @router.get("/files/{file_id}/content")
 async def file_content(request: Request, context: InContext, viewer: LooksIn, file_id: ObjectId) -> Response:
-    return await content.get_content(file_id, request, context, await as_owner(context, viewer, file_id))
+    owner = await as_owner(context, viewer, file_id)
+    found = await content.get_content(file_id, request, context, owner)
+    await note_read(context, viewer, owner, file_id)
+    return found
 
 
 @router.get("/workers")

@@ -37,6 +37,7 @@ ONLINE_TOKEN = Histogram(
 JOBS = Histogram(
     "batchweave_job_seconds", "Duration of planner-role job rounds that found work", ("name",), buckets=LONG_S
 )
+REFUSED_KEYS = Counter("batchweave_refused_keys", "Keys that were unknown, revoked or expired", ("where",))
 JOB_FAILURES = Counter("batchweave_job_failures", "Job rounds that failed and are retried", ("name",))
 VALIDATED = Counter("batchweave_validated_requests", "Requests in validated input files")
 BATCHES_ENDED = Counter("batchweave_batches_ended", "Batches that this process moved to a final state", ("status",))

@@ -4,6 +4,7 @@ import re
 
 import httpx
 import pytest
+from prometheus_client import REGISTRY
 from sqlalchemy import select, update
 
 from service.db.tables import DEFAULT_PROJECT
@@ -56,9 +57,11 @@ async def test_signing_in_needs_a_good_key_and_ends_with_it(guarded: httpx.Async
     text, key_id = await make_key(harness.database, Role.USER)
     for page in (*PAGES, "/overview.json", "/events", "/batches/batch_x/requests"):
         assert (await guarded.get(page)).url.path == "/dashboard/sign-in"
+    before = REGISTRY.get_sample_value("batchweave_refused_keys_total", {"where": "sign-in"}) or 0
     refused = await sign_in(guarded, "bw-wrong")
     assert (refused.status_code, "unknown, revoked" in refused.text) == (401, True)
     assert "batchweave_session" not in guarded.cookies
+    assert REGISTRY.get_sample_value("batchweave_refused_keys_total", {"where": "sign-in"}) == before + 1
     entered = await sign_in(guarded, text)
     assert entered.url.path == "/dashboard/batches"
     for page in ("/online", "/workers", "/projects", "/audit", "/settings"):  # for the role admin
@@ -141,11 +144,19 @@ async def test_an_operator_sees_every_project_and_acts_there(guarded: httpx.Asyn
     assert batch_id not in (await guarded.get("/batches", params={"project": "other"})).text
     assert "request 1" in (await guarded.get(f"/files/{file_id}/content")).text
     assert file_id in (await guarded.get("/files")).text
+    assert (await guarded.get(f"/batches/{batch_id}/requests")).status_code == 200
+    assert (await guarded.get(f"/batches/{batch_id}/requests", headers={"hx-request": "true"})).status_code == 200
     assert "cancelling" in (await guarded.post(f"/batches/{batch_id}/cancel")).text
     async with harness.database.read() as session:
-        event = (await session.scalars(select(AuditEvent).where(AuditEvent.object_id == batch_id))).one()
+        events = (await session.scalars(select(AuditEvent).order_by(AuditEvent.seq))).all()
         key = (await session.scalars(select(ApiKey))).one()
-    assert (event.action, event.actor, event.project_id) == ("batch.cancel", key.id, DEFAULT_PROJECT)
+    assert [(each.action, each.object_id, each.project_id) for each in events[-4:]] == [
+        ("session.sign_in", key.id, key.project_id),
+        ("texts.read", file_id, DEFAULT_PROJECT),
+        ("texts.read", batch_id, DEFAULT_PROJECT),
+        ("batch.cancel", batch_id, DEFAULT_PROJECT),
+    ]
+    assert {each.actor for each in events[-4:]} == {key.id}
 
 
 async def test_projects_and_quotas_are_made_and_changed(pages: httpx.AsyncClient, harness: Harness) -> None:
