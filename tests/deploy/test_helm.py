@@ -111,6 +111,25 @@ def test_every_variable_is_a_setting(monkeypatch: pytest.MonkeyPatch) -> None:
                 assert load_settings().worker_hour_price == 2.5  # and a misspelt one stops the start
 
 
+def test_workers_are_reached_by_the_api_and_their_own_engine_alone() -> None:
+    def who(name: str, values: dict[str, Any]) -> list[tuple[str, list[int]]]:
+        """Return the component that may come in, if it is named, and the ports, none for all."""
+        rules = one(render(values), "NetworkPolicy", name)["spec"]["ingress"]
+        component = "app.kubernetes.io/component"
+        named = [each.get("from", [{"podSelector": {"matchLabels": {component: "any"}}}]) for each in rules]
+        return [
+            (peers[0]["podSelector"]["matchLabels"][component], [port["port"] for port in rule.get("ports", [])])
+            for rule, peers in zip(rules, named, strict=True)
+        ]
+
+    assert who("bw-small", EVERYTHING) == [("any", [9100]), ("api", [8090])]
+    assert who("bw-large", EVERYTHING) == [("any", [9100]), ("api", [8090]), ("worker-large", [])]
+    assert who("bw-small", PLAIN) == [("any", [9100])]
+    assert who("bw-api", PLAIN) == [("any", [8080])]
+    assert who("bw-planner", PLAIN) == [("any", [9100])]
+    assert not any(each["kind"] == "NetworkPolicy" for each in render({**PLAIN, "networkPolicy": {"enabled": False}}))
+
+
 def test_an_engine_over_two_nodes_is_a_group_of_pods() -> None:
     found = one(render(PLAIN), "LeaderWorkerSet", "bw-large")
     template = found["spec"]["leaderWorkerTemplate"]
