@@ -84,14 +84,15 @@ class Asked:
     load: float | None
     seed: int
     pools: str | None = None
+    shared_cache: bool = False
 
     def competition(self, output: Path | None = None) -> Competition:
         """Read the files, and say what online requests get alone. Raises BatchweaveError, OSError."""
         wanted = parse_wanted(self.slo, self.relative)
         check_paths((self.online, self.offline, self.lengths), (output,), None)
         cost = cost_model(self.model, self.gpu, self.tp, self.dtype, self.dtype if self.dtype == "fp8" else "bf16")
-        theirs = read_file(self.online, self.model, None)
-        ours = read_file(self.offline, self.model, self.lengths)
+        theirs = read_file(self.online, self.model, None, self.shared_cache)
+        ours = read_file(self.offline, self.model, self.lengths, self.shared_cache)
         console.print("simulates; the first time it compiles, which takes one to two minutes", style="dim")
         pools = parse_pools(self.pools)
         held = compete(theirs, self.online, ours, self.offline, cost, wanted, self.load, self.seed, pools)

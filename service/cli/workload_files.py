@@ -30,6 +30,9 @@ LengthsOption = Annotated[
         "--lengths", help="File of true output lengths: lines with id and output_tokens, or a batch's output file."
     ),
 ]
+SharedCacheOption = Annotated[
+    bool, typer.Option("--shared-cache", help="Let tenants find each other's prefixes, as BATCHWEAVE_SHARED_CACHE.")
+]
 DtypeOption = Annotated[str, typer.Option("--dtype", help="Type of the weights: fp16, bf16, fp8.")]
 
 
@@ -52,7 +55,7 @@ def check_paths(inputs: Sequence[Path | None], outputs: Sequence[Path | None], p
             raise WorkloadError(f"{path.parent}: no such folder")
 
 
-def read_file(file: Path, model: str, lengths: Path | None) -> Workload:
+def read_file(file: Path, model: str, lengths: Path | None, shared_cache: bool) -> Workload:
     tokenizer = None
     if model not in MODELS and (Path(model).is_dir() or not Path(model).exists()):
         try:
@@ -62,4 +65,4 @@ def read_file(file: Path, model: str, lengths: Path | None) -> Workload:
     known = read_lengths(lengths) if lengths is not None else {}
     if sys.stderr.isatty():
         console.print(f"reading {file} …", style="dim")
-    return read_workload(file, tokenizer, known)
+    return read_workload(file, tokenizer, known, shared_cache)

@@ -30,6 +30,7 @@ from service.cli.workload_files import (
     GpuOption,
     LengthsOption,
     ModelOption,
+    SharedCacheOption,
     check_paths,
     console,
     cost_model,
@@ -67,6 +68,7 @@ def plan(
     lengths: LengthsOption = None,
     sample: SampleOption = None,
     seed: Annotated[int, typer.Option("--seed", min=0, help="Random seed of the sample.")] = 0,
+    shared_cache: SharedCacheOption = False,
     dtype: DtypeOption = "bf16",
     kv_dtype: Annotated[str, typer.Option("--kv-dtype", help="Type of the KV cache: fp32, fp16, bf16, fp8.")] = "bf16",
     keep: Annotated[
@@ -80,7 +82,8 @@ def plan(
     """Plan a file without running it: show what its prompts share, their compute density, and how long it would take.
 
     A workload file has one request per line: `{"segments": [[id, length], …], "output_tokens": d}`. Equal ids at equal
-    depth mean equal content. `id`, `tenant`, `deadline_s` and `max_tokens` are optional. Examples:
+    depth mean equal content; of several tenants each has its own, unless the cache is shared. `id`, `tenant`,
+    `deadline_s` and `max_tokens` are optional. Examples:
 
     - `batchweave plan requests.jsonl --model Qwen/Qwen2.5-7B-Instruct --gpu h100`
     - `batchweave plan requests.jsonl --lengths yesterday_output.jsonl --dp 4 --price 2.5`
@@ -89,7 +92,7 @@ def plan(
     try:
         check_paths((file, lengths), (output,), plot)
         cost = cost_model(model, gpu, tp, dtype, kv_dtype)
-        workload = read_file(file, model, lengths)
+        workload = read_file(file, model, lengths, shared_cache)
         if sample is not None:
             workload = with_sample(workload, sample, seed)
         planned = plan_workload(workload, cost, Shape(replicas=dp, keep_sharing=keep))
@@ -137,6 +140,7 @@ def simulate(
     sample: Annotated[float, typer.Option("--sample", help="Share of requests with known lengths; 1 for all.")] = 0.01,
     seed: Annotated[int, typer.Option("--seed", min=0, help="Random seed of the sample and of random orders.")] = 0,
     lengths: LengthsOption = None,
+    shared_cache: SharedCacheOption = False,
     dtype: DtypeOption = "bf16",
     profile: Annotated[
         Path | None, typer.Option("--profile", help="File of steps measured on an engine; replaces the datasheet.")
@@ -170,7 +174,7 @@ def simulate(
             fail("give --workload FILE, or --online FILE and --offline FILE")
         if plot is not None or profile is not None:
             fail("--plot and --profile are for --workload only")
-        asked = Asked(online, offline, model, gpu, tp, lengths, dtype, slo, relative, load, seed, pools)
+        asked = Asked(online, offline, model, gpu, tp, lengths, dtype, slo, relative, load, seed, pools, shared_cache)
         compare(asked, policies, as_json)
         return
     if any(each is not None for each in (online, offline, slo, relative, load, pools)):
@@ -180,7 +184,7 @@ def simulate(
         check_options(names, clock, profile_clock)
         check_paths((workload, lengths, profile), (), plot)
         cost = cost_model(model, gpu, tp, dtype, dtype if dtype == "fp8" else "bf16")
-        given = read_file(workload, model, lengths)
+        given = read_file(workload, model, lengths, shared_cache)
         calibration = fit(profile, profile_clock, interference) if profile is not None else None
         running = forecast(given, cost, names, clock, interference, sample, seed, calibration)
         longest = float(given.outputs.known.max(initial=0))

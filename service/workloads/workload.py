@@ -101,10 +101,13 @@ class _Columns:
         self.deadlines.append(np.inf if deadline_s is None or deadline_s > LATEST_S else deadline_s)
 
 
-def read_workload(path: Path, tokenizer: PromptTokens | None, lengths: dict[str, int]) -> Workload:
+def read_workload(
+    path: Path, tokenizer: PromptTokens | None, lengths: dict[str, int], shared_cache: bool = False
+) -> Workload:
     """Read a batch file or a workload file; its first line tells which one it is. Raises WorkloadError.
 
     Without a tokenizer, four bytes of text count as a token. `lengths`: true output tokens by id, if any are known.
+    `shared_cache`: whether tenants find each other's prefixes.
     """
     lines = lines_of(path)
     first = next(lines, None)
@@ -123,6 +126,8 @@ def read_workload(path: Path, tokenizer: PromptTokens | None, lengths: dict[str,
         raise WorkloadError(f"none of the {len(lengths)} ids of the lengths file is in {path}")
     tenant = np.array(columns.tenant, dtype=np.int64)
     caps, known = np.array(columns.caps, dtype=np.int64), np.array(columns.known, dtype=np.int64)
+    if len(columns.tenants) > 1 and not shared_cache:
+        prompts = prompts.kept_apart(list(columns.tenants), tenant)
     wishes = Wishes(np.array(columns.deadlines), tenant, np.ones(len(columns.tenants)))
     kinds = tenant * (LONGEST + 1) + caps
     outputs = Outputs(np.maximum(caps, known), known, kinds)

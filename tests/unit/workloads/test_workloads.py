@@ -127,6 +127,17 @@ def test_lengths_come_from_pairs_or_from_an_output_file(tmp_path: Path) -> None:
     assert (code, json.loads(out)["output_tokens"]) == (0, 17)
 
 
+def test_tenants_share_prefixes_only_where_the_cache_is_shared(tmp_path: Path) -> None:
+    lines = [
+        {"segments": [["system", 300], [n, 100]], "output_tokens": 50, "id": f"q{n}", "tenant": n % 2}
+        for n in range(10)
+    ]
+    path = write(tmp_path / "w.jsonl", lines)
+    apart, shared = (json.loads(plan(path, "--json", *more)[1]) for more in ((), ("--shared-cache",)))
+    assert apart["prompt_tokens"] == shared["prompt_tokens"] == 4000
+    assert (apart["prompt_sharing"], shared["prompt_sharing"]) == (0.6, 0.675)
+
+
 def test_tenants_and_deadlines_are_read(tmp_path: Path) -> None:
     lines = [{**PLAIN, "tenant": "b", "deadline_s": 5}, {**PLAIN, "tenant": 7}, PLAIN]
     found = read_workload(write(tmp_path / "w.jsonl", lines), None, {})
