@@ -140,7 +140,7 @@ async def batch_tab(
     text: Annotated[str, Query(max_length=256)] = "",
 ) -> Response:
     is_part = _is_part(request)
-    row = await _batch(context, viewer, batch_id, reads_texts=tab in ("requests", "schedule") and not is_part)
+    row = await _batch(context, viewer, batch_id, reads_texts=tab in ("requests", "errors", "schedule") and not is_part)
     each = await _shown(context, viewer, row)
     values: dict[str, Any] = {}
     if is_part and tab != "schedule":
@@ -155,7 +155,7 @@ async def batch_tab(
         slices = await slice_bars(context.database, batch_id)
         values = {"slices": slices, "holders": holders(slices), "scan": await scan_of(context, batch_id)}
         if not is_part:
-            values["boxes"] = await boxes_of(context, values["scan"], project_seen(viewer))
+            values["boxes"] = await boxes_of(context, values["scan"], row.project_id)
     return page(request, f"batch_{tab}.html", viewer, **_head(request, each, tab), **values)
 
 

@@ -128,8 +128,8 @@ class Boxes:
     shown: list[Box]
 
 
-async def boxes_of(context: Context, scan: Scan | None, project: str | None) -> Boxes | None:
-    """Return the boxes of the window's tree that the project may see; None stands for an operator, who sees all."""
+async def boxes_of(context: Context, scan: Scan | None, project: str) -> Boxes | None:
+    """Return the boxes of the window's tree that the project may see."""
     if scan is None:
         return None
     try:
@@ -141,7 +141,7 @@ async def boxes_of(context: Context, scan: Scan | None, project: str | None) -> 
         texts += [""] * (len(picture.boxes) - len(texts))
         named = [structs.replace(box, text=text) for box, text in zip(picture.boxes, texts, strict=True)]
         picture = structs.replace(picture, boxes=named)
-    boxes = picture.boxes if project is None else own(picture, project)
+    boxes = own(picture, project)
     return Boxes(picture.requests, max((box.end for box in boxes), default=1), boxes)
 
 

@@ -42,9 +42,7 @@ async def register_model(
         **({} if machine is None else {"machine": machine}),
         **({} if tool_parser is None else {"tool_parser": tool_parser}),
     }
-    told = (
-        ("source", "context_length") if endpoints is None else ("context_length", "endpoints", "machine", "tool_parser")
-    )
+    told = ("source", "context_length") if endpoints is None else ("context_length", "endpoints", "machine")
     begins = f"{settings.served_model}{ADAPTER}"
     async with database.write() as session:
         insert = postgresql.insert if session.get_bind().dialect.name == "postgresql" else sqlite.insert
@@ -53,6 +51,8 @@ async def register_model(
             if endpoints is not None and ModelName.of(name).adapter:
                 row["endpoints"] = [each for each in endpoints if BY_PATH[each].adapters]
             newer = {column: row[column] for column in told if row.get(column) is not None}
+            if endpoints is not None:
+                newer["tool_parser"] = tool_parser  # also None: nothing is known of it any more
             statement = insert(Model).values(row)
             await session.execute(statement.on_conflict_do_update(index_elements=["name"], set_=newer))
         if knows_adapters:

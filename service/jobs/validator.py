@@ -50,6 +50,8 @@ AT_WORK_S = 60.0  # after this long without a sign of life, a validating process
 DEATHS_TO_SUSPECT, MOST_DEATHS = 2, 8
 REQUESTS_PER_S = 2000.0  # work that each second of a turn adds, because lines may be long
 LARGE_LINE = 64 * 1024  # bytes; longer lines are checked in a thread
+# What another try would not change: the file meets an error of this program.
+OUR_FAULTS = (ArithmeticError, AssertionError, AttributeError, LookupError, RecursionError, TypeError, ValueError)
 GIVEN_UP = "The service died each time it read this file. Split the file to find the lines that it cannot read."
 MOST_ERROR_BYTES = 32 * 1024  # of the errors that a batch lists
 LEAST_LINE = 64  # bytes of the shortest line with a request, about
@@ -168,12 +170,15 @@ class Validator:
         died = (Batch.validating_until < now_s(), Batch.validation_deaths + 1)
         deaths = case(died, else_=Batch.validation_deaths)
         batch = await self._note(batch_id, validation_deaths=deaths, validating_until=now_s() + AT_WORK_S)
-        began = time.monotonic()
+        began, until = time.monotonic(), None
         try:
             requests = await self.validate(batch)
+        except OUR_FAULTS:
+            until = 0.0  # in the past, so that it counts as a death
+            raise
         finally:
             with suppress(SQLAlchemyError, OSError):
-                await self._note(batch_id, validating_until=None)
+                await self._note(batch_id, validating_until=until)
         return requests + REQUESTS_PER_S * (time.monotonic() - began)
 
     async def _note(self, batch_id: str, **values: Any) -> Batch:

@@ -84,8 +84,9 @@ def without_effect(
         yield "top_logprobs", "it needs logprobs: true"
     if endpoint == "/v1/responses" and (body.get("top_logprobs") or "message.output_text.logprobs" in _included(body)):
         yield "top_logprobs", "this endpoint returns no log probabilities; /v1/chat/completions does"
-    if body.get("tools") and body.get("tool_choice") != "none" and not finds_calls:
-        yield "tools", "no worker of the model finds tool calls in answers: they are text (BATCHWEAVE_TOOL_PARSER)"
+    calls = endpoint in ("/v1/chat/completions", "/v1/responses")
+    if calls and body.get("tools") and body.get("tool_choice") != "none" and not finds_calls:
+        yield "tools", "the model's worker that started last finds no tool calls in answers (BATCHWEAVE_TOOL_PARSER)"
 
 
 def _included(body: dict[str, Any]) -> list[Any]:
@@ -101,10 +102,10 @@ def _grammars(body: dict[str, Any]) -> Iterator[tuple[str, Any]]:
     text = body.get("text")
     if isinstance(text, dict) and isinstance(given := text.get("format"), dict):
         yield "text.format", given.get("schema")
-    tools = body.get("tools")
+    tools, is_forced = body.get("tools"), body.get("tool_choice") not in (None, "none", "auto")
     for tool in tools if isinstance(tools, list) else ():
         function = tool.get("function", tool) if isinstance(tool, dict) else None
-        if isinstance(function, dict) and function.get("strict"):  # SGLang binds no other call's arguments
+        if isinstance(function, dict) and (function.get("strict") or is_forced):
             yield "tools", function.get("parameters")
 
 
@@ -152,7 +153,7 @@ class Unknown:
                 **({"why": self._why[name]} if name in self._why else {}),
             }
             for name, lines in self._lines.most_common()
-            if name != "tools" or not self.finds_calls
+            if not (name == "tools" and "tools" in self._noticed and self.finds_calls)
         ]
         return sorted(found, key=lambda each: each["similar"] is None and "why" not in each)[:MOST_TOLD]
 

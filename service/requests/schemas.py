@@ -8,8 +8,8 @@ from enum import Enum
 from typing import Any
 
 IGNORED = "the grammar does not enforce it"
-ROUGH = "the grammar enforces it only roughly, so that some numbers outside are accepted"
-EXACT = 100  # a grammar is exact if both bounds of a whole number lie within this of 0
+ROUGH = "the grammar enforces it only roughly, and may accept some numbers outside"
+EXACT = 100  # whole numbers with bounds up to this are exact
 
 _MAPS = frozenset({"properties", "patternProperties", "$defs", "definitions", "dependentSchemas"})
 _DATA = frozenset({"examples", "default", "const", "enum"})
@@ -27,7 +27,8 @@ _FORMATS = (
     *("date", "date-time", "duration", "email", "hostname", "ipv4", "ipv6", "json-pointer", "relative-json-pointer"),
     *("time", "uri", "uri-reference", "uri-template", "uuid"),
 )
-_INSTEAD = ("$ref", "allOf", "anyOf", "oneOf")  # beside which only `type` is heard, if anything
+# Of these in one schema the first alone is heard, and nothing beside it.
+_INSTEAD = ("$ref", "const", "enum", "anyOf", "oneOf", "allOf")
 
 
 class Role(Enum):
@@ -61,31 +62,31 @@ def unenforced(schema: Any) -> dict[str, str]:
 
 def _of_one(schema: dict[str, Any]) -> Iterator[tuple[str, str]]:
     """Yield the keywords of one object of a schema, without those inside it."""
-    has = {name for name, value in schema.items() if value not in (None, False, [], {})}
+    has = {name for name, value in schema.items() if value not in (None, False, [], {}) or name == "const"}
     yield from ((name, IGNORED) for name in _NEVER if name in has)
-    if "enum" in has or "const" in schema:  # the values say it
-        return
-    among = schema.get("allOf")
-    if isinstance(among, list) and len(among) > 1:
-        yield "allOf", IGNORED
-    if not has.isdisjoint(_INSTEAD):
-        yield from ((name, IGNORED) for name in (*_UNTYPED, *_SHAPES) if name in has)
+    heard = [name for name in _INSTEAD if name in has]
+    if heard:
+        among = schema[heard[0]]
+        if heard[0] == "allOf" and isinstance(among, list) and len(among) > 1:
+            yield "allOf", IGNORED
+        hidden = (*heard[1:], *_UNTYPED, *_SHAPES, *(("type",) if heard[0] == "$ref" else ()))
+        yield from ((name, IGNORED) for name in hidden if name in has)
         return
     if schema.get("type") is None and has.isdisjoint(_SHAPES - {"patternProperties"}):
         yield from ((name, IGNORED) for name in _UNTYPED if name in has)
         return
     needed, names = schema.get("required"), schema.get("properties")
-    if isinstance(needed, list) and any(each not in (names or ()) for each in needed):
+    known = names if isinstance(names, dict) else {}
+    if isinstance(needed, list) and any(not isinstance(each, str) or each not in known for each in needed):
         yield "required", IGNORED
     yield from _of_texts(schema, has)
-    bounds = [schema[name] for name in _NUMBERS if name in schema]
-    if bounds and not (_is_whole(schema.get("type")) and len(bounds) == 2 and all(map(_is_small, bounds))):
+    if not _is_exact(schema):
         yield from ((name, ROUGH) for name in _NUMBERS if name in schema)
 
 
 def _of_texts(schema: dict[str, Any], has: set[str]) -> Iterator[tuple[str, str]]:
     """Yield the keywords of texts that another one hides: a format hides a pattern, and both hide lengths."""
-    is_known = schema.get("format") in _FORMATS
+    is_known = isinstance(schema.get("format"), str) and schema["format"] in _FORMATS
     if "format" in has and not is_known:
         yield "format", IGNORED
     if is_known and "pattern" in has:
@@ -94,9 +95,21 @@ def _of_texts(schema: dict[str, Any], has: set[str]) -> Iterator[tuple[str, str]
         yield from ((name, IGNORED) for name in _LENGTHS if name in has)
 
 
+def _is_exact(schema: dict[str, Any]) -> bool:
+    """Return whether the bounds of a number hold, or it has none."""
+    bounds = {name: schema[name] for name in _NUMBERS if name in schema}
+    if not bounds:
+        return True
+    if not _is_whole(schema.get("type")) or not all(isinstance(each, int) for each in bounds.values()):
+        return False
+    lower = [value + (name[0] == "e") for name, value in bounds.items() if name in ("minimum", "exclusiveMinimum")]
+    upper = [value - (name[0] == "e") for name, value in bounds.items() if name in ("maximum", "exclusiveMaximum")]
+    if len(lower) == len(upper) == 1:
+        return max(abs(lower[0]), abs(upper[0])) <= EXACT
+    return (not upper and len(lower) == 1 and not 2 <= lower[0] <= 9) or (
+        not lower and len(upper) == 1 and 0 <= upper[0] <= EXACT
+    )
+
+
 def _is_whole(kind: Any) -> bool:
     return kind == "integer" or (isinstance(kind, list) and "integer" in kind and "number" not in kind)
-
-
-def _is_small(bound: Any) -> bool:
-    return isinstance(bound, int | float) and abs(bound) <= EXACT

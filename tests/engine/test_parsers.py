@@ -38,14 +38,18 @@ BODY: dict[str, Any] = {
 }
 
 
+def with_template(demo: Path, folder: Path, template: str) -> Path:
+    """A copy of the demo's model with another chat template."""
+    shutil.copytree(demo, folder)
+    about = json.loads((folder / "tokenizer_config.json").read_text())
+    (folder / "tokenizer_config.json").write_text(json.dumps({**about, "chat_template": template}))
+    return folder
+
+
 @pytest.fixture(scope="module")
 def qwen(demo: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The demo's model with a chat template such as Qwen's."""
-    folder = tmp_path_factory.mktemp("qwen") / "model"
-    shutil.copytree(demo, folder)
-    about = json.loads((folder / "tokenizer_config.json").read_text())
-    (folder / "tokenizer_config.json").write_text(json.dumps({**about, "chat_template": QWEN}))
-    return folder
+    return with_template(demo, tmp_path_factory.mktemp("qwen") / "model", QWEN)
 
 
 @pytest.fixture(scope="module")
@@ -62,6 +66,13 @@ def test_parsers_are_those_of_the_chat_template(qwen: Path, demo: Path) -> None:
     assert parsers.chosen(str(demo), {"tool_call_parser": "llama3"}) == ("llama3", None)
     with pytest.raises(EngineStartError, match="has no tool_call_parser 'qwn'"):
         parsers.check({"tool_call_parser": "qwn"})
+
+
+def test_thoughts_are_not_looked_for_where_nothing_says_when_the_model_thinks(demo: Path, tmp_path: Path) -> None:
+    """SGLang takes `deepseek-r1` for such a template, by which each answer is a thought until it ends."""
+    model = with_template(demo, tmp_path / "model", f"{{# it may write <think></think> #}}{CHAT_TEMPLATE}")
+    assert parsers.chosen(str(model), AUTO) == (None, None)
+    assert parsers.chosen(str(model), {"reasoning_parser": "deepseek-r1"}) == (None, "deepseek-r1")
 
 
 @pytest.mark.parametrize("choice", [BODY["tool_choice"], "required"])

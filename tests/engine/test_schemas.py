@@ -3,6 +3,7 @@
 import json
 from typing import Any
 
+import jsonschema
 import pytest
 import xgrammar
 
@@ -100,6 +101,14 @@ def test_what_is_not_told_is_enforced(compiler: xgrammar.GrammarCompiler, schema
         ("minLength", {"allOf": [TEXT], "minLength": 3}, "abc", "a"),
         ("minLength", {"$defs": {"x": TEXT}, "$ref": "#/$defs/x", "minLength": 3}, "abc", "a"),
         ("minimum", {**INTEGER, "minimum": 3}, 10, 1),
+        ("minimum", {**INTEGER, "minimum": 3, "exclusiveMinimum": 1}, 10, 2),
+        ("enum", {"$defs": {"x": TEXT}, "$ref": "#/$defs/x", "enum": ["a"]}, "a", "b"),
+        ("const", {"$defs": {"x": TEXT}, "$ref": "#/$defs/x", "const": "a"}, "a", "b"),
+        ("type", {"$defs": {"x": {"type": ["string", "integer"]}}, "$ref": "#/$defs/x", "type": "string"}, "a", 5),
+        ("minimum", {"enum": [1, 5], "minimum": 3}, 5, 1),
+        ("anyOf", {"enum": ["a", "b"], "anyOf": [{"const": "a"}]}, "a", "b"),
+        ("oneOf", {"anyOf": [{"const": "a"}, {"const": "b"}], "oneOf": [{"const": "a"}]}, "a", "b"),
+        ("allOf", {"oneOf": [{"const": "a"}, {"const": "b"}], "allOf": [{"const": "a"}]}, "a", "b"),
         ("minimum", {"type": "number", "minimum": 0, "maximum": 1}, 0.5, 1.5),
         ("minimum", {**INTEGER, "minimum": 142, "maximum": 153}, 142, 154),
         ("not", {"type": "array", "items": {"not": TEXT}}, [5], ["a"]),
@@ -114,15 +123,34 @@ def test_what_is_told_may_be_broken(
     assert accepts(compiler, schema, bad)
 
 
-def test_small_bounds_of_whole_numbers_are_exact(compiler: xgrammar.GrammarCompiler) -> None:
+BOUNDS = [*range(-40, 41), 99, 100, 101, 123, 255, 1000, 1015]
+
+
+@pytest.mark.parametrize("names", [("minimum",), ("exclusiveMinimum",), ("maximum",), ("exclusiveMaximum",)])
+def test_one_bound_is_exact_unless_it_is_told(compiler: xgrammar.GrammarCompiler, names: tuple[str, ...]) -> None:
+    told = set[int]()
+    for bound in BOUNDS:
+        schema = {**INTEGER, **dict.fromkeys(names, bound)}
+        if unenforced(schema):
+            told.add(bound)
+        else:
+            assert not outside(compiler, schema, {*range(-50, 50), *range(bound - 20, bound + 20), bound * 10})
+    assert not told & {10, 20}
+
+
+def test_two_small_bounds_are_exact(compiler: xgrammar.GrammarCompiler) -> None:
     for least in range(-EXACT, EXACT, 37):
         for most in range(least, EXACT + 1, 29):
             schema = {**INTEGER, "minimum": least, "maximum": most}
             assert unenforced(schema) == {}
             near = {*range(least - 3, least + 4), *range(most - 3, most + 4), least * 10, most * 10}
-            assert {each for each in near if accepts(compiler, schema, each)} == {
-                each for each in near if least <= each <= most
-            }
+            assert not outside(compiler, schema, near)
+
+
+def outside(compiler: xgrammar.GrammarCompiler, schema: dict[str, Any], numbers: set[int]) -> set[int]:
+    """Return those of the numbers that the grammar accepts, and the schema does not."""
+    judge = jsonschema.Draft202012Validator(schema)
+    return {each for each in numbers if accepts(compiler, schema, each) and not judge.is_valid(each)}
 
 
 def test_what_is_rough_is_told_as_rough() -> None:

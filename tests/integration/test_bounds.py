@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import AsyncIterator
+from contextlib import suppress
 from typing import Any
 
 import httpx
@@ -23,6 +24,7 @@ from service.db.tenant_tables import Project
 from service.jobs.validator import GIVEN_UP, MOST_DEATHS, MOST_ERROR_BYTES
 from service.objects.storage import ANSWERS_RESERVE, Room, Storage
 from service.requests.lines import LineChecker
+from service.requests.parameters import Unknown
 from service.settings import Settings
 from tests.conftest import Clock
 from tests.integration.harness import Harness, jsonl, line, set_status
@@ -147,6 +149,22 @@ async def test_a_file_that_no_process_survives_is_given_up(harness: Harness) -> 
     batch = await harness.batch(batch_id)
     assert batch.errors is not None
     assert (batch.status, batch.errors[0]["message"]) == (BatchStatus.FAILED, GIVEN_UP)
+
+
+async def test_a_file_that_meets_an_error_of_ours_is_given_up(
+    harness: Harness, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A hint for the user once failed on a schema, and its batch was tried every few seconds until it expired."""
+    batch_id = await harness.submit(jsonl([line(1)]))
+    validator = harness.validator
+    with monkeypatch.context() as patch:
+        patch.setattr(Unknown, "count", lambda *_: {}[0])
+        for _ in range(MOST_DEATHS + 2):
+            with suppress(KeyError):
+                await validator.run_once()
+            harness.clock.now += 3600
+    batch = await harness.batch(batch_id)
+    assert (batch.status, (batch.errors or [{}])[0].get("message")) == (BatchStatus.FAILED, GIVEN_UP)
 
 
 async def test_many_who_validate_one_batch_are_no_deaths(harness: Harness) -> None:

@@ -121,7 +121,7 @@ class EngineHost:
             **overlap.ARGUMENTS[chosen],
             **engine_args,
         }
-        parsers.check(arguments)
+        arguments["tool_call_parser"], arguments["reasoning_parser"] = parsers.chosen(model_path, arguments)
         try:
             self._engine = Engine(**arguments) if on_gpu else ForkingEngine(**arguments)
         except (ValueError, RuntimeError) as error:  # what SGLang says of a model or an argument

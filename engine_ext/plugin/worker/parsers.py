@@ -5,7 +5,8 @@ from typing import Any
 
 from sglang.srt.function_call.function_call_parser import FunctionCallParser
 from sglang.srt.parser.reasoning_parser import ReasoningParser
-from sglang.srt.parser.template_detection import resolve_auto_parsers
+from sglang.srt.parser.template_detection import detect_reasoning_pattern, resolve_auto_parsers
+from sglang.srt.utils.hf_transformers_utils import get_tokenizer
 
 from engine_ext.errors import EngineStartError
 
@@ -21,13 +22,26 @@ def check(arguments: dict[str, Any]) -> None:
 
 
 def chosen(model: str, arguments: dict[str, Any]) -> tuple[str | None, str | None]:
-    """Return the tool-call parser and the reasoning parser that SGLang takes for a model; None for none.
+    """Return the tool-call parser and the reasoning parser for a model, as SGLang takes them; None for none.
 
-    Raises EngineStartError.
+    Of a template that has the marks of thoughts, but does not say when the model thinks, SGLang assumes that it always
+    does. Its answers without thoughts would be empty, and no format would hold: none is taken then. Raises
+    EngineStartError.
     """
     check(arguments)
     given = {"chat_template": None, "trust_remote_code": False, **dict.fromkeys(KNOWN), **arguments}
-    told: Any = SimpleNamespace(**given, model_path=model)
+    told: Any = SimpleNamespace(**{**given, "model_path": model})
     told.override = lambda source, **found: vars(told).update(found)
     resolve_auto_parsers(told)
-    return told.tool_call_parser, told.reasoning_parser
+    thoughts = told.reasoning_parser
+    if thoughts is not None and given["reasoning_parser"] == AUTO and not _says_when_it_thinks(told):
+        thoughts = None
+    return told.tool_call_parser, thoughts
+
+
+def _says_when_it_thinks(told: Any) -> bool:
+    template = getattr(get_tokenizer(told.model_path, trust_remote_code=told.trust_remote_code), "chat_template", None)
+    if not isinstance(template, str):
+        return True  # SGLang knows it by its architecture
+    always, switch = detect_reasoning_pattern(template)
+    return always or switch is not None

@@ -1,6 +1,10 @@
 """Parameters that no engine knows are counted by name, within bounds."""
 
+from typing import Any
+
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from service.endpoints import BY_PATH
 from service.requests.body_limits import REFUSED
@@ -107,6 +111,26 @@ def test_what_no_grammar_enforces_is_told_once() -> None:
         unknown.count({})
         told = [(each["name"], each["lines"], each["why"]) for each in unknown.shapes()]
         assert told == [(f"{name}.multipleOf", 3, IGNORED) for name in names]
+
+
+ODD = [None, True, 0, -1.5, "", "a", [], ["a"], [1], [[]], [{}], {}, {"a": 1}, {"a": {}}]
+NAMES = ["$ref", "allOf", "const", "enum", "format", "items", "minimum", "pattern", "properties", "required", "type"]
+
+
+@given(st.recursive(st.sampled_from(ODD), lambda inside: st.dictionaries(st.sampled_from(NAMES), inside), max_leaves=8))
+def test_no_schema_is_too_odd(schema: Any) -> None:
+    tool = {"type": "function", "function": {"strict": True, "parameters": schema}}
+    for body in (
+        {"response_format": schema},
+        {"response_format": {"json_schema": {"schema": schema}}, "text": {"format": schema}},
+        {"tools": [schema, tool], "tool_choice": schema, "text": schema},
+        {"tools": schema},
+    ):
+        for endpoint in KNOWN:
+            unknown = Unknown(endpoint)
+            unknown.finds_calls = False
+            unknown.count(body)
+            unknown.shapes()
 
 
 def test_tools_are_told_if_nothing_finds_their_calls() -> None:
