@@ -7,18 +7,73 @@ rounding, so an answer at temperature 0 does not depend on the order of executio
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from sglang.srt.plugins.hook_registry import HookType
+from torch.nn.functional import scaled_dot_product_attention
 
 _BACKEND = "sglang.srt.layers.attention.torch_native_backend.TorchNativeAttnBackend"
+ROWS = 512  # queries at one time, whose mask has 8 bytes for each key
 
 
-def in_float64(original: Callable[..., Any], backend: Any, query: Any, *args: Any, **kwargs: Any) -> Any:
+def decode(original: Callable[..., Any], backend: Any, query: Any, *args: Any, **kwargs: Any) -> Any:
     """Run the attention with the query in float64."""
     # SGLang casts keys and values to the query's dtype, and the result to the output's.
     return original(backend, query.double(), *args, **kwargs)
 
 
+def extend(
+    original: Callable[..., Any],
+    backend: Any,
+    query: Any,
+    output: Any,
+    k_cache: Any,
+    v_cache: Any,
+    req_to_token: Any,
+    req_pool_indices: Any,
+    seq_lens: Any,
+    extend_prefix_lens: Any,
+    extend_seq_lens: Any,
+    encoder_lens: Any = None,
+    scaling: float | None = None,
+    enable_gqa: bool = False,
+    causal: bool = False,
+    is_cross_attn: bool = False,
+    sliding_window_size: int | None = None,
+) -> Any:
+    """Run the attention of new tokens alone.
+
+    SGLang computes that of each cached token too, and drops it: a step whose requests share a long prompt took as long
+    as if nothing were cached. Shapes are SGLang's: `query` and `output` [tokens, heads, size], the caches [slots,
+    heads, size].
+    """
+    if encoder_lens is not None or not causal or sliding_window_size not in (None, -1):
+        lengths = (seq_lens, extend_prefix_lens, extend_seq_lens, encoder_lens, scaling, enable_gqa, causal)
+        places = (k_cache, v_cache, req_to_token, req_pool_indices)
+        return original(backend, query.double(), output, *places, *lengths, is_cross_attn, sliding_window_size)
+    lengths = zip(req_pool_indices.tolist(), extend_prefix_lens.tolist(), extend_seq_lens.tolist(), strict=True)
+    begin = 0
+    for pool, prefix, new in lengths:
+        slots = req_to_token[pool, : prefix + new]
+        keys, values = (cache[slots].double().movedim(0, 1).unsqueeze(0) for cache in (k_cache, v_cache))
+        at_once = ROWS if prefix else new
+        for first in range(0, new, at_once):
+            rows = query[begin + first : begin + min(first + at_once, new)]
+            seen = prefix + first + len(rows)
+            found = scaled_dot_product_attention(
+                rows.double().movedim(0, 1).unsqueeze(0),
+                keys[:, :, :seen],
+                values[:, :, :seen],
+                attn_mask=torch.ones(len(rows), seen, dtype=torch.bool).tril(seen - len(rows)) if prefix else None,
+                is_causal=not prefix,
+                enable_gqa=enable_gqa,
+                scale=scaling,
+            )
+            output[begin + first : begin + first + len(rows)] = found.squeeze(0).movedim(1, 0)
+        begin += new
+    return output
+
+
 HOOKS = [
-    (f"{_BACKEND}._run_sdpa_forward_extend", in_float64, HookType.AROUND),
-    (f"{_BACKEND}._run_sdpa_forward_decode", in_float64, HookType.AROUND),
+    (f"{_BACKEND}._run_sdpa_forward_extend", extend, HookType.AROUND),
+    (f"{_BACKEND}._run_sdpa_forward_decode", decode, HookType.AROUND),
 ]
