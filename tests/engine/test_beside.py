@@ -28,7 +28,7 @@ NOTHING = Load(0, 0.0, 0, 0, 0)
 class Req:
     def __init__(self, slo: str = DEFAULT) -> None:
         self.origin_input_ids, self.output_ids, self.finished_reason = [1] * 500, list[int](), None
-        self.sampling_params = SimpleNamespace(custom_params=online_marks(slo) or None)
+        self.sampling_params = SimpleNamespace(custom_params=online_marks(slo) or None, max_new_tokens=10)
 
 
 def test_an_engine_with_profiled_limits_expects_online_requests_for_an_hour() -> None:

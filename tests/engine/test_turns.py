@@ -59,6 +59,12 @@ def test_projects_take_turns_by_weight_in_their_class() -> None:
     assert names(queue)[-1] == "d0"
 
 
+def test_a_long_request_has_the_turn_of_many_short_ones() -> None:
+    turns, queue = Turns(), list[Any]()
+    came(turns, queue, *(Req("a", n, tokens=8000) for n in range(2)), *(Req("b", n, tokens=1000) for n in range(9)))
+    assert names(queue) == [*(f"b{n}" for n in range(7)), "a0", "b7", "b8", "a1"]
+
+
 def test_who_was_idle_has_saved_up_no_turns_and_who_is_retracted_keeps_its_own() -> None:
     turns, queue = Turns(), list[Any]()
     scheduler = SimpleNamespace(waiting_queue=queue)
