@@ -108,7 +108,7 @@ async def test_tools_are_told_where_no_worker_finds_calls(harness: Harness, url:
     tools = [{"type": "function", "function": {"name": "get_weather"}}]
     path = write(tmp_path, [line(n, body={**line(n)["body"], "tools": tools}) for n in range(3)])
     code, _, said = await run_beside_the_jobs(harness, ScriptedEngine(), url, "submit", path, "--wait")
-    assert (code, said.count("warning: 'tools' of 3 lines does not do what it says: no worker of the model")) == (0, 1)
+    assert (code, said.count("warning: 'tools' of 3 lines does not do what it says: the model's worker")) == (0, 1)
 
 
 async def test_files_of_an_earlier_run_are_named(harness: Harness, url: str, tmp_path: Path) -> None:
