@@ -1,8 +1,8 @@
 """Lets online requests of a class take turns by project, and leaves a part of the engine to others.
 
 Who sends many requests, long ones, or one with many choices, waits for its own: by fair queueing, each request of a
-project has its turn after the one before by its tokens, divided by the project's weight, and none before those that
-have been.
+project has its turn after the one before by its prompt tokens, divided by the project's weight, and none before those
+that have been.
 All ranks see the same requests in the same order, and no clock decides.
 """
 
@@ -45,8 +45,9 @@ class Turns:
             if self._lately[next(iter(self._lately))] <= self._came - LATELY:
                 self._lately.popitem(last=False)
             of, key = rank(req), (rank(req), project)
-            tokens = len(req.origin_input_ids) + reservation(req)
-            req.batchweave_turn = max(self._now[of], self._last.get(key, 0.0)) + tokens / weight_of(req)
+            # By prompt tokens, because those hold a step while others wait; what is decoded, all decode together.
+            cost = len(req.origin_input_ids) / weight_of(req)
+            req.batchweave_turn = max(self._now[of], self._last.get(key, 0.0)) + cost
             if len(self._last) >= KNOWN:
                 self._last = {each: turn for each, turn in self._last.items() if turn > self._now[each[0]]}
             self._last[key] = req.batchweave_turn
