@@ -185,6 +185,7 @@ def test_answers_are_those_of_whole_steps(run: Any, model: Path) -> None:
 
         assert halves["answers"] == whole["answers"]
         assert halves["overlap"] == "nano"
+        assert halves["state"]["nano_refused"] is None
         assert whole["state"]["nano_steps"] == split
         assert halves["state"]["nano_steps"] > split
         split = halves["state"]["nano_steps"]

@@ -205,9 +205,11 @@ def _halves(batch: Any) -> list[Any] | None:
 
 
 def report() -> dict[str, Any]:
-    """Return how many steps ran as two halves, if that is what the engine was asked for."""
+    """Return how many steps ran as two halves, if that is what the engine was asked for, and why others could not."""
     options = handed_over()
-    return {"nano_steps": books.split, "nano_turns": books.turns} if options and options.overlap is Overlap.NANO else {}
+    if options is None or options.overlap is not Overlap.NANO:
+        return {}
+    return {"nano_steps": books.split, "nano_turns": books.turns, "nano_refused": books.refused}
 
 
 HOOKS = [
