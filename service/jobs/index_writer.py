@@ -13,7 +13,7 @@ import numpy as np
 
 from service.objects.request_index import KEYS, RECORD
 from service.objects.request_output import EXACT, MOST_TOKENS, AskedOutput, asked_output
-from service.objects.storage import Writer
+from service.objects.storage import Storage, Writer
 from service.requests.likeness import keys_of
 from service.requests.lines import MAX_ERRORS, LineChecker, LineError
 from service.requests.tokens import Prompt, PromptTokens
@@ -37,6 +37,20 @@ class _Ahead(NamedTuple):
     places: list[Place]
     bodies: list[dict[str, Any]]
     prompts: asyncio.Future[list[Prompt]]
+
+
+@dataclass(slots=True)
+class Bounded:
+    """A writer that counts its bytes and never uses the disk space that object storage keeps in reserve."""
+
+    storage: Storage
+    writer: Writer
+    size_bytes: int = 0
+
+    async def write(self, data: bytes) -> None:
+        self.storage.check_room(len(data))
+        self.size_bytes += len(data)
+        await self.writer.write(data)
 
 
 @dataclass(slots=True)

@@ -3,9 +3,8 @@
 import asyncio
 import json
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from typing import Any
 
 import structlog
@@ -20,9 +19,10 @@ from service.db.moves import move_batch
 from service.db.sessions import Database
 from service.db.tables import Batch, BatchStatus, File, Model, OnLongLine, fixed
 from service.endpoints import ModelName
+from service.jobs.breath import Breath
 from service.jobs.desk import Desk
 from service.jobs.fair_turns import FairDesk
-from service.jobs.index_writer import IndexWriter, Place
+from service.jobs.index_writer import Bounded, IndexWriter, Place
 from service.jobs.input_names import retried
 from service.metrics import tracing
 from service.metrics.counters import BATCHES_ENDED, VALIDATED
@@ -45,7 +45,6 @@ from service.requests.tokens import PromptTokens, prompt_tokens
 from service.settings import Settings
 from service.tenants.quotas import enqueued_tokens, hold, room_for_bytes
 
-LOOK_S = 2.0  # between two checks whether a batch is still wanted
 AT_WORK_S = 60.0  # after this long without a sign of life, a validating process counts as dead
 DEATHS_TO_SUSPECT, MOST_DEATHS = 2, 8
 REQUESTS_PER_S = 2000.0  # work that each second of a turn adds, because lines may be long
@@ -56,7 +55,6 @@ GIVEN_UP = "The service died each time it read this file. Split the file to find
 MOST_ERROR_BYTES = 32 * 1024  # of the errors that a batch lists
 LEAST_LINE = 64  # bytes of the shortest line with a request, about
 TEMPLATE_TOKENS = 256  # of a chat's template, beside one token for each byte of the text
-BREATH_S = 0.02  # how long one file is read before other tasks get their turn
 log = structlog.get_logger()
 
 _WAITS = Batch.status == fixed(BatchStatus.VALIDATING)
@@ -88,37 +86,6 @@ async def _checked(checker: LineChecker, unknown: Unknown, number: int, raw: byt
         return request
 
     return await asyncio.to_thread(check) if len(raw) > LARGE_LINE else check()
-
-
-class Breath:
-    """Lets other tasks run while a long file is read. Every few seconds it calls `look`, which raises to stop."""
-
-    def __init__(self, look: Callable[[], Awaitable[None]]) -> None:
-        self._look = look
-        self._pause_at = time.monotonic() + BREATH_S
-        self._look_at = self._pause_at + LOOK_S
-
-    async def draw(self) -> None:
-        if time.monotonic() > self._pause_at:
-            await asyncio.sleep(0)
-            self._pause_at = time.monotonic() + BREATH_S
-            if self._pause_at > self._look_at:
-                self._look_at = self._pause_at + LOOK_S
-                await self._look()
-
-
-@dataclass(slots=True)
-class Bounded:
-    """A writer that counts its bytes and never uses the disk space that object storage keeps in reserve."""
-
-    storage: Storage
-    writer: Writer
-    size_bytes: int = 0
-
-    async def write(self, data: bytes) -> None:
-        self.storage.check_room(len(data))
-        self.size_bytes += len(data)
-        await self.writer.write(data)
 
 
 class Validator:

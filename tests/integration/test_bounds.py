@@ -187,8 +187,8 @@ async def test_what_processes_died_of_is_read_alone(harness: Harness) -> None:
 async def test_a_file_is_read_no_further_once_its_batch_is_cancelled(
     harness: Harness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("service.jobs.validator.BREATH_S", 0.0)
-    monkeypatch.setattr("service.jobs.validator.LOOK_S", 0.0)
+    monkeypatch.setattr("service.jobs.breath.BREATH_S", 0.0)
+    monkeypatch.setattr("service.jobs.breath.LOOK_S", 0.0)
     batch_id = await harness.submit(jsonl(line(n) for n in range(2000)))
     checks, real = 0, LineChecker.check
 
