@@ -80,8 +80,8 @@ class Settings(BaseSettings):
     reasoning_parser: str = Field(
         "auto",
         min_length=1,
-        description="what finds a model's thoughts in answers: one of SGLang's reasoning parsers, 'auto' (by the "
-        "model's chat template) or 'none' (thoughts stay in the text)",
+        description="what finds the reasoning in answers: one of SGLang's reasoning parsers, 'auto' (by the model's "
+        "chat template) or 'none' (reasoning stays in the text)",
     )
     gpu: str = Field("h200", description="GPU that plans assume: a preset or a calibration's .json file")
     scheduling: Literal["dual-scan", "sglang"] = Field(
@@ -337,13 +337,13 @@ def check_names() -> None:
             raise SettingsError(f"{name} is not a setting" + (f": did you mean {nearest[0]}?" if nearest else "."))
 
 
-# SGLang's caches and their stores that know pages by their tokens alone.
 # Arguments of SGLang's that have settings.
 OWN_ARGUMENTS = {
     "lora_paths": "BATCHWEAVE_ADAPTERS",
     "reasoning_parser": "BATCHWEAVE_REASONING_PARSER",
     "tool_call_parser": "BATCHWEAVE_TOOL_PARSER",
 }
+# SGLang's caches and their stores that know pages by their tokens alone.
 CACHES = ("hicache_storage_backend", "enable_lmcache", "enable_flexkv", "radix_cache_backend")
 
 

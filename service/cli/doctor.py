@@ -206,16 +206,16 @@ async def _adapters(settings: Settings) -> Finding:
 
 
 async def _parsers(settings: Settings) -> Finding:
-    """Find what will find tool calls and thoughts in the model's answers."""
+    """Find what will find tool calls and reasoning in the model's answers."""
     if settings.engine == "scripted" or importlib.util.find_spec("sglang") is None:
         return Finding("parsers", "ok", "only a worker with SGLang needs them")
     from service.worker.engine import parsers_of
 
-    tools, thoughts = await asyncio.to_thread(parsers_of, settings)
-    what = f"tool calls: {tools or 'none, they stay text'}; thoughts: {thoughts or 'none, they stay in the text'}"
+    tools, reasoning = await asyncio.to_thread(parsers_of, settings)
+    what = f"tool calls: {tools or 'none, they stay text'}; reasoning: {reasoning or 'none, it stays in the text'}"
     asked = "auto" in (settings.tool_parser, settings.reasoning_parser) and settings.model != DEMO_MODEL
-    todo = "The chat template names none. If the model makes them, set BATCHWEAVE_TOOL_PARSER (…_REASONING_PARSER)."
-    return Finding("parsers", "ok", what, todo if asked and not (tools and thoughts) else "")
+    todo = "The chat template names none. If the model has them, set BATCHWEAVE_TOOL_PARSER (…_REASONING_PARSER)."
+    return Finding("parsers", "ok", what, todo if asked and not (tools and reasoning) else "")
 
 
 async def _gpu(settings: Settings) -> Finding:

@@ -63,7 +63,7 @@ async def sign_in_form(
 async def sign_out_form(request: Request, context: InContext, viewer: Changes) -> Response:
     if viewer.token is not None:
         async with context.database.write() as session:
-            await sign_out(session, viewer, context.clock())
+            await sign_out(session, viewer.caller, viewer.token, context.clock())
     return _to("/dashboard/sign-in")
 
 

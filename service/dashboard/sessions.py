@@ -124,9 +124,9 @@ async def sign_in(session: AsyncSession, key: str, now: int) -> str | None:
     return token
 
 
-async def sign_out(session: AsyncSession, viewer: Viewer, now: float) -> None:
-    audit.note(session, viewer.caller, "session.sign_out", viewer.caller.actor, now)
-    await session.execute(delete(DashboardSession).where(DashboardSession.digest == _digest(viewer.token or "")))
+async def sign_out(session: AsyncSession, caller: Caller, token: str, now: float) -> None:
+    await session.execute(delete(DashboardSession).where(DashboardSession.digest == _digest(token)))
+    audit.note(session, caller, "session.sign_out", caller.actor, now)
 
 
 def set_cookie(request: Request, response: Response, token: str) -> None:

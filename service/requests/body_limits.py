@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from service.requests.patterns import risk
-from service.requests.schemas import Role
+from service.requests.schema_roles import Role
 
 MOST_CHOICES = 128
 MOST_PROMPTS = 1000

@@ -6,7 +6,7 @@ from difflib import get_close_matches
 from typing import Any
 
 from service.requests.body_limits import REFUSED
-from service.requests.schemas import unenforced
+from service.requests.unenforced import unenforced
 
 MOST_NAMES, MOST_CHARACTERS = 64, 64  # of what is remembered of a file
 MOST_TOLD = 16

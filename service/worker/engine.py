@@ -1,5 +1,6 @@
 """Creates the engine of a worker as its settings say."""
 
+import logging
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -70,9 +71,10 @@ def _parsers(settings: Settings) -> dict[str, Any]:
 
 
 def parsers_of(settings: Settings) -> tuple[str | None, str | None]:
-    """Return what finds tool calls and thoughts in the model's answers; None for nothing. Raises EngineStartError."""
+    """Return what finds tool calls and reasoning in the model's answers; None for nothing. Raises EngineStartError."""
     from engine_ext.plugin.worker import parsers
 
+    logging.getLogger("sglang.srt.parser.template_detection").setLevel(logging.ERROR)  # the caller says what was found
     return parsers.chosen(settings.model_source, {**settings.engine_args, **_parsers(settings)})
 
 

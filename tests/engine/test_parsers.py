@@ -1,4 +1,4 @@
-"""What finds tool calls and thoughts in answers: SGLang's parsers, taken by the model's chat template."""
+"""What finds tool calls and reasoning in answers: SGLang's parsers, taken by the model's chat template."""
 
 import json
 import shutil
@@ -54,7 +54,7 @@ def qwen(demo: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def engine(qwen: Path, log: Path) -> Generator[EngineProcess[Any], None, None]:
-    # A parser of thoughts would wait for their end, which noise never writes, before a call is enforced.
+    # A parser of reasoning would wait for its end, which noise never writes, before a call is enforced.
     given = {"tool_call_parser": "auto", "max_running_requests": 32, "constrained_json_disable_any_whitespace": True}
     with running_engine(qwen, given, log) as running:
         yield running
@@ -68,8 +68,8 @@ def test_parsers_are_those_of_the_chat_template(qwen: Path, demo: Path) -> None:
         parsers.check({"tool_call_parser": "qwn"})
 
 
-def test_thoughts_are_not_looked_for_where_nothing_says_when_the_model_thinks(demo: Path, tmp_path: Path) -> None:
-    """SGLang takes `deepseek-r1` for such a template, by which each answer is a thought until it ends."""
+def test_no_reasoning_is_looked_for_where_nothing_says_when_the_model_reasons(demo: Path, tmp_path: Path) -> None:
+    """SGLang takes `deepseek-r1` for such a template, by which each answer is reasoning until it ends."""
     model = with_template(demo, tmp_path / "model", f"{{# it may write <think></think> #}}{CHAT_TEMPLATE}")
     assert parsers.chosen(str(model), AUTO) == (None, None)
     assert parsers.chosen(str(model), {"reasoning_parser": "deepseek-r1"}) == (None, "deepseek-r1")

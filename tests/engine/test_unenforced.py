@@ -7,7 +7,7 @@ import jsonschema
 import pytest
 import xgrammar
 
-from service.requests.schemas import EXACT, ROUGH, unenforced
+from service.requests.unenforced import EXACT, ROUGH, unenforced
 
 STOP = 256
 INTEGER, TEXT = {"type": "integer"}, {"type": "string"}

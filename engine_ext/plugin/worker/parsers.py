@@ -1,5 +1,6 @@
-"""Knows what finds tool calls and thoughts in a model's answers: SGLang's parsers."""
+"""Knows what finds tool calls and reasoning in a model's answers: SGLang's parsers."""
 
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -24,8 +25,8 @@ def check(arguments: dict[str, Any]) -> None:
 def chosen(model: str, arguments: dict[str, Any]) -> tuple[str | None, str | None]:
     """Return the tool-call parser and the reasoning parser for a model, as SGLang takes them; None for none.
 
-    Of a template that has the marks of thoughts, but does not say when the model thinks, SGLang assumes that it always
-    does. Its answers without thoughts would be empty, and no format would hold: none is taken then. Raises
+    Of a template with marks of reasoning that does not say when the model reasons, SGLang assumes that it always
+    does. Answers without reasoning would be empty, and no format would hold: no parser is taken then. Raises
     EngineStartError.
     """
     check(arguments)
@@ -33,15 +34,23 @@ def chosen(model: str, arguments: dict[str, Any]) -> tuple[str | None, str | Non
     told: Any = SimpleNamespace(**{**given, "model_path": model})
     told.override = lambda source, **found: vars(told).update(found)
     resolve_auto_parsers(told)
-    thoughts = told.reasoning_parser
-    if thoughts is not None and given["reasoning_parser"] == AUTO and not _says_when_it_thinks(told):
-        thoughts = None
-    return told.tool_call_parser, thoughts
+    if given["reasoning_parser"] == AUTO and told.reasoning_parser is not None and not _says_when_it_reasons(told):
+        told.reasoning_parser = None
+    return told.tool_call_parser, told.reasoning_parser
 
 
-def _says_when_it_thinks(told: Any) -> bool:
-    template = getattr(get_tokenizer(told.model_path, trust_remote_code=told.trust_remote_code), "chat_template", None)
+def _says_when_it_reasons(told: Any) -> bool:
+    """Return whether the chat template says that the model always reasons, or has a switch for it."""
+    template = told.chat_template
+    if template is None:
+        try:
+            tokenizer = get_tokenizer(told.model_path, trust_remote_code=told.trust_remote_code)
+        except Exception:  # SGLang went by the model's architecture
+            return True
+        template = getattr(tokenizer, "chat_template", None)
+    elif Path(template).is_file():
+        template = Path(template).read_text()
     if not isinstance(template, str):
-        return True  # SGLang knows it by its architecture
+        return True  # by the architecture, too
     always, switch = detect_reasoning_pattern(template)
     return always or switch is not None

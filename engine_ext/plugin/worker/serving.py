@@ -39,7 +39,7 @@ class Serving(OpenAIServingBase):
         self._converted: dict[str, Any] = {}  # by rid
 
     async def answer(self, request: Any, text_bytes: int, known: Told) -> Any:
-        """Answer a request with so much text; returns anything if it was aborted."""
+        """Answer a request with so much text. Whatever this returns of an aborted one is no answer."""
         try:
             if text_bytes > LARGE:
                 self._converted[request.rid] = await aside(partial(self._convert, request, None), True)

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from service.endpoints import BY_PATH
 from service.requests.body_limits import REFUSED
 from service.requests.parameters import KNOWN, MOST_CHARACTERS, MOST_TOLD, Unknown
-from service.requests.schemas import IGNORED
+from service.requests.unenforced import IGNORED
 
 CHAT = "/v1/chat/completions"
 
@@ -130,7 +130,7 @@ def test_no_schema_is_too_odd(schema: Any) -> None:
             unknown = Unknown(endpoint)
             unknown.finds_calls = False
             unknown.count(body)
-            unknown.shapes()
+            assert all(each["lines"] == 1 and each["name"].isprintable() for each in unknown.shapes())
 
 
 def test_tools_are_told_if_nothing_finds_their_calls() -> None:
