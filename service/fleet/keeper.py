@@ -309,9 +309,11 @@ class Keeper:
 
     async def _start_missing(self, free: Counter[str]) -> None:
         """Start engines, the largest first, or make room for them where there is too little on one machine."""
-        for spec in sorted(self.spec.models, key=lambda each: (-each.gpus, -each.nodes)):
+        rests = {spec.name: self._rests.machines(spec.name) for spec in self.spec.models}
+        # Of equal ones, those that may not start everywhere choose first.
+        for spec in sorted(self.spec.models, key=lambda each: (-each.gpus, -each.nodes, -len(rests[each.name]))):
             missing = self.targets[spec.name] - len(self._staying(spec)) - len(self._unseen(spec))
-            resting = self._rests.machines(spec.name)
+            resting = rests[spec.name]
             while missing > 0 and len(self._starting) < MOST_STARTS:
                 allowed = {name: gpus for name, gpus in free.items() if name not in resting}
                 machines = place(allowed, spec.gpus, spec.nodes)
@@ -323,18 +325,22 @@ class Keeper:
                 free.subtract(dict.fromkeys(machines, spec.gpus))
                 missing -= 1
 
-    async def _make_room(self, spec: ModelSpec, free: Mapping[str, int], resting: set[str]) -> list[str]:
-        """Take away engines that stand in the way of a larger one, which then start elsewhere if there is room.
+    async def _make_room(self, spec: ModelSpec, free: Counter[str], resting: set[str]) -> list[str]:
+        """Take away engines that stand in the way of this one, which then start elsewhere if there is room.
 
-        Returns the machines that will have room.
+        They are smaller, or have room on one of the `resting` machines, where this one may not start now. Returns the
+        machines that will have room.
         """
         soon, movable = Counter(free), defaultdict[str, list[tuple[int, str]]](list)
         for member in self.members:
             for machine, gpus in member.engine.gpus_on:
                 if member.phase == Phase.LEAVING:
                     soon[machine] += gpus
-                elif gpus < spec.gpus and (member.phase == Phase.IDLE or member.age_s > self.spec.switch_s):
-                    movable[machine].append((gpus, member.engine.id))
+                elif member.phase == Phase.IDLE or member.age_s > self.spec.switch_s:
+                    elsewhere = [free[each] for each in resting - self._rests.machines(member.engine.model)]
+                    has_room = len(member.engine.gpus_on) == 1 and max(elsewhere, default=0) >= gpus
+                    if gpus < spec.gpus or has_room:
+                        movable[machine].append((gpus, member.engine.id))
         allowed = {name: gpus for name, gpus in soon.items() if name not in resting}
         room = make_room(allowed, movable, spec.gpus, spec.nodes)
         if room is None:

@@ -9,6 +9,7 @@ import psutil
 import pytest
 
 from service.fleet import keeper as keeper_module
+from service.fleet import rests
 from service.fleet.cluster import RayCluster
 from service.fleet.engines import Engine
 from service.fleet.members import Phase
@@ -109,6 +110,7 @@ async def test_an_engine_that_does_not_start_frees_its_gpus(
     deployment: Deployment, cluster: RayCluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(keeper_module, "MOST_FAILURES", 2)  # the pauses between them grow
+    monkeypatch.setattr(rests, "FIRST_S", rests.LONGEST_S)  # no other try while the test looks
     spec = deployment.spec(broken={"gpus": 8, "max": 1, "settings": {"TEST_FAULT": "1"}}, sound={"gpus": 8, "max": 2})
     keeper = await deployment.keeper(cluster, spec.model_copy(update={"seconds_per_engine": SHORT}))
     deployment.hold()

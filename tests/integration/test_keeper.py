@@ -230,6 +230,43 @@ async def test_a_large_engine_gets_its_machine_although_small_ones_want_it_back(
     assert by_model["a"] == by_model["b"] != by_model["large"]
 
 
+async def test_a_model_that_rests_on_the_free_machine_gets_the_other_one(build_fleet: Any) -> None:
+    """No machine stays without work because its neighbour's engine is in the way."""
+    fleet: FleetHarness = await build_fleet({"m": 8}, a={"gpus": 8, "max": 1}, rests={"gpus": 8, "max": 1})
+    await fleet.work("a", 100.0)
+    await fleet.look(2)
+    fleet.cluster.gpus["n"] = 8
+    fleet.cluster.broken.add("n")
+    await fleet.beat_all()
+    await fleet.work("rests", 100.0)
+    await fleet.look()
+    assert [(each.id.split("@")[0], each.machines) for each in fleet.cluster.started[1:]] == [("rests", ["n"])]
+    fleet.cluster.broken.clear()
+    await fleet.look()
+    (asked,) = fleet.cluster.stopped
+    fleet.cluster.change(asked, ended=True)
+    await fleet.look(2)
+    by_model = {engine.model: engine.gpus_on[0][0] for engine in fleet.cluster.there.values()}
+    assert by_model == {"a": "n", "rests": "m"}
+    await fleet.beat_all()
+    await fleet.look(2)
+    assert fleet.cluster.stopped == [asked]
+
+
+async def test_a_machine_where_nothing_starts_takes_no_engine_from_another_one(build_fleet: Any) -> None:
+    """Two models rest on it: neither takes the other's machine."""
+    fleet: FleetHarness = await build_fleet({"m": 8}, a={"gpus": 8, "max": 1}, b={"gpus": 8, "max": 1})
+    await fleet.work("a", 100.0)
+    await fleet.look(2)
+    fleet.cluster.gpus["n"] = 8
+    fleet.keeper._rests.begin("a", ["n"])  # pyright: ignore[reportPrivateUsage]
+    fleet.keeper._rests.begin("b", ["n"])  # pyright: ignore[reportPrivateUsage]
+    await fleet.beat_all()
+    await fleet.work("b", 100.0)
+    await fleet.look(3)
+    assert fleet.cluster.stopped == []
+
+
 async def test_a_cluster_that_does_not_answer_changes_nothing(build_fleet: Any) -> None:
     fleet: FleetHarness = await build_fleet({"m": 8}, a={})
     await fleet.work("a", 100.0)
