@@ -15,16 +15,19 @@ from engine_ext.coserve.slo import CLASSES, DEFAULT, FLEX, PRIORITY
 from engine_ext.plugin.marks import marks, online_marks
 from engine_ext.plugin.scheduler.beside import Beside, Decodes
 from engine_ext.plugin.scheduler.online import NOBODY
-from engine_ext.plugin.scheduler.turns import Turns
+from engine_ext.plugin.scheduler.turns import Turns, chunk_tokens
 from service.demo.model import NAME
 from tests.engine.conftest import running_engine
 from tests.engine.test_beside import MODEL
 
 SLOTS, CAPACITY = 16, 16_000
 RATIO = SimpleNamespace(current=0.5)
+NO_CACHE = SimpleNamespace(match_prefix=lambda _: SimpleNamespace(device_indices=(), host_hit_length=0))
 
 
 class Req:
+    extra_key = None
+
     def __init__(
         self, project: str, number: int, slo: str = DEFAULT, weight: float = 1.0, tokens: int = 10, answer: int = 10
     ) -> None:
@@ -37,6 +40,16 @@ def came(turns: Turns, queue: list[Any], *reqs: Req) -> None:
     for req in reqs:
         queue.append(req)
         turns.came(queue)
+
+
+def scheduler_of(queue: list[Any]) -> Any:
+    return SimpleNamespace(
+        waiting_queue=queue,
+        chunked_req=None,
+        max_running_requests=SLOTS,
+        new_token_ratio_tracker=RATIO,
+        tree_cache=NO_CACHE,
+    )
 
 
 def names(reqs: list[Any]) -> list[str]:
@@ -67,7 +80,7 @@ def test_a_long_request_has_the_turn_of_many_short_ones() -> None:
 
 def test_who_was_idle_has_saved_up_no_turns_and_who_is_retracted_keeps_its_own() -> None:
     turns, queue = Turns(), list[Any]()
-    scheduler = SimpleNamespace(waiting_queue=queue)
+    scheduler = scheduler_of(queue)
     came(turns, queue, *(Req("a", n) for n in range(6)))
     before, taken = list(queue), queue[:4]
     scheduler.waiting_queue = queue[4:]
@@ -86,9 +99,7 @@ def test_a_project_leaves_slots_to_others_and_all_leave_some_to_batches(
 ) -> None:
     turns, queue = Turns(), list[Any]()
     came(turns, queue, *(Req("a", n) for n in range(20)))
-    scheduler = SimpleNamespace(
-        waiting_queue=queue, chunked_req=None, max_running_requests=SLOTS, new_token_ratio_tracker=RATIO
-    )
+    scheduler = scheduler_of(queue)
     if several:
         turns.came([Req("b", 0)])
     before = list(queue)
@@ -112,9 +123,7 @@ def test_a_project_leaves_kv_cache_to_others_unless_it_has_nothing_running() -> 
     turns, queue = Turns(), list[Any]()
     large: dict[str, Any] = {"answer": 4000}
     came(turns, queue, *(Req("a", n, **large) for n in range(9)), Req("a", 9, answer=1), Req("b", 0, answer=100_000))
-    scheduler: Any = SimpleNamespace(
-        waiting_queue=queue, chunked_req=None, max_running_requests=SLOTS, new_token_ratio_tracker=RATIO
-    )
+    scheduler = scheduler_of(queue)
     assert names(turns.hold_back(scheduler, [], CAPACITY, False)) == ["a7", "a8", "a9"]
     assert "b0" in names(scheduler.waiting_queue)
 
@@ -122,9 +131,7 @@ def test_a_project_leaves_kv_cache_to_others_unless_it_has_nothing_running() -> 
 def test_choices_that_share_a_prompt_are_not_held_back_for_it() -> None:
     turns, queue = Turns(), list[Any]()
     came(turns, queue, *(Req("a", n, tokens=10_000) for n in range(10)), Req("b", 0))
-    scheduler: Any = SimpleNamespace(
-        waiting_queue=queue, chunked_req=None, max_running_requests=SLOTS, new_token_ratio_tracker=RATIO
-    )
+    scheduler = scheduler_of(queue)
     assert not turns.hold_back(scheduler, [], CAPACITY, False)
 
 
@@ -132,13 +139,59 @@ def test_turns_of_classes_are_apart_and_never_go_back() -> None:
     turns, queue = Turns(), list[Any]()
     came(turns, queue, *(Req("a", n, FLEX) for n in range(100)), *(Req("b", n) for n in range(6)), Req("a", 200))
     assert names(queue)[:3] == ["b0", "a200", "b1"]
-    scheduler: Any = SimpleNamespace(waiting_queue=[each for each in queue if each.name != "b5"])
+    scheduler = scheduler_of([each for each in queue if each.name != "b5"])
     turns.show(scheduler, queue, [])
     before = scheduler.waiting_queue
     scheduler.waiting_queue = [each for each in before if each.name != "a0"]
     turns.show(scheduler, before, [])
     came(turns, scheduler.waiting_queue, Req("d", 0))
     assert names(scheduler.waiting_queue).index("d0") == 6
+
+
+def test_who_comes_while_a_long_prompt_is_computed_is_not_behind_the_rest_of_it() -> None:
+    turns, queue = Turns(), list[Any]()
+    came(turns, queue, Req("a", 0, tokens=8000), Req("a", 1, tokens=8000))
+    before, scheduler = list(queue), scheduler_of(queue[1:])
+    scheduler.chunked_req = queue[0]
+    scheduler.chunked_req.extend_range = SimpleNamespace(end=2000)
+    turns.show(scheduler, before, [])
+    queue = scheduler.waiting_queue
+    came(turns, queue, *(Req("b", n, tokens=1000) for n in range(9)), Req("c", 0, FLEX))
+    turns.note_first(scheduler)
+    assert scheduler.chunked_req.batchweave_first == [1000] * 5
+    assert names(queue) == [*(f"b{n}" for n in range(9)), "a1", "c0"]
+
+
+def test_a_long_prompt_leaves_room_to_those_that_fit_and_has_a_page() -> None:
+    assert chunk_tokens([], 4096, 1) == 4096
+    assert chunk_tokens([10, 20], 4096, 1) == 4066
+    assert chunk_tokens([10, 20], 4096, 16) == 4064
+    assert chunk_tokens([10, 8000, 20], 4096, 1) == 4086  # SGLang does not cut the second one beside the chunk
+    assert chunk_tokens([4000, 95, 1], 4096, 1) == 1
+    assert chunk_tokens([4000], 4096, 128) == 4096
+
+
+def test_decodes_have_their_steps_among_those_of_online_prompts() -> None:
+    def batch(*reqs: Req, tokens: int, decoding: list[Any] | None = None) -> Any:
+        for req in reqs:
+            req.extend_range = SimpleNamespace(length=tokens)  # type: ignore[attr-defined]
+        return SimpleNamespace(reqs=reqs, decoding_reqs=decoding)
+
+    turns, online, of_batch = Turns(), Req("a", 0), Req("a", 1)
+    of_batch.sampling_params.custom_params = marks("kind", project="a")
+    running = SimpleNamespace(reqs=[SimpleNamespace(finished=lambda: False)])
+    for other in (batch(of_batch, tokens=9000), batch(online, tokens=9000, decoding=[online])):
+        turns.note_step(other)
+        assert not turns.are_decodes(running)
+    for tokens, steps in ((4096, 4), (8, 0), (8, 0), (8, 1), (10**6, 8)):
+        turns.note_step(batch(online, tokens=tokens))
+        taken = 0
+        while turns.are_decodes(running):
+            turns.note_step(None)
+            taken += 1
+        assert taken == steps
+    turns.note_step(batch(online, tokens=4096))
+    assert not turns.are_decodes(SimpleNamespace(reqs=[SimpleNamespace(finished=lambda: True)]))
 
 
 def test_requests_of_batches_are_none_of_a_projects() -> None:
@@ -202,3 +255,27 @@ def test_a_flood_of_one_project_stops_neither_others_nor_batches(demo: Path, log
 
     with running_engine(demo, {"max_running_requests": 16}, log, least_share=1 / 8) as engine:
         assert max(engine.do(main)) < 30
+
+
+def test_long_prompts_of_one_project_stop_nobodys_stream(demo: Path, log: Path) -> None:
+    """Another project has answers of many tokens while they are computed, in an engine that mixes no decodes in."""
+    prompts = [[10 + each] * 6000 for each in range(8)]
+
+    async def main(host: Any) -> int:
+        await ask(host, "b", 0, max_tokens=1)
+        flood = asyncio.create_task(
+            host.serve("/v1/completions", {"model": NAME, "prompt": prompts, "max_tokens": 1}, "cmpl-a", project="a")
+        )
+        async with asyncio.timeout(60):
+            while not (await host.scheduler_states())[0]["online_kv"]:
+                await asyncio.sleep(0.05)
+        answers = 0
+        while not flood.done():
+            await ask(host, "b", answers + 1, max_tokens=8, ignore_eos=True)
+            answers += 1
+        assert (await flood).status_code == 200
+        return answers
+
+    arguments = {"max_running_requests": 16, "chunked_prefill_size": 1024}
+    with running_engine(demo, arguments, log, overlap="none") as engine:
+        assert engine.do(main) >= 4

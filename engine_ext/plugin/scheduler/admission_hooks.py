@@ -75,12 +75,16 @@ def admit(original: Callable[..., Any], scheduler: Any, *args: Any, **kwargs: An
 
     held, has_batches = ours.hold_back(scheduler, running.reqs), bool(ours.waiting or ours.running)
     before = scheduler.waiting_queue
+    if ours.fallback is None:
+        ours.turns.note_first(scheduler)
     try:
         step = _step if has_batches else _without_batches
         found = step(ours, scheduler, running, ask_sglang)
     finally:
         if ours.fallback is None:
             ours.turns.show(scheduler, before, held)
+    if ours.overlap is not Overlap.PDMUX:  # there decodes continue during a prefill
+        ours.turns.note_step(found[0])
     _foresee(ours, scheduler, found[1])
     if has_batches:
         ours.note_time(time.perf_counter() - started - theirs_s)
@@ -109,7 +113,7 @@ def _without_batches(ours: Admission, scheduler: Any, running: Any, ask_sglang: 
             ours.beside.pass_time(online.those_here(scheduler, running), now)
     else:  # the ranks agree on a time only in steps with batches
         ours.beside.forget()
-    batch, running_after = ask_sglang()
+    batch, running_after = (None, running) if ours.turns.are_decodes(running) else ask_sglang()
     ours.reuse.note(batch, continued, ours.running)
     _note_launch(ours, batch, running_after)
     ours.online_runs = True
@@ -146,7 +150,8 @@ def _step(ours: Admission, scheduler: Any, running: Any, ask_sglang: Callable[[]
     ours.ranks.agree(budget, [req.rid for req in (*candidates, *ours.made_way, *left_out)], ours.scan.is_ready)
     ours.steps += 1
     ours.decoded = 0 if is_beside else 1
-    if budget == 0 and not scheduler.waiting_queue and not scheduler.grammar_manager.has_waiting_grammars():
+    nothing_waits = not scheduler.waiting_queue and not scheduler.grammar_manager.has_waiting_grammars()
+    if (budget == 0 and nothing_waits) or ours.turns.are_decodes(running):
         ours.note_refused(candidates, first_blocks=False)
         ours.keep_prefixes(changed, ours.space.free)
         return None, _note_step(ours, None, running, left_out)
@@ -337,6 +342,19 @@ def add_one(original: Callable[..., Any], adder: Any, req: Any, *args: Any, **kw
         adder.rem_total_token_offset = adder.cur_rem_token_offset + adder.batchweave_reserved
 
 
+def continue_chunk(original: Callable[..., Any], adder: Any, req: Any, *args: Any, **kwargs: Any) -> Any:
+    """Let an online prompt that is computed in chunks leave room in the step to those whose turn is before its."""
+    first, most = getattr(req, "batchweave_first", ()), adder.rem_chunk_tokens
+    if not first or most is None or is_ours(req):
+        return original(adder, req, *args, **kwargs)
+    left_out = max(0, most - turns.chunk_tokens(first, most, adder.page_size))
+    adder.rem_chunk_tokens -= left_out
+    try:
+        return original(adder, req, *args, **kwargs)
+    finally:
+        adder.rem_chunk_tokens += left_out
+
+
 def _admits(adder: Any) -> bool:
     """Return whether the adder works for `admit`, which marks the running batch that both are given."""
     return getattr(adder.running_batch, "batchweave_admits", False)
@@ -376,6 +394,7 @@ HOOKS = [
     (f"{_SCHEDULER}.is_fully_idle", is_fully_idle, HookType.AROUND),
     (f"{_ADDER}.__init__", reserve_for_online, HookType.AROUND),
     (f"{_ADDER}.add_one_req", add_one, HookType.AROUND),
+    (f"{_ADDER}.add_chunked_req", continue_chunk, HookType.AROUND),
     *host_copies.HOOKS,
     *online.HOOKS,
     *resting.HOOKS,

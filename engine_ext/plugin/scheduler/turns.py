@@ -8,15 +8,20 @@ All ranks see the same requests in the same order, and no clock decides.
 
 from collections import Counter, OrderedDict, defaultdict
 from dataclasses import dataclass, field
+from itertools import takewhile
 from typing import Any
 
 from engine_ext.plugin.marks import project_of, weight_of
-from engine_ext.plugin.scheduler.online import is_ours, rank, reservation
+from engine_ext.plugin.scheduler.online import LOOKED_UP, is_ours, length, rank, reservation
+from engine_ext.plugin.scheduler.radix import cached_tokens
 
 LEFT = 8  # of so many request slots, and of so much KV cache, one part is left to others
 LATELY = 1000  # online requests, among which one of another project is a reason to leave it room
 SHOWN = 256  # waiting requests that a step may look at
 KNOWN = 10_000  # projects
+DECODE_EACH = 1024  # prompt tokens for which all that decode get a token
+STEP_TOKENS = 256  # prompt tokens that take about as long as what every step reads: all weights
+MOST_DUE = 8.0  # of such steps, one after the other
 
 
 def order(req: Any) -> tuple[int, float]:
@@ -32,6 +37,7 @@ class Turns:
     _now: defaultdict[int, float] = field(default_factory=lambda: defaultdict(float))
     _last: dict[tuple[int, str], float] = field(default_factory=dict[tuple[int, str], float])
     _came: int = 0
+    decodes_due: float = 0.0  # steps of those that decode, which online prompts have put off
     _lately: OrderedDict[str, int] = field(default_factory=OrderedDict[str, int])  # the number of its last request
 
     def came(self, queue: list[Any]) -> None:
@@ -46,7 +52,7 @@ class Turns:
                 self._lately.popitem(last=False)
             of, key = rank(req), (rank(req), project)
             # By prompt tokens, because those hold a step while others wait; what is decoded, all decode together.
-            cost = len(req.origin_input_ids) / weight_of(req)
+            cost = _cost(req, len(req.origin_input_ids))
             req.batchweave_turn = max(self._now[of], self._last.get(key, 0.0)) + cost
             if len(self._last) >= KNOWN:
                 self._last = {each: turn for each, turn in self._last.items() if turn > self._now[each[0]]}
@@ -92,13 +98,67 @@ class Turns:
         scheduler.waiting_queue = shown
         return held
 
+    def note_first(self, scheduler: Any) -> None:
+        """Note with an online prompt of which a part is computed the prompt tokens of those whose turn is before its.
+
+        SGLang gives such a prompt whole steps, one after the other. Now it leaves room to them (`chunk_tokens`).
+        """
+        continued = scheduler.chunked_req
+        if continued is not None and not is_ours(continued):
+            turn = order(continued)
+            first = takewhile(lambda req: order(req) < turn, scheduler.waiting_queue[:LOOKED_UP])
+            continued.batchweave_first = [
+                max(1, length(req) - sum(cached_tokens(scheduler.tree_cache, req))) for req in first
+            ]
+
+    def are_decodes(self, running: Any) -> bool:
+        """Return whether the next step is of those that decode, though prompts wait."""
+        return self.decodes_due >= 1 and any(not req.finished() for req in running.reqs)
+
+    def note_step(self, batch: Any) -> None:
+        """Note what is computed now: prompts, or, if it is None, a token of each that decodes.
+
+        Where SGLang mixes no decodes into a step of prompts, it computes prompt after prompt, and who streams stands
+        still while they come.
+        """
+        if batch is None:
+            self.decodes_due = max(0.0, self.decodes_due - 1)
+        elif batch.decoding_reqs is None and not all(is_ours(req) for req in batch.reqs):
+            tokens = STEP_TOKENS + sum(req.extend_range.length for req in batch.reqs)
+            self.decodes_due = min(MOST_DUE, self.decodes_due + tokens / DECODE_EACH)
+
     def show(self, scheduler: Any, before: list[Any], held: list[Any]) -> None:
         """Put back what was held back, after a step before which `before` waited."""
-        here = set(scheduler.waiting_queue)
-        for of, turn in (order(req) for req in before if req not in here):
-            self._now[of] = max(self._now[of], turn)
+        here, continued = set(scheduler.waiting_queue), scheduler.chunked_req
+        if continued is not None and not is_ours(continued):
+            before = [*before, continued]
+        for req in before:
+            if req not in here:
+                of, turn = order(req)
+                # Who comes while a long prompt is computed is not behind the rest of it.
+                left = length(req) - req.extend_range.end if req is continued else 0
+                self._now[of] = max(self._now[of], turn - _cost(req, left))
         if held:
             scheduler.waiting_queue = sorted([*scheduler.waiting_queue, *held], key=order)
+
+
+def chunk_tokens(first: list[int], most: int, page: int) -> int:
+    """Return the prompt tokens of the next chunk of a prompt, of `most`: those are left out that others need before it.
+
+    `first`: the prompt tokens of each of them. One that does not fit beside the chunk waits: SGLang has one prompt in
+    chunks at a time. The chunk has a page at least.
+    """
+    left = most
+    for tokens in first:
+        if left - tokens < page:
+            break
+        left -= tokens
+    return max(page, left // page * page)
+
+
+def _cost(req: Any, tokens: int) -> float:
+    """Return how much later the next turn of the request's project is for so many prompt tokens."""
+    return tokens / weight_of(req)
 
 
 def _held(req: Any, ratio: float) -> int:
