@@ -114,6 +114,7 @@ def test_the_format_of_a_response_holds(engine: EngineProcess[Any], wanted: dict
         (CHAT, {"messages": []}, "messages"),
         (COMPLETIONS, {"prompt": ""}, "prompt"),
         (RESPONSES, {"input": []}, "input"),
+        (RESPONSES, {"input": [{"type": "reasoning", "id": "rs_1", "summary": []}]}, "input"),
     ],
 )
 def test_what_would_be_left_out_is_refused(

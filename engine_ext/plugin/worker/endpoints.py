@@ -191,6 +191,8 @@ class Endpoints:
     def _responses_fault(self, request: Any) -> Fault | None:
         if not request.input:
             return "input", "must not be empty"
+        if isinstance(request.input, list) and all(map(_is_reasoning, request.input)):
+            return "input", "has reasoning alone; a message must come with it"  # SGLang may drop all of it
         return None
 
     def _prompts_fault(self, name: str, items: Iterable[Any]) -> Fault | None:
@@ -251,6 +253,10 @@ class Endpoints:
 
     def _response_events(self, found: Any, known: Told) -> "AsyncGenerator[Answer | bytes, None]":
         return response_events(found, known, lambda body: self._complete(body, known))
+
+
+def _is_reasoning(item: Any) -> bool:
+    return (item.get("type") if isinstance(item, dict) else getattr(item, "type", None)) == "reasoning"
 
 
 def _plain(found: Any) -> dict[str, Any]:
