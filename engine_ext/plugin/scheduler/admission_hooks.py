@@ -83,7 +83,7 @@ def admit(original: Callable[..., Any], scheduler: Any, *args: Any, **kwargs: An
     finally:
         if ours.fallback is None:
             ours.turns.show(scheduler, before, held)
-    if ours.overlap is not Overlap.PDMUX:  # there decodes continue during a prefill
+    if ours.fallback is None and ours.overlap is not Overlap.PDMUX:  # there decodes continue during a prefill
         ours.turns.note_step(found[0])
     _foresee(ours, scheduler, found[1])
     if has_batches:
