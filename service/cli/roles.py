@@ -15,6 +15,8 @@ from sqlalchemy.exc import SQLAlchemyError
 
 from service.cli.start import (
     EngineOption,
+    EnginesOption,
+    GpusOption,
     HostOption,
     ModelOption,
     NameOption,
@@ -49,15 +51,22 @@ def up(
     port: PortOption = None,
     engine: EngineOption = None,
     script: ScriptOption = None,
+    gpus: GpusOption = None,
+    engines: EnginesOption = None,
 ) -> None:
-    """Run the whole service in the foreground: Redis, API, planner, worker.
+    """Run the whole service in the foreground: Redis, API, planner, and an engine for each GPU.
+
+    A model that is too large for one GPU gets several for each engine, as few as hold it.
 
     Examples:
 
     - `batchweave up`
     - `batchweave up --engine scripted`
+    - `batchweave up --model Qwen/Qwen2.5-7B-Instruct --gpus 0,1,2,3`
+    - `batchweave up --engines 2 --gpus none`
     - `batchweave up --model Qwen/Qwen2.5-7B-Instruct --data-dir /srv/batchweave --port 9000`
     """
+    from service.up.engines import engines_of
     from service.up.supervisor import Supervisor
 
     settings = settings_of(
@@ -67,7 +76,7 @@ def up(
     try:
         check_model(settings)
         read_script(settings.script)
-        Supervisor(settings, say=said.print).run()
+        Supervisor(settings, said.print, engines_of(settings, gpus, engines)).run()
     except (StartError, CostsError, OSError, SQLAlchemyError) as error:
         fail(f"{type(error).__name__}: {error}" if isinstance(error, SQLAlchemyError) else str(error))
 

@@ -33,6 +33,12 @@ EngineOption = Annotated[
 ScriptOption = Annotated[
     Path | None, typer.Option("--script", help="JSON file with a scripted engine's rules (docs/api.md).")
 ]
+GpusOption = Annotated[
+    str | None, typer.Option("--gpus", help="GPUs to use, such as 0,1,2,3, or 'none'; default: all of this machine.")
+]
+EnginesOption = Annotated[
+    int | None, typer.Option("--engines", help="Number of engines; default: one for each GPU, or one on a CPU.")
+]
 HostOption = Annotated[str | None, typer.Option("--host", help="Address that the API listens on.")]
 PortOption = Annotated[int | None, typer.Option("--port", help="Port of the API.")]
 

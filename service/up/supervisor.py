@@ -28,15 +28,18 @@ from service.objects.storage import Storage
 from service.queue import keys
 from service.settings import DEMO_MODEL, Settings, is_everywhere
 from service.up.embedded_redis import server_command
+from service.up.engines import Engine, Engines
 from service.up.log_files import rotate
 
 STOP_S = 8.0  # of one part; together less than the ten seconds that container runtimes give
 BEGUN_S = 20.0
 MAX_EXITS = 5
+LONGEST_PAUSE_S = 60.0
 FIRST_PAUSE_S = 0.5
 ASK_S = 1.0
 WATCH_S = 0.5
 LOGS_S = 60.0
+COMMAND = [sys.executable, "-m", "service.cli"]
 _PR_SET_PDEATHSIG = 1
 log = structlog.get_logger()
 
@@ -53,10 +56,13 @@ class Part:
     name: str
     command: list[str]
     log_path: Path
+    worker: str | None = None  # the name of its worker, if it is one
     changes: dict[str, str] = field(default_factory=dict[str, str])  # of the environment
     process: subprocess.Popen[bytes] | None = None
     started_at: float = 0.0
     begun: bool = False  # whether it has become ready since its start
+    stage: str = ""  # the worker's stage that was printed last
+    ask_at: float = 0.0  # when to ask next whether it has begun
     exits: int = 0  # exits since it was last ready, including the first one after that
     restart_at: float = 0.0
 
@@ -95,15 +101,14 @@ class Part:
 
 @dataclass(slots=True)
 class Supervisor:
-    """Starts Redis, API, planner and worker, restarts any that dies, and stops the worker first and Redis last."""
+    """Starts Redis, API, planner and workers, restarts any that dies, and stops the workers first and Redis last."""
 
     settings: Settings
     say: Callable[[str], None]
+    engines: Engines = field(default_factory=Engines)
     _parts: list[Part] = field(default_factory=list[Part])
     _lock: IO[str] | None = None
     _stopping: bool = False
-    _ask_again_at: float = 0.0
-    _stage: str = ""  # the worker's stage that was printed last
     _look_at_logs_at: float = 0.0
 
     def run(self) -> None:
@@ -165,10 +170,10 @@ class Supervisor:
             self._parts[0].start(environment)
         self._wait_for_redis()
         upgrade(settings.database)
-        for name in ("api", "planner", "worker"):
-            part = Part(name, [sys.executable, "-m", "service.cli", name], logs / f"{name}.log")
-            if name == "planner" and settings.metrics_port is not None:  # the worker has the port itself
-                part.changes["BATCHWEAVE_METRICS_PORT"] = str(settings.metrics_port + 1)
+        roles = [Part(name, [*COMMAND, name], logs / f"{name}.log") for name in ("api", "planner")]
+        if settings.metrics_port is not None:  # the first worker has the port itself
+            roles[1].changes["BATCHWEAVE_METRICS_PORT"] = str(settings.metrics_port + 1)
+        for part in (*roles, *(self._worker(each, logs) for each in self.engines.engines)):
             part.start(environment)
             self._parts.append(part)
         host = "127.0.0.1" if is_everywhere(settings.host) else settings.host
@@ -176,13 +181,39 @@ class Supervisor:
         self.say(f"Dashboard  {url}/dashboard")
         self.say(f"API        {url}/v1   its reference: {url}/docs")
         self.say(f"Model      {settings.served_model}   from {settings.model_source}")
-        if settings.engine == "scripted":
-            self.say("Engine     scripted: rules answer, no model runs")
+        for line in self._about_engines():
+            self.say(f"Engine     {line}")
         self.say(f"Data       {folder}")
         self.say(f"Logs       {logs}")
         if settings.needs_keys:
             self.say(f"Keys       required; create one: BATCHWEAVE_DATA_DIR={folder} batchweave keys create --name …")
         self.say("The engine is starting; you can already submit batches. Press Ctrl-C to stop.")
+
+    def _worker(self, engine: Engine, logs: Path) -> Part:
+        """Return the part that runs one engine. The only one of a machine has no number."""
+        number = "" if len(self.engines.engines) == 1 else f"-{engine.number}"
+        part = Part(f"worker{number}", [*COMMAND, "worker"], logs / f"worker{number}.log", self.worker_name + number)
+        assert part.worker is not None
+        part.changes["BATCHWEAVE_WORKER_NAME"] = part.worker
+        if engine.gpus is not None:
+            part.changes["CUDA_VISIBLE_DEVICES"] = ",".join(engine.gpus)
+        if self.engines.changes:
+            part.changes["BATCHWEAVE_ENGINE_ARGS"] = json.dumps(self.settings.engine_args | self.engines.changes)
+        if engine.number and self.settings.metrics_port is not None:  # the planner has the next one
+            part.changes["BATCHWEAVE_METRICS_PORT"] = str(self.settings.metrics_port + 1 + engine.number)
+        if engine.number and self.settings.online_port:
+            part.changes["BATCHWEAVE_ONLINE_PORT"] = str(self.settings.online_port + engine.number)
+        return part
+
+    def _about_engines(self) -> list[str]:
+        if self.settings.engine == "scripted":
+            return ["scripted: rules answer, no model runs"]
+        engines = self.engines.engines
+        if not engines[0].gpus:
+            return [] if len(engines) == 1 else [f"{len(engines)} on this machine's CPU"]
+        one_each = f"{len(engines)}, one for each of GPU {', '.join(','.join(each.gpus or ()) for each in engines)}"
+        alone = f"on GPU {','.join(engines[0].gpus)}"
+        return [*self.engines.said, alone if len(engines) == 1 else one_each]
 
     def _environment(self, folder: Path) -> dict[str, str]:
         """Return the environment of the children: our settings, with every default spelled out."""
@@ -197,7 +228,6 @@ class Supervisor:
             "MODEL": settings.model if settings.model == DEMO_MODEL else settings.model_source,
             "MODEL_NAME": settings.served_model,
             "ENGINE": settings.engine,
-            "WORKER_NAME": self.worker_name,
             "NODES": "1",  # whatever srun or others say: each `up` is a service of its own
             "ONLINE_HOST": settings.online_host or "127.0.0.1",
         }
@@ -247,12 +277,12 @@ class Supervisor:
                 assert part.process is not None
                 part.begun = part.begun or self._has_begun(part, at_once=True)  # it may have died soon after
                 part.exits = 1 if part.begun else part.exits + 1
-                if part.exits >= MAX_EXITS:
+                if part.exits >= MAX_EXITS and not self._others_run(part):
                     raise StartError(
                         f"{part.name} died {part.exits} times in a row (exit {part.process.returncode}), without "
                         f"becoming ready in between; see its log: {part.log_path}"
                     )
-                pause_s = min(FIRST_PAUSE_S * 2 ** (part.exits - 1), 10.0)
+                pause_s = min(FIRST_PAUSE_S * 2 ** (part.exits - 1), LONGEST_PAUSE_S)
                 self.say(
                     f"{part.name} exited (exit {part.process.returncode}) and will be restarted; log: {part.log_path}"
                 )
@@ -275,40 +305,49 @@ class Supervisor:
             except OSError as error:  # the service continues
                 log.warning("log not rotated", part=part.name, error=repr(error))
 
+    def _others_run(self, part: Part) -> bool:
+        """Return whether another engine of this machine works, so that the service continues without this one."""
+        return part.worker is not None and any(
+            each.worker is not None and each is not part and each.running and each.begun for each in self._parts
+        )
+
     def _has_begun(self, part: Part, at_once: bool = False) -> bool:
         """Return whether a part has become ready.
 
         A worker is ready once its engine has started, which may fail after minutes; its heartbeat says so.
         """
-        if part.name != "worker":
+        if part.worker is None:
             return not at_once and time.time() - part.started_at > BEGUN_S
-        if not at_once and time.monotonic() < self._ask_again_at:
+        if not at_once and time.monotonic() < part.ask_at:
             return False
-        self._ask_again_at = time.monotonic() + ASK_S
+        part.ask_at = time.monotonic() + ASK_S
         try:
             with redis.Redis.from_url(self.settings.redis, socket_connect_timeout=1, socket_timeout=1) as client:
-                asked: Any = client.mget(keys.worker(self.worker_name), keys.starting(self.worker_name))
+                asked: Any = client.mget(keys.worker(part.worker), keys.starting(part.worker))
         except (redis.RedisError, OSError):
             return False
         beat, starting = (json.loads(each) if each else {} for each in asked)
         assert part.process is not None
         begun = beat.get("pid") == part.process.pid
         stage = "is ready" if begun else starting.get("stage", "")
-        if stage and stage != self._stage:
-            self.say(f"The worker {stage} ({time.time() - part.started_at:.0f} s)")
-            self._stage = stage
+        if stage and stage != part.stage:
+            who = "The worker" if len(self.engines.engines) == 1 else part.name.capitalize()
+            self.say(f"{who} {stage} ({time.time() - part.started_at:.0f} s)")
+            part.stage = stage
         return begun
 
     def _stop(self) -> None:
-        """Stop the worker first, so that its answers are written while everything else still runs, and Redis last."""
+        """Stop the workers first, so that their answers are written while everything else runs, and Redis last."""
         if self._parts:
             self.say("Stopping. Unfinished batches continue at the next start.")
-        by_name = {part.name: part for part in self._parts}
-        for names in (("worker",), ("planner", "api"), ("redis",)):
-            parts = [by_name[name] for name in names if name in by_name]
-            for part in parts:
+        workers = [part for part in self._parts if part.worker is not None]
+        others = {part.name: part for part in self._parts if part.worker is None}
+        for parts in (workers, [others[name] for name in ("planner", "api") if name in others], [others.get("redis")]):
+            there = [part for part in parts if part is not None]
+            for part in there:
                 part.ask_to_stop()
-            for part in parts:
-                part.end(STOP_S)
+            until = time.monotonic() + STOP_S
+            for part in there:
+                part.end(max(0.0, until - time.monotonic()))
         if self._parts:
             self.say("Stopped.")

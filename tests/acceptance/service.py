@@ -33,12 +33,13 @@ class Up:
     process: subprocess.Popen[bytes] | None = None
     starts: int = field(default=0)
     variables: dict[str, str] = field(default_factory=dict[str, str])
+    options: tuple[str, ...] = ()
 
     @classmethod
-    def on(cls, folder: Path) -> "Up":
+    def on(cls, folder: Path, *options: str) -> "Up":
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
-            return cls(folder, probe.getsockname()[1])
+            return cls(folder, probe.getsockname()[1], options=options)
 
     @property
     def url(self) -> str:
@@ -55,14 +56,15 @@ class Up:
     def start(self) -> None:
         self.starts += 1
         command = [sys.executable, "-m", "service.cli", "up", "--data-dir", str(self.folder), "--port", str(self.port)]
+        command += self.options
         self.folder.mkdir(parents=True, exist_ok=True)
         with (self.folder / "up.log").open("ab") as log:
             environment = {**os.environ, "BATCHWEAVE_SLICE_REQUESTS": "32", **self.variables}
             self.process = subprocess.Popen(command, stdout=log, stderr=log, env=environment)
         self.until(lambda: httpx.get(f"{self.url}/readyz", timeout=5).status_code == 200, "the API to be ready")
 
-    def until_engine(self) -> None:
-        self.until(lambda: httpx.get(f"{self.url}/readyz", timeout=5).json()["workers"] == 1, "the engine")
+    def until_engine(self, count: int = 1) -> None:
+        self.until(lambda: httpx.get(f"{self.url}/readyz", timeout=5).json()["workers"] == count, "the engines")
 
     def until(self, condition: Callable[[], bool], what: str, timeout_s: float = 240) -> None:
         deadline = time.monotonic() + timeout_s
@@ -83,14 +85,21 @@ class Up:
         self.process.send_signal(number)
         return self.process.wait(within_s)
 
-    def worker(self) -> psutil.Process:
+    def workers(self) -> list[psutil.Process]:
         assert self.process is not None
         children = psutil.Process(self.process.pid).children()
-        return next(child for child in children if "worker" in child.cmdline())
+        return [child for child in children if "worker" in child.cmdline()]
+
+    def worker(self) -> psutil.Process:
+        return self.workers()[0]
+
+    def worker_states(self) -> list[dict[str, Any]]:
+        """What the API says of the workers."""
+        return httpx.get(f"{self.url}/v1/workers", timeout=10).json()["data"]
 
     def worker_state(self) -> dict[str, Any]:
         """What the API says of the only worker."""
-        return httpx.get(f"{self.url}/v1/workers", timeout=10).json()["data"][0]
+        return self.worker_states()[0]
 
     def family(self) -> list[psutil.Process]:
         """Every process of the service, the supervisor first."""

@@ -38,7 +38,7 @@ async def test_an_engine_that_never_starts_ends_the_service_and_one_that_works_d
 ) -> None:
     said: list[str] = []
     supervisor = Supervisor(settings, said.append)
-    part = Part("worker", ["sleep", "600"], tmp_path / "worker.log")
+    part = Part("worker", ["sleep", "600"], tmp_path / "worker.log", supervisor.worker_name)
     part.start({"PATH": "/usr/bin:/bin"})
     supervisor._parts.append(part)  # pyright: ignore[reportPrivateUsage]
     # As an engine that dies again and again of what it is given: it works in between.
@@ -71,7 +71,7 @@ async def test_an_engine_that_dies_as_soon_as_it_has_begun_had_begun(
     monkeypatch.setattr(supervisors, "ASK_S", 1000.0)  # nobody has asked before it is dead
     said: list[str] = []
     supervisor = Supervisor(settings, said.append)
-    part = Part("worker", ["sh", "-c", "sleep 0.2; exit 3"], tmp_path / "worker.log")
+    part = Part("worker", ["sh", "-c", "sleep 0.2; exit 3"], tmp_path / "worker.log", supervisor.worker_name)
     part.start({"PATH": "/usr/bin:/bin"})
     supervisor._parts.append(part)  # pyright: ignore[reportPrivateUsage]
     stop = asyncio.Event()

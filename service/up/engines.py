@@ -1,0 +1,172 @@
+"""Divides the GPUs of a machine among the engines that `up` runs on it."""
+
+import json
+import os
+import re
+import subprocess
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import structlog
+
+from service.errors import StartError
+from service.settings import DEMO_MODEL, Settings
+
+MOST_ENGINES = 64
+NO_GPUS = "none"
+# Of a GPU's memory: what is left is for the KV cache, activations and CUDA itself.
+WEIGHTS_SHARE = 0.75
+ASK_S = 20.0
+GB = 1e9
+_QUERY = ("nvidia-smi", "--query-gpu=index,memory.total", "--format=csv,noheader,nounits")
+_NAME = re.compile(r"[0-9]{1,3}|(GPU|MIG)-[0-9A-Za-z/-]{1,64}")
+log = structlog.get_logger()
+
+
+@dataclass(frozen=True, slots=True)
+class Gpu:
+    """A GPU by its number or UUID; `memory_bytes` is None if it is not known."""
+
+    name: str
+    memory_bytes: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Engine:
+    """An engine to run. `gpus`: those that it sees; None leaves to it what it finds."""
+
+    number: int
+    gpus: tuple[str, ...] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Engines:
+    """The engines of a machine. `changes`: of SGLang's arguments, for each of them; `said`: lines for the person."""
+
+    engines: tuple[Engine, ...] = (Engine(0),)
+    changes: dict[str, Any] = field(default_factory=dict[str, Any])
+    said: tuple[str, ...] = ()
+
+
+def machine_gpus() -> list[Gpu]:
+    """Return the NVIDIA GPUs that this process may use: those of CUDA_VISIBLE_DEVICES, or all."""
+    try:
+        listed = subprocess.run(_QUERY, capture_output=True, text=True, timeout=ASK_S, check=True).stdout
+    except (OSError, subprocess.SubprocessError) as error:
+        if not isinstance(error, FileNotFoundError):
+            log.warning("nvidia-smi does not say which GPUs there are", error=repr(error))
+        listed = ""
+    found: dict[str, Gpu] = {}
+    for line in listed.splitlines():
+        name, _, memory = (each.strip() for each in line.partition(","))
+        found[name] = Gpu(name, int(memory) * 2**20 if memory.isdigit() else None)
+    if (visible := os.environ.get("CUDA_VISIBLE_DEVICES")) is None or not found:
+        return list(found.values())
+    return [found.get(name, Gpu(name)) for name in _split(visible)]
+
+
+def engines_of(
+    settings: Settings,
+    gpus: str | None = None,
+    engines: int | None = None,
+    there: Callable[[], list[Gpu]] = machine_gpus,
+    weights: Callable[[str], int | None] | None = None,
+) -> Engines:
+    """Return one engine for each GPU, or group of GPUs that holds the model. Raises StartError.
+
+    `gpus`: those to use, "0,1" or "none"; None for all. `engines`: how many to run; None for as many as fit.
+    """
+    args = settings.engine_args
+    if engines is not None and not 1 <= engines <= MOST_ENGINES:
+        raise StartError(f"--engines {engines}: give a number from 1 to {MOST_ENGINES}.")
+    without = settings.engine != "sglang" or settings.emulated_device is not None or gpus == NO_GPUS
+    usable = [] if without else _chosen(gpus, there())
+    if not usable:
+        hidden = () if gpus == NO_GPUS else None
+        return Engines(tuple(Engine(number, hidden) for number in range(engines or 1)))
+    if "base_gpu_id" in args or int(args.get("dp_size", 1)) > 1:  # who sets these says which GPUs SGLang takes
+        if (engines or 1) > 1:
+            raise StartError("--engines: base_gpu_id and dp_size in BATCHWEAVE_ENGINE_ARGS are for one engine alone.")
+        return Engines((Engine(0, tuple(each.name for each in usable)),))
+    said, changes, size = list[str](), dict[str, Any](), settings.replica
+    if not {"tp_size", "pp_size"} & args.keys() and len(usable) > 1:
+        size, why = _fewest(settings, usable, weights or weight_bytes)
+        if size > 1:
+            changes, said = {"tp_size": size}, [why]
+    fit = len(usable) // size
+    if fit == 0:
+        raise StartError(f"An engine takes {size} GPUs (tp_size x pp_size), and there are {len(usable)}.")
+    if engines is not None and engines > fit:
+        raise StartError(f"--engines {engines}: they take {engines * size} GPUs, and there are {len(usable)}.")
+    count = engines or fit
+    if left := usable[count * size :]:
+        said.append(f"GPUs {', '.join(each.name for each in left)} stay free")
+    names = [each.name for each in usable]
+    groups = (tuple(names[number * size : (number + 1) * size]) for number in range(count))
+    return Engines(tuple(Engine(number, group) for number, group in enumerate(groups)), changes, tuple(said))
+
+
+def weight_bytes(source: str) -> int | None:
+    """Return the size of a model's weights on disk or on the hub; None if nothing says it."""
+    folder = Path(source)
+    if not folder.is_dir():
+        from huggingface_hub import HfApi, snapshot_download
+
+        try:
+            folder = Path(snapshot_download(source, local_files_only=True, allow_patterns=["*.json"]))
+        except Exception:  # it is not there yet; the client raises errors of its own and of its HTTP library
+            try:
+                files = HfApi().model_info(source, files_metadata=True, timeout=ASK_S).siblings or []
+            except Exception as error:
+                log.warning("the hub does not say how large the model is", model=source, error=repr(error))
+                return None
+            return sum(each.size or 0 for each in files if each.rfilename.endswith(".safetensors")) or None
+    index = folder / "model.safetensors.index.json"
+    try:
+        if index.exists():
+            return int(json.loads(index.read_bytes())["metadata"]["total_size"]) or None
+        return sum(each.stat().st_size for each in folder.glob("*.safetensors")) or None
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        log.warning("the size of the weights cannot be read", model=source, error=repr(error))
+        return None
+
+
+def _chosen(gpus: str | None, there: list[Gpu]) -> list[Gpu]:
+    if gpus is None:
+        return there
+    names = _split(gpus)
+    wrong = next((each for each in names if not _NAME.fullmatch(each)), None)
+    if wrong is not None or not names:
+        raise StartError(f"--gpus {gpus}: give numbers such as 0,1,2,3, or 'none'.")
+    if len(set(names)) < len(names):
+        raise StartError(f"--gpus {gpus}: a GPU is named twice.")
+    by_name = {each.name: each for each in there}
+    for name in names:
+        if name.isdigit() and name not in by_name:
+            known = ", ".join(by_name) or "no GPU that nvidia-smi sees"
+            raise StartError(f"--gpus {gpus}: there is no GPU {name}; this machine has {known}.")
+    return [by_name.get(name, Gpu(name)) for name in names]
+
+
+def _split(names: str) -> list[str]:
+    return [each.strip() for each in names.split(",") if each.strip()]
+
+
+def _fewest(settings: Settings, usable: Sequence[Gpu], weights: Callable[[str], int | None]) -> tuple[int, str]:
+    """Return how many GPUs hold the model, a power of two, and the arithmetic in words."""
+    memory = min((each.memory_bytes for each in usable if each.memory_bytes), default=None)
+    size = None if memory is None or settings.model == DEMO_MODEL else weights(settings.model_source)
+    if memory is None or size is None:
+        return 1, ""
+    parts = 1
+    while size / parts > WEIGHTS_SHARE * memory:
+        parts *= 2
+    has = f"{settings.served_model} has {size / GB:.0f} GB of weights, and a GPU {memory / GB:.0f} GB"
+    if parts > len(usable):
+        raise StartError(
+            f"{has}: it takes {parts} GPUs, and there are {len(usable)}. Choose a smaller or quantized model, several "
+            "machines (docs/operate.md), or set tp_size in BATCHWEAVE_ENGINE_ARGS."
+        )
+    return parts, f"{has}: each engine takes {parts} GPUs (tp_size {parts})"
