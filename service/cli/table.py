@@ -10,7 +10,14 @@ import typer
 
 # By name: where the command is, and its help, with which the command's own help must begin.
 COMMANDS = {
-    "up": ("service.cli.roles:up", "Run the whole service in the foreground: Redis, API, planner, worker."),
+    "run": (
+        "service.cli.run:run",
+        "Run a file of requests on this machine: starts what it needs, writes the results, and ends.",
+    ),
+    "up": (
+        "service.cli.roles:up",
+        "Run the whole service in the foreground: Redis, API, planner, and an engine for each GPU.",
+    ),
     "submit": ("service.remote.submit:submit", "Upload a file, run it as a batch, and print the batch's id."),
     "batches": ("service.remote.batches:app", "List, watch, start, cancel and retry batches, and fetch their results."),
     "files": ("service.remote.files:app", "List, upload, download and delete files: batch inputs and results."),

@@ -73,9 +73,17 @@ class Client:
     def get(self, path: str, **params: Any) -> Any:
         return self._call("GET", path, params={name: each for name, each in params.items() if each is not None})
 
-    def post(self, path: str, body: Any = None, files: Any = None, data: Mapping[str, str] | None = None) -> Any:
+    def post(
+        self,
+        path: str,
+        body: Any = None,
+        files: Any = None,
+        data: Mapping[str, str] | None = None,
+        key: str | None = None,
+    ) -> Any:
         # A call that is made again because its answer was lost is recognized by its key.
-        return self._call("POST", path, json=body, files=files, data=data, headers={"Idempotency-Key": str(uuid4())})
+        headers = {"Idempotency-Key": key or str(uuid4())}
+        return self._call("POST", path, json=body, files=files, data=data, headers=headers)
 
     def delete(self, path: str) -> Any:
         return self._call("DELETE", path)

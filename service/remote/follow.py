@@ -51,11 +51,15 @@ def extras(batch: Batch) -> dict[str, Any]:
 
 
 def follow(
-    client: Client, batch_id: str, until: Callable[[Batch], bool] = lambda _: False, is_warned: bool = False
+    client: Client,
+    batch_id: str,
+    until: Callable[[Batch], bool] = lambda _: False,
+    is_warned: bool = False,
+    at_each: Callable[[Batch], None] = lambda _: None,
 ) -> Batch:
     """Show a batch's progress until it finishes or `until` holds, as a bar or, without a terminal, as lines.
 
-    `is_warned`: its warnings have been printed before.
+    `is_warned`: its warnings have been printed before. `at_each`: called at each look with what was last known.
     After the first reply it takes it that the service comes back: that it restarts, or the network is cut.
     """
     batch = Batch.of(client.get(f"/batches/{batch_id}"))
@@ -82,6 +86,7 @@ def follow(
             last = _tell(state, last)
             time.sleep(pause_s)
             pause_s = min(pause_s * 1.1, LAST_POLL_S)
+            at_each(batch)
             try:
                 with client.trying_once(ONCE_S):
                     batch = Batch.of(client.get(f"/batches/{batch_id}"))

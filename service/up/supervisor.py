@@ -49,6 +49,18 @@ def die_with_parent(signal_number: int = signal.SIGTERM) -> None:
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal_number)
 
 
+def told_by(folder: Path) -> tuple[str, str]:
+    """Return the process id of the service that held a data folder last, and the URL of its API.
+
+    The URL is empty while it starts or stops.
+    """
+    try:
+        lines = (folder / "lock").read_text(errors="replace").splitlines()
+    except FileNotFoundError:
+        lines = []
+    return lines[0] if lines else "", lines[1] if len(lines) > 1 else ""
+
+
 @dataclass(slots=True)
 class Part:
     """A child process that is kept running."""
@@ -138,13 +150,18 @@ class Supervisor:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             self._lock.seek(0)
-            pid = self._lock.read().strip() or "unknown"
+            pid = self._lock.read().partition("\n")[0].strip() or "unknown"
             raise StartError(
                 f"batchweave is already running on {folder} (pid {pid}). Stop it, or choose another --data-dir."
             ) from None
-        self._lock.truncate(0)
-        self._lock.write(str(os.getpid()))
-        self._lock.flush()
+        self._tell("")
+
+    def _tell(self, url: str) -> None:
+        """Write into the lock who has it and where its API is, for `told_by`; no URL while it starts or stops."""
+        if self._lock is not None:
+            self._lock.truncate(0)
+            self._lock.write(f"{os.getpid()}\n{url}\n")
+            self._lock.flush()
 
     def _check_port(self) -> None:
         host, port = self.settings.host, self.settings.port
@@ -178,6 +195,7 @@ class Supervisor:
             self._parts.append(part)
         host = "127.0.0.1" if is_everywhere(settings.host) else settings.host
         url = f"http://[{host}]:{settings.port}" if ":" in host else f"http://{host}:{settings.port}"
+        self._tell(url)
         self.say(f"Dashboard  {url}/dashboard")
         self.say(f"API        {url}/v1   its reference: {url}/docs")
         self.say(f"Model      {settings.served_model}   from {settings.model_source}")
@@ -338,6 +356,7 @@ class Supervisor:
 
     def _stop(self) -> None:
         """Stop the workers first, so that their answers are written while everything else runs, and Redis last."""
+        self._tell("")
         if self._parts:
             self.say("Stopping. Unfinished batches continue at the next start.")
         workers = [part for part in self._parts if part.worker is not None]

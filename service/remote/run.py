@@ -1,0 +1,164 @@
+"""The part of `batchweave run` that speaks HTTP: runs a file as one batch, once, and writes results as they come."""
+
+import hashlib
+import json
+import os
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from service.errors import CommandError
+from service.remote.client import AnswerError, Away, Client
+from service.remote.download import download
+from service.remote.follow import ENDED, extras, follow, report
+from service.remote.session import Exit
+from service.remote.shapes import Batch, File
+from service.remote.upload import upload
+from service.terminal import said
+
+PIECE = 1 << 20
+WRITE_S = 1.0
+
+
+@dataclass(slots=True)
+class Run:
+    """A file that runs as one batch. `memory`: the folder in which it is written down which one."""
+
+    client: Client
+    file: Path
+    output: Path
+    memory: Path
+    endpoint: str
+    _written_at: float = field(default=0.0)
+
+    @property
+    def errors(self) -> Path:
+        return self.output.with_name(f"{self.output.stem}.errors{self.output.suffix}")
+
+    @property
+    def part(self) -> Path:
+        return self.output.with_name(f"{self.output.name}.part")
+
+    def run(self, check: Callable[[], None], again: bool = False) -> Exit:
+        """Run the file, or continue, and return the exit code.
+
+        `check` raises if the service has ended. `again`: start anew, also if it has been run.
+        """
+        note = self.memory / f"{self._name()}.json"
+        if again:
+            note.unlink(missing_ok=True)
+        batch = self._batch(note)
+        self.part.unlink(missing_ok=True)  # it is fetched again: what is there may be of another file
+
+        def at_each(now: Batch) -> None:
+            check()
+            if time.monotonic() - self._written_at > WRITE_S:
+                with suppress(AnswerError, Away, httpx.TransportError):  # the next look tries again
+                    self._write(extras(now).get("early_output_file_id"))
+                self._written_at = time.monotonic()
+
+        batch = follow(self.client, batch.id, at_each=at_each)
+        code = report(batch)
+        self._finish(batch)
+        if batch.status != "completed":  # the next run starts anew
+            note.unlink(missing_ok=True)
+        return code
+
+    def _batch(self, note: Path) -> Batch:
+        """Return the batch of this file: the one that an earlier run created, or a new one.
+
+        The id of the uploaded file is written down before the create, which carries a key: whatever was interrupted,
+        there is one batch.
+        """
+        for _ in range(2):
+            known = _read(note)
+            file_id = known.get("file")
+            if file_id is None:
+                file_id = upload(self.client, self.file).id
+                _write_note(note, {"file": file_id, "path": str(self.file.resolve())})
+            asked = {"input_file_id": file_id, "endpoint": self.endpoint, "completion_window": "24h"}
+            try:
+                batch = Batch.of(self.client.post("/batches", asked, key=f"run-{file_id}"))
+            except AnswerError as error:
+                if not known or error.may_pass:
+                    raise
+                note.unlink(missing_ok=True)  # its file is gone
+                continue
+            if known and batch.status in ENDED and batch.status != "completed":
+                note.unlink(missing_ok=True)  # it was cancelled or has expired
+                continue
+            if known:
+                how = "has been run already; --again runs it anew" if batch.status in ENDED else "continues"
+                said.print(f"{self.file} {how}: {batch.id}")
+            else:
+                said.print(f"{self.file} runs as {batch.id}; results come into {self.part}")
+            return batch
+        raise CommandError(f"{self.file} cannot be continued; run it with --again.")
+
+    def _write(self, file_id: str | None) -> None:
+        """Add to the part what has come since."""
+        if file_id is None:
+            return
+        has = self.part.stat().st_size if self.part.exists() else 0
+        try:
+            with self.client.content(file_id, {"Range": f"bytes={has}-"}) as answer, self.part.open("ab") as opened:
+                opened.truncate(has)
+                for piece in answer.iter_bytes(PIECE):
+                    opened.write(piece)
+        except AnswerError as error:
+            if error.status != 416:  # nothing new
+                raise
+
+    def _finish(self, batch: Batch) -> None:
+        if batch.output_file_id is None:
+            self.part.unlink(missing_ok=True)
+            said.print(f"no results: {batch.id} has no successful request")
+        else:
+            size = File.of(self.client.get(f"/files/{batch.output_file_id}")).bytes
+            has = self.part.stat().st_size if self.part.exists() else 0
+            if has < size:
+                with suppress(AnswerError, Away, httpx.TransportError):
+                    self._write(batch.output_file_id)  # the finished file begins with the same bytes
+                has = self.part.stat().st_size if self.part.exists() else 0
+            if has == size:
+                os.replace(self.part, self.output)
+            else:
+                self.part.unlink(missing_ok=True)
+                size = download(self.client, batch.output_file_id, self.output)
+            said.print(f"results: {self.output} ({size:,} bytes)")
+        if batch.error_file_id is not None:
+            said.print(f"errors: {self.errors} ({download(self.client, batch.error_file_id, self.errors):,} bytes)")
+        elif self.errors.exists() and batch.status == "completed":
+            said.print(f"no errors: {self.errors} is from an earlier run, and left as it is", style="yellow")
+
+    def _name(self) -> str:
+        """Return what tells this run from others: the file's content, its endpoint, and where its results go."""
+        found = hashlib.sha256(f"{self.endpoint}\n{self.output.resolve()}\n".encode())
+        with self.file.open("rb") as opened:
+            while piece := opened.read(PIECE):
+                found.update(piece)
+        return found.hexdigest()[:32]
+
+
+def _read(note: Path) -> dict[str, Any]:
+    try:
+        known = json.loads(note.read_bytes())
+        return known if isinstance(known, dict) and isinstance(known.get("file"), str) else {}  # pyright: ignore
+    except (FileNotFoundError, ValueError):
+        return {}
+
+
+def _write_note(note: Path, known: dict[str, str]) -> None:
+    """Write a note that is there whole or not at all, also after a power loss."""
+    note.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+    new = note.with_suffix(".new")
+    with new.open("w") as opened:
+        json.dump(known, opened)
+        opened.flush()
+        os.fsync(opened.fileno())
+    os.replace(new, note)
