@@ -17,6 +17,7 @@ from service.endpoints import ADAPTER, ModelName
 from service.errors import SettingsError
 
 DEMO_MODEL = "demo"
+DEMO_NAME = "batchweave-demo"  # that requests use for it
 AdapterName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9._-]{1,128}$")]
 # Variables of the command line, and one that a worker passes to its engine.
 NOT_SETTINGS = {"BATCHWEAVE_URL", "BATCHWEAVE_API_KEY", "BATCHWEAVE_SCHEDULER"}
@@ -256,7 +257,7 @@ class Settings(BaseSettings):
         if self.model_name:
             return self.model_name
         if self.model == DEMO_MODEL:
-            return "batchweave-demo"
+            return DEMO_NAME
         return Path(self.model).resolve().name if Path(self.model).exists() else self.model
 
     @cached_property

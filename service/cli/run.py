@@ -15,6 +15,7 @@ from service.errors import CommandError, CostsError, StartError
 from service.remote.download import can_be_written
 from service.remote.session import NO_KEY, KeyOption, service_at
 from service.requests.files import opened
+from service.settings import DEMO_MODEL, DEMO_NAME
 from service.terminal import DataDirOption, fail, interrupted
 
 FIRST_LINE_BYTES = 16 * 1024 * 1024
@@ -65,7 +66,8 @@ def run(
     log_to(sys.stderr, logging.WARNING)
     try:
         endpoint, named = _first(path)
-        settings = settings_of(model=model or named, model_name=named, data_dir=data_dir, engine=engine, script=script)
+        model = model or (DEMO_MODEL if named == DEMO_NAME else named)
+        settings = settings_of(model=model, model_name=named, data_dir=data_dir, engine=engine, script=script)
         options = ["--model", settings.model, "--model-name", named]
         given = {"--gpus": gpus, "--engines": engines, "--engine": engine, "--script": script}
         options += [word for name, value in given.items() if value is not None for word in (name, str(value))]

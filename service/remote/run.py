@@ -23,6 +23,7 @@ from service.terminal import said
 
 PIECE = 1 << 20
 WRITE_S = 1.0
+WINDOW = "30d"  # the longest: nobody waits for a deadline here
 
 
 @dataclass(slots=True)
@@ -81,7 +82,7 @@ class Run:
             if file_id is None:
                 file_id = upload(self.client, self.file).id
                 _write_note(note, {"file": file_id, "path": str(self.file.resolve())})
-            asked = {"input_file_id": file_id, "endpoint": self.endpoint, "completion_window": "24h"}
+            asked = {"input_file_id": file_id, "endpoint": self.endpoint, "completion_window": WINDOW}
             try:
                 batch = Batch.of(self.client.post("/batches", asked, key=f"run-{file_id}"))
             except AnswerError as error:
