@@ -261,6 +261,11 @@ class Settings(BaseSettings):
         return Path(self.model).resolve().name if Path(self.model).exists() else self.model
 
     @cached_property
+    def folder_digest(self) -> str:
+        """What tells the API of this data folder from others, and says nothing else."""
+        return hashlib.sha256(os.fsencode(self.data_dir.resolve())).hexdigest()[:16]
+
+    @cached_property
     def replica(self) -> int:
         """The number of accelerators of one replica of the model."""
         return int(self.engine_args.get("tp_size", 1)) * int(self.engine_args.get("pp_size", 1))
@@ -312,6 +317,11 @@ def variable(field: str) -> str:
     about = Settings.model_fields.get(field)
     alias = about.validation_alias if about else field
     return alias if isinstance(alias, str) else f"BATCHWEAVE_{field.upper()}"
+
+
+def visible_gpus() -> str | None:
+    """Return CUDA's list of the GPUs that this process may use; None if nobody set one."""
+    return os.environ.get("CUDA_VISIBLE_DEVICES")
 
 
 def is_loopback(host: str) -> bool:

@@ -29,6 +29,7 @@ class Readiness(BaseModel):
     stalled: int = 0  # alive, but their engine has finished no step for half a minute while requests wait
     step_age_s: float = 0.0  # longest time since a step ended, among workers with requests
     storage_free_bytes: int | None = None  # if object storage is on a local disk
+    folder: str  # a digest of the data folder's path, by which a command on the same machine knows its service
 
 
 @router.get("/healthz")
@@ -63,4 +64,5 @@ async def readyz(context: InContext) -> Readiness:
         stalled=stalled,
         step_age_s=max(ages, default=0.0),
         storage_free_bytes=room.free_bytes if room else None,
+        folder=context.settings.folder_digest,
     )

@@ -8,15 +8,19 @@ import zlib
 from pathlib import Path
 from typing import Annotated
 
+import httpx
 import typer
 
 from service.cli.start import EngineOption, EnginesOption, GpusOption, ModelOption, ScriptOption, log_to, settings_of
 from service.errors import CommandError, CostsError, StartError
+from service.remote.client import Away
 from service.remote.download import can_be_written
-from service.remote.session import NO_KEY, KeyOption, service_at
+from service.remote.run import Run, check_places, check_served
+from service.remote.session import NO_KEY, Exit, KeyOption, service_at
 from service.requests.files import opened
-from service.settings import DEMO_MODEL, DEMO_NAME
-from service.terminal import DataDirOption, fail, interrupted
+from service.settings import DEMO_MODEL, DEMO_NAME, Settings
+from service.terminal import DataDirOption, fail, interrupted, said
+from service.up.supervisor import told_by
 
 FIRST_LINE_BYTES = 16 * 1024 * 1024
 
@@ -37,7 +41,7 @@ def run(
             help="Where results go, errors beside it; default: FILE.results.jsonl.",
         ),
     ] = None,
-    again: Annotated[bool, typer.Option("--again", help="Start anew, also if it was run or begun before.")] = False,
+    again: Annotated[bool, typer.Option("--again", help="Start from nothing, also if it was run before.")] = False,
     data_dir: DataDirOption = None,
     gpus: GpusOption = None,
     engines: EnginesOption = None,
@@ -48,7 +52,7 @@ def run(
     """Run a file of requests on this machine: starts what it needs, writes the results, and ends.
 
     Run the same command again after Ctrl-C, a crash or a power loss: it continues, and computes no answer twice. A
-    changed file starts anew. Where `batchweave up` runs on the same data folder, that service runs the file. The model
+    changed file, model or script starts from nothing. Where `batchweave up` runs on the same data folder, that service runs the file. The model
     is served under the name that the file's first line asks for; without --model it is that model. Exit codes: 0 done,
     3 some requests failed, 4 the batch failed, 1 anything else, 130 after Ctrl-C. Examples:
 
@@ -56,9 +60,6 @@ def run(
     - `batchweave run requests.jsonl --model Qwen/Qwen2.5-7B-Instruct --output results.jsonl`
     - `batchweave run -i requests.jsonl -o results.jsonl --model ./my-model --gpus 0,1`
     """  # fmt: skip
-    from service.remote.run import Run
-    from service.up.child import service_on
-
     path = input_file or file
     if path is None or (file is not None and input_file is not None):
         fail("name one file: batchweave run FILE, or -i FILE.")
@@ -71,19 +72,46 @@ def run(
         options = ["--model", settings.model, "--model-name", named]
         given = {"--gpus": gpus, "--engines": engines, "--engine": engine, "--script": script}
         options += [word for name, value in given.items() if value is not None for word in (name, str(value))]
-        target = output or path.with_name(f"{path.name.removesuffix('.gz').removesuffix('.jsonl')}.results.jsonl")
-        with service_on(settings, options) as service, service_at(service.url, key) as client:
-            found = Run(client, path, target, settings.data_dir / "runs", endpoint)
-            code = found.run(service.check, again)
+        target = output or can_be_written(
+            path.with_name(f"{path.name.removesuffix('.gz').removesuffix('.jsonl')}.results.jsonl")
+        )
+        assert target is not None
+        check_places(path, target)
+        rules = settings.script.read_text() if settings.script is not None else ""
+        answers = f"{settings.model_source} {settings.engine} {rules}"
+        code = _run(settings, options, (path, target, endpoint, answers, named), key, again)
     except KeyboardInterrupt:
         interrupted("Stopped. Run the same command again to continue.")
     except (CommandError, StartError, CostsError) as error:
         fail(str(error))
+    except OSError as error:
+        fail(f"{error.filename}: {error.strerror}" if error.filename else str(error))
     raise typer.Exit(code)
+
+
+def _run(settings: Settings, options: list[str], what: tuple[Path, Path, str, str, str], key: str, again: bool) -> Exit:
+    """Run the file on the service of the data folder, on the next one if who runs that one stops it."""
+    from service.up.child import ServiceGone, service_on
+
+    path, target, endpoint, answers, named = what
+    while True:
+        with service_on(settings, options, is_open=key == NO_KEY) as service, service_at(service.url, key) as client:
+            found = Run(client, path, target, settings.data_dir / "runs", endpoint, answers)
+            try:
+                if service.process is None:
+                    check_served(client, named)
+                return found.run(service.check, again)
+            except (ServiceGone, Away, httpx.TransportError):
+                if service.process is not None or told_by(service.folder)[1] == service.url:
+                    raise
+                said.print("the service that was joined has been stopped; continues with one of its own")
+                again = False
 
 
 def _first(path: Path) -> tuple[str, str]:
     """Return the endpoint and the model of a file's first request. Raises CommandError."""
+    if path.exists() and not path.is_file():
+        raise CommandError(f"{path} is not a regular file; it is read more than once.")
     try:
         with opened(path) as lines:
             line = next((each for each in iter(lambda: lines.readline(FIRST_LINE_BYTES), b"") if each.strip()), b"")
@@ -93,6 +121,8 @@ def _first(path: Path) -> tuple[str, str]:
         raise CommandError(f"{path}: the gzip file is damaged: {error}") from error
     if not line:
         raise CommandError(f"{path} is empty: it needs one request per line.")
+    if len(line) == FIRST_LINE_BYTES and not line.endswith(b"\n"):
+        raise CommandError(f"{path}: its first line is longer than {FIRST_LINE_BYTES >> 20} MiB.")
     try:
         request = json.loads(line.decode("utf-8-sig"))
         return str(request["url"]), str(request["body"]["model"])

@@ -28,27 +28,32 @@ WINDOW = "30d"  # the longest: nobody waits for a deadline here
 
 @dataclass(slots=True)
 class Run:
-    """A file that runs as one batch. `memory`: the folder in which it is written down which one."""
+    """A file that runs as one batch.
+
+    `memory`: the folder in which it is written down which one. `answers`: what the answers hang on beside the file: the
+    model and what runs it.
+    """
 
     client: Client
     file: Path
     output: Path
     memory: Path
     endpoint: str
+    answers: str
     _written_at: float = field(default=0.0)
 
     @property
     def errors(self) -> Path:
-        return self.output.with_name(f"{self.output.stem}.errors{self.output.suffix}")
+        return errors_beside(self.output)
 
     @property
     def part(self) -> Path:
-        return self.output.with_name(f"{self.output.name}.part")
+        return part_of(self.output)
 
     def run(self, check: Callable[[], None], again: bool = False) -> Exit:
         """Run the file, or continue, and return the exit code.
 
-        `check` raises if the service has ended. `again`: start anew, also if it has been run.
+        `check` raises if the service has ended. `again`: start from nothing, also if it has been run.
         """
         note = self.memory / f"{self._name()}.json"
         if again:
@@ -66,7 +71,7 @@ class Run:
         batch = follow(self.client, batch.id, at_each=at_each)
         code = report(batch)
         self._finish(batch)
-        if batch.status != "completed":  # the next run starts anew
+        if batch.status != "completed":  # the next run starts from nothing
             note.unlink(missing_ok=True)
         return code
 
@@ -90,16 +95,28 @@ class Run:
                     raise
                 note.unlink(missing_ok=True)  # its file is gone
                 continue
-            if known and batch.status in ENDED and batch.status != "completed":
-                note.unlink(missing_ok=True)  # it was cancelled or has expired
+            if known and batch.status in ENDED and not self._has_results(batch):
+                note.unlink(missing_ok=True)  # it was cancelled, or its results were deleted
                 continue
             if known:
-                how = "has been run already; --again runs it anew" if batch.status in ENDED else "continues"
+                how = "has been run already; --again runs it again" if batch.status in ENDED else "continues"
                 said.print(f"{self.file} {how}: {batch.id}")
             else:
                 said.print(f"{self.file} runs as {batch.id}; results come into {self.part}")
             return batch
         raise CommandError(f"{self.file} cannot be continued; run it with --again.")
+
+    def _has_results(self, batch: Batch) -> bool:
+        if batch.status != "completed":
+            return False
+        try:
+            for file_id in filter(None, (batch.output_file_id, batch.error_file_id)):
+                self.client.get(f"/files/{file_id}")
+        except AnswerError as error:
+            if error.status != 404:
+                raise
+            return False
+        return True
 
     def _write(self, file_id: str | None) -> None:
         """Add to the part what has come since."""
@@ -138,12 +155,40 @@ class Run:
             said.print(f"no errors: {self.errors} is from an earlier run, and left as it is", style="yellow")
 
     def _name(self) -> str:
-        """Return what tells this run from others: the file's content, its endpoint, and where its results go."""
-        found = hashlib.sha256(f"{self.endpoint}\n{self.output.resolve()}\n".encode())
+        """Return what tells this run from others: its file's content, what answers it, and where its results go."""
+        found = hashlib.sha256(f"{self.endpoint}\n{self.answers}\n{self.output.resolve()}\n".encode())
         with self.file.open("rb") as opened:
             while piece := opened.read(PIECE):
                 found.update(piece)
         return found.hexdigest()[:32]
+
+
+def errors_beside(output: Path) -> Path:
+    return output.with_name(f"{output.stem}.errors{output.suffix}")
+
+
+def part_of(output: Path) -> Path:
+    """Return where results come while the file runs."""
+    return output.with_name(f"{output.name}.part")
+
+
+def check_places(file: Path, output: Path) -> None:
+    """Check before anything runs that results can be written, and not over their requests. Raises CommandError."""
+    for place in (output, part_of(output), errors_beside(output)):
+        if place.exists() and not place.is_file():
+            raise CommandError(f"{place} is no file; choose another --output.")
+        if place.resolve() == file.resolve():
+            raise CommandError(f"the results would replace {file}; choose another --output.")
+
+
+def check_served(client: Client, model: str) -> None:
+    """Check that a service which was joined serves the model. Raises CommandError."""
+    served = [each["id"] for each in client.every("/models")]
+    if served and model not in served:
+        raise CommandError(
+            f"the service that runs on this data folder serves {', '.join(served)}, and not {model}. Stop it, or use "
+            "another --data-dir."
+        )
 
 
 def _read(note: Path) -> dict[str, Any]:

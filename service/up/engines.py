@@ -1,18 +1,18 @@
 """Divides the GPUs of a machine among the engines that `up` runs on it."""
 
 import json
-import os
 import re
 import subprocess
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
 import structlog
 
 from service.errors import StartError
-from service.settings import DEMO_MODEL, Settings
+from service.settings import DEMO_MODEL, Settings, visible_gpus
 
 MOST_ENGINES = 64
 NO_GPUS = "none"
@@ -61,10 +61,13 @@ def machine_gpus() -> list[Gpu]:
     found: dict[str, Gpu] = {}
     for line in listed.splitlines():
         name, _, memory = (each.strip() for each in line.partition(","))
-        found[name] = Gpu(name, int(memory) * 2**20 if memory.isdigit() else None)
-    if (visible := os.environ.get("CUDA_VISIBLE_DEVICES")) is None or not found:
+        if _NAME.fullmatch(name):
+            found[name] = Gpu(name, int(memory) * 2**20 if memory.isdigit() else None)
+    if (visible := visible_gpus()) is None or not found:
         return list(found.values())
-    return [found.get(name, Gpu(name)) for name in _split(visible)]
+    # As CUDA does: the list ends at the first name that is none, such as -1.
+    named = takewhile(lambda name: name in found or (_NAME.fullmatch(name) and not name.isdigit()), _split(visible))
+    return [found.get(name, Gpu(name)) for name in dict.fromkeys(named)]
 
 
 def engines_of(
@@ -165,6 +168,8 @@ def _fewest(settings: Settings, usable: Sequence[Gpu], weights: Callable[[str], 
         parts *= 2
     has = f"{settings.served_model} has {size / GB:.0f} GB of weights, and a GPU {memory / GB:.0f} GB"
     if parts > len(usable):
+        larger = max(each.memory_bytes or 0 for each in usable) > memory
+        has += " (the smallest; --gpus names the larger ones)" if larger else ""
         raise StartError(
             f"{has}: it takes {parts} GPUs, and there are {len(usable)}. Choose a smaller or quantized model, several "
             "machines (docs/operate.md), or set tp_size in BATCHWEAVE_ENGINE_ARGS."

@@ -214,7 +214,8 @@ class Supervisor:
         assert part.worker is not None
         part.changes["BATCHWEAVE_WORKER_NAME"] = part.worker
         if engine.gpus is not None:
-            part.changes["CUDA_VISIBLE_DEVICES"] = ",".join(engine.gpus)
+            # Numbers are nvidia-smi's, which go by the bus.
+            part.changes |= {"CUDA_VISIBLE_DEVICES": ",".join(engine.gpus), "CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
         if self.engines.changes:
             part.changes["BATCHWEAVE_ENGINE_ARGS"] = json.dumps(self.settings.engine_args | self.engines.changes)
         if engine.number and self.settings.metrics_port is not None:  # the planner has the next one

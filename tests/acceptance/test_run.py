@@ -15,7 +15,7 @@ from service.demo.prompts import CHAT
 from tests.acceptance.run_killed import run_killed
 from tests.acceptance.service import Up
 
-RULES = {"rules": [{"prompt": "bad*", "status": 400}, {"prompt": "slow*", "delay_s": 3}, {"prompt": "*"}]}
+RULES = {"rules": [{"prompt": "bad*", "status": 400}, {"prompt": "slow*", "delay_s": 1}, {"prompt": "*"}]}
 
 
 def request(custom_id: str, text: str) -> dict[str, Any]:
@@ -34,8 +34,15 @@ def command(folder: Path, *more: str) -> list[str]:
     return [sys.executable, "-m", "service.cli", "run", *more, *scripted, "--data-dir", str(folder / "data")]
 
 
-def run(folder: Path, *more: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(command(folder, *more), capture_output=True, text=True, cwd=folder, timeout=300)
+def run(folder: Path, *more: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, **variables}
+    return subprocess.run(
+        command(folder, *more), capture_output=True, text=True, cwd=folder, timeout=300, env=environment
+    )
+
+
+def begun(folder: Path, *more: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(command(folder, *more), stderr=subprocess.PIPE, text=True, cwd=folder)
 
 
 def write(folder: Path, *requests: dict[str, Any]) -> None:
@@ -56,7 +63,7 @@ def test_a_file_is_run_once_and_a_changed_one_anew(folder: Path) -> None:
     assert [each["custom_id"] for each in errors] == ["b"]
     assert "runs as batch_" in first.stderr
     again = run(folder, "in.jsonl", "--output", "out.jsonl")
-    assert "has been run already; --again runs it anew" in again.stderr
+    assert "has been run already; --again runs it again" in again.stderr
     assert again.returncode == 3
     write(folder, request("a", "hello again"))
     changed = run(folder, "in.jsonl")
@@ -75,14 +82,63 @@ def test_it_joins_a_service_that_runs_on_the_folder_and_leaves_it_there(folder: 
     write(folder, request("a", "hello"))
     found = run(folder, "in.jsonl")
     assert found.returncode == 0, found.stderr
-    assert f"joins the service on {folder / 'data'}: {service.url}" in found.stderr
+    assert f"joins the service on {folder / 'data'}, with its model, engines and GPUs: {service.url}" in found.stderr
     assert answers(folder / "in.results.jsonl") == {"a": "hello"}
     assert service.stop() == 0
 
 
+@pytest.mark.slow
+def test_other_rules_and_deleted_results_start_anew(folder: Path) -> None:
+    service = Up.on(
+        folder / "data", "--engine", "scripted", "--script", str(folder / "rules.json"), "--model-name", "m"
+    )
+    service.start()
+    write(folder, request("a", "hello"))
+    assert run(folder, "in.jsonl").returncode == 0
+    (file_id,) = [each.id for each in service.client.files.list() if each.purpose == "batch_output"]
+    service.client.files.delete(file_id)
+    anew = run(folder, "in.jsonl")
+    assert (anew.returncode, "runs as batch_" in anew.stderr) == (0, True), anew.stderr
+    (folder / "rules.json").write_text('{"rules": [{"prompt": "*", "answer": "new"}]}')
+    other = run(folder, "in.jsonl")
+    assert (other.returncode, "runs as batch_" in other.stderr) == (0, True), other.stderr
+    (folder / "data" / "x.jsonl").write_text(json.dumps({**request("a", "b"), "body": {"model": "other"}}))
+    wrong = run(folder, "data/x.jsonl")
+    assert wrong.returncode == 1
+    assert "serves m, and not other. Stop it, or use another --data-dir" in wrong.stderr
+    assert service.stop() == 0
+
+
+@pytest.mark.slow
+def test_runs_beside_each_other_keep_apart_or_share_one_service(tmp_path: Path) -> None:
+    """Three at once: two on one data folder, of which one starts the service and ends first, and one on another."""
+    places = [tmp_path / name for name in ("one", "two")]
+    for place in places:
+        place.mkdir()
+        rules = [{"prompt": "slow*", "answer": place.name, "delay_s": 6}, {"prompt": "*", "answer": place.name}]
+        (place / "rules.json").write_text(json.dumps({"rules": rules}))
+        write(place, request("a", "hello"))
+    (places[0] / "slow.jsonl").write_text(json.dumps(request("b", "slow")))
+    runs = [begun(places[0], "in.jsonl"), begun(places[1], "in.jsonl"), begun(places[0], "slow.jsonl")]
+    said = [each.communicate(timeout=300)[1] for each in runs]
+    assert [each.returncode for each in runs] == [0, 0, 0], said
+    assert answers(places[0] / "in.results.jsonl") == {"a": "one"}
+    assert answers(places[1] / "in.results.jsonl") == {"a": "two"}
+    assert answers(places[0] / "slow.results.jsonl") == {"b": "one"}
+    assert sum("joins the service" in each for each in said) >= 1
+
+
+def test_what_the_environment_says_for_others_does_no_harm(folder: Path) -> None:
+    write(folder, request("a", "hello"))
+    others = {"BATCHWEAVE_AUTH": "keys", "BATCHWEAVE_HOST": "0.0.0.0", "BATCHWEAVE_URL": "http://127.0.0.1:1"}
+    found = run(folder, "in.jsonl", HTTP_PROXY="http://127.0.0.1:1", http_proxy="http://127.0.0.1:1", **others)
+    assert found.returncode == 0, found.stderr
+
+
+@pytest.mark.slow
 def test_after_ctrl_c_it_continues_and_results_come_while_it_runs(folder: Path) -> None:
-    write(folder, *(request(str(number), "quick" if number < 50 else "slow") for number in range(400)))
-    process = subprocess.Popen(command(folder, "in.jsonl"), stderr=subprocess.PIPE, text=True, cwd=folder)
+    write(folder, *(request(str(number), "quick" if number < 50 else "slow") for number in range(300)))
+    process = begun(folder, "in.jsonl")
     part = folder / "in.results.jsonl.part"
     deadline = time.monotonic() + 200
     while not (part.exists() and part.read_bytes().count(b"\n")):
@@ -97,19 +153,28 @@ def test_after_ctrl_c_it_continues_and_results_come_while_it_runs(folder: Path) 
     again = run(folder, "in.jsonl")
     assert again.returncode == 0, again.stderr
     assert "in.jsonl continues: batch_" in again.stderr
-    assert len(answers(folder / "in.results.jsonl")) == 400
+    assert len(answers(folder / "in.results.jsonl")) == 300
 
 
 def test_what_is_wrong_is_said_in_one_line(folder: Path) -> None:
     (folder / "empty.jsonl").write_text("")
     (folder / "text.jsonl").write_text("hello\n")
     write(folder, request("a", "b"))
+    (folder / "in.results.jsonl").mkdir()
+    (folder / "x.errors.jsonl").write_text(json.dumps(request("a", "b")))
     for arguments, message in (
         (["missing.jsonl"], "missing.jsonl: No such file or directory"),
         (["empty.jsonl"], "empty.jsonl is empty"),
         (["text.jsonl"], 'its first line is not a request with a "url"'),
         ([], "name one file"),
-        (["in.jsonl", "--engines", "0"], "the service did not start: --engines 0: give a number from 1 to 64."),
+        (["in.jsonl"], "in.results.jsonl is not a regular file; choose a file to write"),
+        (["in.jsonl", "-o", "in.jsonl"], "the results would replace in.jsonl; choose another --output"),
+        (["x.errors.jsonl", "-o", "x.jsonl"], "the results would replace x.errors.jsonl"),
+        (["/dev/null"], "/dev/null is not a regular file"),
+        (
+            ["in.jsonl", "-o", "o.jsonl", "--engines", "0"],
+            "the service did not start: --engines 0: give a number from 1 to 64.",
+        ),
     ):
         found = run(folder, *arguments)
         assert found.returncode == 1, found.stderr

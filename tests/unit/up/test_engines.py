@@ -66,6 +66,8 @@ def test_a_model_that_is_too_large_for_a_gpu_gets_as_few_as_hold_it() -> None:
     assert found.said == ("someone/llama has 141 GB of weights, and a GPU 86 GB: each engine takes 4 GPUs (tp_size 4)",)
     with pytest.raises(StartError, match=r"141 GB of weights.*it takes 4 GPUs, and there are 2\. Choose a smaller"):
         engines_of(settings(), None, None, gpus(2), lambda _: LLAMA_70B)
+    with pytest.raises(StartError, match=r"a GPU 25 GB \(the smallest; --gpus names the larger ones\): it takes 4"):
+        engines_of(settings(), None, None, lambda: [Gpu("0", H100), Gpu("1", 24 * 10**9 + 10**9)], lambda _: 40 * 10**9)
     own = engines_of(settings(engine_args={"tp_size": 2}), None, None, gpus(8), lambda _: LLAMA_70B)
     assert (len(own.engines), own.changes) == (4, {})
     assert not engines_of(settings(), None, None, gpus(8, None), lambda _: LLAMA_70B).changes
@@ -107,6 +109,12 @@ def test_nvidia_smi_says_which_gpus_there_are(nvidia_smi: Path, monkeypatch: pyt
     assert machine_gpus() == [Gpu("0", memory), Gpu("1", memory), Gpu("2")]
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1,GPU-8f3c")
     assert machine_gpus() == [Gpu("1", memory), Gpu("GPU-8f3c")]
+    for visible, names in (("0,-1,1", "0"), ("-1", ""), ("NoDevFiles", ""), ("", ""), ("1,1,0", "10"), ("7", "")):
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+        assert "".join(each.name for each in machine_gpus()) == names
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
+    nvidia_smi.write_text("#!/bin/sh\necho 'Failed to initialize NVML: Driver/library version mismatch'\n")
+    assert machine_gpus() == []
     nvidia_smi.write_text("#!/bin/sh\necho 'No devices were found' >&2\nexit 6\n")
     assert machine_gpus() == []
 
