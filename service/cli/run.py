@@ -52,9 +52,9 @@ def run(
     """Run a file of requests on this machine: starts what it needs, writes the results, and ends.
 
     Run the same command again after Ctrl-C, a crash or a power loss: it continues, and computes no answer twice. A
-    changed file, model or script starts from nothing. Where `batchweave up` runs on the same data folder, that service runs the file. The model
-    is served under the name that the file's first line asks for; without --model it is that model. Exit codes: 0 done,
-    3 some requests failed, 4 the batch failed, 1 anything else, 130 after Ctrl-C. Examples:
+    changed file, model or script starts from nothing. Where `batchweave up` runs on the same data folder, that service
+    runs the file. The model is served under the name that the file's first line asks for; without --model it is that
+    model. Exit codes: 0 done, 3 some requests failed, 4 the batch failed, 1 anything else, 130 after Ctrl-C. Examples:
 
     - `batchweave run requests.jsonl`
     - `batchweave run requests.jsonl --model Qwen/Qwen2.5-7B-Instruct --output results.jsonl`
