@@ -22,12 +22,9 @@ from tests.engine.test_beside import MODEL
 
 SLOTS, CAPACITY = 16, 16_000
 RATIO = SimpleNamespace(current=0.5)
-NO_CACHE = SimpleNamespace(match_prefix=lambda _: SimpleNamespace(device_indices=(), host_hit_length=0))
 
 
 class Req:
-    extra_key = None
-
     def __init__(
         self, project: str, number: int, slo: str = DEFAULT, weight: float = 1.0, tokens: int = 10, answer: int = 10
     ) -> None:
@@ -48,7 +45,6 @@ def scheduler_of(queue: list[Any]) -> Any:
         chunked_req=None,
         max_running_requests=SLOTS,
         new_token_ratio_tracker=RATIO,
-        tree_cache=NO_CACHE,
     )
 
 
@@ -158,7 +154,7 @@ def test_who_comes_while_a_long_prompt_is_computed_is_not_behind_the_rest_of_it(
     queue = scheduler.waiting_queue
     came(turns, queue, *(Req("b", n, tokens=1000) for n in range(9)), Req("c", 0, FLEX))
     turns.note_first(scheduler)
-    assert scheduler.chunked_req.batchweave_first == [1000] * 5
+    assert names(scheduler.chunked_req.batchweave_first) == [f"b{n}" for n in range(5)]
     assert names(queue) == [*(f"b{n}" for n in range(9)), "a1", "c0"]
 
 

@@ -14,6 +14,7 @@ from sglang.srt.plugins.hook_registry import HookType
 from engine_ext.arrays import Bools
 from engine_ext.plugin.options import Overlap
 from engine_ext.plugin.scheduler import (
+    adder_hooks,
     foresight,
     host_copies,
     online,
@@ -34,7 +35,6 @@ from engine_ext.scan.step import Step
 ROOM = 2  # tokens of each decode for which there must be room if some are left out; a step may still run
 NOBODY_RESTS: Bools = np.zeros(0, dtype=np.bool_)
 _SCHEDULER = "sglang.srt.managers.scheduler.Scheduler"
-_ADDER = "sglang.srt.managers.schedule_policy.PrefillAdder"
 
 
 def enqueue(original: Callable[..., None], scheduler: Any, req: Any, *args: Any, **kwargs: Any) -> None:
@@ -315,51 +315,6 @@ def _make_room(ours: Admission, scheduler: Any, running: Any, demand: Demand) ->
         ours.copies.finish()
 
 
-def reserve_for_online(original: Callable[..., None], adder: Any, *args: Any, **kwargs: Any) -> None:
-    """Reserve nothing for our running requests: the scan has counted what it expects them to hold."""
-    original(adder, *args, **kwargs)
-    if _admits(adder):
-        theirs = [req for req in adder.running_batch.reqs if not is_ours(req)]
-        adder.batchweave_reserved = sum(adder._get_running_request_total_token_offset(req) for req in theirs)
-        adder.rem_total_token_offset = adder.cur_rem_token_offset + adder.batchweave_reserved
-
-
-def add_one(original: Callable[..., Any], adder: Any, req: Any, *args: Any, **kwargs: Any) -> Any:
-    """Reserve nothing for the output of a request that the scan admits, and what SGLang does for all others."""
-    if not _admits(adder):
-        return original(adder, req, *args, **kwargs)
-    if not is_ours(req):
-        # Without what SGLang has reserved for a chunk of ours that ends in this step.
-        adder.rem_total_token_offset = adder.cur_rem_token_offset + adder.batchweave_reserved
-        found = original(adder, req, *args, **kwargs)
-        adder.batchweave_reserved = adder.rem_total_token_offset - adder.cur_rem_token_offset
-        return found
-    to_come = online.reservation(req)
-    adder.rem_total_token_offset = adder.cur_rem_token_offset + adder.batchweave_reserved - to_come
-    try:
-        return original(adder, req, *args, **kwargs)
-    finally:
-        adder.rem_total_token_offset = adder.cur_rem_token_offset + adder.batchweave_reserved
-
-
-def continue_chunk(original: Callable[..., Any], adder: Any, req: Any, *args: Any, **kwargs: Any) -> Any:
-    """Let an online prompt that is computed in chunks leave room in the step to those whose turn is before its."""
-    first, most = getattr(req, "batchweave_first", ()), adder.rem_chunk_tokens
-    if not first or most is None or is_ours(req):
-        return original(adder, req, *args, **kwargs)
-    left_out = max(0, most - turns.chunk_tokens(first, most, adder.page_size))
-    adder.rem_chunk_tokens -= left_out
-    try:
-        return original(adder, req, *args, **kwargs)
-    finally:
-        adder.rem_chunk_tokens += left_out
-
-
-def _admits(adder: Any) -> bool:
-    """Return whether the adder works for `admit`, which marks the running batch that both are given."""
-    return getattr(adder.running_batch, "batchweave_admits", False)
-
-
 def abort(original: Callable[..., Any], scheduler: Any, recv_req: Any) -> None:
     """Show SGLang the waiting requests that an abort means, and all that decode; it takes them out itself."""
     ours = admission_of(scheduler)
@@ -392,9 +347,7 @@ HOOKS = [
     (f"{_SCHEDULER}.abort_request", abort, HookType.AROUND),
     (f"{_SCHEDULER}.pause_generation", pause, HookType.AROUND),
     (f"{_SCHEDULER}.is_fully_idle", is_fully_idle, HookType.AROUND),
-    (f"{_ADDER}.__init__", reserve_for_online, HookType.AROUND),
-    (f"{_ADDER}.add_one_req", add_one, HookType.AROUND),
-    (f"{_ADDER}.add_chunked_req", continue_chunk, HookType.AROUND),
+    *adder_hooks.HOOKS,
     *host_copies.HOOKS,
     *online.HOOKS,
     *resting.HOOKS,

@@ -7,21 +7,21 @@ All ranks see the same requests in the same order, and no clock decides.
 """
 
 from collections import Counter, OrderedDict, defaultdict
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from itertools import takewhile
 from typing import Any
 
 from engine_ext.plugin.marks import project_of, weight_of
 from engine_ext.plugin.scheduler.online import LOOKED_UP, is_ours, length, rank, reservation
-from engine_ext.plugin.scheduler.radix import cached_tokens
 
 LEFT = 8  # of so many request slots, and of so much KV cache, one part is left to others
 LATELY = 1000  # online requests, among which one of another project is a reason to leave it room
 SHOWN = 256  # waiting requests that a step may look at
 KNOWN = 10_000  # projects
-DECODE_EACH = 1024  # prompt tokens for which all that decode get a token
-STEP_TOKENS = 256  # prompt tokens that take about as long as what every step reads: all weights
-MOST_DUE = 8.0  # of such steps, one after the other
+DECODE_EACH = 1024  # online prompt tokens for which those that decode get a step
+STEP_TOKENS = 256  # prompt tokens that take about as long as a step's read of all weights
+MOST_DUE = 8.0  # steps of decodes, one after the other
 
 
 def order(req: Any) -> tuple[int, float]:
@@ -37,8 +37,8 @@ class Turns:
     _now: defaultdict[int, float] = field(default_factory=lambda: defaultdict(float))
     _last: dict[tuple[int, str], float] = field(default_factory=dict[tuple[int, str], float])
     _came: int = 0
-    decodes_due: float = 0.0  # steps of those that decode, which online prompts have put off
     _lately: OrderedDict[str, int] = field(default_factory=OrderedDict[str, int])  # the number of its last request
+    decodes_due: float = 0.0  # steps of those that decode, which online prompts have put off
 
     def came(self, queue: list[Any]) -> None:
         """Give the last request of a queue its turn, and move it to its place. One that was retracted keeps its own."""
@@ -99,17 +99,15 @@ class Turns:
         return held
 
     def note_first(self, scheduler: Any) -> None:
-        """Note with an online prompt of which a part is computed the prompt tokens of those whose turn is before its.
+        """Note with an online prompt of which a part is computed the requests that wait and whose turn is before its.
 
-        SGLang gives such a prompt whole steps, one after the other. Now it leaves room to them (`chunk_tokens`).
+        It leaves room to them in the next step (`adder_hooks.py`).
         """
         continued = scheduler.chunked_req
         if continued is not None and not is_ours(continued):
             turn = order(continued)
             first = takewhile(lambda req: order(req) < turn, scheduler.waiting_queue[:LOOKED_UP])
-            continued.batchweave_first = [
-                max(1, length(req) - sum(cached_tokens(scheduler.tree_cache, req))) for req in first
-            ]
+            continued.batchweave_first = list(first)
 
     def are_decodes(self, running: Any) -> bool:
         """Return whether the next step is of those that decode, though prompts wait."""
@@ -142,11 +140,11 @@ class Turns:
             scheduler.waiting_queue = sorted([*scheduler.waiting_queue, *held], key=order)
 
 
-def chunk_tokens(first: list[int], most: int, page: int) -> int:
-    """Return the prompt tokens of the next chunk of a prompt, of `most`: those are left out that others need before it.
+def chunk_tokens(first: Iterable[int], most: int, page: int) -> int:
+    """Return how many of `most` prompt tokens the next chunk of a prompt gets, a page at least; others get the rest.
 
-    `first`: the prompt tokens of each of them. One that does not fit beside the chunk waits: SGLang has one prompt in
-    chunks at a time. The chunk has a page at least.
+    `first`: what each of the others needs. One that does not fit beside the chunk waits, with those behind it: SGLang
+    has one prompt in chunks at a time.
     """
     left = most
     for tokens in first:
