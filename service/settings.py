@@ -288,30 +288,6 @@ def source_of(given: str) -> str:
     return str(Path(given).resolve()) if Path(given).exists() else given
 
 
-# The first setting under each heading of the lists of settings (docs/settings.md, the dashboard).
-HEADINGS = {
-    "data_dir": "Storage",
-    "host": "API",
-    "model": "Model and engine",
-    "worker_name": "Workers",
-    "metrics_host": "Metrics and cost",
-    "secret_key": "Tenants and security",
-    "step_limit_s": "Failures",
-    "slice_requests": "Planning and running",
-    "max_file_bytes": "Input files",
-}
-
-
-def grouped() -> dict[str, list[str]]:
-    """Return the names of all settings by heading."""
-    groups: dict[str, list[str]] = {}
-    heading = ""
-    for name in Settings.model_fields:
-        heading = HEADINGS.get(name, heading)
-        groups.setdefault(heading, []).append(name)
-    return groups
-
-
 def variable(field: str) -> str:
     """Return the environment variable of a setting; a name that is not a setting is returned as it is."""
     about = Settings.model_fields.get(field)

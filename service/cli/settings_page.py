@@ -8,7 +8,8 @@ from typing import Any
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
-from service.settings import Settings, grouped, variable
+from service.dashboard.settings_list import grouped
+from service.settings import Settings, variable
 
 HEAD = """# Settings
 

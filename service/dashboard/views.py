@@ -22,12 +22,13 @@ from service.dashboard.overview import known_events, known_workers, on_cpus
 from service.dashboard.reach import as_owner, note_read, project_seen
 from service.dashboard.render import HEADERS, ROOT, page
 from service.dashboard.sessions import LooksIn, LooksInAsAdmin, LooksInAsOperator
+from service.dashboard.settings_list import grouped
 from service.dashboard.shown import project_names
 from service.db.tables import File
 from service.db.tenant_tables import AuditEvent, Project
 from service.errors import NotFound
 from service.jobs.historian import summed
-from service.settings import Settings, grouped, variable
+from service.settings import Settings, variable
 
 LISTED = 50
 MOST_SUMMED = 10_000  # files, deleted ones too, that a look at their page adds up

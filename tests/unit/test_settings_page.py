@@ -3,7 +3,8 @@
 from pathlib import Path
 
 from service.cli.settings_page import page
-from service.settings import HEADINGS, Settings, grouped
+from service.dashboard.settings_list import HEADINGS, grouped
+from service.settings import Settings
 
 PAGE = Path(__file__).parents[2] / "docs/settings.md"
 
