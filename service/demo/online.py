@@ -45,7 +45,9 @@ class PacedClient:
 
     async def _run(self) -> None:
         tasks = list[asyncio.Task[None]]()
-        async with openai.AsyncOpenAI(base_url=f"{self._url}/v1", api_key="none-needed", max_retries=0) as client:
+        http = openai.DefaultAsyncHttpxClient(trust_env=False)  # no proxy reaches this machine's loopback
+        base = f"{self._url}/v1"
+        async with openai.AsyncOpenAI(base_url=base, api_key="none-needed", max_retries=0, http_client=http) as client:
             while not self._stopped.is_set():
                 tasks.append(asyncio.create_task(self._ask(client, len(tasks))))
                 await asyncio.sleep(PACE_S)

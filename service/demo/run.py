@@ -27,7 +27,7 @@ from service.settings import Settings
 
 START_S, STOP_S = 60.0, 60.0
 ENDED = ("completed", "failed", "expired", "cancelled")
-_http = httpx.Client(trust_env=False)  # shared by all polling; the service is on this machine
+_http = httpx.Client(trust_env=False)  # shared by all calls: no proxy reaches this machine's loopback
 console = Console(highlight=False, markup=False)
 
 
@@ -42,7 +42,7 @@ def run_demo(settings: Settings, file: Path | None, keep: bool, with_online: boo
     with _service(settings, model_name, port) as process:
         _wait_until_up(url, process, settings.data_dir)
         console.print(f"batchweave is up: API {url}/v1, docs {url}/docs")
-        client = openai.OpenAI(base_url=f"{url}/v1", api_key="none-needed", max_retries=5)
+        client = openai.OpenAI(base_url=f"{url}/v1", api_key="none-needed", max_retries=5, http_client=_http)
         waited_s, streaming = 0.0, None
         if with_online:
             waited_s = _wait_for_engine(url, process)
