@@ -5,6 +5,9 @@ import json
 import logging
 import sys
 import zlib
+from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -13,14 +16,13 @@ import typer
 
 from service.cli.start import EngineOption, EnginesOption, GpusOption, ModelOption, ScriptOption, log_to, settings_of
 from service.errors import CommandError, CostsError, StartError
-from service.remote.client import Away
+from service.remote.client import Away, Client
 from service.remote.download import can_be_written
 from service.remote.run import Run, check_places, check_served
 from service.remote.session import NO_KEY, Exit, KeyOption, service_at
 from service.requests.files import opened
 from service.settings import DEMO_MODEL, DEMO_NAME, Settings
 from service.terminal import DataDirOption, fail, interrupted, said
-from service.up.supervisor import told_by
 
 FIRST_LINE_BYTES = 16 * 1024 * 1024
 
@@ -79,7 +81,10 @@ def run(
         check_places(path, target)
         rules = settings.script.read_text() if settings.script is not None else ""
         answers = f"{settings.model_source} {settings.engine} {rules}"
-        code = _run(settings, options, (path, target, endpoint, answers, named), key, again)
+        make = partial(
+            Run, file=path, output=target, memory=settings.data_dir / "runs", endpoint=endpoint, answers=answers
+        )
+        code = _run(settings, options, make, key, again)
     except KeyboardInterrupt:
         interrupted("Stopped. Run the same command again to continue.")
     except (CommandError, StartError, CostsError) as error:
@@ -89,22 +94,22 @@ def run(
     raise typer.Exit(code)
 
 
-def _run(settings: Settings, options: list[str], what: tuple[Path, Path, str, str, str], key: str, again: bool) -> Exit:
-    """Run the file on the service of the data folder, on the next one if who runs that one stops it."""
+def _run(settings: Settings, options: list[str], make: Callable[[Client], Run], key: str, again: bool) -> Exit:
+    """Run the file on the service of the data folder; if that one was joined and ends, on the next one."""
     from service.up.child import ServiceGone, service_on
 
-    path, target, endpoint, answers, named = what
     while True:
         with service_on(settings, options, is_open=key == NO_KEY) as service, service_at(service.url, key) as client:
-            found = Run(client, path, target, settings.data_dir / "runs", endpoint, answers)
             try:
                 if service.process is None:
-                    check_served(client, named)
-                return found.run(service.check, again)
-            except (ServiceGone, Away, httpx.TransportError):
-                if service.process is not None or told_by(service.folder)[1] == service.url:
-                    raise
-                said.print("the service that was joined has been stopped; continues with one of its own")
+                    check_served(client, settings.served_model)
+                return make(client).run(service.check, again)
+            except (ServiceGone, Away, httpx.TransportError) as error:
+                if not isinstance(error, ServiceGone):
+                    with suppress(ServiceGone):
+                        service.check()
+                        raise
+                said.print("the service that was joined has ended; continues with one of its own")
                 again = False
 
 

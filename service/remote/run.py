@@ -1,5 +1,6 @@
 """The part of `batchweave run` that speaks HTTP: runs a file as one batch, once, and writes results as they come."""
 
+import fcntl
 import hashlib
 import json
 import os
@@ -28,10 +29,10 @@ WINDOW = "30d"  # the longest: nobody waits for a deadline here
 
 @dataclass(slots=True)
 class Run:
-    """A file that runs as one batch.
+    """A file that runs as one batch of the service that `client` calls.
 
-    `memory`: the folder in which it is written down which one. `answers`: what the answers hang on beside the file: the
-    model and what runs it.
+    `memory`: the folder with a note of each run, which says what it was uploaded as. `answers`: what else the answers
+    hang on: the model, and what runs it.
     """
 
     client: Client
@@ -58,8 +59,21 @@ class Run:
         note = self.memory / f"{self._name()}.json"
         if again:
             note.unlink(missing_ok=True)
+        with self.part.open("ab") as part:
+            try:
+                fcntl.flock(part, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError as error:
+                raise CommandError(f"{self.part} is being written by another run of this command.") from error
+            part.truncate(0)  # it is fetched again: what is there may be of another file
+            try:
+                return self._run_locked(note, check)
+            except BaseException:
+                if self.part.exists() and not self.part.stat().st_size:
+                    self.part.unlink()  # nothing came
+                raise
+
+    def _run_locked(self, note: Path, check: Callable[[], None]) -> Exit:
         batch = self._batch(note)
-        self.part.unlink(missing_ok=True)  # it is fetched again: what is there may be of another file
 
         def at_each(now: Batch) -> None:
             check()
@@ -122,10 +136,9 @@ class Run:
         """Add to the part what has come since."""
         if file_id is None:
             return
-        has = self.part.stat().st_size if self.part.exists() else 0
+        has = self.part.stat().st_size
         try:
             with self.client.content(file_id, {"Range": f"bytes={has}-"}) as answer, self.part.open("ab") as opened:
-                opened.truncate(has)
                 for piece in answer.iter_bytes(PIECE):
                     opened.write(piece)
         except AnswerError as error:
@@ -138,12 +151,10 @@ class Run:
             said.print(f"no results: {batch.id} has no successful request")
         else:
             size = File.of(self.client.get(f"/files/{batch.output_file_id}")).bytes
-            has = self.part.stat().st_size if self.part.exists() else 0
-            if has < size:
+            if self.part.stat().st_size < size:
                 with suppress(AnswerError, Away, httpx.TransportError):
                     self._write(batch.output_file_id)  # the finished file begins with the same bytes
-                has = self.part.stat().st_size if self.part.exists() else 0
-            if has == size:
+            if self.part.stat().st_size == size:
                 os.replace(self.part, self.output)
             else:
                 self.part.unlink(missing_ok=True)
@@ -208,3 +219,8 @@ def _write_note(note: Path, known: dict[str, str]) -> None:
         opened.flush()
         os.fsync(opened.fileno())
     os.replace(new, note)
+    folder = os.open(note.parent, os.O_RDONLY)
+    try:
+        os.fsync(folder)
+    finally:
+        os.close(folder)

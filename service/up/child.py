@@ -38,11 +38,12 @@ class Service:
     log_from: int = 0  # where the child's lines begin in the log
 
     def check(self) -> None:
-        """Raise CommandError if the service has ended, ServiceGone if it was not ours."""
-        if self.process is not None and self.process.poll() is not None:
-            raise CommandError(f"the service ended: {self.last_words()} Run the same command again to continue.")
-        if self.process is None and told_by(self.folder)[1] != self.url:
-            raise ServiceGone("the service that was joined stops")
+        """Raise CommandError if the service has ended; that is ServiceGone if it was joined."""
+        if self.process is not None:
+            if self.process.poll() is not None:
+                raise CommandError(f"the service ended: {self.last_words()} Run the same command again to continue.")
+        elif not _is_locked(self.folder) or told_by(self.folder)[1] != self.url:  # killed, or stopped
+            raise ServiceGone("the service that was joined has ended")
 
     def last_words(self) -> str:
         """Return the last line that the child printed, which says why it ended."""

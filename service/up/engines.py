@@ -65,50 +65,9 @@ def machine_gpus() -> list[Gpu]:
             found[name] = Gpu(name, int(memory) * 2**20 if memory.isdigit() else None)
     if (visible := visible_gpus()) is None or not found:
         return list(found.values())
-    # As CUDA does: the list ends at the first name that is none, such as -1.
+    # As in CUDA, the list ends at the first entry that names no GPU, such as -1.
     named = takewhile(lambda name: name in found or (_NAME.fullmatch(name) and not name.isdigit()), _split(visible))
     return [found.get(name, Gpu(name)) for name in dict.fromkeys(named)]
-
-
-def engines_of(
-    settings: Settings,
-    gpus: str | None = None,
-    engines: int | None = None,
-    there: Callable[[], list[Gpu]] = machine_gpus,
-    weights: Callable[[str], int | None] | None = None,
-) -> Engines:
-    """Return one engine for each GPU, or group of GPUs that holds the model. Raises StartError.
-
-    `gpus`: those to use, "0,1" or "none"; None for all. `engines`: how many to run; None for as many as fit.
-    """
-    args = settings.engine_args
-    if engines is not None and not 1 <= engines <= MOST_ENGINES:
-        raise StartError(f"--engines {engines}: give a number from 1 to {MOST_ENGINES}.")
-    without = settings.engine != "sglang" or settings.emulated_device is not None or gpus == NO_GPUS
-    usable = [] if without else _chosen(gpus, there())
-    if not usable:
-        hidden = () if gpus == NO_GPUS else None
-        return Engines(tuple(Engine(number, hidden) for number in range(engines or 1)))
-    if "base_gpu_id" in args or int(args.get("dp_size", 1)) > 1:  # who sets these says which GPUs SGLang takes
-        if (engines or 1) > 1:
-            raise StartError("--engines: base_gpu_id and dp_size in BATCHWEAVE_ENGINE_ARGS are for one engine alone.")
-        return Engines((Engine(0, tuple(each.name for each in usable)),))
-    said, changes, size = list[str](), dict[str, Any](), settings.replica
-    if not {"tp_size", "pp_size"} & args.keys() and len(usable) > 1:
-        size, why = _fewest(settings, usable, weights or weight_bytes)
-        if size > 1:
-            changes, said = {"tp_size": size}, [why]
-    fit = len(usable) // size
-    if fit == 0:
-        raise StartError(f"An engine takes {size} GPUs (tp_size x pp_size), and there are {len(usable)}.")
-    if engines is not None and engines > fit:
-        raise StartError(f"--engines {engines}: they take {engines * size} GPUs, and there are {len(usable)}.")
-    count = engines or fit
-    if left := usable[count * size :]:
-        said.append(f"GPUs {', '.join(each.name for each in left)} stay free")
-    names = [each.name for each in usable]
-    groups = (tuple(names[number * size : (number + 1) * size]) for number in range(count))
-    return Engines(tuple(Engine(number, group) for number, group in enumerate(groups)), changes, tuple(said))
 
 
 def weight_bytes(source: str) -> int | None:
@@ -134,6 +93,47 @@ def weight_bytes(source: str) -> int | None:
     except (OSError, ValueError, KeyError, TypeError) as error:
         log.warning("the size of the weights cannot be read", model=source, error=repr(error))
         return None
+
+
+def engines_of(
+    settings: Settings,
+    gpus: str | None = None,
+    engines: int | None = None,
+    there: Callable[[], list[Gpu]] = machine_gpus,
+    weights: Callable[[str], int | None] = weight_bytes,
+) -> Engines:
+    """Return one engine for each GPU, or group of GPUs that holds the model. Raises StartError.
+
+    `gpus`: those to use, "0,1" or "none"; None for all. `engines`: how many to run; None for as many as fit.
+    """
+    args = settings.engine_args
+    if engines is not None and not 1 <= engines <= MOST_ENGINES:
+        raise StartError(f"--engines {engines}: give a number from 1 to {MOST_ENGINES}.")
+    without = settings.engine != "sglang" or settings.emulated_device is not None or gpus == NO_GPUS
+    usable = [] if without else _chosen(gpus, there())
+    if not usable:
+        hidden = () if gpus == NO_GPUS else None
+        return Engines(tuple(Engine(number, hidden) for number in range(engines or 1)))
+    if "base_gpu_id" in args or int(args.get("dp_size", 1)) > 1:  # who sets these says which GPUs SGLang takes
+        if (engines or 1) > 1:
+            raise StartError("--engines: base_gpu_id and dp_size in BATCHWEAVE_ENGINE_ARGS are for one engine alone.")
+        return Engines((Engine(0, tuple(each.name for each in usable)),))
+    said, changes, size = list[str](), dict[str, Any](), settings.replica
+    if not {"tp_size", "pp_size"} & args.keys() and len(usable) > 1:
+        size, why = _fewest(settings, usable, weights)
+        if size > 1:
+            changes, said = {"tp_size": size}, [why]
+    fit = len(usable) // size
+    if fit == 0:
+        raise StartError(f"An engine takes {size} GPUs (tp_size x pp_size), and there are {len(usable)}.")
+    if engines is not None and engines > fit:
+        raise StartError(f"--engines {engines}: they take {engines * size} GPUs, and there are {len(usable)}.")
+    count = engines or fit
+    if left := usable[count * size :]:
+        said.append(f"GPUs {', '.join(each.name for each in left)} stay free")
+    names = [each.name for each in usable]
+    groups = (tuple(names[number * size : (number + 1) * size]) for number in range(count))
+    return Engines(tuple(Engine(number, group) for number, group in enumerate(groups)), changes, tuple(said))
 
 
 def _chosen(gpus: str | None, there: list[Gpu]) -> list[Gpu]:

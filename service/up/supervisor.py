@@ -35,10 +35,12 @@ STOP_S = 8.0  # of one part; together less than the ten seconds that container r
 BEGUN_S = 20.0
 MAX_EXITS = 5
 LONGEST_PAUSE_S = 60.0
+LOCK_TRIES = 5
 FIRST_PAUSE_S = 0.5
 ASK_S = 1.0
 WATCH_S = 0.5
 LOGS_S = 60.0
+ROLES = ("api", "planner")
 COMMAND = [sys.executable, "-m", "service.cli"]
 _PR_SET_PDEATHSIG = 1
 log = structlog.get_logger()
@@ -146,14 +148,17 @@ class Supervisor:
         folder = self.settings.data_dir
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         self._lock = (folder / "lock").open("a+")
-        try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            self._lock.seek(0)
-            pid = self._lock.read().partition("\n")[0].strip() or "unknown"
-            raise StartError(
-                f"batchweave is already running on {folder} (pid {pid}). Stop it, or choose another --data-dir."
-            ) from None
+        for left in reversed(range(LOCK_TRIES)):
+            try:
+                fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:  # who only looks whether a service runs has it for a moment
+                if not left:
+                    pid = told_by(folder)[0] or "unknown"
+                    raise StartError(
+                        f"batchweave is already running on {folder} (pid {pid}). Stop it, or choose another --data-dir."
+                    ) from None
+                time.sleep(0.05)
         self._tell("")
 
     def _tell(self, url: str) -> None:
@@ -187,7 +192,7 @@ class Supervisor:
             self._parts[0].start(environment)
         self._wait_for_redis()
         upgrade(settings.database)
-        roles = [Part(name, [*COMMAND, name], logs / f"{name}.log") for name in ("api", "planner")]
+        roles = [Part(name, [*COMMAND, name], logs / f"{name}.log") for name in ROLES]
         if settings.metrics_port is not None:  # the first worker has the port itself
             roles[1].changes["BATCHWEAVE_METRICS_PORT"] = str(settings.metrics_port + 1)
         for part in (*roles, *(self._worker(each, logs) for each in self.engines.engines)):
@@ -222,6 +227,8 @@ class Supervisor:
             part.changes["BATCHWEAVE_METRICS_PORT"] = str(self.settings.metrics_port + 1 + engine.number)
         if engine.number and self.settings.online_port:
             part.changes["BATCHWEAVE_ONLINE_PORT"] = str(self.settings.online_port + engine.number)
+        if engine.number and (steps := self.settings.steps_file) is not None:
+            part.changes["BATCHWEAVE_STEPS_FILE"] = str(steps.with_name(f"{steps.stem}{number}{steps.suffix}"))
         return part
 
     def _about_engines(self) -> list[str]:
@@ -361,13 +368,12 @@ class Supervisor:
         if self._parts:
             self.say("Stopping. Unfinished batches continue at the next start.")
         workers = [part for part in self._parts if part.worker is not None]
-        others = {part.name: part for part in self._parts if part.worker is None}
-        for parts in (workers, [others[name] for name in ("planner", "api") if name in others], [others.get("redis")]):
-            there = [part for part in parts if part is not None]
-            for part in there:
+        roles, servers = ([part for part in self._parts if part.name in names] for names in (ROLES, ("redis",)))
+        for parts in (workers, roles, servers):
+            for part in parts:
                 part.ask_to_stop()
             until = time.monotonic() + STOP_S
-            for part in there:
+            for part in parts:
                 part.end(max(0.0, until - time.monotonic()))
         if self._parts:
             self.say("Stopped.")

@@ -45,6 +45,14 @@ def begun(folder: Path, *more: str) -> subprocess.Popen[str]:
     return subprocess.Popen(command(folder, *more), stderr=subprocess.PIPE, text=True, cwd=folder)
 
 
+def started(folder: Path) -> Up:
+    """Start a service that stays, on the data folder of the runs."""
+    rules = str(folder / "rules.json")
+    service = Up.on(folder / "data", "--engine", "scripted", "--script", rules, "--model-name", "m")
+    service.start()
+    return service
+
+
 def write(folder: Path, *requests: dict[str, Any]) -> None:
     (folder / "in.jsonl").write_text("".join(f"{json.dumps(each)}\n" for each in requests))
 
@@ -54,7 +62,7 @@ def answers(path: Path) -> dict[str, str]:
     return {each["custom_id"]: each["response"]["body"]["choices"][0]["message"]["content"] for each in lines}
 
 
-def test_a_file_is_run_once_and_a_changed_one_anew(folder: Path) -> None:
+def test_a_file_is_run_once_and_a_changed_one_from_nothing(folder: Path) -> None:
     write(folder, request("a", "hello"), request("b", "bad one"))
     first = run(folder, "-i", "in.jsonl", "-o", "out.jsonl")
     assert first.returncode == 3, first.stderr
@@ -69,8 +77,8 @@ def test_a_file_is_run_once_and_a_changed_one_anew(folder: Path) -> None:
     changed = run(folder, "in.jsonl")
     assert changed.returncode == 0, changed.stderr
     assert answers(folder / "in.results.jsonl") == {"a": "hello again"}
-    anew = run(folder, "in.jsonl", "--again")
-    assert "runs as batch_" in anew.stderr
+    afresh = run(folder, "in.jsonl", "--again")
+    assert "runs as batch_" in afresh.stderr
     assert not [each for each in folder.iterdir() if each.suffix == ".part"]
 
 
@@ -88,7 +96,7 @@ def test_it_joins_a_service_that_runs_on_the_folder_and_leaves_it_there(folder: 
 
 
 @pytest.mark.slow
-def test_other_rules_and_deleted_results_start_anew(folder: Path) -> None:
+def test_other_rules_and_deleted_results_start_from_nothing(folder: Path) -> None:
     service = Up.on(
         folder / "data", "--engine", "scripted", "--script", str(folder / "rules.json"), "--model-name", "m"
     )
@@ -97,8 +105,8 @@ def test_other_rules_and_deleted_results_start_anew(folder: Path) -> None:
     assert run(folder, "in.jsonl").returncode == 0
     (file_id,) = [each.id for each in service.client.files.list() if each.purpose == "batch_output"]
     service.client.files.delete(file_id)
-    anew = run(folder, "in.jsonl")
-    assert (anew.returncode, "runs as batch_" in anew.stderr) == (0, True), anew.stderr
+    afresh = run(folder, "in.jsonl")
+    assert (afresh.returncode, "runs as batch_" in afresh.stderr) == (0, True), afresh.stderr
     (folder / "rules.json").write_text('{"rules": [{"prompt": "*", "answer": "new"}]}')
     other = run(folder, "in.jsonl")
     assert (other.returncode, "runs as batch_" in other.stderr) == (0, True), other.stderr
@@ -126,6 +134,40 @@ def test_runs_beside_each_other_keep_apart_or_share_one_service(tmp_path: Path) 
     assert answers(places[1] / "in.results.jsonl") == {"a": "two"}
     assert answers(places[0] / "slow.results.jsonl") == {"b": "one"}
     assert sum("joins the service" in each for each in said) >= 1
+
+
+@pytest.mark.slow
+def test_a_joined_service_that_is_killed_is_replaced(folder: Path) -> None:
+    service = Up.on(
+        folder / "data", "--engine", "scripted", "--script", str(folder / "rules.json"), "--model-name", "m"
+    )
+    service.start()
+    write(folder, *(request(str(number), "slow") for number in range(300)))
+    process = begun(folder, "in.jsonl")
+    service.until(lambda: any(service.done(each.id) for each in service.client.batches.list()), "answers")
+    assert service.stop(signal.SIGKILL) == -signal.SIGKILL
+    _, said = process.communicate(timeout=300)
+    assert process.returncode == 0, said
+    assert "the service that was joined has ended; continues with one of its own" in said
+    assert "in.jsonl continues: batch_" in said
+    assert len(answers(folder / "in.results.jsonl")) == 300
+
+
+@pytest.mark.slow
+def test_one_run_at_a_time_writes_an_output(folder: Path) -> None:
+    service = Up.on(
+        folder / "data", "--engine", "scripted", "--script", str(folder / "rules.json"), "--model-name", "m"
+    )
+    service.start()
+    write(folder, *(request(str(number), "slow") for number in range(100)))
+    first = begun(folder, "in.jsonl")
+    service.until(lambda: bool(service.client.batches.list().data), "the batch of the first one")
+    second = run(folder, "in.jsonl")
+    assert second.returncode == 1
+    assert "in.results.jsonl.part is being written by another run of this command" in second.stderr
+    assert first.wait(300) == 0
+    assert len(answers(folder / "in.results.jsonl")) == 100
+    assert service.stop() == 0
 
 
 def test_what_the_environment_says_for_others_does_no_harm(folder: Path) -> None:

@@ -131,8 +131,14 @@ def test_the_size_of_a_model_is_that_of_its_files(tmp_path: Path) -> None:
 
 
 def test_each_worker_has_its_gpus_name_ports_and_log(tmp_path: Path) -> None:
+    steps = tmp_path / "steps.jsonl"
     given = settings(
-        data_dir=tmp_path, metrics_port=9100, online_port=9200, worker_name="w", engine_args={"page_size": 16}
+        data_dir=tmp_path,
+        steps_file=steps,
+        metrics_port=9100,
+        online_port=9200,
+        worker_name="w",
+        engine_args={"page_size": 16},
     )
     engines = engines_of(given, None, None, gpus(8), lambda _: LLAMA_70B)
     supervisor = Supervisor(given, print, engines)
@@ -144,4 +150,5 @@ def test_each_worker_has_its_gpus_name_ports_and_log(tmp_path: Path) -> None:
     assert [part.changes["CUDA_VISIBLE_DEVICES"] for part in parts] == ["0,1,2,3", "4,5,6,7"]
     assert {part.changes["BATCHWEAVE_ENGINE_ARGS"] for part in parts} == {'{"page_size": 16, "tp_size": 4}'}
     assert [part.changes.get("BATCHWEAVE_METRICS_PORT") for part in parts] == [None, "9102"]
+    assert [part.changes.get("BATCHWEAVE_STEPS_FILE") for part in parts] == [None, str(tmp_path / "steps-1.jsonl")]
     assert [part.changes.get("BATCHWEAVE_ONLINE_PORT") for part in parts] == [None, "9201"]
