@@ -10,11 +10,18 @@ from collections import Counter
 from typing import Any
 
 import h11
+import uvicorn
+from fastapi import FastAPI
 from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from service.settings import Settings
 
 HEAD_S = 10.0  # from the start of a connection, or the last response on it, to the end of the next headers
 BODY_S = 30.0  # in which an incomplete body must deliver BODY_BYTES or its rest
 BODY_BYTES = 16 * 1024
+# For which a connection stays open between two requests. A client that sends its next one while we close loses it, so
+# this is longer than clients and proxies themselves keep an idle one: 5 s (httpx, openai), 15 s (aiohttp), 60 s.
+KEPT_S = 75
 READ_S = 60.0  # in which a client must read some of a response
 SHARE = 4  # one address may have this fraction, 1 / SHARE, of the process's descriptors
 
@@ -120,5 +127,17 @@ class PatientProtocol(H11Protocol):
             self.transport.abort()
 
 
-def protocol(most: int) -> type[PatientProtocol]:
-    return type("PatientProtocol", (PatientProtocol,), {"most": most})
+def served(app: FastAPI, settings: Settings) -> uvicorn.Config:
+    """Return how uvicorn serves `app`: by h11, which bounds a request's headers."""
+    most = most_of_one(settings.connections_per_address)
+    return uvicorn.Config(
+        app,
+        host=settings.host,
+        port=settings.port,
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        http=type("PatientProtocol", (PatientProtocol,), {"most": most}),
+        timeout_keep_alive=KEPT_S,
+        timeout_graceful_shutdown=3,
+    )

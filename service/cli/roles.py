@@ -90,7 +90,7 @@ def api(host: HostOption = None, port: PortOption = None) -> None:
     """
     import uvicorn
 
-    from service.api.connections import most_of_one, protocol, raise_descriptors
+    from service.api.connections import raise_descriptors, served
     from service.app import create_app
 
     settings = settings_of(host=host, port=port)
@@ -98,17 +98,7 @@ def api(host: HostOption = None, port: PortOption = None) -> None:
     open_database(settings)
     send_traces(settings.otlp_endpoint, "api")
     raise_descriptors()
-    config = uvicorn.Config(
-        create_app(settings),
-        host=settings.host,
-        port=settings.port,
-        log_config=None,
-        access_log=False,
-        server_header=False,
-        http=protocol(most_of_one(settings.connections_per_address)),  # h11, which bounds a request's headers
-        timeout_graceful_shutdown=3,
-    )
-
+    config = served(create_app(settings), settings)
     server = uvicorn.Server(config)
     # All that is loaded now stays. A full collection that looks through it stops all streams for a fifth of a second.
     gc.collect()

@@ -23,6 +23,7 @@ import uvicorn
 
 from engine_ext.plugin.pulse import Beating, Pulses, Watch
 from engine_ext.plugin.worker.answers import Answer
+from service.api.connections import served
 from service.app import create_app
 from service.db.models import register_model
 from service.db.sessions import Database
@@ -173,8 +174,7 @@ def is_streamed(content: str, chunks: list[Any], to_the_end: bool) -> bool:
 
 def api(config: Config) -> None:
     _prepare(config)
-    settings = config.settings
-    uvicorn.run(create_app(settings), host=settings.host, port=settings.port, log_config=None, access_log=False)
+    uvicorn.Server(served(create_app(config.settings), config.settings)).run()
 
 
 def planner(config: Config) -> None:

@@ -28,8 +28,8 @@ from service.requests.parameters import Unknown
 from service.settings import Settings
 from tests.conftest import Clock
 from tests.integration.harness import Harness, jsonl, line, set_status
-from tests.integration.serving import serve
-from tests.integration.test_fairness import OTHER, add_project, is_closed, serving, submit
+from tests.integration.serving import serve, serving
+from tests.integration.test_fairness import OTHER, add_project, is_closed, submit
 from tests.waiting import until
 
 FORM = {"purpose": "batch"}

@@ -2,20 +2,14 @@
 
 import asyncio
 import socket
-import time
-from collections.abc import Generator
-from contextlib import contextmanager
 from typing import Any
 
 import openai
 import pytest
-import uvicorn
 from sqlalchemy import delete, select, update
 
 from service import ids
 from service.api import connections
-from service.api.connections import protocol
-from service.app import create_app
 from service.db.tables import DEFAULT_PROJECT, Batch, Slice, SliceBatch, WebhookDelivery, WebhookEndpoint, Window
 from service.db.tenant_tables import Project
 from service.jobs.fair_turns import FairTurns
@@ -26,6 +20,7 @@ from service.queue.urgency import Turns
 from service.settings import Settings
 from tests.conftest import Clock
 from tests.integration.harness import Harness, jsonl, line
+from tests.integration.serving import serving
 
 pytestmark = pytest.mark.dialects
 
@@ -184,23 +179,6 @@ async def test_an_endpoint_that_fails_rests_and_says_so(
     assert found.rests_until is not None
 
 
-@contextmanager
-def serving(settings: Settings, clock: Clock, most: int = 0) -> Generator[tuple[int, Any], None, None]:
-    import threading
-
-    kind = protocol(most)
-    server = uvicorn.Server(uvicorn.Config(create_app(settings, clock), port=0, log_config=None, http=kind))
-    thread = threading.Thread(target=server.run)
-    thread.start()
-    while not server.started:
-        time.sleep(0.01)
-    try:
-        yield server.servers[0].sockets[0].getsockname()[1], server
-    finally:
-        server.should_exit = True
-        thread.join()
-
-
 def is_closed(connection: socket.socket) -> bool:
     connection.settimeout(20)
     try:
@@ -227,8 +205,21 @@ async def test_a_socket_that_stalls_is_closed(
         assert await asyncio.to_thread(is_closed, stalled)
 
 
+async def test_a_client_that_thinks_for_as_long_as_it_keeps_a_connection_finds_it_open(
+    settings: Settings, clock: Clock
+) -> None:
+    """httpx and openai keep an idle connection for five seconds: a server that closes it then loses a request."""
+    asked = b"GET /healthz HTTP/1.1\r\nHost: localhost\r\n\r\n"
+    with serving(settings, clock) as (port, _), socket.create_connection(("127.0.0.1", port)) as kept:
+        kept.settimeout(20)
+        for pause in (0, 5.5):
+            await asyncio.sleep(pause)
+            kept.sendall(asked)
+            assert kept.recv(4096).startswith(b"HTTP/1.1 200")
+
+
 async def test_an_address_has_its_share_of_connections(settings: Settings, clock: Clock) -> None:
-    with serving(settings, clock, most=8) as (port, _):
+    with serving(settings.model_copy(update={"connections_per_address": 8}), clock) as (port, _):
         held = [socket.create_connection(("127.0.0.1", port)) for _ in range(8)]
         with socket.create_connection(("127.0.0.1", port)) as over:
             assert await asyncio.to_thread(is_closed, over)
