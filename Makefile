@@ -15,9 +15,10 @@ compiled: $(VENV)/.compiled-simulator
 $(UV):
 	@./.ci/bootstrap-uv "$(PYTHON)" "$(VENV)" "$(UV_VERSION)"
 
-$(VENV)/.installed: $(UV) requirements/engine.txt pyproject.toml
+$(VENV)/.installed: $(UV) requirements/engine.txt requirements/demo.txt pyproject.toml
 	@echo "== 1 of 3: downloads about 9 GB, which takes longest, and installs it into $(VENV)"
 	VIRTUAL_ENV=$(VENV) $(UV) pip install --compile-bytecode --require-hashes -r requirements/engine.txt
+	VIRTUAL_ENV=$(VENV) $(UV) pip install --no-deps --require-hashes -r requirements/demo.txt
 	VIRTUAL_ENV=$(VENV) $(UV) pip install --no-deps -e .
 	$(RUN)/python -m compileall -q service engine_ext migrations
 	@touch $@

@@ -34,8 +34,8 @@ from engine_ext.simulate.colocate import OURS
 from engine_ext.simulate.contest import Within, row_of
 from engine_ext.simulate.measured import Measured, Times, tokens_done
 from engine_ext.simulate.traffic import Traffic
-from service.demo.model import ensure_demo_model
 from service.demo.prompts import corpus
+from service.demo.tiny import ensure_tiny_model
 
 POLICIES = ("online-only", PRIORITY, OURS)
 
@@ -161,7 +161,7 @@ def main() -> None:
     given.output.parent.mkdir(parents=True, exist_ok=True)
     rows: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as folder:
-        model_path = str(ensure_demo_model(Path(folder) / "model", corpus()))
+        model_path = str(ensure_tiny_model(Path(folder) / "model", corpus()))
         for name in names:
             for row in run_suite(given.data, name, model_path):
                 rows.append(row)

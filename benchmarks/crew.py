@@ -29,8 +29,8 @@ from service.db.migrate import upgrade
 from service.db.models import register_model
 from service.db.sessions import Database
 from service.db.tables import Batch, BatchStatus
-from service.demo.model import ensure_demo_model
 from service.demo.prompts import corpus
+from service.demo.tiny import ensure_tiny_model
 from service.jobs.runner import run_jobs
 from service.objects.storage import Storage
 from service.queue.connection import open_redis
@@ -122,7 +122,7 @@ async def measure(folder: Path, asked: Sequence[str], engines: Sequence[PacedEng
             database_url=f"sqlite:///{folder / DATABASE}",
             redis_url=redis_url,
             data_dir=folder,
-            model=str(ensure_demo_model(folder / "model", corpus())),
+            model=str(ensure_tiny_model(folder / "model", corpus())),
             model_name=MODEL,
             max_lines=max(50_000, len(asked)),
         )

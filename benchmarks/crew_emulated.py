@@ -23,7 +23,7 @@ from benchmarks.online_scene import LONGEST, Machines
 from benchmarks.online_service import Service, service
 from benchmarks.online_traffic import batch_rows
 from benchmarks.traces import Row
-from service.demo.model import NAME
+from service.demo.tiny import NAME
 
 COMPLETIONS = "/v1/completions"
 

@@ -31,8 +31,8 @@ from engine_ext.costs.model_shape import preset
 from engine_ext.plan.buckets import LONGEST
 from engine_ext.plan.prompts import Prompts, Segment
 from engine_ext.simulate.policies import Outcome, Work, prepare, simulate
-from service.demo.model import ensure_demo_model
 from service.demo.prompts import corpus
+from service.demo.tiny import ensure_tiny_model
 
 MIXES = ("h200-1", "h200-2", "h200-3", "h200-4", "documents")
 SGLANG = {"fcfs": "fcfs", "lpm": "lpm", "dfs-weight": "dfs-weight", "dfs": "fcfs"}
@@ -84,7 +84,7 @@ def measure(given: argparse.Namespace, names: list[str], rows: "multiprocessing.
     cost = CostModel(preset("llama-3-8b"), Machine(hardware("h200")))
     with tempfile.TemporaryDirectory() as folder:
         emulation = Emulation.REAL if given.real_time else Emulation.VIRTUAL
-        model_path = str(ensure_demo_model(Path(folder) / "model", corpus()))
+        model_path = str(ensure_tiny_model(Path(folder) / "model", corpus()))
         engine = BenchEngine.emulated(model_path, cost, emulation=emulation)
         for name in names:
             mix = mixes.make(given.data, name, given.scale * TIMES.get(name, 1.0), 0)

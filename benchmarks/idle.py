@@ -22,8 +22,8 @@ from typing import Any
 import openai
 import psutil
 
-from service.demo.model import NAME
 from service.demo.prompts import CHAT
+from service.demo.tiny import NAME
 
 BATCHES, IN_FLIGHT = 5, 500
 START_S, REST_S = 600.0, 20.0
@@ -38,6 +38,7 @@ def main() -> None:
             probe.bind(("127.0.0.1", 0))
             port = probe.getsockname()[1]
         command = [sys.executable, "-m", "service.cli", "up", "--data-dir", f"{name}/data", "--port", str(port)]
+        command += ["--model", "tiny"]
         process = subprocess.Popen(command, start_new_session=True)
         try:
             client = openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="k", max_retries=20)

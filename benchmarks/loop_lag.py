@@ -21,8 +21,8 @@ import httpx
 import openai
 from prometheus_client.parser import text_string_to_metric_families
 
-from service.demo.model import NAME
 from service.demo.prompts import CHAT, corpus
+from service.demo.tiny import NAME
 
 START_S, RUN_S = 600.0, 600.0
 METRIC = "batchweave_loop_lag_seconds"
@@ -36,6 +36,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="batchweave-lag-") as name:
         port, metrics_port = free_port(), free_port()
         command = [sys.executable, "-m", "service.cli", "up", "--data-dir", f"{name}/data", "--port", str(port)]
+        command += ["--model", "tiny"]
         variables = {
             "BATCHWEAVE_EMULATED_DEVICE": "no answer is real",
             "BATCHWEAVE_GPU": "h200",

@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.engine_process import EngineProcess
-from service.demo.model import NAME, ensure_demo_model
 from service.demo.prompts import corpus
+from service.demo.tiny import NAME, ensure_tiny_model
 from service.estimates.model_costs import planning_costs
 
 PROMPTS, TOKENS = 8, 8000
@@ -59,7 +59,7 @@ async def _case(host: Any, number: int, tokens: int, every_s: float) -> tuple[li
 
 def main() -> None:
     with tempfile.TemporaryDirectory(prefix="batchweave-neighbours-") as folder:
-        model = ensure_demo_model(Path(folder) / "model", corpus())
+        model = ensure_tiny_model(Path(folder) / "model", corpus())
         with EngineProcess(partial(_make_host, str(model)), Path(folder) / "engine.log") as engine:
             engine.do(_start)
             for number, (tokens, every_s) in enumerate(CASES):

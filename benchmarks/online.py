@@ -38,7 +38,7 @@ from engine_ext.arrays import Floats
 from engine_ext.coserve.slo import SloClass
 from engine_ext.simulate.colocate import OURS
 from engine_ext.simulate.line import DRAIN
-from service.demo.model import NAME
+from service.demo.tiny import NAME
 from service.queue.progress import Heartbeat
 from service.queue.trust import deployment_token
 from service.settings import load_settings

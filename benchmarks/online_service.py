@@ -19,8 +19,8 @@ from engine_ext.costs.cost import CostModel
 from engine_ext.costs.engine_model import Clock, EngineModel
 from engine_ext.costs.hardware import Machine
 from service.db.migrate import upgrade
-from service.demo.model import NAME, ensure_demo_model
 from service.demo.prompts import corpus
+from service.demo.tiny import NAME, ensure_tiny_model
 from service.estimates.model_costs import planning_costs, read_hardware
 from service.settings import load_settings
 from tests.hostile.server import Role, redis_server, running
@@ -97,7 +97,7 @@ class Service:
 @contextmanager
 def service(here: Machines, scheduling: str, folder: Path) -> Generator[Service, None, None]:
     """Start the service, and wait until its workers can be asked."""
-    source = ensure_demo_model(folder / "model", corpus())
+    source = ensure_tiny_model(folder / "model", corpus())
     described, slo = folder / "machine.json", folder / "slo.json"
     described.write_text(json.dumps(stand_in(source, here.cost, here.slowed)))
     check_stand_in(source, described, here.cost, here.slowed)

@@ -26,8 +26,8 @@ from engine_ext.plugin.options import Overlap
 from engine_ext.plugin.tuning import Tuning
 from engine_ext.plugin.worker.bench_engine import BenchEngine
 from engine_ext.plugin.worker.cpu_defaults import CPU_DEFAULTS
-from service.demo.model import ensure_demo_model
 from service.demo.prompts import corpus
+from service.demo.tiny import ensure_tiny_model
 from service.estimates.model_costs import planning_costs
 from service.workloads.profile import read_profile
 
@@ -81,7 +81,7 @@ def main() -> None:
     loop = asyncio.new_event_loop()
     asyncio.set_event_loop(loop)
     with tempfile.TemporaryDirectory() as folder:
-        model_path = str(ensure_demo_model(Path(folder) / "demo", corpus()))
+        model_path = str(ensure_tiny_model(Path(folder) / "demo", corpus()))
         costs, steps = planning_costs(model_path, "h200", 1), Path(folder) / "steps.jsonl"
         small = {**CPU_DEFAULTS, "max_total_tokens": CAPACITY, "chunked_prefill_size": CHUNK}
         engine = BenchEngine.real(model_path, costs, Overlap.NONE, small, str(steps))

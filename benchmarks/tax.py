@@ -24,8 +24,8 @@ import numpy as np
 from engine_ext.costs.cost import CostModel
 from engine_ext.costs.hardware import Machine, hardware
 from engine_ext.costs.model_shape import preset
-from service.demo.model import ensure_demo_model
 from service.demo.prompts import corpus
+from service.demo.tiny import ensure_tiny_model
 
 
 class Figures(NamedTuple):
@@ -108,7 +108,7 @@ def main() -> None:
     given = parser.parse_args()
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     with tempfile.TemporaryDirectory() as folder:
-        model = str(ensure_demo_model(Path(folder) / "model", corpus()))
+        model = str(ensure_tiny_model(Path(folder) / "model", corpus()))
         engines = [start(model, scheduling) for scheduling in (None, given.scheduling)]
         ratios = asyncio.get_event_loop().run_until_complete(
             compare(engines, given.rounds, given.requests, given.clients)

@@ -20,8 +20,8 @@ from sqlalchemy import select
 from service.db.migrate import upgrade
 from service.db.sessions import Database
 from service.db.tables import Batch, BatchStatus, File, Model
-from service.demo.model import ensure_demo_model
 from service.demo.prompts import corpus
+from service.demo.tiny import ensure_tiny_model
 from service.jobs.validator import Validator
 from service.objects.storage import Storage, file_key
 from service.queue.connection import open_redis
@@ -73,7 +73,7 @@ async def validate(storage: Storage, settings: Settings, folder: Path, size: int
     await asyncio.to_thread(upgrade, settings.database)
     database = Database(settings.database)
     async with database.write() as session:
-        tokenizer = ensure_demo_model(folder / "model", corpus())
+        tokenizer = ensure_tiny_model(folder / "model", corpus())
         session.add(Model(name="demo", source=str(tokenizer), created_at=0))
         session.add(File(id=FILE, filename="f", purpose="batch", size_bytes=size, created_at=0))
         await session.flush()

@@ -9,7 +9,6 @@ BatchweaveError (engine_ext/errors.py)
 │   ├── CostsError                 the model or the hardware is unknown
 │   ├── CalibrationError           the costs cannot be derived from measured steps
 │   ├── TenantError                a project or key is unknown, taken or invalid
-│   └── DemoError                  the demo could not finish
 └── ApiError                   answers an HTTP request; a class is one status and one OpenAI error type
     ├── BadRequest          400    invalid_request_error
     ├── Unauthorized        401    authentication_error
@@ -62,10 +61,6 @@ class CalibrationError(ServiceError):
 
 class TenantError(ServiceError):
     """A name or id of a project or key is unknown, taken or invalid; the message says which."""
-
-
-class DemoError(ServiceError):
-    """The demo could not finish; the message says why."""
 
 
 class ApiError(BatchweaveError):

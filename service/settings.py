@@ -16,8 +16,8 @@ from pydantic_settings import SettingsError as PydanticSettingsError
 from service.endpoints import ADAPTER, ModelName
 from service.errors import SettingsError
 
-DEMO_MODEL = "demo"
-DEMO_NAME = "batchweave-demo"  # that requests use for it
+DEMO_MODEL, TINY_MODEL = "demo", "tiny"  # the two that the project itself makes
+DEMO_NAME = "batchweave-demo"  # that requests use for them
 AdapterName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9._-]{1,128}$")]
 # Variables of the command line, and one that a worker passes to its engine.
 NOT_SETTINGS = {"BATCHWEAVE_URL", "BATCHWEAVE_API_KEY", "BATCHWEAVE_SCHEDULER"}
@@ -30,7 +30,7 @@ class Settings(BaseSettings):
 
     data_dir: Path = Field(
         Path("batchweave-data"),
-        description="folder for the embedded database, Redis and objects, and for the demo model",
+        description="folder for the embedded database, Redis and objects, and for the demo's model",
     )
     database_url: str | None = Field(None, description="postgresql://… or sqlite:///…; default: SQLite in data_dir")
     database_timeout_s: float = Field(
@@ -59,7 +59,9 @@ class Settings(BaseSettings):
         None, description="whether the API requires keys; default: keys, but none if it listens only on loopback"
     )
 
-    model: str = Field(DEMO_MODEL, description="'demo', a local path, or a hub id")
+    model: str = Field(
+        DEMO_MODEL, description="'demo' (SmolLM2-135M), 'tiny' (random weights, for tests), a local path, or a hub id"
+    )
     model_name: str | None = Field(
         None, description="name that requests use, without a colon; default: the hub id or folder name"
     )
@@ -252,11 +254,18 @@ class Settings(BaseSettings):
         return self.redis_url or f"unix://{self.redis_socket}"
 
     @cached_property
+    def own_model(self) -> str | None:
+        """Which of the project's own models it is, if any. Scripted answers need a tokenizer, and no weights."""
+        if self.model == DEMO_MODEL and self.engine == "scripted":
+            return TINY_MODEL
+        return self.model if self.model in (DEMO_MODEL, TINY_MODEL) else None
+
+    @cached_property
     def served_model(self) -> str:
         """The name that requests use for the model."""
         if self.model_name:
             return self.model_name
-        if self.model == DEMO_MODEL:
+        if self.own_model is not None:
             return DEMO_NAME
         return Path(self.model).resolve().name if Path(self.model).exists() else self.model
 
@@ -273,8 +282,8 @@ class Settings(BaseSettings):
     @cached_property
     def model_source(self) -> str:
         """The local path or hub id of the model's files."""
-        if self.model == DEMO_MODEL:
-            return str((self.data_dir / "demo-model").resolve())
+        if self.own_model is not None:
+            return str((self.data_dir / f"{self.own_model}-model").resolve())
         return source_of(self.model)
 
     @cached_property

@@ -10,6 +10,7 @@ from engine_ext.plugin.cpu import attention as attention_cpu
 from engine_ext.plugin.cpu import grammar as grammar_cpu
 from engine_ext.plugin.cpu import groups as groups_cpu
 from engine_ext.plugin.cpu import host_kv as host_kv_cpu
+from engine_ext.plugin.cpu import threads as threads_cpu
 from engine_ext.plugin.options import Emulation, Overlap, Scheduling, handed_over
 from engine_ext.plugin.platform_entry import gpu_is_present
 from engine_ext.plugin.scheduler import (
@@ -53,7 +54,7 @@ def hooks() -> list[tuple[str, Callable[..., Any], HookType]]:
         if options.emulated is Emulation.VIRTUAL:
             found += arrivals.HOOKS
     if not gpu_is_present():
-        for module in (adapters_cpu, attention_cpu, grammar_cpu, groups_cpu, host_kv_cpu):
+        for module in (adapters_cpu, attention_cpu, grammar_cpu, groups_cpu, host_kv_cpu, threads_cpu):
             found += module.HOOKS
     return found
 

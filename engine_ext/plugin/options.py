@@ -55,7 +55,8 @@ class Options:
     `sm_margin`: the SMs that the attention of nano-batches leaves to the GEMM beside it, where FA3 computes it.
     `pulses`: memory into which the scheduler writes that it is alive (`plugin/pulse.py`). `shares_cache`: whether
     projects find each other's prefixes in the KV cache. `least_share`: the part of the engine's time that batches get
-    in any case, whatever online requests need.
+    in any case, whatever online requests need. `cpu_threads`: those of the forward pass on a CPU; None is one, and an
+    answer has the same bits in any batch (`plugin/cpu/attention.py`).
     """
 
     cost: CostModel
@@ -71,6 +72,7 @@ class Options:
     sheds: bool = False
     limits: Limits = NO_LIMITS
     least_share: float = 0.0
+    cpu_threads: int | None = None
 
     def hand_over(self) -> None:
         """Pass the options to all processes that this one starts from now on."""

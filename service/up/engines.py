@@ -12,7 +12,7 @@ from typing import Any
 import structlog
 
 from service.errors import StartError
-from service.settings import DEMO_MODEL, Settings, visible_gpus
+from service.settings import Settings, visible_gpus
 
 MOST_ENGINES = 64
 NO_GPUS = "none"
@@ -160,7 +160,7 @@ def _split(names: str) -> list[str]:
 def _fewest(settings: Settings, usable: Sequence[Gpu], weights: Callable[[str], int | None]) -> tuple[int, str]:
     """Return how many GPUs hold the model, a power of two, and the arithmetic in words."""
     memory = min((each.memory_bytes for each in usable if each.memory_bytes), default=None)
-    size = None if memory is None or settings.model == DEMO_MODEL else weights(settings.model_source)
+    size = None if memory is None or settings.own_model is not None else weights(settings.model_source)
     if memory is None or size is None:
         return 1, ""
     parts = 1

@@ -21,12 +21,11 @@ import structlog
 
 from service.db.migrate import upgrade
 from service.db.private import keep_private
-from service.demo.model import ensure_demo_model
-from service.demo.prompts import corpus
+from service.demo.models import ensure_model
 from service.errors import StartError
 from service.objects.storage import Storage
 from service.queue import keys
-from service.settings import DEMO_MODEL, Settings, is_everywhere
+from service.settings import Settings, is_everywhere
 from service.up.embedded_redis import server_command
 from service.up.engines import Engine, Engines
 from service.up.log_files import rotate
@@ -182,8 +181,7 @@ class Supervisor:
         settings, folder = self.settings, self.settings.data_dir.resolve()
         logs = folder / "logs"
         logs.mkdir(mode=0o700, exist_ok=True)
-        if settings.model == DEMO_MODEL:
-            ensure_demo_model(Path(settings.model_source), corpus())
+        ensure_model(settings)
         environment = self._environment(folder)
         self._check_storage()
         if settings.redis_url is None:
@@ -221,6 +219,8 @@ class Supervisor:
         if engine.gpus is not None:
             # Numbers are nvidia-smi's, which go by the bus.
             part.changes |= {"CUDA_VISIBLE_DEVICES": ",".join(engine.gpus), "CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
+        if number and not engine.gpus and "OMP_NUM_THREADS" not in os.environ:  # engines on a CPU share its cores
+            part.changes["OMP_NUM_THREADS"] = str(max(1, len(os.sched_getaffinity(0)) // len(self.engines.engines)))
         if self.engines.changes:
             part.changes["BATCHWEAVE_ENGINE_ARGS"] = json.dumps(self.settings.engine_args | self.engines.changes)
         if engine.number and self.settings.metrics_port is not None:  # the planner has the next one
@@ -251,7 +251,7 @@ class Supervisor:
             "STORAGE_URL": settings.storage,
             "HOST": settings.host,
             "PORT": str(settings.port),
-            "MODEL": settings.model if settings.model == DEMO_MODEL else settings.model_source,
+            "MODEL": settings.own_model or settings.model_source,
             "MODEL_NAME": settings.served_model,
             "ENGINE": settings.engine,
             "NODES": "1",  # whatever srun or others say: each `up` is a service of its own

@@ -59,7 +59,13 @@ class Up:
         command += self.options
         self.folder.mkdir(parents=True, exist_ok=True)
         with (self.folder / "up.log").open("ab") as log:
-            environment = {**os.environ, "BATCHWEAVE_SLICE_REQUESTS": "32", **self.variables}
+            environment = {
+                **os.environ,
+                "BATCHWEAVE_MODEL": "tiny",
+                "BATCHWEAVE_ENGINE_ARGS": '{"enable_deterministic_inference": true}',  # the same answer at each try
+                "BATCHWEAVE_SLICE_REQUESTS": "32",
+                **self.variables,
+            }
             self.process = subprocess.Popen(command, stdout=log, stderr=log, env=environment)
         self.until(lambda: httpx.get(f"{self.url}/readyz", timeout=5).status_code == 200, "the API to be ready")
 

@@ -19,8 +19,8 @@ import psutil
 import pytest
 
 from service.db.migrate import upgrade
-from service.demo.model import NAME, ensure_demo_model
 from service.demo.prompts import corpus
+from service.demo.tiny import NAME, ensure_tiny_model
 from service.settings import load_settings
 from tests.engine.conftest import running_engine
 from tests.hostile.server import redis_server, running
@@ -113,7 +113,7 @@ def open_deployment(folder: Path) -> Generator[Deployment]:
     with ExitStack() as stack:
         redis_url = stack.enter_context(redis_server(folder))
         variables = {
-            "BATCHWEAVE_MODEL": str(ensure_demo_model(folder / "model", corpus())),
+            "BATCHWEAVE_MODEL": str(ensure_tiny_model(folder / "model", corpus())),
             "BATCHWEAVE_MODEL_NAME": NAME,
             "BATCHWEAVE_ENGINE_ARGS": json.dumps(ARGUMENTS),
             "BATCHWEAVE_LEASE_S": "4",

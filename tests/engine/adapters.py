@@ -7,7 +7,7 @@ import numpy as np
 from numpy.typing import NDArray
 from safetensors.numpy import load_file, save_file
 
-from service.demo.model import HEADS, HIDDEN, KV_HEADS, LAYERS
+from service.demo.tiny import HEADS, HIDDEN, KV_HEADS, LAYERS
 
 RANK, ALPHA = 8, 16
 ROWS = {"q_proj": HIDDEN, "k_proj": HIDDEN // HEADS * KV_HEADS, "v_proj": HIDDEN // HEADS * KV_HEADS, "o_proj": HIDDEN}

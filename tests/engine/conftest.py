@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from benchmarks.engine_process import EngineProcess
-from service.demo.model import NAME, ensure_demo_model
 from service.demo.prompts import corpus
+from service.demo.tiny import NAME, ensure_tiny_model
 from service.estimates.model_costs import planning_costs
 
 if TYPE_CHECKING:
@@ -29,7 +29,8 @@ def _make_host(
 
     if before is not None:
         before()
-    return EngineHost(model, NAME, engine_args, Options(planning_costs(model, "h200", 1), **more))
+    exact = {"enable_deterministic_inference": True}
+    return EngineHost(model, NAME, exact | engine_args, Options(planning_costs(model, "h200", 1), **more))
 
 
 async def _start(host: "EngineHost") -> None:
@@ -96,7 +97,7 @@ def running_bench(
 @pytest.fixture(scope="session")
 def demo(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of the demo's model."""
-    return ensure_demo_model(tmp_path_factory.mktemp("model") / "demo", corpus())
+    return ensure_tiny_model(tmp_path_factory.mktemp("model") / "demo", corpus())
 
 
 @pytest.fixture(scope="module")

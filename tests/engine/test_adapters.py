@@ -11,7 +11,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from benchmarks.engine_process import EngineProcess
-from service.demo.model import NAME
+from service.demo.tiny import NAME
 from service.settings import load_settings
 from service.worker.engine import with_adapters
 from tests.engine.adapters import make_adapter, merged

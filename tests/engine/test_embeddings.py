@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from benchmarks.engine_process import EngineProcess
-from service.demo.model import NAME
+from service.demo.tiny import NAME
 from tests.engine.conftest import held_aside, running_engine
 
 VOCABULARY = 4096

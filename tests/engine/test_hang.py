@@ -9,8 +9,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from service.demo.model import ensure_demo_model
 from service.demo.prompts import corpus
+from service.demo.tiny import ensure_tiny_model
 
 CODE = """
 import asyncio, sys, time
@@ -35,7 +35,7 @@ asyncio.run(main())
 
 @pytest.mark.slow
 def test_an_engine_that_hangs_is_killed_with_its_worker(tmp_path: Path) -> None:
-    model = ensure_demo_model(tmp_path / "demo", corpus())
+    model = ensure_tiny_model(tmp_path / "demo", corpus())
     command = [sys.executable, "-c", CODE, str(model)]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True)
     assert process.stdout is not None
@@ -57,7 +57,7 @@ def test_an_engine_that_hangs_is_killed_with_its_worker(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_a_detokenizer_that_dies_ends_the_worker_soon(tmp_path: Path) -> None:
     """SGLang looks for a minute into what is left of its processes before it says so, unless it is told not to."""
-    model = ensure_demo_model(tmp_path / "demo", corpus())
+    model = ensure_tiny_model(tmp_path / "demo", corpus())
     code = CODE.partition("    bad =")[0] + "    await asyncio.sleep(600)\n\nasyncio.run(main())\n"
     process = subprocess.Popen(
         [sys.executable, "-c", code, str(model)], stdout=subprocess.PIPE, text=True, start_new_session=True

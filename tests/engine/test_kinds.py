@@ -18,8 +18,8 @@ from benchmarks.engine_process import EngineProcess
 from engine_ext.plugin.options import Overlap
 from engine_ext.plugin.tuning import Tuning
 from engine_ext.plugin.worker.host import EngineHost
-from service.demo.model import NAME
 from service.demo.prompts import COMPLETIONS
+from service.demo.tiny import NAME
 from tests.engine import windows
 from tests.engine.conftest import running_bench, running_engine
 from tests.engine.test_real_scan import CAPACITY, CHUNK, Requests, both_ends, documents, run_watched

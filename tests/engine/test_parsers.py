@@ -12,8 +12,8 @@ from benchmarks.engine_process import EngineProcess
 from engine_ext.errors import EngineStartError
 from engine_ext.plugin.worker import parsers
 from engine_ext.plugin.worker.host import EngineHost
-from service.demo.model import CHAT_TEMPLATE
 from service.demo.prompts import CHAT
+from service.demo.tiny import CHAT_TEMPLATE
 from tests.engine.conftest import running_engine
 
 AUTO = {"tool_call_parser": "auto", "reasoning_parser": "auto"}

@@ -15,8 +15,8 @@ import pytest
 
 from benchmarks.engine_process import EngineProcess
 from engine_ext.plugin.worker.host import EngineHost
-from service.demo.model import NAME
 from service.demo.prompts import COMPLETIONS
+from service.demo.tiny import NAME
 from tests.engine.conftest import running_engine
 
 CORES = "|".join(str(sorted(os.sched_getaffinity(0))[rank % len(os.sched_getaffinity(0))]) for rank in range(2))
@@ -30,6 +30,7 @@ from engine_ext.plugin.options import Options
 from engine_ext.plugin.worker.host import EngineHost
 from service.estimates.model_costs import planning_costs
 model, name, arguments = json.loads(sys.argv[1])
+arguments["enable_deterministic_inference"] = True
 EngineHost(model, name, arguments, Options(planning_costs(model, "h200", 1)))  # returns when the first rank ends
 """
 

@@ -19,8 +19,8 @@ from engine_ext.plugin import hooks
 from engine_ext.plugin.marks import ARRIVES, KIND
 from engine_ext.plugin.worker.endpoints import Endpoints
 from engine_ext.plugin.worker.host import EngineHost
-from service.demo.model import NAME
 from service.demo.prompts import CHAT, COMPLETIONS, requests
+from service.demo.tiny import NAME
 from service.estimates.model_costs import planning_costs
 from service.requests.tokens import PromptTokens
 from tests.engine.conftest import held_aside

@@ -15,7 +15,7 @@ from benchmarks.engine_process import EngineProcess
 from engine_ext.plugin.marks import PROJECT
 from engine_ext.plugin.scheduler import spaces
 from engine_ext.plugin.scheduler.spaces import BLOCK, Explained, into_space
-from service.demo.model import NAME
+from service.demo.tiny import NAME
 from tests.engine.conftest import running_engine
 
 COMPLETIONS, CHAT, EMBEDDINGS = "/v1/completions", "/v1/chat/completions", "/v1/embeddings"

@@ -14,7 +14,7 @@ pytest.importorskip("sglang")
 
 from benchmarks.engine_process import EngineProcess
 from engine_ext.coserve.slo import DEFAULT, FLEX, PRIORITY, SloClass
-from service.demo.model import NAME
+from service.demo.tiny import NAME
 from tests.engine.conftest import running_engine
 
 COMPLETIONS = "/v1/completions"

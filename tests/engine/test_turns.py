@@ -16,7 +16,7 @@ from engine_ext.plugin.marks import marks, online_marks
 from engine_ext.plugin.scheduler.beside import Beside, Decodes
 from engine_ext.plugin.scheduler.online import NOBODY
 from engine_ext.plugin.scheduler.turns import Turns, chunk_tokens
-from service.demo.model import NAME
+from service.demo.tiny import NAME
 from tests.engine.conftest import running_engine
 from tests.engine.test_beside import MODEL
 

@@ -14,7 +14,7 @@ from benchmarks.engine_process import EngineProcess
 from engine_ext.plugin.scheduler import withdrawals
 from engine_ext.plugin.withdrawal import withdrawal_of
 from engine_ext.plugin.worker.host import EngineHost
-from service.demo.model import NAME
+from service.demo.tiny import NAME
 from tests.engine.conftest import running_engine
 
 AT_ONCE = 4

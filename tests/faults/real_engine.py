@@ -15,7 +15,7 @@ from typing import Any
 
 import psutil
 
-from service.demo.model import NAME
+from service.demo.tiny import NAME
 from tests.acceptance.service import Up
 from tests.acceptance.test_up import long_lines
 from tests.faults.streams import WHOLE, Streams

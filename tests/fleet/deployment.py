@@ -20,8 +20,8 @@ from service.db.migrate import upgrade
 from service.db.models import register_model
 from service.db.sessions import Database
 from service.db.tables import Batch, BatchStatus
-from service.demo.model import ensure_demo_model
 from service.demo.prompts import corpus
+from service.demo.tiny import ensure_tiny_model
 from service.fleet.cluster import RayCluster
 from service.fleet.keeper import Keeper
 from service.fleet.lease import namespace_of
@@ -109,7 +109,7 @@ class Deployment:
     async def open(cls, folder: Path, **more: Any) -> AsyncGenerator["Deployment"]:
         """Run Redis and the jobs of the planner in `folder`, which `variables` names; `more`: other settings."""
         with redis_server(folder):
-            source = str(ensure_demo_model(folder / "model", corpus()))
+            source = str(ensure_tiny_model(folder / "model", corpus()))
             settings = load_settings(model=source, **more)
             await asyncio.to_thread(upgrade, settings.database)
             database, redis = Database(settings.database), open_redis(settings.redis)

@@ -16,8 +16,8 @@ from sqlalchemy import select, update
 from engine_ext.plugin.worker.answers import Answer
 from service.db.sessions import Database
 from service.db.tables import Batch, BatchStatus, Model, Slice, SliceStatus
-from service.demo.model import ensure_demo_model
 from service.demo.prompts import corpus
+from service.demo.tiny import ensure_tiny_model
 from service.jobs.expiry import Expiry
 from service.jobs.finalizer import Finalizer
 from service.jobs.planner import Planner
@@ -206,7 +206,7 @@ class Harness:
 
 
 def demo_tokenizer(folder: Path) -> Path:
-    return ensure_demo_model(folder, corpus())
+    return ensure_tiny_model(folder, corpus())
 
 
 async def all_slices_done(harness: Harness) -> bool:

@@ -56,10 +56,10 @@ def test_role_without_a_database_says_so(tmp_path: Path, role: str, url: str) ->
 @pytest.mark.parametrize(
     ("content", "said"),
     [
-        (None, "cannot be read"),
-        (b"", "does not begin with a batch request"),
-        (b"\xff\xfe", "does not begin with a batch request"),
-        (b"[1]\n", "does not begin with a batch request"),
+        (None, "No such file"),
+        (b"", "is empty"),
+        (b"\xff\xfe", "first line is not a request"),
+        (b"[1]\n", "first line is not a request"),
         (b'{"url": "/v1/moderations", "body": {"model": "m"}}', "/v1/moderations"),
     ],
 )

@@ -1,7 +1,8 @@
-"""Gives attention on a CPU the same bits in any batch: computed in float64, rounded once to the model's dtype.
+"""Computes attention on a CPU: of new tokens alone, and with the same bits in any batch where that is asked for.
 
-Torch's kernels sum a row in an order that depends on the lengths around it. In float64 that difference vanishes in the
-rounding, so an answer at temperature 0 does not depend on the order of execution or on what the cache held.
+Then it is computed in float64, and rounded once to the model's dtype. Torch's kernels sum a row in an order that
+depends on the lengths around it. In float64 that difference vanishes in the rounding, so an answer at temperature 0
+does not depend on the order of execution or on what the cache held.
 """
 
 from collections.abc import Callable
@@ -11,14 +12,20 @@ import torch
 from sglang.srt.plugins.hook_registry import HookType
 from torch.nn.functional import scaled_dot_product_attention
 
+from engine_ext.plugin.options import handed_over
+
 _BACKEND = "sglang.srt.layers.attention.torch_native_backend.TorchNativeAttnBackend"
 ROWS = 512  # queries at one time, whose mask has 8 bytes for each key
 
 
 def decode(original: Callable[..., Any], backend: Any, query: Any, *args: Any, **kwargs: Any) -> Any:
-    """Run the attention with the query in float64."""
     # SGLang casts keys and values to the query's dtype, and the result to the output's.
-    return original(backend, query.double(), *args, **kwargs)
+    return original(backend, _widened(query), *args, **kwargs)
+
+
+def _widened(values: Any) -> Any:
+    options = handed_over()
+    return values.double() if options is None or options.cpu_threads is None else values
 
 
 def extend(
@@ -49,18 +56,18 @@ def extend(
     if encoder_lens is not None or not causal or sliding_window_size not in (None, -1):
         lengths = (seq_lens, extend_prefix_lens, extend_seq_lens, encoder_lens, scaling, enable_gqa, causal)
         places = (k_cache, v_cache, req_to_token, req_pool_indices)
-        return original(backend, query.double(), output, *places, *lengths, is_cross_attn, sliding_window_size)
+        return original(backend, _widened(query), output, *places, *lengths, is_cross_attn, sliding_window_size)
     lengths = zip(req_pool_indices.tolist(), extend_prefix_lens.tolist(), extend_seq_lens.tolist(), strict=True)
     begin = 0
     for pool, prefix, new in lengths:
         slots = req_to_token[pool, : prefix + new]
-        keys, values = (cache[slots].double().movedim(0, 1).unsqueeze(0) for cache in (k_cache, v_cache))
+        keys, values = (_widened(cache[slots]).movedim(0, 1).unsqueeze(0) for cache in (k_cache, v_cache))
         at_once = ROWS if prefix else new
         for first in range(0, new, at_once):
             rows = query[begin + first : begin + min(first + at_once, new)]
             seen = prefix + first + len(rows)
             found = scaled_dot_product_attention(
-                rows.double().movedim(0, 1).unsqueeze(0),
+                _widened(rows).movedim(0, 1).unsqueeze(0),
                 keys[:, :, :seen],
                 values[:, :, :seen],
                 attn_mask=torch.ones(len(rows), seen, dtype=torch.bool).tril(seen - len(rows)) if prefix else None,

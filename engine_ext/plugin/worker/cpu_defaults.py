@@ -1,10 +1,11 @@
 """Server arguments for SGLang on a CPU."""
 
+import os
 import time
 from typing import Any
 
-# SGLang's wheel on a CPU: bfloat16 GEMM gives each row the same bits whatever the batch around it (float32 does not,
-# below four rows). A single thread keeps it that way, and leaves the machine usable.
+# SGLang's wheel on a CPU: a bfloat16 GEMM on one thread gives each row the same bits whatever the batch around it
+# (float32 does not, below four rows).
 CPU_DEFAULTS: dict[str, Any] = {
     "dtype": "bfloat16",
     "sampling_backend": "pytorch",
@@ -21,17 +22,23 @@ TIMINGS = 5  # of which the best counts: others may use the machine
 _SIDE, _ROWS = 2048, 256  # of the matrices by which the CPU is measured
 
 
-def chunk_for(parameters: float) -> int:
+def threads_for(ranks: int) -> int:
+    """Return how many threads each rank of an engine has, of OMP_NUM_THREADS or all cores that the process may use."""
+    given = os.environ.get("OMP_NUM_THREADS", "")
+    return max(1, (int(given) if given.isdecimal() else len(os.sched_getaffinity(0))) // ranks)
+
+
+def chunk_for(parameters: float, threads: int) -> int:
     """Return the prompt tokens that a model with so many active parameters computes on this CPU in MOST_STEP_S.
 
     It is a power of two, and at most the chunk of CPU_DEFAULTS.
     """
     import torch
 
-    weights, rows = (torch.ones(size, _SIDE, dtype=torch.bfloat16) for size in (_SIDE, _ROWS))
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # as the engine's
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)  # a process that has used several cannot be forked any more
     try:
+        weights, rows = (torch.ones(size, _SIDE, dtype=torch.bfloat16) for size in (_SIDE, _ROWS))
         torch.nn.functional.linear(rows, weights)
         times: list[float] = []
         for _ in range(TIMINGS):
@@ -39,8 +46,8 @@ def chunk_for(parameters: float) -> int:
             torch.nn.functional.linear(rows, weights)
             times.append(time.perf_counter() - began)
     finally:
-        torch.set_num_threads(threads)
-    flops = 2 * _ROWS * _SIDE * _SIDE / max(min(times), 1e-9)
+        torch.set_num_threads(before)
+    flops = threads * 2 * _ROWS * _SIDE * _SIDE / max(min(times), 1e-9)
     tokens = MOST_STEP_S * flops / max(1.0, 2 * parameters)
     most = int(CPU_DEFAULTS["chunked_prefill_size"])
     return max(LEAST_CHUNK, min(most, 1 << int(tokens).bit_length() - 1)) if tokens >= 1 else LEAST_CHUNK

@@ -39,7 +39,7 @@ from engine_ext.plugin.worker.answers import (
 from engine_ext.plugin.worker.aside import is_online
 from engine_ext.plugin.worker.bodies import plain, unserved
 from engine_ext.plugin.worker.calibration_load import measure_steps, time_blend
-from engine_ext.plugin.worker.cpu_defaults import CPU_DEFAULTS, chunk_for
+from engine_ext.plugin.worker.cpu_defaults import CPU_DEFAULTS, chunk_for, threads_for
 from engine_ext.plugin.worker.endpoints import Endpoints
 from engine_ext.plugin.worker.forking import ForkingEngine
 from engine_ext.plugin.worker.in_flight import InFlight
@@ -62,6 +62,9 @@ STREAM_FIELDS = frozenset({"stream", "stream_options"})  # of these, online requ
 GRAMMAR_TURNS = "6000"
 
 
+# SGLang's argument for answers that do not depend on the batch around a request.
+EXACT = "enable_deterministic_inference"
+
 # What SGLang does for a minute, inside its event loop, before it says that one of its processes has died.
 DUMPS = ("SGLANG_PYSPY_DUMP_BEFORE_CRASH", "SGLANG_CUDA_COREDUMP_BEFORE_CRASH")
 
@@ -70,6 +73,18 @@ def _a_core_each(ranks: int) -> str:
     """Return SGLang's setting for so many ranks on this machine's cores; without it several ranks do not start."""
     cores = sorted(os.sched_getaffinity(0))
     return "|".join(str(cores[rank % len(cores)]) for rank in range(ranks))
+
+
+def _for_cpu(options: Options, engine_args: dict[str, Any]) -> tuple[Options, dict[str, Any]]:
+    """Prepare the environment for an engine on a CPU; return its options, and the arguments that SGLang knows there."""
+    ranks = int(engine_args.get("tp_size", 1))
+    options = replace(options, cpu_threads=None if engine_args.get(EXACT) else threads_for(ranks))
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    if ranks > 1:
+        os.environ.setdefault("SGLANG_CPU_OMP_THREADS_BIND", _a_core_each(ranks))
+    # Otherwise the first request with a penalty makes torch compile for a minute, while all others wait.
+    os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
+    return options, {name: value for name, value in engine_args.items() if name != EXACT}
 
 
 class EngineHost:
@@ -91,15 +106,11 @@ class EngineHost:
         step_limit_s: float = STEP_LIMIT_S,
     ) -> None:
         on_gpu = gpu_is_present()
+        if not on_gpu:
+            options, engine_args = _for_cpu(options, engine_args)
         chosen = overlap.choose(wanted, model_path, engine_args)
         self._pulses = Pulses()
         replace(options, overlap=chosen, pulses=str(self._pulses.path)).hand_over()
-        if not on_gpu:
-            os.environ.setdefault("OMP_NUM_THREADS", "1")
-            if (ranks := int(engine_args.get("tp_size", 1))) > 1:
-                os.environ.setdefault("SGLANG_CPU_OMP_THREADS_BIND", _a_core_each(ranks))
-            # Otherwise the first request with a penalty makes torch compile for a minute, while all others wait.
-            os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
         os.environ.setdefault("SGLANG_GRAMMAR_MAX_POLL_ITERATIONS", GRAMMAR_TURNS)
         for name in DUMPS:
             os.environ.setdefault(name, "false")
@@ -174,7 +185,8 @@ class EngineHost:
         if self._emulated or int(engine_args.get("nnodes", 1)) > 1:
             return {}
         page = int(engine_args.get("page_size") or 1)
-        return {"chunked_prefill_size": -(-chunk_for(options.cost.shape.active_parameters) // page) * page}
+        chunk = chunk_for(options.cost.shape.active_parameters, options.cpu_threads or 1)
+        return {"chunked_prefill_size": -(-chunk // page) * page}
 
     async def try_largest_step(self) -> None:
         """Compute one prompt as long as a step may be, so that the watch knows how long that takes.

@@ -1,11 +1,12 @@
-"""The demo model is the same every time, and its requests are what they claim to be."""
+"""The tiny model is the same every time, and its requests and the demo's are what they claim to be."""
 
 import hashlib
 import json
 from pathlib import Path
 
-from service.demo.model import ensure_demo_model
 from service.demo.prompts import CHAT, COMPLETIONS, corpus, requests
+from service.demo.tasks import tasks
+from service.demo.tiny import ensure_tiny_model
 from service.requests.lines import LineChecker
 from service.requests.tokens import Prompt, PromptTokens
 
@@ -14,19 +15,19 @@ def digests(folder: Path) -> dict[str, str]:
     return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in folder.iterdir()}
 
 
-def test_demo_model_is_made_the_same_twice(tmp_path: Path) -> None:
-    first = ensure_demo_model(tmp_path / "a", corpus())
-    second = ensure_demo_model(tmp_path / "b", corpus())
+def test_the_tiny_model_is_made_the_same_twice(tmp_path: Path) -> None:
+    first = ensure_tiny_model(tmp_path / "a", corpus())
+    second = ensure_tiny_model(tmp_path / "b", corpus())
     assert digests(first) == digests(second)
     before = (first / "config.json").stat().st_mtime_ns
-    assert ensure_demo_model(first, corpus()) == first
+    assert ensure_tiny_model(first, corpus()) == first
     assert (first / "config.json").stat().st_mtime_ns == before
     older = json.loads((first / "config.json").read_text()) | {"batchweave_demo": 1}
     (first / "config.json").write_text(json.dumps(older))
-    assert digests(ensure_demo_model(first, corpus())) == digests(second)  # made again
+    assert digests(ensure_tiny_model(first, corpus())) == digests(second)  # made again
 
 
-def test_demo_file_has_three_kinds_that_pass_validation() -> None:
+def test_the_tiny_models_requests_have_three_kinds_that_pass_validation() -> None:
     found = requests("m")
     assert sum(len(lines) for lines in found.values()) >= 200
     assert {line["custom_id"].split("-")[0] for lines in found.values() for line in lines} == {
@@ -41,8 +42,17 @@ def test_demo_file_has_three_kinds_that_pass_validation() -> None:
         assert (checker.requests, checker.errors) == (len(found[endpoint]), [])
 
 
+def test_the_demos_requests_pass_validation() -> None:
+    checker, kinds = LineChecker(CHAT), set[str]()
+    for number, line in enumerate(tasks("m"), 1):
+        checker.check(number, json.dumps(line).encode())
+        kinds.add(line["custom_id"].partition("-")[0])
+    assert (checker.requests, checker.errors) == (86, [])
+    assert kinds == {"question", "summary", "extract", "label"}
+
+
 def test_prompts_of_a_kind_share_their_prefix(tmp_path: Path) -> None:
-    tokens = PromptTokens.load(str(ensure_demo_model(tmp_path / "m", corpus())))
+    tokens = PromptTokens.load(str(ensure_tiny_model(tmp_path / "m", corpus())))
     first, second = tokens.encode(CHAT, [line["body"] for line in requests("m")[CHAT][:2]])
     shared = next(i for i, (a, b) in enumerate(zip(first.ids, second.ids, strict=False)) if a != b)
     assert shared > 0.9 * min(len(first.ids), len(second.ids))
@@ -50,18 +60,18 @@ def test_prompts_of_a_kind_share_their_prefix(tmp_path: Path) -> None:
 
 
 def test_prompt_that_the_template_refuses_is_planned_by_its_text(tmp_path: Path) -> None:
-    tokens = PromptTokens.load(str(ensure_demo_model(tmp_path / "m", corpus())))
+    tokens = PromptTokens.load(str(ensure_tiny_model(tmp_path / "m", corpus())))
     odd = [{"messages": [{"content": None}]}, {"messages": 5}, {"messages": [{"role": "user", "content": [1, "x"]}]}]
     assert all(prompt.ids and not prompt.is_exact for prompt in tokens.encode(CHAT, odd))
 
 
 def test_prompts_given_as_token_ids_are_kept(tmp_path: Path) -> None:
-    tokens = PromptTokens.load(str(ensure_demo_model(tmp_path / "m", corpus())))
+    tokens = PromptTokens.load(str(ensure_tiny_model(tmp_path / "m", corpus())))
     assert tokens.encode(COMPLETIONS, [{"prompt": [7, 8, 9]}]) == [Prompt([7, 8, 9], True)]
 
 
 def test_other_endpoints_have_prompts_to_plan_by(tmp_path: Path) -> None:
-    tokens = PromptTokens.load(str(ensure_demo_model(tmp_path / "m", corpus())))
+    tokens = PromptTokens.load(str(ensure_tiny_model(tmp_path / "m", corpus())))
     question = {"role": "user", "content": "Name a colour."}
     [chat] = tokens.encode(CHAT, [{"messages": [{"role": "system", "content": "Be brief."}, question]}])
     asked = [{"instructions": "Be brief.", "input": given} for given in ("Name a colour.", [question])]

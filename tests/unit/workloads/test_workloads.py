@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 from engine_ext.plan.buckets import LONGEST
 from service.cli.table import command_line
-from service.demo.model import ensure_demo_model
+from service.demo.tiny import ensure_tiny_model
 from service.errors import WorkloadError
 from service.requests.tokens import PromptTokens
 from service.workloads.workload import read_lengths, read_workload
@@ -97,7 +97,7 @@ def test_batch_file_by_bytes_and_by_the_models_own_tokens(tmp_path: Path) -> Non
     shared = "The same long instruction stands before every question. " * 20
     path = write(tmp_path / "b.jsonl", [batch_line(n, f"{shared}Question {n}?", max_tokens=64) for n in range(20)])
     model = tmp_path / "model"
-    ensure_demo_model(model, [shared])
+    ensure_tiny_model(model, [shared])
     for name in ("llama-3-8b", str(model)):
         code, out, error = plan(path, "--model", name, "--json")
         assert code == 0, error
@@ -316,7 +316,7 @@ def test_configs_that_cannot_be_counted_are_refused(tmp_path: Path, changes: dic
 
 
 def test_a_tokenizer_that_cannot_be_read_is_said_in_one_line(tmp_path: Path) -> None:
-    model = ensure_demo_model(tmp_path / "model", ["some text"] * 8)
+    model = ensure_tiny_model(tmp_path / "model", ["some text"] * 8)
     (model / "chat_template.jinja").write_bytes(b"\xff\xfe")
     code, _, err = plan(write(tmp_path / "b.jsonl", [batch_line(0, "hi")]), "--model", model)
     assert (code, err.count("\n")) == (1, 1)

@@ -1,4 +1,4 @@
-"""Creates the demo model on first use: a tiny Llama with a fixed seed and its own tokenizer.
+"""Makes a tiny Llama of random weights with its own tokenizer, for tests and for the scripted engine.
 
 Its answers are noise, and end by themselves as a real model's do: most after some tens of tokens, a few never.
 """
@@ -31,7 +31,7 @@ CHAT_TEMPLATE = (
 )
 
 
-def ensure_demo_model(folder: Path, corpus: Iterable[str]) -> Path:
+def ensure_tiny_model(folder: Path, corpus: Iterable[str]) -> Path:
     """Create the model in `folder`, if it is not there, and return its path. The same corpus gives the same files."""
     config = folder / "config.json"
     if config.exists() and json.loads(config.read_text()).get("batchweave_demo") == EDITION:
