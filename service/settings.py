@@ -52,7 +52,8 @@ class Settings(BaseSettings):
     connections_per_address: int = Field(
         256,
         ge=0,
-        description="most connections to the API from one address; 0 (no limit) only behind a proxy with its own limit",
+        description="most connections of one address on which no known key has called; 0 (any number) only behind "
+        "a proxy that has a limit",
     )
     access_log: bool = Field(True, description="whether the API logs each HTTP request: caller, call and outcome")
     auth: Literal["keys", "none"] | None = Field(

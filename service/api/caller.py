@@ -7,6 +7,7 @@ import structlog
 from fastapi import Depends, Request
 from fastapi.security import HTTPAuthorizationCredentials, HTTPBearer
 
+from service.api.connections import know
 from service.api.context import Context, InContext
 from service.db.sessions import Database
 from service.db.tenant_tables import Role
@@ -73,6 +74,7 @@ async def _known(request: Request, context: Context, caller: Caller | None) -> C
         note_refused_key(request, "api")
         raise Unauthorized("The API key is unknown, revoked or expired.", code="invalid_api_key")
     request.state.key = caller.name or caller.actor
+    know(request.scope.get("client"))
     await count_request(context.redis, caller.project, context.clock())
     return caller
 

@@ -1,5 +1,8 @@
 """Closes idle connections: headers must arrive in ten seconds, a body must make progress, each address has a share.
 
+A connection on which a known key has called, and one from this machine, has only that share. Of others an address has
+few; on more of them, calls without a key get 503.
+
 uvicorn waits without limit for a request's headers and body, so a few hundred idle sockets would use up all file
 descriptors of the process.
 """
@@ -14,7 +17,9 @@ import uvicorn
 from fastapi import FastAPI
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from service.settings import Settings
+from service.settings import Settings, is_loopback
+
+Client = tuple[str, int]  # address and port
 
 HEAD_S = 10.0  # from the start of a connection, or the last response on it, to the end of the next headers
 BODY_S = 30.0  # in which an incomplete body must deliver BODY_BYTES or its rest
@@ -23,9 +28,12 @@ BODY_BYTES = 16 * 1024
 # this is longer than clients and proxies themselves keep an idle one: 5 s (httpx, openai), 15 s (aiohttp), 60 s.
 KEPT_S = 75
 READ_S = 60.0  # in which a client must read some of a response
+OVER = 4  # times its most without a known key an address may have, of which those above it are answered 503
 SHARE = 4  # one address may have this fraction, 1 / SHARE, of the process's descriptors
 
-_by_address: Counter[str] = Counter()
+_by_address: Counter[str] = Counter()  # all connections
+_strange: Counter[str] = Counter()  # those on which no known key has called yet
+_strangers: dict[Client, bool] = {}  # these, and whether their address had its most when they came
 
 
 def raise_descriptors() -> None:
@@ -34,16 +42,24 @@ def raise_descriptors() -> None:
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
-def most_of_one(wanted: int) -> int:
-    """Return how many connections one address may have; 0 is no limit, for a service behind a proxy with its own."""
-    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    return min(wanted, soft // SHARE) if wanted else 0
+def is_over(client: Client | None) -> bool:
+    """Return whether a connection came when its address had the most that it may have without a known key."""
+    return client is not None and _strangers.get(client, False)
+
+
+def know(client: Client | None) -> None:
+    """Note that a known key calls on a connection, which no longer counts among those of strangers."""
+    if client is not None and _strangers.pop(client, None) is not None:
+        _strange[client[0]] -= 1
+        if not _strange[client[0]]:
+            del _strange[client[0]]
 
 
 class PatientProtocol(H11Protocol):
     """An H11Protocol that does not wait indefinitely."""
 
-    most: int = 0  # connections of one address
+    most: int = 0  # connections of one address without a known key; 0: any number
+    share: int = 0  # all connections of one address
     _address: str | None = None
     _timer: asyncio.TimerHandle | None = None
     _reads: asyncio.TimerHandle | None = None
@@ -52,11 +68,15 @@ class PatientProtocol(H11Protocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         address = self.client[0] if self.client else ""
-        if self.most and _by_address[address] >= self.most:
+        is_limited = self.most > 0 and not is_loopback(address)
+        if is_limited and (_by_address[address] >= self.share or _strange[address] >= OVER * self.most):
             transport.abort()
             return
         _by_address[address] += 1
         self._address = address
+        if is_limited and self.client is not None:
+            _strangers[self.client] = _strange[address] >= self.most
+            _strange[address] += 1
         self._expect(HEAD_S)
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -67,6 +87,7 @@ class PatientProtocol(H11Protocol):
             if not _by_address[self._address]:
                 del _by_address[self._address]
             self._address = None
+        know(self.client)
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
@@ -129,7 +150,9 @@ class PatientProtocol(H11Protocol):
 
 def served(app: FastAPI, settings: Settings) -> uvicorn.Config:
     """Return how uvicorn serves `app`: by h11, which bounds a request's headers."""
-    most = most_of_one(settings.connections_per_address)
+    most = settings.connections_per_address
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    limits = {"most": most, "share": soft // SHARE}
     return uvicorn.Config(
         app,
         host=settings.host,
@@ -137,7 +160,7 @@ def served(app: FastAPI, settings: Settings) -> uvicorn.Config:
         log_config=None,
         access_log=False,
         server_header=False,
-        http=type("PatientProtocol", (PatientProtocol,), {"most": most}),
+        http=type("PatientProtocol", (PatientProtocol,), limits),
         timeout_keep_alive=KEPT_S,
         timeout_graceful_shutdown=3,
     )

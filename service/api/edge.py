@@ -11,6 +11,7 @@ from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from service.api.connections import is_over
 from service.endpoints import ONLINE
 from service.metrics.counters import HTTP
 from service.metrics.tracing import UNTRACED, HttpSpan
@@ -22,6 +23,16 @@ log = structlog.get_logger()
 METHODS = ("GET", "HEAD", "OPTIONS", "POST", "PUT", "PATCH", "DELETE")  # any other method is counted as "other"
 _COMPLETES = re.compile(r"/v1/uploads/[^/]*/complete")
 _STREAMED = re.compile(r"/v1/files|/v1/uploads/[^/]*/parts|/dashboard/files")  # these enforce their own limits
+
+
+_TOO_MANY = {
+    "error": {
+        "message": "This address has too many connections without an API key. Send a key, or try again.",
+        "type": "server_error",
+        "param": None,
+        "code": "too_many_connections",
+    }
+}
 
 
 class Edge:
@@ -47,6 +58,11 @@ class Edge:
                 },
                 431,
             )(scope, receive, send)
+            return
+        if is_over(scope.get("client")) and not any(
+            name in (b"authorization", b"cookie") for name, _ in scope["headers"]
+        ):
+            await JSONResponse(_TOO_MANY, 503, {"retry-after": "1", "connection": "close"})(scope, receive, send)
             return
         request_id = f"req_{secrets.token_hex(16)}"
         scope.setdefault("state", {})["request_id"] = request_id

@@ -2,6 +2,7 @@
 
 import asyncio
 import socket
+from collections.abc import AsyncGenerator
 from typing import Any
 
 import openai
@@ -11,7 +12,7 @@ from sqlalchemy import delete, select, update
 from service import ids
 from service.api import connections
 from service.db.tables import DEFAULT_PROJECT, Batch, Slice, SliceBatch, WebhookDelivery, WebhookEndpoint, Window
-from service.db.tenant_tables import Project
+from service.db.tenant_tables import Project, Role
 from service.jobs.fair_turns import FairTurns
 from service.jobs.webhooks import Webhooks
 from service.objects.plan_artifact import PlanArtifact
@@ -19,6 +20,7 @@ from service.queue.leases import Leases
 from service.queue.urgency import Turns
 from service.settings import Settings
 from tests.conftest import Clock
+from tests.integration.browsing import make_key
 from tests.integration.harness import Harness, jsonl, line
 from tests.integration.serving import serving
 
@@ -218,17 +220,62 @@ async def test_a_client_that_thinks_for_as_long_as_it_keeps_a_connection_finds_i
             assert kept.recv(4096).startswith(b"HTTP/1.1 200")
 
 
-async def test_an_address_has_its_share_of_connections(settings: Settings, clock: Clock) -> None:
-    with serving(settings.model_copy(update={"connections_per_address": 8}), clock) as (port, _):
+ASKS = b"GET /v1/models HTTP/1.1\r\nHost: localhost\r\n"
+
+
+def asked(port: int, headers: bytes = b"", source: str = "127.0.0.1") -> tuple[socket.socket, bytes]:
+    """A connection on which somebody has asked once, and the beginning of what came back."""
+    connection = socket.create_connection(("127.0.0.1", port), source_address=(source, 0))
+    connection.settimeout(20)
+    connection.sendall(ASKS + headers + b"\r\n")
+    try:
+        return connection, connection.recv(4096)
+    except ConnectionResetError:
+        return connection, b""
+
+
+@pytest.fixture
+async def crowded(
+    settings: Settings, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> AsyncGenerator[tuple[int, list[socket.socket]], None]:
+    """The port of an API whose address 127.0.0.1 has its most connections of strangers, and these."""
+    monkeypatch.setattr(connections, "is_loopback", lambda address: address == "127.0.0.2")
+    with serving(settings.model_copy(update={"connections_per_address": 8, "auth": "keys"}), clock) as (port, _):
         held = [socket.create_connection(("127.0.0.1", port)) for _ in range(8)]
-        with socket.create_connection(("127.0.0.1", port)) as over:
-            assert await asyncio.to_thread(is_closed, over)
-        other = socket.create_connection(("127.0.0.1", port), source_address=("127.0.0.2", 0))
-        other.sendall(b"GET /healthz HTTP/1.1\r\nHost: localhost\r\n\r\n")
-        other.settimeout(20)
-        assert (await asyncio.to_thread(other.recv, 12)).endswith(b"200")
-        for each in (*held, other):
+        yield port, held
+        for each in held:
             each.close()
+
+
+async def test_a_stranger_above_the_share_of_its_address_is_told_to_come_again(
+    crowded: tuple[int, list[socket.socket]],
+) -> None:
+    port, held = crowded
+    over, said = await asyncio.to_thread(asked, port)
+    held.append(over)
+    assert said.startswith(b"HTTP/1.1 503")
+    assert b"retry-after: 1" in said
+    assert await asyncio.to_thread(is_closed, over)
+    other, said = await asyncio.to_thread(asked, port, b"", "127.0.0.2")  # of this machine
+    held.append(other)
+    assert said.startswith(b"HTTP/1.1 401")
+    held += [socket.create_connection(("127.0.0.1", port)) for _ in range(3 * 8)]
+    with socket.create_connection(("127.0.0.1", port)) as far_over:
+        assert await asyncio.to_thread(is_closed, far_over)
+
+
+async def test_connections_of_a_known_key_are_not_counted(
+    harness: Harness, crowded: tuple[int, list[socket.socket]]
+) -> None:
+    port, held = crowded
+    text, _ = await make_key(harness.database, Role.USER)
+    for _ in range(5 * 8):  # more than strangers may have in any case
+        kept, said = await asyncio.to_thread(asked, port, f"Authorization: Bearer {text}\r\n".encode())
+        held.append(kept)
+        assert said.startswith(b"HTTP/1.1 200")
+    wrong, said = await asyncio.to_thread(asked, port, b"Authorization: Bearer bw-no\r\n")
+    held.append(wrong)
+    assert said.startswith(b"HTTP/1.1 401")
 
 
 async def test_projects_plan_with_their_own_prefixes_unless_they_share_a_cache(harness: Harness) -> None:
