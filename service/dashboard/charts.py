@@ -6,7 +6,13 @@ from service.queue.progress import Event
 
 RANGES = {"15m": 900, "1h": 3600, "6h": 6 * 3600, "24h": 24 * 3600, "7d": 7 * 24 * 3600}
 RANGE = "1h"
-EVENT_WORDS = {"start": "became ready", "stop": "shut down cleanly", "death": "fell silent", "back": "was heard again"}
+EVENT_WORDS = {
+    "start": "became ready",
+    "stop": "shut down cleanly",
+    "death": "fell silent",
+    "back": "was heard again",
+    "exit": "died",
+}
 # Shares of the KV cache's capacity, by the point's name of the tokens.
 _OF_KV = {
     "kv_left": "kv_of_left",

@@ -154,11 +154,11 @@ async def _serving(context: Context, is_operator: bool) -> list[Notice]:
 
 async def _deaths(context: Context, now: float, nobody_serves: bool) -> list[Notice]:
     events = await known_events(context)
-    deaths = [(each.at, each.name) for each in events if each.kind == "death" and now - each.at < RECENTLY_S]
+    deaths = [(each.at, each.name) for each in events if each.kind in ("death", "exit") and now - each.at < RECENTLY_S]
     if not deaths:
         return []
     told = ", ".join(f"{name} {span(now - at)} ago" for at, name in deaths[:NAMED])
     more = f" and {len(deaths) - NAMED} more" if len(deaths) > NAMED else ""
-    text = f"Workers that fell silent in the last hour: {told}{more}."
+    text = f"Died or fell silent in the last hour: {told}{more}."
     text += " Their work waits for another." if nobody_serves else " Their work goes to others."
     return [Notice(text, True, "/dashboard/workers")]

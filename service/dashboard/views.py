@@ -1,7 +1,7 @@
 """The dashboard's read-only pages. Nothing in this module changes state."""
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, get_args
 
@@ -28,9 +28,11 @@ from service.db.tables import File
 from service.db.tenant_tables import AuditEvent, Project
 from service.errors import NotFound
 from service.jobs.historian import summed
+from service.queue.progress import Event
 from service.settings import Settings, variable
 
 LISTED = 50
+LATELY_S = 600.0  # in which deaths of a worker that starts again are counted
 MOST_SUMMED = 10_000  # files, deleted ones too, that a look at their page adds up
 MOST_ROWS = 2**53
 TICK_S = 2.0
@@ -91,7 +93,7 @@ async def worker_list(
     state: Annotated[str, Query(max_length=16)] = "",
     model: Annotated[str, Query(max_length=512)] = "",
 ) -> Response:
-    found = await known_workers(context)
+    found, events = await known_workers(context), await known_events(context)
     models = sorted({worker.model for worker in found or []})
     if found is not None:
         found = [each for each in found if state in ("", each.state) and model in ("", each.model)]
@@ -105,9 +107,19 @@ async def worker_list(
         state=state,
         model=model,
         cpus=on_cpus(found or []),
-        events=await known_events(context),
+        events=events,
+        deaths=_lately(events, context.clock()),
         words=EVENT_WORDS,
     )
+
+
+def _lately(events: Sequence[Event], now: float) -> dict[str, list[str]]:
+    """Return how each part died in the last ten minutes, the newest first."""
+    found = dict[str, list[str]]()
+    for each in events:
+        if each.kind == "exit" and now - each.at < LATELY_S:
+            found.setdefault(each.name, []).append(each.words)
+    return found
 
 
 @router.get("/online")

@@ -4,7 +4,7 @@ from collections import Counter, defaultdict
 from collections.abc import Sequence
 from typing import Any
 
-from prometheus_client.core import GaugeMetricFamily, Metric
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from redis.exceptions import RedisError
 from sqlalchemy import case, func, select
 from sqlalchemy.ext.asyncio import AsyncSession
@@ -26,6 +26,7 @@ GAUGES: dict[str, tuple[str, tuple[str, ...]]] = {
     "webhook_deliveries_waiting": ("Webhook deliveries neither delivered nor given up", ()),
     "workers": ("Workers with a current heartbeat", ("model",)),
 }
+DEATHS = "deaths"  # a counter
 _MODEL = func.coalesce(Batch.model, "")
 _LIVE = Batch.status.in_(LIVE)
 # One pass over the rows of unfinished batches; held batches have no age and no deadline.
@@ -54,7 +55,9 @@ async def queue_metrics(database: Database, heartbeat: Heartbeat, now: float) ->
         found = await figures(session, now)
     alive = await _alive_by_model(heartbeat)
     found["workers"] = {(model,): float(count) for model, count in alive.items()}
-    families: list[Metric] = []
+    died = CounterMetricFamily(PREFIX + DEATHS, "Workers and parts of `up` that ended without being told to")
+    died.add_metric([], await _deaths(heartbeat))
+    families: list[Metric] = [died]
     for name, (about, labels) in GAUGES.items():
         family = GaugeMetricFamily(PREFIX + name, about, labels=labels)
         for values, figure in found.get(name, {}).items():
@@ -92,6 +95,13 @@ def room_metrics(room: Room) -> list[Metric]:
         GaugeMetricFamily(f"{PREFIX}storage_free_bytes", free, room.free_bytes),
         GaugeMetricFamily(f"{PREFIX}storage_reserve_bytes", kept, room.reserve_bytes),
     ]
+
+
+async def _deaths(heartbeat: Heartbeat) -> int:
+    try:
+        return await heartbeat.deaths()
+    except (RedisError, OSError):
+        return 0
 
 
 async def _alive_by_model(heartbeat: Heartbeat) -> Counter[str]:

@@ -64,6 +64,7 @@ def lost(digest: str) -> str:
 HISTORY = "batchweave:history"  # list of points: what all workers together did
 LONG_HISTORY = "batchweave:history-week"  # the same of a week, with fewer points
 WORKER_DEATHS = "batchweave:worker-deaths"  # list of workers that fell silent, as JSON; the newest are kept
+DEATHS = "batchweave:deaths"  # how many workers and parts have died
 WORKER_EVENTS = "batchweave:worker-events"  # the same of workers that start and stop
 PACES = "batchweave:paces"  # by model, how fast its workers answer, as JSON; it expires
 LONG_HISTORY_TURN = "batchweave:history-week-turn"

@@ -101,12 +101,14 @@ class Event(NamedTuple):
     """What happened to a worker, and when.
 
     `start`: its first heartbeat; `stop`: its clean end; `death`: the first look that missed it; `back`: its next
-    heartbeat after that. A worker that dies and starts again before a look misses it has two starts.
+    heartbeat after that. A worker that dies and starts again before a look misses it has two starts. `exit`: an end
+    that `batchweave up` saw, of a worker or another part, with how and its last words.
     """
 
     at: int
-    kind: Literal["start", "stop", "death", "back"]
+    kind: Literal["start", "stop", "death", "back", "exit"]
     name: str
+    words: str = ""
 
 
 class Heartbeat:
@@ -154,6 +156,7 @@ class Heartbeat:
             return  # what beat while Redis was away has yet to come back
         if await self._redis.srem(keys.WORKERS, name):
             await self._note("death", name)
+            await self._redis.incr(keys.DEATHS)
 
     async def _note(self, kind: str, name: str) -> None:
         at, _ = await self._redis.time()
@@ -162,6 +165,10 @@ class Heartbeat:
         pipeline.rpush(key, json.dumps([at, kind, name]))
         pipeline.ltrim(key, -MOST_EVENTS, -1)
         await pipeline.execute()
+
+    async def deaths(self) -> int:
+        """Return how many workers and parts have died since Redis was empty."""
+        return int(await self._redis.get(keys.DEATHS) or 0)
 
     async def events(self) -> list[Event]:
         """Return what happened to workers, the newest last."""
@@ -185,6 +192,18 @@ class Heartbeat:
             await self._forget(name.decode())
         begins = [json.loads(later) for now, later in zip(alive, starting, strict=True) if later and not now]
         return [json.loads(value) for value in alive if value], begins
+
+
+def note_exit(redis: SyncRedis, name: str, words: str) -> None:
+    """Note that a part has ended by itself, and how; if it is a worker, it leaves the list at once."""
+    at, _ = redis.time()
+    pipeline = redis.pipeline(transaction=False)
+    pipeline.srem(keys.WORKERS, name)  # before the state, or it would look dead
+    pipeline.delete(keys.worker(name), keys.starting(name))
+    pipeline.rpush(keys.WORKER_DEATHS, json.dumps([at, "exit", name, words]))
+    pipeline.ltrim(keys.WORKER_DEATHS, -MOST_EVENTS, -1)
+    pipeline.incr(keys.DEATHS)
+    pipeline.execute()
 
 
 class Starting:

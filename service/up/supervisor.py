@@ -25,14 +25,16 @@ from service.demo.models import ensure_model
 from service.errors import StartError
 from service.objects.storage import Storage
 from service.queue import keys
+from service.queue.progress import note_exit
 from service.settings import Settings, is_everywhere
 from service.up.embedded_redis import server_command
 from service.up.engines import Engine, Engines
+from service.up.last_words import how, last_words
 from service.up.log_files import rotate
 
 STOP_S = 8.0  # of one part; together less than the ten seconds that container runtimes give
 BEGUN_S = 20.0
-MAX_EXITS = 5
+MAX_EXITS, MAX_ALIKE = 5, 3  # deaths without becoming ready after which `up` gives up; and of such that are alike
 LONGEST_PAUSE_S = 60.0
 LOCK_TRIES = 5
 FIRST_PAUSE_S = 0.5
@@ -43,6 +45,10 @@ ROLES = ("api", "planner")
 COMMAND = [sys.executable, "-m", "service.cli"]
 _PR_SET_PDEATHSIG = 1
 log = structlog.get_logger()
+
+
+def _clock() -> str:
+    return time.strftime("%H:%M:%S")
 
 
 def die_with_parent(signal_number: int = signal.SIGTERM) -> None:
@@ -77,6 +83,10 @@ class Part:
     stage: str = ""  # the worker's stage that was printed last
     ask_at: float = 0.0  # when to ask next whether it has begun
     exits: int = 0  # exits since it was last ready, including the first one after that
+    alike: int = 0  # of these, the last ones of which each ended as the one before
+    ended: str = ""  # how it ended last, and its last words
+    died_at: float = 0.0  # when; 0 while it is as it should be
+    log_from: int = 0  # where in its log the running process began
     restart_at: float = 0.0
 
     @property
@@ -85,6 +95,7 @@ class Part:
 
     def start(self, environment: dict[str, str]) -> None:
         with self.log_path.open("ab") as output:
+            self.log_from = output.tell()
             self.process = subprocess.Popen(
                 self.command,
                 stdin=subprocess.DEVNULL,
@@ -297,22 +308,20 @@ class Supervisor:
         now = time.monotonic()
         for part in self._parts:
             if part.running:
-                part.begun = part.begun or self._has_begun(part)
+                if not part.begun and self._has_begun(part):
+                    part.begun = True
+                    self._say_is_back(part)
                 continue
             if part.restart_at == 0.0:
                 assert part.process is not None
                 part.begun = part.begun or self._has_begun(part, at_once=True)  # it may have died soon after
-                part.exits = 1 if part.begun else part.exits + 1
-                if part.exits >= MAX_EXITS and not self._others_run(part):
+                self._note_end(part, part.process.returncode)
+                if (part.exits >= MAX_EXITS or part.alike >= MAX_ALIKE) and not self._others_run(part):
                     raise StartError(
-                        f"{part.name} died {part.exits} times in a row (exit {part.process.returncode}), without "
-                        f"becoming ready in between; see its log: {part.log_path}"
+                        f"{part.name} died {part.exits} times in a row without becoming ready, the last time by "
+                        f"{part.ended}; its log: {part.log_path}"
                     )
-                pause_s = min(FIRST_PAUSE_S * 2 ** (part.exits - 1), LONGEST_PAUSE_S)
-                self.say(
-                    f"{part.name} exited (exit {part.process.returncode}) and will be restarted; log: {part.log_path}"
-                )
-                part.restart_at = now + pause_s
+                part.restart_at = now + min(FIRST_PAUSE_S * 2 ** (part.exits - 1), LONGEST_PAUSE_S)
             elif now >= part.restart_at:
                 try:
                     part.start(self._environment(self.settings.data_dir.resolve()))
@@ -320,6 +329,25 @@ class Supervisor:
                 except OSError as error:  # too little memory or too many processes: may be transient
                     log.warning("not started again yet", part=part.name, error=repr(error))
                     part.restart_at = now + ASK_S
+
+    def _note_end(self, part: Part, code: int) -> None:
+        """Say and note that a part has ended by itself, and count it."""
+        ended = ": ".join(filter(None, (how(code), last_words(part.log_path, part.log_from))))
+        part.exits = 1 if part.begun else part.exits + 1
+        part.alike = part.alike + 1 if not part.begun and ended == part.ended else 1
+        part.ended, part.died_at = ended, time.time()
+        times = f" for the {part.exits}th time in a row" if part.exits > 3 else ""
+        self.say(f"{_clock()} {part.name} died{times}, {ended}; it is started again; log: {part.log_path}")
+        try:
+            with redis.Redis.from_url(self.settings.redis, socket_connect_timeout=1, socket_timeout=1) as client:
+                note_exit(client, part.worker or part.name, ended)
+        except (redis.RedisError, OSError) as error:
+            log.warning("death not noted", part=part.name, error=repr(error))
+
+    def _say_is_back(self, part: Part) -> None:
+        if part.died_at:
+            self.say(f"{_clock()} {part.name} is back after {time.time() - part.died_at:.0f} s")
+        part.died_at, part.alike = 0.0, 0
 
     def _rotate_logs(self) -> None:
         if time.monotonic() < self._look_at_logs_at:

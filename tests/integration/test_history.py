@@ -61,14 +61,14 @@ async def test_a_worker_that_falls_silent_is_told_of_once(
         assert [each["name"] for each in await heart.alive()] == ["alive"]
     events = await heart.events()
     begun = [("start", "left"), ("start", "died"), ("start", "alive")]
-    assert [each[1:] for each in events] == [*begun, ("stop", "left"), ("death", "died")]
+    assert [each[1:3] for each in events] == [*begun, ("stop", "left"), ("death", "died")]
     at = events[-1].at
     harness.clock.now = at + 60
     page = (await pages.get("/workers")).text
     assert [words in page for words in ("alive</b> became ready", "left</b> shut down cleanly")] == [True, True]
     assert "died</b> fell silent" in page
     told = (await pages.get("")).text
-    assert "Workers that fell silent in the last hour: died 1 min ago." in told
+    assert "Died or fell silent in the last hour: died 1 min ago." in told
     assert "No figure: the cost model describes a GPU" in told
     marks = (await pages.get("/overview.json")).json()["marks"]
     assert {("death", "died fell silent"), ("start", "died became ready")} <= {
@@ -90,7 +90,7 @@ async def test_many_starts_do_not_push_out_a_death(harness: Harness, monkeypatch
     for number in range(5):
         await Heartbeat(harness.redis).beat(f"w{number}", {})
     found = await Heartbeat(harness.redis).events()
-    assert sorted(each[1:] for each in found) == [("death", "died"), *(("start", f"w{n}") for n in (2, 3, 4))]
+    assert sorted(each[1:3] for each in found) == [("death", "died"), *(("start", f"w{n}") for n in (2, 3, 4))]
 
 
 async def test_a_start_that_could_not_be_noted_is_noted_later(
@@ -104,7 +104,7 @@ async def test_a_start_that_could_not_be_noted_is_noted_later(
             await heart.beat("w", {"name": "w"})
     assert await heart.alive() == [{"name": "w"}]
     await heart.beat("w", {"name": "w"})
-    assert [each[1:] for each in await heart.events()] == [("start", "w")]
+    assert [each[1:3] for each in await heart.events()] == [("start", "w")]
 
 
 async def _lost() -> None:

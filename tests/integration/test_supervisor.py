@@ -53,10 +53,37 @@ async def test_an_engine_that_never_starts_ends_the_service_and_one_that_works_d
     await beating
     await redis.flushdb()
     part.command = ["sh", "-c", "exit 3"]
-    with pytest.raises(
-        StartError, match=rf"worker died {supervisors.MAX_EXITS} times in a row \(exit 3\).*worker\.log"
-    ):
+    with pytest.raises(StartError, match=r"worker died \d times in a row .* by exit 3; .*worker\.log"):
         await watch(supervisor, lambda: False)
+
+
+async def test_a_death_leaves_its_reason_and_the_return_is_said(
+    settings: Settings, redis: Redis, tmp_path: Path
+) -> None:
+    said: list[str] = []
+    supervisor = Supervisor(settings, said.append)
+    name = supervisor.worker_name
+    script = 'echo \'{"level": "error", "event": "no memory", "error": "cudaMalloc"}\'; echo shuts down; kill -9 $$'
+    part = Part("worker", ["sh", "-c", script], tmp_path / "worker.log", name)
+    part.start({"PATH": "/usr/bin:/bin"})
+    part.begun = True
+    supervisor._parts.append(part)  # pyright: ignore[reportPrivateUsage]
+    await Heartbeat(redis).beat(name, {"pid": 1})
+    await watch(supervisor, lambda: len(said) == 1)
+    words = "killed by SIGKILL: no memory: cudaMalloc"
+    assert words in said[0]
+    heartbeat = Heartbeat(redis)
+    assert [(each.kind, each.name, each.words) for each in await heartbeat.events()][-1] == ("exit", name, words)
+    assert await heartbeat.deaths() == 1
+    assert await heartbeat.alive() == []  # at once
+    part.command = ["sleep", "600"]
+    stop = asyncio.Event()
+    beating = asyncio.create_task(beat(redis, name, part, stop))
+    await watch(supervisor, lambda: any("worker is back after " in each for each in said))
+    stop.set()
+    await beating
+    assert part.process
+    part.process.kill()
 
 
 async def beat(redis: Redis, name: str, part: Part, stop: asyncio.Event) -> None:

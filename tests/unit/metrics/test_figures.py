@@ -21,7 +21,7 @@ def served() -> set[str]:
     families = [*REGISTRY.collect(), *EngineMetrics("m").collect()]
     own = {f"{each.name}_total" if each.type == "counter" else each.name for each in families}
     live = {queue.PREFIX + name for name in queue.GAUGES}
-    live |= {family.name for family in queue.room_metrics(Room(1, 1))}
+    live |= {family.name for family in queue.room_metrics(Room(1, 1))} | {f"{queue.PREFIX}{queue.DEATHS}_total"}
     return {name for name in own | live if name.startswith("batchweave_")}
 
 
