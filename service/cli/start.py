@@ -17,6 +17,7 @@ from service.db.migrate import upgrade
 from service.db.private import keep_private
 from service.db.sessions import Database
 from service.errors import CostsError, SettingsError
+from service.estimates.engine_arguments import unknown_argument
 from service.estimates.model_costs import FALLBACK, measured_overlap, planning_costs
 from service.estimates.slo_file import read_slo_file
 from service.metrics.counters import serve
@@ -51,6 +52,8 @@ def settings_of(**overrides: Any) -> Settings:
         measured_overlap(settings.gpu)
         if settings.slo_file is not None:
             read_slo_file(settings.slo_file)
+        if wrong := unknown_argument(settings.engine_args):
+            fail(f"BATCHWEAVE_ENGINE_ARGS: {wrong}")
     except SettingsError as error:
         fail(str(error))
     except CostsError as error:

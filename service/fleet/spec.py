@@ -12,6 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field, StringConstraints, Validation
 
 from service.endpoints import ADAPTER
 from service.errors import StartError
+from service.estimates.engine_arguments import unknown_argument
 from service.settings import NOT_SETTINGS, OWN_ARGUMENTS, AdapterName, Settings, variable
 
 MOST_BYTES = 1 << 20
@@ -60,6 +61,8 @@ class ModelSpec(BaseModel):
             raise ValueError("engine_args.lora_paths: list the adapters under adapters")
         if others := sorted(OWN_ARGUMENTS.keys() & self.engine_args.keys()):
             raise ValueError(f"engine_args.{others[0]}: set {OWN_ARGUMENTS[others[0]]} under settings")
+        if wrong := unknown_argument(self.engine_args):
+            raise ValueError(f"engine_args: {wrong}")
         return self
 
     @model_validator(mode="after")

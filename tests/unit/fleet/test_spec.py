@@ -65,7 +65,7 @@ def test_only_what_an_engine_starts_with_changes_its_digest() -> None:
         ("models:\n- {name: a}\n- &x {name: b}\n- *x", "line 4: aliases are not supported"),
         ("models:\n- {name: a, gpus: true}", "models.0.gpus: Input should be a valid integer"),
         ("models:\n- {name: a, gpus: 4, engine_args: {pp_size: 3}}", "is 3, but the engine has 4 GPUs"),
-        ("models:\n- {name: a, engine_args: {since: 2026-11-26}}", "engine_args: Object of type date"),
+        ("models:\n- {name: a, engine_args: {revision: 2026-11-26}}", "engine_args: Object of type date"),
         ('models:\n- {name: "a\\nb"}', "models.0.name: String should match pattern"),
         ("models:\n- {name: a}\nseconds_per_engine: .inf", "seconds_per_engine: Input should be a finite number"),
         ("models:\n- {name: a, settings: {BATCHWEAVE_REDIS_URL: x}}", "must be the same for all workers"),
