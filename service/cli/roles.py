@@ -13,6 +13,7 @@ from prometheus_client import REGISTRY
 from redis.asyncio import Redis
 from sqlalchemy.exc import SQLAlchemyError
 
+from service.cli.owners import strangers
 from service.cli.start import (
     EngineOption,
     EnginesOption,
@@ -73,6 +74,8 @@ def up(
         model=model, model_name=model_name, data_dir=data_dir, host=host, port=port, engine=engine, script=script
     )
     log_to(sys.stderr, logging.WARNING)
+    if wrong := strangers():
+        fail(wrong)
     try:
         check_model(settings)
         read_script(settings.script)
