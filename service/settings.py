@@ -17,6 +17,7 @@ from service.endpoints import ADAPTER, ModelName
 from service.errors import SettingsError
 
 DEMO_MODEL, TINY_MODEL = "demo", "tiny"  # the two that the project itself makes
+AUTO = "auto"
 DEMO_NAME = "batchweave-demo"  # that requests use for them
 AdapterName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9._-]{1,128}$")]
 # Variables of the command line, and one that a worker passes to its engine.
@@ -87,7 +88,9 @@ class Settings(BaseSettings):
         description="what finds the reasoning in answers: one of SGLang's reasoning parsers, 'auto' (by the model's "
         "chat template) or 'none' (reasoning stays in the text)",
     )
-    gpu: str = Field("h200", description="GPU that plans assume: a preset or a calibration's .json file")
+    gpu: str = Field(
+        AUTO, description="GPU that plans assume: a preset, a calibration's .json file, or 'auto': that of this machine"
+    )
     scheduling: Literal["dual-scan", "sglang"] = Field(
         "dual-scan", description="what admits requests to the engine: batchweave's dual scan or SGLang's policy"
     )

@@ -1,5 +1,6 @@
 """Describes machines as the cost model sees them: dense arithmetic, memory bandwidth and memory."""
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -116,6 +117,21 @@ PRESETS: Mapping[str, Hardware] = MappingProxyType(
         )
     }
 )
+
+# How drivers name what the presets describe. Others of a family, such as an H100 on PCIe, are slower and match none.
+_NAMES = (
+    (r"\bA100\b.*\b40GB\b", "a100-40gb"),
+    (r"\bA100\b.*\b80GB\b", "a100-80gb"),
+    (r"\bH100 80GB HBM3\b", "h100"),
+    (r"\bH200\b(?! NVL)", "h200"),
+    (r"\bL40S\b", "l40s"),
+    (r"\bB200\b", "b200"),
+)
+
+
+def preset_of(name: str) -> str | None:
+    """Return the preset of an accelerator by the name that its driver gives it, or None."""
+    return next((preset for pattern, preset in _NAMES if re.search(pattern, name)), None)
 
 
 def hardware_of(described: Mapping[str, Any]) -> Hardware:

@@ -20,13 +20,14 @@ from redis.exceptions import RedisError
 from sqlalchemy import inspect, make_url, text
 from sqlalchemy.ext.asyncio import AsyncSession
 
+from engine_ext.costs.hardware import preset_of
 from service.cli.owners import strangers
 from service.cli.start import ModelOption, settings_of
 from service.db.migrate import newest
 from service.db.sessions import Database
 from service.demo import smollm
 from service.errors import CostsError
-from service.estimates.model_costs import check_model, planning_costs
+from service.estimates.model_costs import assumed_gpu, check_model, planning_costs
 from service.objects.storage import Storage
 from service.queue.connection import open_redis
 from service.settings import DEMO_MODEL, TINY_MODEL, Settings
@@ -194,7 +195,7 @@ async def _model(settings: Settings) -> Finding:
             return Finding("model", "wrong", f"{source} has no {' and no '.join(lacking)}", "Give a model's folder.")
         return Finding("model", "ok", f"{source}, served as {settings.served_model}")
     try:
-        planning_costs(source, settings.gpu, settings.replica)
+        planning_costs(source, assumed_gpu(settings), settings.replica)
     except CostsError as error:
         return Finding("model", "wrong", str(error), "Give a folder, or a hub id that this machine can download.")
     return Finding("model", "ok", f"{source} on the hub, served as {settings.served_model}")
@@ -244,8 +245,13 @@ async def _gpu(settings: Settings) -> Finding:
     if missing:
         todo = "SGLang compiles kernels at a worker's start: install them, or put them on PATH."
         return Finding("gpu", "wrong", f"{names}, but there is no {', '.join(missing)}", todo)
-    todo = "" if settings.gpu.endswith(".json") else "Measured costs improve plans: batchweave calibrate."
-    return Finding("gpu", "ok", f"{names}; plans assume {settings.gpu}", todo)
+    assumed = assumed_gpu(settings)
+    preset = preset_of(names)
+    if preset is not None and assumed != preset and not assumed.endswith(".json"):
+        todo = "Unset BATCHWEAVE_GPU, or name a calibration of this machine: batchweave calibrate."
+        return Finding("gpu", "wrong", f"{names}; plans assume {assumed}", todo)
+    todo = "" if assumed.endswith(".json") else "Measured costs improve plans: batchweave calibrate."
+    return Finding("gpu", "ok", f"{names}; plans assume {assumed}", todo)
 
 
 def _folder(part: str, folder: Path, what: str) -> Finding:

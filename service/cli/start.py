@@ -18,7 +18,7 @@ from service.db.private import keep_private
 from service.db.sessions import Database
 from service.errors import CostsError, SettingsError
 from service.estimates.engine_arguments import unknown_argument
-from service.estimates.model_costs import FALLBACK, measured_overlap, planning_costs
+from service.estimates.model_costs import FALLBACK, assumed_gpu, measured_overlap, planning_costs
 from service.estimates.slo_file import read_slo_file
 from service.metrics.counters import serve
 from service.objects.storage import Storage
@@ -48,8 +48,8 @@ def settings_of(**overrides: Any) -> Settings:
     try:
         settings = load_settings(**overrides)
         # Checked here: a worker would fail only after importing SGLang, and would be restarted again and again.
-        planning_costs(FALLBACK, settings.gpu, 1)
-        measured_overlap(settings.gpu)
+        planning_costs(FALLBACK, assumed_gpu(settings), 1)
+        measured_overlap(assumed_gpu(settings))
         if settings.slo_file is not None:
             read_slo_file(settings.slo_file)
         if wrong := unknown_argument(settings.engine_args):

@@ -1,6 +1,8 @@
 """Builds the cost model of a model on a machine from their names or files."""
 
 import re
+import subprocess
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -14,17 +16,43 @@ from engine_ext.costs.hardware import Hardware, Machine
 from engine_ext.costs.model_shape import ModelShape
 from engine_ext.errors import ConfigError, HardwareError
 from service.errors import CostsError
-from service.settings import Settings
+from service.settings import AUTO, Settings
 
 OVERLAPS = ("none", "mixed", "nano", "pdmux")  # those of engine_ext.plugin.options, which need not be installed
-FALLBACK = "llama-3-8b"
+FALLBACK, FALLBACK_GPU = "llama-3-8b", "h200"
+ASK_S = 10.0
+_QUERY = ("nvidia-smi", "--query-gpu=name", "--format=csv,noheader")
 LENGTHS = ("max_sequence_length", "seq_length", "max_seq_len", "model_max_length", "max_position_embeddings")
 log = structlog.get_logger()
 
 
+@lru_cache(maxsize=1)
+def machine_gpu() -> str | None:
+    """Return the name that the driver gives this machine's first GPU; None without one."""
+    try:
+        asked = subprocess.run(_QUERY, capture_output=True, text=True, timeout=ASK_S, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return next(iter(asked.stdout.splitlines()), "").strip() or None
+
+
+def assumed_gpu(settings: Settings) -> str:
+    """Return the GPU that plans assume, as a preset or a calibration's .json file: by default that of this machine.
+
+    Where it has none, or one that no preset describes, it is FALLBACK_GPU.
+    """
+    if settings.gpu != AUTO:
+        return settings.gpu
+    name = machine_gpu()
+    preset = hardware.preset_of(name) if name else None
+    if name and preset is None:
+        log.warning("no preset describes this GPU; measure it: batchweave calibrate", gpu=name, assumed=FALLBACK_GPU)
+    return preset or FALLBACK_GPU
+
+
 def told_machine(settings: Settings) -> dict[str, Any]:
     """Return what a planner on another machine must know to plan for this worker's machine. Raises CostsError."""
-    gpu: Any = settings.gpu
+    gpu: Any = assumed_gpu(settings)
     if gpu.endswith(".json"):
         described = _json(Path(gpu))
         fields = ("name", "flops", "bandwidth", "memory_bytes", *hardware.MEASURED)

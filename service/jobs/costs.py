@@ -11,7 +11,7 @@ from engine_ext.costs.cost import CostModel
 from service.db.sessions import Database
 from service.db.tables import Model
 from service.errors import CostsError
-from service.estimates.model_costs import FALLBACK, planning_costs
+from service.estimates.model_costs import FALLBACK, assumed_gpu, planning_costs
 from service.settings import Settings
 
 log = structlog.get_logger()
@@ -34,7 +34,7 @@ class Costs:
             row = (await session.scalars(select(Model).where(Model.name == model))).one_or_none()
         source = row.source if row else model
         tp = self._settings.engine_args.get("tp_size", 1)
-        ours: dict[str, Any] = {"gpu": self._settings.gpu, "tp": tp if isinstance(tp, int) else 1}
+        ours: dict[str, Any] = {"gpu": assumed_gpu(self._settings), "tp": tp if isinstance(tp, int) else 1}
         machine = (row.machine if row else None) or ours
         key = json.dumps([source, machine], sort_keys=True)
         if key not in self._known:

@@ -14,7 +14,7 @@ from engine_ext.costs.calibrate import Calibration
 from engine_ext.costs.cost import CostModel
 from engine_ext.costs.hardware import MEASURED, Machine
 from service.errors import CalibrationError
-from service.estimates.model_costs import read_hardware, read_shape
+from service.estimates.model_costs import assumed_gpu, read_hardware, read_shape
 from service.settings import Settings
 from service.workloads.fitting import ASSUMED_INTERFERENCE, as_measured, fit
 
@@ -81,10 +81,11 @@ def describe(
 
     It holds the hardware, with the rates that the engine reached as its peaks, and what was measured, when and on what.
     """
-    cost = CostModel(read_shape(settings.model_source), Machine(read_hardware(settings.gpu), tp=settings.replica))
+    gpu = assumed_gpu(settings)
+    cost = CostModel(read_shape(settings.model_source), Machine(read_hardware(gpu), tp=settings.replica))
     hardware = as_measured(cost, calibration).machine.hardware
     return {
-        "name": f"{read_hardware(settings.gpu).name}, calibrated on {measured_on}",
+        "name": f"{read_hardware(gpu).name}, calibrated on {measured_on}",
         "flops": dict(hardware.flops),
         "bandwidth": hardware.bandwidth,
         "memory_bytes": memory_bytes or hardware.memory_bytes,

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from service.estimates.model_costs import measured_overlap, planning_costs
+from service.estimates.model_costs import assumed_gpu, measured_overlap, planning_costs
 from service.estimates.slo_file import read_slo_file
 from service.settings import Settings, source_of
 from service.worker import compilers
@@ -35,7 +35,7 @@ def make_engine(
     from engine_ext.plugin.options import Emulation, Options, Overlap, Scheduling
     from engine_ext.plugin.worker.host import EngineHost
 
-    cost = planning_costs(settings.model_source, settings.gpu, settings.replica)
+    cost = planning_costs(settings.model_source, assumed_gpu(settings), settings.replica)
     steps_file = None
     if settings.steps_file is not None:
         settings.steps_file.parent.mkdir(parents=True, exist_ok=True)
@@ -48,7 +48,7 @@ def make_engine(
         options = replace(options, online=online, sheds=True, limits=limits)
     else:  # nobody has said what online requests must get
         options = replace(options, least_share=LEAST_SHARE)
-    wanted = settings.overlap or measured_overlap(settings.gpu, settings.model_source)
+    wanted = settings.overlap or measured_overlap(assumed_gpu(settings), settings.model_source)
     overlap = Overlap(wanted) if wanted else None
     say(
         "starts the engine"

@@ -7,7 +7,7 @@ import argparse
 import asyncio
 import json
 
-from service.estimates.model_costs import OVERLAPS, planning_costs
+from service.estimates.model_costs import OVERLAPS, assumed_gpu, planning_costs
 from service.settings import load_settings
 from service.worker.engine import make_engine
 
@@ -23,7 +23,7 @@ def main() -> None:
     given = parser.parse_args()
     settings = load_settings(model=given.model, gpu=given.gpu, overlap=given.overlap)
     settings = settings.model_copy(update={"steps_file": None, "metrics_port": None})
-    cost = planning_costs(settings.model_source, settings.gpu, settings.replica)
+    cost = planning_costs(settings.model_source, assumed_gpu(settings), settings.replica)
     engine = make_engine(settings)
 
     async def run() -> float | None:
