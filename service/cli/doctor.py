@@ -30,6 +30,7 @@ from service.errors import CostsError
 from service.estimates.model_costs import assumed_gpu, check_model, planning_costs
 from service.objects.storage import Storage
 from service.queue.connection import open_redis
+from service.requests.model_check import faults
 from service.settings import DEMO_MODEL, TINY_MODEL, Settings
 from service.terminal import DataDirOption, said
 from service.worker import compilers
@@ -193,6 +194,8 @@ async def _model(settings: Settings) -> Finding:
         lacking = [name for name in ("config.json", "tokenizer_config.json") if not (Path(source) / name).exists()]
         if lacking:
             return Finding("model", "wrong", f"{source} has no {' and no '.join(lacking)}", "Give a model's folder.")
+        if wrong := await asyncio.to_thread(faults, Path(source)):
+            return Finding("model", "wrong", f"{source}: {wrong[0]}", "Convert it again, or correct these files.")
         return Finding("model", "ok", f"{source}, served as {settings.served_model}")
     try:
         planning_costs(source, assumed_gpu(settings), settings.replica)

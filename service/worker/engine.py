@@ -3,10 +3,14 @@
 import logging
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
+
+import structlog
 
 from service.estimates.model_costs import assumed_gpu, measured_overlap, planning_costs
 from service.estimates.slo_file import read_slo_file
+from service.requests.model_check import faults
 from service.settings import Settings, source_of
 from service.worker import compilers
 from service.worker.nodes import Nodes
@@ -50,6 +54,8 @@ def make_engine(
         options = replace(options, least_share=LEAST_SHARE)
     wanted = settings.overlap or measured_overlap(assumed_gpu(settings), settings.model_source)
     overlap = Overlap(wanted) if wanted else None
+    for fault in faults(Path(settings.model_source)):
+        structlog.get_logger().warning("answers will be spoilt", model=settings.model_source, fault=fault)
     say(
         "starts the engine"
         if warm_up.is_done()
