@@ -1,9 +1,9 @@
 """Measure how much faster one batch is on several engines: real SGLang on emulated H200s, through the whole service.
 
-python -m benchmarks.crew_emulated DATA [--engines 1,4] [--requests 6000] [--slowed 20]
+python -m benchmarks.crew_emulated DATA [--engines 1,8] [--requests 6000] [--slowed 20]
 
-Redis, API, planner and workers are processes of their own; each worker runs real SGLang on an emulated H200 with
-Llama-3-8B's costs, in real time, and no answer is real. The batch is MMLU's 5-shot prompts, whose answers are short, so
+`batchweave up --engines N` runs it; each engine is real SGLang on an emulated H200 with Llama-3-8B's costs, in real
+time, and no answer is real. The batch is MMLU's 5-shot prompts, whose answers are short, so
 that its end is not one long answer. The clock of all devices is `--slowed` times slower, because a small machine cannot
 schedule so many steps a second; what the service and the engines' schedulers cost is not, so it weighs more here.
 """
@@ -15,15 +15,14 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-import openai
-
 from benchmarks.colocate import MACHINES
 from benchmarks.emulated import tokens_of
 from benchmarks.online_scene import LONGEST, Machines
-from benchmarks.online_service import Service, service
+from benchmarks.online_service import variables_of
 from benchmarks.online_traffic import batch_rows
 from benchmarks.traces import Row
 from service.demo.tiny import NAME
+from tests.acceptance.service import Up
 
 COMPLETIONS = "/v1/completions"
 
@@ -37,11 +36,16 @@ def write(rows: Sequence[Row], path: Path) -> None:
             file.write(json.dumps(line) + "\n")
 
 
-def run(path: Path, started: Service, workers: int) -> tuple[float, str]:
+def cpu_s(up: Up) -> float:
+    """Return the CPU seconds of all processes of the service so far."""
+    return sum(sum(each.cpu_times()[:2]) for each in up.family())
+
+
+def run(path: Path, up: Up, workers: int) -> tuple[float, str]:
     """Run the file as a batch; return the seconds from its first answer's start to its end, and what to say of it."""
-    client = openai.OpenAI(base_url=f"{started.api.url}/v1", api_key="k", max_retries=20)
+    client = up.client
     uploaded = client.files.create(file=path, purpose="batch")
-    cpu_s = started.cpu_s()
+    before_s = cpu_s(up)
     batch = client.batches.create(input_file_id=uploaded.id, endpoint=COMPLETIONS, completion_window="24h")
     began = 0.0
     while batch.status not in ("completed", "failed", "expired", "cancelled"):
@@ -59,7 +63,7 @@ def run(path: Path, started: Service, workers: int) -> tuple[float, str]:
     assert batch.request_counts.completed == batch.request_counts.total, batch.request_counts
     assert batch.usage is not None
     cached = batch.usage.input_tokens_details.cached_tokens / batch.usage.input_tokens
-    cores = (started.cpu_s() - cpu_s) / took
+    cores = (cpu_s(up) - before_s) / took
     return took, f"{workers} engines: {took:.1f} s, {cached:.4f} of the prompt tokens cached, {cores:.2f} cores busy"
 
 
@@ -68,7 +72,7 @@ def main() -> None:
     parser.add_argument("data", type=Path, help="folder with lengths/, text/ and tokenizers/")
     parser.add_argument(
         "--engines",
-        default="1,4",
+        default="1,8",
         help="numbers of engines, with commas; the first is what the others are compared with",
     )
     parser.add_argument("--requests", type=int, default=6_000)
@@ -81,8 +85,16 @@ def main() -> None:
         with tempfile.TemporaryDirectory(prefix="batchweave-crew-") as name:
             folder = Path(name)
             write(rows, folder / "batch.jsonl")
-            with service(Machines(cost, model, workers, given.slowed), "dual-scan", folder) as started:
-                took, said = run(folder / "batch.jsonl", started, workers)
+            up = Up.on(folder / "data", "--engines", str(workers))
+            up.variables |= variables_of(Machines(cost, model, workers, given.slowed), "dual-scan", folder)
+            del up.variables["BATCHWEAVE_SLO_FILE"]  # there are no online requests
+            up.variables["BATCHWEAVE_SLICE_REQUESTS"] = "256"  # the default; tests have less
+            up.start()
+            try:
+                up.until_engine(workers)
+                took, said = run(folder / "batch.jsonl", up, workers)
+            finally:
+                up.stop()
         alone = alone or took
         print(f"{said}, {alone / took:.2f} times the first", flush=True)
 

@@ -94,9 +94,8 @@ class Service:
         return total
 
 
-@contextmanager
-def service(here: Machines, scheduling: str, folder: Path) -> Generator[Service, None, None]:
-    """Start the service, and wait until its workers can be asked."""
+def variables_of(here: Machines, scheduling: str, folder: Path) -> dict[str, str]:
+    """Return the variables of a service whose engines run on such machines; their files are in `folder`."""
     source = ensure_tiny_model(folder / "model", corpus())
     described, slo = folder / "machine.json", folder / "slo.json"
     described.write_text(json.dumps(stand_in(source, here.cost, here.slowed)))
@@ -110,7 +109,7 @@ def service(here: Machines, scheduling: str, folder: Path) -> Generator[Service,
         "context_length": LONGEST,
         "json_model_override_args": json.dumps({"max_position_embeddings": LONGEST}),
     }
-    variables = {
+    return {
         "BATCHWEAVE_MODEL": str(source),
         "BATCHWEAVE_MODEL_NAME": NAME,
         "BATCHWEAVE_ENGINE_ARGS": json.dumps(arguments),
@@ -122,6 +121,12 @@ def service(here: Machines, scheduling: str, folder: Path) -> Generator[Service,
         "BATCHWEAVE_CONNECTIONS_PER_ADDRESS": "0",  # SGLang's client opens one for each request
         **({} if scheduling == STOCK else {"BATCHWEAVE_SLO_FILE": str(slo)}),
     }
+
+
+@contextmanager
+def service(here: Machines, scheduling: str, folder: Path) -> Generator[Service, None, None]:
+    """Start the service, and wait until its workers can be asked."""
+    variables = variables_of(here, scheduling, folder)
     database_url = f"sqlite:///{folder / 'batchweave.db'}"
     upgrade(load_settings(database_url=database_url).database)
     with ExitStack() as stack:
