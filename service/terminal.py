@@ -9,7 +9,7 @@ from typing import Annotated, Any, NoReturn
 import typer
 from rich.console import Console
 
-_CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f]")  # in user-chosen names, unsafe for a terminal
+CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f]")  # in user-chosen names, unsafe for a terminal
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON on standard output, for programs.")]
 DataDirOption = Annotated[Path | None, typer.Option("--data-dir", help="Folder for the service's data.")]
 said = Console(stderr=True, highlight=False, markup=False, soft_wrap=True)
@@ -38,7 +38,7 @@ def print_json(value: Any) -> None:
 
 def print_table(names: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
     """Print a table in full, whatever the terminal's width, so that ids can be copied."""
-    rows = [[_CONTROL.sub("?", cell) for cell in row] for row in rows]
+    rows = [[CONTROL.sub("?", cell) for cell in row] for row in rows]
     widths = [max(len(cell) for cell in column) for column in zip(names, *rows, strict=True)]
     for row in (names, *rows):
         print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())

@@ -74,7 +74,7 @@ async def _known(request: Request, context: Context, caller: Caller | None) -> C
         note_refused_key(request, "api")
         raise Unauthorized("The API key is unknown, revoked or expired.", code="invalid_api_key")
     request.state.key = caller.name or caller.actor
-    know(request.scope.get("client"))
+    know(request.scope)
     await count_request(context.redis, caller.project, context.clock())
     return caller
 

@@ -15,12 +15,14 @@ from typing import Any
 import h11
 import uvicorn
 from fastapi import FastAPI
+from starlette.types import ASGIApp, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from service.settings import Settings, is_loopback
 
 Client = tuple[str, int]  # address and port
 
+PEER = "connection_of"
 HEAD_S = 10.0  # from the start of a connection, or the last response on it, to the end of the next headers
 BODY_S = 30.0  # in which an incomplete body must deliver BODY_BYTES or its rest
 BODY_BYTES = 16 * 1024
@@ -42,17 +44,31 @@ def raise_descriptors() -> None:
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
-def is_over(client: Client | None) -> bool:
-    """Return whether a connection came when its address had the most that it may have without a known key."""
-    return client is not None and _strangers.get(client, False)
+def is_over(scope: Scope) -> bool:
+    """Return whether a call's connection came when its address had the most that it may have without a known key."""
+    return _strangers.get(scope.get("state", {}).get(PEER), False)
 
 
-def know(client: Client | None) -> None:
+def know(scope: Scope) -> None:
     """Note that a known key calls on a connection, which no longer counts among those of strangers."""
+    _forget(scope.get("state", {}).get(PEER))
+
+
+def _forget(client: Client | None) -> None:
     if client is not None and _strangers.pop(client, None) is not None:
         _strange[client[0]] -= 1
         if not _strange[client[0]]:
             del _strange[client[0]]
+
+
+def _named(app: ASGIApp, client: Client) -> ASGIApp:
+    """Tell each call who is at the other end of its connection: a trusted proxy's headers replace `scope["client"]`."""
+
+    async def call(scope: Scope, receive: Receive, send: Send) -> None:
+        scope["state"][PEER] = client
+        await app(scope, receive, send)
+
+    return call
 
 
 class PatientProtocol(H11Protocol):
@@ -69,7 +85,8 @@ class PatientProtocol(H11Protocol):
         super().connection_made(transport)
         address = self.client[0] if self.client else ""
         is_limited = self.most > 0 and not is_loopback(address)
-        if is_limited and (_by_address[address] >= self.share or _strange[address] >= OVER * self.most):
+        is_full = self.most > 0 and _by_address[address] >= self.share
+        if is_full or (is_limited and _strange[address] >= OVER * self.most):
             transport.abort()
             return
         _by_address[address] += 1
@@ -77,6 +94,7 @@ class PatientProtocol(H11Protocol):
         if is_limited and self.client is not None:
             _strangers[self.client] = _strange[address] >= self.most
             _strange[address] += 1
+            self.app = _named(self.app, self.client)
         self._expect(HEAD_S)
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -87,7 +105,7 @@ class PatientProtocol(H11Protocol):
             if not _by_address[self._address]:
                 del _by_address[self._address]
             self._address = None
-        know(self.client)
+        _forget(self.client)
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:

@@ -59,9 +59,7 @@ class Edge:
                 431,
             )(scope, receive, send)
             return
-        if is_over(scope.get("client")) and not any(
-            name in (b"authorization", b"cookie") for name, _ in scope["headers"]
-        ):
+        if is_over(scope) and not any(name in (b"authorization", b"cookie") for name, _ in scope["headers"]):
             await JSONResponse(_TOO_MANY, 503, {"retry-after": "1", "connection": "close"})(scope, receive, send)
             return
         request_id = f"req_{secrets.token_hex(16)}"

@@ -5,7 +5,7 @@ import logging
 import sys
 import time
 from collections.abc import Generator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -17,7 +17,7 @@ from service.cli.run import failing_clearly, first_request, run_file
 from service.cli.start import ModelOption, log_to, settings_of
 from service.requests.files import opened
 from service.settings import load_settings
-from service.terminal import said
+from service.terminal import CONTROL, said
 
 if TYPE_CHECKING:
     from service.up.child import Service
@@ -55,6 +55,7 @@ def demo(
         if file is not None:
             said.print(f"{file} asks for {named}: {settings.model} is served under that name")
         results = data_dir / "results.jsonl"
+        results.unlink(missing_ok=True)  # of an earlier run, whose ids are the same
         show = _Show(path, results, named, keep, online)
         code = run_file(path, results, endpoint, settings, again=True, around=show.around)
     said.print(f"Next: `{sys.argv[0]} up --data-dir ./data` runs a service that stays. README.md says how to use it.")
@@ -91,9 +92,10 @@ class _Show:
             said.print(compared.table())
         if self.keep:
             said.print(f"API: {service.url}/v1, its reference: {service.url}/docs. The service runs until Ctrl-C.")
-            while True:
-                service.check()
-                time.sleep(LOOK_S)
+            with suppress(KeyboardInterrupt):
+                while True:
+                    service.check()
+                    time.sleep(LOOK_S)
 
     def _compared(self, service: "Service") -> Any:
         from service.demo import online
@@ -139,7 +141,7 @@ def _text(body: dict[str, Any]) -> str:
 
 
 def _short(text: str) -> str:
-    text = " ".join(text.split())
+    text = CONTROL.sub("?", " ".join(text.split()))
     return text if len(text) <= MOST_SHOWN else f"{text[:MOST_SHOWN]} …"
 
 

@@ -27,11 +27,11 @@ from service.db.migrate import newest
 from service.db.sessions import Database
 from service.demo import smollm
 from service.errors import CostsError
-from service.estimates.model_costs import assumed_gpu, check_model, planning_costs
+from service.estimates.model_costs import assumed_gpu, check_model, machine_gpu, planning_costs
 from service.objects.storage import Storage
 from service.queue.connection import open_redis
 from service.requests.model_check import faults
-from service.settings import DEMO_MODEL, TINY_MODEL, Settings
+from service.settings import AUTO, DEMO_MODEL, TINY_MODEL, Settings
 from service.terminal import DataDirOption, said
 from service.worker import compilers
 
@@ -249,7 +249,10 @@ async def _gpu(settings: Settings) -> Finding:
         todo = "SGLang compiles kernels at a worker's start: install them, or put them on PATH."
         return Finding("gpu", "wrong", f"{names}, but there is no {', '.join(missing)}", todo)
     assumed = assumed_gpu(settings)
-    preset = preset_of(names)
+    preset = preset_of(await asyncio.to_thread(machine_gpu) or "")
+    if preset is None and settings.gpu == AUTO:
+        todo = "Measure this GPU, which no preset describes: batchweave calibrate."
+        return Finding("gpu", "note", f"{names}; plans assume {assumed}", todo)
     if preset is not None and assumed != preset and not assumed.endswith(".json"):
         todo = "Unset BATCHWEAVE_GPU, or name a calibration of this machine: batchweave calibrate."
         return Finding("gpu", "wrong", f"{names}; plans assume {assumed}", todo)

@@ -10,6 +10,7 @@ from sqlalchemy import delete, select
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from service.api.caller import check_local
+from service.api.connections import know
 from service.api.context import InContext
 from service.db.tenant_tables import ApiKey, DashboardSession, Project, Role
 from service.errors import Forbidden
@@ -56,6 +57,7 @@ async def viewer_of(request: Request, context: InContext) -> Viewer:
     if caller is None:
         raise SignInNeeded
     request.state.key = caller.name
+    know(request.scope)
     await count_request(context.redis, caller.project, context.clock())
     return Viewer(caller, token)
 

@@ -16,7 +16,7 @@ from engine_ext.costs.hardware import Hardware, Machine
 from engine_ext.costs.model_shape import ModelShape
 from engine_ext.errors import ConfigError, HardwareError
 from service.errors import CostsError
-from service.settings import AUTO, Settings
+from service.settings import AUTO, Settings, visible_gpus
 
 OVERLAPS = ("none", "mixed", "nano", "pdmux")  # those of engine_ext.plugin.options, which need not be installed
 FALLBACK, FALLBACK_GPU = "llama-3-8b", "h200"
@@ -28,9 +28,11 @@ log = structlog.get_logger()
 
 @lru_cache(maxsize=1)
 def machine_gpu() -> str | None:
-    """Return the name that the driver gives this machine's first GPU; None without one."""
+    """Return the name that the driver gives the first GPU that this process may use; None without one."""
+    visible = visible_gpus()
+    first = [] if visible is None else ["-i", visible.split(",")[0].strip()]
     try:
-        asked = subprocess.run(_QUERY, capture_output=True, text=True, timeout=ASK_S, check=True)
+        asked = subprocess.run([*_QUERY, *first], capture_output=True, text=True, timeout=ASK_S, check=True)
     except (OSError, subprocess.SubprocessError):
         return None
     return next(iter(asked.stdout.splitlines()), "").strip() or None
@@ -44,10 +46,7 @@ def assumed_gpu(settings: Settings) -> str:
     if settings.gpu != AUTO:
         return settings.gpu
     name = machine_gpu()
-    preset = hardware.preset_of(name) if name else None
-    if name and preset is None:
-        log.warning("no preset describes this GPU; measure it: batchweave calibrate", gpu=name, assumed=FALLBACK_GPU)
-    return preset or FALLBACK_GPU
+    return (hardware.preset_of(name) if name else None) or FALLBACK_GPU
 
 
 def told_machine(settings: Settings) -> dict[str, Any]:

@@ -56,7 +56,8 @@ async def queue_metrics(database: Database, heartbeat: Heartbeat, now: float) ->
     alive = await _alive_by_model(heartbeat)
     found["workers"] = {(model,): float(count) for model, count in alive.items()}
     died = CounterMetricFamily(PREFIX + DEATHS, "Workers and parts of `up` that ended without being told to")
-    died.add_metric([], await _deaths(heartbeat))
+    if (deaths := await _deaths(heartbeat)) is not None:
+        died.add_metric([], deaths)
     families: list[Metric] = [died]
     for name, (about, labels) in GAUGES.items():
         family = GaugeMetricFamily(PREFIX + name, about, labels=labels)
@@ -97,11 +98,12 @@ def room_metrics(room: Room) -> list[Metric]:
     ]
 
 
-async def _deaths(heartbeat: Heartbeat) -> int:
+async def _deaths(heartbeat: Heartbeat) -> int | None:
+    """Return the count; None without Redis, because a counter that falls to 0 would seem to start again."""
     try:
         return await heartbeat.deaths()
     except (RedisError, OSError):
-        return 0
+        return None
 
 
 async def _alive_by_model(heartbeat: Heartbeat) -> Counter[str]:

@@ -194,16 +194,18 @@ class Heartbeat:
         return [json.loads(value) for value in alive if value], begins
 
 
-def note_exit(redis: SyncRedis, name: str, words: str) -> None:
-    """Note that a part has ended by itself, and how; if it is a worker, it leaves the list at once."""
-    at, _ = redis.time()
+def note_exit(redis: SyncRedis, name: str, words: str, ago_s: float, is_worker: bool) -> None:
+    """Note that a part ended by itself `ago_s` seconds ago, and how. A worker leaves the list at once."""
+    now, _ = redis.time()
     pipeline = redis.pipeline(transaction=False)
-    pipeline.srem(keys.WORKERS, name)  # before the state, or it would look dead
-    pipeline.delete(keys.worker(name), keys.starting(name))
-    pipeline.rpush(keys.WORKER_DEATHS, json.dumps([at, "exit", name, words]))
+    pipeline.rpush(keys.WORKER_DEATHS, json.dumps([int(now - ago_s), "exit", name, words]))
     pipeline.ltrim(keys.WORKER_DEATHS, -MOST_EVENTS, -1)
-    pipeline.incr(keys.DEATHS)
-    pipeline.execute()
+    if is_worker:
+        pipeline.srem(keys.WORKERS, name)  # before the state, or it would look dead
+        pipeline.delete(keys.worker(name), keys.starting(name))
+    found: list[int] = pipeline.execute()
+    if not is_worker or found[2]:  # else it fell silent before, and that was counted
+        redis.incr(keys.DEATHS)
 
 
 class Starting:

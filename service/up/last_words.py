@@ -9,6 +9,7 @@ from typing import Any, cast
 READ_BYTES = 64 * 1024  # of the log's end
 MOST = 200  # characters
 BAD = ("error", "critical")
+MORE = ("error", "exception", "exc_info")  # fields that say more of an event
 _RAISED = re.compile(r"(error: |[A-Za-z_.]*(Error|Exception|Interrupt)\b)")  # a command's last line, or a traceback's
 
 
@@ -39,13 +40,18 @@ def last_words(log: Path, begin: int = 0) -> str:
 
 def _said(line: str) -> tuple[bool, str]:
     """Return whether a line of a log names an error, and what it says."""
-    line = "".join(each if each.isprintable() else " " for each in line).strip()
     try:
         found: Any = json.loads(line)
-    except ValueError:
+    except (ValueError, RecursionError):
+        line = _shown(line)
         return bool(_RAISED.match(line)), line.removeprefix("error: ")
     if not isinstance(found, dict):
-        return False, line
+        return False, _shown(line)
     entry = cast(dict[str, Any], found)
-    more = [str(entry[name]).strip().splitlines()[-1] for name in ("error", "exception", "exc_info") if entry.get(name)]
-    return entry.get("level") in BAD, ": ".join([str(entry.get("event", "")), *more])
+    more = [(str(entry[name]).strip().splitlines() or [""])[-1] for name in MORE if entry.get(name)]
+    return entry.get("level") in BAD, _shown(": ".join(filter(None, [str(entry.get("event", "")), *more])))
+
+
+def _shown(text: str) -> str:
+    """Return text that a terminal shows and does not obey."""
+    return "".join(each if each.isprintable() else " " for each in text).strip()

@@ -41,6 +41,7 @@ FIRST_PAUSE_S = 0.5
 ASK_S = 1.0
 WATCH_S = 0.5
 LOGS_S = 60.0
+MOST_UNNOTED, NOTE_AGAIN_S = 100, 5.0  # deaths that wait for Redis, and how long it is then left alone
 ROLES = ("api", "planner")
 COMMAND = [sys.executable, "-m", "service.cli"]
 _PR_SET_PDEATHSIG = 1
@@ -134,6 +135,8 @@ class Supervisor:
     _lock: IO[str] | None = None
     _stopping: bool = False
     _look_at_logs_at: float = 0.0
+    _unnoted: list[tuple[Part, str, float]] = field(default_factory=list[tuple[Part, str, float]])  # deaths
+    _note_at: float = 0.0
 
     def run(self) -> None:
         """Run until SIGINT or SIGTERM. Raises StartError."""
@@ -306,6 +309,7 @@ class Supervisor:
 
     def _watch(self) -> None:
         now = time.monotonic()
+        self._note_deaths()
         for part in self._parts:
             if part.running:
                 if not part.begun and self._has_begun(part):
@@ -334,20 +338,35 @@ class Supervisor:
         """Say and note that a part has ended by itself, and count it."""
         ended = ": ".join(filter(None, (how(code), last_words(part.log_path, part.log_from))))
         part.exits = 1 if part.begun else part.exits + 1
-        part.alike = part.alike + 1 if not part.begun and ended == part.ended else 1
+        if part.begun:
+            part.alike = 0
+        else:
+            part.alike = part.alike + 1 if ended == part.ended else 1
         part.ended, part.died_at = ended, time.time()
-        times = f" for the {part.exits}th time in a row" if part.exits > 3 else ""
-        self.say(f"{_clock()} {part.name} died{times}, {ended}; it is started again; log: {part.log_path}")
-        try:
-            with redis.Redis.from_url(self.settings.redis, socket_connect_timeout=1, socket_timeout=1) as client:
-                note_exit(client, part.worker or part.name, ended)
-        except (redis.RedisError, OSError) as error:
-            log.warning("death not noted", part=part.name, error=repr(error))
+        self.say(f"{_clock()} {part.name} died, {ended}; it is started again; log: {part.log_path}")
+        self._unnoted = [*self._unnoted, (part, ended, part.died_at)][-MOST_UNNOTED:]
+        self._note_deaths()
+
+    def _note_deaths(self) -> None:
+        """Write down the deaths that are not yet: Redis may be what died."""
+        while self._unnoted and time.monotonic() >= self._note_at:
+            part, ended, at = self._unnoted[0]
+            is_gone = part.worker is not None and not part.running
+            try:
+                with redis.Redis.from_url(self.settings.redis, socket_connect_timeout=1, socket_timeout=1) as client:
+                    note_exit(client, part.worker or part.name, ended, time.time() - at, is_gone)
+            except (redis.RedisError, OSError) as error:
+                log.warning("death not noted yet", part=part.name, error=repr(error))
+                self._note_at = time.monotonic() + NOTE_AGAIN_S
+                return
+            self._unnoted = self._unnoted[1:]
 
     def _say_is_back(self, part: Part) -> None:
         if part.died_at:
-            self.say(f"{_clock()} {part.name} is back after {time.time() - part.died_at:.0f} s")
-        part.died_at, part.alike = 0.0, 0
+            # Of a worker it is known when it works again; the others do as soon as they run.
+            until = time.time() if part.worker is not None else part.started_at
+            self.say(f"{_clock()} {part.name} is back after {until - part.died_at:.0f} s")
+        part.died_at = 0.0
 
     def _rotate_logs(self) -> None:
         if time.monotonic() < self._look_at_logs_at:

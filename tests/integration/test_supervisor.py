@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from redis.asyncio import Redis
@@ -73,7 +74,7 @@ async def test_a_death_leaves_its_reason_and_the_return_is_said(
     words = "killed by SIGKILL: no memory: cudaMalloc"
     assert words in said[0]
     heartbeat = Heartbeat(redis)
-    assert [(each.kind, each.name, each.words) for each in await heartbeat.events()][-1] == ("exit", name, words)
+    assert [(each.name, each.words) for each in await heartbeat.events() if each.kind == "exit"] == [(name, words)]
     assert await heartbeat.deaths() == 1
     assert await heartbeat.alive() == []  # at once
     part.command = ["sleep", "600"]
@@ -84,6 +85,30 @@ async def test_a_death_leaves_its_reason_and_the_return_is_said(
     await beating
     assert part.process
     part.process.kill()
+
+
+async def test_a_death_that_cannot_be_noted_yet_is_noted_later(
+    settings: Settings, redis: Redis, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Redis may be away, or be what died."""
+    monkeypatch.setattr(supervisors, "NOTE_AGAIN_S", 0.0)
+    noted, tries = supervisors.note_exit, list[str]()
+
+    def note(client: Any, name: str, *more: Any) -> None:
+        tries.append(name)
+        if len(tries) < 3:
+            raise ConnectionError
+        noted(client, name, *more)
+
+    monkeypatch.setattr(supervisors, "note_exit", note)
+    supervisor = Supervisor(settings, lambda _: None)
+    part = Part("api", ["sh", "-c", "exit 5"], tmp_path / "api.log")
+    part.start({"PATH": "/usr/bin:/bin"})
+    part.begun = True
+    supervisor._parts.append(part)  # pyright: ignore[reportPrivateUsage]
+    await watch(supervisor, lambda: len(tries) >= 3)
+    events = await Heartbeat(redis).events()
+    assert (events[0].kind, events[0].name, events[0].words) == ("exit", "api", "exit 5")
 
 
 async def beat(redis: Redis, name: str, part: Part, stop: asyncio.Event) -> None:

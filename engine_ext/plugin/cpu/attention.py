@@ -58,16 +58,16 @@ def extend(
         places = (k_cache, v_cache, req_to_token, req_pool_indices)
         return original(backend, _widened(query), output, *places, *lengths, is_cross_attn, sliding_window_size)
     lengths = zip(req_pool_indices.tolist(), extend_prefix_lens.tolist(), extend_seq_lens.tolist(), strict=True)
-    begin = 0
+    wide, begin = _widened(query[:0]).dtype, 0
     for pool, prefix, new in lengths:
         slots = req_to_token[pool, : prefix + new]
-        keys, values = (_widened(cache[slots]).movedim(0, 1).unsqueeze(0) for cache in (k_cache, v_cache))
+        keys, values = (cache[slots].to(wide).movedim(0, 1).unsqueeze(0) for cache in (k_cache, v_cache))
         at_once = ROWS if prefix else new
         for first in range(0, new, at_once):
             rows = query[begin + first : begin + min(first + at_once, new)]
             seen = prefix + first + len(rows)
             found = scaled_dot_product_attention(
-                _widened(rows).movedim(0, 1).unsqueeze(0),
+                rows.to(wide).movedim(0, 1).unsqueeze(0),
                 keys[:, :, :seen],
                 values[:, :, :seen],
                 attn_mask=torch.ones(len(rows), seen, dtype=torch.bool).tril(seen - len(rows)) if prefix else None,

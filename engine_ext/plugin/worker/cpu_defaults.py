@@ -2,6 +2,7 @@
 
 import os
 import time
+from pathlib import Path
 from typing import Any
 
 # SGLang's wheel on a CPU: a bfloat16 GEMM on one thread gives each row the same bits whatever the batch around it
@@ -16,6 +17,7 @@ CPU_DEFAULTS: dict[str, Any] = {
     "chunked_prefill_size": 4096,
 }
 
+QUOTA = Path("/sys/fs/cgroup/cpu.max")  # of a container: microseconds of CPU time in a period
 MOST_STEP_S = 1.5  # for the prompts of one step, in which nobody else gets a token
 LEAST_CHUNK = 64  # tokens
 TIMINGS = 5  # of which the best counts: others may use the machine
@@ -23,9 +25,20 @@ _SIDE, _ROWS = 2048, 256  # of the matrices by which the CPU is measured
 
 
 def threads_for(ranks: int) -> int:
-    """Return how many threads each rank of an engine has, of OMP_NUM_THREADS or all cores that the process may use."""
+    """Return how many threads each rank of an engine has, of OMP_NUM_THREADS or all cores that the process may use.
+
+    Several ranks have a core each, to which SGLang binds them.
+    """
+    if ranks > 1:
+        return 1
     given = os.environ.get("OMP_NUM_THREADS", "")
-    return max(1, (int(given) if given.isdecimal() else len(os.sched_getaffinity(0))) // ranks)
+    cores = len(os.sched_getaffinity(0))
+    try:
+        quota, period = QUOTA.read_text().split()
+        cores = min(cores, -(-int(quota) // int(period)))
+    except (OSError, ValueError):  # not in a control group, or "max"
+        pass
+    return max(1, int(given) if given.isdecimal() else cores)
 
 
 def chunk_for(parameters: float, threads: int) -> int:

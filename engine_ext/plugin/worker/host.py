@@ -79,7 +79,8 @@ def _for_cpu(options: Options, engine_args: dict[str, Any]) -> tuple[Options, di
     """Prepare the environment for an engine on a CPU; return its options, and the arguments that SGLang knows there."""
     ranks = int(engine_args.get("tp_size", 1))
     options = replace(options, cpu_threads=None if engine_args.get(EXACT) else threads_for(ranks))
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    if options.cpu_threads is None:
+        os.environ.setdefault("OMP_NUM_THREADS", "1")
     if ranks > 1:
         os.environ.setdefault("SGLANG_CPU_OMP_THREADS_BIND", _a_core_each(ranks))
     # Otherwise the first request with a penalty makes torch compile for a minute, while all others wait.

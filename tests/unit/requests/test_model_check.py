@@ -34,6 +34,16 @@ def test_a_turn_that_ends_with_another_token_than_the_answer_is_named(model: Pat
     assert faults(model) == []
 
 
+def test_a_template_may_end_earlier_turns_in_another_way(model: Path) -> None:
+    """As gpt-oss's does."""
+    template = (
+        "{% for each in messages %}<|{{ each.role }}|>{{ each.content }}{{ '<|end|>' if loop.last else '<|begin|>' }}"
+        "{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
+    )
+    change(model / "tokenizer_config.json", chat_template=template)
+    assert faults(model) == []
+
+
 def test_a_decoder_of_another_kind_is_named(model: Path) -> None:
     change(model / "tokenizer.json", decoder={"type": "ByteFallback"})
     [fault] = faults(model)

@@ -25,6 +25,8 @@ def test_how_a_process_ended(code: int, said: str) -> None:
         ([json.dumps({"level": "error", "event": "x", "exception": "Traceback\nEr: y"}), "later"], "x: Er: y"),
         ([json.dumps({"level": "info", "event": "works"})], "works"),
         (["[1, 2]", "\x1b[31mred\x07"], "[31mred"),
+        (["[" * 60_000], "[" * MOST + " …"),
+        ([json.dumps({"level": "error", "event": "a\x1b[2Jb\nc", "error": " "})], "a [2Jb c"),
         (["a" * 1000], "a" * MOST + " …"),
     ],
 )  # fmt: skip
