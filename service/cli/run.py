@@ -20,7 +20,7 @@ from service.remote.client import Away
 from service.remote.download import can_be_written
 from service.remote.run import Run, check_places, check_served
 from service.remote.session import NO_KEY, Exit, KeyOption, service_at
-from service.requests.files import opened
+from service.requests.files import EXAMPLE, opened
 from service.settings import DEMO_MODEL, DEMO_NAME, Settings
 from service.terminal import DataDirOption, fail, interrupted, said
 
@@ -155,7 +155,7 @@ def first_request(path: Path) -> tuple[str, str]:
         endpoint, model = str(request["url"]), str(request["body"]["model"])
     except (ValueError, KeyError, TypeError) as error:
         raise CommandError(
-            f'{path}: its first line is not a request with a "url" and a "model" in its "body"; see docs/api.md.'
+            f'{path}: its first line is not a request with a "url" and a "model" in its "body". One looks so: {EXAMPLE}'
         ) from error
     if endpoint not in ENDPOINTS:
         raise CommandError(

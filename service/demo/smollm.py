@@ -82,8 +82,8 @@ def _convert(source: Path, folder: Path) -> None:
         values = gguf.dequantize(tensor.data, tensor.tensor_type)
         kind = tensor.name.removesuffix(".weight").split(".")[-1]
         if kind in heads:
-            values = _unpermuted(values, heads[kind])
-        tensors[_name(tensor.name, kind)] = _bfloat16(values)
+            values = unpermuted(values, heads[kind])
+        tensors[_name(tensor.name, kind)] = bfloat16(values)
     specs = {  # NumPy has no such type, so `safetensors.numpy` cannot save it
         name: safetensors.TensorSpec(
             dtype="bfloat16", shape=bits.shape, data_ptr=bits.ctypes.data, data_len=bits.nbytes
@@ -100,13 +100,13 @@ def _name(name: str, kind: str) -> str:
     return f"{layer}{NAMES[kind]}.weight"
 
 
-def _unpermuted(values: NDArray[np.float32], heads: int) -> NDArray[np.float32]:
+def unpermuted(values: NDArray[np.float32], heads: int) -> NDArray[np.float32]:
     """GGUF has the two halves of each head's rotation beside each other by pairs; Hugging Face has them in turn."""
     rows, columns = values.shape
     return values.reshape(heads, rows // heads // 2, 2, columns).swapaxes(1, 2).reshape(rows, columns)
 
 
-def _bfloat16(values: NDArray[np.float32]) -> NDArray[np.uint16]:
+def bfloat16(values: NDArray[np.float32]) -> NDArray[np.uint16]:
     """Return the upper halves of float32 numbers, rounded to the nearest."""
     bits = np.ascontiguousarray(values, dtype=np.float32).view(np.uint32)
     return ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16)

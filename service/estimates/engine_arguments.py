@@ -10,7 +10,7 @@ from pathlib import Path
 
 def unknown_argument(names: Iterable[str]) -> str | None:
     """Return what is wrong with the first name that SGLang does not know; None if it knows all, or is not here."""
-    known = _known()
+    known = known_arguments()
     for name in names:
         if known and name not in known:
             close = get_close_matches(name, known, 1)
@@ -19,7 +19,7 @@ def unknown_argument(names: Iterable[str]) -> str | None:
 
 
 @lru_cache(maxsize=1)
-def _known() -> frozenset[str]:
+def known_arguments() -> frozenset[str]:
     found = importlib.util.find_spec("sglang")
     if found is None or found.origin is None:
         return frozenset()

@@ -19,7 +19,7 @@ from service.remote.preview import can_ask, preview
 from service.remote.session import LOCAL_URL, NO_KEY, Exit, KeyOption, UrlOption, service_at
 from service.remote.shapes import Batch, File
 from service.remote.upload import upload
-from service.requests.files import opened
+from service.requests.files import EXAMPLE, opened
 from service.terminal import JsonOption, fail, interrupted, print_json, said
 
 _ID = re.compile(r"file-\w+")
@@ -170,7 +170,9 @@ def _first_url(lines: Iterable[bytes], name: str) -> str:
             try:
                 return str(json.loads(line.decode("utf-8-sig"))["url"])
             except (ValueError, KeyError, TypeError) as error:
-                raise CommandError(f'{name}: its first line is not a request with a "url"; see docs/api.md.') from error
+                raise CommandError(
+                    f'{name}: its first line is not a request with a "url". One looks so: {EXAMPLE}'
+                ) from error
     raise CommandError(f"{name} is empty: it needs one request per line.")
 
 

@@ -9,6 +9,9 @@ from typing import BinaryIO
 
 GZIP = b"\x1f\x8b"
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"  # that some programs write before the first line
+EXAMPLE = (  # of a line, for messages
+    '{"custom_id": "1", "method": "POST", "url": "/v1/chat/completions", "body": {"model": "…", "messages": […]}}'
+)
 
 
 @contextmanager

@@ -12,4 +12,4 @@ pytest.importorskip("sglang")
 def test_the_names_are_those_of_sglang() -> None:
     from sglang.srt.server_args import ServerArgs
 
-    assert {field.name for field in dataclasses.fields(ServerArgs)} == engine_arguments._known()
+    assert {field.name for field in dataclasses.fields(ServerArgs)} == engine_arguments.known_arguments()
