@@ -8,7 +8,7 @@ import pytest
 
 from service.db.models import register_model
 from service.db.sessions import Database
-from service.estimates.model_costs import told_machine
+from service.estimates.model_costs import assumed_gpu, told_machine
 from service.jobs.costs import Costs
 from service.settings import Settings
 
@@ -38,7 +38,7 @@ async def test_each_model_has_the_costs_of_its_own_machine(
 async def test_a_worker_on_another_machine_changes_the_costs(database: Database, settings: Settings) -> None:
     costs = Costs(database, settings)
     await register_model(database, of_worker(settings, "h100"), 8192)  # the planner's
-    assert (await costs.of("m")).machine.hardware.name == settings.gpu
+    assert (await costs.of("m")).machine.hardware.name == assumed_gpu(settings)
     for gpu in ("a100-80gb", "h100"):
         mine = of_worker(settings, gpu)
         await register_model(database, mine, 8192, ["/v1/completions"], told_machine(mine))
@@ -54,4 +54,4 @@ async def test_what_cannot_be_read_is_planned_for_the_machine_of_the_settings(
     database: Database, settings: Settings, told: dict[str, Any]
 ) -> None:
     await register_model(database, of_worker(settings, "h100"), 8192, ["/v1/completions"], told)
-    assert (await Costs(database, settings).of("m")).machine.hardware.name == settings.gpu
+    assert (await Costs(database, settings).of("m")).machine.hardware.name == assumed_gpu(settings)
