@@ -28,7 +28,12 @@ from tests.hostile.server import redis_server, running
 pytest.importorskip("sglang")
 
 REQUESTS = 36
-ARGUMENTS = {"tp_size": 2, "max_total_tokens": 20_000, "max_running_requests": 8}
+ARGUMENTS = {
+    "enable_deterministic_inference": True,
+    "tp_size": 2,
+    "max_total_tokens": 20_000,
+    "max_running_requests": 8,
+}
 
 
 def lines(salt: str) -> list[dict[str, Any]]:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -194,7 +195,8 @@ def test_after_ctrl_c_it_continues_and_results_come_while_it_runs(folder: Path) 
     assert not (folder / "in.results.jsonl").exists()
     again = run(folder, "in.jsonl")
     assert again.returncode == 0, again.stderr
-    assert "in.jsonl continues: batch_" in again.stderr
+    # What the service had in hand may have been all that was left.
+    assert re.search(r"in\.jsonl (continues|has been run already; --again runs it again): batch_", again.stderr)
     assert len(answers(folder / "in.results.jsonl")) == 300
 
 
