@@ -18,12 +18,12 @@ from service.db.private import keep_private
 from service.db.sessions import Database
 from service.errors import CostsError, SettingsError
 from service.estimates.engine_arguments import unknown_argument
-from service.estimates.model_costs import FALLBACK, assumed_gpu, measured_overlap, planning_costs
+from service.estimates.model_costs import FALLBACK, measured_overlap, planning_costs
 from service.estimates.slo_file import read_slo_file
 from service.metrics.counters import serve
 from service.objects.storage import Storage
 from service.queue.connection import open_redis
-from service.settings import Settings, load_settings
+from service.settings import AUTO, Settings, load_settings
 from service.terminal import fail
 
 ModelOption = Annotated[str | None, typer.Option("--model", help="'demo', a local path, or a hub id.")]
@@ -48,8 +48,9 @@ def settings_of(**overrides: Any) -> Settings:
     try:
         settings = load_settings(**overrides)
         # Checked here: a worker would fail only after importing SGLang, and would be restarted again and again.
-        planning_costs(FALLBACK, assumed_gpu(settings), 1)
-        measured_overlap(assumed_gpu(settings))
+        if settings.gpu != AUTO:
+            planning_costs(FALLBACK, settings.gpu, 1)
+            measured_overlap(settings.gpu)
         if settings.slo_file is not None:
             read_slo_file(settings.slo_file)
         if wrong := unknown_argument(settings.engine_args):

@@ -1,7 +1,6 @@
 """Builds the cost model of a model on a machine from their names or files."""
 
 import re
-import subprocess
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -16,26 +15,19 @@ from engine_ext.costs.hardware import Hardware, Machine
 from engine_ext.costs.model_shape import ModelShape
 from engine_ext.errors import ConfigError, HardwareError
 from service.errors import CostsError
-from service.settings import AUTO, Settings, visible_gpus
+from service.estimates.gpus import machine_gpus
+from service.settings import AUTO, Settings
 
 OVERLAPS = ("none", "mixed", "nano", "pdmux")  # those of engine_ext.plugin.options, which need not be installed
 FALLBACK, FALLBACK_GPU = "llama-3-8b", "h200"
-ASK_S = 10.0
-_QUERY = ("nvidia-smi", "--query-gpu=name", "--format=csv,noheader")
 LENGTHS = ("max_sequence_length", "seq_length", "max_seq_len", "model_max_length", "max_position_embeddings")
 log = structlog.get_logger()
 
 
-@lru_cache(maxsize=1)
+@lru_cache(maxsize=1)  # planners ask at each plan
 def machine_gpu() -> str | None:
-    """Return the name that the driver gives the first GPU that this process may use; None without one."""
-    visible = visible_gpus()
-    first = [] if visible is None else ["-i", visible.split(",")[0].strip()]
-    try:
-        asked = subprocess.run([*_QUERY, *first], capture_output=True, text=True, timeout=ASK_S, check=True)
-    except (OSError, subprocess.SubprocessError):
-        return None
-    return next(iter(asked.stdout.splitlines()), "").strip() or None
+    """Return how the driver names the first GPU that this process may use; None without one."""
+    return next((each.product for each in machine_gpus()), None)
 
 
 def assumed_gpu(settings: Settings) -> str:

@@ -1,6 +1,5 @@
 """Runs `batchweave up` as a child of a command, or finds the one that already runs on a data folder."""
 
-import fcntl
 import os
 import signal
 import socket
@@ -17,7 +16,8 @@ import httpx
 from service.errors import CommandError
 from service.settings import Settings
 from service.terminal import said
-from service.up.supervisor import die_with_parent, told_by
+from service.up.folder_lock import is_locked, told_by
+from service.up.supervisor import die_with_parent
 
 START_S, STOP_S = 120.0, 60.0
 LOOK_S = 0.2
@@ -42,7 +42,7 @@ class Service:
         if self.process is not None:
             if self.process.poll() is not None:
                 raise CommandError(f"the service ended: {self.last_words()} Run the same command again to continue.")
-        elif not _is_locked(self.folder) or told_by(self.folder)[1] != self.url:  # killed, or stopped
+        elif not is_locked(self.folder) or told_by(self.folder)[1] != self.url:  # killed, or stopped
             raise ServiceGone("the service that was joined has ended")
 
     def last_words(self) -> str:
@@ -64,7 +64,7 @@ def service_on(settings: Settings, options: Sequence[str], is_open: bool) -> Gen
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     deadline, is_told = time.monotonic() + START_S, False
     while True:
-        while _is_locked(folder):
+        while is_locked(folder):
             _, url = told_by(folder)
             if url and _is_up(url, settings):
                 said.print(f"joins the service on {folder}, with its model, engines and GPUs: {url}")
@@ -117,7 +117,7 @@ def _has_started(service: Service, settings: Settings, deadline: float) -> bool:
     with said.status("starts the service"):
         while time.monotonic() < deadline:
             if service.process.poll() is not None:
-                if _is_locked(service.folder):
+                if is_locked(service.folder):
                     return False
                 raise CommandError(f"the service did not start: {service.last_words()}")
             holder, url = told_by(service.folder)
@@ -126,17 +126,6 @@ def _has_started(service: Service, settings: Settings, deadline: float) -> bool:
                 return True
             time.sleep(LOOK_S)
     raise CommandError(f"the service was not ready after {START_S:.0f} s; see {service.folder / LOG}.")
-
-
-def _is_locked(folder: Path) -> bool:
-    try:
-        with (folder / "lock").open("rb") as lock:
-            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    except FileNotFoundError:
-        pass
-    return False
 
 
 def _is_up(url: str, settings: Settings) -> bool:

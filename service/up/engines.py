@@ -1,36 +1,23 @@
 """Divides the GPUs of a machine among the engines that `up` runs on it."""
 
 import json
-import re
-import subprocess
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
 import structlog
 
 from service.errors import StartError
-from service.settings import Settings, visible_gpus
+from service.estimates.gpus import ASK_S, GPU_NAME, Gpu, machine_gpus, split_names
+from service.settings import Settings
 
 MOST_ENGINES = 64
 NO_GPUS = "none"
 # Of a GPU's memory: what is left is for the KV cache, activations and CUDA itself.
 WEIGHTS_SHARE = 0.75
-ASK_S = 20.0
 GB = 1e9
-_QUERY = ("nvidia-smi", "--query-gpu=index,memory.total", "--format=csv,noheader,nounits")
-_NAME = re.compile(r"[0-9]{1,3}|(GPU|MIG)-[0-9A-Za-z/-]{1,64}")
 log = structlog.get_logger()
-
-
-@dataclass(frozen=True, slots=True)
-class Gpu:
-    """A GPU by its number or UUID; `memory_bytes` is None if it is not known."""
-
-    name: str
-    memory_bytes: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,26 +35,6 @@ class Engines:
     engines: tuple[Engine, ...] = (Engine(0),)
     changes: dict[str, Any] = field(default_factory=dict[str, Any])
     said: tuple[str, ...] = ()
-
-
-def machine_gpus() -> list[Gpu]:
-    """Return the NVIDIA GPUs that this process may use: those of CUDA_VISIBLE_DEVICES, or all."""
-    try:
-        listed = subprocess.run(_QUERY, capture_output=True, text=True, timeout=ASK_S, check=True).stdout
-    except (OSError, subprocess.SubprocessError) as error:
-        if not isinstance(error, FileNotFoundError):
-            log.warning("nvidia-smi does not say which GPUs there are", error=repr(error))
-        listed = ""
-    found: dict[str, Gpu] = {}
-    for line in listed.splitlines():
-        name, _, memory = (each.strip() for each in line.partition(","))
-        if _NAME.fullmatch(name):
-            found[name] = Gpu(name, int(memory) * 2**20 if memory.isdigit() else None)
-    if (visible := visible_gpus()) is None or not found:
-        return list(found.values())
-    # As in CUDA, the list ends at the first entry that names no GPU, such as -1.
-    named = takewhile(lambda name: name in found or (_NAME.fullmatch(name) and not name.isdigit()), _split(visible))
-    return [found.get(name, Gpu(name)) for name in dict.fromkeys(named)]
 
 
 def weight_bytes(source: str) -> int | None:
@@ -139,8 +106,8 @@ def engines_of(
 def _chosen(gpus: str | None, there: list[Gpu]) -> list[Gpu]:
     if gpus is None:
         return there
-    names = _split(gpus)
-    wrong = next((each for each in names if not _NAME.fullmatch(each)), None)
+    names = split_names(gpus)
+    wrong = next((each for each in names if not GPU_NAME.fullmatch(each)), None)
     if wrong is not None or not names:
         raise StartError(f"--gpus {gpus}: give numbers such as 0,1,2,3, or 'none'.")
     if len(set(names)) < len(names):
@@ -151,10 +118,6 @@ def _chosen(gpus: str | None, there: list[Gpu]) -> list[Gpu]:
             known = ", ".join(by_name) or "no GPU that nvidia-smi sees"
             raise StartError(f"--gpus {gpus}: there is no GPU {name}; this machine has {known}.")
     return [by_name.get(name, Gpu(name)) for name in names]
-
-
-def _split(names: str) -> list[str]:
-    return [each.strip() for each in names.split(",") if each.strip()]
 
 
 def _fewest(settings: Settings, usable: Sequence[Gpu], weights: Callable[[str], int | None]) -> tuple[int, str]:

@@ -2,7 +2,6 @@
 
 import ctypes
 import errno
-import fcntl
 import hashlib
 import json
 import os
@@ -14,7 +13,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import redis
 import structlog
@@ -29,6 +28,7 @@ from service.queue.progress import note_exit
 from service.settings import Settings, is_everywhere
 from service.up.embedded_redis import server_command
 from service.up.engines import Engine, Engines
+from service.up.folder_lock import FolderLock
 from service.up.last_words import how, last_words
 from service.up.log_files import rotate
 
@@ -36,7 +36,6 @@ STOP_S = 8.0  # of one part; together less than the ten seconds that container r
 BEGUN_S = 20.0
 MAX_EXITS, MAX_ALIKE = 5, 3  # deaths without becoming ready after which `up` gives up; and of such that are alike
 LONGEST_PAUSE_S = 60.0
-LOCK_TRIES = 5
 FIRST_PAUSE_S = 0.5
 ASK_S = 1.0
 WATCH_S = 0.5
@@ -55,18 +54,6 @@ def _clock() -> str:
 def die_with_parent(signal_number: int = signal.SIGTERM) -> None:
     """Have Linux signal this process when its parent dies, even by kill -9."""
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal_number)
-
-
-def told_by(folder: Path) -> tuple[str, str]:
-    """Return the process id of the service that held a data folder last, and the URL of its API.
-
-    The URL is empty while it starts or stops.
-    """
-    try:
-        lines = (folder / "lock").read_text(errors="replace").splitlines()
-    except FileNotFoundError:
-        lines = []
-    return lines[0] if lines else "", lines[1] if len(lines) > 1 else ""
 
 
 @dataclass(slots=True)
@@ -132,16 +119,19 @@ class Supervisor:
     say: Callable[[str], None]
     engines: Engines = field(default_factory=Engines)
     _parts: list[Part] = field(default_factory=list[Part])
-    _lock: IO[str] | None = None
+    _lock: FolderLock = field(init=False)
     _stopping: bool = False
     _look_at_logs_at: float = 0.0
     _unnoted: list[tuple[Part, str, float]] = field(default_factory=list[tuple[Part, str, float]])  # deaths
     _note_at: float = 0.0
 
+    def __post_init__(self) -> None:
+        self._lock = FolderLock(self.settings.data_dir)
+
     def run(self) -> None:
         """Run until SIGINT or SIGTERM. Raises StartError."""
         keep_private(self.settings)
-        self._take_lock()
+        self._lock.take()
         self._check_port()
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, self._on_signal)
@@ -156,30 +146,6 @@ class Supervisor:
 
     def _on_signal(self, _number: int, _frame: object) -> None:
         self._stopping = True
-
-    def _take_lock(self) -> None:
-        folder = self.settings.data_dir
-        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-        self._lock = (folder / "lock").open("a+")
-        for left in reversed(range(LOCK_TRIES)):
-            try:
-                fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError:  # who only looks whether a service runs has it for a moment
-                if not left:
-                    pid = told_by(folder)[0] or "unknown"
-                    raise StartError(
-                        f"batchweave is already running on {folder} (pid {pid}). Stop it, or choose another --data-dir."
-                    ) from None
-                time.sleep(0.05)
-        self._tell("")
-
-    def _tell(self, url: str) -> None:
-        """Write into the lock who has it and where its API is, for `told_by`; no URL while it starts or stops."""
-        if self._lock is not None:
-            self._lock.truncate(0)
-            self._lock.write(f"{os.getpid()}\n{url}\n")
-            self._lock.flush()
 
     def _check_port(self) -> None:
         host, port = self.settings.host, self.settings.port
@@ -212,7 +178,7 @@ class Supervisor:
             self._parts.append(part)
         host = "127.0.0.1" if is_everywhere(settings.host) else settings.host
         url = f"http://[{host}]:{settings.port}" if ":" in host else f"http://{host}:{settings.port}"
-        self._tell(url)
+        self._lock.tell(url)
         self.say(f"Dashboard  {url}/dashboard")
         self.say(f"API        {url}/v1   its reference: {url}/docs")
         self.say(f"Model      {settings.served_model}   from {settings.model_source}")
@@ -411,7 +377,7 @@ class Supervisor:
 
     def _stop(self) -> None:
         """Stop the workers first, so that their answers are written while everything else runs, and Redis last."""
-        self._tell("")
+        self._lock.tell("")
         if self._parts:
             self.say("Stopping. Unfinished batches continue at the next start.")
         workers = [part for part in self._parts if part.worker is not None]

@@ -84,10 +84,7 @@ def test_a_file_is_run_once_and_a_changed_one_from_nothing(folder: Path) -> None
 
 
 def test_it_joins_a_service_that_runs_on_the_folder_and_leaves_it_there(folder: Path) -> None:
-    service = Up.on(
-        folder / "data", "--engine", "scripted", "--script", str(folder / "rules.json"), "--model-name", "m"
-    )
-    service.start()
+    service = started(folder)
     write(folder, request("a", "hello"))
     found = run(folder, "in.jsonl")
     assert found.returncode == 0, found.stderr
@@ -98,10 +95,7 @@ def test_it_joins_a_service_that_runs_on_the_folder_and_leaves_it_there(folder: 
 
 @pytest.mark.slow
 def test_other_rules_and_deleted_results_start_from_nothing(folder: Path) -> None:
-    service = Up.on(
-        folder / "data", "--engine", "scripted", "--script", str(folder / "rules.json"), "--model-name", "m"
-    )
-    service.start()
+    service = started(folder)
     write(folder, request("a", "hello"))
     assert run(folder, "in.jsonl").returncode == 0
     (file_id,) = [each.id for each in service.client.files.list() if each.purpose == "batch_output"]
@@ -139,10 +133,7 @@ def test_runs_beside_each_other_keep_apart_or_share_one_service(tmp_path: Path) 
 
 @pytest.mark.slow
 def test_a_joined_service_that_is_killed_is_replaced(folder: Path) -> None:
-    service = Up.on(
-        folder / "data", "--engine", "scripted", "--script", str(folder / "rules.json"), "--model-name", "m"
-    )
-    service.start()
+    service = started(folder)
     write(folder, *(request(str(number), "slow") for number in range(300)))
     process = begun(folder, "in.jsonl")
     service.until(lambda: any(service.done(each.id) for each in service.client.batches.list()), "answers")
@@ -156,10 +147,7 @@ def test_a_joined_service_that_is_killed_is_replaced(folder: Path) -> None:
 
 @pytest.mark.slow
 def test_one_run_at_a_time_writes_an_output(folder: Path) -> None:
-    service = Up.on(
-        folder / "data", "--engine", "scripted", "--script", str(folder / "rules.json"), "--model-name", "m"
-    )
-    service.start()
+    service = started(folder)
     write(folder, *(request(str(number), "slow") for number in range(100)))
     first = begun(folder, "in.jsonl")
     service.until(lambda: bool(service.client.batches.list().data), "the batch of the first one")

@@ -3,6 +3,7 @@
 import pytest
 
 from service.estimates import model_costs
+from service.estimates.gpus import Gpu
 from service.estimates.model_costs import FALLBACK_GPU, assumed_gpu
 from service.settings import load_settings
 
@@ -18,8 +19,9 @@ def test_it_is_that_of_the_machine_where_a_preset_describes_it(
     assert assumed_gpu(load_settings(gpu="h100")) == "h100"
 
 
-def test_without_a_driver_there_is_no_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(model_costs, "_QUERY", ("no-such-nvidia-smi",))
-    model_costs.machine_gpu.cache_clear()
-    assert model_costs.machine_gpu() is None
+def test_its_name_is_that_of_the_first_gpu_that_may_be_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    for there, name in (([Gpu("3", None, "NVIDIA B200"), Gpu("1", None, "NVIDIA L40S")], "NVIDIA B200"), ([], None)):
+        monkeypatch.setattr(model_costs, "machine_gpus", lambda there=there: there)
+        model_costs.machine_gpu.cache_clear()
+        assert model_costs.machine_gpu() == name
     model_costs.machine_gpu.cache_clear()

@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 
 from service.errors import StartError
+from service.estimates.gpus import Gpu, machine_gpus
 from service.settings import Settings
-from service.up.engines import Engine, Gpu, engines_of, machine_gpus, weight_bytes
+from service.up.engines import Engine, engines_of, weight_bytes
 from service.up.supervisor import Supervisor
 
 H100 = 80 * 2**30
@@ -97,7 +98,9 @@ def test_too_few_gpus_for_an_engine_are_said() -> None:
 @pytest.fixture
 def nvidia_smi(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     program = tmp_path / "nvidia-smi"
-    program.write_text("#!/bin/sh\nprintf '0, 81559\\n1, 81559\\n2, [N/A]\\n'\n")
+    program.write_text(
+        "#!/bin/sh\nprintf '0, 81559, GPU-a, NVIDIA H200\\n1, 81559, GPU-b, NVIDIA H200\\n2, [N/A], GPU-c, X\\n'\n"
+    )
     program.chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
@@ -106,9 +109,10 @@ def nvidia_smi(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_nvidia_smi_says_which_gpus_there_are(nvidia_smi: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     memory = 81559 * 2**20
-    assert machine_gpus() == [Gpu("0", memory), Gpu("1", memory), Gpu("2")]
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1,GPU-8f3c")
-    assert machine_gpus() == [Gpu("1", memory), Gpu("GPU-8f3c")]
+    assert machine_gpus() == [Gpu("0", memory, "NVIDIA H200"), Gpu("1", memory, "NVIDIA H200"), Gpu("2", None, "X")]
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1,GPU-8f3c,GPU-a")
+    known = [Gpu(name, memory, "NVIDIA H200") for name in ("1", "GPU-a")]
+    assert machine_gpus() == [known[0], Gpu("GPU-8f3c"), known[1]]
     for visible, names in (("0,-1,1", "0"), ("-1", ""), ("NoDevFiles", ""), ("", ""), ("1,1,0", "10"), ("7", "")):
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
         assert "".join(each.name for each in machine_gpus()) == names
