@@ -1,4 +1,4 @@
-"""`batchweave demo` and `batchweave openapi`: show the service, and describe its API."""
+"""`batchweave demo`: runs real requests with a small model, and prints some of the answers."""
 
 import json
 import logging
@@ -16,7 +16,6 @@ import typer
 from service.cli.run import failing_clearly, first_request, run_file
 from service.cli.start import ModelOption, log_to, settings_of
 from service.requests.files import opened
-from service.settings import load_settings
 from service.terminal import CONTROL, said
 
 if TYPE_CHECKING:
@@ -48,7 +47,7 @@ def demo(
     - `batchweave demo --online`
     """
     log_to(sys.stderr, logging.WARNING)
-    with failing_clearly():
+    with failing_clearly("Stopped."):
         path = file or _written(data_dir)
         endpoint, named = first_request(path)
         settings = settings_of(model=model, model_name=named, data_dir=data_dir)
@@ -143,12 +142,3 @@ def _text(body: dict[str, Any]) -> str:
 def _short(text: str) -> str:
     text = CONTROL.sub("?", " ".join(text.split()))
     return text if len(text) <= MOST_SHOWN else f"{text[:MOST_SHOWN]} …"
-
-
-def openapi() -> None:
-    """Print the OpenAPI description of the HTTP API as YAML."""
-    import yaml
-
-    from service.app import create_app
-
-    print(yaml.safe_dump(create_app(load_settings()).openapi(), sort_keys=False, allow_unicode=True, width=110), end="")

@@ -70,7 +70,7 @@ def run(
         fail("name one file: batchweave run FILE, or -i FILE.")
     assert path is not None
     log_to(sys.stderr, logging.WARNING)
-    with failing_clearly():
+    with failing_clearly("Stopped. Run the same command again to continue."):
         endpoint, named = first_request(path)
         model = model or (DEMO_MODEL if named == DEMO_NAME else named)
         settings = settings_of(model=model, model_name=named, data_dir=data_dir, engine=engine, script=script)
@@ -85,12 +85,12 @@ def run(
 
 
 @contextmanager
-def failing_clearly() -> Generator[None, None, None]:
-    """End the command with one line and its exit code at what users cause and at Ctrl-C."""
+def failing_clearly(stopped: str) -> Generator[None, None, None]:
+    """End the command with one line and its exit code at what users cause; at Ctrl-C the line is `stopped`."""
     try:
         yield
     except KeyboardInterrupt:
-        interrupted("Stopped. Run the same command again to continue.")
+        interrupted(stopped)
     except (CommandError, StartError, CostsError) as error:
         fail(str(error))
     except OSError as error:

@@ -42,7 +42,7 @@ COMMANDS = {
         "service.cli.demo:demo",
         "Run a file of real requests from nothing each time, and print some of the answers.",
     ),
-    "openapi": ("service.cli.demo:openapi", "Print the OpenAPI description of the HTTP API as YAML."),
+    "openapi": ("service.cli.openapi:openapi", "Print the OpenAPI description of the HTTP API as YAML."),
 }
 COMPLETED = ("COMP_WORDS", "_TYPER_COMPLETE_ARGS")  # variables in which a shell passes the line to complete
 

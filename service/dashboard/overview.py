@@ -160,5 +160,5 @@ async def _deaths(context: Context, now: float, nobody_serves: bool) -> list[Not
     told = ", ".join(f"{name} {span(now - at)} ago" for at, name in deaths[:NAMED])
     more = f" and {len(deaths) - NAMED} more" if len(deaths) > NAMED else ""
     text = f"Died or fell silent in the last hour: {told}{more}."
-    text += " Their work waits for another." if nobody_serves else " Their work goes to others."
+    text += " What workers had waits for another." if nobody_serves else " What workers had goes to others."
     return [Notice(text, True, "/dashboard/workers")]

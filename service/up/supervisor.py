@@ -41,6 +41,9 @@ ASK_S = 1.0
 WATCH_S = 0.5
 LOGS_S = 60.0
 MOST_UNNOTED, NOTE_AGAIN_S = 100, 5.0  # deaths that wait for Redis, and how long it is then left alone
+# How often a thread of an engine on a CPU looks for work before it sleeps. OpenMP's own 300,000 keep a core from others
+# (docs/engine.md).
+SPINS = "5000"
 ROLES = ("api", "planner")
 COMMAND = [sys.executable, "-m", "service.cli"]
 _PR_SET_PDEATHSIG = 1
@@ -239,7 +242,8 @@ class Supervisor:
         }
         if settings.script is not None:
             ours["SCRIPT"] = str(settings.script.resolve())
-        return {**os.environ, **{f"BATCHWEAVE_{name}": value for name, value in ours.items()}}
+        spins = {"GOMP_SPINCOUNT": SPINS}
+        return {**spins, **os.environ, **{f"BATCHWEAVE_{name}": value for name, value in ours.items()}}
 
     @property
     def worker_name(self) -> str:

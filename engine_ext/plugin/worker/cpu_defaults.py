@@ -1,9 +1,12 @@
-"""Server arguments for SGLang on a CPU."""
+"""What an engine on a CPU needs: SGLang's arguments and environment, its threads, and how long a step is."""
 
 import os
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
+
+from engine_ext.plugin.options import Options
 
 # SGLang's wheel on a CPU: a bfloat16 GEMM on one thread gives each row the same bits whatever the batch around it
 # (float32 does not, below four rows).
@@ -17,11 +20,44 @@ CPU_DEFAULTS: dict[str, Any] = {
     "chunked_prefill_size": 4096,
 }
 
+# SGLang's argument for answers that do not depend on the batch around a request.
+EXACT = "enable_deterministic_inference"
 QUOTA = Path("/sys/fs/cgroup/cpu.max")  # of a container: microseconds of CPU time in a period
 MOST_STEP_S = 1.5  # for the prompts of one step, in which nobody else gets a token
 LEAST_CHUNK = 64  # tokens
 TIMINGS = 5  # of which the best counts: others may use the machine
 _SIDE, _ROWS = 2048, 256  # of the matrices by which the CPU is measured
+
+
+def prepare(options: Options, engine_args: dict[str, Any]) -> tuple[Options, dict[str, Any]]:
+    """Prepare the environment for an engine; return its options, and the arguments that SGLang knows on a CPU."""
+    ranks = int(engine_args.get("tp_size", 1))
+    options = replace(options, cpu_threads=None if engine_args.get(EXACT) else threads_for(ranks))
+    if options.cpu_threads is None:
+        os.environ.setdefault("OMP_NUM_THREADS", "1")
+    if ranks > 1:
+        os.environ.setdefault("SGLANG_CPU_OMP_THREADS_BIND", _a_core_each(ranks))
+    # Otherwise the first request with a penalty makes torch compile for a minute, while all others wait.
+    os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
+    return options, {name: value for name, value in engine_args.items() if name != EXACT}
+
+
+def arguments_for(options: Options, engine_args: dict[str, Any]) -> dict[str, Any]:
+    """Return SGLang's arguments, with how many prompt tokens a step has.
+
+    An emulated device is as fast as it says, and machines that run one engine together must agree.
+    """
+    if options.emulated or int(engine_args.get("nnodes", 1)) > 1:
+        return CPU_DEFAULTS
+    page = int(engine_args.get("page_size") or 1)
+    chunk = chunk_for(options.cost.shape.active_parameters, options.cpu_threads or 1)
+    return CPU_DEFAULTS | {"chunked_prefill_size": -(-chunk // page) * page}
+
+
+def _a_core_each(ranks: int) -> str:
+    """Return SGLang's setting for so many ranks on this machine's cores; without it several ranks do not start."""
+    cores = sorted(os.sched_getaffinity(0))
+    return "|".join(str(cores[rank % len(cores)]) for rank in range(ranks))
 
 
 def threads_for(ranks: int) -> int:

@@ -39,7 +39,7 @@ from engine_ext.plugin.worker.answers import (
 from engine_ext.plugin.worker.aside import is_online
 from engine_ext.plugin.worker.bodies import plain, unserved
 from engine_ext.plugin.worker.calibration_load import measure_steps, time_blend
-from engine_ext.plugin.worker.cpu_defaults import CPU_DEFAULTS, chunk_for, threads_for
+from engine_ext.plugin.worker.cpu_defaults import arguments_for, prepare
 from engine_ext.plugin.worker.endpoints import Endpoints
 from engine_ext.plugin.worker.forking import ForkingEngine
 from engine_ext.plugin.worker.in_flight import InFlight
@@ -61,31 +61,8 @@ STREAM_FIELDS = frozenset({"stream", "stream_options"})  # of these, online requ
 # For how many turns of its loop, 5 ms each when idle, the scheduler waits for a grammar; SGLang's default is 10,000.
 GRAMMAR_TURNS = "6000"
 
-
-# SGLang's argument for answers that do not depend on the batch around a request.
-EXACT = "enable_deterministic_inference"
-
 # What SGLang does for a minute, inside its event loop, before it says that one of its processes has died.
 DUMPS = ("SGLANG_PYSPY_DUMP_BEFORE_CRASH", "SGLANG_CUDA_COREDUMP_BEFORE_CRASH")
-
-
-def _a_core_each(ranks: int) -> str:
-    """Return SGLang's setting for so many ranks on this machine's cores; without it several ranks do not start."""
-    cores = sorted(os.sched_getaffinity(0))
-    return "|".join(str(cores[rank % len(cores)]) for rank in range(ranks))
-
-
-def _for_cpu(options: Options, engine_args: dict[str, Any]) -> tuple[Options, dict[str, Any]]:
-    """Prepare the environment for an engine on a CPU; return its options, and the arguments that SGLang knows there."""
-    ranks = int(engine_args.get("tp_size", 1))
-    options = replace(options, cpu_threads=None if engine_args.get(EXACT) else threads_for(ranks))
-    if options.cpu_threads is None:
-        os.environ.setdefault("OMP_NUM_THREADS", "1")
-    if ranks > 1:
-        os.environ.setdefault("SGLANG_CPU_OMP_THREADS_BIND", _a_core_each(ranks))
-    # Otherwise the first request with a penalty makes torch compile for a minute, while all others wait.
-    os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
-    return options, {name: value for name, value in engine_args.items() if name != EXACT}
 
 
 class EngineHost:
@@ -108,7 +85,7 @@ class EngineHost:
     ) -> None:
         on_gpu = gpu_is_present()
         if not on_gpu:
-            options, engine_args = _for_cpu(options, engine_args)
+            options, engine_args = prepare(options, engine_args)
         chosen = overlap.choose(wanted, model_path, engine_args)
         self._pulses = Pulses()
         replace(options, overlap=chosen, pulses=str(self._pulses.path)).hand_over()
@@ -129,7 +106,7 @@ class EngineHost:
             "skip_server_warmup": True,
             "sleep_on_idle": True,  # otherwise it keeps a core busy even when it is idle
             "log_level": "warning",
-            **({} if on_gpu else CPU_DEFAULTS | self._chunk(options, engine_args)),
+            **({} if on_gpu else arguments_for(options, engine_args)),
             **overlap.ARGUMENTS[chosen],
             **engine_args,
         }
@@ -177,17 +154,6 @@ class EngineHost:
         # All that is loaded now stays. A full collection that looks through it stops a process for a third of a second.
         gc.collect()
         await self._manager.freeze_gc()  # in the scheduler and the detokenizer too
-
-    def _chunk(self, options: Options, engine_args: dict[str, Any]) -> dict[str, Any]:
-        """Return how many prompt tokens a step has on this CPU.
-
-        An emulated device is as fast as it says, and machines that run one engine together must agree.
-        """
-        if self._emulated or int(engine_args.get("nnodes", 1)) > 1:
-            return {}
-        page = int(engine_args.get("page_size") or 1)
-        chunk = chunk_for(options.cost.shape.active_parameters, options.cpu_threads or 1)
-        return {"chunked_prefill_size": -(-chunk // page) * page}
 
     async def try_largest_step(self) -> None:
         """Compute one prompt as long as a step may be, so that the watch knows how long that takes.
