@@ -64,7 +64,7 @@ class WorkerObject(BaseModel):
             id=state["name"],
             model=state["model"],
             host=state["host"],
-            machine="",
+            machine=state.get("machine", ""),
             state="starting",
             slices=0,
             requests=0,

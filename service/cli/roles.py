@@ -3,6 +3,7 @@
 import asyncio
 import gc
 import logging
+import platform
 import socket
 import sys
 from collections.abc import Callable, Generator
@@ -33,7 +34,7 @@ from service.cli.start import (
 from service.db.clock import SharedClock
 from service.db.sessions import Database
 from service.errors import CostsError, StartError
-from service.estimates.model_costs import check_model, told_machine
+from service.estimates.model_costs import check_model, machine_gpu, told_machine
 from service.metrics.tracing import send_traces
 from service.objects.storage import Storage
 from service.settings import Settings
@@ -186,7 +187,9 @@ def _lead(settings: Settings, nodes: Nodes | None, command: list[str]) -> None:
     metrics = EngineMetrics(settings.served_model)
     REGISTRY.register(metrics)
     serve_metrics(settings)
-    about = {"model": settings.served_model, "models": settings.served_models, "host": socket.gethostname()}
+    machine = machine_gpu() or f"the CPU of {platform.node()}"
+    about = {"model": settings.served_model, "models": settings.served_models, "machine": machine}
+    about["host"] = socket.gethostname()
     starting = Starting(settings.redis, settings.worker_name, about)
     starting.begin()
     peers, lost = None, list[int]()

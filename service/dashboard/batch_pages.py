@@ -15,12 +15,14 @@ from service.api.pages import page_rows
 from service.api.shapes import BatchError
 from service.dashboard.answers import lines_of, request_of, search
 from service.dashboard.filters import Filters
+from service.dashboard.overview import known_events
 from service.dashboard.reach import as_owner, note_read, project_seen, seen_by
 from service.dashboard.render import HEADERS, page
 from service.dashboard.schedule import boxes_of, holders, scan_of, slice_bars
 from service.dashboard.sessions import LooksIn, Viewer
 from service.dashboard.shown import Shown, project_names, shown
 from service.dashboard.standings import GROUPS, MOST_COUNTED, group_counts
+from service.dashboard.timeline import timeline
 from service.db.moves import TERMINAL
 from service.db.tables import Batch, File, Model
 from service.db.tenant_tables import Project
@@ -80,15 +82,15 @@ async def batch_list(
 @router.get("/batches/{batch_id}")
 async def one_batch(request: Request, context: InContext, viewer: LooksIn, batch_id: ObjectId) -> Response:
     row = await _batch(context, viewer, batch_id)
-    each = await _shown(context, viewer, row)
+    each, now = await _shown(context, viewer, row), context.clock()
     points = await History(context.redis).batch_points(batch_id)
-    answered_at = [at for at, completed, failed, *_ in points if completed + failed] or [None]
+    deaths = [event for event in await known_events(context) if event.kind in ("death", "exit")]
     return page(
         request,
         "batch_overview.html",
         viewer,
         **_head(request, each, ""),
-        stages=each.stages(answered_at[0], answered_at[-1], context.clock()),
+        stages=timeline(each, points, deaths, now),
     )
 
 

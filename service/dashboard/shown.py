@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from sqlalchemy import select
 from sqlalchemy.ext.asyncio import AsyncSession
@@ -33,19 +33,6 @@ WORDS = {
     "cancelled": "Cancelled",
 }
 TIGHT_S = 1800  # before the deadline, from which it is near in any case
-
-
-@dataclass(frozen=True, slots=True)
-class Stage:
-    """A stage of a batch's life. `left` and `width` are shares of the whole; `seconds` is how long it took."""
-
-    name: str
-    key: str
-    begin: float
-    seconds: float
-    left: float
-    width: float
-    is_open: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,38 +122,6 @@ class Shown:
         left = batch.expires_at - now
         expected = (batch.batchweave.expected_at or batch.batchweave.earliest_at or now) - now
         return ("late" if left < expected else "tight" if left < max(2 * expected, TIGHT_S) else "good"), left
-
-    def stages(self, first_answer_at: float | None, last_answer_at: float | None, now: float) -> list[Stage]:
-        """Return the batch's life as stages of one line. The last one is open while the batch lives.
-
-        `first_answer_at` and `last_answer_at`: by its points of progress; None where there are none.
-        """
-        batch, end = self.batch, self.ended_at
-        marks: list[tuple[str, str, float | None]] = [
-            ("checked", "checked", batch.created_at),
-            (*self._began(first_answer_at), batch.in_progress_at),
-            ("answered", "answered", first_answer_at),
-            # Its worker died, or others come first.
-            ("waits again", "waited", last_answer_at if self.state == "waiting" else None),
-            ("cancelled", "written", batch.cancelling_at),
-            ("results written", "written", batch.finalizing_at),
-        ]
-        begun = [(name, key, at) for name, key, at in marks if at is not None]
-        begun.sort(key=lambda each: each[2])
-        last = max(end if end is not None else now, begun[-1][2])
-        whole = max(last - batch.created_at, 1e-9)
-        ends = [at for _, _, at in begun[1:]] + [last]
-        found = [
-            Stage(name, key, at, until - at, (at - batch.created_at) / whole, (until - at) / whole, False)
-            for (name, key, at), until in zip(begun, ends, strict=True)
-        ]
-        if end is None:
-            found[-1] = replace(found[-1], is_open=True)
-        return found
-
-    def _began(self, first_answer_at: float | None) -> tuple[str, str]:
-        """Return the name and key of the stage after the check; when the first answer came may be unknown."""
-        return ("waited", "waited") if first_answer_at or not self.done else ("waited and answered", "answered")
 
 
 def clock_time(at: float, now: float) -> str:

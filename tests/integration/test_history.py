@@ -5,6 +5,7 @@ from typing import Any
 
 import httpx
 import pytest
+from redis import Redis as SyncRedis
 from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import ResponseError
 
@@ -13,9 +14,10 @@ from service.metrics.history import MOST_SHOWN, History
 from service.queue import keys, progress
 from service.queue.counts import Counts
 from service.queue.leases import Leases
-from service.queue.progress import Heartbeat
+from service.queue.progress import Heartbeat, Starting, note_exit
 from tests.conftest import Clock
 from tests.integration.harness import Harness, ScriptedEngine, jsonl, line
+from tests.waiting import until
 
 
 async def test_history_is_noted_once_in_ten_seconds(pages: httpx.AsyncClient, harness: Harness, clock: Clock) -> None:
@@ -79,6 +81,34 @@ async def test_a_worker_that_falls_silent_is_told_of_once(
     assert "fell silent in the last hour" not in (await pages.get("")).text
     await heart.beat("died", {**state, "name": "died"})
     assert "died</b> was heard again" in (await pages.get("/workers")).text
+
+
+async def test_an_end_that_up_saw_is_told_with_its_last_words(
+    pages: httpx.AsyncClient, harness: Harness, redis_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(progress, "REDIS_YOUNG_S", 0)
+    heart = Heartbeat(harness.redis)
+    await heart.beat("w", {"name": "w", "model": "test-model"})
+    with SyncRedis.from_url(redis_url) as client:
+        note_exit(client, "w", "signal SIGSEGV: <b>bad kernel</b>", 3.0, is_worker=True)
+        note_exit(client, "planner", "exit code 1", 3.0, is_worker=False)
+    assert await heart.alive() == []
+    assert [each.kind for each in await heart.events()] == ["exit", "exit", "start"]
+    assert await heart.deaths() == 2
+    harness.clock.now = (await heart.events())[0].at + 60
+    page = (await pages.get("/workers")).text
+    assert "w</b> died: signal SIGSEGV: &lt;b&gt;bad kernel&lt;/b&gt;" in page
+    begins = Starting(redis_url, "w", {"model": "test-model", "host": "h"})
+    begins.begin()
+    try:
+        await until(lambda: _is_starting(heart))
+        assert "start 2 in ten minutes; the last one died, signal SIGSEGV" in (await pages.get("/workers")).text
+    finally:
+        begins.end()
+
+
+async def _is_starting(heart: Heartbeat) -> bool:
+    return bool((await heart.everyone())[1])
 
 
 async def test_many_starts_do_not_push_out_a_death(harness: Harness, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""What pages say of a batch: its headline, its life in stretches, and how it stands against its deadline."""
+"""What pages say of a batch: its headline, and how it stands against its deadline."""
 
 from typing import Any
 
@@ -86,26 +86,6 @@ def batch(state: str, *, about: dict[str, Any] | None = None, counts: tuple[int,
 )
 def test_one_sentence_says_where_a_batch_stands(shown: Shown, said: str) -> None:
     assert shown.headline(NOW) == said
-
-
-def test_the_stretches_of_a_life_cover_all_of_it() -> None:
-    begun = int(NOW) - 100
-    times: dict[str, Any] = {"in_progress_at": begun + 10, "finalizing_at": begun + 90, "completed_at": begun + 100}
-    stages = batch("completed", **times).stages(begun + 30, begun + 90, NOW + 500)
-    assert [(stage.name, stage.seconds) for stage in stages] == [
-        ("checked", 10),
-        ("waited", 20),
-        ("answered", 60),
-        ("results written", 10),
-    ]
-    assert sum(stage.width for stage in stages) == pytest.approx(1)
-    assert not any(stage.is_open for stage in stages)
-    *_, last = batch("running", in_progress_at=begun + 10).stages(None, None, NOW)
-    assert (last.name, last.seconds, last.is_open) == ("waited and answered", 90, True)
-    *_, last = batch("waiting", counts=(0, 0), in_progress_at=begun + 10).stages(None, None, NOW)
-    assert (last.name, last.is_open) == ("waited", True)
-    *_, before, last = batch("waiting", in_progress_at=begun + 10).stages(begun + 30, begun + 60, NOW)
-    assert [(each.name, each.seconds) for each in (before, last)] == [("answered", 30), ("waits again", 40)]
 
 
 def test_a_deadline_is_good_tight_or_late() -> None:
