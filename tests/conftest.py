@@ -199,6 +199,7 @@ def settings(tmp_path: Path, database_url: str, redis_url: str) -> Settings:
         model_name="test-model",
         worker_name="worker-a",
         secret_key="of the tests, and of nobody else",
+        gpu="h200",  # whatever machine they run on
         slice_requests=8,
         window_wait_s=0,
         flush_s=0.01,

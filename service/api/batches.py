@@ -16,11 +16,12 @@ from service.api.idempotency import Again, TriedAgain, digest
 from service.api.pages import page_rows
 from service.api.shapes import BatchDeleted, BatchObject, Page
 from service.db.deletions import forget_batch
+from service.db.models import timed_models
 from service.db.moves import LIVE, STARTABLE, TERMINAL, move_batch, rows_changed
 from service.db.tables import FILE_KEEP_S, Batch, BatchStatus, File, OnLongLine
 from service.endpoints import ENDPOINTS
 from service.errors import BadRequest, NotFound
-from service.estimates.standing import running, standing
+from service.estimates.standing import Surroundings, running, standing
 from service.objects.request_index import RequestIndex
 from service.objects.storage import file_key
 from service.queue.bell import Job
@@ -258,9 +259,11 @@ async def shapes(context: Context, batches: Sequence[Batch], most_errors: int | 
     serving = await context.serving_cache.serving() if live else {}
     async with context.database.read() as session:
         runs = await running(session, live)
+        timed = await timed_models(session, {batch.model for batch in batches if batch.model}, context.settings)
+    around = Surroundings(serving, runs, timed, context.storage.room, context.clock())
     found: list[BatchObject] = []
     for batch in batches:
         answered = counts.get(batch.id) or Counts.of_row(batch)
-        about = standing(batch, batch.id in runs, answered, serving, context.storage.room, context.clock())
+        about = standing(batch, answered, around)
         found.append(BatchObject.of(batch, answered, about, context.settings.worker_hour_price, most_errors))
     return found

@@ -142,6 +142,10 @@ class UnknownField(BaseModel):
     similar: str | None = Field(description="The known field with the most similar name, if one is close")
 
 
+# What figures in seconds of a GPU are for models on machines that the cost model does not describe.
+NULL_UNLESS_TIMED = "null where the cost model does not describe the machine, such as a CPU"
+
+
 class PlanPreview(BaseModel):
     """What a held batch would need if nothing else ran. A long batch is judged by its first `requests` requests."""
 
@@ -149,18 +153,18 @@ class PlanPreview(BaseModel):
     prompt_sharing: float = Field(
         description="Largest possible share of the prompt tokens that earlier requests have already computed"
     )
-    compute_seconds: float
-    memory_seconds: float
-    planned_for: str
+    compute_seconds: float | None = Field(description=f"By the cost model; {NULL_UNLESS_TIMED}")
+    memory_seconds: float | None = Field(description=f"By the cost model; {NULL_UNLESS_TIMED}")
+    planned_for: str | None = Field(description="Model and machine; null where the seconds are")
 
     @classmethod
-    def of(cls, found: Preview) -> "PlanPreview":
+    def of(cls, found: Preview, is_timed: bool) -> "PlanPreview":
         return cls(
             requests=found.requests,
             prompt_sharing=round(found.prompt_sharing, 4),
-            compute_seconds=round(found.compute_s, 6),
-            memory_seconds=round(found.memory_s, 6),
-            planned_for=found.planned_for,
+            compute_seconds=round(found.compute_s, 6) if is_timed else None,
+            memory_seconds=round(found.memory_s, 6) if is_timed else None,
+            planned_for=found.planned_for if is_timed else None,
         )
 
 
@@ -176,12 +180,12 @@ class BatchExtras(BaseModel):
     prompt_tokens: int
     expected_output_tokens: int | None = Field(description="From the plan or the preview; null before either")
     expected_gpu_seconds: float | None = Field(
-        description="The minimum according to the cost model; null before the plan or the preview"
+        description=f"The minimum according to the cost model; null before the plan or the preview; {NULL_UNLESS_TIMED}"
     )
     expected_cost: float | None = Field(
         description="Cost of `expected_gpu_seconds` at the price in BATCHWEAVE_WORKER_HOUR_PRICE"
     )
-    earliest_at: int | None = Field(description="Estimated end according to the planner's cost model")
+    earliest_at: int | None = Field(description=f"Estimated end by the planner's cost model; {NULL_UNLESS_TIMED}")
     expected_at: int | None = Field(
         description="Estimated end at the pace of the model's answers, with earlier deadlines served first"
     )
@@ -206,7 +210,8 @@ class BatchExtras(BaseModel):
     @classmethod
     def of(cls, batch: Batch, found: Standing, hour_price: float | None) -> "BatchExtras":
         work, preview = work_of(batch), Preview.of(batch)
-        cost = None if work is None or hour_price is None else work.gpu_s / 3600 * hour_price
+        gpu_s = work.gpu_s if work is not None and found.is_timed else None
+        cost = None if gpu_s is None or hour_price is None else gpu_s / 3600 * hour_price
         grows = batch.output_order == OutputOrder.ANY
         early = ids.early_file_ids(batch.id) if grows else (None, None)
         return cls(
@@ -216,9 +221,9 @@ class BatchExtras(BaseModel):
             waiting_for=found.waiting_for,
             prompt_tokens=batch.prompt_tokens,
             held=batch.held,
-            preview=PlanPreview.of(preview) if preview else None,
+            preview=PlanPreview.of(preview, found.is_timed) if preview else None,
             expected_output_tokens=work and round(work.output_tokens),
-            expected_gpu_seconds=work and round(work.gpu_s, 6),
+            expected_gpu_seconds=None if gpu_s is None else round(gpu_s, 6),
             expected_cost=None if cost is None else round(cost, 6),
             earliest_at=found.estimate.earliest_at,
             expected_at=found.estimate.expected_at,

@@ -1,15 +1,19 @@
 """Writes and reads the row of a model, which the planner and each worker that serves it write."""
 
 import time
+from collections.abc import Set
 from typing import Any
 
 from sqlalchemy import ColumnElement, delete, func, select
 from sqlalchemy.dialects import postgresql, sqlite
+from sqlalchemy.ext.asyncio import AsyncSession
 
 from service.db.sessions import Database
 from service.db.tables import Batch, Model
 from service.endpoints import ADAPTER, BY_PATH, ModelName
-from service.settings import Settings
+from service.settings import AUTO, Settings
+
+STAND_IN = "stand_in"  # in the machine of a model: its GPU stands in for what no cost model describes
 
 
 def asks_for(name: ModelName) -> ColumnElement[bool]:
@@ -58,6 +62,17 @@ async def register_model(
         if knows_adapters:
             are_adapters = func.substr(Model.name, 1, len(begins)) == begins  # LIKE knows no case in SQLite
             await session.execute(delete(Model).where(are_adapters, Model.name.not_in(settings.served_models)))
+
+
+async def timed_models(session: AsyncSession, names: Set[str], settings: Settings) -> set[str]:
+    """Return those of these models for whose machine the cost model speaks, so that its seconds mean something.
+
+    A machine that nobody has told is that of the settings, if they name a GPU.
+    """
+    rows = await session.execute(select(Model.name, Model.machine).where(Model.name.in_(names)))
+    machines = dict(rows.tuples().all())
+    told = {name: machines.get(name) for name in names}
+    return {name for name, each in told.items() if (STAND_IN not in each if each else settings.gpu != AUTO)}
 
 
 async def endpoints_of(database: Database, name: str) -> list[str] | None:

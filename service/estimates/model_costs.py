@@ -14,6 +14,7 @@ from engine_ext.costs.cost import CostModel
 from engine_ext.costs.hardware import Hardware, Machine
 from engine_ext.costs.model_shape import ModelShape
 from engine_ext.errors import ConfigError, HardwareError
+from service.db.models import STAND_IN
 from service.errors import CostsError
 from service.estimates.gpus import machine_gpus
 from service.settings import AUTO, Settings
@@ -35,20 +36,31 @@ def assumed_gpu(settings: Settings) -> str:
 
     Where it has none, or one that no preset describes, it is FALLBACK_GPU.
     """
-    if settings.gpu != AUTO:
-        return settings.gpu
+    return settings.gpu if settings.gpu != AUTO else _machine_preset() or FALLBACK_GPU
+
+
+def _machine_preset() -> str | None:
+    """Return the preset that describes this machine's GPU; None without one, or if none does."""
     name = machine_gpu()
-    return (hardware.preset_of(name) if name else None) or FALLBACK_GPU
+    return hardware.preset_of(name) if name else None
 
 
 def told_machine(settings: Settings) -> dict[str, Any]:
-    """Return what a planner on another machine must know to plan for this worker's machine. Raises CostsError."""
+    """Return what a planner on another machine must know to plan for this worker's machine. Raises CostsError.
+
+    STAND_IN says that no cost model describes the machine, such as a CPU: its plans are good, their seconds are not.
+    """
     gpu: Any = assumed_gpu(settings)
     if gpu.endswith(".json"):
         described = _json(Path(gpu))
         fields = ("name", "flops", "bandwidth", "memory_bytes", *hardware.MEASURED)
         gpu = {field: described[field] for field in fields if field in described}
-    return {"gpu": gpu, "tp": settings.replica}
+    is_real = settings.engine == "sglang" and (settings.emulated_device is not None or _is_described(settings))
+    return {"gpu": gpu, "tp": settings.replica, **({} if is_real else {STAND_IN: True})}
+
+
+def _is_described(settings: Settings) -> bool:
+    return settings.gpu != AUTO or _machine_preset() is not None
 
 
 def read_hardware(name: str | dict[str, Any]) -> Hardware:

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from sqlalchemy import select
 from sqlalchemy.ext.asyncio import AsyncSession
@@ -59,9 +59,12 @@ def work_of(batch: Batch) -> Work | None:
 class Standing:
     """Where a batch stands.
 
-    `position`: batches of its model ahead of it; `waiting_for`: None while it runs and after it has ended.
-    `late_because`: why it will miss its deadline, if only online requests make it late.
+    `is_timed`: whether the planner's cost model describes the machine of its model; `position`: batches of its model
+    ahead of it; `waiting_for`: None while it runs and after it has ended. `late_because`: why it will miss its
+    deadline, if only online requests make it late.
     """
+
+    is_timed: bool
 
     position: int | None = None
     waiting_for: str | None = None
@@ -69,28 +72,37 @@ class Standing:
     late_because: str | None = None
 
 
-ENDED = Standing()
+@dataclass(frozen=True, slots=True)
+class Surroundings:
+    """What batches stand in. `running`: ids of those of which a worker holds a slice; `timed`: `timed_models`."""
+
+    serving: dict[str, Serving]
+    running: set[str]
+    timed: set[str]
+    room: Room | None
+    now: float
 
 
-def standing(
-    batch: Batch, is_running: bool, counts: Counts, serving: dict[str, Serving], room: Room | None, now: float
-) -> Standing:
-    """Return the standing of a batch; `is_running`: whether it is one of `running`."""
+def standing(batch: Batch, counts: Counts, around: Surroundings) -> Standing:
+    """Return the standing of a batch."""
+    is_timed, room = batch.model in around.timed, around.room
     if batch.status in TERMINAL:
-        return ENDED
+        return Standing(is_timed)
     is_waiting = batch.status == BatchStatus.VALIDATING
     if room is not None and room.free_bytes < room.reserve_bytes * (1.0 if is_waiting else ANSWERS_RESERVE):
-        return Standing(waiting_for=f"room on the service's disk: only {room.free_bytes // 2**20} MiB are free")
+        return Standing(
+            is_timed, waiting_for=f"room on the service's disk: only {room.free_bytes // 2**20} MiB are free"
+        )
     if is_waiting:
-        return Standing(waiting_for="validation")
+        return Standing(is_timed, waiting_for="validation")
     if batch.status != BatchStatus.IN_PROGRESS:
-        return Standing(waiting_for="its result files to be written")
-    model = serving.get(batch.model or "", Serving())
+        return Standing(is_timed, waiting_for="its result files to be written")
+    model = around.serving.get(batch.model or "", Serving())
     position, _ = model.queue.before(batch.expires_at, batch.seq)
-    estimate = _estimate(batch, counts.answered, model, now)
-    return Standing(
-        position, waiting_for(batch, is_running, position, model), estimate, late_because(batch, estimate, model, now)
-    )
+    estimate = _estimate(batch, counts.answered, model, around.now)
+    late = late_because(batch, estimate, model, around.now)
+    waits = waiting_for(batch, batch.id in around.running, position, model)
+    return Standing(is_timed, position, waits, estimate if is_timed else replace(estimate, earliest_at=None), late)
 
 
 async def running(session: AsyncSession, batch_ids: Sequence[str]) -> set[str]:

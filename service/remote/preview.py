@@ -46,20 +46,23 @@ def figures(batch: Batch) -> list[tuple[str, str]]:
     """Return the expected figures of a batch as labels and values; empty before it is planned."""
     about = extras(batch)
     plan, seconds, rows = about.get("preview"), about.get("expected_gpu_seconds"), list[tuple[str, str]]()
-    if seconds is None:
+    if about.get("expected_output_tokens") is None:
         return []
-    rows.append(("prompt tokens", f"{about['prompt_tokens']:,}{_shared(plan)}"))
-    rows.append(("expected output tokens", f"{about['expected_output_tokens']:,}"))
-    on = f" for {plan['planned_for']}" if plan else ""
-    rows.append(("expected engine time", f"{duration(seconds)}, the cost model's lower bound{on}"))
-    if about.get("expected_cost") is not None:
-        rows.append(("expected cost", f"{about['expected_cost']:,.4g}"))
-    if about.get("earliest_at") is not None:
-        rows.append(("earliest end in", duration(about["earliest_at"] - time.time())))
     if about.get("expected_at") is not None:
         ends = (about["expected_at"], about.get("latest_at") or about["expected_at"])
         first, last = (duration(at - time.time()) for at in ends)
-        rows.append(("estimated end in", f"{first} to {last}"))
+        rows.append(("estimated end in", f"{first}, at most about {last}, at the pace of this model's answers"))
+    elif seconds is None:
+        rows.append(("estimated end in", "unknown until this model's worker has answered: its pace tells"))
+    if about.get("earliest_at") is not None:
+        rows.append(("earliest end in", duration(about["earliest_at"] - time.time())))
+    if seconds is not None:
+        on = f" for {plan['planned_for']}" if plan else ""
+        rows.append(("expected engine time", f"{duration(seconds)}, the cost model's lower bound{on}"))
+    if about.get("expected_cost") is not None:
+        rows.append(("expected cost", f"{about['expected_cost']:,.4g}"))
+    rows.append(("prompt tokens", f"{about['prompt_tokens']:,}{_shared(plan)}"))
+    rows.append(("expected output tokens", f"{about['expected_output_tokens']:,}"))
     return rows
 
 

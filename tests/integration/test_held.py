@@ -9,9 +9,15 @@ import pytest
 from openai.types import Batch
 from sqlalchemy import func, select
 
+from service.db.models import register_model
 from service.db.tables import Slice
+from service.estimates import model_costs
 from service.jobs.expiry import Expiry
-from service.settings import Settings
+from service.metrics.history import History, Pace
+from service.queue.progress import Heartbeat
+from service.remote.preview import figures
+from service.remote.shapes import Batch as RemoteBatch
+from service.settings import AUTO, Settings
 from tests.conftest import Clock
 from tests.integration.harness import Harness, ScriptedEngine, jsonl, line
 from tests.integration.serving import CHAT, serve
@@ -73,6 +79,32 @@ async def test_time_and_cost_are_seen_before_it_starts(harness: Harness, client:
         [batch] = await harness.until_ended(batch_id)
     output, errors = await harness.results(batch)
     assert (len(output), errors) == (30, {})
+
+
+async def test_a_machine_that_no_cost_model_describes_has_no_figures_of_a_gpu(
+    harness: Harness, client: openai.OpenAI, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(model_costs, "machine_gpu", lambda: None)
+    here = harness.settings.model_copy(update={"gpu": AUTO})
+    await register_model(harness.database, here, 8192, ["/v1/chat/completions"], model_costs.told_machine(here))
+    batch_id = hold(client, jsonl(line(n) for n in range(30)))
+    await harness.plan()
+    found = seen(client, batch_id)
+    names = ("expected_gpu_seconds", "expected_cost", "earliest_at")
+    of_plan = ("compute_seconds", "memory_seconds", "planned_for")
+    assert [found[name] for name in names] == [None] * 3
+    assert [found["preview"][name] for name in of_plan] == [None] * 3
+    assert found["expected_output_tokens"] > 0
+    assert found["preview"]["prompt_sharing"] > 0
+    shown = dict(figures(RemoteBatch.of(client.batches.retrieve(batch_id).to_dict())))
+    assert list(shown) == ["estimated end in", "prompt tokens", "expected output tokens"]
+    assert shown["estimated end in"].startswith("unknown")
+    await History(harness.redis).note_paces({here.served_model: Pace(work=0.01, answers=50.0)})
+    await Heartbeat(harness.redis).beat("w", {"name": "w", "model": here.served_model})
+    await asyncio.sleep(0.2)  # it is not looked up at each call
+    [first, *_] = figures(RemoteBatch.of(client.batches.retrieve(batch_id).to_dict()))
+    assert first[0] == "estimated end in"
+    assert "at the pace" in first[1]
 
 
 async def test_a_start_that_comes_early_or_twice_is_a_start(harness: Harness, client: openai.OpenAI) -> None:
