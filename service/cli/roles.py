@@ -21,10 +21,13 @@ from service.cli.start import (
     GpusOption,
     HostOption,
     ModelOption,
+    ModelsOption,
     NameOption,
+    NamesOption,
     PortOption,
     ScriptOption,
     log_to,
+    models_of,
     open_database,
     run_role,
     serve_metrics,
@@ -46,8 +49,8 @@ from service.worker.script import read_script
 
 
 def up(
-    model: ModelOption = None,
-    model_name: NameOption = None,
+    model: ModelsOption = None,
+    model_name: NamesOption = None,
     data_dir: DataDirOption = None,
     host: HostOption = None,
     port: PortOption = None,
@@ -58,7 +61,8 @@ def up(
 ) -> None:
     """Run the whole service in the foreground: Redis, API, planner, and an engine for each GPU.
 
-    A model that is too large for one GPU gets several for each engine, as few as hold it.
+    A model that is too large for one GPU gets several for each engine, as few as hold it. Several models take turns at
+    the GPUs.
 
     Examples:
 
@@ -67,20 +71,20 @@ def up(
     - `batchweave up --model Qwen/Qwen2.5-7B-Instruct --gpus 0,1,2,3`
     - `batchweave up --engines 2 --gpus none`
     - `batchweave up --model Qwen/Qwen2.5-7B-Instruct --data-dir /srv/batchweave --port 9000`
+    - `batchweave up --model Qwen/Qwen2.5-7B-Instruct --model BAAI/bge-m3:embedding`
     """
     from service.up.engines import engines_of
     from service.up.supervisor import Supervisor
 
-    settings = settings_of(
-        model=model, model_name=model_name, data_dir=data_dir, host=host, port=port, engine=engine, script=script
-    )
+    models = models_of(model, model_name, data_dir=data_dir, host=host, port=port, engine=engine, script=script)
     log_to(sys.stderr, logging.WARNING)
     if wrong := strangers():
         fail(wrong)
     try:
-        check_model(settings)
-        read_script(settings.script)
-        Supervisor(settings, said.print, engines_of(settings, gpus, engines)).run()
+        for each in models:
+            check_model(each)
+        read_script(models[0].script)
+        Supervisor(engines_of(models, gpus, engines), said.print).run()
     except (StartError, CostsError, OSError, SQLAlchemyError) as error:
         fail(f"{type(error).__name__}: {error}" if isinstance(error, SQLAlchemyError) else str(error))
 

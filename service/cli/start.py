@@ -16,7 +16,7 @@ from sqlalchemy.exc import SQLAlchemyError
 from service.db.migrate import upgrade
 from service.db.private import keep_private
 from service.db.sessions import Database
-from service.errors import CostsError, SettingsError
+from service.errors import CostsError, SettingsError, StartError
 from service.estimates.engine_arguments import unknown_argument
 from service.estimates.model_costs import FALLBACK, measured_overlap, planning_costs
 from service.estimates.slo_file import read_slo_file
@@ -26,7 +26,17 @@ from service.queue.connection import open_redis
 from service.settings import AUTO, Settings, load_settings
 from service.terminal import fail
 
+EMBEDDING = ":embedding"  # ends a --model that is served for embeddings
 ModelOption = Annotated[str | None, typer.Option("--model", help="'demo', a local path, or a hub id.")]
+ModelsOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--model", help="'demo', a local path, or a hub id; repeatable. MODEL:embedding is served for embeddings."
+    ),
+]
+NamesOption = Annotated[
+    list[str] | None, typer.Option("--model-name", help="Name that requests use for the model; one for each model.")
+]
 NameOption = Annotated[str | None, typer.Option("--model-name", help="Name that requests use for the model.")]
 EngineOption = Annotated[
     str | None, typer.Option("--engine", help="'sglang', or 'scripted': answers by rules, without a model.")
@@ -62,6 +72,24 @@ def settings_of(**overrides: Any) -> Settings:
     return settings
 
 
+def models_of(models: list[str] | None, names: list[str] | None, **overrides: Any) -> list[Settings]:
+    """Return the settings for each model of `up`, the first one's first."""
+    if names and len(names) != len(models or [""]):
+        fail(f"{len(names)} times --model-name for {len(models or [''])} models: give one for each, in their order.")
+    found = list[Settings]()
+    for number, given in enumerate(models or [None]):
+        source, is_embedding = (given or "").removesuffix(EMBEDDING), (given or "").endswith(EMBEDDING)
+        own: dict[str, Any] = {"model": source or None, "model_name": names[number] if names else None}
+        if number:  # adapters, and a name in the environment, are the first one's
+            own |= {"adapters": {}, "model_name": own["model_name"] or ""}
+        args = settings_of(**overrides, **own).engine_args | ({"is_embedding": True} if is_embedding else {})
+        found.append(settings_of(**overrides, **own, engine_args=args))
+    served = [each.served_model for each in found]
+    if twice := next((name for name in served if served.count(name) > 1), None):
+        fail(f"Two models have the name {twice}: give each its own by --model-name.")
+    return found
+
+
 def open_database(settings: Settings) -> None:
     """Create the folder of an embedded database, and upgrade the database to the newest schema."""
     keep_private(settings)
@@ -70,6 +98,8 @@ def open_database(settings: Settings) -> None:
         if url.get_backend_name() == "sqlite":
             Path(url.database or "").parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         upgrade(settings.database)
+    except StartError as error:
+        fail(str(error))
     except (OSError, SQLAlchemyError) as error:
         why = str(getattr(error, "orig", None) or error).splitlines()[0]
         fail(f"The database cannot be opened: {why}. BATCHWEAVE_DATABASE_URL and BATCHWEAVE_DATA_DIR say where it is.")

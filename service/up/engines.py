@@ -22,18 +22,36 @@ log = structlog.get_logger()
 
 @dataclass(frozen=True, slots=True)
 class Engine:
-    """An engine to run. `gpus`: those that it sees; None leaves to it what it finds."""
+    """An engine to run. `gpus`: those that it sees; None leaves to it what it finds. `model`: its place in `models`."""
 
     number: int
     gpus: tuple[str, ...] | None = None
+    model: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Model:
+    """A model to serve, as its settings name it. `changes`: of SGLang's arguments, so that its engines have room."""
+
+    settings: Settings
+    changes: dict[str, Any] = field(default_factory=dict[str, Any])
+
+    @property
+    def engine_args(self) -> dict[str, Any]:
+        return self.settings.engine_args | self.changes
+
+    @property
+    def replica(self) -> int:
+        """The number of GPUs of an engine."""
+        return self.settings.replica * int(self.changes.get("tp_size", 1))  # which changes only if it is not set
 
 
 @dataclass(frozen=True, slots=True)
 class Engines:
-    """The engines of a machine. `changes`: of SGLang's arguments, for each of them; `said`: lines for the person."""
+    """The engines of a machine, by model. `said`: lines for the person."""
 
+    models: tuple[Model, ...]
     engines: tuple[Engine, ...] = (Engine(0),)
-    changes: dict[str, Any] = field(default_factory=dict[str, Any])
     said: tuple[str, ...] = ()
 
 
@@ -63,44 +81,72 @@ def weight_bytes(source: str) -> int | None:
 
 
 def engines_of(
-    settings: Settings,
+    models: Sequence[Settings],
     gpus: str | None = None,
     engines: int | None = None,
     there: Callable[[], list[Gpu]] = machine_gpus,
     weights: Callable[[str], int | None] = weight_bytes,
 ) -> Engines:
-    """Return one engine for each GPU, or group of GPUs that holds the model. Raises StartError.
+    """Return one engine for each GPU, or group of GPUs that holds its model. Raises StartError.
 
-    `gpus`: those to use, "0,1" or "none"; None for all. `engines`: how many to run; None for as many as fit.
+    Several models take turns. `gpus`: those to use, "0,1" or "none"; None for all. `engines`: how many to run of each
+    model; None for as many as fit.
     """
-    args = settings.engine_args
+    first = models[0]
+    plain = tuple(Model(each) for each in models)
     if engines is not None and not 1 <= engines <= MOST_ENGINES:
         raise StartError(f"--engines {engines}: give a number from 1 to {MOST_ENGINES}.")
-    without = settings.engine != "sglang" or settings.emulated_device is not None or gpus == NO_GPUS
+    without = first.engine != "sglang" or first.emulated_device is not None or gpus == NO_GPUS
     usable = [] if without else _chosen(gpus, there())
     if not usable:
         hidden = () if gpus == NO_GPUS else None
-        return Engines(tuple(Engine(number, hidden) for number in range(engines or 1)))
+        places = (model for model in range(len(models)) for _ in range(engines or 1))
+        return Engines(plain, tuple(Engine(number, hidden, model) for number, model in enumerate(places)))
+    args = first.engine_args
     if "base_gpu_id" in args or int(args.get("dp_size", 1)) > 1:  # who sets these says which GPUs SGLang takes
-        if (engines or 1) > 1:
-            raise StartError("--engines: base_gpu_id and dp_size in BATCHWEAVE_ENGINE_ARGS are for one engine alone.")
-        return Engines((Engine(0, tuple(each.name for each in usable)),))
-    said, changes, size = list[str](), dict[str, Any](), settings.replica
-    if not {"tp_size", "pp_size"} & args.keys() and len(usable) > 1:
-        size, why = _fewest(settings, usable, weights)
-        if size > 1:
-            changes, said = {"tp_size": size}, [why]
-    fit = len(usable) // size
-    if fit == 0:
-        raise StartError(f"An engine takes {size} GPUs (tp_size x pp_size), and there are {len(usable)}.")
-    if engines is not None and engines > fit:
-        raise StartError(f"--engines {engines}: they take {engines * size} GPUs, and there are {len(usable)}.")
-    count = engines or fit
-    if left := usable[count * size :]:
-        said.append(f"GPUs {', '.join(each.name for each in left)} stay free")
+        if (engines or 1) * len(models) > 1:
+            raise StartError("base_gpu_id and dp_size in BATCHWEAVE_ENGINE_ARGS are for one engine of one model alone.")
+        return Engines(plain, (Engine(0, tuple(each.name for each in usable)),))
+    sized, said = list[Model](), list[str]()
+    for settings in models:
+        size, why = 1, ""
+        if not {"tp_size", "pp_size"} & args.keys() and len(usable) > 1:
+            size, why = _fewest(settings, usable, weights)
+        sized.append(Model(settings, {"tp_size": size} if size > 1 else {}))
+        said += [why] if size > 1 else []
+    counts = _dealt([each.replica for each in sized], len(usable), engines)
     names = [each.name for each in usable]
-    groups = (tuple(names[number * size : (number + 1) * size]) for number in range(count))
-    return Engines(tuple(Engine(number, group) for number, group in enumerate(groups)), changes, tuple(said))
+    # The largest first: then each lies where a power of two begins, as links between neighbours do.
+    groups: dict[int, list[tuple[str, ...]]] = {}
+    taken = 0
+    for model in sorted(range(len(sized)), key=lambda model: -sized[model].replica):
+        size = sized[model].replica
+        begins = range(taken, taken + counts[model] * size, size)
+        groups[model] = [tuple(names[begin : begin + size]) for begin in begins]
+        taken += counts[model] * size
+    if taken < len(names):
+        said.append(f"GPUs {', '.join(names[taken:])} stay free")
+    places = ((model, group) for model in range(len(sized)) for group in groups[model])
+    found = tuple(Engine(number, group, model) for number, (model, group) in enumerate(places))
+    return Engines(tuple(sized), found, tuple(said))
+
+
+def _dealt(sizes: Sequence[int], there: int, engines: int | None) -> list[int]:
+    """Return how many engines each model gets, of so many GPUs each; they take turns. Raises StartError."""
+    if len(sizes) == 1 and sizes[0] > there:
+        raise StartError(f"An engine takes {sizes[0]} GPUs (tp_size x pp_size), and there are {there}.")
+    least = (engines or 1) * sum(sizes)
+    if least > there:
+        asked = f"--engines {engines}" if engines is not None else f"{len(sizes)} models"
+        raise StartError(f"{asked}: they take {least} GPUs, and there are {there}.")
+    counts = [engines or 1] * len(sizes)
+    left, fits = there - least, engines is None
+    while fits:
+        fits = False
+        for model, size in enumerate(sizes):
+            if size <= left:
+                counts[model], left, fits = counts[model] + 1, left - size, True
+    return counts
 
 
 def _chosen(gpus: str | None, there: list[Gpu]) -> list[Gpu]:

@@ -1,5 +1,6 @@
 """`batchweave up`: runs every part of the service as a child of one foreground process."""
 
+import asyncio
 import ctypes
 import errno
 import hashlib
@@ -19,7 +20,9 @@ import redis
 import structlog
 
 from service.db.migrate import upgrade
+from service.db.models import register_model
 from service.db.private import keep_private
+from service.db.sessions import Database
 from service.demo.models import ensure_model
 from service.errors import StartError
 from service.objects.storage import Storage
@@ -118,15 +121,19 @@ class Part:
 class Supervisor:
     """Starts Redis, API, planner and workers, restarts any that dies, and stops the workers first and Redis last."""
 
-    settings: Settings
+    engines: Engines
     say: Callable[[str], None]
-    engines: Engines = field(default_factory=Engines)
     _parts: list[Part] = field(default_factory=list[Part])
     _lock: FolderLock = field(init=False)
     _stopping: bool = False
     _look_at_logs_at: float = 0.0
     _unnoted: list[tuple[Part, str, float]] = field(default_factory=list[tuple[Part, str, float]])  # deaths
     _note_at: float = 0.0
+
+    @property
+    def settings(self) -> Settings:
+        """The settings of the first model, which are also the service's."""
+        return self.engines.models[0].settings
 
     def __post_init__(self) -> None:
         self._lock = FolderLock(self.settings.data_dir)
@@ -164,7 +171,8 @@ class Supervisor:
         settings, folder = self.settings, self.settings.data_dir.resolve()
         logs = folder / "logs"
         logs.mkdir(mode=0o700, exist_ok=True)
-        ensure_model(settings)
+        for model in self.engines.models:
+            ensure_model(model.settings)
         environment = self._environment(folder)
         self._check_storage()
         if settings.redis_url is None:
@@ -173,6 +181,7 @@ class Supervisor:
             self._parts[0].start(environment)
         self._wait_for_redis()
         upgrade(settings.database)
+        asyncio.run(self._register())
         roles = [Part(name, [*COMMAND, name], logs / f"{name}.log") for name in ROLES]
         if settings.metrics_port is not None:  # the first worker has the port itself
             roles[1].changes["BATCHWEAVE_METRICS_PORT"] = str(settings.metrics_port + 1)
@@ -184,7 +193,8 @@ class Supervisor:
         self._lock.tell(url)
         self.say(f"Dashboard  {url}/dashboard")
         self.say(f"API        {url}/v1   its reference: {url}/docs")
-        self.say(f"Model      {settings.served_model}   from {settings.model_source}")
+        for model in self.engines.models:
+            self.say(f"Model      {model.settings.served_model}   from {model.settings.model_source}")
         for line in self._about_engines():
             self.say(f"Engine     {line}")
         self.say(f"Data       {folder}")
@@ -192,6 +202,15 @@ class Supervisor:
         if settings.needs_keys:
             self.say(f"Keys       required; create one: BATCHWEAVE_DATA_DIR={folder} batchweave keys create --name …")
         self.say("The engine is starting; you can already submit batches. Press Ctrl-C to stop.")
+
+    async def _register(self) -> None:
+        """Write the models' rows, so that batches for each are accepted before its first engine has started."""
+        database = Database(self.settings.database)
+        try:
+            for model in self.engines.models:
+                await register_model(database, model.settings, None, knows_adapters=False)
+        finally:
+            await database.close()
 
     def _worker(self, engine: Engine, logs: Path) -> Part:
         """Return the part that runs one engine. The only one of a machine has no number."""
@@ -204,8 +223,12 @@ class Supervisor:
             part.changes |= {"CUDA_VISIBLE_DEVICES": ",".join(engine.gpus), "CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
         if number and not engine.gpus and "OMP_NUM_THREADS" not in os.environ:  # engines on a CPU share its cores
             part.changes["OMP_NUM_THREADS"] = str(max(1, len(os.sched_getaffinity(0)) // len(self.engines.engines)))
-        if self.engines.changes:
-            part.changes["BATCHWEAVE_ENGINE_ARGS"] = json.dumps(self.settings.engine_args | self.engines.changes)
+        model = self.engines.models[engine.model]
+        part.changes["BATCHWEAVE_MODEL"] = model.settings.own_model or model.settings.model_source
+        part.changes["BATCHWEAVE_MODEL_NAME"] = model.settings.served_model
+        part.changes["BATCHWEAVE_ENGINE_ARGS"] = json.dumps(model.engine_args)
+        if engine.model:  # they are the first one's
+            part.changes["BATCHWEAVE_ADAPTERS"] = "{}"
         if engine.number and self.settings.metrics_port is not None:  # the planner has the next one
             part.changes["BATCHWEAVE_METRICS_PORT"] = str(self.settings.metrics_port + 1 + engine.number)
         if engine.number and self.settings.online_port:
@@ -220,9 +243,13 @@ class Supervisor:
         engines = self.engines.engines
         if not engines[0].gpus:
             return [] if len(engines) == 1 else [f"{len(engines)} on this machine's CPU"]
-        one_each = f"{len(engines)}, one for each of GPU {', '.join(','.join(each.gpus or ()) for each in engines)}"
-        alone = f"on GPU {','.join(engines[0].gpus)}"
-        return [*self.engines.said, alone if len(engines) == 1 else one_each]
+        said = list(self.engines.said)
+        for number, model in enumerate(self.engines.models):
+            groups = [",".join(each.gpus or ()) for each in engines if each.model == number]
+            each_one = f"{len(groups)}, one for each of GPU {', '.join(groups)}"
+            where = f"on GPU {groups[0]}" if len(groups) == 1 else each_one
+            said.append(where if len(self.engines.models) == 1 else f"{model.settings.served_model}: {where}")
+        return said
 
     def _environment(self, folder: Path) -> dict[str, str]:
         """Return the environment of the children: our settings, with every default spelled out."""

@@ -1,4 +1,4 @@
-"""`batchweave up --engines 3`: one that dies does not touch the others, and no line is lost or doubled."""
+"""Several engines of one `batchweave up`, of one model or of two: one that dies does not touch the others."""
 
 from collections.abc import Generator
 from pathlib import Path
@@ -37,3 +37,18 @@ def test_engines_of_one_machine_share_a_batch_and_die_alone(up: Up) -> None:
     now = {worker.pid for worker in up.workers()}
     assert before - now == {victim.pid}
     assert len(now) == 3
+
+
+def test_two_models_of_one_service_have_an_engine_each(tmp_path: Path) -> None:
+    models = ("--model", "demo", "--model", "tiny", "--model-name", "first", "--model-name", "second")
+    service = Up.on(tmp_path / "data", "--engine", "scripted", *models)
+    service.start()
+    try:
+        assert [each.id for each in service.client.models.list()] == ["first", "second"]  # before any engine is ready
+        service.until_engine(2)
+        assert sorted(each["model"] for each in service.worker_states()) == ["first", "second"]
+        batches = [service.submit([line("a", model=name)], CHAT) for name in ("first", "second", "third")]
+        found = [service.wait(each) for each in batches]
+        assert [each.status for each in found] == ["completed", "completed", "failed"]
+    finally:
+        assert service.stop() == 0

@@ -12,6 +12,7 @@ import service.up.supervisor as supervisors
 from service.errors import StartError
 from service.queue.progress import Heartbeat
 from service.settings import Settings
+from service.up.engines import Engines, Model
 from service.up.supervisor import Part, Supervisor
 
 
@@ -38,7 +39,7 @@ async def test_an_engine_that_never_starts_ends_the_service_and_one_that_works_d
     settings: Settings, redis: Redis, tmp_path: Path
 ) -> None:
     said: list[str] = []
-    supervisor = Supervisor(settings, said.append)
+    supervisor = Supervisor(Engines((Model(settings),)), said.append)
     part = Part("worker", ["sleep", "600"], tmp_path / "worker.log", supervisor.worker_name)
     part.start({"PATH": "/usr/bin:/bin"})
     supervisor._parts.append(part)  # pyright: ignore[reportPrivateUsage]
@@ -62,7 +63,7 @@ async def test_a_death_leaves_its_reason_and_the_return_is_said(
     settings: Settings, redis: Redis, tmp_path: Path
 ) -> None:
     said: list[str] = []
-    supervisor = Supervisor(settings, said.append)
+    supervisor = Supervisor(Engines((Model(settings),)), said.append)
     name = supervisor.worker_name
     script = 'echo \'{"level": "error", "event": "no memory", "error": "cudaMalloc"}\'; echo shuts down; kill -9 $$'
     part = Part("worker", ["sh", "-c", script], tmp_path / "worker.log", name)
@@ -101,7 +102,7 @@ async def test_a_death_that_cannot_be_noted_yet_is_noted_later(
         noted(client, name, *more)
 
     monkeypatch.setattr(supervisors, "note_exit", note)
-    supervisor = Supervisor(settings, lambda _: None)
+    supervisor = Supervisor(Engines((Model(settings),)), lambda _: None)
     part = Part("api", ["sh", "-c", "exit 5"], tmp_path / "api.log")
     part.start({"PATH": "/usr/bin:/bin"})
     part.begun = True
@@ -122,7 +123,7 @@ async def test_an_engine_that_dies_as_soon_as_it_has_begun_had_begun(
 ) -> None:
     monkeypatch.setattr(supervisors, "ASK_S", 1000.0)  # nobody has asked before it is dead
     said: list[str] = []
-    supervisor = Supervisor(settings, said.append)
+    supervisor = Supervisor(Engines((Model(settings),)), said.append)
     part = Part("worker", ["sh", "-c", "sleep 0.2; exit 3"], tmp_path / "worker.log", supervisor.worker_name)
     part.start({"PATH": "/usr/bin:/bin"})
     supervisor._parts.append(part)  # pyright: ignore[reportPrivateUsage]
