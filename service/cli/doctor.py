@@ -23,7 +23,7 @@ from sqlalchemy.ext.asyncio import AsyncSession
 from engine_ext.costs.hardware import preset_of
 from service.cli.owners import strangers
 from service.cli.start import ModelOption, settings_of
-from service.db.migrate import newest
+from service.db.migrate import newer, newest
 from service.db.sessions import Database
 from service.demo import smollm
 from service.errors import CostsError
@@ -143,6 +143,8 @@ async def _database(settings: Settings) -> Finding:
     if revision is None:
         return Finding("database", "ok", f"{name} is reachable; the first start creates the tables")
     if revision != newest():
+        if revision > (newest() or ""):
+            return Finding("database", "wrong", f"{name}: its schema is {revision}", newer(revision))
         what = f"{name}: its schema is {revision}, this version needs {newest()}"
         return Finding("database", "note", what, "The next start of any role upgrades an older schema.")
     return Finding("database", "ok", name)

@@ -23,6 +23,10 @@ COMMANDS = {
     "files": ("service.remote.files:app", "List, upload, download and delete files: batch inputs and results."),
     "models": ("service.remote.models:models", "List the models that requests can name."),
     "workers": ("service.remote.workers:app", "List workers, drain them and resume them."),
+    "migrate": (
+        "service.cli.migrate:migrate",
+        "Bring the database to this version's schema, or back to that of an older one.",
+    ),
     "doctor": ("service.cli.doctor:doctor", "Check that this machine has everything the service needs."),
     "keys": ("service.cli.tenants:keys", "Create, list and revoke API keys."),
     "projects": ("service.cli.tenants:projects", "Create, list and limit projects, which own files and batches."),

@@ -16,7 +16,7 @@ from service.db.migrate import upgrade
 from service.db.private import keep_private
 from service.db.sessions import Database
 from service.db.tenant_tables import ApiKey, AuditEvent, Project, Role, Tier
-from service.errors import SettingsError, TenantError
+from service.errors import SettingsError, StartError, TenantError
 from service.settings import load_settings
 from service.tenants import changes
 from service.terminal import DataDirOption, JsonOption, fail, print_json, print_table, said
@@ -267,7 +267,7 @@ def _run(work: Callable[[AsyncSession], Awaitable[Result]], data_dir: Path | Non
         return asyncio.run(main(settings.database))
     except TenantError as error:
         fail(f"{error}; see `batchweave projects list` and `batchweave keys list`")
-    except SettingsError as error:
+    except (SettingsError, StartError) as error:
         fail(str(error))
     except (SQLAlchemyError, OSError) as error:
         fail(f"cannot use the database that BATCHWEAVE_DATABASE_URL or BATCHWEAVE_DATA_DIR names: {error}")

@@ -6,11 +6,15 @@ import pytest
 from alembic import command
 from alembic.autogenerate import compare_metadata
 from alembic.migration import MigrationContext
-from sqlalchemy import Connection, inspect
+from sqlalchemy import Connection, inspect, text
 
-from service.db.migrate import config, upgrade
+from service.db.migrate import config, downgrade, newest, upgrade
 from service.db.sessions import Database
 from service.db.tables import Base
+from service.errors import StartError
+from tests.integration.harness import Harness, ScriptedEngine, jsonl, line
+from tests.integration.test_beyond import answered_are
+from tests.waiting import until
 
 pytestmark = pytest.mark.dialects
 
@@ -52,3 +56,36 @@ def test_migrations_can_be_undone(empty_database_url: str) -> None:
     assert look(empty_database_url, table_names) == {"alembic_version"}
     upgrade(empty_database_url)
     assert look(empty_database_url, differences) == []
+
+
+def test_a_newer_schema_is_said_with_what_to_do(empty_database_url: str) -> None:
+    upgrade(empty_database_url)
+
+    async def by_another_version() -> None:
+        database = Database(empty_database_url)
+        async with database.write() as session:
+            await session.execute(text("UPDATE alembic_version SET version_num = '9999'"))
+        await database.close()
+
+    asyncio.run(by_another_version())
+    with pytest.raises(StartError, match=f"schema 9999, which this version does not know.*migrate --to {newest()}"):
+        upgrade(empty_database_url)
+    with pytest.raises(StartError):
+        downgrade(empty_database_url, "0001")
+
+
+async def test_a_batch_survives_the_way_back_and_forward(harness: Harness) -> None:
+    """As an operator goes who finds the newer version bad: its last migration is undone in the middle of a batch."""
+    batch_id = await harness.submit(jsonl(line(n) for n in range(40)))
+    await harness.plan()
+    held = ScriptedEngine(hold=asyncio.Event(), hold_after=20)
+    async with harness.working(held):
+        await until(lambda: answered_are(harness, batch_id, 20))
+    await asyncio.to_thread(downgrade, harness.settings.database, "-1")
+    await asyncio.to_thread(upgrade, harness.settings.database)
+    engine = ScriptedEngine()
+    async with harness.working(engine):
+        [batch] = await harness.until_ended(batch_id)
+    output, errors = await harness.results(batch)
+    assert (len(output), errors) == (40, {})
+    assert 0 < engine.runs.total() < 40  # what was answered before is not asked again

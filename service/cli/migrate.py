@@ -1,0 +1,36 @@
+"""`batchweave migrate`: the database's schema, forward and back."""
+
+from typing import Annotated
+
+import typer
+
+from service.cli.start import open_database, settings_of
+from service.db.migrate import downgrade, newest
+from service.errors import StartError
+from service.terminal import DataDirOption, fail, said
+
+
+def migrate(
+    to: Annotated[
+        str | None,
+        typer.Option("--to", help="Revision of an older version's schema, such as 0029: CHANGELOG.md names it."),
+    ] = None,
+    data_dir: DataDirOption = None,
+) -> None:
+    """Bring the database to this version's schema, or back to that of an older one.
+
+    Each role that starts brings it forward by itself. Back: stop all roles, run this with the newer version, then start
+    the older one. What only the newer one knows is lost, such as fields that it added; batches, files and answers stay.
+    Examples:
+
+    - `batchweave migrate --data-dir ./data`
+    - `batchweave migrate --to 0029 --data-dir ./data`
+    """
+    settings = settings_of(data_dir=data_dir)
+    open_database(settings)  # an older schema comes forward first, so that each migration back finds what it expects
+    if to is not None:
+        try:
+            downgrade(settings.database, to)
+        except StartError as error:
+            fail(str(error))
+    said.print(f"The database has schema {to or newest()}.")
