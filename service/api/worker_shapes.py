@@ -2,11 +2,24 @@
 
 from typing import Any, Literal
 
-from pydantic import BaseModel
+from pydantic import BaseModel, Field
 
 from service.queue.progress import STALLED_S
 
 WorkerState = Literal["working", "idle", "stalled", "draining", "starting"]
+
+
+class GpuObject(BaseModel):
+    """A GPU of a worker's machine as its driver sees it; what it does not say is null."""
+
+    gpu: str = Field(description="Number or UUID")
+    product: str
+    memory_used_bytes: int | None
+    memory_bytes: int | None
+    busy: float | None = Field(description="Share of the last second or less in which a kernel ran")
+    celsius: int | None
+    uncorrected_errors: int | None = Field(description="Memory errors since the driver started that ECC did not correct")
+    is_lost: bool = Field(description="Whether the driver no longer reaches it")
 
 
 class WorkerObject(BaseModel):
@@ -32,6 +45,7 @@ class WorkerObject(BaseModel):
     step_age_s: float = 0.0  # seconds since a step ended, while requests wait
     steps_per_second: float | None
     tokens_per_second: float | None
+    gpus: list[GpuObject] = []  # of its first machine
     cost_model_error: float | None  # error of predicted step times, as a share of the measured ones
 
     @classmethod
@@ -55,6 +69,7 @@ class WorkerObject(BaseModel):
             seen_at=state.get("seen_at", 0),
             steps_per_second=state.get("steps_per_second"),
             tokens_per_second=state.get("tokens_per_second"),
+            gpus=[GpuObject.model_validate(each) for each in state.get("gpus", [])],
             cost_model_error=round(abs(predicted / measured - 1), 4) if measured else None,
         )
 

@@ -37,7 +37,8 @@ from service.cli.start import (
 from service.db.clock import SharedClock
 from service.db.sessions import Database
 from service.errors import CostsError, StartError
-from service.estimates.model_costs import check_model, machine_gpu, told_machine
+from service.estimates.gpus import machine_gpus
+from service.estimates.model_costs import check_model, told_machine
 from service.metrics.tracing import send_traces
 from service.objects.storage import Storage
 from service.settings import Settings
@@ -183,6 +184,7 @@ def _lead(settings: Settings, nodes: Nodes | None, command: list[str]) -> None:
     """
     from service.db.models import register_model
     from service.metrics.engine import EngineMetrics
+    from service.metrics.gpu_health import GpuHealth
     from service.queue.progress import Starting
     from service.worker.engine import make_engine
     from service.worker.following import Peers, end_now
@@ -190,8 +192,11 @@ def _lead(settings: Settings, nodes: Nodes | None, command: list[str]) -> None:
 
     metrics = EngineMetrics(settings.served_model)
     REGISTRY.register(metrics)
+    there = machine_gpus()
+    health = GpuHealth([(each.name, each.product) for each in there] if settings.engine == "sglang" else [])
+    REGISTRY.register(health)
     serve_metrics(settings)
-    machine = machine_gpu() or f"the CPU of {platform.node()}"
+    machine = there[0].product or "a GPU" if there else f"the CPU of {platform.node()}"
     about = {"model": settings.served_model, "models": settings.served_models, "machine": machine}
     about["host"] = socket.gethostname()
     starting = Starting(settings.redis, settings.worker_name, about)
@@ -226,7 +231,7 @@ def _lead(settings: Settings, nodes: Nodes | None, command: list[str]) -> None:
         starting.end()
         if peers is not None:
             peers.on_lost = _stopping(asyncio.get_running_loop(), stop, lost)
-        worker = Worker(*parts, in_flight, metrics, engine.machine, online=engine, peers=peers)
+        worker = Worker(*parts, in_flight, metrics, engine.machine, engine, peers, health)
         async with watched_loop(), notice.watched(command, stop):
             await worker.run(stop)
 

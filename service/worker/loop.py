@@ -20,6 +20,7 @@ from service.db.tables import Batch, BatchStatus, DrainedWorker
 from service.errors import StartError
 from service.metrics.counters import LOOP_LAG, SLICES
 from service.metrics.engine import EngineMetrics
+from service.metrics.gpu_health import GpuHealth
 from service.objects.storage import Storage
 from service.queue.announcements import Announcements
 from service.queue.bell import Bell, Job
@@ -77,10 +78,12 @@ class Worker:
         machine: str = "",
         online: OnlineEngine | None = None,
         peers: Peers | None = None,
+        gpus: GpuHealth | None = None,
     ) -> None:
         """Prepare a worker. `machine` describes what the engine runs on, for pages and the API.
 
         `online`: the engine, if it answers online requests too. `peers`: the other nodes of the engine, if it has any.
+        `gpus`: how this machine's are.
         """
         self._database = database
         self._storage = storage
@@ -106,6 +109,7 @@ class Worker:
         self._clock = clock
         self._machine = machine
         self._peers = peers
+        self._gpus = gpus
         self._door = _door_of(online, settings, self._against_online)
         self._address = self._address_proof = ""
         self._is_stopping = False
@@ -379,6 +383,7 @@ class Worker:
             "followers": [] if self._peers is None else self._peers.hosts,
             "pid": os.getpid(),
             "machine": self._machine,
+            "gpus": [] if self._gpus is None else self._gpus.latest,
             "online": self._address,
             "online_proof": self._address_proof,
             "online_requests": None if self._door is None else self._door.in_flight,

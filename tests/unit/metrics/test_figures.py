@@ -9,6 +9,7 @@ from prometheus_client import REGISTRY
 
 from service.metrics import counters, queue
 from service.metrics.engine import EngineMetrics
+from service.metrics.gpu_health import GpuHealth
 from service.objects.storage import Room
 
 ROOT = Path(__file__).parents[3]
@@ -18,7 +19,7 @@ OF_HISTOGRAMS = ("_bucket", "_sum", "_count")
 
 def served() -> set[str]:
     assert counters.HTTP  # that they are registered
-    families = [*REGISTRY.collect(), *EngineMetrics("m").collect()]
+    families = [*REGISTRY.collect(), *EngineMetrics("m").collect(), *GpuHealth([]).collect()]
     own = {f"{each.name}_total" if each.type == "counter" else each.name for each in families}
     live = {queue.PREFIX + name for name in queue.GAUGES}
     live |= {family.name for family in queue.room_metrics(Room(1, 1))} | {f"{queue.PREFIX}{queue.DEATHS}_total"}
