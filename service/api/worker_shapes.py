@@ -18,7 +18,9 @@ class GpuObject(BaseModel):
     memory_bytes: int | None
     busy: float | None = Field(description="Share of the last second or less in which a kernel ran")
     celsius: int | None
-    uncorrected_errors: int | None = Field(description="Memory errors since the driver started that ECC did not correct")
+    uncorrected_errors: int | None = Field(
+        description="Memory errors since the driver started that ECC did not correct"
+    )
     is_lost: bool = Field(description="Whether the driver no longer reaches it")
 
 

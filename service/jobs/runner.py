@@ -10,6 +10,7 @@ from time import perf_counter
 import structlog
 from redis.asyncio import Redis
 
+from engine_ext import warm_up
 from service.db.clock import DAY_S, SYNC_S, SharedClock
 from service.db.lost_sessions import LOST_S, end_lost_sessions
 from service.db.models import register_model
@@ -42,6 +43,9 @@ async def run_jobs(database: Database, storage: Storage, redis: Redis, settings:
     """Run all jobs until `stop`. A job that fails is logged and tried again."""
     clock, bell = SharedClock(database), Bell(redis, settings.poll_s)
     await clock.sync()
+    compiling = await asyncio.to_thread(warm_up.begin)  # or the first batch would wait for it
+    if compiling is not None:
+        log.info("compiles the planner's loops, once: the first plan waits for it")
     length = await asyncio.to_thread(context_length_of, settings)
     await register_model(database, settings, length, knows_adapters=False)
     spare = Database(settings.database, settings.database_timeout_s, connections=1)

@@ -3,6 +3,7 @@
 It stands for the official client, whose import alone takes longer than a command may.
 """
 
+import ssl
 import time
 from collections.abc import Generator, Iterator, Mapping
 from contextlib import contextmanager
@@ -12,10 +13,14 @@ from uuid import uuid4
 import httpx
 import msgspec
 
+from service.errors import CommandError
+
 TIMEOUT = httpx.Timeout(600.0, connect=10.0)
 TRIES = 3
 PAUSE_S = 0.5
 LONGEST_PAUSE_S = 60.0
+LOOPBACK = ("127.0.0.1", "localhost", "[::1]")
+DEEPEST = 8  # causes of an error that are looked at
 PASSING = (408, 409, 429)  # statuses worth another try, beside those of 500 and more
 Shape = TypeVar("Shape", bound=msgspec.Struct)
 
@@ -53,8 +58,8 @@ class Client:
         verify = not url.startswith("http://")
         headers = {"Authorization": f"Bearer {key}"}
         # No proxy reaches this machine's loopback.
-        elsewhere = httpx.URL(url).host not in ("127.0.0.1", "localhost", "::1")
-        self._http = httpx.Client(base_url=url, headers=headers, timeout=TIMEOUT, verify=verify, trust_env=elsewhere)
+        direct: dict[str, httpx.BaseTransport | None] = {f"all://{host}": None for host in LOOPBACK}
+        self._http = httpx.Client(base_url=url, headers=headers, timeout=TIMEOUT, verify=verify, mounts=direct)
         self._tries = tries
 
     def __enter__(self) -> "Client":
@@ -121,6 +126,11 @@ class Client:
             try:
                 response = self._http.request(method, path, **how)
             except httpx.TransportError as error:
+                if why := _distrusted(error):
+                    raise CommandError(
+                        f"The certificate of {self._http.base_url.host} is not trusted: {why}. If your own authority "
+                        "signed it, name the authority's file in SSL_CERT_FILE."
+                    ) from error
                 if not left:
                     raise Away(repr(error)) from error
             else:
@@ -132,6 +142,15 @@ class Client:
                 pause_s = _asked_pause_s(response) or pause_s
             time.sleep(pause_s)
         raise AssertionError("the last try returns or raises")
+
+
+def _distrusted(error: BaseException) -> str:
+    """Return why a certificate was refused, or nothing if an error has another cause."""
+    causes = list[BaseException]()
+    while (under := error.__cause__ or error.__context__) is not None and len(causes) < DEEPEST:
+        causes.append(under)
+        error = under
+    return next((each.verify_message for each in causes if isinstance(each, ssl.SSLCertVerificationError)), "")
 
 
 def shaped(told: Any, shape: type[Shape]) -> Shape:

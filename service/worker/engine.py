@@ -28,10 +28,14 @@ def make_engine(
     `say` gets each stage. `on_fault`: what to do when a rank fails, instead of ending this process at once. Raises
     StartError.
     """
+    from engine_ext import warm_up
+
     if settings.engine == "scripted":
+        if not warm_up.is_done():  # which the first plan waits for: say it, instead of "planning" for minutes
+            say("compiles the planner, which takes one or two minutes the first time")
+            warm_up.ensure()
         return ScriptedEngine(read_script(settings.script))
     say("loads SGLang")
-    from engine_ext import warm_up
     from engine_ext.plugin import versions
 
     versions.check(settings.sglang)

@@ -14,6 +14,7 @@ from typing import Any
 
 from engine_ext.coserve.slo import DEFAULT, FLEX, PRIORITY
 from engine_ext.plugin.worker.answers import Answer, Stream, added_fields, error_body, with_fields
+from engine_ext.plugin.worker.bodies import plain, unserved
 from service.worker.script import Rule, Rules, Script
 from service.worker.scripted_bodies import EMBEDDINGS, ENDPOINTS, choices_of, events, prompts_of, whole, words_of
 from service.worker.slots import Slots
@@ -148,6 +149,8 @@ class ScriptedEngine:
             prompts = prompts_of(endpoint, body)
         except (KeyError, IndexError, TypeError, AttributeError):
             return _refused("The prompt cannot be read.")
+        if fault := unserved(endpoint, plain(endpoint, body)):  # as SGLang's worker does
+            return _refused(f"{fault[0]}: {fault[1]}", fault[0])
         return (prompts, self.rule_for(prompts[0])) if prompts else _refused("There is no prompt.")
 
     def rule_for(self, prompt: str) -> Rule:

@@ -1,12 +1,19 @@
 """The client of the remote commands against a server that fails: what it tries again, and under which key."""
 
+import datetime
+import ssl
 import threading
 from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec
 
+from service.errors import CommandError
 from service.remote.client import AnswerError, Client
 from service.remote.session import connect
 
@@ -58,3 +65,42 @@ def test_what_may_pass_is_tried_again_under_the_same_key(answers: list[tuple[int
 def _refused(client: Client, path: str, body: Any) -> None:
     with pytest.raises(AnswerError, match="told so"):
         client.post(path, body)
+
+
+def by_own_authority(folder: Path) -> Path:
+    """Write a key and a certificate of 127.0.0.1 that no authority but its own has signed."""
+    key = ec.generate_private_key(ec.SECP256R1())
+    name = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, "own")])
+    now = datetime.datetime.now(datetime.UTC)
+    address = x509.SubjectAlternativeName([x509.DNSName("localhost")])
+    made = x509.CertificateBuilder(name, name, key.public_key(), x509.random_serial_number())
+    made = made.not_valid_before(now - datetime.timedelta(days=1)).not_valid_after(now + datetime.timedelta(days=1))
+    signed = made.add_extension(address, False).sign(key, hashes.SHA256())
+    plain = serialization.NoEncryption(), serialization.PrivateFormat.PKCS8
+    file = folder / "own.pem"
+    file.write_bytes(
+        key.private_bytes(serialization.Encoding.PEM, plain[1], plain[0])
+        + signed.public_bytes(serialization.Encoding.PEM)
+    )
+    return file
+
+
+def test_a_certificate_of_ones_own_authority_is_trusted_once_it_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = by_own_authority(tmp_path)
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(file)
+    Failing.answers, Failing.seen = [(200, {})], []
+    monkeypatch.setenv("HTTPS_PROXY", "http://127.0.0.1:9")  # which no call to this machine goes through
+    with ThreadingHTTPServer(("127.0.0.1", 0), Failing) as server:
+        server.socket = context.wrap_socket(server.socket, server_side=True)
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        url = f"https://localhost:{server.server_port}/v1"
+        with Client(url, "k") as client, pytest.raises(CommandError, match="localhost is not trusted: self-signed"):
+            client.post("/batches")
+        monkeypatch.setenv("SSL_CERT_FILE", str(file))
+        with Client(url, "k") as client:
+            client.post("/batches")
+        server.shutdown()
+    assert Failing.answers == []
