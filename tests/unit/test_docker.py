@@ -31,6 +31,16 @@ def test_compose_runs_commands_that_exist() -> None:
         assert compose()["services"][name].get("command", ["worker"])[0] in COMMANDS
 
 
+def test_compose_has_a_worker_for_each_gpu() -> None:
+    found = compose()["services"]
+    workers = [each for name, each in found.items() if name.startswith("worker")]
+    devices = [each["deploy"]["resources"]["reservations"]["devices"][0] for each in workers]
+    assert [each["device_ids"] for each in devices] == [[str(number)] for number in range(8)]
+    for profile, count in (("2gpus", 2), ("4gpus", 4), ("8gpus", 8)):
+        assert [profile in each.get("profiles", [profile]) for each in workers] == [n < count for n in range(8)]
+    assert all(each["command"] == ["worker"] for each in workers)
+
+
 def test_dockerfiles_copy_what_exists() -> None:
     for file in DOCKER.glob("*.Dockerfile"):
         for line in file.read_text().splitlines():
