@@ -6,8 +6,10 @@ from typing import Any, Generic, Literal, TypeVar
 from pydantic import BaseModel, Field
 
 from service import ids
+from service.db.moves import TERMINAL
 from service.db.tables import Batch, BatchStatus, File, OutputOrder, Upload, UploadStatus
 from service.endpoints import ModelName
+from service.estimates.outcomes import words_of
 from service.estimates.preview import Preview
 from service.estimates.standing import Standing, work_of
 from service.queue.counts import Counts
@@ -168,6 +170,27 @@ class PlanPreview(BaseModel):
         )
 
 
+class Outcomes(BaseModel):
+    """What the answers so far are worth to their requests."""
+
+    ok: int
+    cut_off: int = Field(description="Ended by max_tokens, or by the model's context length")
+    invalid: int = Field(description="Ended, and are not the JSON that the request asked for")
+    refused: int = Field(description="The model refused, or a filter ended the answer")
+    failed: int
+
+    @classmethod
+    def of(cls, counts: Counts) -> "Outcomes":
+        bad = counts.cut_off + counts.invalid + counts.refused
+        return cls(
+            ok=counts.completed - bad,
+            cut_off=counts.cut_off,
+            invalid=counts.invalid,
+            refused=counts.refused,
+            failed=counts.failed,
+        )
+
+
 class BatchExtras(BaseModel):
     """Fields beyond OpenAI's batch object. Times are in Unix seconds."""
 
@@ -206,9 +229,13 @@ class BatchExtras(BaseModel):
     )
     unknown_fields: list[UnknownField] = Field(description="Fields of the create that were ignored; at most 16")
     failures: list[Cause] = Field(description="Causes of the failed requests, once the batch is finished")
+    outcomes: Outcomes
+    outcome_warnings: list[str] = Field(
+        description="A sentence for each outcome but ok that 5% of the answers have: from 20 answers on, and at the end"
+    )
 
     @classmethod
-    def of(cls, batch: Batch, found: Standing, hour_price: float | None) -> "BatchExtras":
+    def of(cls, batch: Batch, counts: Counts, found: Standing, hour_price: float | None) -> "BatchExtras":
         work, preview = work_of(batch), Preview.of(batch)
         gpu_s = work.gpu_s if work is not None and found.is_timed else None
         cost = None if gpu_s is None or hour_price is None else gpu_s / 3600 * hour_price
@@ -234,6 +261,8 @@ class BatchExtras(BaseModel):
             unknown_parameters=[UnknownParameter(**each) for each in batch.unknown_parameters or []],
             unknown_fields=[UnknownField(**each) for each in batch.unknown_fields or []],
             failures=[Cause(**cause) for cause in batch.causes or []],
+            outcomes=Outcomes.of(counts),
+            outcome_warnings=words_of(counts, batch.status in TERMINAL),
         )
 
 
@@ -295,7 +324,7 @@ class BatchObject(BaseModel):
                 total_tokens=counts.input_tokens + counts.output_tokens,
             ),
             metadata=batch.custom_metadata,
-            batchweave=BatchExtras.of(batch, found, hour_price),
+            batchweave=BatchExtras.of(batch, counts, found, hour_price),
         )
 
 

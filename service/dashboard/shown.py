@@ -15,6 +15,7 @@ from service.db.clock import DAY_S
 from service.db.moves import LIVE
 from service.db.tables import Batch, BatchStatus, File
 from service.db.tenant_tables import Project
+from service.estimates.outcomes import SHARE
 from service.metrics.history import History
 from service.terminal import duration
 
@@ -79,6 +80,19 @@ class Shown:
         batch = self.batch
         return batch.completed_at or batch.failed_at or batch.expired_at or batch.cancelled_at
 
+    @property
+    def colour(self) -> str:
+        """Return the class of its colour: its state's, or `care` where many answers are not ok or requests failed."""
+        is_bad = bool(self.batch.batchweave.outcome_warnings) or (self.done > 0 and self.failed >= SHARE * self.done)
+        return "care" if is_bad and self.state in ("running", "completed") else self.state
+
+    @property
+    def _bad(self) -> str:
+        """Return how many answers are not ok, as a part of a sentence."""
+        found = self.batch.batchweave.outcomes
+        counts = ((found.cut_off, "cut off"), (found.invalid, "not valid"), (found.refused, "refused"))
+        return "".join(f", {count:,} {word}" for count, word in counts if count)
+
     def headline(self, now: float) -> str:
         """Return where the batch stands, in one sentence without a full stop."""
         about, answered = self.batch.batchweave, f"{self.done:,} of {self.total:,}"
@@ -91,14 +105,14 @@ class Shown:
                 what = f"Waiting for {about.waiting_for}" if about.waiting_for else "Waiting"
                 return what + (f", {answered} answered" if self.done else "") + self._end(now)
             case "running":
-                return f"Running, {answered}{self._end(now)}"
+                return f"Running, {answered}{self._bad}{self._end(now)}"
             case "finalizing":
                 return f"Writing the result files, {answered} answered"
             case "completed":
                 took = duration((self.ended_at or now) - self.batch.created_at)
                 failed = f", {self.failed:,} failed" if self.failed else ""
                 answers = self.batch.request_counts.completed
-                return f"Completed in {took}: {answers:,} {'answer' if answers == 1 else 'answers'}{failed}"
+                return f"Completed in {took}: {answers:,} {'answer' if answers == 1 else 'answers'}{self._bad}{failed}"
             case "failed":
                 errors = self.batch.errors.data if self.batch.errors else []
                 if [error.code for error in errors] == ["model_not_served"]:  # the file may be right

@@ -251,6 +251,10 @@ class Batch(Base):
     cached_tokens: Mapped[int] = mapped_column(BigInteger, default=0)
     output_tokens: Mapped[int] = mapped_column(BigInteger, default=0)
     reasoning_tokens: Mapped[int] = mapped_column(BigInteger, default=0)
+    cut_off: Mapped[int] = mapped_column(BigInteger, default=0, server_default="0")
+    cut_off_tokens: Mapped[int] = mapped_column(BigInteger, default=0, server_default="0")
+    invalid: Mapped[int] = mapped_column(BigInteger, default=0, server_default="0")
+    refused: Mapped[int] = mapped_column(BigInteger, default=0, server_default="0")
 
 
 class WebhookEndpoint(Base):

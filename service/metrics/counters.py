@@ -6,7 +6,7 @@ from time import perf_counter
 
 from prometheus_client import REGISTRY, Counter, Gauge, Histogram, start_http_server
 
-from service.objects.shards import Usage
+from service.objects.shards import Answer
 
 TOKEN_S = (0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1.0, 5.0)
 QUICK_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
@@ -58,8 +58,9 @@ FLEET_ENGINES = Gauge("batchweave_fleet_engines", "Engines of the fleet, by what
 FLEET_WANTED = Gauge("batchweave_fleet_wanted_engines", "Engines that the fleet should have for its work", ("model",))
 
 
-def count_answer(model: str, ok: bool, usage: Usage) -> None:
-    ANSWERS.labels(model, "completed" if ok else "failed").inc()
+def count_answer(model: str, answer: Answer) -> None:
+    usage = answer.usage
+    ANSWERS.labels(model, (answer.outcome or "ok") if answer.ok else "failed").inc()
     for kind, tokens in (("input", usage.input), ("cached", usage.cached), ("output", usage.output)):
         TOKENS.labels(model, kind).inc(tokens)
 

@@ -11,6 +11,7 @@ where an owner never said it, because it died or still runs, they are asked for 
 import asyncio
 from collections.abc import AsyncIterator, Collection, Sequence
 from dataclasses import dataclass
+from enum import StrEnum
 
 import msgspec
 import structlog
@@ -34,14 +35,27 @@ class Usage(msgspec.Struct, frozen=True, array_like=True):
     reasoning: int = 0
 
 
+class Outcome(StrEnum):
+    """What an answer is worth to its request. What failed has no answer."""
+
+    OK = ""  # written the most often, so the shortest
+    CUT_OFF = "cut_off"  # by max_tokens, or the context's end
+    INVALID = "invalid"  # it ended, and is not the JSON that was asked for
+    REFUSED = "refused"  # the model refused, or a filter did
+
+
 class Answer(msgspec.Struct, frozen=True, array_like=True):
-    """One answered request. `line` is its complete line of the output or error file."""
+    """One answered request. `line` is its complete line of the output or error file.
+
+    `outcome`: of an answer that is ok in the API's sense; an older version's segments have none.
+    """
 
     batch_id: str
     request: int
     ok: bool
     usage: Usage
     line: msgspec.Raw
+    outcome: Outcome = Outcome.OK
 
 
 _decoder = msgspec.json.Decoder(Answer)

@@ -3,12 +3,15 @@
 from dataclasses import astuple, dataclass, fields
 
 from service.db.tables import Batch
-from service.objects.shards import Answer
+from service.objects.shards import Answer, Outcome
 
 
 @dataclass(frozen=True, slots=True)
 class Counts:
-    """Counts of answered requests and their tokens; the fields are named like the columns of a batch's row."""
+    """Counts of answered requests and their tokens; the fields are named like the columns of a batch's row.
+
+    Of those that are completed, some have an outcome that is not ok. `cut_off_tokens`: output tokens of those cut off.
+    """
 
     completed: int = 0
     failed: int = 0
@@ -16,11 +19,20 @@ class Counts:
     cached_tokens: int = 0
     output_tokens: int = 0
     reasoning_tokens: int = 0
+    cut_off: int = 0
+    cut_off_tokens: int = 0
+    invalid: int = 0
+    refused: int = 0
 
     @classmethod
     def of(cls, answer: Answer) -> "Counts":
-        usage = answer.usage
-        return cls(int(answer.ok), int(not answer.ok), usage.input, usage.cached, usage.output, usage.reasoning)
+        usage, outcome = answer.usage, answer.outcome
+        is_cut = outcome == Outcome.CUT_OFF
+        return cls(
+            *(int(answer.ok), int(not answer.ok), usage.input, usage.cached, usage.output, usage.reasoning),
+            *(int(is_cut), usage.output if is_cut else 0),
+            *(int(outcome == Outcome.INVALID), int(outcome == Outcome.REFUSED)),
+        )
 
     @classmethod
     def of_row(cls, row: Batch) -> "Counts":
@@ -32,14 +44,7 @@ class Counts:
         return cls(*(int(part) for part in text.split(",")))
 
     def __add__(self, other: "Counts") -> "Counts":
-        return Counts(
-            self.completed + other.completed,
-            self.failed + other.failed,
-            self.input_tokens + other.input_tokens,
-            self.cached_tokens + other.cached_tokens,
-            self.output_tokens + other.output_tokens,
-            self.reasoning_tokens + other.reasoning_tokens,
-        )
+        return Counts(*(mine + theirs for mine, theirs in zip(astuple(self), astuple(other), strict=True)))
 
     def __str__(self) -> str:
         return ",".join(str(each) for each in astuple(self))

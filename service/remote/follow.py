@@ -73,9 +73,10 @@ def follow(
     )
     pace, pause_s = TokenRate(), FIRST_POLL_S
     with Progress(*columns, console=said, transient=True) as bar:
-        task, last = bar.add_task("waiting", total=None, more=""), ""
+        task, last, told = bar.add_task("waiting", total=None, more=""), "", 0
         while batch.status not in ENDED and not until(batch):
             is_warned = _warn(batch, is_warned)
+            told = _warn_of_outcomes(batch, told)
             counts = batch.request_counts
             if counts is not None:
                 done = counts.completed + counts.failed
@@ -112,6 +113,14 @@ def _warn(batch: Batch, is_warned: bool) -> bool:
     for each in found:
         said.print(each)
     return is_warned or bool(found)
+
+
+def _warn_of_outcomes(batch: Batch, told: int) -> int:
+    """Print how many answers are not ok, once for each outcome; return how many outcomes have been told."""
+    found = extras(batch).get("outcome_warnings") or []
+    for each in found if len(found) > told else []:
+        said.print(f"warning so far: {each}", style="yellow")
+    return max(told, len(found))
 
 
 def warnings(batch: Batch) -> list[str]:
@@ -187,6 +196,8 @@ def report(batch: Batch) -> Exit:
         names = ", ".join(cause["custom_ids"])
         how = "not run" if cause["code"] in NOT_RUN else "failed"
         said.print(f"{cause['count']:,} {how}: {cause['message']} (for example {names})", style="red")
+    for each in extras(batch).get("outcome_warnings") or []:
+        said.print(f"warning: {each}", style="yellow")
     if batch.status != "completed":
         return Exit.NOT_COMPLETED
     return Exit.SOME_FAILED if counts is not None and counts.failed else Exit.DONE

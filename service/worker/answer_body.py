@@ -1,4 +1,4 @@
-"""Reads an engine's answer: its usage, in the field names of any endpoint, or its error."""
+"""Reads an engine's answer: its usage and its ends, in the field names of any endpoint, or its error."""
 
 import msgspec
 
@@ -32,23 +32,69 @@ class _BodyError(msgspec.Struct):
     message: str = ""
 
 
-class _Body(msgspec.Struct):
+class Message(msgspec.Struct):
+    content: str | None = None
+    refusal: str | None = None
+
+
+class Choice(msgspec.Struct):
+    """A choice of a chat completion, which has a message, or of a completion, which has a text."""
+
+    finish_reason: str | None = None
+    message: Message | None = None
+    text: str | None = None
+
+
+class Part(msgspec.Struct):
+    type: str = ""
+    text: str | None = None
+
+
+class Item(msgspec.Struct):
+    """An item of a response's output."""
+
+    type: str = ""
+    content: list[Part] | str | None = None
+
+
+class Because(msgspec.Struct):
+    reason: str | None = None
+
+
+class Plain(msgspec.Struct):
     usage: _BodyUsage | None = None
     error: _BodyError | None = None
 
 
-_decoder = msgspec.json.Decoder(_Body)
+class Body(Plain):
+    """What is read of an answer: of chat completions, completions, responses, and of errors."""
+
+    choices: list[Choice] = []
+    output: list[Item] = []
+    status: str | None = None
+    incomplete_details: Because | None = None
+
+
+_decoder, _plain_decoder = msgspec.json.Decoder(Body), msgspec.json.Decoder(Plain)
 
 
 def error_message(body: bytes) -> str:
     """Return the reason that the engine gave for its failure."""
-    error = _decoder.decode(body).error
+    error = read(body).error
     return error.message if error else "it gave no reason"
 
 
-def usage_of(body: bytes) -> Usage:
+def read(body: bytes) -> Body:
+    try:
+        return _decoder.decode(body)
+    except msgspec.ValidationError:  # such as content in a form of its own: nobody judges that
+        found = _plain_decoder.decode(body)
+        return Body(found.usage, found.error)
+
+
+def usage_of(answer: Body) -> Usage:
     """Return the tokens that the answer reports."""
-    found = _decoder.decode(body).usage
+    found = answer.usage
     if found is None:
         return NO_USAGE
     details = found.prompt_tokens_details or found.input_tokens_details

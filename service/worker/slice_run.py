@@ -20,14 +20,15 @@ from service.endpoints import BY_PATH
 from service.metrics import tracing
 from service.metrics.counters import HANDED_OVER, RETRIES, SEGMENTS, count_answer, timed
 from service.objects.json_lines import line_of
-from service.objects.shards import Answer, Shard, Told, Usage
+from service.objects.shards import Answer, Outcome, Shard, Told, Usage
 from service.objects.storage import Storage
 from service.queue.counts import Counts
 from service.queue.leases import ALONE_DEATHS_TO_REFUSE, BatchEnded, Lease, Leases, Trial
 from service.requests.body_limits import body_faults
 from service.settings import Settings
-from service.worker.answer_body import NO_USAGE, error_message, usage_of
+from service.worker.answer_body import NO_USAGE, error_message, read, usage_of
 from service.worker.feed import Feed
+from service.worker.judge import outcome_of
 from service.worker.slice_requests import Request, divided, load
 
 KILLS = "The engine died each time it ran this request, even alone. The other requests continue without it."
@@ -311,7 +312,11 @@ class SliceRun:
                 "request_id": request.request_id,
                 "body": msgspec.Raw(answer.body),
             }
-            self._keep(request, response, None, usage_of(answer.body) if answer.status_code < 400 else None)
+            if answer.status_code < 400:
+                body = read(answer.body)
+                self._keep(request, response, None, usage_of(body), outcome_of(request.body, body))
+            else:
+                self._keep(request, response, None)
         except Exception as error:  # the boundary of a request: its line records the error
             log.exception("request failed")
             return f"{type(error).__name__}: {error}"
@@ -325,6 +330,7 @@ class SliceRun:
         response: dict[str, Any] | None,
         error: dict[str, str] | None,
         usage: Usage | None = None,
+        outcome: Outcome = Outcome.OK,
     ) -> None:
         """Keep the request's answer line. A line with usage is a success."""
         self.answered += 1
@@ -335,7 +341,8 @@ class SliceRun:
             "error": error,
         }
         encoded = line_of(line)
-        answer = Answer(request.batch_id, request.number, usage is not None, usage or NO_USAGE, msgspec.Raw(encoded))
+        about = (request.batch_id, request.number, usage is not None, usage or NO_USAGE)
+        answer = Answer(*about, msgspec.Raw(encoded), outcome)
         self._answers.append(answer)
         self._answers_bytes += len(encoded)
         if self._answers_bytes >= FLUSH_BYTES:
@@ -369,7 +376,7 @@ class SliceRun:
             for answer in written:
                 self._count(answer)
                 self._left[answer.batch_id] -= 1
-                count_answer(self._settings.served_model, answer.ok, answer.usage)
+                count_answer(self._settings.served_model, answer)
             await self._on_progress(self.lease.slice_id, self.counts)
         return True
 

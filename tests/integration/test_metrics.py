@@ -68,7 +68,7 @@ async def test_a_worker_counts_durable_answers_and_their_tokens(harness: Harness
     def more(name: str, *labels: str) -> float:
         return after[name, labels] - before.get((name, labels), 0)
 
-    assert more("batchweave_answers_total", "test-model", "completed") == 11
+    assert more("batchweave_answers_total", "test-model", "ok") == 11
     assert more("batchweave_answers_total", "test-model", "failed") == 1
     assert more("batchweave_answer_tokens_total", "output", "test-model") == 22
     assert more("batchweave_answer_tokens_total", "cached", "test-model") == 44

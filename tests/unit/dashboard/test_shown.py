@@ -19,6 +19,8 @@ ABSENT = (
 TIMES = ("in_progress", "finalizing", "completed", "failed", "expired", "cancelling", "cancelled")
 ABOUT: dict[str, Any] = dict.fromkeys(ABSENT) | {
     "output_order": "any",
+    "outcomes": {"ok": 411, "cut_off": 0, "invalid": 0, "refused": 0, "failed": 0},
+    "outcome_warnings": [],
     "held": False,
     "prompt_tokens": 0,
     "unknown_parameters": [],

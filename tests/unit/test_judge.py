@@ -1,0 +1,121 @@
+"""What an answer is worth to its request."""
+
+import json
+import time
+from typing import Any
+
+import pytest
+
+from service.estimates.outcomes import words_of
+from service.objects.shards import Outcome
+from service.queue.counts import Counts
+from service.worker.answer_body import read, usage_of
+from service.worker.judge import MOST_CHECKS, outcome_of
+
+TICKET = {
+    "type": "object",
+    "properties": {"kind": {"enum": ["bug", "wish"]}, "tags": {"type": "array", "items": {"type": "string"}}},
+    "required": ["kind"],
+    "additionalProperties": False,
+}
+STRICT = {"response_format": {"type": "json_schema", "json_schema": {"name": "t", "schema": TICKET}}}
+
+
+def chat(*choices: tuple[str | None, str | None], **more: Any) -> dict[str, Any]:
+    found = [{"message": {"role": "assistant", "content": text}, "finish_reason": why} for text, why in choices]
+    return {"choices": found, "usage": {"prompt_tokens": 3, "completion_tokens": 5}, **more}
+
+
+def response(text: str, status: str = "completed", because: str | None = None, kind: str = "output_text") -> Any:
+    part = {"type": kind, "text": text, "refusal": text}
+    items = [{"type": "reasoning", "summary": []}, {"type": "message", "content": [part]}]
+    return {"status": status, "incomplete_details": because and {"reason": because}, "output": items}
+
+
+def judged(asked: dict[str, Any], answer: Any) -> str:
+    return outcome_of(asked, read(json.dumps(answer).encode())).name.lower()
+
+
+@pytest.mark.parametrize(
+    ("asked", "answer", "outcome"),
+    [
+        ({}, chat(("plain words", "stop")), "ok"),
+        ({}, chat(("cut", "length")), "cut_off"),
+        ({}, chat(("fine", "stop"), ("cut", "length")), "cut_off"),
+        ({}, chat(("…", "content_filter")), "refused"),
+        ({}, {"choices": [{"message": {"content": None, "refusal": "No."}, "finish_reason": "stop"}]}, "refused"),
+        ({}, {"choices": [{"text": "cut", "finish_reason": "length"}]}, "cut_off"),
+        (STRICT, chat(('{"kind": "bug", "tags": ["a"]}', "stop")), "ok"),
+        (STRICT, chat(('{"kind": "bug"', "stop")), "invalid"),
+        (STRICT, chat(('{"kind": "other"}', "stop")), "invalid"),
+        (STRICT, chat(('{"tags": []}', "stop")), "invalid"),
+        (STRICT, chat(('{"kind": "bu', "length")), "cut_off"),  # which says what to do
+        (STRICT, chat((None, "tool_calls")), "ok"),
+        ({"response_format": {"type": "json_object"}}, chat(("[1]", "stop")), "invalid"),
+        ({"response_format": {"type": "json_object"}}, chat(('{"a": 1}', "stop")), "ok"),
+        ({"response_format": {"type": "text"}}, chat(("words", "stop")), "ok"),
+        ({"json_schema": json.dumps(TICKET)}, {"choices": [{"text": "no", "finish_reason": "stop"}]}, "invalid"),
+        ({}, response("fine"), "ok"),
+        ({}, response("cut", "incomplete", "max_output_tokens"), "cut_off"),
+        ({}, response("…", "incomplete", "content_filter"), "refused"),
+        ({}, response("No.", kind="refusal"), "refused"),
+        ({"text": {"format": {"type": "json_schema", "schema": TICKET}}}, response('{"kind": 1}'), "invalid"),
+        ({"text": {"format": {"type": "json_schema", "schema": TICKET}}}, response('{"kind": "wish"}'), "ok"),
+        ({}, {"data": [{"embedding": [0.1]}], "usage": {"prompt_tokens": 3}}, "ok"),
+    ],
+)
+def test_each_answer_has_one_outcome(asked: dict[str, Any], answer: Any, outcome: str) -> None:
+    assert judged(asked, answer) == outcome
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        True,
+        {"$ref": "#/nowhere"},
+        {"$ref": "http://127.0.0.1:9/schema.json"},  # nothing is fetched
+        {"type": 7},
+        {"pattern": "(a+)+$"},  # the grammar's to enforce
+        {"enum": ["x" * 70_000]},  # too large
+    ],
+)
+def test_what_nobody_can_say_is_ok(schema: Any) -> None:
+    asked = {"response_format": {"type": "json_schema", "json_schema": {"schema": schema}}}
+    assert judged(asked, chat(('"' + "a" * 40 + '!"', "stop"))) == "ok"
+
+
+def test_a_schema_cannot_take_for_ever() -> None:
+    twice = {"anyOf": [{"properties": {"x": {"$ref": "#/$defs/a"}}, "required": ["y"]}] * 2}
+    asked = {"response_format": {"type": "json_schema", "json_schema": {"schema": {"$defs": {"a": twice}, **twice}}}}
+    deep = '{"x": ' * 60 + "1" + "}" * 60
+    started = time.process_time()
+    assert judged(asked, chat((deep, "stop"))) == "ok"
+    assert time.process_time() - started < 10  # it would be 2 ** 60 checks, and is MOST_CHECKS
+    assert MOST_CHECKS < 10_000
+    assert judged(asked, chat(("[" * 100_000, "stop"))) == "invalid"
+
+
+def test_answers_in_a_form_of_their_own_are_not_judged() -> None:
+    odd = read(b'{"choices": "many", "usage": {"prompt_tokens": 3, "completion_tokens": 4}}')
+    assert (outcome_of({}, odd), usage_of(odd).output) == (Outcome.OK, 4)
+
+
+def test_counts_say_it_in_words() -> None:
+    counts = Counts(completed=20, cut_off=18, cut_off_tokens=144, invalid=1, refused=0)
+    cut = "18 of 20 answers were cut off by max_tokens or the model's context, after 8 tokens on average"
+    found = words_of(counts, has_ended=False)
+    assert [each.partition(":")[0] for each in found] == [
+        cut,
+        "1 of 20 answers is not the JSON that the request asked for",
+    ]
+    few = Counts(completed=19, cut_off=19, cut_off_tokens=19)
+    assert words_of(few, has_ended=False) == []
+    assert len(words_of(few, has_ended=True)) == 1
+    assert words_of(Counts(completed=1000, cut_off=49, cut_off_tokens=49), has_ended=True) == []
+    assert words_of(Counts(failed=5), has_ended=True) == []
+
+
+def test_counts_of_an_older_version_are_read() -> None:
+    assert Counts.parse("1,2,3,4,5,6") == Counts(1, 2, 3, 4, 5, 6)
+    counts = Counts(*range(10))
+    assert Counts.parse(str(counts)) == counts
