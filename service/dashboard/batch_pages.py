@@ -15,7 +15,7 @@ from service.api.pages import page_rows
 from service.api.shapes import BatchError
 from service.dashboard.answers import lines_of, request_of, search
 from service.dashboard.filters import Filters
-from service.dashboard.overview import known_events
+from service.dashboard.overview import known_events, known_workers
 from service.dashboard.reach import as_owner, note_read, project_seen, seen_by
 from service.dashboard.render import HEADERS, page
 from service.dashboard.schedule import boxes_of, holders, scan_of, slice_bars
@@ -30,6 +30,7 @@ from service.metrics.history import History
 from service.queue.counts import Counts
 
 LISTED = 50
+NO_WORKERS = {"api", "planner", "redis"}  # parts of `up` whose ends are events too
 LINES_SHOWN = 200  # of the errors of a file
 TABS = {"": "Overview", "requests": "Requests", "errors": "Errors", "schedule": "Schedule", "files": "Files"}
 TABS_OF_LIST = {
@@ -84,7 +85,10 @@ async def one_batch(request: Request, context: InContext, viewer: LooksIn, batch
     row = await _batch(context, viewer, batch_id)
     each, now = await _shown(context, viewer, row), context.clock()
     points = await History(context.redis).batch_points(batch_id)
-    deaths = [event for event in await known_events(context) if event.kind in ("death", "exit")]
+    # Of workers that do not serve another model now; which model a dead one served is not known.
+    others = {worker.id for worker in await known_workers(context) or [] if worker.model != row.model} | NO_WORKERS
+    events = await known_events(context)
+    deaths = [event for event in events if event.kind in ("death", "exit") and event.name not in others]
     return page(
         request,
         "batch_overview.html",

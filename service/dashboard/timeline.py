@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 
 from service.dashboard.charts import EVENT_WORDS
 from service.dashboard.shown import Shown
@@ -27,16 +28,20 @@ class Stage:
     why: str = ""
 
 
-def timeline(each: Shown, points: Sequence[Sequence[int]], deaths: Sequence[Event], now: float) -> list[Stage]:
+Points = Sequence[Sequence[int]]  # History.batch_points
+Mark = tuple[str, str, float | None, str]  # a stage's name, key, begin and why
+
+
+def timeline(each: Shown, points: Points, deaths: Sequence[Event], now: float) -> list[Stage]:
     """Return the stages of a batch's life. The last one is open while the batch lives.
 
-    `points`: its points of progress (`History.batch_points`), maybe none; `deaths`: those that may have interrupted it.
+    `points`: of its progress, maybe none; `deaths`: those of workers that may have run it.
     """
     batch, end = each.batch, each.ended_at
     answered_at = [point[0] for point in points if _answered(point)]
     first, last_answer = (answered_at[0], answered_at[-1]) if answered_at else (None, None)
     checked = "checked" if batch.batchweave.preview is None else "checked and held"
-    marks = [
+    marks: list[Mark] = [
         (checked, "checked", batch.created_at, ""),
         (*_began(each, first), batch.in_progress_at, ""),
         ("answered", "answered", first, ""),
@@ -44,7 +49,7 @@ def timeline(each: Shown, points: Sequence[Sequence[int]], deaths: Sequence[Even
         ("waits again", "waited", last_answer if each.state == "waiting" else None, ""),
         ("cancelled", "written", batch.cancelling_at, ""),
         ("results written", "written", batch.finalizing_at, ""),
-        *_interruptions(points, deaths, now if end is None else end),
+        *_interruptions(points, deaths, min(filter(None, (batch.cancelling_at, batch.finalizing_at, end, now)))),
     ]
     begun = sorted(((at, name, key, why) for name, key, at, why in marks if at is not None), key=lambda mark: mark[0])
     last = max(end if end is not None else now, begun[-1][0])
@@ -64,26 +69,49 @@ def _began(each: Shown, first_answer_at: float | None) -> tuple[str, str]:
     return ("waited", "waited") if first_answer_at or not each.done else ("waited and answered", "answered")
 
 
-def _interruptions(
-    points: Sequence[Sequence[int]], deaths: Sequence[Event], last: float
-) -> list[tuple[str, str, float | None, str]]:
-    """Return the times between a death and the next answer, if they are long, and what came after each, as marks.
+def _interruptions(points: Points, deaths: Sequence[Event], last: float) -> list[Mark]:
+    """Return the rests that began with a death, and what came after each, as marks.
 
-    One that others worked through is none: then answers came as before.
+    Deaths count while answers come: after the first, and before `last`. A death that others worked through is none.
     """
-    found = list[tuple[str, str, float | None, str]]()
+    found = list[Mark]()
     until = 0.0
+    usual_s = _usual_gap(points)
     for death in sorted(deaths, key=lambda event: event.at):
-        before = [point for point in points if point[0] <= death.at]
-        if death.at < until or not before or death.at >= last:
-            continue  # it is part of the one before, or nothing ran
-        had = _answered(before[-1])
-        until = next((point[0] for point in points if point[0] > death.at and _answered(point) > had), last)
-        if until - death.at >= LEAST_S:
-            what = f"{death.name} {EVENT_WORDS[death.kind]}"
-            found.append(("interrupted", "interrupted", death.at, ": ".join(filter(None, (what, death.words)))))
-            found.append(("answered", "answered", until if until < last else None, ""))
+        if not any(_answered(point) for point in points if point[0] <= death.at) or not until <= death.at < last:
+            continue  # nothing was answered yet, or it is part of the one before
+        end = _end_of_rest(points, death.at, usual_s)
+        if (until_then := last if end is None else end) - death.at < LEAST_S:
+            continue
+        until = until_then
+        what = f"{death.name} {EVENT_WORDS[death.kind]}"
+        found.append(("interrupted", "interrupted", death.at, ": ".join(filter(None, (what, death.words)))))
+        found.append(("answered", "answered", None if end is None else end, ""))
     return found
+
+
+def _end_of_rest(points: Points, at: float, usual_s: float) -> float | None:
+    """Return until when nothing was answered after a time, which is that time if something was; None: until now.
+
+    What was answered just before it is in the first point after it. A long rest has a point at its end; where points
+    have been thinned, a gap much longer than usual says the same.
+    """
+    later = [point for point in points if point[0] >= at]
+    if not later:
+        return None
+    first = later[0]
+    same = [point for point in later if _answered(point) == _answered(first)]
+    if len(same) == len(later):
+        return None
+    if len(same) > 1:
+        return same[-1][0]
+    after = later[1][0]
+    return after if after - first[0] > 2 * usual_s + LEAST_S else at
+
+
+def _usual_gap(points: Points) -> float:
+    gaps = sorted(after[0] - before[0] for before, after in pairwise(points))
+    return gaps[len(gaps) // 2] if gaps else 0.0
 
 
 def _answered(point: Sequence[int]) -> int:
