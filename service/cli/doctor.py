@@ -3,10 +3,10 @@
 import asyncio
 import importlib.util
 import json
-import os
 import shutil
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import asdict, dataclass
@@ -23,7 +23,7 @@ from sqlalchemy.ext.asyncio import AsyncSession
 from engine_ext.costs.hardware import preset_of
 from service.cli.owners import strangers
 from service.cli.start import ModelOption, settings_of
-from service.db.migrate import newer, newest
+from service.db.migrate import known, newer, newest
 from service.db.sessions import Database
 from service.demo import smollm
 from service.errors import CostsError
@@ -143,7 +143,7 @@ async def _database(settings: Settings) -> Finding:
     if revision is None:
         return Finding("database", "ok", f"{name} is reachable; the first start creates the tables")
     if revision != newest():
-        if revision > (newest() or ""):
+        if revision not in known():
             return Finding("database", "wrong", f"{name}: its schema is {revision}", newer(revision))
         what = f"{name}: its schema is {revision}, this version needs {newest()}"
         return Finding("database", "note", what, "The next start of any role upgrades an older schema.")
@@ -266,8 +266,12 @@ def _folder(part: str, folder: Path, what: str) -> Finding:
     """Check that a folder is writable, and report its free space."""
     there = next(each for each in (folder, *folder.parents) if each.exists())
     free = shutil.disk_usage(there).free
-    if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
-        return Finding(part, "wrong", f"{there} is not writable", "Choose another folder with BATCHWEAVE_DATA_DIR.")
+    try:
+        with tempfile.TemporaryFile(dir=there):  # some file systems refuse what their permissions allow
+            pass
+    except OSError as error:
+        what = f"{there} is not writable: {error.strerror or error}"
+        return Finding(part, "wrong", what, "Choose another folder with BATCHWEAVE_DATA_DIR.")
     state = "ok" if free > 10 * 2**30 else "note"
     todo = "" if state == "ok" else "Results need about as much space as the inputs, and twice that while written."
     return Finding(part, state, f"{what}; {free / 2**30:,.0f} GiB free", todo)

@@ -3,11 +3,13 @@
 from typing import Annotated
 
 import typer
+from sqlalchemy.exc import SQLAlchemyError
 
 from service.cli.start import open_database, settings_of
-from service.db.migrate import downgrade, newest
+from service.db.migrate import downgrade, newest, released
 from service.errors import StartError
 from service.terminal import DataDirOption, fail, said
+from service.up.folder_lock import is_locked
 
 
 def migrate(
@@ -27,10 +29,14 @@ def migrate(
     - `batchweave migrate --to 0029 --data-dir ./data`
     """
     settings = settings_of(data_dir=data_dir)
+    if to is not None and to not in released():
+        fail(f"--to {to}: no released version has this schema. Released: {', '.join(released())}.")
+    if settings.data_dir.is_dir() and is_locked(settings.data_dir):
+        fail(f"a service runs on {settings.data_dir}: stop it first.")
     open_database(settings)  # an older schema comes forward first, so that each migration back finds what it expects
     if to is not None:
         try:
             downgrade(settings.database, to)
-        except StartError as error:
-            fail(str(error))
+        except (StartError, SQLAlchemyError, OSError) as error:
+            fail(f"the schema did not go back to {to}: {error}")
     said.print(f"The database has schema {to or newest()}.")

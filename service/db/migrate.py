@@ -10,6 +10,8 @@ from alembic.util.exc import CommandError as AlembicError
 
 from service.errors import StartError
 
+OLDEST = "0029"  # the schema of 0.1.0
+
 
 def config(database_url: str) -> Config:
     found = Config()
@@ -33,6 +35,16 @@ def downgrade(database_url: str, revision: str) -> None:
         command.downgrade(config(database_url), revision)
     except AlembicError as error:
         raise StartError(f"The schema cannot go back to {revision}: {error}") from error
+
+
+def known() -> list[str]:
+    """Return the revisions that this version knows, oldest first."""
+    return [each.revision for each in ScriptDirectory.from_config(config("sqlite://")).walk_revisions()][::-1]
+
+
+def released() -> list[str]:
+    """Return the revisions to which a database may go back: from that of the oldest version on."""
+    return [each for each in known() if each >= OLDEST]
 
 
 def newer(revision: str) -> str:

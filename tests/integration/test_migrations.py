@@ -1,6 +1,7 @@
 """Migrations make what the tables say, and can be undone."""
 
 import asyncio
+from pathlib import Path
 
 import pytest
 from alembic import command
@@ -16,6 +17,7 @@ from tests.integration.harness import Harness, ScriptedEngine, jsonl, line
 from tests.integration.test_beyond import answered_are
 from tests.waiting import until
 
+CHANGELOG = Path(__file__).parents[2] / "CHANGELOG.md"
 pytestmark = pytest.mark.dialects
 
 
@@ -56,6 +58,11 @@ def test_migrations_can_be_undone(empty_database_url: str) -> None:
     assert look(empty_database_url, table_names) == {"alembic_version"}
     upgrade(empty_database_url)
     assert look(empty_database_url, differences) == []
+
+
+def test_the_changelog_names_the_newest_schema() -> None:
+    first = next(line for line in CHANGELOG.read_text().splitlines() if line.startswith("## "))
+    assert first.endswith(f"schema {newest()}")
 
 
 def test_a_newer_schema_is_said_with_what_to_do(empty_database_url: str) -> None:
