@@ -19,7 +19,8 @@ TIMEOUT = httpx.Timeout(600.0, connect=10.0)
 TRIES = 3
 PAUSE_S = 0.5
 LONGEST_PAUSE_S = 60.0
-LOOPBACK = ("127.0.0.1", "localhost", "[::1]")
+LOOPBACK = ("127.0.0.1", "localhost", "::1")
+UNKNOWN_AUTHORITY = (18, 19, 20, 21)  # OpenSSL's codes for certificates that nobody known has signed
 DEEPEST = 8  # causes of an error that are looked at
 PASSING = (408, 409, 429)  # statuses worth another try, beside those of 500 and more
 Shape = TypeVar("Shape", bound=msgspec.Struct)
@@ -48,8 +49,9 @@ class Away(Exception):
 
 
 class Client:
-    """Calls the service, and tries again what may succeed then. Its methods raise AnswerError, NotAService and Away.
+    """Calls the service, and tries again what may succeed then.
 
+    Its methods raise AnswerError, NotAService, Away, and CommandError for what the machine's settings make impossible.
     `url`: up to /v1. `tries`: how often a call is made at most.
     """
 
@@ -57,9 +59,17 @@ class Client:
         # Reading certificates takes a tenth of a command's time. No redirect is followed, so http stays http.
         verify = not url.startswith("http://")
         headers = {"Authorization": f"Bearer {key}"}
-        # No proxy reaches this machine's loopback.
-        direct: dict[str, httpx.BaseTransport | None] = {f"all://{host}": None for host in LOOPBACK}
-        self._http = httpx.Client(base_url=url, headers=headers, timeout=TIMEOUT, verify=verify, mounts=direct)
+        # No proxy reaches this machine's loopback, so its variables are not even read; those of certificates count.
+        elsewhere = httpx.URL(url).host not in LOOPBACK
+        try:
+            trusted = ssl.create_default_context() if verify and not elsewhere else verify
+            self._http = httpx.Client(
+                base_url=url, headers=headers, timeout=TIMEOUT, verify=trusted, trust_env=elsewhere
+            )
+        except (ImportError, ValueError, httpx.InvalidURL) as error:
+            raise CommandError(f"HTTP_PROXY, HTTPS_PROXY, ALL_PROXY or NO_PROXY cannot be used: {error}") from error
+        except OSError as error:
+            raise CommandError(f"SSL_CERT_FILE or SSL_CERT_DIR cannot be used: {error}") from error
         self._tries = tries
 
     def __enter__(self) -> "Client":
@@ -118,6 +128,7 @@ class Client:
                     raise AnswerError(response)
                 yield response
         except (httpx.ConnectError, httpx.ConnectTimeout) as error:
+            _check_trust(error, self._http.base_url.host)
             raise Away(repr(error)) from error
 
     def _call(self, method: str, path: str, **how: Any) -> Any:
@@ -126,11 +137,7 @@ class Client:
             try:
                 response = self._http.request(method, path, **how)
             except httpx.TransportError as error:
-                if why := _distrusted(error):
-                    raise CommandError(
-                        f"The certificate of {self._http.base_url.host} is not trusted: {why}. If your own authority "
-                        "signed it, name the authority's file in SSL_CERT_FILE."
-                    ) from error
+                _check_trust(error, self._http.base_url.host)
                 if not left:
                     raise Away(repr(error)) from error
             else:
@@ -144,13 +151,15 @@ class Client:
         raise AssertionError("the last try returns or raises")
 
 
-def _distrusted(error: BaseException) -> str:
-    """Return why a certificate was refused, or nothing if an error has another cause."""
-    causes = list[BaseException]()
-    while (under := error.__cause__ or error.__context__) is not None and len(causes) < DEEPEST:
-        causes.append(under)
-        error = under
-    return next((each.verify_message for each in causes if isinstance(each, ssl.SSLCertVerificationError)), "")
+def _check_trust(error: BaseException, host: str) -> None:
+    """Raise CommandError if a connection failed because the service's certificate was refused."""
+    under, depth = error, 0
+    while under is not None and not isinstance(under, ssl.SSLCertVerificationError) and depth < DEEPEST:
+        under, depth = under.__cause__ or under.__context__, depth + 1
+    if isinstance(under, ssl.SSLCertVerificationError):
+        own = " If your own authority signed it, name the authority's file in SSL_CERT_FILE."
+        why = f"The certificate of {host} is not trusted: {under.verify_message.rstrip('.')}."
+        raise CommandError(why + (own if under.verify_code in UNKNOWN_AUTHORITY else "")) from error
 
 
 def shaped(told: Any, shape: type[Shape]) -> Shape:

@@ -53,7 +53,7 @@ def figures(batch: Batch) -> list[tuple[str, str]]:
         first, last = (duration(at - time.time()) for at in ends)
         rows.append(("estimated end in", f"{first}, at most about {last}, at the pace of this model's answers"))
     elif seconds is None:
-        rows.append(("estimated end in", "unknown until this model's worker has answered: its pace tells"))
+        rows.append(("estimated end in", "unknown until a worker of this model has answered: its pace tells"))
     if about.get("earliest_at") is not None:
         rows.append(("earliest end in", duration(about["earliest_at"] - time.time())))
     if seconds is not None:

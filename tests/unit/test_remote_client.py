@@ -92,7 +92,7 @@ def test_a_certificate_of_ones_own_authority_is_trusted_once_it_is_named(
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.load_cert_chain(file)
     Failing.answers, Failing.seen = [(200, {})], []
-    monkeypatch.setenv("HTTPS_PROXY", "http://127.0.0.1:9")  # which no call to this machine goes through
+    monkeypatch.setenv("HTTPS_PROXY", "socks5://127.0.0.1:9")  # which no call to this machine reads
     with ThreadingHTTPServer(("127.0.0.1", 0), Failing) as server:
         server.socket = context.wrap_socket(server.socket, server_side=True)
         threading.Thread(target=server.serve_forever, daemon=True).start()
@@ -104,3 +104,13 @@ def test_a_certificate_of_ones_own_authority_is_trusted_once_it_is_named(
             client.post("/batches")
         server.shutdown()
     assert Failing.answers == []
+
+
+def test_a_proxy_that_cannot_be_used_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ALL_PROXY", "ftp://127.0.0.1:9")
+    with pytest.raises(CommandError, match="ALL_PROXY or NO_PROXY cannot be used"):
+        Client("http://batchweave.example/v1", "k")
+    monkeypatch.setenv("SSL_CERT_FILE", "/nowhere.pem")
+    monkeypatch.delenv("ALL_PROXY")
+    with pytest.raises(CommandError, match="SSL_CERT_FILE or SSL_CERT_DIR cannot be used"):
+        Client("https://batchweave.example/v1", "k")
