@@ -27,7 +27,10 @@ class Gpu:
 def machine_gpus() -> list[Gpu]:
     """Return the NVIDIA GPUs that this process may use: those of CUDA_VISIBLE_DEVICES, or all."""
     try:
-        listed = subprocess.run(_QUERY, capture_output=True, text=True, timeout=ASK_S, check=True).stdout
+        found = subprocess.run(_QUERY, capture_output=True, text=True, timeout=ASK_S)
+        listed = found.stdout  # also if it fails: where one GPU is lost, it lists the others
+        if found.returncode:
+            log.warning("nvidia-smi does not say which GPUs there are", error=f"exit code {found.returncode}")
     except (OSError, subprocess.SubprocessError) as error:
         if not isinstance(error, FileNotFoundError):
             log.warning("nvidia-smi does not say which GPUs there are", error=repr(error))

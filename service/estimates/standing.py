@@ -65,7 +65,6 @@ class Standing:
     """
 
     is_timed: bool
-
     position: int | None = None
     waiting_for: str | None = None
     estimate: Estimate = Estimate()

@@ -1,6 +1,7 @@
 """What the GPUs of a worker say of themselves through NVML: memory, use, heat and memory errors."""
 
 import threading
+import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -10,6 +11,7 @@ from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 READ_S = 10.0
+STALE_S = 60.0  # after which a state is no longer believed: the driver hangs
 LABELS = ("gpu", "product")
 # Maps each field of GpuState to the metric's name and HELP text.
 FIGURES = {
@@ -47,46 +49,61 @@ class GpuHealth(Collector):
         """`gpus`: number or UUID, and product, of each."""
         self._gpus = list(gpus)
         self._latest: list[GpuState] = []
+        self._read_at = time.monotonic()
         if self._gpus:
             threading.Thread(target=self._run, name="gpu-health", daemon=True).start()
 
     @property
     def latest(self) -> list[dict[str, Any]]:
-        """Return the newest state of each GPU; empty before the first one, and where NVML is missing."""
-        return [asdict(each) for each in self._latest]
+        """Return the newest state of each GPU; empty before the first one, once it is stale, and without NVML."""
+        return [asdict(each) for each in self._believed]
+
+    @property
+    def _believed(self) -> list[GpuState]:
+        return self._latest if time.monotonic() - self._read_at < STALE_S else []
 
     def collect(self) -> Iterable[Metric]:
         for field, (name, text) in FIGURES.items():
             family = GaugeMetricFamily(f"batchweave_gpu_{name}", text, labels=LABELS)
-            for state in self._latest:
+            for state in self._believed:
                 if (value := getattr(state, field)) is not None:
                     family.add_metric([state.gpu, state.product], float(value))
             yield family
+        age = GaugeMetricFamily("batchweave_gpu_read_age_seconds", "Time since the driver last said how the GPUs are")
+        if self._gpus:
+            age.add_metric([], time.monotonic() - self._read_at)
+        yield age
 
     def _run(self) -> None:
-        try:
-            import pynvml
-
-            pynvml.nvmlInit()
-        except Exception as error:  # no package or no driver, or one that does not fit it
-            log.warning("NVML does not say how the GPUs are", error=repr(error))
-            return
-        pause = threading.Event()
+        """Read again and again. A driver that fails, or is started again, is opened again at the next turn."""
+        pause, told = threading.Event(), ""
         while True:
-            self._latest = [_read(pynvml, *each) for each in self._gpus]
+            try:
+                import pynvml
+
+                pynvml.nvmlInit()
+                try:
+                    self._latest = [_read(pynvml, *each) for each in self._gpus]
+                finally:
+                    pynvml.nvmlShutdown()
+                self._read_at, told = time.monotonic(), ""
+            except Exception as error:  # no package or no driver, or one that does not fit it
+                if repr(error) != told:
+                    log.warning("NVML does not say how the GPUs are", error=repr(error))
+                told = repr(error)
             pause.wait(READ_S)
 
 
 def _read(nvml: Any, gpu: str, product: str) -> GpuState:
-    lost = nvml.NVMLError_GpuIsLost
+    gone = (nvml.NVML_ERROR_GPU_IS_LOST, nvml.NVML_ERROR_RESET_REQUIRED, nvml.NVML_ERROR_UNKNOWN)
 
     def of(read: Callable[[], Any]) -> Any:
         try:
             return read()
-        except lost:
-            raise
-        except nvml.NVMLError:  # such as a part of a GPU (MIG), which has no utilisation of its own
-            return None
+        except nvml.NVMLError as error:
+            if error.value in gone:
+                raise
+            return None  # such as a part of a GPU (MIG), which has no utilisation of its own
 
     try:
         handle = of(
@@ -104,5 +121,5 @@ def _read(nvml: Any, gpu: str, product: str) -> GpuState:
             of(lambda: nvml.nvmlDeviceGetTemperature(handle, nvml.NVML_TEMPERATURE_GPU)),
             of(lambda: nvml.nvmlDeviceGetTotalEccErrors(handle, kind, since)),
         )
-    except lost:
+    except nvml.NVMLError:
         return GpuState(gpu, product, is_lost=True)

@@ -21,9 +21,11 @@ LIBRARY = """
 #define NOT_SUPPORTED 3
 #define NOT_FOUND 6
 #define LOST 15
+#define UNKNOWN 999
 int nvmlInit_v2(void) { return 0; }
+int nvmlShutdown(void) { return 0; }
 int nvmlInitWithFlags(unsigned f) { return 0; }
-int nvmlDeviceGetHandleByIndex_v2(unsigned i, long *h) { *h = i + 1; return i < 3 ? 0 : NOT_FOUND; }
+int nvmlDeviceGetHandleByIndex_v2(unsigned i, long *h) { *h = i + 1; return i < 3 ? 0 : i == 3 ? UNKNOWN : NOT_FOUND; }
 int nvmlDeviceGetHandleByUUID(const char *u, long *h) { *h = 1; return strcmp(u, "GPU-a") ? NOT_FOUND : 0; }
 struct memory { unsigned long long total, free, used; };
 int nvmlDeviceGetMemoryInfo(long h, struct memory *m) {
@@ -60,7 +62,7 @@ def read(folder: Path, *gpus: str) -> tuple[list[dict[str, Any]], dict[str, list
 
 @pytest.mark.skipif(shutil.which("gcc") is None, reason="the stand-in for NVML needs gcc")
 def test_each_gpu_says_what_it_knows(tmp_path: Path) -> None:
-    states, served = read(tmp_path, "0", "1", "2", "GPU-a", "7")
+    states, served = read(tmp_path, "0", "1", "2", "GPU-a", "7", "3")
     fields = ("busy", "celsius", "uncorrected_errors", "is_lost", "memory_used_bytes")
     assert [[state[field] for field in fields] for state in states] == [
         [0.93, 71, 0, False, 60_000_000_000],
@@ -68,10 +70,11 @@ def test_each_gpu_says_what_it_knows(tmp_path: Path) -> None:
         [None, None, None, True, None],
         [0.93, 71, 0, False, 60_000_000_000],
         [None, None, None, False, None],
+        [None, None, None, True, None],
     ]
     assert served["batchweave_gpu_busy_ratio"] == [0.93, 0.93]
     assert served["batchweave_gpu_uncorrected_memory_errors"] == [0, 5, 0]
-    assert served["batchweave_gpu_lost"] == [0, 0, 1, 0, 0]
+    assert served["batchweave_gpu_lost"] == [0, 0, 1, 0, 0, 1]
 
 
 def test_without_gpus_nothing_is_read() -> None:
