@@ -376,7 +376,9 @@ def load_settings(**overrides: Any) -> Settings:
     """Read the settings; arguments that are not None override the environment. Raises SettingsError."""
     check_names()
     try:
-        settings = Settings(**{key: value for key, value in overrides.items() if value is not None})
+        given = {key: value for key, value in overrides.items() if value is not None}
+        # Of objects, pydantic adds what the environment says to what is given.
+        settings = Settings(**given).model_copy(update={k: v for k, v in given.items() if isinstance(v, dict)})
         if settings.auth == "none" and not is_loopback(settings.host):
             message = (
                 f"BATCHWEAVE_AUTH: 'none' is only for loopback; anyone who reaches {settings.host} could use the API"

@@ -47,6 +47,7 @@ class WorkerObject(BaseModel):
     step_age_s: float = 0.0  # seconds since a step ended, while requests wait
     steps_per_second: float | None
     tokens_per_second: float | None
+    is_timed: bool = True  # whether the cost model describes its machine
     gpus: list[GpuObject] = []  # of its first machine
     cost_model_error: float | None  # error of predicted step times, as a share of the measured ones
 
@@ -71,6 +72,7 @@ class WorkerObject(BaseModel):
             seen_at=state.get("seen_at", 0),
             steps_per_second=state.get("steps_per_second"),
             tokens_per_second=state.get("tokens_per_second"),
+            is_timed=state.get("is_timed", True),
             gpus=[GpuObject.model_validate(each) for each in state.get("gpus", [])],
             cost_model_error=round(abs(predicted / measured - 1), 4) if measured else None,
         )
@@ -82,6 +84,7 @@ class WorkerObject(BaseModel):
             model=state["model"],
             host=state["host"],
             machine=state.get("machine", ""),
+            is_timed=state.get("is_timed", True),
             state="starting",
             slices=0,
             requests=0,

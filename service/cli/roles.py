@@ -8,6 +8,7 @@ import socket
 import sys
 from collections.abc import Callable, Generator
 from contextlib import contextmanager, suppress
+from typing import Any
 
 import structlog
 from prometheus_client import REGISTRY
@@ -182,7 +183,7 @@ def _lead(settings: Settings, nodes: Nodes | None, command: list[str]) -> None:
 
     `command`: tells when this machine is about to be taken away, if it is not empty.
     """
-    from service.db.models import register_model
+    from service.db.models import STAND_IN, register_model
     from service.metrics.engine import EngineMetrics
     from service.metrics.gpu_health import GpuHealth
     from service.queue.progress import Starting
@@ -192,15 +193,16 @@ def _lead(settings: Settings, nodes: Nodes | None, command: list[str]) -> None:
 
     metrics = EngineMetrics(settings.served_model)
     REGISTRY.register(metrics)
-    there = machine_gpus()
+    about: dict[str, Any] = {"model": settings.served_model, "models": settings.served_models}
+    about["host"] = socket.gethostname()
+    starting = Starting(settings.redis, settings.worker_name, about)
+    starting.begin()  # before a driver is asked, which may take long
+    there, told = machine_gpus(), told_machine(settings)
+    about["machine"] = there[0].product or "a GPU" if there else f"the CPU of {platform.node()}"
+    about["is_timed"] = STAND_IN not in told
     health = GpuHealth([(each.name, each.product) for each in there] if settings.engine == "sglang" else [])
     REGISTRY.register(health)
     serve_metrics(settings)
-    machine = there[0].product or "a GPU" if there else f"the CPU of {platform.node()}"
-    about = {"model": settings.served_model, "models": settings.served_models, "machine": machine}
-    about["host"] = socket.gethostname()
-    starting = Starting(settings.redis, settings.worker_name, about)
-    starting.begin()
     peers, lost = None, list[int]()
     if nodes is not None:
         # SGLang blocks the main thread until the engine has started.
@@ -221,8 +223,7 @@ def _lead(settings: Settings, nodes: Nodes | None, command: list[str]) -> None:
         stop_on_signals(stop)  # again, because SGLang takes SIGTERM for itself
         clock = SharedClock(database)
         await clock.sync()
-        machine = told_machine(settings)
-        await register_model(database, settings, engine.context_length, engine.endpoints, machine, engine.tool_parser)
+        await register_model(database, settings, engine.context_length, engine.endpoints, told, engine.tool_parser)
         if settings.emulated_device is not None or settings.engine == "scripted":
             structlog.get_logger().warning("no model runs: no answer is real", device=engine.device)
         structlog.get_logger().info("engine ready", model=settings.served_model, device=engine.device)
@@ -231,7 +232,7 @@ def _lead(settings: Settings, nodes: Nodes | None, command: list[str]) -> None:
         starting.end()
         if peers is not None:
             peers.on_lost = _stopping(asyncio.get_running_loop(), stop, lost)
-        worker = Worker(*parts, in_flight, metrics, engine.machine, engine, peers, health)
+        worker = Worker(*parts, in_flight, metrics, engine.machine, engine, peers, health, STAND_IN not in told)
         async with watched_loop(), notice.watched(command, stop):
             await worker.run(stop)
 

@@ -72,6 +72,7 @@ def run(
     log_to(sys.stderr, logging.WARNING)
     with failing_clearly("Stopped. Run the same command again to continue."):
         endpoint, named = first_request(path)
+        is_named = model is not None
         model = model or (DEMO_MODEL if named == DEMO_NAME else named)
         settings = settings_of(model=model, model_name=named, data_dir=data_dir, engine=engine, script=script)
         given = {"--gpus": gpus, "--engines": engines, "--engine": engine, "--script": script}
@@ -80,7 +81,15 @@ def run(
             path.with_name(f"{path.name.removesuffix('.gz').removesuffix('.jsonl')}.results.jsonl")
         )
         assert target is not None
-        code = run_file(path, target, endpoint, settings, options, key, again)
+        try:
+            code = run_file(path, target, endpoint, settings, options, key, again)
+        except CommandError as error:
+            if is_named or f"--model {named}:" not in str(error):
+                raise
+            mine = (
+                f"The file's first line names this model. With --model, a folder or another model answers as {named!r}"
+            )
+            raise CommandError(f"{error}. {mine}; the demo's small one is --model demo.") from error
     raise typer.Exit(code)
 
 

@@ -78,6 +78,8 @@ def models_of(models: list[str] | None, names: list[str] | None, **overrides: An
         fail(f"{len(names)} times --model-name for {len(models or [''])} models: give one for each, in their order.")
     found = list[Settings]()
     for number, given in enumerate(models or [None]):
+        if given in ("", EMBEDDING):
+            fail("--model is empty: name a local path or a hub id.")
         source, is_embedding = (given or "").removesuffix(EMBEDDING), (given or "").endswith(EMBEDDING)
         own: dict[str, Any] = {"model": source or None, "model_name": names[number] if names else None}
         if number:  # adapters, and a name in the environment, are the first one's

@@ -22,7 +22,6 @@ from service.queue.progress import Event
 
 SILENT_S = 60  # planners note what all workers do every ten seconds
 RECENTLY_S = 3600  # for how long a worker's death is told
-CPU = "the CPU of"  # begins the name of a machine without accelerators
 NAMED = 3  # batches and workers in one notice
 
 router = APIRouter(prefix="/dashboard", include_in_schema=False)
@@ -71,7 +70,7 @@ async def overview(request: Request, context: InContext, viewer: LooksIn, range:
         notices=notices,
         range=ranged(range),
         ranges=list(RANGES),
-        only_cpus=bool(workers) and len(on_cpus(workers)) == len(workers),
+        none_timed=bool(workers) and len(untimed(workers)) == len(workers),
     )
 
 
@@ -92,9 +91,9 @@ async def known_workers(context: Context) -> list[WorkerObject] | None:
         return None
 
 
-def on_cpus(workers: list[WorkerObject]) -> set[str]:
-    """Return the workers that run on CPUs, which the cost model of a GPU says nothing about."""
-    return {worker.id for worker in workers if worker.machine.startswith(CPU)}
+def untimed(workers: list[WorkerObject]) -> set[str]:
+    """Return the workers on machines that the cost model does not describe, such as CPUs."""
+    return {worker.id for worker in workers if not worker.is_timed}
 
 
 async def known_events(context: Context) -> list[Event]:

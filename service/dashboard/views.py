@@ -18,7 +18,7 @@ from service.api.pages import listed, page_rows
 from service.api.worker_shapes import WorkerState
 from service.api.workers import WorkerName
 from service.dashboard.charts import EVENT_WORDS, RANGES, ranged
-from service.dashboard.overview import known_events, known_workers, on_cpus
+from service.dashboard.overview import known_events, known_workers, untimed
 from service.dashboard.reach import as_owner, note_read, project_seen
 from service.dashboard.render import HEADERS, ROOT, page
 from service.dashboard.sessions import LooksIn, LooksInAsAdmin, LooksInAsOperator
@@ -106,7 +106,7 @@ async def worker_list(
         models=models,
         state=state,
         model=model,
-        cpus=on_cpus(found or []),
+        untimed=untimed(found or []),
         events=events,
         deaths=_lately(events, context.clock()),
         words=EVENT_WORDS,

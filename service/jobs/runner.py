@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import subprocess
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from functools import partial
@@ -35,6 +36,7 @@ from service.settings import Settings
 SWEEP_S = 60.0
 PLAN_S = 5.0  # requests wait to be planned until engines have little to do, and nothing rings then
 EXPIRY_S = 5.0
+REAP_S = 2.0
 STOP_S = 5.0  # grace period at a stop for work in progress
 log = structlog.get_logger()
 
@@ -75,6 +77,8 @@ async def run_jobs(database: Database, storage: Storage, redis: Redis, settings:
     ]
     try:
         async with asyncio.TaskGroup() as group:
+            if compiling is not None:
+                group.create_task(_reap(compiling, stop))
             tasks = [group.create_task(bell.listen(stop)), group.create_task(_keep_time(clock, stop))]
             for work in jobs:
                 for number in range(work.loops):
@@ -86,6 +90,16 @@ async def run_jobs(database: Database, storage: Storage, redis: Redis, settings:
                 task.cancel()
     finally:
         await spare.close()
+
+
+async def _reap(process: "subprocess.Popen[bytes]", stop: asyncio.Event) -> None:
+    """Wait for the end of a child, and say if it failed."""
+    while process.poll() is None and not stop.is_set():
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(REAP_S):
+                await stop.wait()
+    if process.returncode:
+        log.warning("the loops were not compiled: each process compiles for itself", code=process.returncode)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,6 +1,7 @@
 """Live counts and heartbeats in Redis. Workers write absolute counts, so a repeated or lost write corrects itself."""
 
 import json
+import os
 import threading
 from collections.abc import Collection, Iterable, Sequence
 from contextlib import suppress
@@ -230,7 +231,12 @@ class Starting:
 
     def _run(self) -> None:
         while not self._ended.is_set():
-            about = {"name": self._name, "stage": self.stage, "starting_s": round(monotonic() - self._since)}
+            about = {
+                "name": self._name,
+                "pid": os.getpid(),
+                "stage": self.stage,
+                "starting_s": round(monotonic() - self._since),
+            }
             said = json.dumps({**self._state, **about})
             with suppress(RedisError, OSError):
                 self._redis.set(keys.starting(self._name), said, px=int(5 * SAY_S * 1000))

@@ -43,7 +43,7 @@ class Model:
     @property
     def replica(self) -> int:
         """The number of GPUs of an engine."""
-        return self.settings.replica * int(self.changes.get("tp_size", 1))  # which changes only if it is not set
+        return int(self.engine_args.get("tp_size", 1)) * int(self.engine_args.get("pp_size", 1))
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,8 +94,8 @@ def engines_of(
     """
     first = models[0]
     plain = tuple(Model(each) for each in models)
-    if engines is not None and not 1 <= engines <= MOST_ENGINES:
-        raise StartError(f"--engines {engines}: give a number from 1 to {MOST_ENGINES}.")
+    if engines is not None and not 1 <= engines <= MOST_ENGINES // len(models):
+        raise StartError(f"--engines {engines}: give a number from 1 to {MOST_ENGINES // len(models)}.")
     without = first.engine != "sglang" or first.emulated_device is not None or gpus == NO_GPUS
     usable = [] if without else _chosen(gpus, there())
     if not usable:
@@ -138,7 +138,8 @@ def _dealt(sizes: Sequence[int], there: int, engines: int | None) -> list[int]:
     least = (engines or 1) * sum(sizes)
     if least > there:
         asked = f"--engines {engines}" if engines is not None else f"{len(sizes)} models"
-        raise StartError(f"{asked}: they take {least} GPUs, and there are {there}.")
+        less = "Run fewer" if engines is not None else "Serve fewer, smaller or quantized ones"
+        raise StartError(f"{asked}: they take {least} GPUs, and there are {there}. {less}, or use more machines.")
     counts = [engines or 1] * len(sizes)
     left, fits = there - least, engines is None
     while fits:

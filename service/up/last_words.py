@@ -7,10 +7,13 @@ from pathlib import Path
 from typing import Any, cast
 
 READ_BYTES = 64 * 1024  # of the log's end
-MOST = 200  # characters
+MOST = 400  # characters
 BAD = ("error", "critical")
 MORE = ("error", "exception", "exc_info")  # fields that say more of an event
-_RAISED = re.compile(r"(error: |[A-Za-z_.]*(Error|Exception|Interrupt)\b)")  # a command's last line, or a traceback's
+# A command's last line, a traceback's, or a crash's.
+_RAISED = re.compile(r"(error: |Fatal |terminate called|[A-Za-z_.]*(Error|Exception|Interrupt)\b)")
+_MODULE = re.compile(r"^(\w+\.)+(?=\w*(Error|Exception)\b)")  # of an exception's class
+CONSEQUENCE = "Received sigquit"  # SGLang's word for the death of a child, which has said why before
 
 
 def how(code: int) -> str:
@@ -24,7 +27,7 @@ def how(code: int) -> str:
 
 
 def last_words(log: Path, begin: int = 0) -> str:
-    """Return the last error in what a process has logged from byte `begin` on, else its last line; may be empty."""
+    """Return the last error in what a process has logged from byte `begin` on; empty if it named none."""
     try:
         size = log.stat().st_size
         begin = begin if begin <= size else 0  # it was rotated since
@@ -33,8 +36,8 @@ def last_words(log: Path, begin: int = 0) -> str:
             lines = opened.read(READ_BYTES).decode(errors="replace").splitlines()
     except OSError:
         return ""
-    said = [each for each in map(_said, lines) if each[1]]
-    words = next((text for is_bad, text in reversed(said) if is_bad), said[-1][1] if said else "")
+    said = map(_said, reversed(lines))
+    words = next((text for is_bad, text in said if is_bad and text and not text.startswith(CONSEQUENCE)), "")
     return words if len(words) <= MOST else f"{words[:MOST]} …"
 
 
@@ -44,12 +47,15 @@ def _said(line: str) -> tuple[bool, str]:
         found: Any = json.loads(line)
     except (ValueError, RecursionError):
         line = _shown(line)
-        return bool(_RAISED.match(line)), line.removeprefix("error: ")
+        return bool(_RAISED.match(line)), _MODULE.sub("", line.removeprefix("error: ").strip())
     if not isinstance(found, dict):
         return False, _shown(line)
     entry = cast(dict[str, Any], found)
     more = [(str(entry[name]).strip().splitlines() or [""])[-1] for name in MORE if entry.get(name)]
-    return entry.get("level") in BAD, _shown(": ".join(filter(None, [str(entry.get("event", "")), *more])))
+    event = str(entry.get("event", "")).strip()
+    if "Traceback" in event:  # only its end says what happened
+        event = event.splitlines()[-1]
+    return entry.get("level") in BAD, _MODULE.sub("", _shown(": ".join(filter(None, [event, *more]))))
 
 
 def _shown(text: str) -> str:

@@ -44,9 +44,6 @@ ASK_S = 1.0
 WATCH_S = 0.5
 LOGS_S = 60.0
 MOST_UNNOTED, NOTE_AGAIN_S = 100, 5.0  # deaths that wait for Redis, and how long it is then left alone
-# How often a thread of an engine on a CPU looks for work before it sleeps. OpenMP's own 300,000 keep a core from others
-# (docs/engine.md).
-SPINS = "5000"
 ROLES = ("api", "planner")
 COMMAND = [sys.executable, "-m", "service.cli"]
 _PR_SET_PDEATHSIG = 1
@@ -140,8 +137,13 @@ class Supervisor:
 
     def run(self) -> None:
         """Run until SIGINT or SIGTERM. Raises StartError."""
-        keep_private(self.settings)
-        self._lock.take()
+        try:
+            keep_private(self.settings)
+            self._lock.take()
+        except OSError as error:
+            raise StartError(
+                f"--data-dir {self.settings.data_dir} cannot be used: {error.strerror or error}. Choose another folder."
+            ) from error
         self._check_port()
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, self._on_signal)
@@ -269,8 +271,7 @@ class Supervisor:
         }
         if settings.script is not None:
             ours["SCRIPT"] = str(settings.script.resolve())
-        spins = {"GOMP_SPINCOUNT": SPINS}
-        return {**spins, **os.environ, **{f"BATCHWEAVE_{name}": value for name, value in ours.items()}}
+        return {**os.environ, **{f"BATCHWEAVE_{name}": value for name, value in ours.items()}}
 
     @property
     def worker_name(self) -> str:
@@ -319,8 +320,8 @@ class Supervisor:
                 self._note_end(part, part.process.returncode)
                 if (part.exits >= MAX_EXITS or part.alike >= MAX_ALIKE) and not self._others_run(part):
                     raise StartError(
-                        f"{part.name} died {part.exits} times in a row without becoming ready, the last time by "
-                        f"{part.ended}; its log: {part.log_path}"
+                        f"{part.name} died {part.exits} times in a row without becoming ready, the last time: "
+                        f"{part.ended}; its log: {part.log_path}. `batchweave doctor` checks what it was started with."
                     )
                 part.restart_at = now + min(FIRST_PAUSE_S * 2 ** (part.exits - 1), LONGEST_PAUSE_S)
             elif now >= part.restart_at:
@@ -333,7 +334,10 @@ class Supervisor:
 
     def _note_end(self, part: Part, code: int) -> None:
         """Say and note that a part has ended by itself, and count it."""
-        ended = ": ".join(filter(None, (how(code), last_words(part.log_path, part.log_from))))
+        words = last_words(part.log_path, part.log_from)
+        if code == -signal.SIGKILL and not words:
+            words = "by somebody, or by the kernel for lack of memory (dmesg says so)"
+        ended = ": ".join(filter(None, (how(code), words)))
         part.exits = 1 if part.begun else part.exits + 1
         if part.begun:
             part.alike = 0
@@ -399,7 +403,7 @@ class Supervisor:
         beat, starting = (json.loads(each) if each else {} for each in asked)
         assert part.process is not None
         begun = beat.get("pid") == part.process.pid
-        stage = "is ready" if begun else starting.get("stage", "")
+        stage = "is ready" if begun else starting.get("stage", "") if starting.get("pid") == part.process.pid else ""
         if stage and stage != part.stage:
             who = "The worker" if len(self.engines.engines) == 1 else part.name.capitalize()
             self.say(f"{who} {stage} ({time.time() - part.started_at:.0f} s)")

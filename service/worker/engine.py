@@ -35,6 +35,9 @@ def make_engine(
             say("compiles the planner, which takes one or two minutes the first time")
             warm_up.ensure()
         return ScriptedEngine(read_script(settings.script))
+    from engine_ext.plugin.worker.cpu_defaults import sleep_soon
+
+    sleep_soon()
     say("loads SGLang")
     from engine_ext.plugin import versions
 

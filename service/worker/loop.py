@@ -79,11 +79,12 @@ class Worker:
         online: OnlineEngine | None = None,
         peers: Peers | None = None,
         gpus: GpuHealth | None = None,
+        is_timed: bool = True,
     ) -> None:
         """Prepare a worker. `machine` describes what the engine runs on, for pages and the API.
 
         `online`: the engine, if it answers online requests too. `peers`: the other nodes of the engine, if it has any.
-        `gpus`: how this machine's are.
+        `gpus`: how this machine's are. `is_timed`: whether the cost model describes the machine.
         """
         self._database = database
         self._storage = storage
@@ -109,7 +110,7 @@ class Worker:
         self._clock = clock
         self._machine = machine
         self._peers = peers
-        self._gpus = gpus
+        self._gpus, self._is_timed = gpus, is_timed
         self._door = _door_of(online, settings, self._against_online)
         self._address = self._address_proof = ""
         self._is_stopping = False
@@ -383,6 +384,7 @@ class Worker:
             "followers": [] if self._peers is None else self._peers.hosts,
             "pid": os.getpid(),
             "machine": self._machine,
+            "is_timed": self._is_timed,
             "gpus": [] if self._gpus is None else self._gpus.latest,
             "online": self._address,
             "online_proof": self._address_proof,

@@ -54,7 +54,14 @@ async def test_a_worker_that_falls_silent_is_told_of_once(
 ) -> None:
     monkeypatch.setattr(progress, "REDIS_YOUNG_S", 0)
     heart = Heartbeat(harness.redis)
-    state = {"model": "test-model", "slices": 0, "requests": 0, "machine": "the CPU of a", "started_at": 0}
+    state = {
+        "model": "test-model",
+        "slices": 0,
+        "requests": 0,
+        "machine": "the CPU of a",
+        "started_at": 0,
+        "is_timed": False,
+    }
     for name in ("left", "died", "alive"):
         await heart.beat(name, {**state, "name": name})
     await heart.leave("left")

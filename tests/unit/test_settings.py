@@ -4,7 +4,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import typer
 
+from service.cli.start import models_of
 from service.errors import SettingsError
 from service.settings import load_settings
 from service.worker.engine import with_adapters
@@ -98,3 +100,27 @@ def test_model_is_served_under_a_name(tmp_path: Path) -> None:
 def test_a_scripted_engine_is_asked_for_and_stands_alone(given: dict[str, Any], named: str) -> None:
     with pytest.raises(SettingsError, match=named):
         load_settings(**given)
+
+
+def test_what_is_given_replaces_an_object_of_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("BATCHWEAVE_ADAPTERS", '{"sql": "/x"}')
+    monkeypatch.setenv("BATCHWEAVE_ENGINE_ARGS", '{"tp_size": 2}')
+    found = load_settings(adapters={}, engine_args={"context_length": 8})
+    assert (found.adapters, found.engine_args) == ({}, {"context_length": 8})
+    assert load_settings().adapters == {"sql": "/x"}
+
+
+def test_adapters_and_names_of_the_environment_are_the_first_models(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("BATCHWEAVE_ADAPTERS", '{"sql": "/x"}')
+    monkeypatch.setenv("BATCHWEAVE_MODEL_NAME", "mine")
+    monkeypatch.setenv("BATCHWEAVE_ENGINE_ARGS", '{"context_length": 512}')
+    first, second = models_of(["demo", "org/bge:embedding"], None)
+    assert first.served_models == ["mine", "mine:sql"]
+    assert (second.served_models, second.model) == (["org/bge"], "org/bge")
+    assert first.engine_args == {"context_length": 512}
+    assert second.engine_args == {"context_length": 512, "is_embedding": True}
+    monkeypatch.delenv("BATCHWEAVE_MODEL_NAME")
+    assert [each.served_model for each in models_of(["demo", "tiny"], ["a", "b"])] == ["a", "b"]
+    for models, names in ((["demo", "tiny"], None), ([":embedding"], None), (["demo"], ["a", "b"])):
+        with pytest.raises(typer.Exit):
+            models_of(models, names)
