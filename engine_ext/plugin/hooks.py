@@ -16,6 +16,7 @@ from engine_ext.plugin.platform_entry import gpu_is_present
 from engine_ext.plugin.scheduler import (
     admission_hooks,
     arrivals,
+    blanks,
     emulated,
     grammars,
     lively_weights,
@@ -37,7 +38,7 @@ def hooks() -> list[tuple[str, Callable[..., Any], HookType]]:
     options = handed_over()
     found = [*report.HOOKS, *loopback.HOOKS]
     if options is not None:
-        found += [*steps.HOOKS, *pulse_hooks.HOOKS, *grammars.HOOKS, *sampling.HOOKS]
+        found += [*steps.HOOKS, *pulse_hooks.HOOKS, *grammars.HOOKS, *blanks.HOOKS, *sampling.HOOKS]
         found += spaces.SHARED if options.shares_cache else spaces.APART
     if options is not None and options.scheduling is Scheduling.DUAL_SCAN:
         found += admission_hooks.HOOKS

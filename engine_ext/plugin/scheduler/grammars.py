@@ -7,13 +7,13 @@ as a fault of its own request, not of the engine.
 import logging
 import time
 from collections.abc import Callable
-from functools import partial
 from http import HTTPStatus
 from typing import Any
 
 from sglang.srt.plugins.hook_registry import HookType
 
 from engine_ext.plugin.marks import KIND
+from engine_ext.plugin.scheduler.blanks import learn, without
 from engine_ext.plugin.scheduler.compiles import Compiles
 
 MOST_KEPT = 64
@@ -41,7 +41,12 @@ def make_backend(original: Callable[..., None], backend: Any, *args: Any, **kwar
     from sglang.srt.constrained import xgrammar_backend as module
 
     before: Any = module.GrammarCompiler
-    module.GrammarCompiler = partial(before, cache_limit_bytes=COMPILER_BYTES)  # type: ignore[assignment,misc]
+
+    def compiler(tokenizer_info: Any, **more: Any) -> Any:
+        learn(tokenizer_info.decoded_vocab, -(-tokenizer_info.vocab_size // 32))
+        return before(tokenizer_info, cache_limit_bytes=COMPILER_BYTES, **more)
+
+    module.GrammarCompiler = compiler  # type: ignore[assignment,misc]
     try:
         original(backend, *args, **kwargs)
         backend.executor = Compiles()
@@ -78,6 +83,7 @@ def fill_mask(original: Callable[..., None], grammar: Any, mask: Any, row: int) 
         return
     begun = time.thread_time()
     original(grammar, mask, row)
+    without(grammar, mask, row)
     grammar.masks_s = getattr(grammar, "masks_s", -MOST_MASKS_S) + time.thread_time() - begun - MASK_S
     if not mask[row].any():
         grammar.fault = "the grammar allows no further token: nothing satisfies it"
