@@ -231,7 +231,8 @@ class BatchExtras(BaseModel):
     failures: list[Cause] = Field(description="Causes of the failed requests, once the batch is finished")
     outcomes: Outcomes
     outcome_warnings: list[str] = Field(
-        description="A sentence for each outcome but ok that 5% of the answers have: from 20 answers on, and at the end"
+        description="A sentence for each outcome but ok that more than 5% of the answers have; from 20 answers on, and "
+        "at the end"
     )
 
     @classmethod

@@ -83,7 +83,7 @@ class Shown:
     @property
     def colour(self) -> str:
         """Return the class of its colour: its state's, or `care` where many answers are not ok or requests failed."""
-        is_bad = bool(self.batch.batchweave.outcome_warnings) or (self.done > 0 and self.failed >= SHARE * self.done)
+        is_bad = bool(self.batch.batchweave.outcome_warnings) or self.failed > SHARE * self.done
         return "care" if is_bad and self.state in ("running", "completed") else self.state
 
     @property

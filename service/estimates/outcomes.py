@@ -3,7 +3,7 @@
 from service.queue.counts import Counts
 
 FEWEST = 20  # answers from which on it is said while the batch runs
-SHARE = 0.05  # of the answers, from which on it is said
+SHARE = 0.05  # of the answers, above which it is said
 
 
 def words_of(counts: Counts, has_ended: bool) -> list[str]:
@@ -13,15 +13,15 @@ def words_of(counts: Counts, has_ended: bool) -> list[str]:
         return []
     of = f"of {answers:,} {'answer' if answers == 1 else 'answers'}"
     found = list[str]()
-    if counts.cut_off >= SHARE * answers:
-        at = round(counts.cut_off_tokens / counts.cut_off) if counts.cut_off else 0
+    if counts.cut_off > SHARE * answers:
+        at = round(counts.cut_off_tokens / counts.cut_off)
         found.append(
             f"{counts.cut_off:,} {of} {_were(counts.cut_off)} cut off by max_tokens or the model's context, after "
             f"{at:,} tokens on average: allow more, or ask for less"
         )
-    if counts.invalid >= SHARE * answers:
+    if counts.invalid > SHARE * answers:
         found.append(f"{counts.invalid:,} {of} {_are(counts.invalid)} not the JSON that the request asked for")
-    if counts.refused >= SHARE * answers:
+    if counts.refused > SHARE * answers:
         found.append(f"{counts.refused:,} {of} {_were(counts.refused)} refused by the model or a filter")
     return found
 

@@ -55,7 +55,7 @@ async def test_an_engine_that_never_starts_ends_the_service_and_one_that_works_d
     await beating
     await redis.flushdb()
     part.command = ["sh", "-c", "exit 3"]
-    with pytest.raises(StartError, match=r"worker died \d times in a row .* by exit 3; .*worker\.log"):
+    with pytest.raises(StartError, match=r"worker died \d times in a row .* the last time: exit 3; .*worker\.log"):
         await watch(supervisor, lambda: False)
 
 

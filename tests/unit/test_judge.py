@@ -101,17 +101,17 @@ def test_answers_in_a_form_of_their_own_are_not_judged() -> None:
 
 
 def test_counts_say_it_in_words() -> None:
-    counts = Counts(completed=20, cut_off=18, cut_off_tokens=144, invalid=1, refused=0)
+    counts = Counts(completed=20, cut_off=18, cut_off_tokens=144, invalid=2, refused=1)
     cut = "18 of 20 answers were cut off by max_tokens or the model's context, after 8 tokens on average"
     found = words_of(counts, has_ended=False)
     assert [each.partition(":")[0] for each in found] == [
         cut,
-        "1 of 20 answers is not the JSON that the request asked for",
+        "2 of 20 answers are not the JSON that the request asked for",
     ]
     few = Counts(completed=19, cut_off=19, cut_off_tokens=19)
     assert words_of(few, has_ended=False) == []
     assert len(words_of(few, has_ended=True)) == 1
-    assert words_of(Counts(completed=1000, cut_off=49, cut_off_tokens=49), has_ended=True) == []
+    assert words_of(Counts(completed=1000, cut_off=50, cut_off_tokens=50), has_ended=True) == []
     assert words_of(Counts(failed=5), has_ended=True) == []
 
 
