@@ -3,7 +3,7 @@
 import json
 from typing import Any
 
-import orjson
+import msgspec
 
 from engine_ext.plugin.worker import guard
 
@@ -107,7 +107,7 @@ def _arguments(given: Any) -> Any:
     """Return a call's arguments as the text of an object: templates iterate over them."""
     if isinstance(given, str):
         try:
-            is_object = isinstance(orjson.loads(given), dict)  # as SGLang reads it
+            is_object = isinstance(msgspec.json.decode(given), dict)  # as SGLang reads it
         except ValueError:
             is_object = False
         if is_object:
