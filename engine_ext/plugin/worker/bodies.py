@@ -107,8 +107,8 @@ def _arguments(given: Any) -> Any:
     """Return a call's arguments as the text of an object: templates iterate over them."""
     if isinstance(given, str):
         try:
-            is_object = isinstance(msgspec.json.decode(given), dict)  # as SGLang reads it
-        except ValueError:
+            is_object = isinstance(msgspec.json.decode(given), dict)
+        except (msgspec.DecodeError, RecursionError):
             is_object = False
         if is_object:
             return given
