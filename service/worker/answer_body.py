@@ -45,7 +45,7 @@ class Choice(msgspec.Struct):
     text: str | None = None
 
 
-class Part(msgspec.Struct):
+class ContentPart(msgspec.Struct):
     type: str = ""
     text: str | None = None
 
@@ -54,7 +54,7 @@ class Item(msgspec.Struct):
     """An item of a response's output."""
 
     type: str = ""
-    content: list[Part] | str | None = None
+    content: list[ContentPart] | str | None = None
 
 
 class Because(msgspec.Struct):

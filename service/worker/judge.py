@@ -4,27 +4,28 @@ JSON that a request asked for is parsed and, where a schema is not large, valida
 to take hours on an answer, and the worker judges between the steps of everybody's streams.
 """
 
-from collections.abc import Callable
 from functools import lru_cache
 from typing import Any
 
 import msgspec
+import structlog
 from jsonschema import Draft202012Validator
-from jsonschema.exceptions import SchemaError
 from jsonschema.validators import extend
 from referencing import Registry
-from referencing.exceptions import Unresolvable
 
 from service.objects.shards import Outcome
 from service.worker.answer_body import Body, Choice, Item
 
 MOST_SCHEMA_BYTES = 64 * 1024
-MOST_CHECKS = 5000  # keywords of a schema that are applied to one answer: tens of milliseconds at most
-KNOWN_SCHEMAS = 256
-# The grammar enforces patterns, and one can be made to take hours here; formats are annotations.
-LEFT_OUT = ("pattern", "patternProperties", "format")
+# Keywords that are applied to one answer, and the members that they look at: tens of milliseconds at most.
+MOST_CHECKS = 5000
+KNOWN_SCHEMAS = 64
+# The grammar enforces patterns, and one can be made to take hours here; formats are annotations; and looking for equal
+# items takes the square of their number.
+LEFT_OUT = ("pattern", "patternProperties", "format", "uniqueItems")
 # What ends an answer, as chat completions and completions say it, or as responses do.
 CUT_OFF, FILTERED = ("length", "max_output_tokens"), "content_filter"
+log = structlog.get_logger()
 
 
 class TooMuch(Exception):
@@ -33,6 +34,16 @@ class TooMuch(Exception):
 
 def outcome_of(asked: dict[str, Any], answer: Body) -> Outcome:
     """Return the first outcome of an answer's choices that is not ok. `asked`: the request's body."""
+    try:
+        return _outcome_of(asked, answer)
+    except TooMuch:
+        return Outcome.OK
+    except Exception as error:  # no schema, however odd, costs its request the answer
+        log.info("answer not judged", error=repr(error))
+        return Outcome.OK
+
+
+def _outcome_of(asked: dict[str, Any], answer: Body) -> Outcome:
     for reason, text, is_refusal in _ends(answer):
         if reason in CUT_OFF:
             return Outcome.CUT_OFF
@@ -73,24 +84,21 @@ def _is_invalid(asked: dict[str, Any], text: str) -> bool:
         found = msgspec.json.decode(text)
     except (msgspec.DecodeError, RecursionError):
         return True
-    try:
-        written = msgspec.json.encode(wanted)
-        return len(written) <= MOST_SCHEMA_BYTES and not _validator(written)(found)
-    except (TooMuch, RecursionError, SchemaError, Unresolvable, TypeError, ValueError, AttributeError):
+    written = msgspec.json.encode(wanted)
+    if len(written) > MOST_SCHEMA_BYTES:
         return False  # nobody can say
+    _left[0] = MOST_CHECKS
+    return not _validator(written).is_valid(found)
 
 
 def _wanted(asked: dict[str, Any]) -> Any:
     """Return the schema that the answer must meet; None for any text."""
-    given = asked.get("response_format") or (asked.get("text") or {}).get("format") or {}
-    if not isinstance(given, dict):
-        return None
-    kind = given.get("type")
+    given = asked.get("response_format") or _member(asked.get("text"), "format")
+    kind = _member(given, "type")
     if kind == "json_object":
         return {"type": "object"}
     if kind == "json_schema":
-        inner = given.get("json_schema", given)
-        return inner.get("schema", inner.get("schema_")) if isinstance(inner, dict) else None
+        return _member(_member(given, "json_schema") or given, "schema")
     plain = asked.get("json_schema")  # SGLang's own
     if isinstance(plain, str):
         try:
@@ -100,27 +108,30 @@ def _wanted(asked: dict[str, Any]) -> Any:
     return None
 
 
+def _member(given: Any, name: str) -> Any:
+    return given.get(name) if isinstance(given, dict) else None
+
+
+_left = [0]  # of the budget of the answer that is judged now
+
+
+def _counted(check: Any) -> Any:
+    """Let a keyword's check take from the budget: one, and one for each member that it may look at."""
+
+    def checked(validator: Any, value: Any, instance: Any, schema: Any) -> Any:
+        _left[0] -= 1 + sum(len(each) for each in (value, instance) if isinstance(each, list | dict))
+        if _left[0] < 0:
+            raise TooMuch
+        return check(validator, value, instance, schema)
+
+    return checked
+
+
+_CHECKS = {name: None if name in LEFT_OUT else _counted(each) for name, each in Draft202012Validator.VALIDATORS.items()}
+_Budgeted: Any = extend(Draft202012Validator, _CHECKS)
+
+
 @lru_cache(KNOWN_SCHEMAS)
-def _validator(written: bytes) -> Callable[[Any], bool]:
-    """Return whether JSON is valid by a schema, of which nothing is fetched. Raises TooMuch."""
-    schema, left = msgspec.json.decode(written), [0]
-
-    def counted(check: Any) -> Any:
-        def checked(*given: Any) -> Any:
-            left[0] -= 1
-            if left[0] < 0:
-                raise TooMuch
-            return check(*given)
-
-        return checked
-
-    checks = {
-        name: None if name in LEFT_OUT else counted(each) for name, each in Draft202012Validator.VALIDATORS.items()
-    }
-    validator = extend(Draft202012Validator, checks)(schema, registry=Registry())
-
-    def is_valid(found: Any) -> bool:
-        left[0] = MOST_CHECKS
-        return validator.is_valid(found)
-
-    return is_valid
+def _validator(written: bytes) -> Any:
+    """Return the validator of a schema, for which nothing is fetched."""
+    return _Budgeted(msgspec.json.decode(written), registry=Registry())

@@ -75,6 +75,8 @@ def test_each_answer_has_one_outcome(asked: dict[str, Any], answer: Any, outcome
         {"$ref": "#/nowhere"},
         {"$ref": "http://127.0.0.1:9/schema.json"},  # nothing is fetched
         {"type": 7},
+        {"type": "nonsense"},
+        {"minLength": "x"},
         {"pattern": "(a+)+$"},  # the grammar's to enforce
         {"enum": ["x" * 70_000]},  # too large
     ],
@@ -93,6 +95,32 @@ def test_a_schema_cannot_take_for_ever() -> None:
     assert time.process_time() - started < 10  # it would be 2 ** 60 checks, and is MOST_CHECKS
     assert MOST_CHECKS < 10_000
     assert judged(asked, chat(("[" * 100_000, "stop"))) == "invalid"
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        *({"text": "words"}, {"text": ["a"]}, {"text": {"format": "json"}}),
+        *({"response_format": ["x"]}, {"json_schema": "{"}),
+    ],
+)
+def test_a_parameter_of_another_form_costs_no_answer(asked: dict[str, Any]) -> None:
+    assert judged(asked, chat(("not JSON", "stop"))) == "ok"
+
+
+@pytest.mark.parametrize(
+    ("schema", "text"),
+    [
+        ({"uniqueItems": True}, json.dumps([1, "a"] * 10_000)),  # of kinds that cannot be sorted
+        ({"items": {"enum": [f"word {n}" for n in range(3000)]}}, json.dumps(["none"] * 3000)),
+        ({"items": {"multipleOf": 0}}, "[1]"),
+    ],
+)
+def test_large_answers_cost_little(schema: Any, text: str) -> None:
+    asked = {"response_format": {"type": "json_schema", "json_schema": {"schema": schema}}}
+    started = time.process_time()
+    assert judged(asked, chat((text, "stop"))) == "ok"
+    assert time.process_time() - started < 5  # it would be minutes
 
 
 def test_answers_in_a_form_of_their_own_are_not_judged() -> None:
