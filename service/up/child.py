@@ -17,7 +17,7 @@ from service.errors import CommandError
 from service.settings import Settings
 from service.terminal import said
 from service.up.folder_lock import is_locked, told_by
-from service.up.supervisor import die_with_parent
+from service.up.part import die_with_parent
 
 START_S, STOP_S = 120.0, 60.0
 LOOK_S = 0.2

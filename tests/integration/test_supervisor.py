@@ -13,7 +13,8 @@ from service.errors import StartError
 from service.queue.progress import Heartbeat
 from service.settings import Settings
 from service.up.engines import Engines, Model
-from service.up.supervisor import Part, Supervisor
+from service.up.part import Part
+from service.up.supervisor import Supervisor
 
 
 @pytest.fixture
