@@ -89,7 +89,7 @@ def run(
             mine = (
                 f"The file's first line names this model. With --model, a folder or another model answers as {named!r}"
             )
-            raise CommandError(f"{error}. {mine}; the demo's small one is --model demo.") from error
+            raise CommandError(f"{str(error).rstrip('.')}. {mine}; the demo's small one is --model demo.") from error
     raise typer.Exit(code)
 
 

@@ -84,11 +84,13 @@ def models_of(models: list[str] | None, names: list[str] | None, **overrides: An
         own: dict[str, Any] = {"model": source or None, "model_name": names[number] if names else None}
         if number:  # adapters, and a name in the environment, are the first one's
             own |= {"adapters": {}, "model_name": own["model_name"] or ""}
-        args = settings_of(**overrides, **own).engine_args | ({"is_embedding": True} if is_embedding else {})
-        found.append(settings_of(**overrides, **own, engine_args=args))
+        settings = settings_of(**overrides, **own)
+        args = settings.engine_args | ({"is_embedding": True} if is_embedding else {})
+        found.append(settings.model_copy(update={"engine_args": args}))
     served = [each.served_model for each in found]
     if twice := next((name for name in served if served.count(name) > 1), None):
-        fail(f"Two models have the name {twice}: give each its own by --model-name.")
+        given = " and ".join(f"--model {each.model}" for each in found if each.served_model == twice)
+        fail(f"{given} have one name, {twice}: give each its own by --model-name.")
     return found
 
 

@@ -36,11 +36,13 @@ def assumed_gpu(settings: Settings) -> str:
 
     Where it has none, or one that no preset describes, it is FALLBACK_GPU.
     """
-    return settings.gpu if settings.gpu != AUTO else _machine_preset() or FALLBACK_GPU
+    return _described_gpu(settings) or FALLBACK_GPU
 
 
-def _machine_preset() -> str | None:
-    """Return the preset that describes this machine's GPU; None without one, or if none does."""
+def _described_gpu(settings: Settings) -> str | None:
+    """Return the GPU that the settings name, or the preset of this machine's; None if none describes it."""
+    if settings.gpu != AUTO:
+        return settings.gpu
     name = machine_gpu()
     return hardware.preset_of(name) if name else None
 
@@ -50,17 +52,14 @@ def told_machine(settings: Settings) -> dict[str, Any]:
 
     STAND_IN says that no cost model describes the machine, such as a CPU: its plans are good, their seconds are not.
     """
-    gpu: Any = assumed_gpu(settings)
+    described_gpu = _described_gpu(settings)
+    gpu: Any = described_gpu or FALLBACK_GPU
     if gpu.endswith(".json"):
         described = _json(Path(gpu))
         fields = ("name", "flops", "bandwidth", "memory_bytes", *hardware.MEASURED)
         gpu = {field: described[field] for field in fields if field in described}
-    is_real = settings.engine == "sglang" and (settings.emulated_device is not None or _is_described(settings))
+    is_real = settings.engine == "sglang" and (settings.emulated_device is not None or described_gpu is not None)
     return {"gpu": gpu, "tp": settings.replica, **({} if is_real else {STAND_IN: True})}
-
-
-def _is_described(settings: Settings) -> bool:
-    return settings.gpu != AUTO or _machine_preset() is not None
 
 
 def read_hardware(name: str | dict[str, Any]) -> Hardware:

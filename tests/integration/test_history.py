@@ -78,7 +78,7 @@ async def test_a_worker_that_falls_silent_is_told_of_once(
     assert "died</b> fell silent" in page
     told = (await pages.get("")).text
     assert "Died or fell silent in the last hour: died 1 min ago." in told
-    assert "No figure: the cost model describes a GPU" in told
+    assert "No figure: the cost model does not describe" in told
     marks = (await pages.get("/overview.json")).json()["marks"]
     assert {("death", "died fell silent"), ("start", "died became ready")} <= {
         (each["kind"], each["text"]) for each in marks
