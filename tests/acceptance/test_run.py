@@ -151,7 +151,11 @@ def test_one_run_at_a_time_writes_an_output(folder: Path) -> None:
     write(folder, *(request(str(number), "slow") for number in range(100)))
     first = begun(folder, "in.jsonl")
     service.until(lambda: bool(service.client.batches.list().data), "the batch of the first one")
-    second = run(folder, "in.jsonl")
+    first.send_signal(signal.SIGSTOP)  # or it may end before the second one has begun
+    try:
+        second = run(folder, "in.jsonl")
+    finally:
+        first.send_signal(signal.SIGCONT)
     assert second.returncode == 1
     assert "in.results.jsonl.part is being written by another run of this command" in second.stderr
     assert first.wait(300) == 0

@@ -1,9 +1,11 @@
 """The rooms of `service` and `engine_ext`, which are their packages and single files, and who may import whom."""
 
 import ast
+import re
 import subprocess
 import sys
 from graphlib import TopologicalSorter
+from importlib.metadata import packages_distributions
 from pathlib import Path
 
 import pytest
@@ -19,6 +21,7 @@ ROOMS = (
 # The same of `engine_ext`; `compiled` makes machine code of all rooms, `arrays` is what it changes in place.
 ENGINE_ROOMS = ("errors", "arrays", "compiled", "costs", "plan", "scan", "coserve", "simulate", "warm_up", "plugin")
 PURE = ("costs", "plan", "scan", "coserve", "simulate")
+OURS = {"service", "engine_ext", "migrations"}
 PROCESSES = ("worker", "scheduler", "cpu")  # rooms of the plugin, by where a line runs; what is beside them crosses
 IO = {"asyncio", "io", "os", "pathlib", "random", "socket", "subprocess", "time", "datetime", "tempfile"}
 
@@ -155,3 +158,29 @@ def test_unit_tests_load_no_engine() -> None:
 def test_a_worker_loads_no_simulator() -> None:
     modules = ", ".join(f"service.worker.{file.stem}" for file in sources("service/worker"))
     assert not loaded_after(f"import {modules}", "engine_ext.simulate", "sglang", "ray")
+
+
+def test_roles_without_an_engine_import_only_what_a_plain_install_has() -> None:
+    roles = "service.app, service.cli.roles, service.jobs.runner, service.up.supervisor, service.worker.scripted"
+    code = f"import sys, {roles}, service.worker.loop\n"
+    code += "ours = [each for name, each in sys.modules.items() if name.split('.')[0] in ('service', 'engine_ext')]\n"
+    code += "print(*[each.__file__ for each in ours if each.__file__], sep='\\n')"
+    loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, check=True, text=True).stdout.split()
+    assert str(ROOT / "engine_ext/plugin/worker/bodies.py") in loaded
+    names = {name for file in loaded for name in at_the_top(Path(file))} - set(sys.stdlib_module_names) - OURS
+    text = (ROOT / "requirements/server.txt").read_text()
+    pinned = {each.replace("-", "_") for each in re.findall(r"^([a-z0-9.-]+)(?:\[.*\])?==", text, re.MULTILINE)}
+    of = packages_distributions()
+    assert {"fastapi", "jsonschema", "msgspec"} <= names
+    assert {name for name in names if not {re.sub("[-.]+", "_", each).lower() for each in of[name]} & pinned} == set()
+
+
+def at_the_top(file: Path) -> set[str]:
+    """The packages that a file imports as soon as it is loaded."""
+    found = set[str]()
+    for node in ast.parse(file.read_text()).body:
+        if isinstance(node, ast.Import):
+            found |= {each.name.split(".")[0] for each in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            found.add(node.module.split(".")[0])
+    return found
