@@ -8,6 +8,7 @@ from typing import Any
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from service.remote.client import AnswerError, Away, Client
+from service.remote.lines import Lines
 from service.remote.session import Exit
 from service.remote.shapes import Batch
 from service.terminal import duration, said
@@ -71,20 +72,21 @@ def follow(
         TimeElapsedColumn(),
         TextColumn("{task.fields[more]}", markup=False),
     )
-    pace, pause_s = TokenRate(), FIRST_POLL_S
+    pace, lines, pause_s = TokenRate(), Lines(), FIRST_POLL_S
     with Progress(*columns, console=said, transient=True) as bar:
-        task, last, told = bar.add_task("waiting", total=None, more=""), "", 0
+        task, told = bar.add_task("waiting", total=None, more=""), 0
         while batch.status not in ENDED and not until(batch):
             is_warned = _warn(batch, is_warned)
             told = _warn_of_outcomes(batch, told)
-            counts = batch.request_counts
+            counts, done = batch.request_counts, ""
             if counts is not None:
-                done = counts.completed + counts.failed
-                bar.update(task, total=counts.total or None, completed=done)
+                ended = counts.completed + counts.failed
+                done = f"{ended:,} of {counts.total:,} done" if counts.total and batch.status == "in_progress" else ""
+                bar.update(task, total=counts.total or None, completed=ended)
             pace.see(batch.usage.total_tokens if batch.usage else 0, time.monotonic())
-            state = _state(batch)
-            bar.update(task, description=state, more=_more(batch, pace))
-            last = _tell(state, last)
+            state, more = _state(batch), _more(batch, pace)
+            bar.update(task, description=state, more=more)
+            lines.tell(state, ", ".join(each for each in (done, more) if each), time.monotonic())
             time.sleep(pause_s)
             pause_s = min(pause_s * 1.1, LAST_POLL_S)
             at_each(batch)
@@ -95,16 +97,9 @@ def follow(
                 if isinstance(error, AnswerError) and not error.may_pass:
                     raise
                 bar.update(task, description=AWAY)
-                last = _tell(AWAY, last)
+                lines.tell(AWAY, "", time.monotonic())
     _warn(batch, is_warned)
     return batch
-
-
-def _tell(state: str, last: str) -> str:
-    """Print each change of state on a line where no bar is drawn, and return the new state."""
-    if state != last and not said.is_terminal:
-        said.print(state)
-    return state
 
 
 def _warn(batch: Batch, is_warned: bool) -> bool:

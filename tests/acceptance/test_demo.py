@@ -19,7 +19,7 @@ def demo(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     """The data folder of a demo that has run, and what it printed."""
     folder = tmp_path_factory.mktemp("demo") / "data"
     command = [sys.executable, "-m", "service.cli", "demo", "--data-dir", str(folder)]
-    found = subprocess.run(command, capture_output=True, text=True, timeout=1000)
+    found = subprocess.run(command, capture_output=True, text=True, timeout=1500)
     assert found.returncode == 0, found.stdout + found.stderr
     return folder, found.stderr + found.stdout
 
@@ -29,7 +29,7 @@ def lines_of(path: Path) -> dict[str, Any]:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(1200)
+@pytest.mark.timeout(1700)
 def test_the_demo_prints_answers_that_a_person_can_read(demo: tuple[Path, str]) -> None:
     folder, said = demo
     asked, answered = lines_of(folder / "requests.jsonl"), lines_of(folder / "results.jsonl")
@@ -49,7 +49,7 @@ def test_the_demo_prints_answers_that_a_person_can_read(demo: tuple[Path, str]) 
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(1200)
+@pytest.mark.timeout(1700)
 def test_greedy_answers_are_those_of_transformers(demo: tuple[Path, str]) -> None:
     """Each token of an answer is the most likely one, or lies so close that rounding decides."""
     import torch

@@ -1,6 +1,7 @@
 """What an engine on a CPU needs: SGLang's arguments and environment, its threads, and how long a step is."""
 
 import os
+import re
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -9,7 +10,7 @@ from typing import Any
 from engine_ext.plugin.options import Options
 
 # SGLang's wheel on a CPU: a bfloat16 GEMM on one thread gives each row the same bits whatever the batch around it
-# (float32 does not, below four rows).
+# (float32 does not, below four rows). A CPU without instructions for it takes seven times as long as in float32.
 CPU_DEFAULTS: dict[str, Any] = {
     "dtype": "bfloat16",
     "sampling_backend": "pytorch",
@@ -24,6 +25,10 @@ CPU_DEFAULTS: dict[str, Any] = {
 EXACT = "enable_deterministic_inference"
 # How often a thread looks for work before it sleeps. OpenMP's own 300,000 keep a core from others (docs/engine.md).
 SPINS = "5000"
+# Flags of CPUs that multiply bfloat16 themselves: of x86, and of Arm.
+MULTIPLIES_BFLOAT16 = frozenset({"avx512_bf16", "amx_bf16", "bf16"})
+CPU_FLAGS = Path("/proc/cpuinfo")
+MOST_MEMORY = 0.25  # of the machine's, for weights in float32
 QUOTA = Path("/sys/fs/cgroup/cpu.max")  # of a container: microseconds of CPU time in a period
 MOST_STEP_S = 1.5  # for the prompts of one step, in which nobody else gets a token
 LEAST_CHUNK = 64  # tokens
@@ -50,15 +55,32 @@ def prepare(options: Options, engine_args: dict[str, Any]) -> tuple[Options, dic
 
 
 def arguments_for(options: Options, engine_args: dict[str, Any]) -> dict[str, Any]:
-    """Return SGLang's arguments, with how many prompt tokens a step has.
+    """Return SGLang's arguments, with the dtype and how many prompt tokens a step has.
 
     An emulated device is as fast as it says, and machines that run one engine together must agree.
     """
     if options.emulated or int(engine_args.get("nnodes", 1)) > 1:
         return CPU_DEFAULTS
     page = int(engine_args.get("page_size") or 1)
-    chunk = chunk_for(options.cost.shape.active_parameters, options.cpu_threads or 1)
-    return CPU_DEFAULTS | {"chunked_prefill_size": -(-chunk // page) * page}
+    shape, dtype = options.cost.shape, CPU_DEFAULTS["dtype"]
+    if options.cpu_threads is not None:
+        dtype = dtype_for(shape.parameters)
+    wide = engine_args.get("dtype", dtype) in ("float32", "float")
+    chunk = chunk_for(shape.active_parameters, options.cpu_threads or 1, wide)
+    return CPU_DEFAULTS | {"dtype": dtype, "chunked_prefill_size": -(-chunk // page) * page}
+
+
+def dtype_for(parameters: float) -> str:
+    """Return the dtype in which this CPU answers sooner: float32 where it has no arithmetic for bfloat16.
+
+    Weights that would take much of the memory in float32 stay in bfloat16.
+    """
+    found = (
+        re.search(r"^(?:flags|Features)\s*:(.*)$", CPU_FLAGS.read_text(), re.MULTILINE) if CPU_FLAGS.exists() else None
+    )
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    slow = found is not None and MULTIPLIES_BFLOAT16.isdisjoint(found[1].split())
+    return "float32" if slow and 4 * parameters <= MOST_MEMORY * memory else "bfloat16"
 
 
 def _a_core_each(ranks: int) -> str:
@@ -84,17 +106,19 @@ def threads_for(ranks: int) -> int:
     return max(1, int(given) if given.isdecimal() else cores)
 
 
-def chunk_for(parameters: float, threads: int) -> int:
+def chunk_for(parameters: float, threads: int, wide: bool) -> int:
     """Return the prompt tokens that a model with so many active parameters computes on this CPU in MOST_STEP_S.
 
-    It is a power of two, and at most the chunk of CPU_DEFAULTS.
+    `wide`: in float32, otherwise in bfloat16. It is a power of two, and at most the chunk of CPU_DEFAULTS.
     """
     import torch
 
     before = torch.get_num_threads()
     torch.set_num_threads(1)  # a process that has used several cannot be forked any more
     try:
-        weights, rows = (torch.ones(size, _SIDE, dtype=torch.bfloat16) for size in (_SIDE, _ROWS))
+        weights, rows = (
+            torch.ones(size, _SIDE, dtype=torch.float32 if wide else torch.bfloat16) for size in (_SIDE, _ROWS)
+        )
         torch.nn.functional.linear(rows, weights)
         times: list[float] = []
         for _ in range(TIMINGS):
