@@ -13,7 +13,8 @@ DELTA = b"event: response.output_text.delta\n"
 class Endpoint:
     """Describes an endpoint: a body's `required` fields and the `id_prefix` of answers.
 
-    `generates` is true if the engine generates tokens one by one, false if it answers all at once. `online` is true if
+    `generates` is true if the engine generates tokens one by one, false if it answers all at once; `limit` is the field
+    that says how many. `online` is true if
     clients may also call it outside of batches, and `streams` if they may ask for the tokens as they come. Each token
     of a stream has one `token_mark`; `typed` is true if the stream's events name their types. `adapters` is true if
     SGLang 0.5.17 applies a LoRA adapter that the model's name asks for; where it does not, it answers without a word.
@@ -26,6 +27,7 @@ class Endpoint:
     streams: bool = False
     token_mark: bytes = b"\n\n"
     typed: bool = False
+    limit: str | None = None
     adapters: bool = False
 
     def error_event(self, body: dict[str, Any]) -> bytes:
@@ -37,9 +39,20 @@ class Endpoint:
 
 
 BY_PATH = {
-    "/v1/chat/completions": Endpoint(("model", "messages"), "chatcmpl-", online=True, streams=True, adapters=True),
-    "/v1/completions": Endpoint(("model", "prompt"), "cmpl-", online=True, streams=True, adapters=True),
-    "/v1/responses": Endpoint(("model", "input"), "resp_", online=True, streams=True, token_mark=DELTA, typed=True),
+    "/v1/chat/completions": Endpoint(
+        ("model", "messages"), "chatcmpl-", online=True, streams=True, limit="max_completion_tokens", adapters=True
+    ),
+    "/v1/completions": Endpoint(
+        ("model", "prompt"), "cmpl-", online=True, streams=True, limit="max_tokens", adapters=True
+    ),
+    "/v1/responses": Endpoint(
+        *(("model", "input"), "resp_"),
+        online=True,
+        streams=True,
+        token_mark=DELTA,
+        typed=True,
+        limit="max_output_tokens",
+    ),
     "/v1/embeddings": Endpoint(("model", "input"), "embd-", generates=False, online=True, adapters=True),
     "/v1/score": Endpoint(("model", "query", "items"), "score-", generates=False),
     "/v1/rerank": Endpoint(("model", "query", "documents"), "rerank-", generates=False),

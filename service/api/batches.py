@@ -8,7 +8,7 @@ from sqlalchemy import ColumnElement, case, func, select, update
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from service import ids
-from service.api.bodies import CreateBatch, ObjectId
+from service.api.bodies import CreateBatch, ObjectId, RetryBatch
 from service.api.caller import CalledBy
 from service.api.context import Context, InContext
 from service.api.files import check_no_retry, check_room
@@ -18,8 +18,8 @@ from service.api.shapes import BatchDeleted, BatchObject, Page
 from service.db.deletions import forget_batch
 from service.db.models import timed_models
 from service.db.moves import LIVE, STARTABLE, TERMINAL, move_batch, rows_changed
-from service.db.tables import FILE_KEEP_S, Batch, BatchStatus, File, OnLongLine
-from service.endpoints import ENDPOINTS
+from service.db.tables import FILE_KEEP_S, Batch, BatchStatus, File, OnLongLine, RetryOutcome
+from service.endpoints import BY_PATH, ENDPOINTS
 from service.errors import BadRequest, NotFound
 from service.estimates.standing import Surroundings, running, standing
 from service.objects.request_index import RequestIndex
@@ -130,12 +130,21 @@ async def get_batch(batch_id: ObjectId, context: InContext, caller: CalledBy) ->
 
 
 @router.post("/{batch_id}/retry")
-async def retry_batch(batch_id: ObjectId, context: InContext, caller: CalledBy, again: TriedAgain) -> BatchObject:
-    """Create a batch from the same input, with only the requests that failed or did not run before this one ended."""
+async def retry_batch(
+    batch_id: ObjectId, context: InContext, caller: CalledBy, again: TriedAgain, body: RetryBatch | None = None
+) -> BatchObject:
+    """Create a batch from the same input, with only some of the requests of one that has ended.
+
+    Without a body these are the requests that failed or did not run.
+    """
+    wanted = body or RetryBatch()
 
     async def make(session: AsyncSession, now: int) -> Batch:
         source = await find_batch(session, caller, batch_id)
-        await _check_retriable(session, source, now)
+        if wanted.max_tokens is not None and BY_PATH[source.endpoint].limit is None:
+            message = f"max_tokens: answers of {source.endpoint} have no tokens to limit."
+            raise BadRequest(message, code="invalid_request", param="max_tokens")
+        await _check_retriable(session, source, set(wanted.outcomes), now)
         return Batch(
             endpoint=source.endpoint,
             input_file_id=source.input_file_id,
@@ -145,29 +154,37 @@ async def retry_batch(batch_id: ObjectId, context: InContext, caller: CalledBy, 
             output_order=source.output_order,
             on_long_line=source.on_long_line,
             retry_of=source.id,
+            retry_outcomes=sorted(set(wanted.outcomes)),
+            max_tokens=wanted.max_tokens or source.max_tokens,
         )
 
-    return await shape(
-        context, await _add_once(context, caller, again, "batch.retry", digest({"retry": batch_id}), make)
-    )
+    asked = {"retry": batch_id} | (wanted.model_dump(exclude_defaults=True) if body else {})
+    return await shape(context, await _add_once(context, caller, again, "batch.retry", digest(asked), make))
 
 
-async def _check_retriable(session: AsyncSession, source: Batch, now: int) -> None:
-    """Raise BadRequest unless the batch is finished with failures, and its input and error files still exist."""
+async def _check_retriable(session: AsyncSession, source: Batch, wanted: set[RetryOutcome], now: int) -> None:
+    """Raise BadRequest unless the batch has ended with such outcomes, and the files that say so still exist."""
     if source.status not in TERMINAL:
         message = f"The batch is {source.status}: it can be retried once it is finished."
         raise BadRequest(message, code="batch_not_ended", param="id")
-    if source.error_file_id is None:
-        reason = "none of its requests failed"
+    counts = {RetryOutcome(each): getattr(source, each) for each in RetryOutcome if each != RetryOutcome.FAILED}
+    found = {each for each, count in counts.items() if count}
+    found |= {RetryOutcome.FAILED} if source.error_file_id else set()
+    if not wanted & found:
+        reason = f"none of its requests is {' or '.join(sorted(wanted))}"
         if source.errors:
             reason = "the input file itself has errors; fix it and create a new batch"
         elif not source.total:
             reason = "the batch ended before its file was read; create it again"
+        elif found:
+            reason += f", but some are {', '.join(sorted(found))}: name them in `outcomes`"
         raise BadRequest(f"There is nothing to retry: {reason}.", code="nothing_to_retry", param="id")
-    both = File.id.in_([source.input_file_id, source.error_file_id])
-    kept = await session.execute(select(func.count()).select_from(File).where(both, _is_kept(now)))
-    if int(kept.scalar_one()) != 2:
-        message = "The batch's input or error file was deleted or has expired; upload the requests in a new file."
+    files = {source.input_file_id}
+    files |= {source.error_file_id} if RetryOutcome.FAILED in wanted & found else set()
+    files |= {source.output_file_id} if wanted & found - {RetryOutcome.FAILED} else set()
+    kept = await session.execute(select(func.count()).select_from(File).where(File.id.in_(files), _is_kept(now)))
+    if int(kept.scalar_one()) != len(files):
+        message = "A file of the batch was deleted or has expired; upload the requests in a new file."
         raise BadRequest(message, code="file_not_found", param="id")
 
 

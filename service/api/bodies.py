@@ -6,8 +6,9 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints
 
-from service.db.tables import OnLongLine, OutputOrder
+from service.db.tables import OnLongLine, OutputOrder, RetryOutcome
 from service.db.webhook_events import EventType
+from service.objects.request_output import MOST_TOKENS
 
 # The id of a file, batch, project or key; an id that no object can have is refused without a lookup.
 ObjectId = Annotated[str, StringConstraints(max_length=64, pattern=r"^[A-Za-z0-9_-]+$")]
@@ -83,6 +84,19 @@ class CreateBatch(BaseModel):
         return [{"name": name, "similar": next(iter(get_close_matches(name, known, 1)), None)} for name in names]
 
 
+class RetryBatch(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+
+    outcomes: Annotated[
+        list[RetryOutcome],
+        Field(min_length=1, max_length=len(RetryOutcome), description="Whose requests run again"),
+    ] = [RetryOutcome.FAILED]
+    max_tokens: Annotated[
+        int | None,
+        Field(ge=1, le=MOST_TOKENS, description="Limit of tokens of each answer, in place of its request's own"),
+    ] = None
+
+
 EventTypeList = Annotated[list[EventType], Field(min_length=1, max_length=16)]
 WebhookName = Annotated[str, StringConstraints(min_length=1, max_length=256, pattern=r"^[^\x00]+$")]
 WebhookUrl = Annotated[str, StringConstraints(min_length=1, max_length=2048, pattern=r"^[\x21-\x7e]+$")]
@@ -108,7 +122,9 @@ class TestWebhook(BaseModel):
     event_type: EventType
 
 
-UPLOAD_FIELDS = sorted({*ExpiresAfter.model_fields, *CreateUpload.model_fields, *CompleteUpload.model_fields})
+OTHER_FIELDS = sorted(
+    {name for each in (ExpiresAfter, CreateUpload, CompleteUpload, RetryBatch) for name in each.model_fields}
+)
 
 
 def explain(error: Mapping[str, Any]) -> str:
@@ -118,7 +134,7 @@ def explain(error: Mapping[str, Any]) -> str:
         return f"must be a whole number of minutes, hours or days, such as 24h, 30m, 7d, not {error['input']!r:.40}"
     if error["type"] == "extra_forbidden":
         is_ours = "batchweave" in error["loc"]
-        nearest = get_close_matches(field, CreateExtras.model_fields if is_ours else UPLOAD_FIELDS, 1)
+        nearest = get_close_matches(field, CreateExtras.model_fields if is_ours else OTHER_FIELDS, 1)
         if nearest:
             return f"unknown field; did you mean {nearest[0]!r}?"
         return f"unknown field; the fields are {', '.join(CreateExtras.model_fields)}." if is_ours else "unknown field"

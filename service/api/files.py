@@ -162,20 +162,24 @@ async def delete_file(file_id: ObjectId, context: InContext, caller: CalledBy) -
         if using is not None:
             message = f"The file is the input of {using}, which is not finished. Cancel that batch first."
             raise BadRequest(message, code="file_in_use", param="file_id")
-        source = aliased(Batch)  # of which it is the error file; a retry has the same input
+        source = aliased(Batch)  # of which it is a result file; a retry has the same input
         is_retry = (Batch.retry_of == source.id) & (Batch.input_file_id == source.input_file_id)
-        await check_no_retry(session, exists().where(source.error_file_id == file.id, is_retry).correlate(Batch))
+        await check_no_retry(session, exists().where(_made(source, file.id), is_retry).correlate(Batch))
         await forget_file(session, File.project_id == file.project_id, file.id, context.clock())
         audit.note(session, caller, "file.delete", file.id, context.clock())
     await context.storage.delete(file_key(file.id))
     return FileDeleted(id=file.id)
 
 
+def _made(batch: type[Batch], file_id: str) -> ColumnElement[bool]:
+    return (batch.error_file_id == file_id) | (batch.output_file_id == file_id)
+
+
 async def check_no_retry(session: AsyncSession, which: ColumnElement[bool]) -> None:
-    """Raise BadRequest if one of these batches is a retry that runs: it takes names from its source's error file."""
+    """Raise BadRequest if one of these batches is a retry that runs: it takes names from what its source made."""
     runs = select(Batch.id).where(which, Batch.status.in_(LIVE)).limit(1)
     if (using := (await session.scalars(runs)).one_or_none()) is not None:
-        message = f"{using} retries what failed in it, and is not finished. Cancel that batch first."
+        message = f"{using} retries requests of it, and is not finished. Cancel that batch first."
         raise BadRequest(message, code="file_in_use", param="id")
 
 

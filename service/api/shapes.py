@@ -7,7 +7,7 @@ from pydantic import BaseModel, Field
 
 from service import ids
 from service.db.moves import TERMINAL
-from service.db.tables import Batch, BatchStatus, File, OutputOrder, Upload, UploadStatus
+from service.db.tables import Batch, BatchStatus, File, OutputOrder, RetryOutcome, Upload, UploadStatus
 from service.endpoints import ModelName
 from service.estimates.outcomes import words_of
 from service.estimates.preview import Preview
@@ -196,6 +196,8 @@ class BatchExtras(BaseModel):
 
     output_order: OutputOrder
     retry_of: str | None
+    retry_outcomes: list[RetryOutcome] | None = Field(description="Whose requests of `retry_of` run again; or null")
+    max_tokens: int | None = Field(description="Limit of tokens that a retry sets for each answer")
     queue_position: int | None = Field(description="Number of batches of the same model with an earlier deadline")
     waiting_for: str | None = Field(description="What the batch is waiting for, while none of its requests runs")
     held: bool = Field(description="Whether the batch waits for POST /v1/batches/{id}/start before it runs")
@@ -245,6 +247,8 @@ class BatchExtras(BaseModel):
         return cls(
             output_order=OutputOrder(batch.output_order),
             retry_of=batch.retry_of,
+            retry_outcomes=_repeated(batch),
+            max_tokens=batch.max_tokens,
             queue_position=found.position,
             waiting_for=found.waiting_for,
             prompt_tokens=batch.prompt_tokens,
@@ -265,6 +269,13 @@ class BatchExtras(BaseModel):
             outcomes=Outcomes.of(counts),
             outcome_warnings=words_of(counts, batch.status in TERMINAL),
         )
+
+
+def _repeated(batch: Batch) -> list[RetryOutcome] | None:
+    """Return the outcomes that a retry repeats, None for other batches."""
+    if batch.retry_of is None:
+        return None
+    return [RetryOutcome(each) for each in batch.retry_outcomes or [RetryOutcome.FAILED]]
 
 
 class BatchObject(BaseModel):

@@ -7,7 +7,7 @@ from fastapi import APIRouter, Form, Query, Request, Response
 from fastapi.responses import RedirectResponse
 
 from service.api import batches, files, workers
-from service.api.bodies import ObjectId
+from service.api.bodies import ObjectId, RetryBatch
 from service.api.caller import note_refused_key
 from service.api.context import InContext
 from service.api.idempotency import Again
@@ -23,7 +23,9 @@ from service.dashboard.sessions import (
     sign_out,
     viewer_of,
 )
+from service.db.tables import RetryOutcome
 from service.errors import ApiError
+from service.objects.request_output import MOST_TOKENS
 
 router = APIRouter(prefix="/dashboard", include_in_schema=False)
 SHORT = 2048
@@ -89,8 +91,15 @@ async def cancel(context: InContext, viewer: Changes, batch_id: ObjectId) -> Res
 
 
 @router.post("/batches/{batch_id}/retry")
-async def retry(context: InContext, viewer: Changes, batch_id: ObjectId) -> Response:
-    batch = await batches.retry_batch(batch_id, context, await as_owner(context, viewer, batch_id), Again())
+async def retry(
+    context: InContext,
+    viewer: Changes,
+    batch_id: ObjectId,
+    outcome: Annotated[RetryOutcome, Form()] = RetryOutcome.FAILED,
+    max_tokens: Annotated[int | None, Form(ge=1, le=MOST_TOKENS)] = None,
+) -> Response:
+    wanted = RetryBatch(outcomes=[outcome], max_tokens=max_tokens)
+    batch = await batches.retry_batch(batch_id, context, await as_owner(context, viewer, batch_id), Again(), wanted)
     return _to(f"/dashboard/batches/{batch.id}")
 
 

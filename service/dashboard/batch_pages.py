@@ -179,6 +179,7 @@ def _head(request: Request, each: Shown, tab: str) -> dict[str, Any]:
         "tabs": TABS,
         "can_cancel": batch.status in ("validating", "in_progress"),
         "can_retry": not each.is_live and batch.error_file_id is not None,
+        "can_answer_again": not each.is_live and batch.output_file_id is not None,
     }
 
 

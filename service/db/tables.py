@@ -58,6 +58,15 @@ class OutputOrder(StrEnum):
     INPUT = "input"  # the order of the requests in the input file
 
 
+class RetryOutcome(StrEnum):
+    """Whose requests a retry repeats: those that failed or did not run, or whose answer is not ok."""
+
+    FAILED = "failed"
+    CUT_OFF = "cut_off"
+    INVALID = "invalid"
+    REFUSED = "refused"
+
+
 class OnLongLine(StrEnum):
     """Says what happens to a file with a request that is longer than the model's context."""
 
@@ -172,6 +181,7 @@ class Batch(Base):
         Index("ix_batches_idempotency_key", "project_id", "idempotency_key", unique=True),
         Index("ix_batches_asked", "asked"),
         Index("ix_batches_error_file", "error_file_id"),
+        Index("ix_batches_output_file", "output_file_id"),
         Index("ix_batches_ended", "ended_at"),
         # Indexes for what the planner role polls for; none of them grows with finished batches.
         _partial("ix_batches_validating", "project_id", "expires_at", "seq", where="status = 'validating'"),
@@ -206,7 +216,10 @@ class Batch(Base):
         String(16), default=OnLongLine.FAIL_LINE, server_default="fail_file"
     )
     deleted_at: Mapped[int | None] = mapped_column(BigInteger)  # only after it has ended; the row stays for a while
-    retry_of: Mapped[str | None] = mapped_column(String(64))  # run only what failed in this batch of the same input
+    retry_of: Mapped[str | None] = mapped_column(String(64))  # run only some requests of this batch of the same input
+    # Which ones, by the outcomes of their answers; null is those that failed.
+    retry_outcomes: Mapped[list[str] | None] = mapped_column(JSON(none_as_null=True))
+    max_tokens: Mapped[int | None] = mapped_column(BigInteger)  # of each answer, whatever its request says
     model: Mapped[str | None] = mapped_column(String(512))  # the base model, whose workers run the batch
     adapter: Mapped[str | None] = mapped_column(String(512))  # of that model, if the requests name one
     index_id: Mapped[str | None] = mapped_column(String(64))  # of the index that its validation wrote

@@ -80,11 +80,12 @@ class Expiry:
         A crash in between leaves an object that no row names, never a file without its bytes.
         """
         in_use = exists().where(Batch.input_file_id == File.id, Batch.status.in_(LIVE))
-        # With a retry that runs, it is an error file of which the retry takes names.
+        # With a retry that runs, it is a result file of the batch of which the retry takes names.
         source, retry = aliased(Batch), aliased(Batch)
+        made = (source.error_file_id == File.id) | (source.output_file_id == File.id)
         in_use |= (
             exists()
-            .where(source.error_file_id == File.id, retry.input_file_id == source.input_file_id)
+            .where(made, retry.input_file_id == source.input_file_id)
             .where(retry.retry_of == source.id, retry.status.in_(LIVE))
             .correlate(File)
         )

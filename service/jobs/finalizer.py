@@ -31,6 +31,7 @@ from service.db.tables import (
 )
 from service.estimates.length_memory import remember
 from service.jobs.again import EndedElsewhere, run_again
+from service.jobs.bad_answers import BadAnswers
 from service.jobs.digest import Digest
 from service.jobs.fair_turns import FairDesk
 from service.jobs.input_names import names_of
@@ -207,7 +208,7 @@ class Finalizer:
             if batch.output_order == OutputOrder.INPUT:
                 in_order = stack.enter_context(InputOrder(batch.total))
             answered, tokens = bytearray(batch.total), np.zeros(batch.total, dtype=np.int32)
-            counts, digest = Counts(), Digest()
+            counts, digest, bad = Counts(), Digest(), BadAnswers()
 
             async def keep(request: int, line: bytes, ok: bool) -> None:
                 if not ok:
@@ -223,6 +224,7 @@ class Finalizer:
                     continue
                 answered[answer.request], tokens[answer.request] = 1, min(answer.usage.output, LONGEST)
                 counts += Counts.of(answer)
+                bad.add(answer)
                 await keep(answer.request, bytes(answer.line), answer.ok)
             missing = np.flatnonzero(np.frombuffer(answered, dtype=np.uint8) == 0)
             ending, reason = await self._ending(batch, missing, counts, gone, unsaid)
@@ -232,6 +234,7 @@ class Finalizer:
                 await keep(request, _no_answer(name, reason), False)
             for line, ok in in_order.lines() if in_order else ():
                 await (output if ok else errors).add(line)
+        await bad.write(self._storage, batch.id)
         if await self._commit(batch, ending, output, errors, counts, digest):
             await self._remember(batch, ending, tokens)
 

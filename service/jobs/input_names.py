@@ -9,7 +9,9 @@ from numpy.typing import NDArray
 from sqlalchemy import select
 
 from service.db.sessions import Database
-from service.db.tables import Batch
+from service.db.tables import Batch, RetryOutcome
+from service.jobs.bad_answers import bad_answers
+from service.objects.shards import Outcome
 from service.objects.storage import Storage, file_key
 from service.requests.custom_ids import Names
 from service.requests.files import BYTE_ORDER_MARK
@@ -20,16 +22,23 @@ log = structlog.get_logger()
 
 
 async def retried(database: Database, storage: Storage, batch: Batch) -> Names | None:
-    """Return the custom_ids that a retry repeats: those of the original's error file; None for other batches.
+    """Return the custom_ids that a retry repeats; None for other batches. Raises FileNotFoundError.
 
-    Raises FileNotFoundError.
+    They are those of the original's error file, and of its answers that have one of the outcomes.
     """
     if batch.retry_of is None:
         return None
-    async with database.read() as session:
-        source = await session.scalar(select(Batch.error_file_id).where(Batch.id == batch.retry_of))
-    lines = storage.lines(file_key(source or ""), MOST_LINE_BYTES)
-    return await Names.of(name async for _, line in lines if (name := _name_of(line)) is not None)
+    wanted = set(batch.retry_outcomes or [RetryOutcome.FAILED])
+    found = Names(np.empty(0, np.uint64))
+    if RetryOutcome.FAILED in wanted:
+        async with database.read() as session:
+            source = await session.scalar(select(Batch.error_file_id).where(Batch.id == batch.retry_of))
+        if source is not None:
+            lines = storage.lines(file_key(source), MOST_LINE_BYTES)
+            found = await Names.of(name async for _, line in lines if (name := _name_of(line)) is not None)
+    if bad := [Outcome(each) for each in wanted - {RetryOutcome.FAILED}]:
+        found |= await bad_answers(storage, batch.retry_of, bad)
+    return found
 
 
 async def names_of(

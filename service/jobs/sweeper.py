@@ -76,7 +76,13 @@ class Sweeper:
         swept, store_now = 0, await self._storage.now()
         self._since = min(self._clock() - KEEP_S, backup)
         young = min(store_now - KEEP_S, backup)
-        judges = {"shards": self._shards, "indexes": self._indexes, "plans": self._plans, "uploads": self._uploads}
+        judges = {
+            "shards": self._shards,
+            "indexes": self._indexes,
+            "plans": self._plans,
+            "uploads": self._uploads,
+            "outcomes": self._outcomes,
+        }
         for prefix, judge in judges.items():
             names = await self._storage.folders(prefix)
             for at in range(0, len(names), CHUNK):
@@ -196,6 +202,14 @@ class Sweeper:
                 .join(Batch, Batch.id == SliceBatch.batch_id)
                 .where(Window.plan_id.in_(names), self._lately())
             )
+            return set(known), set(needed)
+
+    async def _outcomes(self, names: list[str]) -> tuple[set[str], set[str]]:
+        has_answers = exists().where(File.id == Batch.output_file_id, _KEPT)
+        async with self._database.read() as session:
+            known = await session.scalars(select(Batch.id).where(Batch.id.in_(names)))
+            wanted = Batch.id.in_(names) & (self._lately() | has_answers)
+            needed = await session.scalars(select(Batch.id).where(wanted))
             return set(known), set(needed)
 
     async def _uploads(self, names: list[str]) -> tuple[set[str], set[str]]:

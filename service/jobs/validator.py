@@ -27,7 +27,7 @@ from service.jobs.input_names import retried
 from service.metrics import tracing
 from service.metrics.counters import BATCHES_ENDED, VALIDATED
 from service.objects.request_index import KEYS_BYTES, RECORD, RequestIndex
-from service.objects.request_output import asked_output
+from service.objects.request_output import asked_output, with_limit
 from service.objects.storage import LineTooLong, Storage, Writer, file_key
 from service.queue.progress import Heartbeat
 from service.requests.files import BYTE_ORDER_MARK
@@ -287,8 +287,9 @@ class Validator:
                 if encoder is None and checker.requests == 1:
                     encoder, index.context_length = await self._tokenizer(checker, unknown)
                 if encoder is not None:
-                    asked = asked_output(batch.endpoint, request.body).packed
-                    await index.add(encoder, Place(offset, len(raw), number, asked), request.body)
+                    body = with_limit(batch.endpoint, request.body, batch.max_tokens)
+                    asked = asked_output(batch.endpoint, body).packed
+                    await index.add(encoder, Place(offset, len(raw), number, asked), body)
         except LineTooLong as error:
             limit = self._settings.max_line_bytes
             checker.add(LineError("invalid_request", f"The line is longer than {limit} bytes.", error.line))

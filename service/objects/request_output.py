@@ -1,4 +1,4 @@
-"""Reads what a request says about the length of its answer, for the planner."""
+"""Reads what a request says about the length of its answer, for the planner, or says it in its place."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -7,6 +7,7 @@ from service.endpoints import BY_PATH
 
 MOST_TOKENS = (1 << 31) - 1
 EXACT = 1 << 31
+LIMITS = ("max_completion_tokens", "max_tokens", "max_output_tokens")  # the first one counts
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,8 +30,16 @@ def asked_output(endpoint: str, body: dict[str, Any]) -> AskedOutput:
     """Read the answer length from a body that the engine has not checked yet. Invalid values are ignored."""
     if endpoint in BY_PATH and not BY_PATH[endpoint].generates:
         return AskedOutput(1, True)  # planned as the one step that it takes
-    given = (body.get(name) for name in ("max_completion_tokens", "max_tokens", "max_output_tokens"))
+    given = (body.get(name) for name in LIMITS)
     most = next((value for value in given if isinstance(value, int) and not isinstance(value, bool) and value > 0), 0)
     most = min(most, MOST_TOKENS)
     exact = most > 0 and (body.get("ignore_eos") is True or body.get("min_tokens") == most or most == 1)
     return AskedOutput(most, exact)
+
+
+def with_limit(endpoint: str, body: dict[str, Any], most: int | None) -> dict[str, Any]:
+    """Return the body with this limit in place of its own; None leaves it as it is."""
+    limit = BY_PATH[endpoint].limit
+    if most is None or limit is None:
+        return body
+    return {name: value for name, value in body.items() if name not in LIMITS} | {limit: most}

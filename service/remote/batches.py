@@ -3,7 +3,7 @@
 import sys
 import time
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -133,16 +133,34 @@ def delete_batch(
 @app.command("retry")
 def retry_batch(
     batch_id: BatchId,
+    failed: Annotated[bool, typer.Option("--failed", help="Requests that failed or did not run; the default.")] = False,
+    cut_off: Annotated[bool, typer.Option("--cut-off", help="Requests whose answer was cut off.")] = False,
+    invalid: Annotated[bool, typer.Option("--invalid", help="Whose answer is not the JSON asked for.")] = False,
+    refused: Annotated[bool, typer.Option("--refused", help="Whose answer the model or a filter refused.")] = False,
+    max_tokens: Annotated[
+        int | None, typer.Option("--max-tokens", min=1, help="Limit for each answer, in place of its request's own.")
+    ] = None,
     wait: WaitOption = False,
     output: OutputOption = None,
     as_json: JsonOption = False,
     url: UrlOption = LOCAL_URL,
     key: KeyOption = NO_KEY,
 ) -> None:
-    """Rerun the unsuccessful requests of a finished batch as a new batch, and print its id."""
+    """Rerun some requests of a finished batch as a new batch, and print its id.
+
+    Examples:
+
+    - `batchweave batches retry batch_… --wait`
+    - `batchweave batches retry batch_… --cut-off --max-tokens 2000 --output longer.jsonl`
+    """
+    chosen = {"failed": failed, "cut_off": cut_off, "invalid": invalid, "refused": refused}
+    outcomes = [name for name, is_wanted in chosen.items() if is_wanted] or ["failed"]
+    body: dict[str, Any] | None = None
+    if outcomes != ["failed"] or max_tokens is not None:  # an older service knows no others
+        body = {"outcomes": outcomes} | ({} if max_tokens is None else {"max_tokens": max_tokens})
     with service_at(url, key) as client:
-        batch = Batch.of(client.post(f"/batches/{batch_id}/retry"))
-        said.print(f"the unsuccessful requests of {batch_id} run again as {batch.id}")
+        batch = Batch.of(client.post(f"/batches/{batch_id}/retry", body))
+        said.print(f"requests of {batch_id} run again as {batch.id}: {', '.join(outcomes).replace('_', ' ')}")
         code = started(client, batch, wait or output is not None, output, as_json)
     raise typer.Exit(code)
 

@@ -79,25 +79,28 @@ def _repeats(rows: Rows) -> Rows:
 class Names:
     """A set of custom_ids in eight bytes each; of 10^7 others, one in a million such sets would hold one by chance."""
 
-    def __init__(self, digests: "array[int]") -> None:
-        self._digests = np.unique(np.frombuffer(digests, dtype=np.uint64))
+    def __init__(self, digests: NDArray[np.uint64]) -> None:
+        self._digests = np.unique(digests)
 
     @classmethod
     async def of(cls, names: AsyncIterable[str]) -> "Names":
         digests = array("Q")
         async for name in names:
-            digests.append(_digest(name))
-        return cls(digests)
+            digests.append(digest_of(name))
+        return cls(np.frombuffer(digests, dtype=np.uint64))
+
+    def __or__(self, other: "Names") -> "Names":
+        return Names(np.concatenate([self._digests, other._digests]))
 
     def __len__(self) -> int:
         return len(self._digests)
 
     def __contains__(self, name: str) -> bool:
-        digest = np.uint64(_digest(name))
+        digest = np.uint64(digest_of(name))
         at = int(np.searchsorted(self._digests, digest))
         return at < len(self._digests) and bool(self._digests[at] == digest)
 
 
-def _digest(name: str) -> int:
+def digest_of(name: str) -> int:
     """Return the same number in every process."""
     return int.from_bytes(blake2b(name.encode(), digest_size=8).digest())

@@ -18,6 +18,7 @@ from service.db.tables import Batch, BatchStatus, SliceBatch, Window
 from service.estimates.length_memory import remembered
 from service.objects.plan_artifact import LINE, Lines, Places, PlanArtifact
 from service.objects.request_index import IndexGone, RequestIndex, forget_index
+from service.objects.request_output import with_limit
 from service.objects.shards import Shard, Told, segments_of
 from service.objects.storage import LATE_S, Storage, file_key
 from service.queue.counts import Counts
@@ -177,8 +178,9 @@ async def _read(
     for place, number, raw, (beginning, kind) in zip(places.tolist(), numbers.tolist(), texts, keys, strict=True):
         line = _line_decoder.decode(raw)
         lengths = profiles.get(beginning) or profiles.get(kind) or ""
+        body = with_limit(line.url, line.body, batch.max_tokens)
         requests.append(
-            Request(batch.id, number, line.url, line.custom_id, line.body, place, due, lengths, batch.project_id)
+            Request(batch.id, number, line.url, line.custom_id, body, place, due, lengths, batch.project_id)
         )
     return requests
 
