@@ -175,16 +175,18 @@ class Outcomes(BaseModel):
 
     ok: int
     cut_off: int = Field(description="Ended by max_tokens, or by the model's context length")
+    looped: int = Field(description="Cut off while the model repeated itself")
     invalid: int = Field(description="Ended, and are not the JSON that the request asked for")
     refused: int = Field(description="The model refused, or a filter ended the answer")
     failed: int
 
     @classmethod
     def of(cls, counts: Counts) -> "Outcomes":
-        bad = counts.cut_off + counts.invalid + counts.refused
+        bad = counts.cut_off + counts.looped + counts.invalid + counts.refused
         return cls(
             ok=counts.completed - bad,
             cut_off=counts.cut_off,
+            looped=counts.looped,
             invalid=counts.invalid,
             refused=counts.refused,
             failed=counts.failed,

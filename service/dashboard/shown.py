@@ -90,8 +90,9 @@ class Shown:
     def _bad(self) -> str:
         """Return how many answers are not ok, as a part of a sentence."""
         found = self.batch.batchweave.outcomes
-        counts = ((found.cut_off, "cut off"), (found.invalid, "not valid"), (found.refused, "refused"))
-        return "".join(f", {count:,} {word}" for count, word in counts if count)
+        counts = (found.cut_off, found.looped, found.invalid, found.refused)
+        words = ("cut off", "looped", "not valid", "refused")
+        return "".join(f", {count:,} {word}" for count, word in zip(counts, words, strict=True) if count)
 
     def headline(self, now: float) -> str:
         """Return where the batch stands, in one sentence without a full stop."""

@@ -65,6 +65,7 @@ class RetryOutcome(StrEnum):
     CUT_OFF = "cut_off"
     INVALID = "invalid"
     REFUSED = "refused"
+    LOOPED = "looped"
 
 
 class OnLongLine(StrEnum):
@@ -268,6 +269,7 @@ class Batch(Base):
     cut_off_tokens: Mapped[int] = mapped_column(BigInteger, default=0, server_default="0")
     invalid: Mapped[int] = mapped_column(BigInteger, default=0, server_default="0")
     refused: Mapped[int] = mapped_column(BigInteger, default=0, server_default="0")
+    looped: Mapped[int] = mapped_column(BigInteger, default=0, server_default="0")
 
 
 class WebhookEndpoint(Base):

@@ -19,6 +19,11 @@ def words_of(counts: Counts, has_ended: bool) -> list[str]:
             f"{counts.cut_off:,} {of} {_were(counts.cut_off)} cut off by max_tokens or the model's context, after "
             f"{at:,} tokens on average: allow more, or ask for less"
         )
+    if counts.looped > SHARE * answers:
+        found.append(
+            f"{counts.looped:,} {of} {_are(counts.looped)} the same words again and again until cut off: a "
+            "frequency_penalty or a larger model may help, more tokens do not"
+        )
     if counts.invalid > SHARE * answers:
         found.append(f"{counts.invalid:,} {of} {_are(counts.invalid)} not the JSON that the request asked for")
     if counts.refused > SHARE * answers:

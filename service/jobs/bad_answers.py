@@ -12,7 +12,7 @@ from service.objects.storage import Storage
 from service.requests.custom_ids import Names, digest_of
 from service.requests.lines import custom_id_of
 
-CODES = {Outcome.CUT_OFF: 1, Outcome.INVALID: 2, Outcome.REFUSED: 3}  # as they are stored
+CODES = {Outcome.CUT_OFF: 1, Outcome.INVALID: 2, Outcome.REFUSED: 3, Outcome.LOOPED: 4}  # as they are stored
 ROW = np.dtype([("name", "<u8"), ("outcome", "u1")])
 
 

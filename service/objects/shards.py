@@ -42,6 +42,7 @@ class Outcome(StrEnum):
     CUT_OFF = "cut_off"  # by max_tokens, or the context's end
     INVALID = "invalid"  # it ended, and is not the JSON that was asked for
     REFUSED = "refused"  # the model refused, or a filter did
+    LOOPED = "looped"  # cut off while it repeated itself
 
 
 class Answer(msgspec.Struct, frozen=True, array_like=True):

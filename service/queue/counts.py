@@ -23,6 +23,7 @@ class Counts:
     cut_off_tokens: int = 0
     invalid: int = 0
     refused: int = 0
+    looped: int = 0
 
     @classmethod
     def of(cls, answer: Answer) -> "Counts":
@@ -31,7 +32,7 @@ class Counts:
         return cls(
             *(int(answer.ok), int(not answer.ok), usage.input, usage.cached, usage.output, usage.reasoning),
             *(int(is_cut), usage.output if is_cut else 0),
-            *(int(outcome == Outcome.INVALID), int(outcome == Outcome.REFUSED)),
+            *(int(outcome == each) for each in (Outcome.INVALID, Outcome.REFUSED, Outcome.LOOPED)),
         )
 
     @classmethod

@@ -135,6 +135,7 @@ def retry_batch(
     batch_id: BatchId,
     failed: Annotated[bool, typer.Option("--failed", help="Requests that failed or did not run; the default.")] = False,
     cut_off: Annotated[bool, typer.Option("--cut-off", help="Requests whose answer was cut off.")] = False,
+    looped: Annotated[bool, typer.Option("--looped", help="Whose answer repeats itself until it is cut off.")] = False,
     invalid: Annotated[bool, typer.Option("--invalid", help="Whose answer is not the JSON asked for.")] = False,
     refused: Annotated[bool, typer.Option("--refused", help="Whose answer the model or a filter refused.")] = False,
     max_tokens: Annotated[
@@ -153,7 +154,8 @@ def retry_batch(
     - `batchweave batches retry batch_… --wait`
     - `batchweave batches retry batch_… --cut-off --max-tokens 2000 --output longer.jsonl`
     """
-    chosen = {"failed": failed, "cut_off": cut_off, "invalid": invalid, "refused": refused}
+    chosen = {"failed": failed, "cut_off": cut_off, "looped": looped}
+    chosen |= {"invalid": invalid, "refused": refused}
     outcomes = [name for name, is_wanted in chosen.items() if is_wanted] or ["failed"]
     body: dict[str, Any] | None = None
     if outcomes != ["failed"] or max_tokens is not None:  # an older service knows no others

@@ -34,6 +34,7 @@ class _BodyError(msgspec.Struct):
 
 class Message(msgspec.Struct):
     content: str | None = None
+    reasoning_content: str | None = None
     refusal: str | None = None
 
 

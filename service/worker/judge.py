@@ -15,6 +15,7 @@ from referencing import Registry
 
 from service.objects.shards import Outcome
 from service.worker.answer_body import Body, Choice, Item
+from service.worker.loops import period_of
 
 MOST_SCHEMA_BYTES = 64 * 1024
 # Keywords that are applied to one answer, and the members that they look at: tens of milliseconds at most.
@@ -46,7 +47,7 @@ def outcome_of(asked: dict[str, Any], answer: Body) -> Outcome:
 def _outcome_of(asked: dict[str, Any], answer: Body) -> Outcome:
     for reason, text, is_refusal in _ends(answer):
         if reason in CUT_OFF:
-            return Outcome.CUT_OFF
+            return Outcome.LOOPED if period_of(text) else Outcome.CUT_OFF
         if reason == FILTERED or is_refusal:
             return Outcome.REFUSED
         if reason == "stop" and text and _is_invalid(asked, text):
@@ -68,7 +69,7 @@ def _ends(answer: Body) -> list[tuple[str, str, bool]]:
 
 def _end_of(choice: Choice) -> tuple[str, str, bool]:
     message = choice.message
-    text = choice.text if message is None else message.content
+    text = choice.text if message is None else message.content or message.reasoning_content
     return choice.finish_reason or "", text or "", bool(message and message.refusal)
 
 

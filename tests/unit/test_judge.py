@@ -42,6 +42,9 @@ def judged(asked: dict[str, Any], answer: Any) -> str:
         ({}, chat(("plain words", "stop")), "ok"),
         ({}, chat(("cut", "length")), "cut_off"),
         ({}, chat(("fine", "stop"), ("cut", "length")), "cut_off"),
+        ({}, chat(("again and " * 30, "length")), "looped"),
+        ({}, chat(("again and " * 30, "stop")), "ok"),
+        ({}, {"choices": [{"message": {"reasoning_content": "so " * 99}, "finish_reason": "length"}]}, "looped"),
         ({}, chat(("…", "content_filter")), "refused"),
         ({}, {"choices": [{"message": {"content": None, "refusal": "No."}, "finish_reason": "stop"}]}, "refused"),
         ({}, {"choices": [{"text": "cut", "finish_reason": "length"}]}, "cut_off"),
@@ -136,6 +139,12 @@ def test_counts_say_it_in_words() -> None:
         cut,
         "2 of 20 answers are not the JSON that the request asked for",
     ]
+    loops = words_of(Counts(completed=20, looped=1, cut_off=1, cut_off_tokens=9), has_ended=False)
+    assert loops == []
+    loops = words_of(Counts(completed=20, looped=2), has_ended=False)
+    assert [each.partition(":")[0] for each in loops] == [
+        "2 of 20 answers are the same words again and again until cut off"
+    ]
     few = Counts(completed=19, cut_off=19, cut_off_tokens=19)
     assert words_of(few, has_ended=False) == []
     assert len(words_of(few, has_ended=True)) == 1
@@ -145,5 +154,5 @@ def test_counts_say_it_in_words() -> None:
 
 def test_counts_of_an_older_version_are_read() -> None:
     assert Counts.parse("1,2,3,4,5,6") == Counts(1, 2, 3, 4, 5, 6)
-    counts = Counts(*range(10))
+    counts = Counts(*range(11))
     assert Counts.parse(str(counts)) == counts

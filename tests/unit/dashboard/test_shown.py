@@ -12,14 +12,23 @@ from service.objects.plan_picture import Box, PlanPicture
 
 NOW = 1_700_000_000.0  # 2023-11-14, 22:13 UTC
 ABSENT = (
-    *("retry_of", "queue_position", "waiting_for", "preview", "expected_output_tokens", "expected_gpu_seconds"),
+    *(
+        "retry_of",
+        "retry_outcomes",
+        "max_tokens",
+        "queue_position",
+        "waiting_for",
+        "preview",
+        "expected_output_tokens",
+        "expected_gpu_seconds",
+    ),
     *("expected_cost", "earliest_at", "expected_at", "latest_at", "late_because"),
     *("early_output_file_id", "early_error_file_id"),
 )
 TIMES = ("in_progress", "finalizing", "completed", "failed", "expired", "cancelling", "cancelled")
 ABOUT: dict[str, Any] = dict.fromkeys(ABSENT) | {
     "output_order": "any",
-    "outcomes": {"ok": 411, "cut_off": 0, "invalid": 0, "refused": 0, "failed": 0},
+    "outcomes": {"ok": 411, "cut_off": 0, "looped": 0, "invalid": 0, "refused": 0, "failed": 0},
     "outcome_warnings": [],
     "held": False,
     "prompt_tokens": 0,
