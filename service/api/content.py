@@ -83,10 +83,11 @@ def attachment(name: str) -> str:
     return f"attachment; filename=\"{plain}\"; filename*=UTF-8''{quote(name, safe='')}"
 
 
-async def answered_so_far(context: Context, batch_id: str, is_output: bool) -> AsyncIterator[bytes]:
-    """Stream the output or error lines of an unfinished batch whose output may come in any order."""
+async def answered_so_far(context: Context, batch_id: str, is_output: bool, start: int = 0) -> AsyncIterator[bytes]:
+    """Stream the output or error lines of an unfinished batch whose output may come in any order, from `start` on."""
     sizes = await _readable(context, batch_id, True)
-    span = _Span(0, sum(each.of(is_output) for each in sizes), False)
+    end = sum(each.of(is_output) for each in sizes)
+    span = _Span(min(start, end), end, False)
     async for part in _growing(context, batch_id, sizes, is_output, span):
         yield part
 

@@ -13,7 +13,7 @@ from service.api.bodies import ObjectId
 from service.api.context import Context, InContext
 from service.api.pages import page_rows
 from service.api.shapes import BatchError
-from service.dashboard.answers import lines_of, request_of, search
+from service.dashboard.answers import Wish, lines_of, neighbours, request_of, search, talk_of
 from service.dashboard.filters import Filters
 from service.dashboard.overview import known_events, known_workers
 from service.dashboard.reach import as_owner, note_read, project_seen, seen_by
@@ -44,6 +44,18 @@ TABS_OF_LIST = {
 }
 
 router = APIRouter(prefix="/dashboard", include_in_schema=False)
+# Of which requests a list is. While a batch runs, nobody has noted which answers are not valid.
+KINDS = {
+    "answered": "answered",
+    "cut_off": "cut off",
+    "looped": "looped",
+    "invalid": "not valid",
+    "refused": "refused",
+    "failed": "failed",
+}
+Kind = Annotated[Literal["answered", "cut_off", "looped", "invalid", "refused", "failed"], Query()]
+Part = Annotated[str, Query(max_length=256)]  # of a custom_id
+Place = Annotated[int, Query(ge=0, le=1 << 53)]  # the byte of a result file at which a line begins
 Tab = Annotated[Literal["requests", "errors", "schedule", "files"], Path()]
 
 
@@ -128,11 +140,17 @@ async def one_request(
     viewer: LooksIn,
     batch_id: ObjectId,
     custom_id: Annotated[str, Query(max_length=4096)],
+    kind: Kind = "answered",
+    text: Part = "",
+    at: Place = 0,
 ) -> Response:
+    """Show a request and its answer. The others are those of the list from which it was opened."""
     row = await _batch(context, viewer, batch_id, reads_texts=True)
-    asked, answer = await request_of(context, row, custom_id)
+    whole, wish = await request_of(context, row, custom_id, at), Wish(kind, text)
+    near = await neighbours(context, row, wish, whole) if at or whole.at == 0 else (None, None)
     each = await _shown(context, viewer, row)
-    return page(request, "request.html", viewer, each=each, custom_id=custom_id, asked=asked, answer=answer)
+    values: dict[str, Any] = {"whole": whole, "talk": talk_of(whole), "near": near, "kind": kind, "text": text}
+    return page(request, "request.html", viewer, each=each, custom_id=custom_id, **values)
 
 
 @router.get("/batches/{batch_id}/{tab}")
@@ -142,8 +160,9 @@ async def batch_tab(
     viewer: LooksIn,
     batch_id: ObjectId,
     tab: Tab,
-    kind: Annotated[str, Query(pattern="^(output|errors)$")] = "output",
-    text: Annotated[str, Query(max_length=256)] = "",
+    kind: Kind = "answered",
+    text: Part = "",
+    after: Place = 0,
 ) -> Response:
     is_part = _is_part(request)
     row = await _batch(context, viewer, batch_id, reads_texts=tab in ("requests", "errors", "schedule") and not is_part)
@@ -152,7 +171,9 @@ async def batch_tab(
     if is_part and tab != "schedule":
         pass  # all of it stands below the live part
     elif tab == "requests":
-        values = {"kind": kind, "text": text, "found": await search(context, row, kind, text)}
+        found = await search(context, row, Wish(kind, text), after)
+        kinds = {name: word for name, word in KINDS.items() if name != "invalid" or not each.is_live}
+        values = {"kind": kind, "text": text, "after": after, "found": found, "kinds": kinds}
     elif tab == "errors":
         values = await _errors(context, row, each)
     elif tab == "files":

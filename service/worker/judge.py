@@ -78,7 +78,7 @@ def _parts(item: Item) -> list[Any]:
 
 
 def _is_invalid(asked: dict[str, Any], text: str) -> bool:
-    wanted = _wanted(asked)
+    wanted = wanted_schema(asked)
     if wanted is None:
         return False
     try:
@@ -92,7 +92,7 @@ def _is_invalid(asked: dict[str, Any], text: str) -> bool:
     return not _validator(written).is_valid(found)
 
 
-def _wanted(asked: dict[str, Any]) -> Any:
+def wanted_schema(asked: dict[str, Any]) -> Any:
     """Return the schema that the answer must meet; None for any text."""
     given = asked.get("response_format") or _member(asked.get("text"), "format")
     kind = _member(given, "type")

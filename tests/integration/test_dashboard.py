@@ -79,7 +79,7 @@ async def test_a_file_is_uploaded_run_looked_at_and_retried(pages: httpx.AsyncCl
     search = (await pages.get(f"/batches/{batch_id}/requests", params={"text": "id-1"})).text
     assert search.count(">id-1") == 11  # 1, 10 to 19
     one = (await pages.get(f"/batches/{batch_id}/request", params={"custom_id": "id-7"})).text
-    assert one.count("request 7") == 2  # asked, and echoed
+    assert one.count("<p>request 7</p>") == 2  # asked, and echoed
     assert (await pages.get(f"/batches/{batch_id}/request", params={"custom_id": "nobody"})).status_code == 200
     assert batch_id in (await pages.get("/batches", params={"state": "completed", "text": batch_id[:12]})).text
     assert batch_id in (await pages.get("/batches", params={"text": "IN.jsonl"})).text  # its file's name
@@ -146,7 +146,7 @@ async def test_what_is_shown_is_escaped(pages: httpx.AsyncClient, harness: Harne
     for path in (f"/batches/{batch_id}", f"/batches/{batch_id}/request?custom_id=<script>", "/batches?text=<script>"):
         text = (await pages.get(path)).text
         assert "<script>" not in text
-    assert "&lt;script&gt;alert(1)" in (await pages.get(f"/batches/{batch_id}/requests?kind=errors")).text
+    assert "&lt;script&gt;alert(1)" in (await pages.get(f"/batches/{batch_id}/requests?kind=failed")).text
 
 
 async def test_parameters_that_no_engine_knows_are_named(pages: httpx.AsyncClient, harness: Harness) -> None:
@@ -184,7 +184,7 @@ async def test_a_line_without_a_name_is_shown(pages: httpx.AsyncClient, harness:
     await harness.storage.delete(file_key((await harness.batch(batch_id)).input_file_id))  # behind our back
     await set_status(harness, batch_id, BatchStatus.CANCELLING)
     await harness.until_ended(batch_id)
-    shown = await pages.get(f"/batches/{batch_id}/requests?kind=errors")
+    shown = await pages.get(f"/batches/{batch_id}/requests?kind=failed")
     assert (shown.status_code, shown.text.count("batch_cancelled")) == (200, 3)
     assert "0 of 3" in shown.text
     assert "3 not run" in shown.text

@@ -1,0 +1,194 @@
+"""Shows a request and its answer as people read them: turns of a conversation, pictures, JSON with its indentation.
+
+Bodies are clients' and engines' texts: whatever has another form than the API's is left to the raw JSON below.
+"""
+
+import json
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from service.objects.shards import Outcome, Usage
+from service.worker.answer_body import read, usage_of
+from service.worker.judge import outcome_of, wanted_schema
+
+MOST_CHARACTERS = 20_000  # shown of one text
+MOST_TURNS = 200
+MOST_IMAGES = 16
+IMAGE = re.compile(r"data:image/(?:png|jpeg|gif|webp);base64,[A-Za-z0-9+/=]+")
+NO_USAGE = Usage()
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """What one side says. `is_json`: the text is JSON, indented here. `images`: their data, as URLs."""
+
+    role: str
+    text: str
+    is_json: bool = False
+    images: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What an answer is worth, in words and as the class of its colour, and its tokens."""
+
+    word: str
+    colour: str
+    usage: Usage
+
+
+def asked(body: dict[str, Any]) -> list[Turn]:
+    """Return the turns of a request of any endpoint."""
+    return list(_bounded(_asked(body)))
+
+
+def answered(body: dict[str, Any]) -> list[Turn]:
+    """Return the turns of an engine's answer."""
+    return list(_bounded(_answered(body)))
+
+
+def verdict(request: dict[str, Any], line: dict[str, Any], ok: bool) -> Verdict:
+    """Judge a line of a result file. `request`: the body of its request, or nothing where it is not known."""
+    response = _dict(line.get("response"))
+    body = _dict(response.get("body"))
+    if not ok:
+        error = _dict(line.get("error"))
+        return Verdict(f"failed: {error.get('code') or response.get('status_code') or 'unknown'}", "bad", NO_USAGE)
+    found = read(json.dumps(body).encode())
+    outcome, usage = outcome_of(request, found), usage_of(found)
+    match outcome:
+        case Outcome.CUT_OFF:
+            return Verdict(f"cut off at {usage.output:,} tokens", "care", usage)
+        case Outcome.LOOPED:
+            return Verdict(f"looped until cut off at {usage.output:,} tokens", "care", usage)
+        case Outcome.INVALID:
+            return Verdict("not the JSON that was asked for", "care", usage)
+        case Outcome.REFUSED:
+            return Verdict("refused", "care", usage)
+        case _:
+            return Verdict("valid by its schema" if wanted_schema(request) else "answered", "completed", usage)
+
+
+def begin(turns: list[Turn], length: int) -> str:
+    """Return the beginning of the last of these turns that says something."""
+    return next((turn.text for turn in reversed(turns) if turn.text), "")[:length]
+
+
+def _bounded(turns: Iterator[Turn]) -> Iterator[Turn]:
+    for number, turn in enumerate(turns):
+        if number == MOST_TURNS:
+            yield Turn("", f"Only the first {MOST_TURNS} turns are shown.")
+            return
+        text, is_json = turn.text, turn.is_json
+        if not is_json and text.lstrip()[:1] in ("{", "["):
+            text, is_json = _indented(text)
+        more = f"\n… {len(text) - MOST_CHARACTERS:,} more characters" if len(text) > MOST_CHARACTERS else ""
+        yield Turn(turn.role, text[:MOST_CHARACTERS] + more, is_json, turn.images[:MOST_IMAGES])
+
+
+def _indented(text: str) -> tuple[str, bool]:
+    try:
+        return json.dumps(json.loads(text), indent=2, ensure_ascii=False), True
+    except (ValueError, RecursionError):
+        return text, False
+
+
+def _asked(body: dict[str, Any]) -> Iterator[Turn]:
+    if isinstance(body.get("instructions"), str):
+        yield Turn("system", body["instructions"])
+    for message in _list(body.get("messages")):
+        yield from _message(_dict(message), "user")
+    for name in ("prompt", "input", "query"):
+        given = body.get(name)
+        for each in given if isinstance(given, list) else [given]:
+            if isinstance(each, str):
+                yield Turn("user" if name == "input" else name, each)
+            elif isinstance(each, dict):
+                yield from _item(each, "user")
+    for name in ("items", "documents"):
+        for number, each in enumerate(_list(body.get(name)), 1):
+            yield Turn(f"{name[:-1]} {number}", each if isinstance(each, str) else _written(each))
+
+
+def _answered(body: dict[str, Any]) -> Iterator[Turn]:
+    choices = _list(body.get("choices"))
+    for number, choice in enumerate(map(_dict, choices), 1):
+        role = f"answer {number}" if len(choices) > 1 else "answer"
+        if isinstance(choice.get("text"), str):
+            yield Turn(role, choice["text"])
+        yield from _message({**_dict(choice.get("message")), "role": role}, role)
+    for item in _list(body.get("output")):
+        yield from _item(_dict(item), "answer")
+    rows = _list(body.get("data"))
+    if rows:
+        yield Turn("answer", f"{len(rows):,} vectors of {len(_list(_dict(rows[0]).get('embedding'))):,} numbers")
+    for name in ("results", "scores"):
+        if body.get(name):
+            yield Turn("answer", _written(body[name]), is_json=True)
+    if isinstance(_dict(body.get("error")).get("message"), str):
+        yield Turn("error", body["error"]["message"])
+
+
+def _message(message: dict[str, Any], role: str) -> Iterator[Turn]:
+    role = message["role"] if isinstance(message.get("role"), str) else role
+    if isinstance(message.get("reasoning_content"), str) and message["reasoning_content"]:
+        yield Turn("reasoning", message["reasoning_content"])
+    text, images = _content(message.get("content"))
+    if text or images:
+        yield Turn(role, text, images=images)
+    if isinstance(message.get("refusal"), str):
+        yield Turn(f"{role} refuses", message["refusal"])
+    for call in map(_dict, _list(message.get("tool_calls"))):
+        yield from _call(_dict(call.get("function")))
+
+
+def _item(item: dict[str, Any], role: str) -> Iterator[Turn]:
+    """Yield the turns of an item of a response's input or output."""
+    match item.get("type", "message"):
+        case "message":
+            yield from _message({**item, "role": item.get("role") if role == "user" else role}, role)
+        case "function_call":
+            yield from _call(item)
+        case "function_call_output":
+            yield Turn("tool", str(item.get("output", "")))
+        case "reasoning":
+            yield Turn("reasoning", _content(item.get("content") or item.get("summary"))[0])
+        case _:
+            yield Turn(str(item.get("type")), _written(item), is_json=True)
+
+
+def _call(function: dict[str, Any]) -> Iterator[Turn]:
+    yield Turn(f"calls {function.get('name')}", str(function.get("arguments") or ""))
+
+
+def _content(content: Any) -> tuple[str, tuple[str, ...]]:
+    """Return the text of a message's content, and its images, as far as they are in the request itself."""
+    if isinstance(content, str):
+        return content, ()
+    texts, images = list[str](), list[str]()
+    for part in map(_dict, _list(content)):
+        given = part.get("image_url")
+        url = _dict(given).get("url") if isinstance(given, dict) else given
+        if isinstance(part.get("text"), str):
+            texts.append(part["text"])
+        elif isinstance(url, str) and IMAGE.fullmatch(url):
+            images.append(url)
+        elif isinstance(url, str):
+            texts.append(f"[image: {url[:200]}]")
+        else:
+            texts.append(f"[{part.get('type', 'part')}]")
+    return "\n".join(texts), tuple(images)
+
+
+def _written(value: Any) -> str:
+    return json.dumps(value, indent=2, ensure_ascii=False)
+
+
+def _dict(value: Any) -> dict[str, Any]:
+    return value if isinstance(value, dict) else {}
+
+
+def _list(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else []
