@@ -25,7 +25,7 @@ def run(*command: str | Path, cwd: Path, **variables: str) -> str:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(1800)
 @pytest.mark.skipif(not UV.exists(), reason="this environment was not made by make")
 def test_a_wheel_in_an_environment_of_its_own_runs_a_file(tmp_path: Path) -> None:
     shutil.copytree(ROOT, tmp_path / "tree", ignore=shutil.ignore_patterns(".*", "__pycache__", "dist", "build"))

@@ -73,7 +73,7 @@ class Deployment:
     def workers(self) -> list[dict[str, Any]]:
         return self.client.get("/workers", cast_to=object)["data"]  # type: ignore[index]
 
-    def until(self, condition: Callable[[], bool], limit_s: float = 240) -> None:
+    def until(self, condition: Callable[[], bool], limit_s: float = 600) -> None:
         end = time.monotonic() + limit_s
         while not condition():
             assert time.monotonic() < end, "\n".join(
@@ -136,7 +136,7 @@ def open_deployment(folder: Path) -> Generator[Deployment]:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(1800)
 def test_an_engine_on_two_nodes_answers_as_on_one_and_outlives_its_nodes(tmp_path: Path) -> None:
     with open_deployment(tmp_path) as deployment:
         leader, follower = deployment.nodes()

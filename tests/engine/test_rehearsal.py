@@ -15,7 +15,7 @@ STAGES = ("h200-1 fcfs", "h200-1 batchweave-mixed")
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(1800)
 def test_the_comparison_survives_a_kill_and_keeps_its_time(tmp_path: Path) -> None:
     generator, pack = np.random.default_rng(0), tmp_path / "pack"
     (pack / "work").mkdir(parents=True)

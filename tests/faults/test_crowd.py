@@ -70,7 +70,7 @@ class Crowd:
             assert before <= set(listed), "a batch that was there is on no page"
 
 
-@pytest.mark.timeout(280)
+@pytest.mark.timeout(900)
 @pytest.mark.slow
 def test_a_crowd_loses_nothing(tmp_path: Path, postgres: Any, redis_url: str) -> None:
     url = new_postgres_database(postgres)

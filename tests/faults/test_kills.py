@@ -33,7 +33,7 @@ def deployment(
     made.stop()
 
 
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(1800)
 def test_random_faults_lose_and_repeat_nothing(deployment: Deployment) -> None:
     campaign(deployment, faults=15, requests=2000, say=print)
     assert deployment.kept, "no shard was read at any fault"

@@ -39,7 +39,7 @@ async def alive(deployment: Deployment) -> set[str]:
     return {each["name"] for each in await Heartbeat(deployment.redis).alive()}
 
 
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(1800)
 @pytest.mark.slow
 async def test_a_machine_that_was_cut_off_writes_nothing_that_counts(
     tmp_path: Path, postgres_url: str, two_machines: list[Machine]

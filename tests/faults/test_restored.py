@@ -25,7 +25,7 @@ from tests.integration.harness import Harness, ScriptedEngine, all_slices_done, 
 from tests.waiting import until
 
 LINES = 20
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 
 class Servers:

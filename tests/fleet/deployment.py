@@ -45,7 +45,7 @@ NOTICES = {
     "health_check_timeout_ms": 1000,
     "health_check_failure_threshold": 5,
 }
-LIMIT_S = 240.0  # for anything to happen, on a machine that is busy
+LIMIT_S = 600.0  # for anything to happen, on a machine that is busy
 
 
 @contextmanager

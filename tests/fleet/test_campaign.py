@@ -6,7 +6,7 @@ import sys
 import pytest
 
 
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(1800)
 @pytest.mark.slow
 def test_no_line_is_lost_or_doubled_whatever_happens_to_a_fleet() -> None:
     """In a process of its own, because it has a cluster of its own, with short leases."""

@@ -15,7 +15,7 @@ from service.fleet.engines import Engine
 from service.fleet.members import Phase
 from tests.fleet.deployment import MEMORY, Deployment, actors_of, kept, until
 
-pytestmark = [pytest.mark.timeout(900), pytest.mark.slow]
+pytestmark = [pytest.mark.timeout(1800), pytest.mark.slow]
 SHORT = 0.0005  # seconds of work by the cost model, of which these tests' requests have very little
 ALL = [str(number) for number in range(64)]
 

@@ -14,7 +14,7 @@ from tests.faults.machines import Machine
 from tests.faults.wire import reached
 from tests.fleet.deployment import MEMORY, Deployment, kept, raylets, until, variables
 
-pytestmark = pytest.mark.timeout(900)
+pytestmark = pytest.mark.timeout(1800)
 LEASE_S = 4.0
 REQUESTS = 96
 
