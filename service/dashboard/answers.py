@@ -6,37 +6,28 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
-from weakref import WeakValueDictionary
 
 import msgspec
-from sqlalchemy import select
 
-from service.api.content import answered_so_far
 from service.api.context import Context
-from service.dashboard.conversation import Turn, Verdict, answered, asked, begin, verdict
+from service.dashboard.conversation import Verdict, answered, asked, begin, verdict
+from service.dashboard.lines import look_through, named, parsed, results
 from service.db.moves import LIVE
-from service.db.tables import Batch, File, OutputOrder
+from service.db.tables import Batch, File
 from service.jobs.bad_answers import bad_answers
 from service.objects.shards import Outcome, Usage
 from service.objects.storage import file_key
 from service.requests.files import BYTE_ORDER_MARK
 from service.worker.answer_body import read
-from service.worker.judge import outcome_of
+from service.worker.judge import SCHEMA_FIELDS, outcome_of
 
-SHOWN = 50
-MOST_BYTES = 64 * 1024 * 1024
-MOST_OF_FIRST, MOST_OF_PARSED, MOST_OF_LINE = 1024 * 1024, 256 * 1024, 16 * 1024 * 1024
+SHOWN = 50  # requests on a page of a list
+SHOWN_CHARACTERS = 300  # of a prompt or an answer in the list
+MOST_OF_FIRST = 1024 * 1024
+MOST_OF_ONE = 1024 * 1024  # of the line of one request that is shown alone
+MOST_BEFORE = 4 * 1024 * 1024  # that is searched for the request before another
 MOST_OF_TEXT = 300  # bytes shown of a line with an error
 MOST_CHARACTERS = 20_000  # shown of a line that cannot be read
-SHOWN_CHARACTERS = 300  # of a prompt or an answer in the list
-MOST_OF_ONE = 4 * 1024 * 1024  # of the line of one request that is shown alone
-MOST_BEFORE = 4 * 1024 * 1024  # that is searched for the request before another
-
-_searches: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()  # by project
-
-
-class _Named(msgspec.Struct):
-    custom_id: str | None = None
 
 
 class _Response(msgspec.Struct):
@@ -51,7 +42,6 @@ class _Url(msgspec.Struct):
     url: str | None = None
 
 
-_name = msgspec.json.Decoder(_Named)  # skips the rest of a line; parsing it into Python objects would take seconds
 _answer = msgspec.json.Decoder(_Answer)
 _url = msgspec.json.Decoder(_Url)
 
@@ -87,10 +77,27 @@ class Wish:
         return self.kind != "failed"
 
 
+@dataclass(frozen=True, slots=True)
+class _Raw:
+    """A line that was found. `text`: nothing if it is too long to be parsed."""
+
+    at: int
+    name: str
+    text: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class _Request:
+    """What a list shows of a request: how it ends, and the fields that say which JSON it asks for."""
+
+    prompt: str = ""
+    fields: dict[str, Any] | None = None
+
+
 async def search(context: Context, batch: Batch, wish: Wish, start: int = 0, most: int = SHOWN) -> Found:
     """Return the first lines from the byte `start` on that are wanted."""
-    raws: list[tuple[int, bytes]] = []
-    is_wanted, more_at = await _filter(context, batch, wish), start
+    raws, more_at = list[_Raw](), start
+    is_wanted = await _filter(context, batch, wish)
 
     def look(at: int, raw: bytes) -> bool:
         nonlocal more_at
@@ -98,15 +105,14 @@ async def search(context: Context, batch: Batch, wish: Wish, start: int = 0, mos
             if len(raws) == most:
                 more_at = at
                 return True
-            raws.append((at, raw))
+            raws.append(_Raw(at, named(raw) or "", raw if parsed(raw) is not None else b""))
         more_at = at + len(raw) + 1
         return False
 
-    is_end = await _look_through(batch, _results(context, batch, wish.of_output, start), look, start=start)
-    names = {_named(raw) or "" for _, raw in raws}
-    bodies = await _bodies(context, batch, names)
-    lines = [_line(at, raw, wish.of_output, bodies) for at, raw in raws]
-    return Found(lines, None if is_end else more_at)
+    is_end = await look_through(batch, results(context, batch, wish.of_output, start), look, start=start)
+    requests = await _requests(context, batch, {raw.name for raw in raws})
+    lines = await asyncio.to_thread(_lines, raws, wish.of_output, requests)
+    return Found(lines, None if is_end or more_at == start else more_at)
 
 
 async def _filter(context: Context, batch: Batch, wish: Wish) -> Callable[[bytes], bool]:
@@ -118,7 +124,7 @@ async def _filter(context: Context, batch: Batch, wish: Wish) -> Callable[[bytes
             names = await bad_answers(context.storage, batch.id, [outcome])
 
     def is_wanted(raw: bytes) -> bool:
-        name = _named(raw)
+        name = named(raw)
         if name is None or wish.text not in name:
             return False
         if outcome is None:
@@ -134,19 +140,21 @@ def _outcome(raw: bytes) -> Outcome:
     return Outcome.OK
 
 
-async def _bodies(context: Context, batch: Batch, names: set[str]) -> dict[str, dict[str, Any]]:
-    """Return the bodies of these requests, as far as the search finds them within bounds."""
-    found: dict[str, dict[str, Any]] = {}
+async def _requests(context: Context, batch: Batch, names: set[str]) -> dict[str, _Request]:
+    """Return what these requests ask, as far as they are found within bounds."""
+    found: dict[str, _Request] = {}
 
     def look(at: int, raw: bytes) -> bool:
-        name = _named(raw)
+        name = named(raw)
         if name in names:
             body = (parsed(raw) or {}).get("body")
-            found[name] = body if isinstance(body, dict) else {}
+            body = body if isinstance(body, dict) else {}
+            fields = {field: body[field] for field in SCHEMA_FIELDS if field in body}
+            found[name] = _Request(begin(asked(body), SHOWN_CHARACTERS), fields)
         return len(found) == len(names)
 
     if names:
-        await _look_through(batch, context.storage.stream(file_key(batch.input_file_id)), look)
+        await look_through(batch, context.storage.stream(file_key(batch.input_file_id)), look)
     return found
 
 
@@ -160,31 +168,15 @@ class Whole:
     at: int | None = None  # the answer's first byte in its file
 
 
-async def request_of(context: Context, batch: Batch, custom_id: str, at: int = 0) -> Whole:
-    """Return a request and its answer. `at`: where to begin to look among the answers."""
+async def request_of(context: Context, batch: Batch, custom_id: str, wish: Wish, at: int = 0) -> Whole:
+    """Return a request and its answer. `at`: where the answer is likely to begin among those that are wanted."""
     asked = await _one(batch, context.storage.stream(file_key(batch.input_file_id)), custom_id)
-    for is_output, start in ((True, at), (False, at), *(((True, 0), (False, 0)) if at else ())):
-        found = await _one(batch, _results(context, batch, is_output, start), custom_id, start)
+    places = [(wish.of_output, at), *([(wish.of_output, 0)] if at else []), (not wish.of_output, 0)]
+    for is_output, start in places:
+        found = await _one(batch, results(context, batch, is_output, start), custom_id, start)
         if found is not None:
             return Whole(asked and asked[1], found[1], is_output, found[0])
     return Whole(asked and asked[1], None)
-
-
-async def before(context: Context, batch: Batch, wish: Wish, at: int) -> Line | None:
-    """Return the wanted line before the byte `at`, if it is near."""
-    start = max(0, at - MOST_BEFORE)
-    found: list[tuple[int, bytes]] = []
-    is_wanted = await _filter(context, batch, wish)
-
-    def look(begin: int, raw: bytes) -> bool:
-        if begin >= at:
-            return True
-        if begin != start or start == 0:  # otherwise the end of a line
-            found[:] = [(begin, raw)] if is_wanted(raw) else found
-        return False
-
-    await _look_through(batch, _results(context, batch, wish.of_output, start), look, start=start)
-    return _line(*found[0], wish.of_output, {}) if found else None
 
 
 async def neighbours(context: Context, batch: Batch, wish: Wish, whole: Whole) -> tuple[Line | None, Line | None]:
@@ -192,41 +184,22 @@ async def neighbours(context: Context, batch: Batch, wish: Wish, whole: Whole) -
     if whole.at is None or wish.of_output != whole.ok:
         return None, None
     later = [line for line in (await search(context, batch, wish, whole.at, 2)).lines if line.at > whole.at]
-    return await before(context, batch, wish, whole.at), later[0] if later else None
+    return await _before(context, batch, wish, whole.at), later[0] if later else None
 
 
-@dataclass(frozen=True, slots=True)
-class Talk:
-    """A request and its answer as people read them, and as JSON. `said`: what the answer says, to copy it."""
+async def _before(context: Context, batch: Batch, wish: Wish, at: int) -> Line | None:
+    start, found = max(0, at - MOST_BEFORE), list[_Raw]()
+    is_wanted = await _filter(context, batch, wish)
 
-    turns: list[Turn]
-    verdict: Verdict | None
-    said: str
-    raw: list[tuple[str, str]]
+    def look(begin: int, raw: bytes) -> bool:
+        if begin >= at:
+            return True
+        if (begin != start or start == 0) and is_wanted(raw):  # otherwise the end of a line
+            found[:] = [_Raw(begin, named(raw) or "", b"")]
+        return False
 
-
-def talk_of(whole: Whole) -> Talk:
-    request = whole.asked.get("body") if isinstance(whole.asked, dict) else None
-    request = request if isinstance(request, dict) else {}
-    line = whole.answer if isinstance(whole.answer, dict) else None
-    response = line.get("response") if line else None
-    body = response.get("body") if isinstance(response, dict) else None
-    turns = answered(body) if isinstance(body, dict) else []
-    if line and not whole.ok and not turns:
-        error = line.get("error")
-        turns = [Turn("error", str(error.get("message")) if isinstance(error, dict) else "")]
-    raw = [("Request", whole.asked), ("Answer", whole.answer)]
-    return Talk(
-        asked(request) + turns,
-        None if line is None else verdict(request, line, whole.ok),
-        "\n".join(turn.text for turn in turns if turn.role.startswith("answer")),
-        [(name, _json(each)) for name, each in raw if each is not None],
-    )
-
-
-def _json(found: dict[str, Any] | str) -> str:
-    text = found if isinstance(found, str) else json.dumps(found, indent=2, ensure_ascii=False)
-    return text[:MOST_CHARACTERS]
+    await look_through(batch, results(context, batch, wish.of_output, start), look, start=start)
+    return _line(found[0], wish.of_output, _Request()) if found else None
 
 
 async def lines_of(context: Context, batch: Batch, numbers: set[int]) -> dict[int, str]:
@@ -242,7 +215,7 @@ async def lines_of(context: Context, batch: Batch, numbers: set[int]) -> dict[in
         return len(found) == len(numbers)
 
     if numbers:
-        await _look_through(batch, context.storage.stream(file_key(batch.input_file_id)), look, blank=True)
+        await look_through(batch, context.storage.stream(file_key(batch.input_file_id)), look, blank=True)
     return found
 
 
@@ -254,28 +227,6 @@ async def first_url(context: Context, file: File) -> str | None:
     return None
 
 
-def parsed(raw: bytes, most: int = MOST_OF_PARSED) -> dict[str, Any] | None:
-    """Return the object on a line; None if the line is too long or holds anything else.
-
-    A file that failed its validation may hold anything.
-    """
-    if len(raw) > most:
-        return None
-    try:
-        found = json.loads(raw)
-    except (ValueError, RecursionError):
-        return None
-    return found if isinstance(found, dict) else None
-
-
-def _named(raw: bytes) -> str | None:
-    """Return a line's custom_id, or "" if it has none; None if the line is not an object."""
-    try:
-        return _name.decode(raw).custom_id or ""
-    except (msgspec.DecodeError, RecursionError):
-        return None
-
-
 async def _one(
     batch: Batch, parts: AsyncIterator[bytes], custom_id: str, start: int = 0
 ) -> tuple[int, dict[str, Any] | str] | None:
@@ -284,75 +235,25 @@ async def _one(
     found: list[tuple[int, dict[str, Any] | str]] = []
 
     def look(at: int, raw: bytes) -> bool:
-        if any(each in raw for each in wanted) and _named(raw) == custom_id:
+        if any(each in raw for each in wanted) and named(raw) == custom_id:
             found.append((at, parsed(raw, MOST_OF_ONE) or raw[:MOST_CHARACTERS].decode(errors="replace")))
         return bool(found)
 
-    await _look_through(batch, parts, look, start=start)
+    await look_through(batch, parts, look, start=start)
     return found[0] if found else None
 
 
-async def _look_through(
-    batch: Batch,
-    parts: AsyncIterator[bytes],
-    look: Callable[[int, bytes], bool],
-    blank: bool = False,
-    start: int = 0,
-) -> bool:
-    """Pass each line, and its first byte, to `look` until it has seen enough.
-
-    Return whether it saw all lines, within the bounds on reading. `look` runs in a thread, one per project at a time,
-    since a file may have a million lines to parse. It gets blank lines only if they are wanted. `start`: the byte at
-    which the parts begin.
-    """
-    read, at, rest = 0, start, b""
-    lock = _searches.setdefault(batch.project_id, asyncio.Lock())
-    with suppress(FileNotFoundError):  # the file was deleted or has expired
-        async with lock:
-            async for part in parts:
-                read += len(part)
-                whole, cut, rest = (rest + part).rpartition(b"\n")
-                if cut and await asyncio.to_thread(_look_at, at, whole, look, blank):
-                    return False
-                at += len(whole) + len(cut)
-                if read > MOST_BYTES or len(rest) > MOST_OF_LINE:
-                    return False
-            return not await asyncio.to_thread(_look_at, at, rest, look, blank)
-    return True
+def _lines(raws: list[_Raw], ok: bool, requests: dict[str, _Request]) -> list[Line]:
+    return [_line(raw, ok, requests.get(raw.name, _Request())) for raw in raws]
 
 
-def _look_at(at: int, text: bytes, look: Callable[[int, bytes], bool], blank: bool) -> bool:
-    """Return whether `look` has seen enough after one of these lines."""
-    for line in text.split(b"\n"):
-        if (blank or not (line == b"" or line.isspace())) and look(at, line):
-            return True
-        at += len(line) + 1
-    return False
-
-
-async def _results(context: Context, batch: Batch, is_output: bool, start: int = 0) -> AsyncIterator[bytes]:
-    """Yield the contents of the finished file from the byte `start` on, or the answers so far."""
-    file_id = batch.output_file_id if is_output else batch.error_file_id
-    if file_id is not None:
-        async with context.database.read() as session:
-            size = await session.scalar(select(File.size_bytes).where(File.id == file_id))
-        if start < (size or 0):
-            async for part in context.storage.stream(file_key(file_id), start):
-                yield part
-    elif batch.status in LIVE and batch.output_order == OutputOrder.ANY:
-        async for part in answered_so_far(context, batch.id, is_output, start):
-            yield part
-
-
-def _line(at: int, raw: bytes, ok: bool, bodies: dict[str, dict[str, Any]]) -> Line:
-    line, name = parsed(raw), _named(raw) or ""
-    request = bodies.get(name, {})
-    prompt = begin(asked(request), SHOWN_CHARACTERS)
+def _line(raw: _Raw, ok: bool, request: _Request) -> Line:
+    line = parsed(raw.text)
     if line is None:
-        return Line(name, at, Verdict("too long to show here", "", Usage()), prompt, "")
+        return Line(raw.name, raw.at, Verdict("too long to show here", "", Usage()), request.prompt, "")
     response, error = line.get("response"), line.get("error")
     body = response.get("body") if isinstance(response, dict) else None
     text = begin(answered(body), SHOWN_CHARACTERS) if isinstance(body, dict) else ""
     if not ok and not text and isinstance(error, dict):
         text = str(error.get("message") or "")[:SHOWN_CHARACTERS]
-    return Line(name, at, verdict(request, line, ok), prompt, text)
+    return Line(raw.name, raw.at, verdict(request.fields or {}, line, ok), request.prompt, text)

@@ -1,5 +1,6 @@
 """The pages of batches: the list, one batch in five tabs, and one request."""
 
+import asyncio
 from collections import Counter
 from typing import Annotated, Any, Literal
 from urllib.parse import urlencode
@@ -13,7 +14,8 @@ from service.api.bodies import ObjectId
 from service.api.context import Context, InContext
 from service.api.pages import page_rows
 from service.api.shapes import BatchError
-from service.dashboard.answers import Wish, lines_of, neighbours, request_of, search, talk_of
+from service.dashboard.answers import Wish, lines_of, neighbours, request_of, search
+from service.dashboard.conversation import talk_of
 from service.dashboard.filters import Filters
 from service.dashboard.overview import known_events, known_workers
 from service.dashboard.reach import as_owner, note_read, project_seen, seen_by
@@ -146,10 +148,12 @@ async def one_request(
 ) -> Response:
     """Show a request and its answer. The others are those of the list from which it was opened."""
     row = await _batch(context, viewer, batch_id, reads_texts=True)
-    whole, wish = await request_of(context, row, custom_id, at), Wish(kind, text)
+    wish = Wish(kind, text)
+    whole = await request_of(context, row, custom_id, wish, at)
+    talk = await asyncio.to_thread(talk_of, whole.asked, whole.answer, whole.ok)
     near = await neighbours(context, row, wish, whole) if at or whole.at == 0 else (None, None)
     each = await _shown(context, viewer, row)
-    values: dict[str, Any] = {"whole": whole, "talk": talk_of(whole), "near": near, "kind": kind, "text": text}
+    values: dict[str, Any] = {"whole": whole, "talk": talk, "near": near, "kind": kind, "text": text}
     return page(request, "request.html", viewer, each=each, custom_id=custom_id, **values)
 
 

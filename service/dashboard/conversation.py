@@ -9,8 +9,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
+
 from service.objects.shards import Outcome, Usage
-from service.worker.answer_body import read, usage_of
+from service.worker.answer_body import Body, read, usage_of
 from service.worker.judge import outcome_of, wanted_schema
 
 MOST_CHARACTERS = 20_000  # shown of one text
@@ -39,6 +41,32 @@ class Verdict:
     usage: Usage
 
 
+@dataclass(frozen=True, slots=True)
+class Talk:
+    """A request and its answer as people read them, and as JSON. `said`: what the answer says, to copy it."""
+
+    turns: list[Turn]
+    verdict: Verdict | None
+    said: str
+    raw: list[tuple[str, str]]
+
+
+def talk_of(request: dict[str, Any] | str | None, answer: dict[str, Any] | str | None, ok: bool) -> Talk:
+    """Return what is shown of a request and its answer, given as their lines, or as text where they are no objects."""
+    asks = _dict(_dict(request).get("body"))
+    line = answer if isinstance(answer, dict) else None
+    says = answered(_dict(_dict(_dict(line).get("response")).get("body")))
+    if line and not ok and not says:
+        says = [Turn("error", str(_dict(line.get("error")).get("message") or ""))]
+    raw = [("Request", request), ("Answer", answer)]
+    return Talk(
+        asked(asks) + says,
+        None if line is None else verdict(asks, line, ok),
+        "\n".join(turn.text for turn in says if turn.role.startswith("answer")),
+        [(name, (each if isinstance(each, str) else _written(each))[:MOST_CHARACTERS]) for name, each in raw if each],
+    )
+
+
 def asked(body: dict[str, Any]) -> list[Turn]:
     """Return the turns of a request of any endpoint."""
     return list(_bounded(_asked(body)))
@@ -56,7 +84,10 @@ def verdict(request: dict[str, Any], line: dict[str, Any], ok: bool) -> Verdict:
     if not ok:
         error = _dict(line.get("error"))
         return Verdict(f"failed: {error.get('code') or response.get('status_code') or 'unknown'}", "bad", NO_USAGE)
-    found = read(json.dumps(body).encode())
+    try:
+        found = read(json.dumps(body).encode())
+    except msgspec.DecodeError:  # of an engine with answers of its own
+        found = Body()
     outcome, usage = outcome_of(request, found), usage_of(found)
     match outcome:
         case Outcome.CUT_OFF:

@@ -1,5 +1,6 @@
 """Keeps which answers of a batch are not ok, by their custom_ids' digests, for a retry by outcome."""
 
+import asyncio
 from array import array
 from collections.abc import Collection
 from dataclasses import dataclass, field
@@ -46,6 +47,10 @@ class BadAnswers:
 
 async def bad_answers(storage: Storage, batch_id: str, outcomes: Collection[Outcome]) -> Names:
     """Return the custom_ids of the batch's answers with these outcomes. Raises FileNotFoundError."""
-    rows = np.frombuffer(await storage.read(_key(batch_id)), dtype=ROW)
-    names: NDArray[np.uint64] = rows["name"][np.isin(rows["outcome"], [CODES[each] for each in outcomes])]
+    return await asyncio.to_thread(_chosen, await storage.read(_key(batch_id)), [CODES[each] for each in outcomes])
+
+
+def _chosen(data: bytes, codes: list[int]) -> Names:
+    rows = np.frombuffer(data, dtype=ROW)
+    names: NDArray[np.uint64] = rows["name"][np.isin(rows["outcome"], codes)]
     return Names(names)

@@ -4,6 +4,7 @@ JSON that a request asked for is parsed and, where a schema is not large, valida
 to take hours on an answer, and the worker judges between the steps of everybody's streams.
 """
 
+import threading
 from functools import lru_cache
 from typing import Any
 
@@ -23,6 +24,7 @@ MOST_CHECKS = 5000
 KNOWN_SCHEMAS = 64
 # The grammar enforces patterns, and one can be made to take hours here; formats are annotations; and looking for equal
 # items takes the square of their number.
+SCHEMA_FIELDS = ("response_format", "text", "json_schema")  # of a request, that say which JSON it asks for
 LEFT_OUT = ("pattern", "patternProperties", "format", "uniqueItems")
 # What ends an answer, as chat completions and completions say it, or as responses do.
 CUT_OFF, FILTERED = ("length", "max_output_tokens"), "content_filter"
@@ -88,7 +90,7 @@ def _is_invalid(asked: dict[str, Any], text: str) -> bool:
     written = msgspec.json.encode(wanted)
     if len(written) > MOST_SCHEMA_BYTES:
         return False  # nobody can say
-    _left[0] = MOST_CHECKS
+    _budget.left = MOST_CHECKS
     return not _validator(written).is_valid(found)
 
 
@@ -113,15 +115,15 @@ def _member(given: Any, name: str) -> Any:
     return given.get(name) if isinstance(given, dict) else None
 
 
-_left = [0]  # of the budget of the answer that is judged now
+_budget = threading.local()  # `left`: for the answer that a thread judges now
 
 
 def _counted(check: Any) -> Any:
     """Let a keyword's check take from the budget: one, and one for each member that it may look at."""
 
     def checked(validator: Any, value: Any, instance: Any, schema: Any) -> Any:
-        _left[0] -= 1 + sum(len(each) for each in (value, instance) if isinstance(each, list | dict))
-        if _left[0] < 0:
+        _budget.left -= 1 + sum(len(each) for each in (value, instance) if isinstance(each, list | dict))
+        if _budget.left < 0:
             raise TooMuch
         return check(validator, value, instance, schema)
 

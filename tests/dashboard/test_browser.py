@@ -215,7 +215,7 @@ async def test_pages_can_be_used_by_everyone(url: str, harness: Harness, clock: 
         for path in (
             *PAGES,
             *(f"/batches/{batch_id}{tab}" for tab in tabs),
-            f"/batches/{batch_id}/request?custom_id=id-3",
+            *(f"/batches/{batch_id}/request?custom_id=id-{each}" for each in (3, 4)),
         ):
             await page.goto(f"/dashboard{path}")
             assert await faults_of_access(page) == [], path
@@ -320,3 +320,20 @@ async def test_pages_can_be_read_without_scripts(url: str, harness: Harness) -> 
         await page.goto("/dashboard")
         await page.get_by_role("region", name="Batches").get_by_role("link", name="in.jsonl").click()
         await expect(page.get_by_role("img", name="0 of 30 answered")).to_be_visible()
+
+
+@pytest.mark.slow
+async def test_the_keyboard_walks_from_request_to_request(page: Page, harness: Harness) -> None:
+    batch_id = await harness.submit(jsonl(line(n) for n in range(5)))
+    await harness.plan()
+    async with harness.working(ScriptedEngine()):
+        await harness.until_ended(batch_id)
+    await page.goto(f"/dashboard/batches/{batch_id}/requests")
+    links = page.locator("td a.name")
+    names = [await link.inner_text() for link in await links.all()]
+    await links.first.click()
+    for name in names:
+        await expect(page.get_by_role("heading", name=name, exact=True)).to_be_visible()
+        await page.keyboard.press("j")
+    await page.keyboard.press("k")
+    await expect(page.get_by_role("heading", name=names[-2], exact=True)).to_be_visible()

@@ -18,7 +18,7 @@ from sqlalchemy import select, update
 
 from service.api import connections
 from service.api.plain_text import MOST_MEMBERS
-from service.dashboard import answers
+from service.dashboard import lines
 from service.db.tables import DEFAULT_PROJECT, Batch, BatchStatus
 from service.db.tenant_tables import Project
 from service.jobs.validator import GIVEN_UP, MOST_DEATHS, MOST_ERROR_BYTES
@@ -224,8 +224,9 @@ async def test_a_cookie_or_a_head_that_is_costly_to_read_is_refused(url: str) ->
 def test_a_line_of_brackets_is_no_object_for_long() -> None:
     """Its two million lists took seconds to make, in a page's search and in the validator."""
     heavy = b'{"custom_id":"a","zz":["zz",' + b"[]," * 2_000_000 + b"1]}"
-    assert answers._named(heavy) == "a"  # pyright: ignore[reportPrivateUsage]
-    assert answers.parsed(heavy) is None
+    assert lines.named(heavy) == "a"
+    assert lines.parsed(heavy) is None
+    assert lines.parsed(heavy, len(heavy)) is None
     checker = LineChecker("/v1/completions")
     assert checker.check(1, heavy) is None
     assert "brackets" in checker.errors[0].message
@@ -238,7 +239,7 @@ async def test_a_file_of_nothing_is_not_read_to_its_end(
     with serve(settings, clock) as url:
         file_id = (await asyncio.to_thread(upload, url, gzip.compress(b"\n" * 5_000_000))).json()["id"]
     threads = set[int]()
-    monkeypatch.setattr(answers, "_look_at", lambda *_: threads.add(threading.get_ident()))
+    monkeypatch.setattr(lines, "_look_at", lambda *_: threads.add(threading.get_ident()))
     monkeypatch.setattr(Storage, "stream", None)  # it reads one range
     assert (await pages.get("/new", params={"file": file_id})).status_code == 200
     assert not threads
@@ -249,20 +250,20 @@ async def test_a_search_parses_in_a_thread(pages: httpx.AsyncClient, harness: Ha
     batch_id = await harness.submit(jsonl(line(n) for n in range(3)))
     async with harness.database.read() as session:
         batch = (await session.scalars(select(Batch).where(Batch.id == batch_id))).one()
-    seen: list[tuple[bytes, int]] = []
+    seen: list[tuple[int, bytes, int]] = []
 
     async def parts() -> AsyncIterator[bytes]:
         for each in (b"a\n\n  \nb", b"b\nc"):
             yield each
 
-    def look(raw: bytes) -> bool:
-        seen.append((raw, threading.get_ident()))
+    def look(at: int, raw: bytes) -> bool:
+        seen.append((at, raw, threading.get_ident()))
         return raw == b"c"
 
-    found = await answers._look_through(batch, parts(), look)  # pyright: ignore[reportPrivateUsage]
+    found = await lines.look_through(batch, parts(), look, start=100)
     assert not found  # `look` had seen enough
-    assert [raw for raw, _ in seen] == [b"a", b"bb", b"c"]
-    assert threading.get_ident() not in {ident for _, ident in seen}
+    assert [(at, raw) for at, raw, _ in seen] == [(100, b"a"), (106, b"bb"), (109, b"c")]
+    assert threading.get_ident() not in {ident for _, _, ident in seen}
 
 
 def post_upload(url: str, data: bytes, times: int = 1) -> httpx.Response:

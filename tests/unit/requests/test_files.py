@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from service.api.plain_text import PlainText
-from service.dashboard.answers import parsed
+from service.dashboard.lines import parsed
 from service.objects.json_lines import line_of
 from service.remote.submit import _endpoint_of  # pyright: ignore[reportPrivateUsage]
 from service.requests.files import opened
