@@ -144,7 +144,8 @@ async def retry_batch(
         if wanted.max_tokens is not None and BY_PATH[source.endpoint].limit is None:
             message = f"max_tokens: answers of {source.endpoint} have no tokens to limit."
             raise BadRequest(message, code="invalid_request", param="max_tokens")
-        await _check_retriable(session, source, set(wanted.outcomes), now)
+        outcomes = await _retriable(session, source, set(wanted.outcomes), now)
+        is_limit_given = "max_tokens" in wanted.model_fields_set
         return Batch(
             endpoint=source.endpoint,
             input_file_id=source.input_file_id,
@@ -154,16 +155,16 @@ async def retry_batch(
             output_order=source.output_order,
             on_long_line=source.on_long_line,
             retry_of=source.id,
-            retry_outcomes=sorted(set(wanted.outcomes)),
-            max_tokens=wanted.max_tokens or source.max_tokens,
+            retry_outcomes=sorted(outcomes),
+            max_tokens=wanted.max_tokens if is_limit_given else source.max_tokens,
         )
 
-    asked = {"retry": batch_id} | (wanted.model_dump(exclude_defaults=True) if body else {})
+    asked = {"retry": batch_id} | wanted.model_dump(exclude_unset=True)
     return await shape(context, await _add_once(context, caller, again, "batch.retry", digest(asked), make))
 
 
-async def _check_retriable(session: AsyncSession, source: Batch, wanted: set[RetryOutcome], now: int) -> None:
-    """Raise BadRequest unless the batch has ended with such outcomes, and the files that say so still exist."""
+async def _retriable(session: AsyncSession, source: Batch, wanted: set[RetryOutcome], now: int) -> set[RetryOutcome]:
+    """Return which of these outcomes the batch has. Raises BadRequest if it has none, or no files any more."""
     if source.status not in TERMINAL:
         message = f"The batch is {source.status}: it can be retried once it is finished."
         raise BadRequest(message, code="batch_not_ended", param="id")
@@ -186,6 +187,7 @@ async def _check_retriable(session: AsyncSession, source: Batch, wanted: set[Ret
     if int(kept.scalar_one()) != len(files):
         message = "A file of the batch was deleted or has expired; upload the requests in a new file."
         raise BadRequest(message, code="file_not_found", param="id")
+    return wanted & found
 
 
 @router.post("/{batch_id}/start")

@@ -76,6 +76,11 @@ class Wish:
     def of_output(self) -> bool:
         return self.kind != "failed"
 
+    @property
+    def outcome(self) -> Outcome | None:
+        """Return which one is wanted; None for all answers, and for what failed."""
+        return next((each for each in Outcome if each and each == self.kind), None)
+
 
 @dataclass(frozen=True, slots=True)
 class _Raw:
@@ -111,17 +116,16 @@ async def search(context: Context, batch: Batch, wish: Wish, start: int = 0, mos
 
     is_end = await look_through(batch, results(context, batch, wish.of_output, start), look, start=start)
     requests = await _requests(context, batch, {raw.name for raw in raws})
-    lines = await asyncio.to_thread(_lines, raws, wish.of_output, requests)
+    lines = await asyncio.to_thread(_lines, raws, wish, requests)
     return Found(lines, None if is_end or more_at == start else more_at)
 
 
 async def _filter(context: Context, batch: Batch, wish: Wish) -> Callable[[bytes], bool]:
     """Return what tells whether a line is wanted. What is bad was noted when the batch ended; before, the line says."""
-    outcome = next((each for each in Outcome if each and each == wish.kind), None)
-    names = None
+    outcome, names = wish.outcome, None
     if outcome is not None and batch.status not in LIVE:
         with suppress(FileNotFoundError):
-            names = await bad_answers(context.storage, batch.id, [outcome])
+            names = await bad_answers(context.storage, batch.id, batch.output_file_id, [outcome])
 
     def is_wanted(raw: bytes) -> bool:
         name = named(raw)
@@ -199,7 +203,7 @@ async def _before(context: Context, batch: Batch, wish: Wish, at: int) -> Line |
         return False
 
     await look_through(batch, results(context, batch, wish.of_output, start), look, start=start)
-    return _line(found[0], wish.of_output, _Request()) if found else None
+    return _line(found[0], wish, _Request()) if found else None
 
 
 async def lines_of(context: Context, batch: Batch, numbers: set[int]) -> dict[int, str]:
@@ -235,7 +239,7 @@ async def _one(
     found: list[tuple[int, dict[str, Any] | str]] = []
 
     def look(at: int, raw: bytes) -> bool:
-        if any(each in raw for each in wanted) and named(raw) == custom_id:
+        if (b"\\" in raw or any(each in raw for each in wanted)) and named(raw) == custom_id:
             found.append((at, parsed(raw, MOST_OF_ONE) or raw[:MOST_CHARACTERS].decode(errors="replace")))
         return bool(found)
 
@@ -243,12 +247,12 @@ async def _one(
     return found[0] if found else None
 
 
-def _lines(raws: list[_Raw], ok: bool, requests: dict[str, _Request]) -> list[Line]:
-    return [_line(raw, ok, requests.get(raw.name, _Request())) for raw in raws]
+def _lines(raws: list[_Raw], wish: Wish, requests: dict[str, _Request]) -> list[Line]:
+    return [_line(raw, wish, requests.get(raw.name, _Request())) for raw in raws]
 
 
-def _line(raw: _Raw, ok: bool, request: _Request) -> Line:
-    line = parsed(raw.text)
+def _line(raw: _Raw, wish: Wish, request: _Request) -> Line:
+    line, ok = parsed(raw.text), wish.of_output
     if line is None:
         return Line(raw.name, raw.at, Verdict("too long to show here", "", Usage()), request.prompt, "")
     response, error = line.get("response"), line.get("error")
@@ -256,4 +260,4 @@ def _line(raw: _Raw, ok: bool, request: _Request) -> Line:
     text = begin(answered(body), SHOWN_CHARACTERS) if isinstance(body, dict) else ""
     if not ok and not text and isinstance(error, dict):
         text = str(error.get("message") or "")[:SHOWN_CHARACTERS]
-    return Line(raw.name, raw.at, verdict(request.fields or {}, line, ok), request.prompt, text)
+    return Line(raw.name, raw.at, verdict(request.fields or {}, line, ok, wish.outcome), request.prompt, text)

@@ -150,7 +150,9 @@ async def one_request(
     row = await _batch(context, viewer, batch_id, reads_texts=True)
     wish = Wish(kind, text)
     whole = await request_of(context, row, custom_id, wish, at)
-    talk = await asyncio.to_thread(talk_of, whole.asked, whole.answer, whole.ok)
+    # Where the request is not known, the list has noted what its answer is worth.
+    noted = None if isinstance(whole.asked, dict) else wish.outcome
+    talk = await asyncio.to_thread(talk_of, whole.asked, whole.answer, whole.ok, noted)
     near = await neighbours(context, row, wish, whole) if at or whole.at == 0 else (None, None)
     each = await _shown(context, viewer, row)
     values: dict[str, Any] = {"whole": whole, "talk": talk, "near": near, "kind": kind, "text": text}

@@ -13,7 +13,7 @@ import msgspec
 
 from service.objects.shards import Outcome, Usage
 from service.worker.answer_body import Body, read, usage_of
-from service.worker.judge import outcome_of, wanted_schema
+from service.worker.judge import is_valid, outcome_of
 
 MOST_CHARACTERS = 20_000  # shown of one text
 MOST_TURNS = 200
@@ -51,7 +51,9 @@ class Talk:
     raw: list[tuple[str, str]]
 
 
-def talk_of(request: dict[str, Any] | str | None, answer: dict[str, Any] | str | None, ok: bool) -> Talk:
+def talk_of(
+    request: dict[str, Any] | str | None, answer: dict[str, Any] | str | None, ok: bool, noted: Outcome | None
+) -> Talk:
     """Return what is shown of a request and its answer, given as their lines, or as text where they are no objects."""
     asks = _dict(_dict(request).get("body"))
     line = answer if isinstance(answer, dict) else None
@@ -60,25 +62,18 @@ def talk_of(request: dict[str, Any] | str | None, answer: dict[str, Any] | str |
         says = [Turn("error", str(_dict(line.get("error")).get("message") or ""))]
     raw = [("Request", request), ("Answer", answer)]
     return Talk(
-        asked(asks) + says,
-        None if line is None else verdict(asks, line, ok),
+        list(_bounded([*asked(asks), *says])),
+        None if line is None else verdict(asks, line, ok, noted),
         "\n".join(turn.text for turn in says if turn.role.startswith("answer")),
-        [(name, (each if isinstance(each, str) else _written(each))[:MOST_CHARACTERS]) for name, each in raw if each],
+        [(name, _written(each)) for name, each in raw if each],
     )
 
 
-def asked(body: dict[str, Any]) -> list[Turn]:
-    """Return the turns of a request of any endpoint."""
-    return list(_bounded(_asked(body)))
+def verdict(request: dict[str, Any], line: dict[str, Any], ok: bool, noted: Outcome | None = None) -> Verdict:
+    """Judge a line of a result file. `request`: the body of its request, or nothing where it is not known.
 
-
-def answered(body: dict[str, Any]) -> list[Turn]:
-    """Return the turns of an engine's answer."""
-    return list(_bounded(_answered(body)))
-
-
-def verdict(request: dict[str, Any], line: dict[str, Any], ok: bool) -> Verdict:
-    """Judge a line of a result file. `request`: the body of its request, or nothing where it is not known."""
+    `noted`: its outcome, if the batch has noted it.
+    """
     response = _dict(line.get("response"))
     body = _dict(response.get("body"))
     if not ok:
@@ -88,8 +83,8 @@ def verdict(request: dict[str, Any], line: dict[str, Any], ok: bool) -> Verdict:
         found = read(json.dumps(body).encode())
     except msgspec.DecodeError:  # of an engine with answers of its own
         found = Body()
-    outcome, usage = outcome_of(request, found), usage_of(found)
-    match outcome:
+    usage = usage_of(found)
+    match outcome_of(request, found) if noted is None else noted:
         case Outcome.CUT_OFF:
             return Verdict(f"cut off at {usage.output:,} tokens", "care", usage)
         case Outcome.LOOPED:
@@ -99,7 +94,7 @@ def verdict(request: dict[str, Any], line: dict[str, Any], ok: bool) -> Verdict:
         case Outcome.REFUSED:
             return Verdict("refused", "care", usage)
         case _:
-            return Verdict("valid by its schema" if wanted_schema(request) else "answered", "completed", usage)
+            return Verdict("valid by its schema" if is_valid(request, found) else "answered", "completed", usage)
 
 
 def begin(turns: list[Turn], length: int) -> str:
@@ -107,23 +102,50 @@ def begin(turns: list[Turn], length: int) -> str:
     return next((turn.text for turn in reversed(turns) if turn.text), "")[:length]
 
 
-def _bounded(turns: Iterator[Turn]) -> Iterator[Turn]:
-    for number, turn in enumerate(turns):
-        if number == MOST_TURNS:
-            yield Turn("", f"Only the first {MOST_TURNS} turns are shown.")
-            return
-        text, is_json = turn.text, turn.is_json
-        if not is_json and text.lstrip()[:1] in ("{", "["):
-            text, is_json = _indented(text)
+def _bounded(turns: list[Turn]) -> Iterator[Turn]:
+    """Yield the turns as they are shown: not too many, not too long, and JSON indented."""
+    for turn in turns[:MOST_TURNS]:
+        found = _json(turn.text) if turn.text.lstrip()[:1] in ("{", "[") else None
+        text, is_json = (turn.text, turn.is_json) if found is None else (_written(found), True)
         more = f"\n… {len(text) - MOST_CHARACTERS:,} more characters" if len(text) > MOST_CHARACTERS else ""
         yield Turn(turn.role, text[:MOST_CHARACTERS] + more, is_json, turn.images[:MOST_IMAGES])
+    if len(turns) > MOST_TURNS:
+        yield Turn("", f"Only the first {MOST_TURNS} turns are shown.")
 
 
-def _indented(text: str) -> tuple[str, bool]:
+def _json(text: str) -> Any:
+    """Return what a text is as JSON; None if it is none, or would be shown as another one than it is."""
     try:
-        return json.dumps(json.loads(text), indent=2, ensure_ascii=False), True
+        return json.loads(text, object_pairs_hook=_once, parse_constant=_refused, parse_float=_as_written)
     except (ValueError, RecursionError):
-        return text, False
+        return None
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        raise ValueError("a key comes twice")
+    return found
+
+
+def _refused(constant: str) -> Any:
+    raise ValueError(constant)
+
+
+def _as_written(digits: str) -> float:
+    if repr(float(digits)) != digits:
+        raise ValueError(digits)
+    return float(digits)
+
+
+def asked(body: dict[str, Any]) -> list[Turn]:
+    """Return the turns of a request of any endpoint."""
+    return list(_asked(body))
+
+
+def answered(body: dict[str, Any]) -> list[Turn]:
+    """Return the turns of an engine's answer."""
+    return list(_answered(body))
 
 
 def _asked(body: dict[str, Any]) -> Iterator[Turn]:
@@ -214,7 +236,16 @@ def _content(content: Any) -> tuple[str, tuple[str, ...]]:
 
 
 def _written(value: Any) -> str:
-    return json.dumps(value, indent=2, ensure_ascii=False)
+    """Return a value as indented JSON, or the beginning of it: indentation may be a thousand times as long as it."""
+    if isinstance(value, str):
+        return value[:MOST_CHARACTERS]
+    found, length = list[str](), 0
+    for part in json.JSONEncoder(indent=2, ensure_ascii=False).iterencode(value):
+        found.append(part[:MOST_CHARACTERS])
+        length += len(part)
+        if length > MOST_CHARACTERS:
+            return "".join(found)[:MOST_CHARACTERS] + "\n…"
+    return "".join(found)
 
 
 def _dict(value: Any) -> dict[str, Any]:

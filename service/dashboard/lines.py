@@ -35,7 +35,7 @@ def parsed(raw: bytes, most: int = MOST_OF_PARSED) -> dict[str, Any] | None:
 
     A file that failed its validation may hold anything.
     """
-    if len(raw) > most or (len(raw) > MOST_OF_PARSED and nesting_fault(raw)):
+    if len(raw) > most or nesting_fault(raw):
         return None
     try:
         found = json.loads(raw)

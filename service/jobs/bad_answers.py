@@ -21,8 +21,9 @@ def folder_of(batch_id: str) -> str:
     return f"outcomes/{batch_id}"
 
 
-def _key(batch_id: str) -> str:
-    return f"{folder_of(batch_id)}/bad"
+def _key(batch_id: str, output_file_id: str) -> str:
+    """Return the key, which names the file: of two finalizers, the later one may have seen fewer answers."""
+    return f"{folder_of(batch_id)}/{output_file_id}"
 
 
 @dataclass(slots=True)
@@ -37,17 +38,20 @@ class BadAnswers:
             self.names.append(digest_of(custom_id_of(bytes(answer.line))))
             self.outcomes.append(CODES[answer.outcome])
 
-    async def write(self, storage: Storage, batch_id: str) -> None:
-        """Write them, if there are any. Every finalizer of the batch writes the same."""
+    async def write(self, storage: Storage, batch_id: str, output_file_id: str) -> None:
+        """Write them, if there are any."""
         if self.names:
             rows = np.empty(len(self.names), dtype=ROW)
             rows["name"], rows["outcome"] = self.names, np.frombuffer(self.outcomes, dtype=np.uint8)
-            await storage.put(_key(batch_id), rows.tobytes())
+            await storage.put(_key(batch_id, output_file_id), rows.tobytes())
 
 
-async def bad_answers(storage: Storage, batch_id: str, outcomes: Collection[Outcome]) -> Names:
+async def bad_answers(
+    storage: Storage, batch_id: str, output_file_id: str | None, outcomes: Collection[Outcome]
+) -> Names:
     """Return the custom_ids of the batch's answers with these outcomes. Raises FileNotFoundError."""
-    return await asyncio.to_thread(_chosen, await storage.read(_key(batch_id)), [CODES[each] for each in outcomes])
+    data = await storage.read(_key(batch_id, output_file_id or ""))
+    return await asyncio.to_thread(_chosen, data, [CODES[each] for each in outcomes])
 
 
 def _chosen(data: bytes, codes: list[int]) -> Names:

@@ -234,7 +234,7 @@ class Finalizer:
                 await keep(request, _no_answer(name, reason), False)
             for line, ok in in_order.lines() if in_order else ():
                 await (output if ok else errors).add(line)
-        await bad.write(self._storage, batch.id)
+        await bad.write(self._storage, batch.id, output.id)
         if await self._commit(batch, ending, output, errors, counts, digest):
             await self._remember(batch, ending, tokens)
 

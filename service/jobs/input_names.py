@@ -30,14 +30,14 @@ async def retried(database: Database, storage: Storage, batch: Batch) -> Names |
         return None
     wanted = set(batch.retry_outcomes or [RetryOutcome.FAILED])
     found = Names(np.empty(0, np.uint64))
+    async with database.read() as session:
+        files = select(Batch.output_file_id, Batch.error_file_id).where(Batch.id == batch.retry_of)
+        output_file, error_file = (await session.execute(files)).one_or_none() or (None, None)
     if RetryOutcome.FAILED in wanted:
-        async with database.read() as session:
-            source = await session.scalar(select(Batch.error_file_id).where(Batch.id == batch.retry_of))
-        if source is not None:
-            lines = storage.lines(file_key(source), MOST_LINE_BYTES)
-            found = await Names.of(name async for _, line in lines if (name := _name_of(line)) is not None)
+        lines = storage.lines(file_key(error_file or ""), MOST_LINE_BYTES)
+        found = await Names.of(name async for _, line in lines if (name := _name_of(line)) is not None)
     if bad := [Outcome(each) for each in wanted - {RetryOutcome.FAILED}]:
-        found |= await bad_answers(storage, batch.retry_of, bad)
+        found |= await bad_answers(storage, batch.retry_of, output_file, bad)
     return found
 
 

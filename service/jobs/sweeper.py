@@ -208,7 +208,7 @@ class Sweeper:
         has_answers = exists().where(File.id == Batch.output_file_id, _KEPT)
         async with self._database.read() as session:
             known = await session.scalars(select(Batch.id).where(Batch.id.in_(names)))
-            wanted = Batch.id.in_(names) & (self._lately() | has_answers)
+            wanted = Batch.id.in_(names) & (Batch.status.in_(LIVE) | has_answers)
             needed = await session.scalars(select(Batch.id).where(wanted))
             return set(known), set(needed)
 

@@ -162,6 +162,9 @@ def retry_batch(
         body = {"outcomes": outcomes} | ({} if max_tokens is None else {"max_tokens": max_tokens})
     with service_at(url, key) as client:
         batch = Batch.of(client.post(f"/batches/{batch_id}/retry", body))
+        if body and not extras(batch).get("retry_outcomes"):
+            client.post(f"/batches/{batch.id}/cancel")
+            raise CommandError(f"this service retries only what failed, so {batch.id} is cancelled. Upgrade it.")
         said.print(f"requests of {batch_id} run again as {batch.id}: {', '.join(outcomes).replace('_', ' ')}")
         code = started(client, batch, wait or output is not None, output, as_json)
     raise typer.Exit(code)

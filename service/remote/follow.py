@@ -81,7 +81,11 @@ def follow(
             counts, done = batch.request_counts, ""
             if counts is not None:
                 ended = counts.completed + counts.failed
-                done = f"{ended:,} of {counts.total:,} done" if counts.total and batch.status == "in_progress" else ""
+                done = (
+                    f"{ended:,} of {counts.total:,} done"
+                    if counts.total and not extras(batch).get("waiting_for")
+                    else ""
+                )
                 bar.update(task, total=counts.total or None, completed=ended)
             pace.see(batch.usage.total_tokens if batch.usage else 0, time.monotonic())
             state, more = _state(batch), _more(batch, pace)

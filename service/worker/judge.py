@@ -6,7 +6,7 @@ to take hours on an answer, and the worker judges between the steps of everybody
 
 import threading
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import structlog
@@ -47,18 +47,35 @@ def outcome_of(asked: dict[str, Any], answer: Body) -> Outcome:
 
 
 def _outcome_of(asked: dict[str, Any], answer: Body) -> Outcome:
-    for reason, text, is_refusal in _ends(answer):
-        if reason in CUT_OFF:
-            return Outcome.LOOPED if period_of(text) else Outcome.CUT_OFF
-        if reason == FILTERED or is_refusal:
+    for end in _ends(answer):
+        if end.reason in CUT_OFF:
+            return Outcome.LOOPED if period_of(end.text or end.thought) else Outcome.CUT_OFF
+        if end.reason == FILTERED or end.is_refusal:
             return Outcome.REFUSED
-        if reason == "stop" and text and _is_invalid(asked, text):
+        if end.reason == "stop" and end.text and _is_valid(asked, end.text) is False:
             return Outcome.INVALID
     return Outcome.OK
 
 
-def _ends(answer: Body) -> list[tuple[str, str, bool]]:
-    """Return why each choice ended, its text, and whether it is a refusal."""
+def is_valid(asked: dict[str, Any], answer: Body) -> bool:
+    """Return whether each choice is the JSON that was asked for; False if none was asked for, or nobody can say."""
+    try:
+        ends = _ends(answer)
+        return bool(ends) and all(end.reason == "stop" and _is_valid(asked, end.text) for end in ends)
+    except Exception:  # as above
+        return False
+
+
+class _End(NamedTuple):
+    """Why a choice ended, its text, and what was thought before it."""
+
+    reason: str
+    text: str
+    thought: str = ""
+    is_refusal: bool = False
+
+
+def _ends(answer: Body) -> list[_End]:
     if answer.choices:
         return [_end_of(each) for each in answer.choices]
     parts = [part for item in answer.output for part in _parts(item)]
@@ -66,35 +83,37 @@ def _ends(answer: Body) -> list[tuple[str, str, bool]]:
     text = "".join(part.text or "" for part in parts if part.type == "output_text")
     because = answer.incomplete_details.reason if answer.incomplete_details else None
     ended = because or ("stop" if answer.status == "completed" else answer.status or "")
-    return [(ended, text, is_refusal)] if answer.output or because else []
+    return [_End(ended, text, "", is_refusal)] if answer.output or because else []
 
 
-def _end_of(choice: Choice) -> tuple[str, str, bool]:
-    message = choice.message
-    text = choice.text if message is None else message.content or message.reasoning_content
-    return choice.finish_reason or "", text or "", bool(message and message.refusal)
+def _end_of(choice: Choice) -> _End:
+    message, reason = choice.message, choice.finish_reason or ""
+    if message is None:
+        return _End(reason, choice.text or "")
+    return _End(reason, message.content or "", message.reasoning_content or "", bool(message.refusal))
 
 
 def _parts(item: Item) -> list[Any]:
     return item.content if item.type == "message" and isinstance(item.content, list) else []
 
 
-def _is_invalid(asked: dict[str, Any], text: str) -> bool:
-    wanted = wanted_schema(asked)
+def _is_valid(asked: dict[str, Any], text: str) -> bool | None:
+    """Return whether a text is the JSON that was asked for; None if nobody can say, or none was."""
+    wanted = _wanted(asked)
     if wanted is None:
-        return False
+        return None
     try:
         found = msgspec.json.decode(text)
     except (msgspec.DecodeError, RecursionError):
-        return True
+        return False
     written = msgspec.json.encode(wanted)
     if len(written) > MOST_SCHEMA_BYTES:
-        return False  # nobody can say
+        return None
     _budget.left = MOST_CHECKS
-    return not _validator(written).is_valid(found)
+    return bool(_validator(written).is_valid(found))
 
 
-def wanted_schema(asked: dict[str, Any]) -> Any:
+def _wanted(asked: dict[str, Any]) -> Any:
     """Return the schema that the answer must meet; None for any text."""
     given = asked.get("response_format") or _member(asked.get("text"), "format")
     kind = _member(given, "type")

@@ -323,6 +323,24 @@ async def test_pages_can_be_read_without_scripts(url: str, harness: Harness) -> 
 
 
 @pytest.mark.slow
+async def test_what_is_typed_outlasts_the_ticks(page: Page, harness: Harness) -> None:
+    short = line(1, body={**line(1)["body"], "max_tokens": 1})
+    batch_id = await harness.submit(jsonl([short]))
+    await harness.plan()
+    async with harness.working(ScriptedEngine()):
+        await harness.until_ended(batch_id)
+    await page.goto(f"/dashboard/batches/{batch_id}")
+    await page.get_by_text("Retry 1 cut off").click()
+    limit = page.get_by_label("max_tokens")
+    await limit.fill("77")
+    await limit.blur()
+    await asyncio.sleep(2 * TICK_S + 1)
+    await expect(limit).to_have_value("77")
+    await page.get_by_role("button", name="Answer again").click()
+    await expect(page.get_by_text("max_tokens 77")).to_be_visible()
+
+
+@pytest.mark.slow
 async def test_the_keyboard_walks_from_request_to_request(page: Page, harness: Harness) -> None:
     batch_id = await harness.submit(jsonl(line(n) for n in range(5)))
     await harness.plan()

@@ -35,5 +35,11 @@ def test_a_cpu_without_bfloat16_computes_in_float32(
     flags = tmp_path / "cpuinfo"
     flags.write_text(f"processor\t: 0\n{line}\nbugs\t\t: spectre_v1\n")
     monkeypatch.setattr("engine_ext.plugin.worker.cpu_defaults.CPU_FLAGS", flags)
-    assert dtype_for(135e6) == expected
-    assert dtype_for(1e13) == "bfloat16"  # its weights would not fit
+    assert dtype_for(5e8) == expected
+    assert dtype_for(1e13) == "bfloat16"  # it would not fit
+    memory = tmp_path / "memory.max"
+    monkeypatch.setattr("engine_ext.plugin.worker.cpu_defaults.MEMORY", memory)
+    memory.write_text("1000000000\n")
+    assert dtype_for(5e8) == "bfloat16"
+    memory.write_text("max\n")
+    assert dtype_for(5e8) == expected

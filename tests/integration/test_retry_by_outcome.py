@@ -90,8 +90,18 @@ async def test_a_retry_of_a_retry_keeps_the_limit(harness: Harness, client: open
     assert about(client.batches.retrieve(first.id))["outcomes"]["cut_off"] == 4
     second = retry(client, first.id, outcomes=["cut_off"])
     assert about(second)["max_tokens"] == 1
+    assert about(retry(client, first.id, outcomes=["cut_off"], max_tokens=None))["max_tokens"] is None
     await run(harness, second.id)
     assert set((await harness.results(await harness.batch(second.id)))[0]) == names(0, 1, 2, 3)
+
+
+async def test_outcomes_that_no_answer_has_are_left_out(harness: Harness, client: openai.OpenAI) -> None:
+    batch_id = create(client, [line(number) for number in range(4)])
+    await run(harness, batch_id, **{"request 1": [400]})
+    again = retry(client, batch_id, outcomes=["failed", "cut_off", "looped"])
+    assert about(again)["retry_outcomes"] == ["failed"]
+    await run(harness, again.id)
+    assert set((await harness.results(await harness.batch(again.id)))[0]) == names(1)
 
 
 async def test_what_a_retry_cannot_repeat_is_said(harness: Harness, client: openai.OpenAI) -> None:

@@ -3,6 +3,7 @@
 import os
 import re
 import time
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -28,8 +29,9 @@ SPINS = "5000"
 # Flags of CPUs that multiply bfloat16 themselves: of x86, and of Arm.
 MULTIPLIES_BFLOAT16 = frozenset({"avx512_bf16", "amx_bf16", "bf16"})
 CPU_FLAGS = Path("/proc/cpuinfo")
-MOST_MEMORY = 0.25  # of the machine's, for weights in float32
+MOST_MEMORY = 0.4  # of what the process may use, for weights and KV cache in float32
 QUOTA = Path("/sys/fs/cgroup/cpu.max")  # of a container: microseconds of CPU time in a period
+MEMORY = Path("/sys/fs/cgroup/memory.max")  # of a container, in bytes
 MOST_STEP_S = 1.5  # for the prompts of one step, in which nobody else gets a token
 LEAST_CHUNK = 64  # tokens
 TIMINGS = 5  # of which the best counts: others may use the machine
@@ -64,23 +66,26 @@ def arguments_for(options: Options, engine_args: dict[str, Any]) -> dict[str, An
     page = int(engine_args.get("page_size") or 1)
     shape, dtype = options.cost.shape, CPU_DEFAULTS["dtype"]
     if options.cpu_threads is not None:
-        dtype = dtype_for(shape.parameters)
+        tokens = int(engine_args.get("max_total_tokens") or CPU_DEFAULTS["max_total_tokens"])
+        dtype = dtype_for(4 * shape.parameters + tokens * shape.kv_bytes_per_token(4))
     wide = engine_args.get("dtype", dtype) in ("float32", "float")
     chunk = chunk_for(shape.active_parameters, options.cpu_threads or 1, wide)
     return CPU_DEFAULTS | {"dtype": dtype, "chunked_prefill_size": -(-chunk // page) * page}
 
 
-def dtype_for(parameters: float) -> str:
+def dtype_for(wide_bytes: float) -> str:
     """Return the dtype in which this CPU answers sooner: float32 where it has no arithmetic for bfloat16.
 
-    Weights that would take much of the memory in float32 stay in bfloat16.
+    `wide_bytes`: of weights and KV cache in float32; if they would take much of the memory it is bfloat16 all the same.
     """
     found = (
         re.search(r"^(?:flags|Features)\s*:(.*)$", CPU_FLAGS.read_text(), re.MULTILINE) if CPU_FLAGS.exists() else None
     )
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    with suppress(OSError, ValueError):  # not in a control group, or "max"
+        memory = min(memory, int(MEMORY.read_text()))
     slow = found is not None and MULTIPLIES_BFLOAT16.isdisjoint(found[1].split())
-    return "float32" if slow and 4 * parameters <= MOST_MEMORY * memory else "bfloat16"
+    return "float32" if slow and wide_bytes <= MOST_MEMORY * memory else "bfloat16"
 
 
 def _a_core_each(ranks: int) -> str:

@@ -31,10 +31,11 @@ function watch() {
   }, WATCH_MS);
 }
 
-// Text that is being selected must not disappear under the mouse.
+// Text that is being selected must not disappear under the mouse, nor what is typed into a form.
 function isMarked(live) {
   const marked = getSelection();
-  return !marked.isCollapsed && live.contains(marked.anchorNode);
+  const isTyped = [...live.querySelectorAll("input")].some((each) => each.value !== each.defaultValue || each === document.activeElement);
+  return isTyped || (!marked.isCollapsed && live.contains(marked.anchorNode));
 }
 
 // Keeps the focus and the open details across a swap. The focused element is found again by its name, and by its
@@ -102,8 +103,9 @@ function copyIds() {
     const button = target.closest("[data-copy]");
     if (!button) return;
     await navigator.clipboard.writeText(button.dataset.copy);
+    button.dataset.word ??= button.textContent;
     button.textContent = "copied";
-    setTimeout(() => { button.textContent = "copy"; }, 1500);
+    setTimeout(() => { button.textContent = button.dataset.word; }, 1500);
   });
 }
 

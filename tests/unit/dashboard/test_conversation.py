@@ -5,7 +5,8 @@ from typing import Any
 
 import pytest
 
-from service.dashboard.conversation import MOST_CHARACTERS, MOST_TURNS, Turn, answered, asked, begin, verdict
+from service.dashboard.conversation import MOST_CHARACTERS, MOST_TURNS, Turn, answered, asked, begin, talk_of, verdict
+from service.objects.shards import Outcome
 
 PIXEL = "data:image/png;base64,iVBORw0KGgo="
 SCHEMA = {"type": "json_schema", "json_schema": {"name": "n", "schema": {"type": "object", "required": ["n"]}}}
@@ -27,12 +28,18 @@ def test_a_chat_is_a_row_of_turns() -> None:
     assert says(*found) == [
         ("system", "Be brief.\nVery."),
         ("user", "What is it?\n[image: http://a/b.png]"),
-        ("calls look", '{\n  "at": 7\n}'),
-        ("tool", "[\n  1\n]"),
+        ("calls look", '{"at": 7}'),
+        ("tool", "[1]"),
     ]
     assert [turn.images for turn in found] == [(), (PIXEL,), (), ()]
-    assert [turn.is_json for turn in found] == [False, False, True, True]
+    shown = shown_of({"messages": messages})
+    assert [turn.text for turn in shown[2:]] == ['{\n  "at": 7\n}', "[\n  1\n]"]
+    assert [turn.is_json for turn in shown] == [False, False, True, True]
     assert begin(found[:2], 8) == "What is "
+
+
+def shown_of(body: dict[str, Any]) -> list[Turn]:
+    return talk_of({"body": body}, None, True, None).turns
 
 
 def image(url: str) -> dict[str, Any]:
@@ -48,13 +55,16 @@ def image(url: str) -> dict[str, Any]:
             {"input": [{"role": "user", "content": [{"type": "input_text", "text": "hi"}]}]},
             [("user", "hi")],
         ),
-        ({"query": "q", "documents": ["a", {"text": "b"}]}, [("query", "q"), ("document 1", "a")]),
+        (
+            {"query": "q", "documents": ["a", {"text": "b"}]},
+            [("query", "q"), ("document 1", "a"), ("document 2", '{\n  "text": "b"\n}')],
+        ),
         ({"messages": "odd", "prompt": 7, "input": [[1, 2]], "instructions": []}, []),
         ({"messages": [7, None, {"role": [], "content": {}}, {"tool_calls": [1]}]}, [("calls None", "")]),
     ],
 )
 def test_requests_of_other_endpoints_and_odd_ones(body: dict[str, Any], turns: list[tuple[str, str]]) -> None:
-    assert says(*asked(body))[: len(turns)] == turns
+    assert says(*asked(body)) == turns
 
 
 @pytest.mark.parametrize(
@@ -79,12 +89,28 @@ def test_answers_of_all_endpoints_and_odd_ones(body: dict[str, Any], turns: list
 
 
 def test_what_is_long_is_bounded() -> None:
-    found = asked({"messages": [{"role": "user", "content": "x" * (MOST_CHARACTERS + 5)}] * (MOST_TURNS + 5)})
+    found = shown_of({"messages": [{"role": "user", "content": "x" * (MOST_CHARACTERS + 5)}] * (MOST_TURNS + 5)})
     assert len(found) == MOST_TURNS + 1
     assert found[0].text.endswith("x\n… 5 more characters")
     assert found[-1].text == f"Only the first {MOST_TURNS} turns are shown."
     deep = "[" * 100_000
-    assert answered({"choices": [{"text": deep}]})[0].text.startswith("[[")
+    assert shown_of({"prompt": deep})[0].text.startswith("[[")
+    wide = "[" * 900 + "1," * 40_000 + "1" + "]" * 900  # 38 MB with its indentation
+    talk = talk_of({"body": {"prompt": wide}}, None, True, None)
+    assert [len(turn.text) <= 2 * MOST_CHARACTERS for turn in talk.turns] == [True]
+    assert [len(text) <= 2 * MOST_CHARACTERS for _, text in talk.raw] == [True]
+
+
+@pytest.mark.parametrize("text", ['{"a": 1, "a": 2}', "[1e999]", "[NaN]", "[1.10]"])
+def test_json_that_would_change_is_shown_as_it_is(text: str) -> None:
+    [turn] = shown_of({"prompt": text})
+    assert (turn.text, turn.is_json) == (text, False)
+
+
+def test_what_is_copied_is_the_whole_answer() -> None:
+    text = '{"a": 1,   "b": "' + "x" * MOST_CHARACTERS + '"}'
+    line = {"response": {"status_code": 200, "body": {"choices": [{"message": {"content": text}}]}}}
+    assert talk_of(None, line, True, None).said == text
 
 
 @pytest.mark.parametrize(
@@ -95,10 +121,12 @@ def test_what_is_long_is_bounded() -> None:
         ({}, "and " * 100, "length", "looped until cut off at 12 tokens"),
         ({"response_format": SCHEMA}, '{"n": 1}', "stop", "valid by its schema"),
         ({"response_format": SCHEMA}, "{}", "stop", "not the JSON that was asked for"),
+        ({"response_format": SCHEMA}, "", "stop", "answered"),
+        ({"response_format": SCHEMA}, None, "tool_calls", "answered"),
     ],
 )
 def test_a_verdict_says_what_an_answer_is_worth(
-    request_body: dict[str, Any], text: str, reason: str, word: str
+    request_body: dict[str, Any], text: str | None, reason: str, word: str
 ) -> None:
     usage = {"prompt_tokens": 5, "completion_tokens": 12, "total_tokens": 17}
     body = {"choices": [{"message": {"content": text}, "finish_reason": reason}], "usage": usage}
@@ -110,3 +138,8 @@ def test_a_verdict_of_a_failure_names_its_code() -> None:
     assert verdict({}, {"error": {"code": "batch_expired"}}, ok=False).word == "failed: batch_expired"
     assert verdict({}, {"response": {"status_code": 400, "body": {}}}, ok=False).word == "failed: 400"
     assert verdict({}, json.loads('{"response": 7, "error": []}'), ok=False).word == "failed: unknown"
+
+
+def test_what_was_noted_counts_where_the_request_is_not_known() -> None:
+    line = {"response": {"status_code": 200, "body": {"choices": [{"message": {"content": "no"}}]}}}
+    assert verdict({}, line, True, Outcome.INVALID).word == "not the JSON that was asked for"
