@@ -8,6 +8,7 @@ from typing import Any
 import psutil
 import pytest
 
+from service.db.tables import BatchStatus
 from service.fleet import keeper as keeper_module
 from service.fleet import rests
 from service.fleet.cluster import RayCluster
@@ -24,9 +25,11 @@ async def test_engines_come_with_work_and_go_after_it(deployment: Deployment, cl
     """Sixteen GPUs, three models: one takes a whole machine, and the others share what is left."""
     spec = deployment.spec(a={"max": 8}, b={"gpus": 2, "max": 4}, c={"gpus": 8})
     keeper = await deployment.keeper(cluster, spec.model_copy(update={"seconds_per_engine": SHORT}))
-    deployment.hold()
+    deployment.hold()  # a busy engine stays, so all batches must be there when the keeper first looks
+    batches = [await deployment.submit(model, 64, 0.5) for model in "abc"]
+    for batch in batches:
+        await until("it is checked", lambda batch=batch: _is_checked(deployment, batch))
     async with kept(keeper):
-        batches = [await deployment.submit(model, 64, 0.5) for model in "abc"]
         await until("six engines of a, one of b, one of c", lambda: _serve(deployment, a=6, b=1, c=1))
         deployment.release()
         for batch in batches:
@@ -187,6 +190,10 @@ async def _engines(cluster: RayCluster) -> list[Engine]:
 async def _serve(deployment: Deployment, **engines: int) -> bool:
     serving = await deployment.serving()
     return all(serving[model] == count for model, count in engines.items())
+
+
+async def _is_checked(deployment: Deployment, batch_id: str) -> bool:
+    return (await deployment.batch(batch_id)).status == BatchStatus.IN_PROGRESS
 
 
 async def _run(cluster: RayCluster, gpus: list[int]) -> bool:
