@@ -10,7 +10,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from service.worker.loops import REPEATS, SCALES, period_of
+from service.worker.loops import SCALES, period_of, periods
 
 STEP = 64  # characters between two looks at an answer that grows
 NEAREST = 10
@@ -31,14 +31,11 @@ def answers(folder: Path) -> Iterator[tuple[str, str]]:
 def nearness(text: str) -> float:
     """Return the largest part of a loop that the end of a text has, at each of its scales; 1 is a loop."""
     best = 0.0
-    for scale in SCALES:
-        at = text.rfind(text[-scale:], max(0, len(text) - 2 * scale), len(text) - 1)
-        if len(text) <= scale or at < 0:
-            continue
-        period, length = len(text) - scale - at, scale
-        while length < len(text) - period and text[-length - period - 1] == text[-length - 1]:
+    for period, wanted in periods(text):
+        length = period
+        while length < len(text) and text[-length - 1] == text[period - length - 1]:
             length += 1
-        best = max(best, (length + period) / max(REPEATS * period, scale + period))
+        best = max(best, length / wanted)
     return best
 
 

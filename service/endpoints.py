@@ -14,10 +14,10 @@ class Endpoint:
     """Describes an endpoint: a body's `required` fields and the `id_prefix` of answers.
 
     `generates` is true if the engine generates tokens one by one, false if it answers all at once; `limit` is the field
-    that says how many. `online` is true if
-    clients may also call it outside of batches, and `streams` if they may ask for the tokens as they come. Each token
-    of a stream has one `token_mark`; `typed` is true if the stream's events name their types. `adapters` is true if
-    SGLang 0.5.17 applies a LoRA adapter that the model's name asks for; where it does not, it answers without a word.
+    that says how many. `online` is true if clients may also call it outside of batches, and `streams` if they may ask
+    for the tokens as they come. Each token of a stream has one `token_mark`; `typed` is true if the stream's events
+    name their types. `adapters` is true if SGLang 0.5.17 applies a LoRA adapter that the model's name asks for; where
+    it does not, it answers without a word.
     """
 
     required: tuple[str, ...]

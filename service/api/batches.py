@@ -18,11 +18,12 @@ from service.api.shapes import BatchDeleted, BatchObject, Page
 from service.db.deletions import forget_batch
 from service.db.models import timed_models
 from service.db.moves import LIVE, STARTABLE, TERMINAL, move_batch, rows_changed
-from service.db.tables import FILE_KEEP_S, Batch, BatchStatus, File, OnLongLine, RetryOutcome
+from service.db.tables import FILE_KEEP_S, Batch, BatchStatus, File, OnLongLine
 from service.endpoints import BY_PATH, ENDPOINTS
 from service.errors import BadRequest, NotFound
 from service.estimates.standing import Surroundings, running, standing
 from service.objects.request_index import RequestIndex
+from service.objects.shards import RetryOutcome
 from service.objects.storage import file_key
 from service.queue.bell import Job
 from service.queue.counts import Counts
@@ -168,8 +169,7 @@ async def _retriable(session: AsyncSession, source: Batch, wanted: set[RetryOutc
     if source.status not in TERMINAL:
         message = f"The batch is {source.status}: it can be retried once it is finished."
         raise BadRequest(message, code="batch_not_ended", param="id")
-    counts = {RetryOutcome(each): getattr(source, each) for each in RetryOutcome if each != RetryOutcome.FAILED}
-    found = {each for each, count in counts.items() if count}
+    found = {each for each in RetryOutcome if each != RetryOutcome.FAILED and getattr(source, each)}
     found |= {RetryOutcome.FAILED} if source.error_file_id else set()
     if not wanted & found:
         reason = f"none of its requests is {' or '.join(sorted(wanted))}"

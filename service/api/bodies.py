@@ -6,9 +6,10 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints
 
-from service.db.tables import OnLongLine, OutputOrder, RetryOutcome
+from service.db.tables import OnLongLine, OutputOrder
 from service.db.webhook_events import EventType
 from service.objects.request_output import MOST_TOKENS
+from service.objects.shards import RetryOutcome
 
 # The id of a file, batch, project or key; an id that no object can have is refused without a lookup.
 ObjectId = Annotated[str, StringConstraints(max_length=64, pattern=r"^[A-Za-z0-9_-]+$")]

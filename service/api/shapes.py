@@ -7,11 +7,12 @@ from pydantic import BaseModel, Field
 
 from service import ids
 from service.db.moves import TERMINAL
-from service.db.tables import Batch, BatchStatus, File, OutputOrder, RetryOutcome, Upload, UploadStatus
+from service.db.tables import Batch, BatchStatus, File, OutputOrder, Upload, UploadStatus
 from service.endpoints import ModelName
 from service.estimates.outcomes import words_of
 from service.estimates.preview import Preview
 from service.estimates.standing import Standing, work_of
+from service.objects.shards import RetryOutcome
 from service.queue.counts import Counts
 
 Item = TypeVar("Item")

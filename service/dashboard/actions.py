@@ -23,9 +23,9 @@ from service.dashboard.sessions import (
     sign_out,
     viewer_of,
 )
-from service.db.tables import RetryOutcome
 from service.errors import ApiError
 from service.objects.request_output import MOST_TOKENS
+from service.objects.shards import RetryOutcome
 
 router = APIRouter(prefix="/dashboard", include_in_schema=False)
 SHORT = 2048
@@ -98,7 +98,8 @@ async def retry(
     outcome: Annotated[RetryOutcome, Form()] = RetryOutcome.FAILED,
     max_tokens: Annotated[int | None, Form(ge=1, le=MOST_TOKENS)] = None,
 ) -> Response:
-    wanted = RetryBatch(outcomes=[outcome], max_tokens=max_tokens)
+    limit = {} if max_tokens is None else {"max_tokens": max_tokens}
+    wanted = RetryBatch(outcomes=[outcome], **limit)
     batch = await batches.retry_batch(batch_id, context, await as_owner(context, viewer, batch_id), Again(), wanted)
     return _to(f"/dashboard/batches/{batch.id}")
 

@@ -10,15 +10,15 @@ from typing import Any
 import msgspec
 
 from service.api.context import Context
-from service.dashboard.conversation import Verdict, answered, asked, begin, verdict
-from service.dashboard.lines import look_through, named, parsed, results
+from service.dashboard.conversation import MOST_CHARACTERS, Verdict, answered, asked, beginning, verdict
+from service.dashboard.lines import MOST_OF_PARSED, look_through, named, parsed, results
 from service.db.moves import LIVE
 from service.db.tables import Batch, File
 from service.jobs.bad_answers import bad_answers
-from service.objects.shards import Outcome, Usage
+from service.objects.shards import Outcome
 from service.objects.storage import file_key
 from service.requests.files import BYTE_ORDER_MARK
-from service.worker.answer_body import read
+from service.worker.answer_body import NO_USAGE, read
 from service.worker.judge import SCHEMA_FIELDS, outcome_of
 
 SHOWN = 50  # requests on a page of a list
@@ -27,7 +27,6 @@ MOST_OF_FIRST = 1024 * 1024
 MOST_OF_ONE = 1024 * 1024  # of the line of one request that is shown alone
 MOST_BEFORE = 4 * 1024 * 1024  # that is searched for the request before another
 MOST_OF_TEXT = 300  # bytes shown of a line with an error
-MOST_CHARACTERS = 20_000  # shown of a line that cannot be read
 
 
 class _Response(msgspec.Struct):
@@ -110,7 +109,7 @@ async def search(context: Context, batch: Batch, wish: Wish, start: int = 0, mos
             if len(raws) == most:
                 more_at = at
                 return True
-            raws.append(_Raw(at, named(raw) or "", raw if parsed(raw) is not None else b""))
+            raws.append(_Raw(at, named(raw) or "", raw if len(raw) <= MOST_OF_PARSED else b""))
         more_at = at + len(raw) + 1
         return False
 
@@ -154,7 +153,7 @@ async def _requests(context: Context, batch: Batch, names: set[str]) -> dict[str
             body = (parsed(raw) or {}).get("body")
             body = body if isinstance(body, dict) else {}
             fields = {field: body[field] for field in SCHEMA_FIELDS if field in body}
-            found[name] = _Request(begin(asked(body), SHOWN_CHARACTERS), fields)
+            found[name] = _Request(beginning(asked(body), SHOWN_CHARACTERS), fields)
         return len(found) == len(names)
 
     if names:
@@ -254,10 +253,10 @@ def _lines(raws: list[_Raw], wish: Wish, requests: dict[str, _Request]) -> list[
 def _line(raw: _Raw, wish: Wish, request: _Request) -> Line:
     line, ok = parsed(raw.text), wish.of_output
     if line is None:
-        return Line(raw.name, raw.at, Verdict("too long to show here", "", Usage()), request.prompt, "")
+        return Line(raw.name, raw.at, Verdict("too long to show here", "", NO_USAGE), request.prompt, "")
     response, error = line.get("response"), line.get("error")
     body = response.get("body") if isinstance(response, dict) else None
-    text = begin(answered(body), SHOWN_CHARACTERS) if isinstance(body, dict) else ""
+    text = beginning(answered(body), SHOWN_CHARACTERS) if isinstance(body, dict) else ""
     if not ok and not text and isinstance(error, dict):
         text = str(error.get("message") or "")[:SHOWN_CHARACTERS]
     return Line(raw.name, raw.at, verdict(request.fields or {}, line, ok, wish.outcome), request.prompt, text)

@@ -15,14 +15,14 @@ from service.api.context import Context, InContext
 from service.api.pages import page_rows
 from service.api.shapes import BatchError
 from service.dashboard.answers import Wish, lines_of, neighbours, request_of, search
-from service.dashboard.conversation import talk_of
+from service.dashboard.conversation import conversation_of
 from service.dashboard.filters import Filters
 from service.dashboard.overview import known_events, known_workers
 from service.dashboard.reach import as_owner, note_read, project_seen, seen_by
 from service.dashboard.render import HEADERS, page
 from service.dashboard.schedule import boxes_of, holders, scan_of, slice_bars
 from service.dashboard.sessions import LooksIn, Viewer
-from service.dashboard.shown import Shown, project_names, shown
+from service.dashboard.shown import BAD, Shown, project_names, shown
 from service.dashboard.standings import GROUPS, MOST_COUNTED, group_counts
 from service.dashboard.timeline import timeline
 from service.db.moves import TERMINAL
@@ -47,15 +47,8 @@ TABS_OF_LIST = {
 
 router = APIRouter(prefix="/dashboard", include_in_schema=False)
 # Of which requests a list is. While a batch runs, nobody has noted which answers are not valid.
-KINDS = {
-    "answered": "answered",
-    "cut_off": "cut off",
-    "looped": "looped",
-    "invalid": "not valid",
-    "refused": "refused",
-    "failed": "failed",
-}
-Kind = Annotated[Literal["answered", "cut_off", "looped", "invalid", "refused", "failed"], Query()]
+KINDS = {"answered": "answered", **BAD, "failed": "failed"}
+Kind = Annotated[str, Query(pattern=f"^({'|'.join(KINDS)})$")]
 Part = Annotated[str, Query(max_length=256)]  # of a custom_id
 Place = Annotated[int, Query(ge=0, le=1 << 53)]  # the byte of a result file at which a line begins
 Tab = Annotated[Literal["requests", "errors", "schedule", "files"], Path()]
@@ -152,10 +145,10 @@ async def one_request(
     whole = await request_of(context, row, custom_id, wish, at)
     # Where the request is not known, the list has noted what its answer is worth.
     noted = None if isinstance(whole.asked, dict) else wish.outcome
-    talk = await asyncio.to_thread(talk_of, whole.asked, whole.answer, whole.ok, noted)
+    conversation = await asyncio.to_thread(conversation_of, whole.asked, whole.answer, whole.ok, noted)
     near = await neighbours(context, row, wish, whole) if at or whole.at == 0 else (None, None)
     each = await _shown(context, viewer, row)
-    values: dict[str, Any] = {"whole": whole, "talk": talk, "near": near, "kind": kind, "text": text}
+    values: dict[str, Any] = {"whole": whole, "conversation": conversation, "near": near, "kind": kind, "text": text}
     return page(request, "request.html", viewer, each=each, custom_id=custom_id, **values)
 
 

@@ -12,14 +12,13 @@ from typing import Any
 import msgspec
 
 from service.objects.shards import Outcome, Usage
-from service.worker.answer_body import Body, read, usage_of
+from service.worker.answer_body import NO_USAGE, Body, read, usage_of
 from service.worker.judge import is_valid, outcome_of
 
 MOST_CHARACTERS = 20_000  # shown of one text
 MOST_TURNS = 200
 MOST_IMAGES = 16
 IMAGE = re.compile(r"data:image/(?:png|jpeg|gif|webp);base64,[A-Za-z0-9+/=]+")
-NO_USAGE = Usage()
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +41,7 @@ class Verdict:
 
 
 @dataclass(frozen=True, slots=True)
-class Talk:
+class Conversation:
     """A request and its answer as people read them, and as JSON. `said`: what the answer says, to copy it."""
 
     turns: list[Turn]
@@ -51,9 +50,9 @@ class Talk:
     raw: list[tuple[str, str]]
 
 
-def talk_of(
+def conversation_of(
     request: dict[str, Any] | str | None, answer: dict[str, Any] | str | None, ok: bool, noted: Outcome | None
-) -> Talk:
+) -> Conversation:
     """Return what is shown of a request and its answer, given as their lines, or as text where they are no objects."""
     asks = _dict(_dict(request).get("body"))
     line = answer if isinstance(answer, dict) else None
@@ -61,7 +60,7 @@ def talk_of(
     if line and not ok and not says:
         says = [Turn("error", str(_dict(line.get("error")).get("message") or ""))]
     raw = [("Request", request), ("Answer", answer)]
-    return Talk(
+    return Conversation(
         list(_bounded([*asked(asks), *says])),
         None if line is None else verdict(asks, line, ok, noted),
         "\n".join(turn.text for turn in says if turn.role.startswith("answer")),
@@ -97,7 +96,7 @@ def verdict(request: dict[str, Any], line: dict[str, Any], ok: bool, noted: Outc
             return Verdict("valid by its schema" if is_valid(request, found) else "answered", "completed", usage)
 
 
-def begin(turns: list[Turn], length: int) -> str:
+def beginning(turns: list[Turn], length: int) -> str:
     """Return the beginning of the last of these turns that says something."""
     return next((turn.text for turn in reversed(turns) if turn.text), "")[:length]
 

@@ -33,6 +33,8 @@ WORDS = {
     "cancelling": "Cancelling",
     "cancelled": "Cancelled",
 }
+# The words for outcomes of answers that are not ok.
+BAD = {"cut_off": "cut off", "looped": "looped", "invalid": "not valid", "refused": "refused"}
 TIGHT_S = 1800  # before the deadline, from which it is near in any case
 
 
@@ -90,9 +92,8 @@ class Shown:
     def _bad(self) -> str:
         """Return how many answers are not ok, as a part of a sentence."""
         found = self.batch.batchweave.outcomes
-        counts = (found.cut_off, found.looped, found.invalid, found.refused)
-        words = ("cut off", "looped", "not valid", "refused")
-        return "".join(f", {count:,} {word}" for count, word in zip(counts, words, strict=True) if count)
+        counts = ((getattr(found, name), word) for name, word in BAD.items())
+        return "".join(f", {count:,} {word}" for count, word in counts if count)
 
     def headline(self, now: float) -> str:
         """Return where the batch stands, in one sentence without a full stop."""

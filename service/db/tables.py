@@ -58,16 +58,6 @@ class OutputOrder(StrEnum):
     INPUT = "input"  # the order of the requests in the input file
 
 
-class RetryOutcome(StrEnum):
-    """Whose requests a retry repeats: those that failed or did not run, or whose answer is not ok."""
-
-    FAILED = "failed"
-    CUT_OFF = "cut_off"
-    INVALID = "invalid"
-    REFUSED = "refused"
-    LOOPED = "looped"
-
-
 class OnLongLine(StrEnum):
     """Says what happens to a file with a request that is longer than the model's context."""
 

@@ -9,9 +9,9 @@ from numpy.typing import NDArray
 from sqlalchemy import select
 
 from service.db.sessions import Database
-from service.db.tables import Batch, RetryOutcome
+from service.db.tables import Batch
 from service.jobs.bad_answers import bad_answers
-from service.objects.shards import Outcome
+from service.objects.shards import Outcome, RetryOutcome
 from service.objects.storage import Storage, file_key
 from service.requests.custom_ids import Names
 from service.requests.files import BYTE_ORDER_MARK

@@ -1,4 +1,4 @@
-"""Reads what a request says about the length of its answer, for the planner, or says it in its place."""
+"""Reads what a request says about the length of its answer, for the planner, or lets it say another."""
 
 from dataclasses import dataclass
 from typing import Any

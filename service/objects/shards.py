@@ -45,6 +45,16 @@ class Outcome(StrEnum):
     LOOPED = "looped"  # cut off while it repeated itself
 
 
+class RetryOutcome(StrEnum):
+    """Whose requests a retry repeats: those that failed or did not run, or whose answer has this outcome."""
+
+    FAILED = "failed"
+    CUT_OFF = Outcome.CUT_OFF
+    LOOPED = Outcome.LOOPED
+    INVALID = Outcome.INVALID
+    REFUSED = Outcome.REFUSED
+
+
 class Answer(msgspec.Struct, frozen=True, array_like=True):
     """One answered request. `line` is its complete line of the output or error file.
 

@@ -8,7 +8,7 @@ from typing import Any
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from service.remote.client import AnswerError, Away, Client
-from service.remote.lines import Lines
+from service.remote.progress_lines import ProgressLines
 from service.remote.session import Exit
 from service.remote.shapes import Batch
 from service.terminal import duration, said
@@ -72,25 +72,19 @@ def follow(
         TimeElapsedColumn(),
         TextColumn("{task.fields[more]}", markup=False),
     )
-    pace, lines, pause_s = TokenRate(), Lines(), FIRST_POLL_S
+    pace, lines, pause_s = TokenRate(), ProgressLines(), FIRST_POLL_S
     with Progress(*columns, console=said, transient=True) as bar:
         task, told = bar.add_task("waiting", total=None, more=""), 0
         while batch.status not in ENDED and not until(batch):
             is_warned = _warn(batch, is_warned)
             told = _warn_of_outcomes(batch, told)
-            counts, done = batch.request_counts, ""
+            counts = batch.request_counts
             if counts is not None:
-                ended = counts.completed + counts.failed
-                done = (
-                    f"{ended:,} of {counts.total:,} done"
-                    if counts.total and not extras(batch).get("waiting_for")
-                    else ""
-                )
-                bar.update(task, total=counts.total or None, completed=ended)
+                bar.update(task, total=counts.total or None, completed=counts.completed + counts.failed)
             pace.see(batch.usage.total_tokens if batch.usage else 0, time.monotonic())
             state, more = _state(batch), _more(batch, pace)
             bar.update(task, description=state, more=more)
-            lines.tell(state, ", ".join(each for each in (done, more) if each), time.monotonic())
+            lines.tell(state, ", ".join(each for each in (_done(batch), more) if each), time.monotonic())
             time.sleep(pause_s)
             pause_s = min(pause_s * 1.1, LAST_POLL_S)
             at_each(batch)
@@ -143,6 +137,13 @@ def warnings(batch: Batch) -> list[str]:
 def _state(batch: Batch) -> str:
     waiting_for = extras(batch).get("waiting_for")
     return f"waiting for {waiting_for}" if waiting_for else sentence(batch)
+
+
+def _done(batch: Batch) -> str:
+    counts = batch.request_counts
+    if counts is None or not counts.total or extras(batch).get("waiting_for"):
+        return ""
+    return f"{counts.completed + counts.failed:,} of {counts.total:,} done"
 
 
 def _more(batch: Batch, pace: TokenRate) -> str:

@@ -18,13 +18,13 @@ from service.objects.shards import Outcome
 from service.worker.answer_body import Body, Choice, Item
 from service.worker.loops import period_of
 
+SCHEMA_FIELDS = ("response_format", "text", "json_schema")  # of a request, that say which JSON it asks for
 MOST_SCHEMA_BYTES = 64 * 1024
 # Keywords that are applied to one answer, and the members that they look at: tens of milliseconds at most.
 MOST_CHECKS = 5000
 KNOWN_SCHEMAS = 64
 # The grammar enforces patterns, and one can be made to take hours here; formats are annotations; and looking for equal
 # items takes the square of their number.
-SCHEMA_FIELDS = ("response_format", "text", "json_schema")  # of a request, that say which JSON it asks for
 LEFT_OUT = ("pattern", "patternProperties", "format", "uniqueItems")
 # What ends an answer, as chat completions and completions say it, or as responses do.
 CUT_OFF, FILTERED = ("length", "max_output_tokens"), "content_filter"
@@ -62,7 +62,7 @@ def is_valid(asked: dict[str, Any], answer: Body) -> bool:
     try:
         ends = _ends(answer)
         return bool(ends) and all(end.reason == "stop" and _is_valid(asked, end.text) for end in ends)
-    except Exception:  # as above
+    except Exception:  # as in outcome_of
         return False
 
 
@@ -76,6 +76,7 @@ class _End(NamedTuple):
 
 
 def _ends(answer: Body) -> list[_End]:
+    """Return how each choice ended."""
     if answer.choices:
         return [_end_of(each) for each in answer.choices]
     parts = [part for item in answer.output for part in _parts(item)]

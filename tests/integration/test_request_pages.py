@@ -1,24 +1,13 @@
 """A batch's list of requests, and the page of each."""
 
 import re
-from collections.abc import AsyncGenerator
 
 import httpx
 import pytest
 
 from service.dashboard import answers
-from service.settings import Settings
-from tests.conftest import Clock
 from tests.integration.harness import Harness, ScriptedEngine, jsonl
-from tests.integration.serving import serve
 from tests.integration.test_retry_by_outcome import mixed
-
-
-@pytest.fixture
-async def pages(settings: Settings, clock: Clock) -> AsyncGenerator[httpx.AsyncClient, None]:
-    with serve(settings, clock) as url:
-        async with httpx.AsyncClient(base_url=f"{url}/dashboard", follow_redirects=True, timeout=60) as client:
-            yield client
 
 
 @pytest.fixture
@@ -85,6 +74,17 @@ async def test_one_walks_from_request_to_request(pages: httpx.AsyncClient, batch
         back.append(path.partition("custom_id=")[2].partition("&")[0])
     assert walked == [link.partition("custom_id=")[2].partition("&")[0] for link in listed]
     assert back == walked[-2::-1]
+
+
+async def test_a_retry_from_the_page_keeps_the_limit(pages: httpx.AsyncClient, harness: Harness) -> None:
+    found = await harness.submit(jsonl(mixed()))
+    for limit, expected in (({"max_tokens": "1"}, 1), ({}, 1), ({"max_tokens": "9"}, 9)):
+        await harness.plan()
+        async with harness.working(ScriptedEngine()):
+            await harness.until_ended(found)
+        shown = await pages.post(f"/batches/{found}/retry", data={"outcome": "cut_off", **limit})
+        found = shown.url.path.rsplit("/", 1)[-1]
+        assert (await harness.batch(found)).max_tokens == expected
 
 
 async def test_a_place_that_is_none_finds_the_request_too(pages: httpx.AsyncClient, batch_id: str) -> None:

@@ -1,6 +1,5 @@
 """Retries of requests by the outcomes of their answers."""
 
-from collections.abc import Generator
 from typing import Any
 
 import openai
@@ -9,10 +8,9 @@ from openai.types import Batch
 
 from service.jobs.bad_answers import folder_of
 from service.jobs.sweeper import KEEP_S, Sweeper
-from service.settings import Settings
 from tests.conftest import Clock
 from tests.integration.harness import Harness, ScriptedEngine, jsonl, line
-from tests.integration.serving import CHAT, serve
+from tests.integration.serving import CHAT
 
 SCHEMA = {
     "type": "json_schema",
@@ -21,9 +19,8 @@ SCHEMA = {
 
 
 @pytest.fixture
-def client(settings: Settings, clock: Clock) -> Generator[openai.OpenAI, None, None]:
-    with serve(settings, clock) as url:
-        yield openai.OpenAI(base_url=f"{url}/v1", api_key="k", max_retries=0)
+def client(url: str) -> openai.OpenAI:
+    return openai.OpenAI(base_url=f"{url}/v1", api_key="k", max_retries=0)
 
 
 def create(client: openai.OpenAI, lines: list[dict[str, Any]]) -> str:

@@ -155,7 +155,7 @@ function isTyping(target) {
 // Goes to the row before or after, or, on the page of one request, to the request before or after.
 function step(by) {
   const other = document.querySelector(`nav a[rel="${by > 0 ? "next" : "prev"}"]`);
-  if (other) location.href = other.href;
+  if (other) return location.assign(other.href);
   const rows = [...document.querySelectorAll("tbody tr")].filter((row) => row.querySelector("a[href]"));
   const at = rows.findIndex((row) => row.contains(document.activeElement));
   rows[at < 0 ? (by > 0 ? 0 : rows.length - 1) : Math.min(Math.max(at + by, 0), rows.length - 1)]?.querySelector("a[href]").focus();

@@ -5,7 +5,16 @@ from typing import Any
 
 import pytest
 
-from service.dashboard.conversation import MOST_CHARACTERS, MOST_TURNS, Turn, answered, asked, begin, talk_of, verdict
+from service.dashboard.conversation import (
+    MOST_CHARACTERS,
+    MOST_TURNS,
+    Turn,
+    answered,
+    asked,
+    beginning,
+    conversation_of,
+    verdict,
+)
 from service.objects.shards import Outcome
 
 PIXEL = "data:image/png;base64,iVBORw0KGgo="
@@ -35,11 +44,11 @@ def test_a_chat_is_a_row_of_turns() -> None:
     shown = shown_of({"messages": messages})
     assert [turn.text for turn in shown[2:]] == ['{\n  "at": 7\n}', "[\n  1\n]"]
     assert [turn.is_json for turn in shown] == [False, False, True, True]
-    assert begin(found[:2], 8) == "What is "
+    assert beginning(found[:2], 8) == "What is "
 
 
 def shown_of(body: dict[str, Any]) -> list[Turn]:
-    return talk_of({"body": body}, None, True, None).turns
+    return conversation_of({"body": body}, None, True, None).turns
 
 
 def image(url: str) -> dict[str, Any]:
@@ -96,7 +105,7 @@ def test_what_is_long_is_bounded() -> None:
     deep = "[" * 100_000
     assert shown_of({"prompt": deep})[0].text.startswith("[[")
     wide = "[" * 900 + "1," * 40_000 + "1" + "]" * 900  # 38 MB with its indentation
-    talk = talk_of({"body": {"prompt": wide}}, None, True, None)
+    talk = conversation_of({"body": {"prompt": wide}}, None, True, None)
     assert [len(turn.text) <= 2 * MOST_CHARACTERS for turn in talk.turns] == [True]
     assert [len(text) <= 2 * MOST_CHARACTERS for _, text in talk.raw] == [True]
 
@@ -110,7 +119,7 @@ def test_json_that_would_change_is_shown_as_it_is(text: str) -> None:
 def test_what_is_copied_is_the_whole_answer() -> None:
     text = '{"a": 1,   "b": "' + "x" * MOST_CHARACTERS + '"}'
     line = {"response": {"status_code": 200, "body": {"choices": [{"message": {"content": text}}]}}}
-    assert talk_of(None, line, True, None).said == text
+    assert conversation_of(None, line, True, None).said == text
 
 
 @pytest.mark.parametrize(

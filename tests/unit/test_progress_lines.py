@@ -4,11 +4,11 @@ import itertools
 
 import pytest
 
-from service.remote.lines import LAST_LINE_S, Lines
+from service.remote.progress_lines import LAST_LINE_S, ProgressLines
 
 
 def test_a_state_is_printed_when_it_changes_and_then_ever_less_often(capfd: pytest.CaptureFixture[str]) -> None:
-    lines = Lines()
+    lines = ProgressLines()
     for second in range(40):
         lines.tell(f"waiting for a worker: it has been starting for {second} s", "", float(second))
     for second in range(40, 40 + 3600):

@@ -9,7 +9,7 @@ FIRST_LINE_S, LAST_LINE_S = 10.0, 300.0  # between two lines of one state; each 
 
 
 @dataclass(slots=True)
-class Lines:
+class ProgressLines:
     """Prints each change of a batch's state, and how far it is: soon at first, then ever less often."""
 
     kind: str = ""  # the state without its numbers
