@@ -62,14 +62,16 @@ async def both_are_there(harness: Harness) -> bool:
 
 
 async def test_a_batch_that_one_worker_could_hold_is_divided(harness: Harness) -> None:
-    engines = paced(), paced()
+    engines = HeldEngine(), HeldEngine()
     async with crew(harness, *engines):
         await until(lambda: both_are_there(harness))
         batch_id = await harness.submit(jsonl(line(n) for n in range(64)))
         await harness.plan()
+        await until(lambda: min(answered(*engines)) >= AT_ONCE)
+        for engine in engines:
+            engine.released.set()
         [batch] = await harness.until_ended(batch_id)
     assert each_once(*engines)
-    assert min(answered(*engines)) >= 16
     assert len((await harness.results(batch))[0]) == 64
 
 
