@@ -55,6 +55,8 @@ def test_white_space_ends_and_the_answer_is_valid(grammar: Any) -> None:
     text = written(grammar, bounded=True, most=500)
     assert set(json.loads(text)) == {"a", "b"}
     assert max(map(len, re.findall(r"\s+", text))) < blanks.MOST_BLANKS + 16  # the longest token has 16
+    assert "\n " in text
+    assert not re.search(r"\n\s*\n", text)
 
 
 def test_without_the_bound_it_does_not_end(grammar: Any) -> None:
@@ -68,4 +70,13 @@ def test_a_grammar_that_wants_white_space_alone_gets_it() -> None:
     blanks.learn(info.decoded_vocab, -(-len(VOCABULARY) // 32))
     found = XGrammarGrammar(xgrammar.GrammarMatcher(compiled), len(VOCABULARY), compiled, None, "")
     assert written(found, bounded=True, most=100) == " " * 60 + "x"
+    blanks.learn([], 1)
+
+
+def test_a_grammar_that_wants_line_breaks_alone_gets_them() -> None:
+    info = xgrammar.TokenizerInfo(list(VOCABULARY), stop_token_ids=[STOP])
+    compiled = xgrammar.GrammarCompiler(info).compile_regex(r"\n\n\nx")
+    blanks.learn(info.decoded_vocab, -(-len(VOCABULARY) // 32))
+    found = XGrammarGrammar(xgrammar.GrammarMatcher(compiled), len(VOCABULARY), compiled, None, "")
+    assert written(found, bounded=True, most=100) == "\n\n\nx"
     blanks.learn([], 1)
