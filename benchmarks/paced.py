@@ -5,6 +5,7 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
+from engine_ext.plugin.marks import UNBOUNDED, Bounds
 from engine_ext.plugin.worker.answers import Answer
 from service.worker.script import Rule, Script
 from service.worker.scripted import ScriptedEngine
@@ -27,9 +28,17 @@ class PacedEngine(ScriptedEngine):
         return Rule(delay_s=self._seconds(prompt))
 
     async def run(
-        self, endpoint: str, body: dict[str, Any], rid: str, kind: str, due: float, lengths: str, project: str
+        self,
+        endpoint: str,
+        body: dict[str, Any],
+        rid: str,
+        kind: str,
+        due: float,
+        lengths: str,
+        project: str,
+        bounds: Bounds = UNBOUNDED,
     ) -> Answer:
-        answer = await super().run(endpoint, body, rid, kind, due, lengths, project)
+        answer = await super().run(endpoint, body, rid, kind, due, lengths, project, bounds)
         if not answer.aborted:
             self.ends.append(time.monotonic())
         return answer

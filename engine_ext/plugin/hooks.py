@@ -21,6 +21,7 @@ from engine_ext.plugin.scheduler import (
     grammars,
     lively_weights,
     loopback,
+    looping,
     nano,
     pdmux,
     pulse_hooks,
@@ -39,6 +40,7 @@ def hooks() -> list[tuple[str, Callable[..., Any], HookType]]:
     found = [*report.HOOKS, *loopback.HOOKS]
     if options is not None:
         found += [*steps.HOOKS, *pulse_hooks.HOOKS, *grammars.HOOKS, *blanks.HOOKS, *sampling.HOOKS]
+        found += looping.HOOKS
         found += spaces.SHARED if options.shares_cache else spaces.APART
     if options is not None and options.scheduling is Scheduling.DUAL_SCAN:
         found += admission_hooks.HOOKS

@@ -3,7 +3,7 @@
 import logging
 import math
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 from engine_ext.coserve.slo import DEFAULT
 from engine_ext.errors import InputError
@@ -20,17 +20,39 @@ ARRIVES = "batchweave_arrives_s"  # without KIND: when an online request comes, 
 SLO = "batchweave_slo"  # without KIND: the class of an online request, if it is not the default one
 PROJECT = "batchweave_project"  # whose request it is; without it, it shares the cache with all that have none
 WEIGHT = "batchweave_weight"  # beside PROJECT: its share beside other projects, if it is not 1
-RESERVED = frozenset({KIND, UNTOLD, DUE, LENGTHS, ARRIVES, SLO, PROJECT, WEIGHT})
+STOPS_LOOPS = "batchweave_stops_loops"  # its answer ends where it becomes a loop
+THINKING = "thinking_budget"  # SGLang's own name: how many tokens it may think
+RESERVED = frozenset({KIND, UNTOLD, DUE, LENGTHS, ARRIVES, SLO, PROJECT, WEIGHT, STOPS_LOOPS})
 
 
-def marks(kind: str, due: float = math.inf, lengths: str = "", project: str = "") -> dict[str, Any]:
-    """Return the marks of a request of this kind, with its deadline, profile and project if it has them."""
+class Bounds(NamedTuple):
+    """What ends an answer before its limit of tokens.
+
+    `stops_loops`: that it repeats itself. `thinking_tokens`: how many it may think; None is as many as it likes.
+    """
+
+    stops_loops: bool = False
+    thinking_tokens: int | None = None
+
+    @property
+    def marks(self) -> dict[str, Any]:
+        found: dict[str, Any] = {STOPS_LOOPS: True} if self.stops_loops else {}
+        return found if self.thinking_tokens is None else found | {THINKING: self.thinking_tokens}
+
+
+UNBOUNDED = Bounds()
+
+
+def marks(
+    kind: str, due: float = math.inf, lengths: str = "", project: str = "", bounds: Bounds = UNBOUNDED
+) -> dict[str, Any]:
+    """Return the marks of a request of this kind, with its deadline, profile, project and bounds if it has them."""
     given: dict[str, Any] = {KIND: kind, **({PROJECT: project} if project else {})}
     if not math.isinf(due):
         given[DUE] = due
     if lengths:
         given[LENGTHS] = lengths
-    return given
+    return given | bounds.marks
 
 
 def online_marks(slo: str, project: str = "", weight: float = 1.0) -> dict[str, Any]:
@@ -62,6 +84,12 @@ def due_of(custom_params: dict[str, Any]) -> float:
     """Return when a request must have ended, or infinity."""
     due = custom_params.get(DUE, math.inf)
     return float(due) if isinstance(due, (int, float)) else math.inf
+
+
+def stops_loops(req: Any) -> bool:
+    """Return whether a request in the scheduler ends where its answer becomes a loop."""
+    given: Any = req.sampling_params.custom_params
+    return isinstance(given, dict) and given.get(STOPS_LOOPS) is True
 
 
 @lru_cache(PROFILES)

@@ -16,16 +16,18 @@ def allocate_bitmask(vocab_size: int, batch_size: int) -> Any:
     return torch.full(get_bitmask_shape(batch_size, vocab_size), -1, dtype=bitmask_dtype)
 
 
-def apply_mask(original: Callable[..., None], grammar: Any, logits: Any, vocab_mask: Any) -> None:
+def apply_mask(original: Callable[..., None], *owner: Any, logits: Any, vocab_mask: Any) -> None:
+    """Apply a mask; `owner`: the grammar, or the backend where a request that only thinks has none."""
     import xgrammar
 
     if logits.device.type == "cpu":
         xgrammar.apply_token_bitmask_inplace(logits, vocab_mask)
     else:
-        original(grammar, logits, vocab_mask)
+        original(*owner, logits=logits, vocab_mask=vocab_mask)
 
 
 HOOKS = [
     (f"{_MODULE}._allocate_token_bitmask", allocate_bitmask, HookType.REPLACE),
     (f"{_MODULE}.XGrammarGrammar.apply_vocab_mask", apply_mask, HookType.AROUND),
+    (f"{_MODULE}.XGrammarGrammarBackend.apply_vocab_mask", apply_mask, HookType.AROUND),
 ]

@@ -15,6 +15,7 @@ from sglang.srt.plugins.hook_registry import HookType
 from engine_ext.plugin.marks import KIND
 from engine_ext.plugin.scheduler.blanks import learn, without
 from engine_ext.plugin.scheduler.compiles import Compiles
+from engine_ext.plugin.scheduler.thinking import bound
 
 MOST_KEPT = 64
 COMPILER_BYTES = 256 * 1024 * 1024
@@ -55,11 +56,13 @@ def make_backend(original: Callable[..., None], backend: Any, *args: Any, **kwar
 
 
 def process_request(original: Callable[..., Any], manager: Any, request: Any) -> Any:
-    """Tell the compile threads whose grammar this is, in case they must compile it."""
+    """Tell the compile threads whose grammar this is, in case they must compile it; bound how long it thinks."""
     compiles = getattr(manager.grammar_backend, "executor", None)
     if isinstance(compiles, Compiles):
         compiles.kind = str((request.sampling_params.custom_params or {}).get(KIND, ""))
-    return original(manager, request)
+    is_compiled = original(manager, request)
+    bound(manager, request)
+    return is_compiled
 
 
 def ready_requests(original: Callable[..., Any], manager: Any) -> Any:
@@ -68,7 +71,10 @@ def ready_requests(original: Callable[..., Any], manager: Any) -> Any:
         future = request.grammar
         if hasattr(future, "running") and not future.running():
             request.grammar_wait_ct = 0
-    return original(manager)
+    ready = original(manager)
+    for request in ready:
+        bound(manager, request)
+    return ready
 
 
 def fill_mask(original: Callable[..., None], grammar: Any, mask: Any, row: int) -> None:

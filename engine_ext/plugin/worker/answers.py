@@ -15,11 +15,15 @@ DATA = b"data: "
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """SGLang's answer to one request: an HTTP status and a JSON body, or that the request was aborted."""
+    """SGLang's answer to one request: an HTTP status and a JSON body, or that the request was aborted.
+
+    `looped`: the engine ended it because it repeats itself.
+    """
 
     status_code: int
     body: bytes
     aborted: bool = False
+    looped: bool = False
 
 
 ABORTED = Answer(200, b"{}", aborted=True)

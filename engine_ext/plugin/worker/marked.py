@@ -16,7 +16,7 @@ from sglang.srt.managers.io_struct import EmbeddingReqInput
 from sglang.srt.managers.tokenizer_manager_score_mixin import TokenizerManagerScoreMixin
 
 from engine_ext.coserve.slo import DEFAULT
-from engine_ext.plugin.marks import marks, online_marks
+from engine_ext.plugin.marks import UNBOUNDED, Bounds, marks, online_marks
 
 
 @dataclass(slots=True)
@@ -38,6 +38,8 @@ class Told:
     lengths: str = ""
     slo: str = DEFAULT
     project: str = ""
+    bounds: Bounds = UNBOUNDED
+    looped: bool = False  # the engine ended it because it repeats itself
     weight: float = 1.0  # of the project of an online request
     text: dict[str, Any] | None = None  # how a response's text must look, which its answer repeats
     fault: str | None = None  # why SGLang refuses it
@@ -80,7 +82,7 @@ class MarkedManager(TokenizerManagerScoreMixin):
 
 def _marks(known: Told) -> dict[str, Any] | None:
     if known.kind:
-        return marks(known.kind, known.due, known.lengths, known.project)
+        return marks(known.kind, known.due, known.lengths, known.project, known.bounds)
     return online_marks(known.slo, known.project, known.weight) or None
 
 
@@ -91,6 +93,7 @@ def _note(known: Told, meta: dict[str, Any]) -> None:
     if reason == "abort" and finish.get("status_code") == HTTPStatus.BAD_REQUEST:
         known.fault = str(finish.get("message"))
     known.stopped_by_length |= reason == "length"
+    known.looped |= finish.get("looped", False)
     if reason is not None:  # a stream reports after each token
         known.prompt_tokens += meta.get("prompt_tokens") or 0
         known.cached_tokens += meta.get("cached_tokens") or 0

@@ -87,4 +87,4 @@ class OtherCalls:
         if status >= 400:
             return failed(status if known.sent else 400, bytes(found.body), fields)
         body = self.served[endpoint].write(found, known)
-        return Answer(200, json.dumps(body, allow_nan=False).encode())
+        return Answer(200, json.dumps(body, allow_nan=False).encode(), looped=known.looped)

@@ -22,10 +22,11 @@ MANY_LOGPROBS = 2000  # log probabilities that take some 15 ms to write
 
 
 class Written(NamedTuple):
-    """An answer in JSON; `aborted`: whether the request was."""
+    """An answer in JSON; `aborted`: whether the request was; `looped`: whether the engine ended it as a loop."""
 
     body: bytes
     aborted: bool
+    looped: bool
 
 
 class Serving(OpenAIServingBase):
@@ -79,7 +80,8 @@ class Serving(OpenAIServingBase):
             return found
         choices: list[Any] = getattr(found, "choices", [])
         aborted = any(choice.finish_reason == "abort" for choice in choices)
-        return Written(self._json(found, request, answers), aborted)
+        looped = any((each["meta_info"].get("finish_reason") or {}).get("looped") for each in answers)
+        return Written(self._json(found, request, answers), aborted, looped)
 
     @abstractmethod
     def _build(self, request: Any, answers: list[Any], created: int) -> Any:
