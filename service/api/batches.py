@@ -48,6 +48,8 @@ async def create_batch(body: CreateBatch, context: InContext, caller: CalledBy, 
         message = f"completion_window {body.completion_window!r} is longer than 30d, the time that files are kept."
         raise BadRequest(message, code="invalid_completion_window", param="completion_window")
 
+    accept = body.batchweave.accept
+
     async def make(session: AsyncSession, now: int) -> Batch:
         file = await _input_file(session, caller, body.input_file_id, now)
         return Batch(
@@ -59,12 +61,13 @@ async def create_batch(body: CreateBatch, context: InContext, caller: CalledBy, 
             output_order=body.batchweave.output_order,
             on_long_line=body.batchweave.on_long_line,
             held=body.batchweave.hold,
+            accept=accept.model_dump(by_alias=True, exclude_defaults=True) if accept else None,
             unknown_fields=body.unknown_fields or None,
         )
 
     asked = body.model_dump(include=set(CreateBatch.model_fields))
     # Left out at their defaults, as before these options existed, so that a retry across an upgrade is recognized.
-    for name, default in (("hold", False), ("on_long_line", OnLongLine.FAIL_LINE)):
+    for name, default in (("hold", False), ("on_long_line", OnLongLine.FAIL_LINE), ("accept", None)):
         if asked["batchweave"][name] == default:
             del asked["batchweave"][name]
     return await shape(context, await _add_once(context, caller, again, "batch.create", digest(asked), make))
@@ -157,6 +160,7 @@ async def retry_batch(
             on_long_line=source.on_long_line,
             retry_of=source.id,
             retry_outcomes=sorted(outcomes),
+            accept=source.accept,
             max_tokens=wanted.max_tokens if is_limit_given else source.max_tokens,
         )
 

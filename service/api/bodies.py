@@ -4,12 +4,13 @@ from collections.abc import Mapping
 from difflib import get_close_matches
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, StringConstraints
+from pydantic import BaseModel, ConfigDict, Field, StringConstraints, model_validator
 
 from service.db.tables import OnLongLine, OutputOrder
 from service.db.webhook_events import EventType
 from service.objects.request_output import MOST_TOKENS
 from service.objects.shards import RetryOutcome
+from service.requests.accept import MOST_RETRIES
 
 # The id of a file, batch, project or key; an id that no object can have is refused without a lookup.
 ObjectId = Annotated[str, StringConstraints(max_length=64, pattern=r"^[A-Za-z0-9_-]+$")]
@@ -44,6 +45,42 @@ MetadataKey = Annotated[str, StringConstraints(max_length=64)]
 MetadataValue = Annotated[str, StringConstraints(max_length=512)]
 
 
+class AcceptExtras(BaseModel):
+    """Which answers are good enough, and what is done about others."""
+
+    model_config = ConfigDict(extra="forbid", populate_by_name=True)
+
+    finish: Annotated[
+        Literal["stop"] | None,
+        Field(description="`stop`: an answer that is cut off, looped or refused is not accepted"),
+    ] = None
+    json_schema: Annotated[
+        bool, Field(alias="schema", description="An answer that is not the JSON that was asked for is not accepted")
+    ] = False
+    retries: Annotated[
+        int,
+        Field(ge=0, le=MOST_RETRIES, description="How often to ask again instead of an answer that is not accepted"),
+    ] = 0
+    more: Annotated[
+        int,
+        Field(alias="continue", ge=0, le=MOST_TOKENS, description="Tokens beyond the limit of an answer's request"),
+    ] = 0
+    loops: Annotated[
+        Literal["stop"] | None,
+        Field(description="`stop`: an answer ends where it repeats itself; a thought that does is closed"),
+    ] = None
+    thinking_tokens: Annotated[
+        int | None,
+        Field(ge=0, le=MOST_TOKENS, description="How many tokens a model that reasons may think before it answers"),
+    ] = None
+
+    @model_validator(mode="after")
+    def has_a_reason(self) -> "AcceptExtras":
+        if self.retries and not (self.finish or self.json_schema):
+            raise ValueError("retries need 'finish' or 'schema', which say of which answers")
+        return self
+
+
 class CreateExtras(BaseModel):
     """Options beyond OpenAI's API. The OpenAI client sends them with `extra_body={"batchweave": {...}}`."""
 
@@ -57,6 +94,7 @@ class CreateExtras(BaseModel):
             "whole file, before it runs"
         ),
     ] = OnLongLine.FAIL_LINE
+    accept: AcceptExtras | None = None
     hold: Annotated[
         bool,
         Field(description="Validate the batch and preview its plan, but run nothing until POST /v1/batches/{id}/start"),

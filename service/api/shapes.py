@@ -203,6 +203,7 @@ class BatchExtras(BaseModel):
     max_tokens: int | None = Field(description="Limit of tokens that a retry sets for each answer")
     queue_position: int | None = Field(description="Number of batches of the same model with an earlier deadline")
     waiting_for: str | None = Field(description="What the batch is waiting for, while none of its requests runs")
+    accept: dict[str, Any] | None = Field(description="Which answers are good enough, as the create said")
     held: bool = Field(description="Whether the batch waits for POST /v1/batches/{id}/start before it runs")
     preview: PlanPreview | None
     prompt_tokens: int
@@ -256,6 +257,7 @@ class BatchExtras(BaseModel):
             waiting_for=found.waiting_for,
             prompt_tokens=batch.prompt_tokens,
             held=batch.held,
+            accept=batch.accept,
             preview=PlanPreview.of(preview, found.is_timed) if preview else None,
             expected_output_tokens=work and round(work.output_tokens),
             expected_gpu_seconds=None if gpu_s is None else round(gpu_s, 6),

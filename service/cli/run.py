@@ -8,7 +8,7 @@ import zlib
 from collections.abc import Callable, Generator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import httpx
 import typer
@@ -16,6 +16,7 @@ import typer
 from service.cli.start import EngineOption, EnginesOption, GpusOption, ModelOption, ScriptOption, log_to, settings_of
 from service.endpoints import ENDPOINTS
 from service.errors import CommandError, CostsError, StartError
+from service.remote.accept import AcceptOption, accept_of
 from service.remote.client import Away
 from service.remote.download import can_be_written
 from service.remote.run import Run, check_places, check_served
@@ -46,6 +47,7 @@ def run(
             help="Where results go, errors beside it; default: FILE.results.jsonl.",
         ),
     ] = None,
+    accept: AcceptOption = None,
     again: Annotated[bool, typer.Option("--again", help="Start from nothing, also if it was run before.")] = False,
     data_dir: DataDirOption = None,
     gpus: GpusOption = None,
@@ -57,12 +59,14 @@ def run(
     """Run a file of requests on this machine: starts what it needs, writes the results, and ends.
 
     Run the same command again after Ctrl-C, a crash or a power loss: it continues, and computes no answer twice. A
-    changed file, model or script starts from nothing. Where `batchweave up` runs on the same data folder, that service
-    runs the file. The model is served under the name that the file's first line asks for; without --model it is that
-    model. Exit codes: 0 done, 3 some requests failed, 4 the batch failed, 1 anything else, 130 after Ctrl-C. Examples:
+    changed file, model, script or --accept starts from nothing. Where `batchweave up` runs on the same data folder,
+    that service runs the file. The model is served under the name that the file's first line asks for; without --model
+    it is that model. Exit codes: 0 done, 3 some requests failed, 4 the batch failed, 1 anything else, 130 after Ctrl-C.
+    Examples:
 
     - `batchweave run requests.jsonl`
     - `batchweave run requests.jsonl --model Qwen/Qwen2.5-7B-Instruct --output results.jsonl`
+    - `batchweave run requests.jsonl --accept schema,finish,retries=1`
     - `batchweave run -i requests.jsonl -o results.jsonl --model ./my-model --gpus 0,1`
     """  # fmt: skip
     path = input_file or file
@@ -82,7 +86,7 @@ def run(
         )
         assert target is not None
         try:
-            code = run_file(path, target, endpoint, settings, options, key, again)
+            code = run_file(path, target, endpoint, settings, options, key, again, accept=accept_of(accept))
         except CommandError as error:
             if is_named or f"--model {named}:" not in str(error):
                 raise
@@ -115,6 +119,7 @@ def run_file(
     key: str = NO_KEY,
     again: bool = False,
     around: Callable[["Service"], AbstractContextManager[object]] = nullcontext,
+    accept: dict[str, Any] | None = None,
 ) -> Exit:
     """Run a file on the service of the data folder; if that one was joined and ends, on the next one.
 
@@ -134,7 +139,7 @@ def run_file(
                 if service.process is None:
                     check_served(client, settings.served_model)
                 with around(service):
-                    return Run(client, path, output, memory, endpoint, answers).run(service.check, again)
+                    return Run(client, path, output, memory, endpoint, answers, accept).run(service.check, again)
             except (ServiceGone, Away, httpx.TransportError) as error:
                 if not isinstance(error, ServiceGone):
                     with suppress(ServiceGone):

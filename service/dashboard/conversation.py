@@ -57,8 +57,8 @@ def conversation_of(
     asks = _dict(_dict(request).get("body"))
     line = answer if isinstance(answer, dict) else None
     says = answered(_dict(_dict(_dict(line).get("response")).get("body")))
-    if line and not ok and not says:
-        says = [Turn("error", str(_dict(line.get("error")).get("message") or ""))]
+    if line and not ok and isinstance(_dict(line.get("error")).get("message"), str):
+        says.append(Turn("error", line["error"]["message"]))
     raw = [("Request", request), ("Answer", answer)]
     return Conversation(
         list(_bounded([*asked(asks), *says])),

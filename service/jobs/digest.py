@@ -50,7 +50,7 @@ class Digest:
             found = _Line(None)
         response = found.response
         status = response.status_code if response else None
-        error = (response.body.error if response else found.error) or _Error()
+        error = found.error or (response and response.body.error) or _Error()
         code = None if error.code is None else str(error.code)[:64]
         text = str(error.message or "")[:READ_CHARACTERS]
         message, alike = text[:MESSAGE_CHARACTERS], _VARIABLE.sub("…", text)[:MESSAGE_CHARACTERS]

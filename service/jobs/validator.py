@@ -30,6 +30,7 @@ from service.objects.request_index import KEYS_BYTES, RECORD, RequestIndex
 from service.objects.request_output import asked_output, with_limit
 from service.objects.storage import LineTooLong, Storage, Writer, file_key
 from service.queue.progress import Heartbeat
+from service.requests.accept import Accept
 from service.requests.files import BYTE_ORDER_MARK
 from service.requests.lines import (
     MAX_ERRORS,
@@ -211,7 +212,7 @@ class Validator:
         return Unknown(batch.endpoint, bool(self._settings.engine_args.get("enable_deterministic_inference")))
 
     def _checker(self, batch: Batch) -> LineChecker:
-        return LineChecker(batch.endpoint, allow_patterns=self._settings.allow_patterns)
+        return LineChecker(batch.endpoint, allow_patterns=self._settings.allow_patterns, accept=Accept.of(batch.accept))
 
     async def _write_index(
         self, batch: Batch, checker: LineChecker, unknown: Unknown, index: RequestIndex
@@ -287,7 +288,8 @@ class Validator:
                 if encoder is None and checker.requests == 1:
                     encoder, index.context_length = await self._tokenizer(checker, unknown)
                 if encoder is not None:
-                    body = with_limit(batch.endpoint, request.body, batch.max_tokens)
+                    more = checker.accept.with_line(request.batchweave).more
+                    body = with_limit(batch.endpoint, request.body, batch.max_tokens, more)
                     asked = asked_output(batch.endpoint, body).packed
                     await index.add(encoder, Place(offset, len(raw), number, asked), body)
         except LineTooLong as error:

@@ -37,9 +37,11 @@ def asked_output(endpoint: str, body: dict[str, Any]) -> AskedOutput:
     return AskedOutput(most, exact)
 
 
-def with_limit(endpoint: str, body: dict[str, Any], most: int | None) -> dict[str, Any]:
-    """Return the body with this limit in place of its own; None leaves it as it is."""
+def with_limit(endpoint: str, body: dict[str, Any], most: int | None, more: int = 0) -> dict[str, Any]:
+    """Return the body with this limit in place of its own, which None leaves as it is, raised by `more` tokens."""
     limit = BY_PATH[endpoint].limit
-    if most is None or limit is None:
+    most = most or (asked_output(endpoint, body).most if more else None)
+    if not most or limit is None:
         return body
+    most = min(most + more, MOST_TOKENS)
     return {name: value for name, value in body.items() if name not in LIMITS} | {limit: most}

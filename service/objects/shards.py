@@ -27,12 +27,16 @@ log = structlog.get_logger()
 
 
 class Usage(msgspec.Struct, frozen=True, array_like=True):
-    """The tokens of one answer."""
+    """The tokens of one request: of its answer, and of those before it that its batch did not accept.
+
+    `answer`: the output of its answer alone, where there were others; else 0.
+    """
 
     input: int = 0
     cached: int = 0
     output: int = 0
     reasoning: int = 0
+    answer: int = 0
 
 
 class Outcome(StrEnum):

@@ -41,6 +41,7 @@ class Run:
     memory: Path
     endpoint: str
     answers: str
+    accept: dict[str, Any] | None = None  # see `accept_of`
     _written_at: float = field(default=0.0)
 
     @property
@@ -101,7 +102,9 @@ class Run:
             if file_id is None:
                 file_id = upload(self.client, self.file).id
                 _write_note(note, {"file": file_id, "path": str(self.file.resolve())})
-            asked = {"input_file_id": file_id, "endpoint": self.endpoint, "completion_window": WINDOW}
+            asked: dict[str, Any] = {"input_file_id": file_id, "endpoint": self.endpoint, "completion_window": WINDOW}
+            if self.accept:
+                asked["batchweave"] = {"accept": self.accept}
             try:
                 batch = Batch.of(self.client.post("/batches", asked, key=f"run-{file_id}"))
             except AnswerError as error:
@@ -167,7 +170,9 @@ class Run:
 
     def _name(self) -> str:
         """Return what tells this run from others: its file's content, what answers it, and where its results go."""
-        found = hashlib.sha256(f"{self.endpoint}\n{self.answers}\n{self.output.resolve()}\n".encode())
+        about = f"{self.endpoint}\n{self.answers}\n{self.output.resolve()}\n"
+        about += f"{json.dumps(self.accept, sort_keys=True)}\n" if self.accept else ""
+        found = hashlib.sha256(about.encode())
         with self.file.open("rb") as opened:
             while piece := opened.read(PIECE):
                 found.update(piece)

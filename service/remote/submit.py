@@ -12,6 +12,7 @@ from typing import Annotated, Any
 import typer
 
 from service.errors import CommandError
+from service.remote.accept import AcceptOption, accept_of
 from service.remote.client import AnswerError, Away, Client
 from service.remote.download import can_be_written, download
 from service.remote.follow import ENDED, extras, follow, report
@@ -57,6 +58,7 @@ def submit(
         bool,
         typer.Option("--long-lines-fail-file", help="Run nothing if the model cannot hold one of the requests."),
     ] = False,
+    accept: AcceptOption = None,
     show_plan: Annotated[
         bool, typer.Option("--preview", help="Show time and cost first; hold the batch until you start it.")
     ] = False,
@@ -72,6 +74,7 @@ def submit(
     - `batchweave submit requests.jsonl`
     - `batchweave submit requests.jsonl --output results.jsonl`
     - `batchweave submit requests.jsonl --preview`
+    - `batchweave submit requests.jsonl --accept schema,finish,retries=1`
     - `batchweave submit requests.jsonl --wait --window 7d --metadata run=12 --url http://gpu-1:8080`
     """
     if show_plan and (wait or output) and not can_ask():
@@ -83,6 +86,7 @@ def submit(
         wishes: dict[str, Any] = {"output_order": "input"} if in_order else {}
         wishes |= {"on_long_line": "fail_file"} if fails_file else {}
         wishes |= {"hold": True} if show_plan else {}
+        wishes |= {"accept": accept_of(accept)} if accept else {}
         if wishes:  # another service would not know them
             asked["batchweave"] = wishes
         is_uploaded = _ID.fullmatch(str(file)) is not None and not file.exists()

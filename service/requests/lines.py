@@ -9,6 +9,7 @@ import msgspec
 import numpy as np
 
 from service.endpoints import BY_PATH, ENDPOINTS
+from service.requests.accept import EVERY_ANSWER, Accept
 from service.requests.body_limits import body_faults
 from service.requests.custom_ids import CustomIds, Names
 from service.requests.files import BYTE_ORDER_MARK
@@ -26,6 +27,7 @@ class RequestLine(msgspec.Struct):
     method: str
     url: str
     body: dict[str, Any]
+    batchweave: Any = None  # options beyond OpenAI's, as in a batch's create: `accept`
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +71,7 @@ class LineChecker:
     endpoint: str
     only: Names | None = None  # custom_ids that are wanted from the file; None is all
     allow_patterns: bool = False  # see body_limits.PATTERNS
+    accept: Accept = EVERY_ANSWER  # what the batch does
     model: str | None = None  # the first model that a line names
     model_line: int = 0
     requests: int = 0
@@ -123,6 +126,10 @@ class LineChecker:
             yield Fault("invalid_url", f"url must be one of {', '.join(ENDPOINTS)}, not {quoted(request.url)}.", "url")
         elif request.url != self.endpoint:
             yield Fault("url_mismatch", f"url {request.url!r} is not the batch's endpoint {self.endpoint!r}.", "url")
+        try:
+            self.accept.with_line(request.batchweave)
+        except ValueError as error:
+            yield Fault("invalid_request", f"{error}.", "batchweave")
 
     def _judge_body(self, number: int, body: dict[str, Any]) -> Iterator[Fault]:
         for name in BY_PATH[self.endpoint].required:

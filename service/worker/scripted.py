@@ -13,6 +13,7 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 from engine_ext.coserve.slo import DEFAULT, FLEX, PRIORITY
+from engine_ext.plugin.marks import UNBOUNDED, Bounds
 from engine_ext.plugin.worker.answers import Answer, Stream, added_fields, error_body, with_fields
 from engine_ext.plugin.worker.bodies import plain, unserved
 from service.worker.script import Rule, Rules, Script
@@ -65,7 +66,15 @@ class ScriptedEngine:
         return []
 
     async def run(
-        self, endpoint: str, body: dict[str, Any], rid: str, kind: str, due: float, lengths: str, project: str
+        self,
+        endpoint: str,
+        body: dict[str, Any],
+        rid: str,
+        kind: str,
+        due: float,
+        lengths: str,
+        project: str,
+        bounds: Bounds = UNBOUNDED,
     ) -> Answer:
         async with self._runs(rid, RANKS.get(kind, BATCH)) as aborted:
             if aborted is None:

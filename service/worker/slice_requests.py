@@ -25,6 +25,7 @@ from service.queue.counts import Counts
 from service.queue.crew import LEAST
 from service.queue.leases import Lease
 from service.queue.parts import Part, places_of
+from service.requests.accept import Accept
 from service.requests.lines import RequestLine
 
 
@@ -45,6 +46,7 @@ class Request:
     due: float
     lengths: str
     project_id: str
+    accept: Accept
     request_id: str = field(default_factory=lambda: f"req_{secrets.token_hex(16)}")  # in its answer line and in the log
 
 
@@ -173,15 +175,16 @@ async def _read(
             raise
         log.exception("the input file is gone", batch=batch.id, file=batch.input_file_id)
         return []  # the finalizer says that its requests have no answer; others of the slice run
+    accept = Accept.of(batch.accept)
     requests, due = list[Request](), time.monotonic() + batch.expires_at - now
     keys = zip(lines["beginning"].tolist(), lines["kind"].tolist(), strict=True)
     for place, number, raw, (beginning, kind) in zip(places.tolist(), numbers.tolist(), texts, keys, strict=True):
         line = _line_decoder.decode(raw)
         lengths = profiles.get(beginning) or profiles.get(kind) or ""
-        body = with_limit(line.url, line.body, batch.max_tokens)
-        requests.append(
-            Request(batch.id, number, line.url, line.custom_id, body, place, due, lengths, batch.project_id)
-        )
+        wanted = accept.with_line(line.batchweave)
+        body = with_limit(line.url, line.body, batch.max_tokens, wanted.more)
+        about = (place, due, lengths, batch.project_id, wanted)
+        requests.append(Request(batch.id, number, line.url, line.custom_id, body, *about))
     return requests
 
 

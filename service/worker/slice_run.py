@@ -14,6 +14,7 @@ import structlog
 from numpy.typing import NDArray
 from sqlalchemy.exc import SQLAlchemyError
 
+from engine_ext.plugin.marks import UNBOUNDED, Bounds
 from service import ids
 from service.db.sessions import Database
 from service.endpoints import BY_PATH
@@ -30,6 +31,7 @@ from service.worker.answer_body import NO_USAGE, error_message, read, usage_of
 from service.worker.feed import Feed
 from service.worker.judge import outcome_of
 from service.worker.slice_requests import Request, divided, load
+from service.worker.tries import Tries
 
 KILLS = "The engine died each time it ran this request, even alone. The other requests continue without it."
 FLUSH_BYTES = 4 * 1024 * 1024
@@ -43,13 +45,23 @@ class EngineAnswer(Protocol):
     def body(self) -> bytes: ...
     @property
     def aborted(self) -> bool: ...
+    @property
+    def looped(self) -> bool: ...
 
 
 class Engine(Protocol):
     """The interface that a worker needs of an engine; engine_ext.plugin.worker.host.EngineHost implements it."""
 
     async def run(
-        self, endpoint: str, body: dict[str, Any], rid: str, kind: str, due: float, lengths: str, project: str
+        self,
+        endpoint: str,
+        body: dict[str, Any],
+        rid: str,
+        kind: str,
+        due: float,
+        lengths: str,
+        project: str,
+        bounds: Bounds = UNBOUNDED,
     ) -> EngineAnswer: ...
     def abort(self, rid: str) -> None: ...
     async def withdraw(self, rids: Sequence[str], most: int) -> None: ...
@@ -277,10 +289,13 @@ class SliceRun:
             error = {"code": "invalid_request", "message": f"'body.{fault.param}' {fault.reason}."}
             self._keep(request, None, error)
             return
-        for attempt in range(1, self._settings.request_attempts + 1):
-            if self._given_up(request):
-                break
-            failure = await self._attempt(request)
+        tries, attempt = Tries(request.accept), 0
+        while attempt < self._settings.request_attempts and not self._given_up(request):
+            attempt, number = attempt + 1, tries.number
+            failure = await self._attempt(request, tries)
+            if tries.number > number:
+                attempt = 0
+                continue
             if failure is None or self._given_up(request) or request in self._given:
                 break
             log.warning("engine failed on a request", attempt=attempt, error=failure)
@@ -294,13 +309,16 @@ class SliceRun:
     def _given_up(self, request: Request) -> bool:
         return self._stopping or request.batch_id in self._stopped_batches
 
-    async def _attempt(self, request: Request) -> str | None:
-        """Run the request once and keep its answer. Returns the engine's error if it is not the request's fault."""
+    async def _attempt(self, request: Request, tries: Tries) -> str | None:
+        """Run the request once and keep its answer, unless there is another try.
+
+        Returns the engine's error if it is not the request's fault.
+        """
         rid = f"{BY_PATH[request.endpoint].id_prefix}{secrets.token_hex(16)}"
         self._in_flight[rid] = request
         try:
-            about = (request.batch_id, request.due, request.lengths, request.project_id)
-            answer = await self._engine.run(request.endpoint, request.body, rid, *about)
+            about = (request.batch_id, request.due, request.lengths, request.project_id, tries.bounds)
+            answer = await self._engine.run(request.endpoint, tries.body(request.body), rid, *about)
             if answer.aborted:
                 if rid in self._asked_back and not self._given_up(request):
                     self._given.append(request)
@@ -314,7 +332,12 @@ class SliceRun:
             }
             if answer.status_code < 400:
                 body = read(answer.body)
-                self._keep(request, response, None, usage_of(body), outcome_of(request.body, body))
+                usage = usage_of(body)
+                outcome = Outcome.LOOPED if answer.looped else outcome_of(request.body, body)
+                if tries.has_another(outcome, usage):
+                    return None
+                response["body"] = msgspec.Raw(tries.noted(answer.body))
+                self._keep(request, response, tries.refusal(outcome), tries.plus(usage), outcome)
             else:
                 self._keep(request, response, None)
         except Exception as error:  # the boundary of a request: its line records the error
@@ -332,7 +355,7 @@ class SliceRun:
         usage: Usage | None = None,
         outcome: Outcome = Outcome.OK,
     ) -> None:
-        """Keep the request's answer line. A line with usage is a success."""
+        """Keep the request's answer line. A line with usage and no error is a success."""
         self.answered += 1
         line = {
             "id": ids.batch_request_id(),
@@ -341,8 +364,9 @@ class SliceRun:
             "error": error,
         }
         encoded = line_of(line)
-        about = (request.batch_id, request.number, usage is not None, usage or NO_USAGE)
-        answer = Answer(*about, msgspec.Raw(encoded), outcome)
+        ok = usage is not None and error is None
+        about = (request.batch_id, request.number, ok, usage or NO_USAGE)
+        answer = Answer(*about, msgspec.Raw(encoded), outcome if ok else Outcome.OK)
         self._answers.append(answer)
         self._answers_bytes += len(encoded)
         if self._answers_bytes >= FLUSH_BYTES:

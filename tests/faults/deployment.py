@@ -13,6 +13,7 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from itertools import islice
 from multiprocessing.context import ForkServerContext, ForkServerProcess
 from pathlib import Path
 from typing import Any, TypeVar
@@ -31,7 +32,7 @@ from service.queue import keys
 from service.settings import Settings
 from service.up.embedded_redis import server_command
 from tests.faults import roles
-from tests.faults.roles import KILLER, POINTS, REFUSED, Config
+from tests.faults.roles import CUT_OFF, CUT_OFF_ONCE, KILLER, LIMIT, MORE, POINTS, REFUSED, Config
 from tests.faults.streams import NOT_BEGUN, WHOLE, Streams
 from tests.faults.wire import Wire
 
@@ -54,6 +55,9 @@ FAST: dict[str, Any] = {  # settings with which faults follow each other quickly
     "poll_s": 0.05,
     "flush_s": 0.05,
 }
+CUT = 20  # requests whose first answer is not accepted, and as many that have no other
+ACCEPT: dict[str, Any] = {"finish": "stop", "retries": 2, "continue": MORE}
+BODY: dict[str, Any] = {"model": "test-model", "temperature": 0, "max_tokens": LIMIT}
 HOUR_S = 3600.0  # by which the clock of one process may be wrong
 _answer = msgspec.json.Decoder(Answer)
 
@@ -264,17 +268,16 @@ class Deployment:
         """A new batch, and what its requests say by custom_id."""
         mark, self._lost_before = self.rng.randrange(1 << 40), self._lost
         contents = {f"id-{n}": f"{mark} request {n}" for n in range(requests)}
-        odd = self.rng.sample(sorted(contents), killers + refused)
-        for custom_id in odd[:killers]:
-            contents[custom_id] += f" {KILLER}"
-        for custom_id in odd[killers:]:
-            contents[custom_id] += f" {REFUSED}"
+        odd = iter(self.rng.sample(sorted(contents), killers + refused + 2 * CUT))
+        for word, count in ((KILLER, killers), (REFUSED, refused), (CUT_OFF, CUT), (CUT_OFF_ONCE, CUT)):
+            for custom_id in islice(odd, count):
+                contents[custom_id] += f" {word}"
         lines = [
             {
                 "custom_id": custom_id,
                 "method": "POST",
                 "url": CHAT,
-                "body": {"model": "test-model", "messages": [{"role": "user", "content": content}]},
+                "body": BODY | {"messages": [{"role": "user", "content": content}]},
             }
             for custom_id, content in contents.items()
         ]
@@ -282,6 +285,7 @@ class Deployment:
         client = self.client.with_options(max_retries=2)  # an api that died at a named place is begun again by us
         file = self._until_heard(lambda: client.files.create(file=("in.jsonl", data), purpose="batch"))
         create: Any = {"input_file_id": file.id, "endpoint": CHAT, "completion_window": "24h"}
+        create["extra_body"] = {"batchweave": {"accept": ACCEPT}}
         key = {"Idempotency-Key": f"k{mark}"}
         return self._until_heard(lambda: client.batches.create(**create, extra_headers=key)).id, contents
 
@@ -329,16 +333,21 @@ class Deployment:
         self.early_reads += bool(early)
         by_id = Counter(line["custom_id"] for line in [*output, *errors])
         assert by_id == Counter(contents.keys())
-        odd = {each for each, content in contents.items() if KILLER in content or REFUSED in content}
+        odd = {each for each, text in contents.items() if any(word in text for word in (KILLER, REFUSED, CUT_OFF))}
         assert {line["custom_id"] for line in errors} == odd
-        for line in output:
+        bad = [line for line in errors if CUT_OFF in contents[line["custom_id"]]]
+        assert {line["error"]["code"] for line in bad} <= {"answer_not_accepted"}
+        for line in (*output, *bad):
             assert line["response"]["body"]["choices"][0]["message"]["content"] == contents[line["custom_id"]]
+        tries = [line["response"]["body"]["usage"].get("tries", 1) for line in (*output, *bad)]
+        wanted = Counter({1: len(output) - CUT, 2: CUT, ACCEPT["retries"] + 1: CUT})
+        assert Counter(tries) == wanted
         counts, usage = batch.request_counts, batch.usage
         assert counts is not None
         assert usage is not None
         assert (counts.total, counts.completed, counts.failed) == (len(contents), len(output), len(errors))
-        assert (usage.input_tokens, usage.output_tokens) == (10 * len(output), 2 * len(output))
-        assert usage.input_tokens_details.cached_tokens == 4 * len(output)
+        assert (usage.input_tokens, usage.output_tokens) == (10 * sum(tries), 2 * sum(tries))
+        assert usage.input_tokens_details.cached_tokens == 4 * sum(tries)
         runs = self._runs()
         if lost:
             kept = self._runs_when_kept.keys() & set(contents.values())

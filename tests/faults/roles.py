@@ -21,6 +21,7 @@ from typing import Any
 import structlog
 import uvicorn
 
+from engine_ext.plugin.marks import UNBOUNDED, Bounds
 from engine_ext.plugin.pulse import Beating, Pulses, Watch
 from engine_ext.plugin.worker.answers import Answer
 from service.api.connections import served
@@ -29,6 +30,7 @@ from service.db.models import register_model
 from service.db.sessions import Database
 from service.jobs.runner import run_jobs
 from service.objects.plan_artifact import PlanArtifact
+from service.objects.request_output import asked_output
 from service.objects.shards import Shard
 from service.objects.storage import Storage
 from service.queue.announcements import Announcements
@@ -41,6 +43,8 @@ from tests.faults.bad_world import worsen
 
 KILLER = "kill the engine"
 REFUSED = "refuse this"
+CUT_OFF, CUT_OFF_ONCE = "never ends", "ends the second time"
+LIMIT, MORE = 1, 100  # tokens that a request asks for, and those that its batch gives it beyond
 EVENTS = 20  # of a stream
 AT_ONCE = 150  # requests that an engine runs, a quarter of what a worker holds
 STEP_LIMIT_S = 5.0  # more than a worker that is stopped for one and a half leases
@@ -88,11 +92,19 @@ class LoggedEngine:
             time.sleep(0.1)
 
     async def run(
-        self, endpoint: str, body: dict[str, Any], rid: str, kind: str, due: float, lengths: str, project: str
+        self,
+        endpoint: str,
+        body: dict[str, Any],
+        rid: str,
+        kind: str,
+        due: float,
+        lengths: str,
+        project: str,
+        bounds: Bounds = UNBOUNDED,
     ) -> Answer:
         with self.working():
             async with self._slots.enter(rid) as runs:
-                return await self._run(body["messages"][-1]["content"]) if runs else ABORTED
+                return await self._run(body) if runs else ABORTED
 
     async def withdraw(self, rids: Sequence[str], most: int) -> None:
         await self._slots.withdraw(rids, most)
@@ -124,7 +136,8 @@ class LoggedEngine:
         while self._hung.exists():
             await asyncio.sleep(0.05)
 
-    async def _run(self, content: str) -> Answer:
+    async def _run(self, body: dict[str, Any]) -> Answer:
+        content = body["messages"][-1]["content"]
         os.write(self._log, f"{content}\n".encode())
         await self.wait(0.002 + zlib.crc32(content.encode()) % 20 / 1000)
         if KILLER in content:
@@ -133,7 +146,9 @@ class LoggedEngine:
             error = {"error": {"message": "no", "type": "invalid_request_error", "param": None, "code": "refused"}}
             return Answer(400, json.dumps(error).encode())
         usage = {"prompt_tokens": 10, "completion_tokens": 2, "prompt_tokens_details": {"cached_tokens": 4}}
-        answer = {"choices": [{"message": {"content": content}}], "usage": usage}
+        is_cut = CUT_OFF in content or (CUT_OFF_ONCE in content and body["temperature"] == 0)
+        reason = "length" if is_cut or asked_output("/v1/chat/completions", body).most != LIMIT + MORE else "stop"
+        answer = {"choices": [{"message": {"content": content}, "finish_reason": reason}], "usage": usage}
         return Answer(200, json.dumps(answer).encode())
 
     @property

@@ -13,6 +13,7 @@ from typing import Any
 from redis.asyncio import Redis
 from sqlalchemy import select, update
 
+from engine_ext.plugin.marks import UNBOUNDED, Bounds
 from engine_ext.plugin.worker.answers import Answer
 from service.db.sessions import Database
 from service.db.tables import Batch, BatchStatus, Model, Slice, SliceStatus
@@ -58,12 +59,20 @@ class ScriptedEngine(scripted.ScriptedEngine):
         self.lengths: dict[str, str] = {}
 
     async def run(
-        self, endpoint: str, body: dict[str, Any], rid: str, kind: str, due: float, lengths: str, project: str
+        self,
+        endpoint: str,
+        body: dict[str, Any],
+        rid: str,
+        kind: str,
+        due: float,
+        lengths: str,
+        project: str,
+        bounds: Bounds = UNBOUNDED,
     ) -> Answer:
         content = body["messages"][-1]["content"]
         self.runs[content] += 1
         self.kinds[content], self.lengths[content] = kind, lengths
-        answer = await super().run(endpoint, body, rid, kind, due, lengths, project)
+        answer = await super().run(endpoint, body, rid, kind, due, lengths, project, bounds)
         if answer.aborted or answer.status_code != 200:
             return answer
         usage = {"prompt_tokens": 10, "completion_tokens": 2, "prompt_tokens_details": {"cached_tokens": 4}}
@@ -198,10 +207,13 @@ class Harness:
         assert not set(output) & set(errors)
         not_run = [each for each in errors.values() if (each["error"] or {}).get("code") in NOT_RUN]
         assert (batch.completed, batch.failed) == (len(output), len(errors) - len(not_run))
-        usage = [each["response"]["body"]["usage"] for each in output.values()]
-        assert batch.input_tokens == sum(each["prompt_tokens"] for each in usage)
-        assert batch.output_tokens == sum(each["completion_tokens"] for each in usage)
-        assert batch.cached_tokens == sum(each["prompt_tokens_details"]["cached_tokens"] for each in usage)
+        bodies = [each["response"]["body"] for each in (*output.values(), *errors.values()) if each["response"]]
+        usage = [body["usage"] for body in bodies if "usage" in body]
+        spent = [each["not_accepted"] for each in usage if "not_accepted" in each]
+        for name, own in (("input_tokens", "prompt_tokens"), ("output_tokens", "completion_tokens")):
+            assert getattr(batch, name) == sum(each[own] for each in usage) + sum(each[name] for each in spent)
+        cached = [*(each["prompt_tokens_details"]["cached_tokens"] for each in usage)]
+        assert batch.cached_tokens == sum(cached) + sum(each["cached_tokens"] for each in spent)
         return output, errors
 
 

@@ -11,6 +11,7 @@ import openai
 import pytest
 from sqlalchemy import func, select, update
 
+from engine_ext.plugin.marks import UNBOUNDED, Bounds
 from service import ids
 from service.db.tables import Batch, BatchStatus, EarlyRun, Slice
 from service.objects.early_results import EVERY_S, EarlyResults
@@ -58,10 +59,18 @@ class Gate(ScriptedEngine):
         self.room = asyncio.Semaphore(0)
 
     async def run(
-        self, endpoint: str, body: dict[str, Any], rid: str, kind: str, due: float, lengths: str, project: str
+        self,
+        endpoint: str,
+        body: dict[str, Any],
+        rid: str,
+        kind: str,
+        due: float,
+        lengths: str,
+        project: str,
+        bounds: Bounds = UNBOUNDED,
     ) -> Any:
         await self.room.acquire()
-        return await super().run(endpoint, body, rid, kind, due, lengths, project)
+        return await super().run(endpoint, body, rid, kind, due, lengths, project, bounds)
 
     def open(self, count: int) -> None:
         for _ in range(count):

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 from sqlalchemy import select
 
+from engine_ext.plugin.marks import UNBOUNDED, Bounds
 from engine_ext.plugin.worker.answers import Answer
 from service.db.tables import Batch, BatchStatus, SliceBatch
 from tests.integration.harness import Harness, ScriptedEngine, jsonl, line
@@ -22,11 +23,19 @@ class Waiting(ScriptedEngine):
         self.late, self.free = late, asyncio.Event()
 
     async def run(
-        self, endpoint: str, body: dict[str, Any], rid: str, kind: str, due: float, lengths: str, project: str
+        self,
+        endpoint: str,
+        body: dict[str, Any],
+        rid: str,
+        kind: str,
+        due: float,
+        lengths: str,
+        project: str,
+        bounds: Bounds = UNBOUNDED,
     ) -> Answer:
         if body["messages"][-1]["content"] in self.late:
             await self.free.wait()
-        return await super().run(endpoint, body, rid, kind, due, lengths, project)
+        return await super().run(endpoint, body, rid, kind, due, lengths, project, bounds)
 
 
 async def shared(harness: Harness, *counts: int) -> list[str]:

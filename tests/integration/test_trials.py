@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from engine_ext.plugin.marks import UNBOUNDED, Bounds
 from engine_ext.plugin.worker.answers import Answer
 from service.queue.leases import Lease, Leases
 from service.worker.feed import Feed
@@ -24,14 +25,22 @@ class MortalEngine(ScriptedEngine):
     killers: frozenset[str] = frozenset()
 
     async def run(
-        self, endpoint: str, body: dict[str, Any], rid: str, kind: str, due: float, lengths: str, project: str
+        self,
+        endpoint: str,
+        body: dict[str, Any],
+        rid: str,
+        kind: str,
+        due: float,
+        lengths: str,
+        project: str,
+        bounds: Bounds = UNBOUNDED,
     ) -> Answer:
         if body["messages"][-1]["content"] in self.killers:
             assert self.hold is not None
             self.hold.set()
         if self.hold is not None and self.hold.is_set():
             await asyncio.Event().wait()
-        return await super().run(endpoint, body, rid, kind, due, lengths, project)
+        return await super().run(endpoint, body, rid, kind, due, lengths, project, bounds)
 
 
 async def one_life(harness: Harness, leases: Leases, killers: frozenset[str]) -> tuple[list[int], bool]:

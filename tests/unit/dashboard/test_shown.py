@@ -15,6 +15,7 @@ ABSENT = (
     *(
         "retry_of",
         "retry_outcomes",
+        "accept",
         "max_tokens",
         "queue_position",
         "waiting_for",

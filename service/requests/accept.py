@@ -1,0 +1,53 @@
+"""What a batch, or one of its lines, accepts as an answer, and what is done about others."""
+
+from typing import Annotated, Any, Literal
+
+import msgspec
+
+from service.objects.request_output import MOST_TOKENS
+
+MOST_RETRIES = 5  # of one request
+_ALLOWED = ("retries", "continue", "thinking_tokens")  # of which a line has no more than its batch
+
+
+class Accept(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True, rename={"more": "continue"}):
+    """The `accept` of a batch's create, or of a line's `batchweave`; by default every answer is accepted.
+
+    `finish`: "stop" takes none that was cut off, looped or refused. `schema`: none that is not the JSON that was asked
+    for. `retries`: how often a request is asked again. `more`: tokens of an answer beyond its request's limit.
+    `loops`: "stop" ends an answer where it repeats itself. `thinking_tokens`: how many an answer may think.
+    """
+
+    finish: Literal["stop"] | None = None
+    schema: bool = False
+    retries: Annotated[int, msgspec.Meta(ge=0, le=MOST_RETRIES)] = 0
+    more: Annotated[int, msgspec.Meta(ge=0, le=MOST_TOKENS)] = 0
+    loops: Literal["stop"] | None = None
+    thinking_tokens: Annotated[int, msgspec.Meta(ge=0, le=MOST_TOKENS)] | None = None
+
+    @classmethod
+    def of(cls, found: dict[str, Any] | None) -> "Accept":
+        return msgspec.convert(found or {}, cls)
+
+    def with_line(self, extras: Any) -> "Accept":
+        """Return what a line of this batch accepts, by its `batchweave`, whose fields win.
+
+        Raises ValueError, with the field and the reason.
+        """
+        if extras is None:
+            return self
+        if not isinstance(extras, dict) or extras.keys() - {"accept"} or not isinstance(extras.get("accept"), dict):
+            raise ValueError("'batchweave' must be an object whose only field is 'accept', an object")
+        mine: dict[str, Any] = msgspec.to_builtins(self)
+        try:
+            found = msgspec.convert(mine | extras["accept"], Accept)
+        except msgspec.ValidationError as error:
+            raise ValueError(f"'batchweave.accept' is not valid: {error}") from error
+        for name in _ALLOWED:
+            asked, allowed = extras["accept"].get(name), mine.get(name, None if name == "thinking_tokens" else 0)
+            if allowed is not None and ((asked is None and name in extras["accept"]) or (asked or 0) > allowed):
+                raise ValueError(f"'batchweave.accept.{name}' is {asked}; the batch allows {allowed}")
+        return found
+
+
+EVERY_ANSWER = Accept()
