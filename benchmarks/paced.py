@@ -5,7 +5,7 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
-from engine_ext.plugin.marks import UNBOUNDED, Bounds
+from engine_ext.plugin.marks import NO_EARLY_END, EarlyEnd
 from engine_ext.plugin.worker.answers import Answer
 from service.worker.script import Rule, Script
 from service.worker.scripted import ScriptedEngine
@@ -36,9 +36,9 @@ class PacedEngine(ScriptedEngine):
         due: float,
         lengths: str,
         project: str,
-        bounds: Bounds = UNBOUNDED,
+        early_end: EarlyEnd = NO_EARLY_END,
     ) -> Answer:
-        answer = await super().run(endpoint, body, rid, kind, due, lengths, project, bounds)
+        answer = await super().run(endpoint, body, rid, kind, due, lengths, project, early_end)
         if not answer.aborted:
             self.ends.append(time.monotonic())
         return answer

@@ -22,10 +22,10 @@ PROJECT = "batchweave_project"  # whose request it is; without it, it shares the
 WEIGHT = "batchweave_weight"  # beside PROJECT: its share beside other projects, if it is not 1
 STOPS_LOOPS = "batchweave_stops_loops"  # its answer ends where it becomes a loop
 THINKING = "thinking_budget"  # SGLang's own name: how many tokens it may think
-RESERVED = frozenset({KIND, UNTOLD, DUE, LENGTHS, ARRIVES, SLO, PROJECT, WEIGHT, STOPS_LOOPS})
+RESERVED = frozenset({KIND, UNTOLD, DUE, LENGTHS, ARRIVES, SLO, PROJECT, WEIGHT, STOPS_LOOPS, THINKING})
 
 
-class Bounds(NamedTuple):
+class EarlyEnd(NamedTuple):
     """What ends an answer before its limit of tokens.
 
     `stops_loops`: that it repeats itself. `thinking_tokens`: how many it may think; None is as many as it likes.
@@ -40,19 +40,19 @@ class Bounds(NamedTuple):
         return found if self.thinking_tokens is None else found | {THINKING: self.thinking_tokens}
 
 
-UNBOUNDED = Bounds()
+NO_EARLY_END = EarlyEnd()
 
 
 def marks(
-    kind: str, due: float = math.inf, lengths: str = "", project: str = "", bounds: Bounds = UNBOUNDED
+    kind: str, due: float = math.inf, lengths: str = "", project: str = "", early_end: EarlyEnd = NO_EARLY_END
 ) -> dict[str, Any]:
-    """Return the marks of a request of this kind, with its deadline, profile, project and bounds if it has them."""
+    """Return the marks of a request of this kind, with its deadline, profile, project and early end if it has them."""
     given: dict[str, Any] = {KIND: kind, **({PROJECT: project} if project else {})}
     if not math.isinf(due):
         given[DUE] = due
     if lengths:
         given[LENGTHS] = lengths
-    return given | bounds.marks
+    return given | early_end.marks
 
 
 def online_marks(slo: str, project: str = "", weight: float = 1.0) -> dict[str, Any]:

@@ -1,5 +1,6 @@
 """Ends answers that repeat themselves, where their requests want that; thoughts that do are closed instead."""
 
+from functools import cache
 from typing import Any
 
 from sglang.srt.plugins.hook_registry import HookType
@@ -18,12 +19,13 @@ def end_loop(_: None, request: Any, *args: Any, **kwargs: Any) -> None:
         return
     due = repeat_of(ids).due_in
     if due == 0 and not close(request.grammar):
-        request.finished_reason = _looped(len(ids))
+        request.finished_reason = _looped()(len(ids))
         request.finished_len = len(ids)
     request.looks_at = len(ids) + (min(due, EVERY) or EVERY)
 
 
-def _looped(tokens: int) -> Any:
+@cache
+def _looped() -> Any:
     """Return SGLang's reason of an answer that is cut off, with a word of ours that the worker reads."""
     from sglang.srt.managers.schedule_batch import FINISH_LENGTH
 
@@ -31,7 +33,7 @@ def _looped(tokens: int) -> Any:
         def to_json(self) -> dict[str, Any]:
             return super().to_json() | {"looped": True}
 
-    return Looped(tokens)
+    return Looped
 
 
 HOOKS = [("sglang.srt.managers.schedule_batch.Req.update_finish_state", end_loop, HookType.AFTER)]

@@ -1,7 +1,7 @@
-"""Bounds how many tokens a request may think: SGLang's grammar of reasoning then lets only the thought's end come.
+"""EarlyEnd how many tokens a request may think: SGLang's grammar of reasoning then lets only the thought's end come.
 
-SGLang has it for all requests of an engine or none, and then masks every token of each; here only requests with a bound
-pay for one.
+SGLang bounds a request too, but only in an engine that masks each token of every request; here requests without a bound
+pay for none.
 """
 
 from typing import Any
@@ -18,12 +18,15 @@ def bound(manager: Any, request: Any) -> None:
     backend = manager.grammar_backend
     if not request.require_reasoning or not hasattr(backend, "think_end_ids"):
         return
+    if not backend.grammar_backend.is_support_token_filter:  # such as llguidance: it cannot close a thought
+        return
     if most == NO_BOUND and not stops_loops(request):
         return
     if request.grammar is None:
         request.grammar = backend._make_grammar_object(None, True)
     if hasattr(request.grammar, "max_think_tokens"):
-        request.grammar.max_think_tokens = most
+        before = request.grammar.max_think_tokens  # the operator's
+        request.grammar.max_think_tokens = most if before < 0 else before if most < 0 else min(before, most)
         request.grammar.enable_token_filter = True
         request.grammar.token_filter_fn = backend.grammar_backend.set_token_filter
 

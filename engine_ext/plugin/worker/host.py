@@ -20,7 +20,7 @@ from engine_ext.coserve.slo import DEFAULT
 from engine_ext.costs.cost import CostModel
 from engine_ext.errors import EngineEnded, EngineStartError
 from engine_ext.plugin import hooks, json_log
-from engine_ext.plugin.marks import KIND, RESERVED, UNBOUNDED, UNTOLD, Bounds, marks, online_marks
+from engine_ext.plugin.marks import KIND, NO_EARLY_END, RESERVED, UNTOLD, EarlyEnd, marks, online_marks
 from engine_ext.plugin.options import Options, Overlap, emulated_name
 from engine_ext.plugin.platform_entry import accelerator_memory, gpu_is_present, machine_name
 from engine_ext.plugin.pulse import Pulses, Watch
@@ -216,7 +216,7 @@ class EngineHost:
         due: float = math.inf,
         lengths: str = "",
         project: str = "",
-        bounds: Bounds = UNBOUNDED,
+        early_end: EarlyEnd = NO_EARLY_END,
     ) -> Answer:
         """Run one request; requests of one `kind` are alike, such as those of one batch.
 
@@ -230,12 +230,12 @@ class EngineHost:
         if (refusal := self._refused(endpoint, fields, size)) is not None:
             return refusal
         if endpoint in self._others.served:
-            known = Told(rid, kind, due=due, lengths=lengths, project=project, bounds=bounds)
+            known = Told(rid, kind, due=due, lengths=lengths, project=project, early_end=early_end)
             return await self._others.run(endpoint, fields, known)
         request = self._read(endpoint, fields, rid)
         if isinstance(request, Answer):
             return request
-        request.custom_params = (request.custom_params or {}) | marks(kind, due, lengths, project, bounds)
+        request.custom_params = (request.custom_params or {}) | marks(kind, due, lengths, project, early_end)
         known = Told(rid, kind, guard.prompts_in(request))
         with self._in_flight.counted(known):
             response: Any = await self._serving[endpoint][1].answer(request, size.total, known)

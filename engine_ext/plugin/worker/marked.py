@@ -16,7 +16,7 @@ from sglang.srt.managers.io_struct import EmbeddingReqInput
 from sglang.srt.managers.tokenizer_manager_score_mixin import TokenizerManagerScoreMixin
 
 from engine_ext.coserve.slo import DEFAULT
-from engine_ext.plugin.marks import UNBOUNDED, Bounds, marks, online_marks
+from engine_ext.plugin.marks import NO_EARLY_END, EarlyEnd, marks, online_marks
 
 
 @dataclass(slots=True)
@@ -38,7 +38,7 @@ class Told:
     lengths: str = ""
     slo: str = DEFAULT
     project: str = ""
-    bounds: Bounds = UNBOUNDED
+    early_end: EarlyEnd = NO_EARLY_END
     looped: bool = False  # the engine ended it because it repeats itself
     weight: float = 1.0  # of the project of an online request
     text: dict[str, Any] | None = None  # how a response's text must look, which its answer repeats
@@ -82,7 +82,7 @@ class MarkedManager(TokenizerManagerScoreMixin):
 
 def _marks(known: Told) -> dict[str, Any] | None:
     if known.kind:
-        return marks(known.kind, known.due, known.lengths, known.project, known.bounds)
+        return marks(known.kind, known.due, known.lengths, known.project, known.early_end)
     return online_marks(known.slo, known.project, known.weight) or None
 
 

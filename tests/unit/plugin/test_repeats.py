@@ -55,6 +55,11 @@ def test_what_repeats_less_is_not_stopped(ids: "array[int]") -> None:
     assert stop_of(ids)[0] == 0
 
 
+def test_zeros_within_tokens_are_no_repeat() -> None:
+    """Of tokens as 64-bit numbers, most bytes are zeros."""
+    assert stop_of(array("q", [0] * 127 + [256]) * 3 + array("q", range(1000)))[0] == 0
+
+
 def test_a_repeat_says_how_far_it_is() -> None:
     assert repeat_of(array("q", range(500))) == Repeat(0, 0, EVERY)
     assert repeat_of(array("q", [*range(100), *[3, 4] * 50])) == Repeat(2, 100, LEAST)
