@@ -49,6 +49,9 @@ async def create_batch(body: CreateBatch, context: InContext, caller: CalledBy, 
         raise BadRequest(message, code="invalid_completion_window", param="completion_window")
 
     accept = body.batchweave.accept
+    if accept is not None and not BY_PATH[body.endpoint].generates:
+        message = f"batchweave.accept: answers of {body.endpoint} are no texts."
+        raise BadRequest(message, code="invalid_request", param="batchweave.accept")
 
     async def make(session: AsyncSession, now: int) -> Batch:
         file = await _input_file(session, caller, body.input_file_id, now)

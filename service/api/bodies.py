@@ -10,7 +10,7 @@ from service.db.tables import OnLongLine, OutputOrder
 from service.db.webhook_events import EventType
 from service.objects.request_output import MOST_TOKENS
 from service.objects.shards import RetryOutcome
-from service.requests.accept import MOST_RETRIES
+from service.requests.accept import MOST_RETRIES, Accept
 
 # The id of a file, batch, project or key; an id that no object can have is refused without a lookup.
 ObjectId = Annotated[str, StringConstraints(max_length=64, pattern=r"^[A-Za-z0-9_-]+$")]
@@ -48,14 +48,15 @@ MetadataValue = Annotated[str, StringConstraints(max_length=512)]
 class AcceptExtras(BaseModel):
     """Which answers are good enough, and what is done about others."""
 
-    model_config = ConfigDict(extra="forbid", populate_by_name=True)
+    model_config = ConfigDict(extra="forbid")
 
     finish: Annotated[
         Literal["stop"] | None,
         Field(description="`stop`: an answer that is cut off, looped or refused is not accepted"),
     ] = None
     json_schema: Annotated[
-        bool, Field(alias="schema", description="An answer that is not the JSON that was asked for is not accepted")
+        bool,
+        Field(alias="schema", description="An answer that is not the whole JSON that was asked for is not accepted"),
     ] = False
     retries: Annotated[
         int,
@@ -76,8 +77,7 @@ class AcceptExtras(BaseModel):
 
     @model_validator(mode="after")
     def has_a_reason(self) -> "AcceptExtras":
-        if self.retries and not (self.finish or self.json_schema):
-            raise ValueError("retries need 'finish' or 'schema', which say of which answers")
+        Accept.of(self.model_dump(by_alias=True))
         return self
 
 
@@ -94,7 +94,9 @@ class CreateExtras(BaseModel):
             "whole file, before it runs"
         ),
     ] = OnLongLine.FAIL_LINE
-    accept: AcceptExtras | None = None
+    accept: Annotated[
+        AcceptExtras | None, Field(description="Which answers are good enough; without it all of them are")
+    ] = None
     hold: Annotated[
         bool,
         Field(description="Validate the batch and preview its plan, but run nothing until POST /v1/batches/{id}/start"),

@@ -180,6 +180,9 @@ class Outcomes(BaseModel):
     invalid: int = Field(description="Ended, and are not the JSON that the request asked for")
     refused: int = Field(description="The model refused, or a filter ended the answer")
     failed: int
+    not_accepted: int = Field(
+        description="Of those that failed, the ones with an answer that the batch does not accept"
+    )
 
     @classmethod
     def of(cls, counts: Counts) -> "Outcomes":
@@ -191,6 +194,7 @@ class Outcomes(BaseModel):
             invalid=counts.invalid,
             refused=counts.refused,
             failed=counts.failed,
+            not_accepted=counts.not_accepted,
         )
 
 

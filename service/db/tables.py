@@ -208,7 +208,7 @@ class Batch(Base):
     )
     accept: Mapped[dict[str, Any] | None] = mapped_column(
         JSON(none_as_null=True)
-    )  # objects/accept.py; null: all answers
+    )  # requests/accept.py; null: all answers
     deleted_at: Mapped[int | None] = mapped_column(BigInteger)  # only after it has ended; the row stays for a while
     retry_of: Mapped[str | None] = mapped_column(String(64))  # run only some requests of this batch of the same input
     # Which ones, by the outcomes of their answers; null is those that failed.
@@ -263,6 +263,7 @@ class Batch(Base):
     invalid: Mapped[int] = mapped_column(BigInteger, default=0, server_default="0")
     refused: Mapped[int] = mapped_column(BigInteger, default=0, server_default="0")
     looped: Mapped[int] = mapped_column(BigInteger, default=0, server_default="0")
+    not_accepted: Mapped[int] = mapped_column(BigInteger, default=0, server_default="0")  # of those that failed
 
 
 class WebhookEndpoint(Base):

@@ -8,11 +8,16 @@ SHARE = 0.05  # of the answers, above which it is said
 
 def words_of(counts: Counts, has_ended: bool) -> list[str]:
     """Return a sentence for each outcome that many answers have."""
-    answers = counts.completed
+    answers = counts.completed + counts.not_accepted
     if not answers or (answers < FEWEST and not has_ended):
         return []
     of = f"of {answers:,} {'answer' if answers == 1 else 'answers'}"
     found = list[str]()
+    if counts.not_accepted > SHARE * answers:
+        found.append(
+            f"{counts.not_accepted:,} {of} {_were(counts.not_accepted)} not accepted: their error lines have them, and "
+            "say why; allow more tokens or retries, or ask for less"
+        )
     if counts.cut_off > SHARE * answers:
         at = round(counts.cut_off_tokens / counts.cut_off)
         found.append(
@@ -25,7 +30,10 @@ def words_of(counts: Counts, has_ended: bool) -> list[str]:
             "frequency_penalty or a larger model may help, more tokens do not"
         )
     if counts.invalid > SHARE * answers:
-        found.append(f"{counts.invalid:,} {of} {_are(counts.invalid)} not the JSON that the request asked for")
+        found.append(
+            f"{counts.invalid:,} {of} {_are(counts.invalid)} not the JSON that the request asked for: accept "
+            "only valid ones, with retries (--accept schema,retries=1)"
+        )
     if counts.refused > SHARE * answers:
         found.append(f"{counts.refused:,} {of} {_were(counts.refused)} refused by the model or a filter")
     return found

@@ -34,7 +34,7 @@ class BadAnswers:
     outcomes: bytearray = field(default_factory=bytearray)
 
     def add(self, answer: Answer) -> None:
-        if answer.outcome:
+        if answer.ok and answer.outcome:
             self.names.append(digest_of(custom_id_of(bytes(answer.line))))
             self.outcomes.append(CODES[answer.outcome])
 

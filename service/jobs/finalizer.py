@@ -224,7 +224,7 @@ class Finalizer:
                     continue
                 answered[answer.request], tokens[answer.request] = (
                     1,
-                    min(answer.usage.answer or answer.usage.output, LONGEST),
+                    min(answer.usage.answer, LONGEST),
                 )
                 counts += Counts.of(answer)
                 bad.add(answer)

@@ -30,7 +30,7 @@ from service.objects.request_index import KEYS_BYTES, RECORD, RequestIndex
 from service.objects.request_output import asked_output, with_limit
 from service.objects.storage import LineTooLong, Storage, Writer, file_key
 from service.queue.progress import Heartbeat
-from service.requests.accept import Accept
+from service.requests.accept import Accept, known
 from service.requests.files import BYTE_ORDER_MARK
 from service.requests.lines import (
     MAX_ERRORS,
@@ -83,7 +83,7 @@ async def _checked(checker: LineChecker, unknown: Unknown, number: int, raw: byt
     def check() -> RequestLine | None:
         request = checker.check(number, raw)
         if request is not None:
-            unknown.count(request.body)
+            unknown.count(request.body, known(checker.accept, request.batchweave))
         return request
 
     return await asyncio.to_thread(check) if len(raw) > LARGE_LINE else check()
@@ -247,6 +247,7 @@ class Validator:
         async with self._database.read() as session:
             batch = (await session.scalars(select(Batch).where(Batch.id == batch_id))).one()
         checker, index = self._checker(batch), RequestIndex(self._storage, ids.index_id())
+        checker.is_known = True
         values: dict[str, Any] = {}
         try:
             size, _ = await self._write_index(batch, checker, self._unknown(batch), index)
@@ -288,9 +289,10 @@ class Validator:
                 if encoder is None and checker.requests == 1:
                     encoder, index.context_length = await self._tokenizer(checker, unknown)
                 if encoder is not None:
-                    more = checker.accept.with_line(request.batchweave).more
-                    body = with_limit(batch.endpoint, request.body, batch.max_tokens, more)
-                    asked = asked_output(batch.endpoint, body).packed
+                    body = with_limit(batch.endpoint, request.body, batch.max_tokens)
+                    # The worker takes the request's own limit where the context cannot hold more.
+                    raised = with_limit(batch.endpoint, body, None, known(checker.accept, request.batchweave).more)
+                    asked = asked_output(batch.endpoint, raised).packed
                     await index.add(encoder, Place(offset, len(raw), number, asked), body)
         except LineTooLong as error:
             limit = self._settings.max_line_bytes

@@ -60,7 +60,8 @@ FLEET_WANTED = Gauge("batchweave_fleet_wanted_engines", "Engines that the fleet 
 
 def count_answer(model: str, answer: Answer) -> None:
     usage = answer.usage
-    ANSWERS.labels(model, (answer.outcome or "ok") if answer.ok else "failed").inc()
+    failed = "not_accepted" if answer.outcome else "failed"
+    ANSWERS.labels(model, (answer.outcome or "ok") if answer.ok else failed).inc()
     for kind, tokens in (("input", usage.input), ("cached", usage.cached), ("output", usage.output)):
         TOKENS.labels(model, kind).inc(tokens)
 

@@ -7,6 +7,7 @@ from service.endpoints import BY_PATH
 
 MOST_TOKENS = (1 << 31) - 1
 EXACT = 1 << 31
+COMPLETION = 16  # tokens of a completion whose request does not say, in OpenAI's API and SGLang's
 LIMITS = ("max_completion_tokens", "max_tokens", "max_output_tokens")  # the first one counts
 
 
@@ -30,8 +31,7 @@ def asked_output(endpoint: str, body: dict[str, Any]) -> AskedOutput:
     """Read the answer length from a body that the engine has not checked yet. Invalid values are ignored."""
     if endpoint in BY_PATH and not BY_PATH[endpoint].generates:
         return AskedOutput(1, True)  # planned as the one step that it takes
-    given = (body.get(name) for name in LIMITS)
-    most = next((value for value in given if isinstance(value, int) and not isinstance(value, bool) and value > 0), 0)
+    most = next((most for name in LIMITS if (most := _whole(body.get(name))) > 0), 0)
     most = min(most, MOST_TOKENS)
     exact = most > 0 and (body.get("ignore_eos") is True or body.get("min_tokens") == most or most == 1)
     return AskedOutput(most, exact)
@@ -40,8 +40,16 @@ def asked_output(endpoint: str, body: dict[str, Any]) -> AskedOutput:
 def with_limit(endpoint: str, body: dict[str, Any], most: int | None, more: int = 0) -> dict[str, Any]:
     """Return the body with this limit in place of its own, which None leaves as it is, raised by `more` tokens."""
     limit = BY_PATH[endpoint].limit
-    most = most or (asked_output(endpoint, body).most if more else None)
+    if more and most is None:
+        most = asked_output(endpoint, body).most or (COMPLETION if endpoint == "/v1/completions" else None)
     if not most or limit is None:
         return body
     most = min(most + more, MOST_TOKENS)
     return {name: value for name, value in body.items() if name not in LIMITS} | {limit: most}
+
+
+def _whole(value: Any) -> int:
+    """Return a limit, which may be written as 100.0; 0 for what is none."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or value != value or abs(value) == float("inf"):
+        return 0
+    return int(value) if value == int(value) else 0

@@ -27,16 +27,21 @@ log = structlog.get_logger()
 
 
 class Usage(msgspec.Struct, frozen=True, array_like=True):
-    """The tokens of one request: of its answer, and of those before it that its batch did not accept.
+    """The tokens of one request: of its answer, and of those before it that were not accepted.
 
-    `answer`: the output of its answer alone, where there were others; else 0.
+    `last`: the output of the last answer, where there were others; else 0.
     """
 
     input: int = 0
     cached: int = 0
     output: int = 0
     reasoning: int = 0
-    answer: int = 0
+    last: int = 0
+
+    @property
+    def answer(self) -> int:
+        """The output of the answer alone."""
+        return self.last or self.output
 
 
 class Outcome(StrEnum):
@@ -62,7 +67,7 @@ class RetryOutcome(StrEnum):
 class Answer(msgspec.Struct, frozen=True, array_like=True):
     """One answered request. `line` is its complete line of the output or error file.
 
-    `outcome`: of an answer that is ok in the API's sense; an older version's segments have none.
+    `outcome`: what the answer is worth; one that is not `ok` in the API's sense has one if it was not accepted.
     """
 
     batch_id: str

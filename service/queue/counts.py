@@ -11,6 +11,7 @@ class Counts:
     """Counts of answered requests and their tokens; the fields are named like the columns of a batch's row.
 
     Of those that are completed, some have an outcome that is not ok. `cut_off_tokens`: output tokens of those cut off.
+    `not_accepted`: of those that failed, the ones with an answer that their batch does not accept.
     """
 
     completed: int = 0
@@ -24,15 +25,17 @@ class Counts:
     invalid: int = 0
     refused: int = 0
     looped: int = 0
+    not_accepted: int = 0
 
     @classmethod
     def of(cls, answer: Answer) -> "Counts":
-        usage, outcome = answer.usage, answer.outcome
+        usage, outcome = answer.usage, answer.outcome if answer.ok else Outcome.OK
         is_cut = outcome == Outcome.CUT_OFF
         return cls(
             *(int(answer.ok), int(not answer.ok), usage.input, usage.cached, usage.output, usage.reasoning),
-            *(int(is_cut), usage.output if is_cut else 0),
+            *(int(is_cut), usage.answer if is_cut else 0),
             *(int(outcome == each) for each in (Outcome.INVALID, Outcome.REFUSED, Outcome.LOOPED)),
+            not_accepted=int(not answer.ok and answer.outcome != Outcome.OK),
         )
 
     @classmethod

@@ -29,6 +29,8 @@ def accept_of(text: str | None) -> dict[str, Any] | None:
         if usual is not None and value not in ("", str(usual)):
             raise typer.BadParameter(f"{name} takes no value")
         found[name] = int(value) if usual is None else usual
+    if found.get("retries") and not found.keys() & {"schema", "finish"}:
+        raise typer.BadParameter("retries needs schema or finish: they say which answers are asked again")
     return found or None
 
 
@@ -42,7 +44,7 @@ AcceptOption = Annotated[
     typer.Option(
         "--accept",
         callback=_checked,
-        help="Which answers are good enough, and what to do about others: schema,finish,retries=2,continue=500,loops,"
-        "thinking_tokens=4000 or some of these (docs/api.md).",
+        help="Take only good answers, by names with commas between: schema (valid JSON), finish (not cut off, looped "
+        "or refused); about others: retries=2, continue=500 (more tokens), loops (stop them), thinking_tokens=4000.",
     ),
 ]

@@ -7,7 +7,8 @@ import msgspec
 from service.objects.request_output import MOST_TOKENS
 
 MOST_RETRIES = 5  # of one request
-_ALLOWED = ("retries", "continue", "thinking_tokens")  # of which a line has no more than its batch
+MOST_CHARACTERS = 200  # of a message that repeats what the line says
+_CAPPED = ("retries", "continue", "thinking_tokens")  # of which a line has no more than its batch
 
 
 class Accept(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True, rename={"more": "continue"}):
@@ -25,6 +26,10 @@ class Accept(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fie
     loops: Literal["stop"] | None = None
     thinking_tokens: Annotated[int, msgspec.Meta(ge=0, le=MOST_TOKENS)] | None = None
 
+    def __post_init__(self) -> None:
+        if self.retries and not (self.finish or self.schema):
+            raise ValueError("'retries' needs 'finish' or 'schema': they say which answers are asked again")
+
     @classmethod
     def of(cls, found: dict[str, Any] | None) -> "Accept":
         return msgspec.convert(found or {}, cls)
@@ -40,14 +45,25 @@ class Accept(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fie
             raise ValueError("'batchweave' must be an object whose only field is 'accept', an object")
         mine: dict[str, Any] = msgspec.to_builtins(self)
         try:
-            found = msgspec.convert(mine | extras["accept"], Accept)
-        except msgspec.ValidationError as error:
-            raise ValueError(f"'batchweave.accept' is not valid: {error}") from error
-        for name in _ALLOWED:
+            wanted = mine | extras["accept"]
+            if not (wanted.get("finish") or wanted.get("schema") or "retries" in extras["accept"]):
+                wanted.pop("retries", None)  # nothing is left to ask again for
+            found = msgspec.convert(wanted, Accept)
+        except (msgspec.ValidationError, RecursionError) as error:
+            raise ValueError(f"'batchweave.accept' is not valid: {str(error)[:MOST_CHARACTERS]}") from error
+        for name in _CAPPED:
             asked, allowed = extras["accept"].get(name), mine.get(name, None if name == "thinking_tokens" else 0)
             if allowed is not None and ((asked is None and name in extras["accept"]) or (asked or 0) > allowed):
-                raise ValueError(f"'batchweave.accept.{name}' is {asked}; the batch allows {allowed}")
+                raise ValueError(f"'batchweave.accept.{name}' is {str(asked)[:30]}; the batch allows {allowed}")
         return found
 
 
 EVERY_ANSWER = Accept()
+
+
+def known(batch: Accept, extras: Any) -> Accept:
+    """Return what a line of a batch that runs accepts: its own wish counts only if it would be valid now."""
+    try:
+        return batch.with_line(extras)
+    except ValueError:  # it was validated before lines had a say
+        return batch

@@ -9,7 +9,8 @@ import msgspec
 import numpy as np
 
 from service.endpoints import BY_PATH, ENDPOINTS
-from service.requests.accept import EVERY_ANSWER, Accept
+from service.objects.request_output import with_limit
+from service.requests.accept import EVERY_ANSWER, Accept, known
 from service.requests.body_limits import body_faults
 from service.requests.custom_ids import CustomIds, Names
 from service.requests.files import BYTE_ORDER_MARK
@@ -72,6 +73,7 @@ class LineChecker:
     only: Names | None = None  # custom_ids that are wanted from the file; None is all
     allow_patterns: bool = False  # see body_limits.PATTERNS
     accept: Accept = EVERY_ANSWER  # what the batch does
+    is_known: bool = False  # the file has been validated before, maybe by an older version
     model: str | None = None  # the first model that a line names
     model_line: int = 0
     requests: int = 0
@@ -87,7 +89,7 @@ class LineChecker:
         except Fault as fault:
             self.add(LineError(fault.code, fault.message, number, fault.param))
             return None
-        faults = [*self._judge_envelope(number, request), *self._judge_body(number, request.body)]
+        faults = [*self._judge_envelope(number, request), *self._judge_body(number, request)]
         for fault in faults:
             self.add(LineError(fault.code, fault.message, number, fault.param))
         if faults:
@@ -127,18 +129,21 @@ class LineChecker:
         elif request.url != self.endpoint:
             yield Fault("url_mismatch", f"url {request.url!r} is not the batch's endpoint {self.endpoint!r}.", "url")
         try:
-            self.accept.with_line(request.batchweave)
+            if not self.is_known:
+                self.accept.with_line(request.batchweave)
         except ValueError as error:
             yield Fault("invalid_request", f"{error}.", "batchweave")
 
-    def _judge_body(self, number: int, body: dict[str, Any]) -> Iterator[Fault]:
+    def _judge_body(self, number: int, request: RequestLine) -> Iterator[Fault]:
+        body = request.body
         for name in BY_PATH[self.endpoint].required:
             # An empty prompt fails its line, when it runs.
             if body.get(name) is None or (name == "model" and not body[name]):
                 yield Fault("missing_required_parameter", f"'body.{name}' is missing or empty.", f"body.{name}")
         if body.get("stream"):
             yield Fault("streaming_unsupported", "A batch cannot stream: remove 'stream'.", "body.stream")
-        for param, reason in body_faults(body, self.allow_patterns):
+        raised = with_limit(self.endpoint, body, None, known(self.accept, request.batchweave).more)
+        for param, reason in body_faults(raised, self.allow_patterns):
             yield Fault("invalid_request", f"'body.{param}' {reason}.", f"body.{param}")
         if body.get("model"):
             yield from self._judge_model(number, body["model"])

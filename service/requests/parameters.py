@@ -5,6 +5,8 @@ from collections.abc import Iterator
 from difflib import get_close_matches
 from typing import Any
 
+from service.requests.accept import EVERY_ANSWER, Accept
+from service.requests.asked_json import asked_json
 from service.requests.body_limits import REFUSED
 from service.requests.unenforced import unenforced
 
@@ -124,9 +126,11 @@ class Unknown:
         self._lines = Counter[str]()
         self._last: tuple[list[tuple[str, Any]], dict[str, str]] = [], {}  # most lines have the schema of the last
 
-    def count(self, body: dict[str, Any]) -> None:
+    def count(self, body: dict[str, Any], accept: Accept = EVERY_ANSWER) -> None:
         """Count the line with this body; of the whole file, no more than MOST_NAMES names."""
         idle = dict(without_effect(self._endpoint, body, self._keeps_seeds, False)) | self._unenforced(body)
+        if accept.schema and asked_json(body) is None:
+            idle["accept.schema"] = "the request asks for no JSON, as with a response_format"
         self._why |= idle
         unknown = (name[:MOST_CHARACTERS] for name in body if name not in self._noticed)
         for name in dict.fromkeys([*idle, *unknown]):

@@ -30,6 +30,7 @@ class _BodyUsage(msgspec.Struct):
 
 class _BodyError(msgspec.Struct):
     message: str = ""
+    code: str | int | None = None
 
 
 class Message(msgspec.Struct):
@@ -83,6 +84,12 @@ def error_message(body: bytes) -> str:
     """Return the reason that the engine gave for its failure."""
     error = read(body).error
     return error.message if error else "it gave no reason"
+
+
+def error_code(body: bytes) -> str | None:
+    """Return the code of the engine's error."""
+    error = read(body).error
+    return str(error.code) if error and error.code is not None else None
 
 
 def read(body: bytes) -> Body:

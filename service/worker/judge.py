@@ -15,6 +15,7 @@ from jsonschema.validators import extend
 from referencing import Registry
 
 from service.objects.shards import Outcome
+from service.requests.asked_json import asked_json
 from service.worker.answer_body import Body, Choice, Item
 from service.worker.loops import period_of
 
@@ -35,25 +36,33 @@ class TooMuch(Exception):
     """The budget of an answer is used up: nobody can say whether it is valid."""
 
 
-def outcome_of(asked: dict[str, Any], answer: Body) -> Outcome:
-    """Return the first outcome of an answer's choices that is not ok. `asked`: the request's body."""
+def outcomes_of(asked: dict[str, Any], answer: Body) -> list[Outcome]:
+    """Return the outcomes of an answer's choices that are not ok. `asked`: the request's body."""
+    found = list[Outcome]()
     try:
-        return _outcome_of(asked, answer)
+        for end in _ends(answer):
+            outcome = _outcome_of(asked, end)
+            if outcome and outcome not in found:
+                found.append(outcome)
     except TooMuch:
-        return Outcome.OK
+        pass
     except Exception as error:  # no schema, however odd, costs its request the answer
         log.info("answer not judged", error=repr(error))
-        return Outcome.OK
+    return found
 
 
-def _outcome_of(asked: dict[str, Any], answer: Body) -> Outcome:
-    for end in _ends(answer):
-        if end.reason in CUT_OFF:
-            return Outcome.LOOPED if period_of(end.text or end.thought) else Outcome.CUT_OFF
-        if end.reason == FILTERED or end.is_refusal:
-            return Outcome.REFUSED
-        if end.reason == "stop" and end.text and _is_valid(asked, end.text) is False:
-            return Outcome.INVALID
+def outcome_of(asked: dict[str, Any], answer: Body) -> Outcome:
+    """Return the first outcome of an answer's choices that is not ok."""
+    return next(iter(outcomes_of(asked, answer)), Outcome.OK)
+
+
+def _outcome_of(asked: dict[str, Any], end: "_End") -> Outcome:
+    if end.reason in CUT_OFF:
+        return Outcome.LOOPED if period_of(end.text or end.thought) else Outcome.CUT_OFF
+    if end.reason == FILTERED or end.is_refusal:
+        return Outcome.REFUSED
+    if end.reason == "stop" and _is_valid(asked, end.text) is False:
+        return Outcome.INVALID
     return Outcome.OK
 
 
@@ -83,7 +92,8 @@ def _ends(answer: Body) -> list[_End]:
     is_refusal = any(part.type == "refusal" for part in parts)
     text = "".join(part.text or "" for part in parts if part.type == "output_text")
     because = answer.incomplete_details.reason if answer.incomplete_details else None
-    ended = because or ("stop" if answer.status == "completed" else answer.status or "")
+    is_call = not text and any(item.type == "function_call" for item in answer.output)
+    ended = because or ("stop" if answer.status == "completed" and not is_call else answer.status or "")
     return [_End(ended, text, "", is_refusal)] if answer.output or because else []
 
 
@@ -100,7 +110,7 @@ def _parts(item: Item) -> list[Any]:
 
 def _is_valid(asked: dict[str, Any], text: str) -> bool | None:
     """Return whether a text is the JSON that was asked for; None if nobody can say, or none was."""
-    wanted = _wanted(asked)
+    wanted = asked_json(asked)
     if wanted is None:
         return None
     try:
@@ -112,27 +122,6 @@ def _is_valid(asked: dict[str, Any], text: str) -> bool | None:
         return None
     _budget.left = MOST_CHECKS
     return bool(_validator(written).is_valid(found))
-
-
-def _wanted(asked: dict[str, Any]) -> Any:
-    """Return the schema that the answer must meet; None for any text."""
-    given = asked.get("response_format") or _member(asked.get("text"), "format")
-    kind = _member(given, "type")
-    if kind == "json_object":
-        return {"type": "object"}
-    if kind == "json_schema":
-        return _member(_member(given, "json_schema") or given, "schema")
-    plain = asked.get("json_schema")  # SGLang's own
-    if isinstance(plain, str):
-        try:
-            return msgspec.json.decode(plain)
-        except (msgspec.DecodeError, RecursionError):
-            return None
-    return None
-
-
-def _member(given: Any, name: str) -> Any:
-    return given.get(name) if isinstance(given, dict) else None
 
 
 _budget = threading.local()  # `left`: for the answer that a thread judges now

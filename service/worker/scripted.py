@@ -13,7 +13,7 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 from engine_ext.coserve.slo import DEFAULT, FLEX, PRIORITY
-from engine_ext.plugin.marks import UNBOUNDED, Bounds
+from engine_ext.plugin.marks import NO_EARLY_END, EarlyEnd
 from engine_ext.plugin.worker.answers import Answer, Stream, added_fields, error_body, with_fields
 from engine_ext.plugin.worker.bodies import plain, unserved
 from service.worker.script import Rule, Rules, Script
@@ -74,7 +74,7 @@ class ScriptedEngine:
         due: float,
         lengths: str,
         project: str,
-        bounds: Bounds = UNBOUNDED,
+        early_end: EarlyEnd = NO_EARLY_END,
     ) -> Answer:
         async with self._runs(rid, RANKS.get(kind, BATCH)) as aborted:
             if aborted is None:

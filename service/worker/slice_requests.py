@@ -25,7 +25,7 @@ from service.queue.counts import Counts
 from service.queue.crew import LEAST
 from service.queue.leases import Lease
 from service.queue.parts import Part, places_of
-from service.requests.accept import Accept
+from service.requests.accept import Accept, known
 from service.requests.lines import RequestLine
 
 
@@ -181,8 +181,8 @@ async def _read(
     for place, number, raw, (beginning, kind) in zip(places.tolist(), numbers.tolist(), texts, keys, strict=True):
         line = _line_decoder.decode(raw)
         lengths = profiles.get(beginning) or profiles.get(kind) or ""
-        wanted = accept.with_line(line.batchweave)
-        body = with_limit(line.url, line.body, batch.max_tokens, wanted.more)
+        wanted = known(accept, line.batchweave)
+        body = with_limit(line.url, line.body, batch.max_tokens)
         about = (place, due, lengths, batch.project_id, wanted)
         requests.append(Request(batch.id, number, line.url, line.custom_id, body, *about))
     return requests

@@ -14,7 +14,7 @@ import structlog
 from numpy.typing import NDArray
 from sqlalchemy.exc import SQLAlchemyError
 
-from engine_ext.plugin.marks import UNBOUNDED, Bounds
+from engine_ext.plugin.marks import NO_EARLY_END, EarlyEnd
 from service import ids
 from service.db.sessions import Database
 from service.endpoints import BY_PATH
@@ -27,9 +27,9 @@ from service.queue.counts import Counts
 from service.queue.leases import ALONE_DEATHS_TO_REFUSE, BatchEnded, Lease, Leases, Trial
 from service.requests.body_limits import body_faults
 from service.settings import Settings
-from service.worker.answer_body import NO_USAGE, error_message, read, usage_of
+from service.worker.answer_body import NO_USAGE, error_code, error_message, read, usage_of
 from service.worker.feed import Feed
-from service.worker.judge import outcome_of
+from service.worker.judge import outcomes_of
 from service.worker.slice_requests import Request, divided, load
 from service.worker.tries import Tries
 
@@ -61,7 +61,7 @@ class Engine(Protocol):
         due: float,
         lengths: str,
         project: str,
-        bounds: Bounds = UNBOUNDED,
+        early_end: EarlyEnd = NO_EARLY_END,
     ) -> EngineAnswer: ...
     def abort(self, rid: str) -> None: ...
     async def withdraw(self, rids: Sequence[str], most: int) -> None: ...
@@ -284,16 +284,16 @@ class SliceRun:
             self.remaining -= 1
 
     async def _run_attempts(self, request: Request) -> None:
-        fault = next(body_faults(request.body, self._settings.allow_patterns), None)
+        tries, attempt = Tries(request.accept, request.endpoint, request.body), 0
+        fault = next(body_faults(tries.next_body(), self._settings.allow_patterns), None)
         if fault is not None:  # the file was validated when this was still allowed
             error = {"code": "invalid_request", "message": f"'body.{fault.param}' {fault.reason}."}
             self._keep(request, None, error)
             return
-        tries, attempt = Tries(request.accept), 0
         while attempt < self._settings.request_attempts and not self._given_up(request):
-            attempt, number = attempt + 1, tries.number
+            attempt += 1
             failure = await self._attempt(request, tries)
-            if tries.number > number:
+            if tries.is_due:
                 attempt = 0
                 continue
             if failure is None or self._given_up(request) or request in self._given:
@@ -301,7 +301,7 @@ class SliceRun:
             log.warning("engine failed on a request", attempt=attempt, error=failure)
             if attempt == self._settings.request_attempts:
                 message = f"The engine failed to answer this request in {attempt} attempts: {failure}"
-                self._keep(request, None, {"code": "server_error", "message": message})
+                self._keep(request, None, {"code": "server_error", "message": message}, tries.spent)
             else:
                 RETRIES.labels(self._settings.served_model).inc()
                 await asyncio.sleep(self._settings.flush_s * 2 ** (attempt - 1))
@@ -317,8 +317,8 @@ class SliceRun:
         rid = f"{BY_PATH[request.endpoint].id_prefix}{secrets.token_hex(16)}"
         self._in_flight[rid] = request
         try:
-            about = (request.batch_id, request.due, request.lengths, request.project_id, tries.bounds)
-            answer = await self._engine.run(request.endpoint, tries.body(request.body), rid, *about)
+            about = (request.batch_id, request.due, request.lengths, request.project_id, tries.early_end)
+            answer = await self._engine.run(request.endpoint, tries.next_body(), rid, *about)
             if answer.aborted:
                 if rid in self._asked_back and not self._given_up(request):
                     self._given.append(request)
@@ -332,14 +332,16 @@ class SliceRun:
             }
             if answer.status_code < 400:
                 body = read(answer.body)
-                usage = usage_of(body)
-                outcome = Outcome.LOOPED if answer.looped else outcome_of(request.body, body)
-                if tries.has_another(outcome, usage):
+                usage, outcomes = usage_of(body), outcomes_of(request.body, body)
+                if answer.looped:
+                    outcomes.insert(0, Outcome.LOOPED)
+                if tries.has_another(outcomes, usage):
                     return None
                 response["body"] = msgspec.Raw(tries.noted(answer.body))
-                self._keep(request, response, tries.refusal(outcome), tries.plus(usage), outcome)
-            else:
-                self._keep(request, response, None)
+                refusal, outcome = tries.refusal(outcomes), next(iter(outcomes), Outcome.OK)
+                self._keep(request, response, refusal, tries.plus(usage), outcome, ok=refusal is None)
+            elif not tries.has_less_room(error_code(answer.body)):
+                self._keep(request, response, None, tries.spent)
         except Exception as error:  # the boundary of a request: its line records the error
             log.exception("request failed")
             return f"{type(error).__name__}: {error}"
@@ -352,10 +354,11 @@ class SliceRun:
         request: Request,
         response: dict[str, Any] | None,
         error: dict[str, str] | None,
-        usage: Usage | None = None,
+        usage: Usage = NO_USAGE,
         outcome: Outcome = Outcome.OK,
+        ok: bool = False,
     ) -> None:
-        """Keep the request's answer line. A line with usage and no error is a success."""
+        """Keep the request's answer line; `ok`: it is a success."""
         self.answered += 1
         line = {
             "id": ids.batch_request_id(),
@@ -364,9 +367,8 @@ class SliceRun:
             "error": error,
         }
         encoded = line_of(line)
-        ok = usage is not None and error is None
-        about = (request.batch_id, request.number, ok, usage or NO_USAGE)
-        answer = Answer(*about, msgspec.Raw(encoded), outcome if ok else Outcome.OK)
+        about = (request.batch_id, request.number, ok, usage)
+        answer = Answer(*about, msgspec.Raw(encoded), outcome)
         self._answers.append(answer)
         self._answers_bytes += len(encoded)
         if self._answers_bytes >= FLUSH_BYTES:

@@ -1,59 +1,84 @@
 """Asks a request again while its answers are not accepted, and adds up what all of them took."""
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
 
-from engine_ext.plugin.marks import Bounds
+from engine_ext.plugin.marks import EarlyEnd
+from service.objects.request_output import with_limit
 from service.objects.shards import Outcome, Usage
 from service.requests.accept import Accept
+from service.requests.asked_json import asked_json
+from service.requests.parameters import KNOWN
 from service.worker.answer_body import NO_USAGE
 
-WARMER = 0.7  # the temperature of another try at a request with none, which would get the same answer again
-CUT = (Outcome.CUT_OFF, Outcome.LOOPED, Outcome.REFUSED)
+WARMER = 0.7  # the temperature of another try at a greedy request, which would get the same answer again
+GREEDY = {"temperature": 0, "top_p": 0, "top_k": 1}
+MOST_SEED = 1 << 63
+NOT_WHOLE = (Outcome.CUT_OFF, Outcome.LOOPED, Outcome.REFUSED)
 NOT_ACCEPTED = "answer_not_accepted"
 WORDS = {
     Outcome.CUT_OFF: "was cut off by max_tokens or the model's context",
-    Outcome.LOOPED: "repeats itself until it was cut off",
-    Outcome.INVALID: "is not the JSON that the request asked for",
+    Outcome.LOOPED: "repeated itself until it was cut off",
+    Outcome.INVALID: "was not the JSON that the request asked for",
     Outcome.REFUSED: "was refused by the model or a filter",
 }
 
 
-def takes(accept: Accept, outcome: Outcome) -> bool:
-    """Return whether an answer with this outcome is accepted."""
-    return not ((accept.finish and outcome in CUT) or (accept.schema and outcome == Outcome.INVALID))
-
-
 @dataclass(slots=True)
 class Tries:
-    """The tries at one request. `spent`: the tokens of those that were not accepted."""
+    """The tries at one request. `asked`: its body. `spent`: the tokens of the answers that were not accepted.
+
+    `is_due`: another try is to come. `has_room`: the context may hold the tokens beyond the request's own limit.
+    """
 
     accept: Accept
+    endpoint: str
+    asked: dict[str, Any]
     number: int = 1
     spent: Usage = NO_USAGE
+    is_due: bool = False
+    has_room: bool = True
+    early_end: EarlyEnd = field(init=False)
 
-    @property
-    def bounds(self) -> Bounds:
-        """What ends an answer early."""
-        return Bounds(self.accept.loops == "stop", self.accept.thinking_tokens)
+    def __post_init__(self) -> None:
+        self.early_end = EarlyEnd(self.accept.loops == "stop", self.accept.thinking_tokens)
 
-    def body(self, asked: dict[str, Any]) -> dict[str, Any]:
+    def next_body(self) -> dict[str, Any]:
         """Return the request's body for the try that comes now."""
+        self.is_due = False
+        body = with_limit(self.endpoint, self.asked, None, self.accept.more) if self.has_room else self.asked
         if self.number == 1:
-            return asked
-        seed = asked.get("seed")
-        warmth = {"temperature": WARMER} if asked.get("temperature") == 0 else {}
-        return asked | warmth | ({"seed": seed + self.number - 1} if isinstance(seed, int) else {})
+            return body
+        greedy = {name for name, value in GREEDY.items() if body.get(name) == value}
+        if greedy:
+            body = {name: value for name, value in body.items() if name not in greedy} | {"temperature": WARMER}
+        if "seed" in KNOWN[self.endpoint]:  # without one, an engine with deterministic inference takes the same again
+            body = body | {"seed": ((body.get("seed") or 0) + self.number - 1) % MOST_SEED}
+        return body
 
-    def has_another(self, outcome: Outcome, usage: Usage) -> bool:
-        """Return whether to ask again after this answer; then it counts as spent."""
-        if takes(self.accept, outcome) or self.number > self.accept.retries:
+    def takes(self, outcome: Outcome) -> bool:
+        """Return whether an answer with this outcome is accepted."""
+        if outcome in NOT_WHOLE:
+            return not (self.accept.finish or (self.accept.schema and asked_json(self.asked) is not None))
+        return not (self.accept.schema and outcome == Outcome.INVALID)
+
+    def has_another(self, outcomes: Sequence[Outcome], usage: Usage) -> bool:
+        """Return whether to ask again after an answer whose choices have these outcomes; then it counts as spent."""
+        if all(map(self.takes, outcomes)) or self.number > self.accept.retries:
             return False
         self.spent = self.plus(usage)
         self.number += 1
+        self.is_due = True
         return True
+
+    def has_less_room(self, error_code: str | None) -> bool:
+        """Return whether to ask again within the request's own limit, because the model cannot hold more."""
+        self.is_due = self.has_room and bool(self.accept.more) and error_code == "context_length_exceeded"
+        self.has_room = not self.is_due
+        return self.is_due
 
     def plus(self, usage: Usage) -> Usage:
         """Return these tokens with those of all tries before."""
@@ -65,25 +90,28 @@ class Tries:
             before.cached + usage.cached,
             before.output + usage.output,
             before.reasoning + usage.reasoning,
-            answer=usage.output,
+            last=usage.output,
         )
 
-    def refusal(self, outcome: Outcome) -> dict[str, str] | None:
+    def refusal(self, outcomes: Sequence[Outcome]) -> dict[str, str] | None:
         """Return the error of a request whose last answer is not accepted; None if it is."""
-        if takes(self.accept, outcome):
+        outcome = next((each for each in outcomes if not self.takes(each)), None)
+        if outcome is None:
             return None
-        tries = f", {self.number} times" if self.number > 1 else ""
-        return {
-            "code": NOT_ACCEPTED,
-            "message": f"The answer {WORDS[outcome]}{tries}, and the batch accepts none such.",
-        }
+        which = f"The last of {self.number} answers" if self.number > 1 else "The answer"
+        return {"code": NOT_ACCEPTED, "message": f"{which} {WORDS[outcome]}, and is not accepted."}
 
     def noted(self, body: bytes) -> bytes:
         """Return an answer whose usage says how many tries there were, and what the others took."""
         if self.number == 1:
             return body
-        found = msgspec.json.decode(body)
-        names, spent = ("input_tokens", "cached_tokens", "output_tokens"), self.spent
-        spent = dict(zip(names, (spent.input, spent.cached, spent.output), strict=True))
-        found["usage"] = {**(found.get("usage") or {}), "tries": self.number, "not_accepted": spent}
-        return msgspec.json.encode(found)
+        found, spent = msgspec.json.decode(body, type=dict[str, msgspec.Raw]), self.spent
+        not_accepted = {
+            "input_tokens": spent.input,
+            "cached_tokens": spent.cached,
+            "output_tokens": spent.output,
+            "reasoning_tokens": spent.reasoning,
+        }
+        usage = msgspec.json.decode(found.get("usage", b"{}")) or {}
+        usage |= {"tries": self.number, "not_accepted": not_accepted}
+        return msgspec.json.encode(found | {"usage": msgspec.Raw(msgspec.json.encode(usage))})

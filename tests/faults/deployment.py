@@ -336,7 +336,7 @@ class Deployment:
         odd = {each for each, text in contents.items() if any(word in text for word in (KILLER, REFUSED, CUT_OFF))}
         assert {line["custom_id"] for line in errors} == odd
         bad = [line for line in errors if CUT_OFF in contents[line["custom_id"]]]
-        assert {line["error"]["code"] for line in bad} <= {"answer_not_accepted"}
+        assert {line["error"]["code"] for line in bad} == {"answer_not_accepted"}
         for line in (*output, *bad):
             assert line["response"]["body"]["choices"][0]["message"]["content"] == contents[line["custom_id"]]
         tries = [line["response"]["body"]["usage"].get("tries", 1) for line in (*output, *bad)]

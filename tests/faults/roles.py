@@ -21,7 +21,7 @@ from typing import Any
 import structlog
 import uvicorn
 
-from engine_ext.plugin.marks import UNBOUNDED, Bounds
+from engine_ext.plugin.marks import NO_EARLY_END, EarlyEnd
 from engine_ext.plugin.pulse import Beating, Pulses, Watch
 from engine_ext.plugin.worker.answers import Answer
 from service.api.connections import served
@@ -100,7 +100,7 @@ class LoggedEngine:
         due: float,
         lengths: str,
         project: str,
-        bounds: Bounds = UNBOUNDED,
+        early_end: EarlyEnd = NO_EARLY_END,
     ) -> Answer:
         with self.working():
             async with self._slots.enter(rid) as runs:

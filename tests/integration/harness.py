@@ -13,7 +13,7 @@ from typing import Any
 from redis.asyncio import Redis
 from sqlalchemy import select, update
 
-from engine_ext.plugin.marks import UNBOUNDED, Bounds
+from engine_ext.plugin.marks import NO_EARLY_END, EarlyEnd
 from engine_ext.plugin.worker.answers import Answer
 from service.db.sessions import Database
 from service.db.tables import Batch, BatchStatus, Model, Slice, SliceStatus
@@ -57,6 +57,9 @@ class ScriptedEngine(scripted.ScriptedEngine):
         self.kinds: dict[str, str] = {}
         # By content: the profile that it came with.
         self.lengths: dict[str, str] = {}
+        # By content: what ends its answer early. Answers to those in `loops` say that they were stopped.
+        self.early_ends: dict[str, EarlyEnd] = {}
+        self.loops = set[str]()
 
     async def run(
         self,
@@ -67,16 +70,18 @@ class ScriptedEngine(scripted.ScriptedEngine):
         due: float,
         lengths: str,
         project: str,
-        bounds: Bounds = UNBOUNDED,
+        early_end: EarlyEnd = NO_EARLY_END,
     ) -> Answer:
         content = body["messages"][-1]["content"]
         self.runs[content] += 1
-        self.kinds[content], self.lengths[content] = kind, lengths
-        answer = await super().run(endpoint, body, rid, kind, due, lengths, project, bounds)
+        self.kinds[content], self.lengths[content], self.early_ends[content] = kind, lengths, early_end
+        answer = await super().run(endpoint, body, rid, kind, due, lengths, project, early_end)
         if answer.aborted or answer.status_code != 200:
             return answer
         usage = {"prompt_tokens": 10, "completion_tokens": 2, "prompt_tokens_details": {"cached_tokens": 4}}
-        return Answer(200, json.dumps({**json.loads(answer.body), "usage": usage}).encode())
+        return Answer(
+            200, json.dumps({**json.loads(answer.body), "usage": usage}).encode(), looped=content in self.loops
+        )
 
     async def pause(self, rule: Rule, seconds: float, aborted: asyncio.Event) -> bool:
         if self.hold is not None and self.runs.total() > self.hold_after:

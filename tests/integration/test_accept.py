@@ -1,5 +1,6 @@
 """Batches that do not take every answer."""
 
+import asyncio
 from collections.abc import Generator
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from openai.types import Batch
 from sqlalchemy import select
 
 from engine_ext.plan.memory import Profile
+from engine_ext.plugin.marks import EarlyEnd
 from service.db.tables import LengthProfile
 from service.remote.accept import accept_of
 from service.settings import Settings
@@ -22,6 +24,7 @@ from tests.integration import command
 from tests.integration.harness import Harness, ScriptedEngine, jsonl, line
 from tests.integration.serving import CHAT, serve
 from tests.integration.test_retry_by_outcome import SCHEMA, about
+from tests.waiting import until
 
 
 @pytest.fixture
@@ -70,11 +73,24 @@ async def test_a_request_is_asked_again_until_its_answer_is_taken(harness: Harne
     assert errors["id-2"]["response"]["body"]["choices"][0]["message"]["content"] == "none"
     usage = {name: each["response"]["body"]["usage"] for name, each in (output | errors).items()}
     assert [usage[f"id-{n}"].get("tries") for n in range(6)] == [2, 3, 3, None, None, None]
-    assert usage["id-1"]["not_accepted"] == {"input_tokens": 20, "cached_tokens": 8, "output_tokens": 4}
+    assert usage["id-1"]["not_accepted"] == {
+        "input_tokens": 20,
+        "cached_tokens": 8,
+        "output_tokens": 4,
+        "reasoning_tokens": 0,
+    }
     found = client.batches.retrieve(batch.id)
     assert (found.request_counts and found.request_counts.failed) == 1
     assert found.model_dump()["usage"]["output_tokens"] == 2 * (2 + 3 + 3 + 1 + 1 + 1)  # of all tries
-    assert about(found)["outcomes"] == {"ok": 5, "cut_off": 0, "looped": 0, "invalid": 0, "refused": 0, "failed": 1}
+    assert about(found)["outcomes"] == {
+        "ok": 5,
+        "cut_off": 0,
+        "looped": 0,
+        "invalid": 0,
+        "refused": 0,
+        "failed": 1,
+        "not_accepted": 1,
+    }
     assert about(found)["failures"][0]["code"] == "answer_not_accepted"
     again = client.post(f"/batches/{batch.id}/retry", cast_to=Batch)
     assert about(again)["accept"] == {"finish": "stop", "schema": True, "retries": 2}
@@ -95,7 +111,7 @@ async def test_answers_may_be_longer_than_their_requests_say(harness: Harness, c
 @pytest.mark.parametrize(
     ("accept", "words"),
     [
-        ({"retries": 2}, "retries need 'finish' or 'schema'"),
+        ({"retries": 2}, "'retries' needs 'finish' or 'schema'"),
         ({"finish": "length"}, "'stop'"),
         ({"finish": "stop", "retries": 6}, "less than or equal to 5"),
         ({"schema": True, "retry": 1}, "unknown field"),
@@ -158,7 +174,9 @@ def test_the_command_line_says_what_is_accepted(text: str | None, wanted: dict[s
     assert accept_of(text) == wanted
 
 
-@pytest.mark.parametrize("text", ["retry=1", "retries", "retries=-1", "retries=two", "schema=yes", "loops=on", "=1"])
+@pytest.mark.parametrize(
+    "text", ["retry=1", "retries", "retries=-1", "retries=two", "schema=yes", "loops=on", "=1", "retries=1,loops"]
+)
 def test_the_command_line_says_what_is_wrong(text: str) -> None:
     with pytest.raises(typer.BadParameter):
         accept_of(text)
@@ -173,3 +191,59 @@ async def test_a_file_is_submitted_with_what_is_accepted(
     code, out, err = await command.run(url, "submit", file, "--accept", "finish,retries=1")
     assert code == 0, err
     assert about(client.batches.retrieve(out.strip()))["accept"] == {"finish": "stop", "retries": 1}
+
+
+async def test_an_engine_is_told_what_ends_answers_early(harness: Harness, client: openai.OpenAI) -> None:
+    lines = [line(number) for number in range(3)]
+    lines[1]["batchweave"] = {"accept": {"thinking_tokens": 10}}
+    lines[2]["batchweave"] = {"accept": {"loops": None}}
+    batch = create(client, lines, loops="stop", thinking_tokens=50)
+    engine = ScriptedEngine()
+    engine.loops = {"request 0"}
+    await run(harness, engine, batch)
+    assert engine.early_ends == {
+        "request 0": EarlyEnd(True, 50),
+        "request 1": EarlyEnd(True, 10),
+        "request 2": EarlyEnd(False, 50),
+    }
+    assert about(client.batches.retrieve(batch.id))["outcomes"]["looped"] == 1
+
+
+async def test_what_is_not_accepted_is_said_while_the_batch_runs(harness: Harness, client: openai.OpenAI) -> None:
+    lines = [line(number) for number in range(40)]
+    batch = create(client, lines, finish="stop")
+    engine = ruled(
+        *(Rule(prompt=f"request {number}", fault="hang") for number in range(2)),
+        Rule(prompt="request *0", answer="words", finish_reason="length"),
+        Rule(answer="words"),
+    )
+    await harness.plan()
+
+    async def says() -> list[str]:
+        await harness.reconciler.run_once()
+        return about(await asyncio.to_thread(client.batches.retrieve, batch.id))["outcome_warnings"]
+
+    async with harness.working(engine):
+        await until(says)
+        [words] = await says()
+        assert words.startswith("3 of 38 answers were not accepted")
+        await asyncio.to_thread(client.batches.cancel, batch.id)
+        await harness.until_ended(batch.id)
+
+
+def test_answers_that_are_no_texts_cannot_be_judged(client: openai.OpenAI) -> None:
+    file = client.files.create(file=("in.jsonl", jsonl([line(1)])), purpose="batch")
+    extra = {"batchweave": {"accept": {"finish": "stop"}}}
+    with pytest.raises(openai.BadRequestError, match="are no texts"):
+        client.batches.create(
+            input_file_id=file.id, endpoint="/v1/embeddings", completion_window="24h", extra_body=extra
+        )
+
+
+async def test_a_schema_that_nobody_asks_for_is_said(harness: Harness, client: openai.OpenAI) -> None:
+    lines = [line(number) for number in range(3)]
+    lines[0]["body"]["response_format"] = SCHEMA
+    batch = create(client, lines, schema=True)
+    await harness.plan()
+    [found] = about(client.batches.retrieve(batch.id))["unknown_parameters"]
+    assert (found["name"], found["lines"]) == ("accept.schema", 2)

@@ -11,7 +11,7 @@ import openai
 import pytest
 from sqlalchemy import func, select, update
 
-from engine_ext.plugin.marks import UNBOUNDED, Bounds
+from engine_ext.plugin.marks import NO_EARLY_END, EarlyEnd
 from service import ids
 from service.db.tables import Batch, BatchStatus, EarlyRun, Slice
 from service.objects.early_results import EVERY_S, EarlyResults
@@ -67,10 +67,10 @@ class Gate(ScriptedEngine):
         due: float,
         lengths: str,
         project: str,
-        bounds: Bounds = UNBOUNDED,
+        early_end: EarlyEnd = NO_EARLY_END,
     ) -> Any:
         await self.room.acquire()
-        return await super().run(endpoint, body, rid, kind, due, lengths, project, bounds)
+        return await super().run(endpoint, body, rid, kind, due, lengths, project, early_end)
 
     def open(self, count: int) -> None:
         for _ in range(count):

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from sqlalchemy import select
 
-from engine_ext.plugin.marks import UNBOUNDED, Bounds
+from engine_ext.plugin.marks import NO_EARLY_END, EarlyEnd
 from engine_ext.plugin.worker.answers import Answer
 from service.db.tables import Batch, BatchStatus, SliceBatch
 from tests.integration.harness import Harness, ScriptedEngine, jsonl, line
@@ -31,11 +31,11 @@ class Waiting(ScriptedEngine):
         due: float,
         lengths: str,
         project: str,
-        bounds: Bounds = UNBOUNDED,
+        early_end: EarlyEnd = NO_EARLY_END,
     ) -> Answer:
         if body["messages"][-1]["content"] in self.late:
             await self.free.wait()
-        return await super().run(endpoint, body, rid, kind, due, lengths, project, bounds)
+        return await super().run(endpoint, body, rid, kind, due, lengths, project, early_end)
 
 
 async def shared(harness: Harness, *counts: int) -> list[str]:

@@ -62,7 +62,7 @@ async def test_a_retry_repeats_the_outcomes_that_are_asked_for(harness: Harness,
     batch_id = create(client, mixed())
     await run(harness, batch_id, **{"request 7": [400]})
     found = about(client.batches.retrieve(batch_id))["outcomes"]
-    assert found == {"ok": 2, "cut_off": 4, "looped": 0, "invalid": 3, "refused": 0, "failed": 1}
+    assert found == {"ok": 2, "cut_off": 4, "looped": 0, "invalid": 3, "refused": 0, "failed": 1, "not_accepted": 0}
 
     longer = retry(client, batch_id, outcomes=["cut_off"], max_tokens=50)
     assert (about(longer)["retry_outcomes"], about(longer)["max_tokens"]) == (["cut_off"], 50)

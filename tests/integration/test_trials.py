@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from engine_ext.plugin.marks import UNBOUNDED, Bounds
+from engine_ext.plugin.marks import NO_EARLY_END, EarlyEnd
 from engine_ext.plugin.worker.answers import Answer
 from service.queue.leases import Lease, Leases
 from service.worker.feed import Feed
@@ -33,14 +33,14 @@ class MortalEngine(ScriptedEngine):
         due: float,
         lengths: str,
         project: str,
-        bounds: Bounds = UNBOUNDED,
+        early_end: EarlyEnd = NO_EARLY_END,
     ) -> Answer:
         if body["messages"][-1]["content"] in self.killers:
             assert self.hold is not None
             self.hold.set()
         if self.hold is not None and self.hold.is_set():
             await asyncio.Event().wait()
-        return await super().run(endpoint, body, rid, kind, due, lengths, project, bounds)
+        return await super().run(endpoint, body, rid, kind, due, lengths, project, early_end)
 
 
 async def one_life(harness: Harness, leases: Leases, killers: frozenset[str]) -> tuple[list[int], bool]:

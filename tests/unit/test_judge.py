@@ -45,7 +45,7 @@ def judged(asked: dict[str, Any], answer: Any) -> str:
         ({}, chat(("again and " * 30, "length")), "looped"),
         ({}, chat(("again and " * 30, "stop")), "ok"),
         ({}, {"choices": [{"message": {"reasoning_content": "so " * 99}, "finish_reason": "length"}]}, "looped"),
-        (STRICT, {"choices": [{"message": {"reasoning_content": "hm"}, "finish_reason": "stop"}]}, "ok"),
+        (STRICT, {"choices": [{"message": {"reasoning_content": "hm"}, "finish_reason": "stop"}]}, "invalid"),
         ({}, chat(("…", "content_filter")), "refused"),
         ({}, {"choices": [{"message": {"content": None, "refusal": "No."}, "finish_reason": "stop"}]}, "refused"),
         ({}, {"choices": [{"text": "cut", "finish_reason": "length"}]}, "cut_off"),

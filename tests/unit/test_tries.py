@@ -2,67 +2,110 @@
 
 import json
 import re
+from typing import Any
 
 import msgspec
 import pytest
 
 from service.objects.shards import Outcome, Usage
-from service.requests.accept import Accept
-from service.worker.tries import Tries, takes
+from service.remote.accept import NAMES
+from service.requests.accept import Accept, known
+from service.worker.tries import Tries
 
 ALL = {"finish": "stop", "schema": True}
 
 
+CHAT = "/v1/chat/completions"
+JSON = {"response_format": {"type": "json_object"}}
+
+
+def tries(asked: Any = None, **accept: Any) -> Tries:
+    return Tries(Accept.of(accept), CHAT, asked or {})
+
+
 @pytest.mark.parametrize(
-    ("accept", "taken"),
+    ("accept", "asked", "taken"),
     [
-        (None, {"OK", "CUT_OFF", "INVALID", "REFUSED", "LOOPED"}),
-        ({"continue": 5}, {"OK", "CUT_OFF", "INVALID", "REFUSED", "LOOPED"}),
-        ({"finish": "stop"}, {"OK", "INVALID"}),
-        ({"schema": True}, {"OK", "CUT_OFF", "REFUSED", "LOOPED"}),
-        (ALL, {"OK"}),
+        ({}, JSON, {"OK", "CUT_OFF", "INVALID", "REFUSED", "LOOPED"}),
+        ({"continue": 5}, JSON, {"OK", "CUT_OFF", "INVALID", "REFUSED", "LOOPED"}),
+        ({"finish": "stop"}, JSON, {"OK", "INVALID"}),
+        ({"schema": True}, {}, {"OK", "CUT_OFF", "REFUSED", "LOOPED"}),
+        ({"schema": True}, JSON, {"OK"}),  # half of it is no JSON
+        (ALL, {}, {"OK"}),
     ],
 )
-def test_a_batch_takes_what_it_accepts(accept: dict[str, object] | None, taken: set[str]) -> None:
-    assert {each.name for each in Outcome if takes(Accept.of(accept), each)} == taken
+def test_a_batch_takes_what_it_accepts(accept: dict[str, object], asked: dict[str, Any], taken: set[str]) -> None:
+    made = tries(asked, **accept)
+    assert {each.name for each in Outcome if made.takes(each)} == taken
     for each in Outcome:
-        assert (Tries(Accept.of(accept)).refusal(each) is None) == (each.name in taken)
+        assert (made.refusal([each]) is None) == (each.name in taken)
 
 
 def test_a_request_is_asked_again_so_often() -> None:
-    tries = Tries(Accept.of({**ALL, "retries": 2}))
+    made = tries(**ALL, retries=2)
     used = Usage(10, 4, 7, 1)
-    assert [tries.has_another(Outcome.INVALID, used) for _ in range(4)] == [True, True, False, False]
-    assert (tries.number, tries.spent, tries.plus(used)) == (3, Usage(20, 8, 14, 2, 7), Usage(30, 12, 21, 3, 7))
-    assert "3 times" in (tries.refusal(Outcome.INVALID) or {})["message"]
-    body = json.loads(tries.noted(b'{"id": "a", "usage": {"prompt_tokens": 10}}'))
-    spent = {"input_tokens": 20, "cached_tokens": 8, "output_tokens": 14}
+    assert [made.has_another([Outcome.INVALID], used) for _ in range(4)] == [True, True, False, False]
+    assert (made.number, made.spent, made.plus(used)) == (3, Usage(20, 8, 14, 2, 7), Usage(30, 12, 21, 3, 7))
+    assert (made.refusal([Outcome.INVALID]) or {})["message"].startswith("The last of 3 answers was not the JSON")
+    body = json.loads(made.noted(b'{"id": "a", "usage": {"prompt_tokens": 10}}'))
+    spent = {"input_tokens": 20, "cached_tokens": 8, "output_tokens": 14, "reasoning_tokens": 2}
     assert body == {"id": "a", "usage": {"prompt_tokens": 10, "tries": 3, "not_accepted": spent}}
-    assert not tries.has_another(Outcome.OK, used)
+    assert not made.has_another([], used)
 
 
-def test_another_try_may_get_another_answer() -> None:
-    tries = Tries(Accept.of({**ALL, "retries": 1}))
-    greedy, sampled = {"temperature": 0, "seed": 5}, {"temperature": 1.2}
-    assert (tries.body(greedy), tries.body(sampled)) == (greedy, sampled)
-    assert tries.has_another(Outcome.CUT_OFF, Usage())
-    assert tries.body(greedy) == {"temperature": 0.7, "seed": 6}
-    assert tries.body(sampled) == sampled
-    assert greedy == {"temperature": 0, "seed": 5}
+@pytest.mark.parametrize(
+    ("asked", "again"),
+    [
+        ({"temperature": 0, "seed": 5}, {"temperature": 0.7, "seed": 6}),
+        ({"temperature": 1.2}, {"temperature": 1.2, "seed": 1}),
+        ({"top_p": 0}, {"temperature": 0.7, "seed": 1}),
+        ({"temperature": 0.2, "top_k": 1, "top_p": 0.5}, {"temperature": 0.7, "top_p": 0.5, "seed": 1}),
+        ({"seed": (1 << 63) - 1}, {"seed": 0}),  # SGLang holds 63 bits
+    ],
+)
+def test_another_try_may_get_another_answer(asked: dict[str, Any], again: dict[str, Any]) -> None:
+    made, before = tries(asked, **ALL, retries=1), dict(asked)
+    assert made.next_body() == asked
+    assert made.has_another([Outcome.CUT_OFF], Usage())
+    assert made.is_due
+    assert made.next_body() == again
+    assert (asked, made.is_due) == (before, False)
 
 
 def test_the_first_try_changes_no_byte() -> None:
     body = b'{"id":  "odd  spaces"}'
-    assert Tries(Accept()).noted(body) is body
+    assert tries().noted(body) is body
     with pytest.raises(msgspec.ValidationError):
         Accept.of({"retries": "many"})
 
 
+def test_each_choice_of_an_answer_must_be_accepted() -> None:
+    made = tries(finish="stop", retries=1)
+    assert not made.has_another([Outcome.INVALID], Usage())
+    assert made.has_another([Outcome.INVALID, Outcome.CUT_OFF], Usage())
+    assert "was cut off" in (made.refusal([Outcome.INVALID, Outcome.CUT_OFF]) or {})["message"]
+
+
 def test_lengths_are_those_of_answers_alone() -> None:
-    tries = Tries(Accept.of({**ALL, "retries": 2}))
-    assert tries.plus(Usage(10, 4, 7)) == Usage(10, 4, 7)
-    assert tries.has_another(Outcome.INVALID, Usage(10, 4, 7))
-    assert tries.plus(Usage(10, 10, 5)) == Usage(20, 14, 12, 0, 5)
+    made = tries(**ALL, retries=2)
+    assert made.plus(Usage(10, 4, 7)).answer == 7
+    assert made.has_another([Outcome.INVALID], Usage(10, 4, 7))
+    both = made.plus(Usage(10, 10, 5))
+    assert (both, both.answer) == (Usage(20, 14, 12, 0, 5), 5)
+
+
+def test_a_limit_that_the_context_cannot_hold_is_the_requests_own() -> None:
+    made = tries({"max_tokens": 10}, **{"continue": 90})
+    assert made.next_body() == {"max_completion_tokens": 100}
+    assert not made.has_less_room("invalid_request_error")
+    assert made.has_less_room("context_length_exceeded")
+    assert made.next_body() == {"max_tokens": 10}
+    assert not made.has_less_room("context_length_exceeded")
+    assert not tries({"max_tokens": 10}).has_less_room("context_length_exceeded")
+
+
+def test_the_command_line_knows_all_names() -> None:
+    assert set(NAMES) == {each.encode_name for each in msgspec.structs.fields(Accept)}
 
 
 def test_a_line_has_its_own_wishes_within_those_of_its_batch() -> None:
@@ -70,6 +113,8 @@ def test_a_line_has_its_own_wishes_within_those_of_its_batch() -> None:
     assert batch.with_line(None) is batch
     found = batch.with_line({"accept": {"retries": 0, "finish": None, "schema": True, "thinking_tokens": 20}})
     assert found == Accept(schema=True, more=100, thinking_tokens=20)
+    none = batch.with_line({"accept": {"finish": None}})
+    assert none == Accept(more=100, thinking_tokens=50), "nothing is left to ask again for"
     free = Accept().with_line({"accept": {"loops": "stop", "thinking_tokens": 10, "retries": 0}})
     assert free == Accept(loops="stop", thinking_tokens=10)
 
@@ -88,8 +133,12 @@ def test_a_line_has_its_own_wishes_within_those_of_its_batch() -> None:
         ({"accept": {"thinking_tokens": None}}, "'batchweave.accept.thinking_tokens' is None; the batch allows 50"),
         ({"accept": {"thinking_tokens": 51}}, "the batch allows 50"),
         ({"accept": {"retries": -1}}, "Expected `int` >= 0"),
+        ({"accept": {"x" * 10_000: 1}}, "'batchweave.accept' is not valid: Object contains unknown field `xxx"),
     ],
 )
 def test_a_line_asks_for_no_more_than_its_batch_allows(extras: object, words: str) -> None:
-    with pytest.raises(ValueError, match=re.escape(words)):
-        Accept.of({"finish": "stop", "retries": 2, "thinking_tokens": 50}).with_line(extras)
+    batch = Accept.of({"finish": "stop", "retries": 2, "thinking_tokens": 50})
+    with pytest.raises(ValueError, match=re.escape(words)) as caught:
+        batch.with_line(extras)
+    assert len(str(caught.value)) < 300
+    assert known(batch, extras) is batch

@@ -130,7 +130,7 @@ def test_what_is_copied_is_the_whole_answer() -> None:
         ({}, "and " * 100, "length", "looped until cut off at 12 tokens"),
         ({"response_format": SCHEMA}, '{"n": 1}', "stop", "valid by its schema"),
         ({"response_format": SCHEMA}, "{}", "stop", "not the JSON that was asked for"),
-        ({"response_format": SCHEMA}, "", "stop", "answered"),
+        ({"response_format": SCHEMA}, "", "stop", "not the JSON that was asked for"),
         ({"response_format": SCHEMA}, None, "tool_calls", "answered"),
     ],
 )

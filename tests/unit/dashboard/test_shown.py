@@ -29,7 +29,7 @@ ABSENT = (
 TIMES = ("in_progress", "finalizing", "completed", "failed", "expired", "cancelling", "cancelled")
 ABOUT: dict[str, Any] = dict.fromkeys(ABSENT) | {
     "output_order": "any",
-    "outcomes": {"ok": 411, "cut_off": 0, "looped": 0, "invalid": 0, "refused": 0, "failed": 0},
+    "outcomes": {"ok": 411, "cut_off": 0, "looped": 0, "invalid": 0, "refused": 0, "failed": 0, "not_accepted": 0},
     "outcome_warnings": [],
     "held": False,
     "prompt_tokens": 0,
