@@ -64,7 +64,7 @@ async def create_batch(body: CreateBatch, context: InContext, caller: CalledBy, 
             output_order=body.batchweave.output_order,
             on_long_line=body.batchweave.on_long_line,
             held=body.batchweave.hold,
-            accept=accept.model_dump(by_alias=True, exclude_defaults=True) if accept else None,
+            accept=accept.chosen if accept else None,
             unknown_fields=body.unknown_fields or None,
         )
 
@@ -152,7 +152,7 @@ async def retry_batch(
             message = f"max_tokens: answers of {source.endpoint} have no tokens to limit."
             raise BadRequest(message, code="invalid_request", param="max_tokens")
         outcomes = await _retriable(session, source, set(wanted.outcomes), now)
-        is_limit_given = "max_tokens" in wanted.model_fields_set
+        given = wanted.model_fields_set
         return Batch(
             endpoint=source.endpoint,
             input_file_id=source.input_file_id,
@@ -163,8 +163,8 @@ async def retry_batch(
             on_long_line=source.on_long_line,
             retry_of=source.id,
             retry_outcomes=sorted(outcomes),
-            accept=source.accept,
-            max_tokens=wanted.max_tokens if is_limit_given else source.max_tokens,
+            accept=(wanted.accept and wanted.accept.chosen) if "accept" in given else source.accept,
+            max_tokens=wanted.max_tokens if "max_tokens" in given else source.max_tokens,
         )
 
     asked = {"retry": batch_id} | wanted.model_dump(exclude_unset=True)

@@ -80,6 +80,11 @@ class AcceptExtras(BaseModel):
         Accept.of(self.model_dump(by_alias=True))
         return self
 
+    @property
+    def chosen(self) -> dict[str, Any]:
+        """What differs from the defaults, as a batch's row has it."""
+        return self.model_dump(by_alias=True, exclude_defaults=True)
+
 
 class CreateExtras(BaseModel):
     """Options beyond OpenAI's API. The OpenAI client sends them with `extra_body={"batchweave": {...}}`."""
@@ -135,6 +140,10 @@ class RetryBatch(BaseModel):
     max_tokens: Annotated[
         int | None,
         Field(ge=1, le=MOST_TOKENS, description="Limit of tokens of each answer, in place of its request's own"),
+    ] = None
+    accept: Annotated[
+        AcceptExtras | None,
+        Field(description="Which answers are good enough; left out: as the batch said; null: all of them"),
     ] = None
 
 

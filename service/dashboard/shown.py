@@ -17,6 +17,7 @@ from service.db.tables import Batch, BatchStatus, File
 from service.db.tenant_tables import Project
 from service.estimates.outcomes import SHARE
 from service.metrics.history import History
+from service.requests.accept import Accept
 from service.terminal import duration
 
 NAME = "name"  # key of the metadata that names a batch
@@ -87,6 +88,20 @@ class Shown:
         """Return the class of its colour: its state's, or `care` where many answers are not ok or requests failed."""
         is_bad = bool(self.batch.batchweave.outcome_warnings) or self.failed > SHARE * self.done
         return "care" if is_bad and self.state in ("running", "completed") else self.state
+
+    @property
+    def accepts(self) -> str:
+        """Return which answers the batch takes, and what it does about others; empty if it takes all."""
+        found = Accept.of(self.batch.batchweave.accept)
+        parts = {
+            "the whole JSON that was asked for": found.schema,
+            "not cut off, looped or refused": found.finish,
+            f"{found.retries} {'retry' if found.retries == 1 else 'retries'}": found.retries,
+            f"{found.more:,} more tokens": found.more,
+            "loops are stopped": found.loops,
+            f"thoughts of {found.thinking_tokens or 0:,} tokens": found.thinking_tokens is not None,
+        }
+        return "; ".join(words for words, is_said in parts.items() if is_said)
 
     @property
     def _bad(self) -> str:

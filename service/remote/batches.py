@@ -8,6 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from service.errors import CommandError
+from service.remote.accept import AcceptOption, accept_of
 from service.remote.download import can_be_written, take
 from service.remote.follow import ENDED, SENTENCES, extras, refusal, report, sentence, warnings
 from service.remote.preview import figures, start
@@ -141,6 +142,7 @@ def retry_batch(
     max_tokens: Annotated[
         int | None, typer.Option("--max-tokens", min=1, help="Limit for each answer, in place of its request's own.")
     ] = None,
+    accept: AcceptOption = None,
     wait: WaitOption = False,
     output: OutputOption = None,
     as_json: JsonOption = False,
@@ -158,8 +160,9 @@ def retry_batch(
     chosen |= {"invalid": invalid, "refused": refused}
     outcomes = [name for name, is_wanted in chosen.items() if is_wanted] or ["failed"]
     body: dict[str, Any] | None = None
-    if outcomes != ["failed"] or max_tokens is not None:  # an older service knows no others
-        body = {"outcomes": outcomes} | ({} if max_tokens is None else {"max_tokens": max_tokens})
+    more = {"max_tokens": max_tokens, "accept": accept_of(accept)}
+    if outcomes != ["failed"] or any(more.values()):  # an older service knows no others
+        body = {"outcomes": outcomes} | {name: value for name, value in more.items() if value is not None}
     with service_at(url, key) as client:
         batch = Batch.of(client.post(f"/batches/{batch_id}/retry", body))
         if body and not extras(batch).get("retry_outcomes"):

@@ -133,8 +133,11 @@ def watch(client: Client, batch_id: str, output: Path | None, is_warned: bool = 
         where = f" --output {output}" if output else ""
         interrupted(f"{batch_id} continues. To watch it again: batchweave batches wait {batch_id}{where}")
     code = report(batch)
-    if batch.status in ENDED and (extras(batch).get("outcomes") or {}).get("cut_off"):
+    outcomes = extras(batch).get("outcomes") or {}
+    if batch.status in ENDED and outcomes.get("cut_off"):
         said.print(f"to answer again what was cut off: batchweave batches retry {batch_id} --cut-off --max-tokens N")
+    if batch.status in ENDED and outcomes.get("not_accepted"):
+        said.print(f"to ask again for what was not accepted: batchweave batches retry {batch_id} --max-tokens N")
     if output is not None:
         fetch(client, batch, output)
     return batch, code

@@ -94,6 +94,12 @@ async def test_a_request_is_asked_again_until_its_answer_is_taken(harness: Harne
     assert about(found)["failures"][0]["code"] == "answer_not_accepted"
     again = client.post(f"/batches/{batch.id}/retry", cast_to=Batch)
     assert about(again)["accept"] == {"finish": "stop", "schema": True, "retries": 2}
+    path = f"/batches/{batch.id}/retry"
+    assert about(client.post(path, cast_to=Batch, body={"accept": {"retries": 1, "schema": True}}))["accept"] == {
+        "schema": True,
+        "retries": 1,
+    }
+    assert about(client.post(path, cast_to=Batch, body={"accept": None}))["accept"] is None
 
 
 async def test_answers_may_be_longer_than_their_requests_say(harness: Harness, client: openai.OpenAI) -> None:

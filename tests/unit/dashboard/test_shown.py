@@ -151,3 +151,19 @@ def test_a_guess_at_a_prefix_looks_the_same_whether_others_share_it_or_not() -> 
         return [(box.begin, box.end, box.width * picture.requests, box.text) for box in own(picture, "proj_a")]
 
     assert looks(beside) == looks(alone) == [(0, 20, 2, "ab"), (20, 30, 1, "c"), (20, 25, 1, "d")]
+
+
+@pytest.mark.parametrize(
+    ("accept", "words"),
+    [
+        (None, ""),
+        ({"schema": True, "retries": 1}, "the whole JSON that was asked for; 1 retry"),
+        (
+            {"finish": "stop", "continue": 1500, "thinking_tokens": 0},
+            "not cut off, looped or refused; 1,500 more tokens; thoughts of 0 tokens",
+        ),
+        ({"loops": "stop"}, "loops are stopped"),
+    ],
+)
+def test_a_batch_says_what_it_accepts(accept: dict[str, Any] | None, words: str) -> None:
+    assert batch("running", about={"accept": accept}).accepts == words
