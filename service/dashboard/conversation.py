@@ -12,8 +12,9 @@ from typing import Any
 import msgspec
 
 from service.objects.shards import Outcome, Usage
-from service.worker.answer_body import NO_USAGE, Body, read, usage_of
+from service.worker.answer_body import Body, read, usage_of
 from service.worker.judge import is_valid, outcome_of
+from service.worker.tries import NOT_ACCEPTED
 
 MOST_CHARACTERS = 20_000  # shown of one text
 MOST_TURNS = 200
@@ -33,11 +34,16 @@ class Turn:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What an answer is worth, in words and as the class of its colour, and its tokens."""
+    """What an answer is worth, in words and as the class of its colour, and its tokens.
+
+    `tries`: how many answers there were; `spent`: the output tokens of those before it.
+    """
 
     word: str
     colour: str
     usage: Usage
+    tries: int = 1
+    spent: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,25 +81,37 @@ def verdict(request: dict[str, Any], line: dict[str, Any], ok: bool, noted: Outc
     """
     response = _dict(line.get("response"))
     body = _dict(response.get("body"))
-    if not ok:
-        error = _dict(line.get("error"))
-        return Verdict(f"failed: {error.get('code') or response.get('status_code') or 'unknown'}", "bad", NO_USAGE)
+    told = _dict(body.get("usage"))
+    spent = _dict(told.get("not_accepted")).get("output_tokens")
+    both = (_count(told.get("tries")) or 1, _count(spent))
     try:
         found = read(json.dumps(body).encode())
     except msgspec.DecodeError:  # of an engine with answers of its own
         found = Body()
     usage = usage_of(found)
+    if not ok:
+        code = _dict(line.get("error")).get("code") or response.get("status_code") or "unknown"
+        return Verdict("not accepted" if code == NOT_ACCEPTED else f"failed: {code}", "bad", usage, *both)
+    word, colour = _worth(request, found, usage, noted)
+    return Verdict(word, colour, usage, *both)
+
+
+def _worth(request: dict[str, Any], found: Body, usage: Usage, noted: Outcome | None) -> tuple[str, str]:
     match outcome_of(request, found) if noted is None else noted:
         case Outcome.CUT_OFF:
-            return Verdict(f"cut off at {usage.output:,} tokens", "care", usage)
+            return f"cut off at {usage.output:,} tokens", "care"
         case Outcome.LOOPED:
-            return Verdict(f"looped until cut off at {usage.output:,} tokens", "care", usage)
+            return f"looped until cut off at {usage.output:,} tokens", "care"
         case Outcome.INVALID:
-            return Verdict("not the JSON that was asked for", "care", usage)
+            return "not the JSON that was asked for", "care"
         case Outcome.REFUSED:
-            return Verdict("refused", "care", usage)
+            return "refused", "care"
         case _:
-            return Verdict("valid by its schema" if is_valid(request, found) else "answered", "completed", usage)
+            return "valid by its schema" if is_valid(request, found) else "answered", "completed"
+
+
+def _count(found: Any) -> int:
+    return found if isinstance(found, int) and not isinstance(found, bool) and found > 0 else 0
 
 
 def beginning(turns: list[Turn], length: int) -> str:

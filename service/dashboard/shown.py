@@ -90,6 +90,13 @@ class Shown:
         return "care" if is_bad and self.state in ("running", "completed") else self.state
 
     @property
+    def lists(self) -> list[tuple[str, int, str]]:
+        """Return the lists of requests that are worth a look: kind, length and word of each that has some."""
+        found = self.batch.batchweave.outcomes
+        kinds = [(name, getattr(found, name), word) for name, word in BAD.items()] + [("failed", self.failed, "failed")]
+        return [each for each in kinds if each[1]]
+
+    @property
     def accepts(self) -> str:
         """Return which answers the batch takes, and what it does about others; empty if it takes all."""
         found = Accept.of(self.batch.batchweave.accept)
@@ -106,9 +113,8 @@ class Shown:
     @property
     def _bad(self) -> str:
         """Return how many answers are not ok, as a part of a sentence."""
-        found = self.batch.batchweave.outcomes
-        counts = ((getattr(found, name), word) for name, word in BAD.items())
-        return "".join(f", {count:,} {word}" for count, word in counts if count)
+        said = [f"{count:,} {word}" for kind, count, word in self.lists if kind in BAD]
+        return f" ({', '.join(said)})" if said else ""
 
     def headline(self, now: float) -> str:
         """Return where the batch stands, in one sentence without a full stop."""
@@ -127,7 +133,9 @@ class Shown:
                 return f"Writing the result files, {answered} answered"
             case "completed":
                 took = duration((self.ended_at or now) - self.batch.created_at)
-                failed = f", {self.failed:,} failed" if self.failed else ""
+                not_accepted = self.batch.batchweave.outcomes.not_accepted
+                of_these = f" ({not_accepted:,} not accepted)" if not_accepted else ""
+                failed = f", {self.failed:,} failed{of_these}" if self.failed else ""
                 answers = self.batch.request_counts.completed
                 return f"Completed in {took}: {answers:,} {'answer' if answers == 1 else 'answers'}{self._bad}{failed}"
             case "failed":

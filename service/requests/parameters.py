@@ -130,7 +130,7 @@ class Unknown:
         """Count the line with this body; of the whole file, no more than MOST_NAMES names."""
         idle = dict(without_effect(self._endpoint, body, self._keeps_seeds, False)) | self._unenforced(body)
         if accept.schema and asked_json(body) is None:
-            idle["accept.schema"] = "the request asks for no JSON, as with a response_format"
+            idle["accept.schema"] = "it binds only answers to requests that ask for JSON, such as by response_format"
         self._why |= idle
         unknown = (name[:MOST_CHARACTERS] for name in body if name not in self._noticed)
         for name in dict.fromkeys([*idle, *unknown]):

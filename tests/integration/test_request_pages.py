@@ -4,8 +4,10 @@ import re
 
 import httpx
 import pytest
+from sqlalchemy import update
 
 from service.dashboard import answers
+from service.db.tables import Batch
 from tests.integration.harness import Harness, ScriptedEngine, jsonl
 from tests.integration.test_retry_by_outcome import mixed
 
@@ -93,3 +95,27 @@ async def test_a_place_that_is_none_finds_the_request_too(pages: httpx.AsyncClie
         assert page.text.count("<p>request 8</p>") == 2
     failed = (await pages.get(f"/batches/{batch_id}/request", params={"custom_id": "id-7"})).text
     assert "Failed: 400" in failed
+
+
+async def test_pages_say_what_was_asked_again(harness: Harness, pages: httpx.AsyncClient, batch_id: str) -> None:
+    client, engine = pages, ScriptedEngine(statuses={"request 7": [400]})
+    async with harness.database.write() as session:
+        await session.execute(update(Batch).values(accept={"finish": "stop", "retries": 1}))
+    again = await client.post(f"/batches/{batch_id}/retry", data={"outcome": "cut_off", "max_tokens": "1"})
+    found = again.url.path.rpartition("/")[2]
+    await harness.plan()
+    async with harness.working(engine):
+        await harness.until_ended(found)
+    overview = (await client.get(f"/batches/{found}")).text
+    assert re.search(r"Completed in .*: 0 answers, 4 failed \(4 not accepted\)", overview)
+    assert "<dd>not cut off, looped or refused; 1 retry</dd>" in overview
+    assert f'href="/dashboard/batches/{found}/requests?kind=failed">4 failed</a>' in overview
+    listed = (await client.get(f"/batches/{found}/requests?kind=failed")).text
+    assert (listed.count(">not accepted<"), listed.count("10 in, 2 out, 2 tries")) == (4, 4)
+    page = (await client.get(links(listed)[0])).text
+    assert "<span>Not accepted</span>" in page
+    assert "; the last of 2 answers, of which the others took 2 out" in page
+    elsewhere = (await client.get(f"/batches/{found}/requests", params={"text": "id-0"})).text
+    assert f'/batches/{found}/requests?kind=failed&text=id-0">failed</a>' in elsewhere.replace("&amp;", "&")
+    retry = {"outcome": "failed", "max_tokens": ""}  # as a form sends a field that is left empty
+    assert (await client.post(f"/batches/{found}/retry", data=retry)).url.path.startswith("/dashboard/batches/batch_")
