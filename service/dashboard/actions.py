@@ -99,7 +99,7 @@ async def retry(
     max_tokens: Annotated[int | None, Form(ge=1, le=MOST_TOKENS)] = None,
 ) -> Response:
     limit = {} if max_tokens is None else {"max_tokens": max_tokens}
-    wanted = RetryBatch(outcomes=[outcome], **limit)
+    wanted = RetryBatch.model_validate({"outcomes": [outcome], **limit})
     batch = await batches.retry_batch(batch_id, context, await as_owner(context, viewer, batch_id), Again(), wanted)
     return _to(f"/dashboard/batches/{batch.id}")
 
