@@ -3,6 +3,8 @@
 import asyncio
 import socket
 from collections.abc import AsyncGenerator
+from contextlib import closing
+from http.client import HTTPConnection
 from typing import Any
 
 import openai
@@ -211,13 +213,14 @@ async def test_a_client_that_thinks_for_as_long_as_it_keeps_a_connection_finds_i
     settings: Settings, clock: Clock
 ) -> None:
     """httpx and openai keep an idle connection for five seconds: a server that closes it then loses a request."""
-    asked = b"GET /healthz HTTP/1.1\r\nHost: localhost\r\n\r\n"
-    with serving(settings, clock) as (port, _), socket.create_connection(("127.0.0.1", port)) as kept:
-        kept.settimeout(20)
+    with serving(settings, clock) as (port, _), closing(HTTPConnection("127.0.0.1", port, timeout=20)) as kept:
+        kept.connect()
+        kept.auto_open = 0  # never another connection
         for pause in (0, 5.5):
             await asyncio.sleep(pause)
-            kept.sendall(asked)
-            assert kept.recv(4096).startswith(b"HTTP/1.1 200")
+            kept.request("GET", "/healthz")
+            with kept.getresponse() as answer:
+                assert (answer.status, answer.read()) == (200, b'{"status":"ok"}')
 
 
 ASKS = b"GET /v1/models HTTP/1.1\r\nHost: localhost\r\n"

@@ -236,12 +236,10 @@ async def test_request_that_raises_is_an_error_line_of_its_own(
     engine = ScriptedEngine()
     run = engine.run
 
-    async def raising(
-        endpoint: str, body: dict[str, Any], rid: str, kind: str, due: float, lengths: str, project: str
-    ) -> EngineAnswer:
+    async def raising(endpoint: str, body: dict[str, Any], *about: Any) -> EngineAnswer:
         if body["messages"][-1]["content"] == "request 4":
             raise RecursionError("too deep")
-        return await run(endpoint, body, rid, kind, due, lengths, project)
+        return await run(endpoint, body, *about)
 
     monkeypatch.setattr(engine, "run", raising)
     async with harness.working(engine):
