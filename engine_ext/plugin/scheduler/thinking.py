@@ -1,4 +1,4 @@
-"""EarlyEnd how many tokens a request may think: SGLang's grammar of reasoning then lets only the thought's end come.
+"""Bounds how many tokens a request may think: SGLang's grammar of reasoning then lets only the thought's end come.
 
 SGLang bounds a request too, but only in an engine that masks each token of every request; here requests without a bound
 pay for none.
