@@ -1,4 +1,4 @@
-"""EarlyEnd grammars: how many SGLang keeps, how long one may take to compile, and how long its tokens may take.
+"""Bounds grammars: how many SGLang keeps, how long one may take to compile, and how long its tokens may take.
 
 Validation bounds which schemas are accepted at all (`service/requests/body_limits.py`). A case that it misses ends here
 as a fault of its own request, not of the engine.
