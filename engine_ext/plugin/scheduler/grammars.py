@@ -60,9 +60,9 @@ def process_request(original: Callable[..., Any], manager: Any, request: Any) ->
     compiles = getattr(manager.grammar_backend, "executor", None)
     if isinstance(compiles, Compiles):
         compiles.kind = str((request.sampling_params.custom_params or {}).get(KIND, ""))
-    is_compiled = original(manager, request)
+    is_queued = original(manager, request)
     bound(manager, request)
-    return is_compiled
+    return is_queued
 
 
 def ready_requests(original: Callable[..., Any], manager: Any) -> Any:
