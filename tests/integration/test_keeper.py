@@ -2,6 +2,7 @@
 
 import asyncio
 import threading
+from collections import Counter
 from collections.abc import AsyncGenerator, Callable, Collection
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -15,7 +16,7 @@ from service.db.drains import drain, drained_workers
 from service.db.sessions import Database
 from service.db.tables import Batch, BatchStatus, FleetOwner
 from service.fleet import keeper as keeper_module
-from service.fleet.engines import Engine, Machine, NewEngine, NotStarted, Unreachable
+from service.fleet.engines import Engine, Machine, NewEngine, NotStarted, Unreachable, model_of
 from service.fleet.keeper import Keeper
 from service.fleet.lease import namespace_of
 from service.fleet.members import Phase
@@ -35,6 +36,7 @@ class ScriptedCluster:
     there: dict[str, Engine] = field(default_factory=dict[str, Engine])
     broken: set[str] = field(default_factory=set[str])  # machines on which nothing starts
     away: bool = False
+    silent: bool = False  # whether the engines' machines do not answer, and never did
     started: list[NewEngine] = field(default_factory=list[NewEngine])
     stopped: list[str] = field(default_factory=list[str])
     ended: list[str] = field(default_factory=list[str])
@@ -52,7 +54,7 @@ class ScriptedCluster:
 
     def engines(self) -> list[Engine]:
         self._check()
-        return list(self.there.values())
+        return [Engine(each.id) if self.silent else each for each in self.there.values()]
 
     def start(self, new: NewEngine) -> None:
         self.started.append(new)
@@ -277,6 +279,21 @@ async def test_a_cluster_that_does_not_answer_changes_nothing(build_fleet: Any) 
     fleet.cluster.away = False
     await fleet.look()
     assert (fleet.cluster.stopped, fleet.cluster.ended) == ([], [])
+
+
+async def test_engines_whose_machines_do_not_answer_yet_keep_their_gpus(build_fleet: Any) -> None:
+    """As on a busy machine, where actors take minutes to begin."""
+    fleet: FleetHarness = await build_fleet({"m": 7, "n": 8}, a={"max": 7}, c={"gpus": 8})
+    fleet.cluster.silent = True
+    await fleet.work("a", 100_000.0)
+    await fleet.work("c", 100.0)
+    await fleet.look()
+    started = list(fleet.cluster.there)
+    assert Counter(map(model_of, started)) == {"a": 7, "c": 1}
+    await fleet.look(4)
+    await fleet.beat_all(slices=1)
+    await fleet.look(4)
+    assert (fleet.cluster.stopped, fleet.cluster.ended, list(fleet.cluster.there)) == ([], [], started)
 
 
 async def test_a_fleet_stops_soon_although_its_cluster_never_answers(
