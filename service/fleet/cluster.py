@@ -28,7 +28,7 @@ from ray.util.placement_group import PlacementGroup, placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from service.errors import StartError
-from service.fleet.engines import Engine, Machine, NewEngine, NotStarted, Unreachable
+from service.fleet.engines import Engine, Machine, NewEngine, NotStarted, Unreachable, worker_name
 from service.fleet.node import EngineNode, NodeState, service_digest
 
 ANSWER_S = 10.0  # for an answer of all actors
@@ -150,7 +150,7 @@ class RayCluster:
                 "BATCHWEAVE_LEADER": leader,
                 **({"BATCHWEAVE_ONLINE_HOST": hosts[rank]} if new.online and rank == 0 else {}),
             }
-            name = new.name if rank == 0 else f"{new.name}-{rank}"
+            name = worker_name(new.name, rank)
             ray.get(nodes[rank].run.remote(name, variables, list(new.command)), timeout=ANSWER_S)
 
     def stop(self, engine: str) -> None:

@@ -91,6 +91,11 @@ def engine_id(model: str, token: str) -> str:
     return f"{model}@{token}"
 
 
+def worker_name(leader: str, rank: int) -> str:
+    """Return the name of the worker on the machine of this rank; rank 0 leads."""
+    return leader if rank == 0 else f"{leader}-{rank}"
+
+
 def model_of(engine: str) -> str:
     return engine.rpartition("@")[0]
 

@@ -22,10 +22,10 @@ from sqlalchemy.exc import SQLAlchemyError
 from service.db.drains import drain, drained_workers, resume
 from service.db.sessions import Database
 from service.fleet.demand import Speeds, work_by_model
-from service.fleet.engines import Cluster, Engine, Machine, NewEngine, NotStarted, engine_id, model_of
+from service.fleet.engines import Cluster, Machine, NewEngine, NotStarted, engine_id, model_of
 from service.fleet.lease import FleetLease
 from service.fleet.members import Member, Members, Phase
-from service.fleet.node import STOP_S, WORKER, NodeState
+from service.fleet.node import STOP_S, WORKER
 from service.fleet.placement import make_room, most_engines, place
 from service.fleet.rests import Rests
 from service.fleet.spec import FleetSpec, ModelSpec
@@ -68,7 +68,6 @@ class Keeper:
         self._heartbeat, self._history = Heartbeat(self.redis), History(self.redis)
         self._speeds, self._seen, self._rests = Speeds(), Members(), Rests()
         self._starting: dict[str, tuple[NewEngine, asyncio.Task[None]]] = {}  # by engine
-        self._placed: dict[str, NewEngine] = {}  # by engine: those that this fleet has started and that are there
         self._too_many: Counter[str] = Counter()  # by model: looks in a row in which it had too many engines
         self._ended: dict[str, float] = {}  # workers that were ended, and when: a heartbeat outlives its worker
         self._tidied_at = float("-inf")
@@ -126,7 +125,6 @@ class Keeper:
         self._ended = {name: at for name, at in self._ended.items() if time.monotonic() - at < 2 * TTL_S}
         async with self.database.read() as session:
             drained = await drained_workers(session)
-        self._fill_in(engines)
         self.members = self._seen.look(engines, alive, drained)
         await self._end_gone()
         usable, free = self._room(machines)
@@ -134,21 +132,6 @@ class Keeper:
         self._show()
         await self._take_away()
         await self._start_missing(free)
-
-    def _fill_in(self, engines: Sequence[Engine]) -> None:
-        """Say for machines that have not answered yet what this fleet has started there.
-
-        Otherwise their GPUs would count as somebody else's, and engines would be taken away for want of GPUs.
-        """
-        there = {engine.id for engine in engines} | self._starting.keys()
-        self._placed = {engine: new for engine, new in self._placed.items() if engine in there}
-        for engine in engines:
-            new, known = self._placed.get(engine.id), {node.rank for node in engine.nodes}
-            for rank, machine in enumerate(new.machines if new else ()):
-                if new and rank not in known:
-                    name = new.name if rank == 0 else f"{new.name}-{rank}"
-                    node = NodeState(rank, len(new.machines), new.gpus, new.digest, name, machine=machine)
-                    engine.nodes.append(node)
 
     async def _call(self, call: Callable[[], T]) -> T:
         """Call the cluster in a thread. Raises TimeoutError, which is an OSError."""
@@ -380,9 +363,8 @@ class Keeper:
             online=self.spec.online,
         )
         log.info("starts an engine", engine=new.id, gpus=new.gpus, machines=len(new.machines))
-        self._seen.started(new.id)
+        self._seen.started(new)
         started = asyncio.get_running_loop().run_in_executor(self._starters, self.cluster.start, new)
-        self._placed[new.id] = new
         self._starting[new.id] = (new, asyncio.create_task(self._wait_for_start(new, started)))
 
     async def _wait_for_start(self, new: NewEngine, started: Awaitable[None]) -> None:

@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
-from service.fleet.engines import Engine
+from service.fleet.engines import Engine, NewEngine, worker_name
+from service.fleet.node import NodeState
 
 UNSEEN_S = 600.0  # after which an engine that was started and never seen was none
 
@@ -45,10 +46,11 @@ class Members:
         self._exits: dict[str, int] = {}  # of each, when it was last ready, or first seen
         self._asked_at: dict[str, float] = {}
         self._started_at: dict[str, float] = {}  # those that this fleet has started and that were not ready yet
+        self._new: dict[str, NewEngine] = {}  # those that this fleet has started
         self.starts_s: dict[str, float] = {}  # by model: how long the last engine that this fleet started took
 
-    def started(self, engine: str) -> None:
-        self._started_at[engine] = time.monotonic()
+    def started(self, new: NewEngine) -> None:
+        self._started_at[new.id], self._new[new.id] = time.monotonic(), new
 
     def asked_to_stop(self, engine: str) -> None:
         self._asked_at.setdefault(engine, time.monotonic())
@@ -58,6 +60,8 @@ class Members:
     ) -> list[Member]:
         """Return the members. `alive`: heartbeats by worker; `drained`: names of workers."""
         now = time.monotonic()
+        for engine in engines:
+            self._fill_in(engine)
         found = [self._member(each, alive.get(each.worker), each.worker in drained, now) for each in engines]
         there = {engine.id for engine in engines}
         for memory in (self._phases, self._since, self._exits, self._asked_at):
@@ -66,7 +70,19 @@ class Members:
         for engine, at in list(self._started_at.items()):
             if engine not in there and now - at > UNSEEN_S:
                 del self._started_at[engine]
+        self._new = {name: new for name, new in self._new.items() if name in there or name in self._started_at}
         return found
+
+    def _fill_in(self, engine: Engine) -> None:
+        """Say for machines that have not answered yet what this fleet has started there.
+
+        Otherwise their GPUs would count as somebody else's, and engines would be taken away for want of GPUs.
+        """
+        new, known = self._new.get(engine.id), {node.rank for node in engine.nodes}
+        for rank, machine in enumerate(new.machines if new else ()):
+            if new and rank not in known:
+                name = worker_name(new.name, rank)
+                engine.nodes.append(NodeState(rank, len(new.machines), new.gpus, new.digest, name, machine=machine))
 
     def _member(self, engine: Engine, beat: Mapping[str, Any] | None, is_drained: bool, now: float) -> Member:
         name = engine.id
