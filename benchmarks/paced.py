@@ -5,7 +5,7 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
-from engine_ext.plugin.marks import NO_EARLY_END, EarlyEnd
+from engine_ext.plugin.marks import NO_TERMS, Terms
 from engine_ext.plugin.worker.answers import Answer
 from service.worker.script import Rule, Script
 from service.worker.scripted import ScriptedEngine
@@ -27,18 +27,8 @@ class PacedEngine(ScriptedEngine):
         self.runs[prompt] += 1
         return Rule(delay_s=self._seconds(prompt))
 
-    async def run(
-        self,
-        endpoint: str,
-        body: dict[str, Any],
-        rid: str,
-        kind: str,
-        due: float,
-        lengths: str,
-        project: str,
-        early_end: EarlyEnd = NO_EARLY_END,
-    ) -> Answer:
-        answer = await super().run(endpoint, body, rid, kind, due, lengths, project, early_end)
+    async def run(self, endpoint: str, body: dict[str, Any], rid: str, kind: str, terms: Terms = NO_TERMS) -> Answer:
+        answer = await super().run(endpoint, body, rid, kind, terms)
         if not answer.aborted:
             self.ends.append(time.monotonic())
         return answer

@@ -25,34 +25,38 @@ THINKING = "thinking_budget"  # SGLang's own name: how many tokens it may think
 RESERVED = frozenset({KIND, UNTOLD, DUE, LENGTHS, ARRIVES, SLO, PROJECT, WEIGHT, STOPS_LOOPS, THINKING})
 
 
-class EarlyEnd(NamedTuple):
-    """What ends an answer before its limit of tokens.
+class Terms(NamedTuple):
+    """What a worker knows of a batch's request beside its body.
 
-    `stops_loops`: that it repeats itself. `thinking_tokens`: how many it may think; None is as many as it likes.
+    `due`: when it must have ended, by time.monotonic. `lengths`: the profile of earlier answers to requests like it
+    (plan/memory.py). `project`: whose request it is, with whose others alone it shares the KV cache. `stops_loops`: its
+    answer ends where it repeats itself. `thinking_tokens`: how many it may think; None is as many as it likes.
     """
 
+    due: float = math.inf
+    lengths: str = ""
+    project: str = ""
     stops_loops: bool = False
     thinking_tokens: int | None = None
 
-    @property
-    def marks(self) -> dict[str, Any]:
-        found: dict[str, Any] = {STOPS_LOOPS: True} if self.stops_loops else {}
-        return found if self.thinking_tokens is None else found | {THINKING: self.thinking_tokens}
+
+NO_TERMS = Terms()
 
 
-NO_EARLY_END = EarlyEnd()
-
-
-def marks(
-    kind: str, due: float = math.inf, lengths: str = "", project: str = "", early_end: EarlyEnd = NO_EARLY_END
-) -> dict[str, Any]:
-    """Return the marks of a request of this kind, with its deadline, profile, project and early end if it has them."""
-    given: dict[str, Any] = {KIND: kind, **({PROJECT: project} if project else {})}
-    if not math.isinf(due):
-        given[DUE] = due
-    if lengths:
-        given[LENGTHS] = lengths
-    return given | early_end.marks
+def marks(kind: str, terms: Terms = NO_TERMS) -> dict[str, Any]:
+    """Return the marks of a request of this kind, of its terms those that it has."""
+    given: dict[str, Any] = {KIND: kind}
+    if terms.project:
+        given[PROJECT] = terms.project
+    if not math.isinf(terms.due):
+        given[DUE] = terms.due
+    if terms.lengths:
+        given[LENGTHS] = terms.lengths
+    if terms.stops_loops:
+        given[STOPS_LOOPS] = True
+    if terms.thinking_tokens is not None:
+        given[THINKING] = terms.thinking_tokens
+    return given
 
 
 def online_marks(slo: str, project: str = "", weight: float = 1.0) -> dict[str, Any]:

@@ -206,9 +206,8 @@ class Batch(Base):
     on_long_line: Mapped[OnLongLine] = mapped_column(
         String(16), default=OnLongLine.FAIL_LINE, server_default="fail_file"
     )
-    accept: Mapped[dict[str, Any] | None] = mapped_column(
-        JSON(none_as_null=True)
-    )  # requests/accept.py; null: all answers
+    # requests/accept.py; null is every answer.
+    accept: Mapped[dict[str, Any] | None] = mapped_column(JSON(none_as_null=True))
     deleted_at: Mapped[int | None] = mapped_column(BigInteger)  # only after it has ended; the row stays for a while
     retry_of: Mapped[str | None] = mapped_column(String(64))  # run only some requests of this batch of the same input
     # Which ones, by the outcomes of their answers; null is those that failed.

@@ -222,10 +222,7 @@ class Finalizer:
             async for answer in self._answers(batch, gone, unsaid):
                 if answered[answer.request]:
                     continue
-                answered[answer.request], tokens[answer.request] = (
-                    1,
-                    min(answer.usage.answer, LONGEST),
-                )
+                answered[answer.request], tokens[answer.request] = 1, min(answer.usage.answer, LONGEST)
                 counts += Counts.of(answer)
                 bad.add(answer)
                 await keep(answer.request, bytes(answer.line), answer.ok)

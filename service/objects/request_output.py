@@ -50,6 +50,6 @@ def with_limit(endpoint: str, body: dict[str, Any], most: int | None, more: int 
 
 def _whole(value: Any) -> int:
     """Return a limit, which may be written as 100.0; 0 for what is none."""
-    if isinstance(value, bool) or not isinstance(value, int | float) or value != value or abs(value) == float("inf"):
-        return 0
-    return int(value) if value == int(value) else 0
+    if isinstance(value, float) and value.is_integer():
+        return int(value)
+    return value if isinstance(value, int) and not isinstance(value, bool) else 0

@@ -18,7 +18,7 @@ from service.db.tenant_tables import Tier
 from service.endpoints import BY_PATH, ONLINE
 from service.queue.trust import PROJECT, REQUEST_ID, TIER, WEIGHT
 from service.requests.body_limits import choices
-from service.worker.slice_run import EngineAnswer
+from service.worker.batch_engine import EngineAnswer
 
 STALLED_S = 60.0  # for which the API may read nothing of a stream before the request is aborted
 MOST = 1024  # online requests at once, and their choices; the API tries another worker, or tells the client to wait

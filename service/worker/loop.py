@@ -30,11 +30,12 @@ from service.queue.progress import Heartbeat, Progress
 from service.queue.trust import address_proof, deployment_token
 from service.queue.urgency import pools_of
 from service.settings import Settings
+from service.worker.batch_engine import Engine
 from service.worker.door import ENDS_S, Door, OnlineEngine
 from service.worker.feed import Feed
 from service.worker.following import Peers
 from service.worker.sharing import Sharing
-from service.worker.slice_run import Engine, SliceRun
+from service.worker.slice_run import SliceRun
 
 BEAT_S = 3.0
 EVEN_S = 1.0  # between two looks at what to hand over

@@ -5,7 +5,6 @@ Everything else is the service's: files, validation, plans, slices, leases, shar
 
 import asyncio
 import json
-import math
 import os
 import signal
 from collections.abc import AsyncGenerator, Sequence
@@ -13,7 +12,7 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 from engine_ext.coserve.slo import DEFAULT, FLEX, PRIORITY
-from engine_ext.plugin.marks import NO_EARLY_END, EarlyEnd
+from engine_ext.plugin.marks import NO_TERMS, Terms
 from engine_ext.plugin.worker.answers import Answer, Stream, added_fields, error_body, with_fields
 from engine_ext.plugin.worker.bodies import plain, unserved
 from service.worker.script import Rule, Rules, Script
@@ -65,17 +64,7 @@ class ScriptedEngine:
     async def scheduler_states(self) -> list[dict[str, Any]]:
         return []
 
-    async def run(
-        self,
-        endpoint: str,
-        body: dict[str, Any],
-        rid: str,
-        kind: str,
-        due: float,
-        lengths: str,
-        project: str,
-        early_end: EarlyEnd = NO_EARLY_END,
-    ) -> Answer:
+    async def run(self, endpoint: str, body: dict[str, Any], rid: str, kind: str, terms: Terms = NO_TERMS) -> Answer:
         async with self._runs(rid, RANKS.get(kind, BATCH)) as aborted:
             if aborted is None:
                 return ABORTED
@@ -113,7 +102,7 @@ class ScriptedEngine:
         weight: float = 1.0,
     ) -> Answer | Stream:
         if not body.get("stream"):
-            answer = await self.run(endpoint, body, rid, f"online {slo}", math.inf, "", project)
+            answer = await self.run(endpoint, body, rid, f"online {slo}", Terms(project=project))
             return Answer(answer.status_code, with_fields(answer.body, added_fields(slo, None)), answer.aborted)
         answered = self._events(endpoint, body, rid, slo)
         first = await anext(answered)

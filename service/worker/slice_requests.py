@@ -13,6 +13,7 @@ import structlog
 from numpy.typing import NDArray
 from sqlalchemy import select
 
+from engine_ext.plugin.marks import Terms
 from service.db.sessions import Database
 from service.db.tables import Batch, BatchStatus, SliceBatch, Window
 from service.estimates.length_memory import remembered
@@ -31,11 +32,7 @@ from service.requests.lines import RequestLine
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Request:
-    """A request of the slice, ready to run.
-
-    `place`: its position in the window's plan. `due`: when its batch expires, by time.monotonic.
-    `lengths`: the profile of earlier answers to requests like it, or nothing.
-    """
+    """A request of the slice, ready to run. `place`: its position in the window's plan."""
 
     batch_id: str
     number: int
@@ -43,10 +40,8 @@ class Request:
     custom_id: str
     body: dict[str, Any]
     place: int
-    due: float
-    lengths: str
-    project_id: str
     accept: Accept
+    terms: Terms
     request_id: str = field(default_factory=lambda: f"req_{secrets.token_hex(16)}")  # in its answer line and in the log
 
 
@@ -183,8 +178,8 @@ async def _read(
         lengths = profiles.get(beginning) or profiles.get(kind) or ""
         wanted = known(accept, line.batchweave)
         body = with_limit(line.url, line.body, batch.max_tokens)
-        about = (place, due, lengths, batch.project_id, wanted)
-        requests.append(Request(batch.id, number, line.url, line.custom_id, body, *about))
+        terms = Terms(due, lengths, batch.project_id, wanted.loops == "stop", wanted.thinking_tokens)
+        requests.append(Request(batch.id, number, line.url, line.custom_id, body, place, wanted, terms))
     return requests
 
 

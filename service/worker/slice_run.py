@@ -6,7 +6,7 @@ import secrets
 from collections import Counter
 from collections.abc import Callable, Coroutine, Iterable, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, Protocol
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -14,7 +14,6 @@ import structlog
 from numpy.typing import NDArray
 from sqlalchemy.exc import SQLAlchemyError
 
-from engine_ext.plugin.marks import NO_EARLY_END, EarlyEnd
 from service import ids
 from service.db.sessions import Database
 from service.endpoints import BY_PATH
@@ -28,6 +27,7 @@ from service.queue.leases import ALONE_DEATHS_TO_REFUSE, BatchEnded, Lease, Leas
 from service.requests.body_limits import body_faults
 from service.settings import Settings
 from service.worker.answer_body import NO_USAGE, error_code, error_message, read, usage_of
+from service.worker.batch_engine import Engine
 from service.worker.feed import Feed
 from service.worker.judge import outcomes_of
 from service.worker.slice_requests import Request, divided, load
@@ -36,38 +36,6 @@ from service.worker.tries import Tries
 KILLS = "The engine died each time it ran this request, even alone. The other requests continue without it."
 FLUSH_BYTES = 4 * 1024 * 1024
 log = structlog.get_logger()
-
-
-class EngineAnswer(Protocol):
-    @property
-    def status_code(self) -> int: ...
-    @property
-    def body(self) -> bytes: ...
-    @property
-    def aborted(self) -> bool: ...
-    @property
-    def looped(self) -> bool: ...
-
-
-class Engine(Protocol):
-    """The interface that a worker needs of an engine; engine_ext.plugin.worker.host.EngineHost implements it."""
-
-    async def run(
-        self,
-        endpoint: str,
-        body: dict[str, Any],
-        rid: str,
-        kind: str,
-        due: float,
-        lengths: str,
-        project: str,
-        early_end: EarlyEnd = NO_EARLY_END,
-    ) -> EngineAnswer: ...
-    def abort(self, rid: str) -> None: ...
-    async def withdraw(self, rids: Sequence[str], most: int) -> None: ...
-    @property
-    def step_age_s(self) -> float: ...
-    async def scheduler_states(self) -> list[dict[str, Any]]: ...
 
 
 def _about(request: Request) -> AbstractContextManager[None]:
@@ -317,8 +285,8 @@ class SliceRun:
         rid = f"{BY_PATH[request.endpoint].id_prefix}{secrets.token_hex(16)}"
         self._in_flight[rid] = request
         try:
-            about = (request.batch_id, request.due, request.lengths, request.project_id, tries.early_end)
-            answer = await self._engine.run(request.endpoint, tries.next_body(), rid, *about)
+            body = tries.next_body()
+            answer = await self._engine.run(request.endpoint, body, rid, request.batch_id, request.terms)
             if answer.aborted:
                 if rid in self._asked_back and not self._given_up(request):
                     self._given.append(request)

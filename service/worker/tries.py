@@ -1,12 +1,11 @@
 """Asks a request again while its answers are not accepted, and adds up what all of them took."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
 
-from engine_ext.plugin.marks import EarlyEnd
 from service.objects.request_output import with_limit
 from service.objects.shards import Outcome, Usage
 from service.requests.accept import Accept
@@ -41,10 +40,6 @@ class Tries:
     spent: Usage = NO_USAGE
     is_due: bool = False
     has_room: bool = True
-    early_end: EarlyEnd = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.early_end = EarlyEnd(self.accept.loops == "stop", self.accept.thinking_tokens)
 
     def next_body(self) -> dict[str, Any]:
         """Return the request's body for the try that comes now."""
@@ -76,9 +71,10 @@ class Tries:
 
     def has_less_room(self, error_code: str | None) -> bool:
         """Return whether to ask again within the request's own limit, because the model cannot hold more."""
-        self.is_due = self.has_room and bool(self.accept.more) and error_code == "context_length_exceeded"
-        self.has_room = not self.is_due
-        return self.is_due
+        if not (self.has_room and self.accept.more and error_code == "context_length_exceeded"):
+            return False
+        self.has_room, self.is_due = False, True
+        return True
 
     def plus(self, usage: Usage) -> Usage:
         """Return these tokens with those of all tries before."""

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from benchmarks.engine_process import EngineProcess
-from engine_ext.plugin.marks import EarlyEnd
+from engine_ext.plugin.marks import Terms
 from engine_ext.plugin.repeats import LEAST, REPEATS
 from engine_ext.plugin.worker.answers import Answer
 from engine_ext.plugin.worker.host import EngineHost
@@ -18,7 +18,7 @@ from tests.engine.test_parsers import QWEN, with_template
 
 MOST = 2000  # tokens of each answer
 RESPONSES = "/v1/responses"
-STOP = EarlyEnd(stops_loops=True)
+STOP = Terms(stops_loops=True)
 SAME = {"logit_bias": {"300": 100}}  # the same token again and again
 CYRILLIC = "".join(
     map(chr, range(0x430, 0x458))
@@ -38,19 +38,14 @@ def engine(thinker: Path, log: Path) -> Generator[EngineProcess[Any], None, None
         yield running
 
 
-async def ask(
-    host: EngineHost, bodies: list[dict[str, Any]], early_end: EarlyEnd, endpoint: str = CHAT
-) -> list[Answer]:
+async def ask(host: EngineHost, bodies: list[dict[str, Any]], terms: Terms, endpoint: str = CHAT) -> list[Answer]:
     """Ask one after the other, so that none can wait for another."""
     plain = {"model": "batchweave-demo", "temperature": 0, "ignore_eos": True}
     if endpoint == CHAT:
         plain |= {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": MOST}
     else:
         plain = {"model": "batchweave-demo", "temperature": 0, "input": "Hello", "max_output_tokens": MOST}
-    return [
-        await host.run(endpoint, plain | body, f"r{number}", "test", early_end=early_end)
-        for number, body in enumerate(bodies)
-    ]
+    return [await host.run(endpoint, plain | body, f"r{number}", "test", terms) for number, body in enumerate(bodies)]
 
 
 def tokens_of(answer: Answer) -> int:
@@ -70,7 +65,7 @@ def test_an_answer_ends_where_it_becomes_a_loop(engine: EngineProcess[Any]) -> N
     [choice] = json.loads(rows.body)["choices"]
     assert (rows.looped, choice["finish_reason"]) == (True, "length")
     assert tokens_of(rows) == max(LEAST, REPEATS * len(CYRILLIC.encode()))
-    for answer in engine.do(ask, bodies, EarlyEnd()):
+    for answer in engine.do(ask, bodies, Terms()):
         assert (answer.looped, tokens_of(answer)) == (False, MOST)
 
 
@@ -87,7 +82,7 @@ def test_a_thought_that_loops_is_closed_and_answered(engine: EngineProcess[Any])
 def test_a_request_thinks_no_longer_than_it_may(engine: EngineProcess[Any], most: int) -> None:
     schema = {"type": "object", "properties": {"n": {"enum": [7]}}, "required": ["n"], "additionalProperties": False}
     formed = {"response_format": {"type": "json_schema", "json_schema": {"name": "n", "schema": schema}}}
-    plain, json_only = engine.do(ask, [{}, formed | {"ignore_eos": False}], EarlyEnd(thinking_tokens=most))
+    plain, json_only = engine.do(ask, [{}, formed | {"ignore_eos": False}], Terms(thinking_tokens=most))
     for answer in (plain, json_only):
         body = json.loads(answer.body)
         thought = body["usage"]["reasoning_tokens"]
@@ -98,14 +93,14 @@ def test_a_request_thinks_no_longer_than_it_may(engine: EngineProcess[Any], most
 
 
 def test_thoughts_without_a_bound_are_as_before(engine: EngineProcess[Any]) -> None:
-    [answer] = engine.do(ask, [{}], EarlyEnd())
+    [answer] = engine.do(ask, [{}], Terms())
     [choice] = json.loads(answer.body)["choices"]
     assert choice["message"]["content"] in (None, "")
     assert tokens_of(answer) == MOST
 
 
 def test_responses_are_bounded_too(engine: EngineProcess[Any]) -> None:
-    [answer] = engine.do(ask, [{}], EarlyEnd(thinking_tokens=20), RESPONSES)
+    [answer] = engine.do(ask, [{}], Terms(thinking_tokens=20), RESPONSES)
     body = json.loads(answer.body)
     kinds = [each["type"] for each in body["output"]]
     assert kinds == ["reasoning", "message"]

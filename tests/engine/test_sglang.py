@@ -16,7 +16,7 @@ from engine_ext.errors import EngineStartError
 from engine_ext.plan.prompts import Prompts
 from engine_ext.plan.window import Outputs, Shape, plan_window
 from engine_ext.plugin import hooks
-from engine_ext.plugin.marks import ARRIVES, KIND
+from engine_ext.plugin.marks import ARRIVES, KIND, Terms
 from engine_ext.plugin.worker.endpoints import Endpoints
 from engine_ext.plugin.worker.host import EngineHost
 from service.demo.prompts import CHAT, COMPLETIONS, requests
@@ -120,14 +120,14 @@ def test_a_short_window_is_answered_before_a_long_one(engine: EngineProcess[Any]
 
         now = time.monotonic()
         patient = [
-            asyncio.create_task(host.run(CHAT, body(f"{long} {n}", 24), f"day-{n:03}", "day", now + 86_400))
+            asyncio.create_task(host.run(CHAT, body(f"{long} {n}", 24), f"day-{n:03}", "day", Terms(now + 86_400)))
             for n in range(400)
         ]
         async with asyncio.timeout(120):
             while sum(task.done() for task in patient) < 20:
                 await asyncio.sleep(0.02)
         hurried = [
-            host.run(CHAT, body("hi " * words, 4), f"soon-{n}", "soon", time.monotonic() + 600) for n in range(5)
+            host.run(CHAT, body("hi " * words, 4), f"soon-{n}", "soon", Terms(time.monotonic() + 600)) for n in range(5)
         ]
         answers = await asyncio.gather(*hurried)
         still = sum(not task.done() for task in patient)
@@ -340,7 +340,7 @@ def test_fields_of_the_service_are_not_a_clients_to_set(engine: EngineProcess[An
 @pytest.mark.parametrize("lengths", ["[[0,300,900]]", "a format of another version"])
 def test_profiles_of_lengths_change_no_answer(engine: EngineProcess[Any], lengths: str) -> None:
     answers = [
-        engine.do(EngineHost.run, CHAT, QUESTION, f"test-lengths-{number}", "test", lengths=given).body
+        engine.do(EngineHost.run, CHAT, QUESTION, f"test-lengths-{number}", "test", Terms(lengths=given)).body
         for number, given in enumerate(("", lengths))
     ]
     first, second = (json.loads(answer)["choices"] for answer in answers)

@@ -12,7 +12,7 @@ import pytest
 pytest.importorskip("sglang")
 
 from benchmarks.engine_process import EngineProcess
-from engine_ext.plugin.marks import PROJECT
+from engine_ext.plugin.marks import PROJECT, Terms
 from engine_ext.plugin.scheduler import spaces
 from engine_ext.plugin.scheduler.spaces import BLOCK, Explained, into_space
 from service.demo.tiny import NAME
@@ -37,7 +37,7 @@ async def ask(host: Any, project: str, number: int, ids: list[int], online: bool
     if online:
         answer = await host.serve(COMPLETIONS, body, rid, project=project)
     else:
-        answer = await host.run(COMPLETIONS, body, rid, "kind", project=project)
+        answer = await host.run(COMPLETIONS, body, rid, "kind", Terms(project=project))
     assert answer.status_code == 200, answer.body
     return cached(answer.body)
 

@@ -12,7 +12,7 @@ import pytest
 from engine_ext.coserve.limit import NO_LIMITS
 from engine_ext.coserve.predictor import Load
 from engine_ext.coserve.slo import CLASSES, DEFAULT, FLEX, PRIORITY
-from engine_ext.plugin.marks import marks, online_marks
+from engine_ext.plugin.marks import Terms, marks, online_marks
 from engine_ext.plugin.scheduler.beside import Beside, Decodes
 from engine_ext.plugin.scheduler.online import NOBODY
 from engine_ext.plugin.scheduler.turns import Turns, chunk_tokens
@@ -174,7 +174,7 @@ def test_decodes_have_their_steps_among_those_of_online_prompts() -> None:
         return SimpleNamespace(reqs=reqs, decoding_reqs=decoding)
 
     turns, online, of_batch = Turns(), Req("a", 0), Req("a", 1)
-    of_batch.sampling_params.custom_params = marks("kind", project="a")
+    of_batch.sampling_params.custom_params = marks("kind", Terms(project="a"))
     running = SimpleNamespace(reqs=[SimpleNamespace(finished=lambda: False)])
     for other in (batch(of_batch, tokens=9000), batch(online, tokens=9000, decoding=[online])):
         turns.note_step(other)
@@ -192,7 +192,7 @@ def test_decodes_have_their_steps_among_those_of_online_prompts() -> None:
 
 def test_requests_of_batches_are_none_of_a_projects() -> None:
     turns, ours = Turns(), Req("a", 0)
-    ours.sampling_params.custom_params = marks("kind", project="a")
+    ours.sampling_params.custom_params = marks("kind", Terms(project="a"))
     queue: list[Any] = [ours]
     came(turns, queue, Req("a", 1, PRIORITY))
     assert queue[0] is ours

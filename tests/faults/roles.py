@@ -21,7 +21,7 @@ from typing import Any
 import structlog
 import uvicorn
 
-from engine_ext.plugin.marks import NO_EARLY_END, EarlyEnd
+from engine_ext.plugin.marks import NO_TERMS, Terms
 from engine_ext.plugin.pulse import Beating, Pulses, Watch
 from engine_ext.plugin.worker.answers import Answer
 from service.api.connections import served
@@ -91,17 +91,7 @@ class LoggedEngine:
                 self._beating.stepped(time.monotonic())
             time.sleep(0.1)
 
-    async def run(
-        self,
-        endpoint: str,
-        body: dict[str, Any],
-        rid: str,
-        kind: str,
-        due: float,
-        lengths: str,
-        project: str,
-        early_end: EarlyEnd = NO_EARLY_END,
-    ) -> Answer:
+    async def run(self, endpoint: str, body: dict[str, Any], rid: str, kind: str, terms: Terms = NO_TERMS) -> Answer:
         with self.working():
             async with self._slots.enter(rid) as runs:
                 return await self._run(body) if runs else ABORTED

@@ -13,7 +13,7 @@ from typing import Any
 from redis.asyncio import Redis
 from sqlalchemy import select, update
 
-from engine_ext.plugin.marks import NO_EARLY_END, EarlyEnd
+from engine_ext.plugin.marks import NO_TERMS, Terms
 from engine_ext.plugin.worker.answers import Answer
 from service.db.sessions import Database
 from service.db.tables import Batch, BatchStatus, Model, Slice, SliceStatus
@@ -31,9 +31,9 @@ from service.queue.leases import free_expired, owners_of_expired
 from service.queue.progress import Heartbeat, Progress
 from service.settings import Settings
 from service.worker import scripted
+from service.worker.batch_engine import Engine
 from service.worker.loop import Worker
 from service.worker.script import Rule, Script
-from service.worker.slice_run import Engine
 from tests.batches import CHAT, create_batch
 from tests.conftest import Clock
 from tests.waiting import first_of, until
@@ -58,24 +58,14 @@ class ScriptedEngine(scripted.ScriptedEngine):
         # By content: the profile that it came with.
         self.lengths: dict[str, str] = {}
         # By content: what ends its answer early. Answers to those in `loops` say that they were stopped.
-        self.early_ends: dict[str, EarlyEnd] = {}
+        self.terms: dict[str, Terms] = {}
         self.loops = set[str]()
 
-    async def run(
-        self,
-        endpoint: str,
-        body: dict[str, Any],
-        rid: str,
-        kind: str,
-        due: float,
-        lengths: str,
-        project: str,
-        early_end: EarlyEnd = NO_EARLY_END,
-    ) -> Answer:
+    async def run(self, endpoint: str, body: dict[str, Any], rid: str, kind: str, terms: Terms = NO_TERMS) -> Answer:
         content = body["messages"][-1]["content"]
         self.runs[content] += 1
-        self.kinds[content], self.lengths[content], self.early_ends[content] = kind, lengths, early_end
-        answer = await super().run(endpoint, body, rid, kind, due, lengths, project, early_end)
+        self.kinds[content], self.lengths[content], self.terms[content] = kind, terms.lengths, terms
+        answer = await super().run(endpoint, body, rid, kind, terms)
         if answer.aborted or answer.status_code != 200:
             return answer
         usage = {"prompt_tokens": 10, "completion_tokens": 2, "prompt_tokens_details": {"cached_tokens": 4}}

@@ -13,7 +13,6 @@ from openai.types import Batch
 from sqlalchemy import select
 
 from engine_ext.plan.memory import Profile
-from engine_ext.plugin.marks import EarlyEnd
 from service.db.tables import LengthProfile
 from service.remote.accept import accept_of
 from service.settings import Settings
@@ -207,10 +206,10 @@ async def test_an_engine_is_told_what_ends_answers_early(harness: Harness, clien
     engine = ScriptedEngine()
     engine.loops = {"request 0"}
     await run(harness, engine, batch)
-    assert engine.early_ends == {
-        "request 0": EarlyEnd(True, 50),
-        "request 1": EarlyEnd(True, 10),
-        "request 2": EarlyEnd(False, 50),
+    assert {content: (terms.stops_loops, terms.thinking_tokens) for content, terms in engine.terms.items()} == {
+        "request 0": (True, 50),
+        "request 1": (True, 10),
+        "request 2": (False, 50),
     }
     assert about(client.batches.retrieve(batch.id))["outcomes"]["looped"] == 1
 

@@ -11,7 +11,7 @@ import openai
 import pytest
 from sqlalchemy import func, select, update
 
-from engine_ext.plugin.marks import NO_EARLY_END, EarlyEnd
+from engine_ext.plugin.marks import NO_TERMS, Terms
 from service import ids
 from service.db.tables import Batch, BatchStatus, EarlyRun, Slice
 from service.objects.early_results import EVERY_S, EarlyResults
@@ -58,19 +58,9 @@ class Gate(ScriptedEngine):
         super().__init__(**kinds)
         self.room = asyncio.Semaphore(0)
 
-    async def run(
-        self,
-        endpoint: str,
-        body: dict[str, Any],
-        rid: str,
-        kind: str,
-        due: float,
-        lengths: str,
-        project: str,
-        early_end: EarlyEnd = NO_EARLY_END,
-    ) -> Any:
+    async def run(self, endpoint: str, body: dict[str, Any], rid: str, kind: str, terms: Terms = NO_TERMS) -> Any:
         await self.room.acquire()
-        return await super().run(endpoint, body, rid, kind, due, lengths, project, early_end)
+        return await super().run(endpoint, body, rid, kind, terms)
 
     def open(self, count: int) -> None:
         for _ in range(count):

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from sqlalchemy import select
 
-from engine_ext.plugin.marks import NO_EARLY_END, EarlyEnd
+from engine_ext.plugin.marks import NO_TERMS, Terms
 from engine_ext.plugin.worker.answers import Answer
 from service.db.tables import Batch, BatchStatus, SliceBatch
 from tests.integration.harness import Harness, ScriptedEngine, jsonl, line
@@ -22,20 +22,10 @@ class Waiting(ScriptedEngine):
         super().__init__(**how)
         self.late, self.free = late, asyncio.Event()
 
-    async def run(
-        self,
-        endpoint: str,
-        body: dict[str, Any],
-        rid: str,
-        kind: str,
-        due: float,
-        lengths: str,
-        project: str,
-        early_end: EarlyEnd = NO_EARLY_END,
-    ) -> Answer:
+    async def run(self, endpoint: str, body: dict[str, Any], rid: str, kind: str, terms: Terms = NO_TERMS) -> Answer:
         if body["messages"][-1]["content"] in self.late:
             await self.free.wait()
-        return await super().run(endpoint, body, rid, kind, due, lengths, project, early_end)
+        return await super().run(endpoint, body, rid, kind, terms)
 
 
 async def shared(harness: Harness, *counts: int) -> list[str]:

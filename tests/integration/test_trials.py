@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from engine_ext.plugin.marks import NO_EARLY_END, EarlyEnd
+from engine_ext.plugin.marks import NO_TERMS, Terms
 from engine_ext.plugin.worker.answers import Answer
 from service.queue.leases import Lease, Leases
 from service.worker.feed import Feed
@@ -24,23 +24,13 @@ class MortalEngine(ScriptedEngine):
 
     killers: frozenset[str] = frozenset()
 
-    async def run(
-        self,
-        endpoint: str,
-        body: dict[str, Any],
-        rid: str,
-        kind: str,
-        due: float,
-        lengths: str,
-        project: str,
-        early_end: EarlyEnd = NO_EARLY_END,
-    ) -> Answer:
+    async def run(self, endpoint: str, body: dict[str, Any], rid: str, kind: str, terms: Terms = NO_TERMS) -> Answer:
         if body["messages"][-1]["content"] in self.killers:
             assert self.hold is not None
             self.hold.set()
         if self.hold is not None and self.hold.is_set():
             await asyncio.Event().wait()
-        return await super().run(endpoint, body, rid, kind, due, lengths, project, early_end)
+        return await super().run(endpoint, body, rid, kind, terms)
 
 
 async def one_life(harness: Harness, leases: Leases, killers: frozenset[str]) -> tuple[list[int], bool]:

@@ -26,7 +26,7 @@ def chat(content: Any, **more: Any) -> dict[str, Any]:
 
 
 async def run(engine: ScriptedEngine, endpoint: str, body: dict[str, Any], rid: str = "id-1") -> Answer:
-    return await engine.run(endpoint, body, rid, "kind", 0.0, "", "project")
+    return await engine.run(endpoint, body, rid, "kind")
 
 
 async def said(engine: ScriptedEngine, content: Any, **more: Any) -> tuple[int, str, str]:

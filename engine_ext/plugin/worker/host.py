@@ -2,7 +2,6 @@
 
 import asyncio
 import gc
-import math
 import os
 import signal
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
@@ -20,7 +19,7 @@ from engine_ext.coserve.slo import DEFAULT
 from engine_ext.costs.cost import CostModel
 from engine_ext.errors import EngineEnded, EngineStartError
 from engine_ext.plugin import hooks, json_log
-from engine_ext.plugin.marks import KIND, NO_EARLY_END, RESERVED, UNTOLD, EarlyEnd, marks, online_marks
+from engine_ext.plugin.marks import KIND, NO_TERMS, RESERVED, UNTOLD, Terms, marks, online_marks
 from engine_ext.plugin.options import Options, Overlap, emulated_name
 from engine_ext.plugin.platform_entry import accelerator_memory, gpu_is_present, machine_name
 from engine_ext.plugin.pulse import Pulses, Watch
@@ -207,22 +206,10 @@ class EngineHost:
         states = await self._manager.get_internal_state()
         return sum(int(state["effective_max_running_requests_per_dp"]) for state in states)
 
-    async def run(
-        self,
-        endpoint: str,
-        body: dict[str, Any],
-        rid: str,
-        kind: str,
-        due: float = math.inf,
-        lengths: str = "",
-        project: str = "",
-        early_end: EarlyEnd = NO_EARLY_END,
-    ) -> Answer:
+    async def run(self, endpoint: str, body: dict[str, Any], rid: str, kind: str, terms: Terms = NO_TERMS) -> Answer:
         """Run one request; requests of one `kind` are alike, such as those of one batch.
 
-        `due`: when it must have ended, by time.monotonic. `lengths`: the profile of earlier answers to requests like it
-        (plan/memory.py). `project`: whose request it is, with whose others alone it shares the KV cache. It answers bad
-        requests with 4xx, and never raises for them.
+        It answers bad requests with 4xx, and never raises for them.
         """
         is_online.set(False)
         fields = plain(endpoint, {key: value for key, value in body.items() if key not in RESERVED_FIELDS})
@@ -230,12 +217,11 @@ class EngineHost:
         if (refusal := self._refused(endpoint, fields, size)) is not None:
             return refusal
         if endpoint in self._others.served:
-            known = Told(rid, kind, due=due, lengths=lengths, project=project, early_end=early_end)
-            return await self._others.run(endpoint, fields, known)
+            return await self._others.run(endpoint, fields, Told(rid, kind, terms=terms))
         request = self._read(endpoint, fields, rid)
         if isinstance(request, Answer):
             return request
-        request.custom_params = (request.custom_params or {}) | marks(kind, due, lengths, project, early_end)
+        request.custom_params = (request.custom_params or {}) | marks(kind, terms)
         known = Told(rid, kind, guard.prompts_in(request))
         with self._in_flight.counted(known):
             response: Any = await self._serving[endpoint][1].answer(request, size.total, known)

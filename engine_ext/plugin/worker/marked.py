@@ -5,7 +5,6 @@ when it ends is kept.
 """
 
 import asyncio
-import math
 from collections.abc import AsyncIterator
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -16,14 +15,14 @@ from sglang.srt.managers.io_struct import EmbeddingReqInput
 from sglang.srt.managers.tokenizer_manager_score_mixin import TokenizerManagerScoreMixin
 
 from engine_ext.coserve.slo import DEFAULT
-from engine_ext.plugin.marks import NO_EARLY_END, EarlyEnd, marks, online_marks
+from engine_ext.plugin.marks import NO_TERMS, Terms, marks, online_marks
 
 
 @dataclass(slots=True)
 class Told:
     """What is known of one request while it runs; SGLang splits it into `parts` requests (0: it runs as one).
 
-    `kind`: see `EngineHost.run`; ONLINE for an online request, of the class `slo`. `project`: whose request it is.
+    `kind`: see `EngineHost.run`; ONLINE for an online request, of the class `slo` and this `project`.
     """
 
     rid: str
@@ -34,11 +33,9 @@ class Told:
     stopped_by_length: bool = False
     prompt_tokens: int = 0
     cached_tokens: int = 0
-    due: float = math.inf
-    lengths: str = ""
+    terms: Terms = NO_TERMS  # of a batch's request
     slo: str = DEFAULT
     project: str = ""
-    early_end: EarlyEnd = NO_EARLY_END
     looped: bool = False  # the engine ended it because it repeats itself
     weight: float = 1.0  # of the project of an online request
     text: dict[str, Any] | None = None  # how a response's text must look, which its answer repeats
@@ -82,7 +79,7 @@ class MarkedManager(TokenizerManagerScoreMixin):
 
 def _marks(known: Told) -> dict[str, Any] | None:
     if known.kind:
-        return marks(known.kind, known.due, known.lengths, known.project, known.early_end)
+        return marks(known.kind, known.terms)
     return online_marks(known.slo, known.project, known.weight) or None
 
 
