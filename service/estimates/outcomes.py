@@ -15,7 +15,7 @@ def words_of(counts: Counts, has_ended: bool) -> list[str]:
     found = list[str]()
     if counts.not_accepted > SHARE * answers:
         found.append(
-            f"{counts.not_accepted:,} {of} {_were(counts.not_accepted)} not accepted: their error lines have them, and "
+            f"{counts.not_accepted:,} {of} {_were(counts.not_accepted)} not accepted: the error lines have them, and "
             "say why; allow more tokens or retries, or ask for less"
         )
     if counts.cut_off > SHARE * answers:
