@@ -21,7 +21,7 @@ from service.worker.loops import period_of
 
 SCHEMA_FIELDS = ("response_format", "text", "json_schema")  # of a request, that say which JSON it asks for
 MOST_SCHEMA_BYTES = 64 * 1024
-# Keywords that are applied to one answer, and the members that they look at: tens of milliseconds at most.
+# Keywords that are applied to the choices of one answer, and members that they look at: tens of milliseconds at most.
 MOST_CHECKS = 5000
 KNOWN_SCHEMAS = 64
 # The grammar enforces patterns, and one can be made to take hours here; formats are annotations; and looking for equal
@@ -37,18 +37,17 @@ class TooMuch(Exception):
 
 
 def outcomes_of(asked: dict[str, Any], answer: Body) -> list[Outcome]:
-    """Return the outcomes of an answer's choices that are not ok. `asked`: the request's body."""
-    found = list[Outcome]()
-    try:
-        for end in _ends(answer):
-            outcome = _outcome_of(asked, end)
-            if outcome and outcome not in found:
-                found.append(outcome)
-    except TooMuch:
-        pass
-    except Exception as error:  # no schema, however odd, costs its request the answer
-        log.info("answer not judged", error=repr(error))
-    return found
+    """Return the outcomes of an answer's choices that are not ok, each once. `asked`: the request's body."""
+    found = dict[Outcome, None]()
+    _budget.left = MOST_CHECKS
+    for end in _ends(answer):
+        try:
+            found[_outcome_of(asked, end)] = None
+        except TooMuch:
+            continue
+        except Exception as error:  # no schema, however odd, costs its request the answer
+            log.info("answer not judged", error=repr(error))
+    return [outcome for outcome in found if outcome]
 
 
 def outcome_of(asked: dict[str, Any], answer: Body) -> Outcome:
@@ -68,6 +67,7 @@ def _outcome_of(asked: dict[str, Any], end: "_End") -> Outcome:
 
 def is_valid(asked: dict[str, Any], answer: Body) -> bool:
     """Return whether each choice is the JSON that was asked for; False if none was asked for, or nobody can say."""
+    _budget.left = MOST_CHECKS
     try:
         ends = _ends(answer)
         return bool(ends) and all(end.reason == "stop" and _is_valid(asked, end.text) for end in ends)
@@ -120,7 +120,6 @@ def _is_valid(asked: dict[str, Any], text: str) -> bool | None:
     written = msgspec.json.encode(wanted)
     if len(written) > MOST_SCHEMA_BYTES:
         return None
-    _budget.left = MOST_CHECKS
     return bool(_validator(written).is_valid(found))
 
 

@@ -10,7 +10,7 @@ from service.estimates.outcomes import words_of
 from service.objects.shards import Outcome
 from service.queue.counts import Counts
 from service.worker.answer_body import read, usage_of
-from service.worker.judge import MOST_CHECKS, outcome_of
+from service.worker.judge import MOST_CHECKS, outcome_of, outcomes_of
 
 TICKET = {
     "type": "object",
@@ -125,6 +125,18 @@ def test_large_answers_cost_little(schema: Any, text: str) -> None:
     started = time.process_time()
     assert judged(asked, chat((text, "stop"))) == "ok"
     assert time.process_time() - started < 5  # it would be minutes
+
+
+def test_choices_share_the_budget_of_their_answer() -> None:
+    """A hundred choices cost no more than one; what needs no schema is said of those after it, too."""
+    items = {"type": "array", "items": {"enum": ["a", "b"]}}
+    asked = {"response_format": {"type": "json_schema", "json_schema": {"schema": items}}}
+    text, bad = json.dumps(["a"] * 900), json.dumps(["a", "z"])
+    assert judged(asked, chat((bad, "stop"))) == "invalid"
+    few = read(json.dumps(chat((text, "stop"), (bad, "stop"))).encode())
+    assert outcomes_of(asked, few) == [Outcome.INVALID]
+    many = read(json.dumps(chat(*[(text, "stop")] * 100, (bad, "stop"), ("[", "length"))).encode())
+    assert outcomes_of(asked, many) == [Outcome.CUT_OFF]
 
 
 def test_answers_in_a_form_of_their_own_are_not_judged() -> None:
