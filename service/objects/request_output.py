@@ -49,7 +49,7 @@ def with_limit(endpoint: str, body: dict[str, Any], most: int | None, more: int 
 
 
 def _whole(value: Any) -> int:
-    """Return a limit, which may be written as 100.0; 0 for what is none."""
+    """Return a limit as a whole number, also if it is written as 100.0; 0 for any other value."""
     if isinstance(value, float) and value.is_integer():
         return int(value)
     return value if isinstance(value, int) and not isinstance(value, bool) else 0

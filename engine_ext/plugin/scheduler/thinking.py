@@ -32,7 +32,7 @@ def bound(manager: Any, request: Any) -> None:
 
 
 def close(grammar: Any) -> bool:
-    """End the thought that a request is in; return False if it is in none that can be ended."""
+    """End the thought that a request is in; return whether there is one that can be ended."""
     if not getattr(grammar, "enable_token_filter", False) or not grammar._is_thinking():
         return False
     grammar.max_think_tokens = 0
