@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -13,6 +14,7 @@ from engine_ext.costs.cost import CostModel
 from engine_ext.costs.engine_model import Clock, EngineModel
 from engine_ext.costs.hardware import Machine, hardware
 from engine_ext.costs.model_shape import preset
+from engine_ext.plugin.scheduler import steps
 from engine_ext.plugin.scheduler.steps import INTERVALS, Lane, StepBooks
 
 COST = CostModel(preset("llama-3-8b"), Machine(hardware("h200")))
@@ -48,6 +50,27 @@ def test_a_prefill_beside_decodes_takes_no_time_twice(tmp_path: Path) -> None:
     assert found["prompt_tokens"] == 1000
     assert found["step_s"] == pytest.approx(3.0)
     assert not (tmp_path / "steps.jsonl").exists()  # what ran beside another tells no costs
+
+
+def test_a_step_ends_before_its_results_are_handled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """SGLang handles them for milliseconds, in which the next step runs: reads seemed to cost nothing."""
+    books, clock = StepBooks(MODEL), iter([10.0, 10.5])
+    monkeypatch.setattr(steps, "now", lambda: next(clock))
+    monkeypatch.setattr(steps.emulated, "outlasts_launch", lambda: True)
+    monkeypatch.setattr(steps.pulse_hooks, "stepped", lambda _: None)
+    books.begin(Load(100, 1e4, 1, 0, 0), steps.now())
+    scheduler = SimpleNamespace(batchweave_steps=books)
+    batch = SimpleNamespace(forward_mode=SimpleNamespace(is_split_prefill=lambda: False))
+    waited = list[str]()
+    monkeypatch.setattr(steps.emulated, "wait_for", lambda _: waited.append("waited"))
+
+    def handle(*_: object) -> str:
+        assert waited == ["waited"]
+        assert books.report()["step_s"] == pytest.approx(0.5)
+        return "handled"
+
+    assert steps.process_batch_result(handle, scheduler, batch, None) == "handled"
+    assert books.report()["engine_steps"] == 1
 
 
 def test_an_end_without_a_beginning_is_nobody_s_step() -> None:

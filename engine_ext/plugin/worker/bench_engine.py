@@ -77,14 +77,15 @@ class BenchEngine:
         capacity: int | None = None,
         context: int = CONTEXT,
         emulation: Emulation = Emulation.VIRTUAL,
+        steps_file: str | None = None,
     ) -> "BenchEngine":
         """Start an engine on an emulated machine with `capacity` tokens of KV cache.
 
-        `model_path`: any small model; it never runs.
+        `model_path`: any small model; it never runs. `steps_file`: where to write each step.
         """
         return cls(
             model_path,
-            Options(cost, emulated=emulation, retunes=True),
+            Options(cost, emulated=emulation, retunes=True, steps_file=steps_file),
             {
                 **CPU_DEFAULTS,
                 "max_total_tokens": capacity or EngineModel.of(cost).capacity,
