@@ -20,15 +20,20 @@ from service.requests.tokens import Prompt, PromptTokens
 
 TOKENIZE_LINES = 256
 TOKENIZE_BYTES = 1024 * 1024  # of raw lines; their parsed bodies are several times as large
+RECORDED = frozenset(RECORD.names or ())
 
 
 class Place(NamedTuple):
-    """The place of a line: byte offset and length, 1-based number, and its requested output (AskedOutput.packed)."""
+    """The place of a line: byte offset and length, 1-based number, and its requested output (AskedOutput.packed).
+
+    `thinking`: the most tokens that its answer may think.
+    """
 
     offset: int
     length: int
     line: int
     asked: int
+    thinking: int | None
 
 
 class _Ahead(NamedTuple):
@@ -112,11 +117,10 @@ class IndexWriter:
     async def _write_keys(
         self, places: list[Place], bodies: list[dict[str, Any]], prompts: list[Sequence[int]]
     ) -> None:
-        scope = f"{self.project_id} {self.checker.model}"
-        found = [
-            keys_of(scope, self.endpoint, body, prompt, place.asked & MOST_TOKENS, bool(place.asked & EXACT))
-            for place, body, prompt in zip(places, bodies, prompts, strict=True)
-        ]
+        scope, found = f"{self.project_id} {self.checker.model}", list[tuple[int, int]]()
+        for place, body, prompt in zip(places, bodies, prompts, strict=True):
+            most, exact = place.asked & MOST_TOKENS, bool(place.asked & EXACT)
+            found.append(keys_of(scope, self.endpoint, body, prompt, most, exact, place.thinking))
         await self.keys.write(np.array(found, dtype=KEYS).tobytes())
 
     def _is_too_long(self, body: dict[str, Any], prompt: Prompt) -> bool:
@@ -149,7 +153,8 @@ async def _append(
     rows = np.zeros(len(places), dtype=RECORD)
     lengths = np.array([len(each) for each in prompts], dtype=np.int64)
     for name, column in zip(Place._fields, zip(*places, strict=True), strict=True):
-        rows[name] = column
+        if name in RECORDED:
+            rows[name] = column
     rows["tokens"] = lengths
     rows["tokens_at"] = tokens_at + np.cumsum(lengths) - lengths
     flat = np.fromiter(chain.from_iterable(prompts), dtype="<u4", count=int(lengths.sum()))

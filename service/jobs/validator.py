@@ -291,9 +291,9 @@ class Validator:
                 if encoder is not None:
                     body = with_limit(batch.endpoint, request.body, batch.max_tokens)
                     # The worker takes the request's own limit where the context cannot hold more.
-                    raised = with_limit(batch.endpoint, body, None, known(checker.accept, request.batchweave).more)
-                    asked = asked_output(batch.endpoint, raised).packed
-                    await index.add(encoder, Place(offset, len(raw), number, asked), body)
+                    accept = known(checker.accept, request.batchweave)
+                    asked = asked_output(batch.endpoint, with_limit(batch.endpoint, body, None, accept.more)).packed
+                    await index.add(encoder, Place(offset, len(raw), number, asked, accept.thinking_tokens), body)
         except LineTooLong as error:
             limit = self._settings.max_line_bytes
             checker.add(LineError("invalid_request", f"The line is longer than {limit} bytes.", error.line))

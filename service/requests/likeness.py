@@ -16,16 +16,24 @@ NOTHING = (0, 0)
 
 
 def keys_of(
-    scope: str, endpoint: str, body: dict[str, Any], prompt: Sequence[int], most: int, exact: bool
+    scope: str,
+    endpoint: str,
+    body: dict[str, Any],
+    prompt: Sequence[int],
+    most: int,
+    exact: bool,
+    thinking: int | None = None,
 ) -> tuple[int, int]:
     """Return the keys of a request: those of its prompt's beginning and of its kind, 63 bits each.
 
     Zeros where the answer's length says nothing about others: it is `exact`, or there are several answers. `scope`:
     within which answers are alike, such as a project's with one model. `most`: the most tokens of the answer, or 0.
+    `thinking`: how many of them may be thought.
     """
     if exact or _has_several(endpoint, body):
         return NOTHING
-    switches = msgspec.json.encode([body.get(name) for name in SWITCHES])
+    bound = [] if thinking is None else [thinking]
+    switches = msgspec.json.encode([body.get(name) for name in SWITCHES] + bound)
     alike = b"\0".join((scope.encode(), endpoint.encode(), switches, str(most.bit_length()).encode()))
     length = str(len(prompt).bit_length()).encode()
     return _key(alike, array("I", prompt[:BEGINNING]).tobytes()), _key(alike, b"kind " + length)

@@ -85,6 +85,24 @@ async def test_another_task_limit_or_project_is_not_expected_to_answer_alike(har
     assert (await harness.batch(batch_id)).planned_output_tokens / REQUESTS > 50
 
 
+async def test_answers_whose_thoughts_are_bounded_are_remembered_apart(harness: Harness) -> None:
+    """Long thoughts would make those that are bounded seem long too, and bounded ones the others short."""
+    await ran(harness, asked())
+
+    async def bounded(first: int) -> float:
+        batch_id = await harness.submit(asked(first))
+        async with harness.database.write() as session:
+            accept = {"thinking_tokens": 4000}
+            await session.execute(update(Batch).where(Batch.id == batch_id).values(accept=accept))
+        await harness.plan()
+        async with harness.working(ScriptedEngine()):
+            [batch] = await harness.until_ended(batch_id)
+        return batch.planned_output_tokens / REQUESTS
+
+    assert await bounded(1000) > 50
+    assert await bounded(2000) == pytest.approx(2, rel=0.2)
+
+
 async def test_requests_without_a_common_beginning_are_known_by_their_kind(harness: Harness) -> None:
     def alone(number: int) -> dict[str, object]:
         return line(

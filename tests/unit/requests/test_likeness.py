@@ -15,7 +15,7 @@ def keys(
     body: dict[str, Any] | None = None, prompt: list[int] = PROMPT, most: int = 100, **said: Any
 ) -> tuple[int, int]:
     endpoint, scope = said.get("endpoint", CHAT), said.get("scope", "project model")
-    return keys_of(scope, endpoint, body or {}, prompt, most, said.get("exact", False))
+    return keys_of(scope, endpoint, body or {}, prompt, most, said.get("exact", False), said.get("thinking"))
 
 
 def test_keys_are_the_same_in_every_process_and_fit_a_signed_column() -> None:
@@ -42,6 +42,8 @@ def test_prompts_that_differ_behind_their_beginning_are_alike() -> None:
         keys(most=1000),
         keys(scope="another"),
         keys(endpoint=TEXT),
+        keys(thinking=0),
+        keys(thinking=4000),
     ],
 )
 def test_what_changes_the_length_of_an_answer_makes_another_key(other: tuple[int, int]) -> None:
