@@ -75,6 +75,11 @@ class AcceptExtras(BaseModel):
         Field(ge=0, le=MOST_TOKENS, description="How many tokens a model that reasons may think before it answers"),
     ] = None
 
+    explain: Annotated[
+        bool,
+        Field(description="Another try is shown the answer before, and told what is wrong with it"),
+    ] = False
+
     @model_validator(mode="after")
     def has_a_reason(self) -> "AcceptExtras":
         Accept.of(self.model_dump(by_alias=True))

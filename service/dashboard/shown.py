@@ -104,6 +104,7 @@ class Shown:
             "the whole JSON that was asked for": found.schema,
             "not cut off, looped or refused": found.finish,
             f"{found.retries} {'retry' if found.retries == 1 else 'retries'}": found.retries,
+            "tries are told what was wrong": found.explain,
             f"{found.more:,} more tokens": found.more,
             "loops are stopped": found.loops,
             f"thoughts of {found.thinking_tokens or 0:,} tokens": found.thinking_tokens is not None,

@@ -9,6 +9,7 @@ NAMES: dict[str, Any] = {
     "finish": "stop",
     "loops": "stop",
     "retries": None,
+    "explain": True,
     "continue": None,
     "thinking_tokens": None,
 }
@@ -29,6 +30,8 @@ def accept_of(text: str | None) -> dict[str, Any] | None:
         if usual is not None and value not in ("", str(usual)):
             raise typer.BadParameter(f"{name} takes no value")
         found[name] = int(value) if usual is None else usual
+    if found.get("explain") and not found.get("retries"):
+        raise typer.BadParameter("explain needs retries: it is another try that is told what was wrong")
     if found.get("retries") and not found.keys() & {"schema", "finish"}:
         raise typer.BadParameter("retries needs schema or finish: they say which answers are asked again")
     return found or None
@@ -45,6 +48,7 @@ AcceptOption = Annotated[
         "--accept",
         callback=_checked,
         help="Take only good answers, by names with commas between: schema (valid JSON), finish (not cut off, looped "
-        "or refused); about others: retries=2, continue=500 (more tokens), loops (stop them), thinking_tokens=4000.",
+        "or refused); about others: retries=2, explain (tells a try what was wrong), continue=500 (more tokens), "
+        "loops (stops them), thinking_tokens=4000.",
     ),
 ]

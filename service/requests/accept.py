@@ -8,7 +8,12 @@ from service.objects.request_output import MOST_TOKENS
 
 MOST_RETRIES = 5  # of one request
 MOST_CHARACTERS = 200  # of a message that repeats what the line says
-_CAPPED = ("retries", "continue", "thinking_tokens")  # of which a line has no more than its batch
+_CAPPED = {
+    "retries": 0,
+    "continue": 0,
+    "thinking_tokens": None,
+    "explain": False,
+}  # of which a line has no more than its batch
 
 
 class Accept(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True, rename={"more": "continue"}):
@@ -16,7 +21,8 @@ class Accept(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fie
 
     `finish`: "stop" takes none that was cut off, looped or refused. `schema`: none that is not the JSON that was asked
     for. `retries`: how often a request is asked again. `more`: tokens of an answer beyond its request's limit.
-    `loops`: "stop" ends an answer where it repeats itself. `thinking_tokens`: how many an answer may think.
+    `loops`: "stop" ends an answer where it repeats itself. `thinking_tokens`: how many an answer may think. `explain`:
+    another try is told what is wrong with the answer before.
     """
 
     finish: Literal["stop"] | None = None
@@ -25,10 +31,13 @@ class Accept(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fie
     more: Annotated[int, msgspec.Meta(ge=0, le=MOST_TOKENS)] = 0
     loops: Literal["stop"] | None = None
     thinking_tokens: Annotated[int, msgspec.Meta(ge=0, le=MOST_TOKENS)] | None = None
+    explain: bool = False
 
     def __post_init__(self) -> None:
         if self.retries and not (self.finish or self.schema):
             raise ValueError("'retries' needs 'finish' or 'schema': they say which answers are asked again")
+        if self.explain and not self.retries:
+            raise ValueError("'explain' needs 'retries': it is another try that is told what was wrong")
 
     @classmethod
     def of(cls, found: dict[str, Any] | None) -> "Accept":
@@ -48,11 +57,13 @@ class Accept(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fie
             wanted = mine | extras["accept"]
             if not (wanted.get("finish") or wanted.get("schema") or "retries" in extras["accept"]):
                 wanted.pop("retries", None)  # nothing is left to ask again for
+            if not wanted.get("retries") and "explain" not in extras["accept"]:
+                wanted.pop("explain", None)
             found = msgspec.convert(wanted, Accept)
         except (msgspec.ValidationError, RecursionError) as error:
             raise ValueError(f"'batchweave.accept' is not valid: {str(error)[:MOST_CHARACTERS]}") from error
-        for name in _CAPPED:
-            asked, allowed = extras["accept"].get(name), mine.get(name, None if name == "thinking_tokens" else 0)
+        for name, usual in _CAPPED.items():
+            asked, allowed = extras["accept"].get(name), mine.get(name, usual)
             if allowed is not None and ((asked is None and name in extras["accept"]) or (asked or 0) > allowed):
                 raise ValueError(f"'batchweave.accept.{name}' is {str(asked)[:30]}; the batch allows {allowed}")
         return found

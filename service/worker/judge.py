@@ -24,6 +24,7 @@ MOST_SCHEMA_BYTES = 64 * 1024
 # Keywords that are applied to the choices of one answer, and members that they look at: tens of milliseconds at most.
 MOST_CHECKS = 5000
 KNOWN_SCHEMAS = 64
+MOST_PATH, MOST_FAULT = 100, 300  # characters of what is said about a fault
 # The grammar enforces patterns, and one can be made to take hours here; formats are annotations; and looking for equal
 # items takes the square of their number.
 LEFT_OUT = ("pattern", "patternProperties", "format", "uniqueItems")
@@ -73,6 +74,25 @@ def is_valid(asked: dict[str, Any], answer: Body) -> bool:
         return bool(ends) and all(end.reason == "stop" and _is_valid(asked, end.text) for end in ends)
     except Exception:  # as in outcome_of
         return False
+
+
+def only_text(answer: Body) -> str | None:
+    """Return the text of an answer; None if it has several choices."""
+    ends = _ends(answer)
+    return ends[0].text if len(ends) == 1 else None
+
+
+def fault_of(asked: dict[str, Any], text: str) -> str | None:
+    """Return what is wrong with a text that is not the JSON that was asked for; None if nobody can say."""
+    _budget.left = MOST_CHECKS
+    try:
+        found = msgspec.json.decode(text)
+        error = next(_validator(msgspec.json.encode(asked_json(asked))).iter_errors(found))
+        return f"does not meet the schema at {error.json_path[:MOST_PATH]}: {error.message[:MOST_FAULT]}"
+    except (msgspec.DecodeError, RecursionError) as error:
+        return f"is not valid JSON: {error}"
+    except Exception:  # as in outcomes_of
+        return None
 
 
 class _End(NamedTuple):

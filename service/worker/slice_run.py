@@ -303,7 +303,7 @@ class SliceRun:
                 usage, outcomes = usage_of(body), outcomes_of(request.body, body)
                 if answer.looped:
                     outcomes.insert(0, Outcome.LOOPED)
-                if tries.has_another(outcomes, usage):
+                if tries.has_another(outcomes, usage, body):
                     return None
                 response["body"] = msgspec.Raw(tries.noted(answer.body))
                 refusal, outcome = tries.refusal(outcomes), next(iter(outcomes), Outcome.OK)

@@ -1,7 +1,7 @@
 """Asks a request again while its answers are not accepted, and adds up what all of them took."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
@@ -11,7 +11,8 @@ from service.objects.shards import Outcome, Usage
 from service.requests.accept import Accept
 from service.requests.asked_json import asked_json
 from service.requests.parameters import KNOWN
-from service.worker.answer_body import NO_USAGE
+from service.worker.answer_body import NO_USAGE, Body
+from service.worker.explained import explanation, with_turns
 
 WARMER = 0.7  # the temperature of another try at a greedy request, which would get the same answer again
 GREEDY = {"temperature": 0, "top_p": 0, "top_k": 1}
@@ -31,6 +32,7 @@ class Tries:
     """The tries at one request. `asked`: its body. `spent`: the tokens of the answers that were not accepted.
 
     `is_due`: another try is to come. `has_room`: the context may hold the tokens beyond the request's own limit.
+    `turns`: what the next try is told of the last answer.
     """
 
     accept: Accept
@@ -40,6 +42,7 @@ class Tries:
     spent: Usage = NO_USAGE
     is_due: bool = False
     has_room: bool = True
+    turns: list[dict[str, str]] = field(default_factory=list[dict[str, str]])
 
     def next_body(self) -> dict[str, Any]:
         """Return the request's body for the try that comes now."""
@@ -47,6 +50,7 @@ class Tries:
         body = with_limit(self.endpoint, self.asked, None, self.accept.more) if self.has_room else self.asked
         if self.number == 1:
             return body
+        body = with_turns(self.endpoint, body, self.turns)
         greedy = {name for name, value in GREEDY.items() if body.get(name) == value}
         if greedy:
             body = {name: value for name, value in body.items() if name not in greedy} | {"temperature": WARMER}
@@ -60,18 +64,25 @@ class Tries:
             return not (self.accept.finish or (self.accept.schema and asked_json(self.asked) is not None))
         return not (self.accept.schema and outcome == Outcome.INVALID)
 
-    def has_another(self, outcomes: Sequence[Outcome], usage: Usage) -> bool:
+    def has_another(self, outcomes: Sequence[Outcome], usage: Usage, answer: Body) -> bool:
         """Return whether to ask again after an answer whose choices have these outcomes; then it counts as spent."""
-        if all(map(self.takes, outcomes)) or self.number > self.accept.retries:
+        bad = next((each for each in outcomes if not self.takes(each)), None)
+        if bad is None or self.number > self.accept.retries:
             return False
+        self.turns = explanation(self.asked, answer, bad) if self.accept.explain else []
         self.spent = self.plus(usage)
         self.number += 1
         self.is_due = True
         return True
 
     def has_less_room(self, error_code: str | None) -> bool:
-        """Return whether to ask again within the request's own limit, because the model cannot hold more."""
-        if not (self.has_room and self.accept.more and error_code == "context_length_exceeded"):
+        """Return whether to ask again with less, because the model's context cannot hold what was asked."""
+        if error_code != "context_length_exceeded":
+            return False
+        if self.turns:
+            self.turns, self.is_due = [], True
+            return True
+        if not (self.has_room and self.accept.more):
             return False
         self.has_room, self.is_due = False, True
         return True

@@ -101,6 +101,20 @@ async def test_a_request_is_asked_again_until_its_answer_is_taken(harness: Harne
     assert about(client.post(path, cast_to=Batch, body={"accept": None}))["accept"] is None
 
 
+async def test_another_try_is_told_what_was_wrong(harness: Harness, client: openai.OpenAI) -> None:
+    lines = [line(number) for number in range(2)]
+    for each in lines:
+        each["body"]["response_format"] = SCHEMA
+    lines[1]["batchweave"] = {"accept": {"explain": False}}
+    batch = create(client, lines, schema=True, retries=1, explain=True)
+    engine = ruled(Rule(prompt="Your answer *", answer='{"n": 1}'), Rule(answer="none"))
+    await run(harness, engine, batch)
+    output, errors = await harness.results(await harness.batch(batch.id))
+    assert (set(output), set(errors)) == ({"id-0"}, {"id-1"})
+    [told] = [prompt for prompt in engine.runs if prompt.startswith("Your answer")]
+    assert told.startswith("Your answer is not valid JSON")
+
+
 async def test_answers_may_be_longer_than_their_requests_say(harness: Harness, client: openai.OpenAI) -> None:
     lines = [line(number) for number in range(3)]
     lines[0]["body"] |= {"max_tokens": 1}
@@ -117,6 +131,7 @@ async def test_answers_may_be_longer_than_their_requests_say(harness: Harness, c
     ("accept", "words"),
     [
         ({"retries": 2}, "'retries' needs 'finish' or 'schema'"),
+        ({"finish": "stop", "explain": True}, "'explain' needs 'retries'"),
         ({"finish": "length"}, "'stop'"),
         ({"finish": "stop", "retries": 6}, "less than or equal to 5"),
         ({"schema": True, "retry": 1}, "unknown field"),
@@ -172,6 +187,7 @@ async def test_lengths_are_learned_from_the_answers_that_count(harness: Harness,
         (None, None),
         ("", None),
         ("schema, finish,retries=2", {"schema": True, "finish": "stop", "retries": 2}),
+        ("schema,retries=2,explain", {"schema": True, "retries": 2, "explain": True}),
         ("loops=stop,continue=5,thinking_tokens=0", {"loops": "stop", "continue": 5, "thinking_tokens": 0}),
     ],
 )
@@ -180,7 +196,8 @@ def test_the_command_line_says_what_is_accepted(text: str | None, wanted: dict[s
 
 
 @pytest.mark.parametrize(
-    "text", ["retry=1", "retries", "retries=-1", "retries=two", "schema=yes", "loops=on", "=1", "retries=1,loops"]
+    "text",
+    ["retry=1", "retries", "retries=-1", "retries=two", "schema=yes", "loops=on", "=1", "retries=1,loops", "explain"],
 )
 def test_the_command_line_says_what_is_wrong(text: str) -> None:
     with pytest.raises(typer.BadParameter):

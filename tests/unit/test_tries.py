@@ -10,11 +10,13 @@ import pytest
 from service.objects.shards import Outcome, Usage
 from service.remote.accept import NAMES
 from service.requests.accept import Accept, known
+from service.worker.answer_body import Body, Choice, Message
 from service.worker.tries import Tries
 
 ALL = {"finish": "stop", "schema": True}
 
 
+NO_ANSWER = Body()
 CHAT = "/v1/chat/completions"
 JSON = {"response_format": {"type": "json_object"}}
 
@@ -44,13 +46,13 @@ def test_a_batch_takes_what_it_accepts(accept: dict[str, object], asked: dict[st
 def test_a_request_is_asked_again_so_often() -> None:
     made = tries(**ALL, retries=2)
     used = Usage(10, 4, 7, 1)
-    assert [made.has_another([Outcome.INVALID], used) for _ in range(4)] == [True, True, False, False]
+    assert [made.has_another([Outcome.INVALID], used, NO_ANSWER) for _ in range(4)] == [True, True, False, False]
     assert (made.number, made.spent, made.plus(used)) == (3, Usage(20, 8, 14, 2, 7), Usage(30, 12, 21, 3, 7))
     assert (made.refusal([Outcome.INVALID]) or {})["message"].startswith("The last of 3 answers was not the JSON")
     body = json.loads(made.noted(b'{"id": "a", "usage": {"prompt_tokens": 10}}'))
     spent = {"input_tokens": 20, "cached_tokens": 8, "output_tokens": 14, "reasoning_tokens": 2}
     assert body == {"id": "a", "usage": {"prompt_tokens": 10, "tries": 3, "not_accepted": spent}}
-    assert not made.has_another([], used)
+    assert not made.has_another([], used, NO_ANSWER)
 
 
 @pytest.mark.parametrize(
@@ -66,7 +68,7 @@ def test_a_request_is_asked_again_so_often() -> None:
 def test_another_try_may_get_another_answer(asked: dict[str, Any], again: dict[str, Any]) -> None:
     made, before = tries(asked, **ALL, retries=1), dict(asked)
     assert made.next_body() == asked
-    assert made.has_another([Outcome.CUT_OFF], Usage())
+    assert made.has_another([Outcome.CUT_OFF], Usage(), NO_ANSWER)
     assert made.is_due
     assert made.next_body() == again
     assert (asked, made.is_due) == (before, False)
@@ -81,15 +83,15 @@ def test_the_first_try_changes_no_byte() -> None:
 
 def test_each_choice_of_an_answer_must_be_accepted() -> None:
     made = tries(finish="stop", retries=1)
-    assert not made.has_another([Outcome.INVALID], Usage())
-    assert made.has_another([Outcome.INVALID, Outcome.CUT_OFF], Usage())
+    assert not made.has_another([Outcome.INVALID], Usage(), NO_ANSWER)
+    assert made.has_another([Outcome.INVALID, Outcome.CUT_OFF], Usage(), NO_ANSWER)
     assert "was cut off" in (made.refusal([Outcome.INVALID, Outcome.CUT_OFF]) or {})["message"]
 
 
 def test_lengths_are_those_of_answers_alone() -> None:
     made = tries(**ALL, retries=2)
     assert made.plus(Usage(10, 4, 7)).answer == 7
-    assert made.has_another([Outcome.INVALID], Usage(10, 4, 7))
+    assert made.has_another([Outcome.INVALID], Usage(10, 4, 7), NO_ANSWER)
     both = made.plus(Usage(10, 10, 5))
     assert (both, both.answer) == (Usage(20, 14, 12, 0, 5), 5)
 
@@ -142,3 +144,65 @@ def test_a_line_asks_for_no_more_than_its_batch_allows(extras: object, words: st
         batch.with_line(extras)
     assert len(str(caught.value)) < 300
     assert known(batch, extras) is batch
+
+
+SCHEMA = {"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"]}
+ASKED = {"response_format": {"type": "json_schema", "json_schema": {"schema": SCHEMA}}, "messages": [{"role": "user"}]}
+
+
+def said(text: str, outcome: Outcome, asked: dict[str, Any] = ASKED, endpoint: str = CHAT) -> dict[str, Any]:
+    """Return the body of the try after an answer with this text and outcome."""
+    made = Tries(Accept.of({**ALL, "retries": 1, "explain": True}), endpoint, asked)
+    made.next_body()
+    assert made.has_another([outcome], Usage(), Body(choices=[Choice("stop", Message(text))]))
+    return made.next_body()
+
+
+@pytest.mark.parametrize(
+    ("text", "outcome", "why"),
+    [
+        ('{"n": "one"}', Outcome.INVALID, "does not meet the schema at $.n: 'one' is not of type 'integer'"),
+        ("{}", Outcome.INVALID, "does not meet the schema at $: 'n' is a required property"),
+        ("none", Outcome.INVALID, "is not valid JSON: JSON is malformed"),
+        ('{"n": 1', Outcome.CUT_OFF, "was cut off before its end"),
+        ("no no no", Outcome.LOOPED, "repeats itself"),
+    ],
+)
+def test_a_try_is_told_what_was_wrong(text: str, outcome: Outcome, why: str) -> None:
+    first, shown, told = said(text, outcome)["messages"]
+    assert first == {"role": "user"}
+    assert shown == {"role": "assistant", "content": text}
+    assert told["role"] == "user"
+    assert told["content"].startswith(f"Your answer {why}")
+    assert ASKED["messages"] == [{"role": "user"}]
+
+
+def test_what_is_shown_of_an_answer_is_bounded() -> None:
+    _, shown, told = said(json.dumps({"n": "x" * 100_000}), Outcome.INVALID)["messages"]
+    assert len(shown["content"]) == 4000
+    assert len(told["content"]) < 600
+
+
+def test_responses_are_told_in_their_own_form_and_completions_nothing() -> None:
+    asked = {"input": "how many?", "text": {"format": {"type": "json_object"}}}
+    first, *turns = said("none", Outcome.INVALID, asked, "/v1/responses")["input"]
+    assert first == {"role": "user", "content": "how many?"}
+    assert [each["role"] for each in turns] == ["assistant", "user"]
+    plain = {"prompt": "how many?", **JSON}
+    assert said("none", Outcome.INVALID, plain, "/v1/completions")["prompt"] == "how many?"
+
+
+def test_several_choices_are_not_explained() -> None:
+    made = Tries(Accept.of({**ALL, "retries": 1, "explain": True}), CHAT, ASKED)
+    choice = Choice("stop", Message("none"))
+    assert made.has_another([Outcome.INVALID], Usage(), Body(choices=[choice, choice]))
+    assert made.next_body()["messages"] == ASKED["messages"]
+
+
+def test_a_try_that_is_told_too_much_for_the_context_is_told_nothing() -> None:
+    made = Tries(Accept.of({**ALL, "retries": 1, "explain": True}), CHAT, ASKED)
+    assert made.has_another([Outcome.INVALID], Usage(), Body(choices=[Choice("stop", Message("none"))]))
+    assert len(made.next_body()["messages"]) == 3
+    assert made.has_less_room("context_length_exceeded")
+    assert made.next_body()["messages"] == ASKED["messages"]
+    assert not made.has_less_room("context_length_exceeded")
