@@ -69,6 +69,7 @@ async def create_batch(body: CreateBatch, context: InContext, caller: CalledBy, 
         )
 
     asked = body.model_dump(include=set(CreateBatch.model_fields))
+    asked["batchweave"]["accept"] = accept.chosen if accept else None
     # Left out at their defaults, as before these options existed, so that a retry across an upgrade is recognized.
     for name, default in (("hold", False), ("on_long_line", OnLongLine.FAIL_LINE), ("accept", None)):
         if asked["batchweave"][name] == default:

@@ -74,10 +74,8 @@ class AcceptExtras(BaseModel):
         int | None,
         Field(ge=0, le=MOST_TOKENS, description="How many tokens a model that reasons may think before it answers"),
     ] = None
-
     explain: Annotated[
-        bool,
-        Field(description="Another try is shown the answer before, and told what is wrong with it"),
+        bool, Field(description="Another try is shown the answer before, and told what is wrong with it")
     ] = False
 
     @model_validator(mode="after")

@@ -223,7 +223,7 @@ def _lead(settings: Settings, nodes: Nodes | None, command: list[str]) -> None:
         stop_on_signals(stop)  # again, because SGLang takes SIGTERM for itself
         clock = SharedClock(database)
         await clock.sync()
-        await register_model(database, settings, engine.context_length, engine.endpoints, told, engine.tool_parser)
+        await register_model(database, settings, engine.context_length, engine.endpoints, told, engine.parsers)
         if settings.emulated_device is not None or settings.engine == "scripted":
             structlog.get_logger().warning("no model runs: no answer is real", device=engine.device)
         structlog.get_logger().info("engine ready", model=settings.served_model, device=engine.device)

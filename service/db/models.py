@@ -1,7 +1,8 @@
 """Writes and reads the row of a model, which the planner and each worker that serves it write."""
 
 import time
-from collections.abc import Set
+from collections.abc import Mapping, Set
+from types import MappingProxyType
 from typing import Any
 
 from sqlalchemy import ColumnElement, delete, func, select
@@ -13,6 +14,7 @@ from service.db.tables import Batch, Model
 from service.endpoints import ADAPTER, BY_PATH, ModelName
 from service.settings import AUTO, Settings
 
+NO_PARSERS: Mapping[str, str | None] = MappingProxyType({"tool_parser": None, "reasoning_parser": None})
 STAND_IN = "stand_in"  # in the machine of a model: its GPU stands in for what no cost model describes
 
 
@@ -27,16 +29,16 @@ async def register_model(
     context_length: int | None,
     endpoints: list[str] | None = None,
     machine: dict[str, Any] | None = None,
-    tool_parser: str | None = None,
+    parsers: Mapping[str, str | None] = NO_PARSERS,
     knows_adapters: bool = True,
 ) -> None:
     """Write the rows of the configured model and its adapters; the caller updates only what it is the authority on.
 
     `context_length`: tokens of prompt and answer together. `endpoints`: those that a worker's engine serves, `machine`:
-    what it runs on (`told_machine`), `tool_parser`: what finds tool calls in its answers. The planner passes none of
-    these, and a fleet a machine that counts until a worker has told its own. The source of these two is the one that is
-    stored, since the planner reads it. `knows_adapters`: whether the model has no other adapters than those of the
-    settings.
+    what it runs on (`told_machine`), `parsers`: what finds tool calls and thoughts in its answers, by the columns of
+    the row. The planner passes none of these, and a fleet a machine that counts until a worker has told its own. The
+    source of these two is the one that is stored, since the planner reads it. `knows_adapters`: whether the model has
+    no other adapters than those of the settings.
     """
     about: dict[str, Any] = {
         "source": settings.model_source,
@@ -44,7 +46,7 @@ async def register_model(
         "context_length": context_length,
         **({} if endpoints is None else {"endpoints": endpoints}),
         **({} if machine is None else {"machine": machine}),
-        **({} if tool_parser is None else {"tool_parser": tool_parser}),
+        **parsers,
     }
     told = ("source", "context_length") if endpoints is None else ("context_length", "endpoints", "machine")
     begins = f"{settings.served_model}{ADAPTER}"
@@ -56,7 +58,7 @@ async def register_model(
                 row["endpoints"] = [each for each in endpoints if BY_PATH[each].adapters]
             newer = {column: row[column] for column in told if row.get(column) is not None}
             if endpoints is not None:
-                newer["tool_parser"] = tool_parser  # also None: nothing is known of it any more
+                newer |= parsers  # also None: nothing is known of it any more
             statement = insert(Model).values(row)
             await session.execute(statement.on_conflict_do_update(index_elements=["name"], set_=newer))
         if knows_adapters:

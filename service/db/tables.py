@@ -400,8 +400,10 @@ class Model(Base):
     source: Mapped[str] = mapped_column(String(4096))  # local path or hub id
     context_length: Mapped[int | None] = mapped_column(BigInteger)  # in tokens; set by a worker
     endpoints: Mapped[list[str] | None] = mapped_column(JSON)  # endpoints that it serves; set by a worker
-    # Of the worker that started last: what finds tool calls in its answers, "" if nothing does; None if unknown.
+    # Of the worker that started last: what finds tool calls and thoughts in its answers, "" if nothing does; None if
+    # unknown.
     tool_parser: Mapped[str | None] = mapped_column(String(64))
+    reasoning_parser: Mapped[str | None] = mapped_column(String(64))
     # Of the worker that started last: `gpu`, a preset's name or a calibration, and `tp`, how many of them it has.
     machine: Mapped[dict[str, Any] | None] = mapped_column(JSON)
     created_at: Mapped[int] = mapped_column(BigInteger)

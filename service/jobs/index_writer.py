@@ -20,7 +20,6 @@ from service.requests.tokens import Prompt, PromptTokens
 
 TOKENIZE_LINES = 256
 TOKENIZE_BYTES = 1024 * 1024  # of raw lines; their parsed bodies are several times as large
-RECORDED = frozenset(RECORD.names or ())
 
 
 class Place(NamedTuple):
@@ -153,7 +152,7 @@ async def _append(
     rows = np.zeros(len(places), dtype=RECORD)
     lengths = np.array([len(each) for each in prompts], dtype=np.int64)
     for name, column in zip(Place._fields, zip(*places, strict=True), strict=True):
-        if name in RECORDED:
+        if name != "thinking":  # which is in the keys
             rows[name] = column
     rows["tokens"] = lengths
     rows["tokens_at"] = tokens_at + np.cumsum(lengths) - lengths

@@ -392,5 +392,5 @@ class Validator:
             message = f"No worker serves the model {quoted(name)} now. Create the batch again once one does."
             checker.add(LineError("model_not_served", message, checker.model_line, "body.model"))
             return None, None
-        unknown.finds_calls = found.tool_parser != ""
+        unknown.finds_calls, unknown.finds_thoughts = found.tool_parser != "", found.reasoning_parser != ""
         return await asyncio.to_thread(prompt_tokens, base.source), found.context_length

@@ -7,13 +7,10 @@ import msgspec
 from service.objects.request_output import MOST_TOKENS
 
 MOST_RETRIES = 5  # of one request
-MOST_CHARACTERS = 200  # of a message that repeats what the line says
-_CAPPED = {
-    "retries": 0,
-    "continue": 0,
-    "thinking_tokens": None,
-    "explain": False,
-}  # of which a line has no more than its batch
+MOST_CHARACTERS, MOST_VALUE = 200, 30  # of a message that repeats what the line says, and of one value in it
+TURNS = {"/v1/chat/completions": "messages", "/v1/responses": "input"}  # by URL, the field that another try adds to
+# Of these a line has no more than its batch, which has so much if it does not say.
+_CAPPED = {"retries": 0, "continue": 0, "thinking_tokens": None, "explain": False}
 
 
 class Accept(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True, rename={"more": "continue"}):
@@ -65,8 +62,12 @@ class Accept(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fie
         for name, usual in _CAPPED.items():
             asked, allowed = extras["accept"].get(name), mine.get(name, usual)
             if allowed is not None and ((asked is None and name in extras["accept"]) or (asked or 0) > allowed):
-                raise ValueError(f"'batchweave.accept.{name}' is {str(asked)[:30]}; the batch allows {allowed}")
+                raise ValueError(f"'batchweave.accept.{name}' is {_said(asked)}; the batch allows {_said(allowed)}")
         return found
+
+
+def _said(value: Any) -> str:
+    return msgspec.json.encode(value).decode()[:MOST_VALUE]
 
 
 EVERY_ANSWER = Accept()

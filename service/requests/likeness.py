@@ -32,7 +32,7 @@ def keys_of(
     """
     if exact or _has_several(endpoint, body):
         return NOTHING
-    bound = [] if thinking is None else [thinking]
+    bound = [] if thinking is None else [thinking]  # no null, so that keys without a bound stay as they were
     switches = msgspec.json.encode([body.get(name) for name in SWITCHES] + bound)
     alike = b"\0".join((scope.encode(), endpoint.encode(), switches, str(most.bit_length()).encode()))
     length = str(len(prompt).bit_length()).encode()

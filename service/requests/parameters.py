@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from difflib import get_close_matches
 from typing import Any
 
-from service.requests.accept import EVERY_ANSWER, Accept
+from service.requests.accept import EVERY_ANSWER, TURNS, Accept
 from service.requests.asked_json import asked_json
 from service.requests.body_limits import REFUSED
 from service.requests.unenforced import unenforced
@@ -63,6 +63,10 @@ KNOWN = {
 }
 
 
+LAST = "the model's worker that started last"
+THOUGHTS = "accept.thinking_tokens"
+
+
 def noticed(endpoint: str) -> frozenset[str]:
     """Return the parameters that are not ignored: an engine knows them, or this service refuses them."""
     return KNOWN[endpoint] | REFUSED
@@ -88,7 +92,7 @@ def without_effect(
         yield "top_logprobs", "this endpoint returns no log probabilities; /v1/chat/completions does"
     calls = endpoint in ("/v1/chat/completions", "/v1/responses")
     if calls and body.get("tools") and body.get("tool_choice") != "none" and not finds_calls:
-        yield "tools", "the model's worker that started last finds no tool calls in answers (BATCHWEAVE_TOOL_PARSER)"
+        yield "tools", f"{LAST} finds no tool calls in answers (BATCHWEAVE_TOOL_PARSER)"
 
 
 def _included(body: dict[str, Any]) -> list[Any]:
@@ -114,11 +118,12 @@ def _grammars(body: dict[str, Any]) -> Iterator[tuple[str, Any]]:
 class Unknown:
     """Counts the lines of a file that have parameters which are ignored, by their names.
 
-    `finds_calls`, which may be set once the model is known: whether its workers find tool calls in answers.
+    `finds_calls` and `finds_thoughts`, which may be set once the model is known: whether its workers find tool calls
+    and thoughts in answers.
     """
 
     def __init__(self, endpoint: str, keeps_seeds: bool = False) -> None:
-        self.finds_calls = True
+        self.finds_calls = self.finds_thoughts = True
         self._endpoint, self._keeps_seeds = endpoint, keeps_seeds
         self._why: dict[str, str] = {}  # by the name of a parameter that has no effect
         self._noticed = noticed(endpoint)
@@ -131,6 +136,10 @@ class Unknown:
         idle = dict(without_effect(self._endpoint, body, self._keeps_seeds, False)) | self._unenforced(body)
         if accept.schema and asked_json(body) is None:
             idle["accept.schema"] = "it binds only answers to requests that ask for JSON, such as by response_format"
+        if accept.explain and (self._endpoint not in TURNS or body.get("n") not in (None, 1) or "input_ids" in body):
+            idle["accept.explain"] = "only chats and responses with one choice can be told what was wrong"
+        if accept.thinking_tokens is not None:
+            idle[THOUGHTS] = f"{LAST} finds no thoughts in answers (BATCHWEAVE_REASONING_PARSER)"
         self._why |= idle
         unknown = (name[:MOST_CHARACTERS] for name in body if name not in self._noticed)
         for name in dict.fromkeys([*idle, *unknown]):
@@ -149,6 +158,8 @@ class Unknown:
 
         Those that are similar to a known one or have no effect come first, then the most frequent ones.
         """
+        has_effect = {"tools"} if self.finds_calls and "tools" in self._noticed else set[str]()
+        has_effect |= {THOUGHTS} if self.finds_thoughts else set()
         found = [
             {
                 "name": name if name.isprintable() else repr(name)[1:-1],
@@ -157,7 +168,7 @@ class Unknown:
                 **({"why": self._why[name]} if name in self._why else {}),
             }
             for name, lines in self._lines.most_common()
-            if not (name == "tools" and "tools" in self._noticed and self.finds_calls)
+            if name not in has_effect
         ]
         return sorted(found, key=lambda each: each["similar"] is None and "why" not in each)[:MOST_TOLD]
 

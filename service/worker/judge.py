@@ -5,6 +5,7 @@ to take hours on an answer, and the worker judges between the steps of everybody
 """
 
 import threading
+from collections.abc import Iterator
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -24,7 +25,9 @@ MOST_SCHEMA_BYTES = 64 * 1024
 # Keywords that are applied to the choices of one answer, and members that they look at: tens of milliseconds at most.
 MOST_CHECKS = 5000
 KNOWN_SCHEMAS = 64
-MOST_PATH, MOST_FAULT = 100, 300  # characters of what is said about a fault
+MOST_PATH, MOST_VALUE = 100, 300  # characters of what is said about a fault
+CHARACTERS = 500  # of a text that is repeated in an error, which count as one check
+VALID = ""
 # The grammar enforces patterns, and one can be made to take hours here; formats are annotations; and looking for equal
 # items takes the square of their number.
 LEFT_OUT = ("pattern", "patternProperties", "format", "uniqueItems")
@@ -61,7 +64,7 @@ def _outcome_of(asked: dict[str, Any], end: "_End") -> Outcome:
         return Outcome.LOOPED if period_of(end.text or end.thought) else Outcome.CUT_OFF
     if end.reason == FILTERED or end.is_refusal:
         return Outcome.REFUSED
-    if end.reason == "stop" and _is_valid(asked, end.text) is False:
+    if end.reason == "stop" and _fault(asked, end.text):
         return Outcome.INVALID
     return Outcome.OK
 
@@ -71,7 +74,7 @@ def is_valid(asked: dict[str, Any], answer: Body) -> bool:
     _budget.left = MOST_CHECKS
     try:
         ends = _ends(answer)
-        return bool(ends) and all(end.reason == "stop" and _is_valid(asked, end.text) for end in ends)
+        return bool(ends) and all(end.reason == "stop" and _fault(asked, end.text) == VALID for end in ends)
     except Exception:  # as in outcome_of
         return False
 
@@ -86,11 +89,7 @@ def fault_of(asked: dict[str, Any], text: str) -> str | None:
     """Return what is wrong with a text that is not the JSON that was asked for; None if nobody can say."""
     _budget.left = MOST_CHECKS
     try:
-        found = msgspec.json.decode(text)
-        error = next(_validator(msgspec.json.encode(asked_json(asked))).iter_errors(found))
-        return f"does not meet the schema at {error.json_path[:MOST_PATH]}: {error.message[:MOST_FAULT]}"
-    except (msgspec.DecodeError, RecursionError) as error:
-        return f"is not valid JSON: {error}"
+        return _fault(asked, text)
     except Exception:  # as in outcomes_of
         return None
 
@@ -128,34 +127,47 @@ def _parts(item: Item) -> list[Any]:
     return item.content if item.type == "message" and isinstance(item.content, list) else []
 
 
-def _is_valid(asked: dict[str, Any], text: str) -> bool | None:
-    """Return whether a text is the JSON that was asked for; None if nobody can say, or none was."""
+def _fault(asked: dict[str, Any], text: str) -> str | None:
+    """Return what is wrong with a text that must be the JSON that was asked for, or VALID; None if none was.
+
+    Raises TooMuch if nobody can say.
+    """
     wanted = asked_json(asked)
     if wanted is None:
         return None
     try:
         found = msgspec.json.decode(text)
-    except (msgspec.DecodeError, RecursionError):
-        return False
+    except (msgspec.DecodeError, RecursionError) as error:
+        return f"is not valid JSON: {error}"
     written = msgspec.json.encode(wanted)
     if len(written) > MOST_SCHEMA_BYTES:
-        return None
-    return bool(_validator(written).is_valid(found))
+        raise TooMuch
+    error = next(_validator(written).iter_errors(found), None)
+    if error is None:
+        return VALID
+    value = msgspec.json.encode(error.validator_value).decode()[:MOST_VALUE]
+    return f"does not meet the schema at {error.json_path[:MOST_PATH]}, where {error.validator} is {value}"
 
 
 _budget = threading.local()  # `left`: for the answer that a thread judges now
 
 
 def _counted(check: Any) -> Any:
-    """Let a keyword's check take from the budget: one, and one for each member that it may look at."""
+    """Let a keyword's check take from the budget: one, one for each member that it may look at, and for its errors."""
 
-    def checked(validator: Any, value: Any, instance: Any, schema: Any) -> Any:
-        _budget.left -= 1 + sum(len(each) for each in (value, instance) if isinstance(each, list | dict))
-        if _budget.left < 0:
-            raise TooMuch
-        return check(validator, value, instance, schema)
+    def checked(validator: Any, value: Any, instance: Any, schema: Any) -> Iterator[Any]:
+        _take(1 + sum(len(each) for each in (value, instance) if isinstance(each, list | dict)))
+        for error in check(validator, value, instance, schema) or ():
+            _take(len(error.message) // CHARACTERS)  # it repeats what was judged, however long that is
+            yield error
 
     return checked
+
+
+def _take(count: int) -> None:
+    _budget.left -= count
+    if _budget.left < 0:
+        raise TooMuch
 
 
 _CHECKS = {name: None if name in LEFT_OUT else _counted(each) for name, each in Draft202012Validator.VALIDATORS.items()}

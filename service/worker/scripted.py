@@ -7,7 +7,7 @@ import asyncio
 import json
 import os
 import signal
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -15,6 +15,7 @@ from engine_ext.coserve.slo import DEFAULT, FLEX, PRIORITY
 from engine_ext.plugin.marks import NO_TERMS, Terms
 from engine_ext.plugin.worker.answers import Answer, Stream, added_fields, error_body, with_fields
 from engine_ext.plugin.worker.bodies import plain, unserved
+from service.db.models import NO_PARSERS
 from service.worker.script import Rule, Rules, Script
 from service.worker.scripted_bodies import EMBEDDINGS, ENDPOINTS, choices_of, events, prompts_of, whole, words_of
 from service.worker.slots import Slots
@@ -40,8 +41,9 @@ class ScriptedEngine:
         self._aborts: dict[str, asyncio.Event] = {}  # of the requests in flight, by rid
 
     @property
-    def tool_parser(self) -> None:
-        """Nothing is known of its tool calls: rules write the answers."""
+    def parsers(self) -> Mapping[str, str | None]:
+        """Nothing is known of its tool calls and thoughts: rules write the answers."""
+        return NO_PARSERS
 
     @property
     def context_length(self) -> int:

@@ -267,6 +267,7 @@ class SliceRun:
             if failure is None or self._given_up(request) or request in self._given:
                 break
             log.warning("engine failed on a request", attempt=attempt, error=failure)
+            tries.turns = []  # which may be what it fails on
             if attempt == self._settings.request_attempts:
                 message = f"The engine failed to answer this request in {attempt} attempts: {failure}"
                 self._keep(request, None, {"code": "server_error", "message": message}, tries.spent)
@@ -308,7 +309,7 @@ class SliceRun:
                 response["body"] = msgspec.Raw(tries.noted(answer.body))
                 refusal, outcome = tries.refusal(outcomes), next(iter(outcomes), Outcome.OK)
                 self._keep(request, response, refusal, tries.plus(usage), outcome, ok=refusal is None)
-            elif not tries.has_less_room(error_code(answer.body)):
+            elif not tries.asks_for_less(error_code(answer.body)):
                 self._keep(request, response, None, tries.spent)
         except Exception as error:  # the boundary of a request: its line records the error
             log.exception("request failed")

@@ -69,22 +69,24 @@ class Tries:
         bad = next((each for each in outcomes if not self.takes(each)), None)
         if bad is None or self.number > self.accept.retries:
             return False
-        self.turns = explanation(self.asked, answer, bad) if self.accept.explain else []
+        self.turns = explanation(self.endpoint, self.asked, answer, bad) if self.accept.explain else []
         self.spent = self.plus(usage)
         self.number += 1
         self.is_due = True
         return True
 
-    def has_less_room(self, error_code: str | None) -> bool:
-        """Return whether to ask again with less, because the model's context cannot hold what was asked."""
-        if error_code != "context_length_exceeded":
-            return False
+    def asks_for_less(self, error_code: str | None) -> bool:
+        """Return whether to ask again without what was added to the request, because the engine refuses it.
+
+        A template may refuse the added turns, and the model's context may hold neither them nor a longer answer.
+        """
         if self.turns:
-            self.turns, self.is_due = [], True
-            return True
-        if not (self.has_room and self.accept.more):
+            self.turns = []
+        elif self.has_room and self.accept.more and error_code == "context_length_exceeded":
+            self.has_room = False
+        else:
             return False
-        self.has_room, self.is_due = False, True
+        self.is_due = True
         return True
 
     def plus(self, usage: Usage) -> Usage:

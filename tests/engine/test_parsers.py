@@ -99,8 +99,8 @@ def test_a_response_has_its_call(engine: EngineProcess[Any]) -> None:
     assert json.loads(calls[0]["arguments"])["city"] in ("Oslo", "Rome")
 
 
-def test_the_engine_says_its_parser(engine: EngineProcess[Any]) -> None:
-    async def name(host: EngineHost) -> str:
-        return host.tool_parser
+def test_the_engine_says_its_parsers(engine: EngineProcess[Any]) -> None:
+    async def names(host: EngineHost) -> dict[str, str | None]:
+        return host.parsers
 
-    assert engine.do(name) == "qwen"
+    assert engine.do(names) == {"tool_parser": "qwen", "reasoning_parser": ""}

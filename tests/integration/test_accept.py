@@ -115,6 +115,24 @@ async def test_another_try_is_told_what_was_wrong(harness: Harness, client: open
     assert told.startswith("Your answer is not valid JSON")
 
 
+async def test_a_try_that_fails_with_what_it_was_told_is_asked_without(harness: Harness, client: openai.OpenAI) -> None:
+    """A template may refuse the turns that were added; the request's own are fine."""
+    lines = [line(number) for number in range(2)]
+    for each in lines:
+        each["body"]["response_format"] = SCHEMA
+    batch = create(client, lines, schema=True, retries=1, explain=True)
+    engine = ruled(
+        Rule(prompt="Your answer *", status=400, times=1),
+        Rule(prompt="Your answer *", status=500),
+        Rule(answer="none", times=1),
+        Rule(answer='{"n": 1}'),
+    )
+    await run(harness, engine, batch)
+    output, errors = await harness.results(await harness.batch(batch.id))
+    assert (set(output), set(errors)) == ({"id-0", "id-1"}, set())
+    assert [each["response"]["body"]["usage"]["tries"] for each in output.values()] == [2, 2]
+
+
 async def test_answers_may_be_longer_than_their_requests_say(harness: Harness, client: openai.OpenAI) -> None:
     lines = [line(number) for number in range(3)]
     lines[0]["body"] |= {"max_tokens": 1}

@@ -127,6 +127,14 @@ def test_large_answers_cost_little(schema: Any, text: str) -> None:
     assert time.process_time() - started < 5  # it would be minutes
 
 
+def test_errors_that_repeat_a_long_text_cost_what_they_are_long() -> None:
+    """Each branch that does not match repeats the text, and none of them counted."""
+    schema = {"not": {"anyOf": [{"type": "null"}] * 200 + [{"type": "string"}]}}
+    asked = {"response_format": {"type": "json_schema", "json_schema": {"schema": schema}}}
+    assert judged(asked, chat(('"words"', "stop"))) == "invalid"
+    assert judged(asked, chat((f'"{"words " * 100_000}"', "stop"))) == "ok"  # after 8 errors nobody can say
+
+
 def test_choices_share_the_budget_of_their_answer() -> None:
     """A hundred choices cost no more than one; what needs no schema is said of those after it, too."""
     items = {"type": "array", "items": {"enum": ["a", "b"]}}

@@ -99,11 +99,11 @@ def test_lengths_are_those_of_answers_alone() -> None:
 def test_a_limit_that_the_context_cannot_hold_is_the_requests_own() -> None:
     made = tries({"max_tokens": 10}, **{"continue": 90})
     assert made.next_body() == {"max_completion_tokens": 100}
-    assert not made.has_less_room("invalid_request_error")
-    assert made.has_less_room("context_length_exceeded")
+    assert not made.asks_for_less("invalid_request_error")
+    assert made.asks_for_less("context_length_exceeded")
     assert made.next_body() == {"max_tokens": 10}
-    assert not made.has_less_room("context_length_exceeded")
-    assert not tries({"max_tokens": 10}).has_less_room("context_length_exceeded")
+    assert not made.asks_for_less("context_length_exceeded")
+    assert not tries({"max_tokens": 10}).asks_for_less("context_length_exceeded")
 
 
 def test_the_command_line_knows_all_names() -> None:
@@ -132,7 +132,7 @@ def test_a_line_has_its_own_wishes_within_those_of_its_batch() -> None:
         ({"accept": {"retries": 3}}, "'batchweave.accept.retries' is 3; the batch allows 2"),
         ({"accept": {"continue": 1}}, "'batchweave.accept.continue' is 1; the batch allows 0"),
         ({"accept": {"continue": True}}, "Expected `int`, got `bool`"),
-        ({"accept": {"thinking_tokens": None}}, "'batchweave.accept.thinking_tokens' is None; the batch allows 50"),
+        ({"accept": {"thinking_tokens": None}}, "'batchweave.accept.thinking_tokens' is null; the batch allows 50"),
         ({"accept": {"thinking_tokens": 51}}, "the batch allows 50"),
         ({"accept": {"retries": -1}}, "Expected `int` >= 0"),
         ({"accept": {"x" * 10_000: 1}}, "'batchweave.accept' is not valid: Object contains unknown field `xxx"),
@@ -161,8 +161,8 @@ def said(text: str, outcome: Outcome, asked: dict[str, Any] = ASKED, endpoint: s
 @pytest.mark.parametrize(
     ("text", "outcome", "why"),
     [
-        ('{"n": "one"}', Outcome.INVALID, "does not meet the schema at $.n: 'one' is not of type 'integer'"),
-        ("{}", Outcome.INVALID, "does not meet the schema at $: 'n' is a required property"),
+        ('{"n": "one"}', Outcome.INVALID, 'does not meet the schema at $.n, where type is "integer"'),
+        ("{}", Outcome.INVALID, 'does not meet the schema at $, where required is ["n"]'),
         ("none", Outcome.INVALID, "is not valid JSON: JSON is malformed"),
         ('{"n": 1', Outcome.CUT_OFF, "was cut off before its end"),
         ("no no no", Outcome.LOOPED, "repeats itself"),
@@ -179,8 +179,25 @@ def test_a_try_is_told_what_was_wrong(text: str, outcome: Outcome, why: str) -> 
 
 def test_what_is_shown_of_an_answer_is_bounded() -> None:
     _, shown, told = said(json.dumps({"n": "x" * 100_000}), Outcome.INVALID)["messages"]
-    assert len(shown["content"]) == 4000
+    assert len(shown["content"]) < 4010
+    assert shown["content"].endswith(" [...]")
+    assert 'where type is "integer"' in told["content"]
     assert len(told["content"]) < 600
+    _, shown, _ = said("no " * 1000, Outcome.LOOPED)["messages"]  # more of a loop teaches it
+    assert len(shown["content"]) < 210
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "The answer"}]},
+        {"messages": [{"role": "user", "content": "a"}], "input_ids": [1, 2]},
+        {"messages": []},
+    ],
+)
+def test_a_request_that_turns_cannot_follow_is_asked_as_it_is(asked: dict[str, Any]) -> None:
+    """What continues a turn of the assistant would be answered from its beginning."""
+    assert said("none", Outcome.INVALID, asked | JSON)["messages"] == asked["messages"]
 
 
 def test_responses_are_told_in_their_own_form_and_completions_nothing() -> None:
@@ -199,10 +216,14 @@ def test_several_choices_are_not_explained() -> None:
     assert made.next_body()["messages"] == ASKED["messages"]
 
 
-def test_a_try_that_is_told_too_much_for_the_context_is_told_nothing() -> None:
-    made = Tries(Accept.of({**ALL, "retries": 1, "explain": True}), CHAT, ASKED)
+@pytest.mark.parametrize("code", ["context_length_exceeded", "invalid_request", None])
+def test_a_try_that_the_engine_refuses_for_its_turns_is_asked_without(code: str | None) -> None:
+    """Such as by a template whose roles must alternate."""
+    made = Tries(Accept.of({**ALL, "retries": 1, "explain": True, "continue": 5}), CHAT, ASKED | {"max_tokens": 10})
     assert made.has_another([Outcome.INVALID], Usage(), Body(choices=[Choice("stop", Message("none"))]))
     assert len(made.next_body()["messages"]) == 3
-    assert made.has_less_room("context_length_exceeded")
-    assert made.next_body()["messages"] == ASKED["messages"]
-    assert not made.has_less_room("context_length_exceeded")
+    assert made.asks_for_less(code)
+    again = made.next_body()
+    assert (again["messages"], again["max_completion_tokens"]) == (ASKED["messages"], 15)
+    assert made.asks_for_less(code) == (code == "context_length_exceeded")
+    assert not made.asks_for_less(code)

@@ -187,9 +187,10 @@ class EngineHost:
         return [*self._serving, *self._others.served]
 
     @property
-    def tool_parser(self) -> str:
-        """What finds tool calls in answers; empty if nothing does."""
-        return self._manager.server_args.tool_call_parser or ""
+    def parsers(self) -> dict[str, str | None]:
+        """What finds tool calls and thoughts in answers; empty if nothing does."""
+        arguments = self._manager.server_args
+        return {"tool_parser": arguments.tool_call_parser or "", "reasoning_parser": arguments.reasoning_parser or ""}
 
     @property
     def context_length(self) -> int:

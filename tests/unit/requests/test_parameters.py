@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from service.endpoints import BY_PATH
+from service.requests.accept import Accept
 from service.requests.body_limits import REFUSED
 from service.requests.parameters import KNOWN, MOST_CHARACTERS, MOST_TOLD, Unknown
 from service.requests.unenforced import IGNORED
@@ -141,6 +142,24 @@ def test_tools_are_told_if_nothing_finds_their_calls() -> None:
     assert unknown.shapes() == []
     unknown.finds_calls = False
     assert [(each["name"], each["lines"]) for each in unknown.shapes()] == [("tools", 1)]
+
+
+def test_a_bound_of_thoughts_is_told_if_nothing_finds_them() -> None:
+    unknown = Unknown(CHAT)
+    unknown.count({}, Accept(thinking_tokens=0))
+    unknown.count({})
+    assert unknown.shapes() == []
+    unknown.finds_thoughts = False
+    [found] = unknown.shapes()
+    assert (found["name"], found["lines"], found["similar"]) == ("accept.thinking_tokens", 1, None)
+
+
+def test_explain_is_told_where_nothing_can_be_explained() -> None:
+    accept = Accept(schema=True, retries=1, explain=True)
+    for endpoint, body, lines in ((CHAT, {}, 0), (CHAT, {"n": 2}, 1), (CHAT, {"n": 1}, 0), ("/v1/completions", {}, 1)):
+        unknown = Unknown(endpoint)
+        unknown.count({**body, "response_format": {"type": "json_object"}}, accept)
+        assert sum(each["lines"] for each in unknown.shapes() if each["name"] == "accept.explain") == lines
 
 
 def test_seeds_are_kept_by_deterministic_inference() -> None:
