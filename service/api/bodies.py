@@ -75,7 +75,7 @@ class AcceptExtras(BaseModel):
         Field(ge=0, le=MOST_TOKENS, description="How many tokens a model that reasons may think before it answers"),
     ] = None
     explain: Annotated[
-        bool, Field(description="Another try is shown the answer before, and told what is wrong with it")
+        bool, Field(description="Another try is shown an answer that is not valid, and told what is wrong with it")
     ] = False
 
     @model_validator(mode="after")

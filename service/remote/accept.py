@@ -30,8 +30,8 @@ def accept_of(text: str | None) -> dict[str, Any] | None:
         if usual is not None and value not in ("", str(usual)):
             raise typer.BadParameter(f"{name} takes no value")
         found[name] = int(value) if usual is None else usual
-    if found.get("explain") and not found.get("retries"):
-        raise typer.BadParameter("explain needs retries: it is another try that is told what was wrong")
+    if found.get("explain") and not (found.get("schema") and found.get("retries")):
+        raise typer.BadParameter("explain needs schema and retries: another try is told what was not valid")
     if found.get("retries") and not found.keys() & {"schema", "finish"}:
         raise typer.BadParameter("retries needs schema or finish: they say which answers are asked again")
     return found or None
@@ -48,7 +48,7 @@ AcceptOption = Annotated[
         "--accept",
         callback=_checked,
         help="Take only good answers, by names with commas between: schema (valid JSON), finish (not cut off, looped "
-        "or refused); about others: retries=2, explain (tells a try what was wrong), continue=500 (more tokens), "
+        "or refused); about others: retries=2, explain (tells a try what was not valid), continue=500 (more tokens), "
         "loops (stops them), thinking_tokens=4000.",
     ),
 ]

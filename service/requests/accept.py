@@ -19,7 +19,7 @@ class Accept(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fie
     `finish`: "stop" takes none that was cut off, looped or refused. `schema`: none that is not the JSON that was asked
     for. `retries`: how often a request is asked again. `more`: tokens of an answer beyond its request's limit.
     `loops`: "stop" ends an answer where it repeats itself. `thinking_tokens`: how many an answer may think. `explain`:
-    another try is told what is wrong with the answer before.
+    another try is told what is wrong with an answer that is not valid.
     """
 
     finish: Literal["stop"] | None = None
@@ -33,8 +33,8 @@ class Accept(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fie
     def __post_init__(self) -> None:
         if self.retries and not (self.finish or self.schema):
             raise ValueError("'retries' needs 'finish' or 'schema': they say which answers are asked again")
-        if self.explain and not self.retries:
-            raise ValueError("'explain' needs 'retries': it is another try that is told what was wrong")
+        if self.explain and not (self.schema and self.retries):
+            raise ValueError("'explain' needs 'schema' and 'retries': another try is told what was not valid")
 
     @classmethod
     def of(cls, found: dict[str, Any] | None) -> "Accept":
@@ -54,7 +54,7 @@ class Accept(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fie
             wanted = mine | extras["accept"]
             if not (wanted.get("finish") or wanted.get("schema") or "retries" in extras["accept"]):
                 wanted.pop("retries", None)  # nothing is left to ask again for
-            if not wanted.get("retries") and "explain" not in extras["accept"]:
+            if not (wanted.get("schema") and wanted.get("retries")) and "explain" not in extras["accept"]:
                 wanted.pop("explain", None)
             found = msgspec.convert(wanted, Accept)
         except (msgspec.ValidationError, RecursionError) as error:

@@ -8,27 +8,24 @@ from service.worker.answer_body import Body
 from service.worker.judge import fault_of, only_text
 
 MOST_TEXT = 4000  # characters of an answer that are shown again, from its beginning
-A_GLIMPSE = 200  # of one that was cut off, whose next try needs the room, or that would teach its loop
-WORDS = {
-    Outcome.CUT_OFF: "was cut off before its end; give a shorter one",
-    Outcome.LOOPED: "repeats itself",
-    Outcome.REFUSED: "is a refusal",
-}
 
 
 def explanation(endpoint: str, asked: dict[str, Any], answer: Body, outcome: Outcome) -> list[dict[str, str]]:
-    """Return the turns that show an answer and say what is wrong with it; none if it is not one text.
+    """Return the turns that show an answer and say what is wrong with it; none if it is not one invalid text.
 
-    `asked`: the request's body. None either where it ends with a turn of the assistant, which the answer continues.
+    One that was cut off is just asked again: small models take it up where it was cut off, and learn its loop. There
+    are no turns either where the request, whose body is `asked`, ends with one of the assistant: the answer continues
+    that one.
     """
+    if outcome != Outcome.INVALID:
+        return []
     text, turns = only_text(answer), _turns(endpoint, asked)
     if not text or not turns or (isinstance(turns[-1], dict) and turns[-1].get("role") == "assistant"):
         return []
-    wrong = fault_of(asked, text) if outcome == Outcome.INVALID else WORDS.get(outcome)
+    wrong = fault_of(asked, text)
     if not wrong:
         return []
-    most = MOST_TEXT if outcome == Outcome.INVALID else A_GLIMPSE
-    shown = text if len(text) <= most else f"{text[:most]} [...]"
+    shown = text if len(text) <= MOST_TEXT else f"{text[:MOST_TEXT]} [...]"
     told = f"Your answer {wrong}. Answer again, with nothing but the answer."
     return [{"role": "assistant", "content": shown}, {"role": "user", "content": told}]
 

@@ -149,7 +149,7 @@ async def test_answers_may_be_longer_than_their_requests_say(harness: Harness, c
     ("accept", "words"),
     [
         ({"retries": 2}, "'retries' needs 'finish' or 'schema'"),
-        ({"finish": "stop", "explain": True}, "'explain' needs 'retries'"),
+        ({"finish": "stop", "retries": 1, "explain": True}, "'explain' needs 'schema' and 'retries'"),
         ({"finish": "length"}, "'stop'"),
         ({"finish": "stop", "retries": 6}, "less than or equal to 5"),
         ({"schema": True, "retry": 1}, "unknown field"),
@@ -215,7 +215,17 @@ def test_the_command_line_says_what_is_accepted(text: str | None, wanted: dict[s
 
 @pytest.mark.parametrize(
     "text",
-    ["retry=1", "retries", "retries=-1", "retries=two", "schema=yes", "loops=on", "=1", "retries=1,loops", "explain"],
+    [
+        "retry=1",
+        "retries",
+        "retries=-1",
+        "retries=two",
+        "schema=yes",
+        "loops=on",
+        "=1",
+        "retries=1,loops",
+        "finish,retries=1,explain",
+    ],
 )
 def test_the_command_line_says_what_is_wrong(text: str) -> None:
     with pytest.raises(typer.BadParameter):

@@ -159,17 +159,15 @@ def said(text: str, outcome: Outcome, asked: dict[str, Any] = ASKED, endpoint: s
 
 
 @pytest.mark.parametrize(
-    ("text", "outcome", "why"),
+    ("text", "why"),
     [
-        ('{"n": "one"}', Outcome.INVALID, 'does not meet the schema at $.n, where type is "integer"'),
-        ("{}", Outcome.INVALID, 'does not meet the schema at $, where required is ["n"]'),
-        ("none", Outcome.INVALID, "is not valid JSON: JSON is malformed"),
-        ('{"n": 1', Outcome.CUT_OFF, "was cut off before its end"),
-        ("no no no", Outcome.LOOPED, "repeats itself"),
+        ('{"n": "one"}', 'does not meet the schema at $.n, where type is "integer"'),
+        ("{}", 'does not meet the schema at $, where required is ["n"]'),
+        ("none", "is not valid JSON: JSON is malformed"),
     ],
 )
-def test_a_try_is_told_what_was_wrong(text: str, outcome: Outcome, why: str) -> None:
-    first, shown, told = said(text, outcome)["messages"]
+def test_a_try_is_told_what_was_wrong(text: str, why: str) -> None:
+    first, shown, told = said(text, Outcome.INVALID)["messages"]
     assert first == {"role": "user"}
     assert shown == {"role": "assistant", "content": text}
     assert told["role"] == "user"
@@ -183,8 +181,6 @@ def test_what_is_shown_of_an_answer_is_bounded() -> None:
     assert shown["content"].endswith(" [...]")
     assert 'where type is "integer"' in told["content"]
     assert len(told["content"]) < 600
-    _, shown, _ = said("no " * 1000, Outcome.LOOPED)["messages"]  # more of a loop teaches it
-    assert len(shown["content"]) < 210
 
 
 @pytest.mark.parametrize(
@@ -198,6 +194,12 @@ def test_what_is_shown_of_an_answer_is_bounded() -> None:
 def test_a_request_that_turns_cannot_follow_is_asked_as_it_is(asked: dict[str, Any]) -> None:
     """What continues a turn of the assistant would be answered from its beginning."""
     assert said("none", Outcome.INVALID, asked | JSON)["messages"] == asked["messages"]
+
+
+@pytest.mark.parametrize("outcome", [Outcome.CUT_OFF, Outcome.LOOPED, Outcome.REFUSED])
+def test_what_is_not_whole_is_just_asked_again(outcome: Outcome) -> None:
+    """Small models take it up where it was cut off, and learn its loop."""
+    assert said("none", outcome)["messages"] == ASKED["messages"]
 
 
 def test_responses_are_told_in_their_own_form_and_completions_nothing() -> None:
