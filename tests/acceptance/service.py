@@ -20,6 +20,7 @@ import redis
 from openai.types import Batch
 
 from service.demo.prompts import CHAT
+from tests.processes import words_of
 
 ENDED = ("completed", "failed", "expired", "cancelled")
 
@@ -94,7 +95,7 @@ class Up:
     def workers(self) -> list[psutil.Process]:
         assert self.process is not None
         children = psutil.Process(self.process.pid).children()
-        return [child for child in children if "worker" in child.cmdline()]
+        return [child for child in children if "worker" in words_of(child).split()]
 
     def worker(self) -> psutil.Process:
         return self.workers()[0]

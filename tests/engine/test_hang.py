@@ -11,6 +11,7 @@ import pytest
 
 from service.demo.prompts import corpus
 from service.demo.tiny import ensure_tiny_model
+from tests.processes import words_of
 
 CODE = """
 import asyncio, sys, time
@@ -27,6 +28,7 @@ async def main():
     assert (await host.run("/v1/completions", body, "good", "k")).status_code == 200
     print("answered", flush=True)
     bad = {**body, "max_tokens": 200, "ignore_eos": True, "stop_regex": "(?s)(?:(?:(?:.)+)+)+" + chr(92) + "x00"}
+    sys.stdin.readline()
     await host.run("/v1/completions", bad, "bad", "k")
 
 asyncio.run(main())
@@ -37,14 +39,18 @@ asyncio.run(main())
 def test_an_engine_that_hangs_is_killed_with_its_worker(tmp_path: Path) -> None:
     model = ensure_tiny_model(tmp_path / "demo", corpus())
     command = [sys.executable, "-c", CODE, str(model)]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True)
+    process = subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True
+    )
+    assert process.stdin is not None
     assert process.stdout is not None
     said = ""
     while "answered" not in said:
         said = process.stdout.readline()
         assert said, "the engine did not start"
     children = psutil.Process(process.pid).children(recursive=True)
-    assert any("scheduler" in " ".join(each.cmdline()) for each in children)
+    assert any("scheduler" in words_of(each) for each in children)
+    print("now the bad one", file=process.stdin, flush=True)
     try:
         assert process.wait(120) == -signal.SIGKILL
         _, alive = psutil.wait_procs(children, timeout=30)
@@ -69,7 +75,7 @@ def test_a_detokenizer_that_dies_ends_the_worker_soon(tmp_path: Path) -> None:
             said = process.stdout.readline()
             assert said, "the engine did not start"
         children = psutil.Process(process.pid).children(recursive=True)
-        [detokenizer] = [each for each in children if "detokenizer" in " ".join(each.cmdline())]
+        [detokenizer] = [each for each in children if "detokenizer" in words_of(each)]
         detokenizer.kill()
         assert process.wait(50) != 0
     finally:

@@ -19,6 +19,7 @@ from service.demo.tiny import NAME
 from tests.acceptance.service import Up
 from tests.acceptance.test_up import long_lines
 from tests.faults.streams import WHOLE, Streams
+from tests.processes import words_of
 
 KINDS = ("engine", "scheduler hangs", "worker", "planner", "api", "redis", "flushall", "everything")
 STEP_LIMIT_S = 15
@@ -38,12 +39,12 @@ def strike(up: Up, kind: str, rng: random.Random) -> None:
         up.start()
     elif kind == "scheduler hangs":
         worker = up.worker()
-        next(each for each in worker.children() if "scheduler" in " ".join(each.cmdline())).suspend()
+        next(each for each in worker.children() if "scheduler" in words_of(each)).suspend()
         worker.wait(20 * STEP_LIMIT_S)  # ten times the limit for the first step of an engine
     elif kind == "engine":
         rng.choice(up.worker().children(recursive=True)).kill()
     else:
-        next(each for each in family[1:] if kind in " ".join(each.cmdline())).kill()
+        next(each for each in family[1:] if kind in words_of(each)).kill()
 
 
 def is_streamed(_content: str, chunks: list[Any], to_the_end: bool) -> bool:

@@ -26,6 +26,7 @@ from service.db.drains import drain
 from service.fleet.cluster import RayCluster
 from service.fleet.keeper import Keeper
 from tests.fleet.deployment import MEMORY, Deployment, raylets, until, variables
+from tests.processes import words_of
 from tests.waiting import kill
 
 MODELS: dict[str, dict[str, Any]] = {"a": {"max": 4}, "b": {"gpus": 2, "max": 2}}
@@ -127,7 +128,7 @@ class Campaign:
             psutil.Process(node.all_processes["raylet"][0].process.pid) for node in self.machines.list_all_nodes()
         ]
         children = [child for raylet in raylets for child in raylet.children()]
-        actors = [child for child in children if any("ray::Actor" in word for word in child.cmdline())]
+        actors = [child for child in children if "ray::Actor" in words_of(child)]
         if actors:
             self.rng.choice(actors).kill()
         return bool(actors)
