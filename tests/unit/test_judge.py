@@ -10,7 +10,8 @@ from service.estimates.outcomes import words_of
 from service.objects.shards import Outcome
 from service.queue.counts import Counts
 from service.worker.answer_body import read, usage_of
-from service.worker.judge import MOST_CHECKS, outcome_of, outcomes_of
+from service.worker.judge import outcome_of, outcomes_of
+from service.worker.schema_budget import MOST_CHECKS
 
 TICKET = {
     "type": "object",
@@ -133,6 +134,25 @@ def test_errors_that_repeat_a_long_text_cost_what_they_are_long() -> None:
     asked = {"response_format": {"type": "json_schema", "json_schema": {"schema": schema}}}
     assert judged(asked, chat(('"words"', "stop"))) == "invalid"
     assert judged(asked, chat((f'"{"words " * 100_000}"', "stop"))) == "ok"  # after 8 errors nobody can say
+
+
+def test_schemas_that_allow_nothing_cost_what_their_errors_are_long() -> None:
+    for schema in ({"anyOf": [False] * 1500}, {"not": {"not": {"anyOf": [False] * 1500}}}):
+        asked = {"response_format": {"type": "json_schema", "json_schema": {"schema": schema}}}
+        assert judged(asked, chat(('"words"', "stop"))) == "invalid"
+        assert judged(asked, chat((f'"{"words " * 100_000}"', "stop"))) == "ok"
+
+
+def test_a_part_that_names_another_draft_has_the_same_budget() -> None:
+    """Its draft's own checks took its place: they count nothing, and try patterns."""
+    draft = {"$schema": "http://json-schema.org/draft-07/schema#"}
+    schema = {"properties": {"a": {**draft, "pattern": "^(a+)+$"}}}
+    asked = {"response_format": {"type": "json_schema", "json_schema": {"schema": schema}}}
+    assert judged(asked, chat(('{"a": "aaa!"}', "stop"))) == "ok"  # no pattern is tried
+    twice = {"anyOf": [{"properties": {"x": {"$ref": "#/$defs/a"}}, "required": ["y"]}] * 2}
+    schema = {"$defs": {"a": draft | twice}, **twice}
+    asked = {"response_format": {"type": "json_schema", "json_schema": {"schema": schema}}}
+    assert judged(asked, chat(('{"x": ' * 14 + "1" + "}" * 14, "stop"))) == "ok"  # nobody can say
 
 
 def test_choices_share_the_budget_of_their_answer() -> None:

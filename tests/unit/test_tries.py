@@ -146,7 +146,7 @@ def test_a_line_asks_for_no_more_than_its_batch_allows(extras: object, words: st
     assert known(batch, extras) is batch
 
 
-SCHEMA = {"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"]}
+SCHEMA = {"type": "object", "properties": {"n": {"type": "integer"}, "no": False}, "required": ["n"]}
 ASKED = {"response_format": {"type": "json_schema", "json_schema": {"schema": SCHEMA}}, "messages": [{"role": "user"}]}
 
 
@@ -164,6 +164,7 @@ def said(text: str, outcome: Outcome, asked: dict[str, Any] = ASKED, endpoint: s
         ('{"n": "one"}', 'does not meet the schema at $.n, where type is "integer"'),
         ("{}", 'does not meet the schema at $, where required is ["n"]'),
         ("none", "is not valid JSON: JSON is malformed"),
+        ('{"n": 1, "no": 2}', "has a part that the schema does not allow"),
     ],
 )
 def test_a_try_is_told_what_was_wrong(text: str, why: str) -> None:
