@@ -269,13 +269,18 @@ async def test_what_is_not_accepted_is_said_while_the_batch_runs(harness: Harnes
     )
     await harness.plan()
 
-    async def is_said() -> bool:
+    async def says() -> dict[str, Any]:
         await harness.reconciler.run_once()
-        words = about(await asyncio.to_thread(client.batches.retrieve, batch.id))["outcome_warnings"]
-        return any(each.startswith("3 of 38 answers were not accepted") for each in words)
+        return about(await asyncio.to_thread(client.batches.retrieve, batch.id))
+
+    async def are_judged() -> bool:
+        found = (await says())["outcomes"]
+        return found["ok"] + found["not_accepted"] == 38
 
     async with harness.working(engine):
-        await until(is_said)
+        await until(are_judged)
+        [words] = (await says())["outcome_warnings"]
+        assert words.startswith("3 of 38 answers were not accepted")
         await asyncio.to_thread(client.batches.cancel, batch.id)
         await harness.until_ended(batch.id)
 
