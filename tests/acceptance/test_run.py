@@ -16,7 +16,14 @@ from service.demo.prompts import CHAT
 from tests.acceptance.run_killed import run_killed
 from tests.acceptance.service import Up
 
-RULES = {"rules": [{"prompt": "bad*", "status": 400}, {"prompt": "slow*", "delay_s": 1}, {"prompt": "*"}]}
+RULES = {
+    "rules": [
+        {"prompt": "bad*", "status": 400},
+        {"prompt": "slow*", "delay_s": 1},
+        {"prompt": "late*", "delay_s": 20},  # still runs when a test has seen the first answers, however slow it is
+        {"prompt": "*"},
+    ]
+}
 
 
 def request(custom_id: str, text: str) -> dict[str, Any]:
@@ -134,7 +141,7 @@ def test_runs_beside_each_other_keep_apart_or_share_one_service(tmp_path: Path) 
 @pytest.mark.slow
 def test_a_joined_service_that_is_killed_is_replaced(folder: Path) -> None:
     service = started(folder)
-    write(folder, *(request(str(number), "slow") for number in range(300)))
+    write(folder, *(request(str(number), "quick" if number < 250 else "late") for number in range(300)))
     process = begun(folder, "in.jsonl")
     service.until(lambda: any(service.done(each.id) for each in service.client.batches.list()), "answers")
     assert service.stop(signal.SIGKILL) == -signal.SIGKILL
