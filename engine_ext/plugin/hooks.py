@@ -35,24 +35,26 @@ from engine_ext.plugin.scheduler import (
 
 
 def hooks() -> list[tuple[str, Callable[..., Any], HookType]]:
-    """Return every hook that this machine and these options need, as (target, function, kind)."""
+    """Return every hook that this machine and these options need, as (target, function, kind).
+
+    None in an SGLang that batchweave did not start, though it is installed there.
+    """
     options = handed_over()
-    found = [*report.HOOKS, *loopback.HOOKS]
-    if options is not None:
-        found += [*steps.HOOKS, *pulse_hooks.HOOKS, *grammars.HOOKS, *blanks.HOOKS, *sampling.HOOKS]
-        found += looping.HOOKS
-        found += spaces.SHARED if options.shares_cache else spaces.APART
-    if options is not None and options.scheduling is Scheduling.DUAL_SCAN:
+    if options is None:
+        return []
+    found = [*report.HOOKS, *loopback.HOOKS, *steps.HOOKS, *pulse_hooks.HOOKS, *grammars.HOOKS, *blanks.HOOKS]
+    found += [*sampling.HOOKS, *looping.HOOKS, *(spaces.SHARED if options.shares_cache else spaces.APART)]
+    if options.scheduling is Scheduling.DUAL_SCAN:
         found += admission_hooks.HOOKS
         if options.overlap is Overlap.PDMUX:
             found += pdmux.HOOKS
     else:
         found += withdrawals.HOOKS
-    if options is not None and options.overlap is Overlap.NANO and not options.emulated:
+    if options.overlap is Overlap.NANO and not options.emulated:
         found += nano.HOOKS
-    if options is not None and options.retunes:
+    if options.retunes:
         found += [*retune.HOOKS, *([] if options.emulated else lively_weights.HOOKS)]
-    if options is not None and options.emulated:
+    if options.emulated:
         found += emulated.HOOKS
         if options.emulated is Emulation.VIRTUAL:
             found += arrivals.HOOKS

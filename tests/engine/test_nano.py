@@ -93,7 +93,7 @@ def test_a_fault_in_one_half_is_the_steps_fault() -> None:
 def test_what_sglang_cannot_split_runs_whole_and_the_log_says_why(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(nano, "handed_over", lambda: Options(COST, overlap=Overlap.NANO))
+    monkeypatch.setattr(nano, "mine", lambda: Options(COST, overlap=Overlap.NANO))
     monkeypatch.setattr(nano, "best_cut", lambda *_: 1)
     monkeypatch.setattr(nano, "books", nano.Books())
     caplog.set_level("WARNING", nano.log.name)  # an engine that another test started logs errors only

@@ -66,7 +66,7 @@ def test_no_project_finds_what_another_computed(engine: EngineProcess[Any]) -> N
 
 
 def test_a_project_name_is_no_other_projects_salt(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(spaces, "handed_over", lambda: SimpleNamespace(shares_cache=False))
+    monkeypatch.setattr(spaces, "mine", lambda: SimpleNamespace(shares_cache=False))
 
     def key(project: str, extra: str | None) -> str | None:
         req = SimpleNamespace(sampling_params=SimpleNamespace(custom_params={PROJECT: project}), extra_key=extra)

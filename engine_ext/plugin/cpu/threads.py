@@ -5,13 +5,12 @@ from typing import Any
 import torch
 from sglang.srt.plugins.hook_registry import HookType
 
-from engine_ext.plugin.options import handed_over
+from engine_ext.plugin.options import mine
 
 
 def use(result: Any, *_: Any, **__: Any) -> Any:
-    options = handed_over()
-    if options is not None and options.cpu_threads is not None:
-        torch.set_num_threads(options.cpu_threads)
+    if (threads := mine().cpu_threads) is not None:
+        torch.set_num_threads(threads)
     return result
 
 

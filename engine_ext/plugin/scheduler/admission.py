@@ -25,7 +25,7 @@ from engine_ext.plan.buckets import LONGEST
 from engine_ext.plan.lengths import UNKNOWN
 from engine_ext.plan.prompts import first_token
 from engine_ext.plugin.marks import KIND, LENGTHS, UNTOLD, due_of, profile_of
-from engine_ext.plugin.options import Emulation, Overlap, handed_over
+from engine_ext.plugin.options import Emulation, Overlap, mine
 from engine_ext.plugin.scheduler import emulated
 from engine_ext.plugin.scheduler.beside import Beside
 from engine_ext.plugin.scheduler.fallback import reason_for_sglang
@@ -368,8 +368,7 @@ class Admission:
 
 def _executor() -> Executor:
     """Return a thread for plans; on a virtual clock plans are made at once, because steps take no real time."""
-    options = handed_over()
-    if options is not None and options.emulated is Emulation.VIRTUAL:
+    if mine().emulated is Emulation.VIRTUAL:
         return AtOnce()
     sys.setswitchinterval(SWITCH_S)
     return ThreadPoolExecutor(1, "plan")
@@ -384,8 +383,7 @@ def admission_of(scheduler: Any) -> Admission:
     """Return the scheduler's Admission; create it on first use."""
     found = getattr(scheduler, "batchweave_admission", None)
     if found is None:
-        options = handed_over()
-        assert options is not None
+        options = mine()
         # A benchmark sets others.
         online, limits = getattr(scheduler, "batchweave_online", (options.online, options.limits))
         found = Admission.of(options.cost, online, limits, scheduler, options.least_share)
@@ -401,5 +399,4 @@ def overlap_of(scheduler: Any) -> Overlap:
         return Overlap.PDMUX
     if not scheduler.is_mixed_chunk:
         return Overlap.NONE
-    options = handed_over()
-    return Overlap.NANO if options and options.overlap is Overlap.NANO else Overlap.MIXED
+    return Overlap.NANO if mine().overlap is Overlap.NANO else Overlap.MIXED

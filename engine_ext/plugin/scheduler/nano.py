@@ -23,7 +23,7 @@ from sglang.srt.model_executor.forward_context import forward_context, get_forwa
 from sglang.srt.plugins.hook_registry import HookType
 
 from engine_ext.costs.cost import CostModel
-from engine_ext.plugin.options import Overlap, handed_over
+from engine_ext.plugin.options import Overlap, mine
 
 log = logging.getLogger(__name__)
 REST = 256  # steps that run whole after one that SGLang could not split
@@ -80,8 +80,7 @@ _margin = 0  # SMs that FA3 leaves free, in the attention of a half only
 @contextmanager
 def _leaving_sms() -> Generator[None]:
     global _margin
-    options = handed_over()
-    _margin = options.sm_margin if options else 0
+    _margin = mine().sm_margin
     try:
         yield
     finally:
@@ -139,8 +138,7 @@ def prepare(result: Any, runner: Any, *_args: Any, **_kwargs: Any) -> Any:
     """Give the model an attention backend for each half, because a backend knows one batch at a time."""
     stream = torch.cuda.Stream() if torch.cuda.is_available() and runner.device == "cuda" else None
     backends = [HalfBackend(runner._get_attention_backend(), stream) for _ in range(2)]
-    options = handed_over()
-    if options is not None and options.sm_margin:
+    if mine().sm_margin:
         module = sys.modules[type(backends[0].backend).__module__]  # which calls FA3 by these names
         for name in ("flash_attn_with_kvcache", "flash_attn_varlen_func"):
             if hasattr(module, name):
@@ -175,13 +173,11 @@ def forward(
 
 
 def _halves(batch: Any) -> list[Any] | None:
-    options = handed_over()
-    assert options is not None
     if books.resting > 0:
         books.resting -= 1
         return None
     tokens = batch.extend_seq_lens_cpu
-    cut = best_cut(tokens, batch.seq_lens_cpu.tolist(), options.cost)
+    cut = best_cut(tokens, batch.seq_lens_cpu.tolist(), mine().cost)
     if cut == 0:
         return None
     tokens_cut, tokens_end = sum(tokens[:cut]), sum(tokens)
@@ -206,8 +202,7 @@ def _halves(batch: Any) -> list[Any] | None:
 
 def report() -> dict[str, Any]:
     """Return how many steps ran as two halves, if that is what the engine was asked for, and why others could not."""
-    options = handed_over()
-    if options is None or options.overlap is not Overlap.NANO:
+    if mine().overlap is not Overlap.NANO:
         return {}
     return {"nano_steps": books.split, "nano_turns": books.turns, "nano_refused": books.refused}
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from sglang.srt.plugins.hook_registry import HookType
 
-from engine_ext.plugin.options import handed_over
+from engine_ext.plugin.options import mine
 from engine_ext.plugin.pulse import Beating, Foreseen
 
 IDLE_MS = 15_000
@@ -17,11 +17,10 @@ _mine: Beating | None = None
 
 def _beating(scheduler: Any) -> Beating | None:
     global _mine
-    options = handed_over() if _mine is None else None
-    if options is not None and options.pulses is not None:
+    if _mine is None and (pulses := mine().pulses) is not None:
         ranks = scheduler.ps
         slot = ((ranks.dp_rank or 0) * ranks.pp_size + ranks.pp_rank) * ranks.tp_size + ranks.tp_rank
-        _mine = Beating(Path(options.pulses), slot, time.monotonic())
+        _mine = Beating(Path(pulses), slot, time.monotonic())
     return _mine
 
 

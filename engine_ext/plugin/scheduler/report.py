@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-from engine_ext.plugin.options import Scheduling, handed_over
+from engine_ext.plugin.options import Scheduling, mine
 from engine_ext.plugin.scheduler import arrivals, emulated, nano
 from engine_ext.plugin.scheduler.admission import Admission, admission_of, overlap_of
 from engine_ext.plugin.scheduler.fallback import is_alone
@@ -15,8 +15,7 @@ from engine_ext.plugin.scheduler.steps import books_of
 
 def report(result: Any, scheduler: Any, *_args: Any, **_kwargs: Any) -> Any:
     """Add batchweave's part to SGLang's internal state, which also shows the worker that the plugin is loaded."""
-    options = handed_over()
-    scheduling = options.scheduling if options else Scheduling.SGLANG
+    scheduling = mine().scheduling
     if scheduling is Scheduling.DUAL_SCAN and admission_of(scheduler).fallback:
         scheduling = Scheduling.SGLANG
     found: dict[str, Any] = {
@@ -29,8 +28,7 @@ def report(result: Any, scheduler: Any, *_args: Any, **_kwargs: Any) -> Any:
     }
     if scheduling is Scheduling.DUAL_SCAN or is_alone(scheduler):
         found |= _of_scan(admission_of(scheduler))
-    if options:
-        found |= books_of(scheduler).report()
+    found |= books_of(scheduler).report()
     found |= emulated.books() | nano.report() | arrivals.report(scheduler)
     result.internal_state["batchweave"] = found
     return result

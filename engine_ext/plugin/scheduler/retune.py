@@ -17,7 +17,7 @@ from engine_ext.coserve.slo import DEFAULT, SloClass
 from engine_ext.costs.cost import CostModel
 from engine_ext.costs.engine_model import Clock
 from engine_ext.costs.hardware import MEASURED
-from engine_ext.plugin.options import handed_over
+from engine_ext.plugin.options import mine
 from engine_ext.plugin.scheduler import emulated
 from engine_ext.plugin.scheduler.arrivals import Arrivals
 from engine_ext.plugin.tuning import FLOPS, MARK, POLICIES, PRIORITY
@@ -28,8 +28,7 @@ def retune(original: Callable[..., Any], scheduler: Any, recv_req: Any) -> Any:
     given = {name.removeprefix(MARK): value for name, value in recv_req.server_args.items() if name.startswith(MARK)}
     if not given:
         return original(scheduler, recv_req)
-    options = handed_over()
-    assert options is not None
+    options = mine()
     device = emulated.device_here()
     if "bandwidth" in given:
         replace(options, cost=_measured(options.cost, given)).hand_over()

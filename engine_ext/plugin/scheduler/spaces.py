@@ -14,7 +14,7 @@ import numpy as np
 from sglang.srt.plugins.hook_registry import HookType
 
 from engine_ext.plugin.marks import project_of
-from engine_ext.plugin.options import handed_over
+from engine_ext.plugin.options import mine
 
 BLOCK = 64  # tokens
 MOST = 1 << 16  # blocks that are remembered: four million tokens
@@ -22,8 +22,8 @@ MOST = 1 << 16  # blocks that are remembered: four million tokens
 
 def into_space(_result: Any, req: Any, *args: Any, **kwargs: Any) -> None:
     """Give the request a key of its project's own in the cache, before its client's salt and its adapter."""
-    project, options = project_of(req), handed_over()
-    if project and options is not None and not options.shares_cache:
+    project = project_of(req)
+    if project and not mine().shares_cache:
         req.extra_key = f"{project}/{req.extra_key or ''}"  # an id of a project has no slash
 
 

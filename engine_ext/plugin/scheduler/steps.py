@@ -16,7 +16,7 @@ from sglang.srt.plugins.hook_registry import HookType
 from engine_ext.arrays import Floats
 from engine_ext.coserve.predictor import Load
 from engine_ext.costs.engine_model import Clock, EngineModel, StepModel, compute_time, step_time
-from engine_ext.plugin.options import handed_over
+from engine_ext.plugin.options import mine
 from engine_ext.plugin.scheduler import emulated, pulse_hooks
 from engine_ext.plugin.scheduler.step_load import load_of
 
@@ -165,8 +165,7 @@ class StepBooks:
 def books_of(scheduler: Any) -> StepBooks:
     found = getattr(scheduler, "batchweave_steps", None)
     if found is None:
-        options = handed_over()
-        assert options is not None
+        options = mine()
         ranks = scheduler.ps
         is_first = not (ranks.tp_rank or ranks.pp_rank or ranks.dp_rank)  # the other ranks run the same steps
         file = Path(options.steps_file) if options.steps_file and is_first else None
