@@ -50,7 +50,7 @@ class CostModel:
     @property
     def quadratic_s(self) -> float:
         """Return the seconds of a prompt's attention per unit of end^2 - begin^2 of the tokens computed."""
-        # All p^2 pairs of tokens, as section 4.1 counts them; operators.py counts only the causal half.
+        # All p^2 pairs of tokens, as section 4.1 counts them, though attention computes only the causal half.
         attention = self.shape.attention_flops / self.machine.attention_flops(self.dtype)
         return attention if self.attention_compute else 0.0
 

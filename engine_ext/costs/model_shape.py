@@ -64,7 +64,6 @@ class ModelShape:
         """Return P of the cost model: all parameters, but of a mixture of experts only those that a token chooses.
 
         Like papers and model makers, it counts the embedding, though that is only looked up (a tenth of a small model).
-        The finer model in operators.py goes by `matrices` and leaves it out.
         """
         chosen = sum(matrix.parameters * matrix.active for matrix in self.matrices)
         return chosen + self.head.parameters + self.other_parameters

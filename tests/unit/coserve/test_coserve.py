@@ -26,8 +26,8 @@ from engine_ext.costs.cost import CostModel
 from engine_ext.costs.engine_model import Clock, EngineModel
 from engine_ext.costs.hardware import Machine, hardware
 from engine_ext.costs.model_shape import preset
-from engine_ext.costs.operators import Achievable, ForwardPass, OperatorModel, Prefill
 from engine_ext.errors import InputError
+from tests.unit.coserve.operators import Achievable, ForwardPass, OperatorModel, Prefill
 
 COST = CostModel(preset("llama-3-8b"), Machine(hardware("h200")))
 NUMBERS = EngineModel.of(COST, Clock.MIXED).numbers

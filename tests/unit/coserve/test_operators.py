@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from engine_ext.costs.cost import CostModel
 from engine_ext.costs.hardware import Machine, hardware
 from engine_ext.costs.model_shape import ModelShape, preset, shape_of
-from engine_ext.costs.operators import Achievable, ForwardPass, OperatorModel, Prefill
+from tests.unit.coserve.operators import Achievable, ForwardPass, OperatorModel, Prefill
 
 A100 = Machine(hardware("a100-80gb"))
 LLAMA = preset("llama-3-8b")
