@@ -35,7 +35,7 @@ $(VENV)/.compiled: $(VENV)/.installed $(LOOPS)
 
 # For tests: one process compiles what several would compile at once
 $(VENV)/.compiled-simulator: $(VENV)/.compiled
-	$(RUN)/python -m engine_ext.warm_up simulator
+	$(RUN)/python -m benchmarks.simulate.warm_up
 	@touch $@
 
 # A wheel and an sdist. The wheel wants an environment of its own: pip install 'dist/batchweave-….whl[engine]'

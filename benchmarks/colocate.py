@@ -26,6 +26,9 @@ import numpy as np
 
 from benchmarks import online_traffic, traces
 from benchmarks.online_traffic import Online, batch_rows, beside, pair_beside
+from benchmarks.simulate.beside import BROS, ORACLE, POLICIES
+from benchmarks.simulate.pair import ON_PAIRS, ONLINE_PD, PAIR_POLICIES, Pair
+from benchmarks.simulate.rows import batch_alone, row_of
 from benchmarks.traces import Row
 from engine_ext.coserve.slo import SloClass
 from engine_ext.costs.cost import CostModel
@@ -34,10 +37,9 @@ from engine_ext.costs.hardware import Machine, hardware
 from engine_ext.costs.model_shape import preset
 from engine_ext.plan.prompts import Segment
 from engine_ext.simulate.arrivals import Arrivals, at_rate, denser
-from engine_ext.simulate.colocate import BROS, ORACLE, OURS
-from engine_ext.simulate.contest import CHUNKS, Contest, Within, batch_alone, online_capacity, row_of
+from engine_ext.simulate.colocate import OURS
+from engine_ext.simulate.contest import CHUNKS, Contest, Within, online_capacity
 from engine_ext.simulate.measured import Measured, Settings
-from engine_ext.simulate.pair import ONLINE_PD, PAIR_POLICIES, Pair
 from engine_ext.simulate.traffic import Traffic
 
 METRICS = ("tbt_mean", "ttft_mean", "tbt_p99", "ttft_p99")
@@ -109,7 +111,7 @@ class Scene:
     segments: Sequence[Sequence[Segment]] = ()
 
     def contest(self, slo: SloClass) -> Contest:
-        return Contest(self.traffic, self.cost, self.model, slo)
+        return Contest(self.traffic, self.cost, self.model, slo, POLICIES)
 
     def row(self, contest: Contest, best: Measured | None, policy: str, **said: Any) -> dict[str, Any]:
         """Return a row for a policy's best run, with what the case and the caller say of it."""
@@ -227,7 +229,7 @@ def ooco(data: Path, case: Case) -> Iterator[dict[str, Any]]:
 
     def at(rate: float, batch: list[Row]) -> Contest:
         arrivals = at_rate(online.arrives_s, rate, place.duration_s, np.random.default_rng(case.seed))
-        return Contest(pair_beside(batch, online, arrivals), cost, model, OOCO_SLO)
+        return Contest(pair_beside(batch, online, arrivals), cost, model, OOCO_SLO, ON_PAIRS)
 
     least, most = 0.0, 64.0
     while most - least > 0.25:

@@ -26,12 +26,13 @@ import numpy as np
 from benchmarks.colocate import SLO, Case, Scene, scene
 from benchmarks.emulated import deciding, tokens_of
 from benchmarks.engine_process import EngineProcess
+from benchmarks.simulate.rows import row_of
 from engine_ext.coserve.slo import SloClass
 from engine_ext.plan.buckets import LONGEST
 from engine_ext.plugin.tuning import MOST_TOKENS, PRIORITY, Tuning
 from engine_ext.plugin.worker.bench_engine import Arriving, BenchEngine
 from engine_ext.simulate.colocate import OURS
-from engine_ext.simulate.contest import Within, row_of
+from engine_ext.simulate.contest import Within
 from engine_ext.simulate.measured import Measured, Times, tokens_done
 from engine_ext.simulate.traffic import Traffic
 from service.demo.prompts import corpus

@@ -24,13 +24,14 @@ from typing import Any
 import numpy as np
 
 from benchmarks import mixes
+from benchmarks.simulate.batches import simulate
 from engine_ext.costs.cost import CostModel
 from engine_ext.costs.engine_model import Clock, EngineModel
 from engine_ext.costs.hardware import Machine, hardware
 from engine_ext.costs.model_shape import preset
 from engine_ext.plan.buckets import LONGEST
 from engine_ext.plan.prompts import Prompts, Segment
-from engine_ext.simulate.policies import Outcome, Work, prepare, simulate
+from engine_ext.simulate.policies import Outcome, Work, prepare
 from service.demo.prompts import corpus
 from service.demo.tiny import ensure_tiny_model
 

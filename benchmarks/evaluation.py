@@ -25,6 +25,8 @@ from typing import Any
 import numpy as np
 
 from benchmarks import mixes
+from benchmarks.simulate import warm_up as compile_simulator
+from benchmarks.simulate.batches import simulate
 from engine_ext import warm_up
 from engine_ext.arrays import Column
 from engine_ext.costs.cost import CostModel
@@ -38,7 +40,7 @@ from engine_ext.plan.order import KEEP_SHARING
 from engine_ext.plan.prompts import Prompts
 from engine_ext.plan.sample import SHARE
 from engine_ext.plan.window import Outputs, Shape, plan_window
-from engine_ext.simulate.policies import Outcome, Search, Work, prepare, simulate
+from engine_ext.simulate.policies import Outcome, Search, Work, prepare
 from service.estimates.length_memory import MOST_PROFILES
 
 MAIN = ("dfs", "random", "blendserve", "batchweave")
@@ -346,7 +348,7 @@ def main() -> None:
 
 def _compile() -> None:
     warm_up.compile_planner()
-    warm_up.compile_simulator()
+    compile_simulator.main()
 
 
 def _rounded(value: Any) -> Any:

@@ -11,13 +11,13 @@ from benchmarks import online_traffic
 from benchmarks.colocate import FLOOD_S, MACHINES
 from benchmarks.emulated import tokens_of
 from benchmarks.online_traffic import Online, batch_rows
+from benchmarks.simulate.beside import play as simulate
 from benchmarks.traces import Row
 from engine_ext.arrays import column
 from engine_ext.coserve.slo import SloClass
 from engine_ext.costs.cost import CostModel
 from engine_ext.costs.engine_model import EngineModel
 from engine_ext.simulate.arrivals import Arrivals, at_rate
-from engine_ext.simulate.colocate import play as simulate
 from engine_ext.simulate.contest import online_capacity
 from engine_ext.simulate.measured import Settings, measured
 from engine_ext.simulate.shared_engine import DONE

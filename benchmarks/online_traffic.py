@@ -10,12 +10,12 @@ from pathlib import Path
 import numpy as np
 
 from benchmarks import traces
+from benchmarks.simulate.pair import Pair
 from benchmarks.traces import Row
 from engine_ext.arrays import Column, Floats
 from engine_ext.plan.buckets import LONGEST
 from engine_ext.plan.prompts import Prompts, Segment
 from engine_ext.simulate.arrivals import Arrivals
-from engine_ext.simulate.pair import Pair
 from engine_ext.simulate.traffic import Traffic
 
 BATCHES = {

@@ -13,7 +13,7 @@ import numpy as np
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
-from service.workloads.race import draw_shares
+from benchmarks.simulate.race import draw_shares
 
 Row = dict[str, Any]
 COLOURS = {

@@ -5,6 +5,7 @@ import os
 import tempfile
 from collections.abc import Callable
 from contextlib import suppress
+from functools import cache
 from pathlib import Path
 from typing import Any, ClassVar, ParamSpec, TypeVar
 from zlib import crc32
@@ -64,7 +65,10 @@ class _Locator(UserProvidedCacheLocator):
         self._py_file, self._lineno = py_file, py_func.__code__.co_firstlineno
 
     def get_cache_path(self) -> str:
-        return str(FOLDER / Path(self._py_file).parent.name)
+        room = Path(self._py_file).parent
+        if Path(__file__).parent in (room, room.parent):
+            return str(FOLDER / room.name)
+        return str(FOLDER / f"{room.name}-{_stamp_of(room, 0):08x}")  # of a benchmark or a test
 
     def get_source_stamp(self) -> Any:
         return SOURCES
@@ -104,8 +108,15 @@ def _stamp_of_sources() -> int:
     """Return a checksum of all sources that are compiled or compiled with, whatever their modification times."""
     stamp = 0
     for room in (".", *ROOMS):
-        for file in sorted((Path(__file__).parent / room).glob("*.py")):
-            stamp = crc32(file.read_bytes(), crc32(file.name.encode(), stamp))
+        stamp = _stamp_of(Path(__file__).parent / room, stamp)
+    return stamp
+
+
+@cache
+def _stamp_of(room: Path, stamp: int) -> int:
+    """Return a checksum of the sources in this folder, beginning with `stamp`."""
+    for file in sorted(room.glob("*.py")):
+        stamp = crc32(file.read_bytes(), crc32(file.name.encode(), stamp))
     return stamp
 
 

@@ -8,7 +8,6 @@ import subprocess
 import sys
 import time
 from contextlib import suppress
-from dataclasses import replace
 from pathlib import Path
 from zlib import crc32
 
@@ -34,12 +33,6 @@ from engine_ext.plan.window import Outputs, Shape, plan_window
 from engine_ext.scan.live import LiveScan
 from engine_ext.scan.replan import FEWEST
 from engine_ext.scan.state import StepCosts
-from engine_ext.simulate.arrivals import at_rate
-from engine_ext.simulate.colocate import POLICIES, run
-from engine_ext.simulate.measured import Settings
-from engine_ext.simulate.pair import POOLED, Pair, run_pair
-from engine_ext.simulate.policies import prepare, simulate
-from engine_ext.simulate.traffic import Traffic
 
 FORGET_S = 30 * 24 * 3600
 
@@ -173,26 +166,5 @@ def compile_coserve() -> None:
     choose(predictor, governor, bounds, NOT_PROFILED.numbers(), load, needs, batches, 100, rests)
 
 
-def compile_simulator() -> None:
-    """Run a few requests through each loop of the simulator."""
-    count = 8
-    prompts = Prompts.of_segments([[("shared", 16), (k, 16)] for k in range(count)])
-    caps = np.full(count, 64, dtype=np.int64)
-    model = EngineModel(1e-6, 1e-8, 0.0, 1e-4, 10_000)
-    cost = CostModel(preset("llama-3-8b"), Machine(hardware("h200")))
-    for policy in ("fcfs", "blendserve", "batchweave"):
-        simulate(prepare(prompts, np.full(count, 8, dtype=np.int64), cost, caps), model, policy)
-    arrivals = at_rate(np.arange(4, dtype=np.float64), 1.0, 4.0, np.random.default_rng(0))
-    both = Prompts.of_segments([[(f"{k}", 16)] for k in range(count + len(arrivals))])
-    answers = np.full(count + len(arrivals), 8, dtype=np.int64)
-    beside = replace(model, clock=Clock.MIXED)
-    for policy in POLICIES:
-        run(Traffic.of(both, answers, caps, arrivals), cost, beside, policy, Settings(), SloClass())
-    for policy in POOLED:
-        run_pair(Pair.of(both, answers, caps, arrivals), cost, beside, policy, Settings(), SloClass())
-
-
 if __name__ == "__main__":
     main()
-    if "simulator" in sys.argv:  # for those who test: `make install-dev`
-        compile_simulator()

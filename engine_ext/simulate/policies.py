@@ -1,4 +1,4 @@
-"""Runs the policies to compare, each on the same engine and with the same knowledge of lengths from one sample."""
+"""Runs ours and SGLang's own policies on the same engine, with the same knowledge of lengths from one sample."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -14,7 +14,7 @@ from engine_ext.plan.families import find_families
 from engine_ext.plan.groups import Groups, group_requests
 from engine_ext.plan.lengths import UNKNOWN, Estimates, estimate, group_caps, look_ahead
 from engine_ext.plan.memory import Recall
-from engine_ext.plan.order import KEEP_SHARING, shared_by_order, walk_in_order
+from engine_ext.plan.order import KEEP_SHARING, walk_in_order
 from engine_ext.plan.prompts import Prompts
 from engine_ext.plan.resources import Requests, node_loads
 from engine_ext.plan.sample import SHARE, ask_sample
@@ -25,8 +25,7 @@ from engine_ext.scan.state import State, StepCosts
 from engine_ext.scan.tiers import Urgency
 from engine_ext.simulate.cache import Cache, new_cache
 from engine_ext.simulate.engine import DECODE, DONE, PREFILL, Engine, new_engine, series_of
-from engine_ext.simulate.loops import new_paper_blend, run_batchweave, run_blendserve
-from engine_ext.simulate.paper_order import paper_order
+from engine_ext.simulate.loop import run_batchweave
 from engine_ext.simulate.stock import run_stock
 
 
@@ -34,18 +33,19 @@ from engine_ext.simulate.stock import run_stock
 class Search:
     """Lists what to try for policies with settings; the best result counts.
 
-    `chunks` are prompt tokens per step; `ratios` are SGLang's new token ratio at the start; `memory` are shares of the
-    KV memory that BlendServe's sides hold on average. `keep` is the share of the possible sharing that splits must
-    keep.
+    `chunks` are prompt tokens per step; `ratios` are SGLang's new token ratio at the start. `keep` is the share of the
+    possible sharing that splits must keep.
     """
 
     chunks: tuple[int, ...] = (128, 256, 512, 1024, 2048, 4096)
     ratios: tuple[float, ...] = (1.0, 0.6, 0.3)
-    memory: tuple[float, ...] = (0.4, 0.55, 0.7, 0.85, 1.0)
     keep: float = KEEP_SHARING
 
 
 SEARCH = Search()
+DEFAULT_RATIO = 0.7  # SGLang's new token ratio at the start, unless it is told otherwise
+DEFAULT_CHUNKS = ((35, 2048), (60, 4096), (160, 8192))  # prompt tokens of a step on a GPU with less memory, in GiB
+DEFAULT_CHUNK = 16384  # on a larger one
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,6 +108,9 @@ class Outcome:
     series: Floats
 
 
+Policy = Callable[[Work, EngineModel, int, Search], Outcome]
+
+
 def prepare(
     prompts: Prompts,
     output: Column,
@@ -163,15 +166,20 @@ def prepare(
 
 def simulate(work: Work, model: EngineModel, policy: str, seed: int = 0, search: Search = SEARCH) -> Outcome:
     """Run a policy, with the best of its settings in `search` if it has any. Raises KeyError, TooLarge."""
+    return run(work, model, POLICIES[policy], seed, search)
+
+
+def run(work: Work, model: EngineModel, policy: Policy, seed: int = 0, search: Search = SEARCH) -> Outcome:
+    """Run a policy; see `simulate`. Raises TooLarge."""
     needed = work.lengths + work.output
     if len(needed) and int(needed.max()) >= model.capacity:
         raise TooLarge(int(needed.argmax()), int(needed.max()), model.capacity)
-    return POLICIES[policy](work, model, seed, search)
+    return policy(work, model, seed, search)
 
 
 def _batchweave(work: Work, model: EngineModel, seed: int, search: Search) -> Outcome:
     engine, cache, planned_s = run_scan(work, model, seed, search.keep)
-    return _outcome("batchweave", "", work, model, engine, cache, planned_s)
+    return outcome_of("batchweave", "", work, model, engine, cache, planned_s)
 
 
 def run_scan(
@@ -232,50 +240,44 @@ def _go_on(progress: Progress, engine: Engine, state: State) -> Progress:
     )
 
 
-def _blendserve(work: Work, model: EngineModel, seed: int, search: Search) -> Outcome:
-    """Run the paper's order (algorithms 1 and 2) and dual scan (algorithm 3), at its best share of the memory."""
-    started = work.clock()
-    order = paper_order(work.tree, _estimated(work), work.cost, search.keep)
-    fresh = np.empty(len(order), dtype=np.int64)
-    fresh[order] = work.lengths[order] - shared_by_order(work.tree, order)
-    mean = work.estimates.mean
-    compute, memory = work.cost.compute_s(fresh, mean), work.cost.memory_s(work.lengths, mean)
-    sample, scan = _in_order(work.sample, order), order[~np.isin(order, work.sample)]
-    planned_s = work.clock() - started
-
-    def run(usable: float) -> Outcome:
-        engine, cache = fresh_engine(work, model)
-        run_blendserve(
-            engine, cache, model.numbers, new_paper_blend(sample, scan, mean, compute, memory, fresh), usable
-        )
-        return _outcome("blendserve", f"memory {usable:g}", work, model, engine, cache, planned_s)
-
-    return min((run(usable) for usable in search.memory), key=lambda found: found.seconds)
-
-
-def _ordered(name: str, order_of: Callable[[Work, int], Column], lpm: bool = False) -> Callable[..., Outcome]:
+def ordered(name: str, order_of: Callable[[Work, int], Column], lpm: bool = False) -> Policy:
     """Return a policy that is a fixed order, at its best chunk size and then its best ratio."""
 
     def policy(work: Work, model: EngineModel, seed: int, search: Search) -> Outcome:
-        started = work.clock()
-        order = order_of(work, seed)
-        planned_s = work.clock() - started
-        whole = np.concatenate([_in_order(work.sample, order), order[~np.isin(order, work.sample)]])
-
-        def run(chunk: int, ratio: float) -> Outcome:
-            engine, cache = fresh_engine(work, model)
-            run_stock(engine, cache, model.numbers, whole, work.estimates.mean, chunk, ratio, lpm)
-            return _outcome(name, f"chunk {chunk}, ratio {ratio:g}", work, model, engine, cache, planned_s)
-
+        run_at = _runner(name, order_of, lpm, work, model, seed)
         first, *others = search.ratios
-        best = min(((run(chunk, first), chunk) for chunk in search.chunks), key=lambda found: found[0].seconds)
-        return min([best[0], *(run(best[1], ratio) for ratio in others)], key=lambda found: found.seconds)
+        best = min(((run_at(chunk, first), chunk) for chunk in search.chunks), key=lambda found: found[0].seconds)
+        return min([best[0], *(run_at(best[1], ratio) for ratio in others)], key=lambda found: found.seconds)
 
     return policy
 
 
-def _depth_first(work: Work, seed: int) -> Column:
-    return work.tree.order
+def _at_defaults(name: str, order_of: Callable[[Work, int], Column], lpm: bool = False) -> Policy:
+    """Return the same policy with the chunk size and the ratio that SGLang has where nobody sets them."""
+
+    def policy(work: Work, model: EngineModel, seed: int, search: Search) -> Outcome:
+        memory = work.cost.machine.hardware.memory_bytes / 2**30
+        chunk = next((chunk for most, chunk in DEFAULT_CHUNKS if memory < most), DEFAULT_CHUNK)
+        return _runner(name, order_of, lpm, work, model, seed)(chunk, DEFAULT_RATIO)
+
+    return policy
+
+
+def _runner(
+    name: str, order_of: Callable[[Work, int], Column], lpm: bool, work: Work, model: EngineModel, seed: int
+) -> Callable[[int, float], Outcome]:
+    """Return what runs this order at a chunk size and a ratio, the sample first."""
+    started = work.clock()
+    order = order_of(work, seed)
+    planned_s = work.clock() - started
+    whole = np.concatenate([in_order(work.sample, order), order[~np.isin(order, work.sample)]])
+
+    def run_at(chunk: int, ratio: float) -> Outcome:
+        engine, cache = fresh_engine(work, model)
+        run_stock(engine, cache, model.numbers, whole, work.estimates.mean, chunk, ratio, lpm)
+        return outcome_of(name, f"chunk {chunk}, ratio {ratio:g}", work, model, engine, cache, planned_s)
+
+    return run_at
 
 
 def _as_submitted(work: Work, seed: int) -> Column:
@@ -304,11 +306,8 @@ def by_weight(work: Work, seed: int) -> Column:
     return walk_in_order(tree, children).order
 
 
-def _estimated(work: Work) -> Requests:
-    return Requests(work.lengths.astype(np.float64), work.estimates.mean, work.estimates.squares)
-
-
-def _in_order(chosen: Column, order: Column) -> Column:
+def in_order(chosen: Column, order: Column) -> Column:
+    """Return the chosen requests as they follow each other in the order."""
     place = np.empty(len(order), dtype=np.int64)
     place[order] = np.arange(len(order))
     return chosen[np.argsort(place[chosen])]
@@ -322,7 +321,7 @@ def fresh_engine(work: Work, model: EngineModel) -> tuple[Engine, Cache]:
     return new_engine(leaf, work.lengths, work.output), new_cache(tree.parent, tree.begin, tree.end, model.capacity)
 
 
-def _outcome(
+def outcome_of(
     policy: str, setting: str, work: Work, model: EngineModel, engine: Engine, cache: Cache, planned_s: float
 ) -> Outcome:
     cost, planner_s = work.cost, work.prepared_s + planned_s
@@ -352,15 +351,19 @@ def _outcome(
     )
 
 
-POLICIES: Mapping[str, Callable[[Work, EngineModel, int, Search], Outcome]] = MappingProxyType(
+_SGLANGS: Mapping[str, tuple[Callable[[Work, int], Column], bool]] = MappingProxyType(
     {
-        "fcfs": _ordered("fcfs", _as_submitted),
-        "lpm": _ordered("lpm", _as_submitted, lpm=True),
-        "dfs-weight": _ordered("dfs-weight", by_weight),
-        "dfs": _ordered("dfs", _depth_first),
-        "random": _ordered("random", _at_random),
-        "lof": _ordered("lof", _longest_first),
-        "blendserve": _blendserve,
+        "fcfs": (_as_submitted, False),
+        "lpm": (_as_submitted, True),
+        "dfs-weight": (by_weight, False),
+        "random": (_at_random, False),
+        "lof": (_longest_first, False),
+    }
+)
+POLICIES: Mapping[str, Policy] = MappingProxyType(
+    {
+        **{f"{name}-default": _at_defaults(f"{name}-default", *how) for name, how in _SGLANGS.items()},
+        **{name: ordered(name, *how) for name, how in _SGLANGS.items()},
         "batchweave": _batchweave,
     }
 )

@@ -39,9 +39,9 @@ COMMANDS = {
         "Keep engines of several models on a Ray cluster, as many as there is work for.",
     ),
     "calibrate": ("service.cli.calibrate:calibrate", "Measure what engine steps cost with this model on this machine."),
-    "plan": ("service.cli.workloads:plan", "Plan a file without running it."),
-    "simulate": ("service.cli.workloads:simulate", "Run a workload through a simulated engine."),
-    "profile-slo": ("service.cli.colocation:profile_slo", "Find how long a step may be with a batch in it."),
+    "plan": ("service.cli.plan:plan", "Plan a file without running it."),
+    "simulate": ("service.cli.simulate:simulate", "Run a workload through a simulated engine."),
+    "profile-slo": ("service.cli.profile_slo:profile_slo", "Find how long a step may be with a batch in it."),
     "demo": (
         "service.cli.demo:demo",
         "Run a file of real requests from nothing each time, and print some of the answers.",

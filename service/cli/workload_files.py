@@ -18,6 +18,7 @@ from service.requests.tokens import PromptTokens
 from service.workloads.workload import Workload, read_lengths, read_workload
 
 console = Console(stderr=True, highlight=False, markup=False, soft_wrap=True)
+SMALL = 0.1  # of the whole time; with a longer longest answer, a file is too small to tell anything
 PICTURES = (".png", ".svg", ".pdf")
 
 ModelOption = Annotated[
@@ -66,3 +67,27 @@ def read_file(file: Path, model: str, lengths: Path | None, shared_cache: bool) 
     if sys.stderr.isatty():
         console.print(f"reading {file} …", style="dim")
     return read_workload(file, tokenizer, known, shared_cache)
+
+
+def out() -> Console:
+    """Return a console on standard output, wide enough for a table when it is not a terminal."""
+    return Console(highlight=False, markup=False, emoji=False, width=None if sys.stdout.isatty() else 120)
+
+
+def small_by(longest_s: float, whole_s: float) -> float | None:
+    """Return how many times as many requests a file needs for its figures to be trusted; None if it has enough."""
+    return None if longest_s < SMALL * whole_s else longest_s / max(whole_s, 1e-9) / SMALL
+
+
+def not_full(longest_s: float) -> str:
+    alone = f"the longest answer takes {as_time(longest_s / 3600)} alone, over a tenth of the whole time"
+    return f"{alone}, so the engine is not full for much of it"
+
+
+def as_time(hours: float) -> str:
+    """Format a time in the unit that people read, down to milliseconds."""
+    if hours >= 1:
+        return f"{hours:,.2f} h"
+    if hours >= 1 / 60:
+        return f"{hours * 60:.1f} min"
+    return f"{hours * 3600:.2f} s" if hours >= 1 / 3600 else f"{hours * 3.6e6:.3g} ms"

@@ -1,4 +1,4 @@
-"""`batchweave simulate --online`: compares schedulers for online requests beside a batch, before any GPU is rented."""
+"""Puts recorded online requests beside a batch on a simulated engine, and finds the limits of a step."""
 
 import math
 from collections.abc import Sequence
@@ -16,10 +16,9 @@ from engine_ext.errors import InputError, TooLarge
 from engine_ext.plan.lengths import UNKNOWN
 from engine_ext.plan.prompts import Prompts
 from engine_ext.simulate.arrivals import Arrivals, at_rate
-from engine_ext.simulate.colocate import OURS, POLICIES
-from engine_ext.simulate.contest import Contest, Within, batch_alone, online_capacity, row_of
+from engine_ext.simulate.colocate import OURS
+from engine_ext.simulate.contest import Contest, Within, online_capacity
 from engine_ext.simulate.measured import Measured
-from engine_ext.simulate.pair import PAIR_POLICIES, POOLED, Pair
 from engine_ext.simulate.traffic import Traffic
 from service.errors import WorkloadError
 from service.workloads.workload import Workload
@@ -28,7 +27,6 @@ METRICS = {"mean_ttft": "ttft_mean", "p99_ttft": "ttft_p99", "mean_tbt": "tbt_me
 BOUNDS = ("ttft", "tpot", "tbt", "percentile")
 MOST_ARRIVALS = 1_000_000
 MOST_LOAD = 10.0  # of the engine's capacity: more online requests than ten engines can do tell nothing new
-POOLS = "strict:1,relaxed:1"
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,57 +46,35 @@ class Wanted:
 
 
 @dataclass(frozen=True, slots=True)
-class Competition:
-    """Lets schedulers compete on one engine or on two, with online requests beside a batch.
+class Given:
+    """Holds a workload, and the file that errors name."""
 
-    `load`: the online requests, as a share of what the engine can do of them alone.
+    file: Path
+    workload: Workload
+
+
+@dataclass(frozen=True, slots=True)
+class Beside:
+    """Holds online requests beside a batch, the engine's `model`, and the online load.
+
+    `prompts` and `output` have the batch first, then one for each arrival; `caps` the batch. `load`: the online
+    requests, as a share of what the engines can do of them alone.
     """
 
-    contest: Contest
-    within: Within
-    alone: Measured
+    model: EngineModel
+    prompts: Prompts
+    output: NDArray[np.int64]
+    caps: NDArray[np.int64]
+    arrivals: Arrivals
     load: float
-    batch: str
 
-    def best(self, policy: str) -> Measured | None:
-        """Return a policy's best run; None if it can do nothing for the batch while the bounds are kept."""
-        return self.contest.best(policy, self.within)
+    @property
+    def traffic(self) -> Traffic:
+        return Traffic.of(self.prompts, self.output, self.caps, self.arrivals)
 
-    def row(self, policy: str, best: Measured | None) -> dict[str, Any]:
-        """Return what `--json` prints for a policy."""
-        return row_of("simulate", self.load, self.batch, self.contest.base, best, policy, self.alone)
-
-    def has_used_up(self, best: Measured | None) -> bool:
-        """Return whether the batch ended before the online requests, so that it could have had more work."""
-        return best is not None and best.batch_ended == self.contest.traffic.batch
-
-
-def policies_of(names: str | None, pools: bool) -> list[str]:
-    """Return the policies of a list separated by commas, or all that suit. Raises WorkloadError for an unknown one.
-
-    `pools`: whether there are two engines, on which those for one engine run side by side.
-    """
-    suiting = PAIR_POLICIES if pools else POLICIES
-    found = list(suiting) if names is None else [name.strip() for name in names.split(",") if name.strip()]
-    if not found:
-        raise WorkloadError(f"no policies are named; choose from {', '.join(suiting)}")
-    for name in found:
-        if name in POOLED and not pools:
-            raise WorkloadError(f"{name} is for two engines; give --pools {POOLS}")
-        if name not in (*suiting, *POLICIES):
-            raise WorkloadError(
-                f"no policy {name!r} for online requests beside a batch; choose from {', '.join(suiting)}"
-            )
-    return found
-
-
-def parse_pools(text: str | None) -> bool:
-    """Return whether two engines are wanted. Raises WorkloadError for other pools than one engine of each kind."""
-    if text is None:
-        return False
-    if sorted(part.strip() for part in text.split(",")) != sorted(POOLS.split(",")):
-        raise WorkloadError(f"--pools {text!r}: only one engine of each kind is simulated; give --pools {POOLS}")
-    return True
+    def contest(self, cost: CostModel, slo: SloClass) -> Contest:
+        """Return the contest that finds our best settings; it runs online requests alone at once."""
+        return Contest(self.traffic, cost, self.model, slo)
 
 
 def parse_wanted(slo: str | None, relative: str | None) -> Wanted:
@@ -137,24 +113,14 @@ def _numbers(option: str, text: str | None, names: Sequence[str]) -> dict[str, f
     return found
 
 
-def compete(
-    online: Workload,
-    online_file: Path,
-    offline: Workload,
-    offline_file: Path,
-    cost: CostModel,
-    wanted: Wanted,
-    load: float | None,
-    seed: int,
-    pools: bool = False,
-) -> Competition:
-    """Put online requests beside a batch. Raises WorkloadError.
+def put_beside(files: tuple[Given, Given], cost: CostModel, load: float | None, seed: int, engines: int = 1) -> Beside:
+    """Put the first file's online requests beside the second one's batch. Raises WorkloadError.
 
     A file's requests of the other class are left out. `load`: thin or repeat the arrivals until online work is this
-    share of what the engine can do of it; None leaves them as they are. Online prompts share nothing with the batch's.
-    `pools`: two engines are there, in pools or side by side.
+    share of what the engines can do of it; None leaves them as they are. Online prompts share nothing with the batch's.
     """
     model = EngineModel.of(cost, Clock.MIXED)
+    (online_file, online), (offline_file, offline) = ((each.file, each.workload) for each in files)
     theirs = _of_class(online, "online", online_file)
     ours = _of_class(offline, "batch", offline_file)
     for file, workload, those in ((online_file, online, theirs), (offline_file, offline, ours)):
@@ -167,7 +133,6 @@ def compete(
     if times[-1] <= 0:
         raise WorkloadError(f"{online_file}: all requests arrive at once; a simulation needs arrivals over some time")
     prompts, output = online.prompts.chosen(theirs), online.outputs.known[theirs]
-    engines = 2 if pools else 1
     capacity = engines * online_capacity(prompts, np.maximum(output, 1), cost, model)
     whole_s = float(times[-1]) * len(times) / max(1, len(times) - 1)
     arrivals = Arrivals(times, np.arange(len(times)), np.zeros(len(times), dtype=np.int64), whole_s)
@@ -185,12 +150,7 @@ def compete(
             raise WorkloadError(f"--load {load:g} leaves no request of {online_file}; give a longer file or more load")
     everything = _together(offline.prompts.chosen(ours), prompts, arrivals)
     outputs = np.maximum(np.concatenate([offline.outputs.known[ours], output[arrivals.number]]), 1)
-    make = Pair.of if pools else Traffic.of
-    traffic = make(everything, outputs, offline.outputs.caps[ours], arrivals)
-    contest = Contest(traffic, cost, model, wanted.slo)
-    alone = batch_alone(traffic, cost, model)
-    share = arrivals.rate / capacity
-    return Competition(contest, wanted.within(contest.base), alone, share, offline_file.name)
+    return Beside(model, everything, outputs, offline.outputs.caps[ours], arrivals, arrivals.rate / capacity)
 
 
 def _of_class(workload: Workload, kind: str, file: Path) -> NDArray[np.int64]:
@@ -232,16 +192,26 @@ def _sizes(prompts: Prompts) -> NDArray[np.int64]:
     return np.ones(len(prompts.tokens), dtype=np.int64) if prompts.sizes is None else prompts.sizes
 
 
-def profile(competition: Competition) -> dict[str, Any]:
+def alone_line(contest: Contest, load: float) -> str:
+    """Say what online requests get alone. `load`: the share of what the engine can do of them."""
+    base = contest.base
+    return (
+        f"{len(contest.traffic.arrivals):,} online requests, {load:.0%} of what can be done of them; "
+        f"alone: TTFT {base.ttft_mean:.3f} s (P99 {base.ttft_p99:.3f}), TBT {base.tbt_mean:.4f} s "
+        f"(P99 {base.tbt_p99:.4f}), {base.violations:.1%} outside the SLO"
+    )
+
+
+def profile(contest: Contest, wanted: Wanted) -> dict[str, Any]:
     """Return the limits of a step with which ours does most for the batch. Raises WorkloadError if none keeps them."""
-    best = competition.best(OURS)
+    best = contest.best(OURS, wanted.within(contest.base))
     if best is None:
         raise WorkloadError(
             "no limit of a step keeps these bounds: online requests alone are too close to them; allow more, or lower "
             "the load"
         )
     limits = best.settings.profiled._asdict()
-    slo = competition.contest.slo
+    slo = contest.slo
     bounds = {"ttft_s": slo.ttft_s, "tpot_s": slo.tpot_s, "tbt_s": slo.tbt_s, "percentile": slo.percentile}
     return {
         "slo": {name: value for name, value in bounds.items() if value is not None},

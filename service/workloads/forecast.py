@@ -1,7 +1,7 @@
-"""`batchweave simulate`: compares policies on a simulated engine, before any GPU is rented."""
+"""Runs policies over a file on a simulated engine, one after another."""
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -12,12 +12,12 @@ from engine_ext.costs.engine_model import EngineModel
 from engine_ext.errors import TooLarge
 from engine_ext.plan.lengths import UNKNOWN
 from engine_ext.plan.prompts import Prompts
-from engine_ext.simulate.policies import POLICIES, Outcome, prepare, simulate
+from engine_ext.simulate.policies import POLICIES, Outcome, Policy, prepare, run, simulate
 from service.errors import WorkloadError
 from service.workloads.fitting import CLOCKS, as_measured
 from service.workloads.workload import Workload
 
-ALL_POLICIES = ",".join(POLICIES)
+OWN: Mapping[str, Policy] = POLICIES  # what `batchweave simulate` compares
 COLUMNS = (
     "policy",
     "setting",
@@ -39,29 +39,30 @@ def row_of(outcome: Outcome) -> dict[str, Any]:
     return {name: getattr(outcome, name) for name in COLUMNS}
 
 
-def check_options(names: Sequence[str], *clocks: str) -> None:
+def check_options(names: Sequence[str], policies: Collection[str], *clocks: str) -> None:
     """Check the names of policies and clocks. Raises WorkloadError for an unknown one."""
     if not names:
-        raise WorkloadError(f"no policies are named; choose from {', '.join(POLICIES)}")
+        raise WorkloadError(f"no policies are named; choose from {', '.join(policies)}")
     for clock in clocks:
         if clock not in CLOCKS:
             raise WorkloadError(f"no clock {clock!r}; choose from {', '.join(CLOCKS)}")
     for name in names:
-        if name not in POLICIES:
-            raise WorkloadError(f"no policy {name!r}; choose from {', '.join(POLICIES)}")
+        if name not in policies:
+            raise WorkloadError(f"no policy {name!r}; choose from {', '.join(policies)}")
 
 
 def forecast(
     workload: Workload,
     cost: CostModel,
-    policies: Sequence[str],
+    names: Sequence[str],
+    policies: Mapping[str, Policy],
     clock: str,
     interference: float,
     sample: float,
     seed: int,
     calibration: Calibration | None = None,
 ) -> Iterator[Outcome]:
-    """Run the policies one after another. Raises WorkloadError if a true output length is missing.
+    """Run the named policies one after another. Raises WorkloadError if a true output length is missing.
 
     With a calibration, the bounds and the planner also use the measured step times.
     """
@@ -82,8 +83,8 @@ def forecast(
     work = prepare(
         workload.prompts, outputs.known, cost, outputs.caps, outputs.kinds, sample, seed, clock=time.perf_counter
     )
-    for name in policies:
+    for name in names:
         try:
-            yield simulate(work, model, name, seed)
+            yield run(work, model, policies[name], seed)
         except TooLarge as error:
             raise WorkloadError(f"{workload.ids[error.number]!r}: {error}") from error

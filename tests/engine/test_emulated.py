@@ -14,6 +14,8 @@ import numpy as np
 import pytest
 
 from benchmarks.engine_process import EngineProcess
+from benchmarks.simulate.batches import simulate
+from benchmarks.simulate.beside import run as run_simulated
 from engine_ext.coserve.slo import SloClass
 from engine_ext.costs.cost import CostModel
 from engine_ext.costs.engine_model import Clock, EngineModel
@@ -28,9 +30,8 @@ from engine_ext.plugin.tuning import Tuning
 from engine_ext.plugin.worker.bench_engine import Arriving, BenchEngine
 from engine_ext.simulate.arrivals import Arrivals
 from engine_ext.simulate.colocate import OURS
-from engine_ext.simulate.colocate import run as run_simulated
 from engine_ext.simulate.measured import Settings, Times, tokens_done
-from engine_ext.simulate.policies import Search, Work, prepare, simulate
+from engine_ext.simulate.policies import Search, Work, prepare
 from engine_ext.simulate.traffic import Traffic
 
 Emulated = EngineProcess[BenchEngine]

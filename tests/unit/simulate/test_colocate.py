@@ -5,6 +5,7 @@ from functools import cache
 import numpy as np
 import pytest
 
+from benchmarks.simulate.beside import POLICIES, run, run_on
 from engine_ext.arrays import column
 from engine_ext.coserve.limit import Profiled
 from engine_ext.coserve.predictor import new_predictor
@@ -19,7 +20,7 @@ from engine_ext.plan.tree import PrefixTree, build_tree
 from engine_ext.simulate import colocate
 from engine_ext.simulate.arrivals import Arrivals, at_rate, denser
 from engine_ext.simulate.cache import Cache
-from engine_ext.simulate.colocate import OURS, POLICIES, fresh_engine, run, run_on
+from engine_ext.simulate.colocate import OURS, fresh_engine
 from engine_ext.simulate.measured import Measured, Settings, tokens_done
 from engine_ext.simulate.shared_engine import DECODE, DONE, PREFILL, SharedEngine
 from engine_ext.simulate.traffic import Traffic

@@ -3,16 +3,18 @@
 import numpy as np
 import pytest
 
+from benchmarks.simulate.beside import ORACLE, POLICIES
+from benchmarks.simulate.rows import FIELDS, batch_alone, row_of
 from engine_ext.coserve.slo import SloClass
-from engine_ext.simulate.colocate import ORACLE, OURS
-from engine_ext.simulate.contest import FIELDS, PLACES, Contest, Within, batch_alone, online_capacity, row_of
+from engine_ext.simulate.colocate import OURS
+from engine_ext.simulate.contest import PLACES, Contest, Within, online_capacity
 from tests.unit.simulate.test_colocate import COST, LARGE, SLO, traffic
 
 pytestmark = pytest.mark.slow
 
 
 def contest(slo: SloClass) -> Contest:
-    return Contest(traffic(batch=6000), COST, LARGE, slo)
+    return Contest(traffic(batch=6000), COST, LARGE, slo, POLICIES)
 
 
 def test_the_harshest_setting_that_keeps_a_bound_is_found() -> None:

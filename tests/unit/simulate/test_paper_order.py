@@ -5,6 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from benchmarks.simulate.paper_order import paper_order, set_density, sort_by_density, split_order
 from engine_ext.costs.cost import CostModel
 from engine_ext.costs.hardware import Machine, hardware
 from engine_ext.costs.model_shape import preset
@@ -12,7 +13,6 @@ from engine_ext.plan.order import saved_by_order
 from engine_ext.plan.prompts import Prompts
 from engine_ext.plan.resources import Requests, node_loads
 from engine_ext.plan.tree import PrefixTree, build_tree
-from engine_ext.simulate.paper_order import paper_order, set_density, sort_by_density, split_order
 
 COST = CostModel(preset("llama-3-8b"), Machine(hardware("a100-80gb")))
 found_requests = st.lists(

@@ -6,6 +6,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from benchmarks.simulate.pair import ON_PAIRS, ONLINE_PD, POOLED, Pair, play_pools, run_pair
+from benchmarks.simulate.rows import batch_alone
 from engine_ext.arrays import column
 from engine_ext.coserve.limit import Profiled
 from engine_ext.coserve.slo import SloClass
@@ -13,9 +15,8 @@ from engine_ext.errors import InputError
 from engine_ext.plan.prompts import Prompts
 from engine_ext.simulate.arrivals import at_rate
 from engine_ext.simulate.colocate import OURS, run
-from engine_ext.simulate.contest import Contest, Within, batch_alone
+from engine_ext.simulate.contest import Contest, Within
 from engine_ext.simulate.measured import Measured, Settings
-from engine_ext.simulate.pair import ONLINE_PD, POOLED, Pair, play_pools, run_pair
 from engine_ext.simulate.shared_engine import DECODE, DONE, PREFILL, SharedEngine
 from tests.unit.simulate.test_colocate import COST, LARGE, SLO, SMALL
 
@@ -103,13 +104,13 @@ def test_equal_pairs_run_equally() -> None:
 
 def test_a_pair_is_set_like_a_single_engine() -> None:
     """Each policy keeps what it must, and two engines side by side do what each does alone."""
-    held = Contest(pair(6000), COST, LARGE, SLO)
+    held = Contest(pair(6000), COST, LARGE, SLO, ON_PAIRS)
     within = Within(violations=0.03)
     ours, pooled = held.best(OURS, within), held.best("ooco", within)
     assert ours is not None
     assert pooled is not None
     assert max(ours.violations, pooled.violations) <= max(0.03, held.base.violations)
-    halves = [run(half, COST, LARGE, OURS, ours.settings, SLO) for half in pair(6000).halves]
+    halves = [run(half, COST, LARGE, ours.settings, SLO) for half in pair(6000).halves]
     assert ours.offline_tokens_per_s == pytest.approx(sum(each.offline_tokens_per_s for each in halves))
     assert ours.steps == sum(each.steps for each in halves)
 

@@ -13,6 +13,8 @@ from hypothesis import strategies as st
 from numba.typed import List
 from typer.testing import CliRunner
 
+from benchmarks.simulate.__main__ import app
+from benchmarks.simulate.batches import POLICIES, simulate
 from engine_ext.costs.cost import CostModel
 from engine_ext.costs.engine_model import Clock, EngineModel, compute_time, step_time
 from engine_ext.costs.hardware import Machine, hardware
@@ -21,7 +23,7 @@ from engine_ext.errors import TooLarge
 from engine_ext.plan.prompts import Prompts
 from engine_ext.simulate.cache import Cache, new_cache
 from engine_ext.simulate.engine import Engine, admit, new_engine, step
-from engine_ext.simulate.policies import POLICIES, Work, by_weight, prepare, simulate
+from engine_ext.simulate.policies import Work, by_weight, prepare
 from engine_ext.simulate.stock import run_stock, to_come
 from service.cli.table import command_line
 
@@ -241,6 +243,17 @@ def test_what_is_learned_only_while_it_runs_is_soon_known() -> None:
     assert learned.seconds < 0.95 * nobody.seconds
 
 
+def test_no_gemm_waits_for_the_weights_where_long_prompts_are_the_larger_part() -> None:
+    """Attention is most of their compute: a step that hid it too has few tokens, and all of them pay for the weights."""
+    generator = np.random.default_rng(0)
+    lengths, output = generator.integers(20_000, 80_000, 150), generator.integers(10, 1800, 150)
+    cost = CostModel(preset("llama-3-8b"), Machine(hardware("a100-80gb")))
+    prompts = Prompts.of_segments([[(n, int(size))] for n, size in enumerate(lengths)])
+    work = prepare(prompts, output, cost, np.full(150, 4096), sample=1.0)
+    assert work.compute_s > 2 * work.memory_s
+    assert simulate(work, EngineModel.of(cost), "batchweave").share_of_practical > 0.97
+
+
 def test_ours_keeps_up_where_nothing_overlaps() -> None:
     """A prefill stops decoding there, and a step that only decodes reads the weights for itself."""
     prompts = [[("dense", 20), (n, 2000)] for n in range(1200)] + [[("light", 20), (f"l{n}", 50)] for n in range(240)]
@@ -265,15 +278,18 @@ def lines(tmp_path: Path, rows: list[dict[str, object]]) -> Path:
 
 def test_rows_of_the_command(tmp_path: Path) -> None:
     path = lines(tmp_path, [{"segments": [["s", 50], [n, 100]], "output_tokens": 5 + n} for n in range(40)])
-    arguments = ["simulate", "--workload", str(path), "--gpu", "a100-80gb", "--policies", "dfs,batchweave"]
+    arguments = ["simulate", "--workload", str(path), "--gpu", "a100-80gb", "--policies", "lpm-default,batchweave"]
     found = CliRunner().invoke(command_line("simulate"), [*arguments, "--json"])
     rows = json.loads(found.stdout)
-    assert [row["policy"] for row in rows] == ["dfs", "batchweave"]
+    assert [row["policy"] for row in rows] == ["lpm-default", "batchweave"]
+    assert rows[0]["setting"] == "chunk 8192, ratio 0.7"
     keys = (
         "policy seconds tokens_per_s share_of_ideal share_of_practical sharing sharing_kept retractions steps planner_s"
     )
     assert all(set(row) >= set(keys.split()) for row in rows)
     assert "batchweave" in CliRunner().invoke(command_line("simulate"), arguments).stdout
+    research = CliRunner().invoke(app, ["--workload", str(path), "--policies", "blendserve,batchweave", "--json"])
+    assert [tuple(row) for row in json.loads(research.stdout)] == [tuple(row) for row in rows]
 
 
 def test_a_profile_replaces_the_datasheet_and_the_race_is_drawn(tmp_path: Path) -> None:
@@ -294,15 +310,12 @@ def test_a_profile_replaces_the_datasheet_and_the_race_is_drawn(tmp_path: Path) 
                 steps.append({"prefill_tokens": 0, "decoding": decoding, "kv_tokens": kv, "seconds": seconds})
     profile, plot = tmp_path / "profile.jsonl", tmp_path / "race.png"
     profile.write_text("".join(json.dumps(step) + "\n" for step in steps))
-    arguments = ["simulate", "--workload", str(path), "--gpu", "a100-80gb", "--policies", "dfs", "--json"]
-    arguments += ["--interference", "0"]
-    plain = CliRunner().invoke(command_line("simulate"), arguments)
-    fitted = CliRunner().invoke(command_line("simulate"), [*arguments, "--profile", str(profile), "--plot", str(plot)])
+    arguments = ["--workload", str(path), "--gpu", "a100-80gb", "--policies", "dfs", "--json", "--interference", "0"]
+    plain = CliRunner().invoke(app, arguments)
+    fitted = CliRunner().invoke(app, [*arguments, "--profile", str(profile), "--plot", str(plot)])
     assert fitted.exit_code == 0, fitted.stderr
     assert "fit of steps: off by 0.0%" in fitted.stderr
-    hindered = CliRunner().invoke(
-        command_line("simulate"), [*arguments, "--profile", str(profile), "--interference", "0.5"]
-    )
+    hindered = CliRunner().invoke(app, [*arguments, "--profile", str(profile), "--interference", "0.5"])
     assert json.loads(hindered.stdout)[0]["seconds"] > 1.02 * json.loads(fitted.stdout)[0]["seconds"]
     assert json.loads(fitted.stdout)[0]["seconds"] == pytest.approx(
         2 * json.loads(plain.stdout)[0]["seconds"], rel=0.02
@@ -314,12 +327,10 @@ def test_a_profile_replaces_the_datasheet_and_the_race_is_drawn(tmp_path: Path) 
 @pytest.mark.parametrize(
     ("more", "problem"),
     [
-        (["--policies", "dfs,magic"], "no policy 'magic'"),
+        (["--policies", "fcfs,magic"], "no policy 'magic'"),
         (["--policies", ","], "no policies are named"),
         (["--profile", "nowhere.jsonl"], "nowhere.jsonl"),
         (["--profile-clock", "quartz"], "no clock 'quartz'"),
-        (["--plot", "race.txt"], "must end in one of .png"),
-        (["--plot", "nowhere/race.png"], "no such folder"),
         (["--clock", "quartz"], "no clock 'quartz'"),
         (["--sample", "0"], "share to sample"),
         (["--gpu", "h900"], "no hardware"),
@@ -328,4 +339,15 @@ def test_a_profile_replaces_the_datasheet_and_the_race_is_drawn(tmp_path: Path) 
 def test_bad_options_of_the_command(tmp_path: Path, more: list[str], problem: str) -> None:
     path = lines(tmp_path, [{"segments": [["s", 50]], "output_tokens": 5}])
     found = CliRunner().invoke(command_line("simulate"), ["simulate", "--workload", str(path), *more])
+    assert (found.exit_code, problem in found.stderr) == (1, True)
+    research = CliRunner().invoke(app, ["--workload", str(path), *more])
+    assert (research.exit_code, problem in research.stderr) == (1, True)
+
+
+@pytest.mark.parametrize(
+    ("plot", "problem"), [("race.txt", "must end in one of .png"), ("nowhere/race.png", "no such folder")]
+)
+def test_a_picture_that_cannot_be_drawn_is_named(tmp_path: Path, plot: str, problem: str) -> None:
+    path = lines(tmp_path, [{"segments": [["s", 50]], "output_tokens": 5}])
+    found = CliRunner().invoke(app, ["--workload", str(path), "--plot", plot])
     assert (found.exit_code, problem in found.stderr) == (1, True)

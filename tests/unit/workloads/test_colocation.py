@@ -1,4 +1,4 @@
-"""`batchweave simulate --online` and `profile-slo`: rows for each policy, and one clear error for bad input."""
+"""`profile-slo`, and rivals beside it (`benchmarks.simulate --online`): rows, and one clear error for bad input."""
 
 import json
 from pathlib import Path
@@ -8,14 +8,20 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner, Result
 
-from engine_ext.simulate.contest import CHUNKS, FIELDS
+from benchmarks.simulate.__main__ import app
+from benchmarks.simulate.rows import FIELDS
+from engine_ext.simulate.contest import CHUNKS
 from service.cli.table import command_line
 from service.errors import SettingsError
 from service.estimates.slo_file import read_slo_file
 
 
-def call(name: str, *arguments: object) -> Result:
-    return CliRunner().invoke(command_line(name), [name, *(str(each) for each in arguments)])
+def profile_slo(*arguments: object) -> Result:
+    return CliRunner().invoke(command_line("profile-slo"), ["profile-slo", *(str(each) for each in arguments)])
+
+
+def compared(*arguments: object) -> Result:
+    return CliRunner().invoke(app, [str(each) for each in arguments])
 
 
 @pytest.fixture
@@ -45,7 +51,7 @@ def files(tmp_path: Path) -> tuple[Path, Path]:
 def test_each_policy_gets_a_row(files: tuple[Path, Path]) -> None:
     online, offline = files
     said = ("--policies", "online-only,priority,batchweave", "--load", 0.2, "--json")
-    found = call("simulate", "--online", online, "--offline", offline, *said)
+    found = compared("--online", online, "--offline", offline, *said)
     assert found.exit_code == 0, found.output
     rows = json.loads(found.stdout)
     assert [row["policy"] for row in rows] == ["online-only", "priority", "batchweave"]
@@ -59,7 +65,7 @@ def test_each_policy_gets_a_row(files: tuple[Path, Path]) -> None:
 def test_two_engines_are_compared_in_pools_and_side_by_side(files: tuple[Path, Path]) -> None:
     online, offline = files
     said = ("--pools", "strict:1,relaxed:1", "--policies", "base-pd,ooco,batchweave,online-only", "--json")
-    found = call("simulate", "--online", online, "--offline", offline, *said)
+    found = compared("--online", online, "--offline", offline, *said)
     assert found.exit_code == 0, found.output
     rows = json.loads(found.stdout)
     assert [row["policy"] for row in rows] == ["base-pd", "ooco", "batchweave", "online-only"]
@@ -72,7 +78,7 @@ def test_a_profile_is_read_by_a_worker(files: tuple[Path, Path], tmp_path: Path)
     online, offline = files
     output = tmp_path / "slo.json"
     said = ("--relative", "mean_tbt=0.05", "--slo", "ttft=1,tpot=0.05", "--output", output)
-    found = call("profile-slo", "--online", online, "--offline", offline, *said)
+    found = profile_slo("--online", online, "--offline", offline, *said)
     assert found.exit_code == 0, found.output
     (priority, slo, flex), limits = read_slo_file(output)
     assert (priority.name, slo.name, flex.name) == ("priority", "default", "flex")
@@ -129,7 +135,7 @@ def test_a_bad_slo_file_is_named(tmp_path: Path, text: str, problem: str) -> Non
 def test_bad_options_are_named(files: tuple[Path, Path], arguments: tuple[str, ...], problem: str) -> None:
     online, offline = files
     given = ("--online", online, "--offline", offline) if arguments else ("--online", online)
-    found = call("simulate", *given, *arguments)
+    found = compared(*given, *arguments)
     assert found.exit_code == 1
     assert problem in found.output.replace("\n", " ")
 
@@ -139,7 +145,7 @@ def test_a_load_over_a_long_time_is_refused(files: tuple[Path, Path], tmp_path: 
     online = tmp_path / "seldom.jsonl"
     lines = [{"segments": [[k, 50]], "output_tokens": 5, "arrival_s": 500_000.0 * k} for k in range(2)]
     online.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    found = call("simulate", "--online", online, "--offline", files[1], "--load", 0.3)
+    found = profile_slo("--online", online, "--offline", files[1], "--load", 0.3)
     assert found.exit_code == 1
     assert "are the most; give a part of" in found.output.replace("\n", " ")
 
@@ -160,7 +166,7 @@ def test_bad_online_files_are_named(
 ) -> None:
     online = tmp_path / "online.jsonl"
     online.write_text(json.dumps(line) + "\n")
-    found = call("simulate", "--online", online, "--offline", files[1])
+    found = profile_slo("--online", online, "--offline", files[1])
     assert found.exit_code == 1
     assert problem in found.output.replace("\n", " ")
     assert "online.jsonl" in found.output.replace("\n", "")

@@ -1,11 +1,14 @@
 """Runs policies on two engines: in pools with different tasks, or side by side with half of the requests each."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 
 import numpy as np
 
+from benchmarks.simulate.beside import POLICIES, RATES, RESERVED, play
+from benchmarks.simulate.pools import Pooling, Pools, run_pools
+from benchmarks.simulate.rivals import Rival
 from engine_ext.arrays import Column
 from engine_ext.coserve.predictor import new_predictor
 from engine_ext.coserve.slo import SloClass
@@ -14,13 +17,13 @@ from engine_ext.costs.engine_model import EngineModel
 from engine_ext.plan.prompts import Prompts
 from engine_ext.simulate.arrivals import Arrivals
 from engine_ext.simulate.cache import Cache
-from engine_ext.simulate.colocate import OURS, check_lengths, fresh_engine, play
+from engine_ext.simulate.colocate import OURS, fresh_engine
+from engine_ext.simulate.contest import PLACES, Choices, Policy, Tried
 from engine_ext.simulate.line import new_line
 from engine_ext.simulate.measured import Measured, Played, Settings, measured
-from engine_ext.simulate.pools import Pooling, Pools, run_pools
-from engine_ext.simulate.rivals import Rival
 from engine_ext.simulate.traffic import Traffic
 
+DECODING = np.unique(np.geomspace(8, 2048, PLACES).astype(int))  # requests of a strict engine's step
 BYTES_PER_S = 50e9  # of a link between two engines: 400 Gbit/s
 
 
@@ -89,7 +92,6 @@ def play_pools(
     traffic: Traffic, cost: CostModel, model: EngineModel, rule: "PoolRule", settings: Settings
 ) -> tuple[Played, tuple[Cache, Cache]]:
     """Run a policy on two engines in pools; return what it did, and the caches. Raises TooLarge."""
-    check_lengths(traffic, model)
     relaxed, relaxed_cache = fresh_engine(traffic, model)
     strict, strict_cache = fresh_engine(traffic, model)
     strict = strict._replace(requests=relaxed.requests)
@@ -144,3 +146,39 @@ POOLED: Mapping[str, PoolRule] = MappingProxyType(
     }
 )
 PAIR_POLICIES = (*POOLED, OURS)
+
+
+def _choices(policy: str) -> Callable[[Tried], Choices]:
+    """Return the knobs of a policy for pools, with each part of the answers that may be reserved."""
+
+    def choices(tried: Tried) -> Choices:
+        return Choices(
+            tuple(
+                knob
+                for chunk in tried.chunks
+                for knob in _knobs(policy, [Settings(chunk=chunk, reserved=part) for part in RESERVED], tried)
+            )
+        )
+
+    return choices
+
+
+def _knobs(policy: str, plain: list[Settings], tried: Tried) -> list[list[Settings]]:
+    if policy == "ooco":
+        limits = tried.limits(plain[0].chunk)
+        return [[replace(each, reserved=some.reserved) for each in limits] for some in plain]
+    if policy == "online-priority":
+        return [[replace(each, most_decoding=float(most)) for most in DECODING] for each in plain]
+    return [[replace(each, rate=float(rate)) for rate in RATES] for each in plain]
+
+
+def _policy(name: str) -> Policy:
+    """Return how a policy runs on a pair; those for one engine do as they do on one, side by side."""
+
+    def play_it(pair: Pair, cost: CostModel, model: EngineModel, settings: Settings, slo: SloClass) -> Measured:
+        return run_pair(pair, cost, model, name, settings, slo)
+
+    return Policy(play_it, _choices(name)) if name in POOLED else replace(POLICIES[name], run=play_it)
+
+
+ON_PAIRS: Mapping[str, Policy] = MappingProxyType({name: _policy(name) for name in (*POOLED, *POLICIES)})

@@ -9,13 +9,13 @@ from typing import NamedTuple
 
 import numpy as np
 
+from benchmarks.simulate.rivals import Rival, choose, fits, latest_of_batch
 from engine_ext.arrays import Floats
 from engine_ext.compiled import compiled
 from engine_ext.coserve.harvest import harvest
 from engine_ext.coserve.predictor import Load, Predictor, predict, with_decodes
 from engine_ext.simulate.cache import Cache, Heap, empty_heap
 from engine_ext.simulate.line import ARRIVED, BATCH, DRAIN, Line, arrive, next_of_batch, put_back, release_group
-from engine_ext.simulate.rivals import Rival, choose, fits, latest_of_batch
 from engine_ext.simulate.shared_engine import (
     NOBODY,
     SharedEngine,

@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from benchmarks.simulate.rivals import make_room
 from engine_ext.arrays import Column, Floats
 from engine_ext.compiled import compiled
 from engine_ext.coserve.predictor import Load, Predictor, predict, with_chunk, with_decodes
@@ -25,7 +26,6 @@ from engine_ext.simulate.line import (
     taken,
     wait,
 )
-from engine_ext.simulate.rivals import make_room
 from engine_ext.simulate.shared_engine import (
     DECODE,
     NOBODY,
