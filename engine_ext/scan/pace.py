@@ -19,9 +19,9 @@ def paced_tokens(state: State, decoding_kv: int, decoding: int, pending: int) ->
     if decoding == 0 or totals.remaining_memory_s <= NOTHING_S:
         return max(0, most - decoding)
     # This replaces C_L + C_R of BlendServe's Algorithm 3, which follow the root's constant density, not what remains.
-    compute_s = _ratio(state, pending * token_s) * reads_s
-    paced = (compute_s - decoding * costs.gemm_s) / token_s
-    riding = decoding + _riding(costs, token_s, reads_s, decoding)
+    ratio = _ratio(state, pending * token_s)
+    paced = (min(ratio, 1.0) * reads_s - decoding * costs.gemm_s) / token_s
+    riding = decoding + _riding(costs, ratio, token_s, reads_s, decoding)
     tokens = max(decoding + paced, riding)
     if tokens >= 2 * ALIGNMENT:  # BlendServe A.2: multiples of 128 use the hardware better
         tokens = np.floor(tokens / ALIGNMENT + 0.5) * ALIGNMENT
@@ -47,21 +47,26 @@ def most_tokens(state: State, reads_s: float, decoding: int) -> int:
 
 @compiled
 def _ratio(state: State, pending_s: float) -> float:
-    """Return the ratio of compute to reads in the remaining work, at most 1.
+    """Return the ratio of compute to reads in the remaining work.
 
-    Where compute is the larger part, all steps that compute at least as long as they read are equally good. A longer
-    step only makes decoding wait, so that it becomes known late which answers are long.
+    Above 1, all steps that compute at least as long as they read are equally good. A longer step only makes decoding
+    wait, so that it becomes known late which answers are long.
     """
-    ratio = (state.totals[0].remaining_compute_s + pending_s) / state.totals[0].remaining_memory_s
-    return min(ratio, 1.0)
+    return (state.totals[0].remaining_compute_s + pending_s) / state.totals[0].remaining_memory_s
 
 
 @compiled
-def _riding(costs: StepCosts, token_s: float, reads_s: float, decoding: int) -> float:
-    """Return how many prompt tokens can hide their GEMM, and their attention too, behind reading the weights."""
+def _riding(costs: StepCosts, ratio: float, token_s: float, reads_s: float, decoding: int) -> float:
+    """Return how many prompt tokens can hide their GEMM behind reading the weights, which every step pays for.
+
+    Where reads are the larger part of the remaining work (`ratio` is below 1), the attention of these tokens must hide
+    too, or it would make the step longer. Where compute is, it costs its own time in any step, and GEMM that does not
+    hide costs that time again: by two points to eight of the bound where prompts are long (docs/results/simulator.md,
+    `hard`, mooncake).
+    """
     weights_s, attention_s = costs.weights_s, token_s - costs.gemm_s
     riding = weights_s / costs.gemm_s - decoding
-    if attention_s > 0:
+    if attention_s > 0 and ratio < 1:
         riding = min(riding, (max(reads_s, 2 * weights_s) - weights_s) / attention_s)
     return riding
 
@@ -72,7 +77,7 @@ def hurried_tokens(state: State, decoding: int) -> int:
     costs, totals = state.costs, state.totals[0]
     most = costs.most_tokens
     if totals.remaining_memory_s > NOTHING_S:
-        seconds = _ratio(state, 0.0) * costs.capacity * costs.read_s
+        seconds = min(_ratio(state, 0.0), 1.0) * costs.capacity * costs.read_s
         most = min(most, max(seconds / _prompt_token_s(state), ALIGNMENT))
     return max(0, int(most / ALIGNMENT) * ALIGNMENT - decoding)
 

@@ -244,7 +244,7 @@ def test_what_is_learned_only_while_it_runs_is_soon_known() -> None:
 
 
 def test_no_gemm_waits_for_the_weights_where_long_prompts_are_the_larger_part() -> None:
-    """Attention is most of their compute: a step that hid it too has few tokens, and all of them pay for the weights."""
+    """Attention is most of their compute: a step that hid it too would have few tokens, and pay for the weights."""
     generator = np.random.default_rng(0)
     lengths, output = generator.integers(20_000, 80_000, 150), generator.integers(10, 1800, 150)
     cost = CostModel(preset("llama-3-8b"), Machine(hardware("a100-80gb")))
