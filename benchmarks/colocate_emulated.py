@@ -3,7 +3,7 @@
 python -m benchmarks.colocate_emulated DATA [--suites hygen,bursts] [--output results/colocate.json]
 
 SGLang's scheduler, radix cache, KV accounting and retraction are real. A cost model replaces the forward pass, on its
-own clock, by which online requests arrive (plugin/scheduler/arrivals.py). Each policy has the setting with which it
+own clock, by which online requests arrive (benchmarks/engine/arrivals.py). Each policy has the setting with which it
 does most for the batch in the simulator while the bounds of its suite are kept; `simulated` in a row is what the
 simulator says of the same setting and the same requests. Nothing here was measured on a GPU. `deciding_ms` is real
 time, so run nothing beside it.
@@ -25,12 +25,12 @@ import numpy as np
 
 from benchmarks.colocate import SLO, Case, Scene, scene
 from benchmarks.emulated import deciding, tokens_of
+from benchmarks.engine.bench_engine import Arriving, BenchEngine
+from benchmarks.engine.tuning import MOST_TOKENS, PRIORITY, Tuning
 from benchmarks.engine_process import EngineProcess
 from benchmarks.simulate.rows import row_of
 from engine_ext.coserve.slo import SloClass
 from engine_ext.plan.buckets import LONGEST
-from engine_ext.plugin.tuning import MOST_TOKENS, PRIORITY, Tuning
-from engine_ext.plugin.worker.bench_engine import Arriving, BenchEngine
 from engine_ext.simulate.colocate import OURS
 from engine_ext.simulate.contest import Within
 from engine_ext.simulate.measured import Measured, Times, tokens_done

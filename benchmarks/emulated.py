@@ -78,9 +78,9 @@ def predicted(policy: str, model: EngineModel, told: Work, untold: Work) -> Outc
 
 def measure(given: argparse.Namespace, names: list[str], rows: "multiprocessing.Queue[dict[str, Any] | None]") -> None:
     """Run all policies and clocks on these mixes, one after the other, on one engine; put each row into `rows`."""
+    from benchmarks.engine.bench_engine import BenchEngine
+    from benchmarks.engine.tuning import Tuning
     from engine_ext.plugin.options import Emulation
-    from engine_ext.plugin.tuning import Tuning
-    from engine_ext.plugin.worker.bench_engine import BenchEngine
 
     cost = CostModel(preset("llama-3-8b"), Machine(hardware("h200")))
     with tempfile.TemporaryDirectory() as folder:

@@ -24,7 +24,7 @@ from benchmarks.owner import end_with
 
 CLOSE_S = 60.0  # for an engine's own end, after which it is killed
 TAIL = 4000  # characters of a log that an error shows
-IMPORTED = ["engine_ext.plugin.worker.host", "engine_ext.plugin.worker.bench_engine"]
+IMPORTED = ["engine_ext.plugin.worker.host", "benchmarks.engine.bench_engine"]
 
 
 class Closes(Protocol):

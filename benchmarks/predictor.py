@@ -18,13 +18,13 @@ from pathlib import Path
 
 import numpy as np
 
+from benchmarks.engine.bench_engine import BenchEngine
+from benchmarks.engine.tuning import Tuning
 from engine_ext.arrays import Floats
 from engine_ext.coserve.predictor import Load, new_predictor, observe, predict
 from engine_ext.costs.calibrate import Profile, calibrate
 from engine_ext.costs.engine_model import Clock
 from engine_ext.plugin.options import Overlap
-from engine_ext.plugin.tuning import Tuning
-from engine_ext.plugin.worker.bench_engine import BenchEngine
 from engine_ext.plugin.worker.cpu_defaults import CPU_DEFAULTS
 from service.demo.prompts import corpus
 from service.demo.tiny import ensure_tiny_model

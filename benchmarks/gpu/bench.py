@@ -11,6 +11,9 @@ from typing import Any, ClassVar
 
 import numpy as np
 
+from benchmarks.engine.bench_engine import RETUNE, RUNNING, Arriving, BenchEngine, Streamed
+from benchmarks.engine.tuning import MOST_TOKENS, Tuning
+from benchmarks.engine.tuning import PRIORITY as BY_PRIORITY
 from benchmarks.gpu import workloads
 from benchmarks.gpu.agreement import compare
 from benchmarks.gpu.plan import ALONE, ENGINE, OURS, PRIORITY, RUNS, Group, Stage
@@ -24,10 +27,7 @@ from engine_ext.costs.model_shape import ModelShape
 from engine_ext.errors import EngineError
 from engine_ext.plugin.options import Emulation, Options, Overlap
 from engine_ext.plugin.platform_entry import accelerator_memory, gpu_is_present, machine_name
-from engine_ext.plugin.tuning import MOST_TOKENS, Tuning
-from engine_ext.plugin.tuning import PRIORITY as BY_PRIORITY
 from engine_ext.plugin.worker import overlap as overlaps
-from engine_ext.plugin.worker.bench_engine import RUNNING, Arriving, BenchEngine, Streamed
 from engine_ext.plugin.worker.cpu_defaults import CPU_DEFAULTS
 from service.estimates.model_costs import read_hardware, read_shape
 from service.settings import load_settings
@@ -300,7 +300,7 @@ class Bench:
     def _emulated(self) -> BenchEngine:
         cost = CostModel(self._shape, Machine(self._started_with))
         steps = str(self._folder.path / STEPS)
-        options = Options(cost, overlap=Overlap.MIXED, emulated=Emulation.REAL, retunes=True, steps_file=steps)
+        options = Options(cost, overlap=Overlap.MIXED, emulated=Emulation.REAL, extra_hooks=(RETUNE,), steps_file=steps)
         arguments = {
             **CPU_DEFAULTS,
             **overlaps.ARGUMENTS[Overlap.MIXED],

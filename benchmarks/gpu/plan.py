@@ -3,9 +3,9 @@
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
+from benchmarks.engine.tuning import Tuning
 from benchmarks.gpu.records import Asked
 from engine_ext.plugin.options import Overlap
-from engine_ext.plugin.tuning import Tuning
 
 
 @dataclass(frozen=True, slots=True)

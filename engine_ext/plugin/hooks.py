@@ -1,6 +1,7 @@
 """Registers batchweave's hooks into SGLang, in every process that SGLang spawns."""
 
 from collections.abc import Callable
+from importlib import import_module
 from typing import Any
 
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
@@ -11,22 +12,19 @@ from engine_ext.plugin.cpu import grammar as grammar_cpu
 from engine_ext.plugin.cpu import groups as groups_cpu
 from engine_ext.plugin.cpu import host_kv as host_kv_cpu
 from engine_ext.plugin.cpu import threads as threads_cpu
-from engine_ext.plugin.options import Emulation, Overlap, Scheduling, handed_over
+from engine_ext.plugin.options import Overlap, Scheduling, handed_over
 from engine_ext.plugin.platform_entry import gpu_is_present
 from engine_ext.plugin.scheduler import (
     admission_hooks,
-    arrivals,
     blanks,
     emulated,
     grammars,
-    lively_weights,
     loopback,
     looping,
     nano,
     pdmux,
     pulse_hooks,
     report,
-    retune,
     sampling,
     spaces,
     steps,
@@ -52,15 +50,13 @@ def hooks() -> list[tuple[str, Callable[..., Any], HookType]]:
         found += withdrawals.HOOKS
     if options.overlap is Overlap.NANO and not options.emulated:
         found += nano.HOOKS
-    if options.retunes:
-        found += [*retune.HOOKS, *([] if options.emulated else lively_weights.HOOKS)]
     if options.emulated:
         found += emulated.HOOKS
-        if options.emulated is Emulation.VIRTUAL:
-            found += arrivals.HOOKS
     if not gpu_is_present():
         for module in (adapters_cpu, attention_cpu, grammar_cpu, groups_cpu, host_kv_cpu, threads_cpu):
             found += module.HOOKS
+    for name in options.extra_hooks:
+        found += import_module(name).HOOKS
     return found
 
 

@@ -16,13 +16,12 @@ KIND = "batchweave_kind"  # requests of one kind are alike in more than their pr
 UNTOLD = "batchweave_untold"  # beside KIND: the request ends at max_tokens, and the scheduler is not told
 DUE = "batchweave_due"  # beside KIND: when it must have ended, by this host's time.monotonic
 LENGTHS = "batchweave_lengths"  # beside KIND: the profile of earlier answers to requests like it (plan/memory.py)
-ARRIVES = "batchweave_arrives_s"  # without KIND: when an online request comes, on an emulated device's own clock
 SLO = "batchweave_slo"  # without KIND: the class of an online request, if it is not the default one
 PROJECT = "batchweave_project"  # whose request it is; without it, it shares the cache with all that have none
 WEIGHT = "batchweave_weight"  # beside PROJECT: its share beside other projects, if it is not 1
 STOPS_LOOPS = "batchweave_stops_loops"  # its answer ends where it becomes a loop
 THINKING = "thinking_budget"  # SGLang's own name: how many tokens it may think
-RESERVED = frozenset({KIND, UNTOLD, DUE, LENGTHS, ARRIVES, SLO, PROJECT, WEIGHT, STOPS_LOOPS, THINKING})
+RESERVED = frozenset({KIND, UNTOLD, DUE, LENGTHS, SLO, PROJECT, WEIGHT, STOPS_LOOPS, THINKING})
 
 
 class Terms(NamedTuple):

@@ -51,7 +51,8 @@ class Options:
     online requests may be, by class; `sheds`: whether those that would be later are refused. `limits`: how long steps
     may be beside them, where that was profiled. `emulated`: a device replaces the forward pass; its name is in every
     report and answer. `steps_file`: where the scheduler writes what each step did and took, up to 100,000 steps.
-    `retunes`: the engine's owner may change how it schedules between two runs, as benchmarks do (`plugin/tuning.py`).
+    `extra_hooks`: modules whose HOOKS are registered too, such as those of benchmarks, which set how an engine
+    schedules between two runs.
     `sm_margin`: the SMs that the attention of nano-batches leaves to the GEMM beside it, where FA3 computes it.
     `pulses`: memory into which the scheduler writes that it is alive (`plugin/pulse.py`). `shares_cache`: whether
     projects find each other's prefixes in the KV cache. `least_share`: the part of the engine's time that batches get
@@ -63,7 +64,7 @@ class Options:
     scheduling: Scheduling = Scheduling.DUAL_SCAN
     overlap: Overlap = Overlap.NONE
     emulated: Emulation | None = None
-    retunes: bool = False
+    extra_hooks: tuple[str, ...] = ()
     steps_file: str | None = None
     pulses: str | None = None
     sm_margin: int = 0

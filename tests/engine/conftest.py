@@ -16,8 +16,8 @@ from service.demo.tiny import NAME, ensure_tiny_model
 from service.estimates.model_costs import planning_costs
 
 if TYPE_CHECKING:
+    from benchmarks.engine.bench_engine import BenchEngine
     from engine_ext.plugin.options import Overlap
-    from engine_ext.plugin.worker.bench_engine import BenchEngine
     from engine_ext.plugin.worker.host import EngineHost
 
 
@@ -72,7 +72,7 @@ def held_aside() -> Generator[None, None, None]:
 
 
 def _make_bench(model: str, overlap: "Overlap", arguments: dict[str, Any], steps_file: str | None) -> "BenchEngine":
-    from engine_ext.plugin.worker.bench_engine import BenchEngine
+    from benchmarks.engine.bench_engine import BenchEngine
     from engine_ext.plugin.worker.cpu_defaults import CPU_DEFAULTS
 
     return BenchEngine.real(model, planning_costs(model, "h200", 1), overlap, CPU_DEFAULTS | arguments, steps_file)

@@ -5,13 +5,13 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.engine.bench_engine import BenchEngine
 from benchmarks.engine_process import EngineProcess
 from engine_ext.costs.cost import CostModel
 from engine_ext.costs.engine_model import Clock, EngineModel
 from engine_ext.costs.hardware import Machine, hardware
 from engine_ext.costs.model_shape import preset
 from engine_ext.plugin.options import Emulation
-from engine_ext.plugin.worker.bench_engine import BenchEngine
 from service.workloads.fitting import fit
 
 COST = CostModel(preset("llama-3-8b"), Machine(hardware("h100")))

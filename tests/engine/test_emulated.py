@@ -13,6 +13,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from benchmarks.engine.bench_engine import Arriving, BenchEngine
+from benchmarks.engine.tuning import Tuning
 from benchmarks.engine_process import EngineProcess
 from benchmarks.simulate.batches import simulate
 from benchmarks.simulate.beside import run as run_simulated
@@ -26,8 +28,6 @@ from engine_ext.plan.prompts import Prompts
 from engine_ext.plan.sample import SHARE
 from engine_ext.plugin.scheduler import emulated as devices
 from engine_ext.plugin.scheduler.emulated import Device
-from engine_ext.plugin.tuning import Tuning
-from engine_ext.plugin.worker.bench_engine import Arriving, BenchEngine
 from engine_ext.simulate.arrivals import Arrivals
 from engine_ext.simulate.colocate import OURS
 from engine_ext.simulate.measured import Settings, Times, tokens_done

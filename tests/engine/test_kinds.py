@@ -14,9 +14,9 @@ from typing import Any
 
 import pytest
 
+from benchmarks.engine.tuning import Tuning
 from benchmarks.engine_process import EngineProcess
 from engine_ext.plugin.options import Overlap
-from engine_ext.plugin.tuning import Tuning
 from engine_ext.plugin.worker.host import EngineHost
 from service.demo.prompts import COMPLETIONS
 from service.demo.tiny import NAME

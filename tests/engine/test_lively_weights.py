@@ -1,6 +1,6 @@
 import torch
 
-from engine_ext.plugin.scheduler.lively_weights import SPREAD, fill
+from benchmarks.engine.lively_weights import SPREAD, fill
 
 
 def test_layers_differ_and_norms_pass_everything_on() -> None:

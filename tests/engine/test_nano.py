@@ -14,14 +14,14 @@ pytest.importorskip("sglang")
 from safetensors.torch import load_file, save_file
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
+from benchmarks.engine.bench_engine import BenchEngine
+from benchmarks.engine.tuning import Tuning
 from engine_ext.costs.cost import CostModel
 from engine_ext.costs.hardware import Machine, hardware
 from engine_ext.costs.model_shape import preset
 from engine_ext.plugin.options import Options, Overlap
 from engine_ext.plugin.scheduler import nano
-from engine_ext.plugin.tuning import Tuning
 from engine_ext.plugin.worker import overlap
-from engine_ext.plugin.worker.bench_engine import BenchEngine
 from tests.engine.conftest import running_bench
 from tests.engine.test_real_scan import CAPACITY, CHUNK, Requests, both_ends, documents, giant, run_watched
 

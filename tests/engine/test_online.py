@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
+from benchmarks.engine.bench_engine import BenchEngine
+from benchmarks.engine.tuning import Tuning
 from engine_ext.plugin.scheduler.admission import GAIN, MOST_PARKED
-from engine_ext.plugin.tuning import Tuning
-from engine_ext.plugin.worker.bench_engine import BenchEngine
 from tests.engine.test_real_scan import CHUNK, Real, Requests, growing, prompts_and_outputs, running_real, tokens_of
 
 SLOTS = 32  # that `Real` gives its engine

@@ -13,10 +13,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+from benchmarks.engine.bench_engine import BenchEngine
+from benchmarks.engine.tuning import Tuning
 from benchmarks.engine_process import EngineProcess
 from engine_ext.plugin.options import Overlap
-from engine_ext.plugin.tuning import Tuning
-from engine_ext.plugin.worker.bench_engine import BenchEngine
 from tests.engine.conftest import running_bench
 
 CAPACITY = 6_000

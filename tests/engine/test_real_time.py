@@ -9,13 +9,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from benchmarks.engine.bench_engine import RETUNE, Arriving, BenchEngine
+from benchmarks.engine.tuning import PRIORITY, Tuning
 from benchmarks.engine_process import EngineProcess
 from engine_ext.costs.cost import CostModel
 from engine_ext.costs.hardware import Machine, hardware
 from engine_ext.costs.model_shape import preset
 from engine_ext.plugin.options import Emulation, Options, Overlap
-from engine_ext.plugin.tuning import PRIORITY, Tuning
-from engine_ext.plugin.worker.bench_engine import Arriving, BenchEngine
 from engine_ext.plugin.worker.cpu_defaults import CPU_DEFAULTS
 
 SLOWER = 6.0  # than an H100: this CPU also does what a GPU's host does on cores of its own, and others use it
@@ -29,7 +29,7 @@ def slow_h100() -> CostModel:
 
 
 def make(model: str) -> BenchEngine:
-    options = Options(slow_h100(), overlap=Overlap.MIXED, emulated=Emulation.REAL, retunes=True)
+    options = Options(slow_h100(), overlap=Overlap.MIXED, emulated=Emulation.REAL, extra_hooks=(RETUNE,))
     arguments = {
         **CPU_DEFAULTS,
         "enable_mixed_chunk": True,

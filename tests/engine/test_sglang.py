@@ -16,7 +16,7 @@ from engine_ext.errors import EngineStartError
 from engine_ext.plan.prompts import Prompts
 from engine_ext.plan.window import Outputs, Shape, plan_window
 from engine_ext.plugin import hooks
-from engine_ext.plugin.marks import ARRIVES, KIND, Terms
+from engine_ext.plugin.marks import DUE, KIND, Terms
 from engine_ext.plugin.worker.endpoints import Endpoints
 from engine_ext.plugin.worker.host import EngineHost
 from service.demo.prompts import CHAT, COMPLETIONS, requests
@@ -537,7 +537,7 @@ async def response_events(host: Any, body: dict[str, Any], rid: str) -> list[dic
 
 def test_an_online_request_passes_for_no_batch(engine: EngineProcess[Any]) -> None:
     before = state(engine)
-    params = {KIND: "a batch", ARRIVES: 1e9, "their own": 1}
+    params = {KIND: "a batch", DUE: 1e9, "their own": 1}
     engine.do(stream, CHAT, {"custom_params": params, "priority": -5}, "online-marked")
     after = state(engine)
     assert after["admitted"] == before["admitted"], "the scan admits requests of batches"

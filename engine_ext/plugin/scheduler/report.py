@@ -7,7 +7,7 @@ import numpy as np
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
 from engine_ext.plugin.options import Scheduling, mine
-from engine_ext.plugin.scheduler import arrivals, emulated, nano
+from engine_ext.plugin.scheduler import emulated, nano
 from engine_ext.plugin.scheduler.admission import Admission, admission_of, overlap_of
 from engine_ext.plugin.scheduler.fallback import is_alone
 from engine_ext.plugin.scheduler.steps import books_of
@@ -29,7 +29,7 @@ def report(result: Any, scheduler: Any, *_args: Any, **_kwargs: Any) -> Any:
     if scheduling is Scheduling.DUAL_SCAN or is_alone(scheduler):
         found |= _of_scan(admission_of(scheduler))
     found |= books_of(scheduler).report()
-    found |= emulated.books() | nano.report() | arrivals.report(scheduler)
+    found |= emulated.books() | nano.report()
     result.internal_state["batchweave"] = found
     return result
 

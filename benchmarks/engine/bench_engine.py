@@ -13,19 +13,21 @@ from typing import Any, NamedTuple
 from sglang.srt.entrypoints.engine import Engine
 from sglang.srt.managers.io_struct import ContinueGenerationReqInput, PauseGenerationReqInput, SetInternalStateReq
 
+from benchmarks.engine.arrivals import ARRIVES
+from benchmarks.engine.tuning import MOST_TOKENS, PRIORITY, Tuning
 from engine_ext.costs.cost import CostModel
 from engine_ext.costs.engine_model import EngineModel
 from engine_ext.errors import EngineError, InputError
-from engine_ext.plugin.marks import ARRIVES, KIND, UNTOLD
+from engine_ext.plugin.marks import KIND, UNTOLD
 from engine_ext.plugin.options import Emulation, Options, Overlap
 from engine_ext.plugin.platform_entry import gpu_is_present
-from engine_ext.plugin.tuning import MOST_TOKENS, PRIORITY, Tuning
 from engine_ext.plugin.worker import overlap
 from engine_ext.plugin.worker.calibration_load import measure_steps
 from engine_ext.plugin.worker.cpu_defaults import CPU_DEFAULTS
 from engine_ext.plugin.worker.forking import ForkingEngine
 from engine_ext.plugin.worker.shutdown import shut_down
 
+RETUNE, ARRIVALS, LIVELY_WEIGHTS = (f"benchmarks.engine.{name}" for name in ("retune", "arrivals", "lively_weights"))
 CONTEXT = 1 << 18  # tokens
 RUNNING = 2048
 ABORTED_S = 2.0  # for requests that were aborted to say so
@@ -83,9 +85,10 @@ class BenchEngine:
 
         `model_path`: any small model; it never runs. `steps_file`: where to write each step.
         """
+        hooks = (RETUNE, ARRIVALS) if emulation is Emulation.VIRTUAL else (RETUNE,)
         return cls(
             model_path,
-            Options(cost, emulated=emulation, retunes=True, steps_file=steps_file),
+            Options(cost, emulated=emulation, extra_hooks=hooks, steps_file=steps_file),
             {
                 **CPU_DEFAULTS,
                 "max_total_tokens": capacity or EngineModel.of(cost).capacity,
@@ -116,7 +119,8 @@ class BenchEngine:
         reason = overlap.against(wanted, model_path, arguments)
         if reason is not None:
             raise InputError(f"overlap {wanted.value!r} is not possible here: {reason}")
-        options = Options(cost, overlap=wanted, retunes=True, steps_file=steps_file, sm_margin=sm_margin)
+        hooks = RETUNE, LIVELY_WEIGHTS
+        options = Options(cost, overlap=wanted, extra_hooks=hooks, steps_file=steps_file, sm_margin=sm_margin)
         ours = {"max_running_requests": RUNNING, "max_prefill_tokens": MOST_TOKENS + RUNNING}
         return cls(model_path, options, {**ours, **overlap.ARGUMENTS[wanted], **arguments})
 
@@ -134,7 +138,7 @@ class BenchEngine:
     async def state(self) -> dict[str, Any]:
         """Return batchweave's part of the scheduler's state."""
         [state] = await self._manager.get_internal_state()
-        return state["batchweave"]
+        return state["batchweave"] | state.get("batchweave_arrivals", {})
 
     async def ask(self, rid: str, prompt: list[int], output: int) -> dict[str, Any]:
         """Run one online request, which has no mark of a batch; return the token ids of its `answer` and `retractions`.
@@ -185,7 +189,7 @@ class BenchEngine:
     async def run_beside(
         self, tuning: Tuning, prompts: Sequence[list[int]], outputs: Sequence[int], online: Sequence[Arriving]
     ) -> dict[str, Any]:
-        """Run a batch, as `run` does, beside online requests; return what each side got (`scheduler/arrivals.py`).
+        """Run a batch, as `run` does, beside online requests; return what each side got (`arrivals.py`).
 
         They come by the device's virtual clock. `batch` holds the output tokens of the batch's requests, in their
         order, when `until_s` is over. The run ends when all online requests have, and not before `until_s`. What is

@@ -1,7 +1,7 @@
 """Sets another policy, chunk size and reserved share of memory between two runs of one engine, and opens new books.
 
-Only an engine that was started with `Options.retunes` accepts this: benchmarks use it to compare policies on one
-engine. SGLang's set_internal_state carries the values, which must be numbers.
+Only an engine whose `Options.extra_hooks` name this module accepts it. SGLang's set_internal_state carries the values,
+which must be numbers.
 """
 
 from collections.abc import Callable, Mapping
@@ -12,6 +12,8 @@ from sglang.srt.environ import envs
 from sglang.srt.managers.io_struct import SetInternalStateReqOutput
 from sglang.srt.plugins.hook_registry import HookType
 
+from benchmarks.engine.arrivals import Arrivals
+from benchmarks.engine.tuning import FLOPS, MARK, POLICIES, PRIORITY
 from engine_ext.coserve.limit import Limits
 from engine_ext.coserve.slo import DEFAULT, SloClass
 from engine_ext.costs.cost import CostModel
@@ -19,8 +21,6 @@ from engine_ext.costs.engine_model import Clock
 from engine_ext.costs.hardware import MEASURED
 from engine_ext.plugin.options import mine
 from engine_ext.plugin.scheduler import emulated
-from engine_ext.plugin.scheduler.arrivals import Arrivals
-from engine_ext.plugin.tuning import FLOPS, MARK, POLICIES, PRIORITY
 
 
 def retune(original: Callable[..., Any], scheduler: Any, recv_req: Any) -> Any:

@@ -12,9 +12,9 @@ from typing import Any
 from sglang.srt.managers.io_struct import TokenizedGenerateReqInput
 from sglang.srt.plugins.hook_registry import HookType
 
-from engine_ext.plugin.marks import ARRIVES
 from engine_ext.plugin.scheduler import emulated
 
+ARRIVES = "batchweave_arrives_s"  # a mark: when an online request comes, on the device's clock
 NEVER = -1.0  # before any arrival
 
 
@@ -102,18 +102,21 @@ def arrivals_of(scheduler: Any) -> Arrivals:
     return found
 
 
-def report(scheduler: Any) -> dict[str, Any]:
-    """Return what the online requests of this run got, by column, and the batch; empty where none were announced.
+def report(original: Callable[..., Any], scheduler: Any, *args: Any) -> Any:
+    """Add what the online requests of this run got, by column, and the batch, where requests were announced.
 
     What the batch got is told when all have arrived: it is long, and asked for often before.
     """
+    result = original(scheduler, *args)
     ours = arrivals_of(scheduler)
     if ours.until_s == 0:
-        return {}
+        return result
     times = list(ours.times.values())
     columns = {name: [getattr(each, name) for each in times] for name in Times.__slots__}
     batch = {} if ours.coming else ours.generated
-    return {"held": len(ours.coming), "online": columns, "online_gaps": ours.gaps, "batch": batch}
+    found = {"held": len(ours.coming), "online": columns, "online_gaps": ours.gaps, "batch": batch}
+    result.internal_state["batchweave_arrivals"] = found
+    return result
 
 
 def receive(original: Callable[..., Any], scheduler: Any, received: list[Any]) -> Any:
@@ -142,6 +145,7 @@ def sleep(original: Callable[..., Any], scheduler: Any) -> Any:
 
 _SCHEDULER = "sglang.srt.managers.scheduler.Scheduler"
 HOOKS = [
+    (f"{_SCHEDULER}.get_internal_state", report, HookType.AROUND),
     (f"{_SCHEDULER}.process_input_requests", receive, HookType.AROUND),
     (f"{_SCHEDULER}.process_batch_result", stepped, HookType.AFTER),
     (f"{_SCHEDULER}.maybe_sleep_on_idle", sleep, HookType.AROUND),
