@@ -18,9 +18,9 @@ from engine_ext import warm_up
 from engine_ext.coserve.slo import DEFAULT
 from engine_ext.costs.cost import CostModel
 from engine_ext.errors import EngineEnded, EngineStartError
-from engine_ext.plugin import hooks, json_log
+from engine_ext.plugin import hooks, json_log, sglang_fields
 from engine_ext.plugin.marks import KIND, NO_TERMS, RESERVED, UNTOLD, Terms, marks, online_marks
-from engine_ext.plugin.options import Options, Overlap, emulated_name
+from engine_ext.plugin.options import Options, Overlap, Scheduling, emulated_name
 from engine_ext.plugin.platform_entry import accelerator_memory, gpu_is_present, machine_name
 from engine_ext.plugin.pulse import Pulses, Watch
 from engine_ext.plugin.worker import guard, kernels, overlap, parsers
@@ -83,6 +83,8 @@ class EngineHost:
         step_limit_s: float = STEP_LIMIT_S,
     ) -> None:
         on_gpu = gpu_is_present()
+        if options.scheduling is Scheduling.DUAL_SCAN:
+            sglang_fields.check()
         if not on_gpu:
             options, engine_args = prepare(options, engine_args)
         chosen = overlap.choose(wanted, model_path, engine_args)
