@@ -1,8 +1,10 @@
 """`batchweave migrate`: the database's schema, forward and back."""
 
+from pathlib import Path
 from typing import Annotated
 
 import typer
+from sqlalchemy import make_url
 from sqlalchemy.exc import SQLAlchemyError
 
 from service.cli.start import open_database, settings_of
@@ -31,6 +33,9 @@ def migrate(
     settings = settings_of(data_dir=data_dir)
     if to is not None and to not in released():
         fail(f"--to {to}: no released version has this schema. Released: {', '.join(released())}.")
+    url = make_url(settings.database)
+    if url.get_backend_name() == "sqlite" and not Path(url.database or "").is_file():
+        fail(f"there is no database at {url.database}: give the --data-dir of the service.")
     if settings.data_dir.is_dir() and is_locked(settings.data_dir):
         fail(f"a service runs on {settings.data_dir}: stop it first.")
     open_database(settings)  # an older schema comes forward first, so that each migration back finds what it expects

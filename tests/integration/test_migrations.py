@@ -8,7 +8,9 @@ from alembic import command
 from alembic.autogenerate import compare_metadata
 from alembic.migration import MigrationContext
 from sqlalchemy import Connection, inspect, text
+from typer.testing import CliRunner
 
+from service.cli.table import command_line
 from service.db.migrate import config, downgrade, newest, upgrade
 from service.db.sessions import Database
 from service.db.tables import Base
@@ -79,6 +81,14 @@ def test_a_newer_schema_is_said_with_what_to_do(empty_database_url: str) -> None
         upgrade(empty_database_url)
     with pytest.raises(StartError):
         downgrade(empty_database_url, "0001")
+
+
+def test_migrate_makes_no_database_where_there_is_none(tmp_path: Path) -> None:
+    """A data folder that is misspelled would get one, and the service's own would stay as it is."""
+    found = CliRunner().invoke(command_line("migrate"), ["migrate", "--data-dir", str(tmp_path / "typo")])
+    assert found.exit_code == 1
+    assert f"there is no database at {tmp_path / 'typo' / 'batchweave.db'}" in found.output.replace("\n", "")
+    assert not (tmp_path / "typo").exists()
 
 
 async def test_a_batch_survives_the_way_back_and_forward(harness: Harness) -> None:
