@@ -35,6 +35,8 @@ def main() -> None:
     parser.add_argument("folder", type=Path, help="folder with the suites' .jsonl files; pictures go beside them")
     folder = parser.parse_args().folder
     for path in sorted(folder.glob("*.jsonl")):
+        if path.name.startswith("colocate"):  # rows of another benchmark
+            continue
         rows = [json.loads(line) for line in path.open()]
         for row in rows:
             row["workload"] = _name(row)
