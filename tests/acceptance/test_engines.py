@@ -15,7 +15,8 @@ LINES = 96
 
 @pytest.fixture
 def up(tmp_path: Path) -> Generator[Up, None, None]:
-    (tmp_path / "rules.json").write_text('{"rules": [{"prompt": "*", "delay_s": 0.5}]}')
+    # So long that all still run when the test has seen that each engine has requests, however slow it is.
+    (tmp_path / "rules.json").write_text('{"rules": [{"prompt": "*", "delay_s": 15}]}')
     service = Up.on(tmp_path / "data", "--engines", "3", "--engine", "scripted", "--script", f"{tmp_path}/rules.json")
     service.variables |= {"BATCHWEAVE_SLICE_REQUESTS": "8", "BATCHWEAVE_LEASE_S": "3"}
     service.start()
