@@ -4,12 +4,14 @@ import asyncio
 import json
 import os
 import sys
+import time
 from collections import Counter
 from collections.abc import AsyncGenerator, Callable, Generator, Sequence
 from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import psutil
 from redis.asyncio import Redis
@@ -55,18 +57,36 @@ def raylets(gpus: Sequence[int], **head: Any) -> Generator[Any]:
     `head`: more arguments of the head.
     """
     import ray
+    from ray._private import services
     from ray.cluster_utils import Cluster
 
     head |= {"num_cpus": 1, "num_gpus": 0, "object_store_memory": MEMORY, "include_dashboard": False}
-    cluster = Cluster(initialize_head=True, head_node_args={**head, "_system_config": NOTICES})
-    try:
-        for each in gpus:
-            cluster.add_node(wait=False, num_cpus=1, num_gpus=each, object_store_memory=MEMORY)
-        cluster.wait_for_nodes(timeout=LIMIT_S)
-        yield cluster
-    finally:
-        ray.shutdown()
-        cluster.shutdown()
+    with patch.object(services, "get_node", _until_it_is_there(services.get_node)):
+        cluster = Cluster(initialize_head=True, head_node_args={**head, "_system_config": NOTICES})
+        try:
+            for each in gpus:
+                cluster.add_node(wait=False, num_cpus=1, num_gpus=each, object_store_memory=MEMORY)
+            cluster.wait_for_nodes(timeout=LIMIT_S)
+            yield cluster
+        finally:
+            ray.shutdown()
+            cluster.shutdown()
+
+
+def _until_it_is_there(ask: Callable[[str, str], Any]) -> Callable[[str, str], Any]:
+    """Return what waits for LIMIT_S until the GCS knows a machine: Ray itself gives a raylet 30 s to start."""
+
+    def get_node(gcs_address: str, node_id: str) -> Any:
+        ends = time.monotonic() + LIMIT_S
+        while True:
+            try:
+                return ask(gcs_address, node_id)
+            except RuntimeError:
+                if time.monotonic() > ends:
+                    raise
+            time.sleep(0.5)
+
+    return get_node
 
 
 @contextmanager
