@@ -5,9 +5,10 @@ python -m benchmarks.evaluation DATA table2 [--output docs/evaluation] [--proces
 Suites: table2 (Figures 7, 9 and 10), small (the same with a tenth of the requests), known (both with all lengths
 known), learned (the sample's answers known only as they end), remembered (learned, with the lengths of
 an earlier batch), h200, twentieth (h200 with a twentieth of its requests,
-and no lengths known in advance), hard (prefixes that do not fit into the KV cache), varied (lengths that vary within a
-prefix), others (traces and seeds not used during development), grid, grid-sharegpt, grid-conv, grid-m-mid (Figures 11
-and 13 to 15), machines (Figure 12), replicas (Table 3), clocks, sensitivity.
+and no lengths known in advance), hard (prefixes that do not fit into the KV cache), prompts (long ones, whose compute
+is more than their reads), varied (lengths that vary within a prefix), others (traces and seeds not used during
+development), grid, grid-sharegpt, grid-conv, grid-m-mid (Figures 11 and 13 to 15), machines (Figure 12),
+replicas (Table 3), clocks, sensitivity.
 `python -m benchmarks.pictures docs/evaluation` draws the results.
 """
 
@@ -237,6 +238,11 @@ SUITES: dict[str, Callable[[], list[Case]]] = {
     "hard": lambda: [
         *(Case("hard", mix, MAIN, 1.0, seed) for mix in HARD for seed in range(2)),
         *(Case("hard", mix, MAIN, 10.0) for mix in HARD),
+    ],
+    "prompts": lambda: [
+        Case("prompts", f"prompts-{most}", MAIN, 1.0, clock=clock)
+        for most in (800, 1800, 3000)
+        for clock in ("overlapped", "mixed")
     ],
     "varied": lambda: [
         *(Case("varied", f"a100-r1-{number}", MAIN, 2.0, seed) for number in range(1, 5) for seed in range(2)),

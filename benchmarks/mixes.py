@@ -141,6 +141,17 @@ def _mooncake(data: Path, scale: float, seed: int) -> list[Row]:
     return [*traces.mooncake(data, round(3_993 * scale)), *traces.long_outputs(round(120 * scale), seed)]
 
 
+def _long_prompts(most: int) -> Maker:
+    """Return SYNTHETIC prompts of 20,000 to 80,000 tokens that share nothing, and answers of 10 to `most`."""
+
+    def rows(data: Path, scale: float, seed: int) -> list[Row]:
+        generator, count = np.random.default_rng(seed), round(600 * scale)
+        sizes, answers = generator.integers(20_000, 80_000, count), generator.integers(10, most, count)
+        return [Row([(str(number), int(sizes[number]))], int(answers[number]), "prompts") for number in range(count)]
+
+    return rows
+
+
 MIXES: dict[str, Maker] = {
     **{name: _table_2(name) for name in TABLE_2},
     **{name: _of_shape(name) for name in OTHERS},
@@ -148,6 +159,7 @@ MIXES: dict[str, Maker] = {
     "mmlu": lambda data, scale, seed: traces.mmlu(data, round(14_042 * scale)),
     "documents": _documents,
     "mooncake": _mooncake,
+    **{f"prompts-{most}": _long_prompts(most) for most in (800, 1800, 3000)},
 }
 
 

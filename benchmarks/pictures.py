@@ -26,7 +26,7 @@ COLOURS = {
     "blendserve": "#6a9a5b",
     "batchweave": "#c0504d",
 }
-BARS = ("table2", "small", "known", "hard", "varied", "h200", "others", "machines", "clocks")
+BARS = ("table2", "small", "known", "hard", "prompts", "varied", "h200", "others", "machines", "clocks")
 GRIDS = ("grid", "grid-sharegpt", "grid-conv", "grid-m-mid")
 
 

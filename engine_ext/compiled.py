@@ -68,7 +68,7 @@ class _Locator(UserProvidedCacheLocator):
         room = Path(self._py_file).parent
         if Path(__file__).parent in (room, room.parent):
             return str(FOLDER / room.name)
-        return str(FOLDER / f"{room.name}-{_stamp_of(room, 0):08x}")  # of a benchmark or a test
+        return str(FOLDER / f"{room.name}-{_stamp_of(room, 0):08x}")  # of files that SOURCES does not cover
 
     def get_source_stamp(self) -> Any:
         return SOURCES

@@ -5,13 +5,15 @@ from typing import Annotated
 
 import typer
 
+from benchmarks.simulate import colocation
 from benchmarks.simulate.batches import POLICIES
-from benchmarks.simulate.colocation import POOLS, compare, parse_pools, policies_of
+from benchmarks.simulate.colocation import POOLS, parse_pools, policies_of
 from benchmarks.simulate.race import draw_race
 from engine_ext.errors import BatchweaveError
 from service.cli.profile_slo import LoadOption, RelativeOption, SloOption, read_files
 from service.cli.simulate import (
     ClockOption,
+    Engine,
     InterferenceOption,
     JsonOption,
     PoliciesOption,
@@ -19,9 +21,7 @@ from service.cli.simulate import (
     ProfileOption,
     SampleOption,
     SeedOption,
-    TpOption,
-    names_of,
-    show,
+    compare,
 )
 from service.cli.workload_files import (
     DtypeOption,
@@ -29,14 +29,12 @@ from service.cli.workload_files import (
     LengthsOption,
     ModelOption,
     SharedCacheOption,
+    TpOption,
     check_paths,
-    cost_model,
-    read_file,
 )
 from service.terminal import fail
 from service.workloads.colocation import parse_wanted
-from service.workloads.fitting import ASSUMED_INTERFERENCE, fit
-from service.workloads.forecast import check_options, forecast
+from service.workloads.fitting import ASSUMED_INTERFERENCE
 
 PoolsOption = Annotated[
     str | None,
@@ -96,7 +94,7 @@ def simulate(
     - `python -m benchmarks.simulate --online chat.jsonl --offline trace.jsonl --load 0.3 --relative mean_tbt=0.05`
     - `python -m benchmarks.simulate --online chat.jsonl --offline trace.jsonl --pools strict:1,relaxed:1 --json`
     """
-    kv_dtype = dtype if dtype == "fp8" else "bf16"
+    engine = Engine(model, gpu, tp, dtype, clock, interference, profile, profile_clock)
     try:
         if workload is None:
             if online is None or offline is None:
@@ -106,22 +104,15 @@ def simulate(
             has_pools = parse_pools(pools)
             names, wanted = policies_of(policies, has_pools), parse_wanted(slo, relative)
             check_paths((online, offline, lengths), (), None)
-            cost = cost_model(model, gpu, tp, dtype, kv_dtype)
-            files = read_files(online, offline, model, lengths, shared_cache)
-            compare(files, cost, wanted, load, seed, names, has_pools, as_json)
+            cost, files = engine.cost, read_files(online, offline, model, lengths, shared_cache)
+            colocation.compare(files, cost, wanted, load, seed, names, has_pools, as_json)
             return
         if any(each is not None for each in (online, offline, slo, relative, load, pools)):
             fail(
                 "--workload is for a batch alone; --slo, --relative, --load and --pools go with --online and --offline"
             )
-        names = names_of(policies, POLICIES)
-        check_options(names, POLICIES, clock, profile_clock)
         check_paths((workload, lengths, profile), (), plot)
-        cost = cost_model(model, gpu, tp, dtype, kv_dtype)
-        given = read_file(workload, model, lengths, shared_cache)
-        calibration = fit(profile, profile_clock, interference) if profile is not None else None
-        running = forecast(given, cost, names, POLICIES, clock, interference, sample, seed, calibration)
-        outcomes = show(running, calibration, as_json, float(given.outputs.known.max(initial=0)), cost)
+        outcomes = compare(workload, engine, policies, POLICIES, sample, seed, lengths, shared_cache, as_json)
         if plot is not None:
             draw_race(outcomes, plot, f"{workload.name}: {model} on {gpu}, {clock}")
     except (BatchweaveError, OSError) as error:

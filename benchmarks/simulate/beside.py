@@ -18,7 +18,7 @@ from engine_ext.errors import InputError
 from engine_ext.simulate import colocate
 from engine_ext.simulate.cache import Cache
 from engine_ext.simulate.colocate import ALONE, OURS, fresh_engine, run_scan
-from engine_ext.simulate.contest import PLACES, Choices, Policy, Tried
+from engine_ext.simulate.contest import PLACES, Choices, Grid, Policy
 from engine_ext.simulate.contest import POLICIES as OWN
 from engine_ext.simulate.coserving import AHEAD_S
 from engine_ext.simulate.line import new_line
@@ -152,16 +152,16 @@ def _known_kv(traffic: Traffic, cost: CostModel, model: EngineModel) -> Column:
     return sliding_window_view(np.pad(np.cumsum(change), (0, second - 1)), second).max(axis=1)
 
 
-def _limited(tried: Tried) -> Choices:
-    return Choices(tuple(tried.limits(chunk) for chunk in tried.chunks))
+def _limited(grid: Grid) -> Choices:
+    return Choices(tuple(grid.limits(chunk) for chunk in grid.chunks))
 
 
-def _rated(tried: Tried) -> Choices:
-    return Choices(tuple([Settings(chunk=chunk, rate=float(rate)) for rate in RATES] for chunk in tried.chunks))
+def _rated(grid: Grid) -> Choices:
+    return Choices(tuple([Settings(chunk=chunk, rate=float(rate)) for rate in RATES] for chunk in grid.chunks))
 
 
-def _reserving(tried: Tried) -> Choices:
-    settings = (Settings(chunk=chunk, reserved=reserved) for chunk in tried.sizes for reserved in RESERVED)
+def _reserving(grid: Grid) -> Choices:
+    settings = (Settings(chunk=chunk, reserved=reserved) for chunk in grid.sizes for reserved in RESERVED)
     return Choices(tried=tuple(settings))
 
 

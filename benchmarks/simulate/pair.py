@@ -18,7 +18,7 @@ from engine_ext.plan.prompts import Prompts
 from engine_ext.simulate.arrivals import Arrivals
 from engine_ext.simulate.cache import Cache
 from engine_ext.simulate.colocate import OURS, fresh_engine
-from engine_ext.simulate.contest import PLACES, Choices, Policy, Tried
+from engine_ext.simulate.contest import PLACES, Choices, Grid, Policy
 from engine_ext.simulate.line import new_line
 from engine_ext.simulate.measured import Measured, Played, Settings, measured
 from engine_ext.simulate.traffic import Traffic
@@ -148,24 +148,24 @@ POOLED: Mapping[str, PoolRule] = MappingProxyType(
 PAIR_POLICIES = (*POOLED, OURS)
 
 
-def _choices(policy: str) -> Callable[[Tried], Choices]:
+def _choices(policy: str) -> Callable[[Grid], Choices]:
     """Return the knobs of a policy for pools, with each part of the answers that may be reserved."""
 
-    def choices(tried: Tried) -> Choices:
+    def choices(grid: Grid) -> Choices:
         return Choices(
             tuple(
                 knob
-                for chunk in tried.chunks
-                for knob in _knobs(policy, [Settings(chunk=chunk, reserved=part) for part in RESERVED], tried)
+                for chunk in grid.chunks
+                for knob in _knobs(policy, [Settings(chunk=chunk, reserved=part) for part in RESERVED], grid)
             )
         )
 
     return choices
 
 
-def _knobs(policy: str, plain: list[Settings], tried: Tried) -> list[list[Settings]]:
+def _knobs(policy: str, plain: list[Settings], grid: Grid) -> list[list[Settings]]:
     if policy == "ooco":
-        limits = tried.limits(plain[0].chunk)
+        limits = grid.limits(plain[0].chunk)
         return [[replace(each, reserved=some.reserved) for each in limits] for some in plain]
     if policy == "online-priority":
         return [[replace(each, most_decoding=float(most)) for most in DECODING] for each in plain]

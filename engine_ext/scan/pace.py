@@ -60,9 +60,8 @@ def _riding(costs: StepCosts, ratio: float, token_s: float, reads_s: float, deco
     """Return how many prompt tokens can hide their GEMM behind reading the weights, which every step pays for.
 
     Where reads are the larger part of the remaining work (`ratio` is below 1), the attention of these tokens must hide
-    too, or it would make the step longer. Where compute is, it costs its own time in any step, and GEMM that does not
-    hide costs that time again: by two points to eight of the bound where prompts are long (docs/results/simulator.md,
-    `hard`, mooncake).
+    too, or it would make the step longer. Where compute is the larger part, attention takes its time in any step, and a
+    step with too few tokens pays for reading the weights as well (docs/simulator.md, what made the difference).
     """
     weights_s, attention_s = costs.weights_s, token_s - costs.gemm_s
     riding = weights_s / costs.gemm_s - decoding

@@ -56,8 +56,8 @@ class Choices:
 
 
 @dataclass(frozen=True, slots=True)
-class Tried:
-    """Says what settings there are to try.
+class Grid:
+    """Holds what the settings of a policy are made of.
 
     `chunks`: the chunk sizes of each knob; `sizes`: those of a policy without one. `tbt_s`: the mean TBT of online
     requests alone.
@@ -78,20 +78,20 @@ class Tried:
         return [Settings(chunk=chunk, profiled=Profiled(price_s=price_s, **profiled)) for price_s in prices]
 
 
-def chunk_sizes(tried: Tried) -> Choices:
+def chunk_sizes(grid: Grid) -> Choices:
     """Return the choices of a policy that has nothing to set but the chunk size."""
-    return Choices(tried=tuple(Settings(chunk=chunk) for chunk in tried.sizes))
+    return Choices(tried=tuple(Settings(chunk=chunk) for chunk in grid.sizes))
 
 
-def our_choices(tried: Tried) -> Choices:
+def our_choices(grid: Grid) -> Choices:
     """Return ours: no limit, a limit of a step, or a price, each with and without batches beside online prompts."""
     knobs = [
         knob
-        for chunk in tried.chunks
+        for chunk in grid.chunks
         for alone in (False, True)
-        for knob in (tried.limits(chunk, prompts_alone=alone), tried.prices(chunk, prompts_alone=alone))
+        for knob in (grid.limits(chunk, prompts_alone=alone), grid.prices(chunk, prompts_alone=alone))
     ]
-    return Choices(tuple(knobs), tuple(Settings(chunk=chunk) for chunk in tried.chunks))
+    return Choices(tuple(knobs), tuple(Settings(chunk=chunk) for chunk in grid.chunks))
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +103,7 @@ class Policy:
     """
 
     run: Callable[[Any, CostModel, EngineModel, Settings, SloClass], Measured]
-    choices: Callable[[Tried], Choices] = chunk_sizes
+    choices: Callable[[Grid], Choices] = chunk_sizes
     is_in_time: bool = False
     includes: str | None = None
 
@@ -144,7 +144,7 @@ class Contest:
         how = self.policies[policy]
         if how.includes is not None:
             self.best(how.includes, within)
-        choices = how.choices(Tried(self._knob_chunks if within.most else self.chunks, self.chunks, self.base.tbt_mean))
+        choices = how.choices(Grid(self._knob_chunks if within.most else self.chunks, self.chunks, self.base.tbt_mean))
         for each in choices.tried:
             self.measure(policy, each)
         is_easy = how.is_in_time and not within.most and self._kept(policy, within)

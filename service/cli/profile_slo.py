@@ -12,6 +12,7 @@ from service.cli.workload_files import (
     GpuOption,
     LengthsOption,
     ModelOption,
+    TpOption,
     check_paths,
     console,
     cost_model,
@@ -22,13 +23,6 @@ from service.workloads.colocation import METRICS, Given, alone_line, parse_wante
 
 COMPILES = "simulates; the first time it compiles, which takes one to two minutes"
 
-OnlineOption = Annotated[
-    Path | None, typer.Option("--online", help="A workload file of online requests; each line has arrival_s.")
-]
-OfflineOption = Annotated[
-    Path | None,
-    typer.Option("--offline", help="The batch beside them: a workload file, or a batch file with --lengths."),
-]
 SloOption = Annotated[
     str | None,
     typer.Option(
@@ -49,7 +43,6 @@ LoadOption = Annotated[
         "--load", help="Thin or repeat the arrivals until they are this share of what the engine can do of them alone."
     ),
 ]
-TpOption = Annotated[int, typer.Option("--tp", min=1, max=1024, help="GPUs that share one copy of the model.")]
 
 
 def profile_slo(

@@ -1,7 +1,8 @@
 """`batchweave simulate`: how a file would run with ours and with SGLang's own policies, before any GPU is rented."""
 
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -17,6 +18,7 @@ from service.cli.workload_files import (
     LengthsOption,
     ModelOption,
     SharedCacheOption,
+    TpOption,
     as_time,
     check_paths,
     console,
@@ -28,16 +30,15 @@ from service.cli.workload_files import (
 )
 from service.terminal import fail
 from service.workloads.fitting import ASSUMED_INTERFERENCE, fit
-from service.workloads.forecast import OWN, Outcome, check_options, forecast, row_of
+from service.workloads.forecast import OWN, Outcome, Policy, check_options, forecast, row_of
 from service.workloads.report import longest_answer_s
 
 LEGEND = """ideal      the least time, if each shared prefix were computed once and all else overlapped, as a share
 bound      the same for steps that are mixed as this engine's clock allows: what a policy can reach
 sharing    of the prefix sharing that is possible, the part that this order kept
 retracted  requests that were taken off the engine for lack of KV cache, and went on later
-best at    the settings at which the policy was fastest, of those that were tried"""
+best at    the settings at which the policy was fastest, of those that were tried; SGLang's own for a default"""
 
-TpOption = Annotated[int, typer.Option("--tp", min=1, max=1024, help="GPUs that share one copy of the model.")]
 PoliciesOption = Annotated[
     str | None, typer.Option("--policies", help="Policies to run, separated by commas. Default: all.")
 ]
@@ -79,31 +80,63 @@ def simulate(
 
     Each of SGLang's runs with its default settings (`fcfs-default`, ...) and with the best of several chunk sizes and
     admission reserves (`fcfs`, ...). Step times are predictions from datasheets. Every policy knows the output lengths
-    of the same sample. Examples:
+    of the same sample. `--clock sequential` is SGLang as it comes, `mixed` SGLang with mixed chunks. Examples:
 
     - `batchweave simulate --workload trace.jsonl --gpu a100-80gb`
     - `batchweave simulate --workload trace.jsonl --policies fcfs-default,lpm,batchweave --clock sequential --json`
     - `batchweave simulate --workload trace.jsonl --profile steps.jsonl`
     """
+    engine = Engine(model, gpu, tp, dtype, clock, interference, profile, profile_clock)
     try:
-        names = names_of(policies, OWN)
-        check_options(names, OWN, clock, profile_clock)
         check_paths((workload, lengths, profile), (), None)
-        cost = cost_model(model, gpu, tp, dtype, dtype if dtype == "fp8" else "bf16")
-        given = read_file(workload, model, lengths, shared_cache)
-        calibration = fit(profile, profile_clock, interference) if profile is not None else None
-        running = forecast(given, cost, names, OWN, clock, interference, sample, seed, calibration)
-        show(running, calibration, as_json, float(given.outputs.known.max(initial=0)), cost)
+        compare(workload, engine, policies, OWN, sample, seed, lengths, shared_cache, as_json)
     except (BatchweaveError, OSError) as error:
         fail(str(error))
 
 
-def names_of(policies: str | None, known: Iterable[str]) -> list[str]:
-    """Return the names in a list separated by commas; where none is given, all that are known."""
-    return list(known) if policies is None else [name.strip() for name in policies.split(",") if name.strip()]
+@dataclass(frozen=True, slots=True)
+class Engine:
+    """Describes the engine to simulate, by the options of these names."""
+
+    model: str
+    gpu: str
+    tp: int
+    dtype: str
+    clock: str
+    interference: float
+    profile: Path | None
+    profile_clock: str
+
+    @property
+    def cost(self) -> CostModel:
+        return cost_model(self.model, self.gpu, self.tp, self.dtype, self.dtype if self.dtype == "fp8" else "bf16")
 
 
-def show(
+def compare(
+    workload: Path,
+    engine: Engine,
+    policies: str | None,
+    known: Mapping[str, Policy],
+    sample: float,
+    seed: int,
+    lengths: Path | None,
+    shared_cache: bool,
+    as_json: bool,
+) -> list[Outcome]:
+    """Run a workload with the named ones of the `known` policies, or with all; print and return what each took.
+
+    Raises BatchweaveError, OSError.
+    """
+    names = list(known) if policies is None else [name.strip() for name in policies.split(",") if name.strip()]
+    check_options(names, known, engine.clock, engine.profile_clock)
+    cost, interference = engine.cost, engine.interference
+    given = read_file(workload, engine.model, lengths, shared_cache)
+    calibration = fit(engine.profile, engine.profile_clock, interference) if engine.profile is not None else None
+    running = forecast(given, cost, names, known, engine.clock, interference, sample, seed, calibration)
+    return _show(running, calibration, as_json, float(given.outputs.known.max(initial=0)), cost)
+
+
+def _show(
     running: Iterator[Outcome], calibration: Calibration | None, as_json: bool, tokens: float, cost: CostModel
 ) -> list[Outcome]:
     """Run the policies one after another, and print their rows. `tokens`: of the longest answer."""

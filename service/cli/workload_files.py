@@ -25,6 +25,7 @@ ModelOption = Annotated[
     str, typer.Option("--model", help=f"{', '.join(MODELS)}, a config.json, a model's folder, or a hub id.")
 ]
 GpuOption = Annotated[str, typer.Option("--gpu", help=f"{', '.join(GPUS)}, or a calibration's .json file.")]
+TpOption = Annotated[int, typer.Option("--tp", min=1, max=1024, help="GPUs that share one copy of the model.")]
 LengthsOption = Annotated[
     Path | None,
     typer.Option(

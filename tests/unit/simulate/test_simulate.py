@@ -292,6 +292,14 @@ def test_rows_of_the_command(tmp_path: Path) -> None:
     assert [tuple(row) for row in json.loads(research.stdout)] == [tuple(row) for row in rows]
 
 
+@pytest.mark.parametrize(("gpu", "chunk"), [("l40s", 4096), ("a100-80gb", 8192), ("h200", 8192), ("b200", 16384)])
+def test_sglang_at_its_defaults_has_the_chunk_of_the_gpu(tmp_path: Path, gpu: str, chunk: int) -> None:
+    path = lines(tmp_path, [{"segments": [["s", 50], [n, 100]], "output_tokens": 5} for n in range(8)])
+    arguments = ["simulate", "--workload", str(path), "--gpu", gpu, "--policies", "fcfs-default", "--json"]
+    [row] = json.loads(CliRunner().invoke(command_line("simulate"), arguments).stdout)
+    assert row["setting"] == f"chunk {chunk}, ratio 0.7"
+
+
 def test_a_profile_replaces_the_datasheet_and_the_race_is_drawn(tmp_path: Path) -> None:
     """Steps of an engine half as fast as the datasheet: it takes twice as long."""
     path = lines(tmp_path, [{"segments": [["s", 50], [n, 1000]], "output_tokens": 60} for n in range(200)])
