@@ -29,16 +29,20 @@ def on_loopback(
     timeout: Any,
     use_libuv: bool = True,
 ) -> Any:
-    """Create the store of the first rank on its address; several machines have the leader's, which they must reach."""
+    """Create the store of the first rank on its address; several machines have the leader's, which they must reach.
+
+    SGLang found its port free some seconds ago, and another process may have it by now. A rank that is alone needs no
+    port that others know: it takes any.
+    """
     if rank != 0 or not is_loopback(hostname):
         return original(hostname, port, rank, world_size, timeout, use_libuv)
     from torch._C._distributed_c10d import TCPStore
 
     family = socket.AF_INET6 if ":" in hostname else socket.AF_INET
-    listening = socket.create_server((hostname, port), family=family, backlog=128)
+    listening = socket.create_server((hostname, 0 if world_size == 1 else port), family=family, backlog=128)
     return TCPStore(
         host_name=hostname,
-        port=port,
+        port=listening.getsockname()[1],
         world_size=world_size,
         is_master=True,
         timeout=timeout,
