@@ -2,7 +2,9 @@
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
+import pytest
 from alembic import command
 from typer.testing import CliRunner
 
@@ -27,7 +29,25 @@ def test_a_fresh_machine_is_fine(tmp_path: Path) -> None:
     assert not folder.exists()
 
 
-def test_an_empty_database_is_fine_and_one_that_is_up_to_date_too(empty_database_url: str, tmp_path: Path) -> None:
+def test_little_free_space_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    free_on(monkeypatch, 9)
+    code, found = doctor(BATCHWEAVE_DATA_DIR=str(tmp_path))
+    assert code == 0
+    for part in ("database", "storage"):
+        assert found[part]["state"] == "note"
+        assert "9 GiB free" in found[part]["what"]
+        assert "twice" in found[part]["todo"]
+
+
+def free_on(monkeypatch: pytest.MonkeyPatch, gib: int) -> None:
+    """Let each disk have this much free space."""
+    monkeypatch.setattr("shutil.disk_usage", lambda _: SimpleNamespace(free=gib * 2**30))
+
+
+def test_an_empty_database_is_fine_and_one_that_is_up_to_date_too(
+    empty_database_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    free_on(monkeypatch, 100)
     here = {"BATCHWEAVE_DATA_DIR": str(tmp_path), "BATCHWEAVE_DATABASE_URL": empty_database_url}
     code, found = doctor(**here)
     assert (code, found["database"]["state"]) == (0, "ok")
