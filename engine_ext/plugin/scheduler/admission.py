@@ -7,7 +7,6 @@ ones that the scan admits. Requests without our mark are online requests: they s
 
 import logging
 import sys
-from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -29,9 +28,10 @@ from engine_ext.plugin.options import Emulation, Overlap, mine
 from engine_ext.plugin.scheduler import emulated
 from engine_ext.plugin.scheduler.beside import Beside
 from engine_ext.plugin.scheduler.fallback import reason_for_sglang
+from engine_ext.plugin.scheduler.figures import Figures
 from engine_ext.plugin.scheduler.host_copies import HostCopies
 from engine_ext.plugin.scheduler.kv_space import KVSpace
-from engine_ext.plugin.scheduler.member import GAIN, MOST_PARKED, Member, Phase
+from engine_ext.plugin.scheduler.member import GAIN, MOST_PARKED, Member, Phase, Reason
 from engine_ext.plugin.scheduler.online import NOBODY, Demand, demand, is_ours, length
 from engine_ext.plugin.scheduler.pins import Pins
 from engine_ext.plugin.scheduler.preemption import keeps_its_answer
@@ -44,7 +44,6 @@ from engine_ext.scan.live import LiveScan
 from engine_ext.scan.state import StepCosts
 
 log = logging.getLogger(__name__)
-RECENT = 4096
 SOON = 64  # steps for which running requests must find room beside pinned prefixes
 LOOK_AGAIN = 16  # steps between two looks at the cache for the same request
 STEP_TOKENS = 8192  # the largest step if SGLang sets none
@@ -71,21 +70,12 @@ class Admission:
     kinds: dict[str, int] = field(default_factory=dict[str, int])
     next_key: int = 0
     decoded: int = 0
-    admitted: int = 0
-    retractions: int = 0
-    retracted_tokens: int = 0
-    refused: int = 0  # admissions that SGLang did not take
-    parked: int = 0  # chunked prefills that were stopped for online requests
     made_way: list[Any] = field(default_factory=list[Any])  # in this step
-    preempted: int = 0  # decoding requests that were taken off the engine for them
     resting: Any = None  # SGLang's batch of the decodes that the last step left out
     online: dict[Any, int] = field(default_factory=dict[Any, int])  # those that wait: how many steps went by
     online_runs: bool = True  # whether an online request may be among those that decode
-    online_admitted: int = 0
-    online_most_steps: int = 0  # steps that an online request waited
     steps: int = 0
-    deciding_s: float = 0.0  # all that the hooks of the scheduler's loop take, without SGLang's part
-    deciding: deque[float] = field(default_factory=lambda: deque(maxlen=RECENT))  # seconds of the last steps
+    figures: Figures = field(default_factory=Figures)
     not_mixed: int = 0  # running requests with which SGLang mixes no chunks
     cache_changed: bool = False
     reuse: Reuse = field(default_factory=Reuse)
@@ -113,7 +103,7 @@ class Admission:
     def add(self, req: Any) -> None:
         """Add a request that waits now, for the first time or because it was retracted."""
         if req in self.running:
-            self._retract(self._leave(req))
+            self.stop(req, Reason.RETRACTED)
             return
         member = self.waiting[req.rid] = self.by_key[self.next_key] = Member(req, self.next_key)
         self.next_key += 1
@@ -220,8 +210,8 @@ class Admission:
         """Note which online requests SGLang took in this step, of those that waited `before` it."""
         self.online = {req: self.online.get(req, 0) + 1 for req in after if not is_ours(req)}
         taken = [req for req in before if req not in self.online]
-        self.online_admitted += len(taken)
-        self.online_most_steps = max(self.online_most_steps, max(self.online.values(), default=0))
+        self.figures.online_admitted += len(taken)
+        self.figures.online_most_steps = max(self.figures.online_most_steps, *self.online.values(), 0)
 
     def may_park(self, req: Any) -> bool:
         """Return whether the prefill of one of our requests may be stopped: without a gain, only so often.
@@ -231,19 +221,27 @@ class Admission:
         member = self.running[req]
         return member.stopped < MOST_PARKED or len(req.prefix_indices) >= member.computed + GAIN
 
-    def park(self, req: Any, computed: int) -> None:
-        """Note that the chunked prefill of one of our requests was stopped: the request waits again, first in line.
+    def stop(self, req: Any, reason: Reason, computed: int = 0) -> None:
+        """Note that a running request waits again, with the output tokens that it has; one that was parked is first.
 
-        `computed`: its prompt tokens that are computed.
+        `computed`: the prompt tokens of a parked one that are computed.
         """
         member = self._leave(req)
         self._computed(member)
-        member.stopped += computed < member.computed + GAIN
-        member.phase, member.computed = Phase.WAITING, max(computed, member.computed)
-        self.waiting[req.rid] = member
-        self.parked += 1
-        self.made_way.append(req)
-        self.scan.put_back(member.key)
+        member.phase, self.waiting[req.rid] = Phase.WAITING, member
+        if reason is Reason.PARKED:
+            member.stopped += computed < member.computed + GAIN
+            member.computed = max(computed, member.computed)
+            self.scan.put_back(member.key)
+        else:
+            if reason is Reason.TAKEN_OFF:
+                member.taken_off += 1
+                if not req.output_ids:  # its first token is still being computed
+                    member.computed = len(req.origin_input_ids)
+            self.scan.retracted(member.key, len(req.output_ids))
+        if reason is not Reason.RETRACTED:
+            self.made_way.append(req)
+        self.figures.note_stop(reason, length(req))
 
     def victims(self, running: Any, must: bool) -> list[Any]:
         """Return the requests that may be taken off the engine, those first that would hold their KV cache longest.
@@ -260,17 +258,6 @@ class Admission:
         able = [m for m in members if m.req in here and not m.req.finished() and m.req.to_finish is None]
         willing = [m.req for m in able if m.taken_off < MOST_PARKED and keeps_its_answer(m.req)]
         return willing + [m.req for m in able if m.req not in set(willing)] if must else willing
-
-    def take_off(self, reqs: list[Any]) -> None:
-        """Note that these decoding requests were taken off the engine: they wait again, before all others."""
-        for req in reqs:
-            member = self._leave(req)
-            member.taken_off += 1
-            if not req.output_ids:  # its first token is still being computed
-                member.computed = len(req.origin_input_ids)
-            self._wait_again(member)
-        self.made_way += reqs
-        self.preempted += len(reqs)
 
     def note_left_out(self, resting: Sequence[Any], decoding: Sequence[Any]) -> None:
         """Note which decodes of batches a step leaves out, and tell the scan for how long others had been.
@@ -296,7 +283,7 @@ class Admission:
             member.phase = Phase.PREFILL
             self.computing.append(member)
             self.not_mixed += bool(req.return_logprob)
-        self.admitted += len(reqs)
+        self.figures.admitted += len(reqs)
 
     def note_refused(self, reqs: list[Any], first_blocks: bool) -> None:
         """Note that SGLang did not take these admissions: they wait again, first at their ends.
@@ -305,7 +292,7 @@ class Admission:
         """
         for place, req in reversed(list(enumerate(reqs))):
             self.scan.put_back(self.waiting[req.rid].key, refused=first_blocks and place == 0)
-        self.refused += len(reqs)
+        self.figures.refused += len(reqs)
 
     def prefilled(self, continued: Any) -> None:
         """Note that a batch of prompts runs: it completes all admitted prompts but that of `continued`."""
@@ -335,29 +322,11 @@ class Admission:
                 self._computed(member)
                 self.scan.stored(member.key)
 
-    def note_time(self, seconds: float, is_step: bool = True) -> None:
-        """Note how long the hooks took; `is_step`: in a step, and not beside it."""
-        self.deciding_s += seconds
-        if is_step:
-            self.deciding.append(seconds)
-
     def _leave(self, req: Any) -> Member:
         self.not_mixed -= bool(req.return_logprob)
         member = self.running.pop(req)
         member.skipped = 0
         return member
-
-    def _retract(self, member: Member) -> None:
-        self.retractions += 1
-        self.retracted_tokens += length(member.req)
-        self._wait_again(member)
-
-    def _wait_again(self, member: Member) -> None:
-        """Note that a running request waits again, with the output tokens that it has."""
-        self._computed(member)
-        member.phase = Phase.WAITING
-        self.waiting[member.req.rid] = member
-        self.scan.retracted(member.key, len(member.req.output_ids))
 
     def _computed(self, member: Member) -> None:
         """Move the member out of those whose prompts are being computed or stored."""

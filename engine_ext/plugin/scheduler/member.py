@@ -17,6 +17,14 @@ class Phase(IntEnum):
     DECODE = 3
 
 
+class Reason(IntEnum):
+    """Why a running request waits again."""
+
+    PARKED = 0  # its prompt made way for online requests; what is computed stays in the cache
+    TAKEN_OFF = 1  # it decoded and made way for them; its KV cache stays while nobody needs the room
+    RETRACTED = 2  # by SGLang, for lack of KV cache
+
+
 @dataclass(slots=True, eq=False)
 class Member:
     """One of our requests: SGLang's object and its key in the scan.

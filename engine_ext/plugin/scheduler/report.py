@@ -35,21 +35,21 @@ def report(result: Any, scheduler: Any, *_args: Any, **_kwargs: Any) -> Any:
 
 
 def _of_scan(ours: Admission) -> dict[str, Any]:
-    compute_s, memory_s = ours.scan.remaining_s
+    did, (compute_s, memory_s) = ours.figures, ours.scan.remaining_s
     left_kv, right_kv = ours.scan.kv_tokens
     return {
         "waiting": len(ours.waiting),
         "running": sum(not req.finished() for req in ours.running),
-        "admitted": ours.admitted,
-        "refused": ours.refused,
+        "admitted": did.admitted,
+        "refused": did.refused,
         "plans": ours.scan.plans,
         "decisions": ours.steps,
-        "deciding_s": ours.deciding_s,
-        "deciding_p99_s": float(np.quantile(ours.deciding, 0.99)) if ours.deciding else 0.0,
-        "retractions": ours.retractions,
-        "retracted_tokens": ours.retracted_tokens,
-        "parked": ours.parked,
-        "preempted": ours.preempted,
+        "deciding_s": did.deciding_s,
+        "deciding_p99_s": float(np.quantile(did.deciding, 0.99)) if did.deciding else 0.0,
+        "retractions": did.retractions,
+        "retracted_tokens": did.retracted_tokens,
+        "parked": did.parked,
+        "preempted": did.preempted,
         "restored_tokens": ours.reuse.restored_tokens,
         "loaded_host_tokens": ours.copies.loaded_tokens,
         "recomputed_tokens": ours.reuse.recomputed_tokens,
@@ -68,8 +68,8 @@ def _of_scan(ours: Admission) -> dict[str, Any]:
         ],
         "step_limit_s": ours.beside.limit_s if ours.beside.is_needed and ours.beside.limit_s < math.inf else 0.0,
         "kv_kept_for_online": ours.beside.kept_free,
-        "online_admitted": ours.online_admitted,
-        "online_most_steps": ours.online_most_steps,
+        "online_admitted": did.online_admitted,
+        "online_most_steps": did.online_most_steps,
         "admitted_prompt_tokens": ours.reuse.prompt_tokens,
         "admitted_cached_tokens": ours.reuse.cached_tokens,
         "expected_cached_tokens": ours.scan.expected_cached,
