@@ -14,16 +14,21 @@ from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 
+from engine_ext.coserve.limit import NOT_PROFILED
 from engine_ext.costs.cost import CostModel
+from engine_ext.costs.engine_model import Clock, EngineModel
 from engine_ext.costs.hardware import Machine, hardware
 from engine_ext.costs.model_shape import preset
 from engine_ext.plan.groups import Groups
 from engine_ext.plan.lengths import see
-from engine_ext.scan.decide import ANY_NUMBER, DualScan
+from engine_ext.scan.decide import DualScan
 from engine_ext.scan.events import FINISHED, PREFILLED, Event
-from engine_ext.scan.live import LiveScan
 from engine_ext.scan.replan import PATIENCE
 from engine_ext.scan.state import Backlog, StepCosts
+from engine_ext.step.decide import decide
+from engine_ext.step.live import LiveScan
+from engine_ext.step.memory import new_memory
+from engine_ext.step.view import batches_alone
 
 WARM_UP = 2_000
 STEPS = 6_000
@@ -31,6 +36,9 @@ KINDS = 100
 PLANS = 12
 LIVE_STEPS = 2_500
 STEP_S = 0.008
+COST = CostModel(preset("llama-3-8b"), Machine(hardware("h200")))
+MEMORY = new_memory(EngineModel.of_steps(COST, Clock.MIXED).numbers, 400_000, NOT_PROFILED)
+NOBODY_RESTS = np.zeros(0, dtype=np.bool_)
 
 
 def measure(running: int, waiting: int) -> dict[str, float]:
@@ -48,11 +56,10 @@ def measure(running: int, waiting: int) -> dict[str, float]:
     seen = see(groups, sample, output[sample], np.ones(len(sample), dtype=np.bool_))
     # The cache limits how many requests run, so its size is chosen for the wanted number.
     capacity = int(running * (prompt[half:].mean() + output[half:].mean()))
-    cost = CostModel(preset("llama-3-8b"), Machine(hardware("h200")))
     unknown, caps = np.full(waiting, -1), np.full(waiting, 32_768)
     left, right = np.arange(half), np.arange(waiting - 1, half - 1, -1)
     # Reading the weights takes as long as reading the cache, so the right end gets as much of the cache as it may have.
-    costs = StepCosts.of(cost, capacity, 16_384)._replace(weights_s=capacity * cost.read_s_per_token)
+    costs = StepCosts.of(COST, capacity, 16_384)._replace(weights_s=capacity * COST.read_s_per_token)
     scan = DualScan.of(Backlog(prompt, prompt, unknown, caps, left, right, groups, seen), costs)
     ends: list[tuple[int, int]] = []
     events: list[Event] = []
@@ -64,9 +71,9 @@ def measure(running: int, waiting: int) -> dict[str, float]:
         if events:
             scan.tell(np.array(events))
             events.clear()
-        found = scan.decide(used, used, decoding, 0)
+        found, _ = decide(scan.state, MEMORY, batches_alone(used, used, decoding, 0), NOBODY_RESTS)
         seconds.append(time.perf_counter() - started)
-        for request in found.admitted.tolist():
+        for request in scan.state.admitted[: found.admitted].tolist():
             events.append((PREFILLED, request, 0))
             heapq.heappush(ends, (step + 1 + int(output[request]), request))
             used += int(prompt[request])
@@ -119,7 +126,7 @@ class Engine:
             self.scan.stored(key)
         for key in ended:
             self.scan.finished(key, self.rest[key])
-        self.admitted = self.scan.decide(used, used, len(self.running), 0, 1, ANY_NUMBER, now).admitted
+        _, self.admitted = self.scan.decide(MEMORY, batches_alone(used, used, len(self.running), 0), NOBODY_RESTS, now)
         for key in self.admitted:
             self.scan.prefilled(key, stored=False)
         seconds = time.perf_counter() - started
@@ -130,9 +137,8 @@ class Engine:
 
 def live(backlog: int) -> dict[str, float]:
     """Time the steps of an engine whose plans are made in a thread; requests come sixteen steps apart."""
-    cost = CostModel(preset("llama-3-8b"), Machine(hardware("h200")))
     with ThreadPoolExecutor(1) as thread:
-        engine = Engine(LiveScan(cost, StepCosts.of(cost, 400_000), executor=thread), backlog)
+        engine = Engine(LiveScan(COST, StepCosts.of(COST, 400_000), executor=thread), backlog)
         seconds: list[float] = []
         for step in range(LIVE_STEPS):
             began = time.perf_counter()
@@ -152,8 +158,7 @@ def live(backlog: int) -> dict[str, float]:
 
 def plan(backlog: int) -> dict[str, float]:
     """Time plans of such a backlog, except the first, which loads the compiled code."""
-    cost = CostModel(preset("llama-3-8b"), Machine(hardware("h200")))
-    engine, seconds = Engine(LiveScan(cost, StepCosts.of(cost, 400_000)), backlog), list[float]()
+    engine, seconds = Engine(LiveScan(COST, StepCosts.of(COST, 400_000)), backlog), list[float]()
     for step in range(PLANS * PATIENCE):
         before, took = engine.scan.plans, engine.step(step * STEP_S)
         if engine.scan.plans > before:

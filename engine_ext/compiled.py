@@ -15,7 +15,7 @@ from numba.core.caching import CompileResultCacheImpl, FunctionCache, UserProvid
 
 Args = ParamSpec("Args")
 Result = TypeVar("Result")
-ROOMS = ("costs", "plan", "scan", "coserve", "simulate")  # the packages whose functions are compiled
+ROOMS = ("costs", "plan", "scan", "coserve", "step", "simulate")  # the packages whose functions are compiled
 
 
 def cache_folder() -> Path:

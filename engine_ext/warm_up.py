@@ -15,12 +15,11 @@ import numba
 import numpy as np
 
 from engine_ext.compiled import FOLDER
-from engine_ext.coserve.governor import Moment, is_late, new_governor, note_served, served
+from engine_ext.coserve.governor import Moment, is_late, note_served, served
 from engine_ext.coserve.limit import NOT_PROFILED
-from engine_ext.coserve.predictor import REFIT, Load, new_predictor, predict
-from engine_ext.coserve.reserve import new_online_kv, note_online_kv, reserve
+from engine_ext.coserve.predictor import REFIT, Load, predict
+from engine_ext.coserve.reserve import note_online_kv, reserve
 from engine_ext.coserve.slo import SloClass, least_slack
-from engine_ext.coserve.step import Batches, Online, choose, learn
 from engine_ext.coserve.victims import victims
 from engine_ext.costs.cost import CostModel
 from engine_ext.costs.engine_model import Clock, EngineModel, compute_time, step_time
@@ -30,9 +29,12 @@ from engine_ext.plan.blend import Wishes
 from engine_ext.plan.lengths import UNKNOWN
 from engine_ext.plan.prompts import Prompts
 from engine_ext.plan.window import Outputs, Shape, plan_window
-from engine_ext.scan.live import LiveScan
 from engine_ext.scan.replan import FEWEST
 from engine_ext.scan.state import StepCosts
+from engine_ext.step.decide import share
+from engine_ext.step.live import LiveScan
+from engine_ext.step.memory import learn, new_memory, note_launch
+from engine_ext.step.view import batches_alone
 
 FORGET_S = 30 * 24 * 3600
 
@@ -116,6 +118,7 @@ def compile_scan() -> None:
     """Run requests with few prefixes and all kinds of lengths through all functions that an engine calls."""
     cost = CostModel(preset("llama-3-8b"), Machine(hardware("h200")))
     scan, generator = LiveScan(cost, StepCosts.of(cost, 1_000_000)), np.random.default_rng(0)
+    memory = new_memory(EngineModel.of_steps(cost, Clock.MIXED).numbers, 1_000_000, NOT_PROFILED)
     running: list[int] = []
     for key in range(6 * FEWEST):
         prompt = generator.integers(0, 1 << 17, 64 + key % 5 * 100, np.uint32)
@@ -123,8 +126,8 @@ def compile_scan() -> None:
         scan.add(key, prompt, 4000, (UNKNOWN, 2, 3000)[key // 3 % 3], due=1e9 / (1 + key % 4))
         if key % FEWEST != 0 or len(scan) == 0:
             continue
-        scan.set_bursts(key // FEWEST % 2 == 0)
-        admitted = scan.decide(1000, 1000, 0, 0, 1, 5, float(key)).admitted
+        view = batches_alone(1000, 1000, 0, 0, slots=5)._replace(mixes=key // FEWEST % 2 == 1)
+        _, admitted = scan.decide(memory, view, np.zeros(0, dtype=np.bool_), float(key))
         for each in admitted[1:]:
             scan.prefilled(each)
             running.append(each)
@@ -132,8 +135,7 @@ def compile_scan() -> None:
             scan.put_back(each)
             _ = scan.next_keys
             scan.take_back(each)
-        if scan.state is not None:
-            victims(scan.state)
+        victims(scan.state)
         for change in (scan.finished, scan.retracted, scan.dropped):
             if len(running) > 1:
                 change(running.pop(0), 10)
@@ -146,24 +148,21 @@ def compile_scan() -> None:
 def compile_coserve() -> None:
     """Bound a few steps beside online requests."""
     cost = CostModel(preset("llama-3-8b"), Machine(hardware("h200")))
-    predictor, held, governor = (
-        new_predictor(EngineModel.of_steps(cost, Clock.MIXED).numbers),
-        new_online_kv(1000),
-        new_governor(),
-    )
-    load = Load(10, 20.0, 1, 1, 100)
+    memory = new_memory(EngineModel.of_steps(cost, Clock.MIXED).numbers, 1000, NOT_PROFILED)
+    load, theirs = Load(10, 20.0, 1, 1, 100), Load(0, 0.0, 0, 1, 100)
     for _ in range(REFIT):
-        learn(predictor, governor, load, Load(0, 0.0, 0, 1, 100), 0.01)
-    note_online_kv(held, 10, 0.01)
+        learn(memory, load, theirs, 0.01)
+    note_launch(memory, load, theirs)
+    share(memory, batches_alone(0, 0, 0, 0), np.zeros(0, dtype=np.bool_))
+    note_online_kv(memory.held, 10, 0.01)
+    reserve(memory.held)
     bounds = SloClass(ttft_s=1.0).bounds
     times, generated = np.ones(1), np.ones(1, dtype=np.int64)
-    slack_s = least_slack(bounds, 0.0, times, times, times, generated) - predict(predictor, load)
+    least_slack(bounds, 0.0, times, times, times, generated)
+    predict(memory.predictor, load)
     found = served(Moment(0.0, 0.0), Moment(0.5, 0.1), Moment(0.6, 0.1), 10)
     if not is_late(bounds, found.ttft_s, found.tpot_s):
-        note_served(governor, bounds, 0.99, found, 1.0)
-    batches = Batches(np.full(2, 100, dtype=np.int64), np.zeros(2, dtype=np.int64), reserve(held))
-    needs, rests = Online(1, 1, 100, 100, 0, slack_s, slack_s), np.zeros(2, dtype=np.bool_)
-    choose(predictor, governor, bounds, NOT_PROFILED.numbers(), load, needs, batches, 100, rests)
+        note_served(memory.governor, bounds, 0.99, found, 1.0)
 
 
 if __name__ == "__main__":

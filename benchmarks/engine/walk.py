@@ -8,11 +8,11 @@ from typing import Any
 
 from sglang.srt.plugins.hook_registry import HookType
 
-from engine_ext.plugin.scheduler import admission_hooks
+import engine_ext
 
-PHASES = ("observe", "step_plan", "apply")
+PHASES = ("observe", "live", "apply")
 KEPT = 4096  # steps
-ROOM = str(Path(admission_hooks.__file__).parent)
+OURS = str(Path(engine_ext.__file__).parent)
 _walks: list[list[str]] = []
 
 
@@ -23,12 +23,12 @@ def returns(walk: list[str]) -> int:
 
 
 def admit(original: Callable[..., Any], scheduler: Any, *args: Any, **kwargs: Any) -> Any:
-    """Run one step, and write down what `admission_hooks` calls in other files of its room."""
+    """Run one step, and write down what `admission_hooks` calls in other files."""
     walk: list[str] = []
 
     def note(frame: FrameType, event: str, _argument: Any) -> None:
         caller = frame.f_back
-        if event != "call" or caller is None or not frame.f_code.co_filename.startswith(ROOM):
+        if event != "call" or caller is None or not frame.f_code.co_filename.startswith(OURS):
             return
         if Path(caller.f_code.co_filename).stem == "admission_hooks":
             walk.append(Path(frame.f_code.co_filename).stem)

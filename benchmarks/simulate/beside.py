@@ -20,9 +20,9 @@ from engine_ext.simulate.cache import Cache
 from engine_ext.simulate.colocate import ALONE, OURS, fresh_engine, run_scan
 from engine_ext.simulate.contest import PLACES, Choices, Grid, Policy
 from engine_ext.simulate.contest import POLICIES as OWN
-from engine_ext.simulate.coserving import AHEAD_S
 from engine_ext.simulate.line import new_line
 from engine_ext.simulate.measured import NO_LIMIT, Measured, Played, Settings, measured
+from engine_ext.simulate.ours import AHEAD_S
 from engine_ext.simulate.shared_engine import SharedEngine
 from engine_ext.simulate.traffic import Traffic
 

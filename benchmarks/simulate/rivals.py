@@ -24,6 +24,7 @@ from engine_ext.simulate.line import (
     taken,
     wait,
 )
+from engine_ext.simulate.reservation import adapt, to_come
 from engine_ext.simulate.shared_engine import (
     NOBODY,
     PREFILL,
@@ -36,9 +37,7 @@ from engine_ext.simulate.shared_engine import (
     run_step,
     take_off,
 )
-from engine_ext.simulate.stock import DECAY_STEPS, LEAST_RATIO, RETRACT_STEPS
 
-CLIP = 4096  # most output tokens that SGLang reserves for one request
 BOTH = -1  # whose step it is
 
 
@@ -97,25 +96,9 @@ def run_rival(
         if load.prompt_tokens + load.decoding == 0 and not wait(engine, line, batch, until_s, rival.rate):
             break
         if rival.reserved > 0.0:
-            _adapt(engine, rival, load.decoding)
+            adapt(engine, rival.ratio, rival.reserved, load.decoding)
         put_back(engine, line)
     note_generated(engine, np.inf, until_s)
-
-
-@compiled
-def _adapt(engine: SharedEngine, rival: Rival, decoded: int) -> None:
-    """Let the reserved part fall with every step of decodes, and rise after a retraction, as SGLang does."""
-    totals = engine.totals[0]
-    if totals.preempted > 0:
-        got, most = 0.0, 1.0
-        for k in range(totals.decoding):
-            r = engine.requests[engine.decoding[k]]
-            got += float(r.generated + RETRACT_STEPS)
-            most += float(r.output)
-        rival.ratio[0] = min(1.0, got / most)
-    elif decoded > 0:
-        falls = rival.reserved * (1.0 - LEAST_RATIO) / DECAY_STEPS
-        rival.ratio[0] = max(rival.ratio[0] - falls, rival.reserved * LEAST_RATIO)
 
 
 @compiled
@@ -260,10 +243,10 @@ def make_room(engine: SharedEngine, cache: Cache, heap: Heap, line: Line, reques
 @compiled
 def fits(engine: SharedEngine, cache: Cache, request: int, reserved: float) -> bool:
     """Return whether there is room for a request and, beside others, for the reserved part of the answers to come."""
-    totals, to_come = engine.totals[0], 0.0
+    totals, answers = engine.totals[0], 0.0
     if reserved > 0.0 and totals.decoding + totals.prefilling > 0:
-        to_come = reserved * _all_to_come(engine) + _to_come(engine, request)
-    return bool(room(engine, cache) - needed(engine, cache, request) > to_come)
+        answers = reserved * _all_to_come(engine) + to_come(engine, request)
+    return bool(room(engine, cache) - needed(engine, cache, request) > answers)
 
 
 @compiled
@@ -283,16 +266,10 @@ def latest_of_batch(engine: SharedEngine) -> int:
 
 
 @compiled
-def _to_come(engine: SharedEngine, request: int) -> float:
-    r = engine.requests[request]
-    return float(min(max(0, r.output - r.generated), CLIP))
-
-
-@compiled
 def _all_to_come(engine: SharedEngine) -> float:
     totals, tokens = engine.totals[0], 0.0
     for k in range(totals.decoding):
-        tokens += _to_come(engine, int(engine.decoding[k]))
+        tokens += to_come(engine, int(engine.decoding[k]))
     for k in range(totals.prefilling):
-        tokens += _to_come(engine, int(engine.prefilling[k]))
+        tokens += to_come(engine, int(engine.prefilling[k]))
     return tokens

@@ -5,24 +5,21 @@ remaining work, so that both end together. Requests are admitted by *footprint*:
 running requests, at every point ahead, so that retractions stay rare. Lengths are *learned* from answers that have
 ended and from those that still run.
 
-The functions work on `State`, which the simulator's compiled loop can hold; `DualScan` offers them as an object for an
-engine.
+The functions work on `State`, which compiled loops can hold; `DualScan` offers the rest of them as an object.
 """
 
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from engine_ext.arrays import Column
 from engine_ext.compiled import brief, compiled
 from engine_ext.scan.books import begin, bring_forward, skip_gone, take_in
 from engine_ext.scan.events import replay
 from engine_ext.scan.footprint import fits
 from engine_ext.scan.pace import hurried_tokens, most_tokens, paced_tokens
 from engine_ext.scan.state import LEFT, NO_REQUEST, RIGHT, Backlog, State, StepCosts, new_state
-from engine_ext.scan.sweep import HEADS, has_drifted, sweep, waiting
+from engine_ext.scan.sweep import HEADS, sweep, waiting
 
 ANY_NUMBER = 1 << 30
 SOON = 32  # steps for whose output tokens there must always be room
@@ -44,21 +41,6 @@ class Space(NamedTuple):
     kept: int
 
 
-@dataclass(frozen=True, slots=True)
-class Decision:
-    """The scan's decision for one step.
-
-    `budget`: prompt tokens to compute in this step, those of requests in prefill first. `admitted`: the requests to
-    admit. `waiting`: how many wait after that. `has_drifted`: see sweep.py. `heads`: see `DualScan.heads`.
-    """
-
-    budget: int
-    admitted: Column
-    waiting: int
-    has_drifted: bool
-    heads: tuple[int, int]
-
-
 class DualScan:
     """The scan of one engine; not thread-safe."""
 
@@ -72,22 +54,6 @@ class DualScan:
         nobody = np.zeros(0, dtype=np.int64)
         begin(state, nobody, nobody, nobody.astype(np.bool_))
         return cls(state)
-
-    def decide(
-        self,
-        used_kv: int,
-        decoding_kv: int,
-        decoding: int,
-        pending: int,
-        decoded: int = 1,
-        slots: int = ANY_NUMBER,
-        most: int = ANY_NUMBER,
-    ) -> Decision:
-        """Decide the next step; see the function `decide`. The returned requests count as admitted from here on."""
-        budget, count, waits, has_drifted, left, right = _decided(
-            self.state, used_kv, decoding_kv, decoding, pending, decoded, slots, most
-        )
-        return Decision(budget, self.state.admitted[:count].copy(), waits, has_drifted, (left, right))
 
     def tell(self, events: NDArray[np.int64]) -> None:
         """Tell the scan what happened since the last step: a table of events, each with the request's place."""
@@ -108,7 +74,7 @@ class DualScan:
     @property
     def heads(self) -> tuple[int, int]:
         """The next request of the left end and of the right end; NO_REQUEST for an end whose own queue is empty."""
-        return _first_of(self.state, LEFT), _first_of(self.state, RIGHT)
+        return next_of(self.state, LEFT), next_of(self.state, RIGHT)
 
     @property
     def kv_tokens(self) -> tuple[int, int]:
@@ -120,15 +86,6 @@ class DualScan:
     def remaining_s(self) -> tuple[float, float]:
         """The expected remaining seconds of compute and of memory reads."""
         return float(self.state.totals[0].remaining_compute_s), float(self.state.totals[0].remaining_memory_s)
-
-
-@brief
-def _decided(
-    state: State, used_kv: int, decoding_kv: int, decoding: int, pending: int, decoded: int, slots: int, most: int
-) -> tuple[int, int, int, bool, int, int]:
-    """Decide the next step, and return all that is asked afterwards: each call of machine code takes time."""
-    budget, count = decide(state, used_kv, decoding_kv, decoding, pending, decoded, slots, most)
-    return budget, count, waiting(state), has_drifted(state), _first_of(state, LEFT), _first_of(state, RIGHT)
 
 
 @compiled
@@ -327,7 +284,7 @@ def _candidate(state: State, side: int) -> int:
 
 
 @brief
-def _first_of(state: State, side: int) -> int:
+def next_of(state: State, side: int) -> int:
     """Return the first request in this side's own queue, or NO_REQUEST."""
     queue = state.queues[side]
     return state.waiting[side, queue.first] if queue.first < queue.last else NO_REQUEST

@@ -92,6 +92,12 @@ class Backlog:
     first: Bools | None = None
     tier: Column | None = None
 
+    @classmethod
+    def of_nothing(cls) -> "Backlog":
+        """Return the backlog without requests."""
+        nobody, groups = np.zeros(0, dtype=np.int64), Groups.unlike(np.zeros(0, dtype=np.int64), np.array([-1]))
+        return cls(nobody, nobody, nobody, nobody, nobody, nobody, groups, Seen.nothing(len(groups)))
+
 
 class Request:
     """One request, as int32 fields.

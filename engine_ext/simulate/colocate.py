@@ -5,9 +5,6 @@ from dataclasses import replace
 import numpy as np
 
 from engine_ext.arrays import Column, column
-from engine_ext.coserve.governor import new_governor
-from engine_ext.coserve.predictor import new_predictor
-from engine_ext.coserve.reserve import new_online_kv
 from engine_ext.coserve.slo import SloClass
 from engine_ext.costs.cost import CostModel
 from engine_ext.costs.engine_model import Clock, EngineModel, StepModel
@@ -18,11 +15,13 @@ from engine_ext.scan.footprint import output_tokens
 from engine_ext.scan.replan import Progress, answers_before_next, plan_backlog
 from engine_ext.scan.state import State, StepCosts
 from engine_ext.simulate.cache import Cache, new_cache
-from engine_ext.simulate.coserving import Ours, Rules, progress_of, run_ours
+from engine_ext.simulate.coserving import progress_of, run_ours
 from engine_ext.simulate.line import new_line
 from engine_ext.simulate.measured import Measured, Played, Settings, measured
+from engine_ext.simulate.ours import Ours, Rules
 from engine_ext.simulate.shared_engine import SharedEngine, new_shared_engine
 from engine_ext.simulate.traffic import Traffic
+from engine_ext.step.memory import new_memory
 
 OURS = "batchweave"
 ALONE = "online-only"
@@ -105,8 +104,9 @@ def run_scan(
     )
     count, generator = traffic.batch, np.random.default_rng(settings.seed)
     line = new_line(np.arange(count, dtype=np.int64), len(traffic.output))
-    ours = _ours(traffic, model.numbers, np.zeros(0, dtype=np.int64) if known_kv is None else known_kv)
-    rules = Rules(slo.bounds, slo.percentile, settings.profiled.numbers(), int(settings.chunk), model.numbers)
+    ours = _ours(traffic, model.numbers, settings, np.zeros(0, dtype=np.int64) if known_kv is None else known_kv)
+    mixes, reserved = model.clock is not Clock.SEQUENTIAL, float(settings.reserved)
+    rules = Rules(slo.bounds, slo.percentile, int(settings.chunk), mixes, model.numbers, reserved)
     groups = group_requests(traffic.tree, None)
     known = np.full(count, UNKNOWN) if known_kv is None else traffic.output[:count]
     released = (traffic.group or count) if has_batch else 0
@@ -125,26 +125,14 @@ def run_scan(
             released += traffic.group
 
 
-def _ours(traffic: Traffic, numbers: StepModel, ahead: Column) -> Ours:
+def _ours(traffic: Traffic, numbers: StepModel, settings: Settings, ahead: Column) -> Ours:
     def places() -> Column:
         return np.zeros(len(traffic.output), dtype=np.int64)
 
-    rests = np.zeros(len(traffic.output), dtype=np.bool_)
-    held, decoded = new_online_kv(numbers.capacity), np.zeros(1, dtype=np.int64)
+    memory = new_memory(numbers, numbers.capacity, settings.profiled)
+    rests, ratio = np.zeros(len(traffic.output), dtype=np.bool_), np.full(1, float(settings.reserved))
     arrived, first = np.zeros((2, len(traffic.output)))
-    return Ours(
-        new_predictor(numbers),
-        new_governor(),
-        held,
-        places(),
-        places(),
-        places(),
-        rests,
-        decoded,
-        arrived,
-        first,
-        ahead,
-    )
+    return Ours(memory, places(), places(), places(), rests, np.zeros(1, dtype=np.int64), arrived, first, ratio, ahead)
 
 
 def _go_on(progress: Progress, engine: SharedEngine, state: State) -> Progress:

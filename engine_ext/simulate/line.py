@@ -112,6 +112,21 @@ def next_online(line: Line, batch: int) -> int:
 
 
 @compiled
+def waiting_online(line: Line) -> int:
+    """Return how many online requests wait."""
+    return int(line.at[ONLINE_AGAIN] + line.at[ARRIVED] - line.at[ONLINE])
+
+
+@compiled
+def nth_online(line: Line, batch: int, place: int) -> int:
+    """Return the online request at this place of those that wait: first those that were taken off, the last first."""
+    again = line.at[ONLINE_AGAIN]
+    if place < again:
+        return int(line.online_again[again - 1 - place])
+    return int(batch + line.at[ONLINE] + place - again)
+
+
+@compiled
 def next_of_batch(line: Line) -> int:
     at = line.at
     if at[BATCH_AGAIN] > 0:

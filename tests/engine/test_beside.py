@@ -16,9 +16,10 @@ from engine_ext.costs.engine_model import Clock, EngineModel
 from engine_ext.costs.hardware import Machine, hardware
 from engine_ext.costs.model_shape import preset
 from engine_ext.plugin.marks import KIND, online_marks
-from engine_ext.plugin.scheduler.beside import FORGET_S, Beside, Decodes
+from engine_ext.plugin.scheduler.beside import FORGET_S, Beside
 from engine_ext.plugin.scheduler.online import NOBODY
 from engine_ext.plugin.scheduler.turns import Turns
+from tests.engine.dividing import divide
 
 MODEL = EngineModel.of_steps(CostModel(preset("llama-3-8b"), Machine(hardware("h200"))), Clock.MIXED).numbers
 SLO = SloClass(ttft_s=1.0, tpot_s=0.05)
@@ -62,56 +63,55 @@ def test_the_hour_begins_when_the_clock_has_told_a_time() -> None:
 
 
 def test_steps_with_online_prompts_do_nothing_for_batches_where_the_profile_says_so() -> None:
-    decodes = Decodes(NOTHING, np.full(3, 100), np.zeros(3, dtype=np.int64))
+    decodes = np.full(3, 100)
     for alone in (False, True):
         beside = Beside.of((SLO,), Limits(prompts_alone=alone), MODEL, 1000, 0)
         req = Req()
         beside.arrived(req, 1.0)
         arrived = NOBODY._replace(prompts=[req], waiting=1, tokens=500)
         beside.pass_time(arrived, 1.0)
-        allowed = beside.allow(arrived, decodes, 0, 2048, 1.0)
+        allowed, rests = divide(beside, arrived, 1.0, decodes)
         assert allowed.online == 500
-        assert (allowed.most, int(allowed.rests.sum())) == ((500, 3) if alone else (2048, 0))
+        assert (allowed.most, int(rests.sum())) == ((500, 3) if alone else (2048, 0))
         beside.pass_time(NOBODY, 1.1)
-        allowed = beside.allow(NOBODY, decodes, 0, 2048, 1.1)
-        assert (allowed.most, int(allowed.rests.sum())) == (2048, 0)
+        allowed, rests = divide(beside, NOBODY, 1.1, decodes)
+        assert (allowed.most, int(rests.sum())) == (2048, 0)
 
 
 def test_batches_go_on_while_an_online_prompt_waits_for_their_room() -> None:
     """The prompt finds no room in the KV cache until decodes end that the step's limit leaves out."""
-    decodes = Decodes(NOTHING, np.full(3, 100), np.zeros(3, dtype=np.int64))
+    decodes = np.full(3, 100)
     beside, req = Beside.of((SLO,), Limits(prompts_alone=True), MODEL, 1000, 0), Req()
     beside.arrived(req, 1.0)
     waits = NOBODY._replace(prompts=[req], waiting=1, tokens=500)
     left_out = list[int]()
     for now in (1.0, 1.1, 1.2, 1.3):
         beside.pass_time(waits, now)
-        rests = int(beside.allow(waits, decodes, 0, 2048, now).rests.sum())
+        rests = int(divide(beside, waits, now, decodes)[1].sum())
         beside.launched(Load(0, 0.0, 0, 3 - rests, 300 - 100 * rests), NOTHING)
         left_out.append(rests)
     assert left_out[0] == 3
     assert max(left_out[1:]) < 3
     beside.launched(*2 * [Load(500, 250_000.0, 1, 0, 0)])
     beside.pass_time(waits, 1.4)
-    assert int(beside.allow(waits, decodes, 0, 2048, 1.4).rests.sum()) == 3
+    assert int(divide(beside, waits, 1.4, decodes)[1].sum()) == 3
 
 
 def test_batches_that_make_requests_late_lose_half_of_their_share() -> None:
-    nothing = Decodes(NOTHING, np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.int64))
     beside = Beside.of((SLO,), NO_LIMITS, MODEL, 100_000, 0)
     for at in (10.0, 20.0, 30.0):
         req = Req()
         beside.arrived(req, at)
         waits = NOBODY._replace(prompts=[req], waiting=1, tokens=500)
         beside.pass_time(waits, at)
-        beside.allow(waits, nothing, 0, 2048, at)
+        divide(beside, waits, at)
         beside.launched(Load(2048, 2048.0**2, 4, 0, 0), Load(500, 500.0**2, 1, 0, 0))
         req.output_ids.append(1)
         beside.pass_time(NOBODY._replace(decoding=[req]), at + 2.0)
         beside.pass_time(NOBODY, at + 2.01)
     assert beside.late == 3
     assert 4.0 < beside.excess_s < 6.0  # about three quarters of 3 x 2 s
-    assert beside.governor.share[0] == 0.5
+    assert beside.memory.governor.share[0] == 0.5
 
 
 def test_who_came_while_nobody_told_the_time_is_not_kept() -> None:
@@ -125,7 +125,7 @@ def test_who_came_while_nobody_told_the_time_is_not_kept() -> None:
 
 def test_batches_do_as_much_beside_requests_that_may_wait_as_beside_none() -> None:
     """Beside one that must not wait, the limit leaves decodes of batches out; beside flex it does not."""
-    decodes = Decodes(NOTHING, np.full(200, 5000), np.zeros(200, dtype=np.int64))
+    decodes = np.full(200, 5000)
     rests = dict[str, int]()
     for slo in (DEFAULT, FLEX):
         beside, req = Beside.of(CLASSES, Limits(limit_s=0.006), MODEL, 1_000_000, 0), Req(slo)
@@ -133,7 +133,7 @@ def test_batches_do_as_much_beside_requests_that_may_wait_as_beside_none() -> No
         beside.arrived(req, 1.0)
         decoding = NOBODY._replace(decoding=[req])
         beside.pass_time(decoding, 1.0)
-        rests[slo] = int(beside.allow(decoding, decodes, 0, 2048, 1.0).rests.sum())
+        rests[slo] = int(divide(beside, decoding, 1.0, decodes)[1].sum())
     assert rests[DEFAULT] > 0
     assert rests[FLEX] == 0
 
@@ -147,7 +147,7 @@ def test_each_class_has_its_own_deadlines() -> None:
         beside.arrived(req, 1.0)
         waits = NOBODY._replace(decoding=[req])
         beside.pass_time(waits, 1.0)
-        beside.allow(waits, Decodes(NOTHING, np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.int64)), 0, 2048, 1.0)
+        divide(beside, waits, 1.0)
         slack_s[slo] = beside.slack_s
     assert slack_s == pytest.approx({PRIORITY: 0.2, DEFAULT: 1.0, FLEX: np.inf})
 

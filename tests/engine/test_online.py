@@ -9,7 +9,8 @@ import pytest
 
 from benchmarks.engine.bench_engine import BenchEngine
 from benchmarks.engine.tuning import Tuning
-from engine_ext.plugin.scheduler.admission import GAIN, MOST_PARKED
+from engine_ext.plugin.scheduler.member import GAIN
+from engine_ext.step.plan import MOST_MADE_WAY
 from tests.engine.test_real_scan import CHUNK, Real, Requests, growing, prompts_and_outputs, running_real, tokens_of
 
 SLOTS = 32  # that `Real` gives its engine
@@ -128,7 +129,7 @@ def test_a_request_is_parked_only_so_often(real: Real) -> None:
     alone = real.answers_alone(requests)
     ours = run(real, None, requests, [], mixed=True, stream=[(tokens(300), 1) for _ in range(20)])
     assert ours["answers"] == alone
-    assert 0 < ours["parked"] <= MOST_PARKED + 4_900 // GAIN
+    assert 0 < ours["parked"] <= MOST_MADE_WAY + 4_900 // GAIN
     assert (ours["waiting"], ours["running"], ours["kv_kept"]) == (0, 0, 0)
 
 

@@ -55,14 +55,14 @@ def test_what_the_next_ones_use_is_not_evicted_until_they_change(tree: Any) -> N
     for tokens in (left, right, other):
         insert(tree, tokens)
     pins = Pins(tree, 10_000)
-    pins.keep([Req(left + ids(90_000, 5)), Req(right)], again=False)
+    pins.keep([Req(left + ids(90_000, 5)), Req(right)], again=False, room=10_000)
     assert pins.tokens == 300
     tree.evict(EvictParams(num_tokens=600))
     assert (cached(tree, left), cached(tree, right), cached(tree, other)) == (100, 200, 0)
-    pins.keep([Req(right)], again=False)
+    pins.keep([Req(right)], again=False, room=10_000)
     tree.evict(EvictParams(num_tokens=600))
     assert (cached(tree, left), cached(tree, right)) == (0, 200)
-    pins.keep([], again=False)
+    pins.release()
     assert pins.tokens == 0
     assert tree.protected_size() == 0
     tree.evict(EvictParams(num_tokens=600))
@@ -73,11 +73,11 @@ def test_the_same_request_is_looked_up_again_when_more_is_cached(tree: Any) -> N
     waiting = Req(ids(0, 400))
     insert(tree, ids(0, 100))
     pins = Pins(tree, 10_000)
-    pins.keep([waiting], again=False)
+    pins.keep([waiting], again=False, room=10_000)
     insert(tree, ids(0, 300))
-    pins.keep([waiting], again=False)
+    pins.keep([waiting], again=False, room=10_000)
     assert pins.tokens == 100
-    pins.keep([waiting], again=True)
+    pins.keep([waiting], again=True, room=10_000)
     assert pins.tokens == tree.protected_size() == 300
 
 
@@ -85,16 +85,30 @@ def test_too_much_is_not_kept_and_too_little_neither(tree: Any) -> None:
     insert(tree, ids(0, 1100))
     insert(tree, ids(5000, 10))
     pins = Pins(tree, 10_000)
-    pins.keep([Req(ids(0, 1100)), Req(ids(5000, 10))], again=False)
+    pins.keep([Req(ids(0, 1100)), Req(ids(5000, 10))], again=False, room=10_000)
+    assert pins.tokens == tree.protected_size() == 0
+
+
+def test_pins_leave_room_for_what_runs(tree: Any) -> None:
+    """As many tokens as run out in the next steps, whoever else would like to have them pinned."""
+    left, right = Req(ids(0, 300)), Req(ids(5000, 200))
+    for each in (left, right):
+        insert(tree, each.origin_input_ids)
+    pins = Pins(tree, 10_000)
+    pins.keep([left, right], again=False, room=400)
+    assert pins.tokens == tree.protected_size() == 300
+    pins.keep([left, right], again=False, room=250)
+    assert pins.tokens == tree.protected_size() == 200
+    pins.keep([left, right], again=False, room=-1)
     assert pins.tokens == tree.protected_size() == 0
 
 
 def test_a_flush_leaves_nothing_to_let_go_of(tree: Any) -> None:
     insert(tree, ids(0, 100))
     pins = Pins(tree, 10_000)
-    pins.keep([Req(ids(0, 100))], again=False)
+    pins.keep([Req(ids(0, 100))], again=False, room=10_000)
     tree.reset()
-    pins.keep([], again=False)
+    pins.release()
     assert tree.protected_size() == 0
     insert(tree, ids(0, 100))
     assert tree.evictable_size() == 100
@@ -104,11 +118,11 @@ def test_a_prefix_of_both_ends_counts_once_and_nothing_is_asked_twice(tree: Any)
     insert(tree, ids(0, 100))
     both = [Req(ids(0, 100) + ids(7000, 3)), Req(ids(0, 100) + ids(8000, 3))]
     pins = Pins(tree, 10_000)
-    pins.keep(both, again=False)
+    pins.keep(both, again=False, room=10_000)
     assert pins.tokens == tree.protected_size() == 100
     tree.match_prefix = None  # asking again would fail
-    pins.keep(list(both), again=False)
-    pins.keep([], again=False)
+    pins.keep(list(both), again=False, room=10_000)
+    pins.release()
     assert tree.protected_size() == 0
 
 
@@ -120,5 +134,5 @@ def test_caches_that_lock_in_their_own_way_are_left_alone(tree: Any) -> None:
     other.__class__ = Other
     insert(other, ids(0, 100))
     pins = Pins(other, 10_000)
-    pins.keep([Req(ids(0, 100))], again=False)
+    pins.keep([Req(ids(0, 100))], again=False, room=10_000)
     assert other.protected_size() == 0

@@ -71,8 +71,9 @@ from engine_ext.costs.cost import CostModel
 from engine_ext.costs.engine_model import Clock, EngineModel
 from engine_ext.costs.hardware import Machine, hardware
 from engine_ext.costs.model_shape import preset
-from engine_ext.plugin.scheduler.beside import Beside, Decodes
+from engine_ext.plugin.scheduler.beside import Beside
 from engine_ext.plugin.scheduler.online import NOBODY
+from tests.engine.dividing import divide
 
 def compiled():
     modules = [module for name, module in sys.modules.items() if name.startswith("engine_ext.")]
@@ -93,12 +94,11 @@ for step in range(80):
     beside.arrived(decodes, now)
     demand = NOBODY._replace(decoding=[decodes], prompts=[waits], waiting=1, tokens=300 * (step % 2))
     beside.pass_time(demand, now)
-    kv, skipped = np.full(9, 90_000), np.zeros(9, dtype=np.int64)
-    allowed = beside.allow(demand, Decodes(Load(0, 0.0, 0, 1, 55), kv, skipped), 0, 256, now)
+    _, rests = divide(beside, demand, now, np.full(9, 90_000), Load(0, 0.0, 0, 1, 55), 256)
     beside.launched(Load(100, 1e4, 1, 1, 55), Load(0, 0.0, 0, 1, 55))
     beside.kept_free
 beside.pass_time(NOBODY, now + 0.01)
-print(before, compiled(), allowed.rests.sum())
+print(before, compiled(), rests.sum())
 """
     ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert ran.returncode == 0, ran.stderr

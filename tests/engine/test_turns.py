@@ -6,18 +6,18 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 
 from engine_ext.coserve.limit import NO_LIMITS
 from engine_ext.coserve.predictor import Load
 from engine_ext.coserve.slo import CLASSES, DEFAULT, FLEX, PRIORITY
 from engine_ext.plugin.marks import Terms, marks, online_marks
-from engine_ext.plugin.scheduler.beside import Beside, Decodes
+from engine_ext.plugin.scheduler.beside import Beside
 from engine_ext.plugin.scheduler.online import NOBODY
 from engine_ext.plugin.scheduler.turns import Turns, chunk_tokens
 from service.demo.tiny import NAME
 from tests.engine.conftest import running_engine
+from tests.engine.dividing import divide
 from tests.engine.test_beside import MODEL
 
 SLOTS, CAPACITY = 16, 16_000
@@ -204,15 +204,13 @@ def test_batches_get_their_least_share_of_the_time_where_no_slo_is_known() -> No
 
     got = {}
     for share in (0.0, 1 / 8):
-        beside, req = Beside.of(CLASSES, NO_LIMITS, MODEL, 100_000, 0), Late("a", 0)
-        beside.least_share = share
+        beside, req = Beside.of(CLASSES, NO_LIMITS, MODEL, 100_000, 0, share), Late("a", 0)
         beside.arrived(req, 0.0)
-        decodes = Decodes(Load(0, 0.0, 0, 1, 10), np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.int64))
         needs, got[share], now = NOBODY._replace(prompts=[req], waiting=1, tokens=2048, kv=2048), 0, 0.0
         for step in range(400):  # its first token is due since long
             now = 10.0 + 0.05 * step
             beside.pass_time(needs, now)
-            allowed = beside.allow(needs, decodes, 0, 2048, now)
+            allowed, _ = divide(beside, needs, now, fixed=Load(0, 0.0, 0, 1, 10))
             got[share] += allowed.most - allowed.online
             beside.launched(Load(allowed.most, 0.0, 1, 1, 10), Load(allowed.online, 0.0, 1, 1, 10))
     assert got[0.0] == 0

@@ -19,8 +19,20 @@ ROOMS = (
     *("demo", "remote", "up", "fleet", "cli"),
 )
 # The same of `engine_ext`; `compiled` makes machine code of all rooms, `arrays` is what it changes in place.
-ENGINE_ROOMS = ("errors", "arrays", "compiled", "costs", "plan", "scan", "coserve", "simulate", "warm_up", "plugin")
-PURE = ("costs", "plan", "scan", "coserve", "simulate")
+ENGINE_ROOMS = (
+    "errors",
+    "arrays",
+    "compiled",
+    "costs",
+    "plan",
+    "scan",
+    "coserve",
+    "step",
+    "simulate",
+    "warm_up",
+    "plugin",
+)
+PURE = ("costs", "plan", "scan", "coserve", "step", "simulate")
 OURS = {"service", "engine_ext", "migrations"}
 PROCESSES = ("worker", "scheduler", "cpu")  # rooms of the plugin, by where a line runs; what is beside them crosses
 IO = {"asyncio", "io", "os", "pathlib", "random", "socket", "subprocess", "time", "datetime", "tempfile"}

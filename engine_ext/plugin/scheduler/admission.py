@@ -31,7 +31,7 @@ from engine_ext.plugin.scheduler.fallback import reason_for_sglang
 from engine_ext.plugin.scheduler.figures import Figures
 from engine_ext.plugin.scheduler.host_copies import HostCopies
 from engine_ext.plugin.scheduler.kv_space import KVSpace
-from engine_ext.plugin.scheduler.member import GAIN, MOST_PARKED, Member, Phase, Reason
+from engine_ext.plugin.scheduler.member import GAIN, Member, Phase, Reason
 from engine_ext.plugin.scheduler.online import NOBODY, Demand, demand, is_ours, length
 from engine_ext.plugin.scheduler.pins import Pins
 from engine_ext.plugin.scheduler.preemption import keeps_its_answer
@@ -40,11 +40,11 @@ from engine_ext.plugin.scheduler.ranks import Ranks
 from engine_ext.plugin.scheduler.reuse import Reuse
 from engine_ext.plugin.scheduler.turns import Turns
 from engine_ext.scan.backlog import AtOnce, Executor
-from engine_ext.scan.live import LiveScan
 from engine_ext.scan.state import StepCosts
+from engine_ext.step.live import LiveScan
+from engine_ext.step.plan import MOST_MADE_WAY
 
 log = logging.getLogger(__name__)
-SOON = 64  # steps for which running requests must find room beside pinned prefixes
 LOOK_AGAIN = 16  # steps between two looks at the cache for the same request
 STEP_TOKENS = 8192  # the largest step if SGLang sets none
 SWITCH_S = 0.0005  # after which a plan's thread leaves the interpreter to a step that waits for it
@@ -95,8 +95,7 @@ class Admission:
         pins = Pins(scheduler.tree_cache, space.capacity)
         ranks = Ranks.of(scheduler)
         model = EngineModel.of_steps(cost, Clock.MIXED).numbers
-        beside = Beside.of(online, limits, model, space.capacity, _lag(scheduler, ranks))
-        beside.least_share = least_share
+        beside = Beside.of(online, limits, model, space.capacity, _lag(scheduler, ranks), least_share)
         beside.is_needed &= fallback is None  # in such an engine a batch's requests look like online ones
         return cls(scan, overlap, pins, ranks, space, beside, HostCopies(scheduler), fallback=fallback)
 
@@ -135,21 +134,21 @@ class Admission:
             del self.by_key[member.key]
             self.scan.take_back(member.key)
         if not self.waiting:
-            self.pins.keep([], again=False)
+            self.pins.release()
         return [member.req for member in members]
 
-    def keep_prefixes(self, changed: bool, free: int) -> None:
-        """Pin the cached prefix of the request that each end of the scan admits next.
+    def keep_prefixes(self, changed: bool, room: int) -> None:
+        """Pin the cached prefix of the request that each end of the scan admits next, as far as there is `room`.
 
-        Nothing is pinned when no request waits, when none runs, since the next one may then need the whole cache, or
-        when the `free` tokens would not last for those that run. `changed`: the cache may hold more than before.
+        Nothing is pinned when no request waits, or when none runs, since the next one may then need the whole cache.
+        `changed`: the cache may hold more than before.
         """
         self.cache_changed |= changed
-        if not self.waiting or not self.running or free < SOON * (len(self.running) + 1):
-            self.pins.keep([], again=False)
+        if not self.waiting or not self.running:
+            self.pins.release()
             return
         again = self.cache_changed and self.steps % LOOK_AGAIN == 0
-        self.pins.keep([self.by_key[key].req for key in self.scan.next_keys], again)
+        self.pins.keep([self.by_key[key].req for key in self.scan.next_keys], again, room)
         self.cache_changed &= not again
 
     def notice_ends(self, still: Sequence[Any], continued: Any) -> bool:
@@ -203,7 +202,7 @@ class Admission:
         """Hold back the online requests that must leave room for those of others, and for batches."""
         if self.fallback is not None:
             return []
-        batches_wait = self.beside.least_share > 0 and bool(self.waiting)
+        batches_wait = self.beside.memory.least_share > 0 and bool(self.waiting)
         return self.turns.hold_back(scheduler, decoding, self.space.capacity, batches_wait)
 
     def note_online(self, before: list[Any], after: list[Any]) -> None:
@@ -219,7 +218,7 @@ class Admission:
         A prompt that gains GAIN tokens each time ends, however often it is stopped.
         """
         member = self.running[req]
-        return member.stopped < MOST_PARKED or len(req.prefix_indices) >= member.computed + GAIN
+        return member.stopped < MOST_MADE_WAY or len(req.prefix_indices) >= member.computed + GAIN
 
     def stop(self, req: Any, reason: Reason, computed: int = 0) -> None:
         """Note that a running request waits again, with the output tokens that it has; one that was parked is first.
@@ -249,14 +248,11 @@ class Admission:
         `must`: whether SGLang would fail if nobody left. Then those come too, last, that have made way too often or
         whose answers may change, as they would by SGLang's own retraction.
         """
-        state = self.scan.state
-        if state is None:
-            return []
-        keys = [self.scan.key_of(int(place)) for place in victims(state)]
+        keys = [self.scan.key_of(int(place)) for place in victims(self.scan.state)]
         members = [self.by_key[key] for key in keys if key is not None]
         here = set(running.reqs)
         able = [m for m in members if m.req in here and not m.req.finished() and m.req.to_finish is None]
-        willing = [m.req for m in able if m.taken_off < MOST_PARKED and keeps_its_answer(m.req)]
+        willing = [m.req for m in able if m.taken_off < MOST_MADE_WAY and keeps_its_answer(m.req)]
         return willing + [m.req for m in able if m.req not in set(willing)] if must else willing
 
     def note_left_out(self, resting: Sequence[Any], decoding: Sequence[Any]) -> None:

@@ -26,8 +26,9 @@ from engine_ext.plugin.scheduler.admission import Admission, admission_of
 from engine_ext.plugin.scheduler.apply import Done, apply
 from engine_ext.plugin.scheduler.online import is_ours
 from engine_ext.plugin.scheduler.step_load import load_of, load_of_decodes
-from engine_ext.plugin.scheduler.step_plan import decide
+from engine_ext.step.view import View
 
+SOON = 64  # steps for which running requests must find room beside pinned prefixes
 _SCHEDULER = "sglang.srt.managers.scheduler.Scheduler"
 
 
@@ -131,20 +132,27 @@ def _step(ours: Admission, scheduler: Any, running: Any, ask_sglang: Callable[[]
     """Note what the last step did, look, decide, apply."""
     is_beside = ours.overlap is Overlap.PDMUX  # decodes continue during a prefill, and SGLang asks between prefills
     changed = _note_last_step(ours, scheduler, running, is_beside)
-    view = observe.look(ours, scheduler, running)
-    if view.decodes is not None:
-        ours.beside.pass_time(view.demand, view.now)
-    plan = decide(ours, view)
+    seen = observe.look(ours, scheduler, running)
+    plan, admitted = ours.scan.decide(ours.beside.memory, seen.view, seen.rests, seen.now, ours.ranks.are_ready)
+    ours.beside.decided(plan)
     if is_beside:  # they decode from here on; tokens decoded during their prefill were not theirs
         ours.prefilled(None)
-    done = apply(ours, scheduler, running, plan, ask_sglang)
+    rests = [seen.able[place] for place in np.flatnonzero(seen.rests)]
+    done = apply(ours, scheduler, running, plan, admitted, rests, ask_sglang)
     ours.steps += 1
     ours.decoded = 0 if is_beside else 1
     if done.batch is not None and not is_beside:
         ours.prefilled(scheduler.chunked_req)
         ours.decoded = int(done.batch.decoding_reqs is not None)
-    ours.keep_prefixes(changed or done.batch is not None, ours.space.free)
+    ours.keep_prefixes(changed or done.batch is not None, _room_for_prefixes(ours, scheduler, seen.view))
     return done.batch, _note_step(ours, done)
+
+
+def _room_for_prefixes(ours: Admission, scheduler: Any, view: View) -> int:
+    """Return the KV tokens that pinned prefixes may take: those beside what runs and begins needs in the next steps."""
+    chunked = scheduler.chunked_req
+    begun = 0 if chunked is None else online.uncomputed_tokens(chunked)
+    return ours.space.free + ours.pins.tokens - begun - SOON * (len(ours.running) + view.online.decoding + 1)
 
 
 def _note_last_step(ours: Admission, scheduler: Any, running: Any, is_beside: bool) -> bool:
@@ -155,7 +163,7 @@ def _note_last_step(ours: Admission, scheduler: Any, running: Any, is_beside: bo
     if is_beside:
         ours.store_all()
     if not ours.running:
-        ours.pins.keep([], again=False)
+        ours.pins.release()
     return changed
 
 

@@ -8,7 +8,7 @@ from engine_ext.plugin.scheduler.adapters import held_back, waits_for_adapter
 from engine_ext.plugin.scheduler.admission import Admission
 from engine_ext.plugin.scheduler.member import Reason
 from engine_ext.plugin.scheduler.online import is_ours, length
-from engine_ext.plugin.scheduler.step_plan import Room, StepPlan
+from engine_ext.step.plan import Room, StepPlan
 
 
 class Done(NamedTuple):
@@ -22,10 +22,21 @@ class Done(NamedTuple):
     rests: list[Any]
 
 
-def apply(ours: Admission, scheduler: Any, running: Any, plan: StepPlan, ask_sglang: Callable[[], Any]) -> Done:
-    """Carry the plan out on SGLang's scheduler, once all ranks have agreed on it. Raises RanksDiverged."""
-    rests = _clear_the_way(ours, scheduler, running, plan)
-    candidates = [ours.by_key[key].req for key in plan.step.admitted]
+def apply(
+    ours: Admission,
+    scheduler: Any,
+    running: Any,
+    plan: StepPlan,
+    admitted: list[int],
+    rests: list[Any],
+    ask_sglang: Callable[[], Any],
+) -> Done:
+    """Carry the plan out on SGLang's scheduler, once all ranks have agreed on it. Raises RanksDiverged.
+
+    `admitted`: the keys of the requests to admit; `rests`: the decodes to leave out.
+    """
+    rests = _clear_the_way(ours, scheduler, running, plan, rests)
+    candidates = [ours.by_key[key].req for key in admitted]
     ours.ranks.agree(plan.budget, [req.rid for req in (*candidates, *ours.made_way, *rests)], ours.scan.is_ready)
     nothing_waits = not scheduler.waiting_queue and not scheduler.grammar_manager.has_waiting_grammars()
     if (plan.budget == 0 and nothing_waits) or ours.turns.are_decodes(running):
@@ -35,7 +46,7 @@ def apply(ours: Admission, scheduler: Any, running: Any, plan: StepPlan, ask_sgl
     return Done(batch, running_after, rests)
 
 
-def _clear_the_way(ours: Admission, scheduler: Any, running: Any, plan: StepPlan) -> list[Any]:
+def _clear_the_way(ours: Admission, scheduler: Any, running: Any, plan: StepPlan, rests: list[Any]) -> list[Any]:
     """Park, take off and leave out what the plan says; return the decodes that are left out of `running`."""
     ours.made_way.clear()
     if plan.parks:
@@ -43,9 +54,9 @@ def _clear_the_way(ours: Admission, scheduler: Any, running: Any, plan: StepPlan
         with ours.copies.following():
             parked = preemption.park(scheduler)
         ours.stop(parked, Reason.PARKED, computed)
-    if plan.room is not None and preemption.can_take_off(scheduler):
+    if plan.room.tokens > 0 and preemption.can_take_off(scheduler):
         _make_room(ours, scheduler, running, plan.room)
-    rests = [req for req in plan.rests if req in ours.running]
+    rests = [req for req in rests if req in ours.running]
     if rests:
         ours.resting = resting.set_apart(running, set(rests))
         resting.HoldingKV.show_to(scheduler)
@@ -66,6 +77,8 @@ def _make_room(ours: Admission, scheduler: Any, running: Any, room: Room) -> Non
         slots = scheduler.get_num_allocatable_reqs(len(running.reqs) - len(gone)) - (scheduler.chunked_req is not None)
         return free() < room.tokens or (room.slot and slots < 1)
 
+    if is_short():
+        ours.pins.release()
     if is_short():
         those = ours.victims(running, room.must)
         if not room.must and free() + sum(length(req) for req in those) < room.tokens:

@@ -1,36 +1,34 @@
 """Bounds the steps of one scheduler beside online requests, so that each of their tokens comes in time.
 
-The scan may compute only as many prompt tokens as the step's limit leaves (`coserve/limit.py`), and decodes of batches
-that do not fit in it rest (`coserve/harvest.py`). The limit comes from the slack of the online requests in the step,
-and the predictor says how long a step takes. The governor lowers the limit when batches have made requests late. Until
-the first online request, and from an hour after the last one, batches have the engine to themselves. With profiled
-limits an hour begins with the engine's first step, because online requests are expected.
+It knows when each online request came and got its tokens. From that comes the slack by which `step/decide.py` limits a
+step, and the governor lowers the limit when batches have made requests late. Until the first online request, and from
+an hour after the last one, batches have the engine to themselves. With profiled limits an hour begins with the engine's
+first step, because online requests are expected.
 """
 
 import math
 from collections import deque
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from sglang.srt.managers.schedule_batch import FINISH_ABORT
 
-from engine_ext.arrays import Bools, Column
-from engine_ext.coserve.governor import Governor, Moment, is_late, new_governor, note_served, served
-from engine_ext.coserve.limit import NO_LIMITS, Limits, Profiled
-from engine_ext.coserve.predictor import Load, Predictor, new_predictor, predict
-from engine_ext.coserve.reserve import OnlineKv, new_online_kv, note_online_kv, reserve
+from engine_ext.coserve.governor import Moment, is_late, note_served, served
+from engine_ext.coserve.limit import NO_LIMITS, Limits
+from engine_ext.coserve.predictor import Load, predict
+from engine_ext.coserve.reserve import note_online_kv, reserve
 from engine_ext.coserve.slo import DEFAULT, Bounds, SloClass, SloClasses, least_slack, strictest
-from engine_ext.coserve.step import Batches, Online, choose, learn
 from engine_ext.costs.engine_model import StepModel
 from engine_ext.plugin.marks import slo_of
 from engine_ext.plugin.scheduler.online import Demand, length
 from engine_ext.plugin.scheduler.served import ServedClass
+from engine_ext.step.memory import Memory, learn, new_memory, note_launch
+from engine_ext.step.plan import StepPlan
+from engine_ext.step.view import Online
 
 LONGEST_STEP_S = 10.0  # a longer pause between two decisions was no step
 UNTOLD_S = 0.0  # the time before the clock has told one, as with several ranks until they agree
-CHUNKS = 8  # in the largest step; batches get one at a time of what they are owed
-MOST_OWED_S = 10.0
 FORGET_S = 3600.0  # without online requests, after which batches have the engine to themselves again
 
 
@@ -52,28 +50,6 @@ class Pace:
     last_excess_s: float = 0.0
 
 
-class Decodes(NamedTuple):
-    """What decodes: the `load` of those that are in any step, and the batches' decodes that may be left out of one.
-
-    `kv`: KV tokens that each of these reads; `skipped`: for how many steps running it was left out; int64.
-    """
-
-    load: Load
-    kv: Column
-    skipped: Column
-
-
-class Allowed(NamedTuple):
-    """The prompt tokens of the next step: the `online` ones among them, and `most` in all.
-
-    `rests`: which of the decodes that may be left out are.
-    """
-
-    online: int
-    most: int
-    rests: Bools
-
-
 @dataclass(eq=False)
 class Beside:
     """The online requests of one scheduler, and how long its steps may be because of them.
@@ -84,16 +60,12 @@ class Beside:
     step had room for. `left_out`: decodes that steps left out. `ended`: online requests that have left; `late`: those
     of them that missed a bound. `ttft_s`, `tpot_s`: the longest so far of those with deadlines. `online_s`: the
     seconds that steps would have taken without batches. `served`: by class. `is_needed`: whether steps are limited: for
-    an hour after the last online request, and with profiled limits after the first step. `least_share`: the part of the
-    time that batches get in any case.
+    an hour after the last online request, and with profiled limits after the first step.
     """
 
     classes: SloClasses
-    predictor: Predictor
-    governor: Governor
-    held: OnlineKv
+    memory: Memory
     lag: int
-    profiled: Profiled
     prompt_tokens: int | None
     paces: dict[Any, Pace] = field(default_factory=dict[Any, Pace])
     limit_s: float = math.inf
@@ -108,37 +80,28 @@ class Beside:
     served: dict[str, ServedClass] = field(default_factory=dict[str, ServedClass])
     _launched: deque[tuple[Load, Load]] = field(default_factory=deque[tuple[Load, Load]])
     _new: list[Pace] = field(default_factory=list[Pace])
-    _wait_in_vain: bool = False  # online prompts waited for the last step, which computed none of them
     _bounds_by_names: dict[frozenset[str], Bounds] = field(default_factory=dict[frozenset[str], Bounds])
     _before: float = math.nan
     _seen_at: float = UNTOLD_S
     is_needed: bool = False
-    least_share: float = 0.0
-    _owed_s: float = 0.0  # of that part
 
     @classmethod
-    def of(cls, classes: SloClasses, limits: Limits, model: StepModel, capacity: int, lag: int) -> "Beside":
-        predictor, governor, held = new_predictor(model), new_governor(), new_online_kv(capacity)
-        return cls(
-            classes,
-            predictor,
-            governor,
-            held,
-            lag,
-            limits.profiled,
-            limits.prompt_tokens,
-            is_needed=limits != NO_LIMITS,
-        )
+    def of(
+        cls, classes: SloClasses, limits: Limits, model: StepModel, capacity: int, lag: int, least_share: float = 0.0
+    ) -> "Beside":
+        """`capacity`: KV tokens. `least_share`: the part of the time that batches get in any case."""
+        memory = new_memory(model, capacity, limits.profiled, least_share)
+        return cls(classes, memory, lag, limits.prompt_tokens, is_needed=limits != NO_LIMITS)
 
     @property
     def excess_s(self) -> float:
         """The seconds by which batches have made steps longer so far."""
-        return float(self.governor.excess_s[0])
+        return float(self.memory.governor.excess_s[0])
 
     @property
     def kept_free(self) -> int:
         """KV tokens to keep free for online requests."""
-        return int(reserve(self.held)) if self.is_needed else 0
+        return int(reserve(self.memory.held)) if self.is_needed else 0
 
     def arrived(self, req: Any, now: float) -> None:
         """Note that an online request has come."""
@@ -157,9 +120,8 @@ class Beside:
             load, theirs = self._launched.popleft()
             if 0 < took < LONGEST_STEP_S:
                 before_s = self.excess_s
-                learn(self.predictor, self.governor, load, theirs, took)
+                learn(self.memory, load, theirs, took)
                 self.online_s += took - (self.excess_s - before_s)
-                self._owed_s = min(self._owed_s + self.least_share * took, MOST_OWED_S)
         for pace in self._new:  # they came when that step had ended
             pace.arrived_excess_s = self.excess_s
         self._new.clear()
@@ -173,14 +135,11 @@ class Beside:
         for req in demand.decoding:
             self._note_tokens(req, self.paces[req], now)
         if 0 < took < LONGEST_STEP_S:
-            note_online_kv(self.held, _kv_tokens(demand.decoding), took)
+            note_online_kv(self.memory.held, _kv_tokens(demand.decoding), took)
 
     def launched(self, load: Load, theirs: Load) -> None:
         """Note the step that runs now, and the online requests' part of it."""
-        self._wait_in_vain &= theirs.prompt_tokens == 0
-        if self.least_share:
-            paid_s = float(predict(self.predictor, load)) - float(predict(self.predictor, theirs))
-            self._owed_s = max(0.0, self._owed_s - max(0.0, paid_s))
+        note_launch(self.memory, load, theirs)
         if load.prompt_tokens + load.decoding > 0:
             self._launched.append((load, theirs))
         else:
@@ -193,53 +152,29 @@ class Beside:
         self._launched.clear()
         self._before, self._seen_at = math.nan, UNTOLD_S
 
-    def allow(self, demand: Demand, decodes: Decodes, before: int, largest: int, now: float) -> Allowed:
-        """Return the prompt tokens of the next step, and which decodes it leaves out.
-
-        `before`: the computed tokens of the batch's prompt that is next. `largest`: prompt tokens of the largest step.
-        """
-        running_s = sum(float(predict(self.predictor, load)) for load, _ in self._launched)
+    def needs(self, demand: Demand, now: float) -> tuple[Online, Bounds]:
+        """Return what online requests need of the next step, and the bounds of those that are there."""
+        running_s = sum(float(predict(self.memory.predictor, load)) for load, _ in self._launched)
         self.slack_s = self._least_slack(demand.decoding, now) - running_s
-        first_slack_s = self._least_slack(demand.prompts, now) - running_s
-        # Prompts that find no room wait for batches to end, and not for the step.
         decoding, prompts = self._with_deadlines(demand.decoding), self._with_deadlines(demand.prompts)
-        waiting = [] if self._wait_in_vain else prompts
-        self._wait_in_vain = bool(demand.prompts)
         due_tokens = demand.tokens
         if len(prompts) < len(demand.prompts):  # others may wait; nobody knows what of a prompt is cached
             due_tokens = sum(length(req) for req in demand.prompts if not self.paces[req].slo.may_wait)
             due_tokens = min(demand.tokens, due_tokens)
-        needs = Online(
-            len(decoding), len(waiting), demand.tokens, due_tokens, demand.before, self.slack_s, first_slack_s
+        needs = demand.needs._replace(
+            decoding=len(decoding),
+            due=len(prompts),
+            due_tokens=due_tokens,
+            slack_s=self.slack_s,
+            first_slack_s=self._least_slack(demand.prompts, now) - running_s,
         )
-        batches, rests = Batches(decodes.kv, decodes.skipped, before), np.zeros(len(decodes.kv), dtype=np.bool_)
-        found = choose(
-            self.predictor,
-            self.governor,
-            self._bounds(decoding + waiting),
-            self.profiled,
-            decodes.load,
-            needs,
-            batches,
-            largest,
-            rests,
-        )
-        self.limit_s = found.limit_s
-        self.limited += found.batches < largest - found.online
-        if self._owes(found.batches, before, largest):
-            return Allowed(found.online, found.online + max(found.batches, largest // CHUNKS), np.zeros_like(rests))
-        return Allowed(found.online, found.online + found.batches, rests)
+        # Prompts that find no room wait for batches to end, and not for the step.
+        return needs, self._bounds(decoding + ([] if self.memory.in_vain[0] else prompts))
 
-    def _owes(self, batches: int, before: int, largest: int) -> bool:
-        """Return whether batches get a chunk in this step though online requests leave them fewer prompt tokens.
-
-        That is so once their least part of the time would pay for it.
-        """
-        chunk = largest // CHUNKS
-        if batches >= chunk or self.least_share == 0:
-            return False
-        cost_s = float(predict(self.predictor, Load(chunk, float(chunk) * (chunk + 2 * before), 1, 0, 0)))
-        return self._owed_s >= cost_s  # `launched` notes what they get
+    def decided(self, plan: StepPlan) -> None:
+        """Note how online requests bound the next step."""
+        self.limit_s = plan.limit_s
+        self.limited += plan.is_cut
 
     def _with_deadlines(self, reqs: list[Any]) -> list[SloClass]:
         """Return the classes of those of these requests that have deadlines."""
@@ -293,7 +228,7 @@ class Beside:
         self.served.setdefault(pace.slo.name, ServedClass()).note(found.ttft_s, found.tpot_s, late)
         if pace.slo.may_wait:
             return
-        note_served(self.governor, bounds, pace.slo.percentile, found, now)
+        note_served(self.memory.governor, bounds, pace.slo.percentile, found, now)
         self.ttft_s, self.tpot_s = max(self.ttft_s, found.ttft_s), max(self.tpot_s, found.tpot_s)
         self.late += late
 

@@ -25,7 +25,7 @@ def foresee(ours: Admission, scheduler: Any, running: list[Any], now: float) -> 
 
     `running`: all that decode.
     """
-    model, most = ours.beside.predictor, ours.most_prompt_tokens(scheduler, 0)
+    model, most = ours.beside.memory.predictor, ours.most_prompt_tokens(scheduler, 0)
     decoding = [req for req in running if req not in ours.running and not req.finished()] if ours.online_runs else []
     load = load_of_decodes(decoding)
     full = Load(most, float(most) ** 2, 1, load.decoding, load.kv_tokens)

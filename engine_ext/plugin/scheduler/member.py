@@ -4,7 +4,6 @@ from dataclasses import dataclass
 from enum import IntEnum
 from typing import Any
 
-MOST_PARKED = 3  # times that one request makes way for online requests with nothing gained since the last time
 GAIN = 256  # prompt tokens
 
 

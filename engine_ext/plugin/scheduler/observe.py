@@ -1,85 +1,68 @@
-"""Reads from SGLang's scheduler all that a step is decided by, before anything is changed."""
+"""Reads from SGLang's scheduler all that a step is decided by, before anything of it is changed."""
 
 from typing import Any, NamedTuple
 
+import numpy as np
+
+from engine_ext.arrays import Bools
 from engine_ext.plugin.options import Overlap
 from engine_ext.plugin.scheduler import online, preemption, resting
 from engine_ext.plugin.scheduler.admission import Admission
-from engine_ext.plugin.scheduler.beside import Decodes
-from engine_ext.plugin.scheduler.online import Demand
+from engine_ext.step.view import NO_BOUNDS, NO_CHUNK, NO_DECODES, NO_LOAD, Chunk, View
 
 ROOM = 2  # tokens of each decode for which there must be room if some are left out; a step may still run
 
 
-class Chunked(NamedTuple):
-    """The prompt that SGLang computes in chunks, of which `left` tokens are not computed yet and `computed` are.
+class Seen(NamedTuple):
+    """What a step is decided by. `now`: seconds of the ranks' clock. `able`: the requests of the view's columns.
 
-    `is_ours`: it is of a batch; `may_park`: it may be stopped where it is.
+    `rests`: bool [able], which the decision writes.
     """
 
-    left: int
-    computed: int
-    is_ours: bool
-    may_park: bool
-
-
-class View(NamedTuple):
-    """What a step may know of the engine; tokens, if not said otherwise.
-
-    `now`: seconds of the ranks' clock. `demand`: what online requests need. `decodes`, `able`: what decodes, and the
-    requests that the step may leave out, in the order of its columns; None where no online request bounds the step.
-    `chunked`: the prompt in chunks, if there is one. `decoding`, `reads`: requests that decode, and KV tokens that they
-    read. `slots`: requests that may still be admitted. `free`, `capacity`: of the KV cache. `page`: of the KV cache.
-    `largest`: prompt tokens of the largest step. `mixes`: decodes ride in a step with prompts.
-    """
-
+    view: View
     now: float
-    demand: Demand
-    decodes: Decodes | None
     able: list[Any]
-    chunked: Chunked | None
-    decoding: int
-    reads: int
-    slots: int
-    free: int
-    capacity: int
-    page: int
-    largest: int
-    mixes: bool
+    rests: Bools
 
 
-def look(ours: Admission, scheduler: Any, running: Any) -> View:
+def look(ours: Admission, scheduler: Any, running: Any) -> Seen:
     """Return what SGLang's scheduler holds; `running`: its batch of all that decode."""
     now, demand = ours.ranks.tick(), ours.demand(scheduler, running.reqs)
-    decodes, able = None, list[Any]()
-    if ours.beside.is_needed:
-        decodes, able = resting.split(running, ours.running, _may_rest(ours, scheduler, running))
-    decoding, chunked = len(running.reqs), _chunked(ours, scheduler)
-    slots = scheduler.get_num_allocatable_reqs(decoding) - (chunked is not None) - demand.waiting
-    return View(
-        now,
-        demand,
-        decodes,
-        able,
-        chunked,
+    is_limited, decoding, chunk = ours.beside.is_needed, len(running.reqs), _chunk(ours, scheduler)
+    fixed, kv, skipped, able, needs, bounds = NO_LOAD, NO_DECODES, NO_DECODES, list[Any](), demand.needs, NO_BOUNDS
+    if is_limited:
+        ours.beside.pass_time(demand, now)
+        fixed, kv, skipped, able = resting.split(running, ours.running, _may_rest(ours, scheduler, running))
+        needs, bounds = ours.beside.needs(demand, now)
+    slots = scheduler.get_num_allocatable_reqs(decoding) - (scheduler.chunked_req is not None) - demand.waiting
+    view = View(
+        needs,
+        chunk,
+        is_limited,
+        bounds,
+        fixed,
+        kv,
+        skipped,
         decoding,
         int(running.seq_lens_cpu.sum()) if decoding else 0,
-        min(max(0, slots), ours.space.windows),
-        ours.space.free,
-        ours.space.capacity,
+        ours.decoded,
+        ours.space.capacity - ours.space.free,
+        ours.beside.kept_free,
         int(scheduler.page_size),
+        min(max(0, slots), ours.space.windows),
         ours.most_prompt_tokens(scheduler, decoding),
-        ours.overlap.mixes and ours.not_mixed <= 0 and not running.return_logprob,
+        bool(ours.overlap.mixes and ours.not_mixed <= 0 and not running.return_logprob),
     )
+    return Seen(view, now, able, np.zeros(len(able), dtype=np.bool_))
 
 
-def _chunked(ours: Admission, scheduler: Any) -> Chunked | None:
+def _chunk(ours: Admission, scheduler: Any) -> Chunk:
     req = scheduler.chunked_req
     if req is None:
-        return None
+        return NO_CHUNK
     is_ours = req in ours.running
     may_park = is_ours and ours.may_park(req) and preemption.can_park(scheduler)
-    return Chunked(online.uncomputed_tokens(req), len(req.prefix_indices), is_ours, may_park)
+    return Chunk(online.uncomputed_tokens(req), len(req.prefix_indices), is_ours, bool(may_park))
 
 
 def _may_rest(ours: Admission, scheduler: Any, running: Any) -> bool:

@@ -12,6 +12,7 @@ from sglang.srt.plugins.hook_registry import HookType
 from engine_ext.coserve.slo import DEFAULT, NAMES
 from engine_ext.plugin.marks import KIND, slo_of
 from engine_ext.plugin.scheduler.radix import cached_tokens
+from engine_ext.step.view import NO_ONLINE, Online
 
 RANKS = {name: rank for rank, name in enumerate(NAMES)}  # of classes in the queue
 LOOKED_UP = 64  # waiting requests of which the cached part is looked up in each step
@@ -35,6 +36,23 @@ class Demand(NamedTuple):
     kv: int
     first: int
     reserved: int
+
+    @property
+    def needs(self) -> Online:
+        """The same as a step sees it, where nobody knows deadlines."""
+        prompts = len(self.prompts)
+        return NO_ONLINE._replace(
+            decoding=len(self.decoding),
+            due=prompts,
+            prompts=prompts,
+            waiting=self.waiting,
+            tokens=self.tokens,
+            due_tokens=self.tokens,
+            before=self.before,
+            kv=self.kv,
+            first=self.first,
+            reserved=self.reserved,
+        )
 
 
 NOBODY = Demand([], [], 0, 0, 0, 0, 0, 0)

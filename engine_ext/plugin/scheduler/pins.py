@@ -37,25 +37,33 @@ class Pins:
         """The number of pinned tokens; a prefix that both ends share counts once."""
         return sum({id(pin.node): pin.size for pin in self._pins}.values())
 
-    def keep(self, wanted: list[Any], again: bool) -> None:
-        """Pin what is cached for these requests, and release all other pins.
+    def keep(self, wanted: list[Any], again: bool, room: int) -> None:
+        """Pin what is cached for these requests, up to `room` tokens in all, and release all other pins.
 
         `again`: the cache has changed, so that it may hold more for the same requests.
         """
-        if not again and len(wanted) == len(self._wanted) and all(map(operator.is_, wanted, self._wanted)):
+        is_same = len(wanted) == len(self._wanted) and all(map(operator.is_, wanted, self._wanted))
+        if is_same and not again and self.tokens <= max(0, room):
             return
         before, self._pins, self._wanted = self._pins, [], wanted
         for req in wanted:
-            self._pin(req)
+            room -= self._pin(req, room)
         for pin in before:  # last, so that a prefix that stays pinned is never free in between
             if pin.root is self.tree.root_node:  # the cache was not flushed since
                 self.tree.dec_lock_ref(pin.node)
 
-    def _pin(self, req: Any) -> None:
+    def release(self) -> None:
+        """Release all pins."""
+        self.keep([], again=False, room=0)
+
+    def _pin(self, req: Any, room: int) -> int:
+        """Pin what is cached for this request, unless that is too little or too much; return its tokens."""
         if not is_radix_cache(self.tree):
-            return
+            return 0
         found = self.tree.match_prefix(MatchPrefixParams(RadixKey(req.origin_input_ids, req.extra_key)))
         size = len(found.device_indices)
-        if LEAST <= size <= MOST * self.capacity:
-            self.tree.inc_lock_ref(found.last_device_node)
-            self._pins.append(Pin(size, found.last_device_node, self.tree.root_node))
+        if not LEAST <= size <= min(MOST * self.capacity, room):
+            return 0
+        self.tree.inc_lock_ref(found.last_device_node)
+        self._pins.append(Pin(size, found.last_device_node, self.tree.root_node))
+        return size

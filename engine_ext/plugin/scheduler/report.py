@@ -55,14 +55,14 @@ def _of_scan(ours: Admission) -> dict[str, Any]:
         "recomputed_tokens": ours.reuse.recomputed_tokens,
         "limited_steps": ours.beside.limited,
         "left_out": ours.beside.left_out,
-        "batches_share": float(ours.beside.governor.share[0]),
+        "batches_share": float(ours.beside.memory.governor.share[0]),
         "batches_excess_s": ours.beside.excess_s,
         "online_ended": ours.beside.ended,
         "online_late": ours.beside.late,
         "online_ttft_s": ours.beside.ttft_s,
         "online_tpot_s": ours.beside.tpot_s,
         "online_s": ours.beside.online_s,
-        "online_kv": int(ours.beside.held.now[0]),
+        "online_kv": int(ours.beside.memory.held.now[0]),
         "online_classes": [
             ours.beside.served[slo.name].report(slo) for slo in ours.beside.classes if slo.name in ours.beside.served
         ],

@@ -12,9 +12,9 @@ from typing import Any
 import numpy as np
 from sglang.srt.plugins.hook_registry import HookType
 
+from engine_ext.arrays import Column
 from engine_ext.coserve.predictor import Load
 from engine_ext.plugin.scheduler.admission import admission_of
-from engine_ext.plugin.scheduler.beside import Decodes
 from engine_ext.plugin.scheduler.member import Member
 from engine_ext.plugin.scheduler.online import length
 from engine_ext.plugin.scheduler.radix import is_radix_cache
@@ -35,10 +35,11 @@ def can_rest(scheduler: Any, running: Any) -> bool:
     return is_plain and not (has_state or has_images or scheduler.enable_lora)
 
 
-def split(running: Any, members: Mapping[Any, Member], may_rest: bool) -> tuple[Decodes, list[Any]]:
-    """Return what decodes, divided by whether a step may leave it out, and the requests that it may.
+def split(running: Any, members: Mapping[Any, Member], may_rest: bool) -> tuple[Load, Column, Column, list[Any]]:
+    """Return the load of the decodes that are in any step, and the requests that a step may leave out, with columns.
 
-    `members`: the requests of batches. One that is aborted ends by decoding once more, so it may not rest.
+    The columns are their KV tokens, and for how many steps running each was left out. `members`: the requests of
+    batches. One that is aborted ends by decoding once more, so it may not rest.
     """
     able = list[Any]()
     count = tokens = 0
@@ -51,7 +52,7 @@ def split(running: Any, members: Mapping[Any, Member], may_rest: bool) -> tuple[
             count, tokens = count + 1, tokens + length(req)
     kv = np.array([length(req) for req in able], dtype=np.int64)
     skipped = np.array([members[req].skipped for req in able], dtype=np.int64)
-    return Decodes(Load(0, 0.0, 0, count, tokens), kv, skipped), able
+    return Load(0, 0.0, 0, count, tokens), kv, skipped, able
 
 
 def set_apart(running: Any, reqs: set[Any]) -> Any:

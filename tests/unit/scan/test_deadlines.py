@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from engine_ext.plan.lengths import UNKNOWN
 from engine_ext.scan import backlog as backlog_module
 from engine_ext.scan.tiers import AGED, ORDINARY, POOLS, Urgency
+from tests.unit.scan.driving import decide
 from tests.unit.scan.test_live import Engine, live, tokens
 
 DAY_S, MINUTES_S = 86_400.0, 600.0
@@ -139,7 +140,7 @@ def test_a_request_that_the_engine_refuses_blocks_no_end() -> None:
         engine.add(key, tokens((key, 100)), 20)
     scan, refused, tries = engine.scan, -1, 0
     for _ in range(3000):
-        step = scan.decide(engine.used, 0, len(engine.decoding), 0, 1, 16 - len(engine.decoding), engine.now)
+        step = decide(scan, engine.used, 0, len(engine.decoding), 0, 1, 16 - len(engine.decoding), engine.now)
         for key in step.admitted:
             refused = key if refused < 0 else refused
             if key == refused and tries < 20:
@@ -183,4 +184,4 @@ def test_an_unknown_deadline_is_none() -> None:
     scan = live()
     scan.add(1, tokens((1, 10)), 5, UNKNOWN)
 
-    assert scan.decide(0, 0, 0, 0, 1, 5).admitted == [1]
+    assert decide(scan, 0, 0, 0, 0, 1, 5).admitted == [1]

@@ -12,7 +12,8 @@ from engine_ext.plan.groups import Groups
 from engine_ext.plan.lengths import Seen, see
 from engine_ext.plan.prompts import Prompts
 from engine_ext.plan.tree import build_tree
-from engine_ext.scan.decide import DualScan
+from engine_ext.scan.decide import ANY_NUMBER, DualScan
+from engine_ext.scan.decide import decide as ask_scan
 from engine_ext.scan.ends import fresh_tokens
 from engine_ext.scan.events import FINISHED, LEFT_OUT, PREFILLED, RETRACTED
 from engine_ext.scan.footprint import output_tokens
@@ -34,6 +35,28 @@ def backlog(
     groups = groups or Groups.unlike(np.zeros(len(prompt), np.int64), np.array([-1]))
     seen = seen or Seen.nothing(len(groups))
     return Backlog(prompt, prompt, known, np.full(len(prompt), 1 << 17), left, right, groups, seen)
+
+
+@dataclass(frozen=True, slots=True)
+class Decided:
+    """What the scan said: the prompt tokens of the step, and the requests that it admitted."""
+
+    budget: int
+    admitted: Column
+
+
+def decide(
+    scan: DualScan,
+    used_kv: int,
+    decoding_kv: int,
+    decoding: int,
+    pending: int,
+    decoded: int = 1,
+    slots: int = ANY_NUMBER,
+    most: int = ANY_NUMBER,
+) -> Decided:
+    budget, count = ask_scan(scan.state, used_kv, decoding_kv, decoding, pending, decoded, slots, most)
+    return Decided(budget, scan.state.admitted[:count].copy())
 
 
 def tell(scan: DualScan, kind: int, request: int, value: int = 0) -> None:
@@ -65,7 +88,7 @@ class Engine:
     def step(self) -> None:
         decoding_kv = sum(int(self.prompt[r]) + n for r, n in self.decoding.items())
         pending = sum(self.left_to_prefill.values())
-        found = self.scan.decide(self.used, decoding_kv, len(self.decoding), pending)
+        found = decide(self.scan, self.used, decoding_kv, len(self.decoding), pending)
         for request in found.admitted.tolist():
             assert request not in self.left_to_prefill
             assert request not in self.decoding
@@ -182,7 +205,7 @@ def test_learned_lengths_make_retraction_the_exception() -> None:
 def test_large_steps_are_multiples_of_the_alignment() -> None:
     prompt, output = np.array([5000] * 20 + [10]), np.array([5] * 20 + [500])
     scan = DualScan.of(backlog(prompt, output, np.arange(20), np.array([20])), COSTS)
-    sizes = [3 + scan.decide(3000, 3000 * n, decoding=3, pending=1000).budget for n in range(1, 40)]
+    sizes = [3 + decide(scan, 3000, 3000 * n, decoding=3, pending=1000).budget for n in range(1, 40)]
     large = [size for size in sizes if size >= 2 * ALIGNMENT]
     assert len(large) > 10
     assert all(size % ALIGNMENT == 0 for size in large)
@@ -193,7 +216,7 @@ def test_small_steps_fill_the_time_of_reading_the_weights(weights: int, tokens: 
     """There a tile more or less costs nothing, while tokens that are left out are lost."""
     costs = COSTS._replace(weights_s=weights * COSTS.gemm_s)
     scan = DualScan.of(backlog(np.array([5000, 10]), np.array([5, 20]), np.array([0]), np.array([1])), costs)
-    assert scan.decide(used_kv=20, decoding_kv=20, decoding=1, pending=1000).budget == tokens - 1
+    assert decide(scan, used_kv=20, decoding_kv=20, decoding=1, pending=1000).budget == tokens - 1
 
 
 @pytest.mark.parametrize(("decoding_kv", "tokens"), [(20, 200), (10_000, 256)])
@@ -201,7 +224,7 @@ def test_no_hurry_makes_a_step_longer_than_its_reads(decoding_kv: int, tokens: i
     """One answer takes longer than all prompts; a longer step would only give it fewer tokens meanwhile."""
     costs = COSTS._replace(weights_s=200 * COSTS.gemm_s)
     scan = DualScan.of(backlog(np.array([5000, 10]), np.array([5, 500]), np.array([0]), np.array([1])), costs)
-    assert scan.decide(used_kv=20, decoding_kv=decoding_kv, decoding=1, pending=1000).budget == tokens - 1
+    assert decide(scan, used_kv=20, decoding_kv=decoding_kv, decoding=1, pending=1000).budget == tokens - 1
 
 
 @pytest.mark.parametrize(("waiting", "is_paced"), [(400, False), (40_000, True)])
@@ -215,7 +238,7 @@ def test_what_ends_before_the_longest_answer_could_is_not_paced(waiting: int, is
     scan = DualScan.of(work, COSTS._replace(read_s=2e-9))
     compute_s, memory_s = scan.remaining_s
     assert (max(compute_s, memory_s) > 2) == is_paced
-    budget = scan.decide(used_kv=2000, decoding_kv=1_000_000, decoding=4, pending=1000).budget
+    budget = decide(scan, used_kv=2000, decoding_kv=1_000_000, decoding=4, pending=1000).budget
     reads_as_tokens = round(1_000_000 * 2e-9 / COSTS.gemm_s)
     assert (budget < reads_as_tokens - 5) == is_paced  # those that decode, and rounding
 
@@ -251,7 +274,7 @@ def decoding_one(costs: StepCosts, prompt: list[int], known: list[int], tiers: l
     columns = np.array(prompt), np.array(known)
     ends = np.arange(1, len(prompt) - 1), np.array([0, len(prompt) - 1])
     scan = DualScan.of(replace(backlog(*columns, *ends), tier=np.array(tiers or [0] * len(prompt))), costs)
-    [first, *_] = scan.decide(0, 0, 0, 0, slots=1).admitted.tolist()
+    [first, *_] = decide(scan, 0, 0, 0, 0, slots=1).admitted.tolist()
     assert first == 0
     tell(scan, PREFILLED, 0)
     return scan
@@ -259,20 +282,20 @@ def decoding_one(costs: StepCosts, prompt: list[int], known: list[int], tiers: l
 
 def test_a_chunked_prompt_goes_on_though_its_prefix_was_expected_in_the_cache() -> None:
     scan = decoding_one(COSTS._replace(bursts=True), [100, 19_950, 19_950], [5_000, 10, 10], [0, 5, 5])
-    assert scan.decide(100, 100, 1, 0).budget == 0  # neither prompt fits
-    assert scan.decide(4_100, 100, 1, 4_000).budget == COSTS.most_tokens
+    assert decide(scan, 100, 100, 1, 0).budget == 0  # neither prompt fits
+    assert decide(scan, 4_100, 100, 1, 4_000).budget == COSTS.most_tokens
 
 
 def test_urgent_requests_pass_one_that_does_not_fit_where_a_prefill_stops_decoding() -> None:
     prompt, known = [100, 17_000, *[200] * 8, 19_950], [5_000, 4_000, *[10] * 8, 10]
     scan = decoding_one(COSTS._replace(bursts=True), prompt, known, [0] * 10 + [5])
-    assert 2 in scan.decide(100, 100, 1, 0).admitted.tolist()
+    assert 2 in decide(scan, 100, 100, 1, 0).admitted.tolist()
 
 
 @pytest.mark.parametrize(("slots", "begins"), [(7, False), (8, True)])
 def test_prompts_wait_for_an_eighth_of_the_slots_where_a_prefill_stops_decoding(slots: int, begins: bool) -> None:
     scan = decoding_one(COSTS._replace(bursts=True), [100] * 200, [50] * 200)
-    assert (scan.decide(6_000, 6_000, 64 - slots, 0, slots=slots).budget > 0) == begins
+    assert (decide(scan, 6_000, 6_000, 64 - slots, 0, slots=slots).budget > 0) == begins
 
 
 def test_remaining_work_is_exact_where_lengths_are_known() -> None:
@@ -288,11 +311,11 @@ def test_what_runs_long_raises_what_is_expected_of_those_that_wait() -> None:
     count = 50
     costs = StepCosts(5e-5, 6.4e-8, 8e-3, 1_000_000)
     scan = DualScan.of(backlog(np.full(count, 10), np.full(count, -1), np.empty(0, np.int64), np.arange(count)), costs)
-    for request in scan.decide(0, 0, 0, 0).admitted[:20].tolist():
+    for request in decide(scan, 0, 0, 0, 0).admitted[:20].tolist():
         tell(scan, PREFILLED, request)
     before = float(scan.state.outlook.rest[0, 0])
     for _ in range(1500):
-        scan.decide(20_000, 20_000, 20, 0)
+        decide(scan, 20_000, 20_000, 20, 0)
     assert scan.state.outlook.rest[0, 0] > 3 * before
 
 
@@ -303,12 +326,12 @@ def test_answers_of_a_group_tell_of_its_sibling() -> None:
         backlog(np.full(count, 10), np.full(count, -1), np.arange(100), np.arange(199, 99, -1), groups),
         StepCosts(2.5e-6, 6.4e-8, 1e-4, 1_000_000),
     )
-    running = [request for request in scan.decide(0, 0, 0, 0).admitted.tolist() if request < 100]
+    running = [request for request in decide(scan, 0, 0, 0, 0).admitted.tolist() if request < 100]
     for request in running:
         tell(scan, PREFILLED, request)
         tell(scan, FINISHED, request, 4000)
     for _ in range(20):
-        scan.decide(0, 0, 0, 0)
+        decide(scan, 0, 0, 0, 0)
     assert scan.state.outlook.rest[1, 0] == pytest.approx(4000, rel=0.1)
     assert scan.state.outlook.rest[2, 0] == pytest.approx(4000, rel=0.2)
 
@@ -317,10 +340,10 @@ def test_remaining_work_holds_what_was_just_admitted() -> None:
     prompt, output = np.full(10, 100), np.full(10, 500)
     scan = DualScan.of(backlog(prompt, output, np.arange(5), np.arange(9, 4, -1)), COSTS)
     before = scan.remaining_s[1]
-    for request in scan.decide(0, 0, 0, 0).admitted.tolist():
+    for request in decide(scan, 0, 0, 0, 0).admitted.tolist():
         tell(scan, PREFILLED, request)
     for _ in range(10):
-        scan.decide(1000, 1000, 10, 0)
+        decide(scan, 1000, 1000, 10, 0)
         assert scan.remaining_s[1] == pytest.approx(before, rel=0.05)
 
 
@@ -333,7 +356,7 @@ def test_any_clock_leaves_nothing_behind(decoded: int) -> None:
         backlog(generator.integers(1, 500, count), np.full(count, -1), np.arange(150), np.arange(299, 149, -1)), COSTS
     )
     for _ in range(10_000):
-        for request in scan.decide(0, 0, 0, 0, decoded).admitted.tolist():
+        for request in decide(scan, 0, 0, 0, 0, decoded).admitted.tolist():
             tell(scan, PREFILLED, request)
             tell(scan, FINISHED, request, int(generator.integers(1, 50)))
         if scan.waiting == 0:
@@ -351,10 +374,10 @@ def test_each_end_shares_with_the_one_before_it_there() -> None:
 
 def test_a_request_that_was_left_out_has_fewer_tokens() -> None:
     scan = DualScan.of(backlog(np.array([10]), np.array([50]), np.arange(0), np.array([0])), COSTS)
-    assert scan.decide(0, 0, 0, 0).admitted.tolist() == [0]
+    assert decide(scan, 0, 0, 0, 0).admitted.tolist() == [0]
     tell(scan, PREFILLED, 0)
     for _ in range(5):
-        scan.decide(10, 10, 1, 0)
+        decide(scan, 10, 10, 1, 0)
     before, held = output_tokens(scan.state, np.array([0])), scan.state.totals[0].own_kv
     tell(scan, LEFT_OUT, 0, 3)
     assert output_tokens(scan.state, np.array([0])) == before - 3
@@ -364,7 +387,7 @@ def test_a_request_that_was_left_out_has_fewer_tokens() -> None:
 def test_a_retraction_is_counted_as_work_again() -> None:
     scan = DualScan.of(backlog(np.full(2, 1000), np.full(2, 50), np.array([0]), np.array([1])), COSTS)
     before = scan.remaining_s[0]
-    for request in scan.decide(0, 0, 0, 0).admitted.tolist():
+    for request in decide(scan, 0, 0, 0, 0).admitted.tolist():
         tell(scan, PREFILLED, request)
     tell(scan, RETRACTED, 0, 10)
     tell(scan, RETRACTED, 1, 10)
@@ -376,25 +399,25 @@ def test_a_retraction_is_counted_as_work_again() -> None:
 
 def test_a_request_larger_than_the_cache_still_gets_its_turn_when_alone() -> None:
     scan = DualScan.of(backlog(np.array([50_000]), np.array([5]), np.array([0]), np.empty(0, np.int64)), COSTS)
-    assert scan.decide(0, 0, 0, 0).admitted.tolist() == [0]
+    assert decide(scan, 0, 0, 0, 0).admitted.tolist() == [0]
 
 
 def test_a_retracted_request_is_the_next_one() -> None:
     scan = DualScan.of(backlog(np.full(4, 100), np.full(4, 50), np.array([0, 1]), np.array([3, 2])), COSTS)
-    first = scan.decide(0, 0, 0, 0).admitted.tolist()
+    first = decide(scan, 0, 0, 0, 0).admitted.tolist()
     assert sorted(first) == [0, 1, 2, 3]
     tell(scan, PREFILLED, 2)
     tell(scan, RETRACTED, 2, 7)
     assert scan.waiting == 1
-    assert scan.decide(300, 300, 3, 0).admitted.tolist() == [2]
+    assert decide(scan, 300, 300, 3, 0).admitted.tolist() == [2]
 
 
 def test_retracting_for_ever_keeps_every_request() -> None:
     """Requests go in from the far end of the right queue and come back at its front, a thousand times."""
     scan = DualScan.of(backlog(np.full(3, 10), np.full(3, 50), np.empty(0, np.int64), np.array([0, 1, 2])), COSTS)
     for _ in range(1000):
-        for request in scan.decide(0, 0, 0, 0).admitted.tolist():
+        for request in decide(scan, 0, 0, 0, 0).admitted.tolist():
             tell(scan, PREFILLED, request)
             tell(scan, RETRACTED, request, 1)
         assert scan.waiting == 3
-    assert sorted(scan.decide(0, 0, 0, 0).admitted.tolist()) == [0, 1, 2]
+    assert sorted(decide(scan, 0, 0, 0, 0).admitted.tolist()) == [0, 1, 2]

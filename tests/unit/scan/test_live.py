@@ -24,9 +24,10 @@ from engine_ext.plan.resources import Requests
 from engine_ext.plan.tree import build_tree, common_prefix
 from engine_ext.scan.backlog import AtOnce, Executor, Plan
 from engine_ext.scan.ends import two_ends
-from engine_ext.scan.live import LiveScan
 from engine_ext.scan.replan import FEWEST
 from engine_ext.scan.state import StepCosts
+from engine_ext.step.live import LiveScan
+from tests.unit.scan.driving import decide
 
 COST = CostModel(preset("llama-3-8b"), Machine(hardware("a100-80gb")))
 COSTS = StepCosts(gemm_s=2.5e-6, read_s=6.4e-8, weights_s=1e-4, capacity=20_000, most_tokens=2048)
@@ -46,6 +47,7 @@ class Engine:
     admitted: list[int] = field(default_factory=list[int])
     cached: list[TokenIds] = field(default_factory=list[TokenIds])
     most_at_once: int = 1 << 30
+    mixes: bool = True
     steps: int = 0
     now: float = 0.0
     slowness: float = 1.0
@@ -77,7 +79,7 @@ class Engine:
         reads = sum(len(self.prompts[key]) + tokens for key, tokens in self.decoding.items())
         slots = self.most_at_once - len(self.decoding) - len(self.prefilling)
         pending = sum(self.prefilling.values())
-        step = self.scan.decide(self.used, reads, len(self.decoding), pending, 1, slots, self.now)
+        step = decide(self.scan, self.used, reads, len(self.decoding), pending, 1, slots, self.now, mixes=self.mixes)
         assert len(step.admitted) <= slots
         for key in step.admitted:
             assert key not in self.prefilling
@@ -151,8 +153,6 @@ def live(share: float = 0.01, executor: Executor | None = None) -> LiveScan:
 def assert_consistent(scan: LiveScan, running: set[int], waiting: set[int]) -> None:
     """Each request that a plan has stands once where it should, and the sums are those of the requests."""
     found = scan._scan  # pyright: ignore[reportPrivateUsage]
-    if found is None:
-        return
     scan.next_keys  # noqa: B018 # tells the scan what it does not know yet
     state, at = found.state, scan._at  # pyright: ignore[reportPrivateUsage]
     queued = [
@@ -206,7 +206,7 @@ def test_every_request_ends_once_whenever_it_comes(seed: int, count: int, known:
     engine.run()
     assert sorted([*engine.done, *gone]) == list(range(count))
     scan = engine.scan._scan  # pyright: ignore[reportPrivateUsage]
-    assert scan is None or (scan.running, scan.state.totals[0].own_kv) == (0, 0)
+    assert (scan.running, scan.state.totals[0].own_kv) == (0, 0)
 
 
 def test_it_plans_again_when_enough_has_come_and_not_in_every_step() -> None:
@@ -245,11 +245,11 @@ def test_a_computed_prefix_is_waited_for_until_it_is_in_the_cache() -> None:
     for key in range(4):
         rest = generator.integers(1000, 9000, 10).astype(np.uint32)
         scan.add(key, np.concatenate([document, rest]), 64, known=8)
-    [first] = scan.decide(0, 0, 0, 0, 0, 64).admitted
+    [first] = decide(scan, 0, 0, 0, 0, 0, 64).admitted
     scan.prefilled(first, stored=False)
-    assert scan.decide(610, 610, 1, 0, 1, 64).admitted == []
+    assert decide(scan, 610, 610, 1, 0, 1, 64).admitted == []
     scan.stored(first)
-    assert len(scan.decide(611, 611, 1, 0, 1, 64).admitted) == 3
+    assert len(decide(scan, 611, 611, 1, 0, 1, 64).admitted) == 3
 
 
 def test_steps_continue_while_a_plan_is_made() -> None:
@@ -279,7 +279,7 @@ def test_all_ranks_follow_a_plan_in_the_step_that_they_agree_on() -> None:
         engine.add(key, tokens((key, 50)), 20)
 
     for _ in range(50):
-        engine.scan.decide(engine.used, 0, len(engine.decoding), 0, 1, 0, engine.now, may_follow=False)
+        decide(engine.scan, engine.used, 0, len(engine.decoding), 0, 1, 0, engine.now, may_follow=False)
     assert (engine.scan.plans, engine.scan.is_ready) == (1, True)
     engine.step()
 
@@ -371,7 +371,7 @@ for key in range(80):
     if key == 40:
         engine.retract(next(iter(engine.decoding)))
         engine.scan.next_keys
-        engine.scan.set_bursts(True)
+        engine.mixes = False
 engine.run()
 print(before, compiled())
 """

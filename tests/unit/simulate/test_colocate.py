@@ -173,7 +173,8 @@ def test_a_wrong_cost_model_breaks_no_slo_and_changes_the_harvest_little(
     alone, right = measure("online-only"), measure(OURS)
     times = ("gemm_s", "read_s", "quadratic_s", "weights_s")
     believed = new_predictor(SMALL.numbers._replace(**{name: getattr(SMALL, name) * factor for name in times}))
-    monkeypatch.setattr(colocate, "new_predictor", lambda _: believed)
+    whole = colocate.new_memory
+    monkeypatch.setattr(colocate, "new_memory", lambda *given: whole(*given)._replace(predictor=believed))
     found = measure(OURS)
     assert believed.observed[0] > 100
     assert found.violations <= alone.violations + 0.01

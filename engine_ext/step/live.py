@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from engine_ext.arrays import Column
+from engine_ext.arrays import Bools, Column
 from engine_ext.costs.cost import CostModel
 from engine_ext.plan.buckets import LONGEST
 from engine_ext.plan.lengths import UNKNOWN
@@ -23,7 +23,7 @@ from engine_ext.plan.memory import Profile
 from engine_ext.plan.prompts import TokenIds
 from engine_ext.plan.sample import SHARE
 from engine_ext.scan.backlog import Added, AtOnce, Executor, Plan, Planner, Running, Told
-from engine_ext.scan.decide import ANY_NUMBER, Decision, DualScan
+from engine_ext.scan.decide import DualScan
 from engine_ext.scan.events import (
     ADMITTED,
     DROPPED,
@@ -42,11 +42,14 @@ from engine_ext.scan.events import (
 from engine_ext.scan.members import Member, Members
 from engine_ext.scan.replan import FEWEST, PATIENCE, answers_before_next, is_outdated
 from engine_ext.scan.slowness import Slowness, step_s
-from engine_ext.scan.state import NO_REQUEST, State, StepCosts
-from engine_ext.scan.step import NOTHING, Step
+from engine_ext.scan.state import NO_REQUEST, Backlog, State, StepCosts
 from engine_ext.scan.sweep import right_share
 from engine_ext.scan.twins import Twins
 from engine_ext.scan.untold import Untold
+from engine_ext.step.decide import After, decide
+from engine_ext.step.memory import Memory
+from engine_ext.step.plan import StepPlan
+from engine_ext.step.view import View
 
 REMEMBERED = 4096  # ended requests that are kept to estimate similar ones
 MOVES_HEADS = {PUT_BACK, RETRACTED, TAKEN_BACK, SET_ASIDE}
@@ -79,8 +82,8 @@ class LiveScan:
     _planner: Planner = field(init=False)
     _making: "Future[Plan] | None" = None
     _plan: Plan | None = None
-    _scan: DualScan | None = None
-    _found: Decision | None = None  # what the scan decided last; None if it follows another plan since
+    _scan: DualScan = field(init=False)  # of nothing until the first plan
+    _after: After | None = None  # what the scan said last; None if it follows another plan since
     _heads_moved: bool = False  # since then
     _added: list[Added] = field(default_factory=list[Added])
     _events: list[Event] = field(default_factory=list[Event])  # since the last plan was begun; requests by number
@@ -97,11 +100,12 @@ class LiveScan:
 
     def __post_init__(self) -> None:
         self._planner = Planner(self.cost, self.share)
+        self._scan = DualScan.of(Backlog.of_nothing(), self.costs)
 
     def __len__(self) -> int:
         """Return the number of waiting requests."""
         self._tell()
-        return self._new + (self._scan.waiting if self._scan else 0)
+        return self._new + self._scan.waiting
 
     def add(
         self,
@@ -135,24 +139,17 @@ class LiveScan:
         self._members.free(member.number)
 
     def decide(
-        self,
-        used_kv: int,
-        decoding_kv: int,
-        decoding: int,
-        pending: int,
-        decoded: int,
-        slots: int,
-        now: float = 0.0,
-        may_follow: bool = True,
-        most: int = ANY_NUMBER,
-    ) -> Step:
-        """Decide the next step; see the function `decide` in scan/decide.py. `now`: seconds of any steady clock.
+        self, memory: Memory, view: View, rests: Bools, now: float = 0.0, may_follow: bool = True
+    ) -> tuple[StepPlan, list[int]]:
+        """Decide the next step; see the function `decide` in decide.py. Returns its plan and the keys to admit.
 
-        `may_follow`: whether to follow a plan that is ready. All ranks of an engine must do so in the same step.
+        `now`: seconds of any steady clock. `may_follow`: whether to follow a plan that is ready. All ranks of an engine
+        must do so in the same step.
         """
         self._decisions += 1
         self._now = now
         self._slowness.measure(now)
+        self._set_bursts(not view.mixes)
         self._tell()
         # Before another one begins: whether that is ready at once differs between ranks, which have not agreed on it.
         if self._making is not None and may_follow and self._making.done():
@@ -160,27 +157,30 @@ class LiveScan:
         if self._making is None and self._is_due():
             self._begin_plan()
         if self._making is not None:
-            runs_dry = decoding == pending == 0 and not (self._scan and self._scan.waiting)
-            if runs_dry or isinstance(self.executor, AtOnce):
+            is_idle = view.decoding == view.chunk.left == view.online.tokens == 0
+            if (is_idle and not self._scan.waiting) or isinstance(self.executor, AtOnce):
                 self._follow(self._making.result())
-        if self._scan is None:
-            return NOTHING
         if self._making is not None:
-            self._events.append((TICK, -1, decoded))
-        found = self._found = self._scan.decide(used_kv, decoding_kv, decoding, pending, decoded, slots, most)
+            self._events.append((TICK, -1, view.decoded))
+        plan, self._after = decide(self._scan.state, memory, view, rests)
         self._heads_moved = False
-        admitted = self._without_twins(found.admitted.tolist())
-        prompts = min(found.budget, pending + sum(len(self._members[key].prompt) for key in admitted))
-        self._slowness.expect(step_s(self.costs, prompts, decoding, decoding_kv))
-        return Step(found.budget, admitted)
+        admitted = self._without_twins(self._scan.state.admitted[: plan.admitted].tolist())
+        self._slowness.expect(self._expected_s(view, plan, admitted, rests))
+        return plan, admitted
 
-    def set_bursts(self, bursts: bool) -> None:
-        """Say whether a prefill stops decoding from here on; see `StepCosts`."""
+    def _expected_s(self, view: View, plan: StepPlan, admitted: list[int], rests: Bools) -> float:
+        """Return the seconds that the step should take by the cost model."""
+        pending = view.online.tokens + (view.chunk.left if view.chunk.is_ours else 0)
+        prompts = min(plan.budget, pending + sum(len(self._members[key].prompt) for key in admitted))
+        reads = view.reads - int(view.kv[rests].sum())
+        return step_s(self.costs, prompts, view.decoding - plan.left_out, reads)
+
+    def _set_bursts(self, bursts: bool) -> None:
+        """Note whether a prefill stops decoding from here on; see `StepCosts`."""
         if bursts == self.costs.bursts:
             return
         self.costs = self.costs._replace(bursts=bursts)
-        if self._scan is not None:
-            self._scan = self._with_costs(self._scan.state)
+        self._scan = self._with_costs(self._scan.state)
 
     def prefilled(self, key: int, stored: bool = True) -> None:
         """Note that a request's prompt is computed; `stored`: whether it is also in the cache, for others to use."""
@@ -247,7 +247,7 @@ class LiveScan:
     @property
     def remaining_s(self) -> tuple[float, float]:
         """The expected remaining seconds of compute and of memory reads."""
-        return self._scan.remaining_s if self._scan and self._members else (0.0, 0.0)
+        return self._scan.remaining_s if self._members else (0.0, 0.0)
 
     @property
     def slowness(self) -> float:
@@ -257,21 +257,19 @@ class LiveScan:
     @property
     def next_keys(self) -> list[int]:
         """Keys of the requests that the left and the right end admit next, if their own queues are not empty."""
-        if self._scan is None:
-            return []
-        if self._found is None or self._heads_moved:
+        if self._after is None or self._heads_moved:
             self._tell()
             heads = self._scan.heads
         else:
-            heads = self._found.heads
+            heads = self._after.left, self._after.right
         members = [self._at(head) for head in heads if head != NO_REQUEST]
         return [member.key for member in members if member is not None]
 
     @property
-    def state(self) -> State | None:
-        """What the scan knows now, for those who choose among its requests; None before the first plan."""
+    def state(self) -> State:
+        """What the scan knows now, for those who choose among its requests."""
         self._tell()
-        return self._scan.state if self._scan else None
+        return self._scan.state
 
     def key_of(self, place: int) -> int | None:
         """Return the key of the request with this number in `state`; None if it was taken back."""
@@ -281,7 +279,7 @@ class LiveScan:
     @property
     def kv_tokens(self) -> tuple[int, int]:
         """KV tokens that requests of the left end and of the right end hold, without the prefixes that they share."""
-        return self._scan.kv_tokens if self._scan and self._members else (0, 0)
+        return self._scan.kv_tokens if self._members else (0, 0)
 
     def _note(self, kind: int, member: Member, value: int = 0) -> None:
         event = (kind, member.number, value)
@@ -291,7 +289,7 @@ class LiveScan:
 
     def _tell(self) -> None:
         """Tell the scan what happened since it last decided."""
-        if self._scan is not None and self._plan is not None and self._untold.events:
+        if self._plan is not None and self._untold.events:
             self._scan.tell(table_of(self._untold.events, self._plan.places))
         self._untold.clear()
 
@@ -312,14 +310,13 @@ class LiveScan:
 
     def _shared(self, member: Member) -> int:
         """Return the prompt tokens that the request shares with the one before it at its end."""
-        assert self._scan is not None
         return len(member.prompt) - int(self._scan.state.requests[self._place(member)].fresh)
 
     def _is_due(self) -> bool:
         if self._now >= self._look_again or len(self._events) > MOST_EVENTS:
             return True
-        planned = self._found.waiting if self._found else self._scan.waiting if self._scan else 0
-        has_drifted = self._found is not None and self._found.has_drifted
+        planned = self._after.waiting if self._after else self._scan.waiting
+        has_drifted = self._after is not None and self._after.has_drifted
         if is_outdated(planned, has_drifted, self._decisions, self._needed - self._learned):
             return True
         if self._new == 0:
@@ -331,7 +328,7 @@ class LiveScan:
     def _begin_plan(self) -> None:
         """Begin a plan of all requests as they are now."""
         running = Running.none()
-        if self._scan is not None and self._plan is not None:
+        if self._plan is not None:
             running = Running.of(self._scan.state, self._plan.numbers)
         told = Told(self._added, self._events, running, self._now, self._slowness.slowness, self.costs)
         self._added, self._events = [], []
@@ -348,9 +345,8 @@ class LiveScan:
 
     def _follow(self, plan: Plan) -> None:
         """Follow this plan from here on, brought up to date with what happened since it was begun."""
-        if self._scan is not None:
-            plan.state.totals[0].soon = self._scan.state.totals[0].soon
-        self._plan, self._scan, self._making, self._found = plan, self._with_costs(plan.state), None, None
+        plan.state.totals[0].soon = self._scan.state.totals[0].soon
+        self._plan, self._scan, self._making, self._after = plan, self._with_costs(plan.state), None, None
         self._scan.tell(table_of(self._events, plan.places))
         for kind, number, _ in self._events:
             if kind == SET_ASIDE:
@@ -366,7 +362,6 @@ class LiveScan:
         These come when the prefix is in the cache.
         """
         scan = self._scan
-        assert scan is not None
         kept: list[int] = []
         later: list[int] = []
         self._twins.step_begins()

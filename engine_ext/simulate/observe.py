@@ -1,0 +1,148 @@
+"""Reads from a simulated engine all that a step is decided by."""
+
+import numpy as np
+
+from engine_ext.compiled import compiled
+from engine_ext.coserve.predictor import Load
+from engine_ext.coserve.reserve import reserve
+from engine_ext.coserve.slo import Bounds, deadline
+from engine_ext.simulate.cache import Cache, missing
+from engine_ext.simulate.line import Line, nth_online, waiting_online
+from engine_ext.simulate.ours import AHEAD_S, Ours, Rules
+from engine_ext.simulate.reservation import to_come
+from engine_ext.simulate.shared_engine import SharedEngine, needed
+from engine_ext.step.view import Chunk, Online, View
+
+
+@compiled
+def look(engine: SharedEngine, cache: Cache, line: Line, ours: Ours, rules: Rules, first_online: int) -> View:
+    """Return what the engine holds, and note the batch's decodes in `ours`."""
+    totals = engine.totals[0]
+    count, slack_s, reserved = _decodes(engine, ours, rules)
+    chunk = _chunk(engine)
+    online = _online(engine, cache, line, ours, rules, first_online, slack_s, reserved)
+    kv = ours.kv[:count]
+    return View(
+        online,
+        chunk,
+        True,
+        rules.bounds,
+        Load(0, 0.0, 0, int(totals.online_decoding), int(totals.online_kv)),
+        kv,
+        ours.skipped[:count],
+        int(totals.decoding),
+        int(totals.online_kv + kv.sum()),
+        int(ours.decoded[0]),
+        int(cache.tokens[0].locked - chunk.left),
+        _kept_free(ours, int(totals.online_locked), float(totals.now_s)),
+        1,
+        len(engine.requests),
+        rules.chunk,
+        rules.mixes,
+    )
+
+
+@compiled
+def _decodes(engine: SharedEngine, ours: Ours, rules: Rules) -> tuple[int, float, float]:
+    """Note the batch's decodes in `ours`; return their number, the least slack of the others, and what these reserve.
+
+    The slack is in seconds, the reserved room in KV tokens.
+    """
+    totals, count, least, reserved = engine.totals[0], 0, np.inf, 0.0
+    for k in range(totals.decoding):
+        request = int(engine.decoding[k])
+        r = engine.requests[request]
+        if r.online == 1:
+            least = min(least, _slack(engine, rules.bounds, request))
+            reserved += ours.ratio[0] * to_come(engine, request)
+        else:
+            ours.batch[count], ours.kv[count], ours.skipped[count] = request, r.prompt + r.generated, r.skipped
+            count += 1
+    return count, least, reserved
+
+
+@compiled
+def _chunk(engine: SharedEngine) -> Chunk:
+    """Return the prompt that is being computed, as one with others of the same kind that were begun.
+
+    SGLang has one at a time. Here a prompt of the batch that was parked for an online one keeps its KV cache.
+    """
+    left, computed, is_ours = 0, 0, True
+    for k in range(engine.totals[0].prefilling):
+        r = engine.requests[engine.prefilling[k]]
+        if left == 0 or (is_ours and r.online == 1):
+            left, computed, is_ours = r.left, r.prompt + r.generated - r.left, r.online == 0
+        elif (r.online == 0) == is_ours:
+            left += r.left
+    return Chunk(int(left), int(computed), bool(is_ours and left > 0), bool(is_ours and left > 0))
+
+
+@compiled
+def _online(
+    engine: SharedEngine,
+    cache: Cache,
+    line: Line,
+    ours: Ours,
+    rules: Rules,
+    first_online: int,
+    slack_s: float,
+    reserved: float,
+) -> Online:
+    """Return what online requests need; see `engine_ext/plugin/scheduler/online.py`, which does the same in SGLang."""
+    totals, tokens, before, prompts, first_slack_s = engine.totals[0], 0, 0, 0, np.inf
+    for k in range(totals.prefilling):
+        request = int(engine.prefilling[k])
+        r = engine.requests[request]
+        if r.online == 1:
+            before = r.prompt + r.generated - r.left if prompts == 0 else before
+            tokens += r.left
+            reserved += to_come(engine, request)
+            first_slack_s = min(first_slack_s, _slack(engine, rules.bounds, request))
+            prompts += 1
+    kv = first = tokens
+    first += reserved if prompts > 0 else 0
+    waiting = waiting_online(line)
+    for place in range(waiting):
+        request = nth_online(line, first_online, place)
+        first_slack_s = min(first_slack_s, _slack(engine, rules.bounds, request))
+        if tokens >= rules.chunk:
+            continue
+        r = engine.requests[request]
+        uncached = max(1, missing(cache, int(r.leaf)) + r.generated)
+        if place == 0:
+            before = before if prompts > 0 else r.prompt + r.generated - uncached
+            first = kv + needed(engine, cache, request) + reserved + to_come(engine, request)
+        kv += uncached
+        tokens += uncached
+        reserved += to_come(engine, request)
+    prompts += waiting
+    tokens = min(tokens, rules.chunk)
+    return Online(
+        int(totals.online_decoding),
+        int(prompts),
+        int(prompts),
+        int(waiting),
+        int(tokens),
+        int(tokens),
+        int(before),
+        int(kv),
+        int(first),
+        int(reserved),
+        float(slack_s),
+        float(first_slack_s),
+    )
+
+
+@compiled
+def _slack(engine: SharedEngine, bounds: Bounds, request: int) -> float:
+    """Return the seconds until the next token of the request is due."""
+    r = engine.requests[request]
+    return float(deadline(bounds, r.arrives_s, r.first_s, r.last_s, r.generated) - engine.totals[0].now_s)
+
+
+@compiled
+def _kept_free(ours: Ours, locked: int, now_s: float) -> int:
+    """Return the KV tokens to keep free for online requests, which have locked so many now."""
+    if len(ours.ahead) == 0:
+        return int(reserve(ours.memory.held))
+    return max(0, int(ours.ahead[min(int(now_s / AHEAD_S), len(ours.ahead) - 1)]) - locked)

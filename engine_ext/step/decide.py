@@ -1,0 +1,173 @@
+"""Decides a step: online requests first, the limit, who rests, the scan, and room, in this order.
+
+It reads what an engine showed (`view.py`) and what is remembered (`memory.py`), and says what the step does
+(`plan.py`). It touches no engine: SGLang's and the simulated one carry the plan out, each in its own way.
+"""
+
+from typing import NamedTuple
+
+import numpy as np
+
+from engine_ext.arrays import Bools
+from engine_ext.compiled import brief, compiled
+from engine_ext.coserve.governor import governed
+from engine_ext.coserve.harvest import harvest
+from engine_ext.coserve.limit import NOT_PROFILED, PAGE, step_limit, while_prompts_wait
+from engine_ext.coserve.predictor import Load, longest_chunk, predict, with_chunk, with_margin
+from engine_ext.scan.decide import ANY_NUMBER, next_of
+from engine_ext.scan.decide import decide as ask_scan
+from engine_ext.scan.state import LEFT, RIGHT, State
+from engine_ext.scan.sweep import has_drifted, waiting
+from engine_ext.step.memory import Memory
+from engine_ext.step.plan import Room, StepPlan
+from engine_ext.step.view import View
+
+CHUNKS = 8  # in the largest step; batches get one at a time of what they are owed
+
+
+class Share(NamedTuple):
+    """How a step is divided: the `online` prompt tokens, and the `most` of all.
+
+    `limit_s`, `is_cut`: as in `StepPlan`.
+    """
+
+    online: int
+    most: int
+    limit_s: float
+    is_cut: bool
+
+
+class After(NamedTuple):
+    """What the scan says after a decision: how many wait, whether its work has drifted, and the next of both ends."""
+
+    waiting: int
+    has_drifted: bool
+    left: int
+    right: int
+
+
+@brief
+def decide(state: State, memory: Memory, view: View, rests: Bools) -> tuple[StepPlan, After]:
+    """Decide the step, and write into `rests`, bool [decodes of `view.kv`], who is left out of it.
+
+    The admitted requests count as admitted from here on; they are the first ones of `state.admitted`. What the scan is
+    asked afterwards comes with the plan, because each call of machine code takes time.
+    """
+    rests[:] = False
+    divided = share(memory, view, rests) if view.is_limited else Share(view.online.tokens, ANY_NUMBER, np.inf, False)
+    budget, admitted, left_out = _scan(state, view, divided, rests)
+    free = int(state.costs.capacity) - view.used
+    budget, parks = _way(view, max(budget, divided.online), divided.online, free)
+    room, is_cut = _room(view, parks), bool(divided.is_cut)
+    plan = StepPlan(budget, divided.online, admitted, left_out, parks, room, float(divided.limit_s), is_cut)
+    return plan, After(waiting(state), has_drifted(state), next_of(state, LEFT), next_of(state, RIGHT))
+
+
+@compiled
+def share(memory: Memory, view: View, rests: Bools) -> Share:
+    """Divide the step: the online prompts have what they need within their bounds, and batches what then is left."""
+    needs, due = view.online, 0 if memory.in_vain[0] else view.online.due
+    memory.in_vain[0] = needs.prompts > 0
+    online = _online_tokens(memory, view)
+    load = with_chunk(view.fixed, needs.before, online) if online > 0 else view.fixed
+    limit_s = _limit(memory, view, load, online, due)
+    before = view.chunk.computed if view.chunk.is_ours else 0
+    found = harvest(
+        memory.predictor, load, view.kv, view.skipped, rests, limit_s, before, max(0, view.largest - online)
+    )
+    tokens = found.prompt_tokens
+    if needs.decoding + due == 0:  # nobody waits for this step; a limit that no step can keep must not end batches
+        tokens = max(tokens, PAGE)
+        if found.left_out == len(rests):
+            rests[:] = False
+    is_cut, chunk = tokens < view.largest - online, view.largest // CHUNKS
+    if tokens < chunk and _is_owed(memory, chunk, before):
+        tokens = chunk
+        rests[:] = False
+    return Share(online, online + tokens, limit_s, is_cut)
+
+
+@compiled
+def _online_tokens(memory: Memory, view: View) -> int:
+    """Return the step's tokens of online prompts: as many as end before the next token of one that decodes is due."""
+    needs = view.online
+    if needs.tokens == 0:
+        return 0
+    alone_s = predict(memory.predictor, view.fixed)
+    limit_s = step_limit(view.bounds, NOT_PROFILED, needs.slack_s, alone_s, needs.decoding, False)
+    fitting = longest_chunk(memory.predictor, view.fixed, needs.before, limit_s, needs.tokens)
+    return min(needs.tokens, max(fitting, PAGE))
+
+
+@compiled
+def _limit(memory: Memory, view: View, load: Load, online: int, due: int) -> float:
+    """Return the most seconds of a step with work of batches beside `load`, in which `due` online prompts wait."""
+    needs, alone_s = view.online, predict(memory.predictor, load)
+    rest = max(0, needs.due_tokens - online) if due > 0 else 0
+    slack_s = needs.slack_s
+    if rest > 0:
+        slack_s = min(slack_s, while_prompts_wait(alone_s, needs.first_slack_s, rest, online))
+    limit_s = step_limit(view.bounds, memory.profiled, slack_s, alone_s, needs.decoding + due, due > 0)
+    return governed(memory.governor, limit_s, with_margin(memory.predictor, load))
+
+
+@compiled
+def _is_owed(memory: Memory, chunk: int, before: int) -> bool:
+    """Return whether the batches' least part of the time pays for a chunk of a prompt with `before` computed tokens."""
+    if memory.least_share == 0.0:
+        return False
+    cost_s = predict(memory.predictor, Load(chunk, float(chunk) * (chunk + 2 * before), 1, 0, 0))
+    return bool(memory.owed_s[0] >= cost_s)  # `note_launch` notes what they get
+
+
+@compiled
+def _scan(state: State, view: View, divided: Share, rests: Bools) -> tuple[int, int, int]:
+    """Let the scan decide; to it, the prompts of online requests are admitted, and what they reserve is used.
+
+    Returns its budget, how many requests it admits, and how many decodes are left out.
+    """
+    needs, pending = view.online, view.chunk.left if view.chunk.is_ours else 0
+    used = view.used + pending + needs.kv + needs.reserved + view.kept_free
+    left_out, reads = 0, view.reads
+    for k in range(len(rests)):
+        if rests[k]:
+            left_out += 1
+            reads -= view.kv[k]
+    if view.mixes:  # else an online prompt is no reason for a whole step of ours
+        pending += needs.tokens
+    budget, admitted = ask_scan(
+        state, used, reads, view.decoding - left_out, pending, view.decoded, view.slots, divided.most
+    )
+    return budget, admitted, left_out
+
+
+@compiled
+def _way(view: View, budget: int, online: int, free: int) -> tuple[int, bool]:
+    """Return the step's budget, and whether our prompt in chunks is parked: the engine computes it before all others.
+
+    It makes way if it leaves fewer than `online` tokens to prompts that wait, or needs more than the `free` KV tokens,
+    which the engine would not notice. If it cannot make way for others, the step is longer.
+    """
+    chunk = view.chunk
+    if not chunk.is_ours or chunk.left == 0:
+        return budget, False
+    if chunk.may_park and min(chunk.left, budget) + view.decoding + view.page > free:
+        return budget, True
+    if view.online.waiting == 0 or chunk.left + online <= budget:
+        return budget, False
+    return (budget, True) if chunk.may_park else (min(chunk.left + online, view.largest), False)
+
+
+@compiled
+def _room(view: View, parks: bool) -> Room:
+    """Return what online prompts need.
+
+    They are the one that is being computed, whose next chunk the engine takes whether there is room or not, and the
+    first that waits. One at least is admitted in each step, so what is taken off is no more than they need.
+    """
+    if view.online.prompts == 0:
+        return Room(0, False, False)
+    tokens, chunk = view.online.first + view.decoding + view.page + 1, view.chunk
+    if chunk.is_ours and not parks:
+        tokens += chunk.left
+    return Room(tokens, view.online.waiting > 0, chunk.left > 0 and not chunk.is_ours)

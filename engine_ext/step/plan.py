@@ -1,0 +1,35 @@
+"""What a step does, in words that any engine can carry out."""
+
+from typing import NamedTuple
+
+MOST_MADE_WAY = 3  # times that one request makes way for online requests with nothing gained since the last time
+
+
+class Room(NamedTuple):
+    """What online prompts need free: so many KV `tokens`, and a request `slot`. `tokens` is 0 if they need nothing.
+
+    `must`: the next chunk of one of them is computed whether there is room or not.
+    """
+
+    tokens: int
+    slot: bool
+    must: bool
+
+
+class StepPlan(NamedTuple):
+    """What a step does.
+
+    `budget`: the prompt tokens of all; `online`: those that online requests have of it. `admitted`: how many requests
+    of the scan's `admitted` are. `left_out`: how many decodes of batches rest. `parks`: the batch's prompt in chunks is
+    stopped where it is. `room`: what online prompts need, for which requests of batches leave the engine. `limit_s`:
+    the most seconds that the step may take. `is_cut`: batches get fewer prompt tokens than there is room for.
+    """
+
+    budget: int
+    online: int
+    admitted: int
+    left_out: int
+    parks: bool
+    room: Room
+    limit_s: float
+    is_cut: bool

@@ -1,0 +1,160 @@
+"""What a step does beside online requests, decided from numbers alone."""
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+
+from engine_ext.arrays import Bools
+from engine_ext.coserve.limit import PAGE, Profiled
+from engine_ext.coserve.predictor import Load
+from engine_ext.coserve.slo import Bounds
+from engine_ext.costs.cost import CostModel
+from engine_ext.costs.engine_model import Clock, EngineModel
+from engine_ext.costs.hardware import Machine, hardware
+from engine_ext.costs.model_shape import preset
+from engine_ext.plan.groups import Groups
+from engine_ext.plan.lengths import Seen
+from engine_ext.scan.decide import DualScan
+from engine_ext.scan.state import Backlog, StepCosts
+from engine_ext.step.decide import decide, share
+from engine_ext.step.memory import Memory, new_memory
+from engine_ext.step.plan import Room, StepPlan
+from engine_ext.step.view import NO_ONLINE, Chunk, Online, View, batches_alone
+
+COST = CostModel(preset("llama-3-8b"), Machine(hardware("h200")))
+MODEL = EngineModel.of_steps(COST, Clock.MIXED).numbers
+CAPACITY, LARGEST = 100_000, 2048
+BOUNDS = Bounds(1.0, 0.05, math.inf)
+
+
+@dataclass
+class Decided:
+    plan: StepPlan
+    rests: Bools
+    admitted: int
+
+
+def step(view: View, memory: Memory | None = None, waiting: int = 50, prompt: int = 1000) -> Decided:
+    """Decide one step of an engine on which so many requests of a batch wait, with prompts of so many tokens."""
+    groups = Groups.unlike(np.zeros(waiting, dtype=np.int64), np.array([-1]))
+    prompts, unknown = np.full(waiting, prompt), np.full(waiting, -1)
+    half = waiting // 2
+    left, right = np.arange(half), np.arange(waiting - 1, half - 1, -1)
+    backlog = Backlog(prompts, prompts, unknown, np.full(waiting, 100), left, right, groups, Seen.nothing(1))
+    scan, rests = DualScan.of(backlog, StepCosts.of(COST, CAPACITY, LARGEST)), np.zeros(len(view.kv), dtype=np.bool_)
+    plan, _ = decide(scan.state, memory or fresh(), view, rests)
+    return Decided(plan, rests, int(scan.running))
+
+
+def fresh(profiled: Profiled | None = None, least_share: float = 0.0) -> Memory:
+    return new_memory(MODEL, CAPACITY, profiled or Profiled(), least_share)
+
+
+def beside(
+    needs: Online, decodes: int = 0, kv: int = 1000, chunk: Chunk | None = None, used: int = 0, theirs: int = 0
+) -> View:
+    """The view of an engine with online requests beside `decodes` of a batch, each of `kv` tokens."""
+    view = batches_alone(used, kv * decodes, decodes + theirs, 0, largest=LARGEST)
+    fixed = Load(0, 0.0, 0, theirs, theirs * 100)
+    columns = {"kv": np.full(decodes, kv), "skipped": np.zeros(decodes, dtype=np.int64)}
+    view = view._replace(online=needs, is_limited=True, bounds=BOUNDS, fixed=fixed, **columns)
+    return view._replace(chunk=chunk or Chunk(0, 0, False, False))
+
+
+def prompts(tokens: int, waiting: int = 1, **more: float) -> Online:
+    """Online prompts of so many tokens; all of them wait."""
+    found = NO_ONLINE._replace(due=1, prompts=1, waiting=waiting, tokens=tokens, due_tokens=tokens, kv=tokens)
+    return found._replace(**{"first": tokens, "first_slack_s": 1.0, **more})
+
+
+def test_online_prompts_have_their_tokens_first() -> None:
+    found = step(beside(prompts(500)))
+    assert found.plan.online == 500
+    assert found.plan.budget >= 500
+    assert not found.plan.parks
+    assert found.admitted == found.plan.admitted > 0
+
+
+def test_without_online_requests_nothing_is_limited() -> None:
+    found = step(batches_alone(0, 0, 0, 0))
+    assert found.plan.limit_s == math.inf
+    assert found.plan.room == Room(0, False, False)
+    assert (found.plan.online, found.plan.is_cut, found.plan.parks) == (0, False, False)
+    assert found.plan.budget > 0
+
+
+def test_a_token_that_is_due_soon_leaves_decodes_of_batches_out() -> None:
+    needs = NO_ONLINE._replace(decoding=1, slack_s=0.006)
+    found, relaxed = (step(beside(each, 200, 5000, theirs=1)) for each in (needs, needs._replace(slack_s=10.0)))
+    assert 0 < found.rests.sum() < 200
+    assert found.plan.left_out == found.rests.sum()
+    assert found.plan.is_cut
+    assert relaxed.plan.left_out == relaxed.rests.sum() < found.rests.sum()
+
+
+def test_a_late_prompt_still_gets_a_page() -> None:
+    found = step(beside(prompts(500, decoding=1, slack_s=-1.0), theirs=1))
+    assert found.plan.online == PAGE
+
+
+def test_prompts_that_found_no_room_do_not_stop_batches() -> None:
+    memory = fresh(Profiled(prompts_alone=True))
+    first = step(beside(prompts(500), 20), memory)
+    assert first.plan.left_out == 20
+    assert memory.in_vain[0]
+    assert step(beside(prompts(500), 20), memory).plan.left_out == 0
+
+
+def test_what_batches_are_owed_they_get_at_a_chunk_a_time() -> None:
+    needs = prompts(LARGEST, first_slack_s=-1.0)
+    memory = fresh(Profiled(prompts_alone=True), 1 / 8)
+    rests = np.zeros(0, dtype=np.bool_)
+    assert share(memory, beside(needs), rests).most == LARGEST
+    memory.owed_s[0], memory.in_vain[0] = 1.0, False
+    assert share(memory, beside(needs), rests).most == LARGEST + LARGEST // 8
+
+
+@pytest.mark.parametrize(
+    ("chunk", "waiting", "parks"),
+    [
+        (Chunk(2000, 500, True, True), 1, True),
+        (Chunk(100, 500, True, True), 1, False),
+        (Chunk(2000, 500, True, False), 1, False),
+        (Chunk(2000, 500, True, True), 0, False),
+        (Chunk(2000, 500, False, False), 1, False),
+    ],
+    ids=["in the way", "small", "may not", "nobody waits", "an online one"],
+)
+def test_a_prompt_of_a_batch_makes_way_for_those_that_wait(chunk: Chunk, waiting: int, parks: bool) -> None:
+    found = step(beside(prompts(1500, waiting), chunk=chunk))
+    assert found.plan.parks == parks
+    if chunk.is_ours and waiting and not parks:
+        assert found.plan.budget >= min(chunk.left + found.plan.online, LARGEST)
+
+
+def test_a_prompt_of_a_batch_for_which_the_cache_has_no_room_is_parked() -> None:
+    """The engine takes its next chunk whether there is room or not, and fails."""
+    chunk = Chunk(600, 500, True, True)
+    view = batches_alone(0, 10_000, 10, 0, largest=LARGEST)._replace(chunk=chunk)
+    assert step(view._replace(used=CAPACITY - 100)).plan.parks
+    assert not step(view._replace(used=CAPACITY - 2000)).plan.parks
+
+
+def test_room_is_made_for_the_first_that_waits_and_for_what_is_begun() -> None:
+    needs = prompts(700, first=900)
+    chunk = Chunk(100, 0, True, False)
+    assert step(beside(needs, 8)).plan.room == Room(900 + 8 + 1 + 1, True, False)
+    assert step(beside(needs, 8, chunk=chunk)).plan.room == Room(900 + 8 + 1 + 1 + 100, True, False)
+    begun = step(beside(needs._replace(waiting=0), 8, chunk=Chunk(700, 300, False, False)))
+    assert begun.plan.room == Room(900 + 8 + 1 + 1, False, True)
+
+
+def test_what_online_requests_hold_and_reserve_is_not_for_batches() -> None:
+    needs = prompts(500)
+    free = step(beside(needs, used=CAPACITY - 3000))
+    reserved = step(beside(needs._replace(reserved=1500), used=CAPACITY - 3000))
+    kept = step(beside(needs, used=CAPACITY - 3000)._replace(kept_free=1500))
+    assert free.admitted > reserved.admitted
+    assert kept.admitted == reserved.admitted
