@@ -1,4 +1,7 @@
-"""Carries a step's plan out on a simulated engine, as SGLang's scheduler would."""
+"""Carries a step's plan out on a simulated engine, as the plugin does in SGLang.
+
+A prompt has all its KV cache from its admission, and one that is parked keeps it while nobody needs the room.
+"""
 
 from engine_ext.compiled import compiled
 from engine_ext.coserve.predictor import Load, with_chunk
@@ -27,8 +30,9 @@ def apply(
     first_online: int,
 ) -> Load:
     """Say who leaves, who rests, who is admitted, and what each prompt computes; return the step's online work."""
+    totals = engine.totals[0]
     left, goes_first = plan.budget, view.chunk.is_ours and not plan.parks
-    tokens = plan.room.tokens - (view.chunk.left if goes_first else 0)  # here it has the room that it will need
+    tokens = plan.room.tokens - (view.chunk.left if goes_first else 0)  # the prompt in chunks has its room
     if plan.room.tokens > 0:
         if not goes_first:
             _drop_parked(engine, cache, heap, state, tokens)
@@ -40,7 +44,10 @@ def apply(
     left, load = _compute_online(engine, cache, heap, line, ours, left, first_online)
     if not goes_first and not plan.parks:
         left = _compute_batch(engine, left)
-    _admit_batch(engine, cache, heap, state, plan.admitted, left)
+    left = _admit_batch(engine, cache, heap, state, plan.admitted, left)
+    if left == plan.budget and totals.online_decoding == 0 and plan.left_out == len(view.kv):
+        for k in range(len(view.kv)):  # else the step would do nothing
+            engine.requests[ours.batch[k]].rests = 0
     return load
 
 
@@ -61,7 +68,7 @@ def _make_room(engine: SharedEngine, cache: Cache, heap: Heap, state: State, tok
         if engine.requests[victim].preempted < MOST_MADE_WAY or must:
             take_off(engine, cache, heap, victim, True)
             retracted(state, victim, int(engine.requests[victim].generated))
-    engine.totals[0].preempted = 0
+    engine.totals[0].preempted = 0  # the scan knows of these; the others of a step are for the caller
 
 
 @compiled
@@ -132,8 +139,11 @@ def _compute_online(
 
 
 @compiled
-def _admit_batch(engine: SharedEngine, cache: Cache, heap: Heap, state: State, count: int, left: int) -> None:
-    """Admit the first `count` requests of `state.admitted` while tokens and room are left; the others wait again."""
+def _admit_batch(engine: SharedEngine, cache: Cache, heap: Heap, state: State, count: int, left: int) -> int:
+    """Admit the first `count` requests of `state.admitted` while tokens and room are left; the others wait again.
+
+    Returns how many of the `left` tokens are left then.
+    """
     kept, requests = count, engine.requests
     for k in range(count):
         request = int(state.admitted[k])
@@ -145,3 +155,4 @@ def _admit_batch(engine: SharedEngine, cache: Cache, heap: Heap, state: State, c
         left -= requests[request].take
     for k in range(count - 1, kept - 1, -1):
         put_back(state, int(state.admitted[k]))
+    return int(left)

@@ -1,4 +1,4 @@
-"""Simulates our scheduler for online requests beside a batch: the dual scan within the limits of `coserve`."""
+"""Simulates our scheduler for online requests beside a batch: a loop of observe, decide, apply and run."""
 
 import numpy as np
 
@@ -60,6 +60,10 @@ def run_ours(
         load = run_step(engine, cache, heap, rules.model, True, True)
         note_launch(ours.memory, load, theirs)
         if load.prompt_tokens + load.decoding == 0:
+            has_left = totals.preempted > 0
+            answers -= _tell(engine, state, line)
+            if has_left:
+                continue
             before_s = totals.now_s
             if not wait(engine, line, first_online, until_s, np.inf):
                 break

@@ -74,7 +74,8 @@ def _chunk(engine: SharedEngine) -> Chunk:
             left, computed, is_ours = r.left, r.prompt + r.generated - r.left, r.online == 0
         elif (r.online == 0) == is_ours:
             left += r.left
-    return Chunk(int(left), int(computed), bool(is_ours and left > 0), bool(is_ours and left > 0))
+    is_ours &= left > 0
+    return Chunk(int(left), int(computed), bool(is_ours), bool(is_ours), bool(is_ours))
 
 
 @compiled
@@ -88,7 +89,7 @@ def _online(
     slack_s: float,
     reserved: float,
 ) -> Online:
-    """Return what online requests need; see `engine_ext/plugin/scheduler/online.py`, which does the same in SGLang."""
+    """Return what online requests need, all of one class; `engine_ext/plugin/scheduler/online.py` does it in SGLang."""
     totals, tokens, before, prompts, first_slack_s = engine.totals[0], 0, 0, 0, np.inf
     for k in range(totals.prefilling):
         request = int(engine.prefilling[k])

@@ -7,7 +7,7 @@ from engine_ext.coserve.slo import Bounds
 from engine_ext.costs.engine_model import StepModel
 from engine_ext.step.memory import Memory
 
-AHEAD_S = 0.1
+AHEAD_S = 0.1  # seconds between two entries of `ahead`
 
 
 class Rules(NamedTuple):

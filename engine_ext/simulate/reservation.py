@@ -1,4 +1,4 @@
-"""Keeps room for the answers of running requests, as SGLang 0.5.17 does: a part of what is still to come of each.
+"""Says how much room running requests need for their answers, as SGLang 0.5.17 does: a part of what each may get.
 
 That part is the new token ratio, which falls with every step of decodes and rises after a retraction.
 """

@@ -1,7 +1,7 @@
-"""Decides a step: online requests first, the limit, who rests, the scan, and room, in this order.
+"""Decides a step: online requests first, the limit, who rests, the scan, who parks, and room, in this order.
 
-It reads what an engine showed (`view.py`) and what is remembered (`memory.py`), and says what the step does
-(`plan.py`). It touches no engine: SGLang's and the simulated one carry the plan out, each in its own way.
+It takes what an engine showed (`view.py`), what is remembered (`memory.py`) and the scan's state, and says what the
+step does (`plan.py`). It touches no engine: SGLang's and the simulated one carry the plan out, each in its own way.
 """
 
 from typing import NamedTuple
@@ -22,7 +22,7 @@ from engine_ext.step.memory import Memory
 from engine_ext.step.plan import Room, StepPlan
 from engine_ext.step.view import View
 
-CHUNKS = 8  # in the largest step; batches get one at a time of what they are owed
+CHUNKS = 8  # parts of the largest step; of what batches are owed they get one part in a step
 
 
 class Share(NamedTuple):
@@ -145,13 +145,13 @@ def _scan(state: State, view: View, divided: Share, rests: Bools) -> tuple[int, 
 def _way(view: View, budget: int, online: int, free: int) -> tuple[int, bool]:
     """Return the step's budget, and whether our prompt in chunks is parked: the engine computes it before all others.
 
-    It makes way if it leaves fewer than `online` tokens to prompts that wait, or needs more than the `free` KV tokens,
-    which the engine would not notice. If it cannot make way for others, the step is longer.
+    It makes way if it leaves fewer than `online` tokens to prompts that wait. If it may not, the step is longer. Where
+    no KV token is free beside those that others need next, SGLang would take its whole chunk, and fail.
     """
     chunk = view.chunk
     if not chunk.is_ours or chunk.left == 0:
         return budget, False
-    if chunk.may_park and min(chunk.left, budget) + view.decoding + view.page > free:
+    if chunk.can_park and free <= view.decoding + view.online.reserved + view.page:
         return budget, True
     if view.online.waiting == 0 or chunk.left + online <= budget:
         return budget, False
@@ -162,8 +162,8 @@ def _way(view: View, budget: int, online: int, free: int) -> tuple[int, bool]:
 def _room(view: View, parks: bool) -> Room:
     """Return what online prompts need.
 
-    They are the one that is being computed, whose next chunk the engine takes whether there is room or not, and the
-    first that waits. One at least is admitted in each step, so what is taken off is no more than they need.
+    Room is made for the prompt that is being computed, whose next chunk the engine takes whether there is room or not,
+    and for the first that waits. That one is admitted in this step, so no more is taken off than is needed.
     """
     if view.online.prompts == 0:
         return Room(0, False, False)

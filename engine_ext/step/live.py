@@ -170,7 +170,7 @@ class LiveScan:
 
     def _expected_s(self, view: View, plan: StepPlan, admitted: list[int], rests: Bools) -> float:
         """Return the seconds that the step should take by the cost model."""
-        pending = view.online.tokens + (view.chunk.left if view.chunk.is_ours else 0)
+        pending = (view.online.tokens if view.mixes else 0) + (view.chunk.left if view.chunk.is_ours else 0)
         prompts = min(plan.budget, pending + sum(len(self._members[key].prompt) for key in admitted))
         reads = view.reads - int(view.kv[rests].sum())
         return step_s(self.costs, prompts, view.decoding - plan.left_out, reads)

@@ -2,7 +2,7 @@
 
 from typing import NamedTuple
 
-MOST_MADE_WAY = 3  # times that one request makes way for online requests with nothing gained since the last time
+MOST_MADE_WAY = 3  # times that one request makes way for online ones; for a prompt, those with little gained since
 
 
 class Room(NamedTuple):
@@ -17,12 +17,13 @@ class Room(NamedTuple):
 
 
 class StepPlan(NamedTuple):
-    """What a step does.
+    """What a step does, beside who rests, which `decide` writes into an array.
 
-    `budget`: the prompt tokens of all; `online`: those that online requests have of it. `admitted`: how many requests
-    of the scan's `admitted` are. `left_out`: how many decodes of batches rest. `parks`: the batch's prompt in chunks is
-    stopped where it is. `room`: what online prompts need, for which requests of batches leave the engine. `limit_s`:
-    the most seconds that the step may take. `is_cut`: batches get fewer prompt tokens than there is room for.
+    `budget`: the prompt tokens of all; `online`: those that online requests need of it. `admitted`: so many of the
+    scan's `admitted`, the first ones. `left_out`: how many decodes of batches rest. `parks`: the batch's prompt in
+    chunks is stopped where it is. `room`: what online prompts need, for which requests of batches leave the engine.
+    `limit_s`: the most seconds that the step may take, but for what batches are owed. `is_cut`: batches get fewer
+    prompt tokens than there is room for.
     """
 
     budget: int

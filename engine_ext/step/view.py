@@ -14,9 +14,9 @@ from engine_ext.scan.decide import ANY_NUMBER
 class Online(NamedTuple):
     """What online requests need of a step; tokens, if not said otherwise.
 
-    `decoding`, `due`: how many of them decode, and how many wait for this step with their prompts; of either, those
-    that have deadlines. `prompts`: whose prompts wait or are being computed, with a deadline or not; `waiting`: how
-    many of these are not admitted. `tokens`: prompt tokens that they still have to compute, up to the largest step;
+    `decoding`, `due`: how many of them decode, and how many have prompts that wait or are being computed; of either,
+    those that have deadlines. `prompts`: whose prompts wait or are being computed, with a deadline or not; `waiting`:
+    how many of these are not admitted. `tokens`: prompt tokens that they still have to compute, up to the largest step;
     `due_tokens`: of those with deadlines. `before`: those of the first prompt that are computed. `kv`: KV tokens that
     the prompts which the step reaches will take. `first`: those that must be free for the prompt that is being computed
     and for the first that waits. `reserved`: KV tokens that the engine reserves for answers to come. `slack_s`: the
@@ -41,12 +41,14 @@ class Online(NamedTuple):
 class Chunk(NamedTuple):
     """The prompt that the engine computes in chunks, of which `left` tokens are not computed yet and `computed` are.
 
-    `left` is 0 if there is none. `is_ours`: it is of a batch; `may_park`: it may be stopped where it is.
+    `left` is 0 if there is none. `is_ours`: it is of a batch; `can_park`: it can be stopped where it is; `may_park`:
+    and it has not made way for others too often.
     """
 
     left: int
     computed: int
     is_ours: bool
+    can_park: bool
     may_park: bool
 
 
@@ -56,9 +58,10 @@ class View(NamedTuple):
     `is_limited`: online requests bound the step, with the `bounds` of those that are there. `fixed`: the decodes that
     are in any step. `kv`, `skipped`: by decode of a batch that the step may leave out, int64 [decodes], the KV tokens
     that it reads and for how many steps running it was left out. `decoding`, `reads`: all requests that decode, and the
-    KV tokens that they read. `decoded`: output tokens that each has got since the last decision. `used`: of the KV
-    cache; `kept_free`: of it, for online requests to come; `page`: its pages. `slots`: requests that may still be
-    admitted. `largest`: prompt tokens of the largest step. `mixes`: decodes ride in a step with prompts.
+    KV tokens that they read. `decoded`: output tokens that each of them has got since the last decision. `used`: of the
+    KV cache, without what the chunk has left; `kept_free`: of it, for online requests to come; `page`: its pages.
+    `slots`: requests that may still be admitted. `largest`: prompt tokens of the largest step. `mixes`: decodes ride in
+    a step with prompts.
     """
 
     online: Online
@@ -80,7 +83,7 @@ class View(NamedTuple):
 
 
 NO_ONLINE = Online(0, 0, 0, 0, 0, 0, 0, 0, 0, 0, math.inf, math.inf)
-NO_CHUNK = Chunk(0, 0, False, False)
+NO_CHUNK = Chunk(0, 0, False, False, False)
 NO_BOUNDS = Bounds(math.inf, math.inf, math.inf)
 NO_LOAD = Load(0, 0.0, 0, 0, 0)
 NO_DECODES: Column = np.zeros(0, dtype=np.int64)
@@ -95,7 +98,7 @@ def batches_alone(
     """
     return View(
         NO_ONLINE,
-        Chunk(pending, 0, True, True),
+        Chunk(pending, 0, True, True, True),
         False,
         NO_BOUNDS,
         NO_LOAD,

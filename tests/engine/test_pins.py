@@ -99,7 +99,7 @@ def test_pins_leave_room_for_what_runs(tree: Any) -> None:
     assert pins.tokens == tree.protected_size() == 300
     pins.keep([left, right], again=False, room=250)
     assert pins.tokens == tree.protected_size() == 200
-    pins.keep([left, right], again=False, room=-1)
+    pins.keep([left, right], again=False, room=0)
     assert pins.tokens == tree.protected_size() == 0
 
 

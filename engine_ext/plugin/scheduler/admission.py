@@ -140,11 +140,12 @@ class Admission:
     def keep_prefixes(self, changed: bool, room: int) -> None:
         """Pin the cached prefix of the request that each end of the scan admits next, as far as there is `room`.
 
-        Nothing is pinned when no request waits, or when none runs, since the next one may then need the whole cache.
+        Nothing is pinned when no request waits, or when none runs, since the next one may then need the whole cache. A
+        prefix that finds no room is looked up again when the cache has changed, or when there was no room at all.
         `changed`: the cache may hold more than before.
         """
         self.cache_changed |= changed
-        if not self.waiting or not self.running:
+        if not self.waiting or not self.running or room <= 0:
             self.pins.release()
             return
         again = self.cache_changed and self.steps % LOOK_AGAIN == 0

@@ -31,7 +31,7 @@ def apply(
     rests: list[Any],
     ask_sglang: Callable[[], Any],
 ) -> Done:
-    """Carry the plan out on SGLang's scheduler, once all ranks have agreed on it. Raises RanksDiverged.
+    """Carry the plan out on SGLang's scheduler. Raises RanksDiverged, before SGLang is asked, if ranks do otherwise.
 
     `admitted`: the keys of the requests to admit; `rests`: the decodes to leave out.
     """
@@ -77,7 +77,7 @@ def _make_room(ours: Admission, scheduler: Any, running: Any, room: Room) -> Non
         slots = scheduler.get_num_allocatable_reqs(len(running.reqs) - len(gone)) - (scheduler.chunked_req is not None)
         return free() < room.tokens or (room.slot and slots < 1)
 
-    if is_short():
+    if free() < room.tokens:
         ours.pins.release()
     if is_short():
         those = ours.victims(running, room.must)

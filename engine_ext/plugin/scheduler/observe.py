@@ -1,4 +1,4 @@
-"""Reads from SGLang's scheduler all that a step is decided by, before anything of it is changed."""
+"""Reads from SGLang's scheduler all that a step is decided by, and changes nothing of it."""
 
 from typing import Any, NamedTuple
 
@@ -10,7 +10,7 @@ from engine_ext.plugin.scheduler import online, preemption, resting
 from engine_ext.plugin.scheduler.admission import Admission
 from engine_ext.step.view import NO_BOUNDS, NO_CHUNK, NO_DECODES, NO_LOAD, Chunk, View
 
-ROOM = 2  # tokens of each decode for which there must be room if some are left out; a step may still run
+ROOM = 2  # pages of each decode for which there must be room if some are left out; a step may still run
 
 
 class Seen(NamedTuple):
@@ -26,7 +26,10 @@ class Seen(NamedTuple):
 
 
 def look(ours: Admission, scheduler: Any, running: Any) -> Seen:
-    """Return what SGLang's scheduler holds; `running`: its batch of all that decode."""
+    """Return what SGLang's scheduler holds; `running`: its batch of all that decode.
+
+    What online requests have got since the last look is noted first, for their deadlines depend on it.
+    """
     now, demand = ours.ranks.tick(), ours.demand(scheduler, running.reqs)
     is_limited, decoding, chunk = ours.beside.is_needed, len(running.reqs), _chunk(ours, scheduler)
     fixed, kv, skipped, able, needs, bounds = NO_LOAD, NO_DECODES, NO_DECODES, list[Any](), demand.needs, NO_BOUNDS
@@ -61,8 +64,9 @@ def _chunk(ours: Admission, scheduler: Any) -> Chunk:
     if req is None:
         return NO_CHUNK
     is_ours = req in ours.running
-    may_park = is_ours and ours.may_park(req) and preemption.can_park(scheduler)
-    return Chunk(online.uncomputed_tokens(req), len(req.prefix_indices), is_ours, bool(may_park))
+    can_park = bool(is_ours and preemption.can_park(scheduler))
+    may_park = can_park and bool(ours.may_park(req))
+    return Chunk(online.uncomputed_tokens(req), len(req.prefix_indices), is_ours, can_park, may_park)
 
 
 def _may_rest(ours: Admission, scheduler: Any, running: Any) -> bool:

@@ -43,7 +43,7 @@ class Pins:
         `again`: the cache has changed, so that it may hold more for the same requests.
         """
         is_same = len(wanted) == len(self._wanted) and all(map(operator.is_, wanted, self._wanted))
-        if is_same and not again and self.tokens <= max(0, room):
+        if is_same and not again and self.tokens <= room:
             return
         before, self._pins, self._wanted = self._pins, [], wanted
         for req in wanted:

@@ -21,7 +21,7 @@ from engine_ext.scan.state import Backlog, StepCosts
 from engine_ext.step.decide import decide, share
 from engine_ext.step.memory import Memory, new_memory
 from engine_ext.step.plan import Room, StepPlan
-from engine_ext.step.view import NO_ONLINE, Chunk, Online, View, batches_alone
+from engine_ext.step.view import NO_CHUNK, NO_ONLINE, Chunk, Online, View, batches_alone
 
 COST = CostModel(preset("llama-3-8b"), Machine(hardware("h200")))
 MODEL = EngineModel.of_steps(COST, Clock.MIXED).numbers
@@ -60,7 +60,7 @@ def beside(
     fixed = Load(0, 0.0, 0, theirs, theirs * 100)
     columns = {"kv": np.full(decodes, kv), "skipped": np.zeros(decodes, dtype=np.int64)}
     view = view._replace(online=needs, is_limited=True, bounds=BOUNDS, fixed=fixed, **columns)
-    return view._replace(chunk=chunk or Chunk(0, 0, False, False))
+    return view._replace(chunk=chunk or NO_CHUNK)
 
 
 def prompts(tokens: int, waiting: int = 1, **more: float) -> Online:
@@ -119,11 +119,11 @@ def test_what_batches_are_owed_they_get_at_a_chunk_a_time() -> None:
 @pytest.mark.parametrize(
     ("chunk", "waiting", "parks"),
     [
-        (Chunk(2000, 500, True, True), 1, True),
-        (Chunk(100, 500, True, True), 1, False),
-        (Chunk(2000, 500, True, False), 1, False),
-        (Chunk(2000, 500, True, True), 0, False),
-        (Chunk(2000, 500, False, False), 1, False),
+        (Chunk(2000, 500, True, True, True), 1, True),
+        (Chunk(100, 500, True, True, True), 1, False),
+        (Chunk(2000, 500, True, True, False), 1, False),
+        (Chunk(2000, 500, True, True, True), 0, False),
+        (Chunk(2000, 500, False, False, False), 1, False),
     ],
     ids=["in the way", "small", "may not", "nobody waits", "an online one"],
 )
@@ -135,19 +135,19 @@ def test_a_prompt_of_a_batch_makes_way_for_those_that_wait(chunk: Chunk, waiting
 
 
 def test_a_prompt_of_a_batch_for_which_the_cache_has_no_room_is_parked() -> None:
-    """The engine takes its next chunk whether there is room or not, and fails."""
-    chunk = Chunk(600, 500, True, True)
+    """SGLang takes its whole chunk where no room is left, and fails; however often it has made way before."""
+    chunk = Chunk(600, 500, True, True, False)
     view = batches_alone(0, 10_000, 10, 0, largest=LARGEST)._replace(chunk=chunk)
-    assert step(view._replace(used=CAPACITY - 100)).plan.parks
-    assert not step(view._replace(used=CAPACITY - 2000)).plan.parks
+    assert step(view._replace(used=CAPACITY - 11)).plan.parks
+    assert not step(view._replace(used=CAPACITY - 12)).plan.parks
 
 
 def test_room_is_made_for_the_first_that_waits_and_for_what_is_begun() -> None:
     needs = prompts(700, first=900)
-    chunk = Chunk(100, 0, True, False)
+    chunk = Chunk(100, 0, True, True, False)
     assert step(beside(needs, 8)).plan.room == Room(900 + 8 + 1 + 1, True, False)
     assert step(beside(needs, 8, chunk=chunk)).plan.room == Room(900 + 8 + 1 + 1 + 100, True, False)
-    begun = step(beside(needs._replace(waiting=0), 8, chunk=Chunk(700, 300, False, False)))
+    begun = step(beside(needs._replace(waiting=0), 8, chunk=Chunk(700, 300, False, False, False)))
     assert begun.plan.room == Room(900 + 8 + 1 + 1, False, True)
 
 
