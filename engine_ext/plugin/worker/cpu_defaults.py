@@ -24,7 +24,8 @@ CPU_DEFAULTS: dict[str, Any] = {
 
 # SGLang's argument for answers that do not depend on the batch around a request.
 EXACT = "enable_deterministic_inference"
-# How often a thread looks for work before it sleeps. OpenMP's own 300,000 keep a core from others (docs/results/engine.md).
+# How often a thread looks for work before it sleeps. OpenMP's own 300,000 keep a core from others
+# (docs/results/engine.md).
 SPINS = "5000"
 # Flags of CPUs that multiply bfloat16 themselves: of x86, and of Arm.
 MULTIPLIES_BFLOAT16 = frozenset({"avx512_bf16", "amx_bf16", "bf16"})
