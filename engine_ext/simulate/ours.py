@@ -1,4 +1,4 @@
-"""What our scheduler knows of a simulated engine beside the scan's state, and what it is set to."""
+"""Holds what our scheduler knows of a simulated engine beside the scan's state, and what it is set to."""
 
 from typing import NamedTuple
 

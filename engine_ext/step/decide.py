@@ -59,7 +59,7 @@ def decide(state: State, memory: Memory, view: View, rests: Bools) -> tuple[Step
     free = int(state.costs.capacity) - view.used
     budget, parks = _way(view, max(budget, divided.online), divided.online, free)
     room, is_cut = _room(view, parks), bool(divided.is_cut)
-    plan = StepPlan(budget, divided.online, admitted, left_out, parks, room, float(divided.limit_s), is_cut)
+    plan = StepPlan(budget, admitted, left_out, parks, room, float(divided.limit_s), is_cut)
     return plan, After(waiting(state), has_drifted(state), next_of(state, LEFT), next_of(state, RIGHT))
 
 

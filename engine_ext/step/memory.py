@@ -1,4 +1,4 @@
-"""What is remembered from step to step beside the scan's state: how long steps take, and what online requests got."""
+"""Remembers from step to step, beside the scan's state, how long steps take and what online requests got."""
 
 from typing import NamedTuple
 
@@ -12,7 +12,7 @@ from engine_ext.coserve.predictor import Load, Predictor, new_predictor, observe
 from engine_ext.coserve.reserve import OnlineKv, new_online_kv
 from engine_ext.costs.engine_model import StepModel
 
-MOST_OWED_S = 10.0
+MOST_OWED_S = 10.0  # or batches that waited long would take whole seconds at once from online requests
 
 
 class Memory(NamedTuple):

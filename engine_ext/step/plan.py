@@ -1,4 +1,4 @@
-"""What a step does, in words that any engine can carry out."""
+"""Holds what a step does, in words that any engine can carry out."""
 
 from typing import NamedTuple
 
@@ -19,15 +19,13 @@ class Room(NamedTuple):
 class StepPlan(NamedTuple):
     """What a step does, beside who rests, which `decide` writes into an array.
 
-    `budget`: the prompt tokens of all; `online`: those that online requests need of it. `admitted`: so many of the
-    scan's `admitted`, the first ones. `left_out`: how many decodes of batches rest. `parks`: the batch's prompt in
-    chunks is stopped where it is. `room`: what online prompts need, for which requests of batches leave the engine.
-    `limit_s`: the most seconds that the step may take, but for what batches are owed. `is_cut`: batches get fewer
-    prompt tokens than there is room for.
+    `budget`: the prompt tokens of all. `admitted`: so many of the scan's `admitted`, the first ones. `left_out`: how
+    many decodes of batches rest. `parks`: the batch's prompt in chunks is stopped where it is. `room`: what online
+    prompts need, for which requests of batches leave the engine. `limit_s`: the most seconds that the step may take,
+    but for what batches are owed. `is_cut`: batches get fewer prompt tokens than there is room for.
     """
 
     budget: int
-    online: int
     admitted: int
     left_out: int
     parks: bool

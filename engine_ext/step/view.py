@@ -1,4 +1,4 @@
-"""What a step may know of its engine, be it SGLang's or a simulated one: numbers and arrays alone."""
+"""Holds what a step may know of its engine, be it SGLang's or a simulated one: numbers and arrays alone."""
 
 import math
 from typing import NamedTuple
@@ -92,10 +92,7 @@ NO_DECODES: Column = np.zeros(0, dtype=np.int64)
 def batches_alone(
     used: int, reads: int, decoding: int, pending: int, decoded: int = 1, slots: int = ANY_NUMBER, largest: int = 8192
 ) -> View:
-    """Return the view of an engine without online requests; `pending`: what a prompt in chunks has to compute.
-
-    Unlike in a `View`, these tokens are among the `used` ones.
-    """
+    """Return the view of an engine without online requests; `pending`: what a prompt in chunks has to compute."""
     return View(
         NO_ONLINE,
         Chunk(pending, 0, True, True, True),
@@ -107,7 +104,7 @@ def batches_alone(
         decoding,
         reads,
         decoded,
-        used - pending,
+        used,
         0,
         1,
         slots,

@@ -90,7 +90,7 @@ def test_too_much_is_not_kept_and_too_little_neither(tree: Any) -> None:
 
 
 def test_pins_leave_room_for_what_runs(tree: Any) -> None:
-    """As many tokens as run out in the next steps, whoever else would like to have them pinned."""
+    """They may have what is free beside it, the first end before the second, and give back what no longer is."""
     left, right = Req(ids(0, 300)), Req(ids(5000, 200))
     for each in (left, right):
         insert(tree, each.origin_input_ids)

@@ -3,9 +3,7 @@
 import asyncio
 import json
 import random
-import socket
 import time
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +17,6 @@ from engine_ext.plan.prompts import Prompts
 from engine_ext.plan.window import Outputs, Shape, plan_window
 from engine_ext.plugin import hooks
 from engine_ext.plugin.marks import DUE, KIND, Terms
-from engine_ext.plugin.scheduler.loopback import on_loopback
 from engine_ext.plugin.worker.endpoints import Endpoints
 from engine_ext.plugin.worker.host import EngineHost
 from service.demo.prompts import CHAT, COMPLETIONS, requests
@@ -624,14 +621,3 @@ def test_an_engine_of_one_machine_listens_on_loopback_alone(engine: EngineProces
     listening = [each for one in family for each in one.net_connections("tcp") if each.status == psutil.CONN_LISTEN]
     assert listening
     assert {each.laddr.ip for each in listening} <= {"127.0.0.1", "::1"}
-
-
-def test_a_rank_that_is_alone_starts_though_its_port_was_taken_since() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        store = on_loopback(not_called, "127.0.0.1", taken.getsockname()[1], 0, 1, timedelta(seconds=60))
-        store.set("key", "value")
-        assert store.get("key") == b"value"
-
-
-def not_called(*_: object) -> None:
-    raise AssertionError("torch's own store listens on all interfaces")

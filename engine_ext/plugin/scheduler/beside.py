@@ -89,7 +89,7 @@ class Beside:
     def of(
         cls, classes: SloClasses, limits: Limits, model: StepModel, capacity: int, lag: int, least_share: float = 0.0
     ) -> "Beside":
-        """`capacity`: KV tokens. `least_share`: the part of the time that batches get in any case."""
+        """Return it as it is before the first step; see `new_memory` for `capacity` and `least_share`."""
         memory = new_memory(model, capacity, limits.profiled, least_share)
         return cls(classes, memory, lag, limits.prompt_tokens, is_needed=limits != NO_LIMITS)
 

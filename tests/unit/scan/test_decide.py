@@ -12,13 +12,13 @@ from engine_ext.plan.groups import Groups
 from engine_ext.plan.lengths import Seen, see
 from engine_ext.plan.prompts import Prompts
 from engine_ext.plan.tree import build_tree
-from engine_ext.scan.decide import ANY_NUMBER, DualScan
-from engine_ext.scan.decide import decide as ask_scan
+from engine_ext.scan.decide import DualScan
 from engine_ext.scan.ends import fresh_tokens
 from engine_ext.scan.events import FINISHED, LEFT_OUT, PREFILLED, RETRACTED
 from engine_ext.scan.footprint import output_tokens
 from engine_ext.scan.state import ALIGNMENT, Backlog, StepCosts
 from engine_ext.scan.sweep import end_sweep
+from tests.unit.scan.driving import ask_scan as decide
 
 # So that a full cache takes about as long to read as 250 tokens take to compute.
 COSTS = StepCosts(gemm_s=2.5e-6, read_s=6.4e-8, weights_s=1e-4, capacity=20_000, most_tokens=2048)
@@ -35,28 +35,6 @@ def backlog(
     groups = groups or Groups.unlike(np.zeros(len(prompt), np.int64), np.array([-1]))
     seen = seen or Seen.nothing(len(groups))
     return Backlog(prompt, prompt, known, np.full(len(prompt), 1 << 17), left, right, groups, seen)
-
-
-@dataclass(frozen=True, slots=True)
-class Decided:
-    """What the scan said: the prompt tokens of the step, and the requests that it admitted."""
-
-    budget: int
-    admitted: Column
-
-
-def decide(
-    scan: DualScan,
-    used_kv: int,
-    decoding_kv: int,
-    decoding: int,
-    pending: int,
-    decoded: int = 1,
-    slots: int = ANY_NUMBER,
-    most: int = ANY_NUMBER,
-) -> Decided:
-    budget, count = ask_scan(scan.state, used_kv, decoding_kv, decoding, pending, decoded, slots, most)
-    return Decided(budget, scan.state.admitted[:count].copy())
 
 
 def tell(scan: DualScan, kind: int, request: int, value: int = 0) -> None:

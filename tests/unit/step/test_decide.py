@@ -18,7 +18,7 @@ from engine_ext.plan.groups import Groups
 from engine_ext.plan.lengths import Seen
 from engine_ext.scan.decide import DualScan
 from engine_ext.scan.state import Backlog, StepCosts
-from engine_ext.step.decide import decide, share
+from engine_ext.step.decide import Share, decide, share
 from engine_ext.step.memory import Memory, new_memory
 from engine_ext.step.plan import Room, StepPlan
 from engine_ext.step.view import NO_CHUNK, NO_ONLINE, Chunk, Online, View, batches_alone
@@ -48,6 +48,11 @@ def step(view: View, memory: Memory | None = None, waiting: int = 50, prompt: in
     return Decided(plan, rests, int(scan.running))
 
 
+def divided(view: View) -> Share:
+    """Return how a step is divided between online requests and batches."""
+    return share(fresh(), view, np.zeros(len(view.kv), dtype=np.bool_))
+
+
 def fresh(profiled: Profiled | None = None, least_share: float = 0.0) -> Memory:
     return new_memory(MODEL, CAPACITY, profiled or Profiled(), least_share)
 
@@ -71,7 +76,7 @@ def prompts(tokens: int, waiting: int = 1, **more: float) -> Online:
 
 def test_online_prompts_have_their_tokens_first() -> None:
     found = step(beside(prompts(500)))
-    assert found.plan.online == 500
+    assert divided(beside(prompts(500))).online == 500
     assert found.plan.budget >= 500
     assert not found.plan.parks
     assert found.admitted == found.plan.admitted > 0
@@ -81,7 +86,7 @@ def test_without_online_requests_nothing_is_limited() -> None:
     found = step(batches_alone(0, 0, 0, 0))
     assert found.plan.limit_s == math.inf
     assert found.plan.room == Room(0, False, False)
-    assert (found.plan.online, found.plan.is_cut, found.plan.parks) == (0, False, False)
+    assert (found.plan.is_cut, found.plan.parks) == (False, False)
     assert found.plan.budget > 0
 
 
@@ -95,8 +100,7 @@ def test_a_token_that_is_due_soon_leaves_decodes_of_batches_out() -> None:
 
 
 def test_a_late_prompt_still_gets_a_page() -> None:
-    found = step(beside(prompts(500, decoding=1, slack_s=-1.0), theirs=1))
-    assert found.plan.online == PAGE
+    assert divided(beside(prompts(500, decoding=1, slack_s=-1.0), theirs=1)).online == PAGE
 
 
 def test_prompts_that_found_no_room_do_not_stop_batches() -> None:
@@ -128,10 +132,11 @@ def test_what_batches_are_owed_they_get_at_a_chunk_a_time() -> None:
     ids=["in the way", "small", "may not", "nobody waits", "an online one"],
 )
 def test_a_prompt_of_a_batch_makes_way_for_those_that_wait(chunk: Chunk, waiting: int, parks: bool) -> None:
-    found = step(beside(prompts(1500, waiting), chunk=chunk))
+    view = beside(prompts(1500, waiting), chunk=chunk)
+    found = step(view)
     assert found.plan.parks == parks
     if chunk.is_ours and waiting and not parks:
-        assert found.plan.budget >= min(chunk.left + found.plan.online, LARGEST)
+        assert found.plan.budget >= min(chunk.left + divided(view).online, LARGEST)
 
 
 def test_a_prompt_of_a_batch_for_which_the_cache_has_no_room_is_parked() -> None:
